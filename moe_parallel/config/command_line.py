@@ -1,0 +1,105 @@
+"""The command line, generated from the configuration's dataclasses."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from moe_parallel.config.config import (
+    EXPERT_SELECTION,
+    Config,
+    make_config,
+    read_yaml,
+    sections,
+    selection_options,
+)
+from moe_parallel.config.option import Option, options
+from moe_parallel.errors import InputError
+
+
+def parse_command_line(arguments: Sequence[str]) -> Config:
+    """The configuration of `--config FILE.yaml [--flag value ...]`; flags win over the file.
+
+    Prints help and raises SystemExit(0) for --help. Raises InputError for anything wrong.
+    """
+    parser = _parser()
+    flags = [word.split("=")[0] for word in arguments if word.startswith("--")]
+    for word in flags:
+        if word not in parser.flags:
+            near = difflib.get_close_matches(word, parser.flags, n=1)
+            hint = f"did you mean {near[0]}?" if near else "--help lists all flags"
+            raise InputError(f"{word} is no flag of this program: {hint}")
+    given = vars(parser.parse_args(arguments))
+    path = given.pop("config", None)
+    raw = read_yaml(Path(path)) if path is not None else {}
+    return make_config(raw | given)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse for --help and for cutting the line into words; errors are InputErrors."""
+
+    @property
+    def flags(self) -> list[str]:
+        return list(self._option_string_actions)
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message[0].lower()}{message[1:]}; --help lists all flags")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="pretrain_gpt_moe.py",
+        usage="torchrun --nproc-per-node N pretrain_gpt_moe.py --config FILE.yaml "
+        "[--flag value ...]",
+        description="Pretrain a mixture-of-experts language model whose experts are chosen by "
+        "--expert-selection. Every flag is a YAML key too; flags win.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=98),
+    )
+    parser.add_argument("--config", metavar="FILE.yaml", help="read options from this file")
+    for name, section in sections().items():
+        group = parser.add_argument_group(name, _first_line(section))
+        for each in options(section):
+            _add(group, each, f"{each.help} (default: {_text(each.default)})")
+        if name == "moe":
+            _add_selections(parser)
+    return parser
+
+
+def _add_selections(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("expert selection", "One word names the system.")
+    _add(group, EXPERT_SELECTION, f"{EXPERT_SELECTION.help} (default: {EXPERT_SELECTION.default})")
+    owners: dict[str, list[str]] = {}
+    known: dict[str, Option] = {}
+    for system, its_options in selection_options().items():
+        for name, each in its_options.items():
+            owners.setdefault(name, []).append(system)
+            known.setdefault(name, each)
+    for name, each in known.items():
+        text = f"[{', '.join(owners[name])}] {each.help} (default: {_text(each.default)})"
+        _add(group, each, text)
+
+
+def _add(group: Any, each: Option, text: str) -> None:
+    text = text.replace("%", "%%")
+    if each.kind is bool:
+        group.add_argument(each.flag, help=text, nargs="?", const="true", metavar="true|false")
+    elif each.many:
+        group.add_argument(each.flag, help=text, nargs="+", metavar="WORD")
+    else:
+        metavar = "|".join(each.choices) or {int: "N", float: "X", str: "TEXT"}[each.kind]
+        group.add_argument(each.flag, help=text, metavar=metavar)
+
+
+def _text(default: Any) -> str:
+    if isinstance(default, bool) or default is None:
+        return str(default).lower()
+    return str(default)
+
+
+def _first_line(section: type) -> str:
+    return (section.__doc__ or "").split("\n\n")[0].replace("\n    ", " ")

@@ -1,0 +1,167 @@
+"""The whole configuration of a run, read from YAML and flags and written back as YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moe_parallel.config.model import ModelConfig, MoEConfig, moe_layer_pattern
+from moe_parallel.config.option import Option, build, flag, options
+from moe_parallel.config.run import (
+    CheckpointConfig,
+    DataConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
+from moe_parallel.config.selection import (
+    SELECTIONS,
+    AoESelection,
+    Selection,
+    TopKSelection,
+    aoe_wide_size,
+    selection_name,
+)
+from moe_parallel.errors import InputError
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that a run depends on. Each section is a frozen dataclass of options."""
+
+    model: ModelConfig = ModelConfig()
+    moe: MoEConfig = MoEConfig()
+    selection: Selection = TopKSelection()
+    parallel: ParallelConfig = ParallelConfig()
+    training: TrainingConfig = TrainingConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    data: DataConfig = DataConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def moe_layers(self) -> tuple[bool, ...]:
+        """Which layers hold experts, first to last."""
+        if self.moe.num_experts is None:
+            return (False,) * self.model.num_layers
+        return moe_layer_pattern(self.moe.moe_layer_freq, self.model.num_layers)
+
+    @property
+    def expert_width(self) -> int:
+        """d_ffn of one expert; for AoE its d_wide (Eq. 5 unless set)."""
+        width = self.moe.moe_ffn_hidden_size or self.model.ffn_hidden_size
+        if isinstance(self.selection, AoESelection):
+            return self.selection.aoe_wide_size or aoe_wide_size(
+                self.model.hidden_size, width, self.selection.aoe_low_rank_size
+            )
+        return width
+
+    def padded_vocab_size(self, vocab_size: int) -> int:
+        """The vocabulary as the model holds it: a multiple that no layout changes."""
+        multiple = self.model.make_vocab_size_divisible_by
+        return -(-vocab_size // multiple) * multiple
+
+    def values(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(section, {option: value}) in the order in which `config.yaml` lists them."""
+        for section in dataclasses.fields(self):
+            part = getattr(self, section.name)
+            values = {o.name: getattr(part, o.name) for o in options(type(part))}
+            if section.name == "selection":
+                values = {"expert_selection": selection_name(part)} | values
+            yield section.name, values
+
+    def to_yaml(self) -> str:
+        """All values, as a file that `read_config` reads back to an equal configuration."""
+        parts = []
+        for section, values in self.values():
+            flat = {name.replace("_", "-"): _plain(value) for name, value in values.items()}
+            parts.append(f"# {section}\n" + yaml.safe_dump(flat, sort_keys=False))
+        return "\n".join(parts)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def sections() -> dict[str, type]:
+    """The sections without alternatives, by name."""
+    fields = dataclasses.fields(Config)
+    return {f.name: type(f.default) for f in fields if f.name != "selection"}
+
+
+def common_options() -> dict[str, Option]:
+    """The options that every configuration has, by name."""
+    return {o.name: o for section in sections().values() for o in options(section)}
+
+
+def selection_options() -> dict[str, dict[str, Option]]:
+    """The options of each expert-selection system: {system: {name: option}}."""
+    return {name: {o.name: o for o in options(kind)} for name, kind in SELECTIONS.items()}
+
+
+EXPERT_SELECTION = Option(
+    name="expert_selection",
+    kind=str,
+    optional=False,
+    many=False,
+    default="topk",
+    help="who decides which expert computes",
+    choices=tuple(SELECTIONS),
+)
+
+
+def make_config(raw: Mapping[str, Any]) -> Config:
+    """A configuration from raw values by option name; what is not named keeps its default.
+
+    Raises InputError for an unknown name (with the nearest), a value of the wrong type, or an
+    option of another expert-selection system than the one chosen.
+    """
+    raw = dict(raw)
+    system = EXPERT_SELECTION.parse(raw.pop("expert_selection", EXPERT_SELECTION.default))
+    common, by_system = common_options(), selection_options()
+    known = common | by_system[system]
+    for name in raw:
+        if name not in known:
+            raise _unknown(name, system, known, by_system)
+    values = {name: known[name].parse(value) for name, value in raw.items()}
+    parts = {name: build(section, values) for name, section in sections().items()}
+    return Config(selection=build(SELECTIONS[system], values), **parts)
+
+
+def _unknown(
+    name: str, system: str, known: Mapping[str, Option], by_system: dict[str, dict[str, Option]]
+) -> InputError:
+    owners = [other for other, its_options in by_system.items() if name in its_options]
+    if owners:
+        return InputError(
+            f"{flag(name)} belongs to --expert-selection {' or '.join(owners)}, but "
+            f"{system} is selected: remove it or change --expert-selection"
+        )
+    near = difflib.get_close_matches(name, [*known, "expert_selection"], n=1)
+    hint = f"did you mean {flag(near[0])}?" if near else "--help lists all flags"
+    return InputError(f"{flag(name)} is no flag or YAML key of this program: {hint}")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Raw values of a YAML file, by option name. Keys are flags without the leading dashes."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise InputError(f"--config {path} does not exist: name a YAML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--config {path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        where = " ".join(str(error).split())
+        raise InputError(f"--config {path} is not valid YAML: {where}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise InputError(f"--config {path} must hold lines of the form `key: value`")
+    return {str(key).replace("-", "_"): value for key, value in content.items()}

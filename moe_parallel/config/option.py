@@ -1,0 +1,116 @@
+"""How a dataclass field becomes a flag and a YAML key.
+
+A section of the configuration is a frozen dataclass whose fields are made by `option`. The field's
+name gives the flag (`num_layers` -> `--num-layers`), its annotation the type, its default the
+default; nothing about a flag is written twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from moe_parallel.errors import InputError
+
+
+def option(default: Any, help: str, *, choices: tuple[str, ...] = ()) -> Any:
+    """A dataclass field that is also a flag and a YAML key."""
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One flag, as read from a dataclass field."""
+
+    name: str
+    kind: type  # int, float, bool or str
+    optional: bool  # whether None is a value
+    many: bool  # a tuple of `kind`
+    default: Any
+    help: str
+    choices: tuple[str, ...]
+
+    @property
+    def flag(self) -> str:
+        return flag(self.name)
+
+    def parse(self, raw: Any) -> Any:
+        """`raw` (a string of the command line or a YAML scalar or list) as a value of this option.
+
+        Raises InputError if it is of another type or none of the choices.
+        """
+        if raw is None or raw == "none":
+            if self.optional:
+                return None
+            raise InputError(f"{self.flag} needs a value: give it {self._expected}")
+        if self.many:
+            items = raw.split() if isinstance(raw, str) else raw
+            return tuple(self._parse_one(item) for item in items)
+        return self._parse_one(raw)
+
+    @property
+    def _expected(self) -> str:
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        return {int: "an integer", float: "a number", bool: "true or false", str: "text"}[self.kind]
+
+    def _parse_one(self, raw: Any) -> Any:
+        wrong = InputError(f"{self.flag} is {raw!r}: it takes {self._expected}")
+        if self.kind is bool:
+            value: Any = {"true": True, "false": False}.get(str(raw).lower())
+            if value is None:
+                raise wrong
+            return value
+        if isinstance(raw, bool) or isinstance(raw, list | dict):
+            raise wrong
+        if self.kind is int and isinstance(raw, float):
+            raise wrong
+        try:
+            value = self.kind(raw)
+        except ValueError:
+            raise wrong from None
+        if self.choices and value not in self.choices:
+            raise wrong
+        return value
+
+
+def flag(name: str) -> str:
+    """The flag of a field name: `num_layers` -> `--num-layers`."""
+    return "--" + name.replace("_", "-")
+
+
+def options(section: type) -> list[Option]:
+    """The options of a section class, in the order of its fields."""
+    annotations = typing.get_type_hints(section)
+    return [
+        _option(field, annotations[field.name])
+        for field in dataclasses.fields(section)
+        if "help" in field.metadata
+    ]
+
+
+def _option(field: dataclasses.Field[Any], annotation: Any) -> Option:
+    arguments = typing.get_args(annotation)
+    optional = type(None) in arguments
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        (annotation,) = (a for a in arguments if a is not type(None))
+    many = typing.get_origin(annotation) is tuple
+    kind = typing.get_args(annotation)[0] if many else annotation
+    return Option(
+        name=field.name,
+        kind=kind,
+        optional=optional,
+        many=many,
+        default=field.default,
+        help=field.metadata["help"],
+        choices=field.metadata["choices"],
+    )
+
+
+def build(section: type, values: Mapping[str, Any]) -> Any:
+    """An instance of a section from the parsed values that name its fields."""
+    names = {field.name for field in dataclasses.fields(section)}
+    return section(**{name: value for name, value in values.items() if name in names})
