@@ -1,0 +1,212 @@
+"""How evenly and how confidently the experts of each layer are chosen.
+
+Ownership: whoever builds the model makes one `RoutingStatistics` and hands `layer(number)` to each
+routed layer; the training loop reads it. Nothing here is global, a module or a buffer, so it is
+neither saved with the weights nor cast to bf16 with them.
+
+    statistics = RoutingStatistics(num_layers, num_experts, device)
+    layer.statistics = statistics.layer(3)                         # when building
+    layer.statistics.record(tokens_per_expert_E=..., ...)          # in forward
+    layers = statistics.training.reduced(groups).summaries()       # on every rank, when logging
+    statistics.training.clear()
+    with statistics.evaluating():                                  # forward passes of an evaluation
+        ...
+    layers = statistics.evaluation.reduced(groups).summaries()
+
+Counted once: activation recompute runs a layer's forward twice, first without gradients and then,
+in the backward pass, with them. (That is reentrant checkpointing, the only kind Megatron-Core has.)
+In training `record` therefore ignores calls made while gradients are off: with recompute the second
+run counts, without it the only run does, and a stray evaluation does not count at all. This needs
+no notion of the current micro-batch, which a pipeline schedule interleaves. Inside `evaluating()`
+there is no backward pass, so every call counts, into sums of its own.
+
+Shape suffixes: T tokens on this rank, E experts (all), G routed or dense layers of the whole model,
+C columns of sums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def load_shares(tokens_per_expert: Sequence[float]) -> list[float]:
+    """The share of all choices that fell on each expert; sums to 1, or all 0 where none was made.
+
+    It is the `f` of the load-balancing loss (whose sum is K) divided by K: a count of choices
+    already holds K per token, so K itself is not needed, and top-p is covered too.
+    """
+    total = sum(tokens_per_expert)
+    return [count / total if total else 0.0 for count in tokens_per_expert]
+
+
+def ent_load(tokens_per_expert: Sequence[float]) -> float:
+    """Entropy of the load in nats: -sum_i f_i ln f_i, f = `load_shares`. [Eq. 7 of AoE]
+
+    0 when one expert takes every choice; ln E, the ceiling, when all take equally many.
+    """
+    return -sum(share * math.log(share) for share in load_shares(tokens_per_expert) if share > 0)
+
+
+def max_minus_min_load(tokens_per_expert: Sequence[float]) -> float:
+    """Load of the busiest minus load of the idlest expert, as shares of all choices, in [0, 1].
+
+    With experts on different devices it is the time that the idlest waits. AoE's paper (Appendix)
+    sums it over layers.
+    """
+    shares = load_shares(tokens_per_expert)
+    return max(shares) - min(shares)
+
+
+def ent_conf_sum(scores_TE: torch.Tensor) -> torch.Tensor:
+    """Entropy of softmax over all E scores, in nats, summed over the tokens. [Eq. 8 of AoE]
+
+    Divided by the number of tokens it is Ent_conf: 0 when certain, ln E when indifferent. Returned
+    as a sum (0-d, float64) so that micro-batches and ranks of any size add up to the exact mean.
+    `scores_TE`: router logits, or AoE's norms, of any float type.
+    """
+    probabilities_TE = torch.softmax(scores_TE.float(), dim=-1)
+    return torch.special.entr(probabilities_TE).sum(dtype=torch.float64)
+
+
+class RoutingTotals:
+    """Sums over tokens for every layer of the model: one float64 tensor, `sums_GC`.
+
+    A pipeline stage fills the rows of its own layers and leaves the others at zero, so that adding
+    over ranks also gathers the stages. Columns: choices per expert (E), norms per expert (E),
+    then tokens, tokens with a norm, entropy of the scores, dropped choices.
+    """
+
+    TOKENS, NORMED_TOKENS, ENTROPY, DROPPED = range(-4, 0)
+
+    def __init__(self, sums_GC: torch.Tensor) -> None:
+        self.sums_GC = sums_GC
+
+    @classmethod
+    def zeros(cls, num_layers: int, num_experts: int, device: torch.device) -> RoutingTotals:
+        shape = (num_layers, 2 * num_experts + 4)
+        return cls(torch.zeros(shape, dtype=torch.float64, device=device))
+
+    @torch.no_grad()
+    def add(
+        self,
+        layer_number: int,
+        tokens_per_expert_E: torch.Tensor,
+        dropped: torch.Tensor | int,
+        scores_TE: torch.Tensor,
+        norms_TE: torch.Tensor | None,
+    ) -> None:
+        """Adds one micro-batch of a layer (numbered from 1). Does not wait for the device."""
+        tokens, num_experts = scores_TE.shape
+        row_C = self.sums_GC[layer_number - 1]
+        row_C[:num_experts] += tokens_per_expert_E
+        row_C[self.TOKENS] += tokens
+        row_C[self.ENTROPY] += ent_conf_sum(scores_TE)
+        row_C[self.DROPPED] += dropped
+        if norms_TE is not None:
+            row_C[num_experts : 2 * num_experts] += norms_TE.sum(dim=0, dtype=torch.float64)
+            row_C[self.NORMED_TOKENS] += tokens
+
+    def reduced(self, groups: Iterable[dist.ProcessGroup | None]) -> RoutingTotals:
+        """The sum over the ranks of each group in turn, as new totals; this rank's stay as they are.
+
+        One all-reduce a group: give the group of the ranks that hold different tokens (data and
+        context parallel, and tensor parallel under sequence parallelism), then the pipeline group.
+        `None` is the default group. Call it on every rank of the groups.
+        """
+        sums_GC = self.sums_GC.clone()
+        for group in groups:
+            dist.all_reduce(sums_GC, group=group)
+        return RoutingTotals(sums_GC)
+
+    def clear(self) -> None:
+        self.sums_GC.zero_()
+
+    def summaries(self) -> list[dict[str, Any]]:
+        """The `layers` of a metrics record, for the layers that saw a token. Waits for the device.
+
+        Each: layer (from 1), tokens_per_expert (choices made, before dropping), tokens_dropped
+        (choices), ent_load and ent_conf (nats), max_minus_min_load (share of choices), and
+        norm_per_expert (mean over all tokens) where norms were recorded.
+        """
+        rows = self.sums_GC.tolist()
+        return [_summary(i, row) for i, row in enumerate(rows, start=1) if row[self.TOKENS] > 0]
+
+
+def _summary(layer_number: int, row: list[float]) -> dict[str, Any]:
+    num_experts = (len(row) - 4) // 2
+    counts, norms = row[:num_experts], row[num_experts : 2 * num_experts]
+    tokens, normed_tokens, entropy, dropped = row[-4:]
+    summary: dict[str, Any] = {
+        "layer": layer_number,
+        "tokens_per_expert": [round(count) for count in counts],
+        "tokens_dropped": round(dropped),
+        "ent_load": ent_load(counts),
+        "ent_conf": entropy / tokens,
+        "max_minus_min_load": max_minus_min_load(counts),
+    }
+    if normed_tokens:
+        summary["norm_per_expert"] = [norm / normed_tokens for norm in norms]
+    return summary
+
+
+class LayerStatistics:
+    """What one routed layer holds of a `RoutingStatistics`."""
+
+    def __init__(self, owner: RoutingStatistics, layer_number: int) -> None:
+        self._owner = owner
+        self._layer_number = layer_number
+
+    def record(
+        self,
+        *,
+        tokens_per_expert_E: torch.Tensor,
+        dropped: torch.Tensor | int,
+        scores_TE: torch.Tensor,
+        norms_TE: torch.Tensor | None = None,
+    ) -> None:
+        """Adds one micro-batch of this rank's tokens; no gradient flows and no host sync happens.
+
+        `tokens_per_expert_E`: choices of each expert before dropping, integer or float.
+        `dropped`: choices over capacity, a 0-d tensor or an int. `scores_TE`: router logits or
+        norms. `norms_TE`: AoE's norms.
+        """
+        totals = self._owner.recipient()
+        if totals is not None:
+            totals.add(self._layer_number, tokens_per_expert_E, dropped, scores_TE, norms_TE)
+
+
+class RoutingStatistics:
+    """Training and evaluation totals of one model on one rank."""
+
+    def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
+        """`num_layers`: of the whole model, dense ones too, whatever this pipeline stage holds."""
+        self.training = RoutingTotals.zeros(num_layers, num_experts, device)
+        self.evaluation = RoutingTotals.zeros(num_layers, num_experts, device)
+        self._evaluating = False
+
+    def layer(self, layer_number: int) -> LayerStatistics:
+        """The part for the layer of this global number, counted from 1 as Megatron-Core does."""
+        assert 1 <= layer_number <= len(self.training.sums_GC), layer_number
+        return LayerStatistics(self, layer_number)
+
+    def recipient(self) -> RoutingTotals | None:
+        """Where a forward pass made now is counted; None for the first run of a recompute."""
+        if self._evaluating:
+            return self.evaluation
+        return self.training if torch.is_grad_enabled() else None
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[RoutingTotals]:
+        """Forward passes inside count as evaluation; its totals start at zero."""
+        self.evaluation.clear()
+        self._evaluating = True
+        try:
+            yield self.evaluation
+        finally:
+            self._evaluating = False

@@ -1,0 +1,211 @@
+"""Routing statistics: closed forms, accumulation, recompute, evaluation, sums over ranks."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from moe_parallel.telemetry.statistics import (
+    RoutingStatistics,
+    ent_conf_sum,
+    ent_load,
+    load_shares,
+    max_minus_min_load,
+)
+
+CPU = torch.device("cpu")
+
+
+def test_uniform_load_reaches_the_ceiling():
+    assert ent_load([5] * 8) == pytest.approx(math.log(8), abs=1e-12)
+    assert max_minus_min_load([5] * 8) == 0
+
+
+def test_one_expert_for_all_has_no_entropy():
+    assert ent_load([0, 7, 0, 0]) == 0
+    assert max_minus_min_load([0, 7, 0, 0]) == 1
+
+
+def test_two_choices_a_token_are_divided_by_k():
+    # 10 tokens, K = 2: every token takes expert 0, and half of them each of 1 and 2.
+    assert load_shares([10, 5, 5, 0]) == [0.5, 0.25, 0.25, 0]
+    assert ent_load([10, 5, 5, 0]) == pytest.approx(1.5 * math.log(2), abs=1e-12)
+    assert max_minus_min_load([10, 5, 5, 0]) == 0.5
+
+
+def test_no_choice_at_all():
+    assert ent_load([0, 0]) == 0
+    assert max_minus_min_load([0, 0]) == 0
+
+
+def test_confidence_of_equal_and_of_certain_scores():
+    assert ent_conf_sum(torch.zeros(3, 8)).item() == pytest.approx(3 * math.log(8), rel=1e-6)
+    certain = torch.tensor([[1000.0, 0.0], [-torch.inf, 0.0]])
+    assert ent_conf_sum(certain).item() == 0
+
+
+def test_confidence_by_hand():
+    # softmax of (ln 3, 0) is (3/4, 1/4)
+    by_hand = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
+    scores = torch.tensor([[math.log(3), 0.0]])
+    assert ent_conf_sum(scores).item() == pytest.approx(by_hand, rel=1e-6)
+    assert ent_conf_sum(torch.zeros(0, 4)).item() == 0
+
+
+def micro_batch(generator: torch.Generator, tokens: int, experts: int = 4, k: int = 2) -> dict:
+    scores = torch.rand(tokens, experts, generator=generator)
+    chosen = scores.topk(k).indices
+    return {
+        "tokens_per_expert_E": torch.bincount(chosen.flatten(), minlength=experts),
+        "dropped": tokens // 3,
+        "scores_TE": scores,
+        "norms_TE": scores,
+    }
+
+
+def joined(batches: list[dict]) -> dict:
+    return {
+        "tokens_per_expert_E": sum(b["tokens_per_expert_E"] for b in batches),
+        "dropped": sum(b["dropped"] for b in batches),
+        "scores_TE": torch.cat([b["scores_TE"] for b in batches]),
+        "norms_TE": torch.cat([b["norms_TE"] for b in batches]),
+    }
+
+
+def assert_same_summaries(actual: list[dict], expected: list[dict]) -> None:
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert value == pytest.approx(other[key], rel=1e-6), key
+
+
+def test_micro_batches_add_up_to_one_batch():
+    generator = torch.Generator().manual_seed(1)
+    batches = [micro_batch(generator, tokens) for tokens in (5, 1, 0, 12)]
+    pieces, whole = RoutingStatistics(2, 4, CPU), RoutingStatistics(2, 4, CPU)
+    for batch in batches:
+        pieces.layer(2).record(**batch)
+    whole.layer(2).record(**joined(batches))
+    assert_same_summaries(pieces.training.summaries(), whole.training.summaries())
+
+
+def test_summary_values():
+    statistics = RoutingStatistics(3, 2, CPU)
+    statistics.layer(3).record(
+        tokens_per_expert_E=torch.tensor([3, 1]),
+        dropped=torch.tensor(1),
+        scores_TE=torch.zeros(4, 2, dtype=torch.bfloat16),
+        norms_TE=torch.tensor([[1.0, 2.0]] * 4, requires_grad=True),
+    )
+    (summary,) = statistics.training.summaries()
+    assert summary == {
+        "layer": 3,
+        "tokens_per_expert": [3, 1],
+        "tokens_dropped": 1,
+        "ent_load": pytest.approx(2 * math.log(2) - 0.75 * math.log(3)),
+        "ent_conf": pytest.approx(math.log(2)),
+        "max_minus_min_load": 0.5,
+        "norm_per_expert": [1.0, 2.0],
+    }
+    assert not statistics.training.sums_GC.requires_grad
+
+
+def test_a_router_has_no_norms():
+    statistics = RoutingStatistics(1, 2, CPU)
+    batch = {"tokens_per_expert_E": torch.ones(2), "dropped": 0, "scores_TE": torch.zeros(1, 2)}
+    statistics.layer(1).record(**batch)
+    assert "norm_per_expert" not in statistics.training.summaries()[0]
+
+
+def test_counts_beyond_float32_stay_exact():
+    statistics = RoutingStatistics(1, 2, CPU)
+    for count in (2**24, 1):
+        statistics.layer(1).record(
+            tokens_per_expert_E=torch.tensor([count, 0]), dropped=0, scores_TE=torch.zeros(1, 2)
+        )
+    assert statistics.training.summaries()[0]["tokens_per_expert"] == [2**24 + 1, 0]
+
+
+def test_clear_and_layers_without_tokens():
+    statistics = RoutingStatistics(2, 4, CPU)
+    statistics.layer(1).record(**micro_batch(torch.Generator(), 3))
+    assert [s["layer"] for s in statistics.training.summaries()] == [1]
+    statistics.training.clear()
+    assert statistics.training.summaries() == []
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recompute_is_counted_once(recompute):
+    statistics = RoutingStatistics(1, 4, CPU)
+    part = statistics.layer(1)
+    calls = []
+
+    def forward(x):
+        calls.append(torch.is_grad_enabled())
+        part.record(tokens_per_expert_E=torch.ones(4), dropped=0, scores_TE=x.detach())
+        return x * 2
+
+    x = torch.rand(3, 4, requires_grad=True)
+    y = checkpoint(forward, x, use_reentrant=True) if recompute else forward(x)
+    y.sum().backward()
+    assert calls == ([False, True] if recompute else [True])
+    assert statistics.training.summaries()[0]["tokens_per_expert"] == [1, 1, 1, 1]
+
+
+def test_evaluation_is_kept_apart():
+    generator = torch.Generator().manual_seed(2)
+    statistics = RoutingStatistics(1, 4, CPU)
+    part = statistics.layer(1)
+    trained, evaluated = micro_batch(generator, 5), micro_batch(generator, 7)
+    part.record(**trained)
+    for _ in range(2):  # a second evaluation starts afresh
+        with statistics.evaluating() as totals, torch.no_grad():
+            part.record(**evaluated)
+    with torch.no_grad():
+        part.record(**evaluated)
+    assert totals.summaries()[0]["tokens_per_expert"] == evaluated["tokens_per_expert_E"].tolist()
+    expected = trained["tokens_per_expert_E"].tolist()
+    assert statistics.training.summaries()[0]["tokens_per_expert"] == expected
+
+
+def test_an_evaluation_that_fails_ends_the_evaluation():
+    statistics = RoutingStatistics(1, 4, CPU)
+    with pytest.raises(RuntimeError, match="boom"), statistics.evaluating():
+        raise RuntimeError("boom")
+    statistics.layer(1).record(**micro_batch(torch.Generator(), 3))
+    assert len(statistics.training.summaries()) == 1
+
+
+def two_stages_of_two_ranks(rank: int) -> RoutingStatistics:
+    """Ranks 0 and 1 hold layer 1, ranks 2 and 3 layer 2; every rank has its own tokens."""
+    generator = torch.Generator().manual_seed(rank)
+    statistics = RoutingStatistics(2, 4, CPU)
+    for tokens in (4 + rank, 3):
+        statistics.layer(1 + rank // 2).record(**micro_batch(generator, tokens))
+    return statistics
+
+
+def reduce_on_ranks(rank: int, world_size: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    try:
+        data_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        stage_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        groups = [data_groups[rank // 2], stage_groups[rank % 2]]
+        mine = two_stages_of_two_ranks(rank)
+        before = mine.training.summaries()
+        reduced = mine.training.reduced(groups).summaries()
+        whole = sum(two_stages_of_two_ranks(other).training.sums_GC for other in range(4))
+        single = RoutingStatistics(2, 4, CPU)
+        single.training.sums_GC += whole
+        assert [s["layer"] for s in reduced] == [1, 2]
+        assert_same_summaries(reduced, single.training.summaries())
+        assert mine.training.summaries() == before
+    finally:
+        dist.destroy_process_group()
+
+
+def test_sum_over_ranks_equals_one_process(tmp_path):
+    torch.multiprocessing.spawn(reduce_on_ranks, args=(4, str(tmp_path / "store")), nprocs=4)
