@@ -1,0 +1,56 @@
+"""Which device and which communication backend this host trains with."""
+
+import importlib
+from types import ModuleType
+from typing import Optional, Union
+
+import torch
+
+from moe_parallel.errors import InputError
+
+BACKENDS = ("gloo", "nccl")
+
+
+def device() -> torch.device:
+    """The current CUDA device where there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def default_backend() -> str:
+    """'nccl' where CUDA is available, else 'gloo'."""
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def choose_backend(requested: Optional[str]) -> str:
+    """The value of --distributed-backend, checked; None means what suits this host.
+
+    Raises:
+        InputError: an unknown backend, or nccl on a host without CUDA.
+    """
+    backend = requested or default_backend()
+    if backend not in BACKENDS:
+        raise InputError(
+            f"--distributed-backend {backend} is unknown: choose from {', '.join(BACKENDS)}"
+        )
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise InputError(
+            "--distributed-backend nccl needs CUDA, which this host does not have: "
+            "use --distributed-backend gloo"
+        )
+    return backend
+
+
+def find_transformer_engine() -> Union[ModuleType, str]:
+    """The transformer_engine.pytorch module, or the reason that it cannot be used here.
+
+    A Transformer Engine that is installed on a host without CUDA fails on import with
+    RuntimeError or OSError (a missing libcuda), not with ImportError.
+    """
+    try:
+        return importlib.import_module("transformer_engine.pytorch")
+    except ImportError as error:
+        return f"transformer_engine is not installed ({error}): pip install 'moe-parallel[gpu]'"
+    except (RuntimeError, OSError) as error:
+        return f"transformer_engine is installed but does not load on this host: {error}"

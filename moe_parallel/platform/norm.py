@@ -1,0 +1,30 @@
+"""RMSNorm for hosts without Transformer Engine, with sequence parallelism."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """`y = x / sqrt(mean(x^2) + eps) * weight`, over the last dimension.
+
+    Statistics are taken in fp32 whatever the dtype of x; y has the dtype of x. Under sequence
+    parallelism every tensor-parallel rank normalises its own positions, so the weight's gradient
+    has to be summed over those ranks: Megatron-Core's finalize_model_grads does that for
+    parameters marked `sequence_parallel`. (Its own torch norm has no such mark and refuses.)
+
+    Built by Megatron-Core's specs as `RMSNorm(config=..., hidden_size=..., eps=...)`; attributes
+    and parameters carry the names of the other norms, so that checkpoints agree.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., hidden_size] -> [..., hidden_size]."""
+        y = nn.functional.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
+        return (y * self.weight.float()).to(x.dtype)
