@@ -1,0 +1,54 @@
+"""Finding and loading the compiled extension `moe_parallel._C`."""
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+import torch
+
+from moe_parallel.errors import InputError
+
+NAME = "moe_parallel._C"
+BUILD_COMMAND = "pip install -e ."
+
+
+def is_built() -> bool:
+    """Whether there is an extension for this Python (it may still be for another torch)."""
+    return importlib.util.find_spec(NAME) is not None
+
+
+def load() -> ModuleType:
+    """The extension; loading it registers the operators `torch.ops.moe_parallel.*`.
+
+    Raises InputError when it is not there, or was built for another torch.
+    """
+    if not is_built():
+        raise InputError(
+            "--moe-backend native needs the C++ extension, which is not built: "
+            f"run `{BUILD_COMMAND}`, or use --moe-backend reference"
+        )
+    try:
+        module = importlib.import_module(NAME)
+    except ImportError as error:
+        raise InputError(_mismatch(str(error))) from error
+    built_for = module.build_info()["torch"]
+    if _release(built_for) != _release(torch.__version__):
+        raise InputError(_mismatch(f"it was built for torch {built_for}"))
+    return module
+
+
+def has_cuda() -> bool:
+    """Whether the extension carries CUDA kernels."""
+    return bool(load().build_info()["cuda"])
+
+
+def _release(version: str) -> str:
+    """2.13.0+cu130 -> 2.13.0: CPU code is the same in every build of one release."""
+    return version.partition("+")[0]
+
+
+def _mismatch(reason: str) -> str:
+    return (
+        f"the C++ extension does not fit torch {torch.__version__} ({reason}): "
+        f"build it again with `{BUILD_COMMAND}`, or use --moe-backend reference"
+    )

@@ -1,0 +1,136 @@
+"""The operators in plain torch: the specification that every other backend is held to.
+
+Legend: T tokens, D model width, E experts, K choices per token, N rows (dispatched choices),
+I and O the two widths of a matrix, R low-rank size. All functions take CPU and CUDA tensors in
+fp32, bf16 or fp64; torch differentiates them. Sums run in fp32 for bf16 (`accumulation_dtype`).
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moe_parallel.ops.row_map import RowMap
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type that sums and norms are kept in: fp64 for fp64, fp32 for the rest."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def routing_map(
+    experts_TK: Tensor, num_experts: int, rows_per_expert: int | None = None
+) -> RowMap:
+    """Sort the choices by expert, keeping the order of tokens and choices (a stable sort).
+
+    experts_TK: int64, the expert of each choice; -1 where there is none (not chosen, dropped).
+    rows_per_expert: with a value C every expert gets exactly C rows, padded at its end.
+
+    Raises ValueError for an expert beyond num_experts, or one with more than C choices.
+    """
+    chosen_S = experts_TK.flatten()
+    if chosen_S.numel() > 0 and int(chosen_S.max()) >= num_experts:
+        raise ValueError(
+            f"expert {int(chosen_S.max())} was chosen, but there are only {num_experts} experts"
+        )
+    chosen_E = torch.bincount(chosen_S[chosen_S >= 0], minlength=num_experts)
+    if rows_per_expert is None:
+        counts_E = chosen_E
+    else:
+        counts_E = torch.full_like(chosen_E, rows_per_expert)
+        if int((chosen_E - counts_E).max()) > 0:
+            raise ValueError(
+                f"an expert has {int(chosen_E.max())} choices, more than its {rows_per_expert} "
+                "rows: drop the overflow before routing_map"
+            )
+
+    # Choices without an expert sort behind all others and are cut off.
+    sort_key_S = chosen_S.where(chosen_S >= 0, num_experts)
+    by_expert_S = sort_key_S.argsort(stable=True)[: int(chosen_E.sum())]
+
+    # The i-th choice of expert e goes to the i-th row of expert e.
+    first_row_E = counts_E.cumsum(0) - counts_E
+    first_choice_E = chosen_E.cumsum(0) - chosen_E
+    shift_S = (first_row_E - first_choice_E)[chosen_S[by_expert_S]]
+    row_S = torch.arange(by_expert_S.numel(), device=experts_TK.device) + shift_S
+
+    slots_N = chosen_S.new_full((int(counts_E.sum()),), -1)
+    slots_N[row_S] = by_expert_S
+    rows_S = torch.full_like(chosen_S, -1)
+    rows_S[by_expert_S] = row_S
+    return RowMap(slots_N, rows_S.view_as(experts_TK), counts_E.cpu())
+
+
+def permute(x_TD: Tensor, row_map: RowMap) -> Tensor:
+    """x_ND: row n is the token that fills it, a padding row is zero.
+
+    Backward: a token's gradient is the sum over its rows.
+    """
+    _check_tokens(x_TD, row_map)
+    choices = row_map.rows_TK.size(1)
+    token_N = row_map.slots_N.div(choices, rounding_mode="floor")  # -1 stays -1
+    return _append_zero_row(x_TD)[token_N]
+
+
+def unpermute(y_ND: Tensor, row_map: RowMap, gates_TK: Tensor | None = None) -> Tensor:
+    """y_TD: the sum of each token's rows, weighted by its gates; 0 for a token without rows.
+
+    Products and sums are fp32 for bf16 rows; the result has the type of y_ND.
+    """
+    _check_rows(y_ND, row_map)
+    y_TKD = _append_zero_row(y_ND)[row_map.rows_TK].to(accumulation_dtype(y_ND.dtype))
+    if gates_TK is not None:
+        _check_gates(gates_TK, row_map)
+        y_TKD = y_TKD * gates_TK.to(y_TKD.dtype).unsqueeze(-1)
+    return y_TKD.sum(dim=1).to(y_ND.dtype)
+
+
+def grouped_gemm(x_NI: Tensor, w_EIO: Tensor, counts_E: Tensor) -> Tensor:
+    """y_NO: the first counts_E[0] rows times w_EIO[0], the next counts_E[1] times w_EIO[1], ...
+
+    counts_E is on the CPU. An expert without rows gets a zero weight gradient.
+    """
+    if int(counts_E.sum()) != x_NI.size(0) or counts_E.numel() != w_EIO.size(0):
+        raise ValueError(
+            f"counts_E must hold one count for each of {w_EIO.size(0)} experts and sum to "
+            f"{x_NI.size(0)} rows, not {counts_E.tolist()}"
+        )
+    groups = x_NI.split(counts_E.tolist())
+    return torch.cat([x_GI @ w_IO for x_GI, w_IO in zip(groups, w_EIO.unbind(), strict=True)])
+
+
+def norm_topk(x_TD: Tensor, w_EDR: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """AoE's selection (arXiv 2501.13074, Algorithm 2): `p_e = ||x W_e||_2`, `topK(p)`.
+
+    Returns norms_TE (fp32; fp64 for fp64 inputs; differentiable) and experts_TK (int64) sorted
+    by falling norm, ties to the lower index. The gradient of a zero norm is 0.
+
+    Raises ValueError unless 1 <= k <= E.
+    """
+    if not 1 <= k <= w_EDR.size(0):
+        raise ValueError(f"k must lie in 1..{w_EDR.size(0)} (the number of experts), not {k}")
+    c_TER = torch.einsum("td,edr->ter", x_TD, w_EDR)
+    norms_TE = torch.linalg.vector_norm(c_TER.to(accumulation_dtype(x_TD.dtype)), dim=-1)
+    ranked_TE = norms_TE.detach().sort(dim=-1, descending=True, stable=True).indices
+    return norms_TE, ranked_TE[:, :k].contiguous()
+
+
+def _append_zero_row(x: Tensor) -> Tensor:
+    """One zero row more, so that index -1 means nothing."""
+    return functional.pad(x, (0, 0, 0, 1))
+
+
+def _check_tokens(x_TD: Tensor, row_map: RowMap) -> None:
+    if x_TD.size(0) != row_map.rows_TK.size(0):
+        raise ValueError(f"x_TD has {x_TD.size(0)} tokens, the row map {row_map.rows_TK.size(0)}")
+
+
+def _check_rows(y_ND: Tensor, row_map: RowMap) -> None:
+    if y_ND.size(0) != row_map.slots_N.size(0):
+        raise ValueError(f"y_ND has {y_ND.size(0)} rows, the row map {row_map.slots_N.size(0)}")
+
+
+def _check_gates(gates_TK: Tensor, row_map: RowMap) -> None:
+    if gates_TK.shape != row_map.rows_TK.shape:
+        raise ValueError(
+            f"gates_TK is {tuple(gates_TK.shape)}, the row map {tuple(row_map.rows_TK.shape)}"
+        )
