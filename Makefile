@@ -1,0 +1,72 @@
+# Everything from nothing: each command below does its own set-up, once (tools/set_up.sh).
+#
+#   PYTHON  the interpreter. A named one gets an environment of its own:
+#           `make test` uses .venv, `make test PYTHON=python3.12` uses .venv-3.12
+#   NPROC   how many processes `make pretrain` starts
+#   ARGS    flags handed on to the command, e.g. make pretrain ARGS="--train-iters 20"
+#   JOBS    how many tests run side by side
+PYTHON ?= python3
+NPROC ?= 2
+ARGS ?=
+JOBS ?= 2
+CONFIG ?= examples/quickstart.yaml
+
+ifeq ($(origin PYTHON),file)
+VENV := .venv
+else
+VENV := .venv-$(patsubst python%,%,$(notdir $(PYTHON)))
+endif
+
+# Tests start processes of their own, and a benchmark compares single threads; the ranks of one
+# training run share the cores.
+export OMP_NUM_THREADS ?= 1
+pretrain: OMP_NUM_THREADS = $(shell expr $$(getconf _NPROCESSORS_ONLN) / $(NPROC) \| 1)
+
+RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
+PYTEST := $(RUN) python -m pytest -n $(JOBS) --dist worksteal
+SOURCES := moe_parallel tools tests setup.py pretrain_gpt_moe.py
+CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
+
+# $(error) rather than a failing recipe: the user sees one line, what is missing and what to do.
+stop-if = $(if $(1),$(error $(1)))
+set-up-now = $(call stop-if,$(shell tools/set_up.sh "$(PYTHON)" "$(VENV)"))
+dry-run = $(findstring n,$(filter-out --%,$(firstword -$(MAKEFLAGS))))
+
+.DEFAULT_GOAL := help
+.PHONY: help set-up pretrain test test-slow bench check format clean
+
+help: ## this list
+	@echo "usage: make COMMAND [PYTHON=python3.12] [NPROC=2] [ARGS=\"--flag value\"]"
+	@echo
+	@awk -F ':[^#]*## ' '/^[a-z-]+:.*## / { printf "  %-10s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+set-up: ## the environment, the pinned packages, the C++ extension; the others do it themselves
+	@$(if $(dry-run),,$(set-up-now)):
+
+pretrain: set-up ## train the quickstart model (10 minutes on 2 cores) and report what it learnt
+	@$(RUN) torchrun --nproc-per-node $(NPROC) pretrain_gpt_moe.py --config $(CONFIG) $(ARGS)
+
+test: set-up ## every test (those marked slow: make test-slow)
+	@$(PYTEST) $(ARGS)
+
+test-slow: set-up ## the tests marked slow
+	@$(PYTEST) --slow -m slow $(ARGS) || [ $$? -eq 5 ]  # 5: nothing is marked slow
+
+bench: set-up ## time the ops against the plain composition, one thread
+	@$(RUN) python tools/bench_ops.py $(ARGS)
+
+check: set-up ## ruff, mypy and clang-format, changing nothing
+	@$(RUN) ruff check $(SOURCES)
+	@$(RUN) ruff format --check $(SOURCES)
+	@$(RUN) mypy
+	@$(RUN) clang-format --dry-run -Werror $(CSRC)
+
+format: set-up ## what `make check` asks for, done where a tool can do it
+	@$(RUN) ruff check --fix $(SOURCES)
+	@$(RUN) ruff format $(SOURCES)
+	@$(RUN) clang-format -i $(CSRC)
+
+clean: ## remove environments, builds and caches; runs/ stays
+	rm -rf .venv .venv-* build dist *.egg-info moe_parallel/*.so
+	rm -rf .pytest_cache .mypy_cache .ruff_cache
+	find moe_parallel tests tools -name __pycache__ -prune -exec rm -rf {} +

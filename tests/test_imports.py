@@ -1,0 +1,235 @@
+"""The shape of the code: imports go one way, Transformer Engine has one door, files stay small.
+
+Read from the source alone (`ast`); nothing is imported. A new package or top-level module must be
+given its place in LAYERS, or `test_every_module_has_a_layer` fails.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "moe_parallel"
+
+# From the ground up. A module may import its own layer (without a circle) and those before it.
+LAYERS = (
+    {"_C", "errors"},
+    {"config"},
+    {"ops"},
+    {"selection", "balancing", "experts", "dispatch", "parallel", "platform", "telemetry", "data"},
+    {"layers"},
+    {"model"},
+    {"evaluation"},
+    {"training"},
+)
+LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
+
+# Analysis reads the files that a run leaves, so it stands beside the tower and not on top of it.
+ANALYSIS = "analysis"
+ANALYSIS_MAY_IMPORT = ("errors", "config", "telemetry.metrics", ANALYSIS)
+
+NEVER_IMPORTED = {"pretrain_gpt_moe", "tools", "tests"}
+TRANSFORMER_ENGINE_FILES_MAX = 2
+
+FILE_LINES_MAX = 420  # about 400
+FUNCTION_LINES_MAX = 60  # without the docstring
+# Path, or path::function, and the reason why it is longer.
+ALLOWED_TO_BE_LONG: dict[str, str] = {}
+
+
+def _modules() -> dict[str, Path]:
+    """Dotted name -> file, of every module of the package."""
+    found = {}
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = _modules()
+TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in MODULES.items()}
+
+
+def _absolute(node: ast.ImportFrom, module: str) -> str:
+    """The dotted name that a `from ... import` starts from, relative dots resolved."""
+    if not node.level:
+        return node.module or ""
+    is_package = MODULES[module].name == "__init__.py"
+    parents = module.split(".")[: None if is_package else -1]
+    parents = parents[: len(parents) - (node.level - 1)]
+    return ".".join([*parents, *filter(None, [node.module])])
+
+
+def _imports(module: str) -> Iterator[tuple[str, int]]:
+    """Every dotted name that a module imports, wherever in the file, with its line.
+
+    `from a.b import c` is the module `a.b.c` where there is one, and `a.b` otherwise.
+    """
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = _absolute(node, module)
+            for alias in node.names:
+                name = f"{start}.{alias.name}"
+                is_module = name in MODULES or name == f"{PACKAGE}._C"
+                yield (name if is_module else start), node.lineno
+
+
+def _unit(module: str) -> str:
+    """`moe_parallel.ops.native` -> `ops`; the package itself -> ``."""
+    return (module.split(".") + [""])[1]
+
+
+def _own_imports(module: str) -> Iterator[tuple[str, int]]:
+    for name, line in _imports(module):
+        if name.split(".")[0] == PACKAGE:
+            yield name, line
+
+
+def _at(module: str, line: int) -> str:
+    return f"{MODULES[module].relative_to(ROOT)}:{line}"
+
+
+def test_every_module_has_a_layer() -> None:
+    homeless = {_unit(name) for name in MODULES} - set(LEVEL) - {"", ANALYSIS}
+    assert not homeless, f"give {sorted(homeless)} a place in LAYERS of {Path(__file__).name}"
+
+
+def test_imports_go_down() -> None:
+    steps_up = [
+        f"{_at(module, line)}: {_unit(module)} may not import {name}"
+        for module in MODULES
+        if _unit(module) in LEVEL
+        for name, line in _own_imports(module)
+        if _unit(name) and LEVEL.get(_unit(name), len(LAYERS)) > LEVEL[_unit(module)]
+    ]
+    assert not steps_up, "\n".join(steps_up)
+
+
+def test_the_package_itself_imports_nothing_of_its_own() -> None:
+    found = [f"{_at(PACKAGE, line)}: {name}" for name, line in _own_imports(PACKAGE)]
+    assert not found, f"`import {PACKAGE}` stays light; its __init__.py imports {found}"
+
+
+def test_analysis_reads_files_only() -> None:
+    def allowed(name: str) -> bool:
+        name = name.partition(".")[2]
+        return not name or any(f"{name}.".startswith(f"{ok}.") for ok in ANALYSIS_MAY_IMPORT)
+
+    found = [
+        f"{_at(module, line)}: analysis may not import {name}"
+        for module in MODULES
+        if _unit(module) == ANALYSIS
+        for name, line in _own_imports(module)
+        if not allowed(name)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_nothing_imports_the_programs() -> None:
+    found = [
+        f"{_at(module, line)}: {name}"
+        for module in MODULES
+        for name, line in _imports(module)
+        if name.split(".")[0] in NEVER_IMPORTED
+    ]
+    assert not found, "\n".join(found)
+
+
+def _circle(graph: dict[str, set[str]]) -> list[str]:
+    """One circle of a directed graph as a path that ends where it starts, or nothing."""
+    done: set[str] = set()
+
+    def walk(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        for after in sorted(graph.get(node, ())):
+            if found := walk(after, [*path, node]):
+                return found
+        done.add(node)
+        return []
+
+    return next((found for node in sorted(graph) if (found := walk(node, []))), [])
+
+
+def test_no_circle_between_modules() -> None:
+    graph = {
+        module: {name for name, _ in _own_imports(module) if name not in (module, PACKAGE)}
+        for module in MODULES
+    }
+    circle = _circle(graph)
+    assert not circle, " -> ".join(circle)
+
+
+def test_no_circle_between_packages() -> None:
+    graph: dict[str, set[str]] = {}
+    for module in MODULES:
+        targets = {_unit(name) for name, _ in _own_imports(module)}
+        graph.setdefault(_unit(module), set()).update(targets - {"", _unit(module)})
+    circle = _circle(graph)
+    assert not circle, " -> ".join(circle)
+
+
+@pytest.mark.parametrize(
+    ("graph", "circle"),
+    [
+        ({"a": {"b"}, "b": {"c"}}, []),
+        ({"a": {"b", "c"}, "b": {"c"}, "c": set()}, []),
+        ({"a": {"b"}, "b": {"c"}, "c": {"b"}}, ["b", "c", "b"]),
+    ],
+)
+def test_the_circle_finder(graph: dict[str, set[str]], circle: list[str]) -> None:
+    assert _circle(graph) == circle
+
+
+def test_transformer_engine_has_one_door() -> None:
+    def names(module: str) -> Iterator[str]:
+        yield from (name for name, _ in _imports(module))
+        for node in ast.walk(TREES[module]):  # import_module("transformer_engine.pytorch")
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if " " not in node.value:
+                    yield node.value
+
+    files = [m for m in MODULES if any("transformer_engine" in n.split(".") for n in names(m))]
+    assert len(files) <= TRANSFORMER_ENGINE_FILES_MAX, files
+
+
+def _sources() -> Iterator[Path]:
+    for folder in (PACKAGE, "tools", "tests", "csrc"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in {".py", ".sh", ".h", ".cpp", ".cuh", ".cu"}:
+                yield path
+    yield from sorted(ROOT.glob("*.py"))
+
+
+def _long_pieces() -> Iterator[tuple[str, int]]:
+    """Files and functions over the limit: (path or path::function, lines)."""
+    for path in _sources():
+        name, text = str(path.relative_to(ROOT)), path.read_text()
+        if (lines := text.count("\n")) > FILE_LINES_MAX:
+            yield name, lines
+        if path.suffix != ".py":
+            continue
+        for node in ast.walk(ast.parse(text, name)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = node.end_lineno - node.lineno + 1
+                if ast.get_docstring(node) is not None:
+                    lines -= node.body[0].end_lineno - node.body[0].lineno + 1
+                if lines > FUNCTION_LINES_MAX:
+                    yield f"{name}::{node.name}", lines
+
+
+def test_files_and_functions_are_short() -> None:
+    too_long = {name: lines for name, lines in _long_pieces() if name not in ALLOWED_TO_BE_LONG}
+    assert not too_long, f"split, or give the reason in ALLOWED_TO_BE_LONG: {too_long}"
+
+
+def test_allowances_are_used_and_reasoned() -> None:
+    stale = set(ALLOWED_TO_BE_LONG) - {name for name, _ in _long_pieces()}
+    assert not stale, f"no longer long, so take them out of ALLOWED_TO_BE_LONG: {sorted(stale)}"
+    assert all(reason.strip() for reason in ALLOWED_TO_BE_LONG.values())

@@ -1,0 +1,118 @@
+#!/bin/sh
+# Makes a virtual environment ready for work: its interpreter, the packages that pyproject.toml
+# pins, and the C++ extension compiled against them.
+#
+#     tools/set_up.sh PYTHON VENV         e.g. tools/set_up.sh python3.12 .venv-3.12
+#
+# Each of the three is made again only when what it was made from has changed; when nothing has,
+# this takes a fraction of a second. Progress goes to stderr. When it cannot go on it prints ONE
+# line on stdout, saying what is missing and what to do, and exits with 1.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+python=$1
+venv=$2
+log=$venv/set-up.log
+
+say() { echo "set-up: $*" >&2; }
+stop() { echo "$*"; exit 1; }
+digest() { sha256sum | cut -d ' ' -f 1; }
+is_made_from() { [ "$(cat "$venv/.made-from/$1" 2>/dev/null)" = "$2" ]; }
+record() { mkdir -p "$venv/.made-from" && echo "$2" >"$venv/.made-from/$1"; }
+
+# The interpreter behind a name: pyenv's shims refuse a version that is installed but not
+# selected, and an activated environment must not be taken for the interpreter it was made from.
+interpreter() {
+    real='import os, sys; print(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))'
+    "$1" -c "$real" 2>/dev/null && return
+    command -v pyenv >/dev/null || return 1
+    for name in $(pyenv versions --bare 2>/dev/null | grep "^${1#python}\(\.\|\$\)" | sort -Vr); do
+        "$(pyenv root)/versions/$name/bin/python" -c "$real" 2>/dev/null && return
+    done
+    return 1
+}
+
+check_interpreter() {
+    base=$(interpreter "$python") ||
+        stop "$python does not start: install Python 3.10 or later (Debian: apt-get install" \
+            "python3 python3-venv python3-dev), or name one with PYTHON=/path/to/python3"
+    version=$("$base" -c 'import platform; print(platform.python_version())')
+    series=${version%.*}
+    "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+        stop "$python is Python $version: 3.10 or later is needed; name one with PYTHON=python3.11"
+}
+
+make_environment() {
+    "$base" -c 'import ensurepip, venv' 2>/dev/null ||
+        stop "$base cannot make virtual environments: install its venv module" \
+            "(Debian: apt-get install python$series-venv)"
+    say "Python $version in $venv"
+    rm -rf "$venv"
+    "$base" -m venv "$venv" >/dev/null 2>&1 || stop "$base -m venv $venv failed: run it to see why"
+    record environment "$environment"
+}
+
+check_compiler() {
+    compiler=${CXX:-g++}
+    command -v "${compiler%% *}" >/dev/null ||
+        stop "no C++ compiler: ${compiler%% *} was not found; install it (Debian: apt-get install" \
+            "g++), or name another with CXX="
+    include=$("$base" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+    [ -f "$include/Python.h" ] ||
+        stop "no $include/Python.h, which the C++ extension needs: install Python's headers" \
+            "(Debian: apt-get install python$series-dev)"
+}
+
+# One line for whatever pip or the compiler said at length.
+explain() {
+    if cause=$(grep -m 1 -E '(: (fatal )?error:|^error: )' "$log"); then
+        stop "the C++ extension did not compile ($cause); the whole output is in $log"
+    fi
+    cause=$(grep '^ERROR: ' "$log" | tail -n 1 | cut -c 8-)
+    stop "pip could not install the packages (${cause:-no reason given}): is the package registry" \
+        "within reach (pip config list)? The whole output is in $log"
+}
+
+install_packages() {
+    say "installing torch, megatron-core and the rest, then compiling (minutes; log in $log)"
+    # What a build needs, pyproject.toml's `requires`, goes first: with it in place the extension
+    # is compiled against this very torch, not against a second copy in a throw-away environment.
+    requires=$(sed -n 's/^requires = \[\(.*\)\]$/\1/p' pyproject.toml | tr -d '",')
+    # shellcheck disable=SC2086  # a list of words
+    run -m pip install $requires || explain
+    run -m pip install --no-build-isolation --editable '.[dev]' || explain
+    record packages "$packages"
+}
+
+build_extension() {
+    say "compiling the C++ extension (log in $log)"
+    run setup.py build_ext --inplace || explain
+}
+
+run() { MAX_JOBS=${MAX_JOBS:-$(nproc)} PATH=$PWD/$venv/bin:$PATH "$venv/bin/python" "$@" >>"$log" 2>&1; }
+
+check_extension() {
+    built=$("$venv/bin/python" -c '
+import torch, moe_parallel._C as c
+print(c.__file__)
+print(" ".join(f"{k}={v}" for k, v in sorted(c.build_info().items())))' 2>>"$log") ||
+        stop "the C++ extension does not import ($(tail -n 1 "$log")); see $log"
+    say "extension ready: $(echo "$built" | tail -n 1)"
+    record library "$(echo "$built" | head -n 1)"
+    record extension "$extension"
+}
+
+check_interpreter
+environment="$base $version $PWD"
+is_made_from environment "$environment" || make_environment
+packages=$({ echo "$environment"; cat pyproject.toml; } | digest)
+cuda=$(nvcc --version 2>/dev/null)
+extension=$({ echo "$packages ${CXX:-} $cuda"; find setup.py csrc -type f -print0 |
+    LC_ALL=C sort -z | xargs -0 sha256sum; } | digest)
+
+is_made_from packages "$packages" && is_made_from extension "$extension" &&
+    [ -f "$(cat "$venv/.made-from/library")" ] && exit 0
+
+check_compiler
+: >"$log"
+if is_made_from packages "$packages"; then build_extension; else install_packages; fi
+check_extension
