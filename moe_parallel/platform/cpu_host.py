@@ -21,9 +21,10 @@ import functools
 import importlib
 import inspect
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, Iterator, Union
+from typing import Any
 
 import torch
 
@@ -104,7 +105,7 @@ class Hush:
         logging.getLogger(self.target).addFilter(lambda record: record.msg != self.message)
 
 
-Adaptation = Union[Replace, Literals, Hush]
+Adaptation = Replace | Literals | Hush
 
 ADAPTATIONS: tuple[Adaptation, ...] = (
     Replace(

@@ -2,7 +2,6 @@
 
 import importlib
 from types import ModuleType
-from typing import Optional, Union
 
 import torch
 
@@ -23,7 +22,7 @@ def default_backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
-def choose_backend(requested: Optional[str]) -> str:
+def choose_backend(requested: str | None) -> str:
     """The value of --distributed-backend, checked; None means what suits this host.
 
     Raises:
@@ -42,7 +41,7 @@ def choose_backend(requested: Optional[str]) -> str:
     return backend
 
 
-def find_transformer_engine() -> Union[ModuleType, str]:
+def find_transformer_engine() -> ModuleType | str:
     """The transformer_engine.pytorch module, or the reason that it cannot be used here.
 
     A Transformer Engine that is installed on a host without CUDA fails on import with

@@ -21,8 +21,9 @@ class RMSNorm(nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)
+        weight: Any = nn.Parameter(torch.ones(hidden_size))
+        weight.sequence_parallel = config.sequence_parallel
+        self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., hidden_size] -> [..., hidden_size]."""

@@ -1,0 +1,145 @@
+"""Run a function on several processes that share a gloo process group.
+
+    def body(size):                      # at module level, so that it can be pickled
+        return torch.distributed.get_rank() * size
+
+    assert run_distributed(2, body, 10) == [0, 10]
+
+The processes are forked from a server that has torch, Megatron-Core and moe_parallel imported
+already: only the first world of a test session waits for those imports.
+"""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import distributed as dist
+
+from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
+
+PRELOADED = [
+    "tests.distributed",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+]
+
+
+def run_distributed(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120
+) -> list[Any]:
+    """Calls `function(*args)` on `world_size` ranks; returns what each returned, by rank.
+
+    Each rank has a default gloo process group, Megatron-Core adapted to the CPU, one thread, no
+    GPU, and torchrun's RANK, LOCAL_RANK and WORLD_SIZE. The function, its arguments and its
+    result travel as pickles.
+
+    Raises:
+        RankError: with the traceback of the first rank that failed. Its peers are ended.
+        TimeoutError: some ranks were not done within `timeout` seconds. All are ended.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    task = pickle.dumps((function, args))
+    ranks = []
+    try:
+        for rank in range(world_size):
+            ranks.append(_Rank(rank, world_size, store.port, timeout, task))
+        return _collect(ranks, time.monotonic() + timeout)
+    finally:
+        for member in ranks:
+            member.end()
+
+
+class RankError(AssertionError):
+    """A rank raised, or died; the message holds its traceback."""
+
+
+class _Rank:
+    """One process of a world, and the pipe that its result comes through."""
+
+    def __init__(self, rank: int, world_size: int, port: int, timeout: float, task: bytes) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self.rank = rank
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(
+            target=_run_rank, args=(theirs, rank, world_size, port, timeout, task)
+        )
+        # The server keeps the environment of the moment it starts in: that of the first rank.
+        environment = {
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
+        with mock.patch.dict(os.environ, environment):
+            self.process.start()
+        theirs.close()  # leaves the rank as the only other end: its death ends the pipe
+
+    def result(self) -> Any:
+        """What the rank returned, or raised."""
+        try:
+            succeeded, value = pickle.loads(self.pipe.recv_bytes())
+        except EOFError:
+            self.process.join()
+            raise RankError(f"rank {self.rank} died: exit code {self.process.exitcode}") from None
+        if not succeeded:
+            raise RankError(f"rank {self.rank} failed:\n{value}")
+        return value
+
+    def end(self) -> None:
+        """Ends the rank and the children it may have; by now it has nothing left to do."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            self.process.kill()  # before it had a process group of its own
+        self.process.join()
+        self.pipe.close()
+
+
+def _collect(ranks: list[_Rank], deadline: float) -> list[Any]:
+    waiting = {member.pipe: member for member in ranks}
+    results: dict[int, Any] = {}
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = sorted(member.rank for member in waiting.values())
+            raise TimeoutError(f"ranks {late} of {len(ranks)} were not done in time")
+        for pipe in ready:
+            member = waiting.pop(pipe)
+            results[member.rank] = member.result()
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _run_rank(
+    pipe: Connection, rank: int, world_size: int, port: int, timeout: float, task: bytes
+) -> None:
+    os.setpgrp()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    try:
+        torch.set_num_threads(1)
+        adapt_megatron_to_cpu()
+        limit = timedelta(seconds=timeout)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=limit
+        )
+        function, args = pickle.loads(task)
+        answer = pickle.dumps((True, function(*args)))
+    except BaseException:  # SystemExit too: the caller has to hear of it
+        answer = pickle.dumps((False, traceback.format_exc()))
+    pipe.send_bytes(answer)
+    # Peers may be in the middle of a collective: leaving now would give them errors of their
+    # own. The caller ends every rank once it has its answers; should it die, the pipe ends.
+    pipe.poll(None)
