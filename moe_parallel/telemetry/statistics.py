@@ -113,7 +113,7 @@ class RoutingTotals:
             row_C[self.NORMED_TOKENS] += tokens
 
     def reduced(self, groups: Iterable[dist.ProcessGroup | None]) -> RoutingTotals:
-        """The sum over the ranks of each group in turn, as new totals; this rank's stay as they are.
+        """The sum over the ranks of each group in turn, as new totals; these stay as they are.
 
         One all-reduce a group: give the group of the ranks that hold different tokens (data and
         context parallel, and tensor parallel under sequence parallelism), then the pipeline group.

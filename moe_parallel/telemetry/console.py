@@ -1,0 +1,162 @@
+"""What the first rank shows while it trains: a live bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from moe_parallel.telemetry.metrics import Record
+
+
+class PlainConsole:
+    """One line a logged iteration, for files, pipes and batch systems."""
+
+    def __init__(self, train_iters: int, first: int, stream: TextIO) -> None:
+        """`first`: iterations already done when this process began."""
+        self._train_iters, self._first, self._stream = train_iters, first, stream
+        self._start = time.monotonic()
+
+    def advance(self, iteration: int) -> None:
+        """Shows nothing between logged iterations."""
+
+    def say(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def log(self, record: Record) -> None:
+        if "lm_loss" in record:
+            place, left = _place(record, self._train_iters), self._time_left(record)
+            self.say(" | ".join([place, *_measures(record), *left]))
+        if "validation" in record:
+            self.say(validation_line(record, self._train_iters))
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _time_left(self, record: Record) -> list[str]:
+        done = record["iteration"] - self._first
+        if done <= 0:
+            return []
+        seconds = (time.monotonic() - self._start) / done
+        return [f"{duration(seconds * (self._train_iters - record['iteration']))} left"]
+
+
+class LiveConsole:
+    """A progress bar with loss, tokens/s and ETA; evaluations and messages scroll above it.
+
+    While it is open, Python warnings and log messages of this process go above the bar as well.
+    """
+
+    BAR = (
+        "iteration {n_fmt}/{total_fmt} {percentage:3.0f}%|{bar}| "
+        "{elapsed} gone, {remaining} left{postfix}"
+    )
+
+    def __init__(self, train_iters: int, first: int, stream: TextIO) -> None:
+        """`first`: iterations already done when this process began."""
+        self._train_iters = train_iters
+        self._bar = tqdm(
+            total=train_iters,
+            initial=first,
+            file=stream,
+            dynamic_ncols=True,
+            bar_format=self.BAR,
+            smoothing=0.1,
+        )
+        self._redirects = contextlib.ExitStack()
+        self._redirects.enter_context(logging_redirect_tqdm())
+        self._redirects.enter_context(_warnings_above_the_bar())
+
+    def advance(self, iteration: int) -> None:
+        """Moves the bar; `log` is for the iterations that have measurements."""
+        self._bar.update(iteration - self._bar.n)
+
+    def say(self, text: str) -> None:
+        self._bar.write(text, file=self._bar.fp)
+
+    def log(self, record: Record) -> None:
+        if "lm_loss" in record:
+            self._bar.set_postfix_str("  ".join(_measures(record)[:2]), refresh=False)
+        if "validation" in record:
+            self.say(validation_line(record, self._train_iters))
+        self.advance(record["iteration"])
+        self._bar.refresh()
+
+    def close(self) -> None:
+        self._redirects.close()
+        self._bar.close()
+
+
+Console = PlainConsole | LiveConsole
+
+
+def open_console(train_iters: int, first: int = 0, stream: TextIO | None = None) -> Console:
+    """A bar if `stream` (standard output when None) is a terminal, plain lines if it is not."""
+    stream = sys.stdout if stream is None else stream
+    kind = LiveConsole if stream.isatty() else PlainConsole
+    return kind(train_iters, first, stream)
+
+
+def validation_line(record: Record, train_iters: int) -> str:
+    domains = [
+        f"{domain} {_number(measures.get('loss'), '.4f')} nats/token, "
+        f"{_number(measures.get('bits_per_byte'), '.4f')} bits/byte"
+        for domain, measures in record["validation"].items()
+    ]
+    return " | ".join([_place(record, train_iters), "validation", *domains])
+
+
+def duration(seconds: float) -> str:
+    """1:02:03, or 2:03 within the hour."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def _place(record: Record, train_iters: int) -> str:
+    return f"iteration {record['iteration']:>{len(str(train_iters))}}/{train_iters}"
+
+
+def _measures(record: Record) -> list[str]:
+    """Loss and speed first; those that the record lacks are left out."""
+    formats = {
+        "lm_loss": ("loss {}", ".4f"),
+        "tokens_per_second": ("{} tokens/s", ",.0f"),
+        "aux_loss": ("aux loss {}", ".4f"),
+        "grad_norm": ("grad norm {}", ".3f"),
+        "learning_rate": ("lr {}", ".2e"),
+        "consumed_tokens": ("{} tokens", ",d"),
+    }
+    return [
+        text.format(_number(record[key], number_format))
+        for key, (text, number_format) in formats.items()
+        if key in record
+    ]
+
+
+def _number(value: Any, number_format: str) -> str:
+    return "nan" if value is None else format(value, number_format)
+
+
+@contextlib.contextmanager
+def _warnings_above_the_bar() -> Iterator[None]:
+    plain = warnings.showwarning
+
+    def show(message, category, filename, lineno, file=None, line=None):  # type: ignore
+        if file is not None:
+            plain(message, category, filename, lineno, file, line)
+        else:
+            text = warnings.formatwarning(message, category, filename, lineno, line)
+            tqdm.write(text, file=sys.stderr, end="")
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = plain
