@@ -1,0 +1,1 @@
+"""Text into tokens, tokens into files, files into batches."""

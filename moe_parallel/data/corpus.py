@@ -1,0 +1,224 @@
+"""The embedded corpus: the text that every Python carries, in two domains.
+
+`code` is the standard library's own sources. `prose` is the docstrings of those sources and the
+language reference that pydoc shows ("topics"). Nothing is imported: sources are read and parsed.
+
+What is left out, and why:
+
+- tests (`test`, `tests`, `idle_test`): a third to a half of a full installation, but Debian's
+  Python does not carry them, and they are full of deliberate nonsense;
+- `pydoc_data` from `code`: it is the prose of the topics as one string literal;
+- `_sysconfigdata*`: a dump of how this very machine was compiled;
+- sources that do not decode or do not parse;
+- copies: a text whose bytes were seen before;
+- near copies: a text more than half of which stands, line by line, in longer texts of its domain.
+  This thins out the tables in `encodings` and the topics that are chapters of other topics.
+
+Held-out text stays unseen. A source file is put on one side, training or validation, by the hash
+of its content, and its docstrings follow it. A docstring that occurs on both sides is left out of
+`prose`. So no document of the validation side is seen in training, as code or as prose. What
+remains is what any two files share, such as licence headers: `shared_lines` measures it.
+"""
+
+import ast
+import hashlib
+import inspect
+import sys
+import sysconfig
+import tokenize
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from moe_parallel.errors import InputError
+
+Domain = Literal["code", "prose"]
+Side = Literal["train", "valid"]
+
+DOMAINS: tuple[Domain, ...] = ("code", "prose")
+SIDES: tuple[Side, ...] = ("train", "valid")
+
+_SKIPPED_FOLDERS = {
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "test",
+    "tests",
+    "idle_test",
+    "pydoc_data",
+}
+
+# Lines shorter than this ("else:", "return self") say nothing about where a text comes from.
+_TELLING_LINE = 40
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text. `key` decides its side: the hash of the file (or topic) that it comes from."""
+
+    domain: Domain
+    name: str
+    text: str
+    key: str
+
+
+def python_corpus(
+    valid_fraction: float, stdlib: Path | None = None
+) -> dict[tuple[Domain, Side], list[str]]:
+    """The documents of this Python, by domain and side, in a fixed order.
+
+    Args:
+        valid_fraction: share of the source files and topics that is held out, e.g. 0.02.
+        stdlib: where the standard library lies; default: that of the running interpreter.
+
+    Raises:
+        InputError: a fraction outside (0, 1), or a Python that comes without its sources.
+    """
+    if not 0 < valid_fraction < 1:
+        raise InputError(f"the validation fraction {valid_fraction} must lie between 0 and 1")
+    folder = stdlib or Path(sysconfig.get_path("stdlib"))
+    code = drop_near_copies(_read_sources(folder))
+    prose = drop_near_copies([*_docstrings(code, valid_fraction), *_topics(folder)])
+    corpus: dict[tuple[Domain, Side], list[str]] = {(d, s): [] for d in DOMAINS for s in SIDES}
+    for document in (*code, *prose):
+        corpus[document.domain, side_of(document.key, valid_fraction)].append(document.text)
+    for (domain, side), texts in corpus.items():
+        if not texts:
+            raise InputError(
+                f"the Python at {folder} carries no {side} text for the domain {domain!r} "
+                "(its sources are missing): use another --python, or give --data-path"
+            )
+    return corpus
+
+
+def side_of(key: str, valid_fraction: float) -> Side:
+    """Which side a hexadecimal sha256 falls on: validation for that share of all hashes."""
+    return "valid" if int(key[:12], 16) < valid_fraction * 16**12 else "train"
+
+
+def content_key(text: str) -> str:
+    """sha256 of the text's UTF-8 bytes."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def drop_near_copies(documents: Iterable[Document]) -> list[Document]:
+    """Drop every text of which more than half stands, line by line, in longer texts kept so far.
+
+    Lengths are counted in characters of stripped lines. An exact copy is the extreme case.
+    Returns what is kept in the order of the input.
+    """
+    candidates = list(documents)
+    longest_first = sorted(range(len(candidates)), key=lambda i: -len(candidates[i].text))
+    seen: set[str] = set()
+    kept = []
+    for i in longest_first:
+        lines = [line for raw in candidates[i].text.splitlines() if (line := raw.strip())]
+        known = sum(len(line) for line in lines if line in seen)
+        if 2 * known <= sum(map(len, lines)) and lines:
+            kept.append(i)
+            seen.update(lines)
+    return [candidates[i] for i in sorted(kept)]
+
+
+def shared_lines(train: Iterable[str], valid: Iterable[str]) -> float:
+    """Share of the validation text, in characters, that is long lines also found in training."""
+    seen = {line for text in train for line in _telling_lines(text)}
+    total = found = 0
+    for text in valid:
+        total += len(text)
+        found += sum(len(line) for line in _telling_lines(text) if line in seen)
+    return found / max(1, total)
+
+
+def _telling_lines(text: str) -> Iterator[str]:
+    for raw in text.splitlines():
+        line = raw.strip()
+        if len(line) >= _TELLING_LINE:
+            yield line
+
+
+def _read_sources(folder: Path) -> Iterator[Document]:
+    for path in sorted(folder.rglob("*.py")):
+        inside = path.relative_to(folder)
+        if _SKIPPED_FOLDERS.intersection(inside.parts) or path.name.startswith("_sysconfigdata"):
+            continue
+        text = _read_source(path)
+        if text is not None:
+            yield Document("code", inside.as_posix(), text, content_key(text))
+
+
+def _read_source(path: Path) -> str | None:
+    """The text of a source file in the encoding that it declares; None if it is not Python."""
+    try:
+        with tokenize.open(path) as stream:
+            text = stream.read()
+        _parse(text)
+        text.encode()
+    except (SyntaxError, ValueError, OSError, RecursionError):  # ValueError: also Unicode errors
+        return None
+    return text
+
+
+def _parse(text: str) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes in old sources are not our business
+        return ast.parse(text)
+
+
+def _docstrings(sources: list[Document], valid_fraction: float) -> Iterator[Document]:
+    """One document a source file: its docstrings, each under the name of what it documents."""
+    by_file = [list(_docstrings_of(source)) for source in sources]
+    sides: dict[str, set[Side]] = {}
+    for source, found in zip(sources, by_file, strict=True):
+        for _, docstring in found:
+            sides.setdefault(docstring, set()).add(side_of(source.key, valid_fraction))
+    used: set[str] = set()
+    for source, found in zip(sources, by_file, strict=True):
+        parts = []
+        for name, docstring in found:
+            if len(sides[docstring]) == 1 and docstring not in used:
+                used.add(docstring)
+                parts.append(f"{name}\n\n{docstring}\n")
+        if parts:
+            yield Document("prose", source.name, "\n".join(parts), source.key)
+
+
+def _docstrings_of(source: Document) -> Iterator[tuple[str, str]]:
+    module = source.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    waiting: list[tuple[str, ast.AST]] = [(module, _parse(source.text))]
+    while waiting:
+        name, node = waiting.pop()
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            docstring = ast.get_docstring(node, clean=True)
+            if docstring and _encodable(docstring):
+                yield name, docstring
+        for child in reversed(list(ast.iter_child_nodes(node))):
+            inner = getattr(child, "name", None)
+            waiting.append((f"{name}.{inner}" if isinstance(inner, str) else name, child))
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate, from an escape in the source
+        return False
+    return True
+
+
+def _topics(folder: Path) -> Iterator[Document]:
+    """The language reference: a dictionary literal in pydoc_data/topics.py."""
+    path = folder / "pydoc_data" / "topics.py"
+    if not path.is_file():
+        return
+    for node in _parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            for name, text in sorted(ast.literal_eval(node.value).items()):
+                cleaned = inspect.cleandoc(text) + "\n"
+                yield Document("prose", name, cleaned, content_key(cleaned))
+
+
+def python_version() -> str:
+    """The interpreter whose text it is, e.g. "3.11.2"."""
+    return sys.version.split()[0]

@@ -1,0 +1,208 @@
+"""Megatron indexed datasets: `PREFIX.bin` holds token ids, `PREFIX.idx` where each document lies.
+
+Written by Megatron-Core's own builder and read by Megatron-Core's own classes; what this module
+adds is that a pair of files appears whole, and that a bad pair is told in one line.
+
+Layout of an index (little-endian): b"MMIDIDX\\0\\0", version u64 = 1, type code u8, number of
+sequences u64, number of documents u64 (one more than there are), lengths i32, byte offsets i64,
+document boundaries i64, and for multimodal data a mode i8 a sequence.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+
+from moe_parallel.data.publish import flush_to_disk, write_published
+from moe_parallel.data.tokenizer import Tokenizer
+from moe_parallel.errors import InputError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+
+# Tokens read at a time when a .bin file is scanned: 32 to 64 MiB of memory.
+_CHUNK = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Written:
+    """What went into an indexed dataset."""
+
+    documents: int
+    tokens: int
+
+
+def write_indexed(prefix: Path, documents: Iterable[list[int]], vocab_size: int) -> Written:
+    """Write documents (token ids, end of document included) as PREFIX.bin and PREFIX.idx.
+
+    Ids are stored as uint16 where the vocabulary allows, else int32. Memory does not grow with
+    the text. Both files are written under temporary names; the index gets its name last, so a
+    killed writer leaves nothing that looks like a dataset. Empty documents are left out.
+    """
+    dtype = DType.optimal_dtype(vocab_size)
+    # Not with_suffix: a prefix may hold dots.
+    final_bin, final_idx = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    temporary_bin, temporary_idx = (
+        path.with_name(f"{path.name}.writing-{os.getpid()}") for path in (final_bin, final_idx)
+    )
+    final_bin.parent.mkdir(parents=True, exist_ok=True)
+    written = 0
+    try:
+        builder = IndexedDatasetBuilder(str(temporary_bin), dtype=dtype)
+        tokens = 0
+        for ids in documents:
+            if ids:
+                assert max(ids) < vocab_size, (max(ids), vocab_size)
+                builder.add_document(np.asarray(ids), [len(ids)])
+                tokens += len(ids)
+                written += 1
+        builder.finalize(str(temporary_idx))
+        flush_to_disk(temporary_bin)
+        flush_to_disk(temporary_idx)
+        final_idx.unlink(missing_ok=True)
+        os.replace(temporary_bin, final_bin)
+        os.replace(temporary_idx, final_idx)
+    finally:
+        temporary_bin.unlink(missing_ok=True)
+        temporary_idx.unlink(missing_ok=True)
+    return Written(written, tokens)
+
+
+def tokenize_documents(
+    texts: Iterable[str], tokenizer: Tokenizer, append_eod: bool = True, batch: int = 256
+) -> Iterator[list[int]]:
+    """Token ids of each text, followed by the end of document; `batch` texts at a time."""
+    ending = [tokenizer.eod] if append_eod else []
+    waiting: list[str] = []
+    for text in texts:
+        waiting.append(text)
+        if len(waiting) == batch:
+            yield from (ids + ending for ids in tokenizer.tokenize_all(waiting))
+            waiting = []
+    yield from (ids + ending for ids in tokenizer.tokenize_all(waiting))
+
+
+def read_texts(prefix: str, tokenizer: Tokenizer, documents: range | None = None) -> Iterator[str]:
+    """The text of each document, or of those in `documents`, without the end of document."""
+    dataset = IndexedDataset(prefix)
+    for i in documents if documents is not None else range(len(dataset)):
+        ids = dataset[i]
+        yield tokenizer.detokenize(ids[ids != tokenizer.eod].tolist())
+
+
+def check_indexed(prefix: str, vocab_size: int) -> np.ndarray:
+    """Check that PREFIX.bin and PREFIX.idx are whole, fit each other, and fit the vocabulary.
+
+    The largest and smallest id are kept in PREFIX.range.json, where that can be written, so that
+    a large file is scanned once.
+
+    Returns:
+        int32 [number of sequences]: tokens in each.
+
+    Raises:
+        InputError: a missing, truncated or foreign file; sizes that disagree; foreign token ids.
+    """
+    for suffix in (".idx", ".bin"):
+        if not os.path.isfile(prefix + suffix):
+            raise InputError(
+                f"--data-path {prefix}: {prefix}{suffix} is missing; give the path of a "
+                ".bin/.idx pair without its suffix (tools/preprocess_data.py writes one)"
+            )
+    dtype, lengths = _read_index(prefix)
+    size = os.path.getsize(f"{prefix}.bin")
+    expected = int(lengths.sum(dtype=np.int64)) * dtype.itemsize
+    if size != expected:
+        raise InputError(
+            f"--data-path {prefix}: {prefix}.bin has {size:,} bytes but its index describes "
+            f"{expected:,}; the file is truncated or of another index, write the pair again"
+        )
+    if size == 0:
+        raise InputError(f"--data-path {prefix}: there is no token in {prefix}.bin")
+    smallest, largest = _id_range(prefix, dtype)
+    if smallest < 0 or largest >= vocab_size:
+        raise InputError(_foreign_id(prefix, dtype, lengths, vocab_size))
+    return lengths
+
+
+def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray]:
+    """Type of the ids and length of each sequence, after checking everything in the index."""
+    path = f"{prefix}.idx"
+    wrong = f"--data-path {prefix}: {path} is"
+    size = os.path.getsize(path)
+    with open(path, "rb") as stream:
+        header = stream.read(_HEADER.size)
+    if not header.startswith(_MAGIC) and header[: len(_MAGIC)] != _MAGIC[: len(header)]:
+        raise InputError(f"{wrong} not an index of Megatron's (its first bytes differ)")
+    if len(header) < _HEADER.size:
+        raise InputError(f"{wrong} truncated at {size} bytes; write the dataset again")
+    _, version, code, sequences, boundaries = _HEADER.unpack(header)
+    try:
+        dtype = np.dtype(DType.dtype_from_code(code))
+    except ValueError:
+        raise InputError(f"{wrong} of an unknown type of token (code {code})") from None
+    if version != 1 or dtype.kind not in "iu":
+        raise InputError(f"{wrong} of version {version} and type {dtype}; version 1 holds integers")
+    expected = _HEADER.size + 12 * sequences + 8 * boundaries
+    if size not in (expected, expected + sequences):  # with a mode a sequence: multimodal
+        raise InputError(
+            f"{wrong} {size:,} bytes long where its header describes {expected:,}; "
+            "it is truncated or damaged, write the dataset again"
+        )
+    content = np.memmap(path, mode="r", offset=_HEADER.size, dtype=np.uint8)
+    lengths = content[: 4 * sequences].view(np.int32).copy()
+    offsets = content[4 * sequences : 12 * sequences].view(np.int64)
+    ends = content[12 * sequences : 12 * sequences + 8 * boundaries].view(np.int64)
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    consistent = (
+        (lengths >= 0).all()
+        and np.array_equal(offsets, starts * dtype.itemsize)
+        and boundaries > 0
+        and ends[-1] == sequences
+    )
+    if not consistent:
+        raise InputError(f"{wrong} damaged (its offsets contradict its lengths); write it again")
+    return dtype, lengths
+
+
+def _id_range(prefix: str, dtype: np.dtype) -> tuple[int, int]:
+    """Smallest and largest id in PREFIX.bin, from the note beside it if that still holds."""
+    state = os.stat(f"{prefix}.bin")
+    note = Path(f"{prefix}.range.json")
+    stamp = {"bytes": state.st_size, "modified_ns": state.st_mtime_ns, "type": dtype.name}
+    try:
+        known = json.loads(note.read_text(encoding="utf-8"))
+        if {key: known[key] for key in stamp} == stamp:
+            return int(known["smallest"]), int(known["largest"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # no note, or not one of ours: scan
+    ids = np.memmap(f"{prefix}.bin", mode="r", dtype=dtype)
+    chunks = [ids[i : i + _CHUNK] for i in range(0, len(ids), _CHUNK)]
+    smallest = min(int(chunk.min()) for chunk in chunks)
+    largest = max(int(chunk.max()) for chunk in chunks)
+    try:
+        write_published(note, json.dumps({**stamp, "smallest": smallest, "largest": largest}))
+    except OSError:
+        pass  # data on a read-only disk are scanned each time
+    return smallest, largest
+
+
+def _foreign_id(prefix: str, dtype: np.dtype, lengths: np.ndarray, vocab_size: int) -> str:
+    """The message that names the first id outside the vocabulary and the document it stands in."""
+    ids = np.memmap(f"{prefix}.bin", mode="r", dtype=dtype)
+    for start in range(0, len(ids), _CHUNK):
+        chunk = ids[start : start + _CHUNK]
+        wrong = np.flatnonzero((chunk < 0) | (chunk >= vocab_size))
+        if len(wrong):
+            break
+    position = start + int(wrong[0])
+    document = int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), position, side="right"))
+    return (
+        f"--data-path {prefix}: document {document} holds token id {ids[position]}, outside the "
+        f"vocabulary of {vocab_size}; give the tokenizer that wrote it (--tokenizer-model, "
+        "--vocab-size)"
+    )
