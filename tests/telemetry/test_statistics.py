@@ -14,6 +14,7 @@ from moe_parallel.telemetry.statistics import (
     load_shares,
     max_minus_min_load,
 )
+from tests.distributed import run_distributed
 
 CPU = torch.device("cpu")
 
@@ -188,24 +189,22 @@ def two_stages_of_two_ranks(rank: int) -> RoutingStatistics:
     return statistics
 
 
-def reduce_on_ranks(rank: int, world_size: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    try:
-        data_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        stage_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-        groups = [data_groups[rank // 2], stage_groups[rank % 2]]
-        mine = two_stages_of_two_ranks(rank)
-        before = mine.training.summaries()
-        reduced = mine.training.reduced(groups).summaries()
-        whole = sum(two_stages_of_two_ranks(other).training.sums_GC for other in range(4))
-        single = RoutingStatistics(2, 4, CPU)
-        single.training.sums_GC += whole
-        assert [s["layer"] for s in reduced] == [1, 2]
-        assert_same_summaries(reduced, single.training.summaries())
-        assert mine.training.summaries() == before
-    finally:
-        dist.destroy_process_group()
+def summaries_over_ranks() -> list[list[dict]]:
+    rank = dist.get_rank()
+    data_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    stage_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = two_stages_of_two_ranks(rank)
+    before = mine.training.summaries()
+    reduced = mine.training.reduced([data_groups[rank // 2], stage_groups[rank % 2]])
+    assert mine.training.summaries() == before
+    return reduced.summaries()
 
 
-def test_sum_over_ranks_equals_one_process(tmp_path):
-    torch.multiprocessing.spawn(reduce_on_ranks, args=(4, str(tmp_path / "store")), nprocs=4)
+def test_sum_over_ranks_equals_one_process():
+    alone = RoutingStatistics(2, 4, CPU)
+    for rank in range(4):
+        alone.training.sums_GC += two_stages_of_two_ranks(rank).training.sums_GC
+    expected = alone.training.summaries()
+    assert [summary["layer"] for summary in expected] == [1, 2]
+    for summaries in run_distributed(4, summaries_over_ranks):
+        assert_same_summaries(summaries, expected)
