@@ -63,6 +63,14 @@ class Config:
             )
         return width
 
+    @property
+    def virtual_stages(self) -> int | None:
+        """Virtual pipeline stages on each pipeline rank; None: the plain schedule."""
+        layers = self.parallel.num_layers_per_virtual_pipeline_stage
+        if layers is None:
+            return None
+        return self.model.num_layers // self.parallel.pipeline_model_parallel_size // layers
+
     def padded_vocab_size(self, vocab_size: int) -> int:
         """The vocabulary as the model holds it: a multiple that no layout changes."""
         multiple = self.model.make_vocab_size_divisible_by

@@ -1,0 +1,1 @@
+"""What an expert computes, for all experts of a rank at once."""

@@ -1,0 +1,83 @@
+"""Expert weights: which part this rank holds, how gradients are reduced, how they are saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from torch import nn
+
+from moe_parallel.parallel import Groups
+
+ShardedStateDict = dict[str, Any]
+
+
+class ExpertParameters(nn.Module):
+    """Weights of the experts of this rank, stacked: axis 0 counts experts, one axis may be sharded.
+
+    A subclass declares its weights with `add_weight` and computes with them. Values are left
+    uninitialised; `model.initialization` fills them so that they do not depend on the layout.
+    """
+
+    def __init__(self, num_experts: int, groups: Groups, dtype: torch.dtype) -> None:
+        """
+        Args:
+            num_experts: E, over all ranks; ep divides it.
+            groups: ep splits the experts, etp the sharded axis of each weight.
+            dtype: of the weights.
+        """
+        super().__init__()
+        self.groups = groups
+        self.num_local_experts = num_experts // groups.ep.size()
+        self.dtype = dtype
+        self._sharded_axis: dict[str, int] = {}
+
+    def add_weight(self, name: str, shape: tuple[int, ...], sharded_axis: int) -> None:
+        """Register `name`, [L, *shape] with `sharded_axis` (counting L as 0) split over etp."""
+        full = (self.num_local_experts, *shape)
+        shards = self.groups.etp.size()
+        assert full[sharded_axis] % shards == 0, (name, full, shards)
+        local = list(full)
+        local[sharded_axis] //= shards
+        device = torch.get_default_device()
+        weight = nn.Parameter(torch.empty(local, dtype=self.dtype, device=device))
+        mark_expert_weight(weight, self.groups, sharded_axis)
+        self.register_parameter(name, weight)
+        self._sharded_axis[name] = sharded_axis
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Each weight as a shard of the tensor [E, *shape] that holds every expert."""
+        ep, etp, edp = self.groups.ep, self.groups.etp, self.groups.edp
+        before = len(sharded_offsets)
+        return {
+            prefix + name: ShardedTensor.from_rank_offsets(
+                prefix + name,
+                weight,
+                *sharded_offsets,
+                (before, ep.rank(), ep.size()),
+                (before + self._sharded_axis[name], etp.rank(), etp.size()),
+                replica_id=(0, 0, edp.rank()),
+                prepend_axis_num=before,
+            )
+            for name, weight in self.named_parameters()
+        }
+
+
+def mark_expert_weight(weight: nn.Parameter, groups: Groups, sharded_axis: int) -> None:
+    """The attributes by which Megatron-Core reduces, counts and saves an expert weight.
+
+    The weight is reduced over expert-data-parallel ranks instead of data-parallel ones wherever
+    the two differ: with ep > 1, and with etp != tp. It is never a tensor-parallel duplicate in the
+    gradient norm: etp ranks hold different shards, and ranks that hold equal ones are in edp.
+    """
+    same_as_dense = groups.ep.size() == 1 and groups.etp.size() == groups.tp.size()
+    weight.allreduce = same_as_dense  # type: ignore[attr-defined]
+    weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+    weight.partition_dim = sharded_axis  # type: ignore[attr-defined]
+    weight.partition_stride = 1  # type: ignore[attr-defined]

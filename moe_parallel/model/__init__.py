@@ -1,0 +1,1 @@
+"""Megatron-Core GPT models with experts, built from a configuration."""

@@ -1,0 +1,69 @@
+"""One micro-batch through the model, in the form that Megatron-Core's schedules call.
+
+Shape suffixes: B sequences of a micro-batch, S tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from moe_parallel.config import TrainingConfig
+
+Batch = Mapping[str, torch.Tensor]
+Reported = dict[str, torch.Tensor]
+Loss = Callable[[torch.Tensor], tuple[torch.Tensor, Reported]]
+
+
+def run_micro_batches(
+    chunks: list[Any],
+    batches: Iterator[Batch],
+    training: TrainingConfig,
+    num_micro_batches: int,
+    loss_of: Callable[[torch.Tensor, Batch], tuple[torch.Tensor, Reported]],
+    *,
+    forward_only: bool,
+) -> list[Reported]:
+    """All micro-batches of a step through all pipeline stages, and back unless `forward_only`.
+
+    Args:
+        chunks: this rank's model chunks.
+        batches: this rank's micro-batches: tokens_BS and position_ids_BS int64, labels_BS int64,
+            loss_mask_BS float.
+        training: sizes of a micro-batch.
+        num_micro_batches: how many to take.
+        loss_of: (losses_BS fp32, batch) -> (loss of the micro-batch, what to report of it).
+        forward_only: no gradients.
+
+    Returns what `loss_of` reported for each micro-batch; [] but on the last pipeline stage.
+    """
+    # Every virtual stage reads the same micro-batches, each at its own pace.
+    streams = itertools.tee(batches, len(chunks))
+
+    def forward_step(stream: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Loss]:
+        batch = next(stream)
+        output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        return output, lambda losses_BS: loss_of(losses_BS, batch)
+
+    reported: list[Reported] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=list(streams) if len(chunks) > 1 else streams[0],
+        model=chunks,
+        num_microbatches=num_micro_batches,
+        seq_length=training.seq_length,
+        micro_batch_size=training.micro_batch_size,
+        forward_only=forward_only,
+    )
+    return reported
+
+
+def language_model_loss(losses_BS: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, Reported]:
+    """Mean loss over the unmasked tokens of a micro-batch; reports sums in fp64 (nats, tokens)."""
+    mask_BS = batch["loss_mask"].to(losses_BS)
+    total, tokens = (losses_BS.float() * mask_BS).sum(), mask_BS.sum()
+    report = torch.stack([(losses_BS.detach().double() * mask_BS).sum(), tokens.double()])
+    return total / tokens.clamp(min=1), {"sums": report}

@@ -1,0 +1,110 @@
+"""Megatron-Core's GPTModel with our layers in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from moe_parallel.config import Config
+from moe_parallel.layers import LAYERS, LayerContext
+from moe_parallel.model.initialization import initialize_weights
+from moe_parallel.model.transformer_config import transformer_config
+from moe_parallel.ops import select_backend
+from moe_parallel.parallel import Groups
+from moe_parallel.platform.norm import RMSNorm
+from moe_parallel.selection.capacity import DROP_ORDERS, Capacity
+from moe_parallel.telemetry.statistics import RoutingStatistics
+
+
+def build_model(
+    config: Config, padded_vocab_size: int, groups: Groups, statistics: RoutingStatistics
+) -> list[GPTModel]:
+    """This rank's chunks of the model: one, or one for each virtual pipeline stage.
+
+    Weights are initialised, and are the same in every parallel layout.
+    """
+    megatron = transformer_config(config)
+    context = LayerContext(
+        groups, select_backend(config.moe.moe_backend), statistics, capacity(config)
+    )
+    stages: list[int | None] = [None]
+    if config.virtual_stages is not None:
+        stages = list(range(config.virtual_stages))
+    chunks = [
+        GPTModel(
+            config=megatron,
+            transformer_layer_spec=_block_spec(config, megatron, context, stage),
+            vocab_size=padded_vocab_size,
+            max_sequence_length=config.training.seq_length,
+            pre_process=parallel_state.is_pipeline_first_stage(
+                ignore_virtual=stage is None, vp_stage=stage
+            ),
+            post_process=parallel_state.is_pipeline_last_stage(
+                ignore_virtual=stage is None, vp_stage=stage
+            ),
+            share_embeddings_and_output_weights=(
+                not config.model.untie_embeddings_and_output_weights
+            ),
+            position_embedding_type="rope",
+            rotary_base=config.model.rotary_base,
+            vp_stage=stage,
+        )
+        for stage in stages
+    ]
+    for chunk in chunks:
+        initialize_weights(chunk, config.training.seed, config.model.init_method_std)
+    return chunks
+
+
+def capacity(config: Config) -> Capacity | None:
+    """The capacity rule of the run; None: dropless."""
+    moe = config.moe
+    if moe.moe_expert_capacity_factor is None:
+        return None
+    return Capacity(
+        moe.moe_expert_capacity_factor,
+        DROP_ORDERS[moe.moe_token_drop_policy],
+        moe.moe_pad_expert_input_to_capacity,
+    )
+
+
+def _block_spec(
+    config: Config, megatron: TransformerConfig, context: LayerContext, stage: int | None
+) -> TransformerBlockSubmodules:
+    first = get_transformer_layer_offset(megatron, stage)
+    count = get_num_layers_to_build(megatron, stage)
+    layers = [
+        _layer_spec(config, context) if config.moe_layers[number] else _dense_layer_spec()
+        for number in range(first, first + count)
+    ]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _dense_layer_spec() -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec.submodules = replace(spec.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm)
+    return spec
+
+
+def _layer_spec(config: Config, context: LayerContext) -> ModuleSpec:
+    spec = _dense_layer_spec()
+    layer = ModuleSpec(
+        module=LAYERS[type(config.selection)],
+        params={
+            "selection": config.selection,
+            "expert_width": config.expert_width,
+            "context": context,
+        },
+    )
+    spec.submodules = replace(spec.submodules, mlp=layer)
+    return spec

@@ -1,0 +1,53 @@
+"""Initial weights that do not depend on the parallel layout."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+
+@torch.no_grad()
+def initialize_weights(model: Any, seed: int, std: float) -> None:
+    """Fill every parameter of `model` (a Megatron module): norms with 1, matrices with N(0, std^2).
+
+    The sharded state dict names each parameter in the whole model and says which part of it is
+    here. A matrix is drawn whole from a generator seeded by its name, and the part is copied. What
+    is stacked over experts is drawn expert by expert, so that no rank draws experts of others.
+    """
+    for shard in _shards(model.sharded_state_dict()):
+        if len(shard.global_shape) == 1:
+            shard.data.fill_(1.0)
+        elif len(shard.global_shape) == 2:
+            shard.data.copy_(_part(shard, _normal(shard, seed, shard.key), 0) * std)
+        else:
+            for expert, weight in enumerate(shard.data, start=shard.global_offset[0]):
+                weight.copy_(_part(shard, _normal(shard, seed, f"{shard.key}.{expert}"), 1) * std)
+
+
+def _shards(state: dict[str, Any]) -> list[ShardedTensor]:
+    entries = []
+    for entry in state.values():
+        parts = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
+        entries += parts if isinstance(parts, list) else [parts]
+    return [entry for entry in entries if isinstance(entry, ShardedTensor)]
+
+
+def _normal(shard: ShardedTensor, seed: int, name: str) -> torch.Tensor:
+    """A standard normal matrix of the last axes of the whole tensor, fixed by seed and name."""
+    shape = shard.global_shape if len(shard.global_shape) == 2 else shard.global_shape[1:]
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator(shard.data.device)
+    generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.randn(shape, generator=generator, device=shard.data.device)
+
+
+def _part(shard: ShardedTensor, whole: torch.Tensor, first_axis: int) -> torch.Tensor:
+    """The part of `whole`, which has the axes of the tensor from `first_axis` on, held here."""
+    offsets, sizes = shard.global_offset[first_axis:], shard.local_shape[first_axis:]
+    for axis, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        whole = whole.narrow(axis, offset, size)
+    return whole

@@ -1,0 +1,64 @@
+"""Our configuration in Megatron-Core's terms."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from moe_parallel.config import Config
+
+
+def transformer_config(config: Config) -> TransformerConfig:
+    """The TransformerConfig of a run.
+
+    Megatron-Core's own MoE options stay at their defaults: it only needs to know that there are
+    experts (its pipeline schedules scale auxiliary losses then). Fusions that need CUDA are off.
+    """
+    model, moe, parallel = config.model, config.moe, config.parallel
+    dtype = torch.bfloat16 if config.training.bf16 else torch.float32
+    experts = {}
+    if moe.num_experts is not None:
+        experts = {
+            "num_moe_experts": moe.num_experts,
+            "moe_ffn_hidden_size": config.expert_width,
+            "expert_model_parallel_size": parallel.expert_model_parallel_size,
+            "expert_tensor_parallel_size": parallel.expert_tensor_size,
+        }
+    recompute = {}
+    if config.training.recompute_granularity is not None:
+        recompute = {
+            "recompute_granularity": config.training.recompute_granularity,
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.query_groups,
+        ffn_hidden_size=model.ffn_hidden_size,
+        layernorm_epsilon=model.norm_epsilon,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=model.init_method_std,
+        perform_initialization=False,  # `initialization` fills weights, the same in every layout
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_stages,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=config.training.bf16,
+        hetereogenous_dist_checkpoint=True,  # one key a layer, whether layers are alike or not
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        **experts,
+        **recompute,
+    )

@@ -1,0 +1,53 @@
+"""Process groups, made by Megatron-Core's parallel_state, which only this file reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from moe_parallel.config import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of this rank that routing and dispatch communicate over.
+
+    With sequence parallelism or without, the tokens of a micro-batch are split over `tp` inside
+    an MoE layer, so that every rank of `tp` and `dp` routes tokens of its own.
+    """
+
+    tp: dist.ProcessGroup  # tensor parallel: one micro-batch, its tokens split
+    dp: dist.ProcessGroup  # data parallel: other micro-batches, same dense parameters
+    pp: dist.ProcessGroup  # pipeline stages
+    ep: dist.ProcessGroup  # ranks that share the experts
+    etp: dist.ProcessGroup  # ranks that share each expert's matrices
+    edp: dist.ProcessGroup  # ranks that hold the same expert shards
+    etp_ep: dist.ProcessGroup  # ranks that together hold every expert once; etp varies fastest
+
+
+def initialize_groups(config: ParallelConfig, virtual_stages: int | None = None) -> Groups:
+    """Make Megatron-Core's groups; torch.distributed must be initialised.
+
+    Args:
+        config: the sizes.
+        virtual_stages: virtual pipeline stages on each rank; None: the plain schedule.
+    """
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_size,
+        virtual_pipeline_model_parallel_size=virtual_stages,
+        distributed_timeout_minutes=config.distributed_timeout_minutes,
+    )
+    return Groups(
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        dp=parallel_state.get_data_parallel_group(),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        ep=parallel_state.get_expert_model_parallel_group(),
+        etp=parallel_state.get_expert_tensor_parallel_group(),
+        edp=parallel_state.get_expert_data_parallel_group(),
+        etp_ep=parallel_state.get_expert_tensor_and_model_parallel_group(),
+    )

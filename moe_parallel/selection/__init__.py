@@ -1,0 +1,1 @@
+"""Who decides: pure functions from scores to choices, and the capacity of experts."""

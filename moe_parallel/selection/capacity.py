@@ -1,0 +1,59 @@
+"""Expert capacity: what happens to the choices that an over-full expert cannot take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from moe_parallel.selection.choices import Choices
+
+DropOrder = Callable[[Choices], torch.Tensor]
+
+
+def by_probability(choices: Choices) -> torch.Tensor:
+    """All slots, those of greatest gate first (earlier tokens first among equals): [T * K]."""
+    return torch.argsort(choices.gates_TK.detach().flatten(), descending=True, stable=True)
+
+
+def by_position(choices: Choices) -> torch.Tensor:
+    """All slots in the order of tokens, all first choices ahead of all second choices: [T * K]."""
+    num_tokens, k = choices.experts_TK.shape
+    slots_TK = torch.arange(num_tokens * k, device=choices.experts_TK.device).view(num_tokens, k)
+    return slots_TK.t().flatten()
+
+
+DROP_ORDERS: dict[str, DropOrder] = {"probs": by_probability, "position": by_position}
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """At most ceil(T * K / E * factor) of the T tokens that one rank routes go to one expert.
+
+    Overflow is dropped: the layer adds 0 for that choice and the residual carries the token on;
+    the gates of a token's other choices stay as they are.
+    """
+
+    factor: float
+    order: DropOrder
+    pad: bool  # fill every expert's input with zero rows up to its capacity
+
+    def rows_per_expert(self, num_tokens: int, k: int, num_experts: int) -> int:
+        return math.ceil(num_tokens * k / num_experts * self.factor)
+
+    def keep(self, choices: Choices) -> Choices:
+        """`choices` without the overflow of each expert: their slots become -1."""
+        num_tokens, k = choices.experts_TK.shape
+        num_experts = choices.scores_TE.shape[1]
+        limit = self.rows_per_expert(num_tokens, k, num_experts)
+        slots = self.order(choices)
+        # A stable sort by expert keeps the order inside each expert; empty slots (-1) come first.
+        experts, by_expert = torch.sort(choices.experts_TK.flatten()[slots], stable=True)
+        counts = torch.bincount(experts + 1, minlength=num_experts + 1)
+        starts = torch.cumsum(counts, 0) - counts
+        place = torch.arange(len(experts), device=experts.device) - starts[experts + 1]
+        overflow = slots[by_expert[place >= limit]]
+        kept = choices.experts_TK.flatten().index_fill(0, overflow, -1)
+        return replace(choices, experts_TK=kept.view(num_tokens, k))

@@ -1,0 +1,171 @@
+"""The model with its optimizer: what one optimizer step does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_model_config
+
+from moe_parallel.config import Config, data_parallel_size
+from moe_parallel.model.forward import Batch, language_model_loss, run_micro_batches
+from moe_parallel.model.gpt import build_model
+from moe_parallel.parallel import Groups
+from moe_parallel.telemetry.statistics import RoutingStatistics
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step measured, the same on every rank."""
+
+    lm_loss: float  # nats per token, over the global batch
+    grad_norm: float  # before clipping
+    learning_rate: float
+    tokens: int
+
+
+class NonFiniteLoss(ArithmeticError):
+    """The loss of a step is NaN or infinite; the optimizer has not stepped."""
+
+    def __init__(self, loss: float, ranks: list[int]) -> None:
+        super().__init__(f"the loss is {loss} (first on rank {', '.join(map(str, ranks))})")
+        self.ranks = ranks
+
+
+class Engine:
+    """Model chunks, optimizer and schedule of this rank."""
+
+    def __init__(self, config: Config, vocab_size: int, groups: Groups) -> None:
+        """Build everything; weights are the initial ones. `vocab_size` is the tokenizer's."""
+        self.config = config
+        self.groups = groups
+        self.device = torch.get_default_device()
+        self.statistics = RoutingStatistics(
+            config.model.num_layers, config.moe.num_experts or 1, self.device
+        )
+        padded = config.padded_vocab_size(vocab_size)
+        chunks = build_model(config, padded, groups, self.statistics)
+        self.chunks = _parallelize(config, chunks)
+        self.optimizer = _optimizer(config, self.chunks)
+        self.scheduler = _scheduler(config, self.optimizer)
+        _wire(get_model_config(self.chunks[0]), self.chunks, self.optimizer)
+        dp = data_parallel_size(config, dist.get_world_size())
+        self.num_micro_batches = config.training.global_batch_size // (
+            config.training.micro_batch_size * dp
+        )
+
+    def step(self, batches: Iterator[Batch]) -> StepResult:
+        """One optimizer step on the next micro-batches of this rank. Collective.
+
+        Raises NonFiniteLoss on every rank, before the weights change, if the loss is not finite.
+        """
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reported = run_micro_batches(
+            self.chunks,
+            batches,
+            self.config.training,
+            self.num_micro_batches,
+            language_model_loss,
+            forward_only=False,
+        )
+        loss, tokens = self.global_loss([report["sums"] for report in reported])
+        _, grad_norm, _ = self.optimizer.step()
+        learning_rate = self.optimizer.param_groups[0]["lr"]
+        self.scheduler.step(increment=1)
+        return StepResult(loss, float(grad_norm or 0.0), learning_rate, tokens)
+
+    def global_loss(self, sums: list[torch.Tensor]) -> tuple[float, int]:
+        """(nats per token, tokens) over all micro-batches of all ranks. Collective.
+
+        `sums`: [nats, tokens] in fp64 of each micro-batch of this rank, [] on earlier stages.
+        """
+        mine = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if sums and self.groups.tp.rank() == 0:  # tensor-parallel ranks report the same tokens
+            mine = torch.stack(sums).sum(0)
+        total = mine.clone()
+        dist.all_reduce(total)
+        nats, tokens = total.tolist()
+        if not math.isfinite(nats):
+            finite: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(finite, bool(torch.isfinite(mine).all()))
+            raise NonFiniteLoss(nats, [rank for rank, ok in enumerate(finite) if not ok])
+        return nats / max(tokens, 1.0), round(tokens)
+
+
+def _parallelize(config: Config, chunks: list[Any]) -> list[Any]:
+    """The chunks in bf16 where asked, under Megatron-Core's data parallelism."""
+    megatron = get_model_config(chunks[0])
+    if config.training.bf16:
+        chunks = [Float16Module(megatron, chunk) for chunk in chunks]
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+    )
+    wrapped = [DistributedDataParallel(megatron, ddp, chunk) for chunk in chunks]
+    for chunk in wrapped:
+        chunk.broadcast_params()
+    return wrapped
+
+
+def _optimizer(config: Config, chunks: list[Any]) -> Any:
+    ours = config.optimizer
+    megatron = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=ours.lr,
+        min_lr=ours.min_lr,
+        weight_decay=ours.weight_decay,
+        adam_beta1=ours.adam_beta1,
+        adam_beta2=ours.adam_beta2,
+        adam_eps=ours.adam_eps,
+        clip_grad=ours.clip_grad,
+        bf16=config.training.bf16,
+        params_dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+    )
+    # The overrides exempt norm weights (one axis) from weight decay.
+    return get_megatron_optimizer(megatron, chunks, get_standard_config_overrides(megatron))
+
+
+def _scheduler(config: Config, optimizer: Any) -> OptimizerParamScheduler:
+    """Megatron-Core's schedule, counting iterations."""
+    ours = config.optimizer
+    decay_iters = ours.lr_decay_iters or config.training.train_iters
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=ours.lr,
+        min_lr=ours.min_lr,
+        lr_warmup_steps=ours.lr_warmup_iters,
+        lr_decay_steps=decay_iters,
+        lr_decay_style=ours.lr_decay_style,
+        start_wd=ours.weight_decay,
+        end_wd=ours.weight_decay,
+        wd_incr_steps=decay_iters,
+        wd_incr_style="constant",
+        wsd_decay_steps=ours.lr_wsd_decay_iters or max(1, decay_iters // 10),
+        lr_wsd_decay_style="cosine",
+    )
+
+
+def _wire(megatron: Any, chunks: list[Any], optimizer: Any) -> None:
+    """Hooks that Megatron-Core's schedules look up in the model's configuration."""
+    megatron.finalize_model_grads_func = finalize_model_grads
+    megatron.grad_scale_func = optimizer.scale_loss
+    no_sync = [chunk.no_sync for chunk in chunks]
+    megatron.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
