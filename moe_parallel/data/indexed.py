@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from moe_parallel.data.publish import flush_to_disk, write_published
 from moe_parallel.data.tokenizer import Tokenizer
@@ -85,14 +85,6 @@ def tokenize_documents(
             yield from (ids + ending for ids in tokenizer.tokenize_all(waiting))
             waiting = []
     yield from (ids + ending for ids in tokenizer.tokenize_all(waiting))
-
-
-def read_texts(prefix: str, tokenizer: Tokenizer, documents: range | None = None) -> Iterator[str]:
-    """The text of each document, or of those in `documents`, without the end of document."""
-    dataset = IndexedDataset(prefix)
-    for i in documents if documents is not None else range(len(dataset)):
-        ids = dataset[i]
-        yield tokenizer.detokenize(ids[ids != tokenizer.eod].tolist())
 
 
 def check_indexed(prefix: str, vocab_size: int) -> np.ndarray:

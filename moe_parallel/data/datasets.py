@@ -1,0 +1,256 @@
+"""Training and validation data through Megatron-Core's GPTDataset and BlendedDataset.
+
+Every rank builds the datasets: they are memory maps. Rank 0 goes first and writes the indices
+(which document and token each sample starts at) where the others find them.
+
+The training stream depends on the sources, --seq-length, --seed and the number of samples asked
+for, and on nothing else: not on the layout of the ranks, nor on how often training was stopped.
+As in Megatron, another number of samples (--train-iters) is another order.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+from moe_parallel.data.indexed import check_indexed
+from moe_parallel.data.publish import locked
+from moe_parallel.data.sources import Source
+from moe_parallel.data.tokenizer import Tokenizer
+from moe_parallel.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Datasets:
+    """What training reads.
+
+    Attributes:
+        train: the blend, at least as many samples as asked for, in the order of training.
+        train_domains: what `train` is blended from.
+        valid: every held-out token of a domain as a label exactly once (but the very first,
+            which nothing precedes), in a fixed shuffled order, so that the first n samples are a
+            fair choice of n. The last sample is filled up with masked tokens. A domain to which
+            --split gives no validation is absent.
+    """
+
+    train: torch.utils.data.Dataset
+    train_domains: dict[str, GPTDataset]
+    valid: dict[str, GPTDataset]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """Tokens that a source offers to each side; None: --split asks for no validation."""
+
+    train: int
+    valid: int | None
+
+
+def build_datasets(
+    sources: Sequence[Source],
+    *,
+    tokenizer: Tokenizer,
+    seq_length: int,
+    train_samples: int,
+    seed: int,
+    cache_folder: Path,
+) -> Datasets:
+    """Build the training blend and each domain's validation; called by every rank.
+
+    A sample is a dict of CPU tensors [seq_length]: tokens, labels, position_ids (int64) and
+    loss_mask (float32).
+
+    Args:
+        sources: the domains; weights on all or on none.
+        tokenizer: the one that wrote the data.
+        seq_length: tokens in a sample.
+        train_samples: samples that training will take, >= 1; text is repeated as needed.
+        seed: of the shuffles.
+        cache_folder: where indices are written and found again.
+
+    Raises:
+        InputError: files as in check_indexed; a sequence longer than the data; an empty split;
+            a cache folder that cannot be written.
+    """
+    sizes = [_check_source(source, tokenizer, seq_length) for source in sources]
+    weights = _weights(sources, sizes)
+    # 0.5 % more than the share, as in Megatron, because blending in whole samples overshoots.
+    shares = [1 + math.ceil(1.005 * weight * train_samples) for weight in weights]
+    key = _cache_key(sources, tokenizer, seq_length, shares, seed)
+    train_domains: dict[str, GPTDataset] = {}
+    valid: dict[str, GPTDataset] = {}
+    with _index_cache(cache_folder / f"indices-{key}") as cache:
+        for source, share, size in zip(sources, shares, sizes, strict=True):
+            config = _config(source, tokenizer, seq_length, seed, cache)
+            builder = BlendedMegatronDatasetBuilder(
+                GPTDataset, [share, None, None], lambda: True, config
+            )
+            train_side, valid_side, _ = builder.build()
+            train_domains[source.domain] = train_side
+            if size.valid is not None:
+                # Megatron keeps the first sample's loss mask for all others, filling and all, so
+                # had the filled-up last sample been read first, every mask would have its hole.
+                valid_side.masks_and_position_ids_are_cacheable = False
+                valid[source.domain] = valid_side
+    return Datasets(_blend(train_domains, weights, train_samples, config), train_domains, valid)
+
+
+def texts(dataset: GPTDataset, tokenizer: Tokenizer) -> Iterator[str]:
+    """The text of each document that a dataset draws from, once, in the order of the file."""
+    for i in dataset.indices:
+        ids = dataset.dataset[int(i)]
+        yield tokenizer.detokenize(ids[ids != tokenizer.eod].tolist())
+
+
+def _check_source(source: Source, tokenizer: Tokenizer, seq_length: int) -> _Sizes:
+    sizes = _sizes(source, tokenizer)
+    if sizes.train < seq_length + 1:
+        raise InputError(
+            f"--seq-length {seq_length} is longer than the data: a sample takes {seq_length + 1} "
+            f"tokens and the training part of {source.train_prefix} has {sizes.train}; "
+            "use a shorter sequence, more text, or another --split"
+        )
+    if sizes.valid is not None and sizes.valid < 2:
+        raise InputError(
+            f"the validation part of {source.valid_prefix} is empty ({sizes.valid} tokens): give "
+            "more documents, or raise the second number of --split (0: no validation)"
+        )
+    return sizes
+
+
+def _sizes(source: Source, tokenizer: Tokenizer) -> _Sizes:
+    lengths = check_indexed(source.train_prefix, tokenizer.vocab_size)
+    if source.split is None:
+        valid_lengths = check_indexed(source.valid_prefix, tokenizer.vocab_size)
+        return _Sizes(int(lengths.sum(dtype=int)), int(valid_lengths.sum(dtype=int)))
+    train, valid, _ = convert_split_vector_to_split_matrix(parse_and_normalize_split(source.split))
+    return _Sizes(_tokens(lengths, train), None if valid is None else _tokens(lengths, valid))
+
+
+def _tokens(lengths: np.ndarray, part: tuple[float, float]) -> int:
+    """Tokens of the documents in a part of the file, cut as Megatron cuts it."""
+    first, last = (round(fraction * len(lengths)) for fraction in part)
+    return int(lengths[first:last].sum(dtype=int))
+
+
+def _weights(sources: Sequence[Source], sizes: Sequence[_Sizes]) -> list[float]:
+    """Shares of the training blend, adding up to 1."""
+    given = [
+        float(size.train) if source.weight is None else source.weight
+        for source, size in zip(sources, sizes, strict=True)
+    ]
+    return [weight / sum(given) for weight in given]
+
+
+def _blend(
+    domains: dict[str, GPTDataset], weights: list[float], samples: int, config: GPTDatasetConfig
+) -> torch.utils.data.Dataset:
+    if len(domains) == 1:
+        return next(iter(domains.values()))
+    # Quick to compute on every rank, and Megatron-Core 0.16.1 fails to cache it without
+    # torch.distributed. It warns that it could not; that is what was wanted.
+    uncached = dataclasses.replace(config, path_to_cache=None)
+    logger = logging.getLogger(BlendedDataset.__module__)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return BlendedDataset(list(domains.values()), weights, samples, uncached)
+    finally:
+        logger.setLevel(level)
+
+
+def _config(
+    source: Source, tokenizer: Tokenizer, seq_length: int, seed: int, cache: Path
+) -> GPTDatasetConfig:
+    where: dict[str, Any]
+    if source.split is None:
+        where = {
+            "blend_per_split": [([source.train_prefix], None), ([source.valid_prefix], None), None]
+        }
+    else:
+        where = {"blend": ([source.train_prefix], None), "split": source.split}
+    config = GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=seq_length,
+        path_to_cache=str(cache),
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        drop_last_partial_validation_sequence=False,
+        **where,
+    )
+    if config.split_matrix is not None:
+        config.split_matrix = [*config.split_matrix[:2], None]  # the test part is never read
+    return config
+
+
+def _cache_key(
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    seq_length: int,
+    shares: Sequence[int],
+    seed: int,
+) -> str:
+    """Digest of all that the indices depend on.
+
+    Megatron names its cached indices by the path of the data. Data written anew under the same
+    path would silently be read with the indices of the old, so the .idx content counts here.
+    """
+    digest = hashlib.sha256()
+    for source in sources:
+        for prefix in (source.train_prefix, source.valid_prefix):
+            with open(f"{prefix}.idx", "rb") as stream:
+                while chunk := stream.read(2**20):
+                    digest.update(chunk)
+    settings = [
+        [dataclasses.astuple(source) for source in sources],
+        tokenizer.fingerprint,
+        seq_length,
+        list(shares),
+        seed,
+    ]
+    digest.update(json.dumps(settings).encode())
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _index_cache(folder: Path) -> Iterator[Path]:
+    """A folder of Megatron's cached indices that is either complete or begun anew by rank 0.
+
+    Megatron takes a half-written index for a whole one; `complete` is only there when all are
+    written. Other ranks need no lock: Megatron lets them look after rank 0 has written.
+    """
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+        yield folder
+        return
+    complete = folder / "complete"
+    try:
+        with locked(folder.with_name(f"{folder.name}.lock")):
+            if not complete.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+            yield folder
+            folder.mkdir(exist_ok=True)
+            complete.touch()
+    except OSError as error:
+        raise InputError(
+            f"--data-cache-path {folder.parent} cannot be written ({error.strerror}): "
+            "name a folder on a disk with room"
+        ) from None

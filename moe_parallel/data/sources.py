@@ -1,0 +1,114 @@
+"""Where the text of each domain lies: the embedded corpus, or a --data-path in blend syntax."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_parallel.data.corpus import DOMAINS
+from moe_parallel.data.default_corpus import DefaultCorpus
+from moe_parallel.errors import InputError
+
+
+@dataclass(frozen=True)
+class Source:
+    """One domain's text.
+
+    Attributes:
+        domain: name under which its validation is reported.
+        weight: share in the training blend, up to a common factor; None: in proportion to tokens.
+        train_prefix: indexed dataset (path without .bin or .idx) of the training text.
+        valid_prefix: that of the validation text; the same file if `split` divides it.
+        split: parts of one file for training, validation and test, "969,30,1"; None: two files.
+    """
+
+    domain: str
+    weight: float | None
+    train_prefix: str
+    valid_prefix: str
+    split: str | None
+
+
+def corpus_sources(corpus: DefaultCorpus) -> list[Source]:
+    """The two domains of the embedded corpus, in proportion to their tokens."""
+    return [
+        Source(domain, None, corpus.prefix(domain, "train"), corpus.prefix(domain, "valid"), None)
+        for domain in DOMAINS
+    ]
+
+
+def blend_sources(data_path: Sequence[str], split: str) -> list[Source]:
+    """Read --data-path: one prefix, prefixes, or weight prefix weight prefix ...
+
+    Each prefix is a domain, called by the last part of its path (with a number if that repeats).
+
+    Raises:
+        InputError: weights that are missing, not numbers, or not positive; a wrong --split.
+    """
+    check_split(split)
+    words = [word.strip() for word in data_path]
+    if not words:
+        raise InputError("--data-path is empty: give the prefix of a .bin/.idx pair")
+    weights: list[float | None]
+    # As in Megatron: weights stand at every other place, or nowhere.
+    if len(words) > 1 and any(_number(word) is not None for word in words):
+        if len(words) % 2:
+            raise InputError(
+                f"--data-path {' '.join(words)}: a weight or a prefix is missing; "
+                "give weight prefix weight prefix ..."
+            )
+        prefixes = words[1::2]
+        weights = [_weight(*pair) for pair in zip(words[::2], prefixes, strict=True)]
+    else:
+        weights = [None] * len(words)
+        prefixes = words
+    names = _unique_names(prefixes)
+    return [
+        Source(name, weight, prefix, prefix, split)
+        for name, weight, prefix in zip(names, weights, prefixes, strict=True)
+    ]
+
+
+def check_split(split: str) -> None:
+    """Refuse a --split that is not up to three numbers >= 0, the first above 0.
+
+    Raises:
+        InputError: says so.
+    """
+    parts = [_number(part) for part in split.split(",")]
+    plain = re.fullmatch(r"[0-9.]+(,[0-9.]+){0,2}", split)  # all that Megatron can read
+    if plain is None or None in parts:
+        raise InputError(f"--split {split} is not three numbers such as 969,30,1")
+    if parts[0] == 0:
+        raise InputError(f"--split {split} leaves nothing to train on: raise its first number")
+
+
+def _weight(word: str, prefix: str) -> float:
+    weight = _number(word)
+    if weight is None or weight <= 0:
+        raise InputError(
+            f"--data-path: the weight {word!r} of {prefix} is not a number above 0; "
+            "give weight prefix weight prefix ..."
+        )
+    return weight
+
+
+def _number(word: str) -> float | None:
+    try:
+        number = float(word)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _unique_names(prefixes: Sequence[str]) -> list[str]:
+    names: list[str] = []
+    for prefix in prefixes:
+        stem = Path(prefix).name
+        name, count = stem, 1
+        while name in names:
+            count += 1
+            name = f"{stem}_{count}"
+        names.append(name)
+    return names
