@@ -1,0 +1,277 @@
+"""One picture of a run: loss, load of the experts, entropies by layer.
+
+Top: training and validation loss. Middle: how much of an even share each expert of each layer gets
+at the end, and how that came about in the least even layer. Bottom: Ent_load and Ent_conf of each
+layer over the run, under their ceiling ln n. Colours are told apart with any colour vision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import BoundaryNorm, Normalize
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from moe_parallel.analysis.run_history import Curve, RoutingHistory, RunHistory, interval_start
+from moe_parallel.errors import InputError
+from moe_parallel.telemetry.metrics import FILE_NAME, Record, read_metrics
+
+FIGURE_NAME = "run.png"
+
+TRAIN_COLOUR = "#444444"
+DOMAIN_COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe-Ito
+DOMAIN_MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
+LOAD_COLOURS = "PuOr_r"  # purple: idle, white: even, orange: busy
+LOAD_NORM = Normalize(vmin=0, vmax=2)  # fixed, so that the pictures of two runs compare
+LAYER_COLOURS = "viridis"
+MOST_LEGEND_LAYERS = 6
+MOST_ANNOTATED_CELLS = 128
+
+STYLE: Any = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "legend.frameon": False,
+}
+
+
+def plot_run(
+    run_directory: Path | str, output: Path | str | None = None, model_line: str = ""
+) -> Path:
+    """Draws `run_directory`/metrics.jsonl into `output` (default: run.png beside it).
+
+    `model_line` stands under the title. Raises InputError when there is nothing to draw, or the
+    picture cannot be written.
+    """
+    directory = Path(run_directory)
+    metrics = directory / FILE_NAME
+    if not metrics.is_file():
+        raise InputError(f"{directory}: has no {FILE_NAME}: give the folder that --save named")
+    records = read_metrics(metrics)
+    if not records:
+        raise InputError(f"{metrics}: is empty: let the run reach its first logged iteration")
+    path = directory / FIGURE_NAME if output is None else Path(output)
+    figure = draw_run(records, directory.resolve().name, model_line)
+    try:
+        figure.savefig(path, dpi=150, format="png")
+    except OSError as error:
+        raise InputError(
+            f"{path}: cannot write the picture ({error.strerror}): name another file"
+        ) from error
+    return path
+
+
+def draw_run(records: Sequence[Record], name: str, model_line: str = "") -> Figure:
+    """The figure of at least one record of metrics.jsonl."""
+    history = RunHistory.from_records(records)
+    with matplotlib.rc_context(STYLE):
+        routing = history.routing
+        layout = ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08)
+        heights = [1.0] if routing is None else [1.05, 1.1, 0.9]
+        figure = Figure(figsize=(12, 1 + 4 * sum(heights)), layout=layout)
+        figure.suptitle(name, fontsize=15, fontweight="bold")
+        parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
+        parts[0, 0].suptitle(_facts(history, model_line), fontsize=10.5, color=TRAIN_COLOUR)
+        _draw_loss(parts[0, 0].subplots(), history)
+        if routing is not None:
+            _draw_loads(parts[1, 0], routing, history)
+            _draw_entropies(parts[2, 0], routing, history)
+    return figure
+
+
+def _facts(history: RunHistory, model_line: str) -> str:
+    facts = [model_line] if model_line else []
+    routing = history.routing
+    if routing is not None:
+        layers = f"{len(routing.layers)} routed layer{'s' if len(routing.layers) > 1 else ''}"
+        kind = "autonomous experts" if routing.has_norms else "experts"
+        facts.append(f"{layers} of {routing.num_experts} {kind}")
+    facts.append(f"{history.last_iteration:,} iterations")
+    if history.consumed_tokens:
+        facts.append(f"{_short(history.consumed_tokens)} tokens")
+    return "  ·  ".join(facts)
+
+
+def _short(number: float) -> str:
+    return EngFormatter(places=1, sep="")(number).replace("k", "K").replace("G", "B")
+
+
+def _draw_loss(axes: Axes, history: RunHistory) -> None:
+    train = history.train_loss
+    if len(train.values_R):
+        many = len(train.values_R) > 100
+        if many:
+            axes.plot(train.iterations_R, train.values_R, color=TRAIN_COLOUR, alpha=0.25, lw=0.8)
+        values = _smoothed(train.values_R) if many else train.values_R
+        label = f"training{', smoothed' if many else ''}  {values[-1]:.3f}"
+        style: dict[str, Any] = {"color": TRAIN_COLOUR, "marker": _marker(train)}
+        axes.plot(train.iterations_R, values, lw=1.6, label=label, zorder=3, **style)
+    for index, (domain, curve) in enumerate(history.validation.items()):
+        label = f"validation, {domain}  {_last(curve):.3f}"
+        if domain in history.bits_per_byte:
+            label += f"  ({_last(history.bits_per_byte[domain]):.3f} bits/byte)"
+        axes.plot(
+            curve.iterations_R,
+            curve.values_R,
+            color=DOMAIN_COLOURS[index % len(DOMAIN_COLOURS)],
+            marker=DOMAIN_MARKERS[index % len(DOMAIN_MARKERS)],
+            markevery=math.ceil(len(curve.values_R) / 25),
+            markersize=5,
+            lw=1.2,
+            label=label,
+        )
+    axes.set(title="Loss (value at the end)", xlabel="iteration", ylabel="loss, nats per token")
+    _iteration_axis(axes, history, ticks=10)
+    if axes.lines:
+        axes.legend(loc="upper right", ncols=1 + (len(history.validation) > 5))
+
+
+def _draw_loads(part: SubFigure, routing: RoutingHistory, history: RunHistory) -> None:
+    left, right = part.subplots(1, 2)
+    _draw_load_by_layer(left, routing)
+    _draw_load_over_time(right, routing)
+    _iteration_axis(right, history, ticks=5)
+    bar = part.colorbar(
+        ScalarMappable(LOAD_NORM, LOAD_COLOURS), ax=[left, right], aspect=30, extend="max"
+    )
+    bar.set_label("load, multiples of an even share")
+
+
+def _draw_load_by_layer(axes: Axes, routing: RoutingHistory) -> None:
+    load_GE = routing.final_relative_load_GE()
+    axes.imshow(load_GE, cmap=LOAD_COLOURS, norm=LOAD_NORM, aspect="auto", interpolation="none")
+    if load_GE.size <= MOST_ANNOTATED_CELLS:
+        for layer, expert in np.ndindex(*load_GE.shape):
+            value = load_GE[layer, expert]
+            dark = abs(value - 1) > 0.7
+            colour = "white" if dark else "black"
+            axes.text(expert, layer, f"{value:.2f}", ha="center", va="center", color=colour, size=8)
+    first = routing.iterations_R[-routing.final_records()]
+    title = f"Load of each expert, iterations {first:,} to {routing.iterations_R[-1]:,}"
+    if routing.final_records() == 1:
+        title = f"Load of each expert, iteration {first:,}"
+    if dropped := routing.dropped_share():
+        share = f"{dropped:.2%}" if dropped >= 1e-4 else "under 0.01%"
+        title += f"\n{share} of choices dropped over the run"
+    axes.set(title=title, xlabel="expert", ylabel="layer")
+    _count_ticks(axes, "x", [str(expert) for expert in range(routing.num_experts)])
+    _count_ticks(axes, "y", [str(layer) for layer in routing.layers])
+    axes.grid(False)
+
+
+def _draw_load_over_time(axes: Axes, routing: RoutingHistory) -> None:
+    worst = int(np.argmin(routing.ent_load_RG[-routing.final_records() :].mean(axis=0)))
+    load_ER = routing.relative_load_RGE()[:, worst].T
+    edges = _edges(routing.iterations_R)
+    experts = np.arange(routing.num_experts + 1) - 0.5
+    axes.pcolormesh(edges, experts, load_ER, cmap=LOAD_COLOURS, norm=LOAD_NORM)
+    which = "" if len(routing.layers) == 1 else ", the least even at the end"
+    title = f"Load over the run in layer {routing.layers[worst]}{which}"
+    axes.set(title=title, xlabel="iteration", ylabel="expert")
+    axes.invert_yaxis()
+    _count_ticks(axes, "y", [str(expert) for expert in range(routing.num_experts)])
+    axes.grid(False)
+
+
+def _draw_entropies(part: SubFigure, routing: RoutingHistory, history: RunHistory) -> None:
+    left, right = part.subplots(1, 2)
+    panels = [
+        (left, routing.ent_load_RG, "Ent_load: evenness of the load", "Ent_load, nats"),
+        (right, routing.ent_conf_RG, "Ent_conf: low is a confident choice", "Ent_conf, nats"),
+    ]
+    colours = matplotlib.colormaps[LAYER_COLOURS](np.linspace(0, 0.9, len(routing.layers)))
+    ceiling = math.log(routing.num_experts)
+    for axes, values_RG, title, label in panels:
+        for index, layer in enumerate(routing.layers):
+            curve = Curve(routing.iterations_R, values_RG[:, index])
+            axes.plot(
+                curve.iterations_R,
+                curve.values_R,
+                color=colours[index],
+                marker=_marker(curve),
+                lw=1.3,
+                label=f"layer {layer}",
+            )
+        axes.axhline(ceiling, color="black", ls="--", lw=1)
+        axes.annotate(
+            f"ceiling ln {routing.num_experts} = {ceiling:.3f}",
+            (1, ceiling),
+            xytext=(0, 3),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+            size=9,
+        )
+        axes.margins(y=0.12)
+        axes.set(title=title, xlabel="iteration", ylabel=label)
+        _iteration_axis(axes, history, ticks=5)
+    if 1 < len(routing.layers) <= MOST_LEGEND_LAYERS:
+        right.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    elif len(routing.layers) > MOST_LEGEND_LAYERS:
+        _layer_bar(part, [left, right], routing.layers, colours)
+
+
+def _layer_bar(part: SubFigure, axes: list[Axes], layers: list[int], colours: np.ndarray) -> None:
+    colour_map = matplotlib.colors.ListedColormap(list(colours))
+    norm = BoundaryNorm(np.arange(len(layers) + 1) - 0.5, len(layers))
+    bar = part.colorbar(ScalarMappable(norm, colour_map), ax=axes, aspect=30, label="layer")
+    shown = list(range(0, len(layers), math.ceil(len(layers) / 8)))
+    bar.set_ticks(shown, labels=[str(layers[index]) for index in shown])
+    bar.ax.minorticks_off()
+    bar.ax.invert_yaxis()
+
+
+def _iteration_axis(axes: Axes, history: RunHistory, ticks: int) -> None:
+    """The same span in every panel."""
+    span = max(1, history.last_iteration - history.start)
+    axes.set_xlim(history.start, history.start + 1.02 * span)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=ticks, steps=[1, 2, 2.5, 5, 10], integer=True))
+    axes.xaxis.set_major_formatter(lambda iteration, _: f"{iteration:,.0f}")
+
+
+def _count_ticks(axes: Axes, which: str, labels: list[str]) -> None:
+    """At most 16 ticks, evenly apart, each on its cell."""
+    places = range(0, len(labels), math.ceil(len(labels) / 16))
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_ticks(list(places), labels=[labels[place] for place in places])
+
+
+def _edges(iterations_R: np.ndarray) -> np.ndarray:
+    """Cell borders: each value was measured over the interval that its iteration ends."""
+    return np.concatenate([[interval_start(iterations_R.tolist())], iterations_R])
+
+
+def _marker(curve: Curve) -> str:
+    """Few points are marked, or a lone one would not show."""
+    return "." if len(curve.values_R) <= 20 else ""
+
+
+def _last(curve: Curve) -> float:
+    return float(curve.values_R[-1])
+
+
+def _smoothed(values_R: np.ndarray) -> np.ndarray:
+    """Mean over a hundredth of the points to either side; what is not finite is left out."""
+    half = max(1, len(values_R) // 100)
+    finite = np.isfinite(values_R)
+    totals = np.concatenate([[0], np.cumsum(np.where(finite, values_R, 0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    places = np.arange(len(values_R))
+    low, high = np.maximum(places - half, 0), np.minimum(places + half + 1, len(values_R))
+    number = counts[high] - counts[low]
+    mean = (totals[high] - totals[low]) / np.maximum(number, 1)
+    return np.where(number > 0, mean, np.nan)

@@ -1,0 +1,214 @@
+"""The picture of a run, from runs of awkward shapes; and the history that it draws."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from moe_parallel.analysis.run_figure import draw_run, plot_run
+from moe_parallel.analysis.run_history import RunHistory
+from moe_parallel.errors import InputError
+from tests.analysis.synthetic import synthetic_run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def panels(figure: Figure) -> dict:
+    """Axes by the first words of their title; colour bars have none."""
+    return {axes.get_title(loc="left").split(",")[0]: axes for axes in figure.axes}
+
+
+def labels(axes) -> list[str]:
+    return [line.get_label() for line in axes.lines if not line.get_label().startswith("_")]
+
+
+def overlapping_texts(figure: Figure) -> list[tuple[str, str]]:
+    """Pairs of titles, axis labels, tick labels and notes that lie on one another."""
+    figure.savefig("/dev/null", format="png", dpi=100)
+    texts = [figure._suptitle]
+    for axes in figure.axes:
+        texts += [axes._left_title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            ticks = zip(axis.get_major_ticks(), axis.get_majorticklocs(), strict=True)
+            texts += [tick.label1 for tick, place in ticks if low <= place <= high]
+            texts += [tick.label2 for tick in axis.get_major_ticks()]  # of a colour bar
+    renderer = figure._get_renderer()
+    boxes = [
+        (text.get_text(), text.get_window_extent(renderer))
+        for text in texts
+        if text.get_text() and text.get_visible()
+    ]
+    inside = [(text, box) for text, box in boxes if figure.bbox.overlaps(box)]
+    return [
+        (inside[i][0], inside[j][0])
+        for i in range(len(inside))
+        for j in range(i)
+        if inside[i][1].overlaps(inside[j][1])
+    ]
+
+
+def test_panels_and_series_of_an_ordinary_run():
+    figure = draw_run(synthetic_run(layers=4), "quickstart", "AoE, 12.3M parameters")
+    assert figure._suptitle.get_text() == "quickstart"
+    shown = panels(figure)
+    loss = shown["Loss (value at the end)"]
+    assert loss.get_xlabel() == "iteration" and loss.get_ylabel() == "loss, nats per token"
+    assert [label.split("  ")[0] for label in labels(loss)] == [
+        "training",
+        "validation, code",
+        "validation, prose",
+    ]
+    assert "bits/byte" in labels(loss)[1]
+    for name in ("Ent_load: evenness of the load", "Ent_conf: low is a confident choice"):
+        assert labels(shown[name]) == ["layer 1", "layer 2", "layer 3", "layer 4"]
+        assert shown[name].get_ylabel().endswith("nats")
+        assert [text.get_text() for text in shown[name].texts] == ["ceiling ln 8 = 2.079"]
+        ceiling = shown[name].lines[-1].get_ydata()
+        assert ceiling == pytest.approx([math.log(8)] * 2)
+    assert len(shown["Load of each expert"].texts) == 4 * 8
+    subtitle = figure.subfigs[0]._suptitle.get_text()
+    assert subtitle == (
+        "AoE, 12.3M parameters  ·  4 routed layers of 8 autonomous experts  ·  600 iterations  ·  "
+        "2.5M tokens"
+    )
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"logged": 1, "layers": 1, "experts": 2, "domains": ()},
+        {"logged": 2, "layers": 12},
+        {"logged": 300, "layers": 24, "experts": 64, "every": 500, "dropped": 9, "norms": False},
+        {"logged": 20, "layers": 3, "experts": 1},
+        {"logged": 30, "domains": tuple(f"domain{i}" for i in range(9))},
+    ],
+    ids=["one record", "two records", "64 experts", "one expert", "nine domains"],
+)
+def test_any_shape_is_drawn_without_overlap(shape):
+    figure = draw_run(synthetic_run(**shape), "a run")
+    assert overlapping_texts(figure) == []
+    assert len(panels(figure)) == 6  # five, and the colour bars under no name
+
+
+def test_least_even_layer_is_the_one_shown_over_time():
+    records = synthetic_run(logged=20, layers=3, experts=4)
+    for record in records:
+        record["layers"][1].update(tokens_per_expert=[100, 0, 0, 0], ent_load=0.0)
+    shown = panels(draw_run(records, "a run"))
+    mesh = shown["Load over the run in layer 2"].collections[0]
+    expected = np.repeat([[4.0], [0], [0], [0]], 20, axis=1)
+    np.testing.assert_allclose(np.asarray(mesh.get_array()).reshape(4, 20), expected)
+    image = shown["Load of each expert"].images[0]
+    np.testing.assert_allclose(image.get_array()[1], [4, 0, 0, 0])
+
+
+def test_a_dense_run_has_only_a_loss():
+    records = [{"iteration": 10 * i, "lm_loss": 5.0 - i} for i in range(1, 4)]
+    figure = draw_run(records, "dense")
+    assert list(panels(figure)) == ["Loss (value at the end)"]
+    assert "routed" not in figure.subfigs[0]._suptitle.get_text()
+
+
+def test_a_loss_that_was_not_finite_is_a_gap():
+    records = synthetic_run(logged=150)
+    records[70]["lm_loss"] = None
+    history = RunHistory.from_records(records)
+    assert np.flatnonzero(np.isnan(history.train_loss.values_R)).tolist() == [70]
+    line = panels(draw_run(records, "gap"))["Loss (value at the end)"].lines[1]
+    assert np.isfinite(line.get_ydata()).all()  # smoothed over it
+
+
+def test_smoothing_keeps_a_constant():
+    records = [{"iteration": i, "lm_loss": 2.5} for i in range(1, 301)]
+    line = panels(draw_run(records, "flat"))["Loss (value at the end)"].lines[1]
+    np.testing.assert_allclose(line.get_ydata(), 2.5)
+
+
+def test_iterations_done_twice_are_drawn_once():
+    first, again = synthetic_run(logged=30), synthetic_run(logged=40)[20:]
+    for record in again:
+        record["lm_loss"] = 1.0
+    history = RunHistory.from_records(first + again)
+    assert history.train_loss.iterations_R.tolist() == list(range(10, 410, 10))
+    assert history.train_loss.values_R[20:].tolist() == [1.0] * 20
+    assert history.train_loss.values_R[19] == first[19]["lm_loss"]
+
+
+def test_history_of_counts():
+    records = synthetic_run(logged=20, layers=2, experts=2, dropped=5)
+    for record, counts in zip(records[-2:], ([30, 10], [10, 10]), strict=True):
+        record["layers"][0]["tokens_per_expert"] = counts
+    routing = RunHistory.from_records(records).routing
+    assert routing.final_records() == 2
+    np.testing.assert_allclose(routing.final_relative_load_GE()[0], [40 / 30, 20 / 30])
+    choices = sum(sum(layer["tokens_per_expert"]) for r in records for layer in r["layers"])
+    assert routing.dropped_share() == pytest.approx(5 * 2 * 20 / choices)
+
+
+def run_folder(folder: Path, records: list[dict]) -> Path:
+    folder.mkdir()
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "metrics.jsonl").write_text(lines)
+    return folder
+
+
+def test_plot_run_writes_a_png_beside_the_metrics(tmp_path):
+    folder = run_folder(tmp_path / "my run", synthetic_run(logged=5))
+    path = plot_run(folder)
+    assert path == folder / "run.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 20_000
+
+
+def test_plot_run_that_cannot_write(tmp_path):
+    folder = run_folder(tmp_path / "run", synthetic_run(logged=2))
+    with pytest.raises(InputError, match="cannot write the picture .*name another file"):
+        plot_run(folder, tmp_path / "no" / "such" / "folder.png")
+
+
+def tool(*arguments) -> subprocess.CompletedProcess:
+    command = [sys.executable, "tools/plot_run.py", *map(str, arguments)]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": "/nowhere"}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_tool_draws(tmp_path):
+    folder = run_folder(tmp_path / "run", synthetic_run(logged=3))
+    done = tool(folder, "--output", tmp_path / "picture.png")
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'picture.png'}\n"), done.stderr
+    assert (tmp_path / "picture.png").stat().st_size > 20_000
+    assert not (folder / "run.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "has no metrics.jsonl"), ("", "is empty"), ("nonsense\n", "line 1 is not JSON")],
+)
+def test_the_tool_says_what_is_wrong_in_one_line(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    done = tool(tmp_path)
+    assert done.returncode == 2
+    last = [line for line in done.stderr.splitlines() if "plot_run.py:" in line]
+    assert len(last) == 1 and message in last[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_nothing_of_training_is_imported():
+    script = (
+        "import sys, moe_parallel.analysis.run_figure\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'megatron')\n"
+        "       or m.startswith('moe_parallel.training')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]", done.stderr
