@@ -19,20 +19,8 @@ digest() { sha256sum | cut -d ' ' -f 1; }
 is_made_from() { [ "$(cat "$venv/.made-from/$1" 2>/dev/null)" = "$2" ]; }
 record() { mkdir -p "$venv/.made-from" && echo "$2" >"$venv/.made-from/$1"; }
 
-# The interpreter behind a name: pyenv's shims refuse a version that is installed but not
-# selected, and an activated environment must not be taken for the interpreter it was made from.
-interpreter() {
-    real='import os, sys; print(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))'
-    "$1" -c "$real" 2>/dev/null && return
-    command -v pyenv >/dev/null || return 1
-    for name in $(pyenv versions --bare 2>/dev/null | grep "^${1#python}\(\.\|\$\)" | sort -Vr); do
-        "$(pyenv root)/versions/$name/bin/python" -c "$real" 2>/dev/null && return
-    done
-    return 1
-}
-
 check_interpreter() {
-    base=$(interpreter "$python") ||
+    base=$(tools/find_python.sh "$python") ||
         stop "$python does not start: install Python 3.10 or later (Debian: apt-get install" \
             "python3 python3-venv python3-dev), or name one with PYTHON=/path/to/python3"
     version=$("$base" -c 'import platform; print(platform.python_version())')
@@ -52,10 +40,10 @@ make_environment() {
 }
 
 check_compiler() {
-    compiler=${CXX:-g++}
+    compiler=${CXX:-c++}
     command -v "${compiler%% *}" >/dev/null ||
-        stop "no C++ compiler: ${compiler%% *} was not found; install it (Debian: apt-get install" \
-            "g++), or name another with CXX="
+        stop "no C++ compiler (${compiler%% *} was not found): install one (Debian: apt-get install" \
+            "g++), or name one with CXX="
     include=$("$base" -c 'import sysconfig; print(sysconfig.get_path("include"))')
     [ -f "$include/Python.h" ] ||
         stop "no $include/Python.h, which the C++ extension needs: install Python's headers" \
@@ -103,16 +91,17 @@ print(" ".join(f"{k}={v}" for k, v in sorted(c.build_info().items())))' 2>>"$log
 
 check_interpreter
 environment="$base $version $PWD"
-is_made_from environment "$environment" || make_environment
 packages=$({ echo "$environment"; cat pyproject.toml; } | digest)
+choices="${CXX:-} ${CUDA_HOME:-} ${MOE_PARALLEL_BUILD:-} ${TORCH_CUDA_ARCH_LIST:-}"
 cuda=$(nvcc --version 2>/dev/null)
-extension=$({ echo "$packages ${CXX:-} $cuda"; find setup.py csrc -type f -print0 |
+extension=$({ echo "$packages $choices $cuda"; find setup.py csrc -type f -print0 |
     LC_ALL=C sort -z | xargs -0 sha256sum; } | digest)
 
-is_made_from packages "$packages" && is_made_from extension "$extension" &&
-    [ -f "$(cat "$venv/.made-from/library")" ] && exit 0
+is_made_from environment "$environment" && is_made_from packages "$packages" &&
+    is_made_from extension "$extension" && [ -f "$(cat "$venv/.made-from/library")" ] && exit 0
 
 check_compiler
+is_made_from environment "$environment" || make_environment
 : >"$log"
 if is_made_from packages "$packages"; then build_extension; else install_packages; fi
 check_extension
