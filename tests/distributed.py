@@ -37,20 +37,24 @@ PRELOADED = [
 
 
 def run_distributed(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120,
+    prepare: Callable[[], None] = adapt_megatron_to_cpu,
 ) -> list[Any]:
     """Calls `function(*args)` on `world_size` ranks; returns what each returned, by rank.
 
-    Each rank has a default gloo process group, Megatron-Core adapted to the CPU, one thread, no
-    GPU, and torchrun's RANK, LOCAL_RANK and WORLD_SIZE. The function, its arguments and its
-    result travel as pickles.
+    Each rank has a default gloo process group, one thread, no GPU, and torchrun's RANK,
+    LOCAL_RANK and WORLD_SIZE; `prepare()` is called before the group is made. Both functions,
+    the arguments and the results travel as pickles.
 
     Raises:
         RankError: with the traceback of the first rank that failed. Its peers are ended.
         TimeoutError: some ranks were not done within `timeout` seconds. All are ended.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    task = pickle.dumps((function, args))
+    task = pickle.dumps((prepare, function, args))
     ranks = []
     try:
         for rank in range(world_size):
@@ -129,13 +133,13 @@ def _run_rank(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
         torch.set_num_threads(1)
-        adapt_megatron_to_cpu()
+        prepare, function, args = pickle.loads(task)
+        prepare()
         limit = timedelta(seconds=timeout)
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=limit
         )
-        function, args = pickle.loads(task)
         answer = pickle.dumps((True, function(*args)))
     except BaseException:  # SystemExit too: the caller has to hear of it
         answer = pickle.dumps((False, traceback.format_exc()))

@@ -58,9 +58,9 @@ class HostEvent:
         """Nothing to wait for."""
 
 
-def _splits_to_lists(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """all_to_all_single takes its splits as a list of int, never as a tensor."""
-    return tensor.tolist() if as_numpy and torch.is_tensor(tensor) else tensor
+def _counts_to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What upstream does with the dispatcher's counts and splits when they are CUDA tensors."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,8 @@ ADAPTATIONS: tuple[Adaptation, ...] = (
     ),
     Replace(
         "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
-        _splits_to_lists,
-        "the stock MoE dispatcher converts its splits to host integers for CUDA tensors only",
+        _counts_to_numpy,
+        "the stock MoE dispatcher turns its splits into numpy integers for CUDA tensors only",
     ),
     Replace(
         "megatron.core.transformer.moe.moe_utils.te_general_gemm",
@@ -199,21 +199,12 @@ ADAPTATIONS: tuple[Adaptation, ...] = (
         "the causal mask is a CUDA tensor",
     ),
     Literals(
-        "megatron.core.transformer.moe.moe_utils",
-        "the record of auxiliary losses is a CUDA tensor",
-        versions=("0.16.1",),
-    ),
-    Literals(
         "megatron.core.rerun_state_machine",
         "the verdict on a NaN or a spike is exchanged in CUDA tensors",
     ),
     Literals(
         "megatron.core.dist_checkpointing.exchange_utils",
         "shards read by one rank for the others are received in CUDA tensors",
-    ),
-    Literals(
-        "megatron.core.dist_checkpointing.strategies.state_dict_saver",
-        "that all ranks may reuse the saving plan is agreed in a CUDA tensor",
     ),
 )
 

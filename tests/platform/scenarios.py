@@ -1,0 +1,208 @@
+"""What Megatron-Core is asked to do on a CPU host; each fails by raising on one of its ranks."""
+
+import logging
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+)
+from megatron.core.rerun_state_machine import (
+    RerunDataIterator,
+    RerunMode,
+    get_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
+from megatron.core.timers import Timers
+from torch import distributed as dist
+
+from tests.platform.layout import Layout
+from tests.platform.stock_gpt import build, forward_backward, step
+
+
+def losses_of(layout: Layout, steps: int = 5) -> list[float]:
+    """The loss of each step; empty on ranks without the last pipeline stage."""
+    trained = build(layout)
+    return [loss for _ in range(steps) for loss in step(trained)]
+
+
+def train() -> None:
+    step(build(Layout()))
+
+
+def train_expert_parallel() -> None:
+    step(build(Layout(ep=2)))
+
+
+def train_pipeline_with_tied_embeddings() -> None:
+    step(build(Layout(pp=2, tied=True)))
+
+
+def train_with_distributed_optimizer() -> None:
+    step(build(Layout(distributed_optimizer=True)))
+
+
+def evaluate() -> None:
+    trained = build(Layout())
+    before = _state(trained)
+    for chunk in trained.chunks:
+        chunk.eval()
+    with torch.no_grad():
+        (first,), (second,) = (forward_backward(trained, forward_only=True) for _ in range(2))
+    assert first == second
+    assert all(torch.equal(before[name], value) for name, value in _state(trained).items())
+
+
+def time_a_section() -> None:
+    timers = Timers(log_level=1, log_option="minmax")
+    timers("section", log_level=1).start()
+    timers("section").stop()
+    timers.log(["section"])
+
+
+def dropout_differs_between_tensor_parallel_ranks() -> None:
+    """Inside a fork the ranks draw differently, outside alike, and a fork leaves no trace."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    model_parallel_cuda_manual_seed(3)
+    outside = [torch.rand(8)]
+    with get_cuda_rng_tracker().fork():
+        inside = [torch.rand(8)]
+    outside.append(torch.rand(8))
+    with get_cuda_rng_tracker().fork():
+        inside.append(torch.rand(8))
+
+    model_parallel_cuda_manual_seed(3)
+    assert torch.equal(torch.cat(outside), torch.rand(16)), "a fork moved the default state"
+    with get_cuda_rng_tracker().fork():
+        assert torch.equal(torch.cat(inside), torch.rand(16)), "a fork did not go on where it was"
+    ours, theirs = _of_both_ranks(torch.cat(inside))
+    assert not torch.equal(ours, theirs)
+    ours, theirs = _of_both_ranks(torch.cat(outside))
+    assert torch.equal(ours, theirs)
+
+
+def fork_without_a_warning() -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("megatron.core.tensor_parallel.random").addHandler(handler)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    with get_cuda_rng_tracker().fork():
+        torch.rand(8)
+    assert not records, records
+
+
+def recompute() -> None:
+    """A recomputed forward pass drops the same elements, and leaves the random states alike."""
+    parallel_state.initialize_model_parallel()
+    (plain, state), (recomputed, state_after_recompute) = (
+        _gradient_of_dropout(checkpointed) for checkpointed in (False, True)
+    )
+    assert torch.equal(plain, recomputed)
+    assert torch.equal(state, state_after_recompute)
+    assert (plain == 0).any() and (plain != 0).any()
+
+
+def repeat_a_step_that_gave_nan() -> None:
+    """The rerun state machine repeats a step with the same random numbers and data."""
+    initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
+    machine, data = get_rerun_state_machine(), RerunDataIterator(iter(range(10)))
+    torch.manual_seed(1)
+    seen = []
+    while machine.should_run_forward_backward(data):
+        seen.append((next(data), torch.rand(4).tolist()))
+        machine.validate_result(
+            result=torch.tensor(float("nan")), rejection_func=torch.isnan, message="", fatal=False
+        )
+    assert len(seen) == 2 and seen[0] == seen[1], seen
+
+
+def save(layout: Layout, folder: Path) -> None:
+    trained = build(layout)
+    step(trained)
+    dist_checkpointing.save(_sharded_state(trained), str(folder))
+
+
+def load(layout: Layout, folder: Path) -> None:
+    """Weights and optimizer state come from the folder, and training goes on."""
+    trained = build(layout)
+    before = _state(trained)
+    state = dist_checkpointing.load(_sharded_state(trained, loading=True), str(folder))
+    (chunk,) = trained.chunks
+    chunk.load_state_dict(state["model"])
+    trained.optimizer.load_state_dict(state["optimizer"])
+    assert not all(torch.equal(before[name], value) for name, value in _state(trained).items())
+    step(trained)
+
+
+def load_fully_parallel() -> None:
+    """Each rank reads a part of the checkpoint, and receives the rest from its peers."""
+    names = ["a", "b", "c", "d"]
+    folder = _shared_folder()
+    saved = {name: torch.full((4,), float(i)) for i, name in enumerate(names)}
+    dist_checkpointing.save(_replicated(saved), folder)
+    strategy = FullyParallelLoadStrategyWrapper(
+        get_default_load_sharded_strategy(folder), exchange_algo="broadcast"
+    )
+    empty = {name: torch.zeros(4) for name in names}
+    loaded = dist_checkpointing.load(_replicated(empty), folder, strategy)
+    assert all(torch.equal(loaded[name], saved[name]) for name in names)
+
+
+def _replicated(tensors):
+    rank = dist.get_rank()
+    return {
+        name: dist_checkpointing.ShardedTensor.from_rank_offsets(name, value, replica_id=rank)
+        for name, value in tensors.items()
+    }
+
+
+def _shared_folder() -> str:
+    import tempfile
+
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    return str(folder[0])
+
+
+def _sharded_state(trained, loading=False):
+    (chunk,) = trained.chunks
+    model = chunk.sharded_state_dict()
+    optimizer = trained.optimizer.sharded_state_dict(model, is_loading=loading)
+    return {"model": model, "optimizer": optimizer}
+
+
+def _state(trained):
+    return {
+        f"{i}.{name}": parameter.detach().clone()
+        for i, chunk in enumerate(trained.chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+def _gradient_of_dropout(checkpointed: bool):
+    model_parallel_cuda_manual_seed(5, force_reset_rng=True)
+    x = torch.ones(64, requires_grad=True)
+
+    def twice_dropped(x):
+        with get_cuda_rng_tracker().fork():
+            x = torch.nn.functional.dropout(x, 0.3)
+        return torch.nn.functional.dropout(x, 0.3)
+
+    y = tensor_parallel.checkpoint(twice_dropped, False, x) if checkpointed else twice_dropped(x)
+    torch.rand(3)  # whatever else draws between the forward and the backward pass
+    (y * y).sum().backward()
+    return x.grad, torch.get_rng_state()
+
+
+def _of_both_ranks(tensor):
+    both = [torch.empty_like(tensor) for _ in range(2)]
+    dist.all_gather(both, tensor)
+    return both

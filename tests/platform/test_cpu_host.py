@@ -1,0 +1,209 @@
+"""Megatron-Core on a CPU host: that it trains, and that each adaptation is there for a reason."""
+
+import functools
+import importlib
+import logging
+import math
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from moe_parallel.errors import InputError
+from moe_parallel.platform import cpu_host
+from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu, adaptations_for
+from moe_parallel.platform.megatron_version import SUPPORTED, installed_version
+from tests.distributed import RankError, run_distributed
+from tests.platform import scenarios
+from tests.platform.layout import Layout
+
+LAYOUTS = {
+    "one rank": Layout(),
+    "data parallel": Layout(2),
+    "tensor and sequence parallel": Layout(2, tp=2),
+    "pipeline": Layout(2, pp=2),
+    "pipeline with tied embeddings": Layout(2, pp=2, tied=True),
+    "virtual pipeline stages": Layout(2, pp=2, vpp=2),
+    "expert parallel": Layout(2, ep=2),
+    "tensor and expert parallel": Layout(4, tp=2, ep=2, etp=1),
+    "pipeline and expert parallel": Layout(4, pp=2, ep=2),
+    "distributed optimizer": Layout(4, tp=2, pp=2, distributed_optimizer=True),
+    "bf16": Layout(bf16=True),
+    "bf16 with distributed optimizer": Layout(2, bf16=True, distributed_optimizer=True),
+    "recompute with dropout": Layout(2, tp=2, recompute=True, dropout=0.1),
+    "everything": Layout(
+        4, tp=2, pp=2, vpp=2, ep=2, etp=1, distributed_optimizer=True, bf16=True, recompute=True
+    ),
+}
+
+#: For each adaptation something that works with it and fails without it: (ranks, what they do).
+NEEDED_FOR = {
+    "torch.cuda.current_device": (1, scenarios.train),
+    "torch.cuda.synchronize": (1, scenarios.time_a_section),
+    "torch.cuda.current_stream": (1, scenarios.train),
+    "torch.cuda.Stream": (1, scenarios.train),
+    "torch.cuda.manual_seed": (2, scenarios.dropout_differs_between_tensor_parallel_ranks),
+    "torch.cuda.get_rng_state": (2, scenarios.dropout_differs_between_tensor_parallel_ranks),
+    "torch.cuda.set_rng_state": (1, scenarios.repeat_a_step_that_gave_nan),
+    "torch.Tensor.cuda": (2, scenarios.train_pipeline_with_tied_embeddings),
+    "megatron.core.tensor_parallel.random._get_cuda_rng_state": (1, scenarios.recompute),
+    "megatron.core.tensor_parallel.random._set_cuda_rng_state": (
+        2,
+        scenarios.dropout_differs_between_tensor_parallel_ranks,
+    ),
+    "megatron.core.tensor_parallel.random": (1, scenarios.fork_without_a_warning),
+    "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": (
+        2,
+        scenarios.train_expert_parallel,
+    ),
+    "megatron.core.transformer.moe.moe_utils.te_general_gemm": (1, scenarios.train),
+    "megatron.core.pipeline_parallel.schedules": (1, scenarios.train),
+    "megatron.core.optimizer.optimizer": (1, scenarios.train),
+    "megatron.core.optimizer.distrib_optimizer": (2, scenarios.train_with_distributed_optimizer),
+    "megatron.core.optimizer.clip_grads": (1, scenarios.train),
+    "megatron.core.utils": (1, scenarios.train),
+    "megatron.core.transformer.utils": (1, scenarios.train),
+    "megatron.core.rerun_state_machine": (1, scenarios.repeat_a_step_that_gave_nan),
+    "megatron.core.dist_checkpointing.exchange_utils": (2, scenarios.load_fully_parallel),
+}
+INSTALLED = adaptations_for(installed_version())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_trains(layout):
+    losses = run_distributed(layout.world, scenarios.losses_of, layout)
+    with_last_stage = [of_rank for of_rank in losses if of_rank]
+    assert len(with_last_stage) == layout.world // layout.pp
+    for of_rank in with_last_stage:
+        assert all(map(math.isfinite, of_rank))
+        assert of_rank == sorted(of_rank, reverse=True)
+        assert of_rank[-1] < 0.85 * of_rank[0]
+
+
+def test_evaluates_without_changing_the_model():
+    run_distributed(1, scenarios.evaluate)
+
+
+def test_saves_and_loads_under_another_layout(tmp_path):
+    run_distributed(2, scenarios.save, Layout(2, tp=2), tmp_path)
+    run_distributed(2, scenarios.load, Layout(2, pp=2), tmp_path)
+
+
+@pytest.mark.parametrize("target", [entry.target for entry in INSTALLED])
+def test_each_adaptation_is_needed(target, tmp_path):
+    world_size, scenario = NEEDED_FOR[target]
+    run_distributed(world_size, scenario)
+    without = functools.partial(adapt_without, target)
+    with pytest.raises(RankError, match="failed"):
+        run_distributed(world_size, scenario, prepare=without)
+
+
+def adapt_without(target):
+    for entry in INSTALLED:
+        if entry.target != target:
+            entry.apply()
+
+
+def test_every_entry_is_for_supported_versions_and_named_once():
+    targets = [entry.target for entry in cpu_host.ADAPTATIONS]
+    assert len(targets) == len(set(targets))
+    assert set(targets) == set(NEEDED_FOR)
+    assert all(set(entry.versions) <= set(SUPPORTED) for entry in cpu_host.ADAPTATIONS)
+
+
+def _literals_left():
+    modules = [e.target for e in INSTALLED if isinstance(e, cpu_host.Literals)]
+    functions = [
+        function
+        for module in modules
+        for function in cpu_host.functions_of(importlib.import_module(module))
+    ]
+    return {
+        f"{function.__module__}.{function.__qualname__}"
+        for function in functions
+        if cpu_host.literals_in(function.__code__)
+    }
+
+
+def test_literals_are_found_and_none_is_left():
+    (before,) = run_distributed(1, _literals_left, prepare=_nothing)
+    (after,) = run_distributed(1, _literals_left)
+    assert "megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32" in before
+    assert "megatron.core.optimizer.optimizer.FP32Optimizer.__init__" in before
+    assert after == set()
+
+
+def _nothing():
+    pass
+
+
+def _adapt_again():
+    import megatron.core.optimizer.clip_grads as clip_grads
+
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
+    watched = [torch.cuda.current_device, clip_grads.get_grad_norm_fp32.__code__, *logger.filters]
+    adapt_megatron_to_cpu()
+    again = [torch.cuda.current_device, clip_grads.get_grad_norm_fp32.__code__, *logger.filters]
+    return len(watched), all(a is b for a, b in zip(watched, again, strict=True))
+
+
+def test_a_second_call_changes_nothing():
+    assert run_distributed(1, _adapt_again) == [(3, True)]
+
+
+def _torch_is_as_it_was():
+    plain = torch.ones(2)
+    assert not torch.cuda.is_available()
+    assert plain.type() == "torch.FloatTensor"
+    assert torch.overrides._len_torch_function_stack() == 0
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.ones(2, device="cuda")
+
+
+def test_torch_itself_still_knows_that_there_is_no_gpu():
+    run_distributed(1, _torch_is_as_it_was)
+
+
+def test_megatron_may_be_imported_afterwards():
+    program = (
+        "import moe_parallel.platform.cpu_host as host, torch.distributed as dist\n"
+        "host.adapt_megatron_to_cpu()\n"
+        "store = dist.HashStore()\n"
+        "dist.init_process_group('gloo', store=store, rank=0, world_size=1)\n"
+        "from tests.platform import scenarios\n"
+        "scenarios.train()\n"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], cwd=root, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_refuses_another_version(monkeypatch):
+    monkeypatch.setattr(metadata, "version", lambda name: "0.18.0")
+    with pytest.raises(InputError, match=r"0\.18\.0 .*0\.16\.1 and 0\.19\.2.*pip install"):
+        adapt_megatron_to_cpu()
+    assert "cpu_host" not in torch.cuda.current_device.__module__
+
+
+def test_refuses_a_host_with_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match="CUDA is available"):
+        adapt_megatron_to_cpu()
+    assert "cpu_host" not in torch.cuda.current_device.__module__
+
+
+def test_describes_what_it_adapts():
+    lines = cpu_host.describe("0.16.1")
+    assert len(lines) == len(adaptations_for("0.16.1"))
+    assert any(line.startswith("torch.cuda.current_device (replace): ") for line in lines)
+    assert not any("te_general_gemm" in line for line in cpu_host.describe("0.19.2"))
+
+
+def test_the_group_is_gloo():
+    assert run_distributed(2, dist.get_backend) == ["gloo", "gloo"]
