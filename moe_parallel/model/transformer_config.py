@@ -8,6 +8,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from moe_parallel.config import Config
 
 
+def _leave(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
 def transformer_config(config: Config) -> TransformerConfig:
     """The TransformerConfig of a run.
 
@@ -44,12 +48,18 @@ def transformer_config(config: Config) -> TransformerConfig:
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        init_method_std=model.init_method_std,
-        perform_initialization=False,  # `initialization` fills weights, the same in every layout
+        # `initialization` fills the weights, the same in every layout. Megatron-Core's own pass is
+        # not switched off, since it also marks the weights that tensor parallelism splits.
+        init_method=_leave,
+        output_layer_init_method=_leave,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_stages,
+        # Two pipeline ranks are each other's next and previous: only the overlapping exchange keeps
+        # the two directions of the interleaved schedule apart.
+        overlap_p2p_comm=config.virtual_stages is not None,
+        batch_p2p_comm=config.virtual_stages is None,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=config.training.bf16,
