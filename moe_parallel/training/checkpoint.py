@@ -1,0 +1,310 @@
+"""Checkpoints: all that a run needs to go on, in one folder, loadable under any other layout.
+
+A checkpoint holds the model, Adam's state, the scheduler, the random states, the position in the
+data, and copies of small files (config.yaml, the tokenizer). See checkpoint_folder.py for what is
+on disk, checkpoint_optimizer.py for the one form that every optimizer's state takes.
+
+On the layout that saved it a run goes on bit for bit. On another layout the weights, Adam's state
+and the data position are the same to the bit as well; the random states, which belong to a rank,
+stay as the configuration seeded them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import unwrap_model
+
+from moe_parallel.errors import InputError
+from moe_parallel.platform.megatron_version import installed_version
+from moe_parallel.training.checkpoint_agreement import (
+    StorageError,
+    agree,
+    exchange,
+    on_rank_0,
+)
+from moe_parallel.training.checkpoint_folder import (
+    CheckpointFolder,
+    checkpoint_name,
+    copy_files,
+    find_checkpoint,
+    read_record,
+)
+from moe_parallel.training.checkpoint_optimizer import (
+    adam_step,
+    master_tensors,
+    masters_to_read,
+    moment_tensors,
+    pieces,
+    set_adam_step,
+)
+from moe_parallel.training.checkpoint_random import random_state, set_random_state
+from moe_parallel.training.checkpoint_tensors import read_tensors, stored_tensors, write_tensors
+
+FORMAT = 1
+
+# A run that goes on keeps its schedule; another one would change the learning rate unnoticed.
+SCHEDULE_FLAGS = {
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "lr_warmup_steps": "--lr-warmup-iters",
+    "lr_decay_steps": "--lr-decay-iters (or --train-iters)",
+    "lr_decay_style": "--lr-decay-style",
+    "end_wd": "--weight-decay",
+}
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """How far a run has come, and so where in the data it goes on."""
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+
+
+class Checkpointer:
+    """Saves and loads the checkpoints of one run. All ranks call each method together."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep_last: int | None,
+        fingerprint: Mapping[str, object],
+        layout: Mapping[str, int],
+        files: Mapping[str, str | Path],
+    ):
+        """
+        Args:
+            directory: the folder given to --save; made when first needed.
+            keep_last: how many checkpoints to keep; None keeps all.
+            fingerprint: facts that a checkpoint must share with the configuration to be loaded
+                into it (sizes, expert selection), by the names of their flags; JSON values.
+            layout: sizes of the parallel groups; random states are restored where they are equal.
+            files: by name, the text of a small file or the path of a file or folder to copy.
+
+        Raises:
+            InputError: `keep_last` is below 1.
+        """
+        if keep_last is not None and keep_last < 1:
+            raise InputError(f"--keep-last {keep_last}: keep at least 1 checkpoint")
+        self.folder = CheckpointFolder(directory)
+        self.keep_last = keep_last
+        self.fingerprint = dict(fingerprint)
+        self.layout = {**layout, "world_size": dist.get_world_size()}
+        self.files = dict(files)
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint under `directory`, or None."""
+        return self.folder.latest()
+
+    def save(
+        self,
+        state: TrainingState,
+        model_chunks: Sequence[torch.nn.Module],
+        optimizer: MegatronOptimizer | None,
+        scheduler: OptimizerParamScheduler | None,
+    ) -> Path:
+        """Write a checkpoint and return its path.
+
+        It is written under a hidden name and renamed when every rank's part is on the disk.
+        Until then, and if anything fails, the previous checkpoint stays the latest.
+
+        Raises:
+            InputError: on every rank, if a rank could not write.
+        """
+        try:
+            return self._save(state, model_chunks, optimizer, scheduler)
+        except StorageError as error:
+            if dist.get_rank() == 0:
+                self.folder.abandon(state.iteration)
+            latest = self.latest()
+            kept = f"{latest.name} is untouched" if latest else "there was none before"
+            raise InputError(
+                f"--save {self.folder.directory}: cannot write the checkpoint of iteration "
+                f"{state.iteration}: {error}; {kept}; free the disk or name another folder"
+            ) from error
+
+    def _save(
+        self,
+        state: TrainingState,
+        model_chunks: Sequence[torch.nn.Module],
+        optimizer: MegatronOptimizer | None,
+        scheduler: OptimizerParamScheduler | None,
+    ) -> Path:
+        iteration = state.iteration
+        on_rank_0(lambda: self.folder.begin(iteration))
+        writing = self.folder.writing_path(iteration)
+        model = _model_tensors(model_chunks)
+        content: dict[str, Any] = {"model": model, "random": _random_object(random_state())}
+        held = [] if optimizer is None else pieces(optimizer, model)
+        if optimizer is not None:
+            content["moments"] = moment_tensors(held)
+            content["masters"] = master_tensors(held)
+        write_tensors(content, writing)
+        record = {
+            "format": FORMAT,
+            "training": asdict(state),
+            "adam_step": None if optimizer is None else max(exchange(adam_step(held))),
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "layout": self.layout,
+            "fingerprint": self.fingerprint,
+            "versions": {"torch": torch.__version__, "megatron-core": installed_version()},
+        }
+
+        def publish() -> None:
+            copy_files(self.files, writing)
+            self.folder.publish(iteration, record, self.keep_last)
+
+        on_rank_0(publish)
+        return self.folder.directory / checkpoint_name(iteration)
+
+    def load(
+        self,
+        path: Path,
+        model_chunks: Sequence[torch.nn.Module],
+        optimizer: MegatronOptimizer | None,
+        scheduler: OptimizerParamScheduler | None,
+    ) -> TrainingState:
+        """Load a checkpoint, or the latest one in a folder, into models, optimizer and scheduler.
+
+        Without an optimizer only the weights are loaded: to evaluate, or to convert.
+
+        Raises:
+            InputError: on every rank, if there is no checkpoint at `path`, or it is torn, or it
+                does not fit the configuration; the message says what differs.
+        """
+        checkpoint = agree(lambda: find_checkpoint(path))
+        record = agree(lambda: self._checked_record(checkpoint, optimizer, scheduler))
+        model = _model_tensors(model_chunks)
+        held = [] if optimizer is None else pieces(optimizer, model)
+        content: dict[str, Any] = {"model": model, "moments": moment_tensors(held)}
+        same_layout = record["layout"] == self.layout
+        if optimizer is not None and same_layout:
+            content["random"] = _random_object(None)
+        stored = agree(lambda: stored_tensors(checkpoint))
+        _check_tensors(checkpoint, content, stored)
+
+        loaded = read_tensors(content, checkpoint)
+        for chunk, weights in zip(
+            unwrap_model(list(model_chunks)), loaded["model"].values(), strict=True
+        ):
+            chunk.load_state_dict(weights)
+        if optimizer is not None:
+            read_tensors({"masters": masters_to_read(held, stored)}, checkpoint)
+            set_adam_step(held, record["adam_step"])
+        if scheduler is not None:
+            scheduler.num_steps = 0  # loading advances it by the stored number of steps
+            scheduler.load_state_dict(record["scheduler"])
+        if "random" in content:
+            set_random_state(loaded["random"])
+        return TrainingState(**record["training"])
+
+    def _checked_record(
+        self,
+        checkpoint: Path,
+        optimizer: MegatronOptimizer | None,
+        scheduler: OptimizerParamScheduler | None,
+    ) -> dict[str, Any]:
+        """checkpoint.json, after comparing it with the configuration; raises InputError."""
+        record = read_record(checkpoint)
+        if record["format"] != FORMAT:
+            raise InputError(
+                f"--load {checkpoint}: its format is {record['format']}, and this program reads "
+                f"{FORMAT}; load it with the version that wrote it"
+            )
+        _compare(checkpoint, record["fingerprint"], self.fingerprint)
+        missing = [
+            name
+            for name, key, wanted in (
+                ("optimizer", "adam_step", optimizer),
+                ("scheduler", "scheduler", scheduler),
+            )
+            if wanted is not None and record[key] is None
+        ]
+        if missing:
+            raise InputError(
+                f"--load {checkpoint}: it has weights, but no state of the {missing[0]} to go on "
+                "training with; load one that training has saved"
+            )
+        if scheduler is not None:
+            _compare(checkpoint, _schedule(record["scheduler"]), _schedule(scheduler.state_dict()))
+        return record
+
+
+def _compare(
+    checkpoint: Path, stored: Mapping[str, object], configured: Mapping[str, object]
+) -> None:
+    """Raises InputError that lists every value that differs."""
+    differing = [
+        f"{name} is {stored.get(name)} in the checkpoint and {value} here"
+        for name, value in configured.items()
+        if stored.get(name) != value
+    ]
+    if differing:
+        raise InputError(
+            f"--load {checkpoint}: {', '.join(differing)}; "
+            "use the values of its config.yaml, or load another checkpoint"
+        )
+
+
+def _schedule(state: Mapping[str, object]) -> dict[str, object]:
+    """What a scheduler was configured with, by flag."""
+    return {flag: state[key] for key, flag in SCHEDULE_FLAGS.items()}
+
+
+def _model_tensors(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    # One key per layer: layers may differ in kind, and a pipeline may cut anywhere.
+    metadata = {"non_homogeneous_layers": True}
+    return {
+        f"chunk{index}": chunk.sharded_state_dict(metadata=metadata)
+        for index, chunk in enumerate(unwrap_model(list(model_chunks)))
+    }
+
+
+def _random_object(state: dict[str, Any] | None) -> ShardedObject:
+    return ShardedObject("random_state", state, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def _check_tensors(
+    checkpoint: Path, content: dict[str, Any], stored: dict[str, ShardedTensor]
+) -> None:
+    """Compare the tensors to be read, on any rank, with those that are there.
+
+    Raises InputError on every rank for the first that is missing, left over, or of another shape.
+    """
+    sharded, _ = extract_sharded_base(content)
+    apply_factories(sharded)
+    wanted = {
+        tensor.key: (tuple(tensor.global_shape), tensor.allow_shape_mismatch)
+        for tensor in nested_values(sharded)
+        if isinstance(tensor, ShardedTensor)
+    }
+    everywhere = {key: value for of_rank in exchange(wanted) for key, value in of_rank.items()}
+    reason = _difference(everywhere, stored)
+    if reason:
+        raise InputError(f"--load {checkpoint}: {reason}; use the checkpoint's config.yaml")
+
+
+def _difference(
+    wanted: dict[str, tuple[tuple[int, ...], bool]], stored: dict[str, ShardedTensor]
+) -> str | None:
+    for key, (shape, may_differ) in wanted.items():
+        if key not in stored:
+            return f"the model has {key}, which the checkpoint lacks"
+        found = tuple(stored[key].global_shape)
+        if found != shape and not may_differ:
+            return f"{key} is {list(found)} in the checkpoint and {list(shape)} here"
+    for key in stored:
+        if key not in wanted and not key.startswith("optimizer."):
+            return f"the checkpoint has {key}, which the model lacks"
+    return None

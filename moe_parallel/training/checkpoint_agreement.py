@@ -1,0 +1,76 @@
+"""A failure on one rank becomes the same failure on every rank.
+
+A rank that raises between two collectives leaves the others waiting for it. Whatever can fail on
+one rank alone (a write, a read) is therefore called through `agree`, which lets all ranks finish,
+compares notes, and raises everywhere or nowhere.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from moe_parallel.errors import InputError
+
+Result = TypeVar("Result")
+
+
+class StorageError(Exception):
+    """A file could not be written or read. The message is one line: the path and the reason."""
+
+
+def exchange(value: Result) -> list[Result]:
+    """Every rank's picklable `value`, in rank order."""
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def agree(action: Callable[[], Result]) -> Result:
+    """Call `action` on every rank and return what it returned on this one.
+
+    Every rank must call this. If `action` fails anywhere, every rank raises: the same InputError
+    or StorageError (which an OSError becomes), or, for any other exception, the rank that failed
+    raises it unchanged and the others a RuntimeError that names that rank.
+    """
+    result: Result
+    own: Exception | None = None
+    try:
+        result = action()
+    except OSError as error:
+        own = StorageError(one_line(error))
+        own.__cause__ = error
+    except Exception as error:  # every failure has to reach the other ranks
+        own = error
+    notes = exchange(None if own is None else _note(own))
+    for failed_rank, note in enumerate(notes):
+        if note is not None:
+            _raise(failed_rank, note, own)
+    return result
+
+
+def on_rank_0(action: Callable[[], object]) -> None:
+    """Call `action` on rank 0 alone, under the rules of `agree`: every rank must call this."""
+    agree(action if dist.get_rank() == 0 else lambda: None)
+
+
+def one_line(error: OSError) -> str:
+    """The path and the reason of an OSError, without its number."""
+    reason = error.strerror or str(error) or type(error).__name__
+    return f"{error.filename}: {reason}" if error.filename else reason
+
+
+def _note(error: Exception) -> tuple[type[Exception], str]:
+    """What other ranks need to know; exceptions of libraries do not always pickle."""
+    shared = (InputError, StorageError)
+    kind = next((kind for kind in shared if isinstance(error, kind)), RuntimeError)
+    return kind, str(error)
+
+
+def _raise(failed_rank: int, note: tuple[type[Exception], str], own: Exception | None) -> None:
+    kind, message = note
+    if kind is not RuntimeError:
+        raise kind(message) from own
+    if own is not None:
+        raise own
+    raise RuntimeError(f"rank {failed_rank} failed: {message}")

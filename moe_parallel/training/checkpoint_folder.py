@@ -1,0 +1,208 @@
+"""The folder of checkpoints: what is on disk, and how a checkpoint appears in it at once.
+
+    DIR/latest_checkpointed_iteration.txt   the iteration of the newest checkpoint
+    DIR/iter_0000010/                       a checkpoint; it never changes once it has this name
+        checkpoint.json                     written last: what it is, and the size of every file
+        metadata.json common.pt .metadata *.distcp        Megatron-Core's torch_dist format
+        config.yaml tokenizer/ ...          small files that travel with the weights
+    DIR/.iter_0000010.writing               being written; left behind by a killed save
+    DIR/.iter_0000010.old                   about to be deleted
+
+Everything here is plain file work for one process. Renames within a folder are atomic, and files
+and folders are flushed to the disk before the rename that makes them visible.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_parallel.data.publish import flush_to_disk, write_published
+from moe_parallel.errors import InputError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RECORD = "checkpoint.json"
+_NAME = re.compile(r"iter_(\d{7,})")
+_LEFTOVER = re.compile(r"\.iter_\d{7,}\.(writing|old)")
+
+
+def checkpoint_name(iteration: int) -> str:
+    """`iter_0000010`, Megatron's name for iteration 10."""
+    return f"iter_{iteration:07d}"
+
+
+class CheckpointFolder:
+    """The checkpoints under one directory. Errors are OSErrors unless a method says otherwise."""
+
+    def __init__(self, directory: Path):
+        self.directory = Path(directory)
+
+    def writing_path(self, iteration: int) -> Path:
+        """Where the checkpoint of `iteration` is written before it is published."""
+        return self.directory / f".{checkpoint_name(iteration)}.writing"
+
+    def begin(self, iteration: int) -> Path:
+        """Make an empty folder to write into, and delete what killed saves have left behind."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._clear_leftovers()
+        writing = self.writing_path(iteration)
+        writing.mkdir()
+        return writing
+
+    def abandon(self, iteration: int) -> None:
+        """Give the disk space of an unfinished checkpoint back; never fails."""
+        shutil.rmtree(self.writing_path(iteration), ignore_errors=True)
+
+    def publish(self, iteration: int, record: Mapping[str, Any], keep_last: int | None) -> Path:
+        """Give the written checkpoint its name, point the tracker at it, delete the oldest.
+
+        `record` becomes checkpoint.json, with the sizes of all files added.
+        """
+        writing = self.writing_path(iteration)
+        sizes = _file_sizes(writing)
+        (writing / RECORD).write_text(json.dumps({**record, "files": sizes}, indent=1))
+        for path in (writing, *writing.rglob("*")):
+            flush_to_disk(path)
+
+        published = self.directory / checkpoint_name(iteration)
+        if published.exists():
+            published.rename(self._old_path(iteration))
+        writing.rename(published)
+        flush_to_disk(self.directory)
+        write_published(self.directory / TRACKER, f"{iteration}\n")
+        flush_to_disk(self.directory)
+        self._clear_leftovers()
+        if keep_last is not None:
+            self._delete_oldest(keep_last, published)
+        return published
+
+    def latest(self) -> Path | None:
+        """The checkpoint that the tracker names; None if there is none.
+
+        Raises InputError if the tracker is unreadable or names a checkpoint that is not there.
+        """
+        tracker = self.directory / TRACKER
+        if not tracker.is_file():
+            return None
+        text = tracker.read_text().strip()
+        if not text.isdigit():
+            raise InputError(
+                f"--load {self.directory}: {TRACKER} says {text[:40]!r} instead of an iteration; "
+                "write the iteration of a checkpoint there, or name one: "
+                f"--load {self.directory}/iter_..."
+            )
+        for path in (self.directory / checkpoint_name(int(text)), self._old_path(int(text))):
+            if path.is_dir():  # the second: killed while one checkpoint replaced its namesake
+                return path
+        raise InputError(
+            f"--load {self.directory}: {TRACKER} says {text}, but {checkpoint_name(int(text))} is "
+            f"not there; name another checkpoint: {_names(self.iterations()) or 'there is none'}"
+        )
+
+    def iterations(self) -> list[int]:
+        """The iterations of the published checkpoints, ascending."""
+        found = (_NAME.fullmatch(path.name) for path in self.directory.glob("iter_*"))
+        return sorted(int(match[1]) for match in found if match)
+
+    def _old_path(self, iteration: int) -> Path:
+        return self.directory / f".{checkpoint_name(iteration)}.old"
+
+    def _clear_leftovers(self) -> None:
+        for path in list(self.directory.iterdir()):
+            if _LEFTOVER.fullmatch(path.name):
+                published = self.directory / path.name[1:].removesuffix(".old")
+                if path.suffix == ".old" and not published.exists() and self._tracked(published):
+                    path.rename(published)
+                else:
+                    shutil.rmtree(path)
+
+    def _tracked(self, published: Path) -> bool:
+        tracker = self.directory / TRACKER
+        text = tracker.read_text().strip() if tracker.is_file() else ""
+        return text.isdigit() and published.name == checkpoint_name(int(text))
+
+    def _delete_oldest(self, keep_last: int, newest: Path) -> None:
+        """Delete all but `newest` and the `keep_last - 1` highest other iterations.
+
+        A deleted checkpoint loses its name first, so that a kill leaves no half of one.
+        """
+        others = [i for i in self.iterations() if checkpoint_name(i) != newest.name]
+        for iteration in others[: max(0, len(others) - (keep_last - 1))]:
+            old = self._old_path(iteration)
+            (self.directory / checkpoint_name(iteration)).rename(old)
+            shutil.rmtree(old)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that `--load path` means: `path` itself, or the latest in that folder.
+
+    Raises InputError if there is none.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise InputError(f"--load {path}: there is no such folder; check the path")
+    if not path.is_dir():
+        raise InputError(
+            f"--load {path}: this is a file; name the folder given to --save, or an iter_... in it"
+        )
+    if (path / RECORD).exists() or _NAME.fullmatch(path.name):
+        return path
+    latest = CheckpointFolder(path).latest()
+    if latest is None:
+        raise InputError(
+            f"--load {path}: no checkpoint here (there is no {TRACKER}); "
+            "name the folder given to --save, or leave --load out to begin anew"
+        )
+    return latest
+
+
+def read_record(checkpoint: Path) -> dict[str, Any]:
+    """The content of checkpoint.json, after checking that every file is there and whole.
+
+    Raises InputError if the checkpoint is torn.
+    """
+    try:
+        record = json.loads((checkpoint / RECORD).read_text())
+        files = dict(record["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise _torn(checkpoint, f"{RECORD} is missing or unreadable") from None
+    for name, size in files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise _torn(checkpoint, f"{name} is missing")
+        if path.stat().st_size != size:
+            raise _torn(checkpoint, f"{name} has {path.stat().st_size} bytes instead of {size}")
+    return record
+
+
+def _torn(checkpoint: Path, what: str) -> InputError:
+    others = [
+        i
+        for i in CheckpointFolder(checkpoint.parent).iterations()
+        if checkpoint_name(i) != checkpoint.name
+    ]
+    remedy = f"load another one: {_names(others)}" if others else "it cannot be loaded"
+    return InputError(f"--load {checkpoint}: the checkpoint is torn: {what}; {remedy}")
+
+
+def copy_files(files: Mapping[str, str | Path], target: Path) -> None:
+    """Put small files beside the weights: text as it stands, a Path's file or folder copied."""
+    for name, source in files.items():
+        if isinstance(source, str):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).write_text(source, encoding="utf-8")
+        elif source.is_dir():
+            shutil.copytree(source, target / name)
+        else:
+            shutil.copyfile(source, target / name)
+
+
+def _names(iterations: list[int]) -> str:
+    return ", ".join(checkpoint_name(i) for i in iterations[-3:])
+
+
+def _file_sizes(folder: Path) -> dict[str, int]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}

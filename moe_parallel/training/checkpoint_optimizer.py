@@ -1,0 +1,284 @@
+"""Adam's state as tensors shaped like the model's, whatever optimizer and layout hold it.
+
+Megatron-Core's optimizers each write a format of their own: by position in the parameter groups,
+by chained optimizer, by flat buffer. Some of these load under another layout, none under all of
+them. Here the state of a parameter with the key K is always
+
+    optimizer.state.exp_avg.K    optimizer.state.exp_avg_sq.K    fp32, of the global shape of K
+    optimizer.state.fp32_param.K                 only where the parameter itself is not fp32
+
+and every rank reads and writes the part that it holds. The distributed optimizer holds a range of
+the flattened parameter: such a range is a few boxes (`boxes`), each a view of the flat state, so
+nothing is gathered, nothing is copied, and a load fills the state in place.
+
+Learning rate and weight decay follow from the scheduler; the one other number is Adam's step.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import (
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MegatronOptimizer,
+)
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+PREFIX = "optimizer.state."
+MASTER = f"{PREFIX}fp32_param."
+
+
+Placement: TypeAlias = ShardedTensor | ShardedTensorFactory
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What this rank holds of the optimizer state of one parameter."""
+
+    parameter: torch.nn.Parameter
+    placement: Placement  # where the parameter lies in the model's global tensors
+    main: torch.Tensor  # fp32, what Adam updates: the parameter, a copy of it, or a range of it
+    start: int  # where in the flattened parameter `main` begins
+    split: bool  # whether data-parallel ranks hold different ranges, or all the same
+    adam: torch.optim.Optimizer  # keeps the state of `main`
+
+    @property
+    def has_master(self) -> bool:
+        """Whether `main` is more precise than the parameter, and so worth keeping."""
+        return self.parameter.dtype != self.main.dtype
+
+
+def pieces(optimizer: MegatronOptimizer, model: dict[str, Any]) -> list[Piece]:
+    """The pieces of every parameter that this rank updates, in a fixed order.
+
+    `model` is the sharded state dict of all model chunks, not yet saved or loaded.
+    """
+    tensors, _ = extract_sharded_tensors_and_factories(model)
+    placements = {id(tensor.data): tensor for tensor in nested_values(tensors)}
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [
+        Piece(parameter, placements[id(parameter)], main, start, split, part.optimizer)
+        for part in parts
+        if not part.is_stub_optimizer
+        for parameter, main, start, split in _updated(part)
+    ]
+
+
+def _updated(
+    optimizer: MegatronOptimizer,
+) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, bool]]:
+    """Parameter, main, start and split of every piece; see `Piece`."""
+    if isinstance(optimizer, DistributedOptimizer):
+        for parameter, main in (
+            *_pairs(optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+            *_pairs(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+        ):
+            held = optimizer._get_model_param_range_map(parameter)["param"]
+            yield parameter, main, held.start, True
+    elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        for parameter, main in (
+            *_pairs(optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups),
+            *_pairs(optimizer.float16_groups, optimizer.fp32_from_float16_groups),
+        ):
+            yield parameter, main, 0, False
+    elif isinstance(optimizer, FP32Optimizer):
+        for parameter in optimizer.get_parameters():
+            yield parameter, parameter, 0, False
+    else:
+        raise TypeError(f"no checkpoint format for a {type(optimizer).__name__}")
+
+
+def _pairs(
+    models: Iterable[Iterable[torch.nn.Parameter]], mains: Iterable[Iterable[torch.Tensor]]
+) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    for model_group, main_group in zip(models, mains, strict=True):
+        yield from zip(model_group, main_group, strict=True)
+
+
+def moment_tensors(held: list[Piece]) -> list[ShardedTensor]:
+    """Adam's moments, placed; creates those that do not exist yet (zeros, as Adam would)."""
+    return [
+        tensor
+        for piece in held
+        for name in MOMENTS
+        for tensor in _place(piece, _moment(piece, name), f"{PREFIX}{name}.")
+    ]
+
+
+def master_tensors(held: list[Piece]) -> list[ShardedTensor]:
+    """The fp32 copies of parameters that are not fp32, placed."""
+    return [
+        tensor for piece in held if piece.has_master for tensor in _place(piece, piece.main, MASTER)
+    ]
+
+
+def masters_to_read(held: list[Piece], stored: Collection[str]) -> list[ShardedTensor]:
+    """Where to read the fp32 values of each parameter from, given the stored keys.
+
+    Between runs of one precision these are the `master_tensors`. A bf16 run that loads an fp32
+    checkpoint reads the parameters themselves, and an fp32 run that loads a bf16 one the copies.
+    """
+    wanted = []
+    for piece in held:
+        for tensor in _place(piece, piece.main, MASTER):
+            if tensor.key in stored:
+                wanted.append(tensor)
+            elif piece.has_master:
+                wanted.append(replace(tensor, key=tensor.key.removeprefix(MASTER)))
+    return wanted
+
+
+def adam_step(held: list[Piece]) -> int:
+    """How many steps Adam has taken; 0 where this rank updates nothing."""
+    for piece in held:
+        group_step = next(iter(piece.adam.param_groups)).get("step", 0)
+        return int(piece.adam.state[piece.main].get("step", group_step))
+    return 0
+
+
+def set_adam_step(held: list[Piece], step: int) -> None:
+    """torch's Adam counts steps per parameter, the fused ones of Apex and TE per group."""
+    for piece in held:
+        if isinstance(piece.adam, (torch.optim.Adam, torch.optim.AdamW)):
+            piece.adam.state[piece.main]["step"] = torch.tensor(float(step))
+        else:
+            for group in piece.adam.param_groups:
+                group["step"] = step
+
+
+def _moment(piece: Piece, name: str) -> torch.Tensor:
+    state = piece.adam.state[piece.main]
+    if name not in state:
+        state[name] = torch.zeros_like(piece.main)
+        if isinstance(piece.adam, (torch.optim.Adam, torch.optim.AdamW)):
+            state.setdefault("step", torch.tensor(0.0))
+    return state[name]
+
+
+def _place(piece: Piece, state: torch.Tensor, prefix: str) -> Iterator[ShardedTensor]:
+    """The boxes that `state`, shaped like `piece.main`, fills in global tensors.
+
+    A box is cut where the module's own factory cuts the parameter (a gated pair in one matrix).
+    """
+    shape = tuple(piece.parameter.shape)
+    parts = _parts(piece.placement, shape)
+    flat = state.detach().view(-1)
+    used = 0
+    for box in boxes(shape, piece.start, piece.start + flat.numel()):
+        values = flat[used : used + math.prod(box.sizes)].view(box.sizes)
+        used += values.numel()
+        for part, part_box in parts:
+            if common := box.intersection(part_box):
+                yield _placed(
+                    part,
+                    prefix,
+                    values[common.slices(box.offsets)],
+                    tuple(c - p for c, p in zip(common.offsets, part_box.offsets, strict=True)),
+                    piece.split,
+                )
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a tensor: its first index and its size along each axis."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def intersection(self, other: "Box") -> "Box | None":
+        """What both contain, or None."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        stops = tuple(map(min, self._stops(), other._stops()))
+        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+
+    def slices(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
+        """Index this box in a tensor whose first element is `origin`."""
+        return tuple(
+            slice(offset - first, offset - first + size)
+            for offset, size, first in zip(self.offsets, self.sizes, origin, strict=True)
+        )
+
+    def _stops(self) -> tuple[int, ...]:
+        return tuple(map(sum, zip(self.offsets, self.sizes, strict=True)))
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Cut elements `start:stop` of a row-major tensor of `shape` into boxes, in order.
+
+    Each box is contiguous in the flattened tensor. At most 2 * len(shape) - 1 are needed.
+    """
+    if not shape:
+        yield Box((), ())
+        return
+    inner = math.prod(shape[1:])
+    while start < stop:
+        row, within = divmod(start, inner)
+        rows = 0 if within else (stop - start) // inner
+        if rows:
+            yield Box((row, *(0 for _ in shape[1:])), (rows, *shape[1:]))
+            start += rows * inner
+        else:
+            end = min(stop, (row + 1) * inner)
+            for box in boxes(shape[1:], within, end - row * inner):
+                yield Box((row, *box.offsets), (1, *box.sizes))
+            start = end
+
+
+def _parts(placement: Placement, shape: tuple[int, ...]) -> list[tuple[ShardedTensor, Box]]:
+    """The sharded tensors a parameter is stored as, each with its box in the parameter."""
+    if isinstance(placement, ShardedTensor):
+        return [(placement, Box((0,) * len(shape), shape))]
+    whole = torch.empty(shape, device="meta")
+    built = placement.build_fn(placement.key, whole, placement.replica_id, None)
+    return [(part, _box_of_view(part.data, whole)) for part in nested_values(built)]
+
+
+def _box_of_view(view: torch.Tensor, whole: torch.Tensor) -> Box:
+    same_memory = view.untyped_storage()._cdata == whole.untyped_storage()._cdata
+    assert same_memory and view.stride() == whole.stride(), (
+        "a ShardedTensorFactory of a trained parameter may slice it, but not move its elements"
+    )
+    offsets = []
+    rest = int(view.storage_offset())
+    for stride in whole.stride():
+        offset, rest = divmod(rest, stride)
+        offsets.append(offset)
+    return Box(tuple(offsets), tuple(view.shape))
+
+
+def _placed(
+    part: ShardedTensor,
+    prefix: str,
+    values: torch.Tensor,
+    offsets: tuple[int, ...],
+    split: bool,
+) -> ShardedTensor:
+    """`values` as the box at `offsets` within `part`, with no assumption of a regular grid."""
+    stacked = part.prepend_axis_num
+    replica = part.replica_id
+    if split:  # each data-parallel rank is the only one to hold its range
+        assert isinstance(replica, tuple), f"{part.key}: replica id {replica} names no axes"
+        replica = (*replica[:-1], 0)
+    values = values[(None,) * stacked]
+    return ShardedTensor(
+        key=prefix + part.key,
+        data=values,
+        dtype=values.dtype,
+        local_shape=tuple(values.shape),
+        global_shape=tuple(part.global_shape),
+        global_offset=(
+            *part.global_offset[:stacked],
+            *(o + p for o, p in zip(offsets, part.global_offset[stacked:], strict=True)),
+        ),
+        axis_fragmentations=None,
+        replica_id=replica,
+        allow_shape_mismatch=part.allow_shape_mismatch,
+    )
