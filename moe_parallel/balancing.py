@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
+from moe_parallel.parallel import sum_over
 from moe_parallel.selection.choices import Choices
 
 
@@ -25,8 +25,7 @@ def load_balancing_loss(choices: Choices, tp: dist.ProcessGroup) -> torch.Tensor
     num_tokens, num_experts = choices.scores_TE.shape
     probabilities_TE = torch.softmax(choices.scores_TE, dim=1)
     sums_2E = torch.stack([choices.tokens_per_expert(), probabilities_TE.sum(dim=0)])
-    # Forward: sum over the ranks that share the micro-batch. Backward: identity.
-    sums_2E = reduce_from_tensor_model_parallel_region(sums_2E, group=tp)
+    sums_2E = sum_over(sums_2E, tp)
     share_E, mean_E = sums_2E / (num_tokens * tp.size())
     return num_experts * torch.sum(share_E * mean_E)
 
@@ -37,5 +36,5 @@ def z_loss(logits_TE: torch.Tensor, tp: dist.ProcessGroup) -> torch.Tensor:
     Zero logits give (ln E)^2.
     """
     total = torch.logsumexp(logits_TE, dim=1).square().sum()
-    total = reduce_from_tensor_model_parallel_region(total, group=tp)
+    total = sum_over(total, tp)
     return total / (logits_TE.shape[0] * tp.size())

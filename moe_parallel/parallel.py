@@ -1,9 +1,15 @@
-"""Process groups, made by Megatron-Core's parallel_state, which only this file reads."""
+"""Process groups, made by Megatron-Core's parallel_state, and sums over them.
+
+Megatron-Core has functions for such sums too; those of 0.16.1 and 0.19.2 lose the result where the
+tensor is not contiguous, as a gradient may well be, and overwrite their input where it is.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -51,3 +57,43 @@ def initialize_groups(config: ParallelConfig, virtual_stages: int | None = None)
         edp=parallel_state.get_expert_data_parallel_group(),
         etp_ep=parallel_state.get_expert_tensor_and_model_parallel_group(),
     )
+
+
+def sum_over(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of x over the ranks of a group; the gradient of each rank's x is that of the sum."""
+    return x if group.size() == 1 else _SumOver.apply(x, group)
+
+
+def sum_gradient_over(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """x itself; its gradient is the sum of the gradients on the ranks of a group.
+
+    For a weight that every rank holds whole and uses on tokens of its own.
+    """
+    return x if group.size() == 1 else _SumGradientOver.apply(x, group)
+
+
+def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class _SumOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+class _SumGradientOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _sum(gradients[0], ctx.group), None

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -25,7 +24,7 @@ from torch import nn
 
 from moe_parallel.dispatch import Dispatched, build_dispatcher
 from moe_parallel.ops import Ops
-from moe_parallel.parallel import Groups
+from moe_parallel.parallel import Groups, sum_gradient_over
 from moe_parallel.selection.capacity import Capacity
 from moe_parallel.selection.choices import Choices
 from moe_parallel.telemetry.statistics import RoutingStatistics
@@ -126,10 +125,9 @@ class ExpertLayer(MegatronModule, ABC):
         Its gradient is the sum over those ranks: taken by Megatron-Core at the end of the step
         where sequence parallelism is on (attribute `sequence_parallel`), here where it is not.
         """
-        tp = self.context.groups.tp
-        if tp.size() == 1 or self.config.sequence_parallel:
+        if self.config.sequence_parallel:
             return weight
-        return copy_to_tensor_model_parallel_region(weight, group=tp)
+        return sum_gradient_over(weight, self.context.groups.tp)
 
     def add_replicated_weight(self, name: str, *shape: int) -> None:
         """Register a weight that every rank of the stage holds whole (a router, W_down)."""
