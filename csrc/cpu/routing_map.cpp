@@ -1,0 +1,28 @@
+#include "../routing_map.h"
+
+#include <vector>
+
+// Both loops are one pass over a few bytes a token: threads would not pay.
+namespace moe_parallel {
+
+void run_on_cpu(const CountChoices& task) {
+  for (int64_t choice = 0; choice < task.choices; ++choice) {
+    const int64_t expert = task.experts[choice];
+    if (expert >= task.num_experts) continue;
+    const int64_t bin = expert < 0 ? task.num_experts : expert;
+    ++task.counts[bin * task.chunks + choice / task.chunk_size];
+  }
+}
+
+void run_on_cpu(const PlaceChoices& task) {
+  std::vector<int64_t> next_row(task.first_row, task.first_row + task.num_experts * task.chunks);
+  for (int64_t choice = 0; choice < task.choices; ++choice) {
+    const int64_t expert = task.experts[choice];
+    if (expert < 0) continue;
+    const int64_t row = next_row[expert * task.chunks + choice / task.chunk_size]++;
+    task.slots[row] = choice;
+    task.rows[choice] = row;
+  }
+}
+
+}  // namespace moe_parallel

@@ -1,0 +1,75 @@
+// What every operator does around its kernels: check tensors, name their type, pick the device.
+//
+// A kernel's task is a plain struct of raw pointers and sizes (permute.h, ...), for which there
+// are a run_on_cpu() and, where CUDA is built, a run_on_cuda().
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include "scalar_type.h"
+
+#ifdef MOE_PARALLEL_CUDA
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#endif
+
+namespace moe_parallel {
+
+inline ScalarType scalar_type_of(const char* name, const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return ScalarType::kFloat32;
+    case at::kDouble:
+      return ScalarType::kFloat64;
+    case at::kBFloat16:
+      return ScalarType::kBFloat16;
+    default:
+      TORCH_CHECK_TYPE(false, name, " must be float32, float64 or bfloat16, not ",
+                       tensor.scalar_type());
+  }
+}
+
+inline at::ScalarType sum_type_of(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+inline void check_dim(const char* name, const at::Tensor& tensor, int64_t dim) {
+  TORCH_CHECK_VALUE(tensor.dim() == dim, name, " must have ", dim, " dimensions, not shape ",
+                    tensor.sizes());
+}
+
+inline void check_index(const char* name, const at::Tensor& tensor, int64_t dim) {
+  check_dim(name, tensor, dim);
+  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kLong, name, " must be int64, not ",
+                   tensor.scalar_type());
+}
+
+// Runs the task where the tensor lives; on CUDA on the current stream.
+template <class Task>
+void launch(const at::Tensor& where, const Task& task) {
+#ifdef MOE_PARALLEL_CUDA
+  if (where.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(where.device());
+    run_on_cuda(task, at::cuda::getCurrentCUDAStream());
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    return;
+  }
+#endif
+  TORCH_INTERNAL_ASSERT(where.is_cpu());
+  run_on_cpu(task);
+}
+
+}  // namespace moe_parallel
+
+// Registers one function for every device that this build has kernels for.
+#ifdef MOE_PARALLEL_CUDA
+#define MOE_PARALLEL_IMPLEMENT(name, function)                                   \
+  TORCH_LIBRARY_IMPL(moe_parallel, CPU, m) { m.impl(name, TORCH_FN(function)); } \
+  TORCH_LIBRARY_IMPL(moe_parallel, CUDA, m) { m.impl(name, TORCH_FN(function)); }
+#else
+#define MOE_PARALLEL_IMPLEMENT(name, function) \
+  TORCH_LIBRARY_IMPL(moe_parallel, CPU, m) { m.impl(name, TORCH_FN(function)); }
+#endif

@@ -1,0 +1,83 @@
+#pragma once
+
+#include <cstdint>
+
+#include "scalar_type.h"
+
+#ifdef MOE_PARALLEL_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+#ifdef __CUDACC__
+#define MOE_PARALLEL_HOST_DEVICE __host__ __device__
+#else
+#define MOE_PARALLEL_HOST_DEVICE
+#endif
+
+namespace moe_parallel {
+
+// norms[t, e] = || c[t, e, :] ||, summed in the type of the norms.
+struct GroupNorms {
+  ScalarType type;  // of c
+  const void* c;    // [tokens, num_experts, rank]
+  void* norms;      // [tokens, num_experts] in the type of sums
+  int64_t tokens;
+  int64_t num_experts;
+  int64_t rank;
+};
+
+// c[t, e, :] *= factors[t, e], in place.
+struct GroupScale {
+  ScalarType type;      // of c
+  void* c;              // [tokens, num_experts, rank]
+  const void* factors;  // [tokens, num_experts] in the type of sums
+  int64_t tokens;
+  int64_t num_experts;
+  int64_t rank;
+};
+
+// experts[t, :] = the k largest of norms[t, :], by falling norm, ties to the lower index.
+struct SelectTopK {
+  ScalarType type;    // of norms: float or double
+  const void* norms;  // [tokens, num_experts]
+  int64_t* experts;   // [tokens, k]
+  int64_t tokens;
+  int64_t num_experts;
+  int64_t k;
+};
+
+// A total order, also with NaN (which counts as the largest, as in torch.sort).
+template <class Norm>
+MOE_PARALLEL_HOST_DEVICE inline bool ranks_before(Norm p, int64_t p_index, Norm q,
+                                                  int64_t q_index) {
+  const bool p_is_nan = p != p;
+  const bool q_is_nan = q != q;
+  if (p_is_nan != q_is_nan) return p_is_nan;
+  if (!p_is_nan && p != q) return p > q;
+  return p_index < q_index;
+}
+
+// Each choice is the first in that order among those that rank behind the one before.
+template <class Norm>
+MOE_PARALLEL_HOST_DEVICE inline void select_topk(const Norm* norms, int64_t num_experts, int64_t k,
+                                                 int64_t* chosen) {
+  for (int64_t j = 0; j < k; ++j) {
+    int64_t best = -1;
+    for (int64_t e = 0; e < num_experts; ++e) {
+      const bool is_left = j == 0 || ranks_before(norms[chosen[j - 1]], chosen[j - 1], norms[e], e);
+      if (is_left && (best < 0 || ranks_before(norms[e], e, norms[best], best))) best = e;
+    }
+    chosen[j] = best;
+  }
+}
+
+void run_on_cpu(const GroupNorms& task);
+void run_on_cpu(const GroupScale& task);
+void run_on_cpu(const SelectTopK& task);
+#ifdef MOE_PARALLEL_CUDA
+void run_on_cuda(const GroupNorms& task, cudaStream_t stream);
+void run_on_cuda(const GroupScale& task, cudaStream_t stream);
+void run_on_cuda(const SelectTopK& task, cudaStream_t stream);
+#endif
+
+}  // namespace moe_parallel

@@ -1,0 +1,30 @@
+#include "permute.h"
+
+#include "launch.h"
+
+namespace moe_parallel {
+
+at::Tensor permute(const at::Tensor& x, const at::Tensor& slots, const at::Tensor& rows) {
+  check_dim("x", x, 2);
+  check_index("slots", slots, 1);
+  check_index("rows", rows, 2);
+  scalar_type_of("x", x);
+  TORCH_CHECK_VALUE(rows.size(0) == x.size(0), "x has ", x.size(0), " tokens, the row map ",
+                    rows.size(0));
+
+  const auto x_rows = x.contiguous();
+  const auto slots_1d = slots.contiguous();
+  auto y = x.new_empty({slots.size(0), x.size(1)});
+  launch(x, Permute{.x = x_rows.const_data_ptr(),
+                    .slots = slots_1d.const_data_ptr<int64_t>(),
+                    .y = y.mutable_data_ptr(),
+                    .tokens = x.size(0),
+                    .choices = rows.size(1),
+                    .rows = slots.size(0),
+                    .row_bytes = x.size(1) * static_cast<int64_t>(x.element_size())});
+  return y;
+}
+
+}  // namespace moe_parallel
+
+MOE_PARALLEL_IMPLEMENT("permute", moe_parallel::permute)

@@ -1,0 +1,27 @@
+#pragma once
+
+#include <cstdint>
+
+#ifdef MOE_PARALLEL_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+namespace moe_parallel {
+
+// y[n] = x[slots[n] / choices], and zeros where slots[n] < 0. Rows are copied as bytes.
+struct Permute {
+  const void* x;         // [tokens, row_bytes]
+  const int64_t* slots;  // [rows]
+  void* y;               // [rows, row_bytes]
+  int64_t tokens;
+  int64_t choices;
+  int64_t rows;
+  int64_t row_bytes;
+};
+
+void run_on_cpu(const Permute& task);
+#ifdef MOE_PARALLEL_CUDA
+void run_on_cuda(const Permute& task, cudaStream_t stream);
+#endif
+
+}  // namespace moe_parallel

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstdint>
+
+#ifdef MOE_PARALLEL_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+namespace moe_parallel {
+
+// A stable counting sort of the choices by expert. The choices are cut into chunks (one on the
+// CPU); each chunk is counted by itself, so that it knows where its rows begin in each expert.
+
+// counts[e, c] = choices of chunk c that name expert e; counts[num_experts, c] = those that name
+// none (negative). A choice beyond num_experts is counted nowhere.
+struct CountChoices {
+  const int64_t* experts;  // [choices]
+  int64_t* counts;         // [num_experts + 1, chunks]
+  int64_t choices;
+  int64_t num_experts;
+  int64_t chunks;
+  int64_t chunk_size;
+};
+
+// The i-th choice of chunk c that names expert e gets row first_row[e, c] + i. The entries of
+// slots and rows that belong to no choice are left as they are.
+struct PlaceChoices {
+  const int64_t* experts;    // [choices]
+  const int64_t* first_row;  // [num_experts, chunks]
+  int64_t* slots;            // [rows]
+  int64_t* rows;             // [choices]
+  int64_t choices;
+  int64_t num_experts;
+  int64_t chunks;
+  int64_t chunk_size;
+};
+
+void run_on_cpu(const CountChoices& task);
+void run_on_cpu(const PlaceChoices& task);
+#ifdef MOE_PARALLEL_CUDA
+void run_on_cuda(const CountChoices& task, cudaStream_t stream);
+void run_on_cuda(const PlaceChoices& task, cudaStream_t stream);
+#endif
+
+}  // namespace moe_parallel

@@ -1,0 +1,90 @@
+#include "unpermute.h"
+
+#include <ATen/ops/empty_like.h>
+
+#include <optional>
+#include <tuple>
+
+#include "launch.h"
+
+namespace moe_parallel {
+namespace {
+
+void check_map(const at::Tensor& y, const at::Tensor& slots, const at::Tensor& rows) {
+  check_dim("y", y, 2);
+  check_index("slots", slots, 1);
+  check_index("rows", rows, 2);
+  TORCH_CHECK_VALUE(slots.size(0) == y.size(0), "y has ", y.size(0), " rows, the row map ",
+                    slots.size(0));
+}
+
+void check_gates(const at::Tensor& gates, const at::Tensor& y, const at::Tensor& rows) {
+  TORCH_CHECK_VALUE(gates.sizes() == rows.sizes(), "gates have shape ", gates.sizes(),
+                    ", the row map ", rows.sizes());
+  TORCH_CHECK_TYPE(gates.scalar_type() == sum_type_of(y), "gates must be ", sum_type_of(y),
+                   " for rows of ", y.scalar_type(), ", not ", gates.scalar_type());
+}
+
+}  // namespace
+
+at::Tensor unpermute(const at::Tensor& y, const at::Tensor& slots, const at::Tensor& rows,
+                     const std::optional<at::Tensor>& gates) {
+  check_map(y, slots, rows);
+  at::Tensor gates_2d;
+  if (gates) {
+    check_gates(*gates, y, rows);
+    gates_2d = gates->contiguous();
+  }
+  const auto y_rows = y.contiguous();
+  const auto rows_2d = rows.contiguous();
+  auto out = y.new_empty({rows.size(0), y.size(1)});
+  launch(y, Unpermute{.type = scalar_type_of("y", y),
+                      .y = y_rows.const_data_ptr(),
+                      .rows = rows_2d.const_data_ptr<int64_t>(),
+                      .gates = gates ? gates_2d.const_data_ptr() : nullptr,
+                      .out = out.mutable_data_ptr(),
+                      .tokens = rows.size(0),
+                      .choices = rows.size(1),
+                      .num_rows = y.size(0),
+                      .width = y.size(1)});
+  return out;
+}
+
+std::tuple<at::Tensor, at::Tensor> unpermute_backward(const at::Tensor& dout, const at::Tensor& y,
+                                                      const at::Tensor& slots,
+                                                      const at::Tensor& rows,
+                                                      const at::Tensor& gates) {
+  check_map(y, slots, rows);
+  check_gates(gates, y, rows);
+  TORCH_CHECK_VALUE(dout.dim() == 2 && dout.size(0) == rows.size(0) && dout.size(1) == y.size(1),
+                    "dout has shape ", dout.sizes(), " instead of ", rows.size(0), " tokens by ",
+                    y.size(1));
+  TORCH_CHECK_TYPE(dout.scalar_type() == y.scalar_type(), "dout is ", dout.scalar_type(),
+                   ", the rows are ", y.scalar_type());
+
+  const auto dout_rows = dout.contiguous();
+  const auto y_rows = y.contiguous();
+  const auto slots_1d = slots.contiguous();
+  const auto rows_2d = rows.contiguous();
+  const auto gates_2d = gates.contiguous();
+  auto dy = at::empty_like(y_rows);
+  auto dgates = at::empty_like(gates_2d);
+  launch(y, UnpermuteBackward{.type = scalar_type_of("y", y),
+                              .dout = dout_rows.const_data_ptr(),
+                              .y = y_rows.const_data_ptr(),
+                              .slots = slots_1d.const_data_ptr<int64_t>(),
+                              .rows = rows_2d.const_data_ptr<int64_t>(),
+                              .gates = gates_2d.const_data_ptr(),
+                              .dy = dy.mutable_data_ptr(),
+                              .dgates = dgates.mutable_data_ptr(),
+                              .tokens = rows.size(0),
+                              .choices = rows.size(1),
+                              .num_rows = y.size(0),
+                              .width = y.size(1)});
+  return {dy, dgates};
+}
+
+}  // namespace moe_parallel
+
+MOE_PARALLEL_IMPLEMENT("unpermute", moe_parallel::unpermute)
+MOE_PARALLEL_IMPLEMENT("unpermute_backward", moe_parallel::unpermute_backward)

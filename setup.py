@@ -1,0 +1,174 @@
+"""Builds the C++ extension moe_parallel._C, with CUDA kernels where torch and nvcc allow it.
+
+Everything else about the package is in pyproject.toml. Two variables steer the build:
+
+MOE_PARALLEL_BUILD    auto (default), cpu or cuda
+TORCH_CUDA_ARCH_LIST  the GPU architectures, "8.0;9.0a" by default
+MAX_JOBS              compilers at a time, 2 by default
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).resolve().parent
+EXTENSION = "moe_parallel._C"
+DEFAULT_ARCHITECTURES = "8.0;9.0a"  # A100 and H100/H200
+
+
+class BuildError(SystemExit):
+    """Ends the build with one line instead of a traceback."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"moe_parallel: {message}")
+
+
+try:
+    import torch
+    from torch.utils import cpp_extension
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise BuildError(
+        "torch is needed to build the C++ extension: `pip install torch==2.13.0`, "
+        "then `pip install --no-build-isolation -e .`"
+    ) from None
+
+
+def find_cuda() -> tuple[Path | None, str]:
+    """The CUDA toolkit to build with, or None and the reason for building without one."""
+    wish = os.environ.get("MOE_PARALLEL_BUILD", "auto")
+    if wish not in ("auto", "cpu", "cuda"):
+        raise BuildError(f"MOE_PARALLEL_BUILD is {wish!r}: it must be auto, cpu or cuda")
+    if wish == "cpu":
+        return None, "MOE_PARALLEL_BUILD=cpu"
+    home, problem = _toolkit_for_torch()
+    if home is None and wish == "cuda":
+        raise BuildError(f"MOE_PARALLEL_BUILD=cuda, but {problem}")
+    return home, problem
+
+
+def _toolkit_for_torch() -> tuple[Path | None, str]:
+    if torch.version.cuda is None:
+        return None, f"torch {torch.__version__} is a build without CUDA"
+    home = _toolkit_home()
+    if home is None:
+        return None, "nvcc was found neither in CUDA_HOME nor on the PATH"
+    text = subprocess.run(
+        [home / "bin" / "nvcc", "--version"], capture_output=True, text=True, check=True
+    ).stdout
+    version = re.search(r"release (\d+\.\d+)", text)
+    if version is None or version[1].split(".")[0] != torch.version.cuda.split(".")[0]:
+        found = version[1] if version else "unknown"
+        return None, f"nvcc is CUDA {found}, torch was built for CUDA {torch.version.cuda}"
+    return home, ""
+
+
+def _toolkit_home() -> Path | None:
+    """CUDA_HOME, or where the nvcc on the PATH says that it lives (it may be a wrapper)."""
+    if home := os.environ.get("CUDA_HOME"):
+        return Path(home) if (Path(home) / "bin" / "nvcc").exists() else None
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        return None
+    plan = subprocess.run(
+        [nvcc, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True
+    )
+    top = re.search(r"^#\$ TOP=(.+)$", plan.stderr, re.MULTILINE)
+    return Path(top[1]).resolve() if top else None
+
+
+def cuda_wheel_headers(home: Path) -> list[str]:
+    """Headers that torch's own need and the toolkit lacks, from the wheels torch came with."""
+    if (home / "include" / "cublas_v2.h").exists():
+        return []
+    major = torch.version.cuda.split(".")[0]
+    headers = Path(sysconfig.get_path("purelib")) / "nvidia" / f"cu{major}" / "include"
+    if not (headers / "cublas_v2.h").exists():
+        raise BuildError(
+            f"cublas_v2.h is neither in {home}/include nor in {headers}: install the cuBLAS, "
+            "cuSPARSE and cuSOLVER headers, or build with MOE_PARALLEL_BUILD=cpu"
+        )
+    return [str(headers)]
+
+
+def write_build_config(cuda: bool) -> Path:
+    """The header that records what is built; a change of it is what makes old objects stale."""
+    architectures = os.environ["TORCH_CUDA_ARCH_LIST"] if cuda else ""
+    header = ROOT / "build" / f"config-{sysconfig.get_config_var('SOABI')}" / "build_config.h"
+    text = (
+        "#pragma once\n"
+        f"#define MOE_PARALLEL_BUILT_WITH_CUDA {str(cuda).lower()}\n"
+        f'#define MOE_PARALLEL_BUILT_FOR_TORCH "{torch.__version__}"\n'
+        f'#define MOE_PARALLEL_CUDA_ARCHITECTURES "{architectures}"\n'
+    )
+    if not header.exists() or header.read_text() != text:
+        header.parent.mkdir(parents=True, exist_ok=True)
+        header.write_text(text)
+    return header
+
+
+def describe_extension(home: Path | None):
+    cuda = home is not None
+    header = write_build_config(cuda)
+    csrc = ROOT / "csrc"
+    patterns = ["*.cpp", "cpu/*.cpp"] + (["cuda/*.cu"] if cuda else [])
+    sources = sorted(p for pattern in patterns for p in csrc.glob(pattern))
+    headers = [*csrc.rglob("*.h"), *csrc.rglob("*.cuh"), header]
+    warnings = ["-Wall", "-Wextra"]
+    # As system headers torch's own are not held to our warnings. OpenMP is compiled in and not
+    # linked: torch brings the runtime, and two would not share their threads.
+    system = [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    flags = {"cxx": ["-O3", "-g0", "-fopenmp", *warnings, *system]}
+    if cuda:
+        flags["cxx"].append("-DMOE_PARALLEL_CUDA")
+        flags["nvcc"] = ["-O3", "-DMOE_PARALLEL_CUDA", "-Xcompiler", ",".join(warnings)]
+    kind = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
+    return kind(
+        EXTENSION,
+        [str(p.relative_to(ROOT)) for p in sources],
+        include_dirs=[str(header.parent), *(cuda_wheel_headers(home) if home else [])],
+        depends=[str(p) for p in [*headers, ROOT / "setup.py"]],
+        extra_compile_args=flags,
+    )
+
+
+class BuildExtension(cpp_extension.BuildExtension):
+    """torch's builder, after one line that says what is built and why."""
+
+    def finalize_options(self) -> None:
+        wants_force = self.force
+        super().finalize_options()
+        self.force = wants_force  # torch's forces: it would link again where nothing changed
+
+    def run(self) -> None:
+        compiler = os.environ.get("CXX", "c++").split()[0]
+        if shutil.which(compiler) is None:
+            raise BuildError(
+                f"the C++ compiler {compiler!r} was not found: install one "
+                "(on Debian `apt install g++`), or name it in CXX"
+            )
+        print(f"moe_parallel: building {EXTENSION} {WHAT}", file=sys.stderr)
+        super().run()
+
+
+os.chdir(ROOT)  # source paths are relative to it
+os.environ.setdefault("MAX_JOBS", "2")
+os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHITECTURES)
+CUDA_HOME, REASON = find_cuda()
+if CUDA_HOME is None:
+    WHAT = f"for the CPU only ({REASON})"
+else:
+    WHAT = f"with CUDA for {os.environ['TORCH_CUDA_ARCH_LIST']} ({CUDA_HOME})"
+    cpp_extension.CUDA_HOME = str(CUDA_HOME)
+
+setup(
+    ext_modules=[describe_extension(CUDA_HOME)],
+    cmdclass={"build_ext": BuildExtension.with_options(no_python_abi_suffix=False)},
+)
