@@ -43,6 +43,9 @@ def write_indexed(prefix: Path, documents: Iterable[list[int]], vocab_size: int)
     Ids are stored as uint16 where the vocabulary allows, else int32. Memory does not grow with
     the text. Both files are written under temporary names; the index gets its name last, so a
     killed writer leaves nothing that looks like a dataset. Empty documents are left out.
+
+    Raises:
+        InputError: there is no document.
     """
     dtype = DType.optimal_dtype(vocab_size)
     # Not with_suffix: a prefix may hold dots.
@@ -62,6 +65,8 @@ def write_indexed(prefix: Path, documents: Iterable[list[int]], vocab_size: int)
                 tokens += len(ids)
                 written += 1
         builder.finalize(str(temporary_idx))
+        if not written:
+            raise InputError(f"there is no text to write to {prefix}: the input is empty")
         flush_to_disk(temporary_bin)
         flush_to_disk(temporary_idx)
         final_idx.unlink(missing_ok=True)
@@ -101,10 +106,7 @@ def check_indexed(prefix: str, vocab_size: int) -> np.ndarray:
     """
     for suffix in (".idx", ".bin"):
         if not os.path.isfile(prefix + suffix):
-            raise InputError(
-                f"--data-path {prefix}: {prefix}{suffix} is missing; give the path of a "
-                ".bin/.idx pair without its suffix (tools/preprocess_data.py writes one)"
-            )
+            raise InputError(f"--data-path {prefix}: {prefix}{suffix} is missing; {_hint(prefix)}")
     dtype, lengths = _read_index(prefix)
     size = os.path.getsize(f"{prefix}.bin")
     expected = int(lengths.sum(dtype=np.int64)) * dtype.itemsize
@@ -119,6 +121,15 @@ def check_indexed(prefix: str, vocab_size: int) -> np.ndarray:
     if smallest < 0 or largest >= vocab_size:
         raise InputError(_foreign_id(prefix, dtype, lengths, vocab_size))
     return lengths
+
+
+def _hint(prefix: str) -> str:
+    for near in (f"{prefix}_text_document", prefix.removesuffix(".bin").removesuffix(".idx")):
+        if near != prefix and os.path.isfile(f"{near}.idx"):
+            return f"did you mean {near}?"
+    return (
+        "give the path of a .bin/.idx pair without its suffix (tools/preprocess_data.py writes one)"
+    )
 
 
 def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray]:

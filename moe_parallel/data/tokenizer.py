@@ -156,6 +156,9 @@ class SentencePiece(Tokenizer):
     def tokenize(self, text: str) -> list[int]:
         return self.model.encode(text)
 
+    def tokenize_all(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.model.encode(list(texts))
+
     def detokenize(self, ids: Sequence[int]) -> str:
         return self.model.decode([int(i) for i in ids])
 

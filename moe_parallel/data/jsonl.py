@@ -1,0 +1,52 @@
+"""Documents from JSON lines: one object a line, the text under a key."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from moe_parallel.errors import InputError
+
+
+def read_jsonl(
+    path: Path, key: str, advance: Callable[[int], object] = lambda count: None
+) -> Iterator[str]:
+    """Yield the text under `key` of every line, a line at a time; empty lines are passed over.
+
+    Half of a surrogate pair, which JSON can spell but UTF-8 cannot, becomes "?".
+
+    Args:
+        path: the file, UTF-8.
+        key: of the text in each object.
+        advance: called with the number of bytes read, for a progress bar.
+
+    Raises:
+        InputError: the file cannot be read, or a line is not an object with a text under `key`;
+            the message gives the number of the line.
+    """
+    try:
+        stream = path.open("rb")
+    except OSError as error:
+        raise InputError(f"--input {path} cannot be read ({error.strerror})") from None
+    with stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                yield _text_of(line.rstrip(), key, f"--input {path} line {number}")
+            advance(len(line))
+
+
+def _text_of(line: bytes, key: str, where: str) -> str:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where} is not UTF-8 (byte {error.start + 1}): convert it") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where} is not JSON ({error.msg}, column {error.colno})") from None
+    if not isinstance(record, dict):
+        raise InputError(f"{where} is not a JSON object: one {{...}} a line is expected")
+    if key not in record:
+        keys = ", ".join(map(repr, record)) or "none"
+        raise InputError(f"{where} has no key {key!r} (its keys: {keys}): see --json-keys")
+    text = record[key]
+    if not isinstance(text, str):
+        raise InputError(f"{where} holds a {type(text).__name__} under {key!r}, not a text")
+    return text.encode("utf-8", errors="replace").decode("utf-8")

@@ -1,0 +1,45 @@
+"""Small texts and datasets that the tests of the data make for themselves."""
+
+import random
+from pathlib import Path
+
+from moe_parallel.data.indexed import tokenize_documents, write_indexed
+from moe_parallel.data.sources import Source
+from moe_parallel.data.tokenizer import FastTokenizer, NullTokenizer, train_byte_bpe
+
+WORDS = "the expert reads a token, writes 12 tokens; naïve façade 漢字 🙂 \t\n".split(" ")
+
+NUMBERS = NullTokenizer(1000)
+
+
+def words(count: int, seed: int) -> str:
+    """`count` words in an order that the seed gives."""
+    choose = random.Random(seed)
+    return " ".join(choose.choice(WORDS) for _ in range(count))
+
+
+def small_bpe(vocab_size: int = 300) -> FastTokenizer:
+    return train_byte_bpe([words(400, seed) for seed in range(4)], vocab_size)
+
+
+def write_texts(prefix: Path, texts: list[str], tokenizer: FastTokenizer) -> str:
+    write_indexed(prefix, tokenize_documents(texts, tokenizer), tokenizer.vocab_size)
+    return str(prefix)
+
+
+def write_numbers(prefix: Path, lengths: list[int]) -> str:
+    """Documents of consecutive numbers, so that a token says where in the file it stands."""
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    documents = [list(range(s, s + n)) for s, n in zip(starts, lengths, strict=True)]
+    write_indexed(prefix, documents, NUMBERS.vocab_size)
+    return str(prefix)
+
+
+def numbered_sources(folder: Path) -> list[Source]:
+    """Two domains of numbers, 400 and 200 tokens to train on, 61 and 37 held out."""
+    sources = []
+    for domain, train, valid in (("a", [90, 10, 300], [20, 41]), ("b", [150, 50], [37])):
+        train_prefix = write_numbers(folder / f"{domain}_train", train)
+        valid_prefix = write_numbers(folder / f"{domain}_valid", valid)
+        sources.append(Source(domain, None, train_prefix, valid_prefix, None))
+    return sources

@@ -1,0 +1,212 @@
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.datasets.blended_dataset import BlendedDataset
+
+from moe_parallel.data.datasets import Datasets, build_datasets, texts
+from moe_parallel.data.sampler import evaluation_batches
+from moe_parallel.data.sources import Source, blend_sources
+from moe_parallel.errors import InputError
+from tests.data.small_text import (
+    NUMBERS,
+    numbered_sources,
+    small_bpe,
+    words,
+    write_numbers,
+    write_texts,
+)
+from tests.distributed import run_distributed
+
+LENGTH = 8
+
+
+def build(folder: Path, *, samples: int = 30, seed: int = 1, length: int = LENGTH) -> Datasets:
+    """Datasets of the numbered domains, written into `folder` first."""
+    return build_from(numbered_sources(folder), folder, samples, seed, length)
+
+
+def build_from(
+    sources: list[Source], folder: Path, samples: int = 30, seed: int = 1, length: int = LENGTH
+) -> Datasets:
+    return build_datasets(
+        sources,
+        tokenizer=NUMBERS,
+        seq_length=length,
+        train_samples=samples,
+        seed=seed,
+        cache_folder=folder / "cache",
+    )
+
+
+def stream(datasets: Datasets, count: int) -> torch.Tensor:
+    """[count, LENGTH] the first labels of the training stream."""
+    return torch.stack([datasets.train[i]["labels"] for i in range(count)])
+
+
+def test_a_sample_is_a_run_of_text_and_its_continuation(tmp_path: Path) -> None:
+    datasets = build(tmp_path)
+    for i in range(30):
+        sample = datasets.train[i]
+        tokens, labels = sample["tokens"], sample["labels"]
+        assert tokens.shape == labels.shape == (LENGTH,) and tokens.dtype == torch.int64
+        assert torch.equal(tokens[1:], labels[:-1])
+        # Consecutive numbers, but where one document ends and another begins.
+        assert (labels - tokens != 1).sum() <= 2
+        assert sample["loss_mask"].tolist() == [1.0] * LENGTH
+        assert sample["position_ids"].tolist() == list(range(LENGTH))
+
+
+def test_training_text_is_repeated_as_often_as_needed(tmp_path: Path) -> None:
+    datasets = build(tmp_path, samples=1000)  # 8000 tokens out of 600
+    assert len(datasets.train) == 1000
+    assert isinstance(datasets.train, BlendedDataset)
+    counts = torch.bincount(stream(datasets, 1000).flatten(), minlength=400)
+    assert counts[:400].min() >= 8000 // 600 - 1
+
+
+def test_domains_are_blended_in_proportion_to_their_tokens(tmp_path: Path) -> None:
+    datasets = build(tmp_path, samples=90)
+    shares = [int(datasets.train[i]["dataset_id"]) for i in range(90)]
+    assert shares.count(0) == 60 and shares.count(1) == 30
+
+
+def test_given_weights_count_instead(tmp_path: Path) -> None:
+    a = write_numbers(tmp_path / "a", [50] * 10)
+    b = write_numbers(tmp_path / "b", [50] * 10)
+    datasets = build_datasets(
+        blend_sources(["1", a, "3", b], "8,1,1"),
+        tokenizer=NUMBERS,
+        seq_length=LENGTH,
+        train_samples=80,
+        seed=1,
+        cache_folder=tmp_path / "cache",
+    )
+    shares = [int(datasets.train[i]["dataset_id"]) for i in range(80)]
+    assert shares.count(1) == 60
+    assert set(datasets.valid) == {"a", "b"}
+
+
+def test_the_stream_depends_on_the_seed_and_on_nothing_else(tmp_path: Path) -> None:
+    one = stream(build(tmp_path / "one"), 30)
+    assert torch.equal(one, stream(build(tmp_path / "one"), 30)), "from the cached indices"
+    assert torch.equal(one, stream(build(tmp_path / "two"), 30)), "in another folder"
+    assert not torch.equal(one, stream(build(tmp_path / "one", seed=2), 30))
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 12, 60, 64])
+def test_validation_asks_for_every_token_once(tmp_path: Path, length: int) -> None:
+    datasets = build(tmp_path, length=length)
+    for domain, count in (("a", 61), ("b", 37)):
+        labels: list[int] = []
+        for batch in evaluation_batches(
+            datasets.valid[domain], micro_batch_size=2, data_parallel_rank=0, data_parallel_size=1
+        ):
+            labels += batch["labels"][batch["loss_mask"] > 0].tolist()
+        assert len(labels) == count - 1, "all but the very first, which nothing precedes"
+        assert len(set(labels)) == count - 1 and set(labels) <= set(range(count))
+
+
+def test_reading_the_filled_up_sample_first_spoils_no_mask(tmp_path: Path) -> None:
+    valid = build(tmp_path).valid["a"]
+    masks = [valid[i]["loss_mask"] for i in range(len(valid))]
+    short = min(range(len(valid)), key=lambda i: masks[i].sum())
+    assert masks[short].sum() == 60 % LENGTH
+    again = build(tmp_path).valid["a"]
+    assert torch.equal(again[short]["loss_mask"], masks[short])
+    for i in range(len(valid)):
+        assert torch.equal(again[i]["loss_mask"], masks[i])
+
+
+def test_a_split_cuts_one_file_by_documents(tmp_path: Path) -> None:
+    bpe = small_bpe()
+    documents = [f"document {i}: {words(12, i)}" for i in range(20)]
+    prefix = write_texts(tmp_path / "mine", documents, bpe)
+    datasets = build_datasets(
+        blend_sources([prefix], "7,2,1"),
+        tokenizer=bpe,
+        seq_length=16,
+        train_samples=10,
+        seed=1,
+        cache_folder=tmp_path / "cache",
+    )
+    assert list(texts(datasets.train_domains["mine"], bpe)) == documents[:14]
+    assert list(texts(datasets.valid["mine"], bpe)) == documents[14:18]
+
+
+def test_a_split_may_ask_for_no_validation(tmp_path: Path) -> None:
+    prefix = write_numbers(tmp_path / "mine", [50, 50])
+    datasets = build_datasets(
+        blend_sources([prefix], "1,0,0"),
+        tokenizer=NUMBERS,
+        seq_length=LENGTH,
+        train_samples=10,
+        seed=1,
+        cache_folder=tmp_path / "cache",
+    )
+    assert datasets.valid == {}
+    assert len(datasets.train) >= 10
+
+
+def test_new_text_under_an_old_name_is_not_read_by_old_indices(tmp_path: Path) -> None:
+    first, _ = numbered_sources(tmp_path)
+    for lengths in ([33] * 9, [9] * 33):  # the same tokens in other documents
+        write_numbers(Path(first.train_prefix), lengths)
+        datasets = build_from([first], tmp_path, samples=37)
+        breaks = {lengths[0] * i for i in range(len(lengths) + 1)}
+        for i in range(37):
+            sample = datasets.train[i]
+            jumps = sample["labels"] - sample["tokens"] != 1
+            assert set(sample["labels"][jumps].tolist()) <= breaks
+
+
+def test_indices_half_written_are_written_anew(tmp_path: Path) -> None:
+    expected = stream(build(tmp_path), 30)
+    (folder,) = (p for p in (tmp_path / "cache").iterdir() if p.is_dir())
+    (folder / "complete").unlink()
+    for index in folder.glob("*.npy"):
+        index.write_bytes(b"torn")
+    assert torch.equal(stream(build(tmp_path), 30), expected)
+
+
+def labels_read(sources: list[Source], folder: Path) -> list[list[int]]:
+    """Labels of the training stream and of the first held-out sample of each domain."""
+    datasets = build_from(sources, folder)
+    valid = [datasets.valid[domain][0]["labels"].tolist() for domain in ("a", "b")]
+    return [*stream(datasets, 30).tolist(), *valid]
+
+
+def test_ranks_of_a_process_group_see_what_one_process_sees(tmp_path: Path) -> None:
+    sources = numbered_sources(tmp_path)
+    alone = labels_read(sources, tmp_path / "alone")
+    assert run_distributed(2, labels_read, sources, tmp_path / "together") == [alone, alone]
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "split", "length", "message"),
+    [
+        (["mine"], "1,1,0", 50, r"--seq-length 50 is longer than the data.* 51 .* has 50;"),
+        (["mine"], "99,1,0", 8, r"validation part of \S*mine is empty.*--split"),
+        (["missing"], "9,1,0", 8, r"missing\.idx is missing"),
+    ],
+)
+def test_data_that_do_not_suffice_are_told(
+    tmp_path: Path, prefixes: list[str], split: str, length: int, message: str
+) -> None:
+    write_numbers(tmp_path / "mine", [25] * 4)
+    with pytest.raises(InputError, match=message) as caught:
+        build_datasets(
+            blend_sources([str(tmp_path / name) for name in prefixes], split),
+            tokenizer=NUMBERS,
+            seq_length=length,
+            train_samples=10,
+            seed=1,
+            cache_folder=tmp_path / "cache",
+        )
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("in the way")
+    with pytest.raises(InputError, match=r"--data-cache-path \S*cache cannot be written"):
+        build(tmp_path)

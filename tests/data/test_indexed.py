@@ -1,0 +1,131 @@
+import os
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from moe_parallel.data.indexed import Written, check_indexed, tokenize_documents, write_indexed
+from moe_parallel.errors import InputError
+from tests.data.small_text import small_bpe, words
+
+DOCUMENTS = [[5, 1, 2], [9], [3, 3, 3, 0]]
+
+
+@pytest.mark.parametrize("vocab_size, itemsize", [(10, 2), (65_499, 2), (65_500, 4)])
+def test_megatron_reads_what_was_written(tmp_path: Path, vocab_size: int, itemsize: int) -> None:
+    prefix = tmp_path / "a.b" / "data"
+    written = write_indexed(prefix, [*DOCUMENTS, []], vocab_size)
+    assert written == Written(documents=3, tokens=8)
+    dataset = IndexedDataset(str(prefix))
+    assert [dataset[i].tolist() for i in range(len(dataset))] == DOCUMENTS
+    assert dataset.document_indices.tolist() == [0, 1, 2, 3]
+    assert os.path.getsize(f"{prefix}.bin") == 8 * itemsize
+    assert check_indexed(str(prefix), vocab_size).tolist() == [3, 1, 4]
+    assert sorted(p.suffix for p in prefix.parent.iterdir()) == [".bin", ".idx", ".json"]
+
+
+def test_documents_end_where_they_should() -> None:
+    bpe = small_bpe()
+    texts = [words(5, seed) for seed in range(7)]
+    documents = list(tokenize_documents(iter(texts), bpe, batch=3))
+    assert [bpe.detokenize(ids[:-1]) for ids in documents] == texts
+    assert {ids[-1] for ids in documents} == {bpe.eod}
+    assert list(tokenize_documents(texts, bpe, append_eod=False)) == [d[:-1] for d in documents]
+
+
+def test_a_writer_that_fails_leaves_the_old_pair(tmp_path: Path) -> None:
+    prefix = tmp_path / "data"
+    write_indexed(prefix, DOCUMENTS, 10)
+
+    def failing() -> Iterator[list[int]]:
+        yield [1, 2]
+        raise RuntimeError("the input ended badly")
+
+    with pytest.raises(RuntimeError, match="ended badly"):
+        write_indexed(prefix, failing(), 10)
+    assert check_indexed(str(prefix), 10).tolist() == [3, 1, 4]
+    assert not list(tmp_path.glob("*.writing-*"))
+
+
+def test_nothing_to_write_is_told(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no text to write"):
+        write_indexed(tmp_path / "data", [[]], 10)
+    assert list(tmp_path.iterdir()) == []
+
+
+def edit(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change", "message"),
+    [
+        (".idx", lambda b: b[:-1], r"\.idx is 101 bytes long where its header describes 102"),
+        (".idx", lambda b: b + b"123456", r"\.idx is 108 bytes long"),
+        (".idx", lambda b: b[:20], r"\.idx is truncated at 20 bytes"),
+        (".idx", lambda b: b"", r"\.idx is truncated at 0 bytes"),
+        (".idx", lambda b: b"PK" + b[2:], r"\.idx is not an index of Megatron's"),
+        (".idx", lambda b: b[:17] + b"\x63" + b[18:], r"unknown type of token \(code 99\)"),
+        (".idx", lambda b: b[:17] + b"\x07" + b[18:], r"float32"),
+        (".idx", lambda b: b[:34] + struct.pack("<i", 4) + b[38:], r"offsets contradict"),
+        (".bin", lambda b: b[:-2], r"\.bin has 14 bytes but its index describes 16"),
+        (".bin", lambda b: b + b"\0", r"\.bin has 17 bytes but its index describes 16"),
+    ],
+)
+def test_a_damaged_file_is_told(
+    tmp_path: Path, suffix: str, change: Callable[[bytes], bytes], message: str
+) -> None:
+    prefix = tmp_path / "data"
+    write_indexed(prefix, DOCUMENTS, 10)
+    edit(Path(f"{prefix}{suffix}"), change)
+    with pytest.raises(InputError, match=message) as caught:
+        check_indexed(str(prefix), 10)
+    assert "--data-path" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".idx", ".bin"])
+def test_a_missing_file_is_told(tmp_path: Path, suffix: str) -> None:
+    prefix = tmp_path / "data"
+    write_indexed(prefix, DOCUMENTS, 10)
+    Path(f"{prefix}{suffix}").unlink()
+    with pytest.raises(InputError, match=rf"data{suffix} is missing"):
+        check_indexed(str(prefix), 10)
+
+
+def test_the_prefix_that_was_probably_meant_is_named(tmp_path: Path) -> None:
+    write_indexed(tmp_path / "my_text_document", DOCUMENTS, 10)
+    for given in ("my", "my_text_document.bin"):
+        with pytest.raises(InputError, match=r"did you mean \S*my_text_document\?"):
+            check_indexed(str(tmp_path / given), 10)
+
+
+def test_token_ids_beyond_the_vocabulary_are_told(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "data")
+    write_indexed(Path(prefix), DOCUMENTS, 10)
+    for _ in range(2):  # the second time from the note beside the file
+        with pytest.raises(InputError, match=r"document 1 holds token id 9, outside .* of 9;"):
+            check_indexed(prefix, 9)
+    # The same number of bytes, later: the note no longer holds.
+    np.array([1, 1, 1, 1, 8, 1, 1, 1], dtype=np.uint16).tofile(f"{prefix}.bin")
+    os.utime(f"{prefix}.bin", ns=(1, 1))
+    assert len(check_indexed(prefix, 9)) == 3
+    with pytest.raises(InputError, match=r"document 2 holds token id 8"):
+        check_indexed(prefix, 8)
+
+
+def test_negative_token_ids_are_told(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "data")
+    write_indexed(Path(prefix), DOCUMENTS, 70_000)
+    np.array([1, 1, 1, 1, 1, 1, 1, -1], dtype=np.int32).tofile(f"{prefix}.bin")
+    with pytest.raises(InputError, match=r"document 2 holds token id -1"):
+        check_indexed(prefix, 70_000)
+
+
+def test_a_damaged_note_is_scanned_over(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "data")
+    write_indexed(Path(prefix), DOCUMENTS, 10)
+    Path(f"{prefix}.range.json").write_text("[]")
+    assert len(check_indexed(prefix, 10)) == 3

@@ -1,0 +1,122 @@
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from moe_parallel.data.jsonl import read_jsonl
+from moe_parallel.data.tokenizer import load_tokenizer
+from moe_parallel.errors import InputError
+from tests.data.small_text import small_bpe, words
+
+TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
+
+
+def write(path: Path, *records: object) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def tool() -> ModuleType:
+    specification = importlib.util.spec_from_file_location("preprocess_data", TOOL)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def documents(prefix: Path) -> list[list[int]]:
+    dataset = IndexedDataset(str(prefix))
+    return [dataset[i].tolist() for i in range(len(dataset))]
+
+
+def test_texts_come_in_order_and_progress_adds_up(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'{"text": "one", "id": 1}\n\n  \n{"text": "two \\ud800"}')
+    steps: list[int] = []
+    assert list(read_jsonl(path, "text", steps.append)) == ["one", "two ?"]
+    assert sum(steps) == path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "a"', r"line 2 is not JSON \(.*column 13\)"),
+        (b"[1]", r"line 2 is not a JSON object"),
+        (b'{"body": "a", "id": 1}', r"line 2 has no key 'text' \(its keys: 'body', 'id'\)"),
+        (b"{}", r"line 2 has no key 'text' \(its keys: none\)"),
+        (b'{"text": 7}', r"line 2 holds a int under 'text'"),
+        (b'{"text": "\xff"}', r"line 2 is not UTF-8 \(byte 11\)"),
+    ],
+)
+def test_a_bad_line_is_told_with_its_number(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
+    with pytest.raises(InputError, match=message):
+        list(read_jsonl(path, "text"))
+
+
+def test_the_tool_trains_a_tokenizer_and_writes_what_megatron_reads(tmp_path: Path) -> None:
+    texts = [words(20, seed) for seed in range(40)]
+    source = write(tmp_path / "in.jsonl", *({"text": t, "title": t[:9]} for t in texts))
+    prefix = tmp_path / "out" / "my"
+    arguments = ["--input", source, "--output-prefix", prefix, "--vocab-size", "300"]
+    arguments += ["--json-keys", "text", "title", "--append-eod", "--workers", "2"]
+    assert tool().main([str(word) for word in arguments]) == 0
+    tokenizer = load_tokenizer(Path(f"{prefix}_tokenizer"))
+    assert tokenizer.vocab_size == 300
+    written = documents(Path(f"{prefix}_text_document"))
+    assert {ids[-1] for ids in written} == {tokenizer.eod}
+    assert [tokenizer.detokenize(ids[:-1]) for ids in written] == texts
+    titles = documents(Path(f"{prefix}_title_document"))
+    assert [tokenizer.detokenize(ids[:-1]) for ids in titles] == [t[:9] for t in texts]
+
+
+def test_the_tool_uses_a_tokenizer_that_is_there(tmp_path: Path) -> None:
+    bpe = small_bpe()
+    bpe.save(tmp_path / "tokenizer")
+    source = write(tmp_path / "in.jsonl", {"text": "the expert"})
+    arguments = ["--input", source, "--output-prefix", tmp_path / "my"]
+    arguments += ["--tokenizer-model", tmp_path / "tokenizer"]
+    assert tool().main([str(word) for word in arguments]) == 0
+    assert documents(tmp_path / "my_text_document") == [bpe.tokenize("the expert")]
+    assert not (tmp_path / "my_tokenizer").exists()
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ([], "or --vocab-size to train a new one"),
+        (["--vocab-size", "300"], "line 2 is not JSON"),
+        (["--vocab-size", "20"], "--vocab-size 20 is too small"),
+        (["--tokenizer-type", "Nul"], "--tokenizer-type Nul is unknown"),
+        (["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"], "line 2 is not JSON"),
+        (["--vocab-size", "300", "--workers", "0"], "--workers 0 must be 1 or more"),
+    ],
+)
+def test_the_tool_ends_with_one_line_and_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str], message: str
+) -> None:
+    source = write(tmp_path / "in.jsonl", {"text": "1 2 3"})
+    with source.open("a") as stream:
+        stream.write("{\n")
+    before = sorted(tmp_path.iterdir())
+    prefix = str(tmp_path / "my")
+    assert tool().main(["--input", str(source), "--output-prefix", prefix, *extra]) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1 and message in error[0]
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_empty_or_missing_input_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    small_bpe().save(tmp_path / "tokenizer")
+    for name, message in (("empty", "there is no text to write"), ("missing", "cannot be read")):
+        arguments = ["--input", tmp_path / f"{name}.jsonl", "--output-prefix", tmp_path / "my"]
+        arguments += ["--tokenizer-model", tmp_path / "tokenizer"]
+        assert tool().main([str(word) for word in arguments]) == 2
+        assert message in capsys.readouterr().err

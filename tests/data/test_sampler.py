@@ -1,0 +1,112 @@
+"""Batches against a list of sample numbers: a sample of this dataset is full of its own number."""
+
+import itertools
+
+import pytest
+import torch
+
+from moe_parallel.data.sampler import batches, evaluation_batches, evaluation_steps
+
+SEQUENCE = 3
+
+
+class Numbered:
+    """`count` samples; all fields of sample i hold i, and its loss mask ones."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        assert 0 <= i < self.count
+        number = torch.full((SEQUENCE,), i)
+        ones = torch.ones(SEQUENCE)
+        fields = {"tokens": number, "labels": number + 1, "position_ids": number}
+        return {**fields, "loss_mask": ones, "dataset_id": torch.tensor(0)}
+
+
+def numbers(batch: dict[str, torch.Tensor]) -> list[int]:
+    return batch["tokens"][:, 0].tolist()
+
+
+def dealt(count: int, consumed: int, micro: int, ranks: int) -> list[list[list[int]]]:
+    """[rank][round] the samples of each micro-batch."""
+    return [
+        [
+            numbers(batch)
+            for batch in batches(
+                Numbered(count),
+                consumed_samples=consumed,
+                micro_batch_size=micro,
+                data_parallel_rank=rank,
+                data_parallel_size=ranks,
+            )
+        ]
+        for rank in range(ranks)
+    ]
+
+
+def test_micro_batches_are_dealt_to_the_ranks_in_turn() -> None:
+    assert dealt(14, 2, 2, 3) == [[[2, 3], [8, 9]], [[4, 5], [10, 11]], [[6, 7], [12, 13]]]
+
+
+def test_a_round_that_is_incomplete_is_not_begun() -> None:
+    assert dealt(11, 0, 2, 3) == [[[0, 1]], [[2, 3]], [[4, 5]]]
+    assert dealt(5, 0, 2, 3) == [[], [], []]
+
+
+def test_a_batch_has_four_fields_of_a_row_a_sample() -> None:
+    batch = next(
+        batches(
+            Numbered(4),
+            consumed_samples=1,
+            micro_batch_size=2,
+            data_parallel_rank=0,
+            data_parallel_size=1,
+        )
+    )
+    assert set(batch) == {"tokens", "labels", "loss_mask", "position_ids"}
+    assert batch["labels"].tolist() == [[2] * SEQUENCE, [3] * SEQUENCE]
+    assert batch["loss_mask"].dtype == torch.float32 and batch["tokens"].dtype == torch.int64
+
+
+LAYOUTS = list(itertools.product((1, 2, 3, 4), (1, 2, 4)))
+
+
+@pytest.mark.parametrize(("micro", "ranks"), LAYOUTS)
+@pytest.mark.parametrize("consumed", [0, 24, 31])
+def test_a_global_batch_is_the_same_under_every_layout(
+    micro: int, ranks: int, consumed: int
+) -> None:
+    """The property that lets training go on under another layout."""
+    global_batch = 48  # a multiple of every micro x ranks
+    by_rank = dealt(consumed + 3 * global_batch, consumed, micro, ranks)
+    rounds_in_a_step = global_batch // (micro * ranks)
+    for step in range(3):
+        mine = range(step * rounds_in_a_step, (step + 1) * rounds_in_a_step)
+        seen = [by_rank[rank][turn] for turn in mine for rank in range(ranks)]
+        first = consumed + step * global_batch
+        assert list(itertools.chain(*seen)) == list(range(first, first + global_batch))
+
+
+@pytest.mark.parametrize(("micro", "ranks"), LAYOUTS)
+@pytest.mark.parametrize("samples", [None, 1, 7, 100])
+def test_evaluation_sees_each_sample_once_in_equally_many_steps(
+    micro: int, ranks: int, samples: int | None
+) -> None:
+    dataset = Numbered(13)
+    layout = {"samples": samples, "micro_batch_size": micro, "data_parallel_size": ranks}
+    steps = evaluation_steps(dataset, **layout)
+    seen = []
+    for rank in range(ranks):
+        mine = list(evaluation_batches(dataset, data_parallel_rank=rank, **layout))
+        assert len(mine) == steps
+        for batch in mine:
+            assert batch["tokens"].shape == (micro, SEQUENCE)
+            counted = batch["loss_mask"].sum(dim=1) > 0
+            assert torch.equal(batch["loss_mask"][counted], torch.ones(counted.sum(), SEQUENCE))
+            seen += batch["tokens"][counted, 0].tolist()
+    assert sorted(seen) == list(range(min(13, samples or 13)))
+    assert (steps - 1) * micro * ranks < len(seen)

@@ -1,0 +1,112 @@
+r"""Turn JSON lines into Megatron indexed datasets that --data-path reads.
+
+    python tools/preprocess_data.py --input my.jsonl --output-prefix data/my \
+        --tokenizer-type ByteLevelBPE --vocab-size 8192 --append-eod
+
+writes data/my_text_document.bin and .idx and, because it trained the tokenizer itself,
+data/my_tokenizer/. The flags, and the names of the files, are those of Megatron's tool.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from moe_parallel.data.indexed import tokenize_documents, write_indexed
+from moe_parallel.data.jsonl import read_jsonl
+from moe_parallel.data.tokenizer import Tokenizer, build_tokenizer, train_byte_bpe
+from moe_parallel.errors import InputError
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    summary, _, example = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=example, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--input", type=Path, required=True, help="JSON lines, UTF-8")
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], help="keys of the texts; a dataset for each"
+    )
+    parser.add_argument(
+        "--output-prefix",
+        required=True,
+        help="datasets are written as PREFIX_KEY_document.bin and .idx",
+    )
+    parser.add_argument(
+        "--tokenizer-type",
+        default="ByteLevelBPE",
+        help="ByteLevelBPE (default), HuggingFaceTokenizer, SentencePieceTokenizer, NullTokenizer",
+    )
+    parser.add_argument("--tokenizer-model", help="file, folder or hub name of the tokenizer")
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        help="without --tokenizer-model: train a byte-level BPE of so many tokens on the input",
+    )
+    parser.add_argument(
+        "--append-eod", action="store_true", help="end each document with the token for that"
+    )
+    parser.add_argument("--workers", type=int, default=1, help="threads that tokenize (default 1)")
+    return parser.parse_args(arguments)
+
+
+def find_tokenizer(options: argparse.Namespace) -> Tokenizer:
+    """Open the tokenizer that the flags name, or train one on the input and save it."""
+    new = options.tokenizer_type == "ByteLevelBPE" and options.tokenizer_model is None
+    if not new:
+        return build_tokenizer(options.tokenizer_type, options.tokenizer_model, options.vocab_size)
+    if options.vocab_size is None:
+        raise InputError(
+            "--tokenizer-type ByteLevelBPE needs --tokenizer-model FOLDER, "
+            "or --vocab-size to train a new one on the input"
+        )
+    with _progress(options.input, len(options.json_keys), "training the tokenizer") as bar:
+        texts = (
+            text for key in options.json_keys for text in read_jsonl(options.input, key, bar.update)
+        )
+        tokenizer = train_byte_bpe(texts, options.vocab_size)
+    folder = Path(f"{options.output_prefix}_tokenizer")
+    tokenizer.save(folder)
+    print(f"{folder}: byte-level BPE, {tokenizer.vocab_size:,} tokens")
+    return tokenizer
+
+
+def preprocess(options: argparse.Namespace) -> None:
+    """Write one indexed dataset for each key."""
+    if options.workers < 1:
+        raise InputError(f"--workers {options.workers} must be 1 or more")
+    # The tokenizers library reads it when it starts its threads, which it has not yet.
+    os.environ["RAYON_NUM_THREADS"] = str(options.workers)
+    tokenizer = find_tokenizer(options)
+    for key in options.json_keys:
+        prefix = Path(f"{options.output_prefix}_{key}_document")
+        with _progress(options.input, 1, f"tokenizing {key!r}") as bar:
+            texts = read_jsonl(options.input, key, bar.update)
+            documents = tokenize_documents(texts, tokenizer, append_eod=options.append_eod)
+            written = write_indexed(prefix, documents, tokenizer.vocab_size)
+        print(f"{prefix}: {written.documents:,} documents, {written.tokens:,} tokens")
+
+
+def _progress(path: Path, passes: int, label: str) -> tqdm:
+    total = path.stat().st_size * passes if path.is_file() else None
+    # disable=None: no bar where there is no terminal to draw it on.
+    return tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=None)
+
+
+def main(arguments: Sequence[str]) -> int:
+    try:
+        preprocess(parse_arguments(arguments))
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
