@@ -127,6 +127,9 @@ def _hint(prefix: str) -> str:
     for near in (f"{prefix}_text_document", prefix.removesuffix(".bin").removesuffix(".idx")):
         if near != prefix and os.path.isfile(f"{near}.idx"):
             return f"did you mean {near}?"
+    folder = os.path.dirname(prefix)
+    if os.path.isfile(os.path.join(folder, "manifest.json")):
+        return f"delete the folder {folder} and the embedded corpus is built again"
     return (
         "give the path of a .bin/.idx pair without its suffix (tools/preprocess_data.py writes one)"
     )

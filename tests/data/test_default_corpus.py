@@ -125,3 +125,12 @@ def test_a_vocabulary_that_is_too_small_builds_nothing(tmp_path: Path, small_pyt
     with pytest.raises(InputError, match=r"--vocab-size 100 is too small"):
         prepare_default_corpus(tmp_path, 100)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+
+
+@pytest.mark.usefixtures("small_python")
+def test_a_corpus_with_a_file_gone_says_how_to_mend_it(tmp_path: Path) -> None:
+    corpus = prepare_default_corpus(tmp_path, 300)
+    prefix = corpus.prefix("code", "train")
+    Path(f"{prefix}.bin").unlink()
+    with pytest.raises(InputError, match=r"code_train\.bin is missing; delete the folder"):
+        check_indexed(prefix, 300)
