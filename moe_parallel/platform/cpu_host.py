@@ -139,11 +139,6 @@ ADAPTATIONS: tuple[Adaptation, ...] = (
         "random states are added to the model-parallel tracker, and kept by the rerun machine",
     ),
     Replace(
-        "torch.cuda.set_rng_state",
-        lambda state, device=None: torch.set_rng_state(state),
-        "the rerun machine puts the random state back before it repeats an iteration",
-    ),
-    Replace(
         "megatron.core.tensor_parallel.random._get_cuda_rng_state",
         lambda device=None, clone=False, graph_safe=False: torch.get_rng_state(),
         "dropout and recomputation fork the random state; on a CPU host it is torch's own",

@@ -1,0 +1,53 @@
+"""What Megatron-Core says on import and on building that users of this project cannot act on."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A message known by its beginning, and why it is not shown."""
+
+    beginning: str
+    reason: str
+    logger: str | None = None  # None: it comes through `warnings`
+
+    def hush(self) -> None:
+        if self.logger is None:
+            warnings.filterwarnings("ignore", message=self.beginning, category=UserWarning)
+        else:
+            logger = logging.getLogger(self.logger)
+            logger.addFilter(lambda record: not str(record.msg).startswith(self.beginning))
+
+
+NOTICES = (
+    Notice("full scope is deprecated", "about a default of Megatron-Core's own"),
+    Notice(
+        "Unknown MLP type",
+        "our layers are given their process groups by their spec, and need no others",
+        logger="megatron.core.transformer.transformer_layer",
+    ),
+    Notice(
+        "GPTModel IS DEPRECATED",
+        "0.16.1 has no successor to it, and megatron-core is pinned",
+        logger="megatron.core.models.gpt.gpt_model",
+    ),
+)
+
+#: Apex and Transformer Engine are GPU software: on a GPU their absence is worth knowing.
+NOTICES_ABOUT_GPUS = (
+    Notice("Apex is not installed", "there is no GPU"),
+    Notice("Transformer Engine and Apex are not installed", "there is no GPU"),
+    Notice("No CUDA runtime is found", "there is no GPU", logger="torch.utils.cpp_extension"),
+)
+
+
+def hush_notices() -> None:
+    """Drop these messages from here on. Call it before the first import of megatron.core."""
+    for notice in NOTICES if torch.cuda.is_available() else NOTICES + NOTICES_ABOUT_GPUS:
+        notice.hush()

@@ -1,0 +1,95 @@
+"""RMSNorm against its formula in numpy, and its gradient under sequence parallelism."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed as dist
+
+from moe_parallel.platform.norm import RMSNorm
+from tests.distributed import run_distributed
+
+WIDTH = 24
+
+
+def _norm(sequence_parallel=False, eps=1e-5):
+    norm = RMSNorm(SimpleNamespace(sequence_parallel=sequence_parallel), WIDTH, eps)
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(0.5, 2.0, WIDTH))
+    return norm
+
+
+def _in_numpy(x, weight, eps):
+    x = x.astype(np.float64)
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
+
+
+@pytest.mark.parametrize("eps", [1e-5, 0.5])
+@pytest.mark.parametrize("shape", [(5, 2, WIDTH), (WIDTH,), (0, WIDTH)])
+def test_equals_its_formula(shape, eps):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    y = _norm(eps=eps)(x)
+    expected = _in_numpy(x.numpy(), np.linspace(0.5, 2.0, WIDTH), eps)
+    np.testing.assert_allclose(y.detach().numpy(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_bf16_loses_only_the_rounding_of_its_result():
+    """Large entries would overflow no statistic, and bf16 statistics would err far more."""
+    x = (1e3 * torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(2))).bfloat16()
+    norm = _norm().bfloat16()
+    y = norm(x)
+    assert y.dtype == torch.bfloat16
+    weight = norm.weight.detach().float().numpy()
+    expected = _in_numpy(x.float().numpy(), weight, 1e-5)
+    half_a_step = 2.0**-8  # of a number with 8 bits of significand
+    error = np.abs(y.detach().float().numpy() - expected)
+    assert (error <= 1.01 * half_a_step * np.abs(expected)).all()
+
+
+def test_gradients():
+    norm = _norm().double()
+    x = torch.randn(3, WIDTH, dtype=torch.double, requires_grad=True)
+    # Statistics are fp32, so differences are taken in steps that fp32 resolves.
+    torch.autograd.gradcheck(norm, x, eps=1e-2, atol=2e-3)
+
+
+def test_the_weight_is_marked_as_the_config_says():
+    assert _norm(sequence_parallel=True).weight.sequence_parallel is True
+    assert _norm(sequence_parallel=False).weight.sequence_parallel is False
+
+
+def _weight_gradient(of_all_positions):
+    """Of this rank's half of the positions, after Megatron-Core has finished the gradients."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=WIDTH,
+        num_attention_heads=2,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+    )
+    norm = RMSNorm(config, WIDTH)
+    norm.config = config
+    norm.share_embeddings_and_output_weights = False
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), norm)
+    mine = of_all_positions.chunk(2)[dist.get_rank()]
+    model(mine).pow(3).sum().backward()
+    finalize_model_grads([model])
+    return norm.weight.main_grad
+
+
+def test_sequence_parallel_ranks_end_with_the_gradient_of_all_positions():
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(3))
+    norm = RMSNorm(SimpleNamespace(sequence_parallel=False), WIDTH)
+    norm(x).pow(3).sum().backward()
+    for gradient in run_distributed(2, _weight_gradient, x):
+        torch.testing.assert_close(gradient, norm.weight.grad)
