@@ -32,9 +32,7 @@ class RoutingMap(Protocol):
 
 
 class Unpermute(Protocol):
-    def __call__(
-        self, y_ND: Tensor, row_map: RowMap, gates_TK: Tensor | None = None
-    ) -> Tensor: ...
+    def __call__(self, y_ND: Tensor, row_map: RowMap, gates_TK: Tensor | None = None) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def select_backend(name: str) -> Ops:
     if name not in BACKENDS:
         raise InputError(f"--moe-backend {name!r} is unknown: choose one of {', '.join(BACKENDS)}")
     if name == "native" or (name == "auto" and _native_serves_this_machine()):
-        from moe_parallel.ops import native  # registers operators, so only when asked for
+        import moe_parallel.ops.native as native  # registers operators, so only when asked for
 
         return Ops(
             name="native",

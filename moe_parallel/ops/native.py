@@ -19,9 +19,7 @@ extension.load()
 _ops = torch.ops.moe_parallel
 
 
-def routing_map(
-    experts_TK: Tensor, num_experts: int, rows_per_expert: int | None = None
-) -> RowMap:
+def routing_map(experts_TK: Tensor, num_experts: int, rows_per_expert: int | None = None) -> RowMap:
     return RowMap(*_ops.routing_map(experts_TK, num_experts, rows_per_expert))
 
 
@@ -50,6 +48,7 @@ def norm_topk(x_TD: Tensor, w_EDR: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _(
     experts: Tensor, num_experts: int, rows_per_expert: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows: int | torch.SymInt
     if rows_per_expert is None:
         num_rows = torch.library.get_ctx().new_dynamic_size()
     else:
@@ -69,9 +68,7 @@ def _(y: Tensor, slots: Tensor, rows: Tensor, gates: Tensor | None) -> Tensor:
 
 
 @torch.library.register_fake("moe_parallel::unpermute_backward")
-def _(
-    dout: Tensor, y: Tensor, slots: Tensor, rows: Tensor, gates: Tensor
-) -> tuple[Tensor, Tensor]:
+def _(dout: Tensor, y: Tensor, slots: Tensor, rows: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
     return y.new_empty(y.shape), gates.new_empty(gates.shape)
 
 

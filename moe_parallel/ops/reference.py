@@ -17,9 +17,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def routing_map(
-    experts_TK: Tensor, num_experts: int, rows_per_expert: int | None = None
-) -> RowMap:
+def routing_map(experts_TK: Tensor, num_experts: int, rows_per_expert: int | None = None) -> RowMap:
     """Sort the choices by expert, keeping the order of tokens and choices (a stable sort).
 
     experts_TK: int64, the expert of each choice; -1 where there is none (not chosen, dropped).

@@ -1,0 +1,39 @@
+import pytest
+import torch
+
+from moe_parallel.ops import Ops, extension, select_backend
+
+
+@pytest.fixture(
+    params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def native(device: str) -> Ops:
+    if not extension.is_built():
+        pytest.skip("the C++ extension is not built: pip install -e .")
+    if device == "cuda" and not extension.has_cuda():
+        pytest.skip("the C++ extension is built without CUDA")
+    return select_backend("native")
+
+
+@pytest.fixture
+def reference() -> Ops:
+    return select_backend("reference")
+
+
+@pytest.fixture(params=["reference", "native"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    """Both backends, held to the same oracle."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,73 @@
+import copy
+import pickle
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_parallel.errors import InputError
+from moe_parallel.ops import BACKENDS, extension, select_backend
+
+EXTENSION = "moe_parallel._C"
+
+
+@pytest.fixture
+def no_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    import moe_parallel.ops
+
+    monkeypatch.setitem(sys.modules, EXTENSION, None)
+    monkeypatch.delitem(sys.modules, "moe_parallel.ops.native", raising=False)
+    monkeypatch.delattr(moe_parallel.ops, "native", raising=False)
+
+
+def test_the_extension_is_built():
+    """The other tests skip the native backend without it; this one does not."""
+    assert extension.is_built()
+    info = extension.load().build_info()
+    assert info["torch"].startswith("2.")
+    assert bool(info["cuda_architectures"]) == info["cuda"]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_backends_can_be_copied_and_pickled(name):
+    ops = select_backend(name)
+    assert copy.deepcopy(ops) == ops == pickle.loads(pickle.dumps(ops))
+
+
+def test_auto_prefers_native():
+    expected = "native" if extension.has_cuda() or not torch.cuda.is_available() else "reference"
+    assert select_backend("auto").name == expected
+
+
+def test_auto_without_extension_is_the_reference(no_extension):
+    assert select_backend("auto").name == "reference"
+
+
+def test_native_without_extension_is_an_input_error(no_extension):
+    with pytest.raises(InputError, match=r"--moe-backend native .*`pip install -e \.`") as error:
+        select_backend("native")
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_name_is_an_input_error():
+    with pytest.raises(InputError, match="--moe-backend 'cuda' .* reference, native, auto"):
+        select_backend("cuda")
+
+
+def test_an_extension_for_another_torch_is_an_input_error(monkeypatch):
+    other = SimpleNamespace(
+        __spec__=extension.load().__spec__, build_info=lambda: {"torch": "1.0.0+cpu"}
+    )
+    monkeypatch.setitem(sys.modules, EXTENSION, other)
+    with pytest.raises(InputError, match="does not fit torch .*1.0.0.*pip install -e"):
+        extension.load()
+
+
+def test_an_extension_that_does_not_link_is_an_input_error(monkeypatch):
+    def fail(name: str) -> None:
+        raise ImportError("undefined symbol: _ZN2at6Tensor")
+
+    monkeypatch.setattr(extension.importlib, "import_module", fail)
+    with pytest.raises(InputError, match="undefined symbol.*build it again"):
+        extension.load()

@@ -1,0 +1,105 @@
+import pytest
+import torch
+
+from tests.ops.cases import (
+    DTYPES,
+    LAYOUTS,
+    assert_close,
+    assert_no_worse_than_twice,
+    float64,
+    gradients,
+    random_tensor,
+)
+from tests.oracles import ops as oracle
+
+COUNTS = {
+    "plain": [3, 5, 2],
+    "empty_experts": [0, 4, 0, 1, 0],
+    "all_to_one": [0, 0, 17],
+    "one_row": [0, 1],
+    "one_expert": [7],
+    "no_rows": [0, 0, 0],
+    "many_experts": [n % 4 for n in range(33)],
+}
+
+
+def setting(counts: list[int], inner: int, outer: int, dtype: torch.dtype, device: str):
+    x = random_tensor(sum(counts), inner, dtype=dtype, device=device, seed=0)
+    w = random_tensor(len(counts), inner, outer, dtype=dtype, device=device, seed=1)
+    dy = random_tensor(sum(counts), outer, dtype=dtype, device=device, seed=2)
+    return x.requires_grad_(), w.requires_grad_(), torch.tensor(counts), dy
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("inner, outer", [(1, 1), (7, 5), (16, 33)])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
+def test_equals_the_oracle(ops, device, counts, inner, outer, dtype):
+    x, w, counts_E, dy = setting(counts, inner, outer, dtype, device)
+    y = ops.grouped_gemm(x, w, counts_E)
+    assert y.dtype == dtype
+    assert_close(y, oracle.grouped_gemm(float64(x), float64(w), counts), dtype)
+    dx, dw = gradients(y, dy, x, w)
+    wanted = oracle.grouped_gemm_gradient(float64(dy), float64(x), float64(w), counts)
+    assert_close(dx, wanted[0], dtype)
+    assert_close(dw, wanted[1], dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_inputs_and_gradients(ops, device, layout):
+    x, w, counts_E, dy = setting([3, 0, 5], 6, 4, torch.float64, device)
+    relaid = LAYOUTS[layout]
+    y = ops.grouped_gemm(relaid(x), relaid(w), counts_E)
+    wanted = oracle.grouped_gemm(float64(x), float64(w), [3, 0, 5])
+    assert_close(y, wanted, torch.float64)
+    dx, dw = gradients(y, relaid(dy), x, w)
+    wanted = oracle.grouped_gemm_gradient(float64(dy), float64(x), float64(w), [3, 0, 5])
+    assert_close(dx, wanted[0], torch.float64)
+    assert_close(dw, wanted[1], torch.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_expanded_gradient(ops, device, dtype):
+    x, w, counts_E, dy = setting([3, 0, 5], 6, 4, dtype, device)
+    dx, dw = torch.autograd.grad(ops.grouped_gemm(x, w, counts_E).sum(), (x, w))
+    ones = float64(torch.ones_like(dy))
+    wanted = oracle.grouped_gemm_gradient(ones, float64(x), float64(w), [3, 0, 5])
+    assert_close(dx, wanted[0], dtype)
+    assert_close(dw, wanted[1], dtype)
+
+
+def test_gradcheck(ops, device):
+    x, w, counts_E, _ = setting([2, 0, 3], 3, 2, torch.float64, device)
+    assert torch.autograd.gradcheck(lambda x, w: ops.grouped_gemm(x, w, counts_E), (x, w))
+    assert torch.autograd.gradgradcheck(lambda x, w: ops.grouped_gemm(x, w, counts_E), (x, w))
+
+
+def test_only_the_wanted_gradient(ops, device):
+    x, w, counts_E, dy = setting([3, 0, 5], 6, 4, torch.float64, device)
+    wanted = oracle.grouped_gemm_gradient(float64(dy), float64(x), float64(w), [3, 0, 5])
+    (dx,) = gradients(ops.grouped_gemm(x, w.detach(), counts_E), dy, x)
+    assert_close(dx, wanted[0], torch.float64)
+    (dw,) = gradients(ops.grouped_gemm(x.detach(), w, counts_E), dy, w)
+    assert_close(dw, wanted[1], torch.float64)
+
+
+def test_bf16_is_as_exact_as_torchs(reference, native, device):
+    counts = [40, 0, 77, 3]
+    x, w, counts_E, dy = setting(counts, 65, 34, torch.bfloat16, device)
+    exact = [
+        oracle.grouped_gemm(float64(x), float64(w), counts),
+        *oracle.grouped_gemm_gradient(float64(dy), float64(x), float64(w), counts),
+    ]
+    results = []
+    for ops in (native, reference):
+        y = ops.grouped_gemm(x, w, counts_E)
+        results.append([y, *gradients(y, dy, x, w)])
+    for of_native, of_reference, wanted in zip(*results, exact, strict=True):
+        assert_no_worse_than_twice(of_native, of_reference, wanted)
+
+
+def test_counts_that_do_not_fit_are_refused(ops, device):
+    x, w, counts_E, _ = setting([3, 0, 5], 6, 4, torch.float32, device)
+    with pytest.raises(ValueError, match="sum to"):
+        ops.grouped_gemm(x, w, counts_E + 1)
+    with pytest.raises(ValueError, match="3 experts"):
+        ops.grouped_gemm(x, w, torch.tensor([3, 5]))

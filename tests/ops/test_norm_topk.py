@@ -1,0 +1,162 @@
+import numpy as np
+import pytest
+import torch
+
+from tests.ops.cases import (
+    DTYPES,
+    LAYOUTS,
+    ROUNDING,
+    assert_close,
+    assert_no_worse_than_twice,
+    float64,
+    gradients,
+    random_tensor,
+)
+from tests.oracles import ops as oracle
+
+# tokens, width, experts, rank, k
+SHAPES = [
+    (9, 8, 4, 4, 2),
+    (1, 1, 1, 1, 1),
+    (13, 7, 5, 3, 5),
+    (6, 5, 37, 17, 8),
+    (0, 4, 3, 2, 2),
+    (33, 31, 8, 40, 1),
+]
+
+
+def setting(shape: tuple[int, ...], dtype: torch.dtype, device: str):
+    tokens, width, experts, rank, _ = shape
+    x = random_tensor(tokens, width, dtype=dtype, device=device, seed=0)
+    w = random_tensor(experts, width, rank, dtype=dtype, device=device, seed=1)
+    dnorms = random_tensor(
+        tokens,
+        experts,
+        dtype=torch.float64 if dtype == torch.float64 else torch.float32,
+        device=device,
+        seed=2,
+    )
+    return x.requires_grad_(), w.requires_grad_(), dnorms
+
+
+def assert_ranked(experts: torch.Tensor, exact: np.ndarray, dtype: torch.dtype) -> None:
+    """The top k of the exact norms, but for pairs that are nearer than the rounding."""
+    wanted = oracle.topk(exact, experts.size(1))
+    margin = 2 * ROUNDING[dtype] * exact.max(initial=0.0)
+    for t, chosen in enumerate(experts.tolist()):
+        assert len(set(chosen)) == len(chosen)
+        difference = np.abs(exact[t][chosen] - exact[t][wanted[t]])
+        assert difference.max() <= margin, f"token {t}: {chosen}, not {wanted[t]}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_the_oracle(ops, device, shape, dtype):
+    x, w, dnorms = setting(shape, dtype, device)
+    norms, experts = ops.norm_topk(x, w, shape[-1])
+    exact = oracle.norms(float64(x), float64(w))
+    assert norms.dtype == dnorms.dtype and experts.dtype == torch.int64
+    assert tuple(experts.shape) == (shape[0], shape[-1])
+    assert_close(norms, exact, dtype)
+    assert_ranked(experts, exact, dtype)
+    assert not experts.requires_grad
+    dx, dw = gradients(norms, dnorms, x, w)
+    assert (dx.dtype, dw.dtype) == (dtype, dtype)
+    wanted = oracle.norms_gradient(float64(dnorms), float64(x), float64(w))
+    assert_close(dx, wanted[0], dtype)
+    assert_close(dw, wanted[1], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ties_go_to_the_lower_index(ops, device, dtype):
+    x = torch.tensor([[1.0], [2.0]], dtype=dtype, device=device)
+    w = torch.tensor([3.0, 4.0, 3.0, 4.0, 0.0], dtype=dtype, device=device).view(5, 1, 1)
+    _, experts = ops.norm_topk(x, w, 5)
+    assert experts.tolist() == [[1, 3, 0, 2, 4]] * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_zero_norm_has_no_gradient(ops, device, dtype):
+    x, w, dnorms = setting((9, 8, 4, 4, 2), dtype, device)
+    with torch.no_grad():
+        w[2] = 0
+        x[5] = 0
+    norms, experts = ops.norm_topk(x, w, 2)
+    assert experts[5].tolist() == [0, 1]
+    assert norms[5].tolist() == [0.0] * 4
+    dx, dw = gradients(norms, dnorms, x, w)
+    assert (dw[2] == 0).all() and (dx[5] == 0).all()
+    wanted = oracle.norms_gradient(float64(dnorms), float64(x), float64(w))
+    assert_close(dx, wanted[0], dtype)
+    assert_close(dw, wanted[1], dtype)
+
+
+def test_not_a_number_ranks_first_and_stays_visible(ops, device):
+    x = torch.tensor([[1.0, 0.0]], device=device)
+    w = torch.ones(4, 2, 1, device=device)
+    w[2] = torch.nan
+    norms, experts = ops.norm_topk(x, w, 3)
+    assert experts.tolist() == [[2, 0, 1]]
+    assert norms.isnan().tolist() == [[False, False, True, False]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_inputs_and_gradients(ops, device, layout):
+    x, w, dnorms = setting((9, 8, 4, 6, 2), torch.float64, device)
+    relaid = LAYOUTS[layout]
+    norms, _ = ops.norm_topk(relaid(x), relaid(w), 2)
+    assert_close(norms, oracle.norms(float64(x), float64(w)), torch.float64)
+    dx, dw = gradients(norms, relaid(dnorms), x, w)
+    wanted = oracle.norms_gradient(float64(dnorms), float64(x), float64(w))
+    assert_close(dx, wanted[0], torch.float64)
+    assert_close(dw, wanted[1], torch.float64)
+
+
+def test_expanded_gradient(ops, device):
+    x, w, dnorms = setting((9, 8, 4, 6, 2), torch.float64, device)
+    dx, dw = torch.autograd.grad(ops.norm_topk(x, w, 2)[0].sum(), (x, w))
+    ones = np.ones(dnorms.shape)
+    wanted = oracle.norms_gradient(ones, float64(x), float64(w))
+    assert_close(dx, wanted[0], torch.float64)
+    assert_close(dw, wanted[1], torch.float64)
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 3, 2, 2), (5, 3, 7, 3, 7)], ids=str)
+def test_gradcheck(ops, device, shape):
+    x, w, _ = setting(shape, torch.float64, device)
+    assert torch.autograd.gradcheck(lambda x, w: ops.norm_topk(x, w, shape[-1])[0], (x, w))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_several_tiles_equal_one_product(reference, native, device, dtype):
+    """64 k columns: the native version goes through the tokens in several tiles."""
+    x, w, dnorms = setting((300, 3, 16, 4096, 2), dtype, device)
+    norms, experts = native.norm_topk(x, w, 2)
+    exact_x, exact_w = (t.detach().double().requires_grad_() for t in (x, w))
+    exact_norms, _ = reference.norm_topk(exact_x, exact_w, 2)
+    assert_close(norms, float64(exact_norms), dtype)
+    assert_ranked(experts, float64(exact_norms), dtype)
+    wanted = gradients(exact_norms, dnorms.double(), exact_x, exact_w)
+    for actual, exact in zip(gradients(norms, dnorms, x, w), wanted, strict=True):
+        assert_close(actual, float64(exact), dtype)
+
+
+def test_bf16_is_as_exact_as_torchs(reference, native, device):
+    x, w, dnorms = setting((33, 65, 6, 34, 2), torch.bfloat16, device)
+    exact = [
+        oracle.norms(float64(x), float64(w)),
+        *oracle.norms_gradient(float64(dnorms), float64(x), float64(w)),
+    ]
+    results = []
+    for ops in (native, reference):
+        norms, _ = ops.norm_topk(x, w, 2)
+        results.append([norms, *gradients(norms, dnorms, x, w)])
+    for of_native, of_reference, wanted in zip(*results, exact, strict=True):
+        assert_no_worse_than_twice(of_native, of_reference, wanted)
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_a_k_out_of_range_is_refused(ops, device, k):
+    x, w, _ = setting((3, 4, 4, 2, 2), torch.float32, device)
+    with pytest.raises(ValueError, match=rf"k must lie in 1..4 .*, not {k}"):
+        ops.norm_topk(x, w, k)

@@ -1,0 +1,107 @@
+"""The operators as loops over numbers, in numpy's float64. Written from the definitions alone:
+nothing here is shared with moe_parallel. Gradients are the formulas, not automatic."""
+
+import numpy as np
+
+
+def routing_map(experts, num_experts, rows_per_expert=None):
+    """slots (one per row), rows (one per choice) and counts, expert by expert."""
+    tokens, choices = experts.shape
+    slots, counts = [], []
+    rows = np.full((tokens, choices), -1, dtype=np.int64)
+    for expert in range(num_experts):
+        before = len(slots)
+        for t in range(tokens):
+            for k in range(choices):
+                if experts[t, k] == expert:
+                    rows[t, k] = len(slots)
+                    slots.append(t * choices + k)
+        if rows_per_expert is not None:
+            slots.extend([-1] * (before + rows_per_expert - len(slots)))
+        counts.append(len(slots) - before)
+    return np.array(slots, dtype=np.int64), rows, np.array(counts, dtype=np.int64)
+
+
+def permute(x, slots, choices):
+    y = np.zeros((len(slots), x.shape[1]))
+    for n, slot in enumerate(slots):
+        if slot >= 0:
+            y[n] = x[slot // choices]
+    return y
+
+
+def permute_gradient(dy, slots, choices, tokens):
+    dx = np.zeros((tokens, dy.shape[1]))
+    for n, slot in enumerate(slots):
+        if slot >= 0:
+            dx[slot // choices] += dy[n]
+    return dx
+
+
+def unpermute(y, slots, gates):
+    tokens, choices = gates.shape
+    out = np.zeros((tokens, y.shape[1]))
+    for n, slot in enumerate(slots):
+        if slot >= 0:
+            out[slot // choices] += gates[slot // choices, slot % choices] * y[n]
+    return out
+
+
+def unpermute_gradient(dout, y, slots, gates):
+    dy, dgates = np.zeros(y.shape), np.zeros(gates.shape)
+    choices = gates.shape[1]
+    for n, slot in enumerate(slots):
+        if slot >= 0:
+            t, k = slot // choices, slot % choices
+            dy[n] = gates[t, k] * dout[t]
+            dgates[t, k] = sum(y[n] * dout[t])
+    return dy, dgates
+
+
+def expert_of_rows(counts):
+    return [expert for expert, count in enumerate(counts) for _ in range(count)]
+
+
+def grouped_gemm(x, w, counts):
+    y = np.zeros((len(x), w.shape[2]))
+    for n, expert in enumerate(expert_of_rows(counts)):
+        for i in range(w.shape[1]):
+            y[n] += x[n, i] * w[expert, i]
+    return y
+
+
+def grouped_gemm_gradient(dy, x, w, counts):
+    dx, dw = np.zeros(x.shape), np.zeros(w.shape)
+    for n, expert in enumerate(expert_of_rows(counts)):
+        for i in range(w.shape[1]):
+            dx[n, i] = sum(dy[n] * w[expert, i])
+            dw[expert, i] += x[n, i] * dy[n]
+    return dx, dw
+
+
+def norms(x, w):
+    p = np.zeros((len(x), len(w)))
+    for t in range(len(x)):
+        for expert in range(len(w)):
+            p[t, expert] = sum(c * c for c in x[t] @ w[expert]) ** 0.5
+    return p
+
+
+def topk(p, k):
+    """Indices by falling value, ties to the lower index."""
+    return np.array(
+        [sorted(range(len(row)), key=lambda i: (-row[i], i))[:k] for row in p], dtype=np.int64
+    ).reshape(len(p), k)
+
+
+def norms_gradient(dp, x, w):
+    """dp/dC = C / p, and dC = x W."""
+    dx, dw = np.zeros(x.shape), np.zeros(w.shape)
+    p = norms(x, w)
+    for t in range(len(x)):
+        for expert in range(len(w)):
+            if p[t, expert] > 0:
+                dc = dp[t, expert] / p[t, expert] * (x[t] @ w[expert])
+                dx[t] += w[expert] @ dc
+                dw[expert] += np.outer(x[t], dc)
+    return dx, dw
