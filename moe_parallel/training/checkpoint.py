@@ -33,8 +33,10 @@ from moe_parallel.training.checkpoint_agreement import (
 )
 from moe_parallel.training.checkpoint_folder import (
     CheckpointFolder,
+    check_content,
     checkpoint_name,
     copy_files,
+    describe_files,
     find_checkpoint,
     read_record,
 )
@@ -43,6 +45,7 @@ from moe_parallel.training.checkpoint_optimizer import (
     master_tensors,
     masters_to_read,
     moment_tensors,
+    most_precise,
     pieces,
     set_adam_step,
 )
@@ -151,6 +154,8 @@ class Checkpointer:
             content["moments"] = moment_tensors(held)
             content["masters"] = master_tensors(held)
         write_tensors(content, writing)
+        on_rank_0(lambda: copy_files(self.files, writing))
+        described = exchange(agree(lambda: describe_files(writing, _share())))
         record = {
             "format": FORMAT,
             "training": asdict(state),
@@ -159,13 +164,9 @@ class Checkpointer:
             "layout": self.layout,
             "fingerprint": self.fingerprint,
             "versions": {"torch": torch.__version__, "megatron-core": installed_version()},
+            "files": {name: facts for share in described for name, facts in share.items()},
         }
-
-        def publish() -> None:
-            copy_files(self.files, writing)
-            self.folder.publish(iteration, record, self.keep_last)
-
-        on_rank_0(publish)
+        on_rank_0(lambda: self.folder.publish(iteration, record, self.keep_last))
         return self.folder.directory / checkpoint_name(iteration)
 
     def load(
@@ -183,8 +184,24 @@ class Checkpointer:
             InputError: on every rank, if there is no checkpoint at `path`, or it is torn, or it
                 does not fit the configuration; the message says what differs.
         """
+        try:
+            return self._load(path, model_chunks, optimizer, scheduler)
+        except StorageError as error:
+            raise InputError(
+                f"--load {path}: cannot read the checkpoint: {error}; "
+                "check the disk, or load another checkpoint"
+            ) from error
+
+    def _load(
+        self,
+        path: Path,
+        model_chunks: Sequence[torch.nn.Module],
+        optimizer: MegatronOptimizer | None,
+        scheduler: OptimizerParamScheduler | None,
+    ) -> TrainingState:
         checkpoint = agree(lambda: find_checkpoint(path))
         record = agree(lambda: self._checked_record(checkpoint, optimizer, scheduler))
+        agree(lambda: check_content(checkpoint, record, _share()))
         model = _model_tensors(model_chunks)
         held = [] if optimizer is None else pieces(optimizer, model)
         content: dict[str, Any] = {"model": model, "moments": moment_tensors(held)}
@@ -194,6 +211,7 @@ class Checkpointer:
         stored = agree(lambda: stored_tensors(checkpoint))
         _check_tensors(checkpoint, content, stored)
 
+        content["model"] = most_precise(model, stored)
         loaded = read_tensors(content, checkpoint)
         for chunk, weights in zip(
             unwrap_model(list(model_chunks)), loaded["model"].values(), strict=True
@@ -269,6 +287,11 @@ def _model_tensors(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
         f"chunk{index}": chunk.sharded_state_dict(metadata=metadata)
         for index, chunk in enumerate(unwrap_model(list(model_chunks)))
     }
+
+
+def _share() -> slice:
+    """The files that this rank reads to check them."""
+    return slice(dist.get_rank(), None, dist.get_world_size())
 
 
 def _random_object(state: dict[str, Any] | None) -> ShardedObject:

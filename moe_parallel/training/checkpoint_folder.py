@@ -2,7 +2,7 @@
 
     DIR/latest_checkpointed_iteration.txt   the iteration of the newest checkpoint
     DIR/iter_0000010/                       a checkpoint; it never changes once it has this name
-        checkpoint.json                     written last: what it is, and the size of every file
+        checkpoint.json                     written last: what it is; size and CRC of every file
         metadata.json common.pt .metadata *.distcp        Megatron-Core's torch_dist format
         config.yaml tokenizer/ ...          small files that travel with the weights
     DIR/.iter_0000010.writing               being written; left behind by a killed save
@@ -15,6 +15,7 @@ and folders are flushed to the disk before the rename that makes them visible.
 import json
 import re
 import shutil
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,10 @@ class CheckpointFolder:
     def publish(self, iteration: int, record: Mapping[str, Any], keep_last: int | None) -> Path:
         """Give the written checkpoint its name, point the tracker at it, delete the oldest.
 
-        `record` becomes checkpoint.json, with the sizes of all files added.
+        `record` becomes checkpoint.json; its "files" are what `describe_files` said of all files.
         """
         writing = self.writing_path(iteration)
-        sizes = _file_sizes(writing)
-        (writing / RECORD).write_text(json.dumps({**record, "files": sizes}, indent=1))
+        (writing / RECORD).write_text(json.dumps(record, indent=1))
         for path in (writing, *writing.rglob("*")):
             flush_to_disk(path)
 
@@ -159,22 +159,49 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def read_record(checkpoint: Path) -> dict[str, Any]:
-    """The content of checkpoint.json, after checking that every file is there and whole.
+    """The content of checkpoint.json, after checking that every file is there in its full size.
 
     Raises InputError if the checkpoint is torn.
     """
     try:
         record = json.loads((checkpoint / RECORD).read_text())
-        files = dict(record["files"])
+        sizes = {name: facts["bytes"] for name, facts in record["files"].items()}
     except (OSError, ValueError, KeyError, TypeError):
         raise _torn(checkpoint, f"{RECORD} is missing or unreadable") from None
-    for name, size in files.items():
+    for name, size in sizes.items():
         path = checkpoint / name
         if not path.is_file():
             raise _torn(checkpoint, f"{name} is missing")
         if path.stat().st_size != size:
             raise _torn(checkpoint, f"{name} has {path.stat().st_size} bytes instead of {size}")
     return record
+
+
+def check_content(checkpoint: Path, record: Mapping[str, Any], share: slice) -> None:
+    """Read a share of the files and compare them with the record; raises InputError."""
+    for name, facts in describe_files(checkpoint, share).items():
+        if record["files"].get(name, facts) != facts:
+            raise _torn(checkpoint, f"{name} is damaged")
+
+
+def describe_files(folder: Path, share: slice) -> dict[str, dict[str, int]]:
+    """Size and CRC-32 of a share of the files, sorted by name, that checkpoint.json lists.
+
+    Reading everything takes about a second a gigabyte, so ranks take a share each.
+    """
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != RECORD)
+    return {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "crc32": _crc32(path)}
+        for path in paths[share]
+    }
+
+
+def _crc32(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            crc = zlib.crc32(block, crc)
+    return crc
 
 
 def _torn(checkpoint: Path, what: str) -> InputError:
@@ -201,8 +228,3 @@ def copy_files(files: Mapping[str, str | Path], target: Path) -> None:
 
 def _names(iterations: list[int]) -> str:
     return ", ".join(checkpoint_name(i) for i in iterations[-3:])
-
-
-def _file_sizes(folder: Path) -> dict[str, int]:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -102,37 +102,46 @@ def _pairs(
         yield from zip(model_group, main_group, strict=True)
 
 
-def moment_tensors(held: list[Piece]) -> list[ShardedTensor]:
+def moment_tensors(held: list[Piece]) -> dict[str, ShardedTensor]:
     """Adam's moments, placed; creates those that do not exist yet (zeros, as Adam would)."""
-    return [
+    return _numbered(
         tensor
         for piece in held
         for name in MOMENTS
         for tensor in _place(piece, _moment(piece, name), f"{PREFIX}{name}.")
-    ]
+    )
 
 
-def master_tensors(held: list[Piece]) -> list[ShardedTensor]:
+def master_tensors(held: list[Piece]) -> dict[str, ShardedTensor]:
     """The fp32 copies of parameters that are not fp32, placed."""
-    return [
+    return _numbered(
         tensor for piece in held if piece.has_master for tensor in _place(piece, piece.main, MASTER)
-    ]
+    )
 
 
-def masters_to_read(held: list[Piece], stored: Collection[str]) -> list[ShardedTensor]:
-    """Where to read the fp32 values of each parameter from, given the stored keys.
+def masters_to_read(held: list[Piece], stored: Collection[str]) -> dict[str, ShardedTensor]:
+    """The `master_tensors`, read from the parameters themselves where those were saved in fp32."""
+    return _numbered(
+        tensor if tensor.key in stored else replace(tensor, key=tensor.key.removeprefix(MASTER))
+        for tensor in master_tensors(held).values()
+    )
 
-    Between runs of one precision these are the `master_tensors`. A bf16 run that loads an fp32
-    checkpoint reads the parameters themselves, and an fp32 run that loads a bf16 one the copies.
-    """
-    wanted = []
-    for piece in held:
-        for tensor in _place(piece, piece.main, MASTER):
-            if tensor.key in stored:
-                wanted.append(tensor)
-            elif piece.has_master:
-                wanted.append(replace(tensor, key=tensor.key.removeprefix(MASTER)))
-    return wanted
+
+def most_precise(model: dict[str, Any], stored: Collection[str]) -> dict[str, Any]:
+    """The sharded state dict `model`, with fp32 parameters read from fp32 copies of a bf16 run."""
+
+    def choose(tensor: Any) -> Any:
+        if isinstance(tensor, ShardedTensor | ShardedTensorFactory):
+            if tensor.data.dtype == torch.float32 and MASTER + tensor.key in stored:
+                return replace(tensor, key=MASTER + tensor.key)
+        return tensor
+
+    return dict_list_map_outplace(choose, model)
+
+
+def _numbered(tensors: Iterable[ShardedTensor]) -> dict[str, ShardedTensor]:
+    """Under names that mean nothing: what identifies a tensor on disk is its key and its place."""
+    return {str(number): tensor for number, tensor in enumerate(tensors)}
 
 
 def adam_step(held: list[Piece]) -> int:

@@ -6,7 +6,6 @@ forked writers, which hang a script without a __main__ guard and are unsafe besi
 and where one rank fails to write, the others wait. The files are the same.
 """
 
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import IOBase
@@ -15,11 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import (
-    CheckpointingConfig,
-    CheckpointingException,
-    save_config,
-)
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -31,20 +26,7 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
-from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint_agreement import StorageError, agree, on_rank_0, one_line
-
-# What reading a damaged file ends in: torch's archive reader, pickle, or missing entries.
-UNREADABLE = (
-    CheckpointException,
-    CheckpointingException,
-    OSError,
-    RuntimeError,
-    ValueError,
-    KeyError,
-    EOFError,
-    pickle.UnpicklingError,
-)
 
 
 def write_tensors(content: dict[str, Any], folder: Path) -> None:
@@ -70,44 +52,36 @@ def write_tensors(content: dict[str, Any], folder: Path) -> None:
             ),
         )
     except CheckpointException as error:  # the same on every rank
-        for failure, _ in error.failures.values():
-            if isinstance(failure, OSError):
-                raise StorageError(one_line(failure)) from None
-        raise
+        raise _first_failure(error) from error
 
 
 def read_tensors(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Read what `content` asks for, into its tensors, and the plain values; all ranks take part.
 
     Raises:
-        InputError: on every rank, if a rank could not read a file.
+        StorageError: on every rank, if a rank could not read.
     """
 
     def read() -> dict[str, Any]:
         try:
             return dist_checkpointing.load(content, str(folder), validate_access_integrity=False)
-        except UNREADABLE as error:
-            raise _damaged(folder, error) from error
+        except CheckpointException as error:  # by 0.16.1 alone; 0.19.2 raises what it met
+            raise _first_failure(error) from error
 
     return agree(read)
 
 
 def stored_tensors(folder: Path) -> dict[str, ShardedTensor]:
-    """Every tensor in a checkpoint by key, without data: its global shape and dtype.
-
-    Raises InputError if the list is damaged.
-    """
-    try:
-        return dist_checkpointing.load_tensors_metadata(str(folder))
-    except UNREADABLE as error:
-        raise _damaged(folder, error) from error
+    """Every tensor in a checkpoint by key, without data: its global shape and dtype."""
+    return dist_checkpointing.load_tensors_metadata(str(folder))
 
 
-def _damaged(folder: Path, error: BaseException) -> InputError:
-    if isinstance(error, CheckpointException):
-        error = next(failure for failure, _ in error.failures.values())
-    reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    return InputError(f"--load {folder}: the checkpoint is torn: {reason}; load another one")
+def _first_failure(error: CheckpointException) -> Exception:
+    """What the first rank that failed met; torch's own exception is not even an Exception."""
+    failure, _ = next(iter(error.failures.values()))
+    if isinstance(failure, OSError):
+        return StorageError(one_line(failure))
+    return RuntimeError(f"{type(failure).__name__}: {failure}")
 
 
 def _write_common(common: dict[str, Any], folder: Path) -> None:

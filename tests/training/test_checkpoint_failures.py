@@ -1,0 +1,227 @@
+"""Saves that are killed or fail, and checkpoints that cannot be loaded."""
+
+import os
+import re
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from torch import distributed as dist
+
+from moe_parallel.errors import InputError
+from moe_parallel.training import checkpoint_folder, checkpoint_tensors
+from tests.distributed import RankError, run_distributed
+from tests.training.tiny_run import AOE, Layout, TinyRun
+
+EP2 = Layout(2, ep=2)
+
+
+def _save_twice(path, before_second):
+    """Saves iterations 1 and 2; returns the InputError of the second, if there is one."""
+    run = TinyRun(EP2, path)
+    run.steps(1)
+    run.save()
+    run.steps(1)
+    before_second()
+    try:
+        run.save()
+    except InputError as error:
+        return str(error)
+
+
+def _load_then_save(path):
+    run = TinyRun(EP2, path)
+    state = run.load(path)
+    run.steps(1)
+    run.save()
+    return state.iteration, run.checkpointer.latest().name
+
+
+def _kill_rank_1_while_writing():
+    if dist.get_rank() == 1:
+        write = checkpoint_tensors._WatchedStream.write
+
+        def write_some_and_die(stream, data):
+            if stream.tell() > 2000:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return write(stream, data)
+
+        checkpoint_tensors._WatchedStream.write = write_some_and_die
+
+
+def _kill_before_the_tracker_is_written():
+    def die(path, text):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoint_folder.write_published = die
+
+
+@pytest.mark.parametrize("kill", [_kill_rank_1_while_writing, _kill_before_the_tracker_is_written])
+def test_kill_9_while_saving_leaves_the_previous_checkpoint(tmp_path, kill):
+    with pytest.raises(RankError, match=r"died: exit code -9|failed"):
+        run_distributed(2, _save_twice, tmp_path, kill)
+    assert run_distributed(2, _load_then_save, tmp_path) == [(1, "iter_0000002")] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "iter_0000001",
+        "iter_0000002",
+        "latest_checkpointed_iteration.txt",
+    ]
+
+
+def _limit_file_size_on_rank_1():
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then write() fails, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+
+
+def test_a_full_disk_is_one_message_on_every_rank(tmp_path):
+    messages = run_distributed(2, _save_twice, tmp_path, _limit_file_size_on_rank_1)
+    assert messages[0] == messages[1]
+    assert re.fullmatch(
+        rf"--save {tmp_path}: cannot write the checkpoint of iteration 2: .*__1_0.distcp: "
+        r"File too large; iter_0000001 is untouched; free the disk or name another folder",
+        messages[0],
+    )
+    assert not list(tmp_path.glob(".*"))  # the space is given back
+    assert run_distributed(2, _load_then_save, tmp_path) == [(1, "iter_0000002")] * 2
+
+
+def _save_error(path):
+    run = TinyRun(EP2, path)
+    try:
+        run.save()
+    except InputError as error:
+        return str(error)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    for path, reason in (file, "File exists"), (Path("/sys/checkpoints"), "not permitted|denied"):
+        messages = run_distributed(2, _save_error, path)
+        assert messages[0] == messages[1]
+        assert re.fullmatch(
+            rf"--save {path}: cannot write the checkpoint of iteration 0: {path}: "
+            rf".*({reason}); there was none before; .*",
+            messages[0],
+        )
+
+
+def _save_often(path, keep_last):
+    run = TinyRun(Layout(), path, keep_last=keep_last)
+    kept = []
+    for _ in range(4):
+        run.steps(1)
+        run.save()
+        kept.append(run.checkpointer.folder.iterations())
+    return kept
+
+
+def test_keep_last_bounds_the_disk(tmp_path):
+    assert run_distributed(1, _save_often, tmp_path, 2) == [[[1], [1, 2], [2, 3], [3, 4]]]
+    assert not list(tmp_path.glob(".*"))
+
+
+def _load_errors(layout, paths, options):
+    """The InputError of loading each path, by one engine."""
+    run = TinyRun(layout, paths[0], options=options)
+    messages = []
+    for path in paths:
+        try:
+            run.load(path)
+            messages.append(None)
+        except InputError as error:
+            messages.append(str(error))
+    return messages
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("whole")
+    run_distributed(2, _save_twice, path, int)
+    return path
+
+
+def test_torn_checkpoints(checkpoint, tmp_path):
+    def damaged(name, damage):
+        path = tmp_path / name
+        shutil.copytree(checkpoint, path)
+        damage(path / "iter_0000002")
+        return path
+
+    def cut(path):
+        os.truncate(path / "__1_0.distcp", 1000)
+
+    def flip_bit(path):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+    paths = [
+        damaged("cut", cut),
+        damaged("missing", lambda path: (path / "__0_0.distcp").unlink()),
+        damaged("record", lambda path: (path / "checkpoint.json").write_text("{")),
+        damaged("garbled", lambda path: flip_bit(path / ".metadata")),
+        damaged("flipped", lambda path: flip_bit(path / "__1_0.distcp")),
+    ]
+    reasons = [
+        r"__1_0.distcp has 1000 bytes instead of \d+; load another one: iter_0000001",
+        "__0_0.distcp is missing; load another one: iter_0000001",
+        "checkpoint.json is missing or unreadable; load another one: iter_0000001",
+        r"\.metadata is damaged; load another one: iter_0000001",
+        r"__1_0\.distcp is damaged; load another one: iter_0000001",
+    ]
+    found = run_distributed(2, _load_errors, EP2, paths, {})
+    assert found[0] == found[1]
+    for path, reason, message in zip(paths, reasons, found[0], strict=True):
+        expected = rf"--load {path}/iter_0000002: the checkpoint is torn: {reason}"
+        assert re.fullmatch(expected, message), message
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"hidden_size": 64}, "hidden_size is 32 in the checkpoint and 64 here"),
+        (AOE, "expert_selection is TopKSelection in the checkpoint and AoESelection here"),
+        ({"lr": 0.5}, r"--lr is 0.01 in the checkpoint and 0.5 here"),
+        (  # these two are not in the fingerprint that the tests' runs give
+            {"num_layers": 3, "moe_layer_freq": "1"},
+            r"decoder\.layers\.\S+ which the checkpoint lacks",
+        ),
+        ({"num_experts": 8}, r"\S+ is \[4, .*\] in the checkpoint and \[8, .*\] here"),
+    ],
+)
+def test_checkpoints_of_another_model(checkpoint, options, reason):
+    found = run_distributed(2, _load_errors, EP2, [checkpoint], options)
+    assert found[0] == found[1]
+    message = found[0][0]
+    assert message.startswith(f"--load {checkpoint}/iter_0000002: ")
+    assert re.search(reason, message), message
+    assert "\n" not in message and "config.yaml" in message
+
+
+def test_paths_that_hold_no_checkpoint(checkpoint, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    for name, tracker in ("garbage", "ten"), ("dangling", "10"):
+        shutil.copytree(checkpoint, tmp_path / name)
+        (tmp_path / name / "latest_checkpointed_iteration.txt").write_text(tracker)
+    paths = [tmp_path / name for name in ("empty", "file", "absent", "garbage", "dangling")]
+    reasons = [
+        "no checkpoint here",
+        "this is a file",
+        "there is no such folder",
+        "latest_checkpointed_iteration.txt says 'ten' instead of an iteration",
+        "says 10, but iter_0000010 is not there; .*: iter_0000001, iter_0000002",
+    ]
+    found = run_distributed(2, _load_errors, EP2, paths, {})
+    assert found[0] == found[1]
+    for path, reason, message in zip(paths, reasons, found[0], strict=True):
+        assert re.match(f"--load {path}: .*{reason}", message), message
+
+
+def test_an_older_checkpoint_can_be_named(checkpoint):
+    path = checkpoint / "iter_0000001"
+    assert run_distributed(2, _load_errors, EP2, [path], {}) == [[None], [None]]

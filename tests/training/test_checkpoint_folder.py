@@ -1,0 +1,102 @@
+"""The folder of checkpoints by itself: publishing, replacing, and what kills leave behind."""
+
+import pytest
+
+from moe_parallel.errors import InputError
+from moe_parallel.training.checkpoint import Checkpointer
+from moe_parallel.training.checkpoint_folder import (
+    CheckpointFolder,
+    check_content,
+    describe_files,
+    find_checkpoint,
+    read_record,
+)
+
+EVERYTHING = slice(None)
+
+
+def _publish(folder, iteration, content="", keep_last=None):
+    writing = folder.begin(iteration)
+    (writing / "weights").write_text(content)
+    return folder.publish(iteration, {"files": describe_files(writing, EVERYTHING)}, keep_last)
+
+
+def test_nothing_shows_before_publishing(tmp_path):
+    folder = CheckpointFolder(tmp_path / "run")
+    assert folder.latest() is None
+    folder.begin(1)
+    assert folder.latest() is None and folder.iterations() == []
+    folder.abandon(1)
+    assert list(folder.directory.iterdir()) == []
+
+
+def test_a_later_run_replaces_a_checkpoint_of_the_same_iteration(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    _publish(folder, 1, "old")
+    published = _publish(folder, 1, "new")
+    assert (published / "weights").read_text() == "new"
+    assert folder.latest() == published and folder.iterations() == [1]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_killed_between_the_two_renames_of_a_replacement(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    published = _publish(folder, 1, "old")
+    folder.begin(1)
+    published.rename(tmp_path / ".iter_0000001.old")
+    assert (find_checkpoint(tmp_path) / "weights").read_text() == "old"
+    folder.begin(2)
+    assert folder.latest() == published
+    assert (published / "weights").read_text() == "old"
+
+
+def test_keeping_counts_the_newest_whatever_its_number(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    for iteration in (10, 20, 5):  # 5: a run that went back
+        _publish(folder, iteration, keep_last=2)
+    assert folder.iterations() == [5, 20]
+    assert folder.latest().name == "iter_0000005"
+    _publish(folder, 6, keep_last=1)
+    assert folder.iterations() == [6]
+
+
+def test_iterations_beyond_seven_digits_sort_by_number(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    for iteration in (9_999_999, 10_000_000):
+        _publish(folder, iteration)
+    assert folder.iterations() == [9_999_999, 10_000_000]
+    assert find_checkpoint(tmp_path).name == "iter_10000000"
+
+
+def test_other_files_in_the_folder_are_left_alone(tmp_path):
+    for name in ("metrics.jsonl", ".hidden", "iter_notes"):
+        (tmp_path / name).write_text("mine")
+    _publish(CheckpointFolder(tmp_path), 1, keep_last=1)
+    for name in ("metrics.jsonl", ".hidden", "iter_notes"):
+        assert (tmp_path / name).read_text() == "mine"
+
+
+def test_damage_is_found_by_size_and_by_content(tmp_path):
+    published = _publish(CheckpointFolder(tmp_path), 1, "12345")
+    record = read_record(published)
+    # 0xcbf53a1c: the CRC-32 of "12345" by other programs.
+    assert record["files"] == {"weights": {"bytes": 5, "crc32": 0xCBF53A1C}}
+    check_content(published, record, EVERYTHING)
+    (published / "weights").write_text("12346")
+    with pytest.raises(InputError, match="torn: weights is damaged; it cannot be loaded"):
+        check_content(published, read_record(published), EVERYTHING)
+    (published / "weights").write_text("1234")
+    with pytest.raises(InputError, match="weights has 4 bytes instead of 5"):
+        read_record(published)
+
+
+def test_ranks_share_the_reading(tmp_path):
+    for name in "abcde":
+        (tmp_path / name).write_text(name)
+    shares = [describe_files(tmp_path, slice(rank, None, 2)).keys() for rank in range(2)]
+    assert shares == [set("ace"), set("bd")]
+
+
+def test_keep_last_must_keep_one(tmp_path):
+    with pytest.raises(InputError, match="--keep-last 0: keep at least 1"):
+        Checkpointer(tmp_path, keep_last=0, fingerprint={}, layout={}, files={})

@@ -1,0 +1,133 @@
+"""On the layout that saved it, a run goes on bit for bit."""
+
+import hashlib
+import json
+import random
+
+import numpy
+import pytest
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from tests.distributed import run_distributed
+from tests.training.tiny_run import AOE, Layout, TinyRun
+
+RUNS = {
+    "one": (Layout(), {}),
+    "ep2-distributed": (Layout(2, ep=2, distributed=True), AOE),
+    "tp2-pp2-vpp2": (Layout(4, tp=2, pp=2, vpp=2), {}),
+    "bf16-ep2": (Layout(2, ep=2), {"bf16": True}),
+    "bf16-distributed": (Layout(2, distributed=True), {"bf16": True}),
+}
+
+
+def _six_steps(layout, options, path):
+    run = TinyRun(layout, path, options=options)
+    run.steps(6)
+    return _bytes(run)
+
+
+def _three_and_save(layout, options, path):
+    run = TinyRun(layout, path, options=options)
+    run.steps(3)
+    run.save()
+    return run.steps(3), _bytes(run)
+
+
+def _load_and_three(layout, options, path):
+    run = TinyRun(layout, path, options={**options, "seed": 99})
+    run.load(path)
+    return run.steps(3), _bytes(run)
+
+
+def _bytes(run):
+    """A hash of every parameter's bytes, by name."""
+    return {
+        name: hashlib.sha256(parameter.detach().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, parameter in run.parameters()
+    }
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_three_and_three_steps_are_six(tmp_path, name):
+    layout, options = RUNS[name]
+    straight = run_distributed(layout.world, _six_steps, layout, options, tmp_path)
+    saving = run_distributed(layout.world, _three_and_save, layout, options, tmp_path)
+    resumed = run_distributed(layout.world, _load_and_three, layout, options, tmp_path)
+    assert resumed == saving
+    assert [weights for _, weights in resumed] == straight
+
+
+def _draw_after_saving(layout, path):
+    run = TinyRun(layout, path)
+    run.steps(1)
+    _draw()
+    run.save()
+    return _draw()
+
+
+def _draw_after_loading(layout, path):
+    run = TinyRun(layout, path, options={"seed": 7})
+    without = _draw()
+    run.close()
+    run = TinyRun(layout, path, options={"seed": 7})
+    run.load(path)
+    return without, _draw()
+
+
+def _draw():
+    with get_cuda_rng_tracker().fork():
+        forked = torch.rand(3).tolist()
+    return random.random(), numpy.random.rand(), torch.rand(3).tolist(), forked
+
+
+def test_random_states_return_on_the_same_layout(tmp_path):
+    layout = Layout(2, tp=2)
+    expected = run_distributed(2, _draw_after_saving, layout, tmp_path)
+    found = run_distributed(2, _draw_after_loading, layout, tmp_path)
+    assert [drawn for _, drawn in found] == expected
+    assert all(without != drawn for without, drawn in found)
+
+
+def _seeded(layout, path, load):
+    run = TinyRun(layout, path, options={"seed": 7})
+    if load:
+        run.load(path)
+    with get_cuda_rng_tracker().fork():
+        return torch.rand(3).tolist()
+
+
+def test_random_states_stay_as_seeded_on_another_layout(tmp_path):
+    run_distributed(2, _draw_after_saving, Layout(2, tp=2), tmp_path)
+    loaded, fresh = (
+        run_distributed(2, _seeded, Layout(2, ep=2), tmp_path, load) for load in (True, False)
+    )
+    assert loaded == fresh
+
+
+def _save_and_describe(layout, path, tokenizer):
+    files = {"config.yaml": "hidden-size: 32\n", "tokenizer": tokenizer}
+    run = TinyRun(layout, path, files=files)
+    run.steps(1)
+    return run.save()
+
+
+def test_what_a_checkpoint_holds(tmp_path):
+    tokenizer = tmp_path / "tokenizer"
+    (tokenizer / "deep").mkdir(parents=True)
+    (tokenizer / "deep" / "vocabulary.json").write_text("{}")
+    save = tmp_path / "run"
+    paths = run_distributed(2, _save_and_describe, Layout(2, ep=2), save, tokenizer)
+    checkpoint = save / "iter_0000001"
+    assert paths == [checkpoint, checkpoint]
+    assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == "1"
+    assert {path.name for path in save.iterdir()} == {
+        "iter_0000001",
+        "latest_checkpointed_iteration.txt",
+    }
+    assert (checkpoint / "config.yaml").read_text() == "hidden-size: 32\n"
+    assert (checkpoint / "tokenizer" / "deep" / "vocabulary.json").read_text() == "{}"
+    record = json.loads((checkpoint / "checkpoint.json").read_text())
+    training = {"iteration": 1, "consumed_samples": 8, "consumed_tokens": 128}
+    assert record["training"] == training
+    assert record["layout"]["ep"] == record["layout"]["world_size"] == 2
