@@ -32,8 +32,8 @@ def run_micro_batches(
 
     Args:
         chunks: this rank's model chunks.
-        batches: this rank's micro-batches: tokens_BS and position_ids_BS int64, labels_BS int64,
-            loss_mask_BS float.
+        batches: this rank's micro-batches, on any device: tokens, position_ids and labels (int64)
+            and loss_mask (float32), all [B, S].
         training: sizes of a micro-batch.
         num_micro_batches: how many to take.
         loss_of: (losses_BS fp32, batch) -> (loss of the micro-batch, what to report of it).
@@ -41,11 +41,12 @@ def run_micro_batches(
 
     Returns what `loss_of` reported for each micro-batch; [] but on the last pipeline stage.
     """
+    device = next(chunks[0].parameters()).device
     # Every virtual stage reads the same micro-batches, each at its own pace.
     streams = itertools.tee(batches, len(chunks))
 
     def forward_step(stream: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Loss]:
-        batch = next(stream)
+        batch = {name: tensor.to(device) for name, tensor in next(stream).items()}
         output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         return output, lambda losses_BS: loss_of(losses_BS, batch)
 

@@ -33,6 +33,16 @@ def build_model(
 
     Weights are initialised, and are the same in every parallel layout.
     """
+    chunks = build_chunks(config, padded_vocab_size, groups, statistics)
+    for chunk in chunks:
+        initialize_weights(chunk, config.training.seed, config.model.init_method_std)
+    return chunks
+
+
+def build_chunks(
+    config: Config, padded_vocab_size: int, groups: Groups, statistics: RoutingStatistics
+) -> list[GPTModel]:
+    """The chunks of `build_model` before their weights have values."""
     megatron = transformer_config(config)
     context = LayerContext(
         groups, select_backend(config.moe.moe_backend), statistics, capacity(config)
@@ -40,7 +50,7 @@ def build_model(
     stages: list[int | None] = [None]
     if config.virtual_stages is not None:
         stages = list(range(config.virtual_stages))
-    chunks = [
+    return [
         GPTModel(
             config=megatron,
             transformer_layer_spec=_block_spec(config, megatron, context, stage),
@@ -61,9 +71,6 @@ def build_model(
         )
         for stage in stages
     ]
-    for chunk in chunks:
-        initialize_weights(chunk, config.training.seed, config.model.init_method_std)
-    return chunks
 
 
 def capacity(config: Config) -> Capacity | None:

@@ -1,0 +1,98 @@
+"""Loss and bits per byte on held-out text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_parallel.config import TrainingConfig
+from moe_parallel.data.sampler import evaluation_batches, evaluation_steps
+from moe_parallel.model.forward import Batch, Reported, run_micro_batches
+from moe_parallel.parallel import Groups
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """What a model makes of a text."""
+
+    nats: float  # -ln p of all tokens
+    tokens: int
+    num_bytes: int  # UTF-8 bytes that the tokens stand for
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nats / max(self.tokens, 1)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Independent of the tokenizer, where that knows the bytes of its tokens exactly.
+
+        A token that ends a document costs nats and stands for no byte.
+        """
+        return self.nats / math.log(2) / max(self.num_bytes, 1)
+
+
+@torch.no_grad()
+def evaluate(
+    chunks: list[Any],
+    dataset: Any,
+    bytes_per_token_V: torch.Tensor,
+    training: TrainingConfig,
+    groups: Groups,
+    samples: int | None = None,
+) -> Perplexity:
+    """The model on the first `samples` samples of a dataset (None: on all). Collective.
+
+    The result is the same on every rank and does not depend on the layout.
+
+    Args:
+        chunks: this rank's model chunks; left in evaluation mode.
+        dataset: samples as `data.sampler.evaluation_batches` takes them.
+        bytes_per_token_V: int64, UTF-8 bytes of each token, on the device of the model.
+        training: sizes of a micro-batch.
+        groups: the layout.
+        samples: how many; the same on every rank.
+    """
+
+    def count(losses_BS: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, Reported]:
+        mask_BS = batch["loss_mask"].double()
+        bytes_BS = bytes_per_token_V[batch["labels"]]
+        counted = [losses_BS * mask_BS, mask_BS, bytes_BS * mask_BS]
+        sums = torch.stack([each_BS.sum() for each_BS in counted])
+        return losses_BS.mean(), {"sums": sums}
+
+    for chunk in chunks:
+        chunk.eval()
+    share = {
+        "micro_batch_size": training.micro_batch_size,
+        "data_parallel_size": groups.dp.size(),
+    }
+    steps = evaluation_steps(dataset, samples=samples, **share)
+    if len(chunks) > 1:  # the interleaved schedule takes whole rounds of the pipeline
+        steps = -(-steps // groups.pp.size()) * groups.pp.size()
+    stream = evaluation_batches(
+        dataset, samples=samples, data_parallel_rank=groups.dp.rank(), **share
+    )
+    reported = run_micro_batches(chunks, _padded(stream), training, steps, count, forward_only=True)
+    total = torch.zeros(3, dtype=torch.float64, device=bytes_per_token_V.device)
+    if reported and groups.tp.rank() == 0:  # tensor-parallel ranks report the same tokens
+        total += torch.stack([report["sums"] for report in reported]).sum(0)
+    dist.all_reduce(total)
+    nats, tokens, num_bytes = total.tolist()
+    return Perplexity(nats, round(tokens), round(num_bytes))
+
+
+def _padded(stream: Iterator[Batch]) -> Iterator[Batch]:
+    """The stream, then its last batch for ever, masked."""
+    batch: Batch = {}
+    for batch in stream:
+        yield batch
+    masked = {**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}
+    while True:
+        yield masked

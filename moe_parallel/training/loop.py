@@ -1,0 +1,203 @@
+"""Pretraining from the first step to the last report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_parallel.config import Config
+from moe_parallel.data.datasets import Datasets
+from moe_parallel.data.sampler import batches
+from moe_parallel.evaluation.perplexity import Perplexity, evaluate
+from moe_parallel.model.forward import Batch
+from moe_parallel.telemetry.sinks import Telemetry
+from moe_parallel.training.checkpoint import Checkpointer, TrainingState
+from moe_parallel.training.engine import Engine, NonFiniteLoss, StepResult
+from moe_parallel.training.failure import EXIT_INTERRUPTED, Diverged
+from moe_parallel.training.signals import StopRequest
+from moe_parallel.training.text import Text
+
+
+@dataclass
+class Interval:
+    """What is averaged between two logged iterations."""
+
+    losses: list[float] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, result: StepResult, seconds: float) -> None:
+        self.losses.append(result.lm_loss)
+        self.tokens += result.tokens
+        self.seconds += seconds
+
+
+class Loop:
+    """Steps, evaluations, checkpoints and records, in the order the configuration asks for."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        text: Text,
+        datasets: Datasets,
+        checkpoints: Checkpointer,
+        state: TrainingState,
+        telemetry: Telemetry,
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.datasets = datasets
+        self.checkpoints = checkpoints
+        self.state = state
+        self.telemetry = telemetry
+        self.bytes_per_token_V = text.bytes_per_token(engine.device)
+        self._saved_at: int | None = state.iteration or None
+        self._start = time.monotonic()
+
+    def train(self) -> int:
+        """Train to the last iteration, or until asked to stop; returns the exit code. Collective.
+
+        Raises Diverged when the loss is no longer finite.
+        """
+        stream = self._stream()
+        interval = Interval()
+        self.engine.statistics.training.clear()
+        with StopRequest().listening() as stop:
+            while self.state.iteration < self.config.training.train_iters:
+                self._step(stream, interval)
+                if self._due(self.config.logging.log_interval):
+                    interval = Interval()
+                stopping = self._agreed(stop)
+                leaving = self._due(self.config.training.exit_interval)
+                if self._due(self.config.checkpoint.save_interval) or stopping or leaving:
+                    self.save()
+                if stopping:
+                    self.telemetry.say(
+                        f"stopped by a signal after iteration {self.state.iteration}"
+                        + self._how_to_go_on()
+                    )
+                    return EXIT_INTERRUPTED
+                if leaving:
+                    self.telemetry.say(f"--exit-interval: left at {self.state.iteration}")
+                    return 0
+                if self._due(self.config.logging.eval_interval) and not self.done:
+                    self.telemetry.log(self.place() | {"validation": self.evaluate()})
+        self.save()
+        return 0
+
+    @property
+    def done(self) -> bool:
+        return self.state.iteration >= self.config.training.train_iters
+
+    def save(self) -> None:
+        """Write a checkpoint of this moment, unless there is one. Collective."""
+        if self.config.checkpoint.save is None or self._saved_at == self.state.iteration:
+            return
+        path = self.checkpoints.save(
+            self.state, self.engine.chunks, self.engine.optimizer, self.engine.scheduler
+        )
+        self._saved_at = self.state.iteration
+        self.telemetry.say(f"saved {path}")
+
+    def perplexities(self, *, everything: bool = False) -> dict[str, Perplexity]:
+        """Each domain's validation text, all of it or --eval-iters batches. Collective."""
+        training, logging = self.config.training, self.config.logging
+        samples = None if everything else logging.eval_iters * training.global_batch_size
+        with self.engine.statistics.evaluating():
+            return {
+                domain: evaluate(
+                    self.engine.chunks,
+                    dataset,
+                    self.bytes_per_token_V,
+                    training,
+                    self.engine.groups,
+                    samples,
+                )
+                for domain, dataset in self.datasets.valid.items()
+            }
+
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """Loss and bits per byte of each domain, as records have them. Collective."""
+        return readings(self.perplexities())
+
+    def _stream(self) -> Iterator[Batch]:
+        dp = self.engine.groups.dp
+        return batches(
+            self.datasets.train,
+            consumed_samples=self.state.consumed_samples,
+            micro_batch_size=self.config.training.micro_batch_size,
+            data_parallel_rank=dp.rank(),
+            data_parallel_size=dp.size(),
+        )
+
+    def _step(self, stream: Iterator[Batch], interval: Interval) -> None:
+        begin = time.monotonic()
+        try:
+            result = self.engine.step(stream)
+        except NonFiniteLoss as error:
+            raise self._diverged(error) from error
+        interval.add(result, time.monotonic() - begin)
+        self.state = TrainingState(
+            iteration=self.state.iteration + 1,
+            consumed_samples=self.state.consumed_samples + self.config.training.global_batch_size,
+            consumed_tokens=self.state.consumed_tokens + result.tokens,
+        )
+        if self._due(self.config.logging.log_interval):
+            self.telemetry.log(self._record(result, interval))
+        else:
+            self.telemetry.advance(self.state.iteration)
+
+    def _record(self, result: StepResult, interval: Interval) -> dict[str, Any]:
+        layers = self.engine.statistics.training.reduced([None]).summaries()
+        self.engine.statistics.training.clear()
+        return self.place() | {
+            "lm_loss": sum(interval.losses) / len(interval.losses),
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.learning_rate,
+            "tokens_per_second": interval.tokens / interval.seconds,
+            "layers": layers,
+        }
+
+    def place(self) -> dict[str, Any]:
+        """How far the run has come, as every record says it."""
+        return {
+            "iteration": self.state.iteration,
+            "consumed_samples": self.state.consumed_samples,
+            "consumed_tokens": self.state.consumed_tokens,
+            "elapsed_seconds": round(time.monotonic() - self._start, 3),
+        }
+
+    def _due(self, every: int | None) -> bool:
+        return every is not None and self.state.iteration % every == 0
+
+    def _agreed(self, stop: StopRequest) -> bool:
+        """Whether any rank was asked to stop: all leave after the same step."""
+        asked = torch.tensor(float(stop.signal is not None), device=self.engine.device)
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        return bool(asked.item())
+
+    def _how_to_go_on(self) -> str:
+        folder = self.config.checkpoint.save
+        return f"; go on with --load {folder}" if folder else "; nothing was saved (no --save)"
+
+    def _diverged(self, error: NonFiniteLoss) -> Diverged:
+        latest: Path | None = None
+        if self.config.checkpoint.save is not None:
+            latest = self.checkpoints.latest()
+        good = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint"
+        return Diverged(f"iteration {self.state.iteration + 1}: {error}; {good}")
+
+
+def readings(perplexities: dict[str, Perplexity]) -> dict[str, dict[str, float]]:
+    """Perplexities as records have them."""
+    return {
+        domain: {"loss": text.loss, "bits_per_byte": text.bits_per_byte}
+        for domain, text in perplexities.items()
+    }

@@ -1,0 +1,155 @@
+"""A pretraining run: set up, train, report."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from moe_parallel.config import Config, parse_command_line, validate
+from moe_parallel.parallel import Groups, initialize_groups
+from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
+from moe_parallel.platform.device import choose_backend
+from moe_parallel.telemetry.sinks import Telemetry, open_telemetry
+from moe_parallel.training.checkpoint import TrainingState
+from moe_parallel.training.engine import Engine
+from moe_parallel.training.failure import FailureChannel, run
+from moe_parallel.training.loop import Loop, readings
+from moe_parallel.training.report import compare_with_baselines, draw, format_table
+from moe_parallel.training.run import open_checkpoints
+from moe_parallel.training.text import open_text
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Pretrain as the command line says, and end the process. See `failure` for exit codes."""
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    store = _store(rank, world_size)
+
+    def body(channel: FailureChannel) -> int:
+        if rank != 0 and {"--help", "-h"} & set(arguments):
+            return 0  # rank 0 prints it
+        config = parse_command_line(arguments)
+        validate(config, world_size)
+        backend = choose_backend(config.parallel.distributed_backend)
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        else:
+            adapt_megatron_to_cpu()
+        channel.watch()
+        timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("groups", store), rank=rank,
+            world_size=world_size, timeout=timeout,
+        )  # fmt: skip
+        return pretrain(config, initialize_groups(config.parallel, config.virtual_stages))
+
+    run(body, FailureChannel(store))
+
+
+def pretrain(config: Config, groups: Groups) -> int:
+    """Train, evaluate and report; returns the exit code. Collective."""
+    seed_everything(config, groups)
+    rank = dist.get_rank()
+    text = open_text(config)
+    checkpoints = open_checkpoints(config, text.tokenizer, text.vocab_size, groups)
+    datasets = text.datasets(config)
+    engine = Engine(config, text.vocab_size, groups)
+    state, resumed_from = TrainingState(0, 0, 0), None
+    if config.checkpoint.load is not None:
+        state = checkpoints.load(
+            Path(config.checkpoint.load), engine.chunks, engine.optimizer, engine.scheduler
+        )
+        resumed_from = state.iteration
+    with _telemetry(config, resumed_from) if rank == 0 else Telemetry() as telemetry:
+        parameters = count_parameters(engine.chunks)
+        telemetry.say(_opening(config, groups, parameters, state))
+        loop = Loop(config, engine, text, datasets, checkpoints, state, telemetry)
+        code = loop.train()
+        if code == 0 and loop.done:
+            _report(loop, telemetry, text.tokenizer, parameters)
+    dist.barrier()
+    return code
+
+
+def seed_everything(config: Config, groups: Groups) -> None:
+    """Seed torch and Megatron-Core's generators; weights have seeds of their own."""
+    torch.manual_seed(config.training.seed + 100 * groups.pp.rank())
+    model_parallel_cuda_manual_seed(config.training.seed + 100 * groups.pp.rank())
+    init_num_microbatches_calculator(
+        dist.get_rank(),
+        None,
+        config.training.global_batch_size,
+        config.training.micro_batch_size,
+        groups.dp.size(),
+    )
+
+
+def count_parameters(chunks: list[Any]) -> int:
+    """Parameters of the whole model, each counted once. Collective."""
+    sizes: dict[str, int] = {}
+    for chunk in chunks:
+        for entry in chunk.module.sharded_state_dict().values():
+            parts = entry.build() if hasattr(entry, "build") else entry
+            for part in parts if isinstance(parts, list) else [parts]:
+                if isinstance(part, ShardedTensor):
+                    sizes[part.key] = math.prod(part.global_shape)
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, sizes)
+    return sum({key: size for each in everywhere for key, size in each.items()}.values())
+
+
+def _store(rank: int, world_size: int) -> dist.Store:
+    """The store that torchrun serves, or one of our own for a single process."""
+    if "MASTER_ADDR" not in os.environ:
+        return dist.HashStore()
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size))
+    return store
+
+
+def _telemetry(config: Config, resumed_from: int | None) -> Telemetry:
+    return open_telemetry(
+        config.checkpoint.save,
+        config.training.train_iters,
+        resumed_from=resumed_from,
+        tensorboard=config.logging.tensorboard,
+        wandb_project=config.logging.wandb_project,
+        wandb_mode=config.logging.wandb_mode,
+        config=dict(config.values()),
+    )
+
+
+def _opening(config: Config, groups: Groups, parameters: int, state: TrainingState) -> str:
+    sizes = {
+        "tp": groups.tp, "pp": groups.pp, "dp": groups.dp, "ep": groups.ep, "etp": groups.etp
+    }  # fmt: skip
+    layout = " ".join(f"{name} {group.size()}" for name, group in sizes.items())
+    tokens = config.training.global_batch_size * config.training.seq_length
+    start = f", going on after iteration {state.iteration}" if state.iteration else ""
+    return (
+        f"{parameters / 1e6:.2f}M parameters on {dist.get_world_size()} ranks ({layout}); "
+        f"{config.training.train_iters} iterations of {tokens:,} tokens{start}"
+    )
+
+
+def _report(loop: Loop, telemetry: Telemetry, tokenizer: Any, parameters: int) -> None:
+    """The last evaluation, the comparison with simple models, and the figure. Collective."""
+    full = loop.config.logging.full_evaluation
+    perplexities = loop.perplexities(everything=full)
+    if perplexities:
+        telemetry.log(loop.place() | {"validation": readings(perplexities)})
+    if dist.get_rank() != 0:
+        return
+    if full and perplexities:
+        table = compare_with_baselines(perplexities, loop.datasets, tokenizer)
+        telemetry.say("\nheld-out text, every token:\n" + format_table(table))
+    if loop.config.checkpoint.save is not None:
+        telemetry.say(f"figure: {draw(loop.config, parameters)}")
