@@ -15,6 +15,9 @@ Each entry is as narrow as Megatron-Core allows:
 
 All three work on objects that Megatron-Core looks up at the time of the call, so it makes no
 difference which of its modules were imported before.
+
+Not covered, as this project does not use it: fp16 loss scaling, CUDA graphs, FSDP, inference, and
+expert tensor parallelism in the stock MoE dispatcher, which gathers uneven shares; gloo cannot.
 """
 
 import functools

@@ -26,10 +26,22 @@ from tests.platform.layout import Layout
 from tests.platform.stock_gpt import build, forward_backward, step
 
 
-def losses_of(layout: Layout, steps: int = 5) -> list[float]:
-    """The loss of each step; empty on ranks without the last pipeline stage."""
+def train_in(layout: Layout, folder: Path | None = None) -> list[tuple[float, float]]:
+    """Loss and gradient norm of five steps; empty on ranks without the last pipeline stage.
+
+    The first weights come from the checkpoint in `folder`, if one is given.
+    """
     trained = build(layout)
-    return [loss for _ in range(steps) for loss in step(trained)]
+    if folder:
+        state = dist_checkpointing.load(_sharded_weights(trained), str(folder))
+        for i, chunk in enumerate(trained.chunks):
+            chunk.module.load_state_dict(state[f"model{i}"])
+        trained.optimizer.reload_model_params()
+    return [pair for _ in range(5) for pair in step(trained)]
+
+
+def save_weights(folder: Path) -> None:
+    dist_checkpointing.save(_sharded_weights(build(Layout())), str(folder))
 
 
 def train() -> None:
@@ -179,6 +191,10 @@ def _sharded_state(trained, loading=False):
     model = chunk.module.sharded_state_dict()
     optimizer = trained.optimizer.sharded_state_dict(model, is_loading=loading)
     return {"model": model, "optimizer": optimizer}
+
+
+def _sharded_weights(trained):
+    return {f"model{i}": c.module.sharded_state_dict() for i, c in enumerate(trained.chunks)}
 
 
 def _state(trained):

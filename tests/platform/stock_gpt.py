@@ -3,7 +3,9 @@
 Nothing of our own layers is in it, except the norm that takes sequence parallelism.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -14,7 +16,10 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+from megatron.core.num_microbatches_calculator import (
+    get_num_microbatches,
+    init_num_microbatches_calculator,
+)
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -53,9 +58,8 @@ def build(layout: Layout) -> Trained:
         expert_tensor_parallel_size=layout.etp,
     )
     model_parallel_cuda_manual_seed(1)
-    data_parallel = parallel_state.get_data_parallel_world_size()
     init_num_microbatches_calculator(
-        dist.get_rank(), None, 2 * MICRO_BATCHES * data_parallel, 2, data_parallel
+        dist.get_rank(), None, 2 * MICRO_BATCHES, 2, parallel_state.get_data_parallel_world_size()
     )
     config = _config(layout)
     stages = range(layout.vpp) if layout.vpp else [None]
@@ -82,47 +86,55 @@ def build(layout: Layout) -> Trained:
     return Trained(layout, config, chunks, optimizer)
 
 
-def step(trained: Trained) -> list[float]:
-    """One step, always on the same batch; as `forward_backward`."""
+def step(trained: Trained) -> list[tuple[float, float]]:
+    """One step, always on the same batch: (loss, gradient norm), where `forward_backward` does."""
     trained.optimizer.zero_grad()
     for chunk in trained.chunks:
         chunk.zero_grad_buffer()
     losses = forward_backward(trained)
     succeeded, norm, _ = trained.optimizer.step()
     assert succeeded and 0 < norm < 100, (succeeded, norm)
-    return losses
+    return [(loss, norm) for loss in losses]
 
 
 def forward_backward(trained: Trained, forward_only: bool = False) -> list[float]:
-    """The sum of the micro-batches' losses, as the only item; nothing before the last stage."""
+    """The mean loss of all micro-batches, as the only item; nothing before the last stage."""
     reported = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[batches() for _ in trained.chunks],
         model=trained.chunks,
-        num_microbatches=MICRO_BATCHES,
+        num_microbatches=get_num_microbatches(),
         seq_length=SEQUENCE,
         micro_batch_size=2,
         forward_only=forward_only,
     )
-    return [sum(entry["loss"].item() for entry in reported)] if reported else []
+    if not reported:
+        return []
+    loss = torch.stack([entry["loss"] for entry in reported]).mean()
+    dist.all_reduce(loss, dist.ReduceOp.AVG, parallel_state.get_data_parallel_group())
+    return [loss.item()]
 
 
-def batches():
-    """Counting, from starting points of this data-parallel rank's own."""
-    generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
-    while True:
-        start = torch.randint(VOCABULARY, (2, 1), generator=generator)
-        yield (start + torch.arange(SEQUENCE + 1)) % VOCABULARY
+def batches() -> Iterator[torch.Tensor]:
+    """This data-parallel rank's share of the micro-batches of a step: counting upwards."""
+    generator = torch.Generator().manual_seed(0)
+    starts = torch.randint(VOCABULARY, (MICRO_BATCHES, 2, 1), generator=generator)
+    rank, size = _data_parallel()
+    yield from (starts[rank::size] + torch.arange(SEQUENCE + 1)) % VOCABULARY
 
 
-def forward_step(data, model):
+def _data_parallel() -> tuple[int, int]:
+    return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+
+
+def forward_step(data: Iterator[torch.Tensor], model: torch.nn.Module) -> Any:
     tokens = next(data)
     positions = torch.arange(SEQUENCE).expand(2, -1)
     losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
 
     def mean(losses):
         loss = losses.float().mean()
-        return loss, {"loss": loss.detach()}
+        return loss, {"loss": loss.detach().clone()}  # the schedule scales `loss` in place
 
     return losses, mean
 
