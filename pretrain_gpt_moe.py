@@ -8,10 +8,10 @@ line says which), 3 the loss is no longer finite, 75 saved after SIGTERM or SIGU
 """
 
 import sys
-import warnings
 
-# Megatron-Core warns on import of every optional package that is not installed.
-warnings.filterwarnings("ignore", module=r"megatron\.core")
+from moe_parallel.platform.notices import hush_notices
+
+hush_notices()  # before Megatron-Core is imported
 
 from moe_parallel.training.pretrain import main  # noqa: E402
 

@@ -1,5 +1,7 @@
 """Taking tokens to experts and results back; the dispatcher is chosen once, by the layout."""
 
+from typing import Any
+
 from moe_parallel.dispatch.all_to_all import AllToAllDispatcher
 from moe_parallel.dispatch.dispatched import Dispatched, Dispatcher
 from moe_parallel.dispatch.local import LocalDispatcher
@@ -7,9 +9,7 @@ from moe_parallel.ops import Ops
 from moe_parallel.parallel import Groups
 
 
-def build_dispatcher(
-    num_experts: int, groups: Groups, ops: Ops
-) -> LocalDispatcher | AllToAllDispatcher:
+def build_dispatcher(num_experts: int, groups: Groups, ops: Ops) -> Dispatcher[Any]:
     """Local where this rank holds every expert whole, all-to-all elsewhere."""
     if groups.etp_ep.size() == 1:
         return LocalDispatcher(num_experts, ops)

@@ -40,8 +40,7 @@ class ExpertParameters(nn.Module):
         assert full[sharded_axis] % shards == 0, (name, full, shards)
         local = list(full)
         local[sharded_axis] //= shards
-        device = torch.get_default_device()
-        weight = nn.Parameter(torch.empty(local, dtype=self.dtype, device=device))
+        weight = nn.Parameter(torch.empty(local, dtype=self.dtype))
         mark_expert_weight(weight, self.groups, sharded_axis)
         self.register_parameter(name, weight)
         self._sharded_axis[name] = sharded_axis

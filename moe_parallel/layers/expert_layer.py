@@ -119,7 +119,7 @@ class ExpertLayer(MegatronModule, ABC):
         """The norms to log, where scores are norms."""
         return None
 
-    def replicated(self, weight: nn.Parameter) -> torch.Tensor:
+    def replicated(self, weight: torch.Tensor) -> torch.Tensor:
         """A weight that every tensor-parallel rank holds whole and uses on tokens of its own.
 
         Its gradient is the sum over those ranks: taken by Megatron-Core at the end of the step
@@ -131,7 +131,6 @@ class ExpertLayer(MegatronModule, ABC):
 
     def add_replicated_weight(self, name: str, *shape: int) -> None:
         """Register a weight that every rank of the stage holds whole (a router, W_down)."""
-        device = torch.get_default_device()
-        weight = nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
+        weight = nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
         weight.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
         self.register_parameter(name, weight)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+from moe_parallel.model.shards import shards
 
 
 @torch.no_grad()
@@ -18,7 +19,7 @@ def initialize_weights(model: Any, seed: int, std: float) -> None:
     here. A matrix is drawn whole from a generator seeded by its name, and the part is copied. What
     is stacked over experts is drawn expert by expert, so that no rank draws experts of others.
     """
-    for shard in _shards(model.sharded_state_dict()):
+    for shard in shards(model):
         if len(shard.global_shape) == 1:
             shard.data.fill_(1.0)
         elif len(shard.global_shape) == 2:
@@ -26,14 +27,6 @@ def initialize_weights(model: Any, seed: int, std: float) -> None:
         else:
             for expert, weight in enumerate(shard.data, start=shard.global_offset[0]):
                 weight.copy_(_part(shard, _normal(shard, seed, f"{shard.key}.{expert}"), 1) * std)
-
-
-def _shards(state: dict[str, Any]) -> list[ShardedTensor]:
-    entries = []
-    for entry in state.values():
-        parts = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
-        entries += parts if isinstance(parts, list) else [parts]
-    return [entry for entry in entries if isinstance(entry, ShardedTensor)]
 
 
 def _normal(shard: ShardedTensor, seed: int, name: str) -> torch.Tensor:

@@ -24,6 +24,7 @@ from moe_parallel.config import Config, data_parallel_size
 from moe_parallel.model.forward import Batch, language_model_loss, run_micro_batches
 from moe_parallel.model.gpt import build_model
 from moe_parallel.parallel import Groups
+from moe_parallel.platform.device import device
 from moe_parallel.telemetry.statistics import RoutingStatistics
 
 
@@ -52,12 +53,13 @@ class Engine:
         """Build everything; weights are the initial ones. `vocab_size` is the tokenizer's."""
         self.config = config
         self.groups = groups
-        self.device = torch.get_default_device()
+        self.device = device()
         self.statistics = RoutingStatistics(
             config.model.num_layers, config.moe.num_experts or 1, self.device
         )
         padded = config.padded_vocab_size(vocab_size)
-        chunks = build_model(config, padded, groups, self.statistics)
+        with self.device:
+            chunks = build_model(config, padded, groups, self.statistics)
         self.chunks = _parallelize(config, chunks)
         self.optimizer = _optimizer(config, self.chunks)
         self.scheduler = _scheduler(config, self.optimizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -11,11 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.utils import unwrap_model
 
 from moe_parallel.config import Config, parse_command_line, validate
+from moe_parallel.model.shards import total_parameters
 from moe_parallel.parallel import Groups, initialize_groups
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
 from moe_parallel.platform.device import choose_backend
@@ -70,7 +70,7 @@ def pretrain(config: Config, groups: Groups) -> int:
         )
         resumed_from = state.iteration
     with _telemetry(config, resumed_from) if rank == 0 else Telemetry() as telemetry:
-        parameters = count_parameters(engine.chunks)
+        parameters = total_parameters(unwrap_model(engine.chunks))
         telemetry.say(_opening(config, groups, parameters, state))
         loop = Loop(config, engine, text, datasets, checkpoints, state, telemetry)
         code = loop.train()
@@ -91,20 +91,6 @@ def seed_everything(config: Config, groups: Groups) -> None:
         config.training.micro_batch_size,
         groups.dp.size(),
     )
-
-
-def count_parameters(chunks: list[Any]) -> int:
-    """Parameters of the whole model, each counted once. Collective."""
-    sizes: dict[str, int] = {}
-    for chunk in chunks:
-        for entry in chunk.module.sharded_state_dict().values():
-            parts = entry.build() if hasattr(entry, "build") else entry
-            for part in parts if isinstance(parts, list) else [parts]:
-                if isinstance(part, ShardedTensor):
-                    sizes[part.key] = math.prod(part.global_shape)
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, sizes)
-    return sum({key: size for each in everywhere for key, size in each.items()}.values())
 
 
 def _store(rank: int, world_size: int) -> dist.Store:
