@@ -50,10 +50,12 @@ check_compiler() {
             "(Debian: apt-get install python$series-dev)"
 }
 
-# One line for whatever pip or the compiler said at length.
+# One line for whatever pip, setup.py or a compiler said at length.
 explain() {
-    if cause=$(grep -m 1 -E '(: (fatal )?error:|^error: )' "$log"); then
-        stop "the C++ extension did not compile ($cause); the whole output is in $log"
+    if grep -q -E 'Building editable.* error|Failed building|moe_parallel: building' "$log"; then
+        cause=$(grep -E ': (fatal )?error: |moe_parallel: ' "$log" | grep -v ': building ' |
+            head -n 1 | sed 's/^ *//')
+        stop "the C++ extension did not compile (${cause:-no reason found}); the whole output is in $log"
     fi
     cause=$(grep '^ERROR: ' "$log" | tail -n 1 | cut -c 8-)
     stop "pip could not install the packages (${cause:-no reason given}): is the package registry" \
