@@ -47,6 +47,14 @@ inline void check_index(const char* name, const at::Tensor& tensor, int64_t dim)
                    tensor.scalar_type());
 }
 
+// Kernels follow raw pointers, so all of them must lead to one device.
+inline void check_together(const at::Tensor& first, at::TensorList others) {
+  for (const auto& other : others) {
+    TORCH_CHECK_VALUE(other.device() == first.device(), "tensors must be on one device, not on ",
+                      first.device(), " and ", other.device());
+  }
+}
+
 // Runs the task where the tensor lives; on CUDA on the current stream.
 template <class Task>
 void launch(const at::Tensor& where, const Task& task) {

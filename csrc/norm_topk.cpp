@@ -23,6 +23,7 @@ void check_product(const at::Tensor& x, const at::Tensor& w) {
   check_dim("w", w, 3);
   TORCH_CHECK_VALUE(w.size(1) == x.size(1), "x has ", x.size(1), " columns, but w takes ",
                     w.size(1));
+  check_together(x, {w});
   TORCH_CHECK_TYPE(w.scalar_type() == x.scalar_type(), "x is ", x.scalar_type(), ", w is ",
                    w.scalar_type());
 }
@@ -79,6 +80,7 @@ std::tuple<at::Tensor, at::Tensor> norm_topk_backward(const at::Tensor& dnorms, 
                                                       const at::Tensor& w,
                                                       const at::Tensor& norms) {
   check_product(x, w);
+  check_together(x, {dnorms, norms});
   TORCH_CHECK_VALUE(dnorms.sizes() == norms.sizes(), "dnorms have shape ", dnorms.sizes(),
                     ", norms ", norms.sizes());
 

@@ -8,6 +8,7 @@ at::Tensor permute(const at::Tensor& x, const at::Tensor& slots, const at::Tenso
   check_dim("x", x, 2);
   check_index("slots", slots, 1);
   check_index("rows", rows, 2);
+  check_together(x, {slots, rows});
   scalar_type_of("x", x);
   TORCH_CHECK_VALUE(rows.size(0) == x.size(0), "x has ", x.size(0), " tokens, the row map ",
                     rows.size(0));

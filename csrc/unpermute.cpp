@@ -14,11 +14,13 @@ void check_map(const at::Tensor& y, const at::Tensor& slots, const at::Tensor& r
   check_dim("y", y, 2);
   check_index("slots", slots, 1);
   check_index("rows", rows, 2);
+  check_together(y, {slots, rows});
   TORCH_CHECK_VALUE(slots.size(0) == y.size(0), "y has ", y.size(0), " rows, the row map ",
                     slots.size(0));
 }
 
 void check_gates(const at::Tensor& gates, const at::Tensor& y, const at::Tensor& rows) {
+  check_together(y, {gates});
   TORCH_CHECK_VALUE(gates.sizes() == rows.sizes(), "gates have shape ", gates.sizes(),
                     ", the row map ", rows.sizes());
   TORCH_CHECK_TYPE(gates.scalar_type() == sum_type_of(y), "gates must be ", sum_type_of(y),
@@ -56,6 +58,7 @@ std::tuple<at::Tensor, at::Tensor> unpermute_backward(const at::Tensor& dout, co
                                                       const at::Tensor& gates) {
   check_map(y, slots, rows);
   check_gates(gates, y, rows);
+  check_together(y, {dout});
   TORCH_CHECK_VALUE(dout.dim() == 2 && dout.size(0) == rows.size(0) && dout.size(1) == y.size(1),
                     "dout has shape ", dout.sizes(), " instead of ", rows.size(0), " tokens by ",
                     y.size(1));

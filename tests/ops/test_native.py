@@ -63,3 +63,11 @@ def test_an_integer_tensor_is_refused(native, device):
     slots, rows = torch.tensor([0], device=device), torch.tensor([[0]], device=device)
     with pytest.raises(TypeError, match="x must be float32, float64 or bfloat16, not Int"):
         torch.ops.moe_parallel.permute(slots.int().view(1, 1), slots, rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+def test_tensors_on_two_devices_are_refused(native, device):
+    x, slots, rows = arguments(torch.float32, device)["permute"]
+    with pytest.raises(ValueError, match="one device"):
+        torch.ops.moe_parallel.permute(x, slots.cpu(), rows)
