@@ -1,0 +1,90 @@
+"""Initial weights: fixed by the seed alone, whatever the layout."""
+
+import numpy
+import pytest
+
+from tests.distributed import run_distributed
+from tests.model.small_gpt import Options, Weights, initial_weights, whole
+
+SYSTEMS: dict[str, Options] = {
+    "topk": {"moe_layer_freq": "[0]+[1]*3"},
+    "aoe": {
+        "expert_selection": "aoe",
+        "aoe_low_rank_size": 8,
+        "aoe_wide_size": 20,
+        "untie_embeddings_and_output_weights": True,
+    },
+}
+LAYOUTS: dict[str, Options] = {
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2, sp, ep2": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    },
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2, virtual": {
+        "pipeline_model_parallel_size": 2,
+        "num_layers_per_virtual_pipeline_stage": 1,
+    },
+    "ep2": {"expert_model_parallel_size": 2},
+    "etp2": {"expert_tensor_parallel_size": 2},
+}
+
+
+def weights(world: int, cases: list[Options]) -> list[Weights]:
+    """The whole initial weights of each case."""
+    return [whole(list(ranks)) for ranks in zip(*run_distributed(world, _each, cases), strict=True)]
+
+
+def _each(cases):
+    return [initial_weights(options) for options in cases]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_layouts_start_alike(system):
+    options = SYSTEMS[system]
+    (one,) = weights(1, [options])
+    for name, found in zip(
+        LAYOUTS, weights(2, [options | layout for layout in LAYOUTS.values()]), strict=True
+    ):
+        assert found.keys() == one.keys(), name
+        for key, value in one.items():
+            numpy.testing.assert_array_equal(found[key], value, err_msg=f"{key} under {name}")
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_values(system):
+    first, again, other = weights(1, [SYSTEMS[system] | {"seed": seed} for seed in (1, 1, 2)])
+    for key, value in first.items():
+        numpy.testing.assert_array_equal(again[key], value, err_msg=key)
+        if value.ndim == 1:
+            assert (value == 1).all(), f"{key} is a norm"
+            continue
+        assert abs(value.mean()) < 5 * 0.1 / value.size**0.5, key
+        assert abs(value.std() - 0.1) < 5 * 0.1 / (2 * value.size) ** 0.5, key
+        # A normal variable is beyond two standard deviations with probability 0.0455.
+        beyond = (abs(value) > 0.2).mean()
+        assert abs(beyond - 0.0455) < 5 * (0.0455 / value.size) ** 0.5, key
+        assert abs(numpy.corrcoef(value.flat, other[key].flat)[0, 1]) < 5 / value.size**0.5, key
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_no_two_matrices_are_drawn_alike(system):
+    (one,) = weights(1, [SYSTEMS[system]])
+    matrices = {key: value for key, value in one.items() if value.ndim > 1}
+    experts = {
+        f"{key}.{i}": expert
+        for key, value in matrices.items()
+        for i, expert in enumerate(value if value.ndim > 2 else [value])
+    }
+    starts = {key: tuple(value.flatten()[:4]) for key, value in experts.items()}
+    assert len(set(starts.values())) == len(starts)
+
+
+def test_the_standard_deviation_is_an_option():
+    narrow, wide = weights(1, [{"init_method_std": std} for std in (0.02, 0.1)])
+    for key, value in narrow.items():
+        if value.ndim > 1:
+            numpy.testing.assert_allclose(5 * value, wide[key], rtol=1e-5, err_msg=key)

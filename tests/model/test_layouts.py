@@ -1,0 +1,220 @@
+"""Every parallel layout trains the same model: equal losses, gradient norms, loads and weights.
+
+Initial weights do not depend on the layout and the micro-batches are the same, so five steps on
+one rank are the reference for all. One world of processes runs its layouts one after another.
+"""
+
+import numpy
+import pytest
+
+from tests.distributed import run_distributed
+from tests.model.small_gpt import Options, Outcome, train, whole
+
+TOLERANCE = 1e-5  # relative, in fp32; measured deviations are a few 1e-7
+
+# The auxiliary losses weigh more than usual, so that a mistake in them shows in gradient norms.
+ROUTED = {"moe_aux_loss_coeff": 0.05, "moe_z_loss_coeff": 0.01}
+AUTONOMOUS = {
+    "expert_selection": "aoe",
+    "aoe_low_rank_size": 8,
+    "aoe_wide_size": 20,
+    "moe_aux_loss_coeff": 0.05,
+}
+SYSTEMS: dict[str, Options] = {
+    "topk": ROUTED | {"moe_layer_freq": "[0]+[1]*3"},
+    "aoe": AUTONOMOUS | {"untie_embeddings_and_output_weights": True},
+    "top1": ROUTED
+    | {
+        "moe_router_topk": 1,
+        "num_query_groups": 4,
+        "moe_layer_freq": "2",
+        "untie_embeddings_and_output_weights": True,
+    },
+    "aoe-tied": AUTONOMOUS | {"moe_layer_freq": "[1,0,1,0]"},
+}
+
+
+def layout(
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
+    *,
+    sp: bool = False,
+    virtual: bool = False,
+    distributed: bool = False,
+    recompute: bool = False,
+) -> Options:
+    """The options of a layout; `virtual`: one layer in each virtual pipeline stage."""
+    return {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": etp,
+        "sequence_parallel": sp,
+        "num_layers_per_virtual_pipeline_stage": 1 if virtual else None,
+        "use_distributed_optimizer": distributed,
+        "recompute_granularity": "full" if recompute else None,
+    }
+
+
+ONE = layout()
+
+#: Layouts by the number of ranks; data parallelism takes the ranks that are left.
+LAYOUTS: dict[int, dict[str, Options]] = {
+    1: {
+        "recompute": layout(recompute=True),
+        "distributed optimizer": layout(distributed=True),
+    },
+    2: {
+        "dp2": layout(),
+        "dp2, distributed optimizer": layout(distributed=True),
+        "tp2": layout(tp=2, etp=2),
+        "tp2, sp": layout(tp=2, etp=2, sp=True),
+        "tp2, sp, etp1, recompute": layout(tp=2, sp=True, recompute=True),
+        "tp2, ep2": layout(tp=2, ep=2),
+        "tp2, sp, ep2": layout(tp=2, ep=2, sp=True),
+        "ep2": layout(ep=2),
+        "ep2, distributed optimizer, recompute": layout(ep=2, distributed=True, recompute=True),
+        "etp2": layout(etp=2),
+        "pp2": layout(pp=2),
+        "pp2, virtual, recompute": layout(pp=2, virtual=True, recompute=True),
+    },
+    4: {
+        "dp4, distributed optimizer": layout(distributed=True),
+        "ep2 in dp4, distributed optimizer": layout(ep=2, distributed=True),
+        "ep4": layout(ep=4),
+        "ep2 x etp2": layout(ep=2, etp=2),
+        "ep2 x pp2": layout(pp=2, ep=2),
+        "pp4": layout(pp=4),
+        "pp2, virtual, dp2": layout(pp=2, virtual=True, distributed=True),
+        "tp2 x pp2, sp, distributed optimizer": layout(
+            tp=2, pp=2, etp=2, sp=True, distributed=True
+        ),
+        "tp2 x pp2, virtual, ep2": layout(tp=2, pp=2, ep=2, virtual=True),
+        "tp2 x dp2": layout(tp=2, etp=2),
+        "tp2 x dp2, sp, etp1, distributed optimizer": layout(tp=2, sp=True, distributed=True),
+        "tp2 x dp2, sp, ep2": layout(tp=2, ep=2, sp=True),
+        "tp2 x dp2, ep2 x etp2, distributed optimizer": layout(
+            tp=2, ep=2, etp=2, sp=True, distributed=True
+        ),
+        "tp2 x dp2, ep4, recompute": layout(tp=2, ep=4, sp=True, recompute=True),
+    },
+}
+
+Runs = dict[str, list[Outcome]]  # by name; of each run the outcomes on all ranks
+
+
+def run_all(world: int, cases: dict[str, Options]) -> Runs:
+    """Train each case on `world` ranks, in one set of processes."""
+    ranks = run_distributed(world, _train_each, list(cases.values()), timeout=300)
+    return dict(zip(cases, zip(*ranks, strict=True), strict=True))
+
+
+def _train_each(cases: list[Options]) -> list[Outcome]:
+    return [train(options) for options in cases]
+
+
+def differences(found: Runs, expected: list[Outcome]) -> dict[str, list[str]]:
+    """What differs from the expected run, by name of the case; {} where nothing does."""
+    reported = {name: _differences(ranks, expected) for name, ranks in found.items()}
+    return {name: wrong for name, wrong in reported.items() if wrong}
+
+
+def _differences(ranks: list[Outcome], expected: list[Outcome]) -> list[str]:
+    wrong = []
+    reference = expected[0]
+    for measure in ("losses", "grad_norms"):
+        wanted = getattr(reference, measure)
+        for rank, outcome in enumerate(ranks):
+            values = getattr(outcome, measure)
+            if not numpy.allclose(values, wanted, rtol=TOLERANCE, atol=0):
+                wrong.append(f"{measure} on rank {rank}: {values}, not {wanted}")
+    for layer, wanted in zip(ranks[0].layers, reference.layers, strict=True):
+        for name, value in layer.items():
+            if not numpy.allclose(value, wanted[name], rtol=TOLERANCE):
+                wrong.append(f"{name} of layer {layer['layer']}: {value}, not {wanted[name]}")
+    weights = whole([outcome.pieces for outcome in ranks])
+    for name, wanted in whole([outcome.pieces for outcome in expected]).items():
+        # Adam moves a weight by its learning rate even where the gradient is rounding noise, so
+        # single weights may differ, but no matrix as a whole.
+        distance = numpy.linalg.norm(weights[name] - wanted) / numpy.linalg.norm(wanted)
+        if not distance < 1e-4:
+            wrong.append(f"{name} is off by {distance:.1e} after training")
+    return wrong
+
+
+@pytest.mark.parametrize("system", ["topk", "aoe"])
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_layouts_agree(world: int, system: str) -> None:
+    _check(world, SYSTEMS[system], LAYOUTS[world])
+
+
+@pytest.mark.parametrize("system", ["top1", "aoe-tied"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_variants_agree_in_every_third_layout(world: int, system: str) -> None:
+    names = list(LAYOUTS[world])[list(SYSTEMS).index(system) - 2 :: 3]
+    _check(world, SYSTEMS[system], {name: LAYOUTS[world][name] for name in names})
+
+
+def _check(world: int, options: Options, layouts: dict[str, Options]) -> None:
+    expected = run_all(1, {"one": options | ONE})["one"]
+    found = run_all(world, {name: options | spread for name, spread in layouts.items()})
+    assert differences(found, expected) == {}
+
+
+def test_training_changes_what_is_compared() -> None:
+    first, *_, last = (run := run_all(1, {"one": SYSTEMS["aoe"] | ONE})["one"][0]).losses
+    assert last < first - 1
+    assert len(set(run.grad_norms)) == 5
+    assert all(layer["max_minus_min_load"] > 0 for layer in run.layers)
+
+
+# With a capacity the experts count the S * B / tp tokens that one rank routes, with sequence
+# parallelism or without. So layouts agree among those of equal tp, not with the others.
+
+DROPPING = {"moe_expert_capacity_factor": 0.75}
+
+TP1 = {
+    2: ["dp2", "ep2", "etp2", "pp2, virtual, recompute"],
+    4: ["ep2 x etp2"],
+}
+TP2 = {
+    2: ["tp2", "tp2, sp, etp1, recompute", "tp2, ep2", "tp2, sp, ep2"],
+    4: ["tp2 x dp2, ep2 x etp2, distributed optimizer"],
+}
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("system", ["topk", "aoe"])
+def test_layouts_that_split_tokens_alike_drop_alike(system: str, policy: str) -> None:
+    options = SYSTEMS[system] | DROPPING | {"moe_token_drop_policy": policy}
+    padded = options | {"moe_pad_expert_input_to_capacity": True}
+    found: dict[str, Runs] = {
+        "tp1": run_all(1, {"one": options | ONE, "one, padded": padded | ONE}),
+        "tp2": {},
+    }
+    for world in (2, 4):
+        names = TP1[world] + TP2[world]
+        runs = run_all(
+            world,
+            # Padding changes no result, so every second layout pads.
+            {name: (options, padded)[i % 2] | LAYOUTS[world][name] for i, name in enumerate(names)},
+        )
+        found["tp1"] |= {name: runs[name] for name in TP1[world]}
+        found["tp2"] |= {name: runs[name] for name in TP2[world]}
+    for runs in found.values():
+        expected = next(iter(runs.values()))
+        assert all(layer["tokens_dropped"] > 0 for layer in expected[0].layers)
+        assert differences(runs, expected) == {}
+
+
+def test_policies_differ() -> None:
+    runs = run_all(
+        1,
+        {
+            policy: SYSTEMS["topk"] | DROPPING | ONE | {"moe_token_drop_policy": policy}
+            for policy in ("probs", "position")
+        },
+    )
+    assert differences({"position": runs["position"]}, runs["probs"]) != {}
