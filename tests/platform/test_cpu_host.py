@@ -221,16 +221,18 @@ def test_megatron_may_be_imported_afterwards():
 
 def test_refuses_another_version(monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda name: "0.18.0")
+    before = torch.cuda.current_device
     with pytest.raises(InputError, match=r"0\.18\.0 .*0\.16\.1 and 0\.19\.2.*pip install"):
         adapt_megatron_to_cpu()
-    assert "cpu_host" not in torch.cuda.current_device.__module__
+    assert torch.cuda.current_device is before
 
 
 def test_refuses_a_host_with_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = torch.cuda.current_device
     with pytest.raises(RuntimeError, match="CUDA is available"):
         adapt_megatron_to_cpu()
-    assert "cpu_host" not in torch.cuda.current_device.__module__
+    assert torch.cuda.current_device is before
 
 
 def test_describes_what_it_adapts():
