@@ -1,57 +1,44 @@
 """One rank's failure is every rank's failure."""
 
 import errno
+from functools import partial
 
-import pytest
 from torch import distributed as dist
 
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint_agreement import StorageError, agree, exchange, on_rank_0
 from tests.distributed import run_distributed
 
+FAILURES = {
+    InputError("--lr -1"): [("InputError", "--lr -1")] * 2,
+    OSError(errno.ENOSPC, "No space", "/a"): [("StorageError", "/a: No space")] * 2,
+    StorageError("/b: gone"): [("StorageError", "/b: gone")] * 2,
+    KeyError("x"): [("RuntimeError", "rank 1 failed: 'x'"), ("KeyError", "'x'")],
+}
 
-def _outcome(error, failing_rank):
-    def action():
-        if dist.get_rank() == failing_rank:
+
+def _outcomes():
+    """What `agree` raises on this rank when rank 1 fails, and what it returns when none does."""
+    rank = dist.get_rank()
+
+    def fail(error):
+        if rank == 1:
             raise error
-        return f"done on {dist.get_rank()}"
 
-    try:
-        return agree(action)
-    except Exception as raised:
-        return type(raised).__name__, str(raised)
-    finally:
-        assert exchange(dist.get_rank()) == [0, 1]  # the ranks are still in step
-
-
-@pytest.mark.parametrize(
-    ("error", "everywhere"),
-    [
-        (InputError("--lr -1"), ("InputError", "--lr -1")),
-        (OSError(errno.ENOSPC, "No space", "/a"), ("StorageError", "/a: No space")),
-        (StorageError("/b: gone"), ("StorageError", "/b: gone")),
-    ],
-)
-def test_users_errors_are_the_same_everywhere(error, everywhere):
-    assert run_distributed(2, _outcome, error, 1) == [everywhere] * 2
-
-
-def test_other_errors_name_the_rank():
-    assert run_distributed(2, _outcome, KeyError("x"), 1) == [
-        ("RuntimeError", "rank 1 failed: 'x'"),
-        ("KeyError", "'x'"),
-    ]
-
-
-def test_without_failure_every_rank_has_its_own_result():
-    assert run_distributed(2, _outcome, ValueError(), None) == ["done on 0", "done on 1"]
-
-
-def _ranks_that_act():
+    outcomes = []
+    for error in FAILURES:
+        try:
+            agree(partial(fail, error))
+        except Exception as raised:
+            outcomes.append((type(raised).__name__, str(raised)))
+        assert exchange(rank) == [0, 1]  # the ranks are still in step
     acted = []
-    on_rank_0(lambda: acted.append(dist.get_rank()))
-    return acted
+    on_rank_0(lambda: acted.append(rank))
+    return outcomes, agree(lambda: f"done on {rank}"), acted
 
 
-def test_on_rank_0():
-    assert run_distributed(2, _ranks_that_act) == [[0], []]
+def test_a_failure_reaches_every_rank():
+    (first, done_0, acted_0), (second, done_1, acted_1) = run_distributed(2, _outcomes)
+    assert list(zip(first, second, strict=True)) == [tuple(pair) for pair in FAILURES.values()]
+    assert (done_0, done_1) == ("done on 0", "done on 1")
+    assert (acted_0, acted_1) == ([0], [])

@@ -21,17 +21,17 @@ RUNS = {
 }
 
 
-def _six_steps(layout, options, path):
+def _six_steps_twice(layout, options, path):
+    """Straight, and with a checkpoint written in the middle."""
     run = TinyRun(layout, path, options=options)
-    run.steps(6)
-    return _bytes(run)
-
-
-def _three_and_save(layout, options, path):
+    measured, weights = run.steps(6), _bytes(run)
+    run.close()
     run = TinyRun(layout, path, options=options)
-    run.steps(3)
+    saving = run.steps(3)
     run.save()
-    return run.steps(3), _bytes(run)
+    saving += run.steps(3)
+    assert saving == measured and _bytes(run) == weights
+    return measured[3:], weights
 
 
 def _load_and_three(layout, options, path):
@@ -51,11 +51,9 @@ def _bytes(run):
 @pytest.mark.parametrize("name", RUNS)
 def test_three_and_three_steps_are_six(tmp_path, name):
     layout, options = RUNS[name]
-    straight = run_distributed(layout.world, _six_steps, layout, options, tmp_path)
-    saving = run_distributed(layout.world, _three_and_save, layout, options, tmp_path)
+    straight = run_distributed(layout.world, _six_steps_twice, layout, options, tmp_path)
     resumed = run_distributed(layout.world, _load_and_three, layout, options, tmp_path)
-    assert resumed == saving
-    assert [weights for _, weights in resumed] == straight
+    assert resumed == straight
 
 
 def _draw_after_saving(layout, path):
@@ -66,43 +64,35 @@ def _draw_after_saving(layout, path):
     return _draw()
 
 
-def _draw_after_loading(layout, path):
-    run = TinyRun(layout, path, options={"seed": 7})
-    without = _draw()
-    run.close()
-    run = TinyRun(layout, path, options={"seed": 7})
-    run.load(path)
-    return without, _draw()
+def _draw_without_and_after_loading(layout, path):
+    drawn = []
+    for load in (False, True):
+        run = TinyRun(layout, path, options={"seed": 7})
+        if load:
+            run.load(path)
+        drawn.append(_draw())
+        run.close()
+    return drawn
 
 
 def _draw():
     with get_cuda_rng_tracker().fork():
         forked = torch.rand(3).tolist()
-    return random.random(), numpy.random.rand(), torch.rand(3).tolist(), forked
+    return {
+        "python": random.random(),
+        "numpy": numpy.random.rand(),
+        "torch": torch.rand(3).tolist(),
+        "megatron": forked,
+    }
 
 
-def test_random_states_return_on_the_same_layout(tmp_path):
-    layout = Layout(2, tp=2)
-    expected = run_distributed(2, _draw_after_saving, layout, tmp_path)
-    found = run_distributed(2, _draw_after_loading, layout, tmp_path)
-    assert [drawn for _, drawn in found] == expected
-    assert all(without != drawn for without, drawn in found)
-
-
-def _seeded(layout, path, load):
-    run = TinyRun(layout, path, options={"seed": 7})
-    if load:
-        run.load(path)
-    with get_cuda_rng_tracker().fork():
-        return torch.rand(3).tolist()
-
-
-def test_random_states_stay_as_seeded_on_another_layout(tmp_path):
-    run_distributed(2, _draw_after_saving, Layout(2, tp=2), tmp_path)
-    loaded, fresh = (
-        run_distributed(2, _seeded, Layout(2, ep=2), tmp_path, load) for load in (True, False)
-    )
-    assert loaded == fresh
+def test_random_states_return_on_the_layout_that_saved_them(tmp_path):
+    saved = run_distributed(2, _draw_after_saving, Layout(2, tp=2), tmp_path)
+    same = run_distributed(2, _draw_without_and_after_loading, Layout(2, tp=2), tmp_path)
+    assert [after for _, after in same] == saved
+    assert all(without != after for without, after in same)
+    other = run_distributed(2, _draw_without_and_after_loading, Layout(2, ep=2), tmp_path)
+    assert all(without["megatron"] == after["megatron"] for without, after in other)
 
 
 def _save_and_describe(layout, path, tokenizer):
