@@ -11,14 +11,16 @@ with Program(SMALL | small_data(folder), ranks=2) as program:     # costs second
 import contextlib
 import io
 import itertools
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
@@ -33,6 +35,7 @@ from moe_parallel.config import parse_command_line, validate
 from moe_parallel.parallel import initialize_groups
 from moe_parallel.training.pretrain import pretrain
 from tests.data.small_text import small_bpe, words, write_texts
+from tests.distributed import PRELOADED
 
 SCRIPT = Path(__file__).parents[1] / "pretrain_gpt_moe.py"
 
@@ -141,68 +144,149 @@ def same_bytes(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> 
     )
 
 
-class Program:
-    """`torchrun --nproc-per-node RANKS pretrain_gpt_moe.py ...`; ended with its context."""
+class _Job:
+    """Processes whose output goes to a file."""
 
-    def __init__(
-        self, options: Options, folder: Path, *, ranks: int = 2, script: Path = SCRIPT
-    ) -> None:
-        """`folder`: where it runs and where its output goes."""
-        self.output_file = folder / "output.txt"
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        command += ["--master-port", str(_free_port()), str(script), *flags(options)]
-        environment = dict(
-            os.environ,
-            OMP_NUM_THREADS="1",
-            CUDA_VISIBLE_DEVICES="",
-            GLOO_SOCKET_IFNAME="lo",
-            PYTHONPATH=str(SCRIPT.parent),
-        )
-        with self.output_file.open("wb") as output:
-            self._torchrun = psutil.Popen(
-                command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
-            )
+    def __init__(self, folder: Path) -> None:
+        self._output_file = folder / "output.txt"
+        self._output_file.touch()
 
     @property
     def output(self) -> str:
-        return self.output_file.read_text(errors="replace")
+        """What all of them have printed, both streams."""
+        return self._output_file.read_text(errors="replace")
 
-    @property
-    def torchrun(self) -> int:
-        """The process that started the ranks."""
-        return self._torchrun.pid
-
-    def rank(self, number: int) -> int:
-        """The process of a rank."""
-        for child in self._torchrun.children():
-            with contextlib.suppress(psutil.Error):
-                if child.environ().get("RANK") == str(number):
-                    return child.pid
-        raise AssertionError(f"rank {number} is not running:\n{self.output}")
+    def running(self) -> bool:
+        raise NotImplementedError
 
     def wait_for(self, text: str, timeout: float = 120) -> None:
-        """Until the program has printed `text`."""
+        """Until `text` has been printed."""
         deadline = time.monotonic() + timeout
         while text not in self.output:
-            if self._torchrun.poll() is not None or time.monotonic() > deadline:
+            if not self.running() or time.monotonic() > deadline:
                 raise AssertionError(f"{text!r} was not printed:\n{self.output}")
             time.sleep(0.05)
 
-    def finish(self, timeout: float = 120) -> str:
-        """Wait until it has ended by itself; returns what it printed."""
-        self._torchrun.wait(timeout)
-        return self.output
 
-    def __enter__(self) -> "Program":
+class Ranks(_Job):
+    """Ranks that call a function as under torchrun: its environment variables, and a store that
+    outlives them. Ended with their context."""
+
+    def __init__(
+        self, folder: Path, world_size: int, function: Callable[..., Any], *args: Any
+    ) -> None:
+        """`function` may end its process; should it return, the exit code is 0. The ranks run in
+        `folder`, which takes their output."""
+        super().__init__(folder)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = store
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self._ranks = []
+        with mock.patch.dict(os.environ, _environment()):  # for the fork server, if it starts now
+            for rank in range(world_size):
+                place = (rank, world_size, store.port, self._output_file)
+                process = context.Process(target=_be_rank, args=(place, function, args))
+                process.start()
+                self._ranks.append(process)
+
+    def pid(self, rank: int) -> int:
+        """The process of a rank."""
+        pid = self._ranks[rank].pid
+        assert pid is not None
+        return pid
+
+    def running(self) -> bool:
+        return any(process.is_alive() for process in self._ranks)
+
+    def finish(self, timeout: float = 120) -> list[int | None]:
+        """Exit codes, by rank, of processes that ended by themselves; None: still running."""
+        deadline = time.monotonic() + timeout
+        for process in self._ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return [process.exitcode for process in self._ranks]
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._ranks:
+            process.kill()
+            process.join()
+
+
+def _be_rank(
+    place: tuple[int, int, int, Path], function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    rank, world_size, port, output_file = place
+    output = os.open(output_file, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.chdir(output_file.parent)
+    os.environ.update(_environment())
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
+    torch.set_num_threads(1)
+    function(*args)
+
+
+class Torchrun(_Job):
+    """`torchrun --nproc-per-node N pretrain_gpt_moe.py ...`, in a folder that takes the output.
+
+    Ended with its context.
+    """
+
+    def __init__(self, folder: Path, world_size: int, arguments: Sequence[str]) -> None:
+        super().__init__(folder)
+        command = [sys.executable, "-m", "torch.distributed.run"]
+        command += ["--nproc-per-node", str(world_size), "--master-port", str(_free_port())]
+        with self._output_file.open("wb") as output:
+            self._process = psutil.Popen(
+                [*command, str(SCRIPT), *arguments],
+                cwd=folder,
+                env=os.environ | _environment(),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process of torchrun itself."""
+        return int(self._process.pid)
+
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def finish(self, timeout: float = 120) -> int:
+        """The exit code of torchrun, once it has ended by itself."""
+        return int(self._process.wait(timeout))
+
+    def __enter__(self) -> "Torchrun":
         return self
 
     def __exit__(self, *error: object) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            family = [*self._torchrun.children(recursive=True), self._torchrun]
+            family = [*self._process.children(recursive=True), self._process]
             for member in family:  # torchrun gives each rank a session of its own
                 with contextlib.suppress(psutil.NoSuchProcess):
                     member.kill()
             psutil.wait_procs(family, timeout=10)
+
+
+def _environment() -> dict[str, str]:
+    return {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *(path for path in sys.path if path)]),
+    }
 
 
 def _free_port() -> int:

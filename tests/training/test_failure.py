@@ -1,0 +1,198 @@
+"""One rank's error ends all ranks, with one message and one exit code."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from moe_parallel.errors import InputError
+from moe_parallel.training.engine import Engine
+from moe_parallel.training.failure import Diverged, FailureChannel, input_errors, run
+from moe_parallel.training.pretrain import _store, main
+from tests.program import SMALL, Ranks, flags, small_data, stored_tensors
+
+
+def _job(trouble, before_groups=False):
+    """A program like ours: groups, then `trouble(rank)`."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = _store(rank, world_size)
+
+    def body(channel):
+        channel.watch()
+        if before_groups:
+            trouble(rank)
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore("groups", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(minutes=10),  # far more than a test waits
+        )
+        dist.barrier()
+        trouble(rank)
+        return 0
+
+    run(body, FailureChannel(store))
+
+
+def _wait_in_collective(rank):
+    dist.all_reduce(torch.ones(1))
+
+
+def _wait_elsewhere(rank):
+    time.sleep(600)
+
+
+def _bad_input(rank):
+    raise InputError("--flag is 3: it must be 4")
+
+
+def _bug(rank):
+    raise ZeroDivisionError("a bug")
+
+
+def _diverge(rank):
+    raise Diverged("iteration 3: the loss is nan")
+
+
+def _interrupt(rank):
+    raise KeyboardInterrupt
+
+
+def _leave(rank):
+    sys.exit(5)
+
+
+def _die(rank):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class On1:
+    """One thing on rank 1, another on rank 0."""
+
+    def __init__(self, on_1, on_0):
+        self.on_1, self.on_0 = on_1, on_0
+
+    def __call__(self, rank):
+        (self.on_1 if rank == 1 else self.on_0)(rank)
+
+
+def _end(folder, trouble, before_groups=False):
+    """(exit codes, all that was printed) of a job of two ranks."""
+    with Ranks(folder, 2, _job, trouble, before_groups) as ranks:
+        codes = ranks.finish(60)
+        return codes, ranks.output
+
+
+@pytest.mark.parametrize("waiting", [_wait_in_collective, _wait_elsewhere])
+def test_bad_input_on_one_rank_is_one_line_and_code_2(tmp_path, waiting):
+    codes, output = _end(tmp_path, On1(_bad_input, waiting))
+    assert codes == [2, 2]
+    assert output == "error: --flag is 3: it must be 4\n"
+
+
+def test_bad_input_on_every_rank_is_one_line(tmp_path):
+    codes, output = _end(tmp_path, _bad_input)
+    assert codes == [2, 2]
+    assert output == "error: --flag is 3: it must be 4\n"
+
+
+def test_a_rank_that_fails_before_there_are_groups(tmp_path):
+    codes, output = _end(tmp_path, On1(_bad_input, int), before_groups=True)
+    assert codes == [2, 2]
+    assert output == "error: --flag is 3: it must be 4\n"
+
+
+def test_a_bug_is_one_traceback_and_code_1(tmp_path):
+    codes, output = _end(tmp_path, On1(_bug, _wait_in_collective))
+    assert codes == [1, 1]
+    assert output.count("Traceback") == 1
+    assert output.startswith("rank 1: ") and output.endswith("ZeroDivisionError: a bug\n\n")
+
+
+def test_divergence_is_one_line_and_code_3(tmp_path):
+    codes, output = _end(tmp_path, On1(_diverge, _wait_in_collective))
+    assert codes == [3, 3]
+    assert output == "error: iteration 3: the loss is nan\n"
+
+
+@pytest.mark.parametrize(("gone", "its_code"), [(_leave, 5), (_die, -signal.SIGKILL)])
+def test_a_rank_that_is_gone_without_a_word(tmp_path, gone, its_code):
+    codes, output = _end(tmp_path, On1(gone, _wait_in_collective))
+    assert codes == [1, its_code]
+    assert output.count("Traceback") == 1
+    assert output.startswith("rank 0: ") and "Connection closed by peer" in output
+
+
+def test_an_interrupt_before_training(tmp_path):
+    codes, output = _end(tmp_path, On1(_interrupt, _wait_elsewhere))
+    assert codes == [130, 130]
+    assert output == "interrupted before training began; nothing was saved\n"
+
+
+def test_a_channel_without_its_store_tells_all_the_same():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    channel = FailureChannel(client)
+    assert channel.code_of_others() is None
+    del server
+    assert channel.claim(2)
+    assert channel.code_of_others() is None
+
+
+def test_the_first_claim_wins():
+    store = dist.HashStore()
+    first, second = FailureChannel(store), FailureChannel(store)
+    assert first.code_of_others() is None
+    assert first.claim(2)
+    assert not second.claim(1)
+    assert first.code_of_others() == second.code_of_others() == 2
+
+
+def test_an_oserror_names_its_file(tmp_path):
+    with pytest.raises(InputError, match=rf"^{tmp_path}/none: No such file or directory$"):
+        with input_errors():
+            (tmp_path / "none").read_text()
+
+
+def _main_with_poison(value, rank, step_number, arguments):
+    """The program, whose embedding on one rank becomes `value` before a step."""
+    step, done = Engine.step, []
+
+    def poisoned(engine, batches):
+        done.append(None)
+        if len(done) == step_number and dist.get_rank() == rank:
+            with torch.no_grad():
+                next(engine.chunks[0].parameters()).fill_(value)
+        return step(engine, batches)
+
+    Engine.step = poisoned
+    main(arguments)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite(tmp_path, value):
+    save = tmp_path / "run"
+    options = SMALL | small_data(tmp_path) | {"save": save, "save_interval": 2, "train_iters": 9}
+    with Ranks(tmp_path, 2, _main_with_poison, value, 1, 6, flags(options)) as ranks:
+        assert ranks.finish() == [3, 3]
+        errors = [line for line in ranks.output.splitlines() if "error" in line]
+    (error,) = errors
+    assert re.fullmatch(
+        r"error: iteration 6: the loss is (nan|inf) \(first on rank 1\); "
+        rf"the last good checkpoint is {save}/iter_0000004",
+        error,
+    )
+    assert (save / "latest_checkpointed_iteration.txt").read_text().split() == ["4"]
+    assert sorted(path.name for path in save.glob("*iter_*")) == ["iter_0000002", "iter_0000004"]
+    for tensor in stored_tensors(save / "iter_0000004").values():
+        assert torch.isfinite(tensor).all()
+    records = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    assert [record["iteration"] for record in records] == [1, 2, 3, 4, 5]

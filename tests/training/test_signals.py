@@ -1,0 +1,83 @@
+"""SIGTERM, SIGUSR1 and SIGINT finish the step, save, and end with a code of their own."""
+
+import json
+import os
+import signal
+
+import pytest
+from torch import distributed as dist
+
+from moe_parallel.training.engine import Engine
+from moe_parallel.training.failure import EXIT_INTERRUPTED
+from moe_parallel.training.pretrain import main
+from moe_parallel.training.signals import STOP_SIGNALS, StopRequest
+from tests.program import SMALL, Ranks, Torchrun, flags, small_data
+
+
+def _main_with_signal(number, rank, step_number, arguments):
+    """The program, where one rank gets a signal, twice, in the middle of a step."""
+    step, done = Engine.step, []
+
+    def interrupted(engine, batches):
+        done.append(None)
+        if len(done) == step_number and dist.get_rank() == rank:
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)
+        return step(engine, batches)
+
+    Engine.step = interrupted
+    main(arguments)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+def test_one_rank_is_asked_to_stop(tmp_path, number):
+    save = tmp_path / "run"
+    options = SMALL | small_data(tmp_path) | {"save": save, "train_iters": 5}
+    rank = 0 if number == signal.SIGTERM else 1
+    with Ranks(tmp_path, 2, _main_with_signal, number, rank, 3, flags(options)) as ranks:
+        assert ranks.finish() == [EXIT_INTERRUPTED] * 2
+        assert ranks.output.endswith(
+            f"saved {save}/iter_0000003\n"
+            f"stopped by a signal after iteration 3; go on with --load {save}\n"
+        )
+    assert (save / "latest_checkpointed_iteration.txt").read_text().split() == ["3"]
+    with Ranks(tmp_path, 2, main, flags(options | {"load": save})) as ranks:
+        assert ranks.finish() == [0, 0]
+    lines = (save / "metrics.jsonl").read_text().splitlines()
+    iterations = [json.loads(line)["iteration"] for line in lines if "lm_loss" in line]
+    assert iterations == [1, 2, 3, 4, 5]
+
+
+def test_without_a_folder_nothing_is_saved(tmp_path):
+    arguments = flags(SMALL | small_data(tmp_path))
+    with Ranks(tmp_path, 1, _main_with_signal, signal.SIGTERM, 0, 2, arguments) as ranks:
+        assert ranks.finish() == [EXIT_INTERRUPTED]
+        last = ranks.output.splitlines()[-1]
+    assert last == "stopped by a signal after iteration 2; nothing was saved (no --save)"
+
+
+def test_a_batch_system_stops_torchrun(tmp_path):
+    """SIGTERM to torchrun alone, which passes it on to the ranks."""
+    save = tmp_path / "run"
+    options = SMALL | small_data(tmp_path) | {"save": save, "train_iters": 100_000}
+    with Torchrun(tmp_path, 2, flags(options)) as job:
+        job.wait_for("iteration      3")
+        os.kill(job.pid, signal.SIGTERM)
+        assert job.finish() != 0
+        assert job.output.count("stopped by a signal after iteration") == 1
+    stopped = json.loads((save / "metrics.jsonl").read_text().splitlines()[-1])["iteration"]
+    assert (save / "latest_checkpointed_iteration.txt").read_text().split() == [str(stopped)]
+    assert (save / f"iter_{stopped:07d}").is_dir()
+
+
+def test_handlers_are_put_back():
+    def handlers():
+        return [signal.getsignal(number) for number in STOP_SIGNALS]
+
+    before = handlers()
+    with StopRequest().listening() as stop:
+        assert stop.signal is None
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.signal == signal.SIGUSR1
+        assert handlers() != before
+    assert handlers() == before
