@@ -1,0 +1,222 @@
+"""All-to-all dispatch on several ranks equals local dispatch of all their tokens together."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import distributed as dist
+
+from moe_parallel.dispatch import AllToAllDispatcher, LocalDispatcher
+from moe_parallel.ops import extension, select_backend
+from tests.distributed import run_distributed
+
+EXPERTS, WIDTH, HIDDEN, CHOICES = 4, 3, 4, 2
+
+BACKENDS = ["reference"] + ["native"] * extension.is_built()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The tokens, choices and gates of every rank; what gradients are taken of."""
+
+    x: list[torch.Tensor]  # [T, D] of each rank
+    experts: list[torch.Tensor]  # [T, K]
+    gates: list[torch.Tensor]  # [T, K], above 0
+    direction: list[torch.Tensor]  # [T, D]
+    rows_per_expert: int | None = None
+
+    @property
+    def together(self) -> "Problem":
+        parts = (self.x, self.experts, self.gates, self.direction)
+        return Problem(*([torch.cat(part)] for part in parts))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank saw."""
+
+    rows: list[numpy.ndarray]  # of each expert here [N_e, D + 1]: the token and its gate
+    y: numpy.ndarray  # [T, D]
+    x_grad: numpy.ndarray
+    gates_grad: numpy.ndarray
+
+
+def problem(name: str, ranks: int) -> Problem:
+    generator = torch.Generator().manual_seed(len(name))
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    tokens = [5 + 2 * rank for rank in range(ranks)]  # uneven, to be strict
+    if name == "a rank without tokens":
+        tokens[-1] = 0
+    experts = [
+        torch.stack([torch.randperm(EXPERTS, generator=generator)[:CHOICES] for _ in range(t)])
+        if t
+        else torch.empty(0, CHOICES, dtype=torch.int64)
+        for t in tokens
+    ]
+    if name == "all to one expert":
+        experts = [torch.tensor([[2, -1]] * t) for t in tokens]
+    elif name == "two idle experts":
+        experts = [torch.tensor([[0, 1]] * t) for t in tokens]
+    elif name == "a rank that sends nothing":
+        experts[0] = torch.full_like(experts[0], -1)
+    elif name == "nobody sends anything":
+        experts = [torch.full_like(each, -1) for each in experts]
+    elif name == "some dropped":
+        experts = [
+            each.where(torch.rand(each.shape, generator=generator) > 0.4, -1) for each in experts
+        ]
+    return Problem(
+        x=[normal(t, WIDTH) for t in tokens],
+        experts=experts,
+        gates=[normal(t, CHOICES).abs() + 0.1 for t in tokens],
+        direction=[normal(t, WIDTH) for t in tokens],
+        rows_per_expert=12 if name == "padded" else None,
+    )
+
+
+NAMES = [
+    "plain",
+    "padded",
+    "some dropped",
+    "all to one expert",
+    "two idle experts",
+    "a rank that sends nothing",
+    "nobody sends anything",
+    "a rank without tokens",
+]
+
+LAYOUTS = {"ep2": (2, 1), "ep4": (4, 1), "etp2": (2, 2), "ep2 x etp2": (4, 2)}  # ranks, shards
+
+
+def matrices() -> tuple[torch.Tensor, torch.Tensor]:
+    """Expert e computes gate * (x W_e) V_e, W [E, D, F], V [E, F, D]; shards split F."""
+    generator = torch.Generator().manual_seed(7)
+    w = torch.randn(EXPERTS, WIDTH, HIDDEN, generator=generator, dtype=torch.float64)
+    return w, torch.randn(EXPERTS, HIDDEN, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def compute(rows: Any, first: int, shard: slice) -> torch.Tensor:
+    w, v = matrices()
+    parts = torch.split(rows.x_ND, rows.counts_L.tolist())
+    results = [x @ w[first + i][:, shard] @ v[first + i][shard] for i, x in enumerate(parts)]
+    return rows.gates_N[:, None] * torch.cat(results)
+
+
+def solve(dispatcher: Any, task: Problem, rank: int, first: int, shard: slice) -> Found:
+    x = task.x[rank].clone().requires_grad_()
+    gates = task.gates[rank].clone().requires_grad_()
+    rows = dispatcher.dispatch(x, task.experts[rank], gates, task.rows_per_expert)
+    assert rows.counts_L.device.type == "cpu" and rows.counts_L.dtype == torch.int64
+    assert int(rows.counts_L.sum()) == len(rows.x_ND) == len(rows.gates_N)
+    y = dispatcher.combine(compute(rows, first, shard), rows.route)
+    (y * task.direction[rank]).sum().backward()
+    seen = torch.cat([rows.x_ND, rows.gates_N[:, None]], 1).detach()
+    return Found(
+        [part.numpy() for part in torch.split(seen, rows.counts_L.tolist())],
+        y.detach().numpy(),
+        x.grad.numpy(),
+        gates.grad.numpy(),
+    )
+
+
+def _solve_all(shards: int, tasks: list[Problem]) -> list[Found]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    first = rank // shards * (EXPERTS * shards // ranks)
+    size = HIDDEN // shards
+    shard = slice(rank % shards * size, (rank % shards + 1) * size)
+    return [
+        solve(
+            AllToAllDispatcher(EXPERTS, dist.group.WORLD, shards, select_backend(backend)),
+            task,
+            rank,
+            first,
+            shard,
+        )
+        for backend in BACKENDS
+        for task in tasks
+    ]
+
+
+def solve_together(task: Problem) -> Found:
+    dispatcher = LocalDispatcher(EXPERTS, select_backend("reference"))
+    return solve(dispatcher, task.together, 0, 0, slice(None))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equals_local_dispatch_of_all_tokens(layout):
+    ranks, shards = LAYOUTS[layout]
+    tasks = [problem(name, ranks) for name in NAMES]
+    solved = run_distributed(ranks, _solve_all, shards, tasks)
+    for number, found in enumerate(zip(*solved, strict=True)):
+        name, task = NAMES[number % len(NAMES)], tasks[number % len(NAMES)]
+        _compare(found, task, solve_together(task), shards, f"{name} under {layout}")
+
+
+def _compare(found: Any, task: Problem, wanted: Found, shards: int, name: str) -> None:
+    for part in ("y", "x_grad", "gates_grad"):
+        together = numpy.concatenate([getattr(rank, part) for rank in found])
+        numpy.testing.assert_allclose(
+            together, getattr(wanted, part), rtol=1e-12, atol=1e-12, err_msg=f"{part}: {name}"
+        )
+    here = EXPERTS * shards // len(found)
+    for expert, rows in enumerate(wanted.rows):
+        for shard in range(shards):
+            seen = found[expert // here * shards + shard].rows[expert % here]
+            if task.rows_per_expert is not None:
+                assert len(seen) == task.rows_per_expert * len(found), name
+                padding = seen[:, -1] == 0
+                assert (seen[padding] == 0).all(), name
+                seen = seen[~padding]
+            numpy.testing.assert_array_equal(_sorted(seen), _sorted(rows), err_msg=name)
+
+
+def _sorted(rows: numpy.ndarray) -> numpy.ndarray:
+    return rows[numpy.lexsort(rows.T)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_local_dispatch_equals_loops(name, backend):
+    task = problem(name, 1)
+    found = solve(LocalDispatcher(EXPERTS, select_backend(backend)), task, 0, 0, slice(None))
+    w, v = (part.numpy() for part in matrices())
+    x, gates, experts = task.x[0].numpy(), task.gates[0].numpy(), task.experts[0].numpy()
+    y, rows = numpy.zeros_like(x), [[] for _ in range(EXPERTS)]
+    gates_grad, x_grad = numpy.zeros_like(gates), numpy.zeros_like(x)
+    for t, token in enumerate(x):
+        for k, expert in enumerate(experts[t]):
+            if expert < 0:
+                continue
+            matrix = w[expert] @ v[expert]
+            rows[expert].append([*token, gates[t, k]])
+            y[t] += gates[t, k] * token @ matrix
+            gates_grad[t, k] = token @ matrix @ task.direction[0].numpy()[t]
+            x_grad[t] += gates[t, k] * matrix @ task.direction[0].numpy()[t]
+    if task.rows_per_expert is not None:
+        rows = [each + [[0.0] * (WIDTH + 1)] * (task.rows_per_expert - len(each)) for each in rows]
+    for mine, seen in zip(rows, found.rows, strict=True):  # in the order of tokens, padding last
+        numpy.testing.assert_array_equal(seen, numpy.reshape(mine, (-1, WIDTH + 1)))
+    for part, expected in (("y", y), ("x_grad", x_grad), ("gates_grad", gates_grad)):
+        numpy.testing.assert_allclose(getattr(found, part), expected, rtol=1e-12, atol=1e-12)
+
+
+def _round_trip(shards: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """With identity experts a token comes back as the sum of its gates times itself."""
+    task, rank = problem("some dropped", dist.get_world_size()), dist.get_rank()
+    dispatcher = AllToAllDispatcher(EXPERTS, dist.group.WORLD, shards, select_backend("reference"))
+    rows = dispatcher.dispatch(task.x[rank], task.experts[rank], task.gates[rank], None)
+    y = dispatcher.combine(rows.x_ND * rows.gates_N[:, None] / shards, rows.route)
+    kept = (task.gates[rank] * (task.experts[rank] >= 0)).sum(1, keepdim=True)
+    return y.numpy(), (kept * task.x[rank]).numpy()
+
+
+@pytest.mark.parametrize("layout", ["ep2", "etp2", "ep2 x etp2"])
+def test_identity_experts_return_the_sum_of_gates(layout):
+    ranks, shards = LAYOUTS[layout]
+    for found, wanted in run_distributed(ranks, _round_trip, shards):
+        numpy.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)

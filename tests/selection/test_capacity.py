@@ -1,0 +1,95 @@
+"""Which choices an over-full expert drops, against experts that fill up one choice at a time."""
+
+import numpy
+import pytest
+import torch
+
+from moe_parallel.selection.capacity import DROP_ORDERS, Capacity
+from moe_parallel.selection.choices import Choices
+from tests.oracles import layers as oracle
+
+POLICIES = ["probs", "position"]
+
+
+def keep(choices: Choices, factor: float, policy: str) -> Choices:
+    return Capacity(factor, DROP_ORDERS[policy], pad=False).keep(choices)
+
+
+def choices_of(experts, gates=None, num_experts=4) -> Choices:
+    experts_TK = torch.tensor(experts)
+    gates_TK = torch.full(experts_TK.shape, 0.5) if gates is None else torch.tensor(gates)
+    return Choices(experts_TK, gates_TK, torch.zeros(len(experts), num_experts))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("factor", [0.01, 0.3, 0.5, 1.0, 1.25, 4.0])
+@pytest.mark.parametrize("tokens, num_experts, k", [(1, 1, 1), (16, 4, 2), (33, 5, 3), (40, 8, 8)])
+@pytest.mark.parametrize("levels", [3, 1000])  # few levels of gates: many ties
+def test_equals_filling_up_one_by_one(policy, factor, tokens, num_experts, k, levels):
+    rng = numpy.random.default_rng(tokens + levels)
+    scores = rng.normal(size=(tokens, num_experts)) + numpy.linspace(0, 2, num_experts)
+    routing = oracle.route(scores, k)
+    routing.gates = (rng.integers(1, levels + 1, size=(tokens, k)) / levels).tolist()
+    # Some slots are empty from the start.
+    empty = rng.random((tokens, k)) < 0.2
+    routing.experts = [
+        [None if empty[t, j] else expert for j, expert in enumerate(row)]
+        for t, row in enumerate(routing.experts)
+    ]
+    given = [[-1 if expert is None else expert for expert in row] for row in routing.experts]
+
+    limit = oracle.capacity(tokens, k, num_experts, factor)
+    wanted = oracle.drop(routing, limit, policy).experts
+    kept = keep(choices_of(given, routing.gates, num_experts), factor, policy)
+    assert kept.experts_TK.tolist() == [[-1 if e is None else e for e in row] for row in wanted]
+    numpy.testing.assert_allclose(kept.gates_TK.numpy(), routing.gates, rtol=1e-6)
+    assert kept.tokens_per_expert().max() <= limit
+
+
+@pytest.mark.parametrize(
+    "tokens, k, num_experts, factor, rows",
+    [
+        (8, 2, 4, 1.0, 4),
+        (8, 2, 4, 1.25, 5),
+        (8, 2, 4, 1.01, 5),
+        (7, 2, 4, 1.0, 4),
+        (1, 1, 8, 1.0, 1),
+        (16, 1, 8, 0.5, 1),
+        (0, 2, 4, 1.0, 0),
+    ],
+)
+def test_capacity(tokens, k, num_experts, factor, rows):
+    capacity = Capacity(factor, DROP_ORDERS["probs"], pad=True)
+    assert capacity.rows_per_expert(tokens, k, num_experts) == rows
+
+
+def test_first_choices_go_ahead_of_second_choices():
+    # Two rows an expert. Expert 1: second choice of tokens 0 and 1, first of tokens 2 and 3.
+    choices = choices_of([[0, 1], [0, 1], [1, 2], [1, 3]])
+    assert keep(choices, 1.0, "position").experts_TK.tolist() == [[0, -1], [0, -1], [1, 2], [1, 3]]
+    assert keep(choices, 1.0, "probs").experts_TK.tolist() == [[0, 1], [0, 1], [-1, 2], [-1, 3]]
+
+
+def test_greater_gates_go_ahead_whatever_their_choice():
+    choices = choices_of([[1, 0], [1, 0], [0, 1], [0, 1]], [[0.6, 0.4], [0.9, 0.1]] * 2)
+    kept = keep(choices, 0.5, "probs")  # one row an expert
+    assert kept.experts_TK.tolist() == [[-1, -1], [1, -1], [-1, -1], [0, -1]]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ties_go_to_earlier_tokens(policy):
+    kept = keep(choices_of([[2]] * 8), 1.0, policy)
+    assert kept.experts_TK.flatten().tolist() == [2, 2] + [-1] * 6
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_empty_slots_take_no_place(policy):
+    kept = keep(choices_of([[-1], [3], [-1], [3]], num_experts=2 * 2), 2.0, policy)
+    assert kept.experts_TK.flatten().tolist() == [-1, 3, -1, 3]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_other_gates_and_their_gradients_stay(policy):
+    gates = torch.rand(8, 2, requires_grad=True)
+    choices = Choices(torch.tensor([[0, 1]] * 8), gates, torch.zeros(8, 4))
+    assert keep(choices, 0.5, policy).gates_TK is gates
