@@ -16,7 +16,7 @@ from moe_parallel.config.config import (
     sections,
     selection_options,
 )
-from moe_parallel.config.option import Option, options
+from moe_parallel.config.option import Option, as_typed, options
 from moe_parallel.errors import InputError
 
 
@@ -29,9 +29,11 @@ def parse_command_line(arguments: Sequence[str]) -> Config:
     flags = [word.split("=")[0] for word in arguments if word.startswith("--")]
     for word in flags:
         if word not in parser.flags:
-            near = difflib.get_close_matches(word, parser.flags, n=1)
+            near = difflib.get_close_matches(word.lower(), parser.flags, n=1)
             hint = f"did you mean {near[0]}?" if near else "--help lists all flags"
-            raise InputError(f"{word} is no flag of this program: {hint}")
+            raise InputError(f"{as_typed(word)} is no flag of this program: {hint}")
+    if flags.count("--config") > 1:
+        raise InputError("--config is given twice: name one file, and change it by flags")
     given = vars(parser.parse_args(arguments))
     path = given.pop("config", None)
     raw = read_yaml(Path(path)) if path is not None else {}
@@ -46,7 +48,8 @@ class _Parser(argparse.ArgumentParser):
         return list(self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message[0].lower()}{message[1:]}; --help lists all flags")
+        message = " ".join(message.split())[:300].removeprefix("argument ")
+        raise InputError(f"{message}; --help lists all flags")
 
 
 def _parser() -> _Parser:

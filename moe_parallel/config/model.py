@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from moe_parallel.config.option import option
+from moe_parallel.config.option import option, shown
 from moe_parallel.errors import InputError
 
 
@@ -46,7 +46,9 @@ class MoEConfig:
         None, "expert width (d_ffn of one expert); none: --ffn-hidden-size"
     )
     moe_layer_freq: str = option(
-        "1", "N: every N-th layer is MoE (layers 1, N+1, ...); or a pattern such as [0]+[1]*23"
+        "1",
+        "N: every N-th layer is MoE (layers 1, N+1, ...); or a pattern such as [0]+[1]*23 "
+        "(in YAML in quotes)",
     )
     moe_expert_capacity_factor: float | None = option(
         None,
@@ -79,12 +81,15 @@ def moe_layer_pattern(moe_layer_freq: str, num_layers: int) -> tuple[bool, ...]:
     Raises InputError if the pattern cannot be read or has another length.
     """
     problem = InputError(
-        f"--moe-layer-freq is {moe_layer_freq!r}: it takes N >= 1, or a pattern of "
+        f"--moe-layer-freq is {shown(moe_layer_freq)}: it takes N >= 1, or a pattern of "
         f"{num_layers} zeros and ones such as [0]+[1]*{num_layers - 1}"
     )
+    # Written out, a pattern takes three characters a layer. Python's parser is not for longer ones.
+    if len(moe_layer_freq) > 4 * num_layers + 100:
+        raise problem
     try:
-        value = _evaluate(ast.parse(moe_layer_freq, mode="eval").body)
-    except (SyntaxError, TypeError, ValueError):
+        value = _evaluate(ast.parse(moe_layer_freq.strip(), mode="eval").body, num_layers)
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         raise problem from None
     if isinstance(value, int):
         if value < 1:
@@ -95,14 +100,31 @@ def moe_layer_pattern(moe_layer_freq: str, num_layers: int) -> tuple[bool, ...]:
     return tuple(entry == 1 for entry in value)
 
 
-def _evaluate(node: ast.expr) -> int | list[int]:
-    """An integer or a list of integers, with `+` and `*`: what a pattern may say, no more."""
+def _evaluate(node: ast.expr, longest: int) -> int | list[int]:
+    """An integer or a list of integers, with `+` and `*`: what a pattern may say, no more.
+
+    Raises ValueError for anything else and, before it is made, for a list above `longest`;
+    TypeError for a sum or product of the wrong two.
+    """
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List | ast.Tuple):
-        return [entry for entry in map(_evaluate, node.elts) if isinstance(entry, int)]
+        entries = [_evaluate(entry, longest) for entry in node.elts]
+        return [_integer(entry) for entry in entries]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _evaluate(node.left) + _evaluate(node.right)  # type: ignore[operator]
+        left, right = _evaluate(node.left, longest), _evaluate(node.right, longest)
+        return left + right  # type: ignore[operator]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        return _evaluate(node.left) * _evaluate(node.right)  # type: ignore[operator]
-    raise ValueError(ast.dump(node))
+        left, right = _evaluate(node.left, longest), _evaluate(node.right, longest)
+        if isinstance(left, list):
+            left, right = right, left
+        if isinstance(right, list) and len(right) * _integer(left) > longest:
+            raise ValueError(f"longer than {longest}")
+        return left * right  # type: ignore[operator]
+    raise ValueError(type(node).__name__)
+
+
+def _integer(value: int | list[int]) -> int:
+    if isinstance(value, int):
+        return value
+    raise TypeError("a list, where an integer is needed")

@@ -8,6 +8,8 @@ default; nothing about a flag is written twice.
 from __future__ import annotations
 
 import dataclasses
+import math
+import reprlib
 import types
 import typing
 from collections.abc import Mapping
@@ -42,44 +44,76 @@ class Option:
 
         Raises InputError if it is of another type or none of the choices.
         """
-        if raw is None or raw == "none":
+        if raw is None or raw == "none" or (self.many and raw == ["none"]):
             if self.optional:
                 return None
             raise InputError(f"{self.flag} needs a value: give it {self._expected}")
         if self.many:
             items = raw.split() if isinstance(raw, str) else raw
+            if not isinstance(items, list) or not items:
+                raise self._wrong(raw)
             return tuple(self._parse_one(item) for item in items)
         return self._parse_one(raw)
+
+    def _wrong(self, raw: Any) -> InputError:
+        return InputError(f"{self.flag} is {shown(raw)}: it takes {self._expected}")
 
     @property
     def _expected(self) -> str:
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        return {int: "an integer", float: "a number", bool: "true or false", str: "text"}[self.kind]
+        if self.many:
+            return "words on one line, or a YAML list of them"
+        return {
+            int: "an integer",
+            float: "a finite number",
+            bool: "true or false",
+            str: "text of one line, in YAML best in quotes",
+        }[self.kind]
 
     def _parse_one(self, raw: Any) -> Any:
-        wrong = InputError(f"{self.flag} is {raw!r}: it takes {self._expected}")
         if self.kind is bool:
-            value: Any = {"true": True, "false": False}.get(str(raw).lower())
-            if value is None:
-                raise wrong
-            return value
-        if isinstance(raw, bool) or isinstance(raw, list | dict):
-            raise wrong
+            if str(raw).lower() not in ("true", "false"):
+                raise self._wrong(raw)
+            return str(raw).lower() == "true"
+        if isinstance(raw, bool) or not isinstance(raw, str | int | float):
+            raise self._wrong(raw)
         if self.kind is int and isinstance(raw, float):
-            raise wrong
+            raise self._wrong(raw)
         try:
             value = self.kind(raw)
-        except ValueError:
-            raise wrong from None
+        except (ValueError, OverflowError):
+            raise self._wrong(raw) from None
+        if self.kind is float and not math.isfinite(value):
+            raise self._wrong(raw)
+        if self.kind is str and not (value and value.isprintable()):
+            raise self._wrong(raw)
         if self.choices and value not in self.choices:
-            raise wrong
+            raise self._wrong(raw)
         return value
 
 
 def flag(name: str) -> str:
     """The flag of a field name: `num_layers` -> `--num-layers`."""
     return "--" + name.replace("_", "-")
+
+
+def shown(value: Any) -> str:
+    """The repr of `value`, abridged: what a message of one line can hold of anything."""
+    abridged = _Abridged()
+    abridged.maxlevel, abridged.maxstring, abridged.maxother = 2, 80, 80
+    return abridged.repr(value)
+
+
+class _Abridged(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write very long ones in decimal; YAML may give them in hexadecimal.
+        return super().repr_int(x, level) if x.bit_length() < 1000 else hex(x)[:20] + "..."
+
+
+def as_typed(word: str) -> str:
+    """A flag or key of the user's in a message: itself, unless it would break the line."""
+    return word if word.isprintable() and len(word) <= 80 else shown(word)
 
 
 def options(section: type) -> list[Option]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from moe_parallel.config.config import Config
-from moe_parallel.config.option import flag
+from moe_parallel.config.option import flag, shown
 from moe_parallel.errors import InputError
 
 
@@ -16,6 +18,8 @@ def validate(config: Config, world_size: int) -> None:
     _pipeline(config)
     _batch(config, data_parallel_size(config, world_size))
     _schedule(config)
+    _checkpoints(config)
+    _split(config.data.split)
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
@@ -29,7 +33,7 @@ def data_parallel_size(config: Config, world_size: int) -> int:
 _AT_LEAST = {
     0: (
         "lr_warmup_iters lr min_lr weight_decay adam_beta1 adam_beta2 clip_grad "
-        "moe_aux_loss_coeff moe_z_loss_coeff eval_iters lr_wsd_decay_iters"
+        "moe_aux_loss_coeff moe_z_loss_coeff eval_iters seed"
     ),
     1: (
         "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size num_experts "
@@ -37,13 +41,16 @@ _AT_LEAST = {
         "make_vocab_size_divisible_by tensor_model_parallel_size pipeline_model_parallel_size "
         "num_layers_per_virtual_pipeline_stage expert_model_parallel_size "
         "expert_tensor_parallel_size micro_batch_size global_batch_size seq_length train_iters "
-        "exit_interval lr_decay_iters save_interval keep_last log_interval eval_interval "
-        "vocab_size"
+        "exit_interval lr_decay_iters lr_wsd_decay_iters save_interval keep_last log_interval "
+        "eval_interval vocab_size"
     ),
 }
 _ABOVE_0 = (
     "init_method_std norm_epsilon adam_eps moe_expert_capacity_factor distributed_timeout_minutes"
 )
+# Far above any use: they keep a slip of the keyboard from filling the memory.
+_AT_MOST = {"num_layers": 10_000, "distributed_timeout_minutes": 1_000_000}
+_INTEGER_AT_MOST = 2**31 - 1
 
 
 def _ranges(config: Config) -> None:
@@ -57,6 +64,10 @@ def _ranges(config: Config) -> None:
         value = values.get(name)
         if value is not None and not value > 0:
             raise InputError(f"{flag(name)} is {value}: it must be above 0")
+    for name, value in values.items():
+        most = _AT_MOST.get(name, _INTEGER_AT_MOST if type(value) is int else None)
+        if most is not None and value > most:
+            raise InputError(f"{flag(name)} is {shown(value)}: it must be at most {most}")
     for name in ("adam_beta1", "adam_beta2"):
         if values[name] >= 1:
             raise InputError(f"{flag(name)} is {values[name]}: it must be below 1")
@@ -111,6 +122,11 @@ def _experts(config: Config) -> None:
         parallel.expert_model_parallel_size,
         "expert_model_parallel_size",
     )
+    if config.expert_width < 1:
+        raise InputError(
+            f"Eq. 5 leaves the experts a width of {config.expert_width}: lower --aoe-low-rank-size "
+            "or set --aoe-wide-size"
+        )
     if config.expert_width % parallel.expert_tensor_size:
         raise InputError(
             f"the expert width is {config.expert_width}, which --expert-tensor-parallel-size "
@@ -208,7 +224,29 @@ def _schedule(config: Config) -> None:
             f"--lr-warmup-iters is {optimizer.lr_warmup_iters}: it must be below the "
             f"{decay_iters} iterations of the decay (--lr-decay-iters or --train-iters)"
         )
+    wsd = optimizer.lr_wsd_decay_iters
+    if wsd is not None and wsd > decay_iters - optimizer.lr_warmup_iters:
+        raise InputError(
+            f"--lr-wsd-decay-iters is {wsd}: it must be at most the "
+            f"{decay_iters - optimizer.lr_warmup_iters} iterations that follow the warm-up"
+        )
+
+
+def _checkpoints(config: Config) -> None:
     if config.checkpoint.keep_last is not None and config.checkpoint.save is None:
         raise InputError("--keep-last bounds the checkpoints of a run: set --save too")
     if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
         raise InputError("--save-interval needs a folder to save in: set --save too")
+
+
+def _split(split: str) -> None:
+    try:
+        parts = [float(part) for part in split.split(",")]
+    except ValueError:
+        parts = []
+    valid = all(math.isfinite(part) and part >= 0 for part in parts)
+    if not (valid and 1 <= len(parts) <= 3 and parts[0] > 0):
+        raise InputError(
+            f"--split is {shown(split)}: it takes up to three parts such as 969,30,1, none of them "
+            "negative and the first above 0"
+        )
