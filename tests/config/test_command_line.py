@@ -1,0 +1,236 @@
+"""Flags: the face that scripts of users depend on, the help, and every way to get a flag wrong."""
+
+import re
+from typing import Any
+
+import pytest
+
+from moe_parallel.config import Config, parse_command_line
+from moe_parallel.config.config import EXPERT_SELECTION, common_options, selection_options
+from moe_parallel.config.option import Option
+from moe_parallel.errors import InputError
+
+INTEGERS = """
+--num-layers --hidden-size --num-attention-heads --num-query-groups --ffn-hidden-size
+--moe-ffn-hidden-size --num-experts --moe-router-topk --tensor-model-parallel-size
+--pipeline-model-parallel-size --expert-model-parallel-size --expert-tensor-parallel-size
+--micro-batch-size --global-batch-size --seq-length --train-iters --lr-warmup-iters --seed
+--vocab-size --save-interval --eval-interval --eval-iters --log-interval --exit-interval
+--aoe-low-rank-size --aoe-wide-size
+""".split()
+FLOATS = """
+--moe-aux-loss-coeff --moe-z-loss-coeff --moe-expert-capacity-factor --lr --min-lr --weight-decay
+--clip-grad
+""".split()
+BOOLEANS = """
+--moe-pad-expert-input-to-capacity --sequence-parallel --use-distributed-optimizer --bf16
+""".split()
+WORDS = {
+    "--moe-layer-freq": "[0]+[1]*3",
+    "--moe-token-drop-policy": "position",
+    "--lr-decay-style": "WSD",
+    "--split": "1,2,3",
+    "--tokenizer-type": "HuggingFaceTokenizer",
+    "--tokenizer-model": "folder",
+    "--save": "folder",
+    "--load": "folder",
+    "--distributed-backend": "gloo",
+    "--expert-selection": "aoe",
+    "--moe-backend": "reference",
+}
+AOE_ONLY = ("--aoe-low-rank-size", "--aoe-wide-size")
+
+
+def every_option() -> dict[str, Option]:
+    options = {EXPERT_SELECTION.flag: EXPERT_SELECTION}
+    for known in (common_options(), *selection_options().values()):
+        options |= {option.flag: option for option in known.values()}
+    return options
+
+
+def value_of(config: Config, flag: str) -> Any:
+    name = flag.lstrip("-").replace("-", "_")
+    return {name: value for _, part in config.values() for name, value in part.items()}[name]
+
+
+def parse_one(flag: str, *words: str) -> Any:
+    system = ["--expert-selection", "aoe"] if flag in AOE_ONLY else []
+    return value_of(parse_command_line([*system, flag, *words]), flag)
+
+
+def message_of(*arguments: str) -> str:
+    with pytest.raises(InputError) as caught:
+        parse_command_line(arguments)
+    message = str(caught.value)
+    assert message.isprintable() and len(message) < 400
+    return message
+
+
+@pytest.mark.parametrize("flag", INTEGERS)
+def test_integer_flags(flag: str) -> None:
+    assert parse_one(flag, "12") == 12 and type(parse_one(flag, "12")) is int
+    assert parse_one(f"{flag}", "-3") == -3  # a value, not a flag; validate() refuses it
+    with pytest.raises(InputError, match=f"^{flag} is '1.5': it takes an integer$"):
+        parse_one(flag, "1.5")
+
+
+@pytest.mark.parametrize("flag", FLOATS)
+def test_float_flags(flag: str) -> None:
+    for word, number in (("2e-4", 0.0002), ("1", 1.0), (".5", 0.5), ("1E3", 1000.0)):
+        assert parse_one(flag, word) == number and type(parse_one(flag, word)) is float
+    for word in ("nan", "inf", "-inf", "1e999", "0.1.2", "abc", ""):
+        with pytest.raises(InputError, match=f"^{flag} is .*: it takes a finite number$"):
+            parse_command_line([f"{flag}={word}"])
+
+
+@pytest.mark.parametrize("flag", BOOLEANS)
+def test_boolean_flags(flag: str) -> None:
+    assert parse_one(flag) is True
+    for word, value in (("true", True), ("True", True), ("false", False), ("FALSE", False)):
+        assert parse_one(flag, word) is value
+    assert value_of(parse_command_line([flag, "false", "--seed", "1"]), flag) is False
+    assert value_of(parse_command_line([flag, "--seed", "1"]), flag) is True
+    with pytest.raises(InputError, match=f"^{flag} is 'maybe': it takes true or false$"):
+        parse_one(flag, "maybe")
+
+
+@pytest.mark.parametrize(("flag", "word"), WORDS.items())
+def test_word_flags(flag: str, word: str) -> None:
+    assert parse_one(flag, word) == word
+    for bad in ("", "two\nlines", "nul\0"):
+        with pytest.raises(InputError, match=f"^{flag} is "):
+            parse_one(flag, bad)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--moe-token-drop-policy", "--lr-decay-style", "--distributed-backend", "--expert-selection"],
+)
+def test_words_of_a_list(flag: str) -> None:
+    choices = ", ".join(every_option()[flag].choices)
+    assert message_of(flag, "other") == f"{flag} is 'other': it takes one of {choices}"
+
+
+def test_data_path_takes_words() -> None:
+    assert parse_one("--data-path", "one") == ("one",)
+    assert parse_one("--data-path", "0.3", "a", "0.7", "b") == ("0.3", "a", "0.7", "b")
+    assert parse_one("--data-path", "0.3 a 0.7 b") == ("0.3 a 0.7 b",)
+    assert parse_one("--data-path", "none") is None
+    assert "--data-path: expected at least one argument" in message_of("--data-path")
+
+
+@pytest.mark.parametrize("flag", [f for f, option in every_option().items() if option.optional])
+def test_none_is_a_value_of_what_may_be_left_out(flag: str) -> None:
+    assert parse_one(flag, "none") is None
+
+
+@pytest.mark.parametrize("flag", [f for f, o in every_option().items() if not o.optional])
+def test_none_is_no_value_of_the_rest(flag: str) -> None:
+    with pytest.raises(InputError, match=f"^{flag} needs a value: give it "):
+        parse_one(flag, "none")
+
+
+def help_text(capsys: pytest.CaptureFixture[str], flag: str = "--help") -> str:
+    with pytest.raises(SystemExit) as ended:
+        parse_command_line([flag])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_has_each_flag_once_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_text(capsys)
+    entries = re.findall(r"^  (--[a-z0-9-]+)", text, re.MULTILINE)
+    assert sorted(entries) == sorted([*every_option(), "--config"])
+    # The entries begin with their flags, and each but --config ends with its default.
+    bodies = re.split(r"^  --[a-z0-9-]+", text, flags=re.MULTILINE)[1:]
+    for flag, body in zip(entries, bodies, strict=True):
+        assert flag == "--config" or "(default: " in " ".join(body.split()), flag
+
+
+def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_text(capsys, "-h")
+    groups = re.findall(r"^([a-z ]+):$", text, re.MULTILINE)
+    assert groups[1:] == [
+        *("model", "moe", "expert selection", "parallel", "training", "optimizer", "data"),
+        *("checkpoint", "logging"),
+    ]
+    groups_text = dict(zip(groups, re.split(r"^[a-z ]+:$", text, flags=re.M)[1:], strict=True))
+    assert "--num-layers" in groups_text["model"]
+    assert "[aoe] rank of W_g" in " ".join(groups_text["expert selection"].split())
+    assert "[topk, aoe] experts per token" in " ".join(groups_text["expert selection"].split())
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("--num-layer", "--num-layers"),
+        ("--num_layers", "--num-layers"),
+        ("--NUM-LAYERS", "--num-layers"),
+        ("--hiden-size=3", "--hidden-size"),
+        ("--aoe-low-rank", "--aoe-low-rank-size"),
+        ("--topk-selection", "--expert-selection"),
+        ("--no-bf16", "--bf16"),
+        ("--confg", "--config"),
+    ],
+)
+def test_an_unknown_flag_suggests_the_nearest(wrong: str, near: str) -> None:
+    name = wrong.split("=")[0]
+    assert message_of(wrong, "3") == f"{name} is no flag of this program: did you mean {near}?"
+
+
+def test_a_flag_like_none() -> None:
+    assert message_of("--qqqqq") == "--qqqqq is no flag of this program: --help lists all flags"
+    assert "is no flag" in message_of("--two\nlines")
+    assert "is no flag" in message_of("--" + "x" * 5000)
+
+
+def test_flags_are_not_abbreviated() -> None:
+    assert "--seq is no flag" in message_of("--seq", "128")
+
+
+def test_the_last_of_equal_flags_counts() -> None:
+    config = parse_command_line(["--num-layers", "2", "--bf16", "--num-layers", "3"])
+    assert (config.model.num_layers, config.training.bf16) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-layers"], "--num-layers: expected one argument"),
+        (["--num-layers", "--seed", "3"], "--num-layers: expected one argument"),
+        (["--num-layers", "4", "5"], "unrecognized arguments: 5"),
+        (["stray"], "unrecognized arguments: stray"),
+        (["stray\nline"], "unrecognized arguments: stray line"),
+        (["-x"], "unrecognized arguments: -x"),
+        (["--", "x"], "-- is no flag"),
+        (["--num-layers", "4=5"], "--num-layers is '4=5': it takes an integer"),
+        (["--num-layers", "9" * 5000], "--num-layers is '999.*it takes an integer"),
+        (["--config", "a", "--config=b"], "--config is given twice"),
+        (["--config"], "--config: expected one argument"),
+    ],
+)
+def test_a_line_that_cannot_be_cut(arguments: list[str], message: str) -> None:
+    assert re.search(f"^{message}", message_of(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("system", "flag"),
+    [("topk", "--aoe-low-rank-size"), ("topk", "--aoe-wide-size"), ("aoe", "--moe-z-loss-coeff")],
+)
+def test_an_option_of_another_selection(system: str, flag: str) -> None:
+    other = {"topk": "aoe", "aoe": "topk"}[system]
+    assert message_of("--expert-selection", system, flag, "1") == (
+        f"{flag} belongs to --expert-selection {other}, but {system} is selected: "
+        "remove it or change --expert-selection"
+    )
+
+
+def test_the_order_of_flags_does_not_matter() -> None:
+    flags = (["--expert-selection", "aoe"], ["--aoe-low-rank-size", "8"])
+    assert parse_command_line(sum(flags, [])) == parse_command_line(sum(flags[::-1], []))
+
+
+def test_negative_numbers_are_values() -> None:
+    assert parse_one("--lr", "-1") == -1.0
+    assert parse_one("--lr", "-0.5") == -0.5

@@ -1,0 +1,104 @@
+"""--moe-layer-freq: what it can say, and that nothing it says is executed or fills the memory."""
+
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from moe_parallel.config import make_config, moe_layer_pattern
+from moe_parallel.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layers"),
+    [
+        ("1", "1111"),
+        ("2", "1010"),
+        ("3", "1001"),
+        ("4", "1000"),
+        ("9", "1000"),
+        (" 2 ", "1010"),
+        ("[0]+[1]*3", "0111"),
+        ("[0] * 1 + [1] * 3", "0111"),
+        ("3*[1]+[0]", "1110"),
+        ("([0]+[1])*2", "0101"),
+        ("2*([0]+[1])", "0101"),
+        ("([0]*1+[1]*1)*2", "0101"),
+        ("[0, 1, 1, 0]", "0110"),
+        ("(0, 1, 1, 0)", "0110"),
+        ("0,1,1,0", "0110"),
+        ("[0]*0+[1]*4", "1111"),
+        ("[0, 0]+2*[1]", "0011"),
+        ("1+1", "1010"),
+    ],
+)
+def test_patterns(pattern: str, layers: str) -> None:
+    assert moe_layer_pattern(pattern, 4) == tuple(layer == "1" for layer in layers)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("", " ", "0", "-1", "1.0", "true", "True", "None", "x", "abc", "1 2", "[", "[1", "1]"),
+        *("[1]", "[1]*3", "[1]*5", "[]", "[0]+[1]*4", "[0,1,1,2]", "[0,1,1,-1]"),
+        *("[True]*4", "['1']*4", "[1.0]*4", "[[1]]*4", "[[1],1,1,1,1]", "[1]*4+0", "[1]*[4]"),
+        *("[1]*-4", "[1]**4", "[1]*4-1", "{0:1}", "{1}", "[1 for _ in '1234']", "[1]*4;1", "[1]=1"),
+        *("\x00", "é", "[1]*4 if 1 else [1]", "lambda: 1", "f'{1}'", "[*[1]*4]"),
+    ],
+)
+def test_malformed_patterns(pattern: str) -> None:
+    with pytest.raises(InputError, match=r"^--moe-layer-freq is .*N >= 1.*\[0\]\+\[1\]\*3$"):
+        moe_layer_pattern(pattern, 4)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "[1]*1000000000",
+        "[1]*10**9",
+        "[1]*(10**10**10)",
+        "((([1]*1000)*1000)*1000)*1000",
+        "((((1000*[1])*1000)*1000)*1000)",
+        "99999999999*99999999999*[1]",
+        f"({'9' * 40}*{'9' * 40})*[1]",
+        "9" * 10_000,
+        "(" * 150 + "1" + ")" * 150,
+        "[" * 100_000,
+        "1+" * 100_000 + "1",
+        "-" * 100_000 + "1",
+        "[1]*4#" + "x" * 1_000_000,
+        "__import__('os').mkdir('executed')",
+        "[print('executed')]*4",
+        "exit()",
+        "(executed := 1)",
+    ],
+)
+def test_hostile_patterns_are_refused_unexecuted(
+    pattern: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError, match="--moe-layer-freq is") as caught:
+            moe_layer_pattern(pattern, 4)
+        assert tracemalloc.get_traced_memory()[1] < 10e6
+    finally:
+        tracemalloc.stop()
+    assert len(str(caught.value)) < 300
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().out == ""
+
+
+def test_the_longest_model_can_write_its_pattern_out() -> None:
+    layers = [index % 3 == 0 for index in range(10_000)]
+    assert moe_layer_pattern(str([int(layer) for layer in layers]), 10_000) == tuple(layers)
+    assert sum(moe_layer_pattern("([0]+[1])*5000", 10_000)) == 5000
+
+
+def test_layers_of_a_configuration() -> None:
+    assert make_config({"num_layers": 4}).moe_layers == (False,) * 4
+    config = make_config({"num_layers": 4, "num_experts": 2, "moe_layer_freq": "[0]+[1]*3"})
+    assert config.moe_layers == (False, True, True, True)

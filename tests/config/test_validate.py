@@ -1,0 +1,255 @@
+"""Every rule that ties options together, broken once; each message is one line with a remedy."""
+
+from typing import Any
+
+import pytest
+
+from moe_parallel.config import Config, data_parallel_size, make_config, validate
+from moe_parallel.errors import InputError
+
+#: A small model that every rule accepts, on one rank.
+VALID: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 48,
+    "num_experts": 4,
+    "seq_length": 16,
+    "micro_batch_size": 1,
+    "global_batch_size": 8,
+    "train_iters": 20,
+    "lr_warmup_iters": 2,
+}
+AOE = {"expert_selection": "aoe", "aoe_low_rank_size": 8}
+VIRTUAL = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
+
+
+def config(**options: Any) -> Config:
+    return make_config({**VALID, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "world"),
+    [
+        ({}, 1),
+        (AOE, 1),
+        ({"num_experts": None}, 4),
+        ({"moe_layer_freq": "[0]+[1]*3"}, 2),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, 2),
+        ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, 4),
+        ({"expert_model_parallel_size": 4}, 4),
+        ({"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}, 4),
+        ({"pipeline_model_parallel_size": 4}, 4),
+        (VIRTUAL, 2),
+        (VIRTUAL, 4),
+        ({"num_query_groups": 2}, 1),
+        ({"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}, 1),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 18}, 1),
+        ({"lr_decay_iters": 40}, 1),
+        ({"split": "1"}, 1),
+        ({"split": "98,2"}, 1),
+        ({"split": "0.9, 0.1, 0"}, 1),
+        ({"save": "runs/x", "save_interval": 5, "keep_last": 2}, 1),
+        ({"clip_grad": 0, "moe_aux_loss_coeff": 0, "min_lr": 0, "weight_decay": 0}, 1),
+    ],
+)
+def test_valid(options: dict[str, Any], world: int) -> None:
+    validate(config(**options), world)
+
+
+BROKEN: list[tuple[dict[str, Any], int, str]] = [
+    # heads, widths, vocabulary
+    ({"hidden_size": 30}, 1, "--hidden-size is 30, which --num-attention-heads 4 .* multiple of 4"),
+    ({"hidden_size": 12}, 1, "--hidden-size 12 .* --num-attention-heads 4 .* odd.* change one"),
+    ({"num_query_groups": 3}, 1, "--num-attention-heads is 4, which --num-query-groups 3 .*choose"),
+    (
+        {"num_attention_heads": 2, "tensor_model_parallel_size": 4},
+        4,
+        "--num-attention-heads is 2, which --tensor-model-parallel-size 4 .* multiple of 4",
+    ),
+    (
+        {"num_query_groups": 1, "tensor_model_parallel_size": 2},
+        2,
+        "--num-query-groups is 1, which --tensor-model-parallel-size 2 .* multiple of 2",
+    ),
+    (
+        {"ffn_hidden_size": 49, "moe_ffn_hidden_size": 48, "tensor_model_parallel_size": 2},
+        2,
+        "--ffn-hidden-size is 49, which --tensor-model-parallel-size 2 .* multiple of 2",
+    ),
+    (
+        {"make_vocab_size_divisible_by": 1, "tensor_model_parallel_size": 2},
+        2,
+        "--make-vocab-size-divisible-by is 1, which --tensor-model-parallel-size 2 .* multiple",
+    ),
+    # experts
+    ({"moe_router_topk": 5}, 1, "--moe-router-topk is 5, above --num-experts 4: choose at most 4"),
+    ({**AOE, "moe_router_topk": 5}, 1, "--moe-router-topk is 5, above --num-experts 4"),
+    (
+        {"num_experts": None, "expert_model_parallel_size": 2},
+        2,
+        "--expert-model-parallel-size is 2, but the model is dense: set --num-experts",
+    ),
+    (
+        {"num_experts": 6, "expert_model_parallel_size": 4},
+        4,
+        "--num-experts is 6, which --expert-model-parallel-size 4 .* multiple of 4",
+    ),
+    (
+        {"moe_ffn_hidden_size": 47, "expert_tensor_parallel_size": 2},
+        2,
+        "expert width is 47, which --expert-tensor-parallel-size 2 .* --moe-ffn-hidden-size",
+    ),
+    (
+        {**AOE, "aoe_wide_size": 47, "tensor_model_parallel_size": 2},
+        2,
+        "expert width is 47, which --expert-tensor-parallel-size 2 .* --aoe-wide-size",
+    ),
+    ({**AOE, "aoe_low_rank_size": 200}, 1, "Eq. 5 .* width of -7: lower --aoe-low-rank-size"),
+    ({"moe_layer_freq": "[0]*4"}, 1, "--moe-layer-freq .* leaves no MoE layer.* remove --num-exp"),
+    ({"moe_layer_freq": "[1]*5"}, 1, "--moe-layer-freq is '.1.*5': .* 4 zeros and ones such as"),
+    (
+        {"moe_pad_expert_input_to_capacity": True},
+        1,
+        "--moe-pad-expert-input-to-capacity needs a capacity: set --moe-expert-capacity-factor",
+    ),
+    # layout
+    (
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        2,
+        "2 ranks cannot .* --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2: "
+        "start a multiple of 4 ranks",
+    ),
+    (
+        {"expert_model_parallel_size": 4},
+        2,
+        "2 ranks cannot .* --expert-model-parallel-size 4 .*start a multiple of 4 ranks",
+    ),
+    (
+        {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+        2,
+        "2 ranks cannot .* --expert-tensor-parallel-size 2 x --expert-model-parallel-size 2",
+    ),
+    (
+        {"seq_length": 15, "tensor_model_parallel_size": 2},
+        2,
+        "--seq-length is 15, which --tensor-model-parallel-size 2 .* multiple of 2",
+    ),
+    ({"sequence_parallel": True}, 1, "--sequence-parallel .* --tensor-model-parallel-size is 1:"),
+    (
+        {"num_layers": 5, "pipeline_model_parallel_size": 2},
+        2,
+        "--num-layers is 5, which --pipeline-model-parallel-size 2 .* multiple of 2",
+    ),
+    (
+        {"num_layers_per_virtual_pipeline_stage": 1},
+        1,
+        "--num-layers-per-virtual-pipeline-stage is 1, but --pipeline-model-parallel-size is 1",
+    ),
+    (
+        {**VIRTUAL, "num_layers": 6, "num_layers_per_virtual_pipeline_stage": 2},
+        2,
+        "--num-layers-per-virtual-pipeline-stage is 2: it must divide the 3 layers",
+    ),
+    (
+        {**VIRTUAL, "num_layers_per_virtual_pipeline_stage": 2},
+        2,
+        "--num-layers-per-virtual-pipeline-stage is 2: it must divide the 2 layers",
+    ),
+    # batch
+    (
+        {"global_batch_size": 9},
+        2,
+        "--global-batch-size is 9, not a multiple of --micro-batch-size 1 x 2 data-parallel ranks: "
+        "choose a multiple of 2",
+    ),
+    (
+        {**VIRTUAL, "global_batch_size": 3},
+        2,
+        "--global-batch-size 3 makes 3 micro-batches, but virtual .* a multiple of --pipeline",
+    ),
+    # schedule
+    ({"lr": 1e-5, "min_lr": 1e-4}, 1, "--min-lr is 0.0001, above --lr 1e-05: choose at most --lr"),
+    ({"lr_warmup_iters": 20}, 1, "--lr-warmup-iters is 20: it must be below the 20 iterations"),
+    ({"lr_decay_iters": 2}, 1, "--lr-warmup-iters is 2: it must be below the 2 iterations"),
+    ({"lr_wsd_decay_iters": 19}, 1, "--lr-wsd-decay-iters is 19: it must be at most the 18 iter"),
+    ({"adam_beta1": 1.0}, 1, "--adam-beta1 is 1.0: it must be below 1"),
+    ({"adam_beta2": 1.5}, 1, "--adam-beta2 is 1.5: it must be below 1"),
+    # data and checkpoints
+    ({"split": "garbage"}, 1, "--split is 'garbage': it takes up to three parts such as 969,30,1"),
+    ({"split": "1,2,3,4"}, 1, "--split is '1,2,3,4': it takes up to three parts"),
+    ({"split": "0,1,0"}, 1, "--split is '0,1,0': .* the first above 0"),
+    ({"split": "9,-1,0"}, 1, "--split is '9,-1,0': .* none of them negative"),
+    ({"split": "nan,1,1"}, 1, "--split is 'nan,1,1'"),
+    ({"split": "1,nan,1"}, 1, "--split is '1,nan,1'"),
+    ({"split": "1,inf,1"}, 1, "--split is '1,inf,1'"),
+    ({"keep_last": 2}, 1, "--keep-last .*: set --save too"),
+    ({"save_interval": 2}, 1, "--save-interval .*: set --save too"),
+    # ranges
+    ({"num_layers": 10_001}, 1, "--num-layers is 10001: it must be at most 10000"),
+    ({"vocab_size": 2**31}, 1, "--vocab-size is 2147483648: it must be at most 2147483647"),
+    ({"seed": 1 << 20_000}, 1, "--seed is 0x1000.*: it must be at most 2147483647"),
+    ({"distributed_timeout_minutes": 1e300}, 1, "--distributed-timeout-minutes is .* at most"),
+]
+AT_LEAST_0 = """
+seed lr min_lr lr_warmup_iters weight_decay adam_beta1 adam_beta2 clip_grad moe_aux_loss_coeff
+moe_z_loss_coeff eval_iters
+""".split()
+AT_LEAST_1 = """
+num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size rotary_base
+make_vocab_size_divisible_by num_experts moe_ffn_hidden_size moe_router_topk
+tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
+expert_model_parallel_size expert_tensor_parallel_size micro_batch_size global_batch_size seq_length
+train_iters exit_interval lr_decay_iters lr_wsd_decay_iters vocab_size save_interval keep_last
+log_interval eval_interval
+""".split()
+ABOVE_0 = """
+norm_epsilon init_method_std moe_expert_capacity_factor distributed_timeout_minutes adam_eps
+""".split()
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+BROKEN += [({name: -1}, 1, f"{flag(name)} is -1.*: it must be at least 0") for name in AT_LEAST_0]
+BROKEN += [({name: 0}, 1, f"{flag(name)} is 0: it must be at least 1") for name in AT_LEAST_1]
+BROKEN += [({name: 0}, 1, f"{flag(name)} is 0.0: it must be above 0") for name in ABOVE_0]
+BROKEN += [
+    ({**AOE, name: 0}, 1, f"{flag(name)} is 0: it must be at least 1")
+    for name in ("aoe_low_rank_size", "aoe_wide_size")
+]
+
+
+@pytest.mark.parametrize(("options", "world", "message"), BROKEN)
+def test_broken(options: dict[str, Any], world: int, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        validate(config(**options), world)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 300
+
+
+def test_no_number_is_without_a_rule() -> None:
+    """An option that is added later meets a lower bound too, or is listed here with the reason."""
+    numbers = {
+        name
+        for system in ("topk", "aoe")
+        for _, part in make_config({"expert_selection": system}).values()
+        for name in part
+    }
+    ruled = {name for options, _, _ in BROKEN for name in options}
+    words = {
+        *("expert_selection", "moe_token_drop_policy", "moe_backend", "distributed_backend"),
+        *("recompute_granularity", "lr_decay_style", "data_path", "tokenizer_type", "load"),
+        *("tokenizer_model", "data_cache_path", "save", "wandb_project", "wandb_mode"),
+        *("untie_embeddings_and_output_weights", "use_distributed_optimizer", "bf16"),
+        *("full_evaluation", "tensorboard"),
+    }
+    assert numbers - ruled - words == set()
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "dp"), [(1, 1, 1, 1), (8, 2, 1, 4), (8, 2, 2, 2), (8, 1, 8, 1)]
+)
+def test_data_parallel_size(world: int, tp: int, pp: int, dp: int) -> None:
+    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    assert data_parallel_size(config(**sizes), world) == dp

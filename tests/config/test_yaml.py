@@ -1,0 +1,237 @@
+"""YAML files: the same values as flags, a round trip, and every way to get a file wrong."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from moe_parallel.config import Config, make_config, parse_command_line, read_yaml
+from moe_parallel.config.config import common_options, selection_options
+from moe_parallel.config.option import Option
+from moe_parallel.errors import InputError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "file.yaml"
+
+
+def parse(file: Path, text: str, *flags: str) -> Config:
+    file.write_text(text, encoding="utf-8")
+    return parse_command_line(["--config", str(file), *flags])
+
+
+def message_of(file: Path, text: str, *flags: str) -> str:
+    with pytest.raises(InputError) as caught:
+        parse(file, text, *flags)
+    message = str(caught.value)
+    assert message.isprintable() and len(message) < 500
+    return message
+
+
+def random_value(option: Option, rng: random.Random) -> Any:
+    if option.optional and rng.random() < 0.2:
+        return None
+    word = rng.choice(["a", "run 1", "true", "null", "12", "1e3", "0.5", "~", "é/ü", "a: b", "#x"])
+    if option.many:
+        return tuple(rng.choice([word, "x", "0.3"]) for _ in range(rng.randint(1, 4)))
+    if option.choices:
+        return rng.choice(option.choices)
+    if option.kind is bool:
+        return rng.random() < 0.5
+    if option.kind is int:
+        return rng.choice([0, 1, -7, rng.randint(0, 10**6), 2**40])
+    if option.kind is float:
+        return rng.choice([0.0, 1.0, 2e-4, 1.28e-5, 1e-300, 1e300, rng.random(), -rng.random()])
+    return word
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("system", ["topk", "aoe"])
+def test_what_is_written_is_read_back(file: Path, system: str, seed: int) -> None:
+    rng = random.Random(seed)
+    options = common_options() | selection_options()[system]
+    raw = {
+        name: list(value) if isinstance(value := random_value(option, rng), tuple) else value
+        for name, option in options.items()
+        if rng.random() < 0.8
+    }
+    config = make_config({"expert_selection": system, **raw})
+    for name, value in raw.items():
+        expected = tuple(value) if isinstance(value, list) else value
+        assert {k: v for _, part in config.values() for k, v in part.items()}[name] == expected
+    assert parse(file, config.to_yaml()) == config
+
+
+def test_what_is_written_names_every_option_in_its_section() -> None:
+    text = make_config({"expert_selection": "aoe"}).to_yaml()
+    keys = yaml.safe_load(text)
+    expected = {**common_options(), **selection_options()["aoe"]}
+    assert set(keys) == {name.replace("_", "-") for name in expected} | {"expert-selection"}
+    sections = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("#")]
+    assert sections == [section for section, _ in Config().values()]
+
+
+@pytest.mark.parametrize(
+    ("yaml_text", "flags"),
+    [
+        ("num-layers: 6", ["--num-layers", "6"]),
+        ("num_layers: 6", ["--num-layers", "6"]),
+        ("num-layers: '6'", ["--num-layers", "6"]),
+        ("lr: 2e-4", ["--lr", "2e-4"]),
+        ("lr: 2.0e-4", ["--lr", "0.0002"]),
+        ("lr: 1", ["--lr", "1"]),
+        ("bf16: true", ["--bf16"]),
+        ("bf16: True", ["--bf16", "true"]),
+        ("bf16: yes", ["--bf16", "true"]),
+        ("tensorboard: false", ["--tensorboard", "false"]),
+        ("tensorboard: 'false'", ["--tensorboard", "false"]),
+        ("moe-layer-freq: 2", ["--moe-layer-freq", "2"]),
+        ("moe-layer-freq: '[0]+[1]*3'", ["--moe-layer-freq", "[0]+[1]*3"]),
+        ("num-query-groups: null", []),
+        ("num-query-groups: none", ["--num-query-groups", "none"]),
+        ("num-query-groups:", []),
+        ("save: 12", ["--save", "12"]),
+        ("data-path: one", ["--data-path", "one"]),
+        ("data-path: 0.3 a 0.7 b", ["--data-path", "0.3", "a", "0.7", "b"]),
+        ("data-path: [0.3, a, 0.7, b]", ["--data-path", "0.3", "a", "0.7", "b"]),
+        ("data-path: [with space]", ["--data-path", "with space"]),
+        ("split: 9,1,0", ["--split", "9,1,0"]),
+        (
+            "expert-selection: aoe\naoe-low-rank-size: 8",
+            ["--aoe-low-rank-size", "8", "--expert-selection", "aoe"],
+        ),
+        ("", []),
+        ("# nothing\n---\n", []),
+        ("\ufeffnum-layers: 6", ["--num-layers", "6"]),
+    ],
+)
+def test_keys_are_flags(file: Path, yaml_text: str, flags: list[str]) -> None:
+    assert parse(file, yaml_text) == parse_command_line(flags)
+
+
+def test_flags_win_over_the_file(file: Path) -> None:
+    config = parse(file, "num-layers: 6\nhidden-size: 64\nbf16: true", "--num-layers", "7")
+    assert (config.model.num_layers, config.model.hidden_size) == (7, 64)
+    assert parse(file, "bf16: true", "--bf16", "false").training.bf16 is False
+    assert parse(file, "num-experts: 4", "--num-experts", "none").moe.num_experts is None
+
+
+def test_flags_can_change_the_selection_of_the_file(file: Path) -> None:
+    text = "expert-selection: aoe\naoe-low-rank-size: 8"
+    message = message_of(file, text, "--expert-selection", "topk")
+    assert message.startswith("--aoe-low-rank-size belongs to --expert-selection aoe")
+
+
+@pytest.mark.parametrize(
+    ("text", "start"),
+    [
+        (
+            "num-layrs: 3",
+            "--num-layrs is no flag or YAML key of this program: did you mean --num-l",
+        ),
+        ("expert-selectoin: aoe", "--expert-selectoin is no .* did you mean --expert-selection"),
+        ("aoe-low-rank: 3", "--aoe-low-rank is no flag"),
+        ("config: other.yaml", "--config is no flag or YAML key"),
+        ("help: 1", "--help is no flag or YAML key"),
+        ("1: 2", "--1 is no flag"),
+        ("null: 2", "--None is no flag"),
+        ('"two\\nlines": 2', "'--two.nlines' is no flag"),
+        ("moe-z-loss-coeff: 1\nexpert-selection: aoe", "--moe-z-loss-coeff belongs to .* topk"),
+        ("expert-selection: aeo", "--expert-selection is 'aeo': it takes one of topk, aoe"),
+        ("expert-selection: [aoe]", "--expert-selection is .'aoe'.: it takes one of"),
+        ("expert-selection:", "--expert-selection needs a value"),
+        ("bf16:", "--bf16 needs a value: give it true or false"),
+        ("bf16: 1", "--bf16 is 1: it takes true or false"),
+        ("bf16: [true]", "--bf16 is .True.: it takes true or false"),
+        ("num-layers: true", "--num-layers is True: it takes an integer"),
+        ("num-layers: 4.0", "--num-layers is 4.0: it takes an integer"),
+        ("num-layers: [4]", "--num-layers is .4.: it takes an integer"),
+        ("num-layers: {a: 4}", "--num-layers is {'a': 4}: it takes an integer"),
+        ("num-layers: 2001-01-01", "--num-layers is .*date.*: it takes an integer"),
+        ("num-layers: !!set {a}", "--num-layers is {'a'}: it takes an integer"),
+        ("num-layers:", "--num-layers needs a value: give it an integer"),
+        ("num-layers: [0x" + "f" * 5000 + "]", "--num-layers is .0xffff.*: it takes an integer"),
+        ("lr: .nan", "--lr is nan: it takes a finite number"),
+        ("lr: -.inf", "--lr is -inf: it takes a finite number"),
+        ("lr: false", "--lr is False: it takes a finite number"),
+        (
+            "split: [9, 1, 0]",
+            "--split is .9, 1, 0.: it takes text of one line, in YAML best in quo",
+        ),
+        ("save: true", "--save is True: it takes text"),
+        ("save: !!binary aGVsbG8=", "--save is b'hello': it takes text"),
+        ("save: ''", "--save is '': it takes text"),
+        ("save: |\n  two\n  lines", "--save is .*: it takes text"),
+        ("data-path: 5", "--data-path is 5: it takes words on one line, or a YAML list of them"),
+        ("data-path: true", "--data-path is True: it takes words"),
+        ("data-path: []", "--data-path is ..: it takes words"),
+        ("data-path: {a: b}", "--data-path is {'a': 'b'}: it takes words"),
+        ("data-path: [a, [b]]", "--data-path is .'b'.: it takes words"),
+        ("data-path: [null]", "--data-path is None: it takes words"),
+    ],
+)
+def test_wrong_keys_and_values(file: Path, text: str, start: str) -> None:
+    with pytest.raises(InputError, match=f"^{start}"):
+        parse(file, text)
+    assert message_of(file, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("- a", "must hold lines of the form `key: value`"),
+        ("word", "must hold lines of the form `key: value`"),
+        ("a: b: c", "is not valid YAML: mapping values are not allowed here"),
+        ("moe-layer-freq: [0]+[1]*3", "is not valid YAML: .*line 1"),
+        ("\ta: 1", "is not valid YAML"),
+        ("a: \x01", "is not valid YAML"),
+        ("? [1, 2]\n: 3", "is not valid YAML"),
+        ("a: !!python/object/apply:os.getcwd []", "is not valid YAML: could not determine"),
+        ("a: 2001-13-99", "is not valid YAML"),
+        ("---\na: 1\n---\nb: 1", "is not valid YAML: expected a single document"),
+        ("[" * 2000, "is not valid YAML"),
+        ("num-layers: 4\nseed: 1\nnum-layers: 5", "gives num-layers twice: keep one of the lines"),
+        ("num-layers: 4\nnum_layers: 4", "gives num-layers twice: keep one of the lines"),
+    ],
+)
+def test_wrong_files(file: Path, text: str, problem: str) -> None:
+    with pytest.raises(InputError, match=f"^--config .*file.yaml {problem}"):
+        parse(file, text)
+    assert message_of(file, text)
+
+
+def test_a_value_that_grows_when_it_is_shown(file: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]" for n in range(1, 12)]
+    names = [line.split(":")[0] for line in lines]
+    text = "\n".join([*lines, "num-layers: *a11"])
+    assert names[0] in message_of(file, text)
+    with pytest.raises(InputError) as caught:
+        make_config({"num_layers": yaml.safe_load(text)["a11"]})
+    assert len(str(caught.value)) < 2000
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    def message_for(path: Path | str) -> str:
+        with pytest.raises(InputError) as caught:
+            parse_command_line(["--config", str(path)])
+        assert str(caught.value).isprintable()
+        return str(caught.value)
+
+    absent = tmp_path / "absent.yaml"
+    assert message_for(absent) == f"--config {absent} does not exist: name a YAML file"
+    assert message_for(tmp_path) == f"--config {tmp_path} cannot be read: Is a directory"
+    latin = tmp_path / "latin.yaml"
+    latin.write_bytes("save: caf\u00e9".encode("latin-1"))
+    assert message_for(latin) == f"--config {latin} is not UTF-8 text (byte 9)"
+    assert "does not exist" in message_for(tmp_path / "two\nlines")
+    assert "cannot be read" in message_for(tmp_path / ("x" * 5000))
+    assert "cannot be read" in message_for("")
+
+
+def test_keys_of_a_file_are_option_names(file: Path) -> None:
+    file.write_text("num-layers: 4\nmin_lr: 1e-5\n")
+    assert read_yaml(file) == {"num_layers": 4, "min_lr": "1e-5"}
