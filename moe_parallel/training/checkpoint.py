@@ -9,6 +9,7 @@ and the data position are the same to the bit as well; the random states, which 
 stay as the configuration seeded them.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -102,7 +103,8 @@ class Checkpointer:
             raise InputError(f"--keep-last {keep_last}: keep at least 1 checkpoint")
         self.folder = CheckpointFolder(directory)
         self.keep_last = keep_last
-        self.fingerprint = dict(fingerprint)
+        # As JSON returns it, so that a tuple equals the list that it was saved as.
+        self.fingerprint = json.loads(json.dumps(dict(fingerprint)))
         self.layout = {**layout, "world_size": dist.get_world_size()}
         self.files = dict(files)
 
@@ -241,19 +243,15 @@ class Checkpointer:
                 f"{FORMAT}; load it with the version that wrote it"
             )
         _compare(checkpoint, record["fingerprint"], self.fingerprint)
-        missing = [
-            name
-            for name, key, wanted in (
-                ("optimizer", "adam_step", optimizer),
-                ("scheduler", "scheduler", scheduler),
-            )
-            if wanted is not None and record[key] is None
-        ]
-        if missing:
-            raise InputError(
-                f"--load {checkpoint}: it has weights, but no state of the {missing[0]} to go on "
-                "training with; load one that training has saved"
-            )
+        for part, key, wanted in (
+            ("optimizer", "adam_step", optimizer),
+            ("scheduler", "scheduler", scheduler),
+        ):
+            if wanted is not None and record[key] is None:
+                raise InputError(
+                    f"--load {checkpoint}: it has weights, but no state of the {part} to go on "
+                    "training with; load one that training has saved"
+                )
         if scheduler is not None:
             _compare(checkpoint, _schedule(record["scheduler"]), _schedule(scheduler.state_dict()))
         return record

@@ -6,6 +6,8 @@ forked writers, which hang a script without a __main__ guard and are unsafe besi
 and where one rank fails to write, the others wait. The files are the same.
 """
 
+import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import IOBase
@@ -64,7 +66,10 @@ def read_tensors(content: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     def read() -> dict[str, Any]:
         try:
-            return dist_checkpointing.load(content, str(folder), validate_access_integrity=False)
+            with _quietly():
+                return dist_checkpointing.load(
+                    content, str(folder), validate_access_integrity=False
+                )
         except CheckpointException as error:  # by 0.16.1 alone; 0.19.2 raises what it met
             raise _first_failure(error) from error
 
@@ -74,6 +79,22 @@ def read_tensors(content: dict[str, Any], folder: Path) -> dict[str, Any]:
 def stored_tensors(folder: Path) -> dict[str, ShardedTensor]:
     """Every tensor in a checkpoint by key, without data: its global shape and dtype."""
     return dist_checkpointing.load_tensors_metadata(str(folder))
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the notes on how Megatron-Core calls torch, and how we call it, at every load."""
+    notes = logging.getLogger("megatron.core.dist_checkpointing.strategies.common")
+    before = notes.disabled
+    notes.disabled = True  # 0.19.2 would rather find no common.pt, which 0.16.1 needs
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`load_state_dict` is deprecated", FutureWarning)
+            warnings.filterwarnings("ignore", "The argument order of load", UserWarning)
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            yield
+    finally:
+        notes.disabled = before
 
 
 def _first_failure(error: CheckpointException) -> Exception:

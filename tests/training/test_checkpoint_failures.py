@@ -12,6 +12,7 @@ from torch import distributed as dist
 
 from moe_parallel.errors import InputError
 from moe_parallel.training import checkpoint_folder, checkpoint_tensors
+from moe_parallel.training.checkpoint import TrainingState
 from tests.distributed import RankError, run_distributed
 from tests.training.tiny_run import AOE, Layout, TinyRun
 
@@ -232,3 +233,16 @@ def test_paths_that_hold_no_checkpoint(checkpoint, tmp_path):
 def test_an_older_checkpoint_can_be_named(checkpoint):
     path = checkpoint / "iter_0000001"
     assert run_distributed(2, _load_errors, [path]) == [[None], [None]]
+
+
+def _save_weights_then_load(path):
+    run = TinyRun(Layout(), path)
+    engine, state = run.engine, TrainingState(1, 8, 128)
+    run.checkpointer.save(state, engine.chunks, None, None)
+    assert run.checkpointer.load(path, engine.chunks, None, None) == state
+    return _error(lambda: run.load(path))
+
+
+def test_weights_alone_cannot_be_trained_on(tmp_path):
+    (message,) = run_distributed(1, _save_weights_then_load, tmp_path)
+    assert message.startswith(f"--load {tmp_path}/iter_0000001: it has weights, but no state of")

@@ -90,6 +90,7 @@ class TinyRun:
             fingerprint={
                 "hidden_size": config.model.hidden_size,
                 "expert_selection": type(config.selection).__name__,
+                "heads": (config.model.num_attention_heads, config.model.num_query_groups),
             },
             layout=layout.sizes(),
             files=files or {},
