@@ -1,0 +1,172 @@
+"""Expert weights under expert and expert-tensor parallelism, and what shards compute."""
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from megatron.core import parallel_state
+from torch import distributed as dist
+
+from moe_parallel.config import make_config
+from moe_parallel.experts.low_rank import LowRankExperts
+from moe_parallel.experts.swiglu import SwiGLUExperts
+from moe_parallel.ops import extension, select_backend
+from moe_parallel.parallel import Groups, initialize_groups
+from tests.distributed import run_distributed
+from tests.layers.single import SingleRank
+from tests.oracles import layers as oracle
+
+E, D, F, R = 4, 5, 6, 3
+BACKENDS = ["reference"] + ["native"] * extension.is_built()
+COUNTS = [3, 0, 1, 2]  # rows of each expert
+
+
+def swiglu(groups: Groups, backend: str = "reference") -> SwiGLUExperts:
+    return SwiGLUExperts(E, D, F, groups, select_backend(backend), torch.float64)
+
+
+def low_rank(groups: Groups, backend: str = "reference") -> LowRankExperts:
+    return LowRankExperts(E, D, R, F, groups, select_backend(backend), torch.float64)
+
+
+KINDS = {"swiglu": swiglu, "low_rank": low_rank}
+SHAPES = {
+    "swiglu": {"w_gate_up_LD2F": (E, D, 2, F), "w_out_LFD": (E, F, D)},
+    "low_rank": {"w_up_LRW": (E, R, F), "w_p_LDW": (E, D, F), "w_out_LWD": (E, F, D)},
+}
+
+
+def given(kind: str) -> dict[str, numpy.ndarray]:
+    rng = numpy.random.default_rng(3)
+    values = {name: rng.normal(size=shape) for name, shape in SHAPES[kind].items()}
+    return values | {
+        "x": rng.normal(size=(sum(COUNTS), D)),
+        "gates": rng.random(sum(COUNTS)).astype("float32"),
+        "w_down": rng.normal(size=(E, D, R)),
+    }
+
+
+def alone() -> Any:
+    return Groups(*[SingleRank()] * 7)  # type: ignore[list-item]
+
+
+def apply(experts: Any, kind: str, values: dict[str, Any], which: range) -> torch.Tensor:
+    """The experts `which` on their rows."""
+    starts = numpy.cumsum([0, *COUNTS])
+    rows = slice(starts[which.start], starts[which.stop])
+    x, gates = torch.from_numpy(values["x"])[rows], torch.from_numpy(values["gates"])[rows]
+    counts = torch.tensor(COUNTS)[which.start : which.stop]
+    if kind == "swiglu":
+        return experts(x, gates, counts)
+    return experts(x, gates, counts, experts.local(torch.from_numpy(values["w_down"])))
+
+
+def expected(kind: str) -> numpy.ndarray:
+    v = given(kind)
+    rows = []
+    owners = numpy.repeat(numpy.arange(E), COUNTS)
+    for x, gate, e in zip(v["x"], v["gates"], owners, strict=True):
+        if kind == "swiglu":
+            gate_up = v["w_gate_up_LD2F"][e]
+            y = oracle.swiglu_expert(x, gate_up[:, 0], gate_up[:, 1], v["w_out_LFD"][e])
+        else:
+            y = oracle.autonomous_expert(
+                x, v["w_down"][e], v["w_up_LRW"][e], v["w_p_LDW"][e], v["w_out_LWD"][e]
+            )
+        rows.append(gate * y)
+    return numpy.array(rows)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_row_goes_through_its_expert(kind, backend):
+    experts = KINDS[kind](alone(), backend)
+    with torch.no_grad():
+        for name, weight in experts.named_parameters():
+            weight.copy_(torch.from_numpy(given(kind)[name]))
+    y = apply(experts, kind, given(kind), range(E))
+    numpy.testing.assert_allclose(y.detach().numpy(), expected(kind), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_rows_still_give_gradients(kind, backend):
+    experts = KINDS[kind](alone(), backend)
+    with torch.no_grad():
+        for weight in experts.parameters():
+            weight.normal_()
+    nothing = (torch.empty(0, D, dtype=torch.float64), torch.empty(0), torch.zeros(E).long())
+    down = () if kind == "swiglu" else (torch.zeros(E, D, R, dtype=torch.float64),)
+    y = experts(*nothing, *down)
+    assert y.shape == (0, D)
+    y.sum().backward()
+    for name, weight in experts.named_parameters():
+        assert weight.grad is not None and (weight.grad == 0).all(), name
+
+
+def _one_rank(kind: str, options: dict[str, int]) -> dict[str, Any]:
+    """This rank's part of the weights by its sharded state dict, filled from `given`."""
+    groups = initialize_groups(make_config(options).parallel)
+    experts = KINDS[kind](groups)
+    shards = experts.sharded_state_dict("layer.")
+    for name, weight in experts.named_parameters():
+        shard = shards["layer." + name]
+        place = tuple(
+            slice(o, o + n) for o, n in zip(shard.global_offset, weight.shape, strict=True)
+        )
+        with torch.no_grad():
+            weight.copy_(torch.from_numpy(given(kind)[name][place]))
+    first = groups.ep.rank() * experts.num_local_experts
+    which = range(first, first + experts.num_local_experts)
+    y = apply(experts, kind, given(kind), which)
+    seen = {
+        "first": first,
+        "etp": groups.etp.rank(),
+        "global": {name: shards["layer." + name].global_shape for name in SHAPES[kind]},
+        "replicas": {shard.replica_id[2] for shard in shards.values()},
+        "edp": groups.edp.rank(),
+        "y": y.detach().numpy(),
+        "attributes": {
+            (w.allreduce, w.tensor_model_parallel, w.partition_stride) for w in experts.parameters()
+        },
+    }
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    return seen
+
+
+def _layout(tp: int, ep: int, etp: int) -> dict[str, int]:
+    return {
+        "tensor_model_parallel_size": tp,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": etp,
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "world, tp, ep, etp, reduced_like_dense",
+    [
+        (2, 1, 2, 1, False),
+        (2, 1, 1, 2, False),  # etp != tp: replicas are not the data-parallel ranks
+        (2, 2, 1, 1, False),
+        (2, 2, 1, 2, True),
+        (2, 1, 1, 1, True),
+        (4, 1, 2, 2, False),
+    ],
+)
+def test_shards_together_compute_the_whole(kind, world, tp, ep, etp, reduced_like_dense):
+    ranks = run_distributed(world, _one_rank, kind, _layout(tp, ep, etp))
+    copies = world // (ep * etp)
+    wanted = numpy.split(expected(kind), numpy.cumsum(COUNTS)[:-1])
+    for first in range(0, E, E // ep):
+        sum_of_shards = sum(seen["y"] for seen in ranks if seen["first"] == first) / copies
+        rows = numpy.concatenate(wanted[first : first + E // ep])
+        numpy.testing.assert_allclose(sum_of_shards, rows, rtol=1e-12, atol=1e-12)
+    for seen in ranks:
+        assert seen["global"] == SHAPES[kind]
+        assert seen["attributes"] == {(reduced_like_dense, True, 1)}
+        assert seen["replicas"] == {seen["edp"]}
+    # Every part has one main copy and no two ranks share a number for it.
+    assert len({(seen["first"], seen["etp"], seen["edp"]) for seen in ranks}) == world

@@ -1,0 +1,138 @@
+"""What the layers compute, token by token, in numpy fp64: written from the papers, by loops.
+
+Shape suffixes as in the package: T tokens, D model width, E experts, K choices, F expert width,
+R low-rank size, W wide size.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+Array = Any  # numpy arrays of any shape
+
+
+@dataclass
+class Routing:
+    """Who computes each token: experts by falling score, None where dropped, and their gates."""
+
+    scores: Array  # [T, E]
+    experts: list[list[int | None]]
+    gates: list[list[float]]
+
+
+def silu(x: Array) -> Array:
+    return x / (1 + numpy.exp(-x))
+
+
+def softmax(x: Array) -> Array:
+    powers = numpy.exp(x - numpy.max(x))
+    return powers / powers.sum()
+
+
+def route(scores: Array, k: int, *, raw_probability: bool = False) -> Routing:
+    """The k greatest scores of each token (the lower index among equals), and their softmax.
+
+    raw_probability: the gate is the softmax over all experts (Top-1 routing).
+    """
+    experts: list[list[int | None]] = []
+    gates = []
+    for row in scores:
+        ranked = sorted(range(len(row)), key=lambda expert: (-row[expert], expert))[:k]
+        experts.append(list(ranked))
+        gates.append(list(softmax(row)[ranked] if raw_probability else softmax(row[ranked])))
+    return Routing(numpy.array(scores), experts, gates)
+
+
+def router_scores(x_TD: Array, w_ED: Array) -> Array:
+    return numpy.array([[numpy.dot(w, x) for w in w_ED] for x in x_TD])
+
+
+def norm_scores(x_TD: Array, w_down_EDR: Array) -> Array:
+    """p_i = ||x W_down^i||_2 of every expert (AoE, Algorithm 2, lines 1 and 2)."""
+    return numpy.array(
+        [[math.sqrt(sum(c * c for c in x @ w_DR)) for w_DR in w_down_EDR] for x in x_TD]
+    )
+
+
+def capacity(tokens: int, k: int, num_experts: int, factor: float) -> int:
+    return math.ceil(tokens * k / num_experts * factor)
+
+
+def drop(routing: Routing, limit: int, policy: str) -> Routing:
+    """Experts take their choices one by one until `limit` is reached; the rest become None.
+
+    probs: in the order of falling gate; position: all first choices, then all second choices.
+    Equals are taken in the order of tokens, then of choices.
+    """
+    slots = [(t, j) for t, row in enumerate(routing.experts) for j in range(len(row))]
+    if policy == "probs":
+        slots.sort(key=lambda slot: -routing.gates[slot[0]][slot[1]])
+    else:
+        slots.sort(key=lambda slot: slot[1])
+    taken = [0] * routing.scores.shape[1]
+    kept: list[list[int | None]] = [list(row) for row in routing.experts]
+    for token, choice in slots:
+        expert = kept[token][choice]
+        if expert is None:
+            continue
+        if taken[expert] == limit:
+            kept[token][choice] = None
+        else:
+            taken[expert] += 1
+    return Routing(routing.scores, kept, routing.gates)
+
+
+def swiglu_expert(x_D: Array, w_g_DF: Array, w_p_DF: Array, w_o_FD: Array) -> Array:
+    """(SiLU(x W_g) * (x W_p)) W_o."""
+    return (silu(x_D @ w_g_DF) * (x_D @ w_p_DF)) @ w_o_FD
+
+
+def autonomous_expert(
+    x_D: Array, w_down_DR: Array, w_up_RW: Array, w_p_DW: Array, w_o_WD: Array
+) -> Array:
+    """(SiLU(C W_up) * (x W_p)) W_o with C = x W_down (AoE, Algorithm 2, last line)."""
+    return (silu((x_D @ w_down_DR) @ w_up_RW) * (x_D @ w_p_DW)) @ w_o_WD
+
+
+def combine(x_TD: Array, routing: Routing, experts: list[Any]) -> Array:
+    """sum_i gate_i E_i(x) over the experts that kept the token; `experts`: functions of x_D."""
+    y_TD = numpy.zeros_like(x_TD)
+    for t, x_D in enumerate(x_TD):
+        for expert, gate in zip(routing.experts[t], routing.gates[t], strict=True):
+            if expert is not None:
+                y_TD[t] += gate * experts[expert](x_D)
+    return y_TD
+
+
+def load_balancing_loss(routing: Routing) -> float:
+    """n sum_i f_i P_i; f_i: share of the tokens that chose i, P_i: mean softmax over all."""
+    tokens, num_experts = routing.scores.shape
+    total = 0.0
+    for expert in range(num_experts):
+        share = sum(row.count(expert) for row in routing.experts) / tokens
+        mean = sum(softmax(row)[expert] for row in routing.scores) / tokens
+        total += share * mean
+    return num_experts * total
+
+
+def z_loss(logits_TE: Array) -> float:
+    """mean_t logsumexp(logits_t)^2."""
+    return sum(math.log(sum(math.exp(v) for v in row)) ** 2 for row in logits_TE) / len(logits_TE)
+
+
+def numeric_gradient(function: Any, values: dict[str, Array], step: float = 1e-6) -> Any:
+    """d function(values) / d each entry of each array, by central differences."""
+    gradients = {}
+    for name, array in values.items():
+        gradient = numpy.zeros_like(array)
+        for index in numpy.ndindex(array.shape):
+            sides = []
+            for sign in (1, -1):
+                moved = array.copy()
+                moved[index] += sign * step
+                sides.append(function({**values, name: moved}))
+            gradient[index] = (sides[0] - sides[1]) / (2 * step)
+        gradients[name] = gradient
+    return gradients
