@@ -149,7 +149,7 @@ class _Job:
 
     def __init__(self, folder: Path) -> None:
         self._output_file = folder / "output.txt"
-        self._output_file.touch()
+        self._output_file.write_text("")  # of an earlier job in the same folder
 
     @property
     def output(self) -> str:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -105,12 +105,3 @@ def _leave(code: int) -> None:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
-
-
-@contextlib.contextmanager
-def input_errors() -> Iterator[None]:
-    """An OSError inside becomes an InputError: a disk that is full, a file that may not be read."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"{error.filename or 'a file'}: {error.strerror or error}") from error

@@ -12,8 +12,7 @@ from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.parallel import Groups
 from moe_parallel.training.checkpoint import Checkpointer
-from moe_parallel.training.checkpoint_agreement import on_rank_0
-from moe_parallel.training.failure import input_errors
+from moe_parallel.training.checkpoint_agreement import on_rank_0, one_line
 
 
 def open_checkpoints(
@@ -52,10 +51,15 @@ def open_checkpoints(
         )
 
     def begin() -> None:
-        with input_errors():
+        try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.yaml").write_text(config.to_yaml())
             tokenizer.save(folder / "tokenizer")
+        except OSError as error:
+            raise InputError(
+                f"--save {folder} cannot be written ({one_line(error)}): "
+                "name a folder on a disk with room"
+            ) from error
 
     dist.barrier()  # every rank has looked before anything is written
     on_rank_0(begin)

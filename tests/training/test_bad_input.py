@@ -1,0 +1,283 @@
+"""Every wrong flag, file and value gets one line, and nothing is written over."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from moe_parallel.errors import InputError
+from moe_parallel.training.pretrain import main
+from tests.distributed import run_distributed
+from tests.program import AOE, SMALL, Ranks, Torchrun, flags, pretrain_here, small_data
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with data, broken data, and a finished run."""
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "empty").mkdir()
+    (folder / "file").write_text("")
+    options = SMALL | small_data(folder)
+    for broken, name, damage in (
+        ("no_index", "idx", Path.unlink),
+        ("no_data", "bin", Path.unlink),
+        ("cut_index", "idx", lambda path: os.truncate(path, 100)),
+        ("cut_data", "bin", lambda path: os.truncate(path, 100)),
+    ):
+        for suffix in ("bin", "idx"):
+            shutil.copy(folder / f"cycle.{suffix}", folder / f"{broken}.{suffix}")
+        damage(folder / f"{broken}.{name}")
+    run = options | {"save": folder / "run", "save_interval": 1, "train_iters": 2}
+    run_distributed(2, pretrain_here, [run | {"lr_warmup_iters": 1}])
+    shutil.copytree(folder / "run", folder / "torn")
+    os.truncate(folder / "torn" / "iter_0000002" / "__1_0.distcp", 100)
+    (folder / "wrong_key.yaml").write_text("num-layer: 2\n")
+    return folder
+
+
+#: Two ranks; `{}` is the folder of `place`.
+WRONG = {
+    "heads by tp": (
+        {"tensor_model_parallel_size": 2, "num_attention_heads": 3, "hidden_size": 30}
+        | {"num_query_groups": None},
+        "--num-attention-heads is 3, which --tensor-model-parallel-size 2 does not divide: "
+        "choose a multiple of 2",
+    ),
+    "experts by ep": (
+        {"num_experts": 3, "expert_model_parallel_size": 2},
+        "--num-experts is 3, which --expert-model-parallel-size 2 does not divide: .*multiple of 2",
+    ),
+    "layers by pp": (
+        {"num_layers": 3, "pipeline_model_parallel_size": 2},
+        "--num-layers is 3, which --pipeline-model-parallel-size 2 does not divide: .*",
+    ),
+    "batch": (
+        {"global_batch_size": 6},
+        "--global-batch-size is 6, not a multiple of --micro-batch-size 2 x 2 data-parallel "
+        "ranks: choose a multiple of 4",
+    ),
+    "top-k": (
+        {"moe_router_topk": 5},
+        "--moe-router-topk is 5, above --num-experts 4: choose at most 4",
+    ),
+    "flag": (
+        {"num_layer": 2},
+        "--num-layer is no flag of this program: did you mean --num-layers.*",
+    ),
+    "key": (
+        {"config": "{}/wrong_key.yaml"},
+        "--num-layer is no flag or YAML key of this program: did you mean --num-layers.*",
+    ),
+    "aoe with z-loss": (
+        AOE | {"moe_z_loss_coeff": 0.1},
+        "--moe-z-loss-coeff belongs to --expert-selection topk, but aoe is selected: .*",
+    ),
+    "top-k with rank": (
+        {"aoe_low_rank_size": 8},
+        "--aoe-low-rank-size belongs to --expert-selection aoe, but topk is selected: .*",
+    ),
+    "world size": (
+        {"tensor_model_parallel_size": 4, "num_query_groups": 4},
+        "2 ranks cannot be cut into --tensor-model-parallel-size 4 x .*: start a multiple of 4.*",
+    ),
+    "missing index": (
+        {"data_path": "{}/no_index"},
+        "--data-path {0}/no_index: .*idx is missing; .*",
+    ),
+    "missing data": ({"data_path": "{}/no_data"}, "--data-path {0}/no_data: .*bin is missing; .*"),
+    "truncated index": (
+        {"data_path": "{}/cut_index"},
+        "--data-path {0}/cut_index: .*idx is 100 bytes long where its header describes .*; .*",
+    ),
+    "truncated data": (
+        {"data_path": "{}/cut_data"},
+        "--data-path {0}/cut_data: .*bin has 100 bytes but its index describes .*; .*",
+    ),
+    "foreign ids": (
+        {"tokenizer_type": "NullTokenizer", "tokenizer_model": None, "vocab_size": 200},
+        "--data-path {0}/.*: document 0 holds token id 2.., outside the vocabulary of 200; .*",
+    ),
+    "missing tokenizer": (
+        {"tokenizer_model": "{}/none"},
+        "--tokenizer-model {0}/none: there is no file {0}/none; check the path",
+    ),
+    "small vocabulary": (
+        {"vocab_size": 10},
+        "--vocab-size is 10, but the tokenizer has 300 tokens: give at least 300 or leave .*",
+    ),
+    "long sequence": (
+        {"seq_length": 100_000},
+        "--seq-length 100000 is longer than the data: .*; use a shorter sequence, .*",
+    ),
+    "empty folder": ({"load": "{}/empty"}, "--load {0}/empty: no checkpoint here .*"),
+    "no folder": ({"load": "{}/none"}, "--load {0}/none: there is no such folder; .*"),
+    "torn": (
+        {"load": "{}/torn"},
+        "--load {0}/torn/iter_0000002: the checkpoint is torn: __1_0.distcp has 100 bytes instead "
+        "of .*; load another one: iter_0000001",
+    ),
+    "other sizes": (
+        {"load": "{}/run", "hidden_size": 64},
+        "--load {0}/run/iter_0000002: --hidden-size is 32 in the checkpoint and 64 here; .*",
+    ),
+    "other selection": (
+        AOE | {"load": "{}/run"},
+        "--load {0}/run/iter_0000002: --expert-selection is topk in the checkpoint and aoe .*",
+    ),
+    "another run": (
+        {"save": "{}/run"},
+        "--save {0}/run holds a run already .*: go on with it by --load {0}/run, or name another.*",
+    ),
+    "another run, loading": (
+        {"save": "{}/run", "load": "{}/torn/iter_0000001"},
+        "--save {0}/run holds a run already .*",
+    ),
+    "save to a file": ({"save": "{}/file"}, r"--save {0}/file cannot be written \(.*exists\): .*"),
+    "save under a file": (
+        {"save": "{}/file/run"},
+        r"--save {0}/file/run cannot be written \(.*Not a directory\): .*",
+    ),
+    "save where nobody may": ({"save": "/proc/run"}, r"--save /proc/run cannot be written \(.*"),
+}
+
+
+def _errors(runs):
+    """The InputError of each run on this rank."""
+    return [_error(options) for options in runs]
+
+
+def _error(options):
+    try:
+        pretrain_here([options])
+    except InputError as error:
+        return str(error)
+
+
+def _contents(folder):
+    return {
+        path.relative_to(folder): (path.stat().st_mtime_ns, path.is_file() and path.read_bytes())
+        for path in folder.rglob("*")
+        if "cache" not in path.parts and not path.name.endswith(".range.json")
+    }
+
+
+def _at(options, folder):
+    return {
+        name: value.replace("{}", str(folder)) if isinstance(value, str) else value
+        for name, value in options.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def messages(place):
+    """What two ranks say to all of `WRONG`, and the folder before and after."""
+    before = _contents(place)
+    runs = [SMALL | small_flags(place) | _at(wrong, place) for wrong, _ in WRONG.values()]
+    by_rank = run_distributed(2, _errors, runs)
+    return dict(zip(WRONG, zip(*by_rank, strict=True), strict=True)), before, _contents(place)
+
+
+def small_flags(folder):
+    return {
+        "data_path": folder / "cycle",
+        "split": "9,1,0",
+        "tokenizer_model": folder / "tokenizer",
+        "data_cache_path": folder / "cache",
+    }
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_one_line_says_what_is_wrong(place, messages, name):
+    on_0, on_1 = messages[0][name]
+    assert on_0 == on_1
+    assert on_0 is not None, "no error"
+    assert re.fullmatch(WRONG[name][1].replace("{0}", re.escape(str(place))), on_0), on_0
+
+
+def test_nothing_is_written_over(messages):
+    _, before, after = messages
+    assert after == before
+
+
+def _program(folder, options, world_size=2):
+    """(exit codes, output) of the program that is expected to end by itself."""
+    with Ranks(folder, world_size, main, flags(options)) as ranks:
+        return ranks.finish(), ranks.output
+
+
+def _error_line(output):
+    """The one line of an error that was told once, and without a traceback."""
+    assert "Traceback" not in output
+    (line,) = [line for line in output.splitlines() if line.startswith("error")]
+    return line
+
+
+def test_a_cache_that_cannot_be_written(place, tmp_path):
+    options = SMALL | small_flags(place) | {"data_cache_path": place / "file" / "cache"}
+    codes, output = _program(tmp_path, options)
+    assert codes == [2, 2]
+    assert re.fullmatch(
+        rf"error: --data-cache-path {place}/file/cache cannot be written \(.*\): .*",
+        _error_line(output),
+    )
+
+
+def test_what_only_the_first_rank_writes(place, tmp_path):
+    save = tmp_path / "run"
+    (save / "metrics.jsonl").mkdir(parents=True)
+    (save / "metrics.previous.jsonl").mkdir()
+    (save / "metrics.previous.jsonl" / "kept").touch()
+    codes, output = _program(tmp_path, SMALL | small_flags(place) | {"save": save})
+    assert codes == [2, 2]
+    assert re.fullmatch(
+        rf"error: --save {save}: cannot write metrics.jsonl \(.*\): .*", _error_line(output)
+    )
+
+
+@pytest.fixture
+def small_disk(tmp_path, place):
+    """A disk with room for two checkpoints and a half."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    blocks = [path.stat().st_blocks for path in (place / "run" / "iter_0000001").rglob("*")]
+    size = int(2.5 * 512 * sum(blocks))
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk takes root and the right to mount")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_disk_that_fills_up_and_one_that_is_read_only(place, tmp_path, small_disk):
+    save = small_disk / "run"
+    options = SMALL | small_flags(place) | {"save": save, "save_interval": 1}
+    codes, output = _program(tmp_path, options)
+    assert codes == [2, 2]
+    assert re.fullmatch(
+        rf"error: --save {save}: cannot write the checkpoint of iteration 3: .*: No space left on "
+        r"device; iter_0000002 is untouched; free the disk or name another folder",
+        _error_line(output),
+    )
+    elsewhere = options | {"save": tmp_path / "elsewhere", "load": save}
+    assert _program(tmp_path, elsewhere)[0] == [0, 0]
+
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    before = _contents(save)
+    codes, output = _program(tmp_path, options | {"load": save})
+    assert codes == [2, 2]
+    assert re.match(rf"error: --save {save} cannot be written \(.*Read-only", _error_line(output))
+    assert _contents(save) == before
+
+
+def test_torchrun_ends_with_the_message_once(place, tmp_path):
+    wrong = {"load": place / "empty", "save": tmp_path / "run"}
+    with Torchrun(tmp_path, 2, flags(SMALL | small_flags(place) | wrong)) as job:
+        assert job.finish() != 0
+        output = job.output
+    assert output.startswith(f"error: --load {place}/empty: no checkpoint here")
+    assert output.count("error: --load") == 1
+    assert output.count("Traceback (most recent call last)") == 1  # torchrun's own
+    assert re.search(r"Root Cause.*\n\[0\]:(\n.*)*exitcode *: 2 ", output)
