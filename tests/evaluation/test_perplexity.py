@@ -1,0 +1,175 @@
+"""Loss and bits per byte: against a direct computation, and on every layout."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from megatron.core.utils import unwrap_model
+from torch import distributed as dist
+
+from moe_parallel.config import parse_command_line, validate
+from moe_parallel.data.datasets import texts
+from moe_parallel.evaluation.perplexity import Perplexity, evaluate
+from moe_parallel.parallel import initialize_groups
+from moe_parallel.training.engine import Engine
+from moe_parallel.training.pretrain import seed_everything
+from moe_parallel.training.run import open_checkpoints
+from moe_parallel.training.text import open_text
+from tests.distributed import run_distributed
+from tests.program import AOE, SMALL, flags, pretrain_here, small_data
+
+MODEL = SMALL | AOE | {"num_layers": 4, "aoe_wide_size": 40}
+LAYOUTS = {
+    "dp": {},
+    "dp, large micro-batches": {"micro_batch_size": 4},
+    "ep": {"expert_model_parallel_size": 2, "use_distributed_optimizer": True},
+    "tp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp": {"pipeline_model_parallel_size": 2},
+    "vpp": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
+}
+SAMPLES = 7  # does not divide into micro-batches
+
+
+class _Model:
+    """A trained model under a layout, with its held-out text."""
+
+    def __init__(self, options):
+        config = parse_command_line(flags(options))
+        validate(config, dist.get_world_size())
+        groups = initialize_groups(config.parallel, config.virtual_stages)
+        seed_everything(config, groups)
+        self.text = open_text(config)
+        self.datasets = self.text.datasets(config)
+        self.engine = Engine(config, self.text.vocab_size, groups)
+        checkpoints = open_checkpoints(config, self.text.tokenizer, self.text.vocab_size, groups)
+        checkpoints.load(Path(config.checkpoint.load), self.engine.chunks, None, None)
+        self.config, self.groups = config, groups
+
+    def close(self):
+        parallel_state.destroy_model_parallel()
+        destroy_num_microbatches_calculator()
+
+    def evaluate(self, domain, samples):
+        found = evaluate(
+            self.engine.chunks,
+            self.datasets.valid[domain],
+            self.text.bytes_per_token(self.engine.device),
+            self.config.training,
+            self.groups,
+            samples,
+        )
+        return found.nats, found.tokens, found.num_bytes
+
+    @torch.no_grad()
+    def directly(self, domain, samples):
+        """The same sums from logits, a sample at a time; bytes and tokens by the text itself."""
+        (chunk,) = unwrap_model(self.engine.chunks)
+        chunk.eval()
+        dataset, tokenizer = self.datasets.valid[domain], self.text.tokenizer
+        nats, tokens, num_bytes = 0.0, 0, 0
+        for number in range(len(dataset) if samples is None else samples):
+            sample = dataset[number]
+            logits_1SV = chunk(sample["tokens"][None], sample["position_ids"][None], None)
+            log_p_SV = logits_1SV[0].double().log_softmax(-1)
+            for place, label in enumerate(sample["labels"].tolist()):
+                if sample["loss_mask"][place]:
+                    nats -= log_p_SV[place, label].item()
+                    tokens += 1
+                    ending = label == tokenizer.eod
+                    num_bytes += 0 if ending else tokenizer.bytes_per_token[label]
+        return nats, tokens, int(num_bytes)
+
+    def held_out(self, domain):
+        """(tokens, bytes) of the held-out documents, ends of documents as tokens without bytes."""
+        dataset, tokenizer = self.datasets.valid[domain], self.text.tokenizer
+        documents = list(texts(dataset, tokenizer))
+        tokens = sum(len(tokenizer.tokenize(text)) + 1 for text in documents)
+        return tokens, sum(len(text.encode()) for text in documents)
+
+
+def _on_one_rank(options, start):
+    pretrain_here([start])
+    model = _Model(options)
+    found = {
+        domain: {
+            samples: (model.evaluate(domain, samples), model.directly(domain, samples))
+            for samples in (None, SAMPLES)
+        }
+        | {"text": model.held_out(domain), "samples": len(model.datasets.valid[domain])}
+        for domain in ("cycle", "noise")
+    }
+    model.close()
+    return found
+
+
+def _on_two_ranks(runs):
+    found = []
+    for options in runs:
+        model = _Model(options)
+        found.append([model.evaluate("noise", samples) for samples in (None, SAMPLES)])
+        model.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("perplexity")
+    return MODEL | small_data(folder) | {"load": folder / "run"}
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(options):
+    """By domain: what `evaluate` and a direct computation found, of all and of some."""
+    start = {name: value for name, value in options.items() if name != "load"}
+    start |= {"save": options["load"], "train_iters": 20, "exit_interval": 15}
+    return run_distributed(1, _on_one_rank, options, start)[0]
+
+
+@pytest.mark.parametrize("domain", ["cycle", "noise"])
+@pytest.mark.parametrize("samples", [None, SAMPLES])
+def test_evaluate_is_what_the_model_says_of_each_token(on_one_rank, domain, samples):
+    (nats, tokens, num_bytes), direct = on_one_rank[domain][samples]
+    assert nats == pytest.approx(direct[0], rel=1e-6)
+    assert (tokens, num_bytes) == direct[1:]
+
+
+@pytest.mark.parametrize("domain", ["cycle", "noise"])
+def test_every_held_out_token_counts_once(on_one_rank, domain):
+    found = on_one_rank[domain]
+    (_, tokens, num_bytes), _ = found[None]
+    all_tokens, all_bytes = found["text"]
+    length = MODEL["seq_length"]
+    assert tokens == all_tokens - 1  # nothing precedes the first
+    assert 0 < all_bytes - num_bytes < 10  # the bytes of that first token
+    assert found["samples"] == math.ceil(tokens / length)
+    assert tokens % length  # so the last sample has something to mask
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(options, on_one_rank):
+    layouts = [options | layout for layout in LAYOUTS.values()]
+    return run_distributed(2, _on_two_ranks, layouts)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_layout_does_not_matter(on_one_rank, on_two_ranks, name):
+    place = list(LAYOUTS).index(name)
+    assert on_two_ranks[0][place] == on_two_ranks[1][place]
+    for samples, found in zip((None, SAMPLES), on_two_ranks[0][place], strict=True):
+        expected, _ = on_one_rank["noise"][samples]
+        assert found[0] == pytest.approx(expected[0], rel=1e-6)
+        assert found[1:] == expected[1:]
+
+
+def test_bits_per_byte_by_hand():
+    # 6 tokens of 2 nats for 8 bytes: 12 nats are 12 / 0.6931 = 17.312 bits.
+    text = Perplexity(nats=12.0, tokens=6, num_bytes=8)
+    assert text.loss == 2.0
+    assert text.bits_per_byte == pytest.approx(17.312340 / 8, rel=1e-6)
+
+
+def test_nothing_is_not_divided_by():
+    assert Perplexity(0.0, 0, 0).loss == Perplexity(0.0, 0, 0).bits_per_byte == 0.0
