@@ -37,3 +37,11 @@ def two_threads():
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_shows():
+    """torch fills new tensors with NaN, so that a value an operator forgets to write is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
