@@ -44,6 +44,7 @@ class Outcome:
 
     losses: list[float]
     grad_norms: list[float]
+    tokens: list[int]  # that counted in the loss
     layers: list[dict[str, Any]]  # routing statistics summed over all ranks and steps
     pieces: list[Piece]
 
@@ -52,15 +53,17 @@ def train(options: Options, steps: int = 5) -> Outcome:
     """Build the model of `options` in the running world, train it, and take the world apart."""
     config = make_config(SIZES | options)
     engine = build(config)
-    losses, grad_norms = [], []
-    for step in range(steps):
-        result = engine.step(_micro_batches(config, step, engine))
-        losses.append(result.lm_loss)
-        grad_norms.append(result.grad_norm)
+    results = [engine.step(_micro_batches(config, step, engine)) for step in range(steps)]
     layers = engine.statistics.training.reduced([None]).summaries()
     pieces = weights_here(engine)
     parallel_state.destroy_model_parallel()
-    return Outcome(losses, grad_norms, layers, pieces)
+    return Outcome(
+        [result.lm_loss for result in results],
+        [result.grad_norm for result in results],
+        [result.tokens for result in results],
+        layers,
+        pieces,
+    )
 
 
 def build(config: Config) -> Engine:

@@ -124,7 +124,7 @@ def differences(found: Runs, expected: list[Outcome]) -> dict[str, list[str]]:
 def _differences(ranks: list[Outcome], expected: list[Outcome]) -> list[str]:
     wrong = []
     reference = expected[0]
-    for measure in ("losses", "grad_norms"):
+    for measure in ("losses", "grad_norms", "tokens"):
         wanted = getattr(reference, measure)
         for rank, outcome in enumerate(ranks):
             values = getattr(outcome, measure)
@@ -167,6 +167,7 @@ def test_training_changes_what_is_compared() -> None:
     first, *_, last = (run := run_all(1, {"one": SYSTEMS["aoe"] | ONE})["one"][0]).losses
     assert last < first - 1
     assert len(set(run.grad_norms)) == 5
+    assert all(0 < tokens < 64 for tokens in run.tokens)  # some are masked
     assert all(layer["max_minus_min_load"] > 0 for layer in run.layers)
 
 
