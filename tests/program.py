@@ -179,7 +179,7 @@ class Ranks(_Job):
         `folder`, which takes their output."""
         super().__init__(folder)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.store = store
+        self._store: dist.TCPStore | None = store
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self._ranks = []
@@ -195,6 +195,10 @@ class Ranks(_Job):
         pid = self._ranks[rank].pid
         assert pid is not None
         return pid
+
+    def lose_store(self) -> None:
+        """As when torchrun dies without ending its ranks."""
+        self._store = None
 
     def running(self) -> bool:
         return any(process.is_alive() for process in self._ranks)

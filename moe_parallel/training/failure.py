@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -51,22 +52,32 @@ class FailureChannel:
     def code_of_others(self) -> int | None:
         """The exit code, once another rank has claimed the error."""
         try:
-            if not self._store.check([_CODE]):
-                return None
-            return int(self._store.get(_CODE))
+            return self._read_code()
         except (RuntimeError, OSError):
             return None
 
     def watch(self) -> None:
-        """End this process when another rank fails, even inside a collective that never ends."""
+        """End this process when another rank fails, even inside a collective that never ends.
+
+        When the store is gone, so is torchrun: SIGKILL ends it without a word to its ranks, and so
+        does SIGUSR1. The ranks then stop as on SIGTERM, saved, instead of training on unseen.
+        """
 
         def poll() -> None:
-            while (code := self.code_of_others()) is None:
-                time.sleep(_POLL_SECONDS)
+            try:
+                while (code := self._read_code()) is None:
+                    time.sleep(_POLL_SECONDS)
+            except (RuntimeError, OSError):
+                time.sleep(_GRACE_SECONDS)  # at the end of a job the store may go first
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
             time.sleep(_GRACE_SECONDS)  # for the main thread to leave by itself
             _leave(code)
 
         threading.Thread(target=poll, name="failure-watch", daemon=True).start()
+
+    def _read_code(self) -> int | None:
+        return int(self._store.get(_CODE)) if self._store.check([_CODE]) else None
 
 
 def run(main: Callable[[FailureChannel], int], channel: FailureChannel) -> None:

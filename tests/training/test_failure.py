@@ -87,7 +87,7 @@ class On1:
 def _end(folder, trouble, before_groups=False):
     """(exit codes, all that was printed) of a job of two ranks."""
     with Ranks(folder, 2, _job, trouble, before_groups) as ranks:
-        codes = ranks.finish(60)
+        codes = ranks.finish()
         return codes, ranks.output
 
 

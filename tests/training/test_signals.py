@@ -70,6 +70,17 @@ def test_a_batch_system_stops_torchrun(tmp_path):
     assert (save / f"iter_{stopped:07d}").is_dir()
 
 
+def test_torchrun_is_gone(tmp_path):
+    """SIGUSR1 and SIGKILL end torchrun at once; its ranks must not train on unseen."""
+    save = tmp_path / "run"
+    options = SMALL | small_data(tmp_path) | {"save": save, "train_iters": 100_000}
+    with Ranks(tmp_path, 2, main, flags(options)) as ranks:
+        ranks.wait_for("iteration      3")
+        ranks.lose_store()
+        assert ranks.finish() == [EXIT_INTERRUPTED] * 2
+    assert len(list(save.glob("iter_*"))) == 1
+
+
 def test_handlers_are_put_back():
     def handlers():
         return [signal.getsignal(number) for number in STOP_SIGNALS]
