@@ -37,7 +37,9 @@ class FailureChannel:
     """The job's one error, agreed on through a store."""
 
     def __init__(self, store: dist.Store) -> None:
-        self._store = store
+        # A connection of its own: one that waits for a key, as groups do when they are made, lets
+        # nobody else ask until it has it.
+        self._store = store.clone()
 
     def claim(self, code: int) -> bool:
         """Whether this rank is the first to fail; if so, it tells, and `code` ends the job."""

@@ -80,7 +80,7 @@ def _kill_in_the_third_save():
 def test_kill_9_in_the_middle_of_a_save(straight, tmp_path):
     options, losses, _ = straight
     options = options | {"save": tmp_path, "save_interval": 4, "keep_last": 1}
-    with pytest.raises(RankError, match=r"died: exit code -9|Connection closed"):
+    with pytest.raises(RankError):
         run_distributed(2, pretrain_here, [options], _kill_in_the_third_save)
     assert [path.name for path in tmp_path.glob(".iter_*")] == [".iter_0000012.writing"]
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000008"]
@@ -104,7 +104,7 @@ def _kill_in_the_eighth_step():
 def test_kill_9_between_saves(straight, tmp_path):
     options, losses, _ = straight
     options = options | {"save": tmp_path, "save_interval": 5}
-    with pytest.raises(RankError, match=r"died: exit code -9|Connection closed"):
+    with pytest.raises(RankError):
         run_distributed(2, pretrain_here, [options], _kill_in_the_eighth_step)
     assert _losses(tmp_path) == losses[:7]  # two of them after the last save
     with (tmp_path / "metrics.jsonl").open("a") as torn:
