@@ -43,7 +43,16 @@ help: ## this list
 set-up: ## the environment, the pinned packages, the C++ extension; the others do it themselves
 	@$(if $(dry-run),,$(set-up-now)):
 
+# The program does not write over a run. The quickstart's gets a number, unless ARGS goes on with it.
+keep-earlier-run = \
+	if [ -e runs/quickstart ]; then \
+	    n=1; while [ -e runs/quickstart.$$n ]; do n=$$((n + 1)); done; \
+	    mv runs/quickstart runs/quickstart.$$n && \
+	    echo "kept the earlier run as runs/quickstart.$$n"; \
+	fi
+
 pretrain: set-up ## train the quickstart model (10 minutes on 2 cores) and report what it learnt
+	@$(if $(findstring --load,$(ARGS))$(findstring --save,$(ARGS)),:,$(keep-earlier-run))
 	@$(RUN) torchrun --nproc-per-node $(NPROC) pretrain_gpt_moe.py --config $(CONFIG) $(ARGS)
 
 test: set-up ## every test (those marked slow: make test-slow)

@@ -27,6 +27,7 @@ class Notice:
 
 NOTICES = (
     Notice("full scope is deprecated", "about a default of Megatron-Core's own"),
+    Notice("MimoModelConfig is experimental", "no such model is used here"),
     Notice(
         "Unknown MLP type",
         "our layers are given their process groups by their spec, and need no others",
