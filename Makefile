@@ -51,7 +51,7 @@ keep-earlier-run = \
 	    echo "kept the earlier run as runs/quickstart.$$n"; \
 	fi
 
-pretrain: set-up ## train the quickstart model (10 minutes on 2 cores) and report what it learnt
+pretrain: set-up ## train the quickstart model (about 8 minutes on 2 cores) and report what it learnt
 	@$(if $(findstring --load,$(ARGS))$(findstring --save,$(ARGS)),:,$(keep-earlier-run))
 	@$(RUN) torchrun --nproc-per-node $(NPROC) pretrain_gpt_moe.py --config $(CONFIG) $(ARGS)
 
