@@ -39,7 +39,7 @@ class FailureChannel:
     def __init__(self, store: dist.Store) -> None:
         # A connection of its own: one that waits for a key, as groups do when they are made, lets
         # nobody else ask until it has it.
-        self._store = store.clone()
+        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # stubs lack it
 
     def claim(self, code: int) -> bool:
         """Whether this rank is the first to fail; if so, it tells, and `code` ends the job."""
