@@ -128,7 +128,6 @@ def _measures(record: Record) -> list[str]:
     formats = {
         "lm_loss": ("loss {}", ".4f"),
         "tokens_per_second": ("{} tokens/s", ",.0f"),
-        "aux_loss": ("aux loss {}", ".4f"),
         "grad_norm": ("grad norm {}", ".3f"),
         "learning_rate": ("lr {}", ".2e"),
         "consumed_tokens": ("{} tokens", ",d"),

@@ -1,8 +1,9 @@
 """metrics.jsonl: the record of a run, a JSON object a line.
 
 Every logged iteration: iteration, lm_loss, grad_norm, learning_rate, tokens_per_second,
-consumed_tokens, consumed_samples, elapsed_seconds; aux_loss where there is one; `layers`, a list of
-`RoutingTotals.summaries()`. On evaluations also `validation`: {domain: {loss, bits_per_byte}}.
+consumed_tokens, consumed_samples, elapsed_seconds (since this process began to train) and `layers`,
+the list of `RoutingTotals.summaries()`. On evaluations also `validation`:
+{domain: {loss, bits_per_byte}}.
 Losses are in nats a token. A number that is not finite is written as null: JSON has no NaN.
 """
 

@@ -38,12 +38,8 @@ class StepResult:
     tokens: int
 
 
-class NonFiniteLoss(ArithmeticError):
-    """The loss of a step is NaN or infinite; the optimizer has not stepped."""
-
-    def __init__(self, loss: float, ranks: list[int]) -> None:
-        super().__init__(f"the loss is {loss} (first on rank {', '.join(map(str, ranks))})")
-        self.ranks = ranks
+class NonFinite(ArithmeticError):
+    """The loss or the gradient norm of a step is NaN or infinite. The message says which."""
 
 
 class Engine:
@@ -72,7 +68,8 @@ class Engine:
     def step(self, batches: Iterator[Batch]) -> StepResult:
         """One optimizer step on the next micro-batches of this rank. Collective.
 
-        Raises NonFiniteLoss on every rank, before the weights change, if the loss is not finite.
+        Raises NonFinite on every rank: before the weights change if the loss is not finite, after
+        that if the gradient norm is not; they must not be saved then.
         """
         for chunk in self.chunks:
             chunk.train()
@@ -88,6 +85,8 @@ class Engine:
         )
         loss, tokens = self.global_loss([report["sums"] for report in reported])
         _, grad_norm, _ = self.optimizer.step()
+        if grad_norm is not None and not math.isfinite(grad_norm):
+            raise NonFinite(f"the loss is {loss:.4f}, but the gradient norm is {grad_norm}")
         learning_rate = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(increment=1)
         return StepResult(loss, float(grad_norm or 0.0), learning_rate, tokens)
@@ -106,7 +105,8 @@ class Engine:
         if not math.isfinite(nats):
             finite: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(finite, bool(torch.isfinite(mine).all()))
-            raise NonFiniteLoss(nats, [rank for rank, ok in enumerate(finite) if not ok])
+            ranks = ", ".join(str(rank) for rank, ok in enumerate(finite) if not ok)
+            raise NonFinite(f"the loss is {nats} (on rank {ranks})")
         return nats / max(tokens, 1.0), round(tokens)
 
 

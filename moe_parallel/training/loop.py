@@ -18,7 +18,8 @@ from moe_parallel.evaluation.perplexity import Perplexity, evaluate
 from moe_parallel.model.forward import Batch
 from moe_parallel.telemetry.sinks import Telemetry
 from moe_parallel.training.checkpoint import Checkpointer, TrainingState
-from moe_parallel.training.engine import Engine, NonFiniteLoss, StepResult
+from moe_parallel.training.checkpoint_folder import checkpoint_name
+from moe_parallel.training.engine import Engine, NonFinite, StepResult
 from moe_parallel.training.failure import EXIT_INTERRUPTED, Diverged
 from moe_parallel.training.signals import StopRequest
 from moe_parallel.training.text import Text
@@ -58,13 +59,13 @@ class Loop:
         self.state = state
         self.telemetry = telemetry
         self.bytes_per_token_V = text.bytes_per_token(engine.device)
-        self._saved_at: int | None = state.iteration or None
+        self._saved_at = self._found_at(state)
         self._start = time.monotonic()
 
     def train(self) -> int:
         """Train to the last iteration, or until asked to stop; returns the exit code. Collective.
 
-        Raises Diverged when the loss is no longer finite.
+        Raises Diverged when the loss or the gradient norm is no longer finite.
         """
         stream = self._stream()
         interval = Interval()
@@ -84,11 +85,11 @@ class Loop:
                         + self._how_to_go_on()
                     )
                     return EXIT_INTERRUPTED
+                if self._due(self.config.logging.eval_interval) and not self.done:
+                    self.telemetry.log(self.place() | {"validation": self.evaluate()})
                 if leaving:
                     self.telemetry.say(f"--exit-interval: left at {self.state.iteration}")
                     return 0
-                if self._due(self.config.logging.eval_interval) and not self.done:
-                    self.telemetry.log(self.place() | {"validation": self.evaluate()})
         self.save()
         return 0
 
@@ -127,6 +128,14 @@ class Loop:
         """Loss and bits per byte of each domain, as records have them. Collective."""
         return readings(self.perplexities())
 
+    def _found_at(self, state: TrainingState) -> int | None:
+        """The iteration of the state that was loaded, if it is the latest of this very run."""
+        if self.config.checkpoint.save is None:
+            return None
+        latest = self.checkpoints.latest()
+        found = latest is not None and latest.name == checkpoint_name(state.iteration)
+        return state.iteration if found else None
+
     def _stream(self) -> Iterator[Batch]:
         dp = self.engine.groups.dp
         return batches(
@@ -141,7 +150,7 @@ class Loop:
         begin = time.monotonic()
         try:
             result = self.engine.step(stream)
-        except NonFiniteLoss as error:
+        except NonFinite as error:
             raise self._diverged(error) from error
         interval.add(result, time.monotonic() - begin)
         self.state = TrainingState(
@@ -187,7 +196,7 @@ class Loop:
         folder = self.config.checkpoint.save
         return f"; go on with --load {folder}" if folder else "; nothing was saved (no --save)"
 
-    def _diverged(self, error: NonFiniteLoss) -> Diverged:
+    def _diverged(self, error: NonFinite) -> Diverged:
         latest: Path | None = None
         if self.config.checkpoint.save is not None:
             latest = self.checkpoints.latest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -24,6 +25,8 @@ def open_checkpoints(
     folder holds another run, which would be written over.
     """
     folder = Path(config.checkpoint.save or ".")
+    # Run again from it and the run starts anew, whether this one was resumed or not.
+    again = replace(config, checkpoint=replace(config.checkpoint, load=None)).to_yaml()
     checkpoints = Checkpointer(
         folder,
         keep_last=config.checkpoint.keep_last,
@@ -35,7 +38,7 @@ def open_checkpoints(
                 ("ep", groups.ep), ("etp", groups.etp),
             )
         } | {"virtual_stages": config.virtual_stages or 1},
-        files={"config.yaml": config.to_yaml(), "tokenizer": folder / "tokenizer"},
+        files={"config.yaml": again, "tokenizer": folder / "tokenizer"},
     )  # fmt: skip
     if config.checkpoint.save is None:
         return checkpoints
@@ -53,7 +56,7 @@ def open_checkpoints(
     def begin() -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.yaml").write_text(config.to_yaml())
+            (folder / "config.yaml").write_text(again)
             tokenizer.save(folder / "tokenizer")
         except OSError as error:
             raise InputError(

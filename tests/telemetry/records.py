@@ -5,7 +5,6 @@ def example_record(iteration: int = 20, **more) -> dict:
     record = {
         "iteration": iteration,
         "lm_loss": 4.25,
-        "aux_loss": 0.0625,
         "grad_norm": 1.5,
         "learning_rate": 3e-4,
         "tokens_per_second": 12345.6,

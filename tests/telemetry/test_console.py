@@ -83,7 +83,7 @@ def test_a_pipe_gets_plain_lines():
         "after",
     ]
     assert (
-        "loss 4.2500 | 12,346 tokens/s | aux loss 0.0625 | grad norm 1.500 | lr 3.00e-04"
+        "loss 4.2500 | 12,346 tokens/s | grad norm 1.500 | lr 3.00e-04"
         in (lines[0])
     )
     assert lines[0].endswith(" left")

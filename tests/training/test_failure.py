@@ -185,7 +185,7 @@ def test_a_loss_that_is_not_finite(tmp_path, value):
         errors = [line for line in ranks.output.splitlines() if "error" in line]
     (error,) = errors
     assert re.fullmatch(
-        r"error: iteration 6: the loss is (nan|inf) \(first on rank 1\); "
+        r"error: iteration 6: the loss is (nan|inf) \(on rank 1\); "
         rf"the last good checkpoint is {save}/iter_0000004",
         error,
     )
@@ -195,3 +195,33 @@ def test_a_loss_that_is_not_finite(tmp_path, value):
         assert torch.isfinite(tensor).all()
     records = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
     assert [record["iteration"] for record in records] == [1, 2, 3, 4, 5]
+
+
+def _main_with_poisoned_gradient(rank, step_number, arguments):
+    """The program, with an infinite gradient on one rank in a step whose loss is fine."""
+    step, done = Engine.step, []
+
+    def poisoned(engine, batches):
+        done.append(None)
+        if len(done) == step_number and dist.get_rank() == rank:
+            weight = next(engine.chunks[0].parameters())
+            weight.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
+        return step(engine, batches)
+
+    Engine.step = poisoned
+    main(arguments)
+
+
+def test_a_gradient_that_is_not_finite_is_never_saved(tmp_path):
+    save = tmp_path / "run"
+    options = SMALL | small_data(tmp_path) | {"save": save, "save_interval": 2, "train_iters": 9}
+    with Ranks(tmp_path, 2, _main_with_poisoned_gradient, 1, 6, flags(options)) as ranks:
+        assert ranks.finish() == [3, 3]
+        errors = [line for line in ranks.output.splitlines() if "error" in line]
+    (error,) = errors
+    assert re.fullmatch(
+        r"error: iteration 6: the loss is [\d.]+, but the gradient norm is (nan|inf); "
+        rf"the last good checkpoint is {save}/iter_0000004",
+        error,
+    )
+    assert sorted(path.name for path in save.glob("*iter_*")) == ["iter_0000002", "iter_0000004"]
