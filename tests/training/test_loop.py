@@ -72,7 +72,7 @@ def test_saving_and_evaluating_change_nothing(folder):
         assert _losses(folder, name) == plain
         assert same_bytes(_weights(folder / name, ITERATIONS), weights)
     evaluated = [r["iteration"] for r in _records(folder / "evaluating") if "validation" in r]
-    assert evaluated == list(range(1, ITERATIONS))  # it left before the last
+    assert evaluated == list(range(1, ITERATIONS + 1))
     layers = [_logged(folder / name, "layers") for name in ("plain", "evaluating")]
     assert layers[0] == layers[1]
 
