@@ -180,7 +180,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise InputError(f"{file} is not valid YAML: {_one_line(error)}") from None
     if content is None:
         return {}
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not isinstance(node, yaml.MappingNode):
         raise InputError(f"{file} must hold lines of the form `key: value`")
     names = [str(key.value).replace("_", "-") for key, _ in node.value]
     for name in names:

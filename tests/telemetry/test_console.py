@@ -82,10 +82,7 @@ def test_a_pipe_gets_plain_lines():
         "saved",
         "after",
     ]
-    assert (
-        "loss 4.2500 | 12,346 tokens/s | grad norm 1.500 | lr 3.00e-04"
-        in (lines[0])
-    )
+    assert "loss 4.2500 | 12,346 tokens/s | grad norm 1.500 | lr 3.00e-04" in (lines[0])
     assert lines[0].endswith(" left")
     assert lines[2].split(" | ")[1:] == [
         "validation",
