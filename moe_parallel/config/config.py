@@ -23,10 +23,8 @@ from moe_parallel.config.run import (
 )
 from moe_parallel.config.selection import (
     SELECTIONS,
-    AoESelection,
     Selection,
     TopKSelection,
-    aoe_wide_size,
     selection_name,
 )
 from moe_parallel.errors import InputError
@@ -57,11 +55,7 @@ class Config:
     def expert_width(self) -> int:
         """d_ffn of one expert; for AoE its d_wide (Eq. 5 unless set)."""
         width = self.moe.moe_ffn_hidden_size or self.model.ffn_hidden_size
-        if isinstance(self.selection, AoESelection):
-            return self.selection.aoe_wide_size or aoe_wide_size(
-                self.model.hidden_size, width, self.selection.aoe_low_rank_size
-            )
-        return width
+        return self.selection.expert_width(self.model.hidden_size, width)
 
     @property
     def virtual_stages(self) -> int | None:

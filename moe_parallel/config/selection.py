@@ -24,6 +24,10 @@ class TopKSelection:
         0.0, "weight of mean(logsumexp(router logits)^2), about 1e-3; 0: off"
     )
 
+    def expert_width(self, hidden_size: int, ffn_hidden_size: int) -> int:
+        """The inner width of an expert: that of a SwiGLU expert, d_ffn."""
+        return ffn_hidden_size
+
 
 @dataclass(frozen=True)
 class AoESelection:
@@ -37,6 +41,12 @@ class AoESelection:
         "expert width (d_wide); none: Eq. 5 of the AoE paper, so that an expert has as many "
         "parameters as a SwiGLU expert of --moe-ffn-hidden-size",
     )
+
+    def expert_width(self, hidden_size: int, ffn_hidden_size: int) -> int:
+        """The inner width of an expert, d_wide."""
+        return self.aoe_wide_size or aoe_wide_size(
+            hidden_size, ffn_hidden_size, self.aoe_low_rank_size
+        )
 
 
 Selection = TopKSelection | AoESelection

@@ -33,7 +33,7 @@ def data_parallel_size(config: Config, world_size: int) -> int:
 _AT_LEAST = {
     0: (
         "lr_warmup_iters lr min_lr weight_decay adam_beta1 adam_beta2 clip_grad "
-        "moe_aux_loss_coeff moe_z_loss_coeff eval_iters seed"
+        "moe_aux_loss_coeff moe_z_loss_coeff seed"
     ),
     1: (
         "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size num_experts "
@@ -42,7 +42,7 @@ _AT_LEAST = {
         "num_layers_per_virtual_pipeline_stage expert_model_parallel_size "
         "expert_tensor_parallel_size micro_batch_size global_batch_size seq_length train_iters "
         "exit_interval lr_decay_iters lr_wsd_decay_iters save_interval keep_last log_interval "
-        "eval_interval vocab_size"
+        "eval_interval eval_iters vocab_size"
     ),
 }
 _ABOVE_0 = (
@@ -110,6 +110,7 @@ def _experts(config: Config) -> None:
                 f"--expert-model-parallel-size is {parallel.expert_model_parallel_size}, but the "
                 "model is dense: set --num-experts"
             )
+        _no_expert_options(config)
         return
     if selection.moe_router_topk > moe.num_experts:
         raise InputError(
@@ -142,6 +143,19 @@ def _experts(config: Config) -> None:
         raise InputError(
             "--moe-pad-expert-input-to-capacity needs a capacity: set --moe-expert-capacity-factor"
         )
+
+
+def _no_expert_options(config: Config) -> None:
+    """A dense model takes no option of experts: one that is set would change nothing."""
+    defaults = dict(Config().values())
+    given = dict(config.values())
+    for name, value in {**given["selection"], **given["moe"]}.items():
+        known = {**defaults["selection"], **defaults["moe"]}
+        if name != "moe_backend" and value != known.get(name):
+            raise InputError(
+                f"{flag(name)} is {shown(value)}, but the model is dense: set --num-experts, or "
+                "leave the flag out"
+            )
 
 
 def _layout(config: Config, world_size: int) -> None:

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all
 
-from moe_parallel.dispatch.dispatched import Dispatched
-from moe_parallel.dispatch.local import gates_of_rows
+from moe_parallel.dispatch.dispatched import Dispatched, gates_of_rows
 from moe_parallel.ops import Ops, RowMap
 
 

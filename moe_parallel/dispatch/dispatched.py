@@ -7,6 +7,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from moe_parallel.ops import RowMap
+
 Route = TypeVar("Route")
 
 
@@ -46,3 +48,10 @@ class Dispatcher(Protocol[Route]):
     def combine(self, y_ND: torch.Tensor, route: Route) -> torch.Tensor:
         """The sum of each token's expert outputs, [T, D] on the token's own rank."""
         ...
+
+
+def gates_of_rows(gates_TK: torch.Tensor, row_map: RowMap) -> torch.Tensor:
+    """The gate of each row, 0 in padding rows: [N]. Gradients flow to gates_TK."""
+    slots_N = row_map.slots_N
+    gates_N = gates_TK.flatten()[slots_N.clamp(min=0)]
+    return torch.where(slots_N >= 0, gates_N, 0.0)

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from moe_parallel.dispatch.dispatched import Dispatched
+from moe_parallel.dispatch.dispatched import Dispatched, gates_of_rows
 from moe_parallel.ops import Ops, RowMap
-
-
-def gates_of_rows(gates_TK: torch.Tensor, row_map: RowMap) -> torch.Tensor:
-    """The gate of each row, 0 in padding rows: [N]. Gradients flow to gates_TK."""
-    slots_N = row_map.slots_N
-    gates_N = gates_TK.flatten()[slots_N.clamp(min=0)]
-    return torch.where(slots_N >= 0, gates_N, 0.0)
 
 
 class LocalDispatcher:

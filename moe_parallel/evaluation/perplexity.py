@@ -49,7 +49,8 @@ def evaluate(
 ) -> Perplexity:
     """The model on the first `samples` samples of a dataset (None: on all). Collective.
 
-    The result is the same on every rank and does not depend on the layout.
+    The result is the same on every rank. Without a capacity factor it does not depend on the
+    layout; with one, evaluation drops choices as training does.
 
     Args:
         chunks: this rank's model chunks; left in evaluation mode.

@@ -27,6 +27,7 @@ class AutonomousLayer(ExpertLayer):
     """
 
     w_down_EDR: torch.Tensor
+    experts: LowRankExperts
 
     def __init__(
         self,
@@ -65,6 +66,9 @@ class AutonomousLayer(ExpertLayer):
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
         w_down_LDR = self.experts.local(self.replicated(self.w_down_EDR))
         return self.experts(rows.x_ND, rows.gates_N, rows.counts_L, w_down_LDR)
+
+    def scoring_weights(self) -> list[torch.Tensor]:
+        return [self.w_down_EDR]
 
     def norms(self, choices: Choices) -> torch.Tensor:
         return choices.scores_TE.detach()

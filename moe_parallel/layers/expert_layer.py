@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from moe_parallel.dispatch import Dispatched, build_dispatcher
+from moe_parallel.experts.parameters import ExpertParameters
 from moe_parallel.ops import Ops
 from moe_parallel.parallel import Groups, sum_gradient_over
 from moe_parallel.selection.capacity import Capacity
@@ -47,6 +48,8 @@ class ExpertLayer(MegatronModule, ABC):
     sequence parallelism where it is on, by this layer where it is not. Capacity therefore counts
     over the S * B / tp tokens that a rank routes.
     """
+
+    experts: ExpertParameters  # made by the subclass
 
     def __init__(self, config: TransformerConfig, context: LayerContext) -> None:
         super().__init__(config)
@@ -79,19 +82,20 @@ class ExpertLayer(MegatronModule, ABC):
             hidden_SBD = scatter_to_sequence_parallel_region(
                 hidden_SBD, group=self.context.groups.tp
             )
-        y_SBD = self._route(hidden_SBD.flatten(0, 1)).view_as(hidden_SBD)
+        y_SBD = self._compute_tokens(hidden_SBD.flatten(0, 1)).view_as(hidden_SBD)
         if split_here:
             y_SBD = gather_from_sequence_parallel_region(
                 y_SBD, tensor_parallel_output_grad=False, group=self.context.groups.tp
             )
         return y_SBD, None
 
-    def _route(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def _compute_tokens(self, x_TD: torch.Tensor) -> torch.Tensor:
         choices = self.choose(x_TD)
-        loss = self.auxiliary_loss(choices)
-        if loss is not None and self.training and torch.is_grad_enabled():
-            # A pipeline stage has no loss of its own to add to: the gradient enters here.
-            x_TD = MoEAuxLossAutoScaler.apply(x_TD, loss)
+        if self.training and torch.is_grad_enabled():
+            loss = self.auxiliary_loss(choices)
+            if loss is not None:
+                # A pipeline stage has no loss of its own to add to: the gradient enters here.
+                x_TD = MoEAuxLossAutoScaler.apply(x_TD, loss)
         kept, rows_per_expert = self._limit(choices)
         self._record(choices, kept)
         rows = self.dispatcher.dispatch(x_TD, kept.experts_TK, kept.gates_TK, rows_per_expert)
@@ -114,6 +118,10 @@ class ExpertLayer(MegatronModule, ABC):
             scores_TE=choices.scores_TE.detach(),
             norms_TE=self.norms(choices),
         )
+
+    def scoring_weights(self) -> list[torch.Tensor]:
+        """Weights of single experts, stacked [E, ...], that compute before anything is chosen."""
+        return []
 
     def norms(self, choices: Choices) -> torch.Tensor | None:
         """The norms to log, where scores are norms."""

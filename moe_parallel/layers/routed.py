@@ -21,6 +21,7 @@ class RoutedLayer(ExpertLayer):
     """Softmax top-K routing over SwiGLU experts: the classic MoE layer."""
 
     w_router_ED: torch.Tensor  # linear router, no bias
+    experts: SwiGLUExperts
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class RoutedLayer(ExpertLayer):
 
     def choose(self, x_TD: torch.Tensor) -> Choices:
         # In fp32: close logits decide who computes, and bf16 would round them to ties.
-        logits_TE = F.linear(x_TD.float(), self.replicated(self.w_router_ED).float())
+        logits_TE = F.linear(x_TD.float(), self.replicated(self.w_router_ED.float()))
         return topk_of_logits(logits_TE, self.selection.moe_router_topk)
 
     def auxiliary_loss(self, choices: Choices) -> torch.Tensor | None:

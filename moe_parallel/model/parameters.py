@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from torch.overrides import TorchFunctionMode
 
 from moe_parallel.config import Config
-from moe_parallel.layers import AutonomousLayer, ExpertLayer
+from moe_parallel.layers import ExpertLayer
 from moe_parallel.model.gpt import build_chunks
 from moe_parallel.parallel import Groups
 from moe_parallel.telemetry.statistics import RoutingStatistics
@@ -44,10 +44,7 @@ def count_parameters(config: Config, vocab_size: int, groups: Groups) -> Paramet
         if isinstance(layer, ExpertLayer):
             idle = _unchosen(layer, layer.experts.parameters(), chosen)
             active_compute -= idle
-            active -= idle
-        if isinstance(layer, AutonomousLayer):
-            # An expert's W_down is the layer's, since it computes before anything is chosen.
-            active -= _unchosen(layer, [layer.w_down_EDR], chosen)
+            active -= idle + _unchosen(layer, layer.scoring_weights(), chosen)
     return ParameterCount(total, active, active_compute)
 
 

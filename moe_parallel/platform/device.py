@@ -1,8 +1,5 @@
 """Which device and which communication backend this host trains with."""
 
-import importlib
-from types import ModuleType
-
 import torch
 
 from moe_parallel.errors import InputError
@@ -39,17 +36,3 @@ def choose_backend(requested: str | None) -> str:
             "use --distributed-backend gloo"
         )
     return backend
-
-
-def find_transformer_engine() -> ModuleType | str:
-    """The transformer_engine.pytorch module, or the reason that it cannot be used here.
-
-    A Transformer Engine that is installed on a host without CUDA fails on import with
-    RuntimeError or OSError (a missing libcuda), not with ImportError.
-    """
-    try:
-        return importlib.import_module("transformer_engine.pytorch")
-    except ImportError as error:
-        return f"transformer_engine is not installed ({error}): pip install 'moe-parallel[gpu]'"
-    except (RuntimeError, OSError) as error:
-        return f"transformer_engine is installed but does not load on this host: {error}"

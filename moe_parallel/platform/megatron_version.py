@@ -1,4 +1,8 @@
-"""The Megatron-Core versions this project is written for, and all that differs between them."""
+"""The Megatron-Core versions this project is written for.
+
+The code says the same to both. What one of them needs and the other does not is an entry with
+`versions=` in `cpu_host.ADAPTATIONS`.
+"""
 
 from importlib import metadata
 

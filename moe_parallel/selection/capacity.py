@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 
@@ -41,7 +42,8 @@ class Capacity:
     pad: bool  # fill every expert's input with zero rows up to its capacity
 
     def rows_per_expert(self, num_tokens: int, k: int, num_experts: int) -> int:
-        return math.ceil(num_tokens * k / num_experts * self.factor)
+        # In fractions: 200 * 2 / 8 * 1.1 is 55, and a little more in floating point.
+        return math.ceil(Fraction(num_tokens * k, num_experts) * Fraction(str(self.factor)))
 
     def keep(self, choices: Choices) -> Choices:
         """`choices` without the overflow of each expert: their slots become -1."""

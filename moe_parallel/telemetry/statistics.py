@@ -5,8 +5,7 @@ routed layer; the training loop reads it. Nothing here is global, a module or a 
 neither saved with the weights nor cast to bf16 with them.
 
     statistics = RoutingStatistics(num_layers, num_experts, device)
-    layer.statistics = statistics.layer(3)                         # when building
-    layer.statistics.record(tokens_per_expert_E=..., ...)          # in forward
+    statistics.layer(3).record(tokens_per_expert_E=..., ...)       # in the forward of layer 3
     layers = statistics.training.reduced(groups).summaries()       # on every rank, when logging
     statistics.training.clear()
     with statistics.evaluating():                                  # forward passes of an evaluation

@@ -84,7 +84,7 @@ class Checkpointer:
         *,
         keep_last: int | None,
         fingerprint: Mapping[str, object],
-        layout: Mapping[str, int],
+        layout: Mapping[str, int | str],
         files: Mapping[str, str | Path],
     ):
         """

@@ -72,9 +72,12 @@ class Loop:
         self.engine.statistics.training.clear()
         with StopRequest().listening() as stop:
             while self.state.iteration < self.config.training.train_iters:
-                self._step(stream, interval)
-                if self._due(self.config.logging.log_interval):
+                result = self._step(stream, interval)
+                if self._due(self.config.logging.log_interval) or self.done:
+                    self.telemetry.log(self._record(result, interval))
                     interval = Interval()
+                else:
+                    self.telemetry.advance(self.state.iteration)
                 stopping = self._agreed(stop)
                 leaving = self._due(self.config.training.exit_interval)
                 if self._due(self.config.checkpoint.save_interval) or stopping or leaving:
@@ -86,7 +89,7 @@ class Loop:
                     )
                     return EXIT_INTERRUPTED
                 if self._due(self.config.logging.eval_interval) and not self.done:
-                    self.telemetry.log(self.place() | {"validation": self.evaluate()})
+                    self.evaluate()
                 if leaving:
                     self.telemetry.say(f"--exit-interval: left at {self.state.iteration}")
                     return 0
@@ -107,13 +110,18 @@ class Loop:
         self._saved_at = self.state.iteration
         self.telemetry.say(f"saved {path}")
 
-    def perplexities(self, *, everything: bool = False) -> dict[str, Perplexity]:
-        """Each domain's validation text, all of it or --eval-iters batches. Collective."""
+    def evaluate(self, *, everything: bool = False) -> dict[str, Perplexity]:
+        """Log and return what the model makes of each domain's validation text. Collective.
+
+        Of all of it, or of --eval-iters global batches; {} where --split leaves no validation.
+        """
         training, logging = self.config.training, self.config.logging
         samples = None if everything else logging.eval_iters * training.global_batch_size
-        with self.engine.statistics.evaluating():
-            return {
-                domain: evaluate(
+        texts: dict[str, Perplexity] = {}
+        readings: dict[str, dict[str, Any]] = {}
+        for domain, dataset in self.datasets.valid.items():
+            with self.engine.statistics.evaluating() as routing:
+                text = evaluate(
                     self.engine.chunks,
                     dataset,
                     self.bytes_per_token_V,
@@ -121,12 +129,15 @@ class Loop:
                     self.engine.groups,
                     samples,
                 )
-                for domain, dataset in self.datasets.valid.items()
+            texts[domain] = text
+            readings[domain] = {
+                "loss": text.loss,
+                "bits_per_byte": text.bits_per_byte,
+                "layers": routing.reduced([None]).summaries(),
             }
-
-    def evaluate(self) -> dict[str, dict[str, float]]:
-        """Loss and bits per byte of each domain, as records have them. Collective."""
-        return readings(self.perplexities())
+        if readings:
+            self.telemetry.log(self.place() | {"validation": readings})
+        return texts
 
     def _found_at(self, state: TrainingState) -> int | None:
         """The iteration of the state that was loaded, if it is the latest of this very run."""
@@ -146,7 +157,7 @@ class Loop:
             data_parallel_size=dp.size(),
         )
 
-    def _step(self, stream: Iterator[Batch], interval: Interval) -> None:
+    def _step(self, stream: Iterator[Batch], interval: Interval) -> StepResult:
         begin = time.monotonic()
         try:
             result = self.engine.step(stream)
@@ -158,10 +169,7 @@ class Loop:
             consumed_samples=self.state.consumed_samples + self.config.training.global_batch_size,
             consumed_tokens=self.state.consumed_tokens + result.tokens,
         )
-        if self._due(self.config.logging.log_interval):
-            self.telemetry.log(self._record(result, interval))
-        else:
-            self.telemetry.advance(self.state.iteration)
+        return result
 
     def _record(self, result: StepResult, interval: Interval) -> dict[str, Any]:
         layers = self.engine.statistics.training.reduced([None]).summaries()
@@ -202,11 +210,3 @@ class Loop:
             latest = self.checkpoints.latest()
         good = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint"
         return Diverged(f"iteration {self.state.iteration + 1}: {error}; {good}")
-
-
-def readings(perplexities: dict[str, Perplexity]) -> dict[str, dict[str, float]]:
-    """Perplexities as records have them."""
-    return {
-        domain: {"loss": text.loss, "bits_per_byte": text.bits_per_byte}
-        for domain, text in perplexities.items()
-    }

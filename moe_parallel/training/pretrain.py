@@ -15,17 +15,19 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.utils import unwrap_model
 
 from moe_parallel.config import Config, parse_command_line, validate
+from moe_parallel.errors import InputError
 from moe_parallel.model.shards import total_parameters
 from moe_parallel.parallel import Groups, initialize_groups
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
 from moe_parallel.platform.device import choose_backend
+from moe_parallel.platform.megatron_version import check_megatron_version
 from moe_parallel.telemetry.sinks import Telemetry, open_telemetry
 from moe_parallel.training.checkpoint import TrainingState
 from moe_parallel.training.engine import Engine
 from moe_parallel.training.failure import FailureChannel, run
-from moe_parallel.training.loop import Loop, readings
+from moe_parallel.training.loop import Loop
 from moe_parallel.training.report import compare_with_baselines, draw, format_table
-from moe_parallel.training.run import open_checkpoints
+from moe_parallel.training.run import begin_run, open_checkpoints
 from moe_parallel.training.text import open_text
 
 
@@ -40,8 +42,9 @@ def main(arguments: Sequence[str]) -> None:
         config = parse_command_line(arguments)
         validate(config, world_size)
         backend = choose_backend(config.parallel.distributed_backend)
+        check_megatron_version()
         if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            _take_gpu(int(os.environ.get("LOCAL_RANK", 0)))
         else:
             adapt_megatron_to_cpu()
         channel.watch()
@@ -60,7 +63,7 @@ def pretrain(config: Config, groups: Groups) -> int:
     seed_everything(config, groups)
     rank = dist.get_rank()
     text = open_text(config)
-    checkpoints = open_checkpoints(config, text.tokenizer, text.vocab_size, groups)
+    checkpoints = open_checkpoints(config, text.vocab_size, groups)
     datasets = text.datasets(config)
     engine = Engine(config, text.vocab_size, groups)
     state, resumed_from = TrainingState(0, 0, 0), None
@@ -69,6 +72,7 @@ def pretrain(config: Config, groups: Groups) -> int:
             Path(config.checkpoint.load), engine.chunks, engine.optimizer, engine.scheduler
         )
         resumed_from = state.iteration
+    begin_run(config, text.tokenizer)
     with _telemetry(config, resumed_from) if rank == 0 else Telemetry() as telemetry:
         parameters = total_parameters(unwrap_model(engine.chunks))
         telemetry.say(_opening(config, groups, parameters, state))
@@ -91,6 +95,16 @@ def seed_everything(config: Config, groups: Groups) -> None:
         config.training.micro_batch_size,
         groups.dp.size(),
     )
+
+
+def _take_gpu(local_rank: int) -> None:
+    """Each process of a node has a GPU of its own."""
+    if local_rank >= torch.cuda.device_count():
+        raise InputError(
+            f"this node has {torch.cuda.device_count()} GPUs, and process {local_rank + 1} finds "
+            "none left: start at most as many (torchrun --nproc-per-node)"
+        )
+    torch.cuda.set_device(local_rank)
 
 
 def _store(rank: int, world_size: int) -> dist.Store:
@@ -129,9 +143,7 @@ def _opening(config: Config, groups: Groups, parameters: int, state: TrainingSta
 def _report(loop: Loop, telemetry: Telemetry, tokenizer: Any, parameters: int) -> None:
     """The last evaluation, the comparison with simple models, and the figure. Collective."""
     full = loop.config.logging.full_evaluation
-    perplexities = loop.perplexities(everything=full)
-    if perplexities:
-        telemetry.log(loop.place() | {"validation": readings(perplexities)})
+    perplexities = loop.evaluate(everything=full)
     if dist.get_rank() != 0:
         return
     if full and perplexities:

@@ -5,41 +5,38 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import torch.distributed as dist
-
-from moe_parallel.config import Config, selection_name
-from moe_parallel.config.option import flag, options
+from moe_parallel.config import AoESelection, Config, selection_name
+from moe_parallel.data.publish import write_published
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.parallel import Groups
+from moe_parallel.platform.device import device
 from moe_parallel.training.checkpoint import Checkpointer
 from moe_parallel.training.checkpoint_agreement import on_rank_0, one_line
 
 
-def open_checkpoints(
-    config: Config, tokenizer: Tokenizer, vocab_size: int, groups: Groups
-) -> Checkpointer:
-    """The checkpoints of the run in --save; its folder, config.yaml and tokenizer/. Collective.
+def open_checkpoints(config: Config, vocab_size: int, groups: Groups) -> Checkpointer:
+    """The checkpoints of the run in --save. Writes nothing. Collective.
 
-    Without --save nothing is written, and only loading makes sense. Raises InputError if the
-    folder holds another run, which would be written over.
+    Without --save, only loading makes sense. Raises InputError if the folder holds another run,
+    which would be written over.
     """
     folder = Path(config.checkpoint.save or ".")
-    # Run again from it and the run starts anew, whether this one was resumed or not.
-    again = replace(config, checkpoint=replace(config.checkpoint, load=None)).to_yaml()
     checkpoints = Checkpointer(
         folder,
         keep_last=config.checkpoint.keep_last,
         fingerprint=_fingerprint(config, vocab_size),
         layout={
-            name: group.size()
-            for name, group in (
-                ("tp", groups.tp), ("pp", groups.pp), ("dp", groups.dp),
-                ("ep", groups.ep), ("etp", groups.etp),
-            )
-        } | {"virtual_stages": config.virtual_stages or 1},
-        files={"config.yaml": again, "tokenizer": folder / "tokenizer"},
-    )  # fmt: skip
+            "tp": groups.tp.size(),
+            "pp": groups.pp.size(),
+            "dp": groups.dp.size(),
+            "ep": groups.ep.size(),
+            "etp": groups.etp.size(),
+            "virtual_stages": config.virtual_stages or 1,
+            "device": device().type,  # random states of one kind of device mean nothing to another
+        },
+        files={"config.yaml": _run_again(config), "tokenizer": folder / "tokenizer"},
+    )
     if config.checkpoint.save is None:
         return checkpoints
     latest = checkpoints.latest()
@@ -52,11 +49,19 @@ def open_checkpoints(
             f"--save {folder} holds a run already ({latest.name}): go on with it by --load "
             f"{folder}, or name another folder"
         )
+    return checkpoints
+
+
+def begin_run(config: Config, tokenizer: Tokenizer) -> None:
+    """Write config.yaml and tokenizer/ into --save, once nothing can be refused. Collective."""
+    if config.checkpoint.save is None:
+        return
+    folder = Path(config.checkpoint.save)
 
     def begin() -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.yaml").write_text(again)
+            write_published(folder / "config.yaml", _run_again(config))
             tokenizer.save(folder / "tokenizer")
         except OSError as error:
             raise InputError(
@@ -64,24 +69,39 @@ def open_checkpoints(
                 "name a folder on a disk with room"
             ) from error
 
-    dist.barrier()  # every rank has looked before anything is written
     on_rank_0(begin)
-    return checkpoints
+
+
+def _run_again(config: Config) -> str:
+    """The configuration without --load: run from it, and the run starts anew."""
+    return replace(config, checkpoint=replace(config.checkpoint, load=None)).to_yaml()
 
 
 def _fingerprint(config: Config, vocab_size: int) -> dict[str, object]:
-    """What a checkpoint must share with a configuration to be loaded, by flag."""
-    facts: dict[str, object] = {"--expert-selection": selection_name(config.selection)}
-    # These change neither the shape nor the meaning of a weight.
-    free = {"norm_epsilon", "init_method_std", "moe_backend"} | {
-        o.name
-        for part in (config.moe, config.selection)
-        for o in options(type(part))
-        if o.name.endswith("_coeff") or "capacity" in o.name or "drop" in o.name
+    """What a checkpoint must share with a configuration to be loaded, by flag.
+
+    Defaults are resolved, so that a size counts however it was given. What changes neither the
+    shape nor the meaning of a weight is left out: loss weights, capacity, the backend.
+    """
+    model, selection = config.model, config.selection
+    facts: dict[str, object] = {
+        "--expert-selection": selection_name(selection),
+        "--num-layers": model.num_layers,
+        "--hidden-size": model.hidden_size,
+        "--num-attention-heads": model.num_attention_heads,
+        "--num-query-groups": model.query_groups,
+        "--ffn-hidden-size": model.ffn_hidden_size,
+        "--rotary-base": model.rotary_base,
+        "--untie-embeddings-and-output-weights": model.untie_embeddings_and_output_weights,
+        "--vocab-size": vocab_size,
+        "--num-experts": config.moe.num_experts,
     }
-    for part in (config.model, config.moe, config.selection):
-        facts |= {
-            flag(o.name): getattr(part, o.name) for o in options(type(part)) if o.name not in free
-        }
-    facts["--vocab-size"] = vocab_size
+    if config.moe.num_experts is None:
+        return facts
+    width = "--aoe-wide-size" if isinstance(selection, AoESelection) else "--moe-ffn-hidden-size"
+    facts["--moe-layer-freq"] = [int(moe) for moe in config.moe_layers]
+    facts["--moe-router-topk"] = selection.moe_router_topk
+    if isinstance(selection, AoESelection):
+        facts["--aoe-low-rank-size"] = selection.aoe_low_rank_size
+    facts[width] = config.expert_width
     return facts

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moe_parallel.config import Config
+from moe_parallel.config import Config, DataConfig
+from moe_parallel.config.option import flag
 from moe_parallel.data.datasets import Datasets, build_datasets
 from moe_parallel.data.default_corpus import prepare_default_corpus
 from moe_parallel.data.sources import Source, blend_sources, corpus_sources
@@ -23,7 +24,6 @@ class Text:
     """What a run reads, and how it is cut into tokens."""
 
     tokenizer: Tokenizer
-    tokenizer_folder: Path | None  # where it lies as a folder of ours, if it does
     sources: list[Source]
     vocab_size: int  # of the model: the tokenizer's, or more
 
@@ -53,17 +53,19 @@ def open_text(config: Config) -> Text:
     """
     data = config.data
     if data.data_path is None:
-        if data.tokenizer_model is not None:
-            raise InputError(
-                f"--tokenizer-model {data.tokenizer_model} comes with --data-path; the embedded "
-                "corpus has a tokenizer of its own (its size: --vocab-size)"
-            )
+        default = DataConfig()
+        for name in ("tokenizer_type", "tokenizer_model", "split"):
+            if getattr(data, name) != getattr(default, name):
+                raise InputError(
+                    f"{flag(name)} {getattr(data, name)} comes with --data-path; the embedded "
+                    "corpus has a tokenizer of its own (its size: --vocab-size) and a split"
+                )
         corpus = prepare_default_corpus(
             Path(data.data_cache_path), data.vocab_size or DEFAULT_VOCAB_SIZE
         )
         tokenizer = load_tokenizer(corpus.tokenizer_folder)
         sources = corpus_sources(corpus)
-        return Text(tokenizer, corpus.tokenizer_folder, sources, tokenizer.vocab_size)
+        return Text(tokenizer, sources, tokenizer.vocab_size)
     sources = blend_sources(data.data_path, data.split)
     tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
     vocab_size = data.vocab_size or tokenizer.vocab_size
@@ -72,4 +74,4 @@ def open_text(config: Config) -> Text:
             f"--vocab-size is {vocab_size}, but the tokenizer has {tokenizer.vocab_size} tokens: "
             f"give at least {tokenizer.vocab_size} or leave the flag out"
         )
-    return Text(tokenizer, None, sources, vocab_size)
+    return Text(tokenizer, sources, vocab_size)

@@ -33,7 +33,7 @@ def config(**options: Any) -> Config:
     [
         ({}, 1),
         (AOE, 1),
-        ({"num_experts": None}, 4),
+        ({"num_experts": None, "moe_ffn_hidden_size": None}, 4),
         ({"moe_layer_freq": "[0]+[1]*3"}, 2),
         ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, 2),
         ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, 4),
@@ -89,6 +89,17 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
         {"num_experts": None, "expert_model_parallel_size": 2},
         2,
         "--expert-model-parallel-size is 2, but the model is dense: set --num-experts",
+    ),
+    ({"num_experts": None, "moe_router_topk": 1}, 1, "--moe-router-topk is 1, but .*num-experts"),
+    (
+        {**AOE, "num_experts": None},
+        1,
+        "--expert-selection is 'aoe', but the model is dense: set --n",
+    ),
+    (
+        {"num_experts": None, "moe_layer_freq": "2"},
+        1,
+        "--moe-layer-freq is '2', but the model is dense: set --num-experts, or leave",
     ),
     (
         {"num_experts": 6, "expert_model_parallel_size": 4},
@@ -193,7 +204,7 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
 ]
 AT_LEAST_0 = """
 seed lr min_lr lr_warmup_iters weight_decay adam_beta1 adam_beta2 clip_grad moe_aux_loss_coeff
-moe_z_loss_coeff eval_iters
+moe_z_loss_coeff
 """.split()
 AT_LEAST_1 = """
 num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size rotary_base
@@ -201,7 +212,7 @@ make_vocab_size_divisible_by num_experts moe_ffn_hidden_size moe_router_topk
 tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
 expert_model_parallel_size expert_tensor_parallel_size micro_batch_size global_batch_size seq_length
 train_iters exit_interval lr_decay_iters lr_wsd_decay_iters vocab_size save_interval keep_last
-log_interval eval_interval
+log_interval eval_interval eval_iters
 """.split()
 ABOVE_0 = """
 norm_epsilon init_method_std moe_expert_capacity_factor distributed_timeout_minutes adam_eps

@@ -1,17 +1,10 @@
-"""Choosing the device and the backend, and finding Transformer Engine."""
-
-import importlib
+"""Choosing the device and the backend."""
 
 import pytest
 import torch
 
 from moe_parallel.errors import InputError
-from moe_parallel.platform.device import (
-    choose_backend,
-    default_backend,
-    device,
-    find_transformer_engine,
-)
+from moe_parallel.platform.device import choose_backend, default_backend, device
 
 
 @pytest.fixture
@@ -43,34 +36,3 @@ def test_nccl_without_cuda_is_refused(no_cuda):
 def test_an_unknown_backend_is_refused(cuda):
     with pytest.raises(InputError, match="--distributed-backend mpi .*gloo, nccl"):
         choose_backend("mpi")
-
-
-@pytest.mark.parametrize(
-    "error, reason",
-    [
-        (ModuleNotFoundError("No module named 'transformer_engine'"), "pip install"),
-        (RuntimeError("no CUDA driver"), "does not load on this host: no CUDA driver"),
-        (OSError("libcuda.so.1: not found"), "does not load on this host: libcuda.so.1"),
-    ],
-)
-def test_the_reason_that_transformer_engine_is_not_used(monkeypatch, error, reason):
-    def fail(name):
-        assert name == "transformer_engine.pytorch"
-        raise error
-
-    monkeypatch.setattr(importlib, "import_module", fail)
-    assert reason in find_transformer_engine()
-
-
-def test_other_errors_of_transformer_engine_are_not_swallowed(monkeypatch):
-    def fail(name):
-        raise ValueError("a bug of its own")
-
-    monkeypatch.setattr(importlib, "import_module", fail)
-    with pytest.raises(ValueError, match="a bug of its own"):
-        find_transformer_engine()
-
-
-def test_transformer_engine_is_found_where_it_loads(monkeypatch):
-    monkeypatch.setattr(importlib, "import_module", lambda name: torch)
-    assert find_transformer_engine() is torch

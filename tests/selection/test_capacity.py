@@ -56,6 +56,8 @@ def test_equals_filling_up_one_by_one(policy, factor, tokens, num_experts, k, le
         (1, 1, 8, 1.0, 1),
         (16, 1, 8, 0.5, 1),
         (0, 2, 4, 1.0, 0),
+        (200, 2, 8, 1.1, 55),  # 50 * 1.1 is more than 55 in floating point
+        (100, 2, 8, 1.12, 28),
     ],
 )
 def test_capacity(tokens, k, num_experts, factor, rows):

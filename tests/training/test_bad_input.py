@@ -123,6 +123,14 @@ WRONG = {
         {"load": "{}/run", "hidden_size": 64},
         "--load {0}/run/iter_0000002: --hidden-size is 32 in the checkpoint and 64 here; .*",
     ),
+    "other sizes, from the run itself": (
+        {"load": "{}/run", "save": "{}/run", "hidden_size": 64},
+        "--load {0}/run/iter_0000002: --hidden-size is 32 in the checkpoint and 64 here; .*",
+    ),
+    "a tokenizer for the embedded corpus": (
+        {"data_path": None, "tokenizer_model": None, "tokenizer_type": "SentencePieceTokenizer"},
+        "--tokenizer-type SentencePieceTokenizer comes with --data-path; .*",
+    ),
     "other selection": (
         AOE | {"load": "{}/run"},
         "--load {0}/run/iter_0000002: --expert-selection is topk in the checkpoint and aoe .*",
@@ -200,6 +208,12 @@ def test_one_line_says_what_is_wrong(place, messages, name):
 def test_nothing_is_written_over(messages):
     _, before, after = messages
     assert after == before
+
+
+def test_sizes_count_however_they_are_given(place):
+    again = {"train_iters": 2, "lr_warmup_iters": 1, "load": place / "run"}
+    options = SMALL | small_flags(place) | again | {"moe_layer_freq": "[1]*2"}
+    assert run_distributed(2, _errors, [options]) == [[None], [None]]
 
 
 def _program(folder, options, world_size=2):
