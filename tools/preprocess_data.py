@@ -15,7 +15,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from moe_parallel.data.indexed import tokenize_documents, write_indexed
 from moe_parallel.data.jsonl import read_jsonl
 from moe_parallel.data.tokenizer import Tokenizer, build_tokenizer, train_byte_bpe
 from moe_parallel.errors import InputError
@@ -76,6 +75,13 @@ def find_tokenizer(options: argparse.Namespace) -> Tokenizer:
 
 def preprocess(options: argparse.Namespace) -> None:
     """Write one indexed dataset for each key."""
+    # Here, so that --help is answered before torch and Megatron-Core are loaded.
+    from moe_parallel.platform.notices import hush_notices
+
+    hush_notices()
+
+    from moe_parallel.data.indexed import tokenize_documents, write_indexed
+
     if options.workers < 1:
         raise InputError(f"--workers {options.workers} must be 1 or more")
     # The tokenizers library reads it when it starts its threads, which it has not yet.
@@ -84,7 +90,7 @@ def preprocess(options: argparse.Namespace) -> None:
     for key in options.json_keys:
         prefix = Path(f"{options.output_prefix}_{key}_document")
         with _progress(options.input, 1, f"tokenizing {key!r}") as bar:
-            texts = read_jsonl(options.input, key, bar.update)
+            texts = read_jsonl(options.input, key, bar.update, tokenizer.check)
             documents = tokenize_documents(texts, tokenizer, append_eod=options.append_eod)
             written = write_indexed(prefix, documents, tokenizer.vocab_size)
         print(f"{prefix}: {written.documents:,} documents, {written.tokens:,} tokens")

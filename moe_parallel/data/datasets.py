@@ -9,18 +9,20 @@ As in Megatron, another number of samples (--train-iters) is another order.
 """
 
 import dataclasses
+import errno
 import hashlib
 import json
 import logging
 import math
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import (
@@ -88,7 +90,8 @@ def build_datasets(
         InputError: files as in check_indexed; a sequence longer than the data; an empty split;
             a cache folder that cannot be written.
     """
-    sizes = [_check_source(source, tokenizer, seq_length) for source in sources]
+    with _rank_0_first():  # the others find the ranges of token ids that it notes
+        sizes = [_check_source(source, tokenizer, seq_length) for source in sources]
     weights = _weights(sources, sizes)
     # 0.5 % more than the share, as in Megatron, because blending in whole samples overshoots.
     shares = [1 + math.ceil(1.005 * weight * train_samples) for weight in weights]
@@ -232,25 +235,68 @@ def _cache_key(
 
 
 @contextmanager
+def _rank_0_first() -> Iterator[None]:
+    """Rank 0 goes through the block before the others enter it.
+
+    Should rank 0 raise there, the others are left at the barrier: an error on one rank ends all.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else None
+    if rank is not None and rank != 0:
+        dist.barrier()
+    yield
+    if rank == 0:
+        dist.barrier()
+
+
+@contextmanager
 def _index_cache(folder: Path) -> Iterator[Path]:
     """A folder of Megatron's cached indices that is either complete or begun anew by rank 0.
 
     Megatron takes a half-written index for a whole one; `complete` is only there when all are
     written. Other ranks need no lock: Megatron lets them look after rank 0 has written.
     """
-    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
-        yield folder
+    if dist.is_initialized() and dist.get_rank() != 0:
+        with _files_told(folder):
+            yield folder
         return
     complete = folder / "complete"
-    try:
-        with locked(folder.with_name(f"{folder.name}.lock")):
+    with ExitStack() as lock:
+        with _cache_told(folder):
+            lock.enter_context(locked(folder.with_name(f"{folder.name}.lock")))
             if not complete.exists():
                 shutil.rmtree(folder, ignore_errors=True)
+        with _files_told(folder):
             yield folder
+        with _cache_told(folder):
             folder.mkdir(exist_ok=True)
             complete.touch()
+
+
+@contextmanager
+def _cache_told(folder: Path) -> Iterator[None]:
+    """An OSError in the block is a cache that cannot be written."""
+    try:
+        yield
     except OSError as error:
         raise InputError(
-            f"--data-cache-path {folder.parent} cannot be written ({error.strerror}): "
+            f"--data-cache-path {folder.parent} cannot be written ({error.strerror or error}): "
             "name a folder on a disk with room"
         ) from None
+
+
+@contextmanager
+def _files_told(folder: Path) -> Iterator[None]:
+    """An OSError in the block is about the file that it names, or about a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise InputError(
+                f"{error.filename} cannot be opened ({error.strerror}): every rank reads what "
+                "--data-path names, and the --data-cache-path that rank 0 writes"
+            ) from None
+        # Without a number: numpy, of an array that it wrote in part.
+        if error.errno in (None, errno.ENOSPC, errno.EDQUOT):
+            with _cache_told(folder):
+                raise
+        raise

@@ -102,11 +102,19 @@ def check_indexed(prefix: str, vocab_size: int) -> np.ndarray:
         int32 [number of sequences]: tokens in each.
 
     Raises:
-        InputError: a missing, truncated or foreign file; sizes that disagree; foreign token ids.
+        InputError: a missing, unreadable, truncated or foreign file; sizes that disagree;
+            foreign token ids.
     """
     for suffix in (".idx", ".bin"):
         if not os.path.isfile(prefix + suffix):
             raise InputError(f"--data-path {prefix}: {prefix}{suffix} is missing; {_hint(prefix)}")
+        try:
+            open(prefix + suffix, "rb").close()
+        except OSError as error:
+            raise InputError(
+                f"--data-path {prefix}: {prefix}{suffix} cannot be read ({error.strerror}); "
+                "check its permissions"
+            ) from None
     dtype, lengths = _read_index(prefix)
     size = os.path.getsize(f"{prefix}.bin")
     expected = int(lengths.sum(dtype=np.int64)) * dtype.itemsize

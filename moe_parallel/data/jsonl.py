@@ -8,7 +8,10 @@ from moe_parallel.errors import InputError
 
 
 def read_jsonl(
-    path: Path, key: str, advance: Callable[[int], object] = lambda count: None
+    path: Path,
+    key: str,
+    advance: Callable[[int], object] = lambda count: None,
+    check: Callable[[str], object] = lambda text: None,
 ) -> Iterator[str]:
     """Yield the text under `key` of every line, a line at a time; empty lines are passed over.
 
@@ -18,10 +21,11 @@ def read_jsonl(
         path: the file, UTF-8.
         key: of the text in each object.
         advance: called with the number of bytes read, for a progress bar.
+        check: called with each text; raises InputError for one that cannot be used.
 
     Raises:
-        InputError: the file cannot be read, or a line is not an object with a text under `key`;
-            the message gives the number of the line.
+        InputError: the file cannot be read, a line is not an object with a text under `key`,
+            or the text is refused; the message gives the number of the line.
     """
     try:
         stream = path.open("rb")
@@ -30,7 +34,13 @@ def read_jsonl(
     with stream:
         for number, line in enumerate(stream, start=1):
             if line.strip():
-                yield _text_of(line.rstrip(), key, f"--input {path} line {number}")
+                where = f"--input {path} line {number}"
+                text = _text_of(line.rstrip(), key, where)
+                try:
+                    check(text)
+                except InputError as error:
+                    raise InputError(f"{where}: {error}") from None
+                yield text
             advance(len(line))
 
 

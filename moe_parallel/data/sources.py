@@ -1,10 +1,11 @@
 """Where the text of each domain lies: the embedded corpus, or a --data-path in blend syntax."""
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from moe_parallel.data.corpus import DOMAINS
 from moe_parallel.data.default_corpus import DefaultCorpus
@@ -20,7 +21,8 @@ class Source:
         weight: share in the training blend, up to a common factor; None: in proportion to tokens.
         train_prefix: indexed dataset (path without .bin or .idx) of the training text.
         valid_prefix: that of the validation text; the same file if `split` divides it.
-        split: parts of one file for training, validation and test, "969,30,1"; None: two files.
+        split: parts of one file for training, validation and test, "969,30,1" in
+            plain decimals; None: two files.
     """
 
     domain: str
@@ -43,10 +45,13 @@ def blend_sources(data_path: Sequence[str], split: str) -> list[Source]:
 
     Each prefix is a domain, called by the last part of its path (with a number if that repeats).
 
+    Args:
+        data_path: the words of the flag.
+        split: up to three numbers, as config.validate accepts them.
+
     Raises:
-        InputError: weights that are missing, not numbers, or not positive; a wrong --split.
+        InputError: weights that are missing, not numbers, or not positive.
     """
-    check_split(split)
     words = [word.strip() for word in data_path]
     if not words:
         raise InputError("--data-path is empty: give the prefix of a .bin/.idx pair")
@@ -65,23 +70,14 @@ def blend_sources(data_path: Sequence[str], split: str) -> list[Source]:
         prefixes = words
     names = _unique_names(prefixes)
     return [
-        Source(name, weight, prefix, prefix, split)
+        Source(name, weight, prefix, prefix, _plain(split))
         for name, weight, prefix in zip(names, weights, prefixes, strict=True)
     ]
 
 
-def check_split(split: str) -> None:
-    """Refuse a --split that is not up to three numbers >= 0, the first above 0.
-
-    Raises:
-        InputError: says so.
-    """
-    parts = [_number(part) for part in split.split(",")]
-    plain = re.fullmatch(r"[0-9.]+(,[0-9.]+){0,2}", split)  # all that Megatron can read
-    if plain is None or None in parts:
-        raise InputError(f"--split {split} is not three numbers such as 969,30,1")
-    if parts[0] == 0:
-        raise InputError(f"--split {split} leaves nothing to train on: raise its first number")
+def _plain(split: str) -> str:
+    """The parts in decimals alone: Megatron, which looks for digits and dots, reads 1e2 as 1, 2."""
+    return ",".join(np.format_float_positional(float(part), trim="-") for part in split.split(","))
 
 
 def _weight(word: str, prefix: str) -> float:

@@ -8,7 +8,6 @@ versions, and do not know the bytes of a token. Its datasets need only `vocab_si
 
 import difflib
 import hashlib
-import importlib
 import json
 import shutil
 from abc import ABC, abstractmethod
@@ -22,15 +21,19 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from moe_parallel.data.tokenizer_files import (
+    CONFIG_FILE,
+    END_OF_DOCUMENT,
+    convert_with_transformers,
+    existing,
+    fetch_from_hub,
+    find_end_of_document,
+    optional,
+    read_config,
+    read_fast,
+    write_config,
+)
 from moe_parallel.errors import InputError
-
-END_OF_DOCUMENT = "<|endoftext|>"
-
-# What a folder of ours says about itself; Hugging Face reads the same file.
-CONFIG_FILE = "tokenizer_config.json"
-
-# Tokens that end a document, by the name that well-known tokenizers give them.
-_KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 
 
 class Tokenizer(ABC):
@@ -74,6 +77,10 @@ class Tokenizer(ABC):
     def tokenize_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text."""
         return [self.tokenize(text) for text in texts]
+
+    def check(self, text: str) -> None:
+        """Raise InputError for a text that has no ids. Most tokenizers have ids for every text."""
+        return None
 
     @property
     def unique_identifiers(self) -> "OrderedDict[str, object]":
@@ -124,7 +131,7 @@ class FastTokenizer(Tokenizer):
         folder.mkdir(parents=True, exist_ok=True)
         self.model.save(str(folder / "tokenizer.json"))
         # The class lets transformers.AutoTokenizer open the folder as well.
-        _write_config(
+        write_config(
             folder,
             self.kind,
             tokenizer_class="PreTrainedTokenizerFast",
@@ -140,7 +147,7 @@ class SentencePiece(Tokenizer):
     """A SentencePiece `.model` file."""
 
     def __init__(self, file: Path) -> None:
-        library = _optional("sentencepiece", "SentencePieceTokenizer")
+        library = optional("sentencepiece", "SentencePieceTokenizer")
         try:
             self.model = library.SentencePieceProcessor(model_file=str(file))
         except (OSError, RuntimeError) as error:
@@ -178,7 +185,7 @@ class SentencePiece(Tokenizer):
         folder.mkdir(parents=True, exist_ok=True)
         if self.file.resolve() != (folder / "tokenizer.model").resolve():
             shutil.copyfile(self.file, folder / "tokenizer.model")
-        _write_config(folder, "SentencePieceTokenizer")
+        write_config(folder, "SentencePieceTokenizer")
 
     @cached_property
     def fingerprint(self) -> str:
@@ -195,7 +202,20 @@ class NullTokenizer(Tokenizer):
         self.eod = vocab_size - 1
 
     def tokenize(self, text: str) -> list[int]:
-        return [int(number) for number in text.split()]
+        """Raises InputError for a word that is not the number of a token."""
+        return [self._id(word) for word in text.split()]
+
+    def check(self, text: str) -> None:
+        self.tokenize(text)
+
+    def _id(self, word: str) -> int:
+        if word.isdecimal() and len(word) < 20 and int(word) < self.vocab_size:
+            return int(word)
+        raise InputError(
+            f"--tokenizer-type NullTokenizer reads numbers from 0 to {self.eod} "
+            f"(--vocab-size {self.vocab_size}), not {word[:40]!r}: raise --vocab-size, "
+            "or name another tokenizer"
+        )
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return " ".join(str(int(i)) for i in ids)
@@ -207,7 +227,7 @@ class NullTokenizer(Tokenizer):
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_config(folder, "NullTokenizer", vocab_size=self.vocab_size)
+        write_config(folder, "NullTokenizer", vocab_size=self.vocab_size)
 
     @property
     def fingerprint(self) -> str:
@@ -271,21 +291,21 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     Raises:
         InputError: the folder is not one of those.
     """
-    config = _read_config(folder)
+    config = read_config(folder)
     if "tokenizer_type" not in config:
         raise InputError(f"{folder} is not a tokenizer folder: it has no {CONFIG_FILE} of ours")
     return build_tokenizer(config["tokenizer_type"], str(folder), config.get("vocab_size"))
 
 
 def _open_byte_bpe(name: str | None, vocab_size: int | None) -> FastTokenizer:
-    file = _existing(name, "ByteLevelBPE", "tokenizer.json")
-    model = _read_fast(file)
+    file = existing(name, "ByteLevelBPE", "tokenizer.json")
+    model = read_fast(file)
     if "ByteLevel" not in _kinds(json.loads(model.to_str())["decoder"]):
         raise InputError(
             f"--tokenizer-model {file} is not a byte-level BPE: "
             "open it with --tokenizer-type HuggingFaceTokenizer"
         )
-    return FastTokenizer(model, _end_of_document(model, file.parent, file), "ByteLevelBPE")
+    return FastTokenizer(model, find_end_of_document(model, file.parent, file), "ByteLevelBPE")
 
 
 def _open_hugging_face(name: str | None, vocab_size: int | None) -> FastTokenizer:
@@ -297,95 +317,22 @@ def _open_hugging_face(name: str | None, vocab_size: int | None) -> FastTokenize
     path = Path(name)
     folder = path.parent if path.is_file() else path
     if path.is_dir() and not (path / "tokenizer.json").exists():
-        model = _convert_with_transformers(path)
+        model = convert_with_transformers(path)
     elif path.exists():
-        model = _read_fast(path / "tokenizer.json" if path.is_dir() else path)
+        model = read_fast(path / "tokenizer.json" if path.is_dir() else path)
     else:
-        model = _fetch_from_hub(name)
-    return FastTokenizer(model, _end_of_document(model, folder, name), "HuggingFaceTokenizer")
+        model = fetch_from_hub(name)
+    return FastTokenizer(model, find_end_of_document(model, folder, name), "HuggingFaceTokenizer")
 
 
 def _open_sentence_piece(name: str | None, vocab_size: int | None) -> SentencePiece:
-    return SentencePiece(_existing(name, "SentencePieceTokenizer", "tokenizer.model"))
+    return SentencePiece(existing(name, "SentencePieceTokenizer", "tokenizer.model"))
 
 
 def _open_null(name: str | None, vocab_size: int | None) -> NullTokenizer:
     if vocab_size is None:
         raise InputError("--tokenizer-type NullTokenizer needs --vocab-size")
     return NullTokenizer(vocab_size)
-
-
-def _existing(name: str | None, tokenizer_type: str, file_in_folder: str) -> Path:
-    """The file meant by a --tokenizer-model that is a file, or a folder that holds one."""
-    if name is None:
-        raise InputError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model FILE|FOLDER")
-    path = Path(name)
-    file = path / file_in_folder if path.is_dir() else path
-    if not file.is_file():
-        raise InputError(f"--tokenizer-model {name}: there is no file {file}; check the path")
-    return file
-
-
-def _read_fast(file: Path) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception for a file it cannot parse
-        raise InputError(
-            f"--tokenizer-model {file} is not a tokenizer.json of the tokenizers library ({error})"
-        ) from None
-
-
-def _fetch_from_hub(name: str) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_pretrained(name)
-    except Exception as error:  # as many kinds as there are ways for a download to fail
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(
-            f"--tokenizer-model {name} is neither a file or folder here nor a tokenizer "
-            f"that the hub gives ({reason}); check the path or name"
-        ) from None
-
-
-def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
-    """Folders of older models hold vocab.json and merges.txt, and no tokenizer.json."""
-    library = _optional("transformers", "HuggingFaceTokenizer (a folder without tokenizer.json)")
-    try:
-        return library.AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
-    except Exception as error:
-        raise InputError(
-            f"--tokenizer-model {folder} holds no tokenizer that transformers can open "
-            f"({str(error).splitlines()[0]})"
-        ) from None
-
-
-def _end_of_document(model: tokenizers.Tokenizer, folder: Path, name: object) -> str:
-    """The token that the tokenizer's configuration calls eos, else a well-known one."""
-    declared = _read_config(folder).get("eos_token")
-    if isinstance(declared, dict):
-        declared = declared.get("content")
-    for token in (declared, *_KNOWN_ENDS):
-        if token is not None and model.token_to_id(token) is not None:
-            return token
-    raise InputError(
-        f"--tokenizer-model {name} has no token that ends a document: "
-        f"name it as eos_token in {CONFIG_FILE} beside it"
-    )
-
-
-def _write_config(folder: Path, tokenizer_type: str, **fields: object) -> None:
-    content = {"tokenizer_type": tokenizer_type, **fields}
-    (folder / CONFIG_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    file = folder / CONFIG_FILE
-    if not file.is_file():
-        return {}
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        raise InputError(f"{file} is not JSON; restore it") from None
-    return config if isinstance(config, dict) else {}
 
 
 def _kinds(part: dict[str, Any] | None) -> set[str]:
@@ -400,17 +347,6 @@ def _bytes_of_piece(piece: str) -> int:
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
         return 1
     return len(piece.removeprefix("##").replace("▁", " ").encode())
-
-
-def _optional(module: str, wanted_by: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise  # installed but broken: its own error says more than ours
-        raise InputError(
-            f"--tokenizer-type {wanted_by} needs {module}: pip install {module}"
-        ) from None
 
 
 def _digest(data: bytes) -> str:

@@ -5,8 +5,10 @@ the held-out text itself. For the two models the code length is -log2 of the pro
 each byte; for xz it is the size of the file it writes, container included.
 """
 
+from __future__ import annotations
+
 import lzma
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 import numpy as np
@@ -28,18 +30,22 @@ class ByteModel:
     context. A context that never occurred leaves all to h'. So every byte has a probability
     above 0, and they add up to 1. (Method C of Witten and Bell, IEEE Trans. Inf. Theory 37, 1991,
     in the interpolated form of Chen and Goodman, 1998.)
+
+    Attributes:
+        order: 1 (unigram), 2 or 3 (trigram).
+        shorter: the model of the next lower order, of the same text.
+        counts: N(h, c), int64 [contexts, 256]; 128 MiB for a trigram.
     """
 
-    def __init__(self, data: np.ndarray, order: int) -> None:
-        """Count `data`, uint8 [length], in one pass. order: 1 (unigram), 2 or 3 (trigram)."""
-        assert data.dtype == np.uint8 and order in (1, 2, 3), (data.dtype, order)
+    def __init__(self, pieces: Iterable[np.ndarray], order: int) -> None:
+        """Count a text, uint8 arrays one after the other, in one pass."""
+        assert order in (1, 2, 3), order
         self.order = order
-        self.shorter = ByteModel(data, order - 1) if order > 1 else None
-        contexts = BYTES ** (order - 1)
-        counts = np.zeros(contexts * BYTES, dtype=np.int32)
-        for codes in _codes(data, order):
-            counts += np.bincount(codes, minlength=len(counts)).astype(np.int32)
-        self.counts = counts.reshape(contexts, BYTES)
+        self.shorter = ByteModel((), order - 1) if order > 1 else None
+        self.counts = np.zeros((BYTES ** (order - 1), BYTES), dtype=np.int64)
+        self._last = np.zeros(0, dtype=np.uint8)  # bytes before the next piece
+        for piece in pieces:
+            self._count(piece)
 
     @cached_property
     def followers(self) -> np.ndarray:
@@ -49,20 +55,27 @@ class ByteModel:
     @cached_property
     def occurrences(self) -> np.ndarray:
         """N(h), int64 [contexts]."""
-        return self.counts.sum(axis=1, dtype=np.int64)
+        return self.counts.sum(axis=1)
 
     def probabilities(self, data: np.ndarray) -> np.ndarray:
         """float64 [length - order + 1]: of each byte of `data` that has order - 1 before it."""
-        if len(data) < self.order:
-            return np.zeros(0)
-        return np.concatenate([self._probabilities(codes) for codes in _codes(data, self.order)])
+        return np.concatenate([np.zeros(0), *map(self._probabilities, _codes(data, self.order))])
 
     def bits(self, data: np.ndarray) -> float:
         """Bits to encode uint8 `data`; its first bytes, without a context, by shorter models."""
-        if self.shorter is None:
-            return float(-np.log2(self.probabilities(data)).sum())
-        head = self.shorter.bits(data[: self.order - 1])
-        return head - float(np.log2(self.probabilities(data)).sum())
+        head = 0.0 if self.shorter is None else self.shorter.bits(data[: self.order - 1])
+        codes = _codes(data, self.order)
+        return head - sum(float(np.log2(self._probabilities(chunk)).sum()) for chunk in codes)
+
+    def _count(self, piece: np.ndarray) -> None:
+        assert piece.dtype == np.uint8, piece.dtype
+        if self.shorter is not None:
+            self.shorter._count(piece)
+        data = np.concatenate([self._last, piece])
+        counts = self.counts.reshape(-1)
+        for codes in _codes(data, self.order):
+            counts += np.bincount(codes, minlength=len(counts))
+        self._last = data[max(0, len(data) - (self.order - 1)) :].copy()
 
     def _probabilities(self, codes: np.ndarray) -> np.ndarray:
         """Of n-grams given as numbers to base 256, the predicted byte last."""
@@ -77,34 +90,60 @@ class ByteModel:
         return np.where(occurrences > 0, mixed, shorter)
 
 
-def held_out_baselines(train_texts: Iterable[str], valid_texts: Iterable[str]) -> dict[str, float]:
-    """Bits per byte on the validation texts of "unigram", "trigram" and "xz -9".
+def train_trigram(texts: Iterable[str]) -> ByteModel:
+    """A trigram model of texts joined without a separator, as UTF-8.
 
-    Texts are joined without a separator, as UTF-8. Takes about a second for ten megabytes, and
-    memory for both texts once.
+    Holds some megabytes of the texts at a time. Ten megabytes take about a second.
+    """
+    return ByteModel(_pieces(texts), order=3)
+
+
+def held_out_bits_per_byte(trigram: ByteModel, held_out: np.ndarray) -> dict[str, float]:
+    """Bits per byte of "unigram", "trigram" and "xz -9" on uint8 [length], as `joined` makes it.
 
     Raises:
-        ValueError: the validation texts hold no byte.
+        ValueError: there is no byte.
     """
-    train = _joined(train_texts)
-    valid = _joined(valid_texts)
-    if not len(valid):
-        raise ValueError("no validation text: bits per byte have no meaning")
-    trigram = ByteModel(train, order=3)
+    if not len(held_out):
+        raise ValueError("no held-out text: bits per byte have no meaning")
     assert trigram.shorter is not None and trigram.shorter.shorter is not None
     unigram = trigram.shorter.shorter
     return {
-        "unigram": unigram.bits(valid) / len(valid),
-        "trigram": trigram.bits(valid) / len(valid),
-        "xz -9": 8 * len(lzma.compress(valid.tobytes(), preset=9)) / len(valid),
+        "unigram": unigram.bits(held_out) / len(held_out),
+        "trigram": trigram.bits(held_out) / len(held_out),
+        "xz -9": 8 * len(lzma.compress(held_out.tobytes(), preset=9)) / len(held_out),
     }
 
 
-def _joined(texts: Iterable[str]) -> np.ndarray:
+def joined(texts: Iterable[str]) -> np.ndarray:
+    """The UTF-8 of texts without a separator, uint8 [length]."""
     return np.frombuffer(b"".join(text.encode() for text in texts), dtype=np.uint8)
 
 
-def _codes(data: np.ndarray, order: int) -> Iterable[np.ndarray]:
+def first_bytes(texts: Iterable[str], limit: int) -> Iterator[str]:
+    """The first texts, whole, until they have `limit` bytes of UTF-8; takes no text beyond."""
+    read = 0
+    for text in texts:
+        yield text
+        read += len(text.encode())
+        if read >= limit:
+            return
+
+
+def _pieces(texts: Iterable[str]) -> Iterator[np.ndarray]:
+    """Texts in arrays of about _CHUNK bytes: to count a short one takes as long as a long one."""
+    waiting: list[str] = []
+    length = 0
+    for text in texts:
+        waiting.append(text)
+        length += len(text)
+        if length >= _CHUNK:
+            yield joined(waiting)
+            waiting, length = [], 0
+    yield joined(waiting)
+
+
+def _codes(data: np.ndarray, order: int) -> Iterator[np.ndarray]:
     """Each run of `order` bytes as a number to base 256, int64, a chunk at a time."""
     for start in range(0, len(data) - order + 1, _CHUNK):
         stop = min(start + _CHUNK, len(data) - order + 1)

@@ -1,10 +1,15 @@
+import errno
+import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
 from moe_parallel.data.datasets import Datasets, build_datasets, texts
+from moe_parallel.data.publish import write_published
 from moe_parallel.data.sampler import evaluation_batches
 from moe_parallel.data.sources import Source, blend_sources
 from moe_parallel.errors import InputError
@@ -204,6 +209,53 @@ def test_data_that_do_not_suffice_are_told(
             cache_folder=tmp_path / "cache",
         )
     assert "\n" not in str(caught.value)
+
+
+def notes_written(sources: list[Source], folder: Path) -> int:
+    """Ranges of token ids that this rank found by a scan, and noted slowly."""
+    notes = []
+
+    def slowly(path: Path, text: str) -> None:
+        time.sleep(0.2)
+        write_published(path, text)
+        notes.append(path)
+
+    with mock.patch("moe_parallel.data.indexed.write_published", slowly):
+        build_from(sources, folder)
+    return len(notes)
+
+
+def test_token_ids_are_scanned_by_rank_0_alone(tmp_path: Path) -> None:
+    sources = numbered_sources(tmp_path)
+    assert run_distributed(2, notes_written, sources, tmp_path) == [4, 0]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/far/x.idx"), r"^/far/x\.idx cannot"),
+        (OSError(errno.ENOSPC, "No space left on device"), r"--data-cache-path .* \(No space left"),
+        (OSError("16 requested and 0 written"), r"--data-cache-path .* \(16 requested and 0"),
+    ],
+)
+def test_a_file_that_fails_while_indices_are_made_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, message: str
+) -> None:
+    monkeypatch.setattr(BlendedMegatronDatasetBuilder, "build", mock.Mock(side_effect=error))
+    with pytest.raises(InputError, match=message) as caught:
+        build(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.glob("cache/*/complete"))
+
+
+def test_an_error_of_another_kind_stays_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = OSError(errno.ENOMEM, "Cannot allocate memory")
+    monkeypatch.setattr(BlendedMegatronDatasetBuilder, "build", mock.Mock(side_effect=error))
+    with pytest.raises(OSError, match="allocate memory") as caught:
+        build(tmp_path)
+    assert caught.value is error
 
 
 def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:

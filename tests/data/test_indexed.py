@@ -1,3 +1,4 @@
+import errno
 import os
 import struct
 from collections.abc import Callable, Iterator
@@ -92,6 +93,20 @@ def test_a_missing_file_is_told(tmp_path: Path, suffix: str) -> None:
     write_indexed(prefix, DOCUMENTS, 10)
     Path(f"{prefix}{suffix}").unlink()
     with pytest.raises(InputError, match=rf"data{suffix} is missing"):
+        check_indexed(str(prefix), 10)
+
+
+def test_a_file_that_cannot_be_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = tmp_path / "data"
+    write_indexed(prefix, DOCUMENTS, 10)
+
+    def closed(path: str, *_: object) -> None:  # root may read what has no permissions
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr("builtins.open", closed)
+    with pytest.raises(InputError, match=r"data\.idx cannot be read \(Permission denied\)"):
         check_indexed(str(prefix), 10)
 
 

@@ -93,6 +93,7 @@ def test_the_tool_uses_a_tokenizer_that_is_there(tmp_path: Path) -> None:
         (["--vocab-size", "20"], "--vocab-size 20 is too small"),
         (["--tokenizer-type", "Nul"], "--tokenizer-type Nul is unknown"),
         (["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"], "line 2 is not JSON"),
+        (["--tokenizer-type", "NullTokenizer", "--vocab-size", "3"], "line 1: --tokenizer-type"),
         (["--vocab-size", "300", "--workers", "0"], "--workers 0 must be 1 or more"),
     ],
 )

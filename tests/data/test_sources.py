@@ -1,5 +1,7 @@
 import pytest
+from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 
+from moe_parallel.config import Config, DataConfig, validate
 from moe_parallel.data.sources import Source, blend_sources
 from moe_parallel.errors import InputError
 
@@ -47,22 +49,20 @@ def test_wrong_weights_are_told(words: list[str], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("split", "message"),
+    ("split", "plain", "shares"),
     [
-        ("0,100,0", r"--split 0,100,0 leaves nothing to train on"),
-        ("9,x,1", r"--split 9,x,1 is not three numbers"),
-        ("9,-1", r"is not three numbers"),
-        ("9,1,1,1", r"is not three numbers"),
-        ("", r"is not three numbers"),
-        ("9..5", r"is not three numbers"),
-        ("1e2,1", r"is not three numbers"),
+        ("100", "100", [1, 0, 0]),
+        ("969,30,1", "969,30,1", [0.969, 0.03, 0.001]),
+        ("99.5,.5", "99.5,0.5", [0.995, 0.005, 0]),
+        ("3e2,1e2,0", "300,100,0", [0.75, 0.25, 0]),
+        (" 9, +1 ", "9,1", [0.9, 0.1, 0]),
+        ("1,1e-5", "1,0.00001", [1 / 1.00001, 1e-5 / 1.00001, 0]),
     ],
 )
-def test_a_wrong_split_is_told(split: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        blend_sources(["a"], split)
-
-
-@pytest.mark.parametrize("split", ["100", "99.5,.5", "969,30,1"])
-def test_a_right_split(split: str) -> None:
-    assert blend_sources(["a"], split) == [Source("a", None, "a", "a", split)]
+def test_megatron_reads_every_split_that_the_flag_takes(
+    split: str, plain: str, shares: list[float]
+) -> None:
+    validate(Config(data=DataConfig(split=split)), world_size=1)
+    (source,) = blend_sources(["a"], split)
+    assert source == Source("a", None, "a", "a", plain)
+    assert parse_and_normalize_split(plain) == pytest.approx(shares, rel=1e-12)

@@ -1,0 +1,110 @@
+"""The files that tokenizers lie in: found, read, and told in one line when they are wrong.
+
+Every function that reads raises InputError for a file that is missing or not what it should be.
+"""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from moe_parallel.errors import InputError
+
+END_OF_DOCUMENT = "<|endoftext|>"
+
+# What a folder of ours says about itself; Hugging Face reads the same file.
+CONFIG_FILE = "tokenizer_config.json"
+
+# Tokens that end a document, by the name that well-known tokenizers give them.
+_KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
+
+
+def existing(name: str | None, tokenizer_type: str, file_in_folder: str) -> Path:
+    """The file meant by a --tokenizer-model that is a file, or a folder that holds one."""
+    if name is None:
+        raise InputError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model FILE|FOLDER")
+    path = Path(name)
+    file = path / file_in_folder if path.is_dir() else path
+    if not file.is_file():
+        raise InputError(f"--tokenizer-model {name}: there is no file {file}; check the path")
+    return file
+
+
+def read_fast(file: Path) -> tokenizers.Tokenizer:
+    """Open a tokenizer.json."""
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception for a file it cannot parse
+        raise InputError(
+            f"--tokenizer-model {file} is not a tokenizer.json of the tokenizers library ({error})"
+        ) from None
+
+
+def fetch_from_hub(name: str) -> tokenizers.Tokenizer:
+    """Download a tokenizer.json by its name on the hub."""
+    try:
+        return tokenizers.Tokenizer.from_pretrained(name)
+    except Exception as error:  # as many kinds as there are ways for a download to fail
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(
+            f"--tokenizer-model {name} is neither a file or folder here nor a tokenizer "
+            f"that the hub gives ({reason}); check the path or name"
+        ) from None
+
+
+def convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
+    """Folders of older models hold vocab.json and merges.txt, and no tokenizer.json."""
+    library = optional("transformers", "HuggingFaceTokenizer (a folder without tokenizer.json)")
+    try:
+        return library.AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
+    except Exception as error:
+        raise InputError(
+            f"--tokenizer-model {folder} holds no tokenizer that transformers can open "
+            f"({str(error).splitlines()[0]})"
+        ) from None
+
+
+def find_end_of_document(model: tokenizers.Tokenizer, folder: Path, name: object) -> str:
+    """The token that the tokenizer's configuration calls eos, else a well-known one."""
+    declared = read_config(folder).get("eos_token")
+    if isinstance(declared, dict):
+        declared = declared.get("content")
+    for token in (declared, *_KNOWN_ENDS):
+        if token is not None and model.token_to_id(token) is not None:
+            return token
+    raise InputError(
+        f"--tokenizer-model {name} has no token that ends a document: "
+        f"name it as eos_token in {CONFIG_FILE} beside it"
+    )
+
+
+def write_config(folder: Path, tokenizer_type: str, **fields: object) -> None:
+    """Write what read_config reads."""
+    content = {"tokenizer_type": tokenizer_type, **fields}
+    (folder / CONFIG_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What a folder says about its tokenizer; nothing where it says nothing."""
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        raise InputError(f"{file} is not JSON; restore it") from None
+    return config if isinstance(config, dict) else {}
+
+
+def optional(module: str, wanted_by: str) -> Any:
+    """Import a library that only one type of tokenizer needs."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise  # installed but broken: its own error says more than ours
+        raise InputError(
+            f"--tokenizer-type {wanted_by} needs {module}: pip install {module}"
+        ) from None
