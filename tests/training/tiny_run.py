@@ -47,6 +47,7 @@ class Layout:
     vpp: int = 1
     ep: int = 1
     etp: int = 1
+    sp: bool = True  # where tp is more than 1
     distributed: bool = False
 
     def options(self) -> dict[str, Any]:
@@ -56,7 +57,7 @@ class Layout:
             virtual = {"num_layers_per_virtual_pipeline_stage": layers}
         return {
             "tensor_model_parallel_size": self.tp,
-            "sequence_parallel": self.tp > 1,
+            "sequence_parallel": self.sp and self.tp > 1,
             "pipeline_model_parallel_size": self.pp,
             "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.etp,
