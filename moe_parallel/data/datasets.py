@@ -31,6 +31,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 )
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
+from moe_parallel.agreement import rank_0_first
 from moe_parallel.data.indexed import check_indexed
 from moe_parallel.data.publish import locked
 from moe_parallel.data.sources import Source
@@ -90,8 +91,8 @@ def build_datasets(
         InputError: files as in check_indexed; a sequence longer than the data; an empty split;
             a cache folder that cannot be written.
     """
-    with _rank_0_first():  # the others find the ranges of token ids that it notes
-        sizes = [_check_source(source, tokenizer, seq_length) for source in sources]
+    # Rank 0 scans the token ids; the others find the ranges that it notes.
+    sizes = rank_0_first(lambda: [_check_source(each, tokenizer, seq_length) for each in sources])
     weights = _weights(sources, sizes)
     # 0.5 % more than the share, as in Megatron, because blending in whole samples overshoots.
     shares = [1 + math.ceil(1.005 * weight * train_samples) for weight in weights]
@@ -232,20 +233,6 @@ def _cache_key(
     ]
     digest.update(json.dumps(settings).encode())
     return digest.hexdigest()[:16]
-
-
-@contextmanager
-def _rank_0_first() -> Iterator[None]:
-    """Rank 0 goes through the block before the others enter it.
-
-    Should rank 0 raise there, the others are left at the barrier: an error on one rank ends all.
-    """
-    rank = dist.get_rank() if dist.is_initialized() else None
-    if rank is not None and rank != 0:
-        dist.barrier()
-    yield
-    if rank == 0:
-        dist.barrier()
 
 
 @contextmanager

@@ -24,14 +24,14 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
-from moe_parallel.errors import InputError
-from moe_parallel.platform.megatron_version import installed_version
-from moe_parallel.training.checkpoint_agreement import (
+from moe_parallel.agreement import (
     StorageError,
     agree,
     exchange,
     on_rank_0,
 )
+from moe_parallel.errors import InputError
+from moe_parallel.platform.megatron_version import installed_version
 from moe_parallel.training.checkpoint_folder import (
     CheckpointFolder,
     check_content,

@@ -28,7 +28,7 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
-from moe_parallel.training.checkpoint_agreement import StorageError, agree, on_rank_0, one_line
+from moe_parallel.agreement import StorageError, agree, on_rank_0, one_line
 
 
 def write_tensors(content: dict[str, Any], folder: Path) -> None:

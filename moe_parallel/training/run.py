@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from moe_parallel.agreement import on_rank_0, one_line
 from moe_parallel.config import AoESelection, Config, selection_name
 from moe_parallel.data.publish import write_published
 from moe_parallel.data.tokenizer import Tokenizer
@@ -12,7 +13,6 @@ from moe_parallel.errors import InputError
 from moe_parallel.parallel import Groups
 from moe_parallel.platform.device import device
 from moe_parallel.training.checkpoint import Checkpointer
-from moe_parallel.training.checkpoint_agreement import on_rank_0, one_line
 
 
 def open_checkpoints(config: Config, vocab_size: int, groups: Groups) -> Checkpointer:

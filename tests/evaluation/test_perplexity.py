@@ -44,7 +44,7 @@ class _Model:
         self.text = open_text(config)
         self.datasets = self.text.datasets(config)
         self.engine = Engine(config, self.text.vocab_size, groups)
-        checkpoints = open_checkpoints(config, self.text.tokenizer, self.text.vocab_size, groups)
+        checkpoints = open_checkpoints(config, self.text.vocab_size, groups)
         checkpoints.load(Path(config.checkpoint.load), self.engine.chunks, None, None)
         self.config, self.groups = config, groups
 

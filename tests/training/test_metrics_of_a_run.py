@@ -88,7 +88,8 @@ def test_evaluations(records):
     for validation in evaluated.values():
         assert list(validation) == ["cycle", "noise"]
         for measures in validation.values():
-            assert measures.keys() == {"loss", "bits_per_byte"}
+            assert measures.keys() == {"loss", "bits_per_byte", "layers"}
+            assert [layer["layer"] for layer in measures["layers"]] == [1, 2]
             assert 0 < measures["loss"] < 8 and 0 < measures["bits_per_byte"] < 12
 
 

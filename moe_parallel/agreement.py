@@ -54,6 +54,17 @@ def on_rank_0(action: Callable[[], object]) -> None:
     agree(action if dist.get_rank() == 0 else lambda: None)
 
 
+def rank_0_first(action: Callable[[], Result]) -> Result:
+    """Call `action` on every rank, on rank 0 before the others, which find what it left on disk.
+
+    Under the rules of `agree`; without a process group it is called once.
+    """
+    if not dist.is_initialized():
+        return action()
+    on_rank_0(action)
+    return agree(action)
+
+
 def one_line(error: OSError) -> str:
     """The path and the reason of an OSError, without its number."""
     reason = error.strerror or str(error) or type(error).__name__

@@ -5,8 +5,8 @@ from functools import partial
 
 from torch import distributed as dist
 
+from moe_parallel.agreement import StorageError, agree, exchange, on_rank_0, rank_0_first
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint_agreement import StorageError, agree, exchange, on_rank_0
 from tests.distributed import run_distributed
 
 FAILURES = {
@@ -42,3 +42,33 @@ def test_a_failure_reaches_every_rank():
     assert list(zip(first, second, strict=True)) == [tuple(pair) for pair in FAILURES.values()]
     assert (done_0, done_1) == ("done on 0", "done on 1")
     assert (acted_0, acted_1) == ([0], [])
+
+
+def _first_writes(place):
+    """Rank 0 finds no file and leaves one; whoever comes later finds it."""
+
+    def look():
+        found = place.exists()
+        place.touch()
+        return found
+
+    return rank_0_first(look)
+
+
+def test_rank_0_goes_first(tmp_path):
+    assert run_distributed(2, _first_writes, tmp_path / "note") == [True, True]
+    assert rank_0_first(lambda: 3) == 3  # without a process group
+
+
+def _first_fails():
+    def action():
+        raise InputError(f"rank {dist.get_rank()}")
+
+    try:
+        rank_0_first(action)
+    except InputError as error:
+        return str(error)
+
+
+def test_rank_0_failing_first_fails_all():
+    assert run_distributed(2, _first_fails) == ["rank 0", "rank 0"]
