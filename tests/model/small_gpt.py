@@ -1,7 +1,11 @@
-"""A GPT of a few thousand parameters, trained a few steps on made-up text under any layout."""
+"""A GPT of a few thousand parameters, trained under any layout from one checkpoint.
+
+It is trained on made-up text, which is the same in every layout.
+"""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -13,6 +17,7 @@ from megatron.core.utils import unwrap_model
 
 from moe_parallel.config import Config, make_config, validate
 from moe_parallel.parallel import initialize_groups
+from moe_parallel.training.checkpoint import Checkpointer, TrainingState
 from moe_parallel.training.engine import Engine
 
 VOCABULARY = 50
@@ -42,6 +47,8 @@ Piece = tuple[str, tuple[int, ...], tuple[int, ...], numpy.ndarray]  # name, sha
 class Outcome:
     """What a few steps of training gave on one rank."""
 
+    iterations: list[int]
+    learning_rates: list[float]
     losses: list[float]
     grad_norms: list[float]
     tokens: list[int]  # that counted in the loss
@@ -49,15 +56,37 @@ class Outcome:
     pieces: list[Piece]
 
 
-def train(options: Options, steps: int = 5) -> Outcome:
-    """Build the model of `options` in the running world, train it, and take the world apart."""
+def save_start(options: Options, directory: Path, steps: int = 2) -> Path:
+    """Train the model of `options` from its initial weights; returns the path of a checkpoint."""
     config = make_config(SIZES | options)
     engine = build(config)
-    results = [engine.step(_micro_batches(config, step, engine)) for step in range(steps)]
+    for step in range(steps):
+        engine.step(_micro_batches(config, step * _micro_batches_per_step(config), engine))
+    samples = steps * config.training.global_batch_size
+    state = TrainingState(steps, samples, samples * config.training.seq_length)
+    checkpointer = _checkpointer(config, directory)
+    path = checkpointer.save(state, engine.chunks, engine.optimizer, engine.scheduler)
+    parallel_state.destroy_model_parallel()
+    return path
+
+
+def train(options: Options, start: Path, steps: int = 5) -> Outcome:
+    """Load a checkpoint into the model of `options` in the running world, and train it on."""
+    config = make_config(SIZES | options)
+    engine = build(config)
+    checkpointer = _checkpointer(config, start.parent)
+    state = checkpointer.load(start, engine.chunks, engine.optimizer, engine.scheduler)
+    first = state.consumed_samples // config.training.micro_batch_size
+    results = [
+        engine.step(_micro_batches(config, first + step * _micro_batches_per_step(config), engine))
+        for step in range(steps)
+    ]
     layers = engine.statistics.training.reduced([None]).summaries()
     pieces = weights_here(engine)
     parallel_state.destroy_model_parallel()
     return Outcome(
+        [state.iteration + step for step in range(1, steps + 1)],
+        [result.learning_rate for result in results],
         [result.lm_loss for result in results],
         [result.grad_norm for result in results],
         [result.tokens for result in results],
@@ -81,17 +110,28 @@ def initial_weights(options: Options) -> list[Piece]:
     return pieces
 
 
-def _micro_batches(config: Config, step: int, engine: Engine) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's share of a step's micro-batches, which are the same in every layout.
+def _checkpointer(config: Config, directory: Path) -> Checkpointer:
+    layout = asdict(config.parallel)
+    return Checkpointer(directory, keep_last=None, fingerprint={}, layout=layout, files={})
 
-    Token t is followed by t + 1 or t + 2; small tokens are frequent, so that experts are not
-    loaded alike; one in four is masked out of the loss, in no regular pattern.
+
+def _micro_batches_per_step(config: Config) -> int:
+    return config.training.global_batch_size // config.training.micro_batch_size
+
+
+def _micro_batches(config: Config, first: int, engine: Engine) -> Iterator[dict[str, torch.Tensor]]:
+    """This rank's share of a step's micro-batches: `first`, counted from the run's start, and on.
+
+    A micro-batch of one number is the same in every layout. Token t is followed by t + 1 or t + 2;
+    small tokens are frequent, so that experts are not loaded alike; one in four is masked out of
+    the loss, in no regular pattern. The sequences begin with different tokens: alike they would
+    tie for a place in an expert's capacity, and rounding would decide which is dropped.
     """
     dp, size, length = engine.groups.dp, config.training.micro_batch_size, 8
-    for number in range(dp.rank(), config.training.global_batch_size // size, dp.size()):
-        generator = torch.Generator().manual_seed(100 * step + number)
+    for number in range(dp.rank(), _micro_batches_per_step(config), dp.size()):
+        generator = torch.Generator().manual_seed(first + number)
         strides = torch.randint(1, 3, (size, length + 1), generator=generator)
-        text = strides.cumsum(1) % VOCABULARY
+        text = (strides.cumsum(1) + 2 * torch.arange(size)[:, None]) % VOCABULARY
         yield {
             "tokens": text[:, :-1],
             "labels": text[:, 1:],

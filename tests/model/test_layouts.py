@@ -1,14 +1,18 @@
 """Every parallel layout trains the same model: equal losses, gradient norms, loads and weights.
 
-Initial weights do not depend on the layout and the micro-batches are the same, so five steps on
-one rank are the reference for all. One world of processes runs its layouts one after another.
+All load one checkpoint, of two steps on one rank, and go on from its place in the data. Five more
+steps on one rank are the reference for all. One world of processes runs its layouts one after
+another.
 """
+
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy
 import pytest
 
 from tests.distributed import run_distributed
-from tests.model.small_gpt import Options, Outcome, train, whole
+from tests.model.small_gpt import Options, Outcome, save_start, train, whole
 
 TOLERANCE = 1e-5  # relative, in fp32; measured deviations are a few 1e-7
 
@@ -102,17 +106,32 @@ LAYOUTS: dict[int, dict[str, Options]] = {
     },
 }
 
+Start = Callable[[str], Path]  # system -> checkpoint
 Runs = dict[str, list[Outcome]]  # by name; of each run the outcomes on all ranks
 
 
-def run_all(world: int, cases: dict[str, Options]) -> Runs:
-    """Train each case on `world` ranks, in one set of processes."""
-    ranks = run_distributed(world, _train_each, list(cases.values()), timeout=300)
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """The checkpoint of a system that every layout starts from."""
+    saved: dict[str, Path] = {}
+
+    def of(system: str) -> Path:
+        if system not in saved:
+            directory = tmp_path_factory.mktemp("start")
+            (saved[system],) = run_distributed(1, save_start, SYSTEMS[system] | ONE, directory)
+        return saved[system]
+
+    return of
+
+
+def run_all(world: int, start: Path, cases: dict[str, Options]) -> Runs:
+    """Train each case from `start` on `world` ranks, in one set of processes."""
+    ranks = run_distributed(world, _train_each, start, list(cases.values()), timeout=300)
     return dict(zip(cases, zip(*ranks, strict=True), strict=True))
 
 
-def _train_each(cases: list[Options]) -> list[Outcome]:
-    return [train(options) for options in cases]
+def _train_each(start: Path, cases: list[Options]) -> list[Outcome]:
+    return [train(options, start) for options in cases]
 
 
 def differences(found: Runs, expected: list[Outcome]) -> dict[str, list[str]]:
@@ -124,7 +143,7 @@ def differences(found: Runs, expected: list[Outcome]) -> dict[str, list[str]]:
 def _differences(ranks: list[Outcome], expected: list[Outcome]) -> list[str]:
     wrong = []
     reference = expected[0]
-    for measure in ("losses", "grad_norms", "tokens"):
+    for measure in ("iterations", "learning_rates", "losses", "grad_norms", "tokens"):
         wanted = getattr(reference, measure)
         for rank, outcome in enumerate(ranks):
             values = getattr(outcome, measure)
@@ -146,26 +165,29 @@ def _differences(ranks: list[Outcome], expected: list[Outcome]) -> list[str]:
 
 @pytest.mark.parametrize("system", ["topk", "aoe"])
 @pytest.mark.parametrize("world", LAYOUTS)
-def test_layouts_agree(world: int, system: str) -> None:
-    _check(world, SYSTEMS[system], LAYOUTS[world])
+def test_layouts_agree(start: Start, world: int, system: str) -> None:
+    _check(world, start(system), SYSTEMS[system], LAYOUTS[world])
 
 
 @pytest.mark.parametrize("system", ["top1", "aoe-tied"])
 @pytest.mark.parametrize("world", [2, 4])
-def test_variants_agree_in_every_third_layout(world: int, system: str) -> None:
+def test_variants_agree_in_every_third_layout(start: Start, world: int, system: str) -> None:
     names = list(LAYOUTS[world])[list(SYSTEMS).index(system) - 2 :: 3]
-    _check(world, SYSTEMS[system], {name: LAYOUTS[world][name] for name in names})
+    layouts = {name: LAYOUTS[world][name] for name in names}
+    _check(world, start(system), SYSTEMS[system], layouts)
 
 
-def _check(world: int, options: Options, layouts: dict[str, Options]) -> None:
-    expected = run_all(1, {"one": options | ONE})["one"]
-    found = run_all(world, {name: options | spread for name, spread in layouts.items()})
+def _check(world: int, start: Path, options: Options, layouts: dict[str, Options]) -> None:
+    expected = run_all(1, start, {"one": options | ONE})["one"]
+    found = run_all(world, start, {name: options | spread for name, spread in layouts.items()})
     assert differences(found, expected) == {}
 
 
-def test_training_changes_what_is_compared() -> None:
-    first, *_, last = (run := run_all(1, {"one": SYSTEMS["aoe"] | ONE})["one"][0]).losses
-    assert last < first - 1
+def test_training_changes_what_is_compared(start: Start) -> None:
+    (run,) = run_all(1, start("aoe"), {"one": SYSTEMS["aoe"] | ONE})["one"]
+    assert run.iterations == [3, 4, 5, 6, 7]
+    first, *_, last = run.losses
+    assert last < first - 0.5
     assert len(set(run.grad_norms)) == 5
     assert all(0 < tokens < 64 for tokens in run.tokens)  # some are masked
     assert all(layer["max_minus_min_load"] > 0 for layer in run.layers)
@@ -188,17 +210,18 @@ TP2 = {
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("system", ["topk", "aoe"])
-def test_layouts_that_split_tokens_alike_drop_alike(system: str, policy: str) -> None:
+def test_layouts_that_split_tokens_alike_drop_alike(start: Start, system: str, policy: str) -> None:
     options = SYSTEMS[system] | DROPPING | {"moe_token_drop_policy": policy}
     padded = options | {"moe_pad_expert_input_to_capacity": True}
     found: dict[str, Runs] = {
-        "tp1": run_all(1, {"one": options | ONE, "one, padded": padded | ONE}),
+        "tp1": run_all(1, start(system), {"one": options | ONE, "one, padded": padded | ONE}),
         "tp2": {},
     }
     for world in (2, 4):
         names = TP1[world] + TP2[world]
         runs = run_all(
             world,
+            start(system),
             # Padding changes no result, so every second layout pads.
             {name: (options, padded)[i % 2] | LAYOUTS[world][name] for i, name in enumerate(names)},
         )
@@ -210,9 +233,10 @@ def test_layouts_that_split_tokens_alike_drop_alike(system: str, policy: str) ->
         assert differences(runs, expected) == {}
 
 
-def test_policies_differ() -> None:
+def test_policies_differ(start: Start) -> None:
     runs = run_all(
         1,
+        start("topk"),
         {
             policy: SYSTEMS["topk"] | DROPPING | ONE | {"moe_token_drop_policy": policy}
             for policy in ("probs", "position")
