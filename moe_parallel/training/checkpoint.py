@@ -93,7 +93,8 @@ class Checkpointer:
             keep_last: how many checkpoints to keep; None keeps all.
             fingerprint: facts that a checkpoint must share with the configuration to be loaded
                 into it (sizes, expert selection), by the names of their flags; JSON values.
-            layout: sizes of the parallel groups and the kind of device; random states are restored where they are equal.
+            layout: sizes of the parallel groups and the kind of device; random states are restored
+                where they are equal.
             files: by name, the text of a small file or the path of a file or folder to copy.
 
         Raises:
