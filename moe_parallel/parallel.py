@@ -30,6 +30,7 @@ class Groups:
     ep: dist.ProcessGroup  # ranks that share the experts
     etp: dist.ProcessGroup  # ranks that share each expert's matrices
     edp: dist.ProcessGroup  # ranks that hold the same expert shards
+    tp_dp: dist.ProcessGroup  # ranks that route tokens of the same layers: a pipeline stage
     etp_ep: dist.ProcessGroup  # ranks that together hold every expert once; etp varies fastest
 
 
@@ -55,6 +56,7 @@ def initialize_groups(config: ParallelConfig, virtual_stages: int | None = None)
         ep=parallel_state.get_expert_model_parallel_group(),
         etp=parallel_state.get_expert_tensor_parallel_group(),
         edp=parallel_state.get_expert_data_parallel_group(),
+        tp_dp=parallel_state.get_tensor_and_data_parallel_group(),
         etp_ep=parallel_state.get_expert_tensor_and_model_parallel_group(),
     )
 

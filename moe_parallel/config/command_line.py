@@ -76,15 +76,25 @@ def _parser() -> _Parser:
 def _add_selections(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("expert selection", "One word names the system.")
     _add(group, EXPERT_SELECTION, f"{EXPERT_SELECTION.help} (default: {EXPERT_SELECTION.default})")
-    owners: dict[str, list[str]] = {}
-    known: dict[str, Option] = {}
+    owners: dict[str, dict[str, Option]] = {}
     for system, its_options in selection_options().items():
         for name, each in its_options.items():
-            owners.setdefault(name, []).append(system)
-            known.setdefault(name, each)
-    for name, each in known.items():
-        text = f"[{', '.join(owners[name])}] {each.help} (default: {_text(each.default)})"
-        _add(group, each, text)
+            owners.setdefault(name, {})[system] = each
+    for systems in owners.values():
+        first, *_ = systems.values()
+        text = f"[{', '.join(systems)}] {first.help} (default: {_defaults(systems)})"
+        _add(group, first, text)
+
+
+def _defaults(systems: dict[str, Option]) -> str:
+    """The default of an option that several systems have: `0.4; aoe_top_p: 0.6`."""
+    usual, *_ = (_text(each.default) for each in systems.values())
+    others = [
+        f"{system}: {_text(each.default)}"
+        for system, each in systems.items()
+        if _text(each.default) != usual
+    ]
+    return "; ".join([usual, *others])
 
 
 def _add(group: Any, each: Option, text: str) -> None:

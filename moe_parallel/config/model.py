@@ -55,6 +55,11 @@ class MoEConfig:
         "an expert takes at most ceil(tokens * K / n * factor) of the tokens that one rank "
         "routes in a micro-batch; none: dropless",
     )
+    moe_capacity_counts_topk: bool = option(
+        True,
+        "count K in that capacity; false: ceil(tokens / n * factor). Where K varies it is not "
+        "counted",
+    )
     moe_token_drop_policy: str = option(
         "probs",
         "which choices an over-full expert drops: those of least gate, or the latest by position "
@@ -63,6 +68,14 @@ class MoEConfig:
     )
     moe_pad_expert_input_to_capacity: bool = option(
         False, "pad every expert's input with zero rows to its capacity, so that sizes are static"
+    )
+    moe_dense_warmup_percent: float = option(
+        0.0,
+        "train dense for this share of --train-iters, then copy the feed-forward layers and their "
+        "optimizer state into every expert; 0: off",
+    )
+    moe_use_upcycling: bool = option(
+        False, "--load names a dense checkpoint: copy its feed-forward layers into every expert"
     )
     moe_backend: str = option(
         "auto",

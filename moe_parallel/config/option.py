@@ -18,9 +18,14 @@ from typing import Any
 from moe_parallel.errors import InputError
 
 
-def option(default: Any, help: str, *, choices: tuple[str, ...] = ()) -> Any:
-    """A dataclass field that is also a flag and a YAML key."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+def option(default: Any, help: str, *, choices: tuple[str, ...] = (), weights: bool = False) -> Any:
+    """A dataclass field that is also a flag and a YAML key.
+
+    `weights`: it decides which weights a model has, or what they mean, so that a checkpoint fits
+    only where it is the same.
+    """
+    metadata = {"help": help, "choices": choices, "weights": weights}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +39,7 @@ class Option:
     default: Any
     help: str
     choices: tuple[str, ...]
+    weights: bool = False  # whether a checkpoint fits only where this is the same
 
     @property
     def flag(self) -> str:
@@ -141,6 +147,7 @@ def _option(field: dataclasses.Field[Any], annotation: Any) -> Option:
         default=field.default,
         help=field.metadata["help"],
         choices=field.metadata["choices"],
+        weights=field.metadata["weights"],
     )
 
 

@@ -6,6 +6,8 @@ import math
 
 from moe_parallel.config.config import Config
 from moe_parallel.config.option import flag, shown
+from moe_parallel.config.validate_selection import validate_selection
+from moe_parallel.config.validate_upcycling import validate_upcycling
 from moe_parallel.errors import InputError
 
 
@@ -33,7 +35,8 @@ def data_parallel_size(config: Config, world_size: int) -> int:
 _AT_LEAST = {
     0: (
         "lr_warmup_iters lr min_lr weight_decay adam_beta1 adam_beta2 clip_grad "
-        "moe_aux_loss_coeff moe_z_loss_coeff seed"
+        "moe_aux_loss_coeff moe_z_loss_coeff moe_importance_loss_coeff moe_entropy_loss_coeff "
+        "moe_input_jitter_eps smear_expert_dropout seed"
     ),
     1: (
         "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size num_experts "
@@ -42,15 +45,20 @@ _AT_LEAST = {
         "num_layers_per_virtual_pipeline_stage expert_model_parallel_size "
         "expert_tensor_parallel_size micro_batch_size global_batch_size seq_length train_iters "
         "exit_interval lr_decay_iters lr_wsd_decay_iters save_interval keep_last log_interval "
-        "eval_interval eval_iters vocab_size"
+        "eval_interval eval_iters vocab_size moe_router_hidden_size moe_gate_low_rank_size "
+        "moe_shared_expert_intermediate_size moe_router_num_groups moe_router_group_topk "
+        "moe_inference_max_experts lory_segment_length"
     ),
 }
 _ABOVE_0 = (
-    "init_method_std norm_epsilon adam_eps moe_expert_capacity_factor distributed_timeout_minutes"
+    "init_method_std norm_epsilon adam_eps moe_expert_capacity_factor distributed_timeout_minutes "
+    "moe_top_p moe_inference_top_p moe_expert_choice_capacity_factor moe_router_bias_update_rate"
 )
 # Far above any use: they keep a slip of the keyboard from filling the memory.
 _AT_MOST = {"num_layers": 10_000, "distributed_timeout_minutes": 1_000_000}
 _INTEGER_AT_MOST = 2**31 - 1
+_PROBABILITIES = "moe_top_p moe_inference_top_p"
+_BELOW_1 = "adam_beta1 adam_beta2 moe_input_jitter_eps smear_expert_dropout"
 
 
 def _ranges(config: Config) -> None:
@@ -68,9 +76,12 @@ def _ranges(config: Config) -> None:
         most = _AT_MOST.get(name, _INTEGER_AT_MOST if type(value) is int else None)
         if most is not None and value > most:
             raise InputError(f"{flag(name)} is {shown(value)}: it must be at most {most}")
-    for name in ("adam_beta1", "adam_beta2"):
-        if values[name] >= 1:
+    for name in _BELOW_1.split():
+        if values.get(name, 0) >= 1:
             raise InputError(f"{flag(name)} is {values[name]}: it must be below 1")
+    for name in _PROBABILITIES.split():
+        if (values.get(name) or 0) > 1:
+            raise InputError(f"{flag(name)} is {values[name]}: it must be at most 1")
 
 
 def _divides(config_value: int, name: str, divisor: int, divisor_name: str) -> None:
@@ -103,7 +114,7 @@ def _model(config: Config) -> None:
 
 
 def _experts(config: Config) -> None:
-    moe, selection, parallel = config.moe, config.selection, config.parallel
+    moe, parallel = config.moe, config.parallel
     if moe.num_experts is None:
         if parallel.expert_model_parallel_size > 1:
             raise InputError(
@@ -112,11 +123,6 @@ def _experts(config: Config) -> None:
             )
         _no_expert_options(config)
         return
-    if selection.moe_router_topk > moe.num_experts:
-        raise InputError(
-            f"--moe-router-topk is {selection.moe_router_topk}, above --num-experts "
-            f"{moe.num_experts}: choose at most {moe.num_experts}"
-        )
     _divides(
         moe.num_experts,
         "num_experts",
@@ -126,7 +132,7 @@ def _experts(config: Config) -> None:
     if config.expert_width < 1:
         raise InputError(
             f"Eq. 5 leaves the experts a width of {config.expert_width}: lower --aoe-low-rank-size "
-            "or set --aoe-wide-size"
+            "(or --moe-gate-low-rank-size), or set --aoe-wide-size"
         )
     if config.expert_width % parallel.expert_tensor_size:
         raise InputError(
@@ -143,6 +149,8 @@ def _experts(config: Config) -> None:
         raise InputError(
             "--moe-pad-expert-input-to-capacity needs a capacity: set --moe-expert-capacity-factor"
         )
+    validate_selection(config)
+    validate_upcycling(config)
 
 
 def _no_expert_options(config: Config) -> None:

@@ -2,61 +2,111 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from moe_parallel.balancing import load_balancing_loss, z_loss
-from moe_parallel.config import TopKSelection
+from moe_parallel.config import RoutedSelection
 from moe_parallel.dispatch import Dispatched
+from moe_parallel.experts.low_rank import LowRankExperts
 from moe_parallel.experts.swiglu import SwiGLUExperts
-from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
+from moe_parallel.layers.dispatched import DispatchedLayer
+from moe_parallel.layers.expert_layer import LayerContext
 from moe_parallel.selection.choices import Choices
-from moe_parallel.selection.topk import topk_of_logits
+from moe_parallel.selection.tokens import Tokens
 
 
-class RoutedLayer(ExpertLayer):
-    """Softmax top-K routing over SwiGLU experts: the classic MoE layer."""
+class RoutedLayer(DispatchedLayer):
+    """A router over SwiGLU experts: top-K is the classic MoE layer.
 
-    w_router_ED: torch.Tensor  # linear router, no bias
-    experts: SwiGLUExperts
+    The router is a chain of linear layers without biases: one, `w_router_ED`, or for the large
+    router of the AoE paper's ablation two, `w_router_HD` and `w_router_EH`.
+    """
 
     def __init__(
         self,
         config: TransformerConfig,
-        selection: TopKSelection,
+        selection: RoutedSelection,
         expert_width: int,
         context: LayerContext,
         **_: Any,
     ) -> None:
-        super().__init__(config, context)
+        super().__init__(config, selection, context)
         self.selection = selection
-        self.add_replicated_weight("w_router_ED", self.num_experts, config.hidden_size)
+        e, d, h = self.num_experts, config.hidden_size, selection.moe_router_hidden_size
+        shapes = (
+            {"w_router_ED": (e, d)} if h is None else {"w_router_HD": (h, d), "w_router_EH": (e, h)}
+        )
+        for name, shape in shapes.items():
+            self.add_replicated_weight(name, *shape)
+        self._router = tuple(shapes)
+        self._add_experts(expert_width)
+
+    def _add_experts(self, expert_width: int) -> None:
         self.experts = SwiGLUExperts(
             self.num_experts,
-            config.hidden_size,
+            self.config.hidden_size,
             expert_width,
-            context.groups,
-            context.ops,
-            config.params_dtype,
+            self.context.groups,
+            self.context.ops,
+            self.config.params_dtype,
         )
 
-    def choose(self, x_TD: torch.Tensor) -> Choices:
-        # In fp32: close logits decide who computes, and bf16 would round them to ties.
-        logits_TE = F.linear(x_TD.float(), self.replicated(self.w_router_ED.float()))
-        return topk_of_logits(logits_TE, self.selection.moe_router_topk)
+    def choose(self, x_TD: torch.Tensor, tokens: Tokens) -> Choices:
+        return self.current_rule()(self.logits(self._jittered(x_TD)), tokens)
 
-    def auxiliary_loss(self, choices: Choices) -> torch.Tensor | None:
-        losses = []
-        if self.selection.moe_aux_loss_coeff:
-            balance = load_balancing_loss(choices, self.context.groups.tp)
-            losses.append(self.selection.moe_aux_loss_coeff * balance)
-        if self.selection.moe_z_loss_coeff:
-            size = z_loss(choices.scores_TE, self.context.groups.tp)
-            losses.append(self.selection.moe_z_loss_coeff * size)
-        return torch.stack(losses).sum() if losses else None
+    def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """What the router says of rows: fp32 [T, E]."""
+        # In fp32: close logits decide who computes, and bf16 would round them to ties.
+        logits = x_TD.float()
+        for name in self._router:
+            logits = F.linear(logits, self.replicated(getattr(self, name).float()))
+        return logits
+
+    def _jittered(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Rows times uniform noise around 1, in training (Switch Transformer, section 2.2)."""
+        eps = self.selection.moe_input_jitter_eps
+        if not (self.training and eps):
+            return x_TD
+        with get_cuda_rng_tracker().fork():  # other noise on other tensor-parallel ranks
+            noise = torch.rand_like(x_TD, dtype=torch.float32)
+        return x_TD * (1 + eps * (2 * noise - 1)).to(x_TD.dtype)
 
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
         return self.experts(rows.x_ND, rows.gates_N, rows.counts_L)
+
+
+class FactorisedRoutedLayer(RoutedLayer):
+    """The AoE paper's ablation: a router over AoE's experts, W_g = W_down W_up.
+
+    W_down is on every rank, as in an autonomous layer, so that the two differ in who decides alone.
+    """
+
+    w_down_EDR: torch.Tensor
+    experts: LowRankExperts
+
+    def _add_experts(self, expert_width: int) -> None:
+        d, rank = self.config.hidden_size, self.selection.moe_gate_low_rank_size
+        assert rank is not None
+        self.add_replicated_weight("w_down_EDR", self.num_experts, d, rank)
+        self.experts = LowRankExperts(
+            self.num_experts,
+            d,
+            rank,
+            expert_width,
+            self.context.groups,
+            self.context.ops,
+            self.config.params_dtype,
+        )
+
+    def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
+        w_down_LDR = self.experts.local(self.replicated(self.w_down_EDR))
+        return self.experts(rows.x_ND, rows.gates_N, rows.counts_L, w_down_LDR)
+
+    def expert_weights(self) -> Iterable[torch.Tensor]:
+        return chain(super().expert_weights(), [self.w_down_EDR])

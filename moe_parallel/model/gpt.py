@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from moe_parallel.config import Config
-from moe_parallel.layers import LAYERS, LayerContext
+from moe_parallel.layers import LayerContext, layer_class
 from moe_parallel.model.initialization import initialize_weights
 from moe_parallel.model.transformer_config import transformer_config
 from moe_parallel.ops import select_backend
@@ -45,7 +45,11 @@ def build_chunks(
     """The chunks of `build_model` before their weights have values."""
     megatron = transformer_config(config)
     context = LayerContext(
-        groups, select_backend(config.moe.moe_backend), statistics, capacity(config)
+        groups,
+        select_backend(config.moe.moe_backend),
+        statistics,
+        capacity(config),
+        num_moe_layers=sum(config.moe_layers),
     )
     stages: list[int | None] = [None]
     if config.virtual_stages is not None:
@@ -82,6 +86,7 @@ def capacity(config: Config) -> Capacity | None:
         moe.moe_expert_capacity_factor,
         DROP_ORDERS[moe.moe_token_drop_policy],
         moe.moe_pad_expert_input_to_capacity,
+        config.selection.choices_per_token or 1 if moe.moe_capacity_counts_topk else 1,
     )
 
 
@@ -106,7 +111,7 @@ def _dense_layer_spec() -> ModuleSpec:
 def _layer_spec(config: Config, context: LayerContext) -> ModuleSpec:
     spec = _dense_layer_spec()
     layer = ModuleSpec(
-        module=LAYERS[type(config.selection)],
+        module=layer_class(config.selection),
         params={
             "selection": config.selection,
             "expert_width": config.expert_width,

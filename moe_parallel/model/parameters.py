@@ -22,11 +22,15 @@ class ParameterCount:
     """Sizes of a whole model. Dense, the three are equal; with a router, the last two are."""
 
     total: int
-    active: int  # what is not of an expert, and the K experts that a token chooses
-    active_compute: int  # with AoE, the W_down of the other experts too: every token meets those
+    #: What is not of an expert, and the experts that compute a token; None: their number is not
+    #: known. Of merged experts that is one.
+    active: int | None
+    active_compute: int | None  # with AoE, every W_down too: each token meets all of them
 
 
-def count_parameters(config: Config, vocab_size: int, groups: Groups) -> ParameterCount:
+def count_parameters(
+    config: Config, vocab_size: int, groups: Groups, experts_per_token: float | None = None
+) -> ParameterCount:
     """Builds the model of `config` without storage and counts.
 
     Args:
@@ -34,15 +38,19 @@ def count_parameters(config: Config, vocab_size: int, groups: Groups) -> Paramet
         vocab_size: of the tokenizer. Rounded up as the model rounds it, so padding counts.
         groups: of a single rank, which therefore holds the whole model. Megatron-Core's random
             states must be seeded, as for any model that it builds.
+        experts_per_token: on average; None: as the system has it, where that is known before
+            training.
     """
     assert groups.etp_ep.size() == groups.tp.size() == groups.pp.size() == 1
     (model,) = _without_storage(config, vocab_size, groups)
-    chosen = config.selection.moe_router_topk
+    chosen = experts_per_token or config.selection.mean_choices
     total = _size(model.parameters())
+    if chosen is None:
+        return ParameterCount(total, None, None)
     active = active_compute = total
     for layer in model.modules():
         if isinstance(layer, ExpertLayer):
-            idle = _unchosen(layer, layer.experts.parameters(), chosen)
+            idle = _unchosen(layer, layer.expert_weights(), chosen)
             active_compute -= idle
             active -= idle + _unchosen(layer, layer.scoring_weights(), chosen)
     return ParameterCount(total, active, active_compute)
@@ -59,9 +67,9 @@ def _size(weights: Iterable[torch.Tensor]) -> int:
     return sum(weight.numel() for weight in weights)
 
 
-def _unchosen(layer: ExpertLayer, stacked: Iterable[torch.Tensor], chosen: int) -> int:
+def _unchosen(layer: ExpertLayer, stacked: Iterable[torch.Tensor], chosen: float) -> int:
     """The part of weights stacked over experts that belongs to the experts not chosen."""
-    return _size(stacked) // layer.num_experts * (layer.num_experts - chosen)
+    return round(_size(stacked) // layer.num_experts * (layer.num_experts - chosen))
 
 
 class _NamedDevicesAreMeta(TorchFunctionMode):

@@ -14,13 +14,18 @@ def shards(model: Any) -> list[ShardedTensor]:
     """The parameters of a Megatron module as shards of those of the whole model.
 
     The data of a shard is the parameter itself, or a view of it. A fused gate and up projection
-    is two shards of one tensor.
+    is two shards of one tensor. Buffers are left out.
     """
+    buffers = {id(buffer) for buffer in model.buffers()}
     entries: list[Any] = []
     for entry in model.sharded_state_dict().values():
         parts = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
         entries += parts if isinstance(parts, list) else [parts]
-    return [entry for entry in entries if isinstance(entry, ShardedTensor)]
+    return [
+        entry
+        for entry in entries
+        if isinstance(entry, ShardedTensor) and id(entry.data) not in buffers
+    ]
 
 
 def total_parameters(chunks: list[Any]) -> int:

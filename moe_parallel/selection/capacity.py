@@ -31,7 +31,7 @@ DROP_ORDERS: dict[str, DropOrder] = {"probs": by_probability, "position": by_pos
 
 @dataclass(frozen=True)
 class Capacity:
-    """At most ceil(T * K / E * factor) of the T tokens that one rank routes go to one expert.
+    """At most ceil(T * k / E * factor) of the T tokens that one rank routes go to one expert.
 
     Overflow is dropped: the layer adds 0 for that choice and the residual carries the token on;
     the gates of a token's other choices stay as they are.
@@ -40,16 +40,17 @@ class Capacity:
     factor: float
     order: DropOrder
     pad: bool  # fill every expert's input with zero rows up to its capacity
+    k: int = 1  # experts per token; 1 where their number varies, or is not to count
 
-    def rows_per_expert(self, num_tokens: int, k: int, num_experts: int) -> int:
+    def rows_per_expert(self, num_tokens: int, num_experts: int) -> int:
         # In fractions: 200 * 2 / 8 * 1.1 is 55, and a little more in floating point.
-        return math.ceil(Fraction(num_tokens * k, num_experts) * Fraction(str(self.factor)))
+        return math.ceil(Fraction(num_tokens * self.k, num_experts) * Fraction(str(self.factor)))
 
     def keep(self, choices: Choices) -> Choices:
         """`choices` without the overflow of each expert: their slots become -1."""
         num_tokens, k = choices.experts_TK.shape
         num_experts = choices.scores_TE.shape[1]
-        limit = self.rows_per_expert(num_tokens, k, num_experts)
+        limit = self.rows_per_expert(num_tokens, num_experts)
         slots = self.order(choices)
         # A stable sort by expert keeps the order inside each expert; empty slots (-1) come first.
         experts, by_expert = torch.sort(choices.experts_TK.flatten()[slots], stable=True)

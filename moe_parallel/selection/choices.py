@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+
+from moe_parallel.selection.tokens import Tokens
 
 
 @dataclass(frozen=True)
@@ -17,11 +20,39 @@ class Choices:
     experts_TK: torch.Tensor  # int64; -1: the slot is empty (not chosen, or dropped)
     gates_TK: torch.Tensor  # fp32, differentiable; the weight of that expert's output
     scores_TE: torch.Tensor  # fp32; router logits or norms, higher ranks first
+    probabilities_TE: torch.Tensor  # fp32, differentiable; scores as shares of 1
 
     def tokens_per_expert(self) -> torch.Tensor:
         """How many tokens chose each expert: float32 [E]."""
-        num_experts = self.scores_TE.shape[1]
+        return self._sum_by_expert(torch.ones_like(self.gates_TK))
+
+    def gates_per_expert(self) -> torch.Tensor:
+        """The sum of the gates of each expert, differentiable: float32 [E]."""
+        return self._sum_by_expert(self.gates_TK)
+
+    def _sum_by_expert(self, values_TK: torch.Tensor) -> torch.Tensor:
         # A bin of its own for empty slots, so that no size depends on data (a sync on a GPU).
         bins = (self.experts_TK + 1).flatten()
-        counts = torch.zeros(num_experts + 1, device=bins.device)
-        return counts.scatter_add_(0, bins, torch.ones_like(bins, dtype=counts.dtype))[1:]
+        sums = values_TK.new_zeros(self.scores_TE.shape[1] + 1)
+        return sums.scatter_add(0, bins, values_TK.flatten())[1:]
+
+
+class Rule(Protocol):
+    """How scores become choices."""
+
+    def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
+        """`scores_TE`: fp32, router logits or norms."""
+        ...
+
+
+def slots_of(chosen_TE: torch.Tensor, gates_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Any number of experts per token as slots: (experts_TK, gates_TK) with K = E.
+
+    Args:
+        chosen_TE: bool; which experts compute each token.
+        gates_TE: fp32; slots are ordered by them, greatest first (lower experts among equals).
+    """
+    ranked_TE = gates_TE.detach().masked_fill(~chosen_TE, -torch.inf)
+    experts_TE = torch.argsort(ranked_TE, dim=1, descending=True, stable=True)
+    filled_TE = chosen_TE.gather(1, experts_TE)
+    return experts_TE.masked_fill(~filled_TE, -1), gates_TE.gather(1, experts_TE)

@@ -1,37 +1,124 @@
-"""The K experts with the highest scores."""
+"""A fixed number of experts per token: those with the highest scores."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from moe_parallel.selection.choices import Choices
+from moe_parallel.selection.tokens import Tokens
 
 
-def topk_of_logits(logits_TE: torch.Tensor, k: int) -> Choices:
-    """Softmax top-K routing (Shazeer et al. 2017; K=1 as in Switch Transformer).
+def softmax(scores_TE: torch.Tensor) -> torch.Tensor:
+    """Scores as probabilities over all E experts."""
+    return torch.softmax(scores_TE, dim=1)
 
-    K > 1: gates are the softmax over the selected logits, which equals the softmax over all,
-    renormalised over the selected. K = 1: that would be the constant 1 and the router would learn
-    nothing from the language loss, so the gate is the raw probability.
 
-    Args:
-        logits_TE: fp32 [T, E], from the router.
-        k: experts per token, 1 <= k <= E.
+def sigmoid_shares(scores_TE: torch.Tensor) -> torch.Tensor:
+    """Sigmoids divided by their sum over all E experts (DeepSeek-V3, section 2.1.2)."""
+    affinity_TE = torch.sigmoid(scores_TE)
+    return affinity_TE / affinity_TE.sum(dim=1, keepdim=True)
+
+
+# How the selected experts are weighed: (scores_TE, probabilities_TE, experts_TK) -> gates_TK.
+Gate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def softmax_of_selected(
+    scores_TE: torch.Tensor, probabilities_TE: torch.Tensor, experts_TK: torch.Tensor
+) -> torch.Tensor:
+    """Softmax over the scores of the selected: that over all, renormalised (AoE, Algorithm 2)."""
+    return torch.softmax(scores_TE.gather(1, experts_TK), dim=1)
+
+
+def raw_probability(
+    scores_TE: torch.Tensor, probabilities_TE: torch.Tensor, experts_TK: torch.Tensor
+) -> torch.Tensor:
+    """Probabilities as they are, not renormalised over the selected (Switch Transformer)."""
+    return probabilities_TE.gather(1, experts_TK)
+
+
+def raw_score(
+    scores_TE: torch.Tensor, probabilities_TE: torch.Tensor, experts_TK: torch.Tensor
+) -> torch.Tensor:
+    """Scores as they are: the gates of expert choice by raw scores."""
+    return scores_TE.gather(1, experts_TK)
+
+
+def share_of_selected(
+    scores_TE: torch.Tensor, probabilities_TE: torch.Tensor, experts_TK: torch.Tensor
+) -> torch.Tensor:
+    """Probabilities divided by their sum over the selected (DeepSeek-V3, Eq. 13)."""
+    gates_TK = probabilities_TE.gather(1, experts_TK)
+    return gates_TK / gates_TK.sum(dim=1, keepdim=True)
+
+
+def sigmoid_of_selected(
+    scores_TE: torch.Tensor, probabilities_TE: torch.Tensor, experts_TK: torch.Tensor
+) -> torch.Tensor:
+    """The sigmoid itself: for K = 1, where a share would be the constant 1."""
+    return torch.sigmoid(scores_TE.gather(1, experts_TK))
+
+
+@dataclass(frozen=True)
+class GroupLimit:
+    """Experts are chosen from the groups of greatest score alone (DeepSeek-V2, section 2.1.2).
+
+    The score of a group is the sum of its best k / topk experts, as in Megatron-Core.
     """
-    selected_TK, experts_TK = torch.topk(logits_TE, k, dim=1)
-    if k == 1:
-        gates_TK = torch.softmax(logits_TE, dim=1).gather(1, experts_TK)
-    else:
-        gates_TK = torch.softmax(selected_TK, dim=1)
-    return Choices(experts_TK, gates_TK, logits_TE)
+
+    num_groups: int
+    topk: int  # groups that a token may choose from
+
+    def limited(self, ranked_TE: torch.Tensor, k: int) -> torch.Tensor:
+        """`ranked_TE` with -inf for the experts of other groups."""
+        grouped_TGM = ranked_TE.unflatten(1, (self.num_groups, -1))
+        score_TG = grouped_TGM.topk(max(1, k // self.topk), dim=2).values.sum(dim=2)
+        groups = score_TG.topk(self.topk, dim=1).indices
+        allowed_TG = torch.zeros_like(score_TG, dtype=torch.bool).scatter(1, groups, True)
+        return grouped_TGM.masked_fill(~allowed_TG[:, :, None], -torch.inf).flatten(1)
 
 
-def gates_of_norms(norms_TE: torch.Tensor, experts_TK: torch.Tensor) -> Choices:
-    """AoE's gates: softmax over the norms of the selected experts (AoE paper, Algorithm 2).
+@dataclass(frozen=True)
+class TopK:
+    """The K experts of greatest score, or of greatest `ranking(scores)` + bias."""
 
-    Args:
-        norms_TE: fp32 [T, E], ||x W_down^i||_2.
-        experts_TK: int64 [T, K], the experts with the K greatest norms.
+    k: int
+    gate: Gate = softmax_of_selected
+    probabilities: Callable[[torch.Tensor], torch.Tensor] = softmax
+    ranking: Callable[[torch.Tensor], torch.Tensor] | None = None  # None: the scores themselves
+    bias_E: torch.Tensor | None = None  # selects, never weighs (Wang et al. 2024)
+    groups: GroupLimit | None = None
+
+    def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
+        ranked_TE = scores_TE.detach()
+        if self.ranking is not None:
+            ranked_TE = self.ranking(ranked_TE)
+        if self.bias_E is not None:
+            ranked_TE = ranked_TE + self.bias_E
+        if self.groups is not None:
+            ranked_TE = self.groups.limited(ranked_TE, self.k)
+        return self.of(scores_TE, ranked_TE.topk(self.k, dim=1).indices)
+
+    def of(self, scores_TE: torch.Tensor, experts_TK: torch.Tensor) -> Choices:
+        """The choices where it is known which experts they are: int64 [T, K]."""
+        probabilities_TE = self.probabilities(scores_TE)
+        gates_TK = self.gate(scores_TE, probabilities_TE, experts_TK)
+        return Choices(experts_TK, gates_TK, scores_TE, probabilities_TE)
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """Experts in turn, whatever the scores: a balanced load, to time kernels under.
+
+    Gates are those that `of` gives the chosen.
     """
-    gates_TK = torch.softmax(norms_TE.gather(1, experts_TK), dim=1)
-    return Choices(experts_TK, gates_TK, norms_TE)
+
+    of: TopK
+
+    def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
+        num_tokens, num_experts = scores_TE.shape
+        slots = torch.arange(num_tokens * self.of.k, device=scores_TE.device)
+        return self.of.of(scores_TE, (slots % num_experts).view(num_tokens, self.of.k))

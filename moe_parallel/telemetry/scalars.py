@@ -6,7 +6,18 @@ import math
 from typing import Any
 
 from moe_parallel.telemetry.metrics import Record
-from moe_parallel.telemetry.statistics import load_shares
+from moe_parallel.telemetry.statistics import LOSSES, load_shares
+
+#: What a layer may tell in one number.
+MEASURES = (
+    "ent_load",
+    "ent_conf",
+    "max_minus_min_load",
+    "tokens_dropped",
+    "experts_per_token",
+    "utilisation",
+    *LOSSES,
+)
 
 
 def scalars(record: Record) -> dict[str, float]:
@@ -37,14 +48,13 @@ def scalars(record: Record) -> dict[str, float]:
 
 def _layer_scalars(layer: dict[str, Any]) -> dict[str, Any]:
     place = f"layer_{layer['layer']:02d}"
-    named = {
-        f"{measure}/{place}": layer[measure]
-        for measure in ("ent_load", "ent_conf", "max_minus_min_load", "tokens_dropped")
-    }
+    named = {f"{measure}/{place}": layer[measure] for measure in MEASURES if measure in layer}
     for expert, share in enumerate(load_shares(layer["tokens_per_expert"])):
         named[f"load/{place}/expert_{expert:02d}"] = share
     for expert, norm in enumerate(layer.get("norm_per_expert", [])):
         named[f"norm/{place}/expert_{expert:02d}"] = norm
+    for expert, weight in enumerate(layer.get("routing_weight_per_expert", [])):
+        named[f"routing_weight/{place}/expert_{expert:02d}"] = weight
     return named
 
 

@@ -20,18 +20,21 @@ no notion of the current micro-batch, which a pipeline schedule interleaves. Ins
 there is no backward pass, so every call counts, into sums of its own.
 
 Shape suffixes: T tokens on this rank, E experts (all), G routed or dense layers of the whole model,
-C columns of sums.
+C columns of sums, M merged experts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+#: The losses on routing that a layer may have, by their names in a record.
+LOSSES = ("load_balancing_loss", "importance_loss", "z_loss", "entropy_loss")
 
 
 def load_shares(tokens_per_expert: Sequence[float]) -> list[float]:
@@ -74,22 +77,28 @@ def ent_conf_sum(scores_TE: torch.Tensor) -> torch.Tensor:
 
 
 class RoutingTotals:
-    """Sums over tokens for every layer of the model: one float64 tensor, `sums_GC`.
+    """Sums for every layer of the model, one float64 tensor `sums_GC`, and `peaks_GE`.
 
     A pipeline stage fills the rows of its own layers and leaves the others at zero, so that adding
-    over ranks also gathers the stages. Columns: choices per expert (E), norms per expert (E),
-    then tokens, tokens with a norm, entropy of the scores, dropped choices.
+    over ranks also gathers the stages. Columns: choices per expert (E), norms per expert (E), each
+    of LOSSES and how often it was taken, then tokens, tokens with a norm, entropy of the scores,
+    dropped choices, merged experts. Where experts are merged, a token is shared among them by
+    their weights instead of choosing, and `peaks_GE` is the greatest weight that each had.
     """
 
-    TOKENS, NORMED_TOKENS, ENTROPY, DROPPED = range(-4, 0)
+    TOKENS, NORMED_TOKENS, ENTROPY, DROPPED, MERGES = range(-5, 0)
 
-    def __init__(self, sums_GC: torch.Tensor) -> None:
+    def __init__(self, sums_GC: torch.Tensor, peaks_GE: torch.Tensor) -> None:
         self.sums_GC = sums_GC
+        self.peaks_GE = peaks_GE
 
     @classmethod
     def zeros(cls, num_layers: int, num_experts: int, device: torch.device) -> RoutingTotals:
-        shape = (num_layers, 2 * num_experts + 4)
-        return cls(torch.zeros(shape, dtype=torch.float64, device=device))
+        columns = 2 * num_experts + 2 * len(LOSSES) + 5
+        return cls(
+            torch.zeros(num_layers, columns, dtype=torch.float64, device=device),
+            torch.zeros(num_layers, num_experts, dtype=torch.float64, device=device),
+        )
 
     @torch.no_grad()
     def add(
@@ -111,46 +120,89 @@ class RoutingTotals:
             row_C[num_experts : 2 * num_experts] += norms_TE.sum(dim=0, dtype=torch.float64)
             row_C[self.NORMED_TOKENS] += tokens
 
-    def reduced(self, groups: Iterable[dist.ProcessGroup | None]) -> RoutingTotals:
-        """The sum over the ranks of each group in turn, as new totals; these stay as they are.
+    @torch.no_grad()
+    def add_merges(
+        self, layer_number: int, weights_ME: torch.Tensor, tokens_M: torch.Tensor
+    ) -> None:
+        """Adds the merged experts of one micro-batch of a layer."""
+        merges, num_experts = weights_ME.shape
+        weights_ME, tokens_M = weights_ME.double(), tokens_M.double()
+        row_C = self.sums_GC[layer_number - 1]
+        row_C[:num_experts] += tokens_M @ weights_ME
+        row_C[self.TOKENS] += tokens_M.sum()
+        row_C[self.ENTROPY] += tokens_M @ torch.special.entr(weights_ME).sum(dim=1)
+        row_C[self.MERGES] += merges
+        peaks_E = self.peaks_GE[layer_number - 1]
+        torch.maximum(peaks_E, weights_ME.amax(dim=0), out=peaks_E)
 
-        One all-reduce a group: give the group of the ranks that hold different tokens (data and
-        context parallel, and tensor parallel under sequence parallelism), then the pipeline group.
-        `None` is the default group. Call it on every rank of the groups.
+    @torch.no_grad()
+    def add_losses(self, layer_number: int, losses: Mapping[str, torch.Tensor]) -> None:
+        """Adds losses on routing of one micro-batch of a layer, by their names in LOSSES."""
+        row_C = self.sums_GC[layer_number - 1]
+        first = 2 * self.peaks_GE.shape[1]
+        for name, loss in losses.items():
+            column = first + 2 * LOSSES.index(name)
+            row_C[column] += loss
+            row_C[column + 1] += 1
+
+    def reduced(self, groups: Iterable[dist.ProcessGroup | None]) -> RoutingTotals:
+        """The totals over the ranks of each group in turn, as new totals; these stay as they are.
+
+        Give the group of the ranks that hold different tokens (data and context parallel, and
+        tensor parallel under sequence parallelism), then the pipeline group. `None` is the default
+        group. Call it on every rank of the groups.
         """
-        sums_GC = self.sums_GC.clone()
+        sums_GC, peaks_GE = self.sums_GC.clone(), self.peaks_GE.clone()
         for group in groups:
             dist.all_reduce(sums_GC, group=group)
-        return RoutingTotals(sums_GC)
+            dist.all_reduce(peaks_GE, dist.ReduceOp.MAX, group=group)
+        return RoutingTotals(sums_GC, peaks_GE)
 
     def clear(self) -> None:
         self.sums_GC.zero_()
+        self.peaks_GE.zero_()
 
     def summaries(self) -> list[dict[str, Any]]:
         """The `layers` of a metrics record, for the layers that saw a token. Waits for the device.
 
-        Each: layer (from 1), tokens_per_expert (choices made, before dropping), tokens_dropped
-        (choices), ent_load and ent_conf (nats), max_minus_min_load (share of choices), and
-        norm_per_expert (mean over all tokens) where norms were recorded.
+        Each: layer (from 1), tokens_per_expert (choices made, before dropping; where experts are
+        merged, tokens times weights), experts_per_token, tokens_dropped (choices), ent_load and
+        ent_conf (nats), max_minus_min_load (share of choices), the LOSSES that were taken (mean of
+        micro-batches, without their coefficients); norm_per_expert (mean over all tokens) where
+        norms were recorded; routing_weight_per_expert (mean over tokens) and utilisation (share of
+        the experts whose weight was above 2 / E at least once) where experts are merged.
         """
-        rows = self.sums_GC.tolist()
-        return [_summary(i, row) for i, row in enumerate(rows, start=1) if row[self.TOKENS] > 0]
+        rows = zip(self.sums_GC.tolist(), self.peaks_GE.tolist(), strict=True)
+        return [
+            _summary(number, row, peaks)
+            for number, (row, peaks) in enumerate(rows, start=1)
+            if row[self.TOKENS] > 0
+        ]
 
 
-def _summary(layer_number: int, row: list[float]) -> dict[str, Any]:
-    num_experts = (len(row) - 4) // 2
+def _summary(layer_number: int, row: list[float], peaks: list[float]) -> dict[str, Any]:
+    num_experts = len(peaks)
     counts, norms = row[:num_experts], row[num_experts : 2 * num_experts]
-    tokens, normed_tokens, entropy, dropped = row[-4:]
+    losses = row[2 * num_experts : RoutingTotals.TOKENS]
+    tokens, normed_tokens, entropy, dropped, merges = row[RoutingTotals.TOKENS :]
     summary: dict[str, Any] = {
         "layer": layer_number,
         "tokens_per_expert": [round(count) for count in counts],
+        "experts_per_token": sum(counts) / tokens,
         "tokens_dropped": round(dropped),
         "ent_load": ent_load(counts),
         "ent_conf": entropy / tokens,
         "max_minus_min_load": max_minus_min_load(counts),
     }
+    for name, total, times in zip(LOSSES, losses[::2], losses[1::2], strict=True):
+        if times:
+            summary[name] = total / times
     if normed_tokens:
         summary["norm_per_expert"] = [norm / normed_tokens for norm in norms]
+    if merges:
+        summary["routing_weight_per_expert"] = [count / tokens for count in counts]
+        used = sum(peak > 2 / num_experts for peak in peaks)
+        summary["utilisation"] = used / num_experts
     return summary
 
 
@@ -178,6 +230,21 @@ class LayerStatistics:
         totals = self._owner.recipient()
         if totals is not None:
             totals.add(self._layer_number, tokens_per_expert_E, dropped, scores_TE, norms_TE)
+
+    def record_merges(self, weights_ME: torch.Tensor, tokens_M: torch.Tensor) -> None:
+        """Adds one micro-batch of merged experts, each token counted on one rank alone.
+
+        `weights_ME`: of each expert in each merged one. `tokens_M`: how many tokens each computed.
+        """
+        totals = self._owner.recipient()
+        if totals is not None:
+            totals.add_merges(self._layer_number, weights_ME, tokens_M)
+
+    def record_losses(self, losses: Mapping[str, torch.Tensor]) -> None:
+        """Adds the losses on routing of one micro-batch, without their coefficients."""
+        totals = self._owner.recipient()
+        if totals is not None:
+            totals.add_losses(self._layer_number, losses)
 
 
 class RoutingStatistics:

@@ -21,6 +21,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 
 from moe_parallel.config import Config, data_parallel_size
+from moe_parallel.layers import ExpertLayer
 from moe_parallel.model.forward import Batch, language_model_loss, run_micro_batches
 from moe_parallel.model.gpt import build_model
 from moe_parallel.parallel import Groups
@@ -56,6 +57,9 @@ class Engine:
         padded = config.padded_vocab_size(vocab_size)
         with self.device:
             chunks = build_model(config, padded, groups, self.statistics)
+        self._expert_layers = [
+            layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, ExpertLayer)
+        ]
         self.chunks = _parallelize(config, chunks)
         self.optimizer = _optimizer(config, self.chunks)
         self.scheduler = _scheduler(config, self.optimizer)
@@ -87,6 +91,8 @@ class Engine:
         _, grad_norm, _ = self.optimizer.step()
         if grad_norm is not None and not math.isfinite(grad_norm):
             raise NonFinite(f"the loss is {loss:.4f}, but the gradient norm is {grad_norm}")
+        for layer in self._expert_layers:
+            layer.after_step()
         learning_rate = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(increment=1)
         return StepResult(loss, float(grad_norm or 0.0), learning_rate, tokens)

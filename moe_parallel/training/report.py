@@ -94,7 +94,8 @@ def draw(config: Config, parameters: int) -> Path:
     line = f"{selection_name(config.selection)}, {parameters / 1e6:.1f}M parameters, "
     line += f"{model.num_layers} layers x {model.hidden_size}"
     if config.moe.num_experts is not None:
-        line += f", top-{config.selection.moe_router_topk} of {config.moe.num_experts} experts"
+        k = config.selection.choices_per_token
+        line += f", {k or 'some'} of {config.moe.num_experts} experts a token"
     return plot_run(Path(config.checkpoint.save), model_line=line)
 
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from moe_parallel.agreement import on_rank_0, one_line
-from moe_parallel.config import AoESelection, Config, selection_name
+from moe_parallel.config import AutonomousSelection, Config, selection_name
+from moe_parallel.config.option import options
 from moe_parallel.data.publish import write_published
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
@@ -81,7 +82,8 @@ def _fingerprint(config: Config, vocab_size: int) -> dict[str, object]:
     """What a checkpoint must share with a configuration to be loaded, by flag.
 
     Defaults are resolved, so that a size counts however it was given. What changes neither the
-    shape nor the meaning of a weight is left out: loss weights, capacity, the backend.
+    shape nor the meaning of a weight is left out: loss weights, capacity, the backend. See
+    `weights` of `config.option.option`.
     """
     model, selection = config.model, config.selection
     facts: dict[str, object] = {
@@ -98,10 +100,10 @@ def _fingerprint(config: Config, vocab_size: int) -> dict[str, object]:
     }
     if config.moe.num_experts is None:
         return facts
-    width = "--aoe-wide-size" if isinstance(selection, AoESelection) else "--moe-ffn-hidden-size"
+    autonomous = isinstance(selection, AutonomousSelection)
     facts["--moe-layer-freq"] = [int(moe) for moe in config.moe_layers]
-    facts["--moe-router-topk"] = selection.moe_router_topk
-    if isinstance(selection, AoESelection):
-        facts["--aoe-low-rank-size"] = selection.aoe_low_rank_size
-    facts[width] = config.expert_width
+    for each in options(type(selection)):
+        if each.weights:
+            facts[each.flag] = getattr(selection, each.name)
+    facts["--aoe-wide-size" if autonomous else "--moe-ffn-hidden-size"] = config.expert_width
     return facts

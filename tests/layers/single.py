@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_parallel.config import AoESelection, Selection, TopKSelection
-from moe_parallel.layers import LAYERS, ExpertLayer, LayerContext
+from moe_parallel.layers import ExpertLayer, LayerContext, layer_class
 from moe_parallel.ops import select_backend
 from moe_parallel.parallel import Groups
 from moe_parallel.selection.capacity import DROP_ORDERS, Capacity
@@ -50,7 +50,8 @@ class Case:
     def capacity(self) -> Capacity | None:
         if self.capacity_factor is None:
             return None
-        return Capacity(self.capacity_factor, DROP_ORDERS[self.policy], self.pad)
+        k = self.selection.choices_per_token or 1
+        return Capacity(self.capacity_factor, DROP_ORDERS[self.policy], self.pad, k)
 
 
 def values(case: Case, seed: int = 0) -> Arrays:
@@ -90,10 +91,10 @@ def build(case: Case, weights: Arrays, dtype: torch.dtype, backend: str) -> Expe
         add_bias_linear=False,
         bias_activation_fusion=False,
     )
-    groups: Any = Groups(*[SingleRank()] * 7)  # type: ignore[list-item]
+    groups: Any = Groups(*[SingleRank()] * 8)  # type: ignore[list-item]
     statistics = RoutingStatistics(1, EXPERTS, torch.device("cpu"))
-    context = LayerContext(groups, select_backend(backend), statistics, case.capacity)
-    layer = LAYERS[type(case.selection)](config, case.selection, EXPERT_WIDTH, context)
+    context = LayerContext(groups, select_backend(backend), statistics, case.capacity, 1)
+    layer = layer_class(case.selection)(config, case.selection, EXPERT_WIDTH, context)
     layer.set_layer_number(1)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():

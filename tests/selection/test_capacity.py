@@ -12,13 +12,15 @@ POLICIES = ["probs", "position"]
 
 
 def keep(choices: Choices, factor: float, policy: str) -> Choices:
-    return Capacity(factor, DROP_ORDERS[policy], pad=False).keep(choices)
+    k = choices.experts_TK.shape[1]
+    return Capacity(factor, DROP_ORDERS[policy], pad=False, k=k).keep(choices)
 
 
 def choices_of(experts, gates=None, num_experts=4) -> Choices:
     experts_TK = torch.tensor(experts)
     gates_TK = torch.full(experts_TK.shape, 0.5) if gates is None else torch.tensor(gates)
-    return Choices(experts_TK, gates_TK, torch.zeros(len(experts), num_experts))
+    scores_TE = torch.zeros(len(experts), num_experts)
+    return Choices(experts_TK, gates_TK, scores_TE, scores_TE)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -61,8 +63,8 @@ def test_equals_filling_up_one_by_one(policy, factor, tokens, num_experts, k, le
     ],
 )
 def test_capacity(tokens, k, num_experts, factor, rows):
-    capacity = Capacity(factor, DROP_ORDERS["probs"], pad=True)
-    assert capacity.rows_per_expert(tokens, k, num_experts) == rows
+    capacity = Capacity(factor, DROP_ORDERS["probs"], pad=True, k=k)
+    assert capacity.rows_per_expert(tokens, num_experts) == rows
 
 
 def test_first_choices_go_ahead_of_second_choices():
@@ -93,5 +95,5 @@ def test_empty_slots_take_no_place(policy):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_other_gates_and_their_gradients_stay(policy):
     gates = torch.rand(8, 2, requires_grad=True)
-    choices = Choices(torch.tensor([[0, 1]] * 8), gates, torch.zeros(8, 4))
+    choices = Choices(torch.tensor([[0, 1]] * 8), gates, *[torch.zeros(8, 4)] * 2)
     assert keep(choices, 0.5, policy).gates_TK is gates

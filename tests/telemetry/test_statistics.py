@@ -105,6 +105,7 @@ def test_summary_values():
     assert summary == {
         "layer": 3,
         "tokens_per_expert": [3, 1],
+        "experts_per_token": 1.0,
         "tokens_dropped": 1,
         "ent_load": pytest.approx(2 * math.log(2) - 0.75 * math.log(3)),
         "ent_conf": pytest.approx(math.log(2)),

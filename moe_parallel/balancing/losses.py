@@ -1,0 +1,91 @@
+"""Losses on routing: pure functions, no state.
+
+Shape suffixes: T tokens, E experts, B sequences. Under tensor parallelism the T tokens of a
+micro-batch are split over the `tp` group; every loss here is the loss of the whole micro-batch, so
+that it does not depend on the layout. The gradient on each rank is that of its own tokens. All are
+fp32, 0-d.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moe_parallel.parallel import sum_over
+from moe_parallel.selection.choices import Choices
+from moe_parallel.selection.tokens import Tokens
+
+
+def load_balancing_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
+    """E * sum_i f_i P_i over the micro-batch (Switch Transformer, Eq. 4; AoE paper, Eq. 6).
+
+    f_i: share of the tokens that chose expert i, before any dropping, without gradient (the f_i
+    sum to K, or to the mean number of experts per token); P_i: mean of the probabilities. Uniform
+    routing gives K.
+    """
+    num_tokens, num_experts = choices.scores_TE.shape
+    sums_2E = torch.stack([choices.tokens_per_expert(), choices.probabilities_TE.sum(dim=0)])
+    share_E, mean_E = sum_over(sums_2E, tokens.tp) / (num_tokens * tokens.tp.size())
+    return num_experts * torch.sum(share_E * mean_E)
+
+
+def sequence_load_balancing_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
+    """`load_balancing_loss` of each sequence by itself, averaged over the sequences.
+
+    (DeepSeek-V3, Eq. 17 to 20, where f is divided by K; Huang et al. 2024, Eq. 6.)
+    """
+    num_tokens, num_experts = choices.scores_TE.shape
+    length = num_tokens // tokens.num_sequences * tokens.tp.size()
+    # Slots of sequence b choose among the bins b E .. (b+1) E - 1; the last bin is for empty ones.
+    bins = tokens.num_sequences * num_experts
+    sequence_T1 = torch.arange(num_tokens, device=choices.experts_TK.device)[:, None]
+    sequence_T1 = sequence_T1 % tokens.num_sequences
+    bins_TK = choices.experts_TK + sequence_T1 * num_experts
+    bins_TK = bins_TK.masked_fill(choices.experts_TK < 0, bins).flatten()
+    counts = torch.zeros(bins + 1, device=bins_TK.device)
+    counts.scatter_add_(0, bins_TK, torch.ones_like(bins_TK, dtype=counts.dtype))
+    counts_BE = counts[:-1].view(tokens.num_sequences, num_experts)
+    mass_BE = choices.probabilities_TE.view(-1, tokens.num_sequences, num_experts).sum(dim=0)
+    share_BE, mean_BE = sum_over(torch.stack([counts_BE, mass_BE]), tokens.tp) / length
+    return num_experts * torch.sum(share_BE * mean_BE) / tokens.num_sequences
+
+
+def global_load_balancing_loss(
+    choices: Choices, tokens: Tokens, share_E: torch.Tensor
+) -> torch.Tensor:
+    """`load_balancing_loss` with the f of another, greater set of tokens.
+
+    Args:
+        share_E: fp32, share of the tokens of that set that chose each expert.
+    """
+    num_tokens, num_experts = choices.scores_TE.shape
+    mean_E = sum_over(choices.probabilities_TE.sum(dim=0), tokens.tp)
+    mean_E = mean_E / (num_tokens * tokens.tp.size())
+    return num_experts * torch.sum(share_E * mean_E)
+
+
+def importance_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
+    """(std / mean)^2 over the experts of their sums of gates (Shazeer et al. 2017, Eq. 6 and 7).
+
+    Population variance; 1e-10 keeps the quotient finite where all gates are 0.
+    """
+    importance_E = sum_over(choices.gates_per_expert(), tokens.tp)
+    variance = importance_E.var(unbiased=False)
+    return variance / (importance_E.mean().square() + 1e-10)
+
+
+def z_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
+    """mean_t logsumexp(logits_t)^2 over the micro-batch (ST-MoE, Eq. 5).
+
+    Zero logits give (ln E)^2.
+    """
+    total = torch.logsumexp(choices.scores_TE, dim=1).square().sum()
+    return sum_over(total, tokens.tp) / (len(choices.scores_TE) * tokens.tp.size())
+
+
+def entropy_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
+    """The dynamic loss: mean entropy of the probabilities, in nats (Huang et al. 2024, Eq. 5).
+
+    It keeps dynamic routing from choosing more experts by being less certain.
+    """
+    total = torch.special.entr(choices.probabilities_TE).sum()
+    return sum_over(total, tokens.tp) / (len(choices.scores_TE) * tokens.tp.size())

@@ -1,0 +1,76 @@
+"""Experts rank themselves by the norm of x W_down: Autonomy-of-Experts with each rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_parallel.config.option import option
+from moe_parallel.config.selection.parts import (
+    Balancing,
+    BiasBalancing,
+    DispatchedSelection,
+    DynamicChoices,
+    ExpertsChoose,
+    FixedChoices,
+)
+
+
+@dataclass(frozen=True)
+class AutonomousSelection(DispatchedSelection):
+    """The experts of AoE: E(x) = (SiLU(x W_down W_up) * (x W_p)) W_o."""
+
+    aoe_low_rank_size: int = option(64, "rank of W_g = W_down W_up (d_low)", weights=True)
+    aoe_wide_size: int | None = option(
+        None,
+        "expert width (d_wide); none: Eq. 5 of the AoE paper, so that an expert has as many "
+        "parameters as a SwiGLU expert of --moe-ffn-hidden-size",
+    )
+    aoe_gradient: str = option(
+        "full",
+        "through which norms scores learn: all (full), or those of the chosen experts (selected): "
+        "cheaper, and exact where the others have no gradient, so refused with a loss on routing "
+        "or gates over all norms, unless as selected_despite_aux, which drops the rest",
+        choices=("full", "selected", "selected_despite_aux"),
+    )
+
+    def expert_width(self, hidden_size: int, ffn_hidden_size: int) -> int:
+        """The inner width of an expert, d_wide."""
+        return self.aoe_wide_size or aoe_wide_size(
+            hidden_size, ffn_hidden_size, self.aoe_low_rank_size
+        )
+
+
+@dataclass(frozen=True)
+class AoESelection(BiasBalancing, Balancing, FixedChoices, AutonomousSelection):
+    """Autonomy-of-Experts: the K experts of greatest norm; there is no router."""
+
+    moe_router_bias_update_rate: float = option(
+        1e-2, "by how much a step moves that bias; norms differ by tenths"
+    )
+    aoe_gate: str = option(
+        "selected",
+        "gates: softmax over the norms of the selected experts, or over all, not renormalised",
+        choices=("selected", "all"),
+        weights=True,
+    )
+
+
+@dataclass(frozen=True)
+class AoETopPSelection(DynamicChoices, Balancing, AutonomousSelection):
+    """AoE, with as many experts as it takes for the softmax of norms to reach p."""
+
+    moe_top_p: float = option(0.6, "probability p that the chosen experts have together")
+
+
+@dataclass(frozen=True)
+class AoEExpertChoiceSelection(ExpertsChoose, AutonomousSelection):
+    """AoE, where each expert takes the tokens of greatest norm."""
+
+
+def aoe_wide_size(hidden_size: int, ffn_hidden_size: int, low_rank_size: int) -> int:
+    """d_wide of Eq. 5, rounded: an AoE expert with as many parameters as a SwiGLU expert.
+
+    AoE expert: d_low d + d_low d_wide + 2 d d_wide; SwiGLU expert: 3 d d_ffn.
+    """
+    d, d_ffn, d_low = hidden_size, ffn_hidden_size, low_rank_size
+    return round((3 * d * d_ffn - d_low * d) / (d_low + 2 * d))

@@ -1,0 +1,95 @@
+"""A router scores the experts: systems that send tokens to SwiGLU experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_parallel.config.option import option
+from moe_parallel.config.selection.autonomous import aoe_wide_size
+from moe_parallel.config.selection.parts import (
+    Balancing,
+    BiasBalancing,
+    DispatchedSelection,
+    DynamicChoices,
+    ExpertsChoose,
+    FixedChoices,
+)
+
+
+@dataclass(frozen=True)
+class RoutedSelection(DispatchedSelection):
+    """What every router can have. The AoE paper's ablations are the first two."""
+
+    moe_router_hidden_size: int | None = option(
+        None,
+        "h of a large router of two linear layers d -> h -> n; none: one, d -> n",
+        weights=True,
+    )
+    moe_gate_low_rank_size: int | None = option(
+        None,
+        "rank of a factorised W_g = W_down W_up, with the expert width of Eq. 5 of the AoE paper; "
+        "none: W_g is whole",
+        weights=True,
+    )
+    moe_z_loss_coeff: float = option(
+        0.0, "weight of mean(logsumexp(router logits)^2), about 1e-3; 0: off"
+    )
+    moe_input_jitter_eps: float = option(
+        0.0, "in training, multiply the router's input by noise from [1 - eps, 1 + eps]; 0: off"
+    )
+
+    def expert_width(self, hidden_size: int, ffn_hidden_size: int) -> int:
+        if self.moe_gate_low_rank_size is None:
+            return ffn_hidden_size
+        return aoe_wide_size(hidden_size, ffn_hidden_size, self.moe_gate_low_rank_size)
+
+
+@dataclass(frozen=True)
+class TopKSelection(BiasBalancing, Balancing, FixedChoices, RoutedSelection):
+    """A linear softmax router picks the K most probable experts (Shazeer 2017; Switch for K=1)."""
+
+    moe_router_score_function: str = option(
+        "softmax",
+        "router logits to probabilities: softmax, or sigmoid, whose gates are divided by their sum "
+        "(DeepSeek-V3)",
+        choices=("softmax", "sigmoid"),
+        weights=True,
+    )
+    moe_router_num_groups: int | None = option(
+        None, "groups that the experts are divided into; none: no groups", weights=True
+    )
+    moe_router_group_topk: int | None = option(
+        None, "groups that a token may choose experts from, those of greatest score", weights=True
+    )
+
+
+@dataclass(frozen=True)
+class TopPSelection(DynamicChoices, Balancing, RoutedSelection):
+    """Dynamic routing: the fewest experts whose probabilities reach p (Huang et al. 2024)."""
+
+    moe_router_load_balancing_type: str = option(
+        "seq_aux_loss",
+        "over what f and P of the load-balancing loss are taken: a micro-batch (aux_loss), each "
+        "sequence (seq_aux_loss), or f over the global batch before (global_aux_loss)",
+        choices=("aux_loss", "seq_aux_loss", "global_aux_loss"),
+    )
+
+
+@dataclass(frozen=True)
+class ExpertChoiceSelection(ExpertsChoose, RoutedSelection):
+    """Each expert takes the tokens that score highest for it (Zhou et al. 2022)."""
+
+
+@dataclass(frozen=True)
+class SegmentExpertChoiceSelection(ExpertsChoose, RoutedSelection):
+    """Each expert takes whole segments, by the mean of the segment before (Lory, section 5.3)."""
+
+    moe_expert_choice_capacity_factor: float = option(
+        1.0, "each expert takes round(factor * segments / n) segments"
+    )
+    moe_expert_choice_scores: str = option(
+        "softmax",
+        "what experts rank segments by and weigh them with: raw scores, or their softmax",
+        choices=("raw", "softmax"),
+    )
+    lory_segment_length: int = option(256, "tokens in a segment (T_s)")

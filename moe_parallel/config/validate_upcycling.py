@@ -1,0 +1,60 @@
+"""The rules of starting experts from dense layers."""
+
+from __future__ import annotations
+
+from moe_parallel.config.config import Config
+from moe_parallel.config.dense_twin import dense_warmup_iters, dense_width
+from moe_parallel.errors import InputError
+
+
+def validate_upcycling(config: Config) -> None:
+    """Raise InputError for the first rule of upcycling or of the dense warm-up that is broken.
+
+    Other rules are checked before: there are experts, and --moe-layer-freq can be read.
+    """
+    moe = config.moe
+    percent = moe.moe_dense_warmup_percent
+    if not 0 <= percent < 100:
+        raise InputError(
+            f"--moe-dense-warmup-percent is {percent}: it must be at least 0 and below 100"
+        )
+    if percent:
+        _warm_up(config)
+    if percent or moe.moe_use_upcycling:
+        _widths(config)
+
+
+def _warm_up(config: Config) -> None:
+    percent, tp = config.moe.moe_dense_warmup_percent, config.parallel.tensor_model_parallel_size
+    if config.moe.moe_use_upcycling:
+        raise InputError(
+            f"--moe-use-upcycling makes experts of a dense checkpoint at once, and "
+            f"--moe-dense-warmup-percent {percent} later: leave one of them out"
+        )
+    if dense_warmup_iters(config) >= config.training.train_iters:
+        raise InputError(
+            f"--moe-dense-warmup-percent {percent} of --train-iters "
+            f"{config.training.train_iters} leaves no iteration for the experts: lower it"
+        )
+    if dense_width(config) % tp:
+        raise InputError(
+            f"--moe-dense-warmup-percent {percent} needs dense layers as wide as an expert, "
+            f"{dense_width(config)}, which --tensor-model-parallel-size {tp} does not divide: "
+            "change --moe-ffn-hidden-size"
+        )
+
+
+def _widths(config: Config) -> None:
+    model, width = config.model, dense_width(config)
+    if not all(config.moe_layers) and width != model.ffn_hidden_size:
+        raise InputError(
+            f"--moe-layer-freq {config.moe.moe_layer_freq} keeps dense layers of "
+            f"--ffn-hidden-size {model.ffn_hidden_size} beside experts of --moe-ffn-hidden-size "
+            f"{width}, and the dense model that they start from has one width: make them equal"
+        )
+    if config.expert_width < width:
+        raise InputError(
+            f"the experts' width (--aoe-wide-size or Eq. 5) is {config.expert_width}, below the "
+            f"{width} of the dense layers that they start from: set it to {width} or more, or "
+            "lower --aoe-low-rank-size"
+        )

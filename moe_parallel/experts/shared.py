@@ -1,0 +1,86 @@
+"""Shared experts: a dense SwiGLU layer that computes every token beside the chosen experts."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from moe_parallel.parallel import Groups
+
+
+class SharedExpert(MegatronModule):
+    """`sum_shared E_s(x)` with weight 1, or sigmoid(x w) (Qwen2-MoE); m of width f are one of m f.
+
+    It is Megatron-Core's dense layer, split over the tensor-parallel ranks like any other, and so
+    takes the tokens as they come to the layer. Shape suffixes: S sequence, B batch, D model width.
+    """
+
+    w_gate_1D: torch.Tensor | None
+
+    def __init__(
+        self, config: TransformerConfig, width: int, weighed: bool, groups: Groups
+    ) -> None:
+        """
+        Args:
+            config: of the model.
+            width: inner width of all shared experts together; tp divides it.
+            weighed: multiply the output by sigmoid(x w).
+            groups: the layout.
+        """
+        super().__init__(config)
+        dense = copy.copy(config)  # Megatron-Core reads the width from here, whatever it is given
+        dense.ffn_hidden_size = width
+        linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        self.dense = MLP(dense, linear, ffn_hidden_size=width, tp_group=groups.tp)
+        if weighed:
+            weight = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
+            weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            self.register_parameter("w_gate_1D", weight)
+        else:
+            self.w_gate_1D = None
+
+    def forward(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
+        """[S, B, D] -> [S, B, D]; S is the sequence-parallel share where that is on."""
+        y_SBD, _ = self.dense(hidden_SBD)
+        if self.w_gate_1D is None:
+            return y_SBD
+        gate_SB1 = torch.sigmoid(F.linear(hidden_SBD.float(), self.w_gate_1D.float()))
+        return y_SBD * gate_SB1.to(y_SBD.dtype)
+
+    def begin(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
+        """The output, for `finish`; called before the tokens travel to their experts."""
+        return self(hidden_SBD)
+
+    def finish(self, y_SBD: torch.Tensor) -> torch.Tensor:
+        """What `begin` returned, ready to be added to what came back."""
+        return y_SBD
+
+
+class OverlappedSharedExpert(SharedExpert):
+    """The same on a CUDA stream of its own, beside all that happens between begin and finish."""
+
+    def begin(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
+        stream, current = self._stream(hidden_SBD.device), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        hidden_SBD.record_stream(stream)
+        with torch.cuda.stream(stream):
+            return self(hidden_SBD)
+
+    def finish(self, y_SBD: torch.Tensor) -> torch.Tensor:
+        current = torch.cuda.current_stream()
+        current.wait_stream(self._stream(y_SBD.device))
+        y_SBD.record_stream(current)
+        return y_SBD
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        """One stream for this layer, made when first needed: a model may be built without a GPU."""
+        if not hasattr(self, "_side_stream"):
+            self._side_stream = torch.cuda.Stream(device)
+        return self._side_stream

@@ -1,0 +1,149 @@
+"""Layers whose tokens travel to experts; their subclasses say who decides.
+
+    tokens -> choose -> capacity -> dispatch -> experts -> combine
+
+Shape suffixes: S sequence, B batch (Megatron's order), T tokens of this rank = S * B over the
+tensor-parallel ranks, K choices per token, E all experts, D model width.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from moe_parallel.balancing.load import ExpertBias, StepLoad
+from moe_parallel.config import DispatchedSelection
+from moe_parallel.dispatch import Dispatched, build_dispatcher
+from moe_parallel.experts.shared import OverlappedSharedExpert, SharedExpert
+from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
+from moe_parallel.layers.routing_losses import RoutingLoss, needs_step_load, routing_losses
+from moe_parallel.layers.rules import build_bias, build_rules
+from moe_parallel.selection.choices import Choices, Rule
+from moe_parallel.selection.tokens import Tokens
+
+
+class DispatchedLayer(ExpertLayer):
+    """Tokens are sent to the experts that were chosen for them, and their results come back.
+
+    Inside, the tokens of a micro-batch are always split over the tensor-parallel ranks: by
+    sequence parallelism where it is on, by this layer where it is not. Capacity therefore counts
+    over the S * B / tp tokens that a rank routes.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, selection: DispatchedSelection, context: LayerContext
+    ) -> None:
+        super().__init__(config, context)
+        self.dispatcher = build_dispatcher(self.num_experts, context.groups, context.ops)
+        self.bias: ExpertBias | None = build_bias(selection, self.num_experts)
+        self.rule, self.evaluation_rule = build_rules(selection, self.bias)
+        self.load = StepLoad(self.num_experts) if needs_step_load(selection) else None
+        self.losses: list[RoutingLoss] = routing_losses(
+            selection, self.load, context.num_moe_layers
+        )
+        self.shared = _shared_expert(config, selection, context)
+
+    @abstractmethod
+    def choose(self, x_TD: torch.Tensor, tokens: Tokens) -> Choices:
+        """Who computes each token."""
+
+    @abstractmethod
+    def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
+        """The gated outputs of this rank's experts: [N, D]."""
+
+    def forward(self, hidden_SBD: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        if self.shared is None:
+            return self._compute_split(hidden_SBD), None
+        shared_SBD = self.shared.begin(hidden_SBD)
+        y_SBD = self._compute_split(hidden_SBD)
+        return y_SBD + self.shared.finish(shared_SBD), None
+
+    def _compute_split(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
+        """What the chosen experts make of the tokens, whoever splits these: [S, B, D]."""
+        tp = self.context.groups.tp
+        split_here = tp.size() > 1 and not self.config.sequence_parallel
+        if split_here:
+            hidden_SBD = scatter_to_sequence_parallel_region(hidden_SBD, group=tp)
+        tokens = Tokens(hidden_SBD.shape[1], tp)
+        y_SBD = self._compute_tokens(hidden_SBD.flatten(0, 1), tokens).view_as(hidden_SBD)
+        if split_here:
+            y_SBD = gather_from_sequence_parallel_region(
+                y_SBD, tensor_parallel_output_grad=False, group=tp
+            )
+        return y_SBD
+
+    def _compute_tokens(self, x_TD: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        choices = self.choose(x_TD, tokens)
+        if self.routes:
+            x_TD = self._with_losses(x_TD, choices, tokens)
+            if self.load is not None:
+                self.load.count(choices)
+        kept, rows_per_expert = self._limit(choices)
+        self._record(choices, kept)
+        rows = self.dispatcher.dispatch(x_TD, kept.experts_TK, kept.gates_TK, rows_per_expert)
+        return self.dispatcher.combine(self.compute(rows), rows.route)
+
+    def _with_losses(self, x_TD: torch.Tensor, choices: Choices, tokens: Tokens) -> torch.Tensor:
+        """`x_TD`, whose backward pass starts those of the losses on routing.
+
+        A pipeline stage has no loss of its own to add to, so their gradients enter here.
+        """
+        if not self.losses:
+            return x_TD
+        values = {each.name: each.of(choices, tokens) for each in self.losses}
+        self.statistics.record_losses({name: value.detach() for name, value in values.items()})
+        weighted = [each.coefficient * values[each.name] for each in self.losses]
+        return MoEAuxLossAutoScaler.apply(x_TD, torch.stack(weighted).sum())
+
+    def current_rule(self) -> Rule:
+        """The rule of this forward pass: evaluations may choose by another one."""
+        return self.rule if self.training else self.evaluation_rule
+
+    def _limit(self, choices: Choices) -> tuple[Choices, int | None]:
+        """The choices that fit, and how many rows to pad every expert to."""
+        capacity = self.context.capacity
+        if capacity is None:
+            return choices, None
+        rows = None
+        if capacity.pad:
+            rows = capacity.rows_per_expert(len(choices.scores_TE), self.num_experts)
+        return capacity.keep(choices), rows
+
+    def _record(self, choices: Choices, kept: Choices) -> None:
+        dropped = (choices.experts_TK >= 0).sum() - (kept.experts_TK >= 0).sum()
+        self.statistics.record(
+            tokens_per_expert_E=choices.tokens_per_expert(),
+            dropped=dropped,
+            scores_TE=choices.scores_TE.detach(),
+            norms_TE=self.norms(choices),
+        )
+
+    def norms(self, choices: Choices) -> torch.Tensor | None:
+        """The norms to log, where scores are norms."""
+        return None
+
+    def after_step(self) -> None:
+        if self.load is None:
+            return
+        self.load.finish(self.context.groups.tp_dp)
+        if self.bias is not None:
+            self.bias.update(self.load.share_E)
+
+
+def _shared_expert(
+    config: TransformerConfig, selection: DispatchedSelection, context: LayerContext
+) -> SharedExpert | None:
+    width = selection.moe_shared_expert_intermediate_size
+    if width is None:
+        return None
+    overlaps = selection.moe_shared_expert_overlap and torch.cuda.is_available()
+    kind = OverlappedSharedExpert if overlaps else SharedExpert
+    return kind(config, width, selection.moe_shared_expert_gate, context.groups)

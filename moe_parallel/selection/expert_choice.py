@@ -1,0 +1,45 @@
+"""Each expert takes a fixed number of tokens: those that score highest for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from moe_parallel.selection.choices import Choices, slots_of
+from moe_parallel.selection.tokens import Tokens
+
+
+def tokens_taken(factor: float, num_tokens: int, num_experts: int) -> int:
+    """round(factor * tokens / n), half upwards; at least 1, at most all."""
+    return min(num_tokens, max(1, math.floor(factor * num_tokens / num_experts + 0.5)))
+
+
+def raw(scores_TE: torch.Tensor) -> torch.Tensor:
+    """Scores as they are."""
+    return scores_TE
+
+
+@dataclass(frozen=True)
+class ExpertChoice:
+    """Expert choice by token (Zhou et al. 2022; the AoE paper's Table 3 with raw scores, factor 2).
+
+    An expert takes its best round(factor * tokens / n) of the tokens of the whole micro-batch,
+    whichever rank routes them, and weighs its output by the value that it ranked them by. Earlier
+    tokens win ties. A token may be taken by any number of experts, or by none.
+    """
+
+    factor: float
+    ranking: Callable[[torch.Tensor], torch.Tensor]  # scores_TE -> what is ranked and weighs
+
+    def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
+        gates_TE = self.ranking(scores_TE)
+        gates_AE = tokens.of_micro_batch(gates_TE)
+        taken = tokens_taken(self.factor, *gates_AE.shape)
+        order_AE = torch.argsort(gates_AE, dim=0, descending=True, stable=True)
+        chosen_AE = torch.zeros_like(gates_AE, dtype=torch.bool)
+        chosen_AE.scatter_(0, order_AE[:taken], True)
+        experts_TK, gates_TK = slots_of(tokens.of_this_rank(chosen_AE), gates_TE)
+        return Choices(experts_TK, gates_TK, scores_TE, torch.softmax(scores_TE, dim=1))
