@@ -38,7 +38,13 @@ WORDS = {
     "--expert-selection": "aoe",
     "--moe-backend": "reference",
 }
-AOE_ONLY = ("--aoe-low-rank-size", "--aoe-wide-size")
+
+
+def a_system_with(flag: str) -> str:
+    """An expert-selection system that has the option; topk where every one has it."""
+    by_system = selection_options()
+    owners = [name for name, known in by_system.items() if flag in {o.flag for o in known.values()}]
+    return owners[0] if owners else "topk"
 
 
 def every_option() -> dict[str, Option]:
@@ -54,7 +60,7 @@ def value_of(config: Config, flag: str) -> Any:
 
 
 def parse_one(flag: str, *words: str) -> Any:
-    system = ["--expert-selection", "aoe"] if flag in AOE_ONLY else []
+    system = ["--expert-selection", a_system_with(flag)] if flag != "--expert-selection" else []
     return value_of(parse_command_line([*system, flag, *words]), flag)
 
 
@@ -156,9 +162,14 @@ def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     groups_text = dict(zip(groups, re.split(r"^[a-z ]+:$", text, flags=re.M)[1:], strict=True))
     assert "--num-layers" in groups_text["model"]
-    assert "[aoe] rank of W_g" in " ".join(groups_text["expert selection"].split())
+    assert "[aoe, aoe_top_p, aoe_expert_choice] rank of W_g" in " ".join(
+        groups_text["expert selection"].split()
+    )
     assert "[topk, aoe] experts per token" in " ".join(groups_text["expert selection"].split())
-    assert max(map(len, text.splitlines())) <= 100
+    assert "together reach (default: 0.4; aoe_top_p: 0.6)" in " ".join(text.split())
+    # The words that name the systems are one word to argparse.
+    lines = [line for line in text.splitlines() if "--expert-selection topk|" not in line]
+    assert max(map(len, lines)) <= 100
 
 
 @pytest.mark.parametrize(
@@ -215,13 +226,20 @@ def test_a_line_that_cannot_be_cut(arguments: list[str], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("system", "flag"),
-    [("topk", "--aoe-low-rank-size"), ("topk", "--aoe-wide-size"), ("aoe", "--moe-z-loss-coeff")],
+    ("system", "flag", "owners"),
+    [
+        ("topk", "--aoe-low-rank-size", "aoe or aoe_top_p or aoe_expert_choice"),
+        ("lory", "--aoe-gate", "aoe"),
+        ("aoe", "--moe-router-num-groups", "topk"),
+        ("aoe", "--moe-top-p", "top_p or aoe_top_p"),
+        ("expert_choice", "--moe-router-topk", "topk or aoe"),
+        ("top_p", "--lory-segment-length", "lory or lory_prefix or segment_expert_choice"),
+        ("lory", "--smear-expert-dropout", "smear"),
+    ],
 )
-def test_an_option_of_another_selection(system: str, flag: str) -> None:
-    other = {"topk": "aoe", "aoe": "topk"}[system]
+def test_an_option_of_another_selection(system: str, flag: str, owners: str) -> None:
     assert message_of("--expert-selection", system, flag, "1") == (
-        f"{flag} belongs to --expert-selection {other}, but {system} is selected: "
+        f"{flag} belongs to --expert-selection {owners}, but {system} is selected: "
         "remove it or change --expert-selection"
     )
 

@@ -239,25 +239,6 @@ def test_broken(options: dict[str, Any], world: int, message: str) -> None:
     assert str(caught.value).isprintable() and len(str(caught.value)) < 300
 
 
-def test_no_number_is_without_a_rule() -> None:
-    """An option that is added later meets a lower bound too, or is listed here with the reason."""
-    numbers = {
-        name
-        for system in ("topk", "aoe")
-        for _, part in make_config({"expert_selection": system}).values()
-        for name in part
-    }
-    ruled = {name for options, _, _ in BROKEN for name in options}
-    words = {
-        *("expert_selection", "moe_token_drop_policy", "moe_backend", "distributed_backend"),
-        *("recompute_granularity", "lr_decay_style", "data_path", "tokenizer_type", "load"),
-        *("tokenizer_model", "data_cache_path", "save", "wandb_project", "wandb_mode"),
-        *("untie_embeddings_and_output_weights", "use_distributed_optimizer", "bf16"),
-        *("full_evaluation", "tensorboard"),
-    }
-    assert numbers - ruled - words == set()
-
-
 @pytest.mark.parametrize(
     ("world", "tp", "pp", "dp"), [(1, 1, 1, 1), (8, 2, 1, 4), (8, 2, 2, 2), (8, 1, 8, 1)]
 )

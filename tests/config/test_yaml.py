@@ -140,7 +140,7 @@ def test_flags_can_change_the_selection_of_the_file(file: Path) -> None:
         ("null: 2", "--None is no flag"),
         ('"two\\nlines": 2', "'--two.nlines' is no flag"),
         ("moe-z-loss-coeff: 1\nexpert-selection: aoe", "--moe-z-loss-coeff belongs to .* topk"),
-        ("expert-selection: aeo", "--expert-selection is 'aeo': it takes one of topk, aoe"),
+        ("expert-selection: aeo", "--expert-selection is 'aeo': it takes one of topk, top_p"),
         ("expert-selection: [aoe]", "--expert-selection is .'aoe'.: it takes one of"),
         ("expert-selection:", "--expert-selection needs a value"),
         ("bf16:", "--bf16 needs a value: give it true or false"),

@@ -59,7 +59,7 @@ class AoESelection(BiasBalancing, Balancing, FixedChoices, AutonomousSelection):
 class AoETopPSelection(DynamicChoices, Balancing, AutonomousSelection):
     """AoE, with as many experts as it takes for the softmax of norms to reach p."""
 
-    moe_top_p: float = option(0.6, "probability p that the chosen experts have together")
+    moe_top_p: float = option(0.6, "probability p that the chosen experts together reach")
 
 
 @dataclass(frozen=True)

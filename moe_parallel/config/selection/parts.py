@@ -101,7 +101,7 @@ class FixedChoices:
 class DynamicChoices:
     """Top-P: the fewest experts whose probabilities sum to p (Huang et al. 2024)."""
 
-    moe_top_p: float = option(0.4, "probability p that the chosen experts have together")
+    moe_top_p: float = option(0.4, "probability p that the chosen experts together reach")
     moe_top_p_strict: bool = option(
         False, "stop above p (the authors' code), not at p or above (the paper)"
     )

@@ -1,0 +1,211 @@
+"""The rules of each expert-selection system, broken once; each message is one line with a remedy."""
+
+from typing import Any
+
+import pytest
+
+from moe_parallel.config import SELECTIONS, make_config, validate
+from moe_parallel.config.config import common_options, selection_options
+from moe_parallel.errors import InputError
+from tests.config import test_validate
+from tests.config.test_validate import AOE, VALID
+
+TOP_P = {"expert_selection": "top_p"}
+AOE_TOP_P = AOE | {"expert_selection": "aoe_top_p"}
+EXPERT_CHOICE = {"expert_selection": "expert_choice"}
+AOE_EXPERT_CHOICE = AOE | {"expert_selection": "aoe_expert_choice"}
+SEGMENTS = {"expert_selection": "segment_expert_choice", "lory_segment_length": 4}
+LORY = {"expert_selection": "lory", "lory_segment_length": 4}
+PREFIX = {"expert_selection": "lory_prefix", "lory_segment_length": 4}
+SMEAR = {"expert_selection": "smear", "smear_sees_the_future": True}
+SHARED = {"moe_shared_expert_intermediate_size": 48}
+TP = {"tensor_model_parallel_size": 2}
+NO_LOSS = {"moe_aux_loss_coeff": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "world"),
+    [
+        ({}, 1),
+        ({"moe_router_num_groups": 2, "moe_router_group_topk": 1}, 1),
+        ({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}, 1),
+        ({"moe_router_hidden_size": 7, "moe_gate_low_rank_size": 8}, 1),
+        ({"moe_input_jitter_eps": 0.01, "moe_importance_loss_coeff": 0.1}, 1),
+        (SHARED, 1),
+        (SHARED | {"moe_shared_expert_gate": True, "moe_shared_expert_overlap": True}, 1),
+        (SHARED | TP | {"moe_shared_expert_intermediate_size": 192}, 2),
+        (TOP_P | {"moe_top_p": 1.0, "moe_inference_max_experts": 4, "moe_inference_top_p": 0.1}, 1),
+        (AOE_TOP_P, 1),
+        (AOE_TOP_P | {"aoe_gradient": "selected_despite_aux"}, 1),
+        (AOE | {"aoe_gradient": "selected"} | NO_LOSS, 1),
+        (AOE | {"aoe_gradient": "selected_despite_aux", "aoe_gate": "all"}, 1),
+        (AOE | {"moe_router_enable_expert_bias": True} | NO_LOSS, 1),
+        (EXPERT_CHOICE | {"expert_model_parallel_size": 4}, 4),
+        (AOE_EXPERT_CHOICE | {"aoe_gradient": "selected"}, 1),
+        (SEGMENTS, 1),
+        (LORY, 1),
+        (LORY | TP, 2),
+        (LORY | {"lory_segment_length": 16, "lory_inference": "prompt"}, 1),
+        (PREFIX | {"lory_first_segment": "uniform"}, 1),
+        (SMEAR, 1),
+        (SMEAR | {"pipeline_model_parallel_size": 2}, 2),
+    ],
+)
+def test_valid(options: dict[str, Any], world: int) -> None:
+    validate(make_config(VALID | options), world)
+
+
+BROKEN: list[tuple[dict[str, Any], int, str]] = [
+    # routers
+    ({"moe_router_num_groups": 2}, 1, "--moe-router-group-topk is not set: .* together"),
+    ({"moe_router_group_topk": 2}, 1, "--moe-router-num-groups is not set: .* together"),
+    (
+        {"moe_router_num_groups": 3, "moe_router_group_topk": 1},
+        1,
+        "--moe-router-num-groups is 3, which does not divide --num-experts 4: choose a divisor",
+    ),
+    (
+        {"moe_router_num_groups": 2, "moe_router_group_topk": 3},
+        1,
+        "--moe-router-group-topk is 3, above --moe-router-num-groups 2: choose at most 2",
+    ),
+    (
+        {"moe_router_num_groups": 4, "moe_router_group_topk": 1},
+        1,
+        "--moe-router-topk is 2, but --moe-router-group-topk 1 .* leaves 1 experts .*: lower it",
+    ),
+    ({"moe_router_hidden_size": 0}, 1, "--moe-router-hidden-size is 0: it must be at least 1"),
+    ({"moe_gate_low_rank_size": 0}, 1, "--moe-gate-low-rank-size is 0: it must be at least 1"),
+    (
+        {"moe_gate_low_rank_size": 200},
+        1,
+        "Eq. 5 .* width of -7: lower .*--moe-gate-low-rank-size",
+    ),
+    ({"moe_importance_loss_coeff": -1}, 1, "--moe-importance-loss-coeff is -1.0: .* at least 0"),
+    ({"moe_input_jitter_eps": -0.1}, 1, "--moe-input-jitter-eps is -0.1: .* at least 0"),
+    ({"moe_input_jitter_eps": 1}, 1, "--moe-input-jitter-eps is 1.0: it must be below 1"),
+    ({"moe_router_bias_update_rate": 0}, 1, "--moe-router-bias-update-rate is 0.0: .* above 0"),
+    ({"moe_router_num_groups": 0, "moe_router_group_topk": 1}, 1, "--moe-router-num-groups is 0"),
+    ({"moe_router_num_groups": 2, "moe_router_group_topk": 0}, 1, "--moe-router-group-topk is 0"),
+    # top-p
+    (TOP_P | {"moe_top_p": 0}, 1, "--moe-top-p is 0.0: it must be above 0"),
+    (TOP_P | {"moe_top_p": 1.01}, 1, "--moe-top-p is 1.01: it must be at most 1"),
+    (AOE_TOP_P | {"moe_top_p": -1}, 1, "--moe-top-p is -1.0: it must be above 0"),
+    (TOP_P | {"moe_inference_top_p": 0}, 1, "--moe-inference-top-p is 0.0: it must be above 0"),
+    (TOP_P | {"moe_inference_top_p": 2}, 1, "--moe-inference-top-p is 2.0: it must be at most 1"),
+    (TOP_P | {"moe_inference_max_experts": 0}, 1, "--moe-inference-max-experts is 0: .* least 1"),
+    (
+        TOP_P | {"moe_inference_max_experts": 5},
+        1,
+        "--moe-inference-max-experts is 5, above --num-experts 4: choose at most 4, or none",
+    ),
+    (TOP_P | {"moe_entropy_loss_coeff": -1}, 1, "--moe-entropy-loss-coeff is -1.0: .* at least 0"),
+    # experts choose
+    (
+        EXPERT_CHOICE | {"moe_expert_choice_capacity_factor": 0},
+        1,
+        "--moe-expert-choice-capacity-factor is 0.0: it must be above 0",
+    ),
+    (
+        EXPERT_CHOICE | {"moe_expert_choice_capacity_factor": 4.5},
+        1,
+        "--moe-expert-choice-capacity-factor is 4.5, above --num-experts 4: .* already",
+    ),
+    (SEGMENTS | {"lory_segment_length": 17}, 1, "--lory-segment-length is 17, above --seq-length"),
+    # autonomous
+    (
+        AOE | {"aoe_gradient": "selected"},
+        1,
+        "--aoe-gradient is selected, but --moe-aux-loss-coeff 0.01 .*: use full, or selected_desp",
+    ),
+    (
+        AOE | NO_LOSS | {"aoe_gradient": "selected", "moe_importance_loss_coeff": 0.1},
+        1,
+        "--aoe-gradient is selected, but --moe-importance-loss-coeff 0.1 ",
+    ),
+    (
+        AOE | NO_LOSS | {"aoe_gradient": "selected", "aoe_gate": "all"},
+        1,
+        "--aoe-gradient is selected, but gates that are a softmax over all norms",
+    ),
+    (
+        AOE_TOP_P | NO_LOSS | {"aoe_gradient": "selected", "moe_entropy_loss_coeff": 0.0},
+        1,
+        "--aoe-gradient is selected, but gates that are a softmax over all norms",
+    ),
+    (
+        AOE_EXPERT_CHOICE | {"aoe_gradient": "selected", "moe_expert_choice_scores": "softmax"},
+        1,
+        "--aoe-gradient is selected, but gates that are a softmax over all norms",
+    ),
+    # shared experts
+    (
+        {"moe_shared_expert_gate": True},
+        1,
+        "--moe-shared-expert-gate is true, but there is no shared expert: set --moe-shared-expert-",
+    ),
+    ({"moe_shared_expert_overlap": True}, 1, "--moe-shared-expert-overlap is true, but there is"),
+    (
+        {"moe_shared_expert_intermediate_size": 193},
+        1,
+        "--moe-shared-expert-intermediate-size is 193, more than the 192 of all 4 experts .*outn",
+    ),
+    (
+        {"moe_shared_expert_intermediate_size": 0},
+        1,
+        "--moe-shared-expert-intermediate-size is 0: it must be at least 1",
+    ),
+    (
+        TP | {"moe_shared_expert_intermediate_size": 47},
+        2,
+        "--moe-shared-expert-intermediate-size is 47, which --tensor-model-parallel-size 2 does",
+    ),
+    # merged
+    (LORY | {"lory_segment_length": 17}, 1, "--lory-segment-length is 17, above --seq-length 16"),
+    (PREFIX | {"lory_segment_length": 0}, 1, "--lory-segment-length is 0: it must be at least 1"),
+    (
+        LORY | {"expert_model_parallel_size": 2},
+        2,
+        "--expert-model-parallel-size is 2, but merged experts .* raise --tensor-model-parallel-s",
+    ),
+    (
+        LORY | TP | {"expert_tensor_parallel_size": 1},
+        2,
+        "--expert-tensor-parallel-size is 1, but merged experts .*: leave it out",
+    ),
+    (
+        LORY | {"moe_expert_capacity_factor": 1.0},
+        1,
+        "--moe-expert-capacity-factor is 1.0, but no token is sent to merged experts: leave it",
+    ),
+    (SMEAR | {"smear_sees_the_future": False}, 1, "--expert-selection smear .*: use lory, or add"),
+    (SMEAR | {"smear_expert_dropout": 1.0}, 1, "--smear-expert-dropout is 1.0: .* below 1"),
+    (SMEAR | {"smear_expert_dropout": -0.1}, 1, "--smear-expert-dropout is -0.1: .* at least 0"),
+]
+
+
+@pytest.mark.parametrize(("options", "world", "message"), BROKEN)
+def test_broken(options: dict[str, Any], world: int, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        validate(make_config(VALID | options), world)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_a_dense_model_takes_no_system_but_the_default(name: str) -> None:
+    config = make_config(VALID | {"num_experts": None, "expert_selection": name})
+    if name == "topk":
+        validate(config, 1)
+    else:
+        with pytest.raises(InputError, match=f"--expert-selection is '{name}', but .* is dense"):
+            validate(config, 1)
+
+
+def test_no_number_is_without_a_rule() -> None:
+    """An option that is added later meets a bound too."""
+    known = common_options()
+    for options in selection_options().values():
+        known = known | options
+    numbers = {name for name, option in known.items() if option.kind in (int, float)}
+    ruled = {name for options, _, _ in [*BROKEN, *test_validate.BROKEN] for name in options}
+    assert numbers - ruled - {"moe_dense_warmup_percent"} == set()  # tests/training/test_upcycling
