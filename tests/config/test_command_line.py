@@ -162,10 +162,9 @@ def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     groups_text = dict(zip(groups, re.split(r"^[a-z ]+:$", text, flags=re.M)[1:], strict=True))
     assert "--num-layers" in groups_text["model"]
-    assert "[aoe, aoe_top_p, aoe_expert_choice] rank of W_g" in " ".join(
-        groups_text["expert selection"].split()
-    )
-    assert "[topk, aoe] experts per token" in " ".join(groups_text["expert selection"].split())
+    selection = " ".join(groups_text["expert selection"].split())
+    assert "[aoe, aoe_top_p, aoe_expert_choice] rank of W_g" in selection
+    assert "[topk, aoe] experts per token" in selection
     assert "together reach (default: 0.4; aoe_top_p: 0.6)" in " ".join(text.split())
     # The words that name the systems are one word to argparse.
     lines = [line for line in text.splitlines() if "--expert-selection topk|" not in line]

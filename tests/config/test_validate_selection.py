@@ -1,4 +1,4 @@
-"""The rules of each expert-selection system, broken once; each message is one line with a remedy."""
+"""The rules of each expert-selection system, broken once; each message says what to do."""
 
 from typing import Any
 
