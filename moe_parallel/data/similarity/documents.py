@@ -1,0 +1,88 @@
+"""An indexed dataset as a list of documents, each known with and without its last token."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from moe_parallel.data.indexed import check_indexed
+from moe_parallel.errors import InputError
+
+# Every id that an indexed dataset written by Megatron can hold is below this.
+_ANY_VOCABULARY = 2**31
+
+# Tokens handled at a time.
+_SPAN_TOKENS = 2**20
+
+
+class Documents:
+    """The documents of PREFIX.bin, read from the disk as they are asked for.
+
+    A document is what Megatron's GPTDataset shuffles: one sequence of the index. Each ends with
+    the token `eod`; one that does not in the file is given it here, so that two documents that
+    come to stand side by side stay two documents.
+
+    Attributes:
+        eod: id of the token that ends a document.
+        lengths: int64 [N], tokens of each document, `eod` included.
+        tokens: their sum.
+        largest_id: the largest id in the file, or `eod`.
+    """
+
+    def __init__(self, prefix: str, eod: int | None = None) -> None:
+        """Open the dataset.
+
+        Args:
+            prefix: path without .bin and .idx.
+            eod: None: the last token of every document, if they agree on one.
+
+        Raises:
+            InputError: files as in check_indexed; documents that end differently, and no `eod`.
+        """
+        lengths = check_indexed(prefix, _ANY_VOCABULARY).astype(np.int64)
+        dtype = np.dtype(IndexedDataset(prefix).index.dtype)
+        self._ids = np.memmap(f"{prefix}.bin", mode="r", dtype=dtype)
+        self._ends = np.cumsum(lengths)
+        self._starts = self._ends - lengths
+        last = self._ids[self._ends[lengths > 0] - 1]
+        self.eod = _common(last, prefix) if eod is None else eod
+        ended = np.zeros(len(lengths), dtype=bool)
+        ended[lengths > 0] = last == self.eod
+        self._body_ends = self._ends - ended
+        self.lengths = self._body_ends - self._starts + 1
+        self.tokens = int(self.lengths.sum())
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        """int64 [lengths[i]]: the ids of document i, ended by `eod`."""
+        return np.append(self.body(i).astype(np.int64), self.eod)
+
+    def body(self, i: int) -> np.ndarray:
+        """The ids of document i without the `eod` at its end, in the file's own integer type."""
+        return self._ids[self._starts[i] : self._body_ends[i]]
+
+    @property
+    def largest_id(self) -> int:
+        pieces = range(0, len(self._ids), _SPAN_TOKENS)
+        return max(self.eod, *(int(self._ids[i : i + _SPAN_TOKENS].max()) for i in pieces))
+
+    def spans(self, most: int) -> Iterator[range]:
+        """All documents in order: at most `most` at a time, of a million tokens (or one longer)."""
+        first = 0
+        while first < len(self):
+            reach = np.searchsorted(self._ends, self._starts[first] + _SPAN_TOKENS, side="right")
+            last = min(max(int(reach), first + 1), first + most)
+            yield range(first, last)
+            first = last
+
+
+def _common(last: np.ndarray, prefix: str) -> int:
+    ids = np.unique(last)
+    if len(ids) != 1:
+        raise InputError(
+            f"--data-path {prefix}: its documents end with {len(ids)} different tokens, so none "
+            "is known to end a document; give the tokenizer's with --eod-id"
+        )
+    return int(ids[0])

@@ -1,0 +1,75 @@
+"""Vectors from a Hugging Face text encoder, such as the paper's facebook/contriever."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from moe_parallel.data.similarity.embedding import Embedder, normalized
+from moe_parallel.data.similarity.optional import optional
+from moe_parallel.data.tokenizer import Tokenizer
+from moe_parallel.errors import InputError
+
+# What an encoder reads of a document when its tokenizer does not say; Contriever's own limit.
+_ENCODER_TOKENS = 512
+
+# Our tokens that are turned into text for each token that the encoder reads: with room for a
+# tokenizer of long tokens, and without making a book into text for its first page.
+_TOKENS_EACH = 4
+
+
+class HuggingFaceEncoder(Embedder):
+    """The mean over a document's tokens of the encoder's last hidden state, as in Contriever.
+
+    Only the beginning of a document is read, as much as the encoder takes (512 tokens).
+    """
+
+    passes = 1
+
+    def __init__(self, name: str, tokenizer: Tokenizer, batch_size: int = 32) -> None:
+        """Open the encoder, on a GPU where torch sees one.
+
+        Args:
+            name: a folder, or a name on the hub.
+            tokenizer: the one that wrote the documents.
+            batch_size: documents encoded at a time.
+
+        Raises:
+            InputError: transformers is not installed, or opens no encoder of that name.
+        """
+        library = optional("transformers", "transformers", f"--encoder {name}")
+        try:
+            self._to_ids = library.AutoTokenizer.from_pretrained(name)
+            model = library.AutoModel.from_pretrained(name).float()
+        except Exception as error:  # as many kinds as there are ways for a download to fail
+            reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+            raise InputError(
+                f"--encoder {name} is no encoder that transformers can open ({reason}); "
+                "give its folder or its name on the hub"
+            ) from None
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._model = model.to(self._device).eval()
+        self._tokenizer = tokenizer
+        self.batch = batch_size
+        places = getattr(model.config, "max_position_embeddings", _ENCODER_TOKENS)
+        self._limit = min(_ENCODER_TOKENS, places, self._to_ids.model_max_length)
+        self.size = int(model.config.hidden_size)
+        self.description = f"encoder {name} of {tokenizer.fingerprint}"
+
+    def embed(self, bodies: Sequence[np.ndarray]) -> np.ndarray:
+        beginnings = (body[: _TOKENS_EACH * self._limit].tolist() for body in bodies)
+        vectors_BD = self._encode([self._tokenizer.detokenize(ids) for ids in beginnings])
+        # Of a document without text only the encoder's own special tokens would be embedded.
+        vectors_BD[[len(body) == 0 for body in bodies]] = 0
+        return normalized(vectors_BD)
+
+    @torch.inference_mode()
+    def _encode(self, texts: list[str]) -> np.ndarray:
+        """float32 [B, D], not of length 1."""
+        inputs = self._to_ids(
+            texts, padding=True, truncation=True, max_length=self._limit, return_tensors="pt"
+        ).to(self._device)
+        hidden_BSD = self._model(**inputs).last_hidden_state
+        mask_BS1 = inputs["attention_mask"].unsqueeze(-1).to(hidden_BSD.dtype)
+        mean_BD = (hidden_BSD * mask_BS1).sum(1) / mask_BS1.sum(1).clamp(min=1)
+        return mean_BD.cpu().numpy()

@@ -1,0 +1,128 @@
+"""The k nearest neighbours of every document by cosine, with FAISS and bounded memory.
+
+An index holds `shard` documents at most: it is filled with one shard of the corpus after the
+other, all documents are looked up in each, and the best k so far are kept on the disk. The result
+is that of one index over all documents, whatever the shard (exactly, but for documents whose
+cosines are equal to the last bits).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moe_parallel.data.similarity.embedding import Advance
+from moe_parallel.data.similarity.optional import optional
+
+BuildIndex = Callable[[np.ndarray], Any]  # float32 [M, D] -> an index of its rows
+
+# FAISS's k-means wants at least 39 vectors a centroid, and warns below.
+_SAMPLE_PER_CELL = 64
+
+# Documents looked up at a time. Also how long Ctrl-C may wait.
+_QUERIES = 1024
+
+
+def faiss() -> Any:
+    """The library.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    return optional("faiss", "faiss-cpu", "the search for similar documents")
+
+
+@dataclass(frozen=True)
+class ExactIndex:
+    """Every pair is compared: time grows with the square of the corpus."""
+
+    def __call__(self, vectors_MD: np.ndarray) -> Any:
+        index = faiss().IndexFlatIP(vectors_MD.shape[1])
+        index.add(vectors_MD)
+        return index
+
+
+@dataclass(frozen=True)
+class InvertedIndex:
+    """Inverted lists: k-means divides the shard into cells, a query looks into a few of them.
+
+    Attributes:
+        probes: cells that a query looks into.
+        seed: of the k-means and of the sample that it is trained on.
+    """
+
+    probes: int
+    seed: int
+
+    def __call__(self, vectors_MD: np.ndarray) -> Any:
+        library = faiss()
+        count, width = vectors_MD.shape
+        cells = max(1, min(round(4 * math.sqrt(count)), count // _SAMPLE_PER_CELL))
+        centres = library.IndexFlatIP(width)
+        index = library.IndexIVFFlat(centres, width, cells, library.METRIC_INNER_PRODUCT)
+        index.cp.spherical = True
+        index.cp.seed = self.seed
+        index.cp.min_points_per_centroid = 1  # or it warns of a corpus of a few documents
+        sample = np.random.default_rng(self.seed).choice(
+            count, size=min(count, cells * _SAMPLE_PER_CELL), replace=False
+        )
+        index.train(vectors_MD[np.sort(sample)])
+        index.add(vectors_MD)
+        index.nprobe = self.probes
+        return index
+
+
+def find_neighbours(
+    embeddings_ND: np.ndarray,
+    build: BuildIndex,
+    *,
+    shard: int,
+    neighbours_NK: np.ndarray,
+    cosines_NK: np.ndarray,
+    advance: Advance,
+) -> None:
+    """Find the K documents most similar to each, the most similar first; never itself.
+
+    Only documents of positive cosine are neighbours: with the others nothing is shared.
+
+    Args:
+        embeddings_ND: float32, whose inner products are cosines; may be a memory map.
+        build: makes the index of a shard.
+        shard: most documents that an index holds.
+        neighbours_NK: int64, written: numbers of documents, -1 where there are fewer than K.
+        cosines_NK: float32, written: their cosines, 0 where there is no neighbour.
+        advance: told queries; N for each shard.
+    """
+    count, k = neighbours_NK.shape
+    for start in range(0, count, shard):
+        index = build(np.ascontiguousarray(embeddings_ND[start : start + shard]))
+        for first in range(0, count, _QUERIES):
+            chunk = slice(first, min(first + _QUERIES, count))
+            queries_QD = np.ascontiguousarray(embeddings_ND[chunk])
+            # One more than K, as a document finds itself.
+            cosines, found = index.search(queries_QD, k + 1)
+            found = np.where(found >= 0, found + start, -1)
+            found[found == np.arange(chunk.start, chunk.stop)[:, None]] = -1
+            if start:
+                found = np.concatenate([neighbours_NK[chunk], found], axis=1)
+                cosines = np.concatenate([cosines_NK[chunk], cosines], axis=1)
+            neighbours_NK[chunk], cosines_NK[chunk] = _best(found, cosines, k)
+            advance(len(queries_QD))
+
+
+def mean_neighbours(neighbours_NK: np.ndarray) -> float:
+    """How many neighbours a document has, on average."""
+    count = len(neighbours_NK)
+    chunks = (neighbours_NK[first : first + _QUERIES] for first in range(0, count, _QUERIES))
+    return sum(int((chunk >= 0).sum()) for chunk in chunks) / count
+
+
+def _best(found: np.ndarray, cosines: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The k of each row with the greatest positive cosines, the lower number first of equals."""
+    usable = (found >= 0) & (cosines > 0)
+    cosines = np.where(usable, cosines, 0)
+    found = np.where(usable, found, -1)
+    order = np.lexsort((found, -cosines), axis=1)[:, :k]
+    return np.take_along_axis(found, order, axis=1), np.take_along_axis(cosines, order, axis=1)

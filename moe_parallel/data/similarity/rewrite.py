@@ -1,0 +1,184 @@
+"""An indexed dataset rewritten so that training meets similar documents side by side."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moe_parallel.data.indexed import write_indexed
+from moe_parallel.data.similarity.documents import Documents
+from moe_parallel.data.similarity.embedding import Advance, Embedder, embed_all
+from moe_parallel.data.similarity.instances import Instances
+from moe_parallel.data.similarity.neighbours import (
+    BuildIndex,
+    find_neighbours,
+    mean_neighbours,
+)
+from moe_parallel.data.similarity.path import (
+    adjacent_cosine,
+    drop_near_duplicates,
+    greedy_path,
+    lonely_first,
+)
+from moe_parallel.data.similarity.scratch import Scratch
+
+# A label and the amount of work -> a context that gives the function to be told of progress.
+Progress = Callable[[str, int], AbstractContextManager[Advance]]
+
+
+@dataclass(frozen=True)
+class Ordering:
+    """How similar documents are brought together.
+
+    Attributes:
+        neighbours: K, neighbours of each document that the path may go on to.
+        build: makes the index that finds them.
+        shard: most documents that an index holds.
+        duplicate_threshold: adjacent documents of this cosine are one too many; None: keep all.
+        seq_length: S, tokens of an instance.
+        per_document: instances that are written as one document.
+        seed: of the starts and the shuffle.
+    """
+
+    neighbours: int
+    build: BuildIndex
+    shard: int
+    duplicate_threshold: float | None
+    seq_length: int
+    per_document: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What was found and written.
+
+    Attributes:
+        documents: read.
+        neighbours: found of a document, on average.
+        restarts: of the path.
+        duplicates: documents left out.
+        cosine_random, cosine_before, cosine_after: mean of adjacent documents in random order
+            (what GPTDataset makes of the file as it was), in the file, and on the path.
+        instances: written.
+        written: documents of instances written.
+        tokens: written.
+        left_out: tokens that filled no instance.
+    """
+
+    documents: int
+    neighbours: float
+    restarts: int
+    duplicates: int
+    cosine_random: float
+    cosine_before: float
+    cosine_after: float
+    instances: int
+    written: int
+    tokens: int
+    left_out: int
+
+
+def rewrite(
+    prefix: str,
+    output: Path,
+    documents: Documents,
+    embedder: Embedder,
+    ordering: Ordering,
+    work: Scratch,
+    progress: Progress,
+) -> Summary:
+    """Order the documents of `prefix` by similarity and write their instances to `output`.
+
+    The pair of files appears whole or not at all. Memory holds one shard, one span of documents
+    and some tens of bytes a document; everything else lies in `work`.
+
+    Raises:
+        InputError: FAISS is not installed; less text than one instance.
+        OSError: a disk that is full or cannot be written.
+    """
+    vectors_ND, neighbours_NK = _find(prefix, documents, embedder, ordering, work, progress)
+    path = greedy_path(neighbours_NK, lonely_first(neighbours_NK, ordering.seed))
+    order = path.order
+    if ordering.duplicate_threshold is not None:
+        order = drop_near_duplicates(order, vectors_ND, ordering.duplicate_threshold)
+    pieces = Instances(documents, order, ordering.seq_length, ordering.per_document)
+    with progress("writing", pieces.count * ordering.seq_length) as advance:
+        shuffled = pieces.shuffled(ordering.seed)
+        written = write_indexed(output, _told(shuffled, advance), documents.largest_id + 1)
+    anyhow = np.random.default_rng(ordering.seed).permutation(len(documents))
+    return Summary(
+        documents=len(documents),
+        neighbours=mean_neighbours(neighbours_NK),
+        restarts=path.restarts,
+        duplicates=len(documents) - len(order),
+        cosine_random=adjacent_cosine(anyhow, vectors_ND),
+        cosine_before=adjacent_cosine(np.arange(len(documents)), vectors_ND),
+        cosine_after=adjacent_cosine(order, vectors_ND),
+        instances=pieces.count,
+        written=written.documents,
+        tokens=written.tokens,
+        left_out=pieces.left_out,
+    )
+
+
+def _find(
+    prefix: str,
+    documents: Documents,
+    embedder: Embedder,
+    ordering: Ordering,
+    work: Scratch,
+    progress: Progress,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Vectors [N, D] and neighbours [N, K], as memory maps; made, or found in `work`."""
+    count = len(documents)
+
+    def embed(out_ND: np.ndarray) -> None:
+        with progress("embedding", embedder.passes * documents.tokens) as advance:
+            embed_all(documents, embedder, out_ND, advance)
+
+    made_from = [_content(prefix), documents.eod, embedder.description]
+    (vectors_ND,) = work.arrays(
+        "embeddings", made_from, [((count, embedder.size), np.float32)], embed
+    )
+
+    def search(neighbours_NK: np.ndarray, cosines_NK: np.ndarray) -> None:
+        shards = -(-count // ordering.shard)
+        with progress("neighbours", count * shards) as advance:
+            find_neighbours(
+                vectors_ND,
+                ordering.build,
+                shard=ordering.shard,
+                neighbours_NK=neighbours_NK,
+                cosines_NK=cosines_NK,
+                advance=advance,
+            )
+
+    shape = (count, ordering.neighbours)
+    neighbours_NK, _ = work.arrays(
+        "neighbours",
+        [*made_from, ordering.build, ordering.shard],
+        [(shape, np.int64), (shape, np.float32)],
+        search,
+    )
+    return vectors_ND, neighbours_NK
+
+
+def _content(prefix: str) -> str:
+    """What names the content of a dataset without reading all of it."""
+    state = os.stat(f"{prefix}.bin")
+    with open(f"{prefix}.idx", "rb") as stream:
+        index = hashlib.sha256()
+        while chunk := stream.read(2**20):
+            index.update(chunk)
+    return f"{index.hexdigest()} {state.st_size} {state.st_mtime_ns}"
+
+
+def _told(pieces: Iterable[np.ndarray], advance: Advance) -> Iterator[list[int]]:
+    for piece in pieces:
+        yield piece.tolist()
+        advance(len(piece))

@@ -1,0 +1,77 @@
+"""Arrays on the disk that are made once: work that is found done is not done again."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+
+class Scratch:
+    """A folder of arrays, each named by what it was made from."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def arrays(
+        self,
+        name: str,
+        made_from: Sequence[object],
+        shapes: Sequence[tuple[tuple[int, ...], type]],
+        make: Callable[..., object],
+    ) -> list[np.ndarray]:
+        """Read-only memory maps of arrays that `make(*arrays)` fills, unless they are there.
+
+        They get their names when all are filled, so an interrupted `make` begins anew.
+
+        Args:
+            name: of the files.
+            made_from: all that the content depends on.
+            shapes: shape and type of each.
+            make: called with the arrays to fill.
+        """
+        digest = hashlib.sha256(repr([*made_from, *shapes]).encode()).hexdigest()[:16]
+        final = [self.folder / f"{name}{i}-{digest}.npy" for i in range(len(shapes))]
+        if not all(path.is_file() for path in final):
+            writing = [path.with_name(f"{path.name}.writing-{os.getpid()}") for path in final]
+            try:
+                outs = [
+                    _new_array(path, shape, dtype)
+                    for path, (shape, dtype) in zip(writing, shapes, strict=True)
+                ]
+                make(*outs)
+                for out in outs:
+                    out.flush()
+                for temporary, path in zip(writing, final, strict=True):
+                    os.replace(temporary, path)
+            finally:
+                for temporary in writing:
+                    temporary.unlink(missing_ok=True)
+        return [np.load(path, mmap_mode="r") for path in final]
+
+
+def _new_array(path: Path, shape: tuple[int, ...], dtype: type) -> np.memmap:
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+    # A full disk is told now; writing to a memory map, it would kill the process.
+    with path.open("r+b") as stream:
+        os.posix_fallocate(stream.fileno(), 0, path.stat().st_size)
+    return array
+
+
+@contextmanager
+def scratch(folder: Path | None, beside: Path) -> Iterator[Scratch]:
+    """`folder`, kept for the next time; without one, a temporary folder beside `beside`."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield Scratch(folder)
+        return
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{beside.name}.ordering-", dir=beside.parent))
+    try:
+        yield Scratch(temporary)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,77 @@
+"""Similarity batching by loops over all pairs, in numpy fp64. Shares no code with the package."""
+
+import math
+from typing import Any
+
+import numpy
+
+Array = Any  # numpy arrays of any shape
+
+
+def tf_idf_cosines(documents: list[list[int]], orders: int) -> Array:
+    """[N, N]: cosines of (1 + ln count) * ln((1 + N) / df) over n-grams of 1 to `orders` tokens."""
+    counts = []
+    for ids in documents:
+        count: dict[tuple[int, ...], int] = {}
+        for n in range(1, orders + 1):
+            for i in range(len(ids) - n + 1):
+                gram = tuple(ids[i : i + n])
+                count[gram] = count.get(gram, 0) + 1
+        counts.append(count)
+    grams = sorted({gram for count in counts for gram in count})
+    table = numpy.zeros((len(documents), len(grams)))
+    for j, gram in enumerate(grams):
+        holding = sum(gram in count for count in counts)
+        for i, count in enumerate(counts):
+            if gram in count:
+                weight = 1 + math.log(count[gram])
+                table[i, j] = weight * math.log((1 + len(documents)) / holding)
+    return cosines(table)
+
+
+def cosines(vectors: Array) -> Array:
+    """[N, N]; 0 where a vector is 0."""
+    n = len(vectors)
+    out = numpy.zeros((n, n))
+    for i in range(n):
+        for j in range(n):
+            length = numpy.linalg.norm(vectors[i]) * numpy.linalg.norm(vectors[j])
+            out[i, j] = numpy.dot(vectors[i], vectors[j]) / length if length else 0
+    return out
+
+
+def neighbours(similarity: Array, k: int) -> list[list[int]]:
+    """Of each document the k others of greatest positive similarity, the greatest first."""
+    out = []
+    for i, row in enumerate(similarity):
+        others = [j for j in range(len(row)) if j != i and row[j] > 0]
+        out.append(sorted(others, key=lambda j: (-row[j], j))[:k])
+    return out
+
+
+def greedy_path(similarity: Array, k: int, starts: list[int]) -> tuple[list[int], int]:
+    """Order and restarts: from each document on to the most similar unused of its k neighbours."""
+    around = neighbours(similarity, k)
+    left = set(range(len(similarity)))
+    order = [starts[0]]
+    left.remove(starts[0])
+    restarts = 0
+    while left:
+        here = order[-1]
+        candidates = [j for j in around[here] if j in left]
+        if candidates:
+            following = max(candidates, key=lambda j: (similarity[here, j], -j))
+        else:
+            following = next(j for j in starts if j in left)
+            restarts += 1
+        order.append(following)
+        left.remove(following)
+    return order, restarts
+
+
+def without_near_duplicates(similarity: Array, order: list[int], threshold: float) -> list[int]:
+    kept: list[int] = []
+    for document in order:
+        if not kept or similarity[kept[-1], document] < threshold:
+            kept.append(document)
+    return kept

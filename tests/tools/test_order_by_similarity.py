@@ -1,0 +1,246 @@
+"""The tool as a whole: what it writes and prints, how it ends, and a training run on its output."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moe_parallel.data.indexed import write_indexed
+from moe_parallel.data.similarity.documents import Documents
+from moe_parallel.data.similarity.tf_idf import HashedTfIdf
+from tests.data.small_text import small_bpe
+from tests.distributed import run_distributed
+from tests.program import SMALL, pretrain_here, small_data
+from tools.order_by_similarity import main
+
+ROOT = Path(__file__).resolve().parents[2]
+EOD = 500
+S = 32
+
+
+def kinds_of_text(folder: Path, documents: int = 200, length: int = 30) -> Path:
+    """Ten kinds of documents in random order, each of its own fifty tokens; two are copies."""
+    rng = np.random.default_rng(0)
+    kinds = rng.integers(0, 10, documents)
+    bodies = 50 * kinds[:, None] + rng.integers(0, 50, (documents, length))
+    bodies[11] = bodies[3]
+    write_indexed(folder / "in", [[*body, EOD] for body in bodies.tolist()], EOD + 1)
+    return folder / "in"
+
+
+def order(data: Path, output: Path, *more: object) -> int:
+    line = ["--data-path", data, "--output-prefix", output, "--seq-length", S, *more]
+    return main([str(word) for word in line])
+
+
+def kinds_in(instance: np.ndarray) -> set[int]:
+    return set((instance[instance != EOD] // 50).tolist())
+
+
+def instances(prefix: Path) -> np.ndarray:
+    return np.fromfile(f"{prefix}.bin", np.uint16).reshape(-1, S)
+
+
+def test_instances_hold_similar_documents(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, output = kinds_of_text(tmp_path), tmp_path / "out"
+    assert order(data, output) == 0
+    before = [len(kinds_in(each)) for each in instances_of_random_order(data)]
+    after = [len(kinds_in(each)) for each in instances(output)]
+    assert np.mean(before) > 1.7  # measured: 1.87
+    assert np.mean(after) < 1.2  # measured: 1.06
+    printed = re.fullmatch(
+        r"200 documents, 10\.0 neighbours each; (\d+) restarts, 1 near duplicates left out\n"
+        r"cosine of adjacent documents: (\S+) \(in the file (\S+), in random order (\S+)\)\n"
+        rf"{output}: 192 instances of 32 tokens in 24 documents; 25 tokens left over\n",
+        capsys.readouterr().out,
+    )
+    assert printed is not None
+    restarts, cosine_after, *cosines_before = map(float, printed.groups())
+    assert restarts < 60
+    assert cosine_after > 3 * max(cosines_before)
+
+
+def instances_of_random_order(data: Path) -> np.ndarray:
+    documents = np.fromfile(f"{data}.bin", np.uint16).reshape(200, 31)
+    text = np.random.default_rng(0).permutation(documents).reshape(-1)
+    return text[: len(text) // S * S].reshape(-1, S)
+
+
+def test_every_document_but_the_copy_is_there_once(tmp_path: Path) -> None:
+    data, output = kinds_of_text(tmp_path), tmp_path / "out"
+    assert order(data, output, "--instances-per-document", 10_000, "--seq-length", 1) == 0
+    text = np.fromfile(f"{output}.bin", np.uint16)  # one piece: in the order of the path
+    found = text.reshape(-1, 31).tolist()
+    expected = [Documents(str(data))[i].tolist() for i in range(200)]
+    expected.remove(expected[3])
+    assert sorted(found) == sorted(expected)
+    assert order(data, output, "--keep-duplicates") == 0
+    assert instances(output).size == 200 * 31 // S * S
+
+
+def test_the_same_again_whatever_is_held_in_memory(tmp_path: Path) -> None:
+    data = kinds_of_text(tmp_path)
+    assert order(data, tmp_path / "whole") == 0
+    assert order(data, tmp_path / "shards", "--shard-size", 33) == 0
+    assert order(data, tmp_path / "other", "--seed", 1) == 0
+    for suffix in (".bin", ".idx"):
+        whole = Path(f"{tmp_path}/whole{suffix}").read_bytes()
+        assert Path(f"{tmp_path}/shards{suffix}").read_bytes() == whole
+    assert not np.array_equal(instances(tmp_path / "whole"), instances(tmp_path / "other"))
+
+
+def test_finished_work_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, work = kinds_of_text(tmp_path), ("--work-folder", tmp_path / "work")
+    assert order(data, tmp_path / "first", *work) == 0
+
+    def again(*of: object) -> None:
+        raise AssertionError("embedded again")
+
+    monkeypatch.setattr(HashedTfIdf, "embed", again)
+    assert order(data, tmp_path / "second", *work) == 0
+    assert np.array_equal(instances(tmp_path / "first"), instances(tmp_path / "second"))
+    with pytest.raises(AssertionError, match="embedded again"):
+        order(data, tmp_path / "third", *work, "--embedding-size", 64)
+    write_indexed(data, [[i % 3, EOD] for i in range(400)], EOD + 1)  # other text, same name
+    with pytest.raises(AssertionError, match="embedded again"):
+        order(data, tmp_path / "third", *work)
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "moe_parallel.data.similarity.tf_idf.HashedTfIdf.embed",
+        "moe_parallel.data.similarity.neighbours._best",
+        "moe_parallel.data.similarity.instances.Instances.__getitem__",
+    ],
+)
+def test_an_interruption_leaves_what_was_there(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    stage: str,
+) -> None:
+    data, output = kinds_of_text(tmp_path), tmp_path / "out"
+    assert order(data, output) == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    capsys.readouterr()
+    calls = []
+
+    def interrupted(*of: object) -> Any:
+        calls.append(of)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stage, interrupted)
+    assert order(data, output, "--seed", 1) == 130
+    assert calls
+    assert capsys.readouterr() == ("", "error: interrupted; no dataset was written\n")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--seq-length", 0], "--seq-length 0 must be 1 or more"),
+        (["--seq-length", 10**6], r"--seq-length 1000000 is longer than the text.*6169 tokens"),
+        (["--neighbours", 0], "--neighbours 0 must be 1 or more"),
+        (["--shard-size", -1], "--shard-size -1 must be 1 or more"),
+        (["--probes", 0], "--probes 0 must be 1 or more"),
+        (["--ngram", 0], "--ngram 0 must be 1 or more"),
+        (["--embedding-size", 0], "--embedding-size 0 must be 1 or more"),
+        (["--seed", -1], "--seed -1 must be 0 or more"),
+        (["--instances-per-document", 0], "--instances-per-document 0 must be 1 or more"),
+        (["--instances-per-document", 2**30], "more tokens than a document can hold"),
+        (["--duplicate-threshold", 0], r"--duplicate-threshold 0.0 must be above 0 and at most 1"),
+        (["--duplicate-threshold", "nan"], r"--duplicate-threshold nan must be above 0"),
+        (["--eod-id", -3], "--eod-id -3 is no token"),
+        (["--data-path", "no/such"], r"--data-path no/such: no/such.idx is missing"),
+        (["--encoder", "x"], "ByteLevelBPE needs --tokenizer-model"),
+    ],
+)
+def test_wrong_input_is_one_line_and_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[object], message: str
+) -> None:
+    data = kinds_of_text(tmp_path)
+    assert order(data, tmp_path / "new" / "out", *more) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(rf"error: .*{message}.*\n", printed.err), printed.err
+    assert not list(tmp_path.glob("new/*"))
+
+
+def one_document(folder: Path) -> tuple[Path, Path]:
+    write_indexed(folder / "in", [[1, 2, 3]], 10)
+    return folder / "in", folder / "out"
+
+
+def onto_itself(folder: Path) -> tuple[Path, Path]:
+    data = kinds_of_text(folder)
+    return data, folder / "x" / ".." / "in"
+
+
+def into_a_file(folder: Path) -> tuple[Path, Path]:
+    (folder / "file").touch()
+    return kinds_of_text(folder), folder / "file" / "out"
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        (one_document, "holds one document: nothing to order"),
+        (onto_itself, "is the --data-path: give another name"),
+        (into_a_file, "(File exists|Not a directory)"),
+    ],
+)
+def test_files_that_cannot_be_used(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    where: Callable[[Path], tuple[Path, Path]],
+    message: str,
+) -> None:
+    assert order(*where(tmp_path)) == 2
+    assert re.fullmatch(rf"error: .*{message}.*\n", capsys.readouterr().err)
+
+
+def test_without_faiss_it_says_so_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    assert order(kinds_of_text(tmp_path), tmp_path / "out") == 2
+    assert capsys.readouterr().err.endswith(": pip install faiss-cpu\n")
+
+
+def test_prints_no_warning(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [
+            *(sys.executable, "tools/order_by_similarity.py"),
+            *("--data-path", kinds_of_text(tmp_path), "--output-prefix", tmp_path / "out"),
+            *("--seq-length", "64", "--index", "ivf"),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("200 documents")
+
+
+def test_training_takes_what_it_wrote(tmp_path: Path) -> None:
+    data = small_data(tmp_path)
+    assert order(data["data_path"][0], tmp_path / "ordered", "--instances-per-document", 2) == 0
+    assert Documents(str(data["data_path"][0])).eod == small_bpe().eod
+    run = SMALL | data | {"data_path": tmp_path / "ordered", "save": tmp_path / "run"}
+    [[(code, printed)]] = run_distributed(1, pretrain_here, [run])
+    assert code == 0
+    losses = [float(loss) for loss in re.findall(r"iteration +\d+/4 \| loss (\S+)", printed)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]

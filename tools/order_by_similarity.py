@@ -1,0 +1,234 @@
+r"""Rewrite an indexed dataset so that training instances are made of similar documents.
+
+    python tools/order_by_similarity.py --data-path data/my_text_document \
+        --output-prefix data/my_similar --seq-length 4096
+
+writes data/my_similar.bin and .idx, on which training is run with the same --seq-length:
+
+    torchrun --nproc-per-node 2 pretrain_gpt_moe.py --expert-selection lory \
+        --data-path data/my_similar --seq-length 4096 ...
+
+docs/similarity_batching.md explains it.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from moe_parallel.errors import InputError
+
+if TYPE_CHECKING:
+    from moe_parallel.data.similarity.documents import Documents
+    from moe_parallel.data.similarity.embedding import Advance, Embedder
+    from moe_parallel.data.similarity.neighbours import BuildIndex
+    from moe_parallel.data.similarity.rewrite import Summary
+
+# Documents up to which all pairs are compared unless --index says otherwise: minutes.
+EXACT_UP_TO = 100_000
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    summary, _, example = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=example, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    files = parser.add_argument_group("files")
+    files.add_argument("--data-path", required=True, metavar="PREFIX", help="dataset to read")
+    files.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="dataset to write: .bin and .idx"
+    )
+    files.add_argument(
+        "--eod-id", type=int, help="token that ends a document (default: what all of them end with)"
+    )
+    files.add_argument(
+        "--work-folder",
+        type=Path,
+        help="keep embeddings and neighbours here and find them again (default: a temporary "
+        "folder beside the output)",
+    )
+    _add_embedding(parser.add_argument_group("embeddings"))
+    _add_neighbours(parser.add_argument_group("neighbours"))
+    instances = parser.add_argument_group("instances")
+    instances.add_argument("--seq-length", type=int, required=True, help="the one of training")
+    instances.add_argument(
+        "--instances-per-document",
+        type=int,
+        default=8,
+        help="written together, so that the last label of only one in so many is that of another "
+        "instance; --split divides documents (default 8)",
+    )
+    instances.add_argument(
+        "--seed", type=int, default=1234, help="of projection, starts and shuffle (default 1234)"
+    )
+    return parser.parse_args(arguments)
+
+
+def _add_embedding(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--encoder",
+        metavar="NAME",
+        help="Hugging Face encoder, a folder or a name such as facebook/contriever "
+        "(default: TF-IDF of hashed n-grams of tokens)",
+    )
+    group.add_argument(
+        "--tokenizer-type", default="ByteLevelBPE", help="of the data: --encoder reads text"
+    )
+    group.add_argument("--tokenizer-model", help="of the data: file, folder or hub name")
+    group.add_argument("--vocab-size", type=int, help="of NullTokenizer")
+    group.add_argument("--encoder-batch-size", type=int, default=32, help="(default 32)")
+    group.add_argument("--embedding-size", type=int, default=512, help="of TF-IDF (default 512)")
+    group.add_argument("--ngram", type=int, default=1, help="longest of TF-IDF (default 1)")
+
+
+def _add_neighbours(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--neighbours", type=int, default=10, help="of a document (default 10)")
+    group.add_argument(
+        "--index",
+        choices=("auto", "exact", "ivf"),
+        default="auto",
+        help=f"auto: exact up to {EXACT_UP_TO:,} documents, inverted lists (ivf) above",
+    )
+    group.add_argument("--probes", type=int, default=32, help="lists searched by ivf (default 32)")
+    group.add_argument(
+        "--shard-size",
+        type=int,
+        default=1_000_000,
+        help="documents in memory at once (default 1,000,000)",
+    )
+    group.add_argument(
+        "--duplicate-threshold",
+        type=float,
+        default=0.95,
+        help="a document of this cosine with the one before it is left out (default 0.95)",
+    )
+    group.add_argument("--keep-duplicates", action="store_true", help="leave none out")
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise InputError for a number that cannot be used."""
+    for name, least in (
+        ("seq-length", 1),
+        ("instances-per-document", 1),
+        ("seed", 0),
+        ("encoder-batch-size", 1),
+        ("embedding-size", 1),
+        ("ngram", 1),
+        ("neighbours", 1),
+        ("probes", 1),
+        ("shard-size", 1),
+    ):
+        value = getattr(options, name.replace("-", "_"))
+        if value < least:
+            raise InputError(f"--{name} {value} must be {least} or more")
+    if options.eod_id is not None and not 0 <= options.eod_id < 2**31:
+        raise InputError(f"--eod-id {options.eod_id} is no token: give one from 0 up")
+    if not 0 < options.duplicate_threshold <= 1:
+        raise InputError(
+            f"--duplicate-threshold {options.duplicate_threshold} must be above 0 and at most 1 "
+            "(--keep-duplicates leaves out none)"
+        )
+    if options.seq_length * options.instances_per_document >= 2**31:
+        raise InputError(
+            f"--instances-per-document {options.instances_per_document} of --seq-length "
+            f"{options.seq_length} are more tokens than a document can hold; give fewer"
+        )
+    if Path(options.output_prefix).resolve() == Path(options.data_path).resolve():
+        raise InputError(
+            f"--output-prefix {options.output_prefix} is the --data-path: give another name"
+        )
+
+
+def order(options: argparse.Namespace) -> "Summary":
+    """Read, order, write."""
+    # Here, so that --help is answered before torch and Megatron-Core are loaded.
+    from moe_parallel.platform.notices import hush_notices
+
+    hush_notices()
+
+    from moe_parallel.data.similarity.documents import Documents
+    from moe_parallel.data.similarity.neighbours import faiss
+    from moe_parallel.data.similarity.rewrite import Ordering, rewrite
+    from moe_parallel.data.similarity.scratch import scratch
+
+    check(options)
+    faiss()  # told now, not after the embedding
+    documents = Documents(options.data_path, options.eod_id)
+    if len(documents) < 2:
+        raise InputError(f"--data-path {options.data_path} holds one document: nothing to order")
+    ordering = Ordering(
+        neighbours=options.neighbours,
+        build=_index(options, documents),
+        shard=options.shard_size,
+        duplicate_threshold=None if options.keep_duplicates else options.duplicate_threshold,
+        seq_length=options.seq_length,
+        per_document=options.instances_per_document,
+        seed=options.seed,
+    )
+    output = Path(options.output_prefix)
+    embedder = _embedder(options)
+    with scratch(options.work_folder, beside=output) as work:
+        return rewrite(options.data_path, output, documents, embedder, ordering, work, _progress)
+
+
+def _embedder(options: argparse.Namespace) -> "Embedder":
+    if options.encoder is None:
+        from moe_parallel.data.similarity.tf_idf import HashedTfIdf
+
+        return HashedTfIdf(options.embedding_size, orders=options.ngram, seed=options.seed)
+    from moe_parallel.data.similarity.encoder import HuggingFaceEncoder
+    from moe_parallel.data.tokenizer import build_tokenizer
+
+    tokenizer = build_tokenizer(options.tokenizer_type, options.tokenizer_model, options.vocab_size)
+    return HuggingFaceEncoder(options.encoder, tokenizer, options.encoder_batch_size)
+
+
+def _index(options: argparse.Namespace, documents: "Documents") -> "BuildIndex":
+    from moe_parallel.data.similarity.neighbours import ExactIndex, InvertedIndex
+
+    if options.index == "exact" or (options.index == "auto" and len(documents) <= EXACT_UP_TO):
+        return ExactIndex()
+    return InvertedIndex(options.probes, options.seed)
+
+
+@contextmanager
+def _progress(label: str, total: int) -> "Iterator[Advance]":
+    # disable=None: no bar where there is no terminal to draw it on.
+    with tqdm(total=total, desc=label, unit_scale=True, disable=None) as bar:
+        yield bar.update
+
+
+def describe(summary: "Summary", options: argparse.Namespace) -> str:
+    """A few lines for people."""
+    return (
+        f"{summary.documents:,} documents, {summary.neighbours:.1f} neighbours each; "
+        f"{summary.restarts:,} restarts, {summary.duplicates:,} near duplicates left out\n"
+        f"cosine of adjacent documents: {summary.cosine_after:.3f} "
+        f"(in the file {summary.cosine_before:.3f}, in random order {summary.cosine_random:.3f})\n"
+        f"{options.output_prefix}: {summary.instances:,} instances of {options.seq_length:,} "
+        f"tokens in {summary.written:,} documents; {summary.left_out:,} tokens left over"
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    try:
+        options = parse_arguments(arguments)
+        print(describe(order(options), options))
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename or 'writing'}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("error: interrupted; no dataset was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
