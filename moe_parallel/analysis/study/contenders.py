@@ -1,0 +1,193 @@
+"""Who is compared: configurations that share one file and differ in who decides.
+
+The file holds flags as any configuration does. An option that only some systems have goes to those
+contenders that have it, so `lory-segment-length: 64` may stand beside `moe-router-topk: 2`. A key
+`NAME:flag` is for the contender NAME alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_parallel.config.config import (
+    EXPERT_SELECTION,
+    Config,
+    common_options,
+    make_config,
+    selection_options,
+)
+from moe_parallel.config.model import MoEConfig
+from moe_parallel.config.option import as_typed, flag, options
+from moe_parallel.config.run import CheckpointConfig, DataConfig, LoggingConfig
+from moe_parallel.errors import InputError
+
+DENSE = "dense"
+SYSTEMS = (*selection_options(), DENSE)
+
+#: What decides which tokens are read and which are held out: the same for every contender.
+SHARED_BY_ALL = frozenset(
+    {"seq_length", "global_batch_size", "train_iters", "seed"}
+    | {o.name for kind in (DataConfig, CheckpointConfig, LoggingConfig) for o in options(kind)}
+)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")  # names a folder
+_SET_BY_THE_STUDY = ("expert_selection", "save")
+_CANNOT_BE_SET = ("load", "exit_interval")
+_LAYOUT_OF_EXPERTS = {"expert_model_parallel_size", "expert_tensor_parallel_size"}
+
+Options = dict[str, Any]  # raw values by option name; what is not named keeps its default
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One line of the comparison.
+
+    `system`: a word of --expert-selection, or "dense". `overrides`: what --override gave it alone.
+    `options`: everything given to its runs.
+    """
+
+    name: str
+    system: str
+    overrides: Options
+    options: Options
+
+    @property
+    def config(self) -> Config:
+        return make_config(self.options)
+
+    def cell_config(self, seed: int, folder: str) -> Config:
+        """Of the run with this seed that is saved in `folder`."""
+        return make_config(self.options | {"seed": seed, "save": folder})
+
+
+@dataclass(frozen=True)
+class SharedFile:
+    """The content of --config: what all contenders share, and what one of them has alone."""
+
+    shared: Options
+    alone: dict[str, Options]
+
+    @classmethod
+    def from_raw(cls, raw: Mapping[str, Any]) -> SharedFile:
+        """`raw`: as `read_yaml` gives it. Raises InputError for what a study cannot take."""
+        shared: Options = {}
+        alone: dict[str, Options] = {}
+        for key, value in raw.items():
+            contender, colon, option = key.rpartition(":")
+            if colon:
+                _check_override(contender, option)
+                alone.setdefault(contender, {})[option] = value
+            elif key in _CANNOT_BE_SET:
+                raise InputError(f"--config sets {flag(key)}: a study trains whole runs from "
+                                 "their first step; remove the line")  # fmt: skip
+            elif key not in _SET_BY_THE_STUDY:
+                shared[key] = value
+        return cls(shared, alone)
+
+    def contender(self, name: str, system: str, overrides: Options) -> Contender:
+        """Raises InputError, which names the contender, for options that it cannot have."""
+        alone = {**self.alone.get(name, {}), **overrides}
+        try:
+            if system == DENSE:
+                own = _dense_options(self.shared, alone)
+            else:
+                own = self._of_system(system)
+            make_config(own | alone)
+        except InputError as error:
+            raise InputError(f"contender {name}: {error}") from None
+        return Contender(name, system, overrides, own | alone)
+
+    def _of_system(self, system: str) -> Options:
+        """Without the options that only other systems have."""
+        if self.shared.get("num_experts") in (None, "none"):
+            raise InputError("--num-experts is not set: give the experts that are to be chosen")
+        by_system = selection_options()
+        foreign = {name for its_options in by_system.values() for name in its_options}
+        foreign -= by_system[system].keys() | common_options().keys()
+        kept = {name: value for name, value in self.shared.items() if name not in foreign}
+        return {"expert_selection": system, **kept}
+
+
+def parse_overrides(words: Iterable[str]) -> dict[str, Options]:
+    """`NAME:flag=value` of the command line, as {name: options}. Raises InputError."""
+    parsed: dict[str, Options] = {}
+    for word in words:
+        match = re.fullmatch(r"([^:=]+):(?:--)?([^:=]+)=(.*)", word)
+        if match is None:
+            raise InputError(
+                f"--override {as_typed(word)} is not NAME:flag=value, such as topk:lr=1e-3"
+            )
+        contender, option = match[1], match[2].replace("-", "_")
+        _check_override(contender, option)
+        parsed.setdefault(contender, {})[option] = match[3]
+    return parsed
+
+
+def choose_contenders(
+    words: Sequence[str], file: SharedFile, overrides: Mapping[str, Options]
+) -> list[Contender]:
+    """The contenders that --selections names: a system, or NAME=SYSTEM for a variant of one."""
+    chosen: dict[str, Contender] = {}
+    for word in words:
+        name, _, system = word.partition("=")
+        system = system or name
+        if system not in SYSTEMS:
+            raise InputError(
+                f"--selections names {as_typed(word)}: there are {', '.join(SYSTEMS)}, and "
+                "NAME=SYSTEM for a variant of one"
+            )
+        if not _NAME.fullmatch(name):
+            raise InputError(
+                f"--selections names {as_typed(word)}: a name has up to 40 letters, digits, _ . -"
+            )
+        if name in chosen:
+            raise InputError(
+                f"--selections names {name} twice: a variant needs a name of its own "
+                f"({name}2={system})"
+            )
+        chosen[name] = file.contender(name, system, overrides.get(name, {}))
+    for name in overrides.keys() - chosen.keys():
+        raise InputError(f"--override is for {as_typed(name)}, which --selections does not name")
+    for name in file.alone.keys() - chosen.keys() - set(SYSTEMS):
+        raise InputError(f"--config has a line for {as_typed(name)}, which is no contender")
+    return list(chosen.values())
+
+
+def _check_override(contender: str, option: str) -> None:
+    if option in SHARED_BY_ALL or option in (*_CANNOT_BE_SET, EXPERT_SELECTION.name):
+        raise InputError(
+            f"{flag(option)} cannot be set for {as_typed(contender)} alone: all contenders read "
+            "the same tokens and are judged on the same text"
+        )
+
+
+def _dense_options(shared: Options, alone: Options) -> Options:
+    """Without experts, and as wide as the experts that a token meets together."""
+    of_experts = {o.name for o in options(MoEConfig)} | _LAYOUT_OF_EXPERTS
+    of_experts |= {name for its_options in selection_options().values() for name in its_options}
+    of_experts -= {"moe_backend"}
+    kept = {name: value for name, value in shared.items() if name not in of_experts}
+    if "ffn_hidden_size" not in alone:
+        kept["ffn_hidden_size"] = _active_width(shared)
+    return kept
+
+
+def _active_width(shared: Options) -> int:
+    """K experts' width, and the shared expert's where there is one."""
+    known = {name: o for its in selection_options().values() for name, o in its.items()}
+    known |= common_options()
+
+    def value(name: str) -> Any:
+        each = known[name]
+        return each.parse(shared[name]) if name in shared else each.default
+
+    if value("moe_layer_freq") != "1":
+        raise InputError(
+            f"with --moe-layer-freq {value('moe_layer_freq')} no single width stands for the "
+            "experts that a token meets: give it --override NAME:ffn-hidden-size=N"
+        )
+    width = value("moe_ffn_hidden_size") or value("ffn_hidden_size")
+    shared_width = value("moe_shared_expert_intermediate_size") or 0
+    return int(value("moe_router_topk") * width + shared_width)

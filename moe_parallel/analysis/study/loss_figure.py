@@ -1,0 +1,127 @@
+"""Loss curves of a study: mean over seeds, with the band between the lowest and the highest.
+
+Above, the losses of training and of each held-out domain. The systems are close to one another
+beside the fall that all make, so below stands what matters: each loss minus that of the first
+contender with the same seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from moe_parallel.analysis.run_figure import STYLE
+from moe_parallel.analysis.study.figure_style import (
+    BAND_ALPHA,
+    contender_style,
+    new_figure,
+    token_axis,
+)
+from moe_parallel.analysis.study.results import Result, StudyResults
+
+MOST_POINTS = 20  # of a training curve: each the mean of the points that it stands for
+SHOWN_FROM = 0.3  # the part of the run after which losses fill the panel
+
+
+def draw_losses(study: StudyResults) -> Figure:
+    """Columns: training, then the held-out domains."""
+    columns: list[str | None] = [None, *study.domains]
+    rows = 2 if len(study.results) > 1 else 1
+    seeds = f"{len(study.seeds)} seed{'s' if len(study.seeds) > 1 else ''}"
+    with matplotlib.rc_context(STYLE):
+        figure = new_figure(
+            4.4 * len(columns) + 1.6,
+            3.6 * rows + 0.8,
+            f"{study.name}: loss",
+            f"Lines: mean over {seeds}; bands: lowest to highest. "
+            f"Differences are between runs with the same seed.",
+        )
+        panels = figure.subplots(rows, len(columns), sharex=True, squeeze=False)
+        for column, domain in enumerate(columns):
+            _draw_column(list(panels[:, column]), study, domain)
+        lines = panels[0, -1].get_lines()
+        figure.legend(handles=lines, loc="outside right upper", handlelength=3)
+    return figure
+
+
+def _draw_column(panels: Sequence[Axes], study: StudyResults, domain: str | None) -> None:
+    title = "training" if domain is None else f"held out, {domain}"
+    late = []
+    for place, result in enumerate(study.results):
+        tokens_R, losses_SR = _losses(result, list(result.runs), domain)
+        if not len(tokens_R):
+            continue
+        _draw_band(panels[0], tokens_R, losses_SR, place, result.name)
+        late.append(losses_SR[:, tokens_R >= SHOWN_FROM * tokens_R[-1]])
+    panels[0].set(title=title, ylabel="nats per token")
+    if late:
+        lowest = min(np.nanmin(part) for part in late)
+        highest = max(np.nanmax(part) for part in late)
+        margin = 0.05 * (highest - lowest) or 0.1
+        panels[0].set_ylim(lowest - margin, highest + margin)
+    for axes in panels[1:]:
+        _draw_differences(axes, study, domain)
+    token_axis(panels[-1])
+
+
+def _draw_differences(axes: Axes, study: StudyResults, domain: str | None) -> None:
+    reference = study.reference
+    axes.axhline(0, **{**contender_style(0), "marker": ""})
+    late = [0.0]
+    for place, result in enumerate(study.results):
+        seeds = [seed for seed in result.runs if seed in reference.runs]
+        if result is reference or not seeds:
+            continue
+        tokens_R, losses_SR = _losses(result, seeds, domain)
+        other_R, other_SR = _losses(reference, seeds, domain)
+        if tokens_R.tolist() == other_R.tolist() and len(tokens_R):
+            difference_SR = losses_SR - other_SR
+            _draw_band(axes, tokens_R, difference_SR, place, result.name)
+            late += difference_SR[:, tokens_R >= SHOWN_FROM * tokens_R[-1]].ravel().tolist()
+    margin = 0.05 * (np.nanmax(late) - np.nanmin(late)) or 0.1
+    axes.set_ylim(np.nanmin(late) - margin, np.nanmax(late) + margin)
+    axes.set(title=f"minus {reference.name}, same seed", ylabel="nats per token")
+
+
+def _draw_band(
+    axes: Axes, tokens_R: np.ndarray, values_SR: np.ndarray, place: int, name: str
+) -> None:
+    style = contender_style(place)
+    few = len(tokens_R) <= 12
+    axes.plot(
+        tokens_R,
+        values_SR.mean(axis=0),
+        lw=1.4,
+        markersize=4,
+        zorder=3,
+        label=name,
+        **{**style, "marker": style["marker"] if few else ""},
+    )
+    if len(values_SR) > 1:
+        low_R, high_R = values_SR.min(axis=0), values_SR.max(axis=0)
+        axes.fill_between(tokens_R, low_R, high_R, color=style["color"], alpha=BAND_ALPHA, lw=0)
+
+
+def _losses(
+    result: Result, seeds: Sequence[int], domain: str | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens read [R], losses [S, R]) at the points that all these runs have."""
+    curves = [result.runs[seed].history.losses(domain) for seed in seeds]
+    common = sorted(set.intersection(*(set(tokens_R.tolist()) for tokens_R, _ in curves)))
+    at = np.array(common, dtype=np.int64)
+    losses_SR = np.array([loss_R[np.searchsorted(tokens_R, at)] for tokens_R, loss_R in curves])
+    return _thinned(at, losses_SR)
+
+
+def _thinned(tokens_R: np.ndarray, losses_SR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Means of equally many neighbours, so that no curve has more than MOST_POINTS."""
+    pieces = min(MOST_POINTS, len(tokens_R))
+    if pieces == len(tokens_R):
+        return tokens_R, losses_SR
+    places = np.array_split(np.arange(len(tokens_R)), pieces)
+    tokens = np.array([tokens_R[place].mean() for place in places])
+    return tokens, np.stack([losses_SR[:, place].mean(axis=1) for place in places], axis=1)

@@ -1,0 +1,164 @@
+"""What a reader has to know of a study: said by the study itself, from what it recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from moe_parallel.analysis.study.results import Run, StudyResults
+from moe_parallel.config.option import flag
+
+MOST_TOTALS_DIFFER = 0.01
+IDLE_CORES = 0.1  # less work by others than this is not worth a word
+
+
+def notes(study: StudyResults) -> list[str]:
+    """Sentences, the general ones first."""
+    return [
+        _size(study),
+        _parameters(study),
+        *_options(study),
+        *_cautions(study),
+        *_missing(study),
+        *_tokens(study),
+        *_machines(study),
+        *_other_work(study),
+        "Losses are of all held-out tokens that an evaluation reads, the same for every run. The "
+        "end is the last tenth of the logged iterations; Ent_load, Ent_conf and loads are those of "
+        "training there, means over layers; experts per token and I(expert; domain) are of the "
+        "held-out text, domains weighed equally.",
+        "tokens/s is the median of the logged intervals, without the first tenth; evaluations and "
+        "checkpoints are not in it. Peak RSS is the most memory that the largest process of a run "
+        "held at once (of the host, not of a GPU).",
+    ]
+
+
+def total_difference(totals: Iterable[int]) -> float:
+    """(largest - smallest) / smallest."""
+    totals = list(totals)
+    return max(totals) / min(totals) - 1
+
+
+def _size(study: StudyResults) -> str:
+    config = study.reference.contender.config
+    training = config.training
+    tokens = training.train_iters * training.global_batch_size * training.seq_length
+    total = study.reference.parameters.get("total")
+    size = f"{total / 1e6:.2f}M parameters" if total else "models"
+    rate = f" ({tokens / total:.2g} a parameter)" if total else ""
+    runs = _number(len(study.seeds), "seed", "seeds")
+    return (
+        f"{size}, {tokens:,} tokens{rate}, {runs}: what holds here need not hold at another size "
+        "or later in training, and a difference within the spread over seeds is none. A seed sets "
+        "the initial weights and the order of the text; contenders share that order, and the "
+        "spread has both."
+    )
+
+
+def _parameters(study: StudyResults) -> str:
+    totals = [r.parameters["total"] for r in study.results if not r.is_dense and r.parameters]
+    parts = []
+    if len(totals) > 1:
+        difference = total_difference(totals)
+        equal = "" if difference <= MOST_TOTALS_DIFFER else ": NOT an equal comparison"
+        parts.append(f"Total parameters differ by at most {difference:.2%}{equal}.")
+    if dense := [result.name for result in study.results if result.is_dense]:
+        parts.append(
+            f"{' and '.join(dense)} has no experts: it is as wide as the experts that a token "
+            "meets, so it is equal in active and not in total parameters."
+        )
+    parts.append(
+        "Of the two readings of active parameters, the second adds what computes for every token "
+        "although few experts are chosen."
+    )
+    return " ".join(parts)
+
+
+def _options(study: StudyResults) -> list[str]:
+    told = []
+    for result in study.results:
+        shared = study.reference.contender.options
+        own = {
+            name: value
+            for name, value in result.contender.options.items()
+            if name in result.contender.overrides or (name in shared and shared[name] != value)
+        }
+        own.pop("expert_selection", None)
+        if own and not result.is_dense:
+            words = " ".join(f"`{flag(name)} {value}`" for name, value in own.items())
+            told.append(f"{result.name}: {words}")
+    text = "Every contender has the options of the study's file"
+    if told:
+        return [f"{text}; different for {'; '.join(told)}."]
+    return [f"{text}; none was tuned by itself, the learning rate among them."]
+
+
+def _cautions(study: StudyResults) -> list[str]:
+    by_text: dict[str, list[str]] = {}
+    for result in study.results:
+        if result.caution is not None:
+            by_text.setdefault(result.caution, []).append(result.name)
+    return [f"{', '.join(names)}: {text}." for text, names in by_text.items()]
+
+
+def _missing(study: StudyResults) -> list[str]:
+    if not study.missing:
+        return []
+    runs = ", ".join(f"{cell.contender} (seed {cell.seed})" for cell in study.missing)
+    return [f"Not finished, and not in the tables: {runs}."]
+
+
+def _tokens(study: StudyResults) -> list[str]:
+    read = {run.measures["consumed_tokens"] for run in _runs(study)}
+    if len(read) == 1:
+        return []
+    return [f"Runs read between {min(read):,} and {max(read):,} tokens: NOT an equal comparison."]
+
+
+def _machines(study: StudyResults) -> list[str]:
+    """Where and with what; more than one is a reason to distrust the speeds."""
+    found: dict[str, int] = {}
+    for attempt in _attempts(study):
+        versions = [f"{name} {version}" for name, version in attempt["software"].items()]
+        text = f"{attempt['machine']}; {', '.join(versions)}"
+        found[text] = found.get(text, 0) + 1
+    how = (
+        f"{_number(study.processes, 'process', 'processes')} a run, "
+        f"{_number(study.threads, 'thread', 'threads')} each, one run at a time"
+    )
+    if len(found) > 1:
+        told = "; ".join(f"{text} ({count} starts)" for text, count in found.items())
+        return [f"More than one machine or version, so speeds do not compare: {told}. {how}."]
+    return [f"{'; '.join([*found, how])}."]
+
+
+def _other_work(study: StudyResults) -> list[str]:
+    attempts = _attempts(study)
+    if not attempts:
+        return []
+    loads = [attempt["load_average"] for attempt in attempts]
+    others = [attempt["other_cores"] for attempt in attempts]
+    text = f"Load average when the first run began: {loads[0]:.2f}."
+    if max(others) > IDLE_CORES:
+        mean = sum(others) / len(others)
+        text += (
+            f" Other work took {mean:.2f} cores on average and {max(others):.2f} during one run: "
+            "speeds suffered from it, losses did not."
+        )
+    else:
+        text += f" Other work took at most {max(others):.2f} cores during a run."
+    return [text]
+
+
+def _attempts(study: StudyResults) -> list[dict[str, Any]]:
+    """Of all finished runs, by the time at which they began."""
+    attempts = [attempt for run in _runs(study) for attempt in run.attempts]
+    return sorted(attempts, key=lambda attempt: str(attempt["started"]))
+
+
+def _runs(study: StudyResults) -> list[Run]:
+    return [run for result in study.results for run in result.runs.values()]
+
+
+def _number(count: int, one: str, several: str) -> str:
+    return f"{count} {one if count == 1 else several}"

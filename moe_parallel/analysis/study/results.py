@@ -1,0 +1,110 @@
+"""What the finished runs of a study measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from moe_parallel.analysis.study.contenders import DENSE, Contender
+from moe_parallel.analysis.study.folder import Cell, StudyFolder
+from moe_parallel.analysis.study.history import CellHistory
+from moe_parallel.analysis.study.measures import Measures, Spread, measures, spreads
+from moe_parallel.errors import InputError
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run. `measures`: see `measures.py`, and peak_rss_bytes where it was watched."""
+
+    seed: int
+    history: CellHistory
+    measures: Measures
+    attempts: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, cell: Cell) -> Run:
+        history, attempts = CellHistory.from_records(cell.records()), cell.attempts()
+        numbers = measures(history)
+        if attempts:
+            numbers["peak_rss_bytes"] = max(attempt["peak_rss_bytes"] for attempt in attempts)
+        return cls(cell.seed, history, numbers, attempts)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a contender reached. `parameters`: total, active and active_compute."""
+
+    contender: Contender
+    parameters: dict[str, Any]
+    runs: dict[int, Run]  # by seed
+
+    @property
+    def name(self) -> str:
+        return self.contender.name
+
+    @property
+    def is_dense(self) -> bool:
+        return self.contender.system == DENSE
+
+    @property
+    def caution(self) -> str | None:
+        """What a reader has to know of this system's loss."""
+        return None if self.is_dense else self.contender.config.selection.caution
+
+    @cached_property
+    def measures(self) -> dict[int, Measures]:
+        return {seed: run.measures for seed, run in self.runs.items()}
+
+    @cached_property
+    def spreads(self) -> dict[str, Spread]:
+        return spreads(list(self.measures.values()))
+
+    @property
+    def first(self) -> CellHistory:
+        """The run with the first seed, where a picture can show one run only."""
+        return next(iter(self.runs.values())).history
+
+
+@dataclass(frozen=True)
+class StudyResults:
+    """`results`: of the contenders with a finished run; `missing`: runs that are not finished."""
+
+    name: str
+    results: list[Result]
+    missing: list[Cell]
+    seeds: list[int]
+    processes: int
+    threads: int
+
+    @classmethod
+    def read(cls, folder: StudyFolder) -> StudyResults:
+        """Raises InputError where there is no study, or no finished run."""
+        manifest = folder.manifest()
+        if manifest is None:
+            raise InputError(f"{folder.path} holds no study: name the folder of --output")
+        cells = list(folder.cells(list(manifest.contenders), manifest.seeds))
+        finished = [cell for cell in cells if cell.is_finished(manifest.train_iters)]
+        if not finished:
+            raise InputError(f"{folder.path} has no finished run yet: let the study train one")
+        runs: dict[str, dict[int, Run]] = {}
+        for cell in finished:
+            runs.setdefault(cell.contender, {})[cell.seed] = Run.read(cell)
+        results = [
+            Result(contender, manifest.parameters.get(name, {}), runs[name])
+            for name, contender in manifest.contenders.items()
+            if name in runs
+        ]
+        missing = [cell for cell in cells if cell not in finished]
+        seeds, processes = manifest.seeds, manifest.processes
+        return cls(folder.name, results, missing, seeds, processes, manifest.threads)
+
+    @property
+    def reference(self) -> Result:
+        """The contender that differences are taken from: the first."""
+        return self.results[0]
+
+    @property
+    def domains(self) -> list[str]:
+        """Of the held-out text."""
+        return list(self.reference.first.final)

@@ -1,0 +1,227 @@
+"""The results of a study as tables: Markdown to read, CSV and JSON to compute with."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from moe_parallel.analysis.study.measures import Spread, paired_differences
+from moe_parallel.analysis.study.notes import notes
+from moe_parallel.analysis.study.results import Result, StudyResults
+
+PARAMETERS = {
+    "total": "parameters",
+    "active": "active",
+    "active_compute": "active, all that computes",
+}
+NONE = "–"
+MINUS = "−"
+MARK = " †"
+
+Row = Sequence[str]
+
+
+def markdown(study: StudyResults) -> str:
+    """The report as a page."""
+    runs = f"{len(study.seeds)} seed{'s' if len(study.seeds) > 1 else ''}"
+    parts = [
+        f"# {study.name}\n",
+        f"Mean ± standard deviation over {runs} (lowest to highest); {NONE}: the system does not "
+        "have it.\n",
+        "## Held-out text\n",
+        _held_out(study),
+        *_differences(study),
+        "## Size and speed\n",
+        _costs(study),
+        "## Routing\n",
+        _routing(study),
+        "## What was compared, and what this cannot show\n",
+        "\n".join(f"- {note}" for note in notes(study)) + "\n",
+    ]
+    return "\n".join(parts)
+
+
+def parameter_table(parameters: Mapping[str, Mapping[str, Any]]) -> str:
+    """Of contenders by name, for a terminal."""
+    columns = list(PARAMETERS.values())
+    width = max(map(len, parameters))
+    rows = [f"{'':<{width}}  " + "  ".join(f"{column:>12}" for column in columns)]
+    for name, counts in parameters.items():
+        numbers = zip(PARAMETERS, columns, strict=True)
+        cells = [f"{_count(counts.get(key)):>{max(12, len(title))}}" for key, title in numbers]
+        rows.append(f"{name:<{width}}  " + "  ".join(cells))
+    return "\n".join(rows)
+
+
+def contender_csv(study: StudyResults) -> str:
+    """A row for each contender; of each measure the mean, _sd, _min and _max over its runs."""
+    rows = []
+    for result in study.results:
+        row: dict[str, Any] = {"contender": result.name, "system": result.contender.system}
+        row |= {f"parameters_{key}": result.parameters.get(key) for key in PARAMETERS}
+        row["runs"] = len(result.runs)
+        for name, spread in result.spreads.items():
+            row |= {name: spread.mean, f"{name}_sd": spread.deviation}
+            row |= {f"{name}_min": spread.low, f"{name}_max": spread.high}
+        rows.append(row)
+    return _csv(rows)
+
+
+def cell_csv(study: StudyResults) -> str:
+    """A row for each finished run."""
+    return _csv(
+        {"contender": result.name, "seed": seed, **numbers}
+        for result in study.results
+        for seed, numbers in result.measures.items()
+    )
+
+
+def as_json(study: StudyResults) -> str:
+    """Everything in the tables, and each run."""
+    contenders = {
+        result.name: {
+            "system": result.contender.system,
+            "options": result.contender.options,
+            "parameters": result.parameters,
+            "measures": {k: dataclasses.asdict(spread) for k, spread in result.spreads.items()},
+            f"minus_{study.reference.name}": {
+                measure: dataclasses.asdict(difference)
+                for measure in result.spreads
+                if (difference := _minus_reference(study, result, measure)) is not None
+            },
+            "runs": {
+                seed: {"measures": run.measures, "attempts": run.attempts}
+                for seed, run in result.runs.items()
+            },
+        }
+        for result in study.results
+    }
+    content = {"study": study.name, "contenders": contenders, "notes": notes(study)}
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+
+def _held_out(study: StudyResults) -> str:
+    """A column for each loss of each domain: what every system gives, then what some add."""
+    columns = dict.fromkeys(
+        f"{domain}/{measure}" for measure in ("loss", "bits_per_byte") for domain in study.domains
+    )
+    told = [name for result in study.results for name in result.spreads]
+    columns |= dict.fromkeys(name for name in told if name.split("/")[0] in study.domains)
+    columns = {name: None for name in columns if name in told}
+    heads = [_held_out_title(name) for name in columns]
+    rows = [
+        [
+            result.name + (MARK if result.caution else ""),
+            *(_with_range(result.spreads.get(name), 3) for name in columns),
+        ]
+        for result in study.results
+    ]
+    text = _table(["", *heads], rows)
+    if any(result.caution for result in study.results):
+        text += (
+            f"\n{MARK.strip()} Read what stands below of this system before comparing its loss.\n"
+        )
+    return text
+
+
+def _held_out_title(name: str) -> str:
+    domain, _, measure = name.rpartition("/")
+    units = {"loss": "nats/token", "bits_per_byte": "bits/byte"}
+    return f"{domain}, {units.get(measure, measure.replace('_', ' '))}"
+
+
+def _differences(study: StudyResults) -> list[str]:
+    if len(study.results) < 2:
+        return []
+    columns = [f"{domain}/loss" for domain in study.domains]
+    rows = []
+    for result in study.results[1:]:
+        differences = [_minus_reference(study, result, name) for name in columns]
+        rows.append([result.name, *(_with_range(each, 3, sign="+") for each in differences)])
+    title = f"## Loss minus that of {study.reference.name} with the same seed\n"
+    return [title, _table(["", *map(_held_out_title, columns)], rows)]
+
+
+def _minus_reference(study: StudyResults, result: Result, measure: str) -> Spread | None:
+    return paired_differences(result.measures, study.reference.measures, measure)
+
+
+def _costs(study: StudyResults) -> str:
+    heads = ["experts per token", "choices dropped", "tokens/s", "peak RSS, MiB"]
+
+    def cells(result: Result) -> Row:
+        of = result.spreads.get
+        return [
+            *(_count(result.parameters.get(key)) for key in PARAMETERS),
+            _plain(of("experts_per_token"), lambda value: f"{value:.2f}"),
+            _plain(of("dropped_share"), lambda value: f"{value:.2%}"),
+            _plain(of("tokens_per_second"), lambda value: f"{value:,.0f}"),
+            _plain(of("peak_rss_bytes"), lambda value: f"{value / 2**20:,.0f}"),
+        ]
+
+    rows = [[result.name, *cells(result)] for result in study.results]
+    return _table(["", *PARAMETERS.values(), *heads], rows)
+
+
+def _routing(study: StudyResults) -> str:
+    columns = {
+        "ent_load": "Ent_load, nats",
+        "ent_conf": "Ent_conf, nats",
+        "max_minus_min_load_sum": "max − min load, summed over layers",
+        "mutual_information": "I(expert; domain), nats",
+        "utilisation": "utilisation",
+    }
+    experts = {r.contender.config.moe.num_experts for r in study.results if not r.is_dense}
+    ceilings = [f"ln {n} = {math.log(n):.3f}" for n in sorted(filter(None, experts))]
+    rows = [
+        [result.name, *(_plain(result.spreads.get(name), "{:.3f}".format) for name in columns)]
+        for result in study.results
+    ]
+    limit = f"The entropies are at most {' or '.join(ceilings)}.\n" if ceilings else ""
+    return _table(["", *columns.values()], rows) + ("\n" + limit if limit else "")
+
+
+def _with_range(spread: Spread | None, places: int, sign: str = "") -> str:
+    def number(value: float) -> str:
+        rounded = round(value, places) + 0.0  # never -0.000
+        return f"{rounded:{sign}.{places}f}".replace("-", MINUS)
+
+    if spread is None:
+        return NONE
+    if spread.deviation is None:
+        return number(spread.mean)
+    low, high = number(spread.low), number(spread.high)
+    return f"{number(spread.mean)} ± {spread.deviation:.{places}f} ({low} to {high})"
+
+
+def _plain(spread: Spread | None, shown: Callable[[float], str]) -> str:
+    if spread is None:
+        return NONE
+    if spread.deviation is None:
+        return shown(spread.mean)
+    return f"{shown(spread.mean)} ± {shown(spread.deviation)}"
+
+
+def _count(number: Any) -> str:
+    return NONE if number is None else f"{number:,}"
+
+
+def _table(heads: Row, rows: Sequence[Row]) -> str:
+    rule = ["---", *["---:"] * (len(heads) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [heads, rule, *rows]) + "\n"
+
+
+def _csv(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The columns of the first row, then those that later rows add."""
+    rows = list(rows)
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

@@ -1,0 +1,88 @@
+"""Who is compared: options of a shared file find the contenders that have them."""
+
+import pytest
+
+from moe_parallel.analysis.study.contenders import SharedFile, choose_contenders, parse_overrides
+from moe_parallel.config import AoESelection, TopKSelection
+from moe_parallel.errors import InputError
+from tests.analysis.study_folder import SHARED
+
+
+def choose(words, overrides=(), **shared):
+    file = SharedFile.from_raw({**SHARED, **shared})
+    return {c.name: c for c in choose_contenders(words, file, parse_overrides(overrides))}
+
+
+def test_an_option_that_one_system_has_goes_to_it_alone():
+    chosen = choose(["topk", "aoe"], moe_router_topk=1)
+    topk, aoe = chosen["topk"].config, chosen["aoe"].config
+    assert isinstance(topk.selection, TopKSelection) and isinstance(aoe.selection, AoESelection)
+    assert (topk.selection.moe_router_topk, aoe.selection.moe_router_topk) == (1, 1)
+    assert aoe.selection.aoe_low_rank_size == 8
+    assert "aoe_low_rank_size" not in chosen["topk"].options
+    assert topk.model == aoe.model and topk.training == aoe.training
+
+
+def test_a_variant_has_a_name_and_options_of_its_own():
+    chosen = choose(
+        ["topk", "switch=topk"],
+        ["switch:moe-router-topk=1", "switch:lr=1e-3"],
+        **{"switch:moe_aux_loss_coeff": 0.1},
+    )
+    switch = chosen["switch"]
+    assert switch.system == "topk"
+    assert switch.config.selection == TopKSelection(moe_router_topk=1, moe_aux_loss_coeff=0.1)
+    assert switch.config.optimizer.lr == 1e-3
+    assert switch.overrides == {"moe_router_topk": "1", "lr": "1e-3"}
+    assert chosen["topk"].config.selection == TopKSelection()
+
+
+def test_a_flag_wins_over_the_file():
+    chosen = choose(["topk"], ["topk:lr=1e-3"], **{"topk:lr": 0.5})
+    assert chosen["topk"].config.optimizer.lr == 1e-3
+
+
+def test_what_the_file_says_of_contenders_that_are_not_asked_for_is_left_alone():
+    assert list(choose(["topk"], **{"aoe:lr": 0.5})) == ["topk"]
+
+
+def test_the_dense_contender_is_as_wide_as_the_experts_of_a_token():
+    dense = choose(["dense"], moe_router_topk=3, moe_expert_capacity_factor=2.0)["dense"].config
+    assert dense.moe.num_experts is None
+    assert dense.model.ffn_hidden_size == 3 * 32
+    shared = choose(["dense"], moe_router_topk=2, moe_shared_expert_intermediate_size=48)
+    assert shared["dense"].config.model.ffn_hidden_size == 2 * 32 + 48
+    own = choose(["dense"], ["dense:ffn-hidden-size=40"])["dense"].config
+    assert own.model.ffn_hidden_size == 40
+
+
+def test_a_cell_has_its_seed_and_folder():
+    config = choose(["topk"], seed=5)["topk"].cell_config(7, "some/folder")
+    assert (config.training.seed, config.checkpoint.save) == (7, "some/folder")
+
+
+@pytest.mark.parametrize(
+    ("words", "overrides", "shared", "message"),
+    [
+        (["topq"], [], {}, "--selections names topq: there are topk, .*dense"),
+        ([""], [], {}, "--selections names"),
+        (["a/b=topk"], [], {}, "a name has up to 40"),
+        (["topk", "topk"], [], {}, "names topk twice: .*topk2=topk"),
+        (["topk"], ["aoe:lr=1"], {}, "--override is for aoe, which --selections does not name"),
+        (["topk"], ["topk:lr"], {}, "--override topk:lr is not NAME:flag=value"),
+        (["topk"], ["topk:aoe-gate=all"], {}, "contender topk: --aoe-gate belongs to .*aoe"),
+        (["topk"], ["topk:lrr=1"], {}, "contender topk: --lrr is no flag.*--lr"),
+        (["topk"], ["topk:lr=high"], {}, "contender topk: --lr is 'high': it takes"),
+        (["topk"], ["topk:train-iters=9"], {}, "--train-iters cannot be set for topk alone"),
+        (["topk"], [], {"topk:data_path": "x"}, "--data-path cannot be set for topk alone"),
+        (["topk"], [], {"topq:lr": 1}, "--config has a line for topq, which is no contender"),
+        (["topk"], [], {"load": "runs/x"}, "--config sets --load"),
+        (["topk"], [], {"num_experts": None}, "contender topk: --num-experts is not set"),
+        (["topk"], [], {"num_layer": 2}, "contender topk: --num-layer is no flag"),
+        (["dense"], [], {"moe_layer_freq": 2}, "contender dense: .*--moe-layer-freq 2"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_one_line(words, overrides, shared, message):
+    with pytest.raises(InputError, match=message) as refused:
+        choose(words, overrides, **shared)
+    assert "\n" not in str(refused.value)

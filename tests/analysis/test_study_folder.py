@@ -1,0 +1,102 @@
+"""The folder of a study: what is finished, and that nothing else is mixed into it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moe_parallel.analysis.study.contenders import SharedFile, choose_contenders, parse_overrides
+from moe_parallel.analysis.study.folder import Manifest, StudyFolder
+from moe_parallel.errors import InputError
+from tests.analysis.study_folder import SHARED, make_study
+
+
+def asked(words, seeds=(1, 2), overrides=(), **shared) -> tuple[Manifest, SharedFile]:
+    file = SharedFile.from_raw({**SHARED, **shared})
+    chosen = choose_contenders(words, file, parse_overrides(overrides))
+    return Manifest({c.name: c for c in chosen}, list(seeds), 1, 2, {}), file
+
+
+def test_the_manifest_is_read_back_as_it_was_written(tmp_path: Path):
+    study = make_study(tmp_path / "study", ["topk", "dense"], overrides={"topk": {"lr": "1e-3"}})
+    manifest = study.manifest()
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    assert manifest.contenders["topk"].config.optimizer.lr == 1e-3
+    assert (manifest.seeds, manifest.train_iters) == ([1, 2], 40)
+
+
+def test_cells_go_seed_by_seed(tmp_path: Path):
+    cells = StudyFolder(tmp_path).cells(["a", "b"], [1, 2])
+    assert [(c.contender, c.seed) for c in cells] == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "finished"),
+    [
+        (None, False),
+        ([{"iteration": 40, "lm_loss": 1.0}], False),
+        ([{"iteration": 20, "validation": {}}], False),
+        ([{"iteration": 40, "validation": {}}], True),
+        ([{"iteration": 40, "validation": {}}, '{"iteration": 4'], True),
+    ],
+    ids=["not begun", "not evaluated", "half way", "evaluated", "torn line"],
+)
+def test_a_run_is_finished_by_its_last_evaluation(tmp_path: Path, lines, finished):
+    cell = StudyFolder(tmp_path).cell("topk", 1)
+    cell.folder.mkdir(parents=True)
+    if lines is not None:
+        text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+        (cell.folder / "metrics.jsonl").write_text(text)
+    assert cell.is_finished(40) is finished
+
+
+def test_systems_and_seeds_may_be_added(tmp_path: Path):
+    earlier = make_study(tmp_path / "study", ["topk", "aoe"]).manifest()
+    now, file = asked(["dense", "topk"], seeds=(1, 2, 3))
+    joined = now.joined_to(earlier, file)
+    assert list(joined.contenders) == ["topk", "aoe", "dense"]
+    assert joined.seeds == [1, 2, 3]
+    assert joined.parameters == earlier.parameters
+
+
+def test_numbers_are_the_same_however_they_are_written(tmp_path: Path):
+    earlier = make_study(tmp_path / "study", ["topk"], shared={"lr": "1e-3"}).manifest()
+    now, file = asked(["topk"], lr=0.001)
+    assert list(now.joined_to(earlier, file).contenders) == ["topk"]
+
+
+@pytest.mark.parametrize(
+    ("words", "overrides", "shared", "message"),
+    [
+        (["topk"], [], {"lr": 0.5}, "a study of topk with --lr 0.0003, and now it is 0.5"),
+        (["topk"], ["topk:lr=0.5"], {}, "topk with --lr 0.0003, and now it is 0.5"),
+        (["topk=aoe"], [], {}, "a study of topk = 'topk', and now it is 'aoe'"),
+        # Of a contender that this command does not even train.
+        (["dense"], [], {"moe_aux_loss_coeff": 0.5}, "topk with --moe-aux-loss-coeff 0.01"),
+    ],
+)
+def test_another_study_in_the_folder_is_refused(tmp_path, words, overrides, shared, message):
+    earlier = make_study(tmp_path / "study", ["topk"]).manifest()
+    now, file = asked(words, overrides=overrides, **shared)
+    with pytest.raises(InputError, match=message):
+        now.joined_to(earlier, file)
+
+
+def test_another_number_of_processes_is_another_study(tmp_path: Path):
+    earlier = make_study(tmp_path / "study", ["topk"]).manifest()
+    now, file = asked(["topk"])
+    with pytest.raises(InputError, match="a study of processes 1, and now it is 2"):
+        replace(now, processes=2).joined_to(earlier, file)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path):
+    assert StudyFolder(tmp_path / "new").manifest() is None
+    (tmp_path / ".lock").touch()
+    assert StudyFolder(tmp_path).manifest() is None
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(InputError, match="holds files, but no study.json: name a new folder"):
+        StudyFolder(tmp_path).manifest()
+    (tmp_path / "study.json").write_text("{}")
+    with pytest.raises(InputError, match="study.json cannot be read"):
+        StudyFolder(tmp_path).manifest()

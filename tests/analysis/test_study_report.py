@@ -1,0 +1,262 @@
+"""The tables and pictures of a study, from runs that never happened."""
+
+import csv
+import io
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from moe_parallel.analysis.study.folder import StudyFolder
+from moe_parallel.analysis.study.loss_figure import draw_losses
+from moe_parallel.analysis.study.notes import notes
+from moe_parallel.analysis.study.report import write_report
+from moe_parallel.analysis.study.results import StudyResults
+from moe_parallel.analysis.study.routing_figures import (
+    draw_domain_weights,
+    draw_experts_per_token,
+    draw_loads,
+    draw_norms,
+)
+from moe_parallel.analysis.study.table import markdown
+from moe_parallel.errors import InputError
+from tests.analysis.study_folder import TOKENS, layer, make_study, plausible_records, write_cell
+
+KINDS = {
+    "topk": "fixed",
+    "aoe": "norms",
+    "top_p": "dynamic",
+    "lory": "merged",
+    "dense": "dense",
+}
+
+
+def short_run(loss: float, speed: float, tokens: int = 40 * TOKENS, dropped: int = 0):
+    """Two logged iterations and an evaluation, of one layer with two experts."""
+    layers = [layer(1, [30, 10], tokens_dropped=dropped, experts_per_token=2.0)]
+    place = {"iteration": 40, "consumed_tokens": tokens}
+    measured = {"lm_loss": loss, "tokens_per_second": speed, "layers": layers}
+    text = {"loss": loss, "bits_per_byte": loss / 2, "layers": layers}
+    return [
+        {**measured, "iteration": 20, "consumed_tokens": tokens // 2, "tokens_per_second": 1.0},
+        {**measured, **place},
+        {**place, "validation": {"prose": text}},
+    ]
+
+
+@pytest.fixture
+def two_by_two(tmp_path: Path) -> StudyFolder:
+    parameters = {"aoe": {"total": 1008, "active": 610, "active_compute": 720}}
+    study = make_study(tmp_path / "first", ["topk", "aoe"], parameters=parameters)
+    for name, seed, loss, speed in (
+        ("topk", 1, 4.0, 1000.0),
+        ("topk", 2, 4.4, 1200.0),
+        ("aoe", 1, 3.9, 900.0),
+        ("aoe", 2, 4.5, 900.0),
+    ):
+        write_cell(study.cell(name, seed), short_run(loss, speed, dropped=4 if seed == 1 else 0))
+    return study
+
+
+def rows(page: str, title: str) -> dict[str, list[str]]:
+    """The table under a title: {first cell: the others}; the head under ""."""
+    lines = page.split(f"## {title}\n")[1].split("\n## ")[0].splitlines()
+    cells = [[c.strip() for c in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    return {first: others for first, *others in cells if first != "---"}
+
+
+def test_the_page_of_two_systems_and_two_seeds(two_by_two: StudyFolder):
+    page = markdown(StudyResults.read(two_by_two))
+    # Sample deviations of two values: |a - b| / sqrt(2), so .4 -> .283 and .6 -> .424.
+    assert rows(page, "Held-out text") == {
+        "": ["prose, nats/token", "prose, bits/byte"],
+        "topk": ["4.200 ± 0.283 (4.000 to 4.400)", "2.100 ± 0.141 (2.000 to 2.200)"],
+        "aoe": ["4.200 ± 0.424 (3.900 to 4.500)", "2.100 ± 0.212 (1.950 to 2.250)"],
+    }
+    # Seed by seed: 3.9 - 4.0 and 4.5 - 4.4.
+    assert rows(page, "Loss minus that of topk with the same seed") == {
+        "": ["prose, nats/token"],
+        "aoe": ["+0.000 ± 0.141 (−0.100 to +0.100)"],
+    }
+    # Of 80 choices 8 were dropped with one seed, none with the other: 5 % on average.
+    costs = rows(page, "Size and speed")
+    assert costs["topk"] == [
+        "1,000", "600", "700", "2.00 ± 0.00", "5.00% ± 7.07%", "1,100 ± 141", "512 ± 0"
+    ]  # fmt: skip
+    assert costs["aoe"][:3] == ["1,008", "610", "720"]
+    entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
+    assert rows(page, "Routing")["aoe"][:4] == [
+        f"{entropy:.3f} ± 0.000", "1.000 ± 0.000", "0.500 ± 0.000", "–"
+    ]  # fmt: skip
+    assert "The entropies are at most ln 4 = 1.386." in page
+
+
+def test_one_seed_has_no_spread(tmp_path: Path):
+    study = make_study(tmp_path / "study", ["topk"], seeds=[1])
+    write_cell(study.cell("topk", 1), short_run(4.0, 1000.0))
+    page = markdown(StudyResults.read(study))
+    assert rows(page, "Held-out text")["topk"] == ["4.000", "2.000"]
+    assert "minus that of" not in page and "over 1 seed (" in page
+
+
+def test_files_for_computing(two_by_two: StudyFolder):
+    write_report(two_by_two)
+    with (two_by_two.path / "table.csv").open() as file:
+        topk, aoe = csv.DictReader(file)
+    assert (topk["contender"], topk["runs"], topk["parameters_total"]) == ("topk", "2", "1000")
+    assert float(topk["prose/loss_sd"]) == pytest.approx(0.4 / math.sqrt(2))
+    assert (float(aoe["prose/loss_min"]), float(aoe["prose/loss_max"])) == (3.9, 4.5)
+    cells = list(csv.DictReader(io.StringIO((two_by_two.path / "cells.csv").read_text())))
+    assert [(c["contender"], c["seed"], float(c["prose/loss"])) for c in cells] == [
+        ("topk", "1", 4.0), ("topk", "2", 4.4), ("aoe", "1", 3.9), ("aoe", "2", 4.5)
+    ]  # fmt: skip
+    whole = json.loads((two_by_two.path / "table.json").read_text())["contenders"]["aoe"]
+    assert whole["minus_topk"]["tokens_per_second"]["mean"] == pytest.approx(-200)
+    assert whole["runs"]["2"]["measures"]["prose/bits_per_byte"] == 2.25
+    assert whole["runs"]["2"]["attempts"][0]["machine"] == "a processor, 2 cores, 8 GiB"
+
+
+def test_notes_of_an_ordinary_study(two_by_two: StudyFolder):
+    said = "\n".join(notes(StudyResults.read(two_by_two)))
+    assert "0.00M parameters, 5,120 tokens (5.1 a parameter), 2 seeds: " in said
+    assert "Total parameters differ by at most 0.80%. " in said
+    assert "options of the study's file; none was tuned by itself" in said
+    assert "Python 3.11.1, torch 2.0; 1 process a run, 2 threads each, one run at a time." in said
+    assert "Load average when the first run began: 0.25. Other work took at most 0.03 " in said
+    for absent in ("NOT an equal", "Not finished", "More than one machine"):
+        assert absent not in said
+
+
+def test_notes_of_a_study_with_flaws(tmp_path: Path):
+    study = make_study(
+        tmp_path / "study",
+        ["topk", "smear", "dense"],
+        overrides={"topk": {"lr": "1e-3"}},
+        parameters={"smear": {"total": 1100, "active": 1100, "active_compute": 1100}},
+    )
+    write_cell(study.cell("topk", 1), short_run(4.0, 1.0), load_average=3.5, other_cores=1.5)
+    write_cell(study.cell("smear", 1), short_run(4.0, 1.0, tokens=4000), machine="another")
+    write_cell(study.cell("dense", 2), short_run(4.0, 1.0))
+    said = "\n".join(notes(StudyResults.read(study)))
+    for sentence in (
+        "Total parameters differ by at most 10.00%: NOT an equal comparison. dense has no experts",
+        "different for topk: `--lr 1e-3`.",
+        "smear: every token sees the mean of its whole sequence",
+        "Not finished, and not in the tables: dense (seed 1), topk (seed 2), smear (seed 2).",
+        "Runs read between 4,000 and 5,120 tokens: NOT an equal comparison.",
+        "More than one machine or version, so speeds do not compare: a processor, 2 cores, 8 GiB; "
+        "Python 3.11.1, torch 2.0 (2 starts); another; ",
+        "Load average when the first run began: 3.50. Other work took 0.52 cores on average and "
+        "1.50 during one run",
+    ):
+        assert sentence in said
+    page = rows(markdown(StudyResults.read(study)), "Held-out text")
+    assert list(page) == ["", "topk", "smear †", "dense"]
+
+
+def test_a_study_without_a_finished_run(tmp_path: Path):
+    with pytest.raises(InputError, match="holds no study"):
+        write_report(StudyFolder(tmp_path))
+    with pytest.raises(InputError, match="has no finished run yet"):
+        write_report(make_study(tmp_path / "study", ["topk"]))
+
+
+@pytest.fixture(scope="module")
+def all_kinds(tmp_path_factory) -> StudyResults:
+    """With a variant that has a name of its own, so that fewer colours than contenders are left."""
+    words = [*KINDS, "variant=aoe", "second=topk"]
+    shape = {"train_iters": 200, "num_layers": 3, "num_experts": 8}
+    study = make_study(tmp_path_factory.mktemp("kinds") / "all kinds", words, shared=shape)
+    for cell in study.cells(list(study.manifest().contenders), [1, 2]):
+        kind = KINDS.get(cell.contender, "norms" if cell.contender == "variant" else "fixed")
+        write_cell(cell, plausible_records(kind, cell.seed))
+    return StudyResults.read(study)
+
+
+def titles(figure: Figure) -> list[str]:
+    return [title for axes in figure.axes if (title := axes.get_title(loc="left"))]
+
+
+def test_loss_curves_are_means_with_a_band_and_differences_from_the_first(all_kinds):
+    figure = draw_losses(all_kinds)
+    assert titles(figure) == [
+        "training", "held out, code", "held out, prose", *["minus topk, same seed"] * 3
+    ]  # fmt: skip
+    code, minus = figure.axes[1], figure.axes[4]
+    lines = {line.get_label(): line for line in code.lines}
+    assert list(lines) == [*KINDS, "variant", "second"]
+    runs = {r.name: [x.history.losses("code")[1] for x in r.runs.values()] for r in
+            all_kinds.results}  # fmt: skip
+    np.testing.assert_allclose(lines["lory"].get_ydata(), np.mean(runs["lory"], axis=0))
+    dense = next(line for line in minus.lines if line.get_label() == "dense")
+    expected = np.mean(np.subtract(runs["dense"], runs["topk"]), axis=0)
+    np.testing.assert_allclose(dense.get_ydata(), expected, atol=1e-12)
+    styles = {(line.get_color(), line.get_linestyle()) for line in code.lines}
+    assert len(styles) == len(lines)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(lines)
+
+
+def test_load_maps_of_the_systems_with_experts(all_kinds):
+    figure = draw_loads(all_kinds)
+    names = [title.splitlines()[0] for title in titles(figure)]
+    assert names == [name for name in [*KINDS, "variant", "second"] if name != "dense"]
+    (image,) = figure.axes[0].images
+    np.testing.assert_allclose(np.asarray(image.get_array()).mean(axis=1), 1)
+    assert titles(figure)[0].splitlines()[1].startswith("Ent_load 2.0")
+
+
+def test_norm_traces_of_the_systems_with_norms(all_kinds):
+    figure = draw_norms(all_kinds)
+    assert titles(figure) == ["aoe", "variant"]
+    assert len(figure.axes[0].lines) == 3 * 8
+    assert len({line.get_color() if isinstance(line.get_color(), str) else tuple(line.get_color())
+                for line in figure.axes[0].lines}) == 3  # fmt: skip
+
+
+def test_experts_per_token_where_they_vary(all_kinds):
+    figure = draw_experts_per_token(all_kinds)
+    code, prose = figure.axes
+    labels = [line.get_label() for line in code.lines]
+    assert labels[0] == "top_p"
+    assert [label.splitlines()[0] for label in labels[1:]] == ["always 2:", "always 1:"]
+    np.testing.assert_allclose(code.lines[0].get_ydata(), [2.2, 2.7, 3.2])
+    np.testing.assert_allclose(prose.lines[0].get_ydata(), [1.8, 2.3, 2.8])
+
+
+def test_routing_weights_of_merged_systems(all_kinds):
+    figure = draw_domain_weights(all_kinds)
+    assert titles(figure) == [f"lory, layer {number}" for number in (1, 2, 3)]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["code", "prose"]
+    weights = all_kinds.results[3].first.held_out("routing_weight_per_expert")
+    heights = [bar.get_height() for bar in figure.axes[1].patches]
+    np.testing.assert_allclose(heights, [*weights["code"][1], *weights["prose"][1]])
+
+
+def test_pictures_that_show_nothing_are_not_drawn(tmp_path: Path):
+    study = make_study(tmp_path / "study", ["dense"], seeds=[1], shared={"train_iters": 200})
+    write_cell(study.cell("dense", 1), plausible_records("dense", 1))
+    (study.path / "figures").mkdir()
+    (study.path / "figures" / "norms.png").write_text("of an earlier report")
+    page = write_report(study).read_text()
+    assert [p.name for p in (study.path / "figures").iterdir()] == ["loss.png"]
+    assert page.endswith("\n![loss](figures/loss.png)\n")
+    assert "–" in rows(page, "Routing")["dense"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "logged"), [(1, 2, 4), (12, 20, 12), (2, 1, 100)]
+)  # fmt: skip
+def test_any_shape_is_drawn(tmp_path: Path, layers: int, experts: int, logged: int):
+    study = make_study(tmp_path / "study", list(KINDS), seeds=[1], shared={"train_iters": logged})
+    for cell in study.cells(list(KINDS), [1]):
+        records = plausible_records(
+            KINDS[cell.contender], 1, layers=layers, experts=experts, logged=logged, every=1
+        )
+        write_cell(cell, records)
+    write_report(study)
+    pictures = {path.name: path.read_bytes() for path in (study.path / "figures").iterdir()}
+    assert len(pictures) == 5
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures.values())

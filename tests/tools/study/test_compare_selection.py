@@ -1,0 +1,314 @@
+"""The tool that trains a study: what it trains, what it skips, what it refuses, how it ends."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from moe_parallel.analysis.study import report
+from moe_parallel.analysis.study.folder import Cell, StudyFolder
+from moe_parallel.config import Config, read_yaml
+from tests.analysis.study_folder import ATTEMPT, layer
+from tests.program import SMALL, flags, small_data
+
+ROOT = Path(__file__).resolve().parents[3]
+TOOL = ROOT / "tools" / "study" / "compare_selection.py"
+
+STUDY = {
+    "num-layers": 2,
+    "num-experts": 4,
+    "moe-ffn-hidden-size": 32,
+    "aoe-low-rank-size": 8,
+    "vocab-size": 300,
+    "train-iters": 40,
+    "seed": 7,
+}
+TOTALS = {"topk": 1000, "aoe": 1009, "dense": 500, "wide": 1011}
+
+
+def study_file(folder: Path, **changes: Any) -> Path:
+    path = folder / "study.yaml"
+    content = {k.replace("_", "-"): v for k, v in {**STUDY, **changes}.items()}
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def evaluation(loss: float) -> list[dict[str, Any]]:
+    """Records of a run that is done."""
+    place = {"iteration": 40, "consumed_tokens": 4000}
+    layers = [layer(1, [1, 1])]
+    return [
+        {**place, "lm_loss": loss, "tokens_per_second": 100.0, "layers": layers},
+        {**place, "validation": {"prose": {"loss": loss, "layers": layers}}},
+    ]
+
+
+class FakeRuns:
+    """In the place of CellRunner: notes what is run, and does what `act` says of it."""
+
+    def __init__(self, act: Callable[[Cell, Any], int]) -> None:
+        self.act = act
+        self.ran: list[tuple[str, int]] = []
+        self.configs: list[Config] = []
+
+    def __call__(self, processes: int, threads: int) -> "FakeRuns":
+        return self
+
+    def run(self, cell: Cell, config: Config, stop: Any) -> int:
+        self.ran.append((cell.contender, cell.seed))
+        self.configs.append(config)
+        cell.folder.mkdir(parents=True, exist_ok=True)
+        cell.output.write_text("what it printed\n")
+        code = self.act(cell, stop)
+        cell.add_attempt(ATTEMPT | {"exit_code": code})
+        return code
+
+
+def finish(cell: Cell, stop: Any = None) -> int:
+    lines = [json.dumps(record) + "\n" for record in evaluation(4.0 + cell.seed / 100)]
+    (cell.folder / "metrics.jsonl").write_text("".join(lines))
+    return 0
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(TOOL.parent)
+    import compare_selection
+
+    def count(contender: Any) -> dict[str, int]:
+        total = TOTALS[contender.name]
+        return {"total": total, "active": total // 2, "active_compute": total // 2}
+
+    monkeypatch.setattr(compare_selection, "count_parameters", count)
+    monkeypatch.setattr(report, "FIGURES", {})  # they are tested by tests/analysis
+    return compare_selection
+
+
+def compare(tool: ModuleType, folder: Path, runs: FakeRuns, *arguments: str, **changes: Any) -> int:
+    tool.CellRunner = runs
+    line = ["--config", str(study_file(folder, **changes)), "--output", str(folder / "study")]
+    return tool.main([*line, *arguments])
+
+
+def test_trains_every_system_with_every_seed_and_reports(tool, tmp_path, capsys):
+    runs = FakeRuns(finish)
+    assert compare(tool, tmp_path, runs, "--selections", "topk,aoe", "--seeds", "2") == 0
+    assert runs.ran == [("topk", 7), ("aoe", 7), ("topk", 8), ("aoe", 8)]
+    assert [config.training.seed for config in runs.configs] == [7, 7, 8, 8]
+    saves = [config.checkpoint.save for config in runs.configs]
+    assert saves[2] == str(tmp_path / "study" / "cells" / "topk" / "seed-8")
+    assert len({config.model for config in runs.configs}) == 1
+    printed = capsys.readouterr().out
+    assert printed.index("topk         1,000") < printed.index("[1/4] topk, seed 7: training")
+    assert "total parameters differ by at most 0.90%" in printed
+    assert "[4/4] aoe, seed 8: loss prose 4.0800; 100 tokens/s" in printed
+    assert printed.rstrip().endswith(f"report: {tmp_path / 'study' / 'table.md'}")
+    assert "| topk | 4.075 ± 0.007 (4.070 to 4.080) |" in (tmp_path / "study/table.md").read_text()
+
+
+def test_goes_on_where_it_stopped_and_takes_more(tool, tmp_path, capsys):
+    def stop_in_the_second(cell: Cell, stop: Any) -> int:
+        if cell.contender == "topk":
+            return finish(cell)
+        stop._note(signal.SIGINT, None)
+        return 75
+
+    first = FakeRuns(stop_in_the_second)
+    assert compare(tool, tmp_path, first, "--selections", "topk,aoe", "--seeds", "2") == 75
+    assert first.ran == [("topk", 7), ("aoe", 7)]
+    captured = capsys.readouterr()
+    assert captured.out.rstrip().endswith("interrupted; the same command goes on from here")
+    assert "failed" not in captured.err
+    assert not (tmp_path / "study" / "table.md").exists()
+
+    again = FakeRuns(finish)
+    assert compare(tool, tmp_path, again, "--selections", "topk,aoe", "--seeds", "2") == 0
+    assert again.ran == [("aoe", 7), ("topk", 8), ("aoe", 8)]
+    assert "1 of 4 runs are finished already" in capsys.readouterr().out
+
+    more = FakeRuns(finish)
+    assert compare(tool, tmp_path, more, "--selections", "dense", "--seeds", "1") == 0
+    assert more.ran == [("dense", 7)]
+    page = (tmp_path / "study" / "table.md").read_text()
+    assert [f"| {name} | 4.0" in page for name in ("topk", "aoe", "dense")] == [True] * 3
+    assert "Not finished, and not in the tables: dense (seed 8)." in page
+
+
+def test_a_failed_run_is_told_and_the_others_go_on(tool, tmp_path, capsys):
+    runs = FakeRuns(lambda cell, stop: 3 if cell.contender == "topk" else finish(cell))
+    assert compare(tool, tmp_path, runs, "--selections", "topk,aoe", "--seeds", "1") == 1
+    assert runs.ran == [("topk", 7), ("aoe", 7)]
+    captured = capsys.readouterr()
+    assert "[1/2] topk, seed 7: failed with exit code 3: what it printed\n" in captured.err
+    last = captured.err.splitlines()[-1]
+    assert re.fullmatch(r"failed: topk, seed 7; see .*/cells/topk/seed-7/output.txt", last)
+    assert "| aoe | 4.070 |" in (tmp_path / "study" / "table.md").read_text()
+
+
+def test_a_run_without_held_out_text_has_failed(tool, tmp_path, capsys):
+    runs = FakeRuns(lambda cell, stop: 0)
+    assert compare(tool, tmp_path, runs, "--selections", "topk", "--seeds", "1") == 1
+    assert "ended without an evaluation: give --config a --split" in capsys.readouterr().err
+
+
+def test_unequal_totals_are_refused_unless_asked_for(tool, tmp_path, capsys):
+    runs = FakeRuns(finish)
+    line = ("--selections", "topk,wide=aoe,dense", "--seeds", "1")
+    assert compare(tool, tmp_path, runs, *line) == 2
+    assert runs.ran == [] and not (tmp_path / "study").exists()
+    (message,) = capsys.readouterr().err.splitlines()
+    assert message == (
+        "compare_selection.py: wide has 1,011 parameters and topk 1,000, 1.1% apart: give them "
+        "equal sizes (--override), or --allow-unequal"
+    )
+    assert compare(tool, tmp_path, runs, *line, "--allow-unequal") == 0
+    assert len(runs.ran) == 3
+
+
+def test_two_commands_in_one_folder(tool, tmp_path, capsys):
+    def second(cell: Cell, stop: Any) -> int:
+        assert compare(tool, tmp_path, FakeRuns(finish), "--selections", "topk") == 2
+        assert "study is at work: wait" in capsys.readouterr().err
+        return finish(cell)
+
+    runs = FakeRuns(second)
+    assert compare(tool, tmp_path, runs, "--selections", "topk", "--seeds", "1") == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "message"),
+    [
+        (["--selections", "topk,topq"], {}, "--selections names topq: there are topk, "),
+        (["--selections", "topk", "--seeds", "0"], {}, "--seeds: 0 is not a number from 1 on"),
+        (["--selections", "topk", "--nproc", "x"], {}, "--nproc: x is not a number from 1 on"),
+        (["--selections", "topk", "--seed", "1"], {}, "unrecognized arguments: --seed 1"),
+        ([], {}, "the following arguments are required: --selections"),
+        (["--selections", "topk"], {"lr": "x"}, "contender topk: --lr is 'x'"),
+        (["--selections", "topk"], {"num_experts": 1}, "topk: --moe-router-topk is 2, above"),
+        (["--selections", "topk"], {"vocab_size": None}, "--config has no vocab-size"),
+        (["--selections", "topk", "--nproc", "3"], {}, "contender topk: --global-batch-size"),
+        (["--selections", "topk", "--output", "."], {}, "--output . holds files, but no study"),
+        (["--selections", "topk", "--config", "no"], {}, "--config no does not exist"),
+    ],
+)
+def test_wrong_input_is_one_line_and_code_2(
+    tool, tmp_path, capsys, monkeypatch, arguments, changes, message
+):
+    runs = FakeRuns(finish)
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    assert compare(tool, tmp_path, runs, *arguments, **changes) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("compare_selection.py: ") and message in line
+    assert runs.ran == []
+
+
+def test_another_study_in_the_folder_is_refused(tool, tmp_path, capsys):
+    line = ("--selections", "topk", "--seeds", "1")
+    assert compare(tool, tmp_path, FakeRuns(finish), *line) == 0
+    runs = FakeRuns(finish)
+    assert compare(tool, tmp_path, runs, *line, lr=0.5) == 2
+    assert runs.ran == []
+    assert "a study of topk with --lr 0.0003, and now it is 0.5" in capsys.readouterr().err
+
+
+def test_the_example_is_a_study_of_equal_totals(tool):
+    """Counted here on paper: an AoE expert of Eq. 5 against a SwiGLU expert, and the router."""
+    from moe_parallel.analysis.study.contenders import SharedFile, choose_contenders
+
+    file = SharedFile.from_raw(read_yaml(ROOT / "examples" / "study.yaml"))
+    topk, aoe, dense = choose_contenders(["topk", "aoe", "dense"], file, {})
+    for contender in (topk, aoe, dense):
+        tool._check_trainable(contender, 1)
+    d, ffn, low, wide = 128, 256, 32, aoe.config.expert_width
+    swiglu, autonomous = 3 * d * ffn, low * d + low * wide + 2 * d * wide
+    assert abs(8 * autonomous / (8 * swiglu + 8 * d) - 1) < 0.01
+    assert dense.config.model.ffn_hidden_size == 2 * ffn
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(TOOL), *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def small_study(folder: Path, **changes: Any) -> list[str]:
+    """The command line of a study of the small model of tests/program.py."""
+    data = {name: str(value) for name, value in small_data(folder).items() if name != "data_path"}
+    data["data_path"] = f"{folder / 'cycle'} {folder / 'noise'}"
+    options = SMALL | {"aoe_low_rank_size": 8, "vocab_size": 320} | data | changes
+    path = folder / "small.yaml"
+    path.write_text(yaml.safe_dump({k.replace("_", "-"): v for k, v in options.items()}))
+    named = {"config": path, "output": folder / "study", "threads": 1}
+    return flags(named)
+
+
+def test_a_study_of_two_systems_and_two_seeds(tmp_path: Path):
+    line = small_study(tmp_path)
+    process = start(tmp_path, *line, "--selections", "topk,aoe", "--seeds", "2")
+    printed, errors = process.communicate(timeout=400)
+    assert process.returncode == 0, errors
+    study = StudyFolder(tmp_path / "study")
+    manifest = study.manifest()
+    totals = {name: counts["total"] for name, counts in manifest.parameters.items()}
+    assert totals["topk"] != totals["aoe"]
+    assert f"topk {totals['topk']:,}" in re.sub(" +", " ", printed)
+    with (study.path / "cells.csv").open() as file:
+        cells = list(csv.DictReader(file))
+    assert [(cell["contender"], cell["seed"]) for cell in cells] == [
+        ("topk", "1234"), ("topk", "1235"), ("aoe", "1234"), ("aoe", "1235")
+    ]  # fmt: skip
+    assert {cell["consumed_tokens"] for cell in cells} == {str(4 * 8 * 32)}
+    assert len({cell["cycle/loss"] for cell in cells}) == 4
+    assert all(float(cell["peak_rss_bytes"]) > 100 * 2**20 for cell in cells)
+    for cell in study.cells(["topk", "aoe"], [1234, 1235]):
+        (attempt,) = cell.attempts()
+        assert attempt["exit_code"] == 0 and attempt["software"]["torch"]
+    page = (study.path / "table.md").read_text()
+    assert "cycle, nats/token" in page and "noise, bits/byte" in page
+    assert {path.name for path in (study.path / "figures").iterdir()} >= {"loss.png", "load.png"}
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path):
+    """The run that is interrupted ends with the losses of one that is not."""
+    line = [*small_study(tmp_path, train_iters=60, lr_warmup_iters=4), "--seeds", "1"]
+    process = start(tmp_path, *line, "--selections", "topk")
+    study = StudyFolder(tmp_path / "study")
+    cell = study.cell("topk", 1234)
+    deadline = time.monotonic() + 200
+    while not cell.records():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=200)
+    assert process.returncode == 75, (printed, errors)
+    assert "stopping: the run saves after its step" in printed
+    assert printed.rstrip().endswith("interrupted; the same command goes on from here")
+    assert not cell.is_finished(60)
+
+    process = start(tmp_path, *line, "--selections", "topk,whole=topk")
+    printed, errors = process.communicate(timeout=400)
+    assert process.returncode == 0, errors
+    assert "going on after iteration" in cell.output.read_text()
+    assert [attempt["exit_code"] for attempt in cell.attempts()] == [75, 0]
+    with (study.path / "cells.csv").open() as file:
+        halves, whole = csv.DictReader(file)
+    for measure in ("cycle/loss", "noise/loss", "train_loss", "consumed_tokens"):
+        assert float(halves[measure]) == float(whole[measure])
