@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ class Perplexity:
     nats: float  # -ln p of all tokens
     tokens: int
     num_bytes: int  # UTF-8 bytes that the tokens stand for
+    later: Perplexity | None = None  # of the tokens after a first part of each sequence alone
 
     @property
     def loss(self) -> float:
@@ -46,6 +47,7 @@ def evaluate(
     training: TrainingConfig,
     groups: Groups,
     samples: int | None = None,
+    first_part: int | None = None,
 ) -> Perplexity:
     """The model on the first `samples` samples of a dataset (None: on all). Collective.
 
@@ -59,13 +61,15 @@ def evaluate(
         training: sizes of a micro-batch.
         groups: the layout.
         samples: how many; the same on every rank.
+        first_part: tokens of a sequence that `later` leaves out; None: no `later`.
     """
 
     def count(losses_BS: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, Reported]:
         mask_BS = batch["loss_mask"].double()
         bytes_BS = bytes_per_token_V[batch["labels"]]
-        counted = [losses_BS * mask_BS, mask_BS, bytes_BS * mask_BS]
-        sums = torch.stack([each_BS.sum() for each_BS in counted])
+        counted_3BS = torch.stack([losses_BS * mask_BS, mask_BS, bytes_BS * mask_BS])
+        later_3BS = counted_3BS[..., first_part:] if first_part is not None else counted_3BS
+        sums = torch.cat([counted_3BS.sum((1, 2)), later_3BS.sum((1, 2))])
         return losses_BS.mean(), {"sums": sums}
 
     for chunk in chunks:
@@ -81,11 +85,15 @@ def evaluate(
         dataset, samples=samples, data_parallel_rank=groups.dp.rank(), **share
     )
     reported = run_micro_batches(chunks, _padded(stream), training, steps, count, forward_only=True)
-    total = torch.zeros(3, dtype=torch.float64, device=bytes_per_token_V.device)
+    total = torch.zeros(6, dtype=torch.float64, device=bytes_per_token_V.device)
     if reported and groups.tp.rank() == 0:  # tensor-parallel ranks report the same tokens
         total += torch.stack([report["sums"] for report in reported]).sum(0)
     dist.all_reduce(total)
-    nats, tokens, num_bytes = total.tolist()
+    whole, later = (_perplexity(*sums) for sums in total.view(2, 3).tolist())
+    return whole if first_part is None else replace(whole, later=later)
+
+
+def _perplexity(nats: float, tokens: float, num_bytes: float) -> Perplexity:
     return Perplexity(nats, round(tokens), round(num_bytes))
 
 

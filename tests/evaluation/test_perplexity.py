@@ -60,11 +60,16 @@ class _Model:
             self.config.training,
             self.groups,
             samples,
+            FIRST_PART,
         )
-        return found.nats, found.tokens, found.num_bytes
+        later = found.later
+        return [(part.nats, part.tokens, part.num_bytes) for part in (found, later)]
+
+    def directly(self, domain, samples):
+        return [self._directly(domain, samples, start) for start in (0, FIRST_PART)]
 
     @torch.no_grad()
-    def directly(self, domain, samples):
+    def _directly(self, domain, samples, start):
         """The same sums from logits, a sample at a time; bytes and tokens by the text itself."""
         (chunk,) = unwrap_model(self.engine.chunks)
         chunk.eval()
@@ -75,7 +80,7 @@ class _Model:
             logits_1SV = chunk(sample["tokens"][None], sample["position_ids"][None], None)
             log_p_SV = logits_1SV[0].double().log_softmax(-1)
             for place, label in enumerate(sample["labels"].tolist()):
-                if sample["loss_mask"][place]:
+                if sample["loss_mask"][place] and place >= start:
                     nats -= log_p_SV[place, label].item()
                     tokens += 1
                     ending = label == tokenizer.eod
@@ -131,15 +136,19 @@ def on_one_rank(options):
 @pytest.mark.parametrize("domain", ["cycle", "noise"])
 @pytest.mark.parametrize("samples", [None, SAMPLES])
 def test_evaluate_is_what_the_model_says_of_each_token(on_one_rank, domain, samples):
-    (nats, tokens, num_bytes), direct = on_one_rank[domain][samples]
-    assert nats == pytest.approx(direct[0], rel=1e-6)
-    assert (tokens, num_bytes) == direct[1:]
+    whole, later = on_one_rank[domain][samples][0]
+    for (nats, *counts), direct in zip(
+        (whole, later), on_one_rank[domain][samples][1], strict=True
+    ):
+        assert nats == pytest.approx(direct[0], rel=1e-6)
+        assert counts == list(direct[1:])
+    assert 0 < later[1] < whole[1]
 
 
 @pytest.mark.parametrize("domain", ["cycle", "noise"])
 def test_every_held_out_token_counts_once(on_one_rank, domain):
     found = on_one_rank[domain]
-    (_, tokens, num_bytes), _ = found[None]
+    (_, tokens, num_bytes), _ = found[None][0]
     all_tokens, all_bytes = found["text"]
     length = MODEL["seq_length"]
     assert tokens == all_tokens - 1  # nothing precedes the first
@@ -160,8 +169,9 @@ def test_the_layout_does_not_matter(on_one_rank, on_two_ranks, name):
     assert on_two_ranks[0][place] == on_two_ranks[1][place]
     for samples, found in zip((None, SAMPLES), on_two_ranks[0][place], strict=True):
         expected, _ = on_one_rank["noise"][samples]
-        assert found[0] == pytest.approx(expected[0], rel=1e-6)
-        assert found[1:] == expected[1:]
+        for part, wanted in zip(found, expected, strict=True):
+            assert part[0] == pytest.approx(wanted[0], rel=1e-6)
+            assert part[1:] == wanted[1:]
 
 
 def test_bits_per_byte_by_hand():

@@ -209,3 +209,56 @@ def test_sum_over_ranks_equals_one_process():
     assert [summary["layer"] for summary in expected] == [1, 2]
     for summaries in run_distributed(4, summaries_over_ranks):
         assert_same_summaries(summaries, expected)
+
+
+def test_merged_experts_by_hand():
+    statistics = RoutingStatistics(1, 4, CPU)
+    layer = statistics.layer(1)
+    layer.record_merges(
+        torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.4, 0.4, 0.1, 0.1]]), torch.tensor([8, 2])
+    )
+    layer.record_merges(torch.tensor([[0.1, 0.2, 0.55, 0.15]]), torch.tensor([10]))
+    (summary,) = statistics.training.summaries()
+    # (8 * .7 + 2 * .4 + 10 * .1) / 20, ...
+    assert summary["routing_weight_per_expert"] == pytest.approx([0.37, 0.18, 0.325, 0.125])
+    assert summary["experts_per_token"] == pytest.approx(1.0)
+    assert summary["tokens_per_expert"] == [7, 4, 6, 2]
+    assert summary["utilisation"] == 0.5  # experts 0 and 2 were above 2 / 4 once
+
+    def entropy(*weights: float) -> float:
+        return -sum(weight * math.log(weight) for weight in weights)
+
+    by_hand = 8 * entropy(0.7, 0.1, 0.1, 0.1) + 2 * entropy(0.4, 0.4, 0.1, 0.1)
+    by_hand += 10 * entropy(0.1, 0.2, 0.55, 0.15)
+    assert summary["ent_conf"] == pytest.approx(by_hand / 20)
+    statistics.training.clear()
+    assert statistics.training.summaries() == []
+    assert statistics.training.peaks_GE.sum() == 0
+
+
+def test_losses_are_means_of_micro_batches():
+    statistics = RoutingStatistics(2, 4, CPU)
+    for value in (1.0, 4.0):
+        losses = {"z_loss": torch.tensor(value), "entropy_loss": torch.tensor(0.0)}
+        statistics.layer(2).record_losses(losses)
+        statistics.layer(2).record(
+            tokens_per_expert_E=torch.ones(4), dropped=0, scores_TE=torch.zeros(4, 4)
+        )
+    (summary,) = statistics.training.summaries()
+    assert (summary["z_loss"], summary["entropy_loss"]) == (2.5, 0.0)
+    assert "load_balancing_loss" not in summary
+
+
+def _merges_of_a_rank() -> dict:
+    statistics = RoutingStatistics(1, 2, CPU)
+    rank = dist.get_rank()
+    weights = torch.tensor([[0.9, 0.1]]) if rank else torch.tensor([[0.5, 0.5]])
+    statistics.layer(1).record_merges(weights, torch.tensor([1 + rank]))
+    return statistics.training.reduced([None]).summaries()[0]
+
+
+def test_merges_of_all_ranks():
+    for summary in run_distributed(2, _merges_of_a_rank):
+        weights = [(0.5 + 2 * 0.9) / 3, (0.5 + 2 * 0.1) / 3]
+        assert summary["routing_weight_per_expert"] == pytest.approx(weights)
+        assert summary["utilisation"] == 0.0  # none above 2 / 2

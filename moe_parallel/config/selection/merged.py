@@ -42,6 +42,10 @@ class LorySelection(MergedSelection):
     )
 
     @property
+    def first_part(self) -> int:
+        return self.lory_segment_length
+
+    @property
     def caution(self) -> str | None:
         return None if self.lory_first_segment == "uniform" else OWN_FIRST_SEGMENT
 
@@ -57,6 +61,10 @@ class LoryPrefixSelection(MergedSelection):
         "1/n each (uniform)",
         choices=("own", "uniform"),
     )
+
+    @property
+    def first_part(self) -> int:
+        return self.lory_segment_length
 
     @property
     def caution(self) -> str | None:

@@ -26,6 +26,11 @@ class ExpertSelection:
         return self.choices_per_token
 
     @property
+    def first_part(self) -> int | None:
+        """Tokens at the start of a sequence whose loss is to be told apart; None: there are none."""
+        return None
+
+    @property
     def caution(self) -> str | None:
         """What a user has to know of the training loss; None: it is the likelihood of the text."""
         return None

@@ -93,3 +93,7 @@ class SegmentExpertChoiceSelection(ExpertsChoose, RoutedSelection):
         choices=("raw", "softmax"),
     )
     lory_segment_length: int = option(256, "tokens in a segment (T_s)")
+
+    @property
+    def first_part(self) -> int:
+        return self.lory_segment_length
