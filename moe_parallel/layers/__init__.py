@@ -6,14 +6,19 @@ from moe_parallel.config import (
     AoETopPSelection,
     AutonomousSelection,
     ExpertChoiceSelection,
+    LoryPrefixSelection,
+    LorySelection,
     RoutedSelection,
+    SegmentExpertChoiceSelection,
     Selection,
+    SmearSelection,
     TopKSelection,
     TopPSelection,
 )
 from moe_parallel.layers.autonomous import AutonomousLayer, SelectedGradientLayer
 from moe_parallel.layers.dispatched import DispatchedLayer
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
+from moe_parallel.layers.merged import LoryLayer, MergedLayer, SmearLayer
 from moe_parallel.layers.routed import FactorisedRoutedLayer, RoutedLayer
 
 LAYERS: dict[type[Selection], type[ExpertLayer]] = {
@@ -23,6 +28,10 @@ LAYERS: dict[type[Selection], type[ExpertLayer]] = {
     AoESelection: AutonomousLayer,
     AoETopPSelection: AutonomousLayer,
     AoEExpertChoiceSelection: AutonomousLayer,
+    LorySelection: LoryLayer,
+    LoryPrefixSelection: LoryLayer,
+    SmearSelection: SmearLayer,
+    SegmentExpertChoiceSelection: RoutedLayer,
 }
 
 __all__ = [
@@ -31,6 +40,7 @@ __all__ = [
     "ExpertLayer",
     "FactorisedRoutedLayer",
     "LayerContext",
+    "MergedLayer",
     "RoutedLayer",
     "SelectedGradientLayer",
     "layer_class",

@@ -12,11 +12,13 @@ from moe_parallel.config import (
     DynamicChoices,
     ExpertsChoose,
     FixedChoices,
+    SegmentExpertChoiceSelection,
     TopKSelection,
 )
 from moe_parallel.selection import topk
 from moe_parallel.selection.choices import Rule
 from moe_parallel.selection.expert_choice import ExpertChoice, raw
+from moe_parallel.selection.segments import BySegment
 from moe_parallel.selection.top_p import TopP
 from moe_parallel.selection.topk import GroupLimit, InTurn, TopK
 
@@ -78,4 +80,9 @@ def _expert_choice(selection: ExpertsChoose) -> tuple[Rule, Rule]:
     ranking = topk.softmax if by_probability else raw
     gate = topk.raw_probability if by_probability else topk.raw_score
     # As many experts for each token as the experts took on average.
-    return ExpertChoice(factor, ranking), TopK(max(1, round(factor)), gate)
+    rules = ExpertChoice(factor, ranking), TopK(max(1, round(factor)), gate)
+    if isinstance(selection, SegmentExpertChoiceSelection):
+        training, evaluation = rules
+        length = selection.lory_segment_length
+        return BySegment(training, length), BySegment(evaluation, length)
+    return rules

@@ -1,0 +1,142 @@
+"""Experts merged in parameter space: SwiGLU with theta = sum_i e_i theta_i (Lory, Eq. 2 and 3).
+
+The sum is over all three matrices. Weights e and sums are kept in fp32 at least, and a merged
+matrix is rounded once to the type of the weights: with equal experts, as after a dense warm-up, it
+is then that expert bit for bit, whatever the e.
+
+Memory: merged matrices are made when needed, in the backward pass again, at most MERGED_AT_ONCE at
+a time, and none is kept. Beside the activations of a dense layer there are never more than those,
+and for weights below fp32 an fp32 copy of the E-th part of the experts' matrix, of its gradient and
+of those merged matrices; none of this grows with the number of segments.
+
+Shape suffixes: P merged experts, T tokens of each, E experts, D model width, F expert width here
+(divided by etp), I and O input and output width of a matrix, C merged experts at a time, R rows of
+a matrix at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from moe_parallel.experts.parameters import ExpertParameters
+from moe_parallel.parallel import Groups
+
+#: More share the reading of the experts' matrices, and take more memory.
+MERGED_AT_ONCE = 8
+
+
+class MergedExperts(ExpertParameters):
+    """All experts, merged before they compute; names and shapes are those of `SwiGLUExperts`.
+
+    With etp > 1 a rank holds an etp-th of the width F of every expert and merges it by itself: the
+    ranks exchange activations alone, however many experts there are.
+    """
+
+    w_gate_up_LD2F: torch.Tensor  # W_g at index 0, W_p at index 1 of the axis of size 2; L = E
+    w_out_LFD: torch.Tensor
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        groups: Groups,
+        dtype: torch.dtype,
+    ) -> None:
+        assert groups.ep.size() == 1, "merging needs every expert"
+        super().__init__(num_experts, groups, dtype)
+        self.add_weight("w_gate_up_LD2F", (hidden_size, 2, ffn_hidden_size), sharded_axis=3)
+        self.add_weight("w_out_LFD", (ffn_hidden_size, hidden_size), sharded_axis=1)
+
+    def forward(self, x_PTD: torch.Tensor, weights_PE: torch.Tensor) -> torch.Tensor:
+        """What each merged expert makes of its tokens: [P, T, D].
+
+        With etp > 1 it is this rank's part of the sum over F, and so are, in the backward pass, the
+        gradients of `x_PTD` and `weights_PE`.
+
+        Args:
+            x_PTD: in the type of the weights.
+            weights_PE: of each expert in each merged one; fp32, or fp64 for fp64 experts.
+        """
+        gate_up_PTF = merged_linear(x_PTD, weights_PE, self.w_gate_up_LD2F.flatten(2))
+        gate_PTF, up_PTF = gate_up_PTF.chunk(2, dim=2)
+        return merged_linear(F.silu(gate_PTF) * up_PTF, weights_PE, self.w_out_LFD)
+
+
+def merge(weights_CE: torch.Tensor, w_EIO: torch.Tensor) -> torch.Tensor:
+    """sum_i e_i W_i, summed in the type of `weights_CE`, in the type of `w_EIO`: [C, I, O]."""
+    if w_EIO.dtype == weights_CE.dtype:
+        return (weights_CE @ w_EIO.flatten(1)).unflatten(1, w_EIO.shape[1:])
+    merged_CIO = w_EIO.new_empty(len(weights_CE), *w_EIO.shape[1:])
+    for rows, w_EX in _row_blocks(w_EIO, weights_CE.dtype):
+        merged_CIO[:, rows] = (weights_CE @ w_EX).view_as(merged_CIO[:, rows])
+    return merged_CIO
+
+
+def merged_linear(
+    x_PTI: torch.Tensor, weights_PE: torch.Tensor, w_EIO: torch.Tensor
+) -> torch.Tensor:
+    """x_p (sum_i e_pi W_i) for each p: [P, T, O]."""
+    return _MergedLinear.apply(x_PTI, weights_PE, w_EIO)
+
+
+class _MergedLinear(torch.autograd.Function):
+    """Keeps what it is given, no merged matrix."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_PTI: torch.Tensor, weights_PE: torch.Tensor, w_EIO: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x_PTI, weights_PE, w_EIO)
+        y_PTO = x_PTI.new_empty(*x_PTI.shape[:2], w_EIO.shape[2])
+        for some in _blocks(len(x_PTI), MERGED_AT_ONCE):
+            torch.bmm(x_PTI[some], merge(weights_PE[some], w_EIO), out=y_PTO[some])
+        return y_PTO
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        (dy_PTO,), (x_PTI, weights_PE, w_EIO) = gradients, ctx.saved_tensors
+        dx_PTI = x_PTI.new_empty(x_PTI.shape)
+        for some in _blocks(len(x_PTI), MERGED_AT_ONCE):
+            w_COI = merge(weights_PE[some], w_EIO).transpose(1, 2)
+            torch.bmm(dy_PTO[some], w_COI, out=dx_PTI[some])
+        return dx_PTI, *_weight_gradients(dy_PTO, x_PTI, weights_PE, w_EIO)
+
+
+def _weight_gradients(
+    dy_PTO: torch.Tensor, x_PTI: torch.Tensor, weights_PE: torch.Tensor, w_EIO: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """With dW_p = x_p^T dy_p: de_pi = <W_i, dW_p> [P, E], and dW_i = sum_p e_pi dW_p [E, I, O]."""
+    dweights_PE, dw_EIO = torch.zeros_like(weights_PE), torch.empty_like(w_EIO)
+    for rows, w_EX in _row_blocks(w_EIO, weights_PE.dtype):
+        total_EX = torch.zeros_like(w_EX)
+        for some in _blocks(len(x_PTI), MERGED_AT_ONCE):
+            d_CRO = x_PTI[some, :, rows].transpose(1, 2) @ dy_PTO[some]
+            d_CX = d_CRO.flatten(1).to(weights_PE.dtype)
+            dweights_PE[some].addmm_(d_CX, w_EX.T)
+            total_EX.addmm_(weights_PE[some].T, d_CX)
+        dw_EIO[:, rows] = total_EX.view_as(dw_EIO[:, rows])
+    return dweights_PE, dw_EIO
+
+
+def _blocks(size: int, block: int) -> Iterator[slice]:
+    return (slice(first, min(first + block, size)) for first in range(0, size, block))
+
+
+def _row_blocks(w_EIO: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Blocks of rows I, and them in `dtype`, [E, R * O]: together as large as one expert.
+
+    Nothing is cut, and nothing copied, where the type is the same.
+    """
+    experts, width = w_EIO.shape[:2]
+    block = width if w_EIO.dtype == dtype else -(-width // experts)
+    for rows in _blocks(width, block):
+        yield rows, w_EIO[:, rows].to(dtype).flatten(1)

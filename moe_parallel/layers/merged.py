@@ -1,0 +1,190 @@
+"""The merged family: experts are merged by their weights, and the result computes the tokens.
+
+    tokens -> means of segments -> router -> merged experts -> the segments' tokens
+
+Nothing is dispatched and nothing is dropped. Tensor parallelism divides every expert's matrices
+("expert-wise model parallelism"): a rank sees whole sequences, merges its shard of all experts, and
+its output is a part of the sum over the ranks. What travels is what travels in a dense layer.
+Gradients of the routing weights are parts of a sum too. So is all that hangs on them: the router's
+is summed by `replicated`, that of the tokens, with their own, where they came in.
+
+Shape suffixes: S tokens of a sequence, B sequences, G segments of a sequence, M stretches merged
+for, E experts, D model width, P = M * B merged experts, T tokens of each.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from moe_parallel.config import (
+    LoryPrefixSelection,
+    LorySelection,
+    MergedSelection,
+    SmearSelection,
+)
+from moe_parallel.experts.merged import MergedExperts
+from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
+from moe_parallel.parallel import sum_gradient_over, sum_over
+from moe_parallel.selection.segments import (
+    FIRST_SEGMENT,
+    MergeRule,
+    Merges,
+    by_first,
+    by_previous,
+    segment_means,
+    segment_sizes,
+)
+
+
+class MergedLayer(ExpertLayer):
+    """A linear softmax router over SwiGLU experts whose matrices are merged.
+
+    The router must not start at zero: with equal experts, as after a dense warm-up, all would then
+    have the same gradients for ever, and it none.
+    """
+
+    w_router_ED: torch.Tensor
+    experts: MergedExperts
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        selection: MergedSelection,
+        expert_width: int,
+        context: LayerContext,
+        **_: Any,
+    ) -> None:
+        super().__init__(config, context)
+        self.add_replicated_weight("w_router_ED", self.num_experts, config.hidden_size)
+        self.experts = MergedExperts(
+            self.num_experts,
+            config.hidden_size,
+            expert_width,
+            context.groups,
+            config.params_dtype,
+        )
+
+    @abstractmethod
+    def merges(self, x_SBD: torch.Tensor) -> Merges:
+        """How the experts are merged for whole sequences."""
+
+    def forward(self, hidden_SBD: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        x_SBD = self._whole_sequences(hidden_SBD)
+        merges = self.merges(x_SBD)
+        self._record(merges)
+        parts = [self._compute(*part) for part in merges.parts(x_SBD)]
+        return self._summed(torch.cat(parts)), None
+
+    def _compute(self, x_MTBD: torch.Tensor, weights_MBE: torch.Tensor) -> torch.Tensor:
+        """Stretches of equal size by their merged experts, one after another: [M * T, B, D]."""
+        x_MBTD = x_MTBD.transpose(1, 2)
+        y_PTD = self.experts(x_MBTD.flatten(0, 1), weights_MBE.flatten(0, 1))
+        return y_PTD.view(x_MBTD.shape).transpose(1, 2).flatten(0, 1)
+
+    def weights(self, r: torch.Tensor) -> torch.Tensor:
+        """e = softmax(R r) of means, [..., D]: [..., E], in their type."""
+        return torch.softmax(self.logits(r), dim=-1)
+
+    def logits(self, r: torch.Tensor) -> torch.Tensor:
+        """What the router says of means, [..., D]: [..., E], in their type."""
+        return F.linear(r, self.router_weight(r.dtype))
+
+    def router_weight(self, dtype: torch.dtype) -> torch.Tensor:
+        """[E, D]. Gradients of the means are parts of a sum over tp, and so is this weight's."""
+        return self.replicated(self.w_router_ED.to(dtype))
+
+    def _whole_sequences(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
+        """All tokens of the tensor-parallel ranks; their gradient is summed over those."""
+        tp = self.context.groups.tp
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(
+                hidden_SBD, tensor_parallel_output_grad=True, group=tp
+            )
+        return sum_gradient_over(hidden_SBD, tp)
+
+    def _summed(self, y_SBD: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' parts, split over them again where tokens came split."""
+        tp = self.context.groups.tp
+        if self.config.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(y_SBD, group=tp)
+        return sum_over(y_SBD, tp)
+
+    def _record(self, merges: Merges) -> None:
+        if self.context.groups.tp.rank() == 0:  # the others have the same tokens
+            self.statistics.record_merges(
+                merges.weights_MBE.detach().flatten(0, 1), merges.tokens_MB().flatten()
+            )
+
+
+class LoryLayer(MergedLayer):
+    """Lory: each segment is computed by what the one before it merged; or prefix routing."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        selection: LorySelection | LoryPrefixSelection,
+        expert_width: int,
+        context: LayerContext,
+        **_: Any,
+    ) -> None:
+        super().__init__(config, selection, expert_width, context)
+        self.length = selection.lory_segment_length
+        self.first = FIRST_SEGMENT[selection.lory_first_segment]
+        self.rule, self.evaluation_rule = _merge_rules(selection)
+
+    def merges(self, x_SBD: torch.Tensor) -> Merges:
+        rule = self.rule if self.training else self.evaluation_rule
+        e_GBE = self.weights(segment_means(x_SBD, self.length))
+        return rule(e_GBE, segment_sizes(len(x_SBD), self.length), self.first)
+
+
+def _merge_rules(selection: LorySelection | LoryPrefixSelection) -> tuple[MergeRule, MergeRule]:
+    """In training, and in evaluations."""
+    if isinstance(selection, LoryPrefixSelection):
+        return by_first, by_first
+    return by_previous, by_first if selection.lory_inference == "prompt" else by_previous
+
+
+class SmearLayer(MergedLayer):
+    """SMEAR: the mean of a whole sequence merges the experts that compute it. It is not causal."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        selection: SmearSelection,
+        expert_width: int,
+        context: LayerContext,
+        **_: Any,
+    ) -> None:
+        super().__init__(config, selection, expert_width, context)
+        self.expert_dropout = selection.smear_expert_dropout
+
+    def merges(self, x_SBD: torch.Tensor) -> Merges:
+        e_1BE = self.weights(segment_means(x_SBD, len(x_SBD)))
+        return Merges([len(x_SBD)], self._some_dropped(e_1BE))
+
+    def logits(self, r: torch.Tensor) -> torch.Tensor:
+        """LN(r) LN(w_i) / sqrt(D): both have a variance of 1, so the logits start near N(0, 1)."""
+        width = r.shape[-1:]
+        w_ED = F.layer_norm(self.router_weight(r.dtype), width)
+        return F.linear(F.layer_norm(r, width), w_ED) / math.sqrt(width[0])
+
+    def _some_dropped(self, e_1BE: torch.Tensor) -> torch.Tensor:
+        """Each expert left out with a probability, in training; where none is left, all stay."""
+        if not (self.training and self.expert_dropout):
+            return e_1BE
+        # The device's default generator is the same on all tensor-parallel ranks, which must agree.
+        kept_1BE = e_1BE * (torch.rand_like(e_1BE) >= self.expert_dropout)
+        sums_1B1 = kept_1BE.sum(-1, keepdim=True)
+        some_1B1 = sums_1B1 > 0
+        return torch.where(some_1B1, kept_1BE / sums_1B1.where(some_1B1, 1), e_1BE)

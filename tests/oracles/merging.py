@@ -1,0 +1,159 @@
+"""Merged experts and segment-level expert choice, token by token, in numpy fp64: by loops.
+
+Written from Lory (sections 2.2, 3.1, 5.1, 5.3) and SMEAR. Shape suffixes as in `layers`, and S
+tokens of a sequence, B sequences.
+
+What the first segment takes is given from outside, as its gradient is stopped: finite differences
+must not move it.
+"""
+
+import math
+from typing import Any
+
+import numpy
+
+from tests.oracles.layers import Array, Routing, silu, softmax
+
+Segment = list[int]  # positions
+
+
+def segments(tokens: int, length: int) -> list[Segment]:
+    """Positions, `length` at a time."""
+    found: list[Segment] = []
+    for position in range(tokens):
+        if position % length == 0:
+            found.append([])
+        found[-1].append(position)
+    return found
+
+
+def mean(x_SBD: Array, sequence: int, segment: Segment) -> Array:
+    total = numpy.zeros(x_SBD.shape[2])
+    for position in segment:
+        total += x_SBD[position, sequence]
+    return total / len(segment)
+
+
+def weights_of(x_SBD: Array, w_ED: Array, sequence: int, segment: Segment) -> Array:
+    """e = softmax(R h), h the mean of the segment."""
+    h = mean(x_SBD, sequence, segment)
+    return softmax(numpy.array([numpy.dot(w, h) for w in w_ED]))
+
+
+def first_weights(x_SBD: Array, w_ED: Array, length: int, kind: str) -> list[Array]:
+    """What merges the experts of the first segment of each sequence."""
+    segment = segments(len(x_SBD), length)[0]
+    sequences = range(x_SBD.shape[1])
+    if kind == "uniform":
+        return [numpy.full(len(w_ED), 1 / len(w_ED)) for _ in sequences]
+    return [weights_of(x_SBD, w_ED, b, segment) for b in sequences]
+
+
+def lory_weights(x_SBD: Array, w_ED: Array, length: int, first: list[Array]) -> Array:
+    """What merges the experts of each token: [S, B, E]."""
+    found = numpy.zeros((*x_SBD.shape[:2], len(w_ED)))
+    for b in range(x_SBD.shape[1]):
+        before = None
+        for segment in segments(len(x_SBD), length):
+            e = first[b] if before is None else weights_of(x_SBD, w_ED, b, before)
+            for position in segment:
+                found[position, b] = e
+            before = segment
+    return found
+
+
+def prefix_weights(x_SBD: Array, w_ED: Array, length: int, first: list[Array]) -> Array:
+    found = numpy.zeros((*x_SBD.shape[:2], len(w_ED)))
+    for b in range(x_SBD.shape[1]):
+        prefix = segments(len(x_SBD), length)[0]
+        e = weights_of(x_SBD, w_ED, b, prefix)
+        for position in range(len(x_SBD)):
+            found[position, b] = first[b] if position in prefix else e
+    return found
+
+
+def smear_weights(x_SBD: Array, w_ED: Array) -> Array:
+    found = numpy.zeros((*x_SBD.shape[:2], len(w_ED)))
+    for b in range(x_SBD.shape[1]):
+        h = normed(mean(x_SBD, b, list(range(len(x_SBD)))))
+        logits = [numpy.dot(normed(w), h) / math.sqrt(len(h)) for w in w_ED]
+        found[:, b] = softmax(numpy.array(logits))
+    return found
+
+
+def normed(x_D: Array, epsilon: float = 1e-5) -> Array:
+    centred = x_D - x_D.mean()
+    return centred / math.sqrt((centred**2).mean() + epsilon)
+
+
+def merged_output(x_SBD: Array, weights_SBE: Array, gate_up_ED2F: Array, out_EFD: Array) -> Array:
+    """Each token by the experts merged for it."""
+    y_SBD = numpy.zeros_like(x_SBD)
+    for s in range(x_SBD.shape[0]):
+        for b in range(x_SBD.shape[1]):
+            gate_up, out = 0.0, 0.0
+            for e, weight in enumerate(weights_SBE[s, b]):
+                gate_up = gate_up + weight * gate_up_ED2F[e]
+                out = out + weight * out_EFD[e]
+            h = silu(x_SBD[s, b] @ gate_up[:, 0]) * (x_SBD[s, b] @ gate_up[:, 1])
+            y_SBD[s, b] = h @ out
+    return y_SBD
+
+
+def rolled_weights(x_SBD: Array, w_ED: Array, length: int) -> Array:
+    """The pseudo-code of Lory's Appendix A as it stands: `roll(e, 1)` of the flattened [BN, E]."""
+    tokens, sequences, _ = x_SBD.shape
+    cut = segments(tokens, length)
+    e = numpy.array([weights_of(x_SBD, w_ED, b, s) for b in range(sequences) for s in cut])
+    first = e.reshape(sequences, len(cut), -1)[:, 0]
+    rolled = numpy.roll(e, 1).reshape(sequences, len(cut), -1)
+    rolled[:, 0] = first
+    found = numpy.zeros((tokens, sequences, len(w_ED)))
+    for b in range(sequences):
+        for weights, segment in zip(rolled[b], cut, strict=True):
+            for position in segment:
+                found[position, b] = weights
+    return found
+
+
+def segment_logits(x_SBD: Array, w_ED: Array, length: int, first: Array) -> Array:
+    """What each token's segment is judged by, `first` [B, E] for first segments: [S, B, E]."""
+    found = numpy.zeros((*x_SBD.shape[:2], len(w_ED)))
+    for b in range(x_SBD.shape[1]):
+        before = None
+        for segment in segments(len(x_SBD), length):
+            logits = first[b]
+            if before is not None:
+                h = mean(x_SBD, b, before)
+                logits = numpy.array([numpy.dot(w, h) for w in w_ED])
+            for position in segment:
+                found[position, b] = logits
+            before = segment
+    return found
+
+
+def segment_expert_choice(
+    logits_SBE: Array, length: int, factor: float, raw: bool
+) -> tuple[Routing, int]:
+    """Each expert takes its best segments; tokens in the order [S, B]. Also: how many it took."""
+    tokens, sequences, experts = logits_SBE.shape
+    cut = segments(tokens, length)
+    whole = [(g, b) for g in range(len(cut)) for b in range(sequences)]
+    taken = min(len(whole), max(1, math.floor(factor * len(whole) / experts + 0.5)))
+    values: dict[Any, Array] = {}
+    for g, b in whole:
+        logits = logits_SBE[cut[g][0], b]
+        values[g, b] = logits if raw else softmax(logits)
+    chosen: dict[Any, list[int]] = {each: [] for each in whole}
+    for expert in range(experts):
+        ranked = sorted(whole, key=lambda each: -values[each][expert])
+        for each in ranked[:taken]:
+            chosen[each].append(expert)
+    rows: list[list[int | None]] = []
+    gates = []
+    for position in range(tokens):
+        for b in range(sequences):
+            each = (position // length, b)
+            rows.append(list(chosen[each]))
+            gates.append([float(values[each][expert]) for expert in chosen[each]])
+    return Routing(logits_SBE.reshape(-1, experts), rows, gates), taken

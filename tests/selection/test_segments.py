@@ -1,0 +1,204 @@
+"""Means, shifts and merges of segments, worked by hand; rules over segments."""
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from moe_parallel.selection import topk
+from moe_parallel.selection.choices import Choices
+from moe_parallel.selection.expert_choice import ExpertChoice, raw
+from moe_parallel.selection.segments import (
+    BySegment,
+    Merges,
+    by_first,
+    by_previous,
+    own,
+    segment_means,
+    segment_sizes,
+    shifted,
+    uniform,
+)
+from moe_parallel.selection.tokens import Tokens
+from moe_parallel.selection.topk import TopK
+from tests.distributed import run_distributed
+from tests.layers.single import SingleRank
+from tests.oracles import merging as oracle
+
+ALONE: Any = SingleRank()
+
+
+def test_sizes():
+    assert segment_sizes(8, 4) == [4, 4]
+    assert segment_sizes(10, 4) == [4, 4, 2]
+    assert segment_sizes(3, 4) == [3]
+    assert segment_sizes(4096, 256) == [256] * 16
+
+
+def test_a_short_segment_is_divided_by_its_own_length():
+    x_SBX = torch.tensor([[1.0, 10.0], [3.0, 30.0], [5.0, 50.0]])[..., None]
+    assert segment_means(x_SBX, 2).squeeze(-1).tolist() == [[2.0, 20.0], [5.0, 50.0]]
+    assert segment_means(x_SBX, 4).squeeze(-1).tolist() == [[3.0, 30.0]]
+    assert segment_means(x_SBX, 1).equal(x_SBX)
+
+
+def test_means_of_bf16_are_fp32():
+    ones = torch.ones(257, 1, 1, dtype=torch.bfloat16)  # bf16 cannot count beyond 256
+    mean = segment_means(ones, 257)
+    assert mean.dtype == torch.float32
+    assert mean.item() == 1.0
+    assert segment_means(ones.double(), 257).dtype == torch.float64
+
+
+def weights() -> torch.Tensor:
+    """e of three segments of two sequences, over two experts."""
+    first = torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]])
+    return torch.stack([first, 1 - first], dim=2).requires_grad_()
+
+
+def test_each_sequence_is_shifted_by_itself():
+    e_GBE = weights()
+    assert shifted(e_GBE, own)[..., 0].tolist() == e_GBE[[0, 0, 1], :, 0].tolist()
+    assert shifted(e_GBE, uniform)[0].tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    assert shifted(e_GBE, uniform)[1:].equal(e_GBE[:-1])
+
+
+@pytest.mark.parametrize("first", [own, uniform])
+def test_the_first_segment_has_no_gradient_and_the_last_none_either(first):
+    e_GBE = weights()
+    (shifted(e_GBE, first) * torch.tensor([1.0, 10.0, 100.0])[:, None, None]).sum().backward()
+    assert e_GBE.grad[..., 0].tolist() == [[10.0, 10.0], [100.0, 100.0], [0.0, 0.0]]
+
+
+def test_merges_by_the_segment_before():
+    e_GBE = weights()
+    merges = by_previous(e_GBE, [4, 4, 2], own)
+    assert merges.sizes == [4, 4, 2]
+    assert merges.tokens_MB().tolist() == [[4.0, 4.0], [4.0, 4.0], [2.0, 2.0]]
+    x_SBD = torch.arange(20.0).view(10, 2, 1)
+    (whole, e_whole), (short, e_short) = merges.parts(x_SBD)
+    assert whole.shape == (2, 4, 2, 1) and short.shape == (1, 2, 2, 1)
+    assert torch.cat([whole.flatten(0, 1), short.flatten(0, 1)]).equal(x_SBD)
+    assert torch.cat([e_whole, e_short]).equal(merges.weights_MBE)
+
+
+@pytest.mark.parametrize("first", [own, uniform])
+def test_merges_by_the_first_segment(first):
+    e_GBE = weights()
+    merges = by_first(e_GBE, [4, 4, 2], first)
+    assert merges.sizes == [4, 6]
+    assert merges.weights_MBE[0].equal(first(e_GBE)[0])
+    assert merges.weights_MBE[1].equal(e_GBE[0])
+    alone = by_first(e_GBE[:1], [3], first)
+    assert alone.sizes == [3] and alone.weights_MBE.equal(first(e_GBE))
+    assert not alone.weights_MBE.requires_grad
+
+
+def test_the_gradient_of_a_prefix_comes_from_what_follows_it():
+    e_GBE = weights()
+    merges = by_first(e_GBE, [4, 4, 2], own)
+    (merges.weights_MBE * torch.tensor([1.0, 10.0])[:, None, None]).sum().backward()
+    assert e_GBE.grad[..., 0].tolist() == [[10.0, 10.0], [0.0, 0.0], [0.0, 0.0]]
+
+
+def test_a_sequence_of_one_segment_is_one_merge():
+    assert by_previous(weights()[:1], [2], uniform).weights_MBE.tolist() == [[[0.5, 0.5]] * 2]
+    assert len(list(Merges([7], weights()[:1]).parts(torch.zeros(7, 2, 3)))) == 1
+
+
+# One sequence of two segments of two tokens and a short one; two experts, scores worked by hand.
+SCORES = [[1.0, 0.0], [3.0, 0.0], [0.0, 4.0], [0.0, 2.0], [9.0, 9.0]]
+JUDGED = [[2.0, 0.0], [2.0, 0.0], [0.0, 3.0]]  # segment 1 by itself, 2 by 1, 3 by 2
+
+
+def test_segments_are_judged_by_the_one_before():
+    chosen = BySegment(TopK(1, topk.raw_score), 2)(torch.tensor(SCORES), Tokens(1, ALONE))
+    assert chosen.scores_TE.tolist() == [JUDGED[0]] * 2 + [JUDGED[1]] * 2 + [JUDGED[2]]
+    assert chosen.experts_TK.tolist() == [[0], [0], [0], [0], [1]]
+    assert chosen.gates_TK.tolist() == [[2.0], [2.0], [2.0], [2.0], [3.0]]
+
+
+def test_experts_take_whole_segments_and_earlier_ones_win_ties():
+    rule = BySegment(ExpertChoice(1.0, raw), 2)  # round(3 / 2) = 2 segments each
+    chosen = rule(torch.tensor(SCORES), Tokens(1, ALONE))
+    # Expert 0 ranks the first two segments equal and best; expert 1 the third, then the first.
+    assert [sorted(row) for row in chosen.experts_TK.tolist()] == [[0, 1]] * 2 + [[-1, 0]] * 2 + [
+        [-1, 1]
+    ]
+
+
+def test_the_first_segment_gives_scores_no_gradient():
+    scores = torch.tensor(SCORES, requires_grad=True)
+    chosen = BySegment(TopK(1, topk.raw_score), 2)(scores, Tokens(1, ALONE))
+    chosen.gates_TK[:2].sum().backward(retain_graph=True)
+    assert (scores.grad == 0).all()
+    chosen.gates_TK[2:].sum().backward()
+    # Two tokens hang on the mean of the first two, one on that of the next two.
+    assert scores.grad.tolist() == [[1.0, 0.0], [1.0, 0.0], [0.0, 0.5], [0.0, 0.5], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("raw_scores", [False, True])
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("tokens, sequences, length", [(8, 3, 2), (7, 2, 3), (3, 2, 5)])
+def test_experts_choose_as_in_the_oracle(tokens, sequences, length, factor, raw_scores):
+    scores = numpy.random.default_rng(0).normal(size=(tokens, sequences, 4)).astype("float32")
+    chosen = _experts_choose(scores, length, factor, raw_scores, ALONE)
+    wanted, taken = _expected(scores, length, factor, raw_scores)
+    assert _rows(chosen) == [
+        {e: pytest.approx(g, rel=1e-5, abs=1e-6) for e, g in zip(experts, gates, strict=True)}
+        for experts, gates in zip(wanted.experts, wanted.gates, strict=True)
+    ]
+    sizes = [len(segment) for segment in oracle.segments(tokens, length)] * sequences
+    for expert in range(4):
+        tokens_taken = sum(row.count(expert) for row in wanted.experts)
+        assert chosen.tokens_per_expert()[expert] == tokens_taken
+        if len(set(sizes)) == 1:
+            assert tokens_taken == taken * sizes[0]
+
+
+def _experts_choose(scores_SBE, length, factor, raw_scores, tp) -> Choices:
+    rule = ExpertChoice(factor, raw if raw_scores else topk.softmax)
+    scores_TE = torch.from_numpy(scores_SBE).flatten(0, 1)
+    return BySegment(rule, length)(scores_TE, Tokens(scores_SBE.shape[1], tp))
+
+
+def _expected(scores_SBE, length, factor, raw_scores):
+    """The oracle's router with the identity as its weights returns means of its input."""
+    identity = numpy.eye(scores_SBE.shape[2])
+    head = oracle.segments(len(scores_SBE), length)[0]
+    first = [oracle.mean(scores_SBE, b, head) for b in range(scores_SBE.shape[1])]
+    logits = oracle.segment_logits(scores_SBE, identity, length, numpy.array(first))
+    return oracle.segment_expert_choice(logits, length, factor, raw_scores)
+
+
+def _rows(chosen: Choices) -> list[dict[int, float]]:
+    """Expert -> gate of each token."""
+    rows = zip(chosen.experts_TK.tolist(), chosen.gates_TK.tolist(), strict=True)
+    return [{e: g for e, g in zip(*row, strict=True) if e >= 0} for row in rows]
+
+
+def _split_over(sequence_shares: int, scores: numpy.ndarray, length: int) -> Any:
+    """What a rank that has a stretch of every sequence chooses, and the gradients of its gates."""
+    tp = torch.distributed.group.WORLD
+    mine = numpy.split(scores, sequence_shares)[tp.rank()]
+    leaf = torch.from_numpy(mine).flatten(0, 1).requires_grad_()
+    rule = BySegment(TopK(2, topk.raw_probability), length)
+    chosen = rule(leaf, Tokens(scores.shape[1], tp))
+    # As of a loss to which every token adds by its place in the sequence.
+    places = torch.arange(1.0, len(scores) + 1).chunk(sequence_shares)[tp.rank()]
+    (chosen.gates_TK[:, 0] * places.repeat_interleave(scores.shape[1])).sum().backward()
+    return _rows(_experts_choose(mine, length, 1.0, False, tp)), _rows(chosen), leaf.grad.numpy()
+
+
+def test_segments_may_span_ranks():
+    scores = numpy.random.default_rng(1).normal(size=(8, 2, 4)).astype("float32")
+    (whole,) = run_distributed(1, _split_over, 1, scores, 3)
+    halves = run_distributed(2, _split_over, 2, scores, 3)
+    for which in (0, 1):
+        rows = [row for half in halves for row in half[which]]
+        assert rows == [
+            {e: pytest.approx(g, rel=1e-5) for e, g in row.items()} for row in whole[which]
+        ]
+    gradient = numpy.concatenate([half[2] for half in halves])
+    numpy.testing.assert_allclose(gradient, whole[2], rtol=1e-4, atol=1e-6)
