@@ -31,6 +31,7 @@ LAYOUTS = {
     "vpp": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
 }
 SAMPLES = 7  # does not divide into micro-batches
+FIRST_PART = 10  # tokens of each sequence that `later` leaves out
 
 
 class _Model:
@@ -136,10 +137,8 @@ def on_one_rank(options):
 @pytest.mark.parametrize("domain", ["cycle", "noise"])
 @pytest.mark.parametrize("samples", [None, SAMPLES])
 def test_evaluate_is_what_the_model_says_of_each_token(on_one_rank, domain, samples):
-    whole, later = on_one_rank[domain][samples][0]
-    for (nats, *counts), direct in zip(
-        (whole, later), on_one_rank[domain][samples][1], strict=True
-    ):
+    (whole, later), both = on_one_rank[domain][samples]
+    for (nats, *counts), direct in zip((whole, later), both, strict=True):
         assert nats == pytest.approx(direct[0], rel=1e-6)
         assert counts == list(direct[1:])
     assert 0 < later[1] < whole[1]

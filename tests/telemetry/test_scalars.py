@@ -16,6 +16,17 @@ def test_names_and_values():
     assert "train/iteration" not in named
 
 
+def test_what_only_some_systems_have():
+    record = example_record()
+    record["layers"][1] |= {"utilisation": 0.5, "routing_weight_per_expert": [0.25, 0.75]}
+    record["layers"][0] |= {"z_loss": 4.0, "experts_per_token": 1.5}
+    named = scalars(record)
+    assert named["utilisation/layer_02"] == 0.5
+    assert named["routing_weight/layer_02/expert_01"] == 0.75
+    assert (named["z_loss/layer_01"], named["experts_per_token/layer_01"]) == (4.0, 1.5)
+    assert "utilisation/layer_01" not in named and "z_loss/layer_02" not in named
+
+
 def test_totals_are_means_of_entropies_and_sums_of_differences():
     named = scalars(example_record())
     assert named["routing/ent_load"] == 0.5
