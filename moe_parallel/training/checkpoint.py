@@ -9,8 +9,9 @@ and the data position are the same to the bit as well; the random states, which 
 stay as the configuration seeded them.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,31 +40,23 @@ from moe_parallel.training.checkpoint_folder import (
     copy_files,
     describe_files,
     find_checkpoint,
-    read_record,
 )
 from moe_parallel.training.checkpoint_optimizer import (
+    MASTER,
+    Piece,
     adam_step,
     master_tensors,
     masters_to_read,
     moment_tensors,
     most_precise,
+    numbered,
     pieces,
     set_adam_step,
 )
 from moe_parallel.training.checkpoint_random import random_state, set_random_state
+from moe_parallel.training.checkpoint_record import FORMAT, Expected, as_json, checked_record
 from moe_parallel.training.checkpoint_tensors import read_tensors, stored_tensors, write_tensors
-
-FORMAT = 1
-
-# A run that goes on keeps its schedule; another one would change the learning rate unnoticed.
-SCHEDULE_FLAGS = {
-    "max_lr": "--lr",
-    "min_lr": "--min-lr",
-    "lr_warmup_steps": "--lr-warmup-iters",
-    "lr_decay_steps": "--lr-decay-iters (or --train-iters)",
-    "lr_decay_style": "--lr-decay-style",
-    "end_wd": "--weight-decay",
-}
+from moe_parallel.training.checkpoint_upcycling import DenseReader
 
 
 @dataclass(frozen=True)
@@ -104,10 +97,15 @@ class Checkpointer:
             raise InputError(f"--keep-last {keep_last}: keep at least 1 checkpoint")
         self.folder = CheckpointFolder(directory)
         self.keep_last = keep_last
-        # As JSON returns it, so that a tuple equals the list that it was saved as.
-        self.fingerprint = json.loads(json.dumps(dict(fingerprint)))
+        self.fingerprint = as_json(fingerprint)
         self.layout = {**layout, "world_size": dist.get_world_size()}
         self.files = dict(files)
+
+    def of_model(self, fingerprint: Mapping[str, object]) -> "Checkpointer":
+        """The checkpoints of another model (a dense one that warms up) in the same folder."""
+        other = copy.copy(self)
+        other.fingerprint = as_json(fingerprint)
+        return other
 
     def latest(self) -> Path | None:
         """The newest checkpoint under `directory`, or None."""
@@ -187,13 +185,32 @@ class Checkpointer:
             InputError: on every rank, if there is no checkpoint at `path`, or it is torn, or it
                 does not fit the configuration; the message says what differs.
         """
-        try:
+        with _reading(path):
             return self._load(path, model_chunks, optimizer, scheduler)
-        except StorageError as error:
-            raise InputError(
-                f"--load {path}: cannot read the checkpoint: {error}; "
-                "check the disk, or load another checkpoint"
-            ) from error
+
+    def upcycle(
+        self,
+        path: Path,
+        model_chunks: Sequence[torch.nn.Module],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+        expected: Expected,
+        seed: int,
+    ) -> TrainingState:
+        """Load the checkpoint of a dense model into a model of experts: see model/upcycling.py.
+
+        Weights of the experts' model alone stay as they are, and their moments zero. The schedule
+        is that of `scheduler`, at the iteration of the checkpoint.
+
+        Args:
+            expected: what the dense checkpoint has to be like.
+            seed: of what is random about experts that start alike.
+
+        Raises:
+            InputError: as `load`, and if the dense model has other sizes.
+        """
+        with _reading(path):
+            return self._upcycle(path, model_chunks, optimizer, scheduler, expected, seed)
 
     def _load(
         self,
@@ -202,14 +219,12 @@ class Checkpointer:
         optimizer: MegatronOptimizer | None,
         scheduler: OptimizerParamScheduler | None,
     ) -> TrainingState:
-        checkpoint = agree(lambda: find_checkpoint(path))
-        record = agree(lambda: self._checked_record(checkpoint, optimizer, scheduler))
-        agree(lambda: check_content(checkpoint, record, _share()))
+        expected = Expected(self.fingerprint)
+        checkpoint, record = _open(path, expected, optimizer, scheduler)
         model = _model_tensors(model_chunks)
         held = [] if optimizer is None else pieces(optimizer, model)
         content: dict[str, Any] = {"model": model, "moments": moment_tensors(held)}
-        same_layout = record["layout"] == self.layout
-        if optimizer is not None and same_layout:
+        if optimizer is not None and record["layout"] == self.layout:
             content["random"] = _random_object(None)
         stored = agree(lambda: stored_tensors(checkpoint))
         _check_tensors(checkpoint, content, stored)
@@ -222,61 +237,75 @@ class Checkpointer:
             chunk.load_state_dict(weights)
         if optimizer is not None:
             read_tensors({"masters": masters_to_read(held, stored)}, checkpoint)
-            set_adam_step(held, record["adam_step"])
-        if scheduler is not None:
-            scheduler.num_steps = 0  # loading advances it by the stored number of steps
-            scheduler.load_state_dict(record["scheduler"])
-        if "random" in content:
-            set_random_state(loaded["random"])
-        return TrainingState(**record["training"])
+        return _go_on(record, held, scheduler, loaded)
 
-    def _checked_record(
+    def _upcycle(
         self,
-        checkpoint: Path,
-        optimizer: MegatronOptimizer | None,
-        scheduler: OptimizerParamScheduler | None,
-    ) -> dict[str, Any]:
-        """checkpoint.json, after comparing it with the configuration; raises InputError."""
-        record = read_record(checkpoint)
-        if record["format"] != FORMAT:
-            raise InputError(
-                f"--load {checkpoint}: its format is {record['format']}, and this program reads "
-                f"{FORMAT}; load it with the version that wrote it"
-            )
-        _compare(checkpoint, record["fingerprint"], self.fingerprint)
-        for part, key, wanted in (
-            ("optimizer", "adam_step", optimizer),
-            ("scheduler", "scheduler", scheduler),
-        ):
-            if wanted is not None and record[key] is None:
-                raise InputError(
-                    f"--load {checkpoint}: it has weights, but no state of the {part} to go on "
-                    "training with; load one that training has saved"
-                )
-        if scheduler is not None:
-            _compare(checkpoint, _schedule(record["scheduler"]), _schedule(scheduler.state_dict()))
-        return record
+        path: Path,
+        model_chunks: Sequence[torch.nn.Module],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+        expected: Expected,
+        seed: int,
+    ) -> TrainingState:
+        checkpoint, record = _open(path, expected, optimizer, scheduler)
+        model = _model_tensors(model_chunks)
+        held = pieces(optimizer, model)
+        stored = agree(lambda: stored_tensors(checkpoint))
+        reader = DenseReader(stored, seed)
+        weights = _tensors(most_precise(model, stored))
+        same = reader.same([*weights, *moment_tensors(held).values()])
+        masters = reader.same(masters_to_read(held, stored).values())
+        content: dict[str, Any] = {"same": numbered(same), "parts": numbered(reader.parts())}
+        _check_tensors(checkpoint, content, stored)
+
+        if record["layout"] == self.layout:
+            content["random"] = _random_object(None)
+        loaded = read_tensors(content, checkpoint)
+        read_tensors({"masters": numbered(masters)}, checkpoint)
+        reader.fill()
+        return _go_on(record, held, scheduler, loaded)
 
 
-def _compare(
-    checkpoint: Path, stored: Mapping[str, object], configured: Mapping[str, object]
-) -> None:
-    """Raises InputError that lists every value that differs."""
-    differing = [
-        f"{name} is {stored.get(name)} in the checkpoint and {value} here"
-        for name, value in configured.items()
-        if stored.get(name) != value
-    ]
-    if differing:
+def _open(
+    path: Path,
+    expected: Expected,
+    optimizer: MegatronOptimizer | None,
+    scheduler: OptimizerParamScheduler | None,
+) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint that `path` means, and its record; both have been checked. Collective."""
+    checkpoint = agree(lambda: find_checkpoint(path))
+    record = agree(lambda: checked_record(checkpoint, expected, optimizer, scheduler))
+    agree(lambda: check_content(checkpoint, record, _share()))
+    return checkpoint, record
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """A StorageError inside becomes an InputError that names the checkpoint."""
+    try:
+        yield
+    except StorageError as error:
         raise InputError(
-            f"--load {checkpoint}: {', '.join(differing)}; "
-            "use the values of its config.yaml, or load another checkpoint"
-        )
+            f"--load {path}: cannot read the checkpoint: {error}; "
+            "check the disk, or load another checkpoint"
+        ) from error
 
 
-def _schedule(state: Mapping[str, object]) -> dict[str, object]:
-    """What a scheduler was configured with, by flag."""
-    return {flag: state[key] for key, flag in SCHEDULE_FLAGS.items()}
+def _go_on(
+    record: Mapping[str, Any],
+    held: list[Piece],
+    scheduler: OptimizerParamScheduler | None,
+    loaded: Mapping[str, Any],
+) -> TrainingState:
+    """Put back what is not a tensor: Adam's step, the schedule's, the random states if loaded."""
+    set_adam_step(held, record["adam_step"])
+    if scheduler is not None:
+        scheduler.num_steps = 0
+        scheduler.step(increment=record["scheduler"]["num_steps"])
+    if "random" in loaded:
+        set_random_state(loaded["random"])
+    return TrainingState(**record["training"])
 
 
 def _model_tensors(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
@@ -286,6 +315,13 @@ def _model_tensors(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
         f"chunk{index}": chunk.sharded_state_dict(metadata=metadata)
         for index, chunk in enumerate(unwrap_model(list(model_chunks)))
     }
+
+
+def _tensors(content: dict[str, Any]) -> list[ShardedTensor]:
+    """Every sharded tensor in a sharded state dict, those of factories too."""
+    sharded, _ = extract_sharded_base(content)
+    apply_factories(sharded)
+    return [tensor for tensor in nested_values(sharded) if isinstance(tensor, ShardedTensor)]
 
 
 def _share() -> slice:
@@ -304,12 +340,9 @@ def _check_tensors(
 
     Raises InputError on every rank for the first that is missing, left over, or of another shape.
     """
-    sharded, _ = extract_sharded_base(content)
-    apply_factories(sharded)
     wanted = {
         tensor.key: (tuple(tensor.global_shape), tensor.allow_shape_mismatch)
-        for tensor in nested_values(sharded)
-        if isinstance(tensor, ShardedTensor)
+        for tensor in _tensors(content)
     }
     everywhere = {key: value for of_rank in exchange(wanted) for key, value in of_rank.items()}
     reason = _difference(everywhere, stored)
@@ -326,7 +359,8 @@ def _difference(
         found = tuple(stored[key].global_shape)
         if found != shape and not may_differ:
             return f"{key} is {list(found)} in the checkpoint and {list(shape)} here"
+    read = {key.removeprefix(MASTER) for key in wanted}
     for key in stored:
-        if key not in wanted and not key.startswith("optimizer."):
+        if key not in read and not key.startswith("optimizer."):
             return f"the checkpoint has {key}, which the model lacks"
     return None

@@ -104,7 +104,7 @@ def _pairs(
 
 def moment_tensors(held: list[Piece]) -> dict[str, ShardedTensor]:
     """Adam's moments, placed; creates those that do not exist yet (zeros, as Adam would)."""
-    return _numbered(
+    return numbered(
         tensor
         for piece in held
         for name in MOMENTS
@@ -114,14 +114,14 @@ def moment_tensors(held: list[Piece]) -> dict[str, ShardedTensor]:
 
 def master_tensors(held: list[Piece]) -> dict[str, ShardedTensor]:
     """The fp32 copies of parameters that are not fp32, placed."""
-    return _numbered(
+    return numbered(
         tensor for piece in held if piece.has_master for tensor in _place(piece, piece.main, MASTER)
     )
 
 
 def masters_to_read(held: list[Piece], stored: Collection[str]) -> dict[str, ShardedTensor]:
     """The `master_tensors`, read from the parameters themselves where those were saved in fp32."""
-    return _numbered(
+    return numbered(
         tensor if tensor.key in stored else replace(tensor, key=tensor.key.removeprefix(MASTER))
         for tensor in master_tensors(held).values()
     )
@@ -139,7 +139,7 @@ def most_precise(model: dict[str, Any], stored: Collection[str]) -> dict[str, An
     return dict_list_map_outplace(choose, model)
 
 
-def _numbered(tensors: Iterable[ShardedTensor]) -> dict[str, ShardedTensor]:
+def numbered(tensors: Iterable[ShardedTensor]) -> dict[str, ShardedTensor]:
     """Under names that mean nothing: what identifies a tensor on disk is its key and its place."""
     return {str(number): tensor for number, tensor in enumerate(tensors)}
 
@@ -204,7 +204,7 @@ class Box:
     def intersection(self, other: "Box") -> "Box | None":
         """What both contain, or None."""
         starts = tuple(map(max, self.offsets, other.offsets))
-        stops = tuple(map(min, self._stops(), other._stops()))
+        stops = tuple(map(min, self.stops(), other.stops()))
         sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
@@ -215,8 +215,17 @@ class Box:
             for offset, size, first in zip(self.offsets, self.sizes, origin, strict=True)
         )
 
-    def _stops(self) -> tuple[int, ...]:
+    def stops(self) -> tuple[int, ...]:
+        """The index after the last along each axis."""
         return tuple(map(sum, zip(self.offsets, self.sizes, strict=True)))
+
+
+def enclosing(boxes: Iterable[Box]) -> Box:
+    """The smallest box that contains all of these, at least one, of equally many axes."""
+    several = list(boxes)
+    starts = tuple(map(min, zip(*(box.offsets for box in several), strict=True)))
+    stops = tuple(map(max, zip(*(box.stops() for box in several), strict=True)))
+    return Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

@@ -17,11 +17,12 @@ from moe_parallel.data.sampler import batches
 from moe_parallel.evaluation.perplexity import Perplexity, evaluate
 from moe_parallel.model.forward import Batch
 from moe_parallel.telemetry.sinks import Telemetry
-from moe_parallel.training.checkpoint import Checkpointer, TrainingState
+from moe_parallel.training.checkpoint import TrainingState
 from moe_parallel.training.checkpoint_folder import checkpoint_name
-from moe_parallel.training.engine import Engine, NonFinite, StepResult
+from moe_parallel.training.engine import NonFinite, StepResult
 from moe_parallel.training.failure import EXIT_INTERRUPTED, Diverged
 from moe_parallel.training.signals import StopRequest
+from moe_parallel.training.stages import Stage
 from moe_parallel.training.text import Text
 
 
@@ -45,33 +46,36 @@ class Loop:
     def __init__(
         self,
         config: Config,
-        engine: Engine,
+        stage: Stage,
         text: Text,
         datasets: Datasets,
-        checkpoints: Checkpointer,
-        state: TrainingState,
         telemetry: Telemetry,
+        began: float,
     ) -> None:
+        """`began`: time.monotonic() when this process began to train."""
         self.config = config
-        self.engine = engine
+        self.stage = stage
+        self.engine = stage.engine
         self.datasets = datasets
-        self.checkpoints = checkpoints
-        self.state = state
+        self.state = stage.state
         self.telemetry = telemetry
-        self.bytes_per_token_V = text.bytes_per_token(engine.device)
-        self._saved_at = self._found_at(state)
-        self._start = time.monotonic()
+        self.asked_to_leave = False  # by a signal or --exit-interval
+        self.bytes_per_token_V = text.bytes_per_token(stage.engine.device)
+        self._saved_at = self._found_at(stage.state)
+        self._began = began
 
     def train(self) -> int:
-        """Train to the last iteration, or until asked to stop; returns the exit code. Collective.
+        """Train to the end of the stage, unless asked to leave; returns the exit code. Collective.
 
         Raises Diverged when the loss or the gradient norm is no longer finite.
         """
+        if self.stage.note is not None:
+            self.telemetry.say(self.stage.note)
         stream = self._stream()
         interval = Interval()
         self.engine.statistics.training.clear()
         with StopRequest().listening() as stop:
-            while self.state.iteration < self.config.training.train_iters:
+            while self.state.iteration < self.stage.until:
                 result = self._step(stream, interval)
                 if self._due(self.config.logging.log_interval) or self.done:
                     self.telemetry.log(self._record(result, interval))
@@ -80,6 +84,7 @@ class Loop:
                     self.telemetry.advance(self.state.iteration)
                 stopping = self._agreed(stop)
                 leaving = self._due(self.config.training.exit_interval)
+                self.asked_to_leave = stopping or leaving
                 if self._due(self.config.checkpoint.save_interval) or stopping or leaving:
                     self.save()
                 if stopping:
@@ -98,13 +103,14 @@ class Loop:
 
     @property
     def done(self) -> bool:
+        """Whether this was the run's last iteration."""
         return self.state.iteration >= self.config.training.train_iters
 
     def save(self) -> None:
         """Write a checkpoint of this moment, unless there is one. Collective."""
         if self.config.checkpoint.save is None or self._saved_at == self.state.iteration:
             return
-        path = self.checkpoints.save(
+        path = self.stage.checkpoints.save(
             self.state, self.engine.chunks, self.engine.optimizer, self.engine.scheduler
         )
         self._saved_at = self.state.iteration
@@ -128,6 +134,7 @@ class Loop:
                     training,
                     self.engine.groups,
                     samples,
+                    self.config.selection.first_part,
                 )
             texts[domain] = text
             readings[domain] = {
@@ -135,6 +142,8 @@ class Loop:
                 "bits_per_byte": text.bits_per_byte,
                 "layers": routing.reduced([None]).summaries(),
             }
+            if text.later is not None:
+                readings[domain]["loss_after_first_segment"] = text.later.loss
         if readings:
             self.telemetry.log(self.place() | {"validation": readings})
         return texts
@@ -143,7 +152,7 @@ class Loop:
         """The iteration of the state that was loaded, if it is the latest of this very run."""
         if self.config.checkpoint.save is None:
             return None
-        latest = self.checkpoints.latest()
+        latest = self.stage.checkpoints.latest()
         found = latest is not None and latest.name == checkpoint_name(state.iteration)
         return state.iteration if found else None
 
@@ -188,7 +197,7 @@ class Loop:
             "iteration": self.state.iteration,
             "consumed_samples": self.state.consumed_samples,
             "consumed_tokens": self.state.consumed_tokens,
-            "elapsed_seconds": round(time.monotonic() - self._start, 3),
+            "elapsed_seconds": round(time.monotonic() - self._began, 3),
         }
 
     def _due(self, every: int | None) -> bool:
@@ -207,6 +216,6 @@ class Loop:
     def _diverged(self, error: NonFinite) -> Diverged:
         latest: Path | None = None
         if self.config.checkpoint.save is not None:
-            latest = self.checkpoints.latest()
+            latest = self.stage.checkpoints.latest()
         good = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint"
         return Diverged(f"iteration {self.state.iteration + 1}: {error}; {good}")

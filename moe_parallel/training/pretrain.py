@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import time
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +23,11 @@ from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
 from moe_parallel.platform.device import choose_backend
 from moe_parallel.platform.megatron_version import check_megatron_version
 from moe_parallel.telemetry.sinks import Telemetry, open_telemetry
-from moe_parallel.training.checkpoint import TrainingState
-from moe_parallel.training.engine import Engine
 from moe_parallel.training.failure import FailureChannel, run
 from moe_parallel.training.loop import Loop
 from moe_parallel.training.report import compare_with_baselines, draw, format_table
 from moe_parallel.training.run import begin_run, open_checkpoints
+from moe_parallel.training.stages import Stage, Stages
 from moe_parallel.training.text import open_text
 
 
@@ -61,25 +61,27 @@ def main(arguments: Sequence[str]) -> None:
 def pretrain(config: Config, groups: Groups) -> int:
     """Train, evaluate and report; returns the exit code. Collective."""
     seed_everything(config, groups)
-    rank = dist.get_rank()
     text = open_text(config)
     checkpoints = open_checkpoints(config, text.vocab_size, groups)
+    stages = Stages(config, text.vocab_size, groups, checkpoints)
     datasets = text.datasets(config)
-    engine = Engine(config, text.vocab_size, groups)
-    state, resumed_from = TrainingState(0, 0, 0), None
-    if config.checkpoint.load is not None:
-        state = checkpoints.load(
-            Path(config.checkpoint.load), engine.chunks, engine.optimizer, engine.scheduler
-        )
-        resumed_from = state.iteration
+    stage = stages.first()
     begin_run(config, text.tokenizer)
-    with _telemetry(config, resumed_from) if rank == 0 else Telemetry() as telemetry:
-        parameters = total_parameters(unwrap_model(engine.chunks))
-        telemetry.say(_opening(config, groups, parameters, state))
-        loop = Loop(config, engine, text, datasets, checkpoints, state, telemetry)
+    resumed_from = None if config.checkpoint.load is None else stage.state.iteration
+    with _telemetry(config, resumed_from) if dist.get_rank() == 0 else Telemetry() as telemetry:
+        telemetry.say(_opening(config, groups, stage))
+        if config.selection.caution is not None:
+            telemetry.say(f"caution: {config.selection.caution}")
+        began = time.monotonic()
+        loop = Loop(config, stage, text, datasets, telemetry, began)
         code = loop.train()
+        if not (loop.done or loop.asked_to_leave):  # the stage is over, the run is not
+            del loop, stage
+            gc.collect()  # the experts need the room that the dense model had
+            loop = Loop(config, stages.second(), text, datasets, telemetry, began)
+            code = loop.train()
         if code == 0 and loop.done:
-            _report(loop, telemetry, text.tokenizer, parameters)
+            _report(loop, telemetry, text.tokenizer)
     dist.barrier()
     return code
 
@@ -127,23 +129,26 @@ def _telemetry(config: Config, resumed_from: int | None) -> Telemetry:
     )
 
 
-def _opening(config: Config, groups: Groups, parameters: int, state: TrainingState) -> str:
+def _opening(config: Config, groups: Groups, stage: Stage) -> str:
+    parameters = total_parameters(unwrap_model(stage.engine.chunks))
     sizes = {
         "tp": groups.tp, "pp": groups.pp, "dp": groups.dp, "ep": groups.ep, "etp": groups.etp
     }  # fmt: skip
     layout = " ".join(f"{name} {group.size()}" for name, group in sizes.items())
     tokens = config.training.global_batch_size * config.training.seq_length
-    start = f", going on after iteration {state.iteration}" if state.iteration else ""
+    done = stage.state.iteration
+    start = f", going on after iteration {done}" if done else ""
     return (
         f"{parameters / 1e6:.2f}M parameters on {dist.get_world_size()} ranks ({layout}); "
         f"{config.training.train_iters} iterations of {tokens:,} tokens{start}"
     )
 
 
-def _report(loop: Loop, telemetry: Telemetry, tokenizer: Any, parameters: int) -> None:
+def _report(loop: Loop, telemetry: Telemetry, tokenizer: Any) -> None:
     """The last evaluation, the comparison with simple models, and the figure. Collective."""
     full = loop.config.logging.full_evaluation
     perplexities = loop.evaluate(everything=full)
+    parameters = total_parameters(unwrap_model(loop.engine.chunks))
     if dist.get_rank() != 0:
         return
     if full and perplexities:

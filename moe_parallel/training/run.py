@@ -7,6 +7,7 @@ from pathlib import Path
 
 from moe_parallel.agreement import on_rank_0, one_line
 from moe_parallel.config import AutonomousSelection, Config, selection_name
+from moe_parallel.config.dense_twin import dense_twin
 from moe_parallel.config.option import options
 from moe_parallel.data.publish import write_published
 from moe_parallel.data.tokenizer import Tokenizer
@@ -14,6 +15,7 @@ from moe_parallel.errors import InputError
 from moe_parallel.parallel import Groups
 from moe_parallel.platform.device import device
 from moe_parallel.training.checkpoint import Checkpointer
+from moe_parallel.training.checkpoint_record import Expected
 
 
 def open_checkpoints(config: Config, vocab_size: int, groups: Groups) -> Checkpointer:
@@ -51,6 +53,22 @@ def open_checkpoints(config: Config, vocab_size: int, groups: Groups) -> Checkpo
             f"{folder}, or name another folder"
         )
     return checkpoints
+
+
+def dense_checkpoints(config: Config, vocab_size: int, checkpoints: Checkpointer) -> Checkpointer:
+    """The checkpoints of the run's dense warm-up, in the same folder as `checkpoints`."""
+    return checkpoints.of_model(_fingerprint(dense_twin(config), vocab_size))
+
+
+def expected_dense(config: Config, vocab_size: int) -> Expected:
+    """What a dense checkpoint has to be like for the experts of `config` to start from it."""
+    return Expected(
+        _fingerprint(dense_twin(config), vocab_size),
+        # Of another run, experts take the weights, and have a schedule of their own.
+        same_schedule=not config.moe.moe_use_upcycling,
+        remedy="upcycling takes a dense model of these sizes, its --ffn-hidden-size the experts' "
+        "width: use another checkpoint, or the same sizes here",
+    )
 
 
 def begin_run(config: Config, tokenizer: Tokenizer) -> None:

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy
 import pytest
-import torch
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from tests.distributed import run_distributed
 from tests.training.tiny_run import AOE, Layout, TinyRun
+from tests.training.whole_state import Whole, assemble, held
 
 LAYOUTS = {
     "one": Layout(),
@@ -33,7 +32,6 @@ SYSTEMS: dict[str, dict[str, Any]] = {"topk": {}, "aoe": AOE}
 BF16 = {"bf16": True}
 
 # Everything is compared exactly: moving values between layouts involves no arithmetic.
-Whole = dict[tuple[str, str], numpy.ndarray]  # (parameter, what of it) -> the whole tensor
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +43,8 @@ def saved(tmp_path_factory):
         key = (layout, tuple(options.items()))
         if key not in made:
             path = tmp_path_factory.mktemp("saved")
-            held = run_distributed(layout.world, _train_and_save, layout, path, options)
-            made[key] = (path, _assemble(held))
+            ranks = run_distributed(layout.world, _train_and_save, layout, path, options)
+            made[key] = (path, assemble(ranks))
         return made[key]
 
     return make
@@ -56,9 +54,9 @@ def _train_and_save(layout, path, options):
     run = TinyRun(layout, path, options=options)
     run.steps(2)
     run.save()
-    held = _held(run)
+    rows = held(run)
     run.close()
-    return held
+    return rows
 
 
 def _load_each(layout, paths, options):
@@ -66,7 +64,7 @@ def _load_each(layout, paths, options):
     results = []
     for path in paths:
         state = run.load(path)
-        results.append((state.iteration, _held(run)))
+        results.append((state.iteration, held(run)))
     run.close()
     return results
 
@@ -74,7 +72,7 @@ def _load_each(layout, paths, options):
 def _load_weights(layout, path, options):
     run = TinyRun(layout, path, options=options)
     state = run.checkpointer.load(path, run.engine.chunks, None, None)
-    return state.iteration, [row for row in _held(run) if row[1] == "weight"]
+    return state.iteration, [row for row in held(run) if row[1] == "weight"]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -83,10 +81,10 @@ def test_every_layout_loads_every_other(tmp_path, system):
     saved = _under_each(_save_own, tmp_path, options)
     loaded = _under_each(_load_all, tmp_path, options)
     for number, source in enumerate(LAYOUTS):
-        expected = _assemble(saved[source])
+        expected = assemble(saved[source])
         for target, ranks in loaded.items():
             assert {rank[number][0] for rank in ranks} == {2}
-            found = _assemble([rank[number][1] for rank in ranks])
+            found = assemble([rank[number][1] for rank in ranks])
             _assert_equal(found, expected, f"{source} under {target}")
 
 
@@ -123,7 +121,7 @@ def test_bf16_keeps_the_fp32_weights(saved, source, target):
     path, expected = saved(source, BF16)
     assert any(what == "fp32_param" for _, what in expected)
     loaded = run_distributed(target.world, _load_each, target, [path], BF16)
-    _assert_equal(_assemble([rank[0][1] for rank in loaded]), expected, str(source))
+    _assert_equal(assemble([rank[0][1] for rank in loaded]), expected, str(source))
 
 
 @pytest.mark.parametrize("distributed", [False, True])
@@ -132,7 +130,7 @@ def test_between_precisions_the_fp32_values_move(saved, distributed):
     for source, target in (BF16, {}), ({}, BF16):
         path, expected = saved(layout, source)
         loaded = run_distributed(2, _load_each, layout, [path], target)
-        found = _assemble([rank[0][1] for rank in loaded])
+        found = assemble([rank[0][1] for rank in loaded])
         for name, what in expected:
             if what == "weight":
                 numpy.testing.assert_array_equal(
@@ -148,89 +146,10 @@ def test_weights_load_without_an_optimizer(saved):
     loaded = run_distributed(2, _load_weights, LAYOUTS["tp2"], path, {})
     assert loaded[0][0] == 2
     weights = {key: value for key, value in expected.items() if key[1] == "weight"}
-    _assert_equal(_assemble([held for _, held in loaded]), weights, "weights")
+    _assert_equal(assemble([rows for _, rows in loaded]), weights, "weights")
 
 
 def _assert_equal(found: Whole, expected: Whole, source: str) -> None:
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         numpy.testing.assert_array_equal(found[key], value, err_msg=f"{key} from {source}")
-
-
-def _held(run: TinyRun) -> list[tuple[str, str, Any, tuple[int, ...], int, numpy.ndarray]]:
-    """What this rank holds: (parameter, what, its shards, its shape here, start, flat values).
-
-    Moments and shards are found by Megatron-Core's own means, not by those under test.
-    """
-    optimizer = run.engine.optimizer
-    optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
-    rows = []
-    for name, parameter in run.parameters():
-        shape = tuple(parameter.shape)
-        shards = _shards(run, name, parameter)
-        if name == "output_layer.weight":  # a pipeline's last stage has a copy of the embedding
-            name = "embedding.word_embeddings.weight"
-        if name.endswith("linear_fc1.weight"):  # tp splits gate and up apart
-            shape = (2, shape[0] // 2, shape[1])
-            shards = [(axis + 1, rank, size) for axis, rank, size in shards]
-        rows.append((name, "weight", shards, shape, 0, _flat(parameter)))
-        for part in optimizers:
-            start, state = _state(part, parameter)
-            for what, value in state.items():
-                rows.append((name, what, shards, shape, start, _flat(value)))
-    return rows
-
-
-def _state(optimizer: Any, parameter: torch.nn.Parameter) -> tuple[int, dict[str, torch.Tensor]]:
-    start = 0
-    if isinstance(optimizer, DistributedOptimizer):
-        if parameter not in optimizer.model_param_gbuf_map:
-            return 0, {}
-        start = optimizer._get_model_param_range_map(parameter)["param"].start
-        state = dict(optimizer._get_main_param_and_optimizer_states(parameter))
-        main = state.pop("param")
-    else:
-        main = getattr(parameter, "main_param", parameter)
-        state = dict(optimizer.optimizer.state.get(main, {}))
-    if not state:
-        return 0, {}
-    state = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
-    if parameter.dtype != torch.float32:
-        state["fp32_param"] = main
-    return start, state
-
-
-def _shards(run: TinyRun, name: str, parameter: Any) -> list[tuple[int, int, int]]:
-    groups = run.groups
-    if ".experts." in name:
-        axis = parameter.partition_dim
-        return [
-            (0, groups.ep.rank(), groups.ep.size()),
-            (axis, groups.etp.rank(), groups.etp.size()),
-        ]
-    if getattr(parameter, "tensor_model_parallel", False):
-        return [(parameter.partition_dim, groups.tp.rank(), groups.tp.size())]
-    return []
-
-
-def _flat(tensor: torch.Tensor) -> numpy.ndarray:
-    return tensor.detach().float().flatten().numpy().copy()
-
-
-def _assemble(ranks: list[Any]) -> Whole:
-    """Whole tensors from what the ranks hold; ranks that hold the same must hold equal values."""
-    whole: Whole = {}
-    for name, what, shards, shape, start, flat in (row for rows in ranks for row in rows):
-        full, index = list(shape), [slice(0, size) for size in shape]
-        for axis, rank, size in shards:
-            full[axis] *= size
-            index[axis] = slice(rank * shape[axis], (rank + 1) * shape[axis])
-        tensor = whole.setdefault((name, what), numpy.full(full, numpy.nan, numpy.float32))
-        part = tensor[tuple(index)].flatten()
-        before = part[start : start + flat.size]
-        assert numpy.all(numpy.isnan(before) | (before == flat)), f"{name}: copies differ"
-        part[start : start + flat.size] = flat
-        tensor[tuple(index)] = part.reshape(shape)
-    for key, tensor in whole.items():
-        assert not numpy.isnan(tensor).any(), f"{key}: no rank holds some of it"
-    return whole

@@ -1,0 +1,213 @@
+"""A dense model as the start of a model of experts (sparse upcycling; Lory's dense warm-up).
+
+Every expert starts as the feed-forward layer that it replaces; routers and whatever else the dense
+model lacks stay random: were they zero, all experts would get the same gradients for ever.
+Megatron-Core keeps a dense layer's matrices transposed, two of them in one:
+
+    linear_fc1.weight [2F, D]: W_g, then W_p        linear_fc2.weight [D, F]: W_o
+
+Experts with a whole W_g copy all three. Where W_g = W_down W_up, as in AoE, W_p and W_o are copied
+and W_g is factorised (`GateFactors`); what the experts are wider starts random, with zero rows in
+W_o, which leaves the output as it is.
+
+Shape suffixes: L experts in a part of a weight, D model width, F width of the dense layer, R
+low-rank size, W width of an expert (F or more), A and B axes of any matrix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from moe_parallel.config import AoESelection, Config, MergedSelection, TopKSelection
+
+
+def change_by_upcycling(config: Config) -> str | None:
+    """Why the experts' model computes something else than the dense one; None: it does not.
+
+    What rounding, and a rank below the width, make of it does not count here.
+    """
+    selection = config.selection
+    if config.moe.moe_expert_capacity_factor is not None:
+        return "tokens over an expert's capacity lose part of their output"
+    if isinstance(selection, MergedSelection):
+        return None
+    if isinstance(selection, TopKSelection) and selection.moe_router_topk > 1:
+        return None
+    if isinstance(selection, AoESelection) and selection.aoe_gate == "selected":
+        return None
+    return "the gates of a token do not sum to 1, so the feed-forward layers' outputs are scaled"
+
+
+@dataclass(frozen=True)
+class DenseMatrix:
+    """One matrix of a dense layer."""
+
+    weight: str  # that holds it
+    half: int = 0  # which half of its rows, where it holds two
+
+
+W_G = DenseMatrix("linear_fc1.weight", 0)  # [F, D], as the next
+W_P = DenseMatrix("linear_fc1.weight", 1)
+W_O = DenseMatrix("linear_fc2.weight")  # [D, F]
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a part of an expert weight starts: `fill` makes it of a part of a dense matrix."""
+
+    matrix: DenseMatrix
+    rows: range  # of the matrix
+    columns: range
+    fill: Callable[[torch.Tensor], object]  # takes [rows, columns]
+
+
+@dataclass(frozen=True)
+class ExpertPart:
+    """A part of a weight of all experts, or of its optimizer state."""
+
+    values: torch.Tensor  # what `Start.fill` writes to
+    first: Sequence[int]  # index of their first element in the whole weight
+    shape: Sequence[int]  # of the whole weight
+
+
+@dataclass(frozen=True)
+class DenseLayer:
+    """The layer that experts start as."""
+
+    hidden_size: int  # D
+    width: int  # F
+    gate: GateFactors
+
+
+class GateFactors:
+    """W_g = W_down W_up for every expert: one truncated SVD, seen by each in a frame of its own.
+
+    With W_g = U S V^T, cut to R directions, and C = x U sqrt(S), any invertible M keeps the product
+    (C M)(M^-1 sqrt(S) V^T), but not the norm ||C M|| by which AoE ranks experts. With one M for all
+    they would tie for every token, the same K would always win, and nobody else would ever learn.
+    Expert i takes M_i = Q_i diag(m): Q_i a random rotation, m the same for all, from 1/2 to 2 and
+    scaled to mean m^2 = 1. So each expert prefers other tokens, and none is greater on average.
+    """
+
+    def __init__(self, seed: str) -> None:
+        """`seed`: names the layer; the rotations of an expert follow from it."""
+        self._seed = seed
+        self._roots: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def down(self, w_g_FD: torch.Tensor, rank: int, expert: int) -> torch.Tensor:
+        """W_down of an expert: fp32 [D, R]."""
+        root_DR, _ = self._factorised(w_g_FD, rank)
+        q_RR, m_R = self._frame(expert, root_DR)
+        return (root_DR @ (q_RR * m_R)).float()
+
+    def up(self, w_g_FD: torch.Tensor, rank: int, expert: int) -> torch.Tensor:
+        """W_up of an expert: fp32 [R, F]."""
+        _, root_RF = self._factorised(w_g_FD, rank)
+        q_RR, m_R = self._frame(expert, root_RF)
+        return ((q_RR / m_R).T @ root_RF).float()
+
+    def _factorised(self, w_g_FD: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """U sqrt(S) [D, R] and sqrt(S) V^T [R, F] in fp64; zeros beyond the rank of W_g."""
+        if self._roots is None:
+            u_DX, s_X, v_XF = torch.linalg.svd(w_g_FD.double().T, full_matrices=False)
+            kept = min(rank, len(s_X))
+            root_R = s_X[:kept].sqrt()
+            self._roots = (
+                F.pad(u_DX[:, :kept] * root_R, (0, rank - kept)),
+                F.pad(root_R[:, None] * v_XF[:kept], (0, 0, 0, rank - kept)),
+            )
+        return self._roots
+
+    def _frame(self, expert: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Q_i [R, R] and m [R]."""
+        assert self._roots is not None
+        rank = len(self._roots[1])
+        digest = hashlib.sha256(f"{self._seed} frame {expert}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        normal_RR = torch.randn(rank, rank, generator=generator, dtype=torch.float64)
+        m_R = torch.logspace(-1, 1, rank, base=2.0, dtype=torch.float64)
+        m_R /= m_R.square().mean().sqrt()
+        return torch.linalg.qr(normal_RR).Q.to(like), m_R.to(like)
+
+
+#: Returns what is to be made of dense matrices; what is zero, a rule writes itself.
+Rule = Callable[[ExpertPart, DenseLayer], list[Start]]
+
+
+def _copied(target_LAB: torch.Tensor, matrix: DenseMatrix, row: int, column: int) -> list[Start]:
+    """Every expert takes the transpose of the part of a matrix that begins at a row and column."""
+    if not target_LAB.numel():
+        return []
+    _, a, b = target_LAB.shape
+    rows, columns = range(row, row + b), range(column, column + a)
+    return [Start(matrix, rows, columns, lambda part_BA: target_LAB.copy_(part_BA.T))]
+
+
+def _w_gate_up(part: ExpertPart, dense: DenseLayer) -> list[Start]:
+    """[E, D, 2, F]: W_g, then W_p."""
+    _, d, half, f = part.first
+    return [
+        start
+        for index, target_LDF in enumerate(part.values.unbind(2), start=half)
+        for start in _copied(target_LDF, (W_G, W_P)[index], f, d)
+    ]
+
+
+def _w_p(part: ExpertPart, dense: DenseLayer) -> list[Start]:
+    """[E, D, W]; columns beyond F stay random."""
+    _, d, w = part.first
+    return _copied(part.values[:, :, : max(0, dense.width - w)], W_P, w, d)
+
+
+def _w_out(part: ExpertPart, dense: DenseLayer) -> list[Start]:
+    """[E, W, D]; rows beyond F are zero."""
+    _, w, d = part.first
+    copied = max(0, dense.width - w)
+    part.values[:, copied:].zero_()
+    return _copied(part.values[:, :copied], W_O, d, w)
+
+
+def _w_down(part: ExpertPart, dense: DenseLayer) -> list[Start]:
+    """[E, D, R]."""
+    expert, d, r = part.first
+    _, rows, columns = part.values.shape
+
+    def fill(w_g_FD: torch.Tensor) -> None:
+        w_g_FD = w_g_FD.to(part.values.device)
+        for number, values in enumerate(part.values, start=expert):
+            whole_DR = dense.gate.down(w_g_FD, part.shape[2], number)
+            values.copy_(whole_DR[d : d + rows, r : r + columns])
+
+    return [Start(W_G, range(dense.width), range(dense.hidden_size), fill)]
+
+
+def _w_up(part: ExpertPart, dense: DenseLayer) -> list[Start]:
+    """[E, R, W]; columns beyond F stay random."""
+    expert, r, w = part.first
+    rows = part.values.shape[1]
+
+    def fill(w_g_FD: torch.Tensor) -> None:
+        w_g_FD = w_g_FD.to(part.values.device)
+        for number, values in enumerate(part.values, start=expert):
+            whole_RF = dense.gate.up(w_g_FD, part.shape[1], number)
+            copied = whole_RF[r : r + rows, w : w + values.shape[1]]
+            values[:, : copied.shape[1]].copy_(copied)
+
+    return [Start(W_G, range(dense.width), range(dense.hidden_size), fill)]
+
+
+#: How the weights of experts start, by their names without the shape suffix.
+STARTS: dict[str, Rule] = {
+    "w_gate_up": _w_gate_up,
+    "w_p": _w_p,
+    "w_out": _w_out,
+    "w_down": _w_down,
+    "w_up": _w_up,
+}
+#: Of these Adam's moments start at zero: those of W_g say nothing about its factors.
+FACTORS = ("w_down", "w_up")

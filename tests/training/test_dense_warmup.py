@@ -1,0 +1,214 @@
+"""Dense layers first, experts later: in one run, stopped at any moment, and across runs."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from moe_parallel.errors import InputError
+from moe_parallel.training.engine import Engine
+from tests.distributed import RankError, run_distributed
+from tests.program import AOE, SMALL, pretrain_here, same_bytes, small_data, stored_tensors
+
+ITERATIONS, WARM_UP = 10, 4
+EXPERTS = SMALL | {"train_iters": ITERATIONS, "expert_model_parallel_size": 2}
+IN_ONE_RUN = {"moe_dense_warmup_percent": 35}  # 3.5 iterations, rounded up
+DENSE = {
+    "num_experts": None,
+    "moe_ffn_hidden_size": None,
+    "ffn_hidden_size": SMALL["moe_ffn_hidden_size"],
+    "expert_model_parallel_size": None,
+} | dict.fromkeys(AOE)
+SYSTEMS = {
+    "topk-fp32": {},
+    "aoe-bf16-distributed": AOE | {"bf16": True, "use_distributed_optimizer": True},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return small_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module", params=SYSTEMS)
+def run(request, tmp_path_factory, data):
+    """(options, folder): `folder` has a run with a warm-up, `warm`, and a dense one, `dense`."""
+    folder = tmp_path_factory.mktemp("runs")
+    options = EXPERTS | SYSTEMS[request.param] | data
+    warm = options | IN_ONE_RUN | {"save": folder / "warm"}
+    dense = options | DENSE | {"save": folder / "dense", "save_interval": WARM_UP}
+    _train([warm, dense])
+    return options, folder
+
+
+def _train(runs, before=None):
+    """What rank 0 printed of each."""
+    ranks = run_distributed(2, pretrain_here, runs, before)
+    assert [code for ends in ranks for code, _ in ends] == [0] * len(runs) * 2
+    return [printed for _, printed in ranks[0]]
+
+
+def _losses(save):
+    """(iteration, loss, gradient norm, learning rate, tokens) of each logged line."""
+    records = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    names = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_tokens")
+    return [tuple(r[name] for name in names) for r in records if "lm_loss" in r]
+
+
+def _assert_same(save, straight):
+    assert _losses(save) == _losses(straight)
+    last = f"iter_{ITERATIONS:07d}"
+    assert same_bytes(stored_tensors(save / last), stored_tensors(straight / last))
+
+
+def test_the_warm_up_is_dense_training(run, request):
+    _, folder = run
+    warm, dense = _losses(folder / "warm"), _losses(folder / "dense")
+    assert len(warm) == ITERATIONS
+    assert warm[:WARM_UP] == dense[:WARM_UP]
+    for ours, theirs in zip(warm, dense, strict=True):
+        assert ours[3:] == theirs[3:]  # schedule and tokens go on as if nothing happened
+    assert warm[WARM_UP][1] != dense[WARM_UP][1]
+    if request.node.callspec.params["run"] == "topk-fp32":  # no rank is cut off
+        assert warm[WARM_UP][1] == pytest.approx(dense[WARM_UP][1], rel=1e-5)
+
+
+def test_the_checkpoint_at_the_switch_is_dense(run):
+    _, folder = run
+    switch = f"iter_{WARM_UP:07d}"
+    ours = stored_tensors(folder / "warm" / switch)
+    assert same_bytes(ours, stored_tensors(folder / "dense" / switch))
+    layers = [
+        [layer["layer"] for layer in json.loads(line).get("layers", [])]
+        for line in (folder / "warm" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert layers[:WARM_UP] == [[]] * WARM_UP and layers[WARM_UP] == [1, 2]
+
+
+def test_two_iterations_at_a_time(run, tmp_path):
+    """Stopped in the warm-up, at its very end, and after it; only the last checkpoint is kept."""
+    options, folder = run
+    options = options | IN_ONE_RUN | {"save": tmp_path, "keep_last": 1, "exit_interval": 2}
+    goes_on = options | {"load": tmp_path}
+    _train([options, *[goes_on] * 4])
+    _assert_same(tmp_path, folder / "warm")
+    assert [path.name for path in tmp_path.glob("iter_*")] == [f"iter_{ITERATIONS:07d}"]
+
+
+def _kill_in_the_sixth_step():
+    step, done = Engine.step, []
+
+    def step_or_die(engine, batches):
+        done.append(None)
+        if len(done) == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(engine, batches)
+
+    Engine.step = step_or_die
+
+
+def test_kill_9_before_the_experts_are_saved(run, tmp_path):
+    options, folder = run
+    options = options | IN_ONE_RUN | {"save": tmp_path}
+    with pytest.raises(RankError):
+        _train([options], _kill_in_the_sixth_step)
+    assert [path.name for path in tmp_path.glob("iter_*")] == [f"iter_{WARM_UP:07d}"]
+    _train([options | {"load": tmp_path}])
+    _assert_same(tmp_path, folder / "warm")
+
+
+def test_across_runs(run, tmp_path):
+    """From the dense run's checkpoint, with a stop afterwards; then the flag changes nothing."""
+    options, folder = run
+    dense = folder / "dense" / f"iter_{WARM_UP:07d}"
+    options = options | {"moe_use_upcycling": True, "save": tmp_path}
+    first, second = _train(
+        [options | {"load": dense, "exit_interval": 7}, options | {"load": tmp_path}]
+    )
+    assert f"every expert starts as the dense layer of {dense} at iteration {WARM_UP}" in first
+    assert "dense layer" not in second
+    last = f"iter_{ITERATIONS:07d}"
+    assert _losses(tmp_path) == _losses(folder / "warm")[WARM_UP:]
+    assert same_bytes(stored_tensors(tmp_path / last), stored_tensors(folder / "warm" / last))
+
+
+def test_of_another_run_the_schedule_is_not_taken(run, tmp_path):
+    options, folder = run
+    given = {"moe_use_upcycling": True, "load": folder / "dense", "save": tmp_path}
+    given |= {"train_iters": 12, "lr": 2e-2, "lr_decay_style": "constant"}
+    _train([options | given])
+    rates = [(iteration, rate) for iteration, _, _, rate, _ in _losses(tmp_path)]
+    assert rates == [(11, 2e-2), (12, 2e-2)]
+
+
+#: What is given beside a model of experts, and the one line that comes back.
+WRONG = {
+    "nothing to load": (
+        {"moe_use_upcycling": True},
+        "--moe-use-upcycling starts from a dense checkpoint: name its run by --load",
+    ),
+    "nowhere to save": (
+        IN_ONE_RUN,
+        "--moe-dense-warmup-percent 35.0 ends with a checkpoint, which the experts start from: "
+        "set --save",
+    ),
+    "other width": (
+        {"moe_use_upcycling": True, "load": "{}/dense", "moe_ffn_hidden_size": 16},
+        "--load {}/dense/iter_0000010: --ffn-hidden-size is 32 in the checkpoint and 16 here; "
+        "upcycling takes a dense model of these sizes, its --ffn-hidden-size the experts' width: "
+        "use another checkpoint, or the same sizes here",
+    ),
+    "other depth": (
+        {"moe_use_upcycling": True, "load": "{}/dense", "num_layers": 3},
+        "--load {}/dense/iter_0000010: --num-layers is 2 in the checkpoint and 3 here; upcycling "
+        "takes a dense model of these sizes, its --ffn-hidden-size the experts' width: use "
+        "another checkpoint, or the same sizes here",
+    ),
+    "not asked for": (
+        {"load": "{}/dense"},
+        "--load {}/dense/iter_0000010: --ffn-hidden-size is 32 in the checkpoint and 48 here, "
+        "--num-experts is None in the checkpoint and 4 here, .*; use the values of its "
+        "config.yaml, or load another checkpoint",
+    ),
+    "another schedule in the same run": (
+        IN_ONE_RUN | {"load": "{}/dense", "save": "{}/dense", "lr": 2e-2},
+        "--load {}/dense/iter_0000010: --lr is 0.01 in the checkpoint and 0.02 here; .*",
+    ),
+}
+
+
+def _line_of(options):
+    with pytest.raises(InputError) as caught:
+        pretrain_here([options])
+    return str(caught.value)
+
+
+def _lines(runs):
+    return [_line_of(options) for options in runs]
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory, data):
+    """(folder of a finished dense run, the line of each wrong input)."""
+    folder = tmp_path_factory.mktemp("wrong")
+    options = SMALL | data | {"train_iters": ITERATIONS}
+    _train([options | DENSE | {"save": folder / "dense"}])
+    runs = [
+        options
+        | {name: value.format(folder) if isinstance(value, str) else value for name, value in o}
+        for o in ((wrong | {}).items() for wrong, _ in WRONG.values())
+    ]
+    ranks = run_distributed(2, _lines, runs)
+    assert ranks[0] == ranks[1]
+    return folder, dict(zip(WRONG, ranks[0], strict=True))
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_bad_input_is_one_line(lines, wrong):
+    folder, found = lines
+    pattern = WRONG[wrong][1].replace(".*", "\0")
+    expected = pattern.replace("{}", str(folder)).split("\0")
+    assert "\n" not in found[wrong]
+    assert found[wrong].startswith(expected[0]), found[wrong]
+    assert found[wrong].endswith(expected[-1])

@@ -1,0 +1,255 @@
+"""A dense checkpoint becomes experts: weights and moments to the bit, in every layout and run."""
+
+import numpy
+import pytest
+import torch
+from megatron.core.utils import unwrap_model
+
+from moe_parallel.training.checkpoint_record import Expected
+from tests.distributed import run_distributed
+from tests.training.tiny_run import AOE, TINY, Layout, TinyRun
+from tests.training.whole_state import assemble, held
+
+DENSE = {"num_experts": None, "moe_layer_freq": "1"}
+D, F, E, MOE_LAYERS = TINY["hidden_size"], TINY["ffn_hidden_size"], 4, (1, 2, 3)
+SIZES = Expected({"hidden_size": D})
+
+SOURCES = {
+    "tp2": Layout(2, tp=2),
+    "pp2-vpp2": Layout(2, pp=2, vpp=2),
+    "dp2-distributed": Layout(2, distributed=True),
+}
+TARGETS = {
+    "ep2": Layout(2, ep=2),
+    "ep2-distributed": Layout(2, ep=2, distributed=True),
+    "dp2-distributed": Layout(2, distributed=True),
+    "etp2": Layout(2, etp=2),
+    "tp2-ep2": Layout(2, tp=2, ep=2),
+    "tp2-no-sp": Layout(2, tp=2, sp=False),
+    "pp2": Layout(2, pp=2),
+}
+SYSTEMS = {"topk": {}, "aoe": AOE}
+BF16 = {"bf16": True}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """{source: (its checkpoint, its whole tensors)}, and "bf16" of a run in bf16."""
+    folder = tmp_path_factory.mktemp("dense")
+    runs = {name: (layout, DENSE) for name, layout in SOURCES.items()}
+    runs["bf16"] = (SOURCES["dp2-distributed"], DENSE | BF16)
+    ranks = run_distributed(2, _train_each, runs, folder)
+    return {
+        name: (folder / name, assemble([rank[number] for rank in ranks]))
+        for number, name in enumerate(runs)
+    }
+
+
+def _train_each(runs, folder):
+    states = []
+    for seed, (name, (layout, options)) in enumerate(runs.items()):
+        # Other weights in each, so that none can pass for another.
+        run = TinyRun(layout, folder / name, options=options | {"seed": seed})
+        run.steps(3)
+        run.save()
+        states.append(held(run))
+        run.close()
+    return states
+
+
+def _upcycle(run, path):
+    engine = run.engine
+    state = run.checkpointer.upcycle(
+        path, engine.chunks, engine.optimizer, engine.scheduler, SIZES, seed=5
+    )
+    run.iteration = state.iteration
+    return state
+
+
+def _upcycle_each(jobs, folder):
+    """(initial state, upcycled state, iteration, learning rate) of each (layout, options, path)."""
+    results = []
+    for layout, options, path in jobs:
+        run = TinyRun(layout, folder, options=options)
+        before = held(run)
+        state = _upcycle(run, path)
+        rate = run.engine.optimizer.param_groups[0]["lr"]
+        results.append((before, held(run), state.iteration, rate))
+        run.close()
+    return results
+
+
+def _layer(number, name):
+    return f"decoder.layers.{number}.mlp.{name}"
+
+
+def _assert_experts_are(found, source, initial, system, what):
+    """Every part of `what` (weight, exp_avg, ...) of the experts equals the dense layer's."""
+    for number in MOE_LAYERS:
+        w_g, w_p = source[_layer(number, "linear_fc1.weight"), what]  # [2, F, D]
+        w_o = source[_layer(number, "linear_fc2.weight"), what]
+
+        def of_experts(name, number=number):
+            return found[_layer(number, f"experts.{name}"), what]
+
+        for expert in range(E):
+            if system == "topk":
+                w_gate_up = of_experts("w_gate_up_LD2F")[expert]
+                numpy.testing.assert_array_equal(w_gate_up[:, 0], w_g.T)
+                numpy.testing.assert_array_equal(w_gate_up[:, 1], w_p.T)
+            else:
+                wide = of_experts("w_p_LDW")[expert]
+                numpy.testing.assert_array_equal(wide[:, :F], w_p.T)
+                random = initial.get((_layer(number, "experts.w_p_LDW"), what))
+                random = 0 if random is None else random[expert][:, F:]
+                numpy.testing.assert_array_equal(wide[:, F:], random)
+                if what in ("exp_avg", "exp_avg_sq"):
+                    assert not of_experts("w_up_LRW").any()
+                    assert not found[_layer(number, "w_down_EDR"), what].any()
+            w_out = of_experts("w_out_LFD" if system == "topk" else "w_out_LWD")[expert]
+            numpy.testing.assert_array_equal(w_out[:F], w_o.T)
+            assert not w_out[F:].any()
+
+
+def _assert_rest_is(found, source, initial, system, what):
+    """Attention, norms and the dense layer are the dense model's; routers are as initialised."""
+    new = {_layer(number, "w_router_ED") for number in MOE_LAYERS if system == "topk"}
+    for name, kind in found:
+        if kind == what and not any(_layer(number, "") in name for number in MOE_LAYERS):
+            numpy.testing.assert_array_equal(found[name, what], source[name, what], err_msg=name)
+    for name in new:
+        if what in ("exp_avg", "exp_avg_sq"):
+            assert not found[name, what].any()
+        else:
+            numpy.testing.assert_array_equal(found[name, what], initial[name, "weight"])
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_experts_hold_the_dense_weights_and_moments_in_every_layout(tmp_path, dense, system):
+    options = SYSTEMS[system]
+    places = [(target, source) for source in SOURCES for target in TARGETS]
+    jobs = [(TARGETS[target], options, dense[source][0]) for target, source in places]
+    ranks = run_distributed(2, _upcycle_each, jobs, tmp_path, timeout=300)
+    factors = {}
+    for number, (target, source) in enumerate(places):
+        befores, afters, iterations, _ = zip(*(rank[number] for rank in ranks), strict=True)
+        assert set(iterations) == {3}, target
+        initial, found = assemble(befores), assemble(afters)
+        for what in ("weight", "exp_avg", "exp_avg_sq"):
+            _assert_experts_are(found, dense[source][1], initial, system, what)
+            _assert_rest_is(found, dense[source][1], initial, system, what)
+        if system == "aoe":
+            for name in _layer(1, "w_down_EDR"), _layer(3, "experts.w_up_LRW"):
+                weight = found[name, "weight"]
+                numpy.testing.assert_array_equal(weight, factors.setdefault((source, name), weight))
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("source", ["bf16", "tp2"])
+def test_bf16_takes_the_fp32_weights(tmp_path, dense, system, source):
+    path, saved = dense[source]
+    layouts = Layout(2, ep=2), Layout(2, ep=2, distributed=True)
+    jobs = [(layout, SYSTEMS[system] | BF16, path) for layout in layouts]
+    ranks = run_distributed(2, _upcycle_each, jobs, tmp_path)
+    precise = {
+        (name, "fp32_param"): saved.get((name, "fp32_param"), saved[name, "weight"])
+        for name, _ in saved
+    }
+    for number in range(len(jobs)):
+        befores, afters, _, _ = zip(*(rank[number] for rank in ranks), strict=True)
+        initial, found = assemble(befores), assemble(afters)
+        initial |= {(name, "fp32_param"): initial[name, "weight"] for name, _ in initial}
+        for what in ("fp32_param", "exp_avg", "exp_avg_sq"):
+            _assert_experts_are(found, precise | saved, initial, system, what)
+            _assert_rest_is(found, precise | saved, initial, system, what)
+        for name, _ in found:  # what computes is what Adam updates, rounded once
+            rounded = torch.from_numpy(found[name, "fp32_param"]).bfloat16().float().numpy()
+            numpy.testing.assert_array_equal(found[name, "weight"], rounded, err_msg=name)
+
+
+def _logits(run):
+    """Of every sample of a batch, [B, S, V], from the whole model on one rank."""
+    (model,) = unwrap_model(run.engine.chunks)
+    model.eval()
+    with torch.no_grad():
+        logits = [model(b["tokens"], b["position_ids"], None) for b in run._batches()]
+    model.train()
+    return torch.cat(logits).double().numpy()
+
+
+FULL_RANK = AOE | {"aoe_low_rank_size": D, "aoe_wide_size": F + 4}
+SAME = {"topk": {}, "aoe of full rank": FULL_RANK, "aoe, K=1": FULL_RANK | {"moe_router_topk": 1}}
+
+
+def _compare_models(folder):
+    """Logits and next losses of a dense run and of what becomes of it, by system."""
+    run = TinyRun(Layout(), folder, options=DENSE)
+    losses = [loss for loss, _ in run.steps(12)]
+    path = run.save()
+    dense = _logits(run), run.steps(1)[0][0]
+    run.close()
+    upcycled = {}
+    for name, options in (SAME | {"K=1": {"moe_router_topk": 1}}).items():
+        run = TinyRun(Layout(), folder, options=options)
+        _upcycle(run, path)
+        logits, rate = _logits(run), run.engine.optimizer.param_groups[0]["lr"]
+        run.engine.statistics.training.clear()
+        first = run.steps(1)[0][0]
+        layers = run.engine.statistics.training.summaries()
+        run.steps(3)
+        weights = {name: weight.detach().numpy() for name, weight in run.parameters()}
+        upcycled[name] = logits, first, layers, rate, weights
+        run.close()
+    return losses, dense, upcycled
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    (result,) = run_distributed(1, _compare_models, tmp_path_factory.mktemp("compared"))
+    return result
+
+
+@pytest.mark.parametrize("system", SAME)
+def test_the_function_stays_the_same(compared, system):
+    _, (logits, next_loss), upcycled = compared
+    found, loss, *_ = upcycled[system]
+    assert numpy.abs(logits).max() > 1
+    numpy.testing.assert_allclose(found, logits, atol=1e-5 * numpy.abs(logits).max())
+    assert loss == pytest.approx(next_loss, rel=1e-5)
+
+
+def test_a_gate_below_1_changes_it(compared):
+    _, (logits, _), upcycled = compared
+    assert numpy.abs(upcycled["K=1"][0] - logits).max() > 0.1
+
+
+@pytest.mark.parametrize("system", SAME)
+def test_experts_part(compared, system):
+    """Tokens go to different experts from the first step, and so experts come to differ."""
+    *_, layers, _, weights = compared[2][system]
+    for layer in layers:
+        assert min(layer["tokens_per_expert"]) > 0, layer
+    for number in MOE_LAYERS:
+        w_out = weights[
+            _layer(number, "experts.w_out_LFD" if system == "topk" else "experts.w_out_LWD")
+        ]
+        for one in range(E):
+            for other in range(one):
+                assert numpy.abs(w_out[one, :F] - w_out[other, :F]).max() > 1e-4
+
+
+def test_the_factors_are_the_truncated_svd(tmp_path, dense):
+    path, source = dense["tp2"]
+    jobs = [(Layout(), AOE, path)]
+    (((_, after, _, _),),) = run_distributed(1, _upcycle_each, jobs, tmp_path)
+    found = assemble([after])
+    for number in MOE_LAYERS:
+        w_g = source[_layer(number, "linear_fc1.weight"), "weight"][0].T.astype(numpy.float64)
+        u, s, v = numpy.linalg.svd(w_g, full_matrices=False)
+        best = (u[:, :8] * s[:8]) @ v[:8]
+        assert numpy.abs(best - w_g).max() > 0.1 * numpy.abs(w_g).max()  # 8 of 32 are not all
+        w_down = found[_layer(number, "w_down_EDR"), "weight"]
+        w_up = found[_layer(number, "experts.w_up_LRW"), "weight"]
+        for expert in range(E):
+            product = w_down[expert] @ w_up[expert]
+            numpy.testing.assert_allclose(product[:, :F], best, atol=1e-5 * s[0])

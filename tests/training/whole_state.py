@@ -1,0 +1,94 @@
+"""The weights and Adam's state of a run as whole tensors, put together from what its ranks hold.
+
+whole = assemble(run_distributed(2, body))          # where body returns held(run)
+whole["decoder.layers.1.mlp.w_router_ED", "exp_avg"]
+"""
+
+from typing import Any
+
+import numpy
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from tests.training.tiny_run import TinyRun
+
+Whole = dict[tuple[str, str], numpy.ndarray]  # (parameter, what of it) -> the whole tensor
+
+
+def held(run: TinyRun) -> list[tuple[str, str, Any, tuple[int, ...], int, numpy.ndarray]]:
+    """What this rank holds: (parameter, what, its shards, its shape here, start, flat values).
+
+    Moments and shards are found by Megatron-Core's own means, not by those under test.
+    """
+    optimizer = run.engine.optimizer
+    optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
+    rows = []
+    for name, parameter in run.parameters():
+        shape = tuple(parameter.shape)
+        shards = _shards(run, name, parameter)
+        if name == "output_layer.weight":  # a pipeline's last stage has a copy of the embedding
+            name = "embedding.word_embeddings.weight"
+        if name.endswith("linear_fc1.weight"):  # tp splits gate and up apart
+            shape = (2, shape[0] // 2, shape[1])
+            shards = [(axis + 1, rank, size) for axis, rank, size in shards]
+        rows.append((name, "weight", shards, shape, 0, _flat(parameter)))
+        for part in optimizers:
+            start, state = _state(part, parameter)
+            for what, value in state.items():
+                rows.append((name, what, shards, shape, start, _flat(value)))
+    return rows
+
+
+def _state(optimizer: Any, parameter: torch.nn.Parameter) -> tuple[int, dict[str, torch.Tensor]]:
+    start = 0
+    if isinstance(optimizer, DistributedOptimizer):
+        if parameter not in optimizer.model_param_gbuf_map:
+            return 0, {}
+        start = optimizer._get_model_param_range_map(parameter)["param"].start
+        state = dict(optimizer._get_main_param_and_optimizer_states(parameter))
+        main = state.pop("param")
+    else:
+        main = getattr(parameter, "main_param", parameter)
+        state = dict(optimizer.optimizer.state.get(main, {}))
+    if not state:
+        return 0, {}
+    state = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
+    if parameter.dtype != torch.float32:
+        state["fp32_param"] = main
+    return start, state
+
+
+def _shards(run: TinyRun, name: str, parameter: Any) -> list[tuple[int, int, int]]:
+    groups = run.groups
+    if ".experts." in name:
+        axis = parameter.partition_dim
+        return [
+            (0, groups.ep.rank(), groups.ep.size()),
+            (axis, groups.etp.rank(), groups.etp.size()),
+        ]
+    if getattr(parameter, "tensor_model_parallel", False):
+        return [(parameter.partition_dim, groups.tp.rank(), groups.tp.size())]
+    return []
+
+
+def _flat(tensor: torch.Tensor) -> numpy.ndarray:
+    return tensor.detach().float().flatten().numpy().copy()
+
+
+def assemble(ranks: list[Any]) -> Whole:
+    """Whole tensors from what the ranks hold; ranks that hold the same must hold equal values."""
+    whole: Whole = {}
+    for name, what, shards, shape, start, flat in (row for rows in ranks for row in rows):
+        full, index = list(shape), [slice(0, size) for size in shape]
+        for axis, rank, size in shards:
+            full[axis] *= size
+            index[axis] = slice(rank * shape[axis], (rank + 1) * shape[axis])
+        tensor = whole.setdefault((name, what), numpy.full(full, numpy.nan, numpy.float32))
+        part = tensor[tuple(index)].flatten()
+        before = part[start : start + flat.size]
+        assert numpy.all(numpy.isnan(before) | (before == flat)), f"{name}: copies differ"
+        part[start : start + flat.size] = flat
+        tensor[tuple(index)] = part.reshape(shape)
+    for key, tensor in whole.items():
+        assert not numpy.isnan(tensor).any(), f"{key}: no rank holds some of it"
+    return whole
