@@ -1,0 +1,245 @@
+"""Do the experts of a trained MoE know what they know? The probe of the AoE paper, section 3.1.
+
+The routers are stripped off. Every expert computes every token up to a node; the K experts whose
+activation is greatest there, in some norm, go on to the end. No weight is changed. The paper tries
+five nodes and three norms and does not say how the outputs of the K are weighed: here by the
+softmax of their norms, as AoE does, and by 1/K each.
+
+Shape suffixes: T tokens, E experts, D model width, F expert width, X width of a node (F or D).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from moe_parallel.dispatch import Dispatched
+from moe_parallel.errors import InputError
+from moe_parallel.experts.swiglu import SwiGLUExperts
+from moe_parallel.layers import DispatchedLayer, FactorisedRoutedLayer, RoutedLayer
+from moe_parallel.selection.choices import Choices, Rule
+from moe_parallel.selection.tokens import Tokens
+from moe_parallel.selection.topk import TopK
+
+
+class Expert(NamedTuple):
+    """The matrices of one expert, (SiLU(x W_g) * (x W_p)) W_o."""
+
+    w_g_DF: torch.Tensor
+    w_p_DF: torch.Tensor
+    w_out_FD: torch.Tensor
+
+
+Node = Callable[[torch.Tensor, Expert], torch.Tensor]  # (x_TD, expert) -> activation [T, X]
+
+
+def _gate(x_TD: torch.Tensor, expert: Expert) -> torch.Tensor:
+    return x_TD @ expert.w_g_DF
+
+
+def _up(x_TD: torch.Tensor, expert: Expert) -> torch.Tensor:
+    return x_TD @ expert.w_p_DF
+
+
+def _activated(x_TD: torch.Tensor, expert: Expert) -> torch.Tensor:
+    return F.silu(_gate(x_TD, expert))
+
+
+def _product(x_TD: torch.Tensor, expert: Expert) -> torch.Tensor:
+    return _activated(x_TD, expert) * _up(x_TD, expert)
+
+
+def _output(x_TD: torch.Tensor, expert: Expert) -> torch.Tensor:
+    return _product(x_TD, expert) @ expert.w_out_FD
+
+
+NODES: dict[str, Node] = {
+    "x W_g": _gate,
+    "x W_p": _up,
+    "SiLU(x W_g)": _activated,
+    "SiLU(x W_g) * x W_p": _product,
+    "output": _output,
+}
+NORMS = {"L1": 1.0, "L2": 2.0, "Linf": math.inf}
+
+
+@dataclass(frozen=True)
+class UniformGates:
+    """The choices of another rule, with equal gates that sum to 1."""
+
+    of: Rule
+
+    def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
+        choices = self.of(scores_TE, tokens)
+        filled_TK = (choices.experts_TK >= 0).to(choices.gates_TK)
+        gates_TK = filled_TK / filled_TK.sum(dim=1, keepdim=True).clamp(min=1)
+        return replace(choices, gates_TK=gates_TK)
+
+
+GATES: dict[str, Callable[[int], Rule]] = {
+    "softmax": TopK,
+    "uniform": lambda k: UniformGates(TopK(k)),
+}
+
+Scores = Callable[[torch.Tensor], torch.Tensor]  # x_TD -> fp32 [T, E]
+
+
+class ProbedLayer(DispatchedLayer):
+    """A routed layer in which something else than its router scores the experts.
+
+    It is made from that layer and shares all that it has: weights, dispatcher, capacity, shared
+    expert, statistics. For evaluations on one process, which holds every expert.
+    """
+
+    def __init__(self, routed: RoutedLayer, scores: Scores, rule: Rule) -> None:
+        """
+        Args:
+            routed: the layer; stays as it is.
+            scores: of all experts.
+            rule: from scores to choices.
+        """
+        assert routed.context.groups.etp_ep.size() == 1
+        self.__dict__.update(routed.__dict__)
+        self.rule = self.evaluation_rule = rule
+        self._scores = scores
+        self._compute = routed.compute
+
+    def choose(self, x_TD: torch.Tensor, tokens: Tokens) -> Choices:
+        return self.current_rule()(self._scores(x_TD), tokens)
+
+    def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
+        return self._compute(rows)
+
+
+def experts_of(layer: RoutedLayer) -> list[Expert]:
+    """The matrices of each expert, views of the layer's weights; a factorised W_g is multiplied."""
+    if isinstance(layer, FactorisedRoutedLayer):
+        low_rank = layer.experts
+        w_g_EDF = layer.w_down_EDR @ low_rank.w_up_LRW
+        matrices = zip(w_g_EDF, low_rank.w_p_LDW, low_rank.w_out_LWD, strict=True)
+    else:
+        swiglu = layer.experts
+        assert isinstance(swiglu, SwiGLUExperts)
+        w_g_LDF, w_p_LDF = swiglu.w_gate_up_LD2F.unbind(2)
+        matrices = zip(w_g_LDF, w_p_LDF, swiglu.w_out_LFD, strict=True)
+    return [Expert(*each) for each in matrices]
+
+
+def norms_at(node: Node, order: float, experts: list[Expert]) -> Scores:
+    """The norm of each expert's activation at a node, in fp32; `order`: 1, 2 or inf."""
+
+    def scores(x_TD: torch.Tensor) -> torch.Tensor:
+        norms = [
+            torch.linalg.vector_norm(node(x_TD, expert).float(), order, dim=1) for expert in experts
+        ]
+        return torch.stack(norms, dim=1)
+
+    return scores
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A way to select experts: a row of the table."""
+
+    selected_by: str
+    norm: str
+    gate: str
+    replacement: Callable[[RoutedLayer], DispatchedLayer]  # of each routed layer
+
+
+def probes(k: int, seed: int = 0) -> list[Probe]:
+    """The router and chance, to compare with; then five nodes x three norms x two gates.
+
+    The third is the router's choice with equal gates: what is lost by the gates alone.
+
+    Args:
+        k: experts per token.
+        seed: of the chance.
+    """
+    by_norm = [
+        Probe(node, norm, gate, _by_norm(NODES[node], NORMS[norm], GATES[gate](k)))
+        for node in NODES
+        for norm in NORMS
+        for gate in GATES
+    ]
+    return [
+        Probe("router", "", "its own", lambda routed: routed),
+        Probe("random", "", "uniform", lambda routed: _at_random(routed, k, seed)),
+        Probe("router", "", "uniform", _router_with_uniform_gates),
+        *by_norm,
+    ]
+
+
+def _by_norm(node: Node, order: float, rule: Rule) -> Callable[[RoutedLayer], ProbedLayer]:
+    return lambda routed: ProbedLayer(routed, norms_at(node, order, experts_of(routed)), rule)
+
+
+def _router_with_uniform_gates(routed: RoutedLayer) -> ProbedLayer:
+    return ProbedLayer(routed, routed.logits, UniformGates(routed.evaluation_rule))
+
+
+def _at_random(routed: RoutedLayer, k: int, seed: int) -> ProbedLayer:
+    generator = torch.Generator().manual_seed(seed + routed.layer_number)
+
+    def scores(x_TD: torch.Tensor) -> torch.Tensor:
+        drawn_TE = torch.rand(len(x_TD), routed.num_experts, generator=generator)
+        return drawn_TE.to(x_TD.device)
+
+    return ProbedLayer(routed, scores, UniformGates(TopK(k)))
+
+
+@contextmanager
+def probing(model: Any, probe: Probe) -> Iterator[None]:
+    """Within the context experts of `model` (a torch module) are selected as the probe says.
+
+    Raises InputError if the model has no routed layers.
+    """
+    routed = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, RoutedLayer)
+    ]
+    if not routed:
+        raise InputError(
+            "the model has no routers to strip: probe a run of --expert-selection topk, top_p or "
+            "expert_choice"
+        )
+    try:
+        for parent, name, layer in routed:
+            setattr(parent, name, probe.replacement(layer))
+        yield
+    finally:
+        for parent, name, layer in routed:
+            setattr(parent, name, layer)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The lines of a report, one at a time, since each takes an evaluation of the model.
+
+    There is a column for each text, the losses in nats/token, and "kept": how much of the router's
+    advantage over chance is left on the last text. The router keeps 100 %, chance 0 %.
+    """
+
+    router: Mapping[str, float]  # loss by text
+    random: Mapping[str, float]
+
+    def head(self) -> str:
+        """The names of the columns."""
+        texts = "".join(f"{text:>10}" for text in self.router)
+        return f"{'selected by':<20} {'norm':<5} {'gates':<8}{texts}{'kept':>8}"
+
+    def row(self, probe: Probe, losses: Mapping[str, float]) -> str:
+        """The line of a probe with these losses by text."""
+        last = list(self.router)[-1]
+        advantage = self.random[last] - self.router[last]
+        kept = (self.random[last] - losses[last]) / advantage if advantage else math.nan
+        values = "".join(f"{losses[text]:>10.4f}" for text in self.router)
+        return f"{probe.selected_by:<20} {probe.norm:<5} {probe.gate:<8}{values}{kept:>8.0%}"

@@ -1,0 +1,210 @@
+"""Does a later token change an earlier output? A probe by perturbation, of any model.
+
+The loss of a language model is the likelihood of a text only where the output at a position depends
+on no token after it. Attention is masked, but experts that choose among tokens, capacities that
+drop them and parameters that are merged by a mean can all carry information back. They can carry
+it from one instance of a micro-batch to another as well, and then a text's loss depends on what it
+was batched with. So: run a micro-batch, change one token, run again, and look at every output that
+should not have moved.
+
+Both runs have the same shape and the same random numbers. What may differ besides a leak is
+rounding: a token that goes to another expert changes how many rows each expert multiplies, and a
+product of another size may add in another order. A change counts as a leak above `TOLERANCE` of the
+greatest logit. In fp64 that is 4e-11, where rounding makes 1e-15 and a leak rarely less than 1e-6:
+give the probe a model in fp64 (`model.double()`).
+
+No leak seen is no proof that there is none: a choice flips only where scores are close. Several
+replacements for each token, and all places, make it likely to be found.
+
+Shape suffixes: B instances of a micro-batch, S positions, V vocabulary, P perturbed places.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from moe_parallel.errors import InputError
+
+LogitsOf = Callable[[torch.Tensor], torch.Tensor]
+
+# By dtype of the logits, as a share of the greatest. A power of the unit roundoff between it and 1.
+TOLERANCE = {
+    dtype: torch.finfo(dtype).eps ** (2 / 3)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16)
+}
+
+
+class Place(NamedTuple):
+    """A token of a micro-batch, and the output at it. Both count from 0."""
+
+    instance: int
+    position: int
+
+
+class Leak(NamedTuple):
+    """An output that a token changed and should not have."""
+
+    source: Place  # the token
+    target: Place  # the output
+    change: float  # of the logit that changed most
+
+
+@dataclass(frozen=True)
+class Influence:
+    """How much each perturbed token changed each output."""
+
+    places: tuple[Place, ...]  # P: what was perturbed
+    changes_PBS: torch.Tensor  # fp64: of the logit that changed most, over the replacements
+    tolerance: float  # a change above is a leak or, where it may be, an effect
+
+    @property
+    def future(self) -> list[Leak]:
+        """Outputs that a later token of the same instance changed."""
+        return [leak for leak in self._changed() if _is_future(leak)]
+
+    @property
+    def across(self) -> list[Leak]:
+        """Outputs that a token of another instance changed."""
+        return [leak for leak in self._changed() if _is_across(leak)]
+
+    @property
+    def future_pairs(self) -> int:
+        """How many (later token, earlier output) pairs were looked at."""
+        return sum(place.position for place in self.places)
+
+    @property
+    def across_pairs(self) -> int:
+        """How many (token, output of another instance) pairs were looked at."""
+        _, instances, positions = self.changes_PBS.shape
+        return len(self.places) * (instances - 1) * positions
+
+    @property
+    def felt(self) -> int:
+        """How many perturbations changed the output at their own place, as nearly all must."""
+        own = [self.changes_PBS[p][place] for p, place in enumerate(self.places)]
+        return sum(bool(change > self.tolerance) for change in own)
+
+    @property
+    def noise(self) -> float:
+        """The greatest change that should not be and was put down to rounding."""
+        quiet = [0.0]
+        for p, place in enumerate(self.places):
+            changes_BS = self.changes_PBS[p].clone()
+            changes_BS[place.instance, place.position :] = 0.0  # what may change
+            quiet.append(float(changes_BS[changes_BS <= self.tolerance].max()))
+        return max(quiet)
+
+    def _changed(self) -> list[Leak]:
+        found = (self.changes_PBS > self.tolerance).nonzero().tolist()
+        return [
+            Leak(self.places[p], Place(b, s), float(self.changes_PBS[p, b, s])) for p, b, s in found
+        ]
+
+
+def _is_future(leak: Leak) -> bool:
+    same = leak.source.instance == leak.target.instance
+    return same and leak.source.position > leak.target.position
+
+
+def _is_across(leak: Leak) -> bool:
+    return leak.source.instance != leak.target.instance
+
+
+@torch.no_grad()
+def measure_influence(
+    logits_of: LogitsOf,
+    tokens_BS: torch.Tensor,
+    vocab_size: int,
+    *,
+    places: Sequence[Place] | None = None,
+    replacements: int = 2,
+    seed: int = 0,
+) -> Influence:
+    """Perturb tokens one at a time and compare all outputs with the unperturbed ones.
+
+    Runs the model P * replacements + 2 times. Draws of torch's generators are the same in each run,
+    and afterwards as if there had been none.
+
+    Args:
+        logits_of: tokens [B, S] -> logits [B, S, V] of any float dtype.
+        tokens_BS: int64, the micro-batch.
+        vocab_size: replacements are drawn from the tokens below it; at least 2.
+        places: which tokens to perturb; None: all.
+        replacements: other tokens to try at each place, where there are as many.
+        seed: of the replacements and of the draws inside the model.
+
+    Raises InputError where logits are not finite, or the model answers the same tokens differently.
+    """
+    if places is None:
+        instances, positions = tokens_BS.shape
+        places = [Place(b, s) for b in range(instances) for s in range(positions)]
+
+    def run(perturbed_BS: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            logits_BSV = logits_of(perturbed_BS)
+        if not torch.isfinite(logits_BSV).all():
+            raise InputError("the logits are not finite: probe a model that has not diverged")
+        return logits_BSV
+
+    logits_BSV = run(tokens_BS)
+    tolerance = TOLERANCE[logits_BSV.dtype] * float(logits_BSV.abs().max())
+    draw = random.Random(seed)
+    changes = []
+    for place in places:
+        others = _others(int(tokens_BS[place]), vocab_size, replacements, draw)
+        runs = [run(_with(tokens_BS, place, token)) for token in others]
+        changes.append(torch.stack([_change(each, logits_BSV) for each in runs]).amax(0))
+    again = float(_change(run(tokens_BS), logits_BSV).max())
+    if again > tolerance:
+        raise InputError(
+            f"the model answers the same tokens differently (a logit by {again:.3g}): "
+            "switch off what changes it from one pass to the next"
+        )
+    return Influence(tuple(places), torch.stack(changes), tolerance)
+
+
+def sample_places(instances: int, positions: int, count: int, seed: int = 0) -> list[Place]:
+    """`count` places of a micro-batch drawn without replacement, in order; all, if fewer."""
+    everywhere = [Place(b, s) for b in range(instances) for s in range(positions)]
+    return sorted(random.Random(seed).sample(everywhere, min(count, len(everywhere))))
+
+
+def logits_of_gpt(model: Any) -> LogitsOf:
+    """The logits of a whole Megatron-Core GPT, in the mode (training, evaluation) that it is in.
+
+    Draws of Megatron-Core's generators too are the same in each run, and undone afterwards.
+    """
+
+    def logits_of(tokens_BS: torch.Tensor) -> torch.Tensor:
+        positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        generators = get_cuda_rng_tracker()
+        states = generators.get_states()
+        logits_BSV: torch.Tensor = model(tokens_BS, positions_BS.expand_as(tokens_BS), None)
+        generators.set_states(states)
+        return logits_BSV
+
+    return logits_of
+
+
+def _others(token: int, vocab_size: int, count: int, draw: random.Random) -> list[int]:
+    """Distinct tokens other than `token`."""
+    drawn = draw.sample(range(vocab_size - 1), min(count, vocab_size - 1))
+    return [other + (other >= token) for other in drawn]
+
+
+def _with(tokens_BS: torch.Tensor, place: Place, token: int) -> torch.Tensor:
+    perturbed_BS = tokens_BS.clone()
+    perturbed_BS[place] = token
+    return perturbed_BS
+
+
+def _change(a_BSV: torch.Tensor, b_BSV: torch.Tensor) -> torch.Tensor:
+    """The greatest change of a logit at each place: fp64 [B, S] on the CPU."""
+    return (a_BSV.double() - b_BSV.double()).abs().amax(2).cpu()

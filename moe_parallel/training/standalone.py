@@ -1,0 +1,103 @@
+"""A model on a single process, from a configuration or out of a checkpoint: to probe it.
+
+Whatever layout and precision it was trained in, here it is whole and in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from moe_parallel.config import (
+    CheckpointConfig,
+    Config,
+    ParallelConfig,
+    parse_command_line,
+    validate,
+)
+from moe_parallel.model.gpt import build_model
+from moe_parallel.parallel import Groups, initialize_groups
+from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
+from moe_parallel.platform.device import device
+from moe_parallel.telemetry.statistics import RoutingStatistics
+from moe_parallel.training.checkpoint_folder import find_checkpoint, read_record
+from moe_parallel.training.run import open_checkpoints
+from moe_parallel.training.text import DEFAULT_VOCAB_SIZE
+
+
+def standalone_config(
+    flags: Sequence[str], *, config: str | None = None, load: str | None = None
+) -> Config:
+    """The configuration of `--config` or, without it, of the checkpoint that `--load` names.
+
+    What concerns layout, precision and saving is left out of it.
+
+    Args:
+        flags: of the training program; they win.
+        config: a YAML file.
+        load: a run or one of its checkpoints.
+
+    Raises InputError.
+    """
+    arguments = list(flags)
+    if config is None and load is not None:
+        config = str(find_checkpoint(Path(load)) / "config.yaml")
+    if config is not None:
+        arguments += ["--config", config]
+    given = parse_command_line(arguments)
+    alone = replace(
+        given,
+        parallel=ParallelConfig(),
+        training=replace(given.training, bf16=False),
+        checkpoint=CheckpointConfig(load=load),
+    )
+    validate(alone, world_size=1)
+    return alone
+
+
+@contextmanager
+def single_process(config: Config) -> Iterator[Groups]:
+    """Process groups of one, and seeded generators; gone when the context ends."""
+    if not torch.cuda.is_available():
+        adapt_megatron_to_cpu()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        groups = initialize_groups(config.parallel)
+        torch.manual_seed(config.training.seed)
+        model_parallel_cuda_manual_seed(config.training.seed)
+        yield groups
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def vocab_size_of(config: Config) -> int:
+    """Tokens of the checkpoint's vocabulary; of a model yet to be trained, --vocab-size."""
+    if config.checkpoint.load is None:
+        return config.data.vocab_size or DEFAULT_VOCAB_SIZE
+    record = read_record(find_checkpoint(Path(config.checkpoint.load)))
+    return int(record["fingerprint"]["--vocab-size"])
+
+
+def standalone_model(
+    config: Config, vocab_size: int, groups: Groups
+) -> tuple[Any, RoutingStatistics]:
+    """The whole model (Megatron-Core's GPTModel) with its routing statistics.
+
+    Its weights are those of --load, or the initial ones. Raises InputError.
+    """
+    statistics = RoutingStatistics(config.model.num_layers, config.moe.num_experts or 1, device())
+    with device():
+        (model,) = build_model(config, config.padded_vocab_size(vocab_size), groups, statistics)
+    if config.checkpoint.load is not None:
+        checkpoints = open_checkpoints(config, vocab_size, groups)
+        checkpoints.load(Path(config.checkpoint.load), [model], None, None)
+    return model, statistics

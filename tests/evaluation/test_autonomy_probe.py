@@ -1,0 +1,306 @@
+"""The probe without routers: each selection against numpy loops, and what it leaves as it was."""
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import nn
+
+from moe_parallel.config import AoESelection, TopKSelection, TopPSelection
+from moe_parallel.errors import InputError
+from moe_parallel.evaluation.autonomy_probe import (
+    GATES,
+    NODES,
+    NORMS,
+    Probe,
+    ProbedLayer,
+    Table,
+    UniformGates,
+    probes,
+    probing,
+)
+from moe_parallel.layers import RoutedLayer
+from moe_parallel.parallel import initialize_groups
+from moe_parallel.selection.tokens import Tokens
+from moe_parallel.selection.top_p import TopP
+from moe_parallel.training.standalone import standalone_config, standalone_model
+from tests.distributed import run_distributed
+from tests.layers.single import EXPERT_WIDTH, EXPERTS, WIDTH, Case, SingleRank, build, values
+from tests.oracles.layers import Array, silu, softmax, swiglu_expert
+from tests.program import SMALL, flags
+
+K = 2
+ROUTED = Case(TopKSelection(moe_router_topk=K), sequences=2, tokens=8)
+FACTORISED = Case(TopKSelection(moe_router_topk=K, moe_gate_low_rank_size=2), sequences=2, tokens=8)
+
+
+def probe_named(node: str, norm: str = "", gate: str = "uniform", k: int = K) -> Probe:
+    (found,) = [
+        each for each in probes(k) if (each.selected_by, each.norm, each.gate) == (node, norm, gate)
+    ]
+    return found
+
+
+def layer_of(case: Case, given: dict[str, Array]) -> Any:
+    return build(case, given, torch.float64, "reference").eval()
+
+
+def output(layer: Any, x_SBD: Array) -> Array:
+    with torch.no_grad():
+        return layer(torch.from_numpy(x_SBD))[0].numpy()
+
+
+# The oracle.
+
+
+def activation(node: str, x_D: Array, w_g: Array, w_p: Array, w_o: Array) -> Array:
+    return {
+        "x W_g": x_D @ w_g,
+        "x W_p": x_D @ w_p,
+        "SiLU(x W_g)": silu(x_D @ w_g),
+        "SiLU(x W_g) * x W_p": silu(x_D @ w_g) * (x_D @ w_p),
+        "output": swiglu_expert(x_D, w_g, w_p, w_o),
+    }[node]
+
+
+def norm_of(name: str, values_X: Array) -> float:
+    sizes = [abs(float(value)) for value in values_X]
+    return {
+        "L1": sum(sizes),
+        "L2": sum(size**2 for size in sizes) ** 0.5,
+        "Linf": max(sizes),
+    }[name]
+
+
+def expected(
+    matrices: list[tuple[Array, Array, Array]],
+    x_SBD: Array,
+    node: str,
+    norm: str,
+    gate: str,
+    k: int,
+) -> Array:
+    y_SBD = numpy.zeros_like(x_SBD)
+    for place in numpy.ndindex(x_SBD.shape[:2]):
+        x_D = x_SBD[place]
+        norms = [norm_of(norm, activation(node, x_D, *each)) for each in matrices]
+        ranked = sorted(range(EXPERTS), key=lambda e: -norms[e])[:k]
+        weights = {
+            "softmax": softmax(numpy.array([norms[e] for e in ranked])),
+            "uniform": [1 / k] * k,
+        }[gate]
+        for e, weight in zip(ranked, weights, strict=True):
+            y_SBD[place] += weight * swiglu_expert(x_D, *matrices[e])
+    return y_SBD
+
+
+def swiglu_matrices(given: dict[str, Array]) -> list[tuple[Array, Array, Array]]:
+    gate_up, out = given["experts.w_gate_up_LD2F"], given["experts.w_out_LFD"]
+    return [(gate_up[e, :, 0], gate_up[e, :, 1], out[e]) for e in range(EXPERTS)]
+
+
+@pytest.mark.parametrize("k", [1, K])
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("node", NODES)
+def test_the_greatest_activations_compute(node: str, norm: str, gate: str, k: int) -> None:
+    given = values(ROUTED)
+    model = nn.Sequential(layer_of(ROUTED, given))
+    with probing(model, probe_named(node, norm, gate, k)):
+        found = output(model[0], given["x"])
+    oracle = expected(swiglu_matrices(given), given["x"], node, norm, gate, k)
+    assert found == pytest.approx(oracle, rel=1e-5, abs=1e-6)  # norms and gates are fp32
+
+
+def test_nodes_and_norms_disagree() -> None:
+    """Or the test above would tell little: no two of them select alike on the same layer."""
+    given = values(ROUTED)
+    outputs = [
+        expected(swiglu_matrices(given), given["x"], node, norm, "uniform", 1)
+        for node in NODES
+        for norm in NORMS
+    ]
+    alike = sum(numpy.allclose(a, b) for i, a in enumerate(outputs) for b in outputs[:i])
+    assert alike < 30  # of 105 pairs; norms of few numbers often rank alike
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_a_factorised_gate_is_multiplied_out(node: str) -> None:
+    rng = numpy.random.default_rng(3)
+    e, d, w, r = EXPERTS, WIDTH, EXPERT_WIDTH, 2
+    given = {
+        "x": rng.normal(size=(4, 2, d)),
+        "w_router_ED": rng.normal(size=(e, d)),
+        "w_down_EDR": rng.normal(size=(e, d, r)),
+        "experts.w_up_LRW": rng.normal(size=(e, r, w)),
+        "experts.w_p_LDW": rng.normal(size=(e, d, w)),
+        "experts.w_out_LWD": rng.normal(size=(e, w, d)),
+    }
+    matrices = [
+        (
+            given["w_down_EDR"][i] @ given["experts.w_up_LRW"][i],
+            given["experts.w_p_LDW"][i],
+            given["experts.w_out_LWD"][i],
+        )
+        for i in range(e)
+    ]
+    model = nn.Sequential(layer_of(FACTORISED, given))
+    with probing(model, probe_named(node, "L2", "softmax")):
+        found = output(model[0], given["x"])
+    oracle = expected(matrices, given["x"], node, "L2", "softmax", K)
+    assert found == pytest.approx(oracle, rel=1e-5, abs=1e-6)
+
+
+OWN_RULES = {
+    "topk": ROUTED,
+    "top1": Case(TopKSelection(moe_router_topk=1)),
+    "top-p": Case(TopPSelection(moe_top_p=0.6)),
+    "dropping": Case(TopKSelection(), capacity_factor=0.6, policy="position"),
+}
+
+
+@pytest.mark.parametrize("name", OWN_RULES)
+def test_the_routers_own_rule_changes_nothing(name: str) -> None:
+    case = OWN_RULES[name]
+    given = values(case)
+    routed = layer_of(case, given)
+    probed = ProbedLayer(routed, routed.logits, routed.evaluation_rule)
+    assert numpy.array_equal(output(probed, given["x"]), output(routed, given["x"]))
+
+
+def test_the_routers_choice_with_equal_gates() -> None:
+    given = values(ROUTED)
+    model = nn.Sequential(layer_of(ROUTED, given))
+    with probing(model, probe_named("router")):
+        found = output(model[0], given["x"])
+    matrices = swiglu_matrices(given)
+    for place in numpy.ndindex(found.shape[:2]):
+        x_D = given["x"][place]
+        chosen = numpy.argsort(given["w_router_ED"] @ x_D)[-K:]
+        mean_D = sum(swiglu_expert(x_D, *matrices[e]) for e in chosen) / K
+        assert found[place] == pytest.approx(mean_D, rel=1e-6, abs=1e-9)
+
+
+def test_equal_gates_are_of_the_filled_slots() -> None:
+    tokens = Tokens(1, SingleRank())  # type: ignore[arg-type]
+    scores_TE = torch.log(torch.tensor([[0.7, 0.2, 0.1], [0.4, 0.35, 0.25]]))
+    choices = UniformGates(TopP(0.5))(scores_TE, tokens)
+    assert choices.experts_TK.tolist() == [[0, -1, -1], [0, 1, -1]]
+    assert choices.gates_TK.tolist() == [[1, 0, 0], [0.5, 0.5, 0]]
+
+
+def test_chance_takes_k_experts_with_equal_gates_anew_for_each_token() -> None:
+    case = Case(ROUTED.selection, tokens=400)
+    routed = layer_of(case, values(case))
+    x_TD = torch.zeros(400, WIDTH, dtype=torch.float64)
+    tokens = Tokens(1, SingleRank())  # type: ignore[arg-type]
+    choices = probe_named("random").replacement(routed).choose(x_TD, tokens)
+    assert (choices.gates_TK == 1 / K).all()
+    assert (choices.experts_TK[:, 0] != choices.experts_TK[:, 1]).all()
+    # Binomial, mean 200 and standard deviation 10.
+    assert choices.tokens_per_expert().tolist() == pytest.approx([200] * EXPERTS, abs=50)
+    again = probe_named("random").replacement(routed).choose(x_TD, tokens)
+    assert torch.equal(again.experts_TK, choices.experts_TK)
+    routed.set_layer_number(2)
+    elsewhere = probe_named("random").replacement(routed).choose(x_TD, tokens)
+    assert not torch.equal(elsewhere.experts_TK, choices.experts_TK)
+
+
+def test_afterwards_the_model_is_as_it_was() -> None:
+    given = values(ROUTED)
+    model = nn.Sequential(layer_of(ROUTED, given), layer_of(ROUTED, values(ROUTED, seed=1)))
+    layers, state = list(model), {name: w.clone() for name, w in model.state_dict().items()}
+    before = output(model[0], given["x"])
+    with pytest.raises(RuntimeError, match="stop"), probing(model, probe_named("output", "L2")):
+        assert all(isinstance(layer, ProbedLayer) for layer in model)
+        assert model.state_dict().keys() == state.keys()
+        model.eval()
+        output(model[0], given["x"])
+        raise RuntimeError("stop")
+    assert all(a is b for a, b in zip(layers, model, strict=True))
+    assert all(torch.equal(w, state[name]) for name, w in model.state_dict().items())
+    assert numpy.array_equal(output(model[0], given["x"]), before)
+
+
+def test_experts_without_a_router_are_refused() -> None:
+    case = Case(AoESelection(aoe_low_rank_size=2))
+    model = nn.Sequential(layer_of(case, values(case)), nn.Linear(2, 2))
+    with pytest.raises(InputError, match="no routers"), probing(model, probe_named("random")):
+        pass
+
+
+def test_the_table_has_every_combination_once() -> None:
+    rows = [(each.selected_by, each.norm, each.gate) for each in probes(K)]
+    assert len(set(rows)) == len(rows) == 3 + 5 * 3 * 2
+    assert rows[:3] == [
+        ("router", "", "its own"),
+        ("random", "", "uniform"),
+        ("router", "", "uniform"),
+    ]
+
+
+def test_a_line_of_the_table() -> None:
+    table = Table(router={"prose": 3.0, "all": 2.0}, random={"prose": 4.0, "all": 4.0})
+    losses = {"prose": 3.25, "all": 2.5}  # 3/4 of the 2 nats by which the router beats chance
+    assert table.head().split() == "selected by norm gates prose all kept".split()
+    line = table.row(probe_named("output", "Linf", "softmax"), losses)
+    assert line.split() == "output Linf softmax 3.2500 2.5000 75%".split()
+    assert len(line) == len(table.head())
+
+
+def _whole_models() -> dict[str, Any]:
+    """Logits of a GPT with a shared expert: as it is, and probed in several ways."""
+    options = SMALL | {"moe_shared_expert_intermediate_size": 16, "init_method_std": 0.1}
+    config = standalone_config(flags(options))
+    groups = initialize_groups(config.parallel)
+    model_parallel_cuda_manual_seed(config.training.seed)
+    model, _ = standalone_model(config, 50, groups)
+    model.eval()
+    tokens_BS = torch.arange(24).view(2, 12)
+    positions_BS = torch.arange(12).expand(2, -1)
+
+    def logits() -> Any:
+        with torch.no_grad():
+            return model(tokens_BS, positions_BS, None).numpy()
+
+    def own(routed: RoutedLayer) -> ProbedLayer:
+        return ProbedLayer(routed, routed.logits, routed.evaluation_rule)
+
+    found = {"as it is": logits()}
+    for name, replacement in (("own rule", own), ("random", probe_named("random").replacement)):
+        with probing(model, Probe("", "", "", replacement)):
+            found[name] = logits()
+    layer = model.decoder.layers[0].mlp
+    x_SBD = torch.randn(6, 2, config.model.hidden_size)
+    with torch.no_grad():
+        probed = probe_named("output", "L2").replacement(layer)
+        both, shared = probed(x_SBD)[0], layer.shared(x_SBD)
+        found["layer"] = (both - shared).numpy(), x_SBD.numpy()
+    found["weights"] = {name: w.detach().numpy() for name, w in layer.named_parameters()}
+    found["afterwards"] = logits()
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole_models() -> dict[str, Any]:
+    return run_distributed(1, _whole_models)[0]
+
+
+def test_a_whole_model_probed_by_its_own_rule_is_unchanged(whole_models: dict[str, Any]) -> None:
+    assert numpy.array_equal(whole_models["own rule"], whole_models["as it is"])
+    assert numpy.array_equal(whole_models["afterwards"], whole_models["as it is"])
+    assert numpy.abs(whole_models["random"] - whole_models["as it is"]).max() > 1e-3
+
+
+def test_a_shared_expert_goes_on_computing_every_token(whole_models: dict[str, Any]) -> None:
+    chosen_SBD, x_SBD = whole_models["layer"]
+    weights = whole_models["weights"]
+    gate_up, out = weights["experts.w_gate_up_LD2F"], weights["experts.w_out_LFD"]
+    matrices = [(gate_up[e, :, 0], gate_up[e, :, 1], out[e]) for e in range(EXPERTS)]
+    oracle = expected(matrices, x_SBD.astype(float), "output", "L2", "uniform", K)
+    assert chosen_SBD == pytest.approx(oracle, rel=1e-4, abs=1e-5)
+    assert numpy.abs(oracle).max() > 0.01

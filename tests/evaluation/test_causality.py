@@ -1,0 +1,287 @@
+"""The causality probe: on functions that leak by construction, and on every system.
+
+A new system is a line in SYSTEMS with what is expected of it.
+"""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from moe_parallel.errors import InputError
+from moe_parallel.evaluation.causality import (
+    Influence,
+    Place,
+    logits_of_gpt,
+    measure_influence,
+    sample_places,
+)
+from moe_parallel.parallel import initialize_groups
+from moe_parallel.training.standalone import standalone_config, standalone_model
+from tests.distributed import run_distributed
+from tests.program import flags
+
+VOCABULARY, INSTANCES, POSITIONS = 50, 2, 8
+INSIDE = INSTANCES * POSITIONS * (POSITIONS - 1) // 2  # (later, earlier) pairs
+BETWEEN = INSTANCES * POSITIONS * (INSTANCES - 1) * POSITIONS
+
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 48,
+    "num_experts": 4,
+    "seq_length": POSITIONS,
+    "micro_batch_size": INSTANCES,
+    "global_batch_size": INSTANCES,
+}
+
+
+class Seen(NamedTuple):
+    """What leaked: from later positions of an instance, and from other instances."""
+
+    future: bool
+    across: bool
+
+
+class System(NamedTuple):
+    options: dict[str, Any]
+    training: Seen
+    evaluation: Seen
+
+
+SOUND = Seen(future=False, across=False)
+MIXED = Seen(future=True, across=True)
+MIXED_IN_ORDER = Seen(future=False, across=True)
+
+FULL = {"moe_expert_capacity_factor": 1.0}  # experts overflow
+BY_POSITION = FULL | {"moe_token_drop_policy": "position"}
+LOW_RANK = {"aoe_low_rank_size": 8}
+AOE = {"expert_selection": "aoe"} | LOW_RANK
+BY_SOFTMAX = {"moe_expert_choice_scores": "softmax"}
+OPTIONS_OF_TOPK = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
+    "moe_router_enable_expert_bias": True,
+    "moe_input_jitter_eps": 0.1,
+    "moe_shared_expert_intermediate_size": 16,
+}
+
+SYSTEMS = {
+    "dense": System({"num_experts": None}, SOUND, SOUND),
+    "top1": System({"moe_router_topk": 1}, SOUND, SOUND),
+    "topk": System({}, SOUND, SOUND),
+    "topk and its options": System(OPTIONS_OF_TOPK, SOUND, SOUND),
+    "top_p": System({"expert_selection": "top_p"}, SOUND, SOUND),
+    "aoe": System(AOE, SOUND, SOUND),
+    "aoe_top_p": System({"expert_selection": "aoe_top_p"} | LOW_RANK, SOUND, SOUND),
+    # Experts choose among all tokens of a micro-batch; in evaluations tokens choose experts.
+    "expert_choice": System({"expert_selection": "expert_choice"}, MIXED, SOUND),
+    "expert_choice by softmax": System(
+        {"expert_selection": "expert_choice"} | BY_SOFTMAX, MIXED, SOUND
+    ),
+    "aoe_expert_choice": System({"expert_selection": "aoe_expert_choice"} | LOW_RANK, MIXED, SOUND),
+    # A token of greater gate takes the place of one before it.
+    "topk, drop by gate": System(FULL, MIXED, MIXED),
+    "aoe, drop by gate": System(AOE | FULL, MIXED, MIXED),
+    # First choices go ahead of the second choices of earlier tokens ...
+    "topk, drop by position": System(BY_POSITION, MIXED, MIXED),
+    # ... so with one choice a place is taken by nobody later. But a place in an expert that the
+    # instances share is taken by one of them.
+    "top1, drop by position": System(
+        BY_POSITION | {"moe_router_topk": 1}, MIXED_IN_ORDER, MIXED_IN_ORDER
+    ),
+    "topk, room for all": System({"moe_expert_capacity_factor": 4.0}, SOUND, SOUND),
+}
+MODES = ("training", "evaluation")
+
+
+def random_tokens() -> torch.Tensor:
+    shape = (INSTANCES, POSITIONS)
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(0))
+
+
+def measure_systems(systems: list[dict[str, Any]]) -> list[dict[str, Influence]]:
+    """What the probe finds of the initial weights of each, by mode."""
+    found = []
+    for options in systems:
+        config = standalone_config(flags(SIZES | options))
+        groups = initialize_groups(config.parallel)
+        model_parallel_cuda_manual_seed(config.training.seed)
+        model, _ = standalone_model(config, VOCABULARY, groups)
+        model.double()
+        by_mode = {}
+        for mode in MODES:
+            model.train(mode == "training")
+            by_mode[mode] = measure_influence(logits_of_gpt(model), random_tokens(), VOCABULARY)
+        found.append(by_mode)
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+@pytest.fixture(scope="module")
+def influences() -> dict[str, dict[str, Influence]]:
+    options = [system.options for system in SYSTEMS.values()]
+    (found,) = run_distributed(1, measure_systems, options)
+    return dict(zip(SYSTEMS, found, strict=True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_system_leaks_as_it_must(
+    influences: dict[str, dict[str, Influence]], name: str, mode: str
+) -> None:
+    influence = influences[name][mode]
+    expected = getattr(SYSTEMS[name], mode)
+    assert Seen(bool(influence.future), bool(influence.across)) == expected
+    assert influence.felt == INSTANCES * POSITIONS
+    assert (influence.future_pairs, influence.across_pairs) == (INSIDE, BETWEEN)
+    # Measured: rounding exactly 0, leaks from 2e-5 up, tolerance 3e-11.
+    leaks = influence.future + influence.across
+    assert influence.noise < 0.01 * influence.tolerance
+    assert all(leak.change > 100 * influence.tolerance for leak in leaks)
+
+
+def test_dropping_by_position_lets_nobody_be_evicted_by_a_later_first_choice(
+    influences: dict[str, dict[str, Influence]],
+) -> None:
+    """Tokens are counted position by position, and instance by instance at each."""
+    for leak in influences["top1, drop by position"]["training"].across:
+        assert leak.source[::-1] < leak.target[::-1]
+
+
+# Functions of tokens whose leaks can be counted by hand.
+
+
+def one_hot(tokens_BS: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.one_hot(tokens_BS, VOCABULARY).double()
+
+
+def past(tokens_BS: torch.Tensor) -> torch.Tensor:
+    return one_hot(tokens_BS).cumsum(1)
+
+
+def everything(tokens_BS: torch.Tensor) -> torch.Tensor:
+    return past(tokens_BS) + one_hot(tokens_BS).mean(1, keepdim=True)
+
+
+def last_token(tokens_BS: torch.Tensor) -> torch.Tensor:
+    return past(tokens_BS) + one_hot(tokens_BS)[:, -1:]
+
+
+def neighbours(tokens_BS: torch.Tensor) -> torch.Tensor:
+    """The same positions of other instances, and the past."""
+    return past(tokens_BS) + 0.1 * past(tokens_BS).sum(0, keepdim=True)
+
+
+SEGMENT = 4
+
+
+def merged_by_segments(tokens_BS: torch.Tensor) -> torch.Tensor:
+    """As Lory: the mean of the segment before, in the first segment that of the first."""
+    mean_BNV = one_hot(tokens_BS).unflatten(1, (-1, SEGMENT)).mean(2)
+    before_BNV = torch.cat([mean_BNV[:, :1], mean_BNV[:, :-1]], dim=1)
+    return past(tokens_BS) + before_BNV.repeat_interleave(SEGMENT, dim=1)
+
+
+@pytest.mark.parametrize(
+    ("function", "inside", "between"),
+    [
+        (past, 0, 0),
+        (everything, INSIDE, 0),
+        (last_token, INSTANCES * (POSITIONS - 1), 0),
+        (neighbours, 0, INSTANCES * POSITIONS * (POSITIONS + 1) // 2),
+        (merged_by_segments, INSTANCES * SEGMENT * (SEGMENT - 1) // 2, 0),
+    ],
+)
+def test_leaks_are_counted(function: Any, inside: int, between: int) -> None:
+    influence = measure_influence(function, random_tokens(), VOCABULARY)
+    assert (len(influence.future), len(influence.across)) == (inside, between)
+    assert influence.felt == INSTANCES * POSITIONS
+    assert influence.noise == 0.0
+
+
+def test_a_leak_says_from_where_to_where_and_how_much() -> None:
+    tokens_BS = torch.zeros(1, 3, dtype=torch.int64)
+    (leak,) = measure_influence(
+        lambda tokens: past(tokens) + 0.25 * one_hot(tokens).roll(-1, dims=1),
+        tokens_BS, VOCABULARY, places=[Place(0, 2)],
+    ).future  # fmt: skip
+    assert leak == (Place(0, 2), Place(0, 1), 0.25)
+
+
+def test_changes_of_all_outputs_are_there() -> None:
+    influence = measure_influence(past, random_tokens(), VOCABULARY, places=[Place(1, 3)])
+    expected_BS = torch.zeros(INSTANCES, POSITIONS, dtype=torch.float64)
+    expected_BS[1, 3:] = 1.0
+    assert torch.equal(influence.changes_PBS, expected_BS[None])
+
+
+def test_who_sees_nothing_is_noticed() -> None:
+    influence = measure_influence(
+        lambda tokens: torch.ones(*tokens.shape, VOCABULARY), random_tokens(), VOCABULARY
+    )
+    assert influence.felt == 0
+
+
+def slightly_leaking(dtype: torch.dtype) -> Influence:
+    """The future, 1e-8 of the size of the logits."""
+    return measure_influence(
+        lambda tokens: (past(tokens) + 1e-7 * one_hot(tokens).sum(1, keepdim=True)).to(dtype),
+        random_tokens(),
+        VOCABULARY,
+    )
+
+
+def test_in_double_precision_a_slight_leak_is_told_from_rounding() -> None:
+    assert len(slightly_leaking(torch.float64).future) == INSIDE
+
+
+def test_in_single_precision_it_is_rounding() -> None:
+    influence = slightly_leaking(torch.float32)
+    assert not influence.future
+    assert 0 < influence.noise < 1e-6 < influence.tolerance
+
+
+def test_every_pass_draws_the_same_random_numbers() -> None:
+    def noisy(tokens_BS: torch.Tensor) -> torch.Tensor:
+        return past(tokens_BS) * torch.rand(POSITIONS, 1)
+
+    torch.manual_seed(5)
+    assert not measure_influence(noisy, random_tokens(), VOCABULARY).future
+    after = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(after, torch.rand(3))
+
+
+def test_a_model_that_changes_meanwhile_is_refused() -> None:
+    calls = iter(range(1000))
+    with pytest.raises(InputError, match="same tokens differently"):
+        measure_influence(lambda t: past(t) + next(calls), random_tokens(), VOCABULARY)
+
+
+def test_logits_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(InputError, match="not finite"):
+        measure_influence(lambda t: past(t) / 0.0, random_tokens(), VOCABULARY)
+
+
+def test_replacements_are_other_tokens() -> None:
+    asked = []
+
+    def remember(tokens_BS: torch.Tensor) -> torch.Tensor:
+        asked.append(tokens_BS[0, 0].item())
+        return past(tokens_BS)
+
+    tokens_BS = torch.full((1, 2), 1)
+    measure_influence(remember, tokens_BS, vocab_size=3, places=[Place(0, 0)], replacements=9)
+    assert asked[0] == asked[-1] == 1
+    assert sorted(asked[1:-1]) == [0, 2]
+
+
+def test_places_are_drawn_without_replacement() -> None:
+    drawn = sample_places(2, 5, count=7)
+    assert len(set(drawn)) == 7 and drawn == sorted(drawn)
+    assert sample_places(2, 5, count=99) == [Place(b, s) for b in range(2) for s in range(5)]

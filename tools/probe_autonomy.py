@@ -1,0 +1,125 @@
+"""Strip the routers of a trained MoE and let the norms of its experts' activations select.
+
+    python tools/probe_autonomy.py --load runs/my [--eval-iters 10]
+
+The probe of the AoE paper, section 3.1: five nodes x three norms x two gate rules, beside the
+router and random selection, as held-out loss in nats/token on --eval-iters global batches of each
+domain. Runs on one process, in fp32, whatever layout trained the model; nothing is changed or
+written. Takes every flag of pretrain_gpt_moe.py besides its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from moe_parallel.errors import InputError
+
+if TYPE_CHECKING:
+    from moe_parallel.config import Config
+    from moe_parallel.evaluation.autonomy_probe import Probe
+    from moe_parallel.parallel import Groups
+    from moe_parallel.training.text import Text
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--load", metavar="RUN", help="a run, or one of its checkpoints")
+    parser.add_argument("--config", metavar="FILE.yaml", help="default: the checkpoint's own")
+    parser.add_argument(
+        "--topk", metavar="K", type=int, help="experts per token (default: the checkpoint's K)"
+    )
+    own, flags = parser.parse_known_args(arguments)
+    try:
+        if own.load is None:
+            raise InputError("--load is not set: name a run, or one of its checkpoints")
+        _probe(own, flags)
+    except InputError as error:
+        print(f"probe_autonomy.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _probe(own: argparse.Namespace, flags: list[str]) -> None:
+    # Here, so that --help is answered before torch is loaded.
+    from moe_parallel.platform.notices import hush_notices
+
+    hush_notices()
+
+    from moe_parallel.evaluation.autonomy_probe import Table, probes, probing
+    from moe_parallel.training.standalone import (
+        single_process,
+        standalone_config,
+        standalone_model,
+    )
+    from moe_parallel.training.text import open_text
+
+    config = standalone_config(flags, config=own.config, load=own.load)
+    router, random, *others = probes(_topk(config, own.topk), config.training.seed)
+    text = open_text(config)
+    with single_process(config) as groups:
+        model, _ = standalone_model(config, text.vocab_size, groups)
+        losses = _evaluation(config, text, model, groups)
+
+        def measure(probe: Probe) -> dict[str, float]:
+            with probing(model, probe):
+                return losses()
+
+        table = Table(measure(router), measure(random))
+        print(table.head())
+        print(table.row(router, table.router))
+        print(table.row(random, table.random), flush=True)
+        for probe in others:
+            print(table.row(probe, measure(probe)), flush=True)
+
+
+def _topk(config: Config, asked: int | None) -> int:
+    """Experts per token."""
+    experts = config.moe.num_experts
+    k = config.selection.choices_per_token if asked is None else asked
+    if experts is None:
+        raise InputError("the model is dense: probe one with experts and routers")
+    if k is None:
+        raise InputError(
+            "--topk is not set: experts per token vary in this model, and the probe takes a number"
+        )
+    if not 1 <= k <= experts:
+        raise InputError(f"--topk is {k}: choose from 1 to the {experts} experts of a layer")
+    return k
+
+
+def _evaluation(
+    config: Config, text: Text, model: Any, groups: Groups
+) -> Callable[[], dict[str, float]]:
+    """What measures the model as it is: nats/token by domain, and of all if there are several."""
+    from moe_parallel.evaluation.perplexity import evaluate
+    from moe_parallel.platform.device import device
+
+    datasets = text.datasets(config).valid
+    if not datasets:
+        raise InputError(f"--split {config.data.split} leaves no validation text: change it")
+    sizes = text.bytes_per_token(device())
+    samples = config.logging.eval_iters * config.training.global_batch_size
+
+    def losses() -> dict[str, float]:
+        found = {
+            domain: evaluate([model], dataset, sizes, config.training, groups, samples)
+            for domain, dataset in datasets.items()
+        }
+        by_text = {domain: each.loss for domain, each in found.items()}
+        if len(found) > 1:
+            tokens = sum(each.tokens for each in found.values())
+            by_text["all"] = sum(each.nats for each in found.values()) / tokens
+        return by_text
+
+    return losses
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

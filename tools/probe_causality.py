@@ -1,0 +1,133 @@
+"""Does a later token change an earlier output? Does one instance of a micro-batch change another?
+
+    python tools/probe_causality.py --config examples/quickstart.yaml --seq-length 32
+    python tools/probe_causality.py --load runs/quickstart
+
+Perturbs tokens of a random micro-batch of --micro-batch-size sequences of --seq-length tokens, one
+at a time, and compares all outputs, in training and in evaluation mode, in fp64 on one process.
+Exit code 0: every output depended on nothing but the tokens up to it; 1: some did not; 2: wrong
+input. Takes every flag of pretrain_gpt_moe.py besides its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from moe_parallel.errors import InputError
+
+if TYPE_CHECKING:
+    from moe_parallel.config import Config
+    from moe_parallel.evaluation.causality import Influence, Leak
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE.yaml", help="probe this model as initialised")
+    parser.add_argument("--load", metavar="RUN", help="probe this checkpoint")
+    parser.add_argument(
+        "--perturbations", metavar="N", type=int, default=32,
+        help="how many tokens to perturb, each twice (default: 32)",
+    )  # fmt: skip
+    own, flags = parser.parse_known_args(arguments)
+    try:
+        if own.perturbations < 1:
+            raise InputError(f"--perturbations is {own.perturbations}: it must be at least 1")
+        return _probe(own, flags)
+    except InputError as error:
+        print(f"probe_causality.py: {error}", file=sys.stderr)
+        return 2
+
+
+def _probe(own: argparse.Namespace, flags: list[str]) -> int:
+    # Here, so that --help is answered before torch is loaded.
+    from moe_parallel.platform.notices import hush_notices
+
+    hush_notices()
+
+    import torch
+
+    from moe_parallel.evaluation.causality import logits_of_gpt, measure_influence, sample_places
+    from moe_parallel.training.standalone import (
+        single_process,
+        standalone_config,
+        standalone_model,
+        vocab_size_of,
+    )
+
+    config = standalone_config(flags, config=own.config, load=own.load)
+    vocab_size = vocab_size_of(config)
+    shape = config.training.micro_batch_size, config.training.seq_length
+    print(_opening(config, own))
+    sound = True
+    with single_process(config) as groups:
+        model, _ = standalone_model(config, vocab_size, groups)
+        model.double()
+        generator = torch.Generator().manual_seed(config.training.seed)
+        tokens_BS = torch.randint(vocab_size, shape, generator=generator)
+        for mode in ("training", "evaluation"):
+            model.train(mode == "training")
+            influence = measure_influence(
+                logits_of_gpt(model),
+                tokens_BS.to(next(model.parameters()).device),
+                vocab_size,
+                places=sample_places(*shape, own.perturbations, config.training.seed),
+            )
+            print(_verdict(mode, influence))
+            sound = sound and not influence.future and not influence.across and influence.felt > 0
+    return 0 if sound else 1
+
+
+def _opening(config: Config, own: argparse.Namespace) -> str:
+    from moe_parallel.config import selection_name
+
+    experts = "dense" if config.moe.num_experts is None else selection_name(config.selection)
+    weights = own.load or "initial weights"
+    training = config.training
+    return (
+        f"{experts}, {weights}: {training.micro_batch_size} instances of {training.seq_length} "
+        f"tokens, {own.perturbations} perturbed"
+    )
+
+
+def _verdict(mode: str, influence: Influence) -> str:
+    if not influence.felt:
+        return f"{mode:<11} no verdict: no output changed with its own token"
+    inside, between = influence.future, influence.across
+    causal = "NOT CAUSAL" if inside else "causal"
+    lines = [
+        f"{mode:<11} {causal}: {_count(inside, influence.future_pairs)} (later token, earlier "
+        f"output) pairs changed{_example(inside)}"
+    ]
+    if influence.across_pairs:
+        apart = "INSTANCES MIX" if between else "instances apart"
+        lines.append(
+            f"{'':<11} {apart}: {_count(between, influence.across_pairs)} (token, output of "
+            f"another instance) pairs changed{_example(between)}"
+        )
+    lines.append(
+        f"{'':<11} rounding: {influence.noise:.1e}; a change counts above {influence.tolerance:.1e}"
+    )
+    return "\n".join(lines)
+
+
+def _count(leaks: list[Leak], pairs: int) -> str:
+    return f"{len(leaks):,} of {pairs:,}"
+
+
+def _example(leaks: list[Leak]) -> str:
+    if not leaks:
+        return ""
+    worst = max(leaks, key=lambda leak: leak.change)
+    (b, s), (to_b, to_s) = worst.source, worst.target
+    where = f"position {to_s}" if b == to_b else f"position {to_s} of instance {to_b}"
+    return f"; most: position {s} of instance {b} changes {where} by {worst.change:.2g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
