@@ -1,20 +1,61 @@
-"""Auxiliary losses: closed forms, the per-token transcription, gradients, sums over ranks."""
+"""Losses on routing: closed forms, the per-token transcription, gradients, sums over ranks."""
 
 import math
+from functools import partial
 
 import numpy
 import pytest
 import torch
 from torch import distributed as dist
 
-from moe_parallel.balancing import load_balancing_loss, z_loss
+from moe_parallel.balancing.losses import (
+    entropy_loss,
+    global_load_balancing_loss,
+    importance_loss,
+    load_balancing_loss,
+    sequence_load_balancing_loss,
+    z_loss,
+)
+from moe_parallel.selection import topk
 from moe_parallel.selection.choices import Choices
-from moe_parallel.selection.topk import topk_of_logits
+from moe_parallel.selection.tokens import Tokens
+from moe_parallel.selection.top_p import TopP
+from moe_parallel.selection.topk import TopK
 from tests.distributed import run_distributed
 from tests.layers.single import SingleRank
-from tests.oracles import layers as oracle
+from tests.oracles import losses as oracle
+from tests.oracles import routing
+from tests.oracles.layers import Routing, numeric_gradient
 
-ALONE = SingleRank()
+SEQUENCES = 3
+ALONE = Tokens(SEQUENCES, SingleRank())
+SHARE = [0.7, 0.1, 0.5, 0.3, 0.4]
+LOSSES = {
+    "load balancing": load_balancing_loss,
+    "of sequences": sequence_load_balancing_loss,
+    "of a step": partial(global_load_balancing_loss, share_E=torch.tensor(SHARE)),
+    "importance": importance_loss,
+    "z": z_loss,
+    "entropy": entropy_loss,
+}
+ORACLES = {
+    "load balancing": oracle.load_balancing,
+    "of sequences": partial(oracle.sequence_load_balancing, sequences=SEQUENCES),
+    "of a step": partial(oracle.load_balancing, load_elsewhere=SHARE),
+    "importance": oracle.importance,
+    "z": lambda routing: oracle.z(routing.scores),
+    "entropy": oracle.entropy,
+}
+RULES = {
+    "top-1": (TopK(1, topk.raw_probability), partial(routing.top_k, k=1, gate="all")),
+    "top-2": (TopK(2), partial(routing.top_k, k=2)),
+    "all": (TopK(5), partial(routing.top_k, k=5)),
+    "sigmoid": (
+        TopK(2, topk.share_of_selected, topk.sigmoid_shares, torch.sigmoid),
+        partial(routing.top_k, k=2, score_function="sigmoid", rank_by="probabilities"),
+    ),
+    "top-p": (TopP(0.5), partial(routing.top_p, p=0.5)),
+}
 
 
 def _logits(tokens=12, experts=5, dtype=torch.float64):
@@ -22,96 +63,158 @@ def _logits(tokens=12, experts=5, dtype=torch.float64):
     return torch.randn(tokens, experts, generator=generator, dtype=dtype)
 
 
+def uniform(experts_TK: torch.Tensor, num_experts: int) -> Choices:
+    """Choices with equal probabilities and gates."""
+    scores_TE = torch.zeros(len(experts_TK), num_experts)
+    gates_TK = torch.full(experts_TK.shape, 0.5)
+    return Choices(experts_TK, gates_TK, scores_TE, torch.softmax(scores_TE, dim=1))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_equals_the_transcription_with_its_gradient(loss, rule):
+    choose, transcribed = RULES[rule]
+    logits = _logits().requires_grad_()
+    found = LOSSES[loss](choose(logits, ALONE), ALONE)
+    found.backward()
+    values = logits.detach().numpy()
+
+    def of(scores):
+        return ORACLES[loss](transcribed(scores))
+
+    assert found.shape == ()
+    assert found.item() == pytest.approx(of(values), rel=1e-6)  # shares of a step are fp32
+    wanted = numeric_gradient(lambda given: of(given["s"]), {"s": values})["s"]
+    numpy.testing.assert_allclose(logits.grad.numpy(), wanted, atol=1e-7)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_fp32_for_fp32_scores(loss):
+    logits = _logits(dtype=torch.float32).requires_grad_()
+    found = LOSSES[loss](TopK(2)(logits, ALONE), ALONE)
+    found.backward()
+    assert found.dtype == logits.grad.dtype == torch.float32
+    exact = LOSSES[loss](TopK(2)(_logits(dtype=torch.float32).double(), ALONE), ALONE)
+    assert found.item() == pytest.approx(exact.item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("experts", [2, 8])
 @pytest.mark.parametrize("k", [1, 2])
-def test_uniform_routing_gives_k(experts, k):
+@pytest.mark.parametrize("loss", [load_balancing_loss, sequence_load_balancing_loss])
+def test_uniform_routing_gives_k(loss, experts, k):
     # Token t chooses experts t, t + 1, ...: loads are equal, and so are all probabilities.
-    experts_TK = (torch.arange(experts)[:, None] + torch.arange(k)) % experts
-    choices = Choices(experts_TK, torch.ones(experts, k), torch.zeros(experts, experts))
-    assert load_balancing_loss(choices, ALONE).item() == pytest.approx(k)
+    experts_TK = (
+        torch.arange(experts * SEQUENCES)[:, None] // SEQUENCES + torch.arange(k)
+    ) % experts
+    assert loss(uniform(experts_TK, experts), ALONE).item() == pytest.approx(k)
 
 
 def test_uniform_probabilities_give_k_whatever_the_load():
-    choices = Choices(torch.tensor([[0, 1]] * 6), torch.ones(6, 2), torch.zeros(6, 4))
+    choices = uniform(torch.tensor([[0, 1]] * 6), 4)
     assert load_balancing_loss(choices, ALONE).item() == pytest.approx(2)
 
 
 def test_all_tokens_to_one_expert_give_n():
     scores = torch.full((6, 4), -50.0)
     scores[:, 3] = 50.0
-    choices = Choices(torch.full((6, 1), 3), torch.ones(6, 1), scores)
+    choices = TopK(1, topk.raw_probability)(scores, ALONE)
     assert load_balancing_loss(choices, ALONE).item() == pytest.approx(4)
 
 
-@pytest.mark.parametrize("k", [1, 2, 5])
-def test_load_balancing_equals_the_transcription(k):
+def test_sequences_are_balanced_one_by_one():
+    """Each of two sequences has an expert of its own: balanced together, not by themselves."""
+    tokens = Tokens(2, SingleRank())
+    scores = torch.tensor([[50.0, -50.0], [-50.0, 50.0]] * 3)  # [S, B]: sequences alternate
+    choices = TopK(1, topk.raw_probability)(scores, tokens)
+    assert load_balancing_loss(choices, tokens).item() == pytest.approx(1)
+    assert sequence_load_balancing_loss(choices, tokens).item() == pytest.approx(2)
+
+
+def test_the_loads_of_these_tokens_give_the_loss_of_the_batch():
     logits = _logits()
-    wanted = oracle.load_balancing_loss(oracle.route(logits.numpy(), k))
-    loss = load_balancing_loss(topk_of_logits(logits, k), ALONE)
-    assert loss.shape == () and loss.item() == pytest.approx(wanted, rel=1e-12)
+    choices = TopK(2)(logits, ALONE)
+    share = choices.tokens_per_expert() / len(logits)
+    found = global_load_balancing_loss(choices, ALONE, share)
+    assert found.item() == pytest.approx(load_balancing_loss(choices, ALONE).item(), rel=1e-12)
 
 
-def test_load_balancing_is_fp32_for_fp32_scores():
-    loss = load_balancing_loss(topk_of_logits(_logits(dtype=torch.float32), 2), ALONE)
-    assert loss.dtype == torch.float32
+def test_before_the_first_step_no_load_is_known():
+    logits = _logits().requires_grad_()
+    loss = global_load_balancing_loss(TopK(2)(logits, ALONE), ALONE, torch.zeros(5))
+    loss.backward()
+    assert loss == 0 and (logits.grad == 0).all()
 
 
 def test_gradient_does_not_pass_through_the_load():
     logits = _logits().requires_grad_()
-    load_balancing_loss(topk_of_logits(logits, 2), ALONE).backward()
-    routing = oracle.route(logits.detach().numpy(), 2)
+    load_balancing_loss(TopK(2)(logits, ALONE), ALONE).backward()
+    chosen = routing.top_k(logits.detach().numpy(), 2).experts
 
     def with_fixed_loads(values):
-        return oracle.load_balancing_loss(oracle.Routing(values["s"], routing.experts, []))
+        return oracle.load_balancing(Routing(values["s"], chosen, []))
 
-    wanted = oracle.numeric_gradient(with_fixed_loads, {"s": logits.detach().numpy()})["s"]
+    wanted = numeric_gradient(with_fixed_loads, {"s": logits.detach().numpy()})["s"]
     numpy.testing.assert_allclose(logits.grad.numpy(), wanted, atol=1e-9)
     assert abs(wanted).max() > 1e-3
 
 
-def test_empty_slots_are_no_load():
-    logits = _logits()
-    none = Choices(torch.full((12, 2), -1), torch.ones(12, 2), logits)
-    assert load_balancing_loss(none, ALONE) == 0
+@pytest.mark.parametrize(
+    "loss", [load_balancing_loss, sequence_load_balancing_loss, importance_loss]
+)
+def test_empty_slots_are_no_load(loss):
+    assert loss(uniform(torch.full((12, 2), -1), 5), ALONE) == 0
+    some, more = torch.tensor([[0, -1, -1]] * 6), torch.tensor([[-1, 0, -1]] * 6)
+    assert loss(uniform(some, 4), ALONE) == loss(uniform(more, 4), ALONE) > 0
+
+
+def test_importance_of_equal_and_of_single_experts():
+    equal = (torch.arange(8)[:, None] + torch.arange(2)) % 4
+    assert importance_loss(uniform(equal, 4), ALONE).item() == pytest.approx(0, abs=1e-12)
+    # All on one of n: mean m / n, variance m^2 (n - 1) / n^2, so n - 1.
+    alone = uniform(torch.zeros(8, 1, dtype=torch.int64), 4)
+    assert importance_loss(alone, ALONE).item() == pytest.approx(3)
 
 
 def test_zero_logits_give_the_square_of_ln_n():
-    assert z_loss(torch.zeros(3, 8), ALONE).item() == pytest.approx(4.324, abs=5e-4)
-    assert z_loss(torch.zeros(3, 8), ALONE).item() == pytest.approx(math.log(8) ** 2)
+    zero = uniform(torch.zeros(3, 1, dtype=torch.int64), 8)
+    assert z_loss(zero, ALONE).item() == pytest.approx(4.324, abs=5e-4)
+    assert z_loss(zero, ALONE).item() == pytest.approx(math.log(8) ** 2)
 
 
-def test_one_hot_logits():
+def test_the_entropy_of_equal_and_of_certain_probabilities():
+    assert entropy_loss(uniform(torch.zeros(3, 1).long(), 8), ALONE).item() == pytest.approx(
+        math.log(8)
+    )
     logits = torch.zeros(5, 3)
-    logits[:, 1] = 4.0
-    wanted = math.log(math.exp(4.0) + 2) ** 2
-    assert z_loss(logits, ALONE).item() == pytest.approx(wanted)
-
-
-def test_z_loss_equals_the_transcription_with_its_gradient():
-    logits = _logits().requires_grad_()
-    loss = z_loss(logits, ALONE)
+    logits[:, 1] = 200.0  # the others underflow to 0, of which ln has no value
+    logits.requires_grad_()
+    loss = entropy_loss(TopP(0.5)(logits, ALONE), ALONE)
     loss.backward()
-    values = logits.detach().numpy()
-    assert loss.item() == pytest.approx(oracle.z_loss(values), rel=1e-12)
-    wanted = oracle.numeric_gradient(lambda given: oracle.z_loss(given["l"]), {"l": values})["l"]
-    numpy.testing.assert_allclose(logits.grad.numpy(), wanted, atol=1e-8)
+    assert loss == 0 and torch.isfinite(logits.grad).all()
 
 
 def _losses_of_a_part():
-    part = _logits().chunk(dist.get_world_size())[dist.get_rank()].clone().requires_grad_()
-    choices = topk_of_logits(part, 2)
-    balance, size = load_balancing_loss(choices, dist.group.WORLD), z_loss(part, dist.group.WORLD)
-    (3 * balance + size).backward()
-    return balance.item(), size.item(), part.grad.numpy()
+    """Every loss of this rank's stretch of each sequence, and the gradient of its scores."""
+    tokens = Tokens(SEQUENCES, dist.group.WORLD)
+    found = {}
+    for rule, (choose, _) in RULES.items():
+        for name, loss in LOSSES.items():
+            part = tokens.of_this_rank(_logits()).clone().requires_grad_()
+            value = loss(choose(part, tokens), tokens)
+            value.backward()
+            found[rule, name] = (value.item(), part.grad.numpy())
+    return found
 
 
 def test_tensor_parallel_ranks_share_the_losses_of_the_whole_micro_batch():
-    logits = _logits().requires_grad_()
-    balance, size = load_balancing_loss(topk_of_logits(logits, 2), ALONE), z_loss(logits, ALONE)
-    (3 * balance + size).backward()
     ranks = run_distributed(2, _losses_of_a_part)
-    for found_balance, found_size, _ in ranks:
-        assert found_balance == pytest.approx(balance.item(), rel=1e-12)
-        assert found_size == pytest.approx(size.item(), rel=1e-12)
-    gradients = numpy.concatenate([gradient for _, _, gradient in ranks])
-    numpy.testing.assert_allclose(gradients, logits.grad.numpy(), rtol=1e-12, atol=1e-15)
+    for (rule, name), (value, _) in ranks[0].items():
+        logits = _logits().requires_grad_()
+        whole = LOSSES[name](RULES[rule][0](logits, ALONE), ALONE)
+        whole.backward()
+        assert value == pytest.approx(whole.item(), rel=1e-12), (rule, name)
+        assert ranks[1][rule, name][0] == value, (rule, name)
+        gradient = numpy.concatenate([rank[rule, name][1] for rank in ranks])
+        numpy.testing.assert_allclose(
+            gradient, logits.grad.numpy(), rtol=1e-10, atol=1e-15, err_msg=f"{rule}, {name}"
+        )

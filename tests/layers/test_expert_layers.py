@@ -1,4 +1,4 @@
-"""The routed and the autonomous layer equal their per-token transcriptions."""
+"""Layers whose tokens travel equal their per-token transcriptions, with every option."""
 
 import functools
 from dataclasses import replace
@@ -7,17 +7,20 @@ import numpy
 import pytest
 import torch
 
-from moe_parallel.config import AoESelection, TopKSelection
 from moe_parallel.ops import extension
+from tests.layers.cases import BUSY, CASES, DESPITE, IDLE, aoe, close, direction, topk
 from tests.layers.single import (
     EXPERTS,
     WIDTH,
     Case,
     build,
+    expected_choices,
     expected_gradients,
     expected_output,
     expected_routing,
+    expected_scores,
     run,
+    unchosen,
     values,
 )
 from tests.oracles import layers as oracle
@@ -33,57 +36,15 @@ BACKENDS = [
 ]
 
 
-def topk(k: int = 2, aux: float = 0.3, z: float = 0.1) -> TopKSelection:
-    return TopKSelection(moe_router_topk=k, moe_aux_loss_coeff=aux, moe_z_loss_coeff=z)
-
-
-def aoe(k: int = 2, aux: float = 0.3) -> AoESelection:
-    return AoESelection(moe_router_topk=k, moe_aux_loss_coeff=aux, aoe_low_rank_size=2)
-
-
-IDLE = (-8.0, 0.0, 0.0, 0.0)  # nobody chooses the first expert
-BUSY = (0.0, 0.0, 2.5, 0.0)  # everybody chooses the third
-
-CASES = {
-    "topk": Case(topk()),
-    "topk, two sequences": Case(topk(), sequences=2, tokens=6),
-    "topk, no auxiliary losses": Case(topk(aux=0.0, z=0.0)),
-    "topk, aux loss only": Case(topk(z=0.0)),
-    "topk, z-loss only": Case(topk(aux=0.0)),
-    "topk, one token": Case(topk(), tokens=1),
-    "topk, all experts": Case(topk(k=EXPERTS)),
-    "top1": Case(topk(k=1)),
-    "top1, all to one expert": Case(topk(k=1), bias=BUSY),
-    "topk, an idle expert": Case(topk(), bias=IDLE),
-    "topk, drop by probability": Case(topk(), capacity_factor=0.6, policy="probs"),
-    "topk, drop by position": Case(topk(), capacity_factor=0.6, policy="position"),
-    "topk, drop and pad": Case(topk(), capacity_factor=0.6, policy="probs", pad=True),
-    "top1, drop and pad": Case(topk(k=1), capacity_factor=0.5, bias=BUSY, pad=True),
-    "aoe": Case(aoe()),
-    "aoe, two sequences": Case(aoe(), sequences=2, tokens=6),
-    "aoe, no auxiliary loss": Case(aoe(aux=0.0)),
-    "aoe, one token": Case(aoe(), tokens=1),
-    "aoe, all experts": Case(aoe(k=EXPERTS)),
-    "aoe, one expert": Case(aoe(k=1)),
-    "aoe, all to one expert": Case(aoe(k=1), bias=BUSY),
-    "aoe, an idle expert": Case(aoe(), bias=IDLE),
-    "aoe, drop by probability": Case(aoe(), capacity_factor=0.6, policy="probs"),
-    "aoe, drop by position": Case(aoe(), capacity_factor=0.6, policy="position"),
-    "aoe, drop and pad": Case(aoe(), capacity_factor=0.6, policy="position", pad=True),
-}
-
-
-def direction(case: Case) -> numpy.ndarray:
-    """Weights of the outputs in the scalar that is differentiated."""
-    shape = (case.tokens // case.sequences, case.sequences, WIDTH)
-    return numpy.random.default_rng(1).normal(size=shape)
-
-
 @functools.cache
 def expected(name: str):
     case = CASES[name]
     given = values(case)
-    return expected_output(case, given), expected_gradients(case, given, direction(case))
+    fixed = None
+    if getattr(case.selection, "aoe_gradient", "full") == DESPITE["aoe_gradient"]:
+        fixed = unchosen(expected_choices(case, expected_scores(case, given)))
+    gradients = expected_gradients(case, given, direction(case), fixed)
+    return expected_output(case, given), gradients
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -92,27 +53,59 @@ def test_equals_the_transcription(name, backend):
     case, given = CASES[name], values(CASES[name])
     output, gradients = run(build(case, given, torch.float64, backend), given, direction(case))
     expected_y, expected_gradient = expected(name)
-    # AoE runs in fp64 throughout; routers score in fp32, whatever the type of the layer.
+    # Norms are fp64 for fp64 layers; routers score in fp32, whatever the type of the layer.
     rounding = 1e-12 if case.autonomous else 1e-6
-    _close(output, expected_y, rounding, "output")
+    close(output, expected_y, rounding, "output")
     assert gradients.keys() == expected_gradient.keys()
     for key, gradient in expected_gradient.items():
-        _close(gradients[key], gradient, max(3 * rounding, 1e-7), key)
+        close(gradients[key], gradient, max(3 * rounding, 1e-7), key)
+
+
+IN_FP32 = [name for name in CASES if name.count(",") == 0] + [
+    "topk, drop and pad",
+    "topk, groups and bias",
+    "topk, large router, factorised",
+    "sigmoid, aux loss of sequences",
+    "top_p, drop and pad",
+    "expert_choice, raw",
+    "expert_choice, softmax",
+    "aoe, drop and pad",
+    "aoe, gate over all",
+    "aoe, selected gradient",
+    "aoe_expert_choice, raw",
+    "aoe_expert_choice, softmax",
+]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["topk", "top1", "topk, drop and pad", "aoe", "aoe, drop and pad"])
+@pytest.mark.parametrize("name", IN_FP32)
 def test_fp32(name, backend):
     case, given = CASES[name], values(CASES[name])
     output, gradients = run(build(case, given, torch.float32, backend), given, direction(case))
     expected_y, expected_gradient = expected(name)
-    _close(output, expected_y, 2e-6, "output")
+    close(output, expected_y, 2e-6, "output")
     for key, gradient in expected_gradient.items():
-        _close(gradients[key], gradient, 1e-5, key)
+        close(gradients[key], gradient, 1e-5, key)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["topk", "top1", "topk, drop and pad", "aoe, all experts"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "topk",
+        "top1",
+        "topk, drop and pad",
+        "topk, balanced by bias",
+        "topk, factorised",
+        "sigmoid",
+        "top_p",
+        "expert_choice, softmax",
+        "aoe, all experts",
+        "aoe_top_p, all experts",
+        "aoe, selected gradient",
+        "aoe_expert_choice, raw",
+    ],
+)
 def test_bf16_is_close_to_fp32(name, backend):
     case = CASES[name]
     rounded = {
@@ -122,9 +115,9 @@ def test_bf16_is_close_to_fp32(name, backend):
     weights = torch.from_numpy(direction(case)).bfloat16().double().numpy()
     output, gradients = run(build(case, rounded, torch.bfloat16, backend), rounded, weights)
     exact, exact_gradients = run(build(case, rounded, torch.float32, backend), rounded, weights)
-    _close(output, exact, 2e-2, "output")
+    close(output, exact, 2e-2, "output")
     for key, gradient in exact_gradients.items():
-        _close(gradients[key], gradient, 3e-2, key)
+        close(gradients[key], gradient, 3e-2, key)
 
 
 def test_cases_are_what_their_names_say():
@@ -135,6 +128,13 @@ def test_cases_are_what_their_names_say():
         assert (case.bias == IDLE) <= (0 not in chosen), name
         assert (case.bias == BUSY) == (set(chosen) == {2}), name
         assert ("drop" in name) == (dropped > 0), name
+        sizes = {len(row) for row in routing.experts}
+        assert ("one expert" in name) <= (sizes == {1} or case.bias == BUSY), name
+        assert ("all experts" in name or "all tokens" in name) <= (sizes == {EXPERTS}), name
+        assert (name in ("top_p", "aoe_top_p")) <= (len(sizes) > 1), name
+        if case.balance is not None:
+            unbiased = expected_choices(replace(case, balance=None), routing.scores)
+            assert unbiased.experts != routing.experts, name
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -183,7 +183,7 @@ def test_a_capacity_that_drops_nothing_changes_nothing(name, policy, pad, backen
     numpy.testing.assert_array_equal(runs[1][0], runs[0][0])
     for key, gradient in runs[0][1].items():
         if pad:  # sums over more rows, in another order
-            _close(runs[1][1][key], gradient, 1e-6, key)
+            close(runs[1][1][key], gradient, 1e-6, key)
         else:
             numpy.testing.assert_array_equal(runs[1][1][key], gradient, err_msg=key)
 
@@ -203,11 +203,3 @@ def test_statistics(name):
         numpy.testing.assert_allclose(summary["norm_per_expert"], means, rtol=1e-10)
     else:
         assert "norm_per_expert" not in summary
-
-
-def _close(found, wanted, tolerance: float, name: str) -> None:
-    """Equal up to `tolerance` times the greatest value."""
-    assert found.shape == wanted.shape, name
-    error = abs(found - wanted).max()
-    limit = tolerance * max(abs(wanted).max(), 1e-3)
-    assert error <= limit, f"{name} is off by {error:.2e}, more than {limit:.2e}"

@@ -15,11 +15,19 @@ Array = Any  # numpy arrays of any shape
 
 @dataclass
 class Routing:
-    """Who computes each token: experts by falling score, None where dropped, and their gates."""
+    """Who computes each token: experts by falling score, None where dropped, and their gates.
+
+    Tokens may have different numbers of experts, and none at all.
+    """
 
     scores: Array  # [T, E]
     experts: list[list[int | None]]
     gates: list[list[float]]
+    probabilities: Array = None  # [T, E]; None: the softmax of the scores
+
+    def __post_init__(self) -> None:
+        if self.probabilities is None:
+            self.probabilities = numpy.array([softmax(row) for row in self.scores])
 
 
 def silu(x: Array) -> Array:
@@ -50,7 +58,7 @@ def router_scores(x_TD: Array, w_ED: Array) -> Array:
 
 
 def norm_scores(x_TD: Array, w_down_EDR: Array) -> Array:
-    """p_i = ||x W_down^i||_2 of every expert (AoE, Algorithm 2, lines 1 and 2)."""
+    """p_i = ||x W_down^i||_2 of every expert (AoE, Algorithm 2, lines 3 to 6)."""
     return numpy.array(
         [[math.sqrt(sum(c * c for c in x @ w_DR)) for w_DR in w_down_EDR] for x in x_TD]
     )
@@ -81,7 +89,7 @@ def drop(routing: Routing, limit: int, policy: str) -> Routing:
             kept[token][choice] = None
         else:
             taken[expert] += 1
-    return Routing(routing.scores, kept, routing.gates)
+    return Routing(routing.scores, kept, routing.gates, routing.probabilities)
 
 
 def swiglu_expert(x_D: Array, w_g_DF: Array, w_p_DF: Array, w_o_FD: Array) -> Array:
@@ -92,7 +100,7 @@ def swiglu_expert(x_D: Array, w_g_DF: Array, w_p_DF: Array, w_o_FD: Array) -> Ar
 def autonomous_expert(
     x_D: Array, w_down_DR: Array, w_up_RW: Array, w_p_DW: Array, w_o_WD: Array
 ) -> Array:
-    """(SiLU(C W_up) * (x W_p)) W_o with C = x W_down (AoE, Algorithm 2, last line)."""
+    """(SiLU(C W_up) * (x W_p)) W_o with C = x W_down (AoE, Algorithm 2, line 11)."""
     return (silu((x_D @ w_down_DR) @ w_up_RW) * (x_D @ w_p_DW)) @ w_o_WD
 
 
@@ -104,22 +112,6 @@ def combine(x_TD: Array, routing: Routing, experts: list[Any]) -> Array:
             if expert is not None:
                 y_TD[t] += gate * experts[expert](x_D)
     return y_TD
-
-
-def load_balancing_loss(routing: Routing) -> float:
-    """n sum_i f_i P_i; f_i: share of the tokens that chose i, P_i: mean softmax over all."""
-    tokens, num_experts = routing.scores.shape
-    total = 0.0
-    for expert in range(num_experts):
-        share = sum(row.count(expert) for row in routing.experts) / tokens
-        mean = sum(softmax(row)[expert] for row in routing.scores) / tokens
-        total += share * mean
-    return num_experts * total
-
-
-def z_loss(logits_TE: Array) -> float:
-    """mean_t logsumexp(logits_t)^2."""
-    return sum(math.log(sum(math.exp(v) for v in row)) ** 2 for row in logits_TE) / len(logits_TE)
 
 
 def numeric_gradient(function: Any, values: dict[str, Array], step: float = 1e-6) -> Any:

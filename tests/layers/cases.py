@@ -1,0 +1,195 @@
+"""Every system whose tokens travel to experts, with each of its options, as small layers."""
+
+from typing import Any
+
+import numpy
+
+from moe_parallel.config import (
+    AoEExpertChoiceSelection,
+    AoESelection,
+    AoETopPSelection,
+    ExpertChoiceSelection,
+    TopKSelection,
+    TopPSelection,
+)
+from tests.layers.single import EXPERTS, WIDTH, Case
+
+
+def topk(k: int = 2, aux: float = 0.3, z: float = 0.1, **options: Any) -> TopKSelection:
+    return TopKSelection(moe_router_topk=k, moe_aux_loss_coeff=aux, moe_z_loss_coeff=z, **options)
+
+
+def top_p(p: float = 0.6, **options: Any) -> TopPSelection:
+    losses = {"moe_aux_loss_coeff": 0.3, "moe_entropy_loss_coeff": 0.2, "moe_z_loss_coeff": 0.1}
+    return TopPSelection(moe_top_p=p, **losses | options)
+
+
+def expert_choice(scores: str = "raw", **options: Any) -> ExpertChoiceSelection:
+    return ExpertChoiceSelection(moe_expert_choice_scores=scores, moe_z_loss_coeff=0.1, **options)
+
+
+def aoe(k: int = 2, aux: float = 0.3, **options: Any) -> AoESelection:
+    return AoESelection(moe_router_topk=k, moe_aux_loss_coeff=aux, aoe_low_rank_size=2, **options)
+
+
+def aoe_top_p(p: float = 0.6, **options: Any) -> AoETopPSelection:
+    losses = {"moe_aux_loss_coeff": 0.3, "moe_entropy_loss_coeff": 0.2}
+    return AoETopPSelection(moe_top_p=p, aoe_low_rank_size=2, **losses | options)
+
+
+def aoe_expert_choice(scores: str = "raw", **options: Any) -> AoEExpertChoiceSelection:
+    return AoEExpertChoiceSelection(moe_expert_choice_scores=scores, aoe_low_rank_size=2, **options)
+
+
+IDLE = (-8.0, 0.0, 0.0, 0.0)  # nobody chooses the first expert
+BUSY = (0.0, 0.0, 2.5, 0.0)  # everybody chooses the third
+SKEWED = (0.5, 0.0, -0.5, 0.2)
+BALANCE = (0.2, -0.1, 0.05, -0.3)
+LOAD = (0.9, 0.1, 0.6, 0.4)
+
+SEQUENCE = {"moe_router_load_balancing_type": "seq_aux_loss"}
+GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss"}
+IMPORTANCE = {"moe_importance_loss_coeff": 0.4}
+SIGMOID = {"moe_router_score_function": "sigmoid"}
+BIASED = {"moe_router_enable_expert_bias": True}
+GROUPS = {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
+SHARED = {"moe_shared_expert_intermediate_size": 2}
+IN_TURN = {"moe_router_force_load_balancing": True}
+SELECTED = {"aoe_gradient": "selected"}
+DESPITE = {"aoe_gradient": "selected_despite_aux"}
+
+CASES = {
+    "topk": Case(topk()),
+    "topk, two sequences": Case(topk(), sequences=2, tokens=6),
+    "topk, no losses": Case(topk(aux=0.0, z=0.0)),
+    "topk, aux loss only": Case(topk(z=0.0)),
+    "topk, z-loss only": Case(topk(aux=0.0)),
+    "topk, aux loss per choice": Case(topk(z=0.0, moe_aux_loss_per_choice=True)),
+    "topk, aux loss of sequences": Case(topk(**SEQUENCE), sequences=2, tokens=6),
+    "topk, aux loss of the step before": Case(topk(**GLOBAL), load=LOAD),
+    "topk, importance loss": Case(topk(aux=0.0, **IMPORTANCE)),
+    "topk, one token": Case(topk(), tokens=1),
+    "topk, all experts": Case(topk(k=EXPERTS)),
+    "topk, an idle expert": Case(topk(), bias=IDLE),
+    "topk, drop by probability": Case(topk(), capacity_factor=0.6, policy="probs"),
+    "topk, drop by position": Case(topk(), capacity_factor=0.6, policy="position"),
+    "topk, drop and pad": Case(topk(), capacity_factor=0.6, policy="probs", pad=True),
+    "topk, drop, K not counted": Case(topk(), capacity_factor=0.9, counts_topk=False),
+    "topk, balanced by bias": Case(topk(**BIASED), balance=BALANCE),
+    "topk, groups": Case(topk(**GROUPS)),
+    "topk, groups and bias": Case(topk(**GROUPS, **BIASED), balance=BALANCE, bias=SKEWED),
+    "topk, in turn": Case(topk(**IN_TURN)),
+    "topk, large router": Case(topk(moe_router_hidden_size=3)),
+    "topk, factorised": Case(topk(moe_gate_low_rank_size=2)),
+    "topk, large router, factorised": Case(
+        topk(moe_router_hidden_size=3, moe_gate_low_rank_size=2)
+    ),
+    "topk, evaluated": Case(topk(**BIASED), balance=BALANCE, training=False),
+    "top1": Case(topk(k=1)),
+    "top1, all to one expert": Case(topk(k=1), bias=BUSY),
+    "top1, drop and pad": Case(topk(k=1), capacity_factor=0.5, bias=BUSY, pad=True),
+    "sigmoid": Case(topk(**SIGMOID)),
+    "sigmoid, top1": Case(topk(k=1, **SIGMOID)),
+    "sigmoid, groups and bias": Case(
+        topk(**SIGMOID, **GROUPS, **BIASED), balance=BALANCE, bias=SKEWED
+    ),
+    "sigmoid, aux loss of sequences": Case(
+        topk(**SIGMOID, **SEQUENCE, **IMPORTANCE), sequences=2, tokens=6
+    ),
+    "top_p": Case(top_p()),
+    "top_p, two sequences": Case(top_p(), sequences=2, tokens=6),
+    "top_p, aux loss of the micro-batch": Case(
+        top_p(moe_router_load_balancing_type="aux_loss"), sequences=2, tokens=6
+    ),
+    "top_p, importance loss": Case(top_p(**IMPORTANCE), bias=SKEWED),
+    "top_p, strict": Case(top_p(moe_top_p_strict=True), bias=SKEWED),
+    "top_p, one expert": Case(top_p(p=0.01)),
+    "top_p, all experts": Case(top_p(p=1.0)),
+    "top_p, drop by probability": Case(top_p(), capacity_factor=1.2),
+    "top_p, drop by position": Case(top_p(), capacity_factor=1.2, policy="position"),
+    "top_p, drop and pad": Case(top_p(), capacity_factor=1.2, pad=True),
+    "top_p, evaluated with limits": Case(
+        top_p(p=1.0, moe_inference_top_p=0.9, moe_inference_max_experts=2), training=False
+    ),
+    "expert_choice, raw": Case(expert_choice()),
+    "expert_choice, softmax": Case(expert_choice("softmax"), bias=SKEWED),
+    "expert_choice, two sequences": Case(expert_choice("softmax"), sequences=2, tokens=6),
+    "expert_choice, factor 1": Case(
+        expert_choice("softmax", moe_expert_choice_capacity_factor=1.0)
+    ),
+    "expert_choice, all tokens": Case(
+        expert_choice(moe_expert_choice_capacity_factor=float(EXPERTS))
+    ),
+    "expert_choice, drop": Case(expert_choice("softmax"), capacity_factor=1.1),
+    "expert_choice, raw, evaluated": Case(expert_choice(), training=False),
+    "expert_choice, softmax, evaluated": Case(expert_choice("softmax"), training=False),
+    "aoe": Case(aoe()),
+    "aoe, two sequences": Case(aoe(), sequences=2, tokens=6),
+    "aoe, no losses": Case(aoe(aux=0.0)),
+    "aoe, one token": Case(aoe(), tokens=1),
+    "aoe, all experts": Case(aoe(k=EXPERTS)),
+    "aoe, one expert": Case(aoe(k=1)),
+    "aoe, all to one expert": Case(aoe(k=1), bias=BUSY),
+    "aoe, an idle expert": Case(aoe(), bias=IDLE),
+    "aoe, aux loss of sequences": Case(aoe(**SEQUENCE), sequences=2, tokens=6),
+    "aoe, aux loss of the step before": Case(aoe(**GLOBAL), load=LOAD),
+    "aoe, importance loss": Case(aoe(aux=0.0, **IMPORTANCE)),
+    "aoe, drop by probability": Case(aoe(), capacity_factor=0.6, policy="probs"),
+    "aoe, drop by position": Case(aoe(), capacity_factor=0.6, policy="position"),
+    "aoe, drop and pad": Case(aoe(), capacity_factor=0.6, policy="position", pad=True),
+    "aoe, gate over all": Case(aoe(aoe_gate="all")),
+    "aoe, one expert, gate over all": Case(aoe(k=1, aoe_gate="all")),
+    "aoe, balanced by bias": Case(aoe(**BIASED), balance=BALANCE),
+    "aoe, in turn": Case(aoe(**IN_TURN)),
+    "aoe, selected gradient": Case(aoe(aux=0.0, **SELECTED)),
+    "aoe, selected gradient, drop": Case(aoe(aux=0.0, **SELECTED), capacity_factor=0.6),
+    "aoe, selected gradient and bias": Case(aoe(aux=0.0, **SELECTED, **BIASED), balance=BALANCE),
+    "aoe, selected gradient despite aux": Case(aoe(**DESPITE)),
+    "aoe, selected gradient, gate over all": Case(aoe(aoe_gate="all", **DESPITE)),
+    "aoe_top_p": Case(aoe_top_p()),
+    "aoe_top_p, strict, aux loss of sequences": Case(
+        aoe_top_p(moe_top_p_strict=True, **SEQUENCE), sequences=2, tokens=6
+    ),
+    "aoe_top_p, all experts": Case(aoe_top_p(p=1.0)),
+    "aoe_top_p, drop and pad": Case(aoe_top_p(p=0.8), capacity_factor=1.2, pad=True),
+    "aoe_top_p, selected gradient despite aux": Case(aoe_top_p(**DESPITE)),
+    "aoe_top_p, evaluated with limits": Case(
+        aoe_top_p(p=1.0, moe_inference_max_experts=2), training=False
+    ),
+    "aoe_expert_choice, raw": Case(aoe_expert_choice()),
+    "aoe_expert_choice, softmax": Case(aoe_expert_choice("softmax")),
+    "aoe_expert_choice, drop and pad": Case(aoe_expert_choice(), capacity_factor=1.1, pad=True),
+    "aoe_expert_choice, selected gradient": Case(aoe_expert_choice(**SELECTED)),
+    "aoe_expert_choice, selected gradient despite softmax": Case(
+        aoe_expert_choice("softmax", **DESPITE)
+    ),
+    "aoe_expert_choice, evaluated": Case(aoe_expert_choice(), training=False),
+}
+
+GATED = SHARED | {"moe_shared_expert_gate": True}
+
+# Megatron-Core's dense layer needs torch.distributed to be initialised.
+SHARED_CASES = {
+    "topk": Case(topk(**SHARED)),
+    "topk, gated": Case(topk(**GATED), sequences=2, tokens=6),
+    "topk, gated, drop": Case(topk(**GATED), capacity_factor=0.6),
+    "topk, evaluated": Case(topk(**GATED), training=False),
+    "top_p": Case(top_p(**SHARED)),
+    "expert_choice, gated": Case(expert_choice(**GATED)),
+    "aoe, gated": Case(aoe(**GATED)),
+    "aoe_top_p": Case(aoe_top_p(**SHARED)),
+}
+
+
+def direction(case: Case) -> numpy.ndarray:
+    """Weights of the outputs in the scalar that is differentiated."""
+    shape = (case.tokens // case.sequences, case.sequences, WIDTH)
+    return numpy.random.default_rng(1).normal(size=shape)
+
+
+def close(found: numpy.ndarray, wanted: numpy.ndarray, tolerance: float, name: str) -> None:
+    """Equal up to `tolerance` times the greatest value."""
+    assert found.shape == wanted.shape, name
+    error = abs(found - wanted).max()
+    limit = tolerance * max(abs(wanted).max(), 1e-3)
+    assert error <= limit, f"{name} is off by {error:.2e}, more than {limit:.2e}"

@@ -1,0 +1,100 @@
+"""`--aoe-gradient selected`: exact where the unchosen have no gradient, else what it drops."""
+
+from dataclasses import replace
+
+import numpy
+import pytest
+import torch
+
+from moe_parallel.layers import SelectedGradientLayer
+from tests.layers.cases import (
+    BALANCE,
+    BIASED,
+    DESPITE,
+    SELECTED,
+    aoe,
+    aoe_expert_choice,
+    aoe_top_p,
+    close,
+    direction,
+)
+from tests.layers.single import (
+    Case,
+    build,
+    expected_choices,
+    expected_gradients,
+    expected_scores,
+    run,
+    unchosen,
+    values,
+)
+
+EXACT = {
+    "aoe": Case(aoe(aux=0.0)),
+    "aoe, one expert": Case(aoe(k=1, aux=0.0)),
+    "aoe, drop": Case(aoe(aux=0.0), capacity_factor=0.6),
+    "aoe, bias": Case(aoe(aux=0.0, **BIASED), balance=BALANCE),
+    "aoe_expert_choice": Case(aoe_expert_choice()),
+}
+
+
+def gradients_of(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, numpy.ndarray]:
+    given = values(case)
+    return run(build(case, given, dtype, "reference"), given, direction(case))[1]
+
+
+def as_option(case: Case, gradient: dict[str, str]) -> Case:
+    return replace(case, selection=replace(case.selection, **gradient))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_without_losses_it_equals_the_full_gradient(name):
+    full, selected = EXACT[name], as_option(EXACT[name], SELECTED)
+    given = values(full)
+    assert isinstance(build(selected, given, torch.float64, "reference"), SelectedGradientLayer)
+    for dtype, rounding in ((torch.float64, 1e-14), (torch.float32, 1e-6)):
+        found = gradients_of(selected, dtype)
+        for key, gradient in gradients_of(full, dtype).items():
+            close(found[key], gradient, rounding, key)
+
+
+LOSSES = {
+    "load balancing": aoe(),
+    "load balancing of sequences": aoe(moe_router_load_balancing_type="seq_aux_loss"),
+    "top-p, load balancing and entropy": aoe_top_p(p=0.4),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_it_drops_goes_through_the_norms_of_the_unchosen(name):
+    """With gates over the selected only losses reach those; top-p's are a softmax over all."""
+    case = Case(LOSSES[name], sequences=2, tokens=6)
+    given = values(case)
+    full, selected = gradients_of(case), gradients_of(as_option(case, DESPITE))
+    idle = unchosen(expected_choices(case, expected_scores(case, given)))
+    by_unchosen = expected_gradients(case, given, direction(case), fixed=~idle)
+    by_no_score = expected_gradients(case, given, direction(case), fixed=idle | ~idle)
+    for key in full:
+        close(full[key] - selected[key], by_unchosen[key] - by_no_score[key], 1e-6, key)
+        if key.startswith("experts."):
+            assert (full[key] == selected[key]).all()
+    assert abs(full["w_down_EDR"] - selected["w_down_EDR"]).max() > 1e-3
+
+
+def test_a_norm_of_zero_has_no_gradient():
+    case = as_option(Case(aoe(aux=0.0)), SELECTED)
+    given = values(case)
+    given["x"][0] = 0.0
+    _, gradients = run(build(case, given, torch.float64, "reference"), given, direction(case))
+    for key, gradient in gradients.items():
+        assert numpy.isfinite(gradient).all(), key
+
+
+def test_the_unchosen_learn_nothing():
+    case = as_option(Case(aoe(), tokens=1), DESPITE)
+    given = values(case)
+    gradients = gradients_of(case)
+    idle = unchosen(expected_choices(case, expected_scores(case, given)))[0]
+    assert idle.sum() == 2
+    assert (gradients["w_down_EDR"][idle] == 0).all()
+    assert (gradients["w_down_EDR"][~idle] != 0).any()
