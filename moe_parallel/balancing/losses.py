@@ -31,7 +31,7 @@ def load_balancing_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
 def sequence_load_balancing_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
     """`load_balancing_loss` of each sequence by itself, averaged over the sequences.
 
-    (DeepSeek-V3, Eq. 17 to 20, where f is divided by K; Huang et al. 2024, Eq. 6.)
+    (DeepSeek-V3, Eq. 17 to 20, where f is divided by K; Huang et al. 2024, Eq. 8 to 10.)
     """
     num_tokens, num_experts = choices.scores_TE.shape
     length = num_tokens // tokens.num_sequences * tokens.tp.size()
@@ -83,9 +83,11 @@ def z_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
 
 
 def entropy_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
-    """The dynamic loss: mean entropy of the probabilities, in nats (Huang et al. 2024, Eq. 5).
+    """The dynamic loss: mean entropy of the probabilities, in nats (Huang et al. 2024, Eq. 7).
 
     It keeps dynamic routing from choosing more experts by being less certain.
     """
-    total = torch.special.entr(choices.probabilities_TE).sum()
+    # A probability that underflows to 0 adds 0; the gradient of its logarithm would be infinite.
+    p_TE = choices.probabilities_TE
+    total = -(p_TE * p_TE.clamp(min=torch.finfo(p_TE.dtype).tiny).log()).sum()
     return sum_over(total, tokens.tp) / (len(choices.scores_TE) * tokens.tp.size())

@@ -12,7 +12,7 @@ from moe_parallel.selection.tokens import Tokens
 
 @dataclass(frozen=True)
 class TopP:
-    """Dynamic routing (Huang et al. 2024, Eq. 3 and 4); with AoE, over the softmax of norms.
+    """Dynamic routing (Huang et al. 2024, Eq. 4 to 6); with AoE, over the softmax of norms.
 
     Experts are taken by probability, greatest first, until their sum is at least p; the expert
     that crosses p is taken too, so there is always one. Gates are the probabilities themselves.

@@ -64,7 +64,7 @@ def sigmoid_of_selected(
 
 @dataclass(frozen=True)
 class GroupLimit:
-    """Experts are chosen from the groups of greatest score alone (DeepSeek-V2, section 2.1.2).
+    """Experts are chosen from the groups of greatest score alone (DeepSeek-V3, section 2.1.2).
 
     The score of a group is the sum of its best k / topk experts, as in Megatron-Core.
     """
