@@ -120,9 +120,8 @@ def by_first(e_GBE: torch.Tensor, sizes: list[int], first: FirstSegment) -> Merg
 
     They give the router its gradient; the first segment's own use gives none, as in Lory.
     """
-    if len(sizes) == 1:
-        return Merges(sizes, first(e_GBE))
-    return Merges([sizes[0], sum(sizes[1:])], torch.cat([first(e_GBE), e_GBE[:1]]))
+    stretches = [sizes[0], sum(sizes[1:])][: len(sizes)]
+    return Merges(stretches, torch.cat([first(e_GBE), e_GBE[:1]])[: len(sizes)])
 
 
 class _WholeMicroBatch(Tokens):

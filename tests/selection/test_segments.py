@@ -92,7 +92,8 @@ def test_merges_by_the_first_segment(first):
     assert merges.weights_MBE[1].equal(e_GBE[0])
     alone = by_first(e_GBE[:1], [3], first)
     assert alone.sizes == [3] and alone.weights_MBE.equal(first(e_GBE))
-    assert not alone.weights_MBE.requires_grad
+    alone.weights_MBE.sum().backward()
+    assert (e_GBE.grad == 0).all()
 
 
 def test_the_gradient_of_a_prefix_comes_from_what_follows_it():

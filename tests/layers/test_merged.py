@@ -1,0 +1,432 @@
+"""Layers that merge experts equal a per-token transcription, and see no more than they may."""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from megatron.core import parallel_state
+from torch import distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moe_parallel.config import (
+    LoryPrefixSelection,
+    LorySelection,
+    MergedSelection,
+    SmearSelection,
+    make_config,
+)
+from moe_parallel.parallel import initialize_groups
+from tests.distributed import run_distributed
+from tests.layers.whole_sequences import (
+    EXPERTS,
+    Arrays,
+    build,
+    close,
+    direction,
+    numeric_gradients,
+    pairs_seen,
+    part,
+    run,
+    values,
+)
+from tests.oracles import merging as oracle
+
+
+def lory(length: int = 3, first: str = "own", inference: str = "segment") -> LorySelection:
+    return LorySelection(length, first, inference)
+
+
+def prefix(length: int = 3, first: str = "own") -> LoryPrefixSelection:
+    return LoryPrefixSelection(length, first)
+
+
+SMEAR = SmearSelection(smear_expert_dropout=0.0, smear_sees_the_future=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    selection: MergedSelection
+    tokens: int = 7
+    sequences: int = 2
+
+    @property
+    def given(self) -> Arrays:
+        return values(self.tokens, self.sequences)
+
+
+CASES = {
+    "lory, a short last segment": Case(lory()),
+    "lory, whole segments": Case(lory(2), tokens=6),
+    "lory, uniform first segment": Case(lory(first="uniform")),
+    "lory, one sequence": Case(lory(), sequences=1),
+    "lory, a sequence shorter than a segment": Case(lory(8)),
+    "lory, segments of one token": Case(lory(1), tokens=4),
+    "prefix": Case(prefix()),
+    "prefix, uniform first segment": Case(prefix(first="uniform")),
+    "prefix, two segments": Case(prefix(), tokens=6),
+    "prefix, one segment": Case(prefix(8)),
+    "smear": Case(SMEAR),
+}
+
+
+def weights_of(selection: Any, given: Arrays, first: list[Any]) -> numpy.ndarray:
+    """What the oracle merges for each token."""
+    x, router = given["x"], given["w_router_ED"]
+    if isinstance(selection, SmearSelection):
+        return oracle.smear_weights(x, router)
+    kind = isinstance(selection, LoryPrefixSelection)
+    rule = oracle.prefix_weights if kind else oracle.lory_weights
+    return rule(x, router, selection.lory_segment_length, first)
+
+
+def first_of(selection: Any, given: Arrays) -> list[Any]:
+    if isinstance(selection, SmearSelection):
+        return []
+    kind, length = selection.lory_first_segment, selection.lory_segment_length
+    return oracle.first_weights(given["x"], given["w_router_ED"], length, kind)
+
+
+def merged(given: Arrays, weights_SBE: numpy.ndarray) -> numpy.ndarray:
+    experts = given["experts.w_gate_up_LD2F"], given["experts.w_out_LFD"]
+    return oracle.merged_output(given["x"], weights_SBE, *experts)
+
+
+@functools.cache
+def expected(name: str) -> tuple[numpy.ndarray, Arrays]:
+    selection, given = CASES[name].selection, CASES[name].given
+    first = first_of(selection, given)  # not moved: its gradient is stopped
+
+    def output(moved: Arrays) -> numpy.ndarray:
+        return merged(moved, weights_of(selection, moved, first))
+
+    return output(given), numeric_gradients(output, given)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_transcription(name):
+    given = CASES[name].given
+    output, gradients = run(build(CASES[name].selection, given), given["x"], direction(given["x"]))
+    wanted, wanted_gradients = expected(name)
+    close(output, wanted, 1e-12, "output")
+    for key, gradient in wanted_gradients.items():
+        close(gradients[key], gradient, 1e-7, key)
+
+
+@pytest.mark.parametrize("name", ["lory, a short last segment", "prefix", "smear"])
+def test_fp32(name):
+    given = CASES[name].given
+    layer = build(CASES[name].selection, given, torch.float32)
+    output, gradients = run(layer, given["x"], direction(given["x"]))
+    wanted, wanted_gradients = expected(name)
+    close(output, wanted, 2e-6, "output")
+    for key, gradient in wanted_gradients.items():
+        close(gradients[key], gradient, 2e-5, key)
+
+
+@pytest.mark.parametrize("name", ["lory, a short last segment", "prefix", "smear"])
+def test_bf16_is_close_to_fp32(name):
+    rounded = {
+        key: torch.from_numpy(value).bfloat16().double().numpy()
+        for key, value in CASES[name].given.items()
+    }
+    ways = torch.from_numpy(direction(rounded["x"])).bfloat16().double().numpy()
+    runs = [
+        run(build(CASES[name].selection, rounded, dtype), rounded["x"], ways)
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    (output, gradients), (exact, exact_gradients) = runs
+    close(output, exact, 2e-2, "output")
+    for key, gradient in exact_gradients.items():
+        close(gradients[key], gradient, 4e-2, key)
+
+
+# What sees what
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "smear"])
+def test_future_tokens_are_seen_inside_the_first_segment_alone(name, training):
+    case = CASES[name]
+    layer = build(case.selection, case.given).train(training)
+    pairs = pairs_seen(layer, case.given["x"])
+    assert all(b == other for _, b, _, other in pairs)  # sequences do not mix
+    future = [(source, target) for source, _, target, _ in pairs if source > target]
+    length = min(case.selection.lory_segment_length, case.tokens)
+    assert all(source < length for source, _ in future)
+    own = case.selection.lory_first_segment == "own"
+    assert len(future) == own * case.sequences * length * (length - 1) // 2
+
+
+def test_smear_sees_the_whole_future():
+    case = CASES["smear"]
+    pairs = pairs_seen(build(case.selection, case.given), case.given["x"])
+    assert len(pairs) == case.sequences * case.tokens**2
+
+
+def test_the_paper_s_pseudo_code_would_mix_sequences():
+    """`roll(e, 1)` without `dims=0` turns the flattened weights: ours must not be that."""
+    case = CASES["lory, whole segments"]
+    x, router = case.given["x"], case.given["w_router_ED"]
+    ours = weights_of(case.selection, case.given, first_of(case.selection, case.given))
+    rolled = oracle.rolled_weights(x, router, 2)
+    numpy.testing.assert_allclose(rolled[:2], ours[:2])  # first segments are put right
+    assert abs(rolled[2:].sum(2) - 1).max() > 1e-3  # experts are mixed: no weights at all
+    x = x.copy()
+    x[-1, 0] += 1  # the last token of the first sequence
+    moved = oracle.rolled_weights(x, router, 2) != rolled
+    assert moved[2:, 0].any() or moved[:, 1].any()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "smear"])
+def test_the_loss_on_the_first_segment_teaches_the_router_nothing(name):
+    case = CASES[name]
+    length = case.selection.lory_segment_length
+    for tokens in (slice(0, length), slice(length, None)):
+        ways = numpy.zeros_like(case.given["x"])
+        ways[tokens] = direction(ways)[tokens]
+        _, gradients = run(build(case.selection, case.given), case.given["x"], ways)
+        taught = (gradients["w_router_ED"] != 0).any()
+        assert taught == (tokens.start == length and case.tokens > length)
+
+
+# What the experts are
+
+
+@pytest.mark.parametrize("selection", [lory(), prefix()])
+@pytest.mark.parametrize("expert", [0, 2])
+def test_one_hot_merging_is_that_expert(selection, expert):
+    given = Case(selection).given
+    given["x"][..., 0] = 1.0
+    router = numpy.zeros_like(given["w_router_ED"])
+    router[:, 0] = -1e4
+    router[expert, 0] = 1e4
+    given["w_router_ED"] = router
+    single = {
+        key: value if key == "x" else value[expert : expert + 1] for key, value in given.items()
+    }
+    output, _ = run(build(selection, given), given["x"], direction(given["x"]))
+    alone, _ = run(build(selection, single), given["x"], direction(given["x"]))
+    numpy.testing.assert_array_equal(output, alone)
+
+
+def train(given: Arrays, steps: int = 20) -> Arrays:
+    """The weights of a Lory layer after steps of Adam towards random targets."""
+    layer = build(lory(), given)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
+    rng = numpy.random.default_rng(2)
+    for _ in range(steps):
+        x, target = (torch.from_numpy(rng.normal(size=given["x"].shape)) for _ in range(2))
+        optimizer.zero_grad()
+        (layer(x)[0] - target).square().mean().backward()
+        optimizer.step()
+    return {name: weight.detach().numpy() for name, weight in layer.named_parameters()}
+
+
+def apart(weight: numpy.ndarray) -> float:
+    """How far experts are from the first one."""
+    return abs(weight - weight[:1]).max()
+
+
+def test_a_zero_router_over_equal_experts_stays_zero_for_ever_and_a_random_one_does_not():
+    given = values(7, 2)
+    for name in ("experts.w_gate_up_LD2F", "experts.w_out_LFD"):
+        given[name][:] = given[name][0]
+    random = train(given)
+    trapped = train(given | {"w_router_ED": numpy.zeros_like(given["w_router_ED"])})
+    # Exactly zero but for rounding, which Adam scales up to its learning rate: 1/4 is exact.
+    assert (trapped["w_router_ED"] == 0).all()
+    for name in ("experts.w_gate_up_LD2F", "experts.w_out_LFD"):
+        assert apart(trapped[name]) == 0
+        assert apart(random[name]) > 1e-2
+    assert abs(random["w_router_ED"] - given["w_router_ED"]).max() > 1e-2
+
+
+def test_a_zero_router_over_different_experts_learns():
+    given = values(7, 2)
+    zero = numpy.zeros_like(given["w_router_ED"])
+    assert apart(train(given | {"w_router_ED": zero})["w_router_ED"]) > 1e-2
+
+
+# Evaluation
+
+
+def test_evaluation_by_segment_is_that_of_training():
+    given = Case(lory()).given
+    layer = build(lory(), given)
+    x = torch.from_numpy(given["x"])
+    assert layer.eval()(x)[0].equal(layer.train()(x)[0])
+
+
+@pytest.mark.parametrize("first", ["own", "uniform"])
+def test_evaluation_by_prompt_routes_once(first):
+    given = Case(lory()).given
+    selection = lory(first=first, inference="prompt")
+    layer = build(selection, given)
+    x = torch.from_numpy(given["x"])
+    trained, evaluated = layer.train()(x)[0], layer.eval()(x)[0]
+    heads = first_of(selection, given)
+    for output, rule in ((trained, oracle.lory_weights), (evaluated, oracle.prefix_weights)):
+        wanted = merged(given, rule(given["x"], given["w_router_ED"], 3, heads))
+        close(output.detach().numpy(), wanted, 1e-12, "output")
+
+
+# SMEAR's expert dropout
+
+
+def dropping(probability: float) -> SmearSelection:
+    return replace(SMEAR, smear_expert_dropout=probability)
+
+
+def merged_weights(selection: SmearSelection, given: Arrays, seed: int, training: bool) -> Any:
+    """e of a layer's sequences: [B, E]."""
+    torch.manual_seed(seed)
+    layer = build(selection, given).train(training)
+    return layer.merges(torch.from_numpy(given["x"])).weights_MBE[0].detach()
+
+
+def test_dropout_leaves_experts_out_and_renormalises():
+    given = values(5, 400)
+    full = merged_weights(SMEAR, given, 0, True)
+    some = merged_weights(dropping(0.3), given, 0, True)
+    dropped = some == 0
+    assert 0.27 < dropped.double().mean() < 0.33  # 1600 draws
+    kept = full * ~dropped
+    torch.testing.assert_close(some, kept / kept.sum(1, keepdim=True))
+    assert merged_weights(dropping(0.3), given, 0, True).equal(some)
+    assert not merged_weights(dropping(0.3), given, 1, True).equal(some)
+    assert merged_weights(dropping(0.3), given, 0, False).equal(full)
+
+
+def test_where_every_expert_is_dropped_none_is():
+    given = values(5, 50)
+    all_but_surely = merged_weights(dropping(0.999), given, 0, True)
+    full = merged_weights(SMEAR, given, 0, True)
+    torch.testing.assert_close(all_but_surely.sum(1), torch.ones(50).double())
+    assert (all_but_surely == full).all(1).float().mean() > 0.9
+    layer = build(dropping(0.999), given)
+    _, gradients = run(layer, given["x"], direction(given["x"]))
+    assert all(numpy.isfinite(gradient).all() for gradient in gradients.values())
+
+
+# Statistics
+
+
+def test_statistics():
+    case = CASES["lory, a short last segment"]
+    layer = build(case.selection, case.given)
+    run(layer, case.given["x"], direction(case.given["x"]))
+    (summary,) = layer.context.statistics.training.summaries()
+    first = first_of(case.selection, case.given)
+    e_TE = weights_of(case.selection, case.given, first).reshape(-1, EXPERTS)
+    numpy.testing.assert_allclose(summary["routing_weight_per_expert"], e_TE.mean(0), rtol=1e-6)
+    assert summary["utilisation"] == (e_TE.max(0) > 2 / EXPERTS).mean()
+    entropy = -(e_TE * numpy.log(e_TE)).sum(1).mean()
+    assert summary["ent_conf"] == pytest.approx(entropy, rel=1e-6)
+    assert summary["tokens_dropped"] == 0
+    assert summary["experts_per_token"] == pytest.approx(1.0)
+
+
+# Over tensor-parallel ranks
+
+
+class Wire(TorchDispatchMode):
+    """What this rank's collectives carry: (operation, shape of the largest tensor)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.carried: list[tuple[str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            largest = max(tensors, key=torch.numel)
+            self.carried.append((func.__name__.split(".")[0], tuple(largest.shape)))
+        return func(*args, **(kwargs or {}))
+
+
+def _on_this_rank(selection: MergedSelection, given: Arrays, sequence_parallel: bool) -> Any:
+    """Output, gradients, what was carried and the statistics of a layer split over all ranks."""
+    size = dist.get_world_size()
+    groups = initialize_groups(make_config({"tensor_model_parallel_size": size}).parallel)
+    torch.manual_seed(3)  # of the dropout: equal on all tensor-parallel ranks, as in training
+    layer = build(selection, given, groups=groups, sequence_parallel=sequence_parallel)
+    x, ways = given["x"], direction(given["x"])
+    if sequence_parallel:
+        x, ways = (numpy.split(whole, size)[groups.tp.rank()] for whole in (x, ways))
+    with Wire() as wire:
+        output, gradients = run(layer, x, ways)
+    if sequence_parallel:  # as Megatron-Core does at the end of a step
+        router = torch.from_numpy(gradients["w_router_ED"])
+        assert layer.w_router_ED.sequence_parallel
+        dist.all_reduce(router)
+    layers = layer.context.statistics.training.reduced([None]).summaries()
+    wanted_parts = {name: part(name, values, groups) for name, values in given.items()}
+    shapes = {name: values.shape for name, values in wanted_parts.items() if name != "x"}
+    assert shapes == {name: gradients[name].shape for name in shapes}
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    return output, gradients, wire.carried, layers
+
+
+def whole_gradients(ranks: list[Any], sequence_parallel: bool) -> Arrays:
+    found = [gradients for _, gradients, *_ in ranks]
+    joined = {
+        "experts.w_gate_up_LD2F": numpy.concatenate(
+            [each["experts.w_gate_up_LD2F"] for each in found], 3
+        ),
+        "experts.w_out_LFD": numpy.concatenate([each["experts.w_out_LFD"] for each in found], 1),
+    }
+    if sequence_parallel:
+        joined["x"] = numpy.concatenate([each["x"] for each in found])
+    for name in found[0].keys() - joined.keys():
+        for each in found:
+            numpy.testing.assert_array_equal(each[name], found[0][name], err_msg=name)
+        joined[name] = found[0][name]
+    return joined
+
+
+SPLIT = {
+    "lory": lory(),
+    "prefix, uniform first segment": prefix(first="uniform"),
+    "smear": dropping(0.3),
+}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", SPLIT)
+def test_ranks_that_share_every_expert_equal_one(name, sequence_parallel):
+    given = values(8, 2)  # the second segment of three tokens spans the ranks
+    ((output, gradients, _, layers),) = run_distributed(1, _on_this_rank, SPLIT[name], given, False)
+    ranks = run_distributed(2, _on_this_rank, SPLIT[name], given, sequence_parallel)
+    outputs = [rank[0] for rank in ranks]
+    if not sequence_parallel:
+        numpy.testing.assert_array_equal(*outputs)
+    close(numpy.concatenate(outputs) if sequence_parallel else outputs[0], output, 1e-12, "output")
+    for key, gradient in whole_gradients(ranks, sequence_parallel).items():
+        close(gradient, gradients[key], 1e-11, key)
+    for *_, (counted,) in ranks:  # each token once
+        assert counted.keys() == layers[0].keys()
+        for key, value in layers[0].items():
+            numpy.testing.assert_allclose(counted[key], value, rtol=1e-9, err_msg=key)
+
+
+@pytest.mark.parametrize("experts", [2, 8])
+def test_only_activations_travel(experts):
+    given = values(8, 2, experts)
+    activations = (8, 2, given["x"].shape[2])
+    split = run_distributed(2, _on_this_rank, lory(), given, True)
+    whole = run_distributed(2, _on_this_rank, lory(), given, False)
+    for *_, carried, _ in split:
+        assert carried == [
+            ("_allgather_base_", activations),
+            ("_reduce_scatter_base_", activations),
+            ("_allgather_base_", activations),
+            ("_reduce_scatter_base_", activations),
+        ]
+    for *_, carried, _ in whole:  # and the gradient of the router, which is not split
+        router = ("allreduce_", given["w_router_ED"].shape)
+        assert sorted(carried) == sorted([("allreduce_", activations)] * 2 + [router])

@@ -1,0 +1,119 @@
+"""Layers that decide by segments, on one process or split over tensor-parallel ranks."""
+
+from typing import Any
+
+import numpy
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from moe_parallel.config import Selection
+from moe_parallel.layers import ExpertLayer, LayerContext, layer_class
+from moe_parallel.ops import select_backend
+from moe_parallel.parallel import Groups
+from moe_parallel.telemetry.statistics import RoutingStatistics
+from tests.layers.single import SingleRank
+from tests.oracles.layers import numeric_gradient
+
+EXPERTS, WIDTH, EXPERT_WIDTH = 4, 6, 4
+Arrays = dict[str, numpy.ndarray]
+
+
+def values(tokens: int, sequences: int, experts: int = EXPERTS, seed: int = 0) -> Arrays:
+    """Random weights by parameter name and the input `x` [S, B, D], all fp64."""
+    rng = numpy.random.default_rng(seed)
+    e, d, f = experts, WIDTH, EXPERT_WIDTH
+    return {
+        "x": rng.normal(size=(tokens, sequences, d)),
+        "w_router_ED": rng.normal(size=(e, d)),
+        "experts.w_gate_up_LD2F": rng.normal(size=(e, d, 2, f)),
+        "experts.w_out_LFD": rng.normal(size=(e, f, d)),
+    }
+
+
+def alone() -> Any:
+    return Groups(*[SingleRank()] * 8)  # type: ignore[list-item]
+
+
+def build(
+    selection: Selection,
+    weights: Arrays,
+    dtype: torch.dtype = torch.float64,
+    groups: Groups | None = None,
+    sequence_parallel: bool = False,
+) -> ExpertLayer:
+    """A layer with this rank's part of the weights."""
+    groups = groups or alone()
+    experts = len(weights["w_router_ED"])
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=WIDTH,
+        num_attention_heads=2,
+        num_moe_experts=experts,
+        moe_ffn_hidden_size=EXPERT_WIDTH,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        add_bias_linear=False,
+        bias_activation_fusion=False,
+        tensor_model_parallel_size=groups.tp.size(),
+        sequence_parallel=sequence_parallel,
+    )
+    statistics = RoutingStatistics(1, experts, torch.device("cpu"))
+    context = LayerContext(groups, select_backend("reference"), statistics, None, 1)
+    layer = layer_class(selection)(config, selection, EXPERT_WIDTH, context)
+    layer.set_layer_number(1)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(torch.from_numpy(part(name, weights[name], groups)))
+    return layer
+
+
+def part(name: str, whole: numpy.ndarray, groups: Groups) -> numpy.ndarray:
+    """What a rank holds of a weight."""
+    axis = {"experts.w_gate_up_LD2F": 3, "experts.w_out_LFD": 1}.get(name)
+    if axis is None:
+        return whole
+    return numpy.split(whole, groups.etp.size(), axis)[groups.etp.rank()]
+
+
+def run(layer: ExpertLayer, x: numpy.ndarray, direction: numpy.ndarray) -> tuple[Any, Arrays]:
+    """The output, and the gradients of sum(output * direction)."""
+    dtype = next(layer.parameters()).dtype
+    leaf = torch.from_numpy(x).to(dtype).requires_grad_()
+    y, bias = layer(leaf)
+    assert bias is None and y.dtype == dtype
+    (y * torch.from_numpy(direction).to(dtype)).sum().backward()
+    gradients = {"x": leaf.grad} | {name: p.grad for name, p in layer.named_parameters()}
+    return y.detach().double().numpy(), {k: g.double().numpy() for k, g in gradients.items()}
+
+
+def direction(x: numpy.ndarray) -> numpy.ndarray:
+    """Weights of the outputs in the scalar that is differentiated."""
+    return numpy.random.default_rng(1).normal(size=x.shape)
+
+
+def numeric_gradients(output: Any, given: Arrays) -> Arrays:
+    """By finite differences of `output`, a function of such arrays."""
+    weights = direction(given["x"])
+    return numeric_gradient(lambda moved: float((output(moved) * weights).sum()), given)
+
+
+def close(found: Any, wanted: Any, tolerance: float, name: str) -> None:
+    """Equal up to `tolerance` times the greatest value."""
+    assert found.shape == wanted.shape, name
+    error = abs(found - wanted).max()
+    limit = tolerance * max(abs(wanted).max(), 1e-3)
+    assert error <= limit, f"{name} is off by {error:.2e}, more than {limit:.2e}"
+
+
+def pairs_seen(layer: ExpertLayer, x: numpy.ndarray) -> set[tuple[int, int, int, int]]:
+    """(token, its sequence, output, its sequence) wherever the token changes the output."""
+    found = set()
+    with torch.no_grad():
+        before, _ = layer(torch.from_numpy(x))
+        for s, b in numpy.ndindex(x.shape[:2]):
+            moved = x.copy()
+            moved[s, b] += numpy.arange(x.shape[2])  # a constant might be normalised away
+            after, _ = layer(torch.from_numpy(moved))
+            changed = ((after - before) != 0).any(2).nonzero().tolist()
+            found |= {(s, b, *place) for place in changed}
+    return found
