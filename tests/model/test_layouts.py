@@ -11,76 +11,29 @@ from pathlib import Path
 import numpy
 import pytest
 
+from tests import systems
 from tests.distributed import run_distributed
 from tests.model.small_gpt import Options, Outcome, save_start, train, whole
+from tests.systems import SYSTEMS
 
 TOLERANCE = 1e-5  # relative, in fp32; measured deviations are a few 1e-7
 
-# The auxiliary losses weigh more than usual, so that a mistake in them shows in gradient norms.
-ROUTED = {"moe_aux_loss_coeff": 0.05, "moe_z_loss_coeff": 0.01}
-AUTONOMOUS = {
-    "expert_selection": "aoe",
-    "aoe_low_rank_size": 8,
-    "aoe_wide_size": 20,
-    "moe_aux_loss_coeff": 0.05,
-}
-SYSTEMS: dict[str, Options] = {
-    "topk": ROUTED | {"moe_layer_freq": "[0]+[1]*3"},
-    "aoe": AUTONOMOUS | {"untie_embeddings_and_output_weights": True},
-    "top1": ROUTED
-    | {
-        "moe_router_topk": 1,
+#: What the model is besides its system, so that not all are of one kind.
+MODELS: dict[str, Options] = {
+    "topk": {"moe_layer_freq": "[0]+[1]*3"},
+    "topk, one expert": {
         "num_query_groups": 4,
         "moe_layer_freq": "2",
         "untie_embeddings_and_output_weights": True,
     },
-    "aoe-tied": AUTONOMOUS | {"moe_layer_freq": "[1,0,1,0]"},
-    "sigmoid router": ROUTED
-    | {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_num_groups": 2,
-        "moe_router_group_topk": 1,
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.05,
-        "moe_router_load_balancing_type": "seq_aux_loss",
-        "moe_shared_expert_intermediate_size": 32,
-    },
-    "large router": ROUTED
-    | {
-        "moe_router_hidden_size": 12,
-        "moe_gate_low_rank_size": 8,
-        "moe_router_load_balancing_type": "global_aux_loss",
-        "moe_importance_loss_coeff": 0.02,
-        "moe_aux_loss_per_choice": True,
-    },
-    "top_p": {
-        "expert_selection": "top_p",
-        "moe_top_p": 0.5,
-        "moe_entropy_loss_coeff": 0.02,
-        "moe_aux_loss_coeff": 0.05,
-    },
-    "expert_choice": {
-        "expert_selection": "expert_choice",
-        "moe_z_loss_coeff": 0.01,
-        "moe_shared_expert_intermediate_size": 32,
-        "moe_shared_expert_gate": True,
-    },
-    "aoe by bias": AUTONOMOUS
-    | {
-        "moe_aux_loss_coeff": 0.0,
-        "aoe_gradient": "selected",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.05,
-    },
-    "aoe, gates over all": AUTONOMOUS | {"aoe_gate": "all", "moe_importance_loss_coeff": 0.02},
-    "aoe_top_p": AUTONOMOUS | {"expert_selection": "aoe_top_p", "moe_entropy_loss_coeff": 0.02},
-    "aoe_expert_choice": {
-        "expert_selection": "aoe_expert_choice",
-        "aoe_low_rank_size": 8,
-        "aoe_wide_size": 20,
-        "moe_expert_choice_scores": "softmax",
-    },
+    "aoe": {"untie_embeddings_and_output_weights": True},
+    "aoe, gates over all": {"moe_layer_freq": "[1,0,1,0]"},
+    "lory": {"moe_layer_freq": "[0]+[1]*3"},
 }
+
+
+def model(system: str) -> Options:
+    return systems.options(system) | MODELS.get(system, {})
 
 
 def layout(
@@ -163,7 +116,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
     def of(system: str) -> Path:
         if system not in saved:
             directory = tmp_path_factory.mktemp("start")
-            (saved[system],) = run_distributed(1, save_start, SYSTEMS[system] | ONE, directory)
+            (saved[system],) = run_distributed(1, save_start, model(system) | ONE, directory)
         return saved[system]
 
     return of
@@ -211,15 +164,26 @@ def _differences(ranks: list[Outcome], expected: list[Outcome]) -> list[str]:
 @pytest.mark.parametrize("system", ["topk", "aoe"])
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_layouts_agree(start: Start, world: int, system: str) -> None:
-    _check(world, start(system), SYSTEMS[system], LAYOUTS[world])
+    _check(world, start(system), model(system), LAYOUTS[world])
 
 
 @pytest.mark.parametrize("system", [name for name in SYSTEMS if name not in ("topk", "aoe")])
 @pytest.mark.parametrize("world", [2, 4])
-def test_variants_agree_in_every_third_layout(start: Start, world: int, system: str) -> None:
-    names = list(LAYOUTS[world])[list(SYSTEMS).index(system) % 3 :: 3]
-    layouts = {name: LAYOUTS[world][name] for name in names}
-    _check(world, start(system), SYSTEMS[system], layouts)
+def test_every_system_agrees_in_some_layouts(start: Start, world: int, system: str) -> None:
+    """In each fourth layout that it can have, another four for each system."""
+    possible = {
+        name: spread
+        for name, spread in LAYOUTS[world].items()
+        if not systems.merges(system) or _divides_matrices_alone(spread)
+    }
+    names = list(possible)[list(SYSTEMS).index(system) % 4 :: 4]
+    _check(world, start(system), model(system), {name: possible[name] for name in names})
+
+
+def _divides_matrices_alone(spread: Options) -> bool:
+    """Whether experts are divided as dense layers are, which is all that merged ones can be."""
+    tp, etp = spread["tensor_model_parallel_size"], spread["expert_tensor_parallel_size"]
+    return spread["expert_model_parallel_size"] == 1 and tp == etp
 
 
 def _check(world: int, start: Path, options: Options, layouts: dict[str, Options]) -> None:
@@ -229,7 +193,7 @@ def _check(world: int, start: Path, options: Options, layouts: dict[str, Options
 
 
 def test_training_changes_what_is_compared(start: Start) -> None:
-    (run,) = run_all(1, start("aoe"), {"one": SYSTEMS["aoe"] | ONE})["one"]
+    (run,) = run_all(1, start("aoe"), {"one": model("aoe") | ONE})["one"]
     assert run.iterations == [3, 4, 5, 6, 7]
     first, *_, last = run.losses
     assert last < first - 0.5
@@ -256,7 +220,7 @@ TP2 = {
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("system", ["topk", "aoe"])
 def test_layouts_that_split_tokens_alike_drop_alike(start: Start, system: str, policy: str) -> None:
-    options = SYSTEMS[system] | DROPPING | {"moe_token_drop_policy": policy}
+    options = model(system) | DROPPING | {"moe_token_drop_policy": policy}
     padded = options | {"moe_pad_expert_input_to_capacity": True}
     found: dict[str, Runs] = {
         "tp1": run_all(1, start(system), {"one": options | ONE, "one, padded": padded | ONE}),
@@ -283,7 +247,7 @@ def test_policies_differ(start: Start) -> None:
         1,
         start("topk"),
         {
-            policy: SYSTEMS["topk"] | DROPPING | ONE | {"moe_token_drop_policy": policy}
+            policy: model("topk") | DROPPING | ONE | {"moe_token_drop_policy": policy}
             for policy in ("probs", "position")
         },
     )

@@ -1,0 +1,70 @@
+"""Every system of expert selection with its options in use, for a model of four experts."""
+
+from typing import Any
+
+from moe_parallel.config import SELECTIONS, MergedSelection
+
+Options = dict[str, Any]
+
+_AUTONOMOUS = {"aoe_low_rank_size": 8, "aoe_wide_size": 20}
+
+#: The name says which system, and after a comma what of it. Losses on routing weigh more than
+#: usual, so that a mistake in them shows.
+SYSTEMS: dict[str, Options] = {
+    "topk": {"moe_aux_loss_coeff": 0.05, "moe_z_loss_coeff": 0.01},
+    "topk, one expert": {"moe_router_topk": 1, "moe_aux_loss_coeff": 0.05},
+    "topk, sigmoid, groups, bias, shared expert": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": 2,
+        "moe_router_group_topk": 1,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.05,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_shared_expert_intermediate_size": 32,
+    },
+    "topk, large router, factorised W_g, global loss": {
+        "moe_router_hidden_size": 12,
+        "moe_gate_low_rank_size": 8,
+        "moe_router_load_balancing_type": "global_aux_loss",
+        "moe_aux_loss_coeff": 0.05,
+        "moe_importance_loss_coeff": 0.02,
+        "moe_aux_loss_per_choice": True,
+    },
+    "top_p": {"moe_top_p": 0.5, "moe_entropy_loss_coeff": 0.02, "moe_aux_loss_coeff": 0.05},
+    "expert_choice": {
+        "moe_z_loss_coeff": 0.01,
+        "moe_shared_expert_intermediate_size": 32,
+        "moe_shared_expert_gate": True,
+    },
+    "aoe": _AUTONOMOUS | {"moe_aux_loss_coeff": 0.05},
+    "aoe, by bias": _AUTONOMOUS
+    | {
+        "moe_aux_loss_coeff": 0.0,
+        "aoe_gradient": "selected",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.05,
+    },
+    "aoe, gates over all": _AUTONOMOUS
+    | {"moe_aux_loss_coeff": 0.05, "aoe_gate": "all", "moe_importance_loss_coeff": 0.02},
+    "aoe_top_p": _AUTONOMOUS | {"moe_aux_loss_coeff": 0.05, "moe_entropy_loss_coeff": 0.02},
+    "aoe_expert_choice": _AUTONOMOUS | {"moe_expert_choice_scores": "softmax"},
+    "lory": {"lory_segment_length": 3},  # the last segment is shorter
+    "lory, uniform first segment": {"lory_segment_length": 4, "lory_first_segment": "uniform"},
+    "lory_prefix": {"lory_segment_length": 3},
+    "smear": {"smear_sees_the_future": True, "smear_expert_dropout": 0.0},
+    "segment_expert_choice": {
+        "lory_segment_length": 3,
+        "moe_expert_choice_capacity_factor": 2.0,
+        "moe_z_loss_coeff": 0.01,
+    },
+}
+
+
+def options(name: str) -> Options:
+    """The options of a system, `expert_selection` among them."""
+    return {"expert_selection": name.split(",")[0]} | SYSTEMS[name]
+
+
+def merges(name: str) -> bool:
+    """Whether experts are merged: then tensor parallelism divides them, and nothing is sent."""
+    return issubclass(SELECTIONS[name.split(",")[0]], MergedSelection)

@@ -1,0 +1,167 @@
+"""Every system through the whole program: it learns, resumes bit for bit, moves, and says so."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from moe_parallel.config import SELECTIONS, AutonomousSelection, DynamicChoices, make_config
+from tests import systems
+from tests.distributed import run_distributed
+from tests.program import SMALL, pretrain_here, same_bytes, small_data, stored_tensors
+from tests.systems import SYSTEMS
+
+STEPS = 6
+RUN = SMALL | {"train_iters": STEPS, "lr_warmup_iters": 1, "lr": 2e-2}
+TOKENS = RUN["global_batch_size"] * RUN["seq_length"]
+#: What depends on chance too.
+CHANCE = {"topk": {"moe_input_jitter_eps": 0.1}, "smear": {"smear_expert_dropout": 0.3}}
+
+
+def options_of(system: str, data: dict, save: Path) -> dict:
+    """Every other system in bf16 with the distributed optimizer, some with recomputation."""
+    number = list(SYSTEMS).index(system)
+    spread = (
+        "tensor_model_parallel_size" if systems.merges(system) else "expert_model_parallel_size"
+    )
+    options = RUN | systems.options(system) | CHANCE.get(system, {}) | data | {spread: 2}
+    options |= {"bf16": number % 2 == 0, "use_distributed_optimizer": number % 2 == 0}
+    if number % 3 == 0:
+        options |= {"recompute_granularity": "full"}
+    return options | {"save": save}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return small_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, data):
+    """By system: (options, what was printed) of a run, of half of one, and of the rest of it."""
+    folder = tmp_path_factory.mktemp("runs")
+    plan = {}
+    for number, system in enumerate(SYSTEMS):
+        straight = options_of(system, data, folder / f"{number}-straight")
+        halves = straight | {"save": folder / f"{number}-halves"}
+        first = halves | {"exit_interval": STEPS // 2}
+        plan[system] = [straight, first, halves | {"load": halves["save"]}]
+    ends = run_distributed(
+        2, pretrain_here, [each for three in plan.values() for each in three], timeout=400
+    )
+    assert {code for of_rank in ends for code, _ in of_rank} == {0}
+    printed = iter(text for _, text in ends[0])
+    return {
+        system: [(options, next(printed)) for options in three] for system, three in plan.items()
+    }
+
+
+def _records(options: dict) -> list[dict]:
+    lines = (options["save"] / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _losses(options: dict) -> list[float]:
+    return [record["lm_loss"] for record in _records(options) if "lm_loss" in record]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_it_learns(runs, system):
+    losses = _losses(runs[system][0][0])
+    assert losses[0] == pytest.approx(math.log(300), abs=0.5)  # a vocabulary of 300
+    assert losses[-1] < losses[0] - 0.3
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_halves_make_a_whole(runs, system):
+    (straight, _), _, (halves, _) = runs[system]
+    assert _losses(halves) == _losses(straight)
+    name = f"iter_{STEPS:07d}"
+    assert same_bytes(
+        stored_tensors(halves["save"] / name), stored_tensors(straight["save"] / name)
+    )
+
+
+def _evaluations(options: dict) -> list[tuple[str, float]]:
+    *_, last = (record["validation"] for record in _records(options) if "validation" in record)
+    return [(domain, measures["loss"]) for domain, measures in last.items()]
+
+
+@pytest.fixture(scope="module")
+def alone(runs, tmp_path_factory):
+    """By system: the run's last checkpoint, evaluated by one rank that holds everything."""
+    folder = tmp_path_factory.mktemp("alone")
+    plan = []
+    for number, system in enumerate(SYSTEMS):
+        options = runs[system][0][0]
+        one = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 1}
+        plan.append(options | one | {"load": options["save"], "save": folder / str(number)})
+    ends = run_distributed(1, pretrain_here, plan, timeout=300)
+    assert {code for code, _ in ends[0]} == {0}
+    return dict(zip(SYSTEMS, plan, strict=True))
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_checkpoint_of_two_ranks_is_the_same_model_on_one(runs, alone, system):
+    options = runs[system][0][0]
+    tolerance = 2e-3 if options["bf16"] else 1e-5
+    for here, there in zip(_evaluations(alone[system]), _evaluations(options), strict=True):
+        assert here[0] == there[0]
+        assert here[1] == pytest.approx(there[1], rel=tolerance)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_what_is_logged(runs, system):
+    options = runs[system][0][0]
+    selection = make_config(systems.options(system)).selection
+    trained = [layer for r in _records(options) for layer in r.get("layers", [])]
+    assert len(trained) == STEPS * RUN["num_layers"]
+    for layer in trained:
+        assert 0 <= layer["ent_load"] <= math.log(4) + 1e-9
+        assert 0 < layer["ent_conf"] <= math.log(4) + 1e-9
+        choices = selection.choices_per_token
+        if choices is not None:
+            assert layer["experts_per_token"] == pytest.approx(choices)
+        if isinstance(selection, DynamicChoices):
+            assert 1 <= layer["experts_per_token"] <= 4
+            assert 0 < layer["entropy_loss"] <= math.log(4) + 1e-6
+        assert ("norm_per_expert" in layer) == isinstance(selection, AutonomousSelection)
+        assert ("routing_weight_per_expert" in layer) == systems.merges(system)
+        if systems.merges(system):
+            assert sum(layer["routing_weight_per_expert"]) == pytest.approx(1)
+            assert 0 <= layer["utilisation"] <= 1
+        balanced = getattr(selection, "moe_aux_loss_coeff", 0) > 0
+        assert ("load_balancing_loss" in layer) == balanced
+    *_, last = (r["validation"] for r in _records(options) if "validation" in r)
+    for measures in last.values():
+        assert ("loss_after_first_segment" in measures) == (selection.first_part is not None)
+        assert all(layer["experts_per_token"] > 0 for layer in measures["layers"])
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_expert_choice_takes_equally_many_and_leaves_none_out_in_evaluations(runs, system):
+    if "expert_choice" not in system:
+        pytest.skip("tokens choose")
+    options = runs[system][0][0]
+    segments = system.startswith("segment")
+    for record in _records(options):
+        for layer in record.get("layers", []):
+            if not segments:  # of 4 experts each takes a half, with the factor 2
+                assert layer["tokens_per_expert"] == [TOKENS // 2] * 4
+        for measures in record.get("validation", {}).values():
+            for layer in measures["layers"]:
+                assert layer["experts_per_token"] == 2
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_loss_that_is_no_likelihood_is_said_to_be_none_once(runs, system):
+    caution = make_config(systems.options(system)).selection.caution
+    for _, printed in runs[system]:
+        assert printed.count("caution: ") == (caution is not None)
+        if caution is not None:
+            assert f"caution: {caution}\n" in printed
+
+
+def test_every_system_is_here():
+    assert {name.split(",")[0] for name in SYSTEMS} == set(SELECTIONS)
