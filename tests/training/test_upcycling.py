@@ -5,6 +5,8 @@ import pytest
 import torch
 from megatron.core.utils import unwrap_model
 
+from moe_parallel.config import make_config
+from moe_parallel.model.upcycling import change_by_upcycling
 from moe_parallel.training.checkpoint_record import Expected
 from tests.distributed import run_distributed
 from tests.training.tiny_run import AOE, TINY, Layout, TinyRun
@@ -26,9 +28,17 @@ TARGETS = {
     "etp2": Layout(2, etp=2),
     "tp2-ep2": Layout(2, tp=2, ep=2),
     "tp2-no-sp": Layout(2, tp=2, sp=False),
+    "tp2-etp2": Layout(2, tp=2, etp=2),
     "pp2": Layout(2, pp=2),
 }
-SYSTEMS = {"topk": {}, "aoe": AOE}
+FEW = {"lory": ("dp2-distributed", "tp2-etp2", "pp2"), "factorised": ("ep2", "etp2")}
+SYSTEMS = {
+    "topk": {},
+    "aoe": AOE,
+    "factorised": {"moe_gate_low_rank_size": 8},
+    "lory": {"expert_selection": "lory", "lory_segment_length": 4},
+}
+FACTORISED = ("aoe", "factorised")
 BF16 = {"bf16": True}
 
 
@@ -83,6 +93,10 @@ def _layer(number, name):
     return f"decoder.layers.{number}.mlp.{name}"
 
 
+def _w_out(number, system):
+    return _layer(number, f"experts.w_out_{'LWD' if system in FACTORISED else 'LFD'}")
+
+
 def _assert_experts_are(found, source, initial, system, what):
     """Every part of `what` (weight, exp_avg, ...) of the experts equals the dense layer's."""
     for number in MOE_LAYERS:
@@ -93,7 +107,7 @@ def _assert_experts_are(found, source, initial, system, what):
             return found[_layer(number, f"experts.{name}"), what]
 
         for expert in range(E):
-            if system == "topk":
+            if system not in FACTORISED:
                 w_gate_up = of_experts("w_gate_up_LD2F")[expert]
                 numpy.testing.assert_array_equal(w_gate_up[:, 0], w_g.T)
                 numpy.testing.assert_array_equal(w_gate_up[:, 1], w_p.T)
@@ -106,14 +120,14 @@ def _assert_experts_are(found, source, initial, system, what):
                 if what in ("exp_avg", "exp_avg_sq"):
                     assert not of_experts("w_up_LRW").any()
                     assert not found[_layer(number, "w_down_EDR"), what].any()
-            w_out = of_experts("w_out_LFD" if system == "topk" else "w_out_LWD")[expert]
+            w_out = found[_w_out(number, system), what][expert]
             numpy.testing.assert_array_equal(w_out[:F], w_o.T)
             assert not w_out[F:].any()
 
 
 def _assert_rest_is(found, source, initial, system, what):
     """Attention, norms and the dense layer are the dense model's; routers are as initialised."""
-    new = {_layer(number, "w_router_ED") for number in MOE_LAYERS if system == "topk"}
+    new = {_layer(number, "w_router_ED") for number in MOE_LAYERS if system != "aoe"}
     for name, kind in found:
         if kind == what and not any(_layer(number, "") in name for number in MOE_LAYERS):
             numpy.testing.assert_array_equal(found[name, what], source[name, what], err_msg=name)
@@ -127,7 +141,8 @@ def _assert_rest_is(found, source, initial, system, what):
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_experts_hold_the_dense_weights_and_moments_in_every_layout(tmp_path, dense, system):
     options = SYSTEMS[system]
-    places = [(target, source) for source in SOURCES for target in TARGETS]
+    targets = FEW.get(system, TARGETS)
+    places = [(target, source) for source in SOURCES for target in targets]
     jobs = [(TARGETS[target], options, dense[source][0]) for target, source in places]
     ranks = run_distributed(2, _upcycle_each, jobs, tmp_path, timeout=300)
     factors = {}
@@ -144,7 +159,7 @@ def test_experts_hold_the_dense_weights_and_moments_in_every_layout(tmp_path, de
                 numpy.testing.assert_array_equal(weight, factors.setdefault((source, name), weight))
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", ["topk", "aoe"])
 @pytest.mark.parametrize("source", ["bf16", "tp2"])
 def test_bf16_takes_the_fp32_weights(tmp_path, dense, system, source):
     path, saved = dense[source]
@@ -178,29 +193,46 @@ def _logits(run):
 
 
 FULL_RANK = AOE | {"aoe_low_rank_size": D, "aoe_wide_size": F + 4}
-SAME = {"topk": {}, "aoe of full rank": FULL_RANK, "aoe, K=1": FULL_RANK | {"moe_router_topk": 1}}
+#: Systems by whether their model computes at first what the dense one did.
+SAME = {
+    "topk": {},
+    "sigmoid": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    "large router": {"moe_router_hidden_size": 16},
+    "shared expert": {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
+    "aoe": FULL_RANK,
+    "aoe, K=1": FULL_RANK | {"moe_router_topk": 1},
+    "lory": SYSTEMS["lory"],
+}
+CHANGED = {
+    "K=1": {"moe_router_topk": 1},
+    "capacity": {"moe_expert_capacity_factor": 0.5},
+    "aoe, gates over all": FULL_RANK | {"aoe_gate": "all"},
+    "top_p": {"expert_selection": "top_p"},
+    "expert_choice": {"expert_selection": "expert_choice"},
+}
+PARTING = ("topk", "aoe", "aoe, K=1")
 
 
 def _compare_models(folder):
-    """Logits and next losses of a dense run and of what becomes of it, by system."""
+    """Logits and next loss of a dense run and of what becomes of it, by system."""
     run = TinyRun(Layout(), folder, options=DENSE)
-    losses = [loss for loss, _ in run.steps(12)]
+    run.steps(12)
     path = run.save()
     dense = _logits(run), run.steps(1)[0][0]
     run.close()
     upcycled = {}
-    for name, options in (SAME | {"K=1": {"moe_router_topk": 1}}).items():
+    for system, options in (SAME | CHANGED).items():
         run = TinyRun(Layout(), folder, options=options)
         _upcycle(run, path)
-        logits, rate = _logits(run), run.engine.optimizer.param_groups[0]["lr"]
+        logits = _logits(run)
         run.engine.statistics.training.clear()
-        first = run.steps(1)[0][0]
+        loss = run.steps(1)[0][0]
         layers = run.engine.statistics.training.summaries()
         run.steps(3)
         weights = {name: weight.detach().numpy() for name, weight in run.parameters()}
-        upcycled[name] = logits, first, layers, rate, weights
+        upcycled[system] = logits, loss, layers, weights
         run.close()
-    return losses, dense, upcycled
+    return dense, upcycled
 
 
 @pytest.fixture(scope="module")
@@ -209,30 +241,35 @@ def compared(tmp_path_factory):
     return result
 
 
+def _announced(options):
+    return change_by_upcycling(make_config(TINY | options))
+
+
 @pytest.mark.parametrize("system", SAME)
 def test_the_function_stays_the_same(compared, system):
-    _, (logits, next_loss), upcycled = compared
+    (logits, next_loss), upcycled = compared
     found, loss, *_ = upcycled[system]
     assert numpy.abs(logits).max() > 1
     numpy.testing.assert_allclose(found, logits, atol=1e-5 * numpy.abs(logits).max())
     assert loss == pytest.approx(next_loss, rel=1e-5)
+    assert _announced(SAME[system]) is None
 
 
-def test_a_gate_below_1_changes_it(compared):
-    _, (logits, _), upcycled = compared
-    assert numpy.abs(upcycled["K=1"][0] - logits).max() > 0.1
+@pytest.mark.parametrize("system", CHANGED)
+def test_where_it_changes_that_is_said(compared, system):
+    (logits, _), upcycled = compared
+    assert numpy.abs(upcycled[system][0] - logits).max() > 0.1
+    assert _announced(CHANGED[system])
 
 
-@pytest.mark.parametrize("system", SAME)
+@pytest.mark.parametrize("system", PARTING)
 def test_experts_part(compared, system):
     """Tokens go to different experts from the first step, and so experts come to differ."""
-    *_, layers, _, weights = compared[2][system]
+    _, _, layers, weights = compared[1][system]
     for layer in layers:
         assert min(layer["tokens_per_expert"]) > 0, layer
     for number in MOE_LAYERS:
-        w_out = weights[
-            _layer(number, "experts.w_out_LFD" if system == "topk" else "experts.w_out_LWD")
-        ]
+        w_out = weights[_w_out(number, system.split(",")[0])]
         for one in range(E):
             for other in range(one):
                 assert numpy.abs(w_out[one, :F] - w_out[other, :F]).max() > 1e-4
