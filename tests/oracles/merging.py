@@ -116,16 +116,24 @@ def rolled_weights(x_SBD: Array, w_ED: Array, length: int) -> Array:
     return found
 
 
-def segment_logits(x_SBD: Array, w_ED: Array, length: int, first: Array) -> Array:
-    """What each token's segment is judged by, `first` [B, E] for first segments: [S, B, E]."""
+def logits_of(x_SBD: Array, w_ED: Array, sequence: int, segment: Segment) -> Array:
+    h = mean(x_SBD, sequence, segment)
+    return numpy.array([numpy.dot(w, h) for w in w_ED])
+
+
+def first_logits(x_SBD: Array, w_ED: Array, length: int) -> list[Array]:
+    """Those of the first segment of each sequence: [E], B times."""
+    segment = segments(len(x_SBD), length)[0]
+    return [logits_of(x_SBD, w_ED, b, segment) for b in range(x_SBD.shape[1])]
+
+
+def segment_logits(x_SBD: Array, w_ED: Array, length: int, first: list[Array]) -> Array:
+    """What each token's segment is judged by: [S, B, E]."""
     found = numpy.zeros((*x_SBD.shape[:2], len(w_ED)))
     for b in range(x_SBD.shape[1]):
         before = None
         for segment in segments(len(x_SBD), length):
-            logits = first[b]
-            if before is not None:
-                h = mean(x_SBD, b, before)
-                logits = numpy.array([numpy.dot(w, h) for w in w_ED])
+            logits = first[b] if before is None else logits_of(x_SBD, w_ED, b, before)
             for position in segment:
                 found[position, b] = logits
             before = segment
@@ -133,21 +141,27 @@ def segment_logits(x_SBD: Array, w_ED: Array, length: int, first: Array) -> Arra
 
 
 def segment_expert_choice(
-    logits_SBE: Array, length: int, factor: float, raw: bool
+    logits_SBE: Array, length: int, factor: float, raw: bool, ranked_SBE: Array | None = None
 ) -> tuple[Routing, int]:
-    """Each expert takes its best segments; tokens in the order [S, B]. Also: how many it took."""
+    """Each expert takes its best segments; tokens in the order [S, B]. Also: how many it took.
+
+    The first and the second segment of a sequence always tie, as both are judged by the first.
+    Finite differences would break ties, so they may give what segments are ranked by apart.
+    """
     tokens, sequences, experts = logits_SBE.shape
     cut = segments(tokens, length)
     whole = [(g, b) for g in range(len(cut)) for b in range(sequences)]
     taken = min(len(whole), max(1, math.floor(factor * len(whole) / experts + 0.5)))
-    values: dict[Any, Array] = {}
-    for g, b in whole:
-        logits = logits_SBE[cut[g][0], b]
-        values[g, b] = logits if raw else softmax(logits)
+
+    def value(all_SBE: Array, g: int, b: int) -> Array:
+        logits = all_SBE[cut[g][0], b]
+        return logits if raw else softmax(logits)
+
+    ranks = {each: value(logits_SBE if ranked_SBE is None else ranked_SBE, *each) for each in whole}
     chosen: dict[Any, list[int]] = {each: [] for each in whole}
     for expert in range(experts):
-        ranked = sorted(whole, key=lambda each: -values[each][expert])
-        for each in ranked[:taken]:
+        order = sorted(whole, key=lambda each: -ranks[each][expert])
+        for each in order[:taken]:
             chosen[each].append(expert)
     rows: list[list[int | None]] = []
     gates = []
@@ -155,5 +169,5 @@ def segment_expert_choice(
         for b in range(sequences):
             each = (position // length, b)
             rows.append(list(chosen[each]))
-            gates.append([float(values[each][expert]) for expert in chosen[each]])
+            gates.append([float(value(logits_SBE, *each)[expert]) for expert in chosen[each]])
     return Routing(logits_SBE.reshape(-1, experts), rows, gates), taken

@@ -129,6 +129,15 @@ def test_experts_take_whole_segments_and_earlier_ones_win_ties():
     ]
 
 
+def test_of_equal_sequences_the_earlier_are_taken():
+    scores_SBE = torch.tensor(SCORES[:4]).repeat_interleave(4, dim=0)  # S * B rows, B = 4
+    chosen = BySegment(ExpertChoice(0.5, raw), 2)(scores_SBE, Tokens(4, ALONE))
+    # Eight segments, of which each expert takes two: all tie, and so the first of them it is.
+    assert [[e for e in row if e >= 0] for row in chosen.experts_TK.tolist()] == (
+        [[0, 1], [0, 1], [], []] * 2 + [[]] * 8
+    )
+
+
 def test_the_first_segment_gives_scores_no_gradient():
     scores = torch.tensor(SCORES, requires_grad=True)
     chosen = BySegment(TopK(1, topk.raw_score), 2)(scores, Tokens(1, ALONE))
@@ -167,9 +176,8 @@ def _experts_choose(scores_SBE, length, factor, raw_scores, tp) -> Choices:
 def _expected(scores_SBE, length, factor, raw_scores):
     """The oracle's router with the identity as its weights returns means of its input."""
     identity = numpy.eye(scores_SBE.shape[2])
-    head = oracle.segments(len(scores_SBE), length)[0]
-    first = [oracle.mean(scores_SBE, b, head) for b in range(scores_SBE.shape[1])]
-    logits = oracle.segment_logits(scores_SBE, identity, length, numpy.array(first))
+    first = oracle.first_logits(scores_SBE, identity, length)
+    logits = oracle.segment_logits(scores_SBE, identity, length, first)
     return oracle.segment_expert_choice(logits, length, factor, raw_scores)
 
 
