@@ -48,7 +48,7 @@ def given(kind: str) -> dict[str, numpy.ndarray]:
 
 
 def alone() -> Any:
-    return Groups(*[SingleRank()] * 7)  # type: ignore[list-item]
+    return Groups(*[SingleRank()] * 8)  # type: ignore[list-item]
 
 
 def apply(experts: Any, kind: str, values: dict[str, Any], which: range) -> torch.Tensor:

@@ -1,0 +1,136 @@
+"""Expert choice: each expert's best tokens, on one rank and split over tensor-parallel ranks."""
+
+import numpy
+import pytest
+import torch
+from torch import distributed as dist
+
+from moe_parallel.config import AoEExpertChoiceSelection, ExpertChoiceSelection
+from moe_parallel.layers.rules import build_rules
+from moe_parallel.selection import topk
+from moe_parallel.selection.choices import Choices
+from moe_parallel.selection.expert_choice import ExpertChoice, raw, tokens_taken
+from moe_parallel.selection.tokens import Tokens
+from moe_parallel.selection.topk import TopK
+from tests.distributed import run_distributed
+from tests.layers.single import SingleRank
+from tests.oracles import routing as oracle
+
+TOKENS = Tokens(2, SingleRank())
+RANKINGS = {"raw": raw, "softmax": topk.softmax}
+
+
+def _scores(tokens=24, experts=6, levels=None):
+    scores = numpy.random.default_rng(0).normal(size=(tokens, experts))
+    return scores if levels is None else numpy.round(scores * levels) / levels
+
+
+def _chosen(choices: Choices) -> list[list[int]]:
+    return [[e for e in row if e >= 0] for row in choices.experts_TK.tolist()]
+
+
+@pytest.mark.parametrize("ranking", RANKINGS)
+@pytest.mark.parametrize("factor", [0.25, 1.0, 1.3, 2.0, 6.0])
+@pytest.mark.parametrize("levels", [None, 1])  # few levels of scores: many ties
+def test_equals_the_transcription(ranking, factor, levels):
+    scores = _scores(levels=levels)
+    wanted = oracle.expert_choice(scores, factor, by_softmax=ranking == "softmax")
+    choices = ExpertChoice(factor, RANKINGS[ranking])(torch.from_numpy(scores), TOKENS)
+    found = _chosen(choices)
+    if levels is None or ranking == "raw":
+        assert found == wanted.experts
+    else:  # ties of a softmax are not exact, and may order a token's experts otherwise
+        assert [sorted(row) for row in found] == [sorted(row) for row in wanted.experts]
+    for row, gates in zip(choices.gates_TK, wanted.gates, strict=True):
+        numpy.testing.assert_allclose(row[: len(gates)].numpy(), gates, rtol=1e-12)
+    numpy.testing.assert_allclose(
+        choices.probabilities_TE.numpy(), wanted.probabilities, rtol=1e-12
+    )
+
+
+@pytest.mark.parametrize("ranking", RANKINGS.values())
+def test_factor_2_of_8_experts_is_exactly_a_quarter_of_the_tokens_each(ranking):
+    scores = torch.from_numpy(_scores(tokens=64, experts=8)) + torch.arange(8)
+    counts = ExpertChoice(2.0, ranking)(scores, TOKENS).tokens_per_expert()
+    assert counts.tolist() == [16.0] * 8
+
+
+@pytest.mark.parametrize(
+    "factor, tokens, experts, taken",
+    [
+        (2.0, 64, 8, 16),
+        (1.0, 64, 8, 8),
+        (1.0, 7, 4, 2),  # 1.75
+        (2.0, 7, 4, 4),  # 3.5: half upwards
+        (1.0, 10, 4, 3),  # 2.5: half upwards
+        (0.01, 8, 4, 1),  # at least one
+        (4.0, 7, 4, 7),  # all
+        (1.0, 1, 8, 1),
+    ],
+)
+def test_tokens_taken(factor, tokens, experts, taken):
+    assert tokens_taken(factor, tokens, experts) == taken
+
+
+def test_ties_go_to_earlier_tokens():
+    choices = ExpertChoice(1.0, raw)(torch.zeros(8, 4), TOKENS)
+    assert _chosen(choices) == [[0, 1, 2, 3]] * 2 + [[]] * 6
+
+
+def test_a_token_may_have_no_expert_and_all():
+    scores = torch.tensor([[5.0, 5.0], [1.0, 1.0], [0.0, 0.0], [-1.0, -1.0]])
+    assert _chosen(ExpertChoice(0.5, raw)(scores, TOKENS)) == [[0, 1], [], [], []]
+
+
+def test_a_later_token_takes_an_earlier_ones_place():
+    """Expert choice sees the future."""
+    scores = torch.from_numpy(_scores(tokens=8, experts=2))
+    before = _chosen(ExpertChoice(1.0, raw)(scores, TOKENS))
+    scores[-1] += 100
+    after = _chosen(ExpertChoice(1.0, raw)(scores, TOKENS))
+    assert sorted(after[-1]) == [0, 1]
+    assert before[:-1] != after[:-1]
+
+
+@pytest.mark.parametrize("kind", [ExpertChoiceSelection, AoEExpertChoiceSelection])
+@pytest.mark.parametrize("factor, k", [(0.3, 1), (1.0, 1), (2.0, 2), (3.7, 4)])
+def test_tokens_choose_in_evaluations(kind, factor, k):
+    for scores, ranking, gate in (
+        ("raw", raw, topk.raw_score),
+        ("softmax", topk.softmax, topk.raw_probability),
+    ):
+        selection = kind(moe_expert_choice_capacity_factor=factor, moe_expert_choice_scores=scores)
+        training, evaluation = build_rules(selection, None)
+        assert training == ExpertChoice(factor, ranking)
+        assert evaluation == TopK(k, gate)
+
+
+@pytest.mark.parametrize("ranking", RANKINGS.values())
+def test_gradients_reach_the_scores(ranking):
+    scores = torch.from_numpy(_scores(tokens=6)).requires_grad_()
+    rule = ExpertChoice(1.0, ranking)
+    assert torch.autograd.gradcheck(lambda x: rule(x, TOKENS).gates_TK, scores)
+
+
+def _choices_of_a_part(levels):
+    tokens = Tokens(2, dist.group.WORLD)
+    found = {}
+    for name, ranking in RANKINGS.items():
+        part = tokens.of_this_rank(torch.from_numpy(_scores(levels=levels))).requires_grad_()
+        choices = ExpertChoice(1.3, ranking)(part, tokens)
+        (choices.gates_TK * (choices.experts_TK + 2)).sum().backward()
+        found[name] = (_chosen(choices), choices.gates_TK.detach().numpy(), part.grad.numpy())
+    return found
+
+
+@pytest.mark.parametrize("levels", [None, 1])
+def test_tensor_parallel_ranks_choose_among_the_tokens_of_all(levels):
+    ranks = run_distributed(2, _choices_of_a_part, levels)
+    for name, ranking in RANKINGS.items():
+        scores = torch.from_numpy(_scores(levels=levels)).requires_grad_()
+        whole = ExpertChoice(1.3, ranking)(scores, TOKENS)
+        (whole.gates_TK * (whole.experts_TK + 2)).sum().backward()
+        assert sum((rank[name][0] for rank in ranks), []) == _chosen(whole)
+        for index, wanted in ((1, whole.gates_TK.detach()), (2, scores.grad)):
+            found = numpy.concatenate([rank[name][index] for rank in ranks])
+            numpy.testing.assert_array_equal(found, wanted.numpy())

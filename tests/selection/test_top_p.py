@@ -1,0 +1,114 @@
+"""Top-P: the smallest set of experts whose probabilities reach p, against a search of all sets."""
+
+import math
+
+import numpy
+import pytest
+import torch
+
+from moe_parallel.config import TopPSelection
+from moe_parallel.layers.rules import build_rules
+from moe_parallel.selection.choices import Choices
+from moe_parallel.selection.tokens import Tokens
+from moe_parallel.selection.top_p import TopP
+from tests.layers.single import SingleRank
+from tests.oracles import routing as oracle
+
+TOKENS = Tokens(1, SingleRank())
+
+
+def _scores(tokens=40, experts=6, scale=1.0):
+    return scale * numpy.random.default_rng(0).normal(size=(tokens, experts))
+
+
+def _chosen(choices: Choices) -> list[list[int]]:
+    return [[e for e in row if e >= 0] for row in choices.experts_TK.tolist()]
+
+
+def _sizes(rule: TopP, scores: torch.Tensor) -> list[int]:
+    return (rule(scores, TOKENS).experts_TK >= 0).sum(dim=1).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("p", [0.05, 0.4, 0.6, 0.9, 1.0])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
+def test_equals_a_search_of_all_sets(p, strict, scale, dtype):
+    scores = _scores(scale=scale)
+    wanted = oracle.top_p(scores, p, strict=strict)
+    choices = TopP(p, strict)(torch.from_numpy(scores).to(dtype), TOKENS)
+    assert _chosen(choices) == wanted.experts
+    assert choices.experts_TK.shape == scores.shape and choices.experts_TK.dtype == torch.int64
+    for row, gates in zip(choices.gates_TK, wanted.gates, strict=True):
+        numpy.testing.assert_allclose(row[: len(gates)].numpy(), gates, rtol=1e-5)
+    numpy.testing.assert_allclose(choices.probabilities_TE.numpy(), wanted.probabilities, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n, p, count", [(16, 0.4, 7), (8, 0.6, 5), (8, 0.5, 4), (10, 0.3, 3)])
+def test_equal_probabilities_need_the_least_whole_number(n, p, count, dtype):
+    for shift in (0.0, 0.1, -7.3):  # of which the softmax knows nothing, rounding apart
+        assert _sizes(TopP(p), torch.full((3, n), shift, dtype=dtype)) == [count] * 3
+
+
+@pytest.mark.parametrize("n", [3, 5, 7, 8, 10, 16, 48, 64, 256])
+def test_equal_probabilities_need_p_n_experts(n):
+    zeros = torch.zeros(1, n)
+    for count in range(1, n + 1):
+        assert _sizes(TopP(count / n), zeros) == [count]
+        # Strictly above count / n takes one more, where there is one.
+        assert _sizes(TopP(count / n, strict=True), zeros) == [min(count + 1, n)]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_extremes(strict):
+    scores = torch.from_numpy(_scores())
+    assert _sizes(TopP(1e-9, strict), scores) == [1] * 40
+    assert _sizes(TopP(1.0, strict), scores) == [6] * 40
+    certain = torch.tensor([[0.0, 200.0, 0.0]])  # the others underflow to 0
+    assert _sizes(TopP(0.99, strict), certain) == [1]
+
+
+def test_the_count_grows_with_p():
+    scores = torch.from_numpy(_scores())
+    counts = numpy.array([_sizes(TopP(p), scores) for p in numpy.linspace(0.01, 1, 60)])
+    assert (numpy.diff(counts, axis=0) >= 0).all()
+    assert set(counts.flatten()) == {1, 2, 3, 4, 5, 6}
+
+
+def test_fewer_than_reach_p_never_more_than_needed():
+    """Without its last expert a set stays below p; with it, it does not."""
+    scores = torch.from_numpy(_scores())
+    for row, gates in zip(*(_chosen(c := TopP(0.7)(scores, TOKENS)), c.gates_TK), strict=True):
+        assert math.fsum(gates[: len(row)].tolist()) >= 0.7 > math.fsum(gates[: len(row) - 1])
+
+
+@pytest.mark.parametrize("most", [1, 2, 6])
+def test_a_limit_leaves_the_most_probable(most):
+    scores = _scores()
+    wanted = oracle.top_p(scores, 0.8, most=most)
+    choices = TopP(0.8, most=most)(torch.from_numpy(scores), TOKENS)
+    assert _chosen(choices) == wanted.experts
+    free = TopP(0.8)(torch.from_numpy(scores), TOKENS)
+    assert _chosen(choices) == [row[:most] for row in _chosen(free)]
+    assert torch.equal(choices.gates_TK, free.gates_TK)  # what is left is not renormalised
+
+
+def test_p_and_limit_of_evaluations():
+    training, evaluation = build_rules(
+        TopPSelection(moe_top_p=0.4, moe_inference_max_experts=2, moe_inference_top_p=0.9), None
+    )
+    assert training == TopP(0.4, False, None)
+    assert evaluation == TopP(0.9, False, 2)
+    same, also = build_rules(TopPSelection(moe_top_p=0.3, moe_top_p_strict=True), None)
+    assert same == also == TopP(0.3, True, None)
+
+
+def test_no_tokens():
+    choices = TopP(0.4)(torch.zeros(0, 4), TOKENS)
+    assert choices.experts_TK.shape == choices.gates_TK.shape == (0, 4)
+
+
+def test_gradients_reach_the_scores():
+    scores = torch.from_numpy(_scores(tokens=6)).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: TopP(0.6)(x, TOKENS).gates_TK, scores)
