@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_parallel.analysis.run_figure import plot_run
-from moe_parallel.config import Config, selection_name
+from moe_parallel.config import Config, FixedChoices, selection_name
 from moe_parallel.data.datasets import Datasets, texts
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.evaluation.baselines import (
@@ -94,8 +94,9 @@ def draw(config: Config, parameters: int) -> Path:
     line = f"{selection_name(config.selection)}, {parameters / 1e6:.1f}M parameters, "
     line += f"{model.num_layers} layers x {model.hidden_size}"
     if config.moe.num_experts is not None:
-        k = config.selection.choices_per_token
-        line += f", {k or 'some'} of {config.moe.num_experts} experts a token"
+        line += f", {config.moe.num_experts} experts"
+        if isinstance(config.selection, FixedChoices):
+            line += f", {config.selection.moe_router_topk} a token"
     return plot_run(Path(config.checkpoint.save), model_line=line)
 
 
