@@ -1,0 +1,251 @@
+"""What layers do besides computing: jitter, forced balance, biases and loads of steps, records."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import distributed as dist
+
+from moe_parallel.config import make_config
+from moe_parallel.parallel import initialize_groups
+from moe_parallel.selection.tokens import Tokens
+from tests.distributed import run_distributed
+from tests.layers.cases import (
+    BALANCE,
+    BIASED,
+    CASES,
+    GLOBAL,
+    IN_TURN,
+    aoe,
+    close,
+    direction,
+    top_p,
+    topk,
+)
+from tests.layers.single import (
+    EXPERTS,
+    WIDTH,
+    Case,
+    SingleRank,
+    build,
+    expected_routing,
+    run,
+    values,
+)
+from tests.oracles import layers as oracle
+from tests.oracles import losses
+from tests.oracles.layers import softmax, swiglu_expert
+
+EPS = 0.25
+JITTER = Case(topk(k=EXPERTS, aux=0.0, z=0.0, moe_input_jitter_eps=EPS), tokens=64)
+
+
+def counted(layer: Any) -> dict[str, Any]:
+    (summary,) = layer.context.statistics.training.summaries()
+    return summary
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("selection", [topk(**IN_TURN), topk(k=1, **IN_TURN), aoe(**IN_TURN)])
+def test_forced_balance_is_exact(selection, training):
+    case = Case(selection, tokens=8, training=training, bias=(0.0, 0.0, 2.5, 0.0))
+    given = values(case)
+    layer = build(case, given, torch.float64, "reference")
+    run(layer, given, direction(case))
+    k = selection.moe_router_topk
+    assert counted(layer)["tokens_per_expert"] == [8 * k / EXPERTS] * EXPERTS
+
+
+def _jittered() -> dict[str, Any]:
+    """A router of unit vectors: the logits are the first inputs, times the noise."""
+    groups = initialize_groups(make_config({"tensor_model_parallel_size": 2}).parallel)
+    model_parallel_cuda_manual_seed(7)
+    given = values(JITTER)
+    given["w_router_ED"] = numpy.eye(EXPERTS, WIDTH)
+    layer = build(JITTER, given, torch.float64, "reference")
+    seen = []
+    choose = layer.choose
+    layer.choose = lambda *args: seen.append(choose(*args)) or seen[-1]
+    outputs = [run(layer, given, direction(JITTER))[0] for _ in range(2)]
+    layer.eval()
+    outputs.append(run(layer, given, direction(JITTER))[0])
+    rank = groups.tp.rank()
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    scores = [choices.scores_TE.detach().numpy() for choices in seen]
+    return {"rank": rank, "scores": scores, "outputs": outputs}
+
+
+def test_jitter_is_for_the_router_and_for_training():
+    ranks = run_distributed(2, _jittered)
+    given = values(JITTER)
+    x_TD = given["x"].reshape(-1, WIDTH)
+    noises = []
+    for rank in ranks:
+        *training, evaluation = rank["scores"]
+        numpy.testing.assert_array_equal(evaluation, x_TD[:, :EXPERTS].astype("float32"))
+        for scores in training:
+            noise = scores / x_TD[:, :EXPERTS]
+            assert 1 - EPS - 1e-6 <= noise.min() < 1 - 0.8 * EPS
+            assert 1 + EPS + 1e-6 >= noise.max() > 1 + 0.8 * EPS
+            noises.append(noise)
+        # Experts are given the tokens as they are: with all of them chosen only gates differ.
+        for scores, output in zip(rank["scores"], rank["outputs"], strict=True):
+            close(output.reshape(-1, WIDTH), _all_experts(given, scores), 1e-6, "output")
+    for number, noise in enumerate(noises):  # other noise each time, and on each rank
+        assert all(abs(noise - other).max() > 0.1 for other in noises[:number])
+
+
+def _all_experts(given: dict[str, numpy.ndarray], scores: numpy.ndarray) -> numpy.ndarray:
+    gate_up, out = given["experts.w_gate_up_LD2F"], given["experts.w_out_LFD"]
+    rows = []
+    for x_D, row in zip(given["x"].reshape(-1, WIDTH), scores, strict=True):
+        experts = [
+            swiglu_expert(x_D, gate_up[e, :, 0], gate_up[e, :, 1], out[e]) for e in range(EXPERTS)
+        ]
+        rows.append(softmax(row.astype("float64")) @ experts)
+    return numpy.array(rows)
+
+
+@pytest.mark.parametrize("selection", [topk(**BIASED), aoe(**BIASED)])
+def test_rules_hold_the_bias_of_the_layer(selection):
+    case = Case(selection)
+    layer = build(case, values(case), torch.float32, "reference").bfloat16()
+    assert layer.rule.bias_E is layer.evaluation_rule.bias_E is layer.bias.bias_E
+    assert layer.bias.bias_E.dtype == torch.float32
+
+
+def test_a_recomputed_forward_pass_counts_once():
+    case = CASES["topk, balanced by bias"]
+    given = values(case)
+    layer = build(case, given, torch.float64, "reference")
+    with torch.no_grad():
+        layer(torch.from_numpy(given["x"]))
+    assert layer.load.counts.sum() == 0
+    run(layer, given, direction(case))
+    wanted = oracle_load(case, given)
+    assert layer.load.counts.tolist() == [share * case.tokens for share in wanted] + [case.tokens]
+    layer.eval()
+    layer(torch.from_numpy(given["x"]))
+    assert layer.load.counts[-1] == case.tokens
+
+
+def oracle_load(case: Case, given: dict[str, numpy.ndarray]) -> list[float]:
+    return losses.load(expected_routing(case, given)[0])
+
+
+def _steps(selection: Any, steps: int) -> list[tuple[Any, Any]]:
+    """Loads and biases after each step, where the world is one data-parallel group."""
+    case = Case(selection)
+    given = values(case)
+    layer = build(case, given, torch.float64, "reference")
+    layer.context = replace(
+        layer.context, groups=replace(layer.context.groups, tp_dp=dist.group.WORLD)
+    )
+    seen = []
+    for _ in range(steps):
+        run(layer, given, direction(case))
+        layer.after_step()
+        bias = None if layer.bias is None else layer.bias.bias_E.tolist()
+        seen.append((layer.load.share_E.tolist(), bias))
+    return seen
+
+
+@pytest.mark.parametrize("selection", [topk(**BIASED), aoe(**BIASED)], ids=["topk", "aoe"])
+def test_the_bias_follows_the_load(selection):
+    (seen,) = run_distributed(1, _steps, replace(selection, moe_router_bias_update_rate=0.125), 4)
+    bias = [0.0] * EXPERTS
+    for load, found in seen:
+        case = Case(selection, balance=tuple(bias))
+        wanted = oracle_load(case, values(case))
+        numpy.testing.assert_allclose(load, wanted, rtol=1e-6)
+        mean = sum(wanted) / EXPERTS
+        bias = [b + 0.125 * numpy.sign(mean - f) for b, f in zip(bias, wanted, strict=True)]
+        assert found == bias
+    assert len({tuple(load) for load, _ in seen}) > 1  # it changed who was chosen
+
+
+def test_the_global_loss_takes_the_loads_of_the_step_before():
+    (seen,) = run_distributed(1, _steps, topk(**GLOBAL), 2)
+    case = Case(topk(**GLOBAL))
+    for load, bias in seen:
+        numpy.testing.assert_allclose(load, oracle_load(case, values(case)), rtol=1e-6)
+        assert bias is None
+
+
+def test_a_layer_without_need_counts_no_loads():
+    for selection in (topk(), aoe(), top_p(), topk(aux=0.0, **GLOBAL)):
+        assert (
+            build(Case(selection), values(Case(selection)), torch.float32, "reference").load is None
+        )
+
+
+RECORDED = {
+    "topk": {"load_balancing_loss": losses.load_balancing, "z_loss": lambda r: losses.z(r.scores)},
+    "topk, aux loss of sequences": {
+        "load_balancing_loss": functools.partial(losses.sequence_load_balancing, sequences=2),
+        "z_loss": lambda r: losses.z(r.scores),
+    },
+    "aoe, importance loss": {"importance_loss": losses.importance},
+    "aoe_top_p": {
+        "load_balancing_loss": losses.load_balancing,
+        "entropy_loss": losses.entropy,
+    },
+    "aoe_expert_choice, raw": {},
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_losses_are_recorded_without_their_weights(name):
+    case, given = CASES[name], values(CASES[name])
+    layer = build(case, given, torch.float64, "reference")
+    run(layer, given, direction(case))
+    routing, _ = expected_routing(case, given)
+    found = {key: value for key, value in counted(layer).items() if key.endswith("_loss")}
+    wanted = {key: of(routing) for key, of in RECORDED[name].items()}
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["top_p", "aoe_top_p", "expert_choice, raw"])
+def test_experts_per_token_are_recorded(name):
+    case, given = CASES[name], values(CASES[name])
+    layer = build(case, given, torch.float64, "reference")
+    run(layer, given, direction(case))
+    mean = sum(len(row) for row in expected_routing(case, given)[0].experts) / case.tokens
+    assert counted(layer)["experts_per_token"] == pytest.approx(mean)
+
+
+def test_a_bias_never_weighs():
+    """Where it changes no choice it changes nothing."""
+    free = CASES["topk, all experts"]
+    biased = replace(free, selection=replace(free.selection, **BIASED), balance=BALANCE)
+    given = values(free)
+    runs = [
+        run(build(case, given, torch.float64, "reference"), given, direction(free))
+        for case in (free, biased)
+    ]
+    close(runs[1][0], runs[0][0], 1e-6, "output")
+    for key, gradient in runs[0][1].items():
+        close(runs[1][1][key], gradient, 1e-6, key)
+
+
+def test_with_all_experts_the_gate_of_aoe_is_a_softmax_over_all_norms():
+    case = CASES["aoe, all experts"]
+    given = values(case)
+    norms = oracle.norm_scores(given["x"].reshape(-1, WIDTH), given["w_down_EDR"])
+    for gate in ("selected", "all"):
+        layer = build(
+            replace(case, selection=aoe(k=EXPERTS, aoe_gate=gate)),
+            given,
+            torch.float64,
+            "reference",
+        )
+        x_TD = torch.from_numpy(given["x"].reshape(-1, WIDTH))
+        choices = layer.choose(x_TD, Tokens(1, SingleRank()))
+        for row, experts, gates in zip(norms, choices.experts_TK, choices.gates_TK, strict=True):
+            numpy.testing.assert_allclose(gates.detach(), softmax(row)[experts], rtol=1e-12)
