@@ -93,7 +93,7 @@ def _add_neighbours(group: argparse._ArgumentGroup) -> None:
         default="auto",
         help=f"auto: exact up to {EXACT_UP_TO:,} documents, inverted lists (ivf) above",
     )
-    group.add_argument("--probes", type=int, default=32, help="lists searched by ivf (default 32)")
+    group.add_argument("--probes", type=int, default=64, help="lists searched by ivf (default 64)")
     group.add_argument(
         "--shard-size",
         type=int,
@@ -205,7 +205,8 @@ def _progress(label: str, total: int) -> "Iterator[Advance]":
 def describe(summary: "Summary", options: argparse.Namespace) -> str:
     """A few lines for people."""
     return (
-        f"{summary.documents:,} documents, {summary.neighbours:.1f} neighbours each; "
+        f"{summary.documents:,} documents, {summary.neighbours:.1f} neighbours each "
+        f"({summary.found:.0%} of the nearest found); "
         f"{summary.restarts:,} restarts, {summary.duplicates:,} near duplicates left out\n"
         f"cosine of adjacent documents: {summary.cosine_after:.3f} "
         f"(in the file {summary.cosine_before:.3f}, in random order {summary.cosine_random:.3f})\n"

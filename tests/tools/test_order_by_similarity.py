@@ -57,7 +57,8 @@ def test_instances_hold_similar_documents(
     assert np.mean(before) > 1.7  # measured: 1.87
     assert np.mean(after) < 1.2  # measured: 1.06
     printed = re.fullmatch(
-        r"200 documents, 10\.0 neighbours each; (\d+) restarts, 1 near duplicates left out\n"
+        r"200 documents, 10\.0 neighbours each \(100% of the nearest found\); "
+        r"(\d+) restarts, 1 near duplicates left out\n"
         r"cosine of adjacent documents: (\S+) \(in the file (\S+), in random order (\S+)\)\n"
         rf"{output}: 192 instances of 32 tokens in 24 documents; 25 tokens left over\n",
         capsys.readouterr().out,

@@ -1,9 +1,8 @@
 """The k nearest neighbours of every document by cosine, with FAISS and bounded memory.
 
 An index holds `shard` documents at most: it is filled with one shard of the corpus after the
-other, all documents are looked up in each, and the best k so far are kept on the disk. The result
-is that of one index over all documents, whatever the shard (exactly, but for documents whose
-cosines are equal to the last bits).
+other, all documents are looked up in each, and the best k so far are kept on the disk. With
+exact indices the result does not depend on the shard (but for cosines equal to the last bits).
 """
 
 import math
@@ -23,6 +22,12 @@ _SAMPLE_PER_CELL = 64
 
 # Documents looked up at a time. Also how long Ctrl-C may wait.
 _QUERIES = 1024
+
+# Vectors read at a time when a few queries are compared with all.
+_ROWS = 65536
+
+# Of a cosine in float32, computed in another order.
+_ROUNDING = 1e-5
 
 
 def faiss() -> Any:
@@ -117,6 +122,34 @@ def mean_neighbours(neighbours_NK: np.ndarray) -> float:
     count = len(neighbours_NK)
     chunks = (neighbours_NK[first : first + _QUERIES] for first in range(0, count, _QUERIES))
     return sum(int((chunk >= 0).sum()) for chunk in chunks) / count
+
+
+def found_share(
+    embeddings_ND: np.ndarray,
+    neighbours_NK: np.ndarray,
+    cosines_NK: np.ndarray,
+    *,
+    seed: int,
+    sample: int = 100,
+) -> float:
+    """Which share of the true K nearest was found, of `sample` documents compared with all others.
+
+    A document as similar as the true K-th counts as found: among equals any will do.
+    """
+    count, k = neighbours_NK.shape
+    asked = np.sort(np.random.default_rng(seed).permutation(count)[:sample])
+    queries_QD = embeddings_ND[asked]
+    true = np.full((len(asked), k), -1, dtype=np.int64)
+    nearest = np.zeros((len(asked), k), dtype=np.float32)
+    for start in range(0, count, _ROWS):
+        cosines = queries_QD @ embeddings_ND[start : start + _ROWS].T
+        others = np.broadcast_to(np.arange(start, start + cosines.shape[1]), cosines.shape)
+        others = np.where(others == asked[:, None], -1, others)
+        both = np.concatenate([true, others], axis=1)
+        true, nearest = _best(both, np.concatenate([nearest, cosines], axis=1), k)
+    least = np.where(true >= 0, nearest, np.inf).min(axis=1, keepdims=True)
+    found = (neighbours_NK[asked] >= 0) & (cosines_NK[asked] >= least - _ROUNDING)
+    return float(found.sum() / max(1, (true >= 0).sum()))
 
 
 def _best(found: np.ndarray, cosines: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

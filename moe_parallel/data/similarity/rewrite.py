@@ -16,6 +16,7 @@ from moe_parallel.data.similarity.instances import Instances
 from moe_parallel.data.similarity.neighbours import (
     BuildIndex,
     find_neighbours,
+    found_share,
     mean_neighbours,
 )
 from moe_parallel.data.similarity.path import (
@@ -60,6 +61,7 @@ class Summary:
     Attributes:
         documents: read.
         neighbours: found of a document, on average.
+        found: share of the true nearest neighbours that the index found, in a sample.
         restarts: of the path.
         duplicates: documents left out.
         cosine_random, cosine_before, cosine_after: mean of adjacent documents in random order
@@ -72,6 +74,7 @@ class Summary:
 
     documents: int
     neighbours: float
+    found: float
     restarts: int
     duplicates: int
     cosine_random: float
@@ -101,7 +104,9 @@ def rewrite(
         InputError: FAISS is not installed; less text than one instance.
         OSError: a disk that is full or cannot be written.
     """
-    vectors_ND, neighbours_NK = _find(prefix, documents, embedder, ordering, work, progress)
+    vectors_ND, neighbours_NK, cosines_NK = _find(
+        prefix, documents, embedder, ordering, work, progress
+    )
     path = greedy_path(neighbours_NK, lonely_first(neighbours_NK, ordering.seed))
     order = path.order
     if ordering.duplicate_threshold is not None:
@@ -114,6 +119,7 @@ def rewrite(
     return Summary(
         documents=len(documents),
         neighbours=mean_neighbours(neighbours_NK),
+        found=found_share(vectors_ND, neighbours_NK, cosines_NK, seed=ordering.seed),
         restarts=path.restarts,
         duplicates=len(documents) - len(order),
         cosine_random=adjacent_cosine(anyhow, vectors_ND),
@@ -133,8 +139,8 @@ def _find(
     ordering: Ordering,
     work: Scratch,
     progress: Progress,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Vectors [N, D] and neighbours [N, K], as memory maps; made, or found in `work`."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Vectors [N, D], neighbours and their cosines [N, K], as memory maps; made, or found."""
     count = len(documents)
 
     def embed(out_ND: np.ndarray) -> None:
@@ -159,13 +165,13 @@ def _find(
             )
 
     shape = (count, ordering.neighbours)
-    neighbours_NK, _ = work.arrays(
+    neighbours_NK, cosines_NK = work.arrays(
         "neighbours",
         [*made_from, ordering.build, ordering.shard],
         [(shape, np.int64), (shape, np.float32)],
         search,
     )
-    return vectors_ND, neighbours_NK
+    return vectors_ND, neighbours_NK, cosines_NK
 
 
 def _content(prefix: str) -> str:

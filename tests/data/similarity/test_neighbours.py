@@ -11,6 +11,7 @@ from moe_parallel.data.similarity.neighbours import (
     InvertedIndex,
     faiss,
     find_neighbours,
+    found_share,
     mean_neighbours,
 )
 from moe_parallel.errors import InputError
@@ -94,8 +95,22 @@ def test_inverted_lists_find_nearly_all(shard: int) -> None:
     hits = [len(set(a) & set(b)) for a, b in zip(exact.tolist(), found.tolist(), strict=True)]
     recall = sum(hits) / exact.size
     assert recall > 0.9  # measured: 0.9987 to 1.0 over three seeds
-    few, _ = find(vectors, 10, InvertedIndex(probes=1, seed=0), shard)
+    few, cosines = find(vectors, 10, InvertedIndex(probes=1, seed=0), shard)
     assert not np.array_equal(few, exact)  # it is the approximate index that was asked
+    hits = [len(set(a) & set(b)) for a, b in zip(exact.tolist(), few.tolist(), strict=True)]
+    whole = len(vectors)
+    share = found_share(vectors, few, cosines, seed=0, sample=whole)
+    assert share == pytest.approx(sum(hits) / exact.size, abs=0.001)
+    assert found_share(vectors, few, cosines, seed=0) == pytest.approx(share, abs=0.1)
+
+
+def test_all_that_there_is_counts_as_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_parallel.data.similarity.neighbours._ROWS", 7)
+    vectors = np.concatenate([unit(np.ones((9, 4))), np.zeros((2, 4), np.float32)])
+    neighbours, cosines = find(vectors, 3)  # any three of eight copies will do
+    assert found_share(vectors, neighbours, cosines, seed=0) == 1
+    neighbours[:, 2] = -1
+    assert found_share(vectors, neighbours, cosines, seed=0) == pytest.approx(2 / 3)
 
 
 def test_inverted_lists_of_a_few_documents() -> None:
