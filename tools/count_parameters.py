@@ -1,40 +1,97 @@
 """Print how many parameters the model of a configuration has, as one JSON object.
 
-    python tools/count_parameters.py --config examples/aoe_732m.yaml [--flag value ...]
+    python tools/count_parameters.py --config examples/papers/aoe/aoe_732m.yaml [--flag value ...]
 
 total           all of them
-active          what a token meets: the experts that it chooses, and everything that is no expert's
+active          what a token meets: the experts that compute it, and everything that is no expert's
 active_compute  the same and, for AoE, the down-projections of the other experts, which compute too
 
+Merged experts count as the one that they become. Where training decides how many experts compute a
+token (top-p), the last two are null, unless --experts-per-token says how many did.
+
 The model is built as it would be trained, but without storage: no memory, no GPU, seconds.
+Takes every flag of pretrain_gpt_moe.py besides its own.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import sys
+from typing import NoReturn
 
-from moe_parallel.config import Config, ParallelConfig, parse_command_line, validate
+from moe_parallel.config import (
+    Config,
+    ParallelConfig,
+    parse_command_line,
+    selection_name,
+    validate,
+)
 from moe_parallel.errors import InputError
 
 
 def main(arguments: list[str]) -> int:
     try:
-        config = parse_command_line(arguments)
+        own, flags = _parser().parse_known_args(arguments)
+        config = parse_command_line(flags)
         # The layout does not change the model: count it on one rank.
         config = dataclasses.replace(config, parallel=ParallelConfig())
         validate(config, world_size=1)
         if config.data.vocab_size is None:
             raise InputError("--vocab-size is not set: give the size of the tokenizer")
-        print(json.dumps(_count(config, config.data.vocab_size)))
+        if own.experts_per_token is not None:
+            _check_experts_per_token(config, own.experts_per_token)
+        print(json.dumps(_count(config, config.data.vocab_size, own.experts_per_token)))
     except InputError as error:
         print(f"count_parameters.py: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _count(config: Config, vocab_size: int) -> dict[str, int]:
+class _Parser(argparse.ArgumentParser):
+    """Errors are InputErrors: one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message.removeprefix('argument ')}; --help lists the flags")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="count_parameters.py",
+        usage="python tools/count_parameters.py --config FILE.yaml [--flag value ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--experts-per-token",
+        metavar="X",
+        type=float,
+        help="experts that compute a token on average, where training decides it: what a run logs",
+    )
+    return parser
+
+
+def _check_experts_per_token(config: Config, experts: float) -> None:
+    if config.moe.num_experts is None:
+        raise InputError(f"--experts-per-token is {experts}, but the model is dense: leave it out")
+    if config.selection.mean_choices is not None:
+        raise InputError(
+            f"--experts-per-token is {experts}, but --expert-selection "
+            f"{selection_name(config.selection)} itself says that it is "
+            f"{config.selection.mean_choices}: leave it out"
+        )
+    if not 1 <= experts <= config.moe.num_experts:
+        raise InputError(
+            f"--experts-per-token is {experts}: it must be from 1 to --num-experts "
+            f"{config.moe.num_experts}"
+        )
+
+
+def _count(
+    config: Config, vocab_size: int, experts_per_token: float | None
+) -> dict[str, int | None]:
     # Here, so that --help and wrong flags are answered before torch is loaded.
     import torch
     from torch import distributed as dist
@@ -56,7 +113,7 @@ def _count(config: Config, vocab_size: int) -> dict[str, int]:
     try:
         groups = initialize_groups(config.parallel)
         model_parallel_cuda_manual_seed(config.training.seed)
-        return dataclasses.asdict(count_parameters(config, vocab_size, groups))
+        return dataclasses.asdict(count_parameters(config, vocab_size, groups, experts_per_token))
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -43,17 +43,16 @@ def count_parameters(
     """
     assert groups.etp_ep.size() == groups.tp.size() == groups.pp.size() == 1
     (model,) = _without_storage(config, vocab_size, groups)
-    chosen = experts_per_token or config.selection.mean_choices
     total = _size(model.parameters())
+    layers = [layer for layer in model.modules() if isinstance(layer, ExpertLayer)]
+    chosen = experts_per_token or config.selection.mean_choices
+    if not layers:
+        return ParameterCount(total, total, total)
     if chosen is None:
         return ParameterCount(total, None, None)
-    active = active_compute = total
-    for layer in model.modules():
-        if isinstance(layer, ExpertLayer):
-            idle = _unchosen(layer, layer.expert_weights(), chosen)
-            active_compute -= idle
-            active -= idle + _unchosen(layer, layer.scoring_weights(), chosen)
-    return ParameterCount(total, active, active_compute)
+    idle = sum(_unchosen(layer, layer.expert_weights(), chosen) for layer in layers)
+    scoring = sum(_unchosen(layer, layer.scoring_weights(), chosen) for layer in layers)
+    return ParameterCount(total, total - idle - scoring, total - idle)
 
 
 def _without_storage(config: Config, vocab_size: int, groups: Groups) -> list[GPTModel]:

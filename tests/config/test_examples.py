@@ -1,82 +1,215 @@
-"""The files in examples/: valid on the ranks that they name, and the recipes of the AoE paper."""
+"""The files in examples/: read, valid on the ranks that they name; the recipes of the papers."""
 
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 
-from moe_parallel.config import Config, data_parallel_size, parse_command_line, validate
+from moe_parallel.config import (
+    SELECTIONS,
+    Config,
+    data_parallel_size,
+    make_config,
+    parse_command_line,
+    selection_name,
+    validate,
+)
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-RECIPES = ("moe_732m", "aoe_732m", "moe_4b", "aoe_4b")
+# study.yaml is no configuration of a run: it holds options of several systems.
+FILES = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name != "study.yaml")
+PAPERS = sorted(path for path in FILES if "papers" in path.parts)
+SYSTEMS = sorted(path for path in FILES if "systems" in path.parts)
+AOE = [path for path in PAPERS if path.parent.name == "aoe"]
+DYNAMIC = [path for path in PAPERS if path.parent.name == "dynamic"]
+LORY = [path for path in PAPERS if path.parent.name == "lory"]
 
 
-def read(name: str) -> Config:
-    return parse_command_line(["--config", str(EXAMPLES / f"{name}.yaml")])
+def name_of(path: Path) -> str:
+    return str(path.relative_to(EXAMPLES).with_suffix(""))
 
 
-def ranks(name: str) -> int:
-    """What the file's own comment says, and what its torchrun line starts."""
-    text = (EXAMPLES / f"{name}.yaml").read_text()
-    (stated,) = re.findall(r"^# Ranks: (\d+)\.", text, re.MULTILINE)
+def read(path: Path) -> Config:
+    return parse_command_line(["--config", str(path)])
+
+
+def started_ranks(path: Path) -> int:
+    """How many ranks the file's own torchrun line starts, with this file."""
+    text = path.read_text()
+    assert f"--config {path.relative_to(EXAMPLES.parent)}\n" in text
     (per_node,) = re.findall(r"--nproc-per-node (\d+)", text)
     nodes = re.findall(r"--nnodes (\d+)", text) or ["1"]
-    assert int(stated) == int(nodes[0]) * int(per_node)
-    assert f"--config examples/{name}.yaml" in text
-    return int(stated)
+    return int(nodes[0]) * int(per_node)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_valid_on_the_ranks_that_it_names(name: str) -> None:
-    validate(read(name), ranks(name))
+def settings(path: Path) -> dict[str, str]:
+    """The blocks of a file by their headings, without comments."""
+    blocks: dict[str, str] = {}
+    for block in path.read_text().split("\n\n")[1:]:
+        heading = re.match(r"# (\w+)", block)
+        assert heading is not None, block
+        lines = [line.partition("#")[0].strip() for line in block.splitlines()]
+        blocks[heading[1]] = "\n".join(line for line in lines if line)
+    return blocks
+
+
+@pytest.mark.parametrize("path", [*PAPERS, *SYSTEMS], ids=name_of)
+def test_valid_on_the_ranks_that_it_starts(path: Path) -> None:
+    validate(read(path), started_ranks(path))
 
 
 def test_the_quickstart_is_valid_on_two_ranks() -> None:
-    validate(read("quickstart"), 2)
+    validate(read(EXAMPLES / "quickstart.yaml"), 2)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_training_is_the_papers(name: str) -> None:
-    config = read(name)
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_reads_back_what_it_writes(path: Path) -> None:
+    config = read(path)
+    written = yaml.safe_load(config.to_yaml())
+    assert make_config({name.replace("-", "_"): value for name, value in written.items()}) == config
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_runs_do_not_share_a_folder(path: Path) -> None:
+    others = {read(other).checkpoint.save for other in FILES if other != path}
+    assert read(path).checkpoint.save not in {None, *others}
+
+
+# One for each system
+
+
+@pytest.mark.parametrize("system", SELECTIONS)
+def test_every_system_has_an_example(system: str) -> None:
+    config = read(EXAMPLES / "systems" / f"{system}.yaml")
+    assert selection_name(config.selection) == system
+
+
+@pytest.mark.parametrize("path", SYSTEMS, ids=name_of)
+def test_examples_of_systems_differ_in_experts_and_layout_alone(path: Path) -> None:
+    def shared(path: Path) -> dict[str, str]:
+        blocks = settings(path)
+        blocks["run"] = blocks["run"].replace(f"runs/{path.stem}", "runs/SYSTEM")
+        return {name: blocks[name] for name in ("model", "training", "run")}
+
+    assert set(settings(path)) == {"model", "experts", "layout", "training", "run"}
+    assert shared(path) == shared(SYSTEMS[0])
+
+
+def test_notable_variants_are_what_they_are_called() -> None:
+    deepseek = read(EXAMPLES / "systems/topk_sigmoid_groups_shared.yaml").selection
+    assert deepseek.moe_router_score_function == "sigmoid"
+    assert deepseek.moe_router_group_topk < deepseek.moe_router_num_groups
+    assert deepseek.moe_router_enable_expert_bias
+    assert deepseek.moe_shared_expert_intermediate_size
+    balanced = read(EXAMPLES / "systems/aoe_bias.yaml").selection
+    assert (balanced.moe_aux_loss_coeff, balanced.aoe_gradient) == (0, "selected")
+    assert balanced.moe_router_enable_expert_bias
+    assert read(EXAMPLES / "systems/lory_warmup.yaml").moe.moe_dense_warmup_percent == 5
+
+
+# The papers
+
+
+@pytest.mark.parametrize("path", PAPERS, ids=name_of)
+def test_every_number_of_a_papers_model_and_training_says_where_it_is_from(path: Path) -> None:
+    for block in re.split(r"\n\n", path.read_text())[1:]:
+        lines = block.splitlines()
+        if re.match(r"# (model|experts|batch|optimizer)", block):
+            for line in lines[1:]:
+                assert re.search(r"  # \[(paper|ours)\]", line), line
+
+
+@pytest.mark.parametrize("path", PAPERS, ids=name_of)
+def test_the_ranks_stated_are_those_started(path: Path) -> None:
+    (stated,) = re.findall(r"^# Ranks: (\d+)\.", path.read_text(), re.MULTILINE)
+    assert int(stated) == started_ranks(path)
+
+
+@pytest.mark.parametrize("path", PAPERS, ids=name_of)
+def test_accumulation_is_whole_and_gpus_are_used(path: Path) -> None:
+    config = read(path)
+    dp = data_parallel_size(config, started_ranks(path))
+    assert config.training.global_batch_size % (config.training.micro_batch_size * dp) == 0
+    assert config.training.bf16 and config.parallel.use_distributed_optimizer
+    assert config.parallel.distributed_backend == "nccl"
+    assert config.data.vocab_size == 32_000
+    assert all(config.moe_layers) or config.moe.num_experts is None
+
+
+@pytest.mark.parametrize("path", AOE, ids=name_of)
+def test_training_is_that_of_the_aoe_paper(path: Path) -> None:
+    config = read(path)
     training, optimizer = config.training, config.optimizer
     batch = training.global_batch_size * training.seq_length
     assert round(batch / 1e6, 1) == 4.2
     assert round(batch * training.train_iters / 1e9, 1) == 100.0
-    assert optimizer.lr == (3.2e-4 if name.endswith("4b") else 2e-4)
+    assert optimizer.lr == (3.2e-4 if path.stem.endswith("4b") else 2e-4)
     assert (optimizer.min_lr, optimizer.lr_decay_style) == (1.28e-5, "cosine")
     assert optimizer.lr_warmup_iters == 4800
     assert (optimizer.adam_beta1, optimizer.adam_beta2) == (0.9, 0.95)
     assert (optimizer.clip_grad, optimizer.weight_decay) == (1.0, 0.1)
+    if "expert_choice" in path.stem:
+        assert config.selection.moe_expert_choice_capacity_factor == 2
+        return
     assert config.selection.moe_aux_loss_coeff == 0.01
-    assert config.selection.moe_router_topk == 2
+    if "top_p" in path.stem:
+        assert (config.selection.moe_top_p, config.selection.moe_entropy_loss_coeff) == (0.6, 1e-4)
+    else:
+        assert config.selection.moe_router_topk == 2
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_model_is_the_papers(name: str) -> None:
-    config = read(name)
-    model = config.model
+@pytest.mark.parametrize("path", AOE, ids=name_of)
+def test_the_model_is_that_of_the_aoe_paper(path: Path) -> None:
+    config = read(path)
+    model, large = config.model, path.stem.endswith("4b")
     shape = (model.num_layers, model.hidden_size, model.num_attention_heads, model.ffn_hidden_size)
-    assert shape == ((24, 1280, 20, 5120) if name.endswith("4b") else (12, 768, 12, 3072))
-    assert (config.moe.num_experts, config.data.vocab_size) == (8, 32_000)
-    assert all(config.moe_layers)
+    assert shape == ((24, 1280, 20, 5120) if large else (12, 768, 12, 3072))
+    assert config.moe.num_experts == 8
     widths = {"moe_732m": 3072, "moe_4b": 5120, "aoe_732m": 3840, "aoe_4b": 6470}
-    assert config.expert_width == widths[name]
+    assert config.expert_width == widths[re.sub("_(top_p|expert_choice)", "", path.stem)]
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_accumulation_is_whole_and_gpus_are_used(name: str) -> None:
-    config = read(name)
-    dp = data_parallel_size(config, ranks(name))
-    assert config.training.global_batch_size % (config.training.micro_batch_size * dp) == 0
-    assert config.training.bf16 and config.parallel.use_distributed_optimizer
-    assert config.parallel.expert_model_parallel_size == 8
-
-
-@pytest.mark.parametrize("size", ["732m", "4b"])
-def test_the_two_systems_differ_in_the_selection_alone(size: str) -> None:
+@pytest.mark.parametrize("size", ["732m", "732m_top_p", "732m_expert_choice", "4b"])
+def test_moe_and_aoe_differ_in_the_selection_alone(size: str) -> None:
     def other_lines(name: str) -> set[str]:
-        lines = (EXAMPLES / f"{name}.yaml").read_text().splitlines()
+        lines = (EXAMPLES / f"papers/aoe/{name}.yaml").read_text().splitlines()
         own = ("expert-selection", "moe-z-loss", "aoe-", "save", "#")
         return {line.partition("#")[0].strip() for line in lines if not line.startswith(own)}
 
     assert other_lines(f"moe_{size}") == other_lines(f"aoe_{size}")
+
+
+@pytest.mark.parametrize("path", DYNAMIC, ids=name_of)
+def test_training_is_that_of_the_dynamic_routing_paper(path: Path) -> None:
+    config = read(path)
+    training, optimizer = config.training, config.optimizer
+    assert (training.global_batch_size, training.seq_length) == (2048, 2048)
+    assert round(2048 * 2048 * training.train_iters / 1e9, 1) == 100.0
+    assert (optimizer.lr, optimizer.min_lr, optimizer.lr_warmup_iters) == (3e-4, 3e-5, 2000)
+    assert config.model.init_method_std == 0.006
+
+
+def test_dynamic_routing_is_that_of_its_paper() -> None:
+    selection = read(EXAMPLES / "papers/dynamic/top_p_3.5b.yaml").selection
+    assert (selection.moe_top_p, selection.moe_inference_max_experts) == (0.4, 2)
+    assert (selection.moe_aux_loss_coeff, selection.moe_entropy_loss_coeff) == (1e-2, 1e-4)
+    assert selection.moe_router_load_balancing_type == "seq_aux_loss"
+
+
+@pytest.mark.parametrize("path", LORY, ids=name_of)
+def test_training_is_that_of_the_lory_paper(path: Path) -> None:
+    config = read(path)
+    training, optimizer = config.training, config.optimizer
+    batch = training.global_batch_size * training.seq_length
+    assert (training.seq_length, round(batch / 1e6)) == (4096, 1)
+    tokens = 200.0 if path.stem.endswith("7b") else 150.0
+    assert round(batch * training.train_iters / 1e9, 1) == tokens
+    assert (optimizer.lr, optimizer.lr_decay_style) == (2e-4, "cosine")
+    assert (optimizer.adam_beta1, optimizer.adam_beta2) == (0.9, 0.95)
+    assert optimizer.lr_warmup_iters == round(0.05 * training.train_iters)
+    if path.stem.startswith("lory"):
+        assert (config.moe.moe_dense_warmup_percent, config.selection.lory_segment_length) == (
+            5,
+            256,
+        )

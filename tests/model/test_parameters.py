@@ -1,10 +1,6 @@
-"""Parameters counted on the built model, against closed formulas and against the papers.
+"""Parameters counted on the built model, against closed formulas. test_papers.py has real sizes."""
 
-The AoE paper's "732M with 247M active" is no single model: 732M is the total with tied embeddings,
-247M what is active with untied ones (and for AoE without the down-projections of other experts).
-Its 4B and 1.18B, and the dense 374M and 570M of the other papers, are all of untied embeddings.
-"""
-
+from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -17,72 +13,73 @@ from moe_parallel.parallel import initialize_groups
 from tests.distributed import run_distributed
 
 VOCABULARY = 32_000
-UNTIED = {"untie_embeddings_and_output_weights": True}
-SMALL = {
+MOE: dict[str, Any] = {
     "num_layers": 12,
     "hidden_size": 768,
     "num_attention_heads": 12,
     "ffn_hidden_size": 3072,
     "num_experts": 8,
 }
-LARGE = {
-    "num_layers": 24,
-    "hidden_size": 1280,
-    "num_attention_heads": 20,
-    "ffn_hidden_size": 5120,
-    "num_experts": 8,
-}
-DENSE_374 = {
-    "num_layers": 24,
-    "hidden_size": 1024,
-    "num_attention_heads": 16,
-    "ffn_hidden_size": 2816,
-}
-DENSE_570 = {
-    "num_layers": 24,
-    "hidden_size": 1280,
-    "num_attention_heads": 20,
-    "ffn_hidden_size": 3584,
-}
-
-
-def aoe(low: int, **more: Any) -> dict[str, Any]:
-    return {"expert_selection": "aoe", "aoe_low_rank_size": low, **more}
-
-
-AOE_LARGE = {**LARGE, **aoe(400, aoe_wide_size=6470)}
-GROUPED_QUERIES = {**SMALL, "num_query_groups": 3, "moe_layer_freq": "[0]+[1]*11"}
-NARROW_EXPERTS = {**SMALL, "moe_ffn_hidden_size": 256, "moe_router_topk": 3}
-PADDED = {**SMALL, "make_vocab_size_divisible_by": 1024}
+DENSE = {**MOE, "num_experts": None}
+AOE = {**MOE, "expert_selection": "aoe", "aoe_low_rank_size": 256}
+GROUPED_QUERIES = {**MOE, "num_query_groups": 3, "moe_layer_freq": "[0]+[1]*11"}
+EXPERT_CHOICE = {"expert_selection": "expert_choice", "moe_expert_choice_capacity_factor": 1.5}
+SHARED = {"moe_shared_expert_intermediate_size": 512}
+BIAS = {"moe_router_enable_expert_bias": True, "moe_router_load_balancing_type": "global_aux_loss"}
 
 MODELS: dict[str, dict[str, Any]] = {
-    "moe small": SMALL,
-    "moe small untied": {**SMALL, **UNTIED},
-    **{f"aoe {low}": {**SMALL, **aoe(low)} for low in (64, 128, 256, 512)},
-    **{f"aoe {low} untied": {**SMALL, **aoe(low), **UNTIED} for low in (64, 128, 256, 512)},
-    "moe 4b": {**LARGE, **UNTIED},
-    "aoe 4b": {**AOE_LARGE, **UNTIED},
-    "dense 374m": {**DENSE_374, **UNTIED},
-    "dense 570m": {**DENSE_570, **UNTIED},
+    "moe": MOE,
+    "dense": DENSE,
+    "untied": {**MOE, "untie_embeddings_and_output_weights": True},
+    "padded vocabulary": {**MOE, "make_vocab_size_divisible_by": 1024},
+    "narrow experts": {**MOE, "moe_ffn_hidden_size": 256, "moe_router_topk": 3},
     "grouped queries, first layer dense": GROUPED_QUERIES,
-    "aoe, grouped queries, first layer dense": {**GROUPED_QUERIES, **aoe(32)},
-    "narrow experts": NARROW_EXPERTS,
-    "padded vocabulary": PADDED,
+    "every third layer": {**MOE, "moe_layer_freq": "3"},
+    "large router": {**MOE, "moe_router_hidden_size": 1012},
+    "factorised W_g": {**MOE, "moe_gate_low_rank_size": 128},
+    "shared expert": {**MOE, **SHARED},
+    "gated shared expert": {**MOE, **SHARED, "moe_shared_expert_gate": True},
+    "bias, and load of the step before": {**MOE, **BIAS},
+    "expert choice": {**MOE, **EXPERT_CHOICE},
+    "aoe": AOE,
+    "aoe of a set width": {**AOE, "aoe_wide_size": 1000},
+    "aoe, selected gradient": {**AOE, "aoe_gradient": "selected", "moe_aux_loss_coeff": 0},
+    "aoe, bias": {**AOE, **BIAS},
+    "aoe, shared expert": {**AOE, **SHARED},
+    "aoe, grouped queries, first layer dense": {**AOE, **GROUPED_QUERIES},
+    "aoe, expert choice": {**AOE, "expert_selection": "aoe_expert_choice"},
+    "lory": {**MOE, "expert_selection": "lory"},
+    "prefix routing": {**MOE, "expert_selection": "lory_prefix"},
+    "smear": {**MOE, "expert_selection": "smear"},
+    "segment expert choice": {**MOE, "expert_selection": "segment_expert_choice"},
+}
+#: Experts that compute a token on average, by system and what sets it.
+CHOSEN = {
+    "topk": 2,
+    "expert_choice": 1.5,
+    "aoe": 2,
+    "aoe_expert_choice": 2,
+    "lory": 1,
+    "lory_prefix": 1,
+    "smear": 1,
+    "segment_expert_choice": 1,
 }
 
-Count = tuple[int, int, int]
+Count = tuple[int, int | None, int | None]
 
 
-def count_all(models: dict[str, dict[str, Any]]) -> dict[str, Count]:
+def count_all(
+    models: dict[str, dict[str, Any]], experts_per_token: float | None = None
+) -> dict[str, Count]:
     groups = initialize_groups(make_config({}).parallel)
     model_parallel_cuda_manual_seed(1)
-    counts = {}
+    counts: dict[str, Count] = {}
     for name, options in models.items():
         config = make_config({**options, "moe_backend": "reference"})
         (model,) = parameters._without_storage(config, VOCABULARY, groups)
         assert {weight.device.type for weight in model.parameters()} == {"meta"}, name
-        found = parameters.count_parameters(config, VOCABULARY, groups)
-        counts[name] = (found.total, found.active, found.active_compute)
+        found = parameters.count_parameters(config, VOCABULARY, groups, experts_per_token)
+        counts[name] = astuple(found)
     return counts
 
 
@@ -91,104 +88,81 @@ def counts() -> dict[str, Count]:
     return run_distributed(1, count_all, MODELS)[0]
 
 
-def closed_formula(
-    *,
-    num_layers: int,
-    hidden_size: int,
-    num_attention_heads: int,
-    ffn_hidden_size: int,
-    num_experts: int = 0,
-    num_query_groups: int = 0,
-    untie_embeddings_and_output_weights: bool = False,
-    moe_ffn_hidden_size: int = 0,
-    moe_router_topk: int = 2,
-    moe_layer_freq: str = "",
-    make_vocab_size_divisible_by: int = 1,
-    expert_selection: str = "topk",
-    aoe_low_rank_size: int = 0,
-    aoe_wide_size: int = 0,
-) -> Count:
+def closed_formula(options: dict[str, Any]) -> Count:
     """(total, active, active compute), from the sizes of the matrices on paper."""
-    d, n, k = hidden_size, num_experts, moe_router_topk
-    dense_layers = 0 if n else num_layers
-    if moe_layer_freq:
-        dense_layers = 1
-    multiple = make_vocab_size_divisible_by
+    get = options.get
+    d, heads, layers = options["hidden_size"], options["num_attention_heads"], options["num_layers"]
+    n, system = options["num_experts"], get("expert_selection", "topk")
+    multiple = get("make_vocab_size_divisible_by", 1)
     rows = (VOCABULARY + multiple - 1) // multiple * multiple
-    embeddings = rows * d * (2 if untie_embeddings_and_output_weights else 1)
-    heads = num_attention_heads
-    keys = d * (num_query_groups or heads) // heads
+    embeddings = rows * d * (2 if get("untie_embeddings_and_output_weights") else 1)
+    keys = d * get("num_query_groups", heads) // heads
     attention = d * d + 2 * d * keys + d * d
-    norms = 2 * d * num_layers + d
-    always = embeddings + norms + attention * num_layers + 3 * d * ffn_hidden_size * dense_layers
+    norms = 2 * d * layers + d
+    moe_layers = {None: layers, "[0]+[1]*11": 11, "3": 4}[get("moe_layer_freq")] if n else 0
+    dense = 3 * d * options["ffn_hidden_size"] * (layers - moe_layers)
+    always = embeddings + norms + attention * layers + dense
     if not n:
         return always, always, always
-    routed = num_layers - dense_layers
-    width = moe_ffn_hidden_size or ffn_hidden_size
-    if expert_selection == "topk":
-        router, expert = n * d * routed, 3 * d * width * routed
-        return always + router + n * expert, *(2 * [always + router + k * expert])
-    low = aoe_low_rank_size
-    wide = aoe_wide_size or round((3 * d * width - low * d) / (low + 2 * d))
-    down, rest = d * low * routed, (low * wide + 2 * d * wide) * routed
-    return always + n * (down + rest), always + k * (down + rest), always + n * down + k * rest
+    always += 3 * d * get("moe_shared_expert_intermediate_size", 0) * moe_layers
+    always += (d if get("moe_shared_expert_gate") else 0) * moe_layers
+    if not system.startswith("aoe"):
+        hidden = get("moe_router_hidden_size")
+        always += (hidden * (d + n) if hidden else n * d) * moe_layers
+    width = get("moe_ffn_hidden_size") or options["ffn_hidden_size"]
+    low = get("aoe_low_rank_size") or get("moe_gate_low_rank_size")
+    down, rest = 0, 3 * d * width
+    if low:
+        wide = get("aoe_wide_size") or round((3 * d * width - low * d) / (low + 2 * d))
+        down, rest = d * low, low * wide + 2 * d * wide
+    k = get("moe_router_topk", CHOSEN[system])
+    computing = n if system.startswith("aoe") else k  # all experts of AoE compute x W_down
+    total = always + n * (down + rest) * moe_layers
+    active = always + round(k * (down + rest) * moe_layers)
+    return total, active, always + round((computing * down + k * rest) * moe_layers)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_agrees_with_the_closed_formula(counts: dict[str, Count], name: str) -> None:
-    assert counts[name] == closed_formula(**MODELS[name])
+    assert counts[name] == closed_formula(MODELS[name])
 
 
-def millions(parameters: int, digits: int = 0) -> float:
-    return round(parameters / 1e6, digits)
+def test_the_large_router_is_as_large_as_the_spec_says(counts: dict[str, Count]) -> None:
+    """n = 8, d = 768: 785,312 parameters a layer, those that score with d_low = 128."""
+    assert counts["large router"][0] - counts["moe"][0] == 12 * (785_312 - 8 * 768)
 
 
 @pytest.mark.parametrize(
-    ("name", "total", "active"),
-    [
-        ("moe small", 732.46, 222.85),
-        ("moe small untied", 757.03, 247.43),
-        ("dense 374m", 373.9, 373.9),
-        ("dense 570m", 569.6, 569.6),
-        ("moe 4b", 4014, 1183),
-    ],
+    ("name", "with_buffers"), [("moe", "bias, and load of the step before"), ("aoe", "aoe, bias")]
 )
-def test_sizes_of_the_routed_and_the_dense_models(
-    counts: dict[str, Count], name: str, total: float, active: float
-) -> None:
-    digits = len(str(total).partition(".")[2])
-    assert millions(counts[name][0], digits) == total
-    assert millions(counts[name][1], digits) == active
-    assert counts[name][1] == counts[name][2]
+def test_buffers_do_not_count(counts: dict[str, Count], name: str, with_buffers: str) -> None:
+    assert counts[name] == counts[with_buffers]
 
 
-@pytest.mark.parametrize(("low", "compute"), [(64, 251), (128, 254), (256, 262), (512, 276)])
-def test_sizes_of_the_small_autonomous_models(
-    counts: dict[str, Count], low: int, compute: float
-) -> None:
-    assert 732.3e6 <= counts[f"aoe {low}"][0] <= 732.4e6 + 5e4
-    assert millions(counts[f"aoe {low} untied"][2]) == compute
+@pytest.mark.parametrize("system", ["lory", "prefix routing", "smear"])
+def test_merged_experts_count_as_one(counts: dict[str, Count], system: str) -> None:
+    """`active` is a dense model and the routers: what Lory's footnote 4 calls active."""
+    total, active, _ = counts[system]
+    assert total == counts["moe"][0]
+    assert active == counts["dense"][0] + 12 * 8 * 768
 
 
-def test_sizes_of_the_large_autonomous_model(counts: dict[str, Count]) -> None:
-    total, active, compute = counts["aoe 4b"]
-    assert (millions(total), millions(active), millions(compute)) == (4015, 1183, 1257)
+TOP_P = {**MOE, "expert_selection": "top_p"}
+AOE_TOP_P = {**AOE, "expert_selection": "aoe_top_p"}
 
 
-@pytest.mark.parametrize("name", ["moe small", *(f"aoe {low}" for low in (64, 128, 256, 512))])
-def test_the_papers_732m_is_tied_and_its_247m_untied(counts: dict[str, Count], name: str) -> None:
-    assert millions(counts[name][0]) == 732
-    assert millions(counts[f"{name} untied"][1]) == 247
-    assert millions(counts[f"{name} untied"][0]) == 757
-    assert millions(counts[name][1]) == 223
+def test_what_only_training_tells_is_none() -> None:
+    found = run_distributed(1, count_all, {"top_p": TOP_P, "aoe_top_p": AOE_TOP_P})[0]
+    assert found["top_p"] == (closed_formula(MOE)[0], None, None)
+    assert found["aoe_top_p"] == (closed_formula(AOE)[0], None, None)
 
 
-@pytest.mark.parametrize("name", ["moe 4b", "aoe 4b"])
-def test_the_papers_4b_and_118b_are_untied(counts: dict[str, Count], name: str) -> None:
-    assert round(counts[name][0] / 1e9) == 4
-    assert round(counts[name][1] / 1e9, 2) == 1.18
-    without_output_layer = counts[name][1] - VOCABULARY * 1280
-    assert round(without_output_layer / 1e9, 2) == 1.14
+@pytest.mark.parametrize("experts", [1, 2.5, 8])
+def test_experts_per_token_can_be_given(experts: float) -> None:
+    models = {"top_p": TOP_P, "aoe_top_p": AOE_TOP_P}
+    found = run_distributed(1, count_all, models, experts)[0]
+    assert found["top_p"] == closed_formula({**MOE, "moe_router_topk": experts})
+    assert found["aoe_top_p"] == closed_formula({**AOE, "moe_router_topk": experts})
 
 
 def test_a_named_device_becomes_meta() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+TOP_P = "--config examples/papers/dynamic/top_p_3.5b.yaml --moe-backend reference".split()
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -24,7 +25,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_prints_one_json_object_and_nothing_else() -> None:
-    result = run("--config", "examples/aoe_732m.yaml", "--moe-backend", "reference")
+    result = run("--config", "examples/papers/aoe/aoe_732m.yaml", "--moe-backend", "reference")
     assert (result.returncode, result.stderr) == (0, "")
     assert json.loads(result.stdout) == {
         "total": 732_384_000,
@@ -33,10 +34,35 @@ def test_prints_one_json_object_and_nothing_else() -> None:
     }
 
 
+def test_what_only_training_tells_is_null() -> None:
+    result = run(*TOP_P)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert json.loads(result.stdout) == {
+        "total": 3_488_531_456,
+        "active": None,
+        "active_compute": None,
+    }
+
+
+def test_experts_per_token_say_what_training_told() -> None:
+    result = run(*TOP_P, "--experts-per-token", "2")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert json.loads(result.stdout) == {
+        "total": 3_488_531_456,
+        "active": 581_878_784,
+        "active_compute": 581_878_784,
+    }
+
+
 def test_help() -> None:
     result = run("--help")
     assert (result.returncode, result.stderr) == (0, "")
-    assert "--num-experts" in result.stdout
+    assert "--experts-per-token" in result.stdout
+    assert "every flag of pretrain_gpt_moe.py" in result.stdout
+
+
+DENSE = ["--vocab-size", "100"]
+TOP_P_SMALL = [*DENSE, "--num-experts", "4", "--expert-selection", "top_p"]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +72,15 @@ def test_help() -> None:
         (["--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
         (["--num-experts", "2", "--moe-router-topk", "3"], "--moe-router-topk is 3"),
         (["--num-experts", "2"], "--vocab-size is not set"),
+        ([*TOP_P_SMALL, "--experts-per-token", "x"], "--experts-per-token: invalid.*'x'"),
+        ([*TOP_P_SMALL, "--experts-per-token", "nan"], "--experts-per-token is nan.* from 1 to"),
+        ([*TOP_P_SMALL, "--experts-per-token", "0.5"], "--experts-per-token is 0.5.* from 1 to"),
+        ([*TOP_P_SMALL, "--experts-per-token", "5"], "--experts-per-token is 5.* --num-experts 4"),
+        ([*DENSE, "--experts-per-token", "2"], "--experts-per-token is 2.* dense: leave it out"),
+        (
+            [*DENSE, "--num-experts", "4", "--experts-per-token", "2"],
+            "--experts-per-token is 2.* topk .*leave it out",
+        ),
     ],
 )
 def test_wrong_flags_are_one_line_and_code_2(arguments: list[str], message: str) -> None:

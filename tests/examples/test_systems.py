@@ -1,0 +1,43 @@
+"""Each file of examples/systems trains: its own system with its own options, at small sizes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_parallel.config import parse_command_line
+from moe_parallel.telemetry.metrics import read_metrics
+from tests.distributed import run_distributed
+from tests.program import SMALL, flags, pretrain_here, small_data
+
+SYSTEMS = sorted((Path(__file__).parents[2] / "examples" / "systems").glob("*.yaml"))
+
+#: Of tests.program.SMALL; what a system is made of stays as the file has it.
+SIZES = {name: value for name, value in SMALL.items() if name != "num_experts"} | {
+    "train_iters": 2,
+    "lr_warmup_iters": 1,
+}
+
+
+def overrides(path: Path) -> dict[str, Any]:
+    text = path.read_text()
+    smaller: dict[str, Any] = {}
+    if "lory-segment-length" in text:
+        smaller["lory_segment_length"] = 8
+    if "aoe-low-rank-size" in text:
+        smaller["aoe_low_rank_size"] = 8
+    return SIZES | smaller
+
+
+@pytest.mark.parametrize("path", SYSTEMS, ids=lambda path: path.stem)
+def test_trains_two_steps(path: Path, tmp_path: Path) -> None:
+    save = tmp_path / "run"
+    options = {"config": path, **overrides(path), "save": save, **small_data(tmp_path)}
+    codes = [code for ((code, _),) in run_distributed(2, pretrain_here, [options])]
+    assert codes == [0, 0]
+    records = read_metrics(save / "metrics.jsonl")
+    losses = [record["lm_loss"] for record in records if "lm_loss" in record]
+    assert len(losses) == 2
+    assert all(5 < loss < 6.5 for loss in losses)  # near ln 300, the tokenizer's vocabulary
+    trained = parse_command_line(["--config", str(save / "config.yaml")])
+    assert trained.selection == parse_command_line(flags(options)).selection
