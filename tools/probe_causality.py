@@ -53,6 +53,7 @@ def _probe(own: argparse.Namespace, flags: list[str]) -> int:
     import torch
 
     from moe_parallel.evaluation.causality import logits_of_gpt, measure_influence, sample_places
+    from moe_parallel.platform.device import device
     from moe_parallel.training.standalone import (
         single_process,
         standalone_config,
@@ -61,38 +62,30 @@ def _probe(own: argparse.Namespace, flags: list[str]) -> int:
     )
 
     config = standalone_config(flags, config=own.config, load=own.load)
-    vocab_size = vocab_size_of(config)
+    vocab_size, seed = vocab_size_of(config), config.training.seed
     shape = config.training.micro_batch_size, config.training.seq_length
-    print(_opening(config, own))
+    places = sample_places(*shape, own.perturbations, seed)
+    print(f"{_model(config, own.load)}: {shape[0]} x {shape[1]} tokens, {len(places)} perturbed")
     sound = True
     with single_process(config) as groups:
         model, _ = standalone_model(config, vocab_size, groups)
         model.double()
-        generator = torch.Generator().manual_seed(config.training.seed)
-        tokens_BS = torch.randint(vocab_size, shape, generator=generator)
+        tokens_BS = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
         for mode in ("training", "evaluation"):
             model.train(mode == "training")
             influence = measure_influence(
-                logits_of_gpt(model),
-                tokens_BS.to(next(model.parameters()).device),
-                vocab_size,
-                places=sample_places(*shape, own.perturbations, config.training.seed),
+                logits_of_gpt(model), tokens_BS.to(device()), vocab_size, places=places
             )
             print(_verdict(mode, influence))
             sound = sound and not influence.future and not influence.across and influence.felt > 0
     return 0 if sound else 1
 
 
-def _opening(config: Config, own: argparse.Namespace) -> str:
+def _model(config: Config, load: str | None) -> str:
     from moe_parallel.config import selection_name
 
     experts = "dense" if config.moe.num_experts is None else selection_name(config.selection)
-    weights = own.load or "initial weights"
-    training = config.training
-    return (
-        f"{experts}, {weights}: {training.micro_batch_size} instances of {training.seq_length} "
-        f"tokens, {own.perturbations} perturbed"
-    )
+    return f"{experts}, {load or 'initial weights'}"
 
 
 def _verdict(mode: str, influence: Influence) -> str:

@@ -1,0 +1,79 @@
+"""The program: its table, its exit codes and what it says about wrong flags."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import run_distributed
+from tests.program import SMALL, pretrain_here, small_data
+from tools.probe_autonomy import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "tools/probe_autonomy.py", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that divide the experts."""
+    folder = tmp_path_factory.mktemp("probed")
+    options = SMALL | small_data(folder) | {"save": folder / "run"}
+    options |= {"expert_model_parallel_size": 2, "train_iters": 30}
+    run_distributed(2, pretrain_here, [options])
+    return folder / "run"
+
+
+def test_thirty_selections_beside_the_router_and_chance(trained: Path) -> None:
+    result = run("--load", trained)
+    assert (result.returncode, result.stderr) == (0, "")
+    head, router, random, equal, *probed = result.stdout.splitlines()
+    assert head.split() == ["selected", "by", "norm", "gates", "cycle", "noise", "all", "kept"]
+    assert len(probed) == len(set(probed)) == 30
+    assert probed[0].split()[:4] == ["x", "W_g", "L1", "softmax"]
+    *_, last = (json.loads(line) for line in (trained / "metrics.jsonl").open())
+    losses = [last["validation"][domain]["loss"] for domain in ("cycle", "noise")]
+    assert [float(word) for word in router.split()[3:5]] == pytest.approx(losses, abs=1e-4)
+    assert router.split()[-1] == "100%"
+    assert random.startswith("random") and random.split()[-1] == "0%"
+    assert equal.split()[:2] == ["router", "uniform"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "file", "message"),
+    [
+        ([], None, "--load is not set"),
+        (["--load", "nowhere"], None, "--load nowhere: there is no such folder"),
+        (["--load", "x", "--topk", "5"], "num-experts: 4", "--topk is 5: choose from 1 to the 4"),
+        (["--load", "x"], "num-layers: 2", "the model is dense"),
+        (["--load", "x"], "num-experts: 4\nexpert-selection: top_p", "--topk is not set"),
+    ],
+)
+def test_wrong_input_is_one_line_and_code_2(
+    flags: list[str],
+    file: str | None,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if file is not None:
+        (tmp_path / "config.yaml").write_text(file)
+        flags = [*flags, "--config", str(tmp_path / "config.yaml")]
+    assert main(flags) == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert captured.out == ""
+    assert line.startswith("probe_autonomy.py: ")
+    assert message in line
