@@ -96,8 +96,9 @@ def plan(options: argparse.Namespace, folder: StudyFolder) -> tuple[Manifest, li
     earlier = folder.manifest()
     if earlier is not None:
         manifest = manifest.joined_to(earlier, file)
-    for name in manifest.contenders.keys() - manifest.parameters.keys():
-        manifest.parameters[name] = count_parameters(manifest.contenders[name])
+    for name, contender in manifest.contenders.items():
+        if name not in manifest.parameters:
+            manifest.parameters[name] = count_parameters(contender)
     return manifest, list(folder.cells(list(contenders), seeds))
 
 

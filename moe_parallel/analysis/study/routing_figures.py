@@ -118,7 +118,7 @@ def draw_experts_per_token(study: StudyResults) -> Figure | None:
                 values_SG = np.array([of_run[domain] for of_run in counted[place]])
                 _draw_counts(axes, study.results[place], place, values_SG)
             for level, names in _fixed(study, counted, varying).items():
-                label = f"always {level:g}:\n" + "\n".join(f"  {name}" for name in names)
+                label = f"{level:g} in every layer:\n" + "\n".join(f"  {name}" for name in names)
                 axes.axhline(level, color=REFERENCE_COLOUR, lw=1, ls=":", label=label)
             axes.set(title=f"held out, {domain}", xlabel="layer")
             axes.set_ylim(bottom=0)
@@ -188,7 +188,7 @@ def _draw_counts(axes: Axes, result: Result, place: int, values_SG: np.ndarray) 
 def _fixed(
     study: StudyResults, counted: dict[int, list[dict[str, np.ndarray]]], varying: list[int]
 ) -> dict[float, list[str]]:
-    """The numbers that some contenders always have, and the names of those."""
+    """The numbers that some contenders have everywhere, and the names of those."""
     names: dict[float, list[str]] = {}
     for place in counted.keys() - varying:
         level = float(next(iter(counted[place][0].values()))[0])
