@@ -221,7 +221,10 @@ def test_experts_per_token_where_they_vary(all_kinds):
     code, prose = figure.axes
     labels = [line.get_label() for line in code.lines]
     assert labels[0] == "top_p"
-    assert [label.splitlines()[0] for label in labels[1:]] == ["2 in every layer:", "1 in every layer:"]
+    assert [label.splitlines()[0] for label in labels[1:]] == [
+        "2 in every layer:",
+        "1 in every layer:",
+    ]
     np.testing.assert_allclose(code.lines[0].get_ydata(), [2.2, 2.7, 3.2])
     np.testing.assert_allclose(prose.lines[0].get_ydata(), [1.8, 2.3, 2.8])
 
