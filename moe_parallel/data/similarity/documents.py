@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import DType
 
 from moe_parallel.data.indexed import check_indexed
 from moe_parallel.errors import InputError
@@ -40,8 +40,7 @@ class Documents:
             InputError: files as in check_indexed; documents that end differently, and no `eod`.
         """
         lengths = check_indexed(prefix, _ANY_VOCABULARY).astype(np.int64)
-        dtype = np.dtype(IndexedDataset(prefix).index.dtype)
-        self._ids = np.memmap(f"{prefix}.bin", mode="r", dtype=dtype)
+        self._ids = np.memmap(f"{prefix}.bin", mode="r", dtype=_type_of_ids(prefix))
         self._ends = np.cumsum(lengths)
         self._starts = self._ends - lengths
         last = self._ids[self._ends[lengths > 0] - 1]
@@ -76,6 +75,13 @@ class Documents:
             last = min(max(int(reach), first + 1), first + most)
             yield range(first, last)
             first = last
+
+
+def _type_of_ids(prefix: str) -> np.dtype:
+    """From a checked index: Megatron's reader would warn that torch.distributed is not there."""
+    with open(f"{prefix}.idx", "rb") as stream:
+        stream.seek(len(b"MMIDIDX\0\0") + 8)  # the magic and the version
+        return np.dtype(DType.dtype_from_code(stream.read(1)[0]))
 
 
 def _common(last: np.ndarray, prefix: str) -> int:

@@ -8,8 +8,8 @@ from moe_parallel.data.similarity.documents import Documents
 from moe_parallel.errors import InputError
 
 
-def written(folder: Path, *documents: list[int]) -> str:
-    write_indexed(folder / "data", documents, 1000)
+def written(folder: Path, *documents: list[int], vocab_size: int = 1000) -> str:
+    write_indexed(folder / "data", documents, vocab_size)
     return str(folder / "data")
 
 
@@ -19,6 +19,12 @@ def test_a_document_with_and_without_its_end(tmp_path: Path) -> None:
     assert [documents[i].tolist() for i in range(3)] == [[5, 6, 9], [9], [7, 9, 9]]
     assert [documents.body(i).tolist() for i in range(3)] == [[5, 6], [], [7, 9]]
     assert documents.lengths.tolist() == [3, 1, 3]
+
+
+def test_ids_of_a_large_vocabulary(tmp_path: Path) -> None:
+    documents = Documents(written(tmp_path, [5, 90_000], [70_000, 90_000], vocab_size=100_000))
+    assert documents.body(1).tolist() == [70_000]
+    assert (documents.eod, documents.largest_id) == (90_000, 90_000)
 
 
 def test_an_end_is_added_where_there_is_none(tmp_path: Path) -> None:
