@@ -58,6 +58,11 @@ class Config:
         return self.selection.expert_width(self.model.hidden_size, width)
 
     @property
+    def first_part(self) -> int | None:
+        """Tokens at the start of sequences that a second loss of evaluations leaves out."""
+        return self.logging.eval_first_part or self.selection.first_part
+
+    @property
     def virtual_stages(self) -> int | None:
         """Virtual pipeline stages on each pipeline rank; None: the plain schedule."""
         layers = self.parallel.num_layers_per_virtual_pipeline_stage

@@ -128,6 +128,11 @@ class LoggingConfig:
         None, "iterations between evaluations; none: at the end only"
     )
     eval_iters: int = option(10, "global batches of each domain in one evaluation")
+    eval_first_part: int | None = option(
+        None,
+        "evaluations also give the loss without the first N tokens of each sequence; none: without "
+        "the first segment, where whole segments are routed",
+    )
     full_evaluation: bool = option(
         False, "at the end, evaluate every held-out token and compare with byte models and xz"
     )

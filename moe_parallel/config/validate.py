@@ -22,6 +22,7 @@ def validate(config: Config, world_size: int) -> None:
     _schedule(config)
     _checkpoints(config)
     _split(config.data.split)
+    _first_part(config)
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
@@ -45,7 +46,8 @@ _AT_LEAST = {
         "num_layers_per_virtual_pipeline_stage expert_model_parallel_size "
         "expert_tensor_parallel_size micro_batch_size global_batch_size seq_length train_iters "
         "exit_interval lr_decay_iters lr_wsd_decay_iters save_interval keep_last log_interval "
-        "eval_interval eval_iters vocab_size moe_router_hidden_size moe_gate_low_rank_size "
+        "eval_interval eval_iters eval_first_part vocab_size moe_router_hidden_size "
+        "moe_gate_low_rank_size "
         "moe_shared_expert_intermediate_size moe_router_num_groups moe_router_group_topk "
         "moe_inference_max_experts lory_segment_length"
     ),
@@ -259,6 +261,15 @@ def _checkpoints(config: Config) -> None:
         raise InputError("--keep-last bounds the checkpoints of a run: set --save too")
     if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
         raise InputError("--save-interval needs a folder to save in: set --save too")
+
+
+def _first_part(config: Config) -> None:
+    first, length = config.logging.eval_first_part, config.training.seq_length
+    if first is not None and first >= length:
+        raise InputError(
+            f"--eval-first-part is {first}, which leaves nothing of --seq-length {length}: choose "
+            f"at most {length - 1}"
+        )
 
 
 def _split(split: str) -> None:

@@ -3,8 +3,8 @@
 Every logged iteration: iteration, lm_loss, grad_norm, learning_rate, tokens_per_second,
 consumed_tokens, consumed_samples, elapsed_seconds (since this process began to train) and `layers`,
 the list of `RoutingTotals.summaries()`. On evaluations `validation`: {domain: {loss,
-bits_per_byte, layers}}, where `layers` says how that domain's text was routed, and, where whole
-segments are routed, loss_after_first_segment.
+bits_per_byte, layers}}, where `layers` says how that domain's text was routed, and, with
+--eval-first-part or where whole segments are routed, loss_after_first_part.
 Losses are in nats a token. A number that is not finite is written as null: JSON has no NaN.
 """
 

@@ -134,7 +134,7 @@ class Loop:
                     training,
                     self.engine.groups,
                     samples,
-                    self.config.selection.first_part,
+                    self.config.first_part,
                 )
             texts[domain] = text
             readings[domain] = {
@@ -143,7 +143,7 @@ class Loop:
                 "layers": routing.reduced([None]).summaries(),
             }
             if text.later is not None:
-                readings[domain]["loss_after_first_segment"] = text.later.loss
+                readings[domain]["loss_after_first_part"] = text.later.loss
         if readings:
             self.telemetry.log(self.place() | {"validation": readings})
         return texts

@@ -160,6 +160,8 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
         2,
         "--moe-shared-expert-intermediate-size is 47, which --tensor-model-parallel-size 2 does",
     ),
+    ({"eval_first_part": 0}, 1, "--eval-first-part is 0: it must be at least 1"),
+    ({"eval_first_part": 16}, 1, "--eval-first-part is 16, .* --seq-length 16: choose at most 15"),
     # merged
     (LORY | {"lory_segment_length": 17}, 1, "--lory-segment-length is 17, above --seq-length 16"),
     (PREFIX | {"lory_segment_length": 0}, 1, "--lory-segment-length is 0: it must be at least 1"),

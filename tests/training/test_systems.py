@@ -17,6 +17,7 @@ RUN = SMALL | {"train_iters": STEPS, "lr_warmup_iters": 1, "lr": 2e-2}
 TOKENS = RUN["global_batch_size"] * RUN["seq_length"]
 #: What depends on chance too.
 CHANCE = {"topk": {"moe_input_jitter_eps": 0.1}, "smear": {"smear_expert_dropout": 0.3}}
+EVALUATIONS = {"aoe": {"eval_first_part": 7}}
 
 
 def options_of(system: str, data: dict, save: Path) -> dict:
@@ -24,6 +25,7 @@ def options_of(system: str, data: dict, save: Path) -> dict:
     number = list(SYSTEMS).index(system)
     kind = "tensor" if systems.merges(system) else "expert"
     options = RUN | systems.options(system) | CHANCE.get(system, {}) | data
+    options |= EVALUATIONS.get(system, {})
     options |= {f"{kind}_model_parallel_size": 2}
     options |= {"bf16": number % 2 == 0, "use_distributed_optimizer": number % 2 == 0}
     if number % 3 == 0:
@@ -132,7 +134,8 @@ def test_what_is_logged(runs, system):
         assert ("load_balancing_loss" in layer) == balanced
     *_, last = (r["validation"] for r in _records(options) if "validation" in r)
     for measures in last.values():
-        assert ("loss_after_first_segment" in measures) == (selection.first_part is not None)
+        later = selection.first_part is not None or "eval_first_part" in options
+        assert ("loss_after_first_part" in measures) == later
         assert all(layer["experts_per_token"] > 0 for layer in measures["layers"])
 
 

@@ -27,7 +27,7 @@ class ExpertSelection:
 
     @property
     def first_part(self) -> int | None:
-        """Tokens at the start of a sequence whose loss is to be told apart; None: there are none."""
+        """Tokens at the start of a sequence that are judged apart; None: there are none."""
         return None
 
     @property
