@@ -24,6 +24,7 @@ LAYERS = (
     {"model"},
     {"evaluation", "analysis"},
     {"training"},
+    {"convert"},
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 

@@ -1,0 +1,1 @@
+"""Trained models of one expert-selection system made into models of another."""

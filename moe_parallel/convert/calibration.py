@@ -1,0 +1,84 @@
+"""The tokens that a conversion is fitted to, and what a layer makes of them.
+
+Shape suffixes: B sequences, S tokens of a sequence, T tokens, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_parallel.errors import InputError
+
+Batches = list[dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Training text, drawn at random: what is fitted to, and what is kept apart to measure by."""
+
+    fitted: Batches  # tokens and position_ids, int64 [B, S]
+    held_out: Batches
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """How many each has."""
+        first, second = (
+            sum(batch["tokens"].numel() for batch in batches)
+            for batches in (self.fitted, self.held_out)
+        )
+        return first, second
+
+
+def draw_calibration(
+    dataset: Any, samples: int, batch_size: int, seed: int, device: torch.device
+) -> Calibration:
+    """`samples` samples of a dataset to fit to, and a third as many others to measure by.
+
+    Raises InputError where the dataset has not so many.
+    """
+    held_out = -(-samples // 3)
+    if samples < 1:
+        raise InputError(
+            f"--calibration-samples is {samples}: the norms are fitted to training text, so draw "
+            "at least 1"
+        )
+    if samples + held_out > len(dataset):
+        raise InputError(
+            f"--calibration-samples is {samples}, and {held_out} more are held out, but the "
+            f"training text has {len(dataset)}: draw at most {len(dataset) * 3 // 4 - 1}, or name "
+            "more text by --data-path"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randperm(len(dataset), generator=generator)[: samples + held_out].tolist()
+
+    def batches(numbers: list[int]) -> Iterator[dict[str, torch.Tensor]]:
+        for start in range(0, len(numbers), batch_size):
+            some = [dataset[number] for number in numbers[start : start + batch_size]]
+            yield {
+                name: torch.stack([sample[name] for sample in some]).to(device)
+                for name in ("tokens", "position_ids")
+            }
+
+    return Calibration(list(batches(drawn[:samples])), list(batches(drawn[samples:])))
+
+
+@torch.no_grad()
+def inputs_of(layer: torch.nn.Module, model: Any, batches: Batches) -> torch.Tensor:
+    """What reaches a feed-forward layer when a model reads the batches: [T, D]."""
+    seen: list[torch.Tensor] = []
+
+    def note(_: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        seen.append(arguments[0].detach().flatten(0, 1))
+
+    model.eval()
+    handle = layer.register_forward_pre_hook(note)
+    try:
+        for batch in batches:
+            model(batch["tokens"], batch["position_ids"], None)
+    finally:
+        handle.remove()
+    return torch.cat(seen)

@@ -1,0 +1,122 @@
+"""The configuration that a converted model has."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_parallel.config import (
+    SELECTIONS,
+    Config,
+    LoryPrefixSelection,
+    LorySelection,
+    Selection,
+    TopKSelection,
+    make_config,
+    parse_command_line,
+    selection_name,
+)
+from moe_parallel.config.option import flag, options
+from moe_parallel.errors import InputError
+
+SOURCES: dict[str, tuple[type[Selection], ...]] = {
+    "aoe": (TopKSelection,),
+    # Of a routed model this is a new start: fresh optimizer state, another schedule.
+    "topk": (TopKSelection, LorySelection, LoryPrefixSelection),
+}
+
+
+def converted_config(source: Config, to: str, save: str, flags: Sequence[str]) -> Config:
+    """The configuration of `source` with another system of selection, then changed by flags.
+
+    Options that both systems have keep their values. Raises InputError where the model cannot be
+    converted, or the flags change its sizes.
+    """
+    _check_source(source, to)
+    values: dict[str, Any] = {}
+    for section, of_section in source.values():
+        if section not in ("selection", "checkpoint"):
+            values |= of_section
+    values |= {"expert_selection": to, "save": save}
+    known = {each.name for each in options(SELECTIONS[to])}
+    for each in options(type(source.selection)):
+        if each.name in known:
+            values[each.name] = getattr(source.selection, each.name)
+    if to == "aoe":
+        # W_p and W_o stay as they are; a gate of one choice is a probability, not 1.
+        values["aoe_wide_size"] = source.expert_width
+        values["aoe_gate"] = "all" if source.selection.choices_per_token == 1 else "selected"
+    config = _with_flags(make_config(_listed(values)), flags)
+    _check_unchanged(source, config, to)
+    return config
+
+
+def left_out(source: Config, to: str) -> list[str]:
+    """Options that are set and have no counterpart: `--flag value` each."""
+    known = {each.name for each in options(SELECTIONS[to])}
+    given = (
+        (each, getattr(source.selection, each.name)) for each in options(type(source.selection))
+    )
+    return [
+        f"{each.flag} {value}"
+        for each, value in given
+        if each.name not in known and value != each.default
+    ]
+
+
+def _check_source(source: Config, to: str) -> None:
+    name = selection_name(source.selection)
+    wanted = " or ".join(n for n, kind in SELECTIONS.items() if kind in SOURCES[to])
+    if source.moe.num_experts is None:
+        raise InputError(f"--to {to} takes a model of experts ({wanted}), but --load is dense")
+    if type(source.selection) not in SOURCES[to]:
+        raise InputError(
+            f"--to {to} takes a model of --expert-selection {wanted}, but --load is {name}"
+        )
+    known = {each.name for each in options(SELECTIONS[to])} - {"moe_router_enable_expert_bias"}
+    for each in options(type(source.selection)):
+        value = getattr(source.selection, each.name)
+        if each.weights and each.name not in known and value != each.default:
+            raise InputError(
+                f"--to {to} knows no {each.flag} {value}, which the model of --load has: convert "
+                "one without"
+            )
+
+
+def _check_unchanged(source: Config, config: Config, to: str) -> None:
+    """The flags may change how the model is trained, not what it is."""
+    for name in ("num_experts", "moe_layer_freq", "moe_ffn_hidden_size"):
+        old, new = getattr(source.moe, name), getattr(config.moe, name)
+        if old != new:
+            raise InputError(f"{flag(name)} is {new}, but {old} in --load: leave it out")
+    for each in options(type(source.model)):
+        old, new = getattr(source.model, each.name), getattr(config.model, each.name)
+        if old != new:
+            raise InputError(f"{each.flag} is {new}, but {old} in --load: leave it out")
+    if selection_name(config.selection) != to:
+        raise InputError(f"--expert-selection is for --to to say, which is {to}: leave it out")
+    for each in options(type(config.selection)):
+        new = getattr(config.selection, each.name)
+        old = getattr(source.selection, each.name, new)
+        if each.weights and old != new:
+            raise InputError(f"{each.flag} is {new}, but {old} in --load: leave it out")
+    if config.expert_width != source.expert_width:
+        raise InputError(
+            f"--aoe-wide-size is {config.expert_width}, but the experts of --load have a width of "
+            f"{source.expert_width}: leave it out"
+        )
+
+
+def _with_flags(config: Config, flags: Sequence[str]) -> Config:
+    """A configuration changed by flags of the training program, as if it came from a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(config.to_yaml(), encoding="utf-8")
+        return parse_command_line(["--config", str(path), *flags])
+
+
+def _listed(values: dict[str, Any]) -> dict[str, Any]:
+    """Values as YAML gives them."""
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}

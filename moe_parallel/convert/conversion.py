@@ -1,0 +1,142 @@
+"""From a checkpoint to one of another system that training can start from.
+
+Everything happens on one process and in fp32, whatever layout and precision trained the model and
+will go on with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.core.utils import unwrap_model
+
+from moe_parallel.config import (
+    CheckpointConfig,
+    Config,
+    ParallelConfig,
+)
+from moe_parallel.convert.calibration import draw_calibration
+from moe_parallel.convert.gate import GateOptions
+from moe_parallel.convert.to_aoe import ConvertedLayer, convert_layers
+from moe_parallel.convert.weights import copy_weights
+from moe_parallel.data.datasets import Datasets
+from moe_parallel.errors import InputError
+from moe_parallel.evaluation.perplexity import evaluate
+from moe_parallel.parallel import Groups
+from moe_parallel.training.checkpoint import TrainingState
+from moe_parallel.training.engine import Engine
+from moe_parallel.training.run import begin_run, open_checkpoints
+from moe_parallel.training.standalone import standalone_model
+from moe_parallel.training.text import Text, open_text
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion did."""
+
+    layers: list[ConvertedLayer]  # [] where weights were only copied
+    tokens: tuple[int, int]  # that were fitted to, and held out to measure by
+    losses: Mapping[str, tuple[float, float]]  # by domain, nats/token: the source's, the new one's
+    checkpoint: Path
+
+
+def convert(
+    source: Config,
+    target: Config,
+    groups: Groups,
+    gate: GateOptions | None,
+    calibration_samples: int,
+    say: Callable[[str], None],
+) -> Conversion:
+    """Write a checkpoint of iteration 0 into the --save of `target`, with fresh optimizer state.
+
+    Args:
+        source: of the checkpoint in its --load.
+        target: as `configuration.converted_config` makes it.
+        groups: of one process.
+        gate: how W_g becomes low-rank; None: weights are copied as they are.
+        calibration_samples: training samples to fit to; ignored where `gate` is None.
+        say: told of every step.
+
+    Raises InputError.
+    """
+    here = replace(
+        target,
+        parallel=ParallelConfig(),
+        training=replace(target.training, bf16=False),
+        checkpoint=CheckpointConfig(),
+    )
+    _check(source, gate)
+    text = open_text(here)
+    checkpoints = open_checkpoints(target, text.vocab_size, groups)  # refuses before the work
+    data = text.datasets(here)
+    old, _ = standalone_model(
+        replace(here, selection=source.selection, checkpoint=source.checkpoint),
+        text.vocab_size,
+        groups,
+    )
+    engine = Engine(here, text.vocab_size, groups)
+    (new,) = unwrap_model(engine.chunks)
+    layers, tokens = [], (0, 0)
+    if gate is None:
+        copy_weights(old, new)
+    else:
+        calibration = draw_calibration(
+            data.train,
+            calibration_samples,
+            here.training.micro_batch_size,
+            here.training.seed,
+            engine.device,
+        )
+        tokens = calibration.tokens
+        k = source.selection.choices_per_token
+        assert k is not None
+        for layer in convert_layers(old, new, calibration, k, gate):
+            say(f"layer {layer.number}: converted")
+            layers.append(layer)
+    losses = {
+        domain: (loss(old), loss(new)) for domain, loss in _losses(here, text, data, groups).items()
+    }
+    begin_run(target, text.tokenizer)
+    path = checkpoints.save(
+        TrainingState(0, 0, 0), engine.chunks, engine.optimizer, engine.scheduler
+    )
+    return Conversion(layers, tokens, losses, path)
+
+
+def _check(source: Config, gate: GateOptions | None) -> None:
+    """Whether W_g can be cut as asked."""
+    if gate is None:
+        return
+    largest = min(source.model.hidden_size, source.expert_width)
+    if gate.rank > largest:
+        raise InputError(
+            f"--aoe-low-rank-size is {gate.rank}, but W_g of --load is "
+            f"{source.model.hidden_size} x {source.expert_width}: choose at most {largest}"
+        )
+    if not 0 <= gate.ranking_columns <= gate.rank:
+        raise InputError(
+            f"--ranking-columns is {gate.ranking_columns}: choose from 0 to "
+            f"--aoe-low-rank-size, {gate.rank}"
+        )
+    if not gate.condition >= 1:
+        raise InputError(f"--condition is {gate.condition}: it must be at least 1")
+
+
+def _losses(
+    config: Config, text: Text, data: Datasets, groups: Groups
+) -> dict[str, Callable[[Any], float]]:
+    """By domain, what measures a model on the first validation samples, in nats/token."""
+    samples = config.logging.eval_iters * config.training.global_batch_size
+
+    def of_domain(dataset: Any) -> Callable[[Any], float]:
+        def loss(model: Any) -> float:
+            sizes = text.bytes_per_token(next(model.parameters()).device)
+            return evaluate([model], dataset, sizes, config.training, groups, samples).loss
+
+        return loss
+
+    return {domain: of_domain(dataset) for domain, dataset in data.valid.items()}

@@ -1,0 +1,96 @@
+"""A routed model as an autonomous one: W_g factorised so that norms rank as the router did.
+
+W_p, W_o and all that is no expert's are copied. Layers are converted from the first to the last,
+each fitted to what reaches it through those before it, converted already.
+
+Shape suffixes: T tokens, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_parallel.convert.agreement import Agreement, agreement
+from moe_parallel.convert.calibration import Batches, Calibration, inputs_of
+from moe_parallel.convert.factors import Factors
+from moe_parallel.convert.gate import GateOptions, convert_gate
+from moe_parallel.convert.weights import copy_weights
+from moe_parallel.experts.swiglu import SwiGLUExperts
+from moe_parallel.layers import AutonomousLayer, RoutedLayer
+from moe_parallel.selection.choices import Choices
+from moe_parallel.selection.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class ConvertedLayer:
+    """What became of a layer, on held-out tokens."""
+
+    number: int  # counted from 1
+    ranking: str
+    condition: float
+    before: Agreement  # with the router, by the SVD as it falls
+    after: Agreement
+    gate_error: float  # of x W_g, relative
+
+
+def convert_layers(
+    source: Any, target: Any, calibration: Calibration, k: int, options: GateOptions
+) -> Iterator[ConvertedLayer]:
+    """Give `target` (a GPTModel of autonomous layers) the weights of `source`, layer by layer."""
+    names = {
+        f"decoder.layers.{number}.mlp.{part}"
+        for number, layer in enumerate(source.decoder.layers)
+        if isinstance(layer.mlp, RoutedLayer)
+        for part in ("w_router_ED", "w_down_EDR", "experts.")
+    }
+    copy_weights(source, target, elsewhere=names)
+    for number, layer in enumerate(source.decoder.layers):
+        if isinstance(layer.mlp, RoutedLayer):
+            mlp = target.decoder.layers[number].mlp
+            assert isinstance(mlp, AutonomousLayer)
+            yield _convert_layer(layer.mlp, mlp, target, calibration, k, options)
+
+
+@torch.no_grad()
+def _convert_layer(
+    routed: RoutedLayer,
+    autonomous: AutonomousLayer,
+    model: Any,
+    calibration: Calibration,
+    k: int,
+    options: GateOptions,
+) -> ConvertedLayer:
+    assert isinstance(routed.experts, SwiGLUExperts)
+    w_gate_EDF, w_p_EDF = routed.experts.w_gate_up_LD2F.unbind(2)
+    autonomous.experts.w_p_LDW.copy_(w_p_EDF)
+    autonomous.experts.w_out_LWD.copy_(routed.experts.w_out_LFD)
+    x_TD = inputs_of(autonomous, model, calibration.fitted)
+    gate = convert_gate(w_gate_EDF, routed.w_router_ED, x_TD, k, options)
+
+    x_TD = inputs_of(autonomous, model, calibration.held_out)
+    routed.eval()
+    wanted = _choices(routed, x_TD, calibration.held_out)
+
+    def measured(factors: Factors) -> Agreement:
+        autonomous.w_down_EDR.copy_(factors.columns_EDR)
+        autonomous.experts.w_up_LRW.copy_(factors.rows_ERF)
+        return agreement(wanted, _choices(autonomous, x_TD, calibration.held_out))
+
+    before = measured(gate.before)
+    return ConvertedLayer(
+        number=routed.layer_number,
+        ranking=gate.ranking,
+        condition=gate.condition,
+        before=before,
+        after=measured(gate.factors),  # these stay
+        gate_error=gate.factors.error(w_gate_EDF.double(), x_TD.double()),
+    )
+
+
+def _choices(layer: RoutedLayer | AutonomousLayer, x_TD: torch.Tensor, batches: Batches) -> Choices:
+    sequences = sum(len(batch["tokens"]) for batch in batches)
+    return layer.choose(x_TD, Tokens(sequences, layer.context.groups.tp))

@@ -1,0 +1,55 @@
+"""Conversions on the ranks of a test, as tools/convert.py makes them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from moe_parallel.config import Config, ParallelConfig, parse_command_line
+from moe_parallel.convert.configuration import converted_config
+from moe_parallel.convert.conversion import Conversion, convert
+from moe_parallel.convert.gate import GateOptions
+from moe_parallel.parallel import Groups, initialize_groups
+from moe_parallel.training.checkpoint_folder import find_checkpoint
+from moe_parallel.training.standalone import standalone_config
+from tests.program import Options, flags
+
+
+@contextmanager
+def groups_of_one() -> Iterator[Groups]:
+    """On a world of one rank."""
+    groups = initialize_groups(ParallelConfig())
+    model_parallel_cuda_manual_seed(1)
+    try:
+        yield groups
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def config_of(run: Path) -> Config:
+    """What a run was trained with."""
+    return parse_command_line(["--config", str(find_checkpoint(run) / "config.yaml")])
+
+
+def convert_here(
+    load: Path,
+    save: Path,
+    to: str,
+    options: Options,
+    gate: dict[str, Any] | None = None,
+    samples: int = 24,
+) -> Conversion:
+    """On a world of one rank. `gate`: of GateOptions; None: weights are copied."""
+    target = converted_config(config_of(load), to, str(save), flags(options))
+    with groups_of_one() as groups:
+        return convert(
+            standalone_config([], load=str(load)),
+            target,
+            groups,
+            None if gate is None else GateOptions(**gate),
+            samples,
+            lambda _: None,
+        )

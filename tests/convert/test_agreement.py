@@ -1,0 +1,28 @@
+"""Agreement of choices, by hand."""
+
+import pytest
+import torch
+
+from moe_parallel.convert.agreement import agreement
+from moe_parallel.selection.choices import Choices
+
+
+def choices(experts, gates):
+    scores = torch.zeros(len(experts), 4)
+    return Choices(torch.tensor(experts), torch.tensor(gates), scores, scores)
+
+
+def test_by_hand():
+    of = choices([[0, 1], [2, 3], [1, 0]], [[0.75, 0.25], [0.5, 0.5], [0.6, 0.4]])
+    by = choices([[1, 0], [2, 0], [3, 2]], [[0.5, 0.5], [0.75, 0.25], [0.9, 0.1]])
+    found = agreement(of, by)
+    assert found.choices == pytest.approx((2 + 1 + 0) / 6)
+    assert found.all_choices == pytest.approx(1 / 3)
+    assert found.first_choice == pytest.approx(1 / 3)
+    assert found.gates == pytest.approx((0.25 + 0.5 + 1.0) / 3)
+
+
+def test_with_itself():
+    of = choices([[0, 1], [2, 3]], [[0.75, 0.25], [0.5, 0.5]])
+    found = agreement(of, of)
+    assert (found.choices, found.all_choices, found.first_choice, found.gates) == (1, 1, 1, 0)

@@ -1,0 +1,54 @@
+"""Calibration text: seeded, disjoint, refused where there is too little."""
+
+import pytest
+import torch
+
+from moe_parallel.convert.calibration import draw_calibration, inputs_of
+from moe_parallel.errors import InputError
+
+
+def dataset(samples):
+    return [
+        {"tokens": torch.full((5,), number), "position_ids": torch.arange(5)}
+        for number in range(samples)
+    ]
+
+
+def numbers(batches):
+    return [int(tokens[0]) for batch in batches for tokens in batch["tokens"]]
+
+
+def drawn(samples, seed=0, size=40):
+    found = draw_calibration(dataset(size), samples, 4, seed, torch.device("cpu"))
+    return numbers(found.fitted), numbers(found.held_out), found.tokens
+
+
+def test_held_out_samples_are_others():
+    fitted, held_out, tokens = drawn(10)
+    assert (len(fitted), len(held_out), tokens) == (10, 4, (50, 20))
+    assert len(set(fitted + held_out)) == 14
+    assert drawn(10) == drawn(10) != drawn(10, seed=1)
+    assert len(drawn(30)[0]) == 30  # with 10 held out: all there is
+
+
+@pytest.mark.parametrize("samples", [0, -1, 31])
+def test_too_few(samples):
+    with pytest.raises(InputError, match="--calibration-samples is"):
+        drawn(samples)
+
+
+def test_inputs_of_a_layer():
+    layer = torch.nn.Linear(3, 3)
+
+    class Model(torch.nn.Module):
+        def forward(self, tokens, position_ids, _):
+            hidden_SBD = (tokens + 10 * position_ids).T[:, :, None].expand(-1, -1, 3).float()
+            return layer(hidden_SBD)
+
+    batches = [
+        {"tokens": torch.tensor([[1, 2]]), "position_ids": torch.tensor([[0, 1]])},
+        {"tokens": torch.tensor([[3, 4]]), "position_ids": torch.tensor([[0, 1]])},
+    ]
+    x_TD = inputs_of(layer, Model(), batches)
+    assert x_TD.tolist() == [[1.0] * 3, [12.0] * 3, [3.0] * 3, [14.0] * 3]
+    assert not layer._forward_pre_hooks

@@ -1,0 +1,153 @@
+"""Trained models converted: what they compute, and that training goes on from them."""
+
+import json
+
+import numpy
+import pytest
+import torch
+
+from moe_parallel.training.standalone import standalone_config, standalone_model, vocab_size_of
+from tests.convert.converting import convert_here, groups_of_one
+from tests.distributed import RankError, run_distributed
+from tests.program import SMALL, pretrain_here, small_data, stored_tensors
+
+RANK = 8
+FULL = SMALL["hidden_size"]  # as wide as an expert of SMALL, so the rank of W_g
+SHARED = {"moe_shared_expert_intermediate_size": 16, "moe_layer_freq": "[0]+[1]"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with runs on two ranks: `moe`, trained a little, and `shared`, with a dense layer
+    and a shared expert."""
+    folder = tmp_path_factory.mktemp("converted")
+    options = SMALL | small_data(folder) | {"expert_model_parallel_size": 2, "init_method_std": 0.1}
+    runs = [
+        options | {"save": folder / "moe", "train_iters": 8},
+        options | SHARED | {"save": folder / "shared", "train_iters": 3},
+    ]
+    run_distributed(2, pretrain_here, runs)
+    return folder
+
+
+def convert_in_a_world(*arguments):
+    (done,) = run_distributed(1, convert_here, *arguments)
+    return done
+
+
+@pytest.fixture(scope="module")
+def converted(trained):
+    return convert_in_a_world(
+        trained / "moe", trained / "aoe", "aoe", {"aoe_low_rank_size": RANK}, {"rank": RANK}
+    )
+
+
+def test_all_but_the_gates_is_copied(trained, converted):
+    old = stored_tensors(trained / "moe" / "iter_0000008")
+    new = stored_tensors(converted.checkpoint)
+    pairs = 0
+    for name, tensor in new.items():
+        if name.startswith("optimizer."):
+            assert not tensor.any()
+        elif "w_p_LDW" in name or "w_out_LWD" in name:
+            there = name.replace("w_out_LWD", "w_out_LFD").replace("w_p_LDW", "w_gate_up_LD2F")
+            expected = old[there][:, :, 1] if "w_p" in name else old[there]
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=0)
+            pairs += 1
+        elif "w_down" not in name and "w_up" not in name:
+            torch.testing.assert_close(tensor, old[name], rtol=0, atol=0)
+    assert pairs == 2 * SMALL["num_layers"]
+
+
+def test_the_report_is_of_every_layer(converted):
+    assert [layer.number for layer in converted.layers] == [1, 2]
+    for layer in converted.layers:
+        assert 0 < layer.gate_error < 1
+        assert layer.after.choices >= layer.before.choices
+    assert converted.tokens == (24 * 32, 8 * 32)
+    assert set(converted.losses) == {"cycle", "noise"}
+
+
+def test_training_goes_on_from_it_with_the_experts_divided(trained, converted):
+    """As the tool says: --config NEW/config.yaml --load NEW --save ANOTHER."""
+    options = {
+        "config": trained / "aoe" / "config.yaml",
+        "load": trained / "aoe",
+        "save": trained / "healed",
+    }
+    for ((code, _),) in run_distributed(2, pretrain_here, [options]):
+        assert code == 0
+    records = [json.loads(line) for line in (trained / "healed" / "metrics.jsonl").open()]
+    losses = [record["lm_loss"] for record in records if "lm_loss" in record]
+    assert len(losses) == SMALL["train_iters"] * 2
+    assert all(numpy.isfinite(losses))
+    before = [loss for _, loss in converted.losses.values()]
+    assert losses[0] == pytest.approx(numpy.mean(before), rel=0.1)
+
+
+def test_at_full_rank_layers_compute_the_same_for_the_same_choices(trained):
+    options = {"aoe_low_rank_size": FULL}
+    save = trained / "full"
+    convert_in_a_world(trained / "moe", save, "aoe", options, {"rank": FULL})
+    (differences,) = run_distributed(1, layers_with_the_choices_of, trained / "moe", save)
+    assert len(differences) == 2
+    assert max(differences) < 1e-4
+
+
+def layers_with_the_choices_of(moe, aoe):
+    """Relative differences of the layers' outputs, when the router chooses for both."""
+    models = []
+    differences = []
+    with groups_of_one() as groups, torch.no_grad():
+        for run in (moe, aoe):
+            config = standalone_config([], load=str(run))
+            models.append(standalone_model(config, vocab_size_of(config), groups)[0].eval())
+        generator = torch.Generator().manual_seed(0)
+        x_SBD = torch.randn(20, 2, SMALL["hidden_size"], generator=generator)
+        for routed, autonomous in zip(*(model.decoder.layers for model in models), strict=True):
+            autonomous.mlp.choose = routed.mlp.choose
+            expected, found = routed.mlp(x_SBD)[0], autonomous.mlp(x_SBD)[0]
+            differences.append(float((found - expected).norm() / expected.norm()))
+    return differences
+
+
+def test_dense_layers_and_shared_experts_go_along(trained):
+    options = {"aoe_low_rank_size": RANK}
+    save = trained / "shared-aoe"
+    done = convert_in_a_world(trained / "shared", save, "aoe", options, {"rank": RANK}, 12)
+    assert [layer.number for layer in done.layers] == [2]
+    old = stored_tensors(trained / "shared" / "iter_0000003")
+    new = stored_tensors(done.checkpoint)
+    shared = [name for name in new if "shared" in name and not name.startswith("optimizer.")]
+    assert shared
+    for name in shared:
+        torch.testing.assert_close(new[name], old[name], rtol=0, atol=0)
+
+
+def test_a_new_start_computes_the_same(trained):
+    done = convert_in_a_world(trained / "moe", trained / "again", "topk", {"train_iters": 3})
+    assert done.layers == []
+    for before, after in done.losses.values():
+        assert before == after
+
+
+def test_refused_before_anything_is_written(trained):
+    for gate, samples, message in (
+        ({"rank": FULL + 1}, 24, r"--aoe-low-rank-size is 33, but W_g of --load is 32 x 32"),
+        ({"rank": 4, "ranking_columns": 5}, 24, "--ranking-columns is 5: choose from 0 to"),
+        ({"rank": 4, "condition": 0.5}, 24, "--condition is 0.5"),
+        ({"rank": 4}, 10**6, "--calibration-samples is 1000000"),
+    ):
+        options = {"aoe_low_rank_size": gate["rank"]}
+        save = trained / "refused"
+        with pytest.raises(RankError, match=message):
+            convert_in_a_world(trained / "moe", save, "aoe", options, gate, samples)
+        assert not save.exists()
+
+
+def test_a_folder_with_a_run_is_refused(trained, converted):
+    gate = {"rank": RANK}
+    with pytest.raises(RankError, match="holds a run already"):
+        convert_in_a_world(
+            trained / "moe", trained / "aoe", "aoe", {"aoe_low_rank_size": RANK}, gate
+        )

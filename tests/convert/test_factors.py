@@ -1,0 +1,100 @@
+"""Products of rank R: against numpy's SVD, in both measures, and around given columns."""
+
+import numpy
+import pytest
+import torch
+
+from moe_parallel.convert.factors import Factors, factorize
+
+E, D, F = 3, 6, 9
+
+
+def matrices(seed=0, shape=(E, D, F)):
+    return torch.from_numpy(numpy.random.default_rng(seed).normal(size=shape))
+
+
+def activations(tokens=200, seed=1):
+    """Strongly correlated, with a mean."""
+    rng = numpy.random.default_rng(seed)
+    return torch.from_numpy(rng.normal(size=(tokens, D)) @ rng.normal(size=(D, D)) + 1.0)
+
+
+def root_of(x):
+    return torch.linalg.cholesky(x.T @ x / len(x)).mT
+
+
+def best_products(w_EDF, rank):
+    """Truncated SVD by numpy, a matrix at a time."""
+    products = []
+    for w in w_EDF.numpy():
+        u, s, v = numpy.linalg.svd(w)
+        products.append((u[:, :rank] * s[:rank]) @ v[:rank])
+    return numpy.stack(products)
+
+
+@pytest.mark.parametrize("rank", [1, 4, D])
+def test_plain_is_the_truncated_svd(rank):
+    w = matrices()
+    factors, values = factorize(w, rank, torch.eye(D).double())
+    product = factors.columns_EDR @ factors.rows_ERF
+    numpy.testing.assert_allclose(product, best_products(w, rank), atol=1e-10)
+    expected = numpy.stack([numpy.linalg.svd(each)[1][:rank] for each in w.numpy()])
+    numpy.testing.assert_allclose(values, expected, rtol=1e-8)
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_weighted_loses_as_little_of_x_w_as_any_product_can(rank):
+    """The least error over all matrices of rank R is that of the SVD of x W itself."""
+    w, x = matrices(), activations()
+    factors, _ = factorize(w, rank, root_of(x))
+    lost = 0.0
+    for each in w.numpy():
+        values = numpy.linalg.svd(x.numpy() @ each, compute_uv=False)
+        lost += (values[rank:] ** 2).sum()
+    whole = sum(((x.numpy() @ each) ** 2).sum() for each in w.numpy())
+    assert factors.error(w, x) == pytest.approx((lost / whole) ** 0.5, rel=1e-9)
+    plain, _ = factorize(w, rank, torch.eye(D).double())
+    assert factors.error(w, x) < 0.98 * plain.error(w, x)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("leading", [0, 1, 3])
+def test_full_rank_loses_nothing(weighted, leading):
+    w, x = matrices(), activations()
+    root = root_of(x) if weighted else torch.eye(D).double()
+    first = matrices(2, (E, D, leading)) if leading else None
+    factors, _ = factorize(w, D, root, first)
+    numpy.testing.assert_allclose(factors.columns_EDR @ factors.rows_ERF, w, atol=1e-9)
+
+
+def test_a_matrix_of_low_rank_is_kept_whole_beside_given_columns():
+    """Directions without energy must not be mixed with the given ones."""
+    w = matrices(0, (E, D, 2)) @ matrices(3, (E, 2, F))
+    factors, _ = factorize(w, 4, torch.eye(D).double(), matrices(2, (E, D, 2)))
+    numpy.testing.assert_allclose(factors.columns_EDR @ factors.rows_ERF, w, atol=1e-9)
+    basis = factors.columns_EDR.numpy()
+    for each in basis:
+        numpy.testing.assert_allclose(each.T @ each, numpy.eye(4), atol=1e-9)
+
+
+def test_gains_of_given_columns_give_their_norms():
+    w, x = matrices(), activations()
+    leading = matrices(5, (E, D, 2))
+    factors, gains = factorize(w, 2, root_of(x), leading)
+    found = factors.with_gains(gains).norms(x)
+    for e in range(E):
+        expected = numpy.linalg.norm(x.numpy() @ leading[e].numpy(), axis=1)
+        numpy.testing.assert_allclose(found[:, e], expected, rtol=1e-8)
+
+
+def test_gains_leave_the_product():
+    factors = Factors(matrices(0, (E, D, 2)), matrices(1, (E, 2, F)))
+    gains = matrices(2, (E, 2)).abs() + 0.1
+    moved = factors.with_gains(gains)
+    before = factors.columns_EDR @ factors.rows_ERF
+    numpy.testing.assert_allclose(moved.columns_EDR @ moved.rows_ERF, before, rtol=1e-9)
+    x = activations(5)
+    for e in range(E):
+        by_column = (x.numpy() @ factors.columns_EDR[e].numpy()) * gains[e].numpy()
+        expected = numpy.sqrt((by_column**2).sum(1))
+        numpy.testing.assert_allclose(moved.norms(x)[:, e], expected, rtol=1e-9)

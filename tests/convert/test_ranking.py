@@ -1,0 +1,80 @@
+"""What is fitted is found again where it is known, and does what it is for."""
+
+import numpy
+import pytest
+import torch
+
+from moe_parallel.convert.ranking import (
+    cross_entropy,
+    fitted_scales,
+    ranking_columns,
+    shared_offset,
+)
+
+T, E, D, K = 600, 5, 8, 2
+
+
+def draw(seed, *shape):
+    return torch.from_numpy(numpy.random.default_rng(seed).normal(size=shape))
+
+
+def ranked(scores, k=K):
+    """The K greatest of each row, as sets, by sorting in numpy."""
+    return [set(row) for row in numpy.argsort(-numpy.asarray(scores), axis=1)[:, :k]]
+
+
+def test_cross_entropy_by_hand():
+    scores = torch.tensor([[0.0, 0.0], [numpy.log(3.0), 0.0]])
+    logits = torch.tensor([[0.0, 0.0], [0.0, 0.0]])
+    expected = (numpy.log(2) - 0.5 * numpy.log(0.75) - 0.5 * numpy.log(0.25)) / 2
+    assert float(cross_entropy(scores, logits)) == pytest.approx(expected)
+
+
+def test_scales_are_found_again():
+    """Logits that are norms times known numbers, up to a constant of the token."""
+    norms = draw(0, T, E).abs() + 0.5
+    scales = torch.tensor([0.3, 0.7, 1.0, 2.0, 4.0]).double()
+    logits = norms * scales + draw(1, T, 1)
+    found = fitted_scales(norms, logits, each=True)
+    numpy.testing.assert_allclose(found, scales, rtol=2e-3)
+
+
+def test_one_scale_is_found_again():
+    norms = draw(0, T, E).abs() + 0.5
+    found = fitted_scales(norms, 1.7 * norms + draw(1, T, 1), each=False)
+    numpy.testing.assert_allclose(found, [1.7] * E, rtol=1e-3)
+
+
+def test_an_offset_turns_logits_into_norms_where_activations_have_a_side():
+    x, w = draw(2, T, D), draw(3, E, D)
+    x[:, 0] = 3 + 0.5 * x[:, 0]
+    logits = x @ w.T
+    offset = shared_offset(x, logits, K)
+    norms = (logits + (x @ offset)[:, None]).abs()
+    assert ranked(norms) == ranked(logits)
+    for row, other in zip(logits.numpy(), norms.numpy(), strict=True):
+        first = numpy.argsort(-row)[:K]
+        shift = other[first] - row[first]
+        numpy.testing.assert_allclose(shift, shift[0], atol=1e-9)  # so gates are equal too
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_columns_rank_as_the_router(others):
+    x, w = draw(2, T, D), draw(3, E, D)
+    x[:, 0] = 3 + 0.5 * x[:, 0]
+    columns = ranking_columns(x, w, K, 0.1 * draw(4, E, D, others))
+    assert columns.shape == (E, D, 1 + others)
+    norms = torch.stack([(x @ each).norm(dim=1) for each in columns], dim=1)
+    pairs = zip(ranked(norms), ranked(x @ w.T), strict=True)
+    same = sum(len(a & b) for a, b in pairs) / (K * T)
+    assert same > 0.97
+
+
+def test_norms_cannot_tell_x_from_its_opposite():
+    """The limit of the method: of a token and its opposite, one column ranks one."""
+    x, w = draw(2, T, D), draw(3, E, D)
+    x = torch.cat([x, -x])
+    columns = ranking_columns(x, w, 1, torch.zeros(E, D, 0).double())
+    norms = (x @ columns[:, :, 0].T).abs()
+    same = numpy.mean([a == b for a, b in zip(ranked(norms, 1), ranked(x @ w.T, 1), strict=True)])
+    assert 1 / E < same <= 0.5

@@ -1,0 +1,128 @@
+r"""Make a trained model into one of another system of expert selection, and train on from there.
+
+    python tools/convert.py --to aoe --load runs/moe --save runs/aoe-start \
+        --aoe-low-rank-size 32 --train-iters 300 --lr 1e-3
+    torchrun --nproc-per-node 2 pretrain_gpt_moe.py --config runs/aoe-start/config.yaml \
+        --load runs/aoe-start --save runs/healed
+
+aoe    from topk: W_g is factorised, and norms are fitted to rank the experts as the router did
+topk   from lory and lory_prefix: weights are copied, and the router sees single tokens from now on;
+       from topk too: a new start with another schedule, to compare with
+
+Runs on one process, in fp32, whatever layout and precision trained the model. Takes the flags of
+pretrain_gpt_moe.py besides its own: they go into the new configuration, which otherwise is the
+model's. The new run begins at iteration 0 with fresh optimizer state and the schedule given here;
+a table is printed, and conversion.json beside the checkpoint says the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from moe_parallel.errors import InputError
+
+
+def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our flags, and those of the training program."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--to", metavar="aoe|topk", help="the new system")
+    parser.add_argument("--load", metavar="RUN", help="a run, or one of its checkpoints")
+    parser.add_argument("--save", metavar="RUN", help="a new folder")
+    aoe = parser.add_argument_group("to aoe")
+    aoe.add_argument(
+        "--calibration-samples",
+        type=int,
+        default=128,
+        help="training sequences to fit to; a third as many more are held out to measure by "
+        "(default 128)",
+    )
+    aoe.add_argument(
+        "--svd",
+        metavar="weighted|plain",
+        default="weighted",
+        help="cut off of W_g what matters least for x W_g on those, or for W_g itself "
+        "(default weighted)",
+    )
+    aoe.add_argument(
+        "--ranking-columns",
+        type=int,
+        default=4,
+        help="columns of W_down fitted to the router; 0: fit a scale for each expert (default 4)",
+    )
+    aoe.add_argument(
+        "--condition",
+        type=float,
+        default=20.0,
+        help="with them, the first outweighs all others at most so many times; higher: ranks "
+        "better; lower: W_up stays smaller (default 20)",
+    )
+    return parser.parse_known_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    own, flags = parse_arguments(arguments)
+    try:
+        _convert(own, flags)
+    except InputError as error:
+        print(f"convert.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _check(own: argparse.Namespace) -> None:
+    for name, known in (("to", ("aoe", "topk")), ("svd", ("weighted", "plain"))):
+        value = getattr(own, name)
+        if value not in known:
+            raise InputError(f"--{name} is {value}: it takes one of {', '.join(known)}")
+    for name, what in (("load", "a run, or one of its checkpoints"), ("save", "a new folder")):
+        if getattr(own, name) is None:
+            raise InputError(f"--{name} is not set: name {what}")
+
+
+def _convert(own: argparse.Namespace, flags: list[str]) -> None:
+    _check(own)
+    # Here, so that --help is answered before torch is loaded.
+    from moe_parallel.platform.notices import hush_notices
+
+    hush_notices()
+
+    from moe_parallel.config import AoESelection, parse_command_line
+    from moe_parallel.convert.configuration import converted_config, left_out
+    from moe_parallel.convert.conversion import convert
+    from moe_parallel.convert.gate import GateOptions
+    from moe_parallel.convert.report import as_json, table
+    from moe_parallel.data.publish import write_published
+    from moe_parallel.training.checkpoint_folder import find_checkpoint
+    from moe_parallel.training.standalone import single_process, standalone_config
+
+    checkpoint = find_checkpoint(Path(own.load))
+    source = standalone_config([], load=str(checkpoint))
+    trained = parse_command_line(["--config", str(checkpoint / "config.yaml")])
+    target = converted_config(trained, own.to, own.save, flags)
+    gate = None
+    if isinstance(target.selection, AoESelection):
+        gate = GateOptions(
+            target.selection.aoe_low_rank_size,
+            own.svd == "weighted",
+            own.ranking_columns,
+            own.condition,
+        )
+    for option in left_out(trained, own.to):
+        print(f"{option}: left out, {own.to} has no such option")
+    with single_process(source) as groups:
+        done = convert(source, target, groups, gate, own.calibration_samples, print)
+    print(table(done, source.selection.choices_per_token, source.moe.num_experts))
+    facts = {"from": str(checkpoint), "to": own.to, "options": vars(own), "flags": flags}
+    write_published(Path(own.save) / "conversion.json", as_json(done, **facts))
+    print(f"saved {done.checkpoint}")
+    print(f"train on: --config {own.save}/config.yaml --load {own.save} --save ANOTHER")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
