@@ -110,7 +110,9 @@ class Stages:
     def _note(self, load: str, state: TrainingState) -> str:
         note = f"every expert starts as the dense layer of {load} at iteration {state.iteration}"
         change = change_by_upcycling(self.config)
-        return note if change is None else f"{note}; there the loss jumps, because {change}"
+        return (
+            note if change is None else f"{note}; the model computes something else then: {change}"
+        )
 
 
 def _kind(load: str) -> tuple[bool, int]:

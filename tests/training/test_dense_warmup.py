@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+import torch
 
 from moe_parallel.errors import InputError
 from moe_parallel.training.engine import Engine
@@ -140,6 +141,39 @@ def test_of_another_run_the_schedule_is_not_taken(run, tmp_path):
     _train([options | given])
     rates = [(iteration, rate) for iteration, _, _, rate, _ in _losses(tmp_path)]
     assert rates == [(11, 2e-2), (12, 2e-2)]
+
+
+LAYOUTS = {
+    "dp2": {},
+    "tp2-distributed": {"tensor_model_parallel_size": 2, "use_distributed_optimizer": True},
+    "tp2-ep2": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
+    | {"expert_tensor_parallel_size": 1, "sequence_parallel": True},
+    "etp2": {"expert_tensor_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+}
+
+
+def test_every_layout_warms_up_alike(tmp_path, data):
+    options = SMALL | data | {"moe_dense_warmup_percent": 50, "train_iters": 8, "lr": 1e-3}
+    _train([options | layout | {"save": tmp_path / name} for name, layout in LAYOUTS.items()])
+    losses = {name: [loss for _, loss, *_ in _losses(tmp_path / name)] for name in LAYOUTS}
+    for name in LAYOUTS:
+        assert losses[name] == pytest.approx(losses["dp2"], rel=1e-5), name
+
+
+def test_nothing_left_to_train_is_a_conversion(run, tmp_path):
+    options, folder = run
+    given = {"moe_use_upcycling": True, "load": folder / "dense", "save": tmp_path}
+    _train([options | given])
+    dense, experts = (
+        stored_tensors(place / f"iter_{ITERATIONS:07d}") for place in (folder / "dense", tmp_path)
+    )
+    w_o = dense["decoder.layers.0.mlp.linear_fc2.weight"]
+    (w_out,) = (
+        w for name, w in experts.items() if name.startswith("decoder.layers.0.mlp.experts.w_out")
+    )
+    for expert in w_out:
+        assert torch.equal(expert[: w_o.shape[1]], w_o.T)
 
 
 #: What is given beside a model of experts, and the one line that comes back.

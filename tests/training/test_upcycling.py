@@ -202,6 +202,8 @@ SAME = {
     "aoe": FULL_RANK,
     "aoe, K=1": FULL_RANK | {"moe_router_topk": 1},
     "lory": SYSTEMS["lory"],
+    "lory_prefix": SYSTEMS["lory"] | {"expert_selection": "lory_prefix"},
+    "smear": {"expert_selection": "smear"},
 }
 CHANGED = {
     "K=1": {"moe_router_topk": 1},
