@@ -1,0 +1,34 @@
+"""Top-p with p = 0.4 of 8 experts: how many a token takes, and what the dynamic loss does to it.
+
+A byte model of 2 layers; measured values are extremes over three seeds of the mean over layers.
+25 seconds of one core a seed.
+"""
+
+import pytest
+
+from tests.slow.small_runs import SEEDS, Layers, last_fifth, mean, train
+
+pytestmark = pytest.mark.slow
+
+TOP_P = {"expert_selection": "top_p", "num_layers": 2, "train_iters": 400}
+SYSTEMS = {
+    "1e-4": TOP_P,  # the default
+    "1e-2": TOP_P | {"moe_entropy_loss_coeff": 1e-2},
+    "1e-1": TOP_P | {"moe_entropy_loss_coeff": 1e-1, "train_iters": 150},
+}
+
+
+def count(layers: Layers) -> float:
+    """Experts per token, mean over layers."""
+    return sum(layer["experts_per_token"] for layer in layers) / len(layers)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_dynamic_loss_lowers_the_number_of_experts(seed, tmp_path):
+    records = train(tmp_path, SYSTEMS, seed)
+    late = {name: count(last_fifth(each)) for name, each in records.items()}
+    early = count(mean(records["1e-4"][:10]))
+    assert early > 3.0  # 3.35 to 3.44; equal probabilities would take 4
+    assert late["1e-4"] < early - 0.6  # 2.04 to 2.44: at least 1.00 less
+    assert late["1e-2"] < late["1e-4"] - 0.1  # 1.53 to 1.76: at least 0.29 less
+    assert late["1e-1"] < 1.7  # 1.07 to 1.34, in less than half of the steps
