@@ -63,6 +63,17 @@ class Config:
         return self.logging.eval_first_part or self.selection.first_part
 
     @property
+    def cautions(self) -> list[str]:
+        """What a user has to know of the losses that a run will report."""
+        found = [self.selection.caution] if self.selection.caution is not None else []
+        if self.moe.moe_expert_capacity_factor is not None:
+            found.append(
+                "which choices an over-full expert drops depends on the whole micro-batch, later "
+                "tokens too: where choices are dropped, losses are not the likelihood of the text"
+            )
+        return found
+
+    @property
     def virtual_stages(self) -> int | None:
         """Virtual pipeline stages on each pipeline rank; None: the plain schedule."""
         layers = self.parallel.num_layers_per_virtual_pipeline_stage

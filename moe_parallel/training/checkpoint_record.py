@@ -76,11 +76,14 @@ def _compare(
     configured: Mapping[str, object],
     remedy: str,
 ) -> None:
-    """Raises InputError that lists every value that differs."""
+    """Raises InputError that lists every value that differs.
+
+    A checkpoint may be older than an option and not name it; its tensors are compared later anyway.
+    """
     differing = [
-        f"{name} is {stored.get(name)} in the checkpoint and {value} here"
+        f"{name} is {stored[name]} in the checkpoint and {value} here"
         for name, value in configured.items()
-        if stored.get(name) != value
+        if name in stored and stored[name] != value
     ]
     if differing:
         raise InputError(f"--load {checkpoint}: {', '.join(differing)}; {remedy}")

@@ -70,8 +70,8 @@ def pretrain(config: Config, groups: Groups) -> int:
     resumed_from = None if config.checkpoint.load is None else stage.state.iteration
     with _telemetry(config, resumed_from) if dist.get_rank() == 0 else Telemetry() as telemetry:
         telemetry.say(_opening(config, groups, stage))
-        if config.selection.caution is not None:
-            telemetry.say(f"caution: {config.selection.caution}")
+        for caution in config.cautions:
+            telemetry.say(f"caution: {caution}")
         began = time.monotonic()
         loop = Loop(config, stage, text, datasets, telemetry, began)
         code = loop.train()

@@ -211,3 +211,16 @@ def test_no_number_is_without_a_rule() -> None:
     numbers = {name for name, option in known.items() if option.kind in (int, float)}
     ruled = {name for options, _, _ in [*BROKEN, *test_validate.BROKEN] for name in options}
     assert numbers - ruled - {"moe_dense_warmup_percent"} == set()  # tests/training/test_upcycling
+
+
+def test_what_makes_a_loss_no_likelihood_is_said() -> None:
+    def cautions(**options: Any) -> list[str]:
+        return make_config(VALID | options).cautions
+
+    assert cautions() == cautions(**AOE) == cautions(**TOP_P) == []
+    assert cautions(**LORY, lory_first_segment="uniform") == []
+    for options in (LORY, PREFIX, SMEAR, EXPERT_CHOICE, AOE_EXPERT_CHOICE, SEGMENTS):
+        assert len(cautions(**options)) == 1
+    (drops,) = cautions(moe_expert_capacity_factor=1.0)
+    assert "where choices are dropped, losses are not the likelihood" in drops
+    assert len(cautions(**EXPERT_CHOICE, moe_expert_capacity_factor=1.0)) == 2

@@ -1,5 +1,6 @@
 """Saves that are killed or fail, and checkpoints that cannot be loaded."""
 
+import json
 import os
 import re
 import resource
@@ -232,6 +233,14 @@ def test_paths_that_hold_no_checkpoint(checkpoint, tmp_path):
 
 def test_an_older_checkpoint_can_be_named(checkpoint):
     path = checkpoint / "iter_0000001"
+    assert run_distributed(2, _load_errors, [path]) == [[None], [None]]
+
+
+def test_a_checkpoint_may_be_older_than_an_option(checkpoint, tmp_path):
+    path = shutil.copytree(checkpoint / "iter_0000002", tmp_path / "iter_0000002")
+    record = json.loads((path / "checkpoint.json").read_text())
+    del record["fingerprint"]["heads"]
+    (path / "checkpoint.json").write_text(json.dumps(record))
     assert run_distributed(2, _load_errors, [path]) == [[None], [None]]
 
 

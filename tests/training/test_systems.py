@@ -154,7 +154,7 @@ def test_expert_choice_takes_equally_many_and_leaves_none_out_in_evaluations(run
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_loss_that_is_no_likelihood_is_said_to_be_none_once(runs, system):
-    caution = make_config(systems.options(system)).selection.caution
+    (caution,) = make_config(systems.options(system)).cautions or [None]
     for _, printed in runs[system]:
         assert printed.count("caution: ") == (caution is not None)
         if caution is not None:
