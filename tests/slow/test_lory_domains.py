@@ -23,7 +23,7 @@ from moe_parallel.training.engine import Engine
 from tests.distributed import run_distributed
 
 DOMAINS, VOCABULARY, LENGTH, SEGMENT = 8, 64, 128, 32
-STEPS, HELD_OUT, SEQUENCES = 400, 16, 8  # SEQUENCES: in a batch
+STEPS, HELD_OUT, SEQUENCES = 320, 16, 8  # SEQUENCES: in a batch
 
 SIZES = {
     "num_layers": 2,
@@ -121,9 +121,9 @@ def _after_first_segment(batches: list[Batch]) -> Iterator[Batch]:
 
 
 # Seen (seeds 0, 1, 2):
-#   similar  dense 2.504 2.605 2.388   lory 2.206 2.277 2.119
-#            prefix 2.369 2.434 2.255   segment-level expert choice 2.327 2.351 2.188
-#   random   dense 3.236 3.279 3.009   lory 3.225 3.265 2.983
+#   similar  dense 2.552 2.633 2.413   lory 2.258 2.337 2.167
+#            prefix 2.455 2.547 2.317   segment-level expert choice 2.374 2.444 2.270
+#   random   dense 3.269 3.260 3.123   lory 3.257 3.252 3.091
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_domains_are_divided_where_neighbours_are_similar(seed: int) -> None:
@@ -135,7 +135,7 @@ def test_domains_are_divided_where_neighbours_are_similar(seed: int) -> None:
         1, losses, seed, RANDOM, [DENSE, LORY], timeout=900
     )
     gain, gain_random = dense - lory, dense_random - lory_random
-    assert gain > 0.2  # 0.298, 0.328, 0.270
-    assert gain > 3 * gain_random  # 0.011, 0.014, 0.026
-    assert lory < prefix - 0.05  # 0.163, 0.156, 0.137 below
-    assert lory < choice - 0.02  # 0.121, 0.073, 0.069 below
+    assert gain > 0.2  # 0.294, 0.296, 0.246
+    assert gain > 3 * gain_random  # 0.012, 0.008, 0.032
+    assert lory < prefix - 0.05  # 0.197, 0.210, 0.150 below
+    assert lory < choice - 0.03  # 0.116, 0.107, 0.103 below
