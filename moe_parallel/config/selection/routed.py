@@ -97,3 +97,12 @@ class SegmentExpertChoiceSelection(ExpertsChoose, RoutedSelection):
     @property
     def first_part(self) -> int:
         return self.lory_segment_length
+
+    @property
+    def caution(self) -> str:
+        return (
+            "experts choose among all segments of a micro-batch, later ones too, and the first "
+            "segment is judged by its own mean, so the training loss is not the likelihood of the "
+            "text; in evaluations each segment chooses its experts: judge by the loss after the "
+            "first"
+        )
