@@ -59,8 +59,12 @@ class Config:
 
     @property
     def first_part(self) -> int | None:
-        """Tokens at the start of sequences that a second loss of evaluations leaves out."""
-        return self.logging.eval_first_part or self.selection.first_part
+        """Tokens at the start of sequences that a second loss of evaluations leaves out.
+
+        None: there is no such loss. A sequence of a single segment would leave nothing for it.
+        """
+        first = self.logging.eval_first_part or self.selection.first_part
+        return None if first is None or first >= self.training.seq_length else first
 
     @property
     def cautions(self) -> list[str]:

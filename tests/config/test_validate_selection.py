@@ -55,6 +55,13 @@ def test_valid(options: dict[str, Any], world: int) -> None:
     validate(make_config(VALID | options), world)
 
 
+def test_a_sequence_of_one_segment_has_nothing_after_the_first() -> None:
+    assert make_config(VALID | LORY).first_part == 4
+    assert make_config(VALID | LORY | {"lory_segment_length": 16}).first_part is None
+    assert make_config(VALID | LORY | {"eval_first_part": 6}).first_part == 6
+    assert make_config(VALID).first_part is None
+
+
 BROKEN: list[tuple[dict[str, Any], int, str]] = [
     # routers
     ({"moe_router_num_groups": 2}, 1, "--moe-router-group-topk is not set: .* together"),
