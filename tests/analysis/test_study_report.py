@@ -157,6 +157,23 @@ def test_notes_of_a_study_with_flaws(tmp_path: Path):
     assert list(page) == ["", "topk", "smear †", "dense"]
 
 
+def test_what_one_contender_has_alone_is_told_wherever_it_stood(tmp_path: Path):
+    study = make_study(
+        tmp_path / "study",
+        ["topk", "aoe", "dense"],
+        shared={"topk:weight_decay": 0.0, "aoe:aoe_gate": "all"},
+        overrides={"dense": {"lr": "1e-3"}},
+    )
+    for name in ("topk", "aoe", "dense"):
+        write_cell(study.cell(name, 1), short_run(4.0, 1.0))
+    said = "\n".join(notes(StudyResults.read(study)))
+    assert (
+        "different for topk: `--weight-decay 0.0`; aoe: `--aoe-gate all`; dense: `--lr 1e-3`."
+        in said
+    )
+    assert "none was tuned" not in said
+
+
 def test_a_study_without_a_finished_run(tmp_path: Path):
     with pytest.raises(InputError, match="holds no study"):
         write_report(StudyFolder(tmp_path))

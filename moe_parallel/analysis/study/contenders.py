@@ -45,13 +45,14 @@ class Contender:
     """One line of the comparison.
 
     `system`: a word of --expert-selection, or "dense". `overrides`: what --override gave it alone.
-    `options`: everything given to its runs.
+    `options`: everything given to its runs. `alone`: what only it was given, by file or --override.
     """
 
     name: str
     system: str
     overrides: Options
     options: Options
+    alone: Options
 
     @property
     def config(self) -> Config:
@@ -97,7 +98,7 @@ class SharedFile:
             make_config(own | alone)
         except InputError as error:
             raise InputError(f"contender {name}: {error}") from None
-        return Contender(name, system, overrides, own | alone)
+        return Contender(name, system, overrides, own | alone, alone)
 
     def _of_system(self, system: str) -> Options:
         """Without the options that only other systems have."""

@@ -82,14 +82,7 @@ def _parameters(study: StudyResults) -> str:
 def _options(study: StudyResults) -> list[str]:
     told = []
     for result in study.results:
-        shared = study.reference.contender.options
-        own = {
-            name: value
-            for name, value in result.contender.options.items()
-            if name in result.contender.overrides or (name in shared and shared[name] != value)
-        }
-        own.pop("expert_selection", None)
-        if own and not result.is_dense:
+        if own := result.contender.alone:
             words = " ".join(f"`{flag(name)} {value}`" for name, value in own.items())
             told.append(f"{result.name}: {words}")
     text = "Every contender has the options of the study's file"
