@@ -13,11 +13,7 @@ from typing import Any
 
 from megatron.core.utils import unwrap_model
 
-from moe_parallel.config import (
-    CheckpointConfig,
-    Config,
-    ParallelConfig,
-)
+from moe_parallel.config import Config, validate
 from moe_parallel.convert.calibration import draw_calibration
 from moe_parallel.convert.gate import GateOptions
 from moe_parallel.convert.to_aoe import ConvertedLayer, convert_layers
@@ -29,7 +25,7 @@ from moe_parallel.parallel import Groups
 from moe_parallel.training.checkpoint import TrainingState
 from moe_parallel.training.engine import Engine
 from moe_parallel.training.run import begin_run, open_checkpoints
-from moe_parallel.training.standalone import standalone_model
+from moe_parallel.training.standalone import on_one_process, standalone_model
 from moe_parallel.training.text import Text, open_text
 
 
@@ -63,12 +59,8 @@ def convert(
 
     Raises InputError.
     """
-    here = replace(
-        target,
-        parallel=ParallelConfig(),
-        training=replace(target.training, bf16=False),
-        checkpoint=CheckpointConfig(),
-    )
+    here = on_one_process(target)
+    validate(here, world_size=1)
     _check(source, gate)
     text = open_text(here)
     checkpoints = open_checkpoints(target, text.vocab_size, groups)  # refuses before the work

@@ -52,15 +52,19 @@ def standalone_config(
         config = str(find_checkpoint(Path(load)) / "config.yaml")
     if config is not None:
         arguments += ["--config", config]
-    given = parse_command_line(arguments)
-    alone = replace(
-        given,
-        parallel=ParallelConfig(),
-        training=replace(given.training, bf16=False),
-        checkpoint=CheckpointConfig(load=load),
-    )
+    alone = on_one_process(parse_command_line(arguments), load)
     validate(alone, world_size=1)
     return alone
+
+
+def on_one_process(config: Config, load: str | None = None) -> Config:
+    """The same without what concerns layout, precision and saving."""
+    return replace(
+        config,
+        parallel=ParallelConfig(),
+        training=replace(config.training, bf16=False),
+        checkpoint=CheckpointConfig(load=load),
+    )
 
 
 @contextmanager
