@@ -70,6 +70,12 @@ class Config:
     def cautions(self) -> list[str]:
         """What a user has to know of the losses that a run will report."""
         found = [self.selection.caution] if self.selection.caution is not None else []
+        segment, length = self.selection.first_part, self.training.seq_length
+        if segment is not None and segment >= length:
+            found.append(
+                f"sequences of --seq-length {length} are a single segment of --lory-segment-length "
+                f"{segment}: there is no loss after it, and the router learns nothing"
+            )
         if self.moe.moe_expert_capacity_factor is not None:
             found.append(
                 "which choices an over-full expert drops depends on the whole micro-batch, later "

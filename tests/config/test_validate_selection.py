@@ -62,6 +62,13 @@ def test_a_sequence_of_one_segment_has_nothing_after_the_first() -> None:
     assert make_config(VALID).first_part is None
 
 
+@pytest.mark.parametrize("system", [LORY, PREFIX, SEGMENTS])
+def test_a_single_segment_is_a_caution(system: dict[str, Any]) -> None:
+    said = "are a single segment of --lory-segment-length 16"
+    assert said in make_config(VALID | system | {"lory_segment_length": 16}).cautions[-1]
+    assert said not in "".join(make_config(VALID | system | {"lory_segment_length": 15}).cautions)
+
+
 BROKEN: list[tuple[dict[str, Any], int, str]] = [
     # routers
     ({"moe_router_num_groups": 2}, 1, "--moe-router-group-topk is not set: .* together"),
