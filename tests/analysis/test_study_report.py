@@ -174,6 +174,17 @@ def test_what_one_contender_has_alone_is_told_wherever_it_stood(tmp_path: Path):
     assert "none was tuned" not in said
 
 
+def test_a_capacity_is_a_caution_for_all_but_the_dense(tmp_path: Path):
+    study = make_study(
+        tmp_path / "study", ["topk", "aoe", "dense"], shared={"moe_expert_capacity_factor": 1.0}
+    )
+    for name in ("topk", "aoe", "dense"):
+        write_cell(study.cell(name, 1), short_run(4.0, 1.0))
+    results = StudyResults.read(study)
+    assert "topk, aoe: which choices an over-full expert drops" in "\n".join(notes(results))
+    assert list(rows(markdown(results), "Held-out text")) == ["", "topk †", "aoe †", "dense"]
+
+
 def test_a_study_without_a_finished_run(tmp_path: Path):
     with pytest.raises(InputError, match="holds no study"):
         write_report(StudyFolder(tmp_path))

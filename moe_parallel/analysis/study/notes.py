@@ -94,8 +94,8 @@ def _options(study: StudyResults) -> list[str]:
 def _cautions(study: StudyResults) -> list[str]:
     by_text: dict[str, list[str]] = {}
     for result in study.results:
-        if result.caution is not None:
-            by_text.setdefault(result.caution, []).append(result.name)
+        for caution in result.cautions:
+            by_text.setdefault(caution, []).append(result.name)
     return [f"{', '.join(names)}: {text}." for text, names in by_text.items()]
 
 

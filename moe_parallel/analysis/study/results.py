@@ -52,9 +52,9 @@ class Result:
         return self.contender.system == DENSE
 
     @property
-    def caution(self) -> str | None:
-        """What a reader has to know of this system's loss."""
-        return None if self.is_dense else self.contender.config.selection.caution
+    def cautions(self) -> list[str]:
+        """What a reader has to know of this contender's loss."""
+        return [] if self.is_dense else self.contender.config.cautions
 
     @cached_property
     def measures(self) -> dict[int, Measures]:
