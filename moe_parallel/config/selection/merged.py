@@ -24,8 +24,8 @@ class MergedSelection(ExpertSelection):
 
 
 @dataclass(frozen=True)
-class LorySelection(MergedSelection):
-    """Lory: the segment before decides how a segment's experts are merged (Zhong et al. 2024)."""
+class SegmentMergedSelection(MergedSelection):
+    """Experts are merged for whole segments, by the mean of an earlier one."""
 
     lory_segment_length: int = option(256, "tokens in a segment (T_s)")
     lory_first_segment: str = option(
@@ -33,12 +33,6 @@ class LorySelection(MergedSelection):
         "what merges the experts of the first segment: its own mean, without gradient, as in the "
         "paper, by which its tokens see later ones; or 1/n each (uniform)",
         choices=("own", "uniform"),
-    )
-    lory_inference: str = option(
-        "segment",
-        "in evaluations, route each segment as in training, or once, by the mean of the first "
-        "segment as the prompt",
-        choices=("segment", "prompt"),
     )
 
     @property
@@ -51,24 +45,20 @@ class LorySelection(MergedSelection):
 
 
 @dataclass(frozen=True)
-class LoryPrefixSelection(MergedSelection):
-    """The baseline of Lory, section 5.1: the first segment merges the experts of all."""
+class LorySelection(SegmentMergedSelection):
+    """Lory: the segment before decides how a segment's experts are merged (Zhong et al. 2024)."""
 
-    lory_segment_length: int = option(256, "tokens in a segment (T_s)")
-    lory_first_segment: str = option(
-        "own",
-        "what merges the experts of the first segment itself: its own mean, without gradient; or "
-        "1/n each (uniform)",
-        choices=("own", "uniform"),
+    lory_inference: str = option(
+        "segment",
+        "in evaluations, route each segment as in training, or once, by the mean of the first "
+        "segment as the prompt",
+        choices=("segment", "prompt"),
     )
 
-    @property
-    def first_part(self) -> int:
-        return self.lory_segment_length
 
-    @property
-    def caution(self) -> str | None:
-        return None if self.lory_first_segment == "uniform" else OWN_FIRST_SEGMENT
+@dataclass(frozen=True)
+class LoryPrefixSelection(SegmentMergedSelection):
+    """The baseline of Lory, section 5.1: the first segment merges the experts of all."""
 
 
 @dataclass(frozen=True)
