@@ -21,12 +21,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from moe_parallel.config.one_line_parser import OneLineParser
 from moe_parallel.errors import InputError
 
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our flags, and those of the training program."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -66,8 +67,8 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
 
 
 def main(arguments: list[str]) -> int:
-    own, flags = parse_arguments(arguments)
     try:
+        own, flags = parse_arguments(arguments)
         _convert(own, flags)
     except InputError as error:
         print(f"convert.py: {error}", file=sys.stderr)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from moe_parallel.config.one_line_parser import OneLineParser
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ EXACT_UP_TO = 100_000
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     summary, _, example = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=summary, epilog=example, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     files = parser.add_argument_group("files")

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from moe_parallel.config.one_line_parser import OneLineParser
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -35,8 +36,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--topk", metavar="K", type=int, help="experts per token (default: the checkpoint's K)"
     )
-    own, flags = parser.parse_known_args(arguments)
     try:
+        own, flags = parser.parse_known_args(arguments)
         if own.load is None:
             raise InputError("--load is not set: name a run, or one of its checkpoints")
         _probe(own, flags)

@@ -15,6 +15,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from moe_parallel.config.one_line_parser import OneLineParser
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -34,8 +35,8 @@ def main(arguments: list[str]) -> int:
         "--perturbations", metavar="N", type=int, default=32,
         help="how many tokens to perturb, each twice (default: 32)",
     )  # fmt: skip
-    own, flags = parser.parse_known_args(arguments)
     try:
+        own, flags = parser.parse_known_args(arguments)
         if own.perturbations < 1:
             raise InputError(f"--perturbations is {own.perturbations}: it must be at least 1")
         return _probe(own, flags)

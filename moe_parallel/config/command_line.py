@@ -6,7 +6,7 @@ import argparse
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from moe_parallel.config.config import (
     EXPERT_SELECTION,
@@ -16,6 +16,7 @@ from moe_parallel.config.config import (
     sections,
     selection_options,
 )
+from moe_parallel.config.one_line_parser import OneLineParser
 from moe_parallel.config.option import Option, as_typed, options
 from moe_parallel.errors import InputError
 
@@ -40,16 +41,12 @@ def parse_command_line(arguments: Sequence[str]) -> Config:
     return make_config(raw | given)
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse for --help and for cutting the line into words; errors are InputErrors."""
+class _Parser(OneLineParser):
+    """For --help and for cutting the line into words."""
 
     @property
     def flags(self) -> list[str]:
         return list(self._option_string_actions)
-
-    def error(self, message: str) -> NoReturn:
-        message = " ".join(message.split())[:300].removeprefix("argument ")
-        raise InputError(f"{message}; --help lists all flags")
 
 
 def _parser() -> _Parser:

@@ -152,6 +152,7 @@ def test_an_interruption_leaves_what_was_there(
         (["--seq-length", 0], "--seq-length 0 must be 1 or more"),
         (["--seq-length", 10**6], r"--seq-length 1000000 is longer than the text.*6169 tokens"),
         (["--neighbours", 0], "--neighbours 0 must be 1 or more"),
+        (["--neighbours", "few"], "--neighbours: invalid int value: 'few'; --help lists all"),
         (["--shard-size", -1], "--shard-size -1 must be 1 or more"),
         (["--probes", 0], "--probes 0 must be 1 or more"),
         (["--ngram", 0], "--ngram 0 must be 1 or more"),

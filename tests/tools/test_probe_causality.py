@@ -56,6 +56,7 @@ def test_a_checkpoint_of_two_ranks_is_probed_on_one(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--perturbations", "0"], "--perturbations is 0: it must be at least 1"),
+        (["--perturbations", "few"], "--perturbations: invalid int value: 'few'; --help lists"),
         (["--load", "nowhere"], "--load nowhere: there is no such folder"),
         (["--num-expert", "4"], "--num-expert is no flag"),
     ],

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from cell_runner import ROOT, CellRunner, StopRequest
 
@@ -39,6 +39,7 @@ from moe_parallel.analysis.study.notes import MOST_TOTALS_DIFFER, total_differen
 from moe_parallel.analysis.study.results import MEASURED, StudyResults
 from moe_parallel.analysis.study.table import parameter_table
 from moe_parallel.config import make_config, read_yaml, validate
+from moe_parallel.config.one_line_parser import OneLineParser
 from moe_parallel.config.option import flag
 from moe_parallel.errors import InputError
 
@@ -230,15 +231,8 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 600 else f"{seconds:.0f} s"
 
 
-class _Parser(argparse.ArgumentParser):
-    """Errors are InputErrors: one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message.removeprefix('argument ')}; --help lists all flags")
-
-
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = _Parser(
+    parser = OneLineParser(
         prog="compare_selection.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
