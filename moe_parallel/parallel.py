@@ -61,6 +61,18 @@ def initialize_groups(config: ParallelConfig, virtual_stages: int | None = None)
     )
 
 
+def destroy_groups() -> None:
+    """Undo `initialize_groups`, so that a process can make other groups. Collective.
+
+    Megatron-Core forgets its groups without ending them, and each has threads of its own.
+    """
+    parallel_state.destroy_model_parallel()
+    dist.barrier()  # nobody leaves a group that another still hears from
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
 def sum_over(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum of x over the ranks of a group; the gradient of each rank's x is that of the sum."""
     return x if group.size() == 1 else _SumOver.apply(x, group)

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moe_parallel.config import parse_command_line, validate
-from moe_parallel.parallel import initialize_groups
+from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.training.pretrain import pretrain
 from tests.data.small_text import small_bpe, words, write_texts
 from tests.distributed import PRELOADED
@@ -117,6 +117,7 @@ def pretrain_here(
         finally:
             parallel_state.destroy_model_parallel()
             destroy_num_microbatches_calculator()
+        destroy_groups()  # not after an error: the other ranks may be anywhere
         ends.append((code, printed.getvalue()))
     return ends
 

@@ -99,12 +99,10 @@ def _count(
     from moe_parallel.platform.notices import hush_notices
 
     hush_notices()
-
-    from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from moe_parallel.model.parameters import count_parameters
-    from moe_parallel.parallel import initialize_groups
+    from moe_parallel.parallel import destroy_groups, initialize_groups
     from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
 
     if not torch.cuda.is_available():
@@ -115,7 +113,7 @@ def _count(
         model_parallel_cuda_manual_seed(config.training.seed)
         return dataclasses.asdict(count_parameters(config, vocab_size, groups, experts_per_token))
     finally:
-        parallel_state.destroy_model_parallel()
+        destroy_groups()
         dist.destroy_process_group()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from moe_parallel.balancing.load import ExpertBias
@@ -59,7 +61,7 @@ def _routed_topk(selection: TopKSelection, bias_E: torch.Tensor | None) -> TopK:
         assert selection.moe_router_group_topk is not None
         groups = GroupLimit(selection.moe_router_num_groups, selection.moe_router_group_topk)
     if selection.moe_router_score_function == "sigmoid":
-        gate = topk.sigmoid_of_selected if k == 1 else topk.share_of_selected
+        gate = topk.sigmoid_of_selected if k == 1 else topk.sigmoid_share_of_selected
         return TopK(k, gate, topk.sigmoid_shares, torch.sigmoid, bias_E, groups)
     gate = topk.raw_probability if k == 1 else topk.softmax_of_selected
     # Logits rank as their softmax does; only a bias and sums over groups need the probabilities.
@@ -79,8 +81,8 @@ def _expert_choice(selection: ExpertsChoose) -> tuple[Rule, Rule]:
     by_probability = selection.moe_expert_choice_scores == "softmax"
     ranking = topk.softmax if by_probability else raw
     gate = topk.raw_probability if by_probability else topk.raw_score
-    # As many experts for each token as the experts took on average.
-    rules = ExpertChoice(factor, ranking), TopK(max(1, round(factor)), gate)
+    # As many experts for each token as the experts took on average, half upwards as they round.
+    rules = ExpertChoice(factor, ranking), TopK(max(1, math.floor(factor + 0.5)), gate)
     if isinstance(selection, SegmentExpertChoiceSelection):
         training, evaluation = rules
         length = selection.lory_segment_length

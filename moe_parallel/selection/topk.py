@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
@@ -18,8 +19,8 @@ def softmax(scores_TE: torch.Tensor) -> torch.Tensor:
 
 def sigmoid_shares(scores_TE: torch.Tensor) -> torch.Tensor:
     """Sigmoids divided by their sum over all E experts (DeepSeek-V3, section 2.1.2)."""
-    affinity_TE = torch.sigmoid(scores_TE)
-    return affinity_TE / affinity_TE.sum(dim=1, keepdim=True)
+    # In logarithms: where all scores are far below 0, every sigmoid rounds to 0.
+    return torch.softmax(F.logsigmoid(scores_TE), dim=1)
 
 
 # How the selected experts are weighed: (scores_TE, probabilities_TE, experts_TK) -> gates_TK.
@@ -47,12 +48,11 @@ def raw_score(
     return scores_TE.gather(1, experts_TK)
 
 
-def share_of_selected(
+def sigmoid_share_of_selected(
     scores_TE: torch.Tensor, probabilities_TE: torch.Tensor, experts_TK: torch.Tensor
 ) -> torch.Tensor:
-    """Probabilities divided by their sum over the selected (DeepSeek-V3, Eq. 13)."""
-    gates_TK = probabilities_TE.gather(1, experts_TK)
-    return gates_TK / gates_TK.sum(dim=1, keepdim=True)
+    """Sigmoids divided by their sum over the selected (DeepSeek-V3, Eq. 13)."""
+    return torch.softmax(F.logsigmoid(scores_TE.gather(1, experts_TK)), dim=1)
 
 
 def sigmoid_of_selected(

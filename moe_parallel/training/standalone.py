@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from moe_parallel.config import (
@@ -24,7 +23,7 @@ from moe_parallel.config import (
     validate,
 )
 from moe_parallel.model.gpt import build_model
-from moe_parallel.parallel import Groups, initialize_groups
+from moe_parallel.parallel import Groups, destroy_groups, initialize_groups
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
 from moe_parallel.platform.device import device
 from moe_parallel.telemetry.statistics import RoutingStatistics
@@ -79,7 +78,7 @@ def single_process(config: Config) -> Iterator[Groups]:
         model_parallel_cuda_manual_seed(config.training.seed)
         yield groups
     finally:
-        parallel_state.destroy_model_parallel()
+        destroy_groups()
         dist.destroy_process_group()
 
 

@@ -51,7 +51,7 @@ RULES = {
     "top-2": (TopK(2), partial(routing.top_k, k=2)),
     "all": (TopK(5), partial(routing.top_k, k=5)),
     "sigmoid": (
-        TopK(2, topk.share_of_selected, topk.sigmoid_shares, torch.sigmoid),
+        TopK(2, topk.sigmoid_share_of_selected, topk.sigmoid_shares, torch.sigmoid),
         partial(routing.top_k, k=2, score_function="sigmoid", rank_by="probabilities"),
     ),
     "top-p": (TopP(0.5), partial(routing.top_p, p=0.5)),

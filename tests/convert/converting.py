@@ -5,14 +5,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from moe_parallel.config import Config, ParallelConfig, parse_command_line
 from moe_parallel.convert.configuration import converted_config
 from moe_parallel.convert.conversion import Conversion, convert
 from moe_parallel.convert.gate import GateOptions
-from moe_parallel.parallel import Groups, initialize_groups
+from moe_parallel.parallel import Groups, destroy_groups, initialize_groups
 from moe_parallel.training.checkpoint_folder import find_checkpoint
 from moe_parallel.training.standalone import standalone_config
 from tests.program import Options, flags
@@ -26,7 +25,7 @@ def groups_of_one() -> Iterator[Groups]:
     try:
         yield groups
     finally:
-        parallel_state.destroy_model_parallel()
+        destroy_groups()
 
 
 def config_of(run: Path) -> Config:

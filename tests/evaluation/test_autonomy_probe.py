@@ -5,7 +5,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import nn
 
@@ -23,7 +22,7 @@ from moe_parallel.evaluation.autonomy_probe import (
     probing,
 )
 from moe_parallel.layers import RoutedLayer
-from moe_parallel.parallel import initialize_groups
+from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.top_p import TopP
 from moe_parallel.training.standalone import standalone_config, standalone_model
@@ -281,7 +280,7 @@ def _whole_models() -> dict[str, Any]:
         found["layer"] = (both - shared).numpy(), x_SBD.numpy()
     found["weights"] = {name: w.detach().numpy() for name, w in layer.named_parameters()}
     found["afterwards"] = logits()
-    parallel_state.destroy_model_parallel()
+    destroy_groups()
     return found
 
 

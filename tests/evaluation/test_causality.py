@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from moe_parallel.errors import InputError
@@ -18,7 +17,7 @@ from moe_parallel.evaluation.causality import (
     measure_influence,
     sample_places,
 )
-from moe_parallel.parallel import initialize_groups
+from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.training.standalone import standalone_config, standalone_model
 from tests.distributed import run_distributed
 from tests.program import flags
@@ -132,7 +131,7 @@ def measure_systems(systems: list[dict[str, Any]]) -> list[dict[str, Influence]]
             model.train(mode == "training")
             by_mode[mode] = measure_influence(logits_of_gpt(model), random_tokens(), VOCABULARY)
         found.append(by_mode)
-        parallel_state.destroy_model_parallel()
+        destroy_groups()
     return found
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.utils import unwrap_model
 from torch import distributed as dist
@@ -13,7 +12,7 @@ from torch import distributed as dist
 from moe_parallel.config import parse_command_line, validate
 from moe_parallel.data.datasets import texts
 from moe_parallel.evaluation.perplexity import Perplexity, evaluate
-from moe_parallel.parallel import initialize_groups
+from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.training.engine import Engine
 from moe_parallel.training.pretrain import seed_everything
 from moe_parallel.training.run import open_checkpoints
@@ -50,7 +49,7 @@ class _Model:
         self.config, self.groups = config, groups
 
     def close(self):
-        parallel_state.destroy_model_parallel()
+        destroy_groups()
         destroy_num_microbatches_calculator()
 
     def evaluate(self, domain, samples):

@@ -5,14 +5,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from megatron.core import parallel_state
 from torch import distributed as dist
 
 from moe_parallel.config import make_config
 from moe_parallel.experts.low_rank import LowRankExperts
 from moe_parallel.experts.swiglu import SwiGLUExperts
 from moe_parallel.ops import extension, select_backend
-from moe_parallel.parallel import Groups, initialize_groups
+from moe_parallel.parallel import Groups, destroy_groups, initialize_groups
 from tests.distributed import run_distributed
 from tests.layers.single import SingleRank
 from tests.oracles import layers as oracle
@@ -132,7 +131,7 @@ def _one_rank(kind: str, options: dict[str, int]) -> dict[str, Any]:
         },
     }
     dist.barrier()
-    parallel_state.destroy_model_parallel()
+    destroy_groups()
     return seen
 
 

@@ -5,12 +5,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_parallel.config import make_config
 from moe_parallel.experts.shared import OverlappedSharedExpert, SharedExpert
-from moe_parallel.parallel import initialize_groups
+from moe_parallel.parallel import destroy_groups, initialize_groups
 from tests.distributed import run_distributed
 from tests.oracles import layers as oracle
 from tests.oracles.routing import sigmoid
@@ -89,7 +88,7 @@ def _one_rank(tp: int, sequence_parallel: bool, weighed: bool, kind: type) -> di
         found["w"] = expert.w_gate_1D.grad[0]
         found["marked"] = torch.tensor(expert.w_gate_1D.sequence_parallel)
     torch.distributed.barrier()
-    parallel_state.destroy_model_parallel()
+    destroy_groups()
     return {name: tensor.detach().numpy() for name, tensor in found.items()}
 
 

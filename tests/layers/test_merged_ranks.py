@@ -5,13 +5,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from megatron.core import parallel_state
 from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moe_parallel.config import MergedSelection, make_config
-from moe_parallel.parallel import initialize_groups
+from moe_parallel.parallel import destroy_groups, initialize_groups
 from tests.distributed import run_distributed
 from tests.layers.test_merged import dropping, lory, prefix
 from tests.layers.whole_sequences import Arrays, build, close, direction, part, run, values
@@ -52,7 +51,7 @@ def _on_this_rank(selection: MergedSelection, given: Arrays, sequence_parallel: 
     shapes = {name: values.shape for name, values in wanted_parts.items() if name != "x"}
     assert shapes == {name: gradients[name].shape for name in shapes}
     dist.barrier()
-    parallel_state.destroy_model_parallel()
+    destroy_groups()
     return output, gradients, wire.carried, layers
 
 

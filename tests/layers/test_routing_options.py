@@ -7,12 +7,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import distributed as dist
 
 from moe_parallel.config import make_config
-from moe_parallel.parallel import initialize_groups
+from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.selection.tokens import Tokens
 from tests.distributed import run_distributed
 from tests.layers.cases import (
@@ -76,7 +75,7 @@ def _jittered() -> dict[str, Any]:
     outputs.append(run(layer, given, direction(JITTER))[0])
     rank = groups.tp.rank()
     dist.barrier()
-    parallel_state.destroy_model_parallel()
+    destroy_groups()
     scores = [choices.scores_TE.detach().numpy() for choices in seen]
     return {"rank": rank, "scores": scores, "outputs": outputs}
 

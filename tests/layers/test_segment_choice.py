@@ -6,11 +6,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from megatron.core import parallel_state
 from torch import distributed as dist
 
 from moe_parallel.config import SegmentExpertChoiceSelection, make_config
-from moe_parallel.parallel import initialize_groups
+from moe_parallel.parallel import destroy_groups, initialize_groups
 from tests.distributed import run_distributed
 from tests.layers.whole_sequences import (
     EXPERTS,
@@ -134,7 +133,7 @@ def _on_this_rank(given: Arrays, layout: dict[str, int], sequence_parallel: bool
         dist.all_reduce(torch.from_numpy(gradients["w_router_ED"]))
     layers = layer.context.statistics.training.reduced([None]).summaries()
     dist.barrier()
-    parallel_state.destroy_model_parallel()
+    destroy_groups()
     return output, gradients["x"], gradients["w_router_ED"], layers
 
 

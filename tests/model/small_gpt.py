@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy
 import torch
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.utils import unwrap_model
 
 from moe_parallel.config import Config, make_config, validate
-from moe_parallel.parallel import initialize_groups
+from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.training.checkpoint import Checkpointer, TrainingState
 from moe_parallel.training.engine import Engine
 
@@ -66,7 +65,7 @@ def save_start(options: Options, directory: Path, steps: int = 2) -> Path:
     state = TrainingState(steps, samples, samples * config.training.seq_length)
     checkpointer = _checkpointer(config, directory)
     path = checkpointer.save(state, engine.chunks, engine.optimizer, engine.scheduler)
-    parallel_state.destroy_model_parallel()
+    destroy_groups()
     return path
 
 
@@ -83,7 +82,7 @@ def train(options: Options, start: Path, steps: int = 5) -> Outcome:
     ]
     layers = engine.statistics.training.reduced([None]).summaries()
     pieces = weights_here(engine)
-    parallel_state.destroy_model_parallel()
+    destroy_groups()
     return Outcome(
         [state.iteration + step for step in range(1, steps + 1)],
         [result.learning_rate for result in results],
@@ -96,7 +95,7 @@ def train(options: Options, start: Path, steps: int = 5) -> Outcome:
 
 
 def build(config: Config) -> Engine:
-    """An engine on groups of its own; call parallel_state.destroy_model_parallel() afterwards."""
+    """An engine on groups of its own; call destroy_groups() afterwards."""
     validate(config, torch.distributed.get_world_size())
     groups = initialize_groups(config.parallel, config.virtual_stages)
     model_parallel_cuda_manual_seed(config.training.seed)
@@ -106,7 +105,7 @@ def build(config: Config) -> Engine:
 def initial_weights(options: Options) -> list[Piece]:
     """This rank's parts of the weights that a model of `options` starts with."""
     pieces = weights_here(build(make_config(SIZES | options)))
-    parallel_state.destroy_model_parallel()
+    destroy_groups()
     return pieces
 
 

@@ -58,7 +58,7 @@ def test_gates_of_all_experts_are_the_softmax_over_all():
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_sigmoid_gates(k):
     scores = _scores(9, 5)
-    gate = topk.sigmoid_of_selected if k == 1 else topk.share_of_selected
+    gate = topk.sigmoid_of_selected if k == 1 else topk.sigmoid_share_of_selected
     rule = TopK(k, gate, topk.sigmoid_shares, torch.sigmoid)
     choices = rule(torch.from_numpy(scores), TOKENS)
     for t, row in enumerate(scores.astype("float64")):
@@ -70,6 +70,18 @@ def test_sigmoid_gates(k):
         numpy.testing.assert_allclose(choices.gates_TK[t].numpy(), wanted, rtol=1e-5)
         shares = [value / sum(affinity) for value in affinity]
         numpy.testing.assert_allclose(choices.probabilities_TE[t].numpy(), shares, rtol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [-200.0, 200.0])
+def test_sigmoids_far_from_0_still_have_shares(offset):
+    scores = torch.tensor([[0.0, 1.0, 2.0]]) + offset
+    rule = TopK(2, topk.sigmoid_share_of_selected, topk.sigmoid_shares, torch.sigmoid)
+    choices = rule.of(scores, torch.tensor([[2, 1]]))
+    # Far below 0 a sigmoid is an exponential; far above it is 1.
+    weights = numpy.exp([0.0, 1.0, 2.0]) if offset < 0 else numpy.ones(3)
+    numpy.testing.assert_allclose(choices.probabilities_TE[0], weights / weights.sum(), rtol=1e-5)
+    gates = weights[[2, 1]] / weights[[2, 1]].sum()
+    numpy.testing.assert_allclose(choices.gates_TK[0], gates, rtol=1e-5)
 
 
 def test_a_bias_selects_and_never_weighs():

@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from moe_parallel.config import make_config
 from moe_parallel.model.forward import language_model_loss, run_micro_batches
-from moe_parallel.parallel import initialize_groups
+from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.training.engine import Engine
 from tests.distributed import run_distributed
 
@@ -109,7 +108,7 @@ def _loss(seed: int, system: dict[str, Any], batches: list[Batch]) -> float:
             forward_only=True,
         )
     loss, _ = engine.global_loss([report["sums"] for report in reported])
-    parallel_state.destroy_model_parallel()
+    destroy_groups()
     return loss
 
 

@@ -202,7 +202,7 @@ WRONG = {
     "not asked for": (
         {"load": "{}/dense"},
         "--load {}/dense/iter_0000010: --ffn-hidden-size is 32 in the checkpoint and 48 here, "
-        "--num-experts is None in the checkpoint and 4 here, .*; use the values of its "
+        "--num-experts is None in the checkpoint and 4 here; use the values of its "
         "config.yaml, or load another checkpoint",
     ),
     "another schedule in the same run": (

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.utils import unwrap_model
 
 from moe_parallel.config import make_config
-from moe_parallel.parallel import initialize_groups
+from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.training.checkpoint import Checkpointer, TrainingState
 from moe_parallel.training.engine import Engine
 
@@ -99,7 +98,7 @@ class TinyRun:
         self.iteration = 0
 
     def close(self) -> None:
-        parallel_state.destroy_model_parallel()
+        destroy_groups()
 
     def steps(self, number: int) -> list[tuple[float, float]]:
         """Train; returns (loss, gradient norm) of each step."""
