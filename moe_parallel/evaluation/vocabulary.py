@@ -1,0 +1,97 @@
+"""How many experts each item of the vocabulary takes (Huang et al. 2024, section 5.3).
+
+Where the number of experts varies, it says what a model finds hard. Shape suffixes: B sequences, S
+tokens of a sequence, T = S * B tokens, E experts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_parallel.layers import DispatchedLayer
+from moe_parallel.model.forward import Batch
+from moe_parallel.selection.choices import Choices, Rule
+from moe_parallel.selection.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class ItemCounts:
+    """What happened to each vocabulary item as a token that was read."""
+
+    tokens_V: torch.Tensor  # int64: how often it was
+    experts_V: torch.Tensor  # fp64: experts that were chosen for it, in a layer on average
+
+    def experts_per_token(self, at_least: int) -> list[tuple[int, int, float]]:
+        """(item, times, experts per token), most experts first.
+
+        Of the items that occur `at_least` times: the mean of few says little.
+        """
+        items = torch.nonzero(self.tokens_V >= max(1, at_least)).flatten().tolist()
+        found = [
+            (item, int(self.tokens_V[item]), float(self.experts_V[item] / self.tokens_V[item]))
+            for item in items
+        ]
+        return sorted(found, key=lambda row: (-row[2], row[0]))
+
+
+@torch.no_grad()
+def experts_of_items(model: Any, batches: Iterable[Batch], vocab_size: int) -> ItemCounts:
+    """Reads the batches as an evaluation does, and counts.
+
+    Args:
+        model: a whole GPT (Megatron-Core's) on one process; left in evaluation mode. Layers that
+            merge experts, and dense ones, count nothing.
+        batches: tokens, position_ids and loss_mask [B, S]; tokens after the last that counts in the
+            loss are left out.
+        vocab_size: of the tokenizer.
+    """
+    device = next(model.parameters()).device
+    tokens_V = torch.zeros(vocab_size, dtype=torch.int64, device=device)
+    experts_V = torch.zeros(vocab_size, dtype=torch.float64, device=device)
+    model.eval()
+    with _counting(model) as counts:
+        for batch in batches:
+            counts.clear()
+            items_BS = batch["tokens"].to(device)
+            model(items_BS, batch["position_ids"].to(device), None)
+            if not counts:
+                break
+            read_T = batch["loss_mask"].to(device).t().flatten() > 0  # layers have [S, B]
+            items_T = items_BS.t().flatten()[read_T]
+            experts_T = torch.stack(counts).double().mean(dim=0)[read_T]
+            tokens_V += torch.bincount(items_T, minlength=vocab_size)
+            experts_V.index_add_(0, items_T, experts_T)
+    return ItemCounts(tokens_V, experts_V)
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """A rule that notes how many experts it chose for each token."""
+
+    rule: Rule
+    counts: list[torch.Tensor]
+
+    def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
+        choices = self.rule(scores_TE, tokens)
+        self.counts.append((choices.experts_TK >= 0).sum(dim=1))
+        return choices
+
+
+@contextmanager
+def _counting(model: Any) -> Iterator[list[torch.Tensor]]:
+    """What each dispatching layer chose in an evaluation, [T] in order; its rule comes back."""
+    counts: list[torch.Tensor] = []
+    layers = [layer for layer in model.modules() if isinstance(layer, DispatchedLayer)]
+    rules = [layer.evaluation_rule for layer in layers]
+    for layer, rule in zip(layers, rules, strict=True):
+        layer.evaluation_rule = _Counted(rule, counts)
+    try:
+        yield counts
+    finally:
+        for layer, rule in zip(layers, rules, strict=True):
+            layer.evaluation_rule = rule

@@ -1,0 +1,103 @@
+"""Which vocabulary items take most experts, and which take fewest.
+
+    python tools/experts_of_items.py --load runs/my [--at-least 10000] [--items 100] [--samples N]
+
+Experts per token, in a layer on average, over held-out text (Huang et al. 2024, section 5.3, counts
+items that occur more than 10,000 times). Runs on one process, in fp32, whatever layout trained the
+model; nothing is changed or written. Takes every flag of pretrain_gpt_moe.py besides its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from typing import TYPE_CHECKING
+
+from moe_parallel.config.one_line_parser import OneLineParser
+from moe_parallel.errors import InputError
+
+if TYPE_CHECKING:
+    from moe_parallel.data.tokenizer import Tokenizer
+
+
+def main(arguments: list[str]) -> int:
+    parser = OneLineParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--load", metavar="RUN", help="a run, or one of its checkpoints")
+    parser.add_argument("--at-least", metavar="N", type=int, default=10_000, help="occurrences")
+    parser.add_argument("--items", metavar="N", type=int, default=100, help="at either end")
+    parser.add_argument("--samples", metavar="N", type=int, help="of each domain (default: all)")
+    try:
+        own, flags = parser.parse_known_args(arguments)
+        for name in ("at_least", "items", "samples"):
+            value = getattr(own, name)
+            if value is not None and value < 1:
+                raise InputError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
+        if own.load is None:
+            raise InputError("--load is not set: name a run, or one of its checkpoints")
+        _print_items(own, flags)
+    except InputError as error:
+        print(f"experts_of_items.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _print_items(own: argparse.Namespace, flags: list[str]) -> None:
+    # Here, so that --help is answered before torch is loaded.
+    from moe_parallel.platform.notices import hush_notices
+
+    hush_notices()
+
+    from moe_parallel.config import MergedSelection
+    from moe_parallel.data.sampler import evaluation_batches
+    from moe_parallel.evaluation.vocabulary import experts_of_items
+    from moe_parallel.training.standalone import (
+        single_process,
+        standalone_config,
+        standalone_model,
+    )
+    from moe_parallel.training.text import open_text
+
+    config = standalone_config(flags, load=own.load)
+    if config.moe.num_experts is None or isinstance(config.selection, MergedSelection):
+        raise InputError(f"--load {own.load}: no token of this model is sent to experts")
+    text = open_text(config)
+    with single_process(config) as groups:
+        model, _ = standalone_model(config, text.vocab_size, groups)
+        batches = itertools.chain.from_iterable(
+            evaluation_batches(
+                dataset,
+                samples=own.samples,
+                micro_batch_size=config.training.micro_batch_size,
+                data_parallel_rank=0,
+                data_parallel_size=1,
+            )
+            for dataset in text.datasets(config).valid.values()
+        )
+        counts = experts_of_items(model, batches, text.vocab_size)
+    rows = counts.experts_per_token(own.at_least)
+    if not rows:
+        raise InputError(
+            f"--at-least {own.at_least}: no item occurs that often; the most frequent one occurs "
+            f"{int(counts.tokens_V.max())} times"
+        )
+    total = float(counts.experts_V.sum() / counts.tokens_V.sum())
+    print(f"{total:.3f} experts per token; {len(rows)} items occur {own.at_least} times or more")
+    shown = rows if len(rows) <= 2 * own.items else [*rows[: own.items], *rows[-own.items :]]
+    for place, row in enumerate(shown):
+        if place == own.items and len(shown) < len(rows):
+            print("...")
+        print(_line(row, text.tokenizer))
+
+
+def _line(row: tuple[int, int, float], tokenizer: Tokenizer) -> str:
+    item, times, experts = row
+    return f"{experts:8.3f}  {times:>9,}  {tokenizer.detokenize([item])!r}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
