@@ -19,7 +19,6 @@ import argparse
 import dataclasses
 import json
 import sys
-from typing import NoReturn
 
 from moe_parallel.config import (
     Config,
@@ -28,6 +27,7 @@ from moe_parallel.config import (
     selection_name,
     validate,
 )
+from moe_parallel.config.one_line_parser import OneLineParser
 from moe_parallel.errors import InputError
 
 
@@ -49,15 +49,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    """Errors are InputErrors: one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message.removeprefix('argument ')}; --help lists the flags")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
         prog="count_parameters.py",
         usage="python tools/count_parameters.py --config FILE.yaml [--flag value ...]",
         description=__doc__,

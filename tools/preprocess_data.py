@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from moe_parallel.config.one_line_parser import OneLineParser
 from moe_parallel.data.jsonl import read_jsonl
 from moe_parallel.data.tokenizer import Tokenizer, build_tokenizer, train_byte_bpe
 from moe_parallel.errors import InputError
@@ -22,7 +23,7 @@ from moe_parallel.errors import InputError
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     summary, _, example = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=summary, epilog=example, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--input", type=Path, required=True, help="JSON lines, UTF-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from moe_parallel.config.config import Config
+from moe_parallel.config.model import MoEConfig
 from moe_parallel.config.option import flag, shown
 from moe_parallel.config.validate_selection import validate_selection
 from moe_parallel.config.validate_upcycling import validate_upcycling
@@ -147,10 +148,14 @@ def _experts(config: Config) -> None:
             f"--moe-layer-freq {moe.moe_layer_freq} leaves no MoE layer: for a dense model "
             "remove --num-experts"
         )
-    if moe.moe_pad_expert_input_to_capacity and moe.moe_expert_capacity_factor is None:
-        raise InputError(
-            "--moe-pad-expert-input-to-capacity needs a capacity: set --moe-expert-capacity-factor"
-        )
+    for name in (
+        "moe_pad_expert_input_to_capacity",
+        "moe_token_drop_policy",
+        "moe_capacity_counts_topk",
+    ):
+        changed = getattr(moe, name) != getattr(MoEConfig(), name)
+        if changed and moe.moe_expert_capacity_factor is None:
+            raise InputError(f"{flag(name)} needs a capacity: set --moe-expert-capacity-factor")
     validate_selection(config)
     validate_upcycling(config)
 

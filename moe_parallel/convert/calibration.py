@@ -47,10 +47,11 @@ def draw_calibration(
             "at least 1"
         )
     if samples + held_out > len(dataset):
+        most = max(n for n in range(len(dataset) + 1) if n + -(-n // 3) <= len(dataset))
+        fewer = f"draw at most {most}, or " if most else ""
         raise InputError(
             f"--calibration-samples is {samples}, and {held_out} more are held out, but the "
-            f"training text has {len(dataset)}: draw at most {len(dataset) * 3 // 4 - 1}, or name "
-            "more text by --data-path"
+            f"training text has {len(dataset)}: {fewer}name more text by --data-path"
         )
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randperm(len(dataset), generator=generator)[: samples + held_out].tolist()

@@ -124,6 +124,8 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
         1,
         "--moe-pad-expert-input-to-capacity needs a capacity: set --moe-expert-capacity-factor",
     ),
+    ({"moe_token_drop_policy": "position"}, 1, "--moe-token-drop-policy needs a capacity: set"),
+    ({"moe_capacity_counts_topk": False}, 1, "--moe-capacity-counts-topk needs a capacity: set"),
     # layout
     (
         {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},

@@ -5,17 +5,17 @@ python tools/study/report_study.py studies/first
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from moe_parallel.analysis.study.folder import StudyFolder
 from moe_parallel.analysis.study.report import write_report
+from moe_parallel.config.one_line_parser import OneLineParser
 from moe_parallel.errors import InputError
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = OneLineParser(description=__doc__.splitlines()[0])
     parser.add_argument("study", type=Path, help="the folder that --output named")
     try:
         print(write_report(StudyFolder(parser.parse_args(arguments).study)))
