@@ -1,5 +1,8 @@
 """Which device and which communication backend this host trains with."""
 
+import resource
+import sys
+
 import torch
 
 from moe_parallel.errors import InputError
@@ -12,6 +15,17 @@ def device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def peak_memory() -> int:
+    """The most memory that this process has held at once, in bytes.
+
+    Of tensors on the current CUDA device where there is one, else its resident set.
+    """
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024  # of getrusage
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def default_backend() -> str:

@@ -1,6 +1,7 @@
 """metrics.jsonl: the record of a run, a JSON object a line.
 
 Every logged iteration: iteration, lm_loss, grad_norm, learning_rate, tokens_per_second,
+peak_memory_bytes (so far, of the rank that has held most: on its GPU, or resident on the host),
 consumed_tokens, consumed_samples, elapsed_seconds (since this process began to train) and `layers`,
 the list of `RoutingTotals.summaries()`. On evaluations `validation`: {domain: {loss,
 bits_per_byte, layers}}, where `layers` says how that domain's text was routed, and, with

@@ -16,6 +16,7 @@ from moe_parallel.data.datasets import Datasets
 from moe_parallel.data.sampler import batches
 from moe_parallel.evaluation.perplexity import Perplexity, evaluate
 from moe_parallel.model.forward import Batch
+from moe_parallel.platform.device import peak_memory
 from moe_parallel.telemetry.sinks import Telemetry
 from moe_parallel.training.checkpoint import TrainingState
 from moe_parallel.training.checkpoint_folder import checkpoint_name
@@ -188,8 +189,15 @@ class Loop:
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,
             "tokens_per_second": interval.tokens / interval.seconds,
+            "peak_memory_bytes": self._peak_memory(),
             "layers": layers,
         }
+
+    def _peak_memory(self) -> int:
+        """Of the rank that has held most. Collective."""
+        most = torch.tensor(peak_memory(), device=self.engine.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
 
     def place(self) -> dict[str, Any]:
         """How far the run has come, as every record says it."""

@@ -30,7 +30,6 @@ ATTEMPT: dict[str, Any] = {
     "load_average": 0.25,
     "seconds": 60.0,
     "exit_code": 0,
-    "peak_rss_bytes": 512 * 2**20,
     "other_cores": 0.03,
 }
 TOKENS = 4 * 32  # of an iteration
@@ -119,6 +118,7 @@ def plausible_records(
             | {
                 "lm_loss": loss + noise.normal(0, 0.03),
                 "tokens_per_second": 9000 + noise.normal(0, 100),
+                "peak_memory_bytes": 512 * 2**20,
                 "layers": layers_at(done, 0.0),
             }
         )

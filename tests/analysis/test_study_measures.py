@@ -135,13 +135,14 @@ def test_differences_are_taken_seed_by_seed():
     assert paired_differences({4: {"x": 0.0}}, reference, "x") is None
 
 
-def test_a_resumed_run_has_each_iteration_once_and_the_peak_of_its_attempts(tmp_path: Path):
+def test_a_resumed_run_has_each_iteration_once_and_its_greatest_peak(tmp_path: Path):
     study = make_study(tmp_path / "study", ["topk"], seeds=[1])
     cell = study.cell("topk", 1)
     records = [training(20, 9.0, 5.0, []), training(20, 3.0, 5.0, []), training(40, 2.0, 6.0, [])]
     final = {"iteration": 40, "consumed_tokens": 1, "validation": {"code": {"loss": 2.0}}}
-    write_cell(cell, [*records, final], peak_rss_bytes=100)
-    cell.add_attempt({**cell.attempts()[0], "peak_rss_bytes": 300})
+    for record, peak in zip(records, (100, 300, 200), strict=True):
+        record["peak_memory_bytes"] = peak
+    write_cell(cell, [*records, final])
     (result,) = StudyResults.read(study).results
     assert [r["lm_loss"] for r in result.runs[1].history.training] == [3.0, 2.0]
-    assert result.measures[1]["peak_rss_bytes"] == 300
+    assert result.measures[1]["peak_memory_bytes"] == 300

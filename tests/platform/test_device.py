@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_parallel.errors import InputError
-from moe_parallel.platform.device import choose_backend, default_backend, device
+from moe_parallel.platform.device import choose_backend, default_backend, device, peak_memory
 
 
 @pytest.fixture
@@ -21,6 +21,20 @@ def cuda(monkeypatch):
 def test_without_cuda(no_cuda):
     assert device() == torch.device("cpu")
     assert default_backend() == choose_backend(None) == choose_backend("gloo") == "gloo"
+
+
+def test_peak_memory_grows_with_what_is_held(no_cuda):
+    before = peak_memory()
+    held = torch.ones(64 * 2**20)  # 256 MiB, written to
+    assert peak_memory() > max(before, held.numel() * 4)
+    after = peak_memory()
+    del held
+    assert peak_memory() >= after > 256 * 2**20
+
+
+def test_peak_memory_of_a_gpu(cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 123)
+    assert peak_memory() == 123
 
 
 def test_with_cuda(cuda):

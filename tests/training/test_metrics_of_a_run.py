@@ -65,6 +65,7 @@ def test_every_iteration_is_measured(records):
         assert record["consumed_tokens"] == number * TOKENS
         assert record["consumed_samples"] == number * SMALL["global_batch_size"]
         assert record["tokens_per_second"] > 0 and record["grad_norm"] > 0
+        assert record["peak_memory_bytes"] > 50 * 2**20  # torch alone takes more
     assert 4 < logged[0]["lm_loss"] < 8  # ln 300 = 5.7 when nothing is known
     assert logged[-1]["lm_loss"] < logged[0]["lm_loss"]
     assert max(r["learning_rate"] for r in logged) == SMALL["lr"]

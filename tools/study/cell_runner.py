@@ -91,8 +91,7 @@ class CellRunner:
                 start_new_session=True,  # the terminal's Ctrl-C is ours to pass on, once
             )  # fmt: skip
         with stop.watching(process):
-            # Of the process and those that it waited for (torchrun's ranks): CPU time summed, and
-            # the largest of their peaks.
+            # The CPU time of the process and of those that it waited for (torchrun's ranks).
             _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         seconds = time.monotonic() - begin
@@ -100,7 +99,6 @@ class CellRunner:
         measured = {
             "seconds": round(seconds, 1),
             "exit_code": process.returncode,
-            "peak_rss_bytes": usage.ru_maxrss * 1024,  # Linux counts in KiB
             "other_cores": round(max(0.0, others) / seconds, 3),
         }
         cell.add_attempt(facts | measured)

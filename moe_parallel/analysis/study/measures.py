@@ -11,6 +11,7 @@
     mutual_information               of expert and domain, nats, mean over layers, last evaluation
     tokens_per_second                median of the logged intervals, the first tenth left out
     consumed_tokens                  read in training
+    peak_memory_bytes                of the rank that held most: on its GPU, or resident on the host
 
 "The end" is the last tenth of the logged iterations. What a system does not tell has no entry.
 """
@@ -87,6 +88,8 @@ def _of_training(history: CellHistory) -> dict[str, float | None]:
         "consumed_tokens": history.training[-1]["consumed_tokens"],
         "dropped_share": _dropped_share(history),
     }
+    peaks = [r["peak_memory_bytes"] for r in history.training if "peak_memory_bytes" in r]
+    values["peak_memory_bytes"] = max(peaks, default=None)
     for name in ("ent_load", "ent_conf", "utilisation"):
         values[name] = _mean(_at_the_end(history, name))
     gaps = [gaps_G.sum() for gaps_G in _at_the_end(history, "max_minus_min_load")]

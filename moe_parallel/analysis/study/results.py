@@ -19,7 +19,7 @@ MEASURED = "experts_per_token"
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run. `measures`: see `measures.py`, and peak_rss_bytes where it was watched."""
+    """A finished run."""
 
     seed: int
     history: CellHistory
@@ -29,10 +29,7 @@ class Run:
     @classmethod
     def read(cls, cell: Cell) -> Run:
         history, attempts = CellHistory.from_records(cell.records()), cell.attempts()
-        numbers = measures(history)
-        if attempts:
-            numbers["peak_rss_bytes"] = max(attempt["peak_rss_bytes"] for attempt in attempts)
-        return cls(cell.seed, history, numbers, attempts)
+        return cls(cell.seed, history, measures(history), attempts)
 
 
 @dataclass(frozen=True)

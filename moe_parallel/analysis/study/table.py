@@ -152,7 +152,7 @@ def _minus_reference(study: StudyResults, result: Result, measure: str) -> Sprea
 
 
 def _costs(study: StudyResults) -> str:
-    heads = ["experts per token", "choices dropped", "tokens/s", "peak RSS, MiB"]
+    heads = ["experts per token", "choices dropped", "tokens/s", "peak memory, MiB"]
 
     def cells(result: Result) -> Row:
         of = result.spreads.get
@@ -161,7 +161,7 @@ def _costs(study: StudyResults) -> str:
             _plain(of("experts_per_token"), lambda value: f"{value:.2f}"),
             _plain(of("dropped_share"), lambda value: f"{value:.2%}"),
             _plain(of("tokens_per_second"), lambda value: f"{value:,.0f}"),
-            _plain(of("peak_rss_bytes"), lambda value: f"{value / 2**20:,.0f}"),
+            _plain(of("peak_memory_bytes"), lambda value: f"{value / 2**20:,.0f}"),
         ]
 
     rows = [[result.name, *cells(result)] for result in study.results]

@@ -291,7 +291,7 @@ def test_a_study_of_two_systems_and_two_seeds(tmp_path: Path):
     ]  # fmt: skip
     assert {cell["consumed_tokens"] for cell in cells} == {str(4 * 8 * 32)}
     assert len({cell["cycle/loss"] for cell in cells}) == 4
-    assert all(float(cell["peak_rss_bytes"]) > 100 * 2**20 for cell in cells)
+    assert all(float(cell["peak_memory_bytes"]) > 100 * 2**20 for cell in cells)
     for cell in study.cells(["topk", "aoe"], [1234, 1235]):
         (attempt,) = cell.attempts()
         assert attempt["exit_code"] == 0 and attempt["software"]["torch"]
