@@ -1,0 +1,72 @@
+"""The program: what it writes, and what it says about wrong flags."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import run_distributed
+from tests.program import SMALL, pretrain_here, small_data
+from tests.tools.test_probe_autonomy import ROOT
+from tools.generate import main
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "tools/generate.py", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Lory run that has learnt to count."""
+    folder = tmp_path_factory.mktemp("generated")
+    data = small_data(folder)
+    data["data_path"] = [folder / "cycle"]
+    options = SMALL | data | {"save": folder / "run", "expert_selection": "lory"}
+    options |= {"lory_segment_length": 8, "train_iters": 250}
+    run_distributed(1, pretrain_here, [options])
+    return folder / "run"
+
+
+def test_a_model_goes_on(trained: Path) -> None:
+    prompt = "zero one two three four"
+    for flags in ([], ["--lory-inference", "segment"]):
+        result = run(
+            *("--load", trained, "--prompt", prompt, "--tokens", 10, "--temperature", 0), *flags
+        )
+        assert (result.returncode, result.stderr) == (0, "")
+        assert result.stdout.startswith(prompt + " five six")
+
+
+def test_a_prompt_that_is_too_long(trained: Path) -> None:
+    result = run("--load", trained, "--prompt", "one two " * 40)
+    assert result.returncode == 2 and result.stdout == ""
+    assert "tokens, and the model reads --seq-length 32: shorten it" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--load is not set"),
+        (["--load", "x"], "--prompt is not set"),
+        (["--load", "x", "--prompt", "a", "--tokens", "0"], "--tokens is 0: it must be at least 1"),
+        (["--load", "x", "--prompt", "a", "--temperature", "-1"], "--temperature is -1.0"),
+        (["--load", "x", "--prompt", "a", "--temperature", "nan"], "--temperature is nan"),
+        (["--load", "nowhere", "--prompt", "a"], "--load nowhere: there is no such folder"),
+    ],
+)
+def test_wrong_input_is_one_line_and_code_2(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("generate.py: ") and message in said
+    assert said.count("\n") == 1

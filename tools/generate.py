@@ -1,0 +1,111 @@
+"""Let a trained model go on with a text.
+
+    python tools/generate.py --load runs/my --prompt "def read(self" [--tokens 100]
+
+Runs on one process, in fp32, whatever layout trained the model. A Lory model merges its experts
+once, by the mean of the prompt, for the prompt and all that follows; with --lory-inference segment
+it goes on as it was trained. Takes every flag of pretrain_gpt_moe.py besides its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from typing import TYPE_CHECKING
+
+from moe_parallel.config.one_line_parser import OneLineParser
+from moe_parallel.errors import InputError
+
+if TYPE_CHECKING:
+    from moe_parallel.config import Config
+
+
+def main(arguments: list[str]) -> int:
+    parser = OneLineParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--load", metavar="RUN", help="a run, or one of its checkpoints")
+    parser.add_argument("--prompt", metavar="TEXT", help="what the model goes on with")
+    parser.add_argument("--tokens", metavar="N", type=int, default=100, help="to write, at most")
+    parser.add_argument(
+        "--temperature", metavar="X", type=float, default=0.8, help="0: the likeliest token always"
+    )
+    try:
+        own, flags = parser.parse_known_args(arguments)
+        _check(own)
+        _write(own, flags)
+    except InputError as error:
+        print(f"generate.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _check(own: argparse.Namespace) -> None:
+    if own.load is None:
+        raise InputError("--load is not set: name a run, or one of its checkpoints")
+    if not own.prompt:
+        raise InputError("--prompt is not set: give some text to go on with")
+    if own.tokens < 1:
+        raise InputError(f"--tokens is {own.tokens}: it must be at least 1")
+    if not own.temperature >= 0:
+        raise InputError(f"--temperature is {own.temperature}: it must be at least 0")
+
+
+def _write(own: argparse.Namespace, flags: list[str]) -> None:
+    # Here, so that --help is answered before torch is loaded.
+    from moe_parallel.platform.notices import hush_notices
+
+    hush_notices()
+
+    import torch
+
+    from moe_parallel.evaluation.generation import generate
+    from moe_parallel.training.standalone import (
+        single_process,
+        standalone_config,
+        standalone_model,
+    )
+    from moe_parallel.training.text import open_text
+
+    config = standalone_config(flags, load=own.load)
+    text = open_text(config)
+    prompt = text.tokenizer.tokenize(own.prompt)
+    room = config.training.seq_length - len(prompt)
+    if room < 1:
+        raise InputError(
+            f"--prompt has {len(prompt)} tokens, and the model reads --seq-length "
+            f"{config.training.seq_length}: shorten it"
+        )
+    if "--lory-inference" not in flags:
+        config = _routed_by_the_prompt(config, len(prompt))
+    with single_process(config) as groups:
+        model, _ = standalone_model(config, text.vocab_size, groups)
+        generator = torch.Generator().manual_seed(config.training.seed)
+        tokens = generate(model, prompt, text.tokenizer.vocab_size, own.temperature, generator)
+        written = itertools.islice(tokens, min(own.tokens, room))
+        written = itertools.takewhile(lambda token: token != text.tokenizer.eod, written)
+        print(own.prompt + text.tokenizer.detokenize(list(written)))
+
+
+def _routed_by_the_prompt(config: Config, length: int) -> Config:
+    """Where segments are merged for: the prompt is the first segment, and decides for all."""
+    import dataclasses
+
+    from moe_parallel.config import LorySelection
+
+    if not isinstance(config.selection, LorySelection):
+        return config
+    selection = dataclasses.replace(
+        config.selection,
+        lory_segment_length=length,
+        lory_first_segment="own",
+        lory_inference="prompt",
+    )
+    return dataclasses.replace(config, selection=selection)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
