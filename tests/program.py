@@ -13,6 +13,7 @@ import io
 import itertools
 import multiprocessing
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -295,6 +296,9 @@ def _environment() -> dict[str, str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One below those that a system gives to connections, which would take it before torchrun."""
+    for port in random.sample(range(20_000, 30_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError("no port is free")
