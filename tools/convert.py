@@ -21,17 +21,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from moe_parallel.config.one_line_parser import OneLineParser
+from moe_parallel.config.one_line_parser import ToolParser
 from moe_parallel.errors import InputError
 
 
-def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our flags, and those of the training program."""
-    parser = OneLineParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def main(arguments: list[str]) -> int:
+    parser = ToolParser(__file__, __doc__)
     parser.add_argument("--to", metavar="aoe|topk", help="the new system")
     parser.add_argument("--load", metavar="RUN", help="a run, or one of its checkpoints")
     parser.add_argument("--save", metavar="RUN", help="a new folder")
@@ -63,17 +58,7 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
         help="with them, the first outweighs all others at most so many times; higher: ranks "
         "better; lower: W_up stays smaller (default 20)",
     )
-    return parser.parse_known_args(arguments)
-
-
-def main(arguments: list[str]) -> int:
-    try:
-        own, flags = parse_arguments(arguments)
-        _convert(own, flags)
-    except InputError as error:
-        print(f"convert.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return parser.run(arguments, _convert)
 
 
 def _check(own: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ import itertools
 import sys
 from typing import TYPE_CHECKING
 
-from moe_parallel.config.one_line_parser import OneLineParser
+from moe_parallel.config.one_line_parser import ToolParser, check_load
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
@@ -22,31 +22,25 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> int:
-    parser = OneLineParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ToolParser(__file__, __doc__)
     parser.add_argument("--load", metavar="RUN", help="a run, or one of its checkpoints")
     parser.add_argument("--at-least", metavar="N", type=int, default=10_000, help="occurrences")
     parser.add_argument("--items", metavar="N", type=int, default=100, help="at either end")
     parser.add_argument("--samples", metavar="N", type=int, help="of each domain (default: all)")
-    try:
-        own, flags = parser.parse_known_args(arguments)
-        for name in ("at_least", "items", "samples"):
-            value = getattr(own, name)
-            if value is not None and value < 1:
-                raise InputError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
-        if own.load is None:
-            raise InputError("--load is not set: name a run, or one of its checkpoints")
-        _print_items(own, flags)
-    except InputError as error:
-        print(f"experts_of_items.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return parser.run(arguments, _print_items)
+
+
+def _check(own: argparse.Namespace) -> None:
+    for name in ("at_least", "items", "samples"):
+        value = getattr(own, name)
+        if value is not None and value < 1:
+            raise InputError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
+    check_load(own.load)
 
 
 def _print_items(own: argparse.Namespace, flags: list[str]) -> None:
+    _check(own)
+
     # Here, so that --help is answered before torch is loaded.
     from moe_parallel.platform.notices import hush_notices
 

@@ -14,7 +14,7 @@ import itertools
 import sys
 from typing import TYPE_CHECKING
 
-from moe_parallel.config.one_line_parser import OneLineParser
+from moe_parallel.config.one_line_parser import ToolParser, check_load
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
@@ -22,30 +22,18 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> int:
-    parser = OneLineParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ToolParser(__file__, __doc__)
     parser.add_argument("--load", metavar="RUN", help="a run, or one of its checkpoints")
     parser.add_argument("--prompt", metavar="TEXT", help="what the model goes on with")
     parser.add_argument("--tokens", metavar="N", type=int, default=100, help="to write, at most")
     parser.add_argument(
         "--temperature", metavar="X", type=float, default=0.8, help="0: the likeliest token always"
     )
-    try:
-        own, flags = parser.parse_known_args(arguments)
-        _check(own)
-        _write(own, flags)
-    except InputError as error:
-        print(f"generate.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return parser.run(arguments, _write)
 
 
 def _check(own: argparse.Namespace) -> None:
-    if own.load is None:
-        raise InputError("--load is not set: name a run, or one of its checkpoints")
+    check_load(own.load)
     if not own.prompt:
         raise InputError("--prompt is not set: give some text to go on with")
     if own.tokens < 1:
@@ -55,6 +43,8 @@ def _check(own: argparse.Namespace) -> None:
 
 
 def _write(own: argparse.Namespace, flags: list[str]) -> None:
+    _check(own)
+
     # Here, so that --help is answered before torch is loaded.
     from moe_parallel.platform.notices import hush_notices
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from moe_parallel.config.one_line_parser import OneLineParser
+from moe_parallel.config.one_line_parser import ToolParser, check_load
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,28 +26,18 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> int:
-    parser = OneLineParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ToolParser(__file__, __doc__)
     parser.add_argument("--load", metavar="RUN", help="a run, or one of its checkpoints")
     parser.add_argument("--config", metavar="FILE.yaml", help="default: the checkpoint's own")
     parser.add_argument(
         "--topk", metavar="K", type=int, help="experts per token (default: the checkpoint's K)"
     )
-    try:
-        own, flags = parser.parse_known_args(arguments)
-        if own.load is None:
-            raise InputError("--load is not set: name a run, or one of its checkpoints")
-        _probe(own, flags)
-    except InputError as error:
-        print(f"probe_autonomy.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return parser.run(arguments, _probe)
 
 
 def _probe(own: argparse.Namespace, flags: list[str]) -> None:
+    check_load(own.load)
+
     # Here, so that --help is answered before torch is loaded.
     from moe_parallel.platform.notices import hush_notices
 

@@ -15,7 +15,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from moe_parallel.config.one_line_parser import OneLineParser
+from moe_parallel.config.one_line_parser import ToolParser
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,28 +24,20 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> int:
-    parser = OneLineParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ToolParser(__file__, __doc__)
     parser.add_argument("--config", metavar="FILE.yaml", help="probe this model as initialised")
     parser.add_argument("--load", metavar="RUN", help="probe this checkpoint")
     parser.add_argument(
         "--perturbations", metavar="N", type=int, default=32,
         help="how many tokens to perturb, each twice (default: 32)",
     )  # fmt: skip
-    try:
-        own, flags = parser.parse_known_args(arguments)
-        if own.perturbations < 1:
-            raise InputError(f"--perturbations is {own.perturbations}: it must be at least 1")
-        return _probe(own, flags)
-    except InputError as error:
-        print(f"probe_causality.py: {error}", file=sys.stderr)
-        return 2
+    return parser.run(arguments, _probe)
 
 
 def _probe(own: argparse.Namespace, flags: list[str]) -> int:
+    if own.perturbations < 1:
+        raise InputError(f"--perturbations is {own.perturbations}: it must be at least 1")
+
     # Here, so that --help is answered before torch is loaded.
     from moe_parallel.platform.notices import hush_notices
 

@@ -1,9 +1,7 @@
 """The program: its table, its exit codes and what it says about wrong flags."""
 
 import json
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,19 +9,9 @@ import pytest
 from moe_parallel.config import make_config
 from tests.distributed import run_distributed
 from tests.program import SMALL, pretrain_here, small_data
+from tests.tools.running import run_tool
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "tools/convert.py", *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+run = partial(run_tool, "convert.py")
 
 
 def test_a_model_is_converted_and_reported(tmp_path: Path) -> None:

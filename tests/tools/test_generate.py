@@ -1,27 +1,16 @@
 """The program: what it writes, and what it says about wrong flags."""
 
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.distributed import run_distributed
 from tests.program import SMALL, pretrain_here, small_data
-from tests.tools.test_probe_autonomy import ROOT
+from tests.tools.running import run_tool
 from tools.generate import main
 
-
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "tools/generate.py", *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+run = partial(run_tool, "generate.py")
 
 
 @pytest.fixture(scope="module")

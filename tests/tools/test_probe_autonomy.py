@@ -1,29 +1,17 @@
 """The program: its table, its exit codes and what it says about wrong flags."""
 
 import json
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.distributed import run_distributed
 from tests.program import SMALL, pretrain_here, small_data
+from tests.tools.running import run_tool
 from tools.probe_autonomy import main
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "tools/probe_autonomy.py", *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+run = partial(run_tool, "probe_autonomy.py")
 
 
 @pytest.fixture(scope="module")

@@ -1,31 +1,20 @@
 """The program: its verdicts, its exit codes and what it says about wrong flags."""
 
-import os
 import re
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.distributed import run_distributed
 from tests.program import AOE, SMALL, flags, pretrain_here, small_data
+from tests.tools.running import run_tool
 from tools.probe_causality import main
 
-ROOT = Path(__file__).resolve().parents[2]
+run = partial(run_tool, "probe_causality.py")
+
 
 MODEL = flags(SMALL | {"vocab_size": 60, "seq_length": 12})
-
-
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "tools/probe_causality.py", *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
 
 
 def test_a_model_that_drops_earlier_tokens_for_later_ones_is_not_causal() -> None:
