@@ -28,6 +28,12 @@ def option(default: Any, help: str, *, choices: tuple[str, ...] = (), weights: b
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def with_default(section: type, name: str, default: Any) -> Any:
+    """The option `name` of another section class, for a subclass that has another default."""
+    (field,) = (each for each in dataclasses.fields(section) if each.name == name)
+    return dataclasses.field(default=default, metadata=field.metadata)
+
+
 @dataclasses.dataclass(frozen=True)
 class Option:
     """One flag, as read from a dataclass field."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_parallel.config.option import option
+from moe_parallel.config.option import option, with_default
 from moe_parallel.config.selection.parts import (
     Balancing,
     BiasBalancing,
@@ -44,8 +44,9 @@ class AutonomousSelection(DispatchedSelection):
 class AoESelection(BiasBalancing, Balancing, FixedChoices, AutonomousSelection):
     """Autonomy-of-Experts: the K experts of greatest norm; there is no router."""
 
-    moe_router_bias_update_rate: float = option(
-        1e-2, "by how much a step moves that bias; norms differ by tenths"
+    # Norms differ by tenths, probabilities by hundredths.
+    moe_router_bias_update_rate: float = with_default(
+        BiasBalancing, "moe_router_bias_update_rate", 1e-2
     )
     aoe_gate: str = option(
         "selected",
@@ -59,7 +60,7 @@ class AoESelection(BiasBalancing, Balancing, FixedChoices, AutonomousSelection):
 class AoETopPSelection(DynamicChoices, Balancing, AutonomousSelection):
     """AoE, with as many experts as it takes for the softmax of norms to reach p."""
 
-    moe_top_p: float = option(0.6, "probability p that the chosen experts together reach")
+    moe_top_p: float = with_default(DynamicChoices, "moe_top_p", 0.6)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_parallel.config.option import option
+from moe_parallel.config.option import option, with_default
 from moe_parallel.config.selection.autonomous import aoe_wide_size
 from moe_parallel.config.selection.parts import (
     Balancing,
@@ -67,11 +67,8 @@ class TopKSelection(BiasBalancing, Balancing, FixedChoices, RoutedSelection):
 class TopPSelection(DynamicChoices, Balancing, RoutedSelection):
     """Dynamic routing: the fewest experts whose probabilities reach p (Huang et al. 2024)."""
 
-    moe_router_load_balancing_type: str = option(
-        "seq_aux_loss",
-        "over what f and P of the load-balancing loss are taken: a micro-batch (aux_loss), each "
-        "sequence (seq_aux_loss), or f over the global batch before (global_aux_loss)",
-        choices=("aux_loss", "seq_aux_loss", "global_aux_loss"),
+    moe_router_load_balancing_type: str = with_default(
+        Balancing, "moe_router_load_balancing_type", "seq_aux_loss"
     )
 
 
@@ -84,13 +81,12 @@ class ExpertChoiceSelection(ExpertsChoose, RoutedSelection):
 class SegmentExpertChoiceSelection(ExpertsChoose, RoutedSelection):
     """Each expert takes whole segments, by the mean of the segment before (Lory, section 5.3)."""
 
-    moe_expert_choice_capacity_factor: float = option(
-        1.0, "each expert takes round(factor * segments / n) segments"
+    # Of segments instead of tokens.
+    moe_expert_choice_capacity_factor: float = with_default(
+        ExpertsChoose, "moe_expert_choice_capacity_factor", 1.0
     )
-    moe_expert_choice_scores: str = option(
-        "softmax",
-        "what experts rank segments by and weigh them with: raw scores, or their softmax",
-        choices=("raw", "softmax"),
+    moe_expert_choice_scores: str = with_default(
+        ExpertsChoose, "moe_expert_choice_scores", "softmax"
     )
     lory_segment_length: int = option(256, "tokens in a segment (T_s)")
 
