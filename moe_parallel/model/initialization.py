@@ -32,10 +32,14 @@ def initialize_weights(model: Any, seed: int, std: float) -> None:
 def _normal(shard: ShardedTensor, seed: int, name: str) -> torch.Tensor:
     """A standard normal matrix of the last axes of the whole tensor, fixed by seed and name."""
     shape = shard.global_shape if len(shard.global_shape) == 2 else shard.global_shape[1:]
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator(shard.data.device)
-    generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.randn(shape, generator=generator, device=shard.data.device)
+    device = shard.data.device
+    return torch.randn(shape, generator=named_generator(f"{seed} {name}", device), device=device)
+
+
+def named_generator(name: str, device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator whose draws follow from a name: the same on every rank that gives it."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def _part(shard: ShardedTensor, whole: torch.Tensor, first_axis: int) -> torch.Tensor:

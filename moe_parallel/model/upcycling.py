@@ -16,7 +16,6 @@ low-rank size, W width of an expert (F or more), A and B axes of any matrix.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_parallel.config import AoESelection, Config, MergedSelection, TopKSelection
+from moe_parallel.model.initialization import named_generator
 
 
 def change_by_upcycling(config: Config) -> str | None:
@@ -127,8 +127,7 @@ class GateFactors:
         """Q_i [R, R] and m [R]."""
         assert self._roots is not None
         rank = len(self._roots[1])
-        digest = hashlib.sha256(f"{self._seed} frame {expert}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        generator = named_generator(f"{self._seed} frame {expert}")
         normal_RR = torch.randn(rank, rank, generator=generator, dtype=torch.float64)
         m_R = torch.logspace(-1, 1, rank, base=2.0, dtype=torch.float64)
         m_R /= m_R.square().mean().sqrt()
