@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -23,7 +24,11 @@ class Choices:
     probabilities_TE: torch.Tensor  # fp32, differentiable; scores as shares of 1
 
     def tokens_per_expert(self) -> torch.Tensor:
-        """How many tokens chose each expert: float32 [E]."""
+        """How many tokens chose each expert: float32 [E]; counted once, not to be changed."""
+        return self._tokens_per_expert_E
+
+    @cached_property
+    def _tokens_per_expert_E(self) -> torch.Tensor:
         return self._sum_by_expert(torch.ones_like(self.gates_TK))
 
     def gates_per_expert(self) -> torch.Tensor:
