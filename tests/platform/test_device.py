@@ -24,7 +24,7 @@ def test_without_cuda(no_cuda):
 
 
 def test_peak_memory_grows_with_what_is_held(no_cuda):
-    before = peak_memory()  # of this process since it began: tests before this one may have held more
+    before = peak_memory()  # since the process began: earlier tests may have held more
     held = torch.ones(before // 4 + 2**20)  # more than that, written to
     held_bytes = held.numel() * held.element_size()
     assert peak_memory() >= held_bytes > before
