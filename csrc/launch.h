@@ -26,8 +26,10 @@ inline ScalarType scalar_type_of(const char* name, const at::Tensor& tensor) {
       return ScalarType::kFloat64;
     case at::kBFloat16:
       return ScalarType::kBFloat16;
+    case at::kHalf:
+      return ScalarType::kFloat16;
     default:
-      TORCH_CHECK_TYPE(false, name, " must be float32, float64 or bfloat16, not ",
+      TORCH_CHECK_TYPE(false, name, " must be float32, float64, bfloat16 or float16, not ",
                        tensor.scalar_type());
   }
 }

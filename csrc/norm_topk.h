@@ -26,23 +26,40 @@ struct GroupNorms {
   int64_t rank;
 };
 
-// c[t, e, :] *= factors[t, e], in place.
-struct GroupScale {
-  ScalarType type;      // of c
-  void* c;              // [tokens, num_experts, rank]
-  const void* factors;  // [tokens, num_experts] in the type of sums
-  int64_t tokens;
-  int64_t num_experts;
-  int64_t rank;
-};
-
-// experts[t, :] = the k largest of norms[t, :], by falling norm, ties to the lower index.
+// experts[t, :] = the k largest of norms[t, :] + bias, by falling rank, ties to the lower index.
 struct SelectTopK {
-  ScalarType type;    // of norms: float or double
+  ScalarType type;    // of norms and bias: float or double
   const void* norms;  // [tokens, num_experts]
+  const void* bias;   // [num_experts]; null: none
   int64_t* experts;   // [tokens, k]
   int64_t tokens;
   int64_t num_experts;
+  int64_t k;
+};
+
+// kept[t, j, :] = c[t, experts[t, j], :]
+struct KeepChosen {
+  const void* c;           // [tokens, num_experts, row_bytes]
+  const int64_t* experts;  // [tokens, k]
+  void* kept;              // [tokens, k, row_bytes]
+  int64_t tokens;
+  int64_t num_experts;
+  int64_t k;
+  int64_t row_bytes;
+};
+
+// dc[t, e, :] = factors[t, e] * c[t, e, :], plus dkept[t, j, :] where experts[t, j] is e.
+// dc may be c.
+struct NormGradient {
+  ScalarType type;         // of c, dkept and dc
+  const void* c;           // [tokens, num_experts, rank]
+  const void* factors;     // [tokens, num_experts] in the type of sums
+  const int64_t* experts;  // [tokens, k]; null with dkept
+  const void* dkept;       // [tokens, k, rank]; null: none
+  void* dc;                // [tokens, num_experts, rank]
+  int64_t tokens;
+  int64_t num_experts;
+  int64_t rank;
   int64_t k;
 };
 
@@ -59,25 +76,29 @@ MOE_PARALLEL_HOST_DEVICE inline bool ranks_before(Norm p, int64_t p_index, Norm 
 
 // Each choice is the first in that order among those that rank behind the one before.
 template <class Norm>
-MOE_PARALLEL_HOST_DEVICE inline void select_topk(const Norm* norms, int64_t num_experts, int64_t k,
-                                                 int64_t* chosen) {
+MOE_PARALLEL_HOST_DEVICE inline void select_topk(const Norm* norms, const Norm* bias,
+                                                 int64_t num_experts, int64_t k, int64_t* chosen) {
+  const auto score = [&](int64_t e) { return bias ? norms[e] + bias[e] : norms[e]; };
   for (int64_t j = 0; j < k; ++j) {
     int64_t best = -1;
     for (int64_t e = 0; e < num_experts; ++e) {
-      const bool is_left = j == 0 || ranks_before(norms[chosen[j - 1]], chosen[j - 1], norms[e], e);
-      if (is_left && (best < 0 || ranks_before(norms[e], e, norms[best], best))) best = e;
+      const bool is_left =
+          j == 0 || ranks_before(score(chosen[j - 1]), chosen[j - 1], score(e), e);
+      if (is_left && (best < 0 || ranks_before(score(e), e, score(best), best))) best = e;
     }
     chosen[j] = best;
   }
 }
 
 void run_on_cpu(const GroupNorms& task);
-void run_on_cpu(const GroupScale& task);
 void run_on_cpu(const SelectTopK& task);
+void run_on_cpu(const KeepChosen& task);
+void run_on_cpu(const NormGradient& task);
 #ifdef MOE_PARALLEL_CUDA
 void run_on_cuda(const GroupNorms& task, cudaStream_t stream);
-void run_on_cuda(const GroupScale& task, cudaStream_t stream);
 void run_on_cuda(const SelectTopK& task, cudaStream_t stream);
+void run_on_cuda(const KeepChosen& task, cudaStream_t stream);
+void run_on_cuda(const NormGradient& task, cudaStream_t stream);
 #endif
 
 }  // namespace moe_parallel

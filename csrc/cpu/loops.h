@@ -3,6 +3,7 @@
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>
+#include <c10/util/Half.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -28,6 +29,8 @@ void with_scalar(ScalarType type, const Body& body) {
       return body(double{});
     case ScalarType::kBFloat16:
       return body(c10::BFloat16{});
+    case ScalarType::kFloat16:
+      return body(c10::Half{});
   }
 }
 
@@ -67,6 +70,12 @@ void add_scaled(const Scalar* x, sum_t<Scalar> factor, sum_t<Scalar>* sum, int64
   for (int64_t i = 0; i < size; ++i) {
     sum[i] += factor * static_cast<sum_t<Scalar>>(x[i]);
   }
+}
+
+// y[i] = sum[i], rounded.
+template <class Scalar>
+void round_to(const sum_t<Scalar>* sum, Scalar* y, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) y[i] = static_cast<Scalar>(sum[i]);
 }
 
 }  // namespace moe_parallel
