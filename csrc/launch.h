@@ -49,6 +49,17 @@ inline void check_index(const char* name, const at::Tensor& tensor, int64_t dim)
                    tensor.scalar_type());
 }
 
+inline void check_same_type(const char* name, const at::Tensor& tensor, const char* other_name,
+                            const at::Tensor& other) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == other.scalar_type(), name, " is ", tensor.scalar_type(),
+                   ", ", other_name, " is ", other.scalar_type());
+}
+
+inline void check_sizes(const char* name, const at::Tensor& tensor, at::IntArrayRef wanted) {
+  TORCH_CHECK_VALUE(tensor.sizes() == wanted, name, " must have shape ", wanted, ", not ",
+                    tensor.sizes());
+}
+
 // Kernels follow raw pointers, so all of them must lead to one device.
 inline void check_together(const at::Tensor& first, at::TensorList others) {
   for (const auto& other : others) {
@@ -74,12 +85,15 @@ void launch(const at::Tensor& where, const Task& task) {
 
 }  // namespace moe_parallel
 
-// Registers one function for every device that this build has kernels for.
+// Declares the operator `name schema`, implemented by one function on every device that this build
+// has kernels for. It stands at the end of the file that has the function.
 #ifdef MOE_PARALLEL_CUDA
-#define MOE_PARALLEL_IMPLEMENT(name, function)                                   \
+#define MOE_PARALLEL_OPERATOR(name, schema, function)                            \
+  TORCH_LIBRARY_FRAGMENT(moe_parallel, m) { m.def(name schema); }                \
   TORCH_LIBRARY_IMPL(moe_parallel, CPU, m) { m.impl(name, TORCH_FN(function)); } \
   TORCH_LIBRARY_IMPL(moe_parallel, CUDA, m) { m.impl(name, TORCH_FN(function)); }
 #else
-#define MOE_PARALLEL_IMPLEMENT(name, function) \
+#define MOE_PARALLEL_OPERATOR(name, schema, function)             \
+  TORCH_LIBRARY_FRAGMENT(moe_parallel, m) { m.def(name schema); } \
   TORCH_LIBRARY_IMPL(moe_parallel, CPU, m) { m.impl(name, TORCH_FN(function)); }
 #endif

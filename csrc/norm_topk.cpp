@@ -1,13 +1,16 @@
-// AoE's selection. The products C = x W are never kept: they are made tile by tile of tokens,
-// once for the norms and once more for the gradient.
+// AoE's selection. The products C = x W of all experts are made tile by tile of tokens; what is
+// kept of them is asked for: those of the chosen experts, or all, which spares the backward pass
+// from making them again.
 #include "norm_topk.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <optional>
 #include <tuple>
 
 #include "launch.h"
@@ -24,8 +27,7 @@ void check_product(const at::Tensor& x, const at::Tensor& w) {
   TORCH_CHECK_VALUE(w.size(1) == x.size(1), "x has ", x.size(1), " columns, but w takes ",
                     w.size(1));
   check_together(x, {w});
-  TORCH_CHECK_TYPE(w.scalar_type() == x.scalar_type(), "x is ", x.scalar_type(), ", w is ",
-                   w.scalar_type());
+  check_same_type("w", w, "x", x);
 }
 
 // All experts' matrices side by side: [E, D, R] -> [D, E R].
@@ -33,83 +35,151 @@ at::Tensor concatenate(const at::Tensor& w) {
   return w.permute({1, 0, 2}).reshape({w.size(1), w.size(0) * w.size(2)});
 }
 
-// body(first, tokens, c) for every tile, with c = x[tile] w_cat in a buffer that is used again.
+// body(first, tokens) for every tile.
 template <class Body>
-void for_each_tile(const at::Tensor& x, const at::Tensor& w_cat, const Body& body) {
-  const int64_t token_bytes = std::max<int64_t>(w_cat.size(1) * w_cat.element_size(), 1);
-  const int64_t tile =
-      std::min(std::max(kTileBytes / token_bytes, kTileMinTokens), std::max<int64_t>(x.size(0), 1));
-  auto buffer = x.new_empty({tile, w_cat.size(1)});
+void for_each_tile(const at::Tensor& x, int64_t columns, const Body& body) {
+  const int64_t token_bytes = std::max<int64_t>(columns * x.element_size(), 1);
+  const int64_t tile = std::max(kTileBytes / token_bytes, kTileMinTokens);
   for (int64_t first = 0; first < x.size(0); first += tile) {
-    const int64_t tokens = std::min(tile, x.size(0) - first);
-    auto c = buffer.narrow(0, 0, tokens);
-    at::mm_out(c, x.narrow(0, first, tokens), w_cat);
-    body(first, tokens, c);
+    body(first, std::min(tile, x.size(0) - first));
   }
 }
 
+// Tiles in memory that is used again.
+class Scratch {
+ public:
+  Scratch(const at::Tensor& like, int64_t columns) : like_(like), columns_(columns) {}
+
+  at::Tensor rows(int64_t count) {
+    if (!buffer_.defined()) buffer_ = like_.new_empty({count, columns_});  // the first is largest
+    return buffer_.narrow(0, 0, count);
+  }
+
+ private:
+  at::Tensor like_, buffer_;
+  int64_t columns_;
+};
+
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor> norm_topk(const at::Tensor& x, const at::Tensor& w, int64_t k) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_topk(
+    const at::Tensor& x, const at::Tensor& w, int64_t k, const std::optional<at::Tensor>& bias,
+    bool keep_chosen, bool keep_all) {
   check_product(x, w);
-  const int64_t num_experts = w.size(0);
+  const int64_t num_experts = w.size(0), rank = w.size(2);
   TORCH_CHECK_VALUE(1 <= k && k <= num_experts, "k must lie in 1..", num_experts,
                     " (the number of experts), not ", k);
+  at::Tensor bias_1d;
+  if (bias) {
+    check_together(x, {*bias});
+    check_sizes("bias", *bias, {num_experts});
+    bias_1d = bias->to(sum_type_of(x)).contiguous();
+  }
 
   const auto norms = at::empty({x.size(0), num_experts}, x.options().dtype(sum_type_of(x)));
-  for_each_tile(x, concatenate(w), [&](int64_t first, int64_t tokens, const at::Tensor& c) {
+  auto experts = at::empty({x.size(0), k}, x.options().dtype(at::kLong));
+  auto chosen = x.new_empty({keep_chosen ? x.size(0) : 0, k, rank});
+  auto all = x.new_empty({keep_all ? x.size(0) : 0, num_experts, rank});
+  const auto w_cat = concatenate(w);
+  Scratch scratch(x, w_cat.size(1));
+  for_each_tile(x, w_cat.size(1), [&](int64_t first, int64_t tokens) {
+    auto c = keep_all ? all.narrow(0, first, tokens).flatten(1) : scratch.rows(tokens);
+    at::mm_out(c, x.narrow(0, first, tokens), w_cat);
+    const auto tile_norms = norms.narrow(0, first, tokens);
+    const auto tile_experts = experts.narrow(0, first, tokens);
     launch(x, GroupNorms{.type = scalar_type_of("x", x),
                          .c = c.const_data_ptr(),
-                         .norms = norms.narrow(0, first, tokens).mutable_data_ptr(),
+                         .norms = tile_norms.mutable_data_ptr(),
                          .tokens = tokens,
                          .num_experts = num_experts,
-                         .rank = w.size(2)});
+                         .rank = rank});
+    launch(x, SelectTopK{.type = scalar_type_of("norms", norms),
+                         .norms = tile_norms.const_data_ptr(),
+                         .bias = bias ? bias_1d.const_data_ptr() : nullptr,
+                         .experts = tile_experts.mutable_data_ptr<int64_t>(),
+                         .tokens = tokens,
+                         .num_experts = num_experts,
+                         .k = k});
+    if (!keep_chosen) return;
+    launch(x, KeepChosen{.c = c.const_data_ptr(),
+                         .experts = tile_experts.const_data_ptr<int64_t>(),
+                         .kept = chosen.narrow(0, first, tokens).mutable_data_ptr(),
+                         .tokens = tokens,
+                         .num_experts = num_experts,
+                         .k = k,
+                         .row_bytes = rank * static_cast<int64_t>(x.element_size())});
   });
-  auto experts = at::empty({x.size(0), k}, x.options().dtype(at::kLong));
-  launch(x, SelectTopK{.type = scalar_type_of("norms", norms),
-                       .norms = norms.const_data_ptr(),
-                       .experts = experts.mutable_data_ptr<int64_t>(),
-                       .tokens = x.size(0),
-                       .num_experts = num_experts,
-                       .k = k});
-  return {norms, experts};
+  return {norms, experts, chosen, all};
 }
 
-// dC[t, e] = dnorms[t, e] / norms[t, e] * C[t, e], and 0 where the norm is 0.
-std::tuple<at::Tensor, at::Tensor> norm_topk_backward(const at::Tensor& dnorms, const at::Tensor& x,
-                                                      const at::Tensor& w,
-                                                      const at::Tensor& norms) {
+// dC[t, e] = dnorms[t, e] / norms[t, e] * C[t, e] (0 where the norm is 0), and for the chosen the
+// gradient that reached their C by itself. `all` is C of all experts, or empty: made again.
+std::tuple<at::Tensor, at::Tensor> norm_topk_backward(const at::Tensor& dnorms,
+                                                      const std::optional<at::Tensor>& dchosen,
+                                                      const at::Tensor& x, const at::Tensor& w,
+                                                      const at::Tensor& norms,
+                                                      const at::Tensor& experts,
+                                                      const at::Tensor& all) {
   check_product(x, w);
-  check_together(x, {dnorms, norms});
-  TORCH_CHECK_VALUE(dnorms.sizes() == norms.sizes(), "dnorms have shape ", dnorms.sizes(),
-                    ", norms ", norms.sizes());
+  const int64_t num_experts = w.size(0), rank = w.size(2);
+  check_together(x, {dnorms, norms, experts, all});
+  check_sizes("norms", norms, {x.size(0), num_experts});
+  check_sizes("dnorms", dnorms, norms.sizes());
+  check_index("experts", experts, 2);
+  check_same_type("all", all, "x", x);
+  const bool kept_all = all.numel() > 0;
+  if (kept_all) check_sizes("all", all, {x.size(0), num_experts, rank});
+  at::Tensor dchosen_3d;
+  if (dchosen) {
+    check_together(x, {*dchosen});
+    check_sizes("dchosen", *dchosen, {x.size(0), experts.size(1), rank});
+    check_same_type("dchosen", *dchosen, "x", x);
+    dchosen_3d = dchosen->contiguous();
+  }
 
   const auto factors = (dnorms / norms).masked_fill_(norms == 0, 0).to(sum_type_of(x)).contiguous();
   const auto w_cat = concatenate(w);
+  const auto experts_2d = experts.contiguous(), all_3d = all.contiguous();
   auto dx = at::empty(x.sizes(), x.options());
   // Tiles add up in the type of sums, so that bf16 is rounded to once.
   auto dw_cat = at::zeros(w_cat.sizes(), w.options().dtype(sum_type_of(w)));
-  for_each_tile(x, w_cat, [&](int64_t first, int64_t tokens, const at::Tensor& c) {
-    launch(x, GroupScale{.type = scalar_type_of("x", x),
-                         .c = c.mutable_data_ptr(),
-                         .factors = factors.narrow(0, first, tokens).const_data_ptr(),
-                         .tokens = tokens,
-                         .num_experts = w.size(0),
-                         .rank = w.size(2)});
+  Scratch scratch(x, w_cat.size(1));
+  for_each_tile(x, w_cat.size(1), [&](int64_t first, int64_t tokens) {
+    const auto x_tile = x.narrow(0, first, tokens);
+    auto dc = scratch.rows(tokens);
+    if (!kept_all) at::mm_out(dc, x_tile, w_cat);
+    const auto tile_of = [&](const at::Tensor& tensor) {
+      return tensor.narrow(0, first, tokens).const_data_ptr();
+    };
+    launch(x, NormGradient{.type = scalar_type_of("x", x),
+                           .c = kept_all ? tile_of(all_3d) : dc.const_data_ptr(),
+                           .factors = tile_of(factors),
+                           .experts = static_cast<const int64_t*>(tile_of(experts_2d)),
+                           .dkept = dchosen ? tile_of(dchosen_3d) : nullptr,
+                           .dc = dc.mutable_data_ptr(),
+                           .tokens = tokens,
+                           .num_experts = num_experts,
+                           .rank = rank,
+                           .k = experts.size(1)});
     auto dx_tile = dx.narrow(0, first, tokens);
-    at::mm_out(dx_tile, c, w_cat.t());
-    const auto x_tile_t = x.narrow(0, first, tokens).t();
+    at::mm_out(dx_tile, dc, w_cat.t());
     if (dw_cat.scalar_type() == x.scalar_type()) {
-      dw_cat.addmm_(x_tile_t, c);
+      dw_cat.addmm_(x_tile.t(), dc);
     } else {
-      dw_cat.add_(at::mm(x_tile_t, c));
+      dw_cat.add_(at::mm(x_tile.t(), dc));
     }
   });
-  const auto dw = dw_cat.view({w.size(1), w.size(0), w.size(2)}).permute({1, 0, 2});
+  const auto dw = dw_cat.view({w.size(1), num_experts, rank}).permute({1, 0, 2});
   return {dx, dw.to(w.scalar_type()).contiguous()};
 }
 
 }  // namespace moe_parallel
 
-MOE_PARALLEL_IMPLEMENT("norm_topk", moe_parallel::norm_topk)
-MOE_PARALLEL_IMPLEMENT("norm_topk_backward", moe_parallel::norm_topk_backward)
+MOE_PARALLEL_OPERATOR("norm_topk",
+                      "(Tensor x, Tensor w, int k, Tensor? bias, bool keep_chosen, bool keep_all) "
+                      "-> (Tensor norms, Tensor experts, Tensor chosen, Tensor all)",
+                      moe_parallel::norm_topk)
+MOE_PARALLEL_OPERATOR("norm_topk_backward",
+                      "(Tensor dnorms, Tensor? dchosen, Tensor x, Tensor w, Tensor norms, "
+                      "Tensor experts, Tensor all) -> (Tensor dx, Tensor dw)",
+                      moe_parallel::norm_topk_backward)

@@ -82,8 +82,7 @@ MOE_PARALLEL_HOST_DEVICE inline void select_topk(const Norm* norms, const Norm* 
   for (int64_t j = 0; j < k; ++j) {
     int64_t best = -1;
     for (int64_t e = 0; e < num_experts; ++e) {
-      const bool is_left =
-          j == 0 || ranks_before(score(chosen[j - 1]), chosen[j - 1], score(e), e);
+      const bool is_left = j == 0 || ranks_before(score(chosen[j - 1]), chosen[j - 1], score(e), e);
       if (is_left && (best < 0 || ranks_before(score(e), e, score(best), best))) best = e;
     }
     chosen[j] = best;

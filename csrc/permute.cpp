@@ -28,4 +28,5 @@ at::Tensor permute(const at::Tensor& x, const at::Tensor& slots, const at::Tenso
 
 }  // namespace moe_parallel
 
-MOE_PARALLEL_IMPLEMENT("permute", moe_parallel::permute)
+MOE_PARALLEL_OPERATOR("permute", "(Tensor x, Tensor slots, Tensor rows) -> Tensor",
+                      moe_parallel::permute)

@@ -1,6 +1,7 @@
 #include "routing_map.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/full_like.h>
 
 #include <algorithm>
@@ -14,20 +15,26 @@ namespace {
 
 constexpr int64_t kCudaChunk = 512;
 
-// The CPU's counts say how large the outputs are, so CUDA waits here for its own.
-at::Tensor chosen_per_expert(const at::Tensor& chunk_counts, int64_t choices) {
-  const auto chosen = chunk_counts.sum(1).cpu();
-  TORCH_CHECK_VALUE(chosen.sum().item<int64_t>() == choices, "an expert was chosen beyond the ",
-                    chosen.size(0) - 1, " experts there are");
-  return chosen.slice(0, 0, chosen.size(0) - 1).contiguous();
+// A CUDA device is not waited for: there a choice beyond the experts or the rows is left out.
+void check_counts(const at::Tensor& chosen, int64_t elsewhere, std::optional<int64_t> limit) {
+  TORCH_CHECK_VALUE(elsewhere == 0, "an expert was chosen beyond the ", chosen.size(0),
+                    " experts there are");
+  if (!limit || chosen.size(0) == 0) return;
+  const int64_t most = chosen.max().item<int64_t>();
+  TORCH_CHECK_VALUE(most <= *limit, "an expert has ", most, " choices, more than its ", *limit,
+                    " rows: drop the overflow before routing_map");
 }
 
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(const at::Tensor& experts,
                                                            int64_t num_experts,
-                                                           std::optional<int64_t> rows_per_expert) {
+                                                           std::optional<int64_t> rows_per_expert,
+                                                           bool all_chosen) {
   check_index("experts", experts, 2);
+  TORCH_CHECK_VALUE(num_experts >= 0, "num_experts must not be negative: ", num_experts);
+  TORCH_CHECK_VALUE(!rows_per_expert || *rows_per_expert >= 0,
+                    "rows_per_expert must not be negative: ", *rows_per_expert);
   const auto experts_2d = experts.contiguous();
   const int64_t choices = experts.numel();
   const int64_t chunk_size = experts.is_cuda() ? kCudaChunk : std::max<int64_t>(choices, 1);
@@ -40,20 +47,23 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(const at::Tensor& exp
                                .num_experts = num_experts,
                                .chunks = chunks,
                                .chunk_size = chunk_size});
-  const auto chosen = chosen_per_expert(chunk_counts, choices);
-  auto counts = chosen;
-  if (rows_per_expert) {
-    counts = at::full_like(chosen, *rows_per_expert);
-    const int64_t most = num_experts > 0 ? chosen.max().item<int64_t>() : 0;
-    TORCH_CHECK_VALUE(most <= *rows_per_expert, "an expert has ", most, " choices, more than its ",
-                      *rows_per_expert, " rows: drop the overflow before routing_map");
-  }
-
   const auto expert_counts = chunk_counts.slice(0, 0, num_experts);
-  const auto first_row_of_expert = (counts.cumsum(0) - counts).to(experts.device());
+  const auto chosen = expert_counts.sum(1);
+  if (experts.is_cpu()) {
+    const int64_t counted = chunk_counts.sum().item<int64_t>();
+    check_counts(chosen, choices - counted, rows_per_expert);
+    TORCH_CHECK_VALUE(!all_chosen || chosen.sum().item<int64_t>() == choices,
+                      "all_chosen was promised, but a choice names no expert");
+  }
+  const auto counts = rows_per_expert ? at::full_like(chosen, *rows_per_expert) : chosen;
+  const int64_t num_rows = rows_per_expert ? num_experts * *rows_per_expert
+                           : all_chosen    ? choices
+                                           : chosen.sum().item<int64_t>();
+
+  const auto first_row_of_expert = counts.cumsum(0) - counts;
   const auto first_row =
       (expert_counts.cumsum(1) - expert_counts + first_row_of_expert.unsqueeze(1)).contiguous();
-  auto slots = experts.new_full({counts.sum().item<int64_t>()}, -1);
+  auto slots = experts.new_full({num_rows}, -1);
   auto rows = at::full_like(experts_2d, -1);
   launch(experts, PlaceChoices{.experts = experts_2d.const_data_ptr<int64_t>(),
                                .first_row = first_row.const_data_ptr<int64_t>(),
@@ -61,6 +71,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(const at::Tensor& exp
                                .rows = rows.mutable_data_ptr<int64_t>(),
                                .choices = choices,
                                .num_experts = num_experts,
+                               .num_rows = num_rows,
+                               .rows_per_expert = rows_per_expert.value_or(-1),
                                .chunks = chunks,
                                .chunk_size = chunk_size});
   return {slots, rows, counts};
@@ -68,4 +80,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(const at::Tensor& exp
 
 }  // namespace moe_parallel
 
-MOE_PARALLEL_IMPLEMENT("routing_map", moe_parallel::routing_map)
+MOE_PARALLEL_OPERATOR("routing_map",
+                      "(Tensor experts, SymInt num_experts, SymInt? rows_per_expert, "
+                      "bool all_chosen) -> (Tensor slots, Tensor rows, Tensor counts)",
+                      moe_parallel::routing_map)

@@ -23,7 +23,8 @@ struct CountChoices {
 };
 
 // The i-th choice of chunk c that names expert e gets row first_row[e, c] + i. The entries of
-// slots and rows that belong to no choice are left as they are.
+// slots and rows that belong to no choice are left as they are. A row at or beyond num_rows, or
+// beyond the rows of its expert, is not given: its choice is left out.
 struct PlaceChoices {
   const int64_t* experts;    // [choices]
   const int64_t* first_row;  // [num_experts, chunks]
@@ -31,6 +32,8 @@ struct PlaceChoices {
   int64_t* rows;             // [choices]
   int64_t choices;
   int64_t num_experts;
+  int64_t num_rows;
+  int64_t rows_per_expert;  // negative: as many as were chosen
   int64_t chunks;
   int64_t chunk_size;
 };

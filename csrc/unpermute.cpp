@@ -89,5 +89,9 @@ std::tuple<at::Tensor, at::Tensor> unpermute_backward(const at::Tensor& dout, co
 
 }  // namespace moe_parallel
 
-MOE_PARALLEL_IMPLEMENT("unpermute", moe_parallel::unpermute)
-MOE_PARALLEL_IMPLEMENT("unpermute_backward", moe_parallel::unpermute_backward)
+MOE_PARALLEL_OPERATOR("unpermute", "(Tensor y, Tensor slots, Tensor rows, Tensor? gates) -> Tensor",
+                      moe_parallel::unpermute)
+MOE_PARALLEL_OPERATOR("unpermute_backward",
+                      "(Tensor dout, Tensor y, Tensor slots, Tensor rows, Tensor gates) "
+                      "-> (Tensor dy, Tensor dgates)",
+                      moe_parallel::unpermute_backward)

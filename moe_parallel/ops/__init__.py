@@ -2,15 +2,21 @@
 
     ops = select_backend("auto")
     row_map = ops.routing_map(experts_TK, num_experts)
+    y_TD = ops.routed_experts(x_TD, gates_TK, row_map, w_gate_up_ED2F, w_out_EFD)
+
+which is the same as
+
     x_ND = ops.permute(x_TD, row_map)
-    y_NO = ops.grouped_gemm(x_ND, w_EDO, row_map.counts_E)
-    y_TO = ops.unpermute(y_NO, row_map, gates_TK)
+    gate_NF, up_NF = ops.grouped_gemm(x_ND, w_gate_up_ED2F, row_map.counts_E).chunk(2, dim=1)
+    h_NF = ops.swiglu(gate_NF, up_NF, gates_N)
+    y_TD = ops.unpermute(ops.grouped_gemm(h_NF, w_out_EFD, row_map.counts_E), row_map)
 
 `reference.py` is the specification: shapes, types and gradients are documented there.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -19,20 +25,59 @@ from torch import Tensor
 from moe_parallel.errors import InputError
 from moe_parallel.ops import extension, reference
 from moe_parallel.ops.row_map import RowMap
+from moe_parallel.ops.scores import Scores
 
-__all__ = ["BACKENDS", "Ops", "RowMap", "select_backend"]
+__all__ = ["BACKENDS", "Ops", "RowMap", "Scores", "select_backend"]
 
 BACKENDS = ("reference", "native", "auto")
 
 
 class RoutingMap(Protocol):
     def __call__(
-        self, experts_TK: Tensor, num_experts: int, rows_per_expert: int | None = None
+        self,
+        experts_TK: Tensor,
+        num_experts: int,
+        rows_per_expert: int | None = None,
+        all_chosen: bool = False,
     ) -> RowMap: ...
 
 
 class Unpermute(Protocol):
     def __call__(self, y_ND: Tensor, row_map: RowMap, gates_TK: Tensor | None = None) -> Tensor: ...
+
+
+class Swiglu(Protocol):
+    def __call__(self, gate_NF: Tensor, up_NF: Tensor, gates_N: Tensor | None = None) -> Tensor: ...
+
+
+class NormTopK(Protocol):
+    def __call__(
+        self,
+        x_TD: Tensor,
+        w_EDR: Tensor,
+        k: int,
+        bias_E: Tensor | None = None,
+        *,
+        activations: bool = False,
+        selected_gradient: bool = False,
+        keep: bool = False,
+    ) -> Scores: ...
+
+
+class AutonomousExperts(Protocol):
+    def __call__(
+        self,
+        x_TD: Tensor,
+        gates_TK: Tensor,
+        row_map: RowMap,
+        w_down_EDR: Tensor,
+        w_up_ERW: Tensor,
+        w_p_EDW: Tensor,
+        w_out_EWD: Tensor,
+        *,
+        activations_TKR: Tensor | None = None,
+        recompute_gate: bool = True,
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -44,7 +89,11 @@ class Ops:
     permute: Callable[[Tensor, RowMap], Tensor]
     unpermute: Unpermute
     grouped_gemm: Callable[[Tensor, Tensor, Tensor], Tensor]
-    norm_topk: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    swiglu: Swiglu
+    norm_topk: NormTopK
+    expert_merge: Callable[[Tensor, Tensor], Tensor]
+    routed_experts: Callable[[Tensor, Tensor, RowMap, Tensor, Tensor], Tensor]
+    autonomous_experts: AutonomousExperts
 
 
 def select_backend(name: str) -> Ops:
@@ -58,22 +107,13 @@ def select_backend(name: str) -> Ops:
     if name == "native" or (name == "auto" and _native_serves_this_machine()):
         import moe_parallel.ops.native as native  # registers operators, so only when asked for
 
-        return Ops(
-            name="native",
-            routing_map=native.routing_map,
-            permute=native.permute,
-            unpermute=native.unpermute,
-            grouped_gemm=native.grouped_gemm,
-            norm_topk=native.norm_topk,
-        )
-    return Ops(
-        name="reference",
-        routing_map=reference.routing_map,
-        permute=reference.permute,
-        unpermute=reference.unpermute,
-        grouped_gemm=reference.grouped_gemm,
-        norm_topk=reference.norm_topk,
-    )
+        return _operators_of("native", native)
+    return _operators_of("reference", reference)
+
+
+def _operators_of(name: str, module: ModuleType) -> Ops:
+    operators = [field.name for field in fields(Ops) if field.name != "name"]
+    return Ops(name, **{operator: getattr(module, operator) for operator in operators})
 
 
 def _native_serves_this_machine() -> bool:

@@ -1,8 +1,9 @@
 """The operators in plain torch: the specification that every other backend is held to.
 
 Legend: T tokens, D model width, E experts, K choices per token, N rows (dispatched choices),
-I and O the two widths of a matrix, R low-rank size. All functions take CPU and CUDA tensors in
-fp32, bf16 or fp64; torch differentiates them. Sums run in fp32 for bf16 (`accumulation_dtype`).
+I and O the two widths of a matrix, F width of an expert, R low-rank size (d_low), W wide size
+(d_wide), P merged experts. All functions take CPU and CUDA tensors in fp32, bf16, fp16 or fp64;
+torch differentiates them. Sums run in fp32 for bf16 and fp16 (`accumulation_dtype`).
 """
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_parallel.ops.row_map import RowMap
+from moe_parallel.ops.scores import Scores
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -17,13 +19,21 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def routing_map(experts_TK: Tensor, num_experts: int, rows_per_expert: int | None = None) -> RowMap:
+def routing_map(
+    experts_TK: Tensor,
+    num_experts: int,
+    rows_per_expert: int | None = None,
+    all_chosen: bool = False,
+) -> RowMap:
     """Sort the choices by expert, keeping the order of tokens and choices (a stable sort).
 
     experts_TK: int64, the expert of each choice; -1 where there is none (not chosen, dropped).
     rows_per_expert: with a value C every expert gets exactly C rows, padded at its end.
+    all_chosen: a promise that no choice is -1. With it, or with rows_per_expert, the number of
+        rows follows from shapes, and no kernel has to wait for a count of a GPU's.
 
-    Raises ValueError for an expert beyond num_experts, or one with more than C choices.
+    Raises ValueError for an expert beyond num_experts, one with more than C choices, or a broken
+    promise. On a GPU the native operators do not wait to see them: such a choice is left out.
     """
     chosen_S = experts_TK.flatten()
     if chosen_S.numel() > 0 and int(chosen_S.max()) >= num_experts:
@@ -31,6 +41,8 @@ def routing_map(experts_TK: Tensor, num_experts: int, rows_per_expert: int | Non
             f"expert {int(chosen_S.max())} was chosen, but there are only {num_experts} experts"
         )
     chosen_E = torch.bincount(chosen_S[chosen_S >= 0], minlength=num_experts)
+    if all_chosen and int(chosen_E.sum()) != chosen_S.numel():
+        raise ValueError("all_chosen was promised, but a choice names no expert")
     if rows_per_expert is None:
         counts_E = chosen_E
     else:
@@ -55,7 +67,7 @@ def routing_map(experts_TK: Tensor, num_experts: int, rows_per_expert: int | Non
     slots_N[row_S] = by_expert_S
     rows_S = torch.full_like(chosen_S, -1)
     rows_S[by_expert_S] = row_S
-    return RowMap(slots_N, rows_S.view_as(experts_TK), counts_E.cpu())
+    return RowMap(slots_N, rows_S.view_as(experts_TK), counts_E)
 
 
 def permute(x_TD: Tensor, row_map: RowMap) -> Tensor:
@@ -85,7 +97,7 @@ def unpermute(y_ND: Tensor, row_map: RowMap, gates_TK: Tensor | None = None) -> 
 def grouped_gemm(x_NI: Tensor, w_EIO: Tensor, counts_E: Tensor) -> Tensor:
     """y_NO: the first counts_E[0] rows times w_EIO[0], the next counts_E[1] times w_EIO[1], ...
 
-    counts_E is on the CPU. An expert without rows gets a zero weight gradient.
+    An expert without rows gets a zero weight gradient.
     """
     if int(counts_E.sum()) != x_NI.size(0) or counts_E.numel() != w_EIO.size(0):
         raise ValueError(
@@ -96,11 +108,48 @@ def grouped_gemm(x_NI: Tensor, w_EIO: Tensor, counts_E: Tensor) -> Tensor:
     return torch.cat([x_GI @ w_IO for x_GI, w_IO in zip(groups, w_EIO.unbind(), strict=True)])
 
 
-def norm_topk(x_TD: Tensor, w_EDR: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def swiglu(gate_NF: Tensor, up_NF: Tensor, gates_N: Tensor | None = None) -> Tensor:
+    """h_NF = silu(gate) * up (Shazeer 2020), row n times gates_N[n] (fp32; fp64 for fp64 rows).
+
+    With the gate here, the outputs of experts need not be kept for its gradient. Products are fp32
+    for bf16 rows and rounded once.
+    """
+    wide = accumulation_dtype(gate_NF.dtype)
+    h_NF = functional.silu(gate_NF.to(wide)) * up_NF.to(wide)
+    if gates_N is not None:
+        h_NF = h_NF * gates_N.to(wide).unsqueeze(-1)
+    return h_NF.to(gate_NF.dtype)
+
+
+def expert_merge(weights_PE: Tensor, w_EIO: Tensor) -> Tensor:
+    """merged_PIO = sum_e weights_PE[p, e] w_EIO[e] (Lory, arXiv 2405.03133, Eq. 2 and 3).
+
+    weights_PE: fp32 (fp64 for fp64 experts). Sums are in its type, and rounded once to w's.
+    """
+    wide = accumulation_dtype(w_EIO.dtype)
+    return torch.einsum("pe,eio->pio", weights_PE.to(wide), w_EIO.to(wide)).to(w_EIO.dtype)
+
+
+def norm_topk(
+    x_TD: Tensor,
+    w_EDR: Tensor,
+    k: int,
+    bias_E: Tensor | None = None,
+    *,
+    activations: bool = False,
+    selected_gradient: bool = False,
+    keep: bool = False,
+) -> Scores:
     """AoE's selection (arXiv 2501.13074, Algorithm 2): `p_e = ||x W_e||_2`, `topK(p)`.
 
-    Returns norms_TE (fp32; fp64 for fp64 inputs; differentiable) and experts_TK (int64) sorted
-    by falling norm, ties to the lower index. The gradient of a zero norm is 0.
+    The experts are sorted by falling norm, ties to the lower index. The gradient of a zero norm
+    is 0.
+
+    bias_E: fp32, added to the norms to rank by; it has no part in anything else.
+    activations: return C = x W_e of the chosen experts too, for `autonomous_experts`.
+    selected_gradient: norms of experts that were not chosen pass no gradient on.
+    keep: keep all of C that the backward pass needs, instead of computing it again there. It
+        changes nothing but time and memory, and nothing at all in this reference.
 
     Raises ValueError unless 1 <= k <= E.
     """
@@ -108,8 +157,71 @@ def norm_topk(x_TD: Tensor, w_EDR: Tensor, k: int) -> tuple[Tensor, Tensor]:
         raise ValueError(f"k must lie in 1..{w_EDR.size(0)} (the number of experts), not {k}")
     c_TER = torch.einsum("td,edr->ter", x_TD, w_EDR)
     norms_TE = torch.linalg.vector_norm(c_TER.to(accumulation_dtype(x_TD.dtype)), dim=-1)
-    ranked_TE = norms_TE.detach().sort(dim=-1, descending=True, stable=True).indices
-    return norms_TE, ranked_TE[:, :k].contiguous()
+    rank_TE = norms_TE.detach() if bias_E is None else norms_TE.detach() + bias_E
+    ranked_TE = rank_TE.sort(dim=-1, descending=True, stable=True).indices
+    experts_TK = ranked_TE[:, :k].contiguous()
+    if selected_gradient:
+        chosen_TE = torch.zeros_like(norms_TE, dtype=torch.bool).scatter(1, experts_TK, True)
+        norms_TE = torch.where(chosen_TE, norms_TE, norms_TE.detach())
+    if not activations:
+        return Scores(norms_TE, experts_TK)
+    index_TKR = experts_TK.unsqueeze(-1).expand(-1, -1, w_EDR.size(2))
+    return Scores(norms_TE, experts_TK, c_TER.gather(1, index_TKR))
+
+
+def routed_experts(
+    x_TD: Tensor,
+    gates_TK: Tensor,
+    row_map: RowMap,
+    w_gate_up_ED2F: Tensor,
+    w_out_EFD: Tensor,
+) -> Tensor:
+    """y_TD = sum over each token's experts of gate * (silu(x W_g) * (x W_p)) W_o.
+
+    w_gate_up_ED2F: [W_g | W_p] side by side, [E, D, 2F].
+    """
+    x_ND = permute(x_TD, row_map)
+    gate_NF, up_NF = grouped_gemm(x_ND, w_gate_up_ED2F, row_map.counts_E).chunk(2, dim=1)
+    h_NF = swiglu(gate_NF, up_NF, _gates_of_rows(gates_TK, row_map))
+    return unpermute(grouped_gemm(h_NF, w_out_EFD, row_map.counts_E), row_map)
+
+
+def autonomous_experts(
+    x_TD: Tensor,
+    gates_TK: Tensor,
+    row_map: RowMap,
+    w_down_EDR: Tensor,
+    w_up_ERW: Tensor,
+    w_p_EDW: Tensor,
+    w_out_EWD: Tensor,
+    *,
+    activations_TKR: Tensor | None = None,
+    recompute_gate: bool = True,
+) -> Tensor:
+    """y_TD = sum over each token's experts of gate * (silu(x W_down W_up) * (x W_p)) W_o.
+
+    AoE's experts (arXiv 2501.13074, Algorithm 2).
+
+    activations_TKR: C = x W_down of the choices, where the selection hands it on: then W_down has
+        no part in this, and C's gradient goes back there.
+    recompute_gate: compute C W_up again in the backward pass instead of keeping it. It changes
+        nothing but time and memory, and nothing at all in this reference.
+    """
+    counts_E = row_map.counts_E
+    x_ND = permute(x_TD, row_map)
+    if activations_TKR is None:
+        c_NR = grouped_gemm(x_ND, w_down_EDR, counts_E)
+    else:
+        c_NR = _append_zero_row(activations_TKR.flatten(0, 1))[row_map.slots_N]
+    g_NW, p_NW = grouped_gemm(c_NR, w_up_ERW, counts_E), grouped_gemm(x_ND, w_p_EDW, counts_E)
+    h_NW = swiglu(g_NW, p_NW, _gates_of_rows(gates_TK, row_map))
+    return unpermute(grouped_gemm(h_NW, w_out_EWD, counts_E), row_map)
+
+
+def _gates_of_rows(gates_TK: Tensor, row_map: RowMap) -> Tensor:
+    """The gate of each row, 0 in padding rows: [N]."""
+    _check_gates(gates_TK, row_map)
+    return functional.pad(gates_TK.flatten(), (0, 1))[row_map.slots_N]
 
 
 def _append_zero_row(x: Tensor) -> Tensor:

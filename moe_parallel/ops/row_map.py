@@ -13,7 +13,7 @@ class RowMap(NamedTuple):
 
     slots_N: int64, the flat choice `t * K + k` that fills row n; -1 for a padding row.
     rows_TK: int64, the row of choice k of token t; -1 where it is not dispatched.
-    counts_E: int64, always on the CPU: rows per expert, padding included; they sum to N.
+    counts_E: int64: rows per expert, padding included; they sum to N.
     """
 
     slots_N: Tensor

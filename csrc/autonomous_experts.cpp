@@ -1,0 +1,177 @@
+// The autonomous layer behind its selection, in one: gather, C and P, h = silu(C W_up) * P * gate,
+// W_out, gather and sum.
+//
+// C = x W_down is made here, or handed on by the selection that had it (`c`, [tokens, choices,
+// rank]); its gradient then goes back to where it came from. Saved for the backward pass are x, P,
+// C and the row map; G = C W_up, a short product, is made again or, on request, saved too.
+#include <optional>
+#include <tuple>
+
+#include "expert_rows.h"
+#include "swiglu_of.h"
+
+namespace moe_parallel {
+namespace {
+
+struct Weights {
+  const std::optional<at::Tensor>& down;  // [E, D, R]; none where C is handed on
+  const at::Tensor& up;                   // [E, R, W]
+  const at::Tensor& p;                    // [E, D, W]
+  const at::Tensor& out;                  // [E, W, D]
+
+  int64_t rank() const { return up.size(1); }
+  int64_t width() const { return up.size(2); }
+
+  void check(const at::Tensor& x, const std::optional<at::Tensor>& c, const at::Tensor& rows,
+             const at::Tensor& counts) const {
+    check_dim("w_up", up, 3);
+    check_weight("w_up", up, x, {counts.size(0), rank(), width()});
+    check_weight("w_p", p, x, {counts.size(0), x.size(1), width()});
+    check_weight("w_out", out, x, {counts.size(0), width(), x.size(1)});
+    TORCH_CHECK_VALUE(down.has_value() != c.has_value(), "either w_down or c is needed, not ",
+                      down ? "both" : "none");
+    if (down) check_weight("w_down", *down, x, {counts.size(0), x.size(1), rank()});
+    if (c) check_weight("c", *c, x, {rows.size(0), rows.size(1), rank()});
+  }
+
+ private:
+  static void check_weight(const char* name, const at::Tensor& weight, const at::Tensor& x,
+                           at::IntArrayRef sizes) {
+    check_sizes(name, weight, sizes);
+    check_same_type(name, weight, "x", x);
+    check_together(x, {weight});
+  }
+};
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
+    const at::Tensor& x, const at::Tensor& gates, const at::Tensor& slots, const at::Tensor& rows,
+    const at::Tensor& counts, const std::optional<at::Tensor>& w_down, const at::Tensor& w_up,
+    const at::Tensor& w_p, const at::Tensor& w_out, const std::optional<at::Tensor>& c,
+    bool save_g) {
+  const ExpertRows map(x, gates, slots, rows, counts);
+  const Weights w{w_down, w_up, w_p, w_out};
+  w.check(x, c, rows, counts);
+  const auto tokens = x.contiguous();
+  const auto handed_on = c ? c->contiguous() : at::Tensor();
+  const auto gates_of_rows = map.gates_by_row(gates);
+  auto p = x.new_empty({map.size(), w.width()});
+  auto saved_c = x.new_empty({c ? 0 : map.size(), w.rank()});
+  auto saved_g = x.new_empty({save_g ? map.size() : 0, w.width()});
+  auto y = x.new_empty({map.size(), x.size(1)});
+
+  const auto blocks = map.blocks();
+  const BlockMemory memory(x, blocks);
+  const auto x_memory = memory.columns(x.size(1)), h_memory = memory.columns(w.width());
+  const auto c_memory = memory.columns(c ? w.rank() : 0);
+  const auto g_memory = memory.columns(save_g ? 0 : w.width());
+  for (const auto& block : blocks) {
+    const auto groups = block.experts(counts);
+    auto x_rows = block.part(x_memory), h = block.part(h_memory);
+    auto p_rows = block.rows(p), y_rows = block.rows(y);
+    auto c_rows = c ? block.part(c_memory) : block.rows(saved_c);
+    auto g_rows = save_g ? block.rows(saved_g) : block.part(g_memory);
+
+    map.gather(x_rows, tokens, block);
+    grouped_gemm_out(p_rows, x_rows, block.experts(w_p), groups);
+    if (c) {
+      map.gather_choices(c_rows, handed_on, block);
+    } else {
+      grouped_gemm_out(c_rows, x_rows, block.experts(*w_down), groups);
+    }
+    grouped_gemm_out(g_rows, c_rows, block.experts(w_up), groups);
+    swiglu_out(h, g_rows, p_rows, block.rows(gates_of_rows));
+    grouped_gemm_out(y_rows, h, block.experts(w_out), groups);
+  }
+  return {map.sum(y), p, saved_c, saved_g};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
+autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& gates,
+                            const at::Tensor& slots, const at::Tensor& rows,
+                            const at::Tensor& counts, const std::optional<at::Tensor>& w_down,
+                            const at::Tensor& w_up, const at::Tensor& w_p, const at::Tensor& w_out,
+                            const std::optional<at::Tensor>& c, const at::Tensor& p,
+                            const at::Tensor& saved_c, const at::Tensor& saved_g) {
+  const ExpertRows map(x, gates, slots, rows, counts);
+  const Weights w{w_down, w_up, w_p, w_out};
+  w.check(x, c, rows, counts);
+  check_sizes("dy", dy, x.sizes());
+  check_same_type("dy", dy, "x", x);
+  check_together(x, {dy, p, saved_c, saved_g});
+  check_sizes("p", p, {map.size(), w.width()});
+  const bool has_g = saved_g.numel() > 0;
+  if (has_g) check_sizes("saved_g", saved_g, p.sizes());
+  if (!c) check_sizes("saved_c", saved_c, {map.size(), w.rank()});
+  const auto tokens = x.contiguous(), gradients = dy.contiguous(), saved_p = p.contiguous();
+  const auto handed_on = c ? c->contiguous() : at::Tensor();
+  const auto gates_of_rows = map.gates_by_row(gates);
+  auto dgates_of_rows = at::empty_like(gates_of_rows);
+  auto dx = x.new_empty({map.size(), x.size(1)});
+  auto dc = x.new_empty({c ? map.size() : 0, w.rank()});
+  auto dw_down = w_down ? weight_gradient(*w_down, counts) : x.new_empty({0});
+  auto dw_up = weight_gradient(w_up, counts), dw_p = weight_gradient(w_p, counts);
+  auto dw_out = weight_gradient(w_out, counts);
+
+  const auto blocks = map.blocks();
+  const BlockMemory memory(x, blocks);
+  const auto x_memory = memory.columns(x.size(1)), dy_memory = memory.columns(x.size(1));
+  const auto dh_memory = memory.columns(w.width()), h_memory = memory.columns(w.width());
+  const auto dg_memory = memory.columns(w.width()), dp_memory = memory.columns(w.width());
+  const auto g_memory = memory.columns(has_g ? 0 : w.width());
+  const auto c_memory = memory.columns(c ? w.rank() : 0);
+  const auto dc_memory = memory.columns(c ? 0 : w.rank());
+  for (const auto& block : blocks) {
+    const auto groups = block.experts(counts);
+    const auto transposed = [&](const at::Tensor& weight) {
+      return block.experts(weight).transpose(1, 2);
+    };
+    auto c_rows = c ? block.part(c_memory) : block.rows(saved_c);
+    auto g_rows = has_g ? block.rows(saved_g) : block.part(g_memory);
+    if (c) map.gather_choices(c_rows, handed_on, block);
+    if (!has_g) grouped_gemm_out(g_rows, c_rows, block.experts(w_up), groups);
+
+    auto dy_rows = block.part(dy_memory), dh = block.part(dh_memory), h = block.part(h_memory);
+    auto dg = block.part(dg_memory), dp = block.part(dp_memory);
+    auto dw_out_here = block.experts(dw_out);
+    map.gather(dy_rows, gradients, block);
+    grouped_gemm_out(dh, dy_rows, transposed(w_out), groups);
+    swiglu_backward_out(
+        {.dgate = dg, .dup = dp, .dprobabilities = block.rows(dgates_of_rows), .h = h}, dh, g_rows,
+        block.rows(saved_p), block.rows(gates_of_rows));
+    grouped_outer_out(dw_out_here, h, dy_rows, groups);
+
+    auto dc_rows = c ? block.rows(dc) : block.part(dc_memory);
+    auto dw_up_here = block.experts(dw_up), dw_p_here = block.experts(dw_p);
+    auto x_rows = block.part(x_memory), dx_rows = block.rows(dx);
+    grouped_outer_out(dw_up_here, c_rows, dg, groups);
+    grouped_gemm_out(dc_rows, dg, transposed(w_up), groups);
+    map.gather(x_rows, tokens, block);
+    grouped_outer_out(dw_p_here, x_rows, dp, groups);
+    grouped_gemm_out(dx_rows, dp, transposed(w_p), groups);
+    if (c) continue;
+    auto dw_down_here = block.experts(dw_down);
+    grouped_outer_out(dw_down_here, x_rows, dc_rows, groups);
+    grouped_gemm_out(dx_rows, dc_rows, transposed(*w_down), groups, /*accumulate=*/true);
+  }
+  const auto dc_by_choice = c ? map.by_choice(dc) : dc;
+  return {map.sum(dx), map.values_by_choice(dgates_of_rows), dw_down, dw_up, dw_p, dw_out,
+          dc_by_choice};
+}
+
+}  // namespace moe_parallel
+
+MOE_PARALLEL_OPERATOR(
+    "autonomous_experts",
+    "(Tensor x, Tensor gates, Tensor slots, Tensor rows, Tensor counts, Tensor? w_down, "
+    "Tensor w_up, Tensor w_p, Tensor w_out, Tensor? c, bool save_g) "
+    "-> (Tensor y, Tensor p, Tensor saved_c, Tensor saved_g)",
+    moe_parallel::autonomous_experts)
+MOE_PARALLEL_OPERATOR(
+    "autonomous_experts_backward",
+    "(Tensor dy, Tensor x, Tensor gates, Tensor slots, Tensor rows, Tensor counts, "
+    "Tensor? w_down, Tensor w_up, Tensor w_p, Tensor w_out, Tensor? c, Tensor p, "
+    "Tensor saved_c, Tensor saved_g) -> (Tensor dx, Tensor dgates, Tensor dw_down, Tensor dw_up, "
+    "Tensor dw_p, Tensor dw_out, Tensor dc)",
+    moe_parallel::autonomous_experts_backward)

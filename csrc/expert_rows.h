@@ -1,0 +1,162 @@
+// What the fused layers share: the tokens' rows by expert, and how many are computed at a time.
+#pragma once
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "grouped_gemm.h"
+#include "launch.h"
+#include "permute.h"
+#include "unpermute.h"
+
+namespace moe_parallel {
+
+// Consecutive experts whose rows are computed together.
+struct RowBlock {
+  int64_t first_expert;
+  int64_t num_experts;
+  int64_t first_row;
+  int64_t num_rows;
+
+  // Its part of a tensor with a row for each row, of one with an entry for each expert, and of
+  // memory for the largest block.
+  at::Tensor rows(const at::Tensor& t) const { return t.narrow(0, first_row, num_rows); }
+  at::Tensor experts(const at::Tensor& w) const { return w.narrow(0, first_expert, num_experts); }
+  at::Tensor part(const at::Tensor& memory) const { return memory.narrow(0, 0, num_rows); }
+};
+
+// The row map of a layer, checked once.
+class ExpertRows {
+ public:
+  ExpertRows(const at::Tensor& x, const at::Tensor& gates, const at::Tensor& slots,
+             const at::Tensor& rows, const at::Tensor& counts)
+      : slots_(slots.contiguous()), rows_(rows.contiguous()), counts_(counts) {
+    check_dim("x", x, 2);
+    check_index("slots", slots, 1);
+    check_index("rows", rows, 2);
+    check_together(x, {gates, slots, rows});
+    TORCH_CHECK_VALUE(rows.size(0) == x.size(0), "x has ", x.size(0), " tokens, the row map ",
+                      rows.size(0));
+    check_sizes("gates", gates, rows.sizes());
+    TORCH_CHECK_TYPE(gates.scalar_type() == sum_type_of(x), "gates must be ", sum_type_of(x),
+                     " for tokens of ", x.scalar_type(), ", not ", gates.scalar_type());
+    check_groups("slots", slots.unsqueeze(1), counts);
+  }
+
+  int64_t size() const { return slots_.size(0); }
+  const at::Tensor& counts() const { return counts_; }
+
+  // On the CPU an expert at a time: what lies between two products then stays in the caches, and
+  // in memory that is used again. On CUDA all at once, without knowing the counts.
+  std::vector<RowBlock> blocks() const {
+    if (!counts_.is_cpu()) return {{0, counts_.size(0), 0, size()}};
+    std::vector<RowBlock> blocks;
+    const auto counts = counts_.contiguous();
+    int64_t first = 0;
+    for (int64_t e = 0; e < counts.size(0); ++e) {
+      const int64_t rows = counts.const_data_ptr<int64_t>()[e];
+      if (rows > 0) blocks.push_back({e, 1, first, rows});
+      first += rows;
+    }
+    return blocks;
+  }
+
+  // x[token of each row], zeros in padding rows.
+  void gather(at::Tensor& out, const at::Tensor& x, const RowBlock& block) const {
+    gather_slots(out, x, block, rows_.size(1));
+  }
+
+  // choices[slot of each row] of a tensor with one row a choice, [tokens, choices, width].
+  void gather_choices(at::Tensor& out, const at::Tensor& choices, const RowBlock& block) const {
+    gather_slots(out, choices.flatten(0, 1), block, 1);
+  }
+
+  // The other way: [tokens, choices, width], zeros for a choice without a row.
+  at::Tensor by_choice(const at::Tensor& y) const {
+    auto out = y.new_empty({rows_.size(0), rows_.size(1), y.size(1)});
+    launch(y, Permute{.x = y.const_data_ptr(),
+                      .slots = rows_.const_data_ptr<int64_t>(),
+                      .y = out.mutable_data_ptr(),
+                      .tokens = y.size(0),
+                      .choices = 1,
+                      .rows = rows_.numel(),
+                      .row_bytes = y.size(1) * static_cast<int64_t>(y.element_size())});
+    return out;
+  }
+
+  // The sum of each token's rows.
+  at::Tensor sum(const at::Tensor& y) const {
+    auto out = y.new_empty({rows_.size(0), y.size(1)});
+    launch(y, Unpermute{.type = scalar_type_of("y", y),
+                        .y = y.const_data_ptr(),
+                        .rows = rows_.const_data_ptr<int64_t>(),
+                        .gates = nullptr,
+                        .out = out.mutable_data_ptr(),
+                        .tokens = rows_.size(0),
+                        .choices = rows_.size(1),
+                        .num_rows = y.size(0),
+                        .width = y.size(1)});
+    return out;
+  }
+
+  // The gate of each row, 0 in padding rows.
+  at::Tensor gates_by_row(const at::Tensor& gates) const { return pick(gates, slots_); }
+
+  // Values of rows by choice, 0 for a choice without a row.
+  at::Tensor values_by_choice(const at::Tensor& values) const {
+    return pick(values, rows_.flatten()).view(rows_.sizes());
+  }
+
+ private:
+  static at::Tensor pick(const at::Tensor& values, const at::Tensor& index) {
+    if (values.numel() == 0) return at::zeros(index.sizes(), values.options());
+    const auto picked = values.flatten().index_select(0, index.clamp_min(0));
+    return picked.masked_fill(index < 0, 0);
+  }
+
+  void gather_slots(at::Tensor& out, const at::Tensor& x, const RowBlock& block,
+                    int64_t choices) const {
+    launch(x, Permute{.x = x.const_data_ptr(),
+                      .slots = slots_.const_data_ptr<int64_t>() + block.first_row,
+                      .y = out.mutable_data_ptr(),
+                      .tokens = x.size(0),
+                      .choices = choices,
+                      .rows = block.num_rows,
+                      .row_bytes = x.size(1) * static_cast<int64_t>(x.element_size())});
+  }
+
+  at::Tensor slots_, rows_, counts_;
+};
+
+// Memory for the rows of one block at a time, as many columns as are asked for.
+class BlockMemory {
+ public:
+  BlockMemory(const at::Tensor& like, const std::vector<RowBlock>& blocks) : like_(like) {
+    for (const auto& block : blocks) most_rows_ = std::max(most_rows_, block.num_rows);
+  }
+
+  at::Tensor columns(int64_t columns) const { return like_.new_empty({most_rows_, columns}); }
+
+ private:
+  at::Tensor like_;
+  int64_t most_rows_ = 0;
+};
+
+// A gradient like `w`, [experts, ...], with zeros where no block will write: on the CPU an expert
+// without rows is in none.
+inline at::Tensor weight_gradient(const at::Tensor& w, const at::Tensor& counts) {
+  auto dw = at::empty(w.sizes(), w.options());
+  if (!counts.is_cpu()) return dw;
+  const auto on_host = counts.contiguous();
+  for (int64_t e = 0; e < on_host.size(0); ++e) {
+    if (on_host.const_data_ptr<int64_t>()[e] == 0) dw.select(0, e).zero_();
+  }
+  return dw;
+}
+
+}  // namespace moe_parallel

@@ -1,0 +1,114 @@
+// The routed layer in one: gather, W_gate_up, SwiGLU with the gate, W_out, gather and sum.
+//
+// Saved for the backward pass are x, what SwiGLU reads and the row map; its rows of h, the outputs
+// of the experts and the gathered rows of x are made again or never needed.
+#include <tuple>
+
+#include "expert_rows.h"
+#include "swiglu_of.h"
+
+namespace moe_parallel {
+namespace {
+
+void check_weights(const at::Tensor& x, const at::Tensor& w_gate_up, const at::Tensor& w_out,
+                   const at::Tensor& counts) {
+  check_dim("w_gate_up", w_gate_up, 3);
+  check_dim("w_out", w_out, 3);
+  check_together(x, {w_gate_up, w_out});
+  check_same_type("w_gate_up", w_gate_up, "x", x);
+  check_same_type("w_out", w_out, "x", x);
+  const int64_t experts = counts.size(0), width = w_out.size(1);
+  check_sizes("w_gate_up", w_gate_up, {experts, x.size(1), 2 * width});
+  check_sizes("w_out", w_out, {experts, width, x.size(1)});
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> routed_experts(const at::Tensor& x, const at::Tensor& gates,
+                                                  const at::Tensor& slots, const at::Tensor& rows,
+                                                  const at::Tensor& counts,
+                                                  const at::Tensor& w_gate_up,
+                                                  const at::Tensor& w_out) {
+  const ExpertRows map(x, gates, slots, rows, counts);
+  check_weights(x, w_gate_up, w_out, counts);
+  const auto tokens = x.contiguous();
+  const auto gates_of_rows = map.gates_by_row(gates);
+  const int64_t width = w_out.size(1);
+  auto gate_up = x.new_empty({map.size(), 2 * width});
+  auto y = x.new_empty({map.size(), x.size(1)});
+
+  const auto blocks = map.blocks();
+  const BlockMemory memory(x, blocks);
+  const auto x_memory = memory.columns(x.size(1)), h_memory = memory.columns(width);
+  for (const auto& block : blocks) {
+    const auto groups = block.experts(counts);
+    auto x_rows = block.part(x_memory), h = block.part(h_memory);
+    auto gate_up_rows = block.rows(gate_up), y_rows = block.rows(y);
+    map.gather(x_rows, tokens, block);
+    grouped_gemm_out(gate_up_rows, x_rows, block.experts(w_gate_up), groups);
+    swiglu_out(h, gate_up_rows.narrow(1, 0, width), gate_up_rows.narrow(1, width, width),
+               block.rows(gates_of_rows));
+    grouped_gemm_out(y_rows, h, block.experts(w_out), groups);
+  }
+  return {map.sum(y), gate_up};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backward(
+    const at::Tensor& dy, const at::Tensor& x, const at::Tensor& gates, const at::Tensor& slots,
+    const at::Tensor& rows, const at::Tensor& counts, const at::Tensor& w_gate_up,
+    const at::Tensor& w_out, const at::Tensor& gate_up) {
+  const ExpertRows map(x, gates, slots, rows, counts);
+  check_weights(x, w_gate_up, w_out, counts);
+  check_sizes("dy", dy, x.sizes());
+  check_same_type("dy", dy, "x", x);
+  const int64_t width = w_out.size(1);
+  check_sizes("gate_up", gate_up, {map.size(), 2 * width});
+  check_same_type("gate_up", gate_up, "x", x);
+  check_together(x, {dy, gate_up});
+  const auto tokens = x.contiguous(), gradients = dy.contiguous(), saved = gate_up.contiguous();
+  const auto gates_of_rows = map.gates_by_row(gates);
+  auto dgates_of_rows = at::empty_like(gates_of_rows);
+  auto dx = x.new_empty({map.size(), x.size(1)});
+  auto dw_gate_up = weight_gradient(w_gate_up, counts), dw_out = weight_gradient(w_out, counts);
+
+  const auto blocks = map.blocks();
+  const BlockMemory memory(x, blocks);
+  const auto x_memory = memory.columns(x.size(1)), dy_memory = memory.columns(x.size(1));
+  const auto dh_memory = memory.columns(width), h_memory = memory.columns(width);
+  const auto d_memory = memory.columns(2 * width);
+  for (const auto& block : blocks) {
+    const auto groups = block.experts(counts);
+    const auto gate_up_rows = block.rows(saved);
+    auto dy_rows = block.part(dy_memory), dh = block.part(dh_memory), h = block.part(h_memory);
+    auto d_gate_up = block.part(d_memory), x_rows = block.part(x_memory);
+    auto dx_rows = block.rows(dx);
+    auto dw_gate_up_here = block.experts(dw_gate_up), dw_out_here = block.experts(dw_out);
+
+    map.gather(dy_rows, gradients, block);
+    grouped_gemm_out(dh, dy_rows, block.experts(w_out).transpose(1, 2), groups);
+    swiglu_backward_out({.dgate = d_gate_up.narrow(1, 0, width),
+                         .dup = d_gate_up.narrow(1, width, width),
+                         .dprobabilities = block.rows(dgates_of_rows),
+                         .h = h},
+                        dh, gate_up_rows.narrow(1, 0, width), gate_up_rows.narrow(1, width, width),
+                        block.rows(gates_of_rows));
+    grouped_outer_out(dw_out_here, h, dy_rows, groups);
+    map.gather(x_rows, tokens, block);
+    grouped_outer_out(dw_gate_up_here, x_rows, d_gate_up, groups);
+    grouped_gemm_out(dx_rows, d_gate_up, block.experts(w_gate_up).transpose(1, 2), groups);
+  }
+  return {map.sum(dx), map.values_by_choice(dgates_of_rows), dw_gate_up, dw_out};
+}
+
+}  // namespace moe_parallel
+
+MOE_PARALLEL_OPERATOR("routed_experts",
+                      "(Tensor x, Tensor gates, Tensor slots, Tensor rows, Tensor counts, "
+                      "Tensor w_gate_up, Tensor w_out) -> (Tensor y, Tensor gate_up)",
+                      moe_parallel::routed_experts)
+MOE_PARALLEL_OPERATOR(
+    "routed_experts_backward",
+    "(Tensor dy, Tensor x, Tensor gates, Tensor slots, Tensor rows, Tensor counts, "
+    "Tensor w_gate_up, Tensor w_out, Tensor gate_up) "
+    "-> (Tensor dx, Tensor dgates, Tensor dw_gate_up, Tensor dw_out)",
+    moe_parallel::routed_experts_backward)

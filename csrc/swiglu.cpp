@@ -1,0 +1,58 @@
+#include "swiglu.h"
+
+#include <ATen/ops/empty.h>
+
+#include <optional>
+#include <tuple>
+
+#include "swiglu_of.h"
+
+namespace moe_parallel {
+namespace {
+
+void check_inputs(const at::Tensor& gate, const at::Tensor& up,
+                  const std::optional<at::Tensor>& probabilities) {
+  check_dim("gate", gate, 2);
+  check_sizes("up", up, gate.sizes());
+  check_same_type("up", up, "gate", gate);
+  check_together(gate, {up});
+  if (!probabilities) return;
+  check_together(gate, {*probabilities});
+  check_sizes("probabilities", *probabilities, {gate.size(0)});
+  TORCH_CHECK_TYPE(probabilities->scalar_type() == sum_type_of(gate), "probabilities must be ",
+                   sum_type_of(gate), " for rows of ", gate.scalar_type(), ", not ",
+                   probabilities->scalar_type());
+}
+
+at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up,
+                  const std::optional<at::Tensor>& probabilities) {
+  check_inputs(gate, up, probabilities);
+  auto h = at::empty(gate.sizes(), gate.options());
+  swiglu_out(h, with_dense_rows(gate), with_dense_rows(up), probabilities);
+  return h;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> swiglu_backward(
+    const at::Tensor& dh, const at::Tensor& gate, const at::Tensor& up,
+    const std::optional<at::Tensor>& probabilities) {
+  check_inputs(gate, up, probabilities);
+  check_sizes("dh", dh, gate.sizes());
+  check_same_type("dh", dh, "gate", gate);
+  check_together(gate, {dh});
+  auto dgate = at::empty(gate.sizes(), gate.options());
+  auto dup = at::empty(gate.sizes(), gate.options());
+  auto dprobabilities = at::empty({gate.size(0)}, gate.options().dtype(sum_type_of(gate)));
+  swiglu_backward_out({.dgate = dgate, .dup = dup, .dprobabilities = dprobabilities, .h = {}},
+                      dh.contiguous(), with_dense_rows(gate), with_dense_rows(up), probabilities);
+  return {dgate, dup, dprobabilities};
+}
+
+}  // namespace
+}  // namespace moe_parallel
+
+MOE_PARALLEL_OPERATOR("swiglu", "(Tensor gate, Tensor up, Tensor? probabilities) -> Tensor",
+                      moe_parallel::swiglu)
+MOE_PARALLEL_OPERATOR("swiglu_backward",
+                      "(Tensor dh, Tensor gate, Tensor up, Tensor? probabilities) "
+                      "-> (Tensor dgate, Tensor dup, Tensor dprobabilities)",
+                      moe_parallel::swiglu_backward)

@@ -1,0 +1,30 @@
+"""The operators in C++ (csrc/): same contracts as reference.py, on CPU and, where built, CUDA.
+
+Importing this package registers `torch.ops.moe_parallel.*` with their shapes (fake kernels, for
+tracing) and gradients. Each C++ operator takes and returns plain tensors; the functions here put
+RowMap and optional arguments around them. The modules are named as the files in csrc/.
+"""
+
+from moe_parallel.ops import extension
+
+extension.load()  # before the modules below, which look the operators up
+
+from moe_parallel.ops.native.autonomous_experts import autonomous_experts  # noqa: E402
+from moe_parallel.ops.native.expert_merge import expert_merge  # noqa: E402
+from moe_parallel.ops.native.grouped_gemm import grouped_gemm  # noqa: E402
+from moe_parallel.ops.native.norm_topk import norm_topk  # noqa: E402
+from moe_parallel.ops.native.permute import permute, routing_map, unpermute  # noqa: E402
+from moe_parallel.ops.native.routed_experts import routed_experts  # noqa: E402
+from moe_parallel.ops.native.swiglu import swiglu  # noqa: E402
+
+__all__ = [
+    "autonomous_experts",
+    "expert_merge",
+    "grouped_gemm",
+    "norm_topk",
+    "permute",
+    "routed_experts",
+    "routing_map",
+    "swiglu",
+    "unpermute",
+]

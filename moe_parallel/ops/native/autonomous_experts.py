@@ -1,0 +1,116 @@
+"""The autonomous layer behind its selection, in one."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_parallel.ops.reference import accumulation_dtype
+from moe_parallel.ops.row_map import RowMap
+
+_ops = torch.ops.moe_parallel
+
+
+def autonomous_experts(
+    x_TD: Tensor,
+    gates_TK: Tensor,
+    row_map: RowMap,
+    w_down_EDR: Tensor,
+    w_up_ERW: Tensor,
+    w_p_EDW: Tensor,
+    w_out_EWD: Tensor,
+    *,
+    activations_TKR: Tensor | None = None,
+    recompute_gate: bool = True,
+) -> Tensor:
+    gates_TK = gates_TK.to(accumulation_dtype(x_TD.dtype))
+    y_TD, *_ = _ops.autonomous_experts(
+        x_TD,
+        gates_TK,
+        *row_map,
+        w_down_EDR if activations_TKR is None else None,
+        w_up_ERW,
+        w_p_EDW,
+        w_out_EWD,
+        activations_TKR,
+        not recompute_gate,
+    )
+    return y_TD
+
+
+@torch.library.register_fake("moe_parallel::autonomous_experts")
+def _(
+    x: Tensor,
+    gates: Tensor,
+    slots: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    w_down: Tensor | None,
+    w_up: Tensor,
+    w_p: Tensor,
+    w_out: Tensor,
+    c: Tensor | None,
+    save_g: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_rows, (_, rank, width) = slots.size(0), w_up.shape
+    return (
+        x.new_empty(x.shape),
+        x.new_empty(num_rows, width),
+        x.new_empty(num_rows if c is None else 0, rank),
+        x.new_empty(num_rows if save_g else 0, width),
+    )
+
+
+@torch.library.register_fake("moe_parallel::autonomous_experts_backward")
+def _(
+    dy: Tensor,
+    x: Tensor,
+    gates: Tensor,
+    slots: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    w_down: Tensor | None,
+    w_up: Tensor,
+    w_p: Tensor,
+    w_out: Tensor,
+    c: Tensor | None,
+    p: Tensor,
+    saved_c: Tensor,
+    saved_g: Tensor,
+) -> tuple[Tensor, ...]:
+    dw_down = x.new_empty(0) if w_down is None else w_down.new_empty(w_down.shape)
+    dc = x.new_empty(0, w_up.size(1)) if c is None else c.new_empty(c.shape)
+    others = (tensor.new_empty(tensor.shape) for tensor in (w_up, w_p, w_out))
+    return x.new_empty(x.shape), gates.new_empty(gates.shape), dw_down, *others, dc
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, *kept = output
+    ctx.mark_non_differentiable(*kept)
+    ctx.save_for_backward(*inputs[:-1], *kept)
+
+
+@once_differentiable
+def _backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    dx, dgates, dw_down, dw_up, dw_p, dw_out, dc = _ops.autonomous_experts_backward(
+        dy, *ctx.saved_tensors
+    )
+    handed_on = ctx.needs_input_grad[9]
+    computed = ctx.needs_input_grad[5]
+    return (
+        dx,
+        dgates,
+        None,
+        None,
+        None,
+        dw_down if computed else None,
+        dw_up,
+        dw_p,
+        dw_out,
+        dc if handed_on else None,
+        None,
+    )
+
+
+torch.library.register_autograd("moe_parallel::autonomous_experts", _backward, setup_context=_save)

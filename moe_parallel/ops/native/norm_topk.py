@@ -1,0 +1,114 @@
+"""AoE's selection. Two gradients: through all norms, or through those of the chosen experts."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_parallel.ops.native.permute import routing_map
+from moe_parallel.ops.reference import accumulation_dtype
+from moe_parallel.ops.scores import Scores
+
+_ops = torch.ops.moe_parallel
+
+
+def norm_topk(
+    x_TD: Tensor,
+    w_EDR: Tensor,
+    k: int,
+    bias_E: Tensor | None = None,
+    *,
+    activations: bool = False,
+    selected_gradient: bool = False,
+    keep: bool = False,
+) -> Scores:
+    if selected_gradient:
+        kept = activations or keep
+        norms_TE, experts_TK, c_TKR = _SelectedGradient.apply(x_TD, w_EDR, k, bias_E, kept)
+    else:
+        kept = keep and torch.is_grad_enabled()
+        norms_TE, experts_TK, c_TKR, _ = _ops.norm_topk(x_TD, w_EDR, k, bias_E, activations, kept)
+    return Scores(norms_TE, experts_TK, c_TKR if activations else None)
+
+
+@torch.library.register_fake("moe_parallel::norm_topk")
+def _(
+    x: Tensor, w: Tensor, k: int, bias: Tensor | None, keep_chosen: bool, keep_all: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens, (experts, _, rank) = x.size(0), w.shape
+    return (
+        x.new_empty(tokens, experts, dtype=accumulation_dtype(x.dtype)),
+        x.new_empty(tokens, k, dtype=torch.int64),
+        x.new_empty(tokens if keep_chosen else 0, k, rank),
+        x.new_empty(tokens if keep_all else 0, experts, rank),
+    )
+
+
+@torch.library.register_fake("moe_parallel::norm_topk_backward")
+def _(
+    dnorms: Tensor,
+    dchosen: Tensor | None,
+    x: Tensor,
+    w: Tensor,
+    norms: Tensor,
+    experts: Tensor,
+    all: Tensor,
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), w.new_empty(w.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, w, _, _, ctx.keep_chosen, _ = inputs
+    norms, experts, _, all = output
+    ctx.mark_non_differentiable(experts, all)
+    ctx.save_for_backward(x, w, norms, experts, all)
+
+
+@once_differentiable
+def _backward(
+    ctx: Any, dnorms: Tensor, dexperts: Tensor, dchosen: Tensor, dall: Tensor
+) -> tuple[Tensor | None, ...]:
+    dx, dw = _ops.norm_topk_backward(
+        dnorms, dchosen if ctx.keep_chosen else None, *ctx.saved_tensors
+    )
+    return dx, dw, None, None, None, None
+
+
+torch.library.register_autograd("moe_parallel::norm_topk", _backward, setup_context=_save)
+
+
+class _SelectedGradient(torch.autograd.Function):
+    """With a = dL/dp / p for the norm p = ||C|| of a chosen expert, dC += a C (0 where p is 0).
+
+    So the backward pass has K products with x instead of E.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, k: int, bias: Tensor | None, keep: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        norms, experts, chosen, _ = _ops.norm_topk(x, w, k, bias, keep, False)
+        ctx.mark_non_differentiable(experts)
+        ctx.keep = keep
+        ctx.save_for_backward(x, w, norms, experts, chosen)
+        return norms, experts, chosen
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dnorms: Tensor, dexperts: Tensor, dchosen: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x, w, norms, experts, chosen = ctx.saved_tensors
+        slots, rows, counts = routing_map(experts, w.size(0), all_chosen=True)
+        x_rows = _ops.permute(x, slots, rows)
+        factors = (dnorms / norms).masked_fill(norms == 0, 0).gather(1, experts).unsqueeze(-1)
+        if ctx.keep:
+            dc = (factors * chosen + dchosen).to(x.dtype).flatten(0, 1)
+            dc_rows = _ops.permute(dc, slots, rows.view(-1, 1))
+        else:
+            factors_of_rows = factors.flatten()[slots].unsqueeze(-1)
+            dc_rows = (factors_of_rows * _ops.grouped_gemm(x_rows, w, counts)).to(x.dtype)
+        dw = _ops.grouped_outer(x_rows, dc_rows, counts)
+        dx_rows = _ops.grouped_gemm(dc_rows, w.transpose(1, 2), counts)
+        return _ops.unpermute(dx_rows, slots, rows, None), dw, None, None, None

@@ -1,0 +1,44 @@
+"""SwiGLU with the gate of a row inside."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_parallel.ops.reference import accumulation_dtype
+
+_ops = torch.ops.moe_parallel
+
+
+def swiglu(gate_NF: Tensor, up_NF: Tensor, gates_N: Tensor | None = None) -> Tensor:
+    if gates_N is not None:
+        gates_N = gates_N.to(accumulation_dtype(gate_NF.dtype))
+    return _ops.swiglu(gate_NF, up_NF, gates_N)
+
+
+@torch.library.register_fake("moe_parallel::swiglu")
+def _(gate: Tensor, up: Tensor, probabilities: Tensor | None) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.register_fake("moe_parallel::swiglu_backward")
+def _(
+    dh: Tensor, gate: Tensor, up: Tensor, probabilities: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    dprobabilities = gate.new_empty(gate.size(0), dtype=accumulation_dtype(gate.dtype))
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape), dprobabilities
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+@once_differentiable
+def _backward(ctx: Any, dh: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    gate, up, probabilities = ctx.saved_tensors
+    dgate, dup, dprobabilities = _ops.swiglu_backward(dh, gate, up, probabilities)
+    return dgate, dup, None if probabilities is None else dprobabilities
+
+
+torch.library.register_autograd("moe_parallel::swiglu", _backward, setup_context=_save)
