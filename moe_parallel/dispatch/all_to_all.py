@@ -2,9 +2,11 @@
 
 The group holds every expert exactly once: rank (e, t) has shard t of the matrices of the experts
 e L .. (e+1) L - 1, t varying fastest. A token's row goes to all shards of its expert, each shard
-computes a partial result, and the partial results are summed where the token lives.
+computes a partial result, and the partial results are summed where the token lives. Rows arrive by
+sending rank; the experts find theirs by a row map, and nothing is sorted in memory.
 
-Shape suffixes: R ranks of the group, L experts on this rank, others as in `dispatched`.
+Shape suffixes: R ranks of the group (in `*_RL`; a low-rank size in `*KR`), L experts on this rank,
+N rows sent, M rows arrived, others as in `dispatched`.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all
 
-from moe_parallel.dispatch.dispatched import Dispatched, gates_of_rows
+from moe_parallel.dispatch.dispatched import Dispatched, gates_of_rows, rows_of_choices
 from moe_parallel.ops import Ops, RowMap
+from moe_parallel.selection.choices import Choices
 
 
 @dataclass(frozen=True)
@@ -25,14 +28,19 @@ class AllToAllRoute:
 
     row_map: RowMap  # the rows of this rank's own tokens, by global expert
     sent_R: list[int]  # rows sent to each rank
-    received_RL: list[list[int]]  # rows received from each rank for each local expert
+    received_R: list[int]  # rows received from each rank
 
 
 class AllToAllDispatcher:
     """Experts are spread over the ranks of `group`, each cut into `expert_shards`."""
 
     def __init__(
-        self, num_experts: int, group: dist.ProcessGroup, expert_shards: int, ops: Ops
+        self,
+        num_experts: int,
+        group: dist.ProcessGroup,
+        expert_shards: int,
+        ops: Ops,
+        takes_activations: bool = False,
     ) -> None:
         """
         Args:
@@ -40,33 +48,44 @@ class AllToAllDispatcher:
             group: ranks that together hold every expert once, shards varying fastest.
             expert_shards: ranks that share the matrices of one expert (etp).
             ops: the kernels.
+            takes_activations: send C = x W_down with each row, for links faster than products.
         """
         assert group.size() % expert_shards == 0, (group.size(), expert_shards)
         self.num_experts = num_experts
         self.group = group
         self.expert_shards = expert_shards
         self.ops = ops
+        self.takes_activations = takes_activations
 
     def dispatch(
-        self,
-        x_TD: torch.Tensor,
-        experts_TK: torch.Tensor,
-        gates_TK: torch.Tensor,
-        rows_per_expert: int | None,
+        self, x_TD: torch.Tensor, choices: Choices, rows_per_expert: int | None
     ) -> Dispatched[AllToAllRoute]:
-        row_map = self.ops.routing_map(experts_TK, self.num_experts, rows_per_expert)
+        row_map = self.ops.routing_map(
+            choices.experts_TK, self.num_experts, rows_per_expert, choices.all_chosen
+        )
         sent_RL = self._for_every_shard(row_map.counts_E.view(-1, self._experts_per_rank))
-        received_RL = self._exchange_counts(sent_RL, experts_TK.device)
-        route = AllToAllRoute(row_map, sent_RL.sum(1).tolist(), received_RL.tolist())
-        x_ND = self._to_experts(self.ops.permute(x_TD, row_map), route)
-        gates_N = self._to_experts(gates_of_rows(gates_TK, row_map), route)
-        return Dispatched(x_ND, gates_N, received_RL.sum(0), route)
+        received_RL = torch.empty_like(sent_RL)
+        dist.all_to_all_single(received_RL, sent_RL, group=self.group)
+        route = AllToAllRoute(row_map, sent_RL.sum(1).tolist(), received_RL.sum(1).tolist())
 
-    def combine(self, y_ND: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
-        sizes_LR = [list(sizes) for sizes in zip(*route.received_RL, strict=True)]
-        by_rank = _reorder_chunks(y_ND, sizes_LR)
-        received_R = [sum(sizes) for sizes in route.received_RL]
-        partial = all_to_all(self.group, by_rank, route.sent_R, received_R)
+        x_MD = self._to_experts(self.ops.permute(x_TD, row_map), route)
+        gates_M = self._to_experts(gates_of_rows(choices.gates_TK, row_map), route)
+        c_TKR, c_MR = choices.activations_TKR, None
+        if c_TKR is not None:
+            c_NR = self.ops.permute(c_TKR.flatten(0, 1), rows_of_choices(row_map))
+            c_MR = self._to_experts(c_NR, route)
+        row_bytes = sum(_row_bytes(rows) for rows in (x_MD, gates_M, c_MR) if rows is not None)
+        return Dispatched(
+            x_MD,
+            gates_M.unsqueeze(1),
+            self._row_map_of_arrivals(received_RL),
+            None if c_MR is None else c_MR.unsqueeze(1),
+            route,
+            self._wire_bytes(route, row_bytes, _row_bytes(x_MD)),
+        )
+
+    def combine(self, y_MD: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
+        partial = all_to_all(self.group, y_MD, route.sent_R, route.received_R)
         return self.ops.unpermute(self._sum_of_shards(partial, route), route.row_map)
 
     @property
@@ -77,20 +96,27 @@ class AllToAllDispatcher:
         """What goes to an expert goes to every rank that holds a shard of it: [R, L]."""
         return counts_XL.repeat_interleave(self.expert_shards, dim=0)
 
-    def _exchange_counts(self, sent_RL: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Rows that every rank sends to each expert of this rank: int64 [R, L] on the CPU."""
-        sent = sent_RL.contiguous().to(device)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        return received.cpu()
+    def _row_map_of_arrivals(self, received_RL: torch.Tensor) -> RowMap:
+        """Rows of local experts from rows that arrived by sending rank, then by expert."""
+        num_local = received_RL.size(1)
+        experts_X = torch.arange(received_RL.numel(), device=received_RL.device) % num_local
+        experts_M = experts_X.repeat_interleave(received_RL.flatten())
+        return self.ops.routing_map(experts_M.unsqueeze(1), num_local, all_chosen=True)
 
     def _to_experts(self, rows: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
-        """Rows by global expert here -> rows by local expert where the experts are."""
-        sizes_X = route.sent_R[:: self.expert_shards]
-        copies = [chunk for chunk in torch.split(rows, sizes_X) for _ in range(self.expert_shards)]
-        received_R = [sum(sizes) for sizes in route.received_RL]
-        arrived = all_to_all(self.group, torch.cat(copies), received_R, route.sent_R)
-        return _reorder_chunks(arrived, route.received_RL)
+        """Rows by global expert here -> rows by sending rank where the experts are."""
+        if self.expert_shards > 1:
+            sizes_X = route.sent_R[:: self.expert_shards]
+            chunks = torch.split(rows, sizes_X)
+            rows = torch.cat([chunk for chunk in chunks for _ in range(self.expert_shards)])
+        return all_to_all(self.group, rows, route.received_R, route.sent_R)
+
+    def _wire_bytes(self, route: AllToAllRoute, there: int, back: int) -> int:
+        """Of rows sent to other ranks, `there` each, and results sent `back` to them."""
+        here = self.group.rank()
+        sent = sum(route.sent_R) - route.sent_R[here]
+        received = sum(route.received_R) - route.received_R[here]
+        return sent * there + received * back
 
     def _sum_of_shards(self, partial: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
         """Partial results by rank -> sums by global expert, in the order of `row_map`."""
@@ -103,8 +129,5 @@ class AllToAllDispatcher:
         )
 
 
-def _reorder_chunks(rows: torch.Tensor, sizes_AB: list[list[int]]) -> torch.Tensor:
-    """Rows in chunks ordered by (a, b), of the given sizes -> the same chunks by (b, a)."""
-    num_b = len(sizes_AB[0])
-    chunks = torch.split(rows, [size for sizes_B in sizes_AB for size in sizes_B])
-    return torch.cat([chunk for b in range(num_b) for chunk in chunks[b::num_b]])
+def _row_bytes(rows: torch.Tensor) -> int:
+    return rows.shape[1:].numel() * rows.element_size()

@@ -8,44 +8,47 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from moe_parallel.ops import RowMap
+from moe_parallel.selection.choices import Choices
 
 Route = TypeVar("Route")
 
 
 @dataclass(frozen=True)
 class Dispatched(Generic[Route]):
-    """Rows for the experts of this rank, sorted by expert.
+    """Tokens as they came to this rank, and which of its experts take which of them.
 
-    Shape suffixes: N rows, D model width, L experts on this rank.
+    They are not sorted by expert: the experts gather what they need by `row_map` and sum their
+    results back into the same order.
+
+    Shape suffixes: M tokens that came, J choices of each, D model width, R low-rank size.
     """
 
-    x_ND: torch.Tensor  # tokens; zero in padding rows
-    gates_N: torch.Tensor  # fp32; 0 in padding rows
-    counts_L: torch.Tensor  # int64 on the CPU; rows of each expert, summing to N
+    x_MD: torch.Tensor  # zero where padding travelled
+    gates_MJ: torch.Tensor  # fp32; 0 where padding travelled
+    row_map: RowMap  # rows of the experts of this rank
+    activations_MJR: torch.Tensor | None  # C = x W_down of each choice, where it was handed on
     route: Route  # opaque; `combine` of the same dispatcher takes it
+    wire_bytes: int  # that this rank sends to others in the forward pass, results included
 
 
 class Dispatcher(Protocol[Route]):
     """Takes tokens to their experts and results back. Holds no state between the two."""
 
+    takes_activations: bool  # whether C of the choices travels with them; else it is made again
+
     def dispatch(
-        self,
-        x_TD: torch.Tensor,
-        experts_TK: torch.Tensor,
-        gates_TK: torch.Tensor,
-        rows_per_expert: int | None,
+        self, x_TD: torch.Tensor, choices: Choices, rows_per_expert: int | None
     ) -> Dispatched[Route]:
-        """Rows for the experts of this rank from the tokens of every rank it serves.
+        """What the experts of this rank take from the tokens of every rank it serves.
 
         Args:
             x_TD: tokens of this rank.
-            experts_TK: int64, global expert of each choice; -1: none.
-            gates_TK: fp32.
+            choices: of experts of the whole group.
             rows_per_expert: pad each expert's rows from each rank to this number; None: no padding.
         """
         ...
 
-    def combine(self, y_ND: torch.Tensor, route: Route) -> torch.Tensor:
+    def combine(self, y_MD: torch.Tensor, route: Route) -> torch.Tensor:
         """The sum of each token's expert outputs, [T, D] on the token's own rank."""
         ...
 
@@ -55,3 +58,8 @@ def gates_of_rows(gates_TK: torch.Tensor, row_map: RowMap) -> torch.Tensor:
     slots_N = row_map.slots_N
     gates_N = gates_TK.flatten()[slots_N.clamp(min=0)]
     return torch.where(slots_N >= 0, gates_N, 0.0)
+
+
+def rows_of_choices(row_map: RowMap) -> RowMap:
+    """The map for a tensor that has a row for each choice instead of each token."""
+    return row_map._replace(rows_TK=row_map.rows_TK.reshape(-1, 1))

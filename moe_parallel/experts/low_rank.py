@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from moe_parallel.experts.parameters import ExpertParameters
-from moe_parallel.experts.swiglu import gated
-from moe_parallel.ops import Ops
+from moe_parallel.ops import Ops, RowMap
 from moe_parallel.parallel import Groups
 
 
 class LowRankExperts(ExpertParameters):
     """The experts of this rank, without their W_down: every rank needs all of those to rank.
 
-    The layer owns W_down and passes the part of the local experts. C = x W_down is computed anew
-    from the dispatched rows instead of being sent: the row is d wide and has to travel anyway, C
-    would add d_low, and the product is short.
+    The layer owns W_down. Where C = x W_down of the choices comes with them, it is used as it is;
+    else it is computed anew from x: a row is d wide and has to travel anyway, C would add d_low,
+    and the product is short.
 
-    Shape suffixes: N rows sorted by expert, L experts here, D model width, R low-rank size (d_low),
-    W wide size here (d_wide divided by etp).
+    Shape suffixes: M tokens that came, J choices of each, L experts here, D model width, R low-rank
+    size (d_low), W wide size here (d_wide divided by etp).
     """
 
     w_up_LRW: torch.Tensor
@@ -35,26 +33,39 @@ class LowRankExperts(ExpertParameters):
         groups: Groups,
         ops: Ops,
         dtype: torch.dtype,
+        recompute_gate: bool = True,
     ) -> None:
+        """`recompute_gate`: C W_up is made again in the backward pass instead of being kept."""
         super().__init__(num_experts, groups, dtype)
         self.ops = ops
+        self.recompute_gate = recompute_gate
         self.add_weight("w_up_LRW", (low_rank_size, wide_size), sharded_axis=2)
         self.add_weight("w_p_LDW", (hidden_size, wide_size), sharded_axis=2)
         self.add_weight("w_out_LWD", (wide_size, hidden_size), sharded_axis=1)
 
     def forward(
         self,
-        x_ND: torch.Tensor,
-        gates_N: torch.Tensor,
-        counts_L: torch.Tensor,
+        x_MD: torch.Tensor,
+        gates_MJ: torch.Tensor,
+        row_map: RowMap,
         w_down_LDR: torch.Tensor,
+        activations_MJR: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """gate * E_i(x) of each row; with etp > 1 this rank's part of the sum over W: [N, D]."""
-        gemm = self.ops.grouped_gemm
-        c_NR = gemm(x_ND, w_down_LDR, counts_L)
-        g_NW = F.silu(gemm(c_NR, self.w_up_LRW, counts_L))
-        h_NW = gated(g_NW * gemm(x_ND, self.w_p_LDW, counts_L), gates_N)
-        return gemm(h_NW, self.w_out_LWD, counts_L)
+        """The sum of gate * E_i(x) over each token's choices: [M, D].
+
+        With etp > 1 it is this rank's part of the sum over W.
+        """
+        return self.ops.autonomous_experts(
+            x_MD,
+            gates_MJ,
+            row_map,
+            w_down_LDR,
+            self.w_up_LRW,
+            self.w_p_LDW,
+            self.w_out_LWD,
+            activations_TKR=activations_MJR,
+            recompute_gate=self.recompute_gate,
+        )
 
     def local(self, w_down_EDR: torch.Tensor) -> torch.Tensor:
         """The part of W_down that belongs to the experts of this rank: [L, D, R]."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from moe_parallel.config import AutonomousSelection
+from moe_parallel.config import AutonomousSelection, DispatchedSelection
 from moe_parallel.dispatch import Dispatched
 from moe_parallel.experts.low_rank import LowRankExperts
 from moe_parallel.layers.dispatched import DispatchedLayer
 from moe_parallel.layers.expert_layer import LayerContext
 from moe_parallel.layers.selected_norms import norms_of_selected
-from moe_parallel.selection.choices import Choices
+from moe_parallel.ops import Scores
+from moe_parallel.selection.choices import Choices, Rule
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import TopK
 
@@ -31,6 +33,7 @@ class AutonomousLayer(DispatchedLayer):
 
     w_down_EDR: torch.Tensor
     experts: LowRankExperts
+    selected_gradient: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -41,6 +44,7 @@ class AutonomousLayer(DispatchedLayer):
         **_: Any,
     ) -> None:
         super().__init__(config, selection, context)
+        self.recompute_scores = selection.aoe_recompute_scores
         rank = selection.aoe_low_rank_size
         self.add_replicated_weight("w_down_EDR", self.num_experts, config.hidden_size, rank)
         self.experts = LowRankExperts(
@@ -51,28 +55,47 @@ class AutonomousLayer(DispatchedLayer):
             context.groups,
             context.ops,
             config.params_dtype,
+            selection.aoe_recompute_gate,
         )
 
+    def sends_activations(self, selection: DispatchedSelection) -> bool:
+        assert isinstance(selection, AutonomousSelection)
+        return selection.aoe_send_activations
+
     def choose(self, x_TD: torch.Tensor, tokens: Tokens) -> Choices:
-        return self._by_rule(*self._score(x_TD), tokens)
-
-    def _score(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norms fp32 [T, E], and the experts of the greatest K, as the kernel finds them."""
         rule = self.current_rule()
-        k = rule.k if isinstance(rule, TopK) else 1
-        return self.context.ops.norm_topk(x_TD, self.replicated(self.w_down_EDR), k)
+        if isinstance(rule, TopK):
+            return self._choose_greatest(x_TD, rule)
+        return self._choose_by(rule, x_TD, tokens)
 
-    def _by_rule(
-        self, norms_TE: torch.Tensor, greatest_TK: torch.Tensor, tokens: Tokens
-    ) -> Choices:
-        rule = self.current_rule()
-        if isinstance(rule, TopK) and rule.bias_E is None:
-            return rule.of(norms_TE, greatest_TK)
-        return rule(norms_TE, tokens)
+    def _choose_greatest(self, x_TD: torch.Tensor, rule: TopK) -> Choices:
+        """The kernel ranks, and has C of the chosen at hand for them."""
+        assert rule.ranking is None and rule.groups is None
+        scores = self._scores(
+            x_TD,
+            rule.k,
+            rule.bias_E,
+            activations=self.dispatcher.takes_activations,
+            selected_gradient=self.selected_gradient,
+        )
+        choices = rule.of(scores.norms_TE, scores.experts_TK)
+        return replace(choices, activations_TKR=scores.activations_TKR)
+
+    def _choose_by(self, rule: Rule, x_TD: torch.Tensor, tokens: Tokens) -> Choices:
+        return rule(self._scores(x_TD, k=1).norms_TE, tokens)
+
+    def _scores(
+        self, x_TD: torch.Tensor, k: int, bias_E: torch.Tensor | None = None, **options: bool
+    ) -> Scores:
+        w_down_EDR = self.replicated(self.w_down_EDR)
+        keep = not self.recompute_scores
+        return self.context.ops.norm_topk(x_TD, w_down_EDR, k, bias_E, keep=keep, **options)
 
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
         w_down_LDR = self.experts.local(self.replicated(self.w_down_EDR))
-        return self.experts(rows.x_ND, rows.gates_N, rows.counts_L, w_down_LDR)
+        return self.experts(
+            rows.x_MD, rows.gates_MJ, rows.row_map, w_down_LDR, rows.activations_MJR
+        )
 
     def scoring_weights(self) -> Iterable[torch.Tensor]:
         return [self.w_down_EDR]
@@ -88,10 +111,12 @@ class SelectedGradientLayer(AutonomousLayer):
     nothing is lost, and the backward pass of their E - K products with x is spared.
     """
 
-    def choose(self, x_TD: torch.Tensor, tokens: Tokens) -> Choices:
+    selected_gradient = True
+
+    def _choose_by(self, rule: Rule, x_TD: torch.Tensor, tokens: Tokens) -> Choices:
         with torch.no_grad():
-            norms_TE, greatest_TK = self._score(x_TD)
-            chosen_TK = self._by_rule(norms_TE, greatest_TK, tokens).experts_TK
+            norms_TE = self._scores(x_TD, k=1).norms_TE
+            chosen_TK = rule(norms_TE, tokens).experts_TK
         w_down_EDR = self.replicated(self.w_down_EDR)
         norms_TE = norms_of_selected(x_TD, w_down_EDR, norms_TE, chosen_TK, self.context.ops)
-        return self._by_rule(norms_TE, greatest_TK, tokens)
+        return rule(norms_TE, tokens)

@@ -3,7 +3,8 @@
     tokens -> choose -> capacity -> dispatch -> experts -> combine
 
 Shape suffixes: S sequence, B batch (Megatron's order), T tokens of this rank = S * B over the
-tensor-parallel ranks, K choices per token, E all experts, D model width.
+tensor-parallel ranks, K choices per token, E all experts, D model width; M tokens that came to this
+rank's experts.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class DispatchedLayer(ExpertLayer):
         self, config: TransformerConfig, selection: DispatchedSelection, context: LayerContext
     ) -> None:
         super().__init__(config, context)
-        self.dispatcher = build_dispatcher(self.num_experts, context.groups, context.ops)
+        self.dispatcher = build_dispatcher(
+            self.num_experts, context.groups, context.ops, self.sends_activations(selection)
+        )
         self.bias: ExpertBias | None = build_bias(selection, self.num_experts)
         self.rule, self.evaluation_rule = build_rules(selection, self.bias)
         self.load = StepLoad(self.num_experts) if needs_step_load(selection) else None
@@ -51,13 +54,17 @@ class DispatchedLayer(ExpertLayer):
         )
         self.shared = _shared_expert(config, selection, context)
 
+    def sends_activations(self, selection: DispatchedSelection) -> bool:
+        """Whether the choices' activations travel with them."""
+        return False
+
     @abstractmethod
     def choose(self, x_TD: torch.Tensor, tokens: Tokens) -> Choices:
         """Who computes each token."""
 
     @abstractmethod
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
-        """The gated outputs of this rank's experts: [N, D]."""
+        """The gated outputs of this rank's experts, summed over each token's choices: [M, D]."""
 
     def forward(self, hidden_SBD: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         if self.shared is None:
@@ -88,7 +95,8 @@ class DispatchedLayer(ExpertLayer):
                 self.load.count(choices)
         kept, rows_per_expert = self._limit(choices)
         self._record(choices, kept)
-        rows = self.dispatcher.dispatch(x_TD, kept.experts_TK, kept.gates_TK, rows_per_expert)
+        rows = self.dispatcher.dispatch(x_TD, kept, rows_per_expert)
+        self.statistics.record_wire(rows.wire_bytes)
         return self.dispatcher.combine(self.compute(rows), rows.route)
 
     def _with_losses(self, x_TD: torch.Tensor, choices: Choices, tokens: Tokens) -> torch.Tensor:

@@ -78,7 +78,7 @@ class RoutedLayer(DispatchedLayer):
         return x_TD * (1 + eps * (2 * noise - 1)).to(x_TD.dtype)
 
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
-        return self.experts(rows.x_ND, rows.gates_N, rows.counts_L)
+        return self.experts(rows.x_MD, rows.gates_MJ, rows.row_map)
 
 
 class FactorisedRoutedLayer(RoutedLayer):
@@ -106,7 +106,7 @@ class FactorisedRoutedLayer(RoutedLayer):
 
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
         w_down_LDR = self.experts.local(self.replicated(self.w_down_EDR))
-        return self.experts(rows.x_ND, rows.gates_N, rows.counts_L, w_down_LDR)
+        return self.experts(rows.x_MD, rows.gates_MJ, rows.row_map, w_down_LDR)
 
     def expert_weights(self) -> Iterable[torch.Tensor]:
         return chain(super().expert_weights(), [self.w_down_EDR])

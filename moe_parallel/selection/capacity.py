@@ -59,4 +59,4 @@ class Capacity:
         place = torch.arange(len(experts), device=experts.device) - starts[experts + 1]
         overflow = slots[by_expert[place >= limit]]
         kept = choices.experts_TK.flatten().index_fill(0, overflow, -1)
-        return replace(choices, experts_TK=kept.view(num_tokens, k))
+        return replace(choices, experts_TK=kept.view(num_tokens, k), all_chosen=False)

@@ -15,13 +15,16 @@ from moe_parallel.selection.tokens import Tokens
 class Choices:
     """Which experts compute each token, and with what weight.
 
-    Shape suffixes: T tokens on this rank, K slots per token (first choice first), E all experts.
+    Shape suffixes: T tokens on this rank, K slots per token (first choice first), E all experts,
+    R low-rank size.
     """
 
     experts_TK: torch.Tensor  # int64; -1: the slot is empty (not chosen, or dropped)
     gates_TK: torch.Tensor  # fp32, differentiable; the weight of that expert's output
     scores_TE: torch.Tensor  # fp32; router logits or norms, higher ranks first
     probabilities_TE: torch.Tensor  # fp32, differentiable; scores as shares of 1
+    activations_TKR: torch.Tensor | None = None  # C = x W_down of the chosen, handed to them
+    all_chosen: bool = False  # a promise that no slot is empty, which spares a GPU a wait
 
     def tokens_per_expert(self) -> torch.Tensor:
         """How many tokens chose each expert: float32 [E]; counted once, not to be changed."""

@@ -106,7 +106,7 @@ class TopK:
         """The choices where it is known which experts they are: int64 [T, K]."""
         probabilities_TE = self.probabilities(scores_TE)
         gates_TK = self.gate(scores_TE, probabilities_TE, experts_TK)
-        return Choices(experts_TK, gates_TK, scores_TE, probabilities_TE)
+        return Choices(experts_TK, gates_TK, scores_TE, probabilities_TE, all_chosen=True)
 
 
 @dataclass(frozen=True)

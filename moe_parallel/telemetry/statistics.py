@@ -82,11 +82,11 @@ class RoutingTotals:
     A pipeline stage fills the rows of its own layers and leaves the others at zero, so that adding
     over ranks also gathers the stages. Columns: choices per expert (E), norms per expert (E), each
     of LOSSES and how often it was taken, then tokens, tokens with a norm, entropy of the scores,
-    dropped choices, merged experts. Where experts are merged, a token is shared among them by
-    their weights instead of choosing, and `peaks_GE` is the greatest weight that each had.
+    dropped choices, merged experts, bytes sent. Where experts are merged, a token is shared among
+    them by their weights instead of choosing, and `peaks_GE` is the greatest weight that each had.
     """
 
-    TOKENS, NORMED_TOKENS, ENTROPY, DROPPED, MERGES = range(-5, 0)
+    TOKENS, NORMED_TOKENS, ENTROPY, DROPPED, MERGES, WIRE_BYTES = range(-6, 0)
 
     def __init__(self, sums_GC: torch.Tensor, peaks_GE: torch.Tensor) -> None:
         self.sums_GC = sums_GC
@@ -94,7 +94,7 @@ class RoutingTotals:
 
     @classmethod
     def zeros(cls, num_layers: int, num_experts: int, device: torch.device) -> RoutingTotals:
-        columns = 2 * num_experts + 2 * len(LOSSES) + 5
+        columns = 2 * num_experts + 2 * len(LOSSES) + 6
         return cls(
             torch.zeros(num_layers, columns, dtype=torch.float64, device=device),
             torch.zeros(num_layers, num_experts, dtype=torch.float64, device=device),
@@ -145,6 +145,11 @@ class RoutingTotals:
             row_C[column] += loss
             row_C[column + 1] += 1
 
+    @torch.no_grad()
+    def add_wire(self, layer_number: int, sent_bytes: int) -> None:
+        """Adds what one rank sent to others for one micro-batch of a layer."""
+        self.sums_GC[layer_number - 1, self.WIRE_BYTES] += sent_bytes
+
     def reduced(self, groups: Iterable[dist.ProcessGroup | None]) -> RoutingTotals:
         """The totals over the ranks of each group in turn, as new totals; these stay as they are.
 
@@ -170,7 +175,9 @@ class RoutingTotals:
         ent_conf (nats), max_minus_min_load (share of choices), the LOSSES that were taken (mean of
         micro-batches, without their coefficients); norm_per_expert (mean over all tokens) where
         norms were recorded; routing_weight_per_expert (mean over tokens) and utilisation (share of
-        the experts whose weight was above 2 / E at least once) where experts are merged.
+        the experts whose weight was above 2 / E at least once) where experts are merged;
+        wire_bytes_per_token (sent to other ranks in the forward pass, results included) where
+        tokens travel.
         """
         rows = zip(self.sums_GC.tolist(), self.peaks_GE.tolist(), strict=True)
         return [
@@ -184,7 +191,7 @@ def _summary(layer_number: int, row: list[float], peaks: list[float]) -> dict[st
     num_experts = len(peaks)
     counts, norms = row[:num_experts], row[num_experts : 2 * num_experts]
     losses = row[2 * num_experts : RoutingTotals.TOKENS]
-    tokens, normed_tokens, entropy, dropped, merges = row[RoutingTotals.TOKENS :]
+    tokens, normed_tokens, entropy, dropped, merges, wire_bytes = row[RoutingTotals.TOKENS :]
     summary: dict[str, Any] = {
         "layer": layer_number,
         "tokens_per_expert": [round(count) for count in counts],
@@ -203,6 +210,8 @@ def _summary(layer_number: int, row: list[float], peaks: list[float]) -> dict[st
         summary["routing_weight_per_expert"] = [count / tokens for count in counts]
         used = sum(peak > 2 / num_experts for peak in peaks)
         summary["utilisation"] = used / num_experts
+    if wire_bytes:
+        summary["wire_bytes_per_token"] = wire_bytes / tokens
     return summary
 
 
@@ -245,6 +254,12 @@ class LayerStatistics:
         totals = self._owner.recipient()
         if totals is not None:
             totals.add_losses(self._layer_number, losses)
+
+    def record_wire(self, sent_bytes: int) -> None:
+        """Adds the bytes that this rank sends to others for one micro-batch, forward alone."""
+        totals = self._owner.recipient()
+        if totals is not None and sent_bytes:
+            totals.add_wire(self._layer_number, sent_bytes)
 
 
 class RoutingStatistics:

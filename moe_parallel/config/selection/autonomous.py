@@ -33,6 +33,22 @@ class AutonomousSelection(DispatchedSelection):
         choices=("full", "selected", "selected_despite_aux"),
     )
 
+    aoe_recompute_scores: bool = option(
+        True,
+        "the products x W_down of the experts that were not chosen are made again in the backward "
+        "pass; false: kept, for speed at the price of n d_low values a token",
+    )
+    aoe_recompute_gate: bool = option(
+        True,
+        "C W_up is made again in the backward pass; false: kept, at the price of K d_wide values "
+        "a token",
+    )
+    aoe_send_activations: bool = option(
+        False,
+        "between ranks send C = x W_down with each token instead of making it again where its "
+        "expert is: d_low / d more traffic, so only for links that are faster than the product",
+    )
+
     def expert_width(self, hidden_size: int, ffn_hidden_size: int) -> int:
         """The inner width of an expert, d_wide."""
         return self.aoe_wide_size or aoe_wide_size(
