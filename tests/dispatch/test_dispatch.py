@@ -10,6 +10,7 @@ from torch import distributed as dist
 
 from moe_parallel.dispatch import AllToAllDispatcher, LocalDispatcher
 from moe_parallel.ops import extension, select_backend
+from moe_parallel.selection.choices import Choices
 from tests.distributed import run_distributed
 
 EXPERTS, WIDTH, HIDDEN, CHOICES = 4, 3, 4, 2
@@ -100,24 +101,51 @@ def matrices() -> tuple[torch.Tensor, torch.Tensor]:
     return w, torch.randn(EXPERTS, HIDDEN, WIDTH, generator=generator, dtype=torch.float64)
 
 
+def choices_of(
+    experts: torch.Tensor, gates: torch.Tensor, activations: torch.Tensor | None = None
+) -> Choices:
+    """Scores and probabilities have no part in dispatch."""
+    nothing = gates.new_zeros(len(gates), EXPERTS)
+    return Choices(experts, gates, nothing, nothing, activations)
+
+
+def arrived(rows: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What each expert here takes, by loops over the row map: tokens and gates."""
+    tokens, gates, first = [], [], 0
+    num_choices = rows.row_map.rows_TK.shape[1]
+    x_and_nothing = torch.cat([rows.x_MD, torch.zeros(1, rows.x_MD.shape[1])])
+    gates_and_nothing = torch.cat([rows.gates_MJ.flatten(), torch.zeros(1)])
+    for count in rows.row_map.counts_E.tolist():
+        slots = rows.row_map.slots_N[first : first + count].tolist()
+        tokens.append(x_and_nothing[[-1 if slot < 0 else slot // num_choices for slot in slots]])
+        gates.append(gates_and_nothing[[-1 if slot < 0 else slot for slot in slots]])
+        first += count
+    return tokens, gates
+
+
 def compute(rows: Any, first: int, shard: slice) -> torch.Tensor:
     w, v = matrices()
-    parts = torch.split(rows.x_ND, rows.counts_L.tolist())
-    results = [x @ w[first + i][:, shard] @ v[first + i][shard] for i, x in enumerate(parts)]
-    return rows.gates_N[:, None] * torch.cat(results)
+    y_MD = 0 * rows.x_MD * rows.gates_MJ.sum(1, keepdim=True)  # differentiable without rows too
+    experts = [e for e, n in enumerate(rows.row_map.counts_E.tolist()) for _ in range(n)]
+    for m, here in enumerate(rows.row_map.rows_TK.tolist()):
+        for j, row in enumerate(here):
+            if row >= 0:
+                e = first + experts[row]
+                result = rows.x_MD[m] @ w[e][:, shard] @ v[e][shard]
+                y_MD = y_MD.index_add(0, torch.tensor([m]), (rows.gates_MJ[m, j] * result)[None])
+    return y_MD
 
 
 def solve(dispatcher: Any, task: Problem, rank: int, first: int, shard: slice) -> Found:
     x = task.x[rank].clone().requires_grad_()
     gates = task.gates[rank].clone().requires_grad_()
-    rows = dispatcher.dispatch(x, task.experts[rank], gates, task.rows_per_expert)
-    assert rows.counts_L.device.type == "cpu" and rows.counts_L.dtype == torch.int64
-    assert int(rows.counts_L.sum()) == len(rows.x_ND) == len(rows.gates_N)
+    choices = choices_of(task.experts[rank], gates)
+    rows = dispatcher.dispatch(x, choices, task.rows_per_expert)
     y = dispatcher.combine(compute(rows, first, shard), rows.route)
     (y * task.direction[rank]).sum().backward()
-    seen = torch.cat([rows.x_ND, rows.gates_N[:, None]], 1).detach()
+    seen = [torch.cat([x, g[:, None]], 1).detach() for x, g in zip(*arrived(rows), strict=True)]
     return Found(
-        [part.numpy() for part in torch.split(seen, rows.counts_L.tolist())],
+        [part.numpy() for part in seen],
         y.detach().numpy(),
         x.grad.numpy(),
         gates.grad.numpy(),
@@ -209,8 +237,9 @@ def _round_trip(shards: int) -> tuple[numpy.ndarray, numpy.ndarray]:
     """With identity experts a token comes back as the sum of its gates times itself."""
     task, rank = problem("some dropped", dist.get_world_size()), dist.get_rank()
     dispatcher = AllToAllDispatcher(EXPERTS, dist.group.WORLD, shards, select_backend("reference"))
-    rows = dispatcher.dispatch(task.x[rank], task.experts[rank], task.gates[rank], None)
-    y = dispatcher.combine(rows.x_ND * rows.gates_N[:, None] / shards, rows.route)
+    choices = choices_of(task.experts[rank], task.gates[rank])
+    rows = dispatcher.dispatch(task.x[rank], choices, None)
+    y = dispatcher.combine(rows.x_MD * rows.gates_MJ / shards, rows.route)
     kept = (task.gates[rank] * (task.experts[rank] >= 0)).sum(1, keepdim=True)
     return y.numpy(), (kept * task.x[rank]).numpy()
 
@@ -220,3 +249,50 @@ def test_identity_experts_return_the_sum_of_gates(layout):
     ranks, shards = LAYOUTS[layout]
     for found, wanted in run_distributed(ranks, _round_trip, shards):
         numpy.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def _sent(takes_activations: bool) -> tuple[Any, Any, Any, int]:
+    """Activations that say which token and choice they belong to, where they arrived."""
+    task, rank = problem("some dropped", dist.get_world_size()), dist.get_rank()
+    experts = task.experts[rank]
+    c = torch.arange(experts.numel(), dtype=torch.float64).view(*experts.shape, 1) + 100 * rank
+    c.requires_grad_()
+    dispatcher = AllToAllDispatcher(
+        EXPERTS, dist.group.WORLD, 1, select_backend("reference"), takes_activations
+    )
+    choices = choices_of(experts, task.gates[rank], c if takes_activations else None)
+    rows = dispatcher.dispatch(task.x[rank], choices, None)
+    if not takes_activations:
+        assert rows.activations_MJR is None
+        return None, None, None, rows.wire_bytes
+    came = rows.activations_MJR
+    (came * came.detach()).sum().backward()
+    return came.detach().numpy(), c.detach().numpy(), c.grad.numpy(), rows.wire_bytes
+
+
+def test_activations_travel_with_their_choice_and_their_gradient_comes_back():
+    found = run_distributed(2, _sent, True)
+    task = problem("some dropped", 2)
+    for rank, (_, sent, gradient, _) in enumerate(found):
+        kept = (task.experts[rank] >= 0).numpy()[..., None]
+        numpy.testing.assert_array_equal(gradient, sent * kept)
+    for rank, (came, *_) in enumerate(found):
+        wanted = [
+            sent[t, k, 0]
+            for source, (_, sent, *_) in enumerate(found)
+            for expert in range(rank * EXPERTS // 2, (rank + 1) * EXPERTS // 2)
+            for t, k in (task.experts[source] == expert).nonzero().tolist()
+        ]
+        assert came.flatten().tolist() == wanted
+
+
+@pytest.mark.parametrize("takes_activations", [False, True])
+def test_bytes_on_the_wire(takes_activations):
+    """A row of three fp64, a gate and, if sent, an activation there; a row of three fp64 back."""
+    task = problem("some dropped", 2)
+    there = 8 * (WIDTH + 1 + takes_activations)
+    away = [
+        int((task.experts[r] // 2 == 1 - r).logical_and(task.experts[r] >= 0).sum()) for r in (0, 1)
+    ]
+    for rank, (*_, sent_bytes) in enumerate(run_distributed(2, _sent, takes_activations)):
+        assert sent_bytes == away[rank] * there + away[1 - rank] * 8 * WIDTH

@@ -55,10 +55,17 @@ def apply(experts: Any, kind: str, values: dict[str, Any], which: range) -> torc
     starts = numpy.cumsum([0, *COUNTS])
     rows = slice(starts[which.start], starts[which.stop])
     x, gates = torch.from_numpy(values["x"])[rows], torch.from_numpy(values["gates"])[rows]
-    counts = torch.tensor(COUNTS)[which.start : which.stop]
-    if kind == "swiglu":
-        return experts(x, gates, counts)
-    return experts(x, gates, counts, experts.local(torch.from_numpy(values["w_down"])))
+    return compute(experts, kind, x, gates, COUNTS[which.start : which.stop], values["w_down"])
+
+
+def compute(
+    experts: Any, kind: str, x: torch.Tensor, gates: torch.Tensor, counts: list[int], w_down: Any
+) -> torch.Tensor:
+    """Rows that lie by expert, one choice each."""
+    owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    row_map = experts.ops.routing_map(owners[:, None], len(counts))
+    down = () if kind == "swiglu" else (experts.local(torch.as_tensor(w_down)),)
+    return experts(x, gates[:, None], row_map, *down)
 
 
 def expected(kind: str) -> numpy.ndarray:
@@ -95,9 +102,8 @@ def test_no_rows_still_give_gradients(kind, backend):
     with torch.no_grad():
         for weight in experts.parameters():
             weight.normal_()
-    nothing = (torch.empty(0, D, dtype=torch.float64), torch.empty(0), torch.zeros(E).long())
-    down = () if kind == "swiglu" else (torch.zeros(E, D, R, dtype=torch.float64),)
-    y = experts(*nothing, *down)
+    nothing = torch.empty(0, D, dtype=torch.float64), torch.empty(0)
+    y = compute(experts, kind, *nothing, [0] * E, torch.zeros(E, D, R, dtype=torch.float64))
     assert y.shape == (0, D)
     y.sum().backward()
     for name, weight in experts.named_parameters():

@@ -22,7 +22,7 @@ def test_norms_of_normalised_tokens(rank, mean):
     x_TD /= x_TD.square().mean(dim=1, keepdim=True).sqrt()  # as RMSNorm leaves them
     std = ModelConfig().init_method_std
     w_down_EDR = torch.randn(8, 768, rank, generator=generator) * std
-    norms_TE, _ = reference.norm_topk(x_TD, w_down_EDR, 2)
+    norms_TE, *_ = reference.norm_topk(x_TD, w_down_EDR, 2)
     assert norms_TE.mean().item() == pytest.approx(mean, abs=0.06)
     # They differ by tenths, so that no expert is clearly ahead: the ceiling is ln 8 = 2.079.
     assert norms_TE.std(dim=1).mean().item() == pytest.approx(0.37, abs=0.04)

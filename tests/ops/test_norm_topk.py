@@ -53,7 +53,7 @@ def assert_ranked(experts: torch.Tensor, exact: np.ndarray, dtype: torch.dtype) 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_the_oracle(ops, device, shape, dtype):
     x, w, dnorms = setting(shape, dtype, device)
-    norms, experts = ops.norm_topk(x, w, shape[-1])
+    norms, experts, _ = ops.norm_topk(x, w, shape[-1])
     exact = oracle.norms(float64(x), float64(w))
     assert norms.dtype == dnorms.dtype and experts.dtype == torch.int64
     assert tuple(experts.shape) == (shape[0], shape[-1])
@@ -71,7 +71,7 @@ def test_equals_the_oracle(ops, device, shape, dtype):
 def test_ties_go_to_the_lower_index(ops, device, dtype):
     x = torch.tensor([[1.0], [2.0]], dtype=dtype, device=device)
     w = torch.tensor([3.0, 4.0, 3.0, 4.0, 0.0], dtype=dtype, device=device).view(5, 1, 1)
-    _, experts = ops.norm_topk(x, w, 5)
+    _, experts, _ = ops.norm_topk(x, w, 5)
     assert experts.tolist() == [[1, 3, 0, 2, 4]] * 2
 
 
@@ -81,7 +81,7 @@ def test_a_zero_norm_has_no_gradient(ops, device, dtype):
     with torch.no_grad():
         w[2] = 0
         x[5] = 0
-    norms, experts = ops.norm_topk(x, w, 2)
+    norms, experts, _ = ops.norm_topk(x, w, 2)
     assert experts[5].tolist() == [0, 1]
     assert norms[5].tolist() == [0.0] * 4
     dx, dw = gradients(norms, dnorms, x, w)
@@ -95,7 +95,7 @@ def test_not_a_number_ranks_first_and_stays_visible(ops, device):
     x = torch.tensor([[1.0, 0.0]], device=device)
     w = torch.ones(4, 2, 1, device=device)
     w[2] = torch.nan
-    norms, experts = ops.norm_topk(x, w, 3)
+    norms, experts, _ = ops.norm_topk(x, w, 3)
     assert experts.tolist() == [[2, 0, 1]]
     assert norms.isnan().tolist() == [[False, False, True, False]]
 
@@ -104,7 +104,7 @@ def test_not_a_number_ranks_first_and_stays_visible(ops, device):
 def test_layouts_of_inputs_and_gradients(ops, device, layout):
     x, w, dnorms = setting((9, 8, 4, 6, 2), torch.float64, device)
     relaid = LAYOUTS[layout]
-    norms, _ = ops.norm_topk(relaid(x), relaid(w), 2)
+    norms, *_ = ops.norm_topk(relaid(x), relaid(w), 2)
     assert_close(norms, oracle.norms(float64(x), float64(w)), torch.float64)
     dx, dw = gradients(norms, relaid(dnorms), x, w)
     wanted = oracle.norms_gradient(float64(dnorms), float64(x), float64(w))
@@ -131,9 +131,9 @@ def test_gradcheck(ops, device, shape):
 def test_several_tiles_equal_one_product(reference, native, device, dtype):
     """64 k columns: the native version goes through the tokens in several tiles."""
     x, w, dnorms = setting((300, 3, 16, 4096, 2), dtype, device)
-    norms, experts = native.norm_topk(x, w, 2)
+    norms, experts, _ = native.norm_topk(x, w, 2)
     exact_x, exact_w = (t.detach().double().requires_grad_() for t in (x, w))
-    exact_norms, _ = reference.norm_topk(exact_x, exact_w, 2)
+    exact_norms, *_ = reference.norm_topk(exact_x, exact_w, 2)
     assert_close(norms, float64(exact_norms), dtype)
     assert_ranked(experts, float64(exact_norms), dtype)
     wanted = gradients(exact_norms, dnorms.double(), exact_x, exact_w)
@@ -149,7 +149,7 @@ def test_bf16_is_as_exact_as_torchs(reference, native, device):
     ]
     results = []
     for ops in (native, reference):
-        norms, _ = ops.norm_topk(x, w, 2)
+        norms, *_ = ops.norm_topk(x, w, 2)
         results.append([norms, *gradients(norms, dnorms, x, w)])
     for of_native, of_reference, wanted in zip(*results, exact, strict=True):
         assert_no_worse_than_twice(of_native, of_reference, wanted)
