@@ -45,8 +45,8 @@ def test_flops_of_a_layer():
         Case(AoESelection(moe_router_topk=k, aoe_low_rank_size=rank), tokens=tokens)
     )
     scores = 2 * tokens * EXPERTS * d * rank
-    again = 2 * tokens * k * d * rank  # C of the chosen, at the expert
-    assert autonomous == scores + again + 2 * tokens * k * (rank * width + 2 * d * width)
+    # C of the chosen is not made again: the selection hands it on.
+    assert autonomous == scores + 2 * tokens * k * (rank * width + 2 * d * width)
 
 
 def test_the_width_of_eq_5_costs_what_the_unchosen_score():

@@ -1,5 +1,7 @@
 """What torch.library promises of an operator: schema, gradient registration, fake, tracing."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,29 +16,49 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
 
     slots = torch.tensor([0, 3, -1, 5, 2, -1], device=device)
     rows = torch.tensor([[0, -1], [4, 1], [-1, 3]], device=device)
-    counts = torch.tensor([3, 0, 3])
+    counts = torch.tensor([3, 0, 3], device=device)
     gates, norms = tensor(3, 2, dtype=torch.float32), tensor(3, 4, dtype=torch.float32)
-    return {
-        "routing_map": (rows.clamp(max=3), 4, None),
+    experts, routed = (gates, slots, rows, counts), (tensor(3, 5, 4), tensor(3, 2, 5))
+    autonomous = (tensor(3, 4, 2), tensor(3, 5, 2), tensor(3, 2, 5))
+    merging = (tensor(2, 3, dtype=torch.float32), tensor(3, 5, 2))
+    given = {
+        "routing_map": (rows.clamp(max=3), 4, None, False),
         "permute": (tensor(3, 5), slots, rows),
         "unpermute": (tensor(6, 5), slots, rows, gates),
-        "unpermute_backward": (
-            tensor(3, 5).detach(),
-            tensor(6, 5).detach(),
-            slots,
-            rows,
-            gates.detach(),
-        ),
+        "unpermute_backward": (tensor(3, 5), tensor(6, 5), slots, rows, gates),
         "grouped_gemm": (tensor(6, 5), tensor(3, 5, 2), counts),
         "grouped_outer": (tensor(6, 5), tensor(6, 2), counts),
-        "norm_topk": (tensor(3, 5), tensor(4, 5, 2), 2),
+        "grouped_outer_add": (tensor(3, 5, 2), tensor(6, 5), tensor(6, 2), counts),
+        "swiglu": (tensor(3, 5), tensor(3, 5), gates[:, 0]),
+        "swiglu_backward": (tensor(3, 5), tensor(3, 5), tensor(3, 5), gates[:, 0]),
+        "expert_merge": merging,
+        "expert_merge_backward": (tensor(2, 5, 2), *merging),
+        "norm_topk": (tensor(3, 5), tensor(4, 5, 2), 2, norms[0], True, True),
         "norm_topk_backward": (
-            norms.detach(),
-            tensor(3, 5).detach(),
-            tensor(4, 5, 2).detach(),
-            norms.detach().abs(),
+            norms,
+            tensor(3, 2, 2),
+            tensor(3, 5),
+            tensor(4, 5, 2),
+            norms.abs(),
+            rows.clamp(min=0, max=3),
+            tensor(3, 4, 2),
+        ),
+        "routed_experts": (tensor(3, 5), *experts, *routed),
+        "routed_experts_backward": (tensor(3, 5), tensor(3, 5), *experts, *routed, tensor(6, 4)),
+        "autonomous_experts": (
+            *(tensor(3, 5), *experts, tensor(3, 5, 4), *autonomous, None, True),
+        ),
+        "autonomous_experts_backward": (
+            *(tensor(3, 5), tensor(3, 5), *experts, None, *autonomous, tensor(3, 2, 4)),
+            *(tensor(6, 2), tensor(0, 4), tensor(0, 2)),
         ),
     }
+    once = [name for name in given if name.endswith(("backward", "add"))]  # no gradient of theirs
+    return given | {name: tuple(map(_detached, given[name])) for name in once}
+
+
+def _detached(argument: Any) -> Any:
+    return argument.detach() if isinstance(argument, torch.Tensor) else argument
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -47,10 +69,20 @@ def test_opcheck(native, device, name, dtype):
 
 
 def test_opcheck_of_optional_arguments(native, device):
+    operators, given = torch.ops.moe_parallel, arguments(torch.float32, device)
     experts = torch.tensor([[0, 1], [1, -1]], device=device)
-    torch.library.opcheck(torch.ops.moe_parallel.routing_map.default, (experts, 3, 4))
-    y, slots, rows, _ = arguments(torch.float32, device)["unpermute"]
-    torch.library.opcheck(torch.ops.moe_parallel.unpermute.default, (y, slots, rows, None))
+    torch.library.opcheck(operators.routing_map.default, (experts, 3, 4, False))
+    torch.library.opcheck(operators.routing_map.default, (experts.abs(), 3, None, True))
+    y, slots, rows, _ = given["unpermute"]
+    torch.library.opcheck(operators.unpermute.default, (y, slots, rows, None))
+    torch.library.opcheck(operators.swiglu.default, (*given["swiglu"][:2], None))
+    x, w, k, *_ = given["norm_topk"]
+    torch.library.opcheck(operators.norm_topk.default, (x, w, k, None, False, False))
+    x, *routing = given["autonomous_experts"][:5]
+    _, *weights = given["autonomous_experts"][5:9]
+    c = random_tensor(3, 2, 4, dtype=torch.float32, device=device, seed=0).requires_grad_()
+    handed_on = (x, *routing, None, *weights, c, False)
+    torch.library.opcheck(operators.autonomous_experts.default, handed_on)
 
 
 def test_every_operator_is_checked(native):
@@ -61,7 +93,7 @@ def test_every_operator_is_checked(native):
 
 def test_an_integer_tensor_is_refused(native, device):
     slots, rows = torch.tensor([0], device=device), torch.tensor([[0]], device=device)
-    with pytest.raises(TypeError, match="x must be float32, float64 or bfloat16, not Int"):
+    with pytest.raises(TypeError, match="x must be float32, float64, bfloat16 or float16, not Int"):
         torch.ops.moe_parallel.permute(slots.int().view(1, 1), slots, rows)
 
 

@@ -105,3 +105,49 @@ def norms_gradient(dp, x, w):
                 dx[t] += w[expert] @ dc
                 dw[expert] += np.outer(x[t], dc)
     return dx, dw
+
+
+def swiglu(gate, up, gates):
+    """gates * gate * sigmoid(gate) * up, element by element."""
+    h = np.zeros(gate.shape)
+    for n, i in np.ndindex(*gate.shape):
+        h[n, i] = gates[n] * gate[n, i] * _sigmoid(gate[n, i]) * up[n, i]
+    return h
+
+
+def swiglu_gradient(dh, gate, up, gates):
+    dgate, dup, dgates = np.zeros(gate.shape), np.zeros(gate.shape), np.zeros(len(gate))
+    for n, i in np.ndindex(*gate.shape):
+        g, s = gate[n, i], _sigmoid(gate[n, i])
+        dgate[n, i] = dh[n, i] * gates[n] * up[n, i] * (s + g * s * (1 - s))
+        dup[n, i] = dh[n, i] * gates[n] * g * s
+        dgates[n] += dh[n, i] * g * s * up[n, i]
+    return dgate, dup, dgates
+
+
+def _sigmoid(x):
+    return 1 / (1 + np.exp(-x)) if x > 0 else np.exp(x) / (1 + np.exp(x))
+
+
+def expert_merge(weights, w):
+    merged = np.zeros((len(weights), *w.shape[1:]))
+    for p, e in np.ndindex(*weights.shape):
+        merged[p] += weights[p, e] * w[e]
+    return merged
+
+
+def expert_merge_gradient(dmerged, weights, w):
+    dweights, dw = np.zeros(weights.shape), np.zeros(w.shape)
+    for p, e in np.ndindex(*weights.shape):
+        dweights[p, e] = (dmerged[p] * w[e]).sum()
+        dw[e] += weights[p, e] * dmerged[p]
+    return dweights, dw
+
+
+def sum_of_experts(x, experts, gates, expert):
+    """y[t] = sum over the choices of gate * expert(e, t, k), leaving out those of no expert."""
+    y = np.zeros(x.shape)
+    for t, k in np.ndindex(*experts.shape):
+        if experts[t, k] >= 0:
+            y[t] += gates[t, k] * expert(experts[t, k], t, k)
+    return y

@@ -1,0 +1,225 @@
+"""routed_experts and autonomous_experts: values by the oracle's loops, gradients by differences."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moe_parallel.ops import Ops
+from tests.ops.cases import (
+    DTYPES,
+    LAYOUTS,
+    ROUTINGS,
+    Routing,
+    assert_close,
+    assert_no_worse_than_twice,
+    float64,
+    gradients,
+    random_tensor,
+)
+from tests.oracles import layers
+from tests.oracles import ops as oracle
+
+D, F, R = 6, 5, 3
+SOME = [ROUTINGS[i] for i in (0, 1, 5, 6, 8, 12, 14)]
+
+
+@dataclass
+class Setting:
+    """A layer of each kind on one routing."""
+
+    routing: Routing
+    dtype: torch.dtype
+    device: str
+
+    def tensor(self, seed: int, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or self.dtype
+        return random_tensor(*shape, dtype=dtype, device=self.device, seed=seed).requires_grad_()
+
+    def __post_init__(self) -> None:
+        (tokens, choices), experts = self.routing.experts.shape, self.routing.num_experts
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.x = self.tensor(0, tokens, D)
+        self.gates = self.tensor(1, tokens, choices, dtype=wide)
+        self.dy = self.tensor(2, tokens, D).detach()
+        self.w_gate_up = self.tensor(3, experts, D, 2 * F)
+        self.w_out = self.tensor(4, experts, F, D)
+        self.w_down = self.tensor(5, experts, D, R)
+        self.w_up = self.tensor(6, experts, R, F)
+        self.w_p = self.tensor(7, experts, D, F)
+        self.c = self.tensor(8, tokens, choices, R)
+
+    def inputs(self, kind: str) -> tuple[Tensor, ...]:
+        """What is differentiated."""
+        if kind == "routed":
+            return self.x, self.gates, self.w_gate_up, self.w_out
+        first = self.c if kind == "handed on" else self.w_down
+        return self.x, self.gates, first, self.w_up, self.w_p, self.w_out
+
+    def compute(self, ops: Ops, kind: str, *inputs: Tensor, all_chosen: bool = False) -> Tensor:
+        experts = torch.from_numpy(self.routing.experts).to(self.device)
+        row_map = ops.routing_map(
+            experts, self.routing.num_experts, self.routing.rows_per_expert, all_chosen
+        )
+        x, gates, *weights = inputs or self.inputs(kind)
+        if kind == "routed":
+            return ops.routed_experts(x, gates, row_map, *weights)
+        if kind == "handed on":
+            c, *weights = weights
+            return ops.autonomous_experts(
+                x, gates, row_map, self.w_down, *weights, activations_TKR=c
+            )
+        return ops.autonomous_experts(
+            x, gates, row_map, *weights, recompute_gate=kind == "autonomous"
+        )
+
+    def exact(self, kind: str) -> np.ndarray:
+        x, (gate_up, out) = float64(self.x), map(float64, (self.w_gate_up, self.w_out))
+        down, up, p, c = map(float64, (self.w_down, self.w_up, self.w_p, self.c))
+
+        def expert(e: int, t: int, k: int) -> Any:
+            if kind == "routed":
+                return layers.swiglu_expert(x[t], gate_up[e][:, :F], gate_up[e][:, F:], out[e])
+            if kind == "handed on":
+                return (layers.silu(c[t, k] @ up[e]) * (x[t] @ p[e])) @ out[e]
+            return layers.autonomous_expert(x[t], down[e], up[e], p[e], out[e])
+
+        return oracle.sum_of_experts(x, self.routing.experts, float64(self.gates), expert)
+
+
+KINDS = ["routed", "autonomous", "autonomous, gate kept", "handed on"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_equals_the_oracle(ops, device, routing, kind, dtype):
+    setting = Setting(routing, dtype, device)
+    y = setting.compute(ops, kind)
+    assert y.dtype == dtype
+    assert_close(y, setting.exact(kind), dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("routing", SOME, ids=str)
+def test_gradcheck(ops, device, routing, kind):
+    setting = Setting(routing, torch.float64, device)
+    assert torch.autograd.gradcheck(
+        lambda *inputs: setting.compute(ops, kind, *inputs), setting.inputs(kind)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_gradients_equal_those_of_the_composition(reference, native, device, routing, kind, dtype):
+    setting = Setting(routing, dtype, device)
+    found = gradients(setting.compute(native, kind), setting.dy, *setting.inputs(kind))
+    exact = [tensor.detach().double().requires_grad_() for tensor in setting.inputs(kind)]
+    wanted = gradients(setting.compute(reference, kind, *exact), setting.dy.double(), *exact)
+    for actual, expected, tensor in zip(found, wanted, setting.inputs(kind), strict=True):
+        assert actual.dtype == tensor.dtype
+        assert_close(actual, float64(expected), dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_inputs_and_gradients(native, device, layout, kind):
+    setting, relaid = Setting(ROUTINGS[0], torch.float64, device), LAYOUTS[layout]
+    expected = gradients(setting.compute(native, kind), setting.dy, *setting.inputs(kind))
+    y = setting.compute(native, kind, *map(relaid, setting.inputs(kind)))
+    found = gradients(y, relaid(setting.dy), *setting.inputs(kind))
+    for actual, wanted in zip(found, expected, strict=True):
+        assert_close(actual, float64(wanted), torch.float64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_expanded_gradient(ops, device, kind):
+    setting = Setting(ROUTINGS[0], torch.float64, device)
+    y = setting.compute(ops, kind)
+    ones = gradients(y, torch.ones_like(y), *setting.inputs(kind))
+    summed = torch.autograd.grad(setting.compute(ops, kind).sum(), setting.inputs(kind))
+    for actual, wanted in zip(summed, ones, strict=True):
+        assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_is_as_exact_as_torchs(reference, native, device, kind):
+    setting = Setting(next(r for r in ROUTINGS if r.name == "many_tokens"), torch.bfloat16, device)
+    exact_inputs = [tensor.detach().double().requires_grad_() for tensor in setting.inputs(kind)]
+    exact_y = setting.compute(reference, kind, *exact_inputs)
+    exact = [exact_y, *gradients(exact_y, setting.dy.double(), *exact_inputs)]
+    results = []
+    for ops in (native, reference):
+        y = setting.compute(ops, kind)
+        results.append([y, *gradients(y, setting.dy, *setting.inputs(kind))])
+    for of_native, of_reference, wanted in zip(*results, exact, strict=True):
+        assert_no_worse_than_twice(of_native, of_reference, float64(wanted))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_traces_as_one_graph(native, device, kind):
+    setting = Setting(ROUTINGS[0], torch.float32, device)
+    compiled = torch.compile(
+        lambda *inputs: setting.compute(native, kind, *inputs, all_chosen=True),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    y, expected = compiled(*setting.inputs(kind)), setting.compute(native, kind)
+    assert torch.equal(y, expected)
+    found = gradients(y, setting.dy, *setting.inputs(kind))
+    for actual, wanted in zip(
+        found, gradients(expected, setting.dy, *setting.inputs(kind)), strict=True
+    ):
+        assert torch.equal(actual, wanted)
+
+
+def test_what_is_saved(native):
+    """x, what SwiGLU reads, the row map; for AoE P and C instead, and G on request."""
+    setting = Setting(next(r for r in ROUTINGS if r.name == "many_tokens"), torch.float32, "cpu")
+    rows = setting.routing.experts.size
+    sizes = {}
+    for kind in KINDS:
+        seen: dict[int, int] = {}
+
+        def note(tensor: Tensor, seen: dict[int, int] = seen) -> Tensor:
+            seen[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            setting.compute(native, kind)
+        for given in (*setting.inputs(kind), setting.w_down):
+            seen.pop(given.data_ptr(), None)
+        sizes[kind] = sum(seen.values())
+    row_map = 8 * (2 * rows + setting.routing.num_experts)
+    assert sizes["routed"] == row_map + 4 * rows * 2 * F
+    assert sizes["autonomous"] == row_map + 4 * rows * (F + R)
+    assert sizes["autonomous, gate kept"] == row_map + 4 * rows * (F + R + F)
+    assert sizes["handed on"] == row_map + 4 * rows * F
+
+
+def test_other_shapes_are_refused(native, device):
+    setting = Setting(ROUTINGS[0], torch.float32, device)
+    x, gates, w_gate_up, w_out = setting.inputs("routed")
+    wrong: list[tuple[str, tuple[Tensor, ...]]] = [
+        ("x has 12 tokens, the row map 13", (x[1:], gates, w_gate_up, w_out)),
+        (r"gates must have shape \[13, 2\]", (x, gates[:, :1], w_gate_up, w_out)),
+        (r"w_gate_up must have shape \[5, 6, 10\]", (x, gates, w_gate_up[..., :9], w_out)),
+        (r"w_out must have shape \[5, 5, 6\]", (x, gates, w_gate_up, w_out[1:])),
+    ]
+    for message, inputs in wrong:
+        with pytest.raises(ValueError, match=message):
+            setting.compute(native, "routed", *inputs)
+    x, gates, w_down, w_up, w_p, w_out = setting.inputs("autonomous")
+    for name, inputs in {
+        "w_down": (x, gates, w_down[..., 1:], w_up, w_p, w_out),
+        "w_p": (x, gates, w_down, w_up, w_p[:, 1:], w_out),
+        "w_out": (x, gates, w_down, w_up, w_p, w_out[..., 1:]),
+    }.items():
+        with pytest.raises(ValueError, match=f"{name} must have shape"):
+            setting.compute(native, "autonomous", *inputs)
+    with pytest.raises(TypeError, match="w_p is Double, x is Float"):
+        setting.compute(native, "autonomous", x, gates, w_down, w_up, w_p.double(), w_out)
