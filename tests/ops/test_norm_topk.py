@@ -160,3 +160,114 @@ def test_a_k_out_of_range_is_refused(ops, device, k):
     x, w, _ = setting((3, 4, 4, 2, 2), torch.float32, device)
     with pytest.raises(ValueError, match=rf"k must lie in 1..4 .*, not {k}"):
         ops.norm_topk(x, w, k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_bias_ranks_and_does_nothing_else(ops, device, dtype):
+    x, w, dnorms = setting((9, 8, 4, 4, 2), dtype, device)
+    exact = oracle.norms(float64(x), float64(w))
+    bias = torch.tensor([0.0, 3.0, -3.0, 0.5], device=device) * float(exact.mean())
+    norms, experts, _ = ops.norm_topk(x, w, 2, bias)
+    assert_close(norms, exact, dtype)
+    assert_ranked(experts, exact + float64(bias), dtype)
+    assert (experts[:, 0] == 1).all()
+    dx, dw = gradients(norms, dnorms, x, w)
+    wanted = oracle.norms_gradient(float64(dnorms), float64(x), float64(w))
+    assert_close(dx, wanted[0], dtype)
+    assert_close(dw, wanted[1], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("selected", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_activations_and_both_gradients(ops, device, shape, selected, keep, dtype):
+    """dC of a chosen expert is what reached C itself and the norm's part; of others the latter."""
+    x, w, dnorms = setting(shape, dtype, device)
+    k = shape[-1]
+    scores = ops.norm_topk(x, w, k, activations=True, selected_gradient=selected, keep=keep)
+    of_x, of_w = float64(x), float64(w)
+    experts = scores.experts_TK.cpu().numpy()
+    c = np.einsum("td,tkdr->tkr", of_x, of_w[experts])
+    assert_close(scores.activations_TKR, c, dtype)
+
+    dc = random_tensor(*c.shape, dtype=dtype, device=device, seed=3)
+    outputs, upstream = [scores.norms_TE, scores.activations_TKR], [dnorms, dc]
+    found = torch.autograd.grad(outputs, (x, w), upstream)
+    of_norms = float64(dnorms)
+    if selected:
+        chosen = np.zeros(of_norms.shape)
+        np.put_along_axis(chosen, experts, 1.0, axis=1)
+        of_norms = of_norms * chosen
+    dx, dw = oracle.norms_gradient(of_norms, of_x, of_w)
+    for t, j in np.ndindex(*experts.shape):
+        e, of_c = experts[t, j], float64(dc)[t, j]
+        dx[t] += of_w[e] @ of_c
+        dw[e] += np.outer(of_x[t], of_c)
+    assert_close(found[0], dx, dtype)
+    assert_close(found[1], dw, dtype)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_selected_gradient_without_activations(ops, device, keep):
+    x, w, dnorms = setting((9, 8, 5, 4, 2), torch.float64, device)
+    norms, experts, c = ops.norm_topk(x, w, 2, selected_gradient=True, keep=keep)
+    assert c is None
+    chosen = np.zeros(dnorms.shape)
+    np.put_along_axis(chosen, experts.cpu().numpy(), 1.0, axis=1)
+    wanted = oracle.norms_gradient(float64(dnorms) * chosen, float64(x), float64(w))
+    for actual, expected in zip(gradients(norms, dnorms, x, w), wanted, strict=True):
+        assert_close(actual, expected, torch.float64)
+
+
+@pytest.mark.parametrize("selected", [False, True])
+def test_what_is_saved(native, selected):
+    """C of all experts where it is kept, else none of it; C of the chosen where handed on."""
+    x, w, _ = setting((9, 8, 5, 4, 2), torch.float32, "cpu")
+    sizes = {}
+    for keep in (False, True):
+        for activations in (False, True):
+            seen: dict[int, int] = {}
+
+            def note(tensor: torch.Tensor, seen: dict[int, int] = seen) -> torch.Tensor:
+                seen[tensor.data_ptr()] = tensor.nbytes
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                native.norm_topk(
+                    x, w, 2, activations=activations, selected_gradient=selected, keep=keep
+                )
+            for given in (x, w):
+                seen.pop(given.data_ptr(), None)
+            sizes[keep, activations] = sum(seen.values())
+    norms_and_experts = 4 * 9 * 5 + 8 * 9 * 2
+    of_all, of_chosen = 4 * 9 * 5 * 4, 4 * 9 * 2 * 4
+    assert sizes[False, False] == norms_and_experts
+    if selected:
+        assert set(sizes.values()) == {norms_and_experts, norms_and_experts + of_chosen}
+    else:
+        assert sizes[True, False] == sizes[True, True] == norms_and_experts + of_all
+        assert sizes[False, True] == norms_and_experts  # the layer that takes C saves it
+
+
+def test_traces_as_one_graph(native, device):
+    x, w, dnorms = setting((9, 8, 5, 4, 2), torch.float32, device)
+    for selected in (False, True):
+
+        def choose(x, w, selected=selected):
+            scores = native.norm_topk(x, w, 2, activations=True, selected_gradient=selected)
+            return scores.norms_TE, scores.activations_TKR
+
+        compiled = torch.compile(choose, fullgraph=True, backend="aot_eager")(x, w)
+        expected = choose(x, w)
+        for actual, wanted in zip(compiled, expected, strict=True):
+            assert torch.equal(actual, wanted)
+        found = gradients(compiled[0], dnorms, x, w)
+        for actual, wanted in zip(found, gradients(expected[0], dnorms, x, w), strict=True):
+            assert torch.equal(actual, wanted)
+
+
+def test_a_bias_of_another_size_is_refused(native, device):
+    x, w, _ = setting((3, 4, 4, 2, 2), torch.float32, device)
+    with pytest.raises(ValueError, match=r"bias must have shape \[4\], not \[3\]"):
+        native.norm_topk(x, w, 2, torch.zeros(3, device=device))
