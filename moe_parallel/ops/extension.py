@@ -20,7 +20,8 @@ def is_built() -> bool:
 def load() -> ModuleType:
     """The extension; loading it registers the operators `torch.ops.moe_parallel.*`.
 
-    Raises InputError when it is not there, or was built for another torch.
+    Raises InputError when it is not there, was built for another torch, or is asked by
+    MOE_PARALLEL_CPU for vector instructions that this processor lacks.
     """
     if not is_built():
         raise InputError(
@@ -31,7 +32,10 @@ def load() -> ModuleType:
         module = importlib.import_module(NAME)
     except ImportError as error:
         raise InputError(_mismatch(str(error))) from error
-    built_for = module.build_info()["torch"]
+    try:
+        built_for = module.build_info()["torch"]
+    except ValueError as error:  # MOE_PARALLEL_CPU
+        raise InputError(str(error)) from error
     if _release(built_for) != _release(torch.__version__):
         raise InputError(_mismatch(f"it was built for torch {built_for}"))
     return module

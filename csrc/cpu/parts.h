@@ -1,0 +1,57 @@
+// A kernel's work in parts, on as many threads as ATen has.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <c10/util/Exception.h>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../scalar_type.h"
+#include "capability.h"
+
+namespace moe_parallel {
+
+constexpr int64_t kElementsPerTask = 32768;  // as in ATen: below this a thread costs more
+
+// How many rows make a task worth a thread.
+inline int64_t grain_of(int64_t elements_per_row) {
+  return std::max<int64_t>(kElementsPerTask / std::max<int64_t>(elements_per_row, 1), 1);
+}
+
+template <class Task>
+void in_parts(int64_t rows, int64_t elements_per_row, Kernel<Task> kernel, const Task& task) {
+  at::parallel_for(0, rows, grain_of(elements_per_row),
+                   [&](int64_t begin, int64_t end) { kernel(task, begin, end); });
+}
+
+inline int64_t bytes_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::kFloat64:
+      return 8;
+    case ScalarType::kFloat32:
+      return 4;
+    case ScalarType::kBFloat16:
+    case ScalarType::kFloat16:
+      return 2;
+  }
+  return 0;
+}
+
+// A large output has just come from the kernel, page by page, and each page faults when it is
+// first written: with pages of 2 MiB instead of 4 KiB a permute takes half the time.
+inline void advise_huge_pages(void* output, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+  constexpr int64_t kHuge = 2 << 20, kWorthwhile = 8 << 20;
+  if (bytes < kWorthwhile) return;
+  const auto first = (reinterpret_cast<uintptr_t>(output) + kHuge - 1) & ~uintptr_t{kHuge - 1};
+  const auto end = (reinterpret_cast<uintptr_t>(output) + bytes) & ~uintptr_t{kHuge - 1};
+  madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);  // refused: all works too
+#endif
+}
+
+}  // namespace moe_parallel
