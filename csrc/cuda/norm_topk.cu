@@ -1,52 +1,83 @@
 #include "../norm_topk.h"
-#include "scalar.cuh"
+#include "reduce.cuh"
+#include "rows.cuh"
+#include "vector.cuh"
 
 namespace moe_parallel {
 namespace {
 
-// One warp a group of `rank` elements.
-template <class Scalar>
-__global__ void group_norms(GroupNorms task) {
+// Lanes that share a row of so many vectors: a power of two, so that short rows fill a warp.
+int lanes_for(int64_t vectors) {
+  int lanes = 1;
+  while (lanes < kWarp && lanes < vectors) lanes *= 2;
+  return lanes;
+}
+
+// `lanes` lanes a group of `rank` elements.
+template <class Scalar, int kSize>
+__global__ void group_norms(GroupNorms task, int lanes) {
   using Sum = sum_t<Scalar>;
   const auto* c = static_cast<const Scalar*>(task.c);
-  auto* norms = static_cast<Sum*>(task.norms);
-  const int lane = threadIdx.x % kWarp;
-  const int64_t warps_per_block = blockDim.x / kWarp;
   const int64_t groups = task.tokens * task.num_experts;
-  for (int64_t group = blockIdx.x * warps_per_block + threadIdx.x / kWarp; group < groups;
-       group += gridDim.x * warps_per_block) {
+  const int groups_per_warp = kWarp / lanes;
+  for (int64_t first = first_warp() * groups_per_warp; first < groups;
+       first += num_warps() * groups_per_warp) {
+    const int64_t group = first + lane_index() / lanes;
     Sum sum = 0;
-    for (int64_t i = lane; i < task.rank; i += kWarp) {
-      const Sum x = to_sum(c[group * task.rank + i]);
-      sum += x * x;
+    if (group < groups) {
+#pragma unroll 2
+      for (int64_t i = lane_index() % lanes; i < task.rank / kSize; i += lanes) {
+        const auto x = load<Scalar, kSize>(c + group * task.rank, i);
+        sum += dot(x, x);
+      }
     }
-    sum = warp_sum(sum);
-    if (lane == 0) norms[group] = sqrt(sum);
+    sum = sum_over_lanes(sum, lanes);
+    if (group < groups && lane_index() % lanes == 0) {
+      static_cast<Sum*>(task.norms)[group] = sqrt(sum);
+    }
   }
 }
 
-template <class Scalar>
-__global__ void group_scale(GroupScale task) {
+struct ChosenGroup {
+  const int64_t* experts;
+  int64_t num_experts;
+  int64_t k;
+
+  __device__ int64_t operator()(int64_t choice) const {
+    const int64_t expert = experts[choice];
+    return expert < 0 || expert >= num_experts ? -1 : choice / k * num_experts + expert;
+  }
+};
+
+// The row of dkept that belongs to a group, or -1.
+__device__ inline int64_t kept_row(const NormGradient& task, int64_t group) {
+  const int64_t token = group / task.num_experts, expert = group % task.num_experts;
+  int64_t row = -1;
+  for (int64_t choice = token * task.k; choice < (token + 1) * task.k; ++choice) {
+    if (task.experts[choice] == expert) row = choice;
+  }
+  return row;
+}
+
+// `lanes` lanes a group. Every element is read by the lane that writes it: dc may be c.
+template <class Scalar, int kSize>
+__global__ void norm_gradient(NormGradient task, int lanes) {
   using Sum = sum_t<Scalar>;
-  auto* c = static_cast<Scalar*>(task.c);
-  const auto* factors = static_cast<const Sum*>(task.factors);
+  const auto* c = static_cast<const Scalar*>(task.c);
+  const auto* dkept = static_cast<const Scalar*>(task.dkept);
+  auto* dc = static_cast<Scalar*>(task.dc);
   const int64_t groups = task.tokens * task.num_experts;
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < groups * task.rank;
-       i += stride) {
-    c[i] = from_sum<Scalar>(factors[i / task.rank] * to_sum(c[i]));
-  }
-}
-
-// One thread a token.
-template <class Norm>
-__global__ void select_experts(SelectTopK task) {
-  const auto* norms = static_cast<const Norm*>(task.norms);
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t token = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; token < task.tokens;
-       token += stride) {
-    select_topk(norms + token * task.num_experts, task.num_experts, task.k,
-                task.experts + token * task.k);
+  const int64_t stride = num_threads() / lanes;
+  for (int64_t group = first_thread() / lanes; group < groups; group += stride) {
+    const Sum factor = static_cast<const Sum*>(task.factors)[group];
+    const int64_t row = dkept ? kept_row(task, group) : -1;
+#pragma unroll 2
+    for (int64_t i = lane_index() % lanes; i < task.rank / kSize; i += lanes) {
+      Sum sums[kSize] = {};
+      add_scaled(load<Scalar, kSize>(c + group * task.rank, i), factor, sums);
+      if (row >= 0) add_scaled(load<Scalar, kSize>(dkept + row * task.rank, i), Sum{1}, sums);
+      store(round_to<Scalar>(sums), dc + group * task.rank, i);
+    }
   }
 }
 
@@ -55,25 +86,25 @@ __global__ void select_experts(SelectTopK task) {
 void run_on_cuda(const GroupNorms& task, cudaStream_t stream) {
   const int64_t groups = task.tokens * task.num_experts;
   if (groups == 0) return;
-  with_cuda_scalar(task.type, [&](auto scalar) {
-    const int blocks = blocks_for(groups, kThreads / kWarp);
-    group_norms<decltype(scalar)><<<blocks, kThreads, 0, stream>>>(task);
+  with_vectors(task.type, {task.c}, {task.rank}, [&](auto scalar, auto size) {
+    const int lanes = lanes_for(task.rank / size());
+    launch_kernel(group_norms<decltype(scalar), size()>, blocks_for(groups, kThreads / lanes),
+                  stream, task, lanes);
   });
 }
 
-void run_on_cuda(const GroupScale& task, cudaStream_t stream) {
-  const int64_t elements = task.tokens * task.num_experts * task.rank;
-  if (elements == 0) return;
-  with_cuda_scalar(task.type, [&](auto scalar) {
-    group_scale<decltype(scalar)><<<blocks_for(elements, kThreads), kThreads, 0, stream>>>(task);
-  });
+void run_on_cuda(const KeepChosen& task, cudaStream_t stream) {
+  launch_gather(task.c, task.kept, task.tokens * task.k, task.row_bytes,
+                ChosenGroup{task.experts, task.num_experts, task.k}, stream);
 }
 
-void run_on_cuda(const SelectTopK& task, cudaStream_t stream) {
-  if (task.tokens == 0) return;
-  with_cuda_scalar(task.type, [&](auto scalar) {
-    using Norm = sum_t<decltype(scalar)>;
-    select_experts<Norm><<<blocks_for(task.tokens, kThreads), kThreads, 0, stream>>>(task);
+void run_on_cuda(const NormGradient& task, cudaStream_t stream) {
+  const int64_t groups = task.tokens * task.num_experts;
+  if (groups == 0 || task.rank == 0) return;
+  with_vectors(task.type, {task.c, task.dkept, task.dc}, {task.rank}, [&](auto scalar, auto size) {
+    const int lanes = lanes_for(task.rank / size());
+    launch_kernel(norm_gradient<decltype(scalar), size()>, blocks_for(groups, kThreads / lanes),
+                  stream, task, lanes);
   });
 }
 

@@ -1,42 +1,128 @@
 #include "../routing_map.h"
-#include "scalar.cuh"
+#include "launch.cuh"
 
-// One block a chunk. Each thread walks the whole chunk for experts of its own, so that the order
-// inside an expert is the order of the choices and nothing is added atomically. The threads of a
-// warp read the same choice at a time, which costs one read.
+// One block a chunk of choices; each of its warps sorts a part of the chunk, 32 choices at a
+// time. Lanes with the same expert find each other, and the first of them counts for all: nothing
+// is added atomically, and inside an expert choices keep their order. Experts are taken a range
+// at a time, as many as shared memory counts.
 namespace moe_parallel {
 namespace {
 
-__device__ inline int64_t end_of_chunk(int64_t chunk, int64_t chunk_size, int64_t choices) {
-  const int64_t end = (chunk + 1) * chunk_size;
-  return end < choices ? end : choices;
+constexpr int kExpertsPerRange = 1024;
+
+struct Counters {
+  int of_warp[kWarpsPerBlock][kExpertsPerRange];
+};
+
+struct Span {
+  int64_t begin, end;
+};
+
+// The choices of this thread's warp in a chunk.
+template <class Task>
+__device__ inline Span span_of_warp(const Task& task, int64_t chunk) {
+  const int64_t end = min((chunk + 1) * task.chunk_size, task.choices);
+  const int64_t per_warp = (task.chunk_size + kWarpsPerBlock - 1) / kWarpsPerBlock;
+  const int64_t begin = chunk * task.chunk_size + warp_in_block() * per_warp;
+  return {min(begin, end), min(begin + per_warp, end)};
+}
+
+// The bin of a choice in the range that begins with `first_bin`; -1: in another, or in none.
+__device__ inline int bin_of(int64_t expert, int64_t num_experts, int64_t first_bin) {
+  if (expert >= num_experts) return -1;
+  const int64_t bin = (expert < 0 ? num_experts : expert) - first_bin;
+  return bin < 0 || bin >= kExpertsPerRange ? -1 : static_cast<int>(bin);
+}
+
+__device__ inline int bins_in_range(int64_t num_experts, int64_t first_bin) {
+  return static_cast<int>(min(num_experts + 1 - first_bin, int64_t{kExpertsPerRange}));
+}
+
+__device__ inline void clear(Counters& counters, int bins) {
+  for (int bin = threadIdx.x; bin < bins; bin += kThreads) {
+    for (int warp = 0; warp < kWarpsPerBlock; ++warp) counters.of_warp[warp][bin] = 0;
+  }
+  __syncthreads();
+}
+
+// place(choice, bin, earlier) for every choice of the span that has a bin in this range, with how
+// many before it in this warp's counter have the same; counts them.
+template <class Place>
+__device__ inline void walk(const int64_t* experts, int64_t num_experts, Span span,
+                            int64_t first_bin, int* counter, const Place& place) {
+  for (int64_t first = span.begin; first < span.end; first += kWarp) {
+    const int64_t choice = first + lane_index();
+    const int bin = choice < span.end ? bin_of(experts[choice], num_experts, first_bin) : -1;
+    const unsigned same = __match_any_sync(kAllLanes, bin);
+    const unsigned before = same & ((1u << lane_index()) - 1);
+    const int earlier = bin < 0 ? 0 : counter[bin] + __popc(before);
+    __syncwarp();
+    if (bin >= 0) {
+      if (before == 0) counter[bin] += __popc(same);
+      place(choice, bin, earlier);
+    }
+    __syncwarp();
+  }
 }
 
 __global__ void count_choices(CountChoices task) {
+  __shared__ Counters counters;
   for (int64_t chunk = blockIdx.x; chunk < task.chunks; chunk += gridDim.x) {
-    const int64_t end = end_of_chunk(chunk, task.chunk_size, task.choices);
-    for (int64_t bin = threadIdx.x; bin <= task.num_experts; bin += blockDim.x) {
-      int64_t count = 0;
-      for (int64_t choice = chunk * task.chunk_size; choice < end; ++choice) {
-        const int64_t expert = task.experts[choice];
-        count += (expert < 0 ? task.num_experts : expert) == bin && expert < task.num_experts;
+    for (int64_t first = 0; first <= task.num_experts; first += kExpertsPerRange) {
+      const int bins = bins_in_range(task.num_experts, first);
+      clear(counters, bins);
+      walk(task.experts, task.num_experts, span_of_warp(task, chunk), first,
+           counters.of_warp[warp_in_block()], [](int64_t, int, int) {});
+      __syncthreads();
+      for (int bin = threadIdx.x; bin < bins; bin += kThreads) {
+        int64_t count = 0;
+        for (int warp = 0; warp < kWarpsPerBlock; ++warp) count += counters.of_warp[warp][bin];
+        task.counts[(first + bin) * task.chunks + chunk] = count;
       }
-      task.counts[bin * task.chunks + chunk] = count;
+      __syncthreads();
     }
   }
 }
 
+// Each warp's counters become the choices of the warps before it.
+__device__ inline void scan_warps(Counters& counters, int bins) {
+  __syncthreads();
+  for (int bin = threadIdx.x; bin < bins; bin += kThreads) {
+    int earlier = 0;
+    for (int warp = 0; warp < kWarpsPerBlock; ++warp) {
+      const int count = counters.of_warp[warp][bin];
+      counters.of_warp[warp][bin] = earlier;
+      earlier += count;
+    }
+  }
+  __syncthreads();
+}
+
+__device__ inline int64_t end_of_rows(const PlaceChoices& task, int64_t expert) {
+  if (task.rows_per_expert < 0) return task.num_rows;
+  return min((expert + 1) * task.rows_per_expert, task.num_rows);
+}
+
 __global__ void place_choices(PlaceChoices task) {
+  __shared__ Counters counters;
   for (int64_t chunk = blockIdx.x; chunk < task.chunks; chunk += gridDim.x) {
-    const int64_t end = end_of_chunk(chunk, task.chunk_size, task.choices);
-    for (int64_t expert = threadIdx.x; expert < task.num_experts; expert += blockDim.x) {
-      int64_t row = task.first_row[expert * task.chunks + chunk];
-      for (int64_t choice = chunk * task.chunk_size; choice < end; ++choice) {
-        if (task.experts[choice] != expert) continue;
-        task.slots[row] = choice;
-        task.rows[choice] = row;
-        ++row;
-      }
+    const Span span = span_of_warp(task, chunk);
+    for (int64_t first = 0; first < task.num_experts; first += kExpertsPerRange) {
+      const int bins = bins_in_range(task.num_experts, first);
+      clear(counters, bins);
+      int* counter = counters.of_warp[warp_in_block()];
+      walk(task.experts, task.num_experts, span, first, counter, [](int64_t, int, int) {});
+      scan_warps(counters, bins);
+      walk(task.experts, task.num_experts, span, first, counter,
+           [&](int64_t choice, int bin, int earlier) {
+             const int64_t expert = first + bin;
+             if (expert == task.num_experts) return;  // a choice of none
+             const int64_t row = task.first_row[expert * task.chunks + chunk] + earlier;
+             if (row >= end_of_rows(task, expert)) return;
+             task.slots[row] = choice;
+             task.rows[choice] = row;
+           });
+      __syncthreads();
     }
   }
 }
@@ -44,11 +130,11 @@ __global__ void place_choices(PlaceChoices task) {
 }  // namespace
 
 void run_on_cuda(const CountChoices& task, cudaStream_t stream) {
-  count_choices<<<blocks_for(task.chunks, 1), kThreads, 0, stream>>>(task);
+  launch_kernel(count_choices, blocks_for(task.chunks, 1), stream, task);
 }
 
 void run_on_cuda(const PlaceChoices& task, cudaStream_t stream) {
-  place_choices<<<blocks_for(task.chunks, 1), kThreads, 0, stream>>>(task);
+  launch_kernel(place_choices, blocks_for(task.chunks, 1), stream, task);
 }
 
 }  // namespace moe_parallel

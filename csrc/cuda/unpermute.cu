@@ -1,92 +1,118 @@
 #include "../unpermute.h"
-#include "scalar.cuh"
+#include "reduce.cuh"
+#include "rows.cuh"
 
 namespace moe_parallel {
 namespace {
 
-// One block a token; each thread sums whole columns, so the order of the sum is fixed.
-template <class Scalar>
+constexpr int kChoicesInFlight = 4;  // their rows are read before the first is added
+
+template <class Task>
+__device__ inline bool has_row(const Task& task, int64_t row) {
+  return row >= 0 && row < task.num_rows;
+}
+
+// One warp a token. Each lane sums whole columns in the order of the choices.
+template <class Scalar, int kSize>
 __global__ void sum_rows(Unpermute task) {
   using Sum = sum_t<Scalar>;
   const auto* y = static_cast<const Scalar*>(task.y);
-  const auto* gates = static_cast<const Sum*>(task.gates);
   auto* out = static_cast<Scalar*>(task.out);
-  for (int64_t token = blockIdx.x; token < task.tokens; token += gridDim.x) {
-    const int64_t first_choice = token * task.choices;
-    for (int64_t column = threadIdx.x; column < task.width; column += blockDim.x) {
-      Sum sum = 0;
-      for (int64_t k = 0; k < task.choices; ++k) {
-        const int64_t row = task.rows[first_choice + k];
-        if (row < 0) continue;
-        const Sum gate = gates ? gates[first_choice + k] : Sum{1};
-        sum += gate * to_sum(y[row * task.width + column]);
+  for (int64_t token = first_warp(); token < task.tokens; token += num_warps()) {
+    const int64_t* rows = task.rows + token * task.choices;
+    const auto* gates = static_cast<const Sum*>(task.gates);
+    if (gates) gates += token * task.choices;
+    for (int64_t i = lane_index(); i < task.width / kSize; i += kWarp) {
+      Sum sums[kSize] = {};
+      for (int64_t k = 0; k < task.choices; k += kChoicesInFlight) {
+        Vector<Scalar, kSize> x[kChoicesInFlight];
+        Sum gate[kChoicesInFlight];
+#pragma unroll
+        for (int j = 0; j < kChoicesInFlight; ++j) {
+          const int64_t row = k + j < task.choices ? rows[k + j] : -1;
+          gate[j] = 0;
+          x[j] = {};
+          if (!has_row(task, row)) continue;
+          gate[j] = gates ? gates[k + j] : Sum{1};
+          x[j] = load<Scalar, kSize>(y + row * task.width, i);
+        }
+#pragma unroll
+        for (int j = 0; j < kChoicesInFlight; ++j) add_scaled(x[j], gate[j], sums);
       }
-      out[token * task.width + column] = from_sum<Scalar>(sum);
+      store(round_to<Scalar>(sums), out + token * task.width, i);
     }
   }
 }
 
-// One warp a choice: it writes the row's gradient and reduces the gate's.
-template <class Scalar>
-__global__ void spread_gradient(UnpermuteBackward task) {
+// The choices from k on of one token, as many as are in flight: writes their rows' gradients and
+// their gates'.
+template <class Scalar, int kSize>
+__device__ inline void spread_choices(const UnpermuteBackward& task, int64_t token, int64_t k) {
   using Sum = sum_t<Scalar>;
-  const auto* dout = static_cast<const Scalar*>(task.dout);
   const auto* y = static_cast<const Scalar*>(task.y);
-  const auto* gates = static_cast<const Sum*>(task.gates);
+  const auto* dout = static_cast<const Scalar*>(task.dout) + token * task.width;
   auto* dy = static_cast<Scalar*>(task.dy);
-  auto* dgates = static_cast<Sum*>(task.dgates);
-  const int lane = threadIdx.x % kWarp;
-  const int64_t warps_per_block = blockDim.x / kWarp;
-  const int64_t num_choices = task.tokens * task.choices;
-  for (int64_t choice = blockIdx.x * warps_per_block + threadIdx.x / kWarp; choice < num_choices;
-       choice += gridDim.x * warps_per_block) {
-    const int64_t row = task.rows[choice];
-    Sum dgate = 0;
-    if (row >= 0) {
-      const Sum gate = gates[choice];
-      const Scalar* dout_row = dout + choice / task.choices * task.width;
-      for (int64_t column = lane; column < task.width; column += kWarp) {
-        const Sum gradient = to_sum(dout_row[column]);
-        dgate += gradient * to_sum(y[row * task.width + column]);
-        dy[row * task.width + column] = from_sum<Scalar>(gate * gradient);
-      }
+  const int64_t first = token * task.choices + k;
+  int64_t row[kChoicesInFlight];
+  Sum gate[kChoicesInFlight];
+  Sum dgate[kChoicesInFlight] = {};
+#pragma unroll
+  for (int j = 0; j < kChoicesInFlight; ++j) {
+    row[j] = k + j < task.choices ? task.rows[first + j] : -1;
+    gate[j] = has_row(task, row[j]) ? static_cast<const Sum*>(task.gates)[first + j] : Sum{0};
+  }
+  for (int64_t i = lane_index(); i < task.width / kSize; i += kWarp) {
+    const auto gradient = load<Scalar, kSize>(dout, i);
+    Vector<Scalar, kSize> x[kChoicesInFlight];
+#pragma unroll
+    for (int j = 0; j < kChoicesInFlight; ++j) {
+      if (has_row(task, row[j])) x[j] = load<Scalar, kSize>(y + row[j] * task.width, i);
     }
-    dgate = warp_sum(dgate);
-    if (lane == 0) dgates[choice] = dgate;
+#pragma unroll
+    for (int j = 0; j < kChoicesInFlight; ++j) {
+      if (!has_row(task, row[j])) continue;
+      dgate[j] += dot(gradient, x[j]);
+      Sum scaled[kSize] = {};
+      add_scaled(gradient, gate[j], scaled);
+      store(round_to<Scalar>(scaled), dy + row[j] * task.width, i);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kChoicesInFlight; ++j) {
+    const Sum sum = sum_over_lanes(dgate[j]);
+    if (lane_index() == 0 && k + j < task.choices) static_cast<Sum*>(task.dgates)[first + j] = sum;
   }
 }
 
-template <class Scalar>
-__global__ void clear_padding(UnpermuteBackward task) {
-  auto* dy = static_cast<Scalar*>(task.dy);
-  for (int64_t row = blockIdx.x; row < task.num_rows; row += gridDim.x) {
-    if (task.slots[row] >= 0) continue;
-    for (int64_t column = threadIdx.x; column < task.width; column += blockDim.x) {
-      dy[row * task.width + column] = from_sum<Scalar>(sum_t<Scalar>{0});
+// One warp a token.
+template <class Scalar, int kSize>
+__global__ void spread_gradient(UnpermuteBackward task) {
+  for (int64_t token = first_warp(); token < task.tokens; token += num_warps()) {
+    for (int64_t k = 0; k < task.choices; k += kChoicesInFlight) {
+      spread_choices<Scalar, kSize>(task, token, k);
     }
   }
+  using Word = Vector<Scalar, kSize>;
+  clear_padding(task.slots, task.tokens * task.choices, static_cast<Word*>(task.dy), task.num_rows,
+                task.width / kSize);
 }
 
 }  // namespace
 
 void run_on_cuda(const Unpermute& task, cudaStream_t stream) {
-  if (task.tokens == 0) return;
-  with_cuda_scalar(task.type, [&](auto scalar) {
-    sum_rows<decltype(scalar)><<<blocks_for(task.tokens, 1), kThreads, 0, stream>>>(task);
+  if (task.tokens == 0 || task.width == 0) return;
+  with_vectors(task.type, {task.y, task.out}, {task.width}, [&](auto scalar, auto size) {
+    launch_kernel(sum_rows<decltype(scalar), size()>, blocks_for(task.tokens, kWarpsPerBlock),
+                  stream, task);
   });
 }
 
 void run_on_cuda(const UnpermuteBackward& task, cudaStream_t stream) {
-  const int64_t num_choices = task.tokens * task.choices;
-  with_cuda_scalar(task.type, [&](auto scalar) {
-    using Scalar = decltype(scalar);
-    if (num_choices > 0) {
-      const int blocks = blocks_for(num_choices, kThreads / kWarp);
-      spread_gradient<Scalar><<<blocks, kThreads, 0, stream>>>(task);
-    }
-    if (task.num_rows > 0) {
-      clear_padding<Scalar><<<blocks_for(task.num_rows, 1), kThreads, 0, stream>>>(task);
-    }
+  const int64_t warps = std::max(task.tokens, (task.num_rows + kWarp - 1) / kWarp);
+  if (warps == 0) return;
+  with_vectors(task.type, {task.dout, task.y, task.dy}, {task.width}, [&](auto scalar, auto size) {
+    launch_kernel(spread_gradient<decltype(scalar), size()>, blocks_for(warps, kWarpsPerBlock),
+                  stream, task);
   });
 }
 

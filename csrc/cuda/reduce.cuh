@@ -1,0 +1,30 @@
+// Sums over lanes, in a fixed order: the same bits from run to run.
+#pragma once
+
+#include "launch.cuh"
+
+namespace moe_parallel {
+
+// The sum over each `lanes` (a power of two) consecutive lanes; the first of them holds it.
+template <class Sum>
+__device__ inline Sum sum_over_lanes(Sum x, int lanes = kWarp) {
+  for (int offset = lanes / 2; offset > 0; offset /= 2) {
+    x += __shfl_down_sync(kAllLanes, x, offset, lanes);
+  }
+  return x;
+}
+
+// The sum over the threads of a block; thread 0 holds it. All threads must call it.
+template <class Sum>
+__device__ inline Sum sum_over_block(Sum x) {
+  __shared__ Sum of_warps[kWarpsPerBlock];
+  x = sum_over_lanes(x);
+  __syncthreads();  // the sums of an earlier call have been read
+  if (lane_index() == 0) of_warps[warp_in_block()] = x;
+  __syncthreads();
+  Sum sum = 0;
+  for (int warp = 0; warp < kWarpsPerBlock; ++warp) sum += of_warps[warp];
+  return sum;
+}
+
+}  // namespace moe_parallel

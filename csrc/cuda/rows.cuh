@@ -1,0 +1,76 @@
+// Copies of whole rows, whatever their elements are.
+#pragma once
+
+#include "launch.cuh"
+#include "vector.cuh"
+
+namespace moe_parallel {
+
+constexpr int kRowsInFlight = 4;  // a warp's gathers wait for each other
+
+// body(Word{}) with the widest word that divides addresses and rows. Every element type has an
+// even size.
+template <class Body>
+void with_words(const void* x, const void* y, int64_t row_bytes, const Body& body) {
+  const auto all = reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(y) |
+                   static_cast<uintptr_t>(row_bytes);
+  if (all % sizeof(uint4) == 0) {
+    body(uint4{});
+  } else if (all % sizeof(uint32_t) == 0) {
+    body(uint32_t{});
+  } else {
+    body(uint16_t{});
+  }
+}
+
+// y[n] = x[row_of(n)], and zeros where row_of(n) < 0; `words` make a row.
+template <class Word, class RowOf>
+__global__ void gather_rows(const Word* x, Word* y, int64_t rows, int64_t words, RowOf row_of) {
+  for (int64_t first = first_warp() * kRowsInFlight; first < rows;
+       first += num_warps() * kRowsInFlight) {
+    int64_t source[kRowsInFlight];
+#pragma unroll
+    for (int j = 0; j < kRowsInFlight; ++j) source[j] = first + j < rows ? row_of(first + j) : -1;
+    for (int64_t i = lane_index(); i < words; i += kWarp) {
+      Word word[kRowsInFlight];
+#pragma unroll
+      for (int j = 0; j < kRowsInFlight; ++j) {
+        word[j] = source[j] < 0 ? Word{} : x[source[j] * words + i];
+      }
+#pragma unroll
+      for (int j = 0; j < kRowsInFlight; ++j) {
+        if (first + j < rows) y[(first + j) * words + i] = word[j];
+      }
+    }
+  }
+}
+
+template <class RowOf>
+void launch_gather(const void* x, void* y, int64_t rows, int64_t row_bytes, RowOf row_of,
+                   cudaStream_t stream) {
+  if (rows == 0 || row_bytes == 0) return;
+  with_words(x, y, row_bytes, [&](auto word) {
+    using Word = decltype(word);
+    launch_kernel(gather_rows<Word, RowOf>, blocks_for(rows, kWarpsPerBlock * kRowsInFlight),
+                  stream, static_cast<const Word*>(x), static_cast<Word*>(y), rows,
+                  row_bytes / static_cast<int64_t>(sizeof(Word)), row_of);
+  });
+}
+
+// y[n] = 0 where slots[n] names none of `choices`. Lanes look at 32 rows at a time.
+template <class Word>
+__device__ inline void clear_padding(const int64_t* slots, int64_t choices, Word* y, int64_t rows,
+                                     int64_t words) {
+  for (int64_t first = first_warp() * kWarp; first < rows; first += num_warps() * kWarp) {
+    const int64_t mine = first + lane_index();
+    const int64_t slot = mine < rows ? slots[mine] : 0;
+    const bool is_padding = mine < rows && (slot < 0 || slot >= choices);
+    const unsigned padding = __ballot_sync(kAllLanes, is_padding);
+    for (int j = 0; j < kWarp; ++j) {
+      if (!(padding >> j & 1)) continue;
+      for (int64_t i = lane_index(); i < words; i += kWarp) y[(first + j) * words + i] = Word{};
+    }
+  }
+}
+
+}  // namespace moe_parallel
