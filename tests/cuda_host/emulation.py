@@ -1,0 +1,65 @@
+"""The memory-bound kernels of csrc/cuda, compiled for the CPU and put in the place of csrc/cpu.
+
+    python -m tests.cuda_host.emulation LIBRARY PYTEST_ARGUMENT...
+
+runs pytest with the extension's CPU tensors going through them. The library is loaded with its
+symbols in front, so that the extension's calls of run_on_cpu() find those of run_on_cpu.cpp.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+CSRC = HERE.parents[1] / "csrc"
+# A vector at an address that is no multiple of it, an index beyond a shared array, an overflow
+# and the like end the process.
+SANITIZERS = "-fsanitize=alignment,bounds,shift,signed-integer-overflow"
+FLAGS = [
+    *("-std=c++20", "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
+    *(SANITIZERS, "-fsanitize-undefined-trap-on-error"),
+    *("-DMOE_PARALLEL_CUDA", f"-I{HERE / 'include'}", f"-I{CSRC}"),
+]
+
+
+def compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "c++").split()[0])
+
+
+def build(folder: Path) -> Path:
+    """The library in `folder`; raises CalledProcessError with the compiler's output."""
+    objects = []
+    for source in [*sorted(CSRC.glob("cuda/*.cu")), *sorted(HERE.glob("*.cpp"))]:
+        objects.append(folder / f"{source.name}.o")
+        _run(compiler(), *FLAGS, "-x", "c++", "-c", source, "-o", objects[-1])
+    library = folder / "libcuda_host.so"
+    _run(compiler(), "-shared", *objects, "-o", library)
+    return library
+
+
+def _run(*command: object) -> None:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def load(library: Path | str) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(library), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
+    loaded.tasks_run.restype = ctypes.c_int64
+    return loaded
+
+
+def main(library: str, *arguments: str) -> int:
+    kernels = load(library)  # before anything imports the extension
+
+    import pytest
+
+    status = pytest.main(list(arguments))
+    print(f"tasks on the kernels of csrc/cuda: {kernels.tasks_run()}")
+    return int(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

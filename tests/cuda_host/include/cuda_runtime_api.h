@@ -1,0 +1,114 @@
+// What csrc/cuda uses of CUDA, for a C++ compiler: a block's threads are fibers of one thread,
+// blocks run one after another. A collective that not all of its threads reach ends the process.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+
+#define __global__
+#define __device__
+#define __host__
+#define __shared__ static
+
+using cudaStream_t = struct Stream*;
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  dim3() = default;
+  explicit dim3(unsigned x) : x(x) {}
+};
+
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+
+using std::max;
+using std::min;
+
+inline dim3 gridDim, blockDim, blockIdx, threadIdx;
+
+namespace cuda_host {
+
+constexpr int kWarp = 32;
+
+// Runs body once for each thread of each block.
+void run_blocks(dim3 blocks, dim3 threads, const std::function<void()>& body);
+
+// Returns when all threads of the block, or of the warp, have called it.
+void wait_for_block();
+void wait_for_warp();
+
+// What the lanes of this warp gave, once all have given.
+std::array<uint64_t, kWarp> exchange(uint64_t mine);
+
+int lane();
+
+template <class T>
+uint64_t bits_of(T x) {
+  static_assert(sizeof(T) <= sizeof(uint64_t));
+  uint64_t bits = 0;
+  std::memcpy(&bits, &x, sizeof(T));
+  return bits;
+}
+
+template <class T>
+T value_of(uint64_t bits) {
+  T x;
+  std::memcpy(&x, &bits, sizeof(T));
+  return x;
+}
+
+}  // namespace cuda_host
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  std::size_t dynamicSmemBytes;
+  cudaStream_t stream;
+};
+
+template <class... Parameters, class... Arguments>
+void cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                        Arguments... arguments) {
+  cuda_host::run_blocks(config->gridDim, config->blockDim, [&] { kernel(arguments...); });
+}
+
+inline void __syncthreads() { cuda_host::wait_for_block(); }
+inline void __syncwarp() { cuda_host::wait_for_warp(); }
+
+template <class T>
+T __shfl_down_sync(unsigned, T x, int offset, int width = cuda_host::kWarp) {
+  const auto given = cuda_host::exchange(cuda_host::bits_of(x));
+  const int lane = cuda_host::lane();
+  return lane % width + offset < width ? cuda_host::value_of<T>(given[lane + offset]) : x;
+}
+
+template <class T>
+T __shfl_xor_sync(unsigned, T x, int mask) {
+  return cuda_host::value_of<T>(
+      cuda_host::exchange(cuda_host::bits_of(x))[cuda_host::lane() ^ mask]);
+}
+
+template <class T>
+unsigned __match_any_sync(unsigned, T x) {
+  const auto given = cuda_host::exchange(cuda_host::bits_of(x));
+  unsigned same = 0;
+  for (int i = 0; i < cuda_host::kWarp; ++i) {
+    same |= unsigned{given[i] == cuda_host::bits_of(x)} << i;
+  }
+  return same;
+}
+
+inline unsigned __ballot_sync(unsigned, bool x) {
+  const auto given = cuda_host::exchange(x);
+  unsigned votes = 0;
+  for (int i = 0; i < cuda_host::kWarp; ++i) votes |= unsigned{given[i] != 0} << i;
+  return votes;
+}
+
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline float __expf(float x) { return std::exp(x); }
+inline float __fdividef(float x, float y) { return x / y; }

@@ -1,0 +1,44 @@
+// Every task on the kernels of csrc/cuda. Loaded before the extension, these functions go before
+// the extension's own of the same names.
+#include "expert_merge.h"
+#include "norm_topk.h"
+#include "permute.h"
+#include "routing_map.h"
+#include "swiglu.h"
+#include "unpermute.h"
+
+namespace moe_parallel {
+namespace {
+
+int64_t tasks_run = 0;
+
+template <class Task>
+void run(const Task& task) {
+  ++tasks_run;
+  run_on_cuda(task, nullptr);
+}
+
+}  // namespace
+
+void run_on_cpu(const CountChoices& task) { run(task); }
+void run_on_cpu(const ExpertMerge& task) { run(task); }
+void run_on_cpu(const ExpertMergeBackward& task) { run(task); }
+void run_on_cpu(const GroupNorms& task) { run(task); }
+void run_on_cpu(const KeepChosen& task) { run(task); }
+void run_on_cpu(const NormGradient& task) { run(task); }
+void run_on_cpu(const Permute& task) { run(task); }
+void run_on_cpu(const PlaceChoices& task) { run(task); }
+void run_on_cpu(const SelectTopK& task) { run(task); }
+void run_on_cpu(const Swiglu& task) { run(task); }
+void run_on_cpu(const SwigluBackward& task) { run(task); }
+void run_on_cpu(const Unpermute& task) { run(task); }
+void run_on_cpu(const UnpermuteBackward& task) { run(task); }
+
+}  // namespace moe_parallel
+
+// For Python (test_kernels.py).
+extern "C" {
+int64_t tasks_run() { return moe_parallel::tasks_run; }
+void count_choices(const moe_parallel::CountChoices* task) { run_on_cpu(*task); }
+void place_choices(const moe_parallel::PlaceChoices* task) { run_on_cpu(*task); }
+}
