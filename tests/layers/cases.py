@@ -137,11 +137,16 @@ CASES = {
     "aoe, drop by probability": Case(aoe(), capacity_factor=0.6, policy="probs"),
     "aoe, drop by position": Case(aoe(), capacity_factor=0.6, policy="position"),
     "aoe, drop and pad": Case(aoe(), capacity_factor=0.6, policy="position", pad=True),
+    "aoe, scores kept": Case(aoe(aoe_recompute_scores=False)),
+    "aoe, gate kept": Case(aoe(aoe_recompute_gate=False)),
     "aoe, gate over all": Case(aoe(aoe_gate="all")),
     "aoe, one expert, gate over all": Case(aoe(k=1, aoe_gate="all")),
     "aoe, balanced by bias": Case(aoe(**BIASED), balance=BALANCE),
     "aoe, in turn": Case(aoe(**IN_TURN)),
     "aoe, selected gradient": Case(aoe(aux=0.0, **SELECTED)),
+    "aoe, selected gradient, kept": Case(
+        aoe(aux=0.0, aoe_recompute_scores=False, aoe_recompute_gate=False, **SELECTED)
+    ),
     "aoe, selected gradient, drop": Case(aoe(aux=0.0, **SELECTED), capacity_factor=0.6),
     "aoe, selected gradient and bias": Case(aoe(aux=0.0, **SELECTED, **BIASED), balance=BALANCE),
     "aoe, selected gradient despite aux": Case(aoe(**DESPITE)),

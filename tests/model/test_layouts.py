@@ -149,6 +149,8 @@ def _differences(ranks: list[Outcome], expected: list[Outcome]) -> list[str]:
                 wrong.append(f"{measure} on rank {rank}: {values}, not {wanted}")
     for layer, wanted in zip(ranks[0].layers, reference.layers, strict=True):
         for name, value in layer.items():
+            if name == "wire_bytes_per_token":  # the layout's alone
+                continue
             if not numpy.allclose(value, wanted[name], rtol=TOLERANCE):
                 wrong.append(f"{name} of layer {layer['layer']}: {value}, not {wanted[name]}")
     weights = whole([outcome.pieces for outcome in ranks])
@@ -189,6 +191,27 @@ def _divides_matrices_alone(spread: Options) -> bool:
 def _check(world: int, start: Path, options: Options, layouts: dict[str, Options]) -> None:
     expected = run_all(1, start, {"one": options | ONE})["one"]
     found = run_all(world, start, {name: options | spread for name, spread in layouts.items()})
+    assert differences(found, expected) == {}
+
+
+KEPT = {"aoe_recompute_scores": False, "aoe_recompute_gate": False}
+SENT = {"aoe_send_activations": True}
+
+
+@pytest.mark.parametrize("system", ["aoe", "aoe, by bias"])
+def test_what_is_kept_and_sent_changes_no_result(start: Start, system: str) -> None:
+    options = model(system)
+    expected = run_all(1, start(system), {"one": options | ONE})["one"]
+    found = run_all(1, start(system), {"one, kept": options | KEPT | ONE})
+    cases = {"ep2, sent": LAYOUTS[2]["ep2"], "tp2, sp, ep2, kept, sent": LAYOUTS[2]["tp2, sp, ep2"]}
+    found |= run_all(
+        2,
+        start(system),
+        {
+            name: options | spread | SENT | (KEPT if "kept" in name else {})
+            for name, spread in cases.items()
+        },
+    )
     assert differences(found, expected) == {}
 
 
