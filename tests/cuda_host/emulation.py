@@ -45,14 +45,16 @@ def _run(*command: object) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def load(library: Path | str) -> ctypes.CDLL:
-    loaded = ctypes.CDLL(str(library), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
+def load(library: Path | str, *, in_front: bool = False) -> ctypes.CDLL:
+    """`in_front`: an extension that is loaded afterwards calls these kernels, not its own."""
+    scope = os.RTLD_GLOBAL if in_front else os.RTLD_LOCAL
+    loaded = ctypes.CDLL(str(library), mode=scope | os.RTLD_NOW)
     loaded.tasks_run.restype = ctypes.c_int64
     return loaded
 
 
 def main(library: str, *arguments: str) -> int:
-    kernels = load(library)  # before anything imports the extension
+    kernels = load(library, in_front=True)  # before anything imports the extension
 
     import pytest
 
