@@ -88,11 +88,12 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, *kept = output
     ctx.mark_non_differentiable(*kept)
+    ctx.set_materialize_grads(False)  # or there would be zeros as large as what is kept
     ctx.save_for_backward(*inputs[:-1], *kept)
 
 
 @once_differentiable
-def _backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     dx, dgates, dw_down, dw_up, dw_p, dw_out, dc = _ops.autonomous_experts_backward(
         dy, *ctx.saved_tensors
     )

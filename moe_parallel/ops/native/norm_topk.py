@@ -59,19 +59,20 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, w, _, _, ctx.keep_chosen, _ = inputs
+    x, w, *_ = inputs
     norms, experts, _, all = output
     ctx.mark_non_differentiable(experts, all)
+    ctx.set_materialize_grads(False)  # or there would be zeros as large as C
     ctx.save_for_backward(x, w, norms, experts, all)
 
 
 @once_differentiable
 def _backward(
-    ctx: Any, dnorms: Tensor, dexperts: Tensor, dchosen: Tensor, dall: Tensor
+    ctx: Any, dnorms: Tensor | None, dexperts: None, dchosen: Tensor | None, dall: None
 ) -> tuple[Tensor | None, ...]:
-    dx, dw = _ops.norm_topk_backward(
-        dnorms, dchosen if ctx.keep_chosen else None, *ctx.saved_tensors
-    )
+    _, _, norms, _, _ = ctx.saved_tensors
+    dnorms = torch.zeros_like(norms) if dnorms is None else dnorms
+    dx, dw = _ops.norm_topk_backward(dnorms, dchosen, *ctx.saved_tensors)
     return dx, dw, None, None, None, None
 
 
@@ -90,6 +91,7 @@ class _SelectedGradient(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         norms, experts, chosen, _ = _ops.norm_topk(x, w, k, bias, keep, False)
         ctx.mark_non_differentiable(experts)
+        ctx.set_materialize_grads(False)
         ctx.keep = keep
         ctx.save_for_backward(x, w, norms, experts, chosen)
         return norms, experts, chosen
@@ -97,15 +99,16 @@ class _SelectedGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, dnorms: Tensor, dexperts: Tensor, dchosen: Tensor
+        ctx: Any, dnorms: Tensor | None, dexperts: None, dchosen: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         x, w, norms, experts, chosen = ctx.saved_tensors
+        dnorms = torch.zeros_like(norms) if dnorms is None else dnorms
         slots, rows, counts = routing_map(experts, w.size(0), all_chosen=True)
         x_rows = _ops.permute(x, slots, rows)
         factors = (dnorms / norms).masked_fill(norms == 0, 0).gather(1, experts).unsqueeze(-1)
         if ctx.keep:
-            dc = (factors * chosen + dchosen).to(x.dtype).flatten(0, 1)
-            dc_rows = _ops.permute(dc, slots, rows.view(-1, 1))
+            dc = factors * chosen if dchosen is None else factors * chosen + dchosen
+            dc_rows = _ops.permute(dc.to(x.dtype).flatten(0, 1), slots, rows.view(-1, 1))
         else:
             factors_of_rows = factors.flatten()[slots].unsqueeze(-1)
             dc_rows = (factors_of_rows * _ops.grouped_gemm(x_rows, w, counts)).to(x.dtype)

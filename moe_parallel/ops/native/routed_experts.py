@@ -55,11 +55,12 @@ def _(
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
     _, gate_up = output
     ctx.mark_non_differentiable(gate_up)
+    ctx.set_materialize_grads(False)  # or there would be zeros as large as gate_up
     ctx.save_for_backward(*inputs, gate_up)
 
 
 @once_differentiable
-def _backward(ctx: Any, dy: Tensor, dgate_up: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor, dgate_up: None) -> tuple[Tensor | None, ...]:
     dx, dgates, dw_gate_up, dw_out = _ops.routed_experts_backward(dy, *ctx.saved_tensors)
     return dx, dgates, None, None, None, dw_gate_up, dw_out
 
