@@ -1,4 +1,4 @@
-// The kernels for AVX-512 F, BW, DQ and VL: Intel since Skylake-SP, AMD since Zen 4.
+// The kernels for AVX-512 F, BW, DQ and VL: Intel since Skylake-SP.
 #ifdef __x86_64__
 
 // Before the instructions are named: what these declare must run everywhere.

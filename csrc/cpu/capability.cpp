@@ -17,6 +17,9 @@ extern const Kernels kKernels;
 namespace avx512 {
 extern const Kernels kKernels;
 }
+namespace avx512_bf16 {
+extern const Kernels kKernels;
+}
 #endif
 
 namespace {
@@ -29,9 +32,12 @@ std::vector<Capability> capabilities() {
 #ifdef __x86_64__
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                         __builtin_cpu_supports("f16c");
-  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
+                          __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (has_avx2 && has_avx512) all.push_back({"avx512", avx512::kKernels});
+  const bool has_avx512_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16");
+  if (has_avx512_bf16) all.push_back({"avx512_bf16", avx512_bf16::kKernels});
+  if (has_avx512) all.push_back({"avx512", avx512::kKernels});
   if (has_avx2) all.push_back({"avx2", avx2::kKernels});
 #endif
   all.push_back({"portable", portable::kKernels});

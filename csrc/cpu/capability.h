@@ -16,6 +16,11 @@ namespace moe_parallel {
 template <class Task>
 using Kernel = void (*)(const Task& task, int64_t begin, int64_t end);
 
+// expert_merge packs so many columns of all matrices at a time that they stay in the caches; the
+// packed rows lie not a power of two apart, which caches would take badly.
+constexpr int64_t kMergeColumns = 512;
+constexpr int64_t kMergeStride = kMergeColumns + 16;
+
 // The kernels of one capability; kernels/ has their one source.
 struct Kernels {
   void (*permute)(const Permute& task, const int64_t* row_of_slot, int64_t begin, int64_t end);
@@ -26,9 +31,11 @@ struct Kernels {
   Kernel<GroupNorms> group_norms;
   Kernel<SelectTopK> select_topk;
   Kernel<NormGradient> norm_gradient;
-  Kernel<ExpertMerge> expert_merge;
+  // Scratch is 64-byte aligned: kMergeStride sums for each expert; backward also for each merge,
+  // and 64 bytes for each of the [merges, num_experts] products.
+  void (*expert_merge)(const ExpertMerge& task, int64_t begin, int64_t end, void* scratch);
   void (*expert_merge_backward)(const ExpertMergeBackward& task, int64_t begin, int64_t end,
-                                void* products);
+                                void* scratch, void* products);
 };
 
 struct Capability {

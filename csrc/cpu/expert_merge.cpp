@@ -11,18 +11,45 @@
 namespace moe_parallel {
 namespace {
 
-// The rows of all matrices on so many columns stay in the L2 cache.
-constexpr int64_t kColumns = 4096;
+// Columns of one task, whatever the number of threads: the order of every sum is fixed.
+constexpr int64_t kColumns = 8 * kMergeColumns;
 
-// dweights = the sums over all blocks of columns, in their order whatever the threads were.
-template <class Sum>
-void add_products(const std::vector<char>& products, int64_t blocks, int64_t size, void* dweights) {
-  for (int64_t i = 0; i < size; ++i) {
-    double sum = 0;
-    for (int64_t block = 0; block < blocks; ++block) {
-      sum += reinterpret_cast<const Sum*>(products.data())[block * size + i];
+struct alignas(64) CacheLine {
+  char bytes[64];
+};
+
+std::vector<CacheLine> scratch_of(int64_t rows, int64_t products) {
+  const int64_t bytes = rows * kMergeStride * static_cast<int64_t>(sizeof(double));
+  return std::vector<CacheLine>(bytes / 64 + products);
+}
+
+// body(block, begin, end, scratch) for every block of columns.
+template <class Body>
+void for_each_block(int64_t size, int64_t rows, int64_t products, const Body& body) {
+  const int64_t blocks = (size + kColumns - 1) / kColumns;
+  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+    auto scratch = scratch_of(rows, products);
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t first = block * kColumns;
+      body(block, first, std::min(first + kColumns, size), scratch.data());
     }
-    static_cast<Sum*>(dweights)[i] = static_cast<Sum>(sum);
+  });
+}
+
+template <class Sum>
+void run(const ExpertMergeBackward& task) {
+  const int64_t num_products = task.merges * task.num_experts;
+  const int64_t blocks = (task.size + kColumns - 1) / kColumns;
+  std::vector<Sum> products(blocks * num_products);
+  for_each_block(task.size, task.merges + task.num_experts, num_products,
+                 [&](int64_t block, int64_t begin, int64_t end, void* scratch) {
+                   kernels().expert_merge_backward(task, begin, end, scratch,
+                                                   products.data() + block * num_products);
+                 });
+  for (int64_t i = 0; i < num_products; ++i) {
+    double sum = 0;
+    for (int64_t block = 0; block < blocks; ++block) sum += products[block * num_products + i];
+    static_cast<Sum*>(task.dweights)[i] = static_cast<Sum>(sum);
   }
 }
 
@@ -30,28 +57,15 @@ void add_products(const std::vector<char>& products, int64_t blocks, int64_t siz
 
 void run_on_cpu(const ExpertMerge& task) {
   advise_huge_pages(task.merged, task.merges * task.size * bytes_of(task.type));
-  const int64_t blocks = (task.size + kColumns - 1) / kColumns;
-  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-    kernels().expert_merge(task, begin * kColumns, std::min(end * kColumns, task.size));
-  });
+  for_each_block(task.size, task.num_experts, 0,
+                 [&](int64_t, int64_t begin, int64_t end, void* scratch) {
+                   kernels().expert_merge(task, begin, end, scratch);
+                 });
 }
 
 void run_on_cpu(const ExpertMergeBackward& task) {
   advise_huge_pages(task.dw, task.num_experts * task.size * bytes_of(task.type));
-  const bool is_double = task.type == ScalarType::kFloat64;
-  const int64_t size = task.merges * task.num_experts;
-  const int64_t block_bytes = size * (is_double ? sizeof(double) : sizeof(float));
-  const int64_t blocks = (task.size + kColumns - 1) / kColumns;
-  std::vector<char> products(blocks * block_bytes);
-  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) {
-      const int64_t first = block * kColumns;
-      kernels().expert_merge_backward(task, first, std::min(first + kColumns, task.size),
-                                      products.data() + block * block_bytes);
-    }
-  });
-  const auto add = is_double ? add_products<double> : add_products<float>;
-  add(products, blocks, size, task.dweights);
+  task.type == ScalarType::kFloat64 ? run<double>(task) : run<float>(task);
 }
 
 }  // namespace moe_parallel

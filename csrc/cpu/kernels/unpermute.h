@@ -5,7 +5,8 @@
 
 namespace moe_parallel::MOE_PARALLEL_CAPABILITY {
 
-// Adds up the rows of one token, kVectors vectors of columns at a time, in registers.
+// Adds up the rows of one token, kVectors vectors of columns at a time, in registers. The rows of
+// the next token lie anywhere: they are asked for meanwhile.
 template <int kVectors, class Scalar, class Lanes>
 inline void sum_rows(const Unpermute& task, int64_t token, int64_t column, Lanes lanes) {
   using Sum = sum_t<Scalar>;
@@ -19,6 +20,10 @@ inline void sum_rows(const Unpermute& task, int64_t token, int64_t column, Lanes
     if (row < 0) continue;
     const Sum gate = gates ? gates[choice] : Sum{1};
     const Scalar* source = y + row * task.width;
+    const int64_t next = choice + task.choices;
+    if (next < task.tokens * task.choices && task.rows[next] >= 0) {
+      prefetch<kVectors>(y + task.rows[next] * task.width);
+    }
     for (int i = 0; i < kVectors; ++i) sums[i] += gate * lanes.load(source + i * kLanes<Sum>);
   }
   for (int i = 0; i < kVectors; ++i) lanes.store(out + i * kLanes<Sum>, sums[i]);
@@ -28,7 +33,7 @@ inline void unpermute(const Unpermute& task, int64_t begin, int64_t end) {
   with_scalar(task.type, [&](auto scalar) {
     using Scalar = decltype(scalar);
     constexpr int64_t kLanesOfRow = kLanes<sum_t<Scalar>>;
-    constexpr int kVectors = 8;
+    constexpr int kVectors = 4;
     for (int64_t token = begin; token < end; ++token) {
       int64_t i = 0;
       for (; i + kVectors * kLanesOfRow <= task.width; i += kVectors * kLanesOfRow) {

@@ -87,12 +87,21 @@ inline Vector<float> load(const BFloat16* p) {
   return bits_as<Vector<float>>(__builtin_convertvector(read<HalfWords>(p), Words) << 16);
 }
 
+#ifdef MOE_PARALLEL_ROUNDS_TO_BF16
+
+// Takes what is smaller than the smallest normal number, 2^-126, as 0.
+inline void store(BFloat16* p, Vector<float> v) { write(p, _mm512_cvtneps_pbh(v)); }
+
+#else
+
 inline void store(BFloat16* p, Vector<float> v) {
   const Words bits = bits_as<Words>(v);
   const Words rounded = bits + 0x7fff + (bits >> 16 & 1);
   const Words kept = v == v ? rounded : bits | 0x400000;
   write(p, __builtin_convertvector(kept >> 16, HalfWords));
 }
+
+#endif
 
 #if MOE_PARALLEL_VECTOR_BYTES == 64
 
@@ -138,6 +147,13 @@ inline void store(Float16* p, Vector<float> v) {
 
 #endif
 
+// Brings what kVectors vectors are loaded from into the caches.
+template <int kVectors, class Scalar>
+inline void prefetch(const Scalar* p) {
+  constexpr int64_t kLine = 64 / sizeof(Scalar);
+  for (int64_t i = 0; i < kVectors * kLanes<sum_t<Scalar>>; i += kLine) __builtin_prefetch(p + i);
+}
+
 // Which lanes of a vector a step of for_columns() works on: all, or the first of them.
 struct AllLanes {
   template <class Scalar>
@@ -176,25 +192,28 @@ inline void for_columns(int64_t columns, const Body& body) {
 }
 
 // The sum of the lanes, halves first.
-template <class Sum>
-inline Sum sum_of_lanes(Vector<Sum> v) {
-  Sum lanes[kLanes<Sum>];
-  store(lanes, v);
-  for (int64_t half = kLanes<Sum> / 2; half > 0; half /= 2) {
-    for (int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+template <class Sum, int64_t kBytes = kVectorBytes>
+inline Sum sum_of_lanes(typename VectorOf<Sum, kBytes>::type v) {
+  if constexpr (kBytes == sizeof(Sum)) {
+    return v[0];
+  } else {
+    struct Halves {
+      typename VectorOf<Sum, kBytes / 2>::type low, high;
+    };
+    const auto halves = bits_as<Halves>(v);
+    return sum_of_lanes<Sum, kBytes / 2>(halves.low + halves.high);
   }
-  return lanes[0];
 }
 
-// e^x within 1 ulp; infinity where that is beyond the largest float, and e^-87 below -87, which
+// e^x within 1 ulp; infinity where that is beyond the largest float, and e^-86 below -86, which
 // nobody who adds 1 to it can tell from 0. With x = n ln 2 + r it is 2^n e^r, and e^r a polynomial
 // (minimax in relative error, 5e-9, for |r| <= ln 2 / 2).
 inline Vector<float> exp(Vector<float> x) {
+  constexpr float kLargest = 0x1.62e42ep6f;  // e^x rounds to the largest float
   constexpr float kLog2E = 0x1.715476p0f;
   constexpr float kLn2High = 0x1.62e4p-1f, kLn2Low = 0x1.7f7d1cp-20f;  // n kLn2High is exact
-  constexpr float kRound = 0x1.8p23f;  // added and taken away again, it rounds to an integer
-  x = x < -87.0f ? broadcast(-87.0f) : x;
-  x = x > 89.0f ? broadcast(89.0f) : x;
+  constexpr float kRound = 0x1.8p23f;  // added, it leaves n in the lowest bits
+  x = x < -86.0f ? broadcast(-86.0f) : x;
   const Vector<float> shifted = x * kLog2E + kRound;
   const Vector<float> n = shifted - kRound;
   const Vector<float> r = (x - n * kLn2High) - n * kLn2Low;
@@ -203,11 +222,8 @@ inline Vector<float> exp(Vector<float> x) {
   p = p * r + 0x1.55549p-3f;
   p = p * r + 0x1.fffffcp-2f;
   p = p * (r * r) + r + 1.0f;
-  // 2^n in two factors: of n = 128 there is no float.
-  const Vector<int32_t> exponent = bits_as<Vector<int32_t>>(shifted) - bits_as<int32_t>(kRound);
-  const Vector<int32_t> half = exponent >> 1;
-  p *= bits_as<Vector<float>>((half + 127) << 23);
-  return p * bits_as<Vector<float>>((exponent - half + 127) << 23);
+  p = bits_as<Vector<float>>(bits_as<Words>(p) + (bits_as<Words>(shifted) << 23));
+  return x <= kLargest ? p : x + HUGE_VALF;  // NaN for NaN
 }
 
 inline Vector<double> exp(Vector<double> x) {

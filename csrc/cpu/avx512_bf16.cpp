@@ -1,0 +1,29 @@
+// The kernels for AVX-512 with its rounding to bf16: Intel since Sapphire Rapids, AMD since Zen 4.
+#ifdef __x86_64__
+
+// Before the instructions are named: what these declare must run everywhere.
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#ifdef __clang__
+#pragma clang attribute push(                                                               \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))), \
+    apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+#endif
+
+#define MOE_PARALLEL_CAPABILITY avx512_bf16
+#define MOE_PARALLEL_ROUNDS_TO_BF16
+#define MOE_PARALLEL_VECTOR_BYTES 64
+
+#include "kernels/table.h"
+
+#ifdef __clang__
+#pragma clang attribute pop
+#endif
+
+#endif
