@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 
 NOT_CHOSEN = -1
-DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # Against float64 on the same inputs, in units of the largest value.
-ROUNDING = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2}
+ROUNDING = {
+    torch.float64: 1e-13,
+    torch.float32: 2e-6,
+    torch.bfloat16: 2e-2,
+    torch.float16: 2.5e-3,
+}
 
 
 @dataclass(frozen=True)
@@ -100,10 +105,16 @@ def every_second_column(tensor: Tensor) -> Tensor:
     return torch.stack([tensor, torch.full_like(tensor, torch.nan)], dim=-1)[..., 0]
 
 
+def unaligned(tensor: Tensor) -> Tensor:
+    """Equal values, each an element further than the start of a vector or a cache line."""
+    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda tensor: tensor,
     "transposed": transposed_memory,
     "gaps": every_second_column,
+    "unaligned": unaligned,
 }
 
 

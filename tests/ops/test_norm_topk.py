@@ -127,6 +127,15 @@ def test_gradcheck(ops, device, shape):
     assert torch.autograd.gradcheck(lambda x, w: ops.norm_topk(x, w, shape[-1])[0], (x, w))
 
 
+def test_threads_do_not_change_a_bit(native, two_threads):
+    """With one column in x a product has one term, so that the BLAS has nothing to order."""
+    x, w, _ = setting((500, 1, 8, 200, 2), torch.float32, "cpu")
+    of_two = native.norm_topk(x, w, 2)
+    torch.set_num_threads(1)
+    of_one = native.norm_topk(x, w, 2)
+    assert torch.equal(of_two[0], of_one[0]) and torch.equal(of_two[1], of_one[1])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_several_tiles_equal_one_product(reference, native, device, dtype):
     """64 k columns: the native version goes through the tokens in several tiles."""

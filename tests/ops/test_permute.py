@@ -24,7 +24,7 @@ def setting(ops, routing: Routing, width: int, dtype: torch.dtype, device: str):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1, 7, 64])
+@pytest.mark.parametrize("width", [1, 7, 135])
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_equals_the_oracle(ops, device, routing, width, dtype):
     row_map, x, dy = setting(ops, routing, width, dtype, device)
@@ -68,6 +68,25 @@ def test_bf16_gradient_is_as_exact_as_torchs(reference, native, device):
     exact = oracle.permute_gradient(float64(dy), row_map.slots_N.tolist(), 8, len(x))
     dx = {ops.name: gradients(ops.permute(x, row_map), dy, x)[0] for ops in (reference, native)}
     assert_no_worse_than_twice(dx["native"], dx["reference"], exact)
+
+
+def test_a_large_output(reference, native, device):
+    experts = torch.arange(5000, device=device).view(-1, 2) % 7
+    x = random_tensor(2500, 1030, dtype=torch.bfloat16, device=device, seed=0)
+    row_map = native.routing_map(experts, 7)
+    assert torch.equal(native.permute(x, row_map), reference.permute(x, row_map))
+
+
+def test_rows_that_share_a_slot(ops, device):
+    row_map, x, _ = setting(ops, ROUTINGS[0], 6, torch.float32, device)
+    slots = row_map.slots_N.repeat(2)
+    y = ops.permute(x, row_map._replace(slots_N=slots))
+    assert torch.equal(y, x[slots // 2])
+
+
+def test_threads_do_not_change_a_bit(native, two_threads):
+    row_map, x, _ = setting(native, ROUTINGS[10], 300, torch.float32, "cpu")
+    assert torch.equal(native.permute(x, row_map), x[row_map.slots_N // 2])
 
 
 def test_another_number_of_tokens_is_refused(ops, device):

@@ -102,6 +102,16 @@ def test_bf16_is_as_exact_as_torchs(reference, native, device):
             assert_close(of_native, wanted, torch.float32)
 
 
+def test_threads_do_not_change_a_bit(native, two_threads):
+    gate, up, gates, dh = setting(70, 1000, torch.float32, "cpu")
+    h = native.swiglu(gate, up, gates)
+    of_two = [h, *gradients(h, dh, gate, up, gates)]
+    torch.set_num_threads(1)
+    h = native.swiglu(gate, up, gates)
+    for two, one in zip(of_two, [h, *gradients(h, dh, gate, up, gates)], strict=True):
+        assert torch.equal(two, one)
+
+
 def test_other_shapes_are_refused(native, device):
     gate, up, gates, _ = setting(5, 7, torch.float32, device)
     with pytest.raises(ValueError, match=r"up must have shape \[5, 7\], not \[4, 7\]"):

@@ -28,7 +28,7 @@ def setting(ops, routing: Routing, width: int, dtype: torch.dtype, device: str):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1, 7, 64])
+@pytest.mark.parametrize("width", [1, 7, 135])
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_weighted_sum_equals_the_oracle(ops, device, routing, width, dtype):
     row_map, y, gates, dout = setting(ops, routing, width, dtype, device)
