@@ -25,7 +25,7 @@ pretrain: OMP_NUM_THREADS = $(shell expr $$(getconf _NPROCESSORS_ONLN) / $(NPROC
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 PYTEST := $(RUN) python -m pytest -n $(JOBS) --dist worksteal
 SOURCES := moe_parallel tools tests setup.py pretrain_gpt_moe.py
-CSRC := $(shell find csrc tests/cuda_host -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
+CSRC := $(shell find csrc tests/cuda_host tests/csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
 # $(error) rather than a failing recipe: the user sees one line, what is missing and what to do.
 stop-if = $(if $(1),$(error $(1)))

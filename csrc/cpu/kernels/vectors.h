@@ -83,6 +83,16 @@ inline Vector<double> load(const double* p) { return read<Vector<double>>(p); }
 inline void store(float* p, Vector<float> v) { write(p, v); }
 inline void store(double* p, Vector<double> v) { write(p, v); }
 
+// Words below 2^16.
+inline HalfWords narrow(Words words) {
+#if MOE_PARALLEL_VECTOR_BYTES == 32
+  const auto packed = _mm256_packus_epi32(bits_as<__m256i>(words), bits_as<__m256i>(words));
+  return bits_as<HalfWords>(_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000)));
+#else
+  return __builtin_convertvector(words, HalfWords);
+#endif
+}
+
 inline Vector<float> load(const BFloat16* p) {
   return bits_as<Vector<float>>(__builtin_convertvector(read<HalfWords>(p), Words) << 16);
 }
@@ -98,7 +108,7 @@ inline void store(BFloat16* p, Vector<float> v) {
   const Words bits = bits_as<Words>(v);
   const Words rounded = bits + 0x7fff + (bits >> 16 & 1);
   const Words kept = v == v ? rounded : bits | 0x400000;
-  write(p, __builtin_convertvector(kept >> 16, HalfWords));
+  write(p, narrow(kept >> 16));
 }
 
 #endif
@@ -142,7 +152,7 @@ inline void store(Float16* p, Vector<float> v) {
   Words half = magnitude < 113u << 23 ? subnormal : normal;
   half = magnitude >= 0x477ff000 ? 0x7c00 - Words{} : half;  // 65520 and more round to infinity
   half = magnitude > 0x7f800000 ? 0x7e00 - Words{} : half;
-  write(p, __builtin_convertvector(half | sign, HalfWords));
+  write(p, narrow(half | sign));
 }
 
 #endif

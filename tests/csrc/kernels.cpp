@@ -1,0 +1,328 @@
+// The CPU kernels against plain loops, without torch and Python, so that it runs where they do not:
+// under an emulator (tools/check_aarch64.sh). Every number is a multiple of 1/4 so small that sums
+// and products are exact in all types; what has a root or an exponential is compared by distance.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+#include "../../csrc/cpu/capability.h"
+
+namespace {
+
+using namespace moe_parallel;
+
+constexpr int64_t kTokens = 5, kChoices = 3, kRows = kTokens * kChoices, kWidth = 531;
+int failures = 0;
+
+uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// A matrix of any type, read and written as doubles. Of fp16 it knows normal numbers and 0.
+struct Matrix {
+  ScalarType type;
+  int64_t width;
+  std::vector<char> bytes;
+
+  Matrix(ScalarType type, int64_t rows, int64_t width)
+      : type(type), width(width), bytes(rows * width * size()) {}
+
+  int64_t size() const {
+    return type == ScalarType::kFloat64 ? 8 : type == ScalarType::kFloat32 ? 4 : 2;
+  }
+
+  double at(int64_t row, int64_t column) const {
+    const char* p = bytes.data() + (row * width + column) * size();
+    if (type == ScalarType::kFloat64) return *reinterpret_cast<const double*>(p);
+    if (type == ScalarType::kFloat32) return *reinterpret_cast<const float*>(p);
+    const uint32_t bits = *reinterpret_cast<const uint16_t*>(p);
+    if (type == ScalarType::kBFloat16) return float_of(bits << 16);
+    return (bits & 0x7fff) == 0
+               ? 0
+               : float_of((bits & 0x8000) << 16 | ((bits & 0x7fff) + 0x1c000) << 13);
+  }
+
+  void set(int64_t row, int64_t column, double value) {
+    char* p = bytes.data() + (row * width + column) * size();
+    const uint32_t bits = bits_of(static_cast<float>(value));
+    if (type == ScalarType::kFloat64) {
+      *reinterpret_cast<double*>(p) = value;
+    } else if (type == ScalarType::kFloat32) {
+      *reinterpret_cast<float*>(p) = static_cast<float>(value);
+    } else if (type == ScalarType::kBFloat16) {
+      *reinterpret_cast<uint16_t*>(p) = bits >> 16;
+    } else {
+      *reinterpret_cast<uint16_t*>(p) =
+          value == 0 ? 0 : (bits >> 16 & 0x8000) | ((bits & 0x7fffffff) - 0x38000000) >> 13;
+    }
+  }
+};
+
+Matrix quarters(ScalarType type, int64_t rows, int64_t width, int seed) {
+  Matrix matrix(type, rows, width);
+  for (int64_t i = 0; i < rows * width; ++i) {
+    matrix.set(i / width, i % width, ((i * 37 + seed * 11) % 9 - 4) / 4.0);
+  }
+  return matrix;
+}
+
+void expect(const char* what, ScalarType type, double actual, double expected,
+            double distance = 0) {
+  if (std::abs(actual - expected) <= distance * std::abs(expected)) return;
+  if (++failures <= 20) {
+    std::printf("%s of type %d: %.9g instead of %.9g\n", what, static_cast<int>(type), actual,
+                expected);
+  }
+}
+
+ScalarType sums_of(ScalarType type) {
+  return type == ScalarType::kFloat64 ? type : ScalarType::kFloat32;
+}
+
+double rounding_of(ScalarType type) {
+  if (type == ScalarType::kFloat64) return 1e-14;
+  return type == ScalarType::kFloat32 ? 1e-6 : type == ScalarType::kFloat16 ? 1e-3 : 1e-2;
+}
+
+// Row n is choice 7 n modulo the choices there are, and the last row pads.
+std::vector<int64_t> slots() {
+  std::vector<int64_t> slots(kRows + 1, -1);
+  for (int64_t n = 0; n < kRows; ++n) slots[n] = n * 7 % kRows;
+  return slots;
+}
+std::vector<int64_t> rows_of_slots() {
+  std::vector<int64_t> rows(kRows, -1);
+  for (int64_t n = 0; n < kRows; ++n) rows[n * 7 % kRows] = n;
+  return rows;
+}
+
+void check_permute(ScalarType type) {
+  const auto map = slots(), rows = rows_of_slots();
+  const Matrix x = quarters(type, kTokens, kWidth, 0);
+  Matrix y(type, kRows, kWidth);
+  kernels().permute({.x = x.bytes.data(),
+                     .slots = map.data(),
+                     .y = y.bytes.data(),
+                     .tokens = kTokens,
+                     .choices = kChoices,
+                     .rows = kRows,
+                     .row_bytes = kWidth * x.size()},
+                    rows.data(), 0, kTokens);
+  for (int64_t n = 0; n < kRows; ++n) {
+    for (int64_t i = 0; i < kWidth; ++i) {
+      expect("permute", type, y.at(n, i), x.at(map[n] / kChoices, i));
+    }
+  }
+}
+
+void check_unpermute(ScalarType type) {
+  const auto map = slots(), rows = rows_of_slots();
+  const Matrix y = quarters(type, kRows, kWidth, 1), dout = quarters(type, kTokens, kWidth, 2);
+  const Matrix gates = quarters(sums_of(type), kTokens, kChoices, 3);
+  Matrix out(type, kTokens, kWidth), dy(type, kRows, kWidth), dgates(gates);
+  kernels().unpermute({.type = type,
+                       .y = y.bytes.data(),
+                       .rows = rows.data(),
+                       .gates = gates.bytes.data(),
+                       .out = out.bytes.data(),
+                       .tokens = kTokens,
+                       .choices = kChoices,
+                       .num_rows = kRows,
+                       .width = kWidth},
+                      0, kTokens);
+  kernels().unpermute_backward({.type = type,
+                                .dout = dout.bytes.data(),
+                                .y = y.bytes.data(),
+                                .slots = map.data(),
+                                .rows = rows.data(),
+                                .gates = gates.bytes.data(),
+                                .dy = dy.bytes.data(),
+                                .dgates = dgates.bytes.data(),
+                                .tokens = kTokens,
+                                .choices = kChoices,
+                                .num_rows = kRows,
+                                .width = kWidth},
+                               0, kTokens);
+  for (int64_t t = 0; t < kTokens; ++t) {
+    for (int64_t i = 0; i < kWidth; ++i) {
+      double sum = 0;
+      for (int64_t k = 0; k < kChoices; ++k) {
+        const int64_t row = rows[t * kChoices + k];
+        sum += gates.at(t, k) * y.at(row, i);
+        expect("dy", type, dy.at(row, i), gates.at(t, k) * dout.at(t, i));
+      }
+      expect("unpermute", type, out.at(t, i), sum);
+    }
+    for (int64_t k = 0; k < kChoices; ++k) {
+      double product = 0;
+      for (int64_t i = 0; i < kWidth; ++i) {
+        product += dout.at(t, i) * y.at(rows[t * kChoices + k], i);
+      }
+      expect("dgates", type, dgates.at(t, k), product);
+    }
+  }
+}
+
+void check_swiglu(ScalarType type) {
+  const Matrix gate = quarters(type, 1, kWidth, 4), up = quarters(type, 1, kWidth, 5);
+  const Matrix dh = quarters(type, 1, kWidth, 6), p = quarters(sums_of(type), 1, 1, 2);
+  Matrix h(gate), again(gate), dgate(gate), dup(gate), dp(p);
+  kernels().swiglu({.type = type,
+                    .gate = gate.bytes.data(),
+                    .up = up.bytes.data(),
+                    .probabilities = p.bytes.data(),
+                    .h = h.bytes.data(),
+                    .rows = 1,
+                    .width = kWidth,
+                    .gate_stride = kWidth,
+                    .up_stride = kWidth},
+                   0, 1);
+  kernels().swiglu_backward({.type = type,
+                             .dh = dh.bytes.data(),
+                             .gate = gate.bytes.data(),
+                             .up = up.bytes.data(),
+                             .probabilities = p.bytes.data(),
+                             .dgate = dgate.bytes.data(),
+                             .dup = dup.bytes.data(),
+                             .dprobabilities = dp.bytes.data(),
+                             .h = again.bytes.data(),
+                             .rows = 1,
+                             .width = kWidth,
+                             .gate_stride = kWidth,
+                             .up_stride = kWidth,
+                             .dgate_stride = kWidth,
+                             .dup_stride = kWidth},
+                            0, 1);
+  double sum = 0, size = 0;
+  for (int64_t i = 0; i < kWidth; ++i) {
+    const double g = gate.at(0, i), u = up.at(0, i), d = dh.at(0, i), scale = p.at(0, 0);
+    const double sigmoid = 1 / (1 + std::exp(-g)), rounding = rounding_of(type);
+    expect("swiglu", type, h.at(0, i), scale * g * sigmoid * u, rounding);
+    expect("h of backward", type, again.at(0, i), scale * g * sigmoid * u, rounding);
+    expect("dup", type, dup.at(0, i), scale * d * g * sigmoid, rounding);
+    expect("dgate", type, dgate.at(0, i), scale * d * u * sigmoid * (1 + g * (1 - sigmoid)),
+           rounding);
+    sum += d * g * sigmoid * u;
+    size += std::abs(d * g * sigmoid * u);
+  }
+  expect("dprobabilities", type, dp.at(0, 0) + size, sum + size, rounding_of(sums_of(type)));
+}
+
+void check_merge(ScalarType type) {
+  constexpr int64_t kMerges = 5, kExperts = 3;
+  const Matrix w = quarters(type, kExperts, kWidth, 7),
+               dmerged = quarters(type, kMerges, kWidth, 8);
+  const Matrix weights = quarters(sums_of(type), kMerges, kExperts, 0);
+  Matrix merged(dmerged), dw(w), dweights(weights);
+  alignas(
+      64) static char scratch[(kMerges + kExperts) * kMergeStride * 8 + kMerges * kExperts * 64];
+  kernels().expert_merge({.type = type,
+                          .weights = weights.bytes.data(),
+                          .w = w.bytes.data(),
+                          .merged = merged.bytes.data(),
+                          .merges = kMerges,
+                          .num_experts = kExperts,
+                          .size = kWidth},
+                         0, kWidth, scratch);
+  kernels().expert_merge_backward({.type = type,
+                                   .dmerged = dmerged.bytes.data(),
+                                   .weights = weights.bytes.data(),
+                                   .w = w.bytes.data(),
+                                   .dweights = dweights.bytes.data(),
+                                   .dw = dw.bytes.data(),
+                                   .merges = kMerges,
+                                   .num_experts = kExperts,
+                                   .size = kWidth},
+                                  0, kWidth, scratch, dweights.bytes.data());
+  for (int64_t i = 0; i < kWidth; ++i) {
+    for (int64_t m = 0; m < kMerges; ++m) {
+      double sum = 0;
+      for (int64_t e = 0; e < kExperts; ++e) sum += weights.at(m, e) * w.at(e, i);
+      expect("merged", type, merged.at(m, i), sum);
+    }
+    for (int64_t e = 0; e < kExperts; ++e) {
+      double sum = 0;
+      for (int64_t m = 0; m < kMerges; ++m) sum += weights.at(m, e) * dmerged.at(m, i);
+      expect("dw", type, dw.at(e, i), sum);
+    }
+  }
+  for (int64_t m = 0; m < kMerges; ++m) {
+    for (int64_t e = 0; e < kExperts; ++e) {
+      double sum = 0;
+      for (int64_t i = 0; i < kWidth; ++i) sum += dmerged.at(m, i) * w.at(e, i);
+      expect("dweights", type, dweights.at(m, e), sum);
+    }
+  }
+}
+
+void check_norms(ScalarType type) {
+  const Matrix c = quarters(type, kTokens, kWidth, 1);
+  Matrix norms(sums_of(type), kTokens, 1), dc(c);
+  kernels().group_norms({.type = type,
+                         .c = c.bytes.data(),
+                         .norms = norms.bytes.data(),
+                         .tokens = kTokens,
+                         .num_experts = 1,
+                         .rank = kWidth},
+                        0, kTokens);
+  const Matrix factors = quarters(sums_of(type), kTokens, 1, 5);
+  kernels().norm_gradient({.type = type,
+                           .c = c.bytes.data(),
+                           .factors = factors.bytes.data(),
+                           .experts = nullptr,
+                           .dkept = nullptr,
+                           .dc = dc.bytes.data(),
+                           .tokens = kTokens,
+                           .num_experts = 1,
+                           .rank = kWidth,
+                           .k = 0},
+                          0, kTokens);
+  for (int64_t t = 0; t < kTokens; ++t) {
+    double sum = 0;
+    for (int64_t i = 0; i < kWidth; ++i) {
+      sum += c.at(t, i) * c.at(t, i);
+      expect("dc", type, dc.at(t, i), factors.at(t, 0) * c.at(t, i));
+    }
+    expect("norms", type, norms.at(t, 0), std::sqrt(sum), rounding_of(sums_of(type)));
+  }
+}
+
+void check_topk() {
+  const float norms[] = {1, 3, NAN, 3, -2, 3, -INFINITY, 0};
+  int64_t experts[8];
+  kernels().select_topk({.type = ScalarType::kFloat32,
+                         .norms = norms,
+                         .bias = nullptr,
+                         .experts = experts,
+                         .tokens = 1,
+                         .num_experts = 8,
+                         .k = 8},
+                        0, 1);
+  const int64_t expected[] = {2, 1, 3, 5, 0, 7, 4, 6};
+  for (int i = 0; i < 8; ++i) expect("topk", ScalarType::kFloat32, experts[i], expected[i]);
+}
+
+}  // namespace
+
+int main() {
+  for (const auto type :
+       {ScalarType::kFloat32, ScalarType::kFloat64, ScalarType::kBFloat16, ScalarType::kFloat16}) {
+    check_permute(type);
+    check_unpermute(type);
+    check_swiglu(type);
+    check_merge(type);
+    check_norms(type);
+  }
+  check_topk();
+  std::printf("%s kernels: %d failures\n", cpu_capability().name, failures);
+  return failures > 0;
+}
