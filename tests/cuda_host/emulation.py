@@ -45,6 +45,11 @@ def _run(*command: object) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def structure(**fields: type) -> type[ctypes.Structure]:
+    """A struct of csrc's, for ctypes."""
+    return type("Task", (ctypes.Structure,), {"_fields_": list(fields.items())})
+
+
 def load(library: Path | str, *, in_front: bool = False) -> ctypes.CDLL:
     """`in_front`: an extension that is loaded afterwards calls these kernels, not its own."""
     scope = os.RTLD_GLOBAL if in_front else os.RTLD_LOCAL

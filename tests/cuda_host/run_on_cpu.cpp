@@ -1,6 +1,7 @@
 // Every task on the kernels of csrc/cuda. Loaded before the extension, these functions go before
 // the extension's own of the same names.
 #include "expert_merge.h"
+#include "grouped_product.h"
 #include "norm_topk.h"
 #include "permute.h"
 #include "routing_map.h"
@@ -41,4 +42,6 @@ extern "C" {
 int64_t tasks_run() { return moe_parallel::tasks_run; }
 void count_choices(const moe_parallel::CountChoices* task) { run_on_cpu(*task); }
 void place_choices(const moe_parallel::PlaceChoices* task) { run_on_cpu(*task); }
+void group_offsets(const moe_parallel::GroupOffsets* task) { run_on_cuda(*task, nullptr); }
+void grouped_product(const moe_parallel::GroupedProduct* task) { run_on_cuda(*task, nullptr); }
 }

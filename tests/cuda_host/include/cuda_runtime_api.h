@@ -87,6 +87,18 @@ T __shfl_down_sync(unsigned, T x, int offset, int width = cuda_host::kWarp) {
 }
 
 template <class T>
+T __shfl_up_sync(unsigned, T x, int offset) {
+  const auto given = cuda_host::exchange(cuda_host::bits_of(x));
+  const int lane = cuda_host::lane();
+  return lane >= offset ? cuda_host::value_of<T>(given[lane - offset]) : x;
+}
+
+template <class T>
+T __shfl_sync(unsigned, T x, int lane) {
+  return cuda_host::value_of<T>(cuda_host::exchange(cuda_host::bits_of(x))[lane]);
+}
+
+template <class T>
 T __shfl_xor_sync(unsigned, T x, int mask) {
   return cuda_host::value_of<T>(
       cuda_host::exchange(cuda_host::bits_of(x))[cuda_host::lane() ^ mask]);

@@ -1,0 +1,90 @@
+"""The sort in chunks, of which the CPU's operator has but one."""
+
+import ctypes
+from ctypes import c_int64, c_void_p
+
+import numpy as np
+import pytest
+
+from tests.cuda_host.emulation import structure
+from tests.oracles import ops as oracle
+
+CountChoices = structure(
+    experts=c_void_p,
+    counts=c_void_p,
+    choices=c_int64,
+    num_experts=c_int64,
+    chunks=c_int64,
+    chunk_size=c_int64,
+)
+PlaceChoices = structure(
+    experts=c_void_p,
+    first_row=c_void_p,
+    slots=c_void_p,
+    rows=c_void_p,
+    choices=c_int64,
+    num_experts=c_int64,
+    num_rows=c_int64,
+    rows_per_expert=c_int64,
+    chunks=c_int64,
+    chunk_size=c_int64,
+)
+
+
+@pytest.mark.parametrize(
+    "choices, num_experts, chunk_size",
+    [(1, 1, 512), (512, 7, 512), (513, 7, 512), (3001, 64, 512), (2000, 1500, 333), (40, 3, 1)],
+)
+def test_equals_the_oracle(kernels, choices, num_experts, chunk_size):
+    chunks = -(-choices // chunk_size)
+    experts = np.random.default_rng(0).integers(-1, num_experts, choices)
+    counts = np.full((num_experts + 1, chunks), -7, dtype=np.int64)
+    cut = {
+        "choices": choices,
+        "num_experts": num_experts,
+        "chunks": chunks,
+        "chunk_size": chunk_size,
+    }
+    count = CountChoices(experts=experts.ctypes.data, counts=counts.ctypes.data, **cut)
+    kernels.count_choices(ctypes.byref(count))
+    wanted = np.zeros_like(counts)
+    bins = np.where(experts < 0, num_experts, experts)
+    np.add.at(wanted, (bins, np.arange(choices) // chunk_size), 1)
+    np.testing.assert_array_equal(counts, wanted)
+
+    by_expert = wanted[:-1].reshape(-1)
+    first_row, num_rows = np.cumsum(by_expert) - by_expert, int(by_expert.sum())
+    slots, rows = np.full(num_rows, -1), np.full(choices, -1)
+    place = PlaceChoices(
+        experts=experts.ctypes.data,
+        first_row=first_row.ctypes.data,
+        slots=slots.ctypes.data,
+        rows=rows.ctypes.data,
+        num_rows=num_rows,
+        rows_per_expert=-1,
+        **cut,
+    )
+    kernels.place_choices(ctypes.byref(place))
+    wanted_slots, wanted_rows, _ = oracle.routing_map(experts[:, None], num_experts)
+    np.testing.assert_array_equal(slots, wanted_slots)
+    np.testing.assert_array_equal(rows, wanted_rows[:, 0])
+
+
+def test_what_overflows_a_capacity_is_not_placed(kernels):
+    experts, first_row = np.array([1, 0, 1, 1, 0]), np.array([0, 2])
+    slots, rows = np.full(4, -1), np.full(5, -1)
+    place = PlaceChoices(
+        experts=experts.ctypes.data,
+        first_row=first_row.ctypes.data,
+        slots=slots.ctypes.data,
+        rows=rows.ctypes.data,
+        choices=5,
+        num_experts=2,
+        num_rows=4,
+        rows_per_expert=2,
+        chunks=1,
+        chunk_size=512,
+    )
+    kernels.place_choices(ctypes.byref(place))
+    assert slots.tolist() == [1, 4, 0, 2]
+    assert rows.tolist() == [2, 0, 3, -1, 1]
