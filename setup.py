@@ -1,12 +1,15 @@
 """Builds the C++ extension moe_parallel._C, with CUDA kernels where torch and nvcc allow it.
 
-Everything else about the package is in pyproject.toml. Two variables steer the build:
+Everything else about the package is in pyproject.toml. These variables steer the build:
 
 MOE_PARALLEL_BUILD    auto (default), cpu or cuda
-TORCH_CUDA_ARCH_LIST  the GPU architectures, "8.0;9.0a" by default
+TORCH_CUDA_ARCH_LIST  the GPU architectures, "8.0+PTX;9.0a" by default
+CUTLASS_PATH          CUTLASS's source, for grouped products on tensor cores that wait for nothing;
+                      without it the one in the wheel nvidia-cutlass, where that is installed
 MAX_JOBS              compilers at a time, 2 by default
 """
 
+import importlib.util
 import os
 import re
 import shutil
@@ -19,7 +22,7 @@ from setuptools import setup
 
 ROOT = Path(__file__).resolve().parent
 EXTENSION = "moe_parallel._C"
-DEFAULT_ARCHITECTURES = "8.0;9.0a"  # A100 and H100/H200
+DEFAULT_ARCHITECTURES = "8.0+PTX;9.0a"  # A100, H100 and H200, and what comes
 
 
 class BuildError(SystemExit):
@@ -98,13 +101,28 @@ def cuda_wheel_headers(home: Path) -> list[str]:
     return [str(headers)]
 
 
-def write_build_config(cuda: bool) -> Path:
+def find_cutlass() -> Path | None:
+    """The headers of CUTLASS."""
+    if path := os.environ.get("CUTLASS_PATH"):
+        include = Path(path) / "include"
+        if not (include / "cutlass" / "cutlass.h").exists():
+            raise BuildError(f"CUTLASS_PATH is {path}, where there is no include/cutlass/cutlass.h")
+        return include
+    wheel = importlib.util.find_spec("cutlass_library")  # of the wheel nvidia-cutlass
+    if wheel is None or wheel.origin is None:
+        return None
+    include = Path(wheel.origin).parent / "source" / "include"
+    return include if (include / "cutlass" / "cutlass.h").exists() else None
+
+
+def write_build_config(cuda: bool, cutlass: bool) -> Path:
     """The header that records what is built; a change of it is what makes old objects stale."""
     architectures = os.environ["TORCH_CUDA_ARCH_LIST"] if cuda else ""
     header = ROOT / "build" / f"config-{sysconfig.get_config_var('SOABI')}" / "build_config.h"
     text = (
         "#pragma once\n"
         f"#define MOE_PARALLEL_BUILT_WITH_CUDA {str(cuda).lower()}\n"
+        f"#define MOE_PARALLEL_BUILT_WITH_CUTLASS {str(cutlass).lower()}\n"
         f'#define MOE_PARALLEL_BUILT_FOR_TORCH "{torch.__version__}"\n'
         f'#define MOE_PARALLEL_CUDA_ARCHITECTURES "{architectures}"\n'
     )
@@ -114,11 +132,15 @@ def write_build_config(cuda: bool) -> Path:
     return header
 
 
-def describe_extension(home: Path | None):
+def describe_extension(home: Path | None, cutlass: Path | None):
     cuda = home is not None
-    header = write_build_config(cuda)
+    header = write_build_config(cuda, cutlass is not None)
     csrc = ROOT / "csrc"
-    patterns = ["*.cpp", "cpu/*.cpp"] + (["cuda/*.cu"] if cuda else [])
+    patterns = ["*.cpp", "cpu/*.cpp"]
+    if cuda:
+        patterns += ["cuda/*.cpp", "cuda/*.cu"]
+    if cutlass:
+        patterns += ["cuda/cutlass/*.cu"]
     sources = sorted(p for pattern in patterns for p in csrc.glob(pattern))
     headers = [*csrc.rglob("*.h"), *csrc.rglob("*.cuh"), header]
     warnings = ["-Wall", "-Wextra"]
@@ -129,6 +151,10 @@ def describe_extension(home: Path | None):
     if cuda:
         flags["cxx"].append("-DMOE_PARALLEL_CUDA")
         flags["nvcc"] = ["-O3", "-DMOE_PARALLEL_CUDA", "-Xcompiler", ",".join(warnings)]
+    if cutlass:
+        # An assert is a call, and across calls ptxas runs the products of wgmma one by one. 2908
+        # is about captures of `this` in CUTLASS.
+        flags["nvcc"] += ["-DNDEBUG", "-diag-suppress=2908", f"-isystem={cutlass}"]
     kind = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
     return kind(
         EXTENSION,
@@ -162,13 +188,15 @@ os.chdir(ROOT)  # source paths are relative to it
 os.environ.setdefault("MAX_JOBS", "2")
 os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHITECTURES)
 CUDA_HOME, REASON = find_cuda()
+CUTLASS = find_cutlass()
 if CUDA_HOME is None:
     WHAT = f"for the CPU only ({REASON})"
 else:
-    WHAT = f"with CUDA for {os.environ['TORCH_CUDA_ARCH_LIST']} ({CUDA_HOME})"
+    WITH = f"with CUTLASS ({CUTLASS})" if CUTLASS else "without CUTLASS (no nvidia-cutlass)"
+    WHAT = f"with CUDA for {os.environ['TORCH_CUDA_ARCH_LIST']} ({CUDA_HOME}), {WITH}"
     cpp_extension.CUDA_HOME = str(CUDA_HOME)
 
 setup(
-    ext_modules=[describe_extension(CUDA_HOME)],
+    ext_modules=[describe_extension(CUDA_HOME, CUTLASS if CUDA_HOME else None)],
     cmdclass={"build_ext": BuildExtension.with_options(no_python_abi_suffix=False)},
 )

@@ -13,9 +13,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         info["cuda"] = MOE_PARALLEL_BUILT_WITH_CUDA;
         info["torch"] = MOE_PARALLEL_BUILT_FOR_TORCH;
         info["cuda_architectures"] = MOE_PARALLEL_CUDA_ARCHITECTURES;
+        info["cutlass"] = MOE_PARALLEL_BUILT_WITH_CUTLASS;
         info["cpu_capability"] = moe_parallel::cpu_capability().name;
         return info;
       },
-      "What this was built with: cuda (bool), torch (its version), cuda_architectures (a str); and "
-      "cpu_capability, the vector instructions that the CPU kernels use here (a str).");
+      "What this was built with: cuda (bool), torch (its version), cuda_architectures (a str), "
+      "cutlass (bool); and cpu_capability, the vector instructions that the CPU kernels use here "
+      "(a str).");
 }

@@ -1,10 +1,15 @@
-// Products of groups of rows. On the CPU one ATen product a group, so BLAS or oneDNN.
+// Products of groups of rows. On the CPU one ATen product a group, so BLAS or oneDNN; on CUDA where
+// the kernels leave it to cuBLAS too, and then the counts are waited for.
 #include "grouped_gemm.h"
 
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 
 #include "launch.h"
+
+#ifdef MOE_PARALLEL_CUDA
+#include "cuda/grouped_gemm.h"
+#endif
 
 namespace moe_parallel {
 namespace {
@@ -48,6 +53,9 @@ void check_groups(const char* name, const at::Tensor& x, const at::Tensor& count
 
 void grouped_gemm_out(at::Tensor& out, const at::Tensor& x, const at::Tensor& w,
                       const at::Tensor& counts, bool accumulate) {
+#ifdef MOE_PARALLEL_CUDA
+  if (x.is_cuda() && grouped_gemm_on_cuda(out, x, w, counts, accumulate)) return;
+#endif
   for_each_group(counts, [&](int64_t e, int64_t first, int64_t rows) {
     if (rows == 0) return;
     auto out_group = out.narrow(0, first, rows);
@@ -57,6 +65,9 @@ void grouped_gemm_out(at::Tensor& out, const at::Tensor& x, const at::Tensor& w,
 
 void grouped_outer_out(at::Tensor& out, const at::Tensor& x, const at::Tensor& y,
                        const at::Tensor& counts, bool accumulate) {
+#ifdef MOE_PARALLEL_CUDA
+  if (x.is_cuda() && grouped_outer_on_cuda(out, x, y, counts, accumulate)) return;
+#endif
   for_each_group(counts, [&](int64_t e, int64_t first, int64_t rows) {
     auto out_expert = out.select(0, e);
     if (rows == 0) {

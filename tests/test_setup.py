@@ -40,6 +40,11 @@ def test_cuda_that_is_not_there(tmp_path):
     assert_stops_with(done, "MOE_PARALLEL_BUILD=cuda, but ")
 
 
+def test_cutlass_that_is_not_there(tmp_path):
+    done = build(CUTLASS_PATH=str(tmp_path))
+    assert_stops_with(done, f"CUTLASS_PATH is {tmp_path}", "include/cutlass/cutlass.h")
+
+
 def test_no_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('gone', name='torch')\n")
     done = build(PYTHONPATH=str(tmp_path))

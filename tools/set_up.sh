@@ -69,11 +69,22 @@ install_packages() {
     requires=$(sed -n 's/^requires = \[\(.*\)\]$/\1/p' pyproject.toml | tr -d '",')
     # shellcheck disable=SC2086  # a list of words
     run -m pip install $requires || explain
+    install_cutlass
     run -m pip install --no-build-isolation --editable '.[dev]' || explain
     record packages "$packages"
 }
 
+# The headers that the CUDA side is compiled with. What the wheel asks for is for its Python, which
+# is not used here.
+install_cutlass() {
+    { command -v nvcc && [ -z "${CUTLASS_PATH:-}" ]; } >/dev/null || return 0
+    "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || return 0
+    run -m pip install --no-deps "$(sed -n 's/^cutlass = \["\(.*\)"\]$/\1/p' pyproject.toml)" ||
+        explain
+}
+
 build_extension() {
+    install_cutlass
     say "compiling the C++ extension (log in $log)"
     run setup.py build_ext --inplace || explain
 }
@@ -94,7 +105,8 @@ print(" ".join(f"{k}={v}" for k, v in sorted(c.build_info().items())))' 2>>"$log
 check_interpreter
 environment="$base $version $PWD"
 packages=$({ echo "$environment"; cat pyproject.toml; } | digest)
-choices="${CXX:-} ${CUDA_HOME:-} ${MOE_PARALLEL_BUILD:-} ${TORCH_CUDA_ARCH_LIST:-}"
+choices="${CXX:-} ${CUDA_HOME:-} ${MOE_PARALLEL_BUILD:-} ${TORCH_CUDA_ARCH_LIST:-}
+${CUTLASS_PATH:-}"
 cuda=$(nvcc --version 2>/dev/null)
 extension=$({ echo "$packages $choices $cuda"; find setup.py csrc -type f -print0 |
     LC_ALL=C sort -z | xargs -0 sha256sum; } | digest)

@@ -1,4 +1,5 @@
-"""The product that takes what tensor cores do not; the group sizes are read by the kernel."""
+"""Grouped products, whose sizes only the device reads: the one that takes what tensor cores do not,
+and what the ones on tensor cores are told of each group."""
 
 import ctypes
 from ctypes import c_bool, c_int, c_int64, c_void_p
@@ -59,6 +60,23 @@ def test_counts_that_do_not_fit_are_cut_off(kernels):
     assert offsets_of(kernels, [3, -2, 5, 9, 2**62], 10).tolist() == [0, 3, 3, 8, 10, 10]
 
 
+def product(kernels, a, b, d, counts: list[int], rows: int, sizes: tuple[int, ...], **more):
+    """The task, whose offsets live as long as it does."""
+    offsets = offsets_of(kernels, counts, rows)
+    task = GroupedProduct(
+        a=a,
+        b=b,
+        d=d,
+        offsets=offsets.ctypes.data,
+        groups=len(counts),
+        rows=rows,
+        **dict(zip("mnk", sizes, strict=True)),
+        **more,
+    )
+    task.keep = offsets
+    return task
+
+
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("by_columns", [False, True])
 @pytest.mark.parametrize("inner, outer", [(1, 1), (7, 5), (20, 67)])
@@ -69,49 +87,96 @@ def test_rows_times_matrices(kernels, counts, inner, outer, by_columns, accumula
     d = rng.normal(size=(sum(counts), outer))
     wanted = oracle.grouped_gemm(x, w, counts) + (d if accumulate else 0)
     laid_out = np.ascontiguousarray(w.transpose(0, 2, 1)) if by_columns else w
-    offsets = offsets_of(kernels, counts, len(x))
-    task = GroupedProduct(
+    task = product(
+        kernels,
+        *(rows_of(x), matrices(laid_out, by_columns), rows_of(d), counts, len(x)),
+        (RAGGED, outer, inner),
         type=FLOAT64,
         out_type=FLOAT64,
-        a=rows_of(x),
-        b=matrices(laid_out, by_columns),
-        d=rows_of(d),
-        offsets=offsets.ctypes.data,
-        groups=len(counts),
-        rows=len(x),
-        m=RAGGED,
-        n=outer,
-        k=inner,
         accumulate=accumulate,
     )
     kernels.grouped_product(ctypes.byref(task))
     np.testing.assert_allclose(d, wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("inner, outer", [(1, 1), (7, 5), (20, 67)])
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_products_over_rows(kernels, counts, inner, outer, accumulate):
+def over_rows(kernels, counts: list[int], inner: int, outer: int, accumulate: bool):
+    """d[e] (+)= x[rows of e]^T y[rows of e]: the task, d, the result wanted, and what lives on."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(sum(counts), inner)), rng.normal(size=(sum(counts), outer))
     d = rng.normal(size=(len(counts), inner, outer)).astype(np.float32)
     groups = np.split(np.arange(len(x)), np.cumsum(counts)[:-1])
-    single = x.astype(np.float32), y.astype(np.float32)
     wanted = np.stack([x[rows].T @ y[rows] for rows in groups]) + (d if accumulate else 0)
-    offsets = offsets_of(kernels, counts, len(x))
-    task = GroupedProduct(
+    single = x.astype(np.float32), y.astype(np.float32)
+    task = product(
+        kernels,
+        *(rows_of(single[0], transposed=True), rows_of(single[1]), matrices(d), counts, len(x)),
+        (inner, outer, RAGGED),
         type=FLOAT32,
         out_type=FLOAT32,
-        a=rows_of(single[0], transposed=True),
-        b=rows_of(single[1]),
-        d=matrices(d),
-        offsets=offsets.ctypes.data,
-        groups=len(counts),
-        rows=len(x),
-        m=inner,
-        n=outer,
-        k=RAGGED,
         accumulate=accumulate,
     )
+    return task, d, wanted, single
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("inner, outer", [(1, 1), (7, 5), (20, 67)])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_products_over_rows(kernels, counts, inner, outer, accumulate):
+    task, d, wanted, _ = over_rows(kernels, counts, inner, outer, accumulate)
     kernels.grouped_product(ctypes.byref(task))
     np.testing.assert_allclose(d, wanted, rtol=1e-4, atol=1e-4)
+
+
+def multiply_as_told(kernels, task: ctypes.Structure, accumulate: bool) -> None:
+    """What CUTLASS does: float32 products of the sizes, pointers and strides in the arguments."""
+    groups = task.groups
+    kernels.group_arguments_bytes.restype = c_int64
+    memory = np.zeros(kernels.group_arguments_bytes(c_int64(groups)) // 8, dtype=np.int64)
+    kernels.group_arguments(ctypes.byref(task), c_void_p(memory.ctypes.data))
+    # Every array takes 16 bytes a group for the problems, 8 for the others, one after the other.
+    problems = memory[: 2 * groups].view(np.int32)[: 3 * groups].reshape(groups, 3)
+    pointers, strides = memory[2 * groups :].reshape(2, 3, groups)
+
+    def matrix(i: int, e: int, rows: int, columns: int, by_columns: bool) -> np.ndarray:
+        across, along = 4 * int(strides[i, e]), 4
+        last = (rows - 1) * across + columns * along
+        if by_columns:
+            across, along = along, across
+            last = (columns - 1) * along + rows * across
+        raw = (ctypes.c_char * last).from_address(int(pointers[i, e]))
+        return np.ndarray((rows, columns), np.float32, raw, strides=(across, along))
+
+    for e, (m, n, k) in enumerate(problems.tolist()):
+        if 0 in (m, n, k):
+            continue
+        a, b = matrix(0, e, m, k, task.a.by_columns), matrix(1, e, k, n, task.b.by_columns)
+        d = matrix(2, e, m, n, False)
+        d[:] = a @ b + (d if accumulate else 0)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_arguments_of_products_over_rows(kernels, counts, accumulate):
+    task, d, wanted, _ = over_rows(kernels, counts, 7, 5, accumulate)
+    multiply_as_told(kernels, task, accumulate)
+    np.testing.assert_allclose(d, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_arguments_of_rows_times_matrices(kernels, counts, by_columns):
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(sum(counts), 7)), rng.normal(size=(len(counts), 7, 5))
+    d = np.zeros((sum(counts), 5), dtype=np.float32)
+    single = x.astype(np.float32), w.astype(np.float32)
+    laid_out = np.ascontiguousarray(single[1].transpose(0, 2, 1)) if by_columns else single[1]
+    task = product(
+        kernels,
+        *(rows_of(single[0]), matrices(laid_out, by_columns), rows_of(d), counts, len(x)),
+        (RAGGED, 5, 7),
+        type=FLOAT32,
+        out_type=FLOAT32,
+        accumulate=False,
+    )
+    multiply_as_told(kernels, task, accumulate=False)
+    np.testing.assert_allclose(d, oracle.grouped_gemm(x, w, counts), rtol=1e-4, atol=1e-4)

@@ -27,7 +27,7 @@ def setting(counts: list[int], inner: int, outer: int, dtype: torch.dtype, devic
     x = random_tensor(sum(counts), inner, dtype=dtype, device=device, seed=0)
     w = random_tensor(len(counts), inner, outer, dtype=dtype, device=device, seed=1)
     dy = random_tensor(sum(counts), outer, dtype=dtype, device=device, seed=2)
-    return x.requires_grad_(), w.requires_grad_(), torch.tensor(counts), dy
+    return x.requires_grad_(), w.requires_grad_(), torch.tensor(counts, device=device), dy
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -97,6 +97,50 @@ def test_bf16_is_as_exact_as_torchs(reference, native, device):
         assert_no_worse_than_twice(of_native, of_reference, wanted)
 
 
+# Sizes in multiples of 16 bytes, which tensor cores take; more and fewer rows than their tiles.
+TILED_COUNTS = {
+    "several_tiles": [300, 0, 5, 128, 129],
+    "all_to_one": [0, 0, 260],
+    "many_experts": [n * 7 % 50 for n in range(64)],
+}
+TILED_ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 2e-3}  # tf32
+
+
+@pytest.fixture
+def tf32_allowed():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def assert_rounded(actual: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+    difference = (actual.double() - wanted).abs().max()
+    assert difference <= TILED_ROUNDING[dtype] * wanted.abs().max()
+
+
+@pytest.mark.parametrize("dtype", TILED_ROUNDING, ids=str)
+@pytest.mark.parametrize("inner, outer", [(72, 136), (256, 128)])
+@pytest.mark.parametrize("counts", TILED_COUNTS.values(), ids=TILED_COUNTS.keys())
+def test_sizes_of_tensor_cores(native, device, tf32_allowed, counts, inner, outer, dtype):
+    x, w, counts_E, dy = setting(counts, inner, outer, dtype, device)
+    wide_x, wide_w, wide_dy = (tensor.detach().double() for tensor in (x, w, dy))
+    groups = list(zip(wide_x.split(counts), wide_dy.split(counts), wide_w, strict=True))
+    y = native.grouped_gemm(x, w, counts_E)
+    assert_rounded(y, torch.cat([x_G @ w_IO for x_G, _, w_IO in groups]), dtype)
+    dx, dw = gradients(y, dy, x, w)
+    assert_rounded(dx, torch.cat([dy_G @ w_IO.t() for _, dy_G, w_IO in groups]), dtype)
+    products = torch.stack([x_G.t() @ dy_G for x_G, dy_G, _ in groups])
+    assert_rounded(dw, products, dtype)
+    assert not dw[counts_E == 0].any()
+
+    total = torch.ones(products.shape, device=device)  # a main gradient
+    torch.ops.moe_parallel.grouped_outer_add(total, x.detach(), dy, counts_E)
+    assert_rounded(total, products + 1, dtype)
+    assert (total[counts_E == 0] == 1).all()
+
+
+@pytest.mark.parametrize("device", ["cpu"])  # a GPU's counts are not waited for
 def test_counts_that_do_not_fit_are_refused(ops, device):
     x, w, counts_E, _ = setting([3, 0, 5], 6, 4, torch.float32, device)
     with pytest.raises(ValueError, match="sum to"):

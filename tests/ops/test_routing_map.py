@@ -14,8 +14,7 @@ def test_equals_the_oracle(ops, device, routing: Routing):
     for actual, wanted in zip(row_map, expected, strict=True):
         assert actual.dtype == torch.int64
         np.testing.assert_array_equal(actual.cpu().numpy(), wanted)
-    assert row_map.slots_N.device.type == row_map.rows_TK.device.type == device
-    assert row_map.counts_E.device.type == "cpu"
+    assert {tensor.device.type for tensor in row_map} == {device}
 
 
 def test_worked_by_hand(ops, device):
@@ -31,12 +30,14 @@ def test_takes_a_transposed_tensor(ops, device):
     assert ops.routing_map(experts, 3).slots_N.tolist() == [4, 0, 2, 1, 5]
 
 
+@pytest.mark.parametrize("device", ["cpu"])  # a GPU's counts are not waited for
 def test_an_expert_with_too_many_choices_is_refused(ops, device):
     experts = torch.tensor([[0], [0], [1]], device=device)
     with pytest.raises(ValueError, match="2 choices, more than its 1 rows"):
         ops.routing_map(experts, 2, 1)
 
 
+@pytest.mark.parametrize("device", ["cpu"])
 def test_an_expert_beyond_the_last_is_refused(ops, device):
     with pytest.raises(ValueError, match="4 experts"):
         ops.routing_map(torch.tensor([[0], [4]], device=device), 4)

@@ -1,0 +1,71 @@
+#include <climits>
+
+#include "../vector.cuh"
+#include "group_arguments.cuh"
+#include "instantiations.h"
+#include "products.h"
+
+namespace moe_parallel {
+namespace {
+
+bool fits_int(int64_t size) { return size <= INT_MAX; }
+
+// Rows, or columns, of `dense` elements are read 16 bytes at a time.
+bool is_aligned(const GroupedMatrix& matrix, ScalarType type, int64_t dense) {
+  const int64_t bytes = size_of(type);
+  const int64_t between_groups = matrix.is_cut ? 0 : matrix.group_stride;
+  return dense != kRagged &&
+         are_aligned({matrix.data}, {dense * bytes, matrix.stride * bytes, between_groups * bytes});
+}
+
+bool has_aligned_matrices(const GroupedProduct& task) {
+  return is_aligned(task.a, task.type, task.a.by_columns ? task.m : task.k) &&
+         is_aligned(task.b, task.type, task.b.by_columns ? task.k : task.n) &&
+         is_aligned(task.d, task.out_type, task.n);
+}
+
+const Instantiation* select(const Instantiations& of_type, const GroupedProduct& task) {
+  const bool in_float = task.out_type != task.type;
+  if (task.a.by_columns && task.b.by_columns) return nullptr;
+  if (task.a.by_columns) return in_float ? &of_type.outer_in_float : &of_type.outer;
+  if (in_float) return nullptr;
+  return task.b.by_columns ? &of_type.by_transposed : &of_type.product;
+}
+
+// What is not instantiated for Hopper runs there as on the GPUs before.
+const Instantiation* find(const GroupedProduct& task, const Device& device) {
+  static const Instantiations hopper{kHopperProduct, kHopperByTransposed, kHopperOuter,
+                                     kHopperOuterInFloat};
+  if (!device.runs_ampere) return nullptr;
+  switch (task.type) {
+    case ScalarType::kBFloat16:
+      return select(device.runs_hopper ? hopper : kAmpereBFloat16, task);
+    case ScalarType::kFloat16:
+      return select(kAmpereFloat16, task);
+    case ScalarType::kFloat32:
+      return select(kAmpereTf32, task);
+    case ScalarType::kFloat64:
+      return nullptr;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+bool cutlass_takes(const GroupedProduct& task, const Device& device, bool tf32) {
+  if (task.type == ScalarType::kFloat32 && !tf32) return false;
+  if (task.rows == 0 || task.m == 0 || task.n == 0 || task.k == 0) return false;
+  return fits_int(task.groups) && fits_int(task.rows) && fits_int(task.m) && fits_int(task.n) &&
+         fits_int(task.k) && has_aligned_matrices(task) && find(task, device) != nullptr;
+}
+
+int64_t cutlass_workspace(const GroupedProduct& task, const Device& device) {
+  return find(task, device)->workspace(task, device);
+}
+
+const char* run_on_cutlass(const GroupedProduct& task, const Device& device, void* workspace,
+                           cudaStream_t stream) {
+  return find(task, device)->run(task, device, workspace, stream);
+}
+
+}  // namespace moe_parallel
