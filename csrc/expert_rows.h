@@ -121,13 +121,15 @@ class ExpertRows {
 
   void gather_slots(at::Tensor& out, const at::Tensor& x, const RowBlock& block,
                     int64_t choices) const {
+    const bool all = block.num_rows == size() && choices == rows_.size(1);
     launch(x, Permute{.x = x.const_data_ptr(),
                       .slots = slots_.const_data_ptr<int64_t>() + block.first_row,
                       .y = out.mutable_data_ptr(),
                       .tokens = x.size(0),
                       .choices = choices,
                       .rows = block.num_rows,
-                      .row_bytes = x.size(1) * static_cast<int64_t>(x.element_size())});
+                      .row_bytes = x.size(1) * static_cast<int64_t>(x.element_size()),
+                      .row_of_choice = all ? rows_.const_data_ptr<int64_t>() : nullptr});
   }
 
   at::Tensor slots_, rows_, counts_;

@@ -15,6 +15,7 @@ at::Tensor permute(const at::Tensor& x, const at::Tensor& slots, const at::Tenso
 
   const auto x_rows = x.contiguous();
   const auto slots_1d = slots.contiguous();
+  const auto rows_2d = rows.contiguous();
   auto y = x.new_empty({slots.size(0), x.size(1)});
   launch(x, Permute{.x = x_rows.const_data_ptr(),
                     .slots = slots_1d.const_data_ptr<int64_t>(),
@@ -22,7 +23,8 @@ at::Tensor permute(const at::Tensor& x, const at::Tensor& slots, const at::Tenso
                     .tokens = x.size(0),
                     .choices = rows.size(1),
                     .rows = slots.size(0),
-                    .row_bytes = x.size(1) * static_cast<int64_t>(x.element_size())});
+                    .row_bytes = x.size(1) * static_cast<int64_t>(x.element_size()),
+                    .row_of_choice = rows_2d.const_data_ptr<int64_t>()});
   return y;
 }
 

@@ -17,6 +17,9 @@ struct Permute {
   int64_t choices;
   int64_t rows;
   int64_t row_bytes;
+  // The same map the other way, [tokens, choices], the row of each choice; null: not at hand. CUDA
+  // then reads a token once, however many rows it has.
+  const int64_t* row_of_choice = nullptr;
 };
 
 void run_on_cpu(const Permute& task);
