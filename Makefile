@@ -61,8 +61,8 @@ test: set-up ## every test (those marked slow: make test-slow)
 test-slow: set-up ## the tests marked slow
 	@$(PYTEST) --slow -m slow $(ARGS) || [ $$? -eq 5 ]  # 5: nothing is marked slow
 
-bench: set-up ## time the ops against the plain composition, one thread
-	@$(RUN) python tools/bench_ops.py $(ARGS)
+bench: set-up ## time every operator against its peers, one thread (ARGS="--sizes goals": longer)
+	@$(RUN) python tools/bench/run.py $(ARGS)
 
 check: set-up ## ruff, mypy and clang-format, changing nothing
 	@$(RUN) ruff check $(SOURCES)

@@ -1,0 +1,133 @@
+"""Who takes part and in which turn; the clock here only counts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tools.bench.contender import (
+    BACKWARD,
+    BOTH,
+    FORWARD,
+    Absent,
+    Bench,
+    Contender,
+    Measure,
+    Moved,
+    Products,
+    Unavailable,
+    invite,
+)
+from tools.bench.measurement import FEWEST_TURNS, MOST_TURNS, Patience, measure, take_turns
+from tools.bench.results import Row
+from tools.bench.sizes import Size
+
+ONCE = Patience(0.0, turns=1)
+
+
+class Counter:
+    """A clock by which everything takes a second."""
+
+    unit = "calls"
+
+    def __init__(self) -> None:
+        self.results: list[Any] = []
+
+    def seconds(self, work: Callable[[], object]) -> tuple[float, Any]:
+        self.results.append(work())
+        return 1.0, self.results[-1]
+
+
+X = torch.ones(3, requires_grad=True)
+
+
+def double(name: str, factor: float = 2.0, **options: Any) -> Contender:
+    return Contender(name, lambda: [X * factor], {"x": X}, upstream=(torch.ones(3),), **options)
+
+
+def rows_of(*contenders: Contender | Absent, timed: str = BOTH) -> tuple[Counter, list[Row]]:
+    clock = Counter()
+    bench = Bench("double", Size(T=3), torch.float32, contenders, (Measure(timed, Moved(24)),))
+    return clock, measure(bench, clock, "cpu", ONCE)
+
+
+def test_turns_alternate_after_a_warm_up() -> None:
+    calls: list[str] = []
+
+    def hand(name: str) -> Callable[[], float]:
+        return lambda: calls.append(name) or float(len(calls))
+
+    samples = take_turns({"a": hand("a"), "b": hand("b")}, Patience(0.0, turns=2))
+    assert calls == ["a", "b"] * 3
+    assert samples == {"a": [3.0, 5.0], "b": [4.0, 6.0]}  # the first turn is not counted
+
+
+@pytest.mark.parametrize(
+    ("one_turn", "turns"), [(1e-6, MOST_TURNS), (1.0, 10), (100.0, FEWEST_TURNS)]
+)
+def test_patience(one_turn: float, turns: int) -> None:
+    assert Patience(10.0).turns_of(one_turn) == turns
+    assert Patience(10.0, turns=3).turns_of(one_turn) == 3
+
+
+def test_a_contender_that_differs_is_marked_and_timed() -> None:
+    _, (row,) = rows_of(double("ours"), double("same"), double("other", 3.0))
+    assert [r.differs is None for r in row.results] == [True, True, False]
+    assert row.result("other").samples == [1.0]
+
+
+def test_another_model_is_no_difference() -> None:
+    _, (row,) = rows_of(double("ours"), double("yardstick", 3.0, answer="another model"))
+    assert row.result("yardstick").differs is None
+
+
+def test_peers_that_cannot_take_part_are_absent_with_the_reason() -> None:
+    def fail() -> list[torch.Tensor]:
+        raise RuntimeError("no kernel for this\nand a long trace")
+
+    _, (row,) = rows_of(double("ours"), Absent("gone", "needs a GPU"), Contender("broken", fail))
+    assert row.result("gone").absent == "needs a GPU"
+    assert row.result("broken").absent == "failed: RuntimeError: no kernel for this"
+    assert row.result("broken").samples == []
+
+
+def test_our_own_failure_is_no_absence() -> None:
+    def fail() -> list[torch.Tensor]:
+        raise RuntimeError("broken kernel")
+
+    with pytest.raises(RuntimeError, match="broken kernel"):
+        rows_of(Contender("ours", fail), double("peer"))
+
+
+@pytest.mark.parametrize("timed", [FORWARD, BACKWARD, BOTH])
+def test_the_pass_that_is_timed(timed: str) -> None:
+    clock, (row,) = rows_of(double("ours"), timed=timed)
+    assert row.timed == timed
+    last = clock.results[-1]
+    if timed == FORWARD:
+        assert last[0].tolist() == [2.0] * 3
+    elif timed == BACKWARD:
+        assert last["x"].tolist() == [2.0] * 3
+    else:
+        outputs, gradients = last
+        assert (outputs[0].tolist(), gradients["x"].tolist()) == ([2.0] * 3, [2.0] * 3)
+
+
+def test_absence_on_invitation() -> None:
+    def without_package() -> Contender:
+        import no_such_package_at_all  # noqa: F401
+
+        raise AssertionError
+
+    def without_gpu() -> Contender:
+        raise Unavailable("needs a CUDA GPU")
+
+    assert invite("a", without_package) == Absent("a", "no_such_package_at_all is not installed")
+    assert invite("b", without_gpu) == Absent("b", "needs a CUDA GPU")
+
+
+def test_flops_of_products_and_their_gradients() -> None:
+    products = Products(((2, 3, 5),))
+    assert products.amount == 2 * 2 * 3 * 5
+    assert products.with_gradients().amount == 3 * products.amount

@@ -1,0 +1,110 @@
+"""Every bench at a tiny size: contenders agree with ours, values and gradients, and whoever is
+left out says why. Nothing is timed."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_parallel.ops import Ops, select_backend
+from tools.bench.agreement import disagreement
+from tools.bench.contender import Absent, Bench, Contender
+from tools.bench.inputs import LEAST_MARGIN, Draw
+from tools.bench.peers import huggingface, megatron
+from tools.bench.rows import BENCHES
+from tools.bench.sizes import GOALS, SMALL, Size, sizes_of
+
+TINY = Size(T=24, d=16, n=4, K=2)
+SIZES = {
+    "routing_map": TINY,
+    "permute": TINY,
+    "unpermute": TINY,
+    "grouped_gemm": replace(TINY, f=24),
+    "swiglu": replace(TINY, f=24),
+    "norm_topk": replace(TINY, l=8),
+    "expert_merge": Size(T=3, d=16, n=4, f=24),
+    "routed_layer": replace(TINY, f=24),
+    "aoe_layer": replace(TINY, f=24, l=8),
+}
+NEEDS_GPU = "needs a CUDA GPU"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_rank() -> Iterator[None]:
+    with megatron.one_rank():
+        yield
+
+
+@pytest.fixture(scope="module", params=["reference", "native"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return select_backend(request.param)
+
+
+def bench_of(op: str, ops: Ops, dtype: torch.dtype, size: Size | None = None) -> Bench:
+    return BENCHES[op](size or SIZES[op], Draw(dtype, "cpu"), ops)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", BENCHES)
+def test_contenders_agree(op: str, dtype: torch.dtype, ops: Ops) -> None:
+    bench = bench_of(op, ops, dtype)
+    present = [c for c in bench.contenders if isinstance(c, Contender)]
+    expected = present[0].values()
+    for contender in present[1:]:
+        if contender.answer or contender.name.endswith(("deepgemm", "sonicmoe")):
+            continue  # another model; kernels for GPUs, which say so when they run
+        said = disagreement(contender.values(), expected, dtype)
+        assert said is None, f"{contender.name}: {said}"
+
+
+def test_a_fine_grained_layer_has_qwens_experts() -> None:
+    bench = bench_of("routed_layer", select_backend("native"), torch.float32,
+                     Size(T=12, d=8, n=16, K=3, f=8))  # fmt: skip
+    by_name = {contender.name: contender for contender in bench.contenders}
+    expected = bench.contenders[0].values()
+    for implementation in ("eager", "grouped_mm", "batched_mm"):
+        peer = by_name[f"HF Qwen3-MoE {implementation}"]
+        assert disagreement(peer.values(), expected, torch.float32) is None
+
+
+def test_the_peers_of_the_routed_layer() -> None:
+    bench = bench_of("routed_layer", select_backend("native"), torch.float32)
+    names = {contender.name for contender in bench.contenders}
+    assert {"ours", "list of experts", "torch grouped_mm", megatron.NAME, "MegaBlocks"} <= names
+    assert {f"HF Mixtral {name}" for name in ("eager", "grouped_mm", "batched_mm")} <= names
+    absent = {c.name: c.reason for c in bench.contenders if isinstance(c, Absent)}
+    assert absent == dict.fromkeys(("MegaBlocks", "ScatterMoE", "SonicMoE"), NEEDS_GPU)
+
+
+def test_a_peer_that_would_take_all_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Memory:
+        available = 100_000
+
+    monkeypatch.setattr(huggingface.psutil, "virtual_memory", Memory)
+    bench = bench_of("routed_layer", select_backend("native"), torch.float32)
+    (absent,) = [c for c in bench.contenders if c.name == "HF Mixtral batched_mm"]
+    assert "copies the weights for every row" in absent.reason
+
+
+def test_without_transformers_the_reason_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformers.integrations.moe", None)
+    bench = bench_of("routed_layer", select_backend("native"), torch.float32)
+    (absent,) = [c for c in bench.contenders if c.name == "HF Mixtral"]
+    assert absent.reason.endswith("pip install -e '.[dev]'")
+
+
+def test_tokens_stand_clear_of_near_ties() -> None:
+    size, draw = SIZES["norm_topk"], Draw(torch.bfloat16, "cpu")
+    w_EDR = draw.weight(size.n, size.d, size.l, seed=2)
+    x_TD = draw.tokens_with_margin(size, w_EDR)
+    norms_TE = torch.einsum("td,edr->ter", x_TD.double(), w_EDR.double()).norm(dim=-1)
+    sorted_TE = norms_TE.sort(dim=-1, descending=True).values
+    assert x_TD.shape == (size.T, size.d)
+    assert bool((sorted_TE[:, 1] > sorted_TE[:, 2] * (1 + LEAST_MARGIN / 2)).all())
+
+
+def test_every_size_names_an_op() -> None:
+    for name, device in ((SMALL, "cpu"), (SMALL, "cuda"), (GOALS, "cpu"), (GOALS, "cuda")):
+        assert set(sizes_of(name, device)) <= set(BENCHES)
+    assert set(sizes_of(SMALL, "cpu")) == set(BENCHES)

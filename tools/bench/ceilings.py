@@ -1,0 +1,41 @@
+"""What the machine can do at most, measured in the turns of the contenders.
+
+A copy moves as many bytes as the work must (half read, half written); dense products do as many
+FLOPs as the work, on the same shapes but with one matrix for all rows. Results go where earlier
+ones were, so no time goes into allocation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tools.bench.contender import Moved, Products
+
+
+def ceiling_of(work: Moved | Products, dtype: torch.dtype, device: str) -> Callable[[], object]:
+    return _copy(work, device) if isinstance(work, Moved) else _products(work, dtype, device)
+
+
+def _copy(work: Moved, device: str) -> Callable[[], object]:
+    source = torch.zeros(max(work.bytes // 8, 1), device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def _products(work: Products, dtype: torch.dtype, device: str) -> Callable[[], object]:
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, device=device).to(dtype)
+
+    # Equal shapes share their matrices, which the cache does not hold anyway.
+    operands = {
+        (m, k, n): (matrix(m, k), matrix(k, n), matrix(m, n)) for m, k, n in set(work.shapes)
+    }
+
+    def multiply() -> None:
+        for shape in work.shapes:
+            left, right, product = operands[shape]
+            torch.mm(left, right, out=product)
+
+    return multiply

@@ -1,0 +1,86 @@
+"""What time is measured by: process CPU time on a CPU, events on a GPU; caches are emptied before.
+
+On a machine that others use, wall time says little: one thread's CPU time says what the work took.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+MIB = 1 << 20
+LARGEST_SCRATCH = 512 * MIB
+LAST_LEVEL_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+
+
+class Clock(Protocol):
+    unit: str
+
+    def seconds(self, work: Callable[[], object]) -> tuple[float, Any]:
+        """How long the work took, started with an empty cache, and what it returned."""
+
+
+class CpuClock:
+    unit = "process CPU time, one thread"
+
+    def __init__(self) -> None:
+        self.scratch = torch.ones(_cache_to_empty() // 4)
+
+    def seconds(self, work: Callable[[], object]) -> tuple[float, Any]:
+        self.scratch.sum()  # read, not written: a cache of unwritten lines slows what comes next
+        before = time.process_time()
+        result = work()
+        return time.process_time() - before, result
+
+
+class CudaClock:
+    unit = "CUDA events"
+
+    def __init__(self) -> None:
+        self.scratch = torch.zeros(256 * MIB // 4, device="cuda")
+
+    def seconds(self, work: Callable[[], object]) -> tuple[float, Any]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.scratch.zero_()
+        start.record()
+        result = work()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3, result
+
+
+def clock_of(device: str) -> Clock:
+    return CudaClock() if device == "cuda" else CpuClock()
+
+
+def _cache_to_empty() -> int:
+    """Bytes to touch so that the last-level cache holds nothing else: its size and a bit more.
+
+    A shared server's cache can be larger than what this process ever gets of it, so at most
+    LARGEST_SCRATCH.
+    """
+    try:
+        size = int(LAST_LEVEL_CACHE.read_text().strip().removesuffix("K")) * 1024
+    except (OSError, ValueError):
+        size = 32 * MIB
+    return min(2 * size, LARGEST_SCRATCH)
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc keep what is freed for the next allocation, as torch does on a GPU.
+
+    Otherwise every tensor beyond 32 MiB is new memory, and the page faults of its first use, which
+    can take longer than a permute, count for whoever allocates. Returns False where the C library
+    knows no such setting.
+    """
+    trim_threshold, map_at_most = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of glibc's malloc.h
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    return bool(mallopt(map_at_most, 0)) and bool(mallopt(trim_threshold, -1))  # -1: never trim

@@ -1,0 +1,109 @@
+"""Hold two files of `run.py --json` against each other, row by row.
+
+    python tools/bench/compare.py before.json after.json
+
+Speed: after against before, of the same contender; the share of the ceiling is the one to look at
+where machines or their load differ, as each run measured its own. `~` marks a change within the
+spread: the quartiles overlap. Exit codes: 0 compared, 2 a wrong flag or file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from moe_parallel.config.one_line_parser import OneLineParser
+from moe_parallel.errors import InputError
+from tools.bench.results import Result, Row, read_json
+from tools.bench.table import DIFFERS
+
+_LINE = "  {:<28}{:>12}{:>12}{:>9} {:1}{:>9}{:>9}{:>11}{:>11}"
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        options = _parse(arguments)
+        before, after = (read_json(path) for path in (options.before, options.after))
+    except InputError as error:
+        print(f"compare.py: {error}", file=sys.stderr)
+        return 2
+    for name, (about, _) in (("before", before), ("after", after)):
+        print(f"{name:<7} {about['command']}   ({about['date']})\n        {about['machine']}")
+    print(compare(before[1], after[1]))
+    return 0
+
+
+def compare(before: list[Row], after: list[Row]) -> str:
+    """What became of each row and contender that both have; the others are named."""
+    earlier = {row.key: row for row in before}
+    later = {row.key: row for row in after}
+    both = [key for key in earlier if key in later]
+    parts = [_compare_row(earlier[key], later[key]) for key in both]
+    for name, ones, others in (("before", earlier, later), ("after", later, earlier)):
+        alone = [row.title for key, row in ones.items() if key not in others]
+        parts += [f"only {name}: {title}" for title in alone]
+    return "\n".join(["", *parts]) if parts else "\nno rows"
+
+
+def _compare_row(before: Row, after: Row) -> str:
+    head = _LINE.format("", "us before", "after", "speed", "", "of max", "after", "peak", "saved")
+    lines = [
+        _line(result.name, before, result, after, after.result(result.name))
+        for result in before.results
+    ]
+    new = [r.name for r in after.results if before.result(r.name) is None and r.absent is None]
+    lines += [f"  {name:<28}only after" for name in new]
+    return "\n".join([before.title, head.rstrip(), *filter(None, lines)]) + "\n"
+
+
+def _line(name: str, row: Row, was: Result, row_now: Row, now: Result | None) -> str | None:
+    """None where neither run has the contender."""
+    gone = now is None or now.absent is not None
+    if was.absent is not None or gone:
+        if was.absent is not None and gone:
+            return None
+        return f"  {name:<28}only {'before' if gone else 'after'}"
+    if was.differs is not None or now.differs is not None:
+        return f"  {name:<28}{DIFFERS} {'before' if was.differs else 'after'}"
+    return _LINE.format(
+        name,
+        f"{was.median * 1e6:,.1f}",
+        f"{now.median * 1e6:,.1f}",
+        f"{was.median / now.median:.2f}x",
+        "~" if _overlap(was, now) else "",
+        f"{100 * row.share(was):.1f} %",
+        f"{100 * row_now.share(now):.1f} %",
+        _change(was.peak_bytes, now.peak_bytes),
+        _change(was.saved_bytes, now.saved_bytes),
+    ).rstrip()
+
+
+def _overlap(one: Result, other: Result) -> bool:
+    (first, third), (other_first, other_third) = one.quartiles, other.quartiles
+    return first <= other_third and other_first <= third
+
+
+def _change(before: int | None, after: int | None) -> str:
+    """Of bytes, in percent; nothing where there were none."""
+    if not before or after is None:
+        return ""
+    return "=" if before == after else f"{100 * (after / before - 1):+.1f} %"
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = OneLineParser(
+        prog="compare.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("before", type=Path, metavar="BEFORE.json")
+    parser.add_argument("after", type=Path, metavar="AFTER.json")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,140 @@
+"""What is measured: the same work in several hands, and how much work it is.
+
+Bench        one operator, size and dtype: contenders and measures
+Contender    one of the hands: a forward pass, and what is differentiated
+Absent       a peer that cannot take part, and why
+Measure      which pass is timed and the work that it cannot do without
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tools.bench.sizes import Size
+
+FORWARD, BACKWARD, BOTH = "forward", "backward", "forward+backward"
+OURS = "ours"
+Values = dict[str, Tensor]
+Forward = Callable[[], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Work that moves bytes: what is read and written at least. Its ceiling is a copy."""
+
+    bytes: int
+
+    @property
+    def amount(self) -> float:
+        return float(self.bytes)
+
+    unit = "GB/s"
+    ceiling = "copy"
+
+
+@dataclass(frozen=True)
+class Products:
+    """Work that multiplies: dense products (rows, inner, columns). Its ceiling is these products
+    of whole matrices, one after the other."""
+
+    shapes: tuple[tuple[int, int, int], ...]
+
+    @property
+    def amount(self) -> float:
+        return 2.0 * sum(m * k * n for m, k, n in self.shapes)
+
+    unit = "GFLOP/s"
+    ceiling = "dense GEMM"
+
+    def with_gradients(self) -> Products:
+        """The same with both gradients of each product, which cost as much as it again."""
+        both = [((m, n, k), (k, m, n)) for m, k, n in self.shapes]
+        return Products(self.shapes + tuple(shape for pair in both for shape in pair))
+
+
+@dataclass(frozen=True)
+class Measure:
+    timed: str  # FORWARD, BACKWARD or BOTH
+    work: Moved | Products
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do the work of a bench.
+
+    leaves: the tensors whose gradients are wanted, by name.
+    weights: those names of them that are parameters, not activations.
+    upstream: the gradients of the first outputs; none where nothing is differentiated.
+    canonical: brings gradients (by leaf) into the layout of our own operator.
+    answer: contenders with one answer must agree; another model as a yardstick has its own.
+    """
+
+    name: str
+    forward: Forward
+    leaves: Values = field(default_factory=dict)
+    weights: frozenset[str] = frozenset()
+    upstream: tuple[Tensor, ...] = ()
+    canonical: Callable[[Values], Values] = lambda gradients: gradients
+    answer: str = ""
+
+    def backward(self, outputs: Sequence[Tensor]) -> Values:
+        differentiated = outputs[: len(self.upstream)]
+        gradients = torch.autograd.grad(differentiated, list(self.leaves.values()), self.upstream)
+        return dict(zip(self.leaves, gradients, strict=True))
+
+    def run(self) -> tuple[Sequence[Tensor], Values]:
+        """Outputs and gradients; the gradients are those of nothing without `upstream`."""
+        outputs = self.forward()
+        return outputs, self.backward(outputs) if self.upstream else {}
+
+    def values(self) -> Values:
+        """Everything that contenders must agree on, in one layout and detached."""
+        outputs, gradients = self.run()
+        named = {f"output {index}": output.detach() for index, output in enumerate(outputs)}
+        return named | {f"gradient of {n}": g for n, g in self.canonical(gradients).items()}
+
+
+@dataclass(frozen=True)
+class Absent:
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The first contender is ours; the others are set against it."""
+
+    op: str
+    size: Size
+    dtype: torch.dtype
+    contenders: Sequence[Contender | Absent]
+    measures: tuple[Measure, ...]
+
+
+class Unavailable(Exception):
+    """Raised by a peer that cannot take part in a bench; the message says why."""
+
+
+def invite(name: str, build: Callable[[], Contender]) -> Contender | Absent:
+    """The peer that `build` makes, or why there is none.
+
+    Anything may go wrong in somebody else's package: on import, on construction.
+    """
+    try:
+        return build()
+    except Unavailable as error:
+        return Absent(name, str(error))
+    except (ImportError, OSError, RuntimeError, AttributeError, TypeError, ValueError) as error:
+        return Absent(name, one_line(error))
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of what went wrong."""
+    lines = str(error).strip().splitlines()
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed"
+    return f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__

@@ -1,0 +1,132 @@
+"""One bench measured: contenders and ceiling take turns, so that what disturbs one disturbs all."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tools.bench.agreement import disagreement
+from tools.bench.ceilings import ceiling_of
+from tools.bench.clock import Clock
+from tools.bench.contender import (
+    BACKWARD,
+    FORWARD,
+    Absent,
+    Bench,
+    Contender,
+    Measure,
+    Values,
+    one_line,
+)
+from tools.bench.memory import peak_bytes, saved_bytes
+from tools.bench.results import Result, Row
+
+FEWEST_TURNS, MOST_TURNS = 5, 25
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a row may take: as many turns as fit in `seconds`, unless their number is given."""
+
+    seconds: float
+    turns: int | None = None
+
+    def turns_of(self, one_turn: float) -> int:
+        if self.turns is not None:
+            return self.turns
+        return min(MOST_TURNS, max(FEWEST_TURNS, int(self.seconds / max(one_turn, 1e-9))))
+
+
+def measure(bench: Bench, clock: Clock, device: str, patience: Patience) -> list[Row]:
+    """A row for each measure of the bench."""
+    results = _judge(bench, device)
+    present = [c for c in bench.contenders if isinstance(c, Contender) and c.name in _able(results)]
+    return [_row(bench, one, present, results, clock, device, patience) for one in bench.measures]
+
+
+def _judge(bench: Bench, device: str) -> dict[str, Result]:
+    """Run each contender once: does it run, does it agree, how much memory does it take?
+
+    A peer that fails is absent with what it said. Our own operator fails for everyone to see.
+    """
+    expected: dict[str, Values] = {}
+    results: dict[str, Result] = {}
+    for index, contender in enumerate(bench.contenders):
+        if isinstance(contender, Absent):
+            results[contender.name] = Result(contender.name, absent=contender.reason)
+            continue
+        try:
+            values = contender.values()
+            first = expected.setdefault(contender.answer, values)
+            differs = disagreement(values, first, bench.dtype) if values is not first else None
+            del values, first
+            saved, peak = saved_bytes(contender), peak_bytes(contender, device)
+        except Exception as error:
+            if index == 0:
+                raise
+            results[contender.name] = Result(contender.name, absent=f"failed: {one_line(error)}")
+            continue
+        results[contender.name] = Result(
+            contender.name, differs=differs, saved_bytes=saved, peak_bytes=peak
+        )
+    return results
+
+
+def _able(results: dict[str, Result]) -> set[str]:
+    return {name for name, result in results.items() if result.absent is None}
+
+
+def _row(
+    bench: Bench,
+    one: Measure,
+    present: list[Contender],
+    results: dict[str, Result],
+    clock: Clock,
+    device: str,
+    patience: Patience,
+) -> Row:
+    ceiling = ceiling_of(one.work, bench.dtype, device)
+    hands: dict[str, Callable[[], float]] = {
+        one.work.ceiling: lambda: clock.seconds(ceiling)[0],
+        **{c.name: lambda c=c: _time(c, one.timed, clock) for c in present},
+    }
+    samples = take_turns(hands, patience)
+    return Row(
+        op=bench.op,
+        timed=one.timed,
+        size=str(bench.size),
+        dtype=str(bench.dtype).removeprefix("torch."),
+        unit=one.work.unit,
+        amount=one.work.amount,
+        ceiling=Result(one.work.ceiling, samples=samples[one.work.ceiling]),
+        results=[result.with_samples(samples.get(result.name, [])) for result in results.values()],
+    )
+
+
+def take_turns(hands: dict[str, Callable[[], float]], patience: Patience) -> dict[str, list[float]]:
+    """Seconds of each hand in each turn: A B C, A B C, ...; a first turn warms up."""
+    gc.collect()
+    gc.disable()  # a collection would count for whoever happens to work
+    try:
+        start = time.monotonic()
+        for work in hands.values():
+            work()
+        turns = patience.turns_of(time.monotonic() - start)
+        samples: dict[str, list[float]] = {name: [] for name in hands}
+        for _ in range(turns):
+            for name, work in hands.items():
+                samples[name].append(work())
+    finally:
+        gc.enable()
+    return samples
+
+
+def _time(contender: Contender, timed: str, clock: Clock) -> float:
+    if timed == FORWARD:
+        return clock.seconds(contender.forward)[0]
+    if timed == BACKWARD:
+        outputs = contender.forward()
+        return clock.seconds(lambda: contender.backward(outputs))[0]
+    return clock.seconds(contender.run)[0]

@@ -1,0 +1,85 @@
+"""Hugging Face's MoE blocks without their router: Mixtral and Qwen3-MoE, in every implementation
+of experts that the installed transformers has."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+from torch import Tensor
+
+from tools.bench.contender import Absent, Contender, Unavailable, invite
+from tools.bench.inputs import leaf
+from tools.bench.layer import RoutedLayer
+
+FINE_GRAINED = 16  # experts from which a size is one of Qwen3-MoE's kind rather than Mixtral's
+
+
+def model_of(num_experts: int) -> str:
+    """The two models' experts are the same code, so each serves the sizes that it is known for."""
+    return "HF Qwen3-MoE" if num_experts >= FINE_GRAINED else "HF Mixtral"
+
+
+def routed_layer_peers(layer: RoutedLayer) -> list[Contender | Absent]:
+    model = model_of(layer.size.n)
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as error:
+        return [Absent(model, f"{error}: pip install -e '.[dev]'")]
+    implementations = ["eager", *sorted(ALL_EXPERTS_FUNCTIONS.valid_keys())]
+    return [
+        invite(f"{model} {name}", lambda name=name: _peer(f"{model} {name}", name, layer))
+        for name in implementations
+    ]
+
+
+def _peer(name: str, implementation: str, layer: RoutedLayer) -> Contender:
+    if implementation == "batched_mm":
+        _check_memory(layer)
+    with torch.device("meta"):
+        experts, gates_dtype = _experts(implementation, layer)
+    experts.gate_up_proj = torch.nn.Parameter(layer.linear_gate_up_E2FD.detach())
+    experts.down_proj = torch.nn.Parameter(layer.linear_out_EDF.detach())
+    gates_TK = leaf(layer.gates_TK.to(gates_dtype))
+
+    def forward() -> list[Tensor]:
+        return [experts(layer.x_TD, layer.experts_TK, gates_TK)]
+
+    return layer.linear_contender(name, forward, experts.gate_up_proj, experts.down_proj, gates_TK)
+
+
+def _experts(implementation: str, layer: RoutedLayer) -> tuple[torch.nn.Module, torch.dtype]:
+    """The module, and the dtype in which its model's router hands over the gates."""
+    size = layer.size
+    if size.n >= FINE_GRAINED:
+        from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
+
+        config = qwen.Qwen3MoeConfig(
+            hidden_size=size.d, moe_intermediate_size=size.f, num_experts=size.n,
+            num_experts_per_tok=size.K,
+        )  # fmt: skip
+        config._experts_implementation = implementation
+        return qwen.Qwen3MoeExperts(config), layer.x_TD.dtype
+
+    from transformers.models.mixtral import modeling_mixtral as mixtral
+
+    config = mixtral.MixtralConfig(
+        hidden_size=size.d, intermediate_size=size.f, num_local_experts=size.n,
+        num_experts_per_tok=size.K,
+    )  # fmt: skip
+    config._experts_implementation = implementation
+    return mixtral.MixtralExperts(config), torch.float32
+
+
+def _check_memory(layer: RoutedLayer) -> None:
+    """batched_mm copies an expert's weights for every row, and their gradients."""
+    weights = (layer.linear_gate_up_E2FD.nbytes + layer.linear_out_EDF.nbytes) // layer.size.n
+    needed = 2 * layer.size.rows * weights
+    if layer.x_TD.is_cuda:
+        available, _ = torch.cuda.mem_get_info()
+    else:
+        available = psutil.virtual_memory().available
+    if needed > available // 2:
+        raise Unavailable(
+            f"copies the weights for every row: {needed / 2**30:,.0f} GiB, "
+            f"{available / 2**30:,.0f} GiB are free"
+        )

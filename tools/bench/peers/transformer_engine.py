@@ -1,0 +1,82 @@
+"""Transformer Engine's permutation and grouped linear, on a GPU."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from moe_parallel.ops import RowMap
+from tools.bench.contender import Absent, Contender, Unavailable, Values, invite
+
+PERMUTE, UNPERMUTE, GROUPED_LINEAR = "TE moe_permute", "TE moe_unpermute", "TE GroupedLinear"
+
+
+def permute_peers(
+    x_TD: Tensor, experts_TK: Tensor, rows: int, dy_ND: Tensor
+) -> list[Contender | Absent]:
+    def build() -> Contender:
+        te = _transformer_engine(x_TD)
+        choices_TK = experts_TK.int()
+
+        def forward() -> list[Tensor]:
+            return [te.moe_permute(x_TD, choices_TK, rows, map_type="index")[0]]
+
+        return Contender(PERMUTE, forward, {"x": x_TD}, upstream=(dy_ND,))
+
+    return [invite(PERMUTE, build)]
+
+
+def unpermute_peers(
+    y_ND: Tensor, experts_TK: Tensor, gates_TK: Tensor, dout_TD: Tensor
+) -> list[Contender | Absent]:
+    def build() -> Contender:
+        te = _transformer_engine(y_ND)
+        x_TD = torch.zeros_like(dout_TD)  # TE makes its row map while it permutes
+        _, row_id_map = te.moe_permute(x_TD, experts_TK.int(), y_ND.size(0), map_type="index")
+
+        def forward() -> list[Tensor]:
+            return [te.moe_unpermute(y_ND, row_id_map, gates_TK, map_type="index")]
+
+        return Contender(UNPERMUTE, forward, {"y": y_ND, "gates": gates_TK}, upstream=(dout_TD,))
+
+    return [invite(UNPERMUTE, build)]
+
+
+def grouped_gemm_peers(
+    x_NI: Tensor, w_EIO: Tensor, row_map: RowMap, dy_NO: Tensor
+) -> list[Contender | Absent]:
+    def build() -> Contender:
+        te = _transformer_engine(x_NI)
+        experts, inner, columns = w_EIO.shape
+        linear = te.GroupedLinear(
+            experts, inner, columns, bias=False, params_dtype=x_NI.dtype, device=x_NI.device
+        )
+        weights = [getattr(linear, f"weight{expert}") for expert in range(experts)]
+        for weight, w_IO in zip(weights, w_EIO.detach(), strict=True):
+            weight.data.copy_(w_IO.t())
+        counts = row_map.counts_E.tolist()
+        names = [f"w {expert}" for expert in range(experts)]
+
+        def canonical(gradients: Values) -> Values:
+            return {"x": gradients["x"], "w": torch.stack([gradients[n].t() for n in names])}
+
+        return Contender(
+            GROUPED_LINEAR,
+            lambda: [linear(x_NI, counts)],
+            {"x": x_NI} | dict(zip(names, weights, strict=True)),
+            frozenset(names),
+            (dy_NO,),
+            canonical,
+        )
+
+    return [invite(GROUPED_LINEAR, build)]
+
+
+def _transformer_engine(like: Tensor) -> ModuleType:
+    """Raises Unavailable, ImportError, or what a broken installation raises."""
+    if not like.is_cuda:
+        raise Unavailable("needs a CUDA GPU")
+    return importlib.import_module("transformer_engine.pytorch")

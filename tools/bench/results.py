@@ -1,0 +1,111 @@
+"""What was measured, as numbers: rows, their JSON, and what is derived from the samples."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from moe_parallel.errors import InputError
+
+FORMAT = 1  # of the JSON file; another number is another layout
+
+
+@dataclass(frozen=True)
+class Result:
+    """One contender of a row. Of an absent one there is the reason alone."""
+
+    name: str
+    samples: list[float] = field(default_factory=list)  # seconds, one a turn
+    peak_bytes: int | None = None
+    saved_bytes: int | None = None
+    differs: str | None = None
+    absent: str | None = None
+
+    def with_samples(self, samples: list[float]) -> Result:
+        return replace(self, samples=samples)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        if len(self.samples) < 2:
+            return self.median, self.median
+        first, _, third = statistics.quantiles(self.samples, n=4, method="inclusive")
+        return first, third
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operator, pass, size and dtype. Ours is the first result."""
+
+    op: str
+    timed: str
+    size: str
+    dtype: str
+    unit: str
+    amount: float  # bytes or FLOPs that the work cannot do without
+    ceiling: Result
+    results: list[Result]
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return self.op, self.timed, self.size, self.dtype
+
+    @property
+    def title(self) -> str:
+        return f"{self.op} {self.timed}, {self.size}, {self.dtype}"
+
+    @property
+    def ours(self) -> Result:
+        return self.results[0]
+
+    def result(self, name: str) -> Result | None:
+        return next((result for result in self.results if result.name == name), None)
+
+    def rate(self, result: Result) -> float:
+        """In `unit`: GB/s or GFLOP/s."""
+        return self.amount / result.median / 1e9
+
+    def share(self, result: Result) -> float:
+        """Of the ceiling's rate; 1 is as fast as the machine copies or multiplies."""
+        return times_as_fast(result, self.ceiling)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Row:
+        results = [Result(**result) for result in fields["results"]]
+        return cls(**fields | {"ceiling": Result(**fields["ceiling"]), "results": results})
+
+
+def times_as_fast(one: Result, other: Result) -> float:
+    """How many times as fast `one` is as `other`: the median of the ratios of their turns.
+
+    The two of a turn were measured next to each other, so a slow minute of the machine cancels.
+    """
+    return statistics.median(b / a for a, b in zip(one.samples, other.samples, strict=True))
+
+
+def write_json(path: Path, about: dict[str, Any], rows: Iterable[Row]) -> None:
+    content = {"format": FORMAT, **about, "rows": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> tuple[dict[str, Any], list[Row]]:
+    """What `write_json` wrote. Raises InputError for anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise InputError(f"{path} has format {content['format']}; this tool reads {FORMAT}")
+        rows = [Row.from_json(row) for row in content.pop("rows")]
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path} is no file of `run.py --json`") from None
+    return content, rows

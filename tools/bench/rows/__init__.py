@@ -1,0 +1,21 @@
+"""The benches of every operator, by its name."""
+
+from collections.abc import Callable
+
+from moe_parallel.ops import Ops
+from tools.bench.contender import Bench
+from tools.bench.inputs import Draw
+from tools.bench.rows import layers, permutation, products, selection
+from tools.bench.sizes import Size
+
+BENCHES: dict[str, Callable[[Size, Draw, Ops], Bench]] = {
+    "routing_map": selection.routing_map,
+    "permute": permutation.permute,
+    "unpermute": permutation.unpermute,
+    "grouped_gemm": products.grouped_gemm,
+    "swiglu": products.swiglu,
+    "norm_topk": selection.norm_topk,
+    "expert_merge": products.expert_merge,
+    "routed_layer": layers.routed_layer,
+    "aoe_layer": layers.aoe_layer,
+}

@@ -1,0 +1,134 @@
+"""Whole expert layers, forward and backward: routed, and autonomous (AoE)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moe_parallel.ops import Ops
+from tools.bench.contender import BOTH, OURS, Bench, Contender, Forward, Measure, Products
+from tools.bench.inputs import Draw, leaf
+from tools.bench.layer import RoutedLayer
+from tools.bench.peers import gpu_packages, huggingface, megatron, torch_ops
+from tools.bench.sizes import Size
+
+UNFUSED = "ours, op by op"
+TWIN = "our routed layer"
+# Variants of AoE: the gradient (full, or selected), and whether C of every expert and C W_up of
+# the chosen are kept for the backward pass or computed again there.
+FULL_KEPT, FULL_RECOMPUTED = "ours, full, kept", "ours, full, recomputed"
+SELECTED_KEPT, SELECTED_RECOMPUTED = "ours, selected, kept", "ours, selected, recomputed"
+AUTONOMOUS = (FULL_KEPT, FULL_RECOMPUTED, SELECTED_KEPT, SELECTED_RECOMPUTED)
+
+
+def routed_layer(size: Size, draw: Draw, ours: Ops) -> Bench:
+    layer = RoutedLayer.drawn(size, draw)
+    products = Products(((size.rows, size.d, 2 * size.f), (size.rows, size.f, size.d)))
+    return Bench(
+        "routed_layer",
+        size,
+        draw.dtype,
+        [
+            layer.contender(OURS, lambda: [_routed(layer, ours)]),
+            layer.contender(UNFUSED, lambda: [_op_by_op(layer, ours)]),
+            *torch_ops.routed_layer_peers(layer),
+            *huggingface.routed_layer_peers(layer),
+            *megatron.routed_layer_peers(layer),
+            *gpu_packages.routed_layer_peers(layer),
+        ],
+        (Measure(BOTH, products.with_gradients()),),
+    )
+
+
+def _routed(layer: RoutedLayer, ours: Ops) -> Tensor:
+    row_map = ours.routing_map(layer.experts_TK, layer.size.n, all_chosen=True)
+    return ours.routed_experts(
+        layer.x_TD, layer.gates_TK, row_map, layer.w_gate_up_ED2F, layer.w_out_EFD
+    )
+
+
+def _op_by_op(layer: RoutedLayer, ours: Ops) -> Tensor:
+    """The same layer of single operators: what fusing them gains is the difference."""
+    row_map = ours.routing_map(layer.experts_TK, layer.size.n, all_chosen=True)
+    x_ND = ours.permute(layer.x_TD, row_map)
+    gate_up_N2F = ours.grouped_gemm(x_ND, layer.w_gate_up_ED2F, row_map.counts_E)
+    gates_N = layer.gates_TK.flatten()[row_map.slots_N]
+    h_NF = ours.swiglu(*gate_up_N2F.chunk(2, dim=1), gates_N)
+    y_ND = ours.grouped_gemm(h_NF, layer.w_out_EFD, row_map.counts_E)
+    return ours.unpermute(y_ND, row_map)
+
+
+def aoe_layer(size: Size, draw: Draw, ours: Ops) -> Bench:
+    """Choosing is part of the layer. The yardstick is our routed layer of as many parameters,
+    with the same tokens and the choices that the norms make."""
+    weights = {
+        "w_down": leaf(draw.weight(size.n, size.d, size.l, seed=2)),
+        "w_up": leaf(draw.weight(size.n, size.l, size.wide, seed=3)),
+        "w_p": leaf(draw.weight(size.n, size.d, size.wide, seed=4)),
+        "w_out": leaf(draw.weight(size.n, size.wide, size.d, seed=5)),
+    }
+    x_TD = leaf(draw.tokens_with_margin(size, weights["w_down"].detach()))
+    dy_TD = draw.normal(size.T, size.d, seed=6)
+
+    def contender(name: str, forward: Forward) -> Contender:
+        return Contender(name, forward, {"x": x_TD} | weights, frozenset(weights), (dy_TD,))
+
+    def autonomous(name: str, *, selected: bool, kept: bool) -> Contender:
+        return contender(name, lambda: _autonomous(x_TD, weights, size.K, ours, selected, kept))
+
+    products = Products((
+        (size.T, size.d, size.n * size.l),
+        (size.rows, size.l, size.wide),
+        (size.rows, size.d, size.wide),
+        (size.rows, size.wide, size.d),
+    ))  # fmt: skip
+    return Bench(
+        "aoe_layer",
+        size,
+        draw.dtype,
+        [
+            autonomous(FULL_KEPT, selected=False, kept=True),
+            autonomous(FULL_RECOMPUTED, selected=False, kept=False),
+            autonomous(SELECTED_KEPT, selected=True, kept=True),
+            autonomous(SELECTED_RECOMPUTED, selected=True, kept=False),
+            _twin(size, draw, ours, x_TD, weights["w_down"], dy_TD),
+            contender(
+                "torch composition",
+                lambda: torch_ops.autonomous_layer(x_TD, *weights.values(), size.K),
+            ),
+        ],
+        (Measure(BOTH, products.with_gradients()),),
+    )
+
+
+def _autonomous(
+    x_TD: Tensor, weights: dict[str, Tensor], k: int, ours: Ops, selected: bool, kept: bool
+) -> tuple[Tensor, Tensor]:
+    """y_TD and experts_TK."""
+    w_down = weights["w_down"]
+    scores = ours.norm_topk(
+        x_TD, w_down, k, activations=True, selected_gradient=selected, keep=kept
+    )
+    gates_TK = scores.norms_TE.gather(1, scores.experts_TK).softmax(-1)
+    row_map = ours.routing_map(scores.experts_TK, w_down.size(0), all_chosen=True)
+    y_TD = ours.autonomous_experts(
+        x_TD,
+        gates_TK,
+        row_map,
+        *weights.values(),
+        activations_TKR=scores.activations_TKR,
+        recompute_gate=not kept,
+    )
+    return y_TD, scores.experts_TK
+
+
+def _twin(
+    size: Size, draw: Draw, ours: Ops, x_TD: Tensor, w_down_EDR: Tensor, dy_TD: Tensor
+) -> Contender:
+    with torch.no_grad():
+        experts_TK = ours.norm_topk(x_TD, w_down_EDR, size.K)[1]
+    drawn = RoutedLayer.drawn(size, draw)
+    layer = replace(drawn, x_TD=x_TD, experts_TK=experts_TK, dy_TD=dy_TD)
+    return replace(layer.contender(TWIN, lambda: [_routed(layer, ours)]), answer="routed")

@@ -1,0 +1,196 @@
+"""Time every operator against its peers, on the same inputs and in turns.
+
+    python tools/bench/run.py                                # a look, in about a minute
+    python tools/bench/run.py --sizes goals --json cpu.json  # the project's goals: a quarter of
+                                                             # an hour
+    python tools/bench/run.py --device cuda --sizes goals --ops permute,grouped_gemm
+
+On a CPU: one thread, process CPU time. docs/performance/README.md says what the columns mean and
+how the numbers are made. Exit codes: 0 done, whatever was measured; 2 a wrong flag; 130
+interrupted, after what was measured has been written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+# Else torch says, once, that a peer frees what it kept from its last pass.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from moe_parallel.config.one_line_parser import OneLineParser
+from moe_parallel.errors import InputError
+from moe_parallel.ops import extension, select_backend
+from tools.bench.clock import clock_of, keep_freed_memory
+from tools.bench.goals import goals_of, judge
+from tools.bench.inputs import Draw
+from tools.bench.measurement import Patience, measure
+from tools.bench.peers import megatron
+from tools.bench.results import Row, write_json
+from tools.bench.rows import BENCHES
+from tools.bench.sizes import GOALS, SMALL, sizes_of
+from tools.bench.table import format_absent, format_row
+from tools.study.machine import machine, software
+
+ROOT = Path(__file__).resolve().parents[2]
+EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
+SECONDS_OF_A_ROW = {SMALL: 1.0, GOALS: 15.0}
+DTYPES = {"cpu": ["float32", "bfloat16"], "cuda": ["bfloat16", "float16", "float32"]}
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        options = _parse(arguments)
+        about = _about(arguments, options)
+    except InputError as error:
+        print(f"run.py: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    rows: list[Row] = []
+    interrupted = False
+    try:
+        _print_about(about)
+        _measure_all(options, rows)
+    except KeyboardInterrupt:
+        interrupted = True
+        print(f"\ninterrupted after {len(rows)} rows", file=sys.stderr)
+    about |= {"load_after": os.getloadavg(), "interrupted": interrupted}
+    _print_summary(options, rows, about)
+    if options.json is not None:
+        write_json(options.json, about, rows)
+    return EXIT_INTERRUPTED if interrupted else 0
+
+
+def _measure_all(options: argparse.Namespace, rows: list[Row]) -> None:
+    """Appends each row as soon as it is measured, so that an interruption keeps it."""
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+        keep_freed_memory()
+    ours, clock = select_backend("native"), clock_of(options.device)
+    sizes = sizes_of(options.sizes, options.device)
+    needs_megatron = options.device == "cpu" and "routed_layer" in options.ops
+    patience = Patience(SECONDS_OF_A_ROW[options.sizes], options.turns)
+    with megatron.one_rank() if needs_megatron else nullcontext():
+        for dtype in options.dtype:
+            draw = Draw(getattr(torch, dtype), options.device)
+            benches = (BENCHES[op](size, draw, ours) for op in options.ops for size in sizes[op])
+            for bench in benches:
+                for row in measure(bench, clock, options.device, patience):
+                    rows.append(row)
+                    print(f"\n{format_row(row)}", flush=True)
+
+
+def _about(arguments: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """What a reader needs to judge the numbers."""
+    versions = software(ROOT)
+    try:
+        versions["transformers"] = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    return {
+        "command": " ".join(["python tools/bench/run.py", *arguments]),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "software": versions,
+        "device": options.device,
+        "threads": 1 if options.device == "cpu" else torch.get_num_threads(),
+        "load_before": os.getloadavg(),
+    }
+
+
+def _print_about(about: dict[str, Any]) -> None:
+    versions = ", ".join(f"{name} {version}" for name, version in about["software"].items())
+    print(f"{about['command']}   ({about['date']})")
+    print(f"machine   {about['machine']}, {about['instructions']}")
+    print(f"software  {versions}")
+    print(f"threads   {about['threads']}, load {_load(about['load_before'])} before", flush=True)
+
+
+def _print_summary(options: argparse.Namespace, rows: list[Row], about: dict[str, Any]) -> None:
+    if absent := format_absent(rows):
+        print(f"\n{absent}")
+    if options.sizes == GOALS:
+        print("\ngoals:")
+        for goal in goals_of(options.device):
+            if goal.op in options.ops and goal.dtype in options.dtype:
+                print(f"  {judge(goal, rows)}")
+    print(f"\nload {_load(about['load_after'])} after")
+
+
+def _load(averages: tuple[float, float, float]) -> str:
+    return ", ".join(f"{average:.2f}" for average in averages)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = OneLineParser(
+        prog="run.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
+    add("--sizes", choices=[SMALL, GOALS], default=SMALL,
+        help="small: a look; goals: the sizes that goals are set for (default: small)")  # fmt: skip
+    add("--ops", type=_words, metavar="A,B,...", help=f"of {', '.join(BENCHES)} (default: all)")
+    add("--dtype", type=_words, metavar="A,B,...",
+        help="of float32, bfloat16, float16 (default: the first two; GPU: bfloat16)")  # fmt: skip
+    add("--turns", type=int, metavar="N", help="of each row (default: as many as fit in its time)")
+    add("--json", type=Path, metavar="FILE", help="write the samples of every row too")
+    options = parser.parse_args(arguments)
+    _check_device(options.device)
+    measured = list(sizes_of(options.sizes, options.device))
+    options.ops = _chosen("--ops", options.ops, list(BENCHES), measured)
+    dtypes = DTYPES[options.device]
+    default = dtypes if options.device == "cpu" else dtypes[:1]
+    options.dtype = _chosen("--dtype", options.dtype, dtypes, default)
+    if missing := [op for op in options.ops if op not in measured]:
+        raise InputError(f"--ops {','.join(missing)}: no goal is set for it; use --sizes {SMALL}")
+    if options.turns is not None and options.turns < 1:
+        raise InputError(f"--turns {options.turns}: must be at least 1")
+    _check_writable(options.json)
+    return options
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")]
+
+
+def _chosen(flag: str, words: list[str] | None, known: list[str], default: list[str]) -> list[str]:
+    """The words, in the order of `known`."""
+    for word in words or ():
+        if word not in known:
+            raise InputError(f"{flag} {word!r} is unknown: choose of {', '.join(known)}")
+    return default if words is None else [word for word in known if word in words]
+
+
+def _check_device(device: str) -> None:
+    if not extension.is_built():
+        raise InputError("the C++ extension is not built: run `make set-up`")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: torch sees no CUDA GPU here; use --device cpu")
+    if device == "cuda" and not extension.has_cuda():
+        raise InputError("--device cuda: the extension was built without CUDA; build it with nvcc")
+
+
+def _check_writable(path: Path | None) -> None:
+    """Before minutes of measuring, not after."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise InputError(f"--json {path} is a folder: name a file")
+    if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        raise InputError(f"--json {path} cannot be written there: name another file")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,85 @@
+"""The sizes that are measured: `small` for a look of a minute, `goals` for the project's goals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+SMALL, GOALS = "small", "goals"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Letters as in the AoE paper and in docs/performance/README.md; 0 where an op has none."""
+
+    T: int = 0  # tokens
+    d: int = 0  # model width
+    n: int = 0  # experts
+    K: int = 0  # choices per token
+    f: int = 0  # width of an expert
+    l: int = 0  # low-rank size (d_low) # noqa: E741
+
+    @property
+    def rows(self) -> int:
+        return self.T * self.K
+
+    @property
+    def wide(self) -> int:
+        """d_wide of an AoE expert with as many parameters as one of width f."""
+        return round((3 * self.d * self.f - self.d * self.l) / (2 * self.d + self.l))
+
+    def __str__(self) -> str:
+        letters = [field.name for field in fields(self)]
+        return " ".join(f"{a}={getattr(self, a)}" for a in letters if getattr(self, a))
+
+
+_SMALL = Size(T=512, d=128, n=8, K=2)
+_SMALL_FINE = Size(T=256, d=128, n=16, K=4, f=64)
+_COARSE = Size(T=4096, d=768, n=8, K=2, f=3072)
+_FINE = Size(T=2048, d=768, n=64, K=8, f=384)
+_MOVED = Size(T=16384, d=768, n=8, K=2)
+
+_GPU_MOVED = Size(T=16384, d=2048, n=64, K=8)
+_GPU_COARSE = Size(T=8192, d=4096, n=8, K=2, f=14336)
+_GPU_FINE = Size(T=16384, d=2048, n=64, K=8, f=1024)
+_GPU_PAPER = Size(T=16384, d=768, n=8, K=2, f=3072)
+
+SIZES: dict[tuple[str, str], dict[str, tuple[Size, ...]]] = {
+    (SMALL, "any"): {
+        "routing_map": (_SMALL,),
+        "permute": (_SMALL,),
+        "unpermute": (_SMALL,),
+        "grouped_gemm": (replace(_SMALL, f=256),),
+        "swiglu": (replace(_SMALL, f=256),),
+        "norm_topk": (replace(_SMALL, l=64),),
+        "expert_merge": (Size(T=16, d=128, n=8, f=256),),
+        "routed_layer": (replace(_SMALL, f=256), _SMALL_FINE),
+        "aoe_layer": (replace(_SMALL, f=256, l=64),),
+    },
+    (GOALS, "cpu"): {
+        "permute": (_MOVED,),
+        "unpermute": (_MOVED,),
+        "routed_layer": (_COARSE, _FINE),
+        "aoe_layer": tuple(replace(_COARSE, l=low) for low in (64, 128, 256, 512)),
+    },
+    (GOALS, "cuda"): {
+        "routing_map": (_GPU_MOVED,),
+        "permute": (_GPU_MOVED,),
+        "unpermute": (_GPU_MOVED,),
+        "grouped_gemm": (_GPU_COARSE, _GPU_FINE),
+        "swiglu": (_GPU_FINE,),
+        "norm_topk": (
+            replace(_GPU_FINE, f=0, l=256),
+            *(replace(_GPU_PAPER, f=0, l=low) for low in (64, 128, 256, 512)),
+        ),
+        "routed_layer": (_GPU_PAPER, _GPU_FINE),
+        "aoe_layer": (
+            *(replace(_GPU_PAPER, l=low) for low in (64, 128, 256, 512)),
+            replace(_GPU_FINE, l=256),
+        ),
+    },
+}
+
+
+def sizes_of(name: str, device: str) -> dict[str, tuple[Size, ...]]:
+    """The sizes of each op, in the order in which they are measured."""
+    return SIZES[(name, "any" if name == SMALL else device)]
