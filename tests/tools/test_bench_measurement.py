@@ -46,9 +46,11 @@ def double(name: str, factor: float = 2.0, **options: Any) -> Contender:
     return Contender(name, lambda: [X * factor], {"x": X}, upstream=(torch.ones(3),), **options)
 
 
-def rows_of(*contenders: Contender | Absent, timed: str = BOTH) -> tuple[Counter, list[Row]]:
+def rows_of(
+    ours: Contender, *peers: Contender | Absent, timed: str = BOTH
+) -> tuple[Counter, list[Row]]:
     clock = Counter()
-    bench = Bench("double", Size(T=3), torch.float32, contenders, (Measure(timed, Moved(24)),))
+    bench = Bench("double", Size(T=3), torch.float32, [ours], peers, (Measure(timed, Moved(24)),))
     return clock, measure(bench, clock, "cpu", ONCE)
 
 

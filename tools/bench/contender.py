@@ -106,12 +106,13 @@ class Absent:
 
 @dataclass(frozen=True)
 class Bench:
-    """The first contender is ours; the others are set against it."""
+    """Peers, and further forms of ours, are set against the first of ours."""
 
     op: str
     size: Size
     dtype: torch.dtype
-    contenders: Sequence[Contender | Absent]
+    ours: Sequence[Contender]
+    peers: Sequence[Contender | Absent]
     measures: tuple[Measure, ...]
 
 

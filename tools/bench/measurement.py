@@ -42,47 +42,48 @@ class Patience:
 def measure(bench: Bench, clock: Clock, device: str, patience: Patience) -> list[Row]:
     """A row for each measure of the bench."""
     results = _judge(bench, device)
-    present = [c for c in bench.contenders if isinstance(c, Contender) and c.name in _able(results)]
-    return [_row(bench, one, present, results, clock, device, patience) for one in bench.measures]
+    able = {result.name for result in results if result.absent is None}
+    contenders = [contender for contender in [*bench.ours, *bench.peers] if contender.name in able]
+    return [
+        _row(bench, one, contenders, results, clock, device, patience) for one in bench.measures
+    ]
 
 
-def _judge(bench: Bench, device: str) -> dict[str, Result]:
+def _judge(bench: Bench, device: str) -> list[Result]:
     """Run each contender once: does it run, does it agree, how much memory does it take?
 
     A peer that fails is absent with what it said. Our own operator fails for everyone to see.
     """
     expected: dict[str, Values] = {}
-    results: dict[str, Result] = {}
-    for index, contender in enumerate(bench.contenders):
-        if isinstance(contender, Absent):
-            results[contender.name] = Result(contender.name, absent=contender.reason)
-            continue
-        try:
-            values = contender.values()
-            first = expected.setdefault(contender.answer, values)
-            differs = disagreement(values, first, bench.dtype) if values is not first else None
-            del values, first
-            saved, peak = saved_bytes(contender), peak_bytes(contender, device)
-        except Exception as error:
-            if index == 0:
-                raise
-            results[contender.name] = Result(contender.name, absent=f"failed: {one_line(error)}")
-            continue
-        results[contender.name] = Result(
-            contender.name, differs=differs, saved_bytes=saved, peak_bytes=peak
+
+    def judged(contender: Contender) -> Result:
+        values = contender.values()
+        first = expected.setdefault(contender.answer, values)
+        differs = None if values is first else disagreement(values, first, bench.dtype)
+        del values, first
+        return Result(
+            contender.name,
+            differs=differs,
+            saved_bytes=saved_bytes(contender),
+            peak_bytes=peak_bytes(contender, device),
         )
-    return results
 
+    def judged_peer(peer: Contender | Absent) -> Result:
+        if isinstance(peer, Absent):
+            return Result(peer.name, absent=peer.reason)
+        try:
+            return judged(peer)
+        except Exception as error:  # whatever somebody else's package may raise
+            return Result(peer.name, absent=f"failed: {one_line(error)}")
 
-def _able(results: dict[str, Result]) -> set[str]:
-    return {name for name, result in results.items() if result.absent is None}
+    return [*map(judged, bench.ours), *map(judged_peer, bench.peers)]
 
 
 def _row(
     bench: Bench,
     one: Measure,
-    present: list[Contender],
-    results: dict[str, Result],
+    contenders: list[Contender],
+    results: list[Result],
     clock: Clock,
     device: str,
     patience: Patience,
@@ -90,7 +91,7 @@ def _row(
     ceiling = ceiling_of(one.work, bench.dtype, device)
     hands: dict[str, Callable[[], float]] = {
         one.work.ceiling: lambda: clock.seconds(ceiling)[0],
-        **{c.name: lambda c=c: _time(c, one.timed, clock) for c in present},
+        **{c.name: lambda c=c: _time(c, one.timed, clock) for c in contenders},
     }
     samples = take_turns(hands, patience)
     return Row(
@@ -101,7 +102,7 @@ def _row(
         unit=one.work.unit,
         amount=one.work.amount,
         ceiling=Result(one.work.ceiling, samples=samples[one.work.ceiling]),
-        results=[result.with_samples(samples.get(result.name, [])) for result in results.values()],
+        results=[result.with_samples(samples.get(result.name, [])) for result in results],
     )
 
 

@@ -17,7 +17,7 @@ import datetime
 import importlib.metadata
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,9 @@ from tools.study.machine import machine, software
 ROOT = Path(__file__).resolve().parents[2]
 EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
 SECONDS_OF_A_ROW = {SMALL: 1.0, GOALS: 15.0}
+PEERS = (
+    "transformers", "transformer-engine", "grouped-gemm", "megablocks", "scattermoe", "sonic-moe",
+)  # fmt: skip
 DTYPES = {"cpu": ["float32", "bfloat16"], "cuda": ["bfloat16", "float16", "float32"]}
 
 
@@ -91,10 +94,9 @@ def _measure_all(options: argparse.Namespace, rows: list[Row]) -> None:
 def _about(arguments: list[str], options: argparse.Namespace) -> dict[str, Any]:
     """What a reader needs to judge the numbers."""
     versions = software(ROOT)
-    try:
-        versions["transformers"] = importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        pass
+    for package in PEERS:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     return {
         "command": " ".join(["python tools/bench/run.py", *arguments]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

@@ -15,7 +15,7 @@ PACKAGES = ("torch", "megatron-core", "numpy")
 
 
 def machine() -> str:
-    """Processor, cores, memory and GPUs, in a line."""
+    """Processor, cores, memory and GPUs with their driver, in a line."""
     gibibytes = psutil.virtual_memory().total / 2**30
     parts = [_processor(), f"{len(os.sched_getaffinity(0))} cores", f"{gibibytes:.0f} GiB"]
     return ", ".join([*parts, *_gpus()])
@@ -47,7 +47,9 @@ def _processor() -> str:
 
 def _gpus() -> list[str]:
     """Of nvidia-smi, where there is one."""
-    names = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
+    names = _output(
+        "nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"
+    ).splitlines()
     return [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
 
 

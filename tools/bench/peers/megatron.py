@@ -46,8 +46,8 @@ class GivenRouting(torch.nn.Module):
 
 
 def _peer(layer: RoutedLayer) -> Contender:
-    if layer.x_TD.is_cuda:
-        raise Unavailable("a peer on CPUs: it runs its experts one after the other")
+    if torch.cuda.is_available():  # then Megatron-Core works there, and nowhere else
+        raise Unavailable("a peer on hosts without a GPU")
     if not torch.distributed.is_initialized():
         raise Unavailable("its process groups are not made (`one_rank`)")
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec

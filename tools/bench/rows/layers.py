@@ -33,6 +33,8 @@ def routed_layer(size: Size, draw: Draw, ours: Ops) -> Bench:
         [
             layer.contender(OURS, lambda: [_routed(layer, ours)]),
             layer.contender(UNFUSED, lambda: [_op_by_op(layer, ours)]),
+        ],
+        [
             *torch_ops.routed_layer_peers(layer),
             *huggingface.routed_layer_peers(layer),
             *megatron.routed_layer_peers(layer),
@@ -94,6 +96,8 @@ def aoe_layer(size: Size, draw: Draw, ours: Ops) -> Bench:
             autonomous(SELECTED_KEPT, selected=True, kept=True),
             autonomous(SELECTED_RECOMPUTED, selected=True, kept=False),
             _twin(size, draw, ours, x_TD, weights["w_down"], dy_TD),
+        ],
+        [
             contender(
                 "torch composition",
                 lambda: torch_ops.autonomous_layer(x_TD, *weights.values(), size.K),

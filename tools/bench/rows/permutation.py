@@ -25,8 +25,8 @@ def permute(size: Size, draw: Draw, ours: Ops) -> Bench:
         "permute",
         size,
         draw.dtype,
+        [contender(OURS, lambda: [ours.permute(x_TD, row_map)])],
         [
-            contender(OURS, lambda: [ours.permute(x_TD, row_map)]),
             contender("torch index_select", lambda: [x_TD.index_select(0, token_N)]),
             *transformer_engine.permute_peers(x_TD, experts_TK, size.rows, dy_ND),
         ],
@@ -50,8 +50,8 @@ def unpermute(size: Size, draw: Draw, ours: Ops) -> Bench:
         "unpermute",
         size,
         draw.dtype,
+        [contender(OURS, lambda: [ours.unpermute(y_ND, row_map, gates_TK)])],
         [
-            contender(OURS, lambda: [ours.unpermute(y_ND, row_map, gates_TK)]),
             contender("torch index_add", lambda: [torch_ops.unpermute(y_ND, row_map, gates_TK)]),
             *transformer_engine.unpermute_peers(y_ND, experts_TK, gates_TK, dout_TD),
         ],
