@@ -6,7 +6,7 @@ import pytest
 
 from tests.tools.bench_rows import result, row
 from tools.bench.contender import BACKWARD, BOTH, FORWARD
-from tools.bench.goals import SAVED, SHARE, SPEED, Goal, goals_of, judge
+from tools.bench.goals import SAVED, SHARE, SPEED, Goal, format_verdicts, goals_of, judge
 from tools.bench.rows import layers
 from tools.bench.sizes import Size
 
@@ -18,10 +18,10 @@ SAVED_GOAL = replace(SHARE_GOAL, figure=SAVED, bound=0.75, other="loop")
 @pytest.mark.parametrize(
     ("goal", "ours", "met", "said"),
     [
-        (SHARE_GOAL, 1.0, True, "met           permute forward, T=8 d=4, float32: 100.0 %"),
-        (SHARE_GOAL, 2.0, False, ": 50.0 %; goal: share of the ceiling >= 90.0 %, 44.4 % short"),
-        (SPEED_GOAL, 2.0, True, ": 2.000x; goal: times as fast as loop >= 2.000x"),
-        (SPEED_GOAL, 5.0, False, ": 0.800x; goal: times as fast as loop >= 2.000x, 60.0 % short"),
+        (SHARE_GOAL, 1.0, True, "met           ours: 100.0 % of the ceiling (goal >= 90.0 %)"),
+        (SHARE_GOAL, 2.0, False, "missed        ours: 50.0 % of the ceiling (goal >= 90.0 %: 44.4"),
+        (SPEED_GOAL, 2.0, True, "met           ours: 2.000x as fast as loop (goal >= 2.000x)"),
+        (SPEED_GOAL, 5.0, False, "0.800x as fast as loop (goal >= 2.000x: 60.0 % short)"),
     ],
 )
 def test_speed(goal: Goal, ours: float, met: bool, said: str) -> None:
@@ -51,8 +51,20 @@ def test_saved_bytes_are_at_most(saved: int, met: bool) -> None:
 def test_nothing_is_claimed_without_a_measurement(rows: list, reason: str) -> None:
     verdict = judge(SPEED_GOAL, rows)
     assert verdict.met is None
-    assert str(verdict).startswith("not measured  permute")
-    assert str(verdict).endswith(f"({reason})")
+    assert str(verdict) == f"not measured  ours: as fast as loop >= 2.000x: {reason}"
+
+
+def test_verdicts_stand_under_their_row() -> None:
+    rows = [row(result("ours", 1, 1, 1), result("loop", 4, 4, 4))]
+    other = replace(SHARE_GOAL, op="swiglu")
+    text = format_verdicts(judge(goal, rows) for goal in (SHARE_GOAL, SPEED_GOAL, other))
+    assert [line.strip()[:30] for line in text.splitlines()] == [
+        "permute forward, T=8 d=4, floa",
+        "met           ours: 100.0 % of",
+        "met           ours: 4.000x as ",
+        "swiglu forward, T=8 d=4, float",
+        "not measured  ours: of the cei",
+    ]
 
 
 def test_the_cpu_goals() -> None:

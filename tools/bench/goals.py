@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from tools.bench.contender import BACKWARD, BOTH, FORWARD, OURS
 from tools.bench.peers.huggingface import model_of
@@ -13,9 +14,7 @@ from tools.bench.results import Result, Row, times_as_fast
 from tools.bench.rows import layers
 from tools.bench.sizes import GOALS, Size, sizes_of
 
-SHARE = "share of the ceiling"
-SPEED = "times as fast as"
-SAVED = "times the saved bytes of"
+SHARE, SPEED, SAVED = "of the ceiling", "as fast as", "the saved bytes of"
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,11 @@ class Goal:
 
     @property
     def title(self) -> str:
-        who = "" if self.contender == OURS else f", {self.contender}"
-        return f"{self.op} {self.timed}, {self.size}, {self.dtype}{who}"
+        return f"{self.op} {self.timed}, {self.size}, {self.dtype}"
 
-    def __str__(self) -> str:
-        sign = "<=" if self.figure == SAVED else ">="
-        return f"{self.figure} {self.other}".rstrip() + f" {sign} {self.shown(self.bound)}"
+    @property
+    def sign(self) -> str:
+        return "<=" if self.figure == SAVED else ">="
 
     def shown(self, value: float) -> str:
         return f"{100 * value:.1f} %" if self.figure == SHARE else f"{value:.3f}x"
@@ -68,14 +66,25 @@ class Verdict:
         return self.value >= self.goal.bound
 
     def __str__(self) -> str:
+        """Without the row, which `format_verdicts` names."""
         goal = self.goal
+        figure = f"{goal.figure} {goal.other}".rstrip()
+        bound = f"{goal.sign} {goal.shown(goal.bound)}"
         if self.value is None:
-            return f"not measured  {goal.title}: {goal} ({self.reason})"
-        shown = f"{goal.title}: {goal.shown(self.value)}; goal: {goal}"
+            return f"{'not measured':<14}{goal.contender}: {figure} {bound}: {self.reason}"
+        shown = f"{goal.contender}: {goal.shown(self.value)} {figure} (goal {bound}"
         if self.met:
-            return f"met           {shown}"
+            return f"{'met':<14}{shown})"
         off = 100 * (self.value / goal.bound - 1)
-        return f"missed        {shown}, {abs(off):.1f} % {'over' if off > 0 else 'short'}"
+        return f"{'missed':<14}{shown}: {abs(off):.1f} % {'over' if off > 0 else 'short'})"
+
+
+def format_verdicts(verdicts: Iterable[Verdict]) -> str:
+    """The verdicts on each row under its title."""
+    lines = []
+    for title, on_row in groupby(verdicts, key=lambda verdict: verdict.goal.title):
+        lines += [f"  {title}", *(f"    {verdict}" for verdict in on_row)]
+    return "\n".join(lines)
 
 
 def judge(goal: Goal, rows: Iterable[Row]) -> Verdict:

@@ -31,7 +31,7 @@ from moe_parallel.config.one_line_parser import OneLineParser
 from moe_parallel.errors import InputError
 from moe_parallel.ops import extension, select_backend
 from tools.bench.clock import clock_of, keep_freed_memory
-from tools.bench.goals import goals_of, judge
+from tools.bench.goals import format_verdicts, goals_of, judge
 from tools.bench.inputs import Draw
 from tools.bench.measurement import Patience, measure
 from tools.bench.peers import megatron
@@ -121,10 +121,12 @@ def _print_summary(options: argparse.Namespace, rows: list[Row], about: dict[str
     if absent := format_absent(rows):
         print(f"\n{absent}")
     if options.sizes == GOALS:
-        print("\ngoals:")
-        for goal in goals_of(options.device):
-            if goal.op in options.ops and goal.dtype in options.dtype:
-                print(f"  {judge(goal, rows)}")
+        goals = [
+            goal
+            for goal in goals_of(options.device)
+            if goal.op in options.ops and goal.dtype in options.dtype
+        ]
+        print(f"\ngoals:\n{format_verdicts(judge(goal, rows) for goal in goals)}")
     print(f"\nload {_load(about['load_after'])} after")
 
 

@@ -65,6 +65,7 @@ def _peer(layer: RoutedLayer) -> Contender:
         moe_ffn_hidden_size=size.f,
         moe_router_topk=size.K,
         moe_router_load_balancing_type="none",
+        moe_router_dtype="fp32",
         moe_token_dispatcher_type="alltoall",
         gated_linear_unit=True,
         activation_func=functional.silu,
