@@ -52,7 +52,6 @@ def _peer(layer: RoutedLayer) -> Contender:
         raise Unavailable("its process groups are not made (`one_rank`)")
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     size = layer.size
@@ -75,10 +74,8 @@ def _peer(layer: RoutedLayer) -> Contender:
         use_cpu_initialization=True,
         perform_initialization=False,
     )
-    spec = get_moe_module_spec(use_te=False, num_experts=size.n, moe_grouped_gemm=False)
-    moe = build_module(
-        spec, config=config, pg_collection=ProcessGroupCollection.use_mpu_process_groups()
-    )
+    build = get_moe_module_spec(use_te=False, num_experts=size.n, moe_grouped_gemm=False)
+    moe = build(config=config, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
     moe.router = GivenRouting(layer)
     experts = moe.experts.local_experts
     for index, expert in enumerate(experts):
