@@ -29,8 +29,6 @@ ONCE = Patience(0.0, turns=1)
 class Counter:
     """A clock by which everything takes a second."""
 
-    unit = "calls"
-
     def __init__(self) -> None:
         self.results: list[Any] = []
 

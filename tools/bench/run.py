@@ -76,7 +76,8 @@ def _measure_all(options: argparse.Namespace, rows: list[Row]) -> None:
     """Appends each row as soon as it is measured, so that an interruption keeps it."""
     if options.device == "cpu":
         torch.set_num_threads(1)
-        keep_freed_memory()
+        if not keep_freed_memory():
+            print("this C library has no mallopt: page faults of new memory count", flush=True)
     ours, clock = select_backend("native"), clock_of(options.device)
     sizes = sizes_of(options.sizes, options.device)
     needs_megatron = options.device == "cpu" and "routed_layer" in options.ops
