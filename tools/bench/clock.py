@@ -57,7 +57,7 @@ def clock_of(device: str) -> Clock:
 
 
 def _cache_to_empty() -> int:
-    """Bytes to touch so that the last-level cache holds nothing else: its size and a bit more.
+    """Bytes to touch so that the last-level cache holds nothing else: twice its size.
 
     A shared server's cache can be larger than what this process ever gets of it, so at most
     LARGEST_SCRATCH.
