@@ -2,6 +2,7 @@
 
 from moe_parallel.config.command_line import parse_command_line
 from moe_parallel.config.config import Config, make_config, read_yaml
+from moe_parallel.config.fp8 import Fp8Config
 from moe_parallel.config.model import ModelConfig, MoEConfig, moe_layer_pattern
 from moe_parallel.config.run import (
     CheckpointConfig,
@@ -56,6 +57,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "ExpertChoiceSelection",
+    "Fp8Config",
     "LoggingConfig",
     "LoryPrefixSelection",
     "LorySelection",

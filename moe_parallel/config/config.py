@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from moe_parallel.config.fp8 import Fp8Config
 from moe_parallel.config.model import ModelConfig, MoEConfig, moe_layer_pattern
 from moe_parallel.config.option import Option, as_typed, build, flag, options
 from moe_parallel.config.run import (
@@ -39,6 +40,7 @@ class Config:
     selection: Selection = TopKSelection()
     parallel: ParallelConfig = ParallelConfig()
     training: TrainingConfig = TrainingConfig()
+    fp8: Fp8Config = Fp8Config()
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from moe_parallel.config.config import Config
+from moe_parallel.config.fp8 import Fp8Config
 from moe_parallel.config.model import MoEConfig
 from moe_parallel.config.selection import TopKSelection
 
@@ -26,6 +27,7 @@ def dense_twin(config: Config) -> Config:
         model=replace(config.model, ffn_hidden_size=dense_width(config)),
         moe=MoEConfig(moe_backend=config.moe.moe_backend),
         selection=TopKSelection(),
+        fp8=Fp8Config(),
     )
 
 

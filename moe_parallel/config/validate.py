@@ -7,6 +7,7 @@ import math
 from moe_parallel.config.config import Config
 from moe_parallel.config.model import MoEConfig
 from moe_parallel.config.option import flag, shown
+from moe_parallel.config.validate_fp8 import validate_fp8
 from moe_parallel.config.validate_selection import validate_selection
 from moe_parallel.config.validate_upcycling import validate_upcycling
 from moe_parallel.errors import InputError
@@ -17,6 +18,7 @@ def validate(config: Config, world_size: int) -> None:
     _ranges(config)
     _model(config)
     _experts(config)
+    validate_fp8(config)
     _layout(config, world_size)
     _pipeline(config)
     _batch(config, data_parallel_size(config, world_size))
@@ -38,7 +40,7 @@ _AT_LEAST = {
     0: (
         "lr_warmup_iters lr min_lr weight_decay adam_beta1 adam_beta2 clip_grad "
         "moe_aux_loss_coeff moe_z_loss_coeff moe_importance_loss_coeff moe_entropy_loss_coeff "
-        "moe_input_jitter_eps smear_expert_dropout seed"
+        "moe_input_jitter_eps smear_expert_dropout seed fp8_margin"
     ),
     1: (
         "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size num_experts "
@@ -50,7 +52,7 @@ _AT_LEAST = {
         "eval_interval eval_iters eval_first_part vocab_size moe_router_hidden_size "
         "moe_gate_low_rank_size "
         "moe_shared_expert_intermediate_size moe_router_num_groups moe_router_group_topk "
-        "moe_inference_max_experts lory_segment_length"
+        "moe_inference_max_experts lory_segment_length fp8_amax_history_len"
     ),
 }
 _ABOVE_0 = (

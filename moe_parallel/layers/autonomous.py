@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_parallel.config import AutonomousSelection, DispatchedSelection
 from moe_parallel.dispatch import Dispatched
+from moe_parallel.experts.fp8 import low_rank_experts
 from moe_parallel.experts.low_rank import LowRankExperts
 from moe_parallel.layers.dispatched import DispatchedLayer
 from moe_parallel.layers.expert_layer import LayerContext
@@ -47,7 +48,7 @@ class AutonomousLayer(DispatchedLayer):
         self.recompute_scores = selection.aoe_recompute_scores
         rank = selection.aoe_low_rank_size
         self.add_replicated_weight("w_down_EDR", self.num_experts, config.hidden_size, rank)
-        self.experts = LowRankExperts(
+        self.experts = low_rank_experts(context.fp8)(
             self.num_experts,
             config.hidden_size,
             rank,

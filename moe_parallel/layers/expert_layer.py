@@ -15,6 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from moe_parallel.experts.fp8_engine import Fp8Engine
 from moe_parallel.experts.parameters import ExpertParameters
 from moe_parallel.ops import Ops
 from moe_parallel.parallel import Groups, sum_gradient_over
@@ -31,6 +32,7 @@ class LayerContext:
     statistics: RoutingStatistics
     capacity: Capacity | None  # None: dropless
     num_moe_layers: int  # of the whole model
+    fp8: Fp8Engine | None = None  # None: experts compute as all else does
 
 
 class ExpertLayer(MegatronModule, ABC):

@@ -13,8 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_parallel.config import RoutedSelection
 from moe_parallel.dispatch import Dispatched
+from moe_parallel.experts.fp8 import low_rank_experts, swiglu_experts
 from moe_parallel.experts.low_rank import LowRankExperts
-from moe_parallel.experts.swiglu import SwiGLUExperts
 from moe_parallel.layers.dispatched import DispatchedLayer
 from moe_parallel.layers.expert_layer import LayerContext
 from moe_parallel.selection.choices import Choices
@@ -48,7 +48,7 @@ class RoutedLayer(DispatchedLayer):
         self._add_experts(expert_width)
 
     def _add_experts(self, expert_width: int) -> None:
-        self.experts = SwiGLUExperts(
+        self.experts = swiglu_experts(self.context.fp8)(
             self.num_experts,
             self.config.hidden_size,
             expert_width,
@@ -94,7 +94,7 @@ class FactorisedRoutedLayer(RoutedLayer):
         d, rank = self.config.hidden_size, self.selection.moe_gate_low_rank_size
         assert rank is not None
         self.add_replicated_weight("w_down_EDR", self.num_experts, d, rank)
-        self.experts = LowRankExperts(
+        self.experts = low_rank_experts(self.context.fp8)(
             self.num_experts,
             d,
             rank,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -16,7 +18,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from moe_parallel.config import Config
+from moe_parallel.experts.fp8_engine import Fp8Engine
 from moe_parallel.layers import LayerContext, layer_class
+from moe_parallel.model.fp8_gpt import Fp8GPTModel
 from moe_parallel.model.initialization import initialize_weights
 from moe_parallel.model.transformer_config import transformer_config
 from moe_parallel.ops import select_backend
@@ -44,18 +48,21 @@ def build_chunks(
 ) -> list[GPTModel]:
     """The chunks of `build_model` before their weights have values."""
     megatron = transformer_config(config)
+    fp8 = None if config.fp8.fp8_format is None else Fp8Engine(config.fp8, groups.edp)
     context = LayerContext(
         groups,
         select_backend(config.moe.moe_backend),
         statistics,
         capacity(config),
         num_moe_layers=sum(config.moe_layers),
+        fp8=fp8,
     )
+    gpt: Callable[..., GPTModel] = GPTModel if fp8 is None else partial(Fp8GPTModel, fp8)
     stages: list[int | None] = [None]
     if config.virtual_stages is not None:
         stages = list(range(config.virtual_stages))
     return [
-        GPTModel(
+        gpt(
             config=megatron,
             transformer_layer_spec=_block_spec(config, megatron, context, stage),
             vocab_size=padded_vocab_size,

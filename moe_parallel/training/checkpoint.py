@@ -1,12 +1,13 @@
 """Checkpoints: all that a run needs to go on, in one folder, loadable under any other layout.
 
-A checkpoint holds the model, Adam's state, the scheduler, the random states, the position in the
-data, and copies of small files (config.yaml, the tokenizer). See checkpoint_folder.py for what is
-on disk, checkpoint_optimizer.py for the one form that every optimizer's state takes.
+A checkpoint holds the model, Adam's state, the scheduler, the random states, the scales of experts
+in FP8, the position in the data, and copies of small files (config.yaml, the tokenizer). See
+checkpoint_folder.py for what is on disk, checkpoint_optimizer.py for the one form that every
+optimizer's state takes.
 
 On the layout that saved it a run goes on bit for bit. On another layout the weights, Adam's state
-and the data position are the same to the bit as well; the random states, which belong to a rank,
-stay as the configuration seeded them.
+and the data position are the same to the bit as well; the random states and FP8's scales, which
+belong to a rank, start anew.
 """
 
 import copy
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -41,6 +42,12 @@ from moe_parallel.training.checkpoint_folder import (
     describe_files,
     find_checkpoint,
 )
+from moe_parallel.training.checkpoint_fp8 import (
+    fp8_state,
+    fp8_state_facts,
+    fp8_state_to_read,
+    set_fp8_state,
+)
 from moe_parallel.training.checkpoint_optimizer import (
     MASTER,
     Piece,
@@ -55,7 +62,12 @@ from moe_parallel.training.checkpoint_optimizer import (
 )
 from moe_parallel.training.checkpoint_random import random_state, set_random_state
 from moe_parallel.training.checkpoint_record import FORMAT, Expected, as_json, checked_record
-from moe_parallel.training.checkpoint_tensors import read_tensors, stored_tensors, write_tensors
+from moe_parallel.training.checkpoint_tensors import (
+    of_this_rank,
+    read_tensors,
+    stored_tensors,
+    write_tensors,
+)
 from moe_parallel.training.checkpoint_upcycling import DenseReader
 
 
@@ -149,7 +161,11 @@ class Checkpointer:
         on_rank_0(lambda: self.folder.begin(iteration))
         writing = self.folder.writing_path(iteration)
         model = _model_tensors(model_chunks)
-        content: dict[str, Any] = {"model": model, "random": _random_object(random_state())}
+        content: dict[str, Any] = {
+            "model": model,
+            "random": of_this_rank("random_state", random_state()),
+            **fp8_state(model_chunks),
+        }
         held = [] if optimizer is None else pieces(optimizer, model)
         if optimizer is not None:
             content["moments"] = moment_tensors(held)
@@ -163,6 +179,7 @@ class Checkpointer:
             "adam_step": None if optimizer is None else max(exchange(adam_step(held))),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "layout": self.layout,
+            "fp8_state": fp8_state_facts(model_chunks),
             "fingerprint": self.fingerprint,
             "versions": {"torch": torch.__version__, "megatron-core": installed_version()},
             "files": {name: facts for share in described for name, facts in share.items()},
@@ -224,8 +241,10 @@ class Checkpointer:
         model = _model_tensors(model_chunks)
         held = [] if optimizer is None else pieces(optimizer, model)
         content: dict[str, Any] = {"model": model, "moments": moment_tensors(held)}
-        if optimizer is not None and record["layout"] == self.layout:
-            content["random"] = _random_object(None)
+        if record["layout"] == self.layout:
+            if optimizer is not None:
+                content["random"] = of_this_rank("random_state", None)
+            content |= fp8_state_to_read(model_chunks, record)
         stored = agree(lambda: stored_tensors(checkpoint))
         _check_tensors(checkpoint, content, stored)
 
@@ -235,6 +254,7 @@ class Checkpointer:
             unwrap_model(list(model_chunks)), loaded["model"].values(), strict=True
         ):
             chunk.load_state_dict(weights)
+        set_fp8_state(model_chunks, loaded)
         if optimizer is not None:
             read_tensors({"masters": masters_to_read(held, stored)}, checkpoint)
         return _go_on(record, held, scheduler, loaded)
@@ -260,7 +280,7 @@ class Checkpointer:
         _check_tensors(checkpoint, content, stored)
 
         if record["layout"] == self.layout:
-            content["random"] = _random_object(None)
+            content["random"] = of_this_rank("random_state", None)
         loaded = read_tensors(content, checkpoint)
         read_tensors({"masters": numbered(masters)}, checkpoint)
         reader.fill()
@@ -327,10 +347,6 @@ def _tensors(content: dict[str, Any]) -> list[ShardedTensor]:
 def _share() -> slice:
     """The files that this rank reads to check them."""
     return slice(dist.get_rank(), None, dist.get_world_size())
-
-
-def _random_object(state: dict[str, Any] | None) -> ShardedObject:
-    return ShardedObject("random_state", state, (dist.get_world_size(),), (dist.get_rank(),))
 
 
 def _check_tensors(

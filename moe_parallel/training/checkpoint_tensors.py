@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -79,6 +80,11 @@ def read_tensors(content: dict[str, Any], folder: Path) -> dict[str, Any]:
 def stored_tensors(folder: Path) -> dict[str, ShardedTensor]:
     """Every tensor in a checkpoint by key, without data: its global shape and dtype."""
     return dist_checkpointing.load_tensors_metadata(str(folder))
+
+
+def of_this_rank(key: str, state: Any) -> ShardedObject:
+    """What each rank has of its own, to be written; with None, to be read."""
+    return ShardedObject(key, state, (dist.get_world_size(),), (dist.get_rank(),))
 
 
 @contextmanager

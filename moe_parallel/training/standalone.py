@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from moe_parallel.config import (
     CheckpointConfig,
     Config,
+    Fp8Config,
     ParallelConfig,
     parse_command_line,
     validate,
@@ -62,6 +63,7 @@ def on_one_process(config: Config, load: str | None = None) -> Config:
         config,
         parallel=ParallelConfig(),
         training=replace(config.training, bf16=False),
+        fp8=Fp8Config(),
         checkpoint=CheckpointConfig(load=load),
     )
 

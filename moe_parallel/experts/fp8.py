@@ -1,0 +1,93 @@
+"""The experts in FP8: the weights of `swiglu` and `low_rank`, other products.
+
+    permute, padding each expert's rows -> linear -> SwiGLU with the gate -> linear -> unpermute
+
+Linear layers take and give bf16 and compute in FP8; all else is the native operators' work, in
+bf16. C = x W_down, by which experts are ranked, is among that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from moe_parallel.dispatch.dispatched import gates_of_rows, rows_of_choices
+from moe_parallel.experts.fp8_engine import Fp8Engine
+from moe_parallel.experts.low_rank import LowRankExperts
+from moe_parallel.experts.swiglu import SwiGLUExperts
+from moe_parallel.ops import RowMap
+from moe_parallel.ops.aligned_rows import aligned_rows
+
+
+def swiglu_experts(fp8: Fp8Engine | None) -> Callable[..., SwiGLUExperts]:
+    """What makes SwiGLU experts, in FP8 where there is an engine for it."""
+    return SwiGLUExperts if fp8 is None else partial(Fp8SwiGLUExperts, fp8)
+
+
+def low_rank_experts(fp8: Fp8Engine | None) -> Callable[..., LowRankExperts]:
+    """What makes AoE's experts, in FP8 where there is an engine for it."""
+    return LowRankExperts if fp8 is None else partial(Fp8LowRankExperts, fp8)
+
+
+class Fp8SwiGLUExperts(SwiGLUExperts):
+    """E_i(x) = (SiLU(x W_g) * (x W_p)) W_o with all three products in FP8."""
+
+    def __init__(self, fp8: Fp8Engine, *arguments: Any) -> None:
+        """`arguments`: of SwiGLUExperts."""
+        super().__init__(*arguments)
+        self.fp8 = fp8
+        experts, d, two, f = self.w_gate_up_LD2F.shape
+        self._gate_up = fp8.grouped_linear(experts, d, two * f)
+        self._out = fp8.grouped_linear(experts, f, d)
+
+    def forward(self, x_MD: torch.Tensor, gates_MJ: torch.Tensor, row_map: RowMap) -> torch.Tensor:
+        row_map, rows_L = aligned_rows(row_map, self.fp8.config.multiple)
+        x_ND = self.ops.permute(x_MD, row_map)
+        gates_N = gates_of_rows(gates_MJ, row_map)
+        with self.fp8.layer_region():
+            gate_up_N2F = self._gate_up(x_ND, self.w_gate_up_LD2F.flatten(2), rows_L)
+            gate_NF, up_NF = gate_up_N2F.chunk(2, dim=1)
+            h_NF = self.ops.swiglu(gate_NF, up_NF, gates_N)
+            y_ND = self._out(h_NF, self.w_out_LFD, rows_L)
+        return self.ops.unpermute(y_ND, row_map)
+
+
+class Fp8LowRankExperts(LowRankExperts):
+    """E_i(x) = (SiLU(C W_up) * (x W_p)) W_o with these three products in FP8, C = x W_down not.
+
+    C W_up is kept for the backward pass, whatever `recompute_gate` says.
+    """
+
+    def __init__(self, fp8: Fp8Engine, *arguments: Any) -> None:
+        """`arguments`: of LowRankExperts."""
+        super().__init__(*arguments)
+        self.fp8 = fp8
+        experts, r, w = self.w_up_LRW.shape
+        d = self.w_p_LDW.size(1)
+        self._up = fp8.grouped_linear(experts, r, w)
+        self._p = fp8.grouped_linear(experts, d, w)
+        self._out = fp8.grouped_linear(experts, w, d)
+
+    def forward(
+        self,
+        x_MD: torch.Tensor,
+        gates_MJ: torch.Tensor,
+        row_map: RowMap,
+        w_down_LDR: torch.Tensor,
+        activations_MJR: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        row_map, rows_L = aligned_rows(row_map, self.fp8.config.multiple)
+        x_ND = self.ops.permute(x_MD, row_map)
+        gates_N = gates_of_rows(gates_MJ, row_map)
+        if activations_MJR is None:
+            c_NR = self.ops.grouped_gemm(x_ND, w_down_LDR, row_map.counts_E)
+        else:
+            c_NR = self.ops.permute(activations_MJR.flatten(0, 1), rows_of_choices(row_map))
+        with self.fp8.layer_region():
+            g_NW = self._up(c_NR, self.w_up_LRW, rows_L)
+            h_NW = self.ops.swiglu(g_NW, self._p(x_ND, self.w_p_LDW, rows_L), gates_N)
+            y_ND = self._out(h_NW, self.w_out_LWD, rows_L)
+        return self.ops.unpermute(y_ND, row_map)

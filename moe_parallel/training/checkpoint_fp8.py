@@ -1,0 +1,56 @@
+"""The state of experts in FP8 in a checkpoint: delayed scaling's scales and histories of maxima.
+
+It belongs to a rank, as random states do. Where the layout, the recipe or the length of the
+histories differ, or the experts were not in FP8, the scales start anew: weights never depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+
+from moe_parallel.experts.fp8_engine import Fp8Engine
+from moe_parallel.model.fp8_gpt import Fp8GPTModel
+from moe_parallel.training.checkpoint_tensors import of_this_rank
+
+_KEY = "fp8_state"
+
+
+def fp8_state_facts(chunks: Sequence[torch.nn.Module]) -> dict[str, int | str] | None:
+    """For the record of a checkpoint: what a model has to have in common to take the state."""
+    engine = _engine(chunks)
+    return None if engine is None else engine.state_facts
+
+
+def fp8_state(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    """Content to be written; {} where there is no state."""
+    engine = _engine(chunks)
+    if engine is None or engine.state_facts is None:
+        return {}
+    return {_KEY: of_this_rank(_KEY, engine.state())}
+
+
+def fp8_state_to_read(
+    chunks: Sequence[torch.nn.Module], record: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Content to be read from a checkpoint of this layout; {} where it has none that fits."""
+    facts = fp8_state_facts(chunks)
+    if facts is None or record.get(_KEY) != facts:
+        return {}
+    return {_KEY: of_this_rank(_KEY, None)}
+
+
+def set_fp8_state(chunks: Sequence[torch.nn.Module], loaded: Mapping[str, Any]) -> None:
+    """Put back what was read."""
+    engine = _engine(chunks)
+    if engine is not None and _KEY in loaded:
+        engine.load_state(loaded[_KEY])
+
+
+def _engine(chunks: Sequence[torch.nn.Module]) -> Fp8Engine | None:
+    """One engine serves all chunks of a rank."""
+    chunk = unwrap_model(list(chunks))[0]
+    return chunk.fp8 if isinstance(chunk, Fp8GPTModel) else None

@@ -1,0 +1,99 @@
+"""What is refused of experts in FP8, and what is taken."""
+
+import pytest
+
+from moe_parallel.config import make_config, validate
+from moe_parallel.config.dense_twin import dense_twin
+from moe_parallel.errors import InputError
+
+EXPERTS = {"num_experts": 4, "hidden_size": 64, "ffn_hidden_size": 128, "bf16": True}
+FP8 = {**EXPERTS, "fp8_format": "hybrid"}
+AOE = {"expert_selection": "aoe", "aoe_low_rank_size": 32, "aoe_wide_size": 112}
+
+TAKEN = {
+    "off": EXPERTS,
+    "delayed": FP8,
+    "its options": FP8 | {"fp8_margin": 1, "fp8_amax_history_len": 16, "fp8_format": "e4m3"},
+    "the greatest": FP8 | {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"},
+    "tensorwise, recomputed": FP8 | {"fp8_recipe": "tensorwise", "recompute_granularity": "full"},
+    "blockwise": FP8 | {"fp8_recipe": "blockwise", "hidden_size": 128},
+    "aoe": FP8 | AOE,
+    "warm-up": FP8 | {"moe_dense_warmup_percent": 10.0},
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_taken(name):
+    validate(make_config(TAKEN[name]), world_size=1)
+
+
+REFUSED = {
+    "fp32": (FP8 | {"bf16": False}, "--fp8-format hybrid computes .* in bfloat16: set --bf16"),
+    "dense": (
+        {**FP8, "num_experts": None},
+        "--fp8-format hybrid is for experts, but the model is dense: set --num-experts, or .*",
+    ),
+    "merged": (
+        FP8 | {"expert_selection": "lory"},
+        "--fp8-format hybrid .*, and --expert-selection lory merges its experts: leave one .*",
+    ),
+    "recomputed": (
+        FP8 | {"recompute_granularity": "full"},
+        "--fp8-recipe delayed .* --recompute-granularity full .*: set --fp8-recipe tensorwise .*",
+    ),
+    "virtual stages": (
+        FP8
+        | {"fp8_amax_compute_algo": "max", "num_layers": 4}
+        | {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
+        "--fp8-amax-compute-algo max looks back .*: set --fp8-amax-compute-algo most_recent",
+    ),
+    "off": (
+        EXPERTS | {"fp8_recipe": "blockwise"},
+        "--fp8-recipe is blockwise, but FP8 is off: set --fp8-format",
+    ),
+    "another recipe": (
+        FP8 | {"fp8_recipe": "tensorwise", "fp8_margin": 1},
+        "--fp8-margin is 1, which only --fp8-recipe delayed has, not tensorwise: leave it out",
+    ),
+    "no history": (
+        FP8 | {"fp8_amax_history_len": 0},
+        "--fp8-amax-history-len is 0: it must be at least 1",
+    ),
+    "recipe": (FP8 | {"fp8_recipe": "mxfp8"}, "--fp8-recipe is 'mxfp8': it takes one of .*"),
+    "hidden": (
+        FP8 | {"hidden_size": 72},
+        "--hidden-size is 72, and --fp8-recipe delayed takes multiples of 16: change it",
+    ),
+    "blocks": (
+        FP8 | {"fp8_recipe": "blockwise"},
+        "--hidden-size is 64, and --fp8-recipe blockwise takes multiples of 128: change it",
+    ),
+    "width": (
+        FP8 | {"moe_ffn_hidden_size": 100},
+        "the experts' width over --expert-tensor-parallel-size 1 is 100, and .* of 16: "
+        r"change --moe-ffn-hidden-size \(AoE: --aoe-wide-size\)",
+    ),
+    "shard": (
+        FP8 | {"moe_ffn_hidden_size": 80, "expert_tensor_parallel_size": 2},
+        "the experts' width over --expert-tensor-parallel-size 2 is 40, .*",
+    ),
+    "Eq. 5": (FP8 | AOE | {"aoe_wide_size": None}, "the experts' width over .* is 141, .*"),
+    "rank": (FP8 | AOE | {"aoe_low_rank_size": 8}, "--aoe-low-rank-size is 8, .*"),
+    "factorised": (
+        FP8 | {"moe_gate_low_rank_size": 8, "hidden_size": 16, "moe_ffn_hidden_size": 96},
+        "--moe-gate-low-rank-size is 8, .*",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    given, message = REFUSED[name]
+    with pytest.raises(InputError, match=f"^{message}$"):
+        validate(make_config(given), world_size=2)
+
+
+def test_the_dense_twin_is_in_bf16():
+    twin = dense_twin(make_config(TAKEN["warm-up"]))
+    validate(twin, world_size=1)
+    assert twin.fp8.fp8_format is None and twin.training.bf16

@@ -1,0 +1,130 @@
+"""Runs with experts in FP8, Transformer Engine's place taken by a stand-in: they go on bit for bit.
+
+Their checkpoints are those of bf16 runs but for the state of delayed scaling.
+"""
+
+import sys
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from tests.distributed import run_distributed
+from tests.experts import fp8_stand_in
+from tests.training.tiny_run import AOE, Layout, TinyRun
+
+BF16 = {"bf16": True}
+DELAYED = {
+    "bf16": True,
+    "fp8_format": "hybrid",
+    "fp8_amax_history_len": 4,
+    "fp8_amax_compute_algo": "max",
+}
+TENSORWISE = {"bf16": True, "fp8_format": "e4m3", "fp8_recipe": "tensorwise"}
+AOE_16 = {**AOE, "aoe_low_rank_size": 16, "aoe_wide_size": 64}
+RUNS = {
+    "delayed": (Layout(), DELAYED),
+    "delayed-aoe-ep2": (Layout(2, ep=2), DELAYED | AOE_16),
+    "delayed-pp2": (Layout(2, pp=2), DELAYED),
+    "delayed-pp2-vpp2": (
+        Layout(2, pp=2, vpp=2),
+        DELAYED | {"fp8_amax_compute_algo": "most_recent"},
+    ),
+    "delayed-dp2-distributed": (Layout(2, distributed=True), DELAYED),
+    "tensorwise-etp2": (Layout(2, etp=2), TENSORWISE | {"moe_ffn_hidden_size": 64}),
+}
+
+
+def _run(layout, path, options):
+    sys.modules.update(fp8_stand_in.stand_in_modules())
+    fp8_stand_in.forget()
+    return TinyRun(layout, path, options=options)
+
+
+def _weights(run):
+    return {name: parameter.detach().float().clone() for name, parameter in run.parameters()}
+
+
+def _same(these, those):
+    return these.keys() == those.keys() and all(torch.equal(these[n], those[n]) for n in these)
+
+
+def _straight_and_resumed(layout, path, options):
+    run = _run(layout, path, options)
+    run.steps(2)
+    run.save()
+    straight, weights = run.steps(2), _weights(run)
+    run.close()
+    run = _run(layout, path, options | {"seed": 99})
+    run.load(path)
+    assert run.steps(2) == straight
+    assert _same(_weights(run), weights)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_goes_on_bit_for_bit(tmp_path, name):
+    layout, options = RUNS[name]
+    run_distributed(layout.world, _straight_and_resumed, layout, tmp_path, options)
+
+
+def _without_the_state(path):
+    """Scales that start anew give another run: the test above could fail."""
+    run = _run(Layout(), path, DELAYED)
+    run.steps(2)
+    run.save()
+    straight = run.steps(2)
+    run.close()
+    run = _run(Layout(), path, DELAYED | {"fp8_amax_history_len": 3})
+    run.load(path)
+    assert run.steps(2) != straight
+
+
+def test_the_state_matters(tmp_path):
+    run_distributed(1, _without_the_state, tmp_path)
+
+
+def _saved_in_one_loaded_in_the_other(path, first, second):
+    run = _run(Layout(), path, first)
+    run.steps(2)
+    run.save()
+    weights = _weights(run)
+    run.close()
+    run = _run(Layout(), path, second | {"seed": 99})
+    run.load(path)
+    assert _same(_weights(run), weights)
+    assert all(loss > 0 for loss, _ in run.steps(1))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(BF16, DELAYED), (DELAYED, BF16), (DELAYED, TENSORWISE)]
+)
+def test_a_checkpoint_moves_between_precisions(tmp_path, first, second):
+    run_distributed(1, _saved_in_one_loaded_in_the_other, tmp_path, first, second)
+
+
+def _scales(path):
+    run = _run(Layout(2), path, DELAYED)
+    run.steps(2)
+    (chunk,) = run.engine.chunks
+    state = chunk.module.module.fp8.state()
+    gathered = [None, None]
+    dist.all_gather_object(gathered, state)
+    assert _same(*gathered)
+    assert any((scale != 1).any() for name, scale in state.items() if name.endswith("scale"))
+
+
+def test_ranks_that_hold_the_same_experts_round_alike(tmp_path):
+    run_distributed(2, _scales, tmp_path)
+
+
+def _with_and_without_recomputation(path):
+    measured = []
+    for granularity in (None, "full"):
+        run = _run(Layout(), path, TENSORWISE | {"recompute_granularity": granularity})
+        measured.append(run.steps(2))
+        run.close()
+    assert measured[0] == measured[1]
+
+
+def test_a_recomputed_layer_is_in_fp8_too(tmp_path):
+    run_distributed(1, _with_and_without_recomputation, tmp_path)
