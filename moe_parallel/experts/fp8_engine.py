@@ -6,7 +6,8 @@ Shape suffixes: L experts of this rank, N rows sorted by expert, I and O the wid
 from __future__ import annotations
 
 import importlib
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -54,7 +55,9 @@ class Fp8Engine:
 
     def model_region(self) -> AbstractContextManager[Any]:
         """Around a forward pass of a model chunk."""
-        return self.region() if self.delayed else nullcontext()
+        if not self.delayed:
+            return nullcontext()
+        return self.region() if torch.is_grad_enabled() else self._evaluation()
 
     def layer_region(self) -> AbstractContextManager[Any]:
         """Around the products of one layer's experts."""
@@ -65,6 +68,14 @@ class Fp8Engine:
             enabled=True, recipe=self._recipe, amax_reduction_group=self.amax_group
         )
         return region
+
+    @contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        """A region that leaves no maxima of its own to the next training pass."""
+        before = {name: tensor.clone() for name, tensor in self._scaling().items()}
+        with self.region():
+            yield
+        self.load_state(before)
 
     @property
     def state_facts(self) -> dict[str, int | str] | None:

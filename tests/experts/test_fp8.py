@@ -149,6 +149,17 @@ def test_state_of_delayed_scaling_goes_into_a_new_engine(stand_in):
     assert state["1.scaling_fwd.scale"][4] == 448 / weight / 2
 
 
+def test_an_evaluation_leaves_the_state_alone(stand_in):
+    engine = Fp8Engine(Fp8Config(fp8_format="hybrid", fp8_amax_history_len=2), None)
+    made = experts("swiglu", engine)
+    compute("swiglu", made, engine)
+    before = engine.state()
+    row_map = made.ops.routing_map(torch.randint(0, E, (TOKENS, K)), E)
+    with torch.no_grad(), engine.model_region():
+        made(100 * torch.randn(TOKENS, D).bfloat16(), torch.ones(TOKENS, K), row_map)
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.state().items())
+
+
 def test_other_recipes_have_no_state(stand_in):
     engine = Fp8Engine(Fp8Config(fp8_format="hybrid", fp8_recipe="tensorwise"), None)
     assert engine.state_facts is None
