@@ -60,7 +60,12 @@ _ABOVE_0 = (
     "moe_top_p moe_inference_top_p moe_expert_choice_capacity_factor moe_router_bias_update_rate"
 )
 # Far above any use: they keep a slip of the keyboard from filling the memory.
-_AT_MOST = {"num_layers": 10_000, "distributed_timeout_minutes": 1_000_000}
+_AT_MOST = {
+    "num_layers": 10_000,
+    "distributed_timeout_minutes": 1_000_000,
+    "fp8_amax_history_len": 100_000,
+    "fp8_margin": 100,
+}
 _INTEGER_AT_MOST = 2**31 - 1
 _PROBABILITIES = "moe_top_p moe_inference_top_p"
 _BELOW_1 = "adam_beta1 adam_beta2 moe_input_jitter_eps smear_expert_dropout"

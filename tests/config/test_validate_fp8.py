@@ -59,6 +59,8 @@ REFUSED = {
         FP8 | {"fp8_amax_history_len": 0},
         "--fp8-amax-history-len is 0: it must be at least 1",
     ),
+    "long history": (FP8 | {"fp8_amax_history_len": 10**6}, ".* is 1000000: .* at most 100000"),
+    "margin": (FP8 | {"fp8_margin": -1}, "--fp8-margin is -1: it must be at least 0"),
     "recipe": (FP8 | {"fp8_recipe": "mxfp8"}, "--fp8-recipe is 'mxfp8': it takes one of .*"),
     "hidden": (
         FP8 | {"hidden_size": 72},

@@ -7,7 +7,7 @@ import pytest
 from moe_parallel.config import SELECTIONS, make_config, validate
 from moe_parallel.config.config import common_options, selection_options
 from moe_parallel.errors import InputError
-from tests.config import test_validate
+from tests.config import test_validate, test_validate_fp8
 from tests.config.test_validate import AOE, VALID
 
 TOP_P = {"expert_selection": "top_p"}
@@ -223,7 +223,9 @@ def test_no_number_is_without_a_rule() -> None:
     for options in selection_options().values():
         known = known | options
     numbers = {name for name, option in known.items() if option.kind in (int, float)}
-    ruled = {name for options, _, _ in [*BROKEN, *test_validate.BROKEN] for name in options}
+    broken = [options for options, *_ in (*BROKEN, *test_validate.BROKEN)]
+    broken += [options for options, _ in test_validate_fp8.REFUSED.values()]
+    ruled = {name for options in broken for name in options}
     assert numbers - ruled - {"moe_dense_warmup_percent"} == set()  # tests/training/test_upcycling
 
 

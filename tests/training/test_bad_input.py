@@ -54,6 +54,10 @@ WRONG = {
         {"num_layers": 3, "pipeline_model_parallel_size": 2},
         "--num-layers is 3, which --pipeline-model-parallel-size 2 does not divide: .*",
     ),
+    "no Transformer Engine": (
+        {"bf16": True, "fp8_format": "hybrid"},
+        r"--fp8-format hybrid .* cannot be (imported|computed) here \(.*\): .*",
+    ),
     "batch": (
         {"global_batch_size": 6},
         "--global-batch-size is 6, not a multiple of --micro-batch-size 2 x 2 data-parallel "
