@@ -167,9 +167,8 @@ def _transformer_engine(config: Fp8Config) -> tuple[Any, Any]:
 
 
 def _recipe(config: Fp8Config, recipes: Any) -> Any:
-    number_format = {"e4m3": recipes.Format.E4M3, "hybrid": recipes.Format.HYBRID}[
-        config.fp8_format or "hybrid"
-    ]
+    assert config.fp8_format is not None
+    number_format = recipes.Format[config.fp8_format.upper()]
     if config.fp8_recipe == "tensorwise":
         return recipes.Float8CurrentScaling(fp8_format=number_format)
     if config.fp8_recipe == "blockwise":

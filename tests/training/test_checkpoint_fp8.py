@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from moe_parallel.config import make_config, validate
+from moe_parallel.training.standalone import on_one_process
 from tests.distributed import run_distributed
 from tests.experts import fp8_stand_in
-from tests.training.tiny_run import AOE, Layout, TinyRun
+from tests.training.tiny_run import AOE, TINY, Layout, TinyRun
 
 BF16 = {"bf16": True}
 DELAYED = {
@@ -128,3 +130,9 @@ def _with_and_without_recomputation(path):
 
 def test_a_recomputed_layer_is_in_fp8_too(tmp_path):
     run_distributed(1, _with_and_without_recomputation, tmp_path)
+
+
+def test_a_probe_of_such_a_run_needs_no_fp8():
+    alone = on_one_process(make_config(TINY | DELAYED))
+    validate(alone, world_size=1)
+    assert alone.fp8.fp8_format is None
