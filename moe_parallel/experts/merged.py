@@ -6,8 +6,9 @@ is then that expert bit for bit, whatever the e.
 
 Memory: merged matrices are made when needed, in the backward pass again, at most MERGED_AT_ONCE at
 a time, and none is kept. Beside the activations of a dense layer there are never more than those,
-and for weights below fp32 an fp32 copy of the E-th part of the experts' matrix, of its gradient and
-of those merged matrices; none of this grows with the number of segments.
+and in the backward pass, for weights below fp32, an fp32 copy of the E-th part of the experts'
+matrix, of its gradient and of those merged matrices. None of this grows with the number of
+segments. (The reference operators copy more.)
 
 Shape suffixes: P merged experts, T tokens of each, E experts, D model width, F expert width here
 (divided by etp), I and O input and output width of a matrix, C merged experts at a time, R rows of
@@ -16,7 +17,7 @@ a matrix at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,10 +25,13 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from moe_parallel.experts.parameters import ExpertParameters
+from moe_parallel.ops import Ops
 from moe_parallel.parallel import Groups
 
 #: More share the reading of the experts' matrices, and take more memory.
 MERGED_AT_ONCE = 8
+
+Merge = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # `expert_merge` of a backend
 
 
 class MergedExperts(ExpertParameters):
@@ -46,10 +50,12 @@ class MergedExperts(ExpertParameters):
         hidden_size: int,
         ffn_hidden_size: int,
         groups: Groups,
+        ops: Ops,
         dtype: torch.dtype,
     ) -> None:
         assert groups.ep.size() == 1, "merging needs every expert"
         super().__init__(num_experts, groups, dtype)
+        self.merge = ops.expert_merge
         self.add_weight("w_gate_up_LD2F", (hidden_size, 2, ffn_hidden_size), sharded_axis=3)
         self.add_weight("w_out_LFD", (ffn_hidden_size, hidden_size), sharded_axis=1)
 
@@ -63,26 +69,16 @@ class MergedExperts(ExpertParameters):
             x_PTD: in the type of the weights.
             weights_PE: of each expert in each merged one; fp32, or fp64 for fp64 experts.
         """
-        gate_up_PTF = merged_linear(x_PTD, weights_PE, self.w_gate_up_LD2F.flatten(2))
+        gate_up_PTF = merged_linear(x_PTD, weights_PE, self.w_gate_up_LD2F.flatten(2), self.merge)
         gate_PTF, up_PTF = gate_up_PTF.chunk(2, dim=2)
-        return merged_linear(F.silu(gate_PTF) * up_PTF, weights_PE, self.w_out_LFD)
-
-
-def merge(weights_CE: torch.Tensor, w_EIO: torch.Tensor) -> torch.Tensor:
-    """sum_i e_i W_i, summed in the type of `weights_CE`, in the type of `w_EIO`: [C, I, O]."""
-    if w_EIO.dtype == weights_CE.dtype:
-        return (weights_CE @ w_EIO.flatten(1)).unflatten(1, w_EIO.shape[1:])
-    merged_CIO = w_EIO.new_empty(len(weights_CE), *w_EIO.shape[1:])
-    for rows, w_EX in _row_blocks(w_EIO, weights_CE.dtype):
-        merged_CIO[:, rows] = (weights_CE @ w_EX).view_as(merged_CIO[:, rows])
-    return merged_CIO
+        return merged_linear(F.silu(gate_PTF) * up_PTF, weights_PE, self.w_out_LFD, self.merge)
 
 
 def merged_linear(
-    x_PTI: torch.Tensor, weights_PE: torch.Tensor, w_EIO: torch.Tensor
+    x_PTI: torch.Tensor, weights_PE: torch.Tensor, w_EIO: torch.Tensor, merge: Merge
 ) -> torch.Tensor:
     """x_p (sum_i e_pi W_i) for each p: [P, T, O]."""
-    return _MergedLinear.apply(x_PTI, weights_PE, w_EIO)
+    return _MergedLinear.apply(x_PTI, weights_PE, w_EIO, merge)
 
 
 class _MergedLinear(torch.autograd.Function):
@@ -90,9 +86,10 @@ class _MergedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_PTI: torch.Tensor, weights_PE: torch.Tensor, w_EIO: torch.Tensor
+        ctx: Any, x_PTI: torch.Tensor, weights_PE: torch.Tensor, w_EIO: torch.Tensor, merge: Merge
     ) -> torch.Tensor:
         ctx.save_for_backward(x_PTI, weights_PE, w_EIO)
+        ctx.merge = merge
         y_PTO = x_PTI.new_empty(*x_PTI.shape[:2], w_EIO.shape[2])
         for some in _blocks(len(x_PTI), MERGED_AT_ONCE):
             torch.bmm(x_PTI[some], merge(weights_PE[some], w_EIO), out=y_PTO[some])
@@ -102,13 +99,13 @@ class _MergedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, *gradients: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
         (dy_PTO,), (x_PTI, weights_PE, w_EIO) = gradients, ctx.saved_tensors
         dx_PTI = x_PTI.new_empty(x_PTI.shape)
         for some in _blocks(len(x_PTI), MERGED_AT_ONCE):
-            w_COI = merge(weights_PE[some], w_EIO).transpose(1, 2)
+            w_COI = ctx.merge(weights_PE[some], w_EIO).transpose(1, 2)
             torch.bmm(dy_PTO[some], w_COI, out=dx_PTI[some])
-        return dx_PTI, *_weight_gradients(dy_PTO, x_PTI, weights_PE, w_EIO)
+        return dx_PTI, *_weight_gradients(dy_PTO, x_PTI, weights_PE, w_EIO), None
 
 
 def _weight_gradients(

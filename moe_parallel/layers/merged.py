@@ -71,6 +71,7 @@ class MergedLayer(ExpertLayer):
             config.hidden_size,
             expert_width,
             context.groups,
+            context.ops,
             config.params_dtype,
         )
 

@@ -8,14 +8,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_parallel.experts.merged import MERGED_AT_ONCE, MergedExperts, merge, merged_linear
+from moe_parallel.experts.merged import MERGED_AT_ONCE, MergedExperts, merged_linear
 from moe_parallel.experts.swiglu import SwiGLUExperts
-from moe_parallel.ops import select_backend
+from moe_parallel.ops import extension, select_backend
 from moe_parallel.parallel import Groups
 from tests.layers.single import SingleRank
 from tests.oracles import merging as oracle
 
 E, D, F, T = 4, 5, 6, 3
+BACKENDS = ["reference"] + ["native"] * extension.is_built()
 MANY = 2 * MERGED_AT_ONCE + 3  # merges, in three lots
 
 
@@ -29,9 +30,13 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torc
 
 
 def experts(
-    dtype: torch.dtype = torch.float64, d: int = D, f: int = F, e: int = E
+    dtype: torch.dtype = torch.float64,
+    d: int = D,
+    f: int = F,
+    e: int = E,
+    backend: str = "auto",
 ) -> MergedExperts:
-    made = MergedExperts(e, d, f, alone(), dtype)
+    made = MergedExperts(e, d, f, alone(), select_backend(backend), dtype)
     with torch.no_grad():
         for seed, weight in enumerate(made.parameters()):
             weight.copy_(draw(*weight.shape, seed=seed))
@@ -48,9 +53,10 @@ def test_weights_are_named_and_shaped_as_those_of_routed_experts():
     assert {name: weight.shape for name, weight in experts().named_parameters()} == shapes
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("merges", [1, MERGED_AT_ONCE, MANY])
-def test_each_merged_expert_is_the_oracle_s(merges):
-    made, x_PTD, e_PE = experts(), draw(merges, T, D, seed=5), routing(merges)
+def test_each_merged_expert_is_the_oracle_s(merges, backend):
+    made, x_PTD, e_PE = experts(backend=backend), draw(merges, T, D, seed=5), routing(merges)
     weights = numpy.broadcast_to(e_PE.numpy()[:, None], (merges, T, E))
     wanted = oracle.merged_output(
         x_PTD.numpy(),
@@ -61,28 +67,36 @@ def test_each_merged_expert_is_the_oracle_s(merges):
     numpy.testing.assert_allclose(made(x_PTD, e_PE).detach().numpy(), wanted, rtol=1e-9)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("merges", [2, MANY])
-def test_gradients(merges):
+def test_gradients(merges, backend):
     given = [draw(merges, 2, D, seed=5), routing(merges), draw(E, D, F)]
-    assert torch.autograd.gradcheck(merged_linear, [x.requires_grad_() for x in given])
+    merge = select_backend(backend).expert_merge
+    assert torch.autograd.gradcheck(merged_linear, [*(x.requires_grad_() for x in given), merge])
 
 
-def test_one_hot_merging_is_that_expert():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_hot_merging_is_that_expert(backend):
+    merge = select_backend(backend).expert_merge
     w_EIO = draw(E, D, F, dtype=torch.float32)
     assert merge(torch.eye(E), w_EIO).equal(w_EIO)
     assert merge(torch.eye(E), w_EIO.bfloat16()).equal(w_EIO.bfloat16())
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", [1, 5, 64])
-def test_equal_bf16_experts_merge_to_themselves_bit_for_bit(rows):
+def test_equal_bf16_experts_merge_to_themselves_bit_for_bit(rows, backend):
     """So that a model whose dense layers have become its experts computes what it did."""
+    merge = select_backend(backend).expert_merge
     w_IO = draw(rows, F, dtype=torch.bfloat16)
     merged_CIO = merge(routing(MANY, torch.float32), w_IO.expand(E, -1, -1))
     assert merged_CIO.equal(w_IO.expand(MANY, -1, -1))
 
 
-def test_bf16_is_rounded_once():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bf16_is_rounded_once(backend):
     """Weights of 1/3 or sums in bf16 would be off by several units in the last place."""
+    merge = select_backend(backend).expert_merge
     e_PE, w_EIO = routing(MANY, torch.float32), draw(E, D, F, dtype=torch.bfloat16)
     exact_CIO = (e_PE.double() @ w_EIO.double().flatten(1)).view(MANY, D, F)
     merged_CIO = merge(e_PE, w_EIO)
@@ -107,7 +121,8 @@ def test_bf16_gradients_are_close_to_those_of_fp32():
 @pytest.mark.parametrize("e, tokens", [(4, 8), (8, 256), (32, 256)])
 def test_merging_costs_e_over_t_of_the_layer(e, tokens):
     """Lory, Appendix B: 3.1 % with 8 experts and segments of 256 tokens, 12.5 % with 32."""
-    made, x_PTD = experts(torch.float32, e=e), draw(3, tokens, D, dtype=torch.float32)
+    made = experts(torch.float32, e=e, backend="reference")  # whose products are counted
+    x_PTD = draw(3, tokens, D, dtype=torch.float32)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         made(x_PTD, routing(3, torch.float32, e))
     layer = 6 * 3 * tokens * D * F
