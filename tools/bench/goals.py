@@ -146,7 +146,7 @@ def _autonomous_goals(sizes: Iterable[Size]) -> list[Goal]:
             replace(plain, contender=name, bound=bounds[size.l])
             for bounds, names in (
                 (full, (layers.FULL_KEPT, layers.FULL_RECOMPUTED)),
-                (selected, (layers.SELECTED_KEPT, layers.SELECTED_RECOMPUTED)),
+                (selected, (layers.SELECTED,)),
             )
             for name in names
         ]

@@ -24,8 +24,12 @@ class Size:
 
     @property
     def wide(self) -> int:
-        """d_wide of an AoE expert with as many parameters as one of width f."""
-        return round((3 * self.d * self.f - self.d * self.l) / (2 * self.d + self.l))
+        """d_wide of an AoE expert with as many parameters as one of width f, up to rounding.
+
+        A multiple of 64, as widths of models are: products of odd widths are slower everywhere.
+        """
+        exact = (3 * self.d * self.f - self.d * self.l) / (2 * self.d + self.l)
+        return max(round(exact / 64), 1) * 64
 
     def __str__(self) -> str:
         letters = [field.name for field in fields(self)]

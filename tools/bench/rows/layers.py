@@ -16,11 +16,11 @@ from tools.bench.sizes import Size
 
 UNFUSED = "ours, op by op"
 TWIN = "our routed layer"
-# Variants of AoE: the gradient (full, or selected), and whether C of every expert and C W_up of
-# the chosen are kept for the backward pass or computed again there.
+# Variants of AoE: the gradient (full, or selected), and for the full one whether C of the experts
+# that were not chosen is kept for the backward pass or computed again there.
 FULL_KEPT, FULL_RECOMPUTED = "ours, full, kept", "ours, full, recomputed"
-SELECTED_KEPT, SELECTED_RECOMPUTED = "ours, selected, kept", "ours, selected, recomputed"
-AUTONOMOUS = (FULL_KEPT, FULL_RECOMPUTED, SELECTED_KEPT, SELECTED_RECOMPUTED)
+SELECTED = "ours, selected"
+AUTONOMOUS = (FULL_KEPT, FULL_RECOMPUTED, SELECTED)
 
 
 def routed_layer(size: Size, draw: Draw, ours: Ops) -> Bench:
@@ -77,7 +77,7 @@ def aoe_layer(size: Size, draw: Draw, ours: Ops) -> Bench:
     def contender(name: str, forward: Forward) -> Contender:
         return Contender(name, forward, {"x": x_TD} | weights, frozenset(weights), (dy_TD,))
 
-    def autonomous(name: str, *, selected: bool, kept: bool) -> Contender:
+    def autonomous(name: str, *, selected: bool = False, kept: bool = False) -> Contender:
         return contender(name, lambda: _autonomous(x_TD, weights, size.K, ours, selected, kept))
 
     products = Products((
@@ -91,10 +91,9 @@ def aoe_layer(size: Size, draw: Draw, ours: Ops) -> Bench:
         size,
         draw.dtype,
         [
-            autonomous(FULL_KEPT, selected=False, kept=True),
-            autonomous(FULL_RECOMPUTED, selected=False, kept=False),
-            autonomous(SELECTED_KEPT, selected=True, kept=True),
-            autonomous(SELECTED_RECOMPUTED, selected=True, kept=False),
+            autonomous(FULL_KEPT, kept=True),
+            autonomous(FULL_RECOMPUTED),
+            autonomous(SELECTED, selected=True),
             _twin(size, draw, ours, x_TD, weights["w_down"], dy_TD),
         ],
         [
@@ -123,7 +122,6 @@ def _autonomous(
         row_map,
         *weights.values(),
         activations_TKR=scores.activations_TKR,
-        recompute_gate=not kept,
     )
     return y_TD, scores.experts_TK
 
