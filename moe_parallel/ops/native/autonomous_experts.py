@@ -93,7 +93,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 @once_differentiable
-def _backward(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 11
     dx, dgates, dw_down, dw_up, dw_p, dw_out, dc = _ops.autonomous_experts_backward(
         dy, *ctx.saved_tensors
     )

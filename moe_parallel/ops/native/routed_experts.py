@@ -60,7 +60,9 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -
 
 
 @once_differentiable
-def _backward(ctx: Any, dy: Tensor, dgate_up: None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor | None, dgate_up: None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 7
     dx, dgates, dw_gate_up, dw_out = _ops.routed_experts_backward(dy, *ctx.saved_tensors)
     return dx, dgates, None, None, None, dw_gate_up, dw_out
 
