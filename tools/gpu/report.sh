@@ -28,7 +28,7 @@ check_machine() {
 }
 
 build() {
-    "$python" -c 'import sys, moe_parallel._C as c; sys.exit(not c.build_info()["cuda"])' \
+    "$python" -c 'import sys, torch, moe_parallel._C as c; sys.exit(not c.build_info()["cuda"])' \
         2>/dev/null && return
     MOE_PARALLEL_BUILD=cuda MAX_JOBS=${MAX_JOBS:-$(nproc)} PATH="$(dirname "$python"):$PATH" \
         "$python" setup.py build_ext --inplace >"$work/build.log" 2>&1 ||
@@ -61,10 +61,10 @@ step() {
     if [ "$limit" -lt 5 ]; then
         end="not run: the time was over"
         failed+=("$name")
-    elif timeout --kill-after=5 "$limit" "$@" >"$folder/$name.log" 2>&1; then
+    elif timeout --signal=INT --kill-after=10 "$limit" "$@" >"$folder/$name.log" 2>&1; then
         end=passed
     else
-        end="failed with code $?"  # 124 and 137: longer than its limit
+        end="failed with code $?"  # 124 or 137: longer than its limit; INT lets it say what it has
         failed+=("$name")
     fi
     echo "| $name | $end | $((SECONDS - begin)) s | $(tail -n 1 "$folder/$name.log" 2>/dev/null |
