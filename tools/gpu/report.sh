@@ -97,14 +97,15 @@ gpu_tests grouped-gemm 90 tests/ops/test_grouped_gemm.py
 gpu_tests no-waiting 60 tests/ops/test_no_waiting.py
 gpu_tests operators 150 tests/ops --deselect tests/ops/test_grouped_gemm.py \
     --deselect tests/ops/test_no_waiting.py
+step bench 200 "$python" tools/bench/run.py --device cuda --sizes goals \
+    --json "$folder/bench.json"
 if command -v compute-sanitizer >/dev/null; then
+    some="native and (plain and 7 or several_tiles or oracle and (swiglu or merge or norm))"
     for tool in memcheck racecheck; do
         step "$tool" 60 compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m pytest -q \
-            -m gpu -p no:cacheprovider tests/ops -k "plain and native and 7"
+            -m gpu -p no:cacheprovider tests/ops -k "$some"
     done
 fi
-[ -f tools/bench/run.py ] && step bench 240 "$python" tools/bench/run.py --device cuda \
-    --sizes goals --json "$folder/bench.json"
 
 [ ${#failed[@]} -eq 0 ] || { echo "report: failed: ${failed[*]}; see $folder"; exit 1; }
 echo "report: all passed; see $folder"
