@@ -59,7 +59,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, w, *_ = inputs
+    x, w, _, _, ctx.keep_chosen, _ = inputs
     norms, experts, _, all = output
     ctx.mark_non_differentiable(experts, all)
     ctx.set_materialize_grads(False)  # or there would be zeros as large as C
@@ -72,6 +72,7 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     _, _, norms, _, _ = ctx.saved_tensors
     dnorms = torch.zeros_like(norms) if dnorms is None else dnorms
+    dchosen = dchosen if ctx.keep_chosen else None  # a compiler passes zeros of no size
     dx, dw = _ops.norm_topk_backward(dnorms, dchosen, *ctx.saved_tensors)
     return dx, dw, None, None, None, None
 
