@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -147,3 +148,30 @@ def test_counts_that_do_not_fit_are_refused(ops, device):
         ops.grouped_gemm(x, w, counts_E + 1)
     with pytest.raises(ValueError, match="3 experts"):
         ops.grouped_gemm(x, w, torch.tensor([3, 5]))
+
+
+@pytest.mark.parametrize("total_dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
+def test_a_weight_gradient_is_added_to_a_main_gradient(native, device, counts, total_dtype):
+    """In place, and in the type of the main gradient; an expert without rows keeps its own."""
+    dtype = torch.float64 if total_dtype == torch.float64 else torch.bfloat16
+    x, _, counts_E, dy = setting(counts, 7, 5, dtype, device)
+    total = random_tensor(len(counts), 7, 5, dtype=total_dtype, device=device, seed=3)
+    before, data = float64(total).copy(), total.data_ptr()
+    w = np.zeros((len(counts), 7, 5))
+    torch.ops.moe_parallel.grouped_outer_add(total, x.detach(), dy, counts_E)
+    _, dw = oracle.grouped_gemm_gradient(
+        float64(dy), float64(x), np.zeros((len(counts), 7, 5)), counts
+    )
+    assert total.data_ptr() == data and total.dtype == total_dtype
+    assert_close(total, before + dw, dtype)
+    idle = [e for e, count in enumerate(counts) if count == 0]
+    assert (float64(total)[idle] == before[idle]).all()
+
+
+def test_a_main_gradient_of_another_shape_is_refused(native, device):
+    x, _, counts_E, dy = setting([3, 0, 5], 6, 4, torch.float32, device)
+    with pytest.raises(ValueError, match=r"total must have shape \[3, 6, 4\], not \[3, 4, 6\]"):
+        torch.ops.moe_parallel.grouped_outer_add(
+            torch.zeros(3, 4, 6, device=device), x.detach(), dy, counts_E
+        )
