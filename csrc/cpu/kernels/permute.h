@@ -5,18 +5,26 @@
 
 namespace moe_parallel::MOE_PARALLEL_CAPABILITY {
 
+// Where a row goes, and where the next token's will: those lines are asked for meanwhile. What is
+// written must be read first, and a processor does not foresee what lies here and there.
+struct Target {
+  char* row;
+  char* ahead;
+};
+
 // Copies one row to `kTargets` others: it is read once, however many there are.
 template <int kTargets>
-inline void copy_row(const char* source, char* const* targets, int64_t bytes) {
-  using Bytes = Vector<uint8_t>;
+inline void copy_row(const char* source, const Target* targets, int64_t bytes) {
+  constexpr int64_t kLine = 64;
   int64_t i = 0;
-  for (; i + kVectorBytes <= bytes; i += kVectorBytes) {
-    const auto block = read<Bytes>(source + i);
-    for (int target = 0; target < kTargets; ++target) write(targets[target] + i, block);
+  for (; i + kLine <= bytes; i += kLine) {
+    for (int t = 0; t < kTargets; ++t) __builtin_prefetch(targets[t].ahead + i, /*to write=*/1);
+    for (int64_t j = i; j < i + kLine; j += kVectorBytes) {
+      const auto block = read<Vector<uint8_t>>(source + j);
+      for (int t = 0; t < kTargets; ++t) write(targets[t].row + j, block);
+    }
   }
-  for (int target = 0; target < kTargets; ++target) {
-    std::memcpy(targets[target] + i, source + i, bytes - i);
-  }
+  for (int t = 0; t < kTargets; ++t) std::memcpy(targets[t].row + i, source + i, bytes - i);
 }
 
 // Tokens begin..end to the rows that their slots have; row_of_slot is negative where none.
@@ -26,11 +34,13 @@ inline void permute(const Permute& task, const int64_t* row_of_slot, int64_t beg
   auto* y = static_cast<char*>(task.y);
   for (int64_t token = begin; token < end; ++token) {
     const char* source = x + token * task.row_bytes;
-    char* targets[kTargetsMax];
+    const int64_t to_next = token + 1 < end ? task.choices : 0;
+    Target targets[kTargetsMax];
     int count = 0;
-    for (int64_t k = 0; k < task.choices; ++k) {
-      const int64_t row = row_of_slot[token * task.choices + k];
-      if (row >= 0) targets[count++] = y + row * task.row_bytes;
+    for (int64_t slot = token * task.choices; slot < (token + 1) * task.choices; ++slot) {
+      const int64_t row = row_of_slot[slot], next = row_of_slot[slot + to_next];
+      if (row < 0) continue;
+      targets[count++] = {y + row * task.row_bytes, y + (next < 0 ? row : next) * task.row_bytes};
       if (count == kTargetsMax) {
         copy_row<kTargetsMax>(source, targets, task.row_bytes);
         count = 0;

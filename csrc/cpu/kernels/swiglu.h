@@ -5,7 +5,8 @@
 
 namespace moe_parallel::MOE_PARALLEL_CAPABILITY {
 
-// Both ask for the row after theirs: where rows lie apart, the processor does not foresee it.
+// Both ask for the row after theirs, to read and to write: where rows lie apart the processor does
+// not foresee it, and what is written must be read first.
 
 inline void swiglu(const Swiglu& task, int64_t begin, int64_t end) {
   with_scalar(task.type, [&](auto scalar) {
@@ -19,6 +20,7 @@ inline void swiglu(const Swiglu& task, int64_t begin, int64_t end) {
       for_columns<Sum>(task.width, [&](int64_t i, auto lanes) {
         prefetch<1>(gate + task.gate_stride + i);
         prefetch<1>(up + task.up_stride + i);
+        prefetch<1>(h + task.width + i);
         const Vector<Sum> g = lanes.load(gate + i);
         lanes.store(h + i, p * g / (Sum{1} + exp(-g)) * lanes.load(up + i));
       });
@@ -43,6 +45,9 @@ inline void swiglu_backward(const SwigluBackward& task, int64_t begin, int64_t e
         prefetch<1>(dh + task.width + i);
         prefetch<1>(gate + task.gate_stride + i);
         prefetch<1>(up + task.up_stride + i);
+        prefetch<1>(dgate + task.dgate_stride + i);
+        prefetch<1>(dup + task.dup_stride + i);
+        if (h) prefetch<1>(h + task.width + i);
         const Vector<Sum> g = lanes.load(gate + i), u = lanes.load(up + i), d = lanes.load(dh + i);
         const Vector<Sum> sigmoid = Sum{1} / (Sum{1} + exp(-g));
         const Vector<Sum> silu = g * sigmoid;

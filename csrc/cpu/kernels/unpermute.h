@@ -5,6 +5,13 @@
 
 namespace moe_parallel::MOE_PARALLEL_CAPABILITY {
 
+// The row of the same choice of the next token, or negative.
+template <class Task>
+inline int64_t next_row(const Task& task, int64_t choice) {
+  const int64_t next = choice + task.choices;
+  return next < task.tokens * task.choices ? task.rows[next] : -1;
+}
+
 // Adds up the rows of one token, kVectors vectors of columns at a time, in registers. The rows of
 // the next token lie anywhere: they are asked for meanwhile.
 template <int kVectors, class Scalar, class Lanes>
@@ -14,16 +21,15 @@ inline void sum_rows(const Unpermute& task, int64_t token, int64_t column, Lanes
   const auto* gates = static_cast<const Sum*>(task.gates);
   auto* out = static_cast<Scalar*>(task.out) + token * task.width + column;
   Vector<Sum> sums[kVectors] = {};
+  prefetch<kVectors>(out + task.width);
   for (int64_t k = 0; k < task.choices; ++k) {
     const int64_t choice = token * task.choices + k;
     const int64_t row = task.rows[choice];
     if (row < 0) continue;
     const Sum gate = gates ? gates[choice] : Sum{1};
     const Scalar* source = y + row * task.width;
-    const int64_t next = choice + task.choices;
-    if (next < task.tokens * task.choices && task.rows[next] >= 0) {
-      prefetch<kVectors>(y + task.rows[next] * task.width);
-    }
+    const int64_t next = next_row(task, choice);
+    if (next >= 0) prefetch<kVectors>(y + next * task.width);
     for (int i = 0; i < kVectors; ++i) sums[i] += gate * lanes.load(source + i * kLanes<Sum>);
   }
   for (int i = 0; i < kVectors; ++i) lanes.store(out + i * kLanes<Sum>, sums[i]);
@@ -46,7 +52,8 @@ inline void unpermute(const Unpermute& task, int64_t begin, int64_t end) {
   });
 }
 
-// dy and dgates of kRows rows of one token, whose gradient is read once for all of them.
+// dy and dgates of kRows rows of one token, whose gradient is read once for all of them. Those of
+// the next token are asked for meanwhile.
 template <int kRows, class Scalar>
 inline void differentiate_rows(const UnpermuteBackward& task, int64_t token,
                                const int64_t* choices) {
@@ -54,9 +61,12 @@ inline void differentiate_rows(const UnpermuteBackward& task, int64_t token,
   const auto* dout = static_cast<const Scalar*>(task.dout) + token * task.width;
   const Scalar* y[kRows];
   Scalar* dy[kRows];
+  int64_t to_next[kRows];
   Sum gates[kRows];
   for (int j = 0; j < kRows; ++j) {
     const int64_t first = task.rows[choices[j]] * task.width;
+    const int64_t next = next_row(task, choices[j]);
+    to_next[j] = next < 0 ? 0 : next * task.width - first;
     y[j] = static_cast<const Scalar*>(task.y) + first;
     dy[j] = static_cast<Scalar*>(task.dy) + first;
     gates[j] = static_cast<const Sum*>(task.gates)[choices[j]];
@@ -65,6 +75,8 @@ inline void differentiate_rows(const UnpermuteBackward& task, int64_t token,
   for_columns<Sum>(task.width, [&](int64_t i, auto lanes) {
     const Vector<Sum> d = lanes.load(dout + i);
     for (int j = 0; j < kRows; ++j) {
+      prefetch<1>(y[j] + to_next[j] + i);
+      prefetch<1>(dy[j] + to_next[j] + i);
       products[j] += d * lanes.load(y[j] + i);
       lanes.store(dy[j] + i, gates[j] * d);
     }
