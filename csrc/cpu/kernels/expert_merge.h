@@ -30,13 +30,15 @@ constexpr int kTileRows = 4;
 constexpr int kTileVectors = kVectorBytes == 64 ? 4 : 2;  // a tile's sums stay in registers
 
 // Copies columns of all rows side by side, as sums, whole vectors of them. Where rows lie a power
-// of two apart, as they do in weights, caches hold few of them at a time; of the copy, all.
+// of two apart, as they do in weights, caches hold few of them at a time; of the copy, all. Here
+// and below what comes next is asked for meanwhile: the rows are more than a processor foresees.
 template <class Scalar>
 inline Rows<const sum_t<Scalar>> pack(Rows<const Scalar> rows, int64_t column, int64_t columns,
                                       sum_t<Scalar>* to) {
   using Sum = sum_t<Scalar>;
   for (int64_t row = 0; row < rows.count; ++row) {
     for_columns<Sum>(columns, [&](int64_t i, auto lanes) {
+      prefetch<1>(rows[row] + column + kMergeColumns + i);
       store(to + row * kMergeStride + i, lanes.load(rows[row] + column + i));
     });
   }
@@ -49,6 +51,9 @@ inline void combine_tile(Rows<const sum_t<Scalar>> in, Weights<sum_t<Scalar>> we
                          Rows<Scalar> out, int64_t row, int64_t column, Lanes lanes) {
   using Sum = sum_t<Scalar>;
   Vector<Sum> sums[kRows][kVectors] = {};
+  for (int r = 0; r < kRows; ++r) {
+    prefetch<kVectors>(out[row + r] + column + 2 * kVectors * kLanes<Sum>);
+  }
   for (int64_t i = 0; i < in.count; ++i) {
     for (int v = 0; v < kVectors; ++v) {
       const Vector<Sum> values = load(in[i] + column + v * kLanes<Sum>);
