@@ -18,8 +18,9 @@
 namespace moe_parallel {
 namespace {
 
-constexpr int64_t kTileBytes = int64_t{16} << 20;  // of C
-constexpr int64_t kTileMinTokens = 64;             // below this a product is no faster
+constexpr int64_t kTileBytes = int64_t{16} << 20;      // of C
+constexpr int64_t kCudaTileBytes = int64_t{32} << 20;  // fits in the L2 cache of an A100
+constexpr int64_t kTileMinTokens = 64;                 // below this a product is no faster
 
 void check_product(const at::Tensor& x, const at::Tensor& w) {
   check_dim("x", x, 2);
@@ -39,7 +40,8 @@ at::Tensor concatenate(const at::Tensor& w) {
 template <class Body>
 void for_each_tile(const at::Tensor& x, int64_t columns, const Body& body) {
   const int64_t token_bytes = std::max<int64_t>(columns * x.element_size(), 1);
-  const int64_t tile = std::max(kTileBytes / token_bytes, kTileMinTokens);
+  const int64_t tile_bytes = x.is_cuda() ? kCudaTileBytes : kTileBytes;
+  const int64_t tile = std::max(tile_bytes / token_bytes, kTileMinTokens);
   for (int64_t first = 0; first < x.size(0); first += tile) {
     body(first, std::min(tile, x.size(0) - first));
   }
@@ -85,29 +87,18 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_topk(
   for_each_tile(x, w_cat.size(1), [&](int64_t first, int64_t tokens) {
     auto c = keep_all ? all.narrow(0, first, tokens).flatten(1) : scratch.rows(tokens);
     at::mm_out(c, x.narrow(0, first, tokens), w_cat);
-    const auto tile_norms = norms.narrow(0, first, tokens);
-    const auto tile_experts = experts.narrow(0, first, tokens);
-    launch(x, GroupNorms{.type = scalar_type_of("x", x),
-                         .c = c.const_data_ptr(),
-                         .norms = tile_norms.mutable_data_ptr(),
-                         .tokens = tokens,
-                         .num_experts = num_experts,
-                         .rank = rank});
-    launch(x, SelectTopK{.type = scalar_type_of("norms", norms),
-                         .norms = tile_norms.const_data_ptr(),
-                         .bias = bias ? bias_1d.const_data_ptr() : nullptr,
-                         .experts = tile_experts.mutable_data_ptr<int64_t>(),
-                         .tokens = tokens,
-                         .num_experts = num_experts,
-                         .k = k});
-    if (!keep_chosen) return;
-    launch(x, KeepChosen{.c = c.const_data_ptr(),
-                         .experts = tile_experts.const_data_ptr<int64_t>(),
-                         .kept = chosen.narrow(0, first, tokens).mutable_data_ptr(),
-                         .tokens = tokens,
-                         .num_experts = num_experts,
-                         .k = k,
-                         .row_bytes = rank * static_cast<int64_t>(x.element_size())});
+    launch(x, ScoreTokens{.type = scalar_type_of("x", x),
+                          .c = c.const_data_ptr(),
+                          .bias = bias ? bias_1d.const_data_ptr() : nullptr,
+                          .norms = norms.narrow(0, first, tokens).mutable_data_ptr(),
+                          .experts = experts.narrow(0, first, tokens).mutable_data_ptr<int64_t>(),
+                          .kept = keep_chosen ? chosen.narrow(0, first, tokens).mutable_data_ptr()
+                                              : nullptr,
+                          .tokens = tokens,
+                          .num_experts = num_experts,
+                          .rank = rank,
+                          .k = k,
+                          .row_bytes = rank * static_cast<int64_t>(x.element_size())});
   });
   return {norms, experts, chosen, all};
 }

@@ -48,6 +48,21 @@ struct KeepChosen {
   int64_t row_bytes;
 };
 
+// The three above of one C.
+struct ScoreTokens {
+  ScalarType type;   // of c and kept
+  const void* c;     // [tokens, num_experts, rank]
+  const void* bias;  // [num_experts] in the type of sums; null: none
+  void* norms;       // [tokens, num_experts] in the type of sums
+  int64_t* experts;  // [tokens, k]
+  void* kept;        // [tokens, k, rank]; null: not wanted
+  int64_t tokens;
+  int64_t num_experts;
+  int64_t rank;
+  int64_t k;
+  int64_t row_bytes;  // of `rank` elements
+};
+
 // dc[t, e, :] = factors[t, e] * c[t, e, :], plus dkept[t, j, :] where experts[t, j] is e.
 // dc may be c.
 struct NormGradient {
@@ -92,11 +107,10 @@ MOE_PARALLEL_HOST_DEVICE inline void select_topk(const Norm* norms, const Norm* 
 void run_on_cpu(const GroupNorms& task);
 void run_on_cpu(const SelectTopK& task);
 void run_on_cpu(const KeepChosen& task);
+void run_on_cpu(const ScoreTokens& task);
 void run_on_cpu(const NormGradient& task);
 #ifdef MOE_PARALLEL_CUDA
-void run_on_cuda(const GroupNorms& task, cudaStream_t stream);
-void run_on_cuda(const SelectTopK& task, cudaStream_t stream);
-void run_on_cuda(const KeepChosen& task, cudaStream_t stream);
+void run_on_cuda(const ScoreTokens& task, cudaStream_t stream);
 void run_on_cuda(const NormGradient& task, cudaStream_t stream);
 #endif
 

@@ -32,6 +32,31 @@ void run_on_cpu(const KeepChosen& task) {
   });
 }
 
+void run_on_cpu(const ScoreTokens& task) {
+  run_on_cpu(GroupNorms{.type = task.type,
+                        .c = task.c,
+                        .norms = task.norms,
+                        .tokens = task.tokens,
+                        .num_experts = task.num_experts,
+                        .rank = task.rank});
+  const bool is_double = task.type == ScalarType::kFloat64;
+  run_on_cpu(SelectTopK{.type = is_double ? ScalarType::kFloat64 : ScalarType::kFloat32,
+                        .norms = task.norms,
+                        .bias = task.bias,
+                        .experts = task.experts,
+                        .tokens = task.tokens,
+                        .num_experts = task.num_experts,
+                        .k = task.k});
+  if (!task.kept) return;
+  run_on_cpu(KeepChosen{.c = task.c,
+                        .experts = task.experts,
+                        .kept = task.kept,
+                        .tokens = task.tokens,
+                        .num_experts = task.num_experts,
+                        .k = task.k,
+                        .row_bytes = task.row_bytes});
+}
+
 void run_on_cpu(const NormGradient& task) {
   in_parts(task.tokens, task.num_experts * task.rank, kernels().norm_gradient, task);
 }

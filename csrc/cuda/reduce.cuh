@@ -5,6 +5,13 @@
 
 namespace moe_parallel {
 
+// Lanes that share a row of so many vectors: a power of two, so that short rows fill a warp.
+inline int lanes_for(int64_t vectors) {
+  int lanes = 1;
+  while (lanes < kWarp && lanes < vectors) lanes *= 2;
+  return lanes;
+}
+
 // The sum over each `lanes` (a power of two) consecutive lanes; the first of them holds it.
 template <class Sum>
 __device__ inline Sum sum_over_lanes(Sum x, int lanes = kWarp) {

@@ -24,12 +24,10 @@ void run(const Task& task) {
 void run_on_cpu(const CountChoices& task) { run(task); }
 void run_on_cpu(const ExpertMerge& task) { run(task); }
 void run_on_cpu(const ExpertMergeBackward& task) { run(task); }
-void run_on_cpu(const GroupNorms& task) { run(task); }
-void run_on_cpu(const KeepChosen& task) { run(task); }
 void run_on_cpu(const NormGradient& task) { run(task); }
 void run_on_cpu(const Permute& task) { run(task); }
 void run_on_cpu(const PlaceChoices& task) { run(task); }
-void run_on_cpu(const SelectTopK& task) { run(task); }
+void run_on_cpu(const ScoreTokens& task) { run(task); }
 void run_on_cpu(const Swiglu& task) { run(task); }
 void run_on_cpu(const SwigluBackward& task) { run(task); }
 void run_on_cpu(const Unpermute& task) { run(task); }
@@ -42,6 +40,7 @@ extern "C" {
 int64_t tasks_run() { return moe_parallel::tasks_run; }
 void count_choices(const moe_parallel::CountChoices* task) { run_on_cpu(*task); }
 void place_choices(const moe_parallel::PlaceChoices* task) { run_on_cpu(*task); }
+void score_tokens(const moe_parallel::ScoreTokens* task) { run_on_cpu(*task); }
 void group_offsets(const moe_parallel::GroupOffsets* task) { run_on_cuda(*task, nullptr); }
 void grouped_product(const moe_parallel::GroupedProduct* task) { run_on_cuda(*task, nullptr); }
 }

@@ -1,53 +1,9 @@
 #include "../norm_topk.h"
 #include "reduce.cuh"
-#include "rows.cuh"
 #include "vector.cuh"
 
 namespace moe_parallel {
 namespace {
-
-// Lanes that share a row of so many vectors: a power of two, so that short rows fill a warp.
-int lanes_for(int64_t vectors) {
-  int lanes = 1;
-  while (lanes < kWarp && lanes < vectors) lanes *= 2;
-  return lanes;
-}
-
-// `lanes` lanes a group of `rank` elements.
-template <class Scalar, int kSize>
-__global__ void group_norms(GroupNorms task, int lanes) {
-  using Sum = sum_t<Scalar>;
-  const auto* c = static_cast<const Scalar*>(task.c);
-  const int64_t groups = task.tokens * task.num_experts;
-  const int groups_per_warp = kWarp / lanes;
-  for (int64_t first = first_warp() * groups_per_warp; first < groups;
-       first += num_warps() * groups_per_warp) {
-    const int64_t group = first + lane_index() / lanes;
-    Sum sum = 0;
-    if (group < groups) {
-#pragma unroll 2
-      for (int64_t i = lane_index() % lanes; i < task.rank / kSize; i += lanes) {
-        const auto x = load<Scalar, kSize>(c + group * task.rank, i);
-        sum += dot(x, x);
-      }
-    }
-    sum = sum_over_lanes(sum, lanes);
-    if (group < groups && lane_index() % lanes == 0) {
-      static_cast<Sum*>(task.norms)[group] = sqrt(sum);
-    }
-  }
-}
-
-struct ChosenGroup {
-  const int64_t* experts;
-  int64_t num_experts;
-  int64_t k;
-
-  __device__ int64_t operator()(int64_t choice) const {
-    const int64_t expert = experts[choice];
-    return expert < 0 || expert >= num_experts ? -1 : choice / k * num_experts + expert;
-  }
-};
 
 // The row of dkept that belongs to a group, or -1.
 __device__ inline int64_t kept_row(const NormGradient& task, int64_t group) {
@@ -82,21 +38,6 @@ __global__ void norm_gradient(NormGradient task, int lanes) {
 }
 
 }  // namespace
-
-void run_on_cuda(const GroupNorms& task, cudaStream_t stream) {
-  const int64_t groups = task.tokens * task.num_experts;
-  if (groups == 0) return;
-  with_vectors(task.type, {task.c}, {task.rank}, [&](auto scalar, auto size) {
-    const int lanes = lanes_for(task.rank / size());
-    launch_kernel(group_norms<decltype(scalar), size()>, blocks_for(groups, kThreads / lanes),
-                  stream, task, lanes);
-  });
-}
-
-void run_on_cuda(const KeepChosen& task, cudaStream_t stream) {
-  launch_gather(task.c, task.kept, task.tokens * task.k, task.row_bytes,
-                ChosenGroup{task.experts, task.num_experts, task.k}, stream);
-}
 
 void run_on_cuda(const NormGradient& task, cudaStream_t stream) {
   const int64_t groups = task.tokens * task.num_experts;

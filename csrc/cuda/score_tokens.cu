@@ -1,0 +1,142 @@
+// All that the selection wants of C, which is then still in the L2 cache: a team of threads a
+// token writes its norms, ranks them, and copies the C of the chosen.
+#include "../norm_topk.h"
+#include "reduce.cuh"
+#include "vector.cuh"
+
+namespace moe_parallel {
+namespace {
+
+constexpr int64_t kBytesOfWarp = 4096;  // with more C than that a token gets a block, not a warp
+
+// The threads of a token wait for each other and see what the others wrote.
+template <int kWarps>
+__device__ inline void wait_for_team() {
+  if constexpr (kWarps == 1) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+}
+
+// `lanes` lanes a norm. Warps stay together to the end, as their lanes add up.
+template <class Scalar, int kSize>
+__device__ inline void write_norms(const ScoreTokens& task, int64_t token, int thread, int team,
+                                   int lanes) {
+  using Sum = sum_t<Scalar>;
+  const auto* c = static_cast<const Scalar*>(task.c) + token * task.num_experts * task.rank;
+  auto* norms = static_cast<Sum*>(task.norms) + token * task.num_experts;
+  const int experts_of_warp = kWarp / lanes;
+  for (int64_t first = thread / kWarp * experts_of_warp; first < task.num_experts;
+       first += team / lanes) {
+    const int64_t expert = first + lane_index() / lanes;
+    Sum sum = 0;
+    if (expert < task.num_experts) {
+#pragma unroll 2
+      for (int64_t i = lane_index() % lanes; i < task.rank / kSize; i += lanes) {
+        const auto x = load<Scalar, kSize>(c + expert * task.rank, i);
+        sum += dot(x, x);
+      }
+    }
+    sum = sum_over_lanes(sum, lanes);
+    if (expert < task.num_experts && lane_index() % lanes == 0) norms[expert] = sqrt(sum);
+  }
+}
+
+template <class Norm>
+struct Candidate {
+  Norm score;
+  int64_t expert;  // -1: none
+};
+
+template <class Norm>
+__device__ inline bool leads(const Candidate<Norm>& p, const Candidate<Norm>& q) {
+  if (p.expert < 0 || q.expert < 0) return p.expert >= 0;
+  return ranks_before(p.score, p.expert, q.score, q.expert);
+}
+
+// The first in order among the candidates of all lanes; every lane holds it.
+template <class Norm>
+__device__ inline Candidate<Norm> first_of_lanes(Candidate<Norm> best) {
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    const Candidate<Norm> other{__shfl_xor_sync(kAllLanes, best.score, offset),
+                                __shfl_xor_sync(kAllLanes, best.expert, offset)};
+    if (leads(other, best)) best = other;
+  }
+  return best;
+}
+
+// One warp; each lane looks after every 32nd expert. The scores of the first kInRegisters stay
+// there, the others are read again for each choice: it is the first behind the choice before.
+template <class Norm>
+__device__ inline void write_choices(const ScoreTokens& task, int64_t token) {
+  constexpr int kInRegisters = 4;
+  const auto* norms = static_cast<const Norm*>(task.norms) + token * task.num_experts;
+  const auto* bias = static_cast<const Norm*>(task.bias);
+  const auto candidate_of = [&](int64_t e) -> Candidate<Norm> {
+    if (e >= task.num_experts) return {Norm{0}, -1};
+    return {bias ? norms[e] + bias[e] : norms[e], e};
+  };
+  Candidate<Norm> near[kInRegisters];
+#pragma unroll
+  for (int i = 0; i < kInRegisters; ++i) near[i] = candidate_of(lane_index() + i * kWarp);
+  Candidate<Norm> last{Norm{0}, -1};
+  for (int64_t j = 0; j < task.k; ++j) {
+    Candidate<Norm> best{Norm{0}, -1};
+    const auto consider = [&](const Candidate<Norm>& candidate) {
+      if ((j == 0 || leads(last, candidate)) && leads(candidate, best)) best = candidate;
+    };
+#pragma unroll
+    for (int i = 0; i < kInRegisters; ++i) consider(near[i]);
+    for (int64_t e = lane_index() + kInRegisters * kWarp; e < task.num_experts; e += kWarp) {
+      consider(candidate_of(e));
+    }
+    last = first_of_lanes(best);
+    if (lane_index() == 0) task.experts[token * task.k + j] = last.expert;
+  }
+}
+
+template <class Scalar, int kSize>
+__device__ inline void keep_chosen(const ScoreTokens& task, int64_t token, int thread, int team) {
+  const auto* c = static_cast<const Scalar*>(task.c) + token * task.num_experts * task.rank;
+  auto* kept = static_cast<Scalar*>(task.kept) + token * task.k * task.rank;
+  const int64_t vectors = task.rank / kSize;
+  for (int64_t i = thread; i < task.k * vectors; i += team) {
+    const int64_t expert = task.experts[token * task.k + i / vectors];
+    store(load<Scalar, kSize>(c + expert * task.rank, i % vectors), kept, i);
+  }
+}
+
+template <class Scalar, int kSize, int kWarps>
+__global__ void score_tokens(ScoreTokens task, int lanes) {
+  constexpr int kTeam = kWarps * kWarp;
+  const int thread = static_cast<int>(threadIdx.x) % kTeam;
+  for (int64_t token = first_thread() / kTeam; token < task.tokens;
+       token += num_threads() / kTeam) {
+    write_norms<Scalar, kSize>(task, token, thread, kTeam, lanes);
+    wait_for_team<kWarps>();
+    if (thread < kWarp) write_choices<sum_t<Scalar>>(task, token);
+    if (!task.kept) continue;
+    wait_for_team<kWarps>();
+    keep_chosen<Scalar, kSize>(task, token, thread, kTeam);
+  }
+}
+
+}  // namespace
+
+void run_on_cuda(const ScoreTokens& task, cudaStream_t stream) {
+  if (task.tokens == 0) return;
+  with_vectors(task.type, {task.c, task.kept}, {task.rank}, [&](auto scalar, auto size) {
+    using Scalar = decltype(scalar);
+    const int lanes = lanes_for(task.rank / size());
+    if (task.num_experts * task.row_bytes <= kBytesOfWarp) {
+      launch_kernel(score_tokens<Scalar, size(), 1>, blocks_for(task.tokens, kWarpsPerBlock),
+                    stream, task, lanes);
+    } else {
+      launch_kernel(score_tokens<Scalar, size(), kWarpsPerBlock>, blocks_for(task.tokens, 1),
+                    stream, task, lanes);
+    }
+  });
+}
+
+}  // namespace moe_parallel
