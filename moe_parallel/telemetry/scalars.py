@@ -16,6 +16,7 @@ MEASURES = (
     "tokens_dropped",
     "experts_per_token",
     "utilisation",
+    "wire_bytes_per_token",
     *LOSSES,
 )
 

@@ -122,6 +122,19 @@ def test_a_router_has_no_norms():
     assert "norm_per_expert" not in statistics.training.summaries()[0]
 
 
+def test_bytes_sent_to_other_ranks_are_told_by_the_token():
+    statistics = RoutingStatistics(2, 2, CPU)
+    batch = {"tokens_per_expert_E": torch.ones(2), "dropped": 0, "scores_TE": torch.zeros(4, 2)}
+    for layer, sent in ((1, 100), (1, 20), (2, 0)):
+        statistics.layer(layer).record(**batch)
+        statistics.layer(layer).record_wire(sent)
+    with torch.no_grad():  # the first run of a recomputation sends too, and is not counted
+        statistics.layer(1).record_wire(1000)
+    first, second = statistics.training.summaries()
+    assert first["wire_bytes_per_token"] == 120 / 8
+    assert "wire_bytes_per_token" not in second
+
+
 def test_counts_beyond_float32_stay_exact():
     statistics = RoutingStatistics(1, 2, CPU)
     for count in (2**24, 1):
