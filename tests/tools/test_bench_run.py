@@ -25,6 +25,8 @@ def start(*arguments: object) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell starts what runs in the background without Ctrl-C, tests too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -53,7 +55,10 @@ def test_an_interruption_keeps_what_was_measured(tmp_path: Path) -> None:
         if line.startswith("threads"):
             break
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=240)
+    try:
+        _, err = process.communicate(timeout=240)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert err == "\ninterrupted after 0 rows\n"
     about, rows = read_json(path)
@@ -68,7 +73,7 @@ def test_an_interruption_keeps_what_was_measured(tmp_path: Path) -> None:
         (["--sizes", "large"], "--sizes: invalid choice: 'large'"),
         (["--turns", "0"], "--turns 0: must be at least 1"),
         (["--turns", "many"], "--turns: invalid int value: 'many'"),
-        (["--json", "/nowhere/a.json"], "--json /nowhere/a.json cannot be written there"),
+        (["--json", "no/folder/a.json"], "--json no/folder/a.json cannot be written there"),
         (["--json", "/"], "--json / is a folder: name a file"),
         (["--sizes", "goals", "--ops", "swiglu"], "--ops swiglu: no goal is set for it"),
         (["--tokens", "8"], "unrecognized arguments: --tokens 8"),
