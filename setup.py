@@ -138,7 +138,7 @@ def describe_extension(home: Path | None, cutlass: Path | None):
     csrc = ROOT / "csrc"
     patterns = ["*.cpp", "cpu/*.cpp"]
     if cuda:
-        patterns += ["cuda/*.cpp", "cuda/*.cu"]
+        patterns += ["cuda/*.cpp", "cuda/*.cu", "cuda/fused/*.cu"]
     if cutlass:
         patterns += ["cuda/cutlass/*.cu"]
     sources = sorted(p for pattern in patterns for p in csrc.glob(pattern))

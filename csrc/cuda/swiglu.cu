@@ -1,19 +1,10 @@
 #include "../swiglu.h"
 #include "reduce.cuh"
+#include "swiglu.cuh"
 #include "vector.cuh"
 
 namespace moe_parallel {
 namespace {
-
-// The fast exponential and division err by less than 16-bit elements round.
-template <class Scalar>
-__device__ inline sum_t<Scalar> sigmoid(sum_t<Scalar> x) {
-  if constexpr (sizeof(Scalar) == 2) {
-    return __fdividef(1.0f, 1.0f + __expf(-x));
-  } else {
-    return 1 / (1 + exp(-x));
-  }
-}
 
 // One warp a row.
 template <class Scalar, int kSize>
@@ -32,8 +23,7 @@ __global__ void activate_rows(Swiglu task) {
       Sum products[kSize];
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
-        const Sum g = to_sum(gates.elements[j]);
-        products[j] = p * g * sigmoid<Scalar>(g) * to_sum(ups.elements[j]);
+        products[j] = activate<Scalar>(p, to_sum(gates.elements[j]), to_sum(ups.elements[j]));
       }
       store(round_to<Scalar>(products), h, i);
     }
@@ -61,12 +51,12 @@ __global__ void differentiate_rows(SwigluBackward task) {
       Sum dgates[kSize], dups[kSize], products[kSize];
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
-        const Sum g = to_sum(gates.elements[j]), u = to_sum(ups.elements[j]);
-        const Sum s = sigmoid<Scalar>(g), silu = g * s, dh_j = to_sum(d.elements[j]);
-        dp += dh_j * silu * u;
-        dgates[j] = p * dh_j * u * s * (1 + g * (1 - s));
-        dups[j] = p * dh_j * silu;
-        products[j] = p * silu * u;
+        const auto gradient = differentiate<Scalar>(
+            p, to_sum(d.elements[j]), to_sum(gates.elements[j]), to_sum(ups.elements[j]));
+        dp += gradient.dp;
+        dgates[j] = gradient.dgate;
+        dups[j] = gradient.dup;
+        products[j] = gradient.h;
       }
       store(round_to<Scalar>(dgates), dgate, i);
       store(round_to<Scalar>(dups), dup, i);

@@ -22,7 +22,7 @@ struct Barrier {
 struct Warp {
   Barrier barrier;
   // Of the exchange under way and the one before, which some lanes may not have read yet.
-  std::array<std::array<uint64_t, kWarp>, 2> given{};
+  std::array<std::array<Words, kWarp>, 2> given{};
 };
 
 struct Fiber {
@@ -43,6 +43,7 @@ std::vector<Fiber> fibers;
 std::vector<Warp> warps;
 Barrier block;
 const std::function<void()>* body_of_fibers;
+std::size_t shared_bytes_of_kernel;
 
 Fiber& this_fiber() { return fibers[threadIdx.x]; }
 
@@ -75,16 +76,32 @@ void wait(Barrier& barrier) {
   fiber.waits_for = nullptr;
 }
 
-void run_block(unsigned threads) {
-  for (auto& fiber : fibers) start(fiber);
-  for (unsigned left = threads; left > 0;) {
-    bool is_stuck = true;
-    for (unsigned i = 0; i < threads; ++i) {
+// Runs a warp until all of its lanes wait for other warps: they are as far apart as they can be,
+// which shows where one relies on another without waiting for it. Returns whether any lane ran.
+bool run_warp(unsigned warp, unsigned& left) {
+  bool any = false;
+  for (bool again = true; again;) {
+    again = false;
+    for (unsigned i = warp * kWarp; i < (warp + 1) * kWarp; ++i) {
       if (!fibers[i].can_run()) continue;
-      is_stuck = false;
+      again = any = true;
       threadIdx.x = i;
       swapcontext(&scheduler, &fibers[i].context);
       left -= fibers[i].is_done;
+    }
+  }
+  return any;
+}
+
+// Every other block begins with its last warp.
+void run_block(unsigned threads) {
+  forget_copies();
+  for (auto& fiber : fibers) start(fiber);
+  const unsigned count = threads / kWarp;
+  for (unsigned left = threads; left > 0;) {
+    bool is_stuck = true;
+    for (unsigned i = 0; i < count; ++i) {
+      if (run_warp(blockIdx.x % 2 == 0 ? i : count - 1 - i, left)) is_stuck = false;
     }
     if (is_stuck) {
       std::fputs("cuda_host: some threads of a block wait for others that ended\n", stderr);
@@ -95,7 +112,8 @@ void run_block(unsigned threads) {
 
 }  // namespace
 
-void run_blocks(dim3 blocks, dim3 threads, const std::function<void()>& body) {
+void run_blocks(dim3 blocks, dim3 threads, std::size_t shared_bytes,
+                const std::function<void()>& body) {
   if (blocks.x == 0 || threads.x % kWarp != 0) {
     std::fputs("cuda_host: no blocks, or not whole warps\n", stderr);
     std::abort();
@@ -103,6 +121,7 @@ void run_blocks(dim3 blocks, dim3 threads, const std::function<void()>& body) {
   gridDim = blocks;
   blockDim = threads;
   body_of_fibers = &body;
+  shared_bytes_of_kernel = shared_bytes;
   fibers.resize(threads.x);
   block = {.size = static_cast<int>(threads.x)};
   warps.assign(threads.x / kWarp, Warp{.barrier = {.size = kWarp}});
@@ -112,11 +131,21 @@ void run_blocks(dim3 blocks, dim3 threads, const std::function<void()>& body) {
 void wait_for_block() { wait(block); }
 void wait_for_warp() { wait(warps[threadIdx.x / kWarp].barrier); }
 
-std::array<uint64_t, kWarp> exchange(uint64_t mine) {
+std::size_t shared_bytes() { return shared_bytes_of_kernel; }
+
+std::array<Words, kWarp> exchange_words(const Words& mine) {
   Warp& warp = warps[threadIdx.x / kWarp];
   auto& given = warp.given[this_fiber().exchanges++ % 2];
   given[lane()] = mine;
   wait(warp.barrier);
+  return given;
+}
+
+std::array<uint64_t, kWarp> exchange(uint64_t mine) {
+  const auto words =
+      exchange_words({static_cast<uint32_t>(mine), static_cast<uint32_t>(mine >> 32)});
+  std::array<uint64_t, kWarp> given;
+  for (int i = 0; i < kWarp; ++i) given[i] = words[i][0] | uint64_t{words[i][1]} << 32;
   return given;
 }
 

@@ -1,4 +1,4 @@
-"""The memory-bound kernels of csrc/cuda, compiled for the CPU and put in the place of csrc/cpu.
+"""The kernels of csrc/cuda that are all our own, compiled for the CPU and put in the place of csrc/cpu.
 
     python -m tests.cuda_host.emulation LIBRARY PYTEST_ARGUMENT...
 
@@ -32,7 +32,8 @@ def compiler() -> str | None:
 def build(folder: Path) -> Path:
     """The library in `folder`; raises CalledProcessError with the compiler's output."""
     objects = []
-    for source in [*sorted(CSRC.glob("cuda/*.cu")), *sorted(HERE.glob("*.cpp"))]:
+    kernels = [*CSRC.glob("cuda/*.cu"), *CSRC.glob("cuda/fused/*.cu")]
+    for source in [*sorted(kernels), *sorted(HERE.glob("*.cpp"))]:
         objects.append(folder / f"{source.name}.o")
         _run(compiler(), *FLAGS, "-x", "c++", "-c", source, "-o", objects[-1])
     library = folder / "libcuda_host.so"

@@ -1,6 +1,7 @@
 // Every task on the kernels of csrc/cuda. Loaded before the extension, these functions go before
 // the extension's own of the same names.
 #include "expert_merge.h"
+#include "fused_product.h"
 #include "grouped_product.h"
 #include "norm_topk.h"
 #include "permute.h"
@@ -19,6 +20,13 @@ void run(const Task& task) {
   run_on_cuda(task, nullptr);
 }
 
+template <class Epilogue>
+bool run_fused(const FusedProduct* product, const Epilogue* epilogue) {
+  if (!can_fuse(*product, *epilogue)) return false;
+  run_on_cuda(*product, *epilogue, nullptr);
+  return true;
+}
+
 }  // namespace
 
 void run_on_cpu(const CountChoices& task) { run(task); }
@@ -35,8 +43,22 @@ void run_on_cpu(const UnpermuteBackward& task) { run(task); }
 
 }  // namespace moe_parallel
 
-// For Python (test_kernels.py).
+// For Python.
 extern "C" {
+bool store_rows(const moe_parallel::FusedProduct* product, const moe_parallel::StoreRows* task) {
+  return moe_parallel::run_fused(product, task);
+}
+bool activate_rows(const moe_parallel::FusedProduct* product,
+                   const moe_parallel::ActivateRows* task) {
+  return moe_parallel::run_fused(product, task);
+}
+bool square_rows(const moe_parallel::FusedProduct* product, const moe_parallel::SquareRows* task) {
+  return moe_parallel::run_fused(product, task);
+}
+bool differentiate_rows(const moe_parallel::FusedProduct* product,
+                        const moe_parallel::DifferentiateRows* task) {
+  return moe_parallel::run_fused(product, task);
+}
 int64_t tasks_run() { return moe_parallel::tasks_run; }
 void count_choices(const moe_parallel::CountChoices* task) { run_on_cpu(*task); }
 void place_choices(const moe_parallel::PlaceChoices* task) { run_on_cpu(*task); }

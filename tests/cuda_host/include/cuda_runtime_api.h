@@ -13,6 +13,8 @@
 #define __device__
 #define __host__
 #define __shared__ static
+#define __grid_constant__
+#define __launch_bounds__(...)
 
 using cudaStream_t = struct Stream*;
 
@@ -26,6 +28,28 @@ struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+struct float2 {
+  float x, y;
+};
+
+// One that is as good as any, but small, so that its blocks have many tiles each.
+enum cudaDeviceAttr {
+  cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrMultiProcessorCount,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin,
+};
+inline void cudaGetDevice(int* device) { *device = 0; }
+inline void cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  constexpr int kValues[] = {8, 3, 163 << 10};
+  *value = kValues[attribute];
+}
+
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+template <class Kernel>
+void cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) {}
+
 using std::max;
 using std::min;
 
@@ -36,7 +60,11 @@ namespace cuda_host {
 constexpr int kWarp = 32;
 
 // Runs body once for each thread of each block.
-void run_blocks(dim3 blocks, dim3 threads, const std::function<void()>& body);
+void run_blocks(dim3 blocks, dim3 threads, std::size_t shared_bytes,
+                const std::function<void()>& body);
+
+// The dynamic shared memory of the kernel that runs.
+std::size_t shared_bytes();
 
 // Returns when all threads of the block, or of the warp, have called it.
 void wait_for_block();
@@ -44,6 +72,11 @@ void wait_for_warp();
 
 // What the lanes of this warp gave, once all have given.
 std::array<uint64_t, kWarp> exchange(uint64_t mine);
+using Words = std::array<uint32_t, 6>;
+std::array<Words, kWarp> exchange_words(const Words& mine);
+
+// Copies to shared memory that nobody waited for end with the block (ptx.cpp).
+void forget_copies();
 
 int lane();
 
@@ -73,7 +106,8 @@ struct cudaLaunchConfig_t {
 template <class... Parameters, class... Arguments>
 void cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                         Arguments... arguments) {
-  cuda_host::run_blocks(config->gridDim, config->blockDim, [&] { kernel(arguments...); });
+  cuda_host::run_blocks(config->gridDim, config->blockDim, config->dynamicSmemBytes,
+                        [&] { kernel(arguments...); });
 }
 
 inline void __syncthreads() { cuda_host::wait_for_block(); }

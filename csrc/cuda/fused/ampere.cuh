@@ -1,0 +1,273 @@
+// The fused product for sm_80 and whatever comes later: cp.async gathers into shared memory three
+// stages ahead, mma multiplies. The blocks stay, and load on from tile to tile: a tile's first
+// stages arrive while the one before is in its epilogue.
+#pragma once
+
+#include "ptx.cuh"
+#include "strip.cuh"
+#include "tiles.cuh"
+
+namespace moe_parallel::fused {
+
+// Of 16-bit elements. Eight warps, two down and four across, have 64 rows each and 32 columns of
+// each accumulator: 128 sums a thread.
+struct AmpereTile {
+  static constexpr int kRows = 128, kColumns = 128;  // of each accumulator
+  static constexpr int kDepth = 32;                  // elements of a row, 64 bytes
+  static constexpr int kStages = 4;
+  static constexpr int kWarpsAcross = 4;
+  static constexpr int kStrips = kRows / (kWarpsPerBlock / kWarpsAcross) / 16;
+  static constexpr int kGroups = kColumns / kWarpsAcross / 8;
+  static constexpr int kVector = 8;         // elements in 16 bytes
+  static constexpr int kPanelBytes = 8192;  // a, b of `first` or b of `second` in one stage
+  static constexpr int kStageBytes = 3 * kPanelBytes;
+  static constexpr int kSharedBytes = kStages * kStageBytes;
+  static_assert(kPanelBytes == 2 * kRows * kDepth && kPanelBytes == 2 * kColumns * kDepth);
+};
+
+// A panel of 64-byte rows (a; b by columns), or of 256-byte rows (b by rows). Chunks of 16 bytes
+// change places so that the eight rows that ldmatrix reads at once lie in different banks.
+__device__ inline ptx::SharedAddress in_narrow_rows(int row, int chunk) {
+  return row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
+}
+__device__ inline ptx::SharedAddress in_wide_rows(int row, int chunk) {
+  return row * 256 + ((chunk ^ (row & 7)) << 4);
+}
+
+// The columns of the result where a tile's accumulator `half` begins.
+template <bool kSideBySide>
+__device__ inline int64_t column_of(const Tile& tile, int half) {
+  constexpr int kColumns = AmpereTile::kColumns;
+  return kSideBySide ? tile.column * 2 * kColumns + half * kColumns : tile.column * kColumns;
+}
+
+template <bool kSideBySide>
+__host__ __device__ inline int64_t tiles_across(const FusedProduct& product) {
+  constexpr int64_t kColumns = AmpereTile::kColumns * (kSideBySide ? 2 : 1);
+  return (product.columns + kColumns - 1) / kColumns;
+}
+
+// Loads the stages of a block's tiles, one after the other, each thread two chunks of each panel.
+template <class Scalar, bool kByColumns, bool kSideBySide>
+class AmpereLoader {
+  using Tiles = TileWalk<AmpereTile::kRows>;
+
+ public:
+  __device__ AmpereLoader(const FusedProduct& product, ptx::SharedAddress memory)
+      : product_(product), tiles_(product, tiles_across<kSideBySide>(product)), memory_(memory) {
+    locate();
+  }
+
+  // The next stage; a group of copies, which is empty after the last one.
+  __device__ void load() {
+    if (!tiles_.is_over()) {
+      const ProductPart& part = product_.parts[part_];
+      const ptx::SharedAddress stage = memory_ + slot_ * AmpereTile::kStageBytes;
+      load_a(part, stage);
+      load_b(part, part.first, 0, stage + AmpereTile::kPanelBytes);
+      load_b(part, part.second, 1, stage + 2 * AmpereTile::kPanelBytes);
+      advance();
+    }
+    ptx::commit_copies();
+    slot_ = (slot_ + 1) % AmpereTile::kStages;
+  }
+
+ private:
+  // Of narrow rows a thread has two, 64 apart, and of wide rows two, 16 apart.
+  static __device__ int narrow_row() { return static_cast<int>(threadIdx.x) / 4; }
+  static __device__ int narrow_chunk() { return static_cast<int>(threadIdx.x) % 4; }
+  static __device__ int wide_row() { return static_cast<int>(threadIdx.x) / 16; }
+  static __device__ int wide_chunk() { return static_cast<int>(threadIdx.x) % 16; }
+
+  __device__ void advance() {
+    depth_ += AmpereTile::kDepth;
+    if (depth_ < product_.parts[part_].depth) return;
+    depth_ = 0;
+    if (++part_ == product_.num_parts) {
+      part_ = 0;
+      tiles_.advance();
+    }
+    locate();
+  }
+
+  // What this thread reads of a tile and a part, at depth 0.
+  __device__ void locate() {
+    if (tiles_.is_over()) return;
+    const ProductPart& part = product_.parts[part_];
+    const Tile tile = tiles_.tile();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t row = tile.first_row + narrow_row() + 64 * i;
+      const int64_t source = row < tile.end_row ? source_of(part.a, row) : -1;
+      a_[i] = source < 0 ? nullptr
+                         : static_cast<const Scalar*>(part.a.data) + source * part.a.stride +
+                               narrow_chunk() * AmpereTile::kVector;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const GroupedMatrix& matrix = half == 0 ? part.first : part.second;
+      column_[half] = column_of<kSideBySide>(tile, half) +
+                      (kByColumns ? narrow_row() : wide_chunk() * AmpereTile::kVector);
+      const int64_t column = column_[half] % product_.columns_per_matrix;
+      const int64_t group = tile.group + column_[half] / product_.columns_per_matrix;
+      const int64_t element = kByColumns
+                                  ? column * matrix.stride + narrow_chunk() * AmpereTile::kVector
+                                  : wide_row() * matrix.stride + column;
+      b_[half] = static_cast<const Scalar*>(matrix.data) + group * matrix.group_stride + element;
+    }
+  }
+
+  // The row of the source, or -1.
+  static __device__ int64_t source_of(const GatheredRows& rows, int64_t row) {
+    if (!rows.slots) return row;
+    const int64_t slot = rows.slots[row];
+    return slot < 0 || slot >= rows.source_rows * rows.choices ? -1 : slot / rows.choices;
+  }
+
+  __device__ void load_a(const ProductPart& part, ptx::SharedAddress panel) const {
+    const bool is_deep = depth_ + narrow_chunk() * AmpereTile::kVector < part.depth;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      copy(panel + in_narrow_rows(narrow_row() + 64 * i, narrow_chunk()), a_[i] + depth_,
+           part.a.data, a_[i] && is_deep);
+    }
+  }
+
+  __device__ void load_b(const ProductPart& part, const GroupedMatrix& matrix, int half,
+                         ptx::SharedAddress panel) const {
+    if (!matrix.data) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (kByColumns) {
+        const bool is_there = depth_ + narrow_chunk() * AmpereTile::kVector < part.depth &&
+                              column_[half] + 64 * i < product_.columns;
+        copy(panel + in_narrow_rows(narrow_row() + 64 * i, narrow_chunk()),
+             b_[half] + 64 * i * matrix.stride + depth_, matrix.data, is_there);
+      } else {
+        const int64_t depth = depth_ + 16 * i;
+        const bool is_there = wide_row() + depth < part.depth && column_[half] < product_.columns;
+        copy(panel + in_wide_rows(wide_row() + 16 * i, wide_chunk()),
+             b_[half] + depth * matrix.stride, matrix.data, is_there);
+      }
+    }
+  }
+
+  // Even where nothing is copied the address has to be one.
+  static __device__ void copy(ptx::SharedAddress to, const Scalar* from, const void* somewhere,
+                              bool is_there) {
+    ptx::copy_async(to, is_there ? from : somewhere, is_there);
+  }
+
+  const FusedProduct& product_;
+  Tiles tiles_;
+  ptx::SharedAddress memory_;
+  int slot_ = 0, part_ = 0;
+  int64_t depth_ = 0;
+  const Scalar* a_[2];
+  const Scalar* b_[2];
+  int64_t column_[2];
+};
+
+// A warp's sums: strips of 16 rows by groups of 8 columns.
+using AmpereSums = float[AmpereTile::kStrips][AmpereTile::kGroups][4];
+
+// 16 of the depth: of b two groups of columns at a time.
+template <bool kByColumns>
+__device__ inline void load_b_fragments(ptx::SharedAddress panel, int step, int first_column,
+                                        uint32_t (&b)[AmpereTile::kGroups / 2][4]) {
+  const int lane = lane_index();
+#pragma unroll
+  for (int i = 0; i < AmpereTile::kGroups / 2; ++i) {
+    const int column = first_column + 16 * i;
+    if constexpr (kByColumns) {
+      const int row = column + lane % 8 + lane / 16 * 8;
+      ptx::load_matrices(panel + in_narrow_rows(row, 2 * step + lane / 8 % 2), b[i]);
+    } else {
+      const int chunk = column / AmpereTile::kVector + lane / 16;
+      ptx::load_transposed(panel + in_wide_rows(16 * step + lane % 16, chunk), b[i]);
+    }
+  }
+}
+
+template <class Scalar, bool kByColumns>
+__device__ inline void multiply_panel(ptx::SharedAddress panel, int step, int first_column,
+                                      const uint32_t (&a)[AmpereTile::kStrips][4],
+                                      AmpereSums& sums) {
+  uint32_t b[AmpereTile::kGroups / 2][4];
+  load_b_fragments<kByColumns>(panel, step, first_column, b);
+#pragma unroll
+  for (int strip = 0; strip < AmpereTile::kStrips; ++strip) {
+#pragma unroll
+    for (int group = 0; group < AmpereTile::kGroups; ++group) {
+      const uint32_t (&pair)[4] = b[group / 2];
+      ptx::multiply(sums[strip][group], a[strip], pair[group % 2 * 2], pair[group % 2 * 2 + 1],
+                    Scalar{});
+    }
+  }
+}
+
+template <class Scalar, bool kByColumns>
+__device__ inline void multiply_stage(const ProductPart& part, ptx::SharedAddress stage,
+                                      int first_row, int first_column, AmpereSums& first,
+                                      AmpereSums& second) {
+  const int lane = lane_index();
+#pragma unroll
+  for (int step = 0; step < AmpereTile::kDepth / 16; ++step) {
+    uint32_t a[AmpereTile::kStrips][4];
+#pragma unroll
+    for (int strip = 0; strip < AmpereTile::kStrips; ++strip) {
+      const int row = first_row + 16 * strip + lane % 16;
+      ptx::load_matrices(stage + in_narrow_rows(row, 2 * step + lane / 16), a[strip]);
+    }
+    const ptx::SharedAddress panel = stage + AmpereTile::kPanelBytes;
+    if (part.first.data) {
+      multiply_panel<Scalar, kByColumns>(panel, step, first_column, a, first);
+    }
+    if (part.second.data) {
+      multiply_panel<Scalar, kByColumns>(panel + AmpereTile::kPanelBytes, step, first_column, a,
+                                         second);
+    }
+  }
+}
+
+template <class Scalar, bool kByColumns, class Epilogue>
+__global__ void __launch_bounds__(kThreads, 1)
+    multiply_on_ampere(const __grid_constant__ FusedProduct product, Epilogue epilogue) {
+  constexpr bool kSideBySide = Epilogue::kSideBySide;
+  const ptx::SharedAddress memory = ptx::shared_address(ptx::shared_memory());
+  AmpereLoader<Scalar, kByColumns, kSideBySide> loader(product, memory);
+  for (int i = 0; i < AmpereTile::kStages - 1; ++i) loader.load();
+
+  const int warp = warp_in_block();
+  const int first_row = warp / AmpereTile::kWarpsAcross * 16 * AmpereTile::kStrips;
+  const int first_column = warp % AmpereTile::kWarpsAcross * 8 * AmpereTile::kGroups;
+  int slot = 0;
+  TileWalk<AmpereTile::kRows> tiles(product, tiles_across<kSideBySide>(product));
+  for (; !tiles.is_over(); tiles.advance()) {
+    AmpereSums first = {}, second = {};
+    for (int i = 0; i < product.num_parts; ++i) {
+      const ProductPart& part = product.parts[i];
+      for (int64_t depth = 0; depth < part.depth; depth += AmpereTile::kDepth) {
+        ptx::wait_for_copies<AmpereTile::kStages - 2>();
+        __syncthreads();  // all copies of this stage are there, and the one before has been read
+        loader.load();    // into the one before
+        multiply_stage<Scalar, kByColumns>(part, memory + slot * AmpereTile::kStageBytes, first_row,
+                                           first_column, first, second);
+        slot = (slot + 1) % AmpereTile::kStages;
+      }
+    }
+    const Tile tile = tiles.tile();
+#pragma unroll
+    for (int i = 0; i < AmpereTile::kStrips; ++i) {
+      const Strip strip{.row = tile.first_row + first_row + 16 * i + lane_index() / 4,
+                        .end_row = tile.end_row,
+                        .first_column = column_of<kSideBySide>(tile, 0) + first_column,
+                        .second_column = column_of<kSideBySide>(tile, 1) + first_column,
+                        .columns = product.columns};
+      epilogue(strip, first[i], second[i]);
+    }
+  }
+  ptx::wait_for_copies<0>();
+}
+
+}  // namespace moe_parallel::fused

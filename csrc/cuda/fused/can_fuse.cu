@@ -1,0 +1,57 @@
+#include "can_fuse.h"
+#include "launch.cuh"
+
+namespace moe_parallel::fused {
+
+int attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&value, attribute, device);
+  return value;
+}
+
+namespace {
+
+constexpr int64_t kVector = AmpereTile::kVector;
+
+bool has_device() {
+  return attribute(cudaDevAttrComputeCapabilityMajor) >= 8 &&
+         attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= AmpereTile::kSharedBytes;
+}
+
+bool takes_matrix(const GroupedMatrix& matrix, Layout layout) {
+  if (!matrix.data) return true;
+  const bool fits = layout == Layout::kAny || matrix.by_columns == (layout == Layout::kByColumns);
+  return fits && !matrix.is_cut && takes_rows({matrix.data}, {matrix.stride, matrix.group_stride});
+}
+
+}  // namespace
+
+bool takes_rows(std::initializer_list<const void*> addresses,
+                std::initializer_list<int64_t> strides) {
+  bool aligned = are_aligned(addresses, {});
+  for (int64_t stride : strides) aligned = aligned && stride % kVector == 0;
+  return aligned;
+}
+
+bool lies_by_columns(const FusedProduct& product) {
+  const ProductPart& part = product.parts[0];
+  return (part.first.data ? part.first : part.second).by_columns;
+}
+
+bool takes(const FusedProduct& product, Layout layout) {
+  if (product.type != ScalarType::kBFloat16 && product.type != ScalarType::kFloat16) return false;
+  if (product.rows == 0 || product.columns == 0 || !has_device()) return false;
+  if (layout == Layout::kAny) {
+    layout = lies_by_columns(product) ? Layout::kByColumns : Layout::kByRows;
+  }
+  bool taken = takes_rows({}, {product.columns, product.columns_per_matrix});
+  for (int i = 0; i < product.num_parts; ++i) {
+    const ProductPart& part = product.parts[i];
+    taken = taken && part.depth > 0 && takes_rows({part.a.data}, {part.a.stride, part.depth}) &&
+            takes_matrix(part.first, layout) && takes_matrix(part.second, layout);
+  }
+  return taken;
+}
+
+}  // namespace moe_parallel::fused

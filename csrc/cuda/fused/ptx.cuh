@@ -1,0 +1,97 @@
+// The PTX that the fused products are made of. Without nvcc these are declarations, and
+// tests/cuda_host has functions that do what the PTX ISA says.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace moe_parallel::ptx {
+
+// In bytes from where the block's shared memory begins.
+using SharedAddress = uint32_t;
+
+#ifdef __CUDACC__
+
+// The shared memory that a kernel was started with.
+__device__ inline char* shared_memory() {
+  extern __shared__ __align__(1024) char memory[];
+  return memory;
+}
+
+__device__ inline SharedAddress shared_address(const void* pointer) {
+  return static_cast<SharedAddress>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies 16 bytes, or where !is_there writes zeros, by the time that the group is waited for.
+__device__ inline void copy_async(SharedAddress to, const void* from, bool is_there) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(is_there ? 16 : 0)
+               : "memory");
+}
+
+// The copies of this thread since the last group become one.
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// All of this thread's groups but the latest kGroups have been delivered.
+template <int kGroups>
+__device__ inline void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
+// Four matrices of 8 rows of 16 bytes; lane l gives the address of row l % 8 of matrix l / 8. Lane
+// 4 r + q receives of each the 2 q th and (2 q + 1)th 16 bits of row r, or of column r.
+__device__ inline void load_matrices(SharedAddress row, uint32_t (&x)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(row)
+               : "memory");
+}
+__device__ inline void load_transposed(SharedAddress row, uint32_t (&x)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(row)
+               : "memory");
+}
+
+// d += a b with a [16, 16], b [16, 8]. Lane 4 r + q holds of d rows r, r, r + 8, r + 8, columns
+// 2 q, 2 q + 1, 2 q, 2 q + 1; of a, in pairs of columns, (r, 2 q), (r + 8, 2 q), (r, 2 q + 8) and
+// (r + 8, 2 q + 8); of b, in pairs of rows, (2 q, r) and (2 q + 8, r).
+__device__ inline void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                __nv_bfloat16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ inline void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                __half) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+#else
+
+char* shared_memory();
+SharedAddress shared_address(const void* pointer);
+void copy_async(SharedAddress to, const void* from, bool is_there);
+void commit_copies();
+void wait_for_copies(int groups);
+template <int kGroups>
+void wait_for_copies() {
+  wait_for_copies(kGroups);
+}
+void load_matrices(SharedAddress row, uint32_t (&x)[4]);
+void load_transposed(SharedAddress row, uint32_t (&x)[4]);
+void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __nv_bfloat16);
+void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half);
+
+#endif
+
+}  // namespace moe_parallel::ptx

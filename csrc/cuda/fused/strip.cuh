@@ -1,0 +1,123 @@
+// What an epilogue is given. Of a strip of 16 rows of an accumulator, [groups of 8 columns][4],
+// lane 4 r + q holds in group j rows r, r, r + 8, r + 8 and columns 8 j + 2 q, + 1, the same two
+// again: so mma.m16n8 and wgmma.m64nN leave their sums.
+//
+// An epilogue is a functor with
+//     static constexpr bool kSideBySide;  // whether the columns of `second` follow those of
+//     `first` template <int kGroups>              // a multiple of 4 void operator()(const Strip&,
+//     const float (&first)[kGroups][4],
+//                     const float (&second)[kGroups][4]) const;
+// which all lanes of a warp call together, once for each strip. It goes through the columns 32 at a
+// time: the four lanes of a row exchange their pairs, and each moves 16 bytes.
+#pragma once
+
+#include "../launch.cuh"
+#include "../scalar.cuh"
+#include "../vector.cuh"
+
+namespace moe_parallel::fused {
+
+constexpr int kChunk = 32;  // columns, four groups
+
+struct Strip {
+  int64_t row;                          // of this lane, among all rows; the other one is row + 8
+  int64_t end_row;                      // rows from here on are not there
+  int64_t first_column, second_column;  // of the first group of `first`, of `second`
+  int64_t columns;                      // columns from here on are not there
+};
+
+// The pairs of one row in four groups.
+using Pairs = uint32_t[4];
+
+// This lane's place among the four of a row.
+__device__ inline int quad_lane() { return lane_index() % 4; }
+
+// x[i] of lane q becomes x[q] of lane i.
+__device__ inline void transpose_quad(Pairs& x) {
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2) {
+    const bool upper = quad_lane() & bit;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      const uint32_t other = __shfl_xor_sync(kAllLanes, upper ? x[i] : x[i + bit], bit);
+      (upper ? x[i] : x[i + bit]) = other;
+    }
+  }
+}
+
+template <class Sum>
+__device__ inline Sum sum_over_quad(Sum x) {
+  x += __shfl_xor_sync(kAllLanes, x, 1);
+  return x + __shfl_xor_sync(kAllLanes, x, 2);
+}
+
+template <class Scalar>
+__device__ inline uint32_t pack(float x, float y) {
+  const Vector<Scalar, 2> pair{{from_sum<Scalar>(x), from_sum<Scalar>(y)}};
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+template <class Scalar>
+__device__ inline float2 unpack(uint32_t x) {
+  const auto pair = *reinterpret_cast<const Vector<Scalar, 2>*>(&x);
+  return {to_sum(pair.elements[0]), to_sum(pair.elements[1])};
+}
+
+// The four groups of `columns` in row r (half 0) or r + 8 (half 1) of one accumulator.
+struct Chunk {
+  int64_t row, column;
+  bool is_there;  // the row
+  int group, half;
+};
+
+// body(chunk), for all of a strip.
+template <int kGroups, class Body>
+__device__ inline void for_each_chunk(const Strip& strip, int64_t first_column, const Body& body) {
+  static_assert(kGroups % 4 == 0);
+#pragma unroll
+  for (int group = 0; group < kGroups; group += 4) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t row = strip.row + 8 * half;
+      body(Chunk{row, first_column + 8 * group, row < strip.end_row, group, half});
+    }
+  }
+}
+
+// A matrix in memory that a strip is read from or written to.
+template <class Scalar>
+class Rows {
+ public:
+  __device__ Rows(const void* data, int64_t stride, int64_t columns)
+      : data_(static_cast<Scalar*>(const_cast<void*>(data))), stride_(stride), columns_(columns) {}
+
+  __device__ bool is_wanted() const { return data_ != nullptr; }
+
+  __device__ void write(const Chunk& chunk, const Pairs& pairs) const {
+    Pairs x = {pairs[0], pairs[1], pairs[2], pairs[3]};
+    transpose_quad(x);
+    if (has(chunk)) *at(chunk) = make_uint4(x[0], x[1], x[2], x[3]);
+  }
+
+  // Zeros where nothing is there.
+  __device__ void read(const Chunk& chunk, Pairs& pairs) const {
+    const uint4 x = has(chunk) ? *at(chunk) : make_uint4(0, 0, 0, 0);
+    pairs[0] = x.x, pairs[1] = x.y, pairs[2] = x.z, pairs[3] = x.w;
+    transpose_quad(pairs);
+  }
+
+ private:
+  __device__ int64_t column(const Chunk& chunk) const { return chunk.column + 8 * quad_lane(); }
+  __device__ bool has(const Chunk& chunk) const {
+    return chunk.is_there && column(chunk) < columns_;
+  }
+  __device__ uint4* at(const Chunk& chunk) const {
+    return reinterpret_cast<uint4*>(data_ + chunk.row * stride_ + column(chunk));
+  }
+
+  Scalar* data_;
+  int64_t stride_, columns_;
+};
+
+}  // namespace moe_parallel::fused

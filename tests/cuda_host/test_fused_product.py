@@ -1,0 +1,321 @@
+"""Products on emulated tensor cores, with rows gathered on load and what their epilogues make of
+them, against loops in float64 over the same 16-bit values."""
+
+import ctypes
+from ctypes import POINTER, c_bool, c_int, c_int64, c_void_p
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cuda_host.emulation import structure
+from tests.cuda_host.test_grouped_product import GroupedMatrix
+
+SCALAR_TYPES = {torch.bfloat16: 2, torch.float16: 3}  # ScalarType in csrc/scalar_type.h
+DTYPES = list(SCALAR_TYPES)
+
+GatheredRows = structure(
+    data=c_void_p, slots=c_void_p, choices=c_int64, source_rows=c_int64, stride=c_int64
+)
+ProductPart = structure(a=GatheredRows, first=GroupedMatrix, second=GroupedMatrix, depth=c_int64)
+FusedProduct = structure(
+    type=c_int,
+    parts=ProductPart * 2,
+    num_parts=c_int,
+    offsets=c_void_p,
+    groups=c_int64,
+    rows=c_int64,
+    columns=c_int64,
+    columns_per_matrix=c_int64,
+)
+StoreRows = structure(d=c_void_p, stride=c_int64, accumulate=c_bool)
+ActivateRows = structure(
+    probabilities=c_void_p,
+    h=c_void_p,
+    gate=c_void_p,
+    up=c_void_p,
+    gate_stride=c_int64,
+    up_stride=c_int64,
+)
+SquareRows = structure(squares=c_void_p, c=c_void_p)
+DifferentiateRows = structure(
+    probabilities=c_void_p,
+    gate=c_void_p,
+    up=c_void_p,
+    dgate=c_void_p,
+    dup=c_void_p,
+    h=c_void_p,
+    dprobabilities=c_void_p,
+    gate_stride=c_int64,
+    up_stride=c_int64,
+    dgate_stride=c_int64,
+    dup_stride=c_int64,
+)
+
+NOTHING = GroupedMatrix(None, 0, 0, False, False)
+COUNTS = [[0, 200, 0, 1, 0], [130, 127, 1], [n % 4 for n in range(10)]]
+
+
+def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def nan(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+def matrices(w: Tensor, first_column: int = 0) -> ctypes.Structure:
+    """[groups, depth, columns], or a transposed view."""
+    by_columns = w.stride(1) == 1 and w.stride(2) != 1
+    stride = w.stride(2 if by_columns else 1)
+    address = w.data_ptr() + first_column * w.element_size() * (stride if by_columns else 1)
+    return GroupedMatrix(address, stride, w.stride(0), by_columns, False)
+
+
+def transposed(w: Tensor) -> Tensor:
+    """The same matrices with dense columns."""
+    return w.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@dataclass
+class Rows:
+    """x as it lies, or x[slots / choices]."""
+
+    x: Tensor
+    slots: Tensor | None = None
+    choices: int = 1
+
+    def task(self) -> ctypes.Structure:
+        slots = None if self.slots is None else self.slots.data_ptr()
+        return GatheredRows(self.x.data_ptr(), slots, self.choices, len(self.x), self.x.stride(0))
+
+    def exact(self) -> Tensor:
+        x = self.x.double()
+        if self.slots is None:
+            return x
+        beyond = (self.slots < 0) | (self.slots >= len(x) * self.choices)
+        return x[(self.slots // self.choices).masked_fill(beyond, 0)].masked_fill(
+            beyond[:, None], 0
+        )
+
+
+@dataclass
+class Case:
+    """Rows of groups, and the parts of a product of them."""
+
+    dtype: torch.dtype
+    counts: list[int]
+    parts: list[tuple[Rows, ctypes.Structure, ctypes.Structure]]
+    columns: int
+    offsets: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.offsets = torch.tensor([0, *self.counts]).cumsum(0)
+
+    def task(self, **changes: object) -> ctypes.Structure:
+        parts = (ProductPart * 2)()
+        for i, (rows, first, second) in enumerate(self.parts):
+            parts[i] = ProductPart(rows.task(), first, second, rows.x.shape[1])
+        fields = {
+            "type": SCALAR_TYPES[self.dtype],
+            "parts": parts,
+            "num_parts": len(self.parts),
+            "offsets": self.offsets.data_ptr(),
+            "groups": len(self.counts),
+            "rows": sum(self.counts),
+            "columns": self.columns,
+            "columns_per_matrix": self.columns,
+        }
+        return FusedProduct(**(fields | changes))
+
+
+def run(kernel, product: ctypes.Structure, epilogue: ctypes.Structure) -> None:
+    kernel.restype = c_bool
+    kernel.argtypes = [POINTER(FusedProduct), POINTER(type(epilogue))]
+    assert kernel(product, epilogue)
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_shared_memory_is_read_without_bank_conflicts(kernels, by_columns):
+    """A matter of speed alone, so values do not show it."""
+    x, w = Rows(draw(3, 72, dtype=torch.float16)), draw(1, 72, 136, dtype=torch.float16)
+    w = transposed(w) if by_columns else w
+    case = Case(torch.float16, [3], [(x, matrices(w), matrices(w))], 136)
+    d = nan(3, 136, dtype=torch.float16)
+    run(kernels.store_rows, case.task(), StoreRows(d.data_ptr(), 136, False))
+    assert kernels.bank_conflicts() == 0
+
+
+def exact_product(rows: Rows, w: Tensor, counts: list[int]) -> Tensor:
+    groups = rows.exact().split(counts)
+    return torch.cat([x @ matrix for x, matrix in zip(groups, w.double(), strict=True)])
+
+
+def assert_close(found: Tensor, wanted: Tensor, units: float = 1.0) -> None:
+    """Within so many roundings to the type of `found`, of the value and of the largest one."""
+    unit = units * torch.finfo(found.dtype).eps
+    torch.testing.assert_close(
+        found.double(), wanted, rtol=unit, atol=unit * float(wanted.abs().max()) / 8
+    )
+
+
+def gathered(counts: list[int], depth: int, dtype: torch.dtype, choices: int = 2) -> Rows:
+    """Rows of fewer tokens than rows, with padding and slots that are beyond them."""
+    rows, tokens = sum(counts), 1 + sum(counts) // choices
+    generator = torch.Generator().manual_seed(3)
+    slots = torch.randint(-2, tokens * choices + 2, (rows,), generator=generator)
+    return Rows(draw(tokens, depth, dtype=dtype), slots, choices)
+
+
+@pytest.mark.parametrize("by_columns, accumulate", [(False, True), (True, False)])
+@pytest.mark.parametrize("depth, columns", [(8, 8), (200, 136), (72, 264)])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_store(kernels, dtype, counts, depth, columns, by_columns, accumulate):
+    rows, w = gathered(counts, depth, dtype), draw(len(counts), depth, columns, dtype=dtype, seed=1)
+    laid_out = transposed(w) if by_columns else w
+    halves = matrices(laid_out), matrices(laid_out)
+    case = Case(dtype, counts, [(rows, *halves)], columns)
+    before = draw(sum(counts), columns, dtype=dtype, seed=2)
+    wide = nan(sum(counts), columns + 8, dtype=dtype)
+    d = wide[:, :columns].copy_(before)
+    run(kernels.store_rows, case.task(), StoreRows(d.data_ptr(), d.stride(0), accumulate))
+    wanted = exact_product(rows, w, counts) + (before.double() if accumulate else 0)
+    assert_close(d, wanted)
+    assert wide[:, columns:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_two_parts_of_one_sum(kernels, dtype):
+    """[x | y] [v; w], as the gradient of a concatenation has it, of rows as they lie."""
+    counts, columns = [3, 0, 140], 264
+    x, y = (Rows(draw(143, depth, dtype=dtype, seed=depth)) for depth in (40, 72))
+    v, w = (draw(3, depth, columns, dtype=dtype, seed=1 + depth) for depth in (40, 72))
+    keep = transposed(v), transposed(w)
+    halves_v, halves_w = matrices(keep[0]), matrices(keep[1])
+    case = Case(dtype, counts, [(x, halves_v, halves_v), (y, halves_w, halves_w)], columns)
+    d = nan(143, columns, dtype=dtype)
+    run(kernels.store_rows, case.task(), StoreRows(d.data_ptr(), columns, False))
+    assert_close(d, exact_product(x, v, counts) + exact_product(y, w, counts))
+
+
+def silu(x: Tensor) -> Tensor:
+    return x * x.sigmoid()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("depth, columns", [(72, 136)])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activate(kernels, dtype, counts, depth, columns, keep):
+    """The routed layer's first stage: gate and up are the halves of one matrix."""
+    rows = gathered(counts, depth, dtype)
+    w = draw(len(counts), depth, 2 * columns, dtype=dtype, seed=1).div_(depth**0.5)
+    case = Case(dtype, counts, [(rows, matrices(w), matrices(w, columns))], columns)
+    h = nan(sum(counts), columns, dtype=dtype)
+    gate_up = nan(sum(counts), 2 * columns, dtype=dtype)
+    gate, up = gate_up.chunk(2, dim=1)
+    p = draw(sum(counts), dtype=torch.float32, seed=4)
+    kept = (gate.data_ptr(), up.data_ptr()) if keep else (None, None)
+    task = ActivateRows(p.data_ptr(), h.data_ptr(), *kept, 2 * columns, 2 * columns)
+    run(kernels.activate_rows, case.task(), task)
+    exact = exact_product(rows, w, counts)
+    if keep:
+        assert_close(gate_up, exact)
+        of_kept = silu(gate.double()) * up.double() * p.double()[:, None]
+        assert_close(h, of_kept)
+    else:
+        assert gate_up.isnan().all()
+        assert_close(h, silu(exact[:, :columns]) * exact[:, columns:] * p.double()[:, None], 4)
+
+
+@pytest.mark.parametrize("hand_on", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activate_of_two_products(kernels, dtype, hand_on):
+    """The autonomous layer's: C W_up in one accumulator, x W_p in the other."""
+    counts, rank, depth, columns = [3, 0, 140, 1], 40, 104, 136
+    x = gathered(counts, depth, dtype)
+    c = Rows(draw(sum(counts), rank, dtype=dtype, seed=5))
+    if hand_on:
+        c = Rows(draw(len(x.x) * 2, rank, dtype=dtype, seed=5), x.slots, 1)
+    w_up = draw(4, rank, columns, dtype=dtype, seed=1).div_(rank**0.5)
+    w_p = draw(4, depth, columns, dtype=dtype, seed=2).div_(depth**0.5)
+    parts = [(c, matrices(w_up), NOTHING), (x, NOTHING, matrices(w_p))]
+    case = Case(dtype, counts, parts, columns)
+    h, g, p = (nan(sum(counts), columns, dtype=dtype) for _ in range(3))
+    task = ActivateRows(None, h.data_ptr(), g.data_ptr(), p.data_ptr(), columns, columns)
+    run(kernels.activate_rows, case.task(), task)
+    assert_close(g, exact_product(c, w_up, counts))
+    assert_close(p, exact_product(x, w_p, counts))
+    assert_close(h, silu(g.double()) * p.double())
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("tokens, num_experts, rank", [(1, 1, 32), (130, 5, 96), (2200, 3, 32)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_square(kernels, dtype, tokens, num_experts, rank, keep):
+    """Norms of all experts' C = x W: their matrices side by side, no row belongs to a group."""
+    x, w = Rows(draw(tokens, 72, dtype=dtype)), draw(num_experts, 72, rank, dtype=dtype, seed=1)
+    columns = num_experts * rank
+    case = Case(dtype, [tokens], [(x, matrices(w), matrices(w))], columns)
+    squares = nan(tokens, num_experts, rank // 32, dtype=torch.float32)
+    c = nan(tokens, num_experts, rank, dtype=dtype)
+    product = case.task(offsets=None, columns_per_matrix=rank)
+    task = SquareRows(squares.data_ptr(), c.data_ptr() if keep else None)
+    run(kernels.square_rows, product, task)
+    exact = torch.einsum("td,edr->ter", x.exact(), w.double())
+    wanted = exact.view(*squares.shape, 32).square().sum(-1)
+    torch.testing.assert_close(squares.double(), wanted, rtol=1e-5, atol=0)
+    if keep:
+        assert_close(c, exact)
+    else:
+        assert c.isnan().all()
+
+
+@pytest.mark.parametrize("columns", [8, 136])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_differentiate(kernels, dtype, counts, columns):
+    depth, rows = 72, sum(counts)
+    dy = gathered(counts, depth, dtype)
+    w_out = draw(len(counts), columns, depth, dtype=dtype, seed=1).div_(depth**0.5).transpose(1, 2)
+    case = Case(dtype, counts, [(dy, matrices(w_out), matrices(w_out))], columns)
+    gate_up = draw(rows, 2 * columns, dtype=dtype, seed=2)
+    gate, up = gate_up.chunk(2, dim=1)
+    d_gate_up = nan(rows, 2 * columns, dtype=dtype)
+    dgate, dup = d_gate_up.chunk(2, dim=1)
+    h, p = nan(rows, columns, dtype=dtype), draw(rows, dtype=torch.float32, seed=4)
+    dp = nan(rows, -(-columns // 32), dtype=torch.float32)
+    addresses = [t.data_ptr() for t in (p, gate, up, dgate, dup, h, dp)]
+    task = DifferentiateRows(*addresses, *[2 * columns] * 4)
+    run(kernels.differentiate_rows, case.task(), task)
+
+    dh = exact_product(dy, w_out, counts).to(dtype).double()  # as it would be stored
+    g, u, q = (t.double().requires_grad_() for t in (gate, up, p))
+    wanted_h = silu(g) * u * q[:, None]
+    wanted = torch.autograd.grad(wanted_h, (g, u, q), dh)
+    assert_close(h, wanted_h.detach())
+    # dh itself may be rounded the other way.
+    assert_close(dgate, wanted[0], 2)
+    assert_close(dup, wanted[1], 2)
+    limit = float(wanted[2].abs().max()) * torch.finfo(dtype).eps
+    torch.testing.assert_close(dp.sum(1).double(), wanted[2], rtol=1e-2, atol=limit)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"type": 0}, {"columns": 12}, {"rows": 0}, {"columns": 0}],
+    ids=str,
+)
+def test_what_is_left_to_others(kernels, change):
+    x, w = Rows(draw(3, 16, dtype=torch.float16)), draw(1, 16, 16, dtype=torch.float16)
+    case = Case(torch.float16, [3], [(x, matrices(w), matrices(w))], 16)
+    d = nan(3, 16, dtype=torch.float16)
+    kernels.store_rows.restype = c_bool
+    task = StoreRows(d.data_ptr(), 16, False)
+    assert kernels.store_rows(ctypes.byref(case.task()), ctypes.byref(task))
+    d.fill_(7)
+    assert not kernels.store_rows(ctypes.byref(case.task(**change)), ctypes.byref(task))
+    assert (d == 7).all()
