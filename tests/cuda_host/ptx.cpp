@@ -26,6 +26,10 @@ struct Copy {
 using Groups = std::deque<std::vector<Copy>>;
 std::array<Groups, kMostThreads> groups_of_threads;
 
+constexpr uint64_t kUnderWay = ~uint64_t{0};
+std::array<uint64_t, kSharedBytes / 16> deliveries;  // when, for each 16 bytes
+uint64_t clock_of_copies = 0;
+
 Groups& groups() {
   auto& mine = groups_of_threads[threadIdx.x];
   if (mine.empty()) mine.emplace_back();
@@ -86,7 +90,11 @@ namespace cuda_host {
 void forget_copies() {
   for (auto& groups : groups_of_threads) groups.clear();
   std::memset(memory, 0xff, sizeof(memory));
+  deliveries.fill(0);
 }
+
+uint64_t delivered_at(uint32_t address) { return deliveries[address / 16]; }
+uint64_t now() { return ++clock_of_copies; }
 
 }  // namespace cuda_host
 
@@ -104,6 +112,7 @@ void copy_async(SharedAddress to, const void* from, bool is_there) {
     std::abort();
   }
   std::memset(vector_at(to), 0xff, 16);
+  deliveries[to / 16] = kUnderWay;
   groups().back().push_back({to, is_there ? from : nullptr});
 }
 
@@ -113,6 +122,7 @@ void wait_for_copies(int left) {
   auto& mine = groups();
   for (; static_cast<int>(mine.size()) - 1 > left; mine.pop_front()) {
     for (const auto& [to, from] : mine.front()) {
+      deliveries[to / 16] = cuda_host::now();
       if (from) {
         std::memcpy(vector_at(to), from, 16);
       } else {

@@ -57,6 +57,14 @@ NOTHING = GroupedMatrix(None, 0, 0, False, False)
 COUNTS = [[0, 200, 0, 1, 0], [130, 127, 1], [n % 4 for n in range(10)]]
 
 
+@pytest.fixture(autouse=True, params=[8, 9], ids=["ampere", "hopper"])
+def gpu(request, kernels):
+    """Of this compute capability, which selects the mainloop."""
+    kernels.emulate_gpu(request.param)
+    yield
+    kernels.emulate_gpu(8)
+
+
 def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -199,6 +207,21 @@ def test_two_parts_of_one_sum(kernels, dtype):
     d = nan(143, columns, dtype=dtype)
     run(kernels.store_rows, case.task(), StoreRows(d.data_ptr(), columns, False))
     assert_close(d, exact_product(x, v, counts) + exact_product(y, w, counts))
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("counts", [[1], [0, 129, 0, 0, 2], [0, 0, 3]], ids=str)
+def test_stages_go_round(kernels, counts, by_columns):
+    """Of shared memory there are four stages; here a tile alone fills them three times and more."""
+    dtype, depth, columns = torch.bfloat16, 840, 136
+    x = Rows(draw(sum(counts), depth, dtype=dtype))
+    w = draw(len(counts), depth, columns, dtype=dtype, seed=1)
+    laid_out = transposed(w) if by_columns else w
+    halves = matrices(laid_out), matrices(laid_out)
+    d = nan(sum(counts), columns, dtype=dtype)
+    case = Case(dtype, counts, [(x, *halves)], columns)
+    run(kernels.store_rows, case.task(), StoreRows(d.data_ptr(), columns, False))
+    assert_close(d, exact_product(x, w, counts))
 
 
 def silu(x: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ namespace moe_parallel::fused {
 // Of 16-bit elements. Eight warps, two down and four across, have 64 rows each and 32 columns of
 // each accumulator: 128 sums a thread.
 struct AmpereTile {
-  static constexpr int kRows = 128, kColumns = 128;  // of each accumulator
-  static constexpr int kDepth = 32;                  // elements of a row, 64 bytes
+  static constexpr int kRows = kTileRows, kColumns = kTileColumns;
+  static constexpr int kDepth = 32;  // elements of a row, 64 bytes
   static constexpr int kStages = 4;
   static constexpr int kWarpsAcross = 4;
   static constexpr int kStrips = kRows / (kWarpsPerBlock / kWarpsAcross) / 16;
@@ -32,19 +32,6 @@ __device__ inline ptx::SharedAddress in_narrow_rows(int row, int chunk) {
 }
 __device__ inline ptx::SharedAddress in_wide_rows(int row, int chunk) {
   return row * 256 + ((chunk ^ (row & 7)) << 4);
-}
-
-// The columns of the result where a tile's accumulator `half` begins.
-template <bool kSideBySide>
-__device__ inline int64_t column_of(const Tile& tile, int half) {
-  constexpr int kColumns = AmpereTile::kColumns;
-  return kSideBySide ? tile.column * 2 * kColumns + half * kColumns : tile.column * kColumns;
-}
-
-template <bool kSideBySide>
-__host__ __device__ inline int64_t tiles_across(const FusedProduct& product) {
-  constexpr int64_t kColumns = AmpereTile::kColumns * (kSideBySide ? 2 : 1);
-  return (product.columns + kColumns - 1) / kColumns;
 }
 
 // Loads the stages of a block's tiles, one after the other, each thread two chunks of each panel.
@@ -115,13 +102,6 @@ class AmpereLoader {
                                   : wide_row() * matrix.stride + column;
       b_[half] = static_cast<const Scalar*>(matrix.data) + group * matrix.group_stride + element;
     }
-  }
-
-  // The row of the source, or -1.
-  static __device__ int64_t source_of(const GatheredRows& rows, int64_t row) {
-    if (!rows.slots) return row;
-    const int64_t slot = rows.slots[row];
-    return slot < 0 || slot >= rows.source_rows * rows.choices ? -1 : slot / rows.choices;
   }
 
   __device__ void load_a(const ProductPart& part, ptx::SharedAddress panel) const {

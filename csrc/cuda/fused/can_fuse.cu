@@ -1,3 +1,6 @@
+#include <string_view>
+
+#include "build_config.h"
 #include "can_fuse.h"
 #include "launch.cuh"
 
@@ -8,6 +11,13 @@ int attribute(cudaDeviceAttr attribute) {
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&value, attribute, device);
   return value;
+}
+
+bool runs_hopper() {
+  constexpr bool kIsBuilt =
+      std::string_view(MOE_PARALLEL_CUDA_ARCHITECTURES).find("9.0a") != std::string_view::npos;
+  return kIsBuilt && attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
+         attribute(cudaDevAttrComputeCapabilityMinor) == 0;
 }
 
 namespace {

@@ -3,32 +3,61 @@
 
 #include "../vector.cuh"
 #include "ampere.cuh"
+#include "hopper.cuh"
 
 namespace moe_parallel::fused {
 
 int attribute(cudaDeviceAttr attribute);  // of the current GPU
 
+// Whether the current GPU has wgmma and this build the code for it: sm_90a runs on 9.0 alone.
+bool runs_hopper();
+
+template <class Epilogue>
+struct Mainloop {
+  void (*kernel)(FusedProduct, Epilogue);
+  int threads;
+  int shared_bytes;
+};
+
+template <class Scalar, bool kByColumns, class Epilogue>
+Mainloop<Epilogue> mainloop_for(const FusedProduct& product) {
+  using hopper::Parts;
+  if (runs_hopper()) {
+    if (hopper::fits<Parts::kForBoth>(product)) {
+      return {hopper::multiply_on_hopper<Scalar, kByColumns, Parts::kForBoth, Epilogue>,
+              hopper::kBlock, hopper::kSharedBytes};
+    }
+    if constexpr (!Epilogue::kSideBySide) {
+      if (hopper::fits<Parts::kForOneEach>(product)) {
+        return {hopper::multiply_on_hopper<Scalar, kByColumns, Parts::kForOneEach, Epilogue>,
+                hopper::kBlock, hopper::kSharedBytes};
+      }
+    }
+  }
+  return {multiply_on_ampere<Scalar, kByColumns, Epilogue>, kThreads, AmpereTile::kSharedBytes};
+}
+
 template <bool kSideBySide>
 int64_t most_tiles(const FusedProduct& product) {
-  constexpr int64_t kRows = AmpereTile::kRows;
-  const int64_t down = (product.rows + kRows - 1) / kRows + (product.offsets ? product.groups : 0);
+  const int64_t down =
+      (product.rows + kTileRows - 1) / kTileRows + (product.offsets ? product.groups : 0);
   return down * tiles_across<kSideBySide>(product);
 }
 
 template <class Scalar, bool kByColumns, class Epilogue>
 void launch(const FusedProduct& product, const Epilogue& epilogue, cudaStream_t stream) {
-  const auto kernel = multiply_on_ampere<Scalar, kByColumns, Epilogue>;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                       AmpereTile::kSharedBytes);
+  const auto mainloop = mainloop_for<Scalar, kByColumns, Epilogue>(product);
+  cudaFuncSetAttribute(mainloop.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                       mainloop.shared_bytes);
   const int64_t blocks = std::min<int64_t>(most_tiles<Epilogue::kSideBySide>(product),
                                            attribute(cudaDevAttrMultiProcessorCount));
   if (blocks == 0) return;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = AmpereTile::kSharedBytes;
+  config.blockDim = dim3(static_cast<unsigned>(mainloop.threads));
+  config.dynamicSmemBytes = static_cast<std::size_t>(mainloop.shared_bytes);
   config.stream = stream;
-  cudaLaunchKernelEx(&config, kernel, product, epilogue);
+  cudaLaunchKernelEx(&config, mainloop.kernel, product, epilogue);
 }
 
 // run<Epilogue<Scalar>>(product, task, stream) for the type of the product.

@@ -8,6 +8,8 @@ namespace moe_parallel::fused {
 
 constexpr int64_t kBand = 16;  // tiles of rows that take turns, so that they find b in the L2 cache
 
+constexpr int kTileRows = 128, kTileColumns = 128;  // of each accumulator
+
 // A tile of the result.
 struct Tile {
   int64_t group;
@@ -15,6 +17,25 @@ struct Tile {
   int64_t end_row;    // of the group
   int64_t column;     // the tile's place among the tiles across
 };
+
+// The columns of the result where a tile's accumulator `half` begins.
+template <bool kSideBySide>
+__device__ inline int64_t column_of(const Tile& tile, int half) {
+  return kSideBySide ? (2 * tile.column + half) * kTileColumns : tile.column * kTileColumns;
+}
+
+template <bool kSideBySide>
+__host__ __device__ inline int64_t tiles_across(const FusedProduct& product) {
+  constexpr int64_t kColumns = kTileColumns * (kSideBySide ? 2 : 1);
+  return (product.columns + kColumns - 1) / kColumns;
+}
+
+// Where row `row` of a part is read, or -1.
+__device__ inline int64_t source_of(const GatheredRows& rows, int64_t row) {
+  if (!rows.slots) return row;
+  const int64_t slot = rows.slots[row];
+  return slot < 0 || slot >= rows.source_rows * rows.choices ? -1 : slot / rows.choices;
+}
 
 // Goes through a block's tiles, each of kRows rows; `across` tiles side by side.
 template <int kRows>

@@ -34,16 +34,21 @@ struct float2 {
   float x, y;
 };
 
-// One that is as good as any, but small, so that its blocks have many tiles each.
+// An A100 or an H100, but small, so that its blocks have many tiles each.
 enum cudaDeviceAttr {
   cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrComputeCapabilityMinor,
   cudaDevAttrMultiProcessorCount,
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
 };
+namespace cuda_host {
+inline int capability_major = 8;
+}
 inline void cudaGetDevice(int* device) { *device = 0; }
 inline void cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  constexpr int kValues[] = {8, 3, 163 << 10};
-  *value = kValues[attribute];
+  const bool is_hopper = cuda_host::capability_major == 9;
+  const int values[] = {cuda_host::capability_major, 0, 3, is_hopper ? 227 << 10 : 163 << 10};
+  *value = values[attribute];
 }
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
@@ -75,8 +80,19 @@ std::array<uint64_t, kWarp> exchange(uint64_t mine);
 using Words = std::array<uint32_t, 6>;
 std::array<Words, kWarp> exchange_words(const Words& mine);
 
+// Until a condition that other threads bring about.
+void wait_until(const std::function<bool()>& condition);
+
 // Copies to shared memory that nobody waited for end with the block (ptx.cpp).
 void forget_copies();
+
+// Ends one of the copies that a barrier waits for; false if there are none (hopper_ptx.cpp).
+bool deliver_a_copy();
+
+// When the 16 bytes at this address of shared memory were last delivered by a copy, and a time that
+// is later than all before.
+uint64_t delivered_at(uint32_t address);
+uint64_t now();
 
 int lane();
 

@@ -1,0 +1,109 @@
+// How the threads of the producer fill a slab (hopper_stage.cuh) from global memory.
+#pragma once
+
+#include "hopper_stage.cuh"
+
+namespace moe_parallel::fused::hopper {
+
+constexpr int kProducers = 128;
+constexpr int kLinesApart = kProducers / kPieces;          // between two of a thread's lines
+constexpr int kCopies = kLines / kLinesApart;              // of a thread for a slab
+constexpr int64_t kPieceElements = 8, kLineElements = 64;  // of 16 bits
+
+__device__ inline int first_line() { return static_cast<int>(threadIdx.x) / kPieces; }
+__device__ inline int piece() { return static_cast<int>(threadIdx.x) % kPieces; }
+
+// Where in a slab this thread's i-th copy goes; its lines are all the same modulo 8.
+__device__ inline ptx::SharedAddress place(int i) {
+  const int swizzled = piece() ^ (first_line() % 8);
+  return first_line() * kLineBytes + swizzled * kPieceBytes + i * kLinesApart * kLineBytes;
+}
+
+// The rows of a tile, gathered.
+template <class Scalar>
+class RowLoads {
+ public:
+  __device__ RowLoads(const ProductPart& part, const Tile& tile) : depth_(part.depth) {
+    const auto* data = static_cast<const Scalar*>(part.a.data);
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int64_t row = tile.first_row + first_line() + i * kLinesApart;
+      const int64_t source = row < tile.end_row ? source_of(part.a, row) : -1;
+      rows_[i] = source < 0 ? nullptr : data + source * part.a.stride + piece() * kPieceElements;
+    }
+  }
+
+  __device__ void start(ptx::SharedAddress slab, int64_t depth) const {
+    const bool is_inside = depth + piece() * kPieceElements < depth_;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      ptx::copy_async(slab + place(i), rows_[i] + depth, rows_[i] && is_inside);
+    }
+  }
+
+ private:
+  const Scalar* rows_[kCopies];
+  int64_t depth_;
+};
+
+// 128 columns of a matrix by rows, or of several side by side.
+template <class Scalar, bool kByColumns>
+class ColumnLoads {
+ public:
+  __device__ ColumnLoads(const FusedProduct& product, const ProductPart& part,
+                         const GroupedMatrix& matrix, int64_t group, int64_t first_column)
+      : depth_(part.depth), stride_(matrix.stride) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t column = first_column + half * kLineElements + piece() * kPieceElements;
+      const int64_t side = column / product.columns_per_matrix;
+      columns_[half] = column < product.columns ? static_cast<const Scalar*>(matrix.data) +
+                                                      (group + side) * matrix.group_stride +
+                                                      column - side * product.columns_per_matrix
+                                                : nullptr;
+    }
+  }
+
+  __device__ void start(ptx::SharedAddress slab, int64_t depth) const {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const auto* column = columns_[i / (kCopies / 2)];
+      const int64_t row = depth + first_line() + i % (kCopies / 2) * kLinesApart;
+      ptx::copy_async(slab + place(i), column + row * stride_, column && row < depth_);
+    }
+  }
+
+ private:
+  const Scalar* columns_[2];  // null: not there
+  int64_t depth_, stride_;
+};
+
+// 128 columns of one matrix by columns.
+template <class Scalar>
+class ColumnLoads<Scalar, /*kByColumns=*/true> {
+ public:
+  __device__ ColumnLoads(const FusedProduct& product, const ProductPart& part,
+                         const GroupedMatrix& matrix, int64_t group, int64_t first_column)
+      : depth_(part.depth),
+        stride_(matrix.stride),
+        left_(product.columns - first_column - first_line()),
+        column_(static_cast<const Scalar*>(matrix.data) + group * matrix.group_stride +
+                (first_column + first_line()) * matrix.stride + piece() * kPieceElements) {}
+
+  __device__ void start(ptx::SharedAddress slab, int64_t depth) const {
+    const bool is_inside = depth + piece() * kPieceElements < depth_;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int64_t column = i * kLinesApart;
+      ptx::copy_async(slab + place(i), column_ + column * stride_ + depth,
+                      column < left_ && is_inside);
+    }
+  }
+
+ private:
+  int64_t depth_, stride_;
+  int64_t left_;  // columns, from this thread's first
+  const Scalar* column_;
+};
+
+}  // namespace moe_parallel::fused::hopper

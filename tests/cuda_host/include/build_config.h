@@ -1,0 +1,2 @@
+#pragma once
+#define MOE_PARALLEL_CUDA_ARCHITECTURES "8.0+PTX;9.0a"
