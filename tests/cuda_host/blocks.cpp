@@ -102,6 +102,7 @@ void run_block(unsigned threads) {
       std::abort();
     }
   }
+  expect_nothing_under_way();
 }
 
 }  // namespace

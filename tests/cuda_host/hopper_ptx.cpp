@@ -158,6 +158,14 @@ bool deliver_a_copy() {
   return true;
 }
 
+void expect_nothing_under_way() {
+  if (!arrivals.empty()) fail("a block ended before its copies");
+  for (const Products& products : products_of_threads) {
+    if (!products.open.empty() || !products.groups.empty())
+      fail("a block ended before its products");
+  }
+}
+
 }  // namespace cuda_host
 
 namespace moe_parallel::ptx {

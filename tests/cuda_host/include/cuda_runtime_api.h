@@ -89,6 +89,9 @@ void forget_copies();
 // Ends one of the copies that a barrier waits for; false if there are none (hopper_ptx.cpp).
 bool deliver_a_copy();
 
+// Ends the process where a block has ended before its products or such copies (the same).
+void expect_nothing_under_way();
+
 // When the 16 bytes at this address of shared memory were last delivered by a copy, and a time that
 // is later than all before.
 uint64_t delivered_at(uint32_t address);
