@@ -43,6 +43,19 @@ struct Weights {
   }
 };
 
+StoreRows rows_to(at::Tensor& out) {
+  return {.d = out.mutable_data_ptr(), .stride = out.stride(0), .accumulate = false};
+}
+
+// out = x v + y w, rows of groups times their matrices.
+void add_products(at::Tensor& out, const at::Tensor& x, const at::Tensor& v, const at::Tensor& y,
+                  const at::Tensor& w, const at::Tensor& groups) {
+  const FusedOperands first{rows_of(x), v, v}, second{rows_of(y), w, w};
+  if (fused_gemm({first, second}, groups, out.size(0), rows_to(out))) return;
+  grouped_gemm_out(out, x, v, groups);
+  grouped_gemm_out(out, y, w, groups, /*accumulate=*/true);
+}
+
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
@@ -63,25 +76,34 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
 
   const auto blocks = map.blocks();
   const BlockMemory memory(x, blocks);
-  const auto x_memory = memory.columns(x.size(1)), h_memory = memory.columns(w.width());
-  const auto c_memory = memory.columns(c ? w.rank() : 0);
-  const auto g_memory = memory.columns(save_g ? 0 : w.width());
+  auto x_memory = memory.columns(x.size(1)), h_memory = memory.columns(w.width());
+  auto c_memory = memory.columns(w.rank()), g_memory = memory.columns(w.width());
   for (const auto& block : blocks) {
-    const auto groups = block.experts(counts);
-    auto x_rows = block.part(x_memory), h = block.part(h_memory);
-    auto p_rows = block.rows(p), y_rows = block.rows(y);
-    auto c_rows = c ? block.part(c_memory) : block.rows(saved_c);
-    auto g_rows = save_g ? block.rows(saved_g) : block.part(g_memory);
+    const auto groups = block.experts(counts), row_gates = block.rows(gates_of_rows);
+    auto h = block.part(h_memory), p_rows = block.rows(p), y_rows = block.rows(y);
+    auto kept_c = c ? at::Tensor() : block.rows(saved_c);
+    auto kept_g = save_g ? block.rows(saved_g) : at::Tensor();
 
-    map.gather(x_rows, tokens, block);
-    grouped_gemm_out(p_rows, x_rows, block.experts(w_p), groups);
-    if (c) {
-      map.gather_choices(c_rows, handed_on, block);
-    } else {
-      grouped_gemm_out(c_rows, x_rows, block.experts(*w_down), groups);
+    const auto on_load = map.gathered(tokens, block);
+    const auto c_on_load = c ? map.gathered_choices(handed_on, block) : rows_of(kept_c);
+    const bool is_fused =
+        (c || fused_gemm({{on_load, block.experts(*w_down), block.experts(*w_down)}}, groups,
+                         block.num_rows, rows_to(kept_c))) &&
+        fused_gemm({{c_on_load, block.experts(w_up), {}}, {on_load, {}, block.experts(w_p)}},
+                   groups, block.num_rows, activate_rows(h, kept_g, p_rows, row_gates));
+    if (!is_fused) {
+      auto x_rows = block.part(x_memory), c_rows = c ? block.part(c_memory) : kept_c;
+      auto g_rows = save_g ? kept_g : block.part(g_memory);
+      map.gather(x_rows, tokens, block);
+      grouped_gemm_out(p_rows, x_rows, block.experts(w_p), groups);
+      if (c) {
+        map.gather_choices(c_rows, handed_on, block);
+      } else {
+        grouped_gemm_out(c_rows, x_rows, block.experts(*w_down), groups);
+      }
+      grouped_gemm_out(g_rows, c_rows, block.experts(w_up), groups);
+      swiglu_out(h, g_rows, p_rows, row_gates);
     }
-    grouped_gemm_out(g_rows, c_rows, block.experts(w_up), groups);
-    swiglu_out(h, g_rows, p_rows, block.rows(gates_of_rows));
     grouped_gemm_out(y_rows, h, block.experts(w_out), groups);
   }
   return {map.sum(y), p, saved_c, saved_g};
@@ -116,12 +138,11 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
 
   const auto blocks = map.blocks();
   const BlockMemory memory(x, blocks);
-  const auto x_memory = memory.columns(x.size(1)), dy_memory = memory.columns(x.size(1));
-  const auto dh_memory = memory.columns(w.width()), h_memory = memory.columns(w.width());
-  const auto dg_memory = memory.columns(w.width()), dp_memory = memory.columns(w.width());
-  const auto g_memory = memory.columns(has_g ? 0 : w.width());
-  const auto c_memory = memory.columns(c ? w.rank() : 0);
-  const auto dc_memory = memory.columns(c ? 0 : w.rank());
+  auto x_memory = memory.columns(x.size(1)), dy_memory = memory.columns(x.size(1));
+  auto dh_memory = memory.columns(w.width()), h_memory = memory.columns(w.width());
+  auto dg_memory = memory.columns(w.width()), dp_memory = memory.columns(w.width());
+  auto g_memory = memory.columns(w.width());
+  auto c_memory = memory.columns(w.rank()), dc_memory = memory.columns(w.rank());
   for (const auto& block : blocks) {
     const auto groups = block.experts(counts);
     const auto transposed = [&](const at::Tensor& weight) {
@@ -132,14 +153,18 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
     if (c) map.gather_choices(c_rows, handed_on, block);
     if (!has_g) grouped_gemm_out(g_rows, c_rows, block.experts(w_up), groups);
 
-    auto dy_rows = block.part(dy_memory), dh = block.part(dh_memory), h = block.part(h_memory);
+    const auto p_rows = block.rows(saved_p), row_gates = block.rows(gates_of_rows);
+    auto dy_rows = block.part(dy_memory), h = block.part(h_memory);
     auto dg = block.part(dg_memory), dp = block.part(dp_memory);
     auto dw_out_here = block.experts(dw_out);
     map.gather(dy_rows, gradients, block);
-    grouped_gemm_out(dh, dy_rows, transposed(w_out), groups);
-    swiglu_backward_out(
-        {.dgate = dg, .dup = dp, .dprobabilities = block.rows(dgates_of_rows), .h = h}, dh, g_rows,
-        block.rows(saved_p), block.rows(gates_of_rows));
+    const SwigluGradients to{
+        .dgate = dg, .dup = dp, .dprobabilities = block.rows(dgates_of_rows), .h = h};
+    if (!fused_swiglu_backward(to, dy_rows, transposed(w_out), groups, g_rows, p_rows, row_gates)) {
+      auto dh = block.part(dh_memory);
+      grouped_gemm_out(dh, dy_rows, transposed(w_out), groups);
+      swiglu_backward_out(to, dh, g_rows, p_rows, row_gates);
+    }
     grouped_outer_out(dw_out_here, h, dy_rows, groups);
 
     auto dc_rows = c ? block.rows(dc) : block.part(dc_memory);
@@ -149,11 +174,13 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
     grouped_gemm_out(dc_rows, dg, transposed(w_up), groups);
     map.gather(x_rows, tokens, block);
     grouped_outer_out(dw_p_here, x_rows, dp, groups);
-    grouped_gemm_out(dx_rows, dp, transposed(w_p), groups);
-    if (c) continue;
+    if (c) {
+      grouped_gemm_out(dx_rows, dp, transposed(w_p), groups);
+      continue;
+    }
     auto dw_down_here = block.experts(dw_down);
     grouped_outer_out(dw_down_here, x_rows, dc_rows, groups);
-    grouped_gemm_out(dx_rows, dc_rows, transposed(*w_down), groups, /*accumulate=*/true);
+    add_products(dx_rows, dp, transposed(w_p), dc_rows, transposed(*w_down), groups);
   }
   const auto dc_by_choice = c ? map.by_choice(dc) : dc;
   return {map.sum(dx), map.values_by_choice(dgates_of_rows), dw_down, dw_up, dw_p, dw_out,

@@ -3,6 +3,7 @@
 
 #include "build_config.h"  // written by setup.py
 #include "cpu/capability.h"
+#include "fused_gemm.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "Native operators of moe_parallel, registered as torch.ops.moe_parallel.*";
@@ -20,4 +21,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "What this was built with: cuda (bool), torch (its version), cuda_architectures (a str), "
       "cutlass (bool); and cpu_capability, the vector instructions that the CPU kernels use here "
       "(a str).");
+  pybind11::enum_<moe_parallel::Fusing>(m, "Fusing")
+      .value("NEVER", moe_parallel::Fusing::kNever)
+      .value("WHERE_FASTER", moe_parallel::Fusing::kWhereFaster)
+      .value("ALWAYS", moe_parallel::Fusing::kAlways);
+  m.def("set_fusing", &moe_parallel::set_fusing,
+        "Whether products on CUDA run in one kernel with the steps around them, for this process: "
+        "never, where that is faster (default), or wherever a kernel takes them. Returns what held "
+        "before.");
 }

@@ -9,12 +9,29 @@
 #include <algorithm>
 #include <vector>
 
+#include "fused_gemm.h"
 #include "grouped_gemm.h"
 #include "launch.h"
 #include "permute.h"
 #include "unpermute.h"
 
 namespace moe_parallel {
+
+// Memory that is used again, and taken when it is first needed.
+class ScratchRows {
+ public:
+  ScratchRows(const at::Tensor& like, int64_t most_rows, int64_t columns)
+      : like_(like), most_rows_(most_rows), columns_(columns) {}
+
+  at::Tensor rows(int64_t count) {
+    if (!buffer_.defined()) buffer_ = like_.new_empty({most_rows_, columns_});
+    return buffer_.narrow(0, 0, count);
+  }
+
+ private:
+  at::Tensor like_, buffer_;
+  int64_t most_rows_, columns_;
+};
 
 // Consecutive experts whose rows are computed together.
 struct RowBlock {
@@ -27,7 +44,7 @@ struct RowBlock {
   // memory for the largest block.
   at::Tensor rows(const at::Tensor& t) const { return t.narrow(0, first_row, num_rows); }
   at::Tensor experts(const at::Tensor& w) const { return w.narrow(0, first_expert, num_experts); }
-  at::Tensor part(const at::Tensor& memory) const { return memory.narrow(0, 0, num_rows); }
+  at::Tensor part(ScratchRows& memory) const { return memory.rows(num_rows); }
 };
 
 // The row map of a layer, checked once.
@@ -76,6 +93,14 @@ class ExpertRows {
     gather_slots(out, choices.flatten(0, 1), block, 1);
   }
 
+  // The same rows for a kernel that gathers them as it loads; x has dense rows.
+  GatheredRows gathered(const at::Tensor& x, const RowBlock& block) const {
+    return on_load(x, block, rows_.size(1));
+  }
+  GatheredRows gathered_choices(const at::Tensor& choices, const RowBlock& block) const {
+    return on_load(choices.flatten(0, 1), block, 1);
+  }
+
   // The other way: [tokens, choices, width], zeros for a choice without a row.
   at::Tensor by_choice(const at::Tensor& y) const {
     auto out = y.new_empty({rows_.size(0), rows_.size(1), y.size(1)});
@@ -119,6 +144,13 @@ class ExpertRows {
     return picked.masked_fill(index < 0, 0);
   }
 
+  GatheredRows on_load(const at::Tensor& x, const RowBlock& block, int64_t choices) const {
+    auto rows = rows_of(x);
+    rows.slots = slots_.const_data_ptr<int64_t>() + block.first_row;
+    rows.choices = choices;
+    return rows;
+  }
+
   void gather_slots(at::Tensor& out, const at::Tensor& x, const RowBlock& block,
                     int64_t choices) const {
     const bool all = block.num_rows == size() && choices == rows_.size(1);
@@ -142,7 +174,7 @@ class BlockMemory {
     for (const auto& block : blocks) most_rows_ = std::max(most_rows_, block.num_rows);
   }
 
-  at::Tensor columns(int64_t columns) const { return like_.new_empty({most_rows_, columns}); }
+  ScratchRows columns(int64_t columns) const { return {like_, most_rows_, columns}; }
 
  private:
   at::Tensor like_;

@@ -48,6 +48,8 @@ struct FusedProduct {
   int64_t columns_per_matrix;
 };
 
+constexpr int kColumnsOfSum = 32;  // that an epilogue adds up; the rest is up to who reads the sums
+
 // d = the product, or d += it. The columns of `second` follow those of `first`.
 struct StoreRows {
   void* d;         // [rows, columns]
@@ -66,10 +68,8 @@ struct ActivateRows {
   int64_t up_stride;
 };
 
-constexpr int kColumnsOfSquare = 32;
-
-// squares[n, j] = the sum of the squares of columns 32 j to 32 j + 31, of sums in float; a norm's
-// are added by who reads them, in order. The columns of `second` follow those of `first`.
+// squares[n, j] = the sum of the squares of columns 32 j to 32 j + 31, in float before any
+// rounding. The columns of `second` follow those of `first`.
 struct SquareRows {
   float* squares;  // [rows, columns / 32]
   void* c;         // [rows, columns], the product itself; null: not kept
@@ -84,13 +84,18 @@ struct DifferentiateRows {
   void* dgate;                 // the same of `dgate_stride`
   void* dup;                   // the same of `dup_stride`
   void* h;                     // [rows, columns]
-  float* dprobabilities;       // [rows, columns / 32, rounded up]: sums of 32 columns each
+  float* dprobabilities;       // [rows, columns / 32, rounded up]
   int64_t gate_stride;
   int64_t up_stride;
   int64_t dgate_stride;
   int64_t dup_stride;
 };
 
+// On the CPU products are the BLAS's, which nothing is fused with: false, with nothing done.
+bool run_on_cpu(const FusedProduct& product, const StoreRows& epilogue);
+bool run_on_cpu(const FusedProduct& product, const ActivateRows& epilogue);
+bool run_on_cpu(const FusedProduct& product, const SquareRows& epilogue);
+bool run_on_cpu(const FusedProduct& product, const DifferentiateRows& epilogue);
 #ifdef MOE_PARALLEL_CUDA
 // Whether the GPU of the current context and the layout allow it: sm_80 or later, 16-bit types,
 // rows and addresses that are multiples of 16 bytes, and matrices that all lie by rows (or all by
@@ -99,6 +104,9 @@ bool can_fuse(const FusedProduct& product, const StoreRows& epilogue);
 bool can_fuse(const FusedProduct& product, const ActivateRows& epilogue);
 bool can_fuse(const FusedProduct& product, const SquareRows& epilogue);
 bool can_fuse(const FusedProduct& product, const DifferentiateRows& epilogue);
+
+// Whether the current GPU runs these kernels faster than CUTLASS's and the steps around them.
+bool is_faster_fused();
 
 void run_on_cuda(const FusedProduct& product, const StoreRows& epilogue, cudaStream_t stream);
 void run_on_cuda(const FusedProduct& product, const ActivateRows& epilogue, cudaStream_t stream);

@@ -13,6 +13,7 @@
 #include <optional>
 #include <tuple>
 
+#include "fused_gemm.h"
 #include "launch.h"
 
 namespace moe_parallel {
@@ -62,6 +63,48 @@ class Scratch {
   int64_t columns_;
 };
 
+// What is made of C, tile by tile.
+struct Selection {
+  at::Tensor bias;  // undefined: none
+  at::Tensor norms, experts;
+  at::Tensor chosen;  // no rows: not wanted
+  int64_t rank;
+
+  // `squares`: of fused_squares(), or undefined; c may be undefined with them if none is chosen.
+  void score(int64_t first, int64_t tokens, const at::Tensor& c, const at::Tensor& squares,
+             ScalarType type, int64_t row_bytes) {
+    const auto tile_of = [&](at::Tensor& tensor) {
+      return tensor.narrow(0, first, tokens).mutable_data_ptr();
+    };
+    launch(norms,
+           ScoreTokens{.type = type,
+                       .c = c.defined() ? c.const_data_ptr() : nullptr,
+                       .bias = bias.defined() ? bias.const_data_ptr() : nullptr,
+                       .norms = tile_of(norms),
+                       .experts = static_cast<int64_t*>(tile_of(experts)),
+                       .kept = chosen.size(0) > 0 ? tile_of(chosen) : nullptr,
+                       .tokens = tokens,
+                       .num_experts = norms.size(1),
+                       .rank = rank,
+                       .k = experts.size(1),
+                       .row_bytes = row_bytes,
+                       .squares = squares.defined() ? squares.const_data_ptr<float>() : nullptr,
+                       .squares_per_norm = rank / kColumnsOfSum});
+  }
+};
+
+// C = x W in a kernel that sums its squares, where there is one; `c` is written where it is
+// defined.
+at::Tensor fused_squares(const at::Tensor& x, const at::Tensor& w, const at::Tensor& c) {
+  const int64_t columns = w.size(0) * w.size(2);
+  if (w.size(2) % kColumnsOfSum != 0) return {};
+  const auto squares =
+      at::empty({x.size(0), columns / kColumnsOfSum}, x.options().dtype(at::kFloat));
+  const SquareRows to{.squares = squares.mutable_data_ptr<float>(),
+                      .c = c.defined() ? c.mutable_data_ptr() : nullptr};
+  return fused_products(x, w, to) ? squares : at::Tensor();
+}
+
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_topk(
@@ -71,36 +114,42 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_topk(
   const int64_t num_experts = w.size(0), rank = w.size(2);
   TORCH_CHECK_VALUE(1 <= k && k <= num_experts, "k must lie in 1..", num_experts,
                     " (the number of experts), not ", k);
-  at::Tensor bias_1d;
+  Selection to{.bias = {},
+               .norms = at::empty({x.size(0), num_experts}, x.options().dtype(sum_type_of(x))),
+               .experts = at::empty({x.size(0), k}, x.options().dtype(at::kLong)),
+               .chosen = x.new_empty({keep_chosen ? x.size(0) : 0, k, rank}),
+               .rank = rank};
   if (bias) {
     check_together(x, {*bias});
     check_sizes("bias", *bias, {num_experts});
-    bias_1d = bias->to(sum_type_of(x)).contiguous();
+    to.bias = bias->to(sum_type_of(x)).contiguous();
   }
-
-  const auto norms = at::empty({x.size(0), num_experts}, x.options().dtype(sum_type_of(x)));
-  auto experts = at::empty({x.size(0), k}, x.options().dtype(at::kLong));
-  auto chosen = x.new_empty({keep_chosen ? x.size(0) : 0, k, rank});
   auto all = x.new_empty({keep_all ? x.size(0) : 0, num_experts, rank});
-  const auto w_cat = concatenate(w);
-  Scratch scratch(x, w_cat.size(1));
-  for_each_tile(x, w_cat.size(1), [&](int64_t first, int64_t tokens) {
+  const auto type = scalar_type_of("x", x);
+  const int64_t row_bytes = rank * static_cast<int64_t>(x.element_size());
+
+  // Where C need not be at hand again, norms and all, a kernel may make it of all tokens at once.
+  if (keep_all || !keep_chosen) {
+    const auto c = keep_all ? all : at::Tensor();
+    const auto squares = fused_squares(x, w, c);
+    if (squares.defined()) {
+      to.score(0, x.size(0), c, squares, type, row_bytes);
+      return {to.norms, to.experts, to.chosen, all};
+    }
+  }
+  at::Tensor w_cat;
+  Scratch scratch(x, num_experts * rank);
+  for_each_tile(x, num_experts * rank, [&](int64_t first, int64_t tokens) {
+    const auto x_tile = x.narrow(0, first, tokens);
     auto c = keep_all ? all.narrow(0, first, tokens).flatten(1) : scratch.rows(tokens);
-    at::mm_out(c, x.narrow(0, first, tokens), w_cat);
-    launch(x, ScoreTokens{.type = scalar_type_of("x", x),
-                          .c = c.const_data_ptr(),
-                          .bias = bias ? bias_1d.const_data_ptr() : nullptr,
-                          .norms = norms.narrow(0, first, tokens).mutable_data_ptr(),
-                          .experts = experts.narrow(0, first, tokens).mutable_data_ptr<int64_t>(),
-                          .kept = keep_chosen ? chosen.narrow(0, first, tokens).mutable_data_ptr()
-                                              : nullptr,
-                          .tokens = tokens,
-                          .num_experts = num_experts,
-                          .rank = rank,
-                          .k = k,
-                          .row_bytes = rank * static_cast<int64_t>(x.element_size())});
+    const auto squares = fused_squares(x_tile, w, c);
+    if (!squares.defined()) {
+      if (!w_cat.defined()) w_cat = concatenate(w);
+      at::mm_out(c, x_tile, w_cat);
+    }
+    to.score(first, tokens, c, squares, type, row_bytes);
   });
-  return {norms, experts, chosen, all};
+  return {to.norms, to.experts, to.chosen, all};
 }
 
 // dC[t, e] = dnorms[t, e] / norms[t, e] * C[t, e] (0 where the norm is 0), and for the chosen the

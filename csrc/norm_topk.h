@@ -48,7 +48,7 @@ struct KeepChosen {
   int64_t row_bytes;
 };
 
-// The three above of one C.
+// The three above of one C. Where a product has summed its squares, C is read for `kept` alone.
 struct ScoreTokens {
   ScalarType type;   // of c and kept
   const void* c;     // [tokens, num_experts, rank]
@@ -61,6 +61,9 @@ struct ScoreTokens {
   int64_t rank;
   int64_t k;
   int64_t row_bytes;  // of `rank` elements
+  // [tokens, num_experts, squares_per_norm], on CUDA; null: none
+  const float* squares = nullptr;
+  int64_t squares_per_norm = 0;
 };
 
 // dc[t, e, :] = factors[t, e] * c[t, e, :], plus dkept[t, j, :] where experts[t, j] is e.

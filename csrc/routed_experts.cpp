@@ -39,15 +39,20 @@ std::tuple<at::Tensor, at::Tensor> routed_experts(const at::Tensor& x, const at:
 
   const auto blocks = map.blocks();
   const BlockMemory memory(x, blocks);
-  const auto x_memory = memory.columns(x.size(1)), h_memory = memory.columns(width);
+  auto x_memory = memory.columns(x.size(1)), h_memory = memory.columns(width);
   for (const auto& block : blocks) {
-    const auto groups = block.experts(counts);
-    auto x_rows = block.part(x_memory), h = block.part(h_memory);
-    auto gate_up_rows = block.rows(gate_up), y_rows = block.rows(y);
-    map.gather(x_rows, tokens, block);
-    grouped_gemm_out(gate_up_rows, x_rows, block.experts(w_gate_up), groups);
-    swiglu_out(h, gate_up_rows.narrow(1, 0, width), gate_up_rows.narrow(1, width, width),
-               block.rows(gates_of_rows));
+    const auto groups = block.experts(counts), w = block.experts(w_gate_up);
+    const auto row_gates = block.rows(gates_of_rows);
+    auto h = block.part(h_memory), gate_up_rows = block.rows(gate_up), y_rows = block.rows(y);
+    const auto gate = gate_up_rows.narrow(1, 0, width), up = gate_up_rows.narrow(1, width, width);
+    const FusedOperands first_stage{map.gathered(tokens, block), w.narrow(2, 0, width),
+                                    w.narrow(2, width, width)};
+    if (!fused_gemm({first_stage}, groups, block.num_rows, activate_rows(h, gate, up, row_gates))) {
+      auto x_rows = block.part(x_memory);
+      map.gather(x_rows, tokens, block);
+      grouped_gemm_out(gate_up_rows, x_rows, w, groups);
+      swiglu_out(h, gate, up, row_gates);
+    }
     grouped_gemm_out(y_rows, h, block.experts(w_out), groups);
   }
   return {map.sum(y), gate_up};
@@ -73,25 +78,30 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
 
   const auto blocks = map.blocks();
   const BlockMemory memory(x, blocks);
-  const auto x_memory = memory.columns(x.size(1)), dy_memory = memory.columns(x.size(1));
-  const auto dh_memory = memory.columns(width), h_memory = memory.columns(width);
-  const auto d_memory = memory.columns(2 * width);
+  auto x_memory = memory.columns(x.size(1)), dy_memory = memory.columns(x.size(1));
+  auto dh_memory = memory.columns(width), h_memory = memory.columns(width);
+  auto d_memory = memory.columns(2 * width);
   for (const auto& block : blocks) {
     const auto groups = block.experts(counts);
     const auto gate_up_rows = block.rows(saved);
-    auto dy_rows = block.part(dy_memory), dh = block.part(dh_memory), h = block.part(h_memory);
+    const auto gate = gate_up_rows.narrow(1, 0, width), up = gate_up_rows.narrow(1, width, width);
+    const auto row_gates = block.rows(gates_of_rows);
+    const auto w_out_transposed = block.experts(w_out).transpose(1, 2);
+    auto dy_rows = block.part(dy_memory), h = block.part(h_memory);
     auto d_gate_up = block.part(d_memory), x_rows = block.part(x_memory);
     auto dx_rows = block.rows(dx);
     auto dw_gate_up_here = block.experts(dw_gate_up), dw_out_here = block.experts(dw_out);
 
     map.gather(dy_rows, gradients, block);
-    grouped_gemm_out(dh, dy_rows, block.experts(w_out).transpose(1, 2), groups);
-    swiglu_backward_out({.dgate = d_gate_up.narrow(1, 0, width),
-                         .dup = d_gate_up.narrow(1, width, width),
-                         .dprobabilities = block.rows(dgates_of_rows),
-                         .h = h},
-                        dh, gate_up_rows.narrow(1, 0, width), gate_up_rows.narrow(1, width, width),
-                        block.rows(gates_of_rows));
+    const SwigluGradients to{.dgate = d_gate_up.narrow(1, 0, width),
+                             .dup = d_gate_up.narrow(1, width, width),
+                             .dprobabilities = block.rows(dgates_of_rows),
+                             .h = h};
+    if (!fused_swiglu_backward(to, dy_rows, w_out_transposed, groups, gate, up, row_gates)) {
+      auto dh = block.part(dh_memory);
+      grouped_gemm_out(dh, dy_rows, w_out_transposed, groups);
+      swiglu_backward_out(to, dh, gate, up, row_gates);
+    }
     grouped_outer_out(dw_out_here, h, dy_rows, groups);
     map.gather(x_rows, tokens, block);
     grouped_outer_out(dw_gate_up_here, x_rows, d_gate_up, groups);

@@ -2,9 +2,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sum.h>
 
 #include <optional>
 
+#include "fused_gemm.h"
 #include "launch.h"
 #include "swiglu.h"
 
@@ -34,6 +37,18 @@ inline void swiglu_out(at::Tensor& h, const at::Tensor& gate, const at::Tensor& 
                       .width = gate.size(1),
                       .gate_stride = gate.stride(0),
                       .up_stride = up.stride(0)});
+}
+
+// The same as an epilogue, which keeps gate and up where they are defined. Gates are in the type of
+// sums, which is float for what is fused.
+inline ActivateRows activate_rows(at::Tensor& h, const at::Tensor& gate, const at::Tensor& up,
+                                  const at::Tensor& probabilities) {
+  return {.probabilities = static_cast<const float*>(probabilities.const_data_ptr()),
+          .h = h.mutable_data_ptr(),
+          .gate = gate.defined() ? gate.mutable_data_ptr() : nullptr,
+          .up = up.defined() ? up.mutable_data_ptr() : nullptr,
+          .gate_stride = gate.defined() ? gate.stride(0) : 0,
+          .up_stride = up.defined() ? up.stride(0) : 0};
 }
 
 // Where the gradients go; an undefined tensor is not wanted.
@@ -67,6 +82,31 @@ inline void swiglu_backward_out(const SwigluGradients& to, const at::Tensor& dh,
              .up_stride = up.stride(0),
              .dgate_stride = to.dgate.stride(0),
              .dup_stride = to.dup.stride(0)});
+}
+
+// The gradients for dh = dy w in one kernel, where there is one that takes it; all are wanted.
+inline bool fused_swiglu_backward(const SwigluGradients& to, const at::Tensor& dy,
+                                  const at::Tensor& w, const at::Tensor& counts,
+                                  const at::Tensor& gate, const at::Tensor& up,
+                                  const at::Tensor& probabilities) {
+  const int64_t chunks = (gate.size(1) + kColumnsOfSum - 1) / kColumnsOfSum;
+  const auto sums = at::empty({gate.size(0), chunks}, dy.options().dtype(at::kFloat));
+  const DifferentiateRows epilogue{
+      .probabilities = static_cast<const float*>(probabilities.const_data_ptr()),
+      .gate = gate.const_data_ptr(),
+      .up = up.const_data_ptr(),
+      .dgate = to.dgate.mutable_data_ptr(),
+      .dup = to.dup.mutable_data_ptr(),
+      .h = to.h.mutable_data_ptr(),
+      .dprobabilities = sums.mutable_data_ptr<float>(),
+      .gate_stride = gate.stride(0),
+      .up_stride = up.stride(0),
+      .dgate_stride = to.dgate.stride(0),
+      .dup_stride = to.dup.stride(0)};
+  if (!fused_gemm({{rows_of(dy), w, w}}, counts, dy.size(0), epilogue)) return false;
+  auto dprobabilities = to.dprobabilities;
+  at::sum_out(dprobabilities, sums, 1);
+  return true;
 }
 
 }  // namespace moe_parallel

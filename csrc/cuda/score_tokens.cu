@@ -43,6 +43,19 @@ __device__ inline void write_norms(const ScoreTokens& task, int64_t token, int t
   }
 }
 
+// A thread a norm.
+template <class Sum>
+__device__ inline void add_squares(const ScoreTokens& task, int64_t token, int thread, int team) {
+  auto* norms = static_cast<Sum*>(task.norms) + token * task.num_experts;
+  for (int64_t expert = thread; expert < task.num_experts; expert += team) {
+    const float* squares =
+        task.squares + (token * task.num_experts + expert) * task.squares_per_norm;
+    Sum sum = 0;
+    for (int64_t i = 0; i < task.squares_per_norm; ++i) sum += squares[i];
+    norms[expert] = sqrt(sum);
+  }
+}
+
 template <class Norm>
 struct Candidate {
   Norm score;
@@ -113,7 +126,11 @@ __global__ void score_tokens(ScoreTokens task, int lanes) {
   const int thread = static_cast<int>(threadIdx.x) % kTeam;
   for (int64_t token = first_thread() / kTeam; token < task.tokens;
        token += num_threads() / kTeam) {
-    write_norms<Scalar, kSize>(task, token, thread, kTeam, lanes);
+    if (task.squares) {
+      add_squares<sum_t<Scalar>>(task, token, thread, kTeam);
+    } else {
+      write_norms<Scalar, kSize>(task, token, thread, kTeam, lanes);
+    }
     wait_for_team<kWarps>();
     if (thread < kWarp) write_choices<sum_t<Scalar>>(task, token);
     if (!task.kept) continue;
@@ -129,7 +146,7 @@ void run_on_cuda(const ScoreTokens& task, cudaStream_t stream) {
   with_vectors(task.type, {task.c, task.kept}, {task.rank}, [&](auto scalar, auto size) {
     using Scalar = decltype(scalar);
     const int lanes = lanes_for(task.rank / size());
-    if (task.num_experts * task.row_bytes <= kBytesOfWarp) {
+    if (task.squares || task.num_experts * task.row_bytes <= kBytesOfWarp) {
       launch_kernel(score_tokens<Scalar, size(), 1>, blocks_for(task.tokens, kWarpsPerBlock),
                     stream, task, lanes);
     } else {

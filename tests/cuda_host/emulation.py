@@ -1,4 +1,4 @@
-"""The kernels of csrc/cuda that are all our own, compiled for the CPU and put in the place of csrc/cpu.
+"""The kernels of csrc/cuda that are our own, compiled for the CPU, in the place of csrc/cpu.
 
     python -m tests.cuda_host.emulation LIBRARY PYTEST_ARGUMENT...
 
@@ -55,7 +55,8 @@ def load(library: Path | str, *, in_front: bool = False) -> ctypes.CDLL:
     """`in_front`: an extension that is loaded afterwards calls these kernels, not its own."""
     scope = os.RTLD_GLOBAL if in_front else os.RTLD_LOCAL
     loaded = ctypes.CDLL(str(library), mode=scope | os.RTLD_NOW)
-    loaded.tasks_run.restype = ctypes.c_int64
+    for count in (loaded.tasks_run, loaded.products_fused, loaded.bank_conflicts):
+        count.restype = ctypes.c_int64
     return loaded
 
 
@@ -66,6 +67,7 @@ def main(library: str, *arguments: str) -> int:
 
     status = pytest.main(list(arguments))
     print(f"tasks on the kernels of csrc/cuda: {kernels.tasks_run()}")
+    print(f"products with their epilogues: {kernels.products_fused()}")
     return int(status)
 
 

@@ -12,7 +12,7 @@
 namespace moe_parallel {
 namespace {
 
-int64_t tasks_run = 0;
+int64_t tasks_run = 0, products_fused = 0;
 
 template <class Task>
 void run(const Task& task) {
@@ -23,12 +23,25 @@ void run(const Task& task) {
 template <class Epilogue>
 bool run_fused(const FusedProduct* product, const Epilogue* epilogue) {
   if (!can_fuse(*product, *epilogue)) return false;
+  ++products_fused;
   run_on_cuda(*product, *epilogue, nullptr);
   return true;
 }
 
 }  // namespace
 
+bool run_on_cpu(const FusedProduct& product, const StoreRows& epilogue) {
+  return run_fused(&product, &epilogue);
+}
+bool run_on_cpu(const FusedProduct& product, const ActivateRows& epilogue) {
+  return run_fused(&product, &epilogue);
+}
+bool run_on_cpu(const FusedProduct& product, const SquareRows& epilogue) {
+  return run_fused(&product, &epilogue);
+}
+bool run_on_cpu(const FusedProduct& product, const DifferentiateRows& epilogue) {
+  return run_fused(&product, &epilogue);
+}
 void run_on_cpu(const CountChoices& task) { run(task); }
 void run_on_cpu(const ExpertMerge& task) { run(task); }
 void run_on_cpu(const ExpertMergeBackward& task) { run(task); }
@@ -61,6 +74,7 @@ bool differentiate_rows(const moe_parallel::FusedProduct* product,
   return moe_parallel::run_fused(product, task);
 }
 int64_t tasks_run() { return moe_parallel::tasks_run; }
+int64_t products_fused() { return moe_parallel::products_fused; }
 void count_choices(const moe_parallel::CountChoices* task) { run_on_cpu(*task); }
 void place_choices(const moe_parallel::PlaceChoices* task) { run_on_cpu(*task); }
 void score_tokens(const moe_parallel::ScoreTokens* task) { run_on_cpu(*task); }

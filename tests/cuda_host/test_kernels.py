@@ -1,4 +1,4 @@
-"""The memory-bound CUDA kernels, run on the CPU: their indices, sums, collectives and ends of rows
+"""The CUDA kernels, run on the CPU: their indices, sums, collectives and ends of rows
 are the source that nvcc compiles; only the threads are others (include/cuda_runtime_api.h)."""
 
 import re
@@ -17,29 +17,29 @@ LEFT_OUT = "refused or reference or threads"
 
 
 def test_the_operators_tests_pass_on_the_kernels(library):
-    if not extension.is_built():
-        pytest.skip("the C++ extension is not built: pip install -e .")
     # On CUDA the last bits of a sum depend on the width of reads, so on addresses.
     unaligned = "tests/ops/test_unpermute.py::test_layouts_of_inputs_and_gradients"
-    bits = ["--deselect", f"{unaligned}[native-cpu-unaligned]"]
     files = [f"tests/ops/test_{op}.py" for op in OPS]
-    selection = ["-k", f"not ({LEFT_OUT})", "-m", "not gpu", "-p", "no:cacheprovider"]
+    bits = ["--deselect", f"{unaligned}[native-cpu-unaligned]"]
+    said = run(library, *files, "-k", f"not ({LEFT_OUT})", *bits)
+    tasks = re.search(r"csrc/cuda: (\d+)$", said, re.MULTILINE)
+    assert tasks and int(tasks[1]) > 100
+
+
+def test_layers_and_selection_pass_on_products_with_epilogues(library):
+    said = run(library, "tests/ops/test_fused_products.py", "-k", "not many_tokens")
+    products = re.search(r"epilogues: (\d+)$", said, re.MULTILINE)
+    assert products and int(products[1]) > 100
+
+
+def run(library: Path, *arguments: str) -> str:
+    """pytest's output with these arguments, the extension's CPU tensors going to the kernels."""
+    if not extension.is_built():
+        pytest.skip("the C++ extension is not built: pip install -e .")
+    emulation = [sys.executable, "-m", "tests.cuda_host.emulation", library, "-q"]
+    selection = ["-m", "not gpu", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.cuda_host.emulation",
-            library,
-            "-q",
-            *files,
-            *selection,
-            *bits,
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [*emulation, *arguments, *selection], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    tasks = re.search(r"csrc/cuda: (\d+)$", done.stdout, re.MULTILINE)
-    assert tasks and int(tasks[1]) > 100
+    return done.stdout

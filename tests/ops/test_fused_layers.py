@@ -34,6 +34,7 @@ class Setting:
     routing: Routing
     dtype: torch.dtype
     device: str
+    sizes: tuple[int, int, int] = (D, F, R)  # of a token, between the products, of C
 
     def tensor(self, seed: int, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         dtype = dtype or self.dtype
@@ -42,6 +43,7 @@ class Setting:
     def __post_init__(self) -> None:
         (tokens, choices), experts = self.routing.experts.shape, self.routing.num_experts
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        D, F, R = self.sizes
         self.x = self.tensor(0, tokens, D)
         self.gates = self.tensor(1, tokens, choices, dtype=wide)
         self.dy = self.tensor(2, tokens, D).detach()
@@ -77,6 +79,7 @@ class Setting:
         )
 
     def exact(self, kind: str) -> np.ndarray:
+        F = self.sizes[1]
         x, (gate_up, out) = float64(self.x), map(float64, (self.w_gate_up, self.w_out))
         down, up, p, c = map(float64, (self.w_down, self.w_up, self.w_p, self.c))
 

@@ -65,3 +65,10 @@ bool takes(const FusedProduct& product, Layout layout) {
 }
 
 }  // namespace moe_parallel::fused
+
+namespace moe_parallel {
+
+// On sm_90 only wgmma, which CUTLASS's products use, keeps the tensor cores busy; mma does not.
+bool is_faster_fused() { return fused::attribute(cudaDevAttrComputeCapabilityMajor) != 9; }
+
+}  // namespace moe_parallel

@@ -5,7 +5,7 @@
 namespace moe_parallel {
 
 bool can_fuse(const FusedProduct& product, const SquareRows& epilogue) {
-  return product.columns_per_matrix % kColumnsOfSquare == 0 &&
+  return product.columns_per_matrix % kColumnsOfSum == 0 &&
          fused::takes(product, fused::Layout::kByRows) && fused::takes_rows({epilogue.c}, {});
 }
 

@@ -9,7 +9,7 @@ namespace moe_parallel::fused {
 template <class Scalar>
 struct Square {
   static constexpr bool kSideBySide = true;
-  static_assert(kChunk == kColumnsOfSquare);
+  static_assert(kChunk == kColumnsOfSum);
   SquareRows task;
 
   template <int kGroups>
