@@ -47,6 +47,12 @@ bool fits(const FusedProduct& product) {
   return does;
 }
 
+// Whether `second` has columns: a last tile of columns side by side may end in `first`.
+template <bool kSideBySide>
+__device__ inline bool has_second(const FusedProduct& product, const Tile& tile) {
+  return !kSideBySide || column_of<kSideBySide>(tile, 1) < product.columns;
+}
+
 __device__ inline int64_t stages_of(const ProductPart& part) {
   return (part.depth + kDepth - 1) / kDepth;
 }
@@ -61,18 +67,22 @@ __device__ inline void load_part(const FusedProduct& product, int index, const T
                                            column_of<kSideBySide>(tile, half));
   };
   const auto firsts = columns_of(part.first, 0), seconds = columns_of(part.second, 1);
+  const bool loads_first = adds_to<kParts>(kFirst, index);
+  const bool loads_second =
+      adds_to<kParts>(kSecond, index) && has_second<kSideBySide>(product, tile);
   for (int64_t i = 0; i < stages_of(part); ++i, ring.advance()) {
     const int stage = ring.stage();
     // The parity of the phase before: at the start there is none, and the wait returns at once.
     ptx::wait(stages.barriers().empty[stage], ring.parity() ^ 1);
     rows.start(stages.slab(stage, kA), i * kDepth);
-    if (adds_to<kParts>(kFirst, index)) firsts.start(stages.slab(stage, kFirst), i * kDepth);
-    if (adds_to<kParts>(kSecond, index)) seconds.start(stages.slab(stage, kSecond), i * kDepth);
+    if (loads_first) firsts.start(stages.slab(stage, kFirst), i * kDepth);
+    if (loads_second) seconds.start(stages.slab(stage, kSecond), i * kDepth);
     ptx::arrive_after_copies(stages.barriers().full[stage]);
   }
 }
 
-// `sums`: of one accumulator, whose columns are in `slab`, or of both from kFirst on.
+// `sums`: of one accumulator, whose columns are in `slab`, or of both from kFirst on. At least one
+// stage: with a loop that may be left out, ptxas copies sums and has no products under way.
 template <class Scalar, bool kByColumns, class Accumulators>
 __device__ inline void multiply_part(int64_t depths, const Stages& stages, Slab slab, int group,
                                      Ring& ring, Accumulators& sums) {
@@ -84,7 +94,7 @@ __device__ inline void multiply_part(int64_t depths, const Stages& stages, Slab 
   const auto release = [&](int stage) {
     if (stage >= 0 && lane_index() == 0) ptx::arrive(stages.barriers().empty[stage]);
   };
-  for (int64_t i = 0; i < depths; ++i, ring.advance()) {
+  do {
     const int stage = ring.stage();
     ptx::wait(stages.barriers().full[stage], ring.parity());
     ptx::order_copies_before_wgmma();
@@ -100,8 +110,10 @@ __device__ inline void multiply_part(int64_t depths, const Stages& stages, Slab 
     ptx::wait_for_wgmma<1>();
     release(last);
     last = stage;
-  }
+    ring.advance();
+  } while (--depths > 0);
   ptx::wait_for_wgmma<0>();
+  ptx::keep_behind_wait(sums);
   release(last);
 }
 
@@ -119,19 +131,19 @@ __device__ inline void produce(const FusedProduct& product, const Stages& stages
 
 template <class Scalar, bool kByColumns, Parts kParts>
 __device__ inline void multiply_parts(const FusedProduct& product, const Stages& stages, int group,
-                                      Ring& ring, ptx::Sums (&sums)[2]) {
+                                      bool has_second, Ring& ring, ptx::Sums (&sums)[2]) {
   const auto multiply = [&](int part, Slab slab, auto& to) {
     multiply_part<Scalar, kByColumns>(stages_of(product.parts[part]), stages, slab, group, ring,
                                       to);
   };
-  if constexpr (kParts == Parts::kForBoth) {
-    for (int i = 0; i < product.num_parts; ++i) multiply(i, kFirst, sums);
-  } else {
+  if constexpr (kParts == Parts::kForOneEach) {
     multiply(0, kFirst, sums[0]);
     multiply(1, kSecond, sums[1]);
+  } else if (has_second) {
+    for (int i = 0; i < product.num_parts; ++i) multiply(i, kFirst, sums);
+  } else {
+    for (int i = 0; i < product.num_parts; ++i) multiply(i, kFirst, sums[0]);
   }
-  ptx::keep_behind_wait(sums[0]);
-  ptx::keep_behind_wait(sums[1]);
 }
 
 template <class Scalar, bool kByColumns, Parts kParts, class Epilogue>
@@ -143,8 +155,9 @@ __device__ inline void consume(const FusedProduct& product, const Stages& stages
   TileWalk<kTileRows> walk(product, tiles_across<kSideBySide>(product));
   for (; !walk.is_over(); walk.advance()) {
     ptx::Sums sums[2] = {};
-    multiply_parts<Scalar, kByColumns, kParts>(product, stages, warp / kWarpsPerGroup, ring, sums);
     const Tile tile = walk.tile();
+    multiply_parts<Scalar, kByColumns, kParts>(product, stages, warp / kWarpsPerGroup,
+                                               has_second<kSideBySide>(product, tile), ring, sums);
     epilogue(Strip{.row = tile.first_row + warp * 16 + lane_index() / 4,
                    .end_row = tile.end_row,
                    .first_column = column_of<kSideBySide>(tile, 0),

@@ -119,6 +119,10 @@ __device__ inline void take_registers() {
 __device__ inline void keep_behind_wait(Sums& d) {
   asm volatile("" : MOE_PARALLEL_16_GROUPS(d)::"memory");
 }
+__device__ inline void keep_behind_wait(Sums (&d)[2]) {
+  keep_behind_wait(d[0]);
+  keep_behind_wait(d[1]);
+}
 
 // d += a b for 64 rows, 128 columns and a depth of 16: the depth lies dense in a, and in b if it is
 // by columns, else its columns do. The four warps of a group call it together.
@@ -160,6 +164,7 @@ void begin_wgmma();
 void commit_wgmma();
 void wait_for_wgmma(int left);
 inline void keep_behind_wait(Sums&) {}
+inline void keep_behind_wait(Sums (&)[2]) {}
 template <int kLeft>
 void wait_for_wgmma() {
   wait_for_wgmma(kLeft);
