@@ -1,0 +1,29 @@
+"""What nvcc's assembler says of the products for sm_90a: it falls back to one product at a time
+where it cannot tell that nothing else touches their sums, with no more than a remark."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from tests.cuda_host.emulation import CSRC
+
+FLAGS = ["-std=c++17", "-O3", "-DMOE_PARALLEL_CUDA", "-gencode=arch=compute_90a,code=sm_90a"]
+
+
+@pytest.mark.parametrize("epilogue", ["activate", "differentiate", "square", "store"])
+def test_products_stay_under_way(epilogue, tmp_path):
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc on the PATH")
+    source, cubin = CSRC / "cuda" / "fused" / f"{epilogue}.cu", tmp_path / "kernels.cubin"
+    command = [nvcc, *FLAGS, "-Xptxas=-v", "-cubin", source, "-o", cubin]
+    done = subprocess.run(command, capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "wgmma.mma_async instructions are serialized" not in said
+    of_kernel = r"entry function '\w*on_hopper.*?(\d+) bytes spill stores"
+    spilled = re.findall(of_kernel, said, re.DOTALL)
+    assert spilled
+    assert set(spilled) == {"0"}
