@@ -62,10 +62,9 @@ struct StoreRows {
 struct ActivateRows {
   const float* probabilities;  // [rows]; null for 1
   void* h;                     // [rows, columns]
-  void* gate;                  // [rows, columns], rows `gate_stride` elements apart; null: not kept
-  void* up;                    // the same of `up_stride`; null: not kept
-  int64_t gate_stride;
-  int64_t up_stride;
+  void* gate;                  // [rows, columns], rows `stride` elements apart; null: not kept
+  void* up;                    // the same
+  int64_t stride;
 };
 
 // squares[n, j] = the sum of the squares of columns 32 j to 32 j + 31, in float before any
@@ -79,16 +78,14 @@ struct SquareRows {
 // The columns of `second` follow those of `first`.
 struct DifferentiateRows {
   const float* probabilities;  // [rows]; null for 1
-  const void* gate;            // [rows, columns], rows `gate_stride` elements apart
-  const void* up;              // the same of `up_stride`
-  void* dgate;                 // the same of `dgate_stride`
-  void* dup;                   // the same of `dup_stride`
+  const void* gate;            // [rows, columns], rows `stride` elements apart
+  const void* up;              // the same
+  void* dgate;                 // [rows, columns], rows `dstride` elements apart
+  void* dup;                   // the same
   void* h;                     // [rows, columns]
   float* dprobabilities;       // [rows, columns / 32, rounded up]
-  int64_t gate_stride;
-  int64_t up_stride;
-  int64_t dgate_stride;
-  int64_t dup_stride;
+  int64_t stride;
+  int64_t dstride;
 };
 
 // On the CPU products are the BLAS's, which nothing is fused with: false, with nothing done.

@@ -39,16 +39,15 @@ inline void swiglu_out(at::Tensor& h, const at::Tensor& gate, const at::Tensor& 
                       .up_stride = up.stride(0)});
 }
 
-// The same as an epilogue, which keeps gate and up where they are defined. Gates are in the type of
-// sums, which is float for what is fused.
+// The same as an epilogue, which keeps up and, where it is defined, gate. Probabilities are in the
+// type of sums, which is float for what is fused.
 inline ActivateRows activate_rows(at::Tensor& h, const at::Tensor& gate, const at::Tensor& up,
                                   const at::Tensor& probabilities) {
   return {.probabilities = static_cast<const float*>(probabilities.const_data_ptr()),
           .h = h.mutable_data_ptr(),
           .gate = gate.defined() ? gate.mutable_data_ptr() : nullptr,
-          .up = up.defined() ? up.mutable_data_ptr() : nullptr,
-          .gate_stride = gate.defined() ? gate.stride(0) : 0,
-          .up_stride = up.defined() ? up.stride(0) : 0};
+          .up = up.mutable_data_ptr(),
+          .stride = up.stride(0)};
 }
 
 // Where the gradients go; an undefined tensor is not wanted.
@@ -99,10 +98,9 @@ inline bool fused_swiglu_backward(const SwigluGradients& to, const at::Tensor& d
       .dup = to.dup.mutable_data_ptr(),
       .h = to.h.mutable_data_ptr(),
       .dprobabilities = sums.mutable_data_ptr<float>(),
-      .gate_stride = gate.stride(0),
-      .up_stride = up.stride(0),
-      .dgate_stride = to.dgate.stride(0),
-      .dup_stride = to.dup.stride(0)};
+      .stride = gate.stride(0),
+      .dstride = to.dgate.stride(0)};
+  TORCH_INTERNAL_ASSERT(up.stride(0) == epilogue.stride && to.dup.stride(0) == epilogue.dstride);
   if (!fused_gemm({{rows_of(dy), w, w}}, counts, dy.size(0), epilogue)) return false;
   auto dprobabilities = to.dprobabilities;
   at::sum_out(dprobabilities, sums, 1);

@@ -35,8 +35,7 @@ ActivateRows = structure(
     h=c_void_p,
     gate=c_void_p,
     up=c_void_p,
-    gate_stride=c_int64,
-    up_stride=c_int64,
+    stride=c_int64,
 )
 SquareRows = structure(squares=c_void_p, c=c_void_p)
 DifferentiateRows = structure(
@@ -47,10 +46,8 @@ DifferentiateRows = structure(
     dup=c_void_p,
     h=c_void_p,
     dprobabilities=c_void_p,
-    gate_stride=c_int64,
-    up_stride=c_int64,
-    dgate_stride=c_int64,
-    dup_stride=c_int64,
+    stride=c_int64,
+    dstride=c_int64,
 )
 
 NOTHING = GroupedMatrix(None, 0, 0, False, False)
@@ -242,7 +239,7 @@ def test_activate(kernels, dtype, counts, depth, columns, keep):
     gate, up = gate_up.chunk(2, dim=1)
     p = draw(sum(counts), dtype=torch.float32, seed=4)
     kept = (gate.data_ptr(), up.data_ptr()) if keep else (None, None)
-    task = ActivateRows(p.data_ptr(), h.data_ptr(), *kept, 2 * columns, 2 * columns)
+    task = ActivateRows(p.data_ptr(), h.data_ptr(), *kept, 2 * columns)
     run(kernels.activate_rows, case.task(), task)
     exact = exact_product(rows, w, counts)
     if keep:
@@ -268,7 +265,7 @@ def test_activate_of_two_products(kernels, dtype, hand_on):
     parts = [(c, matrices(w_up), NOTHING), (x, NOTHING, matrices(w_p))]
     case = Case(dtype, counts, parts, columns)
     h, g, p = (nan(sum(counts), columns, dtype=dtype) for _ in range(3))
-    task = ActivateRows(None, h.data_ptr(), g.data_ptr(), p.data_ptr(), columns, columns)
+    task = ActivateRows(None, h.data_ptr(), g.data_ptr(), p.data_ptr(), columns)
     run(kernels.activate_rows, case.task(), task)
     assert_close(g, exact_product(c, w_up, counts))
     assert_close(p, exact_product(x, w_p, counts))
@@ -312,7 +309,7 @@ def test_differentiate(kernels, dtype, counts, columns):
     h, p = nan(rows, columns, dtype=dtype), draw(rows, dtype=torch.float32, seed=4)
     dp = nan(rows, -(-columns // 32), dtype=torch.float32)
     addresses = [t.data_ptr() for t in (p, gate, up, dgate, dup, h, dp)]
-    task = DifferentiateRows(*addresses, *[2 * columns] * 4)
+    task = DifferentiateRows(*addresses, 2 * columns, 2 * columns)
     run(kernels.differentiate_rows, case.task(), task)
 
     dh = exact_product(dy, w_out, counts).to(dtype).double()  # as it would be stored

@@ -69,7 +69,7 @@ def test_norms_and_choices(native, device, dtype, tokens, experts, rank, k, keep
     norms, chosen, c = native.norm_topk(x, w, k, **keep)
     exact_c = torch.einsum("td,edr->ter", x.double(), w.double())
     exact = exact_c.norm(dim=-1)
-    assert_close(norms, float64(exact), torch.float32)  # of sums in float, not of a rounded C
+    assert_close(norms, float64(exact), dtype)
     assert torch.equal(chosen, norms.topk(k).indices)
     if c is not None:
         of_chosen = exact_c.gather(1, chosen[:, :, None].expand(-1, -1, rank))

@@ -6,8 +6,7 @@ namespace moe_parallel {
 
 bool can_fuse(const FusedProduct& product, const ActivateRows& epilogue) {
   return fused::takes(product, fused::Layout::kByRows) &&
-         fused::takes_rows({epilogue.h, epilogue.gate, epilogue.up},
-                           {epilogue.gate_stride, epilogue.up_stride});
+         fused::takes_rows({epilogue.h, epilogue.gate, epilogue.up}, {epilogue.stride});
 }
 
 void run_on_cuda(const FusedProduct& product, const ActivateRows& epilogue, cudaStream_t stream) {

@@ -16,8 +16,8 @@ struct Activate {
   __device__ void operator()(const Strip& strip, const float (&first)[kGroups][4],
                              const float (&second)[kGroups][4]) const {
     const Rows<Scalar> h(task.h, strip.columns, strip.columns);
-    const Rows<Scalar> kept_gate(task.gate, task.gate_stride, strip.columns);
-    const Rows<Scalar> kept_up(task.up, task.up_stride, strip.columns);
+    const Rows<Scalar> kept_gate(task.gate, task.stride, strip.columns);
+    const Rows<Scalar> kept_up(task.up, task.stride, strip.columns);
     for_each_chunk<kGroups>(strip, strip.first_column, [&](const Chunk& chunk) {
       const float p = task.probabilities && chunk.is_there ? task.probabilities[chunk.row] : 1.0f;
       Pairs gates, ups, products;

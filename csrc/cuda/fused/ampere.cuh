@@ -34,6 +34,8 @@ __device__ inline ptx::SharedAddress in_wide_rows(int row, int chunk) {
   return row * 256 + ((chunk ^ (row & 7)) << 4);
 }
 
+__device__ inline int depth_of(const ProductPart& part) { return static_cast<int>(part.depth); }
+
 // Loads the stages of a block's tiles, one after the other, each thread two chunks of each panel.
 template <class Scalar, bool kByColumns, bool kSideBySide>
 class AmpereLoader {
@@ -68,7 +70,7 @@ class AmpereLoader {
 
   __device__ void advance() {
     depth_ += AmpereTile::kDepth;
-    if (depth_ < product_.parts[part_].depth) return;
+    if (depth_ < depth_of(product_.parts[part_])) return;
     depth_ = 0;
     if (++part_ == product_.num_parts) {
       part_ = 0;
@@ -93,19 +95,21 @@ class AmpereLoader {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const GroupedMatrix& matrix = half == 0 ? part.first : part.second;
-      column_[half] = column_of<kSideBySide>(tile, half) +
-                      (kByColumns ? narrow_row() : wide_chunk() * AmpereTile::kVector);
-      const int64_t column = column_[half] % product_.columns_per_matrix;
-      const int64_t group = tile.group + column_[half] / product_.columns_per_matrix;
+      const int64_t column = column_of<kSideBySide>(tile, half) +
+                             (kByColumns ? narrow_row() : wide_chunk() * AmpereTile::kVector);
+      const int64_t group = tile.group + column / product_.columns_per_matrix;
+      const int64_t in_matrix = column % product_.columns_per_matrix;
       const int64_t element = kByColumns
-                                  ? column * matrix.stride + narrow_chunk() * AmpereTile::kVector
-                                  : wide_row() * matrix.stride + column;
+                                  ? in_matrix * matrix.stride + narrow_chunk() * AmpereTile::kVector
+                                  : wide_row() * matrix.stride + in_matrix;
       b_[half] = static_cast<const Scalar*>(matrix.data) + group * matrix.group_stride + element;
+      b_is_there_[half][0] = column < product_.columns;
+      b_is_there_[half][1] = column + (kByColumns ? 64 : 0) < product_.columns;
     }
   }
 
   __device__ void load_a(const ProductPart& part, ptx::SharedAddress panel) const {
-    const bool is_deep = depth_ + narrow_chunk() * AmpereTile::kVector < part.depth;
+    const bool is_deep = depth_ + narrow_chunk() * AmpereTile::kVector < depth_of(part);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       copy(panel + in_narrow_rows(narrow_row() + 64 * i, narrow_chunk()), a_[i] + depth_,
@@ -119,15 +123,15 @@ class AmpereLoader {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if constexpr (kByColumns) {
-        const bool is_there = depth_ + narrow_chunk() * AmpereTile::kVector < part.depth &&
-                              column_[half] + 64 * i < product_.columns;
+        const bool is_deep = depth_ + narrow_chunk() * AmpereTile::kVector < depth_of(part);
         copy(panel + in_narrow_rows(narrow_row() + 64 * i, narrow_chunk()),
-             b_[half] + 64 * i * matrix.stride + depth_, matrix.data, is_there);
+             b_[half] + 64 * i * matrix.stride + depth_, matrix.data,
+             is_deep && b_is_there_[half][i]);
       } else {
-        const int64_t depth = depth_ + 16 * i;
-        const bool is_there = wide_row() + depth < part.depth && column_[half] < product_.columns;
+        const bool is_deep = depth_ + wide_row() + 16 * i < depth_of(part);
         copy(panel + in_wide_rows(wide_row() + 16 * i, wide_chunk()),
-             b_[half] + depth * matrix.stride, matrix.data, is_there);
+             b_[half] + (depth_ + 16 * i) * matrix.stride, matrix.data,
+             is_deep && b_is_there_[half][i]);
       }
     }
   }
@@ -141,11 +145,10 @@ class AmpereLoader {
   const FusedProduct& product_;
   Tiles tiles_;
   ptx::SharedAddress memory_;
-  int slot_ = 0, part_ = 0;
-  int64_t depth_ = 0;
-  const Scalar* a_[2];
+  int slot_ = 0, part_ = 0, depth_ = 0;
+  const Scalar* a_[2];  // null: zeros
   const Scalar* b_[2];
-  int64_t column_[2];
+  bool b_is_there_[2][2];
 };
 
 // A warp's sums: strips of 16 rows by groups of 8 columns.
@@ -227,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     AmpereSums first = {}, second = {};
     for (int i = 0; i < product.num_parts; ++i) {
       const ProductPart& part = product.parts[i];
-      for (int64_t depth = 0; depth < part.depth; depth += AmpereTile::kDepth) {
+      for (int depth = 0; depth < depth_of(part); depth += AmpereTile::kDepth) {
         ptx::wait_for_copies<AmpereTile::kStages - 2>();
         __syncthreads();  // all copies of this stage are there, and the one before has been read
         loader.load();    // into the one before

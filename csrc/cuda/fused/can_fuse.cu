@@ -23,6 +23,7 @@ bool runs_hopper() {
 namespace {
 
 constexpr int64_t kVector = AmpereTile::kVector;
+constexpr int64_t kMost = int64_t{1} << 30;  // of what is counted in 32 bits
 
 bool has_device() {
   return attribute(cudaDevAttrComputeCapabilityMajor) >= 8 &&
@@ -55,10 +56,18 @@ bool takes(const FusedProduct& product, Layout layout) {
   if (layout == Layout::kAny) {
     layout = lies_by_columns(product) ? Layout::kByColumns : Layout::kByRows;
   }
-  bool taken = takes_rows({}, {product.columns, product.columns_per_matrix});
+  const int64_t down = product.rows / kTileRows + product.groups + 1;
+  if (down > kMost || product.columns > kMost ||
+      down * (product.columns / kTileColumns + 1) > kMost) {
+    return false;
+  }
+  const bool is_one_matrix = product.columns_per_matrix == product.columns;
+  bool taken = takes_rows({}, {product.columns, product.columns_per_matrix}) &&
+               (is_one_matrix || layout == Layout::kByRows);
   for (int i = 0; i < product.num_parts; ++i) {
     const ProductPart& part = product.parts[i];
-    taken = taken && part.depth > 0 && takes_rows({part.a.data}, {part.a.stride, part.depth}) &&
+    taken = taken && 0 < part.depth && part.depth < kMost &&
+            takes_rows({part.a.data}, {part.a.stride, part.depth}) &&
             takes_matrix(part.first, layout) && takes_matrix(part.second, layout);
   }
   return taken;
@@ -69,6 +78,8 @@ bool takes(const FusedProduct& product, Layout layout) {
 namespace moe_parallel {
 
 // On sm_90 only wgmma, which CUTLASS's products use, keeps the tensor cores busy; mma does not.
-bool is_faster_fused() { return fused::attribute(cudaDevAttrComputeCapabilityMajor) != 9; }
+bool is_faster_fused() {
+  return fused::runs_hopper() || fused::attribute(cudaDevAttrComputeCapabilityMajor) != 9;
+}
 
 }  // namespace moe_parallel

@@ -7,8 +7,7 @@ namespace moe_parallel {
 bool can_fuse(const FusedProduct& product, const DifferentiateRows& epilogue) {
   return fused::takes(product, fused::Layout::kByColumns) &&
          fused::takes_rows({epilogue.gate, epilogue.up, epilogue.dgate, epilogue.dup, epilogue.h},
-                           {epilogue.gate_stride, epilogue.up_stride, epilogue.dgate_stride,
-                            epilogue.dup_stride});
+                           {epilogue.stride, epilogue.dstride});
 }
 
 void run_on_cuda(const FusedProduct& product, const DifferentiateRows& epilogue,

@@ -25,8 +25,8 @@ struct Differentiate {
     const auto rows = [&](const void* data, int64_t stride) {
       return Rows<Scalar>(data, stride, strip.columns);
     };
-    const auto gate = rows(task.gate, task.gate_stride), up = rows(task.up, task.up_stride);
-    const auto dgate = rows(task.dgate, task.dgate_stride), dup = rows(task.dup, task.dup_stride);
+    const auto gate = rows(task.gate, task.stride), up = rows(task.up, task.stride);
+    const auto dgate = rows(task.dgate, task.dstride), dup = rows(task.dup, task.dstride);
     const auto h = rows(task.h, strip.columns);
     const int64_t chunks = (strip.columns + kChunk - 1) / kChunk;
     for_each_chunk<kGroups>(strip, column, [&](const Chunk& chunk) {

@@ -6,7 +6,7 @@
 
 namespace moe_parallel::fused {
 
-constexpr int64_t kBand = 16;  // tiles of rows that take turns, so that they find b in the L2 cache
+constexpr int kBand = 16;  // tiles of rows that take turns, so that they find b in the L2 cache
 
 constexpr int kTileRows = 128, kTileColumns = 128;  // of each accumulator
 
@@ -42,21 +42,21 @@ template <int kRows>
 class TileWalk {
  public:
   __device__ TileWalk(const FusedProduct& product, int64_t across)
-      : product_(product), across_(across), left_(blockIdx.x) {
+      : product_(product), across_(static_cast<int>(across)), left_(static_cast<int>(blockIdx.x)) {
     seek();
   }
 
   __device__ bool is_over() const { return group_ == product_.groups; }
 
   __device__ void advance() {
-    left_ += gridDim.x;
+    left_ += static_cast<int>(gridDim.x);
     seek();
   }
 
   // Where it is not over. Within a group bands of rows go from left to right.
   __device__ Tile tile() const {
-    const int64_t band = left_ / (kBand * across_), in_band = left_ % (kBand * across_);
-    const int64_t down = min(kBand, tiles_down() - band * kBand);
+    const int band = left_ / (kBand * across_), in_band = left_ % (kBand * across_);
+    const int down = min(kBand, tiles_down() - band * kBand);
     const int64_t row = band * kBand + in_band % down;
     return {group_, begin(group_) + row * kRows, begin(group_ + 1), in_band / down};
   }
@@ -65,7 +65,7 @@ class TileWalk {
   // Tiles that are left to the group's first: on to the group that they end in.
   __device__ void seek() {
     for (; group_ < product_.groups; ++group_) {
-      const int64_t tiles = tiles_down() * across_;
+      const int tiles = tiles_down() * across_;
       if (left_ < tiles) return;
       left_ -= tiles;
     }
@@ -74,14 +74,14 @@ class TileWalk {
   __device__ int64_t begin(int64_t group) const {
     return product_.offsets ? product_.offsets[group] : group * product_.rows;
   }
-  __device__ int64_t tiles_down() const {
-    return (begin(group_ + 1) - begin(group_) + kRows - 1) / kRows;
+  __device__ int tiles_down() const {
+    return static_cast<int>((begin(group_ + 1) - begin(group_) + kRows - 1) / kRows);
   }
 
   const FusedProduct& product_;
-  int64_t across_;
-  int64_t left_;  // tiles of this group, and of those behind it, before the one it is at
-  int64_t group_ = 0;
+  int across_;
+  int left_;  // tiles of this group, and of those behind it, before the one it is at
+  int group_ = 0;
 };
 
 }  // namespace moe_parallel::fused
