@@ -47,6 +47,7 @@ SECONDS_OF_A_ROW = {SMALL: 1.0, GOALS: 15.0}
 PEERS = (
     "transformers", "transformer-engine", "grouped-gemm", "megablocks", "scattermoe", "sonic-moe",
 )  # fmt: skip
+FUSING = ["never", "where-faster", "always"]
 DTYPES = {"cpu": ["float32", "bfloat16"], "cuda": ["bfloat16", "float16", "float32"]}
 
 
@@ -78,6 +79,8 @@ def _measure_all(options: argparse.Namespace, rows: list[Row]) -> None:
         torch.set_num_threads(1)
         if not keep_freed_memory():
             print("this C library has no mallopt: page faults of new memory count", flush=True)
+    module = extension.load()
+    module.set_fusing(getattr(module.Fusing, options.fusing.upper().replace("-", "_")))
     ours, clock = select_backend("native"), clock_of(options.device)
     sizes = sizes_of(options.sizes, options.device)
     needs_megatron = options.device == "cpu" and "routed_layer" in options.ops
@@ -149,6 +152,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--ops", type=_words, metavar="A,B,...", help=f"of {', '.join(BENCHES)} (default: all)")
     add("--dtype", type=_words, metavar="A,B,...",
         help="of float32, bfloat16, float16 (default: the first two; GPU: bfloat16)")  # fmt: skip
+    add("--fusing", choices=FUSING, default=FUSING[1],
+        help="of products with the steps around them in our layers and norm_topk, on a GPU "
+        "(default: %(default)s)")  # fmt: skip
     add("--turns", type=int, metavar="N", help="of each row (default: as many as fit in its time)")
     add("--json", type=Path, metavar="FILE", help="write the samples of every row too")
     options = parser.parse_args(arguments)

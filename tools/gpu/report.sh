@@ -94,13 +94,20 @@ failed=()
 
 # What could wait for ever comes first, and alone.
 gpu_tests grouped-gemm 90 tests/ops/test_grouped_gemm.py
+gpu_tests fused-products 60 tests/ops/test_fused_products.py
 gpu_tests no-waiting 60 tests/ops/test_no_waiting.py
 gpu_tests operators 150 tests/ops --deselect tests/ops/test_grouped_gemm.py \
-    --deselect tests/ops/test_no_waiting.py
+    --deselect tests/ops/test_fused_products.py --deselect tests/ops/test_no_waiting.py
 step bench 200 "$python" tools/bench/run.py --device cuda --sizes goals \
     --json "$folder/bench.json"
+# What gathering on load and epilogues gain: the same step by step.
+step bench-unfused 60 "$python" tools/bench/run.py --device cuda --sizes goals --fusing never \
+    --ops norm_topk,routed_layer,aoe_layer --json "$folder/bench-unfused.json"
+step fused-against-unfused 10 "$python" tools/bench/compare.py "$folder/bench-unfused.json" \
+    "$folder/bench.json"
 if command -v compute-sanitizer >/dev/null; then
     some="native and (plain and 7 or several_tiles or oracle and (swiglu or merge or norm))"
+    some="$some or as_exact_as_step_by_step and plain and bfloat16 or norms_and_choices"
     for tool in memcheck racecheck; do
         step "$tool" 60 compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m pytest -q \
             -m gpu -p no:cacheprovider tests/ops -k "$some"

@@ -172,12 +172,10 @@ __device__ inline void load_b_fragments(ptx::SharedAddress panel, int step, int 
   }
 }
 
-template <class Scalar, bool kByColumns>
-__device__ inline void multiply_panel(ptx::SharedAddress panel, int step, int first_column,
-                                      const uint32_t (&a)[AmpereTile::kStrips][4],
-                                      AmpereSums& sums) {
-  uint32_t b[AmpereTile::kGroups / 2][4];
-  load_b_fragments<kByColumns>(panel, step, first_column, b);
+template <class Scalar>
+__device__ inline void multiply_fragments(const uint32_t (&a)[AmpereTile::kStrips][4],
+                                          const uint32_t (&b)[AmpereTile::kGroups / 2][4],
+                                          AmpereSums& sums) {
 #pragma unroll
   for (int strip = 0; strip < AmpereTile::kStrips; ++strip) {
 #pragma unroll
@@ -189,27 +187,27 @@ __device__ inline void multiply_panel(ptx::SharedAddress panel, int step, int fi
   }
 }
 
-template <class Scalar, bool kByColumns>
-__device__ inline void multiply_stage(const ProductPart& part, ptx::SharedAddress stage,
-                                      int first_row, int first_column, AmpereSums& first,
-                                      AmpereSums& second) {
-  const int lane = lane_index();
+// What a stage adds to is a constant here, so that nothing keeps the compiler from loading the next
+// fragments between products.
+template <class Scalar, bool kByColumns, bool kFirst, bool kSecond>
+__device__ inline void multiply_stage(ptx::SharedAddress stage, int first_row, int first_column,
+                                      AmpereSums& first, AmpereSums& second) {
+  const ptx::SharedAddress panel = stage + AmpereTile::kPanelBytes;
 #pragma unroll
   for (int step = 0; step < AmpereTile::kDepth / 16; ++step) {
     uint32_t a[AmpereTile::kStrips][4];
 #pragma unroll
     for (int strip = 0; strip < AmpereTile::kStrips; ++strip) {
-      const int row = first_row + 16 * strip + lane % 16;
-      ptx::load_matrices(stage + in_narrow_rows(row, 2 * step + lane / 16), a[strip]);
+      const int row = first_row + 16 * strip + lane_index() % 16;
+      ptx::load_matrices(stage + in_narrow_rows(row, 2 * step + lane_index() / 16), a[strip]);
     }
-    const ptx::SharedAddress panel = stage + AmpereTile::kPanelBytes;
-    if (part.first.data) {
-      multiply_panel<Scalar, kByColumns>(panel, step, first_column, a, first);
+    uint32_t b[2][AmpereTile::kGroups / 2][4];
+    if constexpr (kFirst) load_b_fragments<kByColumns>(panel, step, first_column, b[0]);
+    if constexpr (kSecond) {
+      load_b_fragments<kByColumns>(panel + AmpereTile::kPanelBytes, step, first_column, b[1]);
     }
-    if (part.second.data) {
-      multiply_panel<Scalar, kByColumns>(panel + AmpereTile::kPanelBytes, step, first_column, a,
-                                         second);
-    }
+    if constexpr (kFirst) multiply_fragments<Scalar>(a, b[0], first);
+    if constexpr (kSecond) multiply_fragments<Scalar>(a, b[1], second);
   }
 }
 
@@ -234,8 +232,17 @@ __global__ void __launch_bounds__(kThreads, 1)
         ptx::wait_for_copies<AmpereTile::kStages - 2>();
         __syncthreads();  // all copies of this stage are there, and the one before has been read
         loader.load();    // into the one before
-        multiply_stage<Scalar, kByColumns>(part, memory + slot * AmpereTile::kStageBytes, first_row,
-                                           first_column, first, second);
+        const ptx::SharedAddress stage = memory + slot * AmpereTile::kStageBytes;
+        if (part.first.data && part.second.data) {
+          multiply_stage<Scalar, kByColumns, true, true>(stage, first_row, first_column, first,
+                                                         second);
+        } else if (part.first.data) {
+          multiply_stage<Scalar, kByColumns, true, false>(stage, first_row, first_column, first,
+                                                          second);
+        } else {
+          multiply_stage<Scalar, kByColumns, false, true>(stage, first_row, first_column, first,
+                                                          second);
+        }
         slot = (slot + 1) % AmpereTile::kStages;
       }
     }
