@@ -159,6 +159,14 @@ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, _
   multiply_halves(d, a, b0, b1, type);
 }
 
+uint32_t round_pair(float x, float y, __nv_bfloat16) {
+  return __float2bfloat16_rn(x).bits | uint32_t{__float2bfloat16_rn(y).bits} << 16;
+}
+uint32_t round_pair(float x, float y, __half) {
+  return std::bit_cast<uint16_t>(__float2half_rn(x)) |
+         uint32_t{std::bit_cast<uint16_t>(__float2half_rn(y))} << 16;
+}
+
 }  // namespace moe_parallel::ptx
 
 extern "C" int64_t bank_conflicts() { return conflicts; }

@@ -252,10 +252,11 @@ def test_activate(kernels, dtype, counts, depth, columns, keep):
 
 
 @pytest.mark.parametrize("hand_on", [False, True])
+@pytest.mark.parametrize("columns", [40, 136, 296])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_activate_of_two_products(kernels, dtype, hand_on):
+def test_activate_of_two_products(kernels, dtype, columns, hand_on):
     """The autonomous layer's: C W_up in one accumulator, x W_p in the other."""
-    counts, rank, depth, columns = [3, 0, 140, 1], 40, 104, 136
+    counts, rank, depth = [3, 0, 140, 1], 40, 104
     x = gathered(counts, depth, dtype)
     c = Rows(draw(sum(counts), rank, dtype=dtype, seed=5))
     if hand_on:

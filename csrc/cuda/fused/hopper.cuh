@@ -24,68 +24,68 @@ constexpr int kAtLaunch = 168, kOfProducer = 72, kOfConsumer = 216;
 static_assert(kOfProducer * kProducers + kOfConsumer * (kBlock - kProducers) <= kAtLaunch * kBlock);
 static_assert(kAtLaunch * kBlock <= 65536);
 
-// Which accumulators the parts of a product add to. A kernel is compiled for one of these: where
-// the parts of one differ in it, ptxas finds no registers to have products under way.
+// What the parts of a product add to. A kernel is compiled for one of these: where the parts of one
+// differ in it, ptxas finds no registers to have products under way.
 enum class Parts {
-  kForBoth,     // every part to both
+  kForBoth,     // every part to both accumulators
   kForOneEach,  // the first to `first`, the second to `second`
 };
-
-template <Parts kParts>
-__host__ __device__ inline bool adds_to(Slab slab, int part) {
-  return kParts == Parts::kForBoth || (slab == kFirst) == (part == 0);
-}
 
 template <Parts kParts>
 bool fits(const FusedProduct& product) {
   bool does = kParts == Parts::kForBoth || product.num_parts == 2;
   for (int i = 0; i < product.num_parts; ++i) {
     const auto& part = product.parts[i];
-    does = does && adds_to<kParts>(kFirst, i) == (part.first.data != nullptr) &&
-           adds_to<kParts>(kSecond, i) == (part.second.data != nullptr);
+    const bool both = kParts == Parts::kForBoth;
+    does = does && (part.first.data != nullptr) == (both || i == 0) &&
+           (part.second.data != nullptr) == (both || i == 1);
   }
   return does;
 }
 
-// Whether `second` has columns: a last tile of columns side by side may end in `first`.
-template <bool kSideBySide>
+// Parts for one accumulator each have the registers of both, one after the other, for 256 columns:
+// `first` waits for `second` rounded to its type, in half as many.
+template <Parts kParts, class Epilogue>
+constexpr bool kIsWide = Epilogue::kSideBySide || kParts == Parts::kForOneEach;
+
+// Whether there are columns in the second half of a wide tile.
+template <bool kWide>
 __device__ inline bool has_second(const FusedProduct& product, const Tile& tile) {
-  return !kSideBySide || column_of<kSideBySide>(tile, 1) < product.columns;
+  return !kWide || column_of<kWide>(tile, 1) < product.columns;
 }
 
 __device__ inline int64_t stages_of(const ProductPart& part) {
   return (part.depth + kDepth - 1) / kDepth;
 }
 
-template <class Scalar, bool kByColumns, Parts kParts, bool kSideBySide>
+template <class Scalar, bool kByColumns, Parts kParts, bool kWide>
 __device__ inline void load_part(const FusedProduct& product, int index, const Tile& tile,
                                  const Stages& stages, Ring& ring) {
   const auto& part = product.parts[index];
   const RowLoads<Scalar> rows(part, tile);
-  const auto columns_of = [&](const GroupedMatrix& matrix, int half) {
-    return ColumnLoads<Scalar, kByColumns>(product, part, matrix, tile.group,
-                                           column_of<kSideBySide>(tile, half));
+  const auto columns_of = [&](int half) {
+    const bool is_first = kParts == Parts::kForBoth ? half == 0 : index == 0;
+    return ColumnLoads<Scalar, kByColumns>(product, part, is_first ? part.first : part.second,
+                                           tile.group, column_of<kWide>(tile, half));
   };
-  const auto firsts = columns_of(part.first, 0), seconds = columns_of(part.second, 1);
-  const bool loads_first = adds_to<kParts>(kFirst, index);
-  const bool loads_second =
-      adds_to<kParts>(kSecond, index) && has_second<kSideBySide>(product, tile);
+  const auto firsts = columns_of(0), seconds = columns_of(1);
+  const bool loads_second = has_second<kWide>(product, tile);
   for (int64_t i = 0; i < stages_of(part); ++i, ring.advance()) {
     const int stage = ring.stage();
     // The parity of the phase before: at the start there is none, and the wait returns at once.
     ptx::wait(stages.barriers().empty[stage], ring.parity() ^ 1);
     rows.start(stages.slab(stage, kA), i * kDepth);
-    if (loads_first) firsts.start(stages.slab(stage, kFirst), i * kDepth);
+    firsts.start(stages.slab(stage, kFirst), i * kDepth);
     if (loads_second) seconds.start(stages.slab(stage, kSecond), i * kDepth);
     ptx::arrive_after_copies(stages.barriers().full[stage]);
   }
 }
 
-// `sums`: of one accumulator, whose columns are in `slab`, or of both from kFirst on. At least one
-// stage: with a loop that may be left out, ptxas copies sums and has no products under way.
+// `sums`: of the columns in the first slab, or in both. At least one stage: with a loop that may be
+// left out, ptxas copies sums and has no products under way.
 template <class Scalar, bool kByColumns, class Accumulators>
-__device__ inline void multiply_part(int64_t depths, const Stages& stages, Slab slab, int group,
-                                     Ring& ring, Accumulators& sums) {
+__device__ inline void multiply_part(int64_t depths, const Stages& stages, int group, Ring& ring,
+                                     Accumulators& sums) {
   constexpr int kStep = 16;  // of wgmma's depth
   constexpr int kBytesOfStep = kByColumns ? kStep * 2 : kStep * kLineBytes;
   constexpr int kHalfSlab = kSlabBytes / 2;  // the rows of a consumer, and 64 columns by rows
@@ -99,7 +99,7 @@ __device__ inline void multiply_part(int64_t depths, const Stages& stages, Slab 
     ptx::wait(stages.barriers().full[stage], ring.parity());
     ptx::order_copies_before_wgmma();
     const uint64_t a = describe(stages.slab(stage, kA) + group * kHalfSlab, kUnused);
-    const uint64_t b = describe(stages.slab(stage, slab), kByColumns ? kUnused : kHalfSlab);
+    const uint64_t b = describe(stages.slab(stage, kFirst), kByColumns ? kUnused : kHalfSlab);
     ptx::begin_wgmma();
 #pragma unroll
     for (int step = 0; step < kDepth / kStep; ++step) {
@@ -117,53 +117,102 @@ __device__ inline void multiply_part(int64_t depths, const Stages& stages, Slab 
   release(last);
 }
 
-template <class Scalar, bool kByColumns, Parts kParts, bool kSideBySide>
+template <class Scalar, bool kByColumns, Parts kParts, bool kWide>
 __device__ inline void produce(const FusedProduct& product, const Stages& stages) {
   Ring ring;
-  TileWalk<kTileRows> walk(product, tiles_across<kSideBySide>(product));
+  TileWalk<kTileRows> walk(product, tiles_across<kWide>(product));
   for (; !walk.is_over(); walk.advance()) {
     const Tile tile = walk.tile();
     for (int i = 0; i < product.num_parts; ++i) {
-      load_part<Scalar, kByColumns, kParts, kSideBySide>(product, i, tile, stages, ring);
+      load_part<Scalar, kByColumns, kParts, kWide>(product, i, tile, stages, ring);
     }
   }
 }
 
-template <class Scalar, bool kByColumns, Parts kParts>
-__device__ inline void multiply_parts(const FusedProduct& product, const Stages& stages, int group,
-                                      bool has_second, Ring& ring, ptx::Sums (&sums)[2]) {
-  const auto multiply = [&](int part, Slab slab, auto& to) {
-    multiply_part<Scalar, kByColumns>(stages_of(product.parts[part]), stages, slab, group, ring,
-                                      to);
+// The parts from `begin` to `end`, of the first 128 columns or of all.
+template <class Scalar, bool kByColumns>
+__device__ inline void multiply_parts(const FusedProduct& product, int begin, int end,
+                                      bool is_whole, const Stages& stages, int group, Ring& ring,
+                                      ptx::Sums (&sums)[2]) {
+  const auto multiply = [&](int part, auto& to) {
+    multiply_part<Scalar, kByColumns>(stages_of(product.parts[part]), stages, group, ring, to);
   };
-  if constexpr (kParts == Parts::kForOneEach) {
-    multiply(0, kFirst, sums[0]);
-    multiply(1, kSecond, sums[1]);
-  } else if (has_second) {
-    for (int i = 0; i < product.num_parts; ++i) multiply(i, kFirst, sums);
+  if (is_whole) {
+    for (int i = begin; i < end; ++i) multiply(i, sums);
   } else {
-    for (int i = 0; i < product.num_parts; ++i) multiply(i, kFirst, sums[0]);
+    for (int i = begin; i < end; ++i) multiply(i, sums[0]);
   }
+}
+
+// Sums that wait, in pairs of 16 bits. An epilogue rounds them so too.
+using Pairs256 = uint32_t[2][16][2];
+
+template <class Scalar>
+__device__ inline void put_aside(ptx::Sums (&sums)[2], Pairs256& pairs) {
+#pragma unroll
+  for (int i = 0; i < 2 * 16 * 2; ++i) {
+    float* pair = sums[i / 32][i / 2 % 16] + i % 2 * 2;
+    pairs[i / 32][i / 2 % 16][i % 2] = pack<Scalar>(pair[0], pair[1]);
+    pair[0] = pair[1] = 0;
+  }
+}
+
+// The epilogue of `first` that was put aside, 32 columns at a time: no more of it than that is
+// there twice.
+template <class Scalar, class Epilogue>
+__device__ inline void finish(const Pairs256& firsts, const ptx::Sums (&seconds)[2], Strip strip,
+                              const Epilogue& epilogue) {
+  constexpr int kGroups = 4;
+  strip.second_column = strip.first_column;
+#pragma unroll
+  for (int group = 0; group < 2 * 16; group += kGroups) {
+    float first[kGroups][4], second[kGroups][4];
+#pragma unroll
+    for (int i = 0; i < kGroups * 4; ++i) {
+      const int half = group / 16, from = group % 16 + i / 4;
+      const float2 pair = unpack<Scalar>(firsts[half][from][i % 4 / 2]);
+      first[i / 4][i % 4] = i % 2 == 0 ? pair.x : pair.y;
+      second[i / 4][i % 4] = seconds[half][from][i % 4];
+    }
+    epilogue(strip, first, second);
+    strip.first_column += kGroups * 8;
+    strip.second_column += kGroups * 8;
+  }
+}
+
+// Where the 16 rows of a consumer's warp are.
+template <bool kWide>
+__device__ inline Strip strip_of(const FusedProduct& product, const Tile& tile, int warp) {
+  return {.row = tile.first_row + warp * 16 + lane_index() / 4,
+          .end_row = tile.end_row,
+          .first_column = column_of<kWide>(tile, 0),
+          .second_column = column_of<kWide>(tile, 1),
+          .columns = product.columns};
 }
 
 template <class Scalar, bool kByColumns, Parts kParts, class Epilogue>
 __device__ inline void consume(const FusedProduct& product, const Stages& stages,
                                const Epilogue& epilogue) {
-  constexpr bool kSideBySide = Epilogue::kSideBySide;
-  const int warp = warp_in_block() - kProducers / kWarp;
+  constexpr bool kWide = kIsWide<kParts, Epilogue>;
+  const int warp = warp_in_block() - kProducers / kWarp, group = warp / kWarpsPerGroup;
   Ring ring;
-  TileWalk<kTileRows> walk(product, tiles_across<kSideBySide>(product));
+  TileWalk<kTileRows> walk(product, tiles_across<kWide>(product));
   for (; !walk.is_over(); walk.advance()) {
+    const bool is_whole = has_second<kWide>(product, walk.tile());
+    const auto multiply = [&](int begin, int end, ptx::Sums(&sums)[2]) {
+      multiply_parts<Scalar, kByColumns>(product, begin, end, is_whole, stages, group, ring, sums);
+    };
     ptx::Sums sums[2] = {};
-    const Tile tile = walk.tile();
-    multiply_parts<Scalar, kByColumns, kParts>(product, stages, warp / kWarpsPerGroup,
-                                               has_second<kSideBySide>(product, tile), ring, sums);
-    epilogue(Strip{.row = tile.first_row + warp * 16 + lane_index() / 4,
-                   .end_row = tile.end_row,
-                   .first_column = column_of<kSideBySide>(tile, 0),
-                   .second_column = column_of<kSideBySide>(tile, 1),
-                   .columns = product.columns},
-             sums[0], sums[1]);
+    if constexpr (kParts == Parts::kForBoth) {
+      multiply(0, product.num_parts, sums);
+      epilogue(strip_of<kWide>(product, walk.tile(), warp), sums[0], sums[1]);
+    } else {
+      multiply(0, 1, sums);
+      Pairs256 firsts;
+      put_aside<Scalar>(sums, firsts);
+      multiply(1, 2, sums);
+      finish<Scalar>(firsts, sums, strip_of<kWide>(product, walk.tile(), warp), epilogue);
+    }
   }
 }
 
@@ -181,7 +230,7 @@ __global__ void __launch_bounds__(kBlock, 1)
   __syncthreads();
   if (threadIdx.x < kProducers) {
     ptx::give_registers_back<kOfProducer>();
-    produce<Scalar, kByColumns, kParts, Epilogue::kSideBySide>(product, stages);
+    produce<Scalar, kByColumns, kParts, kIsWide<kParts, Epilogue>>(product, stages);
   } else {
     ptx::take_registers<kOfConsumer>();
     consume<Scalar, kByColumns, kParts>(product, stages, epilogue);

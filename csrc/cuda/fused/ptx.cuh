@@ -74,6 +74,19 @@ __device__ inline void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// x in the lower, y in the upper half of a register, by one instruction: rounded one by one, ptxas
+// keeps them in two.
+__device__ inline uint32_t round_pair(float x, float y, __nv_bfloat16) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+  return pair;
+}
+__device__ inline uint32_t round_pair(float x, float y, __half) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+  return pair;
+}
+
 #else
 
 char* shared_memory();
@@ -89,6 +102,8 @@ void load_matrices(SharedAddress row, uint32_t (&x)[4]);
 void load_transposed(SharedAddress row, uint32_t (&x)[4]);
 void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __nv_bfloat16);
 void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half);
+uint32_t round_pair(float x, float y, __nv_bfloat16);
+uint32_t round_pair(float x, float y, __half);
 
 #endif
 

@@ -14,6 +14,7 @@
 #include "../launch.cuh"
 #include "../scalar.cuh"
 #include "../vector.cuh"
+#include "ptx.cuh"
 
 namespace moe_parallel::fused {
 
@@ -54,12 +55,14 @@ __device__ inline Sum sum_over_quad(Sum x) {
 
 template <class Scalar>
 __device__ inline uint32_t pack(float x, float y) {
-  const Vector<Scalar, 2> pair{{from_sum<Scalar>(x), from_sum<Scalar>(y)}};
-  return *reinterpret_cast<const uint32_t*>(&pair);
+  return ptx::round_pair(x, y, Scalar{});
 }
 
 template <class Scalar>
 __device__ inline float2 unpack(uint32_t x) {
+  if constexpr (std::is_same_v<Scalar, __nv_bfloat16>) {
+    return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
+  }
   const auto pair = *reinterpret_cast<const Vector<Scalar, 2>*>(&x);
   return {to_sum(pair.elements[0]), to_sum(pair.elements[1])};
 }

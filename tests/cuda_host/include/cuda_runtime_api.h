@@ -174,6 +174,7 @@ inline unsigned __ballot_sync(unsigned, bool x) {
   return votes;
 }
 
+inline float __uint_as_float(unsigned x) { return cuda_host::value_of<float>(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float x, float y) { return x / y; }
