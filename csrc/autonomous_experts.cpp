@@ -153,18 +153,14 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
     if (c) map.gather_choices(c_rows, handed_on, block);
     if (!has_g) grouped_gemm_out(g_rows, c_rows, block.experts(w_up), groups);
 
-    const auto p_rows = block.rows(saved_p), row_gates = block.rows(gates_of_rows);
     auto dy_rows = block.part(dy_memory), h = block.part(h_memory);
     auto dg = block.part(dg_memory), dp = block.part(dp_memory);
     auto dw_out_here = block.experts(dw_out);
     map.gather(dy_rows, gradients, block);
     const SwigluGradients to{
         .dgate = dg, .dup = dp, .dprobabilities = block.rows(dgates_of_rows), .h = h};
-    if (!fused_swiglu_backward(to, dy_rows, transposed(w_out), groups, g_rows, p_rows, row_gates)) {
-      auto dh = block.part(dh_memory);
-      grouped_gemm_out(dh, dy_rows, transposed(w_out), groups);
-      swiglu_backward_out(to, dh, g_rows, p_rows, row_gates);
-    }
+    swiglu_backward_of_product(to, dy_rows, transposed(w_out), groups, g_rows, block.rows(saved_p),
+                               block.rows(gates_of_rows), dh_memory);
     grouped_outer_out(dw_out_here, h, dy_rows, groups);
 
     auto dc_rows = c ? block.rows(dc) : block.part(dc_memory);

@@ -13,25 +13,10 @@
 #include "grouped_gemm.h"
 #include "launch.h"
 #include "permute.h"
+#include "scratch_rows.h"
 #include "unpermute.h"
 
 namespace moe_parallel {
-
-// Memory that is used again, and taken when it is first needed.
-class ScratchRows {
- public:
-  ScratchRows(const at::Tensor& like, int64_t most_rows, int64_t columns)
-      : like_(like), most_rows_(most_rows), columns_(columns) {}
-
-  at::Tensor rows(int64_t count) {
-    if (!buffer_.defined()) buffer_ = like_.new_empty({most_rows_, columns_});
-    return buffer_.narrow(0, 0, count);
-  }
-
- private:
-  at::Tensor like_, buffer_;
-  int64_t most_rows_, columns_;
-};
 
 // Consecutive experts whose rows are computed together.
 struct RowBlock {

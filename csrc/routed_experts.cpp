@@ -85,8 +85,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
     const auto groups = block.experts(counts);
     const auto gate_up_rows = block.rows(saved);
     const auto gate = gate_up_rows.narrow(1, 0, width), up = gate_up_rows.narrow(1, width, width);
-    const auto row_gates = block.rows(gates_of_rows);
-    const auto w_out_transposed = block.experts(w_out).transpose(1, 2);
     auto dy_rows = block.part(dy_memory), h = block.part(h_memory);
     auto d_gate_up = block.part(d_memory), x_rows = block.part(x_memory);
     auto dx_rows = block.rows(dx);
@@ -97,11 +95,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
                              .dup = d_gate_up.narrow(1, width, width),
                              .dprobabilities = block.rows(dgates_of_rows),
                              .h = h};
-    if (!fused_swiglu_backward(to, dy_rows, w_out_transposed, groups, gate, up, row_gates)) {
-      auto dh = block.part(dh_memory);
-      grouped_gemm_out(dh, dy_rows, w_out_transposed, groups);
-      swiglu_backward_out(to, dh, gate, up, row_gates);
-    }
+    swiglu_backward_of_product(to, dy_rows, block.experts(w_out).transpose(1, 2), groups, gate, up,
+                               block.rows(gates_of_rows), dh_memory);
     grouped_outer_out(dw_out_here, h, dy_rows, groups);
     map.gather(x_rows, tokens, block);
     grouped_outer_out(dw_gate_up_here, x_rows, d_gate_up, groups);

@@ -8,7 +8,9 @@
 #include <optional>
 
 #include "fused_gemm.h"
+#include "grouped_gemm.h"
 #include "launch.h"
+#include "scratch_rows.h"
 #include "swiglu.h"
 
 namespace moe_parallel {
@@ -83,7 +85,7 @@ inline void swiglu_backward_out(const SwigluGradients& to, const at::Tensor& dh,
              .dup_stride = to.dup.stride(0)});
 }
 
-// The gradients for dh = dy w in one kernel, where there is one that takes it; all are wanted.
+// The gradients for dh = dy w in one kernel; false, with nothing done, where none takes it.
 inline bool fused_swiglu_backward(const SwigluGradients& to, const at::Tensor& dy,
                                   const at::Tensor& w, const at::Tensor& counts,
                                   const at::Tensor& gate, const at::Tensor& up,
@@ -105,6 +107,17 @@ inline bool fused_swiglu_backward(const SwigluGradients& to, const at::Tensor& d
   auto dprobabilities = to.dprobabilities;
   at::sum_out(dprobabilities, sums, 1);
   return true;
+}
+
+// The gradients for dh = dy w, all of them; `dh` is needed where no kernel does it in one.
+inline void swiglu_backward_of_product(const SwigluGradients& to, const at::Tensor& dy,
+                                       const at::Tensor& w, const at::Tensor& counts,
+                                       const at::Tensor& gate, const at::Tensor& up,
+                                       const at::Tensor& probabilities, ScratchRows& dh) {
+  if (fused_swiglu_backward(to, dy, w, counts, gate, up, probabilities)) return;
+  auto dh_rows = dh.rows(dy.size(0));
+  grouped_gemm_out(dh_rows, dy, w, counts);
+  swiglu_backward_out(to, dh_rows, gate, up, probabilities);
 }
 
 }  // namespace moe_parallel
