@@ -12,7 +12,7 @@ from tests.ops.cases import random_tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("device", ["cuda"])]
 
-T, D, F, R, E, K = 96, 64, 128, 16, 8, 2
+T, D, F, R, E, K = 96, 64, 128, 32, 8, 2
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
