@@ -30,8 +30,8 @@ void launch_kernel(void (*kernel)(Parameters...), int blocks, cudaStream_t strea
   cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
 }
 
-__device__ inline int lane_index() { return static_cast<int>(threadIdx.x) % kWarp; }
-__device__ inline int warp_in_block() { return static_cast<int>(threadIdx.x) / kWarp; }
+__device__ inline int lane_index() { return static_cast<int>(threadIdx.x % kWarp); }
+__device__ inline int warp_in_block() { return static_cast<int>(threadIdx.x / kWarp); }
 
 // for (item = first_warp(); item < items; item += num_warps()): a warp an item.
 __device__ inline int64_t first_warp() {

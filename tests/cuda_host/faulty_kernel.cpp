@@ -22,46 +22,45 @@ enum Duty {
   kNone,
 };
 
-void copy_ones(const __nv_bfloat16* ones, const Stages& stages, Duty left_out) {
+void copy_ones(const __nv_bfloat16* ones, Duty left_out) {
   for (unsigned round = 0; round < kRounds; ++round) {
-    if (left_out != kWaitForRelease) ptx::wait(stages.barriers().empty[0], round % 2 ^ 1);
+    if (left_out != kWaitForRelease) ptx::wait(barriers().empty[0], round % 2 ^ 1);
     for (int i = 0; i < 2 * kSlabBytes; i += kGroup * 16) {
-      ptx::copy_async(stages.slab(0, kA) + i + threadIdx.x * 16, ones, true);
+      ptx::copy_async(slab_of(0, kA) + i + threadIdx.x * 16, ones, true);
     }
-    ptx::arrive_after_copies(stages.barriers().full[0]);
+    ptx::arrive_after_copies(barriers().full[0]);
   }
 }
 
-void multiply_ones(const Stages& stages, Duty left_out, float* result) {
+void multiply_ones(Duty left_out, float* result) {
   ptx::Sums sums = {};
   for (unsigned round = 0; round < kRounds; ++round) {
-    if (left_out != kWaitForCopies) ptx::wait(stages.barriers().full[0], round % 2);
+    if (left_out != kWaitForCopies) ptx::wait(barriers().full[0], round % 2);
     if (left_out != kOrderCopies) ptx::order_copies_before_wgmma();
     if (left_out != kBeginProducts) ptx::begin_wgmma();
-    ptx::wgmma<__nv_bfloat16, true>(sums, describe(stages.slab(0, kA), 16),
-                                    describe(stages.slab(0, kFirst), 16));
+    ptx::wgmma<__nv_bfloat16, true>(sums, describe(slab_of(0, kA), 16),
+                                    describe(slab_of(0, kFirst), 16));
     ptx::commit_wgmma();
     if (left_out == kReleaseAfterProducts) {  // and the next copies come before the products
-      ptx::arrive(stages.barriers().empty[0]);
-      ptx::wait(stages.barriers().full[0], (round + 1) % 2);
+      ptx::arrive(barriers().empty[0]);
+      ptx::wait(barriers().full[0], (round + 1) % 2);
     }
     if (left_out != kWaitForProducts) ptx::wait_for_wgmma<0>();
-    if (left_out != kReleaseAtAll) ptx::arrive(stages.barriers().empty[0]);
+    if (left_out != kReleaseAtAll) ptx::arrive(barriers().empty[0]);
   }
   *result = sums[15][3];
 }
 
 void run_rounds(const __nv_bfloat16* ones, float* results, Duty left_out) {
-  const Stages stages(ptx::shared_memory());
   if (threadIdx.x == 0) {
-    ptx::make_barrier(stages.barriers().full[0], kGroup);
-    ptx::make_barrier(stages.barriers().empty[0], kGroup);
+    ptx::make_barrier(barriers().full[0], kGroup);
+    ptx::make_barrier(barriers().empty[0], kGroup);
   }
   __syncthreads();
   if (threadIdx.x < kGroup) {
-    copy_ones(ones, stages, left_out);
+    copy_ones(ones, left_out);
   } else {
-    multiply_ones(stages, left_out, results + threadIdx.x - kGroup);
+    multiply_ones(left_out, results + threadIdx.x - kGroup);
   }
 }
 

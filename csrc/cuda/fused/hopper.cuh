@@ -54,13 +54,13 @@ __device__ inline bool has_second(const FusedProduct& product, const Tile& tile)
   return !kWide || column_of<kWide>(tile, 1) < product.columns;
 }
 
-__device__ inline int64_t stages_of(const ProductPart& part) {
-  return (part.depth + kDepth - 1) / kDepth;
+__device__ inline int stages_of(const ProductPart& part) {
+  return (static_cast<int>(part.depth) + kDepth - 1) / kDepth;
 }
 
 template <class Scalar, bool kByColumns, Parts kParts, bool kWide>
 __device__ inline void load_part(const FusedProduct& product, int index, const Tile& tile,
-                                 const Stages& stages, Ring& ring) {
+                                 Ring& ring) {
   const auto& part = product.parts[index];
   const RowLoads<Scalar> rows(part, tile);
   const auto columns_of = [&](int half) {
@@ -70,36 +70,36 @@ __device__ inline void load_part(const FusedProduct& product, int index, const T
   };
   const auto firsts = columns_of(0), seconds = columns_of(1);
   const bool loads_second = has_second<kWide>(product, tile);
-  for (int64_t i = 0; i < stages_of(part); ++i, ring.advance()) {
+  for (int i = 0; i < stages_of(part); ++i, ring.advance()) {
     const int stage = ring.stage();
     // The parity of the phase before: at the start there is none, and the wait returns at once.
-    ptx::wait(stages.barriers().empty[stage], ring.parity() ^ 1);
-    rows.start(stages.slab(stage, kA), i * kDepth);
-    firsts.start(stages.slab(stage, kFirst), i * kDepth);
-    if (loads_second) seconds.start(stages.slab(stage, kSecond), i * kDepth);
-    ptx::arrive_after_copies(stages.barriers().full[stage]);
+    ptx::wait(barriers().empty[stage], ring.parity() ^ 1);
+    rows.start(slab_of(stage, kA), i * kDepth);
+    firsts.start(slab_of(stage, kFirst), i * kDepth);
+    if (loads_second) seconds.start(slab_of(stage, kSecond), i * kDepth);
+    ptx::arrive_after_copies(barriers().full[stage]);
   }
 }
 
 // `sums`: of the columns in the first slab, or in both. At least one stage: with a loop that may be
 // left out, ptxas copies sums and has no products under way.
 template <class Scalar, bool kByColumns, class Accumulators>
-__device__ inline void multiply_part(int64_t depths, const Stages& stages, int group, Ring& ring,
-                                     Accumulators& sums) {
+__device__ inline void multiply_part(int depths, Ring& ring, Accumulators& sums) {
   constexpr int kStep = 16;  // of wgmma's depth
   constexpr int kBytesOfStep = kByColumns ? kStep * 2 : kStep * kLineBytes;
   constexpr int kHalfSlab = kSlabBytes / 2;  // the rows of a consumer, and 64 columns by rows
   constexpr int kUnused = 16;
+  const int group = warp_in_block() / kWarpsPerGroup - 1;
   int last = -1;
   const auto release = [&](int stage) {
-    if (stage >= 0 && lane_index() == 0) ptx::arrive(stages.barriers().empty[stage]);
+    if (stage >= 0 && lane_index() == 0) ptx::arrive(barriers().empty[stage]);
   };
   do {
     const int stage = ring.stage();
-    ptx::wait(stages.barriers().full[stage], ring.parity());
+    ptx::wait(barriers().full[stage], ring.parity());
     ptx::order_copies_before_wgmma();
-    const uint64_t a = describe(stages.slab(stage, kA) + group * kHalfSlab, kUnused);
-    const uint64_t b = describe(stages.slab(stage, kFirst), kByColumns ? kUnused : kHalfSlab);
+    const uint64_t a = describe(slab_of(stage, kA) + group * kHalfSlab, kUnused);
+    const uint64_t b = describe(slab_of(stage, kFirst), kByColumns ? kUnused : kHalfSlab);
     ptx::begin_wgmma();
 #pragma unroll
     for (int step = 0; step < kDepth / kStep; ++step) {
@@ -118,13 +118,13 @@ __device__ inline void multiply_part(int64_t depths, const Stages& stages, int g
 }
 
 template <class Scalar, bool kByColumns, Parts kParts, bool kWide>
-__device__ inline void produce(const FusedProduct& product, const Stages& stages) {
+__device__ inline void produce(const FusedProduct& product) {
   Ring ring;
   TileWalk<kTileRows> walk(product, tiles_across<kWide>(product));
   for (; !walk.is_over(); walk.advance()) {
     const Tile tile = walk.tile();
     for (int i = 0; i < product.num_parts; ++i) {
-      load_part<Scalar, kByColumns, kParts, kWide>(product, i, tile, stages, ring);
+      load_part<Scalar, kByColumns, kParts, kWide>(product, i, tile, ring);
     }
   }
 }
@@ -132,10 +132,9 @@ __device__ inline void produce(const FusedProduct& product, const Stages& stages
 // The parts from `begin` to `end`, of the first 128 columns or of all.
 template <class Scalar, bool kByColumns>
 __device__ inline void multiply_parts(const FusedProduct& product, int begin, int end,
-                                      bool is_whole, const Stages& stages, int group, Ring& ring,
-                                      ptx::Sums (&sums)[2]) {
+                                      bool is_whole, Ring& ring, ptx::Sums (&sums)[2]) {
   const auto multiply = [&](int part, auto& to) {
-    multiply_part<Scalar, kByColumns>(stages_of(product.parts[part]), stages, group, ring, to);
+    multiply_part<Scalar, kByColumns>(stages_of(product.parts[part]), ring, to);
   };
   if (is_whole) {
     for (int i = begin; i < end; ++i) multiply(i, sums);
@@ -182,8 +181,9 @@ __device__ inline void finish(const Pairs256& firsts, const ptx::Sums (&seconds)
 
 // Where the 16 rows of a consumer's warp are.
 template <bool kWide>
-__device__ inline Strip strip_of(const FusedProduct& product, const Tile& tile, int warp) {
-  return {.row = tile.first_row + warp * 16 + lane_index() / 4,
+__device__ inline Strip strip_of(const FusedProduct& product, const Tile& tile) {
+  const unsigned warp = (threadIdx.x - kProducers) / kWarp, lane = threadIdx.x % kWarp;
+  return {.row = tile.first_row + (warp * 16 + lane / 4),
           .end_row = tile.end_row,
           .first_column = column_of<kWide>(tile, 0),
           .second_column = column_of<kWide>(tile, 1),
@@ -191,27 +191,25 @@ __device__ inline Strip strip_of(const FusedProduct& product, const Tile& tile, 
 }
 
 template <class Scalar, bool kByColumns, Parts kParts, class Epilogue>
-__device__ inline void consume(const FusedProduct& product, const Stages& stages,
-                               const Epilogue& epilogue) {
+__device__ inline void consume(const FusedProduct& product, const Epilogue& epilogue) {
   constexpr bool kWide = kIsWide<kParts, Epilogue>;
-  const int warp = warp_in_block() - kProducers / kWarp, group = warp / kWarpsPerGroup;
   Ring ring;
   TileWalk<kTileRows> walk(product, tiles_across<kWide>(product));
   for (; !walk.is_over(); walk.advance()) {
     const bool is_whole = has_second<kWide>(product, walk.tile());
     const auto multiply = [&](int begin, int end, ptx::Sums(&sums)[2]) {
-      multiply_parts<Scalar, kByColumns>(product, begin, end, is_whole, stages, group, ring, sums);
+      multiply_parts<Scalar, kByColumns>(product, begin, end, is_whole, ring, sums);
     };
     ptx::Sums sums[2] = {};
     if constexpr (kParts == Parts::kForBoth) {
       multiply(0, product.num_parts, sums);
-      epilogue(strip_of<kWide>(product, walk.tile(), warp), sums[0], sums[1]);
+      epilogue(strip_of<kWide>(product, walk.tile()), sums[0], sums[1]);
     } else {
       multiply(0, 1, sums);
       Pairs256 firsts;
       put_aside<Scalar>(sums, firsts);
       multiply(1, 2, sums);
-      finish<Scalar>(firsts, sums, strip_of<kWide>(product, walk.tile(), warp), epilogue);
+      finish<Scalar>(firsts, sums, strip_of<kWide>(product, walk.tile()), epilogue);
     }
   }
 }
@@ -220,20 +218,19 @@ template <class Scalar, bool kByColumns, Parts kParts, class Epilogue>
 __global__ void __launch_bounds__(kBlock, 1)
     multiply_on_hopper(const __grid_constant__ FusedProduct product, Epilogue epilogue) {
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  const Stages stages(ptx::shared_memory());
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      ptx::make_barrier(stages.barriers().full[i], kProducers);
-      ptx::make_barrier(stages.barriers().empty[i], kConsumerGroups * kWarpsPerGroup);
+      ptx::make_barrier(barriers().full[i], kProducers);
+      ptx::make_barrier(barriers().empty[i], kConsumerGroups * kWarpsPerGroup);
     }
   }
   __syncthreads();
   if (threadIdx.x < kProducers) {
     ptx::give_registers_back<kOfProducer>();
-    produce<Scalar, kByColumns, kParts, kIsWide<kParts, Epilogue>>(product, stages);
+    produce<Scalar, kByColumns, kParts, kIsWide<kParts, Epilogue>>(product);
   } else {
     ptx::take_registers<kOfConsumer>();
-    consume<Scalar, kByColumns, kParts>(product, stages, epilogue);
+    consume<Scalar, kByColumns, kParts>(product, epilogue);
   }
 #endif
 }

@@ -6,12 +6,12 @@
 namespace moe_parallel::fused::hopper {
 
 constexpr int kProducers = 128;
-constexpr int kLinesApart = kProducers / kPieces;          // between two of a thread's lines
-constexpr int kCopies = kLines / kLinesApart;              // of a thread for a slab
-constexpr int64_t kPieceElements = 8, kLineElements = 64;  // of 16 bits
+constexpr int kLinesApart = kProducers / kPieces;      // between two of a thread's lines
+constexpr int kCopies = kLines / kLinesApart;          // of a thread for a slab
+constexpr int kPieceElements = 8, kLineElements = 64;  // of 16 bits
 
-__device__ inline int first_line() { return static_cast<int>(threadIdx.x) / kPieces; }
-__device__ inline int piece() { return static_cast<int>(threadIdx.x) % kPieces; }
+__device__ inline int first_line() { return static_cast<int>(threadIdx.x / kPieces); }
+__device__ inline int piece() { return static_cast<int>(threadIdx.x % kPieces); }
 
 // Where in a slab this thread's i-th copy goes; its lines are all the same modulo 8.
 __device__ inline ptx::SharedAddress place(int i) {
@@ -23,7 +23,8 @@ __device__ inline ptx::SharedAddress place(int i) {
 template <class Scalar>
 class RowLoads {
  public:
-  __device__ RowLoads(const ProductPart& part, const Tile& tile) : depth_(part.depth) {
+  __device__ RowLoads(const ProductPart& part, const Tile& tile)
+      : depth_(static_cast<int>(part.depth)) {
     const auto* data = static_cast<const Scalar*>(part.a.data);
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
@@ -33,7 +34,7 @@ class RowLoads {
     }
   }
 
-  __device__ void start(ptx::SharedAddress slab, int64_t depth) const {
+  __device__ void start(ptx::SharedAddress slab, int depth) const {
     const bool is_inside = depth + piece() * kPieceElements < depth_;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
@@ -43,7 +44,7 @@ class RowLoads {
 
  private:
   const Scalar* rows_[kCopies];
-  int64_t depth_;
+  int depth_;
 };
 
 // 128 columns of a matrix by rows, or of several side by side.
@@ -52,30 +53,36 @@ class ColumnLoads {
  public:
   __device__ ColumnLoads(const FusedProduct& product, const ProductPart& part,
                          const GroupedMatrix& matrix, int64_t group, int64_t first_column)
-      : depth_(part.depth), stride_(matrix.stride) {
+      : depth_(static_cast<int>(part.depth)), stride_(matrix.stride) {
+    const auto* line = static_cast<const Scalar*>(matrix.data) + first_line() * matrix.stride;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t column = first_column + half * kLineElements + piece() * kPieceElements;
       const int64_t side = column / product.columns_per_matrix;
-      columns_[half] = column < product.columns ? static_cast<const Scalar*>(matrix.data) +
-                                                      (group + side) * matrix.group_stride +
-                                                      column - side * product.columns_per_matrix
-                                                : nullptr;
+      const int64_t in_matrix = column - side * product.columns_per_matrix;
+      columns_[half] = column < product.columns
+                           ? line + (group + side) * matrix.group_stride + in_matrix
+                           : nullptr;
     }
   }
 
-  __device__ void start(ptx::SharedAddress slab, int64_t depth) const {
+  __device__ void start(ptx::SharedAddress slab, int depth) const {
+    constexpr int kHalf = kCopies / 2;
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      const auto* column = columns_[i / (kCopies / 2)];
-      const int64_t row = depth + first_line() + i % (kCopies / 2) * kLinesApart;
-      ptx::copy_async(slab + place(i), column + row * stride_, column && row < depth_);
+    for (int half = 0; half < 2; ++half) {
+      const auto* from = columns_[half] + depth * stride_;
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i, from += kLinesApart * stride_) {
+        const bool is_inside = depth + first_line() + i * kLinesApart < depth_;
+        ptx::copy_async(slab + place(half * kHalf + i), from, columns_[half] && is_inside);
+      }
     }
   }
 
  private:
-  const Scalar* columns_[2];  // null: not there
-  int64_t depth_, stride_;
+  const Scalar* columns_[2];  // in this thread's first line; null: not there
+  int depth_;
+  int64_t stride_;
 };
 
 // 128 columns of one matrix by columns.
@@ -84,25 +91,25 @@ class ColumnLoads<Scalar, /*kByColumns=*/true> {
  public:
   __device__ ColumnLoads(const FusedProduct& product, const ProductPart& part,
                          const GroupedMatrix& matrix, int64_t group, int64_t first_column)
-      : depth_(part.depth),
+      : depth_(static_cast<int>(part.depth)),
         stride_(matrix.stride),
-        left_(product.columns - first_column - first_line()),
+        left_(static_cast<int>(product.columns - first_column) - first_line()),
         column_(static_cast<const Scalar*>(matrix.data) + group * matrix.group_stride +
                 (first_column + first_line()) * matrix.stride + piece() * kPieceElements) {}
 
-  __device__ void start(ptx::SharedAddress slab, int64_t depth) const {
+  __device__ void start(ptx::SharedAddress slab, int depth) const {
     const bool is_inside = depth + piece() * kPieceElements < depth_;
+    const auto* from = column_ + depth;
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      const int64_t column = i * kLinesApart;
-      ptx::copy_async(slab + place(i), column_ + column * stride_ + depth,
-                      column < left_ && is_inside);
+    for (int i = 0; i < kCopies; ++i, from += kLinesApart * stride_) {
+      ptx::copy_async(slab + place(i), from, i * kLinesApart < left_ && is_inside);
     }
   }
 
  private:
-  int64_t depth_, stride_;
-  int64_t left_;  // columns, from this thread's first
+  int depth_;
+  int64_t stride_;
+  int left_;  // columns, from this thread's first
   const Scalar* column_;
 };
 

@@ -46,21 +46,13 @@ class Ring {
   uint32_t index_ = 0;
 };
 
-class Stages {
- public:
-  __device__ explicit Stages(char* shared)
-      : first_(ptx::shared_address(shared)),
-        barriers_(*reinterpret_cast<Barriers*>(shared + kStages * kStageBytes)) {}
-
-  __device__ ptx::SharedAddress slab(int stage, Slab slab) const {
-    return first_ + stage * kStageBytes + slab * kSlabBytes;
-  }
-  __device__ Barriers& barriers() const { return barriers_; }
-
- private:
-  ptx::SharedAddress first_;
-  Barriers& barriers_;
-};
+// Addresses that the compiler knows, so that they take no registers.
+__device__ inline ptx::SharedAddress slab_of(int stage, Slab slab) {
+  return ptx::shared_address(ptx::shared_memory()) + stage * kStageBytes + slab * kSlabBytes;
+}
+__device__ inline Barriers& barriers() {
+  return *reinterpret_cast<Barriers*>(ptx::shared_memory() + kStages * kStageBytes);
+}
 
 // What wgmma is told of a matrix in shared memory: where it begins, the bytes between two of its
 // parts in either direction, and the swizzle; all addresses in units of 16 bytes. The names are
