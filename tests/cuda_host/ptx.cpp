@@ -159,6 +159,10 @@ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, _
   multiply_halves(d, a, b0, b1, type);
 }
 
+void store_vector(void* to, const uint32_t (&x)[4]) {
+  *static_cast<uint4*>(to) = make_uint4(x[0], x[1], x[2], x[3]);
+}
+
 uint32_t round_pair(float x, float y, __nv_bfloat16) {
   return __float2bfloat16_rn(x).bits | uint32_t{__float2bfloat16_rn(y).bits} << 16;
 }

@@ -74,6 +74,14 @@ __device__ inline void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// 16 bytes at once, which must be a multiple of 16 and in global memory: a store of a uint4 from
+// selected registers is taken apart into four where the compiler sees no vector in them.
+__device__ inline void store_vector(void* to, const uint32_t (&x)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
+               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
 // x in the lower, y in the upper half of a register, by one instruction: rounded one by one, ptxas
 // keeps them in two.
 __device__ inline uint32_t round_pair(float x, float y, __nv_bfloat16) {
@@ -102,6 +110,7 @@ void load_matrices(SharedAddress row, uint32_t (&x)[4]);
 void load_transposed(SharedAddress row, uint32_t (&x)[4]);
 void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __nv_bfloat16);
 void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half);
+void store_vector(void* to, const uint32_t (&x)[4]);
 uint32_t round_pair(float x, float y, __nv_bfloat16);
 uint32_t round_pair(float x, float y, __half);
 

@@ -100,7 +100,7 @@ class Rows {
   __device__ void write(const Chunk& chunk, const Pairs& pairs) const {
     Pairs x = {pairs[0], pairs[1], pairs[2], pairs[3]};
     transpose_quad(x);
-    if (has(chunk)) *at(chunk) = make_uint4(x[0], x[1], x[2], x[3]);
+    if (has(chunk)) ptx::store_vector(at(chunk), x);
   }
 
   // Zeros where nothing is there.
