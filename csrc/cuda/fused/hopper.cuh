@@ -217,6 +217,7 @@ __device__ inline void consume(const FusedProduct& product, const Epilogue& epil
 template <class Scalar, bool kByColumns, Parts kParts, class Epilogue>
 __global__ void __launch_bounds__(kBlock, 1)
     multiply_on_hopper(const __grid_constant__ FusedProduct product, Epilogue epilogue) {
+// Without wgmma it is empty, and launch.cuh does not start it.
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
