@@ -86,6 +86,14 @@ def sum_gradient_over(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
     return x if group.size() == 1 else _SumGradientOver.apply(x, group)
 
 
+def gather_over(x: torch.Tensor, axis: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Each rank's x, joined along an axis in the order of ranks.
+
+    The gradient of a rank's x is the sum of what its part got on all of them, in the dtype of x.
+    """
+    return x if group.size() == 1 else _GatherOver.apply(x, axis, group)
+
+
 def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
@@ -111,3 +119,19 @@ class _SumGradientOver(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _sum(gradients[0], ctx.group), None
+
+
+class _GatherOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.axis, ctx.group = axis, group
+        parts = x.new_empty(group.size(), *x.shape)
+        dist.all_gather_single(parts.flatten(0, 1), x.contiguous(), group=group)
+        return parts.movedim(0, axis).flatten(axis, axis + 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        parts = gradients[0].unflatten(ctx.axis, (ctx.group.size(), -1)).movedim(ctx.axis, 0)
+        total = parts.new_empty(parts.shape[1:])
+        dist.reduce_scatter_single(total, parts.flatten(0, 1).contiguous(), group=ctx.group)
+        return total, None, None

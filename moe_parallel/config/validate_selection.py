@@ -120,6 +120,17 @@ def _shared(config: Config, selection: DispatchedSelection) -> None:
         )
 
 
+def _autonomous(config: Config, selection: AutonomousSelection) -> None:
+    etp, width = config.parallel.expert_tensor_size, config.model.hidden_size
+    if selection.aoe_gather_w_down and width % etp:
+        raise InputError(
+            f"--aoe-gather-w-down cuts W_down along --hidden-size {width}, which "
+            f"--expert-tensor-parallel-size {etp} does not divide: choose a multiple of {etp}, or "
+            "leave it out"
+        )
+    _gradient(config, selection)
+
+
 def _gradient(config: Config, selection: AutonomousSelection) -> None:
     if selection.aoe_gradient != "selected":
         return
@@ -184,7 +195,7 @@ _RULES: dict[type, Callable[[Config, Any], None]] = {
     DynamicChoices: _dynamic,
     ExpertsChoose: _experts_choose,
     DispatchedSelection: _shared,
-    AutonomousSelection: _gradient,
+    AutonomousSelection: _autonomous,
     MergedSelection: _merged,
     LorySelection: _segments,
     LoryPrefixSelection: _segments,

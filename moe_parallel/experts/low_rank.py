@@ -66,8 +66,3 @@ class LowRankExperts(ExpertParameters):
             activations_TKR=activations_MJR,
             recompute_gate=self.recompute_gate,
         )
-
-    def local(self, w_down_EDR: torch.Tensor) -> torch.Tensor:
-        """The part of W_down that belongs to the experts of this rank: [L, D, R]."""
-        first = self.groups.ep.rank() * self.num_local_experts
-        return w_down_EDR[first : first + self.num_local_experts]

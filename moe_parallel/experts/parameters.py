@@ -45,6 +45,11 @@ class ExpertParameters(nn.Module):
         self.register_parameter(name, weight)
         self._sharded_axis[name] = sharded_axis
 
+    def local(self, weight: torch.Tensor) -> torch.Tensor:
+        """The part [L, ...] of a weight of all experts [E, ...] that belongs to those here."""
+        first = self.groups.ep.rank() * self.num_local_experts
+        return weight[first : first + self.num_local_experts]
+
     def sharded_state_dict(
         self,
         prefix: str = "",
@@ -52,20 +57,32 @@ class ExpertParameters(nn.Module):
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
         """Each weight as a shard of the tensor [E, *shape] that holds every expert."""
-        ep, etp, edp = self.groups.ep, self.groups.etp, self.groups.edp
-        before = len(sharded_offsets)
         return {
-            prefix + name: ShardedTensor.from_rank_offsets(
-                prefix + name,
-                weight,
-                *sharded_offsets,
-                (before, ep.rank(), ep.size()),
-                (before + self._sharded_axis[name], etp.rank(), etp.size()),
-                replica_id=(0, 0, edp.rank()),
-                prepend_axis_num=before,
+            prefix + name: shard_of_experts(
+                prefix + name, weight, self._sharded_axis[name], self.groups, sharded_offsets
             )
             for name, weight in self.named_parameters()
         }
+
+
+def shard_of_experts(
+    key: str,
+    weight: torch.Tensor,
+    sharded_axis: int,
+    groups: Groups,
+    sharded_offsets: tuple[tuple[int, int, int], ...],
+) -> ShardedTensor:
+    """What this rank holds [L, ...] of the tensor [E, ...], one axis of it split over etp."""
+    before = len(sharded_offsets)
+    return ShardedTensor.from_rank_offsets(
+        key,
+        weight,
+        *sharded_offsets,
+        (before, groups.ep.rank(), groups.ep.size()),
+        (before + sharded_axis, groups.etp.rank(), groups.etp.size()),
+        replica_id=(0, 0, groups.edp.rank()),
+        prepend_axis_num=before,
+    )
 
 
 def mark_expert_weight(weight: nn.Parameter, groups: Groups, sharded_axis: int) -> None:

@@ -15,6 +15,7 @@ from moe_parallel.experts.fp8 import low_rank_experts
 from moe_parallel.experts.low_rank import LowRankExperts
 from moe_parallel.layers.dispatched import DispatchedLayer
 from moe_parallel.layers.expert_layer import LayerContext
+from moe_parallel.layers.scoring_weight import scoring_weight
 from moe_parallel.layers.selected_norms import norms_of_selected
 from moe_parallel.ops import Scores
 from moe_parallel.selection.choices import Choices, Rule
@@ -26,10 +27,10 @@ class AutonomousLayer(DispatchedLayer):
     """Autonomy-of-Experts (AoE paper, Algorithm 2), with any rule on the norms.
 
     C_i = x W_down^i for all E experts; p_i = ||C_i||_2; with top-K, the K experts of greatest p
-    compute, and softmax over their p weighs their outputs. There is no router. W_down of every
-    expert is held by every rank, since each token needs all norms before it travels; its gradient
-    has two parts, from the norms at the token's rank and from the computation at the expert's, and
-    Megatron-Core's reduction over the ranks of a stage adds them.
+    compute, and softmax over their p weighs their outputs. There is no router. Every rank needs
+    W_down of every expert, since each token needs all norms before it travels: it holds or gathers
+    them (scoring_weight.py). The gradient has two parts, from the norms at the token's rank and
+    from the computation at the expert's.
     """
 
     w_down_EDR: torch.Tensor
@@ -47,7 +48,9 @@ class AutonomousLayer(DispatchedLayer):
         super().__init__(config, selection, context)
         self.recompute_scores = selection.aoe_recompute_scores
         rank = selection.aoe_low_rank_size
-        self.add_replicated_weight("w_down_EDR", self.num_experts, config.hidden_size, rank)
+        self.w_down = scoring_weight(
+            self, selection.aoe_gather_w_down, "w_down_EDR", config.hidden_size, rank
+        )
         self.experts = low_rank_experts(context.fp8)(
             self.num_experts,
             config.hidden_size,
@@ -65,15 +68,18 @@ class AutonomousLayer(DispatchedLayer):
 
     def choose(self, x_TD: torch.Tensor, tokens: Tokens) -> Choices:
         rule = self.current_rule()
-        if isinstance(rule, TopK):
-            return self._choose_greatest(x_TD, rule)
-        return self._choose_by(rule, x_TD, tokens)
+        self.statistics.record_wire(self.w_down.wire_bytes)
+        with self.w_down.whole() as w_down_EDR:
+            if isinstance(rule, TopK):
+                return self._choose_greatest(x_TD, w_down_EDR, rule)
+            return self._choose_by(rule, x_TD, w_down_EDR, tokens)
 
-    def _choose_greatest(self, x_TD: torch.Tensor, rule: TopK) -> Choices:
+    def _choose_greatest(self, x_TD: torch.Tensor, w_down_EDR: torch.Tensor, rule: TopK) -> Choices:
         """The kernel ranks, and has C of the chosen at hand for them."""
         assert rule.ranking is None and rule.groups is None
         scores = self._scores(
             x_TD,
+            w_down_EDR,
             rule.k,
             rule.bias_E,
             activations=self.dispatcher.takes_activations,
@@ -82,27 +88,43 @@ class AutonomousLayer(DispatchedLayer):
         choices = rule.of(scores.norms_TE, scores.experts_TK)
         return replace(choices, activations_TKR=scores.activations_TKR)
 
-    def _choose_by(self, rule: Rule, x_TD: torch.Tensor, tokens: Tokens) -> Choices:
-        return rule(self._scores(x_TD, k=1).norms_TE, tokens)
+    def _choose_by(
+        self, rule: Rule, x_TD: torch.Tensor, w_down_EDR: torch.Tensor, tokens: Tokens
+    ) -> Choices:
+        return rule(self._scores(x_TD, w_down_EDR, k=1).norms_TE, tokens)
 
     def _scores(
-        self, x_TD: torch.Tensor, k: int, bias_E: torch.Tensor | None = None, **options: bool
+        self,
+        x_TD: torch.Tensor,
+        w_down_EDR: torch.Tensor,
+        k: int,
+        bias_E: torch.Tensor | None = None,
+        **options: bool,
     ) -> Scores:
-        w_down_EDR = self.replicated(self.w_down_EDR)
         keep = not self.recompute_scores
         return self.context.ops.norm_topk(x_TD, w_down_EDR, k, bias_E, keep=keep, **options)
 
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
-        w_down_LDR = self.experts.local(self.replicated(self.w_down_EDR))
-        return self.experts(
-            rows.x_MD, rows.gates_MJ, rows.row_map, w_down_LDR, rows.activations_MJR
-        )
+        with self.w_down.local() as w_down_LDR:
+            return self.experts(
+                rows.x_MD, rows.gates_MJ, rows.row_map, w_down_LDR, rows.activations_MJR
+            )
 
     def scoring_weights(self) -> Iterable[torch.Tensor]:
         return [self.w_down_EDR]
 
     def norms(self, choices: Choices) -> torch.Tensor:
         return choices.scores_TE.detach()
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """W_down by the same name and of the same shape, held whole or gathered."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return state | self.w_down.sharded(prefix, sharded_offsets)
 
 
 class SelectedGradientLayer(AutonomousLayer):
@@ -114,10 +136,11 @@ class SelectedGradientLayer(AutonomousLayer):
 
     selected_gradient = True
 
-    def _choose_by(self, rule: Rule, x_TD: torch.Tensor, tokens: Tokens) -> Choices:
+    def _choose_by(
+        self, rule: Rule, x_TD: torch.Tensor, w_down_EDR: torch.Tensor, tokens: Tokens
+    ) -> Choices:
         with torch.no_grad():
-            norms_TE = self._scores(x_TD, k=1).norms_TE
+            norms_TE = self._scores(x_TD, w_down_EDR, k=1).norms_TE
             chosen_TK = rule(norms_TE, tokens).experts_TK
-        w_down_EDR = self.replicated(self.w_down_EDR)
         norms_TE = norms_of_selected(x_TD, w_down_EDR, norms_TE, chosen_TK, self.context.ops)
         return rule(norms_TE, tokens)

@@ -176,8 +176,8 @@ class RoutingTotals:
         micro-batches, without their coefficients); norm_per_expert (mean over all tokens) where
         norms were recorded; routing_weight_per_expert (mean over tokens) and utilisation (share of
         the experts whose weight was above 2 / E at least once) where experts are merged;
-        wire_bytes_per_token (sent to other ranks in the forward pass, results included) where
-        tokens travel.
+        wire_bytes_per_token (sent to other ranks in the forward pass, results and gathered weights
+        included) where tokens travel.
         """
         rows = zip(self.sums_GC.tolist(), self.peaks_GE.tolist(), strict=True)
         return [

@@ -152,6 +152,13 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
         1,
         "--aoe-gradient is selected, but gates that are a softmax over all norms",
     ),
+    (
+        AOE
+        | {"aoe_gather_w_down": True, "aoe_wide_size": 8, "expert_tensor_parallel_size": 4}
+        | {"hidden_size": 30, "num_attention_heads": 3, "num_query_groups": 3},
+        4,
+        "--aoe-gather-w-down cuts W_down along --hidden-size 30, which --expert-tensor-parallel",
+    ),
     # shared experts
     (
         {"moe_shared_expert_gate": True},

@@ -215,6 +215,21 @@ def test_what_is_kept_and_sent_changes_no_result(start: Start, system: str) -> N
     assert differences(found, expected) == {}
 
 
+GATHERED = {"aoe_gather_w_down": True}
+
+
+@pytest.mark.parametrize("system", ["aoe", "aoe_expert_choice"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_gathering_w_down_changes_no_result(start: Start, world: int, system: str) -> None:
+    """In every layout that divides experts, from the checkpoint of one rank that holds all."""
+    dividing = {
+        name: spread
+        for name, spread in LAYOUTS[world].items()
+        if spread["expert_model_parallel_size"] * spread["expert_tensor_parallel_size"] > 1
+    }
+    _check(world, start(system), model(system) | GATHERED, dividing)
+
+
 def test_training_changes_what_is_compared(start: Start) -> None:
     (run,) = run_all(1, start("aoe"), {"one": model("aoe") | ONE})["one"]
     assert run.iterations == [3, 4, 5, 6, 7]

@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from tests.distributed import run_distributed
-from tests.training.tiny_run import AOE, Layout, TinyRun
+from tests.training.tiny_run import AOE, GATHERED, Layout, TinyRun
 from tests.training.whole_state import Whole, assemble, held
 
 LAYOUTS = {
@@ -113,6 +113,25 @@ def _save_own(name, directory, options):
 
 def _load_all(name, directory, options):
     return _load_each(LAYOUTS[name], [directory / source for source in LAYOUTS], options)
+
+
+@pytest.mark.parametrize(
+    "name", ["ep2-distributed", "etp2", "tp2-ep2-no-sp", "pp2-ep2", "tp2-ep2-etp2-distributed"]
+)
+def test_w_down_is_the_same_whole_or_gathered(saved, name):
+    """Between one rank that holds all of it and a layout, and within that layout."""
+    layout = LAYOUTS[name]
+    moves = [
+        (Layout(), AOE, layout, GATHERED),
+        (layout, GATHERED, Layout(), AOE),
+        (layout, GATHERED, layout, AOE),
+        (layout, AOE, layout, GATHERED),
+    ]
+    for source, options, target, other_options in moves:
+        path, expected = saved(source, options)
+        loaded = run_distributed(target.world, _load_each, target, [path], other_options)
+        assert {rank[0][0] for rank in loaded} == {2}
+        _assert_equal(assemble([rank[0][1] for rank in loaded]), expected, f"{source} {options}")
 
 
 @pytest.mark.parametrize("source", [Layout(), Layout(2, ep=2, distributed=True)])

@@ -10,11 +10,13 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from tests.distributed import run_distributed
-from tests.training.tiny_run import AOE, Layout, TinyRun
+from tests.training.tiny_run import AOE, GATHERED, Layout, TinyRun
 
 RUNS = {
     "one": (Layout(), {}),
     "ep2-distributed": (Layout(2, ep=2, distributed=True), AOE),
+    "gathered-ep2-etp2": (Layout(4, ep=2, etp=2), GATHERED),
+    "gathered-bf16-ep2-distributed": (Layout(2, ep=2, distributed=True), GATHERED | {"bf16": True}),
     "tp2-pp2-vpp2": (Layout(4, tp=2, pp=2, vpp=2), {}),
     "bf16-ep2": (Layout(2, ep=2), {"bf16": True}),
     "bf16-distributed": (Layout(2, distributed=True), {"bf16": True}),

@@ -34,6 +34,7 @@ TINY = {
     "train_iters": 20,
 }
 AOE = {"expert_selection": "aoe", "aoe_low_rank_size": 8}
+GATHERED = AOE | {"aoe_gather_w_down": True}
 
 
 @dataclass(frozen=True)

@@ -60,13 +60,14 @@ def _state(optimizer: Any, parameter: torch.nn.Parameter) -> tuple[int, dict[str
 
 def _shards(run: TinyRun, name: str, parameter: Any) -> list[tuple[int, int, int]]:
     groups = run.groups
-    if ".experts." in name:
+    is_divided = getattr(parameter, "tensor_model_parallel", False)
+    if ".experts." in name or (is_divided and name.endswith(".w_down_EDR")):
         axis = parameter.partition_dim
         return [
             (0, groups.ep.rank(), groups.ep.size()),
             (axis, groups.etp.rank(), groups.etp.size()),
         ]
-    if getattr(parameter, "tensor_model_parallel", False):
+    if is_divided:
         return [(parameter.partition_dim, groups.tp.rank(), groups.tp.size())]
     return []
 

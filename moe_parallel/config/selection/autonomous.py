@@ -48,6 +48,11 @@ class AutonomousSelection(DispatchedSelection):
         "between ranks send C = x W_down with each token instead of making it again where its "
         "expert is: d_low / d more traffic, so only for links that are faster than the product",
     )
+    aoe_gather_w_down: bool = option(
+        False,
+        "a rank keeps W_down of its own experts alone and gathers the others' in each layer, "
+        "forward and backward; false: every rank keeps W_down of all experts",
+    )
 
     def expert_width(self, hidden_size: int, ffn_hidden_size: int) -> int:
         """The inner width of an expert, d_wide."""

@@ -1,0 +1,147 @@
+"""The weight by which experts score tokens (W_down): whole on every rank, or gathered for each use.
+
+Legend: E all experts, L experts of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from moe_parallel.experts.parameters import mark_expert_weight, shard_of_experts
+from moe_parallel.layers.expert_layer import ExpertLayer
+from moe_parallel.parallel import gather_over
+
+ShardedOffsets = tuple[tuple[int, int, int], ...]
+
+
+class ScoringWeight(Protocol):
+    """A parameter of a layer, for each expert a matrix that every token meets before it travels."""
+
+    @property
+    def wire_bytes(self) -> int:
+        """What a rank sends to others in a forward pass that uses both `whole` and `local`."""
+
+    def whole(self) -> AbstractContextManager[torch.Tensor]:
+        """Of every expert: [E, ...]. What the block saves for the backward pass is the weight's."""
+
+    def local(self) -> AbstractContextManager[torch.Tensor]:
+        """Of the experts of this rank: [L, ...]."""
+
+    def sharded(self, prefix: str, sharded_offsets: ShardedOffsets) -> dict[str, ShardedTensor]:
+        """The entry of a sharded state dict, where it is not that of a weight like any other."""
+
+
+class ReplicatedWeight:
+    """Every rank of a stage holds the weight of every expert, as it holds a router."""
+
+    wire_bytes = 0
+
+    def __init__(self, layer: ExpertLayer, name: str, *shape: int) -> None:
+        layer.add_replicated_weight(name, layer.num_experts, *shape)
+        self._layer, self._name = layer, name
+
+    def whole(self) -> AbstractContextManager[torch.Tensor]:
+        return nullcontext(self._replicated())
+
+    def local(self) -> AbstractContextManager[torch.Tensor]:
+        return nullcontext(self._layer.experts.local(self._replicated()))
+
+    def sharded(self, prefix: str, sharded_offsets: ShardedOffsets) -> dict[str, ShardedTensor]:
+        return {}
+
+    def _replicated(self) -> torch.Tensor:
+        return self._layer.replicated(getattr(self._layer, self._name))
+
+
+class GatheredWeight:
+    """Each rank holds the weight of its experts, a part of axis 1 over etp, and gathers the rest.
+
+    It is an expert weight: reduced over edp, its optimizer state divided like itself. Parts are
+    joined over etp for the experts here, and these over ep for all. What was gathered is not kept
+    for the backward pass, but gathered again there; unless the forward pass is itself repeated
+    there (full recomputation), and what it saves is used at once.
+    """
+
+    SHARDED_AXIS = 1
+
+    def __init__(self, layer: ExpertLayer, name: str, *shape: int) -> None:
+        groups = layer.context.groups
+        parts = groups.etp.size()
+        assert shape[0] % parts == 0, (name, shape, parts)
+        here = (layer.num_experts // groups.ep.size(), shape[0] // parts, *shape[1:])
+        weight = nn.Parameter(torch.empty(here, dtype=layer.config.params_dtype))
+        mark_expert_weight(weight, groups, self.SHARDED_AXIS)
+        layer.register_parameter(name, weight)
+        self._layer, self._name, self._groups = layer, name, groups
+        self._keeps = layer.config.recompute_granularity == "full"
+
+    @property
+    def wire_bytes(self) -> int:
+        """Over etp for `local` and for `whole`, over ep for `whole`."""
+        etp, ep = self._groups.etp.size(), self._groups.ep.size()
+        part = self._weight.numel() * self._weight.element_size()
+        return 2 * part * (etp - 1) + part * etp * (ep - 1)
+
+    def whole(self) -> AbstractContextManager[torch.Tensor]:
+        return self._saved_as_parts(self._gather_all)
+
+    def local(self) -> AbstractContextManager[torch.Tensor]:
+        return self._saved_as_parts(self._gather_local)
+
+    def sharded(self, prefix: str, sharded_offsets: ShardedOffsets) -> dict[str, ShardedTensor]:
+        key = prefix + self._name
+        shard = shard_of_experts(
+            key, self._weight, self.SHARDED_AXIS, self._groups, sharded_offsets
+        )
+        return {key: shard}
+
+    @property
+    def _weight(self) -> torch.Tensor:
+        return getattr(self._layer, self._name)
+
+    def _gather_local(self) -> torch.Tensor:
+        return gather_over(self._weight, self.SHARDED_AXIS, self._groups.etp)
+
+    def _gather_all(self) -> torch.Tensor:
+        return gather_over(self._gather_local(), 0, self._groups.ep)
+
+    @contextmanager
+    def _saved_as_parts(self, gather: Callable[[], torch.Tensor]) -> Iterator[torch.Tensor]:
+        """What `gather` returns; where the block saves it or a view of it, how to make it again."""
+        gathered = gather()
+        address = gathered.untyped_storage().data_ptr()
+        if self._keeps or gathered is self._weight:
+            yield gathered
+            return
+
+        def pack(saved: torch.Tensor) -> Any:
+            if saved.untyped_storage().data_ptr() != address:
+                return saved
+            return saved.shape, saved.stride(), saved.storage_offset()
+
+        def unpack(packed: Any) -> torch.Tensor:
+            if isinstance(packed, torch.Tensor):
+                return packed
+            with torch.no_grad():
+                return gather().as_strided(*packed)
+
+        with saved_tensors_hooks(pack, unpack):
+            yield gathered
+
+
+def scoring_weight(layer: ExpertLayer, gathered: bool, name: str, *shape: int) -> ScoringWeight:
+    """Register the parameter `name` [E, *shape] of a layer.
+
+    Args:
+        gathered: over the ranks that hold the experts, where those are several.
+    """
+    divided = layer.context.groups.etp_ep.size() > 1
+    kind = GatheredWeight if gathered and divided else ReplicatedWeight
+    return kind(layer, name, *shape)
