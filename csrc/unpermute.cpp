@@ -59,11 +59,8 @@ std::tuple<at::Tensor, at::Tensor> unpermute_backward(const at::Tensor& dout, co
   check_map(y, slots, rows);
   check_gates(gates, y, rows);
   check_together(y, {dout});
-  TORCH_CHECK_VALUE(dout.dim() == 2 && dout.size(0) == rows.size(0) && dout.size(1) == y.size(1),
-                    "dout has shape ", dout.sizes(), " instead of ", rows.size(0), " tokens by ",
-                    y.size(1));
-  TORCH_CHECK_TYPE(dout.scalar_type() == y.scalar_type(), "dout is ", dout.scalar_type(),
-                   ", the rows are ", y.scalar_type());
+  check_sizes("dout", dout, {rows.size(0), y.size(1)});
+  check_same_type("dout", dout, "y", y);
 
   const auto dout_rows = dout.contiguous();
   const auto y_rows = y.contiguous();
