@@ -218,7 +218,7 @@ def test_what_is_kept_and_sent_changes_no_result(start: Start, system: str) -> N
 GATHERED = {"aoe_gather_w_down": True}
 
 
-@pytest.mark.parametrize("system", ["aoe", "aoe_expert_choice"])
+@pytest.mark.parametrize("system", ["aoe", "aoe, by bias", "aoe_expert_choice"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_gathering_w_down_changes_no_result(start: Start, world: int, system: str) -> None:
     """In every layout that divides experts, from the checkpoint of one rank that holds all."""
