@@ -3,7 +3,8 @@
 //
 // C = x W_down is made here, or handed on by the selection that had it (`c`, [tokens, choices,
 // rank]); its gradient then goes back to where it came from. Saved for the backward pass are x, P,
-// C and the row map; G = C W_up, a short product, is made again or, on request, saved too.
+// C and the row map; G = C W_up, a short product, is made again or, on request, saved too. A main
+// gradient, where there is one, is what the backward pass adds the weight's gradient to.
 #include <optional>
 #include <tuple>
 
@@ -62,7 +63,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
     const at::Tensor& x, const at::Tensor& gates, const at::Tensor& slots, const at::Tensor& rows,
     const at::Tensor& counts, const std::optional<at::Tensor>& w_down, const at::Tensor& w_up,
     const at::Tensor& w_p, const at::Tensor& w_out, const std::optional<at::Tensor>& c,
-    bool save_g) {
+    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
+    const std::optional<at::Tensor>&, bool save_g) {
   const ExpertRows map(x, gates, slots, rows, counts);
   const Weights w{w_down, w_up, w_p, w_out};
   w.check(x, c, rows, counts);
@@ -115,7 +117,10 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
                             const at::Tensor& counts, const std::optional<at::Tensor>& w_down,
                             const at::Tensor& w_up, const at::Tensor& w_p, const at::Tensor& w_out,
                             const std::optional<at::Tensor>& c, const at::Tensor& p,
-                            const at::Tensor& saved_c, const at::Tensor& saved_g) {
+                            const at::Tensor& saved_c, const at::Tensor& saved_g,
+                            const std::optional<at::Tensor>& main_up,
+                            const std::optional<at::Tensor>& main_p,
+                            const std::optional<at::Tensor>& main_out) {
   const ExpertRows map(x, gates, slots, rows, counts);
   const Weights w{w_down, w_up, w_p, w_out};
   w.check(x, c, rows, counts);
@@ -132,9 +137,10 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
   auto dgates_of_rows = at::empty_like(gates_of_rows);
   auto dx = x.new_empty({map.size(), x.size(1)});
   auto dc = x.new_empty({c ? map.size() : 0, w.rank()});
-  auto dw_down = w_down ? weight_gradient(*w_down, counts) : x.new_empty({0});
-  auto dw_up = weight_gradient(w_up, counts), dw_p = weight_gradient(w_p, counts);
-  auto dw_out = weight_gradient(w_out, counts);
+  std::optional<WeightGradient> dw_down;
+  if (w_down) dw_down.emplace("w_down", *w_down, counts);
+  WeightGradient dw_up("main_up", w_up, counts, main_up), dw_p("main_p", w_p, counts, main_p);
+  WeightGradient dw_out("main_out", w_out, counts, main_out);
 
   const auto blocks = map.blocks();
   const BlockMemory memory(x, blocks);
@@ -155,31 +161,33 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
 
     auto dy_rows = block.part(dy_memory), h = block.part(h_memory);
     auto dg = block.part(dg_memory), dp = block.part(dp_memory);
-    auto dw_out_here = block.experts(dw_out);
     map.gather(dy_rows, gradients, block);
     const SwigluGradients to{
         .dgate = dg, .dup = dp, .dprobabilities = block.rows(dgates_of_rows), .h = h};
     swiglu_backward_of_product(to, dy_rows, transposed(w_out), groups, g_rows, block.rows(saved_p),
                                block.rows(gates_of_rows), dh_memory);
-    grouped_outer_out(dw_out_here, h, dy_rows, groups);
+    dw_out.take(block, h, dy_rows, groups);
 
     auto dc_rows = c ? block.rows(dc) : block.part(dc_memory);
-    auto dw_up_here = block.experts(dw_up), dw_p_here = block.experts(dw_p);
     auto x_rows = block.part(x_memory), dx_rows = block.rows(dx);
-    grouped_outer_out(dw_up_here, c_rows, dg, groups);
+    dw_up.take(block, c_rows, dg, groups);
     grouped_gemm_out(dc_rows, dg, transposed(w_up), groups);
     map.gather(x_rows, tokens, block);
-    grouped_outer_out(dw_p_here, x_rows, dp, groups);
+    dw_p.take(block, x_rows, dp, groups);
     if (c) {
       grouped_gemm_out(dx_rows, dp, transposed(w_p), groups);
       continue;
     }
-    auto dw_down_here = block.experts(dw_down);
-    grouped_outer_out(dw_down_here, x_rows, dc_rows, groups);
+    dw_down->take(block, x_rows, dc_rows, groups);
     add_products(dx_rows, dp, transposed(w_p), dc_rows, transposed(*w_down), groups);
   }
   const auto dc_by_choice = c ? map.by_choice(dc) : dc;
-  return {map.sum(dx), map.values_by_choice(dgates_of_rows), dw_down, dw_up, dw_p, dw_out,
+  return {map.sum(dx),
+          map.values_by_choice(dgates_of_rows),
+          dw_down ? dw_down->own() : x.new_empty({0}),
+          dw_up.own(),
+          dw_p.own(),
+          dw_out.own(),
           dc_by_choice};
 }
 
@@ -188,13 +196,15 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
 MOE_PARALLEL_OPERATOR(
     "autonomous_experts",
     "(Tensor x, Tensor gates, Tensor slots, Tensor rows, Tensor counts, Tensor? w_down, "
-    "Tensor w_up, Tensor w_p, Tensor w_out, Tensor? c, bool save_g) "
+    "Tensor w_up, Tensor w_p, Tensor w_out, Tensor? c, Tensor? main_up, Tensor? main_p, "
+    "Tensor? main_out, bool save_g) "
     "-> (Tensor y, Tensor p, Tensor saved_c, Tensor saved_g)",
     moe_parallel::autonomous_experts)
 MOE_PARALLEL_OPERATOR(
     "autonomous_experts_backward",
     "(Tensor dy, Tensor x, Tensor gates, Tensor slots, Tensor rows, Tensor counts, "
     "Tensor? w_down, Tensor w_up, Tensor w_p, Tensor w_out, Tensor? c, Tensor p, "
-    "Tensor saved_c, Tensor saved_g) -> (Tensor dx, Tensor dgates, Tensor dw_down, Tensor dw_up, "
+    "Tensor saved_c, Tensor saved_g, Tensor(a!)? main_up, Tensor(b!)? main_p, "
+    "Tensor(c!)? main_out) -> (Tensor dx, Tensor dgates, Tensor dw_down, Tensor dw_up, "
     "Tensor dw_p, Tensor dw_out, Tensor dc)",
     moe_parallel::autonomous_experts_backward)

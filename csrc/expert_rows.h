@@ -3,10 +3,10 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "fused_gemm.h"
@@ -166,16 +166,49 @@ class BlockMemory {
   int64_t most_rows_ = 0;
 };
 
-// A gradient like `w`, [experts, ...], with zeros where no block will write: on the CPU an expert
-// without rows is in none.
-inline at::Tensor weight_gradient(const at::Tensor& w, const at::Tensor& counts) {
-  auto dw = at::empty(w.sizes(), w.options());
-  if (!counts.is_cpu()) return dw;
-  const auto on_host = counts.contiguous();
-  for (int64_t e = 0; e < on_host.size(0); ++e) {
-    if (on_host.const_data_ptr<int64_t>()[e] == 0) dw.select(0, e).zero_();
+// The gradient of a weight [experts, ...]: a tensor of its own, or what is added to a main
+// gradient.
+class WeightGradient {
+ public:
+  // `main`: the main gradient, of the weight's type or a wider one, where there is one.
+  WeightGradient(const char* name, const at::Tensor& w, const at::Tensor& counts,
+                 const std::optional<at::Tensor>& main = std::nullopt)
+      : own_(main ? w.new_empty({0}) : w.new_empty(w.sizes())),
+        sum_(main.value_or(own_)),
+        adds_(main.has_value()) {
+    if (adds_) {
+      check_sizes(name, sum_, w.sizes());
+      check_together(w, {sum_});
+      const auto wide = sum_type_of(w);
+      TORCH_CHECK_TYPE(sum_.scalar_type() == w.scalar_type() || sum_.scalar_type() == wide, name,
+                       " is ", sum_.scalar_type(), ", its weight ", w.scalar_type(),
+                       ": it must be ", wide, " or as the weight");
+    } else if (counts.is_cpu()) {
+      clear_without_rows(counts);
+    }
   }
-  return dw;
-}
+
+  // x[rows of e]^T y[rows of e], for the experts e of the block.
+  void take(const RowBlock& block, const at::Tensor& x, const at::Tensor& y,
+            const at::Tensor& groups) {
+    auto here = block.experts(sum_);
+    grouped_outer_out(here, x, y, groups, adds_);
+  }
+
+  // What the operator returns: nothing where the main gradient has it.
+  const at::Tensor& own() const { return own_; }
+
+ private:
+  // On the CPU an expert without rows is in no block.
+  void clear_without_rows(const at::Tensor& counts) {
+    const auto on_host = counts.contiguous();
+    for (int64_t e = 0; e < on_host.size(0); ++e) {
+      if (on_host.const_data_ptr<int64_t>()[e] == 0) own_.select(0, e).zero_();
+    }
+  }
+
+  at::Tensor own_, sum_;
+  bool adds_;
+};
 
 }  // namespace moe_parallel

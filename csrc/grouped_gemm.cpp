@@ -6,6 +6,7 @@
 #include <ATen/ops/mm.h>
 
 #include "launch.h"
+#include "wide_product.h"
 
 #ifdef MOE_PARALLEL_CUDA
 #include "cuda/grouped_gemm.h"
@@ -27,14 +28,13 @@ void for_each_group(const at::Tensor& counts, const Body& body) {
 }
 
 void product_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate) {
-  if (!accumulate && out.scalar_type() == a.scalar_type()) {
-    at::mm_out(out, a, b);
-  } else if (out.scalar_type() == a.scalar_type()) {
-    at::addmm_out(out, out, a, b);
+  if (out.scalar_type() != a.scalar_type()) {
+    if (!accumulate) out.zero_();
+    add_wide_product(out, a, b);
   } else if (accumulate) {
-    out.add_(at::mm(a, b));
+    at::addmm_out(out, out, a, b);
   } else {
-    out.copy_(at::mm(a, b));
+    at::mm_out(out, a, b);
   }
 }
 

@@ -1,7 +1,9 @@
 // The routed layer in one: gather, W_gate_up, SwiGLU with the gate, W_out, gather and sum.
 //
 // Saved for the backward pass are x, what SwiGLU reads and the row map; its rows of h, the outputs
-// of the experts and the gathered rows of x are made again or never needed.
+// of the experts and the gathered rows of x are made again or never needed. A main gradient, where
+// there is one, is what the backward pass adds the weight's gradient to instead of returning it.
+#include <optional>
 #include <tuple>
 
 #include "expert_rows.h"
@@ -24,11 +26,10 @@ void check_weights(const at::Tensor& x, const at::Tensor& w_gate_up, const at::T
 
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor> routed_experts(const at::Tensor& x, const at::Tensor& gates,
-                                                  const at::Tensor& slots, const at::Tensor& rows,
-                                                  const at::Tensor& counts,
-                                                  const at::Tensor& w_gate_up,
-                                                  const at::Tensor& w_out) {
+std::tuple<at::Tensor, at::Tensor> routed_experts(
+    const at::Tensor& x, const at::Tensor& gates, const at::Tensor& slots, const at::Tensor& rows,
+    const at::Tensor& counts, const at::Tensor& w_gate_up, const at::Tensor& w_out,
+    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&) {
   const ExpertRows map(x, gates, slots, rows, counts);
   check_weights(x, w_gate_up, w_out, counts);
   const auto tokens = x.contiguous();
@@ -61,7 +62,8 @@ std::tuple<at::Tensor, at::Tensor> routed_experts(const at::Tensor& x, const at:
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backward(
     const at::Tensor& dy, const at::Tensor& x, const at::Tensor& gates, const at::Tensor& slots,
     const at::Tensor& rows, const at::Tensor& counts, const at::Tensor& w_gate_up,
-    const at::Tensor& w_out, const at::Tensor& gate_up) {
+    const at::Tensor& w_out, const at::Tensor& gate_up,
+    const std::optional<at::Tensor>& main_gate_up, const std::optional<at::Tensor>& main_out) {
   const ExpertRows map(x, gates, slots, rows, counts);
   check_weights(x, w_gate_up, w_out, counts);
   check_sizes("dy", dy, x.sizes());
@@ -74,7 +76,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
   const auto gates_of_rows = map.gates_by_row(gates);
   auto dgates_of_rows = at::empty_like(gates_of_rows);
   auto dx = x.new_empty({map.size(), x.size(1)});
-  auto dw_gate_up = weight_gradient(w_gate_up, counts), dw_out = weight_gradient(w_out, counts);
+  WeightGradient dw_gate_up("main_gate_up", w_gate_up, counts, main_gate_up);
+  WeightGradient dw_out("main_out", w_out, counts, main_out);
 
   const auto blocks = map.blocks();
   const BlockMemory memory(x, blocks);
@@ -88,7 +91,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
     auto dy_rows = block.part(dy_memory), h = block.part(h_memory);
     auto d_gate_up = block.part(d_memory), x_rows = block.part(x_memory);
     auto dx_rows = block.rows(dx);
-    auto dw_gate_up_here = block.experts(dw_gate_up), dw_out_here = block.experts(dw_out);
 
     map.gather(dy_rows, gradients, block);
     const SwigluGradients to{.dgate = d_gate_up.narrow(1, 0, width),
@@ -97,23 +99,25 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
                              .h = h};
     swiglu_backward_of_product(to, dy_rows, block.experts(w_out).transpose(1, 2), groups, gate, up,
                                block.rows(gates_of_rows), dh_memory);
-    grouped_outer_out(dw_out_here, h, dy_rows, groups);
+    dw_out.take(block, h, dy_rows, groups);
     map.gather(x_rows, tokens, block);
-    grouped_outer_out(dw_gate_up_here, x_rows, d_gate_up, groups);
+    dw_gate_up.take(block, x_rows, d_gate_up, groups);
     grouped_gemm_out(dx_rows, d_gate_up, block.experts(w_gate_up).transpose(1, 2), groups);
   }
-  return {map.sum(dx), map.values_by_choice(dgates_of_rows), dw_gate_up, dw_out};
+  return {map.sum(dx), map.values_by_choice(dgates_of_rows), dw_gate_up.own(), dw_out.own()};
 }
 
 }  // namespace moe_parallel
 
 MOE_PARALLEL_OPERATOR("routed_experts",
                       "(Tensor x, Tensor gates, Tensor slots, Tensor rows, Tensor counts, "
-                      "Tensor w_gate_up, Tensor w_out) -> (Tensor y, Tensor gate_up)",
+                      "Tensor w_gate_up, Tensor w_out, Tensor? main_gate_up, Tensor? main_out) "
+                      "-> (Tensor y, Tensor gate_up)",
                       moe_parallel::routed_experts)
 MOE_PARALLEL_OPERATOR(
     "routed_experts_backward",
     "(Tensor dy, Tensor x, Tensor gates, Tensor slots, Tensor rows, Tensor counts, "
-    "Tensor w_gate_up, Tensor w_out, Tensor gate_up) "
+    "Tensor w_gate_up, Tensor w_out, Tensor gate_up, Tensor(a!)? main_gate_up, "
+    "Tensor(b!)? main_out) "
     "-> (Tensor dx, Tensor dgates, Tensor dw_gate_up, Tensor dw_out)",
     moe_parallel::routed_experts_backward)

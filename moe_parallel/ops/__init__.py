@@ -64,6 +64,19 @@ class NormTopK(Protocol):
     ) -> Scores: ...
 
 
+class RoutedExperts(Protocol):
+    def __call__(
+        self,
+        x_TD: Tensor,
+        gates_TK: Tensor,
+        row_map: RowMap,
+        w_gate_up_ED2F: Tensor,
+        w_out_EFD: Tensor,
+        *,
+        main_gradients: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor: ...
+
+
 class AutonomousExperts(Protocol):
     def __call__(
         self,
@@ -77,6 +90,7 @@ class AutonomousExperts(Protocol):
         *,
         activations_TKR: Tensor | None = None,
         recompute_gate: bool = True,
+        main_gradients: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor: ...
 
 
@@ -92,7 +106,7 @@ class Ops:
     swiglu: Swiglu
     norm_topk: NormTopK
     expert_merge: Callable[[Tensor, Tensor], Tensor]
-    routed_experts: Callable[[Tensor, Tensor, RowMap, Tensor, Tensor], Tensor]
+    routed_experts: RoutedExperts
     autonomous_experts: AutonomousExperts
 
 

@@ -6,6 +6,8 @@ I and O the two widths of a matrix, F width of an expert, R low-rank size (d_low
 torch differentiates them. Sums run in fp32 for bf16 and fp16 (`accumulation_dtype`).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -175,11 +177,17 @@ def routed_experts(
     row_map: RowMap,
     w_gate_up_ED2F: Tensor,
     w_out_EFD: Tensor,
+    *,
+    main_gradients: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """y_TD = sum over each token's experts of gate * (silu(x W_g) * (x W_p)) W_o.
 
     w_gate_up_ED2F: [W_g | W_p] side by side, [E, D, 2F].
+    main_gradients: one for each weight, see `add_gradient_to`.
     """
+    if main_gradients is not None:
+        w_gate_up_ED2F = add_gradient_to(main_gradients[0], w_gate_up_ED2F)
+        w_out_EFD = add_gradient_to(main_gradients[1], w_out_EFD)
     x_ND = permute(x_TD, row_map)
     gate_NF, up_NF = grouped_gemm(x_ND, w_gate_up_ED2F, row_map.counts_E).chunk(2, dim=1)
     h_NF = swiglu(gate_NF, up_NF, _gates_of_rows(gates_TK, row_map))
@@ -197,6 +205,7 @@ def autonomous_experts(
     *,
     activations_TKR: Tensor | None = None,
     recompute_gate: bool = True,
+    main_gradients: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """y_TD = sum over each token's experts of gate * (silu(x W_down W_up) * (x W_p)) W_o.
 
@@ -206,7 +215,11 @@ def autonomous_experts(
         no part in this, and C's gradient goes back there.
     recompute_gate: compute C W_up again in the backward pass instead of keeping it. It changes
         nothing but time and memory, and nothing at all in this reference.
+    main_gradients: of W_up, W_p and W_out, see `add_gradient_to`.
     """
+    if main_gradients is not None:
+        weights = (w_up_ERW, w_p_EDW, w_out_EWD)
+        w_up_ERW, w_p_EDW, w_out_EWD = map(add_gradient_to, main_gradients, weights)
     counts_E = row_map.counts_E
     x_ND = permute(x_TD, row_map)
     if activations_TKR is None:
@@ -216,6 +229,27 @@ def autonomous_experts(
     g_NW, p_NW = grouped_gemm(c_NR, w_up_ERW, counts_E), grouped_gemm(x_ND, w_p_EDW, counts_E)
     h_NW = swiglu(g_NW, p_NW, _gates_of_rows(gates_TK, row_map))
     return unpermute(grouped_gemm(h_NW, w_out_EWD, counts_E), row_map)
+
+
+def add_gradient_to(main: Tensor, w: Tensor) -> Tensor:
+    """w itself; its gradient is added to `main` in the backward pass, and w gets none.
+
+    main: [*w.shape], a sum over backward passes, fp32 for bf16 weights. The native operators add
+        products of rows to it without rounding them to the type of w, as happens here.
+    """
+    return _AddedGradient.apply(w, main)
+
+
+class _AddedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, main: Tensor) -> Tensor:
+        ctx.main = main  # not saved: other backward passes add to it meanwhile
+        return w.view_as(w)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        ctx.main.add_(gradients[0])
+        return None, None
 
 
 def _gates_of_rows(gates_TK: Tensor, row_map: RowMap) -> Tensor:

@@ -61,21 +61,39 @@ class Setting:
         first = self.c if kind == "handed on" else self.w_down
         return self.x, self.gates, first, self.w_up, self.w_p, self.w_out
 
-    def compute(self, ops: Ops, kind: str, *inputs: Tensor, all_chosen: bool = False) -> Tensor:
+    def compute(
+        self,
+        ops: Ops,
+        kind: str,
+        *inputs: Tensor,
+        all_chosen: bool = False,
+        main_gradients: Any = None,
+    ) -> Tensor:
         experts = torch.from_numpy(self.routing.experts).to(self.device)
         row_map = ops.routing_map(
             experts, self.routing.num_experts, self.routing.rows_per_expert, all_chosen
         )
         x, gates, *weights = inputs or self.inputs(kind)
         if kind == "routed":
-            return ops.routed_experts(x, gates, row_map, *weights)
+            return ops.routed_experts(x, gates, row_map, *weights, main_gradients=main_gradients)
         if kind == "handed on":
             c, *weights = weights
             return ops.autonomous_experts(
-                x, gates, row_map, self.w_down, *weights, activations_TKR=c
+                x,
+                gates,
+                row_map,
+                self.w_down,
+                *weights,
+                activations_TKR=c,
+                main_gradients=main_gradients,
             )
         return ops.autonomous_experts(
-            x, gates, row_map, *weights, recompute_gate=kind == "autonomous"
+            x,
+            gates,
+            row_map,
+            *weights,
+            recompute_gate=kind == "autonomous",
+            main_gradients=main_gradients,
         )
 
     def exact(self, kind: str) -> np.ndarray:

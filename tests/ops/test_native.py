@@ -14,6 +14,9 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
     def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return random_tensor(*shape, dtype=dtype, device=device, seed=0).requires_grad_()
 
+    def main(*shape: int) -> torch.Tensor:  # a main gradient
+        return tensor(*shape, dtype=torch.float32).detach()
+
     slots = torch.tensor([0, 3, -1, 5, 2, -1], device=device)
     rows = torch.tensor([[0, -1], [4, 1], [-1, 3]], device=device)
     counts = torch.tensor([3, 0, 3], device=device)
@@ -43,14 +46,18 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
             rows.clamp(min=0, max=3),
             tensor(3, 4, 2),
         ),
-        "routed_experts": (tensor(3, 5), *experts, *routed),
-        "routed_experts_backward": (tensor(3, 5), tensor(3, 5), *experts, *routed, tensor(6, 4)),
+        "routed_experts": (tensor(3, 5), *experts, *routed, None, None),
+        "routed_experts_backward": (
+            *(tensor(3, 5), tensor(3, 5), *experts, *routed, tensor(6, 4)),
+            *(main(3, 5, 4), main(3, 2, 5)),
+        ),
         "autonomous_experts": (
-            *(tensor(3, 5), *experts, tensor(3, 5, 4), *autonomous, None, True),
+            *(tensor(3, 5), *experts, tensor(3, 5, 4), *autonomous, None, *(None,) * 3, True),
         ),
         "autonomous_experts_backward": (
             *(tensor(3, 5), tensor(3, 5), *experts, None, *autonomous, tensor(3, 2, 4)),
             *(tensor(6, 2), tensor(0, 4), tensor(0, 2)),
+            *(main(3, 4, 2), None, main(3, 2, 5)),
         ),
     }
     once = [name for name in given if name.endswith(("backward", "add"))]  # no gradient of theirs
@@ -78,10 +85,13 @@ def test_opcheck_of_optional_arguments(native, device):
     torch.library.opcheck(operators.swiglu.default, (*given["swiglu"][:2], None))
     x, w, k, *_ = given["norm_topk"]
     torch.library.opcheck(operators.norm_topk.default, (x, w, k, None, False, False))
+    main = tuple(torch.zeros(3, *sizes, device=device) for sizes in ((5, 4), (2, 5)))
+    routed = given["routed_experts"][:-2]
+    torch.library.opcheck(operators.routed_experts.default, (*routed, *main))
     x, *routing = given["autonomous_experts"][:5]
     _, *weights = given["autonomous_experts"][5:9]
     c = random_tensor(3, 2, 4, dtype=torch.float32, device=device, seed=0).requires_grad_()
-    handed_on = (x, *routing, None, *weights, c, False)
+    handed_on = (x, *routing, None, *weights, c, *(None,) * 3, False)
     torch.library.opcheck(operators.autonomous_experts.default, handed_on)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_parallel.ops.native.main_gradients import gradients_not_added, own_gradient
 from moe_parallel.ops.reference import accumulation_dtype
 from moe_parallel.ops.row_map import RowMap
 
@@ -23,6 +24,7 @@ def autonomous_experts(
     *,
     activations_TKR: Tensor | None = None,
     recompute_gate: bool = True,
+    main_gradients: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     gates_TK = gates_TK.to(accumulation_dtype(x_TD.dtype))
     y_TD, *_ = _ops.autonomous_experts(
@@ -34,6 +36,7 @@ def autonomous_experts(
         w_p_EDW,
         w_out_EWD,
         activations_TKR,
+        *(main_gradients or (None, None, None)),
         not recompute_gate,
     )
     return y_TD
@@ -51,6 +54,9 @@ def _(
     w_p: Tensor,
     w_out: Tensor,
     c: Tensor | None,
+    main_up: Tensor | None,
+    main_p: Tensor | None,
+    main_out: Tensor | None,
     save_g: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_rows, (_, rank, width) = slots.size(0), w_up.shape
@@ -78,10 +84,13 @@ def _(
     p: Tensor,
     saved_c: Tensor,
     saved_g: Tensor,
+    main_up: Tensor | None,
+    main_p: Tensor | None,
+    main_out: Tensor | None,
 ) -> tuple[Tensor, ...]:
     dw_down = x.new_empty(0) if w_down is None else w_down.new_empty(w_down.shape)
     dc = x.new_empty(0, w_up.size(1)) if c is None else c.new_empty(c.shape)
-    others = (tensor.new_empty(tensor.shape) for tensor in (w_up, w_p, w_out))
+    others = map(own_gradient, (w_up, w_p, w_out), (main_up, main_p, main_out))
     return x.new_empty(x.shape), gates.new_empty(gates.shape), dw_down, *others, dc
 
 
@@ -89,15 +98,21 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     _, *kept = output
     ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)  # or there would be zeros as large as what is kept
-    ctx.save_for_backward(*inputs[:-1], *kept)
+    *given, main_up, main_p, main_out, _ = inputs
+    ctx.save_for_backward(*given, *kept)
+    ctx.main_gradients = (
+        main_up,
+        main_p,
+        main_out,
+    )  # not saved: other passes add to them meanwhile
 
 
 @once_differentiable
 def _backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if dy is None:
-        return (None,) * 11
-    dx, dgates, dw_down, dw_up, dw_p, dw_out, dc = _ops.autonomous_experts_backward(
-        dy, *ctx.saved_tensors
+        return (None,) * 14
+    dx, dgates, dw_down, *dw, dc = _ops.autonomous_experts_backward(
+        dy, *ctx.saved_tensors, *ctx.main_gradients
     )
     handed_on = ctx.needs_input_grad[9]
     computed = ctx.needs_input_grad[5]
@@ -108,11 +123,9 @@ def _backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...
         None,
         None,
         dw_down if computed else None,
-        dw_up,
-        dw_p,
-        dw_out,
+        *gradients_not_added(dw, ctx.main_gradients),
         dc if handed_on else None,
-        None,
+        *(None,) * 4,
     )
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_parallel.ops.native.main_gradients import gradients_not_added, own_gradient
 from moe_parallel.ops.reference import accumulation_dtype
 from moe_parallel.ops.row_map import RowMap
 
@@ -18,9 +19,13 @@ def routed_experts(
     row_map: RowMap,
     w_gate_up_ED2F: Tensor,
     w_out_EFD: Tensor,
+    *,
+    main_gradients: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     gates_TK = gates_TK.to(accumulation_dtype(x_TD.dtype))
-    y_TD, _ = _ops.routed_experts(x_TD, gates_TK, *row_map, w_gate_up_ED2F, w_out_EFD)
+    y_TD, _ = _ops.routed_experts(
+        x_TD, gates_TK, *row_map, w_gate_up_ED2F, w_out_EFD, *(main_gradients or (None, None))
+    )
     return y_TD
 
 
@@ -33,6 +38,8 @@ def _(
     counts: Tensor,
     w_gate_up: Tensor,
     w_out: Tensor,
+    main_gate_up: Tensor | None,
+    main_out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(slots.size(0), w_gate_up.size(2))
 
@@ -48,23 +55,33 @@ def _(
     w_gate_up: Tensor,
     w_out: Tensor,
     gate_up: Tensor,
+    main_gate_up: Tensor | None,
+    main_out: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    return tuple(tensor.new_empty(tensor.shape) for tensor in (x, gates, w_gate_up, w_out))
+    return (
+        x.new_empty(x.shape),
+        gates.new_empty(gates.shape),
+        own_gradient(w_gate_up, main_gate_up),
+        own_gradient(w_out, main_out),
+    )
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *given, main_gate_up, main_out = inputs
     _, gate_up = output
     ctx.mark_non_differentiable(gate_up)
     ctx.set_materialize_grads(False)  # or there would be zeros as large as gate_up
-    ctx.save_for_backward(*inputs, gate_up)
+    ctx.save_for_backward(*given, gate_up)
+    # Not saved: other passes add to them meanwhile.
+    ctx.main_gradients = (main_gate_up, main_out)
 
 
 @once_differentiable
 def _backward(ctx: Any, dy: Tensor | None, dgate_up: None) -> tuple[Tensor | None, ...]:
     if dy is None:
-        return (None,) * 7
-    dx, dgates, dw_gate_up, dw_out = _ops.routed_experts_backward(dy, *ctx.saved_tensors)
-    return dx, dgates, None, None, None, dw_gate_up, dw_out
+        return (None,) * 9
+    dx, dgates, *dw = _ops.routed_experts_backward(dy, *ctx.saved_tensors, *ctx.main_gradients)
+    return dx, dgates, None, None, None, *gradients_not_added(dw, ctx.main_gradients), None, None
 
 
 torch.library.register_autograd("moe_parallel::routed_experts", _backward, setup_context=_save)

@@ -1,0 +1,66 @@
+// ATen's products round to the type of their factors on the CPU. MKL, which torch's x86-64 builds
+// carry and export, has one that does not; without it the factors are widened.
+#include "wide_product.h"
+
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/mm.h>
+
+#include <algorithm>
+#include <limits>
+
+extern "C" {
+// oneMKL's cblas_gemm_bf16bf16f32 with 32-bit sizes: c = alpha a b + beta c.
+__attribute__((weak)) void cblas_gemm_bf16bf16f32(int layout, int transa, int transb, int m, int n,
+                                                  int k, float alpha, const void* a, int lda,
+                                                  const void* b, int ldb, float beta, float* c,
+                                                  int ldc);
+}
+
+namespace moe_parallel {
+namespace {
+
+constexpr int kRowMajor = 101, kNotTransposed = 111, kTransposed = 112;
+
+// Dense rows, or dense columns: what BLAS takes.
+bool is_by_rows(const at::Tensor& t) { return t.stride(1) == 1 && t.stride(0) >= t.size(1); }
+bool is_by_columns(const at::Tensor& t) { return t.stride(0) == 1 && t.stride(1) >= t.size(0); }
+
+struct Factor {
+  at::Tensor tensor;
+  int transposed;
+  int64_t stride;
+
+  explicit Factor(const at::Tensor& t)
+      : tensor(is_by_rows(t) || is_by_columns(t) ? t : t.contiguous()),
+        transposed(is_by_rows(tensor) ? kNotTransposed : kTransposed),
+        stride(tensor.stride(transposed == kNotTransposed ? 0 : 1)) {}
+};
+
+bool mkl_takes(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
+  constexpr int64_t kMost = std::numeric_limits<int>::max();
+  const auto fits = [](const at::Tensor& t) {
+    return t.numel() > 0 && std::max({t.size(0), t.size(1), t.stride(0), t.stride(1)}) <= kMost;
+  };
+  return cblas_gemm_bf16bf16f32 != nullptr && a.is_cpu() && a.scalar_type() == at::kBFloat16 &&
+         out.scalar_type() == at::kFloat && is_by_rows(out) && fits(out) && fits(a) && fits(b);
+}
+
+}  // namespace
+
+void add_wide_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
+  if (mkl_takes(out, a, b)) {
+    const Factor left(a), right(b);
+    cblas_gemm_bf16bf16f32(kRowMajor, left.transposed, right.transposed,
+                           static_cast<int>(out.size(0)), static_cast<int>(out.size(1)),
+                           static_cast<int>(a.size(1)), 1, left.tensor.const_data_ptr(),
+                           static_cast<int>(left.stride), right.tensor.const_data_ptr(),
+                           static_cast<int>(right.stride), 1, out.mutable_data_ptr<float>(),
+                           static_cast<int>(out.stride(0)));
+  } else if (a.is_cuda() && out.scalar_type() == at::kFloat && a.element_size() == 2) {
+    out.add_(at::mm(a, b, at::kFloat));
+  } else {
+    at::addmm_out(out, out, a.to(out.scalar_type()), b.to(out.scalar_type()));
+  }
+}
+
+}  // namespace moe_parallel
