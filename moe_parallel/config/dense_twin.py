@@ -27,6 +27,7 @@ def dense_twin(config: Config) -> Config:
         model=replace(config.model, ffn_hidden_size=dense_width(config)),
         moe=MoEConfig(moe_backend=config.moe.moe_backend),
         selection=TopKSelection(),
+        training=replace(config.training, gradient_accumulation_fusion=False),
         fp8=Fp8Config(),
     )
 

@@ -51,6 +51,11 @@ class TrainingConfig:
     )
     seed: int = option(1234, "of initial weights, data order and dropout")
     bf16: bool = option(False, "compute in bfloat16 with fp32 master weights")
+    gradient_accumulation_fusion: bool = option(
+        False,
+        "the kernels of experts add weight gradients to the sum over micro-batches (fp32), instead "
+        "of making a gradient that is rounded and then added",
+    )
     recompute_granularity: str | None = option(
         None, "full: recompute every layer's activations in the backward pass", choices=("full",)
     )

@@ -7,6 +7,7 @@ import math
 from moe_parallel.config.config import Config
 from moe_parallel.config.model import MoEConfig
 from moe_parallel.config.option import flag, shown
+from moe_parallel.config.selection import MergedSelection, selection_name
 from moe_parallel.config.validate_fp8 import validate_fp8
 from moe_parallel.config.validate_selection import validate_selection
 from moe_parallel.config.validate_upcycling import validate_upcycling
@@ -19,6 +20,7 @@ def validate(config: Config, world_size: int) -> None:
     _model(config)
     _experts(config)
     validate_fp8(config)
+    _gradient_accumulation_fusion(config)
     _layout(config, world_size)
     _pipeline(config)
     _batch(config, data_parallel_size(config, world_size))
@@ -178,6 +180,24 @@ def _no_expert_options(config: Config) -> None:
                 f"{flag(name)} is {shown(value)}, but the model is dense: set --num-experts, or "
                 "leave the flag out"
             )
+
+
+def _gradient_accumulation_fusion(config: Config) -> None:
+    if not config.training.gradient_accumulation_fusion:
+        return
+    asked = "--gradient-accumulation-fusion is for the kernels of experts that tokens are sent to"
+    if config.moe.num_experts is None:
+        raise InputError(f"{asked}, but the model is dense: set --num-experts, or leave it out")
+    if isinstance(config.selection, MergedSelection):
+        raise InputError(
+            f"{asked}, and --expert-selection {selection_name(config.selection)} merges its "
+            "experts: leave one of them out"
+        )
+    if config.fp8.fp8_format is not None:
+        raise InputError(
+            f"{asked}, and --fp8-format {config.fp8.fp8_format} leaves their products to "
+            "Transformer Engine: leave one of them out"
+        )
 
 
 def _layout(config: Config, world_size: int) -> None:

@@ -55,14 +55,14 @@ class LowRankExperts(ExpertParameters):
 
         With etp > 1 it is this rank's part of the sum over W.
         """
+        weights, main = self.matrices(self.w_up_LRW, self.w_p_LDW, self.w_out_LWD)
         return self.ops.autonomous_experts(
             x_MD,
             gates_MJ,
             row_map,
             w_down_LDR,
-            self.w_up_LRW,
-            self.w_p_LDW,
-            self.w_out_LWD,
+            *weights,
             activations_TKR=activations_MJR,
             recompute_gate=self.recompute_gate,
+            main_gradients=main,
         )

@@ -8,6 +8,7 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from torch import nn
 
+from moe_parallel.experts.main_gradients import gradient_in_main_grad
 from moe_parallel.parallel import Groups
 
 ShardedStateDict = dict[str, Any]
@@ -31,6 +32,7 @@ class ExpertParameters(nn.Module):
         self.groups = groups
         self.num_local_experts = num_experts // groups.ep.size()
         self.dtype = dtype
+        self.adds_to_main_gradients = False
         self._sharded_axis: dict[str, int] = {}
 
     def add_weight(self, name: str, shape: tuple[int, ...], sharded_axis: int) -> None:
@@ -49,6 +51,20 @@ class ExpertParameters(nn.Module):
         """The part [L, ...] of a weight of all experts [E, ...] that belongs to those here."""
         first = self.groups.ep.rank() * self.num_local_experts
         return weight[first : first + self.num_local_experts]
+
+    def add_to_main_gradients(self) -> None:
+        """From now on backward passes add to `main_grad`, which Megatron-Core has given weights."""
+        self.adds_to_main_gradients = True
+
+    def matrices(self, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
+        """Weights as operators take them, [L, I, O], and their main gradients (None: not used)."""
+        if not self.adds_to_main_gradients:
+            return [weight.flatten(2) for weight in weights], None
+        main_gradients = [w.main_grad for w in weights]  # type: ignore[attr-defined]
+        return (
+            [gradient_in_main_grad(weight).flatten(2) for weight in weights],
+            tuple(main.view(*main.shape[:2], -1) for main in main_gradients),
+        )
 
     def sharded_state_dict(
         self,

@@ -38,5 +38,5 @@ class SwiGLUExperts(ExpertParameters):
 
         With etp > 1 it is this rank's part of the sum over F.
         """
-        w_gate_up = self.w_gate_up_LD2F.flatten(2)
-        return self.ops.routed_experts(x_MD, gates_MJ, row_map, w_gate_up, self.w_out_LFD)
+        weights, main = self.matrices(self.w_gate_up_LD2F, self.w_out_LFD)
+        return self.ops.routed_experts(x_MD, gates_MJ, row_map, *weights, main_gradients=main)

@@ -61,6 +61,9 @@ class Engine:
             layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, ExpertLayer)
         ]
         self.chunks = _parallelize(config, chunks)
+        if config.training.gradient_accumulation_fusion:
+            for layer in self._expert_layers:
+                layer.experts.add_to_main_gradients()
         self.optimizer = _optimizer(config, self.chunks)
         self.scheduler = _scheduler(config, self.optimizer)
         _wire(get_model_config(self.chunks[0]), self.chunks, self.optimizer)

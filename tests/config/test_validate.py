@@ -21,6 +21,7 @@ VALID: dict[str, Any] = {
     "lr_warmup_iters": 2,
 }
 AOE = {"expert_selection": "aoe", "aoe_low_rank_size": 8}
+FUSED = {"gradient_accumulation_fusion": True}
 VIRTUAL = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
 
 
@@ -50,6 +51,8 @@ def config(**options: Any) -> Config:
         ({"split": "98,2"}, 1),
         ({"split": "0.9, 0.1, 0"}, 1),
         ({"save": "runs/x", "save_interval": 5, "keep_last": 2}, 1),
+        (FUSED, 1),
+        ({**AOE, **FUSED, "bf16": True, "moe_backend": "reference"}, 1),
         ({"clip_grad": 0, "moe_aux_loss_coeff": 0, "min_lr": 0, "weight_decay": 0}, 1),
     ],
 )
@@ -225,6 +228,20 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+BROKEN += [
+    ({**FUSED, **options}, 1, f"--gradient-accumulation-fusion is for the kernels .*{message}")
+    for options, message in (
+        ({"num_experts": None}, "the model is dense: set --num-experts, or leave it out"),
+        (
+            {"expert_selection": "lory", "lory_segment_length": 8},
+            "--expert-selection lory merges .*: leave one of them out",
+        ),
+        (
+            {"bf16": True, "fp8_format": "hybrid"},
+            "--fp8-format hybrid .* Transformer Engine: leave one of them out",
+        ),
+    )
+]
 BROKEN += [({name: -1}, 1, f"{flag(name)} is -1.*: it must be at least 0") for name in AT_LEAST_0]
 BROKEN += [({name: 0}, 1, f"{flag(name)} is 0: it must be at least 1") for name in AT_LEAST_1]
 BROKEN += [({name: 0}, 1, f"{flag(name)} is 0.0: it must be above 0") for name in ABOVE_0]

@@ -20,7 +20,9 @@ def test_iterations_of_the_warm_up(percent, train_iters, iterations):
     assert dense_warmup_iters(make_config(EXPERTS | given)) == iterations
 
 
-@pytest.mark.parametrize("selection", [{}, AOE, {"moe_z_loss_coeff": 0.1}])
+@pytest.mark.parametrize(
+    "selection", [{}, AOE, {"moe_z_loss_coeff": 0.1}, {"gradient_accumulation_fusion": True}]
+)
 def test_the_twin_is_dense_and_as_wide_as_an_expert(selection):
     config = make_config(EXPERTS | WARM_UP | selection | {"moe_ffn_hidden_size": 40, "lr": 0.1})
     twin = dense_twin(config)

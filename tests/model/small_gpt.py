@@ -60,7 +60,7 @@ def save_start(options: Options, directory: Path, steps: int = 2) -> Path:
     config = make_config(SIZES | options)
     engine = build(config)
     for step in range(steps):
-        engine.step(_micro_batches(config, step * _micro_batches_per_step(config), engine))
+        engine.step(micro_batches(config, step * _micro_batches_per_step(config), engine))
     samples = steps * config.training.global_batch_size
     state = TrainingState(steps, samples, samples * config.training.seq_length)
     checkpointer = _checkpointer(config, directory)
@@ -77,7 +77,7 @@ def train(options: Options, start: Path, steps: int = 5) -> Outcome:
     state = checkpointer.load(start, engine.chunks, engine.optimizer, engine.scheduler)
     first = state.consumed_samples // config.training.micro_batch_size
     results = [
-        engine.step(_micro_batches(config, first + step * _micro_batches_per_step(config), engine))
+        engine.step(micro_batches(config, first + step * _micro_batches_per_step(config), engine))
         for step in range(steps)
     ]
     layers = engine.statistics.training.reduced([None]).summaries()
@@ -118,7 +118,7 @@ def _micro_batches_per_step(config: Config) -> int:
     return config.training.global_batch_size // config.training.micro_batch_size
 
 
-def _micro_batches(config: Config, first: int, engine: Engine) -> Iterator[dict[str, torch.Tensor]]:
+def micro_batches(config: Config, first: int, engine: Engine) -> Iterator[dict[str, torch.Tensor]]:
     """This rank's share of a step's micro-batches: `first`, counted from the run's start, and on.
 
     A micro-batch of one number is the same in every layout. Token t is followed by t + 1 or t + 2;

@@ -1,0 +1,35 @@
+"""Weight gradients that an operator's backward pass adds to Megatron-Core's main gradients.
+
+Megatron-Core's data parallelism holds `weight.main_grad`, the sum over the micro-batches of a step,
+in fp32. A hook adds each gradient that autograd brings to it. A kernel that adds to it by itself
+spares that pass over memory, the gradient in between, and its rounding to the type of the weights;
+the attribute `grad_added_to_main_grad` tells the hook to leave alone what it is brought.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def gradient_in_main_grad(weight: torch.Tensor) -> torch.Tensor:
+    """`weight`, for an operator that adds the gradient to `weight.main_grad` and hands on none."""
+    return _GradientInMainGrad.apply(weight)
+
+
+class _GradientInMainGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: None) -> torch.Tensor:
+        """A gradient of no meaning: the hook has to be called, with something where it overlaps."""
+        assert gradients == (None,), "an operator handed a gradient on that it has added already"
+        ctx.weight.grad_added_to_main_grad = True
+        if getattr(ctx.weight, "zero_out_wgrad", False):  # the hook adds this one all the same
+            return torch.zeros_like(ctx.weight)
+        return torch.empty_like(ctx.weight)

@@ -1,0 +1,63 @@
+"""A run whose experts add to main gradients is the run whose gradients are added afterwards."""
+
+from pathlib import Path
+
+import pytest
+from megatron.core.utils import unwrap_model
+
+from moe_parallel.config import make_config
+from moe_parallel.ops import extension
+from moe_parallel.parallel import destroy_groups
+from tests.distributed import run_distributed
+from tests.model.small_gpt import SIZES, Options, build, micro_batches, save_start
+from tests.model.test_layouts import ONE, differences, layout, model, run_all
+
+BACKENDS = ["reference"] + ["native"] * extension.is_built()
+SYSTEMS = ["topk", "aoe", "aoe_top_p"]
+FUSED = {"gradient_accumulation_fusion": True}
+
+#: Layouts by the number of ranks.
+LAYOUTS: dict[int, dict[str, Options]] = {
+    1: {"one": ONE, "one, recompute": layout(recompute=True)},
+    2: {
+        "dp2, distributed optimizer": layout(distributed=True),
+        "ep2, distributed optimizer, recompute": layout(ep=2, distributed=True, recompute=True),
+        "tp2, etp2": layout(tp=2, etp=2),
+        "pp2, virtual": layout(pp=2, virtual=True),
+    },
+    4: {"ep2 in dp4, distributed optimizer": layout(ep=2, distributed=True)},
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_fused_run_is_the_same_run(tmp_path: Path, system: str, backend: str) -> None:
+    options = model(system) | {"moe_backend": backend}
+    (start,) = run_distributed(1, save_start, options | ONE, tmp_path)
+    expected = run_all(1, start, {"apart": options | ONE})["apart"]
+    for world, layouts in LAYOUTS.items():
+        cases = {name: options | FUSED | each for name, each in layouts.items()}
+        assert differences(run_all(world, start, cases), expected) == {}
+
+
+def _added(options: Options) -> dict[str, bool]:
+    """Of each weight after a step: whether its gradient was added before it came to the hook."""
+    config = make_config(SIZES | options)
+    engine = build(config)
+    engine.step(micro_batches(config, 0, engine))
+    added = {
+        name: weight.grad_added_to_main_grad
+        for chunk in unwrap_model(engine.chunks)
+        for name, weight in chunk.named_parameters()
+    }
+    destroy_groups()
+    return added
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_experts_weights_are_those_that_are_added(system: str, fused: bool) -> None:
+    options = model(system) | {"gradient_accumulation_fusion": fused}
+    (added,) = run_distributed(1, _added, options)
+    assert any(".experts." in name for name in added)
+    assert added == {name: fused and ".experts." in name for name in added}
