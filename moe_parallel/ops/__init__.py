@@ -61,6 +61,7 @@ class NormTopK(Protocol):
         activations: bool = False,
         selected_gradient: bool = False,
         keep: bool = False,
+        screening: int = 0,
     ) -> Scores: ...
 
 

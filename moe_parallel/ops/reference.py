@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moe_parallel.ops.fp8_norms import fp8_norms
 from moe_parallel.ops.row_map import RowMap
 from moe_parallel.ops.scores import Scores
 
@@ -141,6 +142,7 @@ def norm_topk(
     activations: bool = False,
     selected_gradient: bool = False,
     keep: bool = False,
+    screening: int = 0,
 ) -> Scores:
     """AoE's selection (arXiv 2501.13074, Algorithm 2): `p_e = ||x W_e||_2`, `topK(p)`.
 
@@ -152,16 +154,21 @@ def norm_topk(
     selected_gradient: norms of experts that were not chosen pass no gradient on.
     keep: keep all of C that the backward pass needs, instead of computing it again there. It
         changes nothing but time and memory, and nothing at all in this reference.
+    screening: M > 0: choose among the K + M candidates whose norms are greatest in FP8
+        (`fp8_norms`); norms of the others stay those of FP8. Takes the selected gradient.
 
-    Raises ValueError unless 1 <= k <= E.
+    Raises ValueError unless 1 <= k <= E and, with screening, k + screening <= E.
     """
-    if not 1 <= k <= w_EDR.size(0):
-        raise ValueError(f"k must lie in 1..{w_EDR.size(0)} (the number of experts), not {k}")
+    check_choice(w_EDR.size(0), k, screening, selected_gradient)
     c_TER = torch.einsum("td,edr->ter", x_TD, w_EDR)
     norms_TE = torch.linalg.vector_norm(c_TER.to(accumulation_dtype(x_TD.dtype)), dim=-1)
-    rank_TE = norms_TE.detach() if bias_E is None else norms_TE.detach() + bias_E
-    ranked_TE = rank_TE.sort(dim=-1, descending=True, stable=True).indices
-    experts_TK = ranked_TE[:, :k].contiguous()
+    others_TE = None
+    if screening > 0:
+        fp8_TE = fp8_norms(x_TD, w_EDR).to(norms_TE.dtype)
+        candidates_TC = by_falling_rank(fp8_TE, bias_E)[:, : k + screening]
+        others_TE = torch.ones_like(norms_TE, dtype=torch.bool).scatter(1, candidates_TC, False)
+        norms_TE = torch.where(others_TE, fp8_TE, norms_TE)
+    experts_TK = by_falling_rank(norms_TE.detach(), bias_E, others_TE)[:, :k].contiguous()
     if selected_gradient:
         chosen_TE = torch.zeros_like(norms_TE, dtype=torch.bool).scatter(1, experts_TK, True)
         norms_TE = torch.where(chosen_TE, norms_TE, norms_TE.detach())
@@ -169,6 +176,31 @@ def norm_topk(
         return Scores(norms_TE, experts_TK)
     index_TKR = experts_TK.unsqueeze(-1).expand(-1, -1, w_EDR.size(2))
     return Scores(norms_TE, experts_TK, c_TER.gather(1, index_TKR))
+
+
+def check_choice(num_experts: int, k: int, screening: int, selected_gradient: bool) -> None:
+    """Raise ValueError for arguments of `norm_topk` that do not go together."""
+    if not 1 <= k <= num_experts:
+        raise ValueError(f"k must lie in 1..{num_experts} (the number of experts), not {k}")
+    if not 0 <= screening <= num_experts - k:
+        raise ValueError(
+            f"screening must lie in 0..{num_experts - k}, so that it and k = {k} are at most the "
+            f"{num_experts} experts, not {screening}"
+        )
+    if screening > 0 and not selected_gradient:
+        raise ValueError(
+            f"screening is {screening}, but norms in FP8 have no gradient: set selected_gradient"
+        )
+
+
+def by_falling_rank(
+    norms_TE: Tensor, bias_E: Tensor | None, others_TE: Tensor | None = None
+) -> Tensor:
+    """All experts of each token by falling norm + bias, ties to the lower index; `others` last."""
+    rank_TE = norms_TE if bias_E is None else norms_TE + bias_E
+    if others_TE is not None:
+        rank_TE = rank_TE.masked_fill(others_TE, -torch.inf)
+    return rank_TE.sort(dim=-1, descending=True, stable=True).indices
 
 
 def routed_experts(

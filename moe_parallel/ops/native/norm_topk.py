@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_parallel.ops.native.permute import routing_map
-from moe_parallel.ops.reference import accumulation_dtype
+from moe_parallel.ops.native.screening import screened_topk
+from moe_parallel.ops.reference import accumulation_dtype, check_choice
 from moe_parallel.ops.scores import Scores
 
 _ops = torch.ops.moe_parallel
@@ -22,10 +23,14 @@ def norm_topk(
     activations: bool = False,
     selected_gradient: bool = False,
     keep: bool = False,
+    screening: int = 0,
 ) -> Scores:
+    check_choice(w_EDR.size(0), k, screening, selected_gradient)
     if selected_gradient:
         kept = activations or keep
-        norms_TE, experts_TK, c_TKR = _SelectedGradient.apply(x_TD, w_EDR, k, bias_E, kept)
+        norms_TE, experts_TK, c_TKR = _SelectedGradient.apply(
+            x_TD, w_EDR, k, bias_E, kept, screening
+        )
     else:
         kept = keep and torch.is_grad_enabled()
         norms_TE, experts_TK, c_TKR, _ = _ops.norm_topk(x_TD, w_EDR, k, bias_E, activations, kept)
@@ -88,9 +93,13 @@ class _SelectedGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, k: int, bias: Tensor | None, keep: bool
+        ctx: Any, x: Tensor, w: Tensor, k: int, bias: Tensor | None, keep: bool, screening: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        norms, experts, chosen, _ = _ops.norm_topk(x, w, k, bias, keep, False)
+        if screening > 0:
+            norms, experts, chosen = screened_topk(x, w, k, bias, screening)
+            chosen = chosen if keep else chosen.new_empty(0, *chosen.shape[1:])
+        else:
+            norms, experts, chosen, _ = _ops.norm_topk(x, w, k, bias, keep, False)
         ctx.mark_non_differentiable(experts)
         ctx.set_materialize_grads(False)
         ctx.keep = keep
@@ -115,4 +124,4 @@ class _SelectedGradient(torch.autograd.Function):
             dc_rows = (factors_of_rows * _ops.grouped_gemm(x_rows, w, counts)).to(x.dtype)
         dw = _ops.grouped_outer(x_rows, dc_rows, counts)
         dx_rows = _ops.grouped_gemm(dc_rows, w.transpose(1, 2), counts)
-        return _ops.unpermute(dx_rows, slots, rows, None), dw, None, None, None
+        return _ops.unpermute(dx_rows, slots, rows, None), dw, None, None, None, None

@@ -1,0 +1,55 @@
+"""Norms of x W_e from factors rounded to FP8: near enough to say which are worth computing exactly.
+
+Shape suffixes are those of reference.py; X counts the columns of all experts, E R.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+TILE_BYTES = 32 << 20  # of products at a time
+
+
+def fp8_norms(x_TD: Tensor, w_EDR: Tensor) -> Tensor:
+    """||x W_e|| of x and W_e rounded to e4m3, summed in fp32: fp32 [T, E], without gradient.
+
+    Each token and each expert is scaled so that its greatest entry is the greatest of e4m3. One
+    scale for all tokens would let one of them change who is chosen for another.
+    """
+    num_experts, _, rank = w_EDR.shape
+    x_TD, w_EDR = x_TD.detach().float(), w_EDR.detach().float()
+    x_scale_T1, w_scale_E11 = _scale(x_TD, (1,)), _scale(w_EDR, (1, 2))
+    x8_TD = (x_TD / x_scale_T1).to(E4M3)
+    w8_XD = (w_EDR / w_scale_E11).transpose(1, 2).flatten(0, 1).to(E4M3)
+    multiply = _on_tensor_cores if _has_tensor_cores(x8_TD, w8_XD) else _emulated
+    tile = max(TILE_BYTES // (4 * num_experts * rank), 64)
+    norms_TE = torch.cat(
+        [
+            torch.linalg.vector_norm(multiply(x8, w8_XD).unflatten(1, (num_experts, rank)), dim=-1)
+            for x8 in x8_TD.split(tile)
+        ]
+    )
+    return norms_TE * x_scale_T1 * w_scale_E11.flatten()
+
+
+def _scale(values: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """What to divide by; 1 for zeros."""
+    scale = values.abs().amax(dims, keepdim=True) / torch.finfo(E4M3).max
+    return torch.where(scale == 0, 1, scale)
+
+
+def _has_tensor_cores(x8_TD: Tensor, w8_XD: Tensor) -> bool:
+    if not x8_TD.is_cuda or torch.cuda.get_device_capability(x8_TD.device) < (8, 9):
+        return False
+    return len(x8_TD) > 0 and all(size % 16 == 0 for size in w8_XD.shape)
+
+
+def _on_tensor_cores(x8_TD: Tensor, w8_XD: Tensor) -> Tensor:
+    one = torch.ones((), device=x8_TD.device)
+    return torch._scaled_mm(x8_TD, w8_XD.t(), one, one, out_dtype=torch.float32)
+
+
+def _emulated(x8_TD: Tensor, w8_XD: Tensor) -> Tensor:
+    return x8_TD.float() @ w8_XD.float().t()

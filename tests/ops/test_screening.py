@@ -1,0 +1,181 @@
+"""norm_topk with screening: FP8 names the candidates, their norms choose among them."""
+
+import numpy as np
+import pytest
+import torch
+
+from moe_parallel.ops import fp8_norms as module
+from moe_parallel.ops.fp8_norms import fp8_norms
+from tests.ops.cases import DTYPES, ROUNDING, assert_close, float64, gradients, random_tensor
+from tests.oracles import fp8
+from tests.oracles import ops as oracle
+
+TOKENS, WIDTH, RANK = 200, 48, 16
+SIZES = [(8, 2, 1), (8, 2, 4), (16, 1, 2), (64, 8, 2)]  # experts, k, screening
+
+
+def setting(experts: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    x = random_tensor(TOKENS, WIDTH, dtype=dtype, device=device, seed=0)
+    w = random_tensor(experts, WIDTH, RANK, dtype=dtype, device=device, seed=1)
+    return x.requires_grad_(), w.requires_grad_()
+
+
+def candidates(x, w, count, bias=0.0):
+    """bool [T, E]: those of greatest norm in FP8."""
+    screened = fp8.norms(float64(x), float64(w)) + bias
+    chosen = np.zeros(screened.shape, dtype=bool)
+    np.put_along_axis(chosen, oracle.topk(screened, count), True, axis=1)
+    return chosen
+
+
+def all_norms(x, w):
+    return np.linalg.norm(np.einsum("td,edr->ter", float64(x), float64(w)), axis=-1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_in_fp8(device, dtype):
+    x, w = setting(8, dtype, device)
+    found = fp8_norms(x, w)
+    assert found.dtype == torch.float32 and not found.requires_grad
+    assert_close(found, fp8.norms(float64(x), float64(w)), torch.float32)
+
+
+def test_norms_in_fp8_of_zeros_and_of_nothing(device):
+    x, w = (tensor.detach() for tensor in setting(8, torch.float32, device))
+    x[3], w[2] = 0, 0
+    found = fp8_norms(x, w)
+    assert not found[3].any() and not found[:, 2].any() and found[4, 3] > 0
+    assert fp8_norms(x[:0], w).shape == (0, 8)
+
+
+def test_the_product_of_tensor_cores_is_the_emulated_one():
+    """torch has one for the CPU too, which takes what that of a GPU takes."""
+    x, w = (tensor.detach() for tensor in setting(8, torch.float32, "cpu"))
+    x8, w8 = x.to(module.E4M3), w.transpose(1, 2).flatten(0, 1).to(module.E4M3)
+    assert_close(module._on_tensor_cores(x8, w8), float64(module._emulated(x8, w8)), torch.float32)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_the_greatest_of_the_candidates_are_chosen(ops, device, size):
+    experts, k, screening = size
+    x, w = setting(experts, torch.float64, device)
+    scores = ops.norm_topk(x, w, k, selected_gradient=True, screening=screening)
+    known, exact = candidates(x, w, k + screening), all_norms(x, w)
+    found = scores.experts_TK.cpu().numpy()
+    assert (found == oracle.topk(np.where(known, exact, -1.0), k)).all()
+
+    unscreened = oracle.topk(exact, k)
+    among = np.take_along_axis(known, unscreened, axis=1).all(1)
+    assert (found == unscreened).all(1).tolist() == among.tolist()
+    assert among.mean() > 0.9
+
+    assert_close(scores.norms_TE[torch.from_numpy(known)], exact[known], torch.float64)
+    assert_close(
+        scores.norms_TE[torch.from_numpy(~known)],
+        fp8.norms(float64(x), float64(w))[~known],
+        torch.float32,
+    )
+
+
+def test_too_few_candidates_miss_some(ops, device):
+    """Else the tests above would say little: FP8 does rank otherwise."""
+    x, w = setting(64, torch.float64, device)
+    scores = ops.norm_topk(x, w, 8, selected_gradient=True, screening=1)
+    found, exact = scores.experts_TK.cpu().numpy(), oracle.topk(all_norms(x, w), 8)
+    assert 0 < (found != exact).any(1).sum() < TOKENS / 4
+
+
+def test_a_bias_ranks_in_both(ops, device):
+    x, w = setting(16, torch.float64, device)
+    exact = all_norms(x, w)
+    bias = np.linspace(-0.3, 0.3, 16) * exact.mean()
+    scores = ops.norm_topk(
+        x, w, 3, torch.from_numpy(bias).to(x), selected_gradient=True, screening=2
+    )
+    known = candidates(x, w, 5, bias)
+    wanted = oracle.topk(np.where(known, exact + bias, -np.inf), 3)
+    assert (scores.experts_TK.cpu().numpy() == wanted).all()
+
+
+def test_ties_go_to_the_lower_index(ops, device):
+    x = torch.tensor([[1.0], [2.0]], device=device)
+    w = torch.tensor([3.0, 4.0, 3.0, 4.0, 0.0], device=device).view(5, 1, 1)
+    scores = ops.norm_topk(x, w, 2, selected_gradient=True, screening=1)
+    assert scores.experts_TK.tolist() == [[1, 3]] * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("activations", [False, True])
+def test_gradients_are_those_of_the_selected(ops, device, activations, keep, dtype):
+    x, w = setting(8, dtype, device)
+    scores = ops.norm_topk(
+        x, w, 2, activations=activations, selected_gradient=True, keep=keep, screening=3
+    )
+    experts, of_x, of_w = scores.experts_TK.cpu().numpy(), float64(x), float64(w)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    dnorms = random_tensor(TOKENS, 8, dtype=wide, device=device, seed=2)
+    chosen = np.zeros(dnorms.shape)
+    np.put_along_axis(chosen, experts, 1.0, axis=1)
+    dx, dw = oracle.norms_gradient(float64(dnorms) * chosen, of_x, of_w)
+    if not activations:
+        assert scores.activations_TKR is None
+        found = gradients(scores.norms_TE, dnorms, x, w)
+    else:
+        c = np.einsum("td,tkdr->tkr", of_x, of_w[experts])
+        assert_close(scores.activations_TKR, c, dtype)
+        dc = random_tensor(*c.shape, dtype=dtype, device=device, seed=3)
+        outputs = [scores.norms_TE, scores.activations_TKR]
+        found = torch.autograd.grad(outputs, (x, w), [dnorms, dc])
+        dx += np.einsum("tkr,tkdr->td", float64(dc), of_w[experts])
+        for e in range(8):
+            t, j = np.nonzero(experts == e)
+            dw[e] += of_x[t].T @ float64(dc)[t, j]
+    assert_close(found[0], dx, dtype)
+    assert_close(found[1], dw, dtype)
+
+
+def test_short_types_choose_by_their_own_norms(ops, device):
+    x, w = setting(16, torch.bfloat16, device)
+    scores = ops.norm_topk(x, w, 3, selected_gradient=True, screening=4)
+    exact = all_norms(x, w)
+    chosen = np.take_along_axis(exact, scores.experts_TK.cpu().numpy(), axis=1)
+    wanted = np.take_along_axis(exact, oracle.topk(exact, 3), axis=1)
+    assert (wanted - chosen).max() <= 2 * ROUNDING[torch.bfloat16] * exact.max()
+
+
+def test_a_token_is_chosen_for_as_if_it_were_alone(ops, device):
+    x, w = (tensor.detach() for tensor in setting(16, torch.float32, device))
+    louder = x.clone()
+    louder[::2] *= 1e4
+    before, after = (
+        ops.norm_topk(given, w, 2, selected_gradient=True, screening=2) for given in (x, louder)
+    )
+    assert torch.equal(before.experts_TK[1::2], after.experts_TK[1::2])
+
+
+def test_traces_as_one_graph(native, device):
+    x, w = setting(8, torch.float32, device)
+
+    def choose(x, w):
+        scores = native.norm_topk(x, w, 2, activations=True, selected_gradient=True, screening=2)
+        return scores.norms_TE, scores.activations_TKR
+
+    compiled = torch.compile(choose, fullgraph=True, backend="aot_eager")(x, w)
+    expected = choose(x, w)
+    for actual, wanted in zip(compiled, expected, strict=True):
+        assert torch.equal(actual, wanted)
+    dnorms = torch.ones_like(expected[0])
+    for actual, wanted in zip(
+        gradients(compiled[0], dnorms, x, w), gradients(expected[0], dnorms, x, w), strict=True
+    ):
+        assert torch.equal(actual, wanted)
+
+
+def test_what_does_not_go_together_is_refused(ops, device):
+    x, w = setting(8, torch.float32, device)
+    with pytest.raises(ValueError, match="screening is 2, .*: set selected_gradient"):
+        ops.norm_topk(x, w, 2, screening=2)
+    for screening in (-1, 7):
+        with pytest.raises(ValueError, match=rf"screening must lie in 0..6, .*, not {screening}"):
+            ops.norm_topk(x, w, 2, selected_gradient=True, screening=screening)
