@@ -42,7 +42,7 @@ _AT_LEAST = {
     0: (
         "lr_warmup_iters lr min_lr weight_decay adam_beta1 adam_beta2 clip_grad "
         "moe_aux_loss_coeff moe_z_loss_coeff moe_importance_loss_coeff moe_entropy_loss_coeff "
-        "moe_input_jitter_eps smear_expert_dropout seed fp8_margin"
+        "moe_input_jitter_eps smear_expert_dropout seed fp8_margin aoe_fp8_screening"
     ),
     1: (
         "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size num_experts "

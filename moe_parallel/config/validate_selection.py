@@ -7,6 +7,7 @@ from typing import Any
 
 from moe_parallel.config.config import Config
 from moe_parallel.config.selection import (
+    AoESelection,
     AoETopPSelection,
     AutonomousSelection,
     LoryPrefixSelection,
@@ -151,6 +152,33 @@ def _gradient(config: Config, selection: AutonomousSelection) -> None:
         )
 
 
+def _screening(config: Config, selection: AoESelection) -> None:
+    if selection.aoe_fp8_screening == 0:
+        return
+    chosen = f"--aoe-fp8-screening is {selection.aoe_fp8_screening}"
+    if selection.aoe_gradient == "full":
+        raise InputError(
+            f"{chosen}, but --aoe-gradient full goes through all norms, and those in FP8 have no "
+            "gradient: set --aoe-gradient selected, or selected_despite_aux"
+        )
+    if selection.aoe_gate == "all":
+        raise InputError(
+            f"{chosen}, but --aoe-gate all weighs by all norms, most of which would be rounded to "
+            "FP8: set --aoe-gate selected"
+        )
+    if selection.moe_router_force_load_balancing:
+        raise InputError(
+            f"{chosen}, but --moe-router-force-load-balancing chooses without norms: leave one of "
+            "them out"
+        )
+    most = _experts(config) - selection.moe_router_topk - 1
+    if selection.aoe_fp8_screening > most:
+        raise InputError(
+            f"{chosen}, which with --moe-router-topk {selection.moe_router_topk} leaves none of "
+            f"--num-experts {_experts(config)} out: choose at most {max(most, 0)}"
+        )
+
+
 def _segments(config: Config, selection: Any) -> None:
     length, seq_length = selection.lory_segment_length, config.training.seq_length
     if length > seq_length:
@@ -196,6 +224,7 @@ _RULES: dict[type, Callable[[Config, Any], None]] = {
     ExpertsChoose: _experts_choose,
     DispatchedSelection: _shared,
     AutonomousSelection: _autonomous,
+    AoESelection: _screening,
     MergedSelection: _merged,
     LorySelection: _segments,
     LoryPrefixSelection: _segments,

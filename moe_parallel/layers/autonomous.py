@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from moe_parallel.config import AutonomousSelection, DispatchedSelection
+from moe_parallel.config import AoESelection, AutonomousSelection, DispatchedSelection
 from moe_parallel.dispatch import Dispatched
 from moe_parallel.experts.fp8 import low_rank_experts
 from moe_parallel.experts.low_rank import LowRankExperts
@@ -47,6 +47,7 @@ class AutonomousLayer(DispatchedLayer):
     ) -> None:
         super().__init__(config, selection, context)
         self.recompute_scores = selection.aoe_recompute_scores
+        self.screening = selection.aoe_fp8_screening if isinstance(selection, AoESelection) else 0
         rank = selection.aoe_low_rank_size
         self.w_down = scoring_weight(
             self, selection.aoe_gather_w_down, "w_down_EDR", config.hidden_size, rank
@@ -75,7 +76,7 @@ class AutonomousLayer(DispatchedLayer):
             return self._choose_by(rule, x_TD, w_down_EDR, tokens)
 
     def _choose_greatest(self, x_TD: torch.Tensor, w_down_EDR: torch.Tensor, rule: TopK) -> Choices:
-        """The kernel ranks, and has C of the chosen at hand for them."""
+        """The operator ranks, and has C of the chosen at hand for them."""
         assert rule.ranking is None and rule.groups is None
         scores = self._scores(
             x_TD,
@@ -84,6 +85,7 @@ class AutonomousLayer(DispatchedLayer):
             rule.bias_E,
             activations=self.dispatcher.takes_activations,
             selected_gradient=self.selected_gradient,
+            screening=self.screening,
         )
         choices = rule.of(scores.norms_TE, scores.experts_TK)
         return replace(choices, activations_TKR=scores.activations_TKR)
@@ -99,7 +101,7 @@ class AutonomousLayer(DispatchedLayer):
         w_down_EDR: torch.Tensor,
         k: int,
         bias_E: torch.Tensor | None = None,
-        **options: bool,
+        **options: Any,
     ) -> Scores:
         keep = not self.recompute_scores
         return self.context.ops.norm_topk(x_TD, w_down_EDR, k, bias_E, keep=keep, **options)

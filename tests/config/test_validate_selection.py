@@ -40,6 +40,8 @@ NO_LOSS = {"moe_aux_loss_coeff": 0.0}
         (AOE | {"aoe_gradient": "selected"} | NO_LOSS, 1),
         (AOE | {"aoe_gradient": "selected_despite_aux", "aoe_gate": "all"}, 1),
         (AOE | {"moe_router_enable_expert_bias": True} | NO_LOSS, 1),
+        (AOE | {"aoe_fp8_screening": 1, "aoe_gradient": "selected"} | NO_LOSS, 1),
+        (AOE | {"aoe_fp8_screening": 1, "aoe_gradient": "selected_despite_aux"}, 1),
         (EXPERT_CHOICE | {"expert_model_parallel_size": 4}, 4),
         (AOE_EXPERT_CHOICE | {"aoe_gradient": "selected"}, 1),
         (SEGMENTS, 1),
@@ -141,6 +143,29 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
         AOE | NO_LOSS | {"aoe_gradient": "selected", "aoe_gate": "all"},
         1,
         "--aoe-gradient is selected, but gates that are a softmax over all norms",
+    ),
+    (
+        AOE | NO_LOSS | {"aoe_fp8_screening": 1},
+        1,
+        "--aoe-fp8-screening is 1, but --aoe-gradient full .*: set --aoe-gradient selected, or sel",
+    ),
+    (
+        AOE | {"aoe_fp8_screening": 1, "aoe_gradient": "selected_despite_aux", "aoe_gate": "all"},
+        1,
+        "--aoe-fp8-screening is 1, but --aoe-gate all .*: set --aoe-gate selected",
+    ),
+    (
+        AOE
+        | NO_LOSS
+        | {"aoe_fp8_screening": 1, "aoe_gradient": "selected"}
+        | {"moe_router_force_load_balancing": True},
+        1,
+        "--aoe-fp8-screening is 1, but --moe-router-force-load-balancing .*: leave one of them out",
+    ),
+    (
+        AOE | NO_LOSS | {"aoe_fp8_screening": 2, "aoe_gradient": "selected"},
+        1,
+        "--aoe-fp8-screening is 2, which with --moe-router-topk 2 leaves none .*: choose at most 1",
     ),
     (
         AOE_TOP_P | NO_LOSS | {"aoe_gradient": "selected", "moe_entropy_loss_coeff": 0.0},

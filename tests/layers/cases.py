@@ -147,6 +147,10 @@ CASES = {
     "aoe, selected gradient, kept": Case(
         aoe(aux=0.0, aoe_recompute_scores=False, aoe_recompute_gate=False, **SELECTED)
     ),
+    "aoe, screened": Case(aoe(aux=0.0, aoe_fp8_screening=1, **SELECTED)),
+    "aoe, screened, bias": Case(
+        aoe(k=1, aux=0.0, aoe_fp8_screening=2, **SELECTED, **BIASED), balance=BALANCE
+    ),
     "aoe, selected gradient, drop": Case(aoe(aux=0.0, **SELECTED), capacity_factor=0.6),
     "aoe, selected gradient and bias": Case(aoe(aux=0.0, **SELECTED, **BIASED), balance=BALANCE),
     "aoe, selected gradient despite aux": Case(aoe(**DESPITE)),

@@ -75,6 +75,11 @@ class AoESelection(BiasBalancing, Balancing, FixedChoices, AutonomousSelection):
         choices=("selected", "all"),
         weights=True,
     )
+    aoe_fp8_screening: int = option(
+        0,
+        "M > 0: norms of all experts in FP8 name the K + M candidates of a token, and the norms of "
+        "these, computed as ever, choose among them; needs a selected --aoe-gradient. 0: off",
+    )
 
 
 @dataclass(frozen=True)
