@@ -100,6 +100,9 @@ gpu_tests operators 150 tests/ops --deselect tests/ops/test_grouped_gemm.py \
     --deselect tests/ops/test_fused_products.py --deselect tests/ops/test_no_waiting.py
 step bench 200 "$python" tools/bench/run.py --device cuda --sizes goals \
     --json "$folder/bench.json"
+# Whole models: AoE of 732 million parameters against its twin.
+step training 120 "$python" tools/bench/training.py --sizes goals --turns 1 --iterations 6 \
+    --json "$folder/training.json"
 # What gathering on load and epilogues gain: the same step by step.
 step bench-unfused 60 "$python" tools/bench/run.py --device cuda --sizes goals --fusing never \
     --ops norm_topk,routed_layer,aoe_layer --json "$folder/bench-unfused.json"

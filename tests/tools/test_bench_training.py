@@ -1,0 +1,56 @@
+"""AoE against its twin in training: what a run is, how runs are compared, what is said."""
+
+from pathlib import Path
+
+import pytest
+
+from moe_parallel.errors import InputError
+from tests.tools.running import run_tool
+from tools.bench import training
+from tools.bench.training import Contender, Run, contenders, ratios, table
+
+MIB = 2**20
+
+
+def test_a_run_ends_after_its_iterations_and_saves_nothing(tmp_path: Path) -> None:
+    common = training.ONE_DEVICE | training.SMALL_MODEL | training.random_data(tmp_path)
+    common |= {"distributed-backend": "gloo"}
+    aoe = contenders(16)[3]
+    command = training.command_of(aoe, common, tmp_path / "run", ["--seed", "7"])
+    records = training.train(command, tmp_path / "run", 3)
+    assert [record["iteration"] for record in records] == [1, 2, 3]
+    assert records[-1]["consumed_tokens"] == 3 * 16 * 64
+    assert not list((tmp_path / "run").glob("iter_*"))
+    assert len(Run.of(records).tokens_per_second) == 1  # the first two are left out
+
+
+def test_a_run_that_ends_by_itself_is_told_with_its_last_line(tmp_path: Path) -> None:
+    command = [*training.command_of(contenders(16)[0], {}, tmp_path / "run", []), "--lr", "-1"]
+    with pytest.raises(InputError, match=r"a run ended by itself: .*--lr"):
+        training.train(command, tmp_path / "run", 3)
+
+
+def test_speed_and_memory_are_compared_within_turns() -> None:
+    """The second turn ran on a machine at half its speed: both have half."""
+    twins = [Run([100.0, 90.0, 110.0], 100 * MIB), Run([50.0], 100 * MIB)]
+    ours = [Run([98.0, 20.0, 99.0], 90 * MIB), Run([49.0], 110 * MIB)]
+    assert ratios(ours, twins) == pytest.approx((0.98, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("speed", "memory", "verdict"), [(99, 100, "met"), (97, 100, "missed"), (99, 101, "missed")]
+)
+def test_a_goal_is_met_in_speed_and_memory(speed: int, memory: int, verdict: str) -> None:
+    field = [
+        Contender("twin", ""),
+        Contender("ours", "", twin="twin", least_speed=0.98, most_memory=1),
+    ]
+    runs = {"twin": [Run([100.0], 100 * MIB)], "ours": [Run([float(speed)], memory * MIB)]}
+    assert f" {verdict} (goal >= 0.98x, <= 1.00x)" in table(field, runs, judged=True)[-1]
+    assert table(field, runs, judged=False)[-1].endswith(f"{memory / 100:.3f}x")
+
+
+def test_a_wrong_number_is_named() -> None:
+    told = run_tool("bench/training.py", "--turns", 0)
+    assert (told.returncode, told.stdout) == (2, "")
+    assert told.stderr == "training.py: --iterations and --turns must be at least 1\n"

@@ -1,0 +1,239 @@
+"""Train AoE and its MoE twin of as many parameters, in turns, and compare speed and memory.
+
+    python tools/bench/training.py --sizes goals --json training.json    # the 732M of the paper
+    python tools/bench/training.py                                       # a look, on a CPU too
+    python tools/bench/training.py --sizes goals --gradient-accumulation-fusion true
+
+One process on one device trains on random tokens, all contenders one after the other, then all
+again. Of each run the first iterations are left out; it is ended before it would save. Flags of
+the training program are handed on to every contender. Exit codes: 0 done, whatever was measured;
+2 a wrong flag, or a run that ended by itself, with its last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from moe_parallel.platform.notices import hush_notices
+
+hush_notices()  # before Megatron-Core is imported
+
+from moe_parallel.config.one_line_parser import ToolParser  # noqa: E402
+from moe_parallel.data.indexed import write_indexed  # noqa: E402
+from moe_parallel.errors import InputError  # noqa: E402
+from moe_parallel.telemetry.metrics import FILE_NAME, Record, read_metrics  # noqa: E402
+from tools.bench.sizes import GOALS, SMALL  # noqa: E402
+from tools.study.machine import machine, software  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+PAPERS = ROOT / "examples" / "papers" / "aoe"
+VOCABULARY = 32000  # the paper's
+TOKENS = 2_000_000
+LEFT_OUT = 2  # iterations at the beginning of a run
+POLL_SECONDS = 0.2
+
+ONE_DEVICE = {
+    "expert-model-parallel-size": "1",
+    "global-batch-size": "16",
+    "train-iters": "100000",
+    "lr-warmup-iters": "10",
+    "log-interval": "1",
+    "eval-interval": "100000",
+    "tokenizer-type": "NullTokenizer",
+    "vocab-size": str(VOCABULARY),
+}
+SMALL_MODEL = {
+    "num-layers": "2",
+    "hidden-size": "64",
+    "num-attention-heads": "4",
+    "ffn-hidden-size": "256",
+    "seq-length": "64",
+}
+BY_BIAS = {"moe-aux-loss-coeff": "0", "moe-router-enable-expert-bias": "true"}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A configuration of the paper with flags of its own. A twin is what others are held against;
+    `least_speed` and `most_memory` are the goals, as multiples of its figures."""
+
+    name: str
+    file: str
+    flags: dict[str, str] = field(default_factory=dict)
+    twin: str | None = None
+    least_speed: float = 0.0
+    most_memory: float = 0.0
+
+    def verdict(self, speed: float, memory: float) -> str:
+        met = speed >= self.least_speed and memory <= self.most_memory
+        goal = f"goal >= {self.least_speed:.2f}x, <= {self.most_memory:.2f}x"
+        return f"{'met' if met else 'missed'} ({goal})"
+
+
+def contenders(rank: int) -> list[Contender]:
+    """`rank`: d_low of AoE, whose d_wide Eq. 5 makes up for."""
+    low_rank = {"aoe-low-rank-size": str(rank)}
+    moe, moe_by_bias = "MoE, aux loss", "MoE, by bias"
+    return [
+        Contender(moe, "moe_732m.yaml"),
+        Contender("AoE, aux loss, full gradient", "aoe_732m.yaml", low_rank, moe, 0.98, 1.0),
+        Contender(moe_by_bias, "moe_732m.yaml", BY_BIAS),
+        Contender(
+            "AoE, by bias, selected gradient", "aoe_732m.yaml",
+            low_rank | BY_BIAS | {"aoe-gradient": "selected"}, moe_by_bias, 0.99, 1.0,
+        ),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run showed: tokens a second of each iteration that counts, most memory held."""
+
+    tokens_per_second: list[float]
+    peak_memory_bytes: int
+
+    @classmethod
+    def of(cls, records: list[Record]) -> Run:
+        counted = records[LEFT_OUT:]
+        return cls(
+            [record["tokens_per_second"] for record in counted],
+            max(record["peak_memory_bytes"] for record in counted),
+        )
+
+
+def main(options: argparse.Namespace, flags: list[str]) -> int:
+    if options.iterations < 1 or options.turns < 1:
+        raise InputError("--iterations and --turns must be at least 1")
+    about = {
+        "command": " ".join(["python tools/bench/training.py", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "software": software(ROOT),
+        "load_before": os.getloadavg(),
+    }
+    print(f"{about['command']}   ({about['date']})\nmachine   {about['machine']}", flush=True)
+    is_small = options.sizes == SMALL
+    field_of = contenders(16 if is_small else 64)
+    runs: dict[str, list[Run]] = {contender.name: [] for contender in field_of}
+    with tempfile.TemporaryDirectory() as folder:
+        data = random_data(Path(folder))
+        common = ONE_DEVICE | data | (SMALL_MODEL if is_small else {}) | backend()
+        for turn in range(options.turns):
+            for contender in field_of:
+                run_folder = Path(folder) / f"{turn}-{len(runs[contender.name])}-{contender.name}"
+                command = command_of(contender, common, run_folder, flags)
+                records = train(command, run_folder, options.iterations + LEFT_OUT)
+                runs[contender.name].append(Run.of(records))
+    print("\n".join(table(field_of, runs, judged=not is_small)))
+    if options.json is not None:
+        samples = {name: [vars(run) for run in of_name] for name, of_name in runs.items()}
+        options.json.write_text(json.dumps({"about": about, "runs": samples}, indent=1))
+    return 0
+
+
+def random_data(folder: Path) -> dict[str, str]:
+    generator = np.random.default_rng(0)
+    documents = (generator.integers(0, VOCABULARY, 1000).tolist() for _ in range(TOKENS // 1000))
+    write_indexed(folder / "random", documents, VOCABULARY)
+    return {"data-path": str(folder / "random"), "data-cache-path": str(folder / "cache")}
+
+
+def backend() -> dict[str, str]:
+    import torch  # after the flags were read: it takes seconds
+
+    return {"distributed-backend": "nccl" if torch.cuda.is_available() else "gloo"}
+
+
+def command_of(
+    contender: Contender, common: dict[str, str], folder: Path, flags: Iterable[str]
+) -> list[str]:
+    command = [sys.executable, str(ROOT / "pretrain_gpt_moe.py")]
+    command += ["--config", str(PAPERS / contender.file), "--save", str(folder)]
+    for name, value in (common | contender.flags).items():
+        command += [f"--{name}", value]
+    return [*command, *flags]
+
+
+def train(command: list[str], folder: Path, iterations: int) -> list[Record]:
+    """The records of so many iterations. The run is ended then, before it would save."""
+    output = folder.with_suffix(".log")
+    with output.open("wb") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    try:
+        while process.poll() is None:
+            records = training_records(folder)
+            if len(records) >= iterations:
+                return records[:iterations]
+            time.sleep(POLL_SECONDS)
+    finally:
+        process.kill()
+        process.wait()
+    said = output.read_text(errors="replace").strip().splitlines()
+    raise InputError(f"a run ended by itself: {said[-1] if said else 'it said nothing'}")
+
+
+def training_records(folder: Path) -> list[Record]:
+    path = folder / FILE_NAME
+    if not path.exists():
+        return []
+    return [record for record in read_metrics(path) if "tokens_per_second" in record]
+
+
+def table(field_of: list[Contender], runs: dict[str, list[Run]], judged: bool) -> list[str]:
+    """Ratios are medians of those within a turn, of runs next to each other."""
+    head = f"  {'':<34}{'tokens/s':>10}  {'speed':>8}  {'peak MiB':>10}  {'memory':>8}"
+    lines = ["", head]
+    for contender in field_of:
+        ours = runs[contender.name]
+        speed = statistics.median(v for run in ours for v in run.tokens_per_second)
+        peak = max(run.peak_memory_bytes for run in ours)
+        line = f"  {contender.name:<34}{speed:>10,.0f}"
+        if contender.twin is None:
+            lines.append(f"{line}  {'':>8}  {peak / 2**20:>10,.1f}")
+            continue
+        faster, larger = ratios(ours, runs[contender.twin])
+        line += f"  {faster:>7.3f}x  {peak / 2**20:>10,.1f}  {larger:>7.3f}x"
+        lines.append(f"{line}  {contender.verdict(faster, larger)}" if judged else line)
+    return lines
+
+
+def ratios(ours: list[Run], twins: list[Run]) -> tuple[float, float]:
+    """How many times as fast ours are, and how many times the memory they hold."""
+    speeds = [
+        statistics.median(run.tokens_per_second) / statistics.median(twin.tokens_per_second)
+        for run, twin in zip(ours, twins, strict=True)
+    ]
+    memories = [
+        run.peak_memory_bytes / twin.peak_memory_bytes
+        for run, twin in zip(ours, twins, strict=True)
+    ]
+    return statistics.median(speeds), statistics.median(memories)
+
+
+if __name__ == "__main__":
+    parser = ToolParser(__file__, __doc__)
+    add = parser.add_argument
+    add("--sizes", choices=[SMALL, GOALS], default=SMALL,
+        help="small: a tiny model; goals: 732M parameters, d_low 64 (default: small)")  # fmt: skip
+    add("--iterations", type=int, default=8, metavar="N", help="of a run, that count (default: 8)")
+    add("--turns", type=int, default=2, metavar="N", help="runs of each contender (default: 2)")
+    add("--json", type=Path, metavar="FILE", help="write the samples too")
+    sys.exit(parser.run(sys.argv[1:], main))
