@@ -1,7 +1,6 @@
 #include "routing_map.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/full_like.h>
 
 #include <algorithm>
@@ -47,22 +46,25 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(const at::Tensor& exp
                                .num_experts = num_experts,
                                .chunks = chunks,
                                .chunk_size = chunk_size});
-  const auto expert_counts = chunk_counts.slice(0, 0, num_experts);
-  const auto chosen = expert_counts.sum(1);
   if (experts.is_cpu()) {
+    const auto chosen = chunk_counts.slice(0, 0, num_experts).sum(1);
     const int64_t counted = chunk_counts.sum().item<int64_t>();
     check_counts(chosen, choices - counted, rows_per_expert);
     TORCH_CHECK_VALUE(!all_chosen || chosen.sum().item<int64_t>() == choices,
                       "all_chosen was promised, but a choice names no expert");
   }
-  const auto counts = rows_per_expert ? at::full_like(chosen, *rows_per_expert) : chosen;
+  auto counts = experts.new_empty({num_experts});
+  auto first_row = experts.new_empty({num_experts, chunks});
+  launch(experts, FindRows{.chunk_counts = chunk_counts.const_data_ptr<int64_t>(),
+                           .counts = counts.mutable_data_ptr<int64_t>(),
+                           .first_row = first_row.mutable_data_ptr<int64_t>(),
+                           .num_experts = num_experts,
+                           .rows_per_expert = rows_per_expert.value_or(-1),
+                           .chunks = chunks});
   const int64_t num_rows = rows_per_expert ? num_experts * *rows_per_expert
                            : all_chosen    ? choices
-                                           : chosen.sum().item<int64_t>();
+                                           : counts.sum().item<int64_t>();
 
-  const auto first_row_of_expert = counts.cumsum(0) - counts;
-  const auto first_row =
-      (expert_counts.cumsum(1) - expert_counts + first_row_of_expert.unsqueeze(1)).contiguous();
   auto slots = experts.new_full({num_rows}, -1);
   auto rows = at::full_like(experts_2d, -1);
   launch(experts, PlaceChoices{.experts = experts_2d.const_data_ptr<int64_t>(),

@@ -8,8 +8,9 @@
 
 namespace moe_parallel {
 
-// A stable counting sort of the choices by expert. The choices are cut into chunks (one on the
-// CPU); each chunk is counted by itself, so that it knows where its rows begin in each expert.
+// A stable counting sort of the choices by expert, in three steps. The choices are cut into chunks
+// (one on the CPU); each chunk is counted by itself, so that it knows where its rows begin in each
+// expert.
 
 // counts[e, c] = choices of chunk c that name expert e; counts[num_experts, c] = those that name
 // none (negative). A choice beyond num_experts is counted nowhere.
@@ -20,6 +21,16 @@ struct CountChoices {
   int64_t num_experts;
   int64_t chunks;
   int64_t chunk_size;
+};
+
+// first_row[e, c] = the rows of the experts before e, and the choices of e in the chunks before c.
+struct FindRows {
+  const int64_t* chunk_counts;  // [num_experts + 1, chunks], of CountChoices
+  int64_t* counts;              // [num_experts], the rows of each expert
+  int64_t* first_row;           // [num_experts, chunks]
+  int64_t num_experts;
+  int64_t rows_per_expert;  // negative: as many as were chosen
+  int64_t chunks;
 };
 
 // The i-th choice of chunk c that names expert e gets row first_row[e, c] + i. The entries of
@@ -39,9 +50,11 @@ struct PlaceChoices {
 };
 
 void run_on_cpu(const CountChoices& task);
+void run_on_cpu(const FindRows& task);
 void run_on_cpu(const PlaceChoices& task);
 #ifdef MOE_PARALLEL_CUDA
 void run_on_cuda(const CountChoices& task, cudaStream_t stream);
+void run_on_cuda(const FindRows& task, cudaStream_t stream);
 void run_on_cuda(const PlaceChoices& task, cudaStream_t stream);
 #endif
 

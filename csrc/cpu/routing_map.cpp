@@ -2,7 +2,7 @@
 
 #include <vector>
 
-// Both loops are one pass over a few bytes a token: threads would not pay.
+// Each is one pass over a few bytes a token: threads would not pay.
 namespace moe_parallel {
 
 void run_on_cpu(const CountChoices& task) {
@@ -11,6 +11,20 @@ void run_on_cpu(const CountChoices& task) {
     if (expert >= task.num_experts) continue;
     const int64_t bin = expert < 0 ? task.num_experts : expert;
     ++task.counts[bin * task.chunks + choice / task.chunk_size];
+  }
+}
+
+void run_on_cpu(const FindRows& task) {
+  int64_t first_row_of_expert = 0;
+  for (int64_t expert = 0; expert < task.num_experts; ++expert) {
+    int64_t row = first_row_of_expert;
+    for (int64_t i = expert * task.chunks; i < (expert + 1) * task.chunks; ++i) {
+      task.first_row[i] = row;
+      row += task.chunk_counts[i];
+    }
+    const int64_t chosen = row - first_row_of_expert;
+    task.counts[expert] = task.rows_per_expert < 0 ? chosen : task.rows_per_expert;
+    first_row_of_expert += task.counts[expert];
   }
 }
 

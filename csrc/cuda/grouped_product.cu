@@ -2,6 +2,7 @@
 // is known to the device alone; blocks are started for as many as there can be.
 #include "../grouped_product.h"
 #include "launch.cuh"
+#include "reduce.cuh"
 #include "scalar.cuh"
 
 namespace moe_parallel {
@@ -20,12 +21,8 @@ __global__ void sum_counts(GroupOffsets task) {
   for (int64_t first = 0; first < task.groups; first += kWarp) {
     const int64_t e = first + lane_index();
     const int64_t count = e < task.groups ? task.counts[e] : 0;
-    int64_t sum = min(max(count, int64_t{0}), task.rows);
-    for (int offset = 1; offset < kWarp; offset *= 2) {
-      const int64_t other = __shfl_up_sync(kAllLanes, sum, offset);
-      if (lane_index() >= offset) sum += other;
-    }
-    sum = min(before + sum, task.rows);
+    const int64_t here = sum_up_to_lane(min(max(count, int64_t{0}), task.rows));
+    const int64_t sum = min(before + here, task.rows);
     if (e < task.groups) task.offsets[e + 1] = sum;
     before = __shfl_sync(kAllLanes, sum, kWarp - 1);
   }

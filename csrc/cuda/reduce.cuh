@@ -21,6 +21,16 @@ __device__ inline Sum sum_over_lanes(Sum x, int lanes = kWarp) {
   return x;
 }
 
+// The sum over the lanes up to this one.
+template <class Sum>
+__device__ inline Sum sum_up_to_lane(Sum x) {
+  for (int offset = 1; offset < kWarp; offset *= 2) {
+    const Sum other = __shfl_up_sync(kAllLanes, x, offset);
+    if (lane_index() >= offset) x += other;
+  }
+  return x;
+}
+
 // The sum over the threads of a block; thread 0 holds it. All threads must call it.
 template <class Sum>
 __device__ inline Sum sum_over_block(Sum x) {

@@ -1,5 +1,6 @@
 #include "../routing_map.h"
 #include "launch.cuh"
+#include "reduce.cuh"
 
 // One block a chunk of choices; each of its warps sorts a part of the chunk, 32 choices at a
 // time. Lanes with the same expert find each other, and the first of them counts for all: nothing
@@ -84,6 +85,32 @@ __global__ void count_choices(CountChoices task) {
   }
 }
 
+// An expert a block. Each reads the counts of all experts before it: for hundreds of experts that
+// is less than the launch of another kernel.
+__global__ void find_rows(FindRows task) {
+  for (int64_t expert = blockIdx.x; expert < task.num_experts; expert += gridDim.x) {
+    const bool is_padded = task.rows_per_expert >= 0;
+    int64_t row = is_padded && threadIdx.x == 0 ? expert * task.rows_per_expert : 0;
+    for (int64_t i = threadIdx.x; !is_padded && i < expert * task.chunks; i += kThreads) {
+      row += task.chunk_counts[i];
+    }
+    row = sum_over_block(row);
+    if (warp_in_block() > 0) continue;
+
+    const int64_t first_row_of_expert = __shfl_sync(kAllLanes, row, 0);
+    row = first_row_of_expert;
+    for (int64_t first = 0; first < task.chunks; first += kWarp) {
+      const int64_t chunk = first + lane_index(), i = expert * task.chunks + chunk;
+      const int64_t count = chunk < task.chunks ? task.chunk_counts[i] : 0;
+      const int64_t through = sum_up_to_lane(count);
+      if (chunk < task.chunks) task.first_row[i] = row + through - count;
+      row += __shfl_sync(kAllLanes, through, kWarp - 1);
+    }
+    if (lane_index() > 0) continue;
+    task.counts[expert] = is_padded ? task.rows_per_expert : row - first_row_of_expert;
+  }
+}
+
 // Each warp's counters become the choices of the warps before it.
 __device__ inline void scan_warps(Counters& counters, int bins) {
   __syncthreads();
@@ -131,6 +158,11 @@ __global__ void place_choices(PlaceChoices task) {
 
 void run_on_cuda(const CountChoices& task, cudaStream_t stream) {
   launch_kernel(count_choices, blocks_for(task.chunks, 1), stream, task);
+}
+
+void run_on_cuda(const FindRows& task, cudaStream_t stream) {
+  if (task.num_experts == 0) return;
+  launch_kernel(find_rows, blocks_for(task.num_experts, 1), stream, task);
 }
 
 void run_on_cuda(const PlaceChoices& task, cudaStream_t stream) {

@@ -45,6 +45,7 @@ bool run_on_cpu(const FusedProduct& product, const DifferentiateRows& epilogue) 
 void run_on_cpu(const CountChoices& task) { run(task); }
 void run_on_cpu(const ExpertMerge& task) { run(task); }
 void run_on_cpu(const ExpertMergeBackward& task) { run(task); }
+void run_on_cpu(const FindRows& task) { run(task); }
 void run_on_cpu(const NormGradient& task) { run(task); }
 void run_on_cpu(const Permute& task) { run(task); }
 void run_on_cpu(const PlaceChoices& task) { run(task); }
@@ -76,6 +77,7 @@ bool differentiate_rows(const moe_parallel::FusedProduct* product,
 int64_t tasks_run() { return moe_parallel::tasks_run; }
 int64_t products_fused() { return moe_parallel::products_fused; }
 void count_choices(const moe_parallel::CountChoices* task) { run_on_cpu(*task); }
+void find_rows(const moe_parallel::FindRows* task) { run_on_cpu(*task); }
 void place_choices(const moe_parallel::PlaceChoices* task) { run_on_cpu(*task); }
 void score_tokens(const moe_parallel::ScoreTokens* task) { run_on_cpu(*task); }
 void group_offsets(const moe_parallel::GroupOffsets* task) { run_on_cuda(*task, nullptr); }

@@ -17,6 +17,14 @@ CountChoices = structure(
     chunks=c_int64,
     chunk_size=c_int64,
 )
+FindRows = structure(
+    chunk_counts=c_void_p,
+    counts=c_void_p,
+    first_row=c_void_p,
+    num_experts=c_int64,
+    rows_per_expert=c_int64,
+    chunks=c_int64,
+)
 PlaceChoices = structure(
     experts=c_void_p,
     first_row=c_void_p,
@@ -53,7 +61,10 @@ def test_equals_the_oracle(kernels, choices, num_experts, chunk_size):
     np.testing.assert_array_equal(counts, wanted)
 
     by_expert = wanted[:-1].reshape(-1)
-    first_row, num_rows = np.cumsum(by_expert) - by_expert, int(by_expert.sum())
+    num_rows = int(by_expert.sum())
+    first_row, counts_E = find_rows(kernels, counts, rows_per_expert=-1)
+    np.testing.assert_array_equal(counts_E, wanted[:-1].sum(1))
+    np.testing.assert_array_equal(first_row.reshape(-1), np.cumsum(by_expert) - by_expert)
     slots, rows = np.full(num_rows, -1), np.full(choices, -1)
     place = PlaceChoices(
         experts=experts.ctypes.data,
@@ -68,6 +79,29 @@ def test_equals_the_oracle(kernels, choices, num_experts, chunk_size):
     wanted_slots, wanted_rows, _ = oracle.routing_map(experts[:, None], num_experts)
     np.testing.assert_array_equal(slots, wanted_slots)
     np.testing.assert_array_equal(rows, wanted_rows[:, 0])
+
+
+def find_rows(kernels, chunk_counts, rows_per_expert):
+    num_experts, chunks = len(chunk_counts) - 1, chunk_counts.shape[1]
+    counts, first_row = np.full(num_experts, -7), np.full((num_experts, chunks), -7)
+    task = FindRows(
+        chunk_counts=chunk_counts.ctypes.data,
+        counts=counts.ctypes.data,
+        first_row=first_row.ctypes.data,
+        num_experts=num_experts,
+        rows_per_expert=rows_per_expert,
+        chunks=chunks,
+    )
+    kernels.find_rows(ctypes.byref(task))
+    return first_row, counts
+
+
+def test_an_expert_begins_where_its_capacity_does(kernels):
+    chunk_counts = np.random.default_rng(0).integers(0, 9, (4, 70))
+    first_row, counts = find_rows(kernels, chunk_counts, rows_per_expert=1000)
+    assert counts.tolist() == [1000] * 3
+    before = np.cumsum(chunk_counts[:3], axis=1) - chunk_counts[:3]
+    np.testing.assert_array_equal(first_row, before + 1000 * np.arange(3)[:, None])
 
 
 def test_what_overflows_a_capacity_is_not_placed(kernels):
