@@ -135,7 +135,7 @@ def main(options: argparse.Namespace, flags: list[str]) -> int:
         common = ONE_DEVICE | data | (SMALL_MODEL if is_small else {}) | backend()
         for turn in range(options.turns):
             for contender in field_of:
-                run_folder = Path(folder) / f"{turn}-{len(runs[contender.name])}-{contender.name}"
+                run_folder = Path(folder) / f"{turn}-{contender.name}"
                 command = command_of(contender, common, run_folder, flags)
                 records = train(command, run_folder, options.iterations + LEFT_OUT)
                 runs[contender.name].append(Run.of(records))

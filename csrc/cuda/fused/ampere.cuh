@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                         .first_column = column_of<kSideBySide>(tile, 0) + first_column,
                         .second_column = column_of<kSideBySide>(tile, 1) + first_column,
                         .columns = product.columns};
-      epilogue(strip, first[i], second[i]);
+      apply(epilogue, strip, first[i], second[i]);
     }
   }
   ptx::wait_for_copies<0>();

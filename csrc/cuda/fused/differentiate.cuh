@@ -13,15 +13,8 @@ struct Differentiate {
   DifferentiateRows task;
 
   template <int kGroups>
-  __device__ void operator()(const Strip& strip, const float (&first)[kGroups][4],
-                             const float (&second)[kGroups][4]) const {
-    write(strip, strip.first_column, first);
-    write(strip, strip.second_column, second);
-  }
-
- private:
-  template <int kGroups>
-  __device__ void write(const Strip& strip, int64_t column, const float (&dh)[kGroups][4]) const {
+  __device__ void operator()(const Strip& strip, int64_t column,
+                             const float (&dh)[kGroups][4]) const {
     const auto rows = [&](const void* data, int64_t stride) {
       return Rows<Scalar>(data, stride, strip.columns);
     };

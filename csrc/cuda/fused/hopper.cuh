@@ -173,7 +173,7 @@ __device__ inline void finish(const Pairs256& firsts, const ptx::Sums (&seconds)
       first[i / 4][i % 4] = i % 2 == 0 ? pair.x : pair.y;
       second[i / 4][i % 4] = seconds[half][from][i % 4];
     }
-    epilogue(strip, first, second);
+    apply(epilogue, strip, first, second);
     strip.first_column += kGroups * 8;
     strip.second_column += kGroups * 8;
   }
@@ -203,7 +203,7 @@ __device__ inline void consume(const FusedProduct& product, const Epilogue& epil
     ptx::Sums sums[2] = {};
     if constexpr (kParts == Parts::kForBoth) {
       multiply(0, product.num_parts, sums);
-      epilogue(strip_of<kWide>(product, walk.tile()), sums[0], sums[1]);
+      apply(epilogue, strip_of<kWide>(product, walk.tile()), sums[0], sums[1]);
     } else {
       multiply(0, 1, sums);
       Pairs256 firsts;

@@ -12,15 +12,8 @@ struct Store {
   StoreRows task;
 
   template <int kGroups>
-  __device__ void operator()(const Strip& strip, const float (&first)[kGroups][4],
-                             const float (&second)[kGroups][4]) const {
-    write(strip, strip.first_column, first);
-    write(strip, strip.second_column, second);
-  }
-
- private:
-  template <int kGroups>
-  __device__ void write(const Strip& strip, int64_t column, const float (&sums)[kGroups][4]) const {
+  __device__ void operator()(const Strip& strip, int64_t column,
+                             const float (&sums)[kGroups][4]) const {
     const Rows<Scalar> d(task.d, task.stride, strip.columns);
     for_each_chunk<kGroups>(strip, column, [&](const Chunk& chunk) {
       Pairs before = {};

@@ -2,13 +2,10 @@
 // lane 4 r + q holds in group j rows r, r, r + 8, r + 8 and columns 8 j + 2 q, + 1, the same two
 // again: so mma.m16n8 and wgmma.m64nN leave their sums.
 //
-// An epilogue is a functor with
-//     static constexpr bool kSideBySide;  // whether the columns of `second` follow those of
-//     `first` template <int kGroups>              // a multiple of 4 void operator()(const Strip&,
-//     const float (&first)[kGroups][4],
-//                     const float (&second)[kGroups][4]) const;
-// which all lanes of a warp call together, once for each strip. It goes through the columns 32 at a
-// time: the four lanes of a row exchange their pairs, and each moves 16 bytes.
+// An epilogue is a functor that says whether the columns of `second` follow those of `first`
+// (kSideBySide), so that it takes them one after the other, or whether it needs both at once. All
+// lanes of a warp call it together. It goes through the columns 32 at a time: the four lanes of a
+// row exchange their pairs, and each moves 16 bytes.
 #pragma once
 
 #include "../launch.cuh"
@@ -122,5 +119,17 @@ class Rows {
   Scalar* data_;
   int64_t stride_, columns_;
 };
+
+// kGroups: a multiple of 4.
+template <class Epilogue, int kGroups>
+__device__ inline void apply(const Epilogue& epilogue, const Strip& strip,
+                             const float (&first)[kGroups][4], const float (&second)[kGroups][4]) {
+  if constexpr (Epilogue::kSideBySide) {
+    epilogue(strip, strip.first_column, first);
+    epilogue(strip, strip.second_column, second);
+  } else {
+    epilogue(strip, first, second);
+  }
+}
 
 }  // namespace moe_parallel::fused
