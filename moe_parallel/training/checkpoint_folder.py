@@ -81,11 +81,15 @@ class CheckpointFolder:
     def latest(self) -> Path | None:
         """The checkpoint that the tracker names; None if there is none.
 
+        Without a tracker the newest: a kill may come before the first is entered there, and what
+        has its name is whole.
+
         Raises InputError if the tracker is unreadable or names a checkpoint that is not there.
         """
         tracker = self.directory / TRACKER
         if not tracker.is_file():
-            return None
+            found = self.iterations()
+            return self.directory / checkpoint_name(found[-1]) if found else None
         text = tracker.read_text().strip()
         if not text.isdigit():
             raise InputError(
@@ -152,8 +156,9 @@ def find_checkpoint(path: Path) -> Path:
     latest = CheckpointFolder(path).latest()
     if latest is None:
         raise InputError(
-            f"--load {path}: no checkpoint here (there is no {TRACKER}); "
-            "name the folder given to --save, or leave --load out to begin anew"
+            f"--load {path}: no checkpoint here (there is no {TRACKER}); name the folder given to "
+            "--save, or leave --load out to begin anew; where --save names the same folder, a run "
+            "begins by itself"
         )
     return latest
 

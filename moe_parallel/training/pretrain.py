@@ -6,6 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +27,7 @@ from moe_parallel.telemetry.sinks import Telemetry, open_telemetry
 from moe_parallel.training.failure import FailureChannel, run
 from moe_parallel.training.loop import Loop
 from moe_parallel.training.report import compare_with_baselines, draw, format_table
-from moe_parallel.training.run import begin_run, open_checkpoints
+from moe_parallel.training.run import begin_run, begins_here, open_checkpoints
 from moe_parallel.training.stages import Stage, Stages
 from moe_parallel.training.text import open_text
 
@@ -61,6 +62,10 @@ def main(arguments: Sequence[str]) -> None:
 def pretrain(config: Config, groups: Groups) -> int:
     """Train, evaluate and report; returns the exit code. Collective."""
     seed_everything(config, groups)
+    notes = []
+    if begins_here(config):
+        notes.append(f"no checkpoint in {config.checkpoint.load} yet: the run begins there")
+        config = replace(config, checkpoint=replace(config.checkpoint, load=None))
     text = open_text(config)
     checkpoints = open_checkpoints(config, text.vocab_size, groups)
     stages = Stages(config, text.vocab_size, groups, checkpoints)
@@ -70,8 +75,8 @@ def pretrain(config: Config, groups: Groups) -> int:
     resumed_from = None if config.checkpoint.load is None else stage.state.iteration
     with _telemetry(config, resumed_from) if dist.get_rank() == 0 else Telemetry() as telemetry:
         telemetry.say(_opening(config, groups, stage))
-        for caution in config.cautions:
-            telemetry.say(f"caution: {caution}")
+        for line in (*notes, *(f"caution: {caution}" for caution in config.cautions)):
+            telemetry.say(line)
         began = time.monotonic()
         loop = Loop(config, stage, text, datasets, telemetry, began)
         code = loop.train()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from moe_parallel.agreement import on_rank_0, one_line
+from moe_parallel.agreement import agree, on_rank_0, one_line
 from moe_parallel.config import AutonomousSelection, Config, selection_name
 from moe_parallel.config.dense_twin import dense_twin
 from moe_parallel.config.option import options
@@ -15,7 +15,20 @@ from moe_parallel.errors import InputError
 from moe_parallel.parallel import Groups
 from moe_parallel.platform.device import device
 from moe_parallel.training.checkpoint import Checkpointer
+from moe_parallel.training.checkpoint_folder import CheckpointFolder
 from moe_parallel.training.checkpoint_record import Expected
+
+
+def begins_here(config: Config) -> bool:
+    """Whether --load is --save, and no checkpoint is there yet. Collective.
+
+    The command that goes on with a run is then the one that begins it: a batch system may start
+    it again and again, whenever the run was killed. Raises InputError if the folder is damaged.
+    """
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if load is None or save is None or Path(load).resolve() != Path(save).resolve():
+        return False
+    return agree(lambda: CheckpointFolder(Path(load)).latest() is None)
 
 
 def open_checkpoints(config: Config, vocab_size: int, groups: Groups) -> Checkpointer:
