@@ -93,7 +93,9 @@ def preprocess(options: argparse.Namespace) -> None:
         with _progress(options.input, 1, f"tokenizing {key!r}") as bar:
             texts = read_jsonl(options.input, key, bar.update, tokenizer.check)
             documents = tokenize_documents(texts, tokenizer, append_eod=options.append_eod)
-            written = write_indexed(prefix, documents, tokenizer.vocab_size)
+            written = write_indexed(
+                prefix, documents, tokenizer.vocab_size, tokenizer=tokenizer.fingerprint
+            )
         print(f"{prefix}: {written.documents:,} documents, {written.tokens:,} tokens")
 
 

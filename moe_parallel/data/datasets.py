@@ -9,20 +9,16 @@ As in Megatron, another number of samples (--train-iters) is another order.
 """
 
 import dataclasses
-import errno
 import hashlib
 import json
 import logging
 import math
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import (
@@ -32,8 +28,10 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from moe_parallel.agreement import rank_0_first
+from moe_parallel.data.index_cache import IndexCache
 from moe_parallel.data.indexed import check_indexed
-from moe_parallel.data.publish import locked
+from moe_parallel.data.manifest import read_manifest
+from moe_parallel.data.sealed import file_digest
 from moe_parallel.data.sources import Source
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
@@ -50,11 +48,13 @@ class Datasets:
             which nothing precedes), in a fixed shuffled order, so that the first n samples are a
             fair choice of n. The last sample is filled up with masked tokens. A domain to which
             --split gives no validation is absent.
+        cautions: what the user should know; all of them on rank 0.
     """
 
     train: torch.utils.data.Dataset
     train_domains: dict[str, GPTDataset]
     valid: dict[str, GPTDataset]
+    cautions: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +88,9 @@ def build_datasets(
         cache_folder: where indices are written and found again.
 
     Raises:
-        InputError: files as in check_indexed; a sequence longer than the data; an empty split;
-            a cache folder that cannot be written.
+        InputError: files as in check_indexed; data of another tokenizer or for another sequence
+            length; a sequence longer than the data; an empty split; a cache folder that cannot be
+            written.
     """
     # Rank 0 scans the token ids; the others find the ranges that it notes.
     sizes = rank_0_first(lambda: [_check_source(each, tokenizer, seq_length) for each in sources])
@@ -99,9 +100,10 @@ def build_datasets(
     key = _cache_key(sources, tokenizer, seq_length, shares, seed)
     train_domains: dict[str, GPTDataset] = {}
     valid: dict[str, GPTDataset] = {}
-    with _index_cache(cache_folder / f"indices-{key}") as cache:
+    cache = IndexCache(cache_folder / f"indices-{key}")
+    with cache.opened():
         for source, share, size in zip(sources, shares, sizes, strict=True):
-            config = _config(source, tokenizer, seq_length, seed, cache)
+            config = _config(source, tokenizer, seq_length, seed, cache.folder)
             builder = BlendedMegatronDatasetBuilder(
                 GPTDataset, [share, None, None], lambda: True, config
             )
@@ -112,7 +114,9 @@ def build_datasets(
                 # had the filled-up last sample been read first, every mask would have its hole.
                 valid_side.masks_and_position_ids_are_cacheable = False
                 valid[source.domain] = valid_side
-    return Datasets(_blend(train_domains, weights, train_samples, config), train_domains, valid)
+    cautions = [each for each in (cache.caution, _unchecked(sources)) if each is not None]
+    blend = _blend(train_domains, weights, train_samples, config)
+    return Datasets(blend, train_domains, valid, tuple(cautions))
 
 
 def texts(dataset: GPTDataset, tokenizer: Tokenizer) -> Iterator[str]:
@@ -123,6 +127,8 @@ def texts(dataset: GPTDataset, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _check_source(source: Source, tokenizer: Tokenizer, seq_length: int) -> _Sizes:
+    for prefix in (source.train_prefix, source.valid_prefix):
+        _check_origin(prefix, tokenizer, seq_length)
     sizes = _sizes(source, tokenizer)
     if sizes.train < seq_length + 1:
         raise InputError(
@@ -136,6 +142,39 @@ def _check_source(source: Source, tokenizer: Tokenizer, seq_length: int) -> _Siz
             "more documents, or raise the second number of --split (0: no validation)"
         )
     return sizes
+
+
+def _check_origin(prefix: str, tokenizer: Tokenizer, seq_length: int) -> None:
+    manifest = read_manifest(prefix)
+    if manifest is None:
+        return
+    if manifest.tokenizer not in (None, tokenizer.fingerprint):
+        raise InputError(
+            f"--data-path {prefix} was written with another tokenizer than this run's, by their "
+            f"fingerprints {_short(manifest.tokenizer)} and {_short(tokenizer.fingerprint)}: give "
+            "the tokenizer that wrote it (--tokenizer-model), or write it again with this one"
+        )
+    if manifest.seq_length not in (None, seq_length):
+        raise InputError(
+            f"--data-path {prefix} was ordered for --seq-length {manifest.seq_length}, and "
+            f"--seq-length is {seq_length}: documents would be cut elsewhere; order it again for "
+            "this length (tools/order_by_similarity.py)"
+        )
+
+
+def _short(fingerprint: str | None) -> str:
+    return str(fingerprint)[:12]
+
+
+def _unchecked(sources: Sequence[Source]) -> str | None:
+    """What to know of data that nothing is known of."""
+    prefixes = [each.train_prefix for each in sources if read_manifest(each.train_prefix) is None]
+    if not prefixes:
+        return None
+    return (
+        f"{', '.join(prefixes)}: no manifest beside the data (Megatron writes none), so nobody has "
+        "checked that they are whole and of this tokenizer"
+    )
 
 
 def _sizes(source: Source, tokenizer: Tokenizer) -> _Sizes:
@@ -221,9 +260,7 @@ def _cache_key(
     digest = hashlib.sha256()
     for source in sources:
         for prefix in (source.train_prefix, source.valid_prefix):
-            with open(f"{prefix}.idx", "rb") as stream:
-                while chunk := stream.read(2**20):
-                    digest.update(chunk)
+            digest.update(file_digest(Path(f"{prefix}.idx")).encode())
     settings = [
         [dataclasses.astuple(source) for source in sources],
         tokenizer.fingerprint,
@@ -233,57 +270,3 @@ def _cache_key(
     ]
     digest.update(json.dumps(settings).encode())
     return digest.hexdigest()[:16]
-
-
-@contextmanager
-def _index_cache(folder: Path) -> Iterator[Path]:
-    """A folder of Megatron's cached indices that is either complete or begun anew by rank 0.
-
-    Megatron takes a half-written index for a whole one; `complete` is only there when all are
-    written. Other ranks need no lock: Megatron lets them look after rank 0 has written.
-    """
-    if dist.is_initialized() and dist.get_rank() != 0:
-        with _files_told(folder):
-            yield folder
-        return
-    complete = folder / "complete"
-    with ExitStack() as lock:
-        with _cache_told(folder):
-            lock.enter_context(locked(folder.with_name(f"{folder.name}.lock")))
-            if not complete.exists():
-                shutil.rmtree(folder, ignore_errors=True)
-        with _files_told(folder):
-            yield folder
-        with _cache_told(folder):
-            folder.mkdir(exist_ok=True)
-            complete.touch()
-
-
-@contextmanager
-def _cache_told(folder: Path) -> Iterator[None]:
-    """An OSError in the block is a cache that cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(
-            f"--data-cache-path {folder.parent} cannot be written ({error.strerror or error}): "
-            "name a folder on a disk with room"
-        ) from None
-
-
-@contextmanager
-def _files_told(folder: Path) -> Iterator[None]:
-    """An OSError in the block is about the file that it names, or about a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise InputError(
-                f"{error.filename} cannot be opened ({error.strerror}): every rank reads what "
-                "--data-path names, and the --data-cache-path that rank 0 writes"
-            ) from None
-        # Without a number: numpy, of an array that it wrote in part.
-        if error.errno in (None, errno.ENOSPC, errno.EDQUOT):
-            with _cache_told(folder):
-                raise
-        raise

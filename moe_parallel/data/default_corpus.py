@@ -89,7 +89,9 @@ def _build(corpus: DefaultCorpus, vocab_size: int, valid_fraction: float) -> Non
         for side in SIDES:
             documents = tokenize_documents(texts[domain, side], tokenizer)
             prefix = Path(corpus.prefix(domain, side))
-            written = write_indexed(prefix, documents, tokenizer.vocab_size)
+            written = write_indexed(
+                prefix, documents, tokenizer.vocab_size, tokenizer=tokenizer.fingerprint
+            )
             sizes[side] = {
                 "documents": written.documents,
                 "bytes": sum(len(text.encode()) for text in texts[domain, side]),

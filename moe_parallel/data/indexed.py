@@ -1,24 +1,33 @@
 """Megatron indexed datasets: `PREFIX.bin` holds token ids, `PREFIX.idx` where each document lies.
 
 Written by Megatron-Core's own builder and read by Megatron-Core's own classes; what this module
-adds is that a pair of files appears whole, and that a bad pair is told in one line.
+adds is that a pair of files appears whole, with a manifest, and that a bad one is told in one
+line.
+
+The manifest (manifest.py) has checksums of both files. That of the index, which training reads
+whole anyway, is compared each time. PREFIX.bin may be terabytes: it is compared once, and again
+when the file system says that it has changed, or is a copy (`st_ctime`, which only a write, a
+rename and the like can set). `PREFIX.range.json` keeps what was found; delete it and the file is
+read again.
 
 Layout of an index (little-endian): b"MMIDIDX\\0\\0", version u64 = 1, type code u8, number of
 sequences u64, number of documents u64 (one more than there are), lengths i32, byte offsets i64,
 document boundaries i64, and for multimodal data a mode i8 a sequence.
 """
 
-import json
+import hashlib
 import os
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from moe_parallel.data.publish import flush_to_disk, write_published
+from moe_parallel.data.manifest import Manifest, manifest_path, read_manifest, write_manifest
+from moe_parallel.data.publish import flush_to_disk
+from moe_parallel.data.sealed import file_digest, read_sealed, write_sealed
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 
@@ -37,45 +46,101 @@ class Written:
     tokens: int
 
 
-def write_indexed(prefix: Path, documents: Iterable[list[int]], vocab_size: int) -> Written:
+def write_indexed(
+    prefix: Path,
+    documents: Iterable[list[int]],
+    vocab_size: int,
+    *,
+    tokenizer: str | None = None,
+    seq_length: int | None = None,
+) -> Written:
     """Write documents (token ids, end of document included) as PREFIX.bin and PREFIX.idx.
 
     Ids are stored as uint16 where the vocabulary allows, else int32. Memory does not grow with
-    the text. Both files are written under temporary names; the index gets its name last, so a
-    killed writer leaves nothing that looks like a dataset. Empty documents are left out.
+    the text. The files are written under temporary names; the index gets its name last, so a
+    killed writer leaves nothing that looks like a dataset. Empty documents are left out. A dataset
+    that is there is replaced: see check_new.
+
+    Args:
+        prefix: path without suffix.
+        documents: token ids below `vocab_size`.
+        vocab_size: of the tokenizer.
+        tokenizer: its fingerprint; None: unknown.
+        seq_length: the only --seq-length that the documents serve; None: any.
 
     Raises:
         InputError: there is no document.
     """
-    dtype = DType.optimal_dtype(vocab_size)
+    dtype = np.dtype(DType.optimal_dtype(vocab_size))
     # Not with_suffix: a prefix may hold dots.
     final_bin, final_idx = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     temporary_bin, temporary_idx = (
         path.with_name(f"{path.name}.writing-{os.getpid()}") for path in (final_bin, final_idx)
     )
     final_bin.parent.mkdir(parents=True, exist_ok=True)
-    written = 0
+    content = _Content(dtype)
     try:
-        builder = IndexedDatasetBuilder(str(temporary_bin), dtype=dtype)
-        tokens = 0
+        builder = IndexedDatasetBuilder(str(temporary_bin), dtype=dtype.type)
         for ids in documents:
             if ids:
                 assert max(ids) < vocab_size, (max(ids), vocab_size)
-                builder.add_document(np.asarray(ids), [len(ids)])
-                tokens += len(ids)
-                written += 1
+                builder.add_document(content.count(ids), [len(ids)])
         builder.finalize(str(temporary_idx))
-        if not written:
+        if not content.documents:
             raise InputError(f"there is no text to write to {prefix}: the input is empty")
         flush_to_disk(temporary_bin)
         flush_to_disk(temporary_idx)
         final_idx.unlink(missing_ok=True)
         os.replace(temporary_bin, final_bin)
+        write_manifest(prefix, content.manifest(temporary_idx, tokenizer, seq_length))
         os.replace(temporary_idx, final_idx)
     finally:
         temporary_bin.unlink(missing_ok=True)
         temporary_idx.unlink(missing_ok=True)
-    return Written(written, tokens)
+    return Written(content.documents, content.tokens)
+
+
+class _Content:
+    """What has been written so far, by the ids that were to be written."""
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self._dtype = dtype
+        self._digest = hashlib.sha256()
+        self.documents = self.tokens = 0
+
+    def count(self, ids: list[int]) -> np.ndarray:
+        """The ids of one more document as an array."""
+        array = np.asarray(ids, dtype=self._dtype)
+        self._digest.update(array.data)
+        self.documents += 1
+        self.tokens += len(ids)
+        return array
+
+    def manifest(self, idx: Path, tokenizer: str | None, seq_length: int | None) -> Manifest:
+        return Manifest(
+            documents=self.documents,
+            tokens=self.tokens,
+            bin_sha256=self._digest.hexdigest(),
+            idx_sha256=file_digest(idx),
+            tokenizer=tokenizer,
+            seq_length=seq_length,
+        )
+
+
+def check_new(prefix: Path | str, overwrite: bool) -> None:
+    """Raise InputError if PREFIX.bin or PREFIX.idx exists and is not to be overwritten."""
+    for suffix in (".bin", ".idx"):
+        if not overwrite and os.path.lexists(f"{prefix}{suffix}"):
+            raise InputError(
+                f"{prefix}{suffix} exists: give another --output-prefix, or --overwrite"
+            )
+
+
+def move_indexed(source: Path, target: Path) -> None:
+    """Give a dataset another prefix on the same disk, in the place of one that is there."""
+    Path(f"{target}.idx").unlink(missing_ok=True)
+    for suffix in (".bin", ".manifest.json", ".idx"):
+        os.replace(f"{source}{suffix}", f"{target}{suffix}")
 
 
 def tokenize_documents(
@@ -95,7 +160,8 @@ def tokenize_documents(
 def check_indexed(prefix: str, vocab_size: int) -> np.ndarray:
     """Check that PREFIX.bin and PREFIX.idx are whole, fit each other, and fit the vocabulary.
 
-    The largest and smallest id are kept in PREFIX.range.json, where that can be written, so that
+    Both are compared with PREFIX.manifest.json if there is one, as the head of this file says.
+    What a scan of PREFIX.bin found is kept in PREFIX.range.json, where that can be written, so that
     a large file is scanned once.
 
     Returns:
@@ -103,8 +169,9 @@ def check_indexed(prefix: str, vocab_size: int) -> np.ndarray:
 
     Raises:
         InputError: a missing, unreadable, truncated or foreign file; sizes that disagree;
-            foreign token ids.
+            foreign token ids; files that are not those of the manifest.
     """
+    manifest = read_manifest(prefix)
     for suffix in (".idx", ".bin"):
         if not os.path.isfile(prefix + suffix):
             raise InputError(f"--data-path {prefix}: {prefix}{suffix} is missing; {_hint(prefix)}")
@@ -125,8 +192,12 @@ def check_indexed(prefix: str, vocab_size: int) -> np.ndarray:
         )
     if size == 0:
         raise InputError(f"--data-path {prefix}: there is no token in {prefix}.bin")
-    smallest, largest = _id_range(prefix, dtype)
-    if smallest < 0 or largest >= vocab_size:
+    if manifest is not None and file_digest(Path(f"{prefix}.idx")) != manifest.idx_sha256:
+        raise InputError(_not_of_manifest(prefix, ".idx"))
+    found = _scanned(prefix, dtype)
+    if manifest is not None and found.sha256 != manifest.bin_sha256:
+        raise InputError(_not_of_manifest(prefix, ".bin"))
+    if found.smallest < 0 or found.largest >= vocab_size:
         raise InputError(_foreign_id(prefix, dtype, lengths, vocab_size))
     return lengths
 
@@ -176,33 +247,68 @@ def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray]:
         (lengths >= 0).all()
         and np.array_equal(offsets, starts * dtype.itemsize)
         and boundaries > 0
+        and ends[0] == 0
         and ends[-1] == sequences
+        and (np.diff(ends) >= 0).all()
     )
     if not consistent:
         raise InputError(f"{wrong} damaged (its offsets contradict its lengths); write it again")
     return dtype, lengths
 
 
-def _id_range(prefix: str, dtype: np.dtype) -> tuple[int, int]:
-    """Smallest and largest id in PREFIX.bin, from the note beside it if that still holds."""
-    state = os.stat(f"{prefix}.bin")
-    note = Path(f"{prefix}.range.json")
-    stamp = {"bytes": state.st_size, "modified_ns": state.st_mtime_ns, "type": dtype.name}
+@dataclass(frozen=True)
+class _Scan:
+    """What all of PREFIX.bin tells: the range of its ids, and its sha256."""
+
+    smallest: int
+    largest: int
+    sha256: str
+
+
+def _scanned(prefix: str, dtype: np.dtype) -> _Scan:
+    """What a scan of PREFIX.bin finds, or found before the file last changed."""
+    stamp = _stamp(prefix, dtype)
     try:
-        known = json.loads(note.read_text(encoding="utf-8"))
-        if {key: known[key] for key in stamp} == stamp:
-            return int(known["smallest"]), int(known["largest"])
+        known = read_sealed(_note_path(prefix))
+        if known.pop("stamp") == stamp:
+            return _Scan(**known)
     except (OSError, ValueError, KeyError, TypeError):
         pass  # no note, or not one of ours: scan
-    ids = np.memmap(f"{prefix}.bin", mode="r", dtype=dtype)
-    chunks = [ids[i : i + _CHUNK] for i in range(0, len(ids), _CHUNK)]
-    smallest = min(int(chunk.min()) for chunk in chunks)
-    largest = max(int(chunk.max()) for chunk in chunks)
+    found = _scan(prefix, dtype)
     try:
-        write_published(note, json.dumps({**stamp, "smallest": smallest, "largest": largest}))
+        write_sealed(_note_path(prefix), {"stamp": stamp, **asdict(found)})
     except OSError:
         pass  # data on a read-only disk are scanned each time
-    return smallest, largest
+    return found
+
+
+def _scan(prefix: str, dtype: np.dtype) -> _Scan:
+    ids = np.memmap(f"{prefix}.bin", mode="r", dtype=dtype)
+    digest = hashlib.sha256()
+    smallest, largest = int(ids[0]), int(ids[0])
+    for start in range(0, len(ids), _CHUNK):
+        chunk = ids[start : start + _CHUNK]
+        digest.update(chunk.data)
+        smallest, largest = min(smallest, int(chunk.min())), max(largest, int(chunk.max()))
+    return _Scan(smallest, largest, digest.hexdigest())
+
+
+def _note_path(prefix: str) -> Path:
+    return Path(f"{prefix}.range.json")
+
+
+def _stamp(prefix: str, dtype: np.dtype) -> dict[str, object]:
+    """Differs when PREFIX.bin has been written, moved or copied since."""
+    state = os.stat(f"{prefix}.bin")
+    return {"bytes": state.st_size, "changed_ns": state.st_ctime_ns, "type": dtype.name}
+
+
+def _not_of_manifest(prefix: str, suffix: str) -> str:
+    return (
+        f"--data-path {prefix}: {prefix}{suffix} is not the file that {manifest_path(prefix).name} "
+        "describes (damaged, or another one): restore it, or write the dataset again "
+        "(if it was meant to change, delete the manifest)"
+    )
 
 
 def _foreign_id(prefix: str, dtype: np.dtype, lengths: np.ndarray, vocab_size: int) -> str:

@@ -75,7 +75,8 @@ def pretrain(config: Config, groups: Groups) -> int:
     resumed_from = None if config.checkpoint.load is None else stage.state.iteration
     with _telemetry(config, resumed_from) if dist.get_rank() == 0 else Telemetry() as telemetry:
         telemetry.say(_opening(config, groups, stage))
-        for line in (*notes, *(f"caution: {caution}" for caution in config.cautions)):
+        cautions = (*config.cautions, *datasets.cautions)
+        for line in (*notes, *(f"caution: {caution}" for caution in cautions)):
             telemetry.say(line)
         began = time.monotonic()
         loop = Loop(config, stage, text, datasets, telemetry, began)

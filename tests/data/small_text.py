@@ -23,7 +23,8 @@ def small_bpe(vocab_size: int = 300) -> FastTokenizer:
 
 
 def write_texts(prefix: Path, texts: list[str], tokenizer: FastTokenizer) -> str:
-    write_indexed(prefix, tokenize_documents(texts, tokenizer), tokenizer.vocab_size)
+    documents = tokenize_documents(texts, tokenizer)
+    write_indexed(prefix, documents, tokenizer.vocab_size, tokenizer=tokenizer.fingerprint)
     return str(prefix)
 
 
@@ -31,7 +32,7 @@ def write_numbers(prefix: Path, lengths: list[int]) -> str:
     """Documents of consecutive numbers, so that a token says where in the file it stands."""
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     documents = [list(range(s, s + n)) for s, n in zip(starts, lengths, strict=True)]
-    write_indexed(prefix, documents, NUMBERS.vocab_size)
+    write_indexed(prefix, documents, NUMBERS.vocab_size, tokenizer=NUMBERS.fingerprint)
     return str(prefix)
 
 

@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import time
 from pathlib import Path
@@ -9,9 +10,11 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
 from moe_parallel.data.datasets import Datasets, build_datasets, texts
-from moe_parallel.data.publish import write_published
+from moe_parallel.data.indexed import write_indexed
 from moe_parallel.data.sampler import evaluation_batches
+from moe_parallel.data.sealed import write_sealed
 from moe_parallel.data.sources import Source, blend_sources
+from moe_parallel.data.tokenizer import train_byte_bpe
 from moe_parallel.errors import InputError
 from tests.data.small_text import (
     NUMBERS,
@@ -168,7 +171,7 @@ def test_new_text_under_an_old_name_is_not_read_by_old_indices(tmp_path: Path) -
 def test_indices_half_written_are_written_anew(tmp_path: Path) -> None:
     expected = stream(build(tmp_path), 30)
     (folder,) = (p for p in (tmp_path / "cache").iterdir() if p.is_dir())
-    (folder / "complete").unlink()
+    (folder / "complete.json").unlink()
     for index in folder.glob("*.npy"):
         index.write_bytes(b"torn")
     assert torch.equal(stream(build(tmp_path), 30), expected)
@@ -211,16 +214,51 @@ def test_data_that_do_not_suffice_are_told(
     assert "\n" not in str(caught.value)
 
 
+def test_data_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    bpe = small_bpe()
+    prefix = write_texts(tmp_path / "mine", [words(50, i) for i in range(9)], bpe)
+    other = train_byte_bpe([words(400, 99)], bpe.vocab_size)
+    assert other.vocab_size == bpe.vocab_size
+    source = blend_sources([prefix], "8,1,0")
+    for tokenizer in (bpe, other):
+        with contextlib.ExitStack() as stack:
+            if tokenizer is other:
+                stack.enter_context(pytest.raises(InputError, match="with another tokenizer than"))
+            build_datasets(
+                source, tokenizer=tokenizer, seq_length=8, train_samples=3, seed=1,
+                cache_folder=tmp_path / "cache",
+            )  # fmt: skip
+
+
+def test_data_cut_for_another_length_are_refused(tmp_path: Path) -> None:
+    documents = [list(range(16))] * 10
+    write_indexed(tmp_path / "mine", documents, NUMBERS.vocab_size, seq_length=LENGTH)
+    source = blend_sources([str(tmp_path / "mine")], "8,1,0")
+    build_from(source, tmp_path)
+    with pytest.raises(InputError, match=r"for --seq-length 8, and --seq-length is 4.*order it"):
+        build_from(source, tmp_path, length=4)
+
+
+def test_data_without_a_manifest_are_taken_with_a_caution(tmp_path: Path) -> None:
+    source = blend_sources([write_numbers(tmp_path / "mine", [50] * 10)], "8,1,0")
+    known = build_from(source, tmp_path)
+    assert known.cautions == ()
+    (tmp_path / "mine.manifest.json").unlink()
+    unknown = build_from(source, tmp_path)
+    assert torch.equal(stream(unknown, 30), stream(known, 30))
+    assert len(unknown.cautions) == 1 and "mine: no manifest" in unknown.cautions[0]
+
+
 def notes_written(sources: list[Source], folder: Path) -> int:
     """Ranges of token ids that this rank found by a scan, and noted slowly."""
     notes = []
 
-    def slowly(path: Path, text: str) -> None:
+    def slowly(path: Path, content: dict[str, object]) -> None:
         time.sleep(0.2)
-        write_published(path, text)
+        write_sealed(path, content)
         notes.append(path)
 
-    with mock.patch("moe_parallel.data.indexed.write_published", slowly):
+    with mock.patch("moe_parallel.data.indexed.write_sealed", slowly):
         build_from(sources, folder)
     return len(notes)
 
@@ -245,7 +283,7 @@ def test_a_file_that_fails_while_indices_are_made_is_told(
     with pytest.raises(InputError, match=message) as caught:
         build(tmp_path)
     assert "\n" not in str(caught.value)
-    assert not list(tmp_path.glob("cache/*/complete"))
+    assert not list(tmp_path.glob("cache/*/complete.json"))
 
 
 def test_an_error_of_another_kind_stays_what_it_is(

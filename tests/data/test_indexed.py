@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import os
 import struct
@@ -8,7 +9,15 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from moe_parallel.data.indexed import Written, check_indexed, tokenize_documents, write_indexed
+from moe_parallel.data.indexed import (
+    Written,
+    check_indexed,
+    check_new,
+    move_indexed,
+    tokenize_documents,
+    write_indexed,
+)
+from moe_parallel.data.manifest import read_manifest
 from moe_parallel.errors import InputError
 from tests.data.small_text import small_bpe, words
 
@@ -25,7 +34,9 @@ def test_megatron_reads_what_was_written(tmp_path: Path, vocab_size: int, itemsi
     assert dataset.document_indices.tolist() == [0, 1, 2, 3]
     assert os.path.getsize(f"{prefix}.bin") == 8 * itemsize
     assert check_indexed(str(prefix), vocab_size).tolist() == [3, 1, 4]
-    assert sorted(p.suffix for p in prefix.parent.iterdir()) == [".bin", ".idx", ".json"]
+    assert sorted(p.suffix for p in prefix.parent.iterdir()) == [
+        ".bin", ".idx", ".json", ".json"
+    ]  # fmt: skip
 
 
 def test_documents_end_where_they_should() -> None:
@@ -55,6 +66,20 @@ def test_nothing_to_write_is_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no text to write"):
         write_indexed(tmp_path / "data", [[]], 10)
     assert list(tmp_path.iterdir()) == []
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Another file under the same name, as old as the one before: what `cp -p` or rsync makes."""
+    state = path.stat()
+    temporary = path.with_name("other")
+    temporary.write_bytes(content)
+    os.utime(temporary, ns=(state.st_atime_ns, state.st_mtime_ns))
+    os.replace(temporary, path)
+
+
+def forget(prefix: str) -> None:
+    """Make a dataset one that Megatron might have written."""
+    Path(f"{prefix}.manifest.json").unlink()
 
 
 def edit(path: Path, change: Callable[[bytes], bytes]) -> None:
@@ -124,8 +149,8 @@ def test_token_ids_beyond_the_vocabulary_are_told(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"document 1 holds token id 9, outside .* of 9;"):
             check_indexed(prefix, 9)
     # The same number of bytes, later: the note no longer holds.
-    np.array([1, 1, 1, 1, 8, 1, 1, 1], dtype=np.uint16).tofile(f"{prefix}.bin")
-    os.utime(f"{prefix}.bin", ns=(1, 1))
+    forget(prefix)
+    replace(Path(f"{prefix}.bin"), np.array([1, 1, 1, 1, 8, 1, 1, 1], dtype=np.uint16).tobytes())
     assert len(check_indexed(prefix, 9)) == 3
     with pytest.raises(InputError, match=r"document 2 holds token id 8"):
         check_indexed(prefix, 8)
@@ -134,9 +159,54 @@ def test_token_ids_beyond_the_vocabulary_are_told(tmp_path: Path) -> None:
 def test_negative_token_ids_are_told(tmp_path: Path) -> None:
     prefix = str(tmp_path / "data")
     write_indexed(Path(prefix), DOCUMENTS, 70_000)
+    forget(prefix)
     np.array([1, 1, 1, 1, 1, 1, 1, -1], dtype=np.int32).tofile(f"{prefix}.bin")
     with pytest.raises(InputError, match=r"document 2 holds token id -1"):
         check_indexed(prefix, 70_000)
+
+
+@pytest.mark.parametrize("suffix", [".idx", ".bin"])
+def test_a_file_that_is_not_the_manifests_is_told(tmp_path: Path, suffix: str) -> None:
+    prefix, other = str(tmp_path / "data"), str(tmp_path / "other")
+    write_indexed(Path(prefix), DOCUMENTS, 10)
+    write_indexed(Path(other), [[5, 1, 2, 9], [3, 3, 3, 1]], 10)  # as many tokens
+    assert len(check_indexed(prefix, 10)) == 3
+    for path in (".bin", ".idx") if suffix == ".idx" else (".bin",):
+        replace(Path(prefix + path), Path(other + path).read_bytes())
+    with pytest.raises(
+        InputError, match=rf"data\{suffix} is not the file that data\.manifest\.json"
+    ):
+        check_indexed(prefix, 10)
+    forget(prefix)
+    assert len(check_indexed(prefix, 10)) in (2, 3)
+
+
+def test_a_large_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = tmp_path / "data"
+    write_indexed(prefix, DOCUMENTS, 10)
+    for _ in range(2):
+        check_indexed(str(prefix), 10)
+        monkeypatch.setattr("moe_parallel.data.indexed._scan", None)
+    with pytest.raises(InputError, match="outside the vocabulary of 9"):
+        check_indexed(str(prefix), 9)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_dataset_that_exists_is_not_overwritten_unasked(tmp_path: Path, overwrite: bool) -> None:
+    check_new(tmp_path / "data", overwrite)
+    write_indexed(tmp_path / "data", DOCUMENTS, 10)
+    with contextlib.nullcontext() if overwrite else pytest.raises(InputError, match="--overwrite"):
+        check_new(tmp_path / "data", overwrite)
+
+
+def test_a_dataset_moves_with_its_manifest(tmp_path: Path) -> None:
+    write_indexed(tmp_path / "from", DOCUMENTS, 10, tokenizer="some", seq_length=5)
+    write_indexed(tmp_path / "to", [[1]], 10)
+    manifest = read_manifest(tmp_path / "from")
+    move_indexed(tmp_path / "from", tmp_path / "to")
+    assert read_manifest(tmp_path / "to") == manifest
+    assert check_indexed(str(tmp_path / "to"), 10).tolist() == [3, 1, 4]
+    assert not list(tmp_path.glob("from*"))
 
 
 def test_a_damaged_note_is_scanned_over(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType
 
 from moe_parallel.data.indexed import check_indexed
+from moe_parallel.data.manifest import read_manifest
 from moe_parallel.errors import InputError
 
 # Every id that an indexed dataset written by Megatron can hold is below this.
@@ -26,6 +27,7 @@ class Documents:
         eod: id of the token that ends a document.
         lengths: int64 [N], tokens of each document, `eod` included.
         tokens: their sum.
+        tokenizer: fingerprint of the one that wrote them; None: unknown.
         largest_id: the largest id in the file, or `eod`.
     """
 
@@ -40,6 +42,8 @@ class Documents:
             InputError: files as in check_indexed; documents that end differently, and no `eod`.
         """
         lengths = check_indexed(prefix, _ANY_VOCABULARY).astype(np.int64)
+        manifest = read_manifest(prefix)
+        self.tokenizer = None if manifest is None else manifest.tokenizer
         self._ids = np.memmap(f"{prefix}.bin", mode="r", dtype=_type_of_ids(prefix))
         self._ends = np.cumsum(lengths)
         self._starts = self._ends - lengths

@@ -1,6 +1,5 @@
 """An indexed dataset rewritten so that training meets similar documents side by side."""
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_parallel.data.indexed import write_indexed
+from moe_parallel.data.sealed import file_digest
 from moe_parallel.data.similarity.documents import Documents
 from moe_parallel.data.similarity.embedding import Advance, Embedder, embed_all
 from moe_parallel.data.similarity.instances import Instances
@@ -114,7 +114,13 @@ def rewrite(
     pieces = Instances(documents, order, ordering.seq_length, ordering.per_document)
     with progress("writing", pieces.count * ordering.seq_length) as advance:
         shuffled = pieces.shuffled(ordering.seed)
-        written = write_indexed(output, _told(shuffled, advance), documents.largest_id + 1)
+        written = write_indexed(
+            output,
+            _told(shuffled, advance),
+            documents.largest_id + 1,
+            tokenizer=documents.tokenizer,
+            seq_length=ordering.seq_length,
+        )
     anyhow = np.random.default_rng(ordering.seed).permutation(len(documents))
     return Summary(
         documents=len(documents),
@@ -177,11 +183,8 @@ def _find(
 def _content(prefix: str) -> str:
     """What names the content of a dataset without reading all of it."""
     state = os.stat(f"{prefix}.bin")
-    with open(f"{prefix}.idx", "rb") as stream:
-        index = hashlib.sha256()
-        while chunk := stream.read(2**20):
-            index.update(chunk)
-    return f"{index.hexdigest()} {state.st_size} {state.st_mtime_ns}"
+    index = file_digest(Path(f"{prefix}.idx"))
+    return f"{index} {state.st_size} {state.st_mtime_ns}"
 
 
 def _told(pieces: Iterable[np.ndarray], advance: Advance) -> Iterator[list[int]]:

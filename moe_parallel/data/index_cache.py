@@ -1,0 +1,121 @@
+"""The folder of Megatron's cached indices: whole and as it was written, or begun anew.
+
+Megatron-Core names these files by what they are made from, takes them as they are, half-written or
+edited, and reads them with numpy's `allow_pickle=True`, so that a file that is a pickle would run
+code. Here `complete.json`, written last, lists them with their checksums, and rank 0 compares
+before any rank reads. They are made from the data alone: a folder that fails is built again, to
+the same bytes.
+"""
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from moe_parallel.data.publish import locked
+from moe_parallel.data.sealed import file_digest, read_sealed, write_sealed
+from moe_parallel.errors import InputError
+
+_RECORD = "complete.json"
+
+
+class IndexCache:
+    """A folder in which Megatron writes indices and finds them again.
+
+    Attributes:
+        folder: where they lie.
+        caution: on rank 0, what the user should know of an earlier content; None: nothing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.caution: str | None = None
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Megatron may use the folder inside. Called by every rank.
+
+        Other ranks than 0 need no lock: Megatron lets them look after rank 0 has built.
+
+        Raises:
+            InputError: the folder cannot be written, or a file of the data not be read.
+        """
+        if dist.is_initialized() and dist.get_rank() != 0:
+            with _files_told(self.folder):
+                yield
+            return
+        with ExitStack() as lock:
+            with _cache_told(self.folder):
+                lock.enter_context(locked(self.folder.with_name(f"{self.folder.name}.lock")))
+                wrong = self._wrong()
+                if wrong is not None:
+                    shutil.rmtree(self.folder, ignore_errors=True)
+            with _files_told(self.folder):
+                yield
+            if wrong is not None:
+                with _cache_told(self.folder):
+                    self.folder.mkdir(exist_ok=True)
+                    write_sealed(self.folder / _RECORD, {"files": self._files()})
+
+    def _wrong(self) -> str | None:
+        """Why the folder cannot be used; None if it can."""
+        record = self.folder / _RECORD
+        if not record.is_file():
+            return "it is not complete"  # never built, or by a process that was killed
+        try:
+            whole = read_sealed(record).get("files") == self._files()
+        except ValueError:
+            whole = False
+        if not whole or not all(map(_is_array, self.folder.glob("*.npy"))):
+            self.caution = f"the indices in {self.folder} were damaged: they are built again"
+            return self.caution
+        return None
+
+    def _files(self) -> dict[str, str]:
+        """The digest of every file but the record, by name."""
+        others = (path for path in self.folder.iterdir() if path.name != _RECORD)
+        return {path.name: file_digest(path) for path in sorted(others)}
+
+
+def _is_array(path: Path) -> bool:
+    """Whether numpy finds an array of integers, without which it would try a pickle."""
+    try:
+        array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError):
+        return False
+    return isinstance(array, np.ndarray) and array.dtype.kind in "iu"
+
+
+@contextmanager
+def _cache_told(folder: Path) -> Iterator[None]:
+    """An OSError in the block is a cache that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"--data-cache-path {folder.parent} cannot be written ({error.strerror or error}): "
+            "name a folder on a disk with room"
+        ) from None
+
+
+@contextmanager
+def _files_told(folder: Path) -> Iterator[None]:
+    """An OSError in the block is about the file that it names, or about a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise InputError(
+                f"{error.filename} cannot be opened ({error.strerror}): every rank reads what "
+                "--data-path names, and the --data-cache-path that rank 0 writes"
+            ) from None
+        # Without a number: numpy, of an array that it wrote in part.
+        if error.errno in (None, errno.ENOSPC, errno.EDQUOT):
+            with _cache_told(folder):
+                raise
+        raise

@@ -1,0 +1,102 @@
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moe_parallel.data.datasets import Datasets, build_datasets
+from moe_parallel.data.sealed import file_digest, read_sealed, write_sealed
+from tests.data.small_text import NUMBERS, numbered_sources
+
+
+class Payload:
+    """An object whose unpickling makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.marker),)
+
+
+def build(folder: Path) -> Datasets:
+    return build_datasets(
+        numbered_sources(folder),
+        tokenizer=NUMBERS,
+        seq_length=8,
+        train_samples=30,
+        seed=1,
+        cache_folder=folder / "cache",
+    )
+
+
+def stream(datasets: Datasets) -> torch.Tensor:
+    return torch.stack([datasets.train[i]["labels"] for i in range(30)])
+
+
+def cache_of(folder: Path) -> Path:
+    (found,) = (path for path in (folder / "cache").iterdir() if path.is_dir())
+    return found
+
+
+def seal(cache: Path) -> None:
+    """As a forger would: a record that agrees with the files."""
+    files = {path.name: file_digest(path) for path in cache.iterdir()}
+    del files["complete.json"]
+    write_sealed(cache / "complete.json", {"files": files})
+
+
+@pytest.mark.parametrize("index", ["document_index", "sample_index", "shuffle_index"])
+def test_an_edited_index_is_built_again(tmp_path: Path, index: str) -> None:
+    first = build(tmp_path)
+    assert first.cautions == ()
+    expected = stream(first)
+    for path in cache_of(tmp_path).glob(f"*{index}.npy"):
+        np.save(path, np.load(path)[::-1])
+    again = build(tmp_path)
+    assert torch.equal(stream(again), expected)
+    assert len(again.cautions) == 1 and "damaged" in again.cautions[0]
+    assert build(tmp_path).cautions == ()
+
+
+@pytest.mark.parametrize("index", ["document_index", "sample_index", "shuffle_index"])
+def test_a_pickle_in_place_of_an_index_runs_nothing(tmp_path: Path, index: str) -> None:
+    expected = stream(build(tmp_path))
+    marker = tmp_path / "marker"
+    for hostile in (pickle.dumps(Payload(marker)), _object_array(tmp_path, marker)):
+        for sealed in (False, True):
+            for path in cache_of(tmp_path).glob(f"*{index}.npy"):
+                path.write_bytes(hostile)
+            if sealed:
+                seal(cache_of(tmp_path))
+            again = build(tmp_path)
+            assert torch.equal(stream(again), expected)
+            assert "damaged" in again.cautions[0]
+            assert not marker.exists()
+    pickle.loads(pickle.dumps(Payload(marker)))
+    assert marker.exists(), "the payload works"
+
+
+def _object_array(folder: Path, marker: Path) -> bytes:
+    path = folder / "objects.npy"
+    np.save(path, np.array([Payload(marker)], dtype=object), allow_pickle=True)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("content", ["", "[" * 100_000, "{}", "[]"])
+def test_a_damaged_record_is_begun_anew(tmp_path: Path, content: str) -> None:
+    expected = stream(build(tmp_path))
+    (cache_of(tmp_path) / "complete.json").write_text(content)
+    again = build(tmp_path)
+    assert torch.equal(stream(again), expected) and again.cautions
+    assert set(read_sealed(cache_of(tmp_path) / "complete.json")) == {"files"}
+
+
+def test_a_file_too_many_is_not_taken(tmp_path: Path) -> None:
+    expected = stream(build(tmp_path))
+    (cache_of(tmp_path) / "more-shuffle_index.npy").write_bytes(b"")
+    assert torch.equal(stream(build(tmp_path)), expected)
+    assert not list(cache_of(tmp_path).glob("more*"))
