@@ -51,6 +51,10 @@ def _text_of(line: bytes, key: str, where: str) -> str:
         raise InputError(f"{where} is not UTF-8 (byte {error.start + 1}): convert it") from None
     except json.JSONDecodeError as error:
         raise InputError(f"{where} is not JSON ({error.msg}, column {error.colno})") from None
+    except ValueError:  # a number of thousands of digits
+        raise InputError(f"{where} holds a number of too many digits") from None
+    except RecursionError:
+        raise InputError(f"{where} is nested too deep") from None
     if not isinstance(record, dict):
         raise InputError(f"{where} is not a JSON object: one {{...}} a line is expected")
     if key not in record:

@@ -28,12 +28,16 @@ from moe_parallel.data.tokenizer_files import (
     existing,
     fetch_from_hub,
     find_end_of_document,
+    first_line,
     optional,
     read_config,
     read_fast,
     write_config,
 )
 from moe_parallel.errors import InputError
+
+# Of a tokenizer that is trained here.
+_LARGEST_VOCABULARY = 2**24
 
 
 class Tokenizer(ABC):
@@ -140,7 +144,9 @@ class FastTokenizer(Tokenizer):
 
     @cached_property
     def fingerprint(self) -> str:
-        return _digest((self.model.to_str() + self.end_of_document).encode())
+        rules = json.loads(self.model.to_str())
+        facts = [_without_defaults(rules), self.end_of_document]
+        return _digest(json.dumps(facts, sort_keys=True).encode())
 
 
 class SentencePiece(Tokenizer):
@@ -152,7 +158,7 @@ class SentencePiece(Tokenizer):
             self.model = library.SentencePieceProcessor(model_file=str(file))
         except (OSError, RuntimeError) as error:
             raise InputError(
-                f"--tokenizer-model {file} is not a SentencePiece .model file ({error})"
+                f"--tokenizer-model {file} is not a SentencePiece .model file ({first_line(error)})"
             ) from None
         if self.model.eos_id() < 0:
             raise InputError(f"--tokenizer-model {file} has no </s> token to end a document with")
@@ -240,11 +246,16 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
     A small text may hold fewer merges than that; the tokenizer's own `vocab_size` then says so.
 
     Raises:
-        InputError: `vocab_size` has no room for the 256 bytes and the end of document.
+        InputError: `vocab_size` has no room for the 256 bytes and the end of document, or is
+            beyond what the trainer has memory for; there is no text.
     """
     if vocab_size < 257:
         raise InputError(
             f"--vocab-size {vocab_size} is too small: a byte-level BPE needs 257 or more"
+        )
+    if vocab_size > _LARGEST_VOCABULARY:  # the library asks for 66 bytes each, and aborts
+        raise InputError(
+            f"--vocab-size {vocab_size} is too large to train: give at most {_LARGEST_VOCABULARY}"
         )
     model = tokenizers.Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -292,9 +303,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         InputError: the folder is not one of those.
     """
     config = read_config(folder)
-    if "tokenizer_type" not in config:
+    kind, vocab_size = config.get("tokenizer_type"), config.get("vocab_size")
+    if not isinstance(kind, str) or not isinstance(vocab_size, int | None):
         raise InputError(f"{folder} is not a tokenizer folder: it has no {CONFIG_FILE} of ours")
-    return build_tokenizer(config["tokenizer_type"], str(folder), config.get("vocab_size"))
+    return build_tokenizer(kind, str(folder), vocab_size)
 
 
 def _open_byte_bpe(name: str | None, vocab_size: int | None) -> FastTokenizer:
@@ -340,6 +352,16 @@ def _kinds(part: dict[str, Any] | None) -> set[str]:
     if part is None:
         return set()
     return {part["type"]}.union(*(_kinds(inner) for inner in part.get("decoders", [])))
+
+
+def _without_defaults(part: Any) -> Any:
+    """Rules without what is off, so that a library which knows more options says the same."""
+    if isinstance(part, list):
+        return [_without_defaults(each) for each in part]
+    if isinstance(part, dict):
+        on = ((k, value) for k, value in part.items() if value is not None and value is not False)
+        return {key: _without_defaults(value) for key, value in on}
+    return part
 
 
 def _bytes_of_piece(piece: str) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import tokenizers
 
+from moe_parallel.data.sealed import parse_json
 from moe_parallel.errors import InputError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -38,32 +39,62 @@ def read_fast(file: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception for a file it cannot parse
         raise InputError(
-            f"--tokenizer-model {file} is not a tokenizer.json of the tokenizers library ({error})"
+            f"--tokenizer-model {file} is not a tokenizer.json of the tokenizers library "
+            f"({first_line(error)})"
         ) from None
 
 
 def fetch_from_hub(name: str) -> tokenizers.Tokenizer:
-    """Download a tokenizer.json by its name on the hub."""
+    """The tokenizer.json of that name on the hub, or of an earlier download if it has no answer."""
+    hub = optional("huggingface_hub", "HuggingFaceTokenizer (a name on the hub)")
+    unanswered = ask_hub(name, "tokenizer.json")
     try:
-        return tokenizers.Tokenizer.from_pretrained(name)
+        only_here = unanswered is not None
+        file = Path(hub.hf_hub_download(name, "tokenizer.json", local_files_only=only_here))
     except Exception as error:  # as many kinds as there are ways for a download to fail
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
-            f"--tokenizer-model {name} is neither a file or folder here nor a tokenizer "
-            f"that the hub gives ({reason}); check the path or name"
+            f"--tokenizer-model {name} is no file or folder here, and no tokenizer that the hub "
+            f"gives ({first_line(unanswered or error)}): check the name and the network, or give "
+            "a local path (HF_HUB_OFFLINE=1 takes only what has been downloaded)"
         ) from None
+    return read_fast(file)
+
+
+def ask_hub(name: str, file: str) -> Exception | None:
+    """Why the hub does not give a file; None if it does.
+
+    Asks once: a download would ask six times, for half a minute, where there is no network.
+    """
+    hub = importlib.import_module("huggingface_hub")
+    try:
+        hub.get_hf_file_metadata(hub.hf_hub_url(name, file))
+    except Exception as error:  # as above
+        return error
+    return None
 
 
 def convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
-    """Folders of older models hold vocab.json and merges.txt, and no tokenizer.json."""
+    """Folders of older models hold vocab.json and merges.txt, and no tokenizer.json.
+
+    Code that comes with a folder is never run.
+    """
     library = optional("transformers", "HuggingFaceTokenizer (a folder without tokenizer.json)")
     try:
-        return library.AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
+        opened = library.AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=False, local_files_only=True
+        )
+        return opened.backend_tokenizer
     except Exception as error:
         raise InputError(
-            f"--tokenizer-model {folder} holds no tokenizer that transformers can open "
-            f"({str(error).splitlines()[0]})"
+            f"--tokenizer-model {folder} holds no tokenizer that transformers can open without "
+            f"running code of the folder's own ({first_line(error)})"
         ) from None
+
+
+def first_line(error: Exception) -> str:
+    """What a library's error says, in one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def find_end_of_document(model: tokenizers.Tokenizer, folder: Path, name: object) -> str:
@@ -72,7 +103,7 @@ def find_end_of_document(model: tokenizers.Tokenizer, folder: Path, name: object
     if isinstance(declared, dict):
         declared = declared.get("content")
     for token in (declared, *_KNOWN_ENDS):
-        if token is not None and model.token_to_id(token) is not None:
+        if isinstance(token, str) and model.token_to_id(token) is not None:
             return token
     raise InputError(
         f"--tokenizer-model {name} has no token that ends a document: "
@@ -92,9 +123,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        raise InputError(f"{file} is not JSON; restore it") from None
+        config = parse_json(file.read_bytes())
+    except ValueError as error:
+        raise InputError(f"{file} is damaged ({error}); restore it") from None
+    except OSError as error:
+        raise InputError(f"{file} cannot be read ({error.strerror})") from None
     return config if isinstance(config, dict) else {}
 
 

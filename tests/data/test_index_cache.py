@@ -1,6 +1,4 @@
-import os
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,17 +7,8 @@ import torch
 
 from moe_parallel.data.datasets import Datasets, build_datasets
 from moe_parallel.data.sealed import file_digest, read_sealed, write_sealed
+from tests.data.hostile import Payload
 from tests.data.small_text import NUMBERS, numbered_sources
-
-
-class Payload:
-    """An object whose unpickling makes a file."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
-        return os.mkdir, (str(self.marker),)
 
 
 def build(folder: Path) -> Datasets:

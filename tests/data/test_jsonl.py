@@ -49,6 +49,8 @@ def test_texts_come_in_order_and_progress_adds_up(tmp_path: Path) -> None:
         (b"{}", r"line 2 has no key 'text' \(its keys: none\)"),
         (b'{"text": 7}', r"line 2 holds a int under 'text'"),
         (b'{"text": "\xff"}', r"line 2 is not UTF-8 \(byte 11\)"),
+        (b'{"text": ' + b"[" * 100_000, r"line 2 is nested too deep"),
+        (b'{"text": ' + b"9" * 5_000 + b"}", r"line 2 holds a number of too many digits"),
     ],
 )
 def test_a_bad_line_is_told_with_its_number(tmp_path: Path, line: bytes, message: str) -> None:

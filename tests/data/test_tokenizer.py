@@ -61,6 +61,12 @@ def test_a_vocabulary_without_room_for_the_bytes_is_refused() -> None:
         train_byte_bpe(["text"], 256)
 
 
+def test_a_vocabulary_beyond_memory_is_refused() -> None:
+    for vocab_size in (2**24 + 1, 2**31, 10**30):
+        with pytest.raises(InputError, match=rf"--vocab-size {vocab_size} is too large"):
+            train_byte_bpe(["text"], vocab_size)
+
+
 def test_a_saved_tokenizer_opens_again(tmp_path: Path) -> None:
     bpe = small_bpe()
     bpe.save(tmp_path)

@@ -1,6 +1,7 @@
 """Vectors from a Hugging Face text encoder, such as the paper's facebook/contriever."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -8,6 +9,7 @@ import torch
 from moe_parallel.data.similarity.embedding import Embedder, normalized
 from moe_parallel.data.similarity.optional import optional
 from moe_parallel.data.tokenizer import Tokenizer
+from moe_parallel.data.tokenizer_files import ask_hub, first_line
 from moe_parallel.errors import InputError
 
 # What an encoder reads of a document when its tokenizer does not say; Contriever's own limit.
@@ -35,20 +37,22 @@ class HuggingFaceEncoder(Embedder):
             batch_size: documents encoded at a time.
 
         Raises:
-            InputError: transformers is not installed, or opens no encoder of that name.
+            InputError: transformers is not installed, or opens no encoder of that name without
+                running code that comes with it.
         """
         library = optional("transformers", "transformers", f"--encoder {name}")
+        only_here = Path(name).exists() or ask_hub(name, "config.json") is not None
+        safely = {"trust_remote_code": False, "local_files_only": only_here}
         try:
-            self._to_ids = library.AutoTokenizer.from_pretrained(name)
-            model = library.AutoModel.from_pretrained(name).float()
+            self._to_ids = library.AutoTokenizer.from_pretrained(name, **safely)
+            model = library.AutoModel.from_pretrained(name, weights_only=True, **safely)
         except Exception as error:  # as many kinds as there are ways for a download to fail
-            reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
             raise InputError(
-                f"--encoder {name} is no encoder that transformers can open ({reason}); "
-                "give its folder or its name on the hub"
+                f"--encoder {name} is no encoder that transformers can open without running code "
+                f"of its own ({first_line(error)}); give its folder or its name on the hub"
             ) from None
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = model.to(self._device).eval()
+        self._model = model.float().to(self._device).eval()
         self._tokenizer = tokenizer
         self.batch = batch_size
         places = getattr(model.config, "max_position_embeddings", _ENCODER_TOKENS)

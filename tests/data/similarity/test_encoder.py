@@ -12,6 +12,7 @@ import torch
 from moe_parallel.data.similarity.encoder import HuggingFaceEncoder
 from moe_parallel.data.tokenizer import NullTokenizer
 from moe_parallel.errors import InputError
+from tests.data.hostile import Payload, hostile_folder
 
 WIDTH = 5
 TABLE = torch.from_numpy(np.random.default_rng(0).normal(size=(40, WIDTH)))
@@ -51,10 +52,11 @@ class Lookup(torch.nn.Module):
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     library = SimpleNamespace(
-        AutoTokenizer=SimpleNamespace(from_pretrained=lambda name: Words()),
-        AutoModel=SimpleNamespace(from_pretrained=lambda name: Lookup()),
+        AutoTokenizer=SimpleNamespace(from_pretrained=lambda name, **how: Words()),
+        AutoModel=SimpleNamespace(from_pretrained=lambda name, **how: Lookup()),
     )
     monkeypatch.setitem(sys.modules, "transformers", library)
+    monkeypatch.setattr("moe_parallel.data.similarity.encoder.ask_hub", lambda name, file: None)
 
 
 def test_the_mean_over_tokens_without_the_filling(stand_in: None) -> None:
@@ -72,11 +74,12 @@ def test_the_mean_over_tokens_without_the_filling(stand_in: None) -> None:
 
 
 def test_no_such_encoder_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str) -> None:
+    def fail(name: str, **how: object) -> None:
         raise OSError(f"{name} is not a folder\nand much more")
 
     library = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=fail))
     monkeypatch.setitem(sys.modules, "transformers", library)
+    monkeypatch.setattr("moe_parallel.data.similarity.encoder.ask_hub", lambda name, file: None)
     expected = r"^--encoder no/such is no encoder .*\(no/such is not a folder\); give its folder"
     with pytest.raises(InputError, match=expected) as told:
         HuggingFaceEncoder("no/such", NullTokenizer(9))
@@ -112,3 +115,25 @@ def test_a_folder_that_transformers_wrote(tmp_path: Path) -> None:
         with torch.no_grad():
             mean = model(input_ids=ids).last_hidden_state[0].mean(0).numpy()
         assert vector == pytest.approx(mean / np.linalg.norm(mean), abs=1e-5)
+
+
+def test_code_in_a_folder_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="transformers, an optional library, is missing")
+    monkeypatch.setattr("builtins.input", lambda *of: pytest.fail("asked"))
+    folder = hostile_folder(tmp_path)
+    with pytest.raises(InputError, match=r"without running code of its own \(.*\); give") as told:
+        HuggingFaceEncoder(str(folder), NullTokenizer(9))
+    assert "\n" not in str(told.value) and not (tmp_path / "marker").exists()
+
+
+def test_a_pickle_in_the_place_of_weights_is_not_run(tmp_path: Path) -> None:
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers, an optional library, is not installed"
+    )
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n")
+    transformers.BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    transformers.BertConfig(hidden_size=16, num_attention_heads=2).save_pretrained(tmp_path)
+    torch.save({"weights": Payload(tmp_path / "marker")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(InputError, match="--encoder .* is no encoder") as told:
+        HuggingFaceEncoder(str(tmp_path), NullTokenizer(9))
+    assert "\n" not in str(told.value) and not (tmp_path / "marker").exists()

@@ -1,0 +1,120 @@
+import json
+import socketserver
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_parallel.data.tokenizer import build_tokenizer, load_tokenizer
+from moe_parallel.errors import InputError
+from tests.data.hostile import hostile_folder
+from tests.data.small_text import small_bpe
+
+
+def test_code_in_a_folder_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="transformers, an optional library, is missing")
+    monkeypatch.setattr("builtins.input", lambda *of: pytest.fail("asked"))
+    folder = hostile_folder(tmp_path)
+    with pytest.raises(InputError, match=r"without running code of the folder's own") as told:
+        build_tokenizer("HuggingFaceTokenizer", str(folder))
+    assert "\n" not in str(told.value) and not (tmp_path / "marker").exists()
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    class Silent(socketserver.BaseRequestHandler):
+        def handle(self) -> None:  # the connection ends without an answer
+            asked.append(self.client_address)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Silent) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr("time.sleep", lambda seconds: None)  # between asking again
+        with pytest.raises(InputError, match=r"--tokenizer-model no/such.*local path") as told:
+            build_tokenizer("HuggingFaceTokenizer", "no/such")
+        server.shutdown()
+    assert "\n" not in str(told.value)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b'{"model":' * 100_000, b"\xff\xfe", b"", b"null", b"{}"]
+)
+def test_a_file_that_is_no_tokenizer_is_one_line(tmp_path: Path, content: bytes) -> None:
+    small_bpe().save(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        whole = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(InputError, match=str(tmp_path)) as told:
+            load_tokenizer(tmp_path)
+        assert "\n" not in str(told.value)
+        (tmp_path / name).write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokenizer_type": ["ByteLevelBPE"]},
+        {"tokenizer_type": "NullTokenizer", "vocab_size": "50"},
+        {"tokenizer_type": "NullTokenizer", "vocab_size": None},
+        {"tokenizer_type": 5},
+    ],
+)
+def test_a_configuration_of_other_types_is_one_line(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(changes))
+    with pytest.raises(InputError) as told:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("eos", [5, ["<|endoftext|>"], {"content": 7}, {}])
+def test_an_end_of_another_type_is_not_believed(tmp_path: Path, eos: object) -> None:
+    bpe = small_bpe()
+    bpe.save(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": eos}))
+    assert load_tokenizer(tmp_path).fingerprint == bpe.fingerprint
+
+
+def options_off(rules: dict[str, Any]) -> None:
+    """What a library that knows another option writes."""
+    rules["model"]["another_option"] = False
+    rules["model"].pop("fuse_unk")
+
+
+def swapped(rules: dict[str, Any]) -> None:
+    """Two tokens of one length with each other's id."""
+    vocabulary = rules["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+
+def without_a_merge(rules: dict[str, Any]) -> None:
+    rules["model"]["merges"].pop()
+
+
+def other_splitting(rules: dict[str, Any]) -> None:
+    rules["pre_tokenizer"]["use_regex"] = False
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [(options_off, True), (swapped, False), (without_a_merge, False), (other_splitting, False)],
+)
+def test_the_fingerprint_is_of_what_makes_ids(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], same: bool
+) -> None:
+    bpe = small_bpe()
+    bpe.save(tmp_path)
+    rules = json.loads((tmp_path / "tokenizer.json").read_text())
+    change(rules)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    assert (load_tokenizer(tmp_path).fingerprint == bpe.fingerprint) is same
