@@ -46,11 +46,16 @@ class StepLoad(nn.Module):
         self.counts[-1] += len(choices.scores_TE)
 
     @torch.no_grad()
-    def finish(self, group: dist.ProcessGroup) -> None:
-        """Ends the step: sets `share_E`. Collective over the ranks that route tokens here."""
+    def finish(self, group: dist.ProcessGroup) -> torch.Tensor:
+        """Ends the step: sets `share_E`. Collective over the ranks that route tokens here.
+
+        Returns how many tokens of the step chose each expert: whole numbers in fp64 [E].
+        """
         dist.all_reduce(self.counts, group=group)
-        self.share_E.copy_(self.counts[:-1] / self.counts[-1].clamp(min=1))
+        counts_E = self.counts[:-1].clone()
+        self.share_E.copy_(counts_E / self.counts[-1].clamp(min=1))
         self.counts.zero_()
+        return counts_E
 
 
 class ExpertBias(nn.Module):
@@ -71,9 +76,14 @@ class ExpertBias(nn.Module):
         return _keeping_dtypes(self, fn, super()._apply)
 
     @torch.no_grad()
-    def update(self, share_E: torch.Tensor) -> None:
-        """Moves the bias by the loads of a step (any multiple of them)."""
-        self.bias_E += self.update_rate * torch.sign(share_E.mean() - share_E)
+    def update(self, counts_E: torch.Tensor) -> None:
+        """Moves the bias by the choices of a step, whole numbers in fp64 [E].
+
+        Their sum is compared with E times each, which is exact: a mean is not, and a bias would
+        drift where experts are loaded evenly.
+        """
+        lacks_E = counts_E.sum() - len(counts_E) * counts_E
+        self.bias_E += self.update_rate * torch.sign(lacks_E).to(self.bias_E.dtype)
 
 
 def _keeping_dtypes(

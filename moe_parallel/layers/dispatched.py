@@ -141,9 +141,9 @@ class DispatchedLayer(ExpertLayer):
     def after_step(self) -> None:
         if self.load is None:
             return
-        self.load.finish(self.context.groups.tp_dp)
+        counts_E = self.load.finish(self.context.groups.tp_dp)
         if self.bias is not None:
-            self.bias.update(self.load.share_E)
+            self.bias.update(counts_E)
 
 
 def _shared_expert(

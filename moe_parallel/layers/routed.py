@@ -69,13 +69,14 @@ class RoutedLayer(DispatchedLayer):
         return logits
 
     def _jittered(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Rows times uniform noise around 1, in training (Switch Transformer, section 2.2)."""
+        """Rows times uniform noise around 1 in training, then fp32 (Switch Transformer, 2.2)."""
         eps = self.selection.moe_input_jitter_eps
         if not (self.training and eps):
             return x_TD
         with get_cuda_rng_tracker().fork():  # other noise on other tensor-parallel ranks
             noise = torch.rand_like(x_TD, dtype=torch.float32)
-        return x_TD * (1 + eps * (2 * noise - 1)).to(x_TD.dtype)
+        # In fp32: next to 1, bf16 has steps of 1/256 below and 1/128 above.
+        return x_TD.float() * (1 + eps * (2 * noise - 1))
 
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
         return self.experts(rows.x_MD, rows.gates_MJ, rows.row_map)

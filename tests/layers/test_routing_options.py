@@ -100,6 +100,36 @@ def test_jitter_is_for_the_router_and_for_training():
         assert all(abs(noise - other).max() > 0.1 for other in noises[:number])
 
 
+def _noise_in_bf16(sizes: list[float]) -> list[numpy.ndarray]:
+    """The noise of each size that a bf16 layer's router sees, by tokens of ones."""
+    initialize_groups(make_config({}).parallel)
+    model_parallel_cuda_manual_seed(7)
+    seen: list[numpy.ndarray] = []
+    for eps in sizes:
+        case = Case(topk(k=EXPERTS, aux=0.0, z=0.0, moe_input_jitter_eps=eps), tokens=1024)
+        given = values(case) | {"w_router_ED": numpy.eye(EXPERTS, WIDTH)}
+        layer = build(case, given, torch.bfloat16, "reference")
+        choices = layer.choose(
+            torch.ones(case.tokens, WIDTH, dtype=torch.bfloat16), Tokens(1, SingleRank())
+        )
+        seen.append(choices.scores_TE.detach().numpy())
+    destroy_groups()
+    return seen
+
+
+def test_jitter_of_a_bf16_layer_is_no_coarser():
+    """In bf16 noise of 0.001 would round to 1, and noise of 0.01 beyond its bounds."""
+    sizes = [0.001, 0.01, EPS]
+    (noises,) = run_distributed(1, _noise_in_bf16, sizes)
+    for eps, noise in zip(sizes, noises, strict=True):
+        assert noise.dtype == numpy.float32
+        assert abs(noise - 1).max() <= eps + 1e-7
+        # Uniform: a standard deviation of eps / sqrt(3).
+        assert noise.std() == pytest.approx(eps / 3**0.5, rel=0.05)
+        assert noise.mean() == pytest.approx(1, abs=0.05 * eps)
+        assert len(numpy.unique(noise)) > 0.9 * noise.size
+
+
 def _all_experts(given: dict[str, numpy.ndarray], scores: numpy.ndarray) -> numpy.ndarray:
     gate_up, out = given["experts.w_gate_up_LD2F"], given["experts.w_out_LFD"]
     rows = []
