@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from moe_parallel.platform.gradient_norm import multi_tensor_l2_norm
 from moe_parallel.platform.megatron_version import SUPPORTED, check_megatron_version
 
 CPU = torch.device("cpu")
@@ -188,9 +189,10 @@ ADAPTATIONS: tuple[Adaptation, ...] = (
         "megatron.core.optimizer.clip_grads",
         "the gradient norm is a CUDA tensor, and gradients are checked by CUDA type name",
     ),
-    Literals(
-        "megatron.core.utils",
-        "the L2 norm used where Apex and Transformer Engine are absent is a CUDA tensor",
+    Replace(
+        "megatron.core.optimizer.clip_grads.l2_norm_impl",
+        multi_tensor_l2_norm,
+        "the norm used where Apex and Transformer Engine are absent is a CUDA tensor and inexact",
     ),
     Literals(
         "megatron.core.transformer.utils",

@@ -99,7 +99,11 @@ def build(config: Config) -> Engine:
     validate(config, torch.distributed.get_world_size())
     groups = initialize_groups(config.parallel, config.virtual_stages)
     model_parallel_cuda_manual_seed(config.training.seed)
-    return Engine(config, VOCABULARY, groups)
+    return Engine(config, _vocabulary(config), groups)
+
+
+def _vocabulary(config: Config) -> int:
+    return config.data.vocab_size or VOCABULARY
 
 
 def initial_weights(options: Options) -> list[Piece]:
@@ -130,7 +134,7 @@ def micro_batches(config: Config, first: int, engine: Engine) -> Iterator[dict[s
     for number in range(dp.rank(), _micro_batches_per_step(config), dp.size()):
         generator = torch.Generator().manual_seed(first + number)
         strides = torch.randint(1, 3, (size, length + 1), generator=generator)
-        text = (strides.cumsum(1) + 2 * torch.arange(size)[:, None]) % VOCABULARY
+        text = (strides.cumsum(1) + 2 * torch.arange(size)[:, None]) % _vocabulary(config)
         yield {
             "tokens": text[:, :-1],
             "labels": text[:, 1:],

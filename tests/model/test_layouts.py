@@ -240,6 +240,29 @@ def test_training_changes_what_is_compared(start: Start) -> None:
     assert all(layer["max_minus_min_load"] > 0 for layer in run.layers)
 
 
+#: Embeddings of half a million elements; some layouts hold half of them on a rank.
+LARGE_VOCABULARY = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "vocab_size": 8192,
+    "untie_embeddings_and_output_weights": True,
+    "init_method_std": 0.02,
+}
+
+
+@pytest.mark.parametrize("system", ["topk", "aoe"])
+def test_norms_of_large_gradients_agree(tmp_path: Path, system: str) -> None:
+    """The norm of a tensor is no less exact than those of its parts."""
+    options = systems.options(system) | LARGE_VOCABULARY
+    (start,) = run_distributed(1, save_start, options | ONE, tmp_path)
+    (one,) = run_all(1, start, {"one": options | ONE})["one"]
+    names = ("tp2", "dp2, distributed optimizer")
+    found = run_all(2, start, {name: options | LAYOUTS[2][name] for name in names})
+    for name, ranks in found.items():
+        for outcome in ranks:
+            numpy.testing.assert_allclose(outcome.grad_norms, one.grad_norms, 1e-6, err_msg=name)
+
+
 # With a capacity the experts count the S * B / tp tokens that one rank routes, with sequence
 # parallelism or without. So layouts agree among those of equal tp, not with the others.
 

@@ -68,7 +68,7 @@ NEEDED_FOR = {
     "megatron.core.optimizer.optimizer": (1, scenarios.train),
     "megatron.core.optimizer.distrib_optimizer": (2, scenarios.train_with_distributed_optimizer),
     "megatron.core.optimizer.clip_grads": (1, scenarios.train),
-    "megatron.core.utils": (1, scenarios.train),
+    "megatron.core.optimizer.clip_grads.l2_norm_impl": (1, scenarios.train),
     "megatron.core.transformer.utils": (1, scenarios.train),
     "megatron.core.rerun_state_machine": (1, scenarios.repeat_a_step),
     "megatron.core.dist_checkpointing.exchange_utils": (2, scenarios.load_fully_parallel),

@@ -1,0 +1,69 @@
+"""The norm of gradients on a CPU host, against fp64."""
+
+import math
+
+import pytest
+import torch
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+
+from moe_parallel.platform.gradient_norm import multi_tensor_l2_norm
+from tests.distributed import run_distributed
+
+CHUNK = 2**16  # elements; what Megatron-Core passes on a CPU
+EMBEDDING = (32_000, 768)
+
+
+def norm(*tensors: torch.Tensor, chunk: int = CHUNK) -> float:
+    found, _ = multi_tensor_l2_norm(chunk, torch.zeros(1), [list(tensors)], False)
+    assert found.shape == (1,)
+    assert found.dtype == torch.float32
+    return found.item()
+
+
+def test_by_hand():
+    assert norm(torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])) == 5.0
+    assert norm(torch.arange(1.0, 7.0), chunk=4) == pytest.approx(math.sqrt(91), rel=1e-7)
+    assert norm(torch.ones(3, 2)[:, 0]) == pytest.approx(math.sqrt(3), rel=1e-7)  # not contiguous
+    assert norm(torch.tensor([3.0, 4.0], dtype=torch.bfloat16)) == 5.0
+    assert norm(torch.empty(0), torch.tensor(2.0)) == 2.0
+    assert norm() == 0.0
+
+
+def test_what_is_not_finite_is_seen():
+    assert math.isnan(norm(torch.ones(3), torch.tensor([1.0, math.nan])))
+    assert math.isinf(norm(torch.ones(3), torch.tensor([-math.inf])))
+
+
+def test_neither_small_nor_large_squares_are_lost():
+    """In fp32 the square of 1e-30 is 0 and that of 1e30 infinite."""
+    assert norm(torch.full((4,), 1e-30)) == pytest.approx(2e-30, rel=1e-6)
+    assert norm(torch.full((4,), 1e30)) == pytest.approx(2e30, rel=1e-6)
+
+
+def _norm_and_clipping():
+    """By Megatron-Core's functions: what they return for an embedding, and what clipping leaves."""
+    grad = torch.randn(EMBEDDING, generator=torch.Generator().manual_seed(0))
+    exact = float(grad.double().square().sum().sqrt())
+    weight = torch.nn.Parameter(torch.empty(EMBEDDING))
+    weight.grad = grad
+    found = get_grad_norm_fp32([grad])
+    clip_grad_by_total_norm_fp32([weight], 1.0, found)
+    return found / exact, float(weight.grad.double().square().sum().sqrt())
+
+
+def test_the_gradient_of_an_embedding():
+    """24.6 million elements, of which torch's own norm on a CPU is 1e-3 off."""
+    ((ratio, clipped),) = run_distributed(1, _norm_and_clipping)
+    assert ratio == pytest.approx(1, abs=1e-6)
+    assert clipped == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("value", ["normal", "equal"])
+def test_parts_have_the_norm_of_the_whole(value):
+    """Equal elements are the worst case for few accumulators: all round the same way."""
+    whole = torch.full((1_600_000,), 0.1)
+    if value == "normal":
+        whole.normal_(generator=torch.Generator().manual_seed(0))
+    exact = float(whole.double().square().sum().sqrt())
+    assert norm(whole) == pytest.approx(exact, rel=1e-7)
+    assert norm(*whole.split(123_457)) == pytest.approx(exact, rel=1e-7)
