@@ -3,7 +3,8 @@ r"""Rewrite an indexed dataset so that training instances are made of similar do
     python tools/order_by_similarity.py --data-path data/my_text_document \
         --output-prefix data/my_similar --seq-length 4096
 
-writes data/my_similar.bin and .idx, on which training is run with the same --seq-length:
+writes data/my_similar.bin and .idx, on which training is run with the same --seq-length (their
+manifest names it, and training refuses another):
 
     torchrun --nproc-per-node 2 pretrain_gpt_moe.py --expert-selection lory \
         --data-path data/my_similar --seq-length 4096 ...
@@ -43,6 +44,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     files.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="dataset to write: .bin and .idx"
     )
+    files.add_argument("--overwrite", action="store_true", help="replace the dataset that is there")
     files.add_argument(
         "--eod-id", type=int, help="token that ends a document (default: what all of them end with)"
     )
@@ -151,12 +153,14 @@ def order(options: argparse.Namespace) -> "Summary":
 
     hush_notices()
 
+    from moe_parallel.data.indexed import check_new
     from moe_parallel.data.similarity.documents import Documents
     from moe_parallel.data.similarity.neighbours import faiss
     from moe_parallel.data.similarity.rewrite import Ordering, rewrite
     from moe_parallel.data.similarity.scratch import scratch
 
     check(options)
+    check_new(options.output_prefix, options.overwrite)
     faiss()  # told now, not after the embedding
     documents = Documents(options.data_path, options.eod_id)
     if len(documents) < 2:
@@ -171,12 +175,12 @@ def order(options: argparse.Namespace) -> "Summary":
         seed=options.seed,
     )
     output = Path(options.output_prefix)
-    embedder = _embedder(options)
+    embedder = _embedder(options, documents)
     with scratch(options.work_folder, beside=output) as work:
         return rewrite(options.data_path, output, documents, embedder, ordering, work, _progress)
 
 
-def _embedder(options: argparse.Namespace) -> "Embedder":
+def _embedder(options: argparse.Namespace, documents: "Documents") -> "Embedder":
     if options.encoder is None:
         from moe_parallel.data.similarity.tf_idf import HashedTfIdf
 
@@ -185,6 +189,11 @@ def _embedder(options: argparse.Namespace) -> "Embedder":
     from moe_parallel.data.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer(options.tokenizer_type, options.tokenizer_model, options.vocab_size)
+    if documents.tokenizer not in (None, tokenizer.fingerprint):
+        raise InputError(
+            f"--tokenizer-model {options.tokenizer_model} is not the tokenizer that wrote "
+            f"{options.data_path}: name that one, or the encoder reads other words"
+        )
     return HuggingFaceEncoder(options.encoder, tokenizer, options.encoder_batch_size)
 
 

@@ -3,14 +3,18 @@ r"""Turn JSON lines into Megatron indexed datasets that --data-path reads.
     python tools/preprocess_data.py --input my.jsonl --output-prefix data/my \
         --tokenizer-type ByteLevelBPE --vocab-size 8192 --append-eod
 
-writes data/my_text_document.bin and .idx and, because it trained the tokenizer itself,
-data/my_tokenizer/. The flags, and the names of the files, are those of Megatron's tool.
+writes data/my_text_document.bin and .idx, a manifest beside them and, because it trained the
+tokenizer itself, data/my_tokenizer/. All appear at the end, or nothing does. The flags, and the
+names of the files, are those of Megatron's tool.
 """
 
 import argparse
 import os
+import shutil
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
@@ -49,14 +53,16 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--append-eod", action="store_true", help="end each document with the token for that"
     )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the datasets and the tokenizer there"
+    )
     parser.add_argument("--workers", type=int, default=1, help="threads that tokenize (default 1)")
     return parser.parse_args(arguments)
 
 
 def find_tokenizer(options: argparse.Namespace) -> Tokenizer:
-    """Open the tokenizer that the flags name, or train one on the input and save it."""
-    new = options.tokenizer_type == "ByteLevelBPE" and options.tokenizer_model is None
-    if not new:
+    """Open the tokenizer that the flags name, or train one on the input."""
+    if not _trains(options):
         return build_tokenizer(options.tokenizer_type, options.tokenizer_model, options.vocab_size)
     if options.vocab_size is None:
         raise InputError(
@@ -67,36 +73,78 @@ def find_tokenizer(options: argparse.Namespace) -> Tokenizer:
         texts = (
             text for key in options.json_keys for text in read_jsonl(options.input, key, bar.update)
         )
-        tokenizer = train_byte_bpe(texts, options.vocab_size)
-    folder = Path(f"{options.output_prefix}_tokenizer")
-    tokenizer.save(folder)
-    print(f"{folder}: byte-level BPE, {tokenizer.vocab_size:,} tokens")
-    return tokenizer
+        return train_byte_bpe(texts, options.vocab_size)
 
 
 def preprocess(options: argparse.Namespace) -> None:
-    """Write one indexed dataset for each key."""
+    """Write one indexed dataset for each key, and the tokenizer if it is a new one."""
     # Here, so that --help is answered before torch and Megatron-Core are loaded.
     from moe_parallel.platform.notices import hush_notices
 
     hush_notices()
 
-    from moe_parallel.data.indexed import tokenize_documents, write_indexed
+    from moe_parallel.data.indexed import (
+        check_new,
+        move_indexed,
+        tokenize_documents,
+        write_indexed,
+    )
 
     if options.workers < 1:
         raise InputError(f"--workers {options.workers} must be 1 or more")
     # The tokenizers library reads it when it starts its threads, which it has not yet.
     os.environ["RAYON_NUM_THREADS"] = str(options.workers)
+    target = Path(f"{options.output_prefix}_tokenizer")
+    datasets = {key: Path(f"{options.output_prefix}_{key}_document") for key in options.json_keys}
+    for prefix in datasets.values():
+        check_new(prefix, options.overwrite)
+    if _trains(options) and target.exists() and not options.overwrite:
+        raise InputError(f"{target} exists: give another --output-prefix, or --overwrite")
     tokenizer = find_tokenizer(options)
-    for key in options.json_keys:
-        prefix = Path(f"{options.output_prefix}_{key}_document")
-        with _progress(options.input, 1, f"tokenizing {key!r}") as bar:
-            texts = read_jsonl(options.input, key, bar.update, tokenizer.check)
-            documents = tokenize_documents(texts, tokenizer, append_eod=options.append_eod)
-            written = write_indexed(
-                prefix, documents, tokenizer.vocab_size, tokenizer=tokenizer.fingerprint
-            )
-        print(f"{prefix}: {written.documents:,} documents, {written.tokens:,} tokens")
+    lines = []
+    with _staging(target) as folder:
+        if _trains(options):
+            tokenizer.save(folder / target.name)
+            lines.append(f"{target}: {_size(tokenizer, options.vocab_size)}")
+        for key, prefix in datasets.items():
+            with _progress(options.input, 1, f"tokenizing {key!r}") as bar:
+                texts = read_jsonl(options.input, key, bar.update, tokenizer.check)
+                documents = tokenize_documents(texts, tokenizer, append_eod=options.append_eod)
+                written = write_indexed(
+                    folder / prefix.name,
+                    documents,
+                    tokenizer.vocab_size,
+                    tokenizer=tokenizer.fingerprint,
+                )
+            lines.append(f"{prefix}: {written.documents:,} documents, {written.tokens:,} tokens")
+        if _trains(options):
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(folder / target.name, target)
+        for prefix in datasets.values():
+            move_indexed(folder / prefix.name, prefix)
+    print("\n".join(lines))
+
+
+def _trains(options: argparse.Namespace) -> bool:
+    return options.tokenizer_type == "ByteLevelBPE" and options.tokenizer_model is None
+
+
+def _size(tokenizer: Tokenizer, asked: int) -> str:
+    size = f"byte-level BPE, {tokenizer.vocab_size:,} tokens"
+    if tokenizer.vocab_size == asked:
+        return size
+    return f"{size}, fewer than --vocab-size {asked:,}: the text has no more pairs to merge"
+
+
+@contextmanager
+def _staging(beside: Path) -> Iterator[Path]:
+    """A folder on the same disk, gone at the end with what has not been moved out of it."""
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{beside.name}.writing-", dir=beside.parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _progress(path: Path, passes: int, label: str) -> tqdm:
@@ -114,6 +162,9 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         print(f"error: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("error: interrupted; nothing was written", file=sys.stderr)
+        return 130
     return 0
 
 

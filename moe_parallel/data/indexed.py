@@ -87,7 +87,7 @@ def write_indexed(
                 builder.add_document(content.count(ids), [len(ids)])
         builder.finalize(str(temporary_idx))
         if not content.documents:
-            raise InputError(f"there is no text to write to {prefix}: the input is empty")
+            raise InputError(f"there is no text to write to {prefix.name}: the input is empty")
         flush_to_disk(temporary_bin)
         flush_to_disk(temporary_idx)
         final_idx.unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -7,6 +8,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from moe_parallel.data.jsonl import read_jsonl
+from moe_parallel.data.manifest import read_manifest
 from moe_parallel.data.tokenizer import load_tokenizer
 from moe_parallel.errors import InputError
 from tests.data.small_text import small_bpe, words
@@ -123,3 +125,66 @@ def test_an_empty_or_missing_input_is_told(
         arguments += ["--tokenizer-model", tmp_path / "tokenizer"]
         assert tool().main([str(word) for word in arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_an_input_without_text_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = write(tmp_path / "empty.jsonl")
+    half = write(tmp_path / "half.jsonl", {"text": "one two", "title": ""})
+    for source in (empty, half):
+        arguments = ["--input", source, "--output-prefix", tmp_path / "my", "--vocab-size", "300"]
+        arguments += ["--json-keys", "text", "title"]
+        assert tool().main([str(word) for word in arguments]) == 2
+        assert re.fullmatch(r"error: there is no text to write .*\n", capsys.readouterr().err)
+        assert sorted(tmp_path.iterdir()) == [empty, half]
+
+
+def test_what_is_there_is_not_overwritten_unasked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "in.jsonl", {"text": words(90, 1)})
+    arguments = ["--input", str(source), "--output-prefix", str(tmp_path / "my")]
+    arguments += ["--vocab-size", "300"]
+    assert tool().main(arguments) == 0
+    write(source, {"text": words(90, 2)})
+    capsys.readouterr()
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in sorted(tmp_path.rglob("my*")) if path.is_file()}
+
+    before = files()
+    assert tool().main(arguments) == 2
+    assert re.fullmatch(r"error: \S*my_text_document\.bin exists: .*--overwrite\n", _err(capsys))
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"my_text_document.{suffix}").rename(tmp_path / f"kept.{suffix}")
+    assert tool().main(arguments) == 2
+    assert re.fullmatch(r"error: \S*my_tokenizer exists: .*--overwrite\n", _err(capsys))
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"kept.{suffix}").rename(tmp_path / f"my_text_document.{suffix}")
+    assert files() == before
+    assert tool().main([*arguments, "--overwrite"]) == 0
+    assert not list(tmp_path.glob(".*"))
+    after = files()
+    assert after.keys() == before.keys()
+    tokenizer = load_tokenizer(tmp_path / "my_tokenizer")
+    manifest = read_manifest(tmp_path / "my_text_document")
+    assert manifest is not None and manifest.tokenizer == tokenizer.fingerprint
+    assert [tokenizer.detokenize(ids) for ids in documents(tmp_path / "my_text_document")] == [
+        words(90, 2)
+    ]
+
+
+def _err(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().err
+
+
+def test_a_vocabulary_that_comes_out_smaller_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "in.jsonl", {"text": "ab ab"})
+    arguments = ["--input", str(source), "--output-prefix", str(tmp_path / "my")]
+    assert tool().main([*arguments, "--vocab-size", "1000000"]) == 0
+    assert "259 tokens, fewer than --vocab-size 1,000,000: the text" in capsys.readouterr().out
+    assert tool().main([*arguments, "--vocab-size", "259", "--overwrite"]) == 0
+    assert "259 tokens\n" in capsys.readouterr().out

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from moe_parallel.data.indexed import write_indexed
+from moe_parallel.data.manifest import read_manifest
 from moe_parallel.data.similarity.documents import Documents
 from moe_parallel.data.similarity.tf_idf import HashedTfIdf
 from tests.data.small_text import small_bpe
@@ -83,7 +84,7 @@ def test_every_document_but_the_copy_is_there_once(tmp_path: Path) -> None:
     expected = [Documents(str(data))[i].tolist() for i in range(200)]
     expected.remove(expected[3])
     assert sorted(found) == sorted(expected)
-    assert order(data, output, "--keep-duplicates") == 0
+    assert order(data, output, "--keep-duplicates", "--overwrite") == 0
     assert instances(output).size == 200 * 31 // S * S
 
 
@@ -140,7 +141,7 @@ def test_an_interruption_leaves_what_was_there(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(stage, interrupted)
-    assert order(data, output, "--seed", 1) == 130
+    assert order(data, output, "--seed", 1, "--overwrite") == 130
     assert calls
     assert capsys.readouterr() == ("", "error: interrupted; no dataset was written\n")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -211,6 +212,25 @@ def test_files_that_cannot_be_used(
     assert re.fullmatch(rf"error: .*{message}.*\n", capsys.readouterr().err)
 
 
+def test_what_is_there_is_not_overwritten_unasked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, output = kinds_of_text(tmp_path), tmp_path / "out"
+    assert order(data, output) == 0
+    capsys.readouterr()
+    assert order(data, output) == 2
+    assert re.fullmatch(r"error: \S*out\.bin exists: .*--overwrite\n", capsys.readouterr().err)
+
+
+def test_an_encoder_is_not_given_the_words_of_another_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = small_data(tmp_path)["data_path"][0]
+    more = ["--encoder", "any", "--tokenizer-type", "NullTokenizer", "--vocab-size", 900]
+    assert order(data, tmp_path / "out", *more) == 2
+    assert "is not the tokenizer that wrote" in capsys.readouterr().err
+
+
 def test_without_faiss_it_says_so_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,3 +266,6 @@ def test_training_takes_what_it_wrote(tmp_path: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"iteration +\d+/4 \| loss (\S+)", printed)]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
+    manifest = read_manifest(tmp_path / "ordered")
+    assert manifest is not None
+    assert (manifest.tokenizer, manifest.seq_length) == (small_bpe().fingerprint, S)
