@@ -11,6 +11,7 @@ belong to a rank, start anew.
 """
 
 import copy
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -34,12 +35,16 @@ from moe_parallel.agreement import (
 )
 from moe_parallel.errors import InputError
 from moe_parallel.platform.megatron_version import installed_version
+from moe_parallel.training.checkpoint_files import (
+    check_complete,
+    check_content,
+    describe_files,
+    list_files,
+)
 from moe_parallel.training.checkpoint_folder import (
     CheckpointFolder,
-    check_content,
     checkpoint_name,
     copy_files,
-    describe_files,
     find_checkpoint,
 )
 from moe_parallel.training.checkpoint_fp8 import (
@@ -61,7 +66,13 @@ from moe_parallel.training.checkpoint_optimizer import (
     set_adam_step,
 )
 from moe_parallel.training.checkpoint_random import random_state, set_random_state
-from moe_parallel.training.checkpoint_record import FORMAT, Expected, as_json, checked_record
+from moe_parallel.training.checkpoint_record import (
+    UNSEALED,
+    Expected,
+    as_json,
+    checked_record,
+    seal,
+)
 from moe_parallel.training.checkpoint_tensors import (
     of_this_rank,
     read_tensors,
@@ -172,9 +183,11 @@ class Checkpointer:
             content["masters"] = master_tensors(held)
         write_tensors(content, writing)
         on_rank_0(lambda: copy_files(self.files, writing))
-        described = exchange(agree(lambda: describe_files(writing, _share())))
+        names: list[str] = exchange(agree(lambda: list_files(writing)))[0]
+        described = exchange(agree(lambda: describe_files(writing, names[_share()])))
+        files = {name: facts for share in described for name, facts in share.items()}
+        on_rank_0(lambda: check_complete(writing, files))
         record = {
-            "format": FORMAT,
             "training": asdict(state),
             "adam_step": None if optimizer is None else max(exchange(adam_step(held))),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -182,9 +195,9 @@ class Checkpointer:
             "fp8_state": fp8_state_facts(model_chunks),
             "fingerprint": self.fingerprint,
             "versions": {"torch": torch.__version__, "megatron-core": installed_version()},
-            "files": {name: facts for share in described for name, facts in share.items()},
+            "files": files,
         }
-        on_rank_0(lambda: self.folder.publish(iteration, record, self.keep_last))
+        on_rank_0(lambda: self.folder.publish(iteration, seal(record), self.keep_last))
         return self.folder.directory / checkpoint_name(iteration)
 
     def load(
@@ -296,7 +309,13 @@ def _open(
     """The checkpoint that `path` means, and its record; both have been checked. Collective."""
     checkpoint = agree(lambda: find_checkpoint(path))
     record = agree(lambda: checked_record(checkpoint, expected, optimizer, scheduler))
-    agree(lambda: check_content(checkpoint, record, _share()))
+    agree(lambda: check_content(checkpoint, record["files"], _share()))
+    if record["format"] == UNSEALED and dist.get_rank() == 0:
+        print(
+            f"caution: {checkpoint} was saved by an earlier version, whose checkpoint.json has no "
+            "checksum: damage to it may go unseen; what is saved from here on has one",
+            file=sys.stderr,
+        )
     return checkpoint, record
 
 
@@ -324,7 +343,7 @@ def _go_on(
         scheduler.num_steps = 0
         scheduler.step(increment=record["scheduler"]["num_steps"])
     if "random" in loaded:
-        set_random_state(loaded["random"])
+        agree(lambda: set_random_state(loaded["random"]))
     return TrainingState(**record["training"])
 
 
@@ -350,7 +369,7 @@ def _share() -> slice:
 
 
 def _check_tensors(
-    checkpoint: Path, content: dict[str, Any], stored: dict[str, ShardedTensor]
+    checkpoint: Path, content: dict[str, Any], stored: dict[str, tuple[int, ...]]
 ) -> None:
     """Compare the tensors to be read, on any rank, with those that are there.
 
@@ -367,12 +386,12 @@ def _check_tensors(
 
 
 def _difference(
-    wanted: dict[str, tuple[tuple[int, ...], bool]], stored: dict[str, ShardedTensor]
+    wanted: dict[str, tuple[tuple[int, ...], bool]], stored: dict[str, tuple[int, ...]]
 ) -> str | None:
     for key, (shape, may_differ) in wanted.items():
         if key not in stored:
             return f"the model has {key}, which the checkpoint lacks"
-        found = tuple(stored[key].global_shape)
+        found = stored[key]
         if found != shape and not may_differ:
             return f"{key} is {list(found)} in the checkpoint and {list(shape)} here"
     read = {key.removeprefix(MASTER) for key in wanted}

@@ -2,7 +2,7 @@
 
     DIR/latest_checkpointed_iteration.txt   the iteration of the newest checkpoint
     DIR/iter_0000010/                       a checkpoint; it never changes once it has this name
-        checkpoint.json                     written last: what it is; size and CRC of every file
+        checkpoint.json                     written last: see checkpoint_record.py
         metadata.json common.pt .metadata *.distcp        Megatron-Core's torch_dist format
         config.yaml tokenizer/ ...          small files that travel with the weights
     DIR/.iter_0000010.writing               being written; left behind by a killed save
@@ -12,21 +12,19 @@ Everything here is plain file work for one process. Renames within a folder are 
 and folders are flushed to the disk before the rename that makes them visible.
 """
 
-import json
 import re
 import shutil
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from moe_parallel.data.publish import flush_to_disk, write_published
 from moe_parallel.errors import InputError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RECORD = "checkpoint.json"
-_NAME = re.compile(r"iter_(\d{7,})")
-_LEFTOVER = re.compile(r"\.iter_\d{7,}\.(writing|old)")
+_NAME = re.compile(r"iter_([0-9]{7,})")
+_ITERATION = re.compile(r"[0-9]{1,18}")
+_LEFTOVER = re.compile(r"\.iter_([0-9]{7,})\.(writing|old)")
 
 
 def checkpoint_name(iteration: int) -> str:
@@ -56,13 +54,13 @@ class CheckpointFolder:
         """Give the disk space of an unfinished checkpoint back; never fails."""
         shutil.rmtree(self.writing_path(iteration), ignore_errors=True)
 
-    def publish(self, iteration: int, record: Mapping[str, Any], keep_last: int | None) -> Path:
+    def publish(self, iteration: int, record: str, keep_last: int | None) -> Path:
         """Give the written checkpoint its name, point the tracker at it, delete the oldest.
 
-        `record` becomes checkpoint.json; its "files" are what `describe_files` said of all files.
+        `record` is the text of checkpoint.json.
         """
         writing = self.writing_path(iteration)
-        (writing / RECORD).write_text(json.dumps(record, indent=1))
+        (writing / RECORD).write_text(record)
         for path in (writing, *writing.rglob("*")):
             flush_to_disk(path)
 
@@ -86,12 +84,11 @@ class CheckpointFolder:
 
         Raises InputError if the tracker is unreadable or names a checkpoint that is not there.
         """
-        tracker = self.directory / TRACKER
-        if not tracker.is_file():
+        text = self._tracker()
+        if text is None:
             found = self.iterations()
             return self.directory / checkpoint_name(found[-1]) if found else None
-        text = tracker.read_text().strip()
-        if not text.isdigit():
+        if not _ITERATION.fullmatch(text):
             raise InputError(
                 f"--load {self.directory}: {TRACKER} says {text[:40]!r} instead of an iteration; "
                 "write the iteration of a checkpoint there, or name one: "
@@ -122,10 +119,17 @@ class CheckpointFolder:
                 else:
                     shutil.rmtree(path)
 
-    def _tracked(self, published: Path) -> bool:
+    def _tracker(self) -> str | None:
+        """What the tracker says, as far as it can be an iteration; None: there is none."""
         tracker = self.directory / TRACKER
-        text = tracker.read_text().strip() if tracker.is_file() else ""
-        return text.isdigit() and published.name == checkpoint_name(int(text))
+        if not tracker.is_file():
+            return None
+        with tracker.open("rb") as file:
+            return file.read(100).decode("utf-8", "backslashreplace").strip()
+
+    def _tracked(self, published: Path) -> bool:
+        text = self._tracker() or ""
+        return bool(_ITERATION.fullmatch(text)) and published.name == checkpoint_name(int(text))
 
     def _delete_oldest(self, keep_last: int, newest: Path) -> None:
         """Delete all but `newest` and the `keep_last - 1` highest other iterations.
@@ -163,62 +167,6 @@ def find_checkpoint(path: Path) -> Path:
     return latest
 
 
-def read_record(checkpoint: Path) -> dict[str, Any]:
-    """The content of checkpoint.json, after checking that every file is there in its full size.
-
-    Raises InputError if the checkpoint is torn.
-    """
-    try:
-        record = json.loads((checkpoint / RECORD).read_text())
-        sizes = {name: facts["bytes"] for name, facts in record["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError):
-        raise _torn(checkpoint, f"{RECORD} is missing or unreadable") from None
-    for name, size in sizes.items():
-        path = checkpoint / name
-        if not path.is_file():
-            raise _torn(checkpoint, f"{name} is missing")
-        if path.stat().st_size != size:
-            raise _torn(checkpoint, f"{name} has {path.stat().st_size} bytes instead of {size}")
-    return record
-
-
-def check_content(checkpoint: Path, record: Mapping[str, Any], share: slice) -> None:
-    """Read a share of the files and compare them with the record; raises InputError."""
-    for name, facts in describe_files(checkpoint, share).items():
-        if record["files"].get(name, facts) != facts:
-            raise _torn(checkpoint, f"{name} is damaged")
-
-
-def describe_files(folder: Path, share: slice) -> dict[str, dict[str, int]]:
-    """Size and CRC-32 of a share of the files, sorted by name, that checkpoint.json lists.
-
-    Reading everything takes about a second a gigabyte, so ranks take a share each.
-    """
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != RECORD)
-    return {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "crc32": _crc32(path)}
-        for path in paths[share]
-    }
-
-
-def _crc32(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            crc = zlib.crc32(block, crc)
-    return crc
-
-
-def _torn(checkpoint: Path, what: str) -> InputError:
-    others = [
-        i
-        for i in CheckpointFolder(checkpoint.parent).iterations()
-        if checkpoint_name(i) != checkpoint.name
-    ]
-    remedy = f"load another one: {_names(others)}" if others else "it cannot be loaded"
-    return InputError(f"--load {checkpoint}: the checkpoint is torn: {what}; {remedy}")
-
-
 def copy_files(files: Mapping[str, str | Path], target: Path) -> None:
     """Put small files beside the weights: text as it stands, a Path's file or folder copied."""
     for name, source in files.items():
@@ -229,6 +177,19 @@ def copy_files(files: Mapping[str, str | Path], target: Path) -> None:
             shutil.copytree(source, target / name)
         else:
             shutil.copyfile(source, target / name)
+
+
+def iteration_in_name(checkpoint: Path) -> int | None:
+    """The iteration that a checkpoint's folder is named after; None: it has a name of its own."""
+    name = checkpoint.resolve().name
+    match = _NAME.fullmatch(name) or _LEFTOVER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def other_checkpoints(checkpoint: Path) -> str:
+    """The newest three beside this one, for a message; "" where there is none."""
+    iterations = CheckpointFolder(checkpoint.parent).iterations()
+    return _names([i for i in iterations if checkpoint_name(i) != checkpoint.name])
 
 
 def _names(iterations: list[int]) -> str:

@@ -1,4 +1,7 @@
-"""The random states of one rank: Python, numpy, torch on CPU and GPU, Megatron's tracker."""
+"""The random states of one rank: Python, numpy, torch on CPU and GPU, Megatron's tracker.
+
+Tensors and plain values alone, so that reading a state back runs nothing.
+"""
 
 import random
 from typing import Any
@@ -7,12 +10,16 @@ import numpy
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from moe_parallel.agreement import StorageError
+
 
 def random_state() -> dict[str, Any]:
     """Every generator that training may draw from on this rank."""
+    state: Any = numpy.random.get_state()
+    name, keys, *place = state
     return {
         "python": random.getstate(),
-        "numpy": numpy.random.get_state(),
+        "numpy": (name, torch.from_numpy(keys.astype(numpy.int64)), *place),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),
         "megatron": get_cuda_rng_tracker().get_states(),
@@ -20,9 +27,18 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put back what `random_state` returned."""
-    random.setstate(state["python"])
-    numpy.random.set_state(state["numpy"])
-    torch.cuda.set_rng_state(state["cuda"])
-    get_cuda_rng_tracker().set_states(state["megatron"])
-    torch.set_rng_state(state["torch"])
+    """Put back what `random_state` returned.
+
+    Raises:
+        StorageError: `state` is something else.
+    """
+    try:
+        name, keys, *place = state["numpy"]  # an array in checkpoints of format 1
+        random.setstate(state["python"])
+        numpy.random.set_state((name, numpy.asarray(keys).astype(numpy.uint32), *place))
+        torch.cuda.set_rng_state(state["cuda"])
+        get_cuda_rng_tracker().set_states(state["megatron"])
+        torch.set_rng_state(state["torch"])
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        reason = type(error).__name__
+        raise StorageError(f"its random states are of another kind ({reason})") from error

@@ -1,17 +1,29 @@
-"""checkpoint.json, a checkpoint's record of the run that saved it, beside a configuration."""
+"""checkpoint.json, a checkpoint's record of the run that saved it, and of its files.
 
+format          2. Format 1 had no checksum; it is read, with a caution
+checksum        SHA-256 of all the rest as canonical JSON (sorted keys, no spaces)
+training        iteration, consumed_samples, consumed_tokens
+adam_step, scheduler                null in a checkpoint of weights alone
+layout, fp8_state, fingerprint      what a run has to share to load it, or all of it
+versions        of torch and megatron-core
+files           size and CRC-32 of every other file
+"""
+
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint_folder import read_record
+from moe_parallel.training.checkpoint_files import check_content, check_sizes, torn
+from moe_parallel.training.checkpoint_folder import RECORD, checkpoint_name, iteration_in_name
 
-FORMAT = 1
+FORMAT = 2
+UNSEALED = 1  # the format before, without a checksum
 
 # A run that goes on keeps its schedule; another one would change the learning rate unnoticed.
 SCHEDULE_FLAGS = {
@@ -44,11 +56,6 @@ def checked_record(
     `optimizer`, `scheduler`: what will need a state; None: nothing.
     """
     record = read_record(checkpoint)
-    if record["format"] != FORMAT:
-        raise InputError(
-            f"--load {checkpoint}: its format is {record['format']}, and this program reads "
-            f"{FORMAT}; load it with the version that wrote it"
-        )
     _compare(checkpoint, record["fingerprint"], as_json(expected.fingerprint), expected.remedy)
     for part, key, wanted in (
         ("optimizer", "adam_step", optimizer),
@@ -63,6 +70,101 @@ def checked_record(
         configured = _schedule(scheduler.state_dict())
         _compare(checkpoint, _schedule(record["scheduler"]), configured, Expected.remedy)
     return record
+
+
+def seal(record: Mapping[str, Any]) -> str:
+    """The text of checkpoint.json: `record` with the format and its checksum."""
+    sealed = {"format": FORMAT, **as_json(record)}
+    return json.dumps({**sealed, "checksum": _checksum(sealed)}, indent=1)
+
+
+def read_record(checkpoint: Path) -> dict[str, Any]:
+    """The content of checkpoint.json, after checking that every file is there in its full size.
+
+    Raises InputError if the checkpoint is torn, or is not the one that its name says.
+    """
+    try:
+        record = json.loads((checkpoint / RECORD).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        raise torn(checkpoint, f"{RECORD} is missing or unreadable") from None
+    _check_seal(checkpoint, record)
+    if not _is_record(record):
+        raise torn(checkpoint, f"{RECORD} is no record of a checkpoint")
+    saved, named = record["training"]["iteration"], iteration_in_name(checkpoint)
+    if named is not None and named != saved:
+        raise InputError(
+            f"--load {checkpoint}: it was saved at iteration {saved} and has been renamed; give it "
+            f"its name back, {checkpoint_name(saved)}, or one that is no iteration's"
+        )
+    check_sizes(checkpoint, record["files"])
+    return record
+
+
+def checked_file(checkpoint: Path, name: str) -> Path:
+    """A file of a checkpoint, found to be as it was saved; raises InputError otherwise."""
+    files = read_record(checkpoint)["files"]
+    if name not in files:
+        raise torn(checkpoint, f"{name} is missing")
+    check_content(checkpoint, {name: files[name]}, slice(None))
+    return checkpoint / name
+
+
+def _check_seal(checkpoint: Path, record: Any) -> None:
+    if not isinstance(record, dict) or type(record.get("format")) is not int:
+        raise torn(checkpoint, f"{RECORD} is no record of a checkpoint")
+    checksum = record.pop("checksum", None)
+    if checksum is None and record["format"] == UNSEALED:
+        return
+    if checksum != _checksum(record):
+        raise torn(checkpoint, f"{RECORD} is damaged: its checksum is another")
+    if record["format"] != FORMAT:
+        raise InputError(
+            f"--load {checkpoint}: its format is {record['format']}, and this program reads "
+            f"{UNSEALED} and {FORMAT}; load it with the version that wrote it"
+        )
+
+
+def _checksum(record: Mapping[str, Any]) -> str:
+    canonical = json.dumps(record, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+
+def _is_record(record: Mapping[str, Any]) -> bool:
+    """Whether every field is of its kind, so that whoever reads one needs no doubt."""
+    training: Any = record.get("training")
+    files: Any = record.get("files")
+    scheduler, step = record.get("scheduler"), record.get("adam_step")
+    maps = (training, record.get("layout"), record.get("fingerprint"), files)
+    if not all(isinstance(each, dict) for each in maps):
+        return False
+    places = {"iteration", "consumed_samples", "consumed_tokens"}
+    return (
+        training.keys() == places
+        and all(_is_count(value) for value in training.values())
+        and (step is None or _is_count(step))
+        and (scheduler is None or _is_schedule(scheduler))
+        and (record.get("fp8_state") is None or isinstance(record["fp8_state"], dict))
+        and all(_is_file(name, facts) for name, facts in files.items())
+    )
+
+
+def _is_schedule(state: Any) -> bool:
+    return (
+        isinstance(state, dict)
+        and SCHEDULE_FLAGS.keys() <= state.keys()
+        and _is_count(state.get("num_steps"))
+    )
+
+
+def _is_file(name: str, facts: Any) -> bool:
+    path = PurePosixPath(name)
+    inside = not path.is_absolute() and ".." not in path.parts and "\0" not in name
+    described = isinstance(facts, dict) and facts.keys() == {"bytes", "crc32"}
+    return inside and described and all(_is_count(value) for value in facts.values())
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
 
 
 def as_json(facts: Mapping[str, object]) -> dict[str, object]:

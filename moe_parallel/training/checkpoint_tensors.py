@@ -1,12 +1,15 @@
 """Sharded tensors on disk: Megatron-Core's torch_dist format, written without helper processes.
 
-Reading is `megatron.core.dist_checkpointing.load`. Writing takes the same steps as its `save`,
-with torch's own writer in place of Megatron's: that one starts processes (a spawned manager and
-forked writers, which hang a script without a __main__ guard and are unsafe beside gloo's threads),
-and where one rank fails to write, the others wait. The files are the same.
+Writing takes the same steps as `megatron.core.dist_checkpointing.save`, with torch's own writer in
+place of Megatron's: that one starts processes (a spawned manager and forked writers, which hang a
+script without a __main__ guard and are unsafe beside gloo's threads), and where one rank fails to
+write, the others wait. The files are the same.
+
+Reading takes the same steps as its `load`, but unpickles nothing except tensors and plain values.
 """
 
-import logging
+import io
+import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,22 +17,49 @@ from io import IOBase
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    apply_factory_merges,
+)
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
     MCoreSavePlanner,
+    _replace_sharded_keys_with_state_dict_keys,
     _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
+)
+from megatron.core.dist_checkpointing.utils import (
+    extract_sharded_base,
+    force_all_tensors_to_non_fp8,
 )
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.serialization import safe_globals
 
 from moe_parallel.agreement import StorageError, agree, on_rank_0, one_line
+from moe_parallel.training.checkpoint_index import read_index, tensor_shapes
+
+COMMON = "common.pt"
+
+# numpy's random state in checkpoints of format 1; later ones hold it as a tensor.
+_ARRAYS: list[Any] = [
+    numpy.empty(0).__reduce__()[0],
+    numpy.ndarray,
+    numpy.dtype,
+    numpy.dtypes.UInt32DType,
+]
 
 
 def write_tensors(content: dict[str, Any], folder: Path) -> None:
@@ -55,31 +85,31 @@ def write_tensors(content: dict[str, Any], folder: Path) -> None:
             ),
         )
     except CheckpointException as error:  # the same on every rank
-        raise _first_failure(error) from error
+        raise _unwritable(error) from error
 
 
 def read_tensors(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Read what `content` asks for, into its tensors, and the plain values; all ranks take part.
+    """Read what `content` asks for, into its tensors where it has any; all ranks take part.
+
+    Nothing in the files is run: tensors and plain values are the only things that are made of them.
 
     Raises:
-        StorageError: on every rank, if a rank could not read.
+        StorageError: on every rank, if a rank could not read, or found something else.
     """
 
     def read() -> dict[str, Any]:
         try:
             with _quietly():
-                return dist_checkpointing.load(
-                    content, str(folder), validate_access_integrity=False
-                )
-        except CheckpointException as error:  # by 0.16.1 alone; 0.19.2 raises what it met
-            raise _first_failure(error) from error
+                return _load(content, folder)
+        except (CheckpointException, Exception) as error:  # the first is no Exception
+            raise _unreadable(error) from error
 
     return agree(read)
 
 
-def stored_tensors(folder: Path) -> dict[str, ShardedTensor]:
-    """Every tensor in a checkpoint by key, without data: its global shape and dtype."""
-    return dist_checkpointing.load_tensors_metadata(str(folder))
+def stored_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The global shape of every tensor in a checkpoint by key. Raises StorageError."""
+    return tensor_shapes(read_index(folder))
 
 
 def of_this_rank(key: str, state: Any) -> ShardedObject:
@@ -87,33 +117,93 @@ def of_this_rank(key: str, state: Any) -> ShardedObject:
     return ShardedObject(key, state, (dist.get_world_size(),), (dist.get_rank(),))
 
 
+def _load(content: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The steps of `megatron.core.dist_checkpointing.load`, with readers that run nothing."""
+    force_all_tensors_to_non_fp8(content)
+    sharded, values, factories = load_preprocess(content)
+    sharded, _ = extract_sharded_base(sharded)
+    flat, places, names = _replace_state_dict_keys_with_sharded_keys(sharded)
+    tensors = [tensor for tensor in nested_values(sharded) if isinstance(tensor, ShardedTensor)]
+    loaded = mcore_to_pyt_state_dict(flat, True)
+    torch_checkpoint.load(
+        loaded,
+        storage_reader=_Reader(folder),
+        planner=_LoadPlanner(
+            shapes_validation_sharded_tensors=[t for t in tensors if not t.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={
+                tensor.key: tensor for tensor in tensors if tensor.allow_shape_mismatch
+            },
+            flatten_state_dict=False,
+            flatten_sharded_tensors=False,
+        ),
+        no_dist=True,  # each rank finds its parts by itself
+    )
+    unwrapped = {key: _unwrap_pyt_sharded_tensor(value) for key, value in loaded.items()}
+    result = _replace_sharded_keys_with_state_dict_keys(unwrapped, places, names)
+    _restore_dict_types(result, sharded)
+    merge(result, values)
+    return apply_factory_merges(result, factories)
+
+
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the notes on how Megatron-Core calls torch, and how we call it, at every load."""
-    notes = logging.getLogger("megatron.core.dist_checkpointing.strategies.common")
-    before = notes.disabled
-    notes.disabled = True  # 0.19.2 would rather find no common.pt, which 0.16.1 needs
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`load_state_dict` is deprecated", FutureWarning)
-            warnings.filterwarnings("ignore", "The argument order of load", UserWarning)
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            yield
-    finally:
-        notes.disabled = before
+    """Without torch's notes at every load on how Megatron-Core calls it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
-def _first_failure(error: CheckpointException) -> Exception:
-    """What the first rank that failed met; torch's own exception is not even an Exception."""
-    failure, _ = next(iter(error.failures.values()))
+def _first_failure(error: CheckpointException) -> BaseException:
+    """What the first rank that failed met."""
+    failure: BaseException = next(iter(error.failures.values()))[0]
+    return failure
+
+
+def _unwritable(error: CheckpointException) -> Exception:
+    """The same on every rank; torch's own exception is not even an Exception."""
+    failure = _first_failure(error)
     if isinstance(failure, OSError):
         return StorageError(one_line(failure))
     return RuntimeError(f"{type(failure).__name__}: {failure}")
 
 
+def _unreadable(error: BaseException) -> StorageError:
+    """The files are whole, or have been made with care: anything can come of reading them."""
+    failure = _first_failure(error) if isinstance(error, CheckpointException) else error
+    if isinstance(failure, StorageError):
+        return failure
+    if isinstance(failure, OSError):
+        return StorageError(one_line(failure))
+    if isinstance(failure, pickle.UnpicklingError):
+        return StorageError("it holds something else than tensors and values, which was not run")
+    reason = str(failure).partition("\n")[0]
+    return StorageError(f"{type(failure).__name__}: {reason}")
+
+
 def _write_common(common: dict[str, Any], folder: Path) -> None:
-    torch.save(common, folder / "common.pt")
+    content = io.BytesIO()
+    torch.save(common, content)  # to a path it would hide why the disk refuses
+    (folder / COMMON).write_bytes(content.getvalue())
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+
+
+class _Reader(FileSystemReader):
+    """Reads the index without running it."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        index = read_index(Path(self.path))
+        index.storage_meta = StorageMeta(load_id=self.load_id)
+        return index
+
+
+class _LoadPlanner(MCoreLoadPlanner):
+    """Reads objects without running them; torch's own planner trusts them."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        with safe_globals(_ARRAYS):
+            self.state_dict[read_item.dest_index.fqn] = torch.load(
+                value, map_location="cpu", weights_only=True
+            )
 
 
 class _Writer(FileSystemWriter):

@@ -32,8 +32,8 @@ class DenseReader:
     reader.fill()                           # then give all others their values
     """
 
-    def __init__(self, stored: Mapping[str, ShardedTensor], seed: int) -> None:
-        """`stored`: the tensors of the checkpoint, without data."""
+    def __init__(self, stored: Mapping[str, tuple[int, ...]], seed: int) -> None:
+        """`stored`: the shapes of the tensors in the checkpoint."""
         self._stored = stored
         self._seed = seed
         self._layers: dict[str, DenseLayer] = {}
@@ -53,7 +53,7 @@ class DenseReader:
                 data=torch.empty(box.sizes),
                 dtype=torch.float32,
                 local_shape=box.sizes,
-                global_shape=self._stored[key].global_shape,
+                global_shape=self._stored[key],
                 global_offset=box.offsets,
                 axis_fragmentations=None,
             )
@@ -97,7 +97,7 @@ class DenseReader:
     def _dense(self, layer: str) -> DenseLayer:
         if layer not in self._layers:
             # [D, F], see model/upcycling.py.
-            hidden_size, width = self._stored[f"{layer}.linear_fc2.weight"].global_shape
+            hidden_size, width = self._stored[f"{layer}.linear_fc2.weight"]
             gate = GateFactors(f"{self._seed} {layer}")
             self._layers[layer] = DenseLayer(hidden_size, width, gate)
         return self._layers[layer]

@@ -23,12 +23,14 @@ from moe_parallel.config import (
     parse_command_line,
     validate,
 )
+from moe_parallel.errors import InputError
 from moe_parallel.model.gpt import build_model
 from moe_parallel.parallel import Groups, destroy_groups, initialize_groups
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
 from moe_parallel.platform.device import device
 from moe_parallel.telemetry.statistics import RoutingStatistics
-from moe_parallel.training.checkpoint_folder import find_checkpoint, read_record
+from moe_parallel.training.checkpoint_folder import find_checkpoint
+from moe_parallel.training.checkpoint_record import checked_file, read_record
 from moe_parallel.training.run import open_checkpoints
 from moe_parallel.training.text import DEFAULT_VOCAB_SIZE
 
@@ -49,7 +51,7 @@ def standalone_config(
     """
     arguments = list(flags)
     if config is None and load is not None:
-        config = str(find_checkpoint(Path(load)) / "config.yaml")
+        config = str(checked_file(find_checkpoint(Path(load)), "config.yaml"))
     if config is not None:
         arguments += ["--config", config]
     alone = on_one_process(parse_command_line(arguments), load)
@@ -88,8 +90,11 @@ def vocab_size_of(config: Config) -> int:
     """Tokens of the checkpoint's vocabulary; of a model yet to be trained, --vocab-size."""
     if config.checkpoint.load is None:
         return config.data.vocab_size or DEFAULT_VOCAB_SIZE
-    record = read_record(find_checkpoint(Path(config.checkpoint.load)))
-    return int(record["fingerprint"]["--vocab-size"])
+    checkpoint = find_checkpoint(Path(config.checkpoint.load))
+    size = read_record(checkpoint)["fingerprint"].get("--vocab-size")
+    if type(size) is not int:
+        raise InputError(f"--load {checkpoint}: its checkpoint.json names no --vocab-size")
+    return size
 
 
 def standalone_model(

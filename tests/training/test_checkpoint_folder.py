@@ -4,21 +4,13 @@ import pytest
 
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint import Checkpointer
-from moe_parallel.training.checkpoint_folder import (
-    CheckpointFolder,
-    check_content,
-    describe_files,
-    find_checkpoint,
-    read_record,
-)
-
-EVERYTHING = slice(None)
+from moe_parallel.training.checkpoint_folder import CheckpointFolder, find_checkpoint
 
 
 def _publish(folder, iteration, content="", keep_last=None):
     writing = folder.begin(iteration)
     (writing / "weights").write_text(content)
-    return folder.publish(iteration, {"files": describe_files(writing, EVERYTHING)}, keep_last)
+    return folder.publish(iteration, "{}", keep_last)
 
 
 def test_nothing_shows_before_publishing(tmp_path):
@@ -76,25 +68,28 @@ def test_other_files_in_the_folder_are_left_alone(tmp_path):
         assert (tmp_path / name).read_text() == "mine"
 
 
-def test_damage_is_found_by_size_and_by_content(tmp_path):
-    published = _publish(CheckpointFolder(tmp_path), 1, "12345")
-    record = read_record(published)
-    # 0xcbf53a1c: the CRC-32 of "12345" by other programs.
-    assert record["files"] == {"weights": {"bytes": 5, "crc32": 0xCBF53A1C}}
-    check_content(published, record, EVERYTHING)
-    (published / "weights").write_text("12346")
-    with pytest.raises(InputError, match="torn: weights is damaged; it cannot be loaded"):
-        check_content(published, read_record(published), EVERYTHING)
-    (published / "weights").write_text("1234")
-    with pytest.raises(InputError, match="weights has 4 bytes instead of 5"):
-        read_record(published)
-
-
-def test_ranks_share_the_reading(tmp_path):
-    for name in "abcde":
-        (tmp_path / name).write_text(name)
-    shares = [describe_files(tmp_path, slice(rank, None, 2)).keys() for rank in range(2)]
-    assert shares == [set("ace"), set("bd")]
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"ten", "'ten'"),
+        (b"", "''"),
+        (b"\xff\xfe1", r"'\\xff\\xfe1'"),
+        ("²".encode(), "'²'"),  # a digit to str.isdigit, and no number to int
+        (b"9" * 5000, "'" + "9" * 40 + "'"),  # more digits than int() takes
+    ],
+)
+def test_a_tracker_that_names_no_iteration_is_one_line(tmp_path, content, said):
+    folder = CheckpointFolder(tmp_path)
+    _publish(folder, 1)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        find_checkpoint(tmp_path)
+    assert f"latest_checkpointed_iteration.txt says {said} instead of an iteration; " in str(
+        caught.value
+    )
+    assert "\n" not in str(caught.value)
+    _publish(folder, 2)  # a run that is under way writes a new one
+    assert folder.latest().name == "iter_0000002"
 
 
 def test_keep_last_must_keep_one(tmp_path):

@@ -1,0 +1,85 @@
+"""The files of a checkpoint, and what its record says of them: the size and CRC-32 of each."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+from moe_parallel.agreement import StorageError
+from moe_parallel.errors import InputError
+from moe_parallel.training.checkpoint_folder import RECORD, other_checkpoints
+from moe_parallel.training.checkpoint_index import INDEX, data_files, read_index
+from moe_parallel.training.checkpoint_tensors import COMMON
+
+Files: TypeAlias = Mapping[str, Mapping[str, int]]  # by path in the checkpoint: bytes, crc32
+
+
+def list_files(folder: Path) -> list[str]:
+    """Every file in a checkpoint except its record, by path in it, sorted."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.name != RECORD)
+    return sorted(path.relative_to(folder).as_posix() for path in paths)
+
+
+def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int]]:
+    """Size and CRC-32 of files.
+
+    Reading everything takes about a second a gigabyte, so ranks take a share each.
+    """
+    return {
+        name: {"bytes": (folder / name).stat().st_size, "crc32": _crc32(folder / name)}
+        for name in names
+    }
+
+
+def check_complete(folder: Path, files: Files) -> None:
+    """Whether `files`, which have been described, are a whole checkpoint, and still there.
+
+    Raises:
+        StorageError: another process took something away, or ranks wrote into different folders.
+    """
+    needed = {INDEX: 0, COMMON: 0}
+    if INDEX in files:
+        needed |= data_files(read_index(folder))
+    for name, size in needed.items():
+        if name not in files:
+            raise StorageError(f"{name} is missing: every rank has to write into the same folder")
+        if files[name]["bytes"] < size:
+            raise StorageError(f"{name} has {files[name]['bytes']} bytes instead of {size}")
+    for name, facts in files.items():
+        if (folder / name).stat().st_size != facts["bytes"]:
+            raise StorageError(f"{name} has changed since it was written")
+
+
+def check_sizes(checkpoint: Path, files: Files) -> None:
+    """Whether every file is there in its full size; raises InputError."""
+    for name, facts in files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise torn(checkpoint, f"{name} is missing")
+        if path.stat().st_size != facts["bytes"]:
+            size = path.stat().st_size
+            raise torn(checkpoint, f"{name} has {size} bytes instead of {facts['bytes']}")
+
+
+def check_content(checkpoint: Path, files: Files, share: slice) -> None:
+    """Read a share of the files and compare them with the record; raises InputError."""
+    for name, facts in describe_files(checkpoint, sorted(files)[share]).items():
+        if files[name] != facts:
+            raise torn(checkpoint, f"{name} is damaged")
+
+
+def torn(checkpoint: Path, what: str) -> InputError:
+    """The error of a checkpoint that is not as it was saved."""
+    others = other_checkpoints(checkpoint)
+    remedy = f"load another one: {others}" if others else "it cannot be loaded"
+    return InputError(f"--load {checkpoint}: the checkpoint is torn: {what}; {remedy}")
+
+
+def _crc32(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            crc = zlib.crc32(block, crc)
+    return crc

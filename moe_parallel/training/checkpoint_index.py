@@ -1,0 +1,142 @@
+"""`.metadata`, the index of the tensors in a checkpoint, read as data alone.
+
+torch writes the index as a pickle, and a pickle may call anything. A checkpoint from elsewhere has
+to be harmless, so only the classes that an index is made of can be named in it.
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from moe_parallel.agreement import StorageError
+
+INDEX = ".metadata"
+_DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
+
+# All that an index refers to, by module and name.
+_PARTS: dict[tuple[str, str], Any] = {
+    ("pathlib", "PosixPath"): pathlib.PurePosixPath,
+    ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,  # Python 3.13's name
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    (filesystem.__name__, "_StorageInfo"): _StorageInfo,
+    **{
+        ("torch", name): value
+        for name, value in vars(torch).items()
+        if isinstance(value, torch.dtype)
+    },
+    **{
+        (metadata.__name__, name): getattr(metadata, name)
+        for name in (
+            "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata "
+            "TensorProperties MetadataIndex StorageMeta _MEM_FORMAT_ENCODING"
+        ).split()
+    },
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _PARTS[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which is no part of an index and was not run"
+            ) from None
+
+
+def read_index(folder: Path) -> Metadata:
+    """The index of a checkpoint, whose every entry has been checked.
+
+    Raises:
+        StorageError: it cannot be read, or is not an index.
+    """
+    with (folder / INDEX).open("rb") as file:
+        try:
+            index = _Unpickler(file).load()
+            _check(index)
+        except OSError:
+            raise
+        except Exception as error:  # bytes from anywhere: whatever they lead to, they are no index
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise StorageError(f"{INDEX} is not the index of a checkpoint: {reason}") from error
+    return index
+
+
+def data_files(index: Metadata) -> dict[str, int]:
+    """The files that hold what is in an index, and how many bytes each must have at least."""
+    sizes: dict[str, int] = {}
+    for piece in index.storage_data.values():
+        name = piece.relative_path
+        sizes[name] = max(sizes.get(name, 0), piece.offset + piece.length)
+    return sizes
+
+
+def tensor_shapes(index: Metadata) -> dict[str, tuple[int, ...]]:
+    """The global shape of every tensor by its key."""
+    return {
+        key: tuple(entry.size)
+        for key, entry in index.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _check(index: Any) -> None:
+    """Raises ValueError, or whatever an entry of a wrong kind leads to."""
+    _demand(type(index) is Metadata, "it is something else")
+    _demand(type(index.state_dict_metadata) is dict and type(index.storage_data) is dict, "no maps")
+    for place, piece in index.storage_data.items():
+        _demand(type(place) is MetadataIndex and type(piece) is _StorageInfo, "a wrong entry")
+        name = piece.relative_path
+        _demand(_DATA_FILE.fullmatch(name) is not None, f"it names the file {name!r}")
+        _demand(_are_sizes((piece.offset, piece.length)), f"{place.fqn} has no place")
+        _demand(not piece.transform_descriptors, f"{place.fqn} is transformed")
+    for key, entry in index.state_dict_metadata.items():
+        _demand(type(key) is str, f"{key!r} is no key")
+        if type(entry) is TensorStorageMetadata:
+            _check_tensor(key, entry, index.storage_data)
+        else:
+            _demand(type(entry) is BytesStorageMetadata, f"{key} is of no known kind")
+            _demand(MetadataIndex(key) in index.storage_data, f"{key} is nowhere")
+
+
+def _check_tensor(key: str, entry: TensorStorageMetadata, places: Mapping[Any, Any]) -> None:
+    size = entry.size
+    _demand(isinstance(entry.properties.dtype, torch.dtype) and _are_sizes(size), f"{key}: no size")
+    for chunk in entry.chunks:
+        _demand(type(chunk) is ChunkStorageMetadata, f"{key} has a wrong part")
+        _demand(_are_sizes(chunk.offsets) and _are_sizes(chunk.sizes), f"{key} has a wrong part")
+        inside = (
+            first + length <= whole
+            for first, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
+        )
+        _demand(all(inside), f"a part of {key} is outside of it")
+        _demand(MetadataIndex(key, chunk.offsets) in places, f"a part of {key} is nowhere")
+    parts = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+    _demand(parts == math.prod(size), f"the parts of {key} are not all of it")
+
+
+def _are_sizes(numbers: Any) -> bool:
+    return all(type(number) is int and number >= 0 for number in numbers)
+
+
+def _demand(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)

@@ -1,0 +1,103 @@
+"""Loading a checkpoint from elsewhere runs nothing of it."""
+
+import pickle
+
+import pytest
+
+from moe_parallel.agreement import StorageError
+from moe_parallel.errors import InputError
+from moe_parallel.training.checkpoint_index import read_index
+from tests.distributed import run_distributed
+from tests.training.hostile import MARKER, Payload, hostile_copies
+from tests.training.tiny_run import Layout, TinyRun
+
+
+def _save_then_load_hostile_copies(folder):
+    """The error of loading each copy, by its name; None: it was loaded."""
+    run = TinyRun(Layout(), folder / "run")
+    saved = run.save()
+    errors = {}
+    for path in hostile_copies(saved, folder / "hostile"):
+        try:
+            run.load(path)
+            errors[path.parent.name] = None
+        except InputError as error:
+            errors[path.parent.name] = str(error)
+    return errors
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hostile")
+    return folder, *run_distributed(1, _save_then_load_hostile_copies, folder)
+
+
+def test_nothing_in_a_checkpoint_is_run(loaded):
+    folder, errors = loaded
+    assert len(errors) == 9
+    assert not (folder / "hostile" / MARKER).exists()
+
+
+REASONS = {
+    "index": r".metadata is not the index of a checkpoint: it names posix.mkdir, which is no part "
+    "of an index and was not run",
+    "index_with_one_more_entry": "it names posix.mkdir, which is no part of an index",
+    "random_state": "it holds something else than tensors and values, which was not run",
+    "extra_state": "it holds something else than tensors and values, which was not run",
+    "tensor": "it holds something else than tensors and values, which was not run",
+    "tensor_elsewhere": "it names the file '../../elsewhere'",
+    "random_state_that_is_none": "its random states are of another kind",
+}
+
+
+@pytest.mark.parametrize("place", REASONS)
+def test_each_is_refused_in_one_line(loaded, place):
+    folder, errors = loaded
+    message = errors[place]
+    assert message.startswith(f"--load {folder}/hostile/{place}/iter_0000000")
+    assert REASONS[place] in message and "\n" not in message
+
+
+def test_what_is_harmless_is_loaded(loaded):
+    assert loaded[1]["common"] is None  # never read
+    assert loaded[1]["random_state_of_format_1"] is None
+
+
+def _refused(tmp_path, content):
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(StorageError) as caught:
+        read_index(tmp_path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_an_index_of_anything_else(tmp_path):
+    for content in (
+        b"",
+        b"garbage",
+        pickle.dumps(None),
+        pickle.dumps({"a": 1}),
+        pickle.dumps("deep").replace(b"deep", b"de\npp"),
+        b"\x80\x04" + b"(" * 100_000 + b".",
+        b"\x80\x04" + b"]" + b"]a" * 100_000 + b".",
+    ):
+        assert _refused(tmp_path, content).startswith(".metadata is not the index of a checkpoint")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        b"cos\nsystem\n(S'true'\ntR.",
+        b"cbuiltins\neval\n(S'1'\ntR.",
+        b"ctorch\nload\n(S'x'\ntR.",
+        b"ctorch.serialization\nload\n(S'x'\ntR.",
+        b"ctorch.distributed.checkpoint.metadata\nos.system\n(S'true'\ntR.",
+    ],
+)
+def test_an_index_names_only_its_own_parts(tmp_path, call):
+    assert "which is no part of an index and was not run" in _refused(tmp_path, call)
+
+
+def test_the_payload_would_run(tmp_path):
+    pickle.loads(pickle.dumps(Payload(tmp_path / MARKER)))
+    assert (tmp_path / MARKER).exists()
