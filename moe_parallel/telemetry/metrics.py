@@ -13,14 +13,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_parallel.errors import InputError
+from moe_parallel.telemetry.journal import Journal
 
 FILE_NAME = "metrics.jsonl"
 PREVIOUS_NAME = "metrics.previous.jsonl"
+
+#: What a record says of the machine, so that no two runs have the same.
+TIMING = ("elapsed_seconds", "tokens_per_second", "peak_memory_bytes")
 
 Record = dict[str, Any]
 
@@ -31,78 +36,116 @@ def read_metrics(path: Path | str) -> list[Record]:
     A last line that a crash tore is left out; a torn line anywhere else, or a file that cannot be
     read, raises InputError.
     """
-    try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}: name the folder of a run") from error
-    records = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            if number == len(lines):  # no newline after it: it was being written
-                break
-            raise InputError(f"{path}: line {number} is not JSON: delete that line") from error
-        if not isinstance(record, dict) or "iteration" not in record:
-            raise InputError(f"{path}: line {number} has no `iteration`: is it a metrics.jsonl?")
-        records.append(record)
-    return records
+    return [record for record, _ in _records(Path(path))]
 
 
-def keep_until(path: Path, iteration: int) -> None:
-    """Cuts the records after `iteration` and a torn last line; the file is replaced in one step."""
-    kept = [record for record in read_metrics(path) if record["iteration"] <= iteration]
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(_line(record) for record in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+def has_evaluation(directory: Path | str, iteration: int) -> bool:
+    """Whether the log in a run's folder has an evaluation of this iteration."""
+    path = Path(directory) / FILE_NAME
+    return path.is_file() and any(
+        record["iteration"] == iteration and "validation" in record for record, _ in _records(path)
+    )
+
+
+def untimed(record: Record) -> Record:
+    """What a run that goes on from a checkpoint logs again to the digit, as read from the file."""
+    return {key: _finite(value) for key, value in record.items() if key not in TIMING}
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What metrics.jsonl held of a run that goes on.
+
+    Attributes:
+        last: the records of the checkpoint's iteration.
+        cut: those after it, which the run will make once more.
+    """
+
+    last: Sequence[Record] = ()
+    cut: Sequence[Record] = ()
 
 
 class MetricsWriter:
-    """Appends records to `directory`/metrics.jsonl; each is on disk when `log` returns."""
+    """Appends records to `directory`/metrics.jsonl; each is in the file when `log` returns."""
 
     def __init__(self, directory: Path | str, resumed_from: int | None = None) -> None:
         """Makes the folder if need be.
 
-        `resumed_from`: the iteration of the checkpoint that the run goes on from; later records are
-        cut, so that each iteration is there once. None: a new run; the metrics of another run in
-        the same folder are moved to metrics.previous.jsonl.
+        `resumed_from`: the iteration of the checkpoint that the run goes on from; later records
+        and a torn last line are cut, so that each record is there once; they are in `resumed`.
+        None: a new run; the metrics of another run in the same folder are moved to
+        metrics.previous.jsonl. Raises OSError, and InputError where the file is not a log.
         """
-        self.path = Path(directory) / FILE_NAME
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.path.exists():
-                if resumed_from is None:
-                    self.path.replace(self.path.with_name(PREVIOUS_NAME))
-                else:
-                    keep_until(self.path, resumed_from)
-            self._file = self.path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise self._cannot_write(error) from error
+        path = Path(directory) / FILE_NAME
+        self.name = str(path)
+        self.resumed = Resumed()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            if resumed_from is None:
+                path.replace(path.with_name(PREVIOUS_NAME))
+            else:
+                self.resumed = _cut_after(path, resumed_from)
+        self._journal = Journal(path)
 
     def log(self, record: Record) -> None:
-        try:
-            self._file.write(_line(record))
-            self._file.flush()
-        except OSError as error:
-            raise self._cannot_write(error) from error
+        """Raises OSError if the record has to wait; see `Journal`."""
+        self._journal.append((json.dumps(_finite(record), allow_nan=False) + "\n").encode())
+
+    def sync(self) -> None:
+        self._journal.sync()
 
     def close(self) -> None:
-        self._file.close()
-
-    def _cannot_write(self, error: OSError) -> InputError:
-        return InputError(
-            f"--save {self.path.parent}: cannot write {FILE_NAME} ({error.strerror}): "
-            "free space, or save in another folder"
-        )
+        self._journal.close()
 
 
-def _line(record: Record) -> str:
-    return json.dumps(_finite(record), allow_nan=False) + "\n"
+def _records(path: Path) -> Iterator[tuple[Record, int]]:
+    """Each record, and the bytes up to the end of its line."""
+    end = 0
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                end += len(line)
+                record = _record(line, f"{path}: line {number}") if line.strip() else None
+                if record is not None:
+                    yield record, end
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}: name the folder of a run") from error
+
+
+def _record(line: bytes, place: str) -> Record | None:
+    """None: a line without an end, which was being written. `place`: for messages."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        if not line.endswith(b"\n"):
+            return None
+        raise InputError(f"{place} is not JSON: delete that line") from error
+    if not isinstance(record, dict) or "iteration" not in record:
+        raise InputError(f"{place} has no `iteration`: is it a metrics.jsonl?")
+    return record
+
+
+def _cut_after(path: Path, iteration: int) -> Resumed:
+    """End the file after the last record of `iteration` or before; a torn last line goes too.
+
+    It is cut in place, in one step, which needs no room on the disk.
+    """
+    last: list[Record] = []
+    cut: list[Record] = []
+    kept = 0
+    for record, end in _records(path):
+        if record["iteration"] > iteration or cut:
+            cut.append(record)
+        else:
+            kept = end
+            if record["iteration"] == iteration:
+                last.append(record)
+    with path.open("r+b") as file:
+        file.truncate(kept)
+        file.seek(max(0, kept - 1))
+        if file.read() not in (b"", b"\n"):  # a line that lacks only its end
+            file.write(b"\n")
+    return Resumed(last, cut)
 
 
 def _finite(value: Any) -> Any:

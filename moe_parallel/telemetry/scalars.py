@@ -1,4 +1,4 @@
-"""A metrics record as flat names and numbers, for the services that draw curves."""
+"""A metrics record as named numbers and distributions, for the services that draw curves."""
 
 from __future__ import annotations
 
@@ -21,12 +21,17 @@ MEASURES = (
 )
 
 
+#: What a layer tells of each expert, by its name in a record: the name in a chart.
+PER_EXPERT = {"norm_per_expert": "norm", "routing_weight_per_expert": "routing_weight"}
+
+
 def scalars(record: Record) -> dict[str, float]:
     """The finite numbers of a record by name, grouped by what stands before the first slash.
 
-    train/lm_loss, validation/code/bits_per_byte, ent_load/layer_03, load/layer_03/expert_05
-    (share of choices), norm/layer_03/expert_05; and over all layers routing/ent_load and
-    routing/ent_conf (means), routing/max_minus_min_load and routing/tokens_dropped (sums).
+    train/lm_loss, validation/code/bits_per_byte, moe/layer_03/ent_load, moe/layer_03/imbalance
+    (load of the busiest expert over the mean load: 1 is even); and over all layers moe/ent_load and
+    moe/ent_conf (means), moe/max_minus_min_load and moe/tokens_dropped (sums), moe/imbalance_mean
+    and moe/imbalance_max.
     """
     named: dict[str, Any] = {}
     for key, value in record.items():
@@ -37,7 +42,9 @@ def scalars(record: Record) -> dict[str, float]:
             named[f"validation/{domain}/{measure}"] = value
     layers = record.get("layers", [])
     for layer in layers:
-        named.update(_layer_scalars(layer))
+        place = _place(layer)
+        named |= {f"{place}/{measure}": layer[measure] for measure in MEASURES if measure in layer}
+        named[f"{place}/imbalance"] = max(_relative_load(layer))
     if layers:
         named.update(_totals(layers))
     return {
@@ -47,25 +54,45 @@ def scalars(record: Record) -> dict[str, float]:
     }
 
 
-def _layer_scalars(layer: dict[str, Any]) -> dict[str, Any]:
-    place = f"layer_{layer['layer']:02d}"
-    named = {f"{measure}/{place}": layer[measure] for measure in MEASURES if measure in layer}
-    for expert, share in enumerate(load_shares(layer["tokens_per_expert"])):
-        named[f"load/{place}/expert_{expert:02d}"] = share
-    for expert, norm in enumerate(layer.get("norm_per_expert", [])):
-        named[f"norm/{place}/expert_{expert:02d}"] = norm
-    for expert, weight in enumerate(layer.get("routing_weight_per_expert", [])):
-        named[f"routing_weight/{place}/expert_{expert:02d}"] = weight
-    return named
+def histograms(record: Record) -> dict[str, list[float]]:
+    """A finite number for each expert of a layer, by name.
+
+    moe/layer_03/load (choices over the mean of the experts: 1 is even), and where the layer has
+    them moe/layer_03/norm and moe/layer_03/routing_weight. A chart for each expert would be
+    thousands.
+    """
+    named: dict[str, list[Any]] = {}
+    for layer in record.get("layers", []):
+        named[f"{_place(layer)}/load"] = _relative_load(layer)
+        for key, name in PER_EXPERT.items():
+            if key in layer:
+                named[f"{_place(layer)}/{name}"] = layer[key]
+    finite = {
+        name: [x for x in values if x is not None and math.isfinite(x)]
+        for name, values in named.items()
+    }
+    return {name: values for name, values in finite.items() if values}
+
+
+def _place(layer: dict[str, Any]) -> str:
+    return f"moe/layer_{layer['layer']:02d}"
+
+
+def _relative_load(layer: dict[str, Any]) -> list[float]:
+    shares = load_shares(layer["tokens_per_expert"])
+    return [share * len(shares) for share in shares]
 
 
 def _totals(layers: list[dict[str, Any]]) -> dict[str, float]:
     def total(measure: str) -> float:
         return sum(layer[measure] for layer in layers)
 
+    imbalances = [max(_relative_load(layer)) for layer in layers]
     return {
-        "routing/ent_load": total("ent_load") / len(layers),
-        "routing/ent_conf": total("ent_conf") / len(layers),
-        "routing/max_minus_min_load": total("max_minus_min_load"),
-        "routing/tokens_dropped": total("tokens_dropped"),
+        "moe/ent_load": total("ent_load") / len(layers),
+        "moe/ent_conf": total("ent_conf") / len(layers),
+        "moe/max_minus_min_load": total("max_minus_min_load"),
+        "moe/tokens_dropped": total("tokens_dropped"),
+        "moe/imbalance_mean": sum(imbalances) / len(layers),
+        "moe/imbalance_max": max(imbalances),
     }

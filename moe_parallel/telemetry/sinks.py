@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from moe_parallel.agreement import one_line
 from moe_parallel.errors import InputError
 from moe_parallel.telemetry.console import Console, open_console
 from moe_parallel.telemetry.metrics import MetricsWriter, Record
 from moe_parallel.telemetry.wandb_sink import WandbSink
 
+CONSOLE = "standard output"
+
 
 class Sink(Protocol):
-    """Takes the records of a run; metrics.py says what is in one."""
+    """Takes the records of a run; metrics.py says what is in one.
+
+    `name` is what a user calls it. Each method raises OSError where the log cannot be written.
+    """
+
+    name: str
 
     def log(self, record: Record) -> None: ...
+
+    def sync(self) -> None:
+        """Returns when everything is on the disk."""
 
     def close(self) -> None: ...
 
@@ -26,34 +39,57 @@ class Telemetry:
     telemetry.advance(iteration)      every iteration
     telemetry.log(record)             every logged iteration and every evaluation
     telemetry.say("saved ...")        a line that does not break the bar
+    telemetry.sync()                  before a checkpoint that takes for granted what was logged
     telemetry.close()                 or use it as a context manager
+
+    A log that cannot be written does not end the run: the first time, a line says so.
     """
 
     def __init__(self, console: Console | None = None, *sinks: Sink) -> None:
         self._console = console
         self._sinks = sinks
+        self._failed: set[str] = set()
 
     def advance(self, iteration: int) -> None:
         if self._console is not None:
-            self._console.advance(iteration)
+            self._attempt(CONSOLE, self._console.advance, iteration)
 
     def say(self, text: str) -> None:
         if self._console is not None:
-            self._console.say(text)
+            self._attempt(CONSOLE, self._console.say, text)
 
     def log(self, record: Record) -> None:
         for sink in self._sinks:
-            sink.log(record)
+            self._attempt(sink.name, sink.log, record)
         if self._console is not None:
-            self._console.log(record)
+            self._attempt(CONSOLE, self._console.log, record)
+
+    def sync(self) -> None:
+        for sink in self._sinks:
+            self._attempt(sink.name, sink.sync)
 
     def close(self) -> None:
         """Closes all of them, even if closing one fails."""
         with contextlib.ExitStack() as stack:
             for sink in self._sinks:
-                stack.callback(sink.close)
-            if self._console is not None:
-                stack.callback(self._console.close)  # first, so that the terminal is free again
+                stack.callback(self._attempt, sink.name, sink.close)
+            if self._console is not None:  # first, so that the terminal is free again
+                stack.callback(self._attempt, CONSOLE, self._console.close)
+
+    def _attempt(self, name: str, write: Callable[..., None], *arguments: Any) -> None:
+        try:
+            write(*arguments)
+        except OSError as error:
+            if name not in self._failed:
+                self._failed.add(name)
+                self._complain(f"caution: cannot write {name}: {one_line(error)}; training goes on")
+
+    def _complain(self, text: str) -> None:
+        if self._console is not None and CONSOLE not in self._failed:
+            self.say(text)
+        else:
+            with contextlib.suppress(OSError):
+                print(text, file=sys.stderr, flush=True)
 
     def __enter__(self) -> Telemetry:
         return self
@@ -66,6 +102,7 @@ def open_telemetry(
     directory: Path | str | None,
     train_iters: int,
     *,
+    first: int = 0,
     resumed_from: int | None = None,
     tensorboard: bool = True,
     wandb_project: str | None = None,
@@ -74,8 +111,9 @@ def open_telemetry(
 ) -> Telemetry:
     """The telemetry of a run, for the one rank that reports.
 
-    `directory`: of --save; None writes no files, only to the console. `resumed_from`: the iteration
-    of the loaded checkpoint, None for a new run. `config`: shown by Weights & Biases.
+    `directory`: of --save; None writes no files, only to the console. `first`: iterations already
+    done. `resumed_from`: the iteration of the loaded checkpoint if the logs in `directory` are of
+    this very run, and go on; None: they begin. `config`: shown by Weights & Biases.
 
     Raises InputError when the folder cannot be written, or W&B is asked for and missing.
     """
@@ -89,14 +127,36 @@ def open_telemetry(
             sinks.append(sink)
 
         if directory is not None:
-            add(MetricsWriter(directory, resumed_from))
-            if tensorboard:
-                # Imported here because it takes seconds, which the other ranks need not spend.
-                from moe_parallel.telemetry.tensorboard_sink import TensorBoardSink
+            with _writing_to(directory):
+                metrics = MetricsWriter(directory, resumed_from)
+                opened.callback(metrics.close)
+                if tensorboard:
+                    # Imported here because it takes seconds, which the other ranks need not spend.
+                    from moe_parallel.telemetry.tensorboard_sink import TensorBoardSink
 
-                add(TensorBoardSink(directory, resumed_from))
-            if wandb_project is not None:
-                resumed = resumed_from is not None
-                add(WandbSink(directory, wandb_project, wandb_mode, resumed, config or {}))
+                    add(TensorBoardSink(directory, resumed_from, metrics.resumed.last))
+                if wandb_project is not None:
+                    add(
+                        WandbSink(
+                            directory,
+                            wandb_project,
+                            wandb_mode,
+                            None if resumed_from is None else metrics.resumed.cut,
+                            config or {},
+                        )
+                    )
+                sinks.append(metrics)  # last: what it has, the others have as well
         opened.pop_all()  # nothing failed: the caller closes them
-    return Telemetry(open_console(train_iters, first=resumed_from or 0), *sinks)
+    return Telemetry(open_console(train_iters, first), *sinks)
+
+
+@contextlib.contextmanager
+def _writing_to(directory: Path | str) -> Iterator[None]:
+    """What cannot be written from the start is refused: nothing is lost yet."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"--save {directory}: cannot write the logs ({one_line(error)}): "
+            "free space, or save in another folder"
+        ) from error

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from moe_parallel.errors import InputError
-from moe_parallel.telemetry.metrics import MetricsWriter, read_metrics
+from moe_parallel.telemetry.metrics import MetricsWriter, has_evaluation, read_metrics
 
 
 def record(iteration: int, **more) -> dict:
@@ -70,17 +70,36 @@ def test_a_line_torn_inside_a_character_is_skipped(tmp_path):
     assert iterations_in(tmp_path) == [1]
 
 
-def test_the_cut_is_atomic(tmp_path, monkeypatch):
-    write(tmp_path, [10, 20, 30])
-    before = (tmp_path / "metrics.jsonl").read_bytes()
+def test_a_line_that_lacks_only_its_end_is_kept(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 10}\n{"iteration": 20}')
+    write(tmp_path, [30], resumed_from=20)
+    assert iterations_in(tmp_path) == [10, 20, 30]
 
-    def full_disk(descriptor):
+
+def test_the_cut_needs_no_room_and_tells_what_was_there(tmp_path, monkeypatch):
+    write(tmp_path, [10, 20, 30, 40])
+    whole = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def full_disk(*arguments):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(InputError, match=r"--save .*No space left on device.*free space"):
-        MetricsWriter(tmp_path, resumed_from=10)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    monkeypatch.setattr(os, "replace", full_disk)
+    writer = MetricsWriter(tmp_path, resumed_from=20)
+    assert whole.startswith((tmp_path / "metrics.jsonl").read_bytes())
+    assert iterations_in(tmp_path) == [10, 20]
+    assert writer.resumed.last == [record(20)]
+    assert writer.resumed.cut == [record(30), record(40)]
+    writer.close()
+
+
+def test_an_evaluation_is_found(tmp_path):
+    assert not has_evaluation(tmp_path, 10)
+    writer = MetricsWriter(tmp_path)
+    for number, more in ((10, {}), (20, {"validation": {}})):
+        writer.log(record(number, **more))
+    assert [has_evaluation(tmp_path, number) for number in (10, 20, 30)] == [False, True, False]
+    writer.close()
 
 
 def test_numbers_that_are_not_finite_stay_valid_json(tmp_path):
@@ -115,9 +134,3 @@ def test_what_is_not_a_metrics_file(tmp_path, text, message):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(InputError, match=r"metrics\.jsonl: No such file"):
         read_metrics(tmp_path / "metrics.jsonl")
-
-
-def test_a_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="--save .*file.*cannot write metrics.jsonl"):
-        MetricsWriter(tmp_path / "file" / "run")

@@ -14,10 +14,14 @@ from moe_parallel.telemetry.wandb_sink import WandbSink
 from tests.telemetry.records import VALIDATION, example_record
 
 
+def events(directory) -> EventAccumulator:
+    everything = {"scalars": 0, "histograms": 0}
+    found = EventAccumulator(str(directory / "tensorboard"), size_guidance=everything)
+    return found.Reload()
+
+
 def curve(directory, name: str) -> list[tuple[int, float]]:
-    events = EventAccumulator(str(directory / "tensorboard"), purge_orphaned_data=True)
-    events.Reload()
-    return [(event.step, event.value) for event in events.Scalars(name)]
+    return [(event.step, event.value) for event in events(directory).Scalars(name)]
 
 
 def log_losses(directory, losses: dict[int, float], **options) -> None:
@@ -33,13 +37,18 @@ def test_tensorboard_files_are_readable(tmp_path):
     assert curve(tmp_path, "train/lm_loss") == [(10, 4.25)]  # before it is closed
     sink.log(example_record(20))
     sink.close()
-    assert curve(tmp_path, "load/layer_02/expert_01") == [(10, 0.25), (20, 0.25)]
+    assert curve(tmp_path, "moe/layer_02/imbalance") == [(10, 1.5), (20, 1.5)]
     assert curve(tmp_path, "validation/code/loss") == [(10, 3.5)]
+    (load, _) = events(tmp_path).Histograms("moe/layer_02/load")
+    assert (load.step, load.histogram_value.num) == (10, 2)
+    assert (load.histogram_value.min, load.histogram_value.max) == (0.5, 1.5)
+    assert not [tag for tag in events(tmp_path).Tags()["scalars"] if "expert_0" in tag]
 
 
 def test_tensorboard_of_a_resumed_run_has_each_iteration_once(tmp_path):
     log_losses(tmp_path, {10: 5.0, 20: 4.0, 30: 3.0})
-    log_losses(tmp_path, {30: 2.0, 40: 1.0}, resumed_from=20)
+    last = [example_record(20, lm_loss=4.0)]
+    log_losses(tmp_path, {30: 2.0, 40: 1.0}, resumed_from=20, last=last)
     expected = [(10, 5.0), (20, 4.0), (30, 2.0), (40, 1.0)]
     assert curve(tmp_path, "train/lm_loss") == expected
 
@@ -50,8 +59,22 @@ def test_tensorboard_of_a_new_run_hides_another_in_the_same_folder(tmp_path):
     assert curve(tmp_path, "train/lm_loss") == [(10, 3.0)]
 
 
-def wandb_sink(directory, resumed: bool = False) -> WandbSink:
-    return WandbSink(directory, "moe", "offline", resumed, {"lr": 1e-3})
+def test_tensorboard_shows_the_last_iteration_as_metrics_jsonl_has_it(tmp_path):
+    """Killed between the two logs, and then twice before the next checkpoint."""
+    directory = tmp_path / "run"
+    sink = TensorBoardSink(directory)
+    for record in (example_record(10), example_record(20)):
+        sink.log(record)
+    sink.close()
+    evaluation = {"iteration": 20, "validation": VALIDATION}
+    for _ in range(2):
+        TensorBoardSink(directory, 20, [example_record(20), evaluation]).close()
+    assert curve(directory, "train/lm_loss") == [(10, 4.25), (20, 4.25)]
+    assert curve(directory, "validation/code/loss") == [(20, 3.5)]
+
+
+def wandb_sink(directory, told=None) -> WandbSink:
+    return WandbSink(directory, "moe", "offline", told, {"lr": 1e-3})
 
 
 def test_wandb_missing_says_how_to_install_it(tmp_path, monkeypatch):
@@ -85,6 +108,8 @@ class FakeWandb(types.ModuleType):
         self.failure, self.started, self.logged, self.axes = failure, [], [], []
         self.finished = False
 
+    Histogram = staticmethod(list)
+
     def init(self, **options):
         if self.failure:
             raise self.Error(self.failure)
@@ -104,8 +129,8 @@ class FakeWandb(types.ModuleType):
 def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    for resumed in (False, True, False):
-        sink = wandb_sink(tmp_path, resumed)
+    for told in (None, [], None):
+        sink = wandb_sink(tmp_path, told)
         sink.log(example_record(10))
         sink.close()
     first, second, other = (options["id"] for options in wandb.started)
@@ -115,7 +140,28 @@ def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
     assert ("*", "iteration") in wandb.axes
     assert wandb.logged[0]["iteration"] == 10
     assert wandb.logged[0]["train/lm_loss"] == 4.25
+    assert wandb.logged[0]["moe/layer_01/load"] == [1.5, 0.5]
     assert wandb.finished
+
+
+def test_wandb_is_not_told_again(tmp_path, monkeypatch):
+    """It cannot take back what came after the checkpoint; a value that is another is shown."""
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    nan = float("nan")
+    made = [example_record(20), example_record(30, grad_norm=nan), example_record(40)]
+    with open_telemetry(tmp_path, 100, tensorboard=False, wandb_project="moe") as telemetry:
+        for record in made:
+            telemetry.log(record)
+    again = {"first": 20, "resumed_from": 20}
+    with open_telemetry(
+        tmp_path, 100, tensorboard=False, wandb_project="moe", **again
+    ) as telemetry:
+        telemetry.log(made[1] | {"elapsed_seconds": 99.0, "tokens_per_second": 1.0})
+        telemetry.log(made[2] | {"lm_loss": 5.0})
+        telemetry.log(example_record(50))
+    logged = [(values["iteration"], values["train/lm_loss"]) for values in wandb.logged]
+    assert logged == [(20, 4.25), (30, 4.25), (40, 4.25), (40, 5.0), (50, 4.25)]
 
 
 def test_wandb_that_refuses_to_start(tmp_path, monkeypatch):
@@ -170,10 +216,14 @@ def test_a_sink_that_fails_to_open_closes_the_others(tmp_path, monkeypatch):
 
 def test_a_sink_that_fails_to_close_does_not_keep_the_others_open():
     class Stuck:
+        name = "stuck"
+
         def __init__(self, failure=None):
             self.failure, self.closed = failure, False
 
         def log(self, record): ...
+
+        def sync(self): ...
 
         def close(self):
             self.closed = True
