@@ -89,6 +89,7 @@ def _evaluation(
     config: Config, text: Text, model: Any, groups: Groups
 ) -> Callable[[], dict[str, float]]:
     """What measures the model as it is: nats/token by domain, and of all if there are several."""
+    from moe_parallel.config import LoggingConfig
     from moe_parallel.evaluation.perplexity import evaluate
     from moe_parallel.platform.device import device
 
@@ -96,7 +97,9 @@ def _evaluation(
     if not datasets:
         raise InputError(f"--split {config.data.split} leaves no validation text: change it")
     sizes = text.bytes_per_token(device())
-    samples = config.logging.eval_iters * config.training.global_batch_size
+    # A run that was not evaluated is measured here all the same.
+    iters = config.logging.eval_iters or LoggingConfig().eval_iters
+    samples = iters * config.training.global_batch_size
 
     def losses() -> dict[str, float]:
         found = {

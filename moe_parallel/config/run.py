@@ -132,7 +132,11 @@ class LoggingConfig:
     eval_interval: int | None = option(
         None, "iterations between evaluations; none: at the end only"
     )
-    eval_iters: int = option(10, "global batches of each domain in one evaluation")
+    eval_iters: int = option(
+        10,
+        "global batches of each domain in one evaluation; 0: no evaluation, but for that of "
+        "--full-evaluation",
+    )
     eval_first_part: int | None = option(
         None,
         "evaluations also give the loss without the first N tokens of each sequence; none: without "
@@ -146,3 +150,7 @@ class LoggingConfig:
         None, "log to this Weights & Biases project (pip install wandb)"
     )
     wandb_mode: str = option("offline", "of Weights & Biases", choices=("offline", "online"))
+
+    @property
+    def evaluates_at_the_end(self) -> bool:
+        return self.full_evaluation or self.eval_iters > 0

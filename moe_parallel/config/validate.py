@@ -42,7 +42,7 @@ _AT_LEAST = {
     0: (
         "lr_warmup_iters lr min_lr weight_decay adam_beta1 adam_beta2 clip_grad "
         "moe_aux_loss_coeff moe_z_loss_coeff moe_importance_loss_coeff moe_entropy_loss_coeff "
-        "moe_input_jitter_eps smear_expert_dropout seed fp8_margin aoe_fp8_screening"
+        "moe_input_jitter_eps smear_expert_dropout seed fp8_margin aoe_fp8_screening eval_iters"
     ),
     1: (
         "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size num_experts "
@@ -51,7 +51,7 @@ _AT_LEAST = {
         "num_layers_per_virtual_pipeline_stage expert_model_parallel_size "
         "expert_tensor_parallel_size micro_batch_size global_batch_size seq_length train_iters "
         "exit_interval lr_decay_iters lr_wsd_decay_iters save_interval keep_last log_interval "
-        "eval_interval eval_iters eval_first_part vocab_size moe_router_hidden_size "
+        "eval_interval eval_first_part vocab_size moe_router_hidden_size "
         "moe_gate_low_rank_size "
         "moe_shared_expert_intermediate_size moe_router_num_groups moe_router_group_topk "
         "moe_inference_max_experts lory_segment_length fp8_amax_history_len"

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.core.utils import unwrap_model
 
-from moe_parallel.config import Config, validate
+from moe_parallel.config import Config, LoggingConfig, validate
 from moe_parallel.convert.calibration import draw_calibration
 from moe_parallel.convert.gate import GateOptions
 from moe_parallel.convert.to_aoe import ConvertedLayer, convert_layers
@@ -122,7 +122,9 @@ def _losses(
     config: Config, text: Text, data: Datasets, groups: Groups
 ) -> dict[str, Callable[[Any], float]]:
     """By domain, what measures a model on the first validation samples, in nats/token."""
-    samples = config.logging.eval_iters * config.training.global_batch_size
+    # A run that was not evaluated is measured here all the same.
+    iters = config.logging.eval_iters or LoggingConfig().eval_iters
+    samples = iters * config.training.global_batch_size
 
     def of_domain(dataset: Any) -> Callable[[Any], float]:
         def loss(model: Any) -> float:

@@ -163,6 +163,25 @@ class RoutingTotals:
             dist.all_reduce(peaks_GE, dist.ReduceOp.MAX, group=group)
         return RoutingTotals(sums_GC, peaks_GE)
 
+    @classmethod
+    def zeros_like(cls, other: RoutingTotals) -> RoutingTotals:
+        return cls(torch.zeros_like(other.sums_GC), torch.zeros_like(other.peaks_GE))
+
+    @torch.no_grad()
+    def add_totals(self, other: RoutingTotals) -> None:
+        """Adds what others have counted, of the same model. Does not wait for the device."""
+        self.sums_GC += other.sums_GC
+        torch.maximum(self.peaks_GE, other.peaks_GE, out=self.peaks_GE)
+
+    def state(self) -> dict[str, list[list[float]]]:
+        """Everything counted, to the bit, in JSON's types. Waits for the device."""
+        return {"sums": self.sums_GC.tolist(), "peaks": self.peaks_GE.tolist()}
+
+    def load_state(self, state: Mapping[str, list[list[float]]]) -> None:
+        """Takes what `state` gave for a model with as many layers and experts."""
+        for mine, values in ((self.sums_GC, state["sums"]), (self.peaks_GE, state["peaks"])):
+            mine.copy_(torch.tensor(values, dtype=torch.float64).view_as(mine))
+
     def clear(self) -> None:
         self.sums_GC.zero_()
         self.peaks_GE.zero_()

@@ -84,11 +84,16 @@ from moe_parallel.training.checkpoint_upcycling import DenseReader
 
 @dataclass(frozen=True)
 class TrainingState:
-    """How far a run has come, and so where in the data it goes on."""
+    """How far a run has come, and so where in the data it goes on.
+
+    `unlogged`: the sums of the iterations that the next logged line averages, in JSON's types (see
+    interval.py); None where there are none.
+    """
 
     iteration: int
     consumed_samples: int
     consumed_tokens: int
+    unlogged: Mapping[str, Any] | None = None
 
 
 class Checkpointer:

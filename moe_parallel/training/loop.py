@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,10 @@ from moe_parallel.training.checkpoint import TrainingState
 from moe_parallel.training.checkpoint_folder import checkpoint_name
 from moe_parallel.training.engine import NonFinite, StepResult
 from moe_parallel.training.failure import EXIT_INTERRUPTED, Diverged
+from moe_parallel.training.interval import Interval
 from moe_parallel.training.signals import StopRequest
 from moe_parallel.training.stages import Stage
 from moe_parallel.training.text import Text
-
-
-@dataclass
-class Interval:
-    """What is averaged between two logged iterations."""
-
-    losses: list[float] = field(default_factory=list)
-    tokens: int = 0
-    seconds: float = 0.0
-
-    def add(self, result: StepResult, seconds: float) -> None:
-        self.losses.append(result.lm_loss)
-        self.tokens += result.tokens
-        self.seconds += seconds
 
 
 class Loop:
@@ -60,6 +47,7 @@ class Loop:
         self.datasets = datasets
         self.state = stage.state
         self.telemetry = telemetry
+        self.interval = Interval(stage.engine.statistics, stage.state.unlogged)
         self.asked_to_leave = False  # by a signal or --exit-interval
         self.bytes_per_token_V = text.bytes_per_token(stage.engine.device)
         self._saved_at = self._found_at(stage.state)
@@ -73,16 +61,13 @@ class Loop:
         if self.stage.note is not None:
             self.telemetry.say(self.stage.note)
         stream = self._stream()
-        interval = Interval()
-        self.engine.statistics.training.clear()
         with StopRequest().listening() as stop:
             while self.state.iteration < self.stage.until:
-                result = self._step(stream, interval)
-                if self._due(self.config.logging.log_interval) or self.done:
-                    self.telemetry.log(self._record(result, interval))
-                    interval = Interval()
-                else:
-                    self.telemetry.advance(self.state.iteration)
+                result = self._step(stream)
+                # Records first, the checkpoint last: a run that goes on from it has them all.
+                self._log(result)
+                if self._due(self.config.logging.eval_interval) and not self.done:
+                    self.evaluate()
                 stopping = self._agreed(stop)
                 leaving = self._due(self.config.training.exit_interval)
                 self.asked_to_leave = stopping or leaving
@@ -94,8 +79,6 @@ class Loop:
                         + self._how_to_go_on()
                     )
                     return EXIT_INTERRUPTED
-                if self._due(self.config.logging.eval_interval) and not self.done:
-                    self.evaluate()
                 if leaving:
                     self.telemetry.say(f"--exit-interval: left at {self.state.iteration}")
                     return 0
@@ -111,8 +94,12 @@ class Loop:
         """Write a checkpoint of this moment, unless there is one. Collective."""
         if self.config.checkpoint.save is None or self._saved_at == self.state.iteration:
             return
+        self.telemetry.sync()  # the checkpoint takes for granted what was logged before it
         path = self.stage.checkpoints.save(
-            self.state, self.engine.chunks, self.engine.optimizer, self.engine.scheduler
+            replace(self.state, unlogged=self.interval.state()),
+            self.engine.chunks,
+            self.engine.optimizer,
+            self.engine.scheduler,
         )
         self._saved_at = self.state.iteration
         self.telemetry.say(f"saved {path}")
@@ -120,9 +107,12 @@ class Loop:
     def evaluate(self, *, everything: bool = False) -> dict[str, Perplexity]:
         """Log and return what the model makes of each domain's validation text. Collective.
 
-        Of all of it, or of --eval-iters global batches; {} where --split leaves no validation.
+        Of all of it, or of --eval-iters global batches; {} where those are 0, or where --split
+        leaves no validation.
         """
         training, logging = self.config.training, self.config.logging
+        if not (everything or logging.eval_iters):
+            return {}
         samples = None if everything else logging.eval_iters * training.global_batch_size
         texts: dict[str, Perplexity] = {}
         readings: dict[str, dict[str, Any]] = {}
@@ -167,13 +157,13 @@ class Loop:
             data_parallel_size=dp.size(),
         )
 
-    def _step(self, stream: Iterator[Batch], interval: Interval) -> StepResult:
+    def _step(self, stream: Iterator[Batch]) -> StepResult:
         begin = time.monotonic()
         try:
             result = self.engine.step(stream)
         except NonFinite as error:
             raise self._diverged(error) from error
-        interval.add(result, time.monotonic() - begin)
+        self.interval.add(result, time.monotonic() - begin)
         self.state = TrainingState(
             iteration=self.state.iteration + 1,
             consumed_samples=self.state.consumed_samples + self.config.training.global_batch_size,
@@ -181,17 +171,23 @@ class Loop:
         )
         return result
 
-    def _record(self, result: StepResult, interval: Interval) -> dict[str, Any]:
-        layers = self.engine.statistics.training.reduced([None]).summaries()
-        self.engine.statistics.training.clear()
-        return self.place() | {
-            "lm_loss": sum(interval.losses) / len(interval.losses),
-            "grad_norm": result.grad_norm,
-            "learning_rate": result.learning_rate,
-            "tokens_per_second": interval.tokens / interval.seconds,
-            "peak_memory_bytes": self._peak_memory(),
-            "layers": layers,
-        }
+    def _log(self, result: StepResult) -> None:
+        """Log the iterations since the last line, if one is due or the stage ends. Collective."""
+        logging = self.config.logging
+        if not self._due(logging.log_interval) and self.state.iteration < self.stage.until:
+            self.telemetry.advance(self.state.iteration)
+            return
+        self.telemetry.log(
+            self.place()
+            | self.interval.averages()
+            | {
+                "grad_norm": result.grad_norm,
+                "learning_rate": result.learning_rate,
+                "peak_memory_bytes": self._peak_memory(),
+                "layers": self.interval.layers(),
+            }
+        )
+        self.interval.clear()
 
     def _peak_memory(self) -> int:
         """Of the rank that has held most. Collective."""

@@ -27,7 +27,13 @@ from moe_parallel.telemetry.sinks import Telemetry, open_telemetry
 from moe_parallel.training.failure import FailureChannel, run
 from moe_parallel.training.loop import Loop
 from moe_parallel.training.report import compare_with_baselines, draw, format_table
-from moe_parallel.training.run import begin_run, begins_here, open_checkpoints
+from moe_parallel.training.run import (
+    begin_run,
+    begins_here,
+    goes_on_here,
+    is_finished,
+    open_checkpoints,
+)
 from moe_parallel.training.stages import Stage, Stages
 from moe_parallel.training.text import open_text
 
@@ -71,9 +77,15 @@ def pretrain(config: Config, groups: Groups) -> int:
     stages = Stages(config, text.vocab_size, groups, checkpoints)
     datasets = text.datasets(config)
     stage = stages.first()
+    if is_finished(config, stage.state.iteration):
+        _tell_finished(config, stage)
+        return 0
     begin_run(config, text.tokenizer)
-    resumed_from = None if config.checkpoint.load is None else stage.state.iteration
-    with _telemetry(config, resumed_from) if dist.get_rank() == 0 else Telemetry() as telemetry:
+    with (
+        _telemetry(config, stage.state.iteration)
+        if dist.get_rank() == 0
+        else Telemetry() as telemetry
+    ):
         telemetry.say(_opening(config, groups, stage))
         cautions = (*config.cautions, *datasets.cautions)
         for line in (*notes, *(f"caution: {caution}" for caution in cautions)):
@@ -123,11 +135,13 @@ def _store(rank: int, world_size: int) -> dist.Store:
     return store
 
 
-def _telemetry(config: Config, resumed_from: int | None) -> Telemetry:
+def _telemetry(config: Config, done: int) -> Telemetry:
+    """`done`: iterations of the checkpoint that was loaded, if one was."""
     return open_telemetry(
         config.checkpoint.save,
         config.training.train_iters,
-        resumed_from=resumed_from,
+        first=done,
+        resumed_from=done if goes_on_here(config) else None,
         tensorboard=config.logging.tensorboard,
         wandb_project=config.logging.wandb_project,
         wandb_mode=config.logging.wandb_mode,
@@ -150,6 +164,21 @@ def _opening(config: Config, groups: Groups, stage: Stage) -> str:
     )
 
 
+def _tell_finished(config: Config, stage: Stage) -> None:
+    """The figure is drawn again: the run may have been killed before its first one. Collective."""
+    parameters = total_parameters(unwrap_model(stage.engine.chunks))
+    if dist.get_rank() != 0:
+        return
+    done, train_iters = stage.state.iteration, config.training.train_iters
+    print(
+        f"--load {config.checkpoint.load}: {done} iterations are done, and --train-iters is "
+        f"{train_iters}: nothing is left to do",
+        flush=True,
+    )
+    if done == train_iters and goes_on_here(config):
+        print(draw(config, parameters), flush=True)
+
+
 def _report(loop: Loop, telemetry: Telemetry, tokenizer: Any) -> None:
     """The last evaluation, the comparison with simple models, and the figure. Collective."""
     full = loop.config.logging.full_evaluation
@@ -161,4 +190,4 @@ def _report(loop: Loop, telemetry: Telemetry, tokenizer: Any) -> None:
         table = compare_with_baselines(perplexities, loop.datasets, tokenizer)
         telemetry.say("\nheld-out text, every token:\n" + format_table(table))
     if loop.config.checkpoint.save is not None:
-        telemetry.say(f"figure: {draw(loop.config, parameters)}")
+        telemetry.say(draw(loop.config, parameters))

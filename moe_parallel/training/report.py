@@ -87,9 +87,18 @@ def format_table(comparison: Comparison) -> str:
     return "\n".join([head, *rows, *filter(None, [comparison.note])])
 
 
-def draw(config: Config, parameters: int) -> Path:
-    """The figure of the run in --save."""
+def draw(config: Config, parameters: int) -> str:
+    """Draw the figure of the run in --save; a line that says where it is, or why there is none."""
     assert config.checkpoint.save is not None
+    try:
+        path = plot_run(Path(config.checkpoint.save), model_line=_model_line(config, parameters))
+        return f"figure: {path}"
+    except Exception as error:  # the run is over, and saved: no picture is worth its exit code
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return f"caution: there is no figure: {reason}"
+
+
+def _model_line(config: Config, parameters: int) -> str:
     model = config.model
     line = f"{selection_name(config.selection)}, {parameters / 1e6:.1f}M parameters, "
     line += f"{model.num_layers} layers x {model.hidden_size}"
@@ -97,7 +106,7 @@ def draw(config: Config, parameters: int) -> Path:
         line += f", {config.moe.num_experts} experts"
         if isinstance(config.selection, FixedChoices):
             line += f", {config.selection.moe_router_topk} a token"
-    return plot_run(Path(config.checkpoint.save), model_line=line)
+    return line
 
 
 def _mebibytes(count: int) -> str:

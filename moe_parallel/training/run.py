@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from moe_parallel.agreement import agree, on_rank_0, one_line
+import torch.distributed as dist
+
+from moe_parallel.agreement import agree, exchange, on_rank_0, one_line
 from moe_parallel.config import AutonomousSelection, Config, selection_name
 from moe_parallel.config.dense_twin import dense_twin
 from moe_parallel.config.option import options
@@ -14,6 +16,7 @@ from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.parallel import Groups
 from moe_parallel.platform.device import device
+from moe_parallel.telemetry.metrics import has_evaluation
 from moe_parallel.training.checkpoint import Checkpointer
 from moe_parallel.training.checkpoint_folder import CheckpointFolder
 from moe_parallel.training.checkpoint_record import Expected
@@ -56,16 +59,36 @@ def open_checkpoints(config: Config, vocab_size: int, groups: Groups) -> Checkpo
     if config.checkpoint.save is None:
         return checkpoints
     latest = checkpoints.latest()
-    loads_here = (
-        config.checkpoint.load is not None
-        and folder.resolve() in (Path(config.checkpoint.load) / "_").resolve().parents
-    )
-    if latest is not None and not loads_here:
+    if latest is not None and not goes_on_here(config):
         raise InputError(
             f"--save {folder} holds a run already ({latest.name}): go on with it by --load "
             f"{folder}, or name another folder"
         )
     return checkpoints
+
+
+def goes_on_here(config: Config) -> bool:
+    """Whether --load names the folder in --save, or a checkpoint in it."""
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if load is None or save is None:
+        return False
+    return Path(save).resolve() in (Path(load) / "_").resolve().parents
+
+
+def is_finished(config: Config, iteration: int) -> bool:
+    """Whether a run that is loaded at `iteration` has nothing left to do or to log. Collective.
+
+    Without --save nothing is on record, so its last evaluation is made once more, and shown.
+    """
+    save, train_iters = config.checkpoint.save, config.training.train_iters
+    if iteration < train_iters:
+        return False
+    if iteration > train_iters or not config.logging.evaluates_at_the_end:
+        return True
+    if save is None or not goes_on_here(config):
+        return save is not None
+    on_rank_0_alone = dist.get_rank() == 0
+    return any(exchange(agree(lambda: on_rank_0_alone and has_evaluation(save, iteration))))
 
 
 def dense_checkpoints(config: Config, vocab_size: int, checkpoints: Checkpointer) -> Checkpointer:

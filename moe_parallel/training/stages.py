@@ -7,7 +7,7 @@ dense layers to experts. Most runs have experts, or none, from the first step: o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moe_parallel.agreement import agree
@@ -99,7 +99,7 @@ class Stages:
         return (moe.moe_use_upcycling or moe.moe_dense_warmup_percent > 0) and _kind(load)[0]
 
     def _upcycled(self, load: str, engine: Engine) -> TrainingState:
-        return self.checkpoints.upcycle(
+        state = self.checkpoints.upcycle(
             Path(load),
             engine.chunks,
             engine.optimizer,
@@ -107,6 +107,7 @@ class Stages:
             expected_dense(self.config, self.vocab_size),
             self.config.training.seed,
         )
+        return replace(state, unlogged=None)  # of other layers
 
     def _note(self, load: str, state: TrainingState) -> str:
         note = f"every expert starts as the dense layer of {load} at iteration {state.iteration}"

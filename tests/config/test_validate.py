@@ -209,7 +209,7 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
 ]
 AT_LEAST_0 = """
 seed lr min_lr lr_warmup_iters weight_decay adam_beta1 adam_beta2 clip_grad moe_aux_loss_coeff
-moe_z_loss_coeff
+moe_z_loss_coeff eval_iters
 """.split()
 AT_LEAST_1 = """
 num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size rotary_base
@@ -217,7 +217,7 @@ make_vocab_size_divisible_by num_experts moe_ffn_hidden_size moe_router_topk
 tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
 expert_model_parallel_size expert_tensor_parallel_size micro_batch_size global_batch_size seq_length
 train_iters exit_interval lr_decay_iters lr_wsd_decay_iters vocab_size save_interval keep_last
-log_interval eval_interval eval_iters
+log_interval eval_interval
 """.split()
 ABOVE_0 = """
 norm_epsilon init_method_std moe_expert_capacity_factor distributed_timeout_minutes adam_eps

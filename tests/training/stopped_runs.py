@@ -1,0 +1,103 @@
+"""Runs that end at a chosen moment, on the rank of a test; they leave the disk as kill -9 does.
+
+    moments = with_moments(options, None)           # the names of all moments of the run, in order
+    with_moments(options, 7)                        # the run, ended at the eighth
+
+The moments: before and after each step, record, evaluation of a domain, checkpoint, its publication
+and the figure; and in the middle of a line of metrics.jsonl.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from moe_parallel.telemetry import metrics
+from moe_parallel.telemetry.journal import Journal
+from moe_parallel.telemetry.metrics import MetricsWriter
+from moe_parallel.telemetry.tensorboard_sink import TensorBoardSink
+from moe_parallel.training import loop, pretrain
+from moe_parallel.training.checkpoint import Checkpointer
+from moe_parallel.training.checkpoint_folder import CheckpointFolder
+from moe_parallel.training.engine import Engine
+from tests.program import Options, pretrain_here
+
+PLACES = [
+    (Engine, "step"),
+    (MetricsWriter, "log"),
+    (TensorBoardSink, "log"),
+    (loop, "evaluate"),
+    (Checkpointer, "save"),
+    (CheckpointFolder, "publish"),
+    (pretrain, "draw"),
+]
+
+
+class Killed(BaseException):
+    """Nothing that comes after is done: no handler in the program takes it."""
+
+
+class Moments:
+    """Counts the moments of a run, and does something at one of them.
+
+    A journal that is closed does not write what it still has.
+    """
+
+    def __init__(self, at: int | None, action: Callable[[], None]) -> None:
+        self.at, self.action = at, action
+        self.names: list[str] = []
+
+    def pass_by(self, name: str) -> None:
+        self.names.append(name)
+        if len(self.names) - 1 == self.at:
+            self.action()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        with contextlib.ExitStack() as patches:
+            for owner, name in PLACES:
+                patches.enter_context(mock.patch.object(owner, name, self._around(owner, name)))
+            write = Journal._write_whole
+
+            def write_in_two(journal: Journal, entry: bytes) -> None:
+                if journal._file.name.endswith(metrics.FILE_NAME):
+                    half = len(entry) // 2
+                    write(journal, entry[:half])
+                    self.pass_by("half a line")
+                    entry = entry[half:]
+                write(journal, entry)
+
+            patches.enter_context(mock.patch.object(Journal, "_write_whole", write_in_two))
+            patches.enter_context(
+                mock.patch.object(Journal, "close", lambda journal: journal._file.close())
+            )
+            yield
+
+    def _around(self, owner: Any, name: str) -> Callable[..., Any]:
+        plain = getattr(owner, name)
+        label = f"{getattr(owner, '__name__', '').split('.')[-1]}.{name}"
+
+        def around(*args: Any, **kwargs: Any) -> Any:
+            self.pass_by(f"before {label}")
+            result = plain(*args, **kwargs)
+            self.pass_by(f"after {label}")
+            return result
+
+        return around
+
+
+def kill() -> None:
+    raise Killed
+
+
+def with_moments(
+    options: Options, at: int | None, action: Callable[[], None] = kill
+) -> tuple[list[str], int | None]:
+    """(names of the moments that came, exit code or None where the run was killed)."""
+    moments = Moments(at, action)
+    with moments.watched():
+        try:
+            ((code, _),) = pretrain_here([options])
+        except Killed:
+            code = None
+    return moments.names, code

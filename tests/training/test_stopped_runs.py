@@ -1,0 +1,120 @@
+"""Whenever a run is stopped, metrics.jsonl and TensorBoard end as if it had not been."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from moe_parallel.telemetry.metrics import TIMING
+from tests.distributed import run_distributed
+from tests.program import SMALL, pretrain_here, small_data
+from tests.training.stopped_runs import kill, with_moments
+
+# No two of the intervals fall together often, and none divides the iterations.
+RUN = SMALL | {
+    "train_iters": 11,
+    "log_interval": 3,
+    "eval_interval": 2,
+    "save_interval": 4,
+    "tensorboard": True,
+}
+ITERATIONS = RUN["train_iters"]
+
+
+def records(save: Path) -> list[dict]:
+    """Every line, without what is measured of the machine."""
+    lines = (save / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMING} for line in lines]
+
+
+def charts(save: Path) -> dict:
+    """Every scalar of TensorBoard as [(iteration, value)], but for those of the machine."""
+    everything = {"scalars": 0, "histograms": 0}
+    events = EventAccumulator(str(save / "tensorboard"), size_guidance=everything).Reload()
+    machine = {f"train/{name}" for name in TIMING}
+    tags = events.Tags()
+    found = {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in set(tags["scalars"]) - machine
+    }
+    for tag in tags["histograms"]:
+        found[tag] = [(event.step, event.histogram_value) for event in events.Histograms(tag)]
+    return found
+
+
+def assert_same(save: Path, straight: Path) -> None:
+    assert records(save) == records(straight)
+    assert charts(save) == charts(straight)
+
+
+def test_the_records_of_a_run(straight):
+    """Each due record once: a line each 3 iterations and at the end, evaluations, the last one."""
+    _, save, _ = straight
+    found = [(r["iteration"], "validation" in r) for r in records(save)]
+    logged = [(n, False) for n in (3, 6, 9, ITERATIONS)]
+    evaluated = [(n, True) for n in (2, 4, 6, 8, 10, ITERATIONS)]
+    assert found == sorted(logged + evaluated)
+
+
+def go_on(options: dict) -> None:
+    """Until the run is over, as a batch system would: from the folder if it has a checkpoint."""
+    for _ in range(2 * ITERATIONS):
+        save = options["save"]
+        saved = (save / "latest_checkpointed_iteration.txt").exists()
+        ((_, printed),) = pretrain_here([options | ({"load": save} if saved else {})])
+        if "figure: " in printed:
+            return
+    raise AssertionError(f"not over after {2 * ITERATIONS} starts:\n{printed}")
+
+
+def disturb(options: dict, straight: Path, folder: Path, moments: dict[int, str]) -> list[str]:
+    """On a rank: kill at each of the moments, go on, compare; which were reached."""
+    reached = []
+    for number, name in moments.items():
+        here = options | {"save": folder / f"killed-{number}"}
+        names, code = with_moments(here, number, kill)
+        assert code is None and names[-1] == name, (names, code)
+        go_on(here)
+        try:
+            assert_same(here["save"], straight)
+        except AssertionError as error:
+            raise AssertionError(f"killed at moment {number}, {name}: {error}") from error
+        shutil.rmtree(here["save"])
+        reached.append(name)
+    return reached
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """(options, the folder of an undisturbed run, the names of its moments)."""
+    folder = tmp_path_factory.mktemp("straight")
+    options = RUN | small_data(folder)
+    save = folder / "run"
+    ((names, code),) = run_distributed(1, with_moments, options | {"save": save}, None)
+    assert code == 0
+    return options, save, names
+
+
+def test_kill_at_a_moment_of_each_kind(straight, tmp_path):
+    """The last of each kind, so of the last evaluation, and half of them while it trains too."""
+    options, save, names = straight
+    end = max(n for n, name in enumerate(names) if name == "after Engine.step")
+    chosen = {}
+    for kind in sorted(set(names)):
+        places = [number for number, name in enumerate(names) if name == kind]
+        earlier = [number for number in places if number < end]
+        chosen[places[-1]] = kind
+        if "before" in kind and earlier:
+            chosen[earlier[-1]] = kind
+    reached = run_distributed(1, disturb, options, save, tmp_path, chosen, timeout=600)[0]
+    assert len(set(reached)) == 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_kill_at_every_moment(straight, tmp_path, part):
+    options, save, names = straight
+    chosen = dict(list(enumerate(names))[part::4])
+    run_distributed(1, disturb, options, save, tmp_path, chosen, timeout=600)
