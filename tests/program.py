@@ -32,9 +32,10 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from moe_parallel.config import parse_command_line, validate
+from moe_parallel.config import validate
 from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.training.pretrain import pretrain
+from moe_parallel.training.run_config import run_config
 from tests.data.small_text import small_bpe, words, write_texts
 from tests.distributed import PRELOADED
 
@@ -109,12 +110,13 @@ def pretrain_here(
         before()
     ends = []
     for options in runs:
-        config = parse_command_line(flags(options))
+        given = run_config(flags(options))
+        config = given.config
         validate(config, dist.get_world_size())
         groups = initialize_groups(config.parallel, config.virtual_stages)
         try:
             with contextlib.redirect_stdout(io.StringIO()) as printed:
-                code = pretrain(config, groups)
+                code = pretrain(config, groups, given.cautions)
         finally:
             parallel_state.destroy_model_parallel()
             destroy_num_microbatches_calculator()

@@ -1,6 +1,10 @@
 """The configuration: frozen dataclasses, from which YAML keys, flags and help are generated."""
 
-from moe_parallel.config.command_line import parse_command_line
+from moe_parallel.config.command_line import (
+    CommandLine,
+    parse_command_line,
+    read_command_line,
+)
 from moe_parallel.config.config import Config, make_config, read_yaml
 from moe_parallel.config.fp8 import Fp8Config
 from moe_parallel.config.model import ModelConfig, MoEConfig, moe_layer_pattern
@@ -54,6 +58,7 @@ __all__ = [
     "AoETopPSelection",
     "AutonomousSelection",
     "CheckpointConfig",
+    "CommandLine",
     "Config",
     "DataConfig",
     "ExpertChoiceSelection",
@@ -78,6 +83,7 @@ __all__ = [
     "make_config",
     "moe_layer_pattern",
     "parse_command_line",
+    "read_command_line",
     "read_yaml",
     "selection_name",
     "validate",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +17,63 @@ from moe_parallel.config.config import (
     sections,
     selection_options,
 )
-from moe_parallel.config.one_line_parser import OneLineParser
+from moe_parallel.config.one_line_parser import OneLineParser, dashed
 from moe_parallel.config.option import Option, as_typed, options
+from moe_parallel.config.replaced import without_replaced
 from moe_parallel.errors import InputError
 
 
-def parse_command_line(arguments: Sequence[str]) -> Config:
-    """The configuration of `--config FILE.yaml [--flag value ...]`; flags win over the file.
+@dataclass(frozen=True)
+class CommandLine:
+    """What was typed."""
 
-    Prints help and raises SystemExit(0) for --help. Raises InputError for anything wrong.
+    given: Mapping[str, Any]  # raw values by option name
+    file: Path | None  # of --config
+
+    def over(self, file: Mapping[str, Any], name: str) -> tuple[Config, list[str]]:
+        """The configuration of these options over those of a file, and cautions.
+
+        Args:
+            file: raw values by option name.
+            name: what to call the file.
+
+        Raises InputError for anything wrong.
+        """
+        kept, replaced = without_replaced(file, self.given)
+        cautions = [] if replaced is None else [f"{replaced}, which {name} has"]
+        return make_config(kept | dict(self.given)), cautions
+
+
+def read_command_line(arguments: Sequence[str]) -> CommandLine:
+    """The words of `[--config FILE.yaml] [--flag value ...]`.
+
+    Prints help and raises SystemExit(0) for --help. Raises InputError for words that are no flags.
     """
     parser = _parser()
-    flags = [word.split("=")[0] for word in arguments if word.startswith("--")]
-    for word in flags:
-        if word not in parser.flags:
-            near = difflib.get_close_matches(word.lower(), parser.flags, n=1)
+    words = [word.split("=")[0] for word in arguments if word.startswith("--")]
+    flags = [dashed(word) for word in words]
+    for word, its_flag in zip(words, flags, strict=True):
+        if its_flag not in parser.flags:
+            near = difflib.get_close_matches(its_flag.lower(), parser.flags, n=1)
             hint = f"did you mean {near[0]}?" if near else "--help lists all flags"
             raise InputError(f"{as_typed(word)} is no flag of this program: {hint}")
     if flags.count("--config") > 1:
         raise InputError("--config is given twice: name one file, and change it by flags")
     given = vars(parser.parse_args(arguments))
-    path = given.pop("config", None)
-    raw = read_yaml(Path(path)) if path is not None else {}
-    return make_config(raw | given)
+    file = given.pop("config", None)
+    return CommandLine(given, None if file is None else Path(file))
+
+
+def parse_command_line(arguments: Sequence[str]) -> Config:
+    """The configuration of `[--config FILE.yaml] [--flag value ...]`; flags win over the file.
+
+    Options of the file for a system of expert selection that a flag replaced are left out.
+    Prints help and raises SystemExit(0) for --help. Raises InputError for anything wrong.
+    """
+    line = read_command_line(arguments)
+    file = {} if line.file is None else read_yaml(line.file)
+    config, _ = line.over(file, f"--config {line.file}")
+    return config
 
 
 class _Parser(OneLineParser):

@@ -6,13 +6,26 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from moe_parallel.errors import InputError
 
 
+def dashed(word: str) -> str:
+    """A word of a command line, `--num_layers=4` as `--num-layers=4`."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else word
+
+
 class OneLineParser(argparse.ArgumentParser):
-    """As argparse, but a wrong line raises InputError instead of printing the usage."""
+    """As argparse, but a wrong line raises InputError instead of printing the usage.
+
+    Flags may be typed with underscores, as in Python and in YAML.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([dashed(word) for word in words], namespace)
 
     def error(self, message: str) -> NoReturn:
         message = " ".join(message.split())[:300].removeprefix("argument ")

@@ -117,7 +117,22 @@ class CheckpointConfig:
     save: str | None = option(
         None, "folder of the run: checkpoints, metrics, figure; none: nothing is written"
     )
-    load: str | None = option(None, "folder of a run, or one of its iter_* folders, to go on from")
+    load: str | None = option(
+        None,
+        "folder of a run, or one of its iter_* folders, to go on from. Without --config its own "
+        "configuration is the file; then --save is its folder unless given. Where --save names the "
+        "same folder and no checkpoint is there yet, the run begins",
+    )
+    finetune: bool = option(
+        False,
+        "--load gives the weights alone: iteration, data, optimizer state, schedule and random "
+        "states start anew, as a run of their own in another --save",
+    )
+    override_opt_param_scheduler: bool = option(
+        False,
+        "go on from --load with the schedule configured here (learning rates, warm-up, decay, "
+        "weight decay) in place of the one that it was saved with, which is refused otherwise",
+    )
     save_interval: int | None = option(
         None, "iterations between checkpoints; none: at the end and on a signal only"
     )

@@ -289,10 +289,20 @@ def _schedule(config: Config) -> None:
 
 
 def _checkpoints(config: Config) -> None:
-    if config.checkpoint.keep_last is not None and config.checkpoint.save is None:
+    checkpoint = config.checkpoint
+    if checkpoint.keep_last is not None and checkpoint.save is None:
         raise InputError("--keep-last bounds the checkpoints of a run: set --save too")
-    if config.checkpoint.save_interval is not None and config.checkpoint.save is None:
+    if checkpoint.save_interval is not None and checkpoint.save is None:
         raise InputError("--save-interval needs a folder to save in: set --save too")
+    for name in ("finetune", "override_opt_param_scheduler"):
+        if getattr(checkpoint, name) and checkpoint.load is None:
+            raise InputError(f"{flag(name)} starts from a checkpoint: name one by --load")
+    for name in ("moe_use_upcycling", "moe_dense_warmup_percent"):
+        if checkpoint.finetune and getattr(config.moe, name):
+            raise InputError(
+                f"--finetune starts from the weights of --load as they are, and {flag(name)} makes "
+                "experts of them: leave one of them out"
+            )
 
 
 def _first_part(config: Config) -> None:

@@ -107,6 +107,7 @@ class Checkpointer:
         fingerprint: Mapping[str, object],
         layout: Mapping[str, int | str],
         files: Mapping[str, str | Path],
+        same_schedule: bool = True,
     ):
         """
         Args:
@@ -117,6 +118,8 @@ class Checkpointer:
             layout: sizes of the parallel groups and the kind of device; random states are restored
                 where they are equal.
             files: by name, the text of a small file or the path of a file or folder to copy.
+            same_schedule: whether a checkpoint's schedule must be the one configured to be loaded;
+                otherwise the one configured goes on at the checkpoint's step.
 
         Raises:
             InputError: `keep_last` is below 1.
@@ -128,6 +131,7 @@ class Checkpointer:
         self.fingerprint = as_json(fingerprint)
         self.layout = {**layout, "world_size": dist.get_world_size()}
         self.files = dict(files)
+        self.same_schedule = same_schedule
 
     def of_model(self, fingerprint: Mapping[str, object]) -> "Checkpointer":
         """The checkpoints of another model (a dense one that warms up) in the same folder."""
@@ -254,7 +258,7 @@ class Checkpointer:
         optimizer: MegatronOptimizer | None,
         scheduler: OptimizerParamScheduler | None,
     ) -> TrainingState:
-        expected = Expected(self.fingerprint)
+        expected = Expected(self.fingerprint, self.same_schedule)
         checkpoint, record = _open(path, expected, optimizer, scheduler)
         model = _model_tensors(model_chunks)
         held = [] if optimizer is None else pieces(optimizer, model)

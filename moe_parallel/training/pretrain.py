@@ -16,7 +16,8 @@ from megatron.core.num_microbatches_calculator import init_num_microbatches_calc
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.utils import unwrap_model
 
-from moe_parallel.config import Config, parse_command_line, validate
+from moe_parallel.agreement import agree
+from moe_parallel.config import Config, validate
 from moe_parallel.errors import InputError
 from moe_parallel.model.shards import total_parameters
 from moe_parallel.parallel import Groups, initialize_groups
@@ -27,13 +28,8 @@ from moe_parallel.telemetry.sinks import Telemetry, open_telemetry
 from moe_parallel.training.failure import FailureChannel, run
 from moe_parallel.training.loop import Loop
 from moe_parallel.training.report import compare_with_baselines, draw, format_table
-from moe_parallel.training.run import (
-    begin_run,
-    begins_here,
-    goes_on_here,
-    is_finished,
-    open_checkpoints,
-)
+from moe_parallel.training.run import begin_run, goes_on_here, is_finished, open_checkpoints
+from moe_parallel.training.run_config import begins_in, run_config
 from moe_parallel.training.stages import Stage, Stages
 from moe_parallel.training.text import open_text
 
@@ -46,7 +42,8 @@ def main(arguments: Sequence[str]) -> None:
     def body(channel: FailureChannel) -> int:
         if rank != 0 and {"--help", "-h"} & set(arguments):
             return 0  # rank 0 prints it
-        config = parse_command_line(arguments)
+        given = run_config(arguments)
+        config = given.config
         validate(config, world_size)
         backend = choose_backend(config.parallel.distributed_backend)
         check_megatron_version()
@@ -60,18 +57,20 @@ def main(arguments: Sequence[str]) -> None:
             backend, store=dist.PrefixStore("groups", store), rank=rank,
             world_size=world_size, timeout=timeout,
         )  # fmt: skip
-        return pretrain(config, initialize_groups(config.parallel, config.virtual_stages))
+        return pretrain(
+            config, initialize_groups(config.parallel, config.virtual_stages), given.cautions
+        )
 
     run(body, FailureChannel(store))
 
 
-def pretrain(config: Config, groups: Groups) -> int:
-    """Train, evaluate and report; returns the exit code. Collective."""
+def pretrain(config: Config, groups: Groups, cautions: Sequence[str] = ()) -> int:
+    """Train, evaluate and report; returns the exit code. Collective.
+
+    `cautions`: to tell the user besides those of the configuration.
+    """
     seed_everything(config, groups)
-    notes = []
-    if begins_here(config):
-        notes.append(f"no checkpoint in {config.checkpoint.load} yet: the run begins there")
-        config = replace(config, checkpoint=replace(config.checkpoint, load=None))
+    config, note = _first_start(config)
     text = open_text(config)
     checkpoints = open_checkpoints(config, text.vocab_size, groups)
     stages = Stages(config, text.vocab_size, groups, checkpoints)
@@ -87,9 +86,10 @@ def pretrain(config: Config, groups: Groups) -> int:
         else Telemetry() as telemetry
     ):
         telemetry.say(_opening(config, groups, stage))
-        cautions = (*config.cautions, *datasets.cautions)
-        for line in (*notes, *(f"caution: {caution}" for caution in cautions)):
-            telemetry.say(line)
+        if note is not None:
+            telemetry.say(note)
+        for caution in (*cautions, *config.cautions, *datasets.cautions):
+            telemetry.say(f"caution: {caution}")
         began = time.monotonic()
         loop = Loop(config, stage, text, datasets, telemetry, began)
         code = loop.train()
@@ -102,6 +102,15 @@ def pretrain(config: Config, groups: Groups) -> int:
             _report(loop, telemetry, text.tokenizer)
     dist.barrier()
     return code
+
+
+def _first_start(config: Config) -> tuple[Config, str | None]:
+    """The configuration without a --load that holds nothing yet, and a note on it. Collective."""
+    checkpoint = config.checkpoint
+    if checkpoint.finetune or not agree(lambda: begins_in(checkpoint.load, checkpoint.save)):
+        return config, None
+    note = f"no checkpoint in {checkpoint.load} yet: the run begins there"
+    return replace(config, checkpoint=replace(checkpoint, load=None)), note
 
 
 def seed_everything(config: Config, groups: Groups) -> None:

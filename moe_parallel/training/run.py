@@ -18,20 +18,7 @@ from moe_parallel.parallel import Groups
 from moe_parallel.platform.device import device
 from moe_parallel.telemetry.metrics import has_evaluation
 from moe_parallel.training.checkpoint import Checkpointer
-from moe_parallel.training.checkpoint_folder import CheckpointFolder
 from moe_parallel.training.checkpoint_record import Expected
-
-
-def begins_here(config: Config) -> bool:
-    """Whether --load is --save, and no checkpoint is there yet. Collective.
-
-    The command that goes on with a run is then the one that begins it: a batch system may start
-    it again and again, whenever the run was killed. Raises InputError if the folder is damaged.
-    """
-    load, save = config.checkpoint.load, config.checkpoint.save
-    if load is None or save is None or Path(load).resolve() != Path(save).resolve():
-        return False
-    return agree(lambda: CheckpointFolder(Path(load)).latest() is None)
 
 
 def open_checkpoints(config: Config, vocab_size: int, groups: Groups) -> Checkpointer:
@@ -55,10 +42,16 @@ def open_checkpoints(config: Config, vocab_size: int, groups: Groups) -> Checkpo
             "device": device().type,  # random states of one kind of device mean nothing to another
         },
         files={"config.yaml": _run_again(config), "tokenizer": folder / "tokenizer"},
+        same_schedule=not config.checkpoint.override_opt_param_scheduler,
     )
     if config.checkpoint.save is None:
         return checkpoints
     latest = checkpoints.latest()
+    if latest is not None and config.checkpoint.finetune:
+        raise InputError(
+            f"--save {folder} holds a run already ({latest.name}), and --finetune begins another: "
+            f"name another folder, or go on with that one by --load {folder} alone"
+        )
     if latest is not None and not goes_on_here(config):
         raise InputError(
             f"--save {folder} holds a run already ({latest.name}): go on with it by --load "
@@ -68,9 +61,9 @@ def open_checkpoints(config: Config, vocab_size: int, groups: Groups) -> Checkpo
 
 
 def goes_on_here(config: Config) -> bool:
-    """Whether --load names the folder in --save, or a checkpoint in it."""
+    """Whether the run that --load names is gone on with in its own folder, which is --save."""
     load, save = config.checkpoint.load, config.checkpoint.save
-    if load is None or save is None:
+    if load is None or save is None or config.checkpoint.finetune:
         return False
     return Path(save).resolve() in (Path(load) / "_").resolve().parents
 
@@ -128,8 +121,11 @@ def begin_run(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def _run_again(config: Config) -> str:
-    """The configuration without --load: run from it, and the run starts anew."""
-    return replace(config, checkpoint=replace(config.checkpoint, load=None)).to_yaml()
+    """The configuration without what --load was for: run from it, and the run starts anew."""
+    checkpoint = replace(
+        config.checkpoint, load=None, finetune=False, override_opt_param_scheduler=False
+    )
+    return replace(config, checkpoint=checkpoint).to_yaml()
 
 
 def _fingerprint(config: Config, vocab_size: int) -> dict[str, object]:

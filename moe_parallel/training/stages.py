@@ -88,11 +88,19 @@ class Stages:
         if load is not None and self._upcycles(load):
             state = self._upcycled(load, engine)
             note = self._note(load, state)
+        elif load is not None and self.config.checkpoint.finetune:
+            note = self._take_weights(load, engine)
         elif load is not None:
             state = self.checkpoints.load(
                 Path(load), engine.chunks, engine.optimizer, engine.scheduler
             )
         return Stage(engine, self.checkpoints, state, self.config.training.train_iters, note)
+
+    def _take_weights(self, load: str, engine: Engine) -> str:
+        """Start a run of its own from the weights of another, and say from which."""
+        loaded = self.checkpoints.load(Path(load), engine.chunks, None, None)
+        engine.optimizer.reload_model_params()  # its own copies, where it has some
+        return f"the weights are those of {load} at iteration {loaded.iteration}"
 
     def _upcycles(self, load: str) -> bool:
         moe = self.config.moe

@@ -175,7 +175,7 @@ def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
     ("wrong", "near"),
     [
         ("--num-layer", "--num-layers"),
-        ("--num_layers", "--num-layers"),
+        ("--num_layer", "--num-layers"),
         ("--NUM-LAYERS", "--num-layers"),
         ("--hiden-size=3", "--hidden-size"),
         ("--aoe-low-rank", "--aoe-low-rank-size"),
@@ -197,6 +197,18 @@ def test_a_flag_like_none() -> None:
 
 def test_flags_are_not_abbreviated() -> None:
     assert "--seq is no flag" in message_of("--seq", "128")
+
+
+def test_flags_may_have_underscores() -> None:
+    with_underscores = ["--num_layers", "2", "--expert_selection=aoe", "--aoe-low_rank_size", "8"]
+    with_dashes = ["--num-layers", "2", "--expert-selection=aoe", "--aoe-low-rank-size", "8"]
+    assert parse_command_line(with_underscores) == parse_command_line(with_dashes)
+    assert parse_one("--save", "my_run") == "my_run"
+    assert parse_command_line(["--save=my_run"]).checkpoint.save == "my_run"
+
+
+def test_a_flag_like_none_with_underscores() -> None:
+    assert message_of("--_") == "--_ is no flag of this program: --help lists all flags"
 
 
 def test_the_last_of_equal_flags_counts() -> None:

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import yaml
 
-from moe_parallel.config import Config, make_config, parse_command_line, read_yaml
+from moe_parallel.config import (
+    Config,
+    make_config,
+    parse_command_line,
+    read_command_line,
+    read_yaml,
+)
 from moe_parallel.config.config import common_options, selection_options
 from moe_parallel.config.option import Option
 from moe_parallel.errors import InputError
@@ -119,10 +125,59 @@ def test_flags_win_over_the_file(file: Path) -> None:
     assert parse(file, "num-experts: 4", "--num-experts", "none").moe.num_experts is None
 
 
+AOE = "expert-selection: aoe\nnum-experts: 4\naoe-low-rank-size: 8\nmoe-router-topk: 3\nseed: 7"
+
+
+def cautions_of(file: Path, text: str, *flags: str) -> tuple[Config, list[str]]:
+    file.write_text(text, encoding="utf-8")
+    line = read_command_line(["--config", str(file), *flags])
+    return line.over(read_yaml(file), "FILE")
+
+
 def test_flags_can_change_the_selection_of_the_file(file: Path) -> None:
-    text = "expert-selection: aoe\naoe-low-rank-size: 8"
-    message = message_of(file, text, "--expert-selection", "topk")
-    assert message.startswith("--aoe-low-rank-size belongs to --expert-selection aoe")
+    config, cautions = cautions_of(file, AOE, "--expert-selection", "topk")
+    assert config == parse_command_line(
+        ["--num-experts", "4", "--moe-router-topk", "3", "--seed", "7"]
+    )
+    assert cautions == ["--expert-selection topk leaves out --aoe-low-rank-size 8, which FILE has"]
+    assert parse(file, AOE, "--expert-selection", "topk") == config
+
+
+def test_flags_can_make_the_model_of_the_file_dense(file: Path) -> None:
+    text = AOE + "\nexpert-model-parallel-size: 2\nmoe-ffn-hidden-size: 64\nmoe-backend: reference"
+    config, (caution,) = cautions_of(file, text, "--num-experts", "none")
+    assert config == parse_command_line(["--seed", "7", "--moe-backend", "reference"])
+    assert caution == (
+        "--num-experts none leaves out --expert-selection aoe, --aoe-low-rank-size 8, "
+        "--moe-router-topk 3, --expert-model-parallel-size 2, --moe-ffn-hidden-size 64, which "
+        "FILE has"
+    )
+
+
+def test_what_goes_with_both_selections_stays(file: Path) -> None:
+    text = "expert-selection: top_p\nmoe-top-p: 0.3\nmoe-shared-expert-intermediate-size: 8"
+    config, cautions = cautions_of(file, text, "--expert-selection", "aoe_top_p")
+    assert (config.selection.moe_top_p, cautions) == (0.3, [])
+    config, cautions = cautions_of(file, text, "--expert-selection", "top_p")
+    assert (config.selection.moe_top_p, cautions) == (0.3, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "start"),
+    [
+        # On the command line it stays an error, and so does a file that contradicts itself.
+        (AOE, ["topk", "--aoe-low-rank-size", "8"], "--aoe-low-rank-size belongs to .* aoe"),
+        (AOE + "\nmoe-top-p: 0.3", ["topk"], "--moe-top-p belongs to .* topk is selected"),
+        (AOE + "\naoe-rank: 8", ["topk"], "--aoe-rank is no flag"),
+        (AOE, ["tokp"], "--expert-selection is 'tokp': it takes one of"),
+        ("expert-selection: [aoe]", ["tokp"], "--expert-selection is 'tokp': it takes one of"),
+    ],
+)
+def test_what_does_not_go_with_either_selection(
+    file: Path, text: str, flags: list[str], start: str
+) -> None:
+    with pytest.raises(InputError, match=f"^{start}"):
+        parse(file, text, "--expert-selection", *flags)
 
 
 @pytest.mark.parametrize(

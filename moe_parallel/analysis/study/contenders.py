@@ -19,8 +19,8 @@ from moe_parallel.config.config import (
     make_config,
     selection_options,
 )
-from moe_parallel.config.model import MoEConfig
 from moe_parallel.config.option import as_typed, flag, options
+from moe_parallel.config.replaced import expert_options, foreign_options
 from moe_parallel.config.run import CheckpointConfig, DataConfig, LoggingConfig
 from moe_parallel.errors import InputError
 
@@ -34,8 +34,7 @@ SHARED_BY_ALL = frozenset(
 )
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")  # names a folder
 _SET_BY_THE_STUDY = ("expert_selection", "save")
-_CANNOT_BE_SET = ("load", "exit_interval")
-_LAYOUT_OF_EXPERTS = {"expert_model_parallel_size", "expert_tensor_parallel_size"}
+_CANNOT_BE_SET = ("load", "finetune", "override_opt_param_scheduler", "exit_interval")
 
 Options = dict[str, Any]  # raw values by option name; what is not named keeps its default
 
@@ -104,9 +103,7 @@ class SharedFile:
         """Without the options that only other systems have."""
         if self.shared.get("num_experts") in (None, "none"):
             raise InputError("--num-experts is not set: give the experts that are to be chosen")
-        by_system = selection_options()
-        foreign = {name for its_options in by_system.values() for name in its_options}
-        foreign -= by_system[system].keys() | common_options().keys()
+        foreign = foreign_options(system)
         kept = {name: value for name, value in self.shared.items() if name not in foreign}
         return {"expert_selection": system, **kept}
 
@@ -166,9 +163,7 @@ def _check_override(contender: str, option: str) -> None:
 
 def _dense_options(shared: Options, alone: Options) -> Options:
     """Without experts, and as wide as the experts that a token meets together."""
-    of_experts = {o.name for o in options(MoEConfig)} | _LAYOUT_OF_EXPERTS
-    of_experts |= {name for its_options in selection_options().values() for name in its_options}
-    of_experts -= {"moe_backend"}
+    of_experts = expert_options()
     kept = {name: value for name, value in shared.items() if name not in of_experts}
     if "ffn_hidden_size" not in alone:
         kept["ffn_hidden_size"] = _active_width(shared)

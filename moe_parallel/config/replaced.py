@@ -1,0 +1,60 @@
+"""What a file says of a system of expert selection that the command line replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_parallel.config.config import EXPERT_SELECTION, selection_options
+from moe_parallel.config.model import MoEConfig
+from moe_parallel.config.option import as_typed, flag, options
+
+_LAYOUT_OF_EXPERTS = {"expert_model_parallel_size", "expert_tensor_parallel_size"}
+
+
+def foreign_options(system: str) -> set[str]:
+    """Options of other systems that `system` has not."""
+    by_system = selection_options()
+    everywhere = {name for its_options in by_system.values() for name in its_options}
+    return everywhere - by_system[system].keys()
+
+
+def expert_options() -> set[str]:
+    """Options that a dense model has no use for."""
+    of_systems = {name for its_options in selection_options().values() for name in its_options}
+    of_experts = {each.name for each in options(MoEConfig)} - {"moe_backend"}
+    return {EXPERT_SELECTION.name} | of_systems | of_experts | _LAYOUT_OF_EXPERTS
+
+
+def without_replaced(
+    file: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[dict[str, Any], str | None]:
+    """The options of a file that go with those of the command line, and what was left out.
+
+    Left out are options of the file's system that the system on the command line has not, and
+    with `--num-experts none` all that are for experts. An option that does not go with the file's
+    own system stays, and is refused as ever.
+
+    Args:
+        file: raw values by option name.
+        given: those of the command line.
+
+    Returns (options, one line that lists the others or None).
+    """
+    by_system = selection_options()
+    old = file.get(EXPERT_SELECTION.name, EXPERT_SELECTION.default)
+    new = given.get(EXPERT_SELECTION.name, old)
+    if given.get("num_experts") == "none":
+        replaced, by = expert_options() - {"num_experts"}, "--num-experts none"
+    elif str(old) in by_system and new in by_system:
+        replaced, by = (
+            by_system[str(old)].keys() - by_system[new].keys(),
+            f"{EXPERT_SELECTION.flag} {new}",
+        )
+    else:
+        return dict(file), None  # refused later
+    gone = {name: value for name, value in file.items() if name in replaced}
+    if not gone:
+        return dict(file), None
+    listed = ", ".join(as_typed(f"{flag(name)} {value}") for name, value in gone.items())
+    return {n: v for n, v in file.items() if n not in gone}, f"{by} leaves out {listed}"

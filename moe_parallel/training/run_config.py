@@ -1,0 +1,78 @@
+"""The configuration of a run: the command line over a file, or over the checkpoint of --load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moe_parallel.config import CommandLine, Config, read_command_line, read_yaml
+from moe_parallel.errors import InputError
+from moe_parallel.training.checkpoint_folder import CheckpointFolder, find_checkpoint
+from moe_parallel.training.checkpoint_record import read_record
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A configuration, and what the user should know of how it came to be."""
+
+    config: Config
+    cautions: tuple[str, ...] = ()
+
+
+def run_config(arguments: Sequence[str]) -> RunConfig:
+    """The configuration that a command line means.
+
+    Flags win over the file of --config. Without one, `--load` brings the configuration that its
+    checkpoint was saved with, and the run goes on in the folder where that checkpoint lies now.
+
+    Prints help and raises SystemExit(0) for --help. Raises InputError for anything wrong.
+    """
+    line = read_command_line(arguments)
+    load = line.given.get("load", "none")
+    if line.file is not None:
+        config, cautions = line.over(read_yaml(line.file), f"--config {line.file}")
+    elif load == "none" or begins_in(load, line.given.get("save")):
+        config, cautions = line.over({}, "")
+    else:
+        config, cautions = _of_checkpoint(line, load)
+    if config.checkpoint.save is None:
+        cautions.append("--save is not set: neither checkpoints nor metrics will be written")
+    return RunConfig(config, tuple(cautions))
+
+
+def begins_in(load: str | None, save: str | None) -> bool:
+    """Whether --load is --save, and no checkpoint is there yet.
+
+    The command that goes on with a run is then the one that begins it: a batch system may start
+    it again and again, whenever the run was killed. Raises InputError if the folder is damaged.
+    """
+    if load is None or save is None or Path(load).resolve() != Path(save).resolve():
+        return False
+    return CheckpointFolder(Path(load)).latest() is None
+
+
+def _of_checkpoint(line: CommandLine, load: str) -> tuple[Config, list[str]]:
+    checkpoint = find_checkpoint(Path(load))
+    if "config.yaml" not in read_record(checkpoint)["files"]:
+        raise InputError(f"--load {checkpoint}: it has no config.yaml: name a file by --config")
+    file = read_yaml(checkpoint / "config.yaml")
+    # Where the run was saved once says nothing: its folder may have moved.
+    file = {name: value for name, value in file.items() if name not in ("load", "save")}
+    config, cautions = line.over(file, f"{checkpoint}/config.yaml")
+    begins_another = config.checkpoint.finetune or "moe_use_upcycling" in line.given
+    if not ("save" in line.given or begins_another):
+        folder = _folder_of(checkpoint, load)
+        config = replace(config, checkpoint=replace(config.checkpoint, save=str(folder)))
+    return config, cautions
+
+
+def _folder_of(checkpoint: Path, load: str) -> Path:
+    """The folder of the run that a checkpoint belongs to."""
+    if checkpoint != Path(load):
+        return Path(load)
+    if not checkpoint.name.startswith("iter_"):
+        checkpoint = checkpoint.resolve()
+    if not checkpoint.name.startswith("iter_"):
+        raise InputError(f"--load {load} lies in no folder of a run: name one to save in by --save")
+    return checkpoint.parent

@@ -1,0 +1,122 @@
+"""--finetune takes weights alone; --override-opt-param-scheduler goes on with another schedule."""
+
+import json
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from moe_parallel.errors import InputError
+from moe_parallel.training.engine import Engine
+from tests.distributed import run_distributed
+from tests.program import AOE, SMALL, pretrain_here, same_bytes, small_data, stored_tensors
+
+RUN = SMALL | AOE | {"moe_router_enable_expert_bias": True, "micro_batch_size": 4}
+SYSTEMS = {"fp32": RUN, "bf16-distributed": RUN | {"bf16": True, "use_distributed_optimizer": True}}
+
+
+@pytest.fixture(scope="module", params=SYSTEMS)
+def run(request, tmp_path_factory):
+    """(options, folder) of a run of four iterations."""
+    place = tmp_path_factory.mktemp("run")
+    options = SYSTEMS[request.param] | small_data(place)
+    run_distributed(2, pretrain_here, [options | {"save": place / "run"}])
+    return options, place / "run"
+
+
+def _records(save):
+    lines = (save / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if "lm_loss" in record]
+
+
+def _started(place):
+    """What two ranks have at the first step: weights, moments, random state; then they leave."""
+
+    def note(engine, batches):
+        chunk = engine.chunks[0].module
+        weights = {n: p.detach().float().clone() for n, p in chunk.named_parameters()}
+        each = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
+        states = [state for one in each for state in one.optimizer.state.values()]
+        moments = [float(state["exp_avg"].abs().sum()) for state in states if "exp_avg" in state]
+        found = (weights, moments, torch.get_rng_state(), next(batches)["tokens"])
+        torch.save(found, place / f"rank{dist.get_rank()}.pt")
+        raise InputError("seen")
+
+    Engine.step = note
+
+
+def _start(options):
+    try:
+        pretrain_here([options], None)
+    except InputError as error:
+        return str(error)
+
+
+def _see(options, place):
+    _started(place)
+    return _start(options)
+
+
+def _first_step(options, place):
+    place.mkdir()
+    assert run_distributed(2, _see, options, place) == ["seen", "seen"]
+    return torch.load(place / "rank0.pt", weights_only=False)
+
+
+def test_weights_alone(run, tmp_path):
+    options, folder = run
+    fresh = _first_step(options, tmp_path / "fresh")
+    tuning = {"finetune": True, "load": folder}
+    tuned = _first_step(options | tuning, tmp_path / "tuned")
+    going_on = {"load": folder, "train_iters": 5, "lr_decay_iters": 4}
+    resumed = _first_step(options | going_on, tmp_path / "resumed")
+    assert same_bytes(tuned[0], resumed[0]) and not same_bytes(tuned[0], fresh[0])
+    assert not any(tuned[1]) and any(resumed[1])
+    for part in (2, 3):  # random state, tokens
+        assert torch.equal(tuned[part], fresh[part]) and not torch.equal(tuned[3], resumed[3])
+
+
+def test_a_trained_model_is_trained_on(run, tmp_path):
+    options, folder = run
+    tuned = tmp_path / "tuned"
+    tuning = options | {"finetune": True, "load": folder, "save": tuned, "lr": 2e-3}
+    tuning |= {"train_iters": 3, "lr_warmup_iters": 1, "save_interval": 2}
+    ((code, printed),) = run_distributed(2, pretrain_here, [tuning])[0]
+    assert code == 0
+    assert f"the weights are those of {folder} at iteration 4\n" in printed
+    assert "going on after" not in printed
+    first, *_ = records = _records(tuned)
+    assert [record["iteration"] for record in records] == [1, 2, 3]
+    assert first["consumed_samples"] == 8 and first["learning_rate"] == 0.0
+    assert first["lm_loss"] < _records(folder)[0]["lm_loss"]
+    text = (tuned / "config.yaml").read_text()
+    assert "finetune: false" in text and "load: null" in text
+    # It goes on as any run does: no flag is left behind that would start it again.
+    straight = stored_tensors(tuned / "iter_0000003")
+    run_distributed(2, pretrain_here, [{"load": tuned / "iter_0000002"}])
+    assert same_bytes(stored_tensors(tuned / "iter_0000003"), straight)
+
+
+def test_another_schedule(run, tmp_path):
+    options, folder = run
+    longer = options | {"load": folder, "save": tmp_path / "longer", "train_iters": 6, "lr": 2e-2}
+    (refused, _) = run_distributed(2, _start, longer)
+    assert refused is not None and "--lr is 0.01 in the checkpoint and 0.02 here" in refused
+    assert refused.endswith("or go on with these by --override-opt-param-scheduler")
+    longer |= {"override_opt_param_scheduler": True, "lr_decay_style": "constant"}
+    assert run_distributed(2, _start, longer) == [None, None]
+    records = _records(tmp_path / "longer")
+    assert [record["iteration"] for record in records] == [5, 6]
+    assert [record["learning_rate"] for record in records] == [2e-2, 2e-2]
+    assert records[0]["consumed_samples"] == 40
+    assert "override-opt-param-scheduler: false" in (tmp_path / "longer/config.yaml").read_text()
+
+
+def test_another_run_needs_another_folder(run, tmp_path):
+    options, folder = run
+    for load in (folder, folder / "iter_0000004"):
+        tuning = options | {"finetune": True, "load": load, "save": folder}
+        assert run_distributed(1, _start, tuning) == [
+            f"--save {folder} holds a run already (iter_0000004), and --finetune begins another: "
+            f"name another folder, or go on with that one by --load {folder} alone"
+        ]

@@ -1,0 +1,128 @@
+"""--load alone goes on with the configuration of its checkpoint, wherever that lies now."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from moe_parallel.errors import InputError
+from moe_parallel.training.run_config import run_config
+from tests.distributed import run_distributed
+from tests.program import AOE, SMALL, flags, pretrain_here, small_data
+
+UNSAVED = "--save is not set: neither checkpoints nor metrics will be written"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run of AoE that has two of its four iterations."""
+    place = tmp_path_factory.mktemp("place")
+    options = SMALL | AOE | small_data(place) | {"seed": 7, "save": place / "was_here"}
+    options |= {"save_interval": 1, "exit_interval": 2}
+    run_distributed(1, pretrain_here, [options])
+    return (place / "was_here").rename(place / "run")
+
+
+def _told(*arguments: object) -> str:
+    with pytest.raises(InputError) as caught:
+        run_config([str(word) for word in arguments])
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+def _config(*arguments: object):
+    return run_config([str(word) for word in arguments]).config
+
+
+def test_the_folder_of_a_run(run):
+    given = run_config(["--load", str(run)])
+    assert given.cautions == ()
+    assert (given.config.checkpoint.load, given.config.checkpoint.save) == (str(run), str(run))
+    assert (given.config.training.seed, given.config.selection.aoe_low_rank_size) == (7, 8)
+    assert given.config.checkpoint.save_interval == 1
+
+
+def test_one_of_its_checkpoints(run, monkeypatch):
+    first = run / "iter_0000001"
+    assert _config("--load", first).checkpoint.save == str(run)
+    assert _config(f"--load={first}/").checkpoint.save == str(run)
+    monkeypatch.chdir(first)
+    assert _config("--load", ".").checkpoint.save == str(run)
+    (run / "best").symlink_to("iter_0000001")
+    assert _config("--load", run / "best").checkpoint.save == str(run)
+
+
+def test_flags_win(run, tmp_path):
+    config = _config("--load", run, "--train_iters", "9", "--save", tmp_path)
+    assert (config.training.train_iters, config.checkpoint.save) == (9, str(tmp_path))
+    assert (
+        _config("--load", run, "--save", "none", "--save-interval", "none").checkpoint.save is None
+    )
+
+
+def test_a_file_wins(run, tmp_path):
+    file = tmp_path / "other.yaml"
+    file.write_text("num-layers: 3\n")
+    given = run_config(["--load", str(run), "--config", str(file)])
+    assert (given.config.model.num_layers, given.config.training.seed) == (3, 1234)
+    assert given.config.checkpoint.save is None and given.cautions == (UNSAVED,)
+
+
+def test_another_run_does_not_save_there(run):
+    config = _config("--load", run, "--finetune", "--save-interval", "none")
+    assert (config.checkpoint.save, config.training.seed) == (None, 7)
+    assert _told("--load", run, "--finetune", "--expert-selection=lory", "--aoe-gate", "all")
+    given = ("--load", run, "--moe-use-upcycling", "--save-interval", "none")
+    assert _config(*given).checkpoint.save is None
+
+
+def test_a_checkpoint_that_lies_alone(run, tmp_path):
+    alone = shutil.copytree(run / "iter_0000002", tmp_path / "released")
+    assert _told("--load", alone) == (
+        f"--load {alone} lies in no folder of a run: name one to save in by --save"
+    )
+    config = _config("--load", alone, "--save", tmp_path / "run")
+    assert config.training.seed == 7
+    moved = shutil.copytree(run / "iter_0000002", tmp_path / "moved" / "iter_0000002")
+    assert _config("--load", moved.parent).checkpoint.save == str(moved.parent)
+
+
+def test_what_cannot_be_loaded(run, tmp_path):
+    torn = shutil.copytree(run, tmp_path / "torn", symlinks=True)
+    (torn / "iter_0000002" / "config.yaml").unlink()
+    assert "the checkpoint is torn: config.yaml is missing" in _told("--load", torn)
+    (tmp_path / "empty").mkdir()
+    assert "no checkpoint here" in _told("--load", tmp_path / "empty")
+    assert "no checkpoint here" in _told("--load", tmp_path / "empty", "--save", tmp_path / "other")
+    assert "there is no such folder" in _told("--load", tmp_path / "none")
+
+
+def test_nothing_is_saved_without_save(tmp_path):
+    assert run_config([]).cautions == (UNSAVED,)
+    assert run_config(["--load", "none"]).cautions == (UNSAVED,)
+    assert run_config(["--save", str(tmp_path)]).cautions == ()
+
+
+def test_what_a_flag_leaves_out_is_a_caution(tmp_path):
+    file = tmp_path / "aoe.yaml"
+    file.write_text("expert-selection: aoe\naoe-low-rank-size: 8\nsave: run\n")
+    given = run_config(["--config", str(file), "--expert-selection", "topk"])
+    assert given.cautions == (
+        f"--expert-selection topk leaves out --aoe-low-rank-size 8, which --config {file} has",
+    )
+
+
+def _go_on(*lines):
+    return [pretrain_here([line])[0] for line in lines]
+
+
+def test_a_moved_run_goes_on_to_its_end(run, tmp_path):
+    moved = shutil.copytree(run, tmp_path / "moved", symlinks=True)
+    ((left, _), (ended, printed)) = run_distributed(
+        1, _go_on, {"load": moved}, {"load": moved, "exit_interval": "none"}
+    )[0]
+    assert (left, ended) == (0, 0)
+    assert (moved / "latest_checkpointed_iteration.txt").read_text().split() == ["4"]
+    assert "caution" not in printed
+    assert not run.with_name("was_here").exists()
+    assert flags({"load": moved}) == ["--load", str(moved)]
