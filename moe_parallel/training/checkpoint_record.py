@@ -2,7 +2,7 @@
 
 format          2. Format 1 had no checksum; it is read, with a caution
 checksum        SHA-256 of all the rest as canonical JSON (sorted keys, no spaces)
-training        iteration, consumed_samples, consumed_tokens
+training        iteration, consumed_samples, consumed_tokens; unlogged, see interval.py
 adam_step, scheduler                null in a checkpoint of weights alone
 layout, fp8_state, fingerprint      what a run has to share to load it, or all of it
 versions        of torch and megatron-core
@@ -140,10 +140,12 @@ def _is_record(record: Mapping[str, Any]) -> bool:
     maps = (training, record.get("layout"), record.get("fingerprint"), files)
     if not all(isinstance(each, dict) for each in maps):
         return False
-    places = {"iteration", "consumed_samples", "consumed_tokens"}
+    unlogged = training.get("unlogged")
+    counts = {name: value for name, value in training.items() if name != "unlogged"}
     return (
-        training.keys() == places
-        and all(_is_count(value) for value in training.values())
+        counts.keys() == {"iteration", "consumed_samples", "consumed_tokens"}
+        and all(_is_count(value) for value in counts.values())
+        and (unlogged is None or isinstance(unlogged, dict))
         and (step is None or _is_count(step))
         and (scheduler is None or _is_schedule(scheduler))
         and (record.get("fp8_state") is None or isinstance(record["fp8_state"], dict))

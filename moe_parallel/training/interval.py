@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from moe_parallel.errors import InputError
 from moe_parallel.telemetry.statistics import RoutingStatistics, RoutingTotals
 from moe_parallel.training.engine import StepResult
 
@@ -18,15 +19,26 @@ class Interval:
     """
 
     def __init__(self, statistics: RoutingStatistics, state: Mapping[str, Any] | None) -> None:
-        """`state`: of an earlier interval with the same layers and experts; None: an empty one."""
+        """`state`: of an earlier interval with the same layers and experts; None: an empty one.
+
+        Raises:
+            InputError: `state` is something else.
+        """
         self._statistics = statistics
         self.clear()
-        if state is not None:
-            self._losses = state["losses"]
-            self._iterations = state["iterations"]
-            self._tokens = state["tokens"]
-            self._seconds = state["seconds"]
+        if state is None:
+            return
+        try:
+            self._losses = float(state["losses"])
+            self._iterations = int(state["iterations"])
+            self._tokens = int(state["tokens"])
+            self._seconds = float(state["seconds"])
             self._routing.load_state(state["routing"])
+        except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise InputError(
+                "--load: the checkpoint's sums of the iterations that no line has told of are of "
+                f"another kind ({type(error).__name__}); load another checkpoint"
+            ) from error
 
     def clear(self) -> None:
         """Begin anew: everything so far has been logged."""
