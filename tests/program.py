@@ -1,4 +1,4 @@
-"""The whole program on small data: in processes of torchrun, or on the ranks of a test.
+"""The whole program on small data: in processes of its own, or on the ranks of a test.
 
 run_distributed(2, pretrain_here, [SMALL | {"save": folder} | small_data(folder)])
 
@@ -245,47 +245,70 @@ def _be_rank(
     function(*args)
 
 
-class Torchrun(_Job):
-    """`torchrun --nproc-per-node N pretrain_gpt_moe.py ...`, in a folder that takes the output.
+class Program(_Job):
+    """`python pretrain_gpt_moe.py --nproc-per-node N ...`, in a folder that takes the output.
 
     Ended with its context.
     """
 
-    def __init__(self, folder: Path, world_size: int, arguments: Sequence[str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        world_size: int,
+        arguments: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(folder)
-        command = [sys.executable, "-m", "torch.distributed.run"]
-        command += ["--nproc-per-node", str(world_size), "--master-port", str(_free_port())]
         with self._output_file.open("wb") as output:
             self._process = psutil.Popen(
-                [*command, str(SCRIPT), *arguments],
+                [sys.executable, *self._start(world_size), *arguments],
                 cwd=folder,
-                env=os.environ | _environment(),
+                env=os.environ | _environment() | dict(environment or {}),
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
 
+    def _start(self, world_size: int) -> list[str]:
+        return [str(SCRIPT), "--nproc-per-node", str(world_size)]
+
     @property
     def pid(self) -> int:
-        """The process of torchrun itself."""
+        """The process of the launcher."""
         return int(self._process.pid)
 
     def running(self) -> bool:
         return self._process.poll() is None
 
     def finish(self, timeout: float = 120) -> int:
-        """The exit code of torchrun, once it has ended by itself."""
+        """The exit code of the launcher, once it has ended by itself."""
         return int(self._process.wait(timeout))
 
-    def __enter__(self) -> "Torchrun":
+    def rank(self, rank: int) -> int:
+        """The process of a rank, of those that live."""
+        for process in self._process.children():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("RANK") == str(rank):
+                    return int(process.pid)
+        raise AssertionError(f"there is no rank {rank}:\n{self.output}")
+
+    def __enter__(self) -> "Program":
         return self
 
     def __exit__(self, *error: object) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             family = [*self._process.children(recursive=True), self._process]
-            for member in family:  # torchrun gives each rank a session of its own
+            for member in family:  # each rank has a session of its own
                 with contextlib.suppress(psutil.NoSuchProcess):
                     member.kill()
             psutil.wait_procs(family, timeout=10)
+
+
+class Torchrun(Program):
+    """`torchrun --nproc-per-node N pretrain_gpt_moe.py ...`, otherwise the same."""
+
+    def _start(self, world_size: int) -> list[str]:
+        module = ["-m", "torch.distributed.run", "--master-port", str(_free_port())]
+        return [*module, "--nproc-per-node", str(world_size), str(SCRIPT)]
 
 
 def _environment() -> dict[str, str]:

@@ -24,7 +24,7 @@ LAYERS = (
     {"model"},
     {"evaluation", "analysis"},
     {"training"},
-    {"convert"},
+    {"convert", "launch"},
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 

@@ -87,7 +87,7 @@ class _Parser(OneLineParser):
 def _parser() -> _Parser:
     parser = _Parser(
         prog="pretrain_gpt_moe.py",
-        usage="torchrun --nproc-per-node N pretrain_gpt_moe.py --config FILE.yaml "
+        usage="python pretrain_gpt_moe.py [--nproc-per-node N] --config FILE.yaml "
         "[--flag value ...]",
         description="Pretrain a mixture-of-experts language model whose experts are chosen by "
         "--expert-selection. Every flag is a YAML key too; flags win.",

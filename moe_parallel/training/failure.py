@@ -3,6 +3,7 @@
 The rank that fails first claims the job's one error in the store that torchrun (or, without it,
 rank 0) serves, prints it and leaves. The others see the claim, either when a collective breaks
 under them or by a look at the store every half second, and leave silently with the same code.
+Our own launcher claims the error of a rank that was killed, which cannot do so itself.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from moe_parallel.errors import InputError
-
-EXIT_FAILED = 1  # a bug, or a lost rank: a traceback is printed
-EXIT_BAD_INPUT = 2  # a wrong flag, file or value: one line is printed
-EXIT_DIVERGED = 3  # the loss became NaN or infinite
-EXIT_INTERRUPTED = 75  # SIGTERM or SIGUSR1: saved, start again to go on (EX_TEMPFAIL)
+from moe_parallel.training.exit_codes import (
+    EXIT_BAD_INPUT,
+    EXIT_DIVERGED,
+    EXIT_FAILED,
+    code_of,
+)
+from moe_parallel.training.signals import Stopped, StopRequest
 
 _CLAIM, _CODE = "moe_parallel/failures", "moe_parallel/exit_code"
 _POLL_SECONDS, _GRACE_SECONDS = 0.5, 3.0
@@ -58,6 +62,12 @@ class FailureChannel:
         except (RuntimeError, OSError):
             return None
 
+    def wait_for_others(self) -> None:
+        """Give a launcher, which sees a rank die, the time to claim the error before this rank."""
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while self.code_of_others() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+
     def watch(self) -> None:
         """End this process when another rank fails, even inside a collective that never ends.
 
@@ -82,20 +92,27 @@ class FailureChannel:
         return int(self._store.get(_CODE)) if self._store.check([_CODE]) else None
 
 
-def run(main: Callable[[FailureChannel], int], channel: FailureChannel) -> None:
+def run(
+    main: Callable[[FailureChannel], int], channel: FailureChannel, stop: StopRequest
+) -> NoReturn:
     """Call `main`, then end the process with its exit code, or with that of the job's error.
 
-    InputError and Diverged print their line, anything else its traceback; in either case on the
-    rank that fails first only.
+    InputError, Diverged and a signal print their line, anything else its traceback; in either case
+    on the rank that fails first only. `stop` listens as long as `main` runs.
     """
     try:
-        code = main(channel)
+        with stop.listening():
+            code = main(channel)
     except InputError as error:
         code = _fail(channel, EXIT_BAD_INPUT, f"error: {error}")
     except Diverged as error:
         code = _fail(channel, EXIT_DIVERGED, f"error: {error}")
-    except KeyboardInterrupt:
-        code = _fail(channel, 130, "interrupted before training began; nothing was saved")
+    except Stopped as stopped:
+        code = _fail(channel, code_of(stopped), str(stopped))
+    except RuntimeError:  # of a collective, perhaps, that broke because another rank is gone
+        trace = traceback.format_exc()
+        channel.wait_for_others()
+        code = _fail(channel, EXIT_FAILED, f"rank {_rank()}: {trace}")
     except Exception:
         code = _fail(channel, EXIT_FAILED, f"rank {_rank()}: {traceback.format_exc()}")
     _leave(code)
@@ -112,7 +129,7 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _leave(code: int) -> None:
+def _leave(code: int) -> NoReturn:
     # Threads of gloo or NCCL may still wait for peers that are gone: do not wait for them.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -21,7 +21,8 @@ from moe_parallel.telemetry.sinks import Telemetry
 from moe_parallel.training.checkpoint import TrainingState
 from moe_parallel.training.checkpoint_folder import checkpoint_name
 from moe_parallel.training.engine import NonFinite, StepResult
-from moe_parallel.training.failure import EXIT_INTERRUPTED, Diverged
+from moe_parallel.training.exit_codes import EXIT_INTERRUPTED
+from moe_parallel.training.failure import Diverged
 from moe_parallel.training.interval import Interval
 from moe_parallel.training.signals import StopRequest
 from moe_parallel.training.stages import Stage
@@ -39,6 +40,7 @@ class Loop:
         datasets: Datasets,
         telemetry: Telemetry,
         began: float,
+        stop: StopRequest,
     ) -> None:
         """`began`: time.monotonic() when this process began to train."""
         self.config = config
@@ -52,6 +54,7 @@ class Loop:
         self.bytes_per_token_V = text.bytes_per_token(stage.engine.device)
         self._saved_at = self._found_at(stage.state)
         self._began = began
+        self._stop = stop
 
     def train(self) -> int:
         """Train to the end of the stage, unless asked to leave; returns the exit code. Collective.
@@ -61,7 +64,7 @@ class Loop:
         if self.stage.note is not None:
             self.telemetry.say(self.stage.note)
         stream = self._stream()
-        with StopRequest().listening() as stop:
+        with self._stop.finishing(self.whereabouts) as stop:
             while self.state.iteration < self.stage.until:
                 result = self._step(stream)
                 # Records first, the checkpoint last: a run that goes on from it has them all.
@@ -74,15 +77,13 @@ class Loop:
                 if self._due(self.config.checkpoint.save_interval) or stopping or leaving:
                     self.save()
                 if stopping:
-                    self.telemetry.say(
-                        f"stopped by a signal after iteration {self.state.iteration}"
-                        + self._how_to_go_on()
-                    )
+                    self.telemetry.say(f"stopped by a signal {self.whereabouts()}")
                     return EXIT_INTERRUPTED
                 if leaving:
                     self.telemetry.say(f"--exit-interval: left at {self.state.iteration}")
                     return 0
-        self.save()
+            self.save()
+        stop.heed()
         return 0
 
     @property
@@ -213,9 +214,11 @@ class Loop:
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
         return bool(asked.item())
 
-    def _how_to_go_on(self) -> str:
+    def whereabouts(self) -> str:
+        """How far the run has come, and how to go on from there, for a run that was stopped."""
         folder = self.config.checkpoint.save
-        return f"; go on with --load {folder}" if folder else "; nothing was saved (no --save)"
+        go_on = f"go on with --load {folder}" if folder else "nothing was saved (no --save)"
+        return f"after iteration {self.state.iteration}; {go_on}"
 
     def _diverged(self, error: NonFinite) -> Diverged:
         latest: Path | None = None

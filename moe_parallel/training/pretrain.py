@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,18 +26,21 @@ from moe_parallel.platform.device import choose_backend
 from moe_parallel.platform.megatron_version import check_megatron_version
 from moe_parallel.telemetry.sinks import Telemetry, open_telemetry
 from moe_parallel.training.failure import FailureChannel, run
+from moe_parallel.training.job_store import join_store
 from moe_parallel.training.loop import Loop
 from moe_parallel.training.report import compare_with_baselines, draw, format_table
 from moe_parallel.training.run import begin_run, goes_on_here, is_finished, open_checkpoints
 from moe_parallel.training.run_config import begins_in, run_config
+from moe_parallel.training.signals import StopRequest
 from moe_parallel.training.stages import Stage, Stages
 from moe_parallel.training.text import open_text
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str], stop: StopRequest | None = None) -> NoReturn:
     """Pretrain as the command line says, and end the process. See `failure` for exit codes."""
+    stop = stop or StopRequest()
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    store = _store(rank, world_size)
+    store = join_store(rank, world_size)
 
     def body(channel: FailureChannel) -> int:
         if rank != 0 and {"--help", "-h"} & set(arguments):
@@ -58,17 +61,25 @@ def main(arguments: Sequence[str]) -> None:
             world_size=world_size, timeout=timeout,
         )  # fmt: skip
         return pretrain(
-            config, initialize_groups(config.parallel, config.virtual_stages), given.cautions
+            config, initialize_groups(config.parallel, config.virtual_stages), stop, given.cautions
         )
 
-    run(body, FailureChannel(store))
+    run(body, FailureChannel(store), stop)
 
 
-def pretrain(config: Config, groups: Groups, cautions: Sequence[str] = ()) -> int:
+def pretrain(
+    config: Config,
+    groups: Groups,
+    stop: StopRequest | None = None,
+    cautions: Sequence[str] = (),
+) -> int:
     """Train, evaluate and report; returns the exit code. Collective.
 
-    `cautions`: to tell the user besides those of the configuration.
+    Args:
+        stop: hears the signals; None: nobody does.
+        cautions: to tell the user besides those of the configuration.
     """
+    stop = stop or StopRequest()
     seed_everything(config, groups)
     config, note = _first_start(config)
     text = open_text(config)
@@ -91,12 +102,12 @@ def pretrain(config: Config, groups: Groups, cautions: Sequence[str] = ()) -> in
         for caution in (*cautions, *config.cautions, *datasets.cautions):
             telemetry.say(f"caution: {caution}")
         began = time.monotonic()
-        loop = Loop(config, stage, text, datasets, telemetry, began)
+        loop = Loop(config, stage, text, datasets, telemetry, began, stop)
         code = loop.train()
         if not (loop.done or loop.asked_to_leave):  # the stage is over, the run is not
             del loop, stage
             gc.collect()  # the experts need the room that the dense model had
-            loop = Loop(config, stages.second(), text, datasets, telemetry, began)
+            loop = Loop(config, stages.second(), text, datasets, telemetry, began, stop)
             code = loop.train()
         if code == 0 and loop.done:
             _report(loop, telemetry, text.tokenizer)
@@ -134,14 +145,6 @@ def _take_gpu(local_rank: int) -> None:
             "none left: start at most as many (torchrun --nproc-per-node)"
         )
     torch.cuda.set_device(local_rank)
-
-
-def _store(rank: int, world_size: int) -> dist.Store:
-    """The store that torchrun serves, or one of our own for a single process."""
-    if "MASTER_ADDR" not in os.environ:
-        return dist.HashStore()
-    store, _, _ = next(dist.rendezvous("env://", rank, world_size))
-    return store
 
 
 def _telemetry(config: Config, done: int) -> Telemetry:

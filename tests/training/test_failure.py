@@ -14,15 +14,18 @@ from torch import distributed as dist
 
 from moe_parallel.errors import InputError
 from moe_parallel.training.engine import Engine
+from moe_parallel.training.exit_codes import EXIT_CTRL_C, EXIT_INTERRUPTED
 from moe_parallel.training.failure import Diverged, FailureChannel, run
-from moe_parallel.training.pretrain import _store, main
+from moe_parallel.training.job_store import join_store
+from moe_parallel.training.pretrain import main
+from moe_parallel.training.signals import StopRequest
 from tests.program import SMALL, Ranks, flags, small_data, stored_tensors
 
 
 def _job(trouble, before_groups=False):
     """A program like ours: groups, then `trouble(rank)`."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = _store(rank, world_size)
+    store = join_store(rank, world_size)
 
     def body(channel):
         channel.watch()
@@ -39,7 +42,7 @@ def _job(trouble, before_groups=False):
         trouble(rank)
         return 0
 
-    run(body, FailureChannel(store))
+    run(body, FailureChannel(store), StopRequest())
 
 
 def _wait_in_collective(rank):
@@ -68,7 +71,12 @@ def _diverge(rank):
 
 
 def _interrupt(rank):
-    raise KeyboardInterrupt
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _terminate(rank):
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _leave(rank):
@@ -136,10 +144,14 @@ def test_a_rank_that_is_gone_without_a_word(tmp_path, gone, its_code):
     assert output.startswith("rank 0: ")
 
 
-def test_an_interrupt_before_training(tmp_path):
-    codes, output = _end(tmp_path, On1(_interrupt, _wait_elsewhere))
-    assert codes == [130, 130]
-    assert output == "interrupted before training began; nothing was saved\n"
+@pytest.mark.parametrize(
+    ("ask", "name", "code"),
+    [(_interrupt, "SIGINT", EXIT_CTRL_C), (_terminate, "SIGTERM", EXIT_INTERRUPTED)],
+)
+def test_a_signal_before_training(tmp_path, ask, name, code):
+    codes, output = _end(tmp_path, On1(ask, _wait_elsewhere))
+    assert codes == [code, code]
+    assert output == f"stopped by {name} before training began; there was nothing to save\n"
 
 
 def test_a_channel_without_its_store_tells_all_the_same():

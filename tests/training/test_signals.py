@@ -8,9 +8,9 @@ import pytest
 from torch import distributed as dist
 
 from moe_parallel.training.engine import Engine
-from moe_parallel.training.failure import EXIT_INTERRUPTED
+from moe_parallel.training.exit_codes import EXIT_INTERRUPTED
 from moe_parallel.training.pretrain import main
-from moe_parallel.training.signals import STOP_SIGNALS, StopRequest
+from moe_parallel.training.signals import STOP_SIGNALS, Stopped, StopRequest
 from tests.program import SMALL, Ranks, Torchrun, flags, small_data
 
 
@@ -81,14 +81,36 @@ def test_torchrun_is_gone(tmp_path):
     assert len(list(save.glob("iter_*"))) == 1
 
 
-def test_handlers_are_put_back():
-    def handlers():
-        return [signal.getsignal(number) for number in STOP_SIGNALS]
+def _handlers():
+    return [signal.getsignal(number) for number in STOP_SIGNALS]
 
-    before = handlers()
+
+def test_handlers_are_put_back():
+    before = _handlers()
     with StopRequest().listening() as stop:
-        assert stop.signal is None
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert stop.signal == signal.SIGUSR1
-        assert handlers() != before
-    assert handlers() == before
+        with stop.finishing(lambda: "after iteration 3"):
+            assert stop.signal is None
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert stop.signal == signal.SIGUSR1
+        assert _handlers() != before
+    assert _handlers() == before
+
+
+def test_what_is_told_before_and_after_training():
+    with StopRequest().listening(), pytest.raises(Stopped, match="^stopped by SIGTERM before tr"):
+        os.kill(os.getpid(), signal.SIGTERM)
+    with StopRequest().listening() as stop:
+        with stop.finishing(lambda: "after iteration 3; go on"):
+            stop.heed()
+        with pytest.raises(Stopped, match="^stopped by SIGINT after iteration 3; go on$") as caught:
+            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # once is enough
+    assert caught.value.began
+
+
+def test_a_signal_of_the_last_step_is_heeded_after_it():
+    with StopRequest().listening() as stop:
+        with stop.finishing(lambda: "after iteration 3; go on"):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        with pytest.raises(Stopped, match="SIGUSR1 after iteration 3"):
+            stop.heed()

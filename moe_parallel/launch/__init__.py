@@ -1,0 +1,1 @@
+"""How the ranks of a job are started: by this program's own launcher, by torchrun or by srun."""

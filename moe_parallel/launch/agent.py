@@ -1,0 +1,199 @@
+"""torch's agent of one node, with signals, restarts and last words of our own.
+
+torch's waits for its ranks with SIGTERM and SIGKILL, raises in the middle of whatever it does when
+a signal comes, and starts a job again whatever ended it. This one passes signals on and goes on
+watching: the ranks save, and say by their exit codes how the job ended.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+from moe_parallel.training.exit_codes import (
+    EXIT_CTRL_C,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_KILLED,
+    FINAL,
+)
+from moe_parallel.training.failure import FailureChannel
+from moe_parallel.training.job_store import ATTEMPT, visit_store
+from moe_parallel.training.signals import STOP_SIGNALS, StopRequest
+
+# A terminal that closes asks to stop as well; the ranks know it as SIGTERM.
+_PASSED_ON = {number: number for number in STOP_SIGNALS} | {signal.SIGHUP: signal.SIGTERM}
+
+_PATIENCE_SECONDS = 10.0  # for the others to leave by themselves once one has; see `failure`
+_ONE_CTRL_C_SECONDS = 1.0  # wrappers send it a second time
+
+
+class JobAgent(LocalElasticAgent):
+    """Starts the ranks of a node, watches them and ends with `exit_code`."""
+
+    def __init__(
+        self, spec: WorkerSpec, logs_specs: LogsSpecs, shutdown_timeout: int, stop: StopRequest
+    ) -> None:
+        """`shutdown_timeout`: seconds in which ranks leave after a signal. `stop` listens while
+        there are no ranks."""
+        super().__init__(spec, logs_specs, shutdown_timeout=shutdown_timeout)
+        self.exit_code = EXIT_FAILED
+        self._stop = stop
+        self._asked: list[tuple[signal.Signals, float]] = []  # signals, and when they came
+        self._passed_on = 0  # how many of them the ranks have
+        self._killed = False
+
+    def end_without_others(self, error: Exception) -> None:
+        """Settle how the job ended when the nodes cannot meet, or their host is gone."""
+        codes = self._exit_codes().values() if self._pcontext else ()
+        self.exit_code = max((code for code in codes if code), default=0)
+        if self.exit_code <= 0:
+            self.exit_code = EXIT_FAILED
+            _tell(f"error: the nodes cannot meet, or no longer: {' '.join(str(error).split())}")
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet the other nodes, and agree on a name for this start of the ranks."""
+        with self._stop.listening():
+            self._stop.heed()
+            super()._rendezvous(worker_group)
+            store: Any = worker_group.store
+            if worker_group.group_rank == 0:
+                store.set(ATTEMPT, uuid.uuid4().hex)
+            os.environ[ATTEMPT] = store.get(ATTEMPT).decode()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        for number in _PASSED_ON:
+            signal.signal(number, self._note)
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGRTMAX"  # torch's: not those
+        return super()._start_workers(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown(timeout=self._shutdown_timeout)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._pass_signals_on()
+        codes = self._exit_codes().values()
+        if any(codes):
+            self._end()
+        elif None in codes:
+            return RunResult(state=WorkerState.HEALTHY)
+        result = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.SUCCEEDED:
+            self.exit_code = 0
+        return result
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._asked.append((signal.Signals(number), time.monotonic()))
+
+    def _pass_signals_on(self) -> None:
+        for number, when in self._asked[self._passed_on :]:
+            self._passed_on += 1
+            self._send(_PASSED_ON[number])
+            interrupts = [at for each, at in self._asked if each == signal.SIGINT]
+            if number == signal.SIGINT and when - interrupts[0] > _ONE_CTRL_C_SECONDS:
+                self._kill("interrupted twice: the ranks were killed, and have not saved")
+            elif number == signal.SIGINT and len(interrupts) == 1 and sys.stderr.isatty():
+                _tell("stopping: the run saves after its step (Ctrl-C again: at once, unsaved)")
+        if self._asked and time.monotonic() > self._asked[0][1] + self._shutdown_timeout:
+            self._kill(
+                f"error: the ranks did not leave within {self._shutdown_timeout} s of "
+                f"{self._asked[0][0].name} (--shutdown-timeout) and were killed"
+            )
+
+    def _end(self) -> None:
+        """Let the others leave once a rank has failed, and settle how the job ended."""
+        lost = self._lost()
+        if lost and not self._killed:
+            self._claim_lost(lost)
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while None in self._exit_codes().values() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self._send(signal.SIGKILL)
+        told = [code for code in self._exit_codes().values() if code is not None and code > 0]
+        if not (lost or self._killed):
+            self.exit_code = max(told, default=0) or self._stopped_early()
+        if self.exit_code in FINAL or self._asked:
+            self._remaining_restarts = 0
+        elif self._remaining_restarts > 0:
+            most = self._worker_group.spec.max_restarts
+            _tell(f"starting again: restart {most - self._remaining_restarts + 1} of {most}")
+
+    def _lost(self) -> dict[int, signal.Signals]:
+        """The signal that killed each rank, where it was none that was passed on."""
+        ours = {_PASSED_ON[number] for number, _ in self._asked}
+        return {
+            local_rank: signal.Signals(-code)
+            for local_rank, code in self._exit_codes().items()
+            if code is not None and code < 0 and -code not in ours
+        }
+
+    def _claim_lost(self, lost: dict[int, signal.Signals]) -> None:
+        """Tell of ranks that can no longer do so, and let the others know that it is told."""
+        (local_rank, number), *_ = lost.items()
+        self.exit_code = 128 + number
+        group = self._worker_group
+        with suppress(RuntimeError, OSError):
+            store = visit_store(
+                str(group.master_addr), int(group.master_port or 0), os.environ[ATTEMPT]
+            )
+            FailureChannel(store).claim(self.exit_code)
+        process = self._processes()[local_rank]
+        why = ", as the kernel does when memory is full" if number == signal.SIGKILL else ""
+        _tell(
+            f"error: rank {group.workers[local_rank].global_rank} (process {process.pid} on "
+            f"{socket.gethostname()}) was killed by {number.name}{why}; the other ranks cannot "
+            "go on without it"
+        )
+
+    def _stopped_early(self) -> int:
+        """The code where the signal that was passed on found ranks that do not listen yet."""
+        number = self._asked[0][0]
+        _tell(f"stopped by {number.name} before training began; there was nothing to save")
+        return EXIT_CTRL_C if number == signal.SIGINT else EXIT_INTERRUPTED
+
+    def _kill(self, message: str) -> None:
+        if not self._killed:
+            _tell(message)
+            self._killed = True
+            twice = message.startswith("interrupted")
+            self.exit_code = EXIT_CTRL_C if twice else EXIT_KILLED
+            self._send(signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
+        """To each rank; SIGKILL to what it has started as well."""
+        for process in self._processes().values():
+            with suppress(ProcessLookupError, PermissionError):
+                if number == signal.SIGKILL:
+                    os.killpg(process.pid, number)
+                else:
+                    process.send_signal(number)
+
+    def _exit_codes(self) -> dict[int, int | None]:
+        """By local rank: the code, the signal's negative number, or None of one that runs."""
+        return {rank: process.poll() for rank, process in self._processes().items()}
+
+    def _processes(self) -> dict[int, Any]:
+        context = self._pcontext
+        assert isinstance(context, SubprocessContext)
+        return {rank: each.proc for rank, each in context.subprocess_handlers.items()}
+
+
+def _tell(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

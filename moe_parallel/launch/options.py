@@ -1,0 +1,117 @@
+"""The launcher's flags, by torchrun's names, among those of the program."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_parallel.config.one_line_parser import OneLineParser
+from moe_parallel.config.option import as_typed
+from moe_parallel.errors import InputError
+
+SHUTDOWN_TIMEOUT = 600  # seconds
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """A command line, divided."""
+
+    launcher: tuple[str, ...]  # words for torchrun's parser
+    program: tuple[str, ...]  # every other word
+    nodes: str | None  # of --nnodes, as it was typed
+    processes: str | None  # of --nproc-per-node, as it was typed
+    max_restarts: int
+    shutdown_timeout: int  # seconds
+
+
+def divide(arguments: Sequence[str]) -> LaunchOptions:
+    """The launcher's words and the program's. Raises InputError for a value of a wrong type."""
+    parser = _parser()
+    found, program = parser.parse_known_args([_with_dashes(word, parser) for word in arguments])
+    given = {name: value for name, value in vars(found).items() if value is not None}
+    restarts = given.get("max_restarts", 0)
+    timeout = given.get("shutdown_timeout", SHUTDOWN_TIMEOUT)
+    for flag, value in (("--max-restarts", restarts), ("--shutdown-timeout", timeout)):
+        if value < 0:
+            raise InputError(f"{flag} is {value}: it must be at least 0")
+    _check("--nproc-per-node", given, r"[1-9]\d*|auto|cpu|gpu", "a number, or auto, cpu or gpu")
+    _check("--nnodes", given, r"[1-9]\d*(:[1-9]\d*)?", "a number, or MIN:MAX")
+    launcher = [
+        word
+        for name, value in given.items()
+        for word in (_flag(name), *([] if value is True else [str(value)]))
+    ]
+    return LaunchOptions(
+        tuple(launcher),
+        tuple(program),
+        given.get("nnodes"),
+        given.get("nproc_per_node"),
+        restarts,
+        timeout,
+    )
+
+
+def _check(flag: str, given: dict[str, str], pattern: str, meaning: str) -> None:
+    value = given.get(flag.strip("-").replace("-", "_"), "1")
+    if not re.fullmatch(pattern, value):
+        raise InputError(f"{flag} is {as_typed(value)}: it must be {meaning}")
+
+
+def help_text() -> str:
+    """The flags, as --help lists them."""
+    return _parser().format_help()
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
+        usage=argparse.SUPPRESS,
+        add_help=False,
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=98),
+    )
+    group = parser.add_argument_group(
+        "launching",
+        "The program starts its ranks itself. Names and meanings are torchrun's; no YAML keys.",
+    )
+
+    def add(flag: str, metavar: str, text: str, kind: type = str) -> None:
+        group.add_argument(flag, metavar=metavar, help=text, type=kind)
+
+    add("--nproc-per-node", "N", "processes on this node: a number, or auto, cpu or gpu")
+    add("--nnodes", "N|MIN:MAX", "nodes (default: 1, or those of the srun step)")
+    add("--node-rank", "N", "this node's number, for the static rendezvous", int)
+    add("--master-addr", "HOST", "node 0, for the static rendezvous")
+    add("--master-port", "N", "its port, for the static rendezvous (default: 29500)", int)
+    add("--rdzv-backend", "TEXT", "how nodes meet: c10d or static")
+    add("--rdzv-endpoint", "HOST:PORT", "where nodes meet")
+    add("--rdzv-id", "TEXT", "the job's name, the same on every node")
+    add("--rdzv-conf", "KEY=VALUE,...", "more about the rendezvous, e.g. join_timeout=1200")
+    add("--local-addr", "HOST", "this node's address")
+    add("--max-restarts", "N", "how often a job with a lost rank or a bug starts again from its "
+        "newest checkpoint; takes --load and --save of one folder (default: 0)", int)  # fmt: skip
+    add("--shutdown-timeout", "SECONDS", "how long the ranks may take to save after a signal "
+        f"before they are killed (default: {SHUTDOWN_TIMEOUT})", int)  # fmt: skip
+    add("--monitor-interval", "SECONDS", "between two looks at the ranks (default: 0.1)", float)
+    add("--log-dir", "FOLDER", "where --redirects and --tee write")
+    add("--redirects", "0|1|2|3", "what goes to files only: 1 stdout, 2 stderr, 3 both")
+    add("--tee", "0|1|2|3", "what goes to files as well")
+    add("--local-ranks-filter", "N,N", "the ranks of this node that the terminal shows")
+    add("--numa-binding", "TEXT", "bind processes to the cores near their GPU: node, socket, "
+        "exclusive or core-complex")  # fmt: skip
+    group.add_argument(
+        "--standalone", help="one node; a free port", action="store_true", default=None
+    )
+    return parser
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _with_dashes(word: str, parser: argparse.ArgumentParser) -> str:
+    """--nproc_per_node, which torchrun takes too, as --nproc-per-node; others as they are."""
+    flag, equals, value = word.partition("=")
+    flag = flag.replace("_", "-")
+    return flag + equals + value if flag in parser._option_string_actions else word

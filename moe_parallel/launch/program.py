@@ -1,0 +1,112 @@
+"""What a process of pretrain_gpt_moe.py is: the launcher, one of many ranks, or the whole job.
+
+Whatever can be told without torch (help, wrong flags, wrong values) is told at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from moe_parallel.config import Config, parse_command_line, validate
+from moe_parallel.errors import InputError
+from moe_parallel.launch import slurm
+from moe_parallel.launch.options import LaunchOptions, divide, help_text
+from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, code_of
+from moe_parallel.training.signals import Stopped, StopRequest
+
+
+def main(script: str, arguments: Sequence[str]) -> None:
+    """Run the program, and end the process with its exit code; see `training.exit_codes`."""
+    stop = StopRequest()
+    try:
+        with stop.listening():
+            code = _run(script, arguments, stop)
+    except InputError as error:
+        code = EXIT_BAD_INPUT
+        _tell(f"error: {error}")
+    except Stopped as stopped:
+        code = code_of(stopped)
+        _tell(str(stopped))
+    sys.exit(code)
+
+
+def _run(script: str, arguments: Sequence[str], stop: StopRequest) -> int:
+    if {"--help", "-h"} & set(arguments):
+        return _help()
+    options = divide(arguments)
+    if options.launcher:
+        return _launch(options, script, stop)
+    if slurm.is_task(os.environ) and "RANK" not in os.environ:
+        os.environ.update(slurm.rank_variables(os.environ))
+        _caution_without_srun()
+    elif "RANK" not in os.environ:
+        validate(parse_command_line(options.program), 1)
+    return _be_rank(options.program, stop)
+
+
+def _be_rank(arguments: Sequence[str], stop: StopRequest) -> int:
+    from moe_parallel.platform.notices import hush_notices
+
+    hush_notices()  # before Megatron-Core is imported
+    from moe_parallel.training.pretrain import main as pretrain
+
+    return pretrain(arguments, stop)
+
+
+def _launch(options: LaunchOptions, script: str, stop: StopRequest) -> int:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise InputError(
+            f"{options.launcher[0]} is for a start without torchrun, which has started this "
+            "process: give it to torchrun alone"
+        )
+    config = parse_command_line(options.program)
+    if slurm.is_task(os.environ) and options.nodes is None:
+        # srun has started one launcher on each node.
+        options = replace(options, launcher=(*slurm.launcher_words(os.environ), *options.launcher))
+    elif options.nodes in (None, "1") and (options.processes or "1").isdecimal():
+        validate(config, int(options.processes or "1"))
+    if options.max_restarts:
+        _check_restarts(config, options.max_restarts)
+    from moe_parallel.launch.job import run_job
+
+    return run_job(options, script, stop)
+
+
+def _check_restarts(config: Config, restarts: int) -> None:
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if save is None or load is None or os.path.realpath(load) != os.path.realpath(save):
+        raise InputError(
+            f"--max-restarts {restarts} goes on from the newest checkpoint: name one folder by "
+            "--save and by --load"
+        )
+
+
+def _help() -> int:
+    if _is_first():
+        try:
+            parse_command_line(["--help"])
+        except SystemExit:
+            print("\n" + help_text())
+    return 0
+
+
+def _caution_without_srun() -> None:
+    if os.environ["RANK"] == "0" and "SLURM_STEP_ID" not in os.environ:
+        others = slurm.tasks(os.environ) - 1
+        _tell(
+            f"caution: this is task 0 of a Slurm job, and waits for {others} more: start them all "
+            "by srun, or one process by --nproc-per-node 1"
+        )
+
+
+def _is_first() -> bool:
+    """Whether this process speaks for the job as long as its processes do not know each other."""
+    return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) == 0
+
+
+def _tell(message: str) -> None:
+    if _is_first():
+        print(message, file=sys.stderr, flush=True)

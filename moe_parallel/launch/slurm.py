@@ -1,0 +1,61 @@
+"""Ranks that `srun` starts: what Slurm says of a task, as the variables that torchrun sets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+_PORTS = range(20_000, 30_000)  # below those that systems give to connections
+
+
+def is_task(environment: Mapping[str, str]) -> bool:
+    """Whether this process is one of several that srun started."""
+    return "SLURM_PROCID" in environment and tasks(environment) > 1
+
+
+def tasks(environment: Mapping[str, str]) -> int:
+    """How many processes srun started."""
+    names = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    return int(next((environment[name] for name in names if name in environment), "1"))
+
+
+def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """torchrun's variables of a task. What the environment has of MASTER_ADDR and _PORT stays."""
+    one_gpu_each = environment.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1"
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": str(tasks(environment)),
+        # Of several GPUs a process takes that of its number; a task may see its own alone.
+        "LOCAL_RANK": "0" if one_gpu_each else environment.get("SLURM_LOCALID", "0"),
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(environment),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(port(environment)),
+    }
+
+
+def first_host(environment: Mapping[str, str]) -> str:
+    """The node of task 0: `gpu[07-09,12],cpu1` begins with gpu07."""
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    nodes = next((environment[name] for name in names if environment.get(name)), "localhost")
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else nodes)
+
+
+def port(environment: Mapping[str, str]) -> int:
+    """A port that every task of a step finds, and most likely no other step on the node."""
+    job, step = (
+        int(digits[0]) if (digits := re.match(r"\d+", environment.get(name, ""))) else 0
+        for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")
+    )
+    return _PORTS[(17 * job + step) % len(_PORTS)]
+
+
+def launcher_words(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """torchrun's flags where srun has started one launcher on each node."""
+    step = f"{environment.get('SLURM_JOB_ID', '0')}.{environment.get('SLURM_STEP_ID', '0')}"
+    words = {
+        "--nnodes": str(tasks(environment)),
+        "--rdzv-backend": "c10d",
+        "--rdzv-endpoint": f"{first_host(environment)}:{port(environment)}",
+        "--rdzv-id": step,
+    }
+    return tuple(word for pair in words.items() for word in pair)

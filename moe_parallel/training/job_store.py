@@ -1,0 +1,41 @@
+"""The store through which the ranks of a job find each other and agree on its one error."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from moe_parallel.errors import InputError
+
+#: Set by our own launcher: the name of this start of the ranks, the same on every node.
+ATTEMPT = "MOE_PARALLEL_ATTEMPT"
+
+
+def join_store(rank: int, world_size: int) -> dist.Store:
+    """The store that a launcher or rank 0 serves, or one of our own for a single process.
+
+    Launchers that start the ranks again after a failure keep their store. Each start has keys of
+    its own in it: those of the ranks that are gone lead to addresses where nobody listens.
+    """
+    if "MASTER_ADDR" not in os.environ:
+        return dist.HashStore()
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank, world_size))
+    except dist.DistNetworkError as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
+        raise InputError(
+            f"MASTER_ADDR:MASTER_PORT is {place}, where the ranks do not meet "
+            f"({' '.join(str(error).split())[:200]}): choose a host that all reach and a free port"
+        ) from error
+    attempt = os.environ.get(ATTEMPT) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt_{attempt}", store)
+
+
+def visit_store(address: str, port: int, attempt: str) -> dist.Store:
+    """The same store, for a launcher: a client more than there are ranks."""
+    store = dist.TCPStore(
+        address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10)
+    )
+    return dist.PrefixStore(f"attempt_{attempt}", store)

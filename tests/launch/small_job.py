@@ -1,0 +1,108 @@
+"""A job as small as jobs get: `python small_job.py --nproc-per-node 2 ... WHAT [RANK]`.
+
+Launched as the program is; its ranks are a store, a process group and steps that add up, each with
+a collective. Every rank prints `rank R: step N`; WHAT rank RANK does in step 3 of the first start,
+the other ranks not, is a function of this file.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch import distributed as dist
+
+from moe_parallel.errors import InputError
+from moe_parallel.launch.job import run_job
+from moe_parallel.launch.options import divide
+from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_INTERRUPTED, code_of
+from moe_parallel.training.failure import Diverged, FailureChannel, run
+from moe_parallel.training.job_store import join_store
+from moe_parallel.training.signals import Stopped, StopRequest
+
+STEPS = 6
+
+
+def nothing() -> None:
+    pass
+
+
+def wait() -> None:
+    """Until a signal comes: the steps of the other ranks wait in their collective."""
+    while "asked" not in os.listdir("."):
+        time.sleep(0.02)
+
+
+def bad_input() -> None:
+    raise InputError("--flag is 3: it must be 4")
+
+
+def diverge() -> None:
+    raise Diverged("iteration 3: the loss is nan")
+
+
+def bug() -> None:
+    raise ZeroDivisionError("a bug")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    """Saving takes for ever."""
+    print("rank hangs", flush=True)
+    while True:
+        time.sleep(1)
+
+
+def be_rank(what: str, where: int) -> None:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    first_start = not os.path.exists("started")
+    stop = StopRequest()
+
+    def body(channel: FailureChannel) -> int:
+        channel.watch()
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore("groups", join), rank=rank, world_size=world_size,
+            timeout=timedelta(minutes=10),
+        )  # fmt: skip
+        dist.barrier()
+        open("started", "w").close()
+        with stop.finishing(lambda: "after step; saved"):
+            for step in range(1, STEPS + 1):
+                if step == 3 and rank == where and first_start:
+                    globals()[what]()
+                asked = torch.tensor(float(stop.signal is not None))
+                dist.all_reduce(asked)
+                if asked > 0:
+                    dist.barrier()
+                    return EXIT_INTERRUPTED
+                print(f"rank {rank}: step {step}\n", end="", flush=True)
+        dist.barrier()
+        return 0
+
+    join = join_store(rank, world_size)
+    run(body, FailureChannel(join), stop)
+
+
+def main(arguments: Sequence[str]) -> int:
+    stop = StopRequest()
+    try:
+        with stop.listening():
+            return run_job(divide(arguments), __file__, stop)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return code_of(stopped)
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        be_rank(sys.argv[1], int(sys.argv[2]))
+    sys.exit(main(sys.argv[1:]))

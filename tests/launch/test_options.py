@@ -1,0 +1,45 @@
+"""The launcher's flags are found among the program's."""
+
+import pytest
+
+from moe_parallel.errors import InputError
+from moe_parallel.launch.options import SHUTDOWN_TIMEOUT, divide
+
+
+def test_no_flag_of_the_launcher():
+    line = ["--config", "a.yaml", "--data-path", "0.7", "a", "0.3", "b", "--init-std", "-1"]
+    options = divide(line)
+    assert options.launcher == ()
+    assert list(options.program) == line
+    assert options.shutdown_timeout == SHUTDOWN_TIMEOUT
+    assert options.max_restarts == 0
+
+
+def test_flags_are_found_wherever_they_are():
+    options = divide(
+        "--data-path a b --nproc_per_node=2 --lr 3 --max-restarts 1 --standalone --bf16".split()
+    )
+    assert options.program == ("--data-path", "a", "b", "--lr", "3", "--bf16")
+    assert options.launcher == ("--nproc-per-node", "2", "--max-restarts", "1", "--standalone")
+    assert (options.processes, options.nodes, options.max_restarts) == ("2", None, 1)
+
+
+def test_the_program_keeps_its_words_as_typed():
+    assert divide(["--num_layers", "2"]).program == ("--num_layers", "2")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--max-restarts x", "--max-restarts: invalid int value: 'x'"),
+        ("--max-restarts -1", "--max-restarts is -1: it must be at least 0"),
+        ("--nproc-per-node many", "--nproc-per-node is many: it must be a number, or auto, cpu"),
+        ("--nproc-per-node 0", "--nproc-per-node is 0: it must be"),
+        ("--nproc-per-node=-1", "--nproc-per-node is -1: it must be"),
+        ("--nnodes 1:", "--nnodes is 1:: it must be a number, or MIN:MAX"),
+        ("--nproc-per-node", "--nproc-per-node: expected one argument"),
+    ],
+)
+def test_wrong_values(line, message):
+    with pytest.raises(InputError, match=message):
+        divide(line.split())
