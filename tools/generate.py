@@ -57,12 +57,13 @@ def _write(own: argparse.Namespace, flags: list[str]) -> None:
         single_process,
         standalone_config,
         standalone_model,
+        vocab_size_of,
     )
-    from moe_parallel.training.text import open_text
+    from moe_parallel.training.text import open_tokenizer
 
     config = standalone_config(flags, load=own.load)
-    text = open_text(config)
-    prompt = text.tokenizer.tokenize(own.prompt)
+    tokenizer = open_tokenizer(config)
+    prompt = tokenizer.tokenize(own.prompt)
     room = config.training.seq_length - len(prompt)
     if room < 1:
         raise InputError(
@@ -72,12 +73,12 @@ def _write(own: argparse.Namespace, flags: list[str]) -> None:
     if "--lory-inference" not in flags:
         config = _routed_by_the_prompt(config, len(prompt))
     with single_process(config) as groups:
-        model, _ = standalone_model(config, text.vocab_size, groups)
+        model, _ = standalone_model(config, vocab_size_of(config), groups)
         generator = torch.Generator().manual_seed(config.training.seed)
-        tokens = generate(model, prompt, text.tokenizer.vocab_size, own.temperature, generator)
+        tokens = generate(model, prompt, tokenizer.vocab_size, own.temperature, generator)
         written = itertools.islice(tokens, min(own.tokens, room))
-        written = itertools.takewhile(lambda token: token != text.tokenizer.eod, written)
-        print(own.prompt + text.tokenizer.detokenize(list(written)))
+        written = itertools.takewhile(lambda token: token != tokenizer.eod, written)
+        print(own.prompt + tokenizer.detokenize(list(written)))
 
 
 def _routed_by_the_prompt(config: Config, length: int) -> Config:

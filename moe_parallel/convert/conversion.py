@@ -62,8 +62,9 @@ def convert(
     here = on_one_process(target)
     validate(here, world_size=1)
     _check(source, gate)
-    text = open_text(here)
-    checkpoints = open_checkpoints(target, text.vocab_size, groups)  # refuses before the work
+    text = open_text(replace(here, checkpoint=source.checkpoint))  # read as it was trained
+    # Refuses before the work.
+    checkpoints = open_checkpoints(target, text.vocab_size, groups, text.tokenizer)
     data = text.datasets(here)
     old, _ = standalone_model(
         replace(here, selection=source.selection, checkpoint=source.checkpoint),

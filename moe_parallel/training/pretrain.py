@@ -28,6 +28,7 @@ from moe_parallel.telemetry.sinks import Telemetry, open_telemetry
 from moe_parallel.training.failure import FailureChannel, run
 from moe_parallel.training.job_store import join_store
 from moe_parallel.training.loop import Loop
+from moe_parallel.training.own_tokenizer import names_tokenizer
 from moe_parallel.training.report import compare_with_baselines, draw, format_table
 from moe_parallel.training.run import begin_run, goes_on_here, is_finished, open_checkpoints
 from moe_parallel.training.run_config import begins_in, run_config
@@ -61,7 +62,11 @@ def main(arguments: Sequence[str], stop: StopRequest | None = None) -> NoReturn:
             world_size=world_size, timeout=timeout,
         )  # fmt: skip
         return pretrain(
-            config, initialize_groups(config.parallel, config.virtual_stages), stop, given.cautions
+            config,
+            initialize_groups(config.parallel, config.virtual_stages),
+            stop,
+            given.cautions,
+            tokenizer_given=names_tokenizer(arguments),
         )
 
     run(body, FailureChannel(store), stop)
@@ -72,18 +77,21 @@ def pretrain(
     groups: Groups,
     stop: StopRequest | None = None,
     cautions: Sequence[str] = (),
+    *,
+    tokenizer_given: bool = False,
 ) -> int:
     """Train, evaluate and report; returns the exit code. Collective.
 
     Args:
         stop: hears the signals; None: nobody does.
         cautions: to tell the user besides those of the configuration.
+        tokenizer_given: whether the command line names the tokenizer.
     """
     stop = stop or StopRequest()
     seed_everything(config, groups)
     config, note = _first_start(config)
-    text = open_text(config)
-    checkpoints = open_checkpoints(config, text.vocab_size, groups)
+    text = open_text(config, tokenizer_given=tokenizer_given)
+    checkpoints = open_checkpoints(config, text.vocab_size, groups, text.tokenizer)
     stages = Stages(config, text.vocab_size, groups, checkpoints)
     datasets = text.datasets(config)
     stage = stages.first()
@@ -99,7 +107,7 @@ def pretrain(
         telemetry.say(_opening(config, groups, stage))
         if note is not None:
             telemetry.say(note)
-        for caution in (*cautions, *config.cautions, *datasets.cautions):
+        for caution in (*cautions, *config.cautions, *text.cautions, *datasets.cautions):
             telemetry.say(f"caution: {caution}")
         began = time.monotonic()
         loop = Loop(config, stage, text, datasets, telemetry, began, stop)

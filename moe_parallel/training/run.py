@@ -19,19 +19,22 @@ from moe_parallel.platform.device import device
 from moe_parallel.telemetry.metrics import has_evaluation
 from moe_parallel.training.checkpoint import Checkpointer
 from moe_parallel.training.checkpoint_record import Expected
+from moe_parallel.training.own_tokenizer import TOKENIZER
 
 
-def open_checkpoints(config: Config, vocab_size: int, groups: Groups) -> Checkpointer:
+def open_checkpoints(
+    config: Config, vocab_size: int, groups: Groups, tokenizer: Tokenizer | None = None
+) -> Checkpointer:
     """The checkpoints of the run in --save. Writes nothing. Collective.
 
-    Without --save, only loading makes sense. Raises InputError if the folder holds another run,
-    which would be written over.
+    Their record names `tokenizer`. Without --save, only loading makes sense. Raises InputError if
+    the folder holds another run, which would be written over.
     """
     folder = Path(config.checkpoint.save or ".")
     checkpoints = Checkpointer(
         folder,
         keep_last=config.checkpoint.keep_last,
-        fingerprint=_fingerprint(config, vocab_size),
+        fingerprint=_fingerprint(config, vocab_size) | _of_tokenizer(tokenizer),
         layout={
             "tp": groups.tp.size(),
             "pp": groups.pp.size(),
@@ -86,7 +89,8 @@ def is_finished(config: Config, iteration: int) -> bool:
 
 def dense_checkpoints(config: Config, vocab_size: int, checkpoints: Checkpointer) -> Checkpointer:
     """The checkpoints of the run's dense warm-up, in the same folder as `checkpoints`."""
-    return checkpoints.of_model(_fingerprint(dense_twin(config), vocab_size))
+    shared = {key: value for key, value in checkpoints.fingerprint.items() if key == TOKENIZER}
+    return checkpoints.of_model(_fingerprint(dense_twin(config), vocab_size) | shared)
 
 
 def expected_dense(config: Config, vocab_size: int) -> Expected:
@@ -126,6 +130,10 @@ def _run_again(config: Config) -> str:
         config.checkpoint, load=None, finetune=False, override_opt_param_scheduler=False
     )
     return replace(config, checkpoint=checkpoint).to_yaml()
+
+
+def _of_tokenizer(tokenizer: Tokenizer | None) -> dict[str, object]:
+    return {} if tokenizer is None else {TOKENIZER: tokenizer.fingerprint}
 
 
 def _fingerprint(config: Config, vocab_size: int) -> dict[str, object]:

@@ -11,10 +11,11 @@ import torch
 from moe_parallel.config import Config, DataConfig
 from moe_parallel.config.option import flag
 from moe_parallel.data.datasets import Datasets, build_datasets
-from moe_parallel.data.default_corpus import prepare_default_corpus
+from moe_parallel.data.default_corpus import DefaultCorpus, prepare_default_corpus
 from moe_parallel.data.sources import Source, blend_sources, corpus_sources
 from moe_parallel.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 from moe_parallel.errors import InputError
+from moe_parallel.training.own_tokenizer import OwnTokenizer, own_tokenizer
 
 DEFAULT_VOCAB_SIZE = 4096
 
@@ -26,6 +27,7 @@ class Text:
     tokenizer: Tokenizer
     sources: list[Source]
     vocab_size: int  # of the model: the tokenizer's, or more
+    cautions: tuple[str, ...] = ()  # what the user should know
 
     def datasets(self, config: Config) -> Datasets:
         """Training and validation data; called by every rank."""
@@ -46,32 +48,67 @@ class Text:
         return torch.from_numpy(sizes).to(device)
 
 
-def open_text(config: Config) -> Text:
+def open_text(config: Config, *, tokenizer_given: bool = False) -> Text:
     """The embedded corpus, built where it is missing, or what --data-path names.
+
+    What goes on from --load reads with the tokenizer that lies in that checkpoint.
+
+    Args:
+        config: of the run.
+        tokenizer_given: whether the command line names the tokenizer, not a file alone.
 
     Any number of processes may call this at once. Raises InputError.
     """
     data = config.data
+    own = own_tokenizer(config.checkpoint.load, data, given=tokenizer_given)
+    cautions = [] if own is None or own.caution is None else [own.caution]
     if data.data_path is None:
-        default = DataConfig()
-        for name in ("tokenizer_type", "tokenizer_model", "split"):
-            if getattr(data, name) != getattr(default, name):
-                raise InputError(
-                    f"{flag(name)} {getattr(data, name)} comes with --data-path; the embedded "
-                    "corpus has a tokenizer of its own (its size: --vocab-size) and a split"
-                )
-        corpus = prepare_default_corpus(
-            Path(data.data_cache_path), data.vocab_size or DEFAULT_VOCAB_SIZE
-        )
-        tokenizer = load_tokenizer(corpus.tokenizer_folder)
+        corpus, asked = _corpus(data), data.vocab_size or DEFAULT_VOCAB_SIZE
+        tokenizer = _tokenizer_of(corpus, own)
+        if tokenizer.vocab_size < asked:
+            cautions.append(
+                f"--vocab-size {asked}: the embedded corpus has no more pairs to merge than make "
+                f"{tokenizer.vocab_size} tokens, and that is the vocabulary"
+            )
         sources = corpus_sources(corpus)
-        return Text(tokenizer, sources, tokenizer.vocab_size)
+        return Text(tokenizer, sources, tokenizer.vocab_size, tuple(cautions))
     sources = blend_sources(data.data_path, data.split)
-    tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
+    tokenizer = _named(data) if own is None else own.tokenizer
     vocab_size = data.vocab_size or tokenizer.vocab_size
     if vocab_size < tokenizer.vocab_size:
         raise InputError(
             f"--vocab-size is {vocab_size}, but the tokenizer has {tokenizer.vocab_size} tokens: "
             f"give at least {tokenizer.vocab_size} or leave the flag out"
         )
-    return Text(tokenizer, sources, vocab_size)
+    return Text(tokenizer, sources, vocab_size, tuple(cautions))
+
+
+def open_tokenizer(config: Config) -> Tokenizer:
+    """The tokenizer alone: of the checkpoint in --load, which needs no data. Raises InputError."""
+    own = own_tokenizer(config.checkpoint.load, config.data)
+    return open_text(config).tokenizer if own is None else own.tokenizer
+
+
+def _named(data: DataConfig) -> Tokenizer:
+    return build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
+
+
+def _corpus(data: DataConfig) -> DefaultCorpus:
+    default = DataConfig()
+    for name in ("tokenizer_type", "tokenizer_model", "split"):
+        if getattr(data, name) != getattr(default, name):
+            raise InputError(
+                f"{flag(name)} {getattr(data, name)} comes with --data-path; the embedded "
+                "corpus has a tokenizer of its own (its size: --vocab-size) and a split"
+            )
+    return prepare_default_corpus(Path(data.data_cache_path), data.vocab_size or DEFAULT_VOCAB_SIZE)
+
+
+def _tokenizer_of(corpus: DefaultCorpus, own: OwnTokenizer | None) -> Tokenizer:
+    tokenizer = load_tokenizer(corpus.tokenizer_folder)
+    if own is not None and own.tokenizer.fingerprint != tokenizer.fingerprint:
+        raise InputError(
+            f"the embedded corpus in {corpus.folder} has another tokenizer than --load was trained "
+            "with (another Python made it): give the --data-cache-path of that run, or --data-path"
+        )
+    return tokenizer

@@ -1,0 +1,142 @@
+"""A run goes on with its own tokenizer, wherever its folder is, whatever lies at the old path."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_parallel.config import Config, parse_command_line
+from moe_parallel.data.tokenizer import FastTokenizer, load_tokenizer, train_byte_bpe
+from moe_parallel.errors import InputError
+from moe_parallel.training.own_tokenizer import names_tokenizer
+from moe_parallel.training.standalone import standalone_config
+from moe_parallel.training.text import open_text, open_tokenizer
+from tests.data.small_text import small_bpe, words
+from tests.distributed import run_distributed
+from tests.program import AOE, SMALL, flags, pretrain_here, small_data
+
+
+def other_bpe() -> FastTokenizer:
+    """As many tokens as small_bpe has, others."""
+    other = train_byte_bpe([words(400, seed)[::-1] for seed in range(4)], 300)
+    assert other.vocab_size == small_bpe().vocab_size
+    assert other.fingerprint != small_bpe().fingerprint
+    return other
+
+
+def losses(printed: str) -> list[str]:
+    return re.findall(r"iteration +[34]/4 \| loss (\S+)", printed)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[str]]:
+    """A run that stopped at iteration 2, its options, and the losses it would have gone on with."""
+    folder = tmp_path_factory.mktemp("trained")
+    options = SMALL | AOE | small_data(folder)
+    whole = options | {"save": folder / "whole"}
+    half = options | {"save": folder / "half", "exit_interval": 2}
+    [[(_, printed), (code, _)]] = run_distributed(1, pretrain_here, [whole, half])
+    assert code == 0 and len(losses(printed)) == 2
+    return folder, options, losses(printed)
+
+
+@pytest.fixture
+def moved(
+    trained: tuple[Path, dict[str, Any], list[str]], tmp_path: Path
+) -> tuple[Path, dict[str, Any], list[str]]:
+    """That run in another folder, where the tokenizer was is another; the data are elsewhere."""
+    folder, options, expected = trained
+    shutil.copytree(folder, tmp_path / "elsewhere")
+    shutil.copytree(folder / "half", tmp_path / "run")
+    shutil.rmtree(tmp_path / "elsewhere" / "half")
+    options = options | {
+        "data_path": [tmp_path / "elsewhere" / path.name for path in options["data_path"]],
+        "data_cache_path": tmp_path / "cache",
+    }
+    return tmp_path / "run", options, expected
+
+
+def test_a_run_goes_on_with_its_own_tokenizer(
+    moved: tuple[Path, dict[str, Any], list[str]],
+) -> None:
+    run, options, expected = moved
+    old = Path(options["tokenizer_model"])
+    kept = old.with_name("kept")
+    old.rename(kept)
+    try:
+        goes_on = options | {"load": run, "save": run}
+        del goes_on["tokenizer_model"]
+        again = options | {"load": run / "iter_0000002", "save": run.with_name("again")}
+        shutil.copytree(run, run.with_name("remade"))
+        other_bpe().save(old)
+        remade = options | {"load": run.with_name("remade"), "save": run.with_name("remade")}
+        [ends] = run_distributed(1, pretrain_here, [goes_on, again, remade])
+        assert [losses(printed) for _, printed in ends] == [expected] * 3
+        assert "caution" not in ends[0][1]
+        for _, printed in ends[1:]:
+            caution = r"caution: --tokenizer-model \S+ is not the tokenizer any more that this run"
+            assert re.search(caution, printed)
+        for name in ("run", "again", "remade"):
+            copies = [run.with_name(name), *run.with_name(name).glob("iter_*")]
+            for copy in copies:
+                assert load_tokenizer(copy / "tokenizer").fingerprint == small_bpe().fingerprint
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
+        kept.rename(old)
+
+
+def config_of(options: dict[str, Any]) -> Config:
+    return parse_command_line(flags(options))
+
+
+def test_another_tokenizer_on_the_command_line_is_refused(
+    moved: tuple[Path, dict[str, Any], list[str]],
+) -> None:
+    run, options, _ = moved
+    own = options | {"load": run}
+    assert open_text(config_of(own), tokenizer_given=True).cautions == ()
+    other_bpe().save(run.with_name("other"))
+    small_bpe().save(run.with_name("same"))
+    same = own | {"tokenizer_model": run.with_name("same")}
+    assert open_text(config_of(same), tokenizer_given=True).cautions == ()
+    other = own | {"tokenizer_model": run.with_name("other")}
+    for given in (False, True):  # by another file, and by a flag
+        with pytest.raises(InputError, match=r"other is not the tokenizer that --load .* was trai"):
+            open_text(config_of(other), tokenizer_given=given)
+    with pytest.raises(InputError, match=r"no/such"):
+        open_text(config_of(own | {"tokenizer_model": "no/such"}))
+
+
+def test_a_tokenizer_that_was_exchanged_or_damaged_is_refused(
+    moved: tuple[Path, dict[str, Any], list[str]],
+) -> None:
+    run, options, _ = moved
+    folder = run / "iter_0000002" / "tokenizer"
+    size = (folder / "tokenizer.json").stat().st_size
+    other_bpe().save(folder)
+    with (folder / "tokenizer.json").open("a") as stream:  # in its full size
+        stream.write(" " * max(0, size - (folder / "tokenizer.json").stat().st_size))
+    with pytest.raises(InputError, match=rf"--load {run}/iter_0000002: ") as told:
+        open_text(config_of(options | {"load": run}))
+    assert "\n" not in str(told.value)
+    (folder / "tokenizer.json").write_text("[" * size)
+    with pytest.raises(InputError, match=r"its tokenizer cannot be used: .*not a tokenizer\.json"):
+        open_text(config_of(options | {"load": run}))
+
+
+def test_tools_read_a_moved_run_without_its_data(
+    moved: tuple[Path, dict[str, Any], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, options, _ = moved
+    monkeypatch.chdir(run.parent)
+    shutil.rmtree(run.parent / "elsewhere")
+    config = standalone_config([], load="run")
+    assert open_tokenizer(config).fingerprint == small_bpe().fingerprint
+
+
+@pytest.mark.parametrize("word", ["--tokenizer-model", "--tokenizer_type=NullTokenizer"])
+def test_a_command_line_that_names_a_tokenizer(word: str) -> None:
+    assert names_tokenizer(["--lr", "1", word, "x"])
+    assert not names_tokenizer(["--lr", "1", "--vocab-size", "9"])
