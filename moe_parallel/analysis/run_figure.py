@@ -96,7 +96,7 @@ def _facts(history: RunHistory, model_line: str) -> str:
     facts = [model_line] if model_line else []
     routing = history.routing
     if routing is not None:
-        layers = f"{len(routing.layers)} routed layer{'s' if len(routing.layers) > 1 else ''}"
+        layers = f"{len(routing.layers)} MoE layer{'s' if len(routing.layers) > 1 else ''}"
         kind = "autonomous experts" if routing.has_norms else "experts"
         facts.append(f"{layers} of {routing.num_experts} {kind}")
     facts.append(f"{history.last_iteration:,} iterations")

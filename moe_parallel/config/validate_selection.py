@@ -13,6 +13,7 @@ from moe_parallel.config.selection import (
     LoryPrefixSelection,
     LorySelection,
     MergedSelection,
+    RoutedSelection,
     SegmentExpertChoiceSelection,
     SmearSelection,
     TopKSelection,
@@ -121,6 +122,15 @@ def _shared(config: Config, selection: DispatchedSelection) -> None:
         )
 
 
+def _routed(config: Config, selection: RoutedSelection) -> None:
+    method = selection.moe_gate_up_init_method
+    if method != "normal" and selection.moe_gate_low_rank_size is None:
+        raise InputError(
+            f"--moe-gate-up-init-method is {method}, but W_g is whole: set "
+            "--moe-gate-low-rank-size, or leave it out"
+        )
+
+
 def _autonomous(config: Config, selection: AutonomousSelection) -> None:
     etp, width = config.parallel.expert_tensor_size, config.model.hidden_size
     if selection.aoe_gather_w_down and width % etp:
@@ -223,6 +233,7 @@ _RULES: dict[type, Callable[[Config, Any], None]] = {
     DynamicChoices: _dynamic,
     ExpertsChoose: _experts_choose,
     DispatchedSelection: _shared,
+    RoutedSelection: _routed,
     AutonomousSelection: _autonomous,
     AoESelection: _screening,
     MergedSelection: _merged,

@@ -61,9 +61,9 @@ class Fp8LowRankExperts(LowRankExperts):
     C W_up is kept for the backward pass, whatever `recompute_gate` says.
     """
 
-    def __init__(self, fp8: Fp8Engine, *arguments: Any) -> None:
-        """`arguments`: of LowRankExperts."""
-        super().__init__(*arguments)
+    def __init__(self, fp8: Fp8Engine, *arguments: Any, **options: Any) -> None:
+        """`arguments`, `options`: of LowRankExperts."""
+        super().__init__(*arguments, **options)
         self.fp8 = fp8
         experts, r, w = self.w_up_LRW.shape
         d = self.w_p_LDW.size(1)

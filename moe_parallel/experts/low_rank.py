@@ -34,12 +34,17 @@ class LowRankExperts(ExpertParameters):
         ops: Ops,
         dtype: torch.dtype,
         recompute_gate: bool = True,
+        up_std: float | None = None,
     ) -> None:
-        """`recompute_gate`: C W_up is made again in the backward pass instead of being kept."""
+        """
+        Args:
+            recompute_gate: C W_up is made again in the backward pass instead of being kept.
+            up_std: standard deviation of initial W_up; None: that of the other weights.
+        """
         super().__init__(num_experts, groups, dtype)
         self.ops = ops
         self.recompute_gate = recompute_gate
-        self.add_weight("w_up_LRW", (low_rank_size, wide_size), sharded_axis=2)
+        self.add_weight("w_up_LRW", (low_rank_size, wide_size), sharded_axis=2, init_std=up_std)
         self.add_weight("w_p_LDW", (hidden_size, wide_size), sharded_axis=2)
         self.add_weight("w_out_LWD", (wide_size, hidden_size), sharded_axis=1)
 

@@ -35,8 +35,17 @@ class ExpertParameters(nn.Module):
         self.adds_to_main_gradients = False
         self._sharded_axis: dict[str, int] = {}
 
-    def add_weight(self, name: str, shape: tuple[int, ...], sharded_axis: int) -> None:
-        """Register `name`, [L, *shape] with `sharded_axis` (counting L as 0) split over etp."""
+    def add_weight(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        sharded_axis: int,
+        init_std: float | None = None,
+    ) -> None:
+        """Register `name`, [L, *shape] with `sharded_axis` (counting L as 0) split over etp.
+
+        `init_std`: standard deviation of its initial values; None: that of the other weights.
+        """
         full = (self.num_local_experts, *shape)
         shards = self.groups.etp.size()
         assert full[sharded_axis] % shards == 0, (name, full, shards)
@@ -44,6 +53,7 @@ class ExpertParameters(nn.Module):
         local[sharded_axis] //= shards
         weight = nn.Parameter(torch.empty(local, dtype=self.dtype))
         mark_expert_weight(weight, self.groups, sharded_axis)
+        weight.init_std = init_std  # type: ignore[attr-defined]
         self.register_parameter(name, weight)
         self._sharded_axis[name] = sharded_axis
 

@@ -61,6 +61,7 @@ class AutonomousLayer(DispatchedLayer):
             context.ops,
             config.params_dtype,
             selection.aoe_recompute_gate,
+            selection.up_std,
         )
 
     def sends_activations(self, selection: DispatchedSelection) -> bool:

@@ -103,6 +103,7 @@ class FactorisedRoutedLayer(RoutedLayer):
             self.context.groups,
             self.context.ops,
             self.config.params_dtype,
+            up_std=self.selection.up_std,
         )
 
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:

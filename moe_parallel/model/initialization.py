@@ -15,18 +15,22 @@ from moe_parallel.model.shards import shards
 def initialize_weights(model: Any, seed: int, std: float) -> None:
     """Fill every parameter of `model` (a Megatron module): norms with 1, matrices with N(0, std^2).
 
+    A parameter with an attribute `init_std` that is not None has that standard deviation instead.
+
     The sharded state dict names each parameter in the whole model and says which part of it is
     here. A matrix is drawn whole from a generator seeded by its name, and the part is copied. What
     is stacked over experts is drawn expert by expert, so that no rank draws experts of others.
     """
     for shard in shards(model):
+        own_std = getattr(shard.data, "init_std", None)
+        scale = std if own_std is None else own_std
         if len(shard.global_shape) == 1:
             shard.data.fill_(1.0)
         elif len(shard.global_shape) == 2:
-            shard.data.copy_(_part(shard, _normal(shard, seed, shard.key), 0) * std)
+            shard.data.copy_(_part(shard, _normal(shard, seed, shard.key), 0) * scale)
         else:
             for expert, weight in enumerate(shard.data, start=shard.global_offset[0]):
-                weight.copy_(_part(shard, _normal(shard, seed, f"{shard.key}.{expert}"), 1) * std)
+                weight.copy_(_part(shard, _normal(shard, seed, f"{shard.key}.{expert}"), 1) * scale)
 
 
 def _normal(shard: ShardedTensor, seed: int, name: str) -> torch.Tensor:

@@ -74,7 +74,7 @@ def test_panels_and_series_of_an_ordinary_run():
     assert len(shown["Load of each expert"].texts) == 4 * 8
     subtitle = figure.subfigs[0]._suptitle.get_text()
     assert subtitle == (
-        "AoE, 12.3M parameters  ·  4 routed layers of 8 autonomous experts  ·  600 iterations  ·  "
+        "AoE, 12.3M parameters  ·  4 MoE layers of 8 autonomous experts  ·  600 iterations  ·  "
         "2.5M tokens"
     )
 

@@ -166,6 +166,8 @@ def test_the_model_is_that_of_the_aoe_paper(path: Path) -> None:
     shape = (model.num_layers, model.hidden_size, model.num_attention_heads, model.ffn_hidden_size)
     assert shape == ((24, 1280, 20, 5120) if large else (12, 768, 12, 3072))
     assert config.moe.num_experts == 8
+    if path.stem.startswith("aoe"):
+        assert config.selection.aoe_up_init_method == "normal"
     widths = {"moe_732m": 3072, "moe_4b": 5120, "aoe_732m": 3840, "aoe_4b": 6470}
     assert config.expert_width == widths[re.sub("_(top_p|expert_choice)", "", path.stem)]
 

@@ -97,6 +97,11 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
         1,
         "Eq. 5 .* width of -7: lower .*--moe-gate-low-rank-size",
     ),
+    (
+        {"moe_gate_up_init_method": "scaled"},
+        1,
+        "--moe-gate-up-init-method is scaled, but W_g is whole: set --moe-gate-low-rank-size, .*",
+    ),
     ({"moe_importance_loss_coeff": -1}, 1, "--moe-importance-loss-coeff is -1.0: .* at least 0"),
     ({"moe_input_jitter_eps": -0.1}, 1, "--moe-input-jitter-eps is -0.1: .* at least 0"),
     ({"moe_input_jitter_eps": 1}, 1, "--moe-input-jitter-eps is 1.0: it must be below 1"),

@@ -15,6 +15,8 @@ SYSTEMS: dict[str, Options] = {
         "untie_embeddings_and_output_weights": True,
     },
 }
+SYSTEMS["aoe, scaled"] = SYSTEMS["aoe"] | {"aoe_up_init_method": "scaled"}
+SCALED = {("aoe, scaled", "experts.w_up_LRW"): 8**-0.5}  # standard deviations
 LAYOUTS: dict[str, Options] = {
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2, sp, ep2": {
@@ -62,10 +64,11 @@ def test_values(system):
         if value.ndim == 1:
             assert (value == 1).all(), f"{key} is a norm"
             continue
-        assert abs(value.mean()) < 5 * 0.1 / value.size**0.5, key
-        assert abs(value.std() - 0.1) < 5 * 0.1 / (2 * value.size) ** 0.5, key
+        std = SCALED.get((system, key.partition(".mlp.")[2]), 0.1)
+        assert abs(value.mean()) < 5 * std / value.size**0.5, key
+        assert abs(value.std() - std) < 5 * std / (2 * value.size) ** 0.5, key
         # A normal variable is beyond two standard deviations with probability 0.0455.
-        beyond = (abs(value) > 0.2).mean()
+        beyond = (abs(value) > 2 * std).mean()
         assert abs(beyond - 0.0455) < 5 * (0.0455 / value.size) ** 0.5, key
         assert abs(numpy.corrcoef(value.flat, other[key].flat)[0, 1]) < 5 / value.size**0.5, key
 
@@ -88,3 +91,45 @@ def test_the_standard_deviation_is_an_option():
     for key, value in narrow.items():
         if value.ndim > 1:
             numpy.testing.assert_allclose(5 * value, wide[key], rtol=1e-5, err_msg=key)
+
+
+WIDTH, STD = 64, 0.02
+
+
+def gate_std(weights: Weights) -> float:
+    """Of what SiLU is given in low-rank experts: x W_down W_up, by tokens x of RMS 1."""
+    (w_down,) = (value for key, value in weights.items() if key.endswith("w_down_EDR"))
+    (w_up,) = (value for key, value in weights.items() if key.endswith("w_up_LRW"))
+    x_TD = numpy.random.default_rng(0).normal(size=(500, WIDTH))
+    x_TD /= numpy.sqrt((x_TD**2).mean(axis=1, keepdims=True))
+    return float((x_TD @ w_down @ w_up).std())
+
+
+@pytest.mark.parametrize("method", ["normal", "scaled"])
+def test_the_gate_starts_as_large_as_w_g_makes_it_or_by_the_rank_smaller(method):
+    """x W_g starts at s sqrt(d); a product of two such matrices at s^2 sqrt(d d_low)."""
+    common = {"num_layers": 1, "hidden_size": WIDTH, "init_method_std": STD}
+    cases = [
+        (rank, {"expert_selection": "aoe", "aoe_low_rank_size": rank, "aoe_wide_size": 64})
+        for rank in (8, 16, 32, 64, 128, 256)
+    ]
+    cases += [
+        (32, {"expert_selection": system, "aoe_low_rank_size": 32, "aoe_wide_size": 64})
+        for system in ("aoe_top_p", "aoe_expert_choice")
+    ]
+    cases = [(rank, options | {"aoe_up_init_method": method}) for rank, options in cases]
+    factorised = {"moe_gate_low_rank_size": 16, "moe_gate_up_init_method": method}
+    cases += [(16, factorised | {"moe_ffn_hidden_size": 64})]
+    of_w_g = STD * WIDTH**0.5
+    found = weights(1, [common | options for _, options in cases])
+    for (rank, options), start in zip(cases, found, strict=True):
+        wanted = of_w_g if method == "scaled" else of_w_g * STD * rank**0.5
+        assert gate_std(start) == pytest.approx(wanted, rel=0.04), options
+
+
+def test_how_w_up_starts_changes_no_other_weight():
+    options = [SYSTEMS[system] for system in ("aoe", "aoe, scaled")]
+    normal, scaled = weights(1, options)
+    for key, value in normal.items():
+        ratio = 8**-0.5 / 0.1 if key.endswith("w_up_LRW") else 1
+        numpy.testing.assert_allclose(scaled[key], ratio * value, rtol=1e-6, err_msg=key)

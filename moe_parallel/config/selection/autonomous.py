@@ -14,6 +14,9 @@ from moe_parallel.config.selection.parts import (
     FixedChoices,
 )
 
+#: How W_up of a factorised W_g = W_down W_up starts: see `up_std`.
+UP_INIT_METHODS = ("normal", "scaled")
+
 
 @dataclass(frozen=True)
 class AutonomousSelection(DispatchedSelection):
@@ -24,6 +27,13 @@ class AutonomousSelection(DispatchedSelection):
         None,
         "expert width (d_wide); none: Eq. 5 of the AoE paper, so that an expert has as many "
         "parameters as a SwiGLU expert of --moe-ffn-hidden-size",
+    )
+    aoe_up_init_method: str = option(
+        "normal",
+        "initial W_up: N(0, s^2) with s = --init-method-std, as all weights, so that the gate "
+        "x W_down W_up starts s sqrt(d_low) times as large as x W_g (normal), or N(0, 1 / d_low), "
+        "so that it starts just as large (scaled). Norms, and so who is chosen, start the same",
+        choices=UP_INIT_METHODS,
     )
     aoe_gradient: str = option(
         "full",
@@ -53,6 +63,11 @@ class AutonomousSelection(DispatchedSelection):
         "a rank keeps W_down of its own experts alone and gathers the others' in each layer, "
         "forward and backward; false: every rank keeps W_down of all experts",
     )
+
+    @property
+    def up_std(self) -> float | None:
+        """Standard deviation of initial W_up; None: that of the other weights."""
+        return up_std(self.aoe_up_init_method, self.aoe_low_rank_size)
 
     def expert_width(self, hidden_size: int, ffn_hidden_size: int) -> int:
         """The inner width of an expert, d_wide."""
@@ -92,6 +107,16 @@ class AoETopPSelection(DynamicChoices, Balancing, AutonomousSelection):
 @dataclass(frozen=True)
 class AoEExpertChoiceSelection(ExpertsChoose, AutonomousSelection):
     """AoE, where each expert takes the tokens of greatest norm."""
+
+
+def up_std(method: str, low_rank_size: int) -> float | None:
+    """Standard deviation of initial W_up; None: that of the other weights.
+
+    By tokens x of RMS 1, x W_g starts with a standard deviation of s sqrt(d) where weights have s.
+    x W_down has s sqrt(d) as well, and W_up adds up d_low of its numbers: N(0, 1 / d_low) keeps
+    the size, and N(0, s^2) leaves s sqrt(d_low) of it.
+    """
+    return low_rank_size**-0.5 if method == "scaled" else None
 
 
 def aoe_wide_size(hidden_size: int, ffn_hidden_size: int, low_rank_size: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_parallel.config.option import option, with_default
-from moe_parallel.config.selection.autonomous import aoe_wide_size
+from moe_parallel.config.selection.autonomous import UP_INIT_METHODS, aoe_wide_size, up_std
 from moe_parallel.config.selection.parts import (
     Balancing,
     BiasBalancing,
@@ -31,12 +31,24 @@ class RoutedSelection(DispatchedSelection):
         "none: W_g is whole",
         weights=True,
     )
+    moe_gate_up_init_method: str = option(
+        "normal",
+        "initial W_up of a factorised W_g, as --aoe-up-init-method has it for AoE",
+        choices=UP_INIT_METHODS,
+    )
     moe_z_loss_coeff: float = option(
         0.0, "weight of mean(logsumexp(router logits)^2), about 1e-3; 0: off"
     )
     moe_input_jitter_eps: float = option(
         0.0, "in training, multiply the router's input by noise from [1 - eps, 1 + eps]; 0: off"
     )
+
+    @property
+    def up_std(self) -> float | None:
+        """Standard deviation of initial W_up of a factorised W_g; None: of the other weights."""
+        if self.moe_gate_low_rank_size is None:
+            return None
+        return up_std(self.moe_gate_up_init_method, self.moe_gate_low_rank_size)
 
     def expert_width(self, hidden_size: int, ffn_hidden_size: int) -> int:
         if self.moe_gate_low_rank_size is None:
