@@ -46,6 +46,7 @@ Fiber& this_fiber() { return fibers[threadIdx.x]; }
 
 void run_fiber() {
   (*body_of_fibers)();
+  expect_no_copies_under_way();
   this_fiber().is_done = true;
 }
 

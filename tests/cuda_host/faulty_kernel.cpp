@@ -19,6 +19,7 @@ enum Duty {
   kReleaseAfterProducts,
   kReleaseAtAll,
   kWaitForRelease,
+  kWaitForLastCopies,
   kNone,
 };
 
@@ -30,6 +31,7 @@ void copy_ones(const __nv_bfloat16* ones, Duty left_out) {
     }
     ptx::arrive_after_copies(barriers().full[0]);
   }
+  if (left_out != kWaitForLastCopies) ptx::wait_for_all_copies();
 }
 
 void multiply_ones(Duty left_out, float* result) {

@@ -93,6 +93,14 @@ void forget_copies() {
   deliveries.fill(0);
 }
 
+void expect_no_copies_under_way() {
+  for (const auto& group : groups()) {
+    if (group.empty()) continue;
+    std::fputs("cuda_host: a thread ended before its copies\n", stderr);
+    std::abort();
+  }
+}
+
 uint64_t delivered_at(uint32_t address) { return deliveries[address / 16]; }
 uint64_t now() { return ++clock_of_copies; }
 
@@ -111,6 +119,8 @@ void copy_async(SharedAddress to, const void* from, bool is_there) {
     std::fputs("cuda_host: cp.async from an address that is no multiple of 16\n", stderr);
     std::abort();
   }
+  // What is no address ends the process, also where nothing is copied from it.
+  static_cast<void>(*static_cast<const volatile char*>(from));
   std::memset(vector_at(to), 0xff, 16);
   deliveries[to / 16] = kUnderWay;
   groups().back().push_back({to, is_there ? from : nullptr});

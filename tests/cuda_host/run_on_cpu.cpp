@@ -60,6 +60,7 @@ void run_on_cpu(const UnpermuteBackward& task) { run(task); }
 // For Python.
 extern "C" {
 void emulate_gpu(int capability_major) { cuda_host::capability_major = capability_major; }
+void grant_shared_memory(bool grants) { cuda_host::grants_shared_memory = grants; }
 bool store_rows(const moe_parallel::FusedProduct* product, const moe_parallel::StoreRows* task) {
   return moe_parallel::run_fused(product, task);
 }

@@ -19,6 +19,7 @@ FAULTS = {
     "release_after_products": EARLY,
     "release_at_all": "wait for others",
     "wait_for_release": EARLY,
+    "wait_for_last_copies": "ended before its copies",
 }
 
 

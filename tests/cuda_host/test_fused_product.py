@@ -2,6 +2,7 @@
 them, against loops in float64 over the same 16-bit values."""
 
 import ctypes
+import mmap
 from ctypes import POINTER, c_bool, c_int, c_int64, c_void_p
 from dataclasses import dataclass, field
 
@@ -221,6 +222,40 @@ def test_stages_go_round(kernels, counts, by_columns):
     assert_close(d, exact_product(x, w, counts))
 
 
+def at_the_end_of_memory(x: Tensor) -> Tensor:
+    """A copy behind which no memory may be read."""
+    size = x.numel() * x.element_size()
+    pages = mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE)
+    end = len(pages) - mmap.PAGESIZE
+    copy = torch.frombuffer(pages, dtype=x.dtype, count=x.numel(), offset=end - size)
+    beyond = c_void_p(copy.data_ptr() + size)
+    assert ctypes.CDLL(None).mprotect(beyond, mmap.PAGESIZE, 0) == 0
+    return copy.view(x.shape).copy_(x)
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_what_is_not_copied_has_an_address_too(kernels, by_columns):
+    """The last tile goes beyond the rows, the columns and the depth."""
+    x, w = draw(131, 72, dtype=torch.bfloat16), draw(1, 72, 136, dtype=torch.bfloat16, seed=1)
+    laid_out = at_the_end_of_memory(w.transpose(1, 2) if by_columns else w)
+    laid_out = laid_out.transpose(1, 2) if by_columns else laid_out
+    rows = Rows(at_the_end_of_memory(x))
+    case = Case(torch.bfloat16, [131], [(rows, matrices(laid_out), matrices(laid_out))], 136)
+    d = nan(131, 136, dtype=torch.bfloat16)
+    run(kernels.store_rows, case.task(), StoreRows(d.data_ptr(), 136, False))
+    assert_close(d, exact_product(rows, w, [131]))
+
+
+def test_a_kernel_without_its_shared_memory_is_not_started(kernels):
+    x, w = Rows(draw(3, 16, dtype=torch.float16)), draw(1, 16, 16, dtype=torch.float16)
+    case = Case(torch.float16, [3], [(x, matrices(w), matrices(w))], 16)
+    d = torch.full((3, 16), 7, dtype=torch.float16)
+    kernels.grant_shared_memory(False)
+    run(kernels.store_rows, case.task(), StoreRows(d.data_ptr(), 16, False))
+    kernels.grant_shared_memory(True)
+    assert (d == 7).all()
+
+
 def silu(x: Tensor) -> Tensor:
     return x * x.sigmoid()
 
@@ -340,3 +375,16 @@ def test_what_is_left_to_others(kernels, change):
     d.fill_(7)
     assert not kernels.store_rows(ctypes.byref(case.task(**change)), ctypes.byref(task))
     assert (d == 7).all()
+
+
+def test_rows_of_no_tokens_are_left_to_others(kernels):
+    """All of them are padding."""
+    slots = torch.full((3,), -1)
+    x, w = (
+        Rows(draw(0, 16, dtype=torch.float16), slots),
+        draw(1, 16, 16, dtype=torch.float16),
+    )
+    case = Case(torch.float16, [3], [(x, matrices(w), matrices(w))], 16)
+    kernels.store_rows.restype = c_bool
+    task = StoreRows(nan(3, 16, dtype=torch.float16).data_ptr(), 16, False)
+    assert not kernels.store_rows(ctypes.byref(case.task()), ctypes.byref(task))

@@ -112,8 +112,8 @@ class AmpereLoader {
     const bool is_deep = depth_ + narrow_chunk() * AmpereTile::kVector < depth_of(part);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      copy(panel + in_narrow_rows(narrow_row() + 64 * i, narrow_chunk()), a_[i] + depth_,
-           part.a.data, a_[i] && is_deep);
+      ptx::copy_or_clear(panel + in_narrow_rows(narrow_row() + 64 * i, narrow_chunk()),
+                         a_[i] + depth_, a_[i] && is_deep, part.a.data);
     }
   }
 
@@ -124,22 +124,16 @@ class AmpereLoader {
     for (int i = 0; i < 2; ++i) {
       if constexpr (kByColumns) {
         const bool is_deep = depth_ + narrow_chunk() * AmpereTile::kVector < depth_of(part);
-        copy(panel + in_narrow_rows(narrow_row() + 64 * i, narrow_chunk()),
-             b_[half] + 64 * i * matrix.stride + depth_, matrix.data,
-             is_deep && b_is_there_[half][i]);
+        ptx::copy_or_clear(panel + in_narrow_rows(narrow_row() + 64 * i, narrow_chunk()),
+                           b_[half] + 64 * i * matrix.stride + depth_,
+                           is_deep && b_is_there_[half][i], matrix.data);
       } else {
         const bool is_deep = depth_ + wide_row() + 16 * i < depth_of(part);
-        copy(panel + in_wide_rows(wide_row() + 16 * i, wide_chunk()),
-             b_[half] + (depth_ + 16 * i) * matrix.stride, matrix.data,
-             is_deep && b_is_there_[half][i]);
+        ptx::copy_or_clear(panel + in_wide_rows(wide_row() + 16 * i, wide_chunk()),
+                           b_[half] + (depth_ + 16 * i) * matrix.stride,
+                           is_deep && b_is_there_[half][i], matrix.data);
       }
     }
-  }
-
-  // Even where nothing is copied the address has to be one.
-  static __device__ void copy(ptx::SharedAddress to, const Scalar* from, const void* somewhere,
-                              bool is_there) {
-    ptx::copy_async(to, is_there ? from : somewhere, is_there);
   }
 
   const FusedProduct& product_;

@@ -66,7 +66,8 @@ bool takes(const FusedProduct& product, Layout layout) {
                (is_one_matrix || layout == Layout::kByRows);
   for (int i = 0; i < product.num_parts; ++i) {
     const ProductPart& part = product.parts[i];
-    taken = taken && 0 < part.depth && part.depth < kMost &&
+    // Where nothing is copied, a copy is told of the first row (ptx::copy_or_clear).
+    taken = taken && part.a.source_rows > 0 && 0 < part.depth && part.depth < kMost &&
             takes_rows({part.a.data}, {part.a.stride, part.depth}) &&
             takes_matrix(part.first, layout) && takes_matrix(part.second, layout);
   }

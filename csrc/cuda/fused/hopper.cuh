@@ -127,6 +127,7 @@ __device__ inline void produce(const FusedProduct& product) {
       load_part<Scalar, kByColumns, kParts, kWide>(product, i, tile, ring);
     }
   }
+  ptx::wait_for_all_copies();  // a thread that ends may leave none under way
 }
 
 // The parts from `begin` to `end`, of the first 128 columns or of all.

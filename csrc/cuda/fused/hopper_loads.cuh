@@ -24,7 +24,7 @@ template <class Scalar>
 class RowLoads {
  public:
   __device__ RowLoads(const ProductPart& part, const Tile& tile)
-      : depth_(static_cast<int>(part.depth)) {
+      : data_(part.a.data), depth_(static_cast<int>(part.depth)) {
     const auto* data = static_cast<const Scalar*>(part.a.data);
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
@@ -38,12 +38,13 @@ class RowLoads {
     const bool is_inside = depth + piece() * kPieceElements < depth_;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
-      ptx::copy_async(slab + place(i), rows_[i] + depth, rows_[i] && is_inside);
+      ptx::copy_or_clear(slab + place(i), rows_[i] + depth, rows_[i] && is_inside, data_);
     }
   }
 
  private:
-  const Scalar* rows_[kCopies];
+  const void* data_;
+  const Scalar* rows_[kCopies];  // null: zeros
   int depth_;
 };
 
@@ -53,7 +54,7 @@ class ColumnLoads {
  public:
   __device__ ColumnLoads(const FusedProduct& product, const ProductPart& part,
                          const GroupedMatrix& matrix, int64_t group, int64_t first_column)
-      : depth_(static_cast<int>(part.depth)), stride_(matrix.stride) {
+      : data_(matrix.data), depth_(static_cast<int>(part.depth)), stride_(matrix.stride) {
     const auto* line = static_cast<const Scalar*>(matrix.data) + first_line() * matrix.stride;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -74,12 +75,14 @@ class ColumnLoads {
 #pragma unroll
       for (int i = 0; i < kHalf; ++i, from += kLinesApart * stride_) {
         const bool is_inside = depth + first_line() + i * kLinesApart < depth_;
-        ptx::copy_async(slab + place(half * kHalf + i), from, columns_[half] && is_inside);
+        ptx::copy_or_clear(slab + place(half * kHalf + i), from, columns_[half] && is_inside,
+                           data_);
       }
     }
   }
 
  private:
+  const void* data_;
   const Scalar* columns_[2];  // in this thread's first line; null: not there
   int depth_;
   int64_t stride_;
@@ -91,7 +94,8 @@ class ColumnLoads<Scalar, /*kByColumns=*/true> {
  public:
   __device__ ColumnLoads(const FusedProduct& product, const ProductPart& part,
                          const GroupedMatrix& matrix, int64_t group, int64_t first_column)
-      : depth_(static_cast<int>(part.depth)),
+      : data_(matrix.data),
+        depth_(static_cast<int>(part.depth)),
         stride_(matrix.stride),
         left_(static_cast<int>(product.columns - first_column) - first_line()),
         column_(static_cast<const Scalar*>(matrix.data) + group * matrix.group_stride +
@@ -102,11 +106,12 @@ class ColumnLoads<Scalar, /*kByColumns=*/true> {
     const auto* from = column_ + depth;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i, from += kLinesApart * stride_) {
-      ptx::copy_async(slab + place(i), from, i * kLinesApart < left_ && is_inside);
+      ptx::copy_or_clear(slab + place(i), from, i * kLinesApart < left_ && is_inside, data_);
     }
   }
 
  private:
+  const void* data_;
   int depth_;
   int64_t stride_;
   int left_;  // columns, from this thread's first

@@ -53,6 +53,9 @@ __device__ inline void arrive_after_copies(Barrier& barrier) {
       : "memory");
 }
 
+// All of this thread's copies have ended, those of no group too.
+__device__ inline void wait_for_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Between what threads or their copies wrote and what wgmma reads of it.
 __device__ inline void order_copies_before_wgmma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -159,6 +162,7 @@ void make_barrier(Barrier& barrier, int arrivals);
 void arrive(Barrier& barrier);
 void wait(Barrier& barrier, uint32_t parity);
 void arrive_after_copies(Barrier& barrier);
+void wait_for_all_copies();
 void order_copies_before_wgmma();
 void begin_wgmma();
 void commit_wgmma();

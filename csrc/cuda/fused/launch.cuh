@@ -47,11 +47,12 @@ int64_t most_tiles(const FusedProduct& product) {
 template <class Scalar, bool kByColumns, class Epilogue>
 void launch(const FusedProduct& product, const Epilogue& epilogue, cudaStream_t stream) {
   const auto mainloop = mainloop_for<Scalar, kByColumns, Epilogue>(product);
-  cudaFuncSetAttribute(mainloop.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                       mainloop.shared_bytes);
   const int64_t blocks = std::min<int64_t>(most_tiles<Epilogue::kSideBySide>(product),
                                            attribute(cudaDevAttrMultiProcessorCount));
   if (blocks == 0) return;
+  const cudaError_t refused = cudaFuncSetAttribute(
+      mainloop.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, mainloop.shared_bytes);
+  if (refused != cudaSuccess) return;  // the last error, which the caller asks for
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(mainloop.threads));

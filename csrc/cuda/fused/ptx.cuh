@@ -25,7 +25,8 @@ __device__ inline SharedAddress shared_address(const void* pointer) {
   return static_cast<SharedAddress>(__cvta_generic_to_shared(pointer));
 }
 
-// Copies 16 bytes, or where !is_there writes zeros, by the time that the group is waited for.
+// Copies 16 bytes, or where !is_there writes zeros, by the time that the group is waited for. The
+// address has to be one of global memory even where nothing is read: copy_or_clear().
 __device__ inline void copy_async(SharedAddress to, const void* from, bool is_there) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(is_there ? 16 : 0)
@@ -115,5 +116,11 @@ uint32_t round_pair(float x, float y, __nv_bfloat16);
 uint32_t round_pair(float x, float y, __half);
 
 #endif
+
+// The same from an address that need not be one where !is_there; `somewhere` is.
+__device__ inline void copy_or_clear(SharedAddress to, const void* from, bool is_there,
+                                     const void* somewhere) {
+  copy_async(to, is_there ? from : somewhere, is_there);
+}
 
 }  // namespace moe_parallel::ptx

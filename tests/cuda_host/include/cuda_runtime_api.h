@@ -43,7 +43,8 @@ enum cudaDeviceAttr {
 };
 namespace cuda_host {
 inline int capability_major = 8;
-}
+inline bool grants_shared_memory = true;
+}  // namespace cuda_host
 inline void cudaGetDevice(int* device) { *device = 0; }
 inline void cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   const bool is_hopper = cuda_host::capability_major == 9;
@@ -51,9 +52,12 @@ inline void cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   *value = values[attribute];
 }
 
+enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 template <class Kernel>
-void cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) {}
+cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) {
+  return cuda_host::grants_shared_memory ? cudaSuccess : cudaErrorInvalidValue;
+}
 
 using std::max;
 using std::min;
@@ -83,13 +87,16 @@ std::array<Words, kWarp> exchange_words(const Words& mine);
 // Until a condition that other threads bring about.
 void wait_until(const std::function<bool()>& condition);
 
-// Copies to shared memory that nobody waited for end with the block (ptx.cpp).
+// Before a block: shared memory is NaN, and no copy to it is under way (ptx.cpp).
 void forget_copies();
+
+// Ends the process where a thread has ended before its copies (the same).
+void expect_no_copies_under_way();
 
 // Ends one of the copies that a barrier waits for; false if there are none (hopper_ptx.cpp).
 bool deliver_a_copy();
 
-// Ends the process where a block has ended before its products or such copies (the same).
+// Ends the process where a block has ended before its products (the same).
 void expect_nothing_under_way();
 
 // When the 16 bytes at this address of shared memory were last delivered by a copy, and a time that
