@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moe_parallel.config import Config, parse_command_line, validate
+from moe_parallel.config import Config, parse_command_line, read_command_line, validate
 from moe_parallel.errors import InputError
 from moe_parallel.launch import slurm
 from moe_parallel.launch.options import LaunchOptions, divide, help_text
@@ -43,7 +43,7 @@ def _run(script: str, arguments: Sequence[str], stop: StopRequest) -> int:
         os.environ.update(slurm.rank_variables(os.environ))
         _caution_without_srun()
     elif "RANK" not in os.environ:
-        validate(parse_command_line(options.program), 1)
+        _check(_config(options.program), 1)
     return _be_rank(options.program, stop)
 
 
@@ -62,25 +62,43 @@ def _launch(options: LaunchOptions, script: str, stop: StopRequest) -> int:
             f"{options.launcher[0]} is for a start without torchrun, which has started this "
             "process: give it to torchrun alone"
         )
-    config = parse_command_line(options.program)
+    config = _config(options.program)
     if slurm.is_task(os.environ) and options.nodes is None:
         # srun has started one launcher on each node.
         options = replace(options, launcher=(*slurm.launcher_words(os.environ), *options.launcher))
     elif options.nodes in (None, "1") and (options.processes or "1").isdecimal():
-        validate(config, int(options.processes or "1"))
+        _check(config, int(options.processes or "1"))
     if options.max_restarts:
-        _check_restarts(config, options.max_restarts)
+        _check_restarts(options, config)
     from moe_parallel.launch.job import run_job
 
     return run_job(options, script, stop)
 
 
-def _check_restarts(config: Config, restarts: int) -> None:
-    load, save = config.checkpoint.load, config.checkpoint.save
+def _config(arguments: Sequence[str]) -> Config | None:
+    """The configuration of a command line; None where it is in the checkpoint that --load names."""
+    line = read_command_line(arguments)
+    if line.file is None and "load" in line.given:
+        return None
+    return parse_command_line(arguments)
+
+
+def _check(config: Config | None, world_size: int) -> None:
+    """What the ranks check again, before they are started."""
+    if config is not None:
+        validate(config, world_size)
+
+
+def _check_restarts(options: LaunchOptions, config: Config | None) -> None:
+    if config is None:
+        given = read_command_line(options.program).given
+        load, save = given["load"], given.get("save", given["load"])
+    else:
+        load, save = config.checkpoint.load, config.checkpoint.save
     if save is None or load is None or os.path.realpath(load) != os.path.realpath(save):
         raise InputError(
-            f"--max-restarts {restarts} goes on from the newest checkpoint: name one folder by "
-            "--save and by --load"
+            f"--max-restarts {options.max_restarts} goes on from the newest checkpoint: name one "
+            "folder by --save and by --load"
         )
 
 
