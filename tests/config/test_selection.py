@@ -1,10 +1,14 @@
-"""Widths of experts: Eq. 5 of the AoE paper, and which option decides."""
+"""Widths of experts by Eq. 5 of the AoE paper, how W_up starts, and which options decide."""
 
 from typing import Any
 
 import pytest
 
 from moe_parallel.config import SELECTIONS, Selection, aoe_wide_size, make_config, selection_name
+from moe_parallel.config.config import selection_options
+
+
+SCALED = {"aoe_up_init_method": "scaled"}
 
 
 @pytest.mark.parametrize(
@@ -45,3 +49,30 @@ def test_one_word_names_a_system(name: str, kind: type[Selection]) -> None:
     config = make_config({"expert_selection": name})
     assert type(config.selection) is kind
     assert selection_name(config.selection) == name
+
+
+@pytest.mark.parametrize(
+    ("options", "std"),
+    [
+        ({"expert_selection": "aoe", "aoe_low_rank_size": 64}, None),  # --init-method-std
+        ({"expert_selection": "aoe", "aoe_low_rank_size": 64, **SCALED}, 0.125),
+        ({"expert_selection": "aoe_top_p", "aoe_low_rank_size": 16, **SCALED}, 0.25),
+        ({"expert_selection": "aoe_expert_choice", "aoe_low_rank_size": 4, **SCALED}, 0.5),
+        ({"moe_gate_low_rank_size": 16, "moe_gate_up_init_method": "normal"}, None),
+        ({"moe_gate_low_rank_size": 16, "moe_gate_up_init_method": "scaled"}, 0.25),
+        ({}, None),
+    ],
+)
+def test_how_w_up_starts(options: dict[str, Any], std: float | None) -> None:
+    assert make_config(options).selection.up_std == std
+
+
+def test_a_checkpoint_loads_whichever_way_its_weights_started() -> None:
+    found = [
+        option
+        for known in selection_options().values()
+        for option in known.values()
+        if option.name.endswith("_init_method")
+    ]
+    assert len(found) == 7  # four systems with a router, three without
+    assert not any(option.weights for option in found)  # no part of a checkpoint's fingerprint
