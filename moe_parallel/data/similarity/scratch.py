@@ -26,7 +26,8 @@ class Scratch:
     ) -> list[np.ndarray]:
         """Read-only memory maps of arrays that `make(*arrays)` fills, unless they are there.
 
-        They get their names when all are filled, so an interrupted `make` begins anew.
+        They get their names when all are filled, so an interrupted `make` begins anew; so does one
+        whose files are no arrays of those shapes and types.
 
         Args:
             name: of the files.
@@ -36,7 +37,8 @@ class Scratch:
         """
         digest = hashlib.sha256(repr([*made_from, *shapes]).encode()).hexdigest()[:16]
         final = [self.folder / f"{name}{i}-{digest}.npy" for i in range(len(shapes))]
-        if not all(path.is_file() for path in final):
+        found = [_found(path, *of) for path, of in zip(final, shapes, strict=True)]
+        if any(array is None for array in found):
             writing = [path.with_name(f"{path.name}.writing-{os.getpid()}") for path in final]
             try:
                 outs = [
@@ -51,7 +53,18 @@ class Scratch:
             finally:
                 for temporary in writing:
                     temporary.unlink(missing_ok=True)
-        return [np.load(path, mmap_mode="r") for path in final]
+            found = [_found(path, *of) for path, of in zip(final, shapes, strict=True)]
+        return [array for array in found if array is not None]
+
+
+def _found(path: Path, shape: tuple[int, ...], dtype: type) -> np.ndarray | None:
+    """The array in a file; None if there is no such file, or something else in it."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (FileNotFoundError, ValueError, EOFError):
+        return None
+    fits = isinstance(array, np.ndarray) and (array.shape, array.dtype) == (shape, dtype)
+    return array if fits else None
 
 
 def _new_array(path: Path, shape: tuple[int, ...], dtype: type) -> np.memmap:

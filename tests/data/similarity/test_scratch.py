@@ -1,9 +1,11 @@
+import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from moe_parallel.data.similarity.scratch import Scratch, scratch
+from tests.data.hostile import Payload
 
 
 class Counter:
@@ -30,6 +32,26 @@ def test_made_once_and_anew_when_anything_differs(tmp_path: Path) -> None:
     assert work.arrays("x", ["corpus", 1], [((2, 4), np.int64), SHAPES[1]], make)[0][0, 0] == 3
     with pytest.raises(ValueError, match="read-only"):
         a[0, 0] = 5
+
+
+@pytest.mark.parametrize("damage", ["pickle", "objects", "cut", "empty", "other"])
+def test_a_damaged_array_is_made_again_and_never_unpickled(tmp_path: Path, damage: str) -> None:
+    work, make = Scratch(tmp_path / "work"), Counter()
+    (tmp_path / "work").mkdir()
+    work.arrays("x", [], SHAPES, make)
+    path, _ = sorted(work.folder.iterdir())
+    payload = Payload(tmp_path / "marker")
+    if damage == "pickle":
+        path.write_bytes(pickle.dumps(payload))
+    elif damage == "objects":
+        np.save(path, np.array([payload], dtype=object), allow_pickle=True)
+    elif damage == "other":
+        np.save(path, np.zeros((3, 2), dtype=np.int64))
+    else:
+        path.write_bytes(path.read_bytes()[: 140 if damage == "cut" else 0])
+    a, b = work.arrays("x", [], SHAPES, make)
+    assert (a[0, 0], b[0], make.calls) == (2, -2, 2)
+    assert not (tmp_path / "marker").exists()
 
 
 def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:

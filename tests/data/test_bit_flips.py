@@ -1,0 +1,138 @@
+"""One flipped bit in any file of the data: one line, or exactly what the whole file gives."""
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from moe_parallel.data.datasets import Datasets, build_datasets
+from moe_parallel.data.indexed import check_indexed, write_indexed
+from moe_parallel.data.manifest import manifest_path, read_manifest
+from moe_parallel.data.tokenizer import load_tokenizer
+from moe_parallel.errors import InputError
+from tests.data.small_text import NUMBERS, numbered_sources, small_bpe, words
+
+pytestmark = pytest.mark.slow
+
+DOCUMENTS = [list(range(first, first + length)) for first, length in ((3, 9), (20, 1), (7, 30))]
+
+
+@contextmanager
+def flipped(path: Path, bit: int) -> Iterator[None]:
+    """One bit of a file is another inside."""
+    whole = path.read_bytes()
+    content = bytearray(whole)
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+    try:
+        yield
+    finally:
+        path.write_bytes(whole)
+
+
+def bits(path: Path, most: int, first: int = 0) -> Iterable[int]:
+    """All bits of a file, or the first ones and as many at random as there may be."""
+    count = 8 * path.stat().st_size
+    chosen = random.Random(0).sample(range(count), min(most, count))
+    return sorted({*range(min(first, count)), *chosen})
+
+
+def test_of_an_index_and_its_data(tmp_path: Path) -> None:
+    prefix = tmp_path / "data"
+    write_indexed(prefix, DOCUMENTS, 100)
+    for suffix, most in ((".idx", 2000), (".bin", 300)):
+        for bit in bits(Path(f"{prefix}{suffix}"), most):
+            Path(f"{prefix}.range.json").unlink(missing_ok=True)
+            with flipped(Path(f"{prefix}{suffix}"), bit), pytest.raises(InputError) as told:
+                check_indexed(str(prefix), 100)
+            assert "\n" not in str(told.value)
+    Path(f"{prefix}.range.json").unlink(missing_ok=True)
+    assert len(check_indexed(str(prefix), 100)) == 3
+
+
+def test_of_an_index_without_a_manifest(tmp_path: Path) -> None:
+    """What Megatron wrote is read to the same documents, or refused."""
+    prefix = tmp_path / "data"
+    write_indexed(prefix, DOCUMENTS, 100)
+    manifest_path(prefix).unlink()
+    for bit in bits(Path(f"{prefix}.idx"), 2000):
+        with flipped(Path(f"{prefix}.idx"), bit):
+            try:
+                check_indexed(str(prefix), 100)
+            except InputError as error:
+                assert "\n" not in str(error)
+            else:
+                dataset = IndexedDataset(str(prefix))
+                assert [dataset[i].tolist() for i in range(len(dataset))] == DOCUMENTS, bit
+
+
+def test_of_a_manifest(tmp_path: Path) -> None:
+    prefix = tmp_path / "data"
+    write_indexed(prefix, DOCUMENTS, 100, tokenizer=NUMBERS.fingerprint, seq_length=8)
+    manifest = read_manifest(prefix)
+    for bit in bits(manifest_path(prefix), 10_000):
+        with flipped(manifest_path(prefix), bit):
+            try:
+                assert read_manifest(prefix) == manifest
+            except InputError as error:
+                assert "\n" not in str(error)
+
+
+def test_of_the_note_of_a_scan(tmp_path: Path) -> None:
+    prefix = tmp_path / "data"
+    write_indexed(prefix, DOCUMENTS, 100)
+    lengths = check_indexed(str(prefix), 100)
+    note = Path(f"{prefix}.range.json")
+    for bit in bits(note, 10_000):
+        with flipped(note, bit):
+            np.testing.assert_array_equal(check_indexed(str(prefix), 100), lengths)
+
+
+def build(folder: Path) -> Datasets:
+    return build_datasets(
+        numbered_sources(folder),
+        tokenizer=NUMBERS,
+        seq_length=8,
+        train_samples=30,
+        seed=1,
+        cache_folder=folder / "cache",
+    )
+
+
+def read_all(datasets: Datasets) -> torch.Tensor:
+    sides = [datasets.train, *datasets.valid.values()]
+    return torch.stack([side[i]["labels"] for side in sides for i in range(len(side))])  # type: ignore[arg-type]
+
+
+def test_of_cached_indices(tmp_path: Path) -> None:
+    expected = read_all(build(tmp_path))
+    (cache,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    for path in sorted(cache.iterdir()):
+        for bit in bits(path, 12):
+            content = bytearray(path.read_bytes())
+            content[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(content)
+            again = build(tmp_path)
+            assert torch.equal(read_all(again), expected)
+            assert len(again.cautions) == 1
+
+
+def test_of_a_tokenizer(tmp_path: Path) -> None:
+    bpe = small_bpe()
+    bpe.save(tmp_path)
+    text = words(60, seed=5)
+    for name, most in (("tokenizer.json", 3000), ("tokenizer_config.json", 3000)):
+        for bit in bits(tmp_path / name, most):
+            with flipped(tmp_path / name, bit):
+                try:
+                    found = load_tokenizer(tmp_path)
+                except InputError as error:
+                    assert "\n" not in str(error)
+                    continue
+                if found.fingerprint == bpe.fingerprint:  # what runs and data are compared by
+                    assert (found.tokenize(text), found.eod) == (bpe.tokenize(text), bpe.eod)
