@@ -96,8 +96,9 @@ def _as_oserror() -> Iterator[None]:
 
 
 def _run_id(path: Path, *, resumed: bool) -> str:
-    if resumed and path.exists():
-        return path.read_text().strip()
+    known = path.read_text().strip() if resumed and path.exists() else ""
+    if known:  # not where a full disk left the file empty
+        return known
     run_id = secrets.token_hex(4)
     path.write_text(run_id + "\n")
     return run_id
