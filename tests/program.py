@@ -36,6 +36,7 @@ from moe_parallel.config import validate
 from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.training.pretrain import pretrain
 from moe_parallel.training.run_config import run_config
+from moe_parallel.training.signals import StopRequest
 from tests.data.small_text import small_bpe, words, write_texts
 from tests.distributed import PRELOADED
 
@@ -115,8 +116,11 @@ def pretrain_here(
         validate(config, dist.get_world_size())
         groups = initialize_groups(config.parallel, config.virtual_stages)
         try:
-            with contextlib.redirect_stdout(io.StringIO()) as printed:
-                code = pretrain(config, groups, given.cautions)
+            with (
+                StopRequest().listening() as stop,
+                contextlib.redirect_stdout(io.StringIO()) as printed,
+            ):
+                code = pretrain(config, groups, stop, given.cautions)
         finally:
             parallel_state.destroy_model_parallel()
             destroy_num_microbatches_calculator()

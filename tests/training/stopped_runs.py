@@ -8,6 +8,8 @@ and the figure; and in the middle of a line of metrics.jsonl.
 """
 
 import contextlib
+import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -20,6 +22,7 @@ from moe_parallel.training import loop, pretrain
 from moe_parallel.training.checkpoint import Checkpointer
 from moe_parallel.training.checkpoint_folder import CheckpointFolder
 from moe_parallel.training.engine import Engine
+from moe_parallel.training.signals import Stopped
 from tests.program import Options, pretrain_here
 
 PLACES = [
@@ -90,14 +93,18 @@ def kill() -> None:
     raise Killed
 
 
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def with_moments(
     options: Options, at: int | None, action: Callable[[], None] = kill
 ) -> tuple[list[str], int | None]:
-    """(names of the moments that came, exit code or None where the run was killed)."""
+    """(names of the moments that came, exit code or None where the run did not come to one)."""
     moments = Moments(at, action)
     with moments.watched():
         try:
             ((code, _),) = pretrain_here([options])
-        except Killed:
+        except (Killed, Stopped):
             code = None
     return moments.names, code

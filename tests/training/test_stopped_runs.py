@@ -8,9 +8,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from moe_parallel.telemetry.metrics import TIMING
+from moe_parallel.training.exit_codes import EXIT_INTERRUPTED
 from tests.distributed import run_distributed
-from tests.program import SMALL, pretrain_here, small_data
-from tests.training.stopped_runs import kill, with_moments
+from tests.program import AOE, SMALL, pretrain_here, small_data
+from tests.training.stopped_runs import kill, terminate, with_moments
 
 # No two of the intervals fall together often, and none divides the iterations.
 RUN = SMALL | {
@@ -58,29 +59,32 @@ def test_the_records_of_a_run(straight):
     assert found == sorted(logged + evaluated)
 
 
-def go_on(options: dict) -> None:
-    """Until the run is over, as a batch system would: from the folder if it has a checkpoint."""
-    for _ in range(2 * ITERATIONS):
+def go_on(options: dict) -> int:
+    """Until the run is over, as a batch system would; returns how many starts it took."""
+    for starts in range(1, 2 * ITERATIONS):
         save = options["save"]
         saved = (save / "latest_checkpointed_iteration.txt").exists()
-        ((_, printed),) = pretrain_here([options | ({"load": save} if saved else {})])
-        if "figure: " in printed:
-            return
-    raise AssertionError(f"not over after {2 * ITERATIONS} starts:\n{printed}")
+        pretrain_here([options | ({"load": save} if saved else {})])
+        if (save / "run.png").exists():
+            return starts
+    raise AssertionError("the run does not come to its end")
 
 
-def disturb(options: dict, straight: Path, folder: Path, moments: dict[int, str]) -> list[str]:
-    """On a rank: kill at each of the moments, go on, compare; which were reached."""
+def disturb(
+    options: dict, straight: Path, folder: Path, moments: dict[int, str], action=kill
+) -> list[str]:
+    """On a rank: stop at each of the moments, go on, compare; which were reached."""
     reached = []
     for number, name in moments.items():
-        here = options | {"save": folder / f"killed-{number}"}
-        names, code = with_moments(here, number, kill)
-        assert code is None and names[-1] == name, (names, code)
+        here = options | {"save": folder / f"stopped-{number}"}
+        names, code = with_moments(here, number, action)
+        assert code in (None, EXIT_INTERRUPTED), (number, name)
+        assert names[number] == name
         go_on(here)
         try:
             assert_same(here["save"], straight)
         except AssertionError as error:
-            raise AssertionError(f"killed at moment {number}, {name}: {error}") from error
+            raise AssertionError(f"stopped at moment {number}, {name}: {error}") from error
         shutil.rmtree(here["save"])
         reached.append(name)
     return reached
@@ -97,19 +101,35 @@ def straight(tmp_path_factory):
     return options, save, names
 
 
+def trained(names: list[str]) -> int:
+    """The last moment in the last step."""
+    return max(number for number, name in enumerate(names) if name == "after Engine.step")
+
+
 def test_kill_at_a_moment_of_each_kind(straight, tmp_path):
     """The last of each kind, so of the last evaluation, and half of them while it trains too."""
     options, save, names = straight
-    end = max(n for n, name in enumerate(names) if name == "after Engine.step")
     chosen = {}
     for kind in sorted(set(names)):
         places = [number for number, name in enumerate(names) if name == kind]
-        earlier = [number for number in places if number < end]
+        earlier = [number for number in places if number < trained(names)]
         chosen[places[-1]] = kind
         if "before" in kind and earlier:
             chosen[earlier[-1]] = kind
     reached = run_distributed(1, disturb, options, save, tmp_path, chosen, timeout=600)[0]
     assert len(set(reached)) == 15
+
+
+def test_signal_at_a_moment_of_each_kind(straight, tmp_path):
+    """The last of each kind in training, and one in the last evaluation."""
+    options, save, names = straight
+    last_of_kind = {}
+    for number, name in enumerate(names[: trained(names)]):
+        last_of_kind[name] = number
+    chosen = {number: name for name, number in last_of_kind.items() if "Engine" not in name}
+    last = len(names) - 1 - names[::-1].index("before loop.evaluate")
+    chosen[last] = names[last]
+    run_distributed(1, disturb, options, save, tmp_path, chosen, terminate, timeout=600)
 
 
 @pytest.mark.slow
@@ -118,3 +138,27 @@ def test_kill_at_every_moment(straight, tmp_path, part):
     options, save, names = straight
     chosen = dict(list(enumerate(names))[part::4])
     run_distributed(1, disturb, options, save, tmp_path, chosen, timeout=600)
+
+
+@pytest.mark.slow
+def test_signal_at_every_moment(straight, tmp_path):
+    options, save, names = straight
+    chosen = dict(enumerate(names[:-1]))
+    run_distributed(1, disturb, options, save, tmp_path, chosen, terminate, timeout=600)
+
+
+SYSTEMS = {
+    "experts on two ranks": {"expert_model_parallel_size": 2, "moe_z_loss_coeff": 1e-3},
+    "AoE, dense first": AOE | {"moe_dense_warmup_percent": 40, "bf16": True},
+    "merged": {"expert_selection": "smear", "smear_sees_the_future": True},
+}
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_two_iterations_at_a_time(tmp_path, system):
+    """Two ranks: averages over three iterations and over all ranks are those of one go."""
+    options = RUN | SYSTEMS[system] | small_data(tmp_path)
+    run_distributed(2, pretrain_here, [options | {"save": tmp_path / "straight"}])
+    stopped = options | {"save": tmp_path / "stopped", "exit_interval": 2}
+    assert run_distributed(2, go_on, stopped, timeout=300) == [6, 6]
+    assert_same(tmp_path / "stopped", tmp_path / "straight")

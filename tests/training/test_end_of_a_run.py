@@ -1,0 +1,147 @@
+"""Runs that are over, runs that are not evaluated, and logs and figures that cannot be written."""
+
+import errno
+import json
+from unittest import mock
+
+import pytest
+from matplotlib.figure import Figure
+
+from moe_parallel.telemetry.journal import Journal
+from moe_parallel.telemetry.metrics import TIMING
+from tests.distributed import run_distributed
+from tests.program import SMALL, pretrain_here, small_data
+
+# The schedule is said, so that fewer iterations are no other one.
+RUN = SMALL | {"lr_decay_iters": 4}
+
+
+def records(save) -> list[dict]:
+    lines = (save / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMING} for line in lines]
+
+
+def files(folder) -> dict[str, tuple[int, bytes]]:
+    """Every file with the time of its last change and its content, but for the figure."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "run.png"
+    }
+
+
+def evaluated(save) -> list[int]:
+    return [record["iteration"] for record in records(save) if "validation" in record]
+
+
+def _train(*runs):
+    """(exit code, what was printed) of each run, on one rank."""
+    return run_distributed(1, pretrain_here, runs)[0]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """(options, folder of a run of 4 iterations)."""
+    folder = tmp_path_factory.mktemp("finished")
+    options = RUN | small_data(folder) | {"tensorboard": True}
+    _train(options | {"save": folder / "run"})
+    return options, folder / "run"
+
+
+def test_a_finished_run_is_left_as_it_is(finished, tmp_path):
+    options, save = finished
+    before = files(save)
+    loaded = options | {"load": save}
+    fewer, other = {"train_iters": 3}, {"save": tmp_path / "other"}
+    (save / "run.png").unlink()
+    ends = _train(
+        loaded | {"save": save},
+        loaded | {"save": save} | fewer,
+        loaded | other,
+        loaded | other | fewer,
+        loaded | {"save": "none"} | fewer,
+    )
+    assert [code for code, _ in ends] == [0] * 5
+    lines = [printed.splitlines() for _, printed in ends]
+    for printed, iterations in zip(lines, (4, 3, 4, 3, 3), strict=True):
+        assert printed[0] == (
+            f"--load {save}: 4 iterations are done, and --train-iters is {iterations}: "
+            "nothing is left to do"
+        )
+    assert [printed[1:] for printed in lines] == [[f"figure: {save}/run.png"], [], [], [], []]
+    assert (save / "run.png").exists()
+    assert files(save) == before
+    assert not (tmp_path / "other").exists()
+
+
+def test_without_save_a_finished_run_is_evaluated(finished):
+    options, save = finished
+    before = files(save)
+    ((code, printed),) = _train(options | {"load": save, "save": "none"})
+    assert code == 0
+    assert "validation" in printed.splitlines()[-1]
+    assert files(save) == before
+
+
+def test_no_evaluation(tmp_path):
+    common = RUN | small_data(tmp_path) | {"eval_interval": 2, "eval_iters": 0}
+    none, full = common | {"save": tmp_path / "none"}, common | {"save": tmp_path / "full"}
+    ends = _train(none, none | {"load": tmp_path / "none"}, full | {"full_evaluation": True})
+    assert [code for code, _ in ends] == [0, 0, 0]
+    assert evaluated(tmp_path / "none") == []
+    assert (tmp_path / "none" / "run.png").exists()
+    assert "nothing is left to do" in ends[1][1]
+    assert evaluated(tmp_path / "full") == [4]
+    assert "bits per byte" in ends[2][1]
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def _train_on_a_full_disk(options, records_that_fail):
+    """On a rank: these calls of each journal find no room."""
+    write, calls = Journal._write_whole, {}
+
+    def write_or_fail(journal, entry):
+        calls[journal] = calls.get(journal, -1) + 1
+        if calls[journal] in records_that_fail:
+            journal._file.write(entry[: len(entry) // 2])
+            raise FULL
+        write(journal, entry)
+
+    with mock.patch.object(Journal, "_write_whole", write_or_fail):
+        return pretrain_here([options])[0]
+
+
+def test_logs_on_a_full_disk(finished, tmp_path):
+    """Training goes on; what they lack is written when there is room, or, at the end, is lost."""
+    options, save = finished
+    later, lost = tmp_path / "later", tmp_path / "lost"
+    for folder, records_that_fail in ((later, range(1, 4)), (lost, range(3, 99))):
+        here = options | {"save": folder}
+        ((code, printed),) = run_distributed(1, _train_on_a_full_disk, here, records_that_fail)
+        assert code == 0
+        said = [line for line in printed.splitlines() if "caution: cannot write" in line]
+        assert said == [
+            f"caution: cannot write {folder}/{name}: No space left on device; training goes on"
+            for name in ("tensorboard", "metrics.jsonl")
+        ]
+        assert (folder / "iter_0000004").is_dir()
+    assert records(later) == records(save)
+    assert records(lost) == records(save)[:3]
+
+
+def _train_without_a_figure(options, error):
+    with mock.patch.object(Figure, "savefig", side_effect=error):
+        return pretrain_here([options])[0]
+
+
+@pytest.mark.parametrize("error", [FULL, ValueError("a bug\nof two lines")], ids=["full", "bug"])
+def test_a_figure_that_fails(finished, tmp_path, error):
+    options, _ = finished
+    here = options | {"save": tmp_path}
+    ((code, printed),) = run_distributed(1, _train_without_a_figure, here, error)
+    assert code == 0
+    last = printed.splitlines()[-1]
+    assert last.startswith("caution: there is no figure: ")
+    assert "No space left" in last or last.endswith("a bug of two lines")
