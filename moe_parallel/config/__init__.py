@@ -5,7 +5,7 @@ from moe_parallel.config.command_line import (
     parse_command_line,
     read_command_line,
 )
-from moe_parallel.config.config import Config, make_config, read_yaml
+from moe_parallel.config.config import Config, make_config
 from moe_parallel.config.fp8 import Fp8Config
 from moe_parallel.config.model import ModelConfig, MoEConfig, moe_layer_pattern
 from moe_parallel.config.run import (
@@ -44,6 +44,7 @@ from moe_parallel.config.selection.parts import (
     FixedChoices,
 )
 from moe_parallel.config.validate import data_parallel_size, validate
+from moe_parallel.config.yaml_file import read_yaml
 
 __all__ = [
     "SELECTIONS",

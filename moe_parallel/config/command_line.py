@@ -13,13 +13,13 @@ from moe_parallel.config.config import (
     EXPERT_SELECTION,
     Config,
     make_config,
-    read_yaml,
     sections,
     selection_options,
 )
 from moe_parallel.config.one_line_parser import OneLineParser, dashed
 from moe_parallel.config.option import Option, as_typed, options
 from moe_parallel.config.replaced import without_replaced
+from moe_parallel.config.yaml_file import read_yaml
 from moe_parallel.errors import InputError
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -177,39 +176,3 @@ def _unknown(
     near = difflib.get_close_matches(name, [*known, "expert_selection"], n=1)
     hint = f"did you mean {flag(near[0])}?" if near else "--help lists all flags"
     return InputError(f"{as_typed(flag(name))} is no flag or YAML key of this program: {hint}")
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Raw values of a YAML file, by option name. Keys are flags without the leading dashes.
-
-    Raises InputError for a file that cannot be read or holds anything but `key: value` lines, and
-    for a key given twice.
-    """
-    file = f"--config {_one_line(path)}"
-    try:
-        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
-        node = loader.get_single_node()
-        content = None if node is None else loader.construct_document(node)
-    except FileNotFoundError:
-        raise InputError(f"{file} does not exist: name a YAML file") from None
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file} is not UTF-8 text (byte {error.start})") from None
-    except RecursionError:
-        raise InputError(f"{file} is not valid YAML: it is nested too deeply") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise InputError(f"{file} is not valid YAML: {_one_line(error)}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict) or not isinstance(node, yaml.MappingNode):
-        raise InputError(f"{file} must hold lines of the form `key: value`")
-    names = [str(key.value).replace("_", "-") for key, _ in node.value]
-    for name in names:
-        if names.count(name) > 1:
-            raise InputError(f"{file} gives {as_typed(name)} twice: keep one of the lines")
-    return {str(key).replace("-", "_"): value for key, value in content.items()}
-
-
-def _one_line(text: Any) -> str:
-    return " ".join(str(text).split())

@@ -98,7 +98,9 @@ def moe_layer_pattern(moe_layer_freq: str, num_layers: int) -> tuple[bool, ...]:
         f"{num_layers} zeros and ones such as [0]+[1]*{num_layers - 1}"
     )
     # Written out, a pattern takes three characters a layer. Python's parser is not for longer ones.
-    if len(moe_layer_freq) > 4 * num_layers + 100:
+    if len(moe_layer_freq) > 4 * num_layers + 100 or set(moe_layer_freq) - set(
+        "-0123456789[](),+* "
+    ):
         raise problem
     try:
         value = _evaluate(ast.parse(moe_layer_freq.strip(), mode="eval").body, num_layers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import reprlib
 import types
 import typing
@@ -16,6 +17,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_parallel.errors import InputError
+
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_TEXT_MAX = 4096  # the longest path that Linux takes
 
 
 def option(default: Any, help: str, *, choices: tuple[str, ...] = (), weights: bool = False) -> Any:
@@ -90,19 +94,52 @@ class Option:
             return str(raw).lower() == "true"
         if isinstance(raw, bool) or not isinstance(raw, str | int | float):
             raise self._wrong(raw)
-        if self.kind is int and isinstance(raw, float):
-            raise self._wrong(raw)
-        try:
-            value = self.kind(raw)
-        except (ValueError, OverflowError):
-            raise self._wrong(raw) from None
-        if self.kind is float and not math.isfinite(value):
-            raise self._wrong(raw)
-        if self.kind is str and not (value and value.isprintable()):
-            raise self._wrong(raw)
+        if self.kind is str:
+            self._check_text(str(raw))
+            value: Any = str(raw)
+        else:
+            value = self._number(raw)
         if self.choices and value not in self.choices:
             raise self._wrong(raw)
         return value
+
+    def _number(self, raw: str | int | float) -> int | float:
+        value = number(raw) if isinstance(raw, str) else raw
+        if self.kind is float and isinstance(value, int):
+            value = _as_float(value)
+        if value is None or type(value) is not self.kind:
+            raise self._wrong(raw)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self._wrong(raw)
+        return value
+
+    def _check_text(self, value: str) -> None:
+        if not (value.strip() and value.isprintable() and len(value) <= _TEXT_MAX):
+            raise self._wrong(value)
+        if value.startswith("~"):
+            raise InputError(
+                f"{self.flag} is {shown(value)}, and ~ means nothing here: write the whole path"
+            )
+
+
+def number(text: str) -> int | float | None:
+    """A decimal number as a flag and a YAML value have it; None where `text` is none.
+
+    Python's int() and float() take more: spaces, 1_000, digits of every script.
+    """
+    if not _NUMBER.fullmatch(text):
+        return None
+    try:
+        return float(text) if set(text) & set(".eE") else int(text)
+    except ValueError:  # thousands of digits
+        return None
+
+
+def _as_float(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def flag(name: str) -> str:

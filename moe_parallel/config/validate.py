@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from moe_parallel.config.config import Config
 from moe_parallel.config.model import MoEConfig
-from moe_parallel.config.option import flag, shown
+from moe_parallel.config.option import flag, number, shown
 from moe_parallel.config.selection import MergedSelection, selection_name
 from moe_parallel.config.validate_fp8 import validate_fp8
 from moe_parallel.config.validate_selection import validate_selection
@@ -61,14 +59,18 @@ _ABOVE_0 = (
     "init_method_std norm_epsilon adam_eps moe_expert_capacity_factor distributed_timeout_minutes "
     "moe_top_p moe_inference_top_p moe_expert_choice_capacity_factor moe_router_bias_update_rate"
 )
-# Far above any use: they keep a slip of the keyboard from filling the memory.
+# Far above any use: they keep a slip of the keyboard from filling the memory, or fp32.
 _AT_MOST = {
     "num_layers": 10_000,
+    "lr": 1_000,
+    "clip_grad": 1e30,  # as good as off
     "distributed_timeout_minutes": 1_000_000,
     "fp8_amax_history_len": 100_000,
     "fp8_margin": 100,
 }
 _INTEGER_AT_MOST = 2**31 - 1
+_FLOAT_AT_MOST = 1_000_000
+_FLOAT_ABOVE_0_AT_LEAST = 1e-30
 _PROBABILITIES = "moe_top_p moe_inference_top_p"
 _BELOW_1 = "adam_beta1 adam_beta2 moe_input_jitter_eps smear_expert_dropout"
 
@@ -85,9 +87,16 @@ def _ranges(config: Config) -> None:
         if value is not None and not value > 0:
             raise InputError(f"{flag(name)} is {value}: it must be above 0")
     for name, value in values.items():
-        most = _AT_MOST.get(name, _INTEGER_AT_MOST if type(value) is int else None)
-        if most is not None and value > most:
+        if type(value) not in (int, float):
+            continue
+        most = _AT_MOST.get(name, _INTEGER_AT_MOST if type(value) is int else _FLOAT_AT_MOST)
+        if value > most:
             raise InputError(f"{flag(name)} is {shown(value)}: it must be at most {most}")
+        if 0 < value < _FLOAT_ABOVE_0_AT_LEAST:
+            raise InputError(
+                f"{flag(name)} is {value}, too small for fp32: it must be at least "
+                f"{_FLOAT_ABOVE_0_AT_LEAST}, or 0 where that means off"
+            )
     for name in _BELOW_1.split():
         if values.get(name, 0) >= 1:
             raise InputError(f"{flag(name)} is {values[name]}: it must be below 1")
@@ -315,12 +324,9 @@ def _first_part(config: Config) -> None:
 
 
 def _split(split: str) -> None:
-    try:
-        parts = [float(part) for part in split.split(",")]
-    except ValueError:
-        parts = []
-    valid = all(math.isfinite(part) and part >= 0 for part in parts)
-    if not (valid and 1 <= len(parts) <= 3 and parts[0] > 0):
+    parts = [number(part.strip()) for part in split.split(",")]
+    valid = all(part is not None and 0 <= part <= _FLOAT_AT_MOST for part in parts)
+    if not (valid and len(parts) <= 3 and parts[0]):
         raise InputError(
             f"--split is {shown(split)}: it takes up to three parts such as 969,30,1, none of them "
             "negative and the first above 0"

@@ -19,6 +19,7 @@ from megatron.core.utils import unwrap_model
 from moe_parallel.agreement import agree
 from moe_parallel.config import Config, validate
 from moe_parallel.errors import InputError
+from moe_parallel.model.memory import check_memory
 from moe_parallel.model.shards import total_parameters
 from moe_parallel.parallel import Groups, initialize_groups
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
@@ -30,7 +31,13 @@ from moe_parallel.training.job_store import join_store
 from moe_parallel.training.loop import Loop
 from moe_parallel.training.own_tokenizer import names_tokenizer
 from moe_parallel.training.report import compare_with_baselines, draw, format_table
-from moe_parallel.training.run import begin_run, goes_on_here, is_finished, open_checkpoints
+from moe_parallel.training.run import (
+    begin_run,
+    check_save,
+    goes_on_here,
+    is_finished,
+    open_checkpoints,
+)
 from moe_parallel.training.run_config import begins_in, run_config
 from moe_parallel.training.signals import StopRequest
 from moe_parallel.training.stages import Stage, Stages
@@ -90,7 +97,10 @@ def pretrain(
     stop = stop or StopRequest()
     seed_everything(config, groups)
     config, note = _first_start(config)
+    check_save(config)
+    check_memory(config, config.data.vocab_size or 0, groups)
     text = open_text(config, tokenizer_given=tokenizer_given)
+    check_memory(config, text.vocab_size, groups)
     checkpoints = open_checkpoints(config, text.vocab_size, groups, text.tokenizer)
     stages = Stages(config, text.vocab_size, groups, checkpoints)
     datasets = text.datasets(config)

@@ -147,10 +147,13 @@ WRONG = {
         {"save": "{}/run", "load": "{}/torn/iter_0000001"},
         "--save {0}/run holds a run already .*",
     ),
-    "save to a file": ({"save": "{}/file"}, r"--save {0}/file cannot be written \(.*exists\): .*"),
+    "save to a file": (
+        {"save": "{}/file"},
+        r"--save {0}/file cannot be written \(.*is a file\): .*",
+    ),
     "save under a file": (
         {"save": "{}/file/run"},
-        r"--save {0}/file/run cannot be written \(.*Not a directory\): .*",
+        r"--save {0}/file/run cannot be written \({0}/file: it is a file\): .*",
     ),
     "save where nobody may": ({"save": "/proc/run"}, r"--save /proc/run cannot be written \(.*"),
 }

@@ -1,0 +1,85 @@
+"""Reading a YAML file of options: `key: value` lines, whose values are those of flags."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moe_parallel.config.option import as_typed, number
+from moe_parallel.errors import InputError
+
+_BYTES_MAX = 1 << 20  # far above any configuration: /dev/zero has no end
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's, where numbers are those of the command line.
+
+    In YAML 1.1 010 is 8, 1:30 is 90 and 1_0 is 10. Here what is no decimal number is text.
+    """
+
+
+def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | float | str:
+    text = str(node.value)
+    value = number(text)
+    if value is None:
+        return _SPECIAL.get(text.lower(), text)
+    return value
+
+
+_SPECIAL: dict[str, int | float | str] = {".inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
+
+
+for _tag in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _number)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Raw values of a YAML file, by option name. Keys are flags without the leading dashes.
+
+    Raises InputError for a file that cannot be read or holds anything but `key: value` lines, and
+    for a key given twice.
+    """
+    file = f"--config {as_typed(str(path))}"
+    text = _text(path, file)
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        content = None if node is None else loader.construct_document(node)
+    except RecursionError:
+        raise InputError(f"{file} is not valid YAML: it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise InputError(f"{file} is not valid YAML: {_one_line(error)}") from None
+    except (AttributeError, LookupError, TypeError):  # PyYAML on a value that is not of its tag
+        raise InputError(f"{file} is not valid YAML: a value does not fit its !!tag") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not isinstance(node, yaml.MappingNode):
+        raise InputError(f"{file} must hold lines of the form `key: value`")
+    names = Counter(str(key.value).replace("_", "-") for key, _ in node.value)
+    for name, times in names.items():
+        if times > 1:
+            raise InputError(f"{file} gives {as_typed(name)} twice: keep one of the lines")
+    return {str(key).replace("-", "_"): value for key, value in content.items()}
+
+
+def _text(path: Path, file: str) -> str:
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(_BYTES_MAX + 1)
+        if len(content) > _BYTES_MAX:
+            raise InputError(f"{file} is larger than {_BYTES_MAX >> 20} MiB: name a YAML file")
+        return content.decode("utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{file} does not exist: name a YAML file") from None
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} is not UTF-8 text (byte {error.start})") from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,133 @@
+"""The least memory that a rank needs to train a model, by arithmetic, before it is built.
+
+A plan that cannot fit is refused in a second, instead of filling the memory for minutes until the
+kernel ends whatever it chooses. What is counted is a lower bound, so that nothing that fits is
+refused: weights, gradients and optimizer state, and of activations what no implementation avoids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_parallel.agreement import exchange
+from moe_parallel.config import AutonomousSelection, Config, RoutedSelection
+from moe_parallel.config.selection.parts import DispatchedSelection
+from moe_parallel.errors import InputError
+from moe_parallel.parallel import Groups
+from moe_parallel.platform.memory import free_memory, memory_owner
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How many parameters a rank holds, by the ranks that may divide their optimizer state."""
+
+    dense: int  # the data-parallel ranks
+    expert: int  # those that hold the same experts
+    largest: int  # of the whole matrix that is the largest: it is drawn whole, in fp32
+
+
+def check_memory(config: Config, vocab_size: int, groups: Groups) -> None:
+    """Raise InputError if the model cannot fit in the memory that is free now. Collective.
+
+    Args:
+        vocab_size: of the tokenizer, or less.
+        groups: that the model is divided over.
+    """
+    needed = least_memory(config, vocab_size, groups)
+    ranks = exchange((memory_owner(), needed, free_memory()))
+    for owner in dict.fromkeys(owner for owner, _, _ in ranks):
+        needs = [need for other, need, _ in ranks if other == owner]
+        free = max(free for other, _, free in ranks if other == owner)
+        if sum(needs) > free:
+            number = "1 rank" if len(needs) == 1 else f"{len(needs)} ranks"
+            raise InputError(
+                f"the model, its gradients and optimizer state take {_gib(sum(needs))} or more on "
+                f"{number}, and {_gib(free)} are free there: lower --num-layers, --hidden-size, "
+                "--num-experts, --ffn-hidden-size, --moe-ffn-hidden-size, --micro-batch-size or "
+                "--seq-length, or divide it over more ranks"
+            )
+
+
+def least_memory(config: Config, vocab_size: int, groups: Groups) -> int:
+    """Bytes that this rank needs at the least, when it builds the model or trains it."""
+    held = parameters_of_rank(config, vocab_size, groups)
+    both = held.dense + held.expert
+    shares = (groups.dp.size(), groups.edp.size())
+    if not config.parallel.use_distributed_optimizer:
+        shares = (1, 1)
+    weight = 2 if config.training.bf16 else 4
+    gradient, moments, master = 4, 8, 4 if config.training.bf16 else 0
+    optimizer = held.dense // shares[0] + held.expert // shares[1]
+    trained = (weight + gradient) * both + master * optimizer
+    return max(
+        weight * both + 4 * held.largest,  # building
+        trained + _activations(config, vocab_size, groups),  # the first step
+        trained + moments * optimizer,
+    )
+
+
+def parameters_of_rank(config: Config, vocab_size: int, groups: Groups) -> Parameters:
+    """Without norms: a few thousandths less than what the rank will hold."""
+    model, tp = config.model, groups.tp.size()
+    d, rows = model.hidden_size, config.padded_vocab_size(vocab_size)
+    layers = _layers_of_stage(config, groups)
+    keys = d * model.query_groups // model.num_attention_heads
+    attention, dense_ffn = 2 * d * d + 2 * d * keys, 3 * d * model.ffn_hidden_size
+    tables = (groups.pp.rank() == 0) + (groups.pp.rank() == groups.pp.size() - 1)
+    if groups.pp.size() == 1 and not model.untie_embeddings_and_output_weights:
+        tables = 1
+    replicated, shared, expert = _moe_layer(config)
+    parts = groups.ep.size() * groups.etp.size()
+    dense = rows * d // tp * tables + len(layers) * attention // tp
+    dense += layers.count(False) * dense_ffn // tp
+    dense += layers.count(True) * (replicated + shared // tp)
+    experts = layers.count(True) * expert // parts
+    widths = {True: config.expert_width, False: model.ffn_hidden_size}
+    largest = max(rows if tables else 0, d, *(widths[moe] for moe in layers)) * d
+    return Parameters(dense, experts, largest)
+
+
+def _layers_of_stage(config: Config, groups: Groups) -> list[bool]:
+    """Which of this pipeline rank's layers hold experts."""
+    virtual, pp = config.virtual_stages or 1, groups.pp.size()
+    each = config.model.num_layers // (pp * virtual)
+    first = [(stage * pp + groups.pp.rank()) * each for stage in range(virtual)]
+    return [config.moe_layers[start + number] for start in first for number in range(each)]
+
+
+def _moe_layer(config: Config) -> tuple[int, int, int]:
+    """Parameters of an MoE layer: on every rank, divided over tp, divided over ep and etp."""
+    selection, n = config.selection, config.moe.num_experts
+    if n is None:
+        return 0, 0, 0
+    d, width = config.model.hidden_size, config.expert_width
+    shared = 0
+    if isinstance(selection, DispatchedSelection):
+        shared = 3 * d * (selection.moe_shared_expert_intermediate_size or 0)
+    if isinstance(selection, AutonomousSelection):
+        rank = selection.aoe_low_rank_size
+        down, expert = n * d * rank, n * (rank * width + 2 * d * width)
+        return (0, shared, expert + down) if selection.aoe_gather_w_down else (down, shared, expert)
+    if not isinstance(selection, RoutedSelection):
+        return n * d, shared, n * 3 * d * width
+    hidden, factors = selection.moe_router_hidden_size, selection.moe_gate_low_rank_size
+    router = hidden * (d + n) if hidden else n * d
+    if factors is not None:
+        return router + n * d * factors, shared, n * (factors * width + 2 * d * width)
+    return router, shared, n * 3 * d * width
+
+
+def _activations(config: Config, vocab_size: int, groups: Groups) -> int:
+    """The input of each layer for the backward pass, and on the last stage fp32 logits."""
+    training, tp = config.training, groups.tp.size()
+    tokens = training.micro_batch_size * training.seq_length
+    value = 2 if training.bf16 else 4
+    split = tp if config.parallel.sequence_parallel else 1
+    inputs = len(_layers_of_stage(config, groups)) * tokens * config.model.hidden_size * value
+    last = groups.pp.rank() == groups.pp.size() - 1
+    logits = 4 * tokens * config.padded_vocab_size(vocab_size) // tp if last else 0
+    return inputs // split + logits
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB"

@@ -1,0 +1,59 @@
+"""How much memory this process may still take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import torch
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def free_memory() -> int:
+    """Bytes that are free on the current CUDA device where there is one, else on this host."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    free = psutil.virtual_memory().available + psutil.swap_memory().free
+    return min([free, *_left_by_cgroups()])
+
+
+def memory_owner() -> str:
+    """A name for what `free_memory` is of: equal on processes that share it."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = boot.read_text().strip() if boot.is_file() else ""
+    if torch.cuda.is_available():  # each process has a GPU of its own
+        return f"{host} {os.getpid()}"
+    # Ranks of one torchrun: containers with limits of their own have a torchrun each.
+    return f"{host} {os.uname().nodename} {os.environ.get('GROUP_RANK')}"
+
+
+def _left_by_cgroups(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+    """What each memory limit on this process leaves; pages of files give way, so do not count."""
+    lines = own.read_text().splitlines() if own.is_file() else []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "memory":
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
+            base = root / "memory"
+        elif controllers == "":
+            names, base = ("memory.max", "memory.current", "file"), root
+        else:
+            continue
+        for relative in (Path(path.lstrip("/")), *Path(path.lstrip("/")).parents):
+            left = _left(base / relative, *names)
+            if left is not None:
+                yield left
+
+
+def _left(group: Path, limit_name: str, usage_name: str, pages_name: str) -> int | None:
+    """None: this group sets no limit, or cannot be seen from here."""
+    try:
+        limit = int((group / limit_name).read_text())
+        used = int((group / usage_name).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # "max" is no number
+        return None
+    return max(0, limit - max(0, used - int(stat.get(pages_name, 0))))

@@ -1,0 +1,211 @@
+"""Values that nobody means: each is refused by one line, on the command line or in a file."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from moe_parallel.config import parse_command_line, validate
+from moe_parallel.config.config import common_options, selection_options
+from moe_parallel.errors import InputError
+
+TEXT = "it takes text of one line"
+
+
+def message_of(*arguments: str) -> str:
+    with pytest.raises(InputError) as caught:
+        validate(parse_command_line(arguments), world_size=1)
+    message = str(caught.value)
+    assert message.isprintable() and len(message) < 500
+    return message
+
+
+EXPERTS = ["--num-experts", "4"]
+
+#: Words of a command line, and how its one line begins.
+WORDS = {
+    "digits of another script": (["--seed", "٤"], "--seed is '٤': it takes an integer"),
+    "wide digits": (["--num-layers=４"], "--num-layers is '４': it takes an integer"),
+    "a superscript": (["--seed", "2²"], "--seed is '2²': it takes an integer"),
+    "underscores between digits": (["--seed", "1_000"], "--seed is '1_000': it takes an integer"),
+    "spaces around digits": (["--seed", " 4 "], "--seed is ' 4 ': it takes an integer"),
+    "commas between digits": (["--seed", "1,000"], "--seed is '1,000': it takes an integer"),
+    "hexadecimal": (["--seed", "0x10"], "--seed is '0x10': it takes an integer"),
+    "an exponent": (["--seed", "1e3"], "--seed is '1e3': it takes an integer"),
+    "a boolean": (["--num-layers", "true"], "--num-layers is 'true': it takes an integer"),
+    "digits of another script in a float": (["--lr", "٤e-3"], "--lr is '٤e-3': it takes a finite"),
+    "underscores in a float": (["--lr", "1_0.5"], "--lr is '1_0.5': it takes a finite number"),
+    "a line break after a float": (["--lr", "1e-4\n"], "--lr is '1e-4.n': it takes a finite"),
+    "a hexadecimal float": (["--lr", "0x1p3"], "--lr is '0x1p3': it takes a finite number"),
+    "a decimal comma": (["--lr", "3,0"], "--lr is '3,0': it takes a finite number"),
+    "a fraction": (["--lr", "1/3"], "--lr is '1/3': it takes a finite number"),
+    "nan": (["--lr=nan"], "--lr is 'nan': it takes a finite number"),
+    "infinity": (["--clip-grad", "Infinity"], "--clip-grad is 'Infinity': it takes a finite"),
+    "too large for a float": (["--lr", "9" * 400], "--lr is '999.*: it takes a finite number"),
+    "lr 1e38": (["--lr", "1e38"], "--lr is 1e.38: it must be at most 1000"),
+    "lr 1e4": (["--lr", "1e4"], "--lr is 10000.0: it must be at most 1000"),
+    "a learning rate that fp32 lacks": (["--min-lr", "1e-300"], "--min-lr is 1e-300, too small"),
+    "an epsilon that fp32 lacks": (["--adam-eps", "1e-50"], "--adam-eps is 1e-50, too small"),
+    "a wide start": (["--init-method-std", "1e30"], "--init-method-std is 1e.30: .* at most"),
+    "a negative decay": (["--weight-decay", "-1"], "--weight-decay is -1.0: .* at least 0"),
+    "a great decay": (["--weight-decay", "1e200"], "--weight-decay is 1e.200: .* at most 1000000"),
+    "a negative size": (["--hidden-size", "-64"], "--hidden-size is -64: it must be at least 1"),
+    "no layers": (["--num-layers", "0"], "--num-layers is 0: it must be at least 1"),
+    "more than 32 bits": (["--seed", "4294967296"], "--seed is 4294967296: .* at most 2147483647"),
+    "more than 64 bits": (["--train-iters", "1" * 30], "--train-iters is 1111.*: .* at most"),
+    "thousands of digits": (["--seed", "9" * 5000], "--seed is '999.*: it takes an integer"),
+    "evaluations below none": (["--eval-iters", "-1"], "--eval-iters is -1: .* at least 0"),
+    "an empty folder": (["--save", ""], f"--save is '': {TEXT}"),
+    "a folder of spaces": (["--save", "   "], f"--save is '   ': {TEXT}"),
+    "a NUL in a path": (["--load", "a\0b"], f"--load is 'a.x00b': {TEXT}"),
+    "a path that is no text": (["--save", "\udcff"], f"--save is '.udcff': {TEXT}"),
+    "a path that turns around": (["--save", "a\u202eb"], f"--save is 'a.u202eb': {TEXT}"),
+    "a path too long": (["--save", "a" * 5000], f"--save is 'aaa.*: {TEXT}"),
+    "a home that no shell has found": (
+        ["--save=~/runs"],
+        "--save is '~/runs', and ~ means nothing",
+    ),
+    "no data": (["--data-path", ""], "--data-path is '': it takes words"),
+    "data of spaces": (["--data-path", "1", "  "], "--data-path is '  ': it takes words"),
+    "a split of other digits": (["--split", "٤,1"], "--split is '٤,1': it takes up to three parts"),
+    "a split with a gap": (["--split", "1,,1"], "--split is '1,,1': it takes up to three parts"),
+    "a split of nan": (["--split", "nan,1"], "--split is 'nan,1': it takes up to three parts"),
+    "a split that overflows": (["--split", "1e308,1e308"], "--split is '1e308,1e308': it takes"),
+    "a split without training": (["--split", "0,1"], "--split is '0,1': it takes up to three"),
+    "nothing but dashes": (["--"], "-- is no flag"),
+    "an empty flag": (["--=4"], "-- is no flag"),
+    "three dashes": (["---seed", "4"], "---seed is no flag of this program: did you mean --seed"),
+    "a short flag": (["-n", "4"], "unrecognized arguments: -n 4"),
+    "a value for help": (["--help=1"], "-h/--help: ignored explicit argument '1'"),
+    "a response file": (["@flags"], "unrecognized arguments: @flags"),
+    "a pattern of code": ([*EXPERTS, "--moe-layer-freq=exit()"], "--moe-layer-freq is 'exit"),
+    "a pattern of other digits": ([*EXPERTS, "--moe-layer-freq=٤"], "--moe-layer-freq is '٤'"),
+    "a pattern with underscores": ([*EXPERTS, "--moe-layer-freq=1_0"], "--moe-layer-freq is '1_0'"),
+    "a pattern without end": ([*EXPERTS, "--moe-layer-freq=" + "[" * 50_000], "--moe-layer-freq"),
+    "a pattern that fills the memory": (
+        [*EXPERTS, "--moe-layer-freq=[1]*99999999999"],
+        "--moe-layer-freq is '.1..99999999999'",
+    ),
+    "weights of nothing": (["--finetune"], "--finetune starts from a checkpoint: name one by --l"),
+    "a schedule of nothing": (
+        ["--override-opt-param-scheduler"],
+        "--override-opt-param-scheduler starts from a checkpoint: name one by --load",
+    ),
+    "two kinds of start": (
+        [*EXPERTS, "--load=x", "--finetune", "--moe-use-upcycling"],
+        "--finetune starts from the weights of --load as they are, and --moe-use-upcycling",
+    ),
+    "a start and a warm-up": (
+        [*EXPERTS, "--load=x", "--finetune", "--moe-dense-warmup-percent=10"],
+        "--finetune starts from the weights of --load as they are, and --moe-dense-warmup-percent",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words(name: str) -> None:
+    words, start = WORDS[name]
+    assert re.match(start, message_of(*words)), message_of(*words)
+
+
+FLOATS = [
+    (system, each.flag)
+    for system, known in [("topk", common_options()), *selection_options().items()]
+    for each in known.values()
+    if each.kind is float
+]
+
+
+@pytest.mark.parametrize("value", ["1e39", "1e-39"])
+@pytest.mark.parametrize(("system", "flag"), FLOATS)
+def test_no_number_is_beyond_fp32(system: str, flag: str, value: str) -> None:
+    message = message_of("--expert-selection", system, *EXPERTS, f"{flag}={value}")
+    assert re.match(f"{flag} is {re.escape(repr(float(value)))}", message)
+
+
+INVALID = "is not valid YAML"
+
+#: The content of a file, and how the one line on it goes on.
+FILES: dict[str, tuple[str | bytes, str]] = {
+    "nested in JSON": ('{"a":' * 100_000 + "1" + "}" * 100_000, f"{INVALID}: it is nested too"),
+    "nested in brackets": ("a: " + "[" * 100_000, f"{INVALID}: it is nested too deeply"),
+    "nested by indentation": ("\n".join(" " * n + "a:" for n in range(1000)), INVALID),
+    "nested in itself": ("seed: &a [*a]", "--seed is .*: it takes an integer"),
+    "thousands of digits": ("seed: " + "9" * 5000, "--seed is '999.*: it takes an integer"),
+    "thousands of digits as a key": ("? " + "9" * 5000 + "\n: 1", "--'999.* is no flag|'--999"),
+    "thousands of hexadecimal digits": ("seed: 0x" + "f" * 5000, "--seed is '0xfff.*integer"),
+    "hexadecimal digits as a key": ("? 0x" + "f" * 5000 + "\n: 1", "'--0xfff.* is no flag"),
+    "an octal number": ("seed: 0o10", "--seed is '0o10': it takes an integer"),
+    "a number of minutes": ("seed: 1:30", "--seed is '1:30': it takes an integer"),
+    "a number with underscores": ("seed: 1_0", "--seed is '1_0': it takes an integer"),
+    "digits of another script": ("seed: ٤", "--seed is '٤': it takes an integer"),
+    "a boolean for an integer": ("seed: yes", "--seed is True: it takes an integer"),
+    "a list for a scalar": ("lr: [1e-3]", "--lr is .'1e-3'.: it takes a finite number"),
+    "a mapping for a scalar": ("lr: {a: 1}", "--lr is {'a': 1}: it takes a finite number"),
+    "infinity": ("lr: .inf", "--lr is inf: it takes a finite number"),
+    "minus infinity": ("lr: -.INF", "--lr is -inf: it takes a finite number"),
+    "a date": ("save: 2026-01-01", f"--save is datetime.*: {TEXT}"),
+    "no text in a list": ("data-path: [true, a]", "--data-path is True: it takes words"),
+    "a NUL in a list": ('data-path: ["a\\0"]', "--data-path is 'a.x00': it takes words"),
+    "half a character": ('save: "\\ud800"', f"--save is '.ud800': {TEXT}"),
+    "a Python object": ("seed: !!python/object/apply:os.getpid []", f"{INVALID}: could not"),
+    "a Python name": ("seed: !!python/name:os.getpid", f"{INVALID}: could not determine"),
+    "an unknown tag": ("seed: !mine 4", f"{INVALID}: could not determine a constructor"),
+    "no boolean under its tag": ("bf16: !!bool x", f"{INVALID}: a value does not fit its !!tag"),
+    "no date under its tag": ("seed: !!timestamp x", f"{INVALID}: a value does not fit"),
+    "no number under its tag": ("seed: !!int x", "--seed is 'x': it takes an integer"),
+    "an empty number under its tag": ("seed: !!int ''", "--seed is '': it takes an integer"),
+    "an empty float under its tag": ("lr: !!float ''", "--lr is '': it takes a finite number"),
+    "a set": ("!!set {seed}", "must hold lines of the form"),
+    "a list as a key": ("? [a]\n: 1", f"{INVALID}: while constructing a mapping"),
+    "nothing as a key": ("~: 1", "--None is no flag"),
+    "dashes in a key": ("--seed: 1", "----seed is no flag .*: did you mean --seed"),
+    "a key given twice": ("seed: 4\nlr: 1\nseed: 4", "gives seed twice"),
+    "a key given twice in two ways": ("num-layers: 4\nnum_layers: 4", "gives num-layers twice"),
+    "a key given twice by an escape": ('seed: 4\n"s\\x65ed": 4', "gives seed twice"),
+    "a key given twice by a merge": ("<<: {seed: 4}\nseed: 5", "gives seed twice"),
+    "a merge with a number": ("<<: 4", f"{INVALID}: while constructing a mapping"),
+    "two documents": ("seed: 4\n---\nseed: 5", f"{INVALID}: expected a single document"),
+    "another YAML": ("%YAML 3.0\n---\nseed: 4", f"{INVALID}: found incompatible YAML"),
+    "Latin-1": ("save: café".encode("latin-1"), r"is not UTF-8 text \(byte 9\)"),
+    "UTF-16": ("seed: 4".encode("utf-16"), r"is not UTF-8 text \(byte 0\)"),
+    "a NUL": (b"seed: 4\0", f"{INVALID}: unacceptable character"),
+    "bytes": (bytes(range(256)), "is not UTF-8 text"),
+    "far too much": (b"#" * (2 << 20), "is larger than 1 MiB: name a YAML file"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files(name: str, tmp_path: Path) -> None:
+    content, start = FILES[name]
+    file = tmp_path / "file.yaml"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    message = message_of("--config", str(file))
+    assert re.match(start, message.removeprefix(f"--config {file} ")), message
+
+
+def test_numbers_of_a_file_are_those_of_flags(tmp_path: Path) -> None:
+    file = tmp_path / "file.yaml"
+    file.write_text("seed: 010\nlr: 1e-3\nmin-lr: .5e-4\nweight-decay: 1\nclip-grad: +1.\n")
+    flags = "--seed=010 --lr=1e-3 --min-lr=.5e-4 --weight-decay=1 --clip-grad=+1.".split()
+    config = parse_command_line(["--config", str(file)])
+    assert config == parse_command_line(flags)
+    assert (config.training.seed, config.optimizer.min_lr) == (10, 5e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("/dev/zero", "is larger than 1 MiB"),
+        ("/dev", "cannot be read: Is a directory"),
+        ("\udcff.yaml", "does not exist"),
+    ],
+)
+def test_paths_that_are_no_files(path: str, problem: str) -> None:
+    assert problem in message_of("--config", path)
+
+
+def test_twenty_thousand_keys(tmp_path: Path) -> None:
+    file = tmp_path / "file.yaml"
+    file.write_text("\n".join(f"k{n}: 1" for n in range(20_000)))
+    assert message_of("--config", str(file)).startswith("--k0 is no flag or YAML key")
