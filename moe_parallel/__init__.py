@@ -1,3 +1,27 @@
-"""Mixture-of-experts language models whose experts choose themselves, on Megatron-Core."""
+"""Mixture-of-experts language models whose experts choose themselves, on Megatron-Core.
+
+    from moe_parallel import AoE, RoutedMoE, record_routing
+
+are layers for any torch model (docs/library.md). They are loaded when first named, since they bring
+torch and Megatron-Core with them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_parallel.library import AoE, RoutedMoE, record_routing
 
 __version__ = "0.1.0"
+
+__all__ = ["AoE", "RoutedMoE", "record_routing"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("moe_parallel.library"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -6,8 +6,8 @@ tensor is not contiguous, as a gradient may well be, and overwrite their input w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,22 @@ class Groups:
     edp: dist.ProcessGroup  # ranks that hold the same expert shards
     tp_dp: dist.ProcessGroup  # ranks that route tokens of the same layers: a pipeline stage
     etp_ep: dist.ProcessGroup  # ranks that together hold every expert once; etp varies fastest
+
+
+class OneProcess:
+    """Stands for a process group of this process alone, where torch.distributed is not needed."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def groups_of_one() -> Groups:
+    """The groups of a process that shares its layers with no other; nothing is initialised."""
+    alone = cast(dist.ProcessGroup, OneProcess())
+    return Groups(**{field.name: alone for field in fields(Groups)})
 
 
 def initialize_groups(config: ParallelConfig, virtual_stages: int | None = None) -> Groups:

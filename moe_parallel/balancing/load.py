@@ -51,7 +51,8 @@ class StepLoad(nn.Module):
 
         Returns how many tokens of the step chose each expert: whole numbers in fp64 [E].
         """
-        dist.all_reduce(self.counts, group=group)
+        if group.size() > 1:
+            dist.all_reduce(self.counts, group=group)
         counts_E = self.counts[:-1].clone()
         self.share_E.copy_(counts_E / self.counts[-1].clamp(min=1))
         self.counts.zero_()

@@ -43,7 +43,7 @@ from moe_parallel.config.selection.parts import (
     ExpertsChoose,
     FixedChoices,
 )
-from moe_parallel.config.validate import data_parallel_size, validate
+from moe_parallel.config.validate import data_parallel_size, validate, validate_layer
 from moe_parallel.config.yaml_file import read_yaml
 
 __all__ = [
@@ -88,4 +88,5 @@ __all__ = [
     "read_yaml",
     "selection_name",
     "validate",
+    "validate_layer",
 ]

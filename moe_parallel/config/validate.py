@@ -28,6 +28,15 @@ def validate(config: Config, world_size: int) -> None:
     _first_part(config)
 
 
+def validate_layer(config: Config) -> None:
+    """Raise InputError for the first rule on experts, and on single values, that `config` breaks.
+
+    For one layer of experts, whatever the model around it.
+    """
+    _ranges(config)
+    _experts(config)
+
+
 def data_parallel_size(config: Config, world_size: int) -> int:
     """Ranks left for data parallelism after tensor and pipeline parallelism."""
     parallel = config.parallel

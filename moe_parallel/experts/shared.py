@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from moe_parallel.parallel import Groups
+from moe_parallel.parallel import Groups, OneProcess
 
 
 class SharedExpert(MegatronModule):
@@ -38,6 +39,8 @@ class SharedExpert(MegatronModule):
         dense = copy.copy(config)  # Megatron-Core reads the width from here, whatever it is given
         dense.ffn_hidden_size = width
         linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        if isinstance(groups.tp, OneProcess):
+            linear = MLPSubmodules(linear_fc1=WholeLinear, linear_fc2=WholeLinear)
         self.dense = MLP(dense, linear, ffn_hidden_size=width, tp_group=groups.tp)
         if weighed:
             weight = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
@@ -61,6 +64,19 @@ class SharedExpert(MegatronModule):
     def finish(self, y_SBD: torch.Tensor) -> torch.Tensor:
         """What `begin` returned, ready to be added to what came back."""
         return y_SBD
+
+
+class WholeLinear(nn.Module):
+    """A linear layer where torch.distributed is not initialised, as Megatron-Core's need it."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return F.linear(x, self.weight), None
 
 
 class OverlappedSharedExpert(SharedExpert):

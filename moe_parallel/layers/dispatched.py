@@ -10,14 +10,15 @@ rank's experts.
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_parallel.balancing.load import ExpertBias, StepLoad
@@ -29,6 +30,7 @@ from moe_parallel.layers.routing_losses import RoutingLoss, needs_step_load, rou
 from moe_parallel.layers.rules import build_bias, build_rules
 from moe_parallel.selection.choices import Choices, Rule
 from moe_parallel.selection.tokens import Tokens
+from moe_parallel.selection.topk import TopK
 
 
 class DispatchedLayer(ExpertLayer):
@@ -100,20 +102,20 @@ class DispatchedLayer(ExpertLayer):
         return self.dispatcher.combine(self.compute(rows), rows.route)
 
     def _with_losses(self, x_TD: torch.Tensor, choices: Choices, tokens: Tokens) -> torch.Tensor:
-        """`x_TD`, whose backward pass starts those of the losses on routing.
-
-        A pipeline stage has no loss of its own to add to, so their gradients enter here.
-        """
+        """`x_TD`, once the losses on routing are handed on; it may start their backward pass."""
         if not self.losses:
             return x_TD
         values = {each.name: each.of(choices, tokens) for each in self.losses}
         self.statistics.record_losses({name: value.detach() for name, value in values.items()})
         weighted = [each.coefficient * values[each.name] for each in self.losses]
-        return MoEAuxLossAutoScaler.apply(x_TD, torch.stack(weighted).sum())
+        return self.context.add_loss(x_TD, torch.stack(weighted).sum())
 
     def current_rule(self) -> Rule:
         """The rule of this forward pass: evaluations may choose by another one."""
-        return self.rule if self.training else self.evaluation_rule
+        rule = self.rule if self.training else self.evaluation_rule
+        if self.bias is not None and isinstance(rule, TopK):
+            return replace(rule, bias_E=self.bias.bias_E)  # another tensor after a move to a GPU
+        return rule
 
     def _limit(self, choices: Choices) -> tuple[Choices, int | None]:
         """The choices that fit, and how many rows to pad every expert to."""
@@ -139,9 +141,13 @@ class DispatchedLayer(ExpertLayer):
         return None
 
     def after_step(self) -> None:
+        self.balance(self.context.groups.tp_dp)
+
+    def balance(self, group: dist.ProcessGroup) -> None:
+        """Ends the step for what routing learns of its loads. Collective over `group`."""
         if self.load is None:
             return
-        counts_E = self.load.finish(self.context.groups.tp_dp)
+        counts_E = self.load.finish(group)
         if self.bias is not None:
             self.bias.update(counts_E)
 

@@ -6,12 +6,13 @@ Shape suffixes: S sequence, B batch (Megatron's order), D model width, E all exp
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
@@ -20,7 +21,19 @@ from moe_parallel.experts.parameters import ExpertParameters
 from moe_parallel.ops import Ops
 from moe_parallel.parallel import Groups, sum_gradient_over
 from moe_parallel.selection.capacity import Capacity
-from moe_parallel.telemetry.statistics import LayerStatistics, RoutingStatistics
+from moe_parallel.telemetry.statistics import LayerStatistics
+
+#: Takes the input of a layer and its weighted loss on routing [], and returns that input. What it
+#: returns may start the loss's backward pass: a pipeline stage has no loss of its own to add to.
+AddLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Statistics(Protocol):
+    """Whoever counts what the layers of a model choose."""
+
+    def layer(self, layer_number: int) -> LayerStatistics:
+        """The part of the layer of this number, counted from 1."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -29,10 +42,11 @@ class LayerContext:
 
     groups: Groups
     ops: Ops
-    statistics: RoutingStatistics
+    statistics: Statistics
     capacity: Capacity | None  # None: dropless
     num_moe_layers: int  # of the whole model
     fp8: Fp8Engine | None = None  # None: experts compute as all else does
+    add_loss: AddLoss = MoEAuxLossAutoScaler.apply
 
 
 class ExpertLayer(MegatronModule, ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -17,6 +18,7 @@ from moe_parallel.experts.fp8 import low_rank_experts, swiglu_experts
 from moe_parallel.experts.low_rank import LowRankExperts
 from moe_parallel.layers.dispatched import DispatchedLayer
 from moe_parallel.layers.expert_layer import LayerContext
+from moe_parallel.parallel import OneProcess
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
 
@@ -73,7 +75,9 @@ class RoutedLayer(DispatchedLayer):
         eps = self.selection.moe_input_jitter_eps
         if not (self.training and eps):
             return x_TD
-        with get_cuda_rng_tracker().fork():  # other noise on other tensor-parallel ranks
+        alone = isinstance(self.context.groups.tp, OneProcess)
+        # Other noise on other tensor-parallel ranks.
+        with nullcontext() if alone else get_cuda_rng_tracker().fork():
             noise = torch.rand_like(x_TD, dtype=torch.float32)
         # In fp32: next to 1, bf16 has steps of 1/256 below and 1/128 above.
         return x_TD.float() * (1 + eps * (2 * noise - 1))

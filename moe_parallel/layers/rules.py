@@ -10,6 +10,7 @@ from moe_parallel.balancing.load import ExpertBias
 from moe_parallel.config import (
     AoESelection,
     BiasBalancing,
+    Config,
     DispatchedSelection,
     DynamicChoices,
     ExpertsChoose,
@@ -18,6 +19,7 @@ from moe_parallel.config import (
     TopKSelection,
 )
 from moe_parallel.selection import topk
+from moe_parallel.selection.capacity import DROP_ORDERS, Capacity
 from moe_parallel.selection.choices import Rule
 from moe_parallel.selection.expert_choice import ExpertChoice, raw
 from moe_parallel.selection.segments import BySegment
@@ -30,6 +32,19 @@ def build_bias(selection: DispatchedSelection, num_experts: int) -> ExpertBias |
     if isinstance(selection, BiasBalancing) and selection.moe_router_enable_expert_bias:
         return ExpertBias(num_experts, selection.moe_router_bias_update_rate)
     return None
+
+
+def build_capacity(config: Config) -> Capacity | None:
+    """The capacity rule of a configuration; None: dropless."""
+    moe = config.moe
+    if moe.moe_expert_capacity_factor is None:
+        return None
+    return Capacity(
+        moe.moe_expert_capacity_factor,
+        DROP_ORDERS[moe.moe_token_drop_policy],
+        moe.moe_pad_expert_input_to_capacity,
+        config.selection.choices_per_token or 1 if moe.moe_capacity_counts_topk else 1,
+    )
 
 
 def build_rules(selection: DispatchedSelection, bias: ExpertBias | None) -> tuple[Rule, Rule]:

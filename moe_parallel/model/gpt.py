@@ -20,13 +20,13 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from moe_parallel.config import Config
 from moe_parallel.experts.fp8_engine import Fp8Engine
 from moe_parallel.layers import LayerContext, layer_class
+from moe_parallel.layers.rules import build_capacity
 from moe_parallel.model.fp8_gpt import Fp8GPTModel
 from moe_parallel.model.initialization import initialize_weights
 from moe_parallel.model.transformer_config import transformer_config
 from moe_parallel.ops import select_backend
 from moe_parallel.parallel import Groups
 from moe_parallel.platform.norm import RMSNorm
-from moe_parallel.selection.capacity import DROP_ORDERS, Capacity
 from moe_parallel.telemetry.statistics import RoutingStatistics
 
 
@@ -53,7 +53,7 @@ def build_chunks(
         groups,
         select_backend(config.moe.moe_backend),
         statistics,
-        capacity(config),
+        build_capacity(config),
         num_moe_layers=sum(config.moe_layers),
         fp8=fp8,
     )
@@ -82,19 +82,6 @@ def build_chunks(
         )
         for stage in stages
     ]
-
-
-def capacity(config: Config) -> Capacity | None:
-    """The capacity rule of the run; None: dropless."""
-    moe = config.moe
-    if moe.moe_expert_capacity_factor is None:
-        return None
-    return Capacity(
-        moe.moe_expert_capacity_factor,
-        DROP_ORDERS[moe.moe_token_drop_policy],
-        moe.moe_pad_expert_input_to_capacity,
-        config.selection.choices_per_token or 1 if moe.moe_capacity_counts_topk else 1,
-    )
 
 
 def _block_spec(

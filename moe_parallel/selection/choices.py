@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -25,14 +24,15 @@ class Choices:
     probabilities_TE: torch.Tensor  # fp32, differentiable; scores as shares of 1
     activations_TKR: torch.Tensor | None = None  # C = x W_down of the chosen, handed to them
     all_chosen: bool = False  # a promise that no slot is empty, which spares a GPU a wait
+    _counts_E: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     def tokens_per_expert(self) -> torch.Tensor:
         """How many tokens chose each expert: float32 [E]; counted once, not to be changed."""
-        return self._tokens_per_expert_E
-
-    @cached_property
-    def _tokens_per_expert_E(self) -> torch.Tensor:
-        return self._sum_by_expert(torch.ones_like(self.gates_TK))
+        if self._counts_E is None:  # no cached_property: torch.compile does not trace its lock
+            counts_E = self._sum_by_expert(torch.ones_like(self.gates_TK))
+            object.__setattr__(self, "_counts_E", counts_E)
+            return counts_E
+        return self._counts_E
 
     def gates_per_expert(self) -> torch.Tensor:
         """The sum of the gates of each expert, differentiable: float32 [E]."""

@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -234,10 +234,18 @@ def _summary(layer_number: int, row: list[float], peaks: list[float]) -> dict[st
     return summary
 
 
-class LayerStatistics:
-    """What one routed layer holds of a `RoutingStatistics`."""
+class Owner(Protocol):
+    """Whose totals layers add to."""
 
-    def __init__(self, owner: RoutingStatistics, layer_number: int) -> None:
+    def recipient(self) -> RoutingTotals | None:
+        """Where a forward pass made now is counted; None: nowhere."""
+        ...
+
+
+class LayerStatistics:
+    """What one routed layer holds of its owner, in training a `RoutingStatistics`."""
+
+    def __init__(self, owner: Owner, layer_number: int) -> None:
         self._owner = owner
         self._layer_number = layer_number
 

@@ -75,10 +75,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(
     ctx: Any, dnorms: Tensor | None, dexperts: None, dchosen: Tensor | None, dall: None
 ) -> tuple[Tensor | None, ...]:
-    _, _, norms, _, _ = ctx.saved_tensors
+    x, w, norms, experts, all = ctx.saved_tensors  # once: checkpointing allows no second time
     dnorms = torch.zeros_like(norms) if dnorms is None else dnorms
     dchosen = dchosen if ctx.keep_chosen else None  # a compiler passes zeros of no size
-    dx, dw = _ops.norm_topk_backward(dnorms, dchosen, *ctx.saved_tensors)
+    dx, dw = _ops.norm_topk_backward(dnorms, dchosen, x, w, norms, experts, all)
     return dx, dw, None, None, None, None
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from moe_parallel.config import make_config
-from moe_parallel.model.gpt import capacity
+from moe_parallel.layers.rules import build_capacity
 
 
 @pytest.mark.parametrize(
@@ -27,10 +27,10 @@ from moe_parallel.model.gpt import capacity
 )
 def test_rows_of_an_expert(options: dict[str, Any], rows: int) -> None:
     config = make_config({"num_experts": 8, "moe_expert_capacity_factor": 1.5, **options})
-    rule = capacity(config)
+    rule = build_capacity(config)
     assert rule is not None
     assert rule.rows_per_expert(64, 8) == rows
 
 
 def test_without_a_factor_nothing_is_dropped() -> None:
-    assert capacity(make_config({"num_experts": 8})) is None
+    assert build_capacity(make_config({"num_experts": 8})) is None

@@ -1,0 +1,20 @@
+"""Layers of experts for any torch model: the same code that pretraining runs, on one process.
+
+    from moe_parallel import AoE
+
+    moe = AoE(hidden_size=512, num_experts=8, top_k=2, low_rank_size=64)
+    y = moe(x)                    # [..., 512] -> [..., 512]
+    loss = task_loss(y) + moe.aux_loss
+
+There is no process group and no Megatron-Core configuration to make. docs/library.md has a whole
+training loop.
+"""
+
+from moe_parallel.platform.notices import hush_notices
+
+hush_notices()  # before Megatron-Core is imported
+
+from moe_parallel.library.layers import AoE, MixtureOfExperts, RoutedMoE  # noqa: E402
+from moe_parallel.library.recording import record_routing  # noqa: E402
+
+__all__ = ["AoE", "MixtureOfExperts", "RoutedMoE", "record_routing"]

@@ -1,0 +1,90 @@
+"""The arguments of a layer as the configuration that training has for it, checked by its rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from moe_parallel.config import Config, Selection, make_config, selection_name, validate_layer
+from moe_parallel.errors import InputError
+
+#: What arguments are called in the configuration, where not the same.
+OPTIONS = {
+    "top_k": "moe_router_topk",
+    "low_rank_size": "aoe_low_rank_size",
+    "wide_size": "aoe_wide_size",
+    "aux_loss_coeff": "moe_aux_loss_coeff",
+    "expert_bias": "moe_router_enable_expert_bias",
+    "capacity_factor": "moe_expert_capacity_factor",
+    "backend": "moe_backend",
+}
+ARGUMENTS = {option: argument for argument, option in OPTIONS.items()}
+
+
+def layer_config(sizes: Mapping[str, Any], others: Mapping[str, Any]) -> Config:
+    """The configuration of a single layer, checked.
+
+    Args:
+        sizes: arguments that must have a value.
+        others: arguments and options by name; None: as training has it by default.
+
+    Raises InputError, where training would name flags with the names of arguments.
+    """
+    for name, value in sizes.items():
+        if value is None:
+            raise InputError(f"{name} is None: give it an integer")
+    given = dict(sizes) | {name: value for name, value in others.items() if value is not None}
+    if isinstance(sizes["hidden_size"], int):
+        given = {"ffn_hidden_size": 4 * sizes["hidden_size"]} | given
+    raw = {OPTIONS.get(name, name): value for name, value in given.items()}
+    try:
+        config = make_config({"num_layers": 1, "num_attention_heads": 1, **raw})
+        validate_layer(config)
+    except InputError as error:
+        raise InputError(_by_argument(str(error), given)) from None
+    return config
+
+
+def selection_options(
+    layer: str,
+    kinds: tuple[type[Selection], ...],
+    selection: Selection | None,
+    shortcuts: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Who decides, as options: those of `selection`, or the shortcuts for the first kind.
+
+    Args:
+        layer: the name of its class.
+        kinds: of selection that it takes.
+        shortcuts: arguments that stand for options of the first kind; None: not given.
+
+    Raises InputError for a selection of another kind, and where both are given.
+    """
+    if selection is None:
+        return {"expert_selection": selection_name(kinds[0]()), **shortcuts}
+    if not isinstance(selection, kinds):
+        names = ", ".join(kind.__name__ for kind in kinds)
+        raise InputError(
+            f"selection is of type {type(selection).__name__}: {layer} takes one of {names}"
+        )
+    for name, value in shortcuts.items():
+        if value is not None:
+            raise InputError(
+                f"{name} is given beside selection: leave it out, and set {OPTIONS[name]} of "
+                f"{type(selection).__name__}"
+            )
+    fields = dataclasses.fields(selection)
+    options = {field.name: getattr(selection, field.name) for field in fields}
+    return {"expert_selection": selection_name(selection), **options}
+
+
+def _by_argument(message: str, given: Mapping[str, Any]) -> str:
+    """`message` with arguments, and fields of a selection that was given, in the place of flags."""
+
+    def name(flag: re.Match[str]) -> str:
+        option = flag[1].replace("-", "_")
+        return option if option in given else ARGUMENTS.get(option, option)
+
+    return re.sub(r"--([a-z0-9][a-z0-9-]*)", name, message)

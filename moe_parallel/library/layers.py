@@ -1,0 +1,320 @@
+"""Layers of experts as torch modules: who decides is a layer of training, on a single process.
+
+Shape suffixes: S sequence, B batch (Megatron's order), D model width.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.func import functional_call
+
+from moe_parallel.config import (
+    AoEExpertChoiceSelection,
+    AoESelection,
+    AoETopPSelection,
+    AutonomousSelection,
+    Balancing,
+    ExpertChoiceSelection,
+    RoutedSelection,
+    SegmentExpertChoiceSelection,
+    Selection,
+    TopKSelection,
+    TopPSelection,
+)
+from moe_parallel.errors import InputError
+from moe_parallel.layers import DispatchedLayer, LayerContext, layer_class
+from moe_parallel.layers.rules import build_capacity
+from moe_parallel.library.arguments import layer_config, selection_options
+from moe_parallel.model.transformer_config import transformer_config
+from moe_parallel.ops import select_backend
+from moe_parallel.parallel import groups_of_one
+from moe_parallel.telemetry.statistics import LayerStatistics, RoutingTotals
+
+#: Weights that layers use in fp32 whatever type they have.
+_USED_IN_FP32 = ("w_router_", "shared.w_gate_")
+
+
+class LayerTotals:
+    """Where the statistics of a single layer go."""
+
+    def __init__(self) -> None:
+        self.totals: RoutingTotals | None = None  # None: nobody asks
+
+    def layer(self, layer_number: int) -> LayerStatistics:
+        return LayerStatistics(self, layer_number)
+
+    def recipient(self) -> RoutingTotals | None:
+        return self.totals
+
+
+class MixtureOfExperts(nn.Module):
+    """A layer of training, `layer`, as a module that needs nothing around it. See AoE, RoutedMoE.
+
+    Attributes:
+        aux_loss: fp32 [], the weighted sum of the losses on routing of the latest forward pass, to
+            be added to the loss of the model. 0 where there are none: in evaluations, without
+            gradients, with coefficients of 0.
+        config: of the layer, in training's terms.
+    """
+
+    KINDS: ClassVar[tuple[type[Selection], ...]]
+    aux_loss: torch.Tensor
+    layer: DispatchedLayer
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        selection: Selection | None,
+        shortcuts: dict[str, Any],
+        *,
+        ffn_hidden_size: int | None,
+        capacity_factor: float | None,
+        init_method_std: float | None,
+        backend: str | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        options = selection_options(type(self).__name__, self.KINDS, selection, shortcuts)
+        others = {
+            "ffn_hidden_size": ffn_hidden_size,
+            "capacity_factor": capacity_factor,
+            "init_method_std": init_method_std,
+            "backend": backend,
+        }
+        sizes = {"hidden_size": hidden_size, "num_experts": num_experts}
+        self.config = layer_config(sizes, options | others)
+        self.hidden_size, self.num_experts = hidden_size, num_experts
+        self.statistics = LayerTotals()
+        self.aux_loss = torch.zeros(())
+        self._by_sequence = _by_sequence(self.config.selection)
+        with nullcontext() if device is None else torch.device(device):
+            self.layer = self._build()
+        self._init_std = {n: getattr(w, "init_std", None) for n, w in self.layer.named_parameters()}
+        self.reset_parameters()
+        self.to(dtype or torch.get_default_dtype())
+
+    def _build(self) -> DispatchedLayer:
+        config = self.config
+        context = LayerContext(
+            groups_of_one(),
+            select_backend(config.moe.moe_backend),
+            self.statistics,
+            build_capacity(config),
+            num_moe_layers=1,
+            add_loss=self._set_aux_loss,
+        )
+        kind: Any = layer_class(config.selection)
+        layer = kind(transformer_config(config), config.selection, config.expert_width, context)
+        layer.set_layer_number(1)
+        return layer
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initial values, drawn from torch's generator: N(0, init_method_std^2)."""
+        for name, weight in self.layer.named_parameters():
+            std = self._init_std[name]
+            weight.normal_(std=self.config.model.init_method_std if std is None else std)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., D] -> [..., D]; of more axes than two the last but one is the sequence.
+
+        Under autocast it computes in autocast's type, routers in fp32.
+
+        Raises InputError for an input of another width or type than the weights.
+        """
+        self._check(x)
+        self.aux_loss = torch.zeros((), device=x.device)
+        if x.numel() == 0:
+            return x.clone()
+        if not torch.is_autocast_enabled(x.device.type):
+            return self._compute(x, {})
+        dtype = torch.get_autocast_dtype(x.device.type)
+        with torch.autocast(x.device.type, enabled=False):
+            weights = {
+                name: weight.to(dtype)
+                for name, weight in self.layer.named_parameters()
+                if not name.startswith(_USED_IN_FP32)
+            }
+            return self._compute(x.to(dtype), weights)
+
+    def _compute(self, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The output, with `weights` by name in the place of the layer's own."""
+        split = self._by_sequence and x.dim() > 2
+        length = x.shape[-2] if split else x.numel() // self.hidden_size
+        hidden_SBD = x.reshape(-1, length, self.hidden_size).transpose(0, 1)
+        y_SBD, _ = functional_call(self.layer, weights, (hidden_SBD,))
+        return y_SBD.transpose(0, 1).reshape(x.shape)
+
+    def _set_aux_loss(self, x_TD: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        self.aux_loss = loss
+        return x_TD
+
+    def after_step(self, group: dist.ProcessGroup | None = None) -> None:
+        """Moves the balancing bias by the loads since the last call; call it after each step.
+
+        Without a bias (and with no loss on the loads of the step before) it does nothing.
+
+        Args:
+            group: processes that train copies of this layer, over which loads are summed; None:
+                this one is alone. Collective.
+        """
+        self.layer.balance(groups_of_one().tp_dp if group is None else group)
+
+    def _check(self, x: torch.Tensor) -> None:
+        if x.dim() == 0 or x.shape[-1] != self.hidden_size:
+            raise InputError(
+                f"x is of shape {list(x.shape)}: its last axis must be hidden_size, "
+                f"{self.hidden_size}"
+            )
+        weight = next(self.layer.experts.parameters())
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise InputError(
+                f"x is {x.dtype} and the weights are {weight.dtype}: convert one of them, or "
+                "compute under torch.autocast"
+            )
+
+    def extra_repr(self) -> str:
+        selection, config = self.config.selection, self.config
+        return (
+            f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, "
+            f"expert_width={config.expert_width}, selection={type(selection).__name__}"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: the latest loss without its graph, which cannot be copied."""
+        return self.__dict__ | {"aux_loss": self.aux_loss.detach()}
+
+
+def _by_sequence(selection: Selection) -> bool:
+    """Whether it matters which tokens are of one sequence, and in which order."""
+    return isinstance(selection, SegmentExpertChoiceSelection) or (
+        isinstance(selection, Balancing)
+        and selection.moe_router_load_balancing_type == "seq_aux_loss"
+    )
+
+
+class AoE(MixtureOfExperts):
+    """Autonomy-of-Experts: experts E_i(x) = (SiLU(x W_down W_up) * (x W_p)) W_o without a router.
+
+    The `top_k` experts of greatest ||x W_down^i|| compute a token. Weights: w_down_EDR [E, D, R],
+    experts.w_up_LRW [E, R, W], w_p_LDW [E, D, W], w_out_LWD [E, W, D], under `layer`.
+    """
+
+    KINDS = (AoESelection, AoETopPSelection, AoEExpertChoiceSelection)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int | None = None,
+        low_rank_size: int | None = None,
+        wide_size: int | None = None,
+        *,
+        ffn_hidden_size: int | None = None,
+        aux_loss_coeff: float | None = None,
+        expert_bias: bool | None = None,
+        selection: AutonomousSelection | None = None,
+        capacity_factor: float | None = None,
+        init_method_std: float | None = None,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """
+        Args:
+            hidden_size: D.
+            num_experts: E.
+            top_k: experts per token; 2.
+            low_rank_size: R (d_low), the rank of W_g = W_down W_up; 64.
+            wide_size: W (d_wide), the experts' width; as many parameters as a SwiGLU expert of
+                ffn_hidden_size has (Eq. 5 of the AoE paper).
+            ffn_hidden_size: of the SwiGLU expert that sets wide_size; 4 * hidden_size.
+            aux_loss_coeff: weight of the load-balancing loss in aux_loss; 0.01.
+            expert_bias: balance by a bias that `after_step` moves; False.
+            selection: instead of these, an AoESelection, AoETopPSelection or
+                AoEExpertChoiceSelection of moe_parallel.config, with every option of theirs.
+            capacity_factor: an expert takes at most ceil(tokens * K / E * factor) of the tokens of
+                a forward pass; None: dropless.
+            init_method_std: standard deviation of initial weights; 0.02.
+            backend: "native" (C++ and CUDA), "reference" (plain torch) or "auto", native where it
+                is built.
+            device, dtype: of the weights; torch's defaults.
+
+        Raises InputError, a ValueError of one line.
+        """
+        shortcuts = {
+            "top_k": top_k,
+            "low_rank_size": low_rank_size,
+            "wide_size": wide_size,
+            "aux_loss_coeff": aux_loss_coeff,
+            "expert_bias": expert_bias,
+        }
+        super().__init__(
+            hidden_size,
+            num_experts,
+            selection,
+            shortcuts,
+            ffn_hidden_size=ffn_hidden_size,
+            capacity_factor=capacity_factor,
+            init_method_std=init_method_std,
+            backend=backend,
+            device=device,
+            dtype=dtype,
+        )
+
+
+class RoutedMoE(MixtureOfExperts):
+    """A linear router over SwiGLU experts E_i(x) = (SiLU(x W_g) * (x W_p)) W_o.
+
+    The `top_k` experts of greatest router logit compute a token. Weights: w_router_ED [E, D],
+    experts.w_gate_up_LD2F [E, D, 2, F] (W_g, W_p), experts.w_out_LFD [E, F, D], under `layer`.
+    """
+
+    KINDS = (TopKSelection, TopPSelection, ExpertChoiceSelection, SegmentExpertChoiceSelection)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int | None = None,
+        *,
+        ffn_hidden_size: int | None = None,
+        aux_loss_coeff: float | None = None,
+        expert_bias: bool | None = None,
+        selection: RoutedSelection | None = None,
+        capacity_factor: float | None = None,
+        init_method_std: float | None = None,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """
+        Args:
+            ffn_hidden_size: F, the width of an expert; 4 * hidden_size.
+            selection: instead of top_k and the two on balance, a TopKSelection, TopPSelection,
+                ExpertChoiceSelection or SegmentExpertChoiceSelection of moe_parallel.config, with
+                every option of theirs.
+            others: as in AoE.
+
+        Raises InputError, a ValueError of one line.
+        """
+        shortcuts = {"top_k": top_k, "aux_loss_coeff": aux_loss_coeff, "expert_bias": expert_bias}
+        super().__init__(
+            hidden_size,
+            num_experts,
+            selection,
+            shortcuts,
+            ffn_hidden_size=ffn_hidden_size,
+            capacity_factor=capacity_factor,
+            init_method_std=init_method_std,
+            backend=backend,
+            device=device,
+            dtype=dtype,
+        )

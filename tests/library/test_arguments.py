@@ -1,0 +1,100 @@
+"""What AoE and RoutedMoE can be told, and what they say to wrong arguments and inputs."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_parallel import AoE, RoutedMoE
+from moe_parallel.config import (
+    AoEExpertChoiceSelection,
+    AoESelection,
+    AoETopPSelection,
+    ExpertChoiceSelection,
+    LorySelection,
+    SegmentExpertChoiceSelection,
+    TopKSelection,
+    TopPSelection,
+)
+from moe_parallel.errors import InputError
+from tests.library.small import small
+
+SELECTIONS = [
+    (AoE, AoESelection(aoe_low_rank_size=4, aoe_gradient="selected", moe_aux_loss_coeff=0.0)),
+    (AoE, AoETopPSelection(aoe_low_rank_size=4)),
+    (AoE, AoEExpertChoiceSelection(aoe_low_rank_size=4)),
+    (RoutedMoE, TopKSelection(moe_router_num_groups=2, moe_router_group_topk=1)),
+    (RoutedMoE, TopKSelection(moe_gate_low_rank_size=4, moe_input_jitter_eps=0.1)),
+    (RoutedMoE, TopPSelection()),
+    (RoutedMoE, ExpertChoiceSelection()),
+    (RoutedMoE, SegmentExpertChoiceSelection(lory_segment_length=2)),
+]
+
+
+@pytest.mark.parametrize(("kind", "selection"), SELECTIONS)
+def test_every_selection_that_makes_sense_alone(kind: Any, selection: Any) -> None:
+    moe = kind(16, 4, selection=selection)
+    assert moe.config.selection == selection
+    for training in (True, False):
+        y = moe.train(training)(torch.randn(2, 6, 16))
+        assert y.isfinite().all() and y.abs().max() > 0
+        (y.sum() + moe.aux_loss).backward()
+
+
+def test_options_by_name_are_those_of_the_selection() -> None:
+    moe = AoE(16, 4, 3, 8, 40, aux_loss_coeff=0.2, expert_bias=True, backend="reference")
+    selection = AoESelection(
+        moe_router_topk=3,
+        aoe_low_rank_size=8,
+        aoe_wide_size=40,
+        moe_aux_loss_coeff=0.2,
+        moe_router_enable_expert_bias=True,
+    )
+    assert moe.config.selection == selection
+    assert AoE(16, 4, selection=selection, backend="reference").config == moe.config
+    assert "hidden_size=16, num_experts=4, expert_width=40, selection=AoESelection" in repr(moe)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (AoE, {"top_k": 5}, "top_k is 5, above num_experts 4: choose at most 4"),
+        (AoE, {"top_k": 0}, "top_k is 0: it must be at least 1"),
+        (AoE, {"top_k": 1.5}, "top_k is 1.5: it takes an integer"),
+        (AoE, {"hidden_size": None}, "hidden_size is None: give it an integer"),
+        (AoE, {"hidden_size": 0}, "hidden_size is 0: it must be at least 1"),
+        (RoutedMoE, {"num_experts": None}, "num_experts is None: give it an integer"),
+        (AoE, {"low_rank_size": 500}, r"lower low_rank_size \(or .*\), or set wide_size"),
+        (RoutedMoE, {"aux_loss_coeff": -1}, "aux_loss_coeff is -1.0: it must be at least 0"),
+        (RoutedMoE, {"capacity_factor": 0.0}, "capacity_factor is 0.0: it must be above 0"),
+        (RoutedMoE, {"backend": "cuda"}, "backend is 'cuda': it takes one of reference, .*"),
+        (RoutedMoE, {"ffn_hidden_size": "x"}, "ffn_hidden_size is 'x': it takes an integer"),
+        (
+            AoE,
+            {"selection": AoESelection(moe_router_topk=5)},
+            "moe_router_topk is 5, above num_experts 4: choose at most 4",
+        ),
+        (
+            AoE,
+            {"selection": AoESelection(), "top_k": 1},
+            "top_k is given beside selection: leave it out, and set moe_router_topk of .*",
+        ),
+        (
+            RoutedMoE,
+            {"selection": LorySelection()},
+            "selection is of type LorySelection: RoutedMoE takes one of TopKSelection, .*",
+        ),
+    ],
+)
+def test_wrong_arguments(kind: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        kind(**{"hidden_size": 16, "num_experts": 4} | options)
+    assert "\n" not in str(caught.value) and "--" not in str(caught.value)
+
+
+def test_wrong_inputs() -> None:
+    moe = small()
+    with pytest.raises(InputError, match=r"x is of shape \[2, 15\]: its last axis .* 16"):
+        moe(torch.randn(2, 15))
+    with pytest.raises(InputError, match="x is torch.bfloat16 and the weights are torch.float32"):
+        moe(torch.randn(2, 16, dtype=torch.bfloat16))

@@ -1,0 +1,117 @@
+"""AoE and RoutedMoE compute what training's layers compute, and what the oracles say."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from moe_parallel import AoE, RoutedMoE
+from moe_parallel.config import AoESelection, TopKSelection
+from tests.layers.cases import CASES
+from tests.layers.single import (
+    EXPERT_WIDTH,
+    EXPERTS,
+    WIDTH,
+    Arrays,
+    Case,
+    build,
+    expected_gradients,
+    expected_output,
+    run,
+    values,
+)
+
+Layer = AoE | RoutedMoE
+
+SHARED = {"moe_shared_expert_intermediate_size": 2, "moe_shared_expert_gate": True}
+WITH_SHARED = {  # in training that needs process groups
+    "topk, shared expert": Case(TopKSelection(**SHARED)),
+    "aoe, shared expert": Case(AoESelection(aoe_low_rank_size=2, **SHARED)),
+}
+# What a layer alone cannot be told: capacity by position, padded or without K, and the number of
+# MoE layers around it.
+NOT_ALONE = ("position", "pad", "K not counted", "per choice")
+CASES_ALONE = [name for name in CASES if not any(word in name for word in NOT_ALONE)]
+
+
+def of_case(case: Case, weights: Arrays, dtype: torch.dtype = torch.float64) -> Layer:
+    """A library layer with the weights and the state of a case."""
+    selection = case.selection
+    if case.autonomous:
+        selection = replace(selection, aoe_wide_size=EXPERT_WIDTH)
+    elif getattr(selection, "moe_gate_low_rank_size", None):
+        pytest.skip("Eq. 5 sets the width of factorised experts, which the oracle's do not have")
+    moe = (AoE if case.autonomous else RoutedMoE)(
+        WIDTH,
+        EXPERTS,
+        selection=selection,
+        ffn_hidden_size=EXPERT_WIDTH,
+        capacity_factor=case.capacity_factor,
+        dtype=dtype,
+    )
+    state = {name: torch.from_numpy(weights[name]) for name, _ in moe.layer.named_parameters()}
+    moe.layer.load_state_dict(state, strict=False)
+    if case.balance is not None:
+        moe.layer.bias.bias_E.copy_(torch.tensor(case.balance))
+    if case.load is not None:
+        moe.layer.load.share_E.copy_(torch.tensor(case.load))
+    return moe.train(case.training)
+
+
+def run_alone(moe: Layer, given: Arrays, direction: numpy.ndarray) -> tuple[Any, Arrays]:
+    """As `single.run`, with the input as [B, S, D]."""
+    dtype = next(moe.parameters()).dtype
+    x = torch.from_numpy(given["x"]).to(dtype).transpose(0, 1).contiguous().requires_grad_()
+    y = moe(x)
+    along = torch.from_numpy(direction).to(dtype).transpose(0, 1)
+    ((y * along).sum() + moe.aux_loss).backward()
+    gradients = {name: p.grad for name, p in moe.layer.named_parameters()}
+    gradients["x"] = x.grad.transpose(0, 1)
+    y = y.detach().transpose(0, 1)
+    return y.double().numpy(), {name: g.double().numpy() for name, g in gradients.items()}
+
+
+def directions(case: Case) -> numpy.ndarray:
+    shape = (case.tokens // case.sequences, case.sequences, WIDTH)
+    return numpy.random.default_rng(1).normal(size=shape)
+
+
+@pytest.mark.parametrize("name", CASES_ALONE)
+def test_outputs_and_gradients_are_those_of_training(name: str) -> None:
+    case = CASES[name]
+    given, along = values(case), directions(case)
+    moe = of_case(case, given)
+    y, gradients = run_alone(moe, given, along)
+    trained_y, trained = run(build(case, given, torch.float64, "auto"), given, along)
+    # Where nothing depends on sequences their tokens are routed in another order, the logits of
+    # which a router rounds to fp32 otherwise.
+    bound = 0 if case.sequences == 1 or moe._by_sequence else 3e-6
+    numpy.testing.assert_allclose(y, trained_y, rtol=0, atol=bound)
+    assert gradients.keys() == trained.keys()
+    for key, gradient in trained.items():
+        numpy.testing.assert_allclose(gradients[key], gradient, rtol=0, atol=bound, err_msg=key)
+
+
+ORACLE = ("aoe", "aoe_top_p", "aoe_expert_choice, softmax", "topk", "top_p", "sigmoid",
+          "expert_choice, raw", *WITH_SHARED, "aoe, aux loss of sequences")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORACLE)
+def test_outputs_and_gradients_are_the_oracles(name: str) -> None:
+    case = (CASES | WITH_SHARED)[name]
+    given, along = values(case), directions(case)
+    y, gradients = run_alone(of_case(case, given), given, along)
+    numpy.testing.assert_allclose(y, expected_output(case, given), rtol=1e-5, atol=1e-6)
+    for key, gradient in expected_gradients(case, given, along).items():
+        numpy.testing.assert_allclose(gradients[key], gradient, rtol=1e-4, atol=1e-5, err_msg=key)
+
+
+@pytest.mark.parametrize("name", ["aoe", "topk"])
+def test_the_state_is_that_of_training(name: str) -> None:
+    """Under `layer.` stand the names that a training checkpoint has under `...mlp.`."""
+    case = CASES[name]
+    trained = build(case, values(case), torch.float32, "reference").state_dict()
+    alone = of_case(case, values(case)).state_dict()
+    assert {key.removeprefix("layer.") for key in alone} == set(trained)
