@@ -1,5 +1,7 @@
 """Builds the C++ extension moe_parallel._C, with CUDA kernels where torch and nvcc allow it.
 
+A wheel also has the programs and examples, for the commands of moe_parallel/console.py.
+
 Everything else about the package is in pyproject.toml. These variables steer the build:
 
 MOE_PARALLEL_BUILD    auto (default), cpu or cuda
@@ -19,6 +21,7 @@ import sysconfig
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 EXTENSION = "moe_parallel._C"
@@ -184,6 +187,24 @@ class BuildExtension(cpp_extension.BuildExtension):
         super().run()
 
 
+class BuildPrograms(build_py):
+    """The package with the programs and the examples in it, where it is not run from here."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        programs = Path(self.build_lib) / "moe_parallel" / "programs"
+        for path in (ROOT / "pretrain_gpt_moe.py", *ROOT.glob("tools/*.py"), *example_files()):
+            copy = programs / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+
+
+def example_files() -> list[Path]:
+    return [p for suffix in ("yaml", "py") for p in ROOT.glob(f"examples/**/*.{suffix}")]
+
+
 os.chdir(ROOT)  # source paths are relative to it
 os.environ.setdefault("MAX_JOBS", "2")
 os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHITECTURES)
@@ -198,5 +219,8 @@ else:
 
 setup(
     ext_modules=[describe_extension(CUDA_HOME, CUTLASS if CUDA_HOME else None)],
-    cmdclass={"build_ext": BuildExtension.with_options(no_python_abi_suffix=False)},
+    cmdclass={
+        "build_ext": BuildExtension.with_options(no_python_abi_suffix=False),
+        "build_py": BuildPrograms,
+    },
 )

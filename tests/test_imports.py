@@ -15,7 +15,7 @@ PACKAGE = "moe_parallel"
 
 # From the ground up. A module may import its own layer (without a circle) and those before it.
 LAYERS = (
-    {"_C", "errors"},
+    {"_C", "errors", "console"},
     {"agreement"},
     {"config"},
     {"ops"},
