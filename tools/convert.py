@@ -85,6 +85,7 @@ def _convert(own: argparse.Namespace, flags: list[str]) -> None:
     from moe_parallel.convert.report import as_json, table
     from moe_parallel.data.publish import write_published
     from moe_parallel.training.checkpoint_folder import find_checkpoint
+    from moe_parallel.training.run_lock import locked_folder
     from moe_parallel.training.standalone import single_process, standalone_config
 
     checkpoint = find_checkpoint(Path(own.load))
@@ -101,7 +102,7 @@ def _convert(own: argparse.Namespace, flags: list[str]) -> None:
         )
     for option in left_out(trained, own.to):
         print(f"{option}: left out, {own.to} has no such option")
-    with single_process(source) as groups:
+    with single_process(source) as groups, locked_folder(own.save):
         done = convert(source, target, groups, gate, own.calibration_samples, print)
     print(table(done, source.selection.choices_per_token, source.moe.num_experts))
     facts = {"from": str(checkpoint), "to": own.to, "options": vars(own), "flags": flags}

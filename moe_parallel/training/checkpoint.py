@@ -20,9 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
@@ -53,8 +50,8 @@ from moe_parallel.training.checkpoint_fp8 import (
     fp8_state_to_read,
     set_fp8_state,
 )
+from moe_parallel.training.checkpoint_model import check_tensors, model_tensors, placed_tensors
 from moe_parallel.training.checkpoint_optimizer import (
-    MASTER,
     Piece,
     adam_step,
     master_tensors,
@@ -67,19 +64,22 @@ from moe_parallel.training.checkpoint_optimizer import (
 )
 from moe_parallel.training.checkpoint_random import random_state, set_random_state
 from moe_parallel.training.checkpoint_record import (
+    FORMAT,
     UNSEALED,
     Expected,
     as_json,
     checked_record,
-    seal,
+    is_whole,
 )
 from moe_parallel.training.checkpoint_tensors import (
+    not_finite,
     of_this_rank,
     read_tensors,
     stored_tensors,
     write_tensors,
 )
 from moe_parallel.training.checkpoint_upcycling import DenseReader
+from moe_parallel.training.failure import Diverged
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,10 @@ class TrainingState:
     consumed_samples: int
     consumed_tokens: int
     unlogged: Mapping[str, Any] | None = None
+
+
+class NotSaved(InputError):
+    """A checkpoint could not be written. Training can go on, and save later."""
 
 
 class Checkpointer:
@@ -152,23 +156,48 @@ class Checkpointer:
     ) -> Path:
         """Write a checkpoint and return its path.
 
-        It is written under a hidden name and renamed when every rank's part is on the disk.
-        Until then, and if anything fails, the previous checkpoint stays the latest.
+        It is written under a hidden name and renamed when every rank's part is on the disk and
+        all of them are there. Until then, and if anything fails, the previous checkpoint stays the
+        latest.
 
         Raises:
-            InputError: on every rank, if a rank could not write.
+            NotSaved: on every rank, if a rank could not write.
+            Diverged: on every rank, if what is to be saved is not finite.
         """
         try:
             return self._save(state, model_chunks, optimizer, scheduler)
         except StorageError as error:
-            if dist.get_rank() == 0:
-                self.folder.abandon(state.iteration)
+            self._abandon(state.iteration)
             latest = self.latest()
             kept = f"{latest.name} is untouched" if latest else "there was none before"
-            raise InputError(
+            raise NotSaved(
                 f"--save {self.folder.directory}: cannot write the checkpoint of iteration "
                 f"{state.iteration}: {error}; {kept}; free the disk or name another folder"
             ) from error
+        except Exception:
+            self._abandon(state.iteration)
+            raise
+
+    def confirm(self, iteration: int) -> None:
+        """The weights of this newest checkpoint have given a finite loss. Collective.
+
+        So --keep-last need not keep one before it any longer.
+        """
+        keep_last = self.keep_last
+        if keep_last is not None:
+            on_rank_0(lambda: self.folder.delete_oldest(iteration, keep_last))
+
+    def last_good(self, iteration: int) -> str:
+        """For a run that diverges at `iteration`: from where it can go on.
+
+        Every checkpoint was finite when it was saved, but that of `iteration` itself has led to
+        what is not. The run came past those before it with a finite loss.
+        """
+        for before in reversed(self.folder.iterations()):
+            path = self.folder.directory / checkpoint_name(before)
+            if before < iteration and is_whole(path):
+                return f"the last good checkpoint is {path}"
+        return f"there is no good checkpoint in {self.folder.directory}"
 
     def _save(
         self,
@@ -178,9 +207,8 @@ class Checkpointer:
         scheduler: OptimizerParamScheduler | None,
     ) -> Path:
         iteration = state.iteration
-        on_rank_0(lambda: self.folder.begin(iteration))
         writing = self.folder.writing_path(iteration)
-        model = _model_tensors(model_chunks)
+        model = model_tensors(model_chunks)
         content: dict[str, Any] = {
             "model": model,
             "random": of_this_rank("random_state", random_state()),
@@ -190,6 +218,8 @@ class Checkpointer:
         if optimizer is not None:
             content["moments"] = moment_tensors(held)
             content["masters"] = master_tensors(held)
+        self._check_finite(content, iteration)
+        on_rank_0(lambda: self.folder.begin(iteration))
         write_tensors(content, writing)
         on_rank_0(lambda: copy_files(self.files, writing))
         names: list[str] = exchange(agree(lambda: list_files(writing)))[0]
@@ -197,6 +227,7 @@ class Checkpointer:
         files = {name: facts for share in described for name, facts in share.items()}
         on_rank_0(lambda: check_complete(writing, files))
         record = {
+            "format": FORMAT,
             "training": asdict(state),
             "adam_step": None if optimizer is None else max(exchange(adam_step(held))),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -206,8 +237,21 @@ class Checkpointer:
             "versions": {"torch": torch.__version__, "megatron-core": installed_version()},
             "files": files,
         }
-        on_rank_0(lambda: self.folder.publish(iteration, seal(record), self.keep_last))
+        on_rank_0(lambda: self.folder.publish(iteration, record, self.keep_last))
         return self.folder.directory / checkpoint_name(iteration)
+
+    def _check_finite(self, content: dict[str, Any], iteration: int) -> None:
+        keys = sorted({key for of_rank in exchange(not_finite(content)) for key in of_rank})
+        if keys:
+            more = f" and {len(keys) - 1} other tensors" if len(keys) > 1 else ""
+            raise Diverged(
+                f"iteration {iteration}: {keys[0]}{more} of the state to be saved are not finite; "
+                f"nothing was saved; {self.last_good(iteration)}"
+            )
+
+    def _abandon(self, iteration: int) -> None:
+        if dist.get_rank() == 0:
+            self.folder.abandon(iteration)
 
     def load(
         self,
@@ -260,7 +304,7 @@ class Checkpointer:
     ) -> TrainingState:
         expected = Expected(self.fingerprint, self.same_schedule)
         checkpoint, record = _open(path, expected, optimizer, scheduler)
-        model = _model_tensors(model_chunks)
+        model = model_tensors(model_chunks)
         held = [] if optimizer is None else pieces(optimizer, model)
         content: dict[str, Any] = {"model": model, "moments": moment_tensors(held)}
         if record["layout"] == self.layout:
@@ -268,7 +312,7 @@ class Checkpointer:
                 content["random"] = of_this_rank("random_state", None)
             content |= fp8_state_to_read(model_chunks, record)
         stored = agree(lambda: stored_tensors(checkpoint))
-        _check_tensors(checkpoint, content, stored)
+        check_tensors(checkpoint, content, stored)
 
         content["model"] = most_precise(model, stored)
         loaded = read_tensors(content, checkpoint)
@@ -276,7 +320,7 @@ class Checkpointer:
             unwrap_model(list(model_chunks)), loaded["model"].values(), strict=True
         ):
             chunk.load_state_dict(weights)
-        set_fp8_state(model_chunks, loaded)
+        agree(lambda: set_fp8_state(model_chunks, loaded))
         if optimizer is not None:
             read_tensors({"masters": masters_to_read(held, stored)}, checkpoint)
         return _go_on(record, held, scheduler, loaded)
@@ -291,15 +335,15 @@ class Checkpointer:
         seed: int,
     ) -> TrainingState:
         checkpoint, record = _open(path, expected, optimizer, scheduler)
-        model = _model_tensors(model_chunks)
+        model = model_tensors(model_chunks)
         held = pieces(optimizer, model)
         stored = agree(lambda: stored_tensors(checkpoint))
         reader = DenseReader(stored, seed)
-        weights = _tensors(most_precise(model, stored))
+        weights = placed_tensors(most_precise(model, stored))
         same = reader.same([*weights, *moment_tensors(held).values()])
         masters = reader.same(masters_to_read(held, stored).values())
         content: dict[str, Any] = {"same": numbered(same), "parts": numbered(reader.parts())}
-        _check_tensors(checkpoint, content, stored)
+        check_tensors(checkpoint, content, stored)
 
         if record["layout"] == self.layout:
             content["random"] = of_this_rank("random_state", None)
@@ -356,55 +400,6 @@ def _go_on(
     return TrainingState(**record["training"])
 
 
-def _model_tensors(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    # One key per layer: layers may differ in kind, and a pipeline may cut anywhere.
-    metadata = {"non_homogeneous_layers": True}
-    return {
-        f"chunk{index}": chunk.sharded_state_dict(metadata=metadata)
-        for index, chunk in enumerate(unwrap_model(list(model_chunks)))
-    }
-
-
-def _tensors(content: dict[str, Any]) -> list[ShardedTensor]:
-    """Every sharded tensor in a sharded state dict, those of factories too."""
-    sharded, _ = extract_sharded_base(content)
-    apply_factories(sharded)
-    return [tensor for tensor in nested_values(sharded) if isinstance(tensor, ShardedTensor)]
-
-
 def _share() -> slice:
     """The files that this rank reads to check them."""
     return slice(dist.get_rank(), None, dist.get_world_size())
-
-
-def _check_tensors(
-    checkpoint: Path, content: dict[str, Any], stored: dict[str, tuple[int, ...]]
-) -> None:
-    """Compare the tensors to be read, on any rank, with those that are there.
-
-    Raises InputError on every rank for the first that is missing, left over, or of another shape.
-    """
-    wanted = {
-        tensor.key: (tuple(tensor.global_shape), tensor.allow_shape_mismatch)
-        for tensor in _tensors(content)
-    }
-    everywhere = {key: value for of_rank in exchange(wanted) for key, value in of_rank.items()}
-    reason = _difference(everywhere, stored)
-    if reason:
-        raise InputError(f"--load {checkpoint}: {reason}; use the checkpoint's config.yaml")
-
-
-def _difference(
-    wanted: dict[str, tuple[tuple[int, ...], bool]], stored: dict[str, tuple[int, ...]]
-) -> str | None:
-    for key, (shape, may_differ) in wanted.items():
-        if key not in stored:
-            return f"the model has {key}, which the checkpoint lacks"
-        found = stored[key]
-        if found != shape and not may_differ:
-            return f"{key} is {list(found)} in the checkpoint and {list(shape)} here"
-    read = {key.removeprefix(MASTER) for key in wanted}
-    for key in stored:
-        if key not in read and not key.startswith("optimizer."):
-            return f"the checkpoint has {key}, which the model lacks"
-    return None

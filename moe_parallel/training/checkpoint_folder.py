@@ -16,8 +16,10 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from moe_parallel.data.publish import flush_to_disk, write_published
+from moe_parallel.data.sealed import write_sealed
 from moe_parallel.errors import InputError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -54,13 +56,13 @@ class CheckpointFolder:
         """Give the disk space of an unfinished checkpoint back; never fails."""
         shutil.rmtree(self.writing_path(iteration), ignore_errors=True)
 
-    def publish(self, iteration: int, record: str, keep_last: int | None) -> Path:
+    def publish(self, iteration: int, record: Mapping[str, Any], keep_last: int | None) -> Path:
         """Give the written checkpoint its name, point the tracker at it, delete the oldest.
 
-        `record` is the text of checkpoint.json.
+        `record` becomes checkpoint.json, with a checksum.
         """
         writing = self.writing_path(iteration)
-        (writing / RECORD).write_text(record)
+        write_sealed(writing / RECORD, record)
         for path in (writing, *writing.rglob("*")):
             flush_to_disk(path)
 
@@ -73,7 +75,7 @@ class CheckpointFolder:
         flush_to_disk(self.directory)
         self._clear_leftovers()
         if keep_last is not None:
-            self._delete_oldest(keep_last, published)
+            self.delete_oldest(iteration, max(2, keep_last))
         return published
 
     def latest(self) -> Path | None:
@@ -131,13 +133,16 @@ class CheckpointFolder:
         text = self._tracker() or ""
         return bool(_ITERATION.fullmatch(text)) and published.name == checkpoint_name(int(text))
 
-    def _delete_oldest(self, keep_last: int, newest: Path) -> None:
-        """Delete all but `newest` and the `keep_last - 1` highest other iterations.
+    def delete_oldest(self, newest: int, keep_last: int) -> None:
+        """Delete all but the checkpoint of iteration `newest` and `keep_last - 1` others.
 
-        A deleted checkpoint loses its name first, so that a kill leaves no half of one.
+        Those that led to it are kept before those of a course that the run went back from, whose
+        iterations are higher. A deleted checkpoint loses its name first, so that a kill leaves no
+        half of one.
         """
-        others = [i for i in self.iterations() if checkpoint_name(i) != newest.name]
-        for iteration in others[: max(0, len(others) - (keep_last - 1))]:
+        others = [i for i in self.iterations() if i != newest]
+        others.sort(key=lambda iteration: (iteration > newest, -iteration))
+        for iteration in others[keep_last - 1 :]:
             old = self._old_path(iteration)
             (self.directory / checkpoint_name(iteration)).rename(old)
             shutil.rmtree(old)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megatron.core.utils import unwrap_model
 
+from moe_parallel.agreement import StorageError
 from moe_parallel.experts.fp8_engine import Fp8Engine
 from moe_parallel.model.fp8_gpt import Fp8GPTModel
 from moe_parallel.training.checkpoint_tensors import of_this_rank
@@ -44,10 +45,19 @@ def fp8_state_to_read(
 
 
 def set_fp8_state(chunks: Sequence[torch.nn.Module], loaded: Mapping[str, Any]) -> None:
-    """Put back what was read."""
+    """Put back what was read.
+
+    Raises:
+        StorageError: it is something else.
+    """
     engine = _engine(chunks)
-    if engine is not None and _KEY in loaded:
+    if engine is None or _KEY not in loaded:
+        return
+    try:
         engine.load_state(loaded[_KEY])
+    except (LookupError, TypeError, RuntimeError) as error:
+        reason = type(error).__name__
+        raise StorageError(f"its FP8 scales are of another kind ({reason})") from error
 
 
 def _engine(chunks: Sequence[torch.nn.Module]) -> Fp8Engine | None:

@@ -9,7 +9,6 @@ versions        of torch and megatron-core
 files           size and CRC-32 of every other file
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from moe_parallel.data.sealed import parse_json, read_sealed
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint_files import check_content, check_sizes, torn
 from moe_parallel.training.checkpoint_folder import RECORD, checkpoint_name, iteration_in_name
@@ -75,22 +75,22 @@ def checked_record(
     return record
 
 
-def seal(record: Mapping[str, Any]) -> str:
-    """The text of checkpoint.json: `record` with the format and its checksum."""
-    sealed = {"format": FORMAT, **as_json(record)}
-    return json.dumps({**sealed, "checksum": _checksum(sealed)}, indent=1)
-
-
 def read_record(checkpoint: Path) -> dict[str, Any]:
     """The content of checkpoint.json, after checking that every file is there in its full size.
 
     Raises InputError if the checkpoint is torn, or is not the one that its name says.
     """
     try:
-        record = json.loads((checkpoint / RECORD).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        record = _read(checkpoint / RECORD)
+    except OSError:
         raise torn(checkpoint, f"{RECORD} is missing or unreadable") from None
-    _check_seal(checkpoint, record)
+    except ValueError as error:
+        raise torn(checkpoint, f"{RECORD} is damaged ({error})") from None
+    if record["format"] not in (UNSEALED, FORMAT):
+        raise InputError(
+            f"--load {checkpoint}: its format is {record['format']}, and this program reads "
+            f"{UNSEALED} and {FORMAT}; load it with the version that wrote it"
+        )
     if not _is_record(record):
         raise torn(checkpoint, f"{RECORD} is no record of a checkpoint")
     saved, named = record["training"]["iteration"], iteration_in_name(checkpoint)
@@ -103,6 +103,15 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     return record
 
 
+def is_whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint has its record, and every file in its full size."""
+    try:
+        read_record(checkpoint)
+    except InputError:
+        return False
+    return True
+
+
 def checked_file(checkpoint: Path, name: str) -> Path:
     """A file of a checkpoint, found to be as it was saved; raises InputError otherwise."""
     files = read_record(checkpoint)["files"]
@@ -112,24 +121,17 @@ def checked_file(checkpoint: Path, name: str) -> Path:
     return checkpoint / name
 
 
-def _check_seal(checkpoint: Path, record: Any) -> None:
-    if not isinstance(record, dict) or type(record.get("format")) is not int:
-        raise torn(checkpoint, f"{RECORD} is no record of a checkpoint")
-    checksum = record.pop("checksum", None)
-    if checksum is None and record["format"] == UNSEALED:
-        return
-    if checksum != _checksum(record):
-        raise torn(checkpoint, f"{RECORD} is damaged: its checksum is another")
-    if record["format"] != FORMAT:
-        raise InputError(
-            f"--load {checkpoint}: its format is {record['format']}, and this program reads "
-            f"{UNSEALED} and {FORMAT}; load it with the version that wrote it"
-        )
-
-
-def _checksum(record: Mapping[str, Any]) -> str:
-    canonical = json.dumps(record, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+def _read(path: Path) -> dict[str, Any]:
+    """A record of some format as it was written; raises ValueError, OSError."""
+    record = parse_json(path.read_bytes())
+    is_unsealed = (
+        isinstance(record, dict) and record.get("format") == UNSEALED and "checksum" not in record
+    )
+    if not is_unsealed:
+        record = read_sealed(path)
+    if type(record.get("format")) is not int:
+        raise ValueError("no record of a checkpoint")
+    return record
 
 
 def _is_record(record: Mapping[str, Any]) -> bool:

@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedTensor,
+    ShardedTensorFactory,
     apply_factory_merges,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
@@ -143,6 +144,19 @@ def _load(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     _restore_dict_types(result, sharded)
     merge(result, values)
     return apply_factory_merges(result, factories)
+
+
+def not_finite(content: dict[str, Any]) -> list[str]:
+    """The keys of tensors in a sharded state dict, as far as they are on this rank, that hold a
+    NaN or an infinity."""
+    tensors = [
+        part
+        for part in nested_values(content)
+        if isinstance(part, ShardedTensor | ShardedTensorFactory) and part.data.is_floating_point()
+    ]
+    finite = [torch.isfinite(tensor.data).all() for tensor in tensors]
+    every = torch.stack(finite).tolist() if finite else []  # a GPU is waited for once
+    return [tensor.key for tensor, is_finite in zip(tensors, every, strict=True) if not is_finite]
 
 
 @contextmanager

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from moe_parallel.evaluation.perplexity import Perplexity, evaluate
 from moe_parallel.model.forward import Batch
 from moe_parallel.platform.device import peak_memory
 from moe_parallel.telemetry.sinks import Telemetry
-from moe_parallel.training.checkpoint import TrainingState
+from moe_parallel.training.checkpoint import NotSaved, TrainingState
 from moe_parallel.training.checkpoint_folder import checkpoint_name
 from moe_parallel.training.engine import NonFinite, StepResult
 from moe_parallel.training.exit_codes import EXIT_INTERRUPTED
@@ -75,7 +75,7 @@ class Loop:
                 leaving = self._due(self.config.training.exit_interval)
                 self.asked_to_leave = stopping or leaving
                 if self._due(self.config.checkpoint.save_interval) or stopping or leaving:
-                    self.save()
+                    self.save(can_wait=not (stopping or leaving))
                 if stopping:
                     self.telemetry.say(f"stopped by a signal {self.whereabouts()}")
                     return EXIT_INTERRUPTED
@@ -91,17 +91,26 @@ class Loop:
         """Whether this was the run's last iteration."""
         return self.state.iteration >= self.config.training.train_iters
 
-    def save(self) -> None:
-        """Write a checkpoint of this moment, unless there is one. Collective."""
+    def save(self, *, can_wait: bool = False) -> None:
+        """Write a checkpoint of this moment, unless there is one. Collective.
+
+        Where it `can_wait` and cannot be written, training goes on: the next one may be.
+        """
         if self.config.checkpoint.save is None or self._saved_at == self.state.iteration:
             return
         self.telemetry.sync()  # the checkpoint takes for granted what was logged before it
-        path = self.stage.checkpoints.save(
-            replace(self.state, unlogged=self.interval.state()),
-            self.engine.chunks,
-            self.engine.optimizer,
-            self.engine.scheduler,
-        )
+        try:
+            path = self.stage.checkpoints.save(
+                replace(self.state, unlogged=self.interval.state()),
+                self.engine.chunks,
+                self.engine.optimizer,
+                self.engine.scheduler,
+            )
+        except NotSaved as error:
+            if not can_wait or self.state.iteration >= self.stage.until:
+                raise
+            self.telemetry.say(f"caution: {error}; training goes on without it")
+            return
         self._saved_at = self.state.iteration
         self.telemetry.say(f"saved {path}")
 
@@ -136,6 +145,9 @@ class Loop:
             }
             if text.later is not None:
                 readings[domain]["loss_after_first_part"] = text.later.loss
+        if not all(math.isfinite(text.loss) for text in texts.values()):
+            raise self._diverged("the loss on validation text is not finite", self.state.iteration)
+        self._confirm_saved()
         if readings:
             self.telemetry.log(self.place() | {"validation": readings})
         return texts
@@ -163,7 +175,8 @@ class Loop:
         try:
             result = self.engine.step(stream)
         except NonFinite as error:
-            raise self._diverged(error) from error
+            raise self._diverged(str(error), self.state.iteration + 1) from error
+        self._confirm_saved()
         self.interval.add(result, time.monotonic() - begin)
         self.state = TrainingState(
             iteration=self.state.iteration + 1,
@@ -220,9 +233,15 @@ class Loop:
         go_on = f"go on with --load {folder}" if folder else "nothing was saved (no --save)"
         return f"after iteration {self.state.iteration}; {go_on}"
 
-    def _diverged(self, error: NonFinite) -> Diverged:
-        latest: Path | None = None
+    def _confirm_saved(self) -> None:
+        """The weights as they are give a finite loss: tell their checkpoint, if it is the newest.
+
+        To be called before anything changes `state`."""
+        if self.config.checkpoint.save is not None and self._saved_at == self.state.iteration:
+            self.stage.checkpoints.confirm(self.state.iteration)
+
+    def _diverged(self, what: str, iteration: int) -> Diverged:
+        good = "there is no checkpoint (no --save)"
         if self.config.checkpoint.save is not None:
-            latest = self.stage.checkpoints.latest()
-        good = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint"
-        return Diverged(f"iteration {self.state.iteration + 1}: {error}; {good}")
+            good = self.stage.checkpoints.last_good(self.state.iteration)
+        return Diverged(f"iteration {iteration}: {what}; {good}")

@@ -31,14 +31,9 @@ from moe_parallel.training.job_store import join_store
 from moe_parallel.training.loop import Loop
 from moe_parallel.training.own_tokenizer import names_tokenizer
 from moe_parallel.training.report import compare_with_baselines, draw, format_table
-from moe_parallel.training.run import (
-    begin_run,
-    check_save,
-    goes_on_here,
-    is_finished,
-    open_checkpoints,
-)
+from moe_parallel.training.run import begin_run, goes_on_here, is_finished, open_checkpoints
 from moe_parallel.training.run_config import begins_in, run_config
+from moe_parallel.training.run_lock import locked_folder
 from moe_parallel.training.signals import StopRequest
 from moe_parallel.training.stages import Stage, Stages
 from moe_parallel.training.text import open_text
@@ -94,10 +89,20 @@ def pretrain(
         cautions: to tell the user besides those of the configuration.
         tokenizer_given: whether the command line names the tokenizer.
     """
-    stop = stop or StopRequest()
+    with locked_folder(config.checkpoint.save) as lock_cautions:
+        cautions = (*cautions, *lock_cautions)
+        return _pretrain(config, groups, stop or StopRequest(), cautions, tokenizer_given)
+
+
+def _pretrain(
+    config: Config,
+    groups: Groups,
+    stop: StopRequest,
+    cautions: Sequence[str],
+    tokenizer_given: bool,
+) -> int:
     seed_everything(config, groups)
     config, note = _first_start(config)
-    check_save(config)
     check_memory(config, config.data.vocab_size or 0, groups)
     text = open_text(config, tokenizer_given=tokenizer_given)
     check_memory(config, text.vocab_size, groups)

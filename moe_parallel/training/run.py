@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,27 +20,6 @@ from moe_parallel.telemetry.metrics import has_evaluation
 from moe_parallel.training.checkpoint import Checkpointer
 from moe_parallel.training.checkpoint_record import Expected
 from moe_parallel.training.own_tokenizer import TOKENIZER
-
-
-def check_save(config: Config) -> None:
-    """Raise InputError if --save cannot be written, leaving nothing behind. Collective.
-
-    The file that tries it has no name, so that even a kill leaves nothing.
-    """
-    if config.checkpoint.save is None:
-        return
-    folder = Path(config.checkpoint.save)
-
-    def try_it() -> None:
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-        if not there.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "it is a file", str(there))
-        try:
-            tempfile.TemporaryFile(dir=there).close()
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(there)) from error
-
-    on_rank_0(lambda: _to_save(folder, try_it))
 
 
 def open_checkpoints(
@@ -135,21 +111,17 @@ def begin_run(config: Config, tokenizer: Tokenizer) -> None:
     folder = Path(config.checkpoint.save)
 
     def begin() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_published(folder / "config.yaml", _run_again(config))
-        tokenizer.save(folder / "tokenizer")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_published(folder / "config.yaml", _run_again(config))
+            tokenizer.save(folder / "tokenizer")
+        except OSError as error:
+            raise InputError(
+                f"--save {folder} cannot be written ({one_line(error)}): "
+                "name a folder on a disk with room"
+            ) from error
 
-    on_rank_0(lambda: _to_save(folder, begin))
-
-
-def _to_save(folder: Path, action: Callable[[], None]) -> None:
-    try:
-        action()
-    except OSError as error:
-        raise InputError(
-            f"--save {folder} cannot be written ({one_line(error)}): "
-            "name a folder on a disk with room"
-        ) from error
+    on_rank_0(begin)
 
 
 def _run_again(config: Config) -> str:

@@ -7,7 +7,6 @@ import pytest
 from moe_parallel.config import SELECTIONS, Selection, aoe_wide_size, make_config, selection_name
 from moe_parallel.config.config import selection_options
 
-
 SCALED = {"aoe_up_init_method": "scaled"}
 
 

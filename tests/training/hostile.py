@@ -17,9 +17,9 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
+from moe_parallel.data.sealed import write_sealed
 from moe_parallel.training.checkpoint_files import describe_files, list_files
 from moe_parallel.training.checkpoint_random import random_state
-from moe_parallel.training.checkpoint_record import seal
 
 MARKER = "this_ran"
 
@@ -49,7 +49,7 @@ def reseal(checkpoint: Path) -> None:
     record = json.loads((checkpoint / "checkpoint.json").read_text())
     del record["checksum"]
     record["files"] = describe_files(checkpoint, list_files(checkpoint))
-    (checkpoint / "checkpoint.json").write_text(seal(record))
+    write_sealed(checkpoint / "checkpoint.json", record)
 
 
 def _index(path: Path, payload: Payload) -> None:

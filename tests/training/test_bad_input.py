@@ -173,7 +173,9 @@ def _error(options):
 
 def _contents(folder):
     return {
-        path.relative_to(folder): (path.stat().st_mtime_ns, path.is_file() and path.read_bytes())
+        path.relative_to(folder): (path.stat().st_mtime_ns, path.read_bytes())
+        if path.is_file()
+        else None
         for path in folder.rglob("*")
         if "cache" not in path.parts and not path.name.endswith(".range.json")
     }
@@ -278,10 +280,18 @@ def test_a_disk_that_fills_up_and_one_that_is_read_only(place, tmp_path, small_d
     codes, output = _program(tmp_path, options)
     assert codes == [2, 2]
     assert re.fullmatch(
-        rf"error: --save {save}: cannot write the checkpoint of iteration 3: (.*: )?No space left "
+        rf"error: --save {save}: cannot write the checkpoint of iteration 4: (.*: )?No space left "
         r"on device; iter_0000002 is untouched; free the disk or name another folder",
         _error_line(output),
     )
+    (caution,) = [line for line in output.splitlines() if line.startswith("caution")]
+    assert re.fullmatch(
+        rf"caution: --save {save}: cannot write the checkpoint of iteration 3: (.*: )?No space "
+        r"left on device; iter_0000002 is untouched; free the disk or name another folder; "
+        r"training goes on without it",
+        caution,
+    )
+    assert not list(save.glob(".*"))
     elsewhere = options | {"save": tmp_path / "elsewhere", "load": save}
     assert _program(tmp_path, elsewhere)[0] == [0, 0]
 

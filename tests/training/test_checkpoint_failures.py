@@ -1,20 +1,30 @@
 """Saves that are killed or fail, and checkpoints that cannot be loaded."""
 
+import errno
 import json
 import os
 import re
 import resource
 import shutil
 import signal
+from math import inf, nan
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from torch import distributed as dist
 
+from moe_parallel.data.sealed import write_sealed
 from moe_parallel.errors import InputError
-from moe_parallel.training import checkpoint_folder, checkpoint_tensors
+from moe_parallel.training import (
+    checkpoint,
+    checkpoint_files,
+    checkpoint_folder,
+    checkpoint_tensors,
+)
 from moe_parallel.training.checkpoint import TrainingState
-from moe_parallel.training.checkpoint_record import seal
+from moe_parallel.training.checkpoint_folder import CheckpointFolder
+from moe_parallel.training.failure import Diverged
 from tests.distributed import RankError, run_distributed
 from tests.training.tiny_run import AOE, Layout, TinyRun
 
@@ -134,6 +144,123 @@ def test_keep_last_bounds_the_disk(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
+def _remove_what_was_written(folder, names):
+    """Another process in the folder, after this one's part was described."""
+    whole = checkpoint_files.check_complete
+
+    def remove_first(writing, files):
+        for name in names:
+            (writing / name).unlink()
+            files.pop(name)
+        whole(writing, files)
+
+    checkpoint.check_complete = remove_first
+
+
+def _save_what_is_not_whole(folder, removed):
+    run = TinyRun(EP2, folder)
+    run.save()
+    messages = []
+    for name in removed:
+        run.steps(1)
+        _remove_what_was_written(folder, [name])
+        messages.append(_error(run.save))
+        checkpoint.check_complete = checkpoint_files.check_complete
+    return messages
+
+
+def test_only_what_is_whole_is_published(tmp_path):
+    removed = [".metadata", "common.pt", "__0_0.distcp", "__1_0.distcp"]
+    found = run_distributed(2, _save_what_is_not_whole, tmp_path, removed)
+    assert found[0] == found[1]
+    for number, (name, message) in enumerate(zip(removed, found[0], strict=True), 1):
+        assert message == (
+            f"--save {tmp_path}: cannot write the checkpoint of iteration {number}: {name} is "
+            "missing: every rank has to write into the same folder; iter_0000000 is untouched; "
+            "free the disk or name another folder"
+        )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "iter_0000000",
+        "latest_checkpointed_iteration.txt",
+    ]
+
+
+def _write_nothing(*args):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _save_on_a_full_disk(folder):
+    """The error of a save at each place where a full disk may stop it, and what it leaves."""
+    run = TinyRun(EP2, folder)
+    run.save()
+    messages = []
+    for module, name in (
+        (CheckpointFolder, "begin"),
+        (checkpoint_tensors, "_write_common"),
+        (checkpoint_tensors._WatchedStream, "write"),
+        (checkpoint, "copy_files"),
+        (checkpoint_folder, "write_sealed"),
+        (checkpoint_folder, "flush_to_disk"),
+    ):
+        run.steps(1)
+        with mock.patch.object(module, name, _write_nothing):
+            messages.append(_error(run.save))
+        if dist.get_rank() == 0:  # which clears away
+            assert not list(folder.glob(".*"))
+    run.steps(1)
+    return messages, run.save().name
+
+
+def test_a_disk_that_is_full_at_any_point_of_a_save(tmp_path):
+    found = run_distributed(2, _save_on_a_full_disk, tmp_path)
+    assert found[0] == found[1]
+    messages, last = found[0]
+    for number, message in enumerate(messages, 1):
+        assert message == (
+            f"--save {tmp_path}: cannot write the checkpoint of iteration {number}: No space left "
+            "on device; iter_0000000 is untouched; free the disk or name another folder"
+        )
+    assert last == "iter_0000007"
+
+
+def _save_what_is_not_finite(folder):
+    """What a save says when a weight, a moment, or only rank 1's share is not finite."""
+    run = TinyRun(EP2, folder)
+    run.steps(1)
+    run.save()
+    run.steps(1)
+    messages = []
+    for rank, what, value in ((0, "weight", nan), (1, "moment", inf), (1, "weight", -inf)):
+        parameter = next(parameter for name, parameter in run.parameters() if ".experts." in name)
+        (part,) = (p for p in _parts(run.engine.optimizer) if parameter in p.optimizer.state)
+        tensor = parameter if what == "weight" else part.optimizer.state[parameter]["exp_avg_sq"]
+        before = tensor.detach().clone()
+        if dist.get_rank() == rank:
+            tensor.data.flatten()[-1] = value
+        with pytest.raises(Diverged) as caught:
+            run.save()
+        messages.append(str(caught.value))
+        tensor.data.copy_(before)
+    return messages, run.save().name
+
+
+def _parts(optimizer):
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def test_what_is_not_finite_is_not_saved(tmp_path):
+    found = run_distributed(2, _save_what_is_not_finite, tmp_path)
+    assert found[0] == found[1]
+    messages, last = found[0]
+    assert len(messages) == 3 and last == "iter_0000002"
+    for message in messages:
+        assert re.fullmatch(
+            r"iteration 2: \S*\.experts\.\S+ of the state to be saved are not finite; nothing was "
+            rf"saved; the last good checkpoint is {tmp_path}/iter_0000001",
+            message,
+        ), message
+
+
 def _load_errors(paths):
     """The InputError of loading each path, by one run."""
     run = TinyRun(EP2, paths[0])
@@ -141,16 +268,16 @@ def _load_errors(paths):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("whole")
     run_distributed(2, _save_twice, path, int)
     return path
 
 
-def test_torn_checkpoints(checkpoint, tmp_path):
+def test_torn_checkpoints(saved, tmp_path):
     def damaged(name, damage):
         path = tmp_path / name
-        shutil.copytree(checkpoint, path)
+        shutil.copytree(saved, path)
         damage(path / "iter_0000002")
         return path
 
@@ -172,7 +299,7 @@ def test_torn_checkpoints(checkpoint, tmp_path):
     reasons = [
         r"__1_0.distcp has 1000 bytes instead of \d+; load another one: iter_0000001",
         "__0_0.distcp is missing; load another one: iter_0000001",
-        "checkpoint.json is missing or unreadable; load another one: iter_0000001",
+        r"checkpoint.json is damaged \(not JSON at .*\); load another one: iter_0000001",
         r"\.metadata is damaged; load another one: iter_0000001",
         r"__1_0\.distcp is damaged; load another one: iter_0000001",
     ]
@@ -203,20 +330,20 @@ def _load_into_each(path):
     return messages
 
 
-def test_checkpoints_of_another_model(checkpoint):
-    found = run_distributed(2, _load_into_each, checkpoint)
+def test_checkpoints_of_another_model(saved):
+    found = run_distributed(2, _load_into_each, saved)
     assert found[0] == found[1]
     for (_, reason), message in zip(OTHER_MODELS, found[0], strict=True):
-        assert message.startswith(f"--load {checkpoint}/iter_0000002: "), message
+        assert message.startswith(f"--load {saved}/iter_0000002: "), message
         assert re.search(reason, message), message
         assert "\n" not in message and "config.yaml" in message
 
 
-def test_paths_that_hold_no_checkpoint(checkpoint, tmp_path):
+def test_paths_that_hold_no_checkpoint(saved, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     for name, tracker in ("garbage", "ten"), ("dangling", "10"):
-        shutil.copytree(checkpoint, tmp_path / name)
+        shutil.copytree(saved, tmp_path / name)
         (tmp_path / name / "latest_checkpointed_iteration.txt").write_text(tracker)
     paths = [tmp_path / name for name in ("empty", "file", "absent", "garbage", "dangling")]
     reasons = [
@@ -232,16 +359,16 @@ def test_paths_that_hold_no_checkpoint(checkpoint, tmp_path):
         assert re.match(f"--load {path}: .*{reason}", message), message
 
 
-def test_an_older_checkpoint_can_be_named(checkpoint):
-    path = checkpoint / "iter_0000001"
+def test_an_older_checkpoint_can_be_named(saved):
+    path = saved / "iter_0000001"
     assert run_distributed(2, _load_errors, [path]) == [[None], [None]]
 
 
-def test_a_checkpoint_may_be_older_than_an_option(checkpoint, tmp_path):
-    path = shutil.copytree(checkpoint / "iter_0000002", tmp_path / "iter_0000002")
+def test_a_checkpoint_may_be_older_than_an_option(saved, tmp_path):
+    path = shutil.copytree(saved / "iter_0000002", tmp_path / "iter_0000002")
     record = json.loads((path / "checkpoint.json").read_text())
     del record["fingerprint"]["heads"], record["checksum"]
-    (path / "checkpoint.json").write_text(seal(record))
+    write_sealed(path / "checkpoint.json", record)
     assert run_distributed(2, _load_errors, [path]) == [[None], [None]]
 
 

@@ -5,12 +5,13 @@ import pytest
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint import Checkpointer
 from moe_parallel.training.checkpoint_folder import CheckpointFolder, find_checkpoint
+from moe_parallel.training.checkpoint_record import FORMAT
 
 
 def _publish(folder, iteration, content="", keep_last=None):
     writing = folder.begin(iteration)
     (writing / "weights").write_text(content)
-    return folder.publish(iteration, "{}", keep_last)
+    return folder.publish(iteration, {}, keep_last)
 
 
 def test_nothing_shows_before_publishing(tmp_path):
@@ -49,7 +50,34 @@ def test_keeping_counts_the_newest_whatever_its_number(tmp_path):
     assert folder.iterations() == [5, 20]
     assert folder.latest().name == "iter_0000005"
     _publish(folder, 6, keep_last=1)
+    assert folder.iterations() == [5, 6]  # 6 may turn out to lead nowhere
+    folder.delete_oldest(6, 1)
     assert folder.iterations() == [6]
+
+
+def test_keeping_prefers_what_led_to_the_newest(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    for iteration in (10, 20, 15):  # 20 led nowhere, and the run went on from 10
+        _publish(folder, iteration, keep_last=2)
+    assert folder.iterations() == [10, 15]
+
+
+def test_the_last_good_checkpoint_is_whole_and_before_what_diverged(tmp_path):
+    checkpoints = Checkpointer.__new__(Checkpointer)
+    checkpoints.folder = folder = CheckpointFolder(tmp_path)
+    assert checkpoints.last_good(30) == f"there is no good checkpoint in {tmp_path}"
+    for iteration in (10, 20, 30):
+        writing = folder.begin(iteration)
+        (writing / "weights").write_text("")
+        place = {"iteration": iteration, "consumed_samples": 0, "consumed_tokens": 0}
+        files = {"weights": {"bytes": 0, "crc32": 0}}
+        maps = {"layout": {}, "fingerprint": {}, "files": files}
+        folder.publish(iteration, {"format": FORMAT, "training": place, **maps}, None)
+    for diverged, good in ((31, 30), (30, 20), (21, 20), (20, 10)):
+        assert checkpoints.last_good(diverged).endswith(f" is {tmp_path}/iter_00000{good}")
+    (tmp_path / "iter_0000020" / "weights").unlink()
+    assert checkpoints.last_good(30).endswith("iter_0000010")
+    assert checkpoints.last_good(10) == f"there is no good checkpoint in {tmp_path}"
 
 
 def test_iterations_beyond_seven_digits_sort_by_number(tmp_path):

@@ -5,11 +5,13 @@ import shutil
 
 import pytest
 
+from moe_parallel.data.sealed import write_sealed
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint_files import describe_files
-from moe_parallel.training.checkpoint_record import FORMAT, read_record, seal
+from moe_parallel.training.checkpoint_record import FORMAT, checked_file, read_record
 
 RECORD = {
+    "format": FORMAT,
     "training": {"iteration": 4, "consumed_samples": 32, "consumed_tokens": 512},
     "adam_step": 4,
     "scheduler": {
@@ -36,7 +38,7 @@ def _checkpoint(folder, name="iter_0000004"):
     path.mkdir()
     (path / "weights").write_text("12345")
     record = RECORD | {"files": describe_files(path, ["weights"])}
-    (path / "checkpoint.json").write_text(seal(record))
+    write_sealed(path / "checkpoint.json", record)
     return path
 
 
@@ -52,7 +54,6 @@ def _error(path):
 
 def test_a_record_is_read_as_it_was_sealed(tmp_path):
     record = read_record(_checkpoint(tmp_path))
-    assert record["format"] == FORMAT
     assert {key: record[key] for key in RECORD} == RECORD
 
 
@@ -75,7 +76,7 @@ def test_every_single_bit_flip_is_one_line_or_changes_nothing(tmp_path):
 def test_every_truncation_is_one_line(tmp_path):
     path = _checkpoint(tmp_path)
     text = (path / "checkpoint.json").read_bytes()
-    for size in range(len(text)):
+    for size in range(len(text.rstrip())):
         (path / "checkpoint.json").write_bytes(text[:size])
         assert _error(path) is not None
 
@@ -92,9 +93,10 @@ def test_every_truncation_is_one_line(tmp_path):
         b'{"format": ' * 100_000,
         b'{"format": true}',
         b'{"format": 1}',
+        b'{"format": 1.0}',
         b'{"format": 2, "checksum": null}',
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_what_is_no_record_is_one_line(tmp_path, text):
     path = _checkpoint(tmp_path)
@@ -115,7 +117,7 @@ def test_a_renamed_checkpoint_is_refused(tmp_path):
 def test_a_record_of_another_program(tmp_path):
     path = _checkpoint(tmp_path)
     files = describe_files(path, ["weights"])
-    (path / "checkpoint.json").write_text(seal(RECORD | {"files": files, "format": 7}))
+    write_sealed(path / "checkpoint.json", RECORD | {"files": files, "format": 7})
     assert "its format is 7, and this program reads 1 and 2; load it with" in _error(path)
 
 
@@ -140,7 +142,7 @@ WRONG_KINDS = [
 def test_a_sealed_record_of_wrong_kinds_is_one_line(tmp_path, wrong):
     path = _checkpoint(tmp_path)
     record = RECORD | {"files": describe_files(path, ["weights"])}
-    (path / "checkpoint.json").write_text(seal(record | wrong))
+    write_sealed(path / "checkpoint.json", record | wrong)
     assert "checkpoint.json is no record of a checkpoint" in _error(path)
 
 
@@ -151,7 +153,7 @@ def test_the_format_before_is_read_without_a_checksum(tmp_path):
     assert read_record(path) == record
     # The present format without its checksum is damaged.
     (path / "checkpoint.json").write_text(json.dumps(record | {"format": FORMAT}))
-    assert "checkpoint.json is damaged: its checksum is another" in _error(path)
+    assert "checkpoint.json is damaged (without a checksum)" in _error(path)
 
 
 def test_files_that_are_missing_cut_or_left_over(tmp_path):
@@ -162,3 +164,24 @@ def test_files_that_are_missing_cut_or_left_over(tmp_path):
     assert "weights has 3 bytes instead of 5" in _error(path)
     (path / "weights").unlink()
     assert "weights is missing" in _error(path)
+
+
+def test_a_file_is_compared_with_the_record_before_it_is_read(tmp_path):
+    path = _checkpoint(tmp_path)
+    assert checked_file(path, "weights") == path / "weights"
+    with pytest.raises(InputError, match="the checkpoint is torn: config.yaml is missing"):
+        checked_file(path, "config.yaml")
+    (path / "weights").write_text("12346")
+    with pytest.raises(InputError, match="the checkpoint is torn: weights is damaged"):
+        checked_file(path, "weights")
+
+
+def test_every_single_bit_flip_of_the_format_before_is_one_line_or_read(tmp_path):
+    path = _checkpoint(tmp_path)
+    record = RECORD | {"format": 1, "files": describe_files(path, ["weights"])}
+    text = json.dumps(record).encode()
+    for bit in range(8 * len(text)):
+        flipped = bytearray(text)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (path / "checkpoint.json").write_bytes(flipped)
+        _error(path)

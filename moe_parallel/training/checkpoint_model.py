@@ -1,0 +1,67 @@
+"""The tensors of a model as a checkpoint names them, beside those that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.utils import unwrap_model
+
+from moe_parallel.agreement import exchange
+from moe_parallel.errors import InputError
+from moe_parallel.training.checkpoint_optimizer import MASTER
+
+
+def model_tensors(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    """The sharded state dict of all model chunks of this rank."""
+    # One key per layer: layers may differ in kind, and a pipeline may cut anywhere.
+    metadata = {"non_homogeneous_layers": True}
+    return {
+        f"chunk{index}": chunk.sharded_state_dict(metadata=metadata)
+        for index, chunk in enumerate(unwrap_model(list(model_chunks)))
+    }
+
+
+def placed_tensors(content: dict[str, Any]) -> list[ShardedTensor]:
+    """Every sharded tensor in a sharded state dict, those of factories too."""
+    sharded, _ = extract_sharded_base(content)
+    apply_factories(sharded)
+    return [tensor for tensor in nested_values(sharded) if isinstance(tensor, ShardedTensor)]
+
+
+def check_tensors(
+    checkpoint: Path, content: dict[str, Any], stored: dict[str, tuple[int, ...]]
+) -> None:
+    """Compare the tensors to be read, on any rank, with those that are there.
+
+    Raises InputError on every rank for the first that is missing, left over, or of another shape.
+    """
+    wanted = {
+        tensor.key: (tuple(tensor.global_shape), tensor.allow_shape_mismatch)
+        for tensor in placed_tensors(content)
+    }
+    everywhere = {key: value for of_rank in exchange(wanted) for key, value in of_rank.items()}
+    reason = _difference(everywhere, stored)
+    if reason:
+        raise InputError(f"--load {checkpoint}: {reason}; use the checkpoint's config.yaml")
+
+
+def _difference(
+    wanted: dict[str, tuple[tuple[int, ...], bool]], stored: dict[str, tuple[int, ...]]
+) -> str | None:
+    for key, (shape, may_differ) in wanted.items():
+        if key not in stored:
+            return f"the model has {key}, which the checkpoint lacks"
+        found = stored[key]
+        if found != shape and not may_differ:
+            return f"{key} is {list(found)} in the checkpoint and {list(shape)} here"
+    read = {key.removeprefix(MASTER) for key in wanted}
+    for key in stored:
+        if key not in read and not key.startswith("optimizer."):
+            return f"the checkpoint has {key}, which the model lacks"
+    return None

@@ -1,0 +1,120 @@
+"""One run at a time writes into a folder.
+
+Two of them would publish checkpoints of both under the same names, and delete each other's. The
+lock is flock's, which the kernel (on NFS the server) takes back when its process ends, however it
+ends: no lock is ever left behind, and a run that is started again takes it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO
+
+from moe_parallel.agreement import on_rank_0, one_line
+from moe_parallel.errors import InputError
+
+LOCK = "run.lock"  # holds the host and the process of the run that has it
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@contextmanager
+def locked_folder(save: str | None) -> Iterator[list[str]]:
+    """Keep other runs out of --save; gives cautions to be told. Collective.
+
+    Rank 0 holds the lock for all ranks, from before the first file is written to the end.
+
+    Raises:
+        InputError: on every rank, if another run is in there, or nothing can be written there.
+    """
+    cautions: list[str] = []
+    with ExitStack() as held:
+        if save is not None:
+            on_rank_0(lambda: cautions.extend(held.enter_context(_held(Path(save)))))
+        yield cautions
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[list[str]]:
+    is_new = not folder.exists()
+    path = folder / LOCK
+    try:
+        _check_no_file_in_the_way(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        file, has_lock = _take(path)
+    except OSError as error:
+        raise InputError(
+            f"--save {folder} cannot be written ({one_line(error)}): "
+            "name a folder on a disk with room"
+        ) from error
+    try:
+        yield (
+            []
+            if has_lock
+            else [
+                f"the file system of --save {folder} has no locks: take care that no other run "
+                "writes there"
+            ]
+        )
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()  # still locked: see `_take`
+            if is_new:
+                folder.rmdir()  # where a run was refused; otherwise it is not empty
+        file.close()
+
+
+def _check_no_file_in_the_way(folder: Path) -> None:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "it is a file", str(there))
+
+
+def _take(path: Path) -> tuple[IO[str], bool]:
+    """The lock file, and whether it could be locked; raises InputError if another run has it."""
+    while True:
+        file = path.open("a+")
+        try:
+            has_lock = _lock(file)
+            # A run that ends removes its file: whoever opened it before that has locked nothing.
+            if has_lock and not _is_at(file, path):
+                file.close()
+                continue
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+        except BlockingIOError:
+            file.seek(0)
+            holder = " ".join(file.read(300).split()) or "it has just begun"
+            file.close()
+            raise InputError(
+                f"--save {path.parent}: another run is writing there ({holder}): end it, wait for "
+                "it, or name another folder"
+            ) from None
+        except BaseException:
+            file.close()
+            raise
+        return file, has_lock
+
+
+def _lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,126 @@
+"""One run at a time in a folder."""
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import re
+import signal
+import socket
+
+import pytest
+import torch.distributed as dist
+
+from moe_parallel.errors import InputError
+from moe_parallel.training.run_lock import LOCK, locked_folder
+
+
+@pytest.fixture(autouse=True)
+def _one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _hold(folder, pipe):
+    """What a run does, as far as its folder is concerned."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with locked_folder(str(folder)):
+        (folder / "metrics.jsonl").touch()
+        pipe.send(os.getpid())
+        pipe.recv()
+
+
+@pytest.fixture
+def other_run(tmp_path):
+    """A process that holds the folder `run`, and the pipe that ends it."""
+    context = multiprocessing.get_context("forkserver")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=_hold, args=(tmp_path / "run", theirs))
+    process.start()
+    assert pipe.poll(120)
+    yield process, pipe, pipe.recv()
+    process.kill()
+    process.join()
+
+
+def _take(folder):
+    with locked_folder(str(folder)) as cautions:
+        return cautions
+
+
+def test_a_second_run_is_told_who_is_there(tmp_path, other_run):
+    process, pipe, pid = other_run
+    folder = tmp_path / "run"
+    before = (folder / LOCK).read_text()
+    with pytest.raises(InputError) as caught:
+        _take(folder)
+    assert str(caught.value) == (
+        f"--save {folder}: another run is writing there (process {pid} on "
+        f"{socket.gethostname()}): end it, wait for it, or name another folder"
+    )
+    assert (folder / LOCK).read_text() == before
+    assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", LOCK]
+
+    pipe.send("end")
+    process.join()
+    assert _take(folder) == []
+    assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_killed_run_leaves_no_lock(tmp_path, other_run):
+    process, _, pid = other_run
+    os.kill(pid, signal.SIGKILL)
+    process.join()
+    assert (tmp_path / "run" / LOCK).exists()
+    assert _take(tmp_path / "run") == []
+    assert not (tmp_path / "run" / LOCK).exists()
+
+
+def test_a_run_that_was_refused_leaves_nothing(tmp_path):
+    folder = tmp_path / "a" / "run"
+    with pytest.raises(ZeroDivisionError), locked_folder(str(folder)):
+        assert re.fullmatch(r"process \d+ on \S+\n", (folder / LOCK).read_text())
+        raise ZeroDivisionError
+    assert not folder.exists()
+    folder.mkdir()
+    _take(folder)
+    assert folder.exists()  # it was there before
+
+
+def test_without_save_nothing_is_locked():
+    with locked_folder(None) as cautions:
+        assert cautions == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_a_caution(tmp_path, monkeypatch, number):
+    def refuse(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    (caution,) = _take(tmp_path / "run")
+    assert caution == (
+        f"the file system of --save {tmp_path}/run has no locks: take care that no other run "
+        "writes there"
+    )
+
+
+def test_a_file_that_its_holder_removed_meanwhile_is_no_lock(tmp_path, monkeypatch):
+    flock, calls = fcntl.flock, []
+
+    def removed_before_the_first_lock(file, operation):
+        if not calls:
+            (tmp_path / LOCK).unlink()
+        calls.append(operation)
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", removed_before_the_first_lock)
+    with locked_folder(str(tmp_path)):
+        assert len(calls) == 2 and (tmp_path / LOCK).exists()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"--save \S+/file/run cannot be written \(.*\): name a"):
+        _take(tmp_path / "file" / "run")

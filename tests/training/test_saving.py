@@ -1,0 +1,145 @@
+"""What a run does where a save fails, and what it calls good once it has diverged."""
+
+import errno
+import os
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.utils import unwrap_model
+
+from moe_parallel.errors import InputError
+from moe_parallel.training import checkpoint
+from moe_parallel.training.engine import Engine
+from moe_parallel.training.failure import Diverged
+from tests.distributed import run_distributed
+from tests.program import SMALL, pretrain_here, small_data
+
+FULL = os.strerror(errno.ENOSPC)
+
+
+def _with_weights_times(factor, after):
+    """Engine.step, which ends by multiplying every weight once the step `after` is done."""
+    step, done = Engine.step, []
+
+    def poisoned(engine, batches):
+        result = step(engine, batches)
+        done.append(None)
+        if len(done) == after:
+            with torch.no_grad():
+                for chunk in unwrap_model(engine.chunks):
+                    for parameter in chunk.parameters():
+                        parameter.mul_(factor)
+        return result
+
+    return mock.patch.object(Engine, "step", poisoned)
+
+
+def _with_a_full_disk(saves):
+    """copy_files, for which the disk is full in these saves, counted from 1."""
+    copy, done = checkpoint.copy_files, []
+
+    def copy_if_there_is_room(files, target):
+        done.append(None)
+        if len(done) in saves:
+            raise OSError(errno.ENOSPC, FULL)
+        copy(files, target)
+
+    return mock.patch.object(checkpoint, "copy_files", copy_if_there_is_room)
+
+
+#: options beside saving every second iteration of 6, and what goes wrong
+RUNS = {
+    "well": ({"keep_last": 1}, lambda: _with_a_full_disk(())),
+    "diverges after a save": ({"keep_last": 1}, lambda: _with_weights_times(1e30, after=4)),
+    "diverges before a save": ({}, lambda: _with_weights_times(float("inf"), after=4)),
+    "diverges at once": ({}, lambda: _with_weights_times(1e30, after=2)),
+    "full for a while": ({}, lambda: _with_a_full_disk((1, 2))),
+    "full at the end": ({}, lambda: _with_a_full_disk((2, 3))),
+    "full when it leaves": ({"exit_interval": 4}, lambda: _with_a_full_disk((2,))),
+}
+
+
+def _all(folder, data):
+    """How each run ends, and what it prints."""
+    ends = {}
+    for name, (options, trouble) in RUNS.items():
+        save = {"save": folder / name.replace(" ", "_"), "save_interval": 2, "train_iters": 6}
+        with trouble():
+            try:
+                ((code, printed),) = pretrain_here([SMALL | data | save | options])
+                ends[name] = code, printed
+            except (InputError, Diverged) as error:
+                ends[name] = type(error).__name__, str(error)
+    return ends
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    (ends,) = run_distributed(1, _all, folder, small_data(folder), timeout=600)
+    return folder, ends
+
+
+def _saved(folder, name):
+    """The iterations that a run has left, and everything else that a save may leave."""
+    names = sorted(path.name for path in (folder / name.replace(" ", "_")).glob("*iter_*"))
+    return [int(name.removeprefix("iter_")) for name in names]
+
+
+def test_a_finite_loss_lets_keep_last_delete(runs):
+    folder, ends = runs
+    assert ends["well"][0] == 0
+    assert _saved(folder, "well") == [6]
+
+
+def test_the_checkpoint_that_led_to_the_divergence_is_not_called_good(runs):
+    folder, ends = runs
+    kind, message = ends["diverges after a save"]
+    assert kind == "Diverged"
+    assert message.startswith("iteration 5: the loss is nan (on rank 0); ")
+    good = folder / "diverges_after_a_save" / "iter_0000002"
+    assert message.endswith(f"; the last good checkpoint is {good}")
+    assert _saved(folder, "diverges after a save") == [2, 4]  # --keep-last 1 notwithstanding
+
+    kind, message = ends["diverges at once"]
+    assert kind == "Diverged"
+    assert message.endswith(f"; there is no good checkpoint in {folder}/diverges_at_once")
+
+
+def test_weights_that_are_not_finite_are_not_saved(runs):
+    folder, ends = runs
+    kind, message = ends["diverges before a save"]
+    assert kind == "Diverged" and "\n" not in message
+    assert message.startswith("iteration 4: ") and "are not finite; nothing was saved; " in message
+    good = folder / "diverges_before_a_save" / "iter_0000002"
+    assert message.endswith(f"; the last good checkpoint is {good}")
+    assert _saved(folder, "diverges before a save") == [2]
+
+
+def test_training_goes_on_to_the_next_save(runs):
+    folder, ends = runs
+    code, printed = ends["full for a while"]
+    assert code == 0
+    cautions = [line for line in printed.splitlines() if line.startswith("caution")]
+    for iteration, caution in zip((2, 4), cautions, strict=True):
+        assert caution == (
+            f"caution: --save {folder}/full_for_a_while: cannot write the checkpoint of iteration "
+            f"{iteration}: {FULL}; there was none before; free the disk or name another folder; "
+            "training goes on without it"
+        )
+    assert _saved(folder, "full for a while") == [6]
+
+
+@pytest.mark.parametrize(
+    ("name", "iteration", "saved"), [("full at the end", 6, 2), ("full when it leaves", 4, 2)]
+)
+def test_a_last_save_that_fails_is_an_error(runs, name, iteration, saved):
+    folder, ends = runs
+    kind, message = ends[name]
+    assert kind == "NotSaved"
+    assert message == (
+        f"--save {folder}/{name.replace(' ', '_')}: cannot write the checkpoint of iteration "
+        f"{iteration}: {FULL}; iter_{saved:07d} is untouched; free the disk or name another folder"
+    )
+    assert _saved(folder, name) == [saved]
