@@ -1,5 +1,6 @@
 """AoE against its twin in training: what a run is, how runs are compared, what is said."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,15 @@ def test_a_run_ends_after_its_iterations_and_saves_nothing(tmp_path: Path) -> No
 def test_a_run_that_ends_by_itself_is_told_with_its_last_line(tmp_path: Path) -> None:
     command = [*training.command_of(contenders(16)[0], {}, tmp_path / "run", []), "--lr", "-1"]
     with pytest.raises(InputError, match=r"a run ended by itself: .*--lr"):
+        training.train(command, tmp_path / "run", 3)
+
+
+def test_a_run_finds_packages_where_this_process_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/carried")
+    command = [sys.executable, "-c", "import sys; print('/carried' in sys.path)"]
+    with pytest.raises(InputError, match=r"a run ended by itself: True"):
         training.train(command, tmp_path / "run", 3)
 
 

@@ -172,10 +172,11 @@ def command_of(
 def train(command: list[str], folder: Path, iterations: int) -> list[Record]:
     """The records of so many iterations. The run is ended then, before it would save."""
     output = folder.with_suffix(".log")
+    before = filter(None, [os.environ.get("PYTHONPATH")])
     with output.open("wb") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *before])},
         )  # fmt: skip
     try:
         while process.poll() is None:

@@ -1,38 +1,62 @@
 #!/usr/bin/env bash
-# Ten minutes on a machine with a GPU: builds the extension, tests it, measures it, and leaves one
-# folder that says what was seen.
+# What a machine with a GPU shows, in three calls of less than ten minutes that do not need each
+# other:
 #
-#     tools/gpu/report.sh [FOLDER]      default: docs/performance/results/CARD-DATE
+#     tools/gpu/report.sh tests [FOLDER]      the tests marked gpu, and two models that train
+#     tools/gpu/report.sh operators [FOLDER]  their benchmark, with and without our fused products
+#     tools/gpu/report.sh models [FOLDER]     AoE of 732M parameters against its twin; sanitizers
 #
+#   FOLDER    default: docs/performance/results/CARD-DATE; packed as FOLDER.tar.gz at the end
 #   PYTHON    the interpreter with torch; default: .venv-3.12/bin/python where that is, else python3
-#   MINUTES   for all of it, 10 by default; a step gets what is left, and no more than its own limit
+#   MINUTES   for all of it, 9 by default; a step gets what is left, and no more than its own limit,
+#             which grows with MINUTES
 #
-# An extension that is in place and imports is taken as it is. The steps go on after one that failed:
-# README.md in the folder says of each how it ended. Exit codes: 0 all passed, 1 something failed,
-# 2 nothing could be run (no GPU, no torch, no extension), said in one line.
+# It needs a GPU, torch, megatron-core, pytest, and CUTLASS's headers to build: tools/gpu/pack.sh
+# packs what a machine without a network lacks. An extension with CUDA and CUTLASS that imports is
+# taken as it is; one that was built here goes into FOLDER, for the next call. The steps go on after
+# one that failed: FOLDER/CALL.md says of each how it ended. Exit codes: 0 all passed, 1 something
+# failed, 2 nothing could be run, said in one line.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit 2
 
 started=$SECONDS
-minutes=${MINUTES:-10}
+minutes=${MINUTES:-9}
 python=${PYTHON:-$([ -x .venv-3.12/bin/python ] && echo .venv-3.12/bin/python || echo python3)}
-export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD
+export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD:$PWD/.carried${PYTHONPATH:+:$PYTHONPATH}
 
 stop() { echo "report: $*"; exit 2; }
 left() { echo $((minutes * 60 - (SECONDS - started))); }
 
 check_machine() {
-    "$python" -c 'import torch' 2>/dev/null || stop "$python has no torch: name another with PYTHON="
+    local package
+    for package in torch megatron.core pytest; do
+        "$python" -c "import $package" >/dev/null 2>&1 || stop "$python has no $package: name" \
+            "another with PYTHON=, or carry the package (tools/gpu/pack.sh)"
+    done
     "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null ||
         stop "torch sees no GPU here: nothing was built, tested or measured"
 }
 
+is_built() {
+    "$python" -c 'import sys, torch, moe_parallel._C as c
+info = c.build_info(); sys.exit(not (info["cuda"] and info["cutlass"]))' 2>/dev/null
+}
+
 build() {
-    "$python" -c 'import sys, torch, moe_parallel._C as c; sys.exit(not c.build_info()["cuda"])' \
-        2>/dev/null && return
+    is_built && return
+    [ -n "${CUTLASS_PATH:-}" ] || "$python" -c 'import importlib.util, sys
+sys.exit(importlib.util.find_spec("cutlass_library") is None)' ||
+        stop "no CUTLASS headers to build with: pip install --no-deps nvidia-cutlass, name a" \
+            "folder in CUTLASS_PATH, or carry them (tools/gpu/pack.sh)"
+    export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$("$python" -c 'import torch
+major, minor = torch.cuda.get_device_capability()
+print("9.0a" if (major, minor) == (9, 0) else f"{major}.{minor}")')}
     MOE_PARALLEL_BUILD=cuda MAX_JOBS=${MAX_JOBS:-$(nproc)} PATH="$(dirname "$python"):$PATH" \
-        "$python" setup.py build_ext --inplace >"$work/build.log" 2>&1 ||
-        stop "the extension was not built ($(grep -m 1 -E 'error|moe_parallel:' "$work/build.log"))"
+        timeout --kill-after=10 "$(left)" "$python" setup.py build_ext --inplace \
+        >"$folder/build.log" 2>&1
+    is_built || stop "the extension was not built with CUDA and CUTLASS ($(grep -m 1 -E \
+        'error|moe_parallel: [^b]' "$folder/build.log" || echo "see $folder/build.log"))"
+    cp moe_parallel/_C.*.so "$folder/"
 }
 
 describe() {
@@ -47,14 +71,19 @@ print(f"- extension: {extension.build_info()}")
 print(f"- date: {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC")
 PYTHON
     echo "- driver: $(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)"
-    echo "- clocks: $(nvidia-smi --query-gpu=clocks.sm,clocks.mem,power.limit --format=csv,noheader |
-        head -n 1)"
-    echo "- commit: $(git describe --always --dirty 2>/dev/null || echo unknown)"
+    echo "- clocks: $(nvidia-smi --query-gpu=clocks.sm,clocks.mem,power.limit \
+        --format=csv,noheader | head -n 1)"
+    echo "- commit: $(cat .carried/commit 2>/dev/null ||
+        git describe --always --dirty 2>/dev/null || echo unknown)"
+    echo "- command: tools/gpu/report.sh $call"
+    echo
+    echo "| step | result | time | last line | command |"
+    echo "|---|---|---|---|---|"
 }
 
-# step NAME SECONDS COMMAND...: its output in NAME.log, how it ended in README.md.
+# step NAME SECONDS COMMAND...: its output in NAME.log, how it ended in CALL.md.
 step() {
-    local name=$1 limit=$2 begin=$SECONDS rest end
+    local name=$1 limit=$(($2 * minutes / 9)) begin=$SECONDS rest end
     shift 2
     rest=$(left)
     [ "$rest" -lt "$limit" ] && limit=$rest
@@ -68,54 +97,76 @@ step() {
         failed+=("$name")
     fi
     echo "| $name | $end | $((SECONDS - begin)) s | $(tail -n 1 "$folder/$name.log" 2>/dev/null |
-        tr '|' '/' | cut -c 1-100) | \`$*\` |" | tee -a "$folder/README.md"
+        tr '|' '/' | cut -c 1-100) | \`$*\` |" | tee -a "$folder/$call.md"
 }
 
-gpu_tests() { step "$1" "$2" "$python" -m pytest -q -m gpu -p no:cacheprovider "${@:3}"; }
+# gpu_tests NAME SECONDS ARGUMENT...: side by side where pytest-xdist is, as one test leaves the GPU
+# waiting.
+gpu_tests() {
+    local side_by_side=()
+    "$python" -c 'import xdist' 2>/dev/null && side_by_side=(-n 4)
+    step "$1" "$2" "$python" -m pytest -q -m gpu -p no:cacheprovider "${side_by_side[@]}" "${@:3}"
+}
 
-check_machine
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-build
-card=$("$python" -c 'import torch; print(torch.cuda.get_device_name().split()[-1].lower())')
-folder=${1:-docs/performance/results/$card-$(date -u +%Y-%m-%d)}
-mkdir -p "$folder" || stop "$folder cannot be made: name another folder"
-[ -f "$work/build.log" ] && cp "$work/build.log" "$folder/"
-failed=()
-{
-    echo "# $card"
-    echo
-    describe
-    echo "- command: tools/gpu/report.sh $*"
-    echo
-    echo "| step | result | time | last line | command |"
-    echo "|---|---|---|---|---|"
-} >"$folder/README.md"
+train() {
+    step "train-$1" 50 "$python" pretrain_gpt_moe.py --config "examples/systems/$1.yaml" \
+        --bf16 true --expert-model-parallel-size 1 --distributed-backend nccl --train-iters 20 \
+        --lr-warmup-iters 2 --save "$work/$1"
+}
 
-# What could wait for ever comes first, and alone.
-gpu_tests grouped-gemm 90 tests/ops/test_grouped_gemm.py
-gpu_tests fused-products 60 tests/ops/test_fused_products.py
-gpu_tests no-waiting 60 tests/ops/test_no_waiting.py
-gpu_tests operators 150 tests/ops --deselect tests/ops/test_grouped_gemm.py \
-    --deselect tests/ops/test_fused_products.py --deselect tests/ops/test_no_waiting.py
-step bench 200 "$python" tools/bench/run.py --device cuda --sizes goals \
-    --json "$folder/bench.json"
-# Whole models: AoE of 732 million parameters against its twin.
-step training 120 "$python" tools/bench/training.py --sizes goals --turns 1 --iterations 6 \
-    --json "$folder/training.json"
-# What gathering on load and epilogues gain: the same step by step.
-step bench-unfused 60 "$python" tools/bench/run.py --device cuda --sizes goals --fusing never \
-    --ops norm_topk,routed_layer,aoe_layer --json "$folder/bench-unfused.json"
-step fused-against-unfused 10 "$python" tools/bench/compare.py "$folder/bench-unfused.json" \
-    "$folder/bench.json"
-if command -v compute-sanitizer >/dev/null; then
+# What could wait for ever comes first, each in a process of its own.
+tests() {
+    gpu_tests grouped-gemm 60 tests/ops/test_grouped_gemm.py
+    gpu_tests fused-products 60 tests/ops/test_fused_products.py
+    gpu_tests no-waiting 30 tests/ops/test_no_waiting.py
+    train topk
+    train aoe
+    gpu_tests others 150 tests --deselect tests/ops/test_grouped_gemm.py \
+        --deselect tests/ops/test_fused_products.py --deselect tests/ops/test_no_waiting.py
+}
+
+operators() {
+    step bench 300 "$python" tools/bench/run.py --device cuda --sizes goals \
+        --json "$folder/bench.json"
+    # What gathering on load and epilogues gain: the same in one kernel.
+    step bench-fused 120 "$python" tools/bench/run.py --device cuda --sizes goals --fusing always \
+        --ops norm_topk,routed_layer,aoe_layer --json "$folder/bench-fused.json"
+    step fused-against-unfused 10 "$python" tools/bench/compare.py "$folder/bench.json" \
+        "$folder/bench-fused.json"
+}
+
+models() {
+    step training 240 "$python" tools/bench/training.py --sizes goals --turns 1 --iterations 6 \
+        --json "$folder/training.json"
+    command -v compute-sanitizer >/dev/null || return
+    local tool some
     some="native and (plain and 7 or several_tiles or oracle and (swiglu or merge or norm))"
     some="$some or as_exact_as_step_by_step and plain and bfloat16 or norms_and_choices"
-    for tool in memcheck racecheck; do
+    for tool in memcheck racecheck synccheck; do
         step "$tool" 60 compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m pytest -q \
             -m gpu -p no:cacheprovider tests/ops -k "$some"
     done
-fi
+}
+
+call=${1:-}
+case $call in
+    tests | operators | models) ;;
+    *) stop "${call:-nothing} is no call: tools/gpu/report.sh tests, operators or models" ;;
+esac
+check_machine
+card=$("$python" -c 'import torch; print(torch.cuda.get_device_name().split()[-1].lower())')
+folder=${2:-docs/performance/results/$card-$(date -u +%Y-%m-%d)}
+mkdir -p "$folder" || stop "$folder cannot be made: name another folder"
+work=$(mktemp -d)
+finish() {
+    rm -rf "$work"
+    tar -czf "$folder.tar.gz" -C "$(dirname "$folder")" "$(basename "$folder")"
+}
+trap finish EXIT
+build
+failed=()
+{ echo "# $card: $call"; echo; describe; } >"$folder/$call.md"
+"$call"
 
 [ ${#failed[@]} -eq 0 ] || { echo "report: failed: ${failed[*]}; see $folder"; exit 1; }
 echo "report: all passed; see $folder"

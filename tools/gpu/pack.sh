@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+# Packs what tools/gpu/report.sh needs on a machine with a GPU, torch and pytest, and no network:
+#
+#     tools/gpu/pack.sh [FILE]          default: build/gpu-pack.tar.gz
+#
+#     mkdir tree && tar -xzf gpu-pack.tar.gz -C tree && tree/tools/gpu/report.sh tests /tmp/seen
+#
+#   PYTHON    the Python that machine has, python3.12 by default: which wheels are taken
+#
+# In it are the files that git tracks or would track, as they lie here; in .carried/ megatron-core
+# and the headers of CUTLASS, of the versions in pyproject.toml, and the commit; and the extension
+# where one was built here for that Python, or brought back from there (a report's FOLDER has it).
+# The last lines say what is in it and how large. Exit codes: 0 packed, 2 something is missing, said
+# in one line.
+set -uo pipefail
+cd "$(dirname "$0")/../.." || exit 2
+
+file=${1:-build/gpu-pack.tar.gz}
+name=${PYTHON:-python3.12}
+stop() { echo "pack: $*"; exit 2; }
+
+python=$(tools/find_python.sh "$name") || stop "$name does not start: name another with PYTHON="
+mkdir -p "$(dirname "$file")" || stop "$file cannot be made: name another file"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+tree=$work/tree carried=$work/tree/.carried
+mkdir -p "$carried" "$work/wheels"
+
+# pinned PACKAGE: the version in pyproject.toml that is for this Python.
+pinned() {
+    "$python" - "$1" <<'PYTHON'
+import re, sys
+
+text = open("pyproject.toml").read()
+for version, sign, minor in re.findall(
+    rf'"{sys.argv[1]}==([\w.]+)(?:; python_version (<|>=) \'3\.(\d+)\')?"', text
+):
+    if not sign or (sys.version_info[1] < int(minor)) == (sign == "<"):
+        print(f"{sys.argv[1]}=={version}")
+PYTHON
+}
+
+# What git tracks or would track; without git what is not made.
+sources() {
+    if git rev-parse --is-inside-work-tree >/dev/null 2>&1; then
+        git ls-files -z --cached --others --exclude-standard |
+            while IFS= read -r -d '' path; do [ -f "$path" ] && printf '%s\0' "$path"; done
+    else
+        find . -type f -not -path './.venv*' -not -path './build/*' -not -name '*.so' -print0
+    fi
+    return 0
+}
+
+# carry PACKAGE PATTERN...: of its wheel the files that match.
+carry() {
+    local wanted
+    wanted=$(pinned "$1")
+    "$python" -m pip download --quiet --no-deps --only-binary=:all: --dest "$work/wheels" \
+        "$wanted" >"$work/pip.log" 2>&1 || stop "no wheel of $wanted ($(grep -m 1 '^ERROR' "$work/pip.log"))"
+    "$python" - "$work"/wheels/"${1//-/_}"-*.whl "$carried" "${@:2}" <<'PYTHON'
+import fnmatch, sys, zipfile
+
+wheel, folder, *patterns = sys.argv[1:]
+with zipfile.ZipFile(wheel) as archive:
+    names = archive.namelist()
+    archive.extractall(folder, [n for n in names if any(fnmatch.fnmatch(n, p) for p in patterns)])
+PYTHON
+}
+
+sources | tar -c --null --files-from=- | tar -x -C "$tree" || stop "the sources could not be copied"
+git describe --always --dirty >"$carried/commit" 2>/dev/null || echo unknown >"$carried/commit"
+carry megatron-core '*'
+carry nvidia-cutlass 'cutlass_library/__init__.py' 'cutlass_library/source/include/*'
+suffix=$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+extension=moe_parallel/_C$suffix
+if [ -f "$extension" ] && [ -z "$(find setup.py csrc -newer "$extension" -print -quit)" ]; then
+    cp "$extension" "$tree/moe_parallel/"
+else
+    echo "pack: no extension for $name that is newer than csrc: it is built there (minutes)"
+fi
+
+tar -czf "$file" -C "$tree" . || stop "$file could not be written"
+(cd "$tree" && du -sh .carried/* moe_parallel/*.so 2>/dev/null)
+echo "pack: $file, $(($(stat -c %s "$file") / 1024)) KiB"
