@@ -101,34 +101,37 @@ def straight(tmp_path_factory):
     return options, save, names
 
 
-def trained(names: list[str]) -> int:
-    """The last moment in the last step."""
-    return max(number for number, name in enumerate(names) if name == "after Engine.step")
+def moments_of(names: list[str], iteration: int) -> dict[int, str]:
+    """From the middle of its step to the next iteration's step."""
+    steps = [number for number, name in enumerate(names) if name == "before Engine.step"]
+    return {number: names[number] for number in range(steps[iteration - 1] + 1, steps[iteration])}
 
 
-def test_kill_at_a_moment_of_each_kind(straight, tmp_path):
-    """The last of each kind, so of the last evaluation, and half of them while it trains too."""
+def last_of_kind(names: list[str]) -> dict[int, str]:
+    return {number: name for name, number in {name: n for n, name in enumerate(names)}.items()}
+
+
+def test_kill_when_it_evaluates_and_saves_and_at_the_end(straight, tmp_path):
     options, save, names = straight
-    chosen = {}
-    for kind in sorted(set(names)):
-        places = [number for number, name in enumerate(names) if name == kind]
-        earlier = [number for number in places if number < trained(names)]
-        chosen[places[-1]] = kind
-        if "before" in kind and earlier:
-            chosen[earlier[-1]] = kind
-    reached = run_distributed(1, disturb, options, save, tmp_path, chosen, timeout=600)[0]
-    assert len(set(reached)) == 15
+    chosen = moments_of(names, 8)  # of the second checkpoint
+    assert {"before loop.evaluate", "after CheckpointFolder.publish"} <= set(chosen.values())
+    ends = (
+        "half a line",
+        "after MetricsWriter.log",
+        "before loop.evaluate",
+        "before pretrain.draw",
+    )
+    chosen |= {number: name for number, name in last_of_kind(names).items() if name in ends}
+    run_distributed(1, disturb, options, save, tmp_path, chosen, timeout=600)
 
 
-def test_signal_at_a_moment_of_each_kind(straight, tmp_path):
-    """The last of each kind in training, and one in the last evaluation."""
+def test_signal_when_it_evaluates_and_saves_and_at_the_end(straight, tmp_path):
     options, save, names = straight
-    last_of_kind = {}
-    for number, name in enumerate(names[: trained(names)]):
-        last_of_kind[name] = number
-    chosen = {number: name for name, number in last_of_kind.items() if "Engine" not in name}
-    last = len(names) - 1 - names[::-1].index("before loop.evaluate")
-    chosen[last] = names[last]
+    chosen = moments_of(names, 4) | {
+        number: name
+        for number, name in last_of_kind(names).items()
+        if name in ("after Engine.step", "before loop.evaluate")
+    }
     run_distributed(1, disturb, options, save, tmp_path, chosen, terminate, timeout=600)
 
 
