@@ -172,8 +172,8 @@ def _unchecked(sources: Sequence[Source]) -> str | None:
     if not prefixes:
         return None
     return (
-        f"{', '.join(prefixes)}: no manifest beside the data (Megatron writes none), so nobody has "
-        "checked that they are whole and of this tokenizer"
+        f"no manifest beside {', '.join(prefixes)} (Megatron writes none): whether the content is "
+        "what was written, and this run's tokenizer the one that wrote it, is not checked"
     )
 
 

@@ -5,6 +5,7 @@ Every function that reads raises InputError for a file that is missing or not wh
 
 import importlib
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ def convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
     Code that comes with a folder is never run.
     """
     library = optional("transformers", "HuggingFaceTokenizer (a folder without tokenizer.json)")
+    hush_transformers()
     try:
         opened = library.AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
@@ -89,6 +91,11 @@ def convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
             f"--tokenizer-model {folder} holds no tokenizer that transformers can open without "
             f"running code of the folder's own ({first_line(error)})"
         ) from None
+
+
+def hush_transformers() -> None:
+    """Let transformers print errors alone: the one line that we make of them is enough."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def first_line(error: Exception) -> str:

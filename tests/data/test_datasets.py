@@ -246,7 +246,7 @@ def test_data_without_a_manifest_are_taken_with_a_caution(tmp_path: Path) -> Non
     (tmp_path / "mine.manifest.json").unlink()
     unknown = build_from(source, tmp_path)
     assert torch.equal(stream(unknown, 30), stream(known, 30))
-    assert len(unknown.cautions) == 1 and "mine: no manifest" in unknown.cautions[0]
+    assert len(unknown.cautions) == 1 and "no manifest beside" in unknown.cautions[0]
 
 
 def notes_written(sources: list[Source], folder: Path) -> int:

@@ -109,6 +109,21 @@ def test_another_tokenizer_on_the_command_line_is_refused(
         open_text(config_of(own | {"tokenizer_model": "no/such"}))
 
 
+def test_the_path_of_the_run_where_another_lies_now_is_refused_when_typed(
+    moved: tuple[Path, dict[str, Any], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, options, _ = moved
+    remade = run.with_name("remade")
+    other_bpe().save(remade)
+    config = config_of(options | {"load": run, "tokenizer_model": remade})
+    # As if the run had begun with that path.
+    monkeypatch.setattr("moe_parallel.training.own_tokenizer._as_recorded", lambda *of: True)
+    (caution,) = open_text(config).cautions
+    assert f"{remade} is not the tokenizer any more" in caution
+    with pytest.raises(InputError, match=r"remade is not the tokenizer that --load .* leave it ou"):
+        open_text(config, tokenizer_given=True)
+
+
 def test_a_tokenizer_that_was_exchanged_or_damaged_is_refused(
     moved: tuple[Path, dict[str, Any], list[str]],
 ) -> None:
