@@ -1,0 +1,48 @@
+from pathlib import Path
+
+import pytest
+
+from moe_parallel.config import parse_command_line
+from moe_parallel.data.default_corpus import DefaultCorpus
+from moe_parallel.data.tokenizer import train_byte_bpe
+from moe_parallel.errors import InputError
+from moe_parallel.training.own_tokenizer import OwnTokenizer
+from moe_parallel.training.text import open_text
+from tests.data.small_text import small_bpe
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DefaultCorpus:
+    """An embedded corpus of which only the tokenizer is there, with 300 tokens."""
+    made = DefaultCorpus(tmp_path)
+    small_bpe().save(made.tokenizer_folder)
+    monkeypatch.setattr(
+        "moe_parallel.training.text.prepare_default_corpus", lambda folder, vocab_size: made
+    )
+    return made
+
+
+@pytest.mark.usefixtures("corpus")
+def test_a_vocabulary_that_comes_out_smaller_is_told() -> None:
+    text = open_text(parse_command_line(["--vocab-size", "1000000"]))
+    assert text.vocab_size == 300
+    (caution,) = text.cautions
+    assert caution.startswith("--vocab-size 1000000: ") and "300 tokens" in caution
+    assert open_text(parse_command_line(["--vocab-size", "300"])).cautions == ()
+
+
+@pytest.mark.usefixtures("corpus")
+def test_a_corpus_of_another_tokenizer_than_the_runs_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = parse_command_line(["--vocab-size", "300"])
+    for tokenizer, fits in ((small_bpe(), True), (train_byte_bpe(["other text"], 300), False)):
+        own = OwnTokenizer(tokenizer, None)
+        monkeypatch.setattr(
+            "moe_parallel.training.text.own_tokenizer", lambda *of, own=own, **how: own
+        )
+        if fits:
+            assert open_text(config).tokenizer.fingerprint == tokenizer.fingerprint
+            continue
+        with pytest.raises(InputError, match="has another tokenizer than --load was trained with"):
+            open_text(config)
