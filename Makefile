@@ -53,7 +53,7 @@ keep-earlier-run = \
 
 pretrain: set-up ## train the quickstart model (about 8 minutes on 2 cores) and report what it learnt
 	@$(if $(findstring --load,$(ARGS))$(findstring --save,$(ARGS)),:,$(keep-earlier-run))
-	@$(RUN) torchrun --nproc-per-node $(NPROC) pretrain_gpt_moe.py --config $(CONFIG) $(ARGS)
+	@$(RUN) python pretrain_gpt_moe.py --nproc-per-node $(NPROC) --config $(CONFIG) $(ARGS)
 
 test: set-up ## every test (those marked slow: make test-slow)
 	@$(PYTEST) $(ARGS)

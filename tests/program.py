@@ -152,7 +152,7 @@ def same_bytes(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> 
     )
 
 
-class _Job:
+class Job:
     """Processes whose output goes to a file."""
 
     def __init__(self, folder: Path) -> None:
@@ -167,7 +167,7 @@ class _Job:
     def running(self) -> bool:
         raise NotImplementedError
 
-    def wait_for(self, text: str, timeout: float = 120) -> None:
+    def wait_for(self, text: str, timeout: float = 600) -> None:
         """Until `text` has been printed."""
         deadline = time.monotonic() + timeout
         while text not in self.output:
@@ -176,7 +176,7 @@ class _Job:
             time.sleep(0.05)
 
 
-class Ranks(_Job):
+class Ranks(Job):
     """Ranks that call a function as under torchrun: its environment variables, and a store that
     outlives them. Ended with their context."""
 
@@ -191,7 +191,7 @@ class Ranks(_Job):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self._ranks = []
-        with mock.patch.dict(os.environ, _environment()):  # for the fork server, if it starts now
+        with mock.patch.dict(os.environ, environment()):  # for the fork server, if it starts now
             for rank in range(world_size):
                 place = (rank, world_size, store.port, self._output_file)
                 process = context.Process(target=_be_rank, args=(place, function, args))
@@ -211,7 +211,7 @@ class Ranks(_Job):
     def running(self) -> bool:
         return any(process.is_alive() for process in self._ranks)
 
-    def finish(self, timeout: float = 120) -> list[int | None]:
+    def finish(self, timeout: float = 600) -> list[int | None]:
         """Exit codes, by rank, of processes that ended by themselves; None: still running."""
         deadline = time.monotonic() + timeout
         for process in self._ranks:
@@ -235,7 +235,7 @@ def _be_rank(
     for stream in (1, 2):
         os.dup2(output, stream)
     os.chdir(output_file.parent)
-    os.environ.update(_environment())
+    os.environ.update(environment())
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -249,7 +249,7 @@ def _be_rank(
     function(*args)
 
 
-class Program(_Job):
+class Program(Job):
     """`python pretrain_gpt_moe.py --nproc-per-node N ...`, in a folder that takes the output.
 
     Ended with its context.
@@ -260,20 +260,21 @@ class Program(_Job):
         folder: Path,
         world_size: int,
         arguments: Sequence[str],
-        environment: Mapping[str, str] | None = None,
+        variables: Mapping[str, str] | None = None,
+        script: Path = SCRIPT,
     ) -> None:
         super().__init__(folder)
         with self._output_file.open("wb") as output:
             self._process = psutil.Popen(
-                [sys.executable, *self._start(world_size), *arguments],
+                [sys.executable, *self._start(script, world_size), *arguments],
                 cwd=folder,
-                env=os.environ | _environment() | dict(environment or {}),
+                env=os.environ | environment() | dict(variables or {}),
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
 
-    def _start(self, world_size: int) -> list[str]:
-        return [str(SCRIPT), "--nproc-per-node", str(world_size)]
+    def _start(self, script: Path, world_size: int) -> list[str]:
+        return [str(script), "--nproc-per-node", str(world_size)]
 
     @property
     def pid(self) -> int:
@@ -283,17 +284,22 @@ class Program(_Job):
     def running(self) -> bool:
         return self._process.poll() is None
 
-    def finish(self, timeout: float = 120) -> int:
+    def finish(self, timeout: float = 600) -> int:
         """The exit code of the launcher, once it has ended by itself."""
         return int(self._process.wait(timeout))
 
     def rank(self, rank: int) -> int:
-        """The process of a rank, of those that live."""
-        for process in self._process.children():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get("RANK") == str(rank):
-                    return int(process.pid)
-        raise AssertionError(f"there is no rank {rank}:\n{self.output}")
+        """The process of a rank."""
+        (found,) = [each.pid for each in self.ranks() if each.environ()["RANK"] == str(rank)]
+        return int(found)
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of the ranks that live."""
+        return [
+            process
+            for process in self._process.children()
+            if process.status() != psutil.STATUS_ZOMBIE and "RANK" in process.environ()
+        ]
 
     def __enter__(self) -> "Program":
         return self
@@ -310,12 +316,12 @@ class Program(_Job):
 class Torchrun(Program):
     """`torchrun --nproc-per-node N pretrain_gpt_moe.py ...`, otherwise the same."""
 
-    def _start(self, world_size: int) -> list[str]:
-        module = ["-m", "torch.distributed.run", "--master-port", str(_free_port())]
-        return [*module, "--nproc-per-node", str(world_size), str(SCRIPT)]
+    def _start(self, script: Path, world_size: int) -> list[str]:
+        module = ["-m", "torch.distributed.run", "--master-port", str(free_port())]
+        return [*module, "--nproc-per-node", str(world_size), str(script)]
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     return {
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
@@ -324,7 +330,7 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """One below those that a system gives to connections, which would take it before torchrun."""
     for port in random.sample(range(20_000, 30_000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -226,13 +226,13 @@ def _layout(config: Config, world_size: int) -> None:
         raise InputError(
             f"{world_size} ranks cannot be cut into --tensor-model-parallel-size {tp} x "
             f"--pipeline-model-parallel-size {pp}: start a multiple of {tp * pp} ranks "
-            "(torchrun --nproc-per-node) or change the sizes"
+            "(--nproc-per-node) or change the sizes"
         )
     if world_size % (etp * ep * pp):
         raise InputError(
             f"{world_size} ranks cannot be cut into --expert-tensor-parallel-size {etp} x "
             f"--expert-model-parallel-size {ep} x --pipeline-model-parallel-size {pp}: start a "
-            f"multiple of {etp * ep * pp} ranks (torchrun --nproc-per-node) or change the sizes"
+            f"multiple of {etp * ep * pp} ranks (--nproc-per-node) or change the sizes"
         )
     if tp > 1:
         _divides(

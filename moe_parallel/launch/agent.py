@@ -82,6 +82,7 @@ class JobAgent(LocalElasticAgent):
         for number in _PASSED_ON:
             signal.signal(number, self._note)
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGRTMAX"  # torch's: not those
+        self._stop.began(lambda: "between two starts of the ranks; the same command goes on")
         return super()._start_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -101,6 +102,7 @@ class JobAgent(LocalElasticAgent):
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._asked.append((signal.Signals(number), time.monotonic()))
+        self._stop.signal = number
 
     def _pass_signals_on(self) -> None:
         for number, when in self._asked[self._passed_on :]:

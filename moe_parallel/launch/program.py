@@ -48,6 +48,8 @@ def _run(script: str, arguments: Sequence[str], stop: StopRequest) -> int:
 
 
 def _be_rank(arguments: Sequence[str], stop: StopRequest) -> int:
+    # Stack traces in C++ of a store or a rank that is gone: what matters of it is told in a line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from moe_parallel.platform.notices import hush_notices
 
     hush_notices()  # before Megatron-Core is imported

@@ -25,12 +25,15 @@ from moe_parallel.training.exit_codes import (
     EXIT_BAD_INPUT,
     EXIT_DIVERGED,
     EXIT_FAILED,
+    EXIT_INTERRUPTED,
     code_of,
 )
 from moe_parallel.training.signals import Stopped, StopRequest
 
 _CLAIM, _CODE = "moe_parallel/failures", "moe_parallel/exit_code"
+_SEEN = "moe_parallel/exit_code_seen"  # by how many ranks
 _POLL_SECONDS, _GRACE_SECONDS = 0.5, 3.0
+_GONE = "error: the launcher, or the rank that leads the job, is gone"
 
 
 class Diverged(RuntimeError):
@@ -44,15 +47,22 @@ class FailureChannel:
         # A connection of its own: one that waits for a key, as groups do when they are made, lets
         # nobody else ask until it has it.
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # stubs lack it
+        self._code: int | None = None
+        self._tells = False  # whether the error is this rank's
+        self.gone = False  # whether nobody serves the store any more
 
     def claim(self, code: int) -> bool:
         """Whether this rank is the first to fail; if so, it tells, and `code` ends the job."""
+        if self._code is not None:
+            return False
         try:
             first = self._store.add(_CLAIM, 1) == 1
             if first:
+                self._code, self._tells = code, True
                 self._store.set(_CODE, str(code))
         except (RuntimeError, OSError):
-            return True  # nobody serves the store any more: better told twice than never
+            self.gone = True
+            return True  # better told twice than never
         return first
 
     def code_of_others(self) -> int | None:
@@ -60,12 +70,20 @@ class FailureChannel:
         try:
             return self._read_code()
         except (RuntimeError, OSError):
+            self.gone = True
             return None
+
+    def see_others_off(self, others: int) -> None:
+        """On the rank that serves the store: keep it until the others know the exit code."""
+        deadline = time.monotonic() + 5 * _GRACE_SECONDS
+        with contextlib.suppress(RuntimeError, OSError):
+            while self._store.add(_SEEN, 0) < others and time.monotonic() < deadline:
+                time.sleep(0.05)
 
     def wait_for_others(self) -> None:
         """Give a launcher, which sees a rank die, the time to claim the error before this rank."""
         deadline = time.monotonic() + _GRACE_SECONDS
-        while self.code_of_others() is None and time.monotonic() < deadline:
+        while self.code_of_others() is None and time.monotonic() < deadline and not self.gone:
             time.sleep(0.05)
 
     def watch(self) -> None:
@@ -83,13 +101,18 @@ class FailureChannel:
                 time.sleep(_GRACE_SECONDS)  # at the end of a job the store may go first
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
-            time.sleep(_GRACE_SECONDS)  # for the main thread to leave by itself
-            _leave(code)
+            if not self._tells:
+                time.sleep(_GRACE_SECONDS)  # for the main thread to leave by itself
+                _leave(code)
 
         threading.Thread(target=poll, name="failure-watch", daemon=True).start()
 
     def _read_code(self) -> int | None:
-        return int(self._store.get(_CODE)) if self._store.check([_CODE]) else None
+        if self._code is None and self._store.check([_CODE]):
+            self._code = int(self._store.get(_CODE))
+            if not self._tells:
+                self._store.add(_SEEN, 1)
+        return self._code
 
 
 def run(
@@ -112,17 +135,20 @@ def run(
     except RuntimeError:  # of a collective, perhaps, that broke because another rank is gone
         trace = traceback.format_exc()
         channel.wait_for_others()
-        code = _fail(channel, EXIT_FAILED, f"rank {_rank()}: {trace}")
+        code = _fail(channel, EXIT_FAILED, _GONE if channel.gone else f"rank {_rank()}: {trace}")
     except Exception:
         code = _fail(channel, EXIT_FAILED, f"rank {_rank()}: {traceback.format_exc()}")
     _leave(code)
 
 
 def _fail(channel: FailureChannel, code: int, message: str) -> int:
-    if channel.claim(code):
+    if not channel.claim(code):
+        return channel.code_of_others() or code
+    if not (channel.gone and code == EXIT_INTERRUPTED and _rank() != 0):  # all are stopped then
         print(message, file=sys.stderr, flush=True)
-        return code
-    return channel.code_of_others() or code
+    if _rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        channel.see_others_off(int(os.environ.get("WORLD_SIZE", "1")) - 1)
+    return code
 
 
 def _rank() -> int:

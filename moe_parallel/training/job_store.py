@@ -19,7 +19,7 @@ def join_store(rank: int, world_size: int) -> dist.Store:
     Launchers that start the ranks again after a failure keep their store. Each start has keys of
     its own in it: those of the ranks that are gone lead to addresses where nobody listens.
     """
-    if "MASTER_ADDR" not in os.environ:
+    if "RANK" not in os.environ:  # MASTER_ADDR may be there for jobs of the same script
         return dist.HashStore()
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, world_size))

@@ -165,7 +165,7 @@ def _take_gpu(local_rank: int) -> None:
     if local_rank >= torch.cuda.device_count():
         raise InputError(
             f"this node has {torch.cuda.device_count()} GPUs, and process {local_rank + 1} finds "
-            "none left: start at most as many (torchrun --nproc-per-node)"
+            "none left: start at most as many (--nproc-per-node)"
         )
     torch.cuda.set_device(local_rank)
 

@@ -46,10 +46,14 @@ class StopRequest:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def began(self, whereabouts: Callable[[], str]) -> None:
+        """From here on, `whereabouts` says how far the run has come."""
+        self._whereabouts = whereabouts
+
     @contextlib.contextmanager
     def finishing(self, whereabouts: Callable[[], str]) -> Iterator[StopRequest]:
-        """Inside, signals are noted only. `whereabouts` says, from here on, how far the run is."""
-        self._whereabouts = whereabouts
+        """Inside, signals are noted only. Training has `began`."""
+        self.began(whereabouts)
         self._finishing = True
         try:
             yield self

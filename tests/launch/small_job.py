@@ -1,8 +1,8 @@
 """A job as small as jobs get: `python small_job.py --nproc-per-node 2 ... WHAT [RANK]`.
 
 Launched as the program is; its ranks are a store, a process group and steps that add up, each with
-a collective. Every rank prints `rank R: step N`; WHAT rank RANK does in step 3 of the first start,
-the other ranks not, is a function of this file.
+a collective. Rank 0 prints `step N`. WHAT names a function of this file, which rank RANK calls in
+step 3 of the first start (the folder remembers it).
 """
 
 import os
@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the program does
+
 import torch
 from torch import distributed as dist
 
@@ -19,44 +21,26 @@ from moe_parallel.errors import InputError
 from moe_parallel.launch.job import run_job
 from moe_parallel.launch.options import divide
 from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_INTERRUPTED, code_of
-from moe_parallel.training.failure import Diverged, FailureChannel, run
+from moe_parallel.training.failure import FailureChannel, run
 from moe_parallel.training.job_store import join_store
 from moe_parallel.training.signals import Stopped, StopRequest
 
 STEPS = 6
 
 
-def nothing() -> None:
-    pass
-
-
-def wait() -> None:
-    """Until a signal comes: the steps of the other ranks wait in their collective."""
-    while "asked" not in os.listdir("."):
+def wait(stop: StopRequest) -> None:
+    """Until a signal comes; the other ranks wait in their collective."""
+    print("rank waits", flush=True)
+    while stop.signal is None:
         time.sleep(0.02)
 
 
-def bad_input() -> None:
+def bad_input(stop: StopRequest) -> None:
     raise InputError("--flag is 3: it must be 4")
 
 
-def diverge() -> None:
-    raise Diverged("iteration 3: the loss is nan")
-
-
-def bug() -> None:
-    raise ZeroDivisionError("a bug")
-
-
-def die() -> None:
+def die(stop: StopRequest) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def hang() -> None:
-    """Saving takes for ever."""
-    print("rank hangs", flush=True)
-    while True:
-        time.sleep(1)
 
 
 def be_rank(what: str, where: int) -> None:
@@ -71,17 +55,18 @@ def be_rank(what: str, where: int) -> None:
             timeout=timedelta(minutes=10),
         )  # fmt: skip
         dist.barrier()
-        open("started", "w").close()
-        with stop.finishing(lambda: "after step; saved"):
+        with stop.finishing(lambda: "in a step; nothing was saved"):
             for step in range(1, STEPS + 1):
                 if step == 3 and rank == where and first_start:
-                    globals()[what]()
+                    open("started", "w").close()
+                    globals()[what](stop)
                 asked = torch.tensor(float(stop.signal is not None))
                 dist.all_reduce(asked)
                 if asked > 0:
                     dist.barrier()
                     return EXIT_INTERRUPTED
-                print(f"rank {rank}: step {step}\n", end="", flush=True)
+                if rank == 0:
+                    print(f"step {step}", flush=True)
         dist.barrier()
         return 0
 

@@ -21,7 +21,10 @@ from moe_parallel.training.checkpoint_folder import CheckpointFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "pretrain_gpt_moe.py"
-_OF_ANOTHER_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OF_ANOTHER_JOB = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
+    "SLURM_PROCID",
+)  # fmt: skip
 
 
 class StopRequest:
@@ -91,7 +94,7 @@ class CellRunner:
                 start_new_session=True,  # the terminal's Ctrl-C is ours to pass on, once
             )  # fmt: skip
         with stop.watching(process):
-            # The CPU time of the process and of those that it waited for (torchrun's ranks).
+            # The CPU time of the process and of those that it waited for (the launcher's ranks).
             _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         seconds = time.monotonic() - begin
@@ -105,11 +108,9 @@ class CellRunner:
         return process.returncode
 
     def _command(self, cell: Cell) -> list[str]:
-        command = [sys.executable]
+        command = [sys.executable, str(SCRIPT), "--config", str(cell.folder / "cell.yaml")]
         if self._processes > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", "--shutdown-timeout", "600"]
             command += ["--nproc-per-node", str(self._processes)]
-        command += [str(SCRIPT), "--config", str(cell.folder / "cell.yaml")]
         if CheckpointFolder(cell.folder).latest() is not None:
             command += ["--load", str(cell.folder)]
         return command

@@ -1,0 +1,79 @@
+"""Ranks for tests of the launcher: `WHAT RANK` names a function of this file that one rank calls.
+
+These know neither torch nor each other, and start at once: the other ranks end as ranks of the
+program do when the failure of one is told to them.
+"""
+
+import os
+import signal
+import sys
+import time
+
+
+def done() -> int:
+    return 0
+
+
+def bad_input() -> int:
+    print("error: --flag is 3: it must be 4", file=sys.stderr)
+    return 2
+
+
+def diverge() -> int:
+    return 3
+
+
+def bug() -> int:
+    return 1
+
+
+def die() -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def wait() -> int:
+    """For a signal, on which the program saves."""
+    asked = []
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, lambda *_: asked.append(None))
+    print("a rank waits", flush=True)
+    while not asked:
+        time.sleep(0.01)
+    return 75
+
+
+def hang() -> int:
+    """As when saving takes for ever."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    print("a rank waits", flush=True)
+    while True:
+        time.sleep(1)
+
+
+def not_yet() -> int:
+    """As before any signal is listened to."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    print("a rank waits", flush=True)
+    while True:
+        time.sleep(1)
+
+
+OTHERS = {"bad_input": 2, "diverge": 3, "bug": 1, "die": 137}
+
+
+def main(what: str, rank: int) -> int:
+    if os.path.exists("started"):  # not the first start
+        return 0
+    if what in OTHERS and int(os.environ["RANK"]) != rank:
+        time.sleep(1)  # a rank sees within half a second that another one has failed
+        return OTHERS[what]
+    if what in OTHERS:
+        open("started", "w").close()
+    return int(globals()[what]())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,78 @@
+"""Our launcher in a process that has imported torch already, over ranks that know nothing of it."""
+
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from unittest import mock
+
+import psutil
+
+from moe_parallel.launch.job import run_job
+from moe_parallel.launch.options import divide
+from moe_parallel.training.exit_codes import code_of
+from moe_parallel.training.signals import Stopped, StopRequest
+from tests.distributed import PRELOADED
+from tests.program import Job, environment
+
+FEW_STEPS = Path(__file__).with_name("few_steps.py")
+
+
+class Launched(Job):
+    """`few_steps.py --nproc-per-node 2 ...`, in a folder that takes the output.
+
+    Ended with its context.
+    """
+
+    def __init__(self, folder: Path, *arguments: str, ranks: int = 2) -> None:
+        super().__init__(folder)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*PRELOADED, "moe_parallel.launch.job"])
+        line = ["--nproc-per-node", str(ranks), *arguments]
+        self._process = context.Process(target=_be_launcher, args=(self._output_file, line))
+        with mock.patch.dict(os.environ, environment()):  # for the fork server, if it starts now
+            self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def running(self) -> bool:
+        return self._process.is_alive()
+
+    def finish(self, timeout: float = 600) -> int:
+        """The exit code of the launcher, once it has ended by itself."""
+        self._process.join(timeout)
+        assert self._process.exitcode is not None, self.output
+        return self._process.exitcode
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of the ranks that live."""
+        return psutil.Process(self.pid).children()
+
+    def __enter__(self) -> "Launched":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.running():
+            for process in self.ranks():
+                process.kill()
+            self._process.kill()
+        self._process.join()
+
+
+def _be_launcher(output_file: Path, arguments: list[str]) -> None:
+    output = os.open(output_file, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.chdir(output_file.parent)
+    os.environ.update(environment())
+    stop = StopRequest()
+    try:
+        with stop.listening():
+            code = run_job(divide(arguments), str(FEW_STEPS), stop)
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        code = code_of(stopped)
+    sys.exit(code)

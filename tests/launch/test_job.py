@@ -1,0 +1,190 @@
+"""How a job ends that our launcher has started: once, with one line and the right code."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launch.launched import Launched
+from tests.program import Program, Torchrun, free_port
+
+SMALL_JOB = Path(__file__).with_name("small_job.py")
+KILLED = (
+    r"error: rank 1 \(process \d+ on .+\) was killed by SIGKILL, as the kernel does when memory "
+    r"is full; the other ranks cannot go on without it\n"
+)
+AGAIN = "starting again: restart 1 of 1\n"
+WAIT = "a rank waits\n" * 2
+
+
+def _end(folder, *arguments):
+    """(exit code, all that was printed)."""
+    with Launched(folder, *arguments) as job:
+        return job.finish(), job.output
+
+
+def _wait(job):
+    while job.output != WAIT:
+        assert job.running(), job.output
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "line"),
+    [
+        ("done", 0, ""),
+        ("bad_input", 2, "error: --flag is 3: it must be 4\n"),
+        ("diverge", 3, ""),
+        ("bug", 1, ""),
+    ],
+)
+def test_the_code_is_that_of_the_ranks(tmp_path, what, code, line):
+    assert _end(tmp_path, what, "1") == (code, line)
+
+
+@pytest.mark.parametrize(("what", "code"), [("bad_input", 2), ("diverge", 3)])
+def test_what_would_end_the_same_way_is_not_started_again(tmp_path, what, code):
+    ended, output = _end(tmp_path, "--max-restarts", "1", what, "1")
+    assert ended == code
+    assert "again" not in output
+
+
+def test_a_rank_that_is_killed_is_one_line(tmp_path):
+    code, output = _end(tmp_path, "die", "1")
+    assert code == 137
+    assert re.fullmatch(KILLED, output)
+
+
+def test_a_lost_rank_or_a_bug_is_started_again(tmp_path):
+    code, output = _end(tmp_path, "--max-restarts", "1", "die", "1")
+    assert code == 0
+    assert re.fullmatch(KILLED + AGAIN, output)
+    (tmp_path / "bug").mkdir()
+    assert _end(tmp_path / "bug", "--max-restarts", "1", "bug", "1") == (0, AGAIN)
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])
+def test_a_signal_reaches_the_ranks(tmp_path, number):
+    with Launched(tmp_path, "--max-restarts", "1", "wait", "0") as job:
+        _wait(job)
+        os.kill(job.pid, getattr(signal, number))
+        assert job.finish() == 75
+        assert job.output == WAIT  # the program says more
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
+def test_a_signal_while_the_ranks_start(tmp_path, number, code):
+    with Launched(tmp_path, "--max-restarts", "1", "not_yet", "0") as job:
+        _wait(job)
+        os.kill(job.pid, getattr(signal, number))
+        assert job.finish() == code
+        said = job.output.removeprefix(WAIT)
+        assert said == f"stopped by {number} before training began; there was nothing to save\n"
+
+
+def test_a_rank_that_leaves_alone_does_not_keep_the_others(tmp_path):
+    """The other one hangs; it is killed, and whatever it has started with it."""
+    with Launched(tmp_path, "hang", "0") as job:
+        _wait(job)
+        first, second = job.ranks()
+        first.kill()
+        assert job.finish() == 137
+        assert not second.is_running()
+
+
+def test_ranks_that_do_not_leave_are_killed(tmp_path):
+    with Launched(tmp_path, "--shutdown-timeout", "1", "hang", "0") as job:
+        _wait(job)
+        ranks = job.ranks()
+        os.kill(job.pid, signal.SIGTERM)
+        assert job.finish() == 137
+        assert job.output.removeprefix(WAIT) == (
+            "error: the ranks did not leave within 1 s of SIGTERM (--shutdown-timeout) and were "
+            "killed\n"
+        )
+        assert not any(rank.is_running() for rank in ranks)
+
+
+def test_a_second_ctrl_c_does_not_wait(tmp_path):
+    with Launched(tmp_path, "hang", "0") as job:
+        _wait(job)
+        os.kill(job.pid, signal.SIGINT)
+        os.kill(job.pid, signal.SIGINT)  # `uv run` and the like send it again
+        time.sleep(2)
+        assert job.running()
+        os.kill(job.pid, signal.SIGINT)
+        assert job.finish() == 130
+        assert job.output.removeprefix(WAIT) == (
+            "interrupted twice: the ranks were killed, and have not saved\n"
+        )
+
+
+class TorchrunOnce(Torchrun):
+    """torchrun with one restart."""
+
+    def _start(self, script, world_size):
+        *words, script = super()._start(script, world_size)
+        return [*words, "--max-restarts", "1", script]
+
+
+WHOLE = "".join(f"step {step}\n" for step in range(1, 7))
+
+
+def test_a_process_group_finds_no_trace_of_a_lost_one(tmp_path):
+    with Program(tmp_path, 2, ["--max-restarts", "1", "die", "1"], script=SMALL_JOB) as job:
+        assert job.finish() == 0
+        assert re.search(KILLED, job.output)
+        assert job.output.endswith(AGAIN + WHOLE)
+        assert job.output.count("\n") == 2 + 1 + 1 + 6
+
+
+def test_nor_under_torchrun(tmp_path):
+    with TorchrunOnce(tmp_path, 2, ["die", "1"], script=SMALL_JOB) as job:
+        assert job.finish() == 0
+        assert job.output.endswith(WHOLE)
+
+
+def test_ranks_without_their_launcher_leave(tmp_path):
+    with Program(tmp_path, 2, ["wait", "1"], script=SMALL_JOB) as job:
+        job.wait_for("rank waits")
+        ranks = job.ranks()
+        os.kill(job.pid, signal.SIGKILL)
+        assert psutil.wait_procs(ranks, timeout=600)[1] == []
+        assert sorted(job.output.splitlines()) == ["rank waits", "step 1", "step 2"]
+
+
+class _Nodes:
+    """Launchers of one job on two nodes that are both here, each with one rank."""
+
+    def __init__(self, folder, *arguments):
+        meet = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "x"]
+        meet += ["--rdzv-endpoint", f"localhost:{free_port()}", "--local-addr", "localhost"]
+        self.folder = folder
+        self.jobs = []
+        for name in ("a", "b"):
+            output = folder / name
+            output.mkdir()
+            (output / "started").symlink_to(folder / "started")
+            self.jobs.append(Program(output, 1, [*meet, *arguments], script=SMALL_JOB))
+
+    def __enter__(self):
+        return self.jobs
+
+    def __exit__(self, *error):
+        for job in self.jobs:
+            job.__exit__(*error)
+
+
+@pytest.mark.parametrize(
+    ("what", "words", "code"), [("die", ["--max-restarts", "1"], 0), ("bad_input", [], 2)]
+)
+def test_two_nodes_end_with_one_code_and_one_line(tmp_path, what, words, code):
+    with _Nodes(tmp_path, *words, what, "1") as jobs:
+        assert [job.finish() for job in jobs] == [code, code]
+        printed = "".join(job.output for job in jobs)
+    assert printed.count("error: ") == 1
+    assert printed.count(WHOLE) == (code == 0)

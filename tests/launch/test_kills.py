@@ -1,0 +1,151 @@
+"""A run that is killed or stopped at any moment ends at once, and goes on to the same bytes."""
+
+import json
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from tests.program import SMALL, Program, flags, same_bytes, small_data, stored_tensors
+
+LAST = 12
+EVERY_2 = {"train_iters": LAST, "save_interval": 2, "eval_interval": 3, "eval_iters": 20}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return small_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, data):
+    """The last checkpoint's tensors of a run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with Program(folder, 2, _run(folder, data)) as job:
+        assert job.finish(600) == 0, job.output
+    return _last(folder)
+
+
+def _run(folder, data):
+    """The flags of a first start and of a resume alike."""
+    save = folder / "run"
+    return flags(SMALL | data | EVERY_2 | {"save": save, "load": save})
+
+
+def _last(folder):
+    return stored_tensors(folder / "run" / f"iter_{LAST:07d}")
+
+
+def _check_whole(folder, undisturbed):
+    """Same bytes, and every iteration once."""
+    assert same_bytes(_last(folder), undisturbed)
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
+    trained = [record["iteration"] for record in records if "lm_loss" in record]
+    assert trained == list(range(1, LAST + 1))
+
+
+def test_a_job_that_lost_a_rank_starts_again_and_ends_the_same(tmp_path, data, undisturbed):
+    with Program(tmp_path, 2, ["--max-restarts", "1", *_run(tmp_path, data)]) as job:
+        job.wait_for("iteration  5/12", 600)
+        os.kill(job.rank(1), signal.SIGKILL)
+        assert job.finish(600) == 0
+        output = job.output
+    assert output.count("was killed by SIGKILL") == 1
+    assert "starting again: restart 1 of 1\n" in output
+    assert ", going on after iteration 4" in output
+    assert "Traceback" not in output
+    _check_whole(tmp_path, undisturbed)
+
+
+def _start(job, folder):
+    return len(job.ranks()) == 2
+
+
+def _step(job, folder):
+    return "iteration  5/12" in job.output
+
+
+def _save(job, folder):
+    return any((folder / "run").glob(".iter_*.writing"))
+
+
+def _evaluation(job, folder):
+    return "iteration  3/12" in job.output
+
+
+def _last_evaluation(job, folder):
+    return f"iter_{LAST:07d}" in job.output
+
+
+def _report(job, folder):
+    return "iteration 12/12 | validation" in job.output
+
+
+LAUNCHER = None
+KILLS = [
+    (_start, LAUNCHER, "SIGKILL", -9),
+    (_start, LAUNCHER, "SIGTERM", 75),
+    (_start, 1, "SIGKILL", 137),
+    (_step, LAUNCHER, "SIGKILL", -9),
+    (_step, LAUNCHER, "SIGINT", 75),
+    (_step, 0, "SIGTERM", 75),
+    (_step, 0, "SIGKILL", 137),
+    (_save, LAUNCHER, "SIGUSR1", 75),
+    (_save, 1, "SIGKILL", 137),
+    (_evaluation, LAUNCHER, "SIGTERM", 75),
+    (_evaluation, 0, "SIGKILL", 137),
+    (_last_evaluation, LAUNCHER, "SIGINT", 75),
+    (_last_evaluation, 1, "SIGUSR1", 75),
+    (_report, LAUNCHER, "SIGTERM", 75),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("moment", "whom", "name", "code"),
+    KILLS,
+    ids=lambda value: getattr(value, "__name__", str(value)).strip("_"),
+)
+def test_a_kill(tmp_path, data, undisturbed, moment, whom, name, code):
+    arguments = _run(tmp_path, data)
+    with Program(tmp_path, 2, arguments) as job:
+        while not moment(job, tmp_path):
+            assert job.running(), job.output
+            time.sleep(0.005)
+        os.kill(job.pid if whom is LAUNCHER else job.rank(whom), getattr(signal, name))
+        assert job.finish(600) == code
+        _wait_for_nobody_in(tmp_path)
+        ends = [line for line in job.output.splitlines() if line.startswith(("error", "stopped"))]
+        assert len(ends) == 1, job.output
+        assert "Traceback" not in job.output
+    _check_published(tmp_path / "run")
+    with Program(tmp_path, 2, arguments) as job:
+        assert job.finish(600) == 0, job.output
+        assert "error" not in job.output
+    _check_whole(tmp_path, undisturbed)
+
+
+def _wait_for_nobody_in(folder):
+    """Ranks, and what they have started, have the folder that they were started in."""
+
+    def found():
+        for process in psutil.process_iter():
+            try:
+                if process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                    yield process
+            except psutil.Error:
+                pass
+
+    deadline = time.monotonic() + 120
+    while left := list(found()):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+
+
+def _check_published(save):
+    """Whatever the tracker names can be read."""
+    tracker = save / "latest_checkpointed_iteration.txt"
+    if tracker.exists():
+        assert stored_tensors(save / f"iter_{int(tracker.read_text()):07d}")
