@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from moe_parallel.config.option import Option, as_typed, options
 from moe_parallel.config.replaced import without_replaced
 from moe_parallel.config.yaml_file import read_yaml
 from moe_parallel.errors import InputError
+
+_METAVAR_END = 78  # argparse does not break such a word
 
 
 @dataclass(frozen=True)
@@ -85,15 +88,18 @@ class _Parser(OneLineParser):
 
 
 def _parser() -> _Parser:
+    width = min(98, shutil.get_terminal_size().columns - 2)
     parser = _Parser(
         prog="pretrain_gpt_moe.py",
-        usage="python pretrain_gpt_moe.py [--nproc-per-node N] --config FILE.yaml "
-        "[--flag value ...]",
+        usage="python pretrain_gpt_moe.py [--nproc-per-node N] [--config FILE.yaml]\n"
+        "                              [--flag value ...]",
         description="Pretrain a mixture-of-experts language model whose experts are chosen by "
         "--expert-selection. Every flag is a YAML key too; flags win.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=98),
+        formatter_class=lambda prog: argparse.HelpFormatter(
+            prog, max_help_position=34, width=width
+        ),
     )
     parser.add_argument("--config", metavar="FILE.yaml", help="read options from this file")
     for name, section in sections().items():
@@ -137,6 +143,8 @@ def _add(group: Any, each: Option, text: str) -> None:
         group.add_argument(each.flag, help=text, nargs="+", metavar="WORD")
     else:
         metavar = "|".join(each.choices) or {int: "N", float: "X", str: "TEXT"}[each.kind]
+        if len(f"  {each.flag} {metavar}") > _METAVAR_END:
+            text, metavar = f"{', '.join(each.choices)}: {text}", "WORD"
         group.add_argument(each.flag, help=text, metavar=metavar)
 
 

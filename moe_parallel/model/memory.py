@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_parallel.agreement import exchange
+from moe_parallel.agreement import agree, exchange
 from moe_parallel.config import AutonomousSelection, Config, RoutedSelection
 from moe_parallel.config.selection.parts import DispatchedSelection
 from moe_parallel.errors import InputError
 from moe_parallel.parallel import Groups
-from moe_parallel.platform.memory import free_memory, memory_owner
+from moe_parallel.platform.memory import free_host_memory, free_memory, memory_owner
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ def check_memory(config: Config, vocab_size: int, groups: Groups) -> None:
         vocab_size: of the tokenizer, or less.
         groups: that the model is divided over.
     """
+    agree(lambda: _check_indices(config))
     needed = least_memory(config, vocab_size, groups)
     ranks = exchange((memory_owner(), needed, free_memory()))
     for owner in dict.fromkeys(owner for owner, _, _ in ranks):
@@ -46,6 +47,18 @@ def check_memory(config: Config, vocab_size: int, groups: Groups) -> None:
                 "--num-experts, --ffn-hidden-size, --moe-ffn-hidden-size, --micro-batch-size or "
                 "--seq-length, or divide it over more ranks"
             )
+
+
+def _check_indices(config: Config) -> None:
+    """Megatron-Core's order of the samples is built in memory: an int32 pair and an int32 each."""
+    training = config.training
+    needed, free = 12 * training.train_iters * training.global_batch_size, free_host_memory()
+    if needed > free:
+        raise InputError(
+            f"--train-iters {training.train_iters} with --global-batch-size "
+            f"{training.global_batch_size} take indices of {_gib(needed)} or more, and "
+            f"{_gib(free)} of memory are free: lower one of them"
+        )
 
 
 def least_memory(config: Config, vocab_size: int, groups: Groups) -> int:

@@ -16,6 +16,11 @@ def free_memory() -> int:
     """Bytes that are free on the current CUDA device where there is one, else on this host."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
+    return free_host_memory()
+
+
+def free_host_memory() -> int:
+    """Bytes that are free on this host, and within the limits of this process's control groups."""
     free = psutil.virtual_memory().available + psutil.swap_memory().free
     return min([free, *_left_by_cgroups()])
 

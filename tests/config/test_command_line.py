@@ -166,9 +166,17 @@ def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
     assert "[aoe, aoe_top_p, aoe_expert_choice] rank of W_g" in selection
     assert "[topk, aoe] experts per token" in selection
     assert "together reach (default: 0.4; aoe_top_p: 0.6)" in " ".join(text.split())
-    # The words that name the systems are one word to argparse.
-    lines = [line for line in text.splitlines() if "--expert-selection topk|" not in line]
-    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize(("columns", "most"), [(80, 78), (300, 98), (120, 98)])
+def test_help_fits_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int, most: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = help_text(capsys)
+    assert max(map(len, text.splitlines())) <= most
+    words = ", ".join(EXPERT_SELECTION.choices)
+    assert f"{words}: who decides which expert computes" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_weights_gradients_and_optimizer_state(name: str) -> None:
 
 
 def _told(options: dict[str, Any], free: int) -> str | None:
-    memory.free_memory = lambda: free
+    memory.free_memory = memory.free_host_memory = lambda: free
     config = make_config(SMALL | options)
     groups = initialize_groups(config.parallel)
     try:
@@ -163,3 +163,11 @@ def test_what_just_fits_is_taken() -> None:
 )
 def test_a_slip_in_the_batch_is_found(options: dict[str, Any]) -> None:
     assert "lower --num-layers" in (run_distributed(1, _told, options, 2**34)[0] or "")
+
+
+def test_a_slip_in_the_iterations_is_found() -> None:
+    options = {"train_iters": 2_000_000_000}
+    assert run_distributed(1, _told, options, 20 << 30) == [
+        "--train-iters 2000000000 with --global-batch-size 2 take indices of 44.7 GiB or more, and "
+        "20.0 GiB of memory are free: lower one of them"
+    ]

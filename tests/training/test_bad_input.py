@@ -155,6 +155,11 @@ WRONG = {
         {"save": "{}/file/run"},
         r"--save {0}/file/run cannot be written \({0}/file: it is a file\): .*",
     ),
+    "more than any memory": (
+        {"hidden_size": 2**20},
+        r"the model, its gradients and optimizer state take [0-9]{3},[0-9]{3}\.. GiB or more on 2 "
+        r"ranks, and [0-9.,]+ GiB are free there: lower --num-layers, .*",
+    ),
     "save where nobody may": ({"save": "/proc/run"}, r"--save /proc/run cannot be written \(.*"),
 }
 
@@ -217,6 +222,14 @@ def test_one_line_says_what_is_wrong(place, messages, name):
 def test_nothing_is_written_over(messages):
     _, before, after = messages
     assert after == before
+
+
+def test_what_cannot_be_is_known_before_the_corpus_is_built(place, tmp_path):
+    corpus = {"data_cache_path": tmp_path / "corpus"}
+    wrong = [{"save": place / "file" / "run"}, {"save": "/proc/run"}, {"hidden_size": 2**20}]
+    (messages,) = run_distributed(1, _errors, [SMALL | corpus | each for each in wrong])
+    assert all(messages)
+    assert not (tmp_path / "corpus").exists()
 
 
 def test_sizes_count_however_they_are_given(place):
