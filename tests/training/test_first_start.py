@@ -71,7 +71,7 @@ def test_one_command_begins_and_goes_on(command):
     output = _start(command)
     assert begins not in output and "going on after iteration 2" in output
     assert _iterations(save) == [1, 2, 3, 4]
-    assert "going on after iteration 4" in _start(command)
+    assert "4 iterations are done, and --train-iters is 4" in _start(command)
     assert _iterations(save) == [1, 2, 3, 4]
 
 
