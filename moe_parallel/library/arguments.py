@@ -15,6 +15,7 @@ OPTIONS = {
     "top_k": "moe_router_topk",
     "low_rank_size": "aoe_low_rank_size",
     "wide_size": "aoe_wide_size",
+    "up_init_method": "aoe_up_init_method",
     "aux_loss_coeff": "moe_aux_loss_coeff",
     "expert_bias": "moe_router_enable_expert_bias",
     "capacity_factor": "moe_expert_capacity_factor",

@@ -218,6 +218,7 @@ class AoE(MixtureOfExperts):
         wide_size: int | None = None,
         *,
         ffn_hidden_size: int | None = None,
+        up_init_method: str | None = None,
         aux_loss_coeff: float | None = None,
         expert_bias: bool | None = None,
         selection: AutonomousSelection | None = None,
@@ -236,6 +237,8 @@ class AoE(MixtureOfExperts):
             wide_size: W (d_wide), the experts' width; as many parameters as a SwiGLU expert of
                 ffn_hidden_size has (Eq. 5 of the AoE paper).
             ffn_hidden_size: of the SwiGLU expert that sets wide_size; 4 * hidden_size.
+            up_init_method: initial W_up: "scaled", N(0, 1 / R), by which the gate starts as large
+                as x W_g would, or "normal", as all weights; scaled.
             aux_loss_coeff: weight of the load-balancing loss in aux_loss; 0.01.
             expert_bias: balance by a bias that `after_step` moves; False.
             selection: instead of these, an AoESelection, AoETopPSelection or
@@ -249,7 +252,10 @@ class AoE(MixtureOfExperts):
 
         Raises InputError, a ValueError of one line.
         """
+        if selection is None and up_init_method is None:
+            up_init_method = "scaled"
         shortcuts = {
+            "up_init_method": up_init_method,
             "top_k": top_k,
             "low_rank_size": low_rank_size,
             "wide_size": wide_size,

@@ -47,6 +47,7 @@ def test_options_by_name_are_those_of_the_selection() -> None:
         moe_router_topk=3,
         aoe_low_rank_size=8,
         aoe_wide_size=40,
+        aoe_up_init_method="scaled",
         moe_aux_loss_coeff=0.2,
         moe_router_enable_expert_bias=True,
     )
@@ -64,6 +65,7 @@ def test_options_by_name_are_those_of_the_selection() -> None:
         (AoE, {"hidden_size": None}, "hidden_size is None: give it an integer"),
         (AoE, {"hidden_size": 0}, "hidden_size is 0: it must be at least 1"),
         (RoutedMoE, {"num_experts": None}, "num_experts is None: give it an integer"),
+        (AoE, {"up_init_method": "small"}, "up_init_method is 'small': it takes one of .*scaled"),
         (AoE, {"low_rank_size": 500}, r"lower low_rank_size \(or .*\), or set wide_size"),
         (RoutedMoE, {"aux_loss_coeff": -1}, "aux_loss_coeff is -1.0: it must be at least 0"),
         (RoutedMoE, {"capacity_factor": 0.0}, "capacity_factor is 0.0: it must be above 0"),
