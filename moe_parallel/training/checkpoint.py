@@ -13,7 +13,7 @@ belong to a rank, start anew.
 import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -185,7 +185,8 @@ class Checkpointer:
         """
         keep_last = self.keep_last
         if keep_last is not None:
-            on_rank_0(lambda: self.folder.delete_oldest(iteration, keep_last))
+            with suppress(StorageError):  # the next save deletes what could not be deleted now
+                on_rank_0(lambda: self.folder.delete_oldest(iteration, keep_last))
 
     def last_good(self, iteration: int) -> str:
         """For a run that diverges at `iteration`: from where it can go on.

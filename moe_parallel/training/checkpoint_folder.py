@@ -59,6 +59,9 @@ class CheckpointFolder:
     def publish(self, iteration: int, record: Mapping[str, Any], keep_last: int | None) -> Path:
         """Give the written checkpoint its name, point the tracker at it, delete the oldest.
 
+        One beside it stays whatever `keep_last` is, until `delete_oldest` is called: the new one
+        may turn out to lead nowhere.
+
         `record` becomes checkpoint.json, with a checksum.
         """
         writing = self.writing_path(iteration)

