@@ -1,6 +1,8 @@
 """Loading a checkpoint from elsewhere runs nothing of it."""
 
+import ast
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -96,6 +98,29 @@ def test_an_index_of_anything_else(tmp_path):
 )
 def test_an_index_names_only_its_own_parts(tmp_path, call):
     assert "which is no part of an index and was not run" in _refused(tmp_path, call)
+
+
+def _may_run_code(call):
+    name = ast.unparse(call.func)
+    arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    return (
+        name in ("pickle.load", "pickle.loads", "dist_checkpointing.load")
+        or (name == "torch.load" and arguments.get("weights_only") != "True")
+        or arguments.get("allow_pickle") == "True"
+    )
+
+
+def test_nothing_else_reads_pickles():
+    """Resuming, upcycling, conversion, probes and generation all read by `read_tensors`."""
+    root = Path(__file__).resolve().parents[2]
+    sources = [path for name in ("moe_parallel", "tools") for path in (root / name).rglob("*.py")]
+    found = [
+        f"{path.relative_to(root)}:{node.lineno}"
+        for path in sources
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and _may_run_code(node)
+    ]
+    assert sources and not found
 
 
 def test_the_payload_would_run(tmp_path):
