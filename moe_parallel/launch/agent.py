@@ -35,7 +35,7 @@ from moe_parallel.training.exit_codes import (
     FINAL,
 )
 from moe_parallel.training.failure import FailureChannel
-from moe_parallel.training.job_store import ATTEMPT, visit_store
+from moe_parallel.training.job_store import ATTEMPT, LAUNCHER, visit_store
 from moe_parallel.training.signals import STOP_SIGNALS, StopRequest
 
 # A terminal that closes asks to stop as well; the ranks know it as SIGTERM.
@@ -81,6 +81,7 @@ class JobAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for number in _PASSED_ON:
             signal.signal(number, self._note)
+        os.environ[LAUNCHER] = str(os.getpid())
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGRTMAX"  # torch's: not those
         self._stop.began(lambda: "between two starts of the ranks; the same command goes on")
         return super()._start_workers(worker_group)

@@ -53,6 +53,11 @@ def _be_rank(arguments: Sequence[str], stop: StopRequest) -> int:
     from moe_parallel.platform.notices import hush_notices
 
     hush_notices()  # before Megatron-Core is imported
+    from moe_parallel.training.failure import leave_with_launcher
+    from moe_parallel.training.job_store import LAUNCHER
+
+    if LAUNCHER in os.environ:
+        leave_with_launcher(int(os.environ[LAUNCHER]), stop)
     from moe_parallel.training.pretrain import main as pretrain
 
     return pretrain(arguments, stop)

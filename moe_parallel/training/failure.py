@@ -28,7 +28,7 @@ from moe_parallel.training.exit_codes import (
     EXIT_INTERRUPTED,
     code_of,
 )
-from moe_parallel.training.signals import Stopped, StopRequest
+from moe_parallel.training.signals import BEFORE_TRAINING, Stopped, StopRequest
 
 _CLAIM, _CODE = "moe_parallel/failures", "moe_parallel/exit_code"
 _SEEN = "moe_parallel/exit_code_seen"  # by how many ranks
@@ -113,6 +113,27 @@ class FailureChannel:
             if not self._tells:
                 self._store.add(_SEEN, 1)
         return self._code
+
+
+def leave_with_launcher(launcher: int, stop: StopRequest) -> None:
+    """Before training, end this process when its parent, process `launcher`, is gone.
+
+    A rank may wait then, in C++, for a store that nobody serves any more. Once there is a store,
+    FailureChannel.watch sees the same.
+    """
+
+    def poll() -> None:
+        while os.getppid() == launcher and not stop.in_training:
+            time.sleep(_POLL_SECONDS)
+        if stop.in_training:
+            return
+        time.sleep(2 * _GRACE_SECONDS)  # for the main thread to leave by itself
+        if not stop.in_training:
+            if _rank() == 0:
+                print(f"the launcher is gone {BEFORE_TRAINING}", file=sys.stderr, flush=True)
+            _leave(EXIT_INTERRUPTED)
+
+    threading.Thread(target=poll, name="launcher-watch", daemon=True).start()
 
 
 def run(

@@ -11,6 +11,8 @@ from moe_parallel.errors import InputError
 
 #: Set by our own launcher: the name of this start of the ranks, the same on every node.
 ATTEMPT = "MOE_PARALLEL_ATTEMPT"
+#: And its process.
+LAUNCHER = "MOE_PARALLEL_LAUNCHER"
 
 
 def join_store(rank: int, world_size: int) -> dist.Store:

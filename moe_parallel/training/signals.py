@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+BEFORE_TRAINING = "before training began; there was nothing to save"
 
 
 class Stopped(BaseException):
@@ -46,6 +47,11 @@ class StopRequest:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    @property
+    def in_training(self) -> bool:
+        """Whether training has begun."""
+        return self._whereabouts is not None
+
     def began(self, whereabouts: Callable[[], str]) -> None:
         """From here on, `whereabouts` says how far the run has come."""
         self._whereabouts = whereabouts
@@ -73,5 +79,5 @@ class StopRequest:
 
     def _stopped(self, number: int) -> Stopped:
         if self._whereabouts is None:
-            return Stopped(number, False, "before training began; there was nothing to save")
+            return Stopped(number, False, BEFORE_TRAINING)
         return Stopped(number, True, self._whereabouts())

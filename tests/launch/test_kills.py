@@ -11,6 +11,7 @@ import pytest
 from tests.program import SMALL, Program, flags, same_bytes, small_data, stored_tensors
 
 LAST = 12
+ENDS = ("error", "stopped", "the launcher is gone")
 EVERY_2 = {"train_iters": LAST, "save_interval": 2, "eval_interval": 3, "eval_iters": 20}
 
 
@@ -117,7 +118,7 @@ def test_a_kill(tmp_path, data, undisturbed, moment, whom, name, code):
         os.kill(job.pid if whom is LAUNCHER else job.rank(whom), getattr(signal, name))
         assert job.finish(600) == code
         _wait_for_nobody_in(tmp_path)
-        ends = [line for line in job.output.splitlines() if line.startswith(("error", "stopped"))]
+        ends = [line for line in job.output.splitlines() if line.startswith(ENDS)]
         assert len(ends) == 1, job.output
         assert "Traceback" not in job.output
     _check_published(tmp_path / "run")

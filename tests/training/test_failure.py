@@ -15,7 +15,12 @@ from torch import distributed as dist
 from moe_parallel.errors import InputError
 from moe_parallel.training.engine import Engine
 from moe_parallel.training.exit_codes import EXIT_CTRL_C, EXIT_INTERRUPTED
-from moe_parallel.training.failure import Diverged, FailureChannel, run
+from moe_parallel.training.failure import (
+    Diverged,
+    FailureChannel,
+    leave_with_launcher,
+    run,
+)
 from moe_parallel.training.job_store import join_store
 from moe_parallel.training.pretrain import main
 from moe_parallel.training.signals import StopRequest
@@ -162,6 +167,19 @@ def test_a_channel_without_its_store_tells_all_the_same():
     del server
     assert channel.claim(2)
     assert channel.code_of_others() is None
+
+
+def _main_without_launcher(rank):
+    """As a rank that waits for its store while the launcher is killed."""
+    leave_with_launcher(1 if os.getppid() != 1 else 2, StopRequest())
+    dist.TCPStore("127.0.0.1", 9, world_size=2, is_master=False, timeout=timedelta(minutes=10))
+
+
+def test_a_launcher_that_is_gone_before_there_is_a_store(tmp_path):
+    with Ranks(tmp_path, 1, _main_without_launcher, 0) as ranks:
+        assert ranks.finish() == [EXIT_INTERRUPTED]
+        last = ranks.output.splitlines()[-1]
+    assert last == "the launcher is gone before training began; there was nothing to save"
 
 
 def test_the_first_claim_wins():
