@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 
 from moe_parallel.config import make_config
+from moe_parallel.data.sealed import write_sealed
+from moe_parallel.training.checkpoint_files import describe_files
+from moe_parallel.training.checkpoint_folder import RECORD
+from moe_parallel.training.checkpoint_record import FORMAT
 from tests.distributed import run_distributed
 from tests.program import SMALL, pretrain_here, small_data
 from tests.tools.running import run_tool
@@ -44,10 +48,18 @@ def test_a_model_is_converted_and_reported(tmp_path: Path) -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A place where the configuration of a checkpoint is, and nothing else."""
+    """A place where the configuration of a checkpoint is, with its record, and nothing else."""
     folder = tmp_path / "iter_0000001"
     folder.mkdir()
     (folder / "config.yaml").write_text(make_config({"num_experts": 4}).to_yaml())
+    record = {
+        "format": FORMAT,
+        "training": {"iteration": 1, "consumed_samples": 1, "consumed_tokens": 1},
+        "layout": {},
+        "fingerprint": {},
+        "files": describe_files(folder, ["config.yaml"]),
+    }
+    write_sealed(folder / RECORD, record)
     return folder
 
 
