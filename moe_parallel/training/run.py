@@ -75,9 +75,12 @@ def is_finished(config: Config, iteration: int) -> bool:
     """Whether a run that is loaded at `iteration` has nothing left to do or to log. Collective.
 
     Without --save nothing is on record, so its last evaluation is made once more, and shown.
+    A dense run of as many iterations that becomes experts in another folder has to be saved there.
     """
     save, train_iters = config.checkpoint.save, config.training.train_iters
     if iteration < train_iters:
+        return False
+    if config.moe.moe_use_upcycling and iteration == train_iters and not goes_on_here(config):
         return False
     if iteration > train_iters or not config.logging.evaluates_at_the_end:
         return True
