@@ -28,8 +28,7 @@ class LaunchOptions:
 
 def divide(arguments: Sequence[str]) -> LaunchOptions:
     """The launcher's words and the program's. Raises InputError for a value of a wrong type."""
-    parser = _parser()
-    found, program = parser.parse_known_args([_with_dashes(word, parser) for word in arguments])
+    found, program = _parser().parse_known_args(arguments)
     given = {name: value for name, value in vars(found).items() if value is not None}
     restarts = given.get("max_restarts", 0)
     timeout = given.get("shutdown_timeout", SHUTDOWN_TIMEOUT)
@@ -108,10 +107,3 @@ def _parser() -> OneLineParser:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _with_dashes(word: str, parser: argparse.ArgumentParser) -> str:
-    """--nproc_per_node, which torchrun takes too, as --nproc-per-node; others as they are."""
-    flag, equals, value = word.partition("=")
-    flag = flag.replace("_", "-")
-    return flag + equals + value if flag in parser._option_string_actions else word

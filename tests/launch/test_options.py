@@ -24,10 +24,6 @@ def test_flags_are_found_wherever_they_are():
     assert (options.processes, options.nodes, options.max_restarts) == ("2", None, 1)
 
 
-def test_the_program_keeps_its_words_as_typed():
-    assert divide(["--num_layers", "2"]).program == ("--num_layers", "2")
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
