@@ -10,12 +10,12 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from moe_parallel.data.datasets import Datasets, build_datasets
+from moe_parallel.data.datasets import Datasets
 from moe_parallel.data.indexed import check_indexed, write_indexed
 from moe_parallel.data.manifest import manifest_path, read_manifest
 from moe_parallel.data.tokenizer import load_tokenizer
 from moe_parallel.errors import InputError
-from tests.data.small_text import NUMBERS, numbered_sources, small_bpe, words
+from tests.data.small_text import NUMBERS, numbered_datasets, small_bpe, words
 
 pytestmark = pytest.mark.slow
 
@@ -93,31 +93,20 @@ def test_of_the_note_of_a_scan(tmp_path: Path) -> None:
             np.testing.assert_array_equal(check_indexed(str(prefix), 100), lengths)
 
 
-def build(folder: Path) -> Datasets:
-    return build_datasets(
-        numbered_sources(folder),
-        tokenizer=NUMBERS,
-        seq_length=8,
-        train_samples=30,
-        seed=1,
-        cache_folder=folder / "cache",
-    )
-
-
 def read_all(datasets: Datasets) -> torch.Tensor:
     sides = [datasets.train, *datasets.valid.values()]
     return torch.stack([side[i]["labels"] for side in sides for i in range(len(side))])  # type: ignore[arg-type]
 
 
 def test_of_cached_indices(tmp_path: Path) -> None:
-    expected = read_all(build(tmp_path))
+    expected = read_all(numbered_datasets(tmp_path))
     (cache,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
     for path in sorted(cache.iterdir()):
         for bit in bits(path, 12):
             content = bytearray(path.read_bytes())
             content[bit // 8] ^= 1 << bit % 8
             path.write_bytes(content)
-            again = build(tmp_path)
+            again = numbered_datasets(tmp_path)
             assert torch.equal(read_all(again), expected)
             assert len(again.cautions) == 1
 

@@ -5,21 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from moe_parallel.data.datasets import Datasets, build_datasets
+from moe_parallel.data.datasets import Datasets
 from moe_parallel.data.sealed import file_digest, read_sealed, write_sealed
 from tests.data.hostile import Payload
-from tests.data.small_text import NUMBERS, numbered_sources
-
-
-def build(folder: Path) -> Datasets:
-    return build_datasets(
-        numbered_sources(folder),
-        tokenizer=NUMBERS,
-        seq_length=8,
-        train_samples=30,
-        seed=1,
-        cache_folder=folder / "cache",
-    )
+from tests.data.small_text import numbered_datasets
 
 
 def stream(datasets: Datasets) -> torch.Tensor:
@@ -40,20 +29,20 @@ def seal(cache: Path) -> None:
 
 @pytest.mark.parametrize("index", ["document_index", "sample_index", "shuffle_index"])
 def test_an_edited_index_is_built_again(tmp_path: Path, index: str) -> None:
-    first = build(tmp_path)
+    first = numbered_datasets(tmp_path)
     assert first.cautions == ()
     expected = stream(first)
     for path in cache_of(tmp_path).glob(f"*{index}.npy"):
         np.save(path, np.load(path)[::-1])
-    again = build(tmp_path)
+    again = numbered_datasets(tmp_path)
     assert torch.equal(stream(again), expected)
     assert len(again.cautions) == 1 and "damaged" in again.cautions[0]
-    assert build(tmp_path).cautions == ()
+    assert numbered_datasets(tmp_path).cautions == ()
 
 
 @pytest.mark.parametrize("index", ["document_index", "sample_index", "shuffle_index"])
 def test_a_pickle_in_place_of_an_index_runs_nothing(tmp_path: Path, index: str) -> None:
-    expected = stream(build(tmp_path))
+    expected = stream(numbered_datasets(tmp_path))
     marker = tmp_path / "marker"
     for hostile in (pickle.dumps(Payload(marker)), _object_array(tmp_path, marker)):
         for sealed in (False, True):
@@ -61,7 +50,7 @@ def test_a_pickle_in_place_of_an_index_runs_nothing(tmp_path: Path, index: str) 
                 path.write_bytes(hostile)
             if sealed:
                 seal(cache_of(tmp_path))
-            again = build(tmp_path)
+            again = numbered_datasets(tmp_path)
             assert torch.equal(stream(again), expected)
             assert "damaged" in again.cautions[0]
             assert not marker.exists()
@@ -77,15 +66,15 @@ def _object_array(folder: Path, marker: Path) -> bytes:
 
 @pytest.mark.parametrize("content", ["", "[" * 100_000, "{}", "[]"])
 def test_a_damaged_record_is_begun_anew(tmp_path: Path, content: str) -> None:
-    expected = stream(build(tmp_path))
+    expected = stream(numbered_datasets(tmp_path))
     (cache_of(tmp_path) / "complete.json").write_text(content)
-    again = build(tmp_path)
+    again = numbered_datasets(tmp_path)
     assert torch.equal(stream(again), expected) and again.cautions
     assert set(read_sealed(cache_of(tmp_path) / "complete.json")) == {"files"}
 
 
 def test_a_file_too_many_is_not_taken(tmp_path: Path) -> None:
-    expected = stream(build(tmp_path))
+    expected = stream(numbered_datasets(tmp_path))
     (cache_of(tmp_path) / "more-shuffle_index.npy").write_bytes(b"")
-    assert torch.equal(stream(build(tmp_path)), expected)
+    assert torch.equal(stream(numbered_datasets(tmp_path)), expected)
     assert not list(cache_of(tmp_path).glob("more*"))
