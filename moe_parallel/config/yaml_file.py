@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from moe_parallel.config.option import as_typed, number
+from moe_parallel.config.option import as_typed, number, shown
 from moe_parallel.errors import InputError
 
 _BYTES_MAX = 1 << 20  # far above any configuration: /dev/zero has no end
@@ -43,7 +43,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises InputError for a file that cannot be read or holds anything but `key: value` lines, and
     for a key given twice.
     """
-    file = f"--config {as_typed(str(path))}"
+    name = str(path)
+    file = f"--config {name if name.isprintable() else shown(name)}"  # whole, to be found again
     text = _text(path, file)
     try:
         loader = _Loader(text)
