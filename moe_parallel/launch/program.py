@@ -6,6 +6,7 @@ Whatever can be told without torch (help, wrong flags, wrong values) is told at 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,6 +31,9 @@ def main(script: str, arguments: Sequence[str]) -> None:
     except Stopped as stopped:
         code = code_of(stopped)
         _tell(str(stopped))
+    except BrokenPipeError:  # `--help | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
     sys.exit(code)
 
 
@@ -114,7 +118,7 @@ def _help() -> int:
         try:
             parse_command_line(["--help"])
         except SystemExit:
-            print("\n" + help_text())
+            print("\n" + help_text(), flush=True)
     return 0
 
 

@@ -22,6 +22,16 @@ def _at_once(*arguments, **environment):
     return ended.returncode, ended.stdout, said
 
 
+def test_help_to_a_reader_that_leaves():
+    help_ = subprocess.Popen(
+        [sys.executable, str(SCRIPT), "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert help_.stdout is not None and help_.stderr is not None
+    help_.stdout.close()
+    assert help_.stderr.read() == b""
+    assert help_.wait() == 128 + signal.SIGPIPE
+
+
 @pytest.mark.parametrize("start", [(), ("--nproc-per-node", "2"), ("--max-restarts", "1")])
 def test_a_wrong_flag_is_told_at_once(start):
     code, out, said = _at_once(*start, "--num-layer", "2")
