@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from moe_parallel.config.config import (
     sections,
     selection_options,
 )
-from moe_parallel.config.one_line_parser import OneLineParser, dashed
+from moe_parallel.config.one_line_parser import OneLineParser, dashed, help_of_terminal_width
 from moe_parallel.config.option import Option, as_typed, options
 from moe_parallel.config.replaced import without_replaced
 from moe_parallel.config.yaml_file import read_yaml
@@ -88,7 +87,6 @@ class _Parser(OneLineParser):
 
 
 def _parser() -> _Parser:
-    width = min(98, shutil.get_terminal_size().columns - 2)
     parser = _Parser(
         prog="pretrain_gpt_moe.py",
         usage="python pretrain_gpt_moe.py [--nproc-per-node N] [--config FILE.yaml]\n"
@@ -97,9 +95,7 @@ def _parser() -> _Parser:
         "--expert-selection. Every flag is a YAML key too; flags win.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        formatter_class=lambda prog: argparse.HelpFormatter(
-            prog, max_help_position=34, width=width
-        ),
+        formatter_class=help_of_terminal_width,
     )
     parser.add_argument("--config", metavar="FILE.yaml", help="read options from this file")
     for name, section in sections().items():

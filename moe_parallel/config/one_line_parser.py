@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,12 @@ def dashed(word: str) -> str:
     """A word of a command line, `--num_layers=4` as `--num-layers=4`."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else word
+
+
+def help_of_terminal_width(prog: str) -> argparse.HelpFormatter:
+    """Help in two columns, as wide as the terminal and no wider than is read with ease."""
+    width = min(98, shutil.get_terminal_size().columns - 2)
+    return argparse.HelpFormatter(prog, max_help_position=34, width=width)
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_parallel.config.one_line_parser import OneLineParser
+from moe_parallel.config.one_line_parser import OneLineParser, help_of_terminal_width
 from moe_parallel.config.option import as_typed
 from moe_parallel.errors import InputError
 
@@ -68,7 +68,7 @@ def _parser() -> OneLineParser:
         usage=argparse.SUPPRESS,
         add_help=False,
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=98),
+        formatter_class=help_of_terminal_width,
     )
     group = parser.add_argument_group(
         "launching",
