@@ -119,7 +119,9 @@ def test_a_kill(tmp_path, data, undisturbed, moment, whom, name, code):
         assert job.finish(600) == code
         _wait_for_nobody_in(tmp_path)
         ends = [line for line in job.output.splitlines() if line.startswith(ENDS)]
-        assert len(ends) == 1, job.output
+        # Ranks see within seconds that they have no launcher; by then these may be done.
+        done = name == "SIGKILL" and whom is LAUNCHER and "figure: " in job.output
+        assert len(ends) == 1 - done, job.output
         assert "Traceback" not in job.output
     _check_published(tmp_path / "run")
     with Program(tmp_path, 2, arguments) as job:
