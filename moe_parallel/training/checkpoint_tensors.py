@@ -229,20 +229,24 @@ class _Writer(FileSystemWriter):
 
 
 class _FileSystem(FileSystem):
-    """Tells why a write failed; torch.save says `unexpected pos` when the disk is full."""
+    """Raises what a write failed with when the file is closed, not in the midst of torch.save."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as stream:
             watched = _WatchedStream(stream, str(path))
-            try:
-                yield watched
-            except RuntimeError as error:
-                raise watched.failure or error from error
+            yield watched
+            if watched.failure:
+                raise watched.failure
 
 
 class _WatchedStream:
-    """A file that remembers the error of its last failed write."""
+    """A file that keeps the error of a failed write, and takes no more after it.
+
+    The error must not pass through torch.save: its C++ writer says `unexpected pos` instead of
+    it, and an exception through it ends in a segmentation fault at the next garbage collection
+    (torch 2.13 on Python 3.12).
+    """
 
     def __init__(self, stream: IOBase, path: str):
         self._stream = stream
@@ -250,11 +254,16 @@ class _WatchedStream:
         self.failure: OSError | None = None
 
     def write(self, data: bytes) -> int:
-        try:
-            return self._stream.write(data)
-        except OSError as error:
-            self.failure = OSError(error.errno, error.strerror, self._path)
-            raise self.failure from None
+        if not self.failure:
+            try:
+                return self._put(data)
+            except OSError as error:
+                self.failure = OSError(error.errno, error.strerror, self._path)
+        return len(data)
+
+    def _put(self, data: bytes) -> int:
+        written: int = self._stream.write(data)
+        return written
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

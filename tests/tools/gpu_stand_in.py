@@ -21,6 +21,8 @@ CARD = SimpleNamespace(name="NVIDIA Stand-in", total_memory=2**37, major=9, mino
 def answer(code: str) -> None:
     for name in NAMES:
         sys.modules[name] = None if name in LACKS else ModuleType(name)
+    if "cutlass" in LACKS:
+        sys.modules["cutlass_library"] = None
     if torch := sys.modules["torch"]:
         torch.__version__, torch.version = "0", SimpleNamespace(cuda="0")
         torch.cuda = SimpleNamespace(

@@ -73,14 +73,15 @@ def test_a_call_that_is_none(call: str) -> None:
         ("megatron.core", "has no megatron.core: name another with PYTHON=, or carry"),
         ("pytest", "has no pytest"),
         ("torch", "has no torch"),
-        ("extension", "no CUTLASS headers to build with"),
+        ("extension,cutlass", "no CUTLASS headers to build with"),
         ("cutlass", "no CUTLASS headers to build with"),
     ],
 )
 def test_what_is_missing_is_said_before_anything_runs(
     python: Path, tmp_path: Path, lacks: str, said: str
 ) -> None:
-    done = run(REPORT, "tests", tmp_path / "seen", PYTHON=python, STAND_IN_LACKS=lacks)
+    environment = {"PYTHON": python, "STAND_IN_LACKS": lacks, "CUTLASS_PATH": ""}
+    done = run(REPORT, "tests", tmp_path / "seen", **environment)
     assert (done.returncode, done.stderr) == (2, "")
     (line,) = done.stdout.splitlines()
     assert line.startswith("report: ") and said in line
