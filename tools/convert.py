@@ -84,7 +84,7 @@ def _convert(own: argparse.Namespace, flags: list[str]) -> None:
     from moe_parallel.convert.gate import GateOptions
     from moe_parallel.convert.report import as_json, table
     from moe_parallel.data.publish import write_published
-    from moe_parallel.training.checkpoint_folder import find_checkpoint
+    from moe_parallel.training.checkpoint.folder import find_checkpoint
     from moe_parallel.training.run_lock import locked_folder
     from moe_parallel.training.standalone import single_process, standalone_config
 

@@ -22,7 +22,7 @@ from moe_parallel.data.datasets import Datasets
 from moe_parallel.errors import InputError
 from moe_parallel.evaluation.perplexity import evaluate
 from moe_parallel.parallel import Groups
-from moe_parallel.training.checkpoint import TrainingState
+from moe_parallel.training.checkpoint.checkpointer import TrainingState
 from moe_parallel.training.engine import Engine
 from moe_parallel.training.run import begin_run, open_checkpoints
 from moe_parallel.training.standalone import on_one_process, standalone_model

@@ -18,8 +18,8 @@ from moe_parallel.evaluation.perplexity import Perplexity, evaluate
 from moe_parallel.model.forward import Batch
 from moe_parallel.platform.device import peak_memory
 from moe_parallel.telemetry.sinks import Telemetry
-from moe_parallel.training.checkpoint import NotSaved, TrainingState
-from moe_parallel.training.checkpoint_folder import checkpoint_name
+from moe_parallel.training.checkpoint.checkpointer import NotSaved, TrainingState
+from moe_parallel.training.checkpoint.folder import checkpoint_name
 from moe_parallel.training.engine import NonFinite, StepResult
 from moe_parallel.training.exit_codes import EXIT_INTERRUPTED
 from moe_parallel.training.failure import Diverged

@@ -14,8 +14,8 @@ from moe_parallel.config import DataConfig, read_yaml
 from moe_parallel.config.option import flag
 from moe_parallel.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint_folder import find_checkpoint
-from moe_parallel.training.checkpoint_record import read_record
+from moe_parallel.training.checkpoint.folder import find_checkpoint
+from moe_parallel.training.checkpoint.record import read_record
 
 # Its fingerprint in the record of a checkpoint.
 TOKENIZER = "tokenizer"

@@ -17,8 +17,8 @@ from moe_parallel.errors import InputError
 from moe_parallel.parallel import Groups
 from moe_parallel.platform.device import device
 from moe_parallel.telemetry.metrics import has_evaluation
-from moe_parallel.training.checkpoint import Checkpointer
-from moe_parallel.training.checkpoint_record import Expected
+from moe_parallel.training.checkpoint.checkpointer import Checkpointer
+from moe_parallel.training.checkpoint.record import Expected
 from moe_parallel.training.own_tokenizer import TOKENIZER
 
 

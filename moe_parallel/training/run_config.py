@@ -8,8 +8,8 @@ from pathlib import Path
 
 from moe_parallel.config import CommandLine, Config, read_command_line, read_yaml
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint_folder import CheckpointFolder, find_checkpoint
-from moe_parallel.training.checkpoint_record import checked_file, read_record
+from moe_parallel.training.checkpoint.folder import CheckpointFolder, find_checkpoint
+from moe_parallel.training.checkpoint.record import checked_file, read_record
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from moe_parallel.config.dense_twin import dense_twin, dense_warmup_iters
 from moe_parallel.errors import InputError
 from moe_parallel.model.upcycling import change_by_upcycling
 from moe_parallel.parallel import Groups
-from moe_parallel.training.checkpoint import Checkpointer, TrainingState
-from moe_parallel.training.checkpoint_folder import find_checkpoint
-from moe_parallel.training.checkpoint_record import read_record
+from moe_parallel.training.checkpoint.checkpointer import Checkpointer, TrainingState
+from moe_parallel.training.checkpoint.folder import find_checkpoint
+from moe_parallel.training.checkpoint.record import read_record
 from moe_parallel.training.engine import Engine
 from moe_parallel.training.run import dense_checkpoints, expected_dense
 

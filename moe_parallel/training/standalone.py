@@ -29,8 +29,8 @@ from moe_parallel.parallel import Groups, destroy_groups, initialize_groups
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
 from moe_parallel.platform.device import device
 from moe_parallel.telemetry.statistics import RoutingStatistics
-from moe_parallel.training.checkpoint_folder import find_checkpoint
-from moe_parallel.training.checkpoint_record import checked_file, read_record
+from moe_parallel.training.checkpoint.folder import find_checkpoint
+from moe_parallel.training.checkpoint.record import checked_file, read_record
 from moe_parallel.training.run import open_checkpoints
 from moe_parallel.training.text import DEFAULT_VOCAB_SIZE
 

@@ -12,7 +12,7 @@ from moe_parallel.convert.configuration import converted_config
 from moe_parallel.convert.conversion import Conversion, convert
 from moe_parallel.convert.gate import GateOptions
 from moe_parallel.parallel import Groups, destroy_groups, initialize_groups
-from moe_parallel.training.checkpoint_folder import find_checkpoint
+from moe_parallel.training.checkpoint.folder import find_checkpoint
 from moe_parallel.training.standalone import standalone_config
 from tests.program import Options, flags
 

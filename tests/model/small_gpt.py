@@ -16,7 +16,7 @@ from megatron.core.utils import unwrap_model
 
 from moe_parallel.config import Config, make_config, validate
 from moe_parallel.parallel import destroy_groups, initialize_groups
-from moe_parallel.training.checkpoint import Checkpointer, TrainingState
+from moe_parallel.training.checkpoint.checkpointer import Checkpointer, TrainingState
 from moe_parallel.training.engine import Engine
 
 VOCABULARY = 50

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint_files import list_files
-from moe_parallel.training.checkpoint_random import random_state
+from moe_parallel.training.checkpoint.files import list_files
+from moe_parallel.training.checkpoint.random import random_state
 from tests.distributed import run_distributed
 from tests.training.hostile import reseal
 from tests.training.tiny_run import Layout, TinyRun

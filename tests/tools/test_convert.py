@@ -8,9 +8,9 @@ import pytest
 
 from moe_parallel.config import make_config
 from moe_parallel.data.sealed import write_sealed
-from moe_parallel.training.checkpoint_files import describe_files
-from moe_parallel.training.checkpoint_folder import RECORD
-from moe_parallel.training.checkpoint_record import FORMAT
+from moe_parallel.training.checkpoint.files import describe_files
+from moe_parallel.training.checkpoint.folder import RECORD
+from moe_parallel.training.checkpoint.record import FORMAT
 from tests.distributed import run_distributed
 from tests.program import SMALL, pretrain_here, small_data
 from tests.tools.running import run_tool

@@ -19,8 +19,8 @@ from moe_parallel.telemetry.journal import Journal
 from moe_parallel.telemetry.metrics import MetricsWriter
 from moe_parallel.telemetry.tensorboard_sink import TensorBoardSink
 from moe_parallel.training import loop, pretrain
-from moe_parallel.training.checkpoint import Checkpointer
-from moe_parallel.training.checkpoint_folder import CheckpointFolder
+from moe_parallel.training.checkpoint.checkpointer import Checkpointer
+from moe_parallel.training.checkpoint.folder import CheckpointFolder
 from moe_parallel.training.engine import Engine
 from moe_parallel.training.signals import Stopped
 from tests.program import Options, pretrain_here

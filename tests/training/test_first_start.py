@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from moe_parallel.training import checkpoint_folder
+from moe_parallel.training.checkpoint import folder as checkpoint_folder
 from moe_parallel.training.engine import Engine
 from tests.distributed import RankError, run_distributed
 from tests.program import SMALL, pretrain_here, small_data

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_parallel.training import checkpoint_tensors
+from moe_parallel.training.checkpoint import tensors as checkpoint_tensors
 from moe_parallel.training.engine import Engine
 from tests.distributed import RankError, run_distributed
 from tests.program import AOE, SMALL, pretrain_here, same_bytes, small_data, stored_tensors

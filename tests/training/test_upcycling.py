@@ -7,7 +7,7 @@ from megatron.core.utils import unwrap_model
 
 from moe_parallel.config import make_config
 from moe_parallel.model.upcycling import change_by_upcycling
-from moe_parallel.training.checkpoint_record import Expected
+from moe_parallel.training.checkpoint.record import Expected
 from tests.distributed import run_distributed
 from tests.training.tiny_run import AOE, TINY, Layout, TinyRun
 from tests.training.whole_state import assemble, held

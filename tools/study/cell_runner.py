@@ -17,7 +17,7 @@ import machine
 
 from moe_parallel.analysis.study.folder import Cell
 from moe_parallel.config import Config
-from moe_parallel.training.checkpoint_folder import CheckpointFolder
+from moe_parallel.training.checkpoint.folder import CheckpointFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "pretrain_gpt_moe.py"

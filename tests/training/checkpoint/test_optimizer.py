@@ -8,7 +8,7 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
-from moe_parallel.training.checkpoint_optimizer import Piece, boxes, moment_tensors
+from moe_parallel.training.checkpoint.optimizer import Piece, boxes, moment_tensors
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4), (3, 1, 2, 2), (1, 1), (0, 3)])

@@ -3,9 +3,9 @@
 import pytest
 
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint import Checkpointer
-from moe_parallel.training.checkpoint_folder import CheckpointFolder, find_checkpoint
-from moe_parallel.training.checkpoint_record import FORMAT
+from moe_parallel.training.checkpoint.checkpointer import Checkpointer
+from moe_parallel.training.checkpoint.folder import CheckpointFolder, find_checkpoint
+from moe_parallel.training.checkpoint.record import FORMAT
 
 
 def _publish(folder, iteration, content="", keep_last=None):

@@ -4,7 +4,7 @@ import pytest
 
 from moe_parallel.agreement import StorageError
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint_files import (
+from moe_parallel.training.checkpoint.files import (
     check_complete,
     check_content,
     check_sizes,

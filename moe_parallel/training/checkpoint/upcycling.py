@@ -14,7 +14,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from moe_parallel.model.upcycling import FACTORS, STARTS, DenseLayer, ExpertPart, GateFactors
-from moe_parallel.training.checkpoint_optimizer import MASTER, MOMENTS, PREFIX, Box, enclosing
+from moe_parallel.training.checkpoint.optimizer import MASTER, MOMENTS, PREFIX, Box, enclosing
 
 # Adam's state, the layer, the name of the weight without its shape suffix.
 _EXPERT_WEIGHT = re.compile(

@@ -9,9 +9,9 @@ from typing import TypeAlias
 
 from moe_parallel.agreement import StorageError
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint_folder import RECORD, other_checkpoints
-from moe_parallel.training.checkpoint_index import INDEX, data_files, read_index
-from moe_parallel.training.checkpoint_tensors import COMMON
+from moe_parallel.training.checkpoint.folder import RECORD, other_checkpoints
+from moe_parallel.training.checkpoint.index import INDEX, data_files, read_index
+from moe_parallel.training.checkpoint.tensors import COMMON
 
 Files: TypeAlias = Mapping[str, Mapping[str, int]]  # by path in the checkpoint: bytes, crc32
 

@@ -2,8 +2,7 @@
 
 A checkpoint holds the model, Adam's state, the scheduler, the random states, the scales of experts
 in FP8, the position in the data, and copies of small files (config.yaml, the tokenizer). See
-checkpoint_folder.py for what is on disk, checkpoint_optimizer.py for the one form that every
-optimizer's state takes.
+folder.py for what is on disk, optimizer.py for the one form that every optimizer's state takes.
 
 On the layout that saved it a run goes on bit for bit. On another layout the weights, Adam's state
 and the data position are the same to the bit as well; the random states and FP8's scales, which
@@ -32,26 +31,26 @@ from moe_parallel.agreement import (
 )
 from moe_parallel.errors import InputError
 from moe_parallel.platform.megatron_version import installed_version
-from moe_parallel.training.checkpoint_files import (
+from moe_parallel.training.checkpoint.files import (
     check_complete,
     check_content,
     describe_files,
     list_files,
 )
-from moe_parallel.training.checkpoint_folder import (
+from moe_parallel.training.checkpoint.folder import (
     CheckpointFolder,
     checkpoint_name,
     copy_files,
     find_checkpoint,
 )
-from moe_parallel.training.checkpoint_fp8 import (
+from moe_parallel.training.checkpoint.fp8 import (
     fp8_state,
     fp8_state_facts,
     fp8_state_to_read,
     set_fp8_state,
 )
-from moe_parallel.training.checkpoint_model import check_tensors, model_tensors, placed_tensors
-from moe_parallel.training.checkpoint_optimizer import (
+from moe_parallel.training.checkpoint.model import check_tensors, model_tensors, placed_tensors
+from moe_parallel.training.checkpoint.optimizer import (
     Piece,
     adam_step,
     master_tensors,
@@ -62,8 +61,8 @@ from moe_parallel.training.checkpoint_optimizer import (
     pieces,
     set_adam_step,
 )
-from moe_parallel.training.checkpoint_random import random_state, set_random_state
-from moe_parallel.training.checkpoint_record import (
+from moe_parallel.training.checkpoint.random import random_state, set_random_state
+from moe_parallel.training.checkpoint.record import (
     FORMAT,
     UNSEALED,
     Expected,
@@ -71,14 +70,14 @@ from moe_parallel.training.checkpoint_record import (
     checked_record,
     is_whole,
 )
-from moe_parallel.training.checkpoint_tensors import (
+from moe_parallel.training.checkpoint.tensors import (
     not_finite,
     of_this_rank,
     read_tensors,
     stored_tensors,
     write_tensors,
 )
-from moe_parallel.training.checkpoint_upcycling import DenseReader
+from moe_parallel.training.checkpoint.upcycling import DenseReader
 from moe_parallel.training.failure import Diverged
 
 

@@ -14,7 +14,7 @@ from megatron.core.utils import unwrap_model
 
 from moe_parallel.agreement import exchange
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint_optimizer import MASTER
+from moe_parallel.training.checkpoint.optimizer import MASTER
 
 
 def model_tensors(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:

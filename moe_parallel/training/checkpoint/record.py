@@ -19,8 +19,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from moe_parallel.data.sealed import parse_json, read_sealed
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint_files import check_content, check_sizes, torn
-from moe_parallel.training.checkpoint_folder import RECORD, checkpoint_name, iteration_in_name
+from moe_parallel.training.checkpoint.files import check_content, check_sizes, torn
+from moe_parallel.training.checkpoint.folder import RECORD, checkpoint_name, iteration_in_name
 
 FORMAT = 2
 UNSEALED = 1  # the format before, without a checksum

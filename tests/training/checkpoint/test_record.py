@@ -7,8 +7,8 @@ import pytest
 
 from moe_parallel.data.sealed import write_sealed
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint_files import describe_files
-from moe_parallel.training.checkpoint_record import FORMAT, checked_file, read_record
+from moe_parallel.training.checkpoint.files import describe_files
+from moe_parallel.training.checkpoint.record import FORMAT, checked_file, read_record
 
 RECORD = {
     "format": FORMAT,

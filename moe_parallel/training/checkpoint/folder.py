@@ -2,7 +2,7 @@
 
     DIR/latest_checkpointed_iteration.txt   the iteration of the newest checkpoint
     DIR/iter_0000010/                       a checkpoint; it never changes once it has this name
-        checkpoint.json                     written last: see checkpoint_record.py
+        checkpoint.json                     written last: see record.py
         metadata.json common.pt .metadata *.distcp        Megatron-Core's torch_dist format
         config.yaml tokenizer/ ...          small files that travel with the weights
     DIR/.iter_0000010.writing               being written; left behind by a killed save

@@ -8,7 +8,7 @@ import pytest
 
 from moe_parallel.agreement import StorageError
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint_index import read_index
+from moe_parallel.training.checkpoint.index import read_index
 from tests.distributed import run_distributed
 from tests.training.hostile import MARKER, Payload, hostile_copies
 from tests.training.tiny_run import Layout, TinyRun
@@ -112,7 +112,7 @@ def _may_run_code(call):
 
 def test_nothing_else_reads_pickles():
     """Resuming, upcycling, conversion, probes and generation all read by `read_tensors`."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     sources = [path for name in ("moe_parallel", "tools") for path in (root / name).rglob("*.py")]
     found = [
         f"{path.relative_to(root)}:{node.lineno}"
