@@ -1,4 +1,4 @@
-"""The shape of the code: imports go one way, Transformer Engine has one door, files stay small.
+"""The shape of the code: imports go one way, others' global state has one door, files stay small.
 
 Read from the source alone (`ast`); nothing is imported. A new package or top-level module must be
 given its place in LAYERS, or `test_every_module_has_a_layer` fails.
@@ -34,6 +34,8 @@ ANALYSIS_MAY_IMPORT = ("errors", "config", "telemetry.metrics", ANALYSIS)
 
 NEVER_IMPORTED = {"pretrain_gpt_moe", "tools", "tests"}
 TRANSFORMER_ENGINE_FILES_MAX = 2
+# Megatron-Core's global process groups, by both of their names, and their one reader.
+PARALLEL_STATE, ITS_READER = {"parallel_state", "mpu"}, f"{PACKAGE}.parallel"
 
 FILE_LINES_MAX = 420  # about 400
 FUNCTION_LINES_MAX = 60  # without the docstring
@@ -211,6 +213,27 @@ def test_transformer_engine_has_one_door() -> None:
 
     files = [m for m in MODULES if any("transformer_engine" in n.split(".") for n in names(m))]
     assert len(files) <= TRANSFORMER_ENGINE_FILES_MAX, files
+
+
+def _identifiers(module: str) -> set[str]:
+    """Every name in a module's code, imported, read or spelt as a dotted string."""
+    found: set[str] = set()
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            found.update(part for name in names for part in name.split("."))
+        elif isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.update(node.value.split("."))
+    return found
+
+
+def test_parallel_state_has_one_reader() -> None:
+    found = {module for module in MODULES if _identifiers(module) & PARALLEL_STATE}
+    assert found == {ITS_READER}, f"take groups from {ITS_READER}.Groups instead: {sorted(found)}"
 
 
 def _sources() -> Iterator[Path]:

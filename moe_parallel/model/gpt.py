@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -67,12 +66,8 @@ def build_chunks(
             transformer_layer_spec=_block_spec(config, megatron, context, stage),
             vocab_size=padded_vocab_size,
             max_sequence_length=config.training.seq_length,
-            pre_process=parallel_state.is_pipeline_first_stage(
-                ignore_virtual=stage is None, vp_stage=stage
-            ),
-            post_process=parallel_state.is_pipeline_last_stage(
-                ignore_virtual=stage is None, vp_stage=stage
-            ),
+            pre_process=groups.pp.rank() == 0 and stage == stages[0],
+            post_process=groups.pp.rank() == groups.pp.size() - 1 and stage == stages[-1],
             share_embeddings_and_output_weights=(
                 not config.model.untie_embeddings_and_output_weights
             ),
