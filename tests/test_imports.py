@@ -32,6 +32,11 @@ LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 ANALYSIS = "analysis"
 ANALYSIS_MAY_IMPORT = ("errors", "config", "telemetry.metrics", ANALYSIS)
 
+# Selection rules are pure functions: what they need of other ranks `Tokens` brings them.
+PURE = "selection"
+PURE_MAY_IMPORT = ("errors", PURE)
+COMMUNICATION = {"distributed", "megatron"}
+
 NEVER_IMPORTED = {"pretrain_gpt_moe", "tools", "tests"}
 TRANSFORMER_ENGINE_FILES_MAX = 2
 # Megatron-Core's global process groups, by both of their names, and their one reader.
@@ -130,17 +135,33 @@ def test_the_package_itself_imports_nothing_of_its_own() -> None:
     assert not found, f"`import {PACKAGE}` stays light; its __init__.py imports {found}"
 
 
-def test_analysis_reads_files_only() -> None:
-    def allowed(name: str) -> bool:
-        name = name.partition(".")[2]
-        return not name or any(f"{name}.".startswith(f"{ok}.") for ok in ANALYSIS_MAY_IMPORT)
+def _own_imports_beyond(unit: str, allowed: tuple[str, ...]) -> list[str]:
+    """Where a package imports others of ours than those allowed."""
 
-    found = [
-        f"{_at(module, line)}: analysis may not import {name}"
+    def fits(name: str) -> bool:
+        name = name.partition(".")[2]
+        return not name or any(f"{name}.".startswith(f"{ok}.") for ok in allowed)
+
+    return [
+        f"{_at(module, line)}: {unit} may not import {name}"
         for module in MODULES
-        if _unit(module) == ANALYSIS
+        if _unit(module) == unit
         for name, line in _own_imports(module)
-        if not allowed(name)
+        if not fits(name)
+    ]
+
+
+def test_analysis_reads_files_only() -> None:
+    found = _own_imports_beyond(ANALYSIS, ANALYSIS_MAY_IMPORT)
+    assert not found, "\n".join(found)
+
+
+def test_selection_is_pure() -> None:
+    found = _own_imports_beyond(PURE, PURE_MAY_IMPORT)
+    found += [
+        f"{MODULES[module]}: reads {sorted(names)}"
+        for module in MODULES
+        if _unit(module) == PURE and (names := _identifiers(module) & COMMUNICATION)
     ]
     assert not found, "\n".join(found)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import torch
 
-from moe_parallel.parallel import sum_over
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
 
@@ -24,7 +23,7 @@ def load_balancing_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
     """
     num_tokens, num_experts = choices.scores_TE.shape
     sums_2E = torch.stack([choices.tokens_per_expert(), choices.probabilities_TE.sum(dim=0)])
-    share_E, mean_E = sum_over(sums_2E, tokens.tp) / (num_tokens * tokens.tp.size())
+    share_E, mean_E = tokens.sum(sums_2E) / (num_tokens * tokens.num_stretches)
     return num_experts * torch.sum(share_E * mean_E)
 
 
@@ -34,7 +33,7 @@ def sequence_load_balancing_loss(choices: Choices, tokens: Tokens) -> torch.Tens
     (DeepSeek-V3, Eq. 17 to 20, where f is divided by K; Huang et al. 2024, Eq. 8 to 10.)
     """
     num_tokens, num_experts = choices.scores_TE.shape
-    length = num_tokens // tokens.num_sequences * tokens.tp.size()
+    length = num_tokens // tokens.num_sequences * tokens.num_stretches
     # Slots of sequence b choose among the bins b E .. (b+1) E - 1; the last bin is for empty ones.
     bins = tokens.num_sequences * num_experts
     sequence_T1 = torch.arange(num_tokens, device=choices.experts_TK.device)[:, None]
@@ -45,7 +44,7 @@ def sequence_load_balancing_loss(choices: Choices, tokens: Tokens) -> torch.Tens
     counts.scatter_add_(0, bins_TK, torch.ones_like(bins_TK, dtype=counts.dtype))
     counts_BE = counts[:-1].view(tokens.num_sequences, num_experts)
     mass_BE = choices.probabilities_TE.view(-1, tokens.num_sequences, num_experts).sum(dim=0)
-    share_BE, mean_BE = sum_over(torch.stack([counts_BE, mass_BE]), tokens.tp) / length
+    share_BE, mean_BE = tokens.sum(torch.stack([counts_BE, mass_BE])) / length
     return num_experts * torch.sum(share_BE * mean_BE) / tokens.num_sequences
 
 
@@ -58,8 +57,8 @@ def global_load_balancing_loss(
         share_E: fp32, share of the tokens of that set that chose each expert.
     """
     num_tokens, num_experts = choices.scores_TE.shape
-    mean_E = sum_over(choices.probabilities_TE.sum(dim=0), tokens.tp)
-    mean_E = mean_E / (num_tokens * tokens.tp.size())
+    mean_E = tokens.sum(choices.probabilities_TE.sum(dim=0))
+    mean_E = mean_E / (num_tokens * tokens.num_stretches)
     return num_experts * torch.sum(share_E * mean_E)
 
 
@@ -68,7 +67,7 @@ def importance_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
 
     Population variance; 1e-10 keeps the quotient finite where all gates are 0.
     """
-    importance_E = sum_over(choices.gates_per_expert(), tokens.tp)
+    importance_E = tokens.sum(choices.gates_per_expert())
     variance = importance_E.var(unbiased=False)
     return variance / (importance_E.mean().square() + 1e-10)
 
@@ -79,7 +78,7 @@ def z_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
     Zero logits give (ln E)^2.
     """
     total = torch.logsumexp(choices.scores_TE, dim=1).square().sum()
-    return sum_over(total, tokens.tp) / (len(choices.scores_TE) * tokens.tp.size())
+    return tokens.sum(total) / (len(choices.scores_TE) * tokens.num_stretches)
 
 
 def entropy_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
@@ -90,4 +89,4 @@ def entropy_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
     # A probability that underflows to 0 adds 0; the gradient of its logarithm would be infinite.
     p_TE = choices.probabilities_TE
     total = -(p_TE * p_TE.clamp(min=torch.finfo(p_TE.dtype).tiny).log()).sum()
-    return sum_over(total, tokens.tp) / (len(choices.scores_TE) * tokens.tp.size())
+    return tokens.sum(total) / (len(choices.scores_TE) * tokens.num_stretches)

@@ -93,4 +93,4 @@ def _convert_layer(
 
 def _choices(layer: RoutedLayer | AutonomousLayer, x_TD: torch.Tensor, batches: Batches) -> Choices:
     sequences = sum(len(batch["tokens"]) for batch in batches)
-    return layer.choose(x_TD, Tokens(sequences, layer.context.groups.tp))
+    return layer.choose(x_TD, Tokens(sequences))

@@ -28,6 +28,7 @@ from moe_parallel.experts.shared import OverlappedSharedExpert, SharedExpert
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
 from moe_parallel.layers.routing_losses import RoutingLoss, needs_step_load, routing_losses
 from moe_parallel.layers.rules import build_bias, build_rules
+from moe_parallel.layers.split_tokens import SplitTokens
 from moe_parallel.selection.choices import Choices, Rule
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import TopK
@@ -81,7 +82,7 @@ class DispatchedLayer(ExpertLayer):
         split_here = tp.size() > 1 and not self.config.sequence_parallel
         if split_here:
             hidden_SBD = scatter_to_sequence_parallel_region(hidden_SBD, group=tp)
-        tokens = Tokens(hidden_SBD.shape[1], tp)
+        tokens = SplitTokens(hidden_SBD.shape[1], tp)
         y_SBD = self._compute_tokens(hidden_SBD.flatten(0, 1), tokens).view_as(hidden_SBD)
         if split_here:
             y_SBD = gather_from_sequence_parallel_region(

@@ -18,7 +18,6 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 
-from moe_parallel.parallel import sum_gradient_over, sum_over
 from moe_parallel.selection.choices import Choices, Rule
 from moe_parallel.selection.tokens import Tokens
 
@@ -124,16 +123,6 @@ def by_first(e_GBE: torch.Tensor, sizes: list[int], first: FirstSegment) -> Merg
     return Merges(stretches, torch.cat([first(e_GBE), e_GBE[:1]])[: len(sizes)])
 
 
-class _WholeMicroBatch(Tokens):
-    """Rows that every rank holds all of."""
-
-    def of_micro_batch(self, x_TX: torch.Tensor) -> torch.Tensor:
-        return x_TX.detach()
-
-    def of_this_rank(self, x_AX: torch.Tensor) -> torch.Tensor:
-        return x_AX
-
-
 @dataclass(frozen=True)
 class BySegment:
     """A rule over whole segments, each of which stands for its tokens (Lory, section 5.3).
@@ -148,15 +137,13 @@ class BySegment:
 
     def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
         here = len(scores_TE) // tokens.num_sequences
-        first, total = tokens.first_position(len(scores_TE)), here * tokens.tp.size()
+        first, total = tokens.first_position(len(scores_TE)), here * tokens.num_stretches
         scores_SBE = scores_TE.unflatten(0, (here, tokens.num_sequences))
         padded_SBE = F.pad(scores_SBE, (0, 0, 0, 0, first, total - first - here))
         # Every rank needs all sums, and all ranks' tokens hang on each.
-        sums_GBE = sum_over(segment_sums(padded_SBE, self.length), tokens.tp)
-        sums_GBE = sum_gradient_over(sums_GBE, tokens.tp)
+        sums_GBE = tokens.sum_for_each(segment_sums(padded_SBE, self.length))
         judged_GBE = shifted(_means(sums_GBE, total, self.length), own)
-        whole = _WholeMicroBatch(tokens.num_sequences, tokens.tp)
-        chosen = self.rule(judged_GBE.flatten(0, 1), whole)
+        chosen = self.rule(judged_GBE.flatten(0, 1), Tokens(tokens.num_sequences))
 
         def of_tokens(rows_AX: torch.Tensor) -> torch.Tensor:
             """What stands for segments, [G * B, X], for each token of this rank: [T, X]."""

@@ -16,19 +16,19 @@ from moe_parallel.balancing.losses import (
     sequence_load_balancing_loss,
     z_loss,
 )
+from moe_parallel.layers.split_tokens import SplitTokens
 from moe_parallel.selection import topk
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.top_p import TopP
 from moe_parallel.selection.topk import TopK
 from tests.distributed import run_distributed
-from tests.layers.single import SingleRank
 from tests.oracles import losses as oracle
 from tests.oracles import routing
 from tests.oracles.layers import Routing, numeric_gradient
 
 SEQUENCES = 3
-ALONE = Tokens(SEQUENCES, SingleRank())
+ALONE = Tokens(SEQUENCES)
 SHARE = [0.7, 0.1, 0.5, 0.3, 0.4]
 LOSSES = {
     "load balancing": load_balancing_loss,
@@ -123,7 +123,7 @@ def test_all_tokens_to_one_expert_give_n():
 
 def test_sequences_are_balanced_one_by_one():
     """Each of two sequences has an expert of its own: balanced together, not by themselves."""
-    tokens = Tokens(2, SingleRank())
+    tokens = Tokens(2)
     scores = torch.tensor([[50.0, -50.0], [-50.0, 50.0]] * 3)  # [S, B]: sequences alternate
     choices = TopK(1, topk.raw_probability)(scores, tokens)
     assert load_balancing_loss(choices, tokens).item() == pytest.approx(1)
@@ -195,7 +195,7 @@ def test_the_entropy_of_equal_and_of_certain_probabilities():
 
 def _losses_of_a_part():
     """Every loss of this rank's stretch of each sequence, and the gradient of its scores."""
-    tokens = Tokens(SEQUENCES, dist.group.WORLD)
+    tokens = SplitTokens(SEQUENCES, dist.group.WORLD)
     found = {}
     for rule, (choose, _) in RULES.items():
         for name, loss in LOSSES.items():

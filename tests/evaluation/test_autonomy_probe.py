@@ -27,7 +27,7 @@ from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.top_p import TopP
 from moe_parallel.training.standalone import standalone_config, standalone_model
 from tests.distributed import run_distributed
-from tests.layers.single import EXPERT_WIDTH, EXPERTS, WIDTH, Case, SingleRank, build, values
+from tests.layers.single import EXPERT_WIDTH, EXPERTS, WIDTH, Case, build, values
 from tests.oracles.layers import Array, silu, softmax, swiglu_expert
 from tests.program import SMALL, flags
 
@@ -184,7 +184,7 @@ def test_the_routers_choice_with_equal_gates() -> None:
 
 
 def test_equal_gates_are_of_the_filled_slots() -> None:
-    tokens = Tokens(1, SingleRank())  # type: ignore[arg-type]
+    tokens = Tokens(1)
     scores_TE = torch.log(torch.tensor([[0.7, 0.2, 0.1], [0.4, 0.35, 0.25]]))
     choices = UniformGates(TopP(0.5))(scores_TE, tokens)
     assert choices.experts_TK.tolist() == [[0, -1, -1], [0, 1, -1]]
@@ -195,7 +195,7 @@ def test_chance_takes_k_experts_with_equal_gates_anew_for_each_token() -> None:
     case = Case(ROUTED.selection, tokens=400)
     routed = layer_of(case, values(case))
     x_TD = torch.zeros(400, WIDTH, dtype=torch.float64)
-    tokens = Tokens(1, SingleRank())  # type: ignore[arg-type]
+    tokens = Tokens(1)
     choices = probe_named("random").replacement(routed).choose(x_TD, tokens)
     assert (choices.gates_TK == 1 / K).all()
     assert (choices.experts_TK[:, 0] != choices.experts_TK[:, 1]).all()

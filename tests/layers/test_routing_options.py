@@ -30,7 +30,6 @@ from tests.layers.single import (
     EXPERTS,
     WIDTH,
     Case,
-    SingleRank,
     build,
     expected_routing,
     run,
@@ -109,9 +108,7 @@ def _noise_in_bf16(sizes: list[float]) -> list[numpy.ndarray]:
         case = Case(topk(k=EXPERTS, aux=0.0, z=0.0, moe_input_jitter_eps=eps), tokens=1024)
         given = values(case) | {"w_router_ED": numpy.eye(EXPERTS, WIDTH)}
         layer = build(case, given, torch.bfloat16, "reference")
-        choices = layer.choose(
-            torch.ones(case.tokens, WIDTH, dtype=torch.bfloat16), Tokens(1, SingleRank())
-        )
+        choices = layer.choose(torch.ones(case.tokens, WIDTH, dtype=torch.bfloat16), Tokens(1))
         seen.append(choices.scores_TE.detach().numpy())
     destroy_groups()
     return seen
@@ -275,6 +272,6 @@ def test_with_all_experts_the_gate_of_aoe_is_a_softmax_over_all_norms():
             "reference",
         )
         x_TD = torch.from_numpy(given["x"].reshape(-1, WIDTH))
-        choices = layer.choose(x_TD, Tokens(1, SingleRank()))
+        choices = layer.choose(x_TD, Tokens(1))
         for row, experts, gates in zip(norms, choices.experts_TK, choices.gates_TK, strict=True):
             numpy.testing.assert_allclose(gates.detach(), softmax(row)[experts], rtol=1e-12)

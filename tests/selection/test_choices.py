@@ -2,12 +2,9 @@
 
 import numpy
 import torch
-from torch import distributed as dist
 
 from moe_parallel.selection.choices import Choices, slots_of
 from moe_parallel.selection.tokens import Tokens
-from tests.distributed import run_distributed
-from tests.layers.single import SingleRank
 
 
 def test_slots_hold_the_chosen_by_falling_gate():
@@ -53,25 +50,8 @@ def test_sums_by_expert():
 
 
 def test_one_rank_has_all_tokens():
-    tokens, rows = Tokens(2, SingleRank()), torch.rand(6, 3, requires_grad=True)
+    tokens, rows = Tokens(2), torch.rand(6, 3, requires_grad=True)
     assert torch.equal(tokens.of_micro_batch(rows), rows)
     assert not tokens.of_micro_batch(rows).requires_grad
     assert torch.equal(tokens.of_this_rank(rows), rows)
     assert tokens.first_position(6) == 0
-
-
-def _stretch():
-    """Two sequences of four tokens, two of each here: rows as (sequence, position)."""
-    tokens = Tokens(2, dist.group.WORLD)
-    whole = torch.tensor([[b, s] for s in range(4) for b in range(2)], dtype=torch.float32)
-    mine = tokens.of_this_rank(whole)
-    together = tokens.of_micro_batch(mine)
-    return mine.tolist(), torch.equal(together, whole), tokens.first_position(len(mine))
-
-
-def test_ranks_hold_stretches_of_the_same_sequences():
-    (first, whole_0, begin_0), (second, whole_1, begin_1) = run_distributed(2, _stretch)
-    assert first == [[0, 0], [1, 0], [0, 1], [1, 1]]
-    assert second == [[0, 2], [1, 2], [0, 3], [1, 3]]
-    assert whole_0 and whole_1
-    assert (begin_0, begin_1) == (0, 2)

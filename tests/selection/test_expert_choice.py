@@ -7,16 +7,16 @@ from torch import distributed as dist
 
 from moe_parallel.config import AoEExpertChoiceSelection, ExpertChoiceSelection
 from moe_parallel.layers.rules import build_rules
+from moe_parallel.layers.split_tokens import SplitTokens
 from moe_parallel.selection import topk
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.expert_choice import ExpertChoice, raw, tokens_taken
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import TopK
 from tests.distributed import run_distributed
-from tests.layers.single import SingleRank
 from tests.oracles import routing as oracle
 
-TOKENS = Tokens(2, SingleRank())
+TOKENS = Tokens(2)
 RANKINGS = {"raw": raw, "softmax": topk.softmax}
 
 
@@ -113,7 +113,7 @@ def test_gradients_reach_the_scores(ranking):
 
 
 def _choices_of_a_part(levels):
-    tokens = Tokens(2, dist.group.WORLD)
+    tokens = SplitTokens(2, dist.group.WORLD)
     found = {}
     for name, ranking in RANKINGS.items():
         part = tokens.of_this_rank(torch.from_numpy(_scores(levels=levels))).requires_grad_()

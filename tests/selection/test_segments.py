@@ -6,6 +6,7 @@ import numpy
 import pytest
 import torch
 
+from moe_parallel.layers.split_tokens import SplitTokens
 from moe_parallel.selection import topk
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.expert_choice import ExpertChoice, raw
@@ -23,10 +24,7 @@ from moe_parallel.selection.segments import (
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import TopK
 from tests.distributed import run_distributed
-from tests.layers.single import SingleRank
 from tests.oracles import merging as oracle
-
-ALONE: Any = SingleRank()
 
 
 def test_sizes():
@@ -114,7 +112,7 @@ JUDGED = [[2.0, 0.0], [2.0, 0.0], [0.0, 3.0]]  # segment 1 by itself, 2 by 1, 3 
 
 
 def test_segments_are_judged_by_the_one_before():
-    chosen = BySegment(TopK(1, topk.raw_score), 2)(torch.tensor(SCORES), Tokens(1, ALONE))
+    chosen = BySegment(TopK(1, topk.raw_score), 2)(torch.tensor(SCORES), Tokens(1))
     assert chosen.scores_TE.tolist() == [JUDGED[0]] * 2 + [JUDGED[1]] * 2 + [JUDGED[2]]
     assert chosen.experts_TK.tolist() == [[0], [0], [0], [0], [1]]
     assert chosen.gates_TK.tolist() == [[2.0], [2.0], [2.0], [2.0], [3.0]]
@@ -122,7 +120,7 @@ def test_segments_are_judged_by_the_one_before():
 
 def test_experts_take_whole_segments_and_earlier_ones_win_ties():
     rule = BySegment(ExpertChoice(1.0, raw), 2)  # round(3 / 2) = 2 segments each
-    chosen = rule(torch.tensor(SCORES), Tokens(1, ALONE))
+    chosen = rule(torch.tensor(SCORES), Tokens(1))
     # Expert 0 ranks the first two segments equal and best; expert 1 the third, then the first.
     assert [sorted(row) for row in chosen.experts_TK.tolist()] == [[0, 1]] * 2 + [[-1, 0]] * 2 + [
         [-1, 1]
@@ -131,7 +129,7 @@ def test_experts_take_whole_segments_and_earlier_ones_win_ties():
 
 def test_of_equal_sequences_the_earlier_are_taken():
     scores_SBE = torch.tensor(SCORES[:4]).repeat_interleave(4, dim=0)  # S * B rows, B = 4
-    chosen = BySegment(ExpertChoice(0.5, raw), 2)(scores_SBE, Tokens(4, ALONE))
+    chosen = BySegment(ExpertChoice(0.5, raw), 2)(scores_SBE, Tokens(4))
     # Eight segments, of which each expert takes two: all tie, and so the first of them it is.
     assert [[e for e in row if e >= 0] for row in chosen.experts_TK.tolist()] == (
         [[0, 1], [0, 1], [], []] * 2 + [[]] * 8
@@ -140,7 +138,7 @@ def test_of_equal_sequences_the_earlier_are_taken():
 
 def test_the_first_segment_gives_scores_no_gradient():
     scores = torch.tensor(SCORES, requires_grad=True)
-    chosen = BySegment(TopK(1, topk.raw_score), 2)(scores, Tokens(1, ALONE))
+    chosen = BySegment(TopK(1, topk.raw_score), 2)(scores, Tokens(1))
     chosen.gates_TK[:2].sum().backward(retain_graph=True)
     assert (scores.grad == 0).all()
     chosen.gates_TK[2:].sum().backward()
@@ -153,7 +151,7 @@ def test_the_first_segment_gives_scores_no_gradient():
 @pytest.mark.parametrize("tokens, sequences, length", [(8, 3, 2), (7, 2, 3), (3, 2, 5)])
 def test_experts_choose_as_in_the_oracle(tokens, sequences, length, factor, raw_scores):
     scores = numpy.random.default_rng(0).normal(size=(tokens, sequences, 4)).astype("float32")
-    chosen = _experts_choose(scores, length, factor, raw_scores, ALONE)
+    chosen = _experts_choose(scores, length, factor, raw_scores, Tokens(sequences))
     wanted, taken = _expected(scores, length, factor, raw_scores)
     assert _rows(chosen) == [
         {e: pytest.approx(g, rel=1e-5, abs=1e-6) for e, g in zip(experts, gates, strict=True)}
@@ -167,10 +165,10 @@ def test_experts_choose_as_in_the_oracle(tokens, sequences, length, factor, raw_
             assert tokens_taken == taken * sizes[0]
 
 
-def _experts_choose(scores_SBE, length, factor, raw_scores, tp) -> Choices:
+def _experts_choose(scores_SBE, length, factor, raw_scores, tokens) -> Choices:
     rule = ExpertChoice(factor, raw if raw_scores else topk.softmax)
     scores_TE = torch.from_numpy(scores_SBE).flatten(0, 1)
-    return BySegment(rule, length)(scores_TE, Tokens(scores_SBE.shape[1], tp))
+    return BySegment(rule, length)(scores_TE, tokens)
 
 
 def _expected(scores_SBE, length, factor, raw_scores):
@@ -193,11 +191,12 @@ def _split_over(sequence_shares: int, scores: numpy.ndarray, length: int) -> Any
     mine = numpy.split(scores, sequence_shares)[tp.rank()]
     leaf = torch.from_numpy(mine).flatten(0, 1).requires_grad_()
     rule = BySegment(TopK(2, topk.raw_probability), length)
-    chosen = rule(leaf, Tokens(scores.shape[1], tp))
+    split = SplitTokens(scores.shape[1], tp)
+    chosen = rule(leaf, split)
     # As of a loss to which every token adds by its place in the sequence.
     places = torch.arange(1.0, len(scores) + 1).chunk(sequence_shares)[tp.rank()]
     (chosen.gates_TK[:, 0] * places.repeat_interleave(scores.shape[1])).sum().backward()
-    return _rows(_experts_choose(mine, length, 1.0, False, tp)), _rows(chosen), leaf.grad.numpy()
+    return _rows(_experts_choose(mine, length, 1.0, False, split)), _rows(chosen), leaf.grad.numpy()
 
 
 def test_segments_may_span_ranks():

@@ -11,10 +11,9 @@ from moe_parallel.layers.rules import build_rules
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.top_p import TopP
-from tests.layers.single import SingleRank
 from tests.oracles import routing as oracle
 
-TOKENS = Tokens(1, SingleRank())
+TOKENS = Tokens(1)
 
 
 def _scores(tokens=40, experts=6, scale=1.0):

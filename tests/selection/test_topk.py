@@ -8,11 +8,10 @@ from moe_parallel.selection import topk
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import GroupLimit, InTurn, TopK
-from tests.layers.single import SingleRank
 from tests.oracles import layers as oracle
 
 SHAPES = [(1, 1, 1), (9, 4, 2), (9, 5, 5), (30, 7, 3), (0, 4, 2)]  # T, E, K
-TOKENS = Tokens(1, SingleRank())
+TOKENS = Tokens(1)
 
 
 def _scores(tokens, experts):

@@ -1,0 +1,24 @@
+"""Ranks that share a micro-batch hold stretches of its sequences, and see all of it."""
+
+import torch
+from torch import distributed as dist
+
+from moe_parallel.layers.split_tokens import SplitTokens
+from tests.distributed import run_distributed
+
+
+def _stretch():
+    """Two sequences of four tokens, two of each here: rows as (sequence, position)."""
+    tokens = SplitTokens(2, dist.group.WORLD)
+    whole = torch.tensor([[b, s] for s in range(4) for b in range(2)], dtype=torch.float32)
+    mine = tokens.of_this_rank(whole)
+    together = tokens.of_micro_batch(mine)
+    return mine.tolist(), torch.equal(together, whole), tokens.first_position(len(mine))
+
+
+def test_ranks_hold_stretches_of_the_same_sequences():
+    (first, whole_0, begin_0), (second, whole_1, begin_1) = run_distributed(2, _stretch)
+    assert first == [[0, 0], [1, 0], [0, 1], [1, 1]]
+    assert second == [[0, 2], [1, 2], [0, 3], [1, 3]]
+    assert whole_0 and whole_1
+    assert (begin_0, begin_1) == (0, 2)
