@@ -117,7 +117,7 @@ def _draw_loss(axes: Axes, history: RunHistory) -> None:
             axes.plot(train.iterations_R, train.values_R, color=TRAIN_COLOUR, alpha=0.25, lw=0.8)
         values = _smoothed(train.values_R) if many else train.values_R
         label = f"training{', smoothed' if many else ''}  {values[-1]:.3f}"
-        style: dict[str, Any] = {"color": TRAIN_COLOUR, "marker": _marker(train)}
+        style: dict[str, Any] = {"color": TRAIN_COLOUR, "marker": _marker(train.iterations_R)}
         axes.plot(train.iterations_R, values, lw=1.6, label=label, zorder=3, **style)
     for index, (domain, curve) in enumerate(history.validation.items()):
         label = f"validation, {domain}  {_last(curve):.3f}"
@@ -196,12 +196,11 @@ def _draw_entropies(part: SubFigure, routing: RoutingHistory, history: RunHistor
     ceiling = math.log(routing.num_experts)
     for axes, values_RG, title, label in panels:
         for index, layer in enumerate(routing.layers):
-            curve = Curve(routing.iterations_R, values_RG[:, index])
             axes.plot(
-                curve.iterations_R,
-                curve.values_R,
+                routing.iterations_R,
+                values_RG[:, index],
                 color=colours[index],
-                marker=_marker(curve),
+                marker=_marker(routing.iterations_R),
                 lw=1.3,
                 label=f"layer {layer}",
             )
@@ -255,9 +254,9 @@ def _edges(iterations_R: np.ndarray) -> np.ndarray:
     return np.concatenate([[interval_start(iterations_R.tolist())], iterations_R])
 
 
-def _marker(curve: Curve) -> str:
+def _marker(points_R: np.ndarray) -> str:
     """Few points are marked, or a lone one would not show."""
-    return "." if len(curve.values_R) <= 20 else ""
+    return "." if len(points_R) <= 20 else ""
 
 
 def _last(curve: Curve) -> float:

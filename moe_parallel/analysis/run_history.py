@@ -1,6 +1,6 @@
 """A run as arrays over its iterations, from the records of metrics.jsonl.
 
-Shape suffixes: R records that have what the array holds, G routed layers, E experts.
+Shape suffixes: R records that have what the array holds, G layers with experts, E experts.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ import numpy as np
 
 from moe_parallel.telemetry.metrics import Record
 
+Layers = list[dict[str, Any]]
+
 
 @dataclass(frozen=True)
 class Curve:
     """Values at iterations, in order; a number that was not finite is NaN."""
 
     iterations_R: np.ndarray
+    tokens_R: np.ndarray  # read by then; 0 where the record does not say
     values_R: np.ndarray
 
 
@@ -43,8 +46,8 @@ class RoutingHistory:
         return _relative(self.tokens_per_expert_RGE)
 
     def final_records(self) -> int:
-        """How many records are "the end": the last tenth, at least one."""
-        return max(1, len(self.iterations_R) // 10)
+        """How many records are "the end"."""
+        return last_tenth(len(self.iterations_R))
 
     def final_relative_load_GE(self) -> np.ndarray:
         """`relative_load_RGE` of all the choices made at the end."""
@@ -57,39 +60,113 @@ class RoutingHistory:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """The curves of a run.
+    """The records of a run by iteration, ascending, each iteration once: for pictures and studies.
 
-    `start`: where its first measurement began. `validation` (nats a token) and `bits_per_byte` are
-    by domain. `routing` is None where no layer is routed.
+    A measure that a system does not have is None, or has no entry.
     """
 
-    start: int
+    training: list[Record]  # the logged iterations
+    evaluations: list[Record]
+    start: int  # where the first measurement began
     last_iteration: int
-    consumed_tokens: int | None
-    train_loss: Curve
-    validation: dict[str, Curve]
-    bits_per_byte: dict[str, Curve]
-    routing: RoutingHistory | None
 
     @classmethod
     def from_records(cls, records: Sequence[Record]) -> RunHistory:
-        """`records`: at least one, in any order. Of records with the same iteration (a run resumed
-        without cutting its file) the later wins, field by field."""
-        merged: dict[int, Record] = {}
-        for record in records:
-            iteration = record["iteration"]
-            merged[iteration] = {**merged.get(iteration, {}), **record}
-        ordered = [merged[iteration] for iteration in sorted(merged)]
-        consumed = [r["consumed_tokens"] for r in ordered if r.get("consumed_tokens")]
+        """`records`: at least one of a metrics.jsonl, in any order. Of those of one iteration (a
+        run resumed without cutting its file) the later wins."""
+        iterations = sorted({record["iteration"] for record in records})
         return cls(
-            start=interval_start([record["iteration"] for record in ordered]),
-            last_iteration=ordered[-1]["iteration"],
-            consumed_tokens=consumed[-1] if consumed else None,
-            train_loss=_curve([(r["iteration"], r["lm_loss"]) for r in ordered if "lm_loss" in r]),
-            validation=_by_domain(ordered, "loss"),
-            bits_per_byte=_by_domain(ordered, "bits_per_byte"),
-            routing=_routing(ordered),
+            _latest(records, "lm_loss"),
+            _latest(records, "validation"),
+            interval_start(iterations),
+            iterations[-1],
         )
+
+    @property
+    def consumed_tokens(self) -> int | None:
+        """Read in training by the end, where a record says so."""
+        records = [*self.training, *self.evaluations]
+        return max((r.get("consumed_tokens") or 0 for r in records), default=0) or None
+
+    @property
+    def train_loss(self) -> Curve:
+        return _curve([(record, record["lm_loss"]) for record in self.training])
+
+    def loss(self, domain: str | None) -> Curve:
+        """Of training, or of a held-out domain: without a point where it was not evaluated."""
+        return self.train_loss if domain is None else self.validation.get(domain, _curve([]))
+
+    @property
+    def validation(self) -> dict[str, Curve]:
+        """Nats a token, by held-out domain."""
+        return self._by_domain("loss")
+
+    @property
+    def bits_per_byte(self) -> dict[str, Curve]:
+        return self._by_domain("bits_per_byte")
+
+    @property
+    def routing(self) -> RoutingHistory | None:
+        """None where no layer is routed."""
+        return _routing(self.training)
+
+    @property
+    def final(self) -> dict[str, dict[str, Any]]:
+        """The last evaluation, by domain."""
+        return self.evaluations[-1]["validation"] if self.evaluations else {}
+
+    @property
+    def end(self) -> list[Record]:
+        """The logged iterations that "at the end" means."""
+        return self.training[-last_tenth(len(self.training)) :] if self.training else []
+
+    def norms_RGE(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """(tokens read [R], norms [R, G, E]) of the experts over training."""
+        found = [
+            (record["consumed_tokens"], norms_GE)
+            for record in self.training
+            if (norms_GE := per_layer(record["layers"], "norm_per_expert")) is not None
+        ]
+        if not found:
+            return None
+        tokens, norms = zip(*found, strict=True)
+        return np.array(tokens, dtype=np.int64), np.array(norms)
+
+    def load_at_the_end_GE(self) -> np.ndarray | None:
+        """Load of each expert over that of an even split, over all choices at the end."""
+        counts = [per_layer(record["layers"], "tokens_per_expert") for record in self.end]
+        found = [count for count in counts if count is not None]
+        return _relative(np.sum(found, axis=0)) if found else None
+
+    def held_out(self, measure: str) -> dict[str, np.ndarray]:
+        """A measure of the last evaluation's layers, by domain: [G] or [G, E]; {} without it."""
+        found = {name: per_layer(of.get("layers"), measure) for name, of in self.final.items()}
+        return {name: values for name, values in found.items() if values is not None}
+
+    def _by_domain(self, measure: str) -> dict[str, Curve]:
+        points: dict[str, list[tuple[Record, float | None]]] = {}
+        for record in self.evaluations:
+            for domain, measures in record["validation"].items():
+                if measure in measures:
+                    points.setdefault(domain, []).append((record, measures[measure]))
+        return {domain: _curve(of_domain) for domain, of_domain in points.items()}
+
+
+def per_layer(layers: Layers | None, measure: str) -> np.ndarray | None:
+    """`measure` of every layer that has experts; None where there is none, or it is not told."""
+    if not layers or any(measure not in layer for layer in layers):
+        return None
+    return np.array([layer[measure] for layer in layers], dtype=np.float64)
+
+
+def layer_numbers(layers: Layers | None) -> list[int]:
+    """Counted from 1."""
+    return [int(layer["layer"]) for layer in layers or []]
+
+
+def last_tenth(records: int) -> int:
+    """How many of so many records are "the end": a tenth of them, at least one."""
+    return max(1, records // 10)
 
 
 def interval_start(iterations: list[int]) -> int:
@@ -104,18 +181,18 @@ def _relative(tokens_per_expert: np.ndarray) -> np.ndarray:
     return tokens_per_expert / np.where(mean > 0, mean, 1)
 
 
-def _curve(points: list[tuple[int, float | None]]) -> Curve:
-    iterations = np.array([iteration for iteration, _ in points], dtype=np.int64)
-    return Curve(iterations, np.array([value for _, value in points], dtype=np.float64))
+def _latest(records: Sequence[Record], kind: str) -> list[Record]:
+    """The records that have `kind`, by iteration."""
+    found = {record["iteration"]: record for record in records if kind in record}
+    return [found[iteration] for iteration in sorted(found)]
 
 
-def _by_domain(records: list[Record], measure: str) -> dict[str, Curve]:
-    points: dict[str, list[tuple[int, float | None]]] = {}
-    for record in records:
-        for domain, measures in record.get("validation", {}).items():
-            if measure in measures:
-                points.setdefault(domain, []).append((record["iteration"], measures[measure]))
-    return {domain: _curve(of_domain) for domain, of_domain in points.items()}
+def _curve(points: Sequence[tuple[Record, float | None]]) -> Curve:
+    return Curve(
+        np.array([record["iteration"] for record, _ in points], dtype=np.int64),
+        np.array([record.get("consumed_tokens") or 0 for record, _ in points], dtype=np.int64),
+        np.array([value for _, value in points], dtype=np.float64),
+    )
 
 
 def _routing(records: list[Record]) -> RoutingHistory | None:

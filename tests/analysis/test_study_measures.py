@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_parallel.analysis.study.history import CellHistory
+from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.analysis.study.measures import Spread, measures, paired_differences, spreads
 from moe_parallel.analysis.study.results import StudyResults
 from tests.analysis.study_folder import layer, make_study, write_cell
@@ -22,7 +22,7 @@ def training(iteration, loss, speed, layers):
 
 
 def of(records) -> dict[str, float]:
-    return measures(CellHistory.from_records(records))
+    return measures(RunHistory.from_records(records))
 
 
 def test_a_dense_run_has_losses_and_speed_alone():

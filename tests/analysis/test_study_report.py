@@ -217,7 +217,7 @@ def test_loss_curves_are_means_with_a_band_and_differences_from_the_first(all_ki
     code, minus = figure.axes[1], figure.axes[4]
     lines = {line.get_label(): line for line in code.lines}
     assert list(lines) == [*KINDS, "variant", "second"]
-    runs = {r.name: [x.history.losses("code")[1] for x in r.runs.values()] for r in
+    runs = {r.name: [x.history.loss("code").values_R for x in r.runs.values()] for r in
             all_kinds.results}  # fmt: skip
     np.testing.assert_allclose(lines["lory"].get_ydata(), np.mean(runs["lory"], axis=0))
     dense = next(line for line in minus.lines if line.get_label() == "dense")

@@ -25,6 +25,7 @@ from typing import Any
 
 from cell_runner import ROOT, CellRunner, StopRequest
 
+from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.analysis.study.contenders import (
     DENSE,
     Contender,
@@ -33,7 +34,6 @@ from moe_parallel.analysis.study.contenders import (
     parse_overrides,
 )
 from moe_parallel.analysis.study.folder import MANIFEST, Cell, Manifest, StudyFolder
-from moe_parallel.analysis.study.history import CellHistory
 from moe_parallel.analysis.study.measures import measures
 from moe_parallel.analysis.study.notes import MOST_TOTALS_DIFFER, total_difference
 from moe_parallel.analysis.study.results import MEASURED, StudyResults
@@ -211,7 +211,7 @@ def _alone(folder: StudyFolder) -> Iterator[None]:
 
 
 def _outcome(cell: Cell) -> str:
-    numbers = measures(CellHistory.from_records(cell.records()))
+    numbers = measures(RunHistory.from_records(cell.records()))
     losses = [
         f"{name.rpartition('/')[0]} {value:.4f}"
         for name, value in numbers.items()

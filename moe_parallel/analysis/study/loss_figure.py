@@ -110,10 +110,10 @@ def _losses(
     result: Result, seeds: Sequence[int], domain: str | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """(tokens read [R], losses [S, R]) at the points that all these runs have."""
-    curves = [result.runs[seed].history.losses(domain) for seed in seeds]
-    common = sorted(set.intersection(*(set(tokens_R.tolist()) for tokens_R, _ in curves)))
+    curves = [result.runs[seed].history.loss(domain) for seed in seeds]
+    common = sorted(set.intersection(*(set(curve.tokens_R.tolist()) for curve in curves)))
     at = np.array(common, dtype=np.int64)
-    losses_SR = np.array([loss_R[np.searchsorted(tokens_R, at)] for tokens_R, loss_R in curves])
+    losses_SR = np.array([each.values_R[np.searchsorted(each.tokens_R, at)] for each in curves])
     return _thinned(at, losses_SR)
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_parallel.analysis.study.history import CellHistory, per_layer
+from moe_parallel.analysis.run_history import RunHistory, per_layer
 
 Measures = dict[str, float]
 
@@ -65,7 +65,7 @@ def paired_differences(
     return Spread.of(differences) if differences else None
 
 
-def measures(history: CellHistory) -> Measures:
+def measures(history: RunHistory) -> Measures:
     """The numbers of a run. What was not finite is left out, as what is not told."""
     values: dict[str, float | None] = {
         f"{domain}/{name}": value
@@ -80,7 +80,7 @@ def measures(history: CellHistory) -> Measures:
     return {name: v for name, v in values.items() if v is not None and math.isfinite(v)}
 
 
-def _of_training(history: CellHistory) -> dict[str, float | None]:
+def _of_training(history: RunHistory) -> dict[str, float | None]:
     speeds = [record["tokens_per_second"] for record in history.training]
     values: dict[str, float | None] = {
         "train_loss": _mean([record["lm_loss"] for record in history.end]),
@@ -96,7 +96,7 @@ def _of_training(history: CellHistory) -> dict[str, float | None]:
     return values | {"max_minus_min_load_sum": _mean(gaps)}
 
 
-def _at_the_end(history: CellHistory, measure: str) -> list[np.ndarray]:
+def _at_the_end(history: RunHistory, measure: str) -> list[np.ndarray]:
     found = [per_layer(record["layers"], measure) for record in history.end]
     return [values_G for values_G in found if values_G is not None]
 
@@ -107,7 +107,7 @@ def _mean(values: Sequence[float | np.ndarray | None]) -> float | None:
     return float(np.mean([np.mean(value) for value in values if value is not None]))
 
 
-def _dropped_share(history: CellHistory) -> float | None:
+def _dropped_share(history: RunHistory) -> float | None:
     layers = [layer for record in history.training for layer in record["layers"]]
     if not layers or any("tokens_dropped" not in layer for layer in layers):
         return None
@@ -115,7 +115,7 @@ def _dropped_share(history: CellHistory) -> float | None:
     return sum(layer["tokens_dropped"] for layer in layers) / choices if choices else None
 
 
-def _mutual_information(history: CellHistory) -> float | None:
+def _mutual_information(history: RunHistory) -> float | None:
     """I(expert; domain) in nats, mean over layers, of a choice drawn at random.
 
     Every domain is as likely, whatever its size, and within it experts are as likely as they are

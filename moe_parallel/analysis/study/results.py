@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.analysis.study.contenders import DENSE, Contender
 from moe_parallel.analysis.study.folder import Cell, StudyFolder
-from moe_parallel.analysis.study.history import CellHistory
 from moe_parallel.analysis.study.measures import Measures, Spread, measures, spreads
 from moe_parallel.errors import InputError
 
@@ -22,13 +22,13 @@ class Run:
     """A finished run."""
 
     seed: int
-    history: CellHistory
+    history: RunHistory
     measures: Measures
     attempts: list[dict[str, Any]]
 
     @classmethod
     def read(cls, cell: Cell) -> Run:
-        history, attempts = CellHistory.from_records(cell.records()), cell.attempts()
+        history, attempts = RunHistory.from_records(cell.records()), cell.attempts()
         return cls(cell.seed, history, measures(history), attempts)
 
 
@@ -62,7 +62,7 @@ class Result:
         return spreads(list(self.measures.values()))
 
     @property
-    def first(self) -> CellHistory:
+    def first(self) -> RunHistory:
         """The run with the first seed, where a picture can show one run only."""
         return next(iter(self.runs.values())).history
 

@@ -15,6 +15,7 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 
 from moe_parallel.analysis.run_figure import LOAD_COLOURS, LOAD_NORM, STYLE
+from moe_parallel.analysis.run_history import layer_numbers
 from moe_parallel.analysis.study.figure_style import (
     BAND_ALPHA,
     REFERENCE_COLOUR,
@@ -26,7 +27,6 @@ from moe_parallel.analysis.study.figure_style import (
     new_figure,
     token_axis,
 )
-from moe_parallel.analysis.study.history import layer_numbers
 from moe_parallel.analysis.study.results import Result, StudyResults
 
 MOST_NUMBERED_CELLS = 40
