@@ -15,7 +15,7 @@ PACKAGE = "moe_parallel"
 
 # From the ground up. A module may import its own layer (without a circle) and those before it.
 LAYERS = (
-    {"_C", "errors", "console"},
+    {"_C", "errors", "console", "optional"},
     {"agreement"},
     {"config"},
     {"ops"},
@@ -39,6 +39,8 @@ COMMUNICATION = {"distributed", "megatron"}
 
 NEVER_IMPORTED = {"pretrain_gpt_moe", "tools", "tests"}
 TRANSFORMER_ENGINE_FILES_MAX = 2
+# Where an import may fail: optional packages, our own extension, Megatron-Core's two versions.
+MAY_MISS_AN_IMPORT = {"optional", "ops.extension", "platform.cpu_host"}
 # Megatron-Core's global process groups, by both of their names, and their one reader.
 PARALLEL_STATE, ITS_READER = {"parallel_state", "mpu"}, f"{PACKAGE}.parallel"
 
@@ -234,6 +236,15 @@ def test_transformer_engine_has_one_door() -> None:
 
     files = [m for m in MODULES if any("transformer_engine" in n.split(".") for n in names(m))]
     assert len(files) <= TRANSFORMER_ENGINE_FILES_MAX, files
+
+
+def test_optional_packages_are_found_in_one_way() -> None:
+    found = {
+        module.partition(".")[2]
+        for module in MODULES
+        if _identifiers(module) & {"ImportError", "ModuleNotFoundError"}
+    }
+    assert found == MAY_MISS_AN_IMPORT, "use moe_parallel.optional.import_optional"
 
 
 def _identifiers(module: str) -> set[str]:

@@ -29,12 +29,12 @@ from moe_parallel.data.tokenizer_files import (
     fetch_from_hub,
     find_end_of_document,
     first_line,
-    optional,
     read_config,
     read_fast,
     write_config,
 )
 from moe_parallel.errors import InputError
+from moe_parallel.optional import import_optional
 
 # Of a tokenizer that is trained here.
 _LARGEST_VOCABULARY = 2**24
@@ -153,7 +153,7 @@ class SentencePiece(Tokenizer):
     """A SentencePiece `.model` file."""
 
     def __init__(self, file: Path) -> None:
-        library = optional("sentencepiece", "SentencePieceTokenizer")
+        library = import_optional("sentencepiece", "--tokenizer-type SentencePieceTokenizer")
         try:
             self.model = library.SentencePieceProcessor(model_file=str(file))
         except (OSError, RuntimeError) as error:

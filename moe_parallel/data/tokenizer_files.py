@@ -3,7 +3,6 @@
 Every function that reads raises InputError for a file that is missing or not what it should be.
 """
 
-import importlib
 import json
 import logging
 from pathlib import Path
@@ -13,6 +12,7 @@ import tokenizers
 
 from moe_parallel.data.sealed import parse_json
 from moe_parallel.errors import InputError
+from moe_parallel.optional import import_optional
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -47,7 +47,7 @@ def read_fast(file: Path) -> tokenizers.Tokenizer:
 
 def fetch_from_hub(name: str) -> tokenizers.Tokenizer:
     """The tokenizer.json of that name on the hub, or of an earlier download if it has no answer."""
-    hub = optional("huggingface_hub", "HuggingFaceTokenizer (a name on the hub)")
+    hub = import_optional("huggingface_hub", f"--tokenizer-model {name}, a name on the hub,")
     unanswered = ask_hub(name, "tokenizer.json")
     try:
         only_here = unanswered is not None
@@ -66,7 +66,7 @@ def ask_hub(name: str, file: str) -> Exception | None:
 
     Asks once: a download would ask six times, for half a minute, where there is no network.
     """
-    hub = importlib.import_module("huggingface_hub")
+    hub = import_optional("huggingface_hub", f"{name}, a name on the hub,")
     try:
         hub.get_hf_file_metadata(hub.hf_hub_url(name, file))
     except Exception as error:  # as above
@@ -79,7 +79,9 @@ def convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
 
     Code that comes with a folder is never run.
     """
-    library = optional("transformers", "HuggingFaceTokenizer (a folder without tokenizer.json)")
+    library = import_optional(
+        "transformers", f"--tokenizer-model {folder}, a folder without tokenizer.json,"
+    )
     hush_transformers()
     try:
         opened = library.AutoTokenizer.from_pretrained(
@@ -136,15 +138,3 @@ def read_config(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"{file} cannot be read ({error.strerror})") from None
     return config if isinstance(config, dict) else {}
-
-
-def optional(module: str, wanted_by: str) -> Any:
-    """Import a library that only one type of tokenizer needs."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise  # installed but broken: its own error says more than ours
-        raise InputError(
-            f"--tokenizer-type {wanted_by} needs {module}: pip install {module}"
-        ) from None

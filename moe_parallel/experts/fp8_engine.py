@@ -5,7 +5,6 @@ Shape suffixes: L experts of this rank, N rows sorted by expert, I and O the wid
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -16,8 +15,7 @@ from torch.func import functional_call
 
 from moe_parallel.config import Fp8Config
 from moe_parallel.errors import InputError
-
-INSTALL = "pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]==2.20.2'"
+from moe_parallel.optional import import_optional
 
 
 class Fp8Engine:
@@ -142,15 +140,9 @@ class GroupedLinear:
 
 def _transformer_engine(config: Fp8Config) -> tuple[Any, Any]:
     """Its modules of layers and of recipes."""
-    try:
-        engine = importlib.import_module("transformer_engine.pytorch")
-        recipes = importlib.import_module("transformer_engine.common.recipe")
-    except (ImportError, RuntimeError, OSError) as error:
-        # Installed, it still cannot be imported where CUDA's libraries are not found.
-        raise InputError(
-            f"--fp8-format {config.fp8_format} needs Transformer Engine, which cannot be imported "
-            f"here ({' '.join(str(error).split())}): on a machine with CUDA, {INSTALL}"
-        ) from None
+    flag = f"--fp8-format {config.fp8_format}"
+    engine = import_optional("transformer_engine.pytorch", flag)
+    recipes = import_optional("transformer_engine.common.recipe", flag)
     try:
         if config.fp8_recipe == "blockwise":
             able, reason = engine.is_fp8_block_scaling_available(return_reason=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from moe_parallel.errors import InputError
+from moe_parallel.optional import import_optional
 from moe_parallel.telemetry.metrics import Record, untimed
 from moe_parallel.telemetry.scalars import histograms, scalars
 
@@ -37,15 +37,7 @@ class WandbSink:
         `told`: of a run that goes on, the records after the checkpoint, which it will make once
         more; None: a new run. Raises InputError where wandb is not installed or refuses to start.
         """
-        try:
-            wandb = importlib.import_module("wandb")
-        except ModuleNotFoundError as error:
-            if error.name != "wandb":
-                raise
-            raise InputError(
-                f"--wandb-project {project}: wandb is not installed: "
-                "pip install wandb, or leave the flag out"
-            ) from error
+        wandb = import_optional("wandb", f"--wandb-project {project}")
         directory = Path(directory)
         self.name = str(directory / "wandb")
         self._wandb = wandb

@@ -79,7 +79,7 @@ def wandb_sink(directory, told=None) -> WandbSink:
 
 def test_wandb_missing_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InputError, match="--wandb-project moe: .*pip install wandb"):
+    with pytest.raises(InputError, match="--wandb-project moe needs wandb, .*pip install wandb"):
         wandb_sink(tmp_path)
 
 

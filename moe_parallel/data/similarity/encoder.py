@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from moe_parallel.data.similarity.embedding import Embedder, normalized
-from moe_parallel.data.similarity.optional import optional
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.data.tokenizer_files import ask_hub, first_line, hush_transformers
 from moe_parallel.errors import InputError
+from moe_parallel.optional import import_optional
 
 # What an encoder reads of a document when its tokenizer does not say; Contriever's own limit.
 _ENCODER_TOKENS = 512
@@ -40,7 +40,7 @@ class HuggingFaceEncoder(Embedder):
             InputError: transformers is not installed, or opens no encoder of that name without
                 running code that comes with it.
         """
-        library = optional("transformers", "transformers", f"--encoder {name}")
+        library = import_optional("transformers", f"--encoder {name}")
         hush_transformers()
         only_here = Path(name).exists() or ask_hub(name, "config.json") is not None
         safely = {"trust_remote_code": False, "local_files_only": only_here}

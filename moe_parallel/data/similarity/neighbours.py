@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from moe_parallel.data.similarity.embedding import Advance
-from moe_parallel.data.similarity.optional import optional
+from moe_parallel.optional import import_optional
 
 BuildIndex = Callable[[np.ndarray], Any]  # float32 [M, D] -> an index of its rows
 
@@ -36,7 +36,7 @@ def faiss() -> Any:
     Raises:
         InputError: it is not installed.
     """
-    return optional("faiss", "faiss-cpu", "the search for similar documents")
+    return import_optional("faiss", "the search for similar documents")
 
 
 @dataclass(frozen=True)
