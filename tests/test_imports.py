@@ -24,7 +24,7 @@ LAYERS = (
     {"model"},
     {"evaluation", "analysis", "library"},
     {"training"},
-    {"convert", "launch"},
+    {"convert", "launch", "tool"},
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 

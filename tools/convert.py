@@ -21,16 +21,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from moe_parallel.config.one_line_parser import ToolParser
 from moe_parallel.errors import InputError
+from moe_parallel.tool import Tool, check_load, load_torch
 
 
 def main(arguments: list[str]) -> int:
-    parser = ToolParser(__file__, __doc__)
-    parser.add_argument("--to", metavar="aoe|topk", help="the new system")
-    parser.add_argument("--load", metavar="RUN", help="a run, or one of its checkpoints")
-    parser.add_argument("--save", metavar="RUN", help="a new folder")
-    aoe = parser.add_argument_group("to aoe")
+    tool = Tool(__file__, __doc__)
+    tool.add_argument("--to", metavar="aoe|topk", help="the new system")
+    tool.add_argument("--load", metavar="RUN", help="a run, or one of its checkpoints")
+    tool.add_argument("--save", metavar="RUN", help="a new folder")
+    aoe = tool.add_argument_group("to aoe")
     aoe.add_argument(
         "--calibration-samples",
         type=int,
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
         help="with them, the first outweighs all others at most so many times; higher: ranks "
         "better; lower: W_up stays smaller (default 20)",
     )
-    return parser.run(arguments, _convert)
+    return tool.run_with_training_flags(arguments, _convert)
 
 
 def _check(own: argparse.Namespace) -> None:
@@ -66,17 +66,14 @@ def _check(own: argparse.Namespace) -> None:
         value = getattr(own, name)
         if value not in known:
             raise InputError(f"--{name} is {value}: it takes one of {', '.join(known)}")
-    for name, what in (("load", "a run, or one of its checkpoints"), ("save", "a new folder")):
-        if getattr(own, name) is None:
-            raise InputError(f"--{name} is not set: name {what}")
+    check_load(own)
+    if own.save is None:
+        raise InputError("--save is not set: name a new folder")
 
 
 def _convert(own: argparse.Namespace, flags: list[str]) -> None:
     _check(own)
-    # Here, so that --help is answered before torch is loaded.
-    from moe_parallel.platform.notices import hush_notices
-
-    hush_notices()
+    load_torch()
 
     from moe_parallel.config import AoESelection, parse_command_line
     from moe_parallel.convert.configuration import converted_config, left_out

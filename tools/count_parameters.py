@@ -27,43 +27,39 @@ from moe_parallel.config import (
     selection_name,
     validate,
 )
-from moe_parallel.config.one_line_parser import OneLineParser
 from moe_parallel.errors import InputError
+from moe_parallel.tool import Tool, load_torch
 
 
 def main(arguments: list[str]) -> int:
-    try:
-        own, flags = _parser().parse_known_args(arguments)
-        config = parse_command_line(flags)
-        # The layout does not change the model: count it on one rank.
-        config = dataclasses.replace(config, parallel=ParallelConfig())
-        validate(config, world_size=1)
-        if config.data.vocab_size is None:
-            raise InputError("--vocab-size is not set: give the size of the tokenizer")
-        if own.experts_per_token is not None:
-            _check_experts_per_token(config, own.experts_per_token)
-        print(json.dumps(_count(config, config.data.vocab_size, own.experts_per_token)))
-    except InputError as error:
-        print(f"count_parameters.py: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _parser() -> OneLineParser:
-    parser = OneLineParser(
-        prog="count_parameters.py",
-        usage="python tools/count_parameters.py --config FILE.yaml [--flag value ...]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
+    usage = "python tools/count_parameters.py --config FILE.yaml [--flag value ...]"
+    tool = Tool(__file__, __doc__, usage=usage)
+    tool.add_argument(
         "--experts-per-token",
         metavar="X",
         type=float,
         help="experts that compute a token on average, where training decides it: what a run logs",
     )
-    return parser
+    return tool.run_with_training_flags(arguments, _print_counts)
+
+
+def _print_counts(own: argparse.Namespace, flags: list[str]) -> None:
+    config = parse_command_line(flags)
+    # The layout does not change the model: count it on one rank.
+    config = dataclasses.replace(config, parallel=ParallelConfig())
+    validate(config, world_size=1)
+    if config.data.vocab_size is None:
+        raise InputError("--vocab-size is not set: give the size of the tokenizer")
+    if own.experts_per_token is not None:
+        _check_experts_per_token(config, own.experts_per_token)
+    load_torch()
+
+    from moe_parallel.model.parameters import count_parameters
+    from moe_parallel.training.standalone import single_process
+
+    with single_process(config) as groups:
+        counts = count_parameters(config, config.data.vocab_size, groups, own.experts_per_token)
+    print(json.dumps(dataclasses.asdict(counts)))
 
 
 def _check_experts_per_token(config: Config, experts: float) -> None:
@@ -80,34 +76,6 @@ def _check_experts_per_token(config: Config, experts: float) -> None:
             f"--experts-per-token is {experts}: it must be from 1 to --num-experts "
             f"{config.moe.num_experts}"
         )
-
-
-def _count(
-    config: Config, vocab_size: int, experts_per_token: float | None
-) -> dict[str, int | None]:
-    # Here, so that --help and wrong flags are answered before torch is loaded.
-    import torch
-    from torch import distributed as dist
-
-    from moe_parallel.platform.notices import hush_notices
-
-    hush_notices()
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    from moe_parallel.model.parameters import count_parameters
-    from moe_parallel.parallel import destroy_groups, initialize_groups
-    from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
-
-    if not torch.cuda.is_available():
-        adapt_megatron_to_cpu()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        groups = initialize_groups(config.parallel)
-        model_parallel_cuda_manual_seed(config.training.seed)
-        return dataclasses.asdict(count_parameters(config, vocab_size, groups, experts_per_token))
-    finally:
-        destroy_groups()
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

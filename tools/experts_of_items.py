@@ -14,37 +14,30 @@ import itertools
 import sys
 from typing import TYPE_CHECKING
 
-from moe_parallel.config.one_line_parser import ToolParser, check_load
 from moe_parallel.errors import InputError
+from moe_parallel.tool import Tool, check_load, check_positive, load_torch
 
 if TYPE_CHECKING:
     from moe_parallel.data.tokenizer import Tokenizer
 
 
 def main(arguments: list[str]) -> int:
-    parser = ToolParser(__file__, __doc__)
-    parser.add_argument("--load", metavar="RUN", help="a run, or one of its checkpoints")
-    parser.add_argument("--at-least", metavar="N", type=int, default=10_000, help="occurrences")
-    parser.add_argument("--items", metavar="N", type=int, default=100, help="at either end")
-    parser.add_argument("--samples", metavar="N", type=int, help="of each domain (default: all)")
-    return parser.run(arguments, _print_items)
+    tool = Tool(__file__, __doc__)
+    tool.add_argument("--load", metavar="RUN", help="a run, or one of its checkpoints")
+    tool.add_argument("--at-least", metavar="N", type=int, default=10_000, help="occurrences")
+    tool.add_argument("--items", metavar="N", type=int, default=100, help="at either end")
+    tool.add_argument("--samples", metavar="N", type=int, help="of each domain (default: all)")
+    return tool.run_with_training_flags(arguments, _print_items)
 
 
 def _check(own: argparse.Namespace) -> None:
-    for name in ("at_least", "items", "samples"):
-        value = getattr(own, name)
-        if value is not None and value < 1:
-            raise InputError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
-    check_load(own.load)
+    check_positive(own, "at-least", "items", "samples")
+    check_load(own)
 
 
 def _print_items(own: argparse.Namespace, flags: list[str]) -> None:
     _check(own)
-
-    # Here, so that --help is answered before torch is loaded.
-    from moe_parallel.platform.notices import hush_notices
-
-    hush_notices()
+    load_torch()
 
     from moe_parallel.config import MergedSelection
     from moe_parallel.data.sampler import evaluation_batches

@@ -14,41 +14,36 @@ import itertools
 import sys
 from typing import TYPE_CHECKING
 
-from moe_parallel.config.one_line_parser import ToolParser, check_load
 from moe_parallel.errors import InputError
+from moe_parallel.tool import Tool, check_load, check_positive, load_torch
 
 if TYPE_CHECKING:
     from moe_parallel.config import Config
 
 
 def main(arguments: list[str]) -> int:
-    parser = ToolParser(__file__, __doc__)
-    parser.add_argument("--load", metavar="RUN", help="a run, or one of its checkpoints")
-    parser.add_argument("--prompt", metavar="TEXT", help="what the model goes on with")
-    parser.add_argument("--tokens", metavar="N", type=int, default=100, help="to write, at most")
-    parser.add_argument(
+    tool = Tool(__file__, __doc__)
+    tool.add_argument("--load", metavar="RUN", help="a run, or one of its checkpoints")
+    tool.add_argument("--prompt", metavar="TEXT", help="what the model goes on with")
+    tool.add_argument("--tokens", metavar="N", type=int, default=100, help="to write, at most")
+    tool.add_argument(
         "--temperature", metavar="X", type=float, default=0.8, help="0: the likeliest token always"
     )
-    return parser.run(arguments, _write)
+    return tool.run_with_training_flags(arguments, _write)
 
 
 def _check(own: argparse.Namespace) -> None:
-    check_load(own.load)
+    check_load(own)
     if not own.prompt:
         raise InputError("--prompt is not set: give some text to go on with")
-    if own.tokens < 1:
-        raise InputError(f"--tokens is {own.tokens}: it must be at least 1")
+    check_positive(own, "tokens")
     if not own.temperature >= 0:
         raise InputError(f"--temperature is {own.temperature}: it must be at least 0")
 
 
 def _write(own: argparse.Namespace, flags: list[str]) -> None:
     _check(own)
-
-    # Here, so that --help is answered before torch is loaded.
-    from moe_parallel.platform.notices import hush_notices
-
-    hush_notices()
+    load_torch()
 
     import torch
 

@@ -14,19 +14,15 @@ docs/similarity_batching.md explains it.
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
-from moe_parallel.config.one_line_parser import OneLineParser
 from moe_parallel.errors import InputError
+from moe_parallel.tool import Tool, load_torch, progress
 
 if TYPE_CHECKING:
     from moe_parallel.data.similarity.documents import Documents
-    from moe_parallel.data.similarity.embedding import Advance, Embedder
+    from moe_parallel.data.similarity.embedding import Embedder
     from moe_parallel.data.similarity.neighbours import BuildIndex
     from moe_parallel.data.similarity.rewrite import Summary
 
@@ -34,12 +30,16 @@ if TYPE_CHECKING:
 EXACT_UP_TO = 100_000
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+def main(arguments: list[str]) -> int:
     summary, _, example = (__doc__ or "").partition("\n")
-    parser = OneLineParser(
-        description=summary, epilog=example, formatter_class=argparse.RawDescriptionHelpFormatter
+    tool = Tool(
+        __file__,
+        summary,
+        epilog=example,
+        speaks_as="error",
+        when_interrupted="interrupted; no dataset was written",
     )
-    files = parser.add_argument_group("files")
+    files = tool.add_argument_group("files")
     files.add_argument("--data-path", required=True, metavar="PREFIX", help="dataset to read")
     files.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="dataset to write: .bin and .idx"
@@ -54,9 +54,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="keep embeddings and neighbours here and find them again (default: a temporary "
         "folder beside the output)",
     )
-    _add_embedding(parser.add_argument_group("embeddings"))
-    _add_neighbours(parser.add_argument_group("neighbours"))
-    instances = parser.add_argument_group("instances")
+    _add_embedding(tool.add_argument_group("embeddings"))
+    _add_neighbours(tool.add_argument_group("neighbours"))
+    instances = tool.add_argument_group("instances")
     instances.add_argument("--seq-length", type=int, required=True, help="the one of training")
     instances.add_argument(
         "--instances-per-document",
@@ -68,7 +68,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     instances.add_argument(
         "--seed", type=int, default=1234, help="of projection, starts and shuffle (default 1234)"
     )
-    return parser.parse_args(arguments)
+    return tool.run(arguments, lambda own: print(describe(order(own), own)))
 
 
 def _add_embedding(group: argparse._ArgumentGroup) -> None:
@@ -148,10 +148,7 @@ def check(options: argparse.Namespace) -> None:
 
 def order(options: argparse.Namespace) -> "Summary":
     """Read, order, write."""
-    # Here, so that --help is answered before torch and Megatron-Core are loaded.
-    from moe_parallel.platform.notices import hush_notices
-
-    hush_notices()
+    load_torch()
 
     from moe_parallel.data.indexed import check_new
     from moe_parallel.data.similarity.documents import Documents
@@ -177,7 +174,7 @@ def order(options: argparse.Namespace) -> "Summary":
     output = Path(options.output_prefix)
     embedder = _embedder(options, documents)
     with scratch(options.work_folder, beside=output) as work:
-        return rewrite(options.data_path, output, documents, embedder, ordering, work, _progress)
+        return rewrite(options.data_path, output, documents, embedder, ordering, work, progress)
 
 
 def _embedder(options: argparse.Namespace, documents: "Documents") -> "Embedder":
@@ -205,13 +202,6 @@ def _index(options: argparse.Namespace, documents: "Documents") -> "BuildIndex":
     return InvertedIndex(options.probes, options.seed)
 
 
-@contextmanager
-def _progress(label: str, total: int) -> "Iterator[Advance]":
-    # disable=None: no bar where there is no terminal to draw it on.
-    with tqdm(total=total, desc=label, unit_scale=True, disable=None) as bar:
-        yield bar.update
-
-
 def describe(summary: "Summary", options: argparse.Namespace) -> str:
     """A few lines for people."""
     return (
@@ -223,22 +213,6 @@ def describe(summary: "Summary", options: argparse.Namespace) -> str:
         f"{options.output_prefix}: {summary.instances:,} instances of {options.seq_length:,} "
         f"tokens in {summary.written:,} documents; {summary.left_out:,} tokens left over"
     )
-
-
-def main(arguments: Sequence[str]) -> int:
-    try:
-        options = parse_arguments(arguments)
-        print(describe(order(options), options))
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename or 'writing'}: {error.strerror or error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("error: interrupted; no dataset was written", file=sys.stderr)
-        return 130
-    return 0
 
 
 if __name__ == "__main__":

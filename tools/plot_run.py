@@ -9,24 +9,17 @@ import sys
 from pathlib import Path
 
 from moe_parallel.analysis.run_figure import FIGURE_NAME, plot_run
-from moe_parallel.config.one_line_parser import OneLineParser
-from moe_parallel.errors import InputError
+from moe_parallel.tool import Tool
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = OneLineParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run_directory", type=Path, help="the folder that --save named")
-    parser.add_argument(
+def main(arguments: list[str]) -> int:
+    tool = Tool(__file__, __doc__.splitlines()[0])
+    tool.add_argument("run_directory", type=Path, help="the folder that --save named")
+    tool.add_argument(
         "--output", type=Path, help=f"PNG file to write (default: RUN_DIRECTORY/{FIGURE_NAME})"
     )
-    try:
-        options = parser.parse_args(arguments)
-        print(plot_run(options.run_directory, options.output))
-    except InputError as error:
-        print(f"plot_run.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return tool.run(arguments, lambda own: print(plot_run(own.run_directory, own.output)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -13,51 +13,53 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from tqdm import tqdm
-
-from moe_parallel.config.one_line_parser import OneLineParser
 from moe_parallel.data.jsonl import read_jsonl
 from moe_parallel.data.tokenizer import Tokenizer, build_tokenizer, train_byte_bpe
 from moe_parallel.errors import InputError
+from moe_parallel.tool import Tool, load_torch, progress
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+def main(arguments: list[str]) -> int:
     summary, _, example = (__doc__ or "").partition("\n")
-    parser = OneLineParser(
-        description=summary, epilog=example, formatter_class=argparse.RawDescriptionHelpFormatter
+    tool = Tool(
+        __file__,
+        summary,
+        epilog=example,
+        speaks_as="error",
+        when_interrupted="interrupted; nothing was written",
     )
-    parser.add_argument("--input", type=Path, required=True, help="JSON lines, UTF-8")
-    parser.add_argument(
+    tool.add_argument("--input", type=Path, required=True, help="JSON lines, UTF-8")
+    tool.add_argument(
         "--json-keys", nargs="+", default=["text"], help="keys of the texts; a dataset for each"
     )
-    parser.add_argument(
+    tool.add_argument(
         "--output-prefix",
         required=True,
         help="datasets are written as PREFIX_KEY_document.bin and .idx",
     )
-    parser.add_argument(
+    tool.add_argument(
         "--tokenizer-type",
         default="ByteLevelBPE",
         help="ByteLevelBPE (default), HuggingFaceTokenizer, SentencePieceTokenizer, NullTokenizer",
     )
-    parser.add_argument("--tokenizer-model", help="file, folder or hub name of the tokenizer")
-    parser.add_argument(
+    tool.add_argument("--tokenizer-model", help="file, folder or hub name of the tokenizer")
+    tool.add_argument(
         "--vocab-size",
         type=int,
         help="without --tokenizer-model: train a byte-level BPE of so many tokens on the input",
     )
-    parser.add_argument(
+    tool.add_argument(
         "--append-eod", action="store_true", help="end each document with the token for that"
     )
-    parser.add_argument(
+    tool.add_argument(
         "--overwrite", action="store_true", help="replace the datasets and the tokenizer there"
     )
-    parser.add_argument("--workers", type=int, default=1, help="threads that tokenize (default 1)")
-    return parser.parse_args(arguments)
+    tool.add_argument("--workers", type=int, default=1, help="threads that tokenize (default 1)")
+    return tool.run(arguments, preprocess)
 
 
 def find_tokenizer(options: argparse.Namespace) -> Tokenizer:
@@ -69,19 +71,16 @@ def find_tokenizer(options: argparse.Namespace) -> Tokenizer:
             "--tokenizer-type ByteLevelBPE needs --tokenizer-model FOLDER, "
             "or --vocab-size to train a new one on the input"
         )
-    with _progress(options.input, len(options.json_keys), "training the tokenizer") as bar:
+    with _progress(options.input, len(options.json_keys), "training the tokenizer") as advance:
         texts = (
-            text for key in options.json_keys for text in read_jsonl(options.input, key, bar.update)
+            text for key in options.json_keys for text in read_jsonl(options.input, key, advance)
         )
         return train_byte_bpe(texts, options.vocab_size)
 
 
 def preprocess(options: argparse.Namespace) -> None:
     """Write one indexed dataset for each key, and the tokenizer if it is a new one."""
-    # Here, so that --help is answered before torch and Megatron-Core are loaded.
-    from moe_parallel.platform.notices import hush_notices
-
-    hush_notices()
+    load_torch()
 
     from moe_parallel.data.indexed import (
         check_new,
@@ -107,8 +106,8 @@ def preprocess(options: argparse.Namespace) -> None:
             tokenizer.save(folder / target.name)
             lines.append(f"{target}: {_size(tokenizer, options.vocab_size)}")
         for key, prefix in datasets.items():
-            with _progress(options.input, 1, f"tokenizing {key!r}") as bar:
-                texts = read_jsonl(options.input, key, bar.update, tokenizer.check)
+            with _progress(options.input, 1, f"tokenizing {key!r}") as advance:
+                texts = read_jsonl(options.input, key, advance, tokenizer.check)
                 documents = tokenize_documents(texts, tokenizer, append_eod=options.append_eod)
                 written = write_indexed(
                     folder / prefix.name,
@@ -147,25 +146,10 @@ def _staging(beside: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _progress(path: Path, passes: int, label: str) -> tqdm:
-    total = path.stat().st_size * passes if path.is_file() else None
-    # disable=None: no bar where there is no terminal to draw it on.
-    return tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=None)
-
-
-def main(arguments: Sequence[str]) -> int:
-    try:
-        preprocess(parse_arguments(arguments))
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("error: interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+def _progress(
+    path: Path, passes: int, label: str
+) -> AbstractContextManager[Callable[[int], object]]:
+    return progress(label, path.stat().st_size * passes if path.is_file() else None, "B")
 
 
 if __name__ == "__main__":

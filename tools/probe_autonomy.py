@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from moe_parallel.config.one_line_parser import ToolParser, check_load
 from moe_parallel.errors import InputError
+from moe_parallel.tool import Tool, check_load, load_torch
 
 if TYPE_CHECKING:
     from moe_parallel.config import Config
@@ -26,22 +26,18 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> int:
-    parser = ToolParser(__file__, __doc__)
-    parser.add_argument("--load", metavar="RUN", help="a run, or one of its checkpoints")
-    parser.add_argument("--config", metavar="FILE.yaml", help="default: the checkpoint's own")
-    parser.add_argument(
+    tool = Tool(__file__, __doc__)
+    tool.add_argument("--load", metavar="RUN", help="a run, or one of its checkpoints")
+    tool.add_argument("--config", metavar="FILE.yaml", help="default: the checkpoint's own")
+    tool.add_argument(
         "--topk", metavar="K", type=int, help="experts per token (default: the checkpoint's K)"
     )
-    return parser.run(arguments, _probe)
+    return tool.run_with_training_flags(arguments, _probe)
 
 
 def _probe(own: argparse.Namespace, flags: list[str]) -> None:
-    check_load(own.load)
-
-    # Here, so that --help is answered before torch is loaded.
-    from moe_parallel.platform.notices import hush_notices
-
-    hush_notices()
+    check_load(own)
+    load_torch()
 
     from moe_parallel.evaluation.autonomy_probe import Table, probes, probing
     from moe_parallel.training.standalone import (

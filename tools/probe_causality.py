@@ -15,8 +15,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from moe_parallel.config.one_line_parser import ToolParser
-from moe_parallel.errors import InputError
+from moe_parallel.tool import Tool, check_positive, load_torch
 
 if TYPE_CHECKING:
     from moe_parallel.config import Config
@@ -24,24 +23,19 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> int:
-    parser = ToolParser(__file__, __doc__)
-    parser.add_argument("--config", metavar="FILE.yaml", help="probe this model as initialised")
-    parser.add_argument("--load", metavar="RUN", help="probe this checkpoint")
-    parser.add_argument(
+    tool = Tool(__file__, __doc__)
+    tool.add_argument("--config", metavar="FILE.yaml", help="probe this model as initialised")
+    tool.add_argument("--load", metavar="RUN", help="probe this checkpoint")
+    tool.add_argument(
         "--perturbations", metavar="N", type=int, default=32,
         help="how many tokens to perturb, each twice (default: 32)",
     )  # fmt: skip
-    return parser.run(arguments, _probe)
+    return tool.run_with_training_flags(arguments, _probe)
 
 
 def _probe(own: argparse.Namespace, flags: list[str]) -> int:
-    if own.perturbations < 1:
-        raise InputError(f"--perturbations is {own.perturbations}: it must be at least 1")
-
-    # Here, so that --help is answered before torch is loaded.
-    from moe_parallel.platform.notices import hush_notices
-
-    hush_notices()
+    check_positive(own, "perturbations")
+    load_torch()
 
     import torch
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 from moe_parallel.errors import InputError
@@ -37,32 +35,3 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         message = " ".join(message.split())[:300].removeprefix("argument ")
         raise InputError(f"{message}; --help lists all flags")
-
-
-class ToolParser(OneLineParser):
-    """Of a tool that takes every flag of the training program besides its own."""
-
-    def __init__(self, file: str, docstring: str | None) -> None:
-        """`file`: the tool's, which names it in messages."""
-        super().__init__(
-            prog=Path(file).name,
-            description=docstring,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-
-    def run(
-        self, arguments: list[str], work: Callable[[argparse.Namespace, list[str]], int | None]
-    ) -> int:
-        """The exit code of `work(own flags, those of the training program)`; 2 for wrong input."""
-        try:
-            return work(*self.parse_known_args(arguments)) or 0
-        except InputError as error:
-            print(f"{self.prog}: {error}", file=sys.stderr)
-            return 2
-
-
-def check_load(load: str | None) -> None:
-    """Raises InputError where a tool was not told which checkpoint to work on."""
-    if load is None:
-        raise InputError("--load is not set: name a run, or one of its checkpoints")

@@ -6,7 +6,6 @@ Whatever can be told without torch (help, wrong flags, wrong values) is told at 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from moe_parallel.config import Config, parse_command_line, read_command_line, v
 from moe_parallel.errors import InputError
 from moe_parallel.launch import slurm
 from moe_parallel.launch.options import LaunchOptions, divide, help_text
-from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, code_of
+from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, code_of, reader_gone
 from moe_parallel.training.signals import Stopped, StopRequest
 
 
@@ -31,9 +30,8 @@ def main(script: str, arguments: Sequence[str]) -> None:
     except Stopped as stopped:
         code = code_of(stopped)
         _tell(str(stopped))
-    except BrokenPipeError:  # `--help | head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 128 + signal.SIGPIPE
+    except BrokenPipeError:
+        code = reader_gone()
     sys.exit(code)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 
 from moe_parallel.training.signals import Stopped
 
@@ -21,3 +23,9 @@ def code_of(stopped: Stopped) -> int:
     """The exit code of a process that a signal ends."""
     at_once = stopped.number == signal.SIGINT and not stopped.began
     return EXIT_CTRL_C if at_once else EXIT_INTERRUPTED
+
+
+def reader_gone() -> int:
+    """The exit code where nobody reads what is printed, `--help | head`: they have seen enough."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at its end
+    return 128 + signal.SIGPIPE

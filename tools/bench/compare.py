@@ -15,8 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from moe_parallel.config.one_line_parser import OneLineParser
-from moe_parallel.errors import InputError
+from moe_parallel.tool import Tool
 from tools.bench.results import Result, Row, read_json
 from tools.bench.table import DIFFERS
 
@@ -24,16 +23,17 @@ _LINE = "  {:<28}{:>12}{:>12}{:>9} {:1}{:>9}{:>9}{:>11}{:>11}"
 
 
 def main(arguments: list[str]) -> int:
-    try:
-        options = _parse(arguments)
-        before, after = (read_json(path) for path in (options.before, options.after))
-    except InputError as error:
-        print(f"compare.py: {error}", file=sys.stderr)
-        return 2
+    tool = Tool(__file__, __doc__)
+    tool.add_argument("before", type=Path, metavar="BEFORE.json")
+    tool.add_argument("after", type=Path, metavar="AFTER.json")
+    return tool.run(arguments, _print_comparison)
+
+
+def _print_comparison(own: argparse.Namespace) -> None:
+    before, after = (read_json(path) for path in (own.before, own.after))
     for name, (about, _) in (("before", before), ("after", after)):
         print(f"{name:<7} {about['command']}   ({about['date']})\n        {about['machine']}")
     print(compare(before[1], after[1]))
-    return 0
 
 
 def compare(before: list[Row], after: list[Row]) -> str:
@@ -91,18 +91,6 @@ def _change(before: int | None, after: int | None) -> str:
     if not before or after is None:
         return ""
     return "=" if before == after else f"{100 * (after / before - 1):+.1f} %"
-
-
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="compare.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("before", type=Path, metavar="BEFORE.json")
-    parser.add_argument("after", type=Path, metavar="AFTER.json")
-    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

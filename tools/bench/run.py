@@ -27,9 +27,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from moe_parallel.config.one_line_parser import OneLineParser
 from moe_parallel.errors import InputError
 from moe_parallel.ops import extension, select_backend
+from moe_parallel.tool import Tool
+from moe_parallel.training.exit_codes import EXIT_CTRL_C
 from tools.bench.clock import clock_of, keep_freed_memory
 from tools.bench.goals import format_verdicts, goals_of, judge
 from tools.bench.inputs import Draw
@@ -42,7 +43,6 @@ from tools.bench.table import format_absent, format_row
 from tools.study.machine import machine, software
 
 ROOT = Path(__file__).resolve().parents[2]
-EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
 SECONDS_OF_A_ROW = {SMALL: 1.0, GOALS: 15.0}
 PEERS = (
     "transformers", "transformer-engine", "grouped-gemm", "megablocks", "scattermoe", "sonic-moe",
@@ -52,12 +52,13 @@ DTYPES = {"cpu": ["float32", "bfloat16"], "cuda": ["bfloat16", "float16", "float
 
 
 def main(arguments: list[str]) -> int:
-    try:
-        options = _parse(arguments)
-        about = _about(arguments, options)
-    except InputError as error:
-        print(f"run.py: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    tool = Tool(__file__, __doc__)
+    _add_flags(tool)
+    return tool.run(arguments, lambda own: _time(arguments, _checked(own)))
+
+
+def _time(arguments: list[str], options: argparse.Namespace) -> int:
+    about = _about(arguments, options)
     rows: list[Row] = []
     interrupted = False
     try:
@@ -70,7 +71,7 @@ def main(arguments: list[str]) -> int:
     _print_summary(options, rows, about)
     if options.json is not None:
         write_json(options.json, about, rows)
-    return EXIT_INTERRUPTED if interrupted else 0
+    return EXIT_CTRL_C if interrupted else 0
 
 
 def _measure_all(options: argparse.Namespace, rows: list[Row]) -> None:
@@ -138,14 +139,8 @@ def _load(averages: tuple[float, float, float]) -> str:
     return ", ".join(f"{average:.2f}" for average in averages)
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="run.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
+def _add_flags(tool: Tool) -> None:
+    add = tool.add_argument
     add("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
     add("--sizes", choices=[SMALL, GOALS], default=SMALL,
         help="small: a look; goals: the sizes that goals are set for (default: small)")  # fmt: skip
@@ -157,7 +152,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "(default: %(default)s)")  # fmt: skip
     add("--turns", type=int, metavar="N", help="of each row (default: as many as fit in its time)")
     add("--json", type=Path, metavar="FILE", help="write the samples of every row too")
-    options = parser.parse_args(arguments)
+
+
+def _checked(options: argparse.Namespace) -> argparse.Namespace:
+    """The same with what was not given filled in."""
     _check_device(options.device)
     measured = list(sizes_of(options.sizes, options.device))
     options.ops = _chosen("--ops", options.ops, list(BENCHES), measured)

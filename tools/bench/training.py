@@ -33,10 +33,10 @@ from moe_parallel.platform.notices import hush_notices
 
 hush_notices()  # before Megatron-Core is imported
 
-from moe_parallel.config.one_line_parser import ToolParser  # noqa: E402
 from moe_parallel.data.indexed import write_indexed  # noqa: E402
 from moe_parallel.errors import InputError  # noqa: E402
 from moe_parallel.telemetry.metrics import FILE_NAME, Record, read_metrics  # noqa: E402
+from moe_parallel.tool import Tool  # noqa: E402
 from tools.bench.sizes import GOALS, SMALL  # noqa: E402
 from tools.study.machine import machine, software  # noqa: E402
 
@@ -230,11 +230,11 @@ def ratios(ours: list[Run], twins: list[Run]) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    parser = ToolParser(__file__, __doc__)
-    add = parser.add_argument
+    tool = Tool(__file__, __doc__)
+    add = tool.add_argument
     add("--sizes", choices=[SMALL, GOALS], default=SMALL,
         help="small: a tiny model; goals: 732M parameters, d_low 64 (default: small)")  # fmt: skip
     add("--iterations", type=int, default=8, metavar="N", help="of a run, that count (default: 8)")
     add("--turns", type=int, default=2, metavar="N", help="runs of each contender (default: 2)")
     add("--json", type=Path, metavar="FILE", help="write the samples too")
-    sys.exit(parser.run(sys.argv[1:], main))
+    sys.exit(tool.run_with_training_flags(sys.argv[1:], main))

@@ -39,25 +39,25 @@ from moe_parallel.analysis.study.notes import MOST_TOTALS_DIFFER, total_differen
 from moe_parallel.analysis.study.results import MEASURED, StudyResults
 from moe_parallel.analysis.study.table import parameter_table
 from moe_parallel.config import make_config, read_yaml, validate
-from moe_parallel.config.one_line_parser import OneLineParser
 from moe_parallel.config.option import flag
 from moe_parallel.errors import InputError
+from moe_parallel.tool import Tool
+from moe_parallel.training.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 
-EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 75
 UNUSED_FOLDER = {"save": "unused"}  # options on checkpoints want one; nothing is written there
 COUNT = ROOT / "tools" / "count_parameters.py"
 
 
 def main(arguments: list[str]) -> int:
-    try:
-        return compare(_parse(arguments))
-    except InputError as error:
-        print(f"compare_selection.py: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    tool = Tool(__file__, __doc__)
+    _add_flags(tool)
+    return tool.run(arguments, compare)
 
 
 def compare(options: argparse.Namespace) -> int:
     """Train what is not trained yet, then write the report. Returns the exit code."""
+    if options.threads is None:
+        options.threads = max(1, len(os.sched_getaffinity(0)) // options.nproc)
     folder = StudyFolder(options.output)
     manifest, asked = plan(options, folder)
     _check_totals(manifest, options.allow_unequal)
@@ -76,7 +76,7 @@ def compare(options: argparse.Namespace) -> int:
             print(f"report: {write_report(folder)}")
     for cell in failed:
         print(f"failed: {cell.contender}, seed {cell.seed}; see {cell.output}", file=sys.stderr)
-    return EXIT_FAILED if failed else EXIT_DONE
+    return EXIT_FAILED if failed else 0
 
 
 def plan(options: argparse.Namespace, folder: StudyFolder) -> tuple[Manifest, list[Cell]]:
@@ -231,14 +231,8 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 600 else f"{seconds:.0f} s"
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="compare_selection.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
+def _add_flags(tool: Tool) -> None:
+    add = tool.add_argument
     add("--config", type=Path, required=True, metavar="FILE.yaml", help="what all have in common")
     add(
         "--selections", required=True, metavar="A,B,...", type=lambda text: text.split(","),
@@ -254,10 +248,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help="of each process (default: the cores divided by --nproc)")  # fmt: skip
     add("--allow-unequal", action="store_true",
         help="train although total parameters differ by more than 1 %%")  # fmt: skip
-    options = parser.parse_args(arguments)
-    if options.threads is None:
-        options.threads = max(1, len(os.sched_getaffinity(0)) // options.nproc)
-    return options
 
 
 def _at_least_one(text: str) -> int:

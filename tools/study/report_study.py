@@ -10,19 +10,13 @@ from pathlib import Path
 
 from moe_parallel.analysis.study.folder import StudyFolder
 from moe_parallel.analysis.study.report import write_report
-from moe_parallel.config.one_line_parser import OneLineParser
-from moe_parallel.errors import InputError
+from moe_parallel.tool import Tool
 
 
 def main(arguments: list[str]) -> int:
-    parser = OneLineParser(description=__doc__.splitlines()[0])
-    parser.add_argument("study", type=Path, help="the folder that --output named")
-    try:
-        print(write_report(StudyFolder(parser.parse_args(arguments).study)))
-    except InputError as error:
-        print(f"report_study.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    tool = Tool(__file__, __doc__.splitlines()[0])
+    tool.add_argument("study", type=Path, help="the folder that --output named")
+    return tool.run(arguments, lambda own: print(write_report(StudyFolder(own.study))))
 
 
 if __name__ == "__main__":

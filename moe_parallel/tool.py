@@ -1,0 +1,111 @@
+"""What every program of tools/ has: a command line told in one line where it is wrong, one ending.
+
+    def main(arguments: list[str]) -> int:
+        tool = Tool(__file__, __doc__)
+        tool.add_argument(...)
+        return tool.run(arguments, work)
+
+Exit codes: 0 done, 2 a wrong flag, file or value, 130 Ctrl-C, or what the work itself returns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from moe_parallel.config.one_line_parser import OneLineParser
+from moe_parallel.errors import InputError
+from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_CTRL_C, reader_gone
+
+
+class Tool(OneLineParser):
+    """The command line of a program, which ends with the exit code that `run` returns."""
+
+    def __init__(
+        self,
+        file: str,
+        docstring: str | None,
+        *,
+        speaks_as: str | None = None,
+        when_interrupted: str = "interrupted",
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+            file: the program's, which names it in messages.
+            docstring: what `--help` begins with.
+            speaks_as: what stands before an error instead of the name.
+            when_interrupted: what Ctrl-C is answered by.
+            options: of argparse.
+        """
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(prog=Path(file).name, description=docstring, **options)
+        self._speaks_as = speaks_as or self.prog
+        self._when_interrupted = when_interrupted
+
+    def run(self, arguments: list[str], work: Callable[[Namespace], int | None]) -> int:
+        """The exit code of `work(flags)`."""
+        return self._ended(lambda: work(self.parse_args(arguments)))
+
+    def run_with_training_flags(
+        self, arguments: list[str], work: Callable[[Namespace, list[str]], int | None]
+    ) -> int:
+        """The exit code of `work(own flags, those of the training program)`."""
+        self.allow_abbrev = False  # a flag of the other program may begin like one of this
+        return self._ended(lambda: work(*self.parse_known_args(arguments)))
+
+    def _ended(self, work: Callable[[], int | None]) -> int:
+        try:
+            return work() or 0
+        except InputError as error:
+            return self._told(str(error), EXIT_BAD_INPUT)
+        except BrokenPipeError:
+            return reader_gone()
+        except OSError as error:
+            reason = f"{error.filename or 'writing'}: {error.strerror or error}"
+            return self._told(reason, EXIT_BAD_INPUT)
+        except KeyboardInterrupt:
+            return self._told(self._when_interrupted, EXIT_CTRL_C)
+
+    def _told(self, message: str, code: int) -> int:
+        print(f"{self._speaks_as}: {message}", file=sys.stderr)
+        return code
+
+
+def load_torch() -> None:
+    """Once the flags are checked, so that --help and wrong ones are answered at once.
+
+    It takes seconds. What Megatron-Core would say when it is imported next is hushed.
+    """
+    from moe_parallel.platform.notices import hush_notices
+
+    hush_notices()
+
+
+@contextmanager
+def progress(label: str, total: int | None, unit: str = "it") -> Iterator[Callable[[int], object]]:
+    """A bar, and what moves it on by so many of `total` units (None: nobody knows how many)."""
+    # disable=None: no bar where there is no terminal to draw it on.
+    with tqdm(total=total, desc=label, unit=unit, unit_scale=True, disable=None) as bar:
+        yield bar.update
+
+
+def check_load(own: Namespace) -> None:
+    """Raises InputError where a tool was not told which checkpoint to work on."""
+    if own.load is None:
+        raise InputError("--load is not set: name a run, or one of its checkpoints")
+
+
+def check_positive(own: Namespace, *names: str) -> None:
+    """Raises InputError for a number below 1. `names`: of flags, without dashes; None is passed."""
+    for name in names:
+        value = getattr(own, name.replace("-", "_"))
+        if value is not None and value < 1:
+            raise InputError(f"--{name} is {value}: it must be at least 1")

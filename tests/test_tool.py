@@ -1,0 +1,113 @@
+"""How a program of tools/ begins and ends."""
+
+import ast
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from moe_parallel.errors import InputError
+from moe_parallel.tool import Tool, check_load, check_positive, progress
+
+TOOLS = Path(__file__).parents[1] / "tools"
+
+
+def ending(capsys, work, *arguments: str, **options) -> tuple[int, str]:
+    """(exit code, what was said on stderr) of a tool whose one flag is --number."""
+    tool = Tool("/somewhere/a_tool.py", "Does a thing.", **options)
+    tool.add_argument("--number", type=int, default=0)
+    code = tool.run(list(arguments), work)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return code, printed.err
+
+
+def raises(error: BaseException):
+    def work(own: Namespace) -> None:
+        raise error
+
+    return work
+
+
+def test_the_work_says_how_it_ended(capsys):
+    assert ending(capsys, lambda own: None) == (0, "")
+    assert ending(capsys, lambda own: own.number, "--number", "3") == (3, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (InputError("--number is 7: choose another"), 2, "--number is 7: choose another"),
+        (OSError(28, "No space left on device", "x.bin"), 2, "x.bin: No space left on device"),
+        (OSError("odd"), 2, "writing: odd"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_what_ends_it_is_told_in_a_line(capsys, error, code, said):
+    assert ending(capsys, raises(error)) == (code, f"a_tool.py: {said}\n")
+
+
+def test_a_tool_may_speak_by_another_name(capsys):
+    options = {"speaks_as": "error", "when_interrupted": "interrupted; nothing was written"}
+    said = "error: interrupted; nothing was written\n"
+    assert ending(capsys, raises(KeyboardInterrupt()), **options) == (130, said)
+
+
+@pytest.mark.parametrize("arguments", [["--number", "x"], ["--unknown"]])
+def test_a_wrong_flag_is_told_in_a_line(capsys, arguments):
+    code, said = ending(capsys, lambda own: None, *arguments)
+    assert code == 2 and said.startswith("a_tool.py: ") and said.endswith("lists all flags\n")
+
+
+def test_a_bug_keeps_its_traceback(capsys):
+    with pytest.raises(ZeroDivisionError):
+        ending(capsys, raises(ZeroDivisionError()))
+
+
+def test_flags_of_training_are_handed_on():
+    tool = Tool("a_tool.py", None)
+    tool.add_argument("--load")
+    seen = []
+    line = ["--load", "x", "--lo", "1", "--num_layers=2"]
+    assert tool.run_with_training_flags(line, lambda *given: seen.append(given)) == 0
+    assert seen == [(Namespace(load="x"), ["--lo", "1", "--num-layers=2"])]  # no abbreviation
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    source = (
+        "import sys; from moe_parallel.tool import Tool\n"
+        "def work(own):\n    while True: print('line')\n"
+        "sys.exit(Tool('a_tool.py', None).run([], work))"
+    )
+    command = [sys.executable, "-c", source]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=TOOLS.parent, **pipes) as process:
+        assert process.stdout.readline() == "line\n"
+        process.stdout.close()
+        assert (process.wait(timeout=120), process.stderr.read()) == (141, "")
+
+
+def test_checks_of_flags():
+    check_load(Namespace(load="x"))
+    with pytest.raises(InputError, match="^--load is not set: name a run"):
+        check_load(Namespace(load=None))
+    check_positive(Namespace(at_least=1, samples=None), "at-least", "samples")
+    with pytest.raises(InputError, match="^--at-least is 0: it must be at least 1$"):
+        check_positive(Namespace(at_least=0), "at-least")
+
+
+def test_without_a_terminal_there_is_no_bar(capsys):
+    with progress("reading", 10, "B") as advance:
+        advance(5)
+    assert capsys.readouterr() == ("", "")
+
+
+PROGRAMS = [path for path in sorted(TOOLS.rglob("*.py")) if "__main__" in path.read_text()]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+def test_every_program_is_a_tool(program):
+    names = {node.id for node in ast.walk(ast.parse(program.read_text())) if hasattr(node, "id")}
+    assert "Tool" in names and not names & {"ArgumentParser", "OneLineParser"}
