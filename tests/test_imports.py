@@ -21,6 +21,7 @@ LAYERS = (
     {"ops"},
     {"selection", "balancing", "experts", "dispatch", "parallel", "platform", "telemetry", "data"},
     {"layers"},
+    {"systems"},
     {"model"},
     {"evaluation", "analysis", "library"},
     {"training"},
@@ -197,10 +198,12 @@ def _circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_circle_between_modules() -> None:
-    graph = {
-        module: {name for name, _ in _own_imports(module) if name not in (module, PACKAGE)}
-        for module in MODULES
-    }
+    graph = {}
+    for module in MODULES:
+        # A part may know by its type the whole that it is a part of: nothing is imported then.
+        unseen = _seen_by_type_checkers_alone(module)
+        imports = (name for name, line in _own_imports(module) if line not in unseen)
+        graph[module] = {name for name in imports if name not in (module, PACKAGE)}
     circle = _circle(graph)
     assert not circle, " -> ".join(circle)
 

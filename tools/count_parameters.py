@@ -24,7 +24,6 @@ from moe_parallel.config import (
     Config,
     ParallelConfig,
     parse_command_line,
-    selection_name,
     validate,
 )
 from moe_parallel.errors import InputError
@@ -68,7 +67,7 @@ def _check_experts_per_token(config: Config, experts: float) -> None:
     if config.selection.mean_choices is not None:
         raise InputError(
             f"--experts-per-token is {experts}, but --expert-selection "
-            f"{selection_name(config.selection)} itself says that it is "
+            f"{config.selection.system} itself says that it is "
             f"{config.selection.mean_choices}: leave it out"
         )
     if not 1 <= experts <= config.moe.num_experts:

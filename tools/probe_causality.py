@@ -69,9 +69,8 @@ def _probe(own: argparse.Namespace, flags: list[str]) -> int:
 
 
 def _model(config: Config, load: str | None) -> str:
-    from moe_parallel.config import selection_name
 
-    experts = "dense" if config.moe.num_experts is None else selection_name(config.selection)
+    experts = "dense" if config.moe.num_experts is None else config.selection.system
     return f"{experts}, {load or 'initial weights'}"
 
 

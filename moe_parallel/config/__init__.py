@@ -1,28 +1,34 @@
 """The configuration: frozen dataclasses, from which YAML keys, flags and help are generated."""
 
+from moe_parallel.config.checkpoint import CheckpointConfig
 from moe_parallel.config.command_line import (
     CommandLine,
     parse_command_line,
     read_command_line,
 )
 from moe_parallel.config.config import Config, make_config
+from moe_parallel.config.data import DataConfig
 from moe_parallel.config.fp8 import Fp8Config
-from moe_parallel.config.model import ModelConfig, MoEConfig, moe_layer_pattern
-from moe_parallel.config.run import (
-    CheckpointConfig,
-    DataConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainingConfig,
-)
+from moe_parallel.config.layer_pattern import moe_layer_pattern
+from moe_parallel.config.logging import LoggingConfig
+from moe_parallel.config.model import ModelConfig
+from moe_parallel.config.moe import MoEConfig
+from moe_parallel.config.optimizer import OptimizerConfig
+from moe_parallel.config.parallel import ParallelConfig
 from moe_parallel.config.selection import (
     SELECTIONS,
     AoEExpertChoiceSelection,
     AoESelection,
     AoETopPSelection,
     AutonomousSelection,
+    Balancing,
+    BiasBalancing,
+    DispatchedSelection,
+    DynamicChoices,
     ExpertChoiceSelection,
+    ExpertsChoose,
+    FixedChoices,
+    LayerWeights,
     LoryPrefixSelection,
     LorySelection,
     MergedSelection,
@@ -33,17 +39,9 @@ from moe_parallel.config.selection import (
     TopKSelection,
     TopPSelection,
     aoe_wide_size,
-    selection_name,
 )
-from moe_parallel.config.selection.parts import (
-    Balancing,
-    BiasBalancing,
-    DispatchedSelection,
-    DynamicChoices,
-    ExpertsChoose,
-    FixedChoices,
-)
-from moe_parallel.config.validate import data_parallel_size, validate, validate_layer
+from moe_parallel.config.training import TrainingConfig
+from moe_parallel.config.validate import validate, validate_layer
 from moe_parallel.config.yaml_file import read_yaml
 
 __all__ = [
@@ -64,6 +62,7 @@ __all__ = [
     "DataConfig",
     "ExpertChoiceSelection",
     "Fp8Config",
+    "LayerWeights",
     "LoggingConfig",
     "LoryPrefixSelection",
     "LorySelection",
@@ -80,13 +79,11 @@ __all__ = [
     "TopPSelection",
     "TrainingConfig",
     "aoe_wide_size",
-    "data_parallel_size",
     "make_config",
     "moe_layer_pattern",
     "parse_command_line",
     "read_command_line",
     "read_yaml",
-    "selection_name",
     "validate",
     "validate_layer",
 ]

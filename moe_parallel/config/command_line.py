@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from moe_parallel.config.config import (
-    EXPERT_SELECTION,
     Config,
+    common_sections,
+    expert_selection,
     make_config,
-    sections,
     selection_options,
 )
+from moe_parallel.config.message import as_typed
 from moe_parallel.config.one_line_parser import OneLineParser, dashed, help_of_terminal_width
-from moe_parallel.config.option import Option, as_typed, options
+from moe_parallel.config.option import Option, options
 from moe_parallel.config.replaced import without_replaced
 from moe_parallel.config.yaml_file import read_yaml
 from moe_parallel.errors import InputError
@@ -98,7 +99,7 @@ def _parser() -> _Parser:
         formatter_class=help_of_terminal_width,
     )
     parser.add_argument("--config", metavar="FILE.yaml", help="read options from this file")
-    for name, section in sections().items():
+    for name, section in common_sections().items():
         group = parser.add_argument_group(name, _first_line(section))
         for each in options(section):
             _add(group, each, f"{each.help} (default: {_text(each.default)})")
@@ -109,7 +110,8 @@ def _parser() -> _Parser:
 
 def _add_selections(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("expert selection", "One word names the system.")
-    _add(group, EXPERT_SELECTION, f"{EXPERT_SELECTION.help} (default: {EXPERT_SELECTION.default})")
+    which = expert_selection()
+    _add(group, which, f"{which.help} (default: {which.default})")
     owners: dict[str, dict[str, Option]] = {}
     for system, its_options in selection_options().items():
         for name, each in its_options.items():

@@ -10,24 +10,23 @@ from typing import Any
 
 import yaml
 
+from moe_parallel.config.checkpoint import CheckpointConfig
+from moe_parallel.config.data import DataConfig
 from moe_parallel.config.fp8 import Fp8Config
-from moe_parallel.config.model import ModelConfig, MoEConfig, moe_layer_pattern
-from moe_parallel.config.option import Option, as_typed, build, flag, options
-from moe_parallel.config.run import (
-    CheckpointConfig,
-    DataConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainingConfig,
-)
-from moe_parallel.config.selection import (
-    SELECTIONS,
-    Selection,
-    TopKSelection,
-    selection_name,
-)
+from moe_parallel.config.layer_pattern import moe_layer_pattern
+from moe_parallel.config.logging import LoggingConfig
+from moe_parallel.config.message import as_typed, flag
+from moe_parallel.config.model import ModelConfig
+from moe_parallel.config.moe import MoEConfig
+from moe_parallel.config.optimizer import OptimizerConfig
+from moe_parallel.config.option import Option, build, options
+from moe_parallel.config.parallel import ParallelConfig
+from moe_parallel.config.section import Section
+from moe_parallel.config.selection import SELECTIONS, Selection, TopKSelection
+from moe_parallel.config.training import TrainingConfig
 from moe_parallel.errors import InputError
+
+EXPERT_SELECTION = "expert_selection"
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,16 @@ class Config:
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    def sections(self) -> Iterator[tuple[str, Section]]:
+        """Each section by its name, in the order in which `config.yaml` lists them."""
+        return ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+
+    @property
+    def num_experts(self) -> int:
+        """n, in a model of experts."""
+        assert self.moe.num_experts is not None
+        return self.moe.num_experts
 
     @property
     def moe_layers(self) -> tuple[bool, ...]:
@@ -99,12 +108,11 @@ class Config:
 
     def values(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """(section, {option: value}) in the order in which `config.yaml` lists them."""
-        for section in dataclasses.fields(self):
-            part = getattr(self, section.name)
-            values = {o.name: getattr(part, o.name) for o in options(type(part))}
-            if section.name == "selection":
-                values = {"expert_selection": selection_name(part)} | values
-            yield section.name, values
+        for name, section in self.sections():
+            values = {o.name: getattr(section, o.name) for o in options(type(section))}
+            if section is self.selection:
+                values = {EXPERT_SELECTION: self.selection.system} | values
+            yield name, values
 
     def to_yaml(self) -> str:
         """All values, as a file that `read_config` reads back to an equal configuration."""
@@ -119,15 +127,14 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def sections() -> dict[str, type]:
-    """The sections without alternatives, by name."""
-    fields = dataclasses.fields(Config)
-    return {f.name: type(f.default) for f in fields if f.name != "selection"}
+def common_sections() -> dict[str, type[Section]]:
+    """The sections that every configuration has, by name."""
+    return {name: type(part) for name, part in Config().sections() if name != "selection"}
 
 
 def common_options() -> dict[str, Option]:
     """The options that every configuration has, by name."""
-    return {o.name: o for section in sections().values() for o in options(section)}
+    return {o.name: o for section in common_sections().values() for o in options(section)}
 
 
 def selection_options() -> dict[str, dict[str, Option]]:
@@ -135,15 +142,17 @@ def selection_options() -> dict[str, dict[str, Option]]:
     return {name: {o.name: o for o in options(kind)} for name, kind in SELECTIONS.items()}
 
 
-EXPERT_SELECTION = Option(
-    name="expert_selection",
-    kind=str,
-    optional=False,
-    many=False,
-    default="topk",
-    help="who decides which expert computes",
-    choices=tuple(SELECTIONS),
-)
+def expert_selection() -> Option:
+    """The option that picks one of SELECTIONS, as many as there are by now."""
+    return Option(
+        name=EXPERT_SELECTION,
+        kind=str,
+        optional=False,
+        many=False,
+        default=TopKSelection.system,
+        help="who decides which expert computes",
+        choices=tuple(SELECTIONS),
+    )
 
 
 def make_config(raw: Mapping[str, Any]) -> Config:
@@ -153,14 +162,15 @@ def make_config(raw: Mapping[str, Any]) -> Config:
     option of another expert-selection system than the one chosen.
     """
     raw = dict(raw)
-    system = EXPERT_SELECTION.parse(raw.pop("expert_selection", EXPERT_SELECTION.default))
+    which = expert_selection()
+    system = which.parse(raw.pop(which.name, which.default))
     common, by_system = common_options(), selection_options()
     known = common | by_system[system]
     for name in raw:
         if name not in known:
             raise _unknown(name, system, known, by_system)
     values = {name: known[name].parse(value) for name, value in raw.items()}
-    parts = {name: build(section, values) for name, section in sections().items()}
+    parts = {name: build(section, values) for name, section in common_sections().items()}
     return Config(selection=build(SELECTIONS[system], values), **parts)
 
 
@@ -173,6 +183,6 @@ def _unknown(
             f"{flag(name)} belongs to --expert-selection {' or '.join(owners)}, but "
             f"{system} is selected: remove it or change --expert-selection"
         )
-    near = difflib.get_close_matches(name, [*known, "expert_selection"], n=1)
+    near = difflib.get_close_matches(name, [*known, EXPERT_SELECTION], n=1)
     hint = f"did you mean {flag(near[0])}?" if near else "--help lists all flags"
     return InputError(f"{as_typed(flag(name))} is no flag or YAML key of this program: {hint}")

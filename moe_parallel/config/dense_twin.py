@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from fractions import Fraction
 
 from moe_parallel.config.config import Config
 from moe_parallel.config.fp8 import Fp8Config
-from moe_parallel.config.model import MoEConfig
+from moe_parallel.config.moe import MoEConfig
 from moe_parallel.config.selection import TopKSelection
-
-
-def dense_width(config: Config) -> int:
-    """Width of the dense layer that an expert starts as: d_ffn of one expert."""
-    return config.moe.moe_ffn_hidden_size or config.model.ffn_hidden_size
+from moe_parallel.config.upcycling import dense_width
 
 
 def dense_twin(config: Config) -> Config:
@@ -30,10 +24,3 @@ def dense_twin(config: Config) -> Config:
         training=replace(config.training, gradient_accumulation_fusion=False),
         fp8=Fp8Config(),
     )
-
-
-def dense_warmup_iters(config: Config) -> int:
-    """Iterations of the dense warm-up: its share of --train-iters, rounded up."""
-    # As a float, 7 % of 100 iterations is a little more than 7, and so 8.
-    share = Fraction(str(config.moe.moe_dense_warmup_percent)) / 100
-    return math.ceil(share * config.training.train_iters)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from moe_parallel.config.message import flag
 from moe_parallel.config.option import option
+from moe_parallel.config.section import Section
+from moe_parallel.errors import InputError
+
+if TYPE_CHECKING:
+    from moe_parallel.config.config import Config
 
 
 @dataclass(frozen=True)
-class Fp8Config:
+class Fp8Config(Section):
     """Experts in FP8 through Transformer Engine (docs/fp8.md); scores are not."""
 
     fp8_format: str | None = option(
@@ -22,8 +29,10 @@ class Fp8Config:
         "its own maximum (tensorwise), or that of each block of 128 values (blockwise)",
         choices=("delayed", "tensorwise", "blockwise"),
     )
-    fp8_margin: int = option(0, "delayed: divide scales by 2^margin")
-    fp8_amax_history_len: int = option(1, "delayed: passes whose maxima are kept")
+    fp8_margin: int = option(0, "delayed: divide scales by 2^margin", least=0, most=100)
+    fp8_amax_history_len: int = option(
+        1, "delayed: passes whose maxima are kept", least=1, most=100_000
+    )
     fp8_amax_compute_algo: str = option(
         "most_recent",
         "delayed: scale by the latest of the maxima that are kept, or by the greatest",
@@ -34,3 +43,79 @@ class Fp8Config:
     def multiple(self) -> int:
         """What both sides of every matrix must be a multiple of."""
         return 128 if self.fp8_recipe == "blockwise" else 16
+
+    def check(self, config: Config, world_size: int) -> None:
+        """Whether this host can compute in FP8 is found out when the model is built."""
+        super().check(config, world_size)
+        _check_options(self)
+        if self.fp8_format is None:
+            return
+        chosen = f"--fp8-format {self.fp8_format}"
+        if config.moe.num_experts is None:
+            raise InputError(
+                f"{chosen} is for experts, but the model is dense: set --num-experts, or leave it "
+                "out"
+            )
+        if config.selection.merges:
+            raise InputError(
+                f"{chosen} is for experts that tokens are sent to, and --expert-selection "
+                f"{config.selection.system} merges its experts: leave one of them out"
+            )
+        if not config.training.bf16:
+            raise InputError(f"{chosen} computes everything else in bfloat16: set --bf16")
+        if self.fp8_recipe == "delayed":
+            _check_delayed(config)
+        _check_widths(config)
+
+
+_OF_DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
+
+
+def _check_options(fp8: Fp8Config) -> None:
+    """An option that would change nothing is refused."""
+    default = Fp8Config()
+    for name in ("fp8_recipe", *_OF_DELAYED):
+        value = getattr(fp8, name)
+        if value == getattr(default, name):
+            continue
+        if fp8.fp8_format is None:
+            raise InputError(f"{flag(name)} is {value}, but FP8 is off: set --fp8-format")
+        if name in _OF_DELAYED and fp8.fp8_recipe != "delayed":
+            raise InputError(
+                f"{flag(name)} is {value}, which only --fp8-recipe delayed has, not "
+                f"{fp8.fp8_recipe}: leave it out"
+            )
+
+
+def _check_delayed(config: Config) -> None:
+    if config.training.recompute_granularity is not None:
+        raise InputError(
+            "--fp8-recipe delayed scales a second forward pass otherwise than the first, so "
+            f"--recompute-granularity {config.training.recompute_granularity} would differentiate "
+            "another function: set --fp8-recipe tensorwise or blockwise"
+        )
+    if config.fp8.fp8_amax_compute_algo == "max" and config.virtual_stages is not None:
+        raise InputError(
+            "--fp8-amax-compute-algo max looks back over --fp8-amax-history-len passes, and with "
+            "--num-layers-per-virtual-pipeline-stage passes of other stages are counted among "
+            "them: set --fp8-amax-compute-algo most_recent"
+        )
+
+
+def _check_widths(config: Config) -> None:
+    multiple = config.fp8.multiple
+    shards = config.parallel.expert_tensor_size
+    for what, width, remedy in (
+        ("--hidden-size", config.model.hidden_size, "it"),
+        (
+            f"the experts' width over --expert-tensor-parallel-size {shards}",
+            config.expert_width // shards,
+            "--moe-ffn-hidden-size (AoE: --aoe-wide-size)",
+        ),
+        *[(its_flag, size, "it") for its_flag, size in config.selection.low_rank_sizes],
+    ):
+        if width % multiple:
+            raise InputError(
+                f"{what} is {width}, and --fp8-recipe {config.fp8.fp8_recipe} takes multiples of "
+                f"{multiple}: change {remedy}"
+            )

@@ -10,25 +10,42 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import reprlib
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any
 
+from moe_parallel.config.bounds import Bounds
+from moe_parallel.config.message import flag, shown
 from moe_parallel.errors import InputError
 
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _TEXT_MAX = 4096  # the longest path that Linux takes
 
 
-def option(default: Any, help: str, *, choices: tuple[str, ...] = (), weights: bool = False) -> Any:
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    weights: bool = False,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> Any:
     """A dataclass field that is also a flag and a YAML key.
 
-    `weights`: it decides which weights a model has, or what they mean, so that a checkpoint fits
-    only where it is the same.
+    Args:
+        default: its value where nobody gives another.
+        help: what `--help` says of it.
+        choices: the words that a text may be; none: any.
+        weights: whether it decides which weights a model has, or what they mean. A checkpoint
+            fits only where such an option is the same.
+        least, above, most, below: the bounds of a number.
     """
-    metadata = {"help": help, "choices": choices, "weights": weights}
+    bounds = Bounds(least, above, most, below)
+    metadata = {"help": help, "choices": choices, "weights": weights, "bounds": bounds}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -50,10 +67,15 @@ class Option:
     help: str
     choices: tuple[str, ...]
     weights: bool = False  # whether a checkpoint fits only where this is the same
+    bounds: Bounds = Bounds()
 
     @property
     def flag(self) -> str:
         return flag(self.name)
+
+    def check(self, value: Any) -> None:
+        """Raise InputError for a number out of bounds."""
+        self.bounds.check(self.flag, value)
 
     def parse(self, raw: Any) -> Any:
         """`raw` (a string of the command line or a YAML scalar or list) as a value of this option.
@@ -142,29 +164,6 @@ def _as_float(value: int) -> float:
         return math.inf
 
 
-def flag(name: str) -> str:
-    """The flag of a field name: `num_layers` -> `--num-layers`."""
-    return "--" + name.replace("_", "-")
-
-
-def shown(value: Any) -> str:
-    """The repr of `value`, abridged: what a message of one line can hold of anything."""
-    abridged = _Abridged()
-    abridged.maxlevel, abridged.maxstring, abridged.maxother = 2, 80, 80
-    return abridged.repr(value)
-
-
-class _Abridged(reprlib.Repr):
-    def repr_int(self, x: int, level: int) -> str:
-        # Python refuses to write very long ones in decimal; YAML may give them in hexadecimal.
-        return super().repr_int(x, level) if x.bit_length() < 1000 else hex(x)[:20] + "..."
-
-
-def as_typed(word: str) -> str:
-    """A flag or key of the user's in a message: itself, unless it would break the line."""
-    return word if word.isprintable() and len(word) <= 80 else shown(word)
-
-
 def options(section: type) -> list[Option]:
     """The options of a section class, in the order of its fields."""
     annotations = typing.get_type_hints(section)
@@ -191,6 +190,7 @@ def _option(field: dataclasses.Field[Any], annotation: Any) -> Option:
         help=field.metadata["help"],
         choices=field.metadata["choices"],
         weights=field.metadata["weights"],
+        bounds=field.metadata["bounds"],
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_parallel.config.config import EXPERT_SELECTION, selection_options
-from moe_parallel.config.model import MoEConfig
-from moe_parallel.config.option import as_typed, flag, options
+from moe_parallel.config.config import EXPERT_SELECTION, expert_selection, selection_options
+from moe_parallel.config.message import as_typed, flag
+from moe_parallel.config.moe import MoEConfig
+from moe_parallel.config.option import options
 
 _LAYOUT_OF_EXPERTS = {"expert_model_parallel_size", "expert_tensor_parallel_size"}
 
@@ -23,7 +24,7 @@ def expert_options() -> set[str]:
     """Options that a dense model has no use for."""
     of_systems = {name for its_options in selection_options().values() for name in its_options}
     of_experts = {each.name for each in options(MoEConfig)} - {"moe_backend"}
-    return {EXPERT_SELECTION.name} | of_systems | of_experts | _LAYOUT_OF_EXPERTS
+    return {EXPERT_SELECTION} | of_systems | of_experts | _LAYOUT_OF_EXPERTS
 
 
 def without_replaced(
@@ -42,14 +43,15 @@ def without_replaced(
     Returns (options, one line that lists the others or None).
     """
     by_system = selection_options()
-    old = file.get(EXPERT_SELECTION.name, EXPERT_SELECTION.default)
-    new = given.get(EXPERT_SELECTION.name, old)
+    which = expert_selection()
+    old = file.get(which.name, which.default)
+    new = given.get(which.name, old)
     if given.get("num_experts") == "none":
         replaced, by = expert_options() - {"num_experts"}, "--num-experts none"
     elif str(old) in by_system and new in by_system:
         replaced, by = (
             by_system[str(old)].keys() - by_system[new].keys(),
-            f"{EXPERT_SELECTION.flag} {new}",
+            f"{which.flag} {new}",
         )
     else:
         return dict(file), None  # refused later

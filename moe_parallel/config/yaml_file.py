@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from moe_parallel.config.option import as_typed, number, shown
+from moe_parallel.config.message import as_typed, shown
+from moe_parallel.config.option import number
 from moe_parallel.errors import InputError
 
 _BYTES_MAX = 1 << 20  # far above any configuration: /dev/zero has no end

@@ -16,9 +16,9 @@ from moe_parallel.config import (
     TopKSelection,
     make_config,
     parse_command_line,
-    selection_name,
 )
-from moe_parallel.config.option import flag, options
+from moe_parallel.config.message import flag
+from moe_parallel.config.option import options
 from moe_parallel.errors import InputError
 
 SOURCES: dict[str, tuple[type[Selection], ...]] = {
@@ -67,7 +67,7 @@ def left_out(source: Config, to: str) -> list[str]:
 
 
 def _check_source(source: Config, to: str) -> None:
-    name = selection_name(source.selection)
+    name = source.selection.system
     wanted = " or ".join(n for n, kind in SELECTIONS.items() if kind in SOURCES[to])
     if source.moe.num_experts is None:
         raise InputError(f"--to {to} takes a model of experts ({wanted}), but --load is dense")
@@ -95,7 +95,7 @@ def _check_unchanged(source: Config, config: Config, to: str) -> None:
         old, new = getattr(source.model, each.name), getattr(config.model, each.name)
         if old != new:
             raise InputError(f"{each.flag} is {new}, but {old} in --load: leave it out")
-    if selection_name(config.selection) != to:
+    if config.selection.system != to:
         raise InputError(f"--expert-selection is for --to to say, which is {to}: leave it out")
     for each in options(type(config.selection)):
         new = getattr(config.selection, each.name)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from moe_parallel.dispatch import Dispatched
 from moe_parallel.errors import InputError
 from moe_parallel.experts.swiglu import SwiGLUExperts
-from moe_parallel.layers import DispatchedLayer, FactorisedRoutedLayer, RoutedLayer
+from moe_parallel.layers import DispatchedLayer, FactorizedRoutedLayer, RoutedLayer
 from moe_parallel.selection.choices import Choices, Rule
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import TopK
@@ -119,7 +119,7 @@ class ProbedLayer(DispatchedLayer):
 
 def experts_of(layer: RoutedLayer) -> list[Expert]:
     """The matrices of each expert, views of the layer's weights; a factorised W_g is multiplied."""
-    if isinstance(layer, FactorisedRoutedLayer):
+    if isinstance(layer, FactorizedRoutedLayer):
         low_rank = layer.experts
         w_g_EDF = layer.w_down_EDR @ low_rank.w_up_LRW
         matrices = zip(w_g_EDF, low_rank.w_p_LDW, low_rank.w_out_LWD, strict=True)

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moe_parallel.config.message import as_typed
 from moe_parallel.config.one_line_parser import OneLineParser, help_of_terminal_width
-from moe_parallel.config.option import as_typed
 from moe_parallel.errors import InputError
 
 SHUTDOWN_TIMEOUT = 600  # seconds

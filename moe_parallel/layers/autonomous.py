@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from moe_parallel.config import AoESelection, AutonomousSelection, DispatchedSelection
+from moe_parallel.config import AutonomousSelection, DispatchedSelection
 from moe_parallel.dispatch import Dispatched
 from moe_parallel.experts.fp8 import low_rank_experts
 from moe_parallel.experts.low_rank import LowRankExperts
@@ -17,6 +17,7 @@ from moe_parallel.layers.dispatched import DispatchedLayer
 from moe_parallel.layers.expert_layer import LayerContext
 from moe_parallel.layers.scoring_weight import scoring_weight
 from moe_parallel.layers.selected_norms import norms_of_selected
+from moe_parallel.layers.system import System
 from moe_parallel.ops import Scores
 from moe_parallel.selection.choices import Choices, Rule
 from moe_parallel.selection.tokens import Tokens
@@ -43,11 +44,11 @@ class AutonomousLayer(DispatchedLayer):
         selection: AutonomousSelection,
         expert_width: int,
         context: LayerContext,
-        **_: Any,
+        system: System,
     ) -> None:
-        super().__init__(config, selection, context)
+        super().__init__(config, selection, context, system)
         self.recompute_scores = selection.aoe_recompute_scores
-        self.screening = selection.aoe_fp8_screening if isinstance(selection, AoESelection) else 0
+        self.screening = selection.screening
         rank = selection.aoe_low_rank_size
         self.w_down = scoring_weight(
             self, selection.aoe_gather_w_down, "w_down_EDR", config.hidden_size, rank
@@ -147,3 +148,8 @@ class SelectedGradientLayer(AutonomousLayer):
             chosen_TK = rule(norms_TE, tokens).experts_TK
         norms_TE = norms_of_selected(x_TD, w_down_EDR, norms_TE, chosen_TK, self.context.ops)
         return rule(norms_TE, tokens)
+
+
+def autonomous_layer(selection: AutonomousSelection) -> type[AutonomousLayer]:
+    """The layer of a system without a router."""
+    return AutonomousLayer if selection.aoe_gradient == "full" else SelectedGradientLayer

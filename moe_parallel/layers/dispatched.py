@@ -10,8 +10,7 @@ rank's experts.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,12 +25,11 @@ from moe_parallel.config import DispatchedSelection
 from moe_parallel.dispatch import Dispatched, build_dispatcher
 from moe_parallel.experts.shared import OverlappedSharedExpert, SharedExpert
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
-from moe_parallel.layers.routing_losses import RoutingLoss, needs_step_load, routing_losses
-from moe_parallel.layers.rules import build_bias, build_rules
+from moe_parallel.layers.routing_losses import RoutingLoss
 from moe_parallel.layers.split_tokens import SplitTokens
-from moe_parallel.selection.choices import Choices, Rule
+from moe_parallel.layers.system import System
+from moe_parallel.selection.choices import BiasedRule, Choices, Rule
 from moe_parallel.selection.tokens import Tokens
-from moe_parallel.selection.topk import TopK
 
 
 class DispatchedLayer(ExpertLayer):
@@ -42,19 +40,26 @@ class DispatchedLayer(ExpertLayer):
     over the S * B / tp tokens that a rank routes.
     """
 
+    rule: Rule
+    evaluation_rule: Rule
+
     def __init__(
-        self, config: TransformerConfig, selection: DispatchedSelection, context: LayerContext
+        self,
+        config: TransformerConfig,
+        selection: DispatchedSelection,
+        context: LayerContext,
+        system: System,
     ) -> None:
         super().__init__(config, context)
         self.dispatcher = build_dispatcher(
             self.num_experts, context.groups, context.ops, self.sends_activations(selection)
         )
-        self.bias: ExpertBias | None = build_bias(selection, self.num_experts)
-        self.rule, self.evaluation_rule = build_rules(selection, self.bias)
-        self.load = StepLoad(self.num_experts) if needs_step_load(selection) else None
-        self.losses: list[RoutingLoss] = routing_losses(
-            selection, self.load, context.num_moe_layers
-        )
+        rate = selection.bias_update_rate
+        self.bias = None if rate is None else ExpertBias(self.num_experts, rate)
+        self.rule, self.evaluation_rule = system.rules(selection)
+        self.load = StepLoad(self.num_experts) if selection.uses_step_load else None
+        losses = [make(selection, self.load, context.num_moe_layers) for make in system.losses]
+        self.losses: list[RoutingLoss] = [loss for loss in losses if loss.coefficient]
         self.shared = _shared_expert(config, selection, context)
 
     def sends_activations(self, selection: DispatchedSelection) -> bool:
@@ -114,9 +119,10 @@ class DispatchedLayer(ExpertLayer):
     def current_rule(self) -> Rule:
         """The rule of this forward pass: evaluations may choose by another one."""
         rule = self.rule if self.training else self.evaluation_rule
-        if self.bias is not None and isinstance(rule, TopK):
-            return replace(rule, bias_E=self.bias.bias_E)  # another tensor after a move to a GPU
-        return rule
+        if self.bias is None:
+            return rule
+        # Asked for anew: a move to a GPU makes another tensor of it.
+        return cast(BiasedRule, rule).with_bias(self.bias.bias_E)
 
     def _limit(self, choices: Choices) -> tuple[Choices, int | None]:
         """The choices that fit, and how many rows to pad every expert to."""

@@ -30,17 +30,14 @@ from moe_parallel.config import (
     LoryPrefixSelection,
     LorySelection,
     MergedSelection,
-    SmearSelection,
 )
 from moe_parallel.experts.merged import MergedExperts
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
+from moe_parallel.layers.system import System
 from moe_parallel.parallel import sum_gradient_over, sum_over
 from moe_parallel.selection.segments import (
     FIRST_SEGMENT,
-    MergeRule,
     Merges,
-    by_first,
-    by_previous,
     segment_means,
     segment_sizes,
 )
@@ -62,7 +59,7 @@ class MergedLayer(ExpertLayer):
         selection: MergedSelection,
         expert_width: int,
         context: LayerContext,
-        **_: Any,
+        system: System,
     ) -> None:
         super().__init__(config, context)
         self.add_replicated_weight("w_router_ED", self.num_experts, config.hidden_size)
@@ -74,10 +71,15 @@ class MergedLayer(ExpertLayer):
             context.ops,
             config.params_dtype,
         )
+        self.rule, self.evaluation_rule = system.rules(selection)
 
     @abstractmethod
     def merges(self, x_SBD: torch.Tensor) -> Merges:
         """How the experts are merged for whole sequences."""
+
+    def current_rule(self) -> Any:
+        """The rule of this forward pass: evaluations may merge by another one."""
+        return self.rule if self.training else self.evaluation_rule
 
     def forward(self, hidden_SBD: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         x_SBD = self._whole_sequences(hidden_SBD)
@@ -136,56 +138,26 @@ class LoryLayer(MergedLayer):
         selection: LorySelection | LoryPrefixSelection,
         expert_width: int,
         context: LayerContext,
-        **_: Any,
+        system: System,
     ) -> None:
-        super().__init__(config, selection, expert_width, context)
+        super().__init__(config, selection, expert_width, context, system)
         self.length = selection.lory_segment_length
         self.first = FIRST_SEGMENT[selection.lory_first_segment]
-        self.rule, self.evaluation_rule = _merge_rules(selection)
 
     def merges(self, x_SBD: torch.Tensor) -> Merges:
-        rule = self.rule if self.training else self.evaluation_rule
         e_GBE = self.weights(segment_means(x_SBD, self.length))
-        return rule(e_GBE, segment_sizes(len(x_SBD), self.length), self.first)
-
-
-def _merge_rules(selection: LorySelection | LoryPrefixSelection) -> tuple[MergeRule, MergeRule]:
-    """In training, and in evaluations."""
-    if isinstance(selection, LoryPrefixSelection):
-        return by_first, by_first
-    return by_previous, by_first if selection.lory_inference == "prompt" else by_previous
+        return self.current_rule()(e_GBE, segment_sizes(len(x_SBD), self.length), self.first)
 
 
 class SmearLayer(MergedLayer):
     """SMEAR: the mean of a whole sequence merges the experts that compute it. It is not causal."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        selection: SmearSelection,
-        expert_width: int,
-        context: LayerContext,
-        **_: Any,
-    ) -> None:
-        super().__init__(config, selection, expert_width, context)
-        self.expert_dropout = selection.smear_expert_dropout
-
     def merges(self, x_SBD: torch.Tensor) -> Merges:
         e_1BE = self.weights(segment_means(x_SBD, len(x_SBD)))
-        return Merges([len(x_SBD)], self._some_dropped(e_1BE))
+        return Merges([len(x_SBD)], self.current_rule()(e_1BE))
 
     def logits(self, r: torch.Tensor) -> torch.Tensor:
         """LN(r) LN(w_i) / sqrt(D): both have a variance of 1, so the logits start near N(0, 1)."""
         width = r.shape[-1:]
         w_ED = F.layer_norm(self.router_weight(r.dtype), width)
         return F.linear(F.layer_norm(r, width), w_ED) / math.sqrt(width[0])
-
-    def _some_dropped(self, e_1BE: torch.Tensor) -> torch.Tensor:
-        """Each expert left out with a probability, in training; where none is left, all stay."""
-        if not (self.training and self.expert_dropout):
-            return e_1BE
-        # The device's default generator is the same on all tensor-parallel ranks, which must agree.
-        kept_1BE = e_1BE * (torch.rand_like(e_1BE) >= self.expert_dropout)
-        sums_1B1 = kept_1BE.sum(-1, keepdim=True)
-        some_1B1 = sums_1B1 > 0
-        return torch.where(some_1B1, kept_1BE / sums_1B1.where(some_1B1, 1), e_1BE)

@@ -18,6 +18,7 @@ from moe_parallel.experts.fp8 import low_rank_experts, swiglu_experts
 from moe_parallel.experts.low_rank import LowRankExperts
 from moe_parallel.layers.dispatched import DispatchedLayer
 from moe_parallel.layers.expert_layer import LayerContext
+from moe_parallel.layers.system import System
 from moe_parallel.parallel import OneProcess
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
@@ -36,9 +37,9 @@ class RoutedLayer(DispatchedLayer):
         selection: RoutedSelection,
         expert_width: int,
         context: LayerContext,
-        **_: Any,
+        system: System,
     ) -> None:
-        super().__init__(config, selection, context)
+        super().__init__(config, selection, context, system)
         self.selection = selection
         e, d, h = self.num_experts, config.hidden_size, selection.moe_router_hidden_size
         shapes = (
@@ -86,7 +87,7 @@ class RoutedLayer(DispatchedLayer):
         return self.experts(rows.x_MD, rows.gates_MJ, rows.row_map)
 
 
-class FactorisedRoutedLayer(RoutedLayer):
+class FactorizedRoutedLayer(RoutedLayer):
     """The AoE paper's ablation: a router over AoE's experts, W_g = W_down W_up.
 
     W_down is on every rank, as in an autonomous layer, so that the two differ in who decides alone.
@@ -116,3 +117,8 @@ class FactorisedRoutedLayer(RoutedLayer):
 
     def expert_weights(self) -> Iterable[torch.Tensor]:
         return chain(super().expert_weights(), [self.w_down_EDR])
+
+
+def routed_layer(selection: RoutedSelection) -> type[RoutedLayer]:
+    """The layer of a system with a router."""
+    return RoutedLayer if selection.moe_gate_low_rank_size is None else FactorizedRoutedLayer

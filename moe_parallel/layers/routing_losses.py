@@ -1,10 +1,11 @@
-"""Which losses on routing a system asks for, made once from its configuration."""
+"""The losses on routing that systems can have, each made once from a system's options."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,14 +18,7 @@ from moe_parallel.balancing.losses import (
     sequence_load_balancing_loss,
     z_loss,
 )
-from moe_parallel.config import (
-    Balancing,
-    BiasBalancing,
-    DispatchedSelection,
-    DynamicChoices,
-    FixedChoices,
-    RoutedSelection,
-)
+from moe_parallel.config import Balancing, DynamicChoices, RoutedSelection
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
 
@@ -40,46 +34,46 @@ class RoutingLoss:
     of: Loss
 
 
-def routing_losses(
-    selection: DispatchedSelection, load: StepLoad | None, num_moe_layers: int
-) -> list[RoutingLoss]:
-    """The losses whose weight is not 0.
-
-    Args:
-        load: the loads of the layer's latest step; needed where `needs_step_load`.
-        num_moe_layers: of the whole model.
-    """
-    losses = []
-    if isinstance(selection, Balancing):
-        kind = _load_balancing(selection.moe_router_load_balancing_type, load)
-        coefficient = selection.moe_aux_loss_coeff
-        if isinstance(selection, FixedChoices) and selection.moe_aux_loss_per_choice:
-            coefficient /= num_moe_layers * selection.moe_router_topk
-        losses.append(RoutingLoss("load_balancing_loss", coefficient, kind))
-        weight = selection.moe_importance_loss_coeff
-        losses.append(RoutingLoss("importance_loss", weight, importance_loss))
-    if isinstance(selection, RoutedSelection):
-        losses.append(RoutingLoss("z_loss", selection.moe_z_loss_coeff, z_loss))
-    if isinstance(selection, DynamicChoices):
-        losses.append(RoutingLoss("entropy_loss", selection.moe_entropy_loss_coeff, entropy_loss))
-    return [loss for loss in losses if loss.coefficient]
+#: (options of a system, loads of the layer's latest step, MoE layers of the whole model). Loads
+#: are None where no option needs them (`Selection.uses_step_load`).
+MakeLoss = Callable[[Any, StepLoad | None, int], RoutingLoss]
 
 
-def needs_step_load(selection: DispatchedSelection) -> bool:
-    """Whether routing depends on the loads of the step before."""
-    by_bias = isinstance(selection, BiasBalancing) and selection.moe_router_enable_expert_bias
-    by_loss = (
-        isinstance(selection, Balancing)
-        and selection.moe_router_load_balancing_type == "global_aux_loss"
-        and selection.moe_aux_loss_coeff != 0
-    )
-    return by_bias or by_loss
+def load_balancing(selection: Balancing, load: StepLoad | None, num_moe_layers: int) -> RoutingLoss:
+    """alpha * n * sum f_i P_i, over what --moe-router-load-balancing-type says."""
+    scope = selection.moe_router_load_balancing_type
+    loss: Loss = load_balancing_loss
+    if scope == "seq_aux_loss":
+        loss = sequence_load_balancing_loss
+    elif scope == "global_aux_loss" and load is not None:
+        loss = partial(_of_the_step_before, load)
+    return RoutingLoss("load_balancing_loss", selection.moe_aux_loss_coeff, loss)
 
 
-def _load_balancing(scope: str, load: StepLoad | None) -> Loss:
-    if scope == "global_aux_loss" and load is not None:
-        return partial(_of_the_step_before, load)
-    return {"seq_aux_loss": sequence_load_balancing_loss}.get(scope, load_balancing_loss)
+def load_balancing_of_topk(
+    selection: Any, load: StepLoad | None, num_moe_layers: int
+) -> RoutingLoss:
+    """The same where K is fixed; alpha is divided by MoE layers * K on request."""
+    loss = load_balancing(selection, load, num_moe_layers)
+    if not selection.moe_aux_loss_per_choice:
+        return loss
+    share = loss.coefficient / (num_moe_layers * selection.moe_router_topk)
+    return RoutingLoss(loss.name, share, loss.of)
+
+
+def importance(selection: Balancing, load: StepLoad | None, num_moe_layers: int) -> RoutingLoss:
+    """(std / mean)^2 of the sums of gates over the experts."""
+    return RoutingLoss("importance_loss", selection.moe_importance_loss_coeff, importance_loss)
+
+
+def z(selection: RoutedSelection, load: StepLoad | None, num_moe_layers: int) -> RoutingLoss:
+    """mean(logsumexp(router logits)^2)."""
+    return RoutingLoss("z_loss", selection.moe_z_loss_coeff, z_loss)
+
+
+def entropy(selection: DynamicChoices, load: StepLoad | None, num_moe_layers: int) -> RoutingLoss:
+    """The mean entropy of the probabilities."""
+    return RoutingLoss("entropy_loss", selection.moe_entropy_loss_coeff, entropy_loss)
 
 
 def _of_the_step_before(load: StepLoad, choices: Choices, tokens: Tokens) -> torch.Tensor:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from moe_parallel.config import Config, Selection, make_config, selection_name, validate_layer
+from moe_parallel.config import SELECTIONS, Config, Selection, make_config, validate_layer
 from moe_parallel.errors import InputError
 
 #: What arguments are called in the configuration, where not the same.
@@ -50,22 +50,25 @@ def layer_config(sizes: Mapping[str, Any], others: Mapping[str, Any]) -> Config:
 
 def selection_options(
     layer: str,
-    kinds: tuple[type[Selection], ...],
+    default: type[Selection],
+    family: type[Selection],
     selection: Selection | None,
     shortcuts: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Who decides, as options: those of `selection`, or the shortcuts for the first kind.
+    """Who decides, as options: those of `selection`, or the shortcuts for the default.
 
     Args:
         layer: the name of its class.
-        kinds: of selection that it takes.
-        shortcuts: arguments that stand for options of the first kind; None: not given.
+        default: the system that shortcuts are for.
+        family: what all systems that the layer takes have in common.
+        shortcuts: arguments that stand for options of the default; None: not given.
 
-    Raises InputError for a selection of another kind, and where both are given.
+    Raises InputError for a selection of another family, and where both are given.
     """
     if selection is None:
-        return {"expert_selection": selection_name(kinds[0]()), **shortcuts}
-    if not isinstance(selection, kinds):
+        return {"expert_selection": default.system, **shortcuts}
+    if not isinstance(selection, family):
+        kinds = (kind for kind in SELECTIONS.values() if issubclass(kind, family))
         names = ", ".join(kind.__name__ for kind in kinds)
         raise InputError(
             f"selection is of type {type(selection).__name__}: {layer} takes one of {names}"
@@ -78,7 +81,7 @@ def selection_options(
             )
     fields = dataclasses.fields(selection)
     options = {field.name: getattr(selection, field.name) for field in fields}
-    return {"expert_selection": selection_name(selection), **options}
+    return {"expert_selection": selection.system, **options}
 
 
 def _by_argument(message: str, given: Mapping[str, Any]) -> str:

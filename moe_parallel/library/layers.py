@@ -14,25 +14,20 @@ from torch import nn
 from torch.func import functional_call
 
 from moe_parallel.config import (
-    AoEExpertChoiceSelection,
     AoESelection,
-    AoETopPSelection,
     AutonomousSelection,
-    Balancing,
-    ExpertChoiceSelection,
     RoutedSelection,
-    SegmentExpertChoiceSelection,
     Selection,
     TopKSelection,
-    TopPSelection,
 )
 from moe_parallel.errors import InputError
-from moe_parallel.layers import DispatchedLayer, LayerContext, layer_class
-from moe_parallel.layers.rules import build_capacity
+from moe_parallel.layers import DispatchedLayer, LayerContext
+from moe_parallel.layers.capacity import build_capacity
 from moe_parallel.library.arguments import layer_config, selection_options
 from moe_parallel.model.transformer_config import transformer_config
 from moe_parallel.ops import select_backend
 from moe_parallel.parallel import groups_of_one
+from moe_parallel.systems import system_of
 from moe_parallel.telemetry.statistics import LayerStatistics, RoutingTotals
 
 #: Weights that layers use in fp32 whatever type they have.
@@ -62,7 +57,8 @@ class MixtureOfExperts(nn.Module):
         config: of the layer, in training's terms.
     """
 
-    KINDS: ClassVar[tuple[type[Selection], ...]]
+    SYSTEMS: ClassVar[type[Selection]]  # what those have in common that it can be
+    DEFAULT: ClassVar[type[Selection]]
     aux_loss: torch.Tensor
     layer: DispatchedLayer
 
@@ -81,7 +77,8 @@ class MixtureOfExperts(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        options = selection_options(type(self).__name__, self.KINDS, selection, shortcuts)
+        kinds = type(self).__name__, self.DEFAULT, self.SYSTEMS
+        options = selection_options(*kinds, selection, shortcuts)
         others = {
             "ffn_hidden_size": ffn_hidden_size,
             "capacity_factor": capacity_factor,
@@ -93,7 +90,7 @@ class MixtureOfExperts(nn.Module):
         self.hidden_size, self.num_experts = hidden_size, num_experts
         self.statistics = LayerTotals()
         self.aux_loss = torch.zeros(())
-        self._by_sequence = _by_sequence(self.config.selection)
+        self._by_sequence = self.config.selection.by_sequence
         with nullcontext() if device is None else torch.device(device):
             self.layer = self._build()
         self._init_std = {n: getattr(w, "init_std", None) for n, w in self.layer.named_parameters()}
@@ -110,8 +107,10 @@ class MixtureOfExperts(nn.Module):
             num_moe_layers=1,
             add_loss=self._set_aux_loss,
         )
-        kind: Any = layer_class(config.selection)
-        layer = kind(transformer_config(config), config.selection, config.expert_width, context)
+        layer = system_of(config.selection).build(
+            transformer_config(config), config.selection, config.expert_width, context
+        )
+        assert isinstance(layer, DispatchedLayer)
         layer.set_layer_number(1)
         return layer
 
@@ -192,14 +191,6 @@ class MixtureOfExperts(nn.Module):
         return self.__dict__ | {"aux_loss": self.aux_loss.detach()}
 
 
-def _by_sequence(selection: Selection) -> bool:
-    """Whether it matters which tokens are of one sequence, and in which order."""
-    return isinstance(selection, SegmentExpertChoiceSelection) or (
-        isinstance(selection, Balancing)
-        and selection.moe_router_load_balancing_type == "seq_aux_loss"
-    )
-
-
 class AoE(MixtureOfExperts):
     """Autonomy-of-Experts: experts E_i(x) = (SiLU(x W_down W_up) * (x W_p)) W_o without a router.
 
@@ -207,7 +198,7 @@ class AoE(MixtureOfExperts):
     experts.w_up_LRW [E, R, W], w_p_LDW [E, D, W], w_out_LWD [E, W, D], under `layer`.
     """
 
-    KINDS = (AoESelection, AoETopPSelection, AoEExpertChoiceSelection)
+    SYSTEMS, DEFAULT = AutonomousSelection, AoESelection
 
     def __init__(
         self,
@@ -283,7 +274,7 @@ class RoutedMoE(MixtureOfExperts):
     experts.w_gate_up_LD2F [E, D, 2, F] (W_g, W_p), experts.w_out_LFD [E, F, D], under `layer`.
     """
 
-    KINDS = (TopKSelection, TopPSelection, ExpertChoiceSelection, SegmentExpertChoiceSelection)
+    SYSTEMS, DEFAULT = RoutedSelection, TopKSelection
 
     def __init__(
         self,

@@ -18,14 +18,15 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from moe_parallel.config import Config
 from moe_parallel.experts.fp8_engine import Fp8Engine
-from moe_parallel.layers import LayerContext, layer_class
-from moe_parallel.layers.rules import build_capacity
+from moe_parallel.layers import LayerContext
+from moe_parallel.layers.capacity import build_capacity
 from moe_parallel.model.fp8_gpt import Fp8GPTModel
 from moe_parallel.model.initialization import initialize_weights
 from moe_parallel.model.transformer_config import transformer_config
 from moe_parallel.ops import select_backend
 from moe_parallel.parallel import Groups
 from moe_parallel.platform.norm import RMSNorm
+from moe_parallel.systems import system_of
 from moe_parallel.telemetry.statistics import RoutingStatistics
 
 
@@ -99,12 +100,14 @@ def _dense_layer_spec() -> ModuleSpec:
 
 def _layer_spec(config: Config, context: LayerContext) -> ModuleSpec:
     spec = _dense_layer_spec()
+    system = system_of(config.selection)
     layer = ModuleSpec(
-        module=layer_class(config.selection),
+        module=system.layer(config.selection),
         params={
             "selection": config.selection,
             "expert_width": config.expert_width,
             "context": context,
+            "system": system,
         },
     )
     spec.submodules = replace(spec.submodules, mlp=layer)

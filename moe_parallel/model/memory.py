@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_parallel.agreement import agree, exchange
-from moe_parallel.config import AutonomousSelection, Config, RoutedSelection
-from moe_parallel.config.selection.parts import DispatchedSelection
+from moe_parallel.config import Config
 from moe_parallel.errors import InputError
 from moe_parallel.parallel import Groups
 from moe_parallel.platform.memory import free_host_memory, free_memory, memory_owner
@@ -89,12 +88,13 @@ def parameters_of_rank(config: Config, vocab_size: int, groups: Groups) -> Param
     tables = (groups.pp.rank() == 0) + (groups.pp.rank() == groups.pp.size() - 1)
     if groups.pp.size() == 1 and not model.untie_embeddings_and_output_weights:
         tables = 1
-    replicated, shared, expert = _moe_layer(config)
+    n = config.moe.num_experts or 0
+    moe_layer = config.selection.layer_weights(d, n, config.expert_width)
     parts = groups.ep.size() * groups.etp.size()
     dense = rows * d // tp * tables + len(layers) * attention // tp
     dense += layers.count(False) * dense_ffn // tp
-    dense += layers.count(True) * (replicated + shared // tp)
-    experts = layers.count(True) * expert // parts
+    dense += layers.count(True) * (moe_layer.replicated + moe_layer.tensor_parallel // tp)
+    experts = layers.count(True) * moe_layer.expert_parallel // parts
     widths = {True: config.expert_width, False: model.ffn_hidden_size}
     largest = max(rows if tables else 0, d, *(widths[moe] for moe in layers)) * d
     return Parameters(dense, experts, largest)
@@ -106,28 +106,6 @@ def _layers_of_stage(config: Config, groups: Groups) -> list[bool]:
     each = config.model.num_layers // (pp * virtual)
     first = [(stage * pp + groups.pp.rank()) * each for stage in range(virtual)]
     return [config.moe_layers[start + number] for start in first for number in range(each)]
-
-
-def _moe_layer(config: Config) -> tuple[int, int, int]:
-    """Parameters of an MoE layer: on every rank, divided over tp, divided over ep and etp."""
-    selection, n = config.selection, config.moe.num_experts
-    if n is None:
-        return 0, 0, 0
-    d, width = config.model.hidden_size, config.expert_width
-    shared = 0
-    if isinstance(selection, DispatchedSelection):
-        shared = 3 * d * (selection.moe_shared_expert_intermediate_size or 0)
-    if isinstance(selection, AutonomousSelection):
-        rank = selection.aoe_low_rank_size
-        down, expert = n * d * rank, n * (rank * width + 2 * d * width)
-        return (0, shared, expert + down) if selection.aoe_gather_w_down else (down, shared, expert)
-    if not isinstance(selection, RoutedSelection):
-        return n * d, shared, n * 3 * d * width
-    hidden, factors = selection.moe_router_hidden_size, selection.moe_gate_low_rank_size
-    router = hidden * (d + n) if hidden else n * d
-    if factors is not None:
-        return router + n * d * factors, shared, n * (factors * width + 2 * d * width)
-    return router, shared, n * 3 * d * width
 
 
 def _activations(config: Config, vocab_size: int, groups: Groups) -> int:

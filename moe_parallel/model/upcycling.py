@@ -22,8 +22,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from moe_parallel.config import AoESelection, Config, MergedSelection, TopKSelection
+from moe_parallel.config import Config
 from moe_parallel.model.initialization import named_generator
+from moe_parallel.systems import system_of
 
 
 def change_by_upcycling(config: Config) -> str | None:
@@ -31,16 +32,9 @@ def change_by_upcycling(config: Config) -> str | None:
 
     What rounding, and a rank below the width, make of it does not count here.
     """
-    selection = config.selection
     if config.moe.moe_expert_capacity_factor is not None:
         return "tokens over an expert's capacity lose part of their output"
-    if isinstance(selection, MergedSelection):
-        return None
-    if isinstance(selection, TopKSelection) and selection.moe_router_topk > 1:
-        return None
-    if isinstance(selection, AoESelection) and selection.aoe_gate == "selected":
-        return None
-    return "the gates of a token do not sum to 1, so the feed-forward layers' outputs are scaled"
+    return system_of(config.selection).upcycling(config.selection)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,14 @@ class Rule(Protocol):
         ...
 
 
+class BiasedRule(Rule, Protocol):
+    """A rule that a bias can take part in."""
+
+    def with_bias(self, bias_E: torch.Tensor) -> Rule:
+        """The rule with `bias_E`, fp32, added to what it ranks by."""
+        ...
+
+
 def slots_of(chosen_TE: torch.Tensor, gates_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Any number of experts per token as slots: (experts_TK, gates_TK) with K = E.
 

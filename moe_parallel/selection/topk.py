@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -102,6 +102,10 @@ class TopK:
             ranked_TE = self.groups.limited(ranked_TE, self.k)
         return self.of(scores_TE, ranked_TE.topk(self.k, dim=1).indices)
 
+    def with_bias(self, bias_E: torch.Tensor) -> TopK:
+        """This rule, where `bias_E` selects too."""
+        return replace(self, bias_E=bias_E)
+
     def of(self, scores_TE: torch.Tensor, experts_TK: torch.Tensor) -> Choices:
         """The choices where it is known which experts they are: int64 [T, K]."""
         probabilities_TE = self.probabilities(scores_TE)
@@ -117,6 +121,10 @@ class InTurn:
     """
 
     of: TopK
+
+    def with_bias(self, bias_E: torch.Tensor) -> InTurn:
+        """This rule: scores do not count, and so no bias does."""
+        return self
 
     def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
         num_tokens, num_experts = scores_TE.shape

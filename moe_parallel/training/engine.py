@@ -20,7 +20,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 
-from moe_parallel.config import Config, data_parallel_size
+from moe_parallel.config import Config
 from moe_parallel.layers import ExpertLayer
 from moe_parallel.model.forward import Batch, language_model_loss, run_micro_batches
 from moe_parallel.model.gpt import build_model
@@ -67,7 +67,7 @@ class Engine:
         self.optimizer = _optimizer(config, self.chunks)
         self.scheduler = _scheduler(config, self.optimizer)
         _wire(get_model_config(self.chunks[0]), self.chunks, self.optimizer)
-        dp = data_parallel_size(config, dist.get_world_size())
+        dp = config.parallel.data_parallel_size(dist.get_world_size())
         self.num_micro_batches = config.training.global_batch_size // (
             config.training.micro_batch_size * dp
         )

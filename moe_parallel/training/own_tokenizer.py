@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_parallel.config import DataConfig, read_yaml
-from moe_parallel.config.option import flag
+from moe_parallel.config.message import flag
 from moe_parallel.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint.folder import find_checkpoint

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_parallel.analysis.run_figure import plot_run
-from moe_parallel.config import Config, FixedChoices, selection_name
+from moe_parallel.config import Config, FixedChoices
 from moe_parallel.data.datasets import Datasets, texts
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.evaluation.baselines import (
@@ -100,7 +100,7 @@ def draw(config: Config, parameters: int) -> str:
 
 def _model_line(config: Config, parameters: int) -> str:
     model = config.model
-    line = f"{selection_name(config.selection)}, {parameters / 1e6:.1f}M parameters, "
+    line = f"{config.selection.system}, {parameters / 1e6:.1f}M parameters, "
     line += f"{model.num_layers} layers x {model.hidden_size}"
     if config.moe.num_experts is not None:
         line += f", {config.moe.num_experts} experts"

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from moe_parallel.agreement import agree, exchange, on_rank_0, one_line
-from moe_parallel.config import AutonomousSelection, Config, selection_name
+from moe_parallel.config import Config
 from moe_parallel.config.dense_twin import dense_twin
 from moe_parallel.config.option import options
 from moe_parallel.data.publish import write_published
@@ -148,7 +148,7 @@ def _fingerprint(config: Config, vocab_size: int) -> dict[str, object]:
     """
     model, selection = config.model, config.selection
     facts: dict[str, object] = {
-        "--expert-selection": selection_name(selection),
+        "--expert-selection": selection.system,
         "--num-layers": model.num_layers,
         "--hidden-size": model.hidden_size,
         "--num-attention-heads": model.num_attention_heads,
@@ -161,10 +161,9 @@ def _fingerprint(config: Config, vocab_size: int) -> dict[str, object]:
     }
     if config.moe.num_experts is None:
         return facts
-    autonomous = isinstance(selection, AutonomousSelection)
     facts["--moe-layer-freq"] = [int(moe) for moe in config.moe_layers]
     for each in options(type(selection)):
         if each.weights:
             facts[each.flag] = getattr(selection, each.name)
-    facts["--aoe-wide-size" if autonomous else "--moe-ffn-hidden-size"] = config.expert_width
+    facts[selection.width_flag] = config.expert_width
     return facts

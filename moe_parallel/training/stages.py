@@ -12,7 +12,8 @@ from pathlib import Path
 
 from moe_parallel.agreement import agree
 from moe_parallel.config import Config
-from moe_parallel.config.dense_twin import dense_twin, dense_warmup_iters
+from moe_parallel.config.dense_twin import dense_twin
+from moe_parallel.config.upcycling import dense_warmup_iters
 from moe_parallel.errors import InputError
 from moe_parallel.model.upcycling import change_by_upcycling
 from moe_parallel.parallel import Groups

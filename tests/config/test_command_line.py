@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from moe_parallel.config import Config, parse_command_line
-from moe_parallel.config.config import EXPERT_SELECTION, common_options, selection_options
+from moe_parallel.config.config import common_options, expert_selection, selection_options
 from moe_parallel.config.option import Option
 from moe_parallel.errors import InputError
 
@@ -48,7 +48,7 @@ def a_system_with(flag: str) -> str:
 
 
 def every_option() -> dict[str, Option]:
-    options = {EXPERT_SELECTION.flag: EXPERT_SELECTION}
+    options = {expert_selection().flag: expert_selection()}
     for known in (common_options(), *selection_options().values()):
         options |= {option.flag: option for option in known.values()}
     return options
@@ -175,7 +175,7 @@ def test_help_fits_the_terminal(
     monkeypatch.setenv("COLUMNS", str(columns))
     text = help_text(capsys)
     assert max(map(len, text.splitlines())) <= most
-    words = ", ".join(EXPERT_SELECTION.choices)
+    words = ", ".join(expert_selection().choices)
     assert f"{words}: who decides which expert computes" in " ".join(text.split())
 
 
@@ -252,7 +252,7 @@ def test_a_line_that_cannot_be_cut(arguments: list[str], message: str) -> None:
         ("aoe", "--moe-router-num-groups", "topk"),
         ("aoe", "--moe-top-p", "top_p or aoe_top_p"),
         ("expert_choice", "--moe-router-topk", "topk or aoe"),
-        ("top_p", "--lory-segment-length", "lory or lory_prefix or segment_expert_choice"),
+        ("top_p", "--lory-segment-length", "segment_expert_choice or lory or lory_prefix"),
         ("lory", "--smear-expert-dropout", "smear"),
     ],
 )

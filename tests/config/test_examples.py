@@ -9,18 +9,16 @@ import yaml
 from moe_parallel.config import (
     SELECTIONS,
     Config,
-    data_parallel_size,
     make_config,
     parse_command_line,
-    selection_name,
     validate,
 )
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # study.yaml is no configuration of a run: it holds options of several systems.
 FILES = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name != "study.yaml")
-PAPERS = sorted(path for path in FILES if "papers" in path.parts)
-SYSTEMS = sorted(path for path in FILES if "systems" in path.parts)
+PAPERS = [path for path in FILES if path.is_relative_to(EXAMPLES / "papers")]
+SYSTEMS = [path for path in FILES if path.is_relative_to(EXAMPLES / "systems")]
 AOE = [path for path in PAPERS if path.parent.name == "aoe"]
 DYNAMIC = [path for path in PAPERS if path.parent.name == "dynamic"]
 LORY = [path for path in PAPERS if path.parent.name == "lory"]
@@ -82,7 +80,7 @@ def test_runs_do_not_share_a_folder(path: Path) -> None:
 @pytest.mark.parametrize("system", SELECTIONS)
 def test_every_system_has_an_example(system: str) -> None:
     config = read(EXAMPLES / "systems" / f"{system}.yaml")
-    assert selection_name(config.selection) == system
+    assert config.selection.system == system
 
 
 @pytest.mark.parametrize("path", SYSTEMS, ids=name_of)
@@ -129,7 +127,7 @@ def test_the_ranks_stated_are_those_started(path: Path) -> None:
 @pytest.mark.parametrize("path", PAPERS, ids=name_of)
 def test_accumulation_is_whole_and_gpus_are_used(path: Path) -> None:
     config = read(path)
-    dp = data_parallel_size(config, started_ranks(path))
+    dp = config.parallel.data_parallel_size(started_ranks(path))
     assert config.training.global_batch_size % (config.training.micro_batch_size * dp) == 0
     assert config.training.bf16 and config.parallel.use_distributed_optimizer
     assert config.parallel.distributed_backend == "nccl"

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from moe_parallel.config import SELECTIONS, Selection, aoe_wide_size, make_config, selection_name
+from moe_parallel.config import SELECTIONS, Selection, aoe_wide_size, make_config
 from moe_parallel.config.config import selection_options
 
 SCALED = {"aoe_up_init_method": "scaled"}
@@ -47,7 +47,7 @@ def test_width_of_an_expert(options: dict[str, Any], width: int) -> None:
 def test_one_word_names_a_system(name: str, kind: type[Selection]) -> None:
     config = make_config({"expert_selection": name})
     assert type(config.selection) is kind
-    assert selection_name(config.selection) == name
+    assert config.selection.system == name
 
 
 @pytest.mark.parametrize(

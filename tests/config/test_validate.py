@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from moe_parallel.config import Config, data_parallel_size, make_config, validate
+from moe_parallel.config import Config, make_config, validate
 from moe_parallel.errors import InputError
 
 #: A small model that every rule accepts, on one rank.
@@ -263,4 +263,4 @@ def test_broken(options: dict[str, Any], world: int, message: str) -> None:
 )
 def test_data_parallel_size(world: int, tp: int, pp: int, dp: int) -> None:
     sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
-    assert data_parallel_size(config(**sizes), world) == dp
+    assert config(**sizes).parallel.data_parallel_size(world) == dp

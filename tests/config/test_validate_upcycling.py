@@ -3,7 +3,8 @@
 import pytest
 
 from moe_parallel.config import make_config, validate
-from moe_parallel.config.dense_twin import dense_twin, dense_warmup_iters
+from moe_parallel.config.dense_twin import dense_twin
+from moe_parallel.config.upcycling import dense_warmup_iters
 from moe_parallel.errors import InputError
 
 EXPERTS = {"num_experts": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_layers": 2}
@@ -32,8 +33,8 @@ def test_the_twin_is_dense_and_as_wide_as_an_expert(selection):
 
 
 WRONG = {
-    "above": ({"moe_dense_warmup_percent": 100.0}, ".* is 100.0: .* at least 0 and below 100"),
-    "below": ({"moe_dense_warmup_percent": -1.0}, ".* is -1.0: .* at least 0 and below 100"),
+    "above": ({"moe_dense_warmup_percent": 100.0}, ".* is 100.0: it must be below 100"),
+    "below": ({"moe_dense_warmup_percent": -1.0}, ".* is -1.0: it must be at least 0"),
     "both": (
         WARM_UP | {"moe_use_upcycling": True},
         "--moe-use-upcycling makes experts .* at once, and --moe-dense-warmup-percent 10.0 later: "

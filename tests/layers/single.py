@@ -18,10 +18,11 @@ from moe_parallel.config import (
     Selection,
     TopKSelection,
 )
-from moe_parallel.layers import ExpertLayer, LayerContext, layer_class
+from moe_parallel.layers import ExpertLayer, LayerContext
 from moe_parallel.ops import select_backend
 from moe_parallel.parallel import Groups
 from moe_parallel.selection.capacity import DROP_ORDERS, Capacity
+from moe_parallel.systems import system_of
 from moe_parallel.telemetry.statistics import RoutingStatistics
 from tests.oracles import layers as oracle
 from tests.oracles import losses, routing
@@ -144,7 +145,7 @@ def build(case: Case, weights: Arrays, dtype: torch.dtype, backend: str) -> Expe
     groups: Any = Groups(*[SingleRank()] * 8)  # type: ignore[list-item]
     statistics = RoutingStatistics(1, EXPERTS, torch.device("cpu"))
     context = LayerContext(groups, select_backend(backend), statistics, case.capacity, MOE_LAYERS)
-    layer = layer_class(case.selection)(config, case.selection, EXPERT_WIDTH, context)
+    layer = system_of(case.selection).build(config, case.selection, EXPERT_WIDTH, context)
     layer.set_layer_number(1)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():

@@ -7,9 +7,10 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_parallel.config import Selection
-from moe_parallel.layers import ExpertLayer, LayerContext, layer_class
+from moe_parallel.layers import ExpertLayer, LayerContext
 from moe_parallel.ops import select_backend
 from moe_parallel.parallel import Groups
+from moe_parallel.systems import system_of
 from moe_parallel.telemetry.statistics import RoutingStatistics
 from tests.layers.single import SingleRank
 from tests.oracles.layers import numeric_gradient
@@ -59,7 +60,7 @@ def build(
     )
     statistics = RoutingStatistics(1, experts, torch.device("cpu"))
     context = LayerContext(groups, select_backend("reference"), statistics, None, 1)
-    layer = layer_class(selection)(config, selection, EXPERT_WIDTH, context)
+    layer = system_of(selection).build(config, selection, EXPERT_WIDTH, context)
     layer.set_layer_number(1)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():

@@ -6,13 +6,13 @@ import torch
 from torch import distributed as dist
 
 from moe_parallel.config import AoEExpertChoiceSelection, ExpertChoiceSelection
-from moe_parallel.layers.rules import build_rules
 from moe_parallel.layers.split_tokens import SplitTokens
 from moe_parallel.selection import topk
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.expert_choice import ExpertChoice, raw, tokens_taken
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import TopK
+from moe_parallel.systems import system_of
 from tests.distributed import run_distributed
 from tests.oracles import routing as oracle
 
@@ -100,7 +100,7 @@ def test_tokens_choose_in_evaluations(kind, factor, k):
         ("softmax", topk.softmax, topk.raw_probability),
     ):
         selection = kind(moe_expert_choice_capacity_factor=factor, moe_expert_choice_scores=scores)
-        training, evaluation = build_rules(selection, None)
+        training, evaluation = system_of(selection).rules(selection)
         assert training == ExpertChoice(factor, ranking)
         assert evaluation == TopK(k, gate)
 

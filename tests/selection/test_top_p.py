@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from moe_parallel.config import TopPSelection
-from moe_parallel.layers.rules import build_rules
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.top_p import TopP
+from moe_parallel.systems import system_of
 from tests.oracles import routing as oracle
 
 TOKENS = Tokens(1)
@@ -94,12 +94,12 @@ def test_a_limit_leaves_the_most_probable(most):
 
 
 def test_p_and_limit_of_evaluations():
-    training, evaluation = build_rules(
-        TopPSelection(moe_top_p=0.4, moe_inference_max_experts=2, moe_inference_top_p=0.9), None
-    )
+    selection = TopPSelection(moe_top_p=0.4, moe_inference_max_experts=2, moe_inference_top_p=0.9)
+    training, evaluation = system_of(selection).rules(selection)
     assert training == TopP(0.4, False, None)
     assert evaluation == TopP(0.9, False, 2)
-    same, also = build_rules(TopPSelection(moe_top_p=0.3, moe_top_p_strict=True), None)
+    strict = TopPSelection(moe_top_p=0.3, moe_top_p_strict=True)
+    same, also = system_of(strict).rules(strict)
     assert same == also == TopP(0.3, True, None)
 
 

@@ -39,7 +39,7 @@ from moe_parallel.analysis.study.notes import MOST_TOTALS_DIFFER, total_differen
 from moe_parallel.analysis.study.results import MEASURED, StudyResults
 from moe_parallel.analysis.study.table import parameter_table
 from moe_parallel.config import make_config, read_yaml, validate
-from moe_parallel.config.option import flag
+from moe_parallel.config.message import flag
 from moe_parallel.errors import InputError
 from moe_parallel.tool import Tool
 from moe_parallel.training.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moe_parallel.config import CheckpointConfig, DataConfig, LoggingConfig
 from moe_parallel.config.config import (
     EXPERT_SELECTION,
     Config,
@@ -19,9 +20,9 @@ from moe_parallel.config.config import (
     make_config,
     selection_options,
 )
-from moe_parallel.config.option import as_typed, flag, options
+from moe_parallel.config.message import as_typed, flag
+from moe_parallel.config.option import options
 from moe_parallel.config.replaced import expert_options, foreign_options
-from moe_parallel.config.run import CheckpointConfig, DataConfig, LoggingConfig
 from moe_parallel.errors import InputError
 
 DENSE = "dense"
@@ -154,7 +155,7 @@ def choose_contenders(
 
 
 def _check_override(contender: str, option: str) -> None:
-    if option in SHARED_BY_ALL or option in (*_CANNOT_BE_SET, EXPERT_SELECTION.name):
+    if option in SHARED_BY_ALL or option in (*_CANNOT_BE_SET, EXPERT_SELECTION):
         raise InputError(
             f"{flag(option)} cannot be set for {as_typed(contender)} alone: all contenders read "
             "the same tokens and are judged on the same text"

@@ -19,7 +19,7 @@ from typing import Any
 
 from moe_parallel.analysis.study.contenders import Contender, SharedFile
 from moe_parallel.config.config import make_config
-from moe_parallel.config.option import flag, shown
+from moe_parallel.config.message import flag, shown
 from moe_parallel.errors import InputError
 from moe_parallel.telemetry.metrics import FILE_NAME, Record, read_metrics
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from moe_parallel.analysis.study.results import MEASURED, Run, StudyResults
-from moe_parallel.config.option import flag
+from moe_parallel.config.message import flag
 
 MOST_TOTALS_DIFFER = 0.01
 IDLE_CORES = 0.1  # less work by others than this is not worth a word

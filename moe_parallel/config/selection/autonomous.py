@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from moe_parallel.config.option import option, with_default
+from moe_parallel.config.selection.factorized import UP_INIT_METHODS, aoe_wide_size, up_std
 from moe_parallel.config.selection.parts import (
     Balancing,
     BiasBalancing,
@@ -13,20 +15,27 @@ from moe_parallel.config.selection.parts import (
     ExpertsChoose,
     FixedChoices,
 )
+from moe_parallel.config.selection.selection import LayerWeights
+from moe_parallel.errors import InputError
 
-#: How W_up of a factorised W_g = W_down W_up starts: see `up_std`.
-UP_INIT_METHODS = ("normal", "scaled")
+if TYPE_CHECKING:
+    from moe_parallel.config.config import Config
+
+_LOSSES = ("moe_aux_loss_coeff", "moe_importance_loss_coeff", "moe_entropy_loss_coeff")
 
 
 @dataclass(frozen=True)
 class AutonomousSelection(DispatchedSelection):
     """The experts of AoE: E(x) = (SiLU(x W_down W_up) * (x W_p)) W_o."""
 
-    aoe_low_rank_size: int = option(64, "rank of W_g = W_down W_up (d_low)", weights=True)
+    width_flag: ClassVar[str] = "--aoe-wide-size"
+
+    aoe_low_rank_size: int = option(64, "rank of W_g = W_down W_up (d_low)", weights=True, least=1)
     aoe_wide_size: int | None = option(
         None,
         "expert width (d_wide); none: Eq. 5 of the AoE paper, so that an expert has as many "
         "parameters as a SwiGLU expert of --moe-ffn-hidden-size",
+        least=1,
     )
     aoe_up_init_method: str = option(
         "normal",
@@ -75,9 +84,56 @@ class AutonomousSelection(DispatchedSelection):
             hidden_size, ffn_hidden_size, self.aoe_low_rank_size
         )
 
+    def layer_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> LayerWeights:
+        rank = self.aoe_low_rank_size
+        down = num_experts * hidden_size * rank
+        expert = num_experts * (rank + 2 * hidden_size) * expert_width
+        replicated, expert = (0, expert + down) if self.aoe_gather_w_down else (down, expert)
+        weights = super().layer_weights(hidden_size, num_experts, expert_width)
+        return weights._replace(replicated=replicated, expert_parallel=expert)
+
+    @property
+    def low_rank_sizes(self) -> list[tuple[str, int]]:
+        return [("--aoe-low-rank-size", self.aoe_low_rank_size)]
+
+    @property
+    def gates_over_all(self) -> bool:
+        """Whether gates are a softmax over the norms of all experts."""
+        return False
+
+    @property
+    def screening(self) -> int:
+        """M > 0: norms in FP8 name the K + M candidates of a token."""
+        return 0
+
+    def check(self, config: Config, world_size: int) -> None:
+        super().check(config, world_size)
+        etp, width = config.parallel.expert_tensor_size, config.model.hidden_size
+        if self.aoe_gather_w_down and width % etp:
+            raise InputError(
+                f"--aoe-gather-w-down cuts W_down along --hidden-size {width}, which "
+                f"--expert-tensor-parallel-size {etp} does not divide: choose a multiple of {etp}, "
+                "or leave it out"
+            )
+        if self.aoe_gradient == "selected":
+            self._check_selected_gradient()
+
+    def _check_selected_gradient(self) -> None:
+        reason = None
+        for name in _LOSSES:
+            if getattr(self, name, 0):
+                reason = f"--{name.replace('_', '-')} {getattr(self, name)}"
+        if self.gates_over_all:
+            reason = "gates that are a softmax over all norms"
+        if reason is not None:
+            raise InputError(
+                f"--aoe-gradient is selected, but {reason} has a gradient through the norms of "
+                "experts that are not selected: use full, or selected_despite_aux to drop that part"
+            )
+
 
 @dataclass(frozen=True)
-class AoESelection(BiasBalancing, Balancing, FixedChoices, AutonomousSelection):
+class AoESelection(BiasBalancing, Balancing, FixedChoices, AutonomousSelection, system="aoe"):
     """Autonomy-of-Experts: the K experts of greatest norm; there is no router."""
 
     # Norms differ by tenths, probabilities by hundredths.
@@ -94,35 +150,60 @@ class AoESelection(BiasBalancing, Balancing, FixedChoices, AutonomousSelection):
         0,
         "M > 0: norms of all experts in FP8 name the K + M candidates of a token, and the norms of "
         "these, computed as ever, choose among them; needs a selected --aoe-gradient. 0: off",
+        least=0,
     )
+
+    @property
+    def gates_over_all(self) -> bool:
+        return self.aoe_gate == "all"
+
+    @property
+    def screening(self) -> int:
+        return self.aoe_fp8_screening
+
+    def check(self, config: Config, world_size: int) -> None:
+        super().check(config, world_size)
+        if self.aoe_fp8_screening == 0:
+            return
+        chosen = f"--aoe-fp8-screening is {self.aoe_fp8_screening}"
+        if self.aoe_gradient == "full":
+            raise InputError(
+                f"{chosen}, but --aoe-gradient full goes through all norms, and those in FP8 have "
+                "no gradient: set --aoe-gradient selected, or selected_despite_aux"
+            )
+        if self.aoe_gate == "all":
+            raise InputError(
+                f"{chosen}, but --aoe-gate all weighs by all norms, most of which would be rounded "
+                "to FP8: set --aoe-gate selected"
+            )
+        if self.moe_router_force_load_balancing:
+            raise InputError(
+                f"{chosen}, but --moe-router-force-load-balancing chooses without norms: leave one "
+                "of them out"
+            )
+        most = config.num_experts - self.moe_router_topk - 1
+        if self.aoe_fp8_screening > most:
+            raise InputError(
+                f"{chosen}, which with --moe-router-topk {self.moe_router_topk} leaves none of "
+                f"--num-experts {config.num_experts} out: choose at most {max(most, 0)}"
+            )
 
 
 @dataclass(frozen=True)
-class AoETopPSelection(DynamicChoices, Balancing, AutonomousSelection):
+class AoETopPSelection(DynamicChoices, Balancing, AutonomousSelection, system="aoe_top_p"):
     """AoE, with as many experts as it takes for the softmax of norms to reach p."""
 
     moe_top_p: float = with_default(DynamicChoices, "moe_top_p", 0.6)
 
+    @property
+    def gates_over_all(self) -> bool:
+        return True
+
 
 @dataclass(frozen=True)
-class AoEExpertChoiceSelection(ExpertsChoose, AutonomousSelection):
+class AoEExpertChoiceSelection(ExpertsChoose, AutonomousSelection, system="aoe_expert_choice"):
     """AoE, where each expert takes the tokens of greatest norm."""
 
-
-def up_std(method: str, low_rank_size: int) -> float | None:
-    """Standard deviation of initial W_up; None: that of the other weights.
-
-    By tokens x of RMS 1, x W_g starts with a standard deviation of s sqrt(d) where weights have s.
-    x W_down has s sqrt(d) as well, and W_up adds up d_low of its numbers: N(0, 1 / d_low) keeps
-    the size, and N(0, s^2) leaves s sqrt(d_low) of it.
-    """
-    return low_rank_size**-0.5 if method == "scaled" else None
-
-
-def aoe_wide_size(hidden_size: int, ffn_hidden_size: int, low_rank_size: int) -> int:
-    """d_wide of Eq. 5, rounded: an AoE expert with as many parameters as a SwiGLU expert.
-
-    AoE expert: d_low d + d_low d_wide + 2 d d_wide; SwiGLU expert: 3 d d_ffn.
-    """
-    d, d_ffn, d_low = hidden_size, ffn_hidden_size, low_rank_size
-    return round((3 * d * d_ffn - d_low * d) / (d_low + 2 * d))
+    @property
+    def gates_over_all(self) -> bool:
+        return self.moe_expert_choice_scores == "softmax"

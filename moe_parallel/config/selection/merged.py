@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from moe_parallel.config.option import option
-from moe_parallel.config.selection.parts import ExpertSelection
+from moe_parallel.config.selection.segments import Segments
+from moe_parallel.config.selection.selection import Selection
+from moe_parallel.errors import InputError
+
+if TYPE_CHECKING:
+    from moe_parallel.config.config import Config
 
 OWN_FIRST_SEGMENT = (
     "tokens of the first segment see its mean, later tokens too: judge by the loss after the first "
@@ -14,20 +20,42 @@ OWN_FIRST_SEGMENT = (
 
 
 @dataclass(frozen=True)
-class MergedSelection(ExpertSelection):
+class MergedSelection(Selection):
     """A softmax router weighs the matrices of all experts, and their sum computes the tokens."""
+
+    merges: ClassVar[bool] = True
 
     @property
     def choices_per_token(self) -> int:
         """One merged expert computes a token."""
         return 1
 
+    def check(self, config: Config, world_size: int) -> None:
+        super().check(config, world_size)
+        parallel, moe = config.parallel, config.moe
+        if parallel.expert_model_parallel_size > 1:
+            raise InputError(
+                f"--expert-model-parallel-size is {parallel.expert_model_parallel_size}, but "
+                "merged experts are divided by their matrices: leave it out and raise "
+                "--tensor-model-parallel-size"
+            )
+        if parallel.expert_tensor_size != parallel.tensor_model_parallel_size:
+            raise InputError(
+                f"--expert-tensor-parallel-size is {parallel.expert_tensor_size}, but merged "
+                "experts are divided over --tensor-model-parallel-size "
+                f"{parallel.tensor_model_parallel_size}: leave it out"
+            )
+        if moe.moe_expert_capacity_factor is not None:
+            raise InputError(
+                f"--moe-expert-capacity-factor is {moe.moe_expert_capacity_factor}, but no token "
+                "is sent to merged experts: leave it out"
+            )
+
 
 @dataclass(frozen=True)
-class SegmentMergedSelection(MergedSelection):
+class SegmentMergedSelection(Segments, MergedSelection):
     """Experts are merged for whole segments, by the mean of an earlier one."""
 
-    lory_segment_length: int = option(256, "tokens in a segment (T_s)")
     lory_first_segment: str = option(
         "own",
         "what merges the experts of the first segment: its own mean, without gradient, as in the "
@@ -36,16 +64,12 @@ class SegmentMergedSelection(MergedSelection):
     )
 
     @property
-    def first_part(self) -> int:
-        return self.lory_segment_length
-
-    @property
     def caution(self) -> str | None:
         return None if self.lory_first_segment == "uniform" else OWN_FIRST_SEGMENT
 
 
 @dataclass(frozen=True)
-class LorySelection(SegmentMergedSelection):
+class LorySelection(SegmentMergedSelection, system="lory"):
     """Lory: the segment before decides how a segment's experts are merged (Zhong et al. 2024)."""
 
     lory_inference: str = option(
@@ -57,16 +81,16 @@ class LorySelection(SegmentMergedSelection):
 
 
 @dataclass(frozen=True)
-class LoryPrefixSelection(SegmentMergedSelection):
+class LoryPrefixSelection(SegmentMergedSelection, system="lory_prefix"):
     """The baseline of Lory, section 5.1: the first segment merges the experts of all."""
 
 
 @dataclass(frozen=True)
-class SmearSelection(MergedSelection):
+class SmearSelection(MergedSelection, system="smear"):
     """SMEAR: the mean of the whole sequence merges the experts (Muqeeth et al. 2023)."""
 
     smear_expert_dropout: float = option(
-        0.1, "in training, the probability that an expert is left out of a merge"
+        0.1, "in training, the probability that an expert is left out of a merge", least=0, below=1
     )
     smear_sees_the_future: bool = option(
         False,
@@ -80,3 +104,11 @@ class SmearSelection(MergedSelection):
             "every token sees the mean of its whole sequence, so the loss is not the likelihood of "
             "the text, neither in training nor in evaluations"
         )
+
+    def check(self, config: Config, world_size: int) -> None:
+        super().check(config, world_size)
+        if not self.smear_sees_the_future:
+            raise InputError(
+                "--expert-selection smear lets every token see its whole sequence, which is no "
+                "language model: use lory, or add --smear-sees-the-future to train it all the same"
+            )

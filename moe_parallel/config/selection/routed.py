@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option, with_default
-from moe_parallel.config.selection.autonomous import UP_INIT_METHODS, aoe_wide_size, up_std
+from moe_parallel.config.selection.factorized import UP_INIT_METHODS, aoe_wide_size, up_std
 from moe_parallel.config.selection.parts import (
     Balancing,
     BiasBalancing,
@@ -14,6 +15,12 @@ from moe_parallel.config.selection.parts import (
     ExpertsChoose,
     FixedChoices,
 )
+from moe_parallel.config.selection.segments import Segments
+from moe_parallel.config.selection.selection import LayerWeights
+from moe_parallel.errors import InputError
+
+if TYPE_CHECKING:
+    from moe_parallel.config.config import Config
 
 
 @dataclass(frozen=True)
@@ -24,12 +31,14 @@ class RoutedSelection(DispatchedSelection):
         None,
         "h of a large router of two linear layers d -> h -> n; none: one, d -> n",
         weights=True,
+        least=1,
     )
     moe_gate_low_rank_size: int | None = option(
         None,
         "rank of a factorised W_g = W_down W_up, with the expert width of Eq. 5 of the AoE paper; "
         "none: W_g is whole",
         weights=True,
+        least=1,
     )
     moe_gate_up_init_method: str = option(
         "normal",
@@ -37,10 +46,13 @@ class RoutedSelection(DispatchedSelection):
         choices=UP_INIT_METHODS,
     )
     moe_z_loss_coeff: float = option(
-        0.0, "weight of mean(logsumexp(router logits)^2), about 1e-3; 0: off"
+        0.0, "weight of mean(logsumexp(router logits)^2), about 1e-3; 0: off", least=0
     )
     moe_input_jitter_eps: float = option(
-        0.0, "in training, multiply the router's input by noise from [1 - eps, 1 + eps]; 0: off"
+        0.0,
+        "in training, multiply the router's input by noise from [1 - eps, 1 + eps]; 0: off",
+        least=0,
+        below=1,
     )
 
     @property
@@ -55,9 +67,35 @@ class RoutedSelection(DispatchedSelection):
             return ffn_hidden_size
         return aoe_wide_size(hidden_size, ffn_hidden_size, self.moe_gate_low_rank_size)
 
+    def layer_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> LayerWeights:
+        weights = super().layer_weights(hidden_size, num_experts, expert_width)
+        router, rank = self.moe_router_hidden_size, self.moe_gate_low_rank_size
+        if router is not None:
+            weights = weights._replace(replicated=router * (hidden_size + num_experts))
+        if rank is not None:
+            weights = weights._replace(
+                replicated=weights.replicated + num_experts * hidden_size * rank,
+                expert_parallel=num_experts * (rank + 2 * hidden_size) * expert_width,
+            )
+        return weights
+
+    @property
+    def low_rank_sizes(self) -> list[tuple[str, int]]:
+        rank = self.moe_gate_low_rank_size
+        return [] if rank is None else [("--moe-gate-low-rank-size", rank)]
+
+    def check(self, config: Config, world_size: int) -> None:
+        super().check(config, world_size)
+        method = self.moe_gate_up_init_method
+        if method != "normal" and self.moe_gate_low_rank_size is None:
+            raise InputError(
+                f"--moe-gate-up-init-method is {method}, but W_g is whole: set "
+                "--moe-gate-low-rank-size, or leave it out"
+            )
+
 
 @dataclass(frozen=True)
-class TopKSelection(BiasBalancing, Balancing, FixedChoices, RoutedSelection):
+class TopKSelection(BiasBalancing, Balancing, FixedChoices, RoutedSelection, system="topk"):
     """A linear softmax router picks the K most probable experts (Shazeer 2017; Switch for K=1)."""
 
     moe_router_score_function: str = option(
@@ -68,15 +106,48 @@ class TopKSelection(BiasBalancing, Balancing, FixedChoices, RoutedSelection):
         weights=True,
     )
     moe_router_num_groups: int | None = option(
-        None, "groups that the experts are divided into; none: no groups", weights=True
+        None, "groups that the experts are divided into; none: no groups", weights=True, least=1
     )
     moe_router_group_topk: int | None = option(
-        None, "groups that a token may choose experts from, those of greatest score", weights=True
+        None,
+        "groups that a token may choose experts from, those of greatest score",
+        weights=True,
+        least=1,
     )
+
+    def check(self, config: Config, world_size: int) -> None:
+        super().check(config, world_size)
+        num_groups, topk = self.moe_router_num_groups, self.moe_router_group_topk
+        n = config.num_experts
+        if (num_groups is None) != (topk is None):
+            missing = "--moe-router-group-topk" if topk is None else "--moe-router-num-groups"
+            raise InputError(
+                f"{missing} is not set: group-limited routing takes --moe-router-num-groups and "
+                "--moe-router-group-topk together"
+            )
+        if num_groups is None or topk is None:
+            return
+        if n % num_groups:
+            raise InputError(
+                f"--moe-router-num-groups is {num_groups}, which does not divide --num-experts "
+                f"{n}: choose a divisor"
+            )
+        if topk > num_groups:
+            raise InputError(
+                f"--moe-router-group-topk is {topk}, above --moe-router-num-groups {num_groups}: "
+                f"choose at most {num_groups}"
+            )
+        left = topk * (n // num_groups)
+        if self.moe_router_topk > left:
+            raise InputError(
+                f"--moe-router-topk is {self.moe_router_topk}, but --moe-router-group-topk {topk} "
+                f"of --moe-router-num-groups {num_groups} leaves {left} experts to choose from: "
+                "lower it or allow more groups"
+            )
 
 
 @dataclass(frozen=True)
-class TopPSelection(DynamicChoices, Balancing, RoutedSelection):
+class TopPSelection(DynamicChoices, Balancing, RoutedSelection, system="top_p"):
     """Dynamic routing: the fewest experts whose probabilities reach p (Huang et al. 2024)."""
 
     moe_router_load_balancing_type: str = with_default(
@@ -85,12 +156,14 @@ class TopPSelection(DynamicChoices, Balancing, RoutedSelection):
 
 
 @dataclass(frozen=True)
-class ExpertChoiceSelection(ExpertsChoose, RoutedSelection):
+class ExpertChoiceSelection(ExpertsChoose, RoutedSelection, system="expert_choice"):
     """Each expert takes the tokens that score highest for it (Zhou et al. 2022)."""
 
 
 @dataclass(frozen=True)
-class SegmentExpertChoiceSelection(ExpertsChoose, RoutedSelection):
+class SegmentExpertChoiceSelection(
+    ExpertsChoose, Segments, RoutedSelection, system="segment_expert_choice"
+):
     """Each expert takes whole segments, by the mean of the segment before (Lory, section 5.3)."""
 
     # Of segments instead of tokens.
@@ -100,11 +173,6 @@ class SegmentExpertChoiceSelection(ExpertsChoose, RoutedSelection):
     moe_expert_choice_scores: str = with_default(
         ExpertsChoose, "moe_expert_choice_scores", "softmax"
     )
-    lory_segment_length: int = option(256, "tokens in a segment (T_s)")
-
-    @property
-    def first_part(self) -> int:
-        return self.lory_segment_length
 
     @property
     def caution(self) -> str:

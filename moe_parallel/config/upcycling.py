@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from moe_parallel.config.config import Config
-from moe_parallel.config.dense_twin import dense_warmup_iters, dense_width
+import math
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
 from moe_parallel.errors import InputError
 
+if TYPE_CHECKING:
+    from moe_parallel.config.config import Config
 
-def validate_upcycling(config: Config) -> None:
+
+def dense_width(config: Config) -> int:
+    """Width of the dense layer that an expert starts as: d_ffn of one expert."""
+    return config.moe.moe_ffn_hidden_size or config.model.ffn_hidden_size
+
+
+def dense_warmup_iters(config: Config) -> int:
+    """Iterations of the dense warm-up: its share of --train-iters, rounded up."""
+    # As a float, 7 % of 100 iterations is a little more than 7, and so 8.
+    share = Fraction(str(config.moe.moe_dense_warmup_percent)) / 100
+    return math.ceil(share * config.training.train_iters)
+
+
+def check_upcycling(config: Config) -> None:
     """Raise InputError for the first rule of upcycling or of the dense warm-up that is broken.
 
     Other rules are checked before: there are experts, and --moe-layer-freq can be read.
     """
     moe = config.moe
     percent = moe.moe_dense_warmup_percent
-    if not 0 <= percent < 100:
-        raise InputError(
-            f"--moe-dense-warmup-percent is {percent}: it must be at least 0 and below 100"
-        )
     if percent:
         _warm_up(config)
     if percent or moe.moe_use_upcycling:

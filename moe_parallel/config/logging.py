@@ -1,0 +1,56 @@
+"""What is measured and shown while training runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moe_parallel.config.option import option
+from moe_parallel.config.section import Section
+from moe_parallel.errors import InputError
+
+if TYPE_CHECKING:
+    from moe_parallel.config.config import Config
+
+
+@dataclass(frozen=True)
+class LoggingConfig(Section):
+    """What is measured and shown while training runs."""
+
+    log_interval: int = option(10, "iterations between logged lines", least=1)
+    eval_interval: int | None = option(
+        None, "iterations between evaluations; none: at the end only", least=1
+    )
+    eval_iters: int = option(
+        10,
+        "global batches of each domain in one evaluation; 0: no evaluation, but for that of "
+        "--full-evaluation",
+        least=0,
+    )
+    eval_first_part: int | None = option(
+        None,
+        "evaluations also give the loss without the first N tokens of each sequence; none: without "
+        "the first segment, where whole segments are routed",
+        least=1,
+    )
+    full_evaluation: bool = option(
+        False, "at the end, evaluate every held-out token and compare with byte models and xz"
+    )
+    tensorboard: bool = option(True, "write TensorBoard event files under --save")
+    wandb_project: str | None = option(
+        None, "log to this Weights & Biases project (pip install wandb)"
+    )
+    wandb_mode: str = option("offline", "of Weights & Biases", choices=("offline", "online"))
+
+    @property
+    def evaluates_at_the_end(self) -> bool:
+        return self.full_evaluation or self.eval_iters > 0
+
+    def check(self, config: Config, world_size: int) -> None:
+        super().check(config, world_size)
+        first, length = self.eval_first_part, config.training.seq_length
+        if first is not None and first >= length:
+            raise InputError(
+                f"--eval-first-part is {first}, which leaves nothing of --seq-length {length}: "
+                f"choose at most {length - 1}"
+            )

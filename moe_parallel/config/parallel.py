@@ -1,0 +1,104 @@
+"""How a model is laid out over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moe_parallel.config.message import divides
+from moe_parallel.config.option import option
+from moe_parallel.config.section import Section
+from moe_parallel.errors import InputError
+
+if TYPE_CHECKING:
+    from moe_parallel.config.config import Config
+
+
+@dataclass(frozen=True)
+class ParallelConfig(Section):
+    """Sizes of Megatron-Core's process groups; data parallelism takes the ranks that are left."""
+
+    tensor_model_parallel_size: int = option(1, "ranks that share every dense matrix (tp)", least=1)
+    sequence_parallel: bool = option(
+        False, "split activations along the sequence between tensor-parallel layers"
+    )
+    pipeline_model_parallel_size: int = option(1, "stages that share the layers (pp)", least=1)
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        None,
+        "layers in one virtual stage of the interleaved schedule; none: one stage per rank",
+        least=1,
+    )
+    expert_model_parallel_size: int = option(1, "ranks that share the experts (ep)", least=1)
+    expert_tensor_parallel_size: int | None = option(
+        None, "ranks that share each expert's matrices (etp); none: as dense matrices (tp)", least=1
+    )
+    use_distributed_optimizer: bool = option(
+        False, "shard optimizer state over data-parallel ranks"
+    )
+    distributed_backend: str | None = option(
+        None, "none: nccl where there is a GPU, else gloo", choices=("gloo", "nccl")
+    )
+    distributed_timeout_minutes: float = option(
+        10.0, "a collective that waits longer than this ends the job", above=0, most=1_000_000
+    )
+
+    @property
+    def expert_tensor_size(self) -> int:
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Ranks left for data parallelism after tensor and pipeline parallelism."""
+        return world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
+
+    def check(self, config: Config, world_size: int) -> None:
+        super().check(config, world_size)
+        _check_layout(self, config, world_size)
+        _check_pipeline(self, config)
+
+
+def _check_layout(parallel: ParallelConfig, config: Config, world_size: int) -> None:
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_size
+    if world_size % (tp * pp):
+        raise InputError(
+            f"{world_size} ranks cannot be cut into --tensor-model-parallel-size {tp} x "
+            f"--pipeline-model-parallel-size {pp}: start a multiple of {tp * pp} ranks "
+            "(--nproc-per-node) or change the sizes"
+        )
+    if world_size % (etp * ep * pp):
+        raise InputError(
+            f"{world_size} ranks cannot be cut into --expert-tensor-parallel-size {etp} x "
+            f"--expert-model-parallel-size {ep} x --pipeline-model-parallel-size {pp}: start a "
+            f"multiple of {etp * ep * pp} ranks (--nproc-per-node) or change the sizes"
+        )
+    if tp > 1:
+        divides(
+            config.training.seq_length,
+            "seq_length",
+            tp,
+            "tensor_model_parallel_size",
+        )
+    if parallel.sequence_parallel and tp == 1:
+        raise InputError(
+            "--sequence-parallel splits activations over tensor-parallel ranks, but "
+            "--tensor-model-parallel-size is 1: raise it or leave the flag out"
+        )
+
+
+def _check_pipeline(parallel: ParallelConfig, config: Config) -> None:
+    layers = config.model.num_layers
+    pp = parallel.pipeline_model_parallel_size
+    divides(layers, "num_layers", pp, "pipeline_model_parallel_size")
+    virtual = parallel.num_layers_per_virtual_pipeline_stage
+    if virtual is None:
+        return
+    if pp == 1:
+        raise InputError(
+            f"--num-layers-per-virtual-pipeline-stage is {virtual}, but "
+            "--pipeline-model-parallel-size is 1: raise it or leave the flag out"
+        )
+    if (layers // pp) % virtual or layers // pp == virtual:
+        raise InputError(
+            f"--num-layers-per-virtual-pipeline-stage is {virtual}: it must divide the "
+            f"{layers // pp} layers of a pipeline rank into two stages or more"
+        )

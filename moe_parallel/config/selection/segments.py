@@ -1,0 +1,37 @@
+"""What systems that decide by whole segments share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moe_parallel.config.option import option
+from moe_parallel.config.selection.selection import Selection
+from moe_parallel.errors import InputError
+
+if TYPE_CHECKING:
+    from moe_parallel.config.config import Config
+
+
+@dataclass(frozen=True)
+class Segments(Selection):
+    """Sequences are cut into segments, each of which is decided for as a whole."""
+
+    lory_segment_length: int = option(256, "tokens in a segment (T_s)", least=1)
+
+    @property
+    def first_part(self) -> int:
+        return self.lory_segment_length
+
+    @property
+    def by_sequence(self) -> bool:
+        return True
+
+    def check(self, config: Config, world_size: int) -> None:
+        super().check(config, world_size)
+        length, seq_length = self.lory_segment_length, config.training.seq_length
+        if length > seq_length:
+            raise InputError(
+                f"--lory-segment-length is {length}, above --seq-length {seq_length}: choose at "
+                f"most {seq_length}"
+            )

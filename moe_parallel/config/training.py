@@ -1,0 +1,79 @@
+"""Batches, length, precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moe_parallel.config.option import option
+from moe_parallel.config.section import Section
+from moe_parallel.errors import InputError
+
+if TYPE_CHECKING:
+    from moe_parallel.config.config import Config
+
+
+@dataclass(frozen=True)
+class TrainingConfig(Section):
+    """Batches, length, precision."""
+
+    micro_batch_size: int = option(
+        4, "sequences in one forward pass of one data-parallel rank", least=1
+    )
+    global_batch_size: int = option(16, "sequences in one optimizer step", least=1)
+    seq_length: int = option(256, "tokens in a sequence", least=1)
+    train_iters: int = option(100, "optimizer steps of the whole run", least=1)
+    exit_interval: int | None = option(
+        None, "save and stop cleanly at iterations divisible by this", least=1
+    )
+    seed: int = option(1234, "of initial weights, data order and dropout", least=0)
+    bf16: bool = option(False, "compute in bfloat16 with fp32 master weights")
+    gradient_accumulation_fusion: bool = option(
+        False,
+        "the kernels of experts add weight gradients to the sum over micro-batches (fp32), instead "
+        "of making a gradient that is rounded and then added",
+    )
+    recompute_granularity: str | None = option(
+        None, "full: recompute every layer's activations in the backward pass", choices=("full",)
+    )
+
+    def check(self, config: Config, world_size: int) -> None:
+        super().check(config, world_size)
+        if self.gradient_accumulation_fusion:
+            _check_fusion(config)
+        _check_batch(self, config, world_size)
+
+
+def _check_fusion(config: Config) -> None:
+    asked = "--gradient-accumulation-fusion is for the kernels of experts that tokens are sent to"
+    if config.moe.num_experts is None:
+        raise InputError(f"{asked}, but the model is dense: set --num-experts, or leave it out")
+    if config.selection.merges:
+        raise InputError(
+            f"{asked}, and --expert-selection {config.selection.system} merges its "
+            "experts: leave one of them out"
+        )
+    if config.fp8.fp8_format is not None:
+        raise InputError(
+            f"{asked}, and --fp8-format {config.fp8.fp8_format} leaves their products to "
+            "Transformer Engine: leave one of them out"
+        )
+
+
+def _check_batch(training: TrainingConfig, config: Config, world_size: int) -> None:
+    dp = config.parallel.data_parallel_size(world_size)
+    step = training.micro_batch_size * dp
+    if training.global_batch_size % step:
+        raise InputError(
+            f"--global-batch-size is {training.global_batch_size}, not a multiple of "
+            f"--micro-batch-size {training.micro_batch_size} x {dp} data-parallel ranks: "
+            f"choose a multiple of {step}"
+        )
+    pp = config.parallel.pipeline_model_parallel_size
+    micro_batches = training.global_batch_size // step
+    if config.parallel.num_layers_per_virtual_pipeline_stage and micro_batches % pp:
+        raise InputError(
+            f"--global-batch-size {training.global_batch_size} makes {micro_batches} "
+            f"micro-batches, but virtual pipeline stages need a multiple of "
+            f"--pipeline-model-parallel-size {pp}"
+        )

@@ -1,0 +1,19 @@
+"""The capacity rule that a configuration asks for."""
+
+from __future__ import annotations
+
+from moe_parallel.config import Config
+from moe_parallel.selection.capacity import DROP_ORDERS, Capacity
+
+
+def build_capacity(config: Config) -> Capacity | None:
+    """The capacity rule of a configuration; None: dropless."""
+    moe = config.moe
+    if moe.moe_expert_capacity_factor is None:
+        return None
+    return Capacity(
+        moe.moe_expert_capacity_factor,
+        DROP_ORDERS[moe.moe_token_drop_policy],
+        moe.moe_pad_expert_input_to_capacity,
+        config.selection.choices_per_token or 1 if moe.moe_capacity_counts_topk else 1,
+    )

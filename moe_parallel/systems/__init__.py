@@ -1,0 +1,32 @@
+"""Every system of expert selection: one record each, in the file of its rule.
+
+A new system is a configuration (a `Selection` with a word of its own), a rule, and a record:
+
+    register(System(MySelection, layer=routed_layer, rules=my_rules))
+
+in any module that is imported before the configuration is read.
+"""
+
+from moe_parallel.layers.system import Rules, System
+from moe_parallel.systems import (  # each registers its records
+    aoe,
+    expert_choice,
+    lory,
+    smear,
+    top_p,
+    topk,
+)
+from moe_parallel.systems.registry import register, system_of
+
+__all__ = [
+    "Rules",
+    "System",
+    "aoe",
+    "expert_choice",
+    "lory",
+    "register",
+    "smear",
+    "system_of",
+    "top_p",
+    "topk",
+]

@@ -1,0 +1,34 @@
+"""aoe: the K experts of greatest norm ||x W_down|| compute (Autonomy-of-Experts, Algorithm 2)."""
+
+from __future__ import annotations
+
+from moe_parallel.config import AoESelection
+from moe_parallel.layers import Rules, System, autonomous_layer
+from moe_parallel.layers.routing_losses import importance, load_balancing_of_topk
+from moe_parallel.layers.system import SCALED_OUTPUT
+from moe_parallel.selection import topk
+from moe_parallel.selection.topk import InTurn, TopK
+from moe_parallel.systems.registry import register
+
+
+def rules(selection: AoESelection) -> Rules:
+    gate = topk.raw_probability if selection.gates_over_all else topk.softmax_of_selected
+    rule = TopK(selection.moe_router_topk, gate)
+    if selection.moe_router_force_load_balancing:
+        return Rules(InTurn(rule), InTurn(rule))
+    return Rules(rule, rule)
+
+
+def upcycling(selection: AoESelection) -> str | None:
+    return SCALED_OUTPUT if selection.gates_over_all else None
+
+
+AOE = register(
+    System(
+        AoESelection,
+        layer=autonomous_layer,
+        rules=rules,
+        losses=(load_balancing_of_topk, importance),
+        upcycling=upcycling,
+    )
+)

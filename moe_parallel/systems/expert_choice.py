@@ -1,0 +1,46 @@
+"""expert_choice, segment_expert_choice, aoe_expert_choice: experts choose tokens or segments.
+
+In evaluations each token chooses its experts, as an expert's choice depends on later tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+from moe_parallel.config import (
+    AoEExpertChoiceSelection,
+    ExpertChoiceSelection,
+    ExpertsChoose,
+    SegmentExpertChoiceSelection,
+)
+from moe_parallel.layers import Rules, System, autonomous_layer, routed_layer
+from moe_parallel.layers.routing_losses import z
+from moe_parallel.selection import topk
+from moe_parallel.selection.expert_choice import ExpertChoice, raw
+from moe_parallel.selection.segments import BySegment
+from moe_parallel.selection.topk import TopK
+from moe_parallel.systems.registry import register
+
+
+def rules(selection: ExpertsChoose) -> Rules:
+    factor = selection.moe_expert_choice_capacity_factor
+    by_probability = selection.moe_expert_choice_scores == "softmax"
+    ranking = topk.softmax if by_probability else raw
+    gate = topk.raw_probability if by_probability else topk.raw_score
+    # As many experts for each token as the experts took on average, half upwards as they round.
+    return Rules(ExpertChoice(factor, ranking), TopK(max(1, math.floor(factor + 0.5)), gate))
+
+
+def rules_by_segment(selection: SegmentExpertChoiceSelection) -> Rules:
+    training, evaluation = rules(selection)
+    length = selection.lory_segment_length
+    return Rules(BySegment(training, length), BySegment(evaluation, length))
+
+
+EXPERT_CHOICE = register(
+    System(ExpertChoiceSelection, layer=routed_layer, rules=rules, losses=(z,))
+)
+SEGMENT_EXPERT_CHOICE = register(
+    System(SegmentExpertChoiceSelection, layer=routed_layer, rules=rules_by_segment, losses=(z,))
+)
+AOE_EXPERT_CHOICE = register(System(AoEExpertChoiceSelection, layer=autonomous_layer, rules=rules))

@@ -1,0 +1,51 @@
+"""topk: a linear router picks the K most probable experts (Shazeer 2017; Switch for K = 1)."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_parallel.config import TopKSelection
+from moe_parallel.layers import Rules, System, routed_layer
+from moe_parallel.layers.routing_losses import importance, load_balancing_of_topk, z
+from moe_parallel.layers.system import SCALED_OUTPUT
+from moe_parallel.selection import topk
+from moe_parallel.selection.topk import GroupLimit, InTurn, TopK
+from moe_parallel.systems.registry import register
+
+
+def rules(selection: TopKSelection) -> Rules:
+    rule = _rule(selection)
+    if selection.moe_router_force_load_balancing:
+        return Rules(InTurn(rule), InTurn(rule))
+    return Rules(rule, rule)
+
+
+def _rule(selection: TopKSelection) -> TopK:
+    k = selection.moe_router_topk
+    groups = None
+    if selection.moe_router_num_groups is not None:
+        assert selection.moe_router_group_topk is not None
+        groups = GroupLimit(selection.moe_router_num_groups, selection.moe_router_group_topk)
+    if selection.moe_router_score_function == "sigmoid":
+        gate = topk.sigmoid_of_selected if k == 1 else topk.sigmoid_share_of_selected
+        return TopK(k, gate, topk.sigmoid_shares, torch.sigmoid, groups=groups)
+    gate = topk.raw_probability if k == 1 else topk.softmax_of_selected
+    # Logits rank as their softmax does; only a bias and sums over groups need the probabilities.
+    by_probability = selection.moe_router_enable_expert_bias or groups is not None
+    return TopK(k, gate, topk.softmax, topk.softmax if by_probability else None, groups=groups)
+
+
+def upcycling(selection: TopKSelection) -> str | None:
+    """A single choice is weighed by its probability, which is below 1."""
+    return None if selection.moe_router_topk > 1 else SCALED_OUTPUT
+
+
+TOPK = register(
+    System(
+        TopKSelection,
+        layer=routed_layer,
+        rules=rules,
+        losses=(load_balancing_of_topk, importance, z),
+        upcycling=upcycling,
+    )
+)
