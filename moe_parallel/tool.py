@@ -46,7 +46,8 @@ class Tool(OneLineParser):
             options: of argparse.
         """
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(prog=Path(file).name, description=docstring, **options)
+        # A flag of the training program may begin like one of this.
+        super().__init__(prog=Path(file).name, description=docstring, allow_abbrev=False, **options)
         self._speaks_as = speaks_as or self.prog
         self._when_interrupted = when_interrupted
 
@@ -58,7 +59,6 @@ class Tool(OneLineParser):
         self, arguments: list[str], work: Callable[[Namespace, list[str]], int | None]
     ) -> int:
         """The exit code of `work(own flags, those of the training program)`."""
-        self.allow_abbrev = False  # a flag of the other program may begin like one of this
         return self._ended(lambda: work(*self.parse_known_args(arguments)))
 
     def _ended(self, work: Callable[[], int | None]) -> int:
