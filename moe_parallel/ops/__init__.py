@@ -24,8 +24,7 @@ from torch import Tensor
 
 from moe_parallel.errors import InputError
 from moe_parallel.ops import extension, reference
-from moe_parallel.ops.row_map import RowMap
-from moe_parallel.ops.scores import Scores
+from moe_parallel.ops.types import RowMap, Scores
 
 __all__ = ["BACKENDS", "Ops", "RowMap", "Scores", "select_backend"]
 

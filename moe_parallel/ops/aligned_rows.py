@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from moe_parallel.ops.row_map import RowMap
+from moe_parallel.ops.types import RowMap
 
 
 def aligned_rows(row_map: RowMap, multiple: int) -> tuple[RowMap, list[int]]:

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_parallel.ops.fp8_norms import fp8_norms
-from moe_parallel.ops.row_map import RowMap
-from moe_parallel.ops.scores import Scores
+from moe_parallel.ops.types import RowMap, Scores
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from moe_parallel.ops.native.permute import routing_map
 from moe_parallel.ops.native.screening import screened_topk
 from moe_parallel.ops.reference import accumulation_dtype, check_choice
-from moe_parallel.ops.scores import Scores
+from moe_parallel.ops.types import Scores
 
 _ops = torch.ops.moe_parallel
 

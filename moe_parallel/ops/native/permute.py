@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_parallel.ops.reference import accumulation_dtype
-from moe_parallel.ops.row_map import RowMap
+from moe_parallel.ops.types import RowMap
 
 _ops = torch.ops.moe_parallel
 

@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_parallel.ops.native.main_gradients import gradients_not_added, own_gradient
 from moe_parallel.ops.reference import accumulation_dtype
-from moe_parallel.ops.row_map import RowMap
+from moe_parallel.ops.types import RowMap
 
 _ops = torch.ops.moe_parallel
 

@@ -1,4 +1,4 @@
-"""Where the rows of a dispatched batch come from and go to."""
+"""What the operators take and give besides tensors."""
 
 from typing import NamedTuple
 
@@ -19,3 +19,16 @@ class RowMap(NamedTuple):
     slots_N: Tensor
     rows_TK: Tensor
     counts_E: Tensor
+
+
+class Scores(NamedTuple):
+    """Norms of all experts for each token, and who ranks highest.
+
+    norms_TE: fp32 (fp64 for fp64 inputs), differentiable.
+    experts_TK: int64, by falling rank.
+    activations_TKR: C = x W_e of these experts, differentiable; None: not asked for.
+    """
+
+    norms_TE: Tensor
+    experts_TK: Tensor
+    activations_TKR: Tensor | None = None
