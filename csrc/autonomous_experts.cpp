@@ -1,10 +1,11 @@
 // The autonomous layer behind its selection, in one: gather, C and P, h = silu(C W_up) * P * gate,
 // W_out, gather and sum.
 //
-// C = x W_down is made here, or handed on by the selection that had it (`c`, [tokens, choices,
-// rank]); its gradient then goes back to where it came from. Saved for the backward pass are x, P,
-// C and the row map; G = C W_up, a short product, is made again or, on request, saved too. A main
-// gradient, where there is one, is what the backward pass adds the weight's gradient to.
+// C = x W_down is made here, or given by the selection, which had it (`c`, [tokens, choices,
+// rank]); its gradient then goes back there. Kept for the backward pass are x, P, C (`c_by_row`,
+// where it was made here) and the row map; G = C W_up, a short product, is made again or, on
+// request, kept too. A main gradient, where there is one, is what the backward pass adds the
+// weight's gradient to.
 #include <optional>
 #include <tuple>
 
@@ -15,7 +16,7 @@ namespace moe_parallel {
 namespace {
 
 struct Weights {
-  const std::optional<at::Tensor>& down;  // [E, D, R]; none where C is handed on
+  const std::optional<at::Tensor>& down;  // [E, D, R]; none where C is given
   const at::Tensor& up;                   // [E, R, W]
   const at::Tensor& p;                    // [E, D, W]
   const at::Tensor& out;                  // [E, W, D]
@@ -64,16 +65,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
     const at::Tensor& counts, const std::optional<at::Tensor>& w_down, const at::Tensor& w_up,
     const at::Tensor& w_p, const at::Tensor& w_out, const std::optional<at::Tensor>& c,
     const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
-    const std::optional<at::Tensor>&, bool save_g) {
+    const std::optional<at::Tensor>&, bool keep_g) {
   const ExpertRows map(x, gates, slots, rows, counts);
   const Weights w{w_down, w_up, w_p, w_out};
   w.check(x, c, rows, counts);
   const auto tokens = x.contiguous();
-  const auto handed_on = c ? c->contiguous() : at::Tensor();
+  const auto c_by_choice = c ? c->contiguous() : at::Tensor();
   const auto gates_of_rows = map.gates_by_row(gates);
   auto p = x.new_empty({map.size(), w.width()});
-  auto saved_c = x.new_empty({c ? 0 : map.size(), w.rank()});
-  auto saved_g = x.new_empty({save_g ? map.size() : 0, w.width()});
+  auto c_by_row = x.new_empty({c ? 0 : map.size(), w.rank()});
+  auto g = x.new_empty({keep_g ? map.size() : 0, w.width()});
   auto y = x.new_empty({map.size(), x.size(1)});
 
   const auto blocks = map.blocks();
@@ -83,23 +84,24 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
   for (const auto& block : blocks) {
     const auto groups = block.experts(counts), row_gates = block.rows(gates_of_rows);
     auto h = block.part(h_memory), p_rows = block.rows(p), y_rows = block.rows(y);
-    auto kept_c = c ? at::Tensor() : block.rows(saved_c);
-    auto kept_g = save_g ? block.rows(saved_g) : at::Tensor();
+    auto c_rows = c ? at::Tensor() : block.rows(c_by_row);
+    auto g_rows = keep_g ? block.rows(g) : at::Tensor();
 
     const auto on_load = map.gathered(tokens, block);
-    const auto c_on_load = c ? map.gathered_choices(handed_on, block) : rows_of(kept_c);
+    const auto c_on_load = c ? map.gathered_choices(c_by_choice, block) : rows_of(c_rows);
     const bool is_fused =
         (c || fused_gemm({{on_load, block.experts(*w_down), block.experts(*w_down)}}, groups,
-                         block.num_rows, rows_to(kept_c))) &&
+                         block.num_rows, rows_to(c_rows))) &&
         fused_gemm({{c_on_load, block.experts(w_up), {}}, {on_load, {}, block.experts(w_p)}},
-                   groups, block.num_rows, activate_rows(h, kept_g, p_rows, row_gates));
+                   groups, block.num_rows, activate_rows(h, g_rows, p_rows, row_gates));
     if (!is_fused) {
-      auto x_rows = block.part(x_memory), c_rows = c ? block.part(c_memory) : kept_c;
-      auto g_rows = save_g ? kept_g : block.part(g_memory);
+      auto x_rows = block.part(x_memory);
+      if (c) c_rows = block.part(c_memory);
+      if (!keep_g) g_rows = block.part(g_memory);
       map.gather(x_rows, tokens, block);
       grouped_gemm_out(p_rows, x_rows, block.experts(w_p), groups);
       if (c) {
-        map.gather_choices(c_rows, handed_on, block);
+        map.gather_choices(c_rows, c_by_choice, block);
       } else {
         grouped_gemm_out(c_rows, x_rows, block.experts(*w_down), groups);
       }
@@ -108,7 +110,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
     }
     grouped_gemm_out(y_rows, h, block.experts(w_out), groups);
   }
-  return {map.sum(y), p, saved_c, saved_g};
+  return {map.sum(y), p, c_by_row, g};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
@@ -117,7 +119,7 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
                             const at::Tensor& counts, const std::optional<at::Tensor>& w_down,
                             const at::Tensor& w_up, const at::Tensor& w_p, const at::Tensor& w_out,
                             const std::optional<at::Tensor>& c, const at::Tensor& p,
-                            const at::Tensor& saved_c, const at::Tensor& saved_g,
+                            const at::Tensor& c_by_row, const at::Tensor& g,
                             const std::optional<at::Tensor>& main_up,
                             const std::optional<at::Tensor>& main_p,
                             const std::optional<at::Tensor>& main_out) {
@@ -126,13 +128,13 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
   w.check(x, c, rows, counts);
   check_sizes("dy", dy, x.sizes());
   check_same_type("dy", dy, "x", x);
-  check_together(x, {dy, p, saved_c, saved_g});
+  check_together(x, {dy, p, c_by_row, g});
   check_sizes("p", p, {map.size(), w.width()});
-  const bool has_g = saved_g.numel() > 0;
-  if (has_g) check_sizes("saved_g", saved_g, p.sizes());
-  if (!c) check_sizes("saved_c", saved_c, {map.size(), w.rank()});
-  const auto tokens = x.contiguous(), gradients = dy.contiguous(), saved_p = p.contiguous();
-  const auto handed_on = c ? c->contiguous() : at::Tensor();
+  const bool has_g = g.numel() > 0;
+  if (has_g) check_sizes("g", g, p.sizes());
+  if (!c) check_sizes("c_by_row", c_by_row, {map.size(), w.rank()});
+  const auto tokens = x.contiguous(), gradients = dy.contiguous(), p_2d = p.contiguous();
+  const auto c_by_choice = c ? c->contiguous() : at::Tensor();
   const auto gates_of_rows = map.gates_by_row(gates);
   auto dgates_of_rows = at::empty_like(gates_of_rows);
   auto dx = x.new_empty({map.size(), x.size(1)});
@@ -154,9 +156,9 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
     const auto transposed = [&](const at::Tensor& weight) {
       return block.experts(weight).transpose(1, 2);
     };
-    auto c_rows = c ? block.part(c_memory) : block.rows(saved_c);
-    auto g_rows = has_g ? block.rows(saved_g) : block.part(g_memory);
-    if (c) map.gather_choices(c_rows, handed_on, block);
+    auto c_rows = c ? block.part(c_memory) : block.rows(c_by_row);
+    auto g_rows = has_g ? block.rows(g) : block.part(g_memory);
+    if (c) map.gather_choices(c_rows, c_by_choice, block);
     if (!has_g) grouped_gemm_out(g_rows, c_rows, block.experts(w_up), groups);
 
     auto dy_rows = block.part(dy_memory), h = block.part(h_memory);
@@ -164,7 +166,7 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
     map.gather(dy_rows, gradients, block);
     const SwigluGradients to{
         .dgate = dg, .dup = dp, .dprobabilities = block.rows(dgates_of_rows), .h = h};
-    swiglu_backward_of_product(to, dy_rows, transposed(w_out), groups, g_rows, block.rows(saved_p),
+    swiglu_backward_of_product(to, dy_rows, transposed(w_out), groups, g_rows, block.rows(p_2d),
                                block.rows(gates_of_rows), dh_memory);
     dw_out.take(block, h, dy_rows, groups);
 
@@ -197,14 +199,14 @@ MOE_PARALLEL_OPERATOR(
     "autonomous_experts",
     "(Tensor x, Tensor gates, Tensor slots, Tensor rows, Tensor counts, Tensor? w_down, "
     "Tensor w_up, Tensor w_p, Tensor w_out, Tensor? c, Tensor? main_up, Tensor? main_p, "
-    "Tensor? main_out, bool save_g) "
-    "-> (Tensor y, Tensor p, Tensor saved_c, Tensor saved_g)",
+    "Tensor? main_out, bool keep_g) "
+    "-> (Tensor y, Tensor p, Tensor c_by_row, Tensor g)",
     moe_parallel::autonomous_experts)
 MOE_PARALLEL_OPERATOR(
     "autonomous_experts_backward",
     "(Tensor dy, Tensor x, Tensor gates, Tensor slots, Tensor rows, Tensor counts, "
     "Tensor? w_down, Tensor w_up, Tensor w_p, Tensor w_out, Tensor? c, Tensor p, "
-    "Tensor saved_c, Tensor saved_g, Tensor(a!)? main_up, Tensor(b!)? main_p, "
+    "Tensor c_by_row, Tensor g, Tensor(a!)? main_up, Tensor(b!)? main_p, "
     "Tensor(c!)? main_out) -> (Tensor dx, Tensor dgates, Tensor dw_down, Tensor dw_up, "
     "Tensor dw_p, Tensor dw_out, Tensor dc)",
     moe_parallel::autonomous_experts_backward)

@@ -1,6 +1,6 @@
-// AoE's selection. The products C = x W of all experts are made tile by tile of tokens; what is
-// kept of them is asked for: those of the chosen experts, or all, which spares the backward pass
-// from making them again.
+// AoE's selection. C = x W of all experts is made tile by tile of tokens; what is kept of it is
+// asked for: that of the chosen experts, or all, which spares the backward pass from making it
+// again.
 #include "norm_topk.h"
 
 #include <ATen/TensorOperators.h>
@@ -29,6 +29,14 @@ void check_product(const at::Tensor& x, const at::Tensor& w) {
                     w.size(1));
   check_together(x, {w});
   check_same_type("w", w, "x", x);
+}
+
+// C of some experts of each token, or its gradient.
+void check_product_of(const char* name, const at::Tensor& c, const at::Tensor& x, int64_t experts,
+                      int64_t rank) {
+  check_together(x, {c});
+  check_sizes(name, c, {x.size(0), experts, rank});
+  check_same_type(name, c, "x", x);
 }
 
 // All experts' matrices side by side: [E, D, R] -> [D, E R].
@@ -66,7 +74,7 @@ class Scratch {
 struct Selection {
   at::Tensor bias;  // undefined: none
   at::Tensor norms, experts;
-  at::Tensor chosen;  // no rows: not wanted
+  at::Tensor c_chosen;  // no rows: not wanted
   int64_t rank;
 
   // `squares`: of fused_squares(), or undefined; c may be undefined with them if none is chosen.
@@ -81,7 +89,7 @@ struct Selection {
                        .bias = bias.defined() ? bias.const_data_ptr() : nullptr,
                        .norms = tile_of(norms),
                        .experts = static_cast<int64_t*>(tile_of(experts)),
-                       .kept = chosen.size(0) > 0 ? tile_of(chosen) : nullptr,
+                       .c_chosen = c_chosen.size(0) > 0 ? tile_of(c_chosen) : nullptr,
                        .tokens = tokens,
                        .num_experts = norms.size(1),
                        .rank = rank,
@@ -116,69 +124,68 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_topk(
   Selection to{.bias = {},
                .norms = at::empty({x.size(0), num_experts}, x.options().dtype(sum_type_of(x))),
                .experts = at::empty({x.size(0), k}, x.options().dtype(at::kLong)),
-               .chosen = x.new_empty({keep_chosen ? x.size(0) : 0, k, rank}),
+               .c_chosen = x.new_empty({keep_chosen ? x.size(0) : 0, k, rank}),
                .rank = rank};
   if (bias) {
     check_together(x, {*bias});
     check_sizes("bias", *bias, {num_experts});
     to.bias = bias->to(sum_type_of(x)).contiguous();
   }
-  auto all = x.new_empty({keep_all ? x.size(0) : 0, num_experts, rank});
+  auto c = x.new_empty({keep_all ? x.size(0) : 0, num_experts, rank});
   const auto type = scalar_type_of("x", x);
   const int64_t row_bytes = rank * static_cast<int64_t>(x.element_size());
 
   // Where C need not be at hand again, norms and all, a kernel may make it of all tokens at once.
   if (keep_all || !keep_chosen) {
-    const auto c = keep_all ? all : at::Tensor();
-    const auto squares = fused_squares(x, w, c);
+    const auto c_if_kept = keep_all ? c : at::Tensor();
+    const auto squares = fused_squares(x, w, c_if_kept);
     if (squares.defined()) {
-      to.score(0, x.size(0), c, squares, type, row_bytes);
-      return {to.norms, to.experts, to.chosen, all};
+      to.score(0, x.size(0), c_if_kept, squares, type, row_bytes);
+      return {to.norms, to.experts, to.c_chosen, c};
     }
   }
   at::Tensor w_cat;
   Scratch scratch(x, num_experts * rank);
   for_each_tile(x, num_experts * rank, [&](int64_t first, int64_t tokens) {
     const auto x_tile = x.narrow(0, first, tokens);
-    auto c = keep_all ? all.narrow(0, first, tokens).flatten(1) : scratch.rows(tokens);
-    const auto squares = fused_squares(x_tile, w, c);
+    auto c_tile = keep_all ? c.narrow(0, first, tokens).flatten(1) : scratch.rows(tokens);
+    const auto squares = fused_squares(x_tile, w, c_tile);
     if (!squares.defined()) {
       if (!w_cat.defined()) w_cat = concatenate(w);
-      at::mm_out(c, x_tile, w_cat);
+      at::mm_out(c_tile, x_tile, w_cat);
     }
-    to.score(first, tokens, c, squares, type, row_bytes);
+    to.score(first, tokens, c_tile, squares, type, row_bytes);
   });
-  return {to.norms, to.experts, to.chosen, all};
+  return {to.norms, to.experts, to.c_chosen, c};
 }
 
 // dC[t, e] = dnorms[t, e] / norms[t, e] * C[t, e] (0 where the norm is 0), and for the chosen the
-// gradient that reached their C by itself. `all` is C of all experts, or empty: made again.
+// gradient that reached their C by itself. Without `c`, C is made again.
 std::tuple<at::Tensor, at::Tensor> norm_topk_backward(const at::Tensor& dnorms,
-                                                      const std::optional<at::Tensor>& dchosen,
+                                                      const std::optional<at::Tensor>& dc_chosen,
                                                       const at::Tensor& x, const at::Tensor& w,
                                                       const at::Tensor& norms,
                                                       const at::Tensor& experts,
-                                                      const at::Tensor& all) {
+                                                      const std::optional<at::Tensor>& c) {
   check_product(x, w);
   const int64_t num_experts = w.size(0), rank = w.size(2);
-  check_together(x, {dnorms, norms, experts, all});
+  check_together(x, {dnorms, norms, experts});
   check_sizes("norms", norms, {x.size(0), num_experts});
   check_sizes("dnorms", dnorms, norms.sizes());
   check_index("experts", experts, 2);
-  check_same_type("all", all, "x", x);
-  const bool kept_all = all.numel() > 0;
-  if (kept_all) check_sizes("all", all, {x.size(0), num_experts, rank});
-  at::Tensor dchosen_3d;
-  if (dchosen) {
-    check_together(x, {*dchosen});
-    check_sizes("dchosen", *dchosen, {x.size(0), experts.size(1), rank});
-    check_same_type("dchosen", *dchosen, "x", x);
-    dchosen_3d = dchosen->contiguous();
+  at::Tensor c_3d, dc_chosen_3d;
+  if (c) {
+    check_product_of("c", *c, x, num_experts, rank);
+    c_3d = c->contiguous();
+  }
+  if (dc_chosen) {
+    check_product_of("dc_chosen", *dc_chosen, x, experts.size(1), rank);
+    dc_chosen_3d = dc_chosen->contiguous();
   }
 
   const auto factors = (dnorms / norms).masked_fill_(norms == 0, 0).to(sum_type_of(x)).contiguous();
   const auto w_cat = concatenate(w);
-  const auto experts_2d = experts.contiguous(), all_3d = all.contiguous();
+  const auto experts_2d = experts.contiguous();
   auto dx = at::empty(x.sizes(), x.options());
   // Tiles add up in the type of sums, so that bf16 is rounded to once.
   auto dw_cat = at::zeros(w_cat.sizes(), w.options().dtype(sum_type_of(w)));
@@ -186,15 +193,15 @@ std::tuple<at::Tensor, at::Tensor> norm_topk_backward(const at::Tensor& dnorms,
   for_each_tile(x, w_cat.size(1), [&](int64_t first, int64_t tokens) {
     const auto x_tile = x.narrow(0, first, tokens);
     auto dc = scratch.rows(tokens);
-    if (!kept_all) at::mm_out(dc, x_tile, w_cat);
+    if (!c) at::mm_out(dc, x_tile, w_cat);
     const auto tile_of = [&](const at::Tensor& tensor) {
       return tensor.narrow(0, first, tokens).const_data_ptr();
     };
     launch(x, NormGradient{.type = scalar_type_of("x", x),
-                           .c = kept_all ? tile_of(all_3d) : dc.const_data_ptr(),
+                           .c = c ? tile_of(c_3d) : dc.const_data_ptr(),
                            .factors = tile_of(factors),
                            .experts = static_cast<const int64_t*>(tile_of(experts_2d)),
-                           .dkept = dchosen ? tile_of(dchosen_3d) : nullptr,
+                           .dc_chosen = dc_chosen ? tile_of(dc_chosen_3d) : nullptr,
                            .dc = dc.mutable_data_ptr(),
                            .tokens = tokens,
                            .num_experts = num_experts,
@@ -216,9 +223,9 @@ std::tuple<at::Tensor, at::Tensor> norm_topk_backward(const at::Tensor& dnorms,
 
 MOE_PARALLEL_OPERATOR("norm_topk",
                       "(Tensor x, Tensor w, int k, Tensor? bias, bool keep_chosen, bool keep_all) "
-                      "-> (Tensor norms, Tensor experts, Tensor chosen, Tensor all)",
+                      "-> (Tensor norms, Tensor experts, Tensor c_chosen, Tensor c)",
                       moe_parallel::norm_topk)
 MOE_PARALLEL_OPERATOR("norm_topk_backward",
-                      "(Tensor dnorms, Tensor? dchosen, Tensor x, Tensor w, Tensor norms, "
-                      "Tensor experts, Tensor all) -> (Tensor dx, Tensor dw)",
+                      "(Tensor dnorms, Tensor? dc_chosen, Tensor x, Tensor w, Tensor norms, "
+                      "Tensor experts, Tensor? c) -> (Tensor dx, Tensor dw)",
                       moe_parallel::norm_topk_backward)

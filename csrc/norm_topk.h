@@ -37,25 +37,25 @@ struct SelectTopK {
   int64_t k;
 };
 
-// kept[t, j, :] = c[t, experts[t, j], :]
-struct KeepChosen {
+// c_chosen[t, j, :] = c[t, experts[t, j], :]
+struct PickChosen {
   const void* c;           // [tokens, num_experts, row_bytes]
   const int64_t* experts;  // [tokens, k]
-  void* kept;              // [tokens, k, row_bytes]
+  void* c_chosen;          // [tokens, k, row_bytes]
   int64_t tokens;
   int64_t num_experts;
   int64_t k;
   int64_t row_bytes;
 };
 
-// The three above of one C. Where a product has summed its squares, C is read for `kept` alone.
+// The three above of one C. Where a product has summed its squares, C is read for `c_chosen` alone.
 struct ScoreTokens {
-  ScalarType type;   // of c and kept
+  ScalarType type;   // of c and c_chosen
   const void* c;     // [tokens, num_experts, rank]
   const void* bias;  // [num_experts] in the type of sums; null: none
   void* norms;       // [tokens, num_experts] in the type of sums
   int64_t* experts;  // [tokens, k]
-  void* kept;        // [tokens, k, rank]; null: not wanted
+  void* c_chosen;    // [tokens, k, rank]; null: not wanted
   int64_t tokens;
   int64_t num_experts;
   int64_t rank;
@@ -66,14 +66,14 @@ struct ScoreTokens {
   int64_t squares_per_norm = 0;
 };
 
-// dc[t, e, :] = factors[t, e] * c[t, e, :], plus dkept[t, j, :] where experts[t, j] is e.
+// dc[t, e, :] = factors[t, e] * c[t, e, :], plus dc_chosen[t, j, :] where experts[t, j] is e.
 // dc may be c.
 struct NormGradient {
-  ScalarType type;         // of c, dkept and dc
+  ScalarType type;         // of c, dc_chosen and dc
   const void* c;           // [tokens, num_experts, rank]
   const void* factors;     // [tokens, num_experts] in the type of sums
-  const int64_t* experts;  // [tokens, k]; null with dkept
-  const void* dkept;       // [tokens, k, rank]; null: none
+  const int64_t* experts;  // [tokens, k], -1: none; null with dc_chosen
+  const void* dc_chosen;   // [tokens, k, rank]; null: none
   void* dc;                // [tokens, num_experts, rank]
   int64_t tokens;
   int64_t num_experts;
@@ -109,7 +109,7 @@ MOE_PARALLEL_HOST_DEVICE inline void select_topk(const Norm* norms, const Norm* 
 
 void run_on_cpu(const GroupNorms& task);
 void run_on_cpu(const SelectTopK& task);
-void run_on_cpu(const KeepChosen& task);
+void run_on_cpu(const PickChosen& task);
 void run_on_cpu(const ScoreTokens& task);
 void run_on_cpu(const NormGradient& task);
 #ifdef MOE_PARALLEL_CUDA

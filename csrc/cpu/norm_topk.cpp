@@ -17,9 +17,9 @@ void run_on_cpu(const SelectTopK& task) {
   in_parts(task.tokens, task.num_experts * task.k, kernels().select_topk, task);
 }
 
-void run_on_cpu(const KeepChosen& task) {
+void run_on_cpu(const PickChosen& task) {
   const auto* c = static_cast<const char*>(task.c);
-  auto* kept = static_cast<char*>(task.kept);
+  auto* c_chosen = static_cast<char*>(task.c_chosen);
   const int64_t grain = grain_of(task.k * task.row_bytes);
   at::parallel_for(0, task.tokens, grain, [&](int64_t begin, int64_t end) {
     for (int64_t choice = begin * task.k; choice < end * task.k; ++choice) {
@@ -27,7 +27,7 @@ void run_on_cpu(const KeepChosen& task) {
       TORCH_CHECK_INDEX(0 <= expert && expert < task.num_experts, "expert ", expert, " is none of ",
                         task.num_experts, " experts");
       const int64_t group = choice / task.k * task.num_experts + expert;
-      std::memcpy(kept + choice * task.row_bytes, c + group * task.row_bytes, task.row_bytes);
+      std::memcpy(c_chosen + choice * task.row_bytes, c + group * task.row_bytes, task.row_bytes);
     }
   });
 }
@@ -47,10 +47,10 @@ void run_on_cpu(const ScoreTokens& task) {
                         .tokens = task.tokens,
                         .num_experts = task.num_experts,
                         .k = task.k});
-  if (!task.kept) return;
-  run_on_cpu(KeepChosen{.c = task.c,
+  if (!task.c_chosen) return;
+  run_on_cpu(PickChosen{.c = task.c,
                         .experts = task.experts,
-                        .kept = task.kept,
+                        .c_chosen = task.c_chosen,
                         .tokens = task.tokens,
                         .num_experts = task.num_experts,
                         .k = task.k,

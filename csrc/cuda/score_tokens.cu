@@ -110,13 +110,13 @@ __device__ inline void write_choices(const ScoreTokens& task, int64_t token) {
 }
 
 template <class Scalar, int kSize>
-__device__ inline void keep_chosen(const ScoreTokens& task, int64_t token, int thread, int team) {
+__device__ inline void pick_chosen(const ScoreTokens& task, int64_t token, int thread, int team) {
   const auto* c = static_cast<const Scalar*>(task.c) + token * task.num_experts * task.rank;
-  auto* kept = static_cast<Scalar*>(task.kept) + token * task.k * task.rank;
+  auto* c_chosen = static_cast<Scalar*>(task.c_chosen) + token * task.k * task.rank;
   const int64_t vectors = task.rank / kSize;
   for (int64_t i = thread; i < task.k * vectors; i += team) {
     const int64_t expert = task.experts[token * task.k + i / vectors];
-    store(load<Scalar, kSize>(c + expert * task.rank, i % vectors), kept, i);
+    store(load<Scalar, kSize>(c + expert * task.rank, i % vectors), c_chosen, i);
   }
 }
 
@@ -133,9 +133,9 @@ __global__ void score_tokens(ScoreTokens task, int lanes) {
     }
     wait_for_team<kWarps>();
     if (thread < kWarp) write_choices<sum_t<Scalar>>(task, token);
-    if (!task.kept) continue;
+    if (!task.c_chosen) continue;
     wait_for_team<kWarps>();
-    keep_chosen<Scalar, kSize>(task, token, thread, kTeam);
+    pick_chosen<Scalar, kSize>(task, token, thread, kTeam);
   }
 }
 
@@ -143,7 +143,7 @@ __global__ void score_tokens(ScoreTokens task, int lanes) {
 
 void run_on_cuda(const ScoreTokens& task, cudaStream_t stream) {
   if (task.tokens == 0) return;
-  with_vectors(task.type, {task.c, task.kept}, {task.rank}, [&](auto scalar, auto size) {
+  with_vectors(task.type, {task.c, task.c_chosen}, {task.rank}, [&](auto scalar, auto size) {
     using Scalar = decltype(scalar);
     const int lanes = lanes_for(task.rank / size());
     if (task.squares || task.num_experts * task.row_bytes <= kBytesOfWarp) {

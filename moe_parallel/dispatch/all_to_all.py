@@ -40,7 +40,7 @@ class AllToAllDispatcher:
         group: dist.ProcessGroup,
         expert_shards: int,
         ops: Ops,
-        takes_activations: bool = False,
+        takes_c: bool = False,
     ) -> None:
         """
         Args:
@@ -48,14 +48,14 @@ class AllToAllDispatcher:
             group: ranks that together hold every expert once, shards varying fastest.
             expert_shards: ranks that share the matrices of one expert (etp).
             ops: the kernels.
-            takes_activations: send C = x W_down with each row, for links faster than products.
+            takes_c: send C = x W_down with each row, for links faster than products.
         """
         assert group.size() % expert_shards == 0, (group.size(), expert_shards)
         self.num_experts = num_experts
         self.group = group
         self.expert_shards = expert_shards
         self.ops = ops
-        self.takes_activations = takes_activations
+        self.takes_c = takes_c
 
     def dispatch(
         self, x_TD: torch.Tensor, choices: Choices, rows_per_expert: int | None
@@ -70,7 +70,7 @@ class AllToAllDispatcher:
 
         x_MD = self._to_experts(self.ops.permute(x_TD, row_map), route)
         gates_M = self._to_experts(gates_of_rows(choices.gates_TK, row_map), route)
-        c_TKR, c_MR = choices.activations_TKR, None
+        c_TKR, c_MR = choices.c_TKR, None
         if c_TKR is not None:
             c_NR = self.ops.permute(c_TKR.flatten(0, 1), rows_of_choices(row_map))
             c_MR = self._to_experts(c_NR, route)

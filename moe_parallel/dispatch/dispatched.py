@@ -26,7 +26,7 @@ class Dispatched(Generic[Route]):
     x_MD: torch.Tensor  # zero where padding travelled
     gates_MJ: torch.Tensor  # fp32; 0 where padding travelled
     row_map: RowMap  # rows of the experts of this rank
-    activations_MJR: torch.Tensor | None  # C = x W_down of each choice, where it was handed on
+    c_MJR: torch.Tensor | None  # C = x W_down of each choice, where it was handed on
     route: Route  # opaque; `combine` of the same dispatcher takes it
     wire_bytes: int  # that this rank sends to others in the forward pass, results included
 
@@ -34,7 +34,7 @@ class Dispatched(Generic[Route]):
 class Dispatcher(Protocol[Route]):
     """Takes tokens to their experts and results back. Holds no state between the two."""
 
-    takes_activations: bool  # whether C of the choices travels with them; else it is made again
+    takes_c: bool  # whether C of the choices goes with them to the experts; else it is made again
 
     def dispatch(
         self, x_TD: torch.Tensor, choices: Choices, rows_per_expert: int | None

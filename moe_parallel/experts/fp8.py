@@ -77,15 +77,15 @@ class Fp8LowRankExperts(LowRankExperts):
         gates_MJ: torch.Tensor,
         row_map: RowMap,
         w_down_LDR: torch.Tensor,
-        activations_MJR: torch.Tensor | None = None,
+        c_MJR: torch.Tensor | None = None,
     ) -> torch.Tensor:
         row_map, rows_L = aligned_rows(row_map, self.fp8.config.multiple)
         x_ND = self.ops.permute(x_MD, row_map)
         gates_N = gates_of_rows(gates_MJ, row_map)
-        if activations_MJR is None:
+        if c_MJR is None:
             c_NR = self.ops.grouped_gemm(x_ND, w_down_LDR, row_map.counts_E)
         else:
-            c_NR = self.ops.permute(activations_MJR.flatten(0, 1), rows_of_choices(row_map))
+            c_NR = self.ops.permute(c_MJR.flatten(0, 1), rows_of_choices(row_map))
         with self.fp8.layer_region():
             g_NW = self._up(c_NR, self.w_up_LRW, rows_L)
             h_NW = self.ops.swiglu(g_NW, self._p(x_ND, self.w_p_LDW, rows_L), gates_N)

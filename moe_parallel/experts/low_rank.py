@@ -54,7 +54,7 @@ class LowRankExperts(ExpertParameters):
         gates_MJ: torch.Tensor,
         row_map: RowMap,
         w_down_LDR: torch.Tensor,
-        activations_MJR: torch.Tensor | None = None,
+        c_MJR: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The sum of gate * E_i(x) over each token's choices: [M, D].
 
@@ -67,7 +67,7 @@ class LowRankExperts(ExpertParameters):
             row_map,
             w_down_LDR,
             *weights,
-            activations_TKR=activations_MJR,
+            c_TKR=c_MJR,
             recompute_gate=self.recompute_gate,
             main_gradients=main,
         )

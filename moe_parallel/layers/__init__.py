@@ -1,10 +1,6 @@
 """Layers of experts in three families: routed and autonomous, whose tokens travel, and merged."""
 
-from moe_parallel.layers.autonomous import (
-    AutonomousLayer,
-    SelectedGradientLayer,
-    autonomous_layer,
-)
+from moe_parallel.layers.autonomous import AutonomousLayer, autonomous_layer
 from moe_parallel.layers.dispatched import DispatchedLayer
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
 from moe_parallel.layers.merged import LoryLayer, MergedLayer, SmearLayer
@@ -21,7 +17,6 @@ __all__ = [
     "MergedLayer",
     "RoutedLayer",
     "Rules",
-    "SelectedGradientLayer",
     "SmearLayer",
     "System",
     "autonomous_layer",

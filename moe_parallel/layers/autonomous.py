@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from moe_parallel.config import AutonomousSelection, DispatchedSelection
+from moe_parallel.config import AutonomousSelection
 from moe_parallel.dispatch import Dispatched
 from moe_parallel.experts.fp8 import low_rank_experts
 from moe_parallel.experts.low_rank import LowRankExperts
 from moe_parallel.layers.dispatched import DispatchedLayer
 from moe_parallel.layers.expert_layer import LayerContext
 from moe_parallel.layers.scoring_weight import scoring_weight
-from moe_parallel.layers.selected_norms import norms_of_selected
 from moe_parallel.layers.system import System
-from moe_parallel.ops import Scores
+from moe_parallel.ops.types import Gradient, Keep
 from moe_parallel.selection.choices import Choices, Rule
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import TopK
@@ -32,11 +31,14 @@ class AutonomousLayer(DispatchedLayer):
     W_down of every expert, since each token needs all norms before it travels: it holds or gathers
     them (scoring_weight.py). The gradient has two parts, from the norms at the token's rank and
     from the computation at the expert's.
+
+    With `--aoe-gradient selected` the first part is that of the chosen norms alone. With softmax
+    over these and no loss on routing the others have no gradient, so nothing is lost, and the
+    backward pass of their E - K products with x is spared.
     """
 
     w_down_EDR: torch.Tensor
     experts: LowRankExperts
-    selected_gradient: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class AutonomousLayer(DispatchedLayer):
     ) -> None:
         super().__init__(config, selection, context, system)
         self.recompute_scores = selection.aoe_recompute_scores
+        self.gradient: Gradient = "all" if selection.aoe_gradient == "full" else "chosen"
         self.screening = selection.screening
         rank = selection.aoe_low_rank_size
         self.w_down = scoring_weight(
@@ -65,10 +68,6 @@ class AutonomousLayer(DispatchedLayer):
             selection.up_std,
         )
 
-    def sends_activations(self, selection: DispatchedSelection) -> bool:
-        assert isinstance(selection, AutonomousSelection)
-        return selection.aoe_send_activations
-
     def choose(self, x_TD: torch.Tensor, tokens: Tokens) -> Choices:
         rule = self.current_rule()
         self.statistics.record_wire(self.w_down.wire_bytes)
@@ -80,39 +79,39 @@ class AutonomousLayer(DispatchedLayer):
     def _choose_greatest(self, x_TD: torch.Tensor, w_down_EDR: torch.Tensor, rule: TopK) -> Choices:
         """The operator ranks, and has C of the chosen at hand for them."""
         assert rule.ranking is None and rule.groups is None
-        scores = self._scores(
+        takes_c = self.dispatcher.takes_c
+        keep: Keep = "chosen" if takes_c else "nothing"
+        scores = self.context.ops.norm_topk(
             x_TD,
             w_down_EDR,
             rule.k,
             rule.bias_E,
-            activations=self.dispatcher.takes_activations,
-            selected_gradient=self.selected_gradient,
+            keep=keep if self.recompute_scores else "all",
+            gradient=self.gradient,
             screening=self.screening,
         )
         choices = rule.of(scores.norms_TE, scores.experts_TK)
-        return replace(choices, activations_TKR=scores.activations_TKR)
+        return replace(choices, c_TKR=scores.c_TKR if takes_c else None)
 
     def _choose_by(
         self, rule: Rule, x_TD: torch.Tensor, w_down_EDR: torch.Tensor, tokens: Tokens
     ) -> Choices:
-        return rule(self._scores(x_TD, w_down_EDR, k=1).norms_TE, tokens)
+        """The rule ranks. C is not handed on: its slots may be as many as there are experts."""
 
-    def _scores(
-        self,
-        x_TD: torch.Tensor,
-        w_down_EDR: torch.Tensor,
-        k: int,
-        bias_E: torch.Tensor | None = None,
-        **options: Any,
-    ) -> Scores:
-        keep = not self.recompute_scores
-        return self.context.ops.norm_topk(x_TD, w_down_EDR, k, bias_E, keep=keep, **options)
+        def chosen(norms_TE: torch.Tensor) -> torch.Tensor:
+            return rule(norms_TE, tokens).experts_TK
+
+        norm_topk = self.context.ops.norm_topk
+        if self.gradient == "all":  # whoever is chosen
+            keep: Keep = "nothing" if self.recompute_scores else "all"
+            scores = norm_topk(x_TD, w_down_EDR, 1, keep=keep)
+        else:
+            scores = norm_topk(x_TD, w_down_EDR, None, gradient="chosen", chosen=chosen)
+        return rule(scores.norms_TE, tokens)
 
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
         with self.w_down.local() as w_down_LDR:
-            return self.experts(
-                rows.x_MD, rows.gates_MJ, rows.row_map, w_down_LDR, rows.activations_MJR
-            )
+            return self.experts(rows.x_MD, rows.gates_MJ, rows.row_map, w_down_LDR, rows.c_MJR)
 
     def scoring_weights(self) -> Iterable[torch.Tensor]:
         return [self.w_down_EDR]
@@ -131,25 +130,6 @@ class AutonomousLayer(DispatchedLayer):
         return state | self.w_down.sharded(prefix, sharded_offsets)
 
 
-class SelectedGradientLayer(AutonomousLayer):
-    """The same, where scores learn through the norms of the chosen experts alone.
-
-    With softmax over the selected norms and no loss on routing, the others have no gradient, so
-    nothing is lost, and the backward pass of their E - K products with x is spared.
-    """
-
-    selected_gradient = True
-
-    def _choose_by(
-        self, rule: Rule, x_TD: torch.Tensor, w_down_EDR: torch.Tensor, tokens: Tokens
-    ) -> Choices:
-        with torch.no_grad():
-            norms_TE = self._scores(x_TD, w_down_EDR, k=1).norms_TE
-            chosen_TK = rule(norms_TE, tokens).experts_TK
-        norms_TE = norms_of_selected(x_TD, w_down_EDR, norms_TE, chosen_TK, self.context.ops)
-        return rule(norms_TE, tokens)
-
-
 def autonomous_layer(selection: AutonomousSelection) -> type[AutonomousLayer]:
     """The layer of a system without a router."""
-    return AutonomousLayer if selection.aoe_gradient == "full" else SelectedGradientLayer
+    return AutonomousLayer

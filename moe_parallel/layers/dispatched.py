@@ -52,7 +52,7 @@ class DispatchedLayer(ExpertLayer):
     ) -> None:
         super().__init__(config, context)
         self.dispatcher = build_dispatcher(
-            self.num_experts, context.groups, context.ops, self.sends_activations(selection)
+            self.num_experts, context.groups, context.ops, selection.sends_c
         )
         rate = selection.bias_update_rate
         self.bias = None if rate is None else ExpertBias(self.num_experts, rate)
@@ -61,10 +61,6 @@ class DispatchedLayer(ExpertLayer):
         losses = [make(selection, self.load, context.num_moe_layers) for make in system.losses]
         self.losses: list[RoutingLoss] = [loss for loss in losses if loss.coefficient]
         self.shared = _shared_expert(config, selection, context)
-
-    def sends_activations(self, selection: DispatchedSelection) -> bool:
-        """Whether the choices' activations travel with them."""
-        return False
 
     @abstractmethod
     def choose(self, x_TD: torch.Tensor, tokens: Tokens) -> Choices:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moe_parallel.errors import InputError
 from moe_parallel.ops import extension, reference
-from moe_parallel.ops.types import RowMap, Scores
+from moe_parallel.ops.types import Choose, Gradient, Keep, RowMap, Scores
 
 __all__ = ["BACKENDS", "Ops", "RowMap", "Scores", "select_backend"]
 
@@ -54,12 +54,12 @@ class NormTopK(Protocol):
         self,
         x_TD: Tensor,
         w_EDR: Tensor,
-        k: int,
+        k: int | None,
         bias_E: Tensor | None = None,
         *,
-        activations: bool = False,
-        selected_gradient: bool = False,
-        keep: bool = False,
+        keep: Keep = "nothing",
+        gradient: Gradient = "all",
+        chosen: Choose | None = None,
         screening: int = 0,
     ) -> Scores: ...
 
@@ -88,7 +88,7 @@ class AutonomousExperts(Protocol):
         w_p_EDW: Tensor,
         w_out_EWD: Tensor,
         *,
-        activations_TKR: Tensor | None = None,
+        c_TKR: Tensor | None = None,
         recompute_gate: bool = True,
         main_gradients: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor: ...

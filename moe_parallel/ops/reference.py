@@ -6,14 +6,14 @@ I and O the two widths of a matrix, F width of an expert, R low-rank size (d_low
 torch differentiates them. Sums run in fp32 for bf16 and fp16 (`accumulation_dtype`).
 """
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from moe_parallel.ops.fp8_norms import fp8_norms
-from moe_parallel.ops.types import RowMap, Scores
+from moe_parallel.ops.types import Choose, Gradient, Keep, RowMap, Scores
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -135,60 +135,93 @@ def expert_merge(weights_PE: Tensor, w_EIO: Tensor) -> Tensor:
 def norm_topk(
     x_TD: Tensor,
     w_EDR: Tensor,
-    k: int,
+    k: int | None,
     bias_E: Tensor | None = None,
     *,
-    activations: bool = False,
-    selected_gradient: bool = False,
-    keep: bool = False,
+    keep: Keep = "nothing",
+    gradient: Gradient = "all",
+    chosen: Choose | None = None,
     screening: int = 0,
 ) -> Scores:
-    """AoE's selection (arXiv 2501.13074, Algorithm 2): `p_e = ||x W_e||_2`, `topK(p)`.
+    """AoE's selection (arXiv 2501.13074, Algorithm 2): C = x W_e, `p_e = ||C||_2`, `topK(p)`.
 
     The experts are sorted by falling norm, ties to the lower index. The gradient of a zero norm
     is 0.
 
+    k: how many experts each token gets; None: `chosen` says who.
     bias_E: fp32, added to the norms to rank by; it has no part in anything else.
-    activations: return C = x W_e of the chosen experts too, for `autonomous_experts`.
-    selected_gradient: norms of experts that were not chosen pass no gradient on.
-    keep: keep all of C that the backward pass needs, instead of computing it again there. It
-        changes nothing but time and memory, and nothing at all in this reference.
+    keep: how much of C stays in memory. "nothing": the backward pass makes it again. "chosen": C of
+        the chosen, which is handed on as c_TKR for `autonomous_experts`. "all": also C of all whose
+        norms pass a gradient on, so that the backward pass makes none again; c_TKR then costs one
+        copy more. Apart from c_TKR it changes nothing but time and memory, and in this reference
+        nothing at all.
+    gradient: "all": every norm passes its gradient on; "chosen": those of the chosen alone, which
+        spares the backward pass of the native operators E - K products with x for each token.
+    chosen: another rule than top K: a function of the norms, called without gradient, that names
+        each token's experts, each at most once, -1 in an empty slot. C of an empty slot is 0. With
+        keep, C of all experts is in memory at once until it has chosen.
     screening: M > 0: choose among the K + M candidates whose norms are greatest in FP8
-        (`fp8_norms`); norms of the others stay those of FP8. Takes the selected gradient.
+        (`fp8_norms`); norms of the others stay those of FP8. Takes the gradient of the chosen.
 
-    Raises ValueError unless 1 <= k <= E and, with screening, k + screening <= E.
+    Raises ValueError unless either `chosen` is given or 1 <= k <= E and k + screening <= E.
     """
-    check_choice(w_EDR.size(0), k, screening, selected_gradient)
+    check_choice(w_EDR.size(0), k, bias_E, keep, gradient, chosen, screening)
     c_TER = torch.einsum("td,edr->ter", x_TD, w_EDR)
     norms_TE = torch.linalg.vector_norm(c_TER.to(accumulation_dtype(x_TD.dtype)), dim=-1)
     others_TE = None
     if screening > 0:
+        assert k is not None
         fp8_TE = fp8_norms(x_TD, w_EDR).to(norms_TE.dtype)
         candidates_TC = by_falling_rank(fp8_TE, bias_E)[:, : k + screening]
         others_TE = torch.ones_like(norms_TE, dtype=torch.bool).scatter(1, candidates_TC, False)
         norms_TE = torch.where(others_TE, fp8_TE, norms_TE)
-    experts_TK = by_falling_rank(norms_TE.detach(), bias_E, others_TE)[:, :k].contiguous()
-    if selected_gradient:
-        chosen_TE = torch.zeros_like(norms_TE, dtype=torch.bool).scatter(1, experts_TK, True)
-        norms_TE = torch.where(chosen_TE, norms_TE, norms_TE.detach())
-    if not activations:
-        return Scores(norms_TE, experts_TK)
-    index_TKR = experts_TK.unsqueeze(-1).expand(-1, -1, w_EDR.size(2))
-    return Scores(norms_TE, experts_TK, c_TER.gather(1, index_TKR))
+    with torch.no_grad():
+        if chosen is not None:
+            experts_TK = chosen(norms_TE.detach())
+        else:
+            experts_TK = by_falling_rank(norms_TE, bias_E, others_TE)[:, :k].contiguous()
+    if gradient == "chosen":
+        is_chosen_TE = torch.zeros_like(functional.pad(norms_TE, (0, 1)), dtype=torch.bool)
+        is_chosen_TE = is_chosen_TE.scatter(1, experts_TK % is_chosen_TE.size(1), True)[:, :-1]
+        norms_TE = torch.where(is_chosen_TE, norms_TE, norms_TE.detach())
+    c_TKR = c_of_chosen(c_TER, experts_TK) if keep != "nothing" else None
+    return Scores(norms_TE, experts_TK, c_TKR)
 
 
-def check_choice(num_experts: int, k: int, screening: int, selected_gradient: bool) -> None:
+def c_of_chosen(c_TER: Tensor, experts_TK: Tensor) -> Tensor:
+    """c_TKR: C of each token's experts, 0 in empty slots (-1)."""
+    experts_TK1 = experts_TK.unsqueeze(-1)
+    index_TKR = experts_TK1.clamp(min=0).expand(-1, -1, c_TER.size(2))
+    return c_TER.gather(1, index_TKR).masked_fill(experts_TK1 < 0, 0)
+
+
+def check_choice(
+    num_experts: int,
+    k: int | None,
+    bias_E: Tensor | None,
+    keep: Keep,
+    gradient: Gradient,
+    chosen: Choose | None,
+    screening: int,
+) -> None:
     """Raise ValueError for arguments of `norm_topk` that do not go together."""
-    if not 1 <= k <= num_experts:
+    for name, value, values in (("keep", keep, Keep), ("gradient", gradient, Gradient)):
+        if value not in get_args(values):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(values))}, not {value!r}")
+    if chosen is not None:
+        if k is not None or bias_E is not None or screening != 0:
+            raise ValueError("k, bias_E and screening are of top K: with chosen leave them out")
+        return
+    if k is None or not 1 <= k <= num_experts:
         raise ValueError(f"k must lie in 1..{num_experts} (the number of experts), not {k}")
     if not 0 <= screening <= num_experts - k:
         raise ValueError(
             f"screening must lie in 0..{num_experts - k}, so that it and k = {k} are at most the "
             f"{num_experts} experts, not {screening}"
         )
-    if screening > 0 and not selected_gradient:
+    if screening > 0 and gradient != "chosen":
         raise ValueError(
-            f"screening is {screening}, but norms in FP8 have no gradient: set selected_gradient"
+            f"screening is {screening}, but norms in FP8 have no gradient: set gradient='chosen'"
         )
 
 
@@ -234,7 +267,7 @@ def autonomous_experts(
     w_p_EDW: Tensor,
     w_out_EWD: Tensor,
     *,
-    activations_TKR: Tensor | None = None,
+    c_TKR: Tensor | None = None,
     recompute_gate: bool = True,
     main_gradients: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
@@ -242,8 +275,8 @@ def autonomous_experts(
 
     AoE's experts (arXiv 2501.13074, Algorithm 2).
 
-    activations_TKR: C = x W_down of the choices, where the selection hands it on: then W_down has
-        no part in this, and C's gradient goes back there.
+    c_TKR: C = x W_down of the choices, where the selection hands it on: then W_down has no part in
+        this, and C's gradient goes back there.
     recompute_gate: compute C W_up again in the backward pass instead of keeping it. It changes
         nothing but time and memory, and nothing at all in this reference.
     main_gradients: of W_up, W_p and W_out, see `add_gradient_to`.
@@ -253,10 +286,10 @@ def autonomous_experts(
         w_up_ERW, w_p_EDW, w_out_EWD = map(add_gradient_to, main_gradients, weights)
     counts_E = row_map.counts_E
     x_ND = permute(x_TD, row_map)
-    if activations_TKR is None:
+    if c_TKR is None:
         c_NR = grouped_gemm(x_ND, w_down_EDR, counts_E)
     else:
-        c_NR = _append_zero_row(activations_TKR.flatten(0, 1))[row_map.slots_N]
+        c_NR = _append_zero_row(c_TKR.flatten(0, 1))[row_map.slots_N]
     g_NW, p_NW = grouped_gemm(c_NR, w_up_ERW, counts_E), grouped_gemm(x_ND, w_p_EDW, counts_E)
     h_NW = swiglu(g_NW, p_NW, _gates_of_rows(gates_TK, row_map))
     return unpermute(grouped_gemm(h_NW, w_out_EWD, counts_E), row_map)

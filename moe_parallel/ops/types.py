@@ -1,6 +1,7 @@
 """What the operators take and give besides tensors."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -22,13 +23,23 @@ class RowMap(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Norms of all experts for each token, and who ranks highest.
+    """Norms of all experts for each token, and which experts were chosen by them.
 
     norms_TE: fp32 (fp64 for fp64 inputs), differentiable.
-    experts_TK: int64, by falling rank.
-    activations_TKR: C = x W_e of these experts, differentiable; None: not asked for.
+    experts_TK: int64, the chosen; by falling rank, or in the order of `chosen`.
+    c_TKR: C = x W_e of the chosen experts, differentiable; None: nothing was kept.
     """
 
     norms_TE: Tensor
     experts_TK: Tensor
-    activations_TKR: Tensor | None = None
+    c_TKR: Tensor | None = None
+
+
+#: How much of C = x W_e `norm_topk` keeps: none of it, that of the chosen experts, or all.
+Keep = Literal["nothing", "chosen", "all"]
+
+#: Which norms of `norm_topk` pass a gradient on: all, or those of the chosen experts.
+Gradient = Literal["all", "chosen"]
+
+#: norms_TE -> experts_TK, int64, -1: an empty slot.
+Choose = Callable[[Tensor], Tensor]

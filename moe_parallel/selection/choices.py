@@ -22,7 +22,7 @@ class Choices:
     gates_TK: torch.Tensor  # fp32, differentiable; the weight of that expert's output
     scores_TE: torch.Tensor  # fp32; router logits or norms, higher ranks first
     probabilities_TE: torch.Tensor  # fp32, differentiable; scores as shares of 1
-    activations_TKR: torch.Tensor | None = None  # C = x W_down of the chosen, handed to them
+    c_TKR: torch.Tensor | None = None  # C = x W_down of the chosen, handed to them
     all_chosen: bool = False  # a promise that no slot is empty, which spares a GPU a wait
     _counts_E: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)
 

@@ -279,7 +279,7 @@ void check_norms(ScalarType type) {
                            .c = c.bytes.data(),
                            .factors = factors.bytes.data(),
                            .experts = nullptr,
-                           .dkept = nullptr,
+                           .dc_chosen = nullptr,
                            .dc = dc.bytes.data(),
                            .tokens = kTokens,
                            .num_experts = 1,

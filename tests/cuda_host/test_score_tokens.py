@@ -16,7 +16,7 @@ ScoreTokens = structure(
     bias=c_void_p,
     norms=c_void_p,
     experts=c_void_p,
-    kept=c_void_p,
+    c_chosen=c_void_p,
     tokens=c_int64,
     num_experts=c_int64,
     rank=c_int64,
@@ -36,14 +36,14 @@ def test_equals_sorting(kernels, tokens, num_experts, rank, k, has_bias):
     c[:, num_experts // 2] = c[:, 0]  # equal norms go by the index
     bias[num_experts // 2] = bias[0]
     norms, experts = np.zeros((tokens, num_experts)), np.full((tokens, k), -7)
-    kept = np.zeros((tokens, k, rank))
+    c_chosen = np.zeros((tokens, k, rank))
     task = ScoreTokens(
         type=FLOAT64,
         c=c.ctypes.data,
         bias=bias.ctypes.data if has_bias else None,
         norms=norms.ctypes.data,
         experts=experts.ctypes.data,
-        kept=kept.ctypes.data,
+        c_chosen=c_chosen.ctypes.data,
         tokens=tokens,
         num_experts=num_experts,
         rank=rank,
@@ -55,4 +55,4 @@ def test_equals_sorting(kernels, tokens, num_experts, rank, k, has_bias):
     ranks = norms + (bias if has_bias else 0)
     wanted = np.argsort(-ranks, axis=1, kind="stable")[:, :k]
     np.testing.assert_array_equal(experts, wanted)
-    np.testing.assert_array_equal(kept, np.take_along_axis(c, wanted[:, :, None], axis=1))
+    np.testing.assert_array_equal(c_chosen, np.take_along_axis(c, wanted[:, :, None], axis=1))

@@ -102,11 +102,11 @@ def matrices() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def choices_of(
-    experts: torch.Tensor, gates: torch.Tensor, activations: torch.Tensor | None = None
+    experts: torch.Tensor, gates: torch.Tensor, c_TKR: torch.Tensor | None = None
 ) -> Choices:
     """Scores and probabilities have no part in dispatch."""
     nothing = gates.new_zeros(len(gates), EXPERTS)
-    return Choices(experts, gates, nothing, nothing, activations)
+    return Choices(experts, gates, nothing, nothing, c_TKR)
 
 
 def arrived(rows: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -251,26 +251,26 @@ def test_identity_experts_return_the_sum_of_gates(layout):
         numpy.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-def _sent(takes_activations: bool) -> tuple[Any, Any, Any, int]:
+def _sent(takes_c: bool) -> tuple[Any, Any, Any, int]:
     """Activations that say which token and choice they belong to, where they arrived."""
     task, rank = problem("some dropped", dist.get_world_size()), dist.get_rank()
     experts = task.experts[rank]
     c = torch.arange(experts.numel(), dtype=torch.float64).view(*experts.shape, 1) + 100 * rank
     c.requires_grad_()
     dispatcher = AllToAllDispatcher(
-        EXPERTS, dist.group.WORLD, 1, select_backend("reference"), takes_activations
+        EXPERTS, dist.group.WORLD, 1, select_backend("reference"), takes_c
     )
-    choices = choices_of(experts, task.gates[rank], c if takes_activations else None)
+    choices = choices_of(experts, task.gates[rank], c if takes_c else None)
     rows = dispatcher.dispatch(task.x[rank], choices, None)
-    if not takes_activations:
-        assert rows.activations_MJR is None
+    if not takes_c:
+        assert rows.c_MJR is None
         return None, None, None, rows.wire_bytes
-    came = rows.activations_MJR
+    came = rows.c_MJR
     (came * came.detach()).sum().backward()
     return came.detach().numpy(), c.detach().numpy(), c.grad.numpy(), rows.wire_bytes
 
 
-def test_activations_travel_with_their_choice_and_their_gradient_comes_back():
+def test_c_travels_with_its_choice_and_their_gradient_comes_back():
     found = run_distributed(2, _sent, True)
     task = problem("some dropped", 2)
     for rank, (_, sent, gradient, _) in enumerate(found):
@@ -286,13 +286,13 @@ def test_activations_travel_with_their_choice_and_their_gradient_comes_back():
         assert came.flatten().tolist() == wanted
 
 
-@pytest.mark.parametrize("takes_activations", [False, True])
-def test_bytes_on_the_wire(takes_activations):
+@pytest.mark.parametrize("takes_c", [False, True])
+def test_bytes_on_the_wire(takes_c):
     """A row of three fp64, a gate and, if sent, an activation there; a row of three fp64 back."""
     task = problem("some dropped", 2)
-    there = 8 * (WIDTH + 1 + takes_activations)
+    there = 8 * (WIDTH + 1 + takes_c)
     away = [
         int((task.experts[r] // 2 == 1 - r).logical_and(task.experts[r] >= 0).sum()) for r in (0, 1)
     ]
-    for rank, (*_, sent_bytes) in enumerate(run_distributed(2, _sent, takes_activations)):
+    for rank, (*_, sent_bytes) in enumerate(run_distributed(2, _sent, takes_c)):
         assert sent_bytes == away[rank] * there + away[1 - rank] * 8 * WIDTH

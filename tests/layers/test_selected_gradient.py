@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from moe_parallel.layers import SelectedGradientLayer
+from moe_parallel.layers import AutonomousLayer
 from tests.layers.cases import (
     BALANCE,
     BIASED,
@@ -51,7 +51,8 @@ def as_option(case: Case, gradient: dict[str, str]) -> Case:
 def test_without_losses_it_equals_the_full_gradient(name):
     full, selected = EXACT[name], as_option(EXACT[name], SELECTED)
     given = values(full)
-    assert isinstance(build(selected, given, torch.float64, "reference"), SelectedGradientLayer)
+    layer = build(selected, given, torch.float64, "reference")
+    assert isinstance(layer, AutonomousLayer) and layer.gradient == "chosen"
     for dtype, rounding in ((torch.float64, 1e-14), (torch.float32, 1e-6)):
         found = gradients_of(selected, dtype)
         for key, gradient in gradients_of(full, dtype).items():

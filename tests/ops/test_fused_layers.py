@@ -84,7 +84,7 @@ class Setting:
                 row_map,
                 self.w_down,
                 *weights,
-                activations_TKR=c,
+                c_TKR=c,
                 main_gradients=main_gradients,
             )
         return ops.autonomous_experts(

@@ -60,7 +60,8 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
             *(main(3, 4, 2), None, main(3, 2, 5)),
         ),
     }
-    once = [name for name in given if name.endswith(("backward", "add"))]  # no gradient of theirs
+    # No gradient of theirs; that of norm_topk is the Python function's.
+    once = [name for name in given if name == "norm_topk" or name.endswith(("backward", "add"))]
     return given | {name: tuple(map(_detached, given[name])) for name in once}
 
 
@@ -85,6 +86,10 @@ def test_opcheck_of_optional_arguments(native, device):
     torch.library.opcheck(operators.swiglu.default, (*given["swiglu"][:2], None))
     x, w, k, *_ = given["norm_topk"]
     torch.library.opcheck(operators.norm_topk.default, (x, w, k, None, False, False))
+    torch.library.opcheck(
+        operators.norm_topk_backward.default,
+        (given["norm_topk_backward"][0], None, *given["norm_topk_backward"][2:6], None),
+    )
     main = tuple(torch.zeros(3, *sizes, device=device) for sizes in ((5, 4), (2, 5)))
     routed = given["routed_experts"][:-2]
     torch.library.opcheck(operators.routed_experts.default, (*routed, *main))

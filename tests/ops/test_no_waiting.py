@@ -49,11 +49,11 @@ def autonomous(ops: Ops, dtype: torch.dtype) -> Callable[[Tensor], list[Tensor]]
     x, *weights = tensors(dtype, (T, D), (E, D, R), (E, R, F), (E, D, F), (E, F, D))
 
     def step(scores_TE: Tensor) -> list[Tensor]:
-        scores = ops.norm_topk(x, weights[0], K, 10 * scores_TE[0].detach(), activations=True)
+        scores = ops.norm_topk(x, weights[0], K, 10 * scores_TE[0].detach(), keep="chosen")
         row_map = ops.routing_map(scores.experts_TK, E, all_chosen=True)
         gates_TK = scores.norms_TE.gather(1, scores.experts_TK).softmax(-1)
-        c = scores.activations_TKR
-        y = ops.autonomous_experts(x, gates_TK, row_map, *weights, activations_TKR=c)
+        c = scores.c_TKR
+        y = ops.autonomous_experts(x, gates_TK, row_map, *weights, c_TKR=c)
         return [y, *torch.autograd.grad(y.float().square().sum(), (x, *weights))]
 
     return step

@@ -187,93 +187,135 @@ def test_a_bias_ranks_and_does_nothing_else(ops, device, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("selected", [False, True])
+@pytest.mark.parametrize("keep", ["nothing", "chosen", "all"])
+@pytest.mark.parametrize("gradient", ["all", "chosen"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_activations_and_both_gradients(ops, device, shape, selected, keep, dtype):
+def test_c_and_both_gradients(ops, device, shape, gradient, keep, dtype):
     """dC of a chosen expert is what reached C itself and the norm's part; of others the latter."""
     x, w, dnorms = setting(shape, dtype, device)
-    k = shape[-1]
-    scores = ops.norm_topk(x, w, k, activations=True, selected_gradient=selected, keep=keep)
-    of_x, of_w = float64(x), float64(w)
-    experts = scores.experts_TK.cpu().numpy()
-    c = np.einsum("td,tkdr->tkr", of_x, of_w[experts])
-    assert_close(scores.activations_TKR, c, dtype)
+    scores = ops.norm_topk(x, w, shape[-1], keep=keep, gradient=gradient)
+    assert_c_and_gradients(scores, x, w, dnorms, gradient, keep)
 
-    dc = random_tensor(*c.shape, dtype=dtype, device=device, seed=3)
-    outputs, upstream = [scores.norms_TE, scores.activations_TKR], [dnorms, dc]
-    found = torch.autograd.grad(outputs, (x, w), upstream)
-    of_norms = float64(dnorms)
-    if selected:
-        chosen = np.zeros(of_norms.shape)
-        np.put_along_axis(chosen, experts, 1.0, axis=1)
+
+def assert_c_and_gradients(scores, x, w, dnorms, gradient, keep) -> None:
+    of_x, of_w, of_norms = float64(x), float64(w), float64(dnorms)
+    experts = scores.experts_TK.cpu().numpy()
+    if gradient == "chosen":
+        chosen = (experts[:, :, None] == np.arange(len(of_w))).any(1)
         of_norms = of_norms * chosen
     dx, dw = oracle.norms_gradient(of_norms, of_x, of_w)
-    for t, j in np.ndindex(*experts.shape):
-        e, of_c = experts[t, j], float64(dc)[t, j]
-        dx[t] += of_w[e] @ of_c
-        dw[e] += np.outer(of_x[t], of_c)
-    assert_close(found[0], dx, dtype)
-    assert_close(found[1], dw, dtype)
+    outputs, upstream = [scores.norms_TE], [dnorms]
+    if keep == "nothing":
+        assert scores.c_TKR is None
+    else:
+        c = np.einsum("td,tkdr->tkr", of_x, of_w[experts]) * (experts >= 0)[:, :, None]
+        assert_close(scores.c_TKR, c, x.dtype)
+        dc = random_tensor(*c.shape, dtype=x.dtype, device=x.device, seed=3)
+        outputs, upstream = [*outputs, scores.c_TKR], [*upstream, dc]
+        for t, j in zip(*np.nonzero(experts >= 0), strict=True):
+            e, of_c = experts[t, j], float64(dc)[t, j]
+            dx[t] += of_w[e] @ of_c
+            dw[e] += np.outer(of_x[t], of_c)
+    found = torch.autograd.grad(outputs, (x, w), upstream)
+    assert_close(found[0], dx, x.dtype)
+    assert_close(found[1], dw, x.dtype)
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_selected_gradient_without_activations(ops, device, keep):
-    x, w, dnorms = setting((9, 8, 5, 4, 2), torch.float64, device)
-    norms, experts, c = ops.norm_topk(x, w, 2, selected_gradient=True, keep=keep)
-    assert c is None
-    chosen = np.zeros(dnorms.shape)
-    np.put_along_axis(chosen, experts.cpu().numpy(), 1.0, axis=1)
-    wanted = oracle.norms_gradient(float64(dnorms) * chosen, float64(x), float64(w))
-    for actual, expected in zip(gradients(norms, dnorms, x, w), wanted, strict=True):
-        assert_close(actual, expected, torch.float64)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("keep", ["nothing", "chosen", "all"])
+@pytest.mark.parametrize("gradient", ["all", "chosen"])
+def test_another_rule_chooses(ops, device, gradient, keep, dtype):
+    """Those above the mean of the batch: of some tokens none, of others several, by index."""
+    x, w, dnorms = setting((9, 8, 6, 4, 0), dtype, device)
+    seen = []
+
+    def above_the_mean(norms_TE: torch.Tensor) -> torch.Tensor:
+        seen.append((norms_TE, norms_TE.requires_grad or torch.is_grad_enabled()))
+        experts_TE = torch.arange(6, device=device).expand(norms_TE.shape)
+        return experts_TE.masked_fill(norms_TE <= norms_TE.mean(), -1)
+
+    scores = ops.norm_topk(x, w, None, keep=keep, gradient=gradient, chosen=above_the_mean)
+    ((norms_TE, has_gradient),) = seen
+    assert torch.equal(norms_TE, scores.norms_TE) and not has_gradient
+    assert torch.equal(scores.experts_TK, above_the_mean(norms_TE))
+    assert_close(scores.norms_TE, oracle.norms(float64(x), float64(w)), dtype)
+    assert 0 < (scores.experts_TK < 0).sum() < scores.experts_TK.numel()
+    assert_c_and_gradients(scores, x, w, dnorms, gradient, keep)
 
 
-@pytest.mark.parametrize("selected", [False, True])
-def test_what_is_saved(native, selected):
-    """C of all experts where it is kept, else none of it; C of the chosen where handed on."""
+REFUSED = {
+    "one of nothing, chosen, all, not 'some'": {"keep": "some"},
+    "one of all, chosen, not 'selected'": {"gradient": "selected"},
+    "with chosen leave them out": {"chosen": lambda norms_TE: norms_TE.argsort()},
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_does_not_go_together_is_refused(ops, device, said):
+    x, w, _ = setting((3, 4, 4, 2, 2), torch.float32, device)
+    with pytest.raises(ValueError, match=said):
+        ops.norm_topk(x, w, 2, **REFUSED[said])
+
+
+@pytest.mark.parametrize("gradient", ["all", "chosen"])
+def test_what_is_saved(native, gradient):
+    """C of all experts, or with the chosen gradient of the chosen, where it is kept for it."""
     x, w, _ = setting((9, 8, 5, 4, 2), torch.float32, "cpu")
     sizes = {}
-    for keep in (False, True):
-        for activations in (False, True):
-            seen: dict[int, int] = {}
+    for keep in ("nothing", "chosen", "all"):
+        seen: dict[int, int] = {}
 
-            def note(tensor: torch.Tensor, seen: dict[int, int] = seen) -> torch.Tensor:
-                seen[tensor.data_ptr()] = tensor.nbytes
-                return tensor
+        def note(tensor: torch.Tensor, seen: dict[int, int] = seen) -> torch.Tensor:
+            seen[tensor.data_ptr()] = tensor.nbytes
+            return tensor
 
-            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                native.norm_topk(
-                    x, w, 2, activations=activations, selected_gradient=selected, keep=keep
-                )
-            for given in (x, w):
-                seen.pop(given.data_ptr(), None)
-            sizes[keep, activations] = sum(seen.values())
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            native.norm_topk(x, w, 2, keep=keep, gradient=gradient)
+        for given in (x, w):
+            seen.pop(given.data_ptr(), None)
+        sizes[keep] = sum(seen.values())
     norms_and_experts = 4 * 9 * 5 + 8 * 9 * 2
     of_all, of_chosen = 4 * 9 * 5 * 4, 4 * 9 * 2 * 4
-    assert sizes[False, False] == norms_and_experts
-    if selected:
-        assert set(sizes.values()) == {norms_and_experts, norms_and_experts + of_chosen}
+    assert sizes["nothing"] == norms_and_experts
+    if gradient == "chosen":
+        assert sizes["chosen"] == sizes["all"] == norms_and_experts + of_chosen
     else:
-        assert sizes[True, False] == sizes[True, True] == norms_and_experts + of_all
-        assert sizes[False, True] == norms_and_experts  # the layer that takes C saves it
+        assert sizes["chosen"] == norms_and_experts  # the layer that takes C saves it
+        assert sizes["all"] == norms_and_experts + of_all
 
 
-def test_traces_as_one_graph(native, device):
+@pytest.mark.parametrize("keep", ["nothing", "chosen", "all"])
+@pytest.mark.parametrize("gradient", ["all", "chosen"])
+def test_traces_as_one_graph(native, device, gradient, keep):
     x, w, dnorms = setting((9, 8, 5, 4, 2), torch.float32, device)
-    for selected in (False, True):
 
-        def choose(x, w, selected=selected):
-            scores = native.norm_topk(x, w, 2, activations=True, selected_gradient=selected)
-            return scores.norms_TE, scores.activations_TKR
+    def choose(x, w):
+        scores = native.norm_topk(x, w, 2, keep=keep, gradient=gradient)
+        return [tensor for tensor in (scores.norms_TE, scores.c_TKR) if tensor is not None]
 
-        compiled = torch.compile(choose, fullgraph=True, backend="aot_eager")(x, w)
-        expected = choose(x, w)
-        for actual, wanted in zip(compiled, expected, strict=True):
-            assert torch.equal(actual, wanted)
-        found = gradients(compiled[0], dnorms, x, w)
-        for actual, wanted in zip(found, gradients(expected[0], dnorms, x, w), strict=True):
-            assert torch.equal(actual, wanted)
+    compiled = torch.compile(choose, fullgraph=True, backend="aot_eager")(x, w)
+    expected = choose(x, w)
+    for actual, wanted in zip(compiled, expected, strict=True):
+        assert torch.equal(actual, wanted)
+    found = gradients(compiled[0], dnorms, x, w)
+    for actual, wanted in zip(found, gradients(expected[0], dnorms, x, w), strict=True):
+        assert torch.equal(actual, wanted)
+
+
+def test_another_rule_traces_as_one_graph(native, device):
+    x, w, dnorms = setting((9, 8, 5, 4, 2), torch.float32, device)
+
+    def choose(x, w):
+        return native.norm_topk(
+            x, w, None, gradient="chosen", chosen=lambda norms_TE: norms_TE.argsort()[:, :2]
+        ).norms_TE
+
+    compiled = torch.compile(choose, fullgraph=True, backend="aot_eager")(x, w)
+    expected = choose(x, w)
+    assert torch.equal(compiled, expected)
+    found = gradients(compiled, dnorms, x, w)
+    for actual, wanted in zip(found, gradients(expected, dnorms, x, w), strict=True):
+        assert torch.equal(actual, wanted)
 
 
 def test_a_bias_of_another_size_is_refused(native, device):

@@ -59,7 +59,7 @@ def test_the_product_of_tensor_cores_is_the_emulated_one():
 def test_the_greatest_of_the_candidates_are_chosen(ops, device, size):
     experts, k, screening = size
     x, w = setting(experts, torch.float64, device)
-    scores = ops.norm_topk(x, w, k, selected_gradient=True, screening=screening)
+    scores = ops.norm_topk(x, w, k, gradient="chosen", screening=screening)
     known, exact = candidates(x, w, k + screening), all_norms(x, w)
     found = scores.experts_TK.cpu().numpy()
     assert (found == oracle.topk(np.where(known, exact, -1.0), k)).all()
@@ -80,7 +80,7 @@ def test_the_greatest_of_the_candidates_are_chosen(ops, device, size):
 def test_too_few_candidates_miss_some(ops, device):
     """Else the tests above would say little: FP8 does rank otherwise."""
     x, w = setting(64, torch.float64, device)
-    scores = ops.norm_topk(x, w, 8, selected_gradient=True, screening=1)
+    scores = ops.norm_topk(x, w, 8, gradient="chosen", screening=1)
     found, exact = scores.experts_TK.cpu().numpy(), oracle.topk(all_norms(x, w), 8)
     assert 0 < (found != exact).any(1).sum() < TOKENS / 4
 
@@ -89,9 +89,7 @@ def test_a_bias_ranks_in_both(ops, device):
     x, w = setting(16, torch.float64, device)
     exact = all_norms(x, w)
     bias = np.linspace(-0.3, 0.3, 16) * exact.mean()
-    scores = ops.norm_topk(
-        x, w, 3, torch.from_numpy(bias).to(x), selected_gradient=True, screening=2
-    )
+    scores = ops.norm_topk(x, w, 3, torch.from_numpy(bias).to(x), gradient="chosen", screening=2)
     known = candidates(x, w, 5, bias)
     wanted = oracle.topk(np.where(known, exact + bias, -np.inf), 3)
     assert (scores.experts_TK.cpu().numpy() == wanted).all()
@@ -100,32 +98,29 @@ def test_a_bias_ranks_in_both(ops, device):
 def test_ties_go_to_the_lower_index(ops, device):
     x = torch.tensor([[1.0], [2.0]], device=device)
     w = torch.tensor([3.0, 4.0, 3.0, 4.0, 0.0], device=device).view(5, 1, 1)
-    scores = ops.norm_topk(x, w, 2, selected_gradient=True, screening=1)
+    scores = ops.norm_topk(x, w, 2, gradient="chosen", screening=1)
     assert scores.experts_TK.tolist() == [[1, 3]] * 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("activations", [False, True])
-def test_gradients_are_those_of_the_selected(ops, device, activations, keep, dtype):
+@pytest.mark.parametrize("keep", ["nothing", "chosen", "all"])
+def test_gradients_are_those_of_the_chosen(ops, device, keep, dtype):
     x, w = setting(8, dtype, device)
-    scores = ops.norm_topk(
-        x, w, 2, activations=activations, selected_gradient=True, keep=keep, screening=3
-    )
+    scores = ops.norm_topk(x, w, 2, keep=keep, gradient="chosen", screening=3)
     experts, of_x, of_w = scores.experts_TK.cpu().numpy(), float64(x), float64(w)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     dnorms = random_tensor(TOKENS, 8, dtype=wide, device=device, seed=2)
     chosen = np.zeros(dnorms.shape)
     np.put_along_axis(chosen, experts, 1.0, axis=1)
     dx, dw = oracle.norms_gradient(float64(dnorms) * chosen, of_x, of_w)
-    if not activations:
-        assert scores.activations_TKR is None
+    if keep == "nothing":
+        assert scores.c_TKR is None
         found = gradients(scores.norms_TE, dnorms, x, w)
     else:
         c = np.einsum("td,tkdr->tkr", of_x, of_w[experts])
-        assert_close(scores.activations_TKR, c, dtype)
+        assert_close(scores.c_TKR, c, dtype)
         dc = random_tensor(*c.shape, dtype=dtype, device=device, seed=3)
-        outputs = [scores.norms_TE, scores.activations_TKR]
+        outputs = [scores.norms_TE, scores.c_TKR]
         found = torch.autograd.grad(outputs, (x, w), [dnorms, dc])
         dx += np.einsum("tkr,tkdr->td", float64(dc), of_w[experts])
         for e in range(8):
@@ -137,7 +132,7 @@ def test_gradients_are_those_of_the_selected(ops, device, activations, keep, dty
 
 def test_short_types_choose_by_their_own_norms(ops, device):
     x, w = setting(16, torch.bfloat16, device)
-    scores = ops.norm_topk(x, w, 3, selected_gradient=True, screening=4)
+    scores = ops.norm_topk(x, w, 3, gradient="chosen", screening=4)
     exact = all_norms(x, w)
     chosen = np.take_along_axis(exact, scores.experts_TK.cpu().numpy(), axis=1)
     wanted = np.take_along_axis(exact, oracle.topk(exact, 3), axis=1)
@@ -149,7 +144,7 @@ def test_a_token_is_chosen_for_as_if_it_were_alone(ops, device):
     louder = x.clone()
     louder[::2] *= 1e4
     before, after = (
-        ops.norm_topk(given, w, 2, selected_gradient=True, screening=2) for given in (x, louder)
+        ops.norm_topk(given, w, 2, gradient="chosen", screening=2) for given in (x, louder)
     )
     assert torch.equal(before.experts_TK[1::2], after.experts_TK[1::2])
 
@@ -158,8 +153,8 @@ def test_traces_as_one_graph(native, device):
     x, w = setting(8, torch.float32, device)
 
     def choose(x, w):
-        scores = native.norm_topk(x, w, 2, activations=True, selected_gradient=True, screening=2)
-        return scores.norms_TE, scores.activations_TKR
+        scores = native.norm_topk(x, w, 2, keep="chosen", gradient="chosen", screening=2)
+        return scores.norms_TE, scores.c_TKR
 
     compiled = torch.compile(choose, fullgraph=True, backend="aot_eager")(x, w)
     expected = choose(x, w)
@@ -174,8 +169,8 @@ def test_traces_as_one_graph(native, device):
 
 def test_what_does_not_go_together_is_refused(ops, device):
     x, w = setting(8, torch.float32, device)
-    with pytest.raises(ValueError, match="screening is 2, .*: set selected_gradient"):
+    with pytest.raises(ValueError, match="screening is 2, .*: set gradient='chosen'"):
         ops.norm_topk(x, w, 2, screening=2)
     for screening in (-1, 7):
         with pytest.raises(ValueError, match=rf"screening must lie in 0..6, .*, not {screening}"):
-            ops.norm_topk(x, w, 2, selected_gradient=True, screening=screening)
+            ops.norm_topk(x, w, 2, gradient="chosen", screening=screening)

@@ -58,17 +58,17 @@ inline void select_topk(const SelectTopK& task, int64_t begin, int64_t end) {
   }
 }
 
-// The gradient of the kept row that is expert e of the token, or null.
+// The gradient that reached C of expert e of the token by itself, or null.
 template <class Scalar>
-inline const Scalar* gradient_of_kept(const NormGradient& task, int64_t token, int64_t e) {
-  const Scalar* dkept = nullptr;
-  for (int64_t j = 0; task.dkept && j < task.k; ++j) {
+inline const Scalar* gradient_of_chosen(const NormGradient& task, int64_t token, int64_t e) {
+  const Scalar* dc_chosen = nullptr;
+  for (int64_t j = 0; task.dc_chosen && j < task.k; ++j) {
     const int64_t choice = token * task.k + j;
     if (task.experts[choice] == e) {
-      dkept = static_cast<const Scalar*>(task.dkept) + choice * task.rank;
+      dc_chosen = static_cast<const Scalar*>(task.dc_chosen) + choice * task.rank;
     }
   }
-  return dkept;
+  return dc_chosen;
 }
 
 inline void norm_gradient(const NormGradient& task, int64_t begin, int64_t end) {
@@ -79,11 +79,11 @@ inline void norm_gradient(const NormGradient& task, int64_t begin, int64_t end) 
       const auto* c = static_cast<const Scalar*>(task.c) + group * task.rank;
       auto* dc = static_cast<Scalar*>(task.dc) + group * task.rank;
       const Sum factor = static_cast<const Sum*>(task.factors)[group];
-      const auto* dkept =
-          gradient_of_kept<Scalar>(task, group / task.num_experts, group % task.num_experts);
+      const auto* dc_chosen =
+          gradient_of_chosen<Scalar>(task, group / task.num_experts, group % task.num_experts);
       for_columns<Sum>(task.rank, [&](int64_t i, auto lanes) {
         Vector<Sum> sum = factor * lanes.load(c + i);
-        if (dkept) sum += lanes.load(dkept + i);
+        if (dc_chosen) sum += lanes.load(dc_chosen + i);
         lanes.store(dc + i, sum);
       });
     }

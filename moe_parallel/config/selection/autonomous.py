@@ -97,6 +97,10 @@ class AutonomousSelection(DispatchedSelection):
         return [("--aoe-low-rank-size", self.aoe_low_rank_size)]
 
     @property
+    def sends_c(self) -> bool:
+        return self.aoe_send_activations
+
+    @property
     def gates_over_all(self) -> bool:
         """Whether gates are a softmax over the norms of all experts."""
         return False

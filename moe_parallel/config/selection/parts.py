@@ -31,6 +31,11 @@ class DispatchedSelection(Selection):
         False, "compute the shared expert on a CUDA stream of its own while tokens travel"
     )
 
+    @property
+    def sends_c(self) -> bool:
+        """Whether C = x W_down travels with a token to its expert."""
+        return False
+
     def layer_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> LayerWeights:
         weights = super().layer_weights(hidden_size, num_experts, expert_width)
         width = self.moe_shared_expert_intermediate_size or 0

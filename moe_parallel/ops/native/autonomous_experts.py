@@ -22,7 +22,7 @@ def autonomous_experts(
     w_p_EDW: Tensor,
     w_out_EWD: Tensor,
     *,
-    activations_TKR: Tensor | None = None,
+    c_TKR: Tensor | None = None,
     recompute_gate: bool = True,
     main_gradients: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
@@ -31,11 +31,11 @@ def autonomous_experts(
         x_TD,
         gates_TK,
         *row_map,
-        w_down_EDR if activations_TKR is None else None,
+        w_down_EDR if c_TKR is None else None,
         w_up_ERW,
         w_p_EDW,
         w_out_EWD,
-        activations_TKR,
+        c_TKR,
         *(main_gradients or (None, None, None)),
         not recompute_gate,
     )
@@ -57,14 +57,14 @@ def _(
     main_up: Tensor | None,
     main_p: Tensor | None,
     main_out: Tensor | None,
-    save_g: bool,
+    keep_g: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_rows, (_, rank, width) = slots.size(0), w_up.shape
     return (
         x.new_empty(x.shape),
         x.new_empty(num_rows, width),
         x.new_empty(num_rows if c is None else 0, rank),
-        x.new_empty(num_rows if save_g else 0, width),
+        x.new_empty(num_rows if keep_g else 0, width),
     )
 
 
@@ -82,8 +82,8 @@ def _(
     w_out: Tensor,
     c: Tensor | None,
     p: Tensor,
-    saved_c: Tensor,
-    saved_g: Tensor,
+    c_by_row: Tensor,
+    g: Tensor,
     main_up: Tensor | None,
     main_p: Tensor | None,
     main_out: Tensor | None,
@@ -114,17 +114,16 @@ def _backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...
     dx, dgates, dw_down, *dw, dc = _ops.autonomous_experts_backward(
         dy, *ctx.saved_tensors, *ctx.main_gradients
     )
-    handed_on = ctx.needs_input_grad[9]
-    computed = ctx.needs_input_grad[5]
+    needs_w_down, needs_c = ctx.needs_input_grad[5], ctx.needs_input_grad[9]
     return (
         dx,
         dgates,
         None,
         None,
         None,
-        dw_down if computed else None,
+        dw_down if needs_w_down else None,
         *gradients_not_added(dw, ctx.main_gradients),
-        dc if handed_on else None,
+        dc if needs_c else None,
         *(None,) * 4,
     )
 

@@ -1,4 +1,4 @@
-"""AoE's selection. Two gradients: through all norms, or through those of the chosen experts."""
+"""AoE's selection, and its two gradients: through all norms, or through those of the chosen."""
 
 from typing import Any
 
@@ -6,10 +6,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_parallel.ops.fp8_norms import fp8_norms
 from moe_parallel.ops.native.permute import routing_map
-from moe_parallel.ops.native.screening import screened_topk
-from moe_parallel.ops.reference import accumulation_dtype, check_choice
-from moe_parallel.ops.types import Scores
+from moe_parallel.ops.reference import (
+    accumulation_dtype,
+    by_falling_rank,
+    c_of_chosen,
+    check_choice,
+)
+from moe_parallel.ops.types import Choose, Gradient, Keep, Scores
 
 _ops = torch.ops.moe_parallel
 
@@ -17,24 +22,61 @@ _ops = torch.ops.moe_parallel
 def norm_topk(
     x_TD: Tensor,
     w_EDR: Tensor,
-    k: int,
+    k: int | None,
     bias_E: Tensor | None = None,
     *,
-    activations: bool = False,
-    selected_gradient: bool = False,
-    keep: bool = False,
+    keep: Keep = "nothing",
+    gradient: Gradient = "all",
+    chosen: Choose | None = None,
     screening: int = 0,
 ) -> Scores:
-    check_choice(w_EDR.size(0), k, screening, selected_gradient)
-    if selected_gradient:
-        kept = activations or keep
-        norms_TE, experts_TK, c_TKR = _SelectedGradient.apply(
-            x_TD, w_EDR, k, bias_E, kept, screening
-        )
-    else:
-        kept = keep and torch.is_grad_enabled()
-        norms_TE, experts_TK, c_TKR, _ = _ops.norm_topk(x_TD, w_EDR, k, bias_E, activations, kept)
-    return Scores(norms_TE, experts_TK, c_TKR if activations else None)
+    check_choice(w_EDR.size(0), k, bias_E, keep, gradient, chosen, screening)
+    # The chosen gradient needs no C but that of the chosen.
+    keep_all = keep == "all" and gradient == "all" and torch.is_grad_enabled()
+    with torch.no_grad():
+        if chosen is not None:
+            scores, c_TER = _chosen_by(chosen, x_TD, w_EDR, keep, keep_all)
+        elif screening > 0:
+            assert k is not None
+            scores, c_TER = _screened(x_TD, w_EDR, k, bias_E, keep, screening), None
+        else:
+            norms_TE, experts_TK, c_TKR, c_TER = _ops.norm_topk(
+                x_TD, w_EDR, k, bias_E, keep != "nothing", keep_all
+            )
+            scores = Scores(norms_TE, experts_TK, c_TKR if keep != "nothing" else None)
+    c_TER = c_TER if keep_all else None
+    norms_TE, c_TKR = _Gradient.apply(x_TD, w_EDR, *scores, c_TER, gradient, chosen is None)
+    return Scores(norms_TE, scores.experts_TK, c_TKR)
+
+
+def _chosen_by(
+    chosen: Choose, x_TD: Tensor, w_EDR: Tensor, keep: Keep, keep_all: bool
+) -> tuple[Scores, Tensor]:
+    """The scores, and C of all experts if it was made at once."""
+    keep_all = keep_all or keep != "nothing"
+    norms_TE, _, _, c_TER = _ops.norm_topk(x_TD, w_EDR, 1, None, False, keep_all)
+    experts_TK = chosen(norms_TE)
+    c_TKR = c_of_chosen(c_TER, experts_TK) if keep != "nothing" else None
+    return Scores(norms_TE, experts_TK, c_TKR), c_TER
+
+
+def _screened(
+    x_TD: Tensor, w_EDR: Tensor, k: int, bias_E: Tensor | None, keep: Keep, screening: int
+) -> Scores:
+    """Norms in FP8 name the candidates: k + screening products a token with x."""
+    norms_TE = fp8_norms(x_TD, w_EDR).to(accumulation_dtype(x_TD.dtype))
+    candidates_TC = by_falling_rank(norms_TE, bias_E)[:, : k + screening].contiguous()
+    slots, rows_TC, counts = routing_map(candidates_TC, w_EDR.size(0), all_chosen=True)
+    c_NR = _ops.grouped_gemm(_ops.permute(x_TD, slots, rows_TC), w_EDR, counts)
+
+    norms_N = torch.linalg.vector_norm(c_NR.to(norms_TE.dtype), dim=1)
+    norms_TE.scatter_(1, candidates_TC, norms_N[rows_TC])
+    others_TE = torch.ones_like(norms_TE, dtype=torch.bool).scatter(1, candidates_TC, False)
+    experts_TK = by_falling_rank(norms_TE, bias_E, others_TE)[:, :k].contiguous()
+    if keep == "nothing":
+        return Scores(norms_TE, experts_TK)
+    row_TE = torch.zeros_like(others_TE, dtype=torch.int64).scatter(1, candidates_TC, rows_TC)
+    return Scores(norms_TE, experts_TK, c_NR[row_TE.gather(1, experts_TK)])
 
 
 @torch.library.register_fake("moe_parallel::norm_topk")
@@ -53,75 +95,82 @@ def _(
 @torch.library.register_fake("moe_parallel::norm_topk_backward")
 def _(
     dnorms: Tensor,
-    dchosen: Tensor | None,
+    dc_chosen: Tensor | None,
     x: Tensor,
     w: Tensor,
     norms: Tensor,
     experts: Tensor,
-    all: Tensor,
+    c: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), w.new_empty(w.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, w, _, _, ctx.keep_chosen, _ = inputs
-    norms, experts, _, all = output
-    ctx.mark_non_differentiable(experts, all)
-    ctx.set_materialize_grads(False)  # or there would be zeros as large as C
-    ctx.save_for_backward(x, w, norms, experts, all)
+class _Gradient(torch.autograd.Function):
+    """Norms and C of the chosen, which were made without gradient, as functions of x and w.
 
-
-@once_differentiable
-def _backward(
-    ctx: Any, dnorms: Tensor | None, dexperts: None, dchosen: Tensor | None, dall: None
-) -> tuple[Tensor | None, ...]:
-    x, w, norms, experts, all = ctx.saved_tensors  # once: checkpointing allows no second time
-    dnorms = torch.zeros_like(norms) if dnorms is None else dnorms
-    dchosen = dchosen if ctx.keep_chosen else None  # a compiler passes zeros of no size
-    dx, dw = _ops.norm_topk_backward(dnorms, dchosen, x, w, norms, experts, all)
-    return dx, dw, None, None, None, None
-
-
-torch.library.register_autograd("moe_parallel::norm_topk", _backward, setup_context=_save)
-
-
-class _SelectedGradient(torch.autograd.Function):
-    """With a = dL/dp / p for the norm p = ||C|| of a chosen expert, dC += a C (0 where p is 0).
-
-    So the backward pass has K products with x instead of E.
+    `c_chosen` and `c`: C of the chosen and of all experts; None: the backward pass makes it again.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, k: int, bias: Tensor | None, keep: bool, screening: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if screening > 0:
-            norms, experts, chosen = screened_topk(x, w, k, bias, screening)
-            chosen = chosen if keep else chosen.new_empty(0, *chosen.shape[1:])
-        else:
-            norms, experts, chosen, _ = _ops.norm_topk(x, w, k, bias, keep, False)
-        ctx.mark_non_differentiable(experts)
-        ctx.set_materialize_grads(False)
-        ctx.keep = keep
-        ctx.save_for_backward(x, w, norms, experts, chosen)
-        return norms, experts, chosen
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        norms: Tensor,
+        experts: Tensor,
+        c_chosen: Tensor | None,
+        c: Tensor | None,
+        gradient: Gradient,
+        all_chosen: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)  # or there would be zeros as large as C
+        ctx.gradient, ctx.all_chosen, ctx.hands_on = gradient, all_chosen, c_chosen is not None
+        ctx.save_for_backward(x, w, norms, experts, c if gradient == "all" else c_chosen)
+        return norms.view_as(norms), None if c_chosen is None else c_chosen.view_as(c_chosen)
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, dnorms: Tensor | None, dexperts: None, dchosen: Tensor | None
+        ctx: Any, dnorms: Tensor | None, dc_chosen: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        x, w, norms, experts, chosen = ctx.saved_tensors
+        x, w, norms, experts, c = ctx.saved_tensors  # once: checkpointing allows no second time
         dnorms = torch.zeros_like(norms) if dnorms is None else dnorms
-        slots, rows, counts = routing_map(experts, w.size(0), all_chosen=True)
-        x_rows = _ops.permute(x, slots, rows)
-        factors = (dnorms / norms).masked_fill(norms == 0, 0).gather(1, experts).unsqueeze(-1)
-        if ctx.keep:
-            dc = factors * chosen if dchosen is None else factors * chosen + dchosen
-            dc_rows = _ops.permute(dc.to(x.dtype).flatten(0, 1), slots, rows.view(-1, 1))
+        dc_chosen = dc_chosen if ctx.hands_on else None  # a compiler passes zeros of no size
+        if ctx.gradient == "all":
+            dx, dw = _ops.norm_topk_backward(dnorms, dc_chosen, x, w, norms, experts, c)
         else:
-            factors_of_rows = factors.flatten()[slots].unsqueeze(-1)
-            dc_rows = (factors_of_rows * _ops.grouped_gemm(x_rows, w, counts)).to(x.dtype)
-        dw = _ops.grouped_outer(x_rows, dc_rows, counts)
-        dx_rows = _ops.grouped_gemm(dc_rows, w.transpose(1, 2), counts)
-        return _ops.unpermute(dx_rows, slots, rows, None), dw, None, None, None, None
+            slots, rows, counts = routing_map(experts, w.size(0), all_chosen=ctx.all_chosen)
+            dx, dw = _through_chosen(
+                dnorms, dc_chosen, x, w, norms, experts, c, slots, rows, counts
+            )
+        return dx, dw, *(None,) * 6
+
+
+def _through_chosen(
+    dnorms: Tensor,
+    dc_chosen: Tensor | None,
+    x: Tensor,
+    w: Tensor,
+    norms: Tensor,
+    experts: Tensor,
+    c_chosen: Tensor | None,
+    slots: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """dx and dw of `norm_topk` through the chosen alone: K products with x instead of E.
+
+    With a = dL/dp / p for the norm p = ||C|| of a chosen expert, dC += a C (0 where p is 0).
+    """
+    x_rows = _ops.permute(x, slots, rows)
+    factors = (dnorms / norms).masked_fill(norms == 0, 0)
+    factors = factors.gather(1, experts.clamp(min=0)).unsqueeze(-1)  # empty slots have no row
+    if c_chosen is not None:
+        dc = factors * c_chosen if dc_chosen is None else factors * c_chosen + dc_chosen
+        dc_rows = _ops.permute(dc.to(x.dtype).flatten(0, 1), slots, rows.view(-1, 1))
+    else:
+        c_rows = _ops.grouped_gemm(x_rows, w, counts)
+        dc_rows = (factors.flatten()[slots].unsqueeze(-1) * c_rows).to(x.dtype)
+    dw = _ops.grouped_outer(x_rows, dc_rows, counts)
+    dx_rows = _ops.grouped_gemm(dc_rows, w.transpose(1, 2), counts)
+    return _ops.unpermute(dx_rows, slots, rows, None), dw

@@ -112,7 +112,11 @@ def _autonomous(
     """y_TD and experts_TK."""
     w_down = weights["w_down"]
     scores = ours.norm_topk(
-        x_TD, w_down, k, activations=True, selected_gradient=selected, keep=kept
+        x_TD,
+        w_down,
+        k,
+        keep="all" if kept else "chosen",
+        gradient="chosen" if selected else "all",
     )
     gates_TK = scores.norms_TE.gather(1, scores.experts_TK).softmax(-1)
     row_map = ours.routing_map(scores.experts_TK, w_down.size(0), all_chosen=True)
@@ -121,7 +125,7 @@ def _autonomous(
         gates_TK,
         row_map,
         *weights.values(),
-        activations_TKR=scores.activations_TKR,
+        c_TKR=scores.c_TKR,
     )
     return y_TD, scores.experts_TK
 

@@ -51,7 +51,7 @@ def norm_topk(size: Size, draw: Draw, ours: Ops) -> Bench:
         draw.dtype,
         [
             contender(OURS, lambda: ours.norm_topk(x_TD, w_EDR, size.K)[:2]),
-            contender(KEPT, lambda: ours.norm_topk(x_TD, w_EDR, size.K, keep=True)[:2]),
+            contender(KEPT, lambda: ours.norm_topk(x_TD, w_EDR, size.K, keep="all")[:2]),
         ],
         [contender("torch einsum", lambda: torch_ops.norm_topk(x_TD, w_EDR, size.K)[:2])],
         (Measure(FORWARD, Products((product,))), Measure(BACKWARD, Products(gradients))),
