@@ -33,7 +33,7 @@ set-up-now = $(call stop-if,$(shell tools/set_up.sh "$(PYTHON)" "$(VENV)"))
 dry-run = $(findstring n,$(filter-out --%,$(firstword -$(MAKEFLAGS))))
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up pretrain test test-slow bench check format clean
+.PHONY: help set-up pretrain test test-full bench check format clean
 
 help: ## this list
 	@echo "usage: make COMMAND [PYTHON=python3.12] [NPROC=2] [ARGS=\"--flag value\"]"
@@ -55,11 +55,11 @@ pretrain: set-up ## train the quickstart model (about 8 minutes on 2 cores) and 
 	@$(if $(findstring --load,$(ARGS))$(findstring --save,$(ARGS)),:,$(keep-earlier-run))
 	@$(RUN) python pretrain_gpt_moe.py --nproc-per-node $(NPROC) --config $(CONFIG) $(ARGS)
 
-test: set-up ## every test (those marked slow: make test-slow)
+test: set-up ## the quick tier of the tests: every test, not all combinations (5 minutes on 2 cores)
 	@$(PYTEST) $(ARGS)
 
-test-slow: set-up ## the tests marked slow
-	@$(PYTEST) --slow -m slow $(ARGS) || [ $$? -eq 5 ]  # 5: nothing is marked slow
+test-full: set-up ## every test with all its combinations, and long runs
+	@$(PYTEST) --full $(ARGS)
 
 bench: set-up ## time every operator against its peers, one thread (ARGS="--sizes goals": longer)
 	@$(RUN) python tools/bench/run.py $(ARGS)

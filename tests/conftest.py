@@ -1,30 +1,85 @@
-"""What every test shares: the marks `slow` and `gpu`.
+"""The two tiers of the tests, and what runs on a GPU alone.
 
-`slow` tests run with `--slow` (`make test-slow`); `gpu` tests run where torch sees a CUDA GPU.
-Elsewhere both are skipped, and pytest's summary says why.
+`make test` runs the quick tier; `make test-full`, pytest's `--full`, runs everything. The marks:
+
+- `full`: left to the full tier. Naming a test (`pytest tests/test_x.py::test_y`) runs it anyway.
+- `covering`: of the combinations of a test's parameters the quick tier takes those of
+  tests/covering.py, in which each pair of values meets (`covering(1)`: in which each value is);
+  the others are left to the full tier.
+- `gpu`: collected where torch sees a CUDA GPU, or with `--gpu`.
 """
+
+from collections import defaultdict
+from typing import Any
 
 import pytest
 
+from tests.covering import covering
+
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
+WHY = {
+    "full": "left to the full tier (make test-full)",
+    "gpu": "not collected: torch sees no CUDA GPU",
+}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+    parser.addoption("--full", action="store_true", help="run the full tier as well")
+    parser.addoption("--gpu", action="store_true", help="collect what needs a GPU without one")
 
 
+@pytest.hookimpl(tryfirst=True)  # -m and -k see the marks that are given here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--slow"):
-        _skip_marked(items, "slow", "slow: run it with --slow or `make test-slow`")
-    if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
-        _skip_marked(items, "gpu", "needs a CUDA GPU, and torch sees none here")
+    left_out = config.stash[LEFT_OUT] = {}
+
+    def leave_out(mark: str) -> None:
+        marked = [item for item in items if item.get_closest_marker(mark)]
+        config.hook.pytest_deselected(items=marked)
+        items[:] = [item for item in items if not item.get_closest_marker(mark)]
+        left_out[mark] = len(marked)
+
+    if not (config.getoption("--gpu") or _has_gpu(items)):
+        leave_out("gpu")
+    _mark_combinations(items)
+    if not (config.getoption("--full") or any("::" in name for name in config.args)):
+        leave_out("full")
 
 
-def _skip_marked(items: list[pytest.Item], mark: str, reason: str) -> None:
-    for item in items:
-        if item.get_closest_marker(mark):
-            item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def _has_gpu() -> bool:
+def _has_gpu(items: list[pytest.Item]) -> bool:
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return False
     import torch  # here, so that collecting tests that need no torch stays quick
 
     return torch.cuda.is_available()
+
+
+def _mark_combinations(items: list[pytest.Item]) -> None:
+    """`full` for the combinations outside the covering set of each test that is marked so."""
+    tests: dict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("covering") and hasattr(item, "callspec"):
+            tests[item.nodeid.split("[")[0]].append(item)
+    for combinations in tests.values():
+        rows = [[id(value) for value in item.callspec.params.values()] for item in combinations]
+        kept = covering(rows, *combinations[0].get_closest_marker("covering").args)
+        for i, item in enumerate(combinations):
+            if i not in kept:
+                item.add_marker(pytest.mark.full)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """With pytest-xdist the workers collect: each the same."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", {})
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    config: Any = session.config
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left_out"] = config.stash.get(LEFT_OUT, {})
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for mark, number in config.stash.get(LEFT_OUT, {}).items():
+        if number:
+            terminalreporter.write_line(f"{mark}: {number} cases {WHY[mark]}")

@@ -76,7 +76,7 @@ def test_examples_are_where_the_command_says(commands: Path) -> None:
     assert (folder / "quickstart.yaml").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_installed_wheel(tmp_path: Path) -> None:
     """Built, installed beside this environment's packages, and run from another directory."""
     source, wheels, venv = (tmp_path / name for name in ("source", "wheels", "venv"))

@@ -30,6 +30,6 @@ CFLAGS="$sanitize -fno-sanitize-recover=all -fno-omit-frame-pointer" LDFLAGS=$sa
 # Python itself frees nothing at its end, so leaks are not looked for. The tests that start
 # interpreters of their own or compilers are about other things.
 PYTHONPATH=$work LD_PRELOAD="${runtimes[*]}" ASAN_OPTIONS=detect_leaks=0 \
-    OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$python" -m pytest -q -n 2 -p no:cacheprovider \
-    -k "not reference" tests/ops \
+    OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$python" -m pytest -q --full -n 2 \
+    -p no:cacheprovider -k "not reference" tests/ops \
     --deselect tests/ops/test_capability.py --deselect tests/ops/test_backends.py

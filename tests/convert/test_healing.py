@@ -44,7 +44,7 @@ def _last_losses(run):
     return [domain["loss"] for domain in last["validation"].values()]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_healing_recovers_most_of_the_gap(tmp_path, seed):
     ((source, converted, healed, scratch),) = run_distributed(1, losses_after, tmp_path, seed)

@@ -24,7 +24,7 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.slow  # half a minute of compiling
+@pytest.mark.full  # half a minute of compiling
 def test_under_the_address_and_undefined_behaviour_sanitizers(tmp_path):
     kernels = [f"csrc/cpu/{name}.cpp" for name in CAPABILITIES]
     program = tmp_path / "kernels"

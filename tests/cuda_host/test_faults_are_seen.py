@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 MULTIPLY = (
     "import ctypes; multiply = ctypes.CDLL({library!r}).multiply_without;"
     "multiply.restype = ctypes.c_float; print(multiply({left_out}))"

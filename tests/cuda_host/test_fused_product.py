@@ -13,6 +13,8 @@ from torch import Tensor
 from tests.cuda_host.emulation import structure
 from tests.cuda_host.test_grouped_product import GroupedMatrix
 
+pytestmark = pytest.mark.full
+
 SCALAR_TYPES = {torch.bfloat16: 2, torch.float16: 3}  # ScalarType in csrc/scalar_type.h
 DTYPES = list(SCALAR_TYPES)
 

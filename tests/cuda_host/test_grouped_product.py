@@ -10,6 +10,8 @@ import pytest
 from tests.cuda_host.emulation import structure
 from tests.oracles import ops as oracle
 
+pytestmark = pytest.mark.full
+
 FLOAT32, FLOAT64 = 0, 1  # ScalarType in csrc/scalar_type.h
 RAGGED = -1
 

@@ -10,6 +10,8 @@ import pytest
 
 from moe_parallel.ops import extension
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 OPS = ("permute", "unpermute", "routing_map", "norm_topk", "swiglu", "expert_merge")
 # What CUDA leaves out silently is an error on the CPU; and these have no kernels of ours.
@@ -37,7 +39,7 @@ def run(library: Path, *arguments: str) -> str:
     if not extension.is_built():
         pytest.skip("the C++ extension is not built: pip install -e .")
     emulation = [sys.executable, "-m", "tests.cuda_host.emulation", library, "-q"]
-    selection = ["-m", "not gpu", "-p", "no:cacheprovider"]
+    selection = ["--full", "-m", "not gpu", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*emulation, *arguments, *selection], cwd=ROOT, capture_output=True, text=True, timeout=300
     )

@@ -9,6 +9,8 @@ import pytest
 
 from tests.cuda_host.emulation import CSRC
 
+pytestmark = pytest.mark.full
+
 FLAGS = ["-std=c++17", "-O3", "-DMOE_PARALLEL_CUDA", "-gencode=arch=compute_90a,code=sm_90a"]
 
 

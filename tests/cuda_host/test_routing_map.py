@@ -9,6 +9,8 @@ import pytest
 from tests.cuda_host.emulation import structure
 from tests.oracles import ops as oracle
 
+pytestmark = pytest.mark.full
+
 CountChoices = structure(
     experts=c_void_p,
     counts=c_void_p,

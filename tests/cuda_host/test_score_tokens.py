@@ -8,6 +8,8 @@ import pytest
 
 from tests.cuda_host.emulation import structure
 
+pytestmark = pytest.mark.full
+
 FLOAT64 = 1  # ScalarType in csrc/scalar_type.h
 
 ScoreTokens = structure(

@@ -17,7 +17,7 @@ from moe_parallel.data.tokenizer import load_tokenizer
 from moe_parallel.errors import InputError
 from tests.data.small_text import NUMBERS, numbered_datasets, small_bpe, words
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 DOCUMENTS = [list(range(first, first + length)) for first, length in ((3, 9), (20, 1), (7, 30))]
 

@@ -88,7 +88,7 @@ def test_no_seeds_is_a_wrong_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Over 20 seeds (docs/toy.md): MoE gave each class an expert and then split class 3 (0.46 to 0.54)
 # in all; AoE gave both classes to one expert in all, and class 3 to the other in all but seed 17.
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_router_divides_two_classes_and_splits_the_third(seed: int) -> None:
     seen = train(RoutedToy, seed)
@@ -97,7 +97,7 @@ def test_a_router_divides_two_classes_and_splits_the_third(seed: int) -> None:
     assert seen.splits_class_3(-1)  # 0.50, 0.51, 0.54
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("seed", SEEDS)
 def test_an_autonomous_expert_takes_two_classes_and_the_idle_one_the_third(seed: int) -> None:
     seen = train(AutonomousToy, seed)

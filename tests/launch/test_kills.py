@@ -103,7 +103,7 @@ KILLS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("moment", "whom", "name", "code"),
     KILLS,

@@ -12,6 +12,8 @@ from tests.ops.cases import (
 )
 from tests.oracles import ops as oracle
 
+pytestmark = pytest.mark.covering
+
 # merges, experts, inner, outer
 SHAPES = [(1, 1, 1, 1), (2, 4, 5, 7), (9, 3, 16, 33), (0, 3, 2, 2), (3, 8, 70, 90), (2, 3, 0, 4)]
 

@@ -23,6 +23,8 @@ from tests.ops.cases import (
 from tests.oracles import layers
 from tests.oracles import ops as oracle
 
+pytestmark = pytest.mark.covering
+
 D, F, R = 6, 5, 3
 SOME = [ROUTINGS[i] for i in (0, 1, 5, 6, 8, 12, 14)]
 

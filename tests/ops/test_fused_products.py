@@ -17,6 +17,8 @@ from tests.ops.cases import (
 )
 from tests.ops.test_fused_layers import KINDS, Setting
 
+pytestmark = pytest.mark.covering
+
 DTYPES = [torch.bfloat16, torch.float16]
 SIZES = 72, 136, 32  # rows are multiples of 16 bytes
 NAMES = ("plain", "empty_experts", "one_token", "dropped_choices", "padded", "many_tokens")

@@ -13,6 +13,8 @@ from tests.ops.cases import (
 )
 from tests.oracles import ops as oracle
 
+pytestmark = pytest.mark.covering
+
 COUNTS = {
     "plain": [3, 5, 2],
     "empty_experts": [0, 4, 0, 1, 0],

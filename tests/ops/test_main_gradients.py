@@ -8,6 +8,8 @@ from moe_parallel.ops import Ops
 from tests.ops.cases import ROUTINGS, assert_close, error, float64, random_tensor
 from tests.ops.test_fused_layers import KINDS, Setting
 
+pytestmark = pytest.mark.covering
+
 PASSES = 3  # micro-batches, all forward before the first backward, as in a pipeline
 
 

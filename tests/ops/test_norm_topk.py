@@ -14,6 +14,8 @@ from tests.ops.cases import (
 )
 from tests.oracles import ops as oracle
 
+pytestmark = pytest.mark.covering
+
 # tokens, width, experts, rank, k
 SHAPES = [
     (9, 8, 4, 4, 2),

@@ -14,6 +14,8 @@ from tests.ops.cases import (
 )
 from tests.oracles import ops as oracle
 
+pytestmark = pytest.mark.covering
+
 
 def setting(ops, routing: Routing, width: int, dtype: torch.dtype, device: str):
     experts = torch.from_numpy(routing.experts).to(device)

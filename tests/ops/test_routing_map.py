@@ -5,6 +5,8 @@ import torch
 from tests.ops.cases import ROUTINGS, Routing
 from tests.oracles import ops as oracle
 
+pytestmark = pytest.mark.covering
+
 
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_equals_the_oracle(ops, device, routing: Routing):

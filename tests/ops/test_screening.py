@@ -10,6 +10,8 @@ from tests.ops.cases import DTYPES, ROUNDING, assert_close, float64, gradients, 
 from tests.oracles import fp8
 from tests.oracles import ops as oracle
 
+pytestmark = pytest.mark.covering
+
 TOKENS, WIDTH, RANK = 200, 48, 16
 SIZES = [(8, 2, 1), (8, 2, 4), (16, 1, 2), (64, 8, 2)]  # experts, k, screening
 

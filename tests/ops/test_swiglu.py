@@ -13,6 +13,8 @@ from tests.ops.cases import (
 )
 from tests.oracles import ops as oracle
 
+pytestmark = pytest.mark.covering
+
 SHAPES = [(1, 1), (5, 7), (3, 64), (9, 131), (0, 4), (4, 0)]
 
 

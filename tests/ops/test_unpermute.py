@@ -15,6 +15,8 @@ from tests.ops.cases import (
 )
 from tests.oracles import ops as oracle
 
+pytestmark = pytest.mark.covering
+
 
 def setting(ops, routing: Routing, width: int, dtype: torch.dtype, device: str):
     """The row map, rows y and gates that want gradients, and an upstream gradient."""

@@ -9,7 +9,7 @@ import pytest
 
 from tests.slow.small_runs import AOE, SEEDS, Layers, last_fifth, train
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 NO_LOSS = {"moe_aux_loss_coeff": 0.0}
 BIAS = NO_LOSS | {"moe_router_enable_expert_bias": True}

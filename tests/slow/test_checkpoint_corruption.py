@@ -22,7 +22,7 @@ from tests.distributed import run_distributed
 from tests.training.hostile import reseal
 from tests.training.tiny_run import Layout, TinyRun
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 FLIPS, CUTS = 60, 6  # of each file
 CRAFTED = 150  # flips of the index and of the data under a record that agrees with them

@@ -8,7 +8,7 @@ import pytest
 
 from tests.slow.small_runs import SEEDS, Layers, last_fifth, mean, train
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 TOP_P = {"expert_selection": "top_p", "num_layers": 2, "train_iters": 400}
 SYSTEMS = {

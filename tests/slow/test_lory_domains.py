@@ -123,7 +123,7 @@ def _after_first_segment(batches: list[Batch]) -> Iterator[Batch]:
 #   similar  dense 2.552 2.633 2.413   lory 2.258 2.337 2.167
 #            prefix 2.455 2.547 2.317   segment-level expert choice 2.374 2.444 2.270
 #   random   dense 3.269 3.260 3.123   lory 3.257 3.252 3.091
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_domains_are_divided_where_neighbours_are_similar(seed: int) -> None:
     systems = [DENSE, LORY, PREFIX, SEGMENT_EXPERT_CHOICE]

@@ -37,7 +37,7 @@ def answer(code: str) -> None:
 
 def run(arguments: list[str]) -> int:
     if "pytest" in arguments:
-        arguments += ["--collect-only", "-n", "0"]
+        arguments += ["--collect-only", "-n", "0", "--gpu"]
     if "tools/bench/training.py" in arguments:  # would train a large model on the CPU
         arguments += ["--turns", "0"]
     return subprocess.run([sys.executable, *arguments]).returncode

@@ -98,7 +98,7 @@ def test_the_steps_of_a_call_fit_into_it(call: str) -> None:
     assert sum(limits) < LONGEST_CALL
 
 
-@pytest.mark.slow  # collects all tests
+@pytest.mark.full  # collects all tests
 @pytest.mark.parametrize("call", CALLS)
 def test_every_step_up_to_its_first_kernel(python: Path, tmp_path: Path, call: str) -> None:
     sanitizer = tmp_path / "compute-sanitizer"

@@ -137,7 +137,7 @@ def test_signal_when_it_evaluates_and_at_the_end(straight, tmp_path):
     run_distributed(1, disturb, options, save, tmp_path, chosen, terminate, timeout=600)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("part", range(4))
 def test_kill_at_every_moment(straight, tmp_path, part):
     options, save, names = straight
@@ -145,7 +145,7 @@ def test_kill_at_every_moment(straight, tmp_path, part):
     run_distributed(1, disturb, options, save, tmp_path, chosen, timeout=600)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_signal_at_every_third_moment(straight, tmp_path):
     options, save, names = straight
     chosen = dict(list(enumerate(names[:-1]))[::3])

@@ -105,7 +105,8 @@ step() {
 gpu_tests() {
     local side_by_side=()
     "$python" -c 'import xdist' 2>/dev/null && side_by_side=(-n 4)
-    step "$1" "$2" "$python" -m pytest -q -m gpu -p no:cacheprovider "${side_by_side[@]}" "${@:3}"
+    step "$1" "$2" "$python" -m pytest -q --full -m gpu -p no:cacheprovider \
+        "${side_by_side[@]}" "${@:3}"
 }
 
 train() {
@@ -144,7 +145,7 @@ models() {
     some="$some or as_exact_as_step_by_step and plain and bfloat16 or norms_and_choices"
     for tool in memcheck racecheck synccheck; do
         step "$tool" 60 compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m pytest -q \
-            -m gpu -p no:cacheprovider tests/ops -k "$some"
+            --full -m gpu -p no:cacheprovider tests/ops -k "$some"
     done
 }
 

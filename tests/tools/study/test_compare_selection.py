@@ -273,7 +273,7 @@ def small_study(folder: Path, **changes: Any) -> list[str]:
     return flags(named)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_study_of_two_systems_and_two_seeds(tmp_path: Path):
     line = small_study(tmp_path)
     process = start(tmp_path, *line, "--selections", "topk,aoe", "--seeds", "2")

@@ -1,0 +1,45 @@
+"""Covering sets of combinations."""
+
+from itertools import combinations, product
+
+import pytest
+
+from tests.covering import covering
+
+CROSSES = [
+    list(product(range(16), range(4), range(4), "ab")),
+    list(product("abc", "de")),
+    [row for row in product(range(3), range(3), range(3)) if sum(row) != 4],  # some cannot be
+    [("a",), ("b",)],
+    [(), ()],
+    [],
+]
+
+
+def pairs(rows):
+    return {
+        (*of, row[of[0]], row[of[1]]) for row in rows for of in combinations(range(len(row)), 2)
+    }
+
+
+@pytest.mark.parametrize("rows", CROSSES, ids=len)
+def test_every_pair_that_there_is_is_covered(rows):
+    assert pairs(rows[i] for i in covering(rows)) == pairs(rows)
+
+
+@pytest.mark.parametrize("rows", CROSSES, ids=len)
+def test_every_value_that_there_is_is_covered(rows):
+    chosen = [rows[i] for i in covering(rows, strength=1)]
+    for column in range(len(rows[0]) if rows else 0):
+        assert {row[column] for row in chosen} == {row[column] for row in rows}
+
+
+def test_a_full_cross_needs_few_rows():
+    rows = CROSSES[0]
+    assert len(rows) == 512
+    assert len(covering(rows)) <= 72  # no set has fewer than 16 * 4
+    assert len(covering(rows, strength=1)) == 16
+
+
+def test_two_parameters_are_crossed_in_full():
+    assert covering(CROSSES[1]) == list(range(6))
