@@ -1,17 +1,20 @@
 """Every parallel layout trains the same model: equal losses, gradient norms, loads and weights.
 
 All load one checkpoint, of two steps on one rank, and go on from its place in the data. Five more
-steps on one rank are the reference for all. One world of processes runs its layouts one after
-another.
+steps on one rank are the reference for all, made once for each model. One world of processes runs
+its layouts one after another.
 """
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy
 import pytest
 
 from tests import systems
+from tests.covering import covering
 from tests.distributed import run_distributed
 from tests.model.small_gpt import Options, Outcome, save_start, train, whole
 from tests.systems import SYSTEMS
@@ -104,27 +107,49 @@ LAYOUTS: dict[int, dict[str, Options]] = {
     },
 }
 
-Start = Callable[[str], Path]  # system -> checkpoint
+#: Those in which each pair of flags meets, for the quick tier.
+_ALL = [(name, spread) for layouts in LAYOUTS.values() for name, spread in layouts.items()]
+COVERING = {_ALL[i][0] for i in covering([tuple(spread.values()) for _, spread in _ALL])}
+
+FOUR_RANKS_IN_FULL = [2, pytest.param(4, marks=pytest.mark.full)]
+
 Runs = dict[str, list[Outcome]]  # by name; of each run the outcomes on all ranks
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
-    """The checkpoint of a system that every layout starts from."""
-    saved: dict[str, Path] = {}
+class Start(NamedTuple):
+    """What every layout of a system starts from, and the reference for what it comes to."""
 
-    def of(system: str) -> Path:
-        if system not in saved:
-            directory = tmp_path_factory.mktemp("start")
-            (saved[system],) = run_distributed(1, save_start, model(system) | ONE, directory)
-        return saved[system]
+    checkpoint: Path
+    on_one_rank: list[Outcome]
+
+
+Starts = Callable[[str], Start]  # by system
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Starts:
+
+    @functools.cache
+    def of(system: str) -> Start:
+        return make_start(model(system) | ONE, tmp_path_factory.mktemp("start"))
 
     return of
 
 
-def run_all(world: int, start: Path, cases: dict[str, Options]) -> Runs:
+def make_start(options: Options, directory: Path) -> Start:
+    ((checkpoint, outcome),) = run_distributed(1, _save_and_train, options, directory)
+    return Start(checkpoint, [outcome])
+
+
+def _save_and_train(options: Options, directory: Path) -> tuple[Path, Outcome]:
+    checkpoint = save_start(options, directory)
+    return checkpoint, train(options, checkpoint)
+
+
+def run_all(world: int, start: Start, cases: dict[str, Options]) -> Runs:
     """Train each case from `start` on `world` ranks, in one set of processes."""
-    ranks = run_distributed(world, _train_each, start, list(cases.values()), timeout=300)
+    options = list(cases.values())
+    ranks = run_distributed(world, _train_each, start.checkpoint, options, timeout=300)
     return dict(zip(cases, zip(*ranks, strict=True), strict=True))
 
 
@@ -165,13 +190,22 @@ def _differences(ranks: list[Outcome], expected: list[Outcome]) -> list[str]:
 
 @pytest.mark.parametrize("system", ["topk", "aoe"])
 @pytest.mark.parametrize("world", LAYOUTS)
-def test_layouts_agree(start: Start, world: int, system: str) -> None:
-    _check(world, start(system), model(system), LAYOUTS[world])
+def test_layouts_agree(start: Starts, world: int, system: str) -> None:
+    layouts = {name: LAYOUTS[world][name] for name in LAYOUTS[world] if name in COVERING}
+    _check(world, start(system), model(system), layouts)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("system", ["topk", "aoe"])
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_the_other_layouts_agree(start: Starts, world: int, system: str) -> None:
+    layouts = {name: LAYOUTS[world][name] for name in LAYOUTS[world] if name not in COVERING}
+    _check(world, start(system), model(system), layouts)
 
 
 @pytest.mark.parametrize("system", [name for name in SYSTEMS if name not in ("topk", "aoe")])
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_system_agrees_in_some_layouts(start: Start, world: int, system: str) -> None:
+@pytest.mark.parametrize("world", FOUR_RANKS_IN_FULL)
+def test_every_system_agrees_in_some_layouts(start: Starts, world: int, system: str) -> None:
     """In each fourth layout that it can have, another four for each system."""
     possible = {
         name: spread
@@ -188,8 +222,8 @@ def _divides_matrices_alone(spread: Options) -> bool:
     return spread["expert_model_parallel_size"] == 1 and tp == etp
 
 
-def _check(world: int, start: Path, options: Options, layouts: dict[str, Options]) -> None:
-    expected = run_all(1, start, {"one": options | ONE})["one"]
+def _check(world: int, start: Start, options: Options, layouts: dict[str, Options]) -> None:
+    expected = start.on_one_rank
     found = run_all(world, start, {name: options | spread for name, spread in layouts.items()})
     assert differences(found, expected) == {}
 
@@ -199,9 +233,9 @@ SENT = {"aoe_send_activations": True}
 
 
 @pytest.mark.parametrize("system", ["aoe", "aoe, by bias"])
-def test_what_is_kept_and_sent_changes_no_result(start: Start, system: str) -> None:
+def test_what_is_kept_and_sent_changes_no_result(start: Starts, system: str) -> None:
     options = model(system)
-    expected = run_all(1, start(system), {"one": options | ONE})["one"]
+    expected = start(system).on_one_rank
     found = run_all(1, start(system), {"one, kept": options | KEPT | ONE})
     cases = {"ep2, sent": LAYOUTS[2]["ep2"], "tp2, sp, ep2, kept, sent": LAYOUTS[2]["tp2, sp, ep2"]}
     found |= run_all(
@@ -219,8 +253,8 @@ GATHERED = {"aoe_gather_w_down": True}
 
 
 @pytest.mark.parametrize("system", ["aoe", "aoe, by bias", "aoe_expert_choice"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_gathering_w_down_changes_no_result(start: Start, world: int, system: str) -> None:
+@pytest.mark.parametrize("world", FOUR_RANKS_IN_FULL)
+def test_gathering_w_down_changes_no_result(start: Starts, world: int, system: str) -> None:
     """In every layout that divides experts, from the checkpoint of one rank that holds all."""
     dividing = {
         name: spread
@@ -230,8 +264,8 @@ def test_gathering_w_down_changes_no_result(start: Start, world: int, system: st
     _check(world, start(system), model(system) | GATHERED, dividing)
 
 
-def test_training_changes_what_is_compared(start: Start) -> None:
-    (run,) = run_all(1, start("aoe"), {"one": model("aoe") | ONE})["one"]
+def test_training_changes_what_is_compared(start: Starts) -> None:
+    (run,) = start("aoe").on_one_rank
     assert run.iterations == [3, 4, 5, 6, 7]
     first, *_, last = run.losses
     assert last < first - 0.5
@@ -254,8 +288,8 @@ LARGE_VOCABULARY = {
 def test_norms_of_large_gradients_agree(tmp_path: Path, system: str) -> None:
     """The norm of a tensor is no less exact than those of its parts."""
     options = systems.options(system) | LARGE_VOCABULARY
-    (start,) = run_distributed(1, save_start, options | ONE, tmp_path)
-    (one,) = run_all(1, start, {"one": options | ONE})["one"]
+    start = make_start(options | ONE, tmp_path)
+    (one,) = start.on_one_rank
     names = ("tp2", "dp2, distributed optimizer")
     found = run_all(2, start, {name: options | LAYOUTS[2][name] for name in names})
     for name, ranks in found.items():
@@ -278,9 +312,12 @@ TP2 = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("system", ["topk", "aoe"])
-def test_layouts_that_split_tokens_alike_drop_alike(start: Start, system: str, policy: str) -> None:
+def test_layouts_that_split_tokens_alike_drop_alike(
+    start: Starts, system: str, policy: str
+) -> None:
     options = model(system) | DROPPING | {"moe_token_drop_policy": policy}
     padded = options | {"moe_pad_expert_input_to_capacity": True}
     found: dict[str, Runs] = {
@@ -303,7 +340,7 @@ def test_layouts_that_split_tokens_alike_drop_alike(start: Start, system: str, p
         assert differences(runs, expected) == {}
 
 
-def test_policies_differ(start: Start) -> None:
+def test_policies_differ(start: Starts) -> None:
     runs = run_all(
         1,
         start("topk"),
