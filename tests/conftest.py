@@ -4,7 +4,7 @@
 
 - `full`: left to the full tier. Naming a test (`pytest tests/test_x.py::test_y`) runs it anyway.
 - `covering`: of the combinations of a test's parameters the quick tier takes those of
-  tests/covering.py, in which each pair of values meets (`covering(1)`: in which each value is);
+  tests/tiers.py, in which each pair of values meets (`covering(1)`: in which each value is);
   the others are left to the full tier.
 - `gpu`: collected where torch sees a CUDA GPU, or with `--gpu`.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.covering import covering
+from tests.tiers import covering
 
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 WHY = {

@@ -142,6 +142,7 @@ def test_a_process_group_finds_no_trace_of_a_lost_one(tmp_path):
         assert job.output.count("\n") == 2 + 1 + 1 + 6
 
 
+@pytest.mark.full
 def test_nor_under_torchrun(tmp_path):
     with TorchrunOnce(tmp_path, 2, ["die", "1"], script=SMALL_JOB) as job:
         assert job.finish() == 0
@@ -179,6 +180,7 @@ class _Nodes:
             job.__exit__(*error)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("what", "words", "code"), [("die", ["--max-restarts", "1"], 0), ("bad_input", [], 2)]
 )

@@ -47,6 +47,7 @@ def _check_whole(folder, undisturbed):
     assert trained == list(range(1, LAST + 1))
 
 
+@pytest.mark.full
 def test_a_job_that_lost_a_rank_starts_again_and_ends_the_same(tmp_path, data, undisturbed):
     with Program(tmp_path, 2, ["--max-restarts", "1", *_run(tmp_path, data)]) as job:
         job.wait_for("iteration  5/12", 600)

@@ -3,6 +3,8 @@
 import os
 import signal
 
+import pytest
+
 from tests.program import SMALL, Program, flags, free_port, small_data
 
 
@@ -31,6 +33,7 @@ def _step(folder, options):
     return [_Task(folder, task, port, flags(options)) for task in range(2)]
 
 
+@pytest.mark.full
 def test_tasks_are_ranks_and_a_signal_ends_them_saved(tmp_path):
     save = tmp_path / "run"
     options = SMALL | small_data(tmp_path) | {"save": save, "train_iters": 100_000}
@@ -48,6 +51,7 @@ def test_tasks_are_ranks_and_a_signal_ends_them_saved(tmp_path):
     )
 
 
+@pytest.mark.full
 def test_an_error_of_the_task_that_leads_is_told_once(tmp_path):
     wrong = SMALL | small_data(tmp_path) | {"load": tmp_path / "none", "save": tmp_path / "run"}
     first, second = _step(tmp_path, wrong)

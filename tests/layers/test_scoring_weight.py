@@ -104,6 +104,7 @@ def _is_freed(storage: StorageWeakRef) -> bool:
     return False
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("is_recomputed", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("spread", SPREADS)

@@ -29,6 +29,7 @@ LAYOUTS: dict[int, dict[str, Options]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_fused_run_is_the_same_run(tmp_path: Path, system: str, backend: str) -> None:

@@ -14,10 +14,10 @@ import numpy
 import pytest
 
 from tests import systems
-from tests.covering import covering
 from tests.distributed import run_distributed
 from tests.model.small_gpt import Options, Outcome, save_start, train, whole
 from tests.systems import SYSTEMS
+from tests.tiers import covering, rest_in_full
 
 TOLERANCE = 1e-5  # relative, in fp32; measured deviations are a few 1e-7
 
@@ -107,11 +107,11 @@ LAYOUTS: dict[int, dict[str, Options]] = {
     },
 }
 
-#: Those in which each pair of flags meets, for the quick tier.
+#: For the quick tier those in which each pair of flags meets, by turns of one system and of the
+#: other; and those of one rank.
 _ALL = [(name, spread) for layouts in LAYOUTS.values() for name, spread in layouts.items()]
-COVERING = {_ALL[i][0] for i in covering([tuple(spread.values()) for _, spread in _ALL])}
-
-FOUR_RANKS_IN_FULL = [2, pytest.param(4, marks=pytest.mark.full)]
+_COVERING = [_ALL[i][0] for i in covering([tuple(spread.values()) for _, spread in _ALL])]
+COVERING = {"topk": {*_COVERING[::2], *LAYOUTS[1]}, "aoe": {*_COVERING[1::2], *LAYOUTS[1]}}
 
 Runs = dict[str, list[Outcome]]  # by name; of each run the outcomes on all ranks
 
@@ -191,29 +191,41 @@ def _differences(ranks: list[Outcome], expected: list[Outcome]) -> list[str]:
 @pytest.mark.parametrize("system", ["topk", "aoe"])
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_layouts_agree(start: Starts, world: int, system: str) -> None:
-    layouts = {name: LAYOUTS[world][name] for name in LAYOUTS[world] if name in COVERING}
-    _check(world, start(system), model(system), layouts)
+    _check(world, start(system), model(system), set(LAYOUTS[world]) & COVERING[system])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("system", ["topk", "aoe"])
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", [2, 4])
 def test_the_other_layouts_agree(start: Starts, world: int, system: str) -> None:
-    layouts = {name: LAYOUTS[world][name] for name in LAYOUTS[world] if name not in COVERING}
-    _check(world, start(system), model(system), layouts)
+    _check(world, start(system), model(system), set(LAYOUTS[world]) - COVERING[system])
 
 
-@pytest.mark.parametrize("system", [name for name in SYSTEMS if name not in ("topk", "aoe")])
-@pytest.mark.parametrize("world", FOUR_RANKS_IN_FULL)
+OTHERS = [name for name in SYSTEMS if name not in ("topk", "aoe")]
+
+
+@pytest.mark.parametrize("system", OTHERS)
+@pytest.mark.parametrize("world", rest_in_full([2, 4], 2))
 def test_every_system_agrees_in_some_layouts(start: Starts, world: int, system: str) -> None:
-    """In each fourth layout that it can have, another four for each system."""
-    possible = {
-        name: spread
+    """In the first of a fourth of the layouts that it can have, another fourth for each system."""
+    _check(world, start(system), model(system), {_fourth(world, system)[0]})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("system", OTHERS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_system_agrees_in_more_layouts(start: Starts, world: int, system: str) -> None:
+    """In the others of that fourth."""
+    _check(world, start(system), model(system), set(_fourth(world, system)[1:]))
+
+
+def _fourth(world: int, system: str) -> list[str]:
+    possible = [
+        name
         for name, spread in LAYOUTS[world].items()
         if not systems.merges(system) or _divides_matrices_alone(spread)
-    }
-    names = list(possible)[list(SYSTEMS).index(system) % 4 :: 4]
-    _check(world, start(system), model(system), {name: possible[name] for name in names})
+    ]
+    return possible[list(SYSTEMS).index(system) % 4 :: 4]
 
 
 def _divides_matrices_alone(spread: Options) -> bool:
@@ -222,10 +234,11 @@ def _divides_matrices_alone(spread: Options) -> bool:
     return spread["expert_model_parallel_size"] == 1 and tp == etp
 
 
-def _check(world: int, start: Start, options: Options, layouts: dict[str, Options]) -> None:
-    expected = start.on_one_rank
+def _check(world: int, start: Start, options: Options, names: set[str]) -> None:
+    assert names
+    layouts = {name: spread for name, spread in LAYOUTS[world].items() if name in names}
     found = run_all(world, start, {name: options | spread for name, spread in layouts.items()})
-    assert differences(found, expected) == {}
+    assert differences(found, start.on_one_rank) == {}
 
 
 KEPT = {"aoe_recompute_scores": False, "aoe_recompute_gate": False}
@@ -250,18 +263,33 @@ def test_what_is_kept_and_sent_changes_no_result(start: Starts, system: str) -> 
 
 
 GATHERED = {"aoe_gather_w_down": True}
+GATHERING = ["aoe", "aoe, by bias", "aoe_expert_choice"]
 
 
-@pytest.mark.parametrize("system", ["aoe", "aoe, by bias", "aoe_expert_choice"])
-@pytest.mark.parametrize("world", FOUR_RANKS_IN_FULL)
+@pytest.mark.parametrize("system", GATHERING)
+@pytest.mark.parametrize("world", rest_in_full([2, 4], 2))
 def test_gathering_w_down_changes_no_result(start: Starts, world: int, system: str) -> None:
-    """In every layout that divides experts, from the checkpoint of one rank that holds all."""
-    dividing = {
-        name: spread
+    """In a third of the layouts that divide experts, another third for each system, from the
+    checkpoint of one rank that holds all."""
+    thirds = _dividing(world)[GATHERING.index(system) :: 3]
+    _check(world, start(system), model(system) | GATHERED, set(thirds))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("system", GATHERING)
+@pytest.mark.parametrize("world", [2, 4])
+def test_gathering_w_down_in_the_other_layouts(start: Starts, world: int, system: str) -> None:
+    names = _dividing(world)
+    del names[GATHERING.index(system) :: 3]
+    _check(world, start(system), model(system) | GATHERED, set(names))
+
+
+def _dividing(world: int) -> list[str]:
+    return [
+        name
         for name, spread in LAYOUTS[world].items()
         if spread["expert_model_parallel_size"] * spread["expert_tensor_parallel_size"] > 1
-    }
-    _check(world, start(system), model(system) | GATHERED, dividing)
+    ]
 
 
 def test_training_changes_what_is_compared(start: Starts) -> None:
@@ -284,7 +312,7 @@ LARGE_VOCABULARY = {
 }
 
 
-@pytest.mark.parametrize("system", ["topk", "aoe"])
+@pytest.mark.parametrize("system", rest_in_full(["topk", "aoe"], "topk"))
 def test_norms_of_large_gradients_agree(tmp_path: Path, system: str) -> None:
     """The norm of a tensor is no less exact than those of its parts."""
     options = systems.options(system) | LARGE_VOCABULARY
@@ -307,7 +335,7 @@ TP1 = {
     4: ["ep2 x etp2"],
 }
 TP2 = {
-    2: ["tp2", "tp2, sp, etp1, recompute", "tp2, ep2", "tp2, sp, ep2"],
+    2: ["tp2, sp, etp1, recompute", "tp2, ep2", "tp2, sp, ep2"],
     4: ["tp2 x dp2, ep2 x etp2, distributed optimizer"],
 }
 
@@ -318,26 +346,34 @@ TP2 = {
 def test_layouts_that_split_tokens_alike_drop_alike(
     start: Starts, system: str, policy: str
 ) -> None:
-    options = model(system) | DROPPING | {"moe_token_drop_policy": policy}
+    _check_dropping(2, start(system), model(system) | {"moe_token_drop_policy": policy})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("system", ["topk", "aoe"])
+def test_layouts_of_four_ranks_drop_alike(start: Starts, system: str, policy: str) -> None:
+    _check_dropping(4, start(system), model(system) | {"moe_token_drop_policy": policy})
+
+
+def _check_dropping(world: int, start: Start, options: Options) -> None:
+    options |= DROPPING
     padded = options | {"moe_pad_expert_input_to_capacity": True}
-    found: dict[str, Runs] = {
-        "tp1": run_all(1, start(system), {"one": options | ONE, "one, padded": padded | ONE}),
-        "tp2": {},
-    }
-    for world in (2, 4):
-        names = TP1[world] + TP2[world]
-        runs = run_all(
-            world,
-            start(system),
-            # Padding changes no result, so every second layout pads.
-            {name: (options, padded)[i % 2] | LAYOUTS[world][name] for i, name in enumerate(names)},
-        )
-        found["tp1"] |= {name: runs[name] for name in TP1[world]}
-        found["tp2"] |= {name: runs[name] for name in TP2[world]}
-    for runs in found.values():
-        expected = next(iter(runs.values()))
+    names = TP1[world] + TP2[world]
+    runs = run_all(
+        world,
+        start,
+        # Padding changes no result, so every second layout pads.
+        {name: (options, padded)[i % 2] | LAYOUTS[world][name] for i, name in enumerate(names)},
+    )
+    tp1 = run_all(1, start, {"one": options | ONE, "one, padded": padded | ONE})
+    tp2 = run_all(2, start, {"tp2": options | LAYOUTS[2]["tp2"]})
+    tp1 |= {name: runs[name] for name in TP1[world]}
+    tp2 |= {name: runs[name] for name in TP2[world]}
+    for of_tp in (tp1, tp2):
+        expected = next(iter(of_tp.values()))
         assert all(layer["tokens_dropped"] > 0 for layer in expected[0].layers)
-        assert differences(runs, expected) == {}
+        assert differences(of_tp, expected) == {}
 
 
 def test_policies_differ(start: Starts) -> None:

@@ -34,9 +34,10 @@ def capability(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.mark.full
 def test_operators_equal_their_oracles(capability):
     files = [f"tests/ops/test_{name}.py" for name in OPERATORS]
-    options = ["-q", "-p", "no:cacheprovider", "-k", "native and cpu and not refused"]
+    options = ["-q", "--full", "-p", "no:cacheprovider", "-k", "native and cpu and not refused"]
     done = run("-m", "pytest", *options, *files, capability=capability)
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout.splitlines()[-1]

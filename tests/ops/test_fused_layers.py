@@ -126,6 +126,7 @@ def test_equals_the_oracle(ops, device, routing, kind, dtype):
     assert_close(y, setting.exact(kind), dtype)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("routing", SOME, ids=str)
 def test_gradcheck(ops, device, routing, kind):

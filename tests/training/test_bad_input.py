@@ -317,6 +317,7 @@ def test_a_disk_that_fills_up_and_one_that_is_read_only(place, tmp_path, small_d
     assert _contents(save) == before
 
 
+@pytest.mark.full
 def test_torchrun_ends_with_the_message_once(place, tmp_path):
     wrong = {"load": place / "empty", "save": tmp_path / "run"}
     with Torchrun(tmp_path, 2, flags(SMALL | small_flags(place) | wrong)) as job:

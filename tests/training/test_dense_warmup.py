@@ -11,6 +11,7 @@ from moe_parallel.errors import InputError
 from moe_parallel.training.engine import Engine
 from tests.distributed import RankError, run_distributed
 from tests.program import AOE, SMALL, pretrain_here, same_bytes, small_data, stored_tensors
+from tests.tiers import rest_in_full
 
 ITERATIONS, WARM_UP = 10, 4
 EXPERTS = SMALL | {"train_iters": ITERATIONS, "expert_model_parallel_size": 2}
@@ -32,7 +33,7 @@ def data(tmp_path_factory):
     return small_data(tmp_path_factory.mktemp("data"))
 
 
-@pytest.fixture(scope="module", params=SYSTEMS)
+@pytest.fixture(scope="module", params=rest_in_full(SYSTEMS, "aoe-bf16-distributed"))
 def run(request, tmp_path_factory, data):
     """(options, folder): `folder` has a run with a warm-up, `warm`, and a dense one, `dense`."""
     folder = tmp_path_factory.mktemp("runs")
@@ -87,6 +88,7 @@ def test_the_checkpoint_at_the_switch_is_dense(run):
     assert layers[:WARM_UP] == [[]] * WARM_UP and layers[WARM_UP] == [1, 2]
 
 
+@pytest.mark.full
 def test_two_iterations_at_a_time(run, tmp_path):
     """Stopped in the warm-up, at its very end, and after it; only the last checkpoint is kept."""
     options, folder = run
@@ -109,6 +111,7 @@ def _kill_in_the_sixth_step():
     Engine.step = step_or_die
 
 
+@pytest.mark.full
 def test_kill_9_before_the_experts_are_saved(run, tmp_path):
     options, folder = run
     options = options | IN_ONE_RUN | {"save": tmp_path}
@@ -153,6 +156,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.full
 def test_every_layout_warms_up_alike(tmp_path, data):
     options = SMALL | data | {"moe_dense_warmup_percent": 50, "train_iters": 8, "lr": 1e-3}
     _train([options | layout | {"save": tmp_path / name} for name, layout in LAYOUTS.items()])

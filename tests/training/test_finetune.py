@@ -10,12 +10,13 @@ from moe_parallel.errors import InputError
 from moe_parallel.training.engine import Engine
 from tests.distributed import run_distributed
 from tests.program import AOE, SMALL, pretrain_here, same_bytes, small_data, stored_tensors
+from tests.tiers import rest_in_full
 
 RUN = SMALL | AOE | {"moe_router_enable_expert_bias": True, "micro_batch_size": 4}
 SYSTEMS = {"fp32": RUN, "bf16-distributed": RUN | {"bf16": True, "use_distributed_optimizer": True}}
 
 
-@pytest.fixture(scope="module", params=SYSTEMS)
+@pytest.fixture(scope="module", params=rest_in_full(SYSTEMS, "bf16-distributed"))
 def run(request, tmp_path_factory):
     """(options, folder) of a run of four iterations."""
     place = tmp_path_factory.mktemp("run")

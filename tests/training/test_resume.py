@@ -11,6 +11,7 @@ from moe_parallel.training.checkpoint import tensors as checkpoint_tensors
 from moe_parallel.training.engine import Engine
 from tests.distributed import RankError, run_distributed
 from tests.program import AOE, SMALL, pretrain_here, same_bytes, small_data, stored_tensors
+from tests.tiers import rest_in_full
 
 LONG = SMALL | {"train_iters": 20, "expert_model_parallel_size": 2}
 SYSTEMS = {
@@ -24,7 +25,7 @@ def data(tmp_path_factory):
     return small_data(tmp_path_factory.mktemp("data"))
 
 
-@pytest.fixture(scope="module", params=SYSTEMS)
+@pytest.fixture(scope="module", params=rest_in_full(SYSTEMS, "aoe-bf16-distributed"))
 def straight(request, tmp_path_factory, data):
     """(options, losses, weights) of 20 iterations without a stop."""
     save = tmp_path_factory.mktemp("straight")
@@ -101,6 +102,7 @@ def _kill_in_the_eighth_step():
     Engine.step = step_or_die
 
 
+@pytest.mark.full
 def test_kill_9_between_saves(straight, tmp_path):
     options, losses, _ = straight
     options = options | {"save": tmp_path, "save_interval": 5}

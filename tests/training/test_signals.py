@@ -12,6 +12,7 @@ from moe_parallel.training.exit_codes import EXIT_INTERRUPTED
 from moe_parallel.training.pretrain import main
 from moe_parallel.training.signals import STOP_SIGNALS, Stopped, StopRequest
 from tests.program import SMALL, Ranks, Torchrun, flags, small_data
+from tests.tiers import rest_in_full
 
 
 def _main_with_signal(number, rank, step_number, arguments):
@@ -29,7 +30,9 @@ def _main_with_signal(number, rank, step_number, arguments):
     main(arguments)
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", rest_in_full(STOP_SIGNALS, signal.SIGTERM), ids=lambda number: number.name
+)
 def test_one_rank_is_asked_to_stop(tmp_path, number):
     save = tmp_path / "run"
     options = SMALL | small_data(tmp_path) | {"save": save, "train_iters": 5}
@@ -56,6 +59,7 @@ def test_without_a_folder_nothing_is_saved(tmp_path):
     assert last == "stopped by a signal after iteration 2; nothing was saved (no --save)"
 
 
+@pytest.mark.full
 def test_a_batch_system_stops_torchrun(tmp_path):
     """SIGTERM to torchrun alone, which passes it on to the ranks."""
     save = tmp_path / "run"

@@ -11,6 +11,7 @@ from moe_parallel.telemetry.metrics import TIMING
 from moe_parallel.training.exit_codes import EXIT_INTERRUPTED
 from tests.distributed import run_distributed
 from tests.program import AOE, SMALL, pretrain_here, small_data
+from tests.tiers import rest_in_full
 from tests.training.stopped_runs import kill, terminate, with_moments
 
 # No two of the intervals fall together often, and none divides the iterations.
@@ -159,7 +160,7 @@ SYSTEMS = {
 }
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", rest_in_full(SYSTEMS, "experts on two ranks"))
 def test_two_iterations_at_a_time(tmp_path, system):
     """Two ranks: averages over three iterations and over all ranks are those of one go."""
     options = RUN | SYSTEMS[system] | small_data(tmp_path)

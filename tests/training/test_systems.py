@@ -12,6 +12,7 @@ from tests import systems
 from tests.distributed import run_distributed
 from tests.program import SMALL, pretrain_here, same_bytes, small_data, stored_tensors
 from tests.systems import SYSTEMS
+from tests.tiers import rest_in_full
 
 STEPS = 6
 RUN = SMALL | {"train_iters": STEPS, "lr_warmup_iters": 1, "lr": 2e-2}
@@ -39,12 +40,42 @@ def data(tmp_path_factory):
     return small_data(tmp_path_factory.mktemp("data"))
 
 
+#: Of each family one, in the quick tier.
+QUICK = [
+    "topk, sigmoid, groups, bias, shared expert",
+    "top_p",
+    "expert_choice",
+    "aoe, by bias",
+    "lory",
+]
+
+
+def group_of(system: str) -> list[str]:
+    """The systems whose runs are made at once."""
+    return QUICK if system in QUICK else [name for name in SYSTEMS if name not in QUICK]
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, data):
     """By system: (options, what was printed) of a run, of half of one, and of the rest of it."""
-    folder = tmp_path_factory.mktemp("runs")
+    return Lazily(lambda system: run_all(group_of(system), tmp_path_factory.mktemp("runs"), data))
+
+
+class Lazily(dict):
+    """Filled by `make(key)`, with that key and others, when it is asked for one that it lacks."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def __missing__(self, key):
+        self |= self.make(key)
+        return self[key]
+
+
+def run_all(group: list[str], folder: Path, data: dict) -> dict:
     plan = {}
-    for number, system in enumerate(SYSTEMS):
+    for number, system in enumerate(group):
         straight = options_of(system, data, folder / f"{number}-straight")
         halves = straight | {"save": folder / f"{number}-halves"}
         first = halves | {"exit_interval": STEPS // 2}
@@ -68,14 +99,14 @@ def _losses(options: dict) -> list[float]:
     return [record["lm_loss"] for record in _records(options) if "lm_loss" in record]
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", rest_in_full(SYSTEMS, *QUICK))
 def test_it_learns(runs, system):
     losses = _losses(runs[system][0][0])
     assert losses[0] == pytest.approx(math.log(300), abs=0.5)  # a vocabulary of 300
     assert losses[-1] < losses[0] - 0.3
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", rest_in_full(SYSTEMS, *QUICK))
 def test_halves_make_a_whole(runs, system):
     (straight, _), _, (halves, _) = runs[system]
     assert _losses(halves) == _losses(straight)
@@ -92,9 +123,12 @@ def _evaluations(options: dict) -> list[tuple[str, float]]:
 def alone(runs, tmp_path_factory):
     """By system: a copy of the run that lacks its evaluations, of which one rank that holds
     everything makes the last again."""
-    folder = tmp_path_factory.mktemp("alone")
+    return Lazily(lambda system: evaluate(group_of(system), runs, tmp_path_factory.mktemp("alone")))
+
+
+def evaluate(group: list[str], runs: dict, folder: Path) -> dict:
     plan = []
-    for number, system in enumerate(SYSTEMS):
+    for number, system in enumerate(group):
         options = runs[system][0][0]
         copy = shutil.copytree(options["save"], folder / str(number))
         lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -104,10 +138,10 @@ def alone(runs, tmp_path_factory):
         plan.append(options | one | {"load": copy, "save": copy})
     ends = run_distributed(1, pretrain_here, plan, timeout=300)
     assert {code for code, _ in ends[0]} == {0}
-    return dict(zip(SYSTEMS, plan, strict=True))
+    return dict(zip(group, plan, strict=True))
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", rest_in_full(SYSTEMS, *QUICK))
 def test_a_checkpoint_of_two_ranks_is_the_same_model_on_one(runs, alone, system):
     options = runs[system][0][0]
     tolerance = 2e-3 if options["bf16"] else 1e-5
@@ -116,7 +150,7 @@ def test_a_checkpoint_of_two_ranks_is_the_same_model_on_one(runs, alone, system)
         assert here[1] == pytest.approx(there[1], rel=tolerance)
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", rest_in_full(SYSTEMS, *QUICK))
 def test_what_is_logged(runs, system):
     options = runs[system][0][0]
     selection = make_config(systems.options(system)).selection
@@ -145,7 +179,9 @@ def test_what_is_logged(runs, system):
         assert all(layer["experts_per_token"] > 0 for layer in measures["layers"])
 
 
-@pytest.mark.parametrize("system", [name for name in SYSTEMS if "expert_choice" in name])
+@pytest.mark.parametrize(
+    "system", rest_in_full([name for name in SYSTEMS if "expert_choice" in name], "expert_choice")
+)
 def test_expert_choice_takes_equally_many_and_leaves_none_out_in_evaluations(runs, system):
     options = runs[system][0][0]
     segments = system.startswith("segment")
@@ -158,7 +194,7 @@ def test_expert_choice_takes_equally_many_and_leaves_none_out_in_evaluations(run
                 assert layer["experts_per_token"] == 2
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", rest_in_full(SYSTEMS, *QUICK))
 def test_a_loss_that_is_no_likelihood_is_said_to_be_none_once(runs, system):
     (caution,) = make_config(systems.options(system)).cautions or [None]
     for _, printed in runs[system]:

@@ -9,6 +9,7 @@ from moe_parallel.config import make_config
 from moe_parallel.model.upcycling import change_by_upcycling
 from moe_parallel.training.checkpoint.record import Expected
 from tests.distributed import run_distributed
+from tests.tiers import rest_in_full
 from tests.training.tiny_run import AOE, TINY, Layout, TinyRun
 from tests.training.whole_state import assemble, held
 
@@ -138,7 +139,7 @@ def _assert_rest_is(found, source, initial, system, what):
             numpy.testing.assert_array_equal(found[name, what], initial[name, "weight"])
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", rest_in_full(SYSTEMS, *FEW))
 def test_experts_hold_the_dense_weights_and_moments_in_every_layout(tmp_path, dense, system):
     options = SYSTEMS[system]
     targets = FEW.get(system, TARGETS)
@@ -159,6 +160,7 @@ def test_experts_hold_the_dense_weights_and_moments_in_every_layout(tmp_path, de
                 numpy.testing.assert_array_equal(weight, factors.setdefault((source, name), weight))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("system", ["topk", "aoe"])
 @pytest.mark.parametrize("source", ["bf16", "tp2"])
 def test_bf16_takes_the_fp32_weights(tmp_path, dense, system, source):

@@ -8,6 +8,7 @@ import numpy
 import pytest
 
 from tests.distributed import run_distributed
+from tests.tiers import rest_in_full
 from tests.training.tiny_run import AOE, GATHERED, Layout, TinyRun
 from tests.training.whole_state import Whole, assemble, held
 
@@ -75,12 +76,24 @@ def _load_weights(layout, path, options):
     return state.iteration, [row for row in held(run) if row[1] == "weight"]
 
 
+#: Each way to divide a model, for the quick tier.
+SOME = ["one", "tp2-ep2-no-sp", "ep2-distributed", "etp2", "pp2-vpp2-distributed"]
+
+
+def test_some_layouts_load_each_other(tmp_path):
+    _check_loading(tmp_path, SOME, AOE)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_layout_loads_every_other(tmp_path, system):
-    options = SYSTEMS[system]
-    saved = _under_each(_save_own, tmp_path, options)
-    loaded = _under_each(_load_all, tmp_path, options)
-    for number, source in enumerate(LAYOUTS):
+    _check_loading(tmp_path, list(LAYOUTS), SYSTEMS[system])
+
+
+def _check_loading(directory: Path, layouts: list[str], options: dict[str, Any]) -> None:
+    saved = _under_each(layouts, _save_own, directory, options)
+    loaded = _under_each(layouts, _load_all, layouts, directory, options)
+    for number, source in enumerate(layouts):
         expected = assemble(saved[source])
         for target, ranks in loaded.items():
             assert {rank[number][0] for rank in ranks} == {2}
@@ -88,14 +101,16 @@ def test_every_layout_loads_every_other(tmp_path, system):
             _assert_equal(found, expected, f"{source} under {target}")
 
 
-def _under_each(function: Callable[..., Any], *args: Any) -> dict[str, list[Any]]:
+def _under_each(
+    layouts: list[str], function: Callable[..., Any], *args: Any
+) -> dict[str, list[Any]]:
     """What function(name, *args) returned on each rank, by the name of the layout.
 
     Layouts of one size share one world of processes.
     """
     results = {}
-    for world in sorted({layout.world for layout in LAYOUTS.values()}):
-        names = [name for name, layout in LAYOUTS.items() if layout.world == world]
+    for world in sorted({LAYOUTS[name].world for name in layouts}):
+        names = [name for name in layouts if LAYOUTS[name].world == world]
         ranks = run_distributed(world, _call_each, function, names, *args, timeout=300)
         results |= dict(zip(names, zip(*ranks, strict=True), strict=True))
     return results
@@ -111,13 +126,14 @@ def _save_own(name, directory, options):
     return _train_and_save(LAYOUTS[name], directory / name, options | {"seed": seed})
 
 
-def _load_all(name, directory, options):
-    return _load_each(LAYOUTS[name], [directory / source for source in LAYOUTS], options)
+def _load_all(name, sources, directory, options):
+    return _load_each(LAYOUTS[name], [directory / source for source in sources], options)
 
 
-@pytest.mark.parametrize(
-    "name", ["ep2-distributed", "etp2", "tp2-ep2-no-sp", "pp2-ep2", "tp2-ep2-etp2-distributed"]
-)
+GATHERING = ("ep2-distributed", "etp2", "tp2-ep2-no-sp", "pp2-ep2", "tp2-ep2-etp2-distributed")
+
+
+@pytest.mark.parametrize("name", rest_in_full(GATHERING, "ep2-distributed", "etp2"))
 def test_w_down_is_the_same_whole_or_gathered(saved, name):
     """Between one rank that holds all of it and a layout, and within that layout."""
     layout = LAYOUTS[name]

@@ -10,6 +10,7 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from tests.distributed import run_distributed
+from tests.tiers import rest_in_full
 from tests.training.tiny_run import AOE, GATHERED, Layout, TinyRun
 
 RUNS = {
@@ -21,6 +22,7 @@ RUNS = {
     "bf16-ep2": (Layout(2, ep=2), {"bf16": True}),
     "bf16-distributed": (Layout(2, distributed=True), {"bf16": True}),
 }
+QUICK = ("one", "gathered-bf16-ep2-distributed", "tp2-pp2-vpp2")
 
 
 def _six_steps_twice(layout, options, path):
@@ -50,7 +52,7 @@ def _bytes(run):
     }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", rest_in_full(RUNS, *QUICK))
 def test_three_and_three_steps_are_six(tmp_path, name):
     layout, options = RUNS[name]
     straight = run_distributed(layout.world, _six_steps_twice, layout, options, tmp_path)

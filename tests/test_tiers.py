@@ -1,10 +1,10 @@
-"""Covering sets of combinations."""
+"""What the quick tier takes."""
 
 from itertools import combinations, product
 
 import pytest
 
-from tests.covering import covering
+from tests.tiers import covering, rest_in_full
 
 CROSSES = [
     list(product(range(16), range(4), range(4), "ab")),
@@ -43,3 +43,17 @@ def test_a_full_cross_needs_few_rows():
 
 def test_two_parameters_are_crossed_in_full():
     assert covering(CROSSES[1]) == list(range(6))
+
+
+def test_what_is_not_named_is_left_to_the_full_tier():
+    first, *rest = rest_in_full("abc", "a")
+    assert first == "a"
+    assert [(each.values, each.marks[0].name) for each in rest] == [
+        (("b",), "full"),
+        (("c",), "full"),
+    ]
+
+
+def test_a_name_that_is_not_there_is_seen():
+    with pytest.raises(AssertionError, match="not all among"):
+        rest_in_full("abc", "d")

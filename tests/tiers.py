@@ -1,15 +1,17 @@
-"""A few of many combinations, in which every pair of values still meets."""
+"""Which cases the quick tier takes (tests/conftest.py): a covering set, or those that are named."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import combinations
+from typing import Any
+
+import pytest
 
 
 def covering(rows: Sequence[Sequence[Hashable]], strength: int = 2) -> list[int]:
     """The positions of rows in which any `strength` values occur together that do so in `rows`.
 
     A row has a value in each column. The row with the most new combinations is taken until none
-    is new, the first of equal ones: the same rows give the same answer. Few rows are left out that
-    a smaller set could do without, so this is a greedy answer, not the smallest one.
+    is new, the first of equal ones: the same rows give the same answer. A smaller set may exist.
     """
     columns = list(combinations(range(len(rows[0]) if rows else 0), strength))
     held = [{(of, *(row[column] for column in of)) for of in columns} for row in rows]
@@ -20,3 +22,12 @@ def covering(rows: Sequence[Sequence[Hashable]], strength: int = 2) -> list[int]
         chosen.append(best)
         missing -= held[best]
     return sorted(chosen)
+
+
+def rest_in_full(values: Iterable[Any], *quick: Any) -> list[Any]:
+    """Parameters for pytest: those not in `quick` are left to the full tier."""
+    values = list(values)
+    assert set(quick) <= set(values), f"{quick} are not all among {values}"
+    return [
+        value if value in quick else pytest.param(value, marks=pytest.mark.full) for value in values
+    ]
