@@ -19,28 +19,29 @@ class CheckpointConfig(Section):
     """What is written, and from where training goes on."""
 
     save: str | None = option(
-        None, "folder of the run: checkpoints, metrics, figure; none: nothing is written"
+        None, "run folder for checkpoints, metrics and the figure; none: write nothing"
     )
     load: str | None = option(
         None,
-        "folder of a run, or one of its iter_* folders, to go on from. Without --config its own "
-        "configuration is the file; then --save is its folder unless given. Where --save names the "
-        "same folder and no checkpoint is there yet, the run begins",
+        "run folder, or one of its iter_* folders, from which to continue. Without --config, "
+        "the saved configuration is used, and --save defaults to the same folder. If --save "
+        "names the same folder and it has no checkpoint yet, a new run starts",
     )
     finetune: bool = option(
         False,
-        "--load gives the weights alone: iteration, data, optimizer state, schedule and random "
-        "states start anew, as a run of their own in another --save",
+        "load only the weights from --load; iteration, data position, optimizer state, "
+        "schedule and random states start anew, as a new run in another --save",
     )
     override_opt_param_scheduler: bool = option(
         False,
-        "go on from --load with the schedule configured here (learning rates, warm-up, decay, "
-        "weight decay) in place of the one that it was saved with, which is refused otherwise",
+        "continue from --load with the schedule given here (learning rates, warm-up, decay, "
+        "weight decay). Without this flag, a schedule that differs from the saved one is "
+        "refused",
     )
     save_interval: int | None = option(
-        None, "iterations between checkpoints; none: at the end and on a signal only", least=1
+        None, "iterations between checkpoints; none: only at the end and on a signal", least=1
     )
-    keep_last: int | None = option(None, "checkpoints to keep, the newest; none: all", least=1)
+    keep_last: int | None = option(None, "number of newest checkpoints to keep; none: all", least=1)
 
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)

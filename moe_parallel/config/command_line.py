@@ -109,7 +109,9 @@ def _parser() -> _Parser:
 
 
 def _add_selections(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("expert selection", "One word names the system.")
+    group = parser.add_argument_group(
+        "expert selection", "Each option lists the systems that have it."
+    )
     which = expert_selection()
     _add(group, which, f"{which.help} (default: {which.default})")
     owners: dict[str, dict[str, Option]] = {}

@@ -150,7 +150,7 @@ def expert_selection() -> Option:
         optional=False,
         many=False,
         default=TopKSelection.system,
-        help="who decides which expert computes",
+        help="the system that selects the experts",
         choices=tuple(SELECTIONS),
     )
 

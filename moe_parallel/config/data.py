@@ -25,7 +25,7 @@ class DataConfig(Section):
         "indexed datasets (prefix of .bin/.idx) in Megatron's blend syntax: one prefix, or "
         "weight prefix weight prefix ...; none: the embedded corpus",
     )
-    split: str = option("969,30,1", "parts of --data-path for training, validation and test")
+    split: str = option("969,30,1", "proportions of --data-path for training, validation and test")
     tokenizer_type: str = option(
         "ByteLevelBPE", "ByteLevelBPE, HuggingFaceTokenizer or SentencePieceTokenizer"
     )
@@ -34,11 +34,11 @@ class DataConfig(Section):
     )
     vocab_size: int | None = option(
         None,
-        "tokens of the vocabulary; none: the tokenizer's (4096 for the embedded corpus)",
+        "vocabulary size; none: the tokenizer's (4096 for the embedded corpus)",
         least=1,
     )
     data_cache_path: str = option(
-        "runs/corpus", "where the embedded corpus and dataset indices are built, once"
+        "runs/corpus", "folder in which the embedded corpus and the dataset indices are built once"
     )
 
     def check(self, config: Config, world_size: int) -> None:

@@ -20,22 +20,22 @@ class Fp8Config(Section):
 
     fp8_format: str | None = option(
         None,
-        "compute experts in FP8: e4m3 everywhere, or e5m2 for gradients (hybrid); none: off",
+        "compute experts in FP8: e4m3 everywhere (e4m3), or e5m2 for gradients (hybrid); none: off",
         choices=("e4m3", "hybrid"),
     )
     fp8_recipe: str = option(
         "delayed",
-        "what a tensor is scaled by before it is rounded: the maxima of passes before (delayed), "
-        "its own maximum (tensorwise), or that of each block of 128 values (blockwise)",
+        "scale of a tensor before rounding: from the maxima of earlier passes (delayed), from "
+        "its own maximum (tensorwise), or per block of 128 values (blockwise)",
         choices=("delayed", "tensorwise", "blockwise"),
     )
     fp8_margin: int = option(0, "delayed: divide scales by 2^margin", least=0, most=100)
     fp8_amax_history_len: int = option(
-        1, "delayed: passes whose maxima are kept", least=1, most=100_000
+        1, "delayed: number of passes whose maxima are kept", least=1, most=100_000
     )
     fp8_amax_compute_algo: str = option(
         "most_recent",
-        "delayed: scale by the latest of the maxima that are kept, or by the greatest",
+        "delayed: scale by the latest kept maximum (most_recent) or by the largest (max)",
         choices=("most_recent", "max"),
     )
 

@@ -17,20 +17,19 @@ if TYPE_CHECKING:
 class LoggingConfig(Section):
     """What is measured and shown while training runs."""
 
-    log_interval: int = option(10, "iterations between logged lines", least=1)
+    log_interval: int = option(10, "iterations between log lines", least=1)
     eval_interval: int | None = option(
-        None, "iterations between evaluations; none: at the end only", least=1
+        None, "iterations between evaluations; none: only at the end", least=1
     )
     eval_iters: int = option(
         10,
-        "global batches of each domain in one evaluation; 0: no evaluation, but for that of "
-        "--full-evaluation",
+        "global batches per domain in one evaluation; 0: no evaluation except --full-evaluation",
         least=0,
     )
     eval_first_part: int | None = option(
         None,
-        "evaluations also give the loss without the first N tokens of each sequence; none: without "
-        "the first segment, where whole segments are routed",
+        "in evaluation, also report the loss without the first N tokens of each sequence; "
+        "none: without the first segment, for systems that route segments",
         least=1,
     )
     full_evaluation: bool = option(
@@ -38,9 +37,9 @@ class LoggingConfig(Section):
     )
     tensorboard: bool = option(True, "write TensorBoard event files under --save")
     wandb_project: str | None = option(
-        None, "log to this Weights & Biases project (pip install wandb)"
+        None, "log to this Weights & Biases project (pip install wandb); none: off"
     )
-    wandb_mode: str = option("offline", "of Weights & Biases", choices=("offline", "online"))
+    wandb_mode: str = option("offline", "mode of Weights & Biases", choices=("offline", "online"))
 
     @property
     def evaluates_at_the_end(self) -> bool:

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelConfig(Section):
-    """A GPT with RMSNorm, RoPE, SwiGLU and no biases; feed-forward layers dense or of experts."""
+    """A GPT with RMSNorm, RoPE, SwiGLU and no biases."""
 
-    num_layers: int = option(4, "transformer layers (L)", least=1, most=10_000)
+    num_layers: int = option(4, "number of transformer layers (L)", least=1, most=10_000)
     hidden_size: int = option(256, "model width (d)", least=1)
-    num_attention_heads: int = option(4, "attention heads", least=1)
+    num_attention_heads: int = option(4, "number of attention heads", least=1)
     num_query_groups: int | None = option(
         None,
-        "key/value heads of grouped-query attention; none: as many as attention heads",
+        "number of key/value heads for grouped-query attention; none: one per attention head",
         least=1,
     )
     ffn_hidden_size: int = option(
@@ -32,13 +32,13 @@ class ModelConfig(Section):
     norm_epsilon: float = option(1e-5, "added to the mean square in RMSNorm", above=0)
     rotary_base: int = option(10000, "base of the rotary position angles", least=1)
     init_method_std: float = option(
-        0.02, "standard deviation of every initial matrix; norm weights start at 1", above=0
+        0.02, "standard deviation of every initial weight matrix; norm weights start at 1", above=0
     )
     untie_embeddings_and_output_weights: bool = option(
-        False, "give the output layer a matrix of its own instead of the embedding's"
+        False, "give the output layer its own matrix instead of the embedding's"
     )
     make_vocab_size_divisible_by: int = option(
-        128, "round the vocabulary up to a multiple of this, whatever the parallel layout", least=1
+        128, "round the vocabulary size up to a multiple of this, in every parallel layout", least=1
     )
 
     @property

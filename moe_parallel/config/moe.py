@@ -17,43 +17,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MoEConfig(Section):
-    """What every expert-selection system shares: how many experts, how wide, where, how full."""
+    """The experts of every system: their number, width, layers and capacity."""
 
     num_experts: int | None = option(
-        None, "experts per MoE layer (n); none: a dense model", least=1
+        None, "number of experts per MoE layer (n); none: a dense model", least=1
     )
     moe_ffn_hidden_size: int | None = option(
-        None, "expert width (d_ffn of one expert); none: --ffn-hidden-size", least=1
+        None, "width of an expert (its d_ffn); none: --ffn-hidden-size", least=1
     )
     moe_layer_freq: str = option(
         "1",
-        "N: every N-th layer is MoE (layers 1, N+1, ...); or a pattern such as [0]+[1]*23 "
-        "(in YAML in quotes)",
+        "which layers are MoE layers: N for every N-th layer (1, N+1, ...), or a pattern such "
+        "as [0]+[1]*23 (quote it in YAML)",
     )
     moe_expert_capacity_factor: float | None = option(
         None,
-        "an expert takes at most ceil(tokens * K / n * factor) of the tokens that one rank "
-        "routes in a micro-batch; none: dropless",
+        "capacity: an expert accepts at most ceil(tokens * K / n * factor) of the tokens that "
+        "one rank routes in a micro-batch; none: no limit (dropless)",
         above=0,
     )
     moe_capacity_counts_topk: bool = option(
         True,
-        "count K in that capacity; false: ceil(tokens / n * factor). Where K varies it is not "
-        "counted",
+        "include K in the capacity; false: ceil(tokens / n * factor). K is never included if "
+        "it varies",
     )
     moe_token_drop_policy: str = option(
         "probs",
-        "which choices an over-full expert drops: those of least gate, or the latest by position "
-        "with all first choices ahead of second choices",
+        "which choices a full expert drops: those with the smallest routing probabilities "
+        "(probs), or the last ones by position, second choices before first choices (position)",
         choices=("probs", "position"),
     )
     moe_pad_expert_input_to_capacity: bool = option(
-        False, "pad every expert's input with zero rows to its capacity, so that sizes are static"
+        False,
+        "pad each expert's input with zero rows up to its capacity, so that all sizes are static",
     )
     moe_dense_warmup_percent: float = option(
         0.0,
-        "train dense for this share of --train-iters, then copy the feed-forward layers and their "
-        "optimizer state into every expert; 0: off",
+        "train a dense model for this percentage of --train-iters, then copy its feed-forward "
+        "layers and their optimizer state into every expert; 0: off",
         least=0,
         below=100,
     )
@@ -62,7 +63,7 @@ class MoEConfig(Section):
     )
     moe_backend: str = option(
         "auto",
-        "kernels: plain torch (reference), C++/CUDA (native), native where it is built (auto)",
+        "operators: plain torch (reference), C++/CUDA (native), or native if it is built (auto)",
         choices=("reference", "native", "auto"),
     )
 

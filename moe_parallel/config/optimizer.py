@@ -19,9 +19,9 @@ class OptimizerConfig(Section):
 
     lr: float = option(3e-4, "peak learning rate", least=0, most=1_000)
     min_lr: float = option(3e-5, "learning rate at the end of the decay", least=0)
-    lr_warmup_iters: int = option(10, "iterations of linear warm-up from 0", least=0)
+    lr_warmup_iters: int = option(10, "number of iterations of linear warm-up from 0", least=0)
     lr_decay_iters: int | None = option(
-        None, "iterations until --min-lr is reached; none: --train-iters", least=1
+        None, "iteration at which --min-lr is reached; none: --train-iters", least=1
     )
     lr_decay_style: str = option(
         "cosine",
@@ -29,14 +29,16 @@ class OptimizerConfig(Section):
         choices=("cosine", "linear", "constant", "WSD"),
     )
     lr_wsd_decay_iters: int | None = option(
-        None, "WSD: iterations of the final decay; none: a tenth of the decay iterations", least=1
+        None,
+        "WSD: number of iterations of the final decay; none: a tenth of the decay iterations",
+        least=1,
     )
     weight_decay: float = option(0.1, "decoupled weight decay; norm weights are exempt", least=0)
-    adam_beta1: float = option(0.9, "decay of Adam's first moment", least=0, below=1)
-    adam_beta2: float = option(0.95, "decay of Adam's second moment", least=0, below=1)
+    adam_beta1: float = option(0.9, "decay rate of Adam's first moment", least=0, below=1)
+    adam_beta2: float = option(0.95, "decay rate of Adam's second moment", least=0, below=1)
     adam_eps: float = option(1e-8, "Adam's epsilon", above=0)
     clip_grad: float = option(
-        1.0, "clip the global gradient norm to this; 0: off", least=0, most=1e30
+        1.0, "maximum global gradient norm; 0: no clipping", least=0, most=1e30
     )
 
     def check(self, config: Config, world_size: int) -> None:

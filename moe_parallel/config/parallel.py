@@ -16,30 +16,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParallelConfig(Section):
-    """Sizes of Megatron-Core's process groups; data parallelism takes the ranks that are left."""
+    """Sizes of Megatron-Core's process groups. The remaining factor is data parallelism."""
 
-    tensor_model_parallel_size: int = option(1, "ranks that share every dense matrix (tp)", least=1)
+    tensor_model_parallel_size: int = option(
+        1, "number of ranks that share every dense matrix (tp)", least=1
+    )
     sequence_parallel: bool = option(
         False, "split activations along the sequence between tensor-parallel layers"
     )
-    pipeline_model_parallel_size: int = option(1, "stages that share the layers (pp)", least=1)
+    pipeline_model_parallel_size: int = option(
+        1, "number of pipeline stages that share the layers (pp)", least=1
+    )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None,
-        "layers in one virtual stage of the interleaved schedule; none: one stage per rank",
+        "number of layers per virtual stage of the interleaved schedule; none: one stage per rank",
         least=1,
     )
-    expert_model_parallel_size: int = option(1, "ranks that share the experts (ep)", least=1)
+    expert_model_parallel_size: int = option(
+        1, "number of ranks that share the experts (ep)", least=1
+    )
     expert_tensor_parallel_size: int | None = option(
-        None, "ranks that share each expert's matrices (etp); none: as dense matrices (tp)", least=1
+        None,
+        "number of ranks that share the matrices of each expert (etp); none: as for dense "
+        "matrices (tp)",
+        least=1,
     )
     use_distributed_optimizer: bool = option(
-        False, "shard optimizer state over data-parallel ranks"
+        False, "shard the optimizer state over data-parallel ranks"
     )
     distributed_backend: str | None = option(
-        None, "none: nccl where there is a GPU, else gloo", choices=("gloo", "nccl")
+        None,
+        "communication backend; none: nccl if there is a GPU, otherwise gloo",
+        choices=("gloo", "nccl"),
     )
     distributed_timeout_minutes: float = option(
-        10.0, "a collective that waits longer than this ends the job", above=0, most=1_000_000
+        10.0, "end the job if a collective waits longer than this", above=0, most=1_000_000
     )
 
     @property

@@ -18,23 +18,25 @@ class TrainingConfig(Section):
     """Batches, length, precision."""
 
     micro_batch_size: int = option(
-        4, "sequences in one forward pass of one data-parallel rank", least=1
+        4, "number of sequences per forward pass of one data-parallel rank", least=1
     )
-    global_batch_size: int = option(16, "sequences in one optimizer step", least=1)
-    seq_length: int = option(256, "tokens in a sequence", least=1)
-    train_iters: int = option(100, "optimizer steps of the whole run", least=1)
+    global_batch_size: int = option(16, "number of sequences per optimizer step", least=1)
+    seq_length: int = option(256, "number of tokens per sequence", least=1)
+    train_iters: int = option(100, "number of optimizer steps of the whole run", least=1)
     exit_interval: int | None = option(
-        None, "save and stop cleanly at iterations divisible by this", least=1
+        None, "save and exit at iterations divisible by this; none: train to the end", least=1
     )
-    seed: int = option(1234, "of initial weights, data order and dropout", least=0)
+    seed: int = option(1234, "seed of initial weights, data order and dropout", least=0)
     bf16: bool = option(False, "compute in bfloat16 with fp32 master weights")
     gradient_accumulation_fusion: bool = option(
         False,
-        "the kernels of experts add weight gradients to the sum over micro-batches (fp32), instead "
-        "of making a gradient that is rounded and then added",
+        "let the expert kernels add weight gradients directly to the fp32 sum over "
+        "micro-batches, instead of computing a rounded gradient and adding it",
     )
     recompute_granularity: str | None = option(
-        None, "full: recompute every layer's activations in the backward pass", choices=("full",)
+        None,
+        "full: recompute the activations of every layer in the backward pass; none: keep them",
+        choices=("full",),
     )
 
     def check(self, config: Config, world_size: int) -> None:

@@ -30,47 +30,49 @@ class AutonomousSelection(DispatchedSelection):
 
     width_flag: ClassVar[str] = "--aoe-wide-size"
 
-    aoe_low_rank_size: int = option(64, "rank of W_g = W_down W_up (d_low)", weights=True, least=1)
+    aoe_low_rank_size: int = option(
+        64, "d_low, the rank of W_g = W_down W_up", weights=True, least=1
+    )
     aoe_wide_size: int | None = option(
         None,
-        "expert width (d_wide); none: Eq. 5 of the AoE paper, so that an expert has as many "
-        "parameters as a SwiGLU expert of --moe-ffn-hidden-size",
+        "d_wide, the width of an expert; none: Eq. 5 of the AoE paper, which gives an expert "
+        "as many parameters as a SwiGLU expert of --moe-ffn-hidden-size",
         least=1,
     )
     aoe_up_init_method: str = option(
         "normal",
-        "initial W_up: N(0, s^2) with s = --init-method-std, as all weights, so that the gate "
-        "x W_down W_up starts s sqrt(d_low) times as large as x W_g (normal), or N(0, 1 / d_low), "
-        "so that it starts just as large (scaled). Norms, and so who is chosen, start the same",
+        "initial W_up: N(0, s^2) with s = --init-method-std like all weights (normal), or N(0, "
+        "1 / d_low), so that x W_down W_up starts as large as x W_g in a SwiGLU expert "
+        "(scaled). The norms, and with them the selection, start the same",
         choices=UP_INIT_METHODS,
     )
     aoe_gradient: str = option(
         "full",
-        "through which norms scores learn: all (full), or those of the chosen experts (selected): "
-        "cheaper, and exact where the others have no gradient, so refused with a loss on routing "
-        "or gates over all norms, unless as selected_despite_aux, which drops the rest",
+        "norms that receive a gradient: all (full), or those of the chosen experts (selected). "
+        "selected is cheaper. It is refused where it is not exact, that is, with a loss on the "
+        "routing or a softmax over all norms; selected_despite_aux permits it there and drops "
+        "that part of the gradient",
         choices=("full", "selected", "selected_despite_aux"),
     )
 
     aoe_recompute_scores: bool = option(
         True,
-        "the products x W_down of the experts that were not chosen are made again in the backward "
-        "pass; false: kept, for speed at the price of n d_low values a token",
+        "recompute C = x W_down of the experts that were not chosen in the backward pass; "
+        "false: keep C of all experts, n d_low values per token, which is faster",
     )
     aoe_recompute_gate: bool = option(
         True,
-        "C W_up is made again in the backward pass; false: kept, at the price of K d_wide values "
-        "a token",
+        "recompute C W_up in the backward pass; false: keep it, K d_wide values per token",
     )
     aoe_send_activations: bool = option(
         False,
-        "between ranks send C = x W_down with each token instead of making it again where its "
-        "expert is: d_low / d more traffic, so only for links that are faster than the product",
+        "send C = x W_down with each token to other ranks instead of recomputing it there; "
+        "adds d_low / d to the traffic, so it pays only if the link is faster than the product",
     )
     aoe_gather_w_down: bool = option(
         False,
-        "a rank keeps W_down of its own experts alone and gathers the others' in each layer, "
-        "forward and backward; false: every rank keeps W_down of all experts",
+        "each rank holds W_down of its own experts only and gathers the others in each layer, "
+        "forward and backward; false: every rank holds W_down of all experts",
     )
 
     @property
@@ -146,14 +148,15 @@ class AoESelection(BiasBalancing, Balancing, FixedChoices, AutonomousSelection, 
     )
     aoe_gate: str = option(
         "selected",
-        "gates: softmax over the norms of the selected experts, or over all, not renormalised",
+        "routing probabilities: softmax over the norms of the chosen experts (selected), or "
+        "over all norms, not renormalized (all)",
         choices=("selected", "all"),
         weights=True,
     )
     aoe_fp8_screening: int = option(
         0,
-        "M > 0: norms of all experts in FP8 name the K + M candidates of a token, and the norms of "
-        "these, computed as ever, choose among them; needs a selected --aoe-gradient. 0: off",
+        "compute the norms of all experts in FP8 and only those of the best K + M candidates "
+        "exactly; the exact norms select. Needs a selected --aoe-gradient; 0: off",
         least=0,
     )
 

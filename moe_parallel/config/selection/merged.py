@@ -58,8 +58,8 @@ class SegmentMergedSelection(Segments, MergedSelection):
 
     lory_first_segment: str = option(
         "own",
-        "what merges the experts of the first segment: its own mean, without gradient, as in the "
-        "paper, by which its tokens see later ones; or 1/n each (uniform)",
+        "merge weights of the first segment: from its own mean, without gradient, as in the "
+        "paper (own; its tokens then see later ones), or 1/n each (uniform)",
         choices=("own", "uniform"),
     )
 
@@ -74,8 +74,8 @@ class LorySelection(SegmentMergedSelection, system="lory"):
 
     lory_inference: str = option(
         "segment",
-        "in evaluations, route each segment as in training, or once, by the mean of the first "
-        "segment as the prompt",
+        "in evaluation, route each segment as in training (segment), or once by the mean of "
+        "the first segment (prompt)",
         choices=("segment", "prompt"),
     )
 
@@ -90,12 +90,12 @@ class SmearSelection(MergedSelection, system="smear"):
     """SMEAR: the mean of the whole sequence merges the experts (Muqeeth et al. 2023)."""
 
     smear_expert_dropout: float = option(
-        0.1, "in training, the probability that an expert is left out of a merge", least=0, below=1
+        0.1, "probability that an expert is left out of a merge in training", least=0, below=1
     )
     smear_sees_the_future: bool = option(
         False,
-        "train a language model with SMEAR although every token then sees the whole sequence, so "
-        "that its loss is no likelihood",
+        "must be true to train a language model with SMEAR: every token then sees the whole "
+        "sequence, and the loss is not a likelihood",
     )
 
     @property

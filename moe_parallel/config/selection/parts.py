@@ -19,16 +19,18 @@ class DispatchedSelection(Selection):
 
     moe_shared_expert_intermediate_size: int | None = option(
         None,
-        "width of a SwiGLU layer that computes every token beside the chosen experts, in all: m "
-        "shared experts of width f are one of width m * f; none: no shared expert",
+        "total width of the shared expert, a SwiGLU layer that computes every token; m shared "
+        "experts of width f are one of width m * f; none: no shared expert",
         weights=True,
         least=1,
     )
     moe_shared_expert_gate: bool = option(
-        False, "weigh the shared expert's output by sigmoid(x w), one number a token", weights=True
+        False,
+        "multiply the shared expert's output by sigmoid(x w), one number per token",
+        weights=True,
     )
     moe_shared_expert_overlap: bool = option(
-        False, "compute the shared expert on a CUDA stream of its own while tokens travel"
+        False, "run the shared expert on its own CUDA stream while tokens are dispatched"
     )
 
     @property
@@ -75,16 +77,21 @@ class Balancing(Selection):
     """Losses and a bias that spread the load."""
 
     moe_aux_loss_coeff: float = option(
-        0.01, "weight alpha of the load-balancing loss alpha * n * sum f_i P_i; 0: off", least=0
+        0.01,
+        "coefficient alpha of the load-balancing loss, alpha * n * sum f_i P_i; 0: off",
+        least=0,
     )
     moe_router_load_balancing_type: str = option(
         "aux_loss",
-        "over what f and P of the load-balancing loss are taken: a micro-batch (aux_loss), each "
-        "sequence (seq_aux_loss), or f over the global batch before (global_aux_loss)",
+        "scope of f and P in the load-balancing loss: a micro-batch (aux_loss), each sequence "
+        "(seq_aux_loss), or f over the previous global batch (global_aux_loss)",
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss"),
     )
     moe_importance_loss_coeff: float = option(
-        0.0, "weight of (std / mean)^2 of the sums of gates over the experts; 0: off", least=0
+        0.0,
+        "coefficient of the importance loss, (std / mean)^2 over the experts of their summed "
+        "routing probabilities; 0: off",
+        least=0,
     )
 
     @property
@@ -103,11 +110,13 @@ class BiasBalancing(Selection):
 
     moe_router_enable_expert_bias: bool = option(
         False,
-        "add a bias to the scores that experts are selected by, raised after a step for experts "
-        "chosen less than the mean, lowered for the others",
+        "add a balancing bias to the scores for the selection only; after each step it rises "
+        "for experts chosen less than the mean and falls for the others",
         weights=True,
     )
-    moe_router_bias_update_rate: float = option(1e-3, "by how much a step moves that bias", above=0)
+    moe_router_bias_update_rate: float = option(
+        1e-3, "change of the balancing bias per step", above=0
+    )
 
     @property
     def uses_step_load(self) -> bool:
@@ -122,12 +131,13 @@ class BiasBalancing(Selection):
 class FixedChoices(Selection):
     """A fixed number of experts per token."""
 
-    moe_router_topk: int = option(2, "experts per token (K)", weights=True, least=1)
+    moe_router_topk: int = option(2, "number of experts per token (K)", weights=True, least=1)
     moe_aux_loss_per_choice: bool = option(
-        False, "divide the load-balancing loss by MoE layers * K: alpha, where routing is uniform"
+        False,
+        "divide the load-balancing loss by (MoE layers * K), so that uniform routing gives alpha",
     )
     moe_router_force_load_balancing: bool = option(
-        False, "for benchmarks: choose experts in turn, whatever the scores"
+        False, "for benchmarks: choose the experts in turn, whatever the scores"
     )
 
     @property
@@ -149,19 +159,25 @@ class DynamicChoices(Selection):
     """Top-P: the fewest experts whose probabilities sum to p (Huang et al. 2024)."""
 
     moe_top_p: float = option(
-        0.4, "probability p that the chosen experts together reach", above=0, most=1
+        0.4,
+        "p: a token takes its most probable experts until their probabilities sum to p",
+        above=0,
+        most=1,
     )
     moe_top_p_strict: bool = option(
-        False, "stop above p (the authors' code), not at p or above (the paper)"
+        False,
+        "stop when the sum exceeds p (the authors' code) instead of when it reaches p (the paper)",
     )
     moe_inference_top_p: float | None = option(
-        None, "p in evaluations; none: --moe-top-p", above=0, most=1
+        None, "p in evaluation; none: --moe-top-p", above=0, most=1
     )
     moe_inference_max_experts: int | None = option(
-        None, "most experts per token in evaluations; none: no limit", least=1
+        None, "maximum number of experts per token in evaluation; none: no limit", least=1
     )
     moe_entropy_loss_coeff: float = option(
-        1e-4, "weight of the dynamic loss, the mean entropy of the probabilities; 0: off", least=0
+        1e-4,
+        "coefficient of the dynamic loss, the mean entropy of the routing probabilities; 0: off",
+        least=0,
     )
 
     def check(self, config: Config, world_size: int) -> None:
@@ -183,7 +199,8 @@ class ExpertsChoose(Selection):
     )
     moe_expert_choice_scores: str = option(
         "raw",
-        "what experts rank tokens by and weigh them with: raw scores, or their softmax",
+        "scores by which experts rank tokens and weight their outputs: raw, or softmax over "
+        "experts",
         choices=("raw", "softmax"),
     )
 

@@ -29,28 +29,31 @@ class RoutedSelection(DispatchedSelection):
 
     moe_router_hidden_size: int | None = option(
         None,
-        "h of a large router of two linear layers d -> h -> n; none: one, d -> n",
+        "hidden size h of a large router with two linear layers d -> h -> n; none: one layer d "
+        "-> n",
         weights=True,
         least=1,
     )
     moe_gate_low_rank_size: int | None = option(
         None,
-        "rank of a factorised W_g = W_down W_up, with the expert width of Eq. 5 of the AoE paper; "
-        "none: W_g is whole",
+        "rank of a factorized W_g = W_down W_up; the expert width then follows Eq. 5 of the "
+        "AoE paper; none: W_g is not factorized",
         weights=True,
         least=1,
     )
     moe_gate_up_init_method: str = option(
         "normal",
-        "initial W_up of a factorised W_g, as --aoe-up-init-method has it for AoE",
+        "initial W_up of a factorized W_g; see --aoe-up-init-method",
         choices=UP_INIT_METHODS,
     )
     moe_z_loss_coeff: float = option(
-        0.0, "weight of mean(logsumexp(router logits)^2), about 1e-3; 0: off", least=0
+        0.0,
+        "coefficient of the z-loss, mean(logsumexp(router logits)^2); usually about 1e-3; 0: off",
+        least=0,
     )
     moe_input_jitter_eps: float = option(
         0.0,
-        "in training, multiply the router's input by noise from [1 - eps, 1 + eps]; 0: off",
+        "in training, multiply the router's input by uniform noise from [1 - eps, 1 + eps]; 0: off",
         least=0,
         below=1,
     )
@@ -100,17 +103,17 @@ class TopKSelection(BiasBalancing, Balancing, FixedChoices, RoutedSelection, sys
 
     moe_router_score_function: str = option(
         "softmax",
-        "router logits to probabilities: softmax, or sigmoid, whose gates are divided by their sum "
-        "(DeepSeek-V3)",
+        "function from router logits to probabilities: softmax, or sigmoid divided by the sum "
+        "over the chosen experts (DeepSeek-V3)",
         choices=("softmax", "sigmoid"),
         weights=True,
     )
     moe_router_num_groups: int | None = option(
-        None, "groups that the experts are divided into; none: no groups", weights=True, least=1
+        None, "number of groups that divide the experts; none: no groups", weights=True, least=1
     )
     moe_router_group_topk: int | None = option(
         None,
-        "groups that a token may choose experts from, those of greatest score",
+        "number of groups, those with the highest scores, from which a token may choose experts",
         weights=True,
         least=1,
     )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Segments(Selection):
     """Sequences are cut into segments, each of which is decided for as a whole."""
 
-    lory_segment_length: int = option(256, "tokens in a segment (T_s)", least=1)
+    lory_segment_length: int = option(256, "number of tokens per segment (T_s)", least=1)
 
     @property
     def first_part(self) -> int:
