@@ -8,7 +8,7 @@ import pytest
 from moe_parallel.errors import InputError
 from tests.tools.running import run_tool
 from tools.bench import training
-from tools.bench.training import Contender, Run, contenders, ratios, table
+from tools.bench.twins import Contender, Run, contenders, ratios, table
 
 MIB = 2**20
 

@@ -10,7 +10,7 @@ from tools.bench.contender import BACKWARD, BOTH, FORWARD, OURS
 from tools.bench.peers.huggingface import model_of
 from tools.bench.peers.torch_ops import GROUPED_MM, LIST_OF_EXPERTS
 from tools.bench.peers.transformer_engine import GROUPED_LINEAR, PERMUTE, UNPERMUTE
-from tools.bench.results import Result, Row, times_as_fast
+from tools.bench.results import Place, Result, Row, times_as_fast
 from tools.bench.rows import layers
 from tools.bench.sizes import GOALS, Size, sizes_of
 
@@ -18,28 +18,16 @@ SHARE, SPEED, SAVED = "of the ceiling", "as fast as", "the saved bytes of"
 
 
 @dataclass(frozen=True)
-class Goal:
+class Goal(Place):
     """`figure` of `contender` is to be at least (for SAVED at most) `bound`, on one row.
 
     figure: SHARE, or SPEED or SAVED against the contender `other` of the same row.
     """
 
-    op: str
-    timed: str
-    size: str
-    dtype: str
     figure: str
     bound: float
     other: str = ""
     contender: str = OURS
-
-    @property
-    def key(self) -> tuple[str, str, str, str]:
-        return self.op, self.timed, self.size, self.dtype
-
-    @property
-    def title(self) -> str:
-        return f"{self.op} {self.timed}, {self.size}, {self.dtype}"
 
     @property
     def sign(self) -> str:

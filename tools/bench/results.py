@@ -41,17 +41,13 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One operator, pass, size and dtype. Ours is the first result."""
+class Place:
+    """One operator, pass, size and dtype."""
 
     op: str
     timed: str
     size: str
     dtype: str
-    unit: str
-    amount: float  # bytes or FLOPs that the work cannot do without
-    ceiling: Result
-    results: list[Result]
 
     @property
     def key(self) -> tuple[str, str, str, str]:
@@ -60,6 +56,16 @@ class Row:
     @property
     def title(self) -> str:
         return f"{self.op} {self.timed}, {self.size}, {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Row(Place):
+    """What was measured there. Ours is the first result."""
+
+    unit: str
+    amount: float  # bytes or FLOPs that the work cannot do without
+    ceiling: Result
+    results: list[Result]
 
     @property
     def ours(self) -> Result:

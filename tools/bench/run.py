@@ -13,7 +13,6 @@ interrupted, after what was measured has been written.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.metadata
 import os
 import sys
@@ -31,6 +30,7 @@ from moe_parallel.errors import InputError
 from moe_parallel.ops import extension, select_backend
 from moe_parallel.tool import Tool
 from moe_parallel.training.exit_codes import EXIT_CTRL_C
+from tools.bench.about import about
 from tools.bench.clock import clock_of, keep_freed_memory
 from tools.bench.goals import format_verdicts, goals_of, judge
 from tools.bench.inputs import Draw
@@ -40,9 +40,7 @@ from tools.bench.results import Row, write_json
 from tools.bench.rows import BENCHES
 from tools.bench.sizes import GOALS, SMALL, sizes_of
 from tools.bench.table import format_absent, format_row
-from tools.study.machine import machine, software
 
-ROOT = Path(__file__).resolve().parents[2]
 SECONDS_OF_A_ROW = {SMALL: 1.0, GOALS: 15.0}
 PEERS = (
     "transformers", "transformer-engine", "grouped-gemm", "megablocks", "scattermoe", "sonic-moe",
@@ -58,19 +56,19 @@ def main(arguments: list[str]) -> int:
 
 
 def _time(arguments: list[str], options: argparse.Namespace) -> int:
-    about = _about(arguments, options)
+    facts = _about(arguments, options)
     rows: list[Row] = []
     interrupted = False
     try:
-        _print_about(about)
+        _print_about(facts)
         _measure_all(options, rows)
     except KeyboardInterrupt:
         interrupted = True
         print(f"\ninterrupted after {len(rows)} rows", file=sys.stderr)
-    about |= {"load_after": os.getloadavg(), "interrupted": interrupted}
-    _print_summary(options, rows, about)
+    facts |= {"load_after": os.getloadavg(), "interrupted": interrupted}
+    _print_summary(options, rows, facts)
     if options.json is not None:
-        write_json(options.json, about, rows)
+        write_json(options.json, facts, rows)
     return EXIT_CTRL_C if interrupted else 0
 
 
@@ -98,31 +96,26 @@ def _measure_all(options: argparse.Namespace, rows: list[Row]) -> None:
 
 def _about(arguments: list[str], options: argparse.Namespace) -> dict[str, Any]:
     """What a reader needs to judge the numbers."""
-    versions = software(ROOT)
+    facts = about("run.py", arguments)
     for package in PEERS:
         with suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return {
-        "command": " ".join(["python tools/bench/run.py", *arguments]),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(),
+            facts["software"][package] = importlib.metadata.version(package)
+    return facts | {
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "software": versions,
         "device": options.device,
         "threads": 1 if options.device == "cpu" else torch.get_num_threads(),
-        "load_before": os.getloadavg(),
     }
 
 
-def _print_about(about: dict[str, Any]) -> None:
-    versions = ", ".join(f"{name} {version}" for name, version in about["software"].items())
-    print(f"{about['command']}   ({about['date']})")
-    print(f"machine   {about['machine']}, {about['instructions']}")
+def _print_about(facts: dict[str, Any]) -> None:
+    versions = ", ".join(f"{name} {version}" for name, version in facts["software"].items())
+    print(f"{facts['command']}   ({facts['date']})")
+    print(f"machine   {facts['machine']}, {facts['instructions']}")
     print(f"software  {versions}")
-    print(f"threads   {about['threads']}, load {_load(about['load_before'])} before", flush=True)
+    print(f"threads   {facts['threads']}, load {_load(facts['load_before'])} before", flush=True)
 
 
-def _print_summary(options: argparse.Namespace, rows: list[Row], about: dict[str, Any]) -> None:
+def _print_summary(options: argparse.Namespace, rows: list[Row], facts: dict[str, Any]) -> None:
     if absent := format_absent(rows):
         print(f"\n{absent}")
     if options.sizes == GOALS:
@@ -132,7 +125,7 @@ def _print_summary(options: argparse.Namespace, rows: list[Row], about: dict[str
             if goal.op in options.ops and goal.dtype in options.dtype
         ]
         print(f"\ngoals:\n{format_verdicts(judge(goal, rows) for goal in goals)}")
-    print(f"\nload {_load(about['load_after'])} after")
+    print(f"\nload {_load(facts['load_after'])} after")
 
 
 def _load(averages: tuple[float, float, float]) -> str:

@@ -13,16 +13,13 @@ the training program are handed on to every contender. Exit codes: 0 done, whate
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -37,14 +34,13 @@ from moe_parallel.data.indexed import write_indexed  # noqa: E402
 from moe_parallel.errors import InputError  # noqa: E402
 from moe_parallel.telemetry.metrics import FILE_NAME, Record, read_metrics  # noqa: E402
 from moe_parallel.tool import Tool  # noqa: E402
+from tools.bench.about import ROOT, about  # noqa: E402
 from tools.bench.sizes import GOALS, SMALL  # noqa: E402
-from tools.study.machine import machine, software  # noqa: E402
+from tools.bench.twins import LEFT_OUT, Contender, Run, contenders, table  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
 PAPERS = ROOT / "examples" / "papers" / "aoe"
 VOCABULARY = 32000  # the paper's
 TOKENS = 2_000_000
-LEFT_OUT = 2  # iterations at the beginning of a run
 POLL_SECONDS = 0.2
 
 ONE_DEVICE = {
@@ -64,69 +60,13 @@ SMALL_MODEL = {
     "ffn-hidden-size": "256",
     "seq-length": "64",
 }
-BY_BIAS = {"moe-aux-loss-coeff": "0", "moe-router-enable-expert-bias": "true"}
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A configuration of the paper with flags of its own. A twin is what others are held against;
-    `least_speed` and `most_memory` are the goals, as multiples of its figures."""
-
-    name: str
-    file: str
-    flags: dict[str, str] = field(default_factory=dict)
-    twin: str | None = None
-    least_speed: float = 0.0
-    most_memory: float = 0.0
-
-    def verdict(self, speed: float, memory: float) -> str:
-        met = speed >= self.least_speed and memory <= self.most_memory
-        goal = f"goal >= {self.least_speed:.2f}x, <= {self.most_memory:.2f}x"
-        return f"{'met' if met else 'missed'} ({goal})"
-
-
-def contenders(rank: int) -> list[Contender]:
-    """`rank`: d_low of AoE, whose d_wide Eq. 5 makes up for."""
-    low_rank = {"aoe-low-rank-size": str(rank)}
-    moe, moe_by_bias = "MoE, aux loss", "MoE, by bias"
-    return [
-        Contender(moe, "moe_732m.yaml"),
-        Contender("AoE, aux loss, full gradient", "aoe_732m.yaml", low_rank, moe, 0.98, 1.0),
-        Contender(moe_by_bias, "moe_732m.yaml", BY_BIAS),
-        Contender(
-            "AoE, by bias, selected gradient", "aoe_732m.yaml",
-            low_rank | BY_BIAS | {"aoe-gradient": "selected"}, moe_by_bias, 0.99, 1.0,
-        ),
-    ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one run showed: tokens a second of each iteration that counts, most memory held."""
-
-    tokens_per_second: list[float]
-    peak_memory_bytes: int
-
-    @classmethod
-    def of(cls, records: list[Record]) -> Run:
-        counted = records[LEFT_OUT:]
-        return cls(
-            [record["tokens_per_second"] for record in counted],
-            max(record["peak_memory_bytes"] for record in counted),
-        )
 
 
 def main(options: argparse.Namespace, flags: list[str]) -> int:
     if options.iterations < 1 or options.turns < 1:
         raise InputError("--iterations and --turns must be at least 1")
-    about = {
-        "command": " ".join(["python tools/bench/training.py", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "software": software(ROOT),
-        "load_before": os.getloadavg(),
-    }
-    print(f"{about['command']}   ({about['date']})\nmachine   {about['machine']}", flush=True)
+    facts = about("training.py", sys.argv[1:])
+    print(f"{facts['command']}   ({facts['date']})\nmachine   {facts['machine']}", flush=True)
     is_small = options.sizes == SMALL
     field_of = contenders(16 if is_small else 64)
     runs: dict[str, list[Run]] = {contender.name: [] for contender in field_of}
@@ -142,7 +82,7 @@ def main(options: argparse.Namespace, flags: list[str]) -> int:
     print("\n".join(table(field_of, runs, judged=not is_small)))
     if options.json is not None:
         samples = {name: [vars(run) for run in of_name] for name, of_name in runs.items()}
-        options.json.write_text(json.dumps({"about": about, "runs": samples}, indent=1))
+        options.json.write_text(json.dumps({"about": facts, "runs": samples}, indent=1))
     return 0
 
 
@@ -196,37 +136,6 @@ def training_records(folder: Path) -> list[Record]:
     if not path.exists():
         return []
     return [record for record in read_metrics(path) if "tokens_per_second" in record]
-
-
-def table(field_of: list[Contender], runs: dict[str, list[Run]], judged: bool) -> list[str]:
-    """Ratios are medians of those within a turn, of runs next to each other."""
-    head = f"  {'':<34}{'tokens/s':>10}  {'speed':>8}  {'peak MiB':>10}  {'memory':>8}"
-    lines = ["", head]
-    for contender in field_of:
-        ours = runs[contender.name]
-        speed = statistics.median(v for run in ours for v in run.tokens_per_second)
-        peak = max(run.peak_memory_bytes for run in ours)
-        line = f"  {contender.name:<34}{speed:>10,.0f}"
-        if contender.twin is None:
-            lines.append(f"{line}  {'':>8}  {peak / 2**20:>10,.1f}")
-            continue
-        faster, larger = ratios(ours, runs[contender.twin])
-        line += f"  {faster:>7.3f}x  {peak / 2**20:>10,.1f}  {larger:>7.3f}x"
-        lines.append(f"{line}  {contender.verdict(faster, larger)}" if judged else line)
-    return lines
-
-
-def ratios(ours: list[Run], twins: list[Run]) -> tuple[float, float]:
-    """How many times as fast ours are, and how many times the memory they hold."""
-    speeds = [
-        statistics.median(run.tokens_per_second) / statistics.median(twin.tokens_per_second)
-        for run, twin in zip(ours, twins, strict=True)
-    ]
-    memories = [
-        run.peak_memory_bytes / twin.peak_memory_bytes
-        for run, twin in zip(ours, twins, strict=True)
-    ]
-    return statistics.median(speeds), statistics.median(memories)
 
 
 if __name__ == "__main__":

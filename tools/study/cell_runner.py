@@ -13,10 +13,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
 
-import machine
-
 from moe_parallel.analysis.study.folder import Cell
 from moe_parallel.config import Config
+from moe_parallel.platform import machine
 from moe_parallel.training.checkpoint.folder import CheckpointFolder
 
 ROOT = Path(__file__).resolve().parents[2]

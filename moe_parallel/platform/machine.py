@@ -9,7 +9,7 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 PACKAGES = ("torch", "megatron-core", "numpy")
 
