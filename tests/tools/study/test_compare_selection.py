@@ -86,6 +86,7 @@ def finish(cell: Cell, stop: Any = None) -> int:
 def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(TOOL.parent)
     import compare_selection
+    import study_plan
 
     def count(contender: Any, experts_per_token: float | None = None) -> dict[str, int | None]:
         total = TOTALS[contender.name]
@@ -94,7 +95,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
             active = None if experts_per_token is None else round(100 * experts_per_token)
         return {"total": total, "active": active, "active_compute": active}
 
-    monkeypatch.setattr(compare_selection, "count_parameters", count)
+    monkeypatch.setattr(study_plan, "count_parameters", count)
     monkeypatch.setattr(report, "FIGURES", {})  # they are tested by tests/analysis
     return compare_selection
 
@@ -242,7 +243,7 @@ def test_the_example_takes_every_system(tool):
     file = SharedFile.from_raw(read_yaml(ROOT / "examples" / "study.yaml"))
     chosen = {c.name: c for c in choose_contenders(SYSTEMS, file, {})}
     for contender in chosen.values():
-        tool._check_trainable(contender, 1)
+        sys.modules["study_plan"].check_trainable(contender, 1)
     assert {c.config.training for c in chosen.values()} == {chosen["topk"].config.training}
     d, ffn, low, wide = 128, 256, 32, chosen["aoe"].config.expert_width
     swiglu, autonomous = 3 * d * ffn, low * d + low * wide + 2 * d * wide
