@@ -269,7 +269,28 @@ class Checkpointer:
                 does not fit the configuration; the message says what differs.
         """
         with _reading(path):
-            return self._load(path, model_chunks, optimizer, scheduler)
+            expected = Expected(self.fingerprint, self.same_schedule)
+            checkpoint, record = _open(path, expected, optimizer, scheduler)
+            model = model_tensors(model_chunks)
+            held = [] if optimizer is None else pieces(optimizer, model)
+            content: dict[str, Any] = {"model": model, "moments": moment_tensors(held)}
+            if record["layout"] == self.layout:
+                if optimizer is not None:
+                    content["random"] = of_this_rank("random_state", None)
+                content |= fp8_state_to_read(model_chunks, record)
+            stored = agree(lambda: stored_tensors(checkpoint))
+            check_tensors(checkpoint, content, stored)
+
+            content["model"] = most_precise(model, stored)
+            loaded = read_tensors(content, checkpoint)
+            for chunk, weights in zip(
+                unwrap_model(list(model_chunks)), loaded["model"].values(), strict=True
+            ):
+                chunk.load_state_dict(weights)
+            agree(lambda: set_fp8_state(model_chunks, loaded))
+            if optimizer is not None:
+                read_tensors({"masters": masters_to_read(held, stored)}, checkpoint)
+            return _go_on(record, held, scheduler, loaded)
 
     def upcycle(
         self,
@@ -293,64 +314,23 @@ class Checkpointer:
             InputError: as `load`, and if the dense model has other sizes.
         """
         with _reading(path):
-            return self._upcycle(path, model_chunks, optimizer, scheduler, expected, seed)
+            checkpoint, record = _open(path, expected, optimizer, scheduler)
+            model = model_tensors(model_chunks)
+            held = pieces(optimizer, model)
+            stored = agree(lambda: stored_tensors(checkpoint))
+            reader = DenseReader(stored, seed)
+            weights = placed_tensors(most_precise(model, stored))
+            same = reader.same([*weights, *moment_tensors(held).values()])
+            masters = reader.same(masters_to_read(held, stored).values())
+            content: dict[str, Any] = {"same": numbered(same), "parts": numbered(reader.parts())}
+            check_tensors(checkpoint, content, stored)
 
-    def _load(
-        self,
-        path: Path,
-        model_chunks: Sequence[torch.nn.Module],
-        optimizer: MegatronOptimizer | None,
-        scheduler: OptimizerParamScheduler | None,
-    ) -> TrainingState:
-        expected = Expected(self.fingerprint, self.same_schedule)
-        checkpoint, record = _open(path, expected, optimizer, scheduler)
-        model = model_tensors(model_chunks)
-        held = [] if optimizer is None else pieces(optimizer, model)
-        content: dict[str, Any] = {"model": model, "moments": moment_tensors(held)}
-        if record["layout"] == self.layout:
-            if optimizer is not None:
+            if record["layout"] == self.layout:
                 content["random"] = of_this_rank("random_state", None)
-            content |= fp8_state_to_read(model_chunks, record)
-        stored = agree(lambda: stored_tensors(checkpoint))
-        check_tensors(checkpoint, content, stored)
-
-        content["model"] = most_precise(model, stored)
-        loaded = read_tensors(content, checkpoint)
-        for chunk, weights in zip(
-            unwrap_model(list(model_chunks)), loaded["model"].values(), strict=True
-        ):
-            chunk.load_state_dict(weights)
-        agree(lambda: set_fp8_state(model_chunks, loaded))
-        if optimizer is not None:
-            read_tensors({"masters": masters_to_read(held, stored)}, checkpoint)
-        return _go_on(record, held, scheduler, loaded)
-
-    def _upcycle(
-        self,
-        path: Path,
-        model_chunks: Sequence[torch.nn.Module],
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
-        expected: Expected,
-        seed: int,
-    ) -> TrainingState:
-        checkpoint, record = _open(path, expected, optimizer, scheduler)
-        model = model_tensors(model_chunks)
-        held = pieces(optimizer, model)
-        stored = agree(lambda: stored_tensors(checkpoint))
-        reader = DenseReader(stored, seed)
-        weights = placed_tensors(most_precise(model, stored))
-        same = reader.same([*weights, *moment_tensors(held).values()])
-        masters = reader.same(masters_to_read(held, stored).values())
-        content: dict[str, Any] = {"same": numbered(same), "parts": numbered(reader.parts())}
-        check_tensors(checkpoint, content, stored)
-
-        if record["layout"] == self.layout:
-            content["random"] = of_this_rank("random_state", None)
-        loaded = read_tensors(content, checkpoint)
-        read_tensors({"masters": numbered(masters)}, checkpoint)
-        reader.fill()
-        return _go_on(record, held, scheduler, loaded)
+            loaded = read_tensors(content, checkpoint)
+            read_tensors({"masters": numbered(masters)}, checkpoint)
+            reader.fill()
+            return _go_on(record, held, scheduler, loaded)
 
 
 def _open(
