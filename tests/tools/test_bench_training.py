@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moe_parallel.errors import InputError
-from tests.tools.running import run_tool
+from tests.tools.running import run_tool_forked
 from tools.bench import training
 from tools.bench.twins import Contender, Run, contenders, ratios, table
 
@@ -61,6 +61,6 @@ def test_a_goal_is_met_in_speed_and_memory(speed: int, memory: int, verdict: str
 
 
 def test_a_wrong_number_is_named() -> None:
-    told = run_tool("bench/training.py", "--turns", 0)
+    told = run_tool_forked("bench/training.py", "--turns", 0)
     assert (told.returncode, told.stdout) == (2, "")
     assert told.stderr == "training.py: --iterations and --turns must be at least 1\n"

@@ -13,12 +13,13 @@ from moe_parallel.training.checkpoint.folder import RECORD
 from moe_parallel.training.checkpoint.record import FORMAT
 from tests.distributed import run_distributed
 from tests.program import SMALL, pretrain_here, small_data
-from tests.tools.running import run_tool
+from tests.tools.running import RunTool, run_tool_forked
 
-run = partial(run_tool, "convert.py")
+run_forked = partial(run_tool_forked, "convert.py")
 
 
-def test_a_model_is_converted_and_reported(tmp_path: Path) -> None:
+def test_a_model_is_converted_and_reported(tmp_path: Path, start: RunTool) -> None:
+    run = partial(start, "convert.py")
     options = SMALL | small_data(tmp_path) | {"save": tmp_path / "moe", "moe_z_loss_coeff": 1e-3}
     run_distributed(1, pretrain_here, [options])
     new = tmp_path / "aoe"
@@ -75,7 +76,7 @@ def checkpoint(tmp_path: Path) -> Path:
     ],
 )
 def test_wrong_flags_are_one_line_and_code_2(arguments: list[str], message: str) -> None:
-    result = run(*arguments)
+    result = run_forked(*arguments)
     assert (result.returncode, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith("convert.py: ")
@@ -93,7 +94,7 @@ def test_wrong_flags_are_one_line_and_code_2(arguments: list[str], message: str)
     ],
 )
 def test_what_does_not_fit_the_model(checkpoint: Path, flags: list[str], message: str) -> None:
-    result = run("--to", "aoe", "--load", checkpoint, "--save", checkpoint / "new", *flags)
+    result = run_forked("--to", "aoe", "--load", checkpoint, "--save", checkpoint / "new", *flags)
     assert (result.returncode, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert message in line

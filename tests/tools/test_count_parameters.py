@@ -1,27 +1,16 @@
 """The program: its output, its exit codes and what it says about wrong flags."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.tools.running import run_tool, run_tool_forked
+
 TOP_P = "--config examples/papers/dynamic/top_p_3.5b.yaml --moe-backend reference".split()
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "tools/count_parameters.py", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+run = partial(run_tool, "count_parameters.py")
+run_forked = partial(run_tool_forked, "count_parameters.py")
 
 
 def test_prints_one_json_object_and_nothing_else() -> None:
@@ -35,7 +24,7 @@ def test_prints_one_json_object_and_nothing_else() -> None:
 
 
 def test_what_only_training_tells_is_null() -> None:
-    result = run(*TOP_P)
+    result = run_forked(*TOP_P)
     assert (result.returncode, result.stderr) == (0, "")
     assert json.loads(result.stdout) == {
         "total": 3_488_531_456,
@@ -45,7 +34,7 @@ def test_what_only_training_tells_is_null() -> None:
 
 
 def test_experts_per_token_say_what_training_told() -> None:
-    result = run(*TOP_P, "--experts-per-token", "2")
+    result = run_forked(*TOP_P, "--experts-per-token", "2")
     assert (result.returncode, result.stderr) == (0, "")
     assert json.loads(result.stdout) == {
         "total": 3_488_531_456,
@@ -84,7 +73,7 @@ TOP_P_SMALL = [*DENSE, "--num-experts", "4", "--expert-selection", "top_p"]
     ],
 )
 def test_wrong_flags_are_one_line_and_code_2(arguments: list[str], message: str) -> None:
-    result = run(*arguments)
+    result = run_forked(*arguments)
     assert (result.returncode, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith("count_parameters.py: ")

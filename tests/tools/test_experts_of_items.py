@@ -7,10 +7,10 @@ import pytest
 
 from tests.distributed import run_distributed
 from tests.program import SMALL, pretrain_here, small_data
-from tests.tools.running import run_tool
+from tests.tools.running import RunTool, run_tool_forked
 from tools.experts_of_items import main
 
-run = partial(run_tool, "experts_of_items.py")
+run_forked = partial(run_tool_forked, "experts_of_items.py")
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_the_items_of_a_run(trained: Path) -> None:
+def test_the_items_of_a_run(trained: Path, start: RunTool) -> None:
+    run = partial(start, "experts_of_items.py")
     result = run("--load", trained, "--at-least", 20)
     assert (result.returncode, result.stderr) == (0, "")
     head, *rows = result.stdout.splitlines()
@@ -52,6 +53,6 @@ def test_wrong_input_is_one_line_and_code_2(
 
 
 def test_no_item_is_frequent_enough(trained: Path) -> None:
-    result = run("--load", trained, "--samples", 1)
+    result = run_forked("--load", trained, "--samples", 1)
     assert result.returncode == 2 and result.stdout == ""
     assert "--at-least 10000: no item occurs that often" in result.stderr

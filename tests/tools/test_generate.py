@@ -7,10 +7,10 @@ import pytest
 
 from tests.distributed import run_distributed
 from tests.program import SMALL, pretrain_here, small_data
-from tests.tools.running import run_tool
+from tests.tools.running import RunTool, run_tool_forked
 from tools.generate import main
 
-run = partial(run_tool, "generate.py")
+run_forked = partial(run_tool_forked, "generate.py")
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_a_model_goes_on(trained: Path) -> None:
+def test_a_model_goes_on(trained: Path, start: RunTool) -> None:
+    run = partial(start, "generate.py")
     prompt = "zero one two three four"
     for flags in ([], ["--lory-inference", "segment"]):
         result = run(
@@ -36,7 +37,7 @@ def test_a_model_goes_on(trained: Path) -> None:
 
 
 def test_a_prompt_that_is_too_long(trained: Path) -> None:
-    result = run("--load", trained, "--prompt", "one two " * 40)
+    result = run_forked("--load", trained, "--prompt", "one two " * 40)
     assert result.returncode == 2 and result.stdout == ""
     assert "tokens, and the model reads --seq-length 32: shorten it" in result.stderr
 

@@ -1,25 +1,15 @@
 """The program: what it prints, and how it ends on a line that it cannot use."""
 
 import json
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.tools.running import run_tool, run_tool_forked
 
-
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "tools/preprocess_data.py", *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+run = partial(run_tool, "preprocess_data.py")
+run_forked = partial(run_tool_forked, "preprocess_data.py")
 
 
 def write(path: Path, *texts: str) -> Path:
@@ -46,7 +36,7 @@ def test_help() -> None:
 @pytest.mark.parametrize("word", ["9", "-1", "nine"])
 def test_a_word_that_is_no_token_is_one_line_and_code_2(tmp_path: Path, word: str) -> None:
     source = write(tmp_path / "in.jsonl", "1 2 3", f"4 {word}")
-    result = run(
+    result = run_forked(
         "--input", source, "--output-prefix", tmp_path / "my",
         "--tokenizer-type", "NullTokenizer", "--vocab-size", 9,
     )  # fmt: skip

@@ -8,10 +8,8 @@ import pytest
 
 from tests.distributed import run_distributed
 from tests.program import SMALL, pretrain_here, small_data
-from tests.tools.running import run_tool
+from tests.tools.running import RunTool
 from tools.probe_autonomy import main
-
-run = partial(run_tool, "probe_autonomy.py")
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +22,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_thirty_selections_beside_the_router_and_chance(trained: Path) -> None:
+def test_thirty_selections_beside_the_router_and_chance(trained: Path, start: RunTool) -> None:
+    run = partial(start, "probe_autonomy.py")
     result = run("--load", trained)
     assert (result.returncode, result.stderr) == (0, "")
     head, router, random, equal, *probed = result.stdout.splitlines()

@@ -8,17 +8,17 @@ import pytest
 
 from tests.distributed import run_distributed
 from tests.program import AOE, SMALL, flags, pretrain_here, small_data
-from tests.tools.running import run_tool
+from tests.tools.running import RunTool, run_tool_forked
 from tools.probe_causality import main
 
-run = partial(run_tool, "probe_causality.py")
+run_forked = partial(run_tool_forked, "probe_causality.py")
 
 
 MODEL = flags(SMALL | {"vocab_size": 60, "seq_length": 12})
 
 
 def test_a_model_that_drops_earlier_tokens_for_later_ones_is_not_causal() -> None:
-    result = run(*MODEL, "--moe-expert-capacity-factor", 1, "--perturbations", 99)
+    result = run_forked(*MODEL, "--moe-expert-capacity-factor", 1, "--perturbations", 99)
     assert (result.returncode, result.stderr) == (1, "")
     opening, *lines = result.stdout.splitlines()
     assert opening == "topk, initial weights: 2 x 12 tokens, 24 perturbed"
@@ -30,7 +30,8 @@ def test_a_model_that_drops_earlier_tokens_for_later_ones_is_not_causal() -> Non
     assert "rounding: " in lines[2]
 
 
-def test_a_checkpoint_of_two_ranks_is_probed_on_one(tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_ranks_is_probed_on_one(tmp_path: Path, start: RunTool) -> None:
+    run = partial(start, "probe_causality.py")
     options = SMALL | AOE | small_data(tmp_path)
     options |= {"expert_model_parallel_size": 2, "train_iters": 1, "lr_warmup_iters": 0}
     run_distributed(2, pretrain_here, [options | {"save": tmp_path / "run"}])

@@ -1,0 +1,12 @@
+import pytest
+
+from tests.tiers import rest_in_full
+from tests.tools.running import RunTool, run_tool, run_tool_forked
+
+STARTS = {"fork": run_tool_forked, "new interpreter": run_tool}
+
+
+@pytest.fixture(params=rest_in_full(STARTS, "fork"))
+def start(request: pytest.FixtureRequest) -> RunTool:
+    """How a tool is started: in a new interpreter what importing torch prints is seen too."""
+    return STARTS[request.param]
