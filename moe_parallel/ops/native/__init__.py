@@ -13,9 +13,11 @@ from moe_parallel.ops.native.autonomous_experts import autonomous_experts  # noq
 from moe_parallel.ops.native.expert_merge import expert_merge  # noqa: E402
 from moe_parallel.ops.native.grouped_gemm import grouped_gemm  # noqa: E402
 from moe_parallel.ops.native.norm_topk import norm_topk  # noqa: E402
-from moe_parallel.ops.native.permute import permute, routing_map, unpermute  # noqa: E402
+from moe_parallel.ops.native.permute import permute  # noqa: E402
 from moe_parallel.ops.native.routed_experts import routed_experts  # noqa: E402
+from moe_parallel.ops.native.routing_map import routing_map  # noqa: E402
 from moe_parallel.ops.native.swiglu import swiglu  # noqa: E402
+from moe_parallel.ops.native.unpermute import unpermute  # noqa: E402
 
 __all__ = [
     "autonomous_experts",

@@ -1,0 +1,35 @@
+"""Choices sorted by expert."""
+
+import torch
+from torch import Tensor
+
+from moe_parallel.ops.types import RowMap
+
+_ops = torch.ops.moe_parallel
+
+
+def routing_map(
+    experts_TK: Tensor,
+    num_experts: int,
+    rows_per_expert: int | None = None,
+    all_chosen: bool = False,
+) -> RowMap:
+    return RowMap(*_ops.routing_map(experts_TK, num_experts, rows_per_expert, all_chosen))
+
+
+@torch.library.register_fake("moe_parallel::routing_map")
+def _(
+    experts: Tensor, num_experts: int, rows_per_expert: int | None, all_chosen: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows: int | torch.SymInt
+    if rows_per_expert is not None:
+        num_rows = num_experts * rows_per_expert
+    elif all_chosen:
+        num_rows = experts.numel()
+    else:
+        num_rows = torch.library.get_ctx().new_dynamic_size()
+    return (
+        experts.new_empty(num_rows),
+        experts.new_empty(experts.shape),
+        experts.new_empty(num_experts),
+    )
