@@ -10,7 +10,8 @@
 #include <tuple>
 
 #include "expert_rows.h"
-#include "swiglu_of.h"
+#include "main_gradients.h"
+#include "swiglu_tensors.h"
 
 namespace moe_parallel {
 namespace {
@@ -78,9 +79,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
   auto y = x.new_empty({map.size(), x.size(1)});
 
   const auto blocks = map.blocks();
-  const BlockMemory memory(x, blocks);
-  auto x_memory = memory.columns(x.size(1)), h_memory = memory.columns(w.width());
-  auto c_memory = memory.columns(w.rank()), g_memory = memory.columns(w.width());
+  const auto columns = [&](int64_t count) { return map.scratch(x, blocks, count); };
+  auto x_memory = columns(x.size(1)), h_memory = columns(w.width());
+  auto c_memory = columns(w.rank()), g_memory = columns(w.width());
   for (const auto& block : blocks) {
     const auto groups = block.experts(counts), row_gates = block.rows(gates_of_rows);
     auto h = block.part(h_memory), p_rows = block.rows(p), y_rows = block.rows(y);
@@ -145,12 +146,12 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
   WeightGradient dw_out("main_out", w_out, counts, main_out);
 
   const auto blocks = map.blocks();
-  const BlockMemory memory(x, blocks);
-  auto x_memory = memory.columns(x.size(1)), dy_memory = memory.columns(x.size(1));
-  auto dh_memory = memory.columns(w.width()), h_memory = memory.columns(w.width());
-  auto dg_memory = memory.columns(w.width()), dp_memory = memory.columns(w.width());
-  auto g_memory = memory.columns(w.width());
-  auto c_memory = memory.columns(w.rank()), dc_memory = memory.columns(w.rank());
+  const auto columns = [&](int64_t count) { return map.scratch(x, blocks, count); };
+  auto x_memory = columns(x.size(1)), dy_memory = columns(x.size(1));
+  auto dh_memory = columns(w.width()), h_memory = columns(w.width());
+  auto dg_memory = columns(w.width()), dp_memory = columns(w.width());
+  auto g_memory = columns(w.width());
+  auto c_memory = columns(w.rank()), dc_memory = columns(w.rank());
   for (const auto& block : blocks) {
     const auto groups = block.experts(counts);
     const auto transposed = [&](const at::Tensor& weight) {

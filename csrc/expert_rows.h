@@ -68,6 +68,14 @@ class ExpertRows {
     return blocks;
   }
 
+  // Memory for the rows of one block at a time.
+  static ScratchRows scratch(const at::Tensor& like, const std::vector<RowBlock>& blocks,
+                             int64_t columns) {
+    int64_t most_rows = 0;
+    for (const auto& block : blocks) most_rows = std::max(most_rows, block.num_rows);
+    return {like, most_rows, columns};
+  }
+
   // x[token of each row], zeros in padding rows.
   void gather(at::Tensor& out, const at::Tensor& x, const RowBlock& block) const {
     gather_slots(out, x, block, rows_.size(1));
@@ -150,65 +158,6 @@ class ExpertRows {
   }
 
   at::Tensor slots_, rows_, counts_;
-};
-
-// Memory for the rows of one block at a time, as many columns as are asked for.
-class BlockMemory {
- public:
-  BlockMemory(const at::Tensor& like, const std::vector<RowBlock>& blocks) : like_(like) {
-    for (const auto& block : blocks) most_rows_ = std::max(most_rows_, block.num_rows);
-  }
-
-  ScratchRows columns(int64_t columns) const { return {like_, most_rows_, columns}; }
-
- private:
-  at::Tensor like_;
-  int64_t most_rows_ = 0;
-};
-
-// The gradient of a weight [experts, ...]: a tensor of its own, or what is added to a main
-// gradient.
-class WeightGradient {
- public:
-  // `main`: the main gradient, of the weight's type or a wider one, where there is one.
-  WeightGradient(const char* name, const at::Tensor& w, const at::Tensor& counts,
-                 const std::optional<at::Tensor>& main = std::nullopt)
-      : own_(main ? w.new_empty({0}) : w.new_empty(w.sizes())),
-        sum_(main.value_or(own_)),
-        adds_(main.has_value()) {
-    if (adds_) {
-      check_sizes(name, sum_, w.sizes());
-      check_together(w, {sum_});
-      const auto wide = sum_type_of(w);
-      TORCH_CHECK_TYPE(sum_.scalar_type() == w.scalar_type() || sum_.scalar_type() == wide, name,
-                       " is ", sum_.scalar_type(), ", its weight ", w.scalar_type(),
-                       ": it must be ", wide, " or as the weight");
-    } else if (counts.is_cpu()) {
-      clear_without_rows(counts);
-    }
-  }
-
-  // x[rows of e]^T y[rows of e], for the experts e of the block.
-  void take(const RowBlock& block, const at::Tensor& x, const at::Tensor& y,
-            const at::Tensor& groups) {
-    auto here = block.experts(sum_);
-    grouped_outer_out(here, x, y, groups, adds_);
-  }
-
-  // What the operator returns: nothing where the main gradient has it.
-  const at::Tensor& own() const { return own_; }
-
- private:
-  // On the CPU an expert without rows is in no block.
-  void clear_without_rows(const at::Tensor& counts) {
-    const auto on_host = counts.contiguous();
-    for (int64_t e = 0; e < on_host.size(0); ++e) {
-      if (on_host.const_data_ptr<int64_t>()[e] == 0) own_.select(0, e).zero_();
-    }
-  }
-
-  at::Tensor own_, sum_;
-  bool adds_;
 };
 
 }  // namespace moe_parallel

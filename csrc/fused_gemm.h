@@ -24,15 +24,11 @@ GatheredRows rows_of(const at::Tensor& x);
 // group e, with what the epilogue makes of it. False, with nothing done, where no kernel takes it.
 using Operands = std::initializer_list<FusedOperands>;
 bool fused_gemm(Operands operands, const at::Tensor& counts, int64_t rows,
-                const StoreRows& epilogue);
-bool fused_gemm(Operands operands, const at::Tensor& counts, int64_t rows,
-                const ActivateRows& epilogue);
-bool fused_gemm(Operands operands, const at::Tensor& counts, int64_t rows,
-                const DifferentiateRows& epilogue);
+                const Epilogue& epilogue);
 
 // The same of all rows of x with every group's matrix of w, [groups, depth, columns], the results
 // side by side.
-bool fused_products(const at::Tensor& x, const at::Tensor& w, const SquareRows& epilogue);
+bool fused_products(const at::Tensor& x, const at::Tensor& w, const Epilogue& epilogue);
 
 enum class Fusing { kNever, kWhereFaster, kAlways };
 

@@ -7,8 +7,9 @@
 #pragma once
 
 #include <cstdint>
+#include <variant>
 
-#include "grouped_product.h"
+#include "grouped_gemm_product.h"
 #include "scalar_type.h"
 
 #ifdef MOE_PARALLEL_CUDA
@@ -88,11 +89,10 @@ struct DifferentiateRows {
   int64_t dstride;
 };
 
+using Epilogue = std::variant<StoreRows, ActivateRows, SquareRows, DifferentiateRows>;
+
 // On the CPU products are the BLAS's, which nothing is fused with: false, with nothing done.
-bool run_on_cpu(const FusedProduct& product, const StoreRows& epilogue);
-bool run_on_cpu(const FusedProduct& product, const ActivateRows& epilogue);
-bool run_on_cpu(const FusedProduct& product, const SquareRows& epilogue);
-bool run_on_cpu(const FusedProduct& product, const DifferentiateRows& epilogue);
+bool run_on_cpu(const FusedProduct& product, const Epilogue& epilogue);
 #ifdef MOE_PARALLEL_CUDA
 // Whether the GPU of the current context and the layout allow it: sm_80 or later, 16-bit types,
 // rows and addresses that are multiples of 16 bytes, and matrices that all lie by rows (or all by

@@ -5,8 +5,8 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 
+#include "grouped_gemm_wide.h"
 #include "launch.h"
-#include "wide_product.h"
 
 #ifdef MOE_PARALLEL_CUDA
 #include "cuda/grouped_gemm.h"

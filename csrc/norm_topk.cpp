@@ -14,6 +14,7 @@
 
 #include "fused_gemm.h"
 #include "launch.h"
+#include "scratch_rows.h"
 
 namespace moe_parallel {
 namespace {
@@ -44,30 +45,32 @@ at::Tensor concatenate(const at::Tensor& w) {
   return w.permute({1, 0, 2}).reshape({w.size(1), w.size(0) * w.size(2)});
 }
 
-// body(first, tokens) for every tile.
-template <class Body>
-void for_each_tile(const at::Tensor& x, int64_t columns, const Body& body) {
-  const int64_t token_bytes = std::max<int64_t>(columns * x.element_size(), 1);
-  const int64_t tile_bytes = x.is_cuda() ? kCudaTileBytes : kTileBytes;
-  const int64_t tile = std::max(tile_bytes / token_bytes, kTileMinTokens);
-  for (int64_t first = 0; first < x.size(0); first += tile) {
-    body(first, std::min(tile, x.size(0) - first));
-  }
-}
-
-// Tiles in memory that is used again.
-class Scratch {
+// Tokens by the tile, and memory for the columns that are made of one.
+class Tiles {
  public:
-  Scratch(const at::Tensor& like, int64_t columns) : like_(like), columns_(columns) {}
+  Tiles(const at::Tensor& x, int64_t columns)
+      : tokens_(x.size(0)), tile_(tokens_of_tile(x, columns)), memory_(x, tile_, columns) {}
 
-  at::Tensor rows(int64_t count) {
-    if (!buffer_.defined()) buffer_ = like_.new_empty({count, columns_});  // the first is largest
-    return buffer_.narrow(0, 0, count);
+  // body(first, tokens) for every tile.
+  template <class Body>
+  void for_each(const Body& body) const {
+    for (int64_t first = 0; first < tokens_; first += tile_) {
+      body(first, std::min(tile_, tokens_ - first));
+    }
   }
+
+  at::Tensor columns(int64_t tokens) { return memory_.rows(tokens); }
 
  private:
-  at::Tensor like_, buffer_;
-  int64_t columns_;
+  static int64_t tokens_of_tile(const at::Tensor& x, int64_t columns) {
+    const int64_t token_bytes = std::max<int64_t>(columns * x.element_size(), 1);
+    const int64_t tile_bytes = x.is_cuda() ? kCudaTileBytes : kTileBytes;
+    const int64_t tile = std::max(tile_bytes / token_bytes, kTileMinTokens);
+    return std::clamp<int64_t>(tile, 1, std::max<int64_t>(x.size(0), 1));
+  }
+
+  int64_t tokens_, tile_;
+  ScratchRows memory_;
 };
 
 // What is made of C, tile by tile.
@@ -145,10 +148,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_topk(
     }
   }
   at::Tensor w_cat;
-  Scratch scratch(x, num_experts * rank);
-  for_each_tile(x, num_experts * rank, [&](int64_t first, int64_t tokens) {
+  Tiles tiles(x, num_experts * rank);
+  tiles.for_each([&](int64_t first, int64_t tokens) {
     const auto x_tile = x.narrow(0, first, tokens);
-    auto c_tile = keep_all ? c.narrow(0, first, tokens).flatten(1) : scratch.rows(tokens);
+    auto c_tile = keep_all ? c.narrow(0, first, tokens).flatten(1) : tiles.columns(tokens);
     const auto squares = fused_squares(x_tile, w, c_tile);
     if (!squares.defined()) {
       if (!w_cat.defined()) w_cat = concatenate(w);
@@ -189,10 +192,10 @@ std::tuple<at::Tensor, at::Tensor> norm_topk_backward(const at::Tensor& dnorms,
   auto dx = at::empty(x.sizes(), x.options());
   // Tiles add up in the type of sums, so that bf16 is rounded to once.
   auto dw_cat = at::zeros(w_cat.sizes(), w.options().dtype(sum_type_of(w)));
-  Scratch scratch(x, w_cat.size(1));
-  for_each_tile(x, w_cat.size(1), [&](int64_t first, int64_t tokens) {
+  Tiles tiles(x, w_cat.size(1));
+  tiles.for_each([&](int64_t first, int64_t tokens) {
     const auto x_tile = x.narrow(0, first, tokens);
-    auto dc = scratch.rows(tokens);
+    auto dc = tiles.columns(tokens);
     if (!c) at::mm_out(dc, x_tile, w_cat);
     const auto tile_of = [&](const at::Tensor& tensor) {
       return tensor.narrow(0, first, tokens).const_data_ptr();

@@ -7,7 +7,8 @@
 #include <tuple>
 
 #include "expert_rows.h"
-#include "swiglu_of.h"
+#include "main_gradients.h"
+#include "swiglu_tensors.h"
 
 namespace moe_parallel {
 namespace {
@@ -39,8 +40,8 @@ std::tuple<at::Tensor, at::Tensor> routed_experts(
   auto y = x.new_empty({map.size(), x.size(1)});
 
   const auto blocks = map.blocks();
-  const BlockMemory memory(x, blocks);
-  auto x_memory = memory.columns(x.size(1)), h_memory = memory.columns(width);
+  const auto columns = [&](int64_t count) { return map.scratch(x, blocks, count); };
+  auto x_memory = columns(x.size(1)), h_memory = columns(width);
   for (const auto& block : blocks) {
     const auto groups = block.experts(counts), w = block.experts(w_gate_up);
     const auto row_gates = block.rows(gates_of_rows);
@@ -80,10 +81,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
   WeightGradient dw_out("main_out", w_out, counts, main_out);
 
   const auto blocks = map.blocks();
-  const BlockMemory memory(x, blocks);
-  auto x_memory = memory.columns(x.size(1)), dy_memory = memory.columns(x.size(1));
-  auto dh_memory = memory.columns(width), h_memory = memory.columns(width);
-  auto d_memory = memory.columns(2 * width);
+  const auto columns = [&](int64_t count) { return map.scratch(x, blocks, count); };
+  auto x_memory = columns(x.size(1)), dy_memory = columns(x.size(1));
+  auto dh_memory = columns(width), h_memory = columns(width);
+  auto d_memory = columns(2 * width);
   for (const auto& block : blocks) {
     const auto groups = block.experts(counts);
     const auto gate_up_rows = block.rows(saved);

@@ -5,7 +5,7 @@
 #include <optional>
 #include <tuple>
 
-#include "swiglu_of.h"
+#include "swiglu_tensors.h"
 
 namespace moe_parallel {
 namespace {

@@ -7,7 +7,8 @@
 
 #include <string_view>
 
-#include "../grouped_product.h"
+#include "../alignment.h"
+#include "../grouped_gemm_product.h"
 #include "../launch.h"
 #include "build_config.h"  // written by setup.py
 
@@ -96,8 +97,10 @@ bool loop_is_faster(const at::Tensor& x) {
 bool run_in_torch(const at::Tensor& out, const at::Tensor& x, const at::Tensor& w,
                   const at::Tensor& counts, bool accumulate) {
   const auto is_aligned = [](const at::Tensor& t) {
-    bool aligned = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
-    for (int64_t stride : t.strides()) aligned &= stride == 1 || stride % 8 == 0;
+    bool aligned = are_aligned({t.const_data_ptr()}, {}, t.element_size());
+    for (int64_t stride : t.strides()) {
+      aligned &= stride == 1 || are_aligned({}, {stride}, t.element_size());
+    }
     return aligned;
   };
   if (x.scalar_type() != at::kBFloat16 || at::cuda::getCurrentDeviceProperties()->major != 9 ||

@@ -12,11 +12,10 @@ constexpr int kRowsInFlight = 4;  // a warp's gathers wait for each other
 // even size.
 template <class Body>
 void with_words(const void* x, const void* y, int64_t row_bytes, const Body& body) {
-  const auto all = reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(y) |
-                   static_cast<uintptr_t>(row_bytes);
-  if (all % sizeof(uint4) == 0) {
+  const auto takes = [&](int64_t bytes) { return are_aligned({x, y}, {row_bytes}, 1, bytes); };
+  if (takes(sizeof(uint4))) {
     body(uint4{});
-  } else if (all % sizeof(uint32_t) == 0) {
+  } else if (takes(sizeof(uint32_t))) {
     body(uint32_t{});
   } else {
     body(uint16_t{});

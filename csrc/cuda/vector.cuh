@@ -5,11 +5,10 @@
 #include <initializer_list>
 #include <type_traits>
 
+#include "../alignment.h"
 #include "scalar.cuh"
 
 namespace moe_parallel {
-
-constexpr int64_t kVectorBytes = 16;
 
 template <class Scalar, int kSize>
 struct alignas(sizeof(Scalar) * kSize) Vector {
@@ -51,19 +50,6 @@ __device__ inline sum_t<Scalar> dot(const Vector<Scalar, kSize>& x,
   return sum;
 }
 
-// Whether every address, and every distance between rows, is a multiple of a vector. A null
-// pointer, which stands for what is not there, is one.
-inline bool are_aligned(std::initializer_list<const void*> addresses,
-                        std::initializer_list<int64_t> row_bytes) {
-  for (const void* address : addresses) {
-    if (reinterpret_cast<uintptr_t>(address) % kVectorBytes != 0) return false;
-  }
-  for (int64_t bytes : row_bytes) {
-    if (bytes % kVectorBytes != 0) return false;
-  }
-  return true;
-}
-
 // body(Scalar{}, integral_constant of the elements in a vector); `row_sizes` in elements.
 template <class Body>
 void with_vectors(ScalarType type, std::initializer_list<const void*> addresses,
@@ -71,9 +57,7 @@ void with_vectors(ScalarType type, std::initializer_list<const void*> addresses,
   with_cuda_scalar(type, [&](auto scalar) {
     using Scalar = decltype(scalar);
     constexpr int kSize = kVectorBytes / sizeof(Scalar);
-    bool aligned = are_aligned(addresses, {});
-    for (int64_t size : row_sizes) aligned = aligned && size % kSize == 0;
-    if (aligned) {
+    if (are_aligned(addresses, row_sizes, sizeof(Scalar))) {
       body(scalar, std::integral_constant<int, kSize>{});
     } else {
       body(scalar, std::integral_constant<int, 1>{});

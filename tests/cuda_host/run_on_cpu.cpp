@@ -2,7 +2,7 @@
 // the extension's own of the same names.
 #include "expert_merge.h"
 #include "fused_product.h"
-#include "grouped_product.h"
+#include "grouped_gemm_product.h"
 #include "norm_topk.h"
 #include "permute.h"
 #include "routing_map.h"
@@ -20,8 +20,8 @@ void run(const Task& task) {
   run_on_cuda(task, nullptr);
 }
 
-template <class Epilogue>
-bool run_fused(const FusedProduct* product, const Epilogue* epilogue) {
+template <class Rows>
+bool run_fused(const FusedProduct* product, const Rows* epilogue) {
   if (!can_fuse(*product, *epilogue)) return false;
   ++products_fused;
   run_on_cuda(*product, *epilogue, nullptr);
@@ -30,17 +30,8 @@ bool run_fused(const FusedProduct* product, const Epilogue* epilogue) {
 
 }  // namespace
 
-bool run_on_cpu(const FusedProduct& product, const StoreRows& epilogue) {
-  return run_fused(&product, &epilogue);
-}
-bool run_on_cpu(const FusedProduct& product, const ActivateRows& epilogue) {
-  return run_fused(&product, &epilogue);
-}
-bool run_on_cpu(const FusedProduct& product, const SquareRows& epilogue) {
-  return run_fused(&product, &epilogue);
-}
-bool run_on_cpu(const FusedProduct& product, const DifferentiateRows& epilogue) {
-  return run_fused(&product, &epilogue);
+bool run_on_cpu(const FusedProduct& product, const Epilogue& epilogue) {
+  return std::visit([&](const auto& rows) { return run_fused(&product, &rows); }, epilogue);
 }
 void run_on_cpu(const CountChoices& task) { run(task); }
 void run_on_cpu(const ExpertMerge& task) { run(task); }

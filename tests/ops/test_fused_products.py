@@ -15,7 +15,7 @@ from tests.ops.cases import (
     gradients,
     random_tensor,
 )
-from tests.ops.test_fused_layers import KINDS, Setting
+from tests.ops.test_expert_rows import KINDS, Setting
 
 pytestmark = pytest.mark.covering
 

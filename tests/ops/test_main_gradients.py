@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moe_parallel.ops import Ops
 from tests.ops.cases import ROUTINGS, assert_close, error, float64, random_tensor
-from tests.ops.test_fused_layers import KINDS, Setting
+from tests.ops.test_expert_rows import KINDS, Setting
 
 pytestmark = pytest.mark.covering
 

@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "../../grouped_product.h"
+#include "../../grouped_gemm_product.h"
 #include "../launch.cuh"
 
 namespace moe_parallel {

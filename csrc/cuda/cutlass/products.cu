@@ -1,6 +1,6 @@
 #include <climits>
 
-#include "../vector.cuh"
+#include "../../alignment.h"
 #include "group_arguments.cuh"
 #include "instantiations.h"
 #include "products.h"
@@ -12,10 +12,9 @@ bool fits_int(int64_t size) { return size <= INT_MAX; }
 
 // Rows, or columns, of `dense` elements are read 16 bytes at a time.
 bool is_aligned(const GroupedMatrix& matrix, ScalarType type, int64_t dense) {
-  const int64_t bytes = size_of(type);
   const int64_t between_groups = matrix.is_cut ? 0 : matrix.group_stride;
   return dense != kRagged &&
-         are_aligned({matrix.data}, {dense * bytes, matrix.stride * bytes, between_groups * bytes});
+         are_aligned({matrix.data}, {dense, matrix.stride, between_groups}, size_of(type));
 }
 
 bool has_aligned_matrices(const GroupedProduct& task) {

@@ -1,7 +1,7 @@
 // Products of groups of rows by CUTLASS, on tensor cores. Torch-free.
 #pragma once
 
-#include "../../grouped_product.h"
+#include "../../grouped_gemm_product.h"
 
 namespace moe_parallel {
 

@@ -22,7 +22,6 @@ bool runs_hopper() {
 
 namespace {
 
-constexpr int64_t kVector = AmpereTile::kVector;
 constexpr int64_t kMost = int64_t{1} << 30;  // of what is counted in 32 bits
 
 bool has_device() {
@@ -40,9 +39,7 @@ bool takes_matrix(const GroupedMatrix& matrix, Layout layout) {
 
 bool takes_rows(std::initializer_list<const void*> addresses,
                 std::initializer_list<int64_t> strides) {
-  bool aligned = are_aligned(addresses, {});
-  for (int64_t stride : strides) aligned = aligned && stride % kVector == 0;
-  return aligned;
+  return are_aligned(addresses, strides, sizeof(__half));
 }
 
 bool lies_by_columns(const FusedProduct& product) {

@@ -24,6 +24,8 @@ ScoreTokens = structure(
     rank=c_int64,
     k=c_int64,
     row_bytes=c_int64,
+    squares=c_void_p,
+    squares_per_norm=c_int64,
 )
 
 

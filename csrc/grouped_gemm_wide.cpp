@@ -1,6 +1,6 @@
 // ATen's products round to the type of their factors on the CPU. MKL, which torch's x86-64 builds
 // carry and export, has one that does not; without it the factors are widened.
-#include "wide_product.h"
+#include "grouped_gemm_wide.h"
 
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>

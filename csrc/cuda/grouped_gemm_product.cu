@@ -1,6 +1,6 @@
 // Any product of groups of rows, in tiles of 64 by 64 through shared memory. The number of tiles
 // is known to the device alone; blocks are started for as many as there can be.
-#include "../grouped_product.h"
+#include "../grouped_gemm_product.h"
 #include "launch.cuh"
 #include "reduce.cuh"
 #include "scalar.cuh"

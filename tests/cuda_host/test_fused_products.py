@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.cuda_host.emulation import structure
-from tests.cuda_host.test_grouped_product import GroupedMatrix
+from tests.cuda_host.test_grouped_gemm import GroupedMatrix
 
 pytestmark = pytest.mark.full
 

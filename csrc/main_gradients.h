@@ -1,0 +1,59 @@
+// Where the gradients of experts' weights go.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "expert_rows.h"
+#include "grouped_gemm.h"
+#include "launch.h"
+
+namespace moe_parallel {
+
+// The gradient of a weight [experts, ...]: a tensor of its own, or what is added to a main
+// gradient.
+class WeightGradient {
+ public:
+  // `main`: the main gradient, of the weight's type or a wider one, where there is one.
+  WeightGradient(const char* name, const at::Tensor& w, const at::Tensor& counts,
+                 const std::optional<at::Tensor>& main = std::nullopt)
+      : own_(main ? w.new_empty({0}) : w.new_empty(w.sizes())),
+        sum_(main.value_or(own_)),
+        adds_(main.has_value()) {
+    if (adds_) {
+      check_sizes(name, sum_, w.sizes());
+      check_together(w, {sum_});
+      const auto wide = sum_type_of(w);
+      TORCH_CHECK_TYPE(sum_.scalar_type() == w.scalar_type() || sum_.scalar_type() == wide, name,
+                       " is ", sum_.scalar_type(), ", its weight ", w.scalar_type(),
+                       ": it must be ", wide, " or as the weight");
+    } else if (counts.is_cpu()) {
+      clear_without_rows(counts);
+    }
+  }
+
+  // x[rows of e]^T y[rows of e], for the experts e of the block.
+  void take(const RowBlock& block, const at::Tensor& x, const at::Tensor& y,
+            const at::Tensor& groups) {
+    auto here = block.experts(sum_);
+    grouped_outer_out(here, x, y, groups, adds_);
+  }
+
+  // What the operator returns: nothing where the main gradient has it.
+  const at::Tensor& own() const { return own_; }
+
+ private:
+  // On the CPU an expert without rows is in no block.
+  void clear_without_rows(const at::Tensor& counts) {
+    const auto on_host = counts.contiguous();
+    for (int64_t e = 0; e < on_host.size(0); ++e) {
+      if (on_host.const_data_ptr<int64_t>()[e] == 0) own_.select(0, e).zero_();
+    }
+  }
+
+  at::Tensor own_, sum_;
+  bool adds_;
+};
+
+}  // namespace moe_parallel
