@@ -96,8 +96,8 @@ def test_opcheck_of_optional_arguments(native, device):
     x, *routing = given["autonomous_experts"][:5]
     _, *weights = given["autonomous_experts"][5:9]
     c = random_tensor(3, 2, 4, dtype=torch.float32, device=device, seed=0).requires_grad_()
-    handed_on = (x, *routing, None, *weights, c, *(None,) * 3, False)
-    torch.library.opcheck(operators.autonomous_experts.default, handed_on)
+    with_c = (x, *routing, None, *weights, c, *(None,) * 3, False)
+    torch.library.opcheck(operators.autonomous_experts.default, with_c)
 
 
 def test_every_operator_is_checked(native):
