@@ -142,7 +142,8 @@ def _all_experts(given: dict[str, numpy.ndarray], scores: numpy.ndarray) -> nump
 def test_rules_hold_the_bias_of_the_layer(selection):
     case = Case(selection)
     layer = build(case, values(case), torch.float32, "reference").bfloat16()
-    assert layer.rule.bias_E is layer.evaluation_rule.bias_E is layer.bias.bias_E
+    for training in (True, False):
+        assert layer.train(training).current_rule().bias_E is layer.bias.bias_E
     assert layer.bias.bias_E.dtype == torch.float32
 
 

@@ -14,6 +14,7 @@ from moe_parallel.config import AoESelection, make_config
 from moe_parallel.layers import AutonomousLayer, LayerContext
 from moe_parallel.ops import extension, select_backend
 from moe_parallel.parallel import Groups, destroy_groups, initialize_groups
+from moe_parallel.systems import system_of
 from moe_parallel.telemetry.statistics import RoutingStatistics
 from tests.distributed import run_distributed
 
@@ -59,7 +60,8 @@ def build(groups: Groups, backend: str, gathers: bool = True, **options: Any) ->
     )
     statistics = RoutingStatistics(1, E, torch.device("cpu"))
     context = LayerContext(groups, select_backend(backend), statistics, None, 1)
-    layer = AutonomousLayer(config, selection, W, context)
+    layer = system_of(selection).build(config, selection, W, context)
+    assert isinstance(layer, AutonomousLayer)
     layer.set_layer_number(1)
     with torch.no_grad():
         for weight in layer.experts.parameters():
