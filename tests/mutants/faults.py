@@ -1,0 +1,383 @@
+"""Faults of the kind that real ones are, one at a time: what the tests are worth.
+
+Where a line moves or changes its words, its fault has to follow: tests/mutants/test_faults.py fails
+for the one whose `old` is no longer found.
+"""
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """A text of a file, once in it, and what stands there instead."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    near: tuple[str, ...]  # the tests that are run first
+
+
+SELECTION, LOSSES = "moe_parallel/selection", "moe_parallel/balancing/losses.py"
+LAYERS, KERNELS = "moe_parallel/layers", "csrc/cpu/kernels"
+A_TO_A = "moe_parallel/dispatch/all_to_all.py"
+TRAINING = "moe_parallel/training"
+OF_LAYERS = ("tests/layers", "tests/model/test_layouts.py")
+OF_OPS = ("tests/ops",)
+
+FAULTS = [
+    # Who is chosen, and with what weight.
+    Fault(
+        "top-K takes the smallest",
+        f"{SELECTION}/topk.py",
+        "ranked_TE.topk(self.k, dim=1).indices",
+        "ranked_TE.topk(self.k, dim=1, largest=False).indices",
+        ("tests/selection",),
+    ),
+    Fault(
+        "the balancing bias weighs too",
+        f"{SELECTION}/topk.py",
+        "self.of(scores_TE, ranked_TE",
+        "self.of(ranked_TE, ranked_TE",
+        ("tests/selection", "tests/layers"),
+    ),
+    Fault(
+        "softmax over all is not renormalised over the chosen",
+        f"{SELECTION}/topk.py",
+        "torch.softmax(scores_TE.gather(1, experts_TK), dim=1)",
+        "torch.softmax(scores_TE, dim=1).gather(1, experts_TK)",
+        ("tests/selection", "tests/layers"),
+    ),
+    Fault(
+        "a group counts its best expert alone",
+        f"{SELECTION}/topk.py",
+        ".topk(max(1, k // self.topk), dim=2)",
+        ".topk(1, dim=2)",
+        ("tests/selection", "tests/layers"),
+    ),
+    Fault(
+        "top-p drops the expert that crosses p",
+        f"{SELECTION}/top_p.py",
+        ".double().cumsum(dim=1) - ",
+        ".double().cumsum(dim=1) - 0 * ",
+        ("tests/selection", "tests/layers"),
+    ),
+    Fault(
+        "top-p takes one expert over its limit",
+        f"{SELECTION}/top_p.py",
+        "needed_TK[:, self.most :]",
+        "needed_TK[:, self.most + 1 :]",
+        ("tests/selection", "tests/layers"),
+    ),
+    Fault(
+        "expert choice rounds down",
+        f"{SELECTION}/expert_choice.py",
+        "/ num_experts + 0.5",
+        "/ num_experts",
+        ("tests/selection", "tests/layers"),
+    ),
+    Fault(
+        "capacity takes one token too many",
+        f"{SELECTION}/capacity.py",
+        "[place >= limit]",
+        "[place > limit]",
+        ("tests/selection", "tests/layers"),
+    ),
+    Fault(
+        "capacity is rounded down",
+        f"{SELECTION}/capacity.py",
+        "math.ceil(Fraction",
+        "math.floor(Fraction",
+        ("tests/selection", "tests/layers"),
+    ),
+    Fault(
+        "last choices are dropped last",
+        f"{SELECTION}/capacity.py",
+        "slots_TK.t().flatten()",
+        "slots_TK.t().flip(0).flatten()",
+        ("tests/selection", "tests/layers"),
+    ),
+    Fault(
+        "a Lory segment merges by the one after it",
+        f"{SELECTION}/segments.py",
+        "[first(e_GBE), e_GBE[:-1]]",
+        "[first(e_GBE), e_GBE[1:]]",
+        ("tests/selection", "tests/layers"),
+    ),
+    Fault(
+        "a short segment is divided by the full length",
+        f"{SELECTION}/segments.py",
+        "    sizes_G11[-1] = segment_sizes(tokens, length)[-1]\n",
+        "",
+        ("tests/selection", "tests/layers"),
+    ),
+    # Losses on routing and balance.
+    Fault(
+        "the aux loss is not divided by tp",
+        LOSSES,
+        "tokens.sum(sums_2E) / (num_tokens * tokens.num_stretches)",
+        "tokens.sum(sums_2E) / num_tokens",
+        ("tests/balancing", "tests/model/test_layouts.py"),
+    ),
+    Fault(
+        "the aux loss of sequences is their sum",
+        LOSSES,
+        "share_BE * mean_BE) / tokens.num_sequences",
+        "share_BE * mean_BE)",
+        ("tests/balancing", "tests/layers"),
+    ),
+    Fault(
+        "importance is divided by the mean, not its square",
+        LOSSES,
+        "importance_E.mean().square()",
+        "importance_E.mean()",
+        ("tests/balancing", "tests/layers"),
+    ),
+    Fault(
+        "the z-loss counts twice",
+        f"{LAYERS}/routing_losses.py",
+        '"z_loss", selection.moe_z_loss_coeff',
+        '"z_loss", 2 * selection.moe_z_loss_coeff',
+        OF_LAYERS,
+    ),
+    Fault(
+        "the aux loss per choice is divided by layers alone",
+        f"{LAYERS}/routing_losses.py",
+        "(num_moe_layers * selection.moe_router_topk)",
+        "num_moe_layers",
+        OF_LAYERS,
+    ),
+    Fault(
+        "the loads of a step are those of one rank",
+        "moe_parallel/balancing/load.py",
+        "            dist.all_reduce(self.counts, group=group)\n",
+        "            pass\n",
+        ("tests/balancing", "tests/model/test_layouts.py"),
+    ),
+    Fault(
+        "the bias favours the busy",
+        "moe_parallel/balancing/load.py",
+        "counts_E.sum() - len(counts_E) * counts_E",
+        "len(counts_E) * counts_E - counts_E.sum()",
+        ("tests/balancing",),
+    ),
+    Fault(
+        "loads are summed over dp without tp",
+        f"{LAYERS}/dispatched.py",
+        "self.balance(self.context.groups.tp_dp)",
+        "self.balance(self.context.groups.dp)",
+        ("tests/balancing", *OF_LAYERS),
+    ),
+    # Layers and the ranks that they are spread over.
+    Fault(
+        "jitter in evaluation, none in training",
+        f"{LAYERS}/routed.py",
+        "(self.training and eps)",
+        "(not self.training and eps)",
+        OF_LAYERS,
+    ),
+    Fault(
+        "an evaluation chooses by the rule of training",
+        f"{LAYERS}/dispatched.py",
+        "self.rule if self.training else self.evaluation_rule",
+        "self.rule",
+        (*OF_LAYERS, "tests/evaluation"),
+    ),
+    Fault(
+        "SMEAR drops experts in evaluation",
+        f"{LAYERS}/merged.py",
+        "self.rule if self.training else self.evaluation_rule",
+        "self.rule",
+        (*OF_LAYERS, "tests/evaluation"),
+    ),
+    Fault(
+        "the gradient of W_down is not summed over tp",
+        f"{LAYERS}/scoring_weight.py",
+        "return self._layer.replicated(getattr(self._layer, self._name))",
+        "return getattr(self._layer, self._name)",
+        OF_LAYERS,
+    ),
+    Fault(
+        "experts take the W_down of another rank's",
+        "moe_parallel/experts/parameters.py",
+        "first = self.groups.ep.rank()",
+        "first = self.groups.etp.rank()",
+        ("tests/experts", *OF_LAYERS),
+    ),
+    Fault(
+        "gradients of experts are averaged as dense ones",
+        "moe_parallel/experts/parameters.py",
+        "weight.allreduce = same_as_dense",
+        "weight.allreduce = True",
+        ("tests/experts", "tests/model/test_layouts.py"),
+    ),
+    Fault(
+        "rows that arrived are counted by the wrong rank",
+        A_TO_A,
+        "received_RL.flatten())",
+        "received_RL.flip(0).flatten())",
+        ("tests/dispatch", "tests/model/test_layouts.py"),
+    ),
+    Fault(
+        "shards of an expert are averaged",
+        A_TO_A,
+        "torch.stack(chunks[i : i + shards]).sum(0)",
+        "torch.stack(chunks[i : i + shards]).mean(0)",
+        ("tests/dispatch", "tests/model/test_layouts.py"),
+    ),
+    Fault(
+        "bytes of results are not counted",
+        A_TO_A,
+        "sent * there + received * back",
+        "sent * there",
+        ("tests/dispatch", "tests/layers"),
+    ),
+    # Runs: data, checkpoints, telemetry, how they end.
+    Fault(
+        "a resumed run skips a sample",
+        "moe_parallel/data/sampler.py",
+        "range(consumed_samples, len",
+        "range(consumed_samples + bool(consumed_samples), len",
+        ("tests/data/test_sampler.py", "tests/training/test_resume.py"),
+    ),
+    Fault(
+        "padding counts in an evaluation",
+        "moe_parallel/data/sampler.py",
+        "torch.zeros_like(sample",
+        "torch.ones_like(sample",
+        ("tests/data", "tests/evaluation"),
+    ),
+    Fault(
+        "ranges of the distributed optimizer all begin at 0",
+        f"{TRAINING}/checkpoint/optimizer.py",
+        "main, held.start, True",
+        "main, 0, True",
+        ("tests/training/checkpoint",),
+    ),
+    Fault(
+        "both of Adam's moments are saved as the first",
+        f"{TRAINING}/checkpoint/optimizer.py",
+        '_moment(piece, name), f"',
+        '_moment(piece, MOMENTS[0]), f"',
+        ("tests/training/checkpoint",),
+    ),
+    Fault(
+        "random states are not restored",
+        f"{TRAINING}/checkpoint/checkpointer.py",
+        'agree(lambda: set_random_state(loaded["random"]))',
+        "pass",
+        ("tests/training/checkpoint", "tests/training/test_systems.py"),
+    ),
+    Fault(
+        "an iteration that is recomputed counts twice",
+        "moe_parallel/telemetry/statistics.py",
+        "self.training if torch.is_grad_enabled() else None",
+        "self.training",
+        ("tests/telemetry", "tests/model/test_layouts.py", "tests/training/test_systems.py"),
+    ),
+    Fault(
+        "dropped choices are not counted",
+        "moe_parallel/telemetry/statistics.py",
+        "row_C[self.DROPPED] += dropped",
+        "row_C[self.DROPPED] += 0",
+        ("tests/telemetry", "tests/model/test_layouts.py"),
+    ),
+    Fault(
+        "every tensor-parallel rank reports its tokens",
+        f"{TRAINING}/engine.py",
+        "if sums and self.groups.tp.rank() == 0:",
+        "if sums:",
+        ("tests/model/test_layouts.py", "tests/training/test_metrics_of_a_run.py"),
+    ),
+    Fault(
+        "FP8: an evaluation leaves its maxima to training",
+        "moe_parallel/experts/fp8_engine.py",
+        "        self.load_state(before)\n",
+        "",
+        ("tests/experts", "tests/training/checkpoint/test_fp8.py"),
+    ),
+    Fault(
+        "a jitter of 1 is allowed",
+        "moe_parallel/config/selection/routed.py",
+        "        least=0,\n        below=1,\n    )",
+        "        least=0,\n    )",
+        ("tests/config",),
+    ),
+    Fault(
+        "a run that diverged is started again",
+        f"{TRAINING}/exit_codes.py",
+        "(EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_INTERRUPTED",
+        "(EXIT_BAD_INPUT, EXIT_INTERRUPTED",
+        ("tests/launch",),
+    ),
+    Fault(
+        "Ctrl-C before training looks like a requeue",
+        f"{TRAINING}/exit_codes.py",
+        "and not stopped.began",
+        "and stopped.began",
+        ("tests/launch", "tests/training/test_signals.py", "tests/training/test_failure.py"),
+    ),
+    # Kernels: the extension is built anew for each.
+    Fault(
+        "C++: norms without their root",
+        f"{KERNELS}/norm_topk.h",
+        "std::sqrt(sum_of_lanes<Sum>(squares))",
+        "sum_of_lanes<Sum>(squares)",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: ties go to the higher expert",
+        f"{KERNELS}/norm_topk.h",
+        "own > order(chosen[place - 1])",
+        "own >= order(chosen[place - 1])",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: the bias is not ranked by",
+        f"{KERNELS}/norm_topk.h",
+        "bias ? norms[e] + bias[e] : norms[e]",
+        "norms[e]",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: the gradient of a norm lacks its factor",
+        f"{KERNELS}/norm_topk.h",
+        "factor * lanes.load(c + i)",
+        "lanes.load(c + i)",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: the first row is taken for an empty slot",
+        f"{KERNELS}/permute.h",
+        "if (row < 0) continue;",
+        "if (row <= 0) continue;",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: the derivative of SiLU lacks a term",
+        f"{KERNELS}/swiglu.h",
+        "sigmoid * (Sum{1} + g * (Sum{1} - sigmoid))",
+        "sigmoid * (Sum{1} + g * sigmoid)",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: a merge's product leaves out the last expert",
+        f"{KERNELS}/expert_merge.h",
+        "for (; row < a.count; ++row) multiply_rows",
+        "for (; row + 1 < a.count; ++row) multiply_rows",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: a padded expert begins where the rows of the one before end",
+        "csrc/cpu/routing_map.cpp",
+        "first_row_of_expert += task.counts[expert]",
+        "first_row_of_expert += chosen",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: an expert without rows keeps what lay in its gradient",
+        "csrc/grouped_gemm.cpp",
+        "      if (!accumulate) out_expert.zero_();\n",
+        "",
+        OF_OPS,
+    ),
+]

@@ -1,0 +1,120 @@
+"""Which tier of the tests sees which fault, and by which test.
+
+    python -m tests.mutants.run [--only WORD] [--near] [--jobs N]
+
+Works in a copy of the tree, one fault after the other: a build where it is one of C++, then the
+tests nearest to it, the quick tier, the nearest tests of the full tier, the full tier, until one
+fails. Prints a table for CONTRIBUTING.md. Most faults are seen within seconds; one that is not
+costs both tiers.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.mutants.faults import FAULTS, Fault
+
+ROOT = Path(__file__).resolve().parents[2]
+LONGEST = 3600  # seconds; a fault that makes a test wait for ever is seen too
+NOBODY = "-"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="faults whose name or file has this in it")
+    parser.add_argument("--near", action="store_true", help="the tests nearest to a fault alone")
+    parser.add_argument("--jobs", type=int, default=1, help="tests side by side")
+    given = parser.parse_args(arguments)
+    chosen = [fault for fault in FAULTS if given.only in f"{fault.name} {fault.file}"]
+    seen = []
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copy_tree(Path(folder))
+        print("| fault | file | tier | first test that fails |\n|---|---|---|---|", flush=True)
+        # Kernels last: what was built is built on.
+        for fault in sorted(chosen, key=is_compiled):
+            tier, test = judge(tree, fault, given.near, given.jobs)
+            seen.append(tier)
+            print(f"| {fault.name} | `{fault.file}` | {tier} | {test} |", flush=True)
+    print(f"\n{len(seen)} faults: {seen.count('quick')} seen by the quick tier, ", end="")
+    print(f"{seen.count('full')} more by the full one, {seen.count(NOBODY)} by none")
+    return 0
+
+
+def copy_tree(folder: Path) -> Path:
+    """What git tracks or would track, and the built extension."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    built = [str(path.relative_to(ROOT)) for path in ROOT.glob("moe_parallel/*.so")]
+    for name in [*filter(None, names.split("\0")), *built]:
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes((ROOT / name).read_bytes())
+            (folder / name).chmod((ROOT / name).stat().st_mode)
+    return folder
+
+
+def is_compiled(fault: Fault) -> bool:
+    return fault.file.startswith("csrc/")
+
+
+def judge(tree: Path, fault: Fault, near: bool, jobs: int) -> tuple[str, str]:
+    """The tier that sees a fault, and the test."""
+    file = tree / fault.file
+    sound = file.read_text()
+    assert sound.count(fault.old) == 1, fault
+    file.write_text(sound.replace(fault.old, fault.new))
+    try:
+        if is_compiled(fault):
+            build(tree)
+        for tier, options in steps(fault, near, jobs):
+            if test := first_failure(tree, options):
+                return tier, test
+    finally:
+        file.write_text(sound)
+    return NOBODY, NOBODY
+
+
+def steps(fault: Fault, near: bool, jobs: int) -> Iterator[tuple[str, list[str]]]:
+    """(tier, arguments of pytest), in the order in which they are tried."""
+    everything = ["-n", str(jobs), "--dist", "worksteal"]
+    # A fault's own place must not count as a test of it.
+    everything += ["--ignore", "tests/mutants"]
+    yield "quick", list(fault.near)
+    if not near:
+        yield "quick", everything
+    yield "full", ["--full", *fault.near]
+    if not near:
+        yield "full", ["--full", *everything]
+
+
+def build(tree: Path) -> None:
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "MOE_PARALLEL_BUILD": "cpu"}
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def first_failure(tree: Path, options: list[str]) -> str | None:
+    """The test that failed first, or how the tests ended; None: all passed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options]
+    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LONGEST
+        )
+    except subprocess.TimeoutExpired:
+        return "no end within an hour"
+    if done.returncode == 0:
+        return None
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+\.py(?:::\w+)?)", done.stdout, re.MULTILINE)
+    return f"`{failed[1]}`" if failed else f"pytest ended with {done.returncode}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
