@@ -62,17 +62,17 @@ void add_products(at::Tensor& out, const at::Tensor& x, const at::Tensor& v, con
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
-    const at::Tensor& x, const at::Tensor& gates, const at::Tensor& slots, const at::Tensor& rows,
+    const at::Tensor& x, const at::Tensor& probs, const at::Tensor& slots, const at::Tensor& rows,
     const at::Tensor& counts, const std::optional<at::Tensor>& w_down, const at::Tensor& w_up,
     const at::Tensor& w_p, const at::Tensor& w_out, const std::optional<at::Tensor>& c,
     const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
     const std::optional<at::Tensor>&, bool keep_g) {
-  const ExpertRows map(x, gates, slots, rows, counts);
+  const ExpertRows map(x, probs, slots, rows, counts);
   const Weights w{w_down, w_up, w_p, w_out};
   w.check(x, c, rows, counts);
   const auto tokens = x.contiguous();
   const auto c_by_choice = c ? c->contiguous() : at::Tensor();
-  const auto gates_of_rows = map.gates_by_row(gates);
+  const auto probs_of_rows = map.probs_by_row(probs);
   auto p = x.new_empty({map.size(), w.width()});
   auto c_by_row = x.new_empty({c ? 0 : map.size(), w.rank()});
   auto g = x.new_empty({keep_g ? map.size() : 0, w.width()});
@@ -83,7 +83,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
   auto x_memory = columns(x.size(1)), h_memory = columns(w.width());
   auto c_memory = columns(w.rank()), g_memory = columns(w.width());
   for (const auto& block : blocks) {
-    const auto groups = block.experts(counts), row_gates = block.rows(gates_of_rows);
+    const auto groups = block.experts(counts), row_probs = block.rows(probs_of_rows);
     auto h = block.part(h_memory), p_rows = block.rows(p), y_rows = block.rows(y);
     auto c_rows = c ? at::Tensor() : block.rows(c_by_row);
     auto g_rows = keep_g ? block.rows(g) : at::Tensor();
@@ -94,7 +94,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
         (c || fused_gemm({{on_load, block.experts(*w_down), block.experts(*w_down)}}, groups,
                          block.num_rows, rows_to(c_rows))) &&
         fused_gemm({{c_on_load, block.experts(w_up), {}}, {on_load, {}, block.experts(w_p)}},
-                   groups, block.num_rows, activate_rows(h, g_rows, p_rows, row_gates));
+                   groups, block.num_rows, activate_rows(h, g_rows, p_rows, row_probs));
     if (!is_fused) {
       auto x_rows = block.part(x_memory);
       if (c) c_rows = block.part(c_memory);
@@ -107,7 +107,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
         grouped_gemm_out(c_rows, x_rows, block.experts(*w_down), groups);
       }
       grouped_gemm_out(g_rows, c_rows, block.experts(w_up), groups);
-      swiglu_out(h, g_rows, p_rows, row_gates);
+      swiglu_out(h, g_rows, p_rows, row_probs);
     }
     grouped_gemm_out(y_rows, h, block.experts(w_out), groups);
   }
@@ -115,7 +115,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
-autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& gates,
+autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& probs,
                             const at::Tensor& slots, const at::Tensor& rows,
                             const at::Tensor& counts, const std::optional<at::Tensor>& w_down,
                             const at::Tensor& w_up, const at::Tensor& w_p, const at::Tensor& w_out,
@@ -124,7 +124,7 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
                             const std::optional<at::Tensor>& main_up,
                             const std::optional<at::Tensor>& main_p,
                             const std::optional<at::Tensor>& main_out) {
-  const ExpertRows map(x, gates, slots, rows, counts);
+  const ExpertRows map(x, probs, slots, rows, counts);
   const Weights w{w_down, w_up, w_p, w_out};
   w.check(x, c, rows, counts);
   check_sizes("dy", dy, x.sizes());
@@ -136,8 +136,8 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
   if (!c) check_sizes("c_by_row", c_by_row, {map.size(), w.rank()});
   const auto tokens = x.contiguous(), gradients = dy.contiguous(), p_2d = p.contiguous();
   const auto c_by_choice = c ? c->contiguous() : at::Tensor();
-  const auto gates_of_rows = map.gates_by_row(gates);
-  auto dgates_of_rows = at::empty_like(gates_of_rows);
+  const auto probs_of_rows = map.probs_by_row(probs);
+  auto dprobs_of_rows = at::empty_like(probs_of_rows);
   auto dx = x.new_empty({map.size(), x.size(1)});
   auto dc = x.new_empty({c ? map.size() : 0, w.rank()});
   std::optional<WeightGradient> dw_down;
@@ -165,10 +165,9 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
     auto dy_rows = block.part(dy_memory), h = block.part(h_memory);
     auto dg = block.part(dg_memory), dp = block.part(dp_memory);
     map.gather(dy_rows, gradients, block);
-    const SwigluGradients to{
-        .dgate = dg, .dup = dp, .dprobabilities = block.rows(dgates_of_rows), .h = h};
+    const SwigluGradients to{.dgate = dg, .dup = dp, .dprobs = block.rows(dprobs_of_rows), .h = h};
     swiglu_backward_of_product(to, dy_rows, transposed(w_out), groups, g_rows, block.rows(p_2d),
-                               block.rows(gates_of_rows), dh_memory);
+                               block.rows(probs_of_rows), dh_memory);
     dw_out.take(block, h, dy_rows, groups);
 
     auto dc_rows = c ? block.rows(dc) : block.part(dc_memory);
@@ -186,7 +185,7 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
   }
   const auto dc_by_choice = c ? map.by_choice(dc) : dc;
   return {map.sum(dx),
-          map.values_by_choice(dgates_of_rows),
+          map.values_by_choice(dprobs_of_rows),
           dw_down ? dw_down->own() : x.new_empty({0}),
           dw_up.own(),
           dw_p.own(),
@@ -198,16 +197,16 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
 
 MOE_PARALLEL_OPERATOR(
     "autonomous_experts",
-    "(Tensor x, Tensor gates, Tensor slots, Tensor rows, Tensor counts, Tensor? w_down, "
+    "(Tensor x, Tensor probs, Tensor slots, Tensor rows, Tensor counts, Tensor? w_down, "
     "Tensor w_up, Tensor w_p, Tensor w_out, Tensor? c, Tensor? main_up, Tensor? main_p, "
     "Tensor? main_out, bool keep_g) "
     "-> (Tensor y, Tensor p, Tensor c_by_row, Tensor g)",
     moe_parallel::autonomous_experts)
 MOE_PARALLEL_OPERATOR(
     "autonomous_experts_backward",
-    "(Tensor dy, Tensor x, Tensor gates, Tensor slots, Tensor rows, Tensor counts, "
+    "(Tensor dy, Tensor x, Tensor probs, Tensor slots, Tensor rows, Tensor counts, "
     "Tensor? w_down, Tensor w_up, Tensor w_p, Tensor w_out, Tensor? c, Tensor p, "
     "Tensor c_by_row, Tensor g, Tensor(a!)? main_up, Tensor(b!)? main_p, "
-    "Tensor(c!)? main_out) -> (Tensor dx, Tensor dgates, Tensor dw_down, Tensor dw_up, "
+    "Tensor(c!)? main_out) -> (Tensor dx, Tensor dprobs, Tensor dw_down, Tensor dw_up, "
     "Tensor dw_p, Tensor dw_out, Tensor dc)",
     moe_parallel::autonomous_experts_backward)

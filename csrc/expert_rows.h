@@ -35,18 +35,18 @@ struct RowBlock {
 // The row map of a layer, checked once.
 class ExpertRows {
  public:
-  ExpertRows(const at::Tensor& x, const at::Tensor& gates, const at::Tensor& slots,
+  ExpertRows(const at::Tensor& x, const at::Tensor& probs, const at::Tensor& slots,
              const at::Tensor& rows, const at::Tensor& counts)
       : slots_(slots.contiguous()), rows_(rows.contiguous()), counts_(counts) {
     check_dim("x", x, 2);
     check_index("slots", slots, 1);
     check_index("rows", rows, 2);
-    check_together(x, {gates, slots, rows});
+    check_together(x, {probs, slots, rows});
     TORCH_CHECK_VALUE(rows.size(0) == x.size(0), "x has ", x.size(0), " tokens, the row map ",
                       rows.size(0));
-    check_sizes("gates", gates, rows.sizes());
-    TORCH_CHECK_TYPE(gates.scalar_type() == sum_type_of(x), "gates must be ", sum_type_of(x),
-                     " for tokens of ", x.scalar_type(), ", not ", gates.scalar_type());
+    check_sizes("probs", probs, rows.sizes());
+    TORCH_CHECK_TYPE(probs.scalar_type() == sum_type_of(x), "probs must be ", sum_type_of(x),
+                     " for tokens of ", x.scalar_type(), ", not ", probs.scalar_type());
     check_groups("slots", slots.unsqueeze(1), counts);
   }
 
@@ -113,7 +113,7 @@ class ExpertRows {
     launch(y, Unpermute{.type = scalar_type_of("y", y),
                         .y = y.const_data_ptr(),
                         .rows = rows_.const_data_ptr<int64_t>(),
-                        .gates = nullptr,
+                        .probs = nullptr,
                         .out = out.mutable_data_ptr(),
                         .tokens = rows_.size(0),
                         .choices = rows_.size(1),
@@ -123,7 +123,7 @@ class ExpertRows {
   }
 
   // The gate of each row, 0 in padding rows.
-  at::Tensor gates_by_row(const at::Tensor& gates) const { return pick(gates, slots_); }
+  at::Tensor probs_by_row(const at::Tensor& probs) const { return pick(probs, slots_); }
 
   // Values of rows by choice, 0 for a choice without a row.
   at::Tensor values_by_choice(const at::Tensor& values) const {

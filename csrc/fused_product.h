@@ -61,10 +61,10 @@ struct StoreRows {
 // h = silu(first) * second * probability, of sums that were rounded to the type first, so that it
 // is what swiglu.h makes of `gate` and `up`, which keep them.
 struct ActivateRows {
-  const float* probabilities;  // [rows]; null for 1
-  void* h;                     // [rows, columns]
-  void* gate;                  // [rows, columns], rows `stride` elements apart; null: not kept
-  void* up;                    // the same
+  const float* probs;  // [rows]; null for 1
+  void* h;             // [rows, columns]
+  void* gate;          // [rows, columns], rows `stride` elements apart; null: not kept
+  void* up;            // the same
   int64_t stride;
 };
 
@@ -78,13 +78,13 @@ struct SquareRows {
 // dh = the product, in registers alone: the gradients of what SwiGLU read, and h once more.
 // The columns of `second` follow those of `first`.
 struct DifferentiateRows {
-  const float* probabilities;  // [rows]; null for 1
-  const void* gate;            // [rows, columns], rows `stride` elements apart
-  const void* up;              // the same
-  void* dgate;                 // [rows, columns], rows `dstride` elements apart
-  void* dup;                   // the same
-  void* h;                     // [rows, columns]
-  float* dprobabilities;       // [rows, columns / 32, rounded up]
+  const float* probs;  // [rows]; null for 1
+  const void* gate;    // [rows, columns], rows `stride` elements apart
+  const void* up;      // the same
+  void* dgate;         // [rows, columns], rows `dstride` elements apart
+  void* dup;           // the same
+  void* h;             // [rows, columns]
+  float* dprobs;       // [rows, columns / 32, rounded up]
   int64_t stride;
   int64_t dstride;
 };

@@ -28,13 +28,13 @@ void check_weights(const at::Tensor& x, const at::Tensor& w_gate_up, const at::T
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor> routed_experts(
-    const at::Tensor& x, const at::Tensor& gates, const at::Tensor& slots, const at::Tensor& rows,
+    const at::Tensor& x, const at::Tensor& probs, const at::Tensor& slots, const at::Tensor& rows,
     const at::Tensor& counts, const at::Tensor& w_gate_up, const at::Tensor& w_out,
     const std::optional<at::Tensor>&, const std::optional<at::Tensor>&) {
-  const ExpertRows map(x, gates, slots, rows, counts);
+  const ExpertRows map(x, probs, slots, rows, counts);
   check_weights(x, w_gate_up, w_out, counts);
   const auto tokens = x.contiguous();
-  const auto gates_of_rows = map.gates_by_row(gates);
+  const auto probs_of_rows = map.probs_by_row(probs);
   const int64_t width = w_out.size(1);
   auto gate_up = x.new_empty({map.size(), 2 * width});
   auto y = x.new_empty({map.size(), x.size(1)});
@@ -44,16 +44,16 @@ std::tuple<at::Tensor, at::Tensor> routed_experts(
   auto x_memory = columns(x.size(1)), h_memory = columns(width);
   for (const auto& block : blocks) {
     const auto groups = block.experts(counts), w = block.experts(w_gate_up);
-    const auto row_gates = block.rows(gates_of_rows);
+    const auto row_probs = block.rows(probs_of_rows);
     auto h = block.part(h_memory), gate_up_rows = block.rows(gate_up), y_rows = block.rows(y);
     const auto gate = gate_up_rows.narrow(1, 0, width), up = gate_up_rows.narrow(1, width, width);
     const FusedOperands first_stage{map.gathered(tokens, block), w.narrow(2, 0, width),
                                     w.narrow(2, width, width)};
-    if (!fused_gemm({first_stage}, groups, block.num_rows, activate_rows(h, gate, up, row_gates))) {
+    if (!fused_gemm({first_stage}, groups, block.num_rows, activate_rows(h, gate, up, row_probs))) {
       auto x_rows = block.part(x_memory);
       map.gather(x_rows, tokens, block);
       grouped_gemm_out(gate_up_rows, x_rows, w, groups);
-      swiglu_out(h, gate, up, row_gates);
+      swiglu_out(h, gate, up, row_probs);
     }
     grouped_gemm_out(y_rows, h, block.experts(w_out), groups);
   }
@@ -61,11 +61,11 @@ std::tuple<at::Tensor, at::Tensor> routed_experts(
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backward(
-    const at::Tensor& dy, const at::Tensor& x, const at::Tensor& gates, const at::Tensor& slots,
+    const at::Tensor& dy, const at::Tensor& x, const at::Tensor& probs, const at::Tensor& slots,
     const at::Tensor& rows, const at::Tensor& counts, const at::Tensor& w_gate_up,
     const at::Tensor& w_out, const at::Tensor& gate_up,
     const std::optional<at::Tensor>& main_gate_up, const std::optional<at::Tensor>& main_out) {
-  const ExpertRows map(x, gates, slots, rows, counts);
+  const ExpertRows map(x, probs, slots, rows, counts);
   check_weights(x, w_gate_up, w_out, counts);
   check_sizes("dy", dy, x.sizes());
   check_same_type("dy", dy, "x", x);
@@ -74,8 +74,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
   check_same_type("gate_up", gate_up, "x", x);
   check_together(x, {dy, gate_up});
   const auto tokens = x.contiguous(), gradients = dy.contiguous(), saved = gate_up.contiguous();
-  const auto gates_of_rows = map.gates_by_row(gates);
-  auto dgates_of_rows = at::empty_like(gates_of_rows);
+  const auto probs_of_rows = map.probs_by_row(probs);
+  auto dprobs_of_rows = at::empty_like(probs_of_rows);
   auto dx = x.new_empty({map.size(), x.size(1)});
   WeightGradient dw_gate_up("main_gate_up", w_gate_up, counts, main_gate_up);
   WeightGradient dw_out("main_out", w_out, counts, main_out);
@@ -96,29 +96,29 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
     map.gather(dy_rows, gradients, block);
     const SwigluGradients to{.dgate = d_gate_up.narrow(1, 0, width),
                              .dup = d_gate_up.narrow(1, width, width),
-                             .dprobabilities = block.rows(dgates_of_rows),
+                             .dprobs = block.rows(dprobs_of_rows),
                              .h = h};
     swiglu_backward_of_product(to, dy_rows, block.experts(w_out).transpose(1, 2), groups, gate, up,
-                               block.rows(gates_of_rows), dh_memory);
+                               block.rows(probs_of_rows), dh_memory);
     dw_out.take(block, h, dy_rows, groups);
     map.gather(x_rows, tokens, block);
     dw_gate_up.take(block, x_rows, d_gate_up, groups);
     grouped_gemm_out(dx_rows, d_gate_up, block.experts(w_gate_up).transpose(1, 2), groups);
   }
-  return {map.sum(dx), map.values_by_choice(dgates_of_rows), dw_gate_up.own(), dw_out.own()};
+  return {map.sum(dx), map.values_by_choice(dprobs_of_rows), dw_gate_up.own(), dw_out.own()};
 }
 
 }  // namespace moe_parallel
 
 MOE_PARALLEL_OPERATOR("routed_experts",
-                      "(Tensor x, Tensor gates, Tensor slots, Tensor rows, Tensor counts, "
+                      "(Tensor x, Tensor probs, Tensor slots, Tensor rows, Tensor counts, "
                       "Tensor w_gate_up, Tensor w_out, Tensor? main_gate_up, Tensor? main_out) "
                       "-> (Tensor y, Tensor gate_up)",
                       moe_parallel::routed_experts)
 MOE_PARALLEL_OPERATOR(
     "routed_experts_backward",
-    "(Tensor dy, Tensor x, Tensor gates, Tensor slots, Tensor rows, Tensor counts, "
+    "(Tensor dy, Tensor x, Tensor probs, Tensor slots, Tensor rows, Tensor counts, "
     "Tensor w_gate_up, Tensor w_out, Tensor gate_up, Tensor(a!)? main_gate_up, "
     "Tensor(b!)? main_out) "
-    "-> (Tensor dx, Tensor dgates, Tensor dw_gate_up, Tensor dw_out)",
+    "-> (Tensor dx, Tensor dprobs, Tensor dw_gate_up, Tensor dw_out)",
     moe_parallel::routed_experts_backward)

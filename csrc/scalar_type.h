@@ -5,7 +5,7 @@ namespace moe_parallel {
 
 enum class ScalarType { kFloat32, kFloat64, kBFloat16, kFloat16 };
 
-// Sums, gates and norms are double for double and float for the rest.
+// Sums, probs and norms are double for double and float for the rest.
 template <class Scalar>
 struct SumOf {
   using type = float;

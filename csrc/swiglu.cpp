@@ -11,48 +11,47 @@ namespace moe_parallel {
 namespace {
 
 void check_inputs(const at::Tensor& gate, const at::Tensor& up,
-                  const std::optional<at::Tensor>& probabilities) {
+                  const std::optional<at::Tensor>& probs) {
   check_dim("gate", gate, 2);
   check_sizes("up", up, gate.sizes());
   check_same_type("up", up, "gate", gate);
   check_together(gate, {up});
-  if (!probabilities) return;
-  check_together(gate, {*probabilities});
-  check_sizes("probabilities", *probabilities, {gate.size(0)});
-  TORCH_CHECK_TYPE(probabilities->scalar_type() == sum_type_of(gate), "probabilities must be ",
-                   sum_type_of(gate), " for rows of ", gate.scalar_type(), ", not ",
-                   probabilities->scalar_type());
+  if (!probs) return;
+  check_together(gate, {*probs});
+  check_sizes("probs", *probs, {gate.size(0)});
+  TORCH_CHECK_TYPE(probs->scalar_type() == sum_type_of(gate), "probs must be ", sum_type_of(gate),
+                   " for rows of ", gate.scalar_type(), ", not ", probs->scalar_type());
 }
 
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up,
-                  const std::optional<at::Tensor>& probabilities) {
-  check_inputs(gate, up, probabilities);
+                  const std::optional<at::Tensor>& probs) {
+  check_inputs(gate, up, probs);
   auto h = at::empty(gate.sizes(), gate.options());
-  swiglu_out(h, with_dense_rows(gate), with_dense_rows(up), probabilities);
+  swiglu_out(h, with_dense_rows(gate), with_dense_rows(up), probs);
   return h;
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> swiglu_backward(
     const at::Tensor& dh, const at::Tensor& gate, const at::Tensor& up,
-    const std::optional<at::Tensor>& probabilities) {
-  check_inputs(gate, up, probabilities);
+    const std::optional<at::Tensor>& probs) {
+  check_inputs(gate, up, probs);
   check_sizes("dh", dh, gate.sizes());
   check_same_type("dh", dh, "gate", gate);
   check_together(gate, {dh});
   auto dgate = at::empty(gate.sizes(), gate.options());
   auto dup = at::empty(gate.sizes(), gate.options());
-  auto dprobabilities = at::empty({gate.size(0)}, gate.options().dtype(sum_type_of(gate)));
-  swiglu_backward_out({.dgate = dgate, .dup = dup, .dprobabilities = dprobabilities, .h = {}},
-                      dh.contiguous(), with_dense_rows(gate), with_dense_rows(up), probabilities);
-  return {dgate, dup, dprobabilities};
+  auto dprobs = at::empty({gate.size(0)}, gate.options().dtype(sum_type_of(gate)));
+  swiglu_backward_out({.dgate = dgate, .dup = dup, .dprobs = dprobs, .h = {}}, dh.contiguous(),
+                      with_dense_rows(gate), with_dense_rows(up), probs);
+  return {dgate, dup, dprobs};
 }
 
 }  // namespace
 }  // namespace moe_parallel
 
-MOE_PARALLEL_OPERATOR("swiglu", "(Tensor gate, Tensor up, Tensor? probabilities) -> Tensor",
+MOE_PARALLEL_OPERATOR("swiglu", "(Tensor gate, Tensor up, Tensor? probs) -> Tensor",
                       moe_parallel::swiglu)
 MOE_PARALLEL_OPERATOR("swiglu_backward",
-                      "(Tensor dh, Tensor gate, Tensor up, Tensor? probabilities) "
-                      "-> (Tensor dgate, Tensor dup, Tensor dprobabilities)",
+                      "(Tensor dh, Tensor gate, Tensor up, Tensor? probs) "
+                      "-> (Tensor dgate, Tensor dup, Tensor dprobs)",
                       moe_parallel::swiglu_backward)

@@ -12,11 +12,11 @@ namespace moe_parallel {
 
 // h[n] = silu(gate[n]) * up[n] * probability[n]
 struct Swiglu {
-  ScalarType type;            // of gate, up and h
-  const void* gate;           // [rows, width], rows `gate_stride` elements apart
-  const void* up;             // [rows, width], rows `up_stride` elements apart
-  const void* probabilities;  // [rows] in the type of sums; null for 1
-  void* h;                    // [rows, width]
+  ScalarType type;    // of gate, up and h
+  const void* gate;   // [rows, width], rows `gate_stride` elements apart
+  const void* up;     // [rows, width], rows `up_stride` elements apart
+  const void* probs;  // [rows] in the type of sums; null for 1
+  void* h;            // [rows, width]
   int64_t rows;
   int64_t width;
   int64_t gate_stride;
@@ -25,15 +25,15 @@ struct Swiglu {
 
 // The gradients of all that went in, and h once more, which the next weight gradient needs.
 struct SwigluBackward {
-  ScalarType type;            // of all but the probabilities
-  const void* dh;             // [rows, width]
-  const void* gate;           // as in Swiglu
-  const void* up;             // as in Swiglu
-  const void* probabilities;  // [rows] in the type of sums; null for 1
-  void* dgate;                // [rows, width], rows `dgate_stride` elements apart
-  void* dup;                  // [rows, width], rows `dup_stride` elements apart
-  void* dprobabilities;       // [rows] in the type of sums; null: not wanted
-  void* h;                    // [rows, width]; null: not wanted
+  ScalarType type;    // of all but the probs
+  const void* dh;     // [rows, width]
+  const void* gate;   // as in Swiglu
+  const void* up;     // as in Swiglu
+  const void* probs;  // [rows] in the type of sums; null for 1
+  void* dgate;        // [rows, width], rows `dgate_stride` elements apart
+  void* dup;          // [rows, width], rows `dup_stride` elements apart
+  void* dprobs;       // [rows] in the type of sums; null: not wanted
+  void* h;            // [rows, width]; null: not wanted
   int64_t rows;
   int64_t width;
   int64_t gate_stride;

@@ -27,13 +27,13 @@ inline const void* data_of(const std::optional<at::Tensor>& tensor) {
 
 // h = silu(gate) * up * probability; gate and up with dense rows.
 inline void swiglu_out(at::Tensor& h, const at::Tensor& gate, const at::Tensor& up,
-                       const std::optional<at::Tensor>& probabilities) {
+                       const std::optional<at::Tensor>& probs) {
   std::optional<at::Tensor> dense;
-  if (probabilities) dense = probabilities->contiguous();
+  if (probs) dense = probs->contiguous();
   launch(gate, Swiglu{.type = scalar_type_of("gate", gate),
                       .gate = gate.const_data_ptr(),
                       .up = up.const_data_ptr(),
-                      .probabilities = data_of(dense),
+                      .probs = data_of(dense),
                       .h = h.mutable_data_ptr(),
                       .rows = gate.size(0),
                       .width = gate.size(1),
@@ -44,8 +44,8 @@ inline void swiglu_out(at::Tensor& h, const at::Tensor& gate, const at::Tensor& 
 // The same as an epilogue, which keeps up and, where it is defined, gate. Probabilities are in the
 // type of sums, which is float for what is fused.
 inline ActivateRows activate_rows(at::Tensor& h, const at::Tensor& gate, const at::Tensor& up,
-                                  const at::Tensor& probabilities) {
-  return {.probabilities = static_cast<const float*>(probabilities.const_data_ptr()),
+                                  const at::Tensor& probs) {
+  return {.probs = static_cast<const float*>(probs.const_data_ptr()),
           .h = h.mutable_data_ptr(),
           .gate = gate.defined() ? gate.mutable_data_ptr() : nullptr,
           .up = up.mutable_data_ptr(),
@@ -56,56 +56,53 @@ inline ActivateRows activate_rows(at::Tensor& h, const at::Tensor& gate, const a
 struct SwigluGradients {
   at::Tensor dgate;
   at::Tensor dup;
-  at::Tensor dprobabilities;
+  at::Tensor dprobs;
   at::Tensor h;
 };
 
 inline void swiglu_backward_out(const SwigluGradients& to, const at::Tensor& dh,
                                 const at::Tensor& gate, const at::Tensor& up,
-                                const std::optional<at::Tensor>& probabilities) {
+                                const std::optional<at::Tensor>& probs) {
   std::optional<at::Tensor> dense;
-  if (probabilities) dense = probabilities->contiguous();
-  const bool wants_probabilities = to.dprobabilities.defined();
-  launch(gate,
-         SwigluBackward{
-             .type = scalar_type_of("gate", gate),
-             .dh = dh.const_data_ptr(),
-             .gate = gate.const_data_ptr(),
-             .up = up.const_data_ptr(),
-             .probabilities = data_of(dense),
-             .dgate = to.dgate.mutable_data_ptr(),
-             .dup = to.dup.mutable_data_ptr(),
-             .dprobabilities = wants_probabilities ? to.dprobabilities.mutable_data_ptr() : nullptr,
-             .h = to.h.defined() ? to.h.mutable_data_ptr() : nullptr,
-             .rows = gate.size(0),
-             .width = gate.size(1),
-             .gate_stride = gate.stride(0),
-             .up_stride = up.stride(0),
-             .dgate_stride = to.dgate.stride(0),
-             .dup_stride = to.dup.stride(0)});
+  if (probs) dense = probs->contiguous();
+  const bool wants_probs = to.dprobs.defined();
+  launch(gate, SwigluBackward{.type = scalar_type_of("gate", gate),
+                              .dh = dh.const_data_ptr(),
+                              .gate = gate.const_data_ptr(),
+                              .up = up.const_data_ptr(),
+                              .probs = data_of(dense),
+                              .dgate = to.dgate.mutable_data_ptr(),
+                              .dup = to.dup.mutable_data_ptr(),
+                              .dprobs = wants_probs ? to.dprobs.mutable_data_ptr() : nullptr,
+                              .h = to.h.defined() ? to.h.mutable_data_ptr() : nullptr,
+                              .rows = gate.size(0),
+                              .width = gate.size(1),
+                              .gate_stride = gate.stride(0),
+                              .up_stride = up.stride(0),
+                              .dgate_stride = to.dgate.stride(0),
+                              .dup_stride = to.dup.stride(0)});
 }
 
 // The gradients for dh = dy w in one kernel; false, with nothing done, where none takes it.
 inline bool fused_swiglu_backward(const SwigluGradients& to, const at::Tensor& dy,
                                   const at::Tensor& w, const at::Tensor& counts,
                                   const at::Tensor& gate, const at::Tensor& up,
-                                  const at::Tensor& probabilities) {
+                                  const at::Tensor& probs) {
   const int64_t chunks = (gate.size(1) + kColumnsOfSum - 1) / kColumnsOfSum;
   const auto sums = at::empty({gate.size(0), chunks}, dy.options().dtype(at::kFloat));
-  const DifferentiateRows epilogue{
-      .probabilities = static_cast<const float*>(probabilities.const_data_ptr()),
-      .gate = gate.const_data_ptr(),
-      .up = up.const_data_ptr(),
-      .dgate = to.dgate.mutable_data_ptr(),
-      .dup = to.dup.mutable_data_ptr(),
-      .h = to.h.mutable_data_ptr(),
-      .dprobabilities = sums.mutable_data_ptr<float>(),
-      .stride = gate.stride(0),
-      .dstride = to.dgate.stride(0)};
+  const DifferentiateRows epilogue{.probs = static_cast<const float*>(probs.const_data_ptr()),
+                                   .gate = gate.const_data_ptr(),
+                                   .up = up.const_data_ptr(),
+                                   .dgate = to.dgate.mutable_data_ptr(),
+                                   .dup = to.dup.mutable_data_ptr(),
+                                   .h = to.h.mutable_data_ptr(),
+                                   .dprobs = sums.mutable_data_ptr<float>(),
+                                   .stride = gate.stride(0),
+                                   .dstride = to.dgate.stride(0)};
   TORCH_INTERNAL_ASSERT(up.stride(0) == epilogue.stride && to.dup.stride(0) == epilogue.dstride);
   if (!fused_gemm({{rows_of(dy), w, w}}, counts, dy.size(0), epilogue)) return false;
-  auto dprobabilities = to.dprobabilities;
-  at::sum_out(dprobabilities, sums, 1);
+  auto dprobs = to.dprobs;
+  at::sum_out(dprobs, sums, 1);
   return true;
 }
 
@@ -113,11 +110,11 @@ inline bool fused_swiglu_backward(const SwigluGradients& to, const at::Tensor& d
 inline void swiglu_backward_of_product(const SwigluGradients& to, const at::Tensor& dy,
                                        const at::Tensor& w, const at::Tensor& counts,
                                        const at::Tensor& gate, const at::Tensor& up,
-                                       const at::Tensor& probabilities, ScratchRows& dh) {
-  if (fused_swiglu_backward(to, dy, w, counts, gate, up, probabilities)) return;
+                                       const at::Tensor& probs, ScratchRows& dh) {
+  if (fused_swiglu_backward(to, dy, w, counts, gate, up, probs)) return;
   auto dh_rows = dh.rows(dy.size(0));
   grouped_gemm_out(dh_rows, dy, w, counts);
-  swiglu_backward_out(to, dh_rows, gate, up, probabilities);
+  swiglu_backward_out(to, dh_rows, gate, up, probs);
 }
 
 }  // namespace moe_parallel

@@ -19,23 +19,23 @@ void check_map(const at::Tensor& y, const at::Tensor& slots, const at::Tensor& r
                     slots.size(0));
 }
 
-void check_gates(const at::Tensor& gates, const at::Tensor& y, const at::Tensor& rows) {
-  check_together(y, {gates});
-  TORCH_CHECK_VALUE(gates.sizes() == rows.sizes(), "gates have shape ", gates.sizes(),
+void check_probs(const at::Tensor& probs, const at::Tensor& y, const at::Tensor& rows) {
+  check_together(y, {probs});
+  TORCH_CHECK_VALUE(probs.sizes() == rows.sizes(), "probs have shape ", probs.sizes(),
                     ", the row map ", rows.sizes());
-  TORCH_CHECK_TYPE(gates.scalar_type() == sum_type_of(y), "gates must be ", sum_type_of(y),
-                   " for rows of ", y.scalar_type(), ", not ", gates.scalar_type());
+  TORCH_CHECK_TYPE(probs.scalar_type() == sum_type_of(y), "probs must be ", sum_type_of(y),
+                   " for rows of ", y.scalar_type(), ", not ", probs.scalar_type());
 }
 
 }  // namespace
 
 at::Tensor unpermute(const at::Tensor& y, const at::Tensor& slots, const at::Tensor& rows,
-                     const std::optional<at::Tensor>& gates) {
+                     const std::optional<at::Tensor>& probs) {
   check_map(y, slots, rows);
-  at::Tensor gates_2d;
-  if (gates) {
-    check_gates(*gates, y, rows);
-    gates_2d = gates->contiguous();
+  at::Tensor probs_2d;
+  if (probs) {
+    check_probs(*probs, y, rows);
+    probs_2d = probs->contiguous();
   }
   const auto y_rows = y.contiguous();
   const auto rows_2d = rows.contiguous();
@@ -43,7 +43,7 @@ at::Tensor unpermute(const at::Tensor& y, const at::Tensor& slots, const at::Ten
   launch(y, Unpermute{.type = scalar_type_of("y", y),
                       .y = y_rows.const_data_ptr(),
                       .rows = rows_2d.const_data_ptr<int64_t>(),
-                      .gates = gates ? gates_2d.const_data_ptr() : nullptr,
+                      .probs = probs ? probs_2d.const_data_ptr() : nullptr,
                       .out = out.mutable_data_ptr(),
                       .tokens = rows.size(0),
                       .choices = rows.size(1),
@@ -55,9 +55,9 @@ at::Tensor unpermute(const at::Tensor& y, const at::Tensor& slots, const at::Ten
 std::tuple<at::Tensor, at::Tensor> unpermute_backward(const at::Tensor& dout, const at::Tensor& y,
                                                       const at::Tensor& slots,
                                                       const at::Tensor& rows,
-                                                      const at::Tensor& gates) {
+                                                      const at::Tensor& probs) {
   check_map(y, slots, rows);
-  check_gates(gates, y, rows);
+  check_probs(probs, y, rows);
   check_together(y, {dout});
   check_sizes("dout", dout, {rows.size(0), y.size(1)});
   check_same_type("dout", dout, "y", y);
@@ -66,29 +66,29 @@ std::tuple<at::Tensor, at::Tensor> unpermute_backward(const at::Tensor& dout, co
   const auto y_rows = y.contiguous();
   const auto slots_1d = slots.contiguous();
   const auto rows_2d = rows.contiguous();
-  const auto gates_2d = gates.contiguous();
+  const auto probs_2d = probs.contiguous();
   auto dy = at::empty_like(y_rows);
-  auto dgates = at::empty_like(gates_2d);
+  auto dprobs = at::empty_like(probs_2d);
   launch(y, UnpermuteBackward{.type = scalar_type_of("y", y),
                               .dout = dout_rows.const_data_ptr(),
                               .y = y_rows.const_data_ptr(),
                               .slots = slots_1d.const_data_ptr<int64_t>(),
                               .rows = rows_2d.const_data_ptr<int64_t>(),
-                              .gates = gates_2d.const_data_ptr(),
+                              .probs = probs_2d.const_data_ptr(),
                               .dy = dy.mutable_data_ptr(),
-                              .dgates = dgates.mutable_data_ptr(),
+                              .dprobs = dprobs.mutable_data_ptr(),
                               .tokens = rows.size(0),
                               .choices = rows.size(1),
                               .num_rows = y.size(0),
                               .width = y.size(1)});
-  return {dy, dgates};
+  return {dy, dprobs};
 }
 
 }  // namespace moe_parallel
 
-MOE_PARALLEL_OPERATOR("unpermute", "(Tensor y, Tensor slots, Tensor rows, Tensor? gates) -> Tensor",
+MOE_PARALLEL_OPERATOR("unpermute", "(Tensor y, Tensor slots, Tensor rows, Tensor? probs) -> Tensor",
                       moe_parallel::unpermute)
 MOE_PARALLEL_OPERATOR("unpermute_backward",
-                      "(Tensor dout, Tensor y, Tensor slots, Tensor rows, Tensor gates) "
-                      "-> (Tensor dy, Tensor dgates)",
+                      "(Tensor dout, Tensor y, Tensor slots, Tensor rows, Tensor probs) "
+                      "-> (Tensor dy, Tensor dprobs)",
                       moe_parallel::unpermute_backward)

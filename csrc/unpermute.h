@@ -10,12 +10,12 @@
 
 namespace moe_parallel {
 
-// out[t] = sum over k of gates[t, k] * y[rows[t, k]], leaving out rows[t, k] < 0.
+// out[t] = sum over k of probs[t, k] * y[rows[t, k]], leaving out rows[t, k] < 0.
 struct Unpermute {
   ScalarType type;      // of y and out
   const void* y;        // [num_rows, width]
   const int64_t* rows;  // [tokens, choices]
-  const void* gates;    // [tokens, choices] in the type of sums; null for gates of 1
+  const void* probs;    // [tokens, choices] in the type of sums; null for probs of 1
   void* out;            // [tokens, width]
   int64_t tokens;
   int64_t choices;
@@ -23,17 +23,17 @@ struct Unpermute {
   int64_t width;
 };
 
-// dy[rows[t, k]] = gates[t, k] * dout[t], and zeros in padding rows (slots[n] < 0);
-// dgates[t, k] = y[rows[t, k]] . dout[t], and 0 where rows[t, k] < 0.
+// dy[rows[t, k]] = probs[t, k] * dout[t], and zeros in padding rows (slots[n] < 0);
+// dprobs[t, k] = y[rows[t, k]] . dout[t], and 0 where rows[t, k] < 0.
 struct UnpermuteBackward {
   ScalarType type;       // of dout, y and dy
   const void* dout;      // [tokens, width]
   const void* y;         // [num_rows, width]
   const int64_t* slots;  // [num_rows]
   const int64_t* rows;   // [tokens, choices]
-  const void* gates;     // [tokens, choices] in the type of sums
+  const void* probs;     // [tokens, choices] in the type of sums
   void* dy;              // [num_rows, width]
-  void* dgates;          // [tokens, choices] in the type of sums
+  void* dprobs;          // [tokens, choices] in the type of sums
   int64_t tokens;
   int64_t choices;
   int64_t num_rows;

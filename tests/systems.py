@@ -44,7 +44,7 @@ SYSTEMS: dict[str, Options] = {
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.05,
     },
-    "aoe, gates over all": _AUTONOMOUS
+    "aoe, probs over all": _AUTONOMOUS
     | {"moe_aux_loss_coeff": 0.05, "aoe_gate": "all", "moe_importance_loss_coeff": 0.02},
     "aoe_top_p": _AUTONOMOUS | {"moe_aux_loss_coeff": 0.05, "moe_entropy_loss_coeff": 0.02},
     "aoe_expert_choice": _AUTONOMOUS | {"moe_expert_choice_scores": "softmax"},

@@ -10,20 +10,20 @@ namespace {
 template <class Scalar, int kSize>
 __global__ void activate_rows(Swiglu task) {
   using Sum = sum_t<Scalar>;
-  const auto* probabilities = static_cast<const Sum*>(task.probabilities);
+  const auto* probs = static_cast<const Sum*>(task.probs);
   for (int64_t row = first_warp(); row < task.rows; row += num_warps()) {
     const auto* gate = static_cast<const Scalar*>(task.gate) + row * task.gate_stride;
     const auto* up = static_cast<const Scalar*>(task.up) + row * task.up_stride;
     auto* h = static_cast<Scalar*>(task.h) + row * task.width;
-    const Sum p = probabilities ? probabilities[row] : Sum{1};
+    const Sum p = probs ? probs[row] : Sum{1};
 #pragma unroll 2
     for (int64_t i = lane_index(); i < task.width / kSize; i += kWarp) {
-      const auto gates = load<Scalar, kSize>(gate, i);
+      const auto probs = load<Scalar, kSize>(gate, i);
       const auto ups = load<Scalar, kSize>(up, i);
       Sum products[kSize];
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
-        products[j] = activate<Scalar>(p, to_sum(gates.elements[j]), to_sum(ups.elements[j]));
+        products[j] = activate<Scalar>(p, to_sum(probs.elements[j]), to_sum(ups.elements[j]));
       }
       store(round_to<Scalar>(products), h, i);
     }
@@ -34,7 +34,7 @@ __global__ void activate_rows(Swiglu task) {
 template <class Scalar, int kSize>
 __global__ void differentiate_rows(SwigluBackward task) {
   using Sum = sum_t<Scalar>;
-  const auto* probabilities = static_cast<const Sum*>(task.probabilities);
+  const auto* probs = static_cast<const Sum*>(task.probs);
   for (int64_t row = first_warp(); row < task.rows; row += num_warps()) {
     const auto* dh = static_cast<const Scalar*>(task.dh) + row * task.width;
     const auto* gate = static_cast<const Scalar*>(task.gate) + row * task.gate_stride;
@@ -42,29 +42,29 @@ __global__ void differentiate_rows(SwigluBackward task) {
     auto* dgate = static_cast<Scalar*>(task.dgate) + row * task.dgate_stride;
     auto* dup = static_cast<Scalar*>(task.dup) + row * task.dup_stride;
     auto* h = task.h ? static_cast<Scalar*>(task.h) + row * task.width : nullptr;
-    const Sum p = probabilities ? probabilities[row] : Sum{1};
+    const Sum p = probs ? probs[row] : Sum{1};
     Sum dp = 0;
     for (int64_t i = lane_index(); i < task.width / kSize; i += kWarp) {
       const auto d = load<Scalar, kSize>(dh, i);
-      const auto gates = load<Scalar, kSize>(gate, i);
+      const auto probs = load<Scalar, kSize>(gate, i);
       const auto ups = load<Scalar, kSize>(up, i);
-      Sum dgates[kSize], dups[kSize], products[kSize];
+      Sum dprobs[kSize], dups[kSize], products[kSize];
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
         const auto gradient = differentiate<Scalar>(
-            p, to_sum(d.elements[j]), to_sum(gates.elements[j]), to_sum(ups.elements[j]));
+            p, to_sum(d.elements[j]), to_sum(probs.elements[j]), to_sum(ups.elements[j]));
         dp += gradient.dp;
-        dgates[j] = gradient.dgate;
+        dprobs[j] = gradient.dgate;
         dups[j] = gradient.dup;
         products[j] = gradient.h;
       }
-      store(round_to<Scalar>(dgates), dgate, i);
+      store(round_to<Scalar>(dprobs), dgate, i);
       store(round_to<Scalar>(dups), dup, i);
       if (h) store(round_to<Scalar>(products), h, i);
     }
-    if (!task.dprobabilities) continue;
+    if (!task.dprobs) continue;
     dp = sum_over_lanes(dp);
-    if (lane_index() == 0) static_cast<Sum*>(task.dprobabilities)[row] = dp;
+    if (lane_index() == 0) static_cast<Sum*>(task.dprobs)[row] = dp;
   }
 }
 

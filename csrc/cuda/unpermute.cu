@@ -20,8 +20,8 @@ __global__ void sum_rows(Unpermute task) {
   auto* out = static_cast<Scalar*>(task.out);
   for (int64_t token = first_warp(); token < task.tokens; token += num_warps()) {
     const int64_t* rows = task.rows + token * task.choices;
-    const auto* gates = static_cast<const Sum*>(task.gates);
-    if (gates) gates += token * task.choices;
+    const auto* probs = static_cast<const Sum*>(task.probs);
+    if (probs) probs += token * task.choices;
     for (int64_t i = lane_index(); i < task.width / kSize; i += kWarp) {
       Sum sums[kSize] = {};
       for (int64_t k = 0; k < task.choices; k += kChoicesInFlight) {
@@ -33,7 +33,7 @@ __global__ void sum_rows(Unpermute task) {
           gate[j] = 0;
           x[j] = {};
           if (!has_row(task, row)) continue;
-          gate[j] = gates ? gates[k + j] : Sum{1};
+          gate[j] = probs ? probs[k + j] : Sum{1};
           x[j] = load<Scalar, kSize>(y + row * task.width, i);
         }
 #pragma unroll
@@ -45,7 +45,7 @@ __global__ void sum_rows(Unpermute task) {
 }
 
 // The choices from k on of one token, as many as are in flight: writes their rows' gradients and
-// their gates'.
+// their probs'.
 template <class Scalar, int kSize>
 __device__ inline void spread_choices(const UnpermuteBackward& task, int64_t token, int64_t k) {
   using Sum = sum_t<Scalar>;
@@ -59,7 +59,7 @@ __device__ inline void spread_choices(const UnpermuteBackward& task, int64_t tok
 #pragma unroll
   for (int j = 0; j < kChoicesInFlight; ++j) {
     row[j] = k + j < task.choices ? task.rows[first + j] : -1;
-    gate[j] = has_row(task, row[j]) ? static_cast<const Sum*>(task.gates)[first + j] : Sum{0};
+    gate[j] = has_row(task, row[j]) ? static_cast<const Sum*>(task.probs)[first + j] : Sum{0};
   }
   for (int64_t i = lane_index(); i < task.width / kSize; i += kWarp) {
     const auto gradient = load<Scalar, kSize>(dout, i);
@@ -80,7 +80,7 @@ __device__ inline void spread_choices(const UnpermuteBackward& task, int64_t tok
 #pragma unroll
   for (int j = 0; j < kChoicesInFlight; ++j) {
     const Sum sum = sum_over_lanes(dgate[j]);
-    if (lane_index() == 0 && k + j < task.choices) static_cast<Sum*>(task.dgates)[first + j] = sum;
+    if (lane_index() == 0 && k + j < task.choices) static_cast<Sum*>(task.dprobs)[first + j] = sum;
   }
 }
 

@@ -54,7 +54,7 @@ class Toy(nn.Module):
         """What decides, for each input and expert: [T, E]. The greatest takes the input."""
         raise NotImplementedError
 
-    def gates(self, scores_TE: Tensor) -> Tensor:
+    def probs(self, scores_TE: Tensor) -> Tensor:
         """The weight of each expert's answer, should it be the one to answer: [T, E]."""
         raise NotImplementedError
 
@@ -65,7 +65,7 @@ class Toy(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         scores_TE = self.scores(x_TD)
         taken_TE = F.one_hot(scores_TE.argmax(1), EXPERTS)
-        return torch.einsum("te,tey->ty", taken_TE * self.gates(scores_TE), self.answers(x_TD))
+        return torch.einsum("te,tey->ty", taken_TE * self.probs(scores_TE), self.answers(x_TD))
 
 
 class RoutedToy(Toy):
@@ -83,7 +83,7 @@ class RoutedToy(Toy):
     def scores(self, x_TD: Tensor) -> Tensor:
         return x_TD @ self.w_router_DE
 
-    def gates(self, scores_TE: Tensor) -> Tensor:
+    def probs(self, scores_TE: Tensor) -> Tensor:
         return scores_TE.softmax(1)
 
     def answers(self, x_TD: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class AutonomousToy(Toy):
     def scores(self, x_TD: Tensor) -> Tensor:
         return (x_TD @ self.w_down_EDR).norm(dim=2).T
 
-    def gates(self, scores_TE: Tensor) -> Tensor:
+    def probs(self, scores_TE: Tensor) -> Tensor:
         return torch.ones_like(scores_TE)
 
     def answers(self, x_TD: Tensor) -> Tensor:

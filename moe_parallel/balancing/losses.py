@@ -63,11 +63,11 @@ def global_load_balancing_loss(
 
 
 def importance_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
-    """(std / mean)^2 over the experts of their sums of gates (Shazeer et al. 2017, Eq. 6 and 7).
+    """(std / mean)^2 over the experts of their sums of probs (Shazeer et al. 2017, Eq. 6 and 7).
 
-    Population variance; 1e-10 keeps the quotient finite where all gates are 0.
+    Population variance; 1e-10 keeps the quotient finite where all probs are 0.
     """
-    importance_E = tokens.sum(choices.gates_per_expert())
+    importance_E = tokens.sum(choices.probs_per_expert())
     variance = importance_E.var(unbiased=False)
     return variance / (importance_E.mean().square() + 1e-10)
 

@@ -19,7 +19,7 @@ class Agreement:
     choices: float  # of the first layer's choices, those that the second makes too
     all_choices: float  # tokens for which all choices are the same
     first_choice: float  # tokens whose first choices, those of greatest gate, are the same
-    gates: float  # half the sum of |gate - gate| over the experts: 0 the same, 1 nothing shared
+    probs: float  # half the sum of |gate - gate| over the experts: 0 the same, 1 nothing shared
 
 
 def agreement(of: Choices, by: Choices) -> Agreement:
@@ -29,11 +29,11 @@ def agreement(of: Choices, by: Choices) -> Agreement:
         choices=float(same_TK.mean()),
         all_choices=float(same_TK.amin(1).mean()),
         first_choice=float((of.experts_TK[:, 0] == by.experts_TK[:, 0]).double().mean()),
-        gates=float((_by_expert(of) - _by_expert(by)).abs().sum(1).mean() / 2),
+        probs=float((_by_expert(of) - _by_expert(by)).abs().sum(1).mean() / 2),
     )
 
 
 def _by_expert(choices: Choices) -> torch.Tensor:
-    """Gates with 0 for the experts that are not chosen: [T, E]."""
+    """Probs with 0 for the experts that are not chosen: [T, E]."""
     empty_TE = torch.zeros_like(choices.scores_TE)
-    return empty_TE.scatter(1, choices.experts_TK, choices.gates_TK.to(empty_TE))
+    return empty_TE.scatter(1, choices.experts_TK, choices.probs_TK.to(empty_TE))

@@ -27,7 +27,7 @@ MARGIN = 2.0
 
 def cross_entropy(scores_TE: torch.Tensor, logits_TE: torch.Tensor) -> torch.Tensor:
     """Of softmax(scores) to softmax(logits), the mean over tokens: least where they differ by a
-    constant of the token, so that ranking and gates are equal."""
+    constant of the token, so that ranking and probs are equal."""
     target_TE = torch.softmax(logits_TE, dim=1)
     return -(target_TE * torch.log_softmax(scores_TE, dim=1)).sum(1).mean()
 
@@ -35,7 +35,7 @@ def cross_entropy(scores_TE: torch.Tensor, logits_TE: torch.Tensor) -> torch.Ten
 def fitted_scales(norms_TE: torch.Tensor, logits_TE: torch.Tensor, *, each: bool) -> torch.Tensor:
     """The c_E > 0 for which softmax(c norms) comes closest to softmax(logits).
 
-    `each`: a number for each expert; otherwise one for all, which changes gates and no ranking.
+    `each`: a number for each expert; otherwise one for all, which changes probs and no ranking.
     """
     start = (logits_TE.std() / norms_TE.std().clamp(min=1e-12)).clamp(1e-3, 1e3).log()
     log_c = _minimised(
@@ -71,7 +71,7 @@ def ranking_columns(
 
 def shared_offset(x_TD: torch.Tensor, logits_TE: torch.Tensor, k: int) -> torch.Tensor:
     """The smallest u [D] for which |logits + x u| ranks the first K experts of each token as the
-    logits do, and gives them the same gates.
+    logits do, and gives them the same probs.
 
     That holds where x u > -(logit_K + logit_min) / 2: then logit_K + x u is positive, and no logit
     so far below that it wins by its size. MARGIN is asked for beyond, and what lacks is punished by

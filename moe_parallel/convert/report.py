@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_parallel.convert.conversion import Conversion
 
-COLUMNS = ("layer", "choices", "before", "all K", "first", "gates off", "x W_g off", "condition")
+COLUMNS = ("layer", "choices", "before", "all K", "first", "probs off", "x W_g off", "condition")
 
 
 def table(conversion: Conversion, k: int | None, num_experts: int | None) -> str:
@@ -26,7 +26,7 @@ def table(conversion: Conversion, k: int | None, num_experts: int | None) -> str
                 layer.before.choices,
                 layer.after.all_choices,
                 layer.after.first_choice,
-                layer.after.gates,
+                layer.after.probs,
                 layer.gate_error,
             )
             cells = "".join(f"{number:>11.3f}" for number in numbers)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all
 
-from moe_parallel.dispatch.dispatched import Dispatched, gates_of_rows, rows_of_choices
+from moe_parallel.dispatch.dispatched import Dispatched, probs_of_rows, rows_of_choices
 from moe_parallel.ops import Ops, RowMap
 from moe_parallel.selection.choices import Choices
 
@@ -69,15 +69,15 @@ class AllToAllDispatcher:
         route = AllToAllRoute(row_map, sent_RL.sum(1).tolist(), received_RL.sum(1).tolist())
 
         x_MD = self._to_experts(self.ops.permute(x_TD, row_map), route)
-        gates_M = self._to_experts(gates_of_rows(choices.gates_TK, row_map), route)
+        probs_M = self._to_experts(probs_of_rows(choices.probs_TK, row_map), route)
         c_TKR, c_MR = choices.c_TKR, None
         if c_TKR is not None:
             c_NR = self.ops.permute(c_TKR.flatten(0, 1), rows_of_choices(row_map))
             c_MR = self._to_experts(c_NR, route)
-        row_bytes = sum(_row_bytes(rows) for rows in (x_MD, gates_M, c_MR) if rows is not None)
+        row_bytes = sum(_row_bytes(rows) for rows in (x_MD, probs_M, c_MR) if rows is not None)
         return Dispatched(
             x_MD,
-            gates_M.unsqueeze(1),
+            probs_M.unsqueeze(1),
             self._row_map_of_arrivals(received_RL),
             None if c_MR is None else c_MR.unsqueeze(1),
             route,

@@ -24,7 +24,7 @@ class Dispatched(Generic[Route]):
     """
 
     x_MD: torch.Tensor  # zero where padding travelled
-    gates_MJ: torch.Tensor  # fp32; 0 where padding travelled
+    probs_MJ: torch.Tensor  # fp32; 0 where padding travelled
     row_map: RowMap  # rows of the experts of this rank
     c_MJR: torch.Tensor | None  # C = x W_down of each choice, where it was handed on
     route: Route  # opaque; `combine` of the same dispatcher takes it
@@ -53,11 +53,11 @@ class Dispatcher(Protocol[Route]):
         ...
 
 
-def gates_of_rows(gates_TK: torch.Tensor, row_map: RowMap) -> torch.Tensor:
-    """The gate of each row, 0 in padding rows: [N]. Gradients flow to gates_TK."""
+def probs_of_rows(probs_TK: torch.Tensor, row_map: RowMap) -> torch.Tensor:
+    """The gate of each row, 0 in padding rows: [N]. Gradients flow to probs_TK."""
     slots_N = row_map.slots_N
-    gates_N = gates_TK.flatten()[slots_N.clamp(min=0)]
-    return torch.where(slots_N >= 0, gates_N, 0.0)
+    probs_N = probs_TK.flatten()[slots_N.clamp(min=0)]
+    return torch.where(slots_N >= 0, probs_N, 0.0)
 
 
 def rows_of_choices(row_map: RowMap) -> RowMap:

@@ -24,7 +24,7 @@ class LocalDispatcher:
         row_map = self.ops.routing_map(
             choices.experts_TK, self.num_experts, rows_per_expert, choices.all_chosen
         )
-        return Dispatched(x_TD, choices.gates_TK, row_map, choices.c_TKR, route=None, wire_bytes=0)
+        return Dispatched(x_TD, choices.probs_TK, row_map, choices.c_TKR, route=None, wire_bytes=0)
 
     def combine(self, y_MD: torch.Tensor, route: None) -> torch.Tensor:
         return y_MD

@@ -70,21 +70,21 @@ NORMS = {"L1": 1.0, "L2": 2.0, "Linf": math.inf}
 
 
 @dataclass(frozen=True)
-class UniformGates:
-    """The choices of another rule, with equal gates that sum to 1."""
+class UniformProbs:
+    """The choices of another rule, with equal probs that sum to 1."""
 
     of: Rule
 
     def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
         choices = self.of(scores_TE, tokens)
-        filled_TK = (choices.experts_TK >= 0).to(choices.gates_TK)
-        gates_TK = filled_TK / filled_TK.sum(dim=1, keepdim=True).clamp(min=1)
-        return replace(choices, gates_TK=gates_TK)
+        filled_TK = (choices.experts_TK >= 0).to(choices.probs_TK)
+        probs_TK = filled_TK / filled_TK.sum(dim=1, keepdim=True).clamp(min=1)
+        return replace(choices, probs_TK=probs_TK)
 
 
 GATES: dict[str, Callable[[int], Rule]] = {
     "softmax": TopK,
-    "uniform": lambda k: UniformGates(TopK(k)),
+    "uniform": lambda k: UniformProbs(TopK(k)),
 }
 
 Scores = Callable[[torch.Tensor], torch.Tensor]  # x_TD -> fp32 [T, E]
@@ -154,9 +154,9 @@ class Probe:
 
 
 def probes(k: int, seed: int = 0) -> list[Probe]:
-    """The router and chance, to compare with; then five nodes x three norms x two gates.
+    """The router and chance, to compare with; then five nodes x three norms x two probs.
 
-    The third is the router's choice with equal gates: what is lost by the gates alone.
+    The third is the router's choice with equal probs: what is lost by the probs alone.
 
     Args:
         k: experts per token.
@@ -171,7 +171,7 @@ def probes(k: int, seed: int = 0) -> list[Probe]:
     return [
         Probe("router", "", "its own", lambda routed: routed),
         Probe("random", "", "uniform", lambda routed: _at_random(routed, k, seed)),
-        Probe("router", "", "uniform", _router_with_uniform_gates),
+        Probe("router", "", "uniform", _router_with_uniform_probs),
         *by_norm,
     ]
 
@@ -180,8 +180,8 @@ def _by_norm(node: Node, order: float, rule: Rule) -> Callable[[RoutedLayer], Pr
     return lambda routed: ProbedLayer(routed, norms_at(node, order, experts_of(routed)), rule)
 
 
-def _router_with_uniform_gates(routed: RoutedLayer) -> ProbedLayer:
-    return ProbedLayer(routed, routed.logits, UniformGates(routed.evaluation_rule))
+def _router_with_uniform_probs(routed: RoutedLayer) -> ProbedLayer:
+    return ProbedLayer(routed, routed.logits, UniformProbs(routed.evaluation_rule))
 
 
 def _at_random(routed: RoutedLayer, k: int, seed: int) -> ProbedLayer:
@@ -191,7 +191,7 @@ def _at_random(routed: RoutedLayer, k: int, seed: int) -> ProbedLayer:
         drawn_TE = torch.rand(len(x_TD), routed.num_experts, generator=generator)
         return drawn_TE.to(x_TD.device)
 
-    return ProbedLayer(routed, scores, UniformGates(TopK(k)))
+    return ProbedLayer(routed, scores, UniformProbs(TopK(k)))
 
 
 @contextmanager
@@ -234,7 +234,7 @@ class Table:
     def head(self) -> str:
         """The names of the columns."""
         texts = "".join(f"{text:>10}" for text in self.router)
-        return f"{'selected by':<20} {'norm':<5} {'gates':<8}{texts}{'kept':>8}"
+        return f"{'selected by':<20} {'norm':<5} {'probs':<8}{texts}{'kept':>8}"
 
     def row(self, probe: Probe, losses: Mapping[str, float]) -> str:
         """The line of a probe with these losses by text."""

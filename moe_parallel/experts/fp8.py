@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from moe_parallel.dispatch.dispatched import gates_of_rows, rows_of_choices
+from moe_parallel.dispatch.dispatched import probs_of_rows, rows_of_choices
 from moe_parallel.experts.fp8_engine import Fp8Engine
 from moe_parallel.experts.low_rank import LowRankExperts
 from moe_parallel.experts.swiglu import SwiGLUExperts
@@ -43,14 +43,14 @@ class Fp8SwiGLUExperts(SwiGLUExperts):
         self._gate_up = fp8.grouped_linear(experts, d, two * f)
         self._out = fp8.grouped_linear(experts, f, d)
 
-    def forward(self, x_MD: torch.Tensor, gates_MJ: torch.Tensor, row_map: RowMap) -> torch.Tensor:
+    def forward(self, x_MD: torch.Tensor, probs_MJ: torch.Tensor, row_map: RowMap) -> torch.Tensor:
         row_map, rows_L = aligned_rows(row_map, self.fp8.config.multiple)
         x_ND = self.ops.permute(x_MD, row_map)
-        gates_N = gates_of_rows(gates_MJ, row_map)
+        probs_N = probs_of_rows(probs_MJ, row_map)
         with self.fp8.layer_region():
             gate_up_N2F = self._gate_up(x_ND, self.w_gate_up_LD2F.flatten(2), rows_L)
             gate_NF, up_NF = gate_up_N2F.chunk(2, dim=1)
-            h_NF = self.ops.swiglu(gate_NF, up_NF, gates_N)
+            h_NF = self.ops.swiglu(gate_NF, up_NF, probs_N)
             y_ND = self._out(h_NF, self.w_out_LFD, rows_L)
         return self.ops.unpermute(y_ND, row_map)
 
@@ -74,20 +74,20 @@ class Fp8LowRankExperts(LowRankExperts):
     def forward(
         self,
         x_MD: torch.Tensor,
-        gates_MJ: torch.Tensor,
+        probs_MJ: torch.Tensor,
         row_map: RowMap,
         w_down_LDR: torch.Tensor,
         c_MJR: torch.Tensor | None = None,
     ) -> torch.Tensor:
         row_map, rows_L = aligned_rows(row_map, self.fp8.config.multiple)
         x_ND = self.ops.permute(x_MD, row_map)
-        gates_N = gates_of_rows(gates_MJ, row_map)
+        probs_N = probs_of_rows(probs_MJ, row_map)
         if c_MJR is None:
             c_NR = self.ops.grouped_gemm(x_ND, w_down_LDR, row_map.counts_E)
         else:
             c_NR = self.ops.permute(c_MJR.flatten(0, 1), rows_of_choices(row_map))
         with self.fp8.layer_region():
             g_NW = self._up(c_NR, self.w_up_LRW, rows_L)
-            h_NW = self.ops.swiglu(g_NW, self._p(x_ND, self.w_p_LDW, rows_L), gates_N)
+            h_NW = self.ops.swiglu(g_NW, self._p(x_ND, self.w_p_LDW, rows_L), probs_N)
             y_ND = self._out(h_NW, self.w_out_LWD, rows_L)
         return self.ops.unpermute(y_ND, row_map)

@@ -51,7 +51,7 @@ class LowRankExperts(ExpertParameters):
     def forward(
         self,
         x_MD: torch.Tensor,
-        gates_MJ: torch.Tensor,
+        probs_MJ: torch.Tensor,
         row_map: RowMap,
         w_down_LDR: torch.Tensor,
         c_MJR: torch.Tensor | None = None,
@@ -63,7 +63,7 @@ class LowRankExperts(ExpertParameters):
         weights, main = self.matrices(self.w_up_LRW, self.w_p_LDW, self.w_out_LWD)
         return self.ops.autonomous_experts(
             x_MD,
-            gates_MJ,
+            probs_MJ,
             row_map,
             w_down_LDR,
             *weights,

@@ -33,10 +33,10 @@ class SwiGLUExperts(ExpertParameters):
         self.add_weight("w_gate_up_LD2F", (hidden_size, 2, ffn_hidden_size), sharded_axis=3)
         self.add_weight("w_out_LFD", (ffn_hidden_size, hidden_size), sharded_axis=1)
 
-    def forward(self, x_MD: torch.Tensor, gates_MJ: torch.Tensor, row_map: RowMap) -> torch.Tensor:
+    def forward(self, x_MD: torch.Tensor, probs_MJ: torch.Tensor, row_map: RowMap) -> torch.Tensor:
         """The sum of gate * E_i(x) over each token's choices: [M, D].
 
         With etp > 1 it is this rank's part of the sum over F.
         """
         weights, main = self.matrices(self.w_gate_up_LD2F, self.w_out_LFD)
-        return self.ops.routed_experts(x_MD, gates_MJ, row_map, *weights, main_gradients=main)
+        return self.ops.routed_experts(x_MD, probs_MJ, row_map, *weights, main_gradients=main)

@@ -111,7 +111,7 @@ class AutonomousLayer(DispatchedLayer):
 
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
         with self.w_down.local() as w_down_LDR:
-            return self.experts(rows.x_MD, rows.gates_MJ, rows.row_map, w_down_LDR, rows.c_MJR)
+            return self.experts(rows.x_MD, rows.probs_MJ, rows.row_map, w_down_LDR, rows.c_MJR)
 
     def scoring_weights(self) -> Iterable[torch.Tensor]:
         return [self.w_down_EDR]

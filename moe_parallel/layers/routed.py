@@ -84,7 +84,7 @@ class RoutedLayer(DispatchedLayer):
         return x_TD.float() * (1 + eps * (2 * noise - 1))
 
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
-        return self.experts(rows.x_MD, rows.gates_MJ, rows.row_map)
+        return self.experts(rows.x_MD, rows.probs_MJ, rows.row_map)
 
 
 class FactorizedRoutedLayer(RoutedLayer):
@@ -113,7 +113,7 @@ class FactorizedRoutedLayer(RoutedLayer):
 
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
         w_down_LDR = self.experts.local(self.replicated(self.w_down_EDR))
-        return self.experts(rows.x_MD, rows.gates_MJ, rows.row_map, w_down_LDR)
+        return self.experts(rows.x_MD, rows.probs_MJ, rows.row_map, w_down_LDR)
 
     def expert_weights(self) -> Iterable[torch.Tensor]:
         return chain(super().expert_weights(), [self.w_down_EDR])

@@ -62,7 +62,7 @@ def load_balancing_of_topk(
 
 
 def importance(selection: Balancing, load: StepLoad | None, num_moe_layers: int) -> RoutingLoss:
-    """(std / mean)^2 of the sums of gates over the experts."""
+    """(std / mean)^2 of the sums of probs over the experts."""
     return RoutingLoss("importance_loss", selection.moe_importance_loss_coeff, importance_loss)
 
 

@@ -13,7 +13,7 @@ from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
 from moe_parallel.layers.routing_losses import MakeLoss
 
 SCALED_OUTPUT = (
-    "the gates of a token do not sum to 1, so the feed-forward layers' outputs are scaled"
+    "the probs of a token do not sum to 1, so the feed-forward layers' outputs are scaled"
 )
 
 
@@ -25,12 +25,12 @@ class Rules(NamedTuple):
 
 
 def scales_output(selection: Selection) -> str | None:
-    """The note on upcycling for gates that do not sum to 1."""
+    """The note on upcycling for probs that do not sum to 1."""
     return SCALED_OUTPUT
 
 
 def keeps_output(selection: Selection) -> str | None:
-    """The note on upcycling for gates that sum to 1: there is none."""
+    """The note on upcycling for probs that sum to 1: there is none."""
     return None
 
 

@@ -2,13 +2,13 @@
 
     ops = select_backend("auto")
     row_map = ops.routing_map(experts_TK, num_experts)
-    y_TD = ops.routed_experts(x_TD, gates_TK, row_map, w_gate_up_ED2F, w_out_EFD)
+    y_TD = ops.routed_experts(x_TD, probs_TK, row_map, w_gate_up_ED2F, w_out_EFD)
 
 which is the same as
 
     x_ND = ops.permute(x_TD, row_map)
     gate_NF, up_NF = ops.grouped_gemm(x_ND, w_gate_up_ED2F, row_map.counts_E).chunk(2, dim=1)
-    h_NF = ops.swiglu(gate_NF, up_NF, gates_N)
+    h_NF = ops.swiglu(gate_NF, up_NF, probs_N)
     y_TD = ops.unpermute(ops.grouped_gemm(h_NF, w_out_EFD, row_map.counts_E), row_map)
 
 `reference.py` is the specification: shapes, types and gradients are documented there.
@@ -42,11 +42,11 @@ class RoutingMap(Protocol):
 
 
 class Unpermute(Protocol):
-    def __call__(self, y_ND: Tensor, row_map: RowMap, gates_TK: Tensor | None = None) -> Tensor: ...
+    def __call__(self, y_ND: Tensor, row_map: RowMap, probs_TK: Tensor | None = None) -> Tensor: ...
 
 
 class Swiglu(Protocol):
-    def __call__(self, gate_NF: Tensor, up_NF: Tensor, gates_N: Tensor | None = None) -> Tensor: ...
+    def __call__(self, gate_NF: Tensor, up_NF: Tensor, probs_N: Tensor | None = None) -> Tensor: ...
 
 
 class NormTopK(Protocol):
@@ -68,7 +68,7 @@ class RoutedExperts(Protocol):
     def __call__(
         self,
         x_TD: Tensor,
-        gates_TK: Tensor,
+        probs_TK: Tensor,
         row_map: RowMap,
         w_gate_up_ED2F: Tensor,
         w_out_EFD: Tensor,
@@ -81,7 +81,7 @@ class AutonomousExperts(Protocol):
     def __call__(
         self,
         x_TD: Tensor,
-        gates_TK: Tensor,
+        probs_TK: Tensor,
         row_map: RowMap,
         w_down_EDR: Tensor,
         w_up_ERW: Tensor,

@@ -83,16 +83,16 @@ def permute(x_TD: Tensor, row_map: RowMap) -> Tensor:
     return _append_zero_row(x_TD)[token_N]
 
 
-def unpermute(y_ND: Tensor, row_map: RowMap, gates_TK: Tensor | None = None) -> Tensor:
-    """y_TD: the sum of each token's rows, weighted by its gates; 0 for a token without rows.
+def unpermute(y_ND: Tensor, row_map: RowMap, probs_TK: Tensor | None = None) -> Tensor:
+    """y_TD: the sum of each token's rows, weighted by its probs; 0 for a token without rows.
 
     Products and sums are fp32 for bf16 rows; the result has the type of y_ND.
     """
     _check_rows(y_ND, row_map)
     y_TKD = _append_zero_row(y_ND)[row_map.rows_TK].to(accumulation_dtype(y_ND.dtype))
-    if gates_TK is not None:
-        _check_gates(gates_TK, row_map)
-        y_TKD = y_TKD * gates_TK.to(y_TKD.dtype).unsqueeze(-1)
+    if probs_TK is not None:
+        _check_probs(probs_TK, row_map)
+        y_TKD = y_TKD * probs_TK.to(y_TKD.dtype).unsqueeze(-1)
     return y_TKD.sum(dim=1).to(y_ND.dtype)
 
 
@@ -110,16 +110,16 @@ def grouped_gemm(x_NI: Tensor, w_EIO: Tensor, counts_E: Tensor) -> Tensor:
     return torch.cat([x_GI @ w_IO for x_GI, w_IO in zip(groups, w_EIO.unbind(), strict=True)])
 
 
-def swiglu(gate_NF: Tensor, up_NF: Tensor, gates_N: Tensor | None = None) -> Tensor:
-    """h_NF = silu(gate) * up (Shazeer 2020), row n times gates_N[n] (fp32; fp64 for fp64 rows).
+def swiglu(gate_NF: Tensor, up_NF: Tensor, probs_N: Tensor | None = None) -> Tensor:
+    """h_NF = silu(gate) * up (Shazeer 2020), row n times probs_N[n] (fp32; fp64 for fp64 rows).
 
     With the gate here, the outputs of experts need not be kept for its gradient. Products are fp32
     for bf16 rows and rounded once.
     """
     wide = accumulation_dtype(gate_NF.dtype)
     h_NF = functional.silu(gate_NF.to(wide)) * up_NF.to(wide)
-    if gates_N is not None:
-        h_NF = h_NF * gates_N.to(wide).unsqueeze(-1)
+    if probs_N is not None:
+        h_NF = h_NF * probs_N.to(wide).unsqueeze(-1)
     return h_NF.to(gate_NF.dtype)
 
 
@@ -237,7 +237,7 @@ def by_falling_rank(
 
 def routed_experts(
     x_TD: Tensor,
-    gates_TK: Tensor,
+    probs_TK: Tensor,
     row_map: RowMap,
     w_gate_up_ED2F: Tensor,
     w_out_EFD: Tensor,
@@ -254,13 +254,13 @@ def routed_experts(
         w_out_EFD = add_gradient_to(main_gradients[1], w_out_EFD)
     x_ND = permute(x_TD, row_map)
     gate_NF, up_NF = grouped_gemm(x_ND, w_gate_up_ED2F, row_map.counts_E).chunk(2, dim=1)
-    h_NF = swiglu(gate_NF, up_NF, _gates_of_rows(gates_TK, row_map))
+    h_NF = swiglu(gate_NF, up_NF, _probs_of_rows(probs_TK, row_map))
     return unpermute(grouped_gemm(h_NF, w_out_EFD, row_map.counts_E), row_map)
 
 
 def autonomous_experts(
     x_TD: Tensor,
-    gates_TK: Tensor,
+    probs_TK: Tensor,
     row_map: RowMap,
     w_down_EDR: Tensor,
     w_up_ERW: Tensor,
@@ -291,7 +291,7 @@ def autonomous_experts(
     else:
         c_NR = _append_zero_row(c_TKR.flatten(0, 1))[row_map.slots_N]
     g_NW, p_NW = grouped_gemm(c_NR, w_up_ERW, counts_E), grouped_gemm(x_ND, w_p_EDW, counts_E)
-    h_NW = swiglu(g_NW, p_NW, _gates_of_rows(gates_TK, row_map))
+    h_NW = swiglu(g_NW, p_NW, _probs_of_rows(probs_TK, row_map))
     return unpermute(grouped_gemm(h_NW, w_out_EWD, counts_E), row_map)
 
 
@@ -316,10 +316,10 @@ class _AddedGradient(torch.autograd.Function):
         return None, None
 
 
-def _gates_of_rows(gates_TK: Tensor, row_map: RowMap) -> Tensor:
+def _probs_of_rows(probs_TK: Tensor, row_map: RowMap) -> Tensor:
     """The gate of each row, 0 in padding rows: [N]."""
-    _check_gates(gates_TK, row_map)
-    return functional.pad(gates_TK.flatten(), (0, 1))[row_map.slots_N]
+    _check_probs(probs_TK, row_map)
+    return functional.pad(probs_TK.flatten(), (0, 1))[row_map.slots_N]
 
 
 def _append_zero_row(x: Tensor) -> Tensor:
@@ -337,8 +337,8 @@ def _check_rows(y_ND: Tensor, row_map: RowMap) -> None:
         raise ValueError(f"y_ND has {y_ND.size(0)} rows, the row map {row_map.slots_N.size(0)}")
 
 
-def _check_gates(gates_TK: Tensor, row_map: RowMap) -> None:
-    if gates_TK.shape != row_map.rows_TK.shape:
+def _check_probs(probs_TK: Tensor, row_map: RowMap) -> None:
+    if probs_TK.shape != row_map.rows_TK.shape:
         raise ValueError(
-            f"gates_TK is {tuple(gates_TK.shape)}, the row map {tuple(row_map.rows_TK.shape)}"
+            f"probs_TK is {tuple(probs_TK.shape)}, the row map {tuple(row_map.rows_TK.shape)}"
         )

@@ -15,8 +15,8 @@ DropOrder = Callable[[Choices], torch.Tensor]
 
 
 def by_probability(choices: Choices) -> torch.Tensor:
-    """All slots, those of greatest gate first (earlier tokens first among equals): [T * K]."""
-    return torch.argsort(choices.gates_TK.detach().flatten(), descending=True, stable=True)
+    """All slots, largest probs first (earlier tokens first among equals): [T * K]."""
+    return torch.argsort(choices.probs_TK.detach().flatten(), descending=True, stable=True)
 
 
 def by_position(choices: Choices) -> torch.Tensor:
@@ -34,7 +34,7 @@ class Capacity:
     """At most ceil(T * k / E * factor) of the T tokens that one rank routes go to one expert.
 
     Overflow is dropped: the layer adds 0 for that choice and the residual carries the token on;
-    the gates of a token's other choices stay as they are.
+    the probs of a token's other choices stay as they are.
     """
 
     factor: float

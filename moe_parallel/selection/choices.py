@@ -19,7 +19,7 @@ class Choices:
     """
 
     experts_TK: torch.Tensor  # int64; -1: the slot is empty (not chosen, or dropped)
-    gates_TK: torch.Tensor  # fp32, differentiable; the weight of that expert's output
+    probs_TK: torch.Tensor  # fp32, differentiable; the weight of that expert's output
     scores_TE: torch.Tensor  # fp32; router logits or norms, higher ranks first
     probabilities_TE: torch.Tensor  # fp32, differentiable; scores as shares of 1
     c_TKR: torch.Tensor | None = None  # C = x W_down of the chosen, handed to them
@@ -29,14 +29,14 @@ class Choices:
     def tokens_per_expert(self) -> torch.Tensor:
         """How many tokens chose each expert: float32 [E]; counted once, not to be changed."""
         if self._counts_E is None:  # no cached_property: torch.compile does not trace its lock
-            counts_E = self._sum_by_expert(torch.ones_like(self.gates_TK))
+            counts_E = self._sum_by_expert(torch.ones_like(self.probs_TK))
             object.__setattr__(self, "_counts_E", counts_E)
             return counts_E
         return self._counts_E
 
-    def gates_per_expert(self) -> torch.Tensor:
-        """The sum of the gates of each expert, differentiable: float32 [E]."""
-        return self._sum_by_expert(self.gates_TK)
+    def probs_per_expert(self) -> torch.Tensor:
+        """The sum of the probs of each expert, differentiable: float32 [E]."""
+        return self._sum_by_expert(self.probs_TK)
 
     def _sum_by_expert(self, values_TK: torch.Tensor) -> torch.Tensor:
         # A bin of its own for empty slots, so that no size depends on data (a sync on a GPU).
@@ -61,14 +61,14 @@ class BiasedRule(Rule, Protocol):
         ...
 
 
-def slots_of(chosen_TE: torch.Tensor, gates_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Any number of experts per token as slots: (experts_TK, gates_TK) with K = E.
+def slots_of(chosen_TE: torch.Tensor, probs_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Any number of experts per token as slots: (experts_TK, probs_TK) with K = E.
 
     Args:
         chosen_TE: bool; which experts compute each token.
-        gates_TE: fp32; slots are ordered by them, greatest first (lower experts among equals).
+        probs_TE: fp32; slots are ordered by them, greatest first (lower experts among equals).
     """
-    ranked_TE = gates_TE.detach().masked_fill(~chosen_TE, -torch.inf)
+    ranked_TE = probs_TE.detach().masked_fill(~chosen_TE, -torch.inf)
     experts_TE = torch.argsort(ranked_TE, dim=1, descending=True, stable=True)
     filled_TE = chosen_TE.gather(1, experts_TE)
-    return experts_TE.masked_fill(~filled_TE, -1), gates_TE.gather(1, experts_TE)
+    return experts_TE.masked_fill(~filled_TE, -1), probs_TE.gather(1, experts_TE)

@@ -35,11 +35,11 @@ class ExpertChoice:
     ranking: Callable[[torch.Tensor], torch.Tensor]  # scores_TE -> what is ranked and weighs
 
     def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
-        gates_TE = self.ranking(scores_TE)
-        gates_AE = tokens.of_micro_batch(gates_TE)
-        taken = tokens_taken(self.factor, *gates_AE.shape)
-        order_AE = torch.argsort(gates_AE, dim=0, descending=True, stable=True)
-        chosen_AE = torch.zeros_like(gates_AE, dtype=torch.bool)
+        probs_TE = self.ranking(scores_TE)
+        probs_AE = tokens.of_micro_batch(probs_TE)
+        taken = tokens_taken(self.factor, *probs_AE.shape)
+        order_AE = torch.argsort(probs_AE, dim=0, descending=True, stable=True)
+        chosen_AE = torch.zeros_like(probs_AE, dtype=torch.bool)
         chosen_AE.scatter_(0, order_AE[:taken], True)
-        experts_TK, gates_TK = slots_of(tokens.of_this_rank(chosen_AE), gates_TE)
-        return Choices(experts_TK, gates_TK, scores_TE, torch.softmax(scores_TE, dim=1))
+        experts_TK, probs_TK = slots_of(tokens.of_this_rank(chosen_AE), probs_TE)
+        return Choices(experts_TK, probs_TK, scores_TE, torch.softmax(scores_TE, dim=1))

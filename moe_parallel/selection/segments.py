@@ -154,7 +154,7 @@ class BySegment:
 
         return Choices(
             of_tokens(chosen.experts_TK),
-            of_tokens(chosen.gates_TK),
+            of_tokens(chosen.probs_TK),
             of_tokens(chosen.scores_TE),
             of_tokens(chosen.probabilities_TE),
         )

@@ -15,7 +15,7 @@ class TopP:
     """Dynamic routing (Huang et al. 2024, Eq. 4 to 6); with AoE, over the softmax of norms.
 
     Experts are taken by probability, greatest first, until their sum is at least p; the expert
-    that crosses p is taken too, so there is always one. Gates are the probabilities themselves.
+    that crosses p is taken too, so there is always one. Probs are the probabilities themselves.
     """
 
     p: float
@@ -24,16 +24,16 @@ class TopP:
 
     def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
         probabilities_TE = torch.softmax(scores_TE, dim=1)
-        gates_TK, experts_TK = torch.sort(probabilities_TE, dim=1, descending=True, stable=True)
+        probs_TK, experts_TK = torch.sort(probabilities_TE, dim=1, descending=True, stable=True)
         # What stands before an expert decides whether it is still needed. The sums are rounded,
         # and n equal probabilities have to need ceil(p n) experts, not one more: hence fp64.
-        before_TK = gates_TK.detach().double().cumsum(dim=1) - gates_TK.detach().double()
+        before_TK = probs_TK.detach().double().cumsum(dim=1) - probs_TK.detach().double()
         needed_TK = self._needed(before_TK)
         needed_TK[:, 0] = True
         if self.most is not None:
             needed_TK[:, self.most :] = False
         return Choices(
-            experts_TK.masked_fill(~needed_TK, -1), gates_TK, scores_TE, probabilities_TE
+            experts_TK.masked_fill(~needed_TK, -1), probs_TK, scores_TE, probabilities_TE
         )
 
     def _needed(self, before_TK: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,8 @@ def sigmoid_shares(scores_TE: torch.Tensor) -> torch.Tensor:
     return torch.softmax(F.logsigmoid(scores_TE), dim=1)
 
 
-# How the selected experts are weighed: (scores_TE, probabilities_TE, experts_TK) -> gates_TK.
-Gate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# How the selected experts are weighed: (scores_TE, probabilities_TE, experts_TK) -> probs_TK.
+ProbsOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def softmax_of_selected(
@@ -44,7 +44,7 @@ def raw_probability(
 def raw_score(
     scores_TE: torch.Tensor, probabilities_TE: torch.Tensor, experts_TK: torch.Tensor
 ) -> torch.Tensor:
-    """Scores as they are: the gates of expert choice by raw scores."""
+    """Scores as they are: the probs of expert choice by raw scores."""
     return scores_TE.gather(1, experts_TK)
 
 
@@ -86,7 +86,7 @@ class TopK:
     """The K experts of greatest score, or of greatest `ranking(scores)` + bias."""
 
     k: int
-    gate: Gate = softmax_of_selected
+    probs: ProbsOf = softmax_of_selected
     probabilities: Callable[[torch.Tensor], torch.Tensor] = softmax
     ranking: Callable[[torch.Tensor], torch.Tensor] | None = None  # None: the scores themselves
     bias_E: torch.Tensor | None = None  # selects, never weighs (Wang et al. 2024)
@@ -109,15 +109,15 @@ class TopK:
     def of(self, scores_TE: torch.Tensor, experts_TK: torch.Tensor) -> Choices:
         """The choices where it is known which experts they are: int64 [T, K]."""
         probabilities_TE = self.probabilities(scores_TE)
-        gates_TK = self.gate(scores_TE, probabilities_TE, experts_TK)
-        return Choices(experts_TK, gates_TK, scores_TE, probabilities_TE, all_chosen=True)
+        probs_TK = self.probs(scores_TE, probabilities_TE, experts_TK)
+        return Choices(experts_TK, probs_TK, scores_TE, probabilities_TE, all_chosen=True)
 
 
 @dataclass(frozen=True)
 class InTurn:
     """Experts in turn, whatever the scores: a balanced load, to time kernels under.
 
-    Gates are those that `of` gives the chosen.
+    Probs are those that `of` gives the chosen.
     """
 
     of: TopK

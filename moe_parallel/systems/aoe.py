@@ -12,15 +12,15 @@ from moe_parallel.systems.registry import register
 
 
 def rules(selection: AoESelection) -> Rules:
-    gate = topk.raw_probability if selection.gates_over_all else topk.softmax_of_selected
-    rule = TopK(selection.moe_router_topk, gate)
+    probs = topk.raw_probability if selection.probs_over_all else topk.softmax_of_selected
+    rule = TopK(selection.moe_router_topk, probs)
     if selection.moe_router_force_load_balancing:
         return Rules(InTurn(rule), InTurn(rule))
     return Rules(rule, rule)
 
 
 def upcycling(selection: AoESelection) -> str | None:
-    return SCALED_OUTPUT if selection.gates_over_all else None
+    return SCALED_OUTPUT if selection.probs_over_all else None
 
 
 AOE = register(

@@ -26,9 +26,9 @@ def rules(selection: ExpertsChoose) -> Rules:
     factor = selection.moe_expert_choice_capacity_factor
     by_probability = selection.moe_expert_choice_scores == "softmax"
     ranking = topk.softmax if by_probability else raw
-    gate = topk.raw_probability if by_probability else topk.raw_score
+    probs = topk.raw_probability if by_probability else topk.raw_score
     # As many experts for each token as the experts took on average, half upwards as they round.
-    return Rules(ExpertChoice(factor, ranking), TopK(max(1, math.floor(factor + 0.5)), gate))
+    return Rules(ExpertChoice(factor, ranking), TopK(max(1, math.floor(factor + 0.5)), probs))
 
 
 def rules_by_segment(selection: SegmentExpertChoiceSelection) -> Rules:

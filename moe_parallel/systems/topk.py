@@ -27,12 +27,12 @@ def _rule(selection: TopKSelection) -> TopK:
         assert selection.moe_router_group_topk is not None
         groups = GroupLimit(selection.moe_router_num_groups, selection.moe_router_group_topk)
     if selection.moe_router_score_function == "sigmoid":
-        gate = topk.sigmoid_of_selected if k == 1 else topk.sigmoid_share_of_selected
-        return TopK(k, gate, topk.sigmoid_shares, torch.sigmoid, groups=groups)
-    gate = topk.raw_probability if k == 1 else topk.softmax_of_selected
+        probs = topk.sigmoid_of_selected if k == 1 else topk.sigmoid_share_of_selected
+        return TopK(k, probs, topk.sigmoid_shares, torch.sigmoid, groups=groups)
+    probs = topk.raw_probability if k == 1 else topk.softmax_of_selected
     # Logits rank as their softmax does; only a bias and sums over groups need the probabilities.
     by_probability = selection.moe_router_enable_expert_bias or groups is not None
-    return TopK(k, gate, topk.softmax, topk.softmax if by_probability else None, groups=groups)
+    return TopK(k, probs, topk.softmax, topk.softmax if by_probability else None, groups=groups)
 
 
 def upcycling(selection: TopKSelection) -> str | None:

@@ -64,10 +64,10 @@ def _logits(tokens=12, experts=5, dtype=torch.float64):
 
 
 def uniform(experts_TK: torch.Tensor, num_experts: int) -> Choices:
-    """Choices with equal probabilities and gates."""
+    """Choices with equal probabilities and probs."""
     scores_TE = torch.zeros(len(experts_TK), num_experts)
-    gates_TK = torch.full(experts_TK.shape, 0.5)
-    return Choices(experts_TK, gates_TK, scores_TE, torch.softmax(scores_TE, dim=1))
+    probs_TK = torch.full(experts_TK.shape, 0.5)
+    return Choices(experts_TK, probs_TK, scores_TE, torch.softmax(scores_TE, dim=1))
 
 
 @pytest.mark.parametrize("rule", RULES)

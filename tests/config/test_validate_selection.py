@@ -147,7 +147,7 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
     (
         AOE | NO_LOSS | {"aoe_gradient": "selected", "aoe_gate": "all"},
         1,
-        "--aoe-gradient is selected, but gates that are a softmax over all norms",
+        "--aoe-gradient is selected, but probs that are a softmax over all norms",
     ),
     (
         AOE | NO_LOSS | {"aoe_fp8_screening": 1},
@@ -175,12 +175,12 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
     (
         AOE_TOP_P | NO_LOSS | {"aoe_gradient": "selected", "moe_entropy_loss_coeff": 0.0},
         1,
-        "--aoe-gradient is selected, but gates that are a softmax over all norms",
+        "--aoe-gradient is selected, but probs that are a softmax over all norms",
     ),
     (
         AOE_EXPERT_CHOICE | {"aoe_gradient": "selected", "moe_expert_choice_scores": "softmax"},
         1,
-        "--aoe-gradient is selected, but gates that are a softmax over all norms",
+        "--aoe-gradient is selected, but probs that are a softmax over all norms",
     ),
     (
         AOE

@@ -7,9 +7,9 @@ from moe_parallel.convert.agreement import agreement
 from moe_parallel.selection.choices import Choices
 
 
-def choices(experts, gates):
+def choices(experts, probs):
     scores = torch.zeros(len(experts), 4)
-    return Choices(torch.tensor(experts), torch.tensor(gates), scores, scores)
+    return Choices(torch.tensor(experts), torch.tensor(probs), scores, scores)
 
 
 def test_by_hand():
@@ -19,10 +19,10 @@ def test_by_hand():
     assert found.choices == pytest.approx((2 + 1 + 0) / 6)
     assert found.all_choices == pytest.approx(1 / 3)
     assert found.first_choice == pytest.approx(1 / 3)
-    assert found.gates == pytest.approx((0.25 + 0.5 + 1.0) / 3)
+    assert found.probs == pytest.approx((0.25 + 0.5 + 1.0) / 3)
 
 
 def test_with_itself():
     of = choices([[0, 1], [2, 3]], [[0.75, 0.25], [0.5, 0.5]])
     found = agreement(of, of)
-    assert (found.choices, found.all_choices, found.first_choice, found.gates) == (1, 1, 1, 0)
+    assert (found.choices, found.all_choices, found.first_choice, found.probs) == (1, 1, 1, 0)

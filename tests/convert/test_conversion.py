@@ -42,7 +42,7 @@ def converted(trained):
     )
 
 
-def test_all_but_the_gates_is_copied(trained, converted):
+def test_all_but_the_probs_is_copied(trained, converted):
     old = stored_tensors(trained / "moe" / "iter_0000008")
     new = stored_tensors(converted.checkpoint)
     pairs = 0

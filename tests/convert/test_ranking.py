@@ -55,7 +55,7 @@ def test_an_offset_turns_logits_into_norms_where_activations_have_a_side():
     for row, other in zip(logits.numpy(), norms.numpy(), strict=True):
         first = numpy.argsort(-row)[:K]
         shift = other[first] - row[first]
-        numpy.testing.assert_allclose(shift, shift[0], atol=1e-9)  # so gates are equal too
+        numpy.testing.assert_allclose(shift, shift[0], atol=1e-9)  # so probs are equal too
 
 
 @pytest.mark.parametrize("others", [0, 2])

@@ -127,12 +127,12 @@ void check_permute(ScalarType type) {
 void check_unpermute(ScalarType type) {
   const auto map = slots(), rows = rows_of_slots();
   const Matrix y = quarters(type, kRows, kWidth, 1), dout = quarters(type, kTokens, kWidth, 2);
-  const Matrix gates = quarters(sums_of(type), kTokens, kChoices, 3);
-  Matrix out(type, kTokens, kWidth), dy(type, kRows, kWidth), dgates(gates);
+  const Matrix probs = quarters(sums_of(type), kTokens, kChoices, 3);
+  Matrix out(type, kTokens, kWidth), dy(type, kRows, kWidth), dprobs(probs);
   kernels().unpermute({.type = type,
                        .y = y.bytes.data(),
                        .rows = rows.data(),
-                       .gates = gates.bytes.data(),
+                       .probs = probs.bytes.data(),
                        .out = out.bytes.data(),
                        .tokens = kTokens,
                        .choices = kChoices,
@@ -144,9 +144,9 @@ void check_unpermute(ScalarType type) {
                                 .y = y.bytes.data(),
                                 .slots = map.data(),
                                 .rows = rows.data(),
-                                .gates = gates.bytes.data(),
+                                .probs = probs.bytes.data(),
                                 .dy = dy.bytes.data(),
-                                .dgates = dgates.bytes.data(),
+                                .dprobs = dprobs.bytes.data(),
                                 .tokens = kTokens,
                                 .choices = kChoices,
                                 .num_rows = kRows,
@@ -157,8 +157,8 @@ void check_unpermute(ScalarType type) {
       double sum = 0;
       for (int64_t k = 0; k < kChoices; ++k) {
         const int64_t row = rows[t * kChoices + k];
-        sum += gates.at(t, k) * y.at(row, i);
-        expect("dy", type, dy.at(row, i), gates.at(t, k) * dout.at(t, i));
+        sum += probs.at(t, k) * y.at(row, i);
+        expect("dy", type, dy.at(row, i), probs.at(t, k) * dout.at(t, i));
       }
       expect("unpermute", type, out.at(t, i), sum);
     }
@@ -167,7 +167,7 @@ void check_unpermute(ScalarType type) {
       for (int64_t i = 0; i < kWidth; ++i) {
         product += dout.at(t, i) * y.at(rows[t * kChoices + k], i);
       }
-      expect("dgates", type, dgates.at(t, k), product);
+      expect("dprobs", type, dprobs.at(t, k), product);
     }
   }
 }
@@ -179,7 +179,7 @@ void check_swiglu(ScalarType type) {
   kernels().swiglu({.type = type,
                     .gate = gate.bytes.data(),
                     .up = up.bytes.data(),
-                    .probabilities = p.bytes.data(),
+                    .probs = p.bytes.data(),
                     .h = h.bytes.data(),
                     .rows = 1,
                     .width = kWidth,
@@ -190,10 +190,10 @@ void check_swiglu(ScalarType type) {
                              .dh = dh.bytes.data(),
                              .gate = gate.bytes.data(),
                              .up = up.bytes.data(),
-                             .probabilities = p.bytes.data(),
+                             .probs = p.bytes.data(),
                              .dgate = dgate.bytes.data(),
                              .dup = dup.bytes.data(),
-                             .dprobabilities = dp.bytes.data(),
+                             .dprobs = dp.bytes.data(),
                              .h = again.bytes.data(),
                              .rows = 1,
                              .width = kWidth,
@@ -214,7 +214,7 @@ void check_swiglu(ScalarType type) {
     sum += d * g * sigmoid * u;
     size += std::abs(d * g * sigmoid * u);
   }
-  expect("dprobabilities", type, dp.at(0, 0) + size, sum + size, rounding_of(sums_of(type)));
+  expect("dprobs", type, dp.at(0, 0) + size, sum + size, rounding_of(sums_of(type)));
 }
 
 void check_merge(ScalarType type) {

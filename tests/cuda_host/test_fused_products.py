@@ -34,7 +34,7 @@ FusedProduct = structure(
 )
 StoreRows = structure(d=c_void_p, stride=c_int64, accumulate=c_bool)
 ActivateRows = structure(
-    probabilities=c_void_p,
+    probs=c_void_p,
     h=c_void_p,
     gate=c_void_p,
     up=c_void_p,
@@ -42,13 +42,13 @@ ActivateRows = structure(
 )
 SquareRows = structure(squares=c_void_p, c=c_void_p)
 DifferentiateRows = structure(
-    probabilities=c_void_p,
+    probs=c_void_p,
     gate=c_void_p,
     up=c_void_p,
     dgate=c_void_p,
     dup=c_void_p,
     h=c_void_p,
-    dprobabilities=c_void_p,
+    dprobs=c_void_p,
     stride=c_int64,
     dstride=c_int64,
 )

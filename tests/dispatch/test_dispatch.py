@@ -20,17 +20,17 @@ BACKENDS = ["reference"] + ["native"] * extension.is_built()
 
 @dataclass(frozen=True)
 class Problem:
-    """The tokens, choices and gates of every rank; what gradients are taken of."""
+    """The tokens, choices and probs of every rank; what gradients are taken of."""
 
     x: list[torch.Tensor]  # [T, D] of each rank
     experts: list[torch.Tensor]  # [T, K]
-    gates: list[torch.Tensor]  # [T, K], above 0
+    probs: list[torch.Tensor]  # [T, K], above 0
     direction: list[torch.Tensor]  # [T, D]
     rows_per_expert: int | None = None
 
     @property
     def together(self) -> "Problem":
-        parts = (self.x, self.experts, self.gates, self.direction)
+        parts = (self.x, self.experts, self.probs, self.direction)
         return Problem(*([torch.cat(part)] for part in parts))
 
 
@@ -41,7 +41,7 @@ class Found:
     rows: list[numpy.ndarray]  # of each expert here [N_e, D + 1]: the token and its gate
     y: numpy.ndarray  # [T, D]
     x_grad: numpy.ndarray
-    gates_grad: numpy.ndarray
+    probs_grad: numpy.ndarray
 
 
 def problem(name: str, ranks: int) -> Problem:
@@ -74,7 +74,7 @@ def problem(name: str, ranks: int) -> Problem:
     return Problem(
         x=[normal(t, WIDTH) for t in tokens],
         experts=experts,
-        gates=[normal(t, CHOICES).abs() + 0.1 for t in tokens],
+        probs=[normal(t, CHOICES).abs() + 0.1 for t in tokens],
         direction=[normal(t, WIDTH) for t in tokens],
         rows_per_expert=12 if name == "padded" else None,
     )
@@ -102,44 +102,44 @@ def matrices() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def choices_of(
-    experts: torch.Tensor, gates: torch.Tensor, c_TKR: torch.Tensor | None = None
+    experts: torch.Tensor, probs: torch.Tensor, c_TKR: torch.Tensor | None = None
 ) -> Choices:
     """Scores and probabilities have no part in dispatch."""
-    nothing = gates.new_zeros(len(gates), EXPERTS)
-    return Choices(experts, gates, nothing, nothing, c_TKR)
+    nothing = probs.new_zeros(len(probs), EXPERTS)
+    return Choices(experts, probs, nothing, nothing, c_TKR)
 
 
 def arrived(rows: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What each expert here takes, by loops over the row map: tokens and gates."""
-    tokens, gates, first = [], [], 0
+    """What each expert here takes, by loops over the row map: tokens and probs."""
+    tokens, probs, first = [], [], 0
     num_choices = rows.row_map.rows_TK.shape[1]
     x_and_nothing = torch.cat([rows.x_MD, torch.zeros(1, rows.x_MD.shape[1])])
-    gates_and_nothing = torch.cat([rows.gates_MJ.flatten(), torch.zeros(1)])
+    probs_and_nothing = torch.cat([rows.probs_MJ.flatten(), torch.zeros(1)])
     for count in rows.row_map.counts_E.tolist():
         slots = rows.row_map.slots_N[first : first + count].tolist()
         tokens.append(x_and_nothing[[-1 if slot < 0 else slot // num_choices for slot in slots]])
-        gates.append(gates_and_nothing[[-1 if slot < 0 else slot for slot in slots]])
+        probs.append(probs_and_nothing[[-1 if slot < 0 else slot for slot in slots]])
         first += count
-    return tokens, gates
+    return tokens, probs
 
 
 def compute(rows: Any, first: int, shard: slice) -> torch.Tensor:
     w, v = matrices()
-    y_MD = 0 * rows.x_MD * rows.gates_MJ.sum(1, keepdim=True)  # differentiable without rows too
+    y_MD = 0 * rows.x_MD * rows.probs_MJ.sum(1, keepdim=True)  # differentiable without rows too
     experts = [e for e, n in enumerate(rows.row_map.counts_E.tolist()) for _ in range(n)]
     for m, here in enumerate(rows.row_map.rows_TK.tolist()):
         for j, row in enumerate(here):
             if row >= 0:
                 e = first + experts[row]
                 result = rows.x_MD[m] @ w[e][:, shard] @ v[e][shard]
-                y_MD = y_MD.index_add(0, torch.tensor([m]), (rows.gates_MJ[m, j] * result)[None])
+                y_MD = y_MD.index_add(0, torch.tensor([m]), (rows.probs_MJ[m, j] * result)[None])
     return y_MD
 
 
 def solve(dispatcher: Any, task: Problem, rank: int, first: int, shard: slice) -> Found:
     x = task.x[rank].clone().requires_grad_()
-    gates = task.gates[rank].clone().requires_grad_()
-    choices = choices_of(task.experts[rank], gates)
+    probs = task.probs[rank].clone().requires_grad_()
+    choices = choices_of(task.experts[rank], probs)
     rows = dispatcher.dispatch(x, choices, task.rows_per_expert)
     y = dispatcher.combine(compute(rows, first, shard), rows.route)
     (y * task.direction[rank]).sum().backward()
@@ -148,7 +148,7 @@ def solve(dispatcher: Any, task: Problem, rank: int, first: int, shard: slice) -
         [part.numpy() for part in seen],
         y.detach().numpy(),
         x.grad.numpy(),
-        gates.grad.numpy(),
+        probs.grad.numpy(),
     )
 
 
@@ -186,7 +186,7 @@ def test_equals_local_dispatch_of_all_tokens(layout):
 
 
 def _compare(found: Any, task: Problem, wanted: Found, shards: int, name: str) -> None:
-    for part in ("y", "x_grad", "gates_grad"):
+    for part in ("y", "x_grad", "probs_grad"):
         together = numpy.concatenate([getattr(rank, part) for rank in found])
         numpy.testing.assert_allclose(
             together, getattr(wanted, part), rtol=1e-12, atol=1e-12, err_msg=f"{part}: {name}"
@@ -213,39 +213,39 @@ def test_local_dispatch_equals_loops(name, backend):
     task = problem(name, 1)
     found = solve(LocalDispatcher(EXPERTS, select_backend(backend)), task, 0, 0, slice(None))
     w, v = (part.numpy() for part in matrices())
-    x, gates, experts = task.x[0].numpy(), task.gates[0].numpy(), task.experts[0].numpy()
+    x, probs, experts = task.x[0].numpy(), task.probs[0].numpy(), task.experts[0].numpy()
     y, rows = numpy.zeros_like(x), [[] for _ in range(EXPERTS)]
-    gates_grad, x_grad = numpy.zeros_like(gates), numpy.zeros_like(x)
+    probs_grad, x_grad = numpy.zeros_like(probs), numpy.zeros_like(x)
     for t, token in enumerate(x):
         for k, expert in enumerate(experts[t]):
             if expert < 0:
                 continue
             matrix = w[expert] @ v[expert]
-            rows[expert].append([*token, gates[t, k]])
-            y[t] += gates[t, k] * token @ matrix
-            gates_grad[t, k] = token @ matrix @ task.direction[0].numpy()[t]
-            x_grad[t] += gates[t, k] * matrix @ task.direction[0].numpy()[t]
+            rows[expert].append([*token, probs[t, k]])
+            y[t] += probs[t, k] * token @ matrix
+            probs_grad[t, k] = token @ matrix @ task.direction[0].numpy()[t]
+            x_grad[t] += probs[t, k] * matrix @ task.direction[0].numpy()[t]
     if task.rows_per_expert is not None:
         rows = [each + [[0.0] * (WIDTH + 1)] * (task.rows_per_expert - len(each)) for each in rows]
     for mine, seen in zip(rows, found.rows, strict=True):  # in the order of tokens, padding last
         numpy.testing.assert_array_equal(seen, numpy.reshape(mine, (-1, WIDTH + 1)))
-    for part, expected in (("y", y), ("x_grad", x_grad), ("gates_grad", gates_grad)):
+    for part, expected in (("y", y), ("x_grad", x_grad), ("probs_grad", probs_grad)):
         numpy.testing.assert_allclose(getattr(found, part), expected, rtol=1e-12, atol=1e-12)
 
 
 def _round_trip(shards: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """With identity experts a token comes back as the sum of its gates times itself."""
+    """With identity experts a token comes back as the sum of its probs times itself."""
     task, rank = problem("some dropped", dist.get_world_size()), dist.get_rank()
     dispatcher = AllToAllDispatcher(EXPERTS, dist.group.WORLD, shards, select_backend("reference"))
-    choices = choices_of(task.experts[rank], task.gates[rank])
+    choices = choices_of(task.experts[rank], task.probs[rank])
     rows = dispatcher.dispatch(task.x[rank], choices, None)
-    y = dispatcher.combine(rows.x_MD * rows.gates_MJ / shards, rows.route)
-    kept = (task.gates[rank] * (task.experts[rank] >= 0)).sum(1, keepdim=True)
+    y = dispatcher.combine(rows.x_MD * rows.probs_MJ / shards, rows.route)
+    kept = (task.probs[rank] * (task.experts[rank] >= 0)).sum(1, keepdim=True)
     return y.numpy(), (kept * task.x[rank]).numpy()
 
 
 @pytest.mark.parametrize("layout", ["ep2", "etp2", "ep2 x etp2"])
-def test_identity_experts_return_the_sum_of_gates(layout):
+def test_identity_experts_return_the_sum_of_probs(layout):
     ranks, shards = LAYOUTS[layout]
     for found, wanted in run_distributed(ranks, _round_trip, shards):
         numpy.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
@@ -260,7 +260,7 @@ def _sent(takes_c: bool) -> tuple[Any, Any, Any, int]:
     dispatcher = AllToAllDispatcher(
         EXPERTS, dist.group.WORLD, 1, select_backend("reference"), takes_c
     )
-    choices = choices_of(experts, task.gates[rank], c if takes_c else None)
+    choices = choices_of(experts, task.probs[rank], c if takes_c else None)
     rows = dispatcher.dispatch(task.x[rank], choices, None)
     if not takes_c:
         assert rows.c_MJR is None

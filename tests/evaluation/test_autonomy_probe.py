@@ -17,7 +17,7 @@ from moe_parallel.evaluation.autonomy_probe import (
     Probe,
     ProbedLayer,
     Table,
-    UniformGates,
+    UniformProbs,
     probes,
     probing,
 )
@@ -111,7 +111,7 @@ def test_the_greatest_activations_compute(node: str, norm: str, gate: str, k: in
     with probing(model, probe_named(node, norm, gate, k)):
         found = output(model[0], given["x"])
     oracle = expected(swiglu_matrices(given), given["x"], node, norm, gate, k)
-    assert found == pytest.approx(oracle, rel=1e-5, abs=1e-6)  # norms and gates are fp32
+    assert found == pytest.approx(oracle, rel=1e-5, abs=1e-6)  # norms and probs are fp32
 
 
 def test_nodes_and_norms_disagree() -> None:
@@ -170,7 +170,7 @@ def test_the_routers_own_rule_changes_nothing(name: str) -> None:
     assert numpy.array_equal(output(probed, given["x"]), output(routed, given["x"]))
 
 
-def test_the_routers_choice_with_equal_gates() -> None:
+def test_the_routers_choice_with_equal_probs() -> None:
     given = values(ROUTED)
     model = nn.Sequential(layer_of(ROUTED, given))
     with probing(model, probe_named("router")):
@@ -183,21 +183,21 @@ def test_the_routers_choice_with_equal_gates() -> None:
         assert found[place] == pytest.approx(mean_D, rel=1e-6, abs=1e-9)
 
 
-def test_equal_gates_are_of_the_filled_slots() -> None:
+def test_equal_probs_are_of_the_filled_slots() -> None:
     tokens = Tokens(1)
     scores_TE = torch.log(torch.tensor([[0.7, 0.2, 0.1], [0.4, 0.35, 0.25]]))
-    choices = UniformGates(TopP(0.5))(scores_TE, tokens)
+    choices = UniformProbs(TopP(0.5))(scores_TE, tokens)
     assert choices.experts_TK.tolist() == [[0, -1, -1], [0, 1, -1]]
-    assert choices.gates_TK.tolist() == [[1, 0, 0], [0.5, 0.5, 0]]
+    assert choices.probs_TK.tolist() == [[1, 0, 0], [0.5, 0.5, 0]]
 
 
-def test_chance_takes_k_experts_with_equal_gates_anew_for_each_token() -> None:
+def test_chance_takes_k_experts_with_equal_probs_anew_for_each_token() -> None:
     case = Case(ROUTED.selection, tokens=400)
     routed = layer_of(case, values(case))
     x_TD = torch.zeros(400, WIDTH, dtype=torch.float64)
     tokens = Tokens(1)
     choices = probe_named("random").replacement(routed).choose(x_TD, tokens)
-    assert (choices.gates_TK == 1 / K).all()
+    assert (choices.probs_TK == 1 / K).all()
     assert (choices.experts_TK[:, 0] != choices.experts_TK[:, 1]).all()
     # Binomial, mean 200 and standard deviation 10.
     assert choices.tokens_per_expert().tolist() == pytest.approx([200] * EXPERTS, abs=50)
@@ -244,7 +244,7 @@ def test_the_table_has_every_combination_once() -> None:
 def test_a_line_of_the_table() -> None:
     table = Table(router={"prose": 3.0, "all": 2.0}, random={"prose": 4.0, "all": 4.0})
     losses = {"prose": 3.25, "all": 2.5}  # 3/4 of the 2 nats by which the router beats chance
-    assert table.head().split() == "selected by norm gates prose all kept".split()
+    assert table.head().split() == "selected by norm probs prose all kept".split()
     line = table.row(probe_named("output", "Linf", "softmax"), losses)
     assert line.split() == "output Linf softmax 3.2500 2.5000 75%".split()
     assert len(line) == len(table.head())

@@ -41,7 +41,7 @@ def given(kind: str) -> dict[str, numpy.ndarray]:
     values = {name: rng.normal(size=shape) for name, shape in SHAPES[kind].items()}
     return values | {
         "x": rng.normal(size=(sum(COUNTS), D)),
-        "gates": rng.random(sum(COUNTS)).astype("float32"),
+        "probs": rng.random(sum(COUNTS)).astype("float32"),
         "w_down": rng.normal(size=(E, D, R)),
     }
 
@@ -54,25 +54,25 @@ def apply(experts: Any, kind: str, values: dict[str, Any], which: range) -> torc
     """The experts `which` on their rows."""
     starts = numpy.cumsum([0, *COUNTS])
     rows = slice(starts[which.start], starts[which.stop])
-    x, gates = torch.from_numpy(values["x"])[rows], torch.from_numpy(values["gates"])[rows]
-    return compute(experts, kind, x, gates, COUNTS[which.start : which.stop], values["w_down"])
+    x, probs = torch.from_numpy(values["x"])[rows], torch.from_numpy(values["probs"])[rows]
+    return compute(experts, kind, x, probs, COUNTS[which.start : which.stop], values["w_down"])
 
 
 def compute(
-    experts: Any, kind: str, x: torch.Tensor, gates: torch.Tensor, counts: list[int], w_down: Any
+    experts: Any, kind: str, x: torch.Tensor, probs: torch.Tensor, counts: list[int], w_down: Any
 ) -> torch.Tensor:
     """Rows that lie by expert, one choice each."""
     owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     row_map = experts.ops.routing_map(owners[:, None], len(counts))
     down = () if kind == "swiglu" else (experts.local(torch.as_tensor(w_down)),)
-    return experts(x, gates[:, None], row_map, *down)
+    return experts(x, probs[:, None], row_map, *down)
 
 
 def expected(kind: str) -> numpy.ndarray:
     v = given(kind)
     rows = []
     owners = numpy.repeat(numpy.arange(E), COUNTS)
-    for x, gate, e in zip(v["x"], v["gates"], owners, strict=True):
+    for x, gate, e in zip(v["x"], v["probs"], owners, strict=True):
         if kind == "swiglu":
             gate_up = v["w_gate_up_LD2F"][e]
             y = oracle.swiglu_expert(x, gate_up[:, 0], gate_up[:, 1], v["w_out_LFD"][e])

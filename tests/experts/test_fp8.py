@@ -56,13 +56,13 @@ def compute(kind, made, engine, device="cpu"):
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(TOKENS, D, generator=generator).bfloat16()
     w_down = (torch.randn(E, D, R, generator=generator) * 0.1).bfloat16()
-    gates = torch.rand(TOKENS, K, generator=generator)
+    probs = torch.rand(TOKENS, K, generator=generator)
     chosen = torch.tensor([0, 1, 3])[torch.randint(0, 3, (TOKENS, K), generator=generator)]
     chosen[0] = -1  # dropped
-    leaves = [t.to(device).requires_grad_() for t in (x, gates, w_down)]
-    x, gates, w_down = leaves
+    leaves = [t.to(device).requires_grad_() for t in (x, probs, w_down)]
+    x, probs, w_down = leaves
     row_map = made.ops.routing_map(chosen.to(device), E)
-    given = [x, gates, row_map]
+    given = [x, probs, row_map]
     if kind != "swiglu":
         given.append(w_down)
     if kind == "low_rank with C":

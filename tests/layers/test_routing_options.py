@@ -92,7 +92,7 @@ def test_jitter_is_for_the_router_and_for_training():
             assert 1 - EPS - 1e-6 <= noise.min() < 1 - 0.8 * EPS
             assert 1 + EPS + 1e-6 >= noise.max() > 1 + 0.8 * EPS
             noises.append(noise)
-        # Experts are given the tokens as they are: with all of them chosen only gates differ.
+        # Experts are given the tokens as they are: with all of them chosen only probs differ.
         for scores, output in zip(rank["scores"], rank["outputs"], strict=True):
             close(output.reshape(-1, WIDTH), _all_experts(given, scores), 1e-6, "output")
     for number, noise in enumerate(noises):  # other noise each time, and on each rank
@@ -274,5 +274,5 @@ def test_with_all_experts_the_gate_of_aoe_is_a_softmax_over_all_norms():
         )
         x_TD = torch.from_numpy(given["x"].reshape(-1, WIDTH))
         choices = layer.choose(x_TD, Tokens(1))
-        for row, experts, gates in zip(norms, choices.experts_TK, choices.gates_TK, strict=True):
-            numpy.testing.assert_allclose(gates.detach(), softmax(row)[experts], rtol=1e-12)
+        for row, experts, probs in zip(norms, choices.experts_TK, choices.probs_TK, strict=True):
+            numpy.testing.assert_allclose(probs.detach(), softmax(row)[experts], rtol=1e-12)

@@ -68,7 +68,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_it_drops_goes_through_the_norms_of_the_unchosen(name):
-    """With gates over the selected only losses reach those; top-p's are a softmax over all."""
+    """With probs over the selected only losses reach those; top-p's are a softmax over all."""
     case = Case(LOSSES[name], sequences=2, tokens=6)
     given = values(case)
     full, selected = gradients_of(case), gradients_of(as_option(case, DESPITE))

@@ -30,7 +30,7 @@ MODELS: dict[str, Options] = {
         "untie_embeddings_and_output_weights": True,
     },
     "aoe": {"untie_embeddings_and_output_weights": True},
-    "aoe, gates over all": {"moe_layer_freq": "[1,0,1,0]"},
+    "aoe, probs over all": {"moe_layer_freq": "[1,0,1,0]"},
     "lory": {"moe_layer_freq": "[0]+[1]*3"},
 }
 

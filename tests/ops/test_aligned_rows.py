@@ -49,12 +49,12 @@ def test_experts_compute_the_same_with_it(backend):
     ops = select_backend(backend)
     generator = torch.Generator().manual_seed(5)
     experts_TK = torch.randint(-1, 4, (9, 2), generator=generator)
-    gates_TK, x_TD = torch.rand(9, 2, generator=generator), torch.randn(9, 6, generator=generator)
+    probs_TK, x_TD = torch.rand(9, 2, generator=generator), torch.randn(9, 6, generator=generator)
     w_ED2F = torch.randn(4, 6, 10, generator=generator)
     w_EFD = torch.randn(4, 5, 6, generator=generator)
     results = []
     for multiple in (1, 8):
-        leaves = [t.clone().requires_grad_() for t in (x_TD, gates_TK, w_ED2F, w_EFD)]
+        leaves = [t.clone().requires_grad_() for t in (x_TD, probs_TK, w_ED2F, w_EFD)]
         row_map, _ = aligned_rows(ops.routing_map(experts_TK, 4), multiple)
         y_TD = ops.routed_experts(leaves[0], leaves[1], row_map, *leaves[2:])
         results.append([y_TD, *torch.autograd.grad(y_TD.square().sum(), leaves)])

@@ -47,7 +47,7 @@ class Setting:
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         D, F, R = self.sizes
         self.x = self.tensor(0, tokens, D)
-        self.gates = self.tensor(1, tokens, choices, dtype=wide)
+        self.probs = self.tensor(1, tokens, choices, dtype=wide)
         self.dy = self.tensor(2, tokens, D).detach()
         self.w_gate_up = self.tensor(3, experts, D, 2 * F)
         self.w_out = self.tensor(4, experts, F, D)
@@ -59,9 +59,9 @@ class Setting:
     def inputs(self, kind: str) -> tuple[Tensor, ...]:
         """What is differentiated."""
         if kind == "routed":
-            return self.x, self.gates, self.w_gate_up, self.w_out
+            return self.x, self.probs, self.w_gate_up, self.w_out
         first = self.c if kind == "handed on" else self.w_down
-        return self.x, self.gates, first, self.w_up, self.w_p, self.w_out
+        return self.x, self.probs, first, self.w_up, self.w_p, self.w_out
 
     def compute(
         self,
@@ -75,14 +75,14 @@ class Setting:
         row_map = ops.routing_map(
             experts, self.routing.num_experts, self.routing.rows_per_expert, all_chosen
         )
-        x, gates, *weights = inputs or self.inputs(kind)
+        x, probs, *weights = inputs or self.inputs(kind)
         if kind == "routed":
-            return ops.routed_experts(x, gates, row_map, *weights, main_gradients=main_gradients)
+            return ops.routed_experts(x, probs, row_map, *weights, main_gradients=main_gradients)
         if kind == "handed on":
             c, *weights = weights
             return ops.autonomous_experts(
                 x,
-                gates,
+                probs,
                 row_map,
                 self.w_down,
                 *weights,
@@ -91,7 +91,7 @@ class Setting:
             )
         return ops.autonomous_experts(
             x,
-            gates,
+            probs,
             row_map,
             *weights,
             recompute_gate=kind == "autonomous",
@@ -110,7 +110,7 @@ class Setting:
                 return (layers.silu(c[t, k] @ up[e]) * (x[t] @ p[e])) @ out[e]
             return layers.autonomous_expert(x[t], down[e], up[e], p[e], out[e])
 
-        return oracle.sum_of_experts(x, self.routing.experts, float64(self.gates), expert)
+        return oracle.sum_of_experts(x, self.routing.experts, float64(self.probs), expert)
 
 
 KINDS = ["routed", "autonomous", "autonomous, gate kept", "handed on"]
@@ -227,23 +227,23 @@ def test_what_is_saved(native):
 
 def test_other_shapes_are_refused(native, device):
     setting = Setting(ROUTINGS[0], torch.float32, device)
-    x, gates, w_gate_up, w_out = setting.inputs("routed")
+    x, probs, w_gate_up, w_out = setting.inputs("routed")
     wrong: list[tuple[str, tuple[Tensor, ...]]] = [
-        ("x has 12 tokens, the row map 13", (x[1:], gates, w_gate_up, w_out)),
-        (r"gates must have shape \[13, 2\]", (x, gates[:, :1], w_gate_up, w_out)),
-        (r"w_gate_up must have shape \[5, 6, 10\]", (x, gates, w_gate_up[..., :9], w_out)),
-        (r"w_out must have shape \[5, 5, 6\]", (x, gates, w_gate_up, w_out[1:])),
+        ("x has 12 tokens, the row map 13", (x[1:], probs, w_gate_up, w_out)),
+        (r"probs must have shape \[13, 2\]", (x, probs[:, :1], w_gate_up, w_out)),
+        (r"w_gate_up must have shape \[5, 6, 10\]", (x, probs, w_gate_up[..., :9], w_out)),
+        (r"w_out must have shape \[5, 5, 6\]", (x, probs, w_gate_up, w_out[1:])),
     ]
     for message, inputs in wrong:
         with pytest.raises(ValueError, match=message):
             setting.compute(native, "routed", *inputs)
-    x, gates, w_down, w_up, w_p, w_out = setting.inputs("autonomous")
+    x, probs, w_down, w_up, w_p, w_out = setting.inputs("autonomous")
     for name, inputs in {
-        "w_down": (x, gates, w_down[..., 1:], w_up, w_p, w_out),
-        "w_p": (x, gates, w_down, w_up, w_p[:, 1:], w_out),
-        "w_out": (x, gates, w_down, w_up, w_p, w_out[..., 1:]),
+        "w_down": (x, probs, w_down[..., 1:], w_up, w_p, w_out),
+        "w_p": (x, probs, w_down, w_up, w_p[:, 1:], w_out),
+        "w_out": (x, probs, w_down, w_up, w_p, w_out[..., 1:]),
     }.items():
         with pytest.raises(ValueError, match=f"{name} must have shape"):
             setting.compute(native, "autonomous", *inputs)
     with pytest.raises(TypeError, match="w_p is Double, x is Float"):
-        setting.compute(native, "autonomous", x, gates, w_down, w_up, w_p.double(), w_out)
+        setting.compute(native, "autonomous", x, probs, w_down, w_up, w_p.double(), w_out)

@@ -20,20 +20,20 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
     slots = torch.tensor([0, 3, -1, 5, 2, -1], device=device)
     rows = torch.tensor([[0, -1], [4, 1], [-1, 3]], device=device)
     counts = torch.tensor([3, 0, 3], device=device)
-    gates, norms = tensor(3, 2, dtype=torch.float32), tensor(3, 4, dtype=torch.float32)
-    experts, routed = (gates, slots, rows, counts), (tensor(3, 5, 4), tensor(3, 2, 5))
+    probs, norms = tensor(3, 2, dtype=torch.float32), tensor(3, 4, dtype=torch.float32)
+    experts, routed = (probs, slots, rows, counts), (tensor(3, 5, 4), tensor(3, 2, 5))
     autonomous = (tensor(3, 4, 2), tensor(3, 5, 2), tensor(3, 2, 5))
     merging = (tensor(2, 3, dtype=torch.float32), tensor(3, 5, 2))
     given = {
         "routing_map": (rows.clamp(max=3), 4, None, False),
         "permute": (tensor(3, 5), slots, rows),
-        "unpermute": (tensor(6, 5), slots, rows, gates),
-        "unpermute_backward": (tensor(3, 5), tensor(6, 5), slots, rows, gates),
+        "unpermute": (tensor(6, 5), slots, rows, probs),
+        "unpermute_backward": (tensor(3, 5), tensor(6, 5), slots, rows, probs),
         "grouped_gemm": (tensor(6, 5), tensor(3, 5, 2), counts),
         "grouped_outer": (tensor(6, 5), tensor(6, 2), counts),
         "grouped_outer_add": (tensor(3, 5, 2), tensor(6, 5), tensor(6, 2), counts),
-        "swiglu": (tensor(3, 5), tensor(3, 5), gates[:, 0]),
-        "swiglu_backward": (tensor(3, 5), tensor(3, 5), tensor(3, 5), gates[:, 0]),
+        "swiglu": (tensor(3, 5), tensor(3, 5), probs[:, 0]),
+        "swiglu_backward": (tensor(3, 5), tensor(3, 5), tensor(3, 5), probs[:, 0]),
         "expert_merge": merging,
         "expert_merge_backward": (tensor(2, 5, 2), *merging),
         "norm_topk": (tensor(3, 5), tensor(4, 5, 2), 2, norms[0], True, True),

@@ -36,9 +36,9 @@ def routed(ops: Ops, dtype: torch.dtype) -> Callable[[Tensor], list[Tensor]]:
     x, *weights = tensors(dtype, (T, D), (E, D, 2 * F), (E, F, D))
 
     def step(scores_TE: Tensor) -> list[Tensor]:
-        gates_TK, experts_TK = scores_TE.softmax(-1).topk(K)
+        probs_TK, experts_TK = scores_TE.softmax(-1).topk(K)
         row_map = ops.routing_map(experts_TK, E, all_chosen=True)
-        y = ops.routed_experts(x, gates_TK, row_map, *weights)
+        y = ops.routed_experts(x, probs_TK, row_map, *weights)
         return [y, *torch.autograd.grad(y.float().square().sum(), (x, scores_TE, *weights))]
 
     return step
@@ -51,9 +51,9 @@ def autonomous(ops: Ops, dtype: torch.dtype) -> Callable[[Tensor], list[Tensor]]
     def step(scores_TE: Tensor) -> list[Tensor]:
         scores = ops.norm_topk(x, weights[0], K, 10 * scores_TE[0].detach(), keep="chosen")
         row_map = ops.routing_map(scores.experts_TK, E, all_chosen=True)
-        gates_TK = scores.norms_TE.gather(1, scores.experts_TK).softmax(-1)
+        probs_TK = scores.norms_TE.gather(1, scores.experts_TK).softmax(-1)
         c = scores.c_TKR
-        y = ops.autonomous_experts(x, gates_TK, row_map, *weights, c_TKR=c)
+        y = ops.autonomous_experts(x, probs_TK, row_map, *weights, c_TKR=c)
         return [y, *torch.autograd.grad(y.float().square().sum(), (x, *weights))]
 
     return step

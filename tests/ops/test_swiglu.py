@@ -23,27 +23,27 @@ def setting(rows: int, width: int, dtype: torch.dtype, device: str):
         random_tensor(rows, width, dtype=dtype, device=device, seed=seed) for seed in range(3)
     )
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    gates = random_tensor(rows, dtype=wide, device=device, seed=3)
-    return (4 * gate).requires_grad_(), up.requires_grad_(), gates.requires_grad_(), dh
+    probs = random_tensor(rows, dtype=wide, device=device, seed=3)
+    return (4 * gate).requires_grad_(), up.requires_grad_(), probs.requires_grad_(), dh
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_the_oracle(ops, device, shape, dtype):
-    gate, up, gates, dh = setting(*shape, dtype, device)
-    h = ops.swiglu(gate, up, gates)
+    gate, up, probs, dh = setting(*shape, dtype, device)
+    h = ops.swiglu(gate, up, probs)
     assert h.dtype == dtype
-    inputs = float64(gate), float64(up), float64(gates)
+    inputs = float64(gate), float64(up), float64(probs)
     assert_close(h, oracle.swiglu(*inputs), dtype)
-    found = gradients(h, dh, gate, up, gates)
+    found = gradients(h, dh, gate, up, probs)
     wanted = oracle.swiglu_gradient(float64(dh), *inputs)
-    for actual, expected, tensor in zip(found, wanted, (gate, up, gates), strict=True):
+    for actual, expected, tensor in zip(found, wanted, (gate, up, probs), strict=True):
         assert actual.dtype == tensor.dtype
         assert_close(actual, expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_without_gates(ops, device, dtype):
+def test_without_probs(ops, device, dtype):
     gate, up, _, dh = setting(5, 37, dtype, device)
     h = ops.swiglu(gate, up)
     ones = np.ones(5)
@@ -55,13 +55,13 @@ def test_without_gates(ops, device, dtype):
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "halves of one tensor"])
 def test_layouts_of_inputs_and_gradients(ops, device, layout):
-    gate, up, gates, dh = setting(6, 20, torch.float64, device)
+    gate, up, probs, dh = setting(6, 20, torch.float64, device)
     relaid = LAYOUTS.get(layout, lambda tensor: tensor)
     of_layout = relaid(gate), relaid(up)
     if layout == "halves of one tensor":
         of_layout = torch.cat([gate, up], 1).chunk(2, dim=1)
-    found = gradients(ops.swiglu(*of_layout, gates), relaid(dh), gate, up, gates)
-    wanted = oracle.swiglu_gradient(float64(dh), float64(gate), float64(up), float64(gates))
+    found = gradients(ops.swiglu(*of_layout, probs), relaid(dh), gate, up, probs)
+    wanted = oracle.swiglu_gradient(float64(dh), float64(gate), float64(up), float64(probs))
     for actual, expected in zip(found, wanted, strict=True):
         assert_close(actual, expected, torch.float64)
 
@@ -85,18 +85,18 @@ def test_not_a_number_and_infinity_stay_visible(ops, device):
 
 
 def test_gradcheck(ops, device):
-    gate, up, gates, _ = setting(3, 5, torch.float64, device)
-    assert torch.autograd.gradcheck(ops.swiglu, (gate, up, gates))
+    gate, up, probs, _ = setting(3, 5, torch.float64, device)
+    assert torch.autograd.gradcheck(ops.swiglu, (gate, up, probs))
 
 
 def test_bf16_is_as_exact_as_torchs(reference, native, device):
-    gate, up, gates, dh = setting(33, 65, torch.bfloat16, device)
-    inputs = float64(gate), float64(up), float64(gates)
+    gate, up, probs, dh = setting(33, 65, torch.bfloat16, device)
+    inputs = float64(gate), float64(up), float64(probs)
     exact = [oracle.swiglu(*inputs), *oracle.swiglu_gradient(float64(dh), *inputs)]
     results = []
     for ops in (native, reference):
-        h = ops.swiglu(gate, up, gates)
-        results.append([h, *gradients(h, dh, gate, up, gates)])
+        h = ops.swiglu(gate, up, probs)
+        results.append([h, *gradients(h, dh, gate, up, probs)])
     for of_native, of_reference, wanted in zip(*results, exact, strict=True):
         if of_native.dtype == torch.bfloat16:
             assert_no_worse_than_twice(of_native, of_reference, wanted)
@@ -105,20 +105,20 @@ def test_bf16_is_as_exact_as_torchs(reference, native, device):
 
 
 def test_threads_do_not_change_a_bit(native, two_threads):
-    gate, up, gates, dh = setting(70, 1000, torch.float32, "cpu")
-    h = native.swiglu(gate, up, gates)
-    of_two = [h, *gradients(h, dh, gate, up, gates)]
+    gate, up, probs, dh = setting(70, 1000, torch.float32, "cpu")
+    h = native.swiglu(gate, up, probs)
+    of_two = [h, *gradients(h, dh, gate, up, probs)]
     torch.set_num_threads(1)
-    h = native.swiglu(gate, up, gates)
-    for two, one in zip(of_two, [h, *gradients(h, dh, gate, up, gates)], strict=True):
+    h = native.swiglu(gate, up, probs)
+    for two, one in zip(of_two, [h, *gradients(h, dh, gate, up, probs)], strict=True):
         assert torch.equal(two, one)
 
 
 def test_other_shapes_are_refused(native, device):
-    gate, up, gates, _ = setting(5, 7, torch.float32, device)
+    gate, up, probs, _ = setting(5, 7, torch.float32, device)
     with pytest.raises(ValueError, match=r"up must have shape \[5, 7\], not \[4, 7\]"):
-        native.swiglu(gate, up[1:], gates)
+        native.swiglu(gate, up[1:], probs)
     with pytest.raises(ValueError, match=r"probabilities must have shape \[5\], not \[4\]"):
-        native.swiglu(gate, up, gates[1:])
+        native.swiglu(gate, up, probs[1:])
     with pytest.raises(TypeError, match="up is Double, gate is Float"):
-        native.swiglu(gate, up.double(), gates)
+        native.swiglu(gate, up.double(), probs)

@@ -15,14 +15,14 @@ Array = Any  # numpy arrays of any shape
 
 @dataclass
 class Routing:
-    """Who computes each token: experts by falling score, None where dropped, and their gates.
+    """Who computes each token: experts by falling score, None where dropped, and their probs.
 
     Tokens may have different numbers of experts, and none at all.
     """
 
     scores: Array  # [T, E]
     experts: list[list[int | None]]
-    gates: list[list[float]]
+    probs: list[list[float]]
     probabilities: Array = None  # [T, E]; None: the softmax of the scores
 
     def __post_init__(self) -> None:
@@ -45,12 +45,12 @@ def route(scores: Array, k: int, *, raw_probability: bool = False) -> Routing:
     raw_probability: the gate is the softmax over all experts (Top-1 routing).
     """
     experts: list[list[int | None]] = []
-    gates = []
+    probs = []
     for row in scores:
         ranked = sorted(range(len(row)), key=lambda expert: (-row[expert], expert))[:k]
         experts.append(list(ranked))
-        gates.append(list(softmax(row)[ranked] if raw_probability else softmax(row[ranked])))
-    return Routing(numpy.array(scores), experts, gates)
+        probs.append(list(softmax(row)[ranked] if raw_probability else softmax(row[ranked])))
+    return Routing(numpy.array(scores), experts, probs)
 
 
 def router_scores(x_TD: Array, w_ED: Array) -> Array:
@@ -76,7 +76,7 @@ def drop(routing: Routing, limit: int, policy: str) -> Routing:
     """
     slots = [(t, j) for t, row in enumerate(routing.experts) for j in range(len(row))]
     if policy == "probs":
-        slots.sort(key=lambda slot: -routing.gates[slot[0]][slot[1]])
+        slots.sort(key=lambda slot: -routing.probs[slot[0]][slot[1]])
     else:
         slots.sort(key=lambda slot: slot[1])
     taken = [0] * routing.scores.shape[1]
@@ -89,7 +89,7 @@ def drop(routing: Routing, limit: int, policy: str) -> Routing:
             kept[token][choice] = None
         else:
             taken[expert] += 1
-    return Routing(routing.scores, kept, routing.gates, routing.probabilities)
+    return Routing(routing.scores, kept, routing.probs, routing.probabilities)
 
 
 def swiglu_expert(x_D: Array, w_g_DF: Array, w_p_DF: Array, w_o_FD: Array) -> Array:
@@ -108,7 +108,7 @@ def combine(x_TD: Array, routing: Routing, experts: list[Any]) -> Array:
     """sum_i gate_i E_i(x) over the experts that kept the token; `experts`: functions of x_D."""
     y_TD = numpy.zeros_like(x_TD)
     for t, x_D in enumerate(x_TD):
-        for expert, gate in zip(routing.experts[t], routing.gates[t], strict=True):
+        for expert, gate in zip(routing.experts[t], routing.probs[t], strict=True):
             if expert is not None:
                 y_TD[t] += gate * experts[expert](x_D)
     return y_TD

@@ -41,10 +41,10 @@ def sequence_load_balancing(routing: Routing, sequences: int) -> float:
 
 
 def importance(routing: Routing) -> float:
-    """(std / mean)^2 of the sums of gates over the experts; population variance."""
+    """(std / mean)^2 of the sums of probs over the experts; population variance."""
     sums = [0.0] * routing.scores.shape[1]
-    for experts, gates in zip(routing.experts, routing.gates, strict=True):
-        for expert, gate in zip(experts, gates, strict=True):
+    for experts, probs in zip(routing.experts, routing.probs, strict=True):
+        for expert, gate in zip(experts, probs, strict=True):
             if expert is not None:
                 sums[expert] += gate
     mean = sum(sums) / len(sums)

@@ -164,10 +164,10 @@ def segment_expert_choice(
         for each in order[:taken]:
             chosen[each].append(expert)
     rows: list[list[int | None]] = []
-    gates = []
+    probs = []
     for position in range(tokens):
         for b in range(sequences):
             each = (position // length, b)
             rows.append(list(chosen[each]))
-            gates.append([float(value(logits_SBE, *each)[expert]) for expert in chosen[each]])
-    return Routing(logits_SBE.reshape(-1, experts), rows, gates), taken
+            probs.append([float(value(logits_SBE, *each)[expert]) for expert in chosen[each]])
+    return Routing(logits_SBE.reshape(-1, experts), rows, probs), taken

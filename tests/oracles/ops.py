@@ -38,24 +38,24 @@ def permute_gradient(dy, slots, choices, tokens):
     return dx
 
 
-def unpermute(y, slots, gates):
-    tokens, choices = gates.shape
+def unpermute(y, slots, probs):
+    tokens, choices = probs.shape
     out = np.zeros((tokens, y.shape[1]))
     for n, slot in enumerate(slots):
         if slot >= 0:
-            out[slot // choices] += gates[slot // choices, slot % choices] * y[n]
+            out[slot // choices] += probs[slot // choices, slot % choices] * y[n]
     return out
 
 
-def unpermute_gradient(dout, y, slots, gates):
-    dy, dgates = np.zeros(y.shape), np.zeros(gates.shape)
-    choices = gates.shape[1]
+def unpermute_gradient(dout, y, slots, probs):
+    dy, dprobs = np.zeros(y.shape), np.zeros(probs.shape)
+    choices = probs.shape[1]
     for n, slot in enumerate(slots):
         if slot >= 0:
             t, k = slot // choices, slot % choices
-            dy[n] = gates[t, k] * dout[t]
-            dgates[t, k] = sum(y[n] * dout[t])
-    return dy, dgates
+            dy[n] = probs[t, k] * dout[t]
+            dprobs[t, k] = sum(y[n] * dout[t])
+    return dy, dprobs
 
 
 def expert_of_rows(counts):
@@ -107,22 +107,22 @@ def norms_gradient(dp, x, w):
     return dx, dw
 
 
-def swiglu(gate, up, gates):
-    """gates * gate * sigmoid(gate) * up, element by element."""
+def swiglu(gate, up, probs):
+    """probs * gate * sigmoid(gate) * up, element by element."""
     h = np.zeros(gate.shape)
     for n, i in np.ndindex(*gate.shape):
-        h[n, i] = gates[n] * gate[n, i] * _sigmoid(gate[n, i]) * up[n, i]
+        h[n, i] = probs[n] * gate[n, i] * _sigmoid(gate[n, i]) * up[n, i]
     return h
 
 
-def swiglu_gradient(dh, gate, up, gates):
-    dgate, dup, dgates = np.zeros(gate.shape), np.zeros(gate.shape), np.zeros(len(gate))
+def swiglu_gradient(dh, gate, up, probs):
+    dgate, dup, dprobs = np.zeros(gate.shape), np.zeros(gate.shape), np.zeros(len(gate))
     for n, i in np.ndindex(*gate.shape):
         g, s = gate[n, i], _sigmoid(gate[n, i])
-        dgate[n, i] = dh[n, i] * gates[n] * up[n, i] * (s + g * s * (1 - s))
-        dup[n, i] = dh[n, i] * gates[n] * g * s
-        dgates[n] += dh[n, i] * g * s * up[n, i]
-    return dgate, dup, dgates
+        dgate[n, i] = dh[n, i] * probs[n] * up[n, i] * (s + g * s * (1 - s))
+        dup[n, i] = dh[n, i] * probs[n] * g * s
+        dprobs[n] += dh[n, i] * g * s * up[n, i]
+    return dgate, dup, dprobs
 
 
 def _sigmoid(x):
@@ -144,10 +144,10 @@ def expert_merge_gradient(dmerged, weights, w):
     return dweights, dw
 
 
-def sum_of_experts(x, experts, gates, expert):
+def sum_of_experts(x, experts, probs, expert):
     """y[t] = sum over the choices of gate * expert(e, t, k), leaving out those of no expert."""
     y = np.zeros(x.shape)
     for t, k in np.ndindex(*experts.shape):
         if experts[t, k] >= 0:
-            y[t] += gates[t, k] * expert(experts[t, k], t, k)
+            y[t] += probs[t, k] * expert(experts[t, k], t, k)
     return y

@@ -38,7 +38,7 @@ def top_k(
             sum of its best k / groups experts.
     """
     tokens, num_experts = scores.shape
-    experts, gates, probabilities = [], [], []
+    experts, probs, probabilities = [], [], []
     for row in scores:
         affinity = sigmoid(row) if score_function == "sigmoid" else softmax(row)
         rank = (row if rank_by == "scores" else affinity) + (0 if bias is None else bias)
@@ -50,9 +50,9 @@ def top_k(
             "scores": row[chosen],
         }
         experts.append(chosen)
-        gates.append(list(weights[gate]))
+        probs.append(list(weights[gate]))
         probabilities.append(affinity / sum(affinity))
-    return Routing(numpy.array(scores), experts, gates, numpy.array(probabilities))
+    return Routing(numpy.array(scores), experts, probs, numpy.array(probabilities))
 
 
 def _of_best_groups(rank: Array, k: int, num_groups: int, allowed: int) -> list[int]:
@@ -71,7 +71,7 @@ def top_p(scores: Array, p: float, *, strict: bool = False, most: int | None = N
 
     Reached is p at `>= p`, or at `> p` where strict; sums within 1e-9 of p are equal to it.
     """
-    experts, gates = [], []
+    experts, probs = [], []
     for row in scores:
         probabilities = softmax(row)
         for size in range(1, len(row) + 1):
@@ -82,8 +82,8 @@ def top_p(scores: Array, p: float, *, strict: bool = False, most: int | None = N
                 break
         ranked = sorted(best, key=lambda expert: (-probabilities[expert], expert))[:most]
         experts.append(ranked)
-        gates.append(list(probabilities[ranked]))
-    return Routing(numpy.array(scores), experts, gates)
+        probs.append(list(probabilities[ranked]))
+    return Routing(numpy.array(scores), experts, probs)
 
 
 def expert_choice(scores: Array, factor: float, *, by_softmax: bool = False) -> Routing:
@@ -99,15 +99,15 @@ def expert_choice(scores: Array, factor: float, *, by_softmax: bool = False) -> 
     experts = [
         sorted(row, key=lambda e: (-weights[token, e], e)) for token, row in enumerate(takers)
     ]
-    gates = [list(weights[token, row]) for token, row in enumerate(experts)]
-    return Routing(numpy.array(scores), experts, gates)
+    probs = [list(weights[token, row]) for token, row in enumerate(experts)]
+    return Routing(numpy.array(scores), experts, probs)
 
 
 def in_turn(scores: Array, k: int, *, raw_probability: bool = False) -> Routing:
     """Token 0 goes to experts 0 .. k-1, token 1 to the next k, and so on, round and round."""
-    experts, gates, turn = [], [], itertools.count()
+    experts, probs, turn = [], [], itertools.count()
     for row in scores:
         chosen = [next(turn) % len(row) for _ in range(k)]
         experts.append(chosen)
-        gates.append(list(softmax(row)[chosen] if raw_probability else softmax(row[chosen])))
-    return Routing(numpy.array(scores), experts, gates)
+        probs.append(list(softmax(row)[chosen] if raw_probability else softmax(row[chosen])))
+    return Routing(numpy.array(scores), experts, probs)

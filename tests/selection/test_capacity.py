@@ -16,22 +16,22 @@ def keep(choices: Choices, factor: float, policy: str) -> Choices:
     return Capacity(factor, DROP_ORDERS[policy], pad=False, k=k).keep(choices)
 
 
-def choices_of(experts, gates=None, num_experts=4) -> Choices:
+def choices_of(experts, probs=None, num_experts=4) -> Choices:
     experts_TK = torch.tensor(experts)
-    gates_TK = torch.full(experts_TK.shape, 0.5) if gates is None else torch.tensor(gates)
+    probs_TK = torch.full(experts_TK.shape, 0.5) if probs is None else torch.tensor(probs)
     scores_TE = torch.zeros(len(experts), num_experts)
-    return Choices(experts_TK, gates_TK, scores_TE, scores_TE)
+    return Choices(experts_TK, probs_TK, scores_TE, scores_TE)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("factor", [0.01, 0.3, 0.5, 1.0, 1.25, 4.0])
 @pytest.mark.parametrize("tokens, num_experts, k", [(1, 1, 1), (16, 4, 2), (33, 5, 3), (40, 8, 8)])
-@pytest.mark.parametrize("levels", [3, 1000])  # few levels of gates: many ties
+@pytest.mark.parametrize("levels", [3, 1000])  # few levels of probs: many ties
 def test_equals_filling_up_one_by_one(policy, factor, tokens, num_experts, k, levels):
     rng = numpy.random.default_rng(tokens + levels)
     scores = rng.normal(size=(tokens, num_experts)) + numpy.linspace(0, 2, num_experts)
     routing = oracle.route(scores, k)
-    routing.gates = (rng.integers(1, levels + 1, size=(tokens, k)) / levels).tolist()
+    routing.probs = (rng.integers(1, levels + 1, size=(tokens, k)) / levels).tolist()
     # Some slots are empty from the start.
     empty = rng.random((tokens, k)) < 0.2
     routing.experts = [
@@ -42,9 +42,9 @@ def test_equals_filling_up_one_by_one(policy, factor, tokens, num_experts, k, le
 
     limit = oracle.capacity(tokens, k, num_experts, factor)
     wanted = oracle.drop(routing, limit, policy).experts
-    kept = keep(choices_of(given, routing.gates, num_experts), factor, policy)
+    kept = keep(choices_of(given, routing.probs, num_experts), factor, policy)
     assert kept.experts_TK.tolist() == [[-1 if e is None else e for e in row] for row in wanted]
-    numpy.testing.assert_allclose(kept.gates_TK.numpy(), routing.gates, rtol=1e-6)
+    numpy.testing.assert_allclose(kept.probs_TK.numpy(), routing.probs, rtol=1e-6)
     assert kept.tokens_per_expert().max() <= limit
 
 
@@ -74,7 +74,7 @@ def test_first_choices_go_ahead_of_second_choices():
     assert keep(choices, 1.0, "probs").experts_TK.tolist() == [[0, 1], [0, 1], [-1, 2], [-1, 3]]
 
 
-def test_greater_gates_go_ahead_whatever_their_choice():
+def test_greater_probs_go_ahead_whatever_their_choice():
     choices = choices_of([[1, 0], [1, 0], [0, 1], [0, 1]], [[0.6, 0.4], [0.9, 0.1]] * 2)
     kept = keep(choices, 0.5, "probs")  # one row an expert
     assert kept.experts_TK.tolist() == [[-1, -1], [1, -1], [-1, -1], [0, -1]]
@@ -93,7 +93,7 @@ def test_empty_slots_take_no_place(policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_other_gates_and_their_gradients_stay(policy):
-    gates = torch.rand(8, 2, requires_grad=True)
-    choices = Choices(torch.tensor([[0, 1]] * 8), gates, *[torch.zeros(8, 4)] * 2)
-    assert keep(choices, 0.5, policy).gates_TK is gates
+def test_other_probs_and_their_gradients_stay(policy):
+    probs = torch.rand(8, 2, requires_grad=True)
+    choices = Choices(torch.tensor([[0, 1]] * 8), probs, *[torch.zeros(8, 4)] * 2)
+    assert keep(choices, 0.5, policy).probs_TK is probs

@@ -41,8 +41,8 @@ def test_equals_the_transcription(ranking, factor, levels):
         assert found == wanted.experts
     else:  # ties of a softmax are not exact, and may order a token's experts otherwise
         assert [sorted(row) for row in found] == [sorted(row) for row in wanted.experts]
-    for row, gates in zip(choices.gates_TK, wanted.gates, strict=True):
-        numpy.testing.assert_allclose(row[: len(gates)].numpy(), gates, rtol=1e-12)
+    for row, probs in zip(choices.probs_TK, wanted.probs, strict=True):
+        numpy.testing.assert_allclose(row[: len(probs)].numpy(), probs, rtol=1e-12)
     numpy.testing.assert_allclose(
         choices.probabilities_TE.numpy(), wanted.probabilities, rtol=1e-12
     )
@@ -109,7 +109,7 @@ def test_tokens_choose_in_evaluations(kind, factor, k):
 def test_gradients_reach_the_scores(ranking):
     scores = torch.from_numpy(_scores(tokens=6)).requires_grad_()
     rule = ExpertChoice(1.0, ranking)
-    assert torch.autograd.gradcheck(lambda x: rule(x, TOKENS).gates_TK, scores)
+    assert torch.autograd.gradcheck(lambda x: rule(x, TOKENS).probs_TK, scores)
 
 
 def _choices_of_a_part(levels):
@@ -118,8 +118,8 @@ def _choices_of_a_part(levels):
     for name, ranking in RANKINGS.items():
         part = tokens.of_this_rank(torch.from_numpy(_scores(levels=levels))).requires_grad_()
         choices = ExpertChoice(1.3, ranking)(part, tokens)
-        (choices.gates_TK * (choices.experts_TK + 2)).sum().backward()
-        found[name] = (_chosen(choices), choices.gates_TK.detach().numpy(), part.grad.numpy())
+        (choices.probs_TK * (choices.experts_TK + 2)).sum().backward()
+        found[name] = (_chosen(choices), choices.probs_TK.detach().numpy(), part.grad.numpy())
     return found
 
 
@@ -129,8 +129,8 @@ def test_tensor_parallel_ranks_choose_among_the_tokens_of_all(levels):
     for name, ranking in RANKINGS.items():
         scores = torch.from_numpy(_scores(levels=levels)).requires_grad_()
         whole = ExpertChoice(1.3, ranking)(scores, TOKENS)
-        (whole.gates_TK * (whole.experts_TK + 2)).sum().backward()
+        (whole.probs_TK * (whole.experts_TK + 2)).sum().backward()
         assert sum((rank[name][0] for rank in ranks), []) == _chosen(whole)
-        for index, wanted in ((1, whole.gates_TK.detach()), (2, scores.grad)):
+        for index, wanted in ((1, whole.probs_TK.detach()), (2, scores.grad)):
             found = numpy.concatenate([rank[name][index] for rank in ranks])
             numpy.testing.assert_array_equal(found, wanted.numpy())

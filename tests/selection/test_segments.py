@@ -115,7 +115,7 @@ def test_segments_are_judged_by_the_one_before():
     chosen = BySegment(TopK(1, topk.raw_score), 2)(torch.tensor(SCORES), Tokens(1))
     assert chosen.scores_TE.tolist() == [JUDGED[0]] * 2 + [JUDGED[1]] * 2 + [JUDGED[2]]
     assert chosen.experts_TK.tolist() == [[0], [0], [0], [0], [1]]
-    assert chosen.gates_TK.tolist() == [[2.0], [2.0], [2.0], [2.0], [3.0]]
+    assert chosen.probs_TK.tolist() == [[2.0], [2.0], [2.0], [2.0], [3.0]]
 
 
 def test_experts_take_whole_segments_and_earlier_ones_win_ties():
@@ -139,9 +139,9 @@ def test_of_equal_sequences_the_earlier_are_taken():
 def test_the_first_segment_gives_scores_no_gradient():
     scores = torch.tensor(SCORES, requires_grad=True)
     chosen = BySegment(TopK(1, topk.raw_score), 2)(scores, Tokens(1))
-    chosen.gates_TK[:2].sum().backward(retain_graph=True)
+    chosen.probs_TK[:2].sum().backward(retain_graph=True)
     assert (scores.grad == 0).all()
-    chosen.gates_TK[2:].sum().backward()
+    chosen.probs_TK[2:].sum().backward()
     # Two tokens hang on the mean of the first two, one on that of the next two.
     assert scores.grad.tolist() == [[1.0, 0.0], [1.0, 0.0], [0.0, 0.5], [0.0, 0.5], [0.0, 0.0]]
 
@@ -154,8 +154,8 @@ def test_experts_choose_as_in_the_oracle(tokens, sequences, length, factor, raw_
     chosen = _experts_choose(scores, length, factor, raw_scores, Tokens(sequences))
     wanted, taken = _expected(scores, length, factor, raw_scores)
     assert _rows(chosen) == [
-        {e: pytest.approx(g, rel=1e-5, abs=1e-6) for e, g in zip(experts, gates, strict=True)}
-        for experts, gates in zip(wanted.experts, wanted.gates, strict=True)
+        {e: pytest.approx(g, rel=1e-5, abs=1e-6) for e, g in zip(experts, probs, strict=True)}
+        for experts, probs in zip(wanted.experts, wanted.probs, strict=True)
     ]
     sizes = [len(segment) for segment in oracle.segments(tokens, length)] * sequences
     for expert in range(4):
@@ -181,12 +181,12 @@ def _expected(scores_SBE, length, factor, raw_scores):
 
 def _rows(chosen: Choices) -> list[dict[int, float]]:
     """Expert -> gate of each token."""
-    rows = zip(chosen.experts_TK.tolist(), chosen.gates_TK.tolist(), strict=True)
+    rows = zip(chosen.experts_TK.tolist(), chosen.probs_TK.tolist(), strict=True)
     return [{e: g for e, g in zip(*row, strict=True) if e >= 0} for row in rows]
 
 
 def _split_over(sequence_shares: int, scores: numpy.ndarray, length: int) -> Any:
-    """What a rank that has a stretch of every sequence chooses, and the gradients of its gates."""
+    """What a rank that has a stretch of every sequence chooses, and the gradients of its probs."""
     tp = torch.distributed.group.WORLD
     mine = numpy.split(scores, sequence_shares)[tp.rank()]
     leaf = torch.from_numpy(mine).flatten(0, 1).requires_grad_()
@@ -195,7 +195,7 @@ def _split_over(sequence_shares: int, scores: numpy.ndarray, length: int) -> Any
     chosen = rule(leaf, split)
     # As of a loss to which every token adds by its place in the sequence.
     places = torch.arange(1.0, len(scores) + 1).chunk(sequence_shares)[tp.rank()]
-    (chosen.gates_TK[:, 0] * places.repeat_interleave(scores.shape[1])).sum().backward()
+    (chosen.probs_TK[:, 0] * places.repeat_interleave(scores.shape[1])).sum().backward()
     return _rows(_experts_choose(mine, length, 1.0, False, split)), _rows(chosen), leaf.grad.numpy()
 
 

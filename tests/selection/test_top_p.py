@@ -38,8 +38,8 @@ def test_equals_a_search_of_all_sets(p, strict, scale, dtype):
     choices = TopP(p, strict)(torch.from_numpy(scores).to(dtype), TOKENS)
     assert _chosen(choices) == wanted.experts
     assert choices.experts_TK.shape == scores.shape and choices.experts_TK.dtype == torch.int64
-    for row, gates in zip(choices.gates_TK, wanted.gates, strict=True):
-        numpy.testing.assert_allclose(row[: len(gates)].numpy(), gates, rtol=1e-5)
+    for row, probs in zip(choices.probs_TK, wanted.probs, strict=True):
+        numpy.testing.assert_allclose(row[: len(probs)].numpy(), probs, rtol=1e-5)
     numpy.testing.assert_allclose(choices.probabilities_TE.numpy(), wanted.probabilities, rtol=1e-5)
 
 
@@ -78,8 +78,8 @@ def test_the_count_grows_with_p():
 def test_fewer_than_reach_p_never_more_than_needed():
     """Without its last expert a set stays below p; with it, it does not."""
     scores = torch.from_numpy(_scores())
-    for row, gates in zip(*(_chosen(c := TopP(0.7)(scores, TOKENS)), c.gates_TK), strict=True):
-        assert math.fsum(gates[: len(row)].tolist()) >= 0.7 > math.fsum(gates[: len(row) - 1])
+    for row, probs in zip(*(_chosen(c := TopP(0.7)(scores, TOKENS)), c.probs_TK), strict=True):
+        assert math.fsum(probs[: len(row)].tolist()) >= 0.7 > math.fsum(probs[: len(row) - 1])
 
 
 @pytest.mark.parametrize("most", [1, 2, 6])
@@ -90,7 +90,7 @@ def test_a_limit_leaves_the_most_probable(most):
     assert _chosen(choices) == wanted.experts
     free = TopP(0.8)(torch.from_numpy(scores), TOKENS)
     assert _chosen(choices) == [row[:most] for row in _chosen(free)]
-    assert torch.equal(choices.gates_TK, free.gates_TK)  # what is left is not renormalised
+    assert torch.equal(choices.probs_TK, free.probs_TK)  # what is left is not renormalised
 
 
 def test_p_and_limit_of_evaluations():
@@ -105,9 +105,9 @@ def test_p_and_limit_of_evaluations():
 
 def test_no_tokens():
     choices = TopP(0.4)(torch.zeros(0, 4), TOKENS)
-    assert choices.experts_TK.shape == choices.gates_TK.shape == (0, 4)
+    assert choices.experts_TK.shape == choices.probs_TK.shape == (0, 4)
 
 
 def test_gradients_reach_the_scores():
     scores = torch.from_numpy(_scores(tokens=6)).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: TopP(0.6)(x, TOKENS).gates_TK, scores)
+    assert torch.autograd.gradcheck(lambda x: TopP(0.6)(x, TOKENS).probs_TK, scores)

@@ -19,17 +19,17 @@ def _scores(tokens, experts):
 
 
 @pytest.mark.parametrize("tokens, experts, k", [shape for shape in SHAPES if shape[2] > 1])
-def test_gates_are_a_softmax_over_the_selected(tokens, experts, k):
+def test_probs_are_a_softmax_over_the_selected(tokens, experts, k):
     scores = _scores(tokens, experts)
     wanted = oracle.route(scores, k)
     choices = TopK(k)(torch.from_numpy(scores), TOKENS)
     assert choices.experts_TK.tolist() == wanted.experts
     assert choices.experts_TK.dtype == torch.int64
     numpy.testing.assert_allclose(
-        choices.gates_TK.numpy(), numpy.reshape(wanted.gates, (tokens, k)), rtol=1e-6
+        choices.probs_TK.numpy(), numpy.reshape(wanted.probs, (tokens, k)), rtol=1e-6
     )
     again = TopK(k).of(torch.from_numpy(scores), choices.experts_TK)
-    numpy.testing.assert_array_equal(again.gates_TK.numpy(), choices.gates_TK.numpy())
+    numpy.testing.assert_array_equal(again.probs_TK.numpy(), choices.probs_TK.numpy())
 
 
 @pytest.mark.parametrize("tokens, experts", [(1, 1), (9, 4), (30, 7)])
@@ -38,24 +38,24 @@ def test_the_gate_of_a_single_choice_is_its_raw_probability(tokens, experts):
     wanted = oracle.route(scores, 1, raw_probability=True)
     choices = TopK(1, topk.raw_probability)(torch.from_numpy(scores), TOKENS)
     assert choices.experts_TK.tolist() == wanted.experts
-    numpy.testing.assert_allclose(choices.gates_TK.numpy(), wanted.gates, rtol=1e-6)
+    numpy.testing.assert_allclose(choices.probs_TK.numpy(), wanted.probs, rtol=1e-6)
 
 
 def test_a_single_autonomous_expert_has_gate_one():
     norms = torch.tensor([[1.0, 3.0, 2.0]])
-    assert TopK(1)(norms, TOKENS).gates_TK.tolist() == [[1.0]]
+    assert TopK(1)(norms, TOKENS).probs_TK.tolist() == [[1.0]]
 
 
-def test_gates_of_all_experts_are_the_softmax_over_all():
+def test_probs_of_all_experts_are_the_softmax_over_all():
     scores = torch.from_numpy(_scores(9, 5))
     for gate in (topk.softmax_of_selected, topk.raw_probability):
         choices = TopK(5, gate)(scores, TOKENS)
-        by_expert = torch.zeros(9, 5).scatter(1, choices.experts_TK, choices.gates_TK)
+        by_expert = torch.zeros(9, 5).scatter(1, choices.experts_TK, choices.probs_TK)
         torch.testing.assert_close(by_expert, torch.softmax(scores, dim=1))
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
-def test_sigmoid_gates(k):
+def test_sigmoid_probs(k):
     scores = _scores(9, 5)
     gate = topk.sigmoid_of_selected if k == 1 else topk.sigmoid_share_of_selected
     rule = TopK(k, gate, topk.sigmoid_shares, torch.sigmoid)
@@ -66,7 +66,7 @@ def test_sigmoid_gates(k):
         total = 1.0 if k == 1 else sum(affinity[e] for e in chosen)
         assert choices.experts_TK[t].tolist() == chosen
         wanted = [affinity[e] / total for e in chosen]
-        numpy.testing.assert_allclose(choices.gates_TK[t].numpy(), wanted, rtol=1e-5)
+        numpy.testing.assert_allclose(choices.probs_TK[t].numpy(), wanted, rtol=1e-5)
         shares = [value / sum(affinity) for value in affinity]
         numpy.testing.assert_allclose(choices.probabilities_TE[t].numpy(), shares, rtol=1e-5)
 
@@ -79,8 +79,8 @@ def test_sigmoids_far_from_0_still_have_shares(offset):
     # Far below 0 a sigmoid is an exponential; far above it is 1.
     weights = numpy.exp([0.0, 1.0, 2.0]) if offset < 0 else numpy.ones(3)
     numpy.testing.assert_allclose(choices.probabilities_TE[0], weights / weights.sum(), rtol=1e-5)
-    gates = weights[[2, 1]] / weights[[2, 1]].sum()
-    numpy.testing.assert_allclose(choices.gates_TK[0], gates, rtol=1e-5)
+    probs = weights[[2, 1]] / weights[[2, 1]].sum()
+    numpy.testing.assert_allclose(choices.probs_TK[0], probs, rtol=1e-5)
 
 
 def test_a_bias_selects_and_never_weighs():
@@ -88,7 +88,7 @@ def test_a_bias_selects_and_never_weighs():
     bias = torch.tensor([0.0, 0.0, 1.0])  # on probabilities of .67, .24 and .09
     choices = TopK(2, ranking=topk.softmax, bias_E=bias)(scores, TOKENS)
     assert choices.experts_TK.tolist() == [[2, 0]]
-    torch.testing.assert_close(choices.gates_TK, torch.softmax(torch.tensor([[0.0, 2.0]]), 1))
+    torch.testing.assert_close(choices.probs_TK, torch.softmax(torch.tensor([[0.0, 2.0]]), 1))
     torch.testing.assert_close(choices.probabilities_TE, torch.softmax(scores, 1))
 
 
@@ -128,14 +128,14 @@ def test_in_turn_loads_all_experts_alike(experts, k, tokens):
 @pytest.mark.parametrize("rule", [TopK(2), TopK(1, topk.raw_probability), TopK(2, topk.raw_score)])
 def test_gradients_reach_the_scores(rule):
     scores = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: rule(x, TOKENS).gates_TK, scores)
+    assert torch.autograd.gradcheck(lambda x: rule(x, TOKENS).probs_TK, scores)
 
 
 def test_counts_leave_empty_slots_out():
-    gates = torch.tensor([[0.5, 2.0], [9.0, 1.0], [4.0, 9.0]])
+    probs = torch.tensor([[0.5, 2.0], [9.0, 1.0], [4.0, 9.0]])
     chosen = torch.tensor([[0, 2], [-1, 2], [2, -1]])
-    choices = Choices(chosen, gates, torch.ones(3, 4), torch.ones(3, 4))
+    choices = Choices(chosen, probs, torch.ones(3, 4), torch.ones(3, 4))
     assert choices.tokens_per_expert().tolist() == [1.0, 0.0, 3.0, 0.0]
-    assert choices.gates_per_expert().tolist() == [0.5, 0.0, 7.0, 0.0]
-    none = Choices(torch.full((3, 2), -1), gates, torch.ones(3, 4), torch.ones(3, 4))
+    assert choices.probs_per_expert().tolist() == [0.5, 0.0, 7.0, 0.0]
+    none = Choices(torch.full((3, 2), -1), probs, torch.ones(3, 4), torch.ones(3, 4))
     assert none.tokens_per_expert().tolist() == [0.0] * 4

@@ -22,14 +22,14 @@ SIZE = Size(T=12, d=8, n=4, K=2, f=6)
 
 
 def routed(
-    x_TD: Tensor, gates_TK: Tensor, experts_TK: Tensor, w_gate: Tensor, w_up: Tensor, w_out: Tensor
+    x_TD: Tensor, probs_TK: Tensor, experts_TK: Tensor, w_gate: Tensor, w_up: Tensor, w_out: Tensor
 ) -> Tensor:
     """Token by token; matrices are [E, F, D], [E, F, D] and [E, F, D]."""
     rows = []
-    for x_D, gates_K, experts_K in zip(x_TD, gates_TK, experts_TK.tolist(), strict=True):
+    for x_D, probs_K, experts_K in zip(x_TD, probs_TK, experts_TK.tolist(), strict=True):
         rows.append(sum(
             gate * ((functional.silu(w_gate[e] @ x_D) * (w_up[e] @ x_D)) @ w_out[e])
-            for gate, e in zip(gates_K, experts_K, strict=True)
+            for gate, e in zip(probs_K, experts_K, strict=True)
         ))  # fmt: skip
     return torch.stack(rows)
 
@@ -42,9 +42,9 @@ class ScatterMoeMlp(torch.nn.Module):
         self.experts = SimpleNamespace(weight=torch.empty(experts, 2 * expert_width, width))
         self.output_experts = SimpleNamespace(weight=torch.empty(experts, width, expert_width))
 
-    def forward(self, x: Tensor, gates: Tensor, experts: Tensor) -> Tensor:
+    def forward(self, x: Tensor, probs: Tensor, experts: Tensor) -> Tensor:
         up, gate = self.experts.weight.chunk(2, dim=1)
-        return routed(x, gates, experts, gate, up, self.output_experts.weight.transpose(1, 2))
+        return routed(x, probs, experts, gate, up, self.output_experts.weight.transpose(1, 2))
 
 
 class MegaBlocksMlp:
@@ -60,10 +60,10 @@ class MegaBlocksMlp:
             w2=Parameter(torch.empty(shape)),
         )
 
-    def forward_once(self, x: Tensor, gates: Tensor, experts: Tensor) -> tuple[Tensor, None]:
+    def forward_once(self, x: Tensor, probs: Tensor, experts: Tensor) -> tuple[Tensor, None]:
         weights = (self.mlp.w1, self.mlp.v1, self.mlp.w2)
         return routed(
-            x, gates, experts, *(w.unflatten(0, (self.experts, -1)) for w in weights)
+            x, probs, experts, *(w.unflatten(0, (self.experts, -1)) for w in weights)
         ), None
 
 
@@ -93,10 +93,10 @@ class TransformerEngine(ModuleType):
         return x[order // choices.size(1)], order
 
     @staticmethod
-    def moe_unpermute(y: Tensor, row_map: Tensor, gates: Tensor, map_type: str) -> Tensor:
+    def moe_unpermute(y: Tensor, row_map: Tensor, probs: Tensor, map_type: str) -> Tensor:
         assert map_type == "index"
         scattered = torch.zeros_like(y).index_copy(0, row_map, y)
-        return (scattered.unflatten(0, gates.shape) * gates.unsqueeze(-1)).sum(1)
+        return (scattered.unflatten(0, probs.shape) * probs.unsqueeze(-1)).sum(1)
 
     class GroupedLinear(torch.nn.Module):
         """A weight [out, in] for each group."""

@@ -27,7 +27,7 @@ def test_thirty_selections_beside_the_router_and_chance(trained: Path, start: Ru
     result = run("--load", trained)
     assert (result.returncode, result.stderr) == (0, "")
     head, router, random, equal, *probed = result.stdout.splitlines()
-    assert head.split() == ["selected", "by", "norm", "gates", "cycle", "noise", "all", "kept"]
+    assert head.split() == ["selected", "by", "norm", "probs", "cycle", "noise", "all", "kept"]
     assert len(probed) == len(set(probed)) == 30
     assert probed[0].split()[:4] == ["x", "W_g", "L1", "softmax"]
     *_, last = (json.loads(line) for line in (trained / "metrics.jsonl").open())

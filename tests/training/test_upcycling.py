@@ -210,7 +210,7 @@ SAME = {
 CHANGED = {
     "K=1": {"moe_router_topk": 1},
     "capacity": {"moe_expert_capacity_factor": 0.5},
-    "aoe, gates over all": FULL_RANK | {"aoe_gate": "all"},
+    "aoe, probs over all": FULL_RANK | {"aoe_gate": "all"},
     "top_p": {"expert_selection": "top_p"},
     "expert_choice": {"expert_selection": "expert_choice"},
 }

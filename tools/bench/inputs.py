@@ -37,8 +37,8 @@ class Draw:
         scores_TE = torch.rand(size.T, size.n, generator=generator)
         return scores_TE.topk(size.K).indices.to(self.device)
 
-    def gates(self, size: Size) -> Tensor:
-        """gates_TK, fp32, of values that the dtype has too, as some peers take them in it."""
+    def probs(self, size: Size) -> Tensor:
+        """probs_TK, fp32, of values that the dtype has too, as some peers take them in it."""
         scores_TK = self.normal(size.T, size.K, seed=7, dtype=torch.float32)
         return scores_TK.softmax(-1).to(self.dtype).float()
 

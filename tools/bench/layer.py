@@ -17,7 +17,7 @@ WEIGHTS = frozenset({"w_gate_up", "w_out"})
 
 @dataclass(frozen=True, eq=False)
 class RoutedLayer:
-    """One set of tokens, weights, gates and choices, and the gradient of the output.
+    """One set of tokens, weights, probs and choices, and the gradient of the output.
 
     The router's small product is left out: who chooses is not what is compared. A contender
     takes weights as they are stored here, or as torch.nn.Linear has them; both are contiguous.
@@ -25,7 +25,7 @@ class RoutedLayer:
 
     size: Size
     x_TD: Tensor
-    gates_TK: Tensor  # fp32
+    probs_TK: Tensor  # fp32
     experts_TK: Tensor
     w_gate_up_ED2F: Tensor  # gate first
     w_out_EFD: Tensor
@@ -36,7 +36,7 @@ class RoutedLayer:
         return cls(
             size=size,
             x_TD=leaf(draw.normal(size.T, size.d, seed=1)),
-            gates_TK=leaf(draw.gates(size)),
+            probs_TK=leaf(draw.probs(size)),
             experts_TK=draw.experts(size),
             w_gate_up_ED2F=leaf(draw.weight(size.n, size.d, 2 * size.f, seed=2)),
             w_out_EFD=leaf(draw.weight(size.n, size.f, size.d, seed=3)),
@@ -55,7 +55,7 @@ class RoutedLayer:
         """One that takes the weights as they are here."""
         leaves = {
             "x": self.x_TD,
-            "gates": self.gates_TK,
+            "probs": self.probs_TK,
             "w_gate_up": self.w_gate_up_ED2F,
             "w_out": self.w_out_EFD,
         }
@@ -67,12 +67,12 @@ class RoutedLayer:
         forward: Forward,
         w_gate_up_E2FD: Tensor,
         w_out_EDF: Tensor,
-        gates_TK: Tensor | None = None,
+        probs_TK: Tensor | None = None,
     ) -> Contender:
         """One whose stacked weights lie as torch.nn.Linear's do."""
         leaves = {
             "x": self.x_TD,
-            "gates": self.gates_TK if gates_TK is None else gates_TK,
+            "probs": self.probs_TK if probs_TK is None else probs_TK,
             "w_gate_up": w_gate_up_E2FD,
             "w_out": w_out_EDF,
         }
@@ -97,9 +97,9 @@ class RoutedLayer:
             def stacked(weight: str) -> Tensor:
                 return stack([gradients[f"{weight} {e}"].t() for e in range(self.size.n)])
 
-            return {name: gradients[name] for name in ("x", "gates")} | {
+            return {name: gradients[name] for name in ("x", "probs")} | {
                 weight: stacked(weight) for weight in sorted(WEIGHTS)
             }
 
-        leaves = {"x": self.x_TD, "gates": self.gates_TK} | named
+        leaves = {"x": self.x_TD, "probs": self.probs_TK} | named
         return Contender(name, forward, leaves, frozenset(named), (self.dy_TD,), canonical)

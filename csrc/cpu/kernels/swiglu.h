@@ -16,7 +16,7 @@ inline void swiglu(const Swiglu& task, int64_t begin, int64_t end) {
       const auto* gate = static_cast<const Scalar*>(task.gate) + row * task.gate_stride;
       const auto* up = static_cast<const Scalar*>(task.up) + row * task.up_stride;
       auto* h = static_cast<Scalar*>(task.h) + row * task.width;
-      const Sum p = task.probabilities ? static_cast<const Sum*>(task.probabilities)[row] : Sum{1};
+      const Sum p = task.probs ? static_cast<const Sum*>(task.probs)[row] : Sum{1};
       for_columns<Sum>(task.width, [&](int64_t i, auto lanes) {
         prefetch<1>(gate + task.gate_stride + i);
         prefetch<1>(up + task.up_stride + i);
@@ -39,7 +39,7 @@ inline void swiglu_backward(const SwigluBackward& task, int64_t begin, int64_t e
       auto* dgate = static_cast<Scalar*>(task.dgate) + row * task.dgate_stride;
       auto* dup = static_cast<Scalar*>(task.dup) + row * task.dup_stride;
       auto* h = task.h ? static_cast<Scalar*>(task.h) + row * task.width : nullptr;
-      const Sum p = task.probabilities ? static_cast<const Sum*>(task.probabilities)[row] : Sum{1};
+      const Sum p = task.probs ? static_cast<const Sum*>(task.probs)[row] : Sum{1};
       Vector<Sum> dp = {};
       for_columns<Sum>(task.width, [&](int64_t i, auto lanes) {
         prefetch<1>(dh + task.width + i);
@@ -56,8 +56,8 @@ inline void swiglu_backward(const SwigluBackward& task, int64_t begin, int64_t e
         lanes.store(dup + i, p * d * silu);
         if (h) lanes.store(h + i, p * silu * u);
       });
-      if (task.dprobabilities) {
-        static_cast<Sum*>(task.dprobabilities)[row] = sum_of_lanes<Sum>(dp);
+      if (task.dprobs) {
+        static_cast<Sum*>(task.dprobs)[row] = sum_of_lanes<Sum>(dp);
       }
     }
   });

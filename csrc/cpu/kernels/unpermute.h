@@ -18,7 +18,7 @@ template <int kVectors, class Scalar, class Lanes>
 inline void sum_rows(const Unpermute& task, int64_t token, int64_t column, Lanes lanes) {
   using Sum = sum_t<Scalar>;
   const auto* y = static_cast<const Scalar*>(task.y) + column;
-  const auto* gates = static_cast<const Sum*>(task.gates);
+  const auto* probs = static_cast<const Sum*>(task.probs);
   auto* out = static_cast<Scalar*>(task.out) + token * task.width + column;
   Vector<Sum> sums[kVectors] = {};
   prefetch<kVectors>(out + task.width);
@@ -26,7 +26,7 @@ inline void sum_rows(const Unpermute& task, int64_t token, int64_t column, Lanes
     const int64_t choice = token * task.choices + k;
     const int64_t row = task.rows[choice];
     if (row < 0) continue;
-    const Sum gate = gates ? gates[choice] : Sum{1};
+    const Sum gate = probs ? probs[choice] : Sum{1};
     const Scalar* source = y + row * task.width;
     const int64_t next = next_row(task, choice);
     if (next >= 0) prefetch<kVectors>(y + next * task.width);
@@ -52,7 +52,7 @@ inline void unpermute(const Unpermute& task, int64_t begin, int64_t end) {
   });
 }
 
-// dy and dgates of kRows rows of one token, whose gradient is read once for all of them. Those of
+// dy and dprobs of kRows rows of one token, whose gradient is read once for all of them. Those of
 // the next token are asked for meanwhile.
 template <int kRows, class Scalar>
 inline void differentiate_rows(const UnpermuteBackward& task, int64_t token,
@@ -62,14 +62,14 @@ inline void differentiate_rows(const UnpermuteBackward& task, int64_t token,
   const Scalar* y[kRows];
   Scalar* dy[kRows];
   int64_t to_next[kRows];
-  Sum gates[kRows];
+  Sum probs[kRows];
   for (int j = 0; j < kRows; ++j) {
     const int64_t first = task.rows[choices[j]] * task.width;
     const int64_t next = next_row(task, choices[j]);
     to_next[j] = next < 0 ? 0 : next * task.width - first;
     y[j] = static_cast<const Scalar*>(task.y) + first;
     dy[j] = static_cast<Scalar*>(task.dy) + first;
-    gates[j] = static_cast<const Sum*>(task.gates)[choices[j]];
+    probs[j] = static_cast<const Sum*>(task.probs)[choices[j]];
   }
   Vector<Sum> products[kRows] = {};
   for_columns<Sum>(task.width, [&](int64_t i, auto lanes) {
@@ -78,24 +78,24 @@ inline void differentiate_rows(const UnpermuteBackward& task, int64_t token,
       prefetch<1>(y[j] + to_next[j] + i);
       prefetch<1>(dy[j] + to_next[j] + i);
       products[j] += d * lanes.load(y[j] + i);
-      lanes.store(dy[j] + i, gates[j] * d);
+      lanes.store(dy[j] + i, probs[j] * d);
     }
   });
-  auto* dgates = static_cast<Sum*>(task.dgates);
-  for (int j = 0; j < kRows; ++j) dgates[choices[j]] = sum_of_lanes<Sum>(products[j]);
+  auto* dprobs = static_cast<Sum*>(task.dprobs);
+  for (int j = 0; j < kRows; ++j) dprobs[choices[j]] = sum_of_lanes<Sum>(products[j]);
 }
 
 inline void unpermute_backward(const UnpermuteBackward& task, int64_t begin, int64_t end) {
   with_scalar(task.type, [&](auto scalar) {
     using Scalar = decltype(scalar);
     constexpr int kRowsMax = 4;
-    auto* dgates = static_cast<sum_t<Scalar>*>(task.dgates);
+    auto* dprobs = static_cast<sum_t<Scalar>*>(task.dprobs);
     for (int64_t token = begin; token < end; ++token) {
       int64_t choices[kRowsMax];
       int count = 0;
       for (int64_t choice = token * task.choices; choice < (token + 1) * task.choices; ++choice) {
         if (task.rows[choice] < 0) {
-          dgates[choice] = 0;
+          dprobs[choice] = 0;
         } else {
           choices[count++] = choice;
         }

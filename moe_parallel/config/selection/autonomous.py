@@ -103,8 +103,8 @@ class AutonomousSelection(DispatchedSelection):
         return self.aoe_send_activations
 
     @property
-    def gates_over_all(self) -> bool:
-        """Whether gates are a softmax over the norms of all experts."""
+    def probs_over_all(self) -> bool:
+        """Whether probs are a softmax over the norms of all experts."""
         return False
 
     @property
@@ -129,8 +129,8 @@ class AutonomousSelection(DispatchedSelection):
         for name in _LOSSES:
             if getattr(self, name, 0):
                 reason = f"--{name.replace('_', '-')} {getattr(self, name)}"
-        if self.gates_over_all:
-            reason = "gates that are a softmax over all norms"
+        if self.probs_over_all:
+            reason = "probs that are a softmax over all norms"
         if reason is not None:
             raise InputError(
                 f"--aoe-gradient is selected, but {reason} has a gradient through the norms of "
@@ -161,7 +161,7 @@ class AoESelection(BiasBalancing, Balancing, FixedChoices, AutonomousSelection, 
     )
 
     @property
-    def gates_over_all(self) -> bool:
+    def probs_over_all(self) -> bool:
         return self.aoe_gate == "all"
 
     @property
@@ -203,7 +203,7 @@ class AoETopPSelection(DynamicChoices, Balancing, AutonomousSelection, system="a
     moe_top_p: float = with_default(DynamicChoices, "moe_top_p", 0.6)
 
     @property
-    def gates_over_all(self) -> bool:
+    def probs_over_all(self) -> bool:
         return True
 
 
@@ -212,5 +212,5 @@ class AoEExpertChoiceSelection(ExpertsChoose, AutonomousSelection, system="aoe_e
     """AoE, where each expert takes the tokens of greatest norm."""
 
     @property
-    def gates_over_all(self) -> bool:
+    def probs_over_all(self) -> bool:
         return self.moe_expert_choice_scores == "softmax"

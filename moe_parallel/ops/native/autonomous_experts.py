@@ -15,7 +15,7 @@ _ops = torch.ops.moe_parallel
 
 def autonomous_experts(
     x_TD: Tensor,
-    gates_TK: Tensor,
+    probs_TK: Tensor,
     row_map: RowMap,
     w_down_EDR: Tensor,
     w_up_ERW: Tensor,
@@ -26,10 +26,10 @@ def autonomous_experts(
     recompute_gate: bool = True,
     main_gradients: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    gates_TK = gates_TK.to(accumulation_dtype(x_TD.dtype))
+    probs_TK = probs_TK.to(accumulation_dtype(x_TD.dtype))
     y_TD, *_ = _ops.autonomous_experts(
         x_TD,
-        gates_TK,
+        probs_TK,
         *row_map,
         w_down_EDR if c_TKR is None else None,
         w_up_ERW,
@@ -45,7 +45,7 @@ def autonomous_experts(
 @torch.library.register_fake("moe_parallel::autonomous_experts")
 def _(
     x: Tensor,
-    gates: Tensor,
+    probs: Tensor,
     slots: Tensor,
     rows: Tensor,
     counts: Tensor,
@@ -72,7 +72,7 @@ def _(
 def _(
     dy: Tensor,
     x: Tensor,
-    gates: Tensor,
+    probs: Tensor,
     slots: Tensor,
     rows: Tensor,
     counts: Tensor,
@@ -91,7 +91,7 @@ def _(
     dw_down = x.new_empty(0) if w_down is None else w_down.new_empty(w_down.shape)
     dc = x.new_empty(0, w_up.size(1)) if c is None else c.new_empty(c.shape)
     others = map(own_gradient, (w_up, w_p, w_out), (main_up, main_p, main_out))
-    return x.new_empty(x.shape), gates.new_empty(gates.shape), dw_down, *others, dc
+    return x.new_empty(x.shape), probs.new_empty(probs.shape), dw_down, *others, dc
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -111,13 +111,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 14
-    dx, dgates, dw_down, *dw, dc = _ops.autonomous_experts_backward(
+    dx, dprobs, dw_down, *dw, dc = _ops.autonomous_experts_backward(
         dy, *ctx.saved_tensors, *ctx.main_gradients
     )
     needs_w_down, needs_c = ctx.needs_input_grad[5], ctx.needs_input_grad[9]
     return (
         dx,
-        dgates,
+        dprobs,
         None,
         None,
         None,

@@ -15,16 +15,16 @@ _ops = torch.ops.moe_parallel
 
 def routed_experts(
     x_TD: Tensor,
-    gates_TK: Tensor,
+    probs_TK: Tensor,
     row_map: RowMap,
     w_gate_up_ED2F: Tensor,
     w_out_EFD: Tensor,
     *,
     main_gradients: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    gates_TK = gates_TK.to(accumulation_dtype(x_TD.dtype))
+    probs_TK = probs_TK.to(accumulation_dtype(x_TD.dtype))
     y_TD, _ = _ops.routed_experts(
-        x_TD, gates_TK, *row_map, w_gate_up_ED2F, w_out_EFD, *(main_gradients or (None, None))
+        x_TD, probs_TK, *row_map, w_gate_up_ED2F, w_out_EFD, *(main_gradients or (None, None))
     )
     return y_TD
 
@@ -32,7 +32,7 @@ def routed_experts(
 @torch.library.register_fake("moe_parallel::routed_experts")
 def _(
     x: Tensor,
-    gates: Tensor,
+    probs: Tensor,
     slots: Tensor,
     rows: Tensor,
     counts: Tensor,
@@ -48,7 +48,7 @@ def _(
 def _(
     dy: Tensor,
     x: Tensor,
-    gates: Tensor,
+    probs: Tensor,
     slots: Tensor,
     rows: Tensor,
     counts: Tensor,
@@ -60,7 +60,7 @@ def _(
 ) -> tuple[Tensor, ...]:
     return (
         x.new_empty(x.shape),
-        gates.new_empty(gates.shape),
+        probs.new_empty(probs.shape),
         own_gradient(w_gate_up, main_gate_up),
         own_gradient(w_out, main_out),
     )
@@ -80,8 +80,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, dy: Tensor | None, dgate_up: None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 9
-    dx, dgates, *dw = _ops.routed_experts_backward(dy, *ctx.saved_tensors, *ctx.main_gradients)
-    return dx, dgates, None, None, None, *gradients_not_added(dw, ctx.main_gradients), None, None
+    dx, dprobs, *dw = _ops.routed_experts_backward(dy, *ctx.saved_tensors, *ctx.main_gradients)
+    return dx, dprobs, None, None, None, *gradients_not_added(dw, ctx.main_gradients), None, None
 
 
 torch.library.register_autograd("moe_parallel::routed_experts", _backward, setup_context=_save)

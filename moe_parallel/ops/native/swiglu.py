@@ -11,10 +11,10 @@ from moe_parallel.ops.reference import accumulation_dtype
 _ops = torch.ops.moe_parallel
 
 
-def swiglu(gate_NF: Tensor, up_NF: Tensor, gates_N: Tensor | None = None) -> Tensor:
-    if gates_N is not None:
-        gates_N = gates_N.to(accumulation_dtype(gate_NF.dtype))
-    return _ops.swiglu(gate_NF, up_NF, gates_N)
+def swiglu(gate_NF: Tensor, up_NF: Tensor, probs_N: Tensor | None = None) -> Tensor:
+    if probs_N is not None:
+        probs_N = probs_N.to(accumulation_dtype(gate_NF.dtype))
+    return _ops.swiglu(gate_NF, up_NF, probs_N)
 
 
 @torch.library.register_fake("moe_parallel::swiglu")
@@ -26,8 +26,8 @@ def _(gate: Tensor, up: Tensor, probabilities: Tensor | None) -> Tensor:
 def _(
     dh: Tensor, gate: Tensor, up: Tensor, probabilities: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dprobabilities = gate.new_empty(gate.size(0), dtype=accumulation_dtype(gate.dtype))
-    return gate.new_empty(gate.shape), gate.new_empty(gate.shape), dprobabilities
+    dprobs = gate.new_empty(gate.size(0), dtype=accumulation_dtype(gate.dtype))
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape), dprobs
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -37,8 +37,8 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 @once_differentiable
 def _backward(ctx: Any, dh: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     gate, up, probabilities = ctx.saved_tensors
-    dgate, dup, dprobabilities = _ops.swiglu_backward(dh, gate, up, probabilities)
-    return dgate, dup, None if probabilities is None else dprobabilities
+    dgate, dup, dprobs = _ops.swiglu_backward(dh, gate, up, probabilities)
+    return dgate, dup, None if probabilities is None else dprobs
 
 
 torch.library.register_autograd("moe_parallel::swiglu", _backward, setup_context=_save)

@@ -1,4 +1,4 @@
-"""Rows summed into their tokens; with gates differentiable once, without any number of times."""
+"""Rows summed into their tokens; with probs differentiable once, without any number of times."""
 
 from typing import Any
 
@@ -12,33 +12,33 @@ from moe_parallel.ops.types import RowMap
 _ops = torch.ops.moe_parallel
 
 
-def unpermute(y_ND: Tensor, row_map: RowMap, gates_TK: Tensor | None = None) -> Tensor:
-    if gates_TK is not None:
-        gates_TK = gates_TK.to(accumulation_dtype(y_ND.dtype))
-    return _ops.unpermute(y_ND, row_map.slots_N, row_map.rows_TK, gates_TK)
+def unpermute(y_ND: Tensor, row_map: RowMap, probs_TK: Tensor | None = None) -> Tensor:
+    if probs_TK is not None:
+        probs_TK = probs_TK.to(accumulation_dtype(y_ND.dtype))
+    return _ops.unpermute(y_ND, row_map.slots_N, row_map.rows_TK, probs_TK)
 
 
 @torch.library.register_fake("moe_parallel::unpermute")
-def _(y: Tensor, slots: Tensor, rows: Tensor, gates: Tensor | None) -> Tensor:
+def _(y: Tensor, slots: Tensor, rows: Tensor, probs: Tensor | None) -> Tensor:
     return y.new_empty(rows.size(0), y.size(1))
 
 
 @torch.library.register_fake("moe_parallel::unpermute_backward")
-def _(dout: Tensor, y: Tensor, slots: Tensor, rows: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-    return y.new_empty(y.shape), gates.new_empty(gates.shape)
+def _(dout: Tensor, y: Tensor, slots: Tensor, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    return y.new_empty(y.shape), probs.new_empty(probs.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    y, slots, rows, gates = inputs
-    ctx.gated = gates is not None
-    ctx.save_for_backward(*((y, slots, rows, gates) if ctx.gated else (slots, rows)))
+    y, slots, rows, probs = inputs
+    ctx.gated = probs is not None
+    ctx.save_for_backward(*((y, slots, rows, probs) if ctx.gated else (slots, rows)))
 
 
 def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, Tensor | None]:
     if not ctx.gated:
         return _ops.permute(dout, *ctx.saved_tensors), None, None, None
-    dy, dgates = _gated_backward(ctx, dout)
-    return dy, None, None, dgates
+    dy, dprobs = _gated_backward(ctx, dout)
+    return dy, None, None, dprobs
 
 
 @once_differentiable

@@ -66,10 +66,10 @@ def _megablocks(layer: RoutedLayer) -> Contender:
     values = (w_gate_EFD, w_up_EFD, layer.w_out_EFD.detach())
     for weight, value in zip(weights.values(), values, strict=True):
         weight.data.copy_(value.reshape(weight.shape))
-    gates_TK = leaf(layer.gates_TK.to(layer.x_TD.dtype))
+    probs_TK = leaf(layer.probs_TK.to(layer.x_TD.dtype))
 
     def forward() -> list[Tensor]:
-        y_TD, _ = mlp.forward_once(layer.x_TD, gates_TK, layer.experts_TK)
+        y_TD, _ = mlp.forward_once(layer.x_TD, probs_TK, layer.experts_TK)
         return [y_TD]
 
     def canonical(gradients: Values) -> Values:
@@ -77,12 +77,12 @@ def _megablocks(layer: RoutedLayer) -> Contender:
         gate_up = torch.cat([per_expert["w_gate"], per_expert["w_up"]], dim=1)
         return {
             "x": gradients["x"],
-            "gates": gradients["gates"],
+            "probs": gradients["probs"],
             "w_gate_up": gate_up.transpose(1, 2),
             "w_out": per_expert["w_out"],
         }
 
-    leaves = {"x": layer.x_TD, "gates": gates_TK} | weights
+    leaves = {"x": layer.x_TD, "probs": probs_TK} | weights
     return Contender(MEGABLOCKS, forward, leaves, frozenset(weights), (layer.dy_TD,), canonical)
 
 
@@ -96,13 +96,13 @@ def _scattermoe(layer: RoutedLayer) -> Contender:
     up_first_E2FD = layer.linear_gate_up_E2FD.detach().roll(size.f, dims=1)
     mlp.experts.weight = torch.nn.Parameter(up_first_E2FD)
     mlp.output_experts.weight = torch.nn.Parameter(layer.linear_out_EDF.detach())
-    gates_TK = leaf(layer.gates_TK.to(layer.x_TD.dtype))
+    probs_TK = leaf(layer.probs_TK.to(layer.x_TD.dtype))
     plain = layer.linear_contender(
         SCATTERMOE,
-        lambda: [mlp(layer.x_TD, gates_TK, layer.experts_TK)],
+        lambda: [mlp(layer.x_TD, probs_TK, layer.experts_TK)],
         mlp.experts.weight,
         mlp.output_experts.weight,
-        gates_TK,
+        probs_TK,
     )
 
     def canonical(gradients: Values) -> Values:
@@ -120,13 +120,13 @@ def _sonicmoe(layer: RoutedLayer) -> Contender:
         layer.linear_gate_up_E2FD.detach().unflatten(1, (2, size.f)).transpose(1, 2).flatten(1, 2)
     )
     w_gate_up_E2FD = leaf(interleaved_E2FD.contiguous())
-    gates_TK = leaf(layer.gates_TK.to(layer.x_TD.dtype))
-    token_S = torch.arange(size.T, device=gates_TK.device).repeat_interleave(size.K).int()
+    probs_TK = leaf(layer.probs_TK.to(layer.x_TD.dtype))
+    token_S = torch.arange(size.T, device=probs_TK.device).repeat_interleave(size.K).int()
     expert_S = layer.experts_TK.flatten().int()
 
     def forward() -> list[Tensor]:
         y_TD, _ = sonicmoe.moe_general_routing_inputs(
-            layer.x_TD, gates_TK.flatten(), token_S, expert_S,
+            layer.x_TD, probs_TK.flatten(), token_S, expert_S,
             w_gate_up_E2FD.permute(1, 2, 0), None, layer.linear_out_EDF.permute(1, 2, 0), None,
             size.n, torch.cuda.current_stream().cuda_stream,
             sonicmoe.enums.ActivationType.SWIGLU,
@@ -134,7 +134,7 @@ def _sonicmoe(layer: RoutedLayer) -> Contender:
         return [y_TD]
 
     plain = layer.linear_contender(
-        SONICMOE, forward, w_gate_up_E2FD, layer.linear_out_EDF, gates_TK
+        SONICMOE, forward, w_gate_up_E2FD, layer.linear_out_EDF, probs_TK
     )
 
     def canonical(gradients: Values) -> Values:

@@ -36,19 +36,19 @@ def _peer(name: str, implementation: str, layer: RoutedLayer) -> Contender:
     if implementation == "batched_mm":
         _check_memory(layer)
     with torch.device("meta"):
-        experts, gates_dtype = _experts(implementation, layer)
+        experts, probs_dtype = _experts(implementation, layer)
     experts.gate_up_proj = torch.nn.Parameter(layer.linear_gate_up_E2FD.detach())
     experts.down_proj = torch.nn.Parameter(layer.linear_out_EDF.detach())
-    gates_TK = leaf(layer.gates_TK.to(gates_dtype))
+    probs_TK = leaf(layer.probs_TK.to(probs_dtype))
 
     def forward() -> list[Tensor]:
-        return [experts(layer.x_TD, layer.experts_TK, gates_TK)]
+        return [experts(layer.x_TD, layer.experts_TK, probs_TK)]
 
-    return layer.linear_contender(name, forward, experts.gate_up_proj, experts.down_proj, gates_TK)
+    return layer.linear_contender(name, forward, experts.gate_up_proj, experts.down_proj, probs_TK)
 
 
 def _experts(implementation: str, layer: RoutedLayer) -> tuple[torch.nn.Module, torch.dtype]:
-    """The module, and the dtype in which its model's router hands over the gates."""
+    """The module, and the dtype in which its model's router hands over the probs."""
     size = layer.size
     if size.n >= FINE_GRAINED:
         from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen

@@ -32,7 +32,7 @@ def routed_layer_peers(layer: RoutedLayer) -> list[Contender | Absent]:
 
 
 class GivenRouting(torch.nn.Module):
-    """In the place of Megatron's router: the gates and choices that all contenders get."""
+    """In the place of Megatron's router: the probs and choices that all contenders get."""
 
     def __init__(self, layer: RoutedLayer) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class GivenRouting(torch.nn.Module):
 
     def forward(self, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         zeros_TE = torch.zeros(self.chosen_TE.shape)
-        return zeros_TE.scatter(1, self.layer.experts_TK, self.layer.gates_TK), self.chosen_TE
+        return zeros_TE.scatter(1, self.layer.experts_TK, self.layer.probs_TK), self.chosen_TE
 
 
 def _peer(layer: RoutedLayer) -> Contender:

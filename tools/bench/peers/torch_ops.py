@@ -20,10 +20,10 @@ def token_of_row(row_map: RowMap) -> Tensor:
     return row_map.slots_N.div(row_map.rows_TK.size(1), rounding_mode="floor")
 
 
-def unpermute(y_ND: Tensor, row_map: RowMap, gates_TK: Tensor) -> Tensor:
-    gates_N = gates_TK.flatten()[row_map.slots_N].to(y_ND.dtype)
-    y_TD = y_ND.new_zeros(gates_TK.size(0), y_ND.size(1))
-    return y_TD.index_add(0, token_of_row(row_map), y_ND * gates_N.unsqueeze(1))
+def unpermute(y_ND: Tensor, row_map: RowMap, probs_TK: Tensor) -> Tensor:
+    probs_N = probs_TK.flatten()[row_map.slots_N].to(y_ND.dtype)
+    y_TD = y_ND.new_zeros(probs_TK.size(0), y_ND.size(1))
+    return y_TD.index_add(0, token_of_row(row_map), y_ND * probs_N.unsqueeze(1))
 
 
 def routing_map(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,8 +40,8 @@ def split_and_multiply(x_NI: Tensor, w_EIO: Tensor, counts_E: Tensor) -> Tensor:
     return torch.cat([x_GI @ w_IO for x_GI, w_IO in zip(groups, w_EIO.unbind(), strict=True)])
 
 
-def swiglu(gate_NF: Tensor, up_NF: Tensor, gates_N: Tensor) -> Tensor:
-    return (functional.silu(gate_NF) * up_NF * gates_N.unsqueeze(1)).to(gate_NF.dtype)
+def swiglu(gate_NF: Tensor, up_NF: Tensor, probs_N: Tensor) -> Tensor:
+    return (functional.silu(gate_NF) * up_NF * probs_N.unsqueeze(1)).to(gate_NF.dtype)
 
 
 def norm_topk(x_TD: Tensor, w_EDR: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,13 +56,13 @@ def autonomous_layer(
 ) -> tuple[Tensor, Tensor]:
     """AoE as its Algorithm 2 reads: y_TD and experts_TK. C of every expert is kept."""
     norms_TE, experts_TK, c_TER = norm_topk(x_TD, w_down_EDR, k)
-    gates_TK = norms_TE.gather(1, experts_TK).softmax(-1)
+    probs_TK = norms_TE.gather(1, experts_TK).softmax(-1)
     y_TD = torch.zeros_like(x_TD)
     for expert in range(w_down_EDR.size(0)):
         token_G, choice_G = torch.where(experts_TK == expert)
         c_GR = c_TER[token_G, expert]
         h_GW = swiglu(
-            c_GR @ w_up_ERW[expert], x_TD[token_G] @ w_p_EDW[expert], gates_TK[token_G, choice_G]
+            c_GR @ w_up_ERW[expert], x_TD[token_G] @ w_p_EDW[expert], probs_TK[token_G, choice_G]
         )
         y_TD = y_TD.index_add(0, token_G, h_GW @ w_out_EWD[expert])
     return y_TD, experts_TK
@@ -82,7 +82,7 @@ def _list_of_experts(layer: RoutedLayer) -> Contender:
         for expert in range(layer.size.n):
             token_G, choice_G = torch.where(layer.experts_TK == expert)
             gate_GF, up_GF = functional.linear(layer.x_TD[token_G], gate_up[expert]).chunk(2, -1)
-            h_GF = swiglu(gate_GF, up_GF, layer.gates_TK[token_G, choice_G])
+            h_GF = swiglu(gate_GF, up_GF, layer.probs_TK[token_G, choice_G])
             y_TD.index_add_(0, token_G, functional.linear(h_GF, out[expert]))
         return [y_TD]
 
@@ -99,7 +99,7 @@ def _grouped_mm(layer: RoutedLayer) -> Contender | Absent:
         token_N = slots_N.div(layer.size.K, rounding_mode="floor")
         x_ND = layer.x_TD.index_select(0, token_N)
         gate_up_N2F = functional.grouped_mm(x_ND, layer.w_gate_up_ED2F, offs=ends_E)
-        h_NF = swiglu(*gate_up_N2F.chunk(2, -1), layer.gates_TK.flatten()[slots_N])
+        h_NF = swiglu(*gate_up_N2F.chunk(2, -1), layer.probs_TK.flatten()[slots_N])
         y_ND = functional.grouped_mm(h_NF, layer.w_out_EFD, offs=ends_E)
         return [torch.zeros_like(layer.x_TD).index_add(0, token_N, y_ND)]
 

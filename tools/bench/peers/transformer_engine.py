@@ -30,7 +30,7 @@ def permute_peers(
 
 
 def unpermute_peers(
-    y_ND: Tensor, experts_TK: Tensor, gates_TK: Tensor, dout_TD: Tensor
+    y_ND: Tensor, experts_TK: Tensor, probs_TK: Tensor, dout_TD: Tensor
 ) -> list[Contender | Absent]:
     def build() -> Contender:
         te = _transformer_engine(y_ND)
@@ -38,9 +38,9 @@ def unpermute_peers(
         _, row_id_map = te.moe_permute(x_TD, experts_TK.int(), y_ND.size(0), map_type="index")
 
         def forward() -> list[Tensor]:
-            return [te.moe_unpermute(y_ND, row_id_map, gates_TK, map_type="index")]
+            return [te.moe_unpermute(y_ND, row_id_map, probs_TK, map_type="index")]
 
-        return Contender(UNPERMUTE, forward, {"y": y_ND, "gates": gates_TK}, upstream=(dout_TD,))
+        return Contender(UNPERMUTE, forward, {"y": y_ND, "probs": probs_TK}, upstream=(dout_TD,))
 
     return [invite(UNPERMUTE, build)]
 

@@ -47,7 +47,7 @@ def routed_layer(size: Size, draw: Draw, ours: Ops) -> Bench:
 def _routed(layer: RoutedLayer, ours: Ops) -> Tensor:
     row_map = ours.routing_map(layer.experts_TK, layer.size.n, all_chosen=True)
     return ours.routed_experts(
-        layer.x_TD, layer.gates_TK, row_map, layer.w_gate_up_ED2F, layer.w_out_EFD
+        layer.x_TD, layer.probs_TK, row_map, layer.w_gate_up_ED2F, layer.w_out_EFD
     )
 
 
@@ -56,8 +56,8 @@ def _op_by_op(layer: RoutedLayer, ours: Ops) -> Tensor:
     row_map = ours.routing_map(layer.experts_TK, layer.size.n, all_chosen=True)
     x_ND = ours.permute(layer.x_TD, row_map)
     gate_up_N2F = ours.grouped_gemm(x_ND, layer.w_gate_up_ED2F, row_map.counts_E)
-    gates_N = layer.gates_TK.flatten()[row_map.slots_N]
-    h_NF = ours.swiglu(*gate_up_N2F.chunk(2, dim=1), gates_N)
+    probs_N = layer.probs_TK.flatten()[row_map.slots_N]
+    h_NF = ours.swiglu(*gate_up_N2F.chunk(2, dim=1), probs_N)
     y_ND = ours.grouped_gemm(h_NF, layer.w_out_EFD, row_map.counts_E)
     return ours.unpermute(y_ND, row_map)
 
@@ -118,11 +118,11 @@ def _autonomous(
         keep="all" if kept else "chosen",
         gradient="chosen" if selected else "all",
     )
-    gates_TK = scores.norms_TE.gather(1, scores.experts_TK).softmax(-1)
+    probs_TK = scores.norms_TE.gather(1, scores.experts_TK).softmax(-1)
     row_map = ours.routing_map(scores.experts_TK, w_down.size(0), all_chosen=True)
     y_TD = ours.autonomous_experts(
         x_TD,
-        gates_TK,
+        probs_TK,
         row_map,
         *weights.values(),
         c_TKR=scores.c_TKR,

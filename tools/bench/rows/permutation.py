@@ -1,4 +1,4 @@
-"""permute and unpermute: rows travel, nothing is multiplied but by gates."""
+"""permute and unpermute: rows travel, nothing is multiplied but by probs."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ def unpermute(size: Size, draw: Draw, ours: Ops) -> Bench:
     experts_TK = draw.experts(size)
     row_map = ours.routing_map(experts_TK, size.n)
     y_ND = leaf(draw.normal(size.rows, size.d, seed=1))
-    gates_TK = leaf(draw.gates(size))
+    probs_TK = leaf(draw.probs(size))
     dout_TD = draw.normal(size.T, size.d, seed=2)
 
     def contender(name: str, forward: Forward) -> Contender:
-        return Contender(name, forward, {"y": y_ND, "gates": gates_TK}, upstream=(dout_TD,))
+        return Contender(name, forward, {"y": y_ND, "probs": probs_TK}, upstream=(dout_TD,))
 
-    forward = y_ND.nbytes + dout_TD.nbytes + row_map.rows_TK.nbytes + gates_TK.nbytes
-    backward = 2 * y_ND.nbytes + dout_TD.nbytes + row_map.rows_TK.nbytes + 2 * gates_TK.nbytes
+    forward = y_ND.nbytes + dout_TD.nbytes + row_map.rows_TK.nbytes + probs_TK.nbytes
+    backward = 2 * y_ND.nbytes + dout_TD.nbytes + row_map.rows_TK.nbytes + 2 * probs_TK.nbytes
     return Bench(
         "unpermute",
         size,
         draw.dtype,
-        [contender(OURS, lambda: [ours.unpermute(y_ND, row_map, gates_TK)])],
+        [contender(OURS, lambda: [ours.unpermute(y_ND, row_map, probs_TK)])],
         [
-            contender("torch index_add", lambda: [torch_ops.unpermute(y_ND, row_map, gates_TK)]),
-            *transformer_engine.unpermute_peers(y_ND, experts_TK, gates_TK, dout_TD),
+            contender("torch index_add", lambda: [torch_ops.unpermute(y_ND, row_map, probs_TK)]),
+            *transformer_engine.unpermute_peers(y_ND, experts_TK, probs_TK, dout_TD),
         ],
         (Measure(FORWARD, Moved(forward)), Measure(BACKWARD, Moved(backward))),
     )

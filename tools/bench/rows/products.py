@@ -67,21 +67,21 @@ def grouped_gemm(size: Size, draw: Draw, ours: Ops) -> Bench:
 def swiglu(size: Size, draw: Draw, ours: Ops) -> Bench:
     gate_NF = leaf(draw.normal(size.rows, size.f, seed=1))
     up_NF = leaf(draw.normal(size.rows, size.f, seed=2))
-    gates_N = leaf(draw.gates(size).flatten())
+    probs_N = leaf(draw.probs(size).flatten())
     dh_NF = draw.normal(size.rows, size.f, seed=3)
 
     def contender(name: str, forward: Forward) -> Contender:
-        leaves = {"gate": gate_NF, "up": up_NF, "gates": gates_N}
+        leaves = {"gate": gate_NF, "up": up_NF, "probs": probs_N}
         return Contender(name, forward, leaves, upstream=(dh_NF,))
 
-    forward = 3 * gate_NF.nbytes + gates_N.nbytes
-    backward = 5 * gate_NF.nbytes + 2 * gates_N.nbytes
+    forward = 3 * gate_NF.nbytes + probs_N.nbytes
+    backward = 5 * gate_NF.nbytes + 2 * probs_N.nbytes
     return Bench(
         "swiglu",
         size,
         draw.dtype,
-        [contender(OURS, lambda: [ours.swiglu(gate_NF, up_NF, gates_N)])],
-        [contender("torch silu", lambda: [torch_ops.swiglu(gate_NF, up_NF, gates_N)])],
+        [contender(OURS, lambda: [ours.swiglu(gate_NF, up_NF, probs_N)])],
+        [contender("torch silu", lambda: [torch_ops.swiglu(gate_NF, up_NF, probs_N)])],
         (Measure(FORWARD, Moved(forward)), Measure(BACKWARD, Moved(backward))),
     )
 
