@@ -28,12 +28,12 @@ void check_counts(const at::Tensor& chosen, int64_t elsewhere, std::optional<int
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(const at::Tensor& experts,
                                                            int64_t num_experts,
-                                                           std::optional<int64_t> rows_per_expert,
+                                                           std::optional<int64_t> pad_rows_per_expert,
                                                            bool all_chosen) {
   check_index("experts", experts, 2);
   TORCH_CHECK_VALUE(num_experts >= 0, "num_experts must not be negative: ", num_experts);
-  TORCH_CHECK_VALUE(!rows_per_expert || *rows_per_expert >= 0,
-                    "rows_per_expert must not be negative: ", *rows_per_expert);
+  TORCH_CHECK_VALUE(!pad_rows_per_expert || *pad_rows_per_expert >= 0,
+                    "pad_rows_per_expert must not be negative: ", *pad_rows_per_expert);
   const auto experts_2d = experts.contiguous();
   const int64_t choices = experts.numel();
   const int64_t chunk_size = experts.is_cuda() ? kCudaChunk : std::max<int64_t>(choices, 1);
@@ -49,7 +49,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(const at::Tensor& exp
   if (experts.is_cpu()) {
     const auto chosen = chunk_counts.slice(0, 0, num_experts).sum(1);
     const int64_t counted = chunk_counts.sum().item<int64_t>();
-    check_counts(chosen, choices - counted, rows_per_expert);
+    check_counts(chosen, choices - counted, pad_rows_per_expert);
     TORCH_CHECK_VALUE(!all_chosen || chosen.sum().item<int64_t>() == choices,
                       "all_chosen was promised, but a choice names no expert");
   }
@@ -59,9 +59,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(const at::Tensor& exp
                            .counts = counts.mutable_data_ptr<int64_t>(),
                            .first_row = first_row.mutable_data_ptr<int64_t>(),
                            .num_experts = num_experts,
-                           .rows_per_expert = rows_per_expert.value_or(-1),
+                           .pad_rows_per_expert = pad_rows_per_expert.value_or(-1),
                            .chunks = chunks});
-  const int64_t num_rows = rows_per_expert ? num_experts * *rows_per_expert
+  const int64_t num_rows = pad_rows_per_expert ? num_experts * *pad_rows_per_expert
                            : all_chosen    ? choices
                                            : counts.sum().item<int64_t>();
 
@@ -74,7 +74,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(const at::Tensor& exp
                                .choices = choices,
                                .num_experts = num_experts,
                                .num_rows = num_rows,
-                               .rows_per_expert = rows_per_expert.value_or(-1),
+                               .pad_rows_per_expert = pad_rows_per_expert.value_or(-1),
                                .chunks = chunks,
                                .chunk_size = chunk_size});
   return {slots, rows, counts};
@@ -83,6 +83,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(const at::Tensor& exp
 }  // namespace moe_parallel
 
 MOE_PARALLEL_OPERATOR("routing_map",
-                      "(Tensor experts, SymInt num_experts, SymInt? rows_per_expert, "
+                      "(Tensor experts, SymInt num_experts, SymInt? pad_rows_per_expert, "
                       "bool all_chosen) -> (Tensor slots, Tensor rows, Tensor counts)",
                       moe_parallel::routing_map)

@@ -29,7 +29,7 @@ struct FindRows {
   int64_t* counts;              // [num_experts], the rows of each expert
   int64_t* first_row;           // [num_experts, chunks]
   int64_t num_experts;
-  int64_t rows_per_expert;  // negative: as many as were chosen
+  int64_t pad_rows_per_expert;  // negative: as many as were chosen
   int64_t chunks;
 };
 
@@ -44,7 +44,7 @@ struct PlaceChoices {
   int64_t choices;
   int64_t num_experts;
   int64_t num_rows;
-  int64_t rows_per_expert;  // negative: as many as were chosen
+  int64_t pad_rows_per_expert;  // negative: as many as were chosen
   int64_t chunks;
   int64_t chunk_size;
 };

@@ -23,7 +23,7 @@ void run_on_cpu(const FindRows& task) {
       row += task.chunk_counts[i];
     }
     const int64_t chosen = row - first_row_of_expert;
-    task.counts[expert] = task.rows_per_expert < 0 ? chosen : task.rows_per_expert;
+    task.counts[expert] = task.pad_rows_per_expert < 0 ? chosen : task.pad_rows_per_expert;
     first_row_of_expert += task.counts[expert];
   }
 }

@@ -89,8 +89,8 @@ __global__ void count_choices(CountChoices task) {
 // is less than the launch of another kernel.
 __global__ void find_rows(FindRows task) {
   for (int64_t expert = blockIdx.x; expert < task.num_experts; expert += gridDim.x) {
-    const bool is_padded = task.rows_per_expert >= 0;
-    int64_t row = is_padded && threadIdx.x == 0 ? expert * task.rows_per_expert : 0;
+    const bool is_padded = task.pad_rows_per_expert >= 0;
+    int64_t row = is_padded && threadIdx.x == 0 ? expert * task.pad_rows_per_expert : 0;
     for (int64_t i = threadIdx.x; !is_padded && i < expert * task.chunks; i += kThreads) {
       row += task.chunk_counts[i];
     }
@@ -107,7 +107,7 @@ __global__ void find_rows(FindRows task) {
       row += __shfl_sync(kAllLanes, through, kWarp - 1);
     }
     if (lane_index() > 0) continue;
-    task.counts[expert] = is_padded ? task.rows_per_expert : row - first_row_of_expert;
+    task.counts[expert] = is_padded ? task.pad_rows_per_expert : row - first_row_of_expert;
   }
 }
 
@@ -126,8 +126,8 @@ __device__ inline void scan_warps(Counters& counters, int bins) {
 }
 
 __device__ inline int64_t end_of_rows(const PlaceChoices& task, int64_t expert) {
-  if (task.rows_per_expert < 0) return task.num_rows;
-  return min((expert + 1) * task.rows_per_expert, task.num_rows);
+  if (task.pad_rows_per_expert < 0) return task.num_rows;
+  return min((expert + 1) * task.pad_rows_per_expert, task.num_rows);
 }
 
 __global__ void place_choices(PlaceChoices task) {

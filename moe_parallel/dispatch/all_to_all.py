@@ -58,10 +58,10 @@ class AllToAllDispatcher:
         self.takes_c = takes_c
 
     def dispatch(
-        self, x_TD: torch.Tensor, choices: Choices, rows_per_expert: int | None
+        self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None
     ) -> Dispatched[AllToAllRoute]:
         row_map = self.ops.routing_map(
-            choices.experts_TK, self.num_experts, rows_per_expert, choices.all_chosen
+            choices.experts_TK, self.num_experts, pad_rows_per_expert, choices.all_chosen
         )
         sent_RL = self._for_every_shard(row_map.counts_E.view(-1, self._experts_per_rank))
         received_RL = torch.empty_like(sent_RL)

@@ -37,14 +37,14 @@ class Dispatcher(Protocol[Route]):
     takes_c: bool  # whether C of the choices goes with them to the experts; else it is made again
 
     def dispatch(
-        self, x_TD: torch.Tensor, choices: Choices, rows_per_expert: int | None
+        self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None
     ) -> Dispatched[Route]:
         """What the experts of this rank take from the tokens of every rank it serves.
 
         Args:
             x_TD: tokens of this rank.
             choices: of experts of the whole group.
-            rows_per_expert: pad each expert's rows from each rank to this number; None: no padding.
+            pad_rows_per_expert: pad each expert's rows from each rank to this number; None: no padding.
         """
         ...
 

@@ -19,10 +19,10 @@ class LocalDispatcher:
         self.ops = ops
 
     def dispatch(
-        self, x_TD: torch.Tensor, choices: Choices, rows_per_expert: int | None
+        self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None
     ) -> Dispatched[None]:
         row_map = self.ops.routing_map(
-            choices.experts_TK, self.num_experts, rows_per_expert, choices.all_chosen
+            choices.experts_TK, self.num_experts, pad_rows_per_expert, choices.all_chosen
         )
         return Dispatched(x_TD, choices.probs_TK, row_map, choices.c_TKR, route=None, wire_bytes=0)
 

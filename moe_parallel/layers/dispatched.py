@@ -97,9 +97,9 @@ class DispatchedLayer(ExpertLayer):
             x_TD = self._with_losses(x_TD, choices, tokens)
             if self.load is not None:
                 self.load.count(choices)
-        kept, rows_per_expert = self._limit(choices)
+        kept, pad_rows_per_expert = self._limit(choices)
         self._record(choices, kept)
-        rows = self.dispatcher.dispatch(x_TD, kept, rows_per_expert)
+        rows = self.dispatcher.dispatch(x_TD, kept, pad_rows_per_expert)
         self.statistics.record_wire(rows.wire_bytes)
         return self.dispatcher.combine(self.compute(rows), rows.route)
 

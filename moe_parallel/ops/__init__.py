@@ -36,7 +36,7 @@ class RoutingMap(Protocol):
         self,
         experts_TK: Tensor,
         num_experts: int,
-        rows_per_expert: int | None = None,
+        pad_rows_per_expert: int | None = None,
         all_chosen: bool = False,
     ) -> RowMap: ...
 

@@ -24,14 +24,14 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def routing_map(
     experts_TK: Tensor,
     num_experts: int,
-    rows_per_expert: int | None = None,
+    pad_rows_per_expert: int | None = None,
     all_chosen: bool = False,
 ) -> RowMap:
     """Sort the choices by expert, keeping the order of tokens and choices (a stable sort).
 
     experts_TK: int64, the expert of each choice; -1 where there is none (not chosen, dropped).
-    rows_per_expert: with a value C every expert gets exactly C rows, padded at its end.
-    all_chosen: a promise that no choice is -1. With it, or with rows_per_expert, the number of
+    pad_rows_per_expert: with a value C every expert gets exactly C rows, padded at its end.
+    all_chosen: a promise that no choice is -1. With it, or with pad_rows_per_expert, the number of
         rows follows from shapes, and no kernel has to wait for a count of a GPU's.
 
     Raises ValueError for an expert beyond num_experts, one with more than C choices, or a broken
@@ -45,13 +45,13 @@ def routing_map(
     chosen_E = torch.bincount(chosen_S[chosen_S >= 0], minlength=num_experts)
     if all_chosen and int(chosen_E.sum()) != chosen_S.numel():
         raise ValueError("all_chosen was promised, but a choice names no expert")
-    if rows_per_expert is None:
+    if pad_rows_per_expert is None:
         counts_E = chosen_E
     else:
-        counts_E = torch.full_like(chosen_E, rows_per_expert)
+        counts_E = torch.full_like(chosen_E, pad_rows_per_expert)
         if int((chosen_E - counts_E).max()) > 0:
             raise ValueError(
-                f"an expert has {int(chosen_E.max())} choices, more than its {rows_per_expert} "
+                f"an expert has {int(chosen_E.max())} choices, more than its {pad_rows_per_expert} "
                 "rows: drop the overflow before routing_map"
             )
 

@@ -24,7 +24,7 @@ FindRows = structure(
     counts=c_void_p,
     first_row=c_void_p,
     num_experts=c_int64,
-    rows_per_expert=c_int64,
+    pad_rows_per_expert=c_int64,
     chunks=c_int64,
 )
 PlaceChoices = structure(
@@ -35,7 +35,7 @@ PlaceChoices = structure(
     choices=c_int64,
     num_experts=c_int64,
     num_rows=c_int64,
-    rows_per_expert=c_int64,
+    pad_rows_per_expert=c_int64,
     chunks=c_int64,
     chunk_size=c_int64,
 )
@@ -64,7 +64,7 @@ def test_equals_the_oracle(kernels, choices, num_experts, chunk_size):
 
     by_expert = wanted[:-1].reshape(-1)
     num_rows = int(by_expert.sum())
-    first_row, counts_E = find_rows(kernels, counts, rows_per_expert=-1)
+    first_row, counts_E = find_rows(kernels, counts, pad_rows_per_expert=-1)
     np.testing.assert_array_equal(counts_E, wanted[:-1].sum(1))
     np.testing.assert_array_equal(first_row.reshape(-1), np.cumsum(by_expert) - by_expert)
     slots, rows = np.full(num_rows, -1), np.full(choices, -1)
@@ -74,7 +74,7 @@ def test_equals_the_oracle(kernels, choices, num_experts, chunk_size):
         slots=slots.ctypes.data,
         rows=rows.ctypes.data,
         num_rows=num_rows,
-        rows_per_expert=-1,
+        pad_rows_per_expert=-1,
         **cut,
     )
     kernels.place_choices(ctypes.byref(place))
@@ -83,7 +83,7 @@ def test_equals_the_oracle(kernels, choices, num_experts, chunk_size):
     np.testing.assert_array_equal(rows, wanted_rows[:, 0])
 
 
-def find_rows(kernels, chunk_counts, rows_per_expert):
+def find_rows(kernels, chunk_counts, pad_rows_per_expert):
     num_experts, chunks = len(chunk_counts) - 1, chunk_counts.shape[1]
     counts, first_row = np.full(num_experts, -7), np.full((num_experts, chunks), -7)
     task = FindRows(
@@ -91,7 +91,7 @@ def find_rows(kernels, chunk_counts, rows_per_expert):
         counts=counts.ctypes.data,
         first_row=first_row.ctypes.data,
         num_experts=num_experts,
-        rows_per_expert=rows_per_expert,
+        pad_rows_per_expert=pad_rows_per_expert,
         chunks=chunks,
     )
     kernels.find_rows(ctypes.byref(task))
@@ -100,7 +100,7 @@ def find_rows(kernels, chunk_counts, rows_per_expert):
 
 def test_an_expert_begins_where_its_capacity_does(kernels):
     chunk_counts = np.random.default_rng(0).integers(0, 9, (4, 70))
-    first_row, counts = find_rows(kernels, chunk_counts, rows_per_expert=1000)
+    first_row, counts = find_rows(kernels, chunk_counts, pad_rows_per_expert=1000)
     assert counts.tolist() == [1000] * 3
     before = np.cumsum(chunk_counts[:3], axis=1) - chunk_counts[:3]
     np.testing.assert_array_equal(first_row, before + 1000 * np.arange(3)[:, None])
@@ -117,7 +117,7 @@ def test_what_overflows_a_capacity_is_not_placed(kernels):
         choices=5,
         num_experts=2,
         num_rows=4,
-        rows_per_expert=2,
+        pad_rows_per_expert=2,
         chunks=1,
         chunk_size=512,
     )

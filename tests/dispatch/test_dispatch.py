@@ -26,7 +26,7 @@ class Problem:
     experts: list[torch.Tensor]  # [T, K]
     probs: list[torch.Tensor]  # [T, K], above 0
     direction: list[torch.Tensor]  # [T, D]
-    rows_per_expert: int | None = None
+    pad_rows_per_expert: int | None = None
 
     @property
     def together(self) -> "Problem":
@@ -76,7 +76,7 @@ def problem(name: str, ranks: int) -> Problem:
         experts=experts,
         probs=[normal(t, CHOICES).abs() + 0.1 for t in tokens],
         direction=[normal(t, WIDTH) for t in tokens],
-        rows_per_expert=12 if name == "padded" else None,
+        pad_rows_per_expert=12 if name == "padded" else None,
     )
 
 

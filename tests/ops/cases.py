@@ -23,7 +23,7 @@ class Routing:
     name: str
     num_experts: int
     experts: np.ndarray  # [tokens, choices]
-    rows_per_expert: int | None = None
+    pad_rows_per_expert: int | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -65,11 +65,11 @@ ROUTINGS = [
     Routing("variable_k", 6, _without(_WIDE, np.arange(5) > np.arange(11)[:, None] % 5)),
     Routing("many_experts", 70, _distinct(41, 8, 70)),
     Routing("many_tokens", 3, _distinct(700, 2, 3)),
-    Routing("padded", 5, _SOME, rows_per_expert=11),
-    Routing("padded_and_dropped", 5, _first_per_expert(_SOME, 4), rows_per_expert=4),
-    Routing("capacity_one", 5, _first_per_expert(_SOME, 1), rows_per_expert=1),
-    Routing("capacity_zero", 5, np.full((4, 2), NOT_CHOSEN, dtype=np.int64), rows_per_expert=0),
-    Routing("padding_without_tokens", 3, np.zeros((0, 2), dtype=np.int64), rows_per_expert=2),
+    Routing("padded", 5, _SOME, pad_rows_per_expert=11),
+    Routing("padded_and_dropped", 5, _first_per_expert(_SOME, 4), pad_rows_per_expert=4),
+    Routing("capacity_one", 5, _first_per_expert(_SOME, 1), pad_rows_per_expert=1),
+    Routing("capacity_zero", 5, np.full((4, 2), NOT_CHOSEN, dtype=np.int64), pad_rows_per_expert=0),
+    Routing("padding_without_tokens", 3, np.zeros((0, 2), dtype=np.int64), pad_rows_per_expert=2),
 ]
 
 

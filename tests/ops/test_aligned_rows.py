@@ -38,7 +38,7 @@ def test_sizes(counts, multiple, sizes):
 
 def test_padding_of_a_capacity_stays_padding():
     experts_TK = torch.tensor([[1], [1], [0]])
-    row_map, sizes = aligned_rows(reference.routing_map(experts_TK, 2, rows_per_expert=3), 4)
+    row_map, sizes = aligned_rows(reference.routing_map(experts_TK, 2, pad_rows_per_expert=3), 4)
     assert sizes == [4, 4]
     assert row_map.slots_N.tolist() == [2, -1, -1, -1, 0, 1, -1, -1]
     assert row_map.rows_TK.tolist() == [[4], [5], [0]]

@@ -103,15 +103,15 @@ def test_a_graph_serves_other_choices(native, device, layer, dtype):
         assert_close(captured, step(other))
 
 
-@pytest.mark.parametrize("rows_per_expert", [T, 20])
-def test_a_padded_map_does_not_wait(native, device, rows_per_expert, request):
+@pytest.mark.parametrize("pad_rows_per_expert", [T, 20])
+def test_a_padded_map_does_not_wait(native, device, pad_rows_per_expert, request):
     """An expert with more choices than rows leaves some out, and says nothing."""
     experts = scores(0).topk(K).indices
-    wanted = torch.bincount(experts.flatten(), minlength=E).clamp(max=rows_per_expert)
+    wanted = torch.bincount(experts.flatten(), minlength=E).clamp(max=pad_rows_per_expert)
     request.getfixturevalue("waiting_is_an_error")
-    row_map = native.routing_map(experts, E, rows_per_expert)
+    row_map = native.routing_map(experts, E, pad_rows_per_expert)
     torch.cuda.set_sync_debug_mode("default")
-    placed = (row_map.slots_N.view(E, rows_per_expert) >= 0).sum(1)
+    placed = (row_map.slots_N.view(E, pad_rows_per_expert) >= 0).sum(1)
     assert torch.equal(placed, wanted)
     assert int((row_map.rows_TK >= 0).sum()) == int(wanted.sum())
 

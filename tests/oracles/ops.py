@@ -4,7 +4,7 @@ nothing here is shared with moe_parallel. Gradients are the formulas, not automa
 import numpy as np
 
 
-def routing_map(experts, num_experts, rows_per_expert=None):
+def routing_map(experts, num_experts, pad_rows_per_expert=None):
     """slots (one per row), rows (one per choice) and counts, expert by expert."""
     tokens, choices = experts.shape
     slots, counts = [], []
@@ -16,8 +16,8 @@ def routing_map(experts, num_experts, rows_per_expert=None):
                 if experts[t, k] == expert:
                     rows[t, k] = len(slots)
                     slots.append(t * choices + k)
-        if rows_per_expert is not None:
-            slots.extend([-1] * (before + rows_per_expert - len(slots)))
+        if pad_rows_per_expert is not None:
+            slots.extend([-1] * (before + pad_rows_per_expert - len(slots)))
         counts.append(len(slots) - before)
     return np.array(slots, dtype=np.int64), rows, np.array(counts, dtype=np.int64)
 

@@ -11,19 +11,19 @@ _ops = torch.ops.moe_parallel
 def routing_map(
     experts_TK: Tensor,
     num_experts: int,
-    rows_per_expert: int | None = None,
+    pad_rows_per_expert: int | None = None,
     all_chosen: bool = False,
 ) -> RowMap:
-    return RowMap(*_ops.routing_map(experts_TK, num_experts, rows_per_expert, all_chosen))
+    return RowMap(*_ops.routing_map(experts_TK, num_experts, pad_rows_per_expert, all_chosen))
 
 
 @torch.library.register_fake("moe_parallel::routing_map")
 def _(
-    experts: Tensor, num_experts: int, rows_per_expert: int | None, all_chosen: bool
+    experts: Tensor, num_experts: int, pad_rows_per_expert: int | None, all_chosen: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_rows: int | torch.SymInt
-    if rows_per_expert is not None:
-        num_rows = num_experts * rows_per_expert
+    if pad_rows_per_expert is not None:
+        num_rows = num_experts * pad_rows_per_expert
     elif all_chosen:
         num_rows = experts.numel()
     else:
