@@ -86,7 +86,7 @@ def _evaluation(
 ) -> Callable[[], dict[str, float]]:
     """What measures the model as it is: nats/token by domain, and of all if there are several."""
     from moe_parallel.config import LoggingConfig
-    from moe_parallel.evaluation.perplexity import evaluate
+    from moe_parallel.evaluation.text_loss import evaluate
     from moe_parallel.platform.device import device
 
     datasets = text.datasets(config).valid

@@ -20,7 +20,7 @@ from moe_parallel.convert.to_aoe import ConvertedLayer, convert_layers
 from moe_parallel.convert.weights import copy_weights
 from moe_parallel.data.datasets import Datasets
 from moe_parallel.errors import InputError
-from moe_parallel.evaluation.perplexity import evaluate
+from moe_parallel.evaluation.text_loss import evaluate
 from moe_parallel.parallel import Groups
 from moe_parallel.training.checkpoint.checkpointer import TrainingState
 from moe_parallel.training.engine import Engine

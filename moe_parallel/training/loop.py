@@ -14,7 +14,7 @@ import torch.distributed as dist
 from moe_parallel.config import Config
 from moe_parallel.data.datasets import Datasets
 from moe_parallel.data.sampler import batches
-from moe_parallel.evaluation.perplexity import Perplexity, evaluate
+from moe_parallel.evaluation.text_loss import TextLoss, evaluate
 from moe_parallel.model.forward import Batch
 from moe_parallel.platform.device import peak_memory
 from moe_parallel.telemetry.sinks import Telemetry
@@ -114,7 +114,7 @@ class Loop:
         self._saved_at = self.state.iteration
         self.telemetry.say(f"saved {path}")
 
-    def evaluate(self, *, everything: bool = False) -> dict[str, Perplexity]:
+    def evaluate(self, *, everything: bool = False) -> dict[str, TextLoss]:
         """Log and return what the model makes of each domain's validation text. Collective.
 
         Of all of it, or of --eval-iters global batches; {} where those are 0, or where --split
@@ -124,7 +124,7 @@ class Loop:
         if not (everything or logging.eval_iters):
             return {}
         samples = None if everything else logging.eval_iters * training.global_batch_size
-        texts: dict[str, Perplexity] = {}
+        texts: dict[str, TextLoss] = {}
         readings: dict[str, dict[str, Any]] = {}
         for domain, dataset in self.datasets.valid.items():
             with self.engine.statistics.evaluating() as routing:

@@ -217,12 +217,12 @@ def _tell_finished(config: Config, stage: Stage) -> None:
 def _report(loop: Loop, telemetry: Telemetry, tokenizer: Any) -> None:
     """The last evaluation, the comparison with simple models, and the figure. Collective."""
     full = loop.config.logging.full_evaluation
-    perplexities = loop.evaluate(everything=full)
+    text_losses = loop.evaluate(everything=full)
     parameters = total_parameters(unwrap_model(loop.engine.chunks))
     if dist.get_rank() != 0:
         return
-    if full and perplexities:
-        table = compare_with_baselines(perplexities, loop.datasets, tokenizer)
+    if full and text_losses:
+        table = compare_with_baselines(text_losses, loop.datasets, tokenizer)
         telemetry.say("\nheld-out text, every token:\n" + format_table(table))
     if loop.config.checkpoint.save is not None:
         telemetry.say(draw(loop.config, parameters))

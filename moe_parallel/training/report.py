@@ -19,7 +19,7 @@ from moe_parallel.evaluation.baselines import (
     joined,
     train_trigram,
 )
-from moe_parallel.evaluation.perplexity import Perplexity
+from moe_parallel.evaluation.text_loss import TextLoss
 
 # Far more than a trigram of bytes can learn from; read and counted in a minute or two.
 TRAIN_BYTES = 256 * 2**20
@@ -39,7 +39,7 @@ class Comparison:
 
 
 def compare_with_baselines(
-    perplexities: Mapping[str, Perplexity],
+    text_losses: Mapping[str, TextLoss],
     datasets: Datasets,
     tokenizer: Tokenizer,
     train_bytes: int = TRAIN_BYTES,
@@ -56,14 +56,14 @@ def compare_with_baselines(
     trigram = train_trigram(chain.from_iterable(first_bytes(side, share) for side in train))
     left_out = any(next(side, None) is not None for side in train)
 
-    ours = dict(perplexities)
+    ours = dict(text_losses)
     held_out = {name: joined(texts(side, tokenizer)) for name, side in datasets.valid.items()}
     if len(held_out) > 1:
         held_out["all"] = np.concatenate(list(held_out.values()))
-        ours["all"] = Perplexity(
-            sum(each.nats for each in perplexities.values()),
-            sum(each.tokens for each in perplexities.values()),
-            sum(each.num_bytes for each in perplexities.values()),
+        ours["all"] = TextLoss(
+            sum(each.nats for each in text_losses.values()),
+            sum(each.tokens for each in text_losses.values()),
+            sum(each.num_bytes for each in text_losses.values()),
         )
     rows = {
         name: {"model": ours[name].bits_per_byte} | held_out_bits_per_byte(trigram, data)

@@ -8,14 +8,14 @@ from moe_parallel.data.datasets import Datasets, build_datasets
 from moe_parallel.data.sources import Source
 from moe_parallel.data.tokenizer import FastTokenizer
 from moe_parallel.evaluation.baselines import ByteModel, joined
-from moe_parallel.evaluation.perplexity import Perplexity
+from moe_parallel.evaluation.text_loss import TextLoss
 from moe_parallel.training import report
 from moe_parallel.training.report import Comparison, compare_with_baselines, format_table
 from tests.data.small_text import small_bpe, words, write_texts
 
 TRAIN = {"a": [words(30, i) for i in range(9)], "b": [words(40, 50 + i) for i in range(7)]}
 VALID = {"a": [words(30, 90), words(9, 91)], "b": ["of another kind " + words(30, 92)]}
-MEASURED = {"a": Perplexity(700.0, 100, 300), "b": Perplexity(900.0, 90, 200)}
+MEASURED = {"a": TextLoss(700.0, 100, 300), "b": TextLoss(900.0, 90, 200)}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_all_training_text_against_each_held_out_text_and_all(
     for name, texts in held_out.items():
         row = comparison.rows[name]
         assert row["trigram"] == pytest.approx(bits_per_byte(train, texts), rel=1e-12)
-    assert comparison.rows["all"]["model"] == Perplexity(1600.0, 190, 500).bits_per_byte
+    assert comparison.rows["all"]["model"] == TextLoss(1600.0, 190, 500).bits_per_byte
 
 
 def test_one_domain_is_one_row(tmp_path: Path, bpe: FastTokenizer) -> None:

@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from moe_parallel.config import parse_command_line, validate
 from moe_parallel.data.datasets import texts
-from moe_parallel.evaluation.perplexity import Perplexity, evaluate
+from moe_parallel.evaluation.text_loss import TextLoss, evaluate
 from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.training.engine import Engine
 from moe_parallel.training.pretrain import seed_everything
@@ -174,10 +174,10 @@ def test_the_layout_does_not_matter(on_one_rank, on_two_ranks, name):
 
 def test_bits_per_byte_by_hand():
     # 6 tokens of 2 nats for 8 bytes: 12 nats are 12 / 0.6931 = 17.312 bits.
-    text = Perplexity(nats=12.0, tokens=6, num_bytes=8)
+    text = TextLoss(nats=12.0, tokens=6, num_bytes=8)
     assert text.loss == 2.0
     assert text.bits_per_byte == pytest.approx(17.312340 / 8, rel=1e-6)
 
 
 def test_nothing_is_not_divided_by():
-    assert Perplexity(0.0, 0, 0).loss == Perplexity(0.0, 0, 0).bits_per_byte == 0.0
+    assert TextLoss(0.0, 0, 0).loss == TextLoss(0.0, 0, 0).bits_per_byte == 0.0

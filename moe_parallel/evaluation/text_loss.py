@@ -17,13 +17,13 @@ from moe_parallel.parallel import Groups
 
 
 @dataclass(frozen=True)
-class Perplexity:
+class TextLoss:
     """What a model makes of a text."""
 
     nats: float  # -ln p of all tokens
     tokens: int
     num_bytes: int  # UTF-8 bytes that the tokens stand for
-    later: Perplexity | None = None  # of the tokens after a first part of each sequence alone
+    later: TextLoss | None = None  # of the tokens after a first part of each sequence alone
 
     @property
     def loss(self) -> float:
@@ -48,7 +48,7 @@ def evaluate(
     groups: Groups,
     samples: int | None = None,
     first_part: int | None = None,
-) -> Perplexity:
+) -> TextLoss:
     """The model on the first `samples` samples of a dataset (None: on all). Collective.
 
     The result is the same on every rank. Without a capacity factor it does not depend on the
@@ -89,12 +89,12 @@ def evaluate(
     if reported and groups.tp.rank() == 0:  # tensor-parallel ranks report the same tokens
         total += torch.stack([report["sums"] for report in reported]).sum(0)
     dist.all_reduce(total)
-    whole, later = (_perplexity(*sums) for sums in total.view(2, 3).tolist())
+    whole, later = (_text_loss(*sums) for sums in total.view(2, 3).tolist())
     return whole if first_part is None else replace(whole, later=later)
 
 
-def _perplexity(nats: float, tokens: float, num_bytes: float) -> Perplexity:
-    return Perplexity(nats, round(tokens), round(num_bytes))
+def _text_loss(nats: float, tokens: float, num_bytes: float) -> TextLoss:
+    return TextLoss(nats, round(tokens), round(num_bytes))
 
 
 def _padded(stream: Iterator[Batch]) -> Iterator[Batch]:
