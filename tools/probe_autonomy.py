@@ -20,7 +20,7 @@ from moe_parallel.tool import Tool, check_load, load_torch
 
 if TYPE_CHECKING:
     from moe_parallel.config import Config
-    from moe_parallel.evaluation.autonomy_probe import Probe
+    from moe_parallel.evaluation.routerless_probe import Probe
     from moe_parallel.parallel import Groups
     from moe_parallel.training.text import Text
 
@@ -39,7 +39,7 @@ def _probe(own: argparse.Namespace, flags: list[str]) -> None:
     check_load(own)
     load_torch()
 
-    from moe_parallel.evaluation.autonomy_probe import Table, probes, probing
+    from moe_parallel.evaluation.routerless_probe import Table, probes, probing
     from moe_parallel.training.standalone import (
         single_process,
         standalone_config,

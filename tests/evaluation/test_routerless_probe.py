@@ -10,7 +10,7 @@ from torch import nn
 
 from moe_parallel.config import AoESelection, TopKSelection, TopPSelection
 from moe_parallel.errors import InputError
-from moe_parallel.evaluation.autonomy_probe import (
+from moe_parallel.evaluation.routerless_probe import (
     GATES,
     NODES,
     NORMS,
