@@ -18,7 +18,7 @@ PROGRAMS = {
         for tool in (
             "convert",
             "count_parameters",
-            "experts_of_items",
+            "experts_per_vocab_item",
             "generate",
             "order_by_similarity",
             "plot_run",

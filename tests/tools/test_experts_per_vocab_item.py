@@ -8,9 +8,9 @@ import pytest
 from tests.distributed import run_distributed
 from tests.program import SMALL, pretrain_here, small_data
 from tests.tools.running import RunTool, run_tool_forked
-from tools.experts_of_items import main
+from tools.experts_per_vocab_item import main
 
-run_forked = partial(run_tool_forked, "experts_of_items.py")
+run_forked = partial(run_tool_forked, "experts_per_vocab_item.py")
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_items_of_a_run(trained: Path, start: RunTool) -> None:
-    run = partial(start, "experts_of_items.py")
+    run = partial(start, "experts_per_vocab_item.py")
     result = run("--load", trained, "--at-least", 20)
     assert (result.returncode, result.stderr) == (0, "")
     head, *rows = result.stdout.splitlines()
@@ -48,7 +48,7 @@ def test_wrong_input_is_one_line_and_code_2(
 ) -> None:
     assert main(flags) == 2
     said = capsys.readouterr().err
-    assert said.startswith("experts_of_items.py: ") and message in said
+    assert said.startswith("experts_per_vocab_item.py: ") and message in said
     assert said.count("\n") == 1
 
 

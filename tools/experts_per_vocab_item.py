@@ -1,6 +1,6 @@
 """Which vocabulary items take most experts, and which take fewest.
 
-    python tools/experts_of_items.py --load runs/my [--at-least 10000] [--items 100] [--samples N]
+    python tools/experts_per_vocab_item.py --load runs/my [--at-least 10000] [--items 100] [--samples N]
 
 Experts per token, in a layer on average, over held-out text (Huang et al. 2024, section 5.3, counts
 items that occur more than 10,000 times). Runs on one process, in fp32, whatever layout trained the
@@ -41,7 +41,7 @@ def _print_items(own: argparse.Namespace, flags: list[str]) -> None:
 
     from moe_parallel.config import MergedSelection
     from moe_parallel.data.sampler import evaluation_batches
-    from moe_parallel.evaluation.vocabulary import experts_of_items
+    from moe_parallel.evaluation.experts_per_vocab_item import experts_per_vocab_item
     from moe_parallel.training.standalone import (
         single_process,
         standalone_config,
@@ -65,7 +65,7 @@ def _print_items(own: argparse.Namespace, flags: list[str]) -> None:
             )
             for dataset in text.datasets(config).valid.values()
         )
-        counts = experts_of_items(model, batches, text.vocab_size)
+        counts = experts_per_vocab_item(model, batches, text.vocab_size)
     rows = counts.experts_per_token(own.at_least)
     if not rows:
         raise InputError(

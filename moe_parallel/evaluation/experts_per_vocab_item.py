@@ -40,7 +40,7 @@ class ItemCounts:
 
 
 @torch.no_grad()
-def experts_of_items(model: Any, batches: Iterable[Batch], vocab_size: int) -> ItemCounts:
+def experts_per_vocab_item(model: Any, batches: Iterable[Batch], vocab_size: int) -> ItemCounts:
     """Reads the batches as an evaluation does, and counts.
 
     Args:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from moe_parallel.evaluation.vocabulary import ItemCounts, experts_of_items
+from moe_parallel.evaluation.experts_per_vocab_item import ItemCounts, experts_per_vocab_item
 from moe_parallel.layers import DispatchedLayer
 from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.training.standalone import standalone_config, standalone_model
@@ -42,7 +42,7 @@ def _both(name):
     groups = initialize_groups(config.parallel)
     model_parallel_cuda_manual_seed(config.training.seed)
     model, _ = standalone_model(config, VOCABULARY, groups)
-    counted = experts_of_items(model, _batches(), VOCABULARY)
+    counted = experts_per_vocab_item(model, _batches(), VOCABULARY)
     layers = [layer for layer in model.modules() if isinstance(layer, DispatchedLayer)]
 
     given: list[torch.Tensor] = []
