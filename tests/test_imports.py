@@ -16,7 +16,7 @@ PACKAGE = "moe_parallel"
 # From the ground up. A module may import its own layer (without a circle) and those before it.
 LAYERS = (
     {"_C", "errors", "console", "optional"},
-    {"agreement"},
+    {"collective_errors"},
     {"config"},
     {"ops"},
     {"selection", "balancing", "experts", "dispatch", "parallel", "platform", "telemetry", "data"},

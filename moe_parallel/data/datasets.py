@@ -27,7 +27,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 )
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-from moe_parallel.agreement import rank_0_first
+from moe_parallel.collective_errors import rank_0_first
 from moe_parallel.data.index_cache import IndexCache
 from moe_parallel.data.indexed import check_indexed
 from moe_parallel.data.manifest import read_manifest

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_parallel.agreement import agree, exchange
+from moe_parallel.collective_errors import agree, exchange
 from moe_parallel.config import Config
 from moe_parallel.errors import InputError
 from moe_parallel.parallel import Groups

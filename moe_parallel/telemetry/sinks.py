@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from moe_parallel.agreement import one_line
+from moe_parallel.collective_errors import one_line
 from moe_parallel.errors import InputError
 from moe_parallel.telemetry.console import Console, open_console
 from moe_parallel.telemetry.metrics import MetricsWriter, Record

@@ -16,7 +16,7 @@ from megatron.core.num_microbatches_calculator import init_num_microbatches_calc
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.utils import unwrap_model
 
-from moe_parallel.agreement import agree
+from moe_parallel.collective_errors import agree
 from moe_parallel.config import Config, validate
 from moe_parallel.errors import InputError
 from moe_parallel.model.memory import check_memory

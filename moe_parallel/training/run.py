@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from moe_parallel.agreement import agree, exchange, on_rank_0, one_line
+from moe_parallel.collective_errors import agree, exchange, on_rank_0, one_line
 from moe_parallel.config import Config
 from moe_parallel.config.dense_twin import dense_twin
 from moe_parallel.config.option import options

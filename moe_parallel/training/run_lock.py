@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-from moe_parallel.agreement import on_rank_0, one_line
+from moe_parallel.collective_errors import on_rank_0, one_line
 from moe_parallel.errors import InputError
 
 LOCK = "run.lock"  # holds the host and the process of the run that has it

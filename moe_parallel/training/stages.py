@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moe_parallel.agreement import agree
+from moe_parallel.collective_errors import agree
 from moe_parallel.config import Config
 from moe_parallel.config.dense_twin import dense_twin
 from moe_parallel.config.upcycling import dense_warmup_iters

@@ -23,7 +23,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
-from moe_parallel.agreement import (
+from moe_parallel.collective_errors import (
     StorageError,
     agree,
     exchange,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-from moe_parallel.agreement import StorageError
+from moe_parallel.collective_errors import StorageError
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint.folder import RECORD, other_checkpoints
 from moe_parallel.training.checkpoint.index import INDEX, data_files, read_index

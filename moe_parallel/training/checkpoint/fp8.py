@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from megatron.core.utils import unwrap_model
 
-from moe_parallel.agreement import StorageError
+from moe_parallel.collective_errors import StorageError
 from moe_parallel.experts.fp8_engine import Fp8Engine
 from moe_parallel.model.fp8_gpt import Fp8GPTModel
 from moe_parallel.training.checkpoint.tensors import of_this_rank

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from moe_parallel.agreement import StorageError
+from moe_parallel.collective_errors import StorageError
 
 INDEX = ".metadata"
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")

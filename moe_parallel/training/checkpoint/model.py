@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.utils import unwrap_model
 
-from moe_parallel.agreement import exchange
+from moe_parallel.collective_errors import exchange
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint.optimizer import MASTER
 

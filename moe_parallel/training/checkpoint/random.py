@@ -10,7 +10,7 @@ import numpy
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from moe_parallel.agreement import StorageError
+from moe_parallel.collective_errors import StorageError
 
 
 def random_state() -> dict[str, Any]:

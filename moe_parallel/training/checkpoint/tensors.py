@@ -49,7 +49,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.serialization import safe_globals
 
-from moe_parallel.agreement import StorageError, agree, on_rank_0, one_line
+from moe_parallel.collective_errors import StorageError, agree, on_rank_0, one_line
 from moe_parallel.training.checkpoint.index import read_index, tensor_shapes
 
 COMMON = "common.pt"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_parallel.agreement import StorageError
+from moe_parallel.collective_errors import StorageError
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint.files import (
     check_complete,

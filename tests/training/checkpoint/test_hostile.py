@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_parallel.agreement import StorageError
+from moe_parallel.collective_errors import StorageError
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint.index import read_index
 from tests.distributed import run_distributed

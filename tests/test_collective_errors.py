@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import distributed as dist
 
-from moe_parallel.agreement import StorageError, agree, exchange, on_rank_0, rank_0_first
+from moe_parallel.collective_errors import StorageError, agree, exchange, on_rank_0, rank_0_first
 from moe_parallel.errors import InputError
 from tests.distributed import run_distributed
 
