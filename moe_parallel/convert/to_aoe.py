@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from moe_parallel.convert.agreement import Agreement, agreement
 from moe_parallel.convert.calibration import Batches, Calibration, inputs_of
 from moe_parallel.convert.factors import Factors
 from moe_parallel.convert.gate import GateOptions, convert_gate
+from moe_parallel.convert.routing_overlap import RoutingOverlap, routing_overlap
 from moe_parallel.convert.weights import copy_weights
 from moe_parallel.experts.swiglu import SwiGLUExperts
 from moe_parallel.layers import AutonomousLayer, RoutedLayer
@@ -32,8 +32,8 @@ class ConvertedLayer:
     number: int  # counted from 1
     ranking: str
     condition: float
-    before: Agreement  # with the router, by the SVD as it falls
-    after: Agreement
+    before: RoutingOverlap  # with the router, by the SVD as it falls
+    after: RoutingOverlap
     gate_error: float  # of x W_g, relative
 
 
@@ -75,10 +75,10 @@ def _convert_layer(
     routed.eval()
     wanted = _choices(routed, x_TD, calibration.held_out)
 
-    def measured(factors: Factors) -> Agreement:
+    def measured(factors: Factors) -> RoutingOverlap:
         autonomous.w_down_EDR.copy_(factors.columns_EDR)
         autonomous.experts.w_up_LRW.copy_(factors.rows_ERF)
-        return agreement(wanted, _choices(autonomous, x_TD, calibration.held_out))
+        return routing_overlap(wanted, _choices(autonomous, x_TD, calibration.held_out))
 
     before = measured(gate.before)
     return ConvertedLayer(

@@ -22,7 +22,7 @@ def problem(seed, mean):
     )
 
 
-def agreement(w_router, x, columns):
+def routing_overlap(w_router, x, columns):
     """Of the K experts of greatest logit, the share with a norm among the K greatest; by loops."""
     same = 0
     for row in x.numpy():
@@ -48,8 +48,8 @@ def test_a_fit_never_costs_agreement(options, mean):
     for seed in range(3):
         w_gate, w_router, x = problem(seed, mean)
         gate = convert_gate(w_gate, w_router, x, K, options)
-        before = agreement(w_router, x, gate.before.columns_EDR)
-        assert agreement(w_router, x, gate.factors.columns_EDR) >= before - 1e-12
+        before = routing_overlap(w_router, x, gate.before.columns_EDR)
+        assert routing_overlap(w_router, x, gate.factors.columns_EDR) >= before - 1e-12
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -67,7 +67,7 @@ def test_activations_with_a_side_keep_the_router():
         w_gate, w_router, x = problem(seed, 4.0)
         gate = convert_gate(w_gate, w_router, x, K, GateOptions(rank=4, condition=50.0))
         assert gate.ranking == "columns"
-        assert agreement(w_router, x, gate.factors.columns_EDR) > 0.95
+        assert routing_overlap(w_router, x, gate.factors.columns_EDR) > 0.95
 
 
 def test_the_condition_is_bounded():

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import Parameter, functional
 
 from moe_parallel.ops import select_backend
-from tools.bench.agreement import disagreement
 from tools.bench.contender import Bench
 from tools.bench.inputs import Draw
 from tools.bench.peers import gpu_packages, transformer_engine
 from tools.bench.rows import BENCHES
+from tools.bench.same_results import disagreement
 from tools.bench.sizes import Size
 
 SIZE = Size(T=12, d=8, n=4, K=2, f=6)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from moe_parallel.ops import Ops, select_backend
-from tools.bench.agreement import disagreement
 from tools.bench.contender import Absent, Bench, Contender
 from tools.bench.inputs import LEAST_MARGIN, Draw
 from tools.bench.peers import huggingface, megatron
 from tools.bench.rows import BENCHES
+from tools.bench.same_results import disagreement
 from tools.bench.sizes import GOALS, SMALL, Size, sizes_of
 
 TINY = Size(T=24, d=16, n=4, K=2)

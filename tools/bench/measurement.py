@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tools.bench.agreement import disagreement
 from tools.bench.ceilings import ceiling_of
 from tools.bench.clock import Clock
 from tools.bench.contender import (
@@ -22,6 +21,7 @@ from tools.bench.contender import (
 )
 from tools.bench.memory import peak_bytes, saved_bytes
 from tools.bench.results import Result, Row
+from tools.bench.same_results import disagreement
 
 FEWEST_TURNS, MOST_TURNS = 5, 25
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tools.bench.agreement import disagreement
+from tools.bench.same_results import disagreement
 
 VALUES = {"output 0": torch.tensor([1.0, -8.0]), "gradient of x": torch.tensor([0.5])}
 

@@ -13,7 +13,7 @@ from moe_parallel.selection.choices import Choices
 
 
 @dataclass(frozen=True)
-class Agreement:
+class RoutingOverlap:
     """Shares from 0 to 1 over tokens."""
 
     choices: float  # of the first layer's choices, those that the second makes too
@@ -22,10 +22,10 @@ class Agreement:
     probs: float  # half the sum of |gate - gate| over the experts: 0 the same, 1 nothing shared
 
 
-def agreement(of: Choices, by: Choices) -> Agreement:
+def routing_overlap(of: Choices, by: Choices) -> RoutingOverlap:
     """How much of the choices `of` one layer are made `by` another; both fill all K slots."""
     same_TK = (of.experts_TK[:, :, None] == by.experts_TK[:, None, :]).any(2).double()
-    return Agreement(
+    return RoutingOverlap(
         choices=float(same_TK.mean()),
         all_choices=float(same_TK.amin(1).mean()),
         first_choice=float((of.experts_TK[:, 0] == by.experts_TK[:, 0]).double().mean()),

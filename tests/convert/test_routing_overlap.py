@@ -1,9 +1,9 @@
-"""Agreement of choices, by hand."""
+"""RoutingOverlap of choices, by hand."""
 
 import pytest
 import torch
 
-from moe_parallel.convert.agreement import agreement
+from moe_parallel.convert.routing_overlap import routing_overlap
 from moe_parallel.selection.choices import Choices
 
 
@@ -15,7 +15,7 @@ def choices(experts, probs):
 def test_by_hand():
     of = choices([[0, 1], [2, 3], [1, 0]], [[0.75, 0.25], [0.5, 0.5], [0.6, 0.4]])
     by = choices([[1, 0], [2, 0], [3, 2]], [[0.5, 0.5], [0.75, 0.25], [0.9, 0.1]])
-    found = agreement(of, by)
+    found = routing_overlap(of, by)
     assert found.choices == pytest.approx((2 + 1 + 0) / 6)
     assert found.all_choices == pytest.approx(1 / 3)
     assert found.first_choice == pytest.approx(1 / 3)
@@ -24,5 +24,5 @@ def test_by_hand():
 
 def test_with_itself():
     of = choices([[0, 1], [2, 3]], [[0.75, 0.25], [0.5, 0.5]])
-    found = agreement(of, of)
+    found = routing_overlap(of, of)
     assert (found.choices, found.all_choices, found.first_choice, found.probs) == (1, 1, 1, 0)
