@@ -16,6 +16,6 @@ from moe_parallel.launch.program import main
 if __name__ == "__main__":
     main(__file__, sys.argv[1:])
 else:  # in a process that distributed checkpointing starts, which imports Megatron-Core next
-    from moe_parallel.platform.notices import hush_notices
+    from moe_parallel.platform.suppress_warnings import suppress_warnings
 
-    hush_notices()
+    suppress_warnings()

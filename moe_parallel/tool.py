@@ -82,11 +82,11 @@ class Tool(OneLineParser):
 def load_torch() -> None:
     """Once the flags are checked, so that --help and wrong ones are answered at once.
 
-    It takes seconds. What Megatron-Core would say when it is imported next is hushed.
+    It takes seconds. What Megatron-Core would say when it is imported next is suppressed.
     """
-    from moe_parallel.platform.notices import hush_notices
+    from moe_parallel.platform.suppress_warnings import suppress_warnings
 
-    hush_notices()
+    suppress_warnings()
 
 
 @contextmanager

@@ -52,9 +52,9 @@ def _run(script: str, arguments: Sequence[str], stop: StopRequest) -> int:
 def _be_rank(arguments: Sequence[str], stop: StopRequest) -> int:
     # Stack traces in C++ of a store or a rank that is gone: what matters of it is told in a line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from moe_parallel.platform.notices import hush_notices
+    from moe_parallel.platform.suppress_warnings import suppress_warnings
 
-    hush_notices()  # before Megatron-Core is imported
+    suppress_warnings()  # before Megatron-Core is imported
     from moe_parallel.training.failure import leave_with_launcher
     from moe_parallel.training.job_store import LAUNCHER
 

@@ -10,9 +10,9 @@ There is no process group and no Megatron-Core configuration to make. docs/libra
 training loop.
 """
 
-from moe_parallel.platform.notices import hush_notices
+from moe_parallel.platform.suppress_warnings import suppress_warnings
 
-hush_notices()  # before Megatron-Core is imported
+suppress_warnings()  # before Megatron-Core is imported
 
 from moe_parallel.library.layers import AoE, MixtureOfExperts, RoutedMoE  # noqa: E402
 from moe_parallel.library.recording import record_routing  # noqa: E402

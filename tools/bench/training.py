@@ -26,9 +26,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from moe_parallel.platform.notices import hush_notices
+from moe_parallel.platform.suppress_warnings import suppress_warnings
 
-hush_notices()  # before Megatron-Core is imported
+suppress_warnings()  # before Megatron-Core is imported
 
 from moe_parallel.data.indexed import write_indexed  # noqa: E402
 from moe_parallel.errors import InputError  # noqa: E402

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_parallel.config import Config
-from moe_parallel.platform.notices import hush_notices
+from moe_parallel.platform.suppress_warnings import suppress_warnings
 from tools.bench.contender import Absent, Contender, Unavailable, invite
 from tools.bench.layer import RoutedLayer
 
@@ -20,7 +20,7 @@ NAME = "Megatron SequentialMLP"
 @contextmanager
 def one_rank() -> Iterator[None]:
     """Megatron-Core ready on this CPU, with process groups of this process alone."""
-    hush_notices()  # before Megatron-Core is imported
+    suppress_warnings()  # before Megatron-Core is imported
     from moe_parallel.training.standalone import single_process
 
     with single_process(Config()):

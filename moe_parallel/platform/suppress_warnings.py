@@ -17,7 +17,7 @@ class Notice:
     reason: str
     logger: str | None = None  # None: it comes through `warnings`
 
-    def hush(self) -> None:
+    def suppress(self) -> None:
         if self.logger is None:
             warnings.filterwarnings("ignore", message=self.beginning, category=UserWarning)
         else:
@@ -48,7 +48,7 @@ NOTICES_ABOUT_GPUS = (
 )
 
 
-def hush_notices() -> None:
+def suppress_warnings() -> None:
     """Drop these messages from here on. Call it before the first import of megatron.core."""
     for notice in NOTICES if torch.cuda.is_available() else NOTICES + NOTICES_ABOUT_GPUS:
-        notice.hush()
+        notice.suppress()
