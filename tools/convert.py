@@ -80,7 +80,7 @@ def _convert(own: argparse.Namespace, flags: list[str]) -> None:
     from moe_parallel.convert.conversion import convert
     from moe_parallel.convert.gate import GateOptions
     from moe_parallel.convert.report import as_json, table
-    from moe_parallel.data.publish import write_published
+    from moe_parallel.data.atomic_files import write_atomically
     from moe_parallel.training.checkpoint.folder import find_checkpoint
     from moe_parallel.training.run_lock import locked_folder
     from moe_parallel.training.standalone import single_process, standalone_config
@@ -103,7 +103,7 @@ def _convert(own: argparse.Namespace, flags: list[str]) -> None:
         done = convert(source, target, groups, gate, own.calibration_samples, print)
     print(table(done, source.selection.choices_per_token, source.moe.num_experts))
     facts = {"from": str(checkpoint), "to": own.to, "options": vars(own), "flags": flags}
-    write_published(Path(own.save) / "conversion.json", as_json(done, **facts))
+    write_atomically(Path(own.save) / "conversion.json", as_json(done, **facts))
     print(f"saved {done.checkpoint}")
     print(f"train on: --config {own.save}/config.yaml --load {own.save} --save ANOTHER")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_parallel.data.atomic_files import atomic_folder, locked
 from moe_parallel.data.corpus import (
     DOMAINS,
     SIDES,
@@ -17,7 +18,6 @@ from moe_parallel.data.corpus import (
     shared_lines,
 )
 from moe_parallel.data.indexed import tokenize_documents, write_indexed
-from moe_parallel.data.publish import locked, published_folder
 from moe_parallel.data.tokenizer import train_byte_bpe
 from moe_parallel.errors import InputError
 
@@ -68,7 +68,7 @@ def prepare_default_corpus(
     try:
         with locked(directory / f"{target.name}.lock"):
             if not target.is_dir():  # another process may have built it while this one waited
-                with published_folder(target) as folder:
+                with atomic_folder(target) as folder:
                     _build(DefaultCorpus(folder), vocab_size, valid_fraction)
     except OSError as error:
         raise InputError(

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from moe_parallel.data.publish import locked
+from moe_parallel.data.atomic_files import locked
 from moe_parallel.data.sealed import file_digest, read_sealed, write_sealed
 from moe_parallel.errors import InputError
 

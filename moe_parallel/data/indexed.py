@@ -25,8 +25,8 @@ from pathlib import Path
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
+from moe_parallel.data.atomic_files import flush_to_disk
 from moe_parallel.data.manifest import Manifest, manifest_path, read_manifest, write_manifest
-from moe_parallel.data.publish import flush_to_disk
 from moe_parallel.data.sealed import file_digest, read_sealed, write_sealed
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_parallel.data.publish import write_published
+from moe_parallel.data.atomic_files import write_atomically
 
 _CHECKSUM = "checksum"
 
@@ -35,7 +35,7 @@ def parse_json(data: bytes) -> Any:
 
 def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
     """Publish `content`, JSON values, under `path` with its checksum."""
-    write_published(path, json.dumps({**content, _CHECKSUM: _checksum(content)}, indent=1) + "\n")
+    write_atomically(path, json.dumps({**content, _CHECKSUM: _checksum(content)}, indent=1) + "\n")
 
 
 def read_sealed(path: Path) -> dict[str, Any]:

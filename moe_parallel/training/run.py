@@ -11,7 +11,7 @@ from moe_parallel.collective_errors import agree, exchange, on_rank_0, one_line
 from moe_parallel.config import Config
 from moe_parallel.config.dense_twin import dense_twin
 from moe_parallel.config.option import options
-from moe_parallel.data.publish import write_published
+from moe_parallel.data.atomic_files import write_atomically
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.parallel import Groups
@@ -116,7 +116,7 @@ def begin_run(config: Config, tokenizer: Tokenizer) -> None:
     def begin() -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_published(folder / "config.yaml", _run_again(config))
+            write_atomically(folder / "config.yaml", _run_again(config))
             tokenizer.save(folder / "tokenizer")
         except OSError as error:
             raise InputError(

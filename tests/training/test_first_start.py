@@ -48,14 +48,14 @@ def _kill_in_the_second_step():
 
 
 def _kill_before_the_first_tracker_is_written():
-    write = checkpoint_folder.write_published
+    write = checkpoint_folder.write_atomically
 
     def write_or_die(path, text):
         if path.name == checkpoint_folder.TRACKER:
             os.kill(os.getpid(), signal.SIGKILL)
         return write(path, text)
 
-    checkpoint_folder.write_published = write_or_die
+    checkpoint_folder.write_atomically = write_or_die
 
 
 def test_one_command_begins_and_goes_on(command):

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_parallel.data.publish import flush_to_disk, write_published
+from moe_parallel.data.atomic_files import flush_to_disk, write_atomically
 from moe_parallel.data.sealed import write_sealed
 from moe_parallel.errors import InputError
 
@@ -74,7 +74,7 @@ class CheckpointFolder:
             published.rename(self._old_path(iteration))
         writing.rename(published)
         flush_to_disk(self.directory)
-        write_published(self.directory / TRACKER, f"{iteration}\n")
+        write_atomically(self.directory / TRACKER, f"{iteration}\n")
         flush_to_disk(self.directory)
         self._clear_leftovers()
         if keep_last is not None:

@@ -71,7 +71,7 @@ def _kill_before_the_tracker_is_written():
     def die(path, text):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoint_folder.write_published = die
+    checkpoint_folder.write_atomically = die
 
 
 @pytest.mark.parametrize("kill", [_kill_rank_1_while_writing, _kill_before_the_tracker_is_written])

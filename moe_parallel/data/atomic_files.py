@@ -18,7 +18,7 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_published(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a small text file under a temporary name, then give it its name."""
     temporary = path.with_name(f"{path.name}.writing-{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
@@ -40,7 +40,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def published_folder(target: Path) -> Iterator[Path]:
+def atomic_folder(target: Path) -> Iterator[Path]:
     """Give a temporary folder beside `target`; on success it becomes `target`.
 
     The caller holds a lock, so folders that a killed process left half built are swept away here.
