@@ -114,7 +114,7 @@ class TopK:
 
 
 @dataclass(frozen=True)
-class InTurn:
+class RoundRobin:
     """Experts in turn, whatever the scores: a balanced load, to time kernels under.
 
     Probs are those that `of` gives the chosen.
@@ -122,7 +122,7 @@ class InTurn:
 
     of: TopK
 
-    def with_bias(self, bias_E: torch.Tensor) -> InTurn:
+    def with_bias(self, bias_E: torch.Tensor) -> RoundRobin:
         """This rule: scores do not count, and so no bias does."""
         return self
 

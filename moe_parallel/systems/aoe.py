@@ -7,7 +7,7 @@ from moe_parallel.layers import Rules, System, autonomous_layer
 from moe_parallel.layers.routing_losses import importance, load_balancing_of_topk
 from moe_parallel.layers.system import SCALED_OUTPUT
 from moe_parallel.selection import topk
-from moe_parallel.selection.topk import InTurn, TopK
+from moe_parallel.selection.topk import RoundRobin, TopK
 from moe_parallel.systems.registry import register
 
 
@@ -15,7 +15,7 @@ def rules(selection: AoESelection) -> Rules:
     probs = topk.raw_probability if selection.probs_over_all else topk.softmax_of_selected
     rule = TopK(selection.moe_router_topk, probs)
     if selection.moe_router_force_load_balancing:
-        return Rules(InTurn(rule), InTurn(rule))
+        return Rules(RoundRobin(rule), RoundRobin(rule))
     return Rules(rule, rule)
 
 

@@ -9,14 +9,14 @@ from moe_parallel.layers import Rules, System, routed_layer
 from moe_parallel.layers.routing_losses import importance, load_balancing_of_topk, z
 from moe_parallel.layers.system import SCALED_OUTPUT
 from moe_parallel.selection import topk
-from moe_parallel.selection.topk import GroupLimit, InTurn, TopK
+from moe_parallel.selection.topk import GroupLimit, RoundRobin, TopK
 from moe_parallel.systems.registry import register
 
 
 def rules(selection: TopKSelection) -> Rules:
     rule = _rule(selection)
     if selection.moe_router_force_load_balancing:
-        return Rules(InTurn(rule), InTurn(rule))
+        return Rules(RoundRobin(rule), RoundRobin(rule))
     return Rules(rule, rule)
 
 

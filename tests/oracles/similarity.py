@@ -49,7 +49,7 @@ def neighbours(similarity: Array, k: int) -> list[list[int]]:
     return out
 
 
-def greedy_path(similarity: Array, k: int, starts: list[int]) -> tuple[list[int], int]:
+def greedy_order(similarity: Array, k: int, starts: list[int]) -> tuple[list[int], int]:
     """Order and restarts: from each document on to the most similar unused of its k neighbours."""
     around = neighbours(similarity, k)
     left = set(range(len(similarity)))

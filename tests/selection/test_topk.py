@@ -7,7 +7,7 @@ import torch
 from moe_parallel.selection import topk
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
-from moe_parallel.selection.topk import GroupLimit, InTurn, TopK
+from moe_parallel.selection.topk import GroupLimit, RoundRobin, TopK
 from tests.oracles import layers as oracle
 
 SHAPES = [(1, 1, 1), (9, 4, 2), (9, 5, 5), (30, 7, 3), (0, 4, 2)]  # T, E, K
@@ -118,7 +118,7 @@ def test_groups_equal_a_search_over_them(k, groups, allowed):
 
 @pytest.mark.parametrize("experts, k, tokens", [(8, 2, 12), (4, 3, 8), (5, 1, 10)])
 def test_in_turn_loads_all_experts_alike(experts, k, tokens):
-    choices = InTurn(TopK(k))(torch.from_numpy(_scores(tokens, experts)), TOKENS)
+    choices = RoundRobin(TopK(k))(torch.from_numpy(_scores(tokens, experts)), TOKENS)
     counts = choices.tokens_per_expert()
     assert counts.tolist() == [tokens * k / experts] * experts
     for row in choices.experts_TK.tolist():

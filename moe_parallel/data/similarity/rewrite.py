@@ -10,6 +10,12 @@ import numpy as np
 
 from moe_parallel.data.indexed import write_indexed
 from moe_parallel.data.sealed import file_digest
+from moe_parallel.data.similarity.document_order import (
+    adjacent_cosine,
+    drop_near_duplicates,
+    greedy_order,
+    lonely_first,
+)
 from moe_parallel.data.similarity.documents import Documents
 from moe_parallel.data.similarity.embedding import Advance, Embedder, embed_all
 from moe_parallel.data.similarity.instances import Instances
@@ -18,12 +24,6 @@ from moe_parallel.data.similarity.neighbours import (
     find_neighbours,
     found_share,
     mean_neighbours,
-)
-from moe_parallel.data.similarity.path import (
-    adjacent_cosine,
-    drop_near_duplicates,
-    greedy_path,
-    lonely_first,
 )
 from moe_parallel.data.similarity.scratch import Scratch
 
@@ -107,7 +107,7 @@ def rewrite(
     vectors_ND, neighbours_NK, cosines_NK = _find(
         prefix, documents, embedder, ordering, work, progress
     )
-    path = greedy_path(neighbours_NK, lonely_first(neighbours_NK, ordering.seed))
+    path = greedy_order(neighbours_NK, lonely_first(neighbours_NK, ordering.seed))
     order = path.order
     if ordering.duplicate_threshold is not None:
         order = drop_near_duplicates(order, vectors_ND, ordering.duplicate_threshold)

@@ -26,7 +26,7 @@ class Path:
     restarts: int
 
 
-def greedy_path(neighbours_NK: np.ndarray, starts: np.ndarray) -> Path:
+def greedy_order(neighbours_NK: np.ndarray, starts: np.ndarray) -> Path:
     """Walk from neighbour to neighbour.
 
     Args:

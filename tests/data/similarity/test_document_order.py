@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 
 from moe_parallel.data.indexed import write_indexed
+from moe_parallel.data.similarity.document_order import (
+    adjacent_cosine,
+    drop_near_duplicates,
+    greedy_order,
+    lonely_first,
+)
 from moe_parallel.data.similarity.documents import Documents
 from moe_parallel.data.similarity.embedding import embed_all
 from moe_parallel.data.similarity.neighbours import ExactIndex, find_neighbours
-from moe_parallel.data.similarity.path import (
-    adjacent_cosine,
-    drop_near_duplicates,
-    greedy_path,
-    lonely_first,
-)
 from moe_parallel.data.similarity.tf_idf import HashedTfIdf
 from tests.oracles import similarity as oracle
 
@@ -28,7 +28,7 @@ def padded(neighbours: list[list[int]], k: int) -> np.ndarray:
 def test_goes_to_the_most_similar_unused_and_begins_anew() -> None:
     #            0       1       2        3        4
     around = [[2, 1], [0, 2], [0, 3], [2, 0], [-1, -1]]
-    path = greedy_path(np.array(around), np.array([0, 4, 1, 2, 3]))
+    path = greedy_order(np.array(around), np.array([0, 4, 1, 2, 3]))
     # 0 -> 2 -> 3 (0 is used); 3's are used: 4, which has none: 1.
     assert path.order.tolist() == [0, 2, 3, 4, 1]
     assert path.restarts == 2
@@ -40,8 +40,8 @@ def test_against_all_pairs(k: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     similarity = oracle.cosines(rng.normal(size=(60, 8)))
     starts = rng.permutation(60)
-    path = greedy_path(padded(oracle.neighbours(similarity, k), k), starts)
-    assert (path.order.tolist(), path.restarts) == oracle.greedy_path(
+    path = greedy_order(padded(oracle.neighbours(similarity, k), k), starts)
+    assert (path.order.tolist(), path.restarts) == oracle.greedy_order(
         similarity, k, starts.tolist()
     )
 
@@ -57,7 +57,7 @@ def test_starts_with_those_that_few_name() -> None:
 
 @pytest.mark.parametrize("threshold", [0.2, 0.6, 0.95])
 def test_near_duplicates(monkeypatch: pytest.MonkeyPatch, threshold: float) -> None:
-    monkeypatch.setattr("moe_parallel.data.similarity.path._ROWS", 7)
+    monkeypatch.setattr("moe_parallel.data.similarity.document_order._ROWS", 7)
     rng = np.random.default_rng(0)
     vectors = unit(np.repeat(rng.normal(size=(10, 6)), 5, axis=0) + 0.1 * rng.normal(size=(50, 6)))
     order = rng.permutation(50)
@@ -79,7 +79,7 @@ def test_documents_without_text_are_no_duplicates() -> None:
 
 
 def test_adjacent_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_parallel.data.similarity.path._ROWS", 2)
+    monkeypatch.setattr("moe_parallel.data.similarity.document_order._ROWS", 2)
     vectors = np.array([[1, 0], [0, 1], [0.6, 0.8], [0, -1]], dtype=np.float32)
     order = np.array([0, 2, 1, 3])  # 0.6, 0.8, -1
     assert adjacent_cosine(order, vectors) == pytest.approx(0.4 / 3)
@@ -111,7 +111,7 @@ def test_two_thousand_documents_of_forty_kinds(tmp_path: FilePath) -> None:
         cosines_NK=cosines,
         advance=lambda queries: None,
     )
-    path = greedy_path(neighbours, lonely_first(neighbours, 0))
+    path = greedy_order(neighbours, lonely_first(neighbours, 0))
 
     def same_kind(order: np.ndarray) -> float:
         return float((kinds[order[1:]] == kinds[order[:-1]]).mean())
