@@ -24,7 +24,7 @@ from moe_parallel.evaluation.text_loss import evaluate
 from moe_parallel.parallel import Groups
 from moe_parallel.training.checkpoint.checkpointer import TrainingState
 from moe_parallel.training.engine import Engine
-from moe_parallel.training.run import begin_run, open_checkpoints
+from moe_parallel.training.run_folder import begin_run, open_checkpoints
 from moe_parallel.training.standalone import on_one_process, standalone_model
 from moe_parallel.training.text import Text, open_text
 

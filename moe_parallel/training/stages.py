@@ -21,7 +21,7 @@ from moe_parallel.training.checkpoint.checkpointer import Checkpointer, Training
 from moe_parallel.training.checkpoint.folder import find_checkpoint
 from moe_parallel.training.checkpoint.record import read_record
 from moe_parallel.training.engine import Engine
-from moe_parallel.training.run import dense_checkpoints, expected_dense
+from moe_parallel.training.run_folder import dense_checkpoints, expected_dense
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from moe_parallel.platform.device import device
 from moe_parallel.telemetry.statistics import RoutingStatistics
 from moe_parallel.training.checkpoint.folder import find_checkpoint
 from moe_parallel.training.checkpoint.record import checked_file, read_record
-from moe_parallel.training.run import open_checkpoints
+from moe_parallel.training.run_folder import open_checkpoints
 from moe_parallel.training.text import DEFAULT_VOCAB_SIZE
 
 

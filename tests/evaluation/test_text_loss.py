@@ -15,7 +15,7 @@ from moe_parallel.evaluation.text_loss import TextLoss, evaluate
 from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.training.engine import Engine
 from moe_parallel.training.pretrain import seed_everything
-from moe_parallel.training.run import open_checkpoints
+from moe_parallel.training.run_folder import open_checkpoints
 from moe_parallel.training.text import open_text
 from tests.distributed import run_distributed
 from tests.program import AOE, SMALL, flags, pretrain_here, small_data
