@@ -1,6 +1,7 @@
 """Which vocabulary items take most experts, and which take fewest.
 
-    python tools/experts_per_vocab_item.py --load runs/my [--at-least 10000] [--items 100] [--samples N]
+    python tools/experts_per_vocab_item.py --load runs/my [--at-least 10000] [--items 100]
+        [--samples N]
 
 Experts per token, in a layer on average, over held-out text (Huang et al. 2024, section 5.3, counts
 items that occur more than 10,000 times). Runs on one process, in fp32, whatever layout trained the

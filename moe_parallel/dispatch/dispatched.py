@@ -44,7 +44,8 @@ class Dispatcher(Protocol[Route]):
         Args:
             x_TD: tokens of this rank.
             choices: of experts of the whole group.
-            pad_rows_per_expert: pad each expert's rows from each rank to this number; None: no padding.
+            pad_rows_per_expert: how many rows each expert has from each rank, padded; None: as many
+                as were chosen.
         """
         ...
 

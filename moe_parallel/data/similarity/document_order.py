@@ -14,7 +14,7 @@ _ROWS = 4096
 
 
 @dataclass(frozen=True)
-class Path:
+class DocumentOrder:
     """Every document once.
 
     Attributes:
@@ -26,7 +26,7 @@ class Path:
     restarts: int
 
 
-def greedy_order(neighbours_NK: np.ndarray, starts: np.ndarray) -> Path:
+def greedy_order(neighbours_NK: np.ndarray, starts: np.ndarray) -> DocumentOrder:
     """Walk from neighbour to neighbour.
 
     Args:
@@ -46,7 +46,7 @@ def greedy_order(neighbours_NK: np.ndarray, starts: np.ndarray) -> Path:
             around = neighbours_NK[document].tolist()
             document = next((other for other in around if other >= 0 and not used[other]), -1)
     assert length == len(starts), (length, len(starts))
-    return Path(order, max(0, begun - 1))
+    return DocumentOrder(order, max(0, begun - 1))
 
 
 def lonely_first(neighbours_NK: np.ndarray, seed: int) -> np.ndarray:

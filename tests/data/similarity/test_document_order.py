@@ -1,4 +1,4 @@
-from pathlib import Path as FilePath
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -87,7 +87,7 @@ def test_adjacent_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.isnan(adjacent_cosine(order[:1], vectors))
 
 
-def test_two_thousand_documents_of_forty_kinds(tmp_path: FilePath) -> None:
+def test_two_thousand_documents_of_forty_kinds(tmp_path: Path) -> None:
     """From tokens to the order: half of a document's words are its kind's."""
     rng = np.random.default_rng(0)
     words = [rng.choice(1000, 80, replace=False) for _ in range(40)]
