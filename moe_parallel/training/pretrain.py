@@ -27,10 +27,10 @@ from moe_parallel.platform.device import choose_backend
 from moe_parallel.platform.megatron_version import check_megatron_version
 from moe_parallel.telemetry.sinks import Telemetry, open_telemetry
 from moe_parallel.training.failure import FailureChannel, run
+from moe_parallel.training.final_report import compare_with_baselines, draw, format_table
 from moe_parallel.training.job_store import join_store
 from moe_parallel.training.loop import Loop
 from moe_parallel.training.own_tokenizer import names_tokenizer
-from moe_parallel.training.report import compare_with_baselines, draw, format_table
 from moe_parallel.training.run_config import begins_in, run_config
 from moe_parallel.training.run_folder import begin_run, goes_on_here, is_finished, open_checkpoints
 from moe_parallel.training.run_lock import locked_folder

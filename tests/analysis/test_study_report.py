@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from moe_parallel.analysis.study.folder import StudyFolder
 from moe_parallel.analysis.study.loss_figure import draw_losses
 from moe_parallel.analysis.study.notes import notes
-from moe_parallel.analysis.study.report import write_report
 from moe_parallel.analysis.study.results import StudyResults
 from moe_parallel.analysis.study.routing_figures import (
     draw_domain_weights,
@@ -21,6 +20,7 @@ from moe_parallel.analysis.study.routing_figures import (
     draw_loads,
     draw_norms,
 )
+from moe_parallel.analysis.study.study_report import write_report
 from moe_parallel.analysis.study.table import markdown
 from moe_parallel.errors import InputError
 from tests.analysis.study_folder import TOKENS, layer, make_study, plausible_records, write_cell

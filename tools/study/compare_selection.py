@@ -53,7 +53,9 @@ def compare(options: argparse.Namespace) -> int:
             print("interrupted; the same command goes on from here")
             return EXIT_INTERRUPTED
         if any(cell.is_finished(manifest.train_iters) for cell in asked):
-            from moe_parallel.analysis.study.report import write_report  # matplotlib takes a second
+            from moe_parallel.analysis.study.study_report import (
+                write_report,  # matplotlib takes a second
+            )
 
             count_active(manifest, folder)
             print(f"report: {write_report(folder)}")
