@@ -24,9 +24,9 @@ from torch import Tensor
 
 from moe_parallel.errors import InputError
 from moe_parallel.ops import extension, reference
-from moe_parallel.ops.types import Choose, Gradient, Keep, RowMap, Scores
+from moe_parallel.ops.types import Choose, Gradient, Keep, NormScores, RowMap
 
-__all__ = ["BACKENDS", "Ops", "RowMap", "Scores", "select_backend"]
+__all__ = ["BACKENDS", "Ops", "RowMap", "NormScores", "select_backend"]
 
 BACKENDS = ("reference", "native", "auto")
 
@@ -61,7 +61,7 @@ class NormTopK(Protocol):
         gradient: Gradient = "all",
         chosen: Choose | None = None,
         screening: int = 0,
-    ) -> Scores: ...
+    ) -> NormScores: ...
 
 
 class RoutedExperts(Protocol):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_parallel.ops.fp8_norms import fp8_norms
-from moe_parallel.ops.types import Choose, Gradient, Keep, RowMap, Scores
+from moe_parallel.ops.types import Choose, Gradient, Keep, NormScores, RowMap
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -142,7 +142,7 @@ def norm_topk(
     gradient: Gradient = "all",
     chosen: Choose | None = None,
     screening: int = 0,
-) -> Scores:
+) -> NormScores:
     """AoE's selection (arXiv 2501.13074, Algorithm 2): C = x W_e, `p_e = ||C||_2`, `topK(p)`.
 
     The experts are sorted by falling norm, ties to the lower index. The gradient of a zero norm
@@ -185,7 +185,7 @@ def norm_topk(
         is_chosen_TE = is_chosen_TE.scatter(1, experts_TK % is_chosen_TE.size(1), True)[:, :-1]
         norms_TE = torch.where(is_chosen_TE, norms_TE, norms_TE.detach())
     c_TKR = c_of_chosen(c_TER, experts_TK) if keep != "nothing" else None
-    return Scores(norms_TE, experts_TK, c_TKR)
+    return NormScores(norms_TE, experts_TK, c_TKR)
 
 
 def c_of_chosen(c_TER: Tensor, experts_TK: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ class RowMap(NamedTuple):
     counts_E: Tensor
 
 
-class Scores(NamedTuple):
+class NormScores(NamedTuple):
     """Norms of all experts for each token, and which experts were chosen by them.
 
     norms_TE: fp32 (fp64 for fp64 inputs), differentiable.

@@ -14,7 +14,7 @@ from moe_parallel.ops.reference import (
     c_of_chosen,
     check_choice,
 )
-from moe_parallel.ops.types import Choose, Gradient, Keep, Scores
+from moe_parallel.ops.types import Choose, Gradient, Keep, NormScores
 
 _ops = torch.ops.moe_parallel
 
@@ -29,7 +29,7 @@ def norm_topk(
     gradient: Gradient = "all",
     chosen: Choose | None = None,
     screening: int = 0,
-) -> Scores:
+) -> NormScores:
     check_choice(w_EDR.size(0), k, bias_E, keep, gradient, chosen, screening)
     # The chosen gradient needs no C but that of the chosen.
     keep_all = keep == "all" and gradient == "all" and torch.is_grad_enabled()
@@ -43,26 +43,26 @@ def norm_topk(
             norms_TE, experts_TK, c_TKR, c_TER = _ops.norm_topk(
                 x_TD, w_EDR, k, bias_E, keep != "nothing", keep_all
             )
-            scores = Scores(norms_TE, experts_TK, c_TKR if keep != "nothing" else None)
+            scores = NormScores(norms_TE, experts_TK, c_TKR if keep != "nothing" else None)
     c_TER = c_TER if keep_all else None
     norms_TE, c_TKR = _Gradient.apply(x_TD, w_EDR, *scores, c_TER, gradient, chosen is None)
-    return Scores(norms_TE, scores.experts_TK, c_TKR)
+    return NormScores(norms_TE, scores.experts_TK, c_TKR)
 
 
 def _chosen_by(
     chosen: Choose, x_TD: Tensor, w_EDR: Tensor, keep: Keep, keep_all: bool
-) -> tuple[Scores, Tensor]:
+) -> tuple[NormScores, Tensor]:
     """The scores, and C of all experts if it was made at once."""
     keep_all = keep_all or keep != "nothing"
     norms_TE, _, _, c_TER = _ops.norm_topk(x_TD, w_EDR, 1, None, False, keep_all)
     experts_TK = chosen(norms_TE)
     c_TKR = c_of_chosen(c_TER, experts_TK) if keep != "nothing" else None
-    return Scores(norms_TE, experts_TK, c_TKR), c_TER
+    return NormScores(norms_TE, experts_TK, c_TKR), c_TER
 
 
 def _screened(
     x_TD: Tensor, w_EDR: Tensor, k: int, bias_E: Tensor | None, keep: Keep, screening: int
-) -> Scores:
+) -> NormScores:
     """Norms in FP8 name the candidates: k + screening products a token with x."""
     norms_TE = fp8_norms(x_TD, w_EDR).to(accumulation_dtype(x_TD.dtype))
     candidates_TC = by_falling_rank(norms_TE, bias_E)[:, : k + screening].contiguous()
@@ -74,9 +74,9 @@ def _screened(
     others_TE = torch.ones_like(norms_TE, dtype=torch.bool).scatter(1, candidates_TC, False)
     experts_TK = by_falling_rank(norms_TE, bias_E, others_TE)[:, :k].contiguous()
     if keep == "nothing":
-        return Scores(norms_TE, experts_TK)
+        return NormScores(norms_TE, experts_TK)
     row_TE = torch.zeros_like(others_TE, dtype=torch.int64).scatter(1, candidates_TC, rows_TC)
-    return Scores(norms_TE, experts_TK, c_NR[row_TE.gather(1, experts_TK)])
+    return NormScores(norms_TE, experts_TK, c_NR[row_TE.gather(1, experts_TK)])
 
 
 @torch.library.register_fake("moe_parallel::norm_topk")
