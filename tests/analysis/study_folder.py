@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from moe_parallel.analysis.study.contenders import SharedFile, choose_contenders
-from moe_parallel.analysis.study.folder import MANIFEST, Cell, Manifest, StudyFolder
+from moe_parallel.analysis.study.folder import MANIFEST, Cell, StudyFolder, StudyManifest
 
 SHARED: dict[str, Any] = {
     "num_layers": 2,
@@ -49,7 +49,7 @@ def make_study(
         selections, SharedFile.from_raw({**SHARED, **(shared or {})}), overrides or {}
     )
     counts = {"total": 1000, "active": 600, "active_compute": 700}
-    manifest = Manifest(
+    manifest = StudyManifest(
         {contender.name: contender for contender in contenders},
         list(seeds),
         processes=1,

@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 
 from moe_parallel.analysis.study.contenders import SharedFile, choose_contenders, parse_overrides
-from moe_parallel.analysis.study.folder import Manifest, StudyFolder
+from moe_parallel.analysis.study.folder import StudyFolder, StudyManifest
 from moe_parallel.errors import InputError
 from tests.analysis.study_folder import SHARED, make_study
 
 
-def asked(words, seeds=(1, 2), overrides=(), **shared) -> tuple[Manifest, SharedFile]:
+def asked(words, seeds=(1, 2), overrides=(), **shared) -> tuple[StudyManifest, SharedFile]:
     file = SharedFile.from_raw({**SHARED, **shared})
     chosen = choose_contenders(words, file, parse_overrides(overrides))
-    return Manifest({c.name: c for c in chosen}, list(seeds), 1, 2, {}), file
+    return StudyManifest({c.name: c for c in chosen}, list(seeds), 1, 2, {}), file
 
 
 def test_the_manifest_is_read_back_as_it_was_written(tmp_path: Path):
     study = make_study(tmp_path / "study", ["topk", "dense"], overrides={"topk": {"lr": "1e-3"}})
     manifest = study.manifest()
-    assert Manifest.from_json(manifest.to_json()) == manifest
+    assert StudyManifest.from_json(manifest.to_json()) == manifest
     assert manifest.contenders["topk"].config.optimizer.lr == 1e-3
     assert (manifest.seeds, manifest.train_iters) == ([1, 2], 40)
 

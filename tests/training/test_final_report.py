@@ -57,9 +57,9 @@ def test_all_training_text_against_each_held_out_text_and_all(
     tmp_path: Path, bpe: FastTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = []
-    train_trigram = report.train_trigram
+    train_trigram = final_report.train_trigram
     monkeypatch.setattr(
-        report, "train_trigram", lambda texts: trained.append(1) or train_trigram(texts)
+        final_report, "train_trigram", lambda texts: trained.append(1) or train_trigram(texts)
     )
     comparison = compare(tmp_path, bpe, "ab")
     assert trained == [1], "one model for all rows"

@@ -24,7 +24,7 @@ from cell_runner import CellRunner, StopRequest
 from study_plan import check_totals, count_active, plan
 
 from moe_parallel.analysis.run_history import RunHistory
-from moe_parallel.analysis.study.folder import MANIFEST, Cell, Manifest, StudyFolder
+from moe_parallel.analysis.study.folder import MANIFEST, Cell, StudyFolder, StudyManifest
 from moe_parallel.analysis.study.measures import measures
 from moe_parallel.errors import InputError
 from moe_parallel.tool import Tool
@@ -65,7 +65,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def train(
-    manifest: Manifest, cells: list[Cell], runner: CellRunner, stop: StopRequest
+    manifest: StudyManifest, cells: list[Cell], runner: CellRunner, stop: StopRequest
 ) -> list[Cell]:
     """Run the cells that are not finished, until asked to stop; returns those that failed."""
     failed, seconds = [], []

@@ -18,7 +18,7 @@ from moe_parallel.analysis.study.contenders import (
     choose_contenders,
     parse_overrides,
 )
-from moe_parallel.analysis.study.folder import MANIFEST, Cell, Manifest, StudyFolder
+from moe_parallel.analysis.study.folder import MANIFEST, Cell, StudyFolder, StudyManifest
 from moe_parallel.analysis.study.notes import MOST_TOTALS_DIFFER, total_difference
 from moe_parallel.analysis.study.results import MEASURED, StudyResults
 from moe_parallel.analysis.study.table import parameter_table
@@ -30,7 +30,7 @@ UNUSED_FOLDER = {"save": "unused"}  # options on checkpoints want one; nothing i
 COUNT = ROOT / "tools" / "count_parameters.py"
 
 
-def plan(options: Namespace, folder: StudyFolder) -> tuple[Manifest, list[Cell]]:
+def plan(options: Namespace, folder: StudyFolder) -> tuple[StudyManifest, list[Cell]]:
     """What the study is, an earlier part of it included, and which runs this command asks for.
 
     Raises InputError for anything that could not be trained, or not compared.
@@ -44,7 +44,7 @@ def plan(options: Namespace, folder: StudyFolder) -> tuple[Manifest, list[Cell]]
         check_trainable(contender, options.nproc)
     first = next(iter(contenders.values())).config.training.seed
     seeds = list(range(first, first + options.seeds))
-    manifest = Manifest(contenders, seeds, options.nproc, options.threads, {})
+    manifest = StudyManifest(contenders, seeds, options.nproc, options.threads, {})
     earlier = folder.manifest()
     if earlier is not None:
         manifest = manifest.joined_to(earlier, file)
@@ -54,7 +54,7 @@ def plan(options: Namespace, folder: StudyFolder) -> tuple[Manifest, list[Cell]]
     return manifest, list(folder.cells(list(contenders), seeds))
 
 
-def check_totals(manifest: Manifest, allow_unequal: bool) -> None:
+def check_totals(manifest: StudyManifest, allow_unequal: bool) -> None:
     """Print the table of parameters; raises InputError if it is no fair comparison."""
     print(parameter_table(manifest.parameters))
     totals = {
@@ -74,7 +74,7 @@ def check_totals(manifest: Manifest, allow_unequal: bool) -> None:
         )
 
 
-def count_active(manifest: Manifest, folder: StudyFolder) -> None:
+def count_active(manifest: StudyManifest, folder: StudyFolder) -> None:
     """Count again, and note it, where training has decided how many experts compute a token."""
     for result in StudyResults.read(folder).results:
         measured = result.spreads.get("experts_per_token")

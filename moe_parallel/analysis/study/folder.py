@@ -27,7 +27,7 @@ MANIFEST = "study.json"
 
 
 @dataclass(frozen=True)
-class Manifest:
+class StudyManifest:
     """What study.json says. `parameters`: of each contender, as count_parameters.py gives them."""
 
     contenders: dict[str, Contender]
@@ -40,7 +40,7 @@ class Manifest:
     def train_iters(self) -> int:
         return next(iter(self.contenders.values())).config.training.train_iters
 
-    def joined_to(self, earlier: Manifest, file: SharedFile) -> Manifest:
+    def joined_to(self, earlier: StudyManifest, file: SharedFile) -> StudyManifest:
         """What both ask for, the earlier first.
 
         Raises InputError if a run of the earlier study would now be another run: its contenders are
@@ -54,7 +54,7 @@ class Manifest:
             if now is None:
                 now = file.contender(name, before.system, before.overrides)
             _check_same(before, now)
-        return Manifest(
+        return StudyManifest(
             {**earlier.contenders, **self.contenders},
             earlier.seeds + [seed for seed in self.seeds if seed not in earlier.seeds],
             self.processes,
@@ -66,7 +66,7 @@ class Manifest:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Manifest:
+    def from_json(cls, text: str) -> StudyManifest:
         content = json.loads(text)
         content["contenders"] = {
             name: Contender(**contender) for name, contender in content["contenders"].items()
@@ -116,7 +116,7 @@ class StudyFolder:
     def name(self) -> str:
         return self.path.resolve().name
 
-    def manifest(self) -> Manifest | None:
+    def manifest(self) -> StudyManifest | None:
         """None where no study has begun. Raises InputError for a folder of something else."""
         path = self.path / MANIFEST
         if not path.is_file():
@@ -126,7 +126,7 @@ class StudyFolder:
                 )
             return None
         try:
-            return Manifest.from_json(path.read_text(encoding="utf-8"))
+            return StudyManifest.from_json(path.read_text(encoding="utf-8"))
         except (ValueError, TypeError, KeyError, OSError):
             raise InputError(f"{path} cannot be read: name another folder, or mend it") from None
 

@@ -95,7 +95,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         return {"total": total, "active": active, "active_compute": active}
 
     monkeypatch.setattr(study_plan, "count_parameters", count)
-    monkeypatch.setattr(report, "FIGURES", {})  # they are tested by tests/analysis
+    monkeypatch.setattr(study_report, "FIGURES", {})  # they are tested by tests/analysis
     return compare_selection
 
 
