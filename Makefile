@@ -24,6 +24,7 @@ pretrain: OMP_NUM_THREADS = $(shell expr $$(getconf _NPROCESSORS_ONLN) / $(NPROC
 
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 PYTEST := $(RUN) python -m pytest -n $(JOBS) --dist worksteal
+PROSE := README.md CONTRIBUTING.md CHANGELOG.md docs csrc examples Makefile pyproject.toml
 SOURCES := moe_parallel tools tests setup.py pretrain_gpt_moe.py
 CSRC := $(shell find csrc tests/cuda_host tests/csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
@@ -51,7 +52,7 @@ keep-earlier-run = \
 	    echo "kept the earlier run as runs/quickstart.$$n"; \
 	fi
 
-pretrain: set-up ## train the quickstart model (about 8 minutes on 2 cores) and report what it learnt
+pretrain: set-up ## train the quickstart model (about 8 minutes on 2 cores) and report what it learned
 	@$(if $(findstring --load,$(ARGS))$(findstring --save,$(ARGS)),:,$(keep-earlier-run))
 	@$(RUN) python pretrain_gpt_moe.py --nproc-per-node $(NPROC) --config $(CONFIG) $(ARGS)
 
@@ -64,10 +65,11 @@ test-full: set-up ## every test with all its combinations, and long runs
 bench: set-up ## time every operator against its peers, one thread (ARGS="--sizes goals": longer)
 	@$(RUN) python tools/bench/run.py $(ARGS)
 
-check: set-up ## ruff, mypy and clang-format, changing nothing
+check: set-up ## ruff, mypy, codespell and clang-format, changing nothing
 	@$(RUN) ruff check $(SOURCES)
 	@$(RUN) ruff format --check $(SOURCES)
 	@$(RUN) mypy
+	@$(RUN) codespell --dictionary=- --dictionary=tools/american.txt $(SOURCES) $(PROSE)
 	@$(RUN) clang-format --dry-run -Werror $(CSRC)
 
 format: set-up ## what `make check` asks for, done where a tool can do it

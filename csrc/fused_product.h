@@ -2,7 +2,7 @@
 // them: rows gathered as they are loaded, and an epilogue on sums that are still in registers.
 //
 // A product has two accumulators, `first` and `second`, for columns that one thread then has side
-// by side: the gate and the up projection of SwiGLU, which are two matrices, or two neighbouring
+// by side: the gate and the up projection of SwiGLU, which are two matrices, or two neighboring
 // ranges of columns of one matrix.
 #pragma once
 

@@ -26,10 +26,9 @@ void check_counts(const at::Tensor& chosen, int64_t elsewhere, std::optional<int
 
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(const at::Tensor& experts,
-                                                           int64_t num_experts,
-                                                           std::optional<int64_t> pad_rows_per_expert,
-                                                           bool all_chosen) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(
+    const at::Tensor& experts, int64_t num_experts, std::optional<int64_t> pad_rows_per_expert,
+    bool all_chosen) {
   check_index("experts", experts, 2);
   TORCH_CHECK_VALUE(num_experts >= 0, "num_experts must not be negative: ", num_experts);
   TORCH_CHECK_VALUE(!pad_rows_per_expert || *pad_rows_per_expert >= 0,
@@ -62,8 +61,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> routing_map(const at::Tensor& exp
                            .pad_rows_per_expert = pad_rows_per_expert.value_or(-1),
                            .chunks = chunks});
   const int64_t num_rows = pad_rows_per_expert ? num_experts * *pad_rows_per_expert
-                           : all_chosen    ? choices
-                                           : counts.sum().item<int64_t>();
+                           : all_chosen        ? choices
+                                               : counts.sum().item<int64_t>();
 
   auto slots = experts.new_full({num_rows}, -1);
   auto rows = at::full_like(experts_2d, -1);

@@ -45,13 +45,13 @@ class OneProcess:
 
 
 def groups_of_one() -> Groups:
-    """The groups of a process that shares its layers with no other; nothing is initialised."""
+    """The groups of a process that shares its layers with no other; nothing is initialized."""
     alone = cast(dist.ProcessGroup, OneProcess())
     return Groups(**{field.name: alone for field in fields(Groups)})
 
 
 def initialize_groups(config: ParallelConfig, virtual_stages: int | None = None) -> Groups:
-    """Make Megatron-Core's groups; torch.distributed must be initialised.
+    """Make Megatron-Core's groups; torch.distributed must be initialized.
 
     Args:
         config: the sizes.

@@ -67,7 +67,7 @@ AOE = {"expert_selection": "aoe", "aoe_low_rank_size": 8}
 
 
 def small_data(folder: Path) -> dict[str, Any]:
-    """Write a tokenizer and two domains, `cycle` (learnt at once) and `noise`; the data flags."""
+    """Write a tokenizer and two domains, `cycle` (learned at once) and `noise`; the data flags."""
     tokenizer = small_bpe()
     tokenizer.save(folder / "tokenizer")
     names = "zero one two three four five six seven".split()

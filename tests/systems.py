@@ -22,7 +22,7 @@ SYSTEMS: dict[str, Options] = {
         "moe_router_load_balancing_type": "seq_aux_loss",
         "moe_shared_expert_intermediate_size": 32,
     },
-    "topk, large router, factorised W_g, global loss": {
+    "topk, large router, factorized W_g, global loss": {
         "moe_router_hidden_size": 12,
         "moe_gate_low_rank_size": 8,
         "moe_router_load_balancing_type": "global_aux_loss",

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The operators' tests on an extension built with the address and undefined-behaviour sanitizers:
+# The operators' tests on an extension built with the address and undefined-behavior sanitizers:
 # a read or write outside its memory, a signed overflow or a misaligned access ends them.
 #
 #     tools/check_sanitizers.sh PYTHON      of an environment with the packages, e.g. .venv/bin/python

@@ -5,7 +5,7 @@ r"""Make a trained model into one of another system of expert selection, and tra
     torchrun --nproc-per-node 2 pretrain_gpt_moe.py --config runs/aoe-start/config.yaml \
         --load runs/aoe-start --save runs/healed
 
-aoe    from topk: W_g is factorised, and norms are fitted to rank the experts as the router did
+aoe    from topk: W_g is factorized, and norms are fitted to rank the experts as the router did
 topk   from lory and lory_prefix: weights are copied, and the router sees single tokens from now on;
        from topk too: a new start with another schedule, to compare with
 

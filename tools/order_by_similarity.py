@@ -23,7 +23,7 @@ from moe_parallel.tool import Tool, load_torch, progress
 if TYPE_CHECKING:
     from moe_parallel.data.similarity.documents import Documents
     from moe_parallel.data.similarity.embedding import Embedder
-    from moe_parallel.data.similarity.neighbours import BuildIndex
+    from moe_parallel.data.similarity.neighbors import BuildIndex
     from moe_parallel.data.similarity.rewrite import Summary
 
 # Documents up to which all pairs are compared unless --index says otherwise: minutes.
@@ -51,11 +51,11 @@ def main(arguments: list[str]) -> int:
     files.add_argument(
         "--work-folder",
         type=Path,
-        help="keep embeddings and neighbours here and find them again (default: a temporary "
+        help="keep embeddings and neighbors here and find them again (default: a temporary "
         "folder beside the output)",
     )
     _add_embedding(tool.add_argument_group("embeddings"))
-    _add_neighbours(tool.add_argument_group("neighbours"))
+    _add_neighbors(tool.add_argument_group("neighbors"))
     instances = tool.add_argument_group("instances")
     instances.add_argument("--seq-length", type=int, required=True, help="the one of training")
     instances.add_argument(
@@ -88,8 +88,10 @@ def _add_embedding(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--ngram", type=int, default=1, help="longest of TF-IDF (default 1)")
 
 
-def _add_neighbours(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--neighbours", type=int, default=10, help="of a document (default 10)")
+def _add_neighbors(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--neighbors", "--neighbours", type=int, default=10, help="of a document (default 10)"
+    )
     group.add_argument(
         "--index",
         choices=("auto", "exact", "ivf"),
@@ -121,7 +123,7 @@ def check(options: argparse.Namespace) -> None:
         ("encoder-batch-size", 1),
         ("embedding-size", 1),
         ("ngram", 1),
-        ("neighbours", 1),
+        ("neighbors", 1),
         ("probes", 1),
         ("shard-size", 1),
     ):
@@ -152,7 +154,7 @@ def order(options: argparse.Namespace) -> "Summary":
 
     from moe_parallel.data.indexed import check_new
     from moe_parallel.data.similarity.documents import Documents
-    from moe_parallel.data.similarity.neighbours import faiss
+    from moe_parallel.data.similarity.neighbors import faiss
     from moe_parallel.data.similarity.rewrite import Ordering, rewrite
     from moe_parallel.data.similarity.scratch import scratch
 
@@ -163,7 +165,7 @@ def order(options: argparse.Namespace) -> "Summary":
     if len(documents) < 2:
         raise InputError(f"--data-path {options.data_path} holds one document: nothing to order")
     ordering = Ordering(
-        neighbours=options.neighbours,
+        neighbors=options.neighbors,
         build=_index(options, documents),
         shard=options.shard_size,
         duplicate_threshold=None if options.keep_duplicates else options.duplicate_threshold,
@@ -195,7 +197,7 @@ def _embedder(options: argparse.Namespace, documents: "Documents") -> "Embedder"
 
 
 def _index(options: argparse.Namespace, documents: "Documents") -> "BuildIndex":
-    from moe_parallel.data.similarity.neighbours import ExactIndex, InvertedIndex
+    from moe_parallel.data.similarity.neighbors import ExactIndex, InvertedIndex
 
     if options.index == "exact" or (options.index == "auto" and len(documents) <= EXACT_UP_TO):
         return ExactIndex()
@@ -205,7 +207,7 @@ def _index(options: argparse.Namespace, documents: "Documents") -> "BuildIndex":
 def describe(summary: "Summary", options: argparse.Namespace) -> str:
     """A few lines for people."""
     return (
-        f"{summary.documents:,} documents, {summary.neighbours:.1f} neighbours each "
+        f"{summary.documents:,} documents, {summary.neighbors:.1f} neighbors each "
         f"({summary.found:.0%} of the nearest found); "
         f"{summary.restarts:,} restarts, {summary.duplicates:,} near duplicates left out\n"
         f"cosine of adjacent documents: {summary.cosine_after:.3f} "

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str]) -> int:
     tool = Tool(__file__, __doc__)
-    tool.add_argument("--config", metavar="FILE.yaml", help="probe this model as initialised")
+    tool.add_argument("--config", metavar="FILE.yaml", help="probe this model as initialized")
     tool.add_argument("--load", metavar="RUN", help="probe this checkpoint")
     tool.add_argument(
         "--perturbations", metavar="N", type=int, default=32,

@@ -231,7 +231,7 @@ def summary(moe: Sequence[History], aoe: Sequence[History]) -> str:
     return "\n".join(f"{sum(seen):3} of {len(seen)}  {claim}" for claim, seen in claims.items())
 
 
-COLOURS_Y = ["#0072B2", "#D55E00", "#009E73"]  # Okabe-Ito: told apart with any colour vision
+COLORS_Y = ["#0072B2", "#D55E00", "#009E73"]  # Okabe-Ito: told apart with any color vision
 STYLE = {
     "font.size": 10,
     "axes.titlesize": 11,
@@ -278,14 +278,14 @@ def _draw_scores(axes: Axes, decided_by: str, history: History) -> None:
     _stages(axes, history)
     axes.set_title(f"What decides: the {decided_by}\n")
     axes.set(ylabel="mean over the inputs of a class")
-    grey = [Line2D([], [], color="#444444", lw=1.8, ls=line) for line in ("-", "--", ":")]
-    axes.legend(grey, ["expert A", "expert B", "not yet trained on"], loc="best", fontsize=9)
+    gray = [Line2D([], [], color="#444444", lw=1.8, ls=line) for line in ("-", "--", ":")]
+    axes.legend(gray, ["expert A", "expert B", "not yet trained on"], loc="best", fontsize=9)
 
 
 def _curve(axes: Axes, history: History, value_M: Tensor, y: int, **style: Any) -> None:
     """A curve of class `y`; dotted while class 3 is measured but not yet trained on."""
     # Class 2 often lies on class 1: the lower curve is the wider one.
-    style = {"color": COLOURS_Y[y], "lw": (4.5, 1.8, 2.2)[y], **style}
+    style = {"color": COLORS_Y[y], "lw": (4.5, 1.8, 2.2)[y], **style}
     born = history.arrival if y == 2 else 0
     axes.plot(history.steps_M[born:], value_M[born:], **style)
     before = {**style, "ls": ":", "label": None}
@@ -305,12 +305,12 @@ def _stages(axes: Axes, history: History) -> None:
 def _draw_seeds(axes: Axes, histories: Sequence[History]) -> None:
     """Expert A's share of each class: hollow at the end of stage 1, full at that of stage 2."""
     across_N = torch.linspace(-0.15, 0.15, len(histories))
-    for y, colour in enumerate(COLOURS_Y):
-        for stage, fill in ((1, "none"), (2, colour)):
+    for y, color in enumerate(COLORS_Y):
+        for stage, fill in ((1, "none"), (2, color)):
             moments = [h.arrival if stage == 1 else -1 for h in histories]
             share_N = [h.share_MYE[m, y, 0] for h, m in zip(histories, moments, strict=True)]
             place_N = y + 0.4 * (stage - 1.5) + across_N
-            axes.scatter(place_N, share_N, s=24, edgecolors=colour, facecolors=fill)
+            axes.scatter(place_N, share_N, s=24, edgecolors=color, facecolors=fill)
     axes.set_title(f"All {len(histories)} seeds\n")
     axes.set(ylabel="share taken by expert A", ylim=(-0.04, 1.04))
     axes.set_xticks(range(CLASSES), [f"class {y + 1}" for y in range(CLASSES)])

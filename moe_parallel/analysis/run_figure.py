@@ -2,7 +2,7 @@
 
 Top: training and validation loss. Middle: how much of an even share each expert of each layer gets
 at the end, and how that came about in the least even layer. Bottom: Ent_load and Ent_conf of each
-layer over the run, under their ceiling ln n. Colours are told apart with any colour vision.
+layer over the run, under their ceiling ln n. Colors are told apart with any color vision.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from moe_parallel.telemetry.metrics import FILE_NAME, Record, read_metrics
 
 FIGURE_NAME = "run.png"
 
-TRAIN_COLOUR = "#444444"
-DOMAIN_COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe-Ito
+TRAIN_COLOR = "#444444"
+DOMAIN_COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe-Ito
 DOMAIN_MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
-LOAD_COLOURS = "PuOr_r"  # purple: idle, white: even, orange: busy
+LOAD_COLORS = "PuOr_r"  # purple: idle, white: even, orange: busy
 LOAD_NORM = Normalize(vmin=0, vmax=2)  # fixed, so that the pictures of two runs compare
-LAYER_COLOURS = "viridis"
+LAYER_COLORS = "viridis"
 MOST_LEGEND_LAYERS = 6
 MOST_ANNOTATED_CELLS = 128
 
@@ -84,7 +84,7 @@ def draw_run(records: Sequence[Record], name: str, model_line: str = "") -> Figu
         figure = Figure(figsize=(12, 1 + 4 * sum(heights)), layout=layout)
         figure.suptitle(name, fontsize=15, fontweight="bold")
         parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
-        parts[0, 0].suptitle(_facts(history, model_line), fontsize=10.5, color=TRAIN_COLOUR)
+        parts[0, 0].suptitle(_facts(history, model_line), fontsize=10.5, color=TRAIN_COLOR)
         _draw_loss(parts[0, 0].subplots(), history)
         if routing is not None:
             _draw_loads(parts[1, 0], routing, history)
@@ -114,10 +114,10 @@ def _draw_loss(axes: Axes, history: RunHistory) -> None:
     if len(train.values_R):
         many = len(train.values_R) > 100
         if many:
-            axes.plot(train.iterations_R, train.values_R, color=TRAIN_COLOUR, alpha=0.25, lw=0.8)
+            axes.plot(train.iterations_R, train.values_R, color=TRAIN_COLOR, alpha=0.25, lw=0.8)
         values = _smoothed(train.values_R) if many else train.values_R
         label = f"training{', smoothed' if many else ''}  {values[-1]:.3f}"
-        style: dict[str, Any] = {"color": TRAIN_COLOUR, "marker": _marker(train.iterations_R)}
+        style: dict[str, Any] = {"color": TRAIN_COLOR, "marker": _marker(train.iterations_R)}
         axes.plot(train.iterations_R, values, lw=1.6, label=label, zorder=3, **style)
     for index, (domain, curve) in enumerate(history.validation.items()):
         label = f"validation, {domain}  {_last(curve):.3f}"
@@ -126,7 +126,7 @@ def _draw_loss(axes: Axes, history: RunHistory) -> None:
         axes.plot(
             curve.iterations_R,
             curve.values_R,
-            color=DOMAIN_COLOURS[index % len(DOMAIN_COLOURS)],
+            color=DOMAIN_COLORS[index % len(DOMAIN_COLORS)],
             marker=DOMAIN_MARKERS[index % len(DOMAIN_MARKERS)],
             markevery=math.ceil(len(curve.values_R) / 25),
             markersize=5,
@@ -145,20 +145,20 @@ def _draw_loads(part: SubFigure, routing: RoutingHistory, history: RunHistory) -
     _draw_load_over_time(right, routing)
     _iteration_axis(right, history, ticks=5)
     bar = part.colorbar(
-        ScalarMappable(LOAD_NORM, LOAD_COLOURS), ax=[left, right], aspect=30, extend="max"
+        ScalarMappable(LOAD_NORM, LOAD_COLORS), ax=[left, right], aspect=30, extend="max"
     )
     bar.set_label("load, multiples of an even share")
 
 
 def _draw_load_by_layer(axes: Axes, routing: RoutingHistory) -> None:
     load_GE = routing.final_relative_load_GE()
-    axes.imshow(load_GE, cmap=LOAD_COLOURS, norm=LOAD_NORM, aspect="auto", interpolation="none")
+    axes.imshow(load_GE, cmap=LOAD_COLORS, norm=LOAD_NORM, aspect="auto", interpolation="none")
     if load_GE.size <= MOST_ANNOTATED_CELLS:
         for layer, expert in np.ndindex(*load_GE.shape):
             value = load_GE[layer, expert]
             dark = abs(value - 1) > 0.7
-            colour = "white" if dark else "black"
-            axes.text(expert, layer, f"{value:.2f}", ha="center", va="center", color=colour, size=8)
+            color = "white" if dark else "black"
+            axes.text(expert, layer, f"{value:.2f}", ha="center", va="center", color=color, size=8)
     first = routing.iterations_R[-routing.final_records()]
     title = f"Load of each expert, iterations {first:,} to {routing.iterations_R[-1]:,}"
     if routing.final_records() == 1:
@@ -177,7 +177,7 @@ def _draw_load_over_time(axes: Axes, routing: RoutingHistory) -> None:
     load_ER = routing.relative_load_RGE()[:, worst].T
     edges = _edges(routing.iterations_R)
     experts = np.arange(routing.num_experts + 1) - 0.5
-    axes.pcolormesh(edges, experts, load_ER, cmap=LOAD_COLOURS, norm=LOAD_NORM)
+    axes.pcolormesh(edges, experts, load_ER, cmap=LOAD_COLORS, norm=LOAD_NORM)
     which = "" if len(routing.layers) == 1 else ", the least even at the end"
     title = f"Load over the run in layer {routing.layers[worst]}{which}"
     axes.set(title=title, xlabel="iteration", ylabel="expert")
@@ -192,14 +192,14 @@ def _draw_entropies(part: SubFigure, routing: RoutingHistory, history: RunHistor
         (left, routing.ent_load_RG, "Ent_load: evenness of the load", "Ent_load, nats"),
         (right, routing.ent_conf_RG, "Ent_conf: low is a confident choice", "Ent_conf, nats"),
     ]
-    colours = matplotlib.colormaps[LAYER_COLOURS](np.linspace(0, 0.9, len(routing.layers)))
+    colors = matplotlib.colormaps[LAYER_COLORS](np.linspace(0, 0.9, len(routing.layers)))
     ceiling = math.log(routing.num_experts)
     for axes, values_RG, title, label in panels:
         for index, layer in enumerate(routing.layers):
             axes.plot(
                 routing.iterations_R,
                 values_RG[:, index],
-                color=colours[index],
+                color=colors[index],
                 marker=_marker(routing.iterations_R),
                 lw=1.3,
                 label=f"layer {layer}",
@@ -221,13 +221,13 @@ def _draw_entropies(part: SubFigure, routing: RoutingHistory, history: RunHistor
     if 1 < len(routing.layers) <= MOST_LEGEND_LAYERS:
         right.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     elif len(routing.layers) > MOST_LEGEND_LAYERS:
-        _layer_bar(part, [left, right], routing.layers, colours)
+        _layer_bar(part, [left, right], routing.layers, colors)
 
 
-def _layer_bar(part: SubFigure, axes: list[Axes], layers: list[int], colours: np.ndarray) -> None:
-    colour_map = matplotlib.colors.ListedColormap(list(colours))
+def _layer_bar(part: SubFigure, axes: list[Axes], layers: list[int], colors: np.ndarray) -> None:
+    color_map = matplotlib.colors.ListedColormap(list(colors))
     norm = BoundaryNorm(np.arange(len(layers) + 1) - 0.5, len(layers))
-    bar = part.colorbar(ScalarMappable(norm, colour_map), ax=axes, aspect=30, label="layer")
+    bar = part.colorbar(ScalarMappable(norm, color_map), ax=axes, aspect=30, label="layer")
     shown = list(range(0, len(layers), math.ceil(len(layers) / 8)))
     bar.set_ticks(shown, labels=[str(layers[index]) for index in shown])
     bar.ax.minorticks_off()

@@ -58,8 +58,8 @@ def factorize(
     """The best product of rank R for each expert: truncated SVD, in a measure of x.
 
     With a root of the Gram matrix of activations, mean x^T x = root^T root, columns @ rows
-    minimises the mean of ||x W - x columns rows||^2: it is the truncated SVD of root W, whose left
-    factor is then divided by root. With the identity it minimises ||W - columns rows||_F. Left
+    minimizes the mean of ||x W - x columns rows||^2: it is the truncated SVD of root W, whose left
+    factor is then divided by root. With the identity it minimizes ||W - columns rows||_F. Left
     singular vectors are taken as eigenvectors of (root W)(root W)^T, which is D x D however wide
     an expert is.
 

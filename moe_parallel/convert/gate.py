@@ -21,7 +21,7 @@ START = 0.3
 
 @dataclass(frozen=True)
 class GateOptions:
-    """How W_g is factorised, and what its norms are made of."""
+    """How W_g is factorized, and what its norms are made of."""
 
     rank: int
     weighted: bool = True  # SVD in the measure of the activations; else the plain one

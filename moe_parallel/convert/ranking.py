@@ -1,7 +1,7 @@
 """Norms that rank experts as a router did.
 
 AoE ranks by p_i = ||x W_down^i||, and W_g^i = W_down^i W_up^i leaves W_down^i free up to an
-invertible matrix. So columns that rank well can be found first, and W_g be factorised around them.
+invertible matrix. So columns that rank well can be found first, and W_g be factorized around them.
 
 One vector u may be added to all rows of a router: the logits x (w_i + u) have the same ranking and
 the same softmax. Where they are positive, a single column w_i + u for each expert has the norms
@@ -38,7 +38,7 @@ def fitted_scales(norms_TE: torch.Tensor, logits_TE: torch.Tensor, *, each: bool
     `each`: a number for each expert; otherwise one for all, which changes probs and no ranking.
     """
     start = (logits_TE.std() / norms_TE.std().clamp(min=1e-12)).clamp(1e-3, 1e3).log()
-    log_c = _minimised(
+    log_c = _minimized(
         lambda log_c: cross_entropy(norms_TE * log_c.exp(), logits_TE),
         start.repeat(norms_TE.shape[1] if each else 1),
     )
@@ -66,7 +66,7 @@ def ranking_columns(
         norms_TE = norms(x_TD, columns_EDJ)
         return cross_entropy(norms_TE, logits_TE) + SMALLNESS * norms_TE.square().mean()
 
-    return _minimised(misfit, start_EDJ)
+    return _minimized(misfit, start_EDJ)
 
 
 def shared_offset(x_TD: torch.Tensor, logits_TE: torch.Tensor, k: int) -> torch.Tensor:
@@ -85,10 +85,10 @@ def shared_offset(x_TD: torch.Tensor, logits_TE: torch.Tensor, k: int) -> torch.
         offset_T = x_TD @ u_D
         return (needed_T - offset_T).relu().square().mean() + SMALLNESS * offset_T.square().mean()
 
-    return _minimised(lack, torch.zeros(x_TD.shape[1], dtype=x_TD.dtype, device=x_TD.device))
+    return _minimized(lack, torch.zeros(x_TD.shape[1], dtype=x_TD.dtype, device=x_TD.device))
 
 
-def _minimised(
+def _minimized(
     function: Callable[[torch.Tensor], torch.Tensor], start: torch.Tensor
 ) -> torch.Tensor:
     """The argument of least value near `start`, by L-BFGS."""

@@ -1,4 +1,4 @@
-"""A routed model as an autonomous one: W_g factorised so that norms rank as the router did.
+"""A routed model as an autonomous one: W_g factorized so that norms rank as the router did.
 
 W_p, W_o and all that is no expert's are copied. Layers are converted from the first to the last,
 each fitted to what reaches it through those before it, converted already.

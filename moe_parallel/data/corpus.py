@@ -17,7 +17,7 @@ What is left out, and why:
 Held-out text stays unseen. A source file is put on one side, training or validation, by the hash
 of its content, and its docstrings follow it. A docstring that occurs on both sides is left out of
 `prose`. So no document of the validation side is seen in training, as code or as prose. What
-remains is what any two files share, such as licence headers: `shared_lines` measures it.
+remains is what any two files share, such as license headers: `shared_lines` measures it.
 """
 
 import ast

@@ -53,7 +53,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """Ids of `text`. No special token is added, and none is recognised inside the text."""
+        """Ids of `text`. No special token is added, and none is recognized inside the text."""
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -65,7 +65,7 @@ class Tokenizer(ABC):
         """int64 [V]: UTF-8 bytes of text that each token stands for; 0 for special tokens.
 
         Exact for byte-level BPE: the bytes of a text's tokens add up to the bytes of the text.
-        Approximate for others, by what their normalisation changes: a leading space that
+        Approximate for others, by what their normalization changes: a leading space that
         SentencePiece adds, characters folded by NFKC, unknown characters.
         """
 

@@ -24,7 +24,7 @@ from moe_parallel.selection.choices import Choices
 
 @dataclass(frozen=True)
 class AllToAllRoute:
-    """How rows travelled: what `combine` needs to send the results back."""
+    """How rows traveled: what `combine` needs to send the results back."""
 
     row_map: RowMap  # the rows of this rank's own tokens, by global expert
     sent_R: list[int]  # rows sent to each rank

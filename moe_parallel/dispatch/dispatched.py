@@ -23,8 +23,8 @@ class Dispatched(Generic[Route]):
     Shape suffixes: M tokens that came, J choices of each, D model width, R low-rank size.
     """
 
-    x_MD: torch.Tensor  # zero where padding travelled
-    probs_MJ: torch.Tensor  # fp32; 0 where padding travelled
+    x_MD: torch.Tensor  # zero where padding traveled
+    probs_MJ: torch.Tensor  # fp32; 0 where padding traveled
     row_map: RowMap  # rows of the experts of this rank
     c_MJR: torch.Tensor | None  # C = x W_down of each choice, where it was handed on
     route: Route  # opaque; `combine` of the same dispatcher takes it

@@ -1,7 +1,7 @@
 """Text from a model, a token at a time.
 
 The whole sequence is computed anew for every token: simple, the same for every system of expert
-selection, and fast enough to look at what a model has learnt. Shape suffixes: S tokens, V
+selection, and fast enough to look at what a model has learned. Shape suffixes: S tokens, V
 vocabulary.
 """
 

@@ -118,7 +118,7 @@ class ProbedLayer(DispatchedLayer):
 
 
 def experts_of(layer: RoutedLayer) -> list[Expert]:
-    """The matrices of each expert, views of the layer's weights; a factorised W_g is multiplied."""
+    """The matrices of each expert, views of the layer's weights; a factorized W_g is multiplied."""
     if isinstance(layer, FactorizedRoutedLayer):
         low_rank = layer.experts
         w_g_EDF = layer.w_down_EDR @ low_rank.w_up_LRW

@@ -18,7 +18,7 @@ class ExpertParameters(nn.Module):
     """Weights of the experts of this rank, stacked: axis 0 counts experts, one axis may be sharded.
 
     A subclass declares its weights with `add_weight` and computes with them. Values are left
-    uninitialised; `model.initialization` fills them so that they do not depend on the layout.
+    uninitialized; `model.initialization` fills them so that they do not depend on the layout.
     """
 
     def __init__(self, num_experts: int, groups: Groups, dtype: torch.dtype) -> None:

@@ -67,7 +67,7 @@ class SharedExpert(MegatronModule):
 
 
 class WholeLinear(nn.Module):
-    """A linear layer where torch.distributed is not initialised, as Megatron-Core's need it."""
+    """A linear layer where torch.distributed is not initialized, as Megatron-Core's need it."""
 
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any

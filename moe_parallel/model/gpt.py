@@ -35,7 +35,7 @@ def build_model(
 ) -> list[GPTModel]:
     """This rank's chunks of the model: one, or one for each virtual pipeline stage.
 
-    Weights are initialised, and are the same in every parallel layout.
+    Weights are initialized, and are the same in every parallel layout.
     """
     chunks = build_chunks(config, padded_vocab_size, groups, statistics)
     for chunk in chunks:

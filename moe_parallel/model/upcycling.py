@@ -7,7 +7,7 @@ Megatron-Core keeps a dense layer's matrices transposed, two of them in one:
     linear_fc1.weight [2F, D]: W_g, then W_p        linear_fc2.weight [D, F]: W_o
 
 Experts with a whole W_g copy all three. Where W_g = W_down W_up, as in AoE, W_p and W_o are copied
-and W_g is factorised (`GateFactors`); what the experts are wider starts random, with zero rows in
+and W_g is factorized (`GateFactors`); what the experts are wider starts random, with zero rows in
 W_o, which leaves the output as it is.
 
 Shape suffixes: L experts in a part of a weight, D model width, F width of the dense layer, R
@@ -95,17 +95,17 @@ class GateFactors:
 
     def down(self, w_g_FD: torch.Tensor, rank: int, expert: int) -> torch.Tensor:
         """W_down of an expert: fp32 [D, R]."""
-        root_DR, _ = self._factorised(w_g_FD, rank)
+        root_DR, _ = self._factorized(w_g_FD, rank)
         q_RR, m_R = self._frame(expert, root_DR)
         return (root_DR @ (q_RR * m_R)).float()
 
     def up(self, w_g_FD: torch.Tensor, rank: int, expert: int) -> torch.Tensor:
         """W_up of an expert: fp32 [R, F]."""
-        _, root_RF = self._factorised(w_g_FD, rank)
+        _, root_RF = self._factorized(w_g_FD, rank)
         q_RR, m_R = self._frame(expert, root_RF)
         return ((q_RR / m_R).T @ root_RF).float()
 
-    def _factorised(self, w_g_FD: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _factorized(self, w_g_FD: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """U sqrt(S) [D, R] and sqrt(S) V^T [R, F] in fp64; zeros beyond the rank of W_g."""
         if self._roots is None:
             u_DX, s_X, v_XF = torch.linalg.svd(w_g_FD.double().T, full_matrices=False)

@@ -10,7 +10,7 @@ class RMSNorm(nn.Module):
     """`y = x / sqrt(mean(x^2) + eps) * weight`, over the last dimension.
 
     Statistics are taken in fp32 whatever the dtype of x; y has the dtype of x. Under sequence
-    parallelism every tensor-parallel rank normalises its own positions, so the weight's gradient
+    parallelism every tensor-parallel rank normalizes its own positions, so the weight's gradient
     has to be summed over those ranks: Megatron-Core's finalize_model_grads does that for
     parameters marked `sequence_parallel`. (Its own torch norm has no such mark and refuses.)
 

@@ -30,14 +30,14 @@ ProbsOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def softmax_of_selected(
     scores_TE: torch.Tensor, probabilities_TE: torch.Tensor, experts_TK: torch.Tensor
 ) -> torch.Tensor:
-    """Softmax over the scores of the selected: that over all, renormalised (AoE, Algorithm 2)."""
+    """Softmax over the scores of the selected: that over all, renormalized (AoE, Algorithm 2)."""
     return torch.softmax(scores_TE.gather(1, experts_TK), dim=1)
 
 
 def raw_probability(
     scores_TE: torch.Tensor, probabilities_TE: torch.Tensor, experts_TK: torch.Tensor
 ) -> torch.Tensor:
-    """Probabilities as they are, not renormalised over the selected (Switch Transformer)."""
+    """Probabilities as they are, not renormalized over the selected (Switch Transformer)."""
     return probabilities_TE.gather(1, experts_TK)
 
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def panels(figure: Figure) -> dict:
-    """Axes by the first words of their title; colour bars have none."""
+    """Axes by the first words of their title; color bars have none."""
     return {axes.get_title(loc="left").split(",")[0]: axes for axes in figure.axes}
 
 
@@ -37,7 +37,7 @@ def overlapping_texts(figure: Figure) -> list[tuple[str, str]]:
             low, high = sorted(axis.get_view_interval())
             ticks = zip(axis.get_major_ticks(), axis.get_majorticklocs(), strict=True)
             texts += [tick.label1 for tick, place in ticks if low <= place <= high]
-            texts += [tick.label2 for tick in axis.get_major_ticks()]  # of a colour bar
+            texts += [tick.label2 for tick in axis.get_major_ticks()]  # of a color bar
     renderer = figure._get_renderer()
     boxes = [
         (text.get_text(), text.get_window_extent(renderer))
@@ -93,7 +93,7 @@ def test_panels_and_series_of_an_ordinary_run():
 def test_any_shape_is_drawn_without_overlap(shape):
     figure = draw_run(synthetic_run(**shape), "a run")
     assert overlapping_texts(figure) == []
-    assert len(panels(figure)) == 6  # five, and the colour bars under no name
+    assert len(panels(figure)) == 6  # five, and the color bars under no name
 
 
 def test_least_even_layer_is_the_one_shown_over_time():

@@ -195,7 +195,7 @@ def test_a_study_without_a_finished_run(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def all_kinds(tmp_path_factory) -> StudyResults:
-    """With a variant that has a name of its own, so that fewer colours than contenders are left."""
+    """With a variant that has a name of its own, so that fewer colors than contenders are left."""
     words = [*KINDS, "variant=aoe", "second=topk"]
     shape = {"train_iters": 200, "num_layers": 3, "num_experts": 8}
     study = make_study(tmp_path_factory.mktemp("kinds") / "all kinds", words, shared=shape)

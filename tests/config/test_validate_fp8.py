@@ -81,7 +81,7 @@ REFUSED = {
     ),
     "Eq. 5": (FP8 | AOE | {"aoe_wide_size": None}, "the experts' width over .* is 141, .*"),
     "rank": (FP8 | AOE | {"aoe_low_rank_size": 8}, "--aoe-low-rank-size is 8, .*"),
-    "factorised": (
+    "factorized": (
         FP8 | {"moe_gate_low_rank_size": 8, "hidden_size": 16, "moe_ffn_hidden_size": 96},
         "--moe-gate-low-rank-size is 8, .*",
     ),

@@ -25,7 +25,7 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.full  # half a minute of compiling
-def test_under_the_address_and_undefined_behaviour_sanitizers(tmp_path):
+def test_under_the_address_and_undefined_behavior_sanitizers(tmp_path):
     kernels = [f"csrc/cpu/{name}.cpp" for name in CAPABILITIES]
     program = tmp_path / "kernels"
     compiler = os.environ.get("CXX", "c++").split()

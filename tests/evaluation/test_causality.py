@@ -200,7 +200,7 @@ def last_token(tokens_BS: torch.Tensor) -> torch.Tensor:
     return past(tokens_BS) + one_hot(tokens_BS)[:, -1:]
 
 
-def neighbours(tokens_BS: torch.Tensor) -> torch.Tensor:
+def neighbors(tokens_BS: torch.Tensor) -> torch.Tensor:
     """The same positions of other instances, and the past."""
     return past(tokens_BS) + 0.1 * past(tokens_BS).sum(0, keepdim=True)
 
@@ -216,7 +216,7 @@ def merged_by_halves(tokens_BS: torch.Tensor) -> torch.Tensor:
         (past, 0, 0),
         (everything, INSIDE, 0),
         (last_token, INSTANCES * (POSITIONS - 1), 0),
-        (neighbours, 0, INSTANCES * POSITIONS * (POSITIONS + 1) // 2),
+        (neighbors, 0, INSTANCES * POSITIONS * (POSITIONS + 1) // 2),
         (merged_by_halves, INSTANCES * (POSITIONS // 2) * (POSITIONS // 2 - 1) // 2, 0),
     ],
 )

@@ -33,7 +33,7 @@ from tests.program import SMALL, flags
 
 K = 2
 ROUTED = Case(TopKSelection(moe_router_topk=K), sequences=2, tokens=8)
-FACTORISED = Case(TopKSelection(moe_router_topk=K, moe_gate_low_rank_size=2), sequences=2, tokens=8)
+FACTORIZED = Case(TopKSelection(moe_router_topk=K, moe_gate_low_rank_size=2), sequences=2, tokens=8)
 
 
 def probe_named(node: str, norm: str = "", gate: str = "uniform", k: int = K) -> Probe:
@@ -127,7 +127,7 @@ def test_nodes_and_norms_disagree() -> None:
 
 
 @pytest.mark.parametrize("node", NODES)
-def test_a_factorised_gate_is_multiplied_out(node: str) -> None:
+def test_a_factorized_gate_is_multiplied_out(node: str) -> None:
     rng = numpy.random.default_rng(3)
     e, d, w, r = EXPERTS, WIDTH, EXPERT_WIDTH, 2
     given = {
@@ -146,7 +146,7 @@ def test_a_factorised_gate_is_multiplied_out(node: str) -> None:
         )
         for i in range(e)
     ]
-    model = nn.Sequential(layer_of(FACTORISED, given))
+    model = nn.Sequential(layer_of(FACTORIZED, given))
     with probing(model, probe_named(node, "L2", "softmax")):
         found = output(model[0], given["x"])
     oracle = expected(matrices, given["x"], node, "L2", "softmax", K)

@@ -80,8 +80,8 @@ CASES = {
     "topk, groups and bias": Case(topk(**GROUPS, **BIASED), balance=BALANCE, bias=SKEWED),
     "topk, in turn": Case(topk(**IN_TURN)),
     "topk, large router": Case(topk(moe_router_hidden_size=3)),
-    "topk, factorised": Case(topk(moe_gate_low_rank_size=2)),
-    "topk, large router, factorised": Case(
+    "topk, factorized": Case(topk(moe_gate_low_rank_size=2)),
+    "topk, large router, factorized": Case(
         topk(moe_router_hidden_size=3, moe_gate_low_rank_size=2)
     ),
     "topk, evaluated": Case(topk(**BIASED), balance=BALANCE, training=False),
@@ -177,7 +177,7 @@ CASES = {
 
 GATED = SHARED | {"moe_shared_expert_gate": True}
 
-# Megatron-Core's dense layer needs torch.distributed to be initialised.
+# Megatron-Core's dense layer needs torch.distributed to be initialized.
 SHARED_CASES = {
     "topk": Case(topk(**SHARED)),
     "topk, gated": Case(topk(**GATED), sequences=2, tokens=6),

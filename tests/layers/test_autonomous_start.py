@@ -16,7 +16,7 @@ from tests.layers.single import EXPERTS, WIDTH, Case, build, values
     ("rank", "mean"),
     [(64, 4.4), (128, 6.3), (256, 8.9), (512, 12.5)],  # 0.02 sqrt(768 rank)
 )
-def test_norms_of_normalised_tokens(rank, mean):
+def test_norms_of_normalized_tokens(rank, mean):
     generator = torch.Generator().manual_seed(0)
     x_TD = torch.randn(512, 768, generator=generator)
     x_TD /= x_TD.square().mean(dim=1, keepdim=True).sqrt()  # as RMSNorm leaves them

@@ -64,7 +64,7 @@ def test_equals_the_transcription(name, backend):
 IN_FP32 = [name for name in CASES if name.count(",") == 0] + [
     "topk, drop and pad",
     "topk, groups and bias",
-    "topk, large router, factorised",
+    "topk, large router, factorized",
     "sigmoid, aux loss of sequences",
     "top_p, drop and pad",
     "expert_choice, raw",
@@ -96,7 +96,7 @@ def test_fp32(name, backend):
         "top1",
         "topk, drop and pad",
         "topk, balanced by bias",
-        "topk, factorised",
+        "topk, factorized",
         "sigmoid",
         "top_p",
         "expert_choice, softmax",

@@ -280,7 +280,7 @@ def merged_weights(selection: SmearSelection, given: Arrays, seed: int, training
     return layer.merges(torch.from_numpy(given["x"])).weights_MBE[0].detach()
 
 
-def test_dropout_leaves_experts_out_and_renormalises():
+def test_dropout_leaves_experts_out_and_renormalizes():
     given = values(5, 400)
     full = merged_weights(SMEAR, given, 0, True)
     some = merged_weights(dropping(0.3), given, 0, True)

@@ -113,7 +113,7 @@ def pairs_seen(layer: ExpertLayer, x: numpy.ndarray) -> set[tuple[int, int, int,
         before, _ = layer(torch.from_numpy(x))
         for s, b in numpy.ndindex(x.shape[:2]):
             moved = x.copy()
-            moved[s, b] += numpy.arange(x.shape[2])  # a constant might be normalised away
+            moved[s, b] += numpy.arange(x.shape[2])  # a constant might be normalized away
             after, _ = layer(torch.from_numpy(moved))
             changed = ((after - before) != 0).any(2).nonzero().tolist()
             found |= {(s, b, *place) for place in changed}

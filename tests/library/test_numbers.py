@@ -42,7 +42,7 @@ def of_case(case: Case, weights: Arrays, dtype: torch.dtype = torch.float64) -> 
     if case.autonomous:
         selection = replace(selection, aoe_wide_size=EXPERT_WIDTH)
     elif getattr(selection, "moe_gate_low_rank_size", None):
-        pytest.skip("Eq. 5 sets the width of factorised experts, which the oracle's do not have")
+        pytest.skip("Eq. 5 sets the width of factorized experts, which the oracle's do not have")
     moe = (AoE if case.autonomous else RoutedMoE)(
         WIDTH,
         EXPERTS,

@@ -118,8 +118,8 @@ def test_the_gate_starts_as_large_as_w_g_makes_it_or_by_the_rank_smaller(method)
         for system in ("aoe_top_p", "aoe_expert_choice")
     ]
     cases = [(rank, options | {"aoe_up_init_method": method}) for rank, options in cases]
-    factorised = {"moe_gate_low_rank_size": 16, "moe_gate_up_init_method": method}
-    cases += [(16, factorised | {"moe_ffn_hidden_size": 64})]
+    factorized = {"moe_gate_low_rank_size": 16, "moe_gate_up_init_method": method}
+    cases += [(16, factorized | {"moe_ffn_hidden_size": 64})]
     of_w_g = STD * WIDTH**0.5
     found = weights(1, [common | options for _, options in cases])
     for (rank, options), start in zip(cases, found, strict=True):

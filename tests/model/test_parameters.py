@@ -36,7 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "grouped queries, first layer dense": GROUPED_QUERIES,
     "every third layer": {**MOE, "moe_layer_freq": "3"},
     "large router": {**MOE, "moe_router_hidden_size": 1012},
-    "factorised W_g": {**MOE, "moe_gate_low_rank_size": 128},
+    "factorized W_g": {**MOE, "moe_gate_low_rank_size": 128},
     "shared expert": {**MOE, **SHARED},
     "gated shared expert": {**MOE, **SHARED, "moe_shared_expert_gate": True},
     "bias, and load of the step before": {**MOE, **BIAS},

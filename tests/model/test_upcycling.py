@@ -1,4 +1,4 @@
-"""Dense matrices as experts: every part of a weight is right; how W_g is factorised."""
+"""Dense matrices as experts: every part of a weight is right; how W_g is factorized."""
 
 import itertools
 

@@ -41,7 +41,7 @@ FAULTS = [
         ("tests/selection", "tests/layers"),
     ),
     Fault(
-        "softmax over all is not renormalised over the chosen",
+        "softmax over all is not renormalized over the chosen",
         f"{SELECTION}/topk.py",
         "torch.softmax(scores_TE.gather(1, experts_TK), dim=1)",
         "torch.softmax(scores_TE, dim=1).gather(1, experts_TK)",
@@ -154,7 +154,7 @@ FAULTS = [
         ("tests/balancing", "tests/model/test_layouts.py"),
     ),
     Fault(
-        "the bias favours the busy",
+        "the bias favors the busy",
         "moe_parallel/balancing/load.py",
         "counts_E.sum() - len(counts_E) * counts_E",
         "len(counts_E) * counts_E - counts_E.sum()",

@@ -82,8 +82,8 @@ def smear_weights(x_SBD: Array, w_ED: Array) -> Array:
 
 
 def normed(x_D: Array, epsilon: float = 1e-5) -> Array:
-    centred = x_D - x_D.mean()
-    return centred / math.sqrt((centred**2).mean() + epsilon)
+    centered = x_D - x_D.mean()
+    return centered / math.sqrt((centered**2).mean() + epsilon)
 
 
 def merged_output(x_SBD: Array, weights_SBE: Array, gate_up_ED2F: Array, out_EFD: Array) -> Array:

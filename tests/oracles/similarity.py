@@ -40,7 +40,7 @@ def cosines(vectors: Array) -> Array:
     return out
 
 
-def neighbours(similarity: Array, k: int) -> list[list[int]]:
+def neighbors(similarity: Array, k: int) -> list[list[int]]:
     """Of each document the k others of greatest positive similarity, the greatest first."""
     out = []
     for i, row in enumerate(similarity):
@@ -50,8 +50,8 @@ def neighbours(similarity: Array, k: int) -> list[list[int]]:
 
 
 def greedy_order(similarity: Array, k: int, starts: list[int]) -> tuple[list[int], int]:
-    """Order and restarts: from each document on to the most similar unused of its k neighbours."""
-    around = neighbours(similarity, k)
+    """Order and restarts: from each document on to the most similar unused of its k neighbors."""
+    around = neighbors(similarity, k)
     left = set(range(len(similarity)))
     order = [starts[0]]
     left.remove(starts[0])

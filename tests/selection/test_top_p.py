@@ -90,7 +90,7 @@ def test_a_limit_leaves_the_most_probable(most):
     assert _chosen(choices) == wanted.experts
     free = TopP(0.8)(torch.from_numpy(scores), TOKENS)
     assert _chosen(choices) == [row[:most] for row in _chosen(free)]
-    assert torch.equal(choices.probs_TK, free.probs_TK)  # what is left is not renormalised
+    assert torch.equal(choices.probs_TK, free.probs_TK)  # what is left is not renormalized
 
 
 def test_p_and_limit_of_evaluations():

@@ -125,7 +125,7 @@ def _after_first_segment(batches: list[Batch]) -> Iterator[Batch]:
 #   random   dense 3.269 3.260 3.123   lory 3.257 3.252 3.091
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_domains_are_divided_where_neighbours_are_similar(seed: int) -> None:
+def test_domains_are_divided_where_neighbors_are_similar(seed: int) -> None:
     systems = [DENSE, LORY, PREFIX, SEGMENT_EXPERT_CHOICE]
     ((dense, lory, prefix, choice),) = run_distributed(
         1, losses, seed, SIMILAR, systems, timeout=900

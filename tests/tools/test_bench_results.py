@@ -23,7 +23,7 @@ def test_rate_and_share() -> None:
     assert measured.share(ours) == pytest.approx(0.75)
 
 
-def test_a_ratio_is_of_neighbours_in_time() -> None:
+def test_a_ratio_is_of_neighbors_in_time() -> None:
     # The machine became three times as slow for the second turn. Turn by turn the other takes
     # twice as long; the medians of all turns (2 and 6) would say three times.
     ours, other = result("ours", 1, 3, 2), result("other", 2, 6, 6)

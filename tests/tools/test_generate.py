@@ -15,7 +15,7 @@ run_forked = partial(run_tool_forked, "generate.py")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Lory run that has learnt to count."""
+    """A Lory run that has learned to count."""
     folder = tmp_path_factory.mktemp("generated")
     data = small_data(folder)
     data["data_path"] = [folder / "cycle"]

@@ -58,7 +58,7 @@ def test_instances_hold_similar_documents(
     assert np.mean(before) > 1.7  # measured: 1.87
     assert np.mean(after) < 1.2  # measured: 1.06
     printed = re.fullmatch(
-        r"200 documents, 10\.0 neighbours each \(100% of the nearest found\); "
+        r"200 documents, 10\.0 neighbors each \(100% of the nearest found\); "
         r"(\d+) restarts, 1 near duplicates left out\n"
         r"cosine of adjacent documents: (\S+) \(in the file (\S+), in random order (\S+)\)\n"
         rf"{output}: 192 instances of 32 tokens in 24 documents; 25 tokens left over\n",
@@ -120,7 +120,7 @@ def test_finished_work_is_found_again(tmp_path: Path, monkeypatch: pytest.Monkey
     "stage",
     [
         "moe_parallel.data.similarity.tf_idf.HashedTfIdf.embed",
-        "moe_parallel.data.similarity.neighbours._best",
+        "moe_parallel.data.similarity.neighbors._best",
         "moe_parallel.data.similarity.instances.Instances.__getitem__",
     ],
 )
@@ -152,8 +152,8 @@ def test_an_interruption_leaves_what_was_there(
     [
         (["--seq-length", 0], "--seq-length 0 must be 1 or more"),
         (["--seq-length", 10**6], r"--seq-length 1000000 is longer than the text.*6169 tokens"),
-        (["--neighbours", 0], "--neighbours 0 must be 1 or more"),
-        (["--neighbours", "few"], "--neighbours: invalid int value: 'few'; --help lists all"),
+        (["--neighbors", 0], "--neighbors 0 must be 1 or more"),
+        (["--neighbors", "few"], "--neighbors: invalid int value: 'few'; --help lists all"),
         (["--shard-size", -1], "--shard-size -1 must be 1 or more"),
         (["--probes", 0], "--probes 0 must be 1 or more"),
         (["--ngram", 0], "--ngram 0 must be 1 or more"),

@@ -43,8 +43,8 @@ def folder(tmp_path_factory):
     data = small_data(folder)
     common = SMALL | data | SHORT
     runs = [common | options | {"save": folder / name} for name, options in RUNS.items()]
-    learnt = common | LEARNING | {"data_path": folder / "cycle", "save": folder / "learnt"}
-    run_distributed(1, pretrain_here, [*runs, learnt])
+    learned = common | LEARNING | {"data_path": folder / "cycle", "save": folder / "learned"}
+    run_distributed(1, pretrain_here, [*runs, learned])
     return folder
 
 
@@ -151,6 +151,6 @@ def test_weight_decay_leaves_norms_alone(folder):
 
 
 def test_it_learns(folder):
-    losses = _losses(folder, "learnt")
+    losses = _losses(folder, "learned")
     assert losses[0] > 4
     assert sum(losses[-5:]) / 5 < 0.5

@@ -32,14 +32,14 @@ TARGETS = {
     "tp2-etp2": Layout(2, tp=2, etp=2),
     "pp2": Layout(2, pp=2),
 }
-FEW = {"lory": ("dp2-distributed", "tp2-etp2", "pp2"), "factorised": ("ep2", "etp2")}
+FEW = {"lory": ("dp2-distributed", "tp2-etp2", "pp2"), "factorized": ("ep2", "etp2")}
 SYSTEMS = {
     "topk": {},
     "aoe": AOE,
-    "factorised": {"moe_gate_low_rank_size": 8},
+    "factorized": {"moe_gate_low_rank_size": 8},
     "lory": {"expert_selection": "lory", "lory_segment_length": 4},
 }
-FACTORISED = ("aoe", "factorised")
+FACTORIZED = ("aoe", "factorized")
 BF16 = {"bf16": True}
 
 
@@ -95,7 +95,7 @@ def _layer(number, name):
 
 
 def _w_out(number, system):
-    return _layer(number, f"experts.w_out_{'LWD' if system in FACTORISED else 'LFD'}")
+    return _layer(number, f"experts.w_out_{'LWD' if system in FACTORIZED else 'LFD'}")
 
 
 def _assert_experts_are(found, source, initial, system, what):
@@ -108,7 +108,7 @@ def _assert_experts_are(found, source, initial, system, what):
             return found[_layer(number, f"experts.{name}"), what]
 
         for expert in range(E):
-            if system not in FACTORISED:
+            if system not in FACTORIZED:
                 w_gate_up = of_experts("w_gate_up_LD2F")[expert]
                 numpy.testing.assert_array_equal(w_gate_up[:, 0], w_g.T)
                 numpy.testing.assert_array_equal(w_gate_up[:, 1], w_p.T)
@@ -127,7 +127,7 @@ def _assert_experts_are(found, source, initial, system, what):
 
 
 def _assert_rest_is(found, source, initial, system, what):
-    """Attention, norms and the dense layer are the dense model's; routers are as initialised."""
+    """Attention, norms and the dense layer are the dense model's; routers are as initialized."""
     new = {_layer(number, "w_router_ED") for number in MOE_LAYERS if system != "aoe"}
     for name, kind in found:
         if kind == what and not any(_layer(number, "") in name for number in MOE_LAYERS):

@@ -1,4 +1,4 @@
-"""How the pictures of a study look: those of a run, with a colour and a line for each contender."""
+"""How the pictures of a study look: those of a run, with a color and a line for each contender."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from moe_parallel.analysis.run_figure import DOMAIN_COLOURS, DOMAIN_MARKERS, LAYER_COLOURS
+from moe_parallel.analysis.run_figure import DOMAIN_COLORS, DOMAIN_MARKERS, LAYER_COLORS
 
-REFERENCE_COLOUR = "#444444"
+REFERENCE_COLOR = "#444444"
 BAND_ALPHA = 0.12  # bands of ten contenders lie on one another
 _DASHES: list[Any] = ["-", (0, (4, 1.5)), (0, (1, 1))]
 
@@ -24,26 +24,26 @@ def new_figure(width: float, height: float, title: str, subtitle: str) -> Figure
     """A title, and under it in smaller type what the picture shows."""
     figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08))
     figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
-    figure.supxlabel(subtitle, fontsize=9.5, color=REFERENCE_COLOUR, x=0.01, ha="left")
+    figure.supxlabel(subtitle, fontsize=9.5, color=REFERENCE_COLOR, x=0.01, ha="left")
     return figure
 
 
 def contender_style(place: int) -> dict[str, Any]:
-    """Of the contender at `place` of the study, the same in every picture: colours are told apart
-    with any colour vision, and lines of one colour differ in dashes and markers."""
+    """Of the contender at `place` of the study, the same in every picture: colors are told apart
+    with any color vision, and lines of one color differ in dashes and markers."""
     return {
-        "color": DOMAIN_COLOURS[place % len(DOMAIN_COLOURS)],
-        "ls": _DASHES[place // len(DOMAIN_COLOURS) % len(_DASHES)],
+        "color": DOMAIN_COLORS[place % len(DOMAIN_COLORS)],
+        "ls": _DASHES[place // len(DOMAIN_COLORS) % len(_DASHES)],
         "marker": DOMAIN_MARKERS[place % len(DOMAIN_MARKERS)],
     }
 
 
-def domain_colour(place: int) -> str:
-    return DOMAIN_COLOURS[place % len(DOMAIN_COLOURS)]
+def domain_color(place: int) -> str:
+    return DOMAIN_COLORS[place % len(DOMAIN_COLORS)]
 
 
-def layer_colours(number: int) -> np.ndarray:
-    return matplotlib.colormaps[LAYER_COLOURS](np.linspace(0, 0.9, number))
+def layer_colors(number: int) -> np.ndarray:
+    return matplotlib.colormaps[LAYER_COLORS](np.linspace(0, 0.9, number))
 
 
 def token_axis(axes: Axes) -> None:

@@ -118,7 +118,7 @@ def _losses(
 
 
 def _thinned(tokens_R: np.ndarray, losses_SR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Means of equally many neighbours, so that no curve has more than MOST_POINTS."""
+    """Means of equally many neighbors, so that no curve has more than MOST_POINTS."""
     pieces = min(MOST_POINTS, len(tokens_R))
     if pieces == len(tokens_R):
         return tokens_R, losses_SR

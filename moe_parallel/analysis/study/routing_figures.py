@@ -14,16 +14,16 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 
-from moe_parallel.analysis.run_figure import LOAD_COLOURS, LOAD_NORM, STYLE
+from moe_parallel.analysis.run_figure import LOAD_COLORS, LOAD_NORM, STYLE
 from moe_parallel.analysis.run_history import layer_numbers
 from moe_parallel.analysis.study.figure_style import (
     BAND_ALPHA,
-    REFERENCE_COLOUR,
+    REFERENCE_COLOR,
     contender_style,
     count_ticks,
-    domain_colour,
+    domain_color,
     grid,
-    layer_colours,
+    layer_colors,
     new_figure,
     token_axis,
 )
@@ -54,14 +54,14 @@ def draw_loads(study: StudyResults) -> Figure | None:
         for axes in panels.flat[len(shown) :]:
             axes.set_axis_off()
         bar = figure.colorbar(
-            ScalarMappable(LOAD_NORM, LOAD_COLOURS), ax=panels, aspect=30, extend="max"
+            ScalarMappable(LOAD_NORM, LOAD_COLORS), ax=panels, aspect=30, extend="max"
         )
         bar.set_label("load, multiples of an even share")
     return figure
 
 
 def draw_norms(study: StudyResults) -> Figure | None:
-    """Mean norm of every expert over training, coloured by layer. [AoE, Fig. 4]"""
+    """Mean norm of every expert over training, colored by layer. [AoE, Fig. 4]"""
     shown = [(r, norms) for r in study.results if (norms := r.first.norms_RGE()) is not None]
     if not shown:
         return None
@@ -75,9 +75,9 @@ def draw_norms(study: StudyResults) -> Figure | None:
         )
         panels = figure.subplots(rows, columns, squeeze=False)
         for axes, (result, (tokens_R, norms_RGE)) in zip(panels.flat, shown, strict=False):
-            colours = layer_colours(norms_RGE.shape[1])
+            colors = layer_colors(norms_RGE.shape[1])
             for layer, expert in np.ndindex(*norms_RGE.shape[1:]):
-                axes.plot(tokens_R, norms_RGE[:, layer, expert], color=colours[layer], lw=0.9)
+                axes.plot(tokens_R, norms_RGE[:, layer, expert], color=colors[layer], lw=0.9)
             axes.set(title=result.name, ylabel="mean norm")
             axes.set_ylim(bottom=0)
             token_axis(axes)
@@ -119,7 +119,7 @@ def draw_experts_per_token(study: StudyResults) -> Figure | None:
                 _draw_counts(axes, study.results[place], place, values_SG)
             for level, names in _fixed(study, counted, varying).items():
                 label = f"{level:g} in every layer:\n" + "\n".join(f"  {name}" for name in names)
-                axes.axhline(level, color=REFERENCE_COLOUR, lw=1, ls=":", label=label)
+                axes.axhline(level, color=REFERENCE_COLOR, lw=1, ls=":", label=label)
             axes.set(title=f"held out, {domain}", xlabel="layer")
             axes.set_ylim(bottom=0)
         panels[0].set_ylabel("experts per token")
@@ -155,12 +155,12 @@ def draw_domain_weights(study: StudyResults) -> Figure | None:
 
 
 def _draw_load(axes: Axes, result: Result, load_GE: np.ndarray) -> None:
-    axes.imshow(load_GE, cmap=LOAD_COLOURS, norm=LOAD_NORM, aspect="auto", interpolation="none")
+    axes.imshow(load_GE, cmap=LOAD_COLORS, norm=LOAD_NORM, aspect="auto", interpolation="none")
     if load_GE.size <= MOST_NUMBERED_CELLS:
         for layer, expert in np.ndindex(*load_GE.shape):
             value = load_GE[layer, expert]
-            colour = "white" if abs(value - 1) > 0.7 else "black"
-            axes.text(expert, layer, f"{value:.1f}", ha="center", va="center", color=colour, size=8)
+            color = "white" if abs(value - 1) > 0.7 else "black"
+            axes.text(expert, layer, f"{value:.1f}", ha="center", va="center", color=color, size=8)
     entropies = []
     for name, title in (("ent_load", "Ent_load"), ("ent_conf", "Ent_conf")):
         if (spread := result.spreads.get(name)) is not None:
@@ -202,7 +202,7 @@ def _draw_weights(axes: Axes, result: Result, layer: int) -> None:
     for place, (domain, weights_GE) in enumerate(by_domain.items()):
         experts = np.arange(weights_GE.shape[1])
         offset = (place - (len(by_domain) - 1) / 2) * width
-        axes.bar(experts + offset, weights_GE[layer], width, color=domain_colour(place),
+        axes.bar(experts + offset, weights_GE[layer], width, color=domain_color(place),
                  label=domain)  # fmt: skip
     number = weights_GE.shape[1]
     axes.axhline(1 / number, color="black", ls="--", lw=0.8)
@@ -212,9 +212,9 @@ def _draw_weights(axes: Axes, result: Result, layer: int) -> None:
 
 
 def _layer_bar(figure: Figure, panels: np.ndarray, layers: list[int]) -> None:
-    colours = ListedColormap(list(layer_colours(len(layers))))
+    colors = ListedColormap(list(layer_colors(len(layers))))
     norm = BoundaryNorm(np.arange(len(layers) + 1) - 0.5, len(layers))
-    bar = figure.colorbar(ScalarMappable(norm, colours), ax=panels, aspect=30, label="layer")
+    bar = figure.colorbar(ScalarMappable(norm, colors), ax=panels, aspect=30, label="layer")
     shown = list(range(0, len(layers), -(-len(layers) // 8)))
     bar.set_ticks(shown, labels=[str(layers[index]) for index in shown])
     bar.ax.minorticks_off()

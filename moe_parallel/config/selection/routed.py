@@ -60,7 +60,7 @@ class RoutedSelection(DispatchedSelection):
 
     @property
     def up_std(self) -> float | None:
-        """Standard deviation of initial W_up of a factorised W_g; None: of the other weights."""
+        """Standard deviation of initial W_up of a factorized W_g; None: of the other weights."""
         if self.moe_gate_low_rank_size is None:
             return None
         return up_std(self.moe_gate_up_init_method, self.moe_gate_low_rank_size)

@@ -1,8 +1,8 @@
-"""An order of documents in which neighbours in the text are neighbours in meaning.
+"""An order of documents in which neighbors in the text are neighbors in meaning.
 
 Lory, Appendix C, after Shi et al., "In-Context Pretraining" (2024): start from a document,
-append the most similar neighbour of the last that is not yet used, and begin again with a new
-document when all its neighbours are.
+append the most similar neighbor of the last that is not yet used, and begin again with a new
+document when all its neighbors are.
 """
 
 from dataclasses import dataclass
@@ -26,11 +26,11 @@ class DocumentOrder:
     restarts: int
 
 
-def greedy_order(neighbours_NK: np.ndarray, starts: np.ndarray) -> DocumentOrder:
-    """Walk from neighbour to neighbour.
+def greedy_order(neighbors_NK: np.ndarray, starts: np.ndarray) -> DocumentOrder:
+    """Walk from neighbor to neighbor.
 
     Args:
-        neighbours_NK: int64, of each document the most similar first; -1: none.
+        neighbors_NK: int64, of each document the most similar first; -1: none.
         starts: int64 [N], every document once: the order in which new starts are taken.
     """
     used = np.zeros(len(starts), dtype=bool)
@@ -43,22 +43,22 @@ def greedy_order(neighbours_NK: np.ndarray, starts: np.ndarray) -> DocumentOrder
             order[length] = document
             used[document] = True
             length += 1
-            around = neighbours_NK[document].tolist()
+            around = neighbors_NK[document].tolist()
             document = next((other for other in around if other >= 0 and not used[other]), -1)
     assert length == len(starts), (length, len(starts))
     return DocumentOrder(order, max(0, begun - 1))
 
 
-def lonely_first(neighbours_NK: np.ndarray, seed: int) -> np.ndarray:
-    """int64 [N]: documents by how many name them as a neighbour, the fewest first; ties by lot.
+def lonely_first(neighbors_NK: np.ndarray, seed: int) -> np.ndarray:
+    """int64 [N]: documents by how many name them as a neighbor, the fewest first; ties by lot.
 
     Shi et al. start with a document of the smallest degree, as it is the one most easily left
     over. Theirs is the degree among the documents left, ours that among all.
     """
-    count = len(neighbours_NK)
+    count = len(neighbors_NK)
     named = np.zeros(count, dtype=np.int64)
     for first in range(0, count, _ROWS):
-        rows = neighbours_NK[first : first + _ROWS]
+        rows = neighbors_NK[first : first + _ROWS]
         np.add.at(named, rows[rows >= 0], 1)
     shuffled = np.random.default_rng(seed).permutation(count)
     return shuffled[np.argsort(named[shuffled], kind="stable")]

@@ -19,11 +19,11 @@ from moe_parallel.data.similarity.document_order import (
 from moe_parallel.data.similarity.documents import Documents
 from moe_parallel.data.similarity.embedding import Advance, Embedder, embed_all
 from moe_parallel.data.similarity.instances import Instances
-from moe_parallel.data.similarity.neighbours import (
+from moe_parallel.data.similarity.neighbors import (
     BuildIndex,
-    find_neighbours,
+    find_neighbors,
     found_share,
-    mean_neighbours,
+    mean_neighbors,
 )
 from moe_parallel.data.similarity.scratch import Scratch
 
@@ -36,7 +36,7 @@ class Ordering:
     """How similar documents are brought together.
 
     Attributes:
-        neighbours: K, neighbours of each document that the path may go on to.
+        neighbors: K, neighbors of each document that the path may go on to.
         build: makes the index that finds them.
         shard: most documents that an index holds.
         duplicate_threshold: adjacent documents of this cosine are one too many; None: keep all.
@@ -45,7 +45,7 @@ class Ordering:
         seed: of the starts and the shuffle.
     """
 
-    neighbours: int
+    neighbors: int
     build: BuildIndex
     shard: int
     duplicate_threshold: float | None
@@ -60,8 +60,8 @@ class Summary:
 
     Attributes:
         documents: read.
-        neighbours: found of a document, on average.
-        found: share of the true nearest neighbours that the index found, in a sample.
+        neighbors: found of a document, on average.
+        found: share of the true nearest neighbors that the index found, in a sample.
         restarts: of the path.
         duplicates: documents left out.
         cosine_random, cosine_before, cosine_after: mean of adjacent documents in random order
@@ -73,7 +73,7 @@ class Summary:
     """
 
     documents: int
-    neighbours: float
+    neighbors: float
     found: float
     restarts: int
     duplicates: int
@@ -104,10 +104,10 @@ def rewrite(
         InputError: FAISS is not installed; less text than one instance.
         OSError: a disk that is full or cannot be written.
     """
-    vectors_ND, neighbours_NK, cosines_NK = _find(
+    vectors_ND, neighbors_NK, cosines_NK = _find(
         prefix, documents, embedder, ordering, work, progress
     )
-    path = greedy_order(neighbours_NK, lonely_first(neighbours_NK, ordering.seed))
+    path = greedy_order(neighbors_NK, lonely_first(neighbors_NK, ordering.seed))
     order = path.order
     if ordering.duplicate_threshold is not None:
         order = drop_near_duplicates(order, vectors_ND, ordering.duplicate_threshold)
@@ -124,8 +124,8 @@ def rewrite(
     anyhow = np.random.default_rng(ordering.seed).permutation(len(documents))
     return Summary(
         documents=len(documents),
-        neighbours=mean_neighbours(neighbours_NK),
-        found=found_share(vectors_ND, neighbours_NK, cosines_NK, seed=ordering.seed),
+        neighbors=mean_neighbors(neighbors_NK),
+        found=found_share(vectors_ND, neighbors_NK, cosines_NK, seed=ordering.seed),
         restarts=path.restarts,
         duplicates=len(documents) - len(order),
         cosine_random=adjacent_cosine(anyhow, vectors_ND),
@@ -146,7 +146,7 @@ def _find(
     work: Scratch,
     progress: Progress,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Vectors [N, D], neighbours and their cosines [N, K], as memory maps; made, or found."""
+    """Vectors [N, D], neighbors and their cosines [N, K], as memory maps; made, or found."""
     count = len(documents)
 
     def embed(out_ND: np.ndarray) -> None:
@@ -158,26 +158,26 @@ def _find(
         "embeddings", made_from, [((count, embedder.size), np.float32)], embed
     )
 
-    def search(neighbours_NK: np.ndarray, cosines_NK: np.ndarray) -> None:
+    def search(neighbors_NK: np.ndarray, cosines_NK: np.ndarray) -> None:
         shards = -(-count // ordering.shard)
-        with progress("neighbours", count * shards) as advance:
-            find_neighbours(
+        with progress("neighbors", count * shards) as advance:
+            find_neighbors(
                 vectors_ND,
                 ordering.build,
                 shard=ordering.shard,
-                neighbours_NK=neighbours_NK,
+                neighbors_NK=neighbors_NK,
                 cosines_NK=cosines_NK,
                 advance=advance,
             )
 
-    shape = (count, ordering.neighbours)
-    neighbours_NK, cosines_NK = work.arrays(
-        "neighbours",
+    shape = (count, ordering.neighbors)
+    neighbors_NK, cosines_NK = work.arrays(
+        "neighbors",
         [*made_from, ordering.build, ordering.shard],
         [(shape, np.int64), (shape, np.float32)],
         search,
     )
-    return vectors_ND, neighbours_NK, cosines_NK
+    return vectors_ND, neighbors_NK, cosines_NK
 
 
 def _content(prefix: str) -> str:

@@ -12,7 +12,7 @@ from moe_parallel.data.similarity.document_order import (
 )
 from moe_parallel.data.similarity.documents import Documents
 from moe_parallel.data.similarity.embedding import embed_all
-from moe_parallel.data.similarity.neighbours import ExactIndex, find_neighbours
+from moe_parallel.data.similarity.neighbors import ExactIndex, find_neighbors
 from moe_parallel.data.similarity.tf_idf import HashedTfIdf
 from tests.oracles import similarity as oracle
 
@@ -21,8 +21,8 @@ def unit(rows: np.ndarray) -> np.ndarray:
     return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
 
 
-def padded(neighbours: list[list[int]], k: int) -> np.ndarray:
-    return np.array([row + [-1] * (k - len(row)) for row in neighbours])
+def padded(neighbors: list[list[int]], k: int) -> np.ndarray:
+    return np.array([row + [-1] * (k - len(row)) for row in neighbors])
 
 
 def test_goes_to_the_most_similar_unused_and_begins_anew() -> None:
@@ -40,19 +40,19 @@ def test_against_all_pairs(k: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     similarity = oracle.cosines(rng.normal(size=(60, 8)))
     starts = rng.permutation(60)
-    path = greedy_order(padded(oracle.neighbours(similarity, k), k), starts)
+    path = greedy_order(padded(oracle.neighbors(similarity, k), k), starts)
     assert (path.order.tolist(), path.restarts) == oracle.greedy_order(
         similarity, k, starts.tolist()
     )
 
 
 def test_starts_with_those_that_few_name() -> None:
-    neighbours = np.array([[1, 2], [2, -1], [1, 3], [1, 2]])  # named 0, 3, 3, 1 times
+    neighbors = np.array([[1, 2], [2, -1], [1, 3], [1, 2]])  # named 0, 3, 3, 1 times
     for seed in range(5):
-        starts = lonely_first(neighbours, seed).tolist()
+        starts = lonely_first(neighbors, seed).tolist()
         assert starts[:2] == [0, 3]
         assert sorted(starts[2:]) == [1, 2]
-    assert len({tuple(lonely_first(neighbours, seed)) for seed in range(20)}) == 2
+    assert len({tuple(lonely_first(neighbors, seed)) for seed in range(20)}) == 2
 
 
 @pytest.mark.parametrize("threshold", [0.2, 0.6, 0.95])
@@ -101,17 +101,17 @@ def test_two_thousand_documents_of_forty_kinds(tmp_path: Path) -> None:
     documents = Documents(str(tmp_path / "data"))
     vectors = np.zeros((2000, 512), dtype=np.float32)
     embed_all(documents, HashedTfIdf(512), vectors, lambda tokens: None)
-    neighbours = np.zeros((2000, 10), dtype=np.int64)
+    neighbors = np.zeros((2000, 10), dtype=np.int64)
     cosines = np.zeros((2000, 10), dtype=np.float32)
-    find_neighbours(
+    find_neighbors(
         vectors,
         ExactIndex(),
         shard=2000,
-        neighbours_NK=neighbours,
+        neighbors_NK=neighbors,
         cosines_NK=cosines,
         advance=lambda queries: None,
     )
-    path = greedy_order(neighbours, lonely_first(neighbours, 0))
+    path = greedy_order(neighbors, lonely_first(neighbors, 0))
 
     def same_kind(order: np.ndarray) -> float:
         return float((kinds[order[1:]] == kinds[order[:-1]]).mean())

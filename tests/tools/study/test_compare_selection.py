@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from moe_parallel.analysis.study import study_report
 from moe_parallel.analysis.study.contenders import SYSTEMS, SharedFile, choose_contenders
 from moe_parallel.analysis.study.folder import Cell, StudyFolder
 from moe_parallel.config import Config, read_yaml

@@ -5,14 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_parallel.data.similarity.neighbours import (
+from moe_parallel.data.similarity.neighbors import (
     BuildIndex,
     ExactIndex,
     InvertedIndex,
     faiss,
-    find_neighbours,
+    find_neighbors,
     found_share,
-    mean_neighbours,
+    mean_neighbors,
 )
 from moe_parallel.errors import InputError
 from tests.oracles import similarity as oracle
@@ -24,32 +24,32 @@ def unit(rows: np.ndarray) -> np.ndarray:
 
 def clustered(clusters: int, each: int, width: int, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    centres = np.repeat(rng.normal(size=(clusters, width)), each, axis=0)
-    return unit(centres + 0.7 * rng.normal(size=centres.shape))
+    centers = np.repeat(rng.normal(size=(clusters, width)), each, axis=0)
+    return unit(centers + 0.7 * rng.normal(size=centers.shape))
 
 
 def find(
     vectors: np.ndarray, k: int, build: BuildIndex | None = None, shard: int = 10**6
 ) -> tuple[np.ndarray, np.ndarray]:
-    neighbours = np.full((len(vectors), k), -7, dtype=np.int64)
+    neighbors = np.full((len(vectors), k), -7, dtype=np.int64)
     cosines = np.full((len(vectors), k), -7, dtype=np.float32)
-    find_neighbours(
+    find_neighbors(
         vectors,
         build or ExactIndex(),
         shard=shard,
-        neighbours_NK=neighbours,
+        neighbors_NK=neighbors,
         cosines_NK=cosines,
         advance=lambda queries: None,
     )
-    return neighbours, cosines
+    return neighbors, cosines
 
 
 def test_against_all_pairs() -> None:
     vectors = clustered(10, 12, 16)
     similarity = oracle.cosines(vectors)
-    neighbours, cosines = find(vectors, 5)
-    assert neighbours.tolist() == oracle.neighbours(similarity, 5)
-    assert cosines == pytest.approx(np.take_along_axis(similarity, neighbours, axis=1), abs=1e-5)
+    neighbors, cosines = find(vectors, 5)
+    assert neighbors.tolist() == oracle.neighbors(similarity, 5)
+    assert cosines == pytest.approx(np.take_along_axis(similarity, neighbors, axis=1), abs=1e-5)
 
 
 @pytest.mark.parametrize("shard", [7, 100, 1500])
@@ -63,28 +63,28 @@ def test_bounded_memory_changes_nothing(tmp_path: Path, shard: int) -> None:
     assert whole_cosines == pytest.approx(parts_cosines, abs=1e-6)
 
 
-def test_more_copies_than_neighbours_never_find_themselves() -> None:
+def test_more_copies_than_neighbors_never_find_themselves() -> None:
     vectors = unit(np.ones((9, 4)))
     for shard in (9, 4):
-        neighbours, cosines = find(vectors, 3, shard=shard)
-        assert not (neighbours == np.arange(9)[:, None]).any()
-        assert (neighbours >= 0).all()
+        neighbors, cosines = find(vectors, 3, shard=shard)
+        assert not (neighbors == np.arange(9)[:, None]).any()
+        assert (neighbors >= 0).all()
         assert cosines == pytest.approx(1)
-        assert all(len(set(row)) == 3 for row in neighbours.tolist())
+        assert all(len(set(row)) == 3 for row in neighbors.tolist())
 
 
-def test_fewer_documents_than_neighbours() -> None:
+def test_fewer_documents_than_neighbors() -> None:
     vectors = unit(np.array([[1.0, 0], [1, 1], [1, 2]]))
-    neighbours, cosines = find(vectors, 4, shard=2)
-    assert neighbours.tolist() == [[1, 2, -1, -1], [2, 0, -1, -1], [1, 0, -1, -1]]
+    neighbors, cosines = find(vectors, 4, shard=2)
+    assert neighbors.tolist() == [[1, 2, -1, -1], [2, 0, -1, -1], [1, 0, -1, -1]]
     assert (cosines[:, 2:] == 0).all()
-    assert mean_neighbours(neighbours) == 2
+    assert mean_neighbors(neighbors) == 2
 
 
-def test_what_shares_nothing_is_no_neighbour() -> None:
+def test_what_shares_nothing_is_no_neighbor() -> None:
     vectors = np.array([[1, 0], [0, 1], [-1, 0], [0, 0], [1, 0]], dtype=np.float32)
-    neighbours, _ = find(vectors, 2)
-    assert neighbours.tolist() == [[4, -1], [-1, -1], [-1, -1], [-1, -1], [0, -1]]
+    neighbors, _ = find(vectors, 2)
+    assert neighbors.tolist() == [[4, -1], [-1, -1], [-1, -1], [-1, -1], [0, -1]]
 
 
 @pytest.mark.parametrize("shard", [10**6, 1300])
@@ -105,12 +105,12 @@ def test_inverted_lists_find_nearly_all(shard: int) -> None:
 
 
 def test_all_that_there_is_counts_as_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_parallel.data.similarity.neighbours._ROWS", 7)
+    monkeypatch.setattr("moe_parallel.data.similarity.neighbors._ROWS", 7)
     vectors = np.concatenate([unit(np.ones((9, 4))), np.zeros((2, 4), np.float32)])
-    neighbours, cosines = find(vectors, 3)  # any three of eight copies will do
-    assert found_share(vectors, neighbours, cosines, seed=0) == 1
-    neighbours[:, 2] = -1
-    assert found_share(vectors, neighbours, cosines, seed=0) == pytest.approx(2 / 3)
+    neighbors, cosines = find(vectors, 3)  # any three of eight copies will do
+    assert found_share(vectors, neighbors, cosines, seed=0) == 1
+    neighbors[:, 2] = -1
+    assert found_share(vectors, neighbors, cosines, seed=0) == pytest.approx(2 / 3)
 
 
 def test_inverted_lists_of_a_few_documents() -> None:

@@ -1,4 +1,4 @@
-"""The k nearest neighbours of every document by cosine, with FAISS and bounded memory.
+"""The k nearest neighbors of every document by cosine, with FAISS and bounded memory.
 
 An index holds `shard` documents at most: it is filled with one shard of the corpus after the
 other, all documents are looked up in each, and the best k so far are kept on the disk. With
@@ -65,8 +65,8 @@ class InvertedIndex:
         library = faiss()
         count, width = vectors_MD.shape
         cells = max(1, min(round(4 * math.sqrt(count)), count // _SAMPLE_PER_CELL))
-        centres = library.IndexFlatIP(width)
-        index = library.IndexIVFFlat(centres, width, cells, library.METRIC_INNER_PRODUCT)
+        centers = library.IndexFlatIP(width)
+        index = library.IndexIVFFlat(centers, width, cells, library.METRIC_INNER_PRODUCT)
         index.cp.spherical = True
         index.cp.seed = self.seed
         index.cp.min_points_per_centroid = 1  # or it warns of a corpus of a few documents
@@ -79,28 +79,28 @@ class InvertedIndex:
         return index
 
 
-def find_neighbours(
+def find_neighbors(
     embeddings_ND: np.ndarray,
     build: BuildIndex,
     *,
     shard: int,
-    neighbours_NK: np.ndarray,
+    neighbors_NK: np.ndarray,
     cosines_NK: np.ndarray,
     advance: Advance,
 ) -> None:
     """Find the K documents most similar to each, the most similar first; never itself.
 
-    Only documents of positive cosine are neighbours: with the others nothing is shared.
+    Only documents of positive cosine are neighbors: with the others nothing is shared.
 
     Args:
         embeddings_ND: float32, whose inner products are cosines; may be a memory map.
         build: makes the index of a shard.
         shard: most documents that an index holds.
-        neighbours_NK: int64, written: numbers of documents, -1 where there are fewer than K.
-        cosines_NK: float32, written: their cosines, 0 where there is no neighbour.
+        neighbors_NK: int64, written: numbers of documents, -1 where there are fewer than K.
+        cosines_NK: float32, written: their cosines, 0 where there is no neighbor.
         advance: told queries; N for each shard.
     """
-    count, k = neighbours_NK.shape
+    count, k = neighbors_NK.shape
     for start in range(0, count, shard):
         index = build(np.ascontiguousarray(embeddings_ND[start : start + shard]))
         for first in range(0, count, _QUERIES):
@@ -111,22 +111,22 @@ def find_neighbours(
             found = np.where(found >= 0, found + start, -1)
             found[found == np.arange(chunk.start, chunk.stop)[:, None]] = -1
             if start:
-                found = np.concatenate([neighbours_NK[chunk], found], axis=1)
+                found = np.concatenate([neighbors_NK[chunk], found], axis=1)
                 cosines = np.concatenate([cosines_NK[chunk], cosines], axis=1)
-            neighbours_NK[chunk], cosines_NK[chunk] = _best(found, cosines, k)
+            neighbors_NK[chunk], cosines_NK[chunk] = _best(found, cosines, k)
             advance(len(queries_QD))
 
 
-def mean_neighbours(neighbours_NK: np.ndarray) -> float:
-    """How many neighbours a document has, on average."""
-    count = len(neighbours_NK)
-    chunks = (neighbours_NK[first : first + _QUERIES] for first in range(0, count, _QUERIES))
+def mean_neighbors(neighbors_NK: np.ndarray) -> float:
+    """How many neighbors a document has, on average."""
+    count = len(neighbors_NK)
+    chunks = (neighbors_NK[first : first + _QUERIES] for first in range(0, count, _QUERIES))
     return sum(int((chunk >= 0).sum()) for chunk in chunks) / count
 
 
 def found_share(
     embeddings_ND: np.ndarray,
-    neighbours_NK: np.ndarray,
+    neighbors_NK: np.ndarray,
     cosines_NK: np.ndarray,
     *,
     seed: int,
@@ -136,7 +136,7 @@ def found_share(
 
     A document as similar as the true K-th counts as found: among equals any will do.
     """
-    count, k = neighbours_NK.shape
+    count, k = neighbors_NK.shape
     asked = np.sort(np.random.default_rng(seed).permutation(count)[:sample])
     queries_QD = embeddings_ND[asked]
     true = np.full((len(asked), k), -1, dtype=np.int64)
@@ -148,7 +148,7 @@ def found_share(
         both = np.concatenate([true, others], axis=1)
         true, nearest = _best(both, np.concatenate([nearest, cosines], axis=1), k)
     least = np.where(true >= 0, nearest, np.inf).min(axis=1, keepdims=True)
-    found = (neighbours_NK[asked] >= 0) & (cosines_NK[asked] >= least - _ROUNDING)
+    found = (neighbors_NK[asked] >= 0) & (cosines_NK[asked] >= least - _ROUNDING)
     return float(found.sum() / max(1, (true >= 0).sum()))
 
 
