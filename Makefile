@@ -36,12 +36,12 @@ dry-run = $(findstring n,$(filter-out --%,$(firstword -$(MAKEFLAGS))))
 .DEFAULT_GOAL := help
 .PHONY: help set-up pretrain test test-full bench check format clean
 
-help: ## this list
+help: ## show this list
 	@echo "usage: make COMMAND [PYTHON=python3.12] [NPROC=2] [ARGS=\"--flag value\"]"
 	@echo
 	@awk -F ':[^#]*## ' '/^[a-z-]+:.*## / { printf "  %-10s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-set-up: ## the environment, the pinned packages, the C++ extension; the others do it themselves
+set-up: ## create the environment, install the packages, compile the extension (the others do it too)
 	@$(if $(dry-run),,$(set-up-now)):
 
 # The program does not write over a run. The quickstart's gets a number, unless ARGS goes on with it.
@@ -52,7 +52,7 @@ keep-earlier-run = \
 	    echo "kept the earlier run as runs/quickstart.$$n"; \
 	fi
 
-pretrain: set-up ## train the quickstart model (about 8 minutes on 2 cores) and report what it learned
+pretrain: set-up ## train the quickstart model (about 8 minutes on 2 cores) and report its held-out loss
 	@$(if $(findstring --load,$(ARGS))$(findstring --save,$(ARGS)),:,$(keep-earlier-run))
 	@$(RUN) python pretrain_gpt_moe.py --nproc-per-node $(NPROC) --config $(CONFIG) $(ARGS)
 
@@ -65,19 +65,19 @@ test-full: set-up ## every test with all its combinations, and long runs
 bench: set-up ## time every operator against its peers, one thread (ARGS="--sizes goals": longer)
 	@$(RUN) python tools/bench/run.py $(ARGS)
 
-check: set-up ## ruff, mypy, codespell and clang-format, changing nothing
+check: set-up ## run ruff, mypy, codespell and clang-format without changing files
 	@$(RUN) ruff check $(SOURCES)
 	@$(RUN) ruff format --check $(SOURCES)
 	@$(RUN) mypy
 	@$(RUN) codespell --dictionary=- --dictionary=tools/american.txt $(SOURCES) $(PROSE)
 	@$(RUN) clang-format --dry-run -Werror $(CSRC)
 
-format: set-up ## what `make check` asks for, done where a tool can do it
+format: set-up ## fix what a tool can fix of the findings of make check
 	@$(RUN) ruff check --fix $(SOURCES)
 	@$(RUN) ruff format $(SOURCES)
 	@$(RUN) clang-format -i $(CSRC)
 
-clean: ## remove environments, builds and caches; runs/ stays
+clean: ## remove environments, builds and caches; keep runs/
 	rm -rf .venv .venv-* build dist *.egg-info moe_parallel/*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache
 	find moe_parallel tests tools -name __pycache__ -prune -exec rm -rf {} +

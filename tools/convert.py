@@ -1,4 +1,4 @@
-r"""Make a trained model into one of another system of expert selection, and train on from there.
+r"""Convert a trained model to another system, from which training can continue.
 
     python tools/convert.py --to aoe --load runs/moe --save runs/aoe-start \
         --aoe-low-rank-size 32 --train-iters 300 --lr 1e-3
@@ -28,35 +28,36 @@ from moe_parallel.tool import Tool, check_load, load_torch
 def main(arguments: list[str]) -> int:
     tool = Tool(__file__, __doc__)
     tool.add_argument("--to", metavar="aoe|topk", help="the new system")
-    tool.add_argument("--load", metavar="RUN", help="a run, or one of its checkpoints")
-    tool.add_argument("--save", metavar="RUN", help="a new folder")
+    tool.add_argument("--load", metavar="RUN", help="run folder, or one of its checkpoints")
+    tool.add_argument("--save", metavar="RUN", help="new run folder")
     aoe = tool.add_argument_group("to aoe")
     aoe.add_argument(
         "--calibration-samples",
         type=int,
         default=128,
-        help="training sequences to fit to; a third as many more are held out to measure by "
+        help="number of training sequences to fit to; a third as many are held out for "
+        "measurements "
         "(default 128)",
     )
     aoe.add_argument(
         "--svd",
         metavar="weighted|plain",
         default="weighted",
-        help="cut off of W_g what matters least for x W_g on those, or for W_g itself "
-        "(default weighted)",
+        help="truncate the SVD that minimizes the error of x W_g on those sequences (weighted), or "
+        "of W_g itself (plain) (default weighted)",
     )
     aoe.add_argument(
         "--ranking-columns",
         type=int,
         default=4,
-        help="columns of W_down fitted to the router; 0: fit a scale for each expert (default 4)",
+        help="columns of W_down to fit to the router; 0: fit one scale per expert (default 4)",
     )
     aoe.add_argument(
         "--condition",
         type=float,
         default=20.0,
-        help="with them, the first outweighs all others at most so many times; higher: ranks "
-        "better; lower: W_up stays smaller (default 20)",
+        help="maximum ratio of the first column's gain to the others'; a higher value ranks "
+        "better, a lower one keeps W_up smaller (default 20)",
     )
     return tool.run_with_training_flags(arguments, _convert)
 

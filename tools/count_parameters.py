@@ -37,7 +37,8 @@ def main(arguments: list[str]) -> int:
         "--experts-per-token",
         metavar="X",
         type=float,
-        help="experts that compute a token on average, where training decides it: what a run logs",
+        help="mean number of experts per token, for systems where training determines it "
+        "(a run logs it)",
     )
     return tool.run_with_training_flags(arguments, _print_counts)
 

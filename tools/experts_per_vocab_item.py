@@ -1,4 +1,4 @@
-"""Which vocabulary items take most experts, and which take fewest.
+"""List the vocabulary items with the most and with the fewest experts per token.
 
     python tools/experts_per_vocab_item.py --load runs/my [--at-least 10000] [--items 100]
         [--samples N]
@@ -24,10 +24,20 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str]) -> int:
     tool = Tool(__file__, __doc__)
-    tool.add_argument("--load", metavar="RUN", help="a run, or one of its checkpoints")
-    tool.add_argument("--at-least", metavar="N", type=int, default=10_000, help="occurrences")
-    tool.add_argument("--items", metavar="N", type=int, default=100, help="at either end")
-    tool.add_argument("--samples", metavar="N", type=int, help="of each domain (default: all)")
+    tool.add_argument("--load", metavar="RUN", help="run folder, or one of its checkpoints")
+    tool.add_argument(
+        "--at-least",
+        metavar="N",
+        type=int,
+        default=10_000,
+        help="minimum number of occurrences of an item",
+    )
+    tool.add_argument(
+        "--items", metavar="N", type=int, default=100, help="number of items to list at each end"
+    )
+    tool.add_argument(
+        "--samples", metavar="N", type=int, help="number of samples per domain (default: all)"
+    )
     return tool.run_with_training_flags(arguments, _print_items)
 
 

@@ -1,4 +1,4 @@
-"""Let a trained model go on with a text.
+"""Generate text with a trained model.
 
     python tools/generate.py --load runs/my --prompt "def read(self" [--tokens 100]
 
@@ -23,11 +23,17 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str]) -> int:
     tool = Tool(__file__, __doc__)
-    tool.add_argument("--load", metavar="RUN", help="a run, or one of its checkpoints")
-    tool.add_argument("--prompt", metavar="TEXT", help="what the model goes on with")
-    tool.add_argument("--tokens", metavar="N", type=int, default=100, help="to write, at most")
+    tool.add_argument("--load", metavar="RUN", help="run folder, or one of its checkpoints")
+    tool.add_argument("--prompt", metavar="TEXT", help="text that the model continues")
     tool.add_argument(
-        "--temperature", metavar="X", type=float, default=0.8, help="0: the likeliest token always"
+        "--tokens", metavar="N", type=int, default=100, help="maximum number of tokens to generate"
+    )
+    tool.add_argument(
+        "--temperature",
+        metavar="X",
+        type=float,
+        default=0.8,
+        help="sampling temperature; 0: always the most probable token",
     )
     return tool.run_with_training_flags(arguments, _write)
 

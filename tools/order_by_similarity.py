@@ -1,4 +1,4 @@
-r"""Rewrite an indexed dataset so that training instances are made of similar documents.
+r"""Rewrite an indexed dataset so that training instances consist of similar documents.
 
     python tools/order_by_similarity.py --data-path data/my_text_document \
         --output-prefix data/my_similar --seq-length 4096
@@ -44,29 +44,34 @@ def main(arguments: list[str]) -> int:
     files.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="dataset to write: .bin and .idx"
     )
-    files.add_argument("--overwrite", action="store_true", help="replace the dataset that is there")
+    files.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     files.add_argument(
-        "--eod-id", type=int, help="token that ends a document (default: what all of them end with)"
+        "--eod-id",
+        type=int,
+        help="id of the end-of-document token (default: the last token of all documents)",
     )
     files.add_argument(
         "--work-folder",
         type=Path,
-        help="keep embeddings and neighbors here and find them again (default: a temporary "
+        help="folder in which embeddings and neighbors are kept for reuse (default: a temporary "
         "folder beside the output)",
     )
     _add_embedding(tool.add_argument_group("embeddings"))
     _add_neighbors(tool.add_argument_group("neighbors"))
     instances = tool.add_argument_group("instances")
-    instances.add_argument("--seq-length", type=int, required=True, help="the one of training")
+    instances.add_argument("--seq-length", type=int, required=True, help="--seq-length of the run")
     instances.add_argument(
         "--instances-per-document",
         type=int,
         default=8,
-        help="written together, so that the last label of only one in so many is that of another "
-        "instance; --split divides documents (default 8)",
+        help="number of instances per written document; the last label of each document belongs to "
+        "another instance; --split divides documents (default 8)",
     )
     instances.add_argument(
-        "--seed", type=int, default=1234, help="of projection, starts and shuffle (default 1234)"
+        "--seed",
+        type=int,
+        default=1234,
+        help="seed of the projection, the starts and the shuffle (default 1234)",
     )
     return tool.run(arguments, lambda own: print(describe(order(own), own)))
 
@@ -79,18 +84,31 @@ def _add_embedding(group: argparse._ArgumentGroup) -> None:
         "(default: TF-IDF of hashed n-grams of tokens)",
     )
     group.add_argument(
-        "--tokenizer-type", default="ByteLevelBPE", help="of the data: --encoder reads text"
+        "--tokenizer-type",
+        default="ByteLevelBPE",
+        help="tokenizer type of the data (for --encoder, which reads text)",
     )
-    group.add_argument("--tokenizer-model", help="of the data: file, folder or hub name")
-    group.add_argument("--vocab-size", type=int, help="of NullTokenizer")
-    group.add_argument("--encoder-batch-size", type=int, default=32, help="(default 32)")
-    group.add_argument("--embedding-size", type=int, default=512, help="of TF-IDF (default 512)")
-    group.add_argument("--ngram", type=int, default=1, help="longest of TF-IDF (default 1)")
+    group.add_argument("--tokenizer-model", help="tokenizer of the data: file, folder or hub name")
+    group.add_argument("--vocab-size", type=int, help="vocabulary size of NullTokenizer")
+    group.add_argument(
+        "--encoder-batch-size",
+        type=int,
+        default=32,
+        help="number of documents per batch of the encoder (default 32)",
+    )
+    group.add_argument(
+        "--embedding-size", type=int, default=512, help="size of the TF-IDF vectors (default 512)"
+    )
+    group.add_argument("--ngram", type=int, default=1, help="longest n-gram of TF-IDF (default 1)")
 
 
 def _add_neighbors(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--neighbors", "--neighbours", type=int, default=10, help="of a document (default 10)"
+        "--neighbors",
+        "--neighbours",
+        type=int,
+        default=10,
+        help="number of neighbors per document (default 10)",
     )
     group.add_argument(
         "--index",
@@ -109,9 +127,10 @@ def _add_neighbors(group: argparse._ArgumentGroup) -> None:
         "--duplicate-threshold",
         type=float,
         default=0.95,
-        help="a document of this cosine with the one before it is left out (default 0.95)",
+        help="leave out a document whose cosine with the previous one is at least this "
+        "(default 0.95)",
     )
-    group.add_argument("--keep-duplicates", action="store_true", help="leave none out")
+    group.add_argument("--keep-duplicates", action="store_true", help="keep near duplicates")
 
 
 def check(options: argparse.Namespace) -> None:

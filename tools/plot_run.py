@@ -1,4 +1,4 @@
-"""Draw the picture of a run from its metrics.jsonl, while it trains or afterwards.
+"""Draw the figure of a run from its metrics.jsonl, during or after training.
 
 python tools/plot_run.py runs/quickstart
 """
@@ -14,7 +14,7 @@ from moe_parallel.tool import Tool
 
 def main(arguments: list[str]) -> int:
     tool = Tool(__file__, __doc__.splitlines()[0])
-    tool.add_argument("run_directory", type=Path, help="the folder that --save named")
+    tool.add_argument("run_directory", type=Path, help="run folder (--save of the training)")
     tool.add_argument(
         "--output", type=Path, help=f"PNG file to write (default: RUN_DIRECTORY/{FIGURE_NAME})"
     )

@@ -1,4 +1,4 @@
-r"""Turn JSON lines into Megatron indexed datasets that --data-path reads.
+r"""Convert JSON lines to Megatron indexed datasets for --data-path.
 
     python tools/preprocess_data.py --input my.jsonl --output-prefix data/my \
         --tokenizer-type ByteLevelBPE --vocab-size 8192 --append-eod
@@ -34,7 +34,10 @@ def main(arguments: list[str]) -> int:
     )
     tool.add_argument("--input", type=Path, required=True, help="JSON lines, UTF-8")
     tool.add_argument(
-        "--json-keys", nargs="+", default=["text"], help="keys of the texts; a dataset for each"
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        help="keys that hold text; one dataset is written per key",
     )
     tool.add_argument(
         "--output-prefix",
@@ -50,15 +53,21 @@ def main(arguments: list[str]) -> int:
     tool.add_argument(
         "--vocab-size",
         type=int,
-        help="without --tokenizer-model: train a byte-level BPE of so many tokens on the input",
+        help="without --tokenizer-model: vocabulary size of a byte-level BPE, trained on the input",
     )
     tool.add_argument(
-        "--append-eod", action="store_true", help="end each document with the token for that"
+        "--append-eod",
+        action="store_true",
+        help="append the end-of-document token to each document",
     )
     tool.add_argument(
-        "--overwrite", action="store_true", help="replace the datasets and the tokenizer there"
+        "--overwrite",
+        action="store_true",
+        help="replace existing datasets and an existing tokenizer",
     )
-    tool.add_argument("--workers", type=int, default=1, help="threads that tokenize (default 1)")
+    tool.add_argument(
+        "--workers", type=int, default=1, help="number of tokenizer threads (default 1)"
+    )
     return tool.run(arguments, preprocess)
 
 

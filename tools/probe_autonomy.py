@@ -1,4 +1,4 @@
-"""Strip the routers of a trained MoE and let the norms of its experts' activations select.
+"""Remove the routers of a trained MoE and select experts by the norms of their activations.
 
     python tools/probe_autonomy.py --load runs/my [--eval-iters 10]
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str]) -> int:
     tool = Tool(__file__, __doc__)
-    tool.add_argument("--load", metavar="RUN", help="a run, or one of its checkpoints")
+    tool.add_argument("--load", metavar="RUN", help="run folder, or one of its checkpoints")
     tool.add_argument("--config", metavar="FILE.yaml", help="default: the checkpoint's own")
     tool.add_argument(
         "--topk", metavar="K", type=int, help="experts per token (default: the checkpoint's K)"

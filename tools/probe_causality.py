@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str]) -> int:
     tool = Tool(__file__, __doc__)
-    tool.add_argument("--config", metavar="FILE.yaml", help="probe this model as initialized")
+    tool.add_argument("--config", metavar="FILE.yaml", help="probe this model with initial weights")
     tool.add_argument("--load", metavar="RUN", help="probe this checkpoint")
     tool.add_argument(
         "--perturbations", metavar="N", type=int, default=32,
-        help="how many tokens to perturb, each twice (default: 32)",
+        help="number of tokens to perturb, each twice (default: 32)",
     )  # fmt: skip
     return tool.run_with_training_flags(arguments, _probe)
 

@@ -92,8 +92,8 @@ def _parser() -> _Parser:
         prog="pretrain_gpt_moe.py",
         usage="python pretrain_gpt_moe.py [--nproc-per-node N] [--config FILE.yaml]\n"
         "                              [--flag value ...]",
-        description="Pretrain a mixture-of-experts language model whose experts are chosen by "
-        "--expert-selection. Every flag is a YAML key too; flags win.",
+        description="Pretrain a mixture-of-experts language model. --expert-selection names the "
+        "system that selects the experts. Every flag is also a YAML key; flags override the file.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=help_of_terminal_width,

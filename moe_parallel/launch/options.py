@@ -72,35 +72,49 @@ def _parser() -> OneLineParser:
     )
     group = parser.add_argument_group(
         "launching",
-        "The program starts its ranks itself. Names and meanings are torchrun's; no YAML keys.",
+        "The program can start its own ranks. These flags have torchrun's names and meanings and "
+        "are not YAML keys.",
     )
 
     def add(flag: str, metavar: str, text: str, kind: type = str) -> None:
         group.add_argument(flag, metavar=metavar, help=text, type=kind)
 
-    add("--nproc-per-node", "N", "processes on this node: a number, or auto, cpu or gpu")
-    add("--nnodes", "N|MIN:MAX", "nodes (default: 1, or those of the srun step)")
-    add("--node-rank", "N", "this node's number, for the static rendezvous", int)
-    add("--master-addr", "HOST", "node 0, for the static rendezvous")
-    add("--master-port", "N", "its port, for the static rendezvous (default: 29500)", int)
-    add("--rdzv-backend", "TEXT", "how nodes meet: c10d or static")
-    add("--rdzv-endpoint", "HOST:PORT", "where nodes meet")
-    add("--rdzv-id", "TEXT", "the job's name, the same on every node")
-    add("--rdzv-conf", "KEY=VALUE,...", "more about the rendezvous, e.g. join_timeout=1200")
-    add("--local-addr", "HOST", "this node's address")
-    add("--max-restarts", "N", "how often a job with a lost rank or a bug starts again from its "
-        "newest checkpoint; takes --load and --save of one folder (default: 0)", int)  # fmt: skip
-    add("--shutdown-timeout", "SECONDS", "how long the ranks may take to save after a signal "
+    add("--nproc-per-node", "N", "number of processes on this node, or auto, cpu or gpu")
+    add("--nnodes", "N|MIN:MAX", "number of nodes (default: 1, or the nodes of the srun step)")
+    add("--node-rank", "N", "rank of this node, for the static rendezvous", int)
+    add("--master-addr", "HOST", "address of node 0, for the static rendezvous")
+    add("--master-port", "N", "port on node 0, for the static rendezvous (default: 29500)", int)
+    add("--rdzv-backend", "TEXT", "rendezvous backend: c10d or static")
+    add("--rdzv-endpoint", "HOST:PORT", "rendezvous endpoint")
+    add("--rdzv-id", "TEXT", "name of the job, the same on every node")
+    add(
+        "--rdzv-conf",
+        "KEY=VALUE,...",
+        "additional rendezvous settings, for example join_timeout=1200",
+    )
+    add("--local-addr", "HOST", "address of this node")
+    add("--max-restarts", "N", "maximum number of restarts from the newest checkpoint after a "
+        "lost rank or a bug; --load and --save must name one folder (default: 0)", int)  # fmt: skip
+    add("--shutdown-timeout", "SECONDS", "time that the ranks have to save after a signal "
         f"before they are killed (default: {SHUTDOWN_TIMEOUT})", int)  # fmt: skip
-    add("--monitor-interval", "SECONDS", "between two looks at the ranks (default: 0.1)", float)
-    add("--log-dir", "FOLDER", "where --redirects and --tee write")
-    add("--redirects", "0|1|2|3", "what goes to files only: 1 stdout, 2 stderr, 3 both")
-    add("--tee", "0|1|2|3", "what goes to files as well")
-    add("--local-ranks-filter", "N,N", "the ranks of this node that the terminal shows")
+    add(
+        "--monitor-interval",
+        "SECONDS",
+        "time between two checks of the ranks (default: 0.1)",
+        float,
+    )
+    add("--log-dir", "FOLDER", "folder for the files of --redirects and --tee")
+    add("--redirects", "0|1|2|3", "output that goes only to files: 1 stdout, 2 stderr, 3 both")
+    add(
+        "--tee",
+        "0|1|2|3",
+        "output that goes to files and to the terminal: 1 stdout, 2 stderr, 3 both",
+    )
+    add("--local-ranks-filter", "N,N", "ranks of this node whose output the terminal shows")
     add("--numa-binding", "TEXT", "bind processes to the cores near their GPU: node, socket, "
         "exclusive or core-complex")  # fmt: skip
     group.add_argument(
-        "--standalone", help="one node; a free port", action="store_true", default=None
+        "--standalone", help="run on one node, with a free port", action="store_true", default=None
     )
     return parser
 

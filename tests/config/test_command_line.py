@@ -176,7 +176,7 @@ def test_help_fits_the_terminal(
     text = help_text(capsys)
     assert max(map(len, text.splitlines())) <= most
     words = ", ".join(expert_selection().choices)
-    assert f"{words}: who decides which expert computes" in " ".join(text.split())
+    assert f"{words}: the system that selects the experts" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(

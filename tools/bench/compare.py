@@ -1,4 +1,4 @@
-"""Hold two files of `run.py --json` against each other, row by row.
+"""Compare two files of `run.py --json`, row by row.
 
     python tools/bench/compare.py before.json after.json
 

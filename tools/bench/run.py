@@ -136,14 +136,19 @@ def _add_flags(tool: Tool) -> None:
     add = tool.add_argument
     add("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
     add("--sizes", choices=[SMALL, GOALS], default=SMALL,
-        help="small: a look; goals: the sizes that goals are set for (default: small)")  # fmt: skip
+        help="small: a quick check; goals: the sizes of the goals (default: small)")  # fmt: skip
     add("--ops", type=_words, metavar="A,B,...", help=f"of {', '.join(BENCHES)} (default: all)")
     add("--dtype", type=_words, metavar="A,B,...",
-        help="of float32, bfloat16, float16 (default: the first two; GPU: bfloat16)")  # fmt: skip
+        help="float32, bfloat16, float16 (default: the first two; GPU: bfloat16)")  # fmt: skip
     add("--fusing", choices=FUSING, default=FUSING[1],
-        help="of products with the steps around them in our layers and norm_topk, on a GPU "
+        help="fuse products with the steps around them in our layers and norm_topk, on a GPU "
         "(default: %(default)s)")  # fmt: skip
-    add("--turns", type=int, metavar="N", help="of each row (default: as many as fit in its time)")
+    add(
+        "--turns",
+        type=int,
+        metavar="N",
+        help="turns per row (default: as many as fit into its time)",
+    )
     add("--json", type=Path, metavar="FILE", help="write the samples of every row too")
 
 

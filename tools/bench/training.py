@@ -143,7 +143,13 @@ if __name__ == "__main__":
     add = tool.add_argument
     add("--sizes", choices=[SMALL, GOALS], default=SMALL,
         help="small: a tiny model; goals: 732M parameters, d_low 64 (default: small)")  # fmt: skip
-    add("--iterations", type=int, default=8, metavar="N", help="of a run, that count (default: 8)")
+    add(
+        "--iterations",
+        type=int,
+        default=8,
+        metavar="N",
+        help="number of measured iterations per run (default: 8)",
+    )
     add("--turns", type=int, default=2, metavar="N", help="runs of each contender (default: 2)")
     add("--json", type=Path, metavar="FILE", help="write the samples too")
     sys.exit(tool.run_with_training_flags(sys.argv[1:], main))

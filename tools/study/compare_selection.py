@@ -1,4 +1,4 @@
-"""Train systems of expert selection under equal conditions, and compare them.
+"""Train several systems under equal conditions and compare them.
 
     python tools/study/compare_selection.py --config examples/study.yaml \\
         --selections topk,aoe,top_p,dense --seeds 3 --output studies/first
@@ -127,21 +127,27 @@ def _duration(seconds: float) -> str:
 
 def _add_flags(tool: Tool) -> None:
     add = tool.add_argument
-    add("--config", type=Path, required=True, metavar="FILE.yaml", help="what all have in common")
+    add(
+        "--config",
+        type=Path,
+        required=True,
+        metavar="FILE.yaml",
+        help="configuration that all contenders share",
+    )
     add(
         "--selections", required=True, metavar="A,B,...", type=lambda text: text.split(","),
-        help="words of --expert-selection, `dense`, or NAME=WORD for a variant",
+        help="names of --expert-selection, `dense`, or NAME=SYSTEM for a variant",
     )  # fmt: skip
-    add("--output", type=Path, required=True, metavar="FOLDER", help="of this study")
+    add("--output", type=Path, required=True, metavar="FOLDER", help="folder of the study")
     add("--seeds", type=_at_least_one, default=3, metavar="N",
-        help="runs of each: with the seed of the file and those after it (default: 3)")  # fmt: skip
+        help="runs per contender, with the seed of the file and those after it (default: 3)")  # fmt: skip
     add("--override", nargs="+", action="extend", default=[], metavar="NAME:flag=value",
-        help="an option for one contender alone")  # fmt: skip
-    add("--nproc", type=_at_least_one, default=1, metavar="N", help="processes of a run")
+        help="an option for one contender only")  # fmt: skip
+    add("--nproc", type=_at_least_one, default=1, metavar="N", help="number of processes per run")
     add("--threads", type=_at_least_one, metavar="N",
-        help="of each process (default: the cores divided by --nproc)")  # fmt: skip
+        help="number of threads per process (default: the cores divided by --nproc)")  # fmt: skip
     add("--allow-unequal", action="store_true",
-        help="train although total parameters differ by more than 1 %%")  # fmt: skip
+        help="train even if total parameters differ by more than 1 %%")  # fmt: skip
 
 
 def _at_least_one(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Make the tables and pictures of a study again, while it trains or afterwards.
+"""Write the tables and figures of a study again, during or after training.
 
 python tools/study/report_study.py studies/first
 """
