@@ -163,9 +163,9 @@ def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
     groups_text = dict(zip(groups, re.split(r"^[a-z ]+:$", text, flags=re.M)[1:], strict=True))
     assert "--num-layers" in groups_text["model"]
     selection = " ".join(groups_text["expert selection"].split())
-    assert "[aoe, aoe_top_p, aoe_expert_choice] rank of W_g" in selection
-    assert "[topk, aoe] experts per token" in selection
-    assert "together reach (default: 0.4; aoe_top_p: 0.6)" in " ".join(text.split())
+    assert "[aoe, aoe_top_p, aoe_expert_choice] d_low, the rank of W_g" in selection
+    assert "[topk, aoe] number of experts per token" in selection
+    assert "sum to p (default: 0.4; aoe_top_p: 0.6)" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(("columns", "most"), [(80, 78), (300, 98), (120, 98)])

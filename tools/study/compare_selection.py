@@ -140,7 +140,7 @@ def _add_flags(tool: Tool) -> None:
     )  # fmt: skip
     add("--output", type=Path, required=True, metavar="FOLDER", help="folder of the study")
     add("--seeds", type=_at_least_one, default=3, metavar="N",
-        help="runs per contender, with the seed of the file and those after it (default: 3)")  # fmt: skip
+        help="runs per contender, from the seed of the file on (default: 3)")  # fmt: skip
     add("--override", nargs="+", action="extend", default=[], metavar="NAME:flag=value",
         help="an option for one contender only")  # fmt: skip
     add("--nproc", type=_at_least_one, default=1, metavar="N", help="number of processes per run")
