@@ -51,7 +51,7 @@ def copy_tree(folder: Path) -> Path:
     names = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True, text=True).stdout
     built = [str(path.relative_to(ROOT)) for path in ROOT.glob("moe_parallel/*.so")]
     for name in [*filter(None, names.split("\0")), *built]:
-        if (ROOT / name).exists():
+        if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes((ROOT / name).read_bytes())
             (folder / name).chmod((ROOT / name).stat().st_mode)
