@@ -1,11 +1,11 @@
 """Which tier of the tests sees which fault, and by which test.
 
-    python -m tests.mutants.run [--only WORD] [--near] [--jobs N]
+    python -m tests.mutants.run [--only WORD] [--near] [--jobs N] [OPTION OF PYTEST]...
 
 Works in a copy of the tree, one fault after the other: a build where it is one of C++, then the
 tests nearest to it, the quick tier, the nearest tests of the full tier, the full tier, until one
 fails. Prints a table for CONTRIBUTING.md. Most faults are seen within seconds; one that is not
-costs both tiers.
+costs both tiers. All tests must pass without a fault; `--deselect` leaves out one that does not.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", default="", help="faults whose name or file has this in it")
     parser.add_argument("--near", action="store_true", help="the tests nearest to a fault alone")
     parser.add_argument("--jobs", type=int, default=1, help="tests side by side")
-    given = parser.parse_args(arguments)
+    given, options = parser.parse_known_args(arguments)
     chosen = [fault for fault in FAULTS if given.only in f"{fault.name} {fault.file}"]
     seen = []
     with tempfile.TemporaryDirectory() as folder:
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
         print("| fault | file | tier | first test that fails |\n|---|---|---|---|", flush=True)
         # Kernels last: what was built is built on.
         for fault in sorted(chosen, key=is_compiled):
-            tier, test = judge(tree, fault, given.near, given.jobs)
+            tier, test = judge(tree, fault, list(steps(fault, given.near, given.jobs)), options)
             seen.append(tier)
             print(f"| {fault.name} | `{fault.file}` | {tier} | {test} |", flush=True)
     print(f"\n{len(seen)} faults: {seen.count('quick')} seen by the quick tier, ", end="")
@@ -62,7 +62,9 @@ def is_compiled(fault: Fault) -> bool:
     return fault.file.startswith("csrc/")
 
 
-def judge(tree: Path, fault: Fault, near: bool, jobs: int) -> tuple[str, str]:
+def judge(
+    tree: Path, fault: Fault, steps: list[tuple[str, list[str]]], options: list[str]
+) -> tuple[str, str]:
     """The tier that sees a fault, and the test."""
     file = tree / fault.file
     sound = file.read_text()
@@ -71,8 +73,8 @@ def judge(tree: Path, fault: Fault, near: bool, jobs: int) -> tuple[str, str]:
     try:
         if is_compiled(fault):
             build(tree)
-        for tier, options in steps(fault, near, jobs):
-            if test := first_failure(tree, options):
+        for tier, selection in steps:
+            if test := first_failure(tree, [*selection, *options]):
                 return tier, test
     finally:
         file.write_text(sound)
