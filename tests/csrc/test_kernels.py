@@ -41,6 +41,7 @@ def test_under_the_address_and_undefined_behavior_sanitizers(tmp_path):
         assert done.stdout == f"{capability} kernels: 0 failures\n"
 
 
+@pytest.mark.full
 def test_on_aarch64():
     done = run("tools/check_aarch64.sh", sys.executable)
     assert done.returncode == 0, done.stdout + done.stderr

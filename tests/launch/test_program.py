@@ -68,6 +68,7 @@ def test_a_launcher_inside_torchrun_is_refused():
     assert _at_once("--nproc-per-node", "2", RANK="1", TORCHELASTIC_RUN_ID="x")[2] == []
 
 
+@pytest.mark.full
 def test_bad_input_that_only_ranks_can_see(tmp_path):
     wrong = SMALL | small_data(tmp_path) | {"load": tmp_path / "none", "save": tmp_path / "run"}
     with Program(tmp_path, 2, flags(wrong)) as job:

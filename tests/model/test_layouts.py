@@ -340,9 +340,8 @@ TP2 = {
 }
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("policy", ["probs", "position"])
-@pytest.mark.parametrize("system", ["topk", "aoe"])
+@pytest.mark.parametrize("policy", rest_in_full(["probs", "position"], "position"))
+@pytest.mark.parametrize("system", rest_in_full(["topk", "aoe"], "aoe"))
 def test_layouts_that_split_tokens_alike_drop_alike(
     start: Starts, system: str, policy: str
 ) -> None:

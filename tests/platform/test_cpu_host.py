@@ -203,6 +203,7 @@ def test_torch_itself_still_knows_that_there_is_no_gpu():
     run_distributed(1, _torch_is_as_it_was)
 
 
+@pytest.mark.full
 def test_megatron_may_be_imported_afterwards():
     program = (
         "import moe_parallel.platform.cpu_host as host, torch.distributed as dist\n"

@@ -13,6 +13,7 @@ from tools.bench.twins import Contender, Run, contenders, ratios, table
 MIB = 2**20
 
 
+@pytest.mark.full
 def test_a_run_ends_after_its_iterations_and_saves_nothing(tmp_path: Path) -> None:
     common = training.ONE_DEVICE | training.SMALL_MODEL | training.random_data(tmp_path)
     common |= {"distributed-backend": "gloo"}

@@ -239,6 +239,7 @@ def test_without_faiss_it_says_so_at_once(
     assert capsys.readouterr().err.endswith(": pip install faiss-cpu\n")
 
 
+@pytest.mark.full
 def test_prints_no_warning(tmp_path: Path) -> None:
     result = subprocess.run(
         [

@@ -17,6 +17,7 @@ def write(path: Path, *texts: str) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_prints_what_it_wrote_and_no_warning(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", "1 2 3", "4")
     result = run(

@@ -301,6 +301,7 @@ def test_a_study_of_two_systems_and_two_seeds(tmp_path: Path):
     assert {path.name for path in (study.path / "figures").iterdir()} >= {"loss.png", "load.png"}
 
 
+@pytest.mark.full
 def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path):
     line = [*small_study(tmp_path, train_iters=60, lr_warmup_iters=4), "--seeds", "1"]
     line += ["--selections", "topk"]

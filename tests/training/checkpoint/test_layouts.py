@@ -133,7 +133,7 @@ def _load_all(name, sources, directory, options):
 GATHERING = ("ep2-distributed", "etp2", "tp2-ep2-no-sp", "pp2-ep2", "tp2-ep2-etp2-distributed")
 
 
-@pytest.mark.parametrize("name", rest_in_full(GATHERING, "ep2-distributed", "etp2"))
+@pytest.mark.parametrize("name", rest_in_full(GATHERING, "ep2-distributed"))
 def test_w_down_is_the_same_whole_or_gathered(saved, name):
     """Between one rank that holds all of it and a layout, and within that layout."""
     layout = LAYOUTS[name]

@@ -22,7 +22,7 @@ RUNS = {
     "bf16-ep2": (Layout(2, ep=2), {"bf16": True}),
     "bf16-distributed": (Layout(2, distributed=True), {"bf16": True}),
 }
-QUICK = ("one", "gathered-bf16-ep2-distributed", "tp2-pp2-vpp2")
+QUICK = ("one", "gathered-bf16-ep2-distributed")
 
 
 def _six_steps_twice(layout, options, path):
