@@ -104,11 +104,14 @@ def _add_embedding(group: argparse._ArgumentGroup) -> None:
 
 def _add_neighbors(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--neighbors",
+        "--neighbors", type=int, default=10, help="number of neighbors per document (default 10)"
+    )
+    group.add_argument(  # as it was called
         "--neighbours",
+        dest="neighbors",
         type=int,
-        default=10,
-        help="number of neighbors per document (default 10)",
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
     )
     group.add_argument(
         "--index",

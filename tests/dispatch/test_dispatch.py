@@ -140,7 +140,7 @@ def solve(dispatcher: Any, task: Problem, rank: int, first: int, shard: slice) -
     x = task.x[rank].clone().requires_grad_()
     probs = task.probs[rank].clone().requires_grad_()
     choices = choices_of(task.experts[rank], probs)
-    rows = dispatcher.dispatch(x, choices, task.rows_per_expert)
+    rows = dispatcher.dispatch(x, choices, task.pad_rows_per_expert)
     y = dispatcher.combine(compute(rows, first, shard), rows.route)
     (y * task.direction[rank]).sum().backward()
     seen = [torch.cat([x, g[:, None]], 1).detach() for x, g in zip(*arrived(rows), strict=True)]
@@ -195,8 +195,8 @@ def _compare(found: Any, task: Problem, wanted: Found, shards: int, name: str) -
     for expert, rows in enumerate(wanted.rows):
         for shard in range(shards):
             seen = found[expert // here * shards + shard].rows[expert % here]
-            if task.rows_per_expert is not None:
-                assert len(seen) == task.rows_per_expert * len(found), name
+            if task.pad_rows_per_expert is not None:
+                assert len(seen) == task.pad_rows_per_expert * len(found), name
                 padding = seen[:, -1] == 0
                 assert (seen[padding] == 0).all(), name
                 seen = seen[~padding]
@@ -225,8 +225,10 @@ def test_local_dispatch_equals_loops(name, backend):
             y[t] += probs[t, k] * token @ matrix
             probs_grad[t, k] = token @ matrix @ task.direction[0].numpy()[t]
             x_grad[t] += probs[t, k] * matrix @ task.direction[0].numpy()[t]
-    if task.rows_per_expert is not None:
-        rows = [each + [[0.0] * (WIDTH + 1)] * (task.rows_per_expert - len(each)) for each in rows]
+    if task.pad_rows_per_expert is not None:
+        rows = [
+            each + [[0.0] * (WIDTH + 1)] * (task.pad_rows_per_expert - len(each)) for each in rows
+        ]
     for mine, seen in zip(rows, found.rows, strict=True):  # in the order of tokens, padding last
         numpy.testing.assert_array_equal(seen, numpy.reshape(mine, (-1, WIDTH + 1)))
     for part, expected in (("y", y), ("x_grad", x_grad), ("probs_grad", probs_grad)):

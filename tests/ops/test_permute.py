@@ -19,7 +19,7 @@ pytestmark = pytest.mark.covering
 
 def setting(ops, routing: Routing, width: int, dtype: torch.dtype, device: str):
     experts = torch.from_numpy(routing.experts).to(device)
-    row_map = ops.routing_map(experts, routing.num_experts, routing.rows_per_expert)
+    row_map = ops.routing_map(experts, routing.num_experts, routing.pad_rows_per_expert)
     x = random_tensor(len(experts), width, dtype=dtype, device=device, seed=0)
     dy = random_tensor(row_map.slots_N.numel(), width, dtype=dtype, device=device, seed=1)
     return row_map, x.requires_grad_(), dy

@@ -11,8 +11,8 @@ pytestmark = pytest.mark.covering
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_equals_the_oracle(ops, device, routing: Routing):
     experts = torch.from_numpy(routing.experts).to(device)
-    row_map = ops.routing_map(experts, routing.num_experts, routing.rows_per_expert)
-    expected = oracle.routing_map(routing.experts, routing.num_experts, routing.rows_per_expert)
+    row_map = ops.routing_map(experts, routing.num_experts, routing.pad_rows_per_expert)
+    expected = oracle.routing_map(routing.experts, routing.num_experts, routing.pad_rows_per_expert)
     for actual, wanted in zip(row_map, expected, strict=True):
         assert actual.dtype == torch.int64
         np.testing.assert_array_equal(actual.cpu().numpy(), wanted)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.covering
 def setting(ops, routing: Routing, width: int, dtype: torch.dtype, device: str):
     """The row map, rows y and probs that want gradients, and an upstream gradient."""
     experts = torch.from_numpy(routing.experts).to(device)
-    row_map = ops.routing_map(experts, routing.num_experts, routing.rows_per_expert)
+    row_map = ops.routing_map(experts, routing.num_experts, routing.pad_rows_per_expert)
     y = random_tensor(row_map.slots_N.numel(), width, dtype=dtype, device=device, seed=0)
     gate_type = torch.float64 if dtype == torch.float64 else torch.float32
     probs = random_tensor(*experts.shape, dtype=gate_type, device=device, seed=1)

@@ -56,7 +56,8 @@ WRONG = {
     ),
     "no Transformer Engine": (
         {"bf16": True, "fp8_format": "hybrid"},
-        r"--fp8-format hybrid .* cannot be (imported|computed) here \(.*\): .*",
+        r"--fp8-format hybrid (needs transformer_engine, which is not installed: .* pip install .*"
+        r"|.* cannot be (imported|computed) here \(.*\): .*)",
     ),
     "batch": (
         {"global_batch_size": 6},
