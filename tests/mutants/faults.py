@@ -316,6 +316,20 @@ FAULTS = [
         "and stopped.began",
         ("tests/launch", "tests/training/test_signals.py", "tests/training/test_failure.py"),
     ),
+    Fault(
+        "under torchrun a restarted job meets its past",
+        f"{TRAINING}/job_store.py",
+        'os.environ.get(ATTEMPT) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")',
+        'os.environ.get(ATTEMPT, "0")',
+        ("tests/launch",),
+    ),
+    Fault(
+        "each node names a start of the ranks by itself",
+        "moe_parallel/launch/agent.py",
+        "if worker_group.group_rank == 0:",
+        "if True:",
+        ("tests/launch",),
+    ),
     # Kernels: the extension is built anew for each.
     Fault(
         "C++: norms without their root",
@@ -379,5 +393,19 @@ FAULTS = [
         "      if (!accumulate) out_expert.zero_();\n",
         "",
         OF_OPS,
+    ),
+    Fault(
+        "C++: AVX2 stores halves of bf16 vectors in another order",
+        f"{KERNELS}/vectors.h",
+        "_mm256_permute4x64_epi64(packed, 0b1000)",
+        "_mm256_permute4x64_epi64(packed, 0b0010)",
+        OF_OPS,
+    ),
+    Fault(
+        "CUDA: equal choices of a warp take one place",
+        "csrc/cuda/routing_map.cu",
+        "counter[bin] + __popc(before)",
+        "counter[bin]",
+        ("tests/cuda_host",),
     ),
 ]

@@ -17,6 +17,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.mutants.faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,7 +114,7 @@ def first_failure(tree: Path, options: list[str]) -> str | None:
         )
     except subprocess.TimeoutExpired:
         return "no end within an hour"
-    if done.returncode == 0:
+    if done.returncode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return None
     failed = re.search(r"^(?:FAILED|ERROR) (\S+\.py(?:::\w+)?)", done.stdout, re.MULTILINE)
     return f"`{failed[1]}`" if failed else f"pytest ended with {done.returncode}"
