@@ -61,7 +61,8 @@ def copy_tree(folder: Path) -> Path:
 
 
 def is_compiled(fault: Fault) -> bool:
-    return fault.file.startswith("csrc/")
+    """Whether the extension for the CPU has it."""
+    return fault.file.startswith("csrc/") and not fault.file.startswith("csrc/cuda/")
 
 
 def judge(
