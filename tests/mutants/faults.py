@@ -317,13 +317,6 @@ FAULTS = [
         ("tests/launch", "tests/training/test_signals.py", "tests/training/test_failure.py"),
     ),
     Fault(
-        "under torchrun a restarted job meets its past",
-        f"{TRAINING}/job_store.py",
-        'os.environ.get(ATTEMPT) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")',
-        'os.environ.get(ATTEMPT, "0")',
-        ("tests/launch",),
-    ),
-    Fault(
         "each node names a start of the ranks by itself",
         "moe_parallel/launch/agent.py",
         "if worker_group.group_rank == 0:",
