@@ -1,11 +1,11 @@
 """Training and validation data through Megatron-Core's GPTDataset and BlendedDataset.
 
-Every rank builds the datasets: they are memory maps. Rank 0 goes first and writes the indices
-(which document and token each sample starts at) where the others find them.
+Every rank builds the datasets, which are memory maps. Rank 0 goes first and writes the indices (the
+document and token at which each sample starts); the other ranks then find them.
 
-The training stream depends on the sources, --seq-length, --seed and the number of samples asked
-for, and on nothing else: not on the layout of the ranks, nor on how often training was stopped.
-As in Megatron, another number of samples (--train-iters) is another order.
+The training stream depends only on the sources, --seq-length, --seed and the number of samples. It
+depends neither on the layout of the ranks nor on how often training was stopped. As in Megatron,
+another number of samples (--train-iters) gives another order.
 """
 
 import dataclasses
@@ -39,16 +39,16 @@ from moe_parallel.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Datasets:
-    """What training reads.
+    """The data of a run.
 
     Attributes:
-        train: the blend, at least as many samples as asked for, in the order of training.
-        train_domains: what `train` is blended from.
-        valid: every held-out token of a domain as a label exactly once (but the very first,
-            which nothing precedes), in a fixed shuffled order, so that the first n samples are a
-            fair choice of n. The last sample is filled up with masked tokens. A domain to which
-            --split gives no validation is absent.
-        cautions: what the user should know; all of them on rank 0.
+        train: the blend, with at least the requested number of samples, in the order of training.
+        train_domains: the datasets that `train` blends.
+        valid: the held-out text of each domain. Every token is a label exactly once, except the
+            very first, which no token precedes. The order is shuffled and fixed, so that the first
+            n samples are a fair sample. The last sample is padded with masked tokens. A domain
+            to which --split gives no validation text is absent.
+        cautions: warnings for the user; rank 0 has all of them.
     """
 
     train: torch.utils.data.Dataset
@@ -59,7 +59,7 @@ class Datasets:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """Tokens that a source offers to each side; None: --split asks for no validation."""
+    """The number of tokens of a source per side; None: --split asks for no validation."""
 
     train: int
     valid: int | None
@@ -80,19 +80,19 @@ def build_datasets(
     loss_mask (float32).
 
     Args:
-        sources: the domains; weights on all or on none.
-        tokenizer: the one that wrote the data.
-        seq_length: tokens in a sample.
-        train_samples: samples that training will take, >= 1; text is repeated as needed.
+        sources: the domains; either all or none have weights.
+        tokenizer: the tokenizer that wrote the data.
+        seq_length: tokens per sample.
+        train_samples: samples that training will use, >= 1; text is repeated as needed.
         seed: of the shuffles.
-        cache_folder: where indices are written and found again.
+        cache_folder: the folder in which indices are cached.
 
     Raises:
         InputError: files as in check_indexed; data of another tokenizer or for another sequence
             length; a sequence longer than the data; an empty split; a cache folder that cannot be
             written.
     """
-    # Rank 0 scans the token ids; the others find the ranges that it notes.
+    # Rank 0 scans the token ids; the others read the ranges that it recorded.
     sizes = rank_0_first(lambda: [_check_source(each, tokenizer, seq_length) for each in sources])
     weights = _weights(sources, sizes)
     # 0.5 % more than the share, as in Megatron, because blending in whole samples overshoots.
@@ -110,8 +110,8 @@ def build_datasets(
             train_side, valid_side, _ = builder.build()
             train_domains[source.domain] = train_side
             if size.valid is not None:
-                # Megatron keeps the first sample's loss mask for all others, filling and all, so
-                # had the filled-up last sample been read first, every mask would have its hole.
+                # Megatron would use the first sample's loss mask for all others. If the padded
+                # last sample were read first, its padding would be masked in every sample.
                 valid_side.masks_and_position_ids_are_cacheable = False
                 valid[source.domain] = valid_side
     cautions = [each for each in (cache.caution, _unchecked(sources)) if each is not None]
@@ -120,7 +120,7 @@ def build_datasets(
 
 
 def texts(dataset: GPTDataset, tokenizer: Tokenizer) -> Iterator[str]:
-    """The text of each document that a dataset draws from, once, in the order of the file."""
+    """The text of each document of a dataset, once, in the order of the file."""
     for i in dataset.indices:
         ids = dataset.dataset[int(i)]
         yield tokenizer.detokenize(ids[ids != tokenizer.eod].tolist())
@@ -167,7 +167,7 @@ def _short(fingerprint: str | None) -> str:
 
 
 def _unchecked(sources: Sequence[Source]) -> str | None:
-    """What to know of data that nothing is known of."""
+    """A warning that names the sources without a manifest, whose content cannot be checked."""
     prefixes = [each.train_prefix for each in sources if read_manifest(each.train_prefix) is None]
     if not prefixes:
         return None
@@ -187,7 +187,7 @@ def _sizes(source: Source, tokenizer: Tokenizer) -> _Sizes:
 
 
 def _tokens(lengths: np.ndarray, part: tuple[float, float]) -> int:
-    """Tokens of the documents in a part of the file, cut as Megatron cuts it."""
+    """The number of tokens in a part of the file, cut as Megatron cuts it."""
     first, last = (round(fraction * len(lengths)) for fraction in part)
     return int(lengths[first:last].sum(dtype=int))
 
@@ -206,8 +206,8 @@ def _blend(
 ) -> torch.utils.data.Dataset:
     if len(domains) == 1:
         return next(iter(domains.values()))
-    # Quick to compute on every rank, and Megatron-Core 0.16.1 fails to cache it without
-    # torch.distributed. It warns that it could not; that is what was wanted.
+    # Every rank can compute it quickly. Megatron-Core 0.16.1 cannot cache it without
+    # torch.distributed and warns about that; here the lack of a cache is intended.
     uncached = dataclasses.replace(config, path_to_cache=None)
     logger = logging.getLogger(BlendedDataset.__module__)
     level = logger.level
@@ -252,10 +252,10 @@ def _cache_key(
     shares: Sequence[int],
     seed: int,
 ) -> str:
-    """Digest of all that the indices depend on.
+    """Digest of everything that the indices depend on.
 
-    Megatron names its cached indices by the path of the data. Data written anew under the same
-    path would silently be read with the indices of the old, so the .idx content counts here.
+    Megatron names its cached indices by the path of the data. If the data under that path were
+    rewritten, the old indices would be used silently, so the digest includes the .idx content.
     """
     digest = hashlib.sha256()
     for source in sources:

@@ -1,9 +1,9 @@
 """Batches for each data-parallel rank, cut from one stream of samples.
 
-The stream does not know the layout: samples are taken in order, a micro-batch for each
-data-parallel rank in turn, as Megatron's MegatronPretrainingSampler does. So a global batch holds
-the same samples whatever the number of ranks and the size of micro-batches, and training goes on
-under any layout from the number of samples consumed.
+The stream does not depend on the layout: samples are taken in order, one micro-batch for each
+data-parallel rank in turn, as in Megatron's MegatronPretrainingSampler. So a global batch contains
+the same samples for every number of ranks and every micro-batch size, and training continues under
+any layout from the number of samples consumed.
 """
 
 import math
@@ -25,18 +25,18 @@ def batches(
     data_parallel_rank: int,
     data_parallel_size: int,
 ) -> Iterator[Batch]:
-    """Micro-batches of this rank, from the sample after the last one consumed by all ranks.
+    """Micro-batches of this rank, starting after the samples that all ranks have consumed.
 
     Args:
         dataset: samples are dicts of tensors [s]: tokens, labels, position_ids (int64),
             loss_mask (float32).
-        consumed_samples: samples that all ranks together have taken before.
+        consumed_samples: samples that all ranks together have used before.
         micro_batch_size: b below.
-        data_parallel_rank: whose micro-batches these are.
+        data_parallel_rank: the rank that gets these micro-batches.
         data_parallel_size: number of ranks that share the stream.
 
     Yields:
-        dicts of CPU tensors [b, s] with those four names. Ends before an incomplete round.
+        Dicts of CPU tensors [b, s] with those four names. Ends before an incomplete round.
     """
     stride = micro_batch_size * data_parallel_size
     for start in range(consumed_samples, len(dataset) - stride + 1, stride):
@@ -52,10 +52,10 @@ def evaluation_batches(
     data_parallel_rank: int,
     data_parallel_size: int,
 ) -> Iterator[Batch]:
-    """Samples 0 .. samples-1 (default, and at most: all) once, shared out among the ranks.
+    """Samples 0 to samples - 1, once each, distributed over the ranks; by default all samples.
 
-    Every rank yields evaluation_steps(...) batches, as collectives in the model need. Places past
-    the last sample hold sample 0 with a loss mask of zeros.
+    Every rank yields evaluation_steps(...) batches, because the model contains collectives. Places
+    after the last sample contain sample 0 with a loss mask of zeros.
     """
     count = _count(dataset, samples)
     steps = evaluation_steps(
@@ -73,7 +73,7 @@ def evaluation_batches(
 def evaluation_steps(
     dataset: Any, *, samples: int | None = None, micro_batch_size: int, data_parallel_size: int
 ) -> int:
-    """Number of batches that evaluation_batches yields on each rank."""
+    """The number of batches that evaluation_batches yields on each rank."""
     return math.ceil(_count(dataset, samples) / (micro_batch_size * data_parallel_size))
 
 

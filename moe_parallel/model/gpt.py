@@ -33,9 +33,9 @@ from moe_parallel.telemetry.statistics import RoutingStatistics
 def build_model(
     config: Config, padded_vocab_size: int, groups: Groups, statistics: RoutingStatistics
 ) -> list[GPTModel]:
-    """This rank's chunks of the model: one, or one for each virtual pipeline stage.
+    """This rank's chunks of the model: one, or one per virtual pipeline stage.
 
-    Weights are initialized, and are the same in every parallel layout.
+    Weights are initialized and are the same in every parallel layout.
     """
     chunks = build_chunks(config, padded_vocab_size, groups, statistics)
     for chunk in chunks:

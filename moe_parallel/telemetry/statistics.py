@@ -1,8 +1,8 @@
-"""How evenly and how confidently the experts of each layer are chosen.
+"""Statistics of the routing: the balance of the load, and how confident the routing is, per layer.
 
-Ownership: whoever builds the model makes one `RoutingStatistics` and hands `layer(number)` to each
-routed layer; the training loop reads it. Nothing here is global, a module or a buffer, so it is
-neither saved with the weights nor cast to bf16 with them.
+Ownership: the code that builds the model creates one `RoutingStatistics` and gives `layer(number)`
+to each routed layer; the training loop reads it. Nothing here is global, a module or a buffer, so
+it is neither saved with the weights nor cast to bf16 with them.
 
     statistics = RoutingStatistics(num_layers, num_experts, device)
     statistics.layer(3).record(tokens_per_expert_E=..., ...)       # in the forward of layer 3
@@ -12,12 +12,12 @@ neither saved with the weights nor cast to bf16 with them.
         ...
     layers = statistics.evaluation.reduced(groups).summaries()
 
-Counted once: activation recompute runs a layer's forward twice, first without gradients and then,
-in the backward pass, with them. (That is reentrant checkpointing, the only kind Megatron-Core has.)
-In training `record` therefore ignores calls made while gradients are off: with recompute the second
-run counts, without it the only run does, and a stray evaluation does not count at all. This needs
-no notion of the current micro-batch, which a pipeline schedule interleaves. Inside `evaluating()`
-there is no backward pass, so every call counts, into sums of its own.
+No double counting: activation recompute runs a layer's forward twice, first without gradients and
+then, in the backward pass, with them. (That is reentrant checkpointing, the only kind that
+Megatron-Core has.) In training `record` therefore ignores calls while gradients are off. With
+recompute the second run counts; without it the only run counts; a stray evaluation does not count.
+This needs no notion of the current micro-batch, which a pipeline schedule interleaves. Inside
+`evaluating()` there is no backward pass, so every call counts, in separate sums.
 
 Shape suffixes: T tokens on this rank, E experts (all), G routed or dense layers of the whole model,
 C columns of sums, M merged experts.
@@ -33,15 +33,15 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-#: The losses on routing that a layer may have, by their names in a record.
+#: The auxiliary losses that a layer may have, by their names in a record.
 LOSSES = ("load_balancing_loss", "importance_loss", "z_loss", "entropy_loss")
 
 
 def load_shares(tokens_per_expert: Sequence[float]) -> list[float]:
-    """The share of all choices that fell on each expert; sums to 1, or all 0 where none was made.
+    """The share of all choices that fell on each expert; sums to 1, or is all 0 without choices.
 
-    It is the `f` of the load-balancing loss (whose sum is K) divided by K: a count of choices
-    already holds K per token, so K itself is not needed, and top-p is covered too.
+    It is the `f` of the load-balancing loss (whose sum is K) divided by K. A count of choices
+    already includes K per token, so K itself is not needed, and top-p is covered too.
     """
     total = sum(tokens_per_expert)
     return [count / total if total else 0.0 for count in tokens_per_expert]
@@ -50,7 +50,7 @@ def load_shares(tokens_per_expert: Sequence[float]) -> list[float]:
 def ent_load(tokens_per_expert: Sequence[float]) -> float:
     """Entropy of the load in nats: -sum_i f_i ln f_i, f = `load_shares`. [Eq. 7 of AoE]
 
-    0 when one expert takes every choice; ln E, the ceiling, when all take equally many.
+    0 if one expert gets every choice; ln E, the maximum, if all get equally many.
     """
     return -sum(share * math.log(share) for share in load_shares(tokens_per_expert) if share > 0)
 
@@ -58,8 +58,8 @@ def ent_load(tokens_per_expert: Sequence[float]) -> float:
 def max_minus_min_load(tokens_per_expert: Sequence[float]) -> float:
     """Load of the busiest minus load of the idlest expert, as shares of all choices, in [0, 1].
 
-    With experts on different devices it is the time that the idlest waits. AoE's paper (Appendix)
-    sums it over layers.
+    If the experts are on different devices, this is the time that the idlest one waits. AoE's paper
+    (Appendix) sums it over layers.
     """
     shares = load_shares(tokens_per_expert)
     return max(shares) - min(shares)
@@ -68,22 +68,22 @@ def max_minus_min_load(tokens_per_expert: Sequence[float]) -> float:
 def ent_conf_sum(scores_TE: torch.Tensor) -> torch.Tensor:
     """Entropy of softmax over all E scores, in nats, summed over the tokens. [Eq. 8 of AoE]
 
-    Divided by the number of tokens it is Ent_conf: 0 when certain, ln E when indifferent. Returned
-    as a sum (0-d, float64) so that micro-batches and ranks of any size add up to the exact mean.
-    `scores_TE`: router logits, or AoE's norms, of any float type.
+    Divided by the number of tokens it is Ent_conf: 0 when certain, ln E when indifferent. It is
+    returned as a sum (0-d, float64), so that micro-batches and ranks of any size add up to the
+    exact mean. `scores_TE`: router logits, or AoE's norms, of any float type.
     """
     probabilities_TE = torch.softmax(scores_TE.float(), dim=-1)
     return torch.special.entr(probabilities_TE).sum(dtype=torch.float64)
 
 
 class RoutingTotals:
-    """Sums for every layer of the model, one float64 tensor `sums_GC`, and `peaks_GE`.
+    """Sums for every layer of the model, in one float64 tensor `sums_GC`, and `peaks_GE`.
 
-    A pipeline stage fills the rows of its own layers and leaves the others at zero, so that adding
-    over ranks also gathers the stages. Columns: choices per expert (E), norms per expert (E), each
-    of LOSSES and how often it was taken, then tokens, tokens with a norm, entropy of the scores,
-    dropped choices, merged experts, bytes sent. Where experts are merged, a token is shared among
-    them by their weights instead of choosing, and `peaks_GE` is the greatest weight that each had.
+    A pipeline stage fills the rows of its own layers and leaves the others at zero, so adding over
+    ranks also gathers the stages. The columns are: choices per expert (E), norms per expert (E),
+    each of LOSSES and the number of its values, then tokens, tokens with a norm, entropy of the
+    scores, dropped choices, merged experts, bytes sent. In a merged layer a token is divided
+    among the experts by their weights, and `peaks_GE` is the largest weight of each expert.
     """
 
     TOKENS, NORMED_TOKENS, ENTROPY, DROPPED, MERGES, WIRE_BYTES = range(-6, 0)
@@ -109,7 +109,7 @@ class RoutingTotals:
         scores_TE: torch.Tensor,
         norms_TE: torch.Tensor | None,
     ) -> None:
-        """Adds one micro-batch of a layer (numbered from 1). Does not wait for the device."""
+        """Adds one micro-batch of a layer (counted from 1). Does not wait for the device."""
         tokens, num_experts = scores_TE.shape
         row_C = self.sums_GC[layer_number - 1]
         row_C[:num_experts] += tokens_per_expert_E
@@ -137,7 +137,7 @@ class RoutingTotals:
 
     @torch.no_grad()
     def add_losses(self, layer_number: int, losses: Mapping[str, torch.Tensor]) -> None:
-        """Adds losses on routing of one micro-batch of a layer, by their names in LOSSES."""
+        """Adds the auxiliary losses of one micro-batch of a layer, by their names in LOSSES."""
         row_C = self.sums_GC[layer_number - 1]
         first = 2 * self.peaks_GE.shape[1]
         for name, loss in losses.items():
@@ -147,13 +147,13 @@ class RoutingTotals:
 
     @torch.no_grad()
     def add_wire(self, layer_number: int, sent_bytes: int) -> None:
-        """Adds what one rank sent to others for one micro-batch of a layer."""
+        """Adds the bytes that one rank sent to others for one micro-batch of a layer."""
         self.sums_GC[layer_number - 1, self.WIRE_BYTES] += sent_bytes
 
     def reduced(self, groups: Iterable[dist.ProcessGroup | None]) -> RoutingTotals:
-        """The totals over the ranks of each group in turn, as new totals; these stay as they are.
+        """The totals over the ranks of each group in turn, as a new object; this one is unchanged.
 
-        Give the group of the ranks that hold different tokens (data and context parallel, and
+        Pass the group of the ranks that hold different tokens (data and context parallel, and
         tensor parallel under sequence parallelism), then the pipeline group. `None` is the default
         group. Call it on every rank of the groups.
         """
@@ -169,16 +169,16 @@ class RoutingTotals:
 
     @torch.no_grad()
     def add_totals(self, other: RoutingTotals) -> None:
-        """Adds what others have counted, of the same model. Does not wait for the device."""
+        """Adds other totals of the same model. Does not wait for the device."""
         self.sums_GC += other.sums_GC
         torch.maximum(self.peaks_GE, other.peaks_GE, out=self.peaks_GE)
 
     def state(self) -> dict[str, list[list[float]]]:
-        """Everything counted, to the bit, in JSON's types. Waits for the device."""
+        """All sums and peaks, exact to the bit, in JSON's types. Waits for the device."""
         return {"sums": self.sums_GC.tolist(), "peaks": self.peaks_GE.tolist()}
 
     def load_state(self, state: Mapping[str, list[list[float]]]) -> None:
-        """Takes what `state` gave for a model with as many layers and experts."""
+        """Restores the result of `state`, of a model with as many layers and experts."""
         for mine, values in ((self.sums_GC, state["sums"]), (self.peaks_GE, state["peaks"])):
             mine.copy_(torch.tensor(values, dtype=torch.float64).view_as(mine))
 
@@ -189,14 +189,14 @@ class RoutingTotals:
     def summaries(self) -> list[dict[str, Any]]:
         """The `layers` of a metrics record, for the layers that saw a token. Waits for the device.
 
-        Each: layer (from 1), tokens_per_expert (choices made, before dropping; where experts are
-        merged, tokens times weights), experts_per_token, tokens_dropped (choices), ent_load and
-        ent_conf (nats), max_minus_min_load (share of choices), the LOSSES that were taken (mean of
-        micro-batches, without their coefficients); norm_per_expert (mean over all tokens) where
-        norms were recorded; routing_weight_per_expert (mean over tokens) and utilisation (share of
-        the experts whose weight was above 2 / E at least once) where experts are merged;
-        wire_bytes_per_token (sent to other ranks in the forward pass, results and gathered weights
-        included) where tokens travel.
+        Each has layer (from 1), tokens_per_expert (choices made, before dropping; in merged layers
+        tokens times weights), experts_per_token, tokens_dropped (choices), ent_load and ent_conf
+        (nats), max_minus_min_load (share of choices), and those of LOSSES that were recorded (mean
+        over micro-batches, without their coefficients). Layers with norms have norm_per_expert
+        (mean over all tokens). Merged layers have routing_weight_per_expert (mean over tokens) and
+        utilisation (share of the experts whose weight was above 2 / E at least once). Layers that
+        dispatch tokens have wire_bytes_per_token (sent to other ranks in the forward pass,
+        results and gathered weights included).
         """
         rows = zip(self.sums_GC.tolist(), self.peaks_GE.tolist(), strict=True)
         return [
@@ -235,15 +235,15 @@ def _summary(layer_number: int, row: list[float], peaks: list[float]) -> dict[st
 
 
 class Owner(Protocol):
-    """Whose totals layers add to."""
+    """The owner of the totals that layers add to."""
 
     def recipient(self) -> RoutingTotals | None:
-        """Where a forward pass made now is counted; None: nowhere."""
+        """The totals that count the current forward pass; None: it is not counted."""
         ...
 
 
 class LayerStatistics:
-    """What one routed layer holds of its owner, in training a `RoutingStatistics`."""
+    """A layer's access to its owner, which in training is a `RoutingStatistics`."""
 
     def __init__(self, owner: Owner, layer_number: int) -> None:
         self._owner = owner
@@ -257,7 +257,7 @@ class LayerStatistics:
         scores_TE: torch.Tensor,
         norms_TE: torch.Tensor | None = None,
     ) -> None:
-        """Adds one micro-batch of this rank's tokens; no gradient flows and no host sync happens.
+        """Adds one micro-batch of this rank's tokens, without gradients or a host sync.
 
         `tokens_per_expert_E`: choices of each expert before dropping, integer or float.
         `dropped`: choices over capacity, a 0-d tensor or an int. `scores_TE`: router logits or
@@ -268,22 +268,22 @@ class LayerStatistics:
             totals.add(self._layer_number, tokens_per_expert_E, dropped, scores_TE, norms_TE)
 
     def record_merges(self, weights_ME: torch.Tensor, tokens_M: torch.Tensor) -> None:
-        """Adds one micro-batch of merged experts, each token counted on one rank alone.
+        """Adds one micro-batch of merged experts. Each token is counted on one rank only.
 
-        `weights_ME`: of each expert in each merged one. `tokens_M`: how many tokens each computed.
+        `weights_ME`: of each expert in each merged expert. `tokens_M`: tokens of each merged one.
         """
         totals = self._owner.recipient()
         if totals is not None:
             totals.add_merges(self._layer_number, weights_ME, tokens_M)
 
     def record_losses(self, losses: Mapping[str, torch.Tensor]) -> None:
-        """Adds the losses on routing of one micro-batch, without their coefficients."""
+        """Adds the auxiliary losses of one micro-batch, without their coefficients."""
         totals = self._owner.recipient()
         if totals is not None:
             totals.add_losses(self._layer_number, losses)
 
     def record_wire(self, sent_bytes: int) -> None:
-        """Adds the bytes that this rank sends to others for one micro-batch, forward alone."""
+        """Adds the bytes that this rank sends for one micro-batch, in the forward pass only."""
         totals = self._owner.recipient()
         if totals is not None and sent_bytes:
             totals.add_wire(self._layer_number, sent_bytes)
@@ -293,18 +293,18 @@ class RoutingStatistics:
     """Training and evaluation totals of one model on one rank."""
 
     def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
-        """`num_layers`: of the whole model, dense ones too, whatever this pipeline stage holds."""
+        """`num_layers`: of the whole model, including dense layers, on every pipeline stage."""
         self.training = RoutingTotals.zeros(num_layers, num_experts, device)
         self.evaluation = RoutingTotals.zeros(num_layers, num_experts, device)
         self._evaluating = False
 
     def layer(self, layer_number: int) -> LayerStatistics:
-        """The part for the layer of this global number, counted from 1 as Megatron-Core does."""
+        """The statistics of the layer with this global number (from 1, as in Megatron-Core)."""
         assert 1 <= layer_number <= len(self.training.sums_GC), layer_number
         return LayerStatistics(self, layer_number)
 
     def recipient(self) -> RoutingTotals | None:
-        """Where a forward pass made now is counted; None for the first run of a recompute."""
+        """The totals that count the current forward pass; None in the first run of a recompute."""
         if self._evaluating:
             return self.evaluation
         return self.training if torch.is_grad_enabled() else None

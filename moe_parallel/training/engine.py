@@ -1,4 +1,4 @@
-"""The model with its optimizer: what one optimizer step does."""
+"""The model with its optimizer, and one optimizer step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from moe_parallel.telemetry.statistics import RoutingStatistics
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step measured, the same on every rank."""
+    """The measurements of a step, which are the same on every rank."""
 
     lm_loss: float  # nats per token, over the global batch
     grad_norm: float  # before clipping
@@ -44,10 +44,10 @@ class NonFinite(ArithmeticError):
 
 
 class Engine:
-    """Model chunks, optimizer and schedule of this rank."""
+    """The model chunks, the optimizer and the schedule of this rank."""
 
     def __init__(self, config: Config, vocab_size: int, groups: Groups) -> None:
-        """Build everything; weights are the initial ones. `vocab_size` is the tokenizer's."""
+        """Build everything, with initial weights. `vocab_size` is that of the tokenizer."""
         self.config = config
         self.groups = groups
         self.device = device()
@@ -75,8 +75,8 @@ class Engine:
     def step(self, batches: Iterator[Batch]) -> StepResult:
         """One optimizer step on the next micro-batches of this rank. Collective.
 
-        Raises NonFinite on every rank: before the weights change if the loss is not finite, after
-        that if the gradient norm is not; they must not be saved then.
+        Raises NonFinite on every rank. If the loss is not finite, the weights are unchanged. If the
+        gradient norm is not finite, the weights have changed and must not be saved.
         """
         for chunk in self.chunks:
             chunk.train()
@@ -103,7 +103,7 @@ class Engine:
     def global_loss(self, sums: list[torch.Tensor]) -> tuple[float, int]:
         """(nats per token, tokens) over all micro-batches of all ranks. Collective.
 
-        `sums`: [nats, tokens] in fp64 of each micro-batch of this rank, [] on earlier stages.
+        `sums`: [nats, tokens] in fp64 per micro-batch of this rank; [] on earlier pipeline stages.
         """
         mine = torch.zeros(2, dtype=torch.float64, device=self.device)
         if sums and self.groups.tp.rank() == 0:  # tensor-parallel ranks report the same tokens
@@ -120,7 +120,7 @@ class Engine:
 
 
 def _parallelize(config: Config, chunks: list[Any]) -> list[Any]:
-    """The chunks in bf16 where asked, under Megatron-Core's data parallelism."""
+    """The chunks, in bf16 if configured, in Megatron-Core's data-parallel wrapper."""
     megatron = get_model_config(chunks[0])
     if config.training.bf16:
         chunks = [Float16Module(megatron, chunk) for chunk in chunks]
@@ -149,12 +149,12 @@ def _optimizer(config: Config, chunks: list[Any]) -> Any:
         params_dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
     )
-    # The overrides exempt norm weights (one axis) from weight decay.
+    # The overrides exempt norm weights (1-dimensional) from weight decay.
     return get_megatron_optimizer(megatron, chunks, get_standard_config_overrides(megatron))
 
 
 def _scheduler(config: Config, optimizer: Any) -> OptimizerParamScheduler:
-    """Megatron-Core's schedule, counting iterations."""
+    """Megatron-Core's schedule, which counts iterations here."""
     ours = config.optimizer
     decay_iters = ours.lr_decay_iters or config.training.train_iters
     return OptimizerParamScheduler(
@@ -175,7 +175,7 @@ def _scheduler(config: Config, optimizer: Any) -> OptimizerParamScheduler:
 
 
 def _wire(megatron: Any, chunks: list[Any], optimizer: Any) -> None:
-    """Hooks that Megatron-Core's schedules look up in the model's configuration."""
+    """Set the hooks that Megatron-Core's schedules read from the model's configuration."""
     megatron.finalize_model_grads_func = finalize_model_grads
     megatron.grad_scale_func = optimizer.scale_loss
     no_sync = [chunk.no_sync for chunk in chunks]

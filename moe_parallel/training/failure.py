@@ -1,9 +1,9 @@
-"""How a job ends when something goes wrong: once, with one message, on every rank, in seconds.
+"""How a job ends after an error: once, with one message, on every rank, within seconds.
 
 The rank that fails first claims the job's one error in the store that torchrun (or, without it,
-rank 0) serves, prints it and leaves. The others see the claim, either when a collective breaks
-under them or by a look at the store every half second, and leave silently with the same code.
-Our own launcher claims the error of a rank that was killed, which cannot do so itself.
+rank 0) serves, prints it and exits. The others see the claim when a collective fails, or when
+they look at the store, every half second. They exit silently with the same code. If a rank was
+killed and cannot claim its error, our own launcher does so.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moe_parallel.training.exit_codes import (
 from moe_parallel.training.signals import BEFORE_TRAINING, Stopped, StopRequest
 
 _CLAIM, _CODE = "moe_parallel/failures", "moe_parallel/exit_code"
-_SEEN = "moe_parallel/exit_code_seen"  # by how many ranks
+_SEEN = "moe_parallel/exit_code_seen"  # the number of ranks
 _POLL_SECONDS, _GRACE_SECONDS = 0.5, 3.0
 _GONE = "error: the launcher, or the rank that leads the job, is gone"
 
@@ -41,18 +41,18 @@ class Diverged(RuntimeError):
 
 
 class FailureChannel:
-    """The job's one error, agreed on through a store."""
+    """The job's one error, on which the ranks agree through a store."""
 
     def __init__(self, store: dist.Store) -> None:
-        # A connection of its own: one that waits for a key, as groups do when they are made, lets
-        # nobody else ask until it has it.
+        # A separate connection: a connection that waits for a key, as groups do when they are
+        # created, blocks all other requests until it has the key.
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # stubs lack it
         self._code: int | None = None
-        self._tells = False  # whether the error is this rank's
-        self.gone = False  # whether nobody serves the store any more
+        self._tells = False  # whether this rank prints the error
+        self.gone = False  # whether the store is no longer served
 
     def claim(self, code: int) -> bool:
-        """Whether this rank is the first to fail; if so, it tells, and `code` ends the job."""
+        """Whether this rank is the first to fail. If so, it prints, and `code` ends the job."""
         if self._code is not None:
             return False
         try:
@@ -62,11 +62,11 @@ class FailureChannel:
                 self._store.set(_CODE, str(code))
         except (RuntimeError, OSError):
             self.gone = True
-            return True  # better told twice than never
+            return True  # a message printed twice is better than none
         return first
 
     def code_of_others(self) -> int | None:
-        """The exit code, once another rank has claimed the error."""
+        """The exit code, if another rank has claimed the error."""
         try:
             return self._read_code()
         except (RuntimeError, OSError):
@@ -74,14 +74,14 @@ class FailureChannel:
             return None
 
     def see_others_off(self, others: int) -> None:
-        """On the rank that serves the store: keep it until the others know the exit code."""
+        """On the rank that serves the store: keep it until the others have the exit code."""
         deadline = time.monotonic() + 5 * _GRACE_SECONDS
         with contextlib.suppress(RuntimeError, OSError):
             while self._store.add(_SEEN, 0) < others and time.monotonic() < deadline:
                 time.sleep(0.05)
 
     def wait_for_others(self) -> None:
-        """Give a launcher, which sees a rank die, the time to claim the error before this rank."""
+        """Give a launcher, which sees a rank die, time to claim the error before this rank."""
         deadline = time.monotonic() + _GRACE_SECONDS
         while self.code_of_others() is None and time.monotonic() < deadline and not self.gone:
             time.sleep(0.05)
@@ -89,8 +89,8 @@ class FailureChannel:
     def watch(self) -> None:
         """End this process when another rank fails, even inside a collective that never ends.
 
-        When the store is gone, so is torchrun: SIGKILL ends it without a word to its ranks, and so
-        does SIGUSR1. The ranks then stop as on SIGTERM, saved, instead of training on unseen.
+        If the store is gone, so is torchrun: SIGKILL and SIGUSR1 end it without a message to its
+        ranks. The ranks then save and stop as on SIGTERM, instead of training on unnoticed.
         """
 
         def poll() -> None:
@@ -98,11 +98,11 @@ class FailureChannel:
                 while (code := self._read_code()) is None:
                     time.sleep(_POLL_SECONDS)
             except (RuntimeError, OSError):
-                time.sleep(_GRACE_SECONDS)  # at the end of a job the store may go first
+                time.sleep(_GRACE_SECONDS)  # at the end of a job the store may close first
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
             if not self._tells:
-                time.sleep(_GRACE_SECONDS)  # for the main thread to leave by itself
+                time.sleep(_GRACE_SECONDS)  # so that the main thread can exit by itself
                 _leave(code)
 
         threading.Thread(target=poll, name="failure-watch", daemon=True).start()
@@ -118,8 +118,8 @@ class FailureChannel:
 def leave_with_launcher(launcher: int, stop: StopRequest) -> None:
     """Before training, end this process when its parent, process `launcher`, is gone.
 
-    A rank may wait then, in C++, for a store that nobody serves any more. Once there is a store,
-    FailureChannel.watch sees the same.
+    Without this, a rank could wait, in C++, for a store that is no longer served. Later, when there
+    is a store, FailureChannel.watch detects the same.
     """
 
     def poll() -> None:
@@ -127,7 +127,7 @@ def leave_with_launcher(launcher: int, stop: StopRequest) -> None:
             time.sleep(_POLL_SECONDS)
         if stop.in_training:
             return
-        time.sleep(2 * _GRACE_SECONDS)  # for the main thread to leave by itself
+        time.sleep(2 * _GRACE_SECONDS)  # so that the main thread can exit by itself
         if not stop.in_training:
             if _rank() == 0:
                 print(f"the launcher is gone {BEFORE_TRAINING}", file=sys.stderr, flush=True)
@@ -139,10 +139,10 @@ def leave_with_launcher(launcher: int, stop: StopRequest) -> None:
 def run(
     main: Callable[[FailureChannel], int], channel: FailureChannel, stop: StopRequest
 ) -> NoReturn:
-    """Call `main`, then end the process with its exit code, or with that of the job's error.
+    """Call `main`, then end the process with its exit code or with that of the job's error.
 
-    InputError, Diverged and a signal print their line, anything else its traceback; in either case
-    on the rank that fails first only. `stop` listens as long as `main` runs.
+    For InputError, Diverged and a signal one line is printed, for anything else the traceback; only
+    the rank that fails first prints. `stop` receives signals while `main` runs.
     """
     try:
         with stop.listening():
@@ -153,7 +153,7 @@ def run(
         code = _fail(channel, EXIT_DIVERGED, f"error: {error}")
     except Stopped as stopped:
         code = _fail(channel, code_of(stopped), str(stopped))
-    except RuntimeError:  # of a collective, perhaps, that broke because another rank is gone
+    except RuntimeError:  # perhaps of a collective that failed because another rank is gone
         trace = traceback.format_exc()
         channel.wait_for_others()
         code = _fail(channel, EXIT_FAILED, _GONE if channel.gone else f"rank {_rank()}: {trace}")
@@ -165,7 +165,7 @@ def run(
 def _fail(channel: FailureChannel, code: int, message: str) -> int:
     if not channel.claim(code):
         return channel.code_of_others() or code
-    if not (channel.gone and code == EXIT_INTERRUPTED and _rank() != 0):  # all are stopped then
+    if not (channel.gone and code == EXIT_INTERRUPTED and _rank() != 0):  # then all ranks stop
         print(message, file=sys.stderr, flush=True)
     if _rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         channel.see_others_off(int(os.environ.get("WORLD_SIZE", "1")) - 1)
@@ -177,7 +177,7 @@ def _rank() -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    # Threads of gloo or NCCL may still wait for peers that are gone: do not wait for them.
+    # Threads of gloo or NCCL may still wait for ranks that are gone: do not wait for them.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

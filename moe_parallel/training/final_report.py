@@ -1,4 +1,4 @@
-"""What a finished run tells: held-out bits per byte beside those of simple models, and a figure."""
+"""The report of a finished run: held-out bits per byte, beside simple models, and the figure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_parallel.evaluation.baselines import (
 )
 from moe_parallel.evaluation.text_loss import TextLoss
 
-# Far more than a trigram of bytes can learn from; read and counted in a minute or two.
+# Far more than a trigram model of bytes can use; read and counted in a minute or two.
 TRAIN_BYTES = 256 * 2**20
 
 
@@ -30,8 +30,9 @@ class Comparison:
     """Bits per byte by text and model.
 
     Attributes:
-        rows: {domain or "all": {"model", "unigram", "trigram", "xz -9"}}; "all" if more than one.
-        note: what a reader should know of the numbers; may be empty.
+        rows: {domain or "all": {"model", "unigram", "trigram", "xz -9"}}; "all" if there are
+            several domains.
+        note: a remark on the numbers; may be empty.
     """
 
     rows: Mapping[str, Mapping[str, float]]
@@ -46,10 +47,11 @@ def compare_with_baselines(
 ) -> Comparison:
     """The model beside a unigram and a trigram model of bytes and beside xz, on held-out text.
 
-    The byte models are trained on the training text of every domain: all of it, or, where that is
-    more, the first documents with `train_bytes` bytes of UTF-8 in all, as many bytes of each
-    domain. The other ranks wait meanwhile, so this must not grow with the corpus. xz sees the
-    held-out text alone, as the model did not see it either. Memory: the held-out text, twice.
+    The byte models are trained on the training text of every domain. If that is more than
+    `train_bytes` bytes of UTF-8 in all, they are trained on the first documents only, with as many
+    bytes from each domain. The other ranks wait meanwhile, so this must not grow with the corpus.
+    xz sees only the held-out text, which the model did not see either. Memory: the held-out text,
+    twice.
     """
     train = [texts(side, tokenizer) for side in datasets.train_domains.values()]
     share = max(1, train_bytes // len(train))
@@ -88,12 +90,12 @@ def format_table(comparison: Comparison) -> str:
 
 
 def draw(config: Config, parameters: int) -> str:
-    """Draw the figure of the run in --save; a line that says where it is, or why there is none."""
+    """Draw the figure of the run in --save; returns a line with its path or why there is none."""
     assert config.checkpoint.save is not None
     try:
         path = plot_run(Path(config.checkpoint.save), model_line=_model_line(config, parameters))
         return f"figure: {path}"
-    except Exception as error:  # the run is over, and saved: no picture is worth its exit code
+    except Exception as error:  # the run is complete and saved: its exit code stays
         reason = " ".join(str(error).split()) or type(error).__name__
         return f"caution: there is no figure: {reason}"
 

@@ -1,4 +1,4 @@
-"""What a logged line averages: the iterations since the one before it."""
+"""The averages of a log line: over the iterations since the previous line."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from moe_parallel.training.engine import StepResult
 
 
 class Interval:
-    """Sums over the iterations that no line has told of yet, and over all ranks.
+    """Sums over the iterations since the last log line, and over all ranks.
 
-    A checkpoint between two logged iterations carries them, as `state`. Every step is summed over
-    the ranks before it is added, so that a run that goes on makes the additions, and so the
-    roundings, of a run that was never stopped.
+    A checkpoint between two log lines contains the sums, as `state`. Every step is summed over the
+    ranks before it is added. So a run that continues makes the same additions, with the same
+    rounding, as a run that was never stopped.
     """
 
     def __init__(self, statistics: RoutingStatistics, state: Mapping[str, Any] | None) -> None:
-        """`state`: of an earlier interval with the same layers and experts; None: an empty one.
+        """`state`: of an earlier interval with the same layers and experts; None: start empty.
 
         Raises:
             InputError: `state` is something else.
@@ -41,13 +41,13 @@ class Interval:
             ) from error
 
     def clear(self) -> None:
-        """Begin anew: everything so far has been logged."""
+        """Start anew: everything so far has been logged."""
         self._losses, self._iterations, self._tokens, self._seconds = 0.0, 0, 0, 0.0
         self._statistics.training.clear()
         self._routing = RoutingTotals.zeros_like(self._statistics.training)
 
     def add(self, result: StepResult, seconds: float) -> None:
-        """Add an iteration, and how its tokens were routed. Collective."""
+        """Add one iteration and its routing statistics. Collective."""
         self._losses += result.lm_loss
         self._iterations += 1
         self._tokens += result.tokens
@@ -56,14 +56,14 @@ class Interval:
         self._statistics.training.clear()
 
     def averages(self) -> dict[str, float]:
-        """Of at least one iteration; the loss in nats a token."""
+        """The averages over at least one iteration; the loss is in nats per token."""
         return {
             "lm_loss": self._losses / self._iterations,
             "tokens_per_second": self._tokens / self._seconds,
         }
 
     def layers(self) -> list[dict[str, Any]]:
-        """How each layer routed its tokens: `RoutingTotals.summaries`."""
+        """The routing statistics of each layer: `RoutingTotals.summaries`."""
         return self._routing.summaries()
 
     def state(self) -> dict[str, Any] | None:

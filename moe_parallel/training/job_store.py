@@ -9,19 +9,19 @@ import torch.distributed as dist
 
 from moe_parallel.errors import InputError
 
-#: Set by our own launcher: the name of this start of the ranks, the same on every node.
+#: Set by our own launcher: the name of this start of the ranks, equal on every node.
 ATTEMPT = "MOE_PARALLEL_ATTEMPT"
-#: And its process.
+#: Set by our own launcher: its process id.
 LAUNCHER = "MOE_PARALLEL_LAUNCHER"
 
 
 def join_store(rank: int, world_size: int) -> dist.Store:
-    """The store that a launcher or rank 0 serves, or one of our own for a single process.
+    """The store that a launcher or rank 0 serves, or a new store for a single process.
 
-    Launchers that start the ranks again after a failure keep their store. Each start has keys of
-    its own in it: those of the ranks that are gone lead to addresses where nobody listens.
+    Launchers that restart the ranks after a failure keep their store. Each start has separate keys
+    in it, because the keys of earlier ranks lead to addresses that are no longer served.
     """
-    if "RANK" not in os.environ:  # MASTER_ADDR may be there for jobs of the same script
+    if "RANK" not in os.environ:  # MASTER_ADDR may be set for other jobs of the same script
         return dist.HashStore()
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, world_size))
@@ -36,7 +36,7 @@ def join_store(rank: int, world_size: int) -> dist.Store:
 
 
 def visit_store(address: str, port: int, attempt: str) -> dist.Store:
-    """The same store, for a launcher: a client more than there are ranks."""
+    """The same store, for a launcher, which is one client more than there are ranks."""
     store = dist.TCPStore(
         address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10)
     )

@@ -1,4 +1,4 @@
-"""Pretraining from the first step to the last report."""
+"""The training loop of one stage: steps, logging, evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from moe_parallel.training.text import Text
 
 
 class Loop:
-    """Steps, evaluations, checkpoints and records, in the order the configuration asks for."""
+    """Runs steps, evaluations, checkpoints and logging in the order of the configuration."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Loop:
         began: float,
         stop: StopRequest,
     ) -> None:
-        """`began`: time.monotonic() when this process began to train."""
+        """`began`: time.monotonic() at the time when this process began to train."""
         self.config = config
         self.stage = stage
         self.engine = stage.engine
@@ -57,9 +57,10 @@ class Loop:
         self._stop = stop
 
     def train(self) -> int:
-        """Train to the end of the stage, unless asked to leave; returns the exit code. Collective.
+        """Train to the end of the stage or until asked to stop; returns the exit code. Collective.
 
-        Raises Diverged when the loss or the gradient norm is no longer finite.
+        Raises:
+            Diverged: the loss or the gradient norm is no longer finite.
         """
         if self.stage.note is not None:
             self.telemetry.say(self.stage.note)
@@ -67,7 +68,7 @@ class Loop:
         with self._stop.finishing(self.whereabouts) as stop:
             while self.state.iteration < self.stage.until:
                 result = self._step(stream)
-                # Records first, the checkpoint last: a run that goes on from it has them all.
+                # The checkpoint comes last, so that every record up to it is in the log.
                 self._log(result)
                 if self._due(self.config.logging.eval_interval) and not self.done:
                     self.evaluate()
@@ -92,13 +93,13 @@ class Loop:
         return self.state.iteration >= self.config.training.train_iters
 
     def save(self, *, can_wait: bool = False) -> None:
-        """Write a checkpoint of this moment, unless there is one. Collective.
+        """Write a checkpoint of the current state, unless it exists already. Collective.
 
-        Where it `can_wait` and cannot be written, training goes on: the next one may be.
+        With `can_wait`, a failed write does not end the run: a later checkpoint may succeed.
         """
         if self.config.checkpoint.save is None or self._saved_at == self.state.iteration:
             return
-        self.telemetry.sync()  # the checkpoint takes for granted what was logged before it
+        self.telemetry.sync()  # a checkpoint assumes that all earlier records are in the log
         try:
             path = self.stage.checkpoints.save(
                 replace(self.state, unlogged=self.interval.state()),
@@ -115,10 +116,10 @@ class Loop:
         self.telemetry.say(f"saved {path}")
 
     def evaluate(self, *, everything: bool = False) -> dict[str, TextLoss]:
-        """Log and return what the model makes of each domain's validation text. Collective.
+        """Evaluate on each domain's validation text; log and return the results. Collective.
 
-        Of all of it, or of --eval-iters global batches; {} where those are 0, or where --split
-        leaves no validation.
+        `everything` evaluates all of the text; otherwise --eval-iters global batches are
+        evaluated. Returns {} if --eval-iters is 0 or --split leaves no validation text.
         """
         training, logging = self.config.training, self.config.logging
         if not (everything or logging.eval_iters):
@@ -153,7 +154,7 @@ class Loop:
         return texts
 
     def _found_at(self, state: TrainingState) -> int | None:
-        """The iteration of the state that was loaded, if it is the latest of this very run."""
+        """The iteration of the loaded state, if it is this run's latest checkpoint; else None."""
         if self.config.checkpoint.save is None:
             return None
         latest = self.stage.checkpoints.latest()
@@ -186,7 +187,7 @@ class Loop:
         return result
 
     def _log(self, result: StepResult) -> None:
-        """Log the iterations since the last line, if one is due or the stage ends. Collective."""
+        """Log the iterations since the last line if a line is due or the stage ends. Collective."""
         logging = self.config.logging
         if not self._due(logging.log_interval) and self.state.iteration < self.stage.until:
             self.telemetry.advance(self.state.iteration)
@@ -204,13 +205,13 @@ class Loop:
         self.interval.clear()
 
     def _peak_memory(self) -> int:
-        """Of the rank that has held most. Collective."""
+        """The peak memory in bytes of the rank that used most. Collective."""
         most = torch.tensor(peak_memory(), device=self.engine.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most)
 
     def place(self) -> dict[str, Any]:
-        """How far the run has come, as every record says it."""
+        """The run's progress, in the fields that every record has."""
         return {
             "iteration": self.state.iteration,
             "consumed_samples": self.state.consumed_samples,
@@ -222,21 +223,22 @@ class Loop:
         return every is not None and self.state.iteration % every == 0
 
     def _agreed(self, stop: StopRequest) -> bool:
-        """Whether any rank was asked to stop: all leave after the same step."""
+        """Whether any rank was asked to stop. All ranks then stop after the same step."""
         asked = torch.tensor(float(stop.signal is not None), device=self.engine.device)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
         return bool(asked.item())
 
     def whereabouts(self) -> str:
-        """How far the run has come, and how to go on from there, for a run that was stopped."""
+        """The run's progress and how to continue it, for the message of a run that was stopped."""
         folder = self.config.checkpoint.save
         go_on = f"go on with --load {folder}" if folder else "nothing was saved (no --save)"
         return f"after iteration {self.state.iteration}; {go_on}"
 
     def _confirm_saved(self) -> None:
-        """The weights as they are give a finite loss: tell their checkpoint, if it is the newest.
+        """Confirm the newest checkpoint if it has the current weights, whose loss is finite.
 
-        To be called before anything changes `state`."""
+        Call it before anything changes `state`.
+        """
         if self.config.checkpoint.save is not None and self._saved_at == self.state.iteration:
             self.stage.checkpoints.confirm(self.state.iteration)
 

@@ -1,7 +1,7 @@
-"""The tokenizer of a run that goes on: its own copy, which lies in each of its checkpoints.
+"""The tokenizer of a run that continues: the run's own copy, stored in each of its checkpoints.
 
-The path in config.yaml says where the tokenizer was when the run began. Another may lie there now,
-of the same size, under which the weights mean nothing; or the folder of the run has moved.
+The path in config.yaml is where the tokenizer was when the run started. A different tokenizer of
+the same size may be there now, with which the weights are meaningless, or the run folder has moved.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint.folder import find_checkpoint
 from moe_parallel.training.checkpoint.record import read_record
 
-# Its fingerprint in the record of a checkpoint.
+# The key of the tokenizer's fingerprint in a checkpoint's record.
 TOKENIZER = "tokenizer"
 
 _FLAGS = ("tokenizer_type", "tokenizer_model")
@@ -28,8 +28,8 @@ class OwnTokenizer:
     """The tokenizer that a checkpoint was trained with.
 
     Attributes:
-        tokenizer: as it lies in the checkpoint.
-        caution: what the user should know of the one that the configuration names; None: nothing.
+        tokenizer: the copy in the checkpoint.
+        caution: a warning about the tokenizer that the configuration names; None: no warning.
     """
 
     tokenizer: Tokenizer
@@ -39,18 +39,18 @@ class OwnTokenizer:
 def own_tokenizer(
     load: str | None, data: DataConfig, *, given: bool = False
 ) -> OwnTokenizer | None:
-    """The tokenizer of the checkpoint that `--load` means.
+    """The tokenizer of the checkpoint that `--load` names.
 
     Args:
         load: a run or one of its checkpoints; None: there is none.
-        data: what the configuration says of the tokenizer.
-        given: whether the command line says it, not a file alone.
+        data: the configuration, which may name a tokenizer.
+        given: whether the command line itself names it, not only a file.
 
     Returns None without --load, and for a checkpoint without a tokenizer.
 
     Raises:
-        InputError: a copy that is damaged or was exchanged; a tokenizer that is named newly, by
-            the command line or otherwise than in the checkpoint's config.yaml, and is another.
+        InputError: the copy is damaged or was exchanged; or the command line, or a configuration
+            that differs from the checkpoint's config.yaml, names a different tokenizer.
     """
     if load is None:
         return None
@@ -73,7 +73,7 @@ def own_tokenizer(
 
 
 def names_tokenizer(arguments: Sequence[str]) -> bool:
-    """Whether a command line says which tokenizer to use, not a file alone."""
+    """Whether a command line itself names the tokenizer, not only a file."""
     words = {word.split("=")[0].replace("_", "-") for word in arguments}
     return not words.isdisjoint(map(flag, _FLAGS))
 
@@ -87,12 +87,12 @@ def _as_recorded(data: DataConfig, checkpoint: Path) -> bool:
 
 
 def _compare(own: Tokenizer, data: DataConfig, checkpoint: Path, newly: bool) -> str | None:
-    """A caution, or InputError, if a tokenizer is named that is not the run's own."""
+    """A warning, or an InputError, if the configuration names a different tokenizer."""
     default = DataConfig()
     named = [f"{flag(name)} {value}" for name in _FLAGS
              if (value := getattr(data, name)) != getattr(default, name)]  # fmt: skip
     local = data.tokenizer_model is None or Path(data.tokenizer_model).exists()
-    if not named or not (newly or local):  # nothing named, or not there any more
+    if not named or not (newly or local):  # none is named, or it is no longer there
         return None
     try:
         other = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)

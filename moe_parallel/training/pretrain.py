@@ -40,7 +40,7 @@ from moe_parallel.training.text import open_text
 
 
 def main(arguments: Sequence[str], stop: StopRequest | None = None) -> NoReturn:
-    """Pretrain as the command line says, and end the process. See `failure` for exit codes."""
+    """Pretrain as the command line specifies, and end the process. `failure` has the exit codes."""
     stop = stop or StopRequest()
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     store = join_store(rank, world_size)
@@ -85,8 +85,8 @@ def pretrain(
     """Train, evaluate and report; returns the exit code. Collective.
 
     Args:
-        stop: hears the signals; None: nobody does.
-        cautions: to tell the user besides those of the configuration.
+        stop: receives the signals; None: a new request that no signal reaches.
+        cautions: warnings to print besides those of the configuration.
         tokenizer_given: whether the command line names the tokenizer.
     """
     with locked_folder(config.checkpoint.save) as lock_cautions:
@@ -127,9 +127,9 @@ def _pretrain(
         began = time.monotonic()
         loop = Loop(config, stage, text, datasets, telemetry, began, stop)
         code = loop.train()
-        if not (loop.done or loop.asked_to_leave):  # the stage is over, the run is not
+        if not (loop.done or loop.asked_to_leave):  # the stage is complete, the run is not
             del loop, stage
-            gc.collect()  # the experts need the room that the dense model had
+            gc.collect()  # the experts need the memory that the dense model occupied
             loop = Loop(config, stages.second(), text, datasets, telemetry, began, stop)
             code = loop.train()
         if code == 0 and loop.done:
@@ -139,7 +139,7 @@ def _pretrain(
 
 
 def _first_start(config: Config) -> tuple[Config, str | None]:
-    """The configuration without a --load that holds nothing yet, and a note on it. Collective."""
+    """The configuration without a --load that has no checkpoint yet, and a note. Collective."""
     checkpoint = config.checkpoint
     if checkpoint.finetune or not agree(lambda: begins_in(checkpoint.load, checkpoint.save)):
         return config, None
@@ -148,7 +148,7 @@ def _first_start(config: Config) -> tuple[Config, str | None]:
 
 
 def seed_everything(config: Config, groups: Groups) -> None:
-    """Seed torch and Megatron-Core's generators; weights have seeds of their own."""
+    """Seed the generators of torch and Megatron-Core; the weights have their own seeds."""
     torch.manual_seed(config.training.seed + 100 * groups.pp.rank())
     model_parallel_cuda_manual_seed(config.training.seed + 100 * groups.pp.rank())
     init_num_microbatches_calculator(
@@ -161,7 +161,7 @@ def seed_everything(config: Config, groups: Groups) -> None:
 
 
 def _take_gpu(local_rank: int) -> None:
-    """Each process of a node has a GPU of its own."""
+    """Use the GPU with this process's local rank. Raises InputError if the node has too few."""
     if local_rank >= torch.cuda.device_count():
         raise InputError(
             f"this node has {torch.cuda.device_count()} GPUs, and process {local_rank + 1} finds "
@@ -171,7 +171,7 @@ def _take_gpu(local_rank: int) -> None:
 
 
 def _telemetry(config: Config, done: int) -> Telemetry:
-    """`done`: iterations of the checkpoint that was loaded, if one was."""
+    """Opens the telemetry. `done`: the iteration of the loaded checkpoint; 0: none was loaded."""
     return open_telemetry(
         config.checkpoint.save,
         config.training.train_iters,
@@ -200,7 +200,10 @@ def _opening(config: Config, groups: Groups, stage: Stage) -> str:
 
 
 def _tell_finished(config: Config, stage: Stage) -> None:
-    """The figure is drawn again: the run may have been killed before its first one. Collective."""
+    """Report that nothing is left to do. Collective.
+
+    The figure is drawn again, because the run may have been killed before it drew one.
+    """
     parameters = total_parameters(unwrap_model(stage.engine.chunks))
     if dist.get_rank() != 0:
         return

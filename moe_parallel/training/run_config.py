@@ -1,4 +1,4 @@
-"""The configuration of a run: the command line over a file, or over the checkpoint of --load."""
+"""The configuration of a run: the command line over a file or over the checkpoint of --load."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from moe_parallel.training.checkpoint.record import checked_file, read_record
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A configuration, and what the user should know of how it came to be."""
+    """A configuration, and the warnings about how it was derived."""
 
     config: Config
     cautions: tuple[str, ...] = ()
 
 
 def run_config(arguments: Sequence[str]) -> RunConfig:
-    """The configuration that a command line means.
+    """The configuration that a command line specifies.
 
-    Flags win over the file of --config. Without one, `--load` brings the configuration that its
-    checkpoint was saved with, and the run goes on in the folder where that checkpoint lies now.
+    Flags override the file of --config. Without --config, `--load` provides the configuration that
+    its checkpoint was saved with, and the run continues in the folder that contains the checkpoint
+    now.
 
-    Prints help and raises SystemExit(0) for --help. Raises InputError for anything wrong.
+    Prints help and raises SystemExit(0) for --help. Raises InputError for invalid input.
     """
     line = read_command_line(arguments)
     load = line.given.get("load", "none")
@@ -42,10 +43,10 @@ def run_config(arguments: Sequence[str]) -> RunConfig:
 
 
 def begins_in(load: str | None, save: str | None) -> bool:
-    """Whether --load is --save, and no checkpoint is there yet.
+    """Whether --load is --save, and the folder has no checkpoint yet.
 
-    The command that goes on with a run is then the one that begins it: a batch system may start
-    it again and again, whenever the run was killed. Raises InputError if the folder is damaged.
+    The same command then starts a run and continues it, so a batch system can repeat the command
+    whenever the run was killed. Raises InputError if the folder is damaged.
     """
     if load is None or save is None or Path(load).resolve() != Path(save).resolve():
         return False
@@ -57,7 +58,7 @@ def _of_checkpoint(line: CommandLine, load: str) -> tuple[Config, list[str]]:
     if "config.yaml" not in read_record(checkpoint)["files"]:
         raise InputError(f"--load {checkpoint}: it has no config.yaml: name a file by --config")
     file = read_yaml(checked_file(checkpoint, "config.yaml"))
-    # Where the run was saved once says nothing: its folder may have moved.
+    # The saved `save` and `load` are ignored: the folder may have moved since.
     file = {name: value for name, value in file.items() if name not in ("load", "save")}
     config, cautions = line.over(file, f"{checkpoint}/config.yaml")
     begins_another = config.checkpoint.finetune or "moe_use_upcycling" in line.given
@@ -68,7 +69,7 @@ def _of_checkpoint(line: CommandLine, load: str) -> tuple[Config, list[str]]:
 
 
 def _folder_of(checkpoint: Path, load: str) -> Path:
-    """The folder of the run that a checkpoint belongs to."""
+    """The run folder that contains a checkpoint."""
     if checkpoint != Path(load):
         return Path(load)
     if not checkpoint.name.startswith("iter_"):

@@ -1,4 +1,4 @@
-"""The folder of a run: what may be written there, and the checkpoints in it."""
+"""The folder of a run: what may be written to it, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def open_checkpoints(
 ) -> Checkpointer:
     """The checkpoints of the run in --save. Writes nothing. Collective.
 
-    Their record names `tokenizer`. Without --save, only loading makes sense. Raises InputError if
-    the folder holds another run, which would be written over.
+    Their record names `tokenizer`. Without --save, they can only be loaded. Raises InputError if
+    the folder contains another run, which would be overwritten.
     """
     folder = Path(config.checkpoint.save or ".")
     checkpoints = Checkpointer(
@@ -42,7 +42,7 @@ def open_checkpoints(
             "ep": groups.ep.size(),
             "etp": groups.etp.size(),
             "virtual_stages": config.virtual_stages or 1,
-            "device": device().type,  # random states of one kind of device mean nothing to another
+            "device": device().type,  # random states are specific to the kind of device
         },
         files={"config.yaml": _run_again(config), "tokenizer": folder / "tokenizer"},
         same_schedule=not config.checkpoint.override_opt_param_scheduler,
@@ -64,7 +64,7 @@ def open_checkpoints(
 
 
 def goes_on_here(config: Config) -> bool:
-    """Whether the run that --load names is gone on with in its own folder, which is --save."""
+    """Whether this run continues the run of --load in the same folder, --save."""
     load, save = config.checkpoint.load, config.checkpoint.save
     if load is None or save is None or config.checkpoint.finetune:
         return False
@@ -74,8 +74,9 @@ def goes_on_here(config: Config) -> bool:
 def is_finished(config: Config, iteration: int) -> bool:
     """Whether a run that is loaded at `iteration` has nothing left to do or to log. Collective.
 
-    Without --save nothing is on record, so its last evaluation is made once more, and shown.
-    A dense run of as many iterations that becomes experts in another folder has to be saved there.
+    Without --save there is no record of the last evaluation, so it is repeated and shown. A
+    finished dense run that is upcycled into another folder is not finished, because its experts
+    must still be saved there.
     """
     save, train_iters = config.checkpoint.save, config.training.train_iters
     if iteration < train_iters:
@@ -91,16 +92,16 @@ def is_finished(config: Config, iteration: int) -> bool:
 
 
 def dense_checkpoints(config: Config, vocab_size: int, checkpoints: Checkpointer) -> Checkpointer:
-    """The checkpoints of the run's dense warm-up, in the same folder as `checkpoints`."""
+    """The checkpoints of the run's dense warm-up, in the folder of `checkpoints`."""
     shared = {key: value for key, value in checkpoints.fingerprint.items() if key == TOKENIZER}
     return checkpoints.of_model(_fingerprint(dense_twin(config), vocab_size) | shared)
 
 
 def expected_dense(config: Config, vocab_size: int) -> Expected:
-    """What a dense checkpoint has to be like for the experts of `config` to start from it."""
+    """The properties of a dense checkpoint from which the experts of `config` can start."""
     return Expected(
         _fingerprint(dense_twin(config), vocab_size),
-        # Of another run, experts take the weights, and have a schedule of their own.
+        # When experts start from another run, they take its weights and have their own schedule.
         same_schedule=not config.moe.moe_use_upcycling,
         remedy="upcycling takes a dense model of these sizes, its --ffn-hidden-size the experts' "
         "width: use another checkpoint, or the same sizes here",
@@ -108,7 +109,7 @@ def expected_dense(config: Config, vocab_size: int) -> Expected:
 
 
 def begin_run(config: Config, tokenizer: Tokenizer) -> None:
-    """Write config.yaml and tokenizer/ into --save, once nothing can be refused. Collective."""
+    """Write config.yaml and tokenizer/ to --save, after all checks have passed. Collective."""
     if config.checkpoint.save is None:
         return
     folder = Path(config.checkpoint.save)
@@ -128,7 +129,7 @@ def begin_run(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def _run_again(config: Config) -> str:
-    """The configuration without what --load was for: run from it, and the run starts anew."""
+    """The configuration without --load and its flags, so that a run from it starts anew."""
     checkpoint = replace(
         config.checkpoint, load=None, finetune=False, override_opt_param_scheduler=False
     )
@@ -140,11 +141,11 @@ def _of_tokenizer(tokenizer: Tokenizer | None) -> dict[str, object]:
 
 
 def _fingerprint(config: Config, vocab_size: int) -> dict[str, object]:
-    """What a checkpoint must share with a configuration to be loaded, by flag.
+    """The facts, by flag, that a checkpoint must share with a configuration to be loaded.
 
-    Defaults are resolved, so that a size counts however it was given. What changes neither the
-    shape nor the meaning of a weight is left out: loss weights, capacity, the backend. See
-    `weights` of `config.option.option`.
+    Defaults are resolved, so a size compares equal however it was given. Settings that change
+    neither the shape nor the meaning of a weight are left out: loss weights, capacity, the backend.
+    See `weights` of `config.option.option`.
     """
     model, selection = config.model, config.selection
     facts: dict[str, object] = {

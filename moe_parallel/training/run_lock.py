@@ -1,8 +1,8 @@
-"""One run at a time writes into a folder.
+"""A lock, so that only one run at a time writes to a folder.
 
-Two of them would publish checkpoints of both under the same names, and delete each other's. The
-lock is flock's, which the kernel (on NFS the server) takes back when its process ends, however it
-ends: no lock is ever left behind, and a run that is started again takes it again.
+Two runs would publish checkpoints under the same names and delete each other's. The lock is
+flock's. The kernel (on NFS the server) releases it when its process ends for any reason, so no
+lock is left behind, and a restarted run can take it again.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import IO
 from moe_parallel.collective_errors import on_rank_0, one_line
 from moe_parallel.errors import InputError
 
-LOCK = "run.lock"  # holds the host and the process of the run that has it
+LOCK = "run.lock"  # contains the host and the process of the run that has the lock
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
 def locked_folder(save: str | None) -> Iterator[list[str]]:
-    """Keep other runs out of --save; gives cautions to be told. Collective.
+    """Lock --save against other runs; yields warnings to print. Collective.
 
-    Rank 0 holds the lock for all ranks, from before the first file is written to the end.
+    Rank 0 holds the lock for all ranks, from before the first file is written until the end.
 
     Raises:
-        InputError: on every rank, if another run is in there, or nothing can be written there.
+        InputError: on every rank, if another run uses the folder or it cannot be written.
     """
     cautions: list[str] = []
     with ExitStack() as held:
@@ -64,9 +64,9 @@ def _held(folder: Path) -> Iterator[list[str]]:
         )
     finally:
         with contextlib.suppress(OSError):
-            path.unlink()  # still locked: see `_take`
+            path.unlink()  # while it is still locked: see `_take`
             if is_new:
-                folder.rmdir()  # where a run was refused; otherwise it is not empty
+                folder.rmdir()  # succeeds only if the run was refused and the folder is empty
         file.close()
 
 
@@ -82,7 +82,7 @@ def _take(path: Path) -> tuple[IO[str], bool]:
         file = path.open("a+")
         try:
             has_lock = _lock(file)
-            # A run that ends removes its file: whoever opened it before that has locked nothing.
+            # A run that ends removes its file. A lock on a removed file excludes no other run.
             if has_lock and not _is_at(file, path):
                 file.close()
                 continue

@@ -1,4 +1,4 @@
-"""Requests from outside to save and stop."""
+"""Signals that ask a program to save and stop."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ BEFORE_TRAINING = "before training began; there was nothing to save"
 
 
 class Stopped(BaseException):
-    """One of `STOP_SIGNALS` came where nothing has to be finished first. The message is one line.
+    """One of `STOP_SIGNALS` came while no step had to be finished. The message is one line.
 
-    No Exception, so that no handler of errors takes it for one.
+    It is not an Exception, so that error handlers do not catch it.
     """
 
     def __init__(self, number: int, began: bool, whereabouts: str) -> None:
@@ -25,11 +25,12 @@ class Stopped(BaseException):
 
 
 class StopRequest:
-    """What one of `STOP_SIGNALS` does, from a program's first line to its last.
+    """Handles `STOP_SIGNALS` from a program's first line to its last.
 
-    While the training loop is `finishing` its steps, the signal is noted, and the loop looks after
-    every step. Anywhere else Stopped is raised, which tells how far the run had come. Repeated
-    signals change nothing: launchers pass on what the terminal has sent already.
+    While the training loop is `finishing` its steps, a signal is recorded, and the loop checks for
+    it after every step. At all other times Stopped is raised, whose message gives the run's
+    progress. Repeated signals change nothing, because launchers pass on what the terminal has
+    already sent.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Inside, the signals come here."""
+        """Handle the signals inside this context."""
         before = {number: signal.signal(number, self._come) for number in STOP_SIGNALS}
         try:
             yield self
@@ -53,12 +54,12 @@ class StopRequest:
         return self._whereabouts is not None
 
     def began(self, whereabouts: Callable[[], str]) -> None:
-        """From here on, `whereabouts` says how far the run has come."""
+        """Training has begun; `whereabouts` returns the run's progress as text."""
         self._whereabouts = whereabouts
 
     @contextlib.contextmanager
     def finishing(self, whereabouts: Callable[[], str]) -> Iterator[StopRequest]:
-        """Inside, signals are noted only. Training has `began`."""
+        """Inside this context, signals are only recorded. Training has begun."""
         self.began(whereabouts)
         self._finishing = True
         try:
@@ -67,7 +68,7 @@ class StopRequest:
             self._finishing = False
 
     def heed(self) -> None:
-        """Raise Stopped if a signal was noted."""
+        """Raise Stopped if a signal was recorded."""
         if self.signal is not None:
             raise self._stopped(self.signal)
 

@@ -1,8 +1,8 @@
-"""The models that a run trains one after the other: dense layers to warm up, then experts.
+"""The models that a run trains one after the other: a dense model to warm up, then experts.
 
-A checkpoint says itself whether it is dense, and how far its run has come. So a run that was
-stopped at any moment goes on the same way: dense as long as the warm-up lasts, then, once, from
-dense layers to experts. Most runs have experts, or none, from the first step: one stage.
+A checkpoint records whether it is dense and how far its run has come. Therefore a run can be
+stopped at any moment and continues the same way: with the dense model until the warm-up ends, then
+with experts, after one upcycling. Most runs have only one stage.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from moe_parallel.training.run_folder import dense_checkpoints, expected_dense
 
 @dataclass(frozen=True)
 class Stage:
-    """A model to train until an iteration, and its checkpoints."""
+    """A model to train up to an iteration, and its checkpoints."""
 
     engine: Engine
     checkpoints: Checkpointer
-    state: TrainingState  # so far
+    state: TrainingState  # at the start of the stage
     until: int
-    note: str | None  # what the user should know of how it starts
+    note: str | None  # a message on how the stage starts
 
 
 class Stages:
-    """Makes the stages of a run. All ranks call each method together."""
+    """Builds the stages of a run. All ranks call each method together."""
 
     def __init__(
         self, config: Config, vocab_size: int, groups: Groups, checkpoints: Checkpointer
     ) -> None:
-        """Raises InputError where the run lacks what it takes to go from dense to experts."""
+        """Raises InputError if the configuration lacks what dense warm-up needs."""
         moe, checkpoint = config.moe, config.checkpoint
         if moe.moe_use_upcycling and checkpoint.load is None:
             raise InputError(
@@ -58,12 +58,12 @@ class Stages:
         self.checkpoints = checkpoints
 
     def first(self) -> Stage:
-        """The stage in which the run begins, or goes on from --load. Raises InputError."""
+        """The stage in which the run starts, or continues from --load. Raises InputError."""
         load = self.config.checkpoint.load
         return self._warm_up(load) if self._warms_up(load) else self._last(load)
 
     def second(self) -> Stage:
-        """What follows the dense warm-up, whose last checkpoint is the newest in --save."""
+        """The stage after the dense warm-up, from the newest checkpoint in --save."""
         return self._last(self.config.checkpoint.save)
 
     def _warms_up(self, load: str | None) -> bool:
@@ -98,9 +98,9 @@ class Stages:
         return Stage(engine, self.checkpoints, state, self.config.training.train_iters, note)
 
     def _take_weights(self, load: str, engine: Engine) -> str:
-        """Start a run of its own from the weights of another, and say from which."""
+        """Start a new run with the weights of `load`; returns a note that names it."""
         loaded = self.checkpoints.load(Path(load), engine.chunks, None, None)
-        engine.optimizer.reload_model_params()  # its own copies, where it has some
+        engine.optimizer.reload_model_params()  # the optimizer may have its own fp32 copies
         return f"the weights are those of {load} at iteration {loaded.iteration}"
 
     def _upcycles(self, load: str) -> bool:
@@ -116,7 +116,7 @@ class Stages:
             expected_dense(self.config, self.vocab_size),
             self.config.training.seed,
         )
-        return replace(state, unlogged=None)  # of other layers
+        return replace(state, unlogged=None)  # its sums are those of the dense layers
 
     def _note(self, load: str, state: TrainingState) -> str:
         note = f"every expert starts as the dense layer of {load} at iteration {state.iteration}"

@@ -1,6 +1,6 @@
-"""A model on a single process, from a configuration or out of a checkpoint: to probe it.
+"""A model on a single process, from a configuration or a checkpoint, to analyze it.
 
-Whatever layout and precision it was trained in, here it is whole and in fp32.
+In whatever layout and precision it was trained, here it is complete and in fp32.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def standalone_config(
 ) -> Config:
     """The configuration of `--config` or, without it, of the checkpoint that `--load` names.
 
-    What concerns layout, precision and saving is left out of it.
+    The settings of layout, precision and saving are left out.
 
     Args:
-        flags: of the training program; they win.
+        flags: of the training program; they override the file.
         config: a YAML file.
         load: a run or one of its checkpoints.
 
@@ -60,7 +60,7 @@ def standalone_config(
 
 
 def on_one_process(config: Config, load: str | None = None) -> Config:
-    """The same without what concerns layout, precision and saving."""
+    """The same configuration without the settings of layout, precision and saving."""
     return replace(
         config,
         parallel=ParallelConfig(),
@@ -72,7 +72,7 @@ def on_one_process(config: Config, load: str | None = None) -> Config:
 
 @contextmanager
 def single_process(config: Config) -> Iterator[Groups]:
-    """Process groups of one, and seeded generators; gone when the context ends."""
+    """Process groups of size 1 and seeded generators, destroyed when the context ends."""
     if not torch.cuda.is_available():
         adapt_megatron_to_cpu()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -87,7 +87,7 @@ def single_process(config: Config) -> Iterator[Groups]:
 
 
 def vocab_size_of(config: Config) -> int:
-    """Tokens of the checkpoint's vocabulary; of a model yet to be trained, --vocab-size."""
+    """The checkpoint's vocabulary size; for a model without a checkpoint, --vocab-size."""
     if config.checkpoint.load is None:
         return config.data.vocab_size or DEFAULT_VOCAB_SIZE
     checkpoint = find_checkpoint(Path(config.checkpoint.load))
@@ -100,7 +100,7 @@ def vocab_size_of(config: Config) -> int:
 def standalone_model(
     config: Config, vocab_size: int, groups: Groups
 ) -> tuple[Any, RoutingStatistics]:
-    """The whole model (Megatron-Core's GPTModel) with its routing statistics.
+    """The complete model (Megatron-Core's GPTModel) with its routing statistics.
 
     Its weights are those of --load, or the initial ones. Raises InputError.
     """

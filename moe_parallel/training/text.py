@@ -22,12 +22,12 @@ DEFAULT_VOCAB_SIZE = 4096
 
 @dataclass(frozen=True)
 class Text:
-    """What a run reads, and how it is cut into tokens."""
+    """The text sources of a run, and their tokenizer."""
 
     tokenizer: Tokenizer
     sources: list[Source]
     vocab_size: int  # of the model: the tokenizer's, or more
-    cautions: tuple[str, ...] = ()  # what the user should know
+    cautions: tuple[str, ...] = ()  # warnings for the user
 
     def datasets(self, config: Config) -> Datasets:
         """Training and validation data; called by every rank."""
@@ -42,20 +42,20 @@ class Text:
         )
 
     def bytes_per_token(self, device: torch.device) -> torch.Tensor:
-        """UTF-8 bytes of each token: int64 [V]; 0 for tokens that no tokenizer makes."""
+        """UTF-8 bytes of each token: int64 [V]; 0 for ids beyond the tokenizer's vocabulary."""
         sizes = np.zeros(self.vocab_size, dtype=np.int64)
         sizes[: self.tokenizer.vocab_size] = self.tokenizer.bytes_per_token
         return torch.from_numpy(sizes).to(device)
 
 
 def open_text(config: Config, *, tokenizer_given: bool = False) -> Text:
-    """The embedded corpus, built where it is missing, or what --data-path names.
+    """The embedded corpus, built if it is missing, or the data that --data-path names.
 
-    What goes on from --load reads with the tokenizer that lies in that checkpoint.
+    A run that continues from --load uses the tokenizer in that checkpoint.
 
     Args:
         config: of the run.
-        tokenizer_given: whether the command line names the tokenizer, not a file alone.
+        tokenizer_given: whether the command line itself names the tokenizer, not only a file.
 
     Any number of processes may call this at once. Raises InputError.
     """
@@ -84,7 +84,7 @@ def open_text(config: Config, *, tokenizer_given: bool = False) -> Text:
 
 
 def open_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer alone: of the checkpoint in --load, which needs no data. Raises InputError."""
+    """Only the tokenizer; with --load the checkpoint's, without any data. Raises InputError."""
     own = own_tokenizer(config.checkpoint.load, config.data)
     return open_text(config).tokenizer if own is None else own.tokenizer
 

@@ -1,5 +1,5 @@
-"""Checkpoints: what is in them, how they are written, published, found, judged and read.
+"""Checkpoints: their content, and how they are written, published, found, checked and read.
 
-`checkpointer.Checkpointer` is what a run uses. Nothing is imported here, so that `folder` and
-`record` can be read by programs that do without torch.
+A run uses `checkpointer.Checkpointer`. Nothing is imported here, so that programs without torch
+can import `folder` and `record`.
 """

@@ -1,11 +1,11 @@
-"""Checkpoints: all that a run needs to go on, in one folder, loadable under any other layout.
+"""Checkpoints: all that a run needs to continue, in one folder, loadable under any layout.
 
-A checkpoint holds the model, Adam's state, the scheduler, the random states, the scales of experts
-in FP8, the position in the data, and copies of small files (config.yaml, the tokenizer). See
-folder.py for what is on disk, optimizer.py for the one form that every optimizer's state takes.
+A checkpoint contains the model, Adam's state, the scheduler, the random states, the scales of
+experts in FP8, the position in the data, and copies of small files (config.yaml, the tokenizer).
+folder.py describes the files on disk, optimizer.py the common form of every optimizer's state.
 
-On the layout that saved it a run goes on bit for bit. On another layout the weights, Adam's state
-and the data position are the same to the bit as well; the random states and FP8's scales, which
+On the layout that saved it, a run continues bit for bit. On another layout the weights, Adam's
+state and the data position are also the same to the bit; the random states and FP8's scales, which
 belong to a rank, start anew.
 """
 
@@ -83,10 +83,10 @@ from moe_parallel.training.failure import Diverged
 
 @dataclass(frozen=True)
 class TrainingState:
-    """How far a run has come, and so where in the data it goes on.
+    """The progress of a run, which gives its position in the data.
 
-    `unlogged`: the sums of the iterations that the next logged line averages, in JSON's types (see
-    interval.py); None where there are none.
+    `unlogged`: the sums of the iterations that the next log line averages, in JSON's types (see
+    interval.py); None if there are none.
     """
 
     iteration: int
@@ -96,7 +96,7 @@ class TrainingState:
 
 
 class NotSaved(InputError):
-    """A checkpoint could not be written. Training can go on, and save later."""
+    """A checkpoint could not be written. Training can continue and save later."""
 
 
 class Checkpointer:
@@ -114,15 +114,15 @@ class Checkpointer:
     ):
         """
         Args:
-            directory: the folder given to --save; made when first needed.
-            keep_last: how many checkpoints to keep; None keeps all.
+            directory: the folder given to --save; created when first needed.
+            keep_last: number of checkpoints to keep; None keeps all.
             fingerprint: facts that a checkpoint must share with the configuration to be loaded
-                into it (sizes, expert selection), by the names of their flags; JSON values.
-            layout: sizes of the parallel groups and the kind of device; random states are restored
-                where they are equal.
+                (sizes, expert selection), by the names of their flags; JSON values.
+            layout: sizes of the parallel groups and the kind of device. Random states are restored
+                only if the layout is equal.
             files: by name, the text of a small file or the path of a file or folder to copy.
-            same_schedule: whether a checkpoint's schedule must be the one configured to be loaded;
-                otherwise the one configured goes on at the checkpoint's step.
+            same_schedule: whether a checkpoint's schedule must equal the configured one.
+                Otherwise the configured schedule continues at the checkpoint's step.
 
         Raises:
             InputError: `keep_last` is below 1.
@@ -137,7 +137,7 @@ class Checkpointer:
         self.same_schedule = same_schedule
 
     def of_model(self, fingerprint: Mapping[str, object]) -> "Checkpointer":
-        """The checkpoints of another model (a dense one that warms up) in the same folder."""
+        """The checkpoints of another model in the same folder, such as a dense warm-up model."""
         other = copy.copy(self)
         other.fingerprint = as_json(fingerprint)
         return other
@@ -156,12 +156,11 @@ class Checkpointer:
         """Write a checkpoint and return its path.
 
         It is written under a hidden name and renamed when every rank's part is on the disk and
-        all of them are there. Until then, and if anything fails, the previous checkpoint stays the
-        latest.
+        complete. Until then, and if anything fails, the previous checkpoint stays the latest.
 
         Raises:
             NotSaved: on every rank, if a rank could not write.
-            Diverged: on every rank, if what is to be saved is not finite.
+            Diverged: on every rank, if a value to be saved is not finite.
         """
         try:
             return self._save(state, model_chunks, optimizer, scheduler)
@@ -178,20 +177,20 @@ class Checkpointer:
             raise
 
     def confirm(self, iteration: int) -> None:
-        """The weights of this newest checkpoint have given a finite loss. Collective.
+        """Record that the weights of this newest checkpoint gave a finite loss. Collective.
 
-        So --keep-last need not keep one before it any longer.
+        --keep-last then no longer needs an extra earlier checkpoint.
         """
         keep_last = self.keep_last
         if keep_last is not None:
-            with suppress(StorageError):  # the next save deletes what could not be deleted now
+            with suppress(StorageError):  # the next save deletes the remaining ones
                 on_rank_0(lambda: self.folder.delete_oldest(iteration, keep_last))
 
     def last_good(self, iteration: int) -> str:
-        """For a run that diverges at `iteration`: from where it can go on.
+        """Which checkpoint a run that diverges at `iteration` can continue from, as a message.
 
-        Every checkpoint was finite when it was saved, but that of `iteration` itself has led to
-        what is not. The run came past those before it with a finite loss.
+        Every checkpoint was finite when it was saved, but that of `iteration` itself led to a
+        non-finite value. From the earlier ones the run reached a finite loss.
         """
         for before in reversed(self.folder.iterations()):
             path = self.folder.directory / checkpoint_name(before)
@@ -262,11 +261,11 @@ class Checkpointer:
     ) -> TrainingState:
         """Load a checkpoint, or the latest one in a folder, into models, optimizer and scheduler.
 
-        Without an optimizer only the weights are loaded: to evaluate, or to convert.
+        Without an optimizer only the weights are loaded, for evaluation or conversion.
 
         Raises:
-            InputError: on every rank, if there is no checkpoint at `path`, or it is torn, or it
-                does not fit the configuration; the message says what differs.
+            InputError: on every rank, if there is no checkpoint at `path`, if it is incomplete, or
+                if it does not fit the configuration; the message lists what differs.
         """
         with _reading(path):
             expected = Expected(self.fingerprint, self.same_schedule)
@@ -303,12 +302,12 @@ class Checkpointer:
     ) -> TrainingState:
         """Load the checkpoint of a dense model into a model of experts: see model/upcycling.py.
 
-        Weights of the experts' model alone stay as they are, and their moments zero. The schedule
-        is that of `scheduler`, at the iteration of the checkpoint.
+        Weights that only the model of experts has stay as they are; their moments stay zero. The
+        schedule is that of `scheduler`, at the iteration of the checkpoint.
 
         Args:
-            expected: what the dense checkpoint has to be like.
-            seed: of what is random about experts that start alike.
+            expected: the required properties of the dense checkpoint.
+            seed: of the random values that make experts with equal weights differ.
 
         Raises:
             InputError: as `load`, and if the dense model has other sizes.
@@ -339,7 +338,7 @@ def _open(
     optimizer: MegatronOptimizer | None,
     scheduler: OptimizerParamScheduler | None,
 ) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint that `path` means, and its record; both have been checked. Collective."""
+    """The checkpoint at `path`, and its record; both have been checked. Collective."""
     checkpoint = agree(lambda: find_checkpoint(path))
     record = agree(lambda: checked_record(checkpoint, expected, optimizer, scheduler))
     agree(lambda: check_content(checkpoint, record["files"], _share()))
@@ -354,7 +353,7 @@ def _open(
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """A StorageError inside becomes an InputError that names the checkpoint."""
+    """Convert a StorageError inside to an InputError that names the checkpoint."""
     try:
         yield
     except StorageError as error:
@@ -370,7 +369,7 @@ def _go_on(
     scheduler: OptimizerParamScheduler | None,
     loaded: Mapping[str, Any],
 ) -> TrainingState:
-    """Put back what is not a tensor: Adam's step, the schedule's, the random states if loaded."""
+    """Restore what is not a tensor: Adam's step, the schedule's, the random states if loaded."""
     set_adam_step(held, record["adam_step"])
     if scheduler is not None:
         scheduler.num_steps = 0
@@ -381,5 +380,5 @@ def _go_on(
 
 
 def _share() -> slice:
-    """The files that this rank reads to check them."""
+    """The part of the files that this rank reads and checks."""
     return slice(dist.get_rank(), None, dist.get_world_size())

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, and what its record says of them: the size and CRC-32 of each."""
+"""The files of a checkpoint, and the size and CRC-32 of each, which its record contains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Files: TypeAlias = Mapping[str, Mapping[str, int]]  # by path in the checkpoint:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Every file in a checkpoint except its record, by path in it, sorted."""
+    """Every file of a checkpoint except its record, by its path in the checkpoint, sorted."""
     paths = (path for path in folder.rglob("*") if path.is_file() and path.name != RECORD)
     return sorted(path.relative_to(folder).as_posix() for path in paths)
 
@@ -25,7 +25,7 @@ def list_files(folder: Path) -> list[str]:
 def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int]]:
     """Size and CRC-32 of files.
 
-    Reading everything takes about a second a gigabyte, so ranks take a share each.
+    Reading takes about one second per gigabyte, so each rank reads a share.
     """
     return {
         name: {"bytes": (folder / name).stat().st_size, "crc32": _crc32(folder / name)}
@@ -34,10 +34,10 @@ def describe_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, in
 
 
 def check_complete(folder: Path, files: Files) -> None:
-    """Whether `files`, which have been described, are a whole checkpoint, and still there.
+    """Check that the described `files` are a complete checkpoint and still exist.
 
     Raises:
-        StorageError: another process took something away, or ranks wrote into different folders.
+        StorageError: another process removed a file, or ranks wrote to different folders.
     """
     needed = {INDEX: 0, COMMON: 0}
     if INDEX in files:
@@ -53,7 +53,7 @@ def check_complete(folder: Path, files: Files) -> None:
 
 
 def check_sizes(checkpoint: Path, files: Files) -> None:
-    """Whether every file is there in its full size; raises InputError."""
+    """Check that every file exists in its full size; raises InputError."""
     for name, facts in files.items():
         path = checkpoint / name
         if not path.is_file():
@@ -71,7 +71,7 @@ def check_content(checkpoint: Path, files: Files, share: slice) -> None:
 
 
 def torn(checkpoint: Path, what: str) -> InputError:
-    """The error of a checkpoint that is not as it was saved."""
+    """The error of a checkpoint that differs from what was saved."""
     others = other_checkpoints(checkpoint)
     remedy = f"load another one: {others}" if others else "it cannot be loaded"
     return InputError(f"--load {checkpoint}: the checkpoint is torn: {what}; {remedy}")

@@ -1,14 +1,14 @@
-"""The folder of checkpoints: what is on disk, and how a checkpoint appears in it at once.
+"""The folder of checkpoints: the files on disk, and how a checkpoint is published atomically.
 
     DIR/latest_checkpointed_iteration.txt   the iteration of the newest checkpoint
     DIR/iter_0000010/                       a checkpoint; it never changes once it has this name
         checkpoint.json                     written last: see record.py
         metadata.json common.pt .metadata *.distcp        Megatron-Core's torch_dist format
-        config.yaml tokenizer/ ...          small files that travel with the weights
+        config.yaml tokenizer/ ...          small files that belong to the weights
     DIR/.iter_0000010.writing               being written; left behind by a killed save
     DIR/.iter_0000010.old                   about to be deleted
 
-Everything here is plain file work for one process. Renames within a folder are atomic, and files
+Everything here is file operations of one process. Renames within a folder are atomic, and files
 and folders are flushed to the disk before the rename that makes them visible.
 """
 
@@ -41,11 +41,11 @@ class CheckpointFolder:
         self.directory = Path(directory)
 
     def writing_path(self, iteration: int) -> Path:
-        """Where the checkpoint of `iteration` is written before it is published."""
+        """The folder in which the checkpoint of `iteration` is written until it is published."""
         return self.directory / f".{checkpoint_name(iteration)}.writing"
 
     def begin(self, iteration: int) -> Path:
-        """Make an empty folder to write into, and delete what killed saves have left behind."""
+        """Create an empty folder to write to, and delete the remains of killed saves."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self._clear_leftovers()
         writing = self.writing_path(iteration)
@@ -53,16 +53,16 @@ class CheckpointFolder:
         return writing
 
     def abandon(self, iteration: int) -> None:
-        """Give the disk space of an unfinished checkpoint back; never fails."""
+        """Free the disk space of an unfinished checkpoint; never fails."""
         shutil.rmtree(self.writing_path(iteration), ignore_errors=True)
 
     def publish(self, iteration: int, record: Mapping[str, Any], keep_last: int | None) -> Path:
-        """Give the written checkpoint its name, point the tracker at it, delete the oldest.
+        """Give the written checkpoint its name, update the tracker, delete the oldest checkpoints.
 
-        One beside it stays whatever `keep_last` is, until `delete_oldest` is called: the new one
-        may turn out to lead nowhere.
+        At least one earlier checkpoint stays, whatever `keep_last` is, until `delete_oldest` is
+        called: the run may diverge from the new one.
 
-        `record` becomes checkpoint.json, with a checksum.
+        `record` is written to checkpoint.json, with a checksum.
         """
         writing = self.writing_path(iteration)
         write_sealed(writing / RECORD, record)
@@ -84,10 +84,10 @@ class CheckpointFolder:
     def latest(self) -> Path | None:
         """The checkpoint that the tracker names; None if there is none.
 
-        Without a tracker the newest: a kill may come before the first is entered there, and what
-        has its name is whole.
+        Without a tracker it is the newest one: a save may be killed before it writes the first
+        tracker, and whatever has a checkpoint's name is complete.
 
-        Raises InputError if the tracker is unreadable or names a checkpoint that is not there.
+        Raises InputError if the tracker is unreadable or names a checkpoint that does not exist.
         """
         text = self._tracker()
         if text is None:
@@ -100,7 +100,7 @@ class CheckpointFolder:
                 f"--load {self.directory}/iter_..."
             )
         for path in (self.directory / checkpoint_name(int(text)), self._old_path(int(text))):
-            if path.is_dir():  # the second: killed while one checkpoint replaced its namesake
+            if path.is_dir():  # .old: a save was killed while it replaced a checkpoint
                 return path
         raise InputError(
             f"--load {self.directory}: {TRACKER} says {text}, but {checkpoint_name(int(text))} is "
@@ -125,7 +125,7 @@ class CheckpointFolder:
                     shutil.rmtree(path)
 
     def _tracker(self) -> str | None:
-        """What the tracker says, as far as it can be an iteration; None: there is none."""
+        """The tracker's text, limited to the length of an iteration; None: there is none."""
         tracker = self.directory / TRACKER
         if not tracker.is_file():
             return None
@@ -139,9 +139,9 @@ class CheckpointFolder:
     def delete_oldest(self, newest: int, keep_last: int) -> None:
         """Delete all but the checkpoint of iteration `newest` and `keep_last - 1` others.
 
-        Those that led to it are kept before those of a course that the run went back from, whose
-        iterations are higher. A deleted checkpoint loses its name first, so that a kill leaves no
-        half of one.
+        If the run went back to an earlier iteration, checkpoints of the abandoned course, which
+        have higher iterations, are deleted first. A checkpoint is renamed before it is deleted, so
+        that a kill leaves no incomplete one.
         """
         others = [i for i in self.iterations() if i != newest]
         others.sort(key=lambda iteration: (iteration > newest, -iteration))
@@ -152,7 +152,7 @@ class CheckpointFolder:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that `--load path` means: `path` itself, or the latest in that folder.
+    """The checkpoint that `--load path` names: `path` itself, or the latest in that folder.
 
     Raises InputError if there is none.
     """
@@ -176,7 +176,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def copy_files(files: Mapping[str, str | Path], target: Path) -> None:
-    """Put small files beside the weights: text as it stands, a Path's file or folder copied."""
+    """Copy small files to the checkpoint: a str is the text, a Path the file or folder to copy."""
     for name, source in files.items():
         if isinstance(source, str):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -188,14 +188,14 @@ def copy_files(files: Mapping[str, str | Path], target: Path) -> None:
 
 
 def iteration_in_name(checkpoint: Path) -> int | None:
-    """The iteration that a checkpoint's folder is named after; None: it has a name of its own."""
+    """The iteration in the name of a checkpoint's folder; None: the name is not of that form."""
     name = checkpoint.resolve().name
     match = _NAME.fullmatch(name) or _LEFTOVER.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def other_checkpoints(checkpoint: Path) -> str:
-    """The newest three beside this one, for a message; "" where there is none."""
+    """The newest three other checkpoints in the same folder, for a message; "" if there is none."""
     iterations = CheckpointFolder(checkpoint.parent).iterations()
     return _names([i for i in iterations if checkpoint_name(i) != checkpoint.name])
 

@@ -1,7 +1,7 @@
 """The state of experts in FP8 in a checkpoint: delayed scaling's scales and histories of maxima.
 
-It belongs to a rank, as random states do. Where the layout, the recipe or the length of the
-histories differ, or the experts were not in FP8, the scales start anew: weights never depend on it.
+It belongs to a rank, as random states do. If the layout, the recipe or the length of the histories
+differs, or the experts were not in FP8, the scales start anew; the weights never depend on them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _KEY = "fp8_state"
 
 
 def fp8_state_facts(chunks: Sequence[torch.nn.Module]) -> dict[str, int | str] | None:
-    """For the record of a checkpoint: what a model has to have in common to take the state."""
+    """The facts, for a checkpoint's record, that a model must share to load the state."""
     engine = _engine(chunks)
     return None if engine is None else engine.state_facts
 
 
 def fp8_state(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """Content to be written; {} where there is no state."""
+    """Content to be written; {} if there is no state."""
     engine = _engine(chunks)
     if engine is None or engine.state_facts is None:
         return {}
@@ -37,7 +37,7 @@ def fp8_state(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
 def fp8_state_to_read(
     chunks: Sequence[torch.nn.Module], record: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Content to be read from a checkpoint of this layout; {} where it has none that fits."""
+    """Content to be read from a checkpoint of this layout; {} if no stored state fits."""
     facts = fp8_state_facts(chunks)
     if facts is None or record.get(_KEY) != facts:
         return {}
@@ -45,10 +45,10 @@ def fp8_state_to_read(
 
 
 def set_fp8_state(chunks: Sequence[torch.nn.Module], loaded: Mapping[str, Any]) -> None:
-    """Put back what was read.
+    """Restore what was read.
 
     Raises:
-        StorageError: it is something else.
+        StorageError: the content is of another kind.
     """
     engine = _engine(chunks)
     if engine is None or _KEY not in loaded:
@@ -61,6 +61,6 @@ def set_fp8_state(chunks: Sequence[torch.nn.Module], loaded: Mapping[str, Any]) 
 
 
 def _engine(chunks: Sequence[torch.nn.Module]) -> Fp8Engine | None:
-    """One engine serves all chunks of a rank."""
+    """The FP8 engine, which all chunks of a rank share."""
     chunk = unwrap_model(list(chunks))[0]
     return chunk.fp8 if isinstance(chunk, Fp8GPTModel) else None

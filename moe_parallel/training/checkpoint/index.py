@@ -1,7 +1,7 @@
-"""`.metadata`, the index of the tensors in a checkpoint, read as data alone.
+"""`.metadata`, the index of the tensors in a checkpoint, read as data only.
 
-torch writes the index as a pickle, and a pickle may call anything. A checkpoint from elsewhere has
-to be harmless, so only the classes that an index is made of can be named in it.
+torch writes the index as a pickle, and a pickle may call any function. Loading an untrusted
+checkpoint must be harmless, so only the classes of an index may be named in it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moe_parallel.collective_errors import StorageError
 INDEX = ".metadata"
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 
-# All that an index refers to, by module and name.
+# Everything that an index may refer to, by module and name.
 _PARTS: dict[tuple[str, str], Any] = {
     ("pathlib", "PosixPath"): pathlib.PurePosixPath,
     ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,  # Python 3.13's name
@@ -63,7 +63,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_index(folder: Path) -> Metadata:
-    """The index of a checkpoint, whose every entry has been checked.
+    """The index of a checkpoint, after every entry has been checked.
 
     Raises:
         StorageError: it cannot be read, or is not an index.
@@ -74,14 +74,14 @@ def read_index(folder: Path) -> Metadata:
             _check(index)
         except OSError:
             raise
-        except Exception as error:  # bytes from anywhere: whatever they lead to, they are no index
+        except Exception as error:  # arbitrary bytes may cause any error
             reason = str(error).partition("\n")[0] or type(error).__name__
             raise StorageError(f"{INDEX} is not the index of a checkpoint: {reason}") from error
     return index
 
 
 def data_files(index: Metadata) -> dict[str, int]:
-    """The files that hold what is in an index, and how many bytes each must have at least."""
+    """The files that contain the tensors of an index, and the least size of each in bytes."""
     sizes: dict[str, int] = {}
     for piece in index.storage_data.values():
         name = piece.relative_path
@@ -90,7 +90,7 @@ def data_files(index: Metadata) -> dict[str, int]:
 
 
 def tensor_shapes(index: Metadata) -> dict[str, tuple[int, ...]]:
-    """The global shape of every tensor by its key."""
+    """The global shape of every tensor, by its key."""
     return {
         key: tuple(entry.size)
         for key, entry in index.state_dict_metadata.items()
@@ -99,7 +99,7 @@ def tensor_shapes(index: Metadata) -> dict[str, tuple[int, ...]]:
 
 
 def _check(index: Any) -> None:
-    """Raises ValueError, or whatever an entry of a wrong kind leads to."""
+    """Raises ValueError, or any other error that an entry of a wrong kind causes."""
     _demand(type(index) is Metadata, "it is something else")
     _demand(type(index.state_dict_metadata) is dict and type(index.storage_data) is dict, "no maps")
     for place, piece in index.storage_data.items():

@@ -1,4 +1,4 @@
-"""The tensors of a model as a checkpoint names them, beside those that it has."""
+"""The tensors of a model by their names in a checkpoint, compared with the stored ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_parallel.training.checkpoint.optimizer import MASTER
 
 def model_tensors(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     """The sharded state dict of all model chunks of this rank."""
-    # One key per layer: layers may differ in kind, and a pipeline may cut anywhere.
+    # One key per layer, because layers may differ in kind and a pipeline may split anywhere.
     metadata = {"non_homogeneous_layers": True}
     return {
         f"chunk{index}": chunk.sharded_state_dict(metadata=metadata)
@@ -28,7 +28,7 @@ def model_tensors(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
 
 
 def placed_tensors(content: dict[str, Any]) -> list[ShardedTensor]:
-    """Every sharded tensor in a sharded state dict, those of factories too."""
+    """Every sharded tensor in a sharded state dict, including those of factories."""
     sharded, _ = extract_sharded_base(content)
     apply_factories(sharded)
     return [tensor for tensor in nested_values(sharded) if isinstance(tensor, ShardedTensor)]
@@ -37,9 +37,9 @@ def placed_tensors(content: dict[str, Any]) -> list[ShardedTensor]:
 def check_tensors(
     checkpoint: Path, content: dict[str, Any], stored: dict[str, tuple[int, ...]]
 ) -> None:
-    """Compare the tensors to be read, on any rank, with those that are there.
+    """Compare the tensors to be read, on any rank, with the stored ones.
 
-    Raises InputError on every rank for the first that is missing, left over, or of another shape.
+    Raises InputError on every rank for the first that is missing, unexpected, or of another shape.
     """
     wanted = {
         tensor.key: (tuple(tensor.global_shape), tensor.allow_shape_mismatch)
