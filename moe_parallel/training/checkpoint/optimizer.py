@@ -1,17 +1,17 @@
-"""Adam's state as tensors shaped like the model's, whatever optimizer and layout hold it.
+"""Adam's state as tensors shaped like the model's, for every optimizer and layout.
 
-Megatron-Core's optimizers each write a format of their own: by position in the parameter groups,
-by chained optimizer, by flat buffer. Some of these load under another layout, none under all of
-them. Here the state of a parameter with the key K is always
+Megatron-Core's optimizers each write their own format: by position in the parameter groups, by
+chained optimizer, by flat buffer. Some of these load under another layout, none under all of them.
+Here the state of a parameter with the key K is always
 
     optimizer.state.exp_avg.K    optimizer.state.exp_avg_sq.K    fp32, of the global shape of K
-    optimizer.state.fp32_param.K                 only where the parameter itself is not fp32
+    optimizer.state.fp32_param.K                 only if the parameter itself is not fp32
 
-and every rank reads and writes the part that it holds. The distributed optimizer holds a range of
-the flattened parameter: such a range is a few boxes (`boxes`), each a view of the flat state, so
-nothing is gathered, nothing is copied, and a load fills the state in place.
+and every rank reads and writes its own part. The distributed optimizer keeps a range of the
+flattened parameter. Such a range is a few boxes (`boxes`), each a view of the flat state, so
+nothing is gathered or copied, and a load fills the state in place.
 
-Learning rate and weight decay follow from the scheduler; the one other number is Adam's step.
+Learning rate and weight decay follow from the scheduler. Adam's step is the only other number.
 """
 
 import math
@@ -40,18 +40,18 @@ Placement: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 @dataclass(frozen=True)
 class Piece:
-    """What this rank holds of the optimizer state of one parameter."""
+    """This rank's part of the optimizer state of one parameter."""
 
     parameter: torch.nn.Parameter
-    placement: Placement  # where the parameter lies in the model's global tensors
-    main: torch.Tensor  # fp32, what Adam updates: the parameter, a copy of it, or a range of it
-    start: int  # where in the flattened parameter `main` begins
-    split: bool  # whether data-parallel ranks hold different ranges, or all the same
-    adam: torch.optim.Optimizer  # keeps the state of `main`
+    placement: Placement  # the parameter's place in the model's global tensors
+    main: torch.Tensor  # fp32, updated by Adam: the parameter, a copy of it, or a range of it
+    start: int  # index in the flattened parameter at which `main` starts
+    split: bool  # whether data-parallel ranks keep different ranges, or all the same
+    adam: torch.optim.Optimizer  # contains the state of `main`
 
     @property
     def has_master(self) -> bool:
-        """Whether `main` is more precise than the parameter, and so worth keeping."""
+        """Whether `main` is more precise than the parameter, so that it must be saved."""
         return self.parameter.dtype != self.main.dtype
 
 
@@ -103,7 +103,7 @@ def _pairs(
 
 
 def moment_tensors(held: list[Piece]) -> dict[str, ShardedTensor]:
-    """Adam's moments, placed; creates those that do not exist yet (zeros, as Adam would)."""
+    """Adam's moments, placed; moments that do not exist yet are created as zeros, as in Adam."""
     return numbered(
         tensor
         for piece in held
@@ -120,7 +120,7 @@ def master_tensors(held: list[Piece]) -> dict[str, ShardedTensor]:
 
 
 def masters_to_read(held: list[Piece], stored: Collection[str]) -> dict[str, ShardedTensor]:
-    """The `master_tensors`, read from the parameters themselves where those were saved in fp32."""
+    """The `master_tensors`, read from the parameters themselves if those were saved in fp32."""
     return numbered(
         tensor if tensor.key in stored else replace(tensor, key=tensor.key.removeprefix(MASTER))
         for tensor in master_tensors(held).values()
@@ -140,12 +140,12 @@ def most_precise(model: dict[str, Any], stored: Collection[str]) -> dict[str, An
 
 
 def numbered(tensors: Iterable[ShardedTensor]) -> dict[str, ShardedTensor]:
-    """Under names that mean nothing: what identifies a tensor on disk is its key and its place."""
+    """A dict with arbitrary names: on disk a tensor is identified by its key and its place."""
     return {str(number): tensor for number, tensor in enumerate(tensors)}
 
 
 def adam_step(held: list[Piece]) -> int:
-    """How many steps Adam has taken; 0 where this rank updates nothing."""
+    """The number of steps that Adam has taken; 0 if this rank updates nothing."""
     for piece in held:
         group_step = next(iter(piece.adam.param_groups)).get("step", 0)
         return int(piece.adam.state[piece.main].get("step", group_step))
@@ -153,7 +153,7 @@ def adam_step(held: list[Piece]) -> int:
 
 
 def set_adam_step(held: list[Piece], step: int) -> None:
-    """torch's Adam counts steps per parameter, the fused ones of Apex and TE per group."""
+    """Set the step: torch's Adam counts it per parameter, Apex's and TE's fused ones per group."""
     for piece in held:
         if isinstance(piece.adam, (torch.optim.Adam, torch.optim.AdamW)):
             piece.adam.state[piece.main]["step"] = torch.tensor(float(step))
@@ -174,7 +174,7 @@ def _moment(piece: Piece, name: str) -> torch.Tensor:
 def _place(piece: Piece, state: torch.Tensor, prefix: str) -> Iterator[ShardedTensor]:
     """The boxes that `state`, shaped like `piece.main`, fills in global tensors.
 
-    A box is cut where the module's own factory cuts the parameter (a gated pair in one matrix).
+    A box is split where the module's factory splits the parameter (a gated pair in one matrix).
     """
     shape = tuple(piece.parameter.shape)
     parts = _parts(piece.placement, shape)
@@ -202,7 +202,7 @@ class Box:
     sizes: tuple[int, ...]
 
     def intersection(self, other: "Box") -> "Box | None":
-        """What both contain, or None."""
+        """The box that both contain, or None."""
         starts = tuple(map(max, self.offsets, other.offsets))
         stops = tuple(map(min, self.stops(), other.stops()))
         sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
@@ -216,7 +216,7 @@ class Box:
         )
 
     def stops(self) -> tuple[int, ...]:
-        """The index after the last along each axis."""
+        """The index after the last element along each axis."""
         return tuple(map(sum, zip(self.offsets, self.sizes, strict=True)))
 
 
@@ -251,7 +251,7 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 
 
 def _parts(placement: Placement, shape: tuple[int, ...]) -> list[tuple[ShardedTensor, Box]]:
-    """The sharded tensors a parameter is stored as, each with its box in the parameter."""
+    """The sharded tensors that store a parameter, each with its box in the parameter."""
     if isinstance(placement, ShardedTensor):
         return [(placement, Box((0,) * len(shape), shape))]
     whole = torch.empty(shape, device="meta")
@@ -279,10 +279,10 @@ def _placed(
     offsets: tuple[int, ...],
     split: bool,
 ) -> ShardedTensor:
-    """`values` as the box at `offsets` within `part`, with no assumption of a regular grid."""
+    """`values` as the box at `offsets` within `part`, without assuming a regular grid."""
     stacked = part.prepend_axis_num
     replica = part.replica_id
-    if split:  # each data-parallel rank is the only one to hold its range
+    if split:  # no other data-parallel rank has this range
         assert isinstance(replica, tuple), f"{part.key}: replica id {replica} names no axes"
         replica = (*replica[:-1], 0)
     values = values[(None,) * stacked]

@@ -1,6 +1,6 @@
 """The random states of one rank: Python, numpy, torch on CPU and GPU, Megatron's tracker.
 
-Tensors and plain values alone, so that reading a state back runs nothing.
+They are tensors and plain values only, so that reading a state executes no code.
 """
 
 import random
@@ -14,7 +14,7 @@ from moe_parallel.collective_errors import StorageError
 
 
 def random_state() -> dict[str, Any]:
-    """Every generator that training may draw from on this rank."""
+    """The state of every generator that training may use on this rank."""
     state: Any = numpy.random.get_state()
     name, keys, *place = state
     return {
@@ -27,10 +27,10 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put back what `random_state` returned.
+    """Restore what `random_state` returned.
 
     Raises:
-        StorageError: `state` is something else.
+        StorageError: `state` is of another kind.
     """
     try:
         name, keys, *place = state["numpy"]  # an array in checkpoints of format 1

@@ -1,10 +1,10 @@
-"""checkpoint.json, a checkpoint's record of the run that saved it, and of its files.
+"""checkpoint.json, a checkpoint's record of its run and its files.
 
-format          2. Format 1 had no checksum; it is read, with a caution
-checksum        of all the rest, see data/sealed.py
+format          2. Format 1 had no checksum; it is read, with a warning
+checksum        of all other fields, see data/sealed.py
 training        iteration, consumed_samples, consumed_tokens; unlogged, see interval.py
-adam_step, scheduler                null in a checkpoint of weights alone
-layout, fp8_state, fingerprint      what a run has to share to load it, or all of it
+adam_step, scheduler                null in a checkpoint of weights only
+layout, fp8_state, fingerprint      what a run must share to load it, or parts of it
 versions        of torch and megatron-core
 files           size and CRC-32 of every other file
 """
@@ -23,9 +23,9 @@ from moe_parallel.training.checkpoint.files import check_content, check_sizes, t
 from moe_parallel.training.checkpoint.folder import RECORD, checkpoint_name, iteration_in_name
 
 FORMAT = 2
-UNSEALED = 1  # the format before, without a checksum
+UNSEALED = 1  # the earlier format, without a checksum
 
-# A run that goes on keeps its schedule; another one would change the learning rate unnoticed.
+# A continued run keeps its schedule; another one would silently change the learning rate.
 SCHEDULE_FLAGS = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",
@@ -41,10 +41,10 @@ _OTHER_SCHEDULE = (
 
 @dataclass(frozen=True)
 class Expected:
-    """What a checkpoint has to be like."""
+    """The required properties of a checkpoint."""
 
     fingerprint: Mapping[str, object]  # facts that it must have
-    same_schedule: bool = True  # whether its schedule must be the one configured
+    same_schedule: bool = True  # whether its schedule must equal the configured one
     remedy: str = "use the values of its config.yaml, or load another checkpoint"
 
 
@@ -54,9 +54,9 @@ def checked_record(
     optimizer: object | None,
     scheduler: OptimizerParamScheduler | None,
 ) -> dict[str, Any]:
-    """The record of a checkpoint that is as expected; raises InputError, which says what differs.
+    """The record of a checkpoint that is as expected; raises InputError that lists differences.
 
-    `optimizer`, `scheduler`: what will need a state; None: nothing.
+    `optimizer`, `scheduler`: the objects whose state will be loaded; None: not loaded.
     """
     record = read_record(checkpoint)
     _compare(checkpoint, record["fingerprint"], as_json(expected.fingerprint), expected.remedy)
@@ -76,9 +76,10 @@ def checked_record(
 
 
 def read_record(checkpoint: Path) -> dict[str, Any]:
-    """The content of checkpoint.json, after checking that every file is there in its full size.
+    """The content of checkpoint.json, after checking that every file exists in its full size.
 
-    Raises InputError if the checkpoint is torn, or is not the one that its name says.
+    Raises InputError if the checkpoint is incomplete, or its record is of another iteration than
+    its name.
     """
     try:
         record = _read(checkpoint / RECORD)
@@ -104,7 +105,7 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint has its record, and every file in its full size."""
+    """Whether a checkpoint has its record and all its files in their full size."""
     try:
         read_record(checkpoint)
     except InputError:
@@ -113,7 +114,7 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def checked_file(checkpoint: Path, name: str) -> Path:
-    """A file of a checkpoint, found to be as it was saved; raises InputError otherwise."""
+    """The path of a checkpoint's file, after comparison with the record; raises InputError."""
     files = read_record(checkpoint)["files"]
     if name not in files:
         raise torn(checkpoint, f"{name} is missing")
@@ -122,7 +123,7 @@ def checked_file(checkpoint: Path, name: str) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A record of some format as it was written; raises ValueError, OSError."""
+    """A record of either format; raises ValueError, OSError."""
     record = parse_json(path.read_bytes())
     is_unsealed = (
         isinstance(record, dict) and record.get("format") == UNSEALED and "checksum" not in record
@@ -135,7 +136,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _is_record(record: Mapping[str, Any]) -> bool:
-    """Whether every field is of its kind, so that whoever reads one needs no doubt."""
+    """Whether every field is of its type, so that code that reads one need not check it."""
     training: Any = record.get("training")
     files: Any = record.get("files")
     scheduler, step = record.get("scheduler"), record.get("adam_step")
@@ -175,7 +176,7 @@ def _is_count(value: Any) -> bool:
 
 
 def as_json(facts: Mapping[str, object]) -> dict[str, object]:
-    """As JSON returns them, so that a tuple equals the list that it was saved as."""
+    """The facts as JSON returns them, so that a tuple equals the list that was saved."""
     return dict(json.loads(json.dumps(dict(facts))))
 
 
@@ -187,7 +188,7 @@ def _compare(
 ) -> None:
     """Raises InputError that lists every value that differs.
 
-    A checkpoint may be older than an option and not name it; its tensors are compared later anyway.
+    An older checkpoint may lack a newer option; its tensors are compared later in any case.
     """
     differing = [
         f"{name} is {stored[name]} in the checkpoint and {value} here"
@@ -199,5 +200,5 @@ def _compare(
 
 
 def _schedule(state: Mapping[str, object]) -> dict[str, object]:
-    """What a scheduler was configured with, by flag."""
+    """The configured values of a scheduler, by flag."""
     return {flag: state[key] for key, flag in SCHEDULE_FLAGS.items()}

@@ -1,11 +1,11 @@
 """Sharded tensors on disk: Megatron-Core's torch_dist format, written without helper processes.
 
-Writing takes the same steps as `megatron.core.dist_checkpointing.save`, with torch's own writer in
-place of Megatron's: that one starts processes (a spawned manager and forked writers, which hang a
-script without a __main__ guard and are unsafe beside gloo's threads), and where one rank fails to
+Writing takes the same steps as `megatron.core.dist_checkpointing.save`, with torch's own writer
+instead of Megatron's. Megatron's starts processes (a spawned manager and forked writers, which hang
+a script without a __main__ guard and are unsafe beside gloo's threads), and if one rank fails to
 write, the others wait. The files are the same.
 
-Reading takes the same steps as its `load`, but unpickles nothing except tensors and plain values.
+Reading takes the same steps as its `load`, but unpickles only tensors and plain values.
 """
 
 import io
@@ -54,7 +54,7 @@ from moe_parallel.training.checkpoint.index import read_index, tensor_shapes
 
 COMMON = "common.pt"
 
-# numpy's random state in checkpoints of format 1; later ones hold it as a tensor.
+# numpy's random state in checkpoints of format 1; later ones store it as a tensor.
 _ARRAYS: list[Any] = [
     numpy.empty(0).__reduce__()[0],
     numpy.ndarray,
@@ -67,7 +67,7 @@ def write_tensors(content: dict[str, Any], folder: Path) -> None:
     """Write a dict of sharded tensors, sharded objects and plain values; all ranks take part.
 
     Every shard of a tensor must be the main replica on exactly one rank. Plain values are those
-    of rank 0. Files are on the disk, not merely in its cache, when this returns.
+    of rank 0. On return the files are on the disk, not merely in its cache.
 
     Raises:
         StorageError: on every rank, if a rank could not write.
@@ -90,9 +90,9 @@ def write_tensors(content: dict[str, Any], folder: Path) -> None:
 
 
 def read_tensors(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Read what `content` asks for, into its tensors where it has any; all ranks take part.
+    """Read the values named in `content`, into its tensors where it has any; all ranks take part.
 
-    Nothing in the files is run: tensors and plain values are the only things that are made of them.
+    No code in the files is executed: only tensors and plain values are created from them.
 
     Raises:
         StorageError: on every rank, if a rank could not read, or found something else.
@@ -102,24 +102,24 @@ def read_tensors(content: dict[str, Any], folder: Path) -> dict[str, Any]:
         try:
             with _quietly():
                 return _load(content, folder)
-        except (CheckpointException, Exception) as error:  # the first is no Exception
+        except (CheckpointException, Exception) as error:  # the first is not an Exception
             raise _unreadable(error) from error
 
     return agree(read)
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The global shape of every tensor in a checkpoint by key. Raises StorageError."""
+    """The global shape of every tensor in a checkpoint, by its key. Raises StorageError."""
     return tensor_shapes(read_index(folder))
 
 
 def of_this_rank(key: str, state: Any) -> ShardedObject:
-    """What each rank has of its own, to be written; with None, to be read."""
+    """A state that each rank has separately, to be written; with None, to be read."""
     return ShardedObject(key, state, (dist.get_world_size(),), (dist.get_rank(),))
 
 
 def _load(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The steps of `megatron.core.dist_checkpointing.load`, with readers that run nothing."""
+    """The steps of `megatron.core.dist_checkpointing.load`, with readers that execute no code."""
     force_all_tensors_to_non_fp8(content)
     sharded, values, factories = load_preprocess(content)
     sharded, _ = extract_sharded_base(sharded)
@@ -137,7 +137,7 @@ def _load(content: dict[str, Any], folder: Path) -> dict[str, Any]:
             flatten_state_dict=False,
             flatten_sharded_tensors=False,
         ),
-        no_dist=True,  # each rank finds its parts by itself
+        no_dist=True,  # each rank finds its parts without communication
     )
     unwrapped = {key: _unwrap_pyt_sharded_tensor(value) for key, value in loaded.items()}
     result = _replace_sharded_keys_with_state_dict_keys(unwrapped, places, names)
@@ -147,34 +147,34 @@ def _load(content: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def not_finite(content: dict[str, Any]) -> list[str]:
-    """The keys of tensors in a sharded state dict, as far as they are on this rank, that hold a
-    NaN or an infinity."""
+    """The keys of the tensors in a sharded state dict of which this rank's part has a NaN or an
+    infinity."""
     tensors = [
         part
         for part in nested_values(content)
         if isinstance(part, ShardedTensor | ShardedTensorFactory) and part.data.is_floating_point()
     ]
     finite = [torch.isfinite(tensor.data).all() for tensor in tensors]
-    every = torch.stack(finite).tolist() if finite else []  # a GPU is waited for once
+    every = torch.stack(finite).tolist() if finite else []  # only one wait for a GPU
     return [tensor.key for tensor, is_finite in zip(tensors, every, strict=True) if not is_finite]
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without torch's notes at every load on how Megatron-Core calls it."""
+    """Suppress torch's warnings, at every load, about how Megatron-Core calls it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield
 
 
 def _first_failure(error: CheckpointException) -> BaseException:
-    """What the first rank that failed met."""
+    """The error of the first rank that failed."""
     failure: BaseException = next(iter(error.failures.values()))[0]
     return failure
 
 
 def _unwritable(error: CheckpointException) -> Exception:
-    """The same on every rank; torch's own exception is not even an Exception."""
+    """An error that is the same on every rank; torch's own exception is not even an Exception."""
     failure = _first_failure(error)
     if isinstance(failure, OSError):
         return StorageError(one_line(failure))
@@ -182,7 +182,7 @@ def _unwritable(error: CheckpointException) -> Exception:
 
 
 def _unreadable(error: BaseException) -> StorageError:
-    """The files are whole, or have been made with care: anything can come of reading them."""
+    """The error of files that cannot be read; damaged or crafted files may cause any exception."""
     failure = _first_failure(error) if isinstance(error, CheckpointException) else error
     if isinstance(failure, StorageError):
         return failure
@@ -196,13 +196,13 @@ def _unreadable(error: BaseException) -> StorageError:
 
 def _write_common(common: dict[str, Any], folder: Path) -> None:
     content = io.BytesIO()
-    torch.save(common, content)  # to a path it would hide why the disk refuses
+    torch.save(common, content)  # given a path, it would hide the reason why a write failed
     (folder / COMMON).write_bytes(content.getvalue())
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
 class _Reader(FileSystemReader):
-    """Reads the index without running it."""
+    """Reads the index without executing it."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         index = read_index(Path(self.path))
@@ -211,7 +211,7 @@ class _Reader(FileSystemReader):
 
 
 class _LoadPlanner(MCoreLoadPlanner):
-    """Reads objects without running them; torch's own planner trusts them."""
+    """Reads objects without executing them; torch's own planner trusts them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         with safe_globals(_ARRAYS):
@@ -221,7 +221,7 @@ class _LoadPlanner(MCoreLoadPlanner):
 
 
 class _Writer(FileSystemWriter):
-    """One file a rank, written and flushed by the rank itself."""
+    """Writes one file per rank, which the rank itself writes and flushes."""
 
     def __init__(self, folder: Path):
         super().__init__(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
@@ -229,7 +229,7 @@ class _Writer(FileSystemWriter):
 
 
 class _FileSystem(FileSystem):
-    """Raises what a write failed with when the file is closed, not in the midst of torch.save."""
+    """Raises the error of a failed write when the file is closed, not inside torch.save."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
@@ -241,10 +241,10 @@ class _FileSystem(FileSystem):
 
 
 class _WatchedStream:
-    """A file that keeps the error of a failed write, and takes no more after it.
+    """A file that keeps the error of a failed write, and ignores later writes.
 
-    The error must not pass through torch.save: its C++ writer says `unexpected pos` instead of
-    it, and an exception through it ends in a segmentation fault at the next garbage collection
+    The error must not pass through torch.save: its C++ writer raises `unexpected pos` instead, and
+    an exception through it ends in a segmentation fault at the next garbage collection
     (torch 2.13 on Python 3.12).
     """
 

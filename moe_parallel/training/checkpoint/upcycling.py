@@ -1,8 +1,8 @@
 """A dense checkpoint, read as if it were one of a model of experts. See model/upcycling.py.
 
-Whatever layout and optimizer the experts have, a rank's share of their weights and of Adam's state
-is a list of boxes in whole tensors. Each box says which part of which dense matrix it starts as, so
-every rank reads those parts alone, whatever layout has saved them.
+In every layout and with every optimizer, a rank's share of the experts' weights and of Adam's state
+is a list of boxes in complete tensors. Each box specifies the part of the dense matrix from which
+it starts. So every rank reads only those parts, whatever layout saved them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from moe_parallel.model.upcycling import FACTORS, STARTS, DenseLayer, ExpertPart, GateFactors
 from moe_parallel.training.checkpoint.optimizer import MASTER, MOMENTS, PREFIX, Box, enclosing
 
-# Adam's state, the layer, the name of the weight without its shape suffix.
+# Groups: Adam's state, the layer, the name of the weight without its shape suffix.
 _EXPERT_WEIGHT = re.compile(
     rf"({re.escape(PREFIX)}(?:{'|'.join(MOMENTS)})\.|)(.+\.mlp)\.(?:experts\.)?(w_[a-z_]+)_[A-Z0-9]+"
 )
@@ -24,12 +24,12 @@ _SHARED_EXPERT_OUT = re.compile(r".+\.mlp\..+\.linear_fc2\.weight")
 
 
 class DenseReader:
-    """Finds what a model of experts wants to load in a dense checkpoint.
+    """Finds the tensors of a model of experts in a dense checkpoint.
 
     reader = DenseReader(stored, seed)
-    same = reader.same(wanted)              # read these as they are,
+    same = reader.same(wanted)              # read these unchanged,
     parts = reader.parts()                  # and these,
-    reader.fill()                           # then give all others their values
+    reader.fill()                           # then set all others
     """
 
     def __init__(self, stored: Mapping[str, tuple[int, ...]], seed: int) -> None:
@@ -41,11 +41,11 @@ class DenseReader:
         self._parts: dict[tuple[str, int], ShardedTensor] = {}
 
     def same(self, wanted: Iterable[ShardedTensor]) -> list[ShardedTensor]:
-        """Those of `wanted` that the dense model has too; of the others, notes how they start."""
+        """The tensors that the dense model has too; records how the other `wanted` ones start."""
         return [tensor for tensor in wanted if not self._starts_otherwise(tensor)]
 
     def parts(self) -> list[ShardedTensor]:
-        """What to read of dense layers: one part, fp32 [rows, columns], of each matrix needed."""
+        """The parts of dense layers to read: one part, fp32 [rows, columns], per needed matrix."""
         for (key, half), noted in self._noted.items():
             box = enclosing(box for box, _ in noted)
             self._parts[key, half] = ShardedTensor(
@@ -61,7 +61,7 @@ class DenseReader:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Give what was noted its values, once the `parts` have been read."""
+        """Set the recorded tensors, after the `parts` have been read."""
         for place, noted in self._noted.items():
             part = self._parts[place]
             for box, fill in noted:
@@ -76,7 +76,7 @@ class DenseReader:
                     self._note(tensor, state, layer, name)
                 return True
         if _SHARED_EXPERT_OUT.fullmatch(tensor.key):
-            tensor.data.zero_()  # so that it adds nothing at first, and learns all the same
+            tensor.data.zero_()  # adds nothing at first, and still gets gradients
             return True
         return ".mlp." in tensor.key and tensor.key not in self._stored  # a router: stays random
 
