@@ -1,8 +1,8 @@
-"""torch's agent of one node, with signals, restarts and last words of our own.
+"""torch's agent of one node, with our own handling of signals, restarts and error messages.
 
-torch's waits for its ranks with SIGTERM and SIGKILL, raises in the middle of whatever it does when
-a signal comes, and starts a job again whatever ended it. This one passes signals on and goes on
-watching: the ranks save, and say by their exit codes how the job ended.
+torch's agent ends its ranks with SIGTERM and SIGKILL, raises at an arbitrary point when a signal
+comes, and restarts a job whatever ended it. This agent passes signals on and continues to watch:
+the ranks save, and their exit codes report how the job ended.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from moe_parallel.training.failure import FailureChannel
 from moe_parallel.training.job_store import ATTEMPT, LAUNCHER, visit_store
 from moe_parallel.training.signals import STOP_SIGNALS, StopRequest
 
-# A terminal that closes asks to stop as well; the ranks know it as SIGTERM.
+# A terminal that closes also asks to stop; the ranks receive SIGTERM for it.
 _PASSED_ON = {number: number for number in STOP_SIGNALS} | {signal.SIGHUP: signal.SIGTERM}
 
-_PATIENCE_SECONDS = 10.0  # for the others to leave by themselves once one has; see `failure`
-_ONE_CTRL_C_SECONDS = 1.0  # wrappers send it a second time
+_PATIENCE_SECONDS = 10.0  # for the other ranks to exit after one has; see `failure`
+_ONE_CTRL_C_SECONDS = 1.0  # a wrapper may send one Ctrl-C a second time
 
 
 class JobAgent(LocalElasticAgent):
@@ -51,17 +51,17 @@ class JobAgent(LocalElasticAgent):
     def __init__(
         self, spec: WorkerSpec, logs_specs: LogsSpecs, shutdown_timeout: int, stop: StopRequest
     ) -> None:
-        """`shutdown_timeout`: seconds in which ranks leave after a signal. `stop` listens while
-        there are no ranks."""
+        """`shutdown_timeout`: seconds for the ranks to exit after a signal. `stop` receives signals
+        while there are no ranks."""
         super().__init__(spec, logs_specs, shutdown_timeout=shutdown_timeout)
         self.exit_code = EXIT_FAILED
         self._stop = stop
-        self._asked: list[tuple[signal.Signals, float]] = []  # signals, and when they came
-        self._passed_on = 0  # how many of them the ranks have
+        self._asked: list[tuple[signal.Signals, float]] = []  # signals and their times
+        self._passed_on = 0  # number of these that were sent to the ranks
         self._killed = False
 
     def end_without_others(self, error: Exception) -> None:
-        """Settle how the job ended when the nodes cannot meet, or their host is gone."""
+        """Decide how the job ended if the nodes cannot meet or the store's host is gone."""
         codes = self._exit_codes().values() if self._pcontext else ()
         self.exit_code = max((code for code in codes if code), default=0)
         if self.exit_code <= 0:
@@ -69,7 +69,7 @@ class JobAgent(LocalElasticAgent):
             _tell(f"error: the nodes cannot meet, or no longer: {' '.join(str(error).split())}")
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other nodes, and agree on a name for this start of the ranks."""
+        """Meet the other nodes and agree on a name for this start of the ranks."""
         with self._stop.listening():
             self._stop.heed()
             super()._rendezvous(worker_group)
@@ -82,7 +82,7 @@ class JobAgent(LocalElasticAgent):
         for number in _PASSED_ON:
             signal.signal(number, self._note)
         os.environ[LAUNCHER] = str(os.getpid())
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGRTMAX"  # torch's: not those
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGRTMAX"  # so torch handles none of ours
         self._stop.began(lambda: "between two starts of the ranks; the same command goes on")
         return super()._start_workers(worker_group)
 
@@ -121,7 +121,7 @@ class JobAgent(LocalElasticAgent):
             )
 
     def _end(self) -> None:
-        """Let the others leave once a rank has failed, and settle how the job ended."""
+        """Wait for the other ranks after one has failed, and decide how the job ended."""
         lost = self._lost()
         if lost and not self._killed:
             self._claim_lost(lost)
@@ -139,7 +139,7 @@ class JobAgent(LocalElasticAgent):
             _tell(f"starting again: restart {most - self._remaining_restarts + 1} of {most}")
 
     def _lost(self) -> dict[int, signal.Signals]:
-        """The signal that killed each rank, where it was none that was passed on."""
+        """The signal that killed each lost rank, except signals that were passed on."""
         ours = {_PASSED_ON[number] for number, _ in self._asked}
         return {
             local_rank: signal.Signals(-code)
@@ -148,7 +148,7 @@ class JobAgent(LocalElasticAgent):
         }
 
     def _claim_lost(self, lost: dict[int, signal.Signals]) -> None:
-        """Tell of ranks that can no longer do so, and let the others know that it is told."""
+        """Report ranks that were killed, and tell the others that this is reported."""
         (local_rank, number), *_ = lost.items()
         self.exit_code = 128 + number
         group = self._worker_group
@@ -166,7 +166,7 @@ class JobAgent(LocalElasticAgent):
         )
 
     def _stopped_early(self) -> int:
-        """The code where the signal that was passed on found ranks that do not listen yet."""
+        """The exit code if the signal came before the ranks handled signals."""
         number = self._asked[0][0]
         _tell(f"stopped by {number.name} before training began; there was nothing to save")
         return EXIT_CTRL_C if number == signal.SIGINT else EXIT_INTERRUPTED
@@ -180,7 +180,7 @@ class JobAgent(LocalElasticAgent):
             self._send(signal.SIGKILL)
 
     def _send(self, number: int) -> None:
-        """To each rank; SIGKILL to what it has started as well."""
+        """Send the signal to each rank; SIGKILL also to the processes that the rank started."""
         for process in self._processes().values():
             with suppress(ProcessLookupError, PermissionError):
                 if number == signal.SIGKILL:
@@ -189,7 +189,7 @@ class JobAgent(LocalElasticAgent):
                     process.send_signal(number)
 
     def _exit_codes(self) -> dict[int, int | None]:
-        """By local rank: the code, the signal's negative number, or None of one that runs."""
+        """By local rank: the exit code, the negative signal number, or None while it runs."""
         return {rank: process.poll() for rank, process in self._processes().items()}
 
     def _processes(self) -> dict[int, Any]:

@@ -1,4 +1,4 @@
-"""A job: the ranks that this program's own launcher starts on a node, until they have ended."""
+"""A job: starts the ranks of a node with this program's own launcher and waits for their end."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from moe_parallel.training.signals import StopRequest
 def run_job(options: LaunchOptions, script: str, stop: StopRequest) -> int:
     """Start `script` on the ranks of this node; returns the exit code of the job.
 
-    Raises InputError for a wrong flag of the launcher, and Stopped for a signal before there are
-    ranks.
+    Raises InputError for a wrong flag of the launcher, and Stopped for a signal that comes before
+    the ranks exist.
     """
     if "LOGLEVEL" not in os.environ:
-        logging.disable(logging.ERROR)  # what torch's agent says around the one line of a rank
+        logging.disable(logging.ERROR)  # torch's agent would add its own messages to a rank's line
     config, command = _configuration(options, script)
     spec = _spec(config, command)
     assert config.logs_specs is not None
@@ -43,7 +43,7 @@ def run_job(options: LaunchOptions, script: str, stop: StopRequest) -> int:
 
 
 def _configuration(options: LaunchOptions, script: str) -> tuple[LaunchConfig, Sequence[str]]:
-    """What torchrun makes of the flags, and the command of a rank."""
+    """torchrun's configuration for these flags, and the command of a rank."""
     try:
         args = torchrun.parse_args([*options.launcher, script, *options.program])
         _choose_rendezvous(args)
@@ -51,7 +51,7 @@ def _configuration(options: LaunchOptions, script: str) -> tuple[LaunchConfig, S
         if not (
             args.log_dir or args.local_ranks_filter or (args.tee, args.redirects) != ("0", "0")
         ):
-            args.log_dir = os.devnull  # otherwise a folder in /tmp that stays behind
+            args.log_dir = os.devnull  # otherwise torchrun leaves a folder in /tmp
         config, python, words = torchrun.config_from_args(args)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
         raise InputError(f"launching: {' '.join(str(error).split())[:300]}") from error
@@ -60,7 +60,7 @@ def _configuration(options: LaunchOptions, script: str) -> tuple[LaunchConfig, S
 
 
 def _choose_rendezvous(args: Any) -> None:
-    """As torchrun does; nodes that have not been told how to meet start alone."""
+    """Choose the rendezvous as torchrun does; without one, a node starts alone."""
     _, nodes = torchrun.parse_min_max_nnodes(args.nnodes)
     named = args.rdzv_endpoint or args.master_port is not None
     if args.standalone or (args.rdzv_backend == "static" and not named and nodes == 1):
@@ -76,13 +76,13 @@ def _choose_rendezvous(args: Any) -> None:
 
 
 def _share_cores(processes: int) -> None:
-    """Divide the node's cores between the ranks, unless the user has."""
+    """Divide the node's cores between the ranks, unless the user has done so."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // processes)))
 
 
 def _spec(config: LaunchConfig, command: Sequence[str]) -> WorkerSpec:
-    """As torch.distributed.launcher.api makes it."""
+    """The worker specification, as in torch.distributed.launcher.api."""
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,

@@ -1,4 +1,4 @@
-"""The launcher's flags, by torchrun's names, among those of the program."""
+"""The launcher's flags, with torchrun's names, separated from those of the program."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SHUTDOWN_TIMEOUT = 600  # seconds
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """A command line, divided."""
+    """A command line, divided between the launcher and the program."""
 
     launcher: tuple[str, ...]  # words for torchrun's parser
     program: tuple[str, ...]  # every other word
-    nodes: str | None  # of --nnodes, as it was typed
-    processes: str | None  # of --nproc-per-node, as it was typed
+    nodes: str | None  # of --nnodes, unparsed
+    processes: str | None  # of --nproc-per-node, unparsed
     max_restarts: int
     shutdown_timeout: int  # seconds
 

@@ -1,6 +1,6 @@
-"""What a process of pretrain_gpt_moe.py is: the launcher, one of many ranks, or the whole job.
+"""The roles of a process of pretrain_gpt_moe.py: the launcher, one of many ranks, or the whole job.
 
-Whatever can be told without torch (help, wrong flags, wrong values) is told at once.
+Whatever can be reported without torch (help, wrong flags, wrong values) is reported at once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _run(script: str, arguments: Sequence[str], stop: StopRequest) -> int:
 
 
 def _be_rank(arguments: Sequence[str], stop: StopRequest) -> int:
-    # Stack traces in C++ of a store or a rank that is gone: what matters of it is told in a line.
+    # No C++ stack traces when a store or a rank is gone: our own message has the one line needed.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from moe_parallel.platform.suppress_warnings import suppress_warnings
 
@@ -85,7 +85,7 @@ def _launch(options: LaunchOptions, script: str, stop: StopRequest) -> int:
 
 
 def _config(arguments: Sequence[str]) -> Config | None:
-    """The configuration of a command line; None where it is in the checkpoint that --load names."""
+    """The configuration of a command line; None if it is in the checkpoint of --load."""
     line = read_command_line(arguments)
     if line.file is None and "load" in line.given:
         return None
@@ -93,7 +93,7 @@ def _config(arguments: Sequence[str]) -> Config | None:
 
 
 def _check(config: Config | None, world_size: int) -> None:
-    """What the ranks check again, before they are started."""
+    """Check the configuration before the ranks are started; the ranks check it again."""
     if config is not None:
         validate(config, world_size)
 
@@ -130,7 +130,7 @@ def _caution_without_srun() -> None:
 
 
 def _is_first() -> bool:
-    """Whether this process speaks for the job as long as its processes do not know each other."""
+    """Whether this process prints for the job until its processes have found each other."""
     return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) == 0
 
 

@@ -1,11 +1,11 @@
-"""Ranks that `srun` starts: what Slurm says of a task, as the variables that torchrun sets."""
+"""Ranks that `srun` starts: Slurm's variables of a task, converted to those of torchrun."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-_PORTS = range(20_000, 30_000)  # below those that systems give to connections
+_PORTS = range(20_000, 30_000)  # below the ports that systems assign to connections
 
 
 def is_task(environment: Mapping[str, str]) -> bool:
@@ -14,18 +14,18 @@ def is_task(environment: Mapping[str, str]) -> bool:
 
 
 def tasks(environment: Mapping[str, str]) -> int:
-    """How many processes srun started."""
+    """The number of processes that srun started."""
     names = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     return int(next((environment[name] for name in names if name in environment), "1"))
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables of a task. What the environment has of MASTER_ADDR and _PORT stays."""
+    """torchrun's variables for a task. MASTER_ADDR and MASTER_PORT stay if they are set."""
     one_gpu_each = environment.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1"
     return {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": str(tasks(environment)),
-        # Of several GPUs a process takes that of its number; a task may see its own alone.
+        # A process uses the GPU of its local number, unless each task sees only its own GPU.
         "LOCAL_RANK": "0" if one_gpu_each else environment.get("SLURM_LOCALID", "0"),
         "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(environment),
         "MASTER_PORT": environment.get("MASTER_PORT") or str(port(environment)),
@@ -41,7 +41,7 @@ def first_host(environment: Mapping[str, str]) -> str:
 
 
 def port(environment: Mapping[str, str]) -> int:
-    """A port that every task of a step finds, and most likely no other step on the node."""
+    """A port that is the same for every task of a step, and most likely unique on the node."""
     job, step = (
         int(digits[0]) if (digits := re.match(r"\d+", environment.get(name, ""))) else 0
         for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")
@@ -50,7 +50,7 @@ def port(environment: Mapping[str, str]) -> int:
 
 
 def launcher_words(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """torchrun's flags where srun has started one launcher on each node."""
+    """torchrun's flags if srun has started one launcher on each node."""
     step = f"{environment.get('SLURM_JOB_ID', '0')}.{environment.get('SLURM_STEP_ID', '0')}"
     words = {
         "--nnodes": str(tasks(environment)),
