@@ -28,21 +28,21 @@ def run_micro_batches(
     *,
     forward_only: bool,
 ) -> list[Reported]:
-    """All micro-batches of a step through all pipeline stages, and back unless `forward_only`.
+    """All micro-batches of a step through all pipeline stages, and backward unless `forward_only`.
 
     Args:
         chunks: this rank's model chunks.
         batches: this rank's micro-batches, on any device: tokens, position_ids and labels (int64)
             and loss_mask (float32), all [B, S].
-        training: sizes of a micro-batch.
-        num_micro_batches: how many to take.
-        loss_of: (losses_BS fp32, batch) -> (loss of the micro-batch, what to report of it).
+        training: has the size of a micro-batch.
+        num_micro_batches: number of micro-batches to run.
+        loss_of: (losses_BS fp32, batch) -> (loss of the micro-batch, values to report).
         forward_only: no gradients.
 
-    Returns what `loss_of` reported for each micro-batch; [] but on the last pipeline stage.
+    Returns the reported values of each micro-batch; [] except on the last pipeline stage.
     """
     device = next(chunks[0].parameters()).device
-    # Every virtual stage reads the same micro-batches, each at its own pace.
+    # Every virtual stage reads the same micro-batches at its own pace.
     streams = itertools.tee(batches, len(chunks))
 
     def forward_step(stream: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Loss]:

@@ -1,4 +1,4 @@
-"""Megatron-Core's GPT around experts in FP8."""
+"""Megatron-Core's GPT model with experts in FP8."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from moe_parallel.experts.fp8_engine import Fp8Engine
 
 
 class Fp8GPTModel(GPTModel):
-    """A chunk whose forward pass ends with the passes of its experts' scales.
+    """A model chunk whose forward pass is one FP8 region, if its experts' scales need it.
 
-    Its other layers are not Transformer Engine's, so the region means nothing to them.
+    Its other layers are not Transformer Engine's, so the FP8 region does not affect them.
     """
 
     def __init__(self, fp8: Fp8Engine, **arguments: Any) -> None:

@@ -17,9 +17,9 @@ def initialize_weights(model: Any, seed: int, std: float) -> None:
 
     A parameter with an attribute `init_std` that is not None has that standard deviation instead.
 
-    The sharded state dict names each parameter in the whole model and says which part of it is
-    here. A matrix is drawn whole from a generator seeded by its name, and the part is copied. What
-    is stacked over experts is drawn expert by expert, so that no rank draws experts of others.
+    The sharded state dict names each parameter in the complete model and gives this rank's part of
+    it. A complete matrix is drawn from a generator seeded by its name, and the part is copied.
+    Weights stacked over experts are drawn per expert, so that no rank draws those of other ranks.
     """
     for shard in shards(model):
         own_std = getattr(shard.data, "init_std", None)
@@ -34,20 +34,20 @@ def initialize_weights(model: Any, seed: int, std: float) -> None:
 
 
 def _normal(shard: ShardedTensor, seed: int, name: str) -> torch.Tensor:
-    """A standard normal matrix of the last axes of the whole tensor, fixed by seed and name."""
+    """A standard normal matrix of the last axes of the complete tensor, from seed and name."""
     shape = shard.global_shape if len(shard.global_shape) == 2 else shard.global_shape[1:]
     device = shard.data.device
     return torch.randn(shape, generator=named_generator(f"{seed} {name}", device), device=device)
 
 
 def named_generator(name: str, device: torch.device | str = "cpu") -> torch.Generator:
-    """A generator whose draws follow from a name: the same on every rank that gives it."""
+    """A generator seeded by a name: the same on every rank that passes this name."""
     digest = hashlib.sha256(name.encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def _part(shard: ShardedTensor, whole: torch.Tensor, first_axis: int) -> torch.Tensor:
-    """The part of `whole`, which has the axes of the tensor from `first_axis` on, held here."""
+    """This rank's part of `whole`, which has the axes of the tensor from `first_axis` on."""
     offsets, sizes = shard.global_offset[first_axis:], shard.local_shape[first_axis:]
     for axis, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         whole = whole.narrow(axis, offset, size)

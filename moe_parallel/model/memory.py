@@ -1,8 +1,8 @@
 """The least memory that a rank needs to train a model, by arithmetic, before it is built.
 
-A plan that cannot fit is refused in a second, instead of filling the memory for minutes until the
-kernel ends whatever it chooses. What is counted is a lower bound, so that nothing that fits is
-refused: weights, gradients and optimizer state, and of activations what no implementation avoids.
+A configuration that cannot fit is refused in a second, instead of filling the memory for minutes
+until the kernel kills some process. The result is a lower bound, so that nothing that fits is
+refused: weights, gradients, optimizer state, and the activations that every implementation needs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from moe_parallel.platform.memory import free_host_memory, free_memory, memory_o
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many parameters a rank holds, by the ranks that may divide their optimizer state."""
+    """The numbers of parameters of a rank, by the ranks that may divide their optimizer state."""
 
-    dense: int  # the data-parallel ranks
-    expert: int  # those that hold the same experts
-    largest: int  # of the whole matrix that is the largest: it is drawn whole, in fp32
+    dense: int  # by the data-parallel ranks
+    expert: int  # by the ranks with the same experts
+    largest: int  # of the largest complete matrix, which is drawn in fp32 before it is split
 
 
 def check_memory(config: Config, vocab_size: int, groups: Groups) -> None:
@@ -30,7 +30,7 @@ def check_memory(config: Config, vocab_size: int, groups: Groups) -> None:
 
     Args:
         vocab_size: of the tokenizer, or less.
-        groups: that the model is divided over.
+        groups: the groups over which the model is divided.
     """
     agree(lambda: _check_indices(config))
     needed = least_memory(config, vocab_size, groups)
@@ -49,7 +49,7 @@ def check_memory(config: Config, vocab_size: int, groups: Groups) -> None:
 
 
 def _check_indices(config: Config) -> None:
-    """Megatron-Core's order of the samples is built in memory: an int32 pair and an int32 each."""
+    """Raise InputError if the order of the samples (int32 pair and int32 each) exceeds memory."""
     training = config.training
     needed, free = 12 * training.train_iters * training.global_batch_size, free_host_memory()
     if needed > free:
@@ -61,7 +61,7 @@ def _check_indices(config: Config) -> None:
 
 
 def least_memory(config: Config, vocab_size: int, groups: Groups) -> int:
-    """Bytes that this rank needs at the least, when it builds the model or trains it."""
+    """The least memory in bytes that this rank needs, to build the model or to train it."""
     held = parameters_of_rank(config, vocab_size, groups)
     both = held.dense + held.expert
     shares = (groups.dp.size(), groups.edp.size())
@@ -79,7 +79,7 @@ def least_memory(config: Config, vocab_size: int, groups: Groups) -> int:
 
 
 def parameters_of_rank(config: Config, vocab_size: int, groups: Groups) -> Parameters:
-    """Without norms: a few thousandths less than what the rank will hold."""
+    """The parameters of this rank without norms, which are only a few thousandths of all."""
     model, tp = config.model, groups.tp.size()
     d, rows = model.hidden_size, config.padded_vocab_size(vocab_size)
     layers = _layers_of_stage(config, groups)
@@ -101,7 +101,7 @@ def parameters_of_rank(config: Config, vocab_size: int, groups: Groups) -> Param
 
 
 def _layers_of_stage(config: Config, groups: Groups) -> list[bool]:
-    """Which of this pipeline rank's layers hold experts."""
+    """Which of this pipeline rank's layers are MoE layers."""
     virtual, pp = config.virtual_stages or 1, groups.pp.size()
     each = config.model.num_layers // (pp * virtual)
     first = [(stage * pp + groups.pp.rank()) * each for stage in range(virtual)]

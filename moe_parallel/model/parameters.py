@@ -1,4 +1,4 @@
-"""How many parameters a model has, and how many of them a token meets."""
+"""The number of parameters of a model, and how many of them a token uses."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from moe_parallel.telemetry.statistics import RoutingStatistics
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Sizes of a whole model. Dense, the three are equal; with a router, the last two are."""
+    """Sizes of a complete model. All three are equal if it is dense, the last two with a router."""
 
     total: int
-    #: What is not of an expert, and the experts that compute a token; None: their number is not
-    #: known. Of merged experts that is one.
+    #: The parameters outside experts, and of the experts that compute a token (merged experts count
+    #: as one expert); None: the number of these experts is not known.
     active: int | None
-    active_compute: int | None  # with AoE, every W_down too: each token meets all of them
+    active_compute: int | None  # with AoE, includes every W_down, because each token uses them all
 
 
 def count_parameters(
@@ -35,10 +35,10 @@ def count_parameters(
 
     Args:
         config: of the model; its parallel sizes are those of `groups`.
-        vocab_size: of the tokenizer. Rounded up as the model rounds it, so padding counts.
-        groups: of a single rank, which therefore holds the whole model. Megatron-Core's random
+        vocab_size: of the tokenizer. It is rounded up as in the model, so padding counts.
+        groups: of a single rank, which therefore has the complete model. Megatron-Core's random
             states must be seeded, as for any model that it builds.
-        experts_per_token: on average; None: as the system has it, where that is known before
+        experts_per_token: on average; None: the system's number, if that is known before
             training.
     """
     assert groups.etp_ep.size() == groups.tp.size() == groups.pp.size() == 1
@@ -67,12 +67,12 @@ def _size(weights: Iterable[torch.Tensor]) -> int:
 
 
 def _unchosen(layer: ExpertLayer, stacked: Iterable[torch.Tensor], chosen: float) -> int:
-    """The part of weights stacked over experts that belongs to the experts not chosen."""
+    """The number of parameters of the experts that are not chosen, in weights stacked over all."""
     return round(_size(stacked) // layer.num_experts * (layer.num_experts - chosen))
 
 
 class _NamedDevicesAreMeta(TorchFunctionMode):
-    """`with torch.device("meta")` holds where no device is named, and Megatron-Core names one."""
+    """Moves every tensor to meta: torch.device("meta") alone does not override a named device."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

@@ -1,4 +1,4 @@
-"""Which parts of which parameters a rank holds, as Megatron-Core's checkpoints name them."""
+"""The parts of parameters on a rank, by their names in Megatron-Core's checkpoints."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 
 def shards(model: Any) -> list[ShardedTensor]:
-    """The parameters of a Megatron module as shards of those of the whole model.
+    """The parameters of a Megatron module as shards of those of the complete model.
 
     The data of a shard is the parameter itself, or a view of it. A fused gate and up projection
-    is two shards of one tensor. Buffers are left out.
+    consists of two shards of one tensor. Buffers are left out.
     """
     buffers = {id(buffer) for buffer in model.buffers()}
     entries: list[Any] = []
@@ -29,7 +29,7 @@ def shards(model: Any) -> list[ShardedTensor]:
 
 
 def total_parameters(chunks: list[Any]) -> int:
-    """Parameters of the whole model, each counted once. Collective.
+    """The number of parameters of the complete model, each counted once. Collective.
 
     Args:
         chunks: this rank's model chunks, without wrappers.

@@ -1,4 +1,4 @@
-"""Our configuration in Megatron-Core's terms."""
+"""The configuration of this project, converted to Megatron-Core's."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
 def transformer_config(config: Config) -> TransformerConfig:
     """The TransformerConfig of a run.
 
-    Megatron-Core's own MoE options stay at their defaults: it only needs to know that there are
-    experts (its pipeline schedules scale auxiliary losses then). Fusions that need CUDA are off.
+    Megatron-Core's own MoE options stay at their defaults. It only needs to know that there are
+    experts, so that its pipeline schedules scale auxiliary losses. Fusions that need CUDA are off.
     """
     model, moe, parallel = config.model, config.moe, config.parallel
     dtype = torch.bfloat16 if config.training.bf16 else torch.float32
@@ -48,22 +48,22 @@ def transformer_config(config: Config) -> TransformerConfig:
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # `initialization` fills the weights, the same in every layout. Megatron-Core's own pass is
-        # not switched off, since it also marks the weights that tensor parallelism splits.
+        # `initialization` fills the weights, the same in every layout. Megatron-Core's own pass
+        # stays on, because it also marks the weights that tensor parallelism splits.
         init_method=_leave,
         output_layer_init_method=_leave,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_stages,
-        # Two pipeline ranks are each other's next and previous: only the overlapping exchange keeps
-        # the two directions of the interleaved schedule apart.
+        # With two pipeline ranks, each is the other's next and previous rank. Only the overlapping
+        # exchange separates the two directions of the interleaved schedule.
         overlap_p2p_comm=config.virtual_stages is not None,
         batch_p2p_comm=config.virtual_stages is None,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=config.training.bf16,
-        hetereogenous_dist_checkpoint=True,  # one key a layer, whether layers are alike or not
+        hetereogenous_dist_checkpoint=True,  # one key per layer, even if all layers are alike
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,

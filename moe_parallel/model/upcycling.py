@@ -1,14 +1,14 @@
 """A dense model as the start of a model of experts (sparse upcycling; Lory's dense warm-up).
 
-Every expert starts as the feed-forward layer that it replaces; routers and whatever else the dense
-model lacks stay random: were they zero, all experts would get the same gradients for ever.
-Megatron-Core keeps a dense layer's matrices transposed, two of them in one:
+Every expert starts as the feed-forward layer that it replaces. Routers and all other weights that
+the dense model lacks stay random: if they were zero, all experts would always get equal gradients.
+Megatron-Core stores a dense layer's matrices transposed, two of them in one weight:
 
     linear_fc1.weight [2F, D]: W_g, then W_p        linear_fc2.weight [D, F]: W_o
 
-Experts with a whole W_g copy all three. Where W_g = W_down W_up, as in AoE, W_p and W_o are copied
-and W_g is factorized (`GateFactors`); what the experts are wider starts random, with zero rows in
-W_o, which leaves the output as it is.
+Experts with a complete W_g copy all three. If W_g = W_down W_up, as in AoE, W_p and W_o are copied
+and W_g is factorized (`GateFactors`). If an expert is wider than the dense layer, the additional
+columns start random, with zero rows in W_o, which leaves the output unchanged.
 
 Shape suffixes: L experts in a part of a weight, D model width, F width of the dense layer, R
 low-rank size, W width of an expert (F or more), A and B axes of any matrix.
@@ -28,9 +28,9 @@ from moe_parallel.systems import system_of
 
 
 def change_by_upcycling(config: Config) -> str | None:
-    """Why the experts' model computes something else than the dense one; None: it does not.
+    """Why the experts' model computes something other than the dense one; None: it does not.
 
-    What rounding, and a rank below the width, make of it does not count here.
+    The effects of rounding, and of a rank below the width, do not count here.
     """
     if config.moe.moe_expert_capacity_factor is not None:
         return "tokens over an expert's capacity lose part of their output"
@@ -41,8 +41,8 @@ def change_by_upcycling(config: Config) -> str | None:
 class DenseMatrix:
     """One matrix of a dense layer."""
 
-    weight: str  # that holds it
-    half: int = 0  # which half of its rows, where it holds two
+    weight: str  # the weight that contains it
+    half: int = 0  # the half of its rows, if it contains two matrices
 
 
 W_G = DenseMatrix("linear_fc1.weight", 0)  # [F, D], as the next
@@ -52,7 +52,7 @@ W_O = DenseMatrix("linear_fc2.weight")  # [D, F]
 
 @dataclass(frozen=True)
 class Start:
-    """How a part of an expert weight starts: `fill` makes it of a part of a dense matrix."""
+    """How a part of an expert weight starts: `fill` computes it from a part of a dense matrix."""
 
     matrix: DenseMatrix
     rows: range  # of the matrix
@@ -64,14 +64,14 @@ class Start:
 class ExpertPart:
     """A part of a weight of all experts, or of its optimizer state."""
 
-    values: torch.Tensor  # what `Start.fill` writes to
-    first: Sequence[int]  # index of their first element in the whole weight
-    shape: Sequence[int]  # of the whole weight
+    values: torch.Tensor  # filled by `Start.fill`
+    first: Sequence[int]  # index of their first element in the complete weight
+    shape: Sequence[int]  # of the complete weight
 
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """The layer that experts start as."""
+    """The dense layer from which experts start."""
 
     hidden_size: int  # D
     width: int  # F
@@ -79,17 +79,18 @@ class DenseLayer:
 
 
 class GateFactors:
-    """W_g = W_down W_up for every expert: one truncated SVD, seen by each in a frame of its own.
+    """W_g = W_down W_up for every expert: one truncated SVD, with a different basis for each.
 
     With W_g = U S V^T, cut to R directions, and C = x U sqrt(S), any invertible M keeps the product
-    (C M)(M^-1 sqrt(S) V^T), but not the norm ||C M|| by which AoE ranks experts. With one M for all
-    they would tie for every token, the same K would always win, and nobody else would ever learn.
-    Expert i takes M_i = Q_i diag(m): Q_i a random rotation, m the same for all, from 1/2 to 2 and
-    scaled to mean m^2 = 1. So each expert prefers other tokens, and none is greater on average.
+    (C M)(M^-1 sqrt(S) V^T), but not the norm ||C M|| by which AoE ranks experts. With the same M
+    for all experts, their norms would be equal for every token. The same K experts would always be
+    chosen, and no other expert would learn. Expert i uses M_i = Q_i diag(m): Q_i is a random
+    rotation, and m is the same for all, from 1/2 to 2 and scaled to mean m^2 = 1. So each expert
+    prefers other tokens, and no expert's norms are larger on average.
     """
 
     def __init__(self, seed: str) -> None:
-        """`seed`: names the layer; the rotations of an expert follow from it."""
+        """`seed`: names the layer; an expert's rotation is derived from it and its number."""
         self._seed = seed
         self._roots: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -128,12 +129,12 @@ class GateFactors:
         return torch.linalg.qr(normal_RR).Q.to(like), m_R.to(like)
 
 
-#: Returns what is to be made of dense matrices; what is zero, a rule writes itself.
+#: Returns the parts to compute from dense matrices; a rule itself writes the zeros.
 Rule = Callable[[ExpertPart, DenseLayer], list[Start]]
 
 
 def _copied(target_LAB: torch.Tensor, matrix: DenseMatrix, row: int, column: int) -> list[Start]:
-    """Every expert takes the transpose of the part of a matrix that begins at a row and column."""
+    """Every expert starts as the transpose of a part of a matrix, which starts at (row, column)."""
     if not target_LAB.numel():
         return []
     _, a, b = target_LAB.shape
@@ -202,5 +203,5 @@ STARTS: dict[str, Rule] = {
     "w_down": _w_down,
     "w_up": _w_up,
 }
-#: Of these Adam's moments start at zero: those of W_g say nothing about its factors.
+#: Factors of W_g, whose Adam moments start at zero: the moments of W_g do not apply to them.
 FACTORS = ("w_down", "w_up")
