@@ -1,1 +1,1 @@
-"""What the machine and its Megatron-Core need: CPU hosts, versions, devices, norms."""
+"""Adaptation to the machine and the version of Megatron-Core: CPU hosts, devices, norms, memory."""

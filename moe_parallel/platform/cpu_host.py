@@ -1,23 +1,23 @@
-"""What a host without CUDA needs adapted of Megatron-Core: all of it, and why.
+"""All adaptations of Megatron-Core that a host without CUDA needs, and their reasons.
 
 Megatron-Core is written for GPUs: it asks `torch.cuda` for the current device, keeps its random
-states there, and spells `device="cuda"` and `"torch.cuda.FloatTensor"` as literals. Its
-arithmetic and its process groups run on a CPU over gloo as they are. `ADAPTATIONS` is the list
-of what is changed, and `adapt_megatron_to_cpu` applies that list and nothing else.
+states there, and spells `device="cuda"` and `"torch.cuda.FloatTensor"` as literals. Its arithmetic
+and its process groups run unchanged on a CPU over gloo. `ADAPTATIONS` lists the changes, and
+`adapt_megatron_to_cpu` applies that list and nothing else.
 
 Each entry is as narrow as Megatron-Core allows:
 
-- `Replace` gives one name another value. Under `torch.cuda` this takes nothing from anybody:
+- `Replace` gives one name another value. Under `torch.cuda` this removes no function that works:
   without CUDA those functions can only raise.
 - `Literals` rewrites the device literals in the compiled functions of one Megatron module. No
-  torch function is wrapped, so an operation costs what it costs without us.
+  torch function is wrapped, so operations cost the same as before.
 - `Hush` drops one log message that is false on a CPU host.
 
-All three work on objects that Megatron-Core looks up at the time of the call, so it makes no
+All three change objects that Megatron-Core looks up at the time of the call, so it makes no
 difference which of its modules were imported before.
 
-Not covered, as this project does not use it: fp16 loss scaling, CUDA graphs, FSDP, inference, and
-expert tensor parallelism in the stock MoE dispatcher, which gathers uneven shares; gloo cannot.
+Not covered, because this project does not use it: fp16 loss scaling, CUDA graphs, FSDP, inference,
+and expert tensor parallelism in the stock MoE dispatcher, which gathers uneven shares; gloo cannot.
 """
 
 import functools
@@ -36,7 +36,7 @@ from moe_parallel.platform.megatron_version import SUPPORTED, check_megatron_ver
 
 CPU = torch.device("cpu")
 
-#: What the literals of a CUDA device are on a CPU host.
+#: The replacements of the literals of a CUDA device on a CPU host.
 CPU_LITERALS = {
     "cuda": "cpu",
     "torch.cuda.FloatTensor": "torch.FloatTensor",
@@ -46,7 +46,7 @@ CPU_LITERALS = {
 
 
 class HostStream:
-    """Stands in for torch.cuda.Stream: the work of a host is already in order."""
+    """Replaces torch.cuda.Stream: work on a host is already in order."""
 
     def wait_stream(self, stream: "HostStream") -> None:
         """Nothing to wait for."""
@@ -56,14 +56,14 @@ class HostStream:
 
 
 class HostEvent:
-    """Stands in for torch.cuda.Event: what was recorded has already happened."""
+    """Replaces torch.cuda.Event: recorded work is already done."""
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
 
 def _counts_to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What upstream does with the dispatcher's counts and splits when they are CUDA tensors."""
+    """Converts the dispatcher's counts and splits as upstream does for CUDA tensors."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
@@ -210,19 +210,19 @@ ADAPTATIONS: tuple[Adaptation, ...] = (
 
 
 def adaptations_for(version: str) -> tuple[Adaptation, ...]:
-    """Those of `ADAPTATIONS` that megatron-core `version` needs."""
+    """The entries of `ADAPTATIONS` that megatron-core `version` needs."""
     return tuple(entry for entry in ADAPTATIONS if version in entry.versions)
 
 
 def adapt_megatron_to_cpu() -> None:
     """Makes Megatron-Core run on this host's CPU; a second call does nothing.
 
-    Call it before process groups are made; which Megatron modules are imported by then makes
-    no difference. Every process calls it for itself.
+    Call it before process groups are created; it makes no difference which Megatron modules are
+    imported by then. Every process must call it.
 
     Raises:
-        RuntimeError: CUDA is available here, so Megatron-Core has to stay as it is.
-        InputError: megatron-core is missing, or of a version that this was not written for.
+        RuntimeError: CUDA is available, so Megatron-Core must stay unchanged.
+        InputError: megatron-core is missing, or its version is not a supported one.
     """
     if torch.cuda.is_available():
         raise RuntimeError("Megatron-Core is adapted to CPU hosts only, and CUDA is available here")
@@ -236,7 +236,7 @@ def _apply(version: str) -> None:
 
 
 def describe(version: str) -> list[str]:
-    """One line for each adaptation that megatron-core `version` needs: what, how and why."""
+    """One line per adaptation that megatron-core `version` needs: what, how and why."""
     return [
         f"{entry.target} ({type(entry).__name__.lower()}): {entry.reason}"
         for entry in adaptations_for(version)

@@ -1,4 +1,4 @@
-"""Which device and which communication backend this host trains with."""
+"""The device and the communication backend with which this host trains."""
 
 import resource
 import sys
@@ -11,30 +11,30 @@ BACKENDS = ("gloo", "nccl")
 
 
 def device() -> torch.device:
-    """The current CUDA device where there is one, else the CPU."""
+    """The current CUDA device if there is one, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def peak_memory() -> int:
-    """The most memory that this process has held at once, in bytes.
+    """The most memory that this process has used at once, in bytes.
 
-    Of tensors on the current CUDA device where there is one, else its resident set.
+    This counts tensors on the current CUDA device if there is one, else the resident set.
     """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024  # of getrusage
+    unit = 1 if sys.platform == "darwin" else 1024  # the unit of getrusage
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def default_backend() -> str:
-    """'nccl' where CUDA is available, else 'gloo'."""
+    """'nccl' if CUDA is available, else 'gloo'."""
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
 def choose_backend(requested: str | None) -> str:
-    """The value of --distributed-backend, checked; None means what suits this host.
+    """The value of --distributed-backend, checked; None selects the default of this host.
 
     Raises:
         InputError: an unknown backend, or nccl on a host without CUDA.

@@ -1,4 +1,4 @@
-"""The norm of gradients on a CPU, by which they are clipped and which runs report."""
+"""The norm of gradients on a CPU, which is used for clipping and is reported by runs."""
 
 from typing import Any
 
@@ -12,16 +12,16 @@ def multi_tensor_l2_norm(
     per_tensor: bool,
     *_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The L2 norm of all elements of the tensors as one vector: fp32 [1], right to its rounding.
+    """The L2 norm of all elements of the tensors as one vector: fp32 [1], correct to its rounding.
 
-    It has the signature of Apex's and Transformer Engine's `multi_tensor_l2norm`, of which
-    `noop_flag` and `per_tensor` are for GPUs. Squares are summed in fp64. torch's own norm of an
-    fp32 tensor on a CPU adds them in a few fp32 accumulators: it is 2e-5 off at 1.6 million
-    elements and 1e-3 at 25 million, more in a large tensor than in its parts, so that layouts would
-    clip differently. (On a GPU thousands of threads add a few elements each; nothing is amiss.)
+    It has the signature of Apex's and Transformer Engine's `multi_tensor_l2norm`; `noop_flag` and
+    `per_tensor` are for GPUs. Squares are summed in fp64. torch's own norm of an fp32 tensor on a
+    CPU adds them in a few fp32 accumulators. Its error is 2e-5 at 1.6 million elements and 1e-3 at
+    25 million, larger in a large tensor than in its parts, so layouts would clip differently. (On a
+    GPU thousands of threads add a few elements each, so the error is small.)
 
     Args:
-        chunk_size: elements that are converted to fp64 at a time, at most.
+        chunk_size: the most elements that are converted to fp64 at a time.
     """
     squares = torch.zeros((), dtype=torch.float64)
     for tensor in (tensor for tensors in tensor_lists for tensor in tensors):

@@ -1,4 +1,4 @@
-"""Where a run takes place: what a reader needs to judge its speed."""
+"""The machine and the software of a run, by which a reader can judge its speed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PACKAGES = ("torch", "megatron-core", "numpy")
 
 
 def machine() -> str:
-    """Processor, cores, memory and GPUs with their driver, in a line."""
+    """Processor, cores, memory and GPUs with their driver, in one line."""
     gibibytes = psutil.virtual_memory().total / 2**30
     parts = [_processor(), f"{len(os.sched_getaffinity(0))} cores", f"{gibibytes:.0f} GiB"]
     return ", ".join([*parts, *_gpus()])
 
 
 def software(root: Path) -> dict[str, str]:
-    """Versions by name, and the commit that `root` is checked out at."""
+    """Versions by name, and the commit that is checked out at `root`."""
     versions = {"Python": platform.python_version()}
     versions |= {name: metadata.version(name) for name in PACKAGES}
     commit = _output("git", "-C", str(root), "describe", "--always", "--dirty")
@@ -30,7 +30,7 @@ def software(root: Path) -> dict[str, str]:
 
 
 def busy_seconds() -> float:
-    """CPU time that the machine has worked since it started, all cores together."""
+    """The CPU time in seconds that the machine has worked since it started, over all cores."""
     times = psutil.cpu_times()._asdict()
     idle = ("idle", "iowait", "guest", "guest_nice")  # guests are counted in user and nice
     return float(sum(seconds for name, seconds in times.items() if name not in idle))
@@ -46,7 +46,7 @@ def _processor() -> str:
 
 
 def _gpus() -> list[str]:
-    """Of nvidia-smi, where there is one."""
+    """The GPUs that nvidia-smi lists, if it exists."""
     names = _output(
         "nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"
     ).splitlines()

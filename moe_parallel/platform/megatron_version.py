@@ -1,7 +1,7 @@
-"""The Megatron-Core versions this project is written for.
+"""The Megatron-Core versions that this project supports.
 
-The code says the same to both. What one of them needs and the other does not is an entry with
-`versions=` in `cpu_host.ADAPTATIONS`.
+The code is the same for both. A change that only one version needs is an entry with `versions=`
+in `cpu_host.ADAPTATIONS`.
 """
 
 from importlib import metadata
@@ -28,7 +28,7 @@ def check_megatron_version() -> str:
     """Returns the installed version of megatron-core.
 
     Raises:
-        InputError: it is missing, or of a version that this project was not written for.
+        InputError: it is missing, or its version is not a supported one.
     """
     version = installed_version()
     if version not in SUPPORTED:

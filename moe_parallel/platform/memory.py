@@ -1,4 +1,4 @@
-"""How much memory this process may still take."""
+"""The memory that this process can still allocate."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def free_memory() -> int:
-    """Bytes that are free on the current CUDA device where there is one, else on this host."""
+    """Free bytes on the current CUDA device if there is one, else on this host."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
     return free_host_memory()
 
 
 def free_host_memory() -> int:
-    """Bytes that are free on this host, and within the limits of this process's control groups."""
+    """Free bytes on this host, within the limits of this process's control groups."""
     free = psutil.virtual_memory().available + psutil.swap_memory().free
     return min([free, *_left_by_cgroups()])
 
 
 def memory_owner() -> str:
-    """A name for what `free_memory` is of: equal on processes that share it."""
+    """A name of the memory of `free_memory`, equal on processes that share it."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = boot.read_text().strip() if boot.is_file() else ""
-    if torch.cuda.is_available():  # each process has a GPU of its own
+    if torch.cuda.is_available():  # each process has its own GPU
         return f"{host} {os.getpid()}"
-    # Ranks of one torchrun: containers with limits of their own have a torchrun each.
+    # The ranks of one torchrun share it: containers with their own limits have a torchrun each.
     return f"{host} {os.uname().nodename} {os.environ.get('GROUP_RANK')}"
 
 
 def _left_by_cgroups(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """What each memory limit on this process leaves; pages of files give way, so do not count."""
+    """The free bytes within each memory limit of this process; file pages count as free."""
     lines = own.read_text().splitlines() if own.is_file() else []
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -54,11 +54,11 @@ def _left_by_cgroups(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup"
 
 
 def _left(group: Path, limit_name: str, usage_name: str, pages_name: str) -> int | None:
-    """None: this group sets no limit, or cannot be seen from here."""
+    """The free bytes of a group; None: it sets no limit or cannot be seen from here."""
     try:
         limit = int((group / limit_name).read_text())
         used = int((group / usage_name).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # "max" is no number
+    except (OSError, ValueError):  # "max" is not a number
         return None
     return max(0, limit - max(0, used - int(stat.get(pages_name, 0))))

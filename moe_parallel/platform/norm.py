@@ -9,13 +9,13 @@ from torch import Tensor, nn
 class RMSNorm(nn.Module):
     """`y = x / sqrt(mean(x^2) + eps) * weight`, over the last dimension.
 
-    Statistics are taken in fp32 whatever the dtype of x; y has the dtype of x. Under sequence
+    Statistics are computed in fp32 for every dtype of x; y has the dtype of x. Under sequence
     parallelism every tensor-parallel rank normalizes its own positions, so the weight's gradient
-    has to be summed over those ranks: Megatron-Core's finalize_model_grads does that for
-    parameters marked `sequence_parallel`. (Its own torch norm has no such mark and refuses.)
+    must be summed over those ranks. Megatron-Core's finalize_model_grads does that for parameters
+    marked `sequence_parallel`. (Megatron-Core's own torch norm lacks the mark and refuses.)
 
-    Built by Megatron-Core's specs as `RMSNorm(config=..., hidden_size=..., eps=...)`; attributes
-    and parameters carry the names of the other norms, so that checkpoints agree.
+    Megatron-Core's specs build it as `RMSNorm(config=..., hidden_size=..., eps=...)`. Attributes
+    and parameters have the names of the other norms, so that checkpoints agree.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:

@@ -1,4 +1,4 @@
-"""What Megatron-Core says on import and on building that users of this project cannot act on."""
+"""Suppresses messages of Megatron-Core, on import and building, that users cannot act on."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 @dataclass(frozen=True)
 class Notice:
-    """A message known by its beginning, and why it is not shown."""
+    """A message, identified by its beginning, and the reason why it is not shown."""
 
     beginning: str
     reason: str
-    logger: str | None = None  # None: it comes through `warnings`
+    logger: str | None = None  # None: the message comes through `warnings`
 
     def suppress(self) -> None:
         if self.logger is None:
@@ -40,7 +40,7 @@ NOTICES = (
     ),
 )
 
-#: Apex and Transformer Engine are GPU software: on a GPU their absence is worth knowing.
+#: Apex and Transformer Engine are GPU software: on a GPU users should see that they are missing.
 NOTICES_ABOUT_GPUS = (
     Notice("Apex is not installed", "there is no GPU"),
     Notice("Transformer Engine and Apex are not installed", "there is no GPU"),
@@ -49,6 +49,6 @@ NOTICES_ABOUT_GPUS = (
 
 
 def suppress_warnings() -> None:
-    """Drop these messages from here on. Call it before the first import of megatron.core."""
+    """Suppress these messages. Call it before the first import of megatron.core."""
     for notice in NOTICES if torch.cuda.is_available() else NOTICES + NOTICES_ABOUT_GPUS:
         notice.suppress()
