@@ -1,1 +1,1 @@
-"""Text into tokens, tokens into files, files into batches."""
+"""From text to tokens, from tokens to files, from files to batches."""

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and a lock that dies with its owner."""
+"""Files and folders that are published completely or not at all, and a lock."""
 
 import fcntl
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def flush_to_disk(path: Path) -> None:
-    """Wait until the content of a file (or the names in a folder) is on the disk."""
+    """Wait until the content of a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -28,10 +28,10 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock file `path` exclusively; the kernel lets go of it if the process is killed.
+    """Hold the lock file `path` exclusively; the kernel releases it if the process is killed.
 
     Raises:
-        OSError: the file cannot be made (its folder is read-only or full).
+        OSError: the file cannot be created (its folder is read-only or full).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as stream:
@@ -41,9 +41,9 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Give a temporary folder beside `target`; on success it becomes `target`.
+    """Yield a temporary folder beside `target`; on success it is renamed to `target`.
 
-    The caller holds a lock, so folders that a killed process left half built are swept away here.
+    The caller holds a lock, so incomplete folders of killed processes can be deleted here.
     """
     stem = f".{target.name}.building-"
     for abandoned in target.parent.glob(f"{stem}*"):
@@ -53,7 +53,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         yield temporary
         for path in temporary.rglob("*"):
             flush_to_disk(path)
-        temporary.chmod(0o755)  # mkdtemp lets the owner alone in
+        temporary.chmod(0o755)  # mkdtemp gives access to the owner only
         os.replace(temporary, target)
         flush_to_disk(target.parent)
     except BaseException:

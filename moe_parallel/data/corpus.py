@@ -1,23 +1,24 @@
-"""The embedded corpus: the text that every Python carries, in two domains.
+"""The embedded corpus: the text that every Python installation contains, in two domains.
 
 `code` is the standard library's own sources. `prose` is the docstrings of those sources and the
 language reference that pydoc shows ("topics"). Nothing is imported: sources are read and parsed.
 
-What is left out, and why:
+The following is left out:
 
 - tests (`test`, `tests`, `idle_test`): a third to a half of a full installation, but Debian's
-  Python does not carry them, and they are full of deliberate nonsense;
+  Python does not contain them, and they are full of deliberate nonsense;
 - `pydoc_data` from `code`: it is the prose of the topics as one string literal;
-- `_sysconfigdata*`: a dump of how this very machine was compiled;
+- `_sysconfigdata*`: a dump of how this machine's Python was compiled;
 - sources that do not decode or do not parse;
-- copies: a text whose bytes were seen before;
-- near copies: a text more than half of which stands, line by line, in longer texts of its domain.
+- copies: a text with the same bytes as an earlier one;
+- near copies: a text of which more than half occurs, line by line, in longer texts of its domain.
   This thins out the tables in `encodings` and the topics that are chapters of other topics.
 
-Held-out text stays unseen. A source file is put on one side, training or validation, by the hash
-of its content, and its docstrings follow it. A docstring that occurs on both sides is left out of
-`prose`. So no document of the validation side is seen in training, as code or as prose. What
-remains is what any two files share, such as license headers: `shared_lines` measures it.
+Held-out text stays unseen. A source file is assigned to one side, training or validation, by the
+hash of its content, and its docstrings are on the same side. A docstring that occurs on both sides
+is left out of `prose`. So no document of the validation side is seen in training, as code or as
+prose. Only text that any two files share remains, such as license headers; `shared_lines` measures
+it.
 """
 
 import ast
@@ -50,13 +51,13 @@ _SKIPPED_FOLDERS = {
     "pydoc_data",
 }
 
-# Lines shorter than this ("else:", "return self") say nothing about where a text comes from.
+# Shorter lines ("else:", "return self") do not show where a text comes from.
 _TELLING_LINE = 40
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text. `key` decides its side: the hash of the file (or topic) that it comes from."""
+    """One text. `key` determines its side: the hash of the file or topic that it comes from."""
 
     domain: Domain
     name: str
@@ -67,14 +68,14 @@ class Document:
 def python_corpus(
     valid_fraction: float, stdlib: Path | None = None
 ) -> dict[tuple[Domain, Side], list[str]]:
-    """The documents of this Python, by domain and side, in a fixed order.
+    """The documents of this Python installation, by domain and side, in a fixed order.
 
     Args:
         valid_fraction: share of the source files and topics that is held out, e.g. 0.02.
-        stdlib: where the standard library lies; default: that of the running interpreter.
+        stdlib: folder of the standard library; default: that of the running interpreter.
 
     Raises:
-        InputError: a fraction outside (0, 1), or a Python that comes without its sources.
+        InputError: a fraction outside (0, 1), or a Python without its sources.
     """
     if not 0 < valid_fraction < 1:
         raise InputError(f"the validation fraction {valid_fraction} must lie between 0 and 1")
@@ -94,7 +95,7 @@ def python_corpus(
 
 
 def side_of(key: str, valid_fraction: float) -> Side:
-    """Which side a hexadecimal sha256 falls on: validation for that share of all hashes."""
+    """The side of a hexadecimal sha256: validation for `valid_fraction` of all hashes."""
     return "valid" if int(key[:12], 16) < valid_fraction * 16**12 else "train"
 
 
@@ -104,10 +105,10 @@ def content_key(text: str) -> str:
 
 
 def drop_near_copies(documents: Iterable[Document]) -> list[Document]:
-    """Drop every text of which more than half stands, line by line, in longer texts kept so far.
+    """Drop every text of which more than half occurs, line by line, in longer texts kept so far.
 
-    Lengths are counted in characters of stripped lines. An exact copy is the extreme case.
-    Returns what is kept in the order of the input.
+    Lengths are counted in characters of stripped lines. An exact copy is the extreme case. Returns
+    the kept texts in the order of the input.
     """
     candidates = list(documents)
     longest_first = sorted(range(len(candidates)), key=lambda i: -len(candidates[i].text))
@@ -163,12 +164,12 @@ def _read_source(path: Path) -> str | None:
 
 def _parse(text: str) -> ast.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in old sources are not our business
+        warnings.simplefilter("ignore")  # invalid escapes in old sources are irrelevant here
         return ast.parse(text)
 
 
 def _docstrings(sources: list[Document], valid_fraction: float) -> Iterator[Document]:
-    """One document a source file: its docstrings, each under the name of what it documents."""
+    """One document per source file: its docstrings, each under the name of what it documents."""
     by_file = [list(_docstrings_of(source)) for source in sources]
     sides: dict[str, set[Side]] = {}
     for source, found in zip(sources, by_file, strict=True):
@@ -220,5 +221,5 @@ def _topics(folder: Path) -> Iterator[Document]:
 
 
 def python_version() -> str:
-    """The interpreter whose text it is, e.g. "3.11.2"."""
+    """The version of the interpreter that the text comes from, e.g. "3.11.2"."""
     return sys.version.split()[0]

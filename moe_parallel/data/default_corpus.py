@@ -43,19 +43,18 @@ class DefaultCorpus:
         return json.loads((self.folder / _MANIFEST).read_text(encoding="utf-8"))
 
     def prefix(self, domain: Domain, side: Side) -> str:
-        """Where the indexed dataset of a domain's training or validation side lies."""
+        """The prefix of the indexed dataset of a domain's training or validation side."""
         return str(self.folder / f"{domain}_{side}")
 
 
 def prepare_default_corpus(
     directory: Path, vocab_size: int = 4096, valid_fraction: float = VALID_FRACTION
 ) -> DefaultCorpus:
-    """Build the corpus under `directory`, or find it there: a second call reads nothing.
+    """Build the corpus in `directory`, or find it there; a second call reads no sources.
 
     Any number of processes may call this at once: one builds, the others wait for it. A process
-    that is killed while it builds leaves nothing that a later call could mistake for a corpus.
-    What has been built stays, also when Python is upgraded, so that a resumed run reads the text
-    that it started with.
+    that is killed while it builds leaves nothing that looks like a corpus. An existing corpus
+    stays, even when Python is upgraded, so that a resumed run reads the text that it started with.
 
     Raises:
         InputError: a vocabulary below 257, a Python without sources, a folder that cannot be

@@ -1,10 +1,10 @@
-"""The folder of Megatron's cached indices: whole and as it was written, or begun anew.
+"""The folder of Megatron's cached indices: complete and unchanged, or rebuilt.
 
-Megatron-Core names these files by what they are made from, takes them as they are, half-written or
-edited, and reads them with numpy's `allow_pickle=True`, so that a file that is a pickle would run
-code. Here `complete.json`, written last, lists them with their checksums, and rank 0 compares
-before any rank reads. They are made from the data alone: a folder that fails is built again, to
-the same bytes.
+Megatron-Core names these files by what they are computed from. It accepts incomplete and edited
+files, and reads them with numpy's `allow_pickle=True`, so a file that is a pickle could execute
+code. Here `complete.json`, written last, lists the files with their checksums, and rank 0 compares
+them before any rank reads. They depend on the data only: a folder that fails the comparison is
+rebuilt, with the same bytes.
 """
 
 import errno
@@ -28,8 +28,8 @@ class IndexCache:
     """A folder in which Megatron writes indices and finds them again.
 
     Attributes:
-        folder: where they lie.
-        caution: on rank 0, what the user should know of an earlier content; None: nothing.
+        folder: the path of that folder.
+        caution: on rank 0, a warning about the earlier content; None: no warning.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,12 +38,12 @@ class IndexCache:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Megatron may use the folder inside. Called by every rank.
+        """Megatron may use the folder inside this context. Called by every rank.
 
-        Other ranks than 0 need no lock: Megatron lets them look after rank 0 has built.
+        Ranks other than 0 need no lock: Megatron lets them read after rank 0 has built.
 
         Raises:
-            InputError: the folder cannot be written, or a file of the data not be read.
+            InputError: the folder cannot be written, or a file of the data cannot be read.
         """
         if dist.is_initialized() and dist.get_rank() != 0:
             with _files_told(self.folder):
@@ -63,10 +63,10 @@ class IndexCache:
                     write_sealed(self.folder / _RECORD, {"files": self._files()})
 
     def _wrong(self) -> str | None:
-        """Why the folder cannot be used; None if it can."""
+        """The reason why the folder cannot be used; None if it can."""
         record = self.folder / _RECORD
         if not record.is_file():
-            return "it is not complete"  # never built, or by a process that was killed
+            return "it is not complete"  # never built, or its build was killed
         try:
             whole = read_sealed(record).get("files") == self._files()
         except ValueError:
@@ -77,13 +77,13 @@ class IndexCache:
         return None
 
     def _files(self) -> dict[str, str]:
-        """The digest of every file but the record, by name."""
+        """The digest of every file except the record, by name."""
         others = (path for path in self.folder.iterdir() if path.name != _RECORD)
         return {path.name: file_digest(path) for path in sorted(others)}
 
 
 def _is_array(path: Path) -> bool:
-    """Whether numpy finds an array of integers, without which it would try a pickle."""
+    """Whether numpy finds an array of integers; otherwise it would try to load a pickle."""
     try:
         array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError):
@@ -93,7 +93,7 @@ def _is_array(path: Path) -> bool:
 
 @contextmanager
 def _cache_told(folder: Path) -> Iterator[None]:
-    """An OSError in the block is a cache that cannot be written."""
+    """Convert an OSError in the block to the error of a cache that cannot be written."""
     try:
         yield
     except OSError as error:
@@ -105,7 +105,7 @@ def _cache_told(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _files_told(folder: Path) -> Iterator[None]:
-    """An OSError in the block is about the file that it names, or about a full disk."""
+    """Convert an OSError in the block to an error about the file that it names or a full disk."""
     try:
         yield
     except OSError as error:
@@ -114,7 +114,7 @@ def _files_told(folder: Path) -> Iterator[None]:
                 f"{error.filename} cannot be opened ({error.strerror}): every rank reads what "
                 "--data-path names, and the --data-cache-path that rank 0 writes"
             ) from None
-        # Without a number: numpy, of an array that it wrote in part.
+        # numpy's error about an array that it wrote only in part has no errno.
         if error.errno in (None, errno.ENOSPC, errno.EDQUOT):
             with _cache_told(folder):
                 raise

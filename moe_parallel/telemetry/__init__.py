@@ -1,1 +1,1 @@
-"""What a run shows of itself: routing statistics, metrics.jsonl, console, TensorBoard, W&B."""
+"""Reports of a run: routing statistics, metrics.jsonl, console, TensorBoard, W&B."""

@@ -1,4 +1,4 @@
-"""What the first rank shows while it trains: a live bar on a terminal, plain lines elsewhere."""
+"""The output of the first rank during training: a live bar on a terminal, otherwise plain lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_parallel.telemetry.metrics import Record
 
 
 class PlainConsole:
-    """One line a logged iteration, for files, pipes and batch systems."""
+    """One line per logged iteration, for files, pipes and batch systems."""
 
     def __init__(self, train_iters: int, first: int, stream: TextIO) -> None:
         """`first`: iterations already done when this process began."""
@@ -37,7 +37,7 @@ class PlainConsole:
             self.say(validation_line(record, self._train_iters))
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Nothing needs closing."""
 
     def _time_left(self, record: Record) -> list[str]:
         done = record["iteration"] - self._first
@@ -50,7 +50,7 @@ class PlainConsole:
 class LiveConsole:
     """A progress bar with loss, tokens/s and ETA; evaluations and messages scroll above it.
 
-    While it is open, Python warnings and log messages of this process go above the bar as well.
+    While it is open, Python warnings and log messages of this process also go above the bar.
     """
 
     BAR = (
@@ -74,7 +74,7 @@ class LiveConsole:
         self._redirects.enter_context(_warnings_above_the_bar())
 
     def advance(self, iteration: int) -> None:
-        """Moves the bar; `log` is for the iterations that have measurements."""
+        """Moves the bar; `log` is for iterations with measurements."""
         self._bar.update(iteration - self._bar.n)
 
     def say(self, text: str) -> None:
@@ -113,7 +113,7 @@ def validation_line(record: Record, train_iters: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """1:02:03, or 2:03 within the hour."""
+    """1:02:03, or 2:03 below one hour."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
@@ -124,7 +124,7 @@ def _place(record: Record, train_iters: int) -> str:
 
 
 def _measures(record: Record) -> list[str]:
-    """Loss and speed first; those that the record lacks are left out."""
+    """Loss and speed first; values that the record lacks are left out."""
     formats = {
         "lm_loss": ("loss {}", ".4f"),
         "tokens_per_second": ("{} tokens/s", ",.0f"),

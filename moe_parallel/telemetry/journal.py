@@ -1,4 +1,4 @@
-"""A log on disk that grows by whole entries, whatever the disk says."""
+"""A log on disk to which only complete entries are appended, even if writing fails."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from pathlib import Path
 
 
 class Journal:
-    """Appends entries to a file, each whole or not at all.
+    """Appends entries to a file, each completely or not at all.
 
-    What the disk refuses (it is full, over quota, or gone) is taken off again, kept in memory and
-    tried once more with the next entry: no half entry ever stands before a whole one. At most the
-    `KEPT` latest entries wait like this.
+    If a write fails (the disk is full, over quota, or gone), the partial entry is removed, kept in
+    memory and written again with the next entry. So an incomplete entry never precedes a complete
+    one. At most the `KEPT` latest entries wait in memory.
     """
 
     KEPT = 1000
 
     def __init__(self, path: Path) -> None:
-        """Makes the file if need be. Raises OSError."""
+        """Creates the file if necessary. Raises OSError."""
         self._file = path.open("ab", buffering=0)
-        self._end = path.stat().st_size  # of the last whole entry
-        self._torn = False  # whether something stands behind that
+        self._end = path.stat().st_size  # the end of the last complete entry
+        self._torn = False  # whether a partial entry follows it
         self._waiting: deque[bytes] = deque(maxlen=self.KEPT)
 
     def append(self, entry: bytes) -> None:
-        """The entry is with the operating system on return. Raises OSError if it waits instead."""
+        """On return the operating system has the entry. Raises OSError if it waits instead."""
         self._waiting.append(entry)
         self._write()
 
@@ -36,7 +36,7 @@ class Journal:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Raises OSError if entries are lost."""
+        """Closes the file. Raises OSError if entries are lost."""
         try:
             self._write()
         finally:
@@ -45,11 +45,11 @@ class Journal:
     def _write(self) -> None:
         self._mend()
         while self._waiting:
-            self._torn = True  # until it is whole: Ctrl-C, too, may come in the middle
+            self._torn = True  # until the write is complete: Ctrl-C may interrupt it, too
             try:
                 self._write_whole(self._waiting[0])
             except OSError:
-                with contextlib.suppress(OSError):  # else with the next entry
+                with contextlib.suppress(OSError):  # if this fails, the next entry does it
                     self._mend()
                 raise
             self._torn = False

@@ -1,12 +1,12 @@
-"""metrics.jsonl: the record of a run, a JSON object a line.
+"""metrics.jsonl: the record of a run, one JSON object per line.
 
-Every logged iteration: iteration, lm_loss, grad_norm, learning_rate, tokens_per_second,
-peak_memory_bytes (so far, of the rank that has held most: on its GPU, or resident on the host),
+Every logged iteration has: iteration, lm_loss, grad_norm, learning_rate, tokens_per_second,
+peak_memory_bytes (so far, of the rank that used most: on its GPU, or resident on the host),
 consumed_tokens, consumed_samples, elapsed_seconds (since this process began to train) and `layers`,
-the list of `RoutingTotals.summaries()`. On evaluations `validation`: {domain: {loss,
-bits_per_byte, layers}}, where `layers` says how that domain's text was routed, and, with
---eval-first-part or where whole segments are routed, loss_after_first_part.
-Losses are in nats a token. A number that is not finite is written as null: JSON has no NaN.
+the list of `RoutingTotals.summaries()`. Evaluations have `validation`: {domain: {loss,
+bits_per_byte, layers}}, where `layers` has the routing statistics of that domain's text. With
+--eval-first-part, or if the system routes segments, they also have loss_after_first_part.
+Losses are in nats per token. A number that is not finite is written as null: JSON has no NaN.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_parallel.telemetry.journal import Journal
 FILE_NAME = "metrics.jsonl"
 PREVIOUS_NAME = "metrics.previous.jsonl"
 
-#: What a record says of the machine, so that no two runs have the same.
+#: The fields of a record that depend on the machine and differ between any two runs.
 TIMING = ("elapsed_seconds", "tokens_per_second", "peak_memory_bytes")
 
 Record = dict[str, Any]
@@ -33,14 +33,14 @@ Record = dict[str, Any]
 def read_metrics(path: Path | str) -> list[Record]:
     """The records of a metrics.jsonl, in the order written.
 
-    A last line that a crash tore is left out; a torn line anywhere else, or a file that cannot be
-    read, raises InputError.
+    An incomplete last line, left by a crash, is left out. An incomplete line anywhere else, or a
+    file that cannot be read, raises InputError.
     """
     return [record for record, _ in _records(Path(path))]
 
 
 def has_evaluation(directory: Path | str, iteration: int) -> bool:
-    """Whether the log in a run's folder has an evaluation of this iteration."""
+    """Whether the metrics in a run's folder have an evaluation of this iteration."""
     path = Path(directory) / FILE_NAME
     return path.is_file() and any(
         record["iteration"] == iteration and "validation" in record for record, _ in _records(path)
@@ -48,17 +48,17 @@ def has_evaluation(directory: Path | str, iteration: int) -> bool:
 
 
 def untimed(record: Record) -> Record:
-    """What a run that goes on from a checkpoint logs again to the digit, as read from the file."""
+    """The fields that a continued run logs again exactly, as read from the file."""
     return {key: _finite(value) for key, value in record.items() if key not in TIMING}
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What metrics.jsonl held of a run that goes on.
+    """The content of metrics.jsonl for a run that continues.
 
     Attributes:
         last: the records of the checkpoint's iteration.
-        cut: those after it, which the run will make once more.
+        cut: the later records, which the run will produce again.
     """
 
     last: Sequence[Record] = ()
@@ -69,12 +69,12 @@ class MetricsWriter:
     """Appends records to `directory`/metrics.jsonl; each is in the file when `log` returns."""
 
     def __init__(self, directory: Path | str, resumed_from: int | None = None) -> None:
-        """Makes the folder if need be.
+        """Creates the folder if necessary.
 
-        `resumed_from`: the iteration of the checkpoint that the run goes on from; later records
-        and a torn last line are cut, so that each record is there once; they are in `resumed`.
-        None: a new run; the metrics of another run in the same folder are moved to
-        metrics.previous.jsonl. Raises OSError, and InputError where the file is not a log.
+        `resumed_from`: the iteration of the checkpoint from which the run continues. Later records
+        and an incomplete last line are cut, so that each record is there once; `resumed` has the
+        later records. None: a new run; the metrics of another run in the same folder are moved to
+        metrics.previous.jsonl. Raises OSError, and InputError if the file is not a log.
         """
         path = Path(directory) / FILE_NAME
         self.name = str(path)
@@ -99,7 +99,7 @@ class MetricsWriter:
 
 
 def _records(path: Path) -> Iterator[tuple[Record, int]]:
-    """Each record, and the bytes up to the end of its line."""
+    """Each record, and the number of bytes up to the end of its line."""
     end = 0
     try:
         with path.open("rb") as file:
@@ -113,7 +113,7 @@ def _records(path: Path) -> Iterator[tuple[Record, int]]:
 
 
 def _record(line: bytes, place: str) -> Record | None:
-    """None: a line without an end, which was being written. `place`: for messages."""
+    """The record; None if the line has no end, so was being written. `place`: for messages."""
     try:
         record = json.loads(line)
     except ValueError as error:
@@ -126,9 +126,9 @@ def _record(line: bytes, place: str) -> Record | None:
 
 
 def _cut_after(path: Path, iteration: int) -> Resumed:
-    """End the file after the last record of `iteration` or before; a torn last line goes too.
+    """End the file after the last record of `iteration` or before; cut an incomplete last line too.
 
-    It is cut in place, in one step, which needs no room on the disk.
+    The file is cut in place, in one step, which needs no disk space.
     """
     last: list[Record] = []
     cut: list[Record] = []
@@ -143,7 +143,7 @@ def _cut_after(path: Path, iteration: int) -> Resumed:
     with path.open("r+b") as file:
         file.truncate(kept)
         file.seek(max(0, kept - 1))
-        if file.read() not in (b"", b"\n"):  # a line that lacks only its end
+        if file.read() not in (b"", b"\n"):  # the last line lacks only its end
             file.write(b"\n")
     return Resumed(last, cut)
 

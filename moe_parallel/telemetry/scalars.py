@@ -8,7 +8,7 @@ from typing import Any
 from moe_parallel.telemetry.metrics import Record
 from moe_parallel.telemetry.statistics import LOSSES, load_shares
 
-#: What a layer may tell in one number.
+#: The single numbers that a layer may report.
 MEASURES = (
     "ent_load",
     "ent_conf",
@@ -21,12 +21,12 @@ MEASURES = (
 )
 
 
-#: What a layer tells of each expert, by its name in a record: the name in a chart.
+#: The values that a layer reports per expert, by their names in a record: the names in charts.
 PER_EXPERT = {"norm_per_expert": "norm", "routing_weight_per_expert": "routing_weight"}
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The finite numbers of a record by name, grouped by what stands before the first slash.
+    """The finite numbers of a record by name, grouped by the part before the first slash.
 
     train/lm_loss, validation/code/bits_per_byte, moe/layer_03/ent_load, moe/layer_03/imbalance
     (load of the busiest expert over the mean load: 1 is even); and over all layers moe/ent_load and
@@ -55,11 +55,11 @@ def scalars(record: Record) -> dict[str, float]:
 
 
 def histograms(record: Record) -> dict[str, list[float]]:
-    """A finite number for each expert of a layer, by name.
+    """One finite number per expert of a layer, by name.
 
-    moe/layer_03/load (choices over the mean of the experts: 1 is even), and where the layer has
-    them moe/layer_03/norm and moe/layer_03/routing_weight. A chart for each expert would be
-    thousands.
+    moe/layer_03/load (choices over the mean of the experts: 1 is even), and if the layer has them
+    moe/layer_03/norm and moe/layer_03/routing_weight. One chart per expert would be thousands of
+    charts.
     """
     named: dict[str, list[Any]] = {}
     for layer in record.get("layers", []):

@@ -1,4 +1,4 @@
-"""Where records go: one interface, and the one object that the training loop talks to."""
+"""The destinations of records: their interface, and the one object that the training loop uses."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ CONSOLE = "standard output"
 
 
 class Sink(Protocol):
-    """Takes the records of a run; metrics.py says what is in one.
+    """Receives the records of a run, which metrics.py describes.
 
-    `name` is what a user calls it. Each method raises OSError where the log cannot be written.
+    `name` is the name for users. Each method raises OSError if the log cannot be written.
     """
 
     name: str
@@ -34,15 +34,15 @@ class Sink(Protocol):
 
 
 class Telemetry:
-    """Fans records out. On the ranks that report nothing: `Telemetry()`.
+    """Sends records to all sinks. On ranks that report nothing: `Telemetry()`.
 
     telemetry.advance(iteration)      every iteration
     telemetry.log(record)             every logged iteration and every evaluation
     telemetry.say("saved ...")        a line that does not break the bar
-    telemetry.sync()                  before a checkpoint that takes for granted what was logged
+    telemetry.sync()                  before a checkpoint, which assumes that the log is on disk
     telemetry.close()                 or use it as a context manager
 
-    A log that cannot be written does not end the run: the first time, a line says so.
+    A log that cannot be written does not end the run; a line is printed the first time.
     """
 
     def __init__(self, console: Console | None = None, *sinks: Sink) -> None:
@@ -69,11 +69,11 @@ class Telemetry:
             self._attempt(sink.name, sink.sync)
 
     def close(self) -> None:
-        """Closes all of them, even if closing one fails."""
+        """Closes all sinks, even if closing one fails."""
         with contextlib.ExitStack() as stack:
             for sink in self._sinks:
                 stack.callback(self._attempt, sink.name, sink.close)
-            if self._console is not None:  # first, so that the terminal is free again
+            if self._console is not None:  # first, to release the terminal
                 stack.callback(self._attempt, CONSOLE, self._console.close)
 
     def _attempt(self, name: str, write: Callable[..., None], *arguments: Any) -> None:
@@ -111,11 +111,11 @@ def open_telemetry(
 ) -> Telemetry:
     """The telemetry of a run, for the one rank that reports.
 
-    `directory`: of --save; None writes no files, only to the console. `first`: iterations already
+    `directory`: of --save; None writes only to the console. `first`: number of iterations already
     done. `resumed_from`: the iteration of the loaded checkpoint if the logs in `directory` are of
-    this very run, and go on; None: they begin. `config`: shown by Weights & Biases.
+    the same run and are continued; None: they start anew. `config`: shown by Weights & Biases.
 
-    Raises InputError when the folder cannot be written, or W&B is asked for and missing.
+    Raises InputError if the folder cannot be written, or if W&B is requested but not installed.
     """
     if directory is None and wandb_project is not None:
         raise InputError(f"--wandb-project {wandb_project}: needs a folder: give --save DIR")
@@ -131,7 +131,7 @@ def open_telemetry(
                 metrics = MetricsWriter(directory, resumed_from)
                 opened.callback(metrics.close)
                 if tensorboard:
-                    # Imported here because it takes seconds, which the other ranks need not spend.
+                    # Imported here because it takes seconds, which the other ranks can save.
                     from moe_parallel.telemetry.tensorboard_sink import TensorBoardSink
 
                     add(TensorBoardSink(directory, resumed_from, metrics.resumed.last))
@@ -145,14 +145,14 @@ def open_telemetry(
                             config or {},
                         )
                     )
-                sinks.append(metrics)  # last: what it has, the others have as well
-        opened.pop_all()  # nothing failed: the caller closes them
+                sinks.append(metrics)  # last: the others then have every record that it has
+        opened.pop_all()  # nothing failed, so the caller closes them
     return Telemetry(open_console(train_iters, first), *sinks)
 
 
 @contextlib.contextmanager
 def _writing_to(directory: Path | str) -> Iterator[None]:
-    """What cannot be written from the start is refused: nothing is lost yet."""
+    """Refuse a folder that cannot be written at the start, when nothing is lost yet."""
     try:
         yield
     except OSError as error:

@@ -25,8 +25,8 @@ BINS = 30
 class TensorBoardSink:
     """Writes `scalars` and `histograms` of every record to `directory`/tensorboard.
 
-    torch's SummaryWriter writes in a thread of its own, which ends at the first error, a full
-    disk's too, and tells of it at some later call. Here each record is in the file when `log`
+    torch's SummaryWriter writes in a separate thread, which ends at the first error, including a
+    full disk, and reports it only at a later call. Here each record is in the file when `log`
     returns, or waits as in metrics.jsonl.
     """
 
@@ -36,9 +36,9 @@ class TensorBoardSink:
         resumed_from: int | None = None,
         last: Sequence[Record] = (),
     ) -> None:
-        """`resumed_from`: as for MetricsWriter. TensorBoard hides what the folder has from that
-        iteration on, and shows `last`, the records of that iteration that metrics.jsonl has,
-        instead: each value is then there once, wherever the run was stopped. Raises OSError."""
+        """`resumed_from`: as in MetricsWriter. TensorBoard hides the folder's values from that
+        iteration on and shows `last` instead, the records of that iteration in metrics.jsonl. So
+        each value is there once, wherever the run was stopped. Raises OSError."""
         folder = Path(directory) / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         self.name = str(folder)

@@ -1,4 +1,4 @@
-"""Weights & Biases, where it is installed and asked for."""
+"""Weights & Biases, if it is installed and requested."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ RUN_ID_FILE = "wandb_run_id.txt"
 class WandbSink:
     """Logs `scalars` and `histograms` of every record to one W&B run, under `directory`/wandb.
 
-    The id of the run is kept in `directory`/wandb_run_id.txt, so that a resumed run goes on in the
-    same curves. The x axis is `iteration`: W&B's own step cannot go back to a checkpoint. Nor can
-    it take a value back, so what it was told before is not told again.
+    The id of the run is stored in `directory`/wandb_run_id.txt, so that a resumed run continues the
+    same curves. The x axis is `iteration`, because W&B's own step cannot go back to a checkpoint.
+    W&B cannot take a value back either, so values that were sent before are not sent again.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class WandbSink:
     ) -> None:
         """`mode`: online, offline (upload later with `wandb sync`) or disabled.
 
-        `told`: of a run that goes on, the records after the checkpoint, which it will make once
-        more; None: a new run. Raises InputError where wandb is not installed or refuses to start.
+        `told`: for a run that continues, the records after the checkpoint, which it will produce
+        again; None: a new run. Raises InputError if wandb is not installed or refuses to start.
         """
         wandb = import_optional("wandb", f"--wandb-project {project}")
         directory = Path(directory)
@@ -51,7 +51,7 @@ class WandbSink:
                 id=_run_id(directory / RUN_ID_FILE, resumed=told is not None),
                 resume="allow",
                 config=config,
-                settings=wandb.Settings(silent=True),  # it would write into the progress bar
+                settings=wandb.Settings(silent=True),  # its messages would disturb the progress bar
             )
         except wandb.Error as error:
             reason = " ".join(str(error).split())
@@ -63,7 +63,7 @@ class WandbSink:
         self._run.define_metric("*", step_metric="iteration")
 
     def log(self, record: Record) -> None:
-        """Raises OSError, whatever wandb raised."""
+        """Raises OSError for every error of wandb."""
         if untimed(record) in self._told:
             return
         values = {name: self._wandb.Histogram(of) for name, of in histograms(record).items()}
@@ -71,7 +71,7 @@ class WandbSink:
             self._run.log({"iteration": record["iteration"], **scalars(record), **values})
 
     def sync(self) -> None:
-        """wandb has a process of its own, which writes when it sees fit."""
+        """Does nothing: wandb's separate process decides when to write."""
 
     def close(self) -> None:
         with _as_oserror():
@@ -80,7 +80,7 @@ class WandbSink:
 
 @contextlib.contextmanager
 def _as_oserror() -> Iterator[None]:
-    """A log that fails; wandb has no common type for what its own process meets."""
+    """Convert any error to an OSError; the errors of wandb's process have no common type."""
     try:
         yield
     except Exception as error:
@@ -89,7 +89,7 @@ def _as_oserror() -> Iterator[None]:
 
 def _run_id(path: Path, *, resumed: bool) -> str:
     known = path.read_text().strip() if resumed and path.exists() else ""
-    if known:  # not where a full disk left the file empty
+    if known:  # a full disk may have left the file empty
         return known
     run_id = secrets.token_hex(4)
     path.write_text(run_id + "\n")
