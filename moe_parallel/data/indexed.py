@@ -1,14 +1,12 @@
-"""Megatron indexed datasets: `PREFIX.bin` holds token ids, `PREFIX.idx` where each document lies.
+"""Megatron indexed datasets: `PREFIX.bin` has token ids, `PREFIX.idx` the place of each document.
 
-Written by Megatron-Core's own builder and read by Megatron-Core's own classes; what this module
-adds is that a pair of files appears whole, with a manifest, and that a bad one is told in one
-line.
+Megatron-Core's own classes write and read them. This module adds three things: a pair of files is
+published completely or not at all, it has a manifest, and the error for a bad file is one line.
 
-The manifest (manifest.py) has checksums of both files. That of the index, which training reads
-whole anyway, is compared each time. PREFIX.bin may be terabytes: it is compared once, and again
-when the file system says that it has changed, or is a copy (`st_ctime`, which only a write, a
-rename and the like can set). `PREFIX.range.json` keeps what was found; delete it and the file is
-read again.
+The manifest (manifest.py) has checksums of both files. The index, which training reads completely
+anyway, is compared each time. PREFIX.bin may be terabytes: it is compared once, and again when the
+file system reports that it has changed or is a copy (`st_ctime`, which only a write, a rename and
+the like can set). `PREFIX.range.json` contains the result; without it, the file is read again.
 
 Layout of an index (little-endian): b"MMIDIDX\\0\\0", version u64 = 1, type code u8, number of
 sequences u64, number of documents u64 (one more than there are), lengths i32, byte offsets i64,
@@ -40,7 +38,7 @@ _CHUNK = 16 * 2**20
 
 @dataclass(frozen=True)
 class Written:
-    """What went into an indexed dataset."""
+    """The numbers of documents and tokens in a written dataset."""
 
     documents: int
     tokens: int
@@ -56,10 +54,10 @@ def write_indexed(
 ) -> Written:
     """Write documents (token ids, end of document included) as PREFIX.bin and PREFIX.idx.
 
-    Ids are stored as uint16 where the vocabulary allows, else int32. Memory does not grow with
-    the text. The files are written under temporary names; the index gets its name last, so a
-    killed writer leaves nothing that looks like a dataset. Empty documents are left out. A dataset
-    that is there is replaced: see check_new.
+    Ids are stored as uint16 if the vocabulary allows it, else as int32. Memory does not grow with
+    the text. The files are written under temporary names and the index is renamed last, so a killed
+    writer leaves nothing that looks like a dataset. Empty documents are left out. An existing
+    dataset is replaced: see check_new.
 
     Args:
         prefix: path without suffix.
@@ -72,7 +70,7 @@ def write_indexed(
         InputError: there is no document.
     """
     dtype = np.dtype(DType.optimal_dtype(vocab_size))
-    # Not with_suffix: a prefix may hold dots.
+    # Not with_suffix: a prefix may contain dots.
     final_bin, final_idx = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     temporary_bin, temporary_idx = (
         path.with_name(f"{path.name}.writing-{os.getpid()}") for path in (final_bin, final_idx)
@@ -101,7 +99,7 @@ def write_indexed(
 
 
 class _Content:
-    """What has been written so far, by the ids that were to be written."""
+    """The content written so far, counted from the ids passed to the writer."""
 
     def __init__(self, dtype: np.dtype) -> None:
         self._dtype = dtype
@@ -137,7 +135,7 @@ def check_new(prefix: Path | str, overwrite: bool) -> None:
 
 
 def move_indexed(source: Path, target: Path) -> None:
-    """Give a dataset another prefix on the same disk, in the place of one that is there."""
+    """Rename a dataset to another prefix on the same disk; replaces a dataset that is there."""
     Path(f"{target}.idx").unlink(missing_ok=True)
     for suffix in (".bin", ".manifest.json", ".idx"):
         os.replace(f"{source}{suffix}", f"{target}{suffix}")
@@ -158,14 +156,14 @@ def tokenize_documents(
 
 
 def check_indexed(prefix: str, vocab_size: int) -> np.ndarray:
-    """Check that PREFIX.bin and PREFIX.idx are whole, fit each other, and fit the vocabulary.
+    """Check that PREFIX.bin and PREFIX.idx are complete and fit each other and the vocabulary.
 
-    Both are compared with PREFIX.manifest.json if there is one, as the head of this file says.
-    What a scan of PREFIX.bin found is kept in PREFIX.range.json, where that can be written, so that
-    a large file is scanned once.
+    Both are compared with PREFIX.manifest.json if it exists, as described at the top of this file.
+    The result of a scan of PREFIX.bin is stored in PREFIX.range.json if that can be written, so
+    that a large file is scanned once.
 
     Returns:
-        int32 [number of sequences]: tokens in each.
+        int32 [number of sequences]: tokens per sequence.
 
     Raises:
         InputError: a missing, unreadable, truncated or foreign file; sizes that disagree;
@@ -233,7 +231,7 @@ def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray]:
     if version != 1 or dtype.kind not in "iu":
         raise InputError(f"{wrong} of version {version} and type {dtype}; version 1 holds integers")
     expected = _HEADER.size + 12 * sequences + 8 * boundaries
-    if size not in (expected, expected + sequences):  # with a mode a sequence: multimodal
+    if size not in (expected, expected + sequences):  # multimodal data have a mode per sequence
         raise InputError(
             f"{wrong} {size:,} bytes long where its header describes {expected:,}; "
             "it is truncated or damaged, write the dataset again"
@@ -258,7 +256,7 @@ def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray]:
 
 @dataclass(frozen=True)
 class _Scan:
-    """What all of PREFIX.bin tells: the range of its ids, and its sha256."""
+    """The result of a scan of PREFIX.bin: the range of its ids, and its sha256."""
 
     smallest: int
     largest: int
@@ -266,19 +264,19 @@ class _Scan:
 
 
 def _scanned(prefix: str, dtype: np.dtype) -> _Scan:
-    """What a scan of PREFIX.bin finds, or found before the file last changed."""
+    """The scan of PREFIX.bin, or the stored result if the file has not changed since."""
     stamp = _stamp(prefix, dtype)
     try:
         known = read_sealed(_note_path(prefix))
         if known.pop("stamp") == stamp:
             return _Scan(**known)
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # no note, or not one of ours: scan
+        pass  # no stored result, or not a valid one: scan
     found = _scan(prefix, dtype)
     try:
         write_sealed(_note_path(prefix), {"stamp": stamp, **asdict(found)})
     except OSError:
-        pass  # data on a read-only disk are scanned each time
+        pass  # on a read-only disk the data are scanned each time
     return found
 
 
@@ -298,7 +296,7 @@ def _note_path(prefix: str) -> Path:
 
 
 def _stamp(prefix: str, dtype: np.dtype) -> dict[str, object]:
-    """Differs when PREFIX.bin has been written, moved or copied since."""
+    """Values that differ after PREFIX.bin was written, moved or copied."""
     state = os.stat(f"{prefix}.bin")
     return {"bytes": state.st_size, "changed_ns": state.st_ctime_ns, "type": dtype.name}
 
@@ -312,7 +310,7 @@ def _not_of_manifest(prefix: str, suffix: str) -> str:
 
 
 def _foreign_id(prefix: str, dtype: np.dtype, lengths: np.ndarray, vocab_size: int) -> str:
-    """The message that names the first id outside the vocabulary and the document it stands in."""
+    """The message that names the first id outside the vocabulary and the document it is in."""
     ids = np.memmap(f"{prefix}.bin", mode="r", dtype=dtype)
     for start in range(0, len(ids), _CHUNK):
         chunk = ids[start : start + _CHUNK]

@@ -1,4 +1,4 @@
-"""Documents from JSON lines: one object a line, the text under a key."""
+"""Documents from JSON lines: one object per line, with the text under a key."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -13,9 +13,9 @@ def read_jsonl(
     advance: Callable[[int], object] = lambda count: None,
     check: Callable[[str], object] = lambda text: None,
 ) -> Iterator[str]:
-    """Yield the text under `key` of every line, a line at a time; empty lines are passed over.
+    """Yield the text under `key` of every line, one line at a time; empty lines are skipped.
 
-    Half of a surrogate pair, which JSON can spell but UTF-8 cannot, becomes "?".
+    Half of a surrogate pair, which JSON can contain but UTF-8 cannot, becomes "?".
 
     Args:
         path: the file, UTF-8.

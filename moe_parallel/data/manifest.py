@@ -1,7 +1,7 @@
-"""What an indexed dataset was when it was written: `PREFIX.manifest.json` beside .bin and .idx.
+"""`PREFIX.manifest.json`, a record of an indexed dataset when it was written, beside .bin and .idx.
 
-The same documents make the same manifest. Datasets that Megatron's own tools wrote have none, and
-are used as they are.
+The same documents give the same manifest. Datasets that Megatron's own tools wrote have none and
+are used unchecked.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ class Manifest:
     """Content and origin of PREFIX.bin and PREFIX.idx.
 
     Attributes:
-        documents, tokens: in the dataset.
+        documents, tokens: numbers of these in the dataset.
         bin_sha256, idx_sha256: of the files.
-        tokenizer: fingerprint of the tokenizer that made the ids; None: unknown.
-        seq_length: the --seq-length that the documents were cut for; None: any.
+        tokenizer: fingerprint of the tokenizer that produced the ids; None: unknown.
+        seq_length: the --seq-length for which the documents were cut; None: any.
     """
 
     documents: int
@@ -35,7 +35,7 @@ class Manifest:
 
 
 def manifest_path(prefix: str | Path) -> Path:
-    return Path(f"{prefix}.manifest.json")  # not with_suffix: a prefix may hold dots
+    return Path(f"{prefix}.manifest.json")  # not with_suffix: a prefix may contain dots
 
 
 def write_manifest(prefix: str | Path, manifest: Manifest) -> None:
@@ -65,7 +65,7 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
 
 
 def _fits(content: dict[str, Any]) -> bool:
-    """Whether every field of a manifest is there, in its type."""
+    """Whether a manifest has every field, with the right type."""
     kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Manifest)}
     return content.keys() == kinds.keys() and all(
         isinstance(value, kinds[name]) for name, value in content.items()

@@ -1,8 +1,7 @@
-"""Small JSON files that carry a checksum of themselves, and JSON that comes from anywhere.
+"""Small JSON files that contain their own checksum, and a parser for untrusted JSON.
 
-A file that was cut, edited or hit by a bit flip is told from one that is as it was written. The
-checksum guards against accidents: who means harm can compute it, so nothing here is believed
-further than what its reader checks.
+The checksum shows whether a file was cut, edited or changed by a bit flip. It protects against
+accidents. An attacker can compute it, so code that reads these files must check their values.
 """
 
 import hashlib
@@ -17,10 +16,10 @@ _CHECKSUM = "checksum"
 
 
 def parse_json(data: bytes) -> Any:
-    """The value that UTF-8 JSON spells.
+    """The value of UTF-8 JSON.
 
     Raises:
-        ValueError: of one line, whatever is wrong: the encoding, the syntax, a number of
+        ValueError: with one line, for any fault: the encoding, the syntax, a number of
             thousands of digits, brackets nested thousands deep.
     """
     try:
@@ -34,15 +33,15 @@ def parse_json(data: bytes) -> Any:
 
 
 def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
-    """Publish `content`, JSON values, under `path` with its checksum."""
+    """Publish `content`, JSON values, at `path` with its checksum."""
     write_atomically(path, json.dumps({**content, _CHECKSUM: _checksum(content)}, indent=1) + "\n")
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """What write_sealed wrote.
+    """The content that write_sealed wrote.
 
     Raises:
-        ValueError: the file is not as it was written; a reason of a few words.
+        ValueError: the file has changed since it was written; the message is a few words.
         OSError: it cannot be read.
     """
     content = parse_json(path.read_bytes())
@@ -54,7 +53,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
 
 def file_digest(path: Path) -> str:
-    """Hexadecimal sha256 of a file's content: about a second a gigabyte."""
+    """Hexadecimal sha256 of a file's content; takes about one second per gigabyte."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(2**20):

@@ -1,4 +1,4 @@
-"""Where the text of each domain lies: the embedded corpus, or a --data-path in blend syntax."""
+"""The text source of each domain: the embedded corpus, or a --data-path in blend syntax."""
 
 import math
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ class Source:
 
     Attributes:
         domain: name under which its validation is reported.
-        weight: share in the training blend, up to a common factor; None: in proportion to tokens.
+        weight: share in the training blend, up to a common factor; None: proportional to tokens.
         train_prefix: indexed dataset (path without .bin or .idx) of the training text.
-        valid_prefix: that of the validation text; the same file if `split` divides it.
-        split: parts of one file for training, validation and test, "969,30,1" in
+        valid_prefix: indexed dataset of the validation text; the same if `split` divides it.
+        split: proportions of one file for training, validation and test, "969,30,1" in
             plain decimals; None: two files.
     """
 
@@ -33,7 +33,7 @@ class Source:
 
 
 def corpus_sources(corpus: DefaultCorpus) -> list[Source]:
-    """The two domains of the embedded corpus, in proportion to their tokens."""
+    """The two domains of the embedded corpus, with weights proportional to their tokens."""
     return [
         Source(domain, None, corpus.prefix(domain, "train"), corpus.prefix(domain, "valid"), None)
         for domain in DOMAINS
@@ -43,7 +43,7 @@ def corpus_sources(corpus: DefaultCorpus) -> list[Source]:
 def blend_sources(data_path: Sequence[str], split: str) -> list[Source]:
     """Read --data-path: one prefix, prefixes, or weight prefix weight prefix ...
 
-    Each prefix is a domain, called by the last part of its path (with a number if that repeats).
+    Each prefix is a domain, named after the last part of its path (with a number if it repeats).
 
     Args:
         data_path: the words of the flag.
@@ -56,7 +56,7 @@ def blend_sources(data_path: Sequence[str], split: str) -> list[Source]:
     if not words:
         raise InputError("--data-path is empty: give the prefix of a .bin/.idx pair")
     weights: list[float | None]
-    # As in Megatron: weights stand at every other place, or nowhere.
+    # As in Megatron: every second word is a weight, or none is.
     if len(words) > 1 and any(_number(word) is not None for word in words):
         if len(words) % 2:
             raise InputError(
@@ -76,7 +76,7 @@ def blend_sources(data_path: Sequence[str], split: str) -> list[Source]:
 
 
 def _plain(split: str) -> str:
-    """The parts in decimals alone: Megatron, which looks for digits and dots, reads 1e2 as 1, 2."""
+    """The proportions as plain decimals, because Megatron would read 1e2 as 1, 2."""
     return ",".join(np.format_float_positional(float(part), trim="-") for part in split.split(","))
 
 

@@ -1,6 +1,6 @@
-"""Tokenizers: text to token ids and back, and how many bytes of text each token stands for.
+"""Tokenizers: text to token ids and back, and the number of bytes of text per token.
 
-Megatron-Core's own wrappers (megatron.core.tokenizers) are not used: they want a metadata file
+Megatron-Core's own wrappers (megatron.core.tokenizers) are not used. They need a metadata file
 beside each tokenizer, import every tokenizer library at once, differ between the two supported
 versions, and do not know the bytes of a token. Its datasets need only `vocab_size`, `eod` and
 `unique_identifiers`, which every tokenizer here has.
@@ -36,7 +36,7 @@ from moe_parallel.data.tokenizer_files import (
 from moe_parallel.errors import InputError
 from moe_parallel.optional import import_optional
 
-# Of a tokenizer that is trained here.
+# The limit for a tokenizer that is trained here.
 _LARGEST_VOCABULARY = 2**24
 
 
@@ -62,21 +62,21 @@ class Tokenizer(ABC):
     @cached_property
     @abstractmethod
     def bytes_per_token(self) -> np.ndarray:
-        """int64 [V]: UTF-8 bytes of text that each token stands for; 0 for special tokens.
+        """int64 [V]: UTF-8 bytes of text that each token represents; 0 for special tokens.
 
         Exact for byte-level BPE: the bytes of a text's tokens add up to the bytes of the text.
-        Approximate for others, by what their normalization changes: a leading space that
+        Approximate for others, because of their normalization: a leading space that
         SentencePiece adds, characters folded by NFKC, unknown characters.
         """
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write into `folder` everything that load_tokenizer needs."""
+        """Write everything that load_tokenizer needs to `folder`."""
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Hexadecimal digest of the vocabulary and rules: equal means same ids for every text."""
+        """Hexadecimal digest of the vocabulary and rules: equal means equal ids for every text."""
 
     def tokenize_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text."""
@@ -88,7 +88,7 @@ class Tokenizer(ABC):
 
     @property
     def unique_identifiers(self) -> "OrderedDict[str, object]":
-        """What Megatron's datasets put into the name of their cached indices."""
+        """The values that Megatron's datasets put into the names of their cached indices."""
         return OrderedDict(kind=type(self).__name__, fingerprint=self.fingerprint)
 
 
@@ -98,9 +98,9 @@ class FastTokenizer(Tokenizer):
     def __init__(self, model: tokenizers.Tokenizer, end_of_document: str, kind: str) -> None:
         eod = model.token_to_id(end_of_document)
         assert eod is not None, end_of_document
-        # A document that spells out "<|endoftext|>" must not end there.
+        # A document that contains the text "<|endoftext|>" must not end there.
         model.encode_special_tokens = True
-        # Settings that a tokenizer.json may carry for other uses would cut or fill documents.
+        # Settings that a tokenizer.json may have for other uses would cut or pad documents.
         model.no_truncation()
         model.no_padding()
         self.model = model
@@ -122,7 +122,7 @@ class FastTokenizer(Tokenizer):
     @cached_property
     def bytes_per_token(self) -> np.ndarray:
         counts = np.zeros(self.vocab_size, dtype=np.int64)
-        # In the byte-level alphabet a character of the token's name stands for one byte.
+        # In the byte-level alphabet each character of a token's name represents one byte.
         byte_level = "ByteLevel" in _kinds(json.loads(self.model.to_str())["decoder"])
         length: Callable[[str], int] = len if byte_level else _bytes_of_piece
         for token, i in self.model.get_vocab(with_added_tokens=False).items():
@@ -134,7 +134,7 @@ class FastTokenizer(Tokenizer):
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.model.save(str(folder / "tokenizer.json"))
-        # The class lets transformers.AutoTokenizer open the folder as well.
+        # With this class transformers.AutoTokenizer can open the folder, too.
         write_config(
             folder,
             self.kind,
@@ -199,7 +199,7 @@ class SentencePiece(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Text that is already numbers, "12 7 9": for synthetic data. The last id ends a document."""
+    """Text that is already numbers, "12 7 9", for synthetic data. The last id ends a document."""
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 2:
@@ -228,7 +228,7 @@ class NullTokenizer(Tokenizer):
 
     @cached_property
     def bytes_per_token(self) -> np.ndarray:
-        """A number and the space after it, so one byte too many at the end of a document."""
+        """Counts a number and the space after it, so one byte too many at the end of a document."""
         return np.array([len(str(i)) + 1 for i in range(self.eod)] + [0], dtype=np.int64)
 
     def save(self, folder: Path) -> None:
@@ -243,17 +243,17 @@ class NullTokenizer(Tokenizer):
 def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
     """Train a byte-level BPE: 256 bytes, merges, and `<|endoftext|>`, `vocab_size` ids in all.
 
-    A small text may hold fewer merges than that; the tokenizer's own `vocab_size` then says so.
+    A small text may have fewer merges than that; then the tokenizer's `vocab_size` is smaller.
 
     Raises:
-        InputError: `vocab_size` has no room for the 256 bytes and the end of document, or is
-            beyond what the trainer has memory for; there is no text.
+        InputError: `vocab_size` has no room for the 256 bytes and the end of document, or needs
+            more memory than the trainer may use; there is no text.
     """
     if vocab_size < 257:
         raise InputError(
             f"--vocab-size {vocab_size} is too small: a byte-level BPE needs 257 or more"
         )
-    if vocab_size > _LARGEST_VOCABULARY:  # the library asks for 66 bytes each, and aborts
+    if vocab_size > _LARGEST_VOCABULARY:  # the library allocates 66 bytes per id, and aborts
         raise InputError(
             f"--vocab-size {vocab_size} is too large to train: give at most {_LARGEST_VOCABULARY}"
         )
@@ -278,7 +278,7 @@ def build_tokenizer(
     Args:
         tokenizer_type: ByteLevelBPE, HuggingFaceTokenizer, SentencePieceTokenizer, NullTokenizer.
         tokenizer_model: a folder that save() wrote, a file, or (Hugging Face) a hub name.
-        vocab_size: what NullTokenizer takes; ignored by the others, which know their own.
+        vocab_size: of NullTokenizer; ignored by the others, whose files determine it.
 
     Raises:
         InputError: an unknown type; a missing or wrong file; a library that is not installed.
@@ -297,10 +297,10 @@ def build_tokenizer(
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Open a folder that Tokenizer.save wrote, of whatever type.
+    """Open a folder that Tokenizer.save wrote, of any type.
 
     Raises:
-        InputError: the folder is not one of those.
+        InputError: the folder is not such a folder.
     """
     config = read_config(folder)
     kind, vocab_size = config.get("tokenizer_type"), config.get("vocab_size")
@@ -355,7 +355,7 @@ def _kinds(part: dict[str, Any] | None) -> set[str]:
 
 
 def _without_defaults(part: Any) -> Any:
-    """Rules without what is off, so that a library which knows more options says the same."""
+    """Rules without options that are off, so that a library with more options gives the same."""
     if isinstance(part, list):
         return [_without_defaults(each) for each in part]
     if isinstance(part, dict):

@@ -1,4 +1,4 @@
-"""The files that tokenizers lie in: found, read, and told in one line when they are wrong.
+"""The files of tokenizers: finding and reading them, with one-line errors.
 
 Every function that reads raises InputError for a file that is missing or not what it should be.
 """
@@ -16,15 +16,15 @@ from moe_parallel.optional import import_optional
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
-# What a folder of ours says about itself; Hugging Face reads the same file.
+# The configuration in a folder that we write; Hugging Face reads the same file.
 CONFIG_FILE = "tokenizer_config.json"
 
-# Tokens that end a document, by the name that well-known tokenizers give them.
+# Tokens that end a document, by the names that well-known tokenizers give them.
 _KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 
 
 def existing(name: str | None, tokenizer_type: str, file_in_folder: str) -> Path:
-    """The file meant by a --tokenizer-model that is a file, or a folder that holds one."""
+    """The file that --tokenizer-model names: a file itself, or a folder that contains it."""
     if name is None:
         raise InputError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model FILE|FOLDER")
     path = Path(name)
@@ -52,7 +52,7 @@ def fetch_from_hub(name: str) -> tokenizers.Tokenizer:
     try:
         only_here = unanswered is not None
         file = Path(hub.hf_hub_download(name, "tokenizer.json", local_files_only=only_here))
-    except Exception as error:  # as many kinds as there are ways for a download to fail
+    except Exception as error:  # a download can fail with many kinds of errors
         raise InputError(
             f"--tokenizer-model {name} is no file or folder here, and no tokenizer that the hub "
             f"gives ({first_line(unanswered or error)}): check the name and the network, or give "
@@ -62,9 +62,9 @@ def fetch_from_hub(name: str) -> tokenizers.Tokenizer:
 
 
 def ask_hub(name: str, file: str) -> Exception | None:
-    """Why the hub does not give a file; None if it does.
+    """Why the hub does not provide a file; None if it does.
 
-    Asks once: a download would ask six times, for half a minute, where there is no network.
+    Asks once. Without a network, a download would ask six times, for half a minute.
     """
     hub = import_optional("huggingface_hub", f"{name}, a name on the hub,")
     try:
@@ -75,7 +75,7 @@ def ask_hub(name: str, file: str) -> Exception | None:
 
 
 def convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
-    """Folders of older models hold vocab.json and merges.txt, and no tokenizer.json.
+    """Convert the folder of an older model: vocab.json and merges.txt, without tokenizer.json.
 
     Code that comes with a folder is never run.
     """
@@ -96,18 +96,18 @@ def convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
 
 
 def hush_transformers() -> None:
-    """Let transformers print errors alone: the one line that we make of them is enough."""
+    """Let transformers print only errors: our own one-line message is enough."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def first_line(error: Exception) -> str:
-    """What a library's error says, in one line."""
+    """The first line of a library's error message."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def find_end_of_document(model: tokenizers.Tokenizer, folder: Path, name: object) -> str:
-    """The token that the tokenizer's configuration calls eos, else a well-known one."""
+    """The token that the tokenizer's configuration names as eos, else a well-known one."""
     declared = read_config(folder).get("eos_token")
     if isinstance(declared, dict):
         declared = declared.get("content")
@@ -127,7 +127,7 @@ def write_config(folder: Path, tokenizer_type: str, **fields: object) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What a folder says about its tokenizer; nothing where it says nothing."""
+    """The configuration in a tokenizer's folder; {} if there is none."""
     file = folder / CONFIG_FILE
     if not file.is_file():
         return {}
