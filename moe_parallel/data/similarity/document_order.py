@@ -1,25 +1,25 @@
-"""An order of documents in which neighbors in the text are neighbors in meaning.
+"""An order of documents in which adjacent documents are similar.
 
-Lory, Appendix C, after Shi et al., "In-Context Pretraining" (2024): start from a document,
-append the most similar neighbor of the last that is not yet used, and begin again with a new
-document when all its neighbors are.
+Lory, Appendix C, after Shi et al., "In-Context Pretraining" (2024): start from a document, append
+the most similar unused neighbor of the last document, and restart with a new document when all its
+neighbors are used.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-# Rows of a memory map read at a time.
+# Rows of a memory map that are read at a time.
 _ROWS = 4096
 
 
 @dataclass(frozen=True)
 class DocumentOrder:
-    """Every document once.
+    """An order that contains every document once.
 
     Attributes:
         order: int64 [N], numbers of documents.
-        restarts: how often it began again with a new document (the first start not counted).
+        restarts: number of restarts with a new document (the first start is not counted).
     """
 
     order: np.ndarray
@@ -30,8 +30,8 @@ def greedy_order(neighbors_NK: np.ndarray, starts: np.ndarray) -> DocumentOrder:
     """Walk from neighbor to neighbor.
 
     Args:
-        neighbors_NK: int64, of each document the most similar first; -1: none.
-        starts: int64 [N], every document once: the order in which new starts are taken.
+        neighbors_NK: int64, the neighbors of each document, most similar first; -1: none.
+        starts: int64 [N], every document once: the order in which new starts are tried.
     """
     used = np.zeros(len(starts), dtype=bool)
     order = np.empty(len(starts), dtype=np.int64)
@@ -50,10 +50,10 @@ def greedy_order(neighbors_NK: np.ndarray, starts: np.ndarray) -> DocumentOrder:
 
 
 def lonely_first(neighbors_NK: np.ndarray, seed: int) -> np.ndarray:
-    """int64 [N]: documents by how many name them as a neighbor, the fewest first; ties by lot.
+    """int64 [N]: documents by how many have them as a neighbor, fewest first; ties at random.
 
-    Shi et al. start with a document of the smallest degree, as it is the one most easily left
-    over. Theirs is the degree among the documents left, ours that among all.
+    Shi et al. start with a document of the smallest degree, because it is the most likely to be
+    left over. Their degree counts the remaining documents, ours counts all.
     """
     count = len(neighbors_NK)
     named = np.zeros(count, dtype=np.int64)
@@ -67,10 +67,10 @@ def lonely_first(neighbors_NK: np.ndarray, seed: int) -> np.ndarray:
 def drop_near_duplicates(
     order: np.ndarray, embeddings_ND: np.ndarray, threshold: float
 ) -> np.ndarray:
-    """Leave out each document whose cosine with the last one kept reaches the threshold.
+    """Leave out each document whose cosine with the last kept one reaches the threshold.
 
     Returns:
-        int64 [<= N]: what is kept, in the same order. No two that now stand side by side are
+        int64 [<= N]: the kept documents, in the same order. No two adjacent documents are then
         near duplicates.
     """
     kept: list[int] = []
@@ -85,9 +85,9 @@ def drop_near_duplicates(
 
 
 def adjacent_cosine(order: np.ndarray, embeddings_ND: np.ndarray, pairs: int = 100_000) -> float:
-    """The mean cosine of documents side by side, over at most `pairs` evenly spread pairs.
+    """The mean cosine of adjacent documents, over at most `pairs` evenly spread pairs.
 
-    Not a number for fewer than two documents.
+    NaN for fewer than two documents.
     """
     count = len(order) - 1
     if count < 1:

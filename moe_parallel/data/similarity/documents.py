@@ -1,4 +1,4 @@
-"""An indexed dataset as a list of documents, each known with and without its last token."""
+"""An indexed dataset as a list of documents, each available with and without its last token."""
 
 from collections.abc import Iterator
 
@@ -9,25 +9,25 @@ from moe_parallel.data.indexed import check_indexed
 from moe_parallel.data.manifest import read_manifest
 from moe_parallel.errors import InputError
 
-# Every id that an indexed dataset written by Megatron can hold is below this.
+# Every id in an indexed dataset that Megatron wrote is below this.
 _ANY_VOCABULARY = 2**31
 
-# Tokens handled at a time.
+# Tokens that are processed at a time.
 _SPAN_TOKENS = 2**20
 
 
 class Documents:
-    """The documents of PREFIX.bin, read from the disk as they are asked for.
+    """The documents of PREFIX.bin, read from the disk when they are requested.
 
     A document is what Megatron's GPTDataset shuffles: one sequence of the index. Each ends with
-    the token `eod`; one that does not in the file is given it here, so that two documents that
-    come to stand side by side stay two documents.
+    the token `eod`. A document that lacks it in the file gets it here, so that two adjacent
+    documents stay separate.
 
     Attributes:
         eod: id of the token that ends a document.
         lengths: int64 [N], tokens of each document, `eod` included.
-        tokens: their sum.
-        tokenizer: fingerprint of the one that wrote them; None: unknown.
+        tokens: the sum of the lengths.
+        tokenizer: fingerprint of the tokenizer that wrote them; None: unknown.
         largest_id: the largest id in the file, or `eod`.
     """
 
@@ -36,10 +36,10 @@ class Documents:
 
         Args:
             prefix: path without .bin and .idx.
-            eod: None: the last token of every document, if they agree on one.
+            eod: the id; None: the last token of every document, if it is the same in all.
 
         Raises:
-            InputError: files as in check_indexed; documents that end differently, and no `eod`.
+            InputError: files as in check_indexed; documents that end differently, without `eod`.
         """
         lengths = check_indexed(prefix, _ANY_VOCABULARY).astype(np.int64)
         manifest = read_manifest(prefix)
@@ -72,7 +72,7 @@ class Documents:
         return max(self.eod, *(int(self._ids[i : i + _SPAN_TOKENS].max()) for i in pieces))
 
     def spans(self, most: int) -> Iterator[range]:
-        """All documents in order: at most `most` at a time, of a million tokens (or one longer)."""
+        """Ranges of documents in order: at most `most`, of a million tokens (or one longer)."""
         first = 0
         while first < len(self):
             reach = np.searchsorted(self._ends, self._starts[first] + _SPAN_TOKENS, side="right")
@@ -82,7 +82,7 @@ class Documents:
 
 
 def _type_of_ids(prefix: str) -> np.dtype:
-    """From a checked index: Megatron's reader would warn that torch.distributed is not there."""
+    """The type, from a checked index: Megatron's reader warns if torch.distributed is missing."""
     with open(f"{prefix}.idx", "rb") as stream:
         stream.seek(len(b"MMIDIDX\0\0") + 8)  # the magic and the version
         return np.dtype(DType.dtype_from_code(stream.read(1)[0]))

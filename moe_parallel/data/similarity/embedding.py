@@ -7,17 +7,17 @@ import numpy as np
 
 from moe_parallel.data.similarity.documents import Documents
 
-Advance = Callable[[int], object]  # told how much work was done, for a progress bar
+Advance = Callable[[int], object]  # receives the amount of work done, for a progress bar
 
 
 class Embedder(ABC):
-    """Something that turns documents into vectors.
+    """Turns documents into vectors.
 
     Attributes:
         size: D, the width of its vectors.
-        batch: most documents that it embeds at a time.
+        batch: the most documents that it embeds at a time.
         passes: how often it reads the corpus.
-        description: all that its vectors depend on besides the documents.
+        description: everything that its vectors depend on besides the documents.
     """
 
     size: int
@@ -26,18 +26,18 @@ class Embedder(ABC):
     description: str
 
     def fit(self, documents: Documents, advance: Advance) -> None:
-        """Learn from the corpus what embedding one document takes; by default nothing."""
+        """Compute from the corpus what embedding one document needs; by default nothing."""
         return None
 
     @abstractmethod
     def embed(self, bodies: Sequence[np.ndarray]) -> np.ndarray:
-        """float32 [len(bodies), D], each of length 1 at most, of documents without their end."""
+        """float32 [len(bodies), D], each of length at most 1, of documents without their eod."""
 
 
 def embed_all(
     documents: Documents, embedder: Embedder, out_ND: np.ndarray, advance: Advance
 ) -> None:
-    """Fit, then write each document's vector to its row; `advance` is told tokens, each pass."""
+    """Fit, then write each document's vector to its row; `advance` receives tokens, each pass."""
     embedder.fit(documents, advance)
     for span in documents.spans(embedder.batch):
         out_ND[span.start : span.stop] = embedder.embed([documents.body(i) for i in span])
@@ -45,6 +45,6 @@ def embed_all(
 
 
 def normalized(rows: np.ndarray) -> np.ndarray:
-    """float32, each row divided by its length; rows of zeros stay zero."""
+    """float32, each row divided by its length; zero rows stay zero."""
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     return np.asarray(rows / np.where(lengths > 0, lengths, 1), dtype=np.float32)

@@ -12,33 +12,33 @@ from moe_parallel.data.tokenizer_files import ask_hub, first_line, hush_transfor
 from moe_parallel.errors import InputError
 from moe_parallel.optional import import_optional
 
-# What an encoder reads of a document when its tokenizer does not say; Contriever's own limit.
+# Tokens that an encoder reads if its tokenizer does not specify it; this is Contriever's limit.
 _ENCODER_TOKENS = 512
 
-# Our tokens that are turned into text for each token that the encoder reads: with room for a
-# tokenizer of long tokens, and without making a book into text for its first page.
+# Our tokens that are converted to text per token that the encoder reads: enough for a tokenizer
+# with long tokens, but not a complete book for its first page.
 _TOKENS_EACH = 4
 
 
 class HuggingFaceEncoder(Embedder):
     """The mean over a document's tokens of the encoder's last hidden state, as in Contriever.
 
-    Only the beginning of a document is read, as much as the encoder takes (512 tokens).
+    Only the beginning of a document is read, as far as the encoder's limit (512 tokens).
     """
 
     passes = 1
 
     def __init__(self, name: str, tokenizer: Tokenizer, batch_size: int = 32) -> None:
-        """Open the encoder, on a GPU where torch sees one.
+        """Open the encoder, on a GPU if torch finds one.
 
         Args:
             name: a folder, or a name on the hub.
-            tokenizer: the one that wrote the documents.
+            tokenizer: the tokenizer that wrote the documents.
             batch_size: documents encoded at a time.
 
         Raises:
-            InputError: transformers is not installed, or opens no encoder of that name without
-                running code that comes with it.
+            InputError: transformers is not installed, or cannot open an encoder of that name
+                without executing code that comes with it.
         """
         library = import_optional("transformers", f"--encoder {name}")
         hush_transformers()
@@ -47,7 +47,7 @@ class HuggingFaceEncoder(Embedder):
         try:
             self._to_ids = library.AutoTokenizer.from_pretrained(name, **safely)
             model = library.AutoModel.from_pretrained(name, weights_only=True, **safely)
-        except Exception as error:  # as many kinds as there are ways for a download to fail
+        except Exception as error:  # a download can fail with many kinds of errors
             raise InputError(
                 f"--encoder {name} is no encoder that transformers can open without running code "
                 f"of its own ({first_line(error)}); give its folder or its name on the hub"
@@ -64,13 +64,13 @@ class HuggingFaceEncoder(Embedder):
     def embed(self, bodies: Sequence[np.ndarray]) -> np.ndarray:
         beginnings = (body[: _TOKENS_EACH * self._limit].tolist() for body in bodies)
         vectors_BD = self._encode([self._tokenizer.detokenize(ids) for ids in beginnings])
-        # Of a document without text only the encoder's own special tokens would be embedded.
+        # For a document without text, only the encoder's special tokens would be embedded.
         vectors_BD[[len(body) == 0 for body in bodies]] = 0
         return normalized(vectors_BD)
 
     @torch.inference_mode()
     def _encode(self, texts: list[str]) -> np.ndarray:
-        """float32 [B, D], not of length 1."""
+        """float32 [B, D], not normalized."""
         inputs = self._to_ids(
             texts, padding=True, truncation=True, max_length=self._limit, return_tensors="pt"
         ).to(self._device)

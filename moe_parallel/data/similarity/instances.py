@@ -1,15 +1,15 @@
 """Ordered documents, cut into training instances of one length.
 
-GPTDataset shuffles documents, joins them, and cuts the result: sample i is tokens
-[i*S, i*S + S + 1), the last of which is only a label, and the first token of sample i + 1. So
+GPTDataset shuffles documents, joins them, and cuts the result. Sample i is tokens
+[i*S, i*S + S + 1); its last token is only a label, and is the first token of sample i + 1. So
 
-- documents of S + 1 tokens, input and label of one sample, would drift: each sample would begin
-  one token earlier in its document than the one before, and most would be made of two;
-- documents of m*S tokens fit: however they are shuffled, every sample is one instance. The label
-  of an instance's last token is its true successor, but for the last instance of a document,
-  where it is the first token of whatever follows: one wrong label in m*S.
+- documents of S + 1 tokens, input and label of one sample, would drift: each sample would start
+  one token earlier in its document than the previous one, and most samples would span two;
+- documents of m*S tokens fit: in any shuffled order, every sample is one instance. The label of
+  an instance's last token is its true successor, except in the last instance of a document, where
+  it is the first token of the next document: one wrong label in m*S.
 
-Within an epoch GPTDataset shuffles samples as well, so the m instances of a document part there.
+Within an epoch GPTDataset also shuffles samples, so the m instances of a document are separated.
 """
 
 from collections.abc import Iterator
@@ -23,11 +23,11 @@ from moe_parallel.errors import InputError
 class Instances:
     """Pieces of the joined documents, each of `per_piece` instances of `seq_length` tokens.
 
-    The last piece may hold fewer instances. What does not fill an instance is left out.
+    The last piece may have fewer instances. Tokens that do not fill an instance are left out.
 
     Attributes:
-        count: instances.
-        left_out: tokens at the end that fill no instance.
+        count: number of instances.
+        left_out: number of tokens at the end that fill no instance.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class Instances:
     ) -> None:
         """
         Args:
-            documents: where the text lies.
-            order: int64, which of them, in which order.
-            seq_length: S, tokens of an instance; training has to be given the same.
-            per_piece: m, instances of a piece.
+            documents: the documents with the text.
+            order: int64, the documents to use, in order.
+            seq_length: S, tokens per instance; training must use the same value.
+            per_piece: m, instances per piece.
 
         Raises:
-            InputError: there is less than one instance of text.
+            InputError: the text is shorter than one instance.
         """
         self._documents = documents
         self._order = order

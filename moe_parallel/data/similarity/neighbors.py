@@ -1,8 +1,8 @@
 """The k nearest neighbors of every document by cosine, with FAISS and bounded memory.
 
-An index holds `shard` documents at most: it is filled with one shard of the corpus after the
-other, all documents are looked up in each, and the best k so far are kept on the disk. With
-exact indices the result does not depend on the shard (but for cosines equal to the last bits).
+An index contains at most `shard` documents. It is filled with one shard of the corpus after
+another, all documents are looked up in each, and the best k so far are stored on the disk. With
+exact indices the result does not depend on the shard, except for cosines equal to the last bits.
 """
 
 import math
@@ -17,21 +17,21 @@ from moe_parallel.optional import import_optional
 
 BuildIndex = Callable[[np.ndarray], Any]  # float32 [M, D] -> an index of its rows
 
-# FAISS's k-means wants at least 39 vectors a centroid, and warns below.
+# FAISS's k-means needs at least 39 vectors per centroid, and warns below that.
 _SAMPLE_PER_CELL = 64
 
-# Documents looked up at a time. Also how long Ctrl-C may wait.
+# Documents looked up at a time. Ctrl-C may wait as long as one such look-up.
 _QUERIES = 1024
 
-# Vectors read at a time when a few queries are compared with all.
+# Vectors read at a time when a few queries are compared with all documents.
 _ROWS = 65536
 
-# Of a cosine in float32, computed in another order.
+# The difference of a cosine in float32 that is computed in another order.
 _ROUNDING = 1e-5
 
 
 def faiss() -> Any:
-    """The library.
+    """The FAISS library.
 
     Raises:
         InputError: it is not installed.
@@ -41,7 +41,7 @@ def faiss() -> Any:
 
 @dataclass(frozen=True)
 class ExactIndex:
-    """Every pair is compared: time grows with the square of the corpus."""
+    """Compares every pair: time grows with the square of the corpus."""
 
     def __call__(self, vectors_MD: np.ndarray) -> Any:
         index = faiss().IndexFlatIP(vectors_MD.shape[1])
@@ -51,11 +51,11 @@ class ExactIndex:
 
 @dataclass(frozen=True)
 class InvertedIndex:
-    """Inverted lists: k-means divides the shard into cells, a query looks into a few of them.
+    """Inverted lists: k-means divides the shard into cells, and a query searches a few of them.
 
     Attributes:
-        probes: cells that a query looks into.
-        seed: of the k-means and of the sample that it is trained on.
+        probes: number of cells that a query searches.
+        seed: of the k-means and of its training sample.
     """
 
     probes: int
@@ -69,7 +69,7 @@ class InvertedIndex:
         index = library.IndexIVFFlat(centers, width, cells, library.METRIC_INNER_PRODUCT)
         index.cp.spherical = True
         index.cp.seed = self.seed
-        index.cp.min_points_per_centroid = 1  # or it warns of a corpus of a few documents
+        index.cp.min_points_per_centroid = 1  # else it warns about a corpus of a few documents
         sample = np.random.default_rng(self.seed).choice(
             count, size=min(count, cells * _SAMPLE_PER_CELL), replace=False
         )
@@ -88,17 +88,17 @@ def find_neighbors(
     cosines_NK: np.ndarray,
     advance: Advance,
 ) -> None:
-    """Find the K documents most similar to each, the most similar first; never itself.
+    """Find the K documents most similar to each, most similar first, without the document itself.
 
-    Only documents of positive cosine are neighbors: with the others nothing is shared.
+    Only documents of positive cosine are neighbors: others have nothing in common.
 
     Args:
-        embeddings_ND: float32, whose inner products are cosines; may be a memory map.
-        build: makes the index of a shard.
-        shard: most documents that an index holds.
-        neighbors_NK: int64, written: numbers of documents, -1 where there are fewer than K.
-        cosines_NK: float32, written: their cosines, 0 where there is no neighbor.
-        advance: told queries; N for each shard.
+        embeddings_ND: float32, with cosines as inner products; may be a memory map.
+        build: creates the index of a shard.
+        shard: the most documents in an index.
+        neighbors_NK: int64, output: numbers of documents, -1 if there are fewer than K.
+        cosines_NK: float32, output: their cosines, 0 if there is no neighbor.
+        advance: receives numbers of queries; N per shard.
     """
     count, k = neighbors_NK.shape
     for start in range(0, count, shard):
@@ -106,7 +106,7 @@ def find_neighbors(
         for first in range(0, count, _QUERIES):
             chunk = slice(first, min(first + _QUERIES, count))
             queries_QD = np.ascontiguousarray(embeddings_ND[chunk])
-            # One more than K, as a document finds itself.
+            # One more than K, because a document finds itself.
             cosines, found = index.search(queries_QD, k + 1)
             found = np.where(found >= 0, found + start, -1)
             found[found == np.arange(chunk.start, chunk.stop)[:, None]] = -1
@@ -118,7 +118,7 @@ def find_neighbors(
 
 
 def mean_neighbors(neighbors_NK: np.ndarray) -> float:
-    """How many neighbors a document has, on average."""
+    """The average number of neighbors per document."""
     count = len(neighbors_NK)
     chunks = (neighbors_NK[first : first + _QUERIES] for first in range(0, count, _QUERIES))
     return sum(int((chunk >= 0).sum()) for chunk in chunks) / count
@@ -132,9 +132,9 @@ def found_share(
     seed: int,
     sample: int = 100,
 ) -> float:
-    """Which share of the true K nearest was found, of `sample` documents compared with all others.
+    """The share of the true K nearest that was found, for `sample` documents compared with all.
 
-    A document as similar as the true K-th counts as found: among equals any will do.
+    A document as similar as the true K-th counts as found, because equal ones are interchangeable.
     """
     count, k = neighbors_NK.shape
     asked = np.sort(np.random.default_rng(seed).permutation(count)[:sample])
@@ -153,7 +153,7 @@ def found_share(
 
 
 def _best(found: np.ndarray, cosines: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The k of each row with the greatest positive cosines, the lower number first of equals."""
+    """The k per row with the largest positive cosines; of equal ones, the lower number first."""
     usable = (found >= 0) & (cosines > 0)
     cosines = np.where(usable, cosines, 0)
     found = np.where(usable, found, -1)

@@ -1,4 +1,4 @@
-"""An indexed dataset rewritten so that training meets similar documents side by side."""
+"""Rewrites an indexed dataset so that similar documents are adjacent in training."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -27,20 +27,20 @@ from moe_parallel.data.similarity.neighbors import (
 )
 from moe_parallel.data.similarity.scratch import Scratch
 
-# A label and the amount of work -> a context that gives the function to be told of progress.
+# A label and the amount of work -> a context that gives the function to call with progress.
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
 
 
 @dataclass(frozen=True)
 class Ordering:
-    """How similar documents are brought together.
+    """The settings by which similar documents are brought together.
 
     Attributes:
-        neighbors: K, neighbors of each document that the path may go on to.
-        build: makes the index that finds them.
-        shard: most documents that an index holds.
-        duplicate_threshold: adjacent documents of this cosine are one too many; None: keep all.
-        seq_length: S, tokens of an instance.
+        neighbors: K, the neighbors of each document to which the path may continue.
+        build: creates the index that finds them.
+        shard: the most documents in an index.
+        duplicate_threshold: of adjacent documents with this cosine one is dropped; None: keep all.
+        seq_length: S, tokens per instance.
         per_document: instances that are written as one document.
         seed: of the starts and the shuffle.
     """
@@ -56,19 +56,19 @@ class Ordering:
 
 @dataclass(frozen=True)
 class Summary:
-    """What was found and written.
+    """The results of finding and writing.
 
     Attributes:
-        documents: read.
-        neighbors: found of a document, on average.
+        documents: number read.
+        neighbors: average number found per document.
         found: share of the true nearest neighbors that the index found, in a sample.
         restarts: of the path.
         duplicates: documents left out.
         cosine_random, cosine_before, cosine_after: mean of adjacent documents in random order
-            (what GPTDataset makes of the file as it was), in the file, and on the path.
-        instances: written.
-        written: documents of instances written.
-        tokens: written.
+            (as GPTDataset shuffles the original file), in the file, and on the path.
+        instances: number written.
+        written: number of documents of instances written.
+        tokens: number written.
         left_out: tokens that filled no instance.
     """
 
@@ -97,12 +97,12 @@ def rewrite(
 ) -> Summary:
     """Order the documents of `prefix` by similarity and write their instances to `output`.
 
-    The pair of files appears whole or not at all. Memory holds one shard, one span of documents
-    and some tens of bytes a document; everything else lies in `work`.
+    The pair of files is published completely or not at all. Memory contains one shard, one span of
+    documents and some tens of bytes per document; everything else is stored in `work`.
 
     Raises:
-        InputError: FAISS is not installed; less text than one instance.
-        OSError: a disk that is full or cannot be written.
+        InputError: FAISS is not installed; the text is shorter than one instance.
+        OSError: a disk is full or cannot be written.
     """
     vectors_ND, neighbors_NK, cosines_NK = _find(
         prefix, documents, embedder, ordering, work, progress
@@ -146,7 +146,7 @@ def _find(
     work: Scratch,
     progress: Progress,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Vectors [N, D], neighbors and their cosines [N, K], as memory maps; made, or found."""
+    """Vectors [N, D], neighbors and their cosines [N, K], as memory maps; computed or found."""
     count = len(documents)
 
     def embed(out_ND: np.ndarray) -> None:
@@ -181,7 +181,7 @@ def _find(
 
 
 def _content(prefix: str) -> str:
-    """What names the content of a dataset without reading all of it."""
+    """A name of a dataset's content that does not need reading all of it."""
     state = os.stat(f"{prefix}.bin")
     index = file_digest(Path(f"{prefix}.idx"))
     return f"{index} {state.st_size} {state.st_mtime_ns}"

@@ -1,4 +1,4 @@
-"""Arrays on the disk that are made once: work that is found done is not done again."""
+"""Arrays on the disk that are computed once: finished work that is found is not repeated."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Scratch:
-    """A folder of arrays, each named by what it was made from."""
+    """A folder of arrays, each named by what it was computed from."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -24,15 +24,15 @@ class Scratch:
         shapes: Sequence[tuple[tuple[int, ...], type]],
         make: Callable[..., object],
     ) -> list[np.ndarray]:
-        """Read-only memory maps of arrays that `make(*arrays)` fills, unless they are there.
+        """Read-only memory maps of arrays that `make(*arrays)` fills, unless they exist.
 
-        They get their names when all are filled, so an interrupted `make` begins anew; so does one
-        whose files are no arrays of those shapes and types.
+        They get their names when all are filled, so an interrupted `make` starts anew. It also
+        starts anew if the files are not arrays of those shapes and types.
 
         Args:
             name: of the files.
-            made_from: all that the content depends on.
-            shapes: shape and type of each.
+            made_from: everything that the content depends on.
+            shapes: shape and type of each array.
             make: called with the arrays to fill.
         """
         digest = hashlib.sha256(repr([*made_from, *shapes]).encode()).hexdigest()[:16]
@@ -58,7 +58,7 @@ class Scratch:
 
 
 def _found(path: Path, shape: tuple[int, ...], dtype: type) -> np.ndarray | None:
-    """The array in a file; None if there is no such file, or something else in it."""
+    """The array in a file; None if there is no such file, or its content is something else."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (FileNotFoundError, ValueError, EOFError):
@@ -69,7 +69,7 @@ def _found(path: Path, shape: tuple[int, ...], dtype: type) -> np.ndarray | None
 
 def _new_array(path: Path, shape: tuple[int, ...], dtype: type) -> np.memmap:
     array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
-    # A full disk is told now; writing to a memory map, it would kill the process.
+    # A full disk raises an error now; later, writing to a memory map, it would kill the process.
     with path.open("r+b") as stream:
         os.posix_fallocate(stream.fileno(), 0, path.stat().st_size)
     return array
@@ -77,7 +77,7 @@ def _new_array(path: Path, shape: tuple[int, ...], dtype: type) -> np.memmap:
 
 @contextmanager
 def scratch(folder: Path | None, beside: Path) -> Iterator[Scratch]:
-    """`folder`, kept for the next time; without one, a temporary folder beside `beside`."""
+    """`folder`, kept for the next time; if it is None, a temporary folder next to `beside`."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         yield Scratch(folder)

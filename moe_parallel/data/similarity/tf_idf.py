@@ -1,19 +1,19 @@
-"""TF-IDF of hashed n-grams of token ids, projected to a dense vector: needs no weights.
+"""TF-IDF of hashed n-grams of token ids, projected to a dense vector, without trained weights.
 
-For a document d, an n-gram g of 1 to `orders` tokens, and N documents, df(g) of which hold g:
+For a document d, an n-gram g of 1 to `orders` tokens, and N documents, df(g) of which contain g:
 
     weight(d, g) = (1 + ln count(d, g)) * ln((1 + N) / df(g))
 
-The second factor is never 0 for an n-gram that occurs, so equal documents have cosine 1 even
-where every document is equal, but an n-gram that stands everywhere weighs only about 1/N.
-N-grams are counted by a hash in `buckets` places. A sparse random projection (Kane and Nelson,
-"Sparser Johnson-Lindenstrauss Transforms", 2014) then adds each weight, with a random sign, to
-`_COPIES` of `size` numbers; it keeps inner products up to about 1/sqrt(size).
+The second factor is never 0 for an n-gram that occurs, so equal documents have cosine 1 even if
+all documents are equal. An n-gram that occurs everywhere has only a weight of about 1/N. N-grams
+are counted by a hash in `buckets` places. A sparse random projection (Kane and Nelson, "Sparser
+Johnson-Lindenstrauss Transforms", 2014) then adds each weight, with a random sign, to `_COPIES` of
+`size` numbers. It preserves inner products up to about 1/sqrt(size).
 
-An n-gram that only one document holds adds nothing to any inner product with another, yet most
-n-grams of two tokens and more are such, and would add most of the projection's error. So they
-count in a document's length and are not projected: vectors are shorter than 1 by what is theirs
-alone, and the inner product of two documents is their cosine.
+An n-gram that only one document contains adds nothing to any inner product with another document.
+Yet most n-grams of two or more tokens are such, and would cause most of the projection's error. So
+they count in a document's length but are not projected: vectors are shorter than 1 by the part that
+only they contain, and the inner product of two documents is their cosine.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class HashedTfIdf(Embedder):
             size: D, width of the vectors.
             orders: longest n-gram, in tokens.
             seed: of the projection.
-            buckets: places that n-grams are hashed to, a power of two.
+            buckets: number of places to which n-grams are hashed, a power of two.
         """
         assert buckets & (buckets - 1) == 0, buckets
         self.size = size
@@ -68,7 +68,7 @@ class HashedTfIdf(Embedder):
         self._shared = np.zeros(buckets, dtype=bool)
 
     def fit(self, documents: Documents, advance: Advance) -> None:
-        """Count the documents that hold each n-gram."""
+        """Count the documents that contain each n-gram."""
         holding = np.zeros(self.buckets, dtype=np.int64)
         for span in documents.spans(self.batch):
             counts = self._counts([documents.body(i) for i in span])
@@ -93,7 +93,7 @@ class HashedTfIdf(Embedder):
         """float64 [count, D]."""
         dense = np.zeros(count * self.size)
         for copy in range(_COPIES):
-            # Another hash of the column for each copy; its top bit is the sign.
+            # A different hash of the column for each copy; its top bit is the sign.
             salt = _mix(np.array([self.seed * _COPIES + copy]))
             hashed = _mix(entries.columns.astype(np.uint64) ^ salt)
             places = entries.rows * self.size + (hashed % np.uint64(self.size)).astype(np.int64)
@@ -115,7 +115,7 @@ def _ngrams(bodies: Sequence[np.ndarray], orders: int) -> tuple[np.ndarray, np.n
     grams = _mix(ids + np.uint64(1))
     rows_of, grams_of = [row], [grams]
     for n in range(1, orders):
-        # The hash of n tokens and the id after them: not two hashes, whose sum has no direction.
+        # Hash the hash of n tokens with the next id: a sum of two hashes would have no order.
         grams = _mix(grams[:-1] + ids[n:])
         inside = row[:-n] == row[n:]
         rows_of.append(row[:-n][inside])
