@@ -95,7 +95,7 @@ def build_datasets(
     # Rank 0 scans the token ids; the others read the ranges that it recorded.
     sizes = rank_0_first(lambda: [_check_source(each, tokenizer, seq_length) for each in sources])
     weights = _weights(sources, sizes)
-    # 0.5 % more than the share, as in Megatron, because blending in whole samples overshoots.
+    # 0.5 % more than the share, as in Megatron, because a blend of complete samples overshoots.
     shares = [1 + math.ceil(1.005 * weight * train_samples) for weight in weights]
     key = _cache_key(sources, tokenizer, seq_length, shares, seed)
     train_domains: dict[str, GPTDataset] = {}

@@ -1,1 +1,1 @@
-"""Training: the loop, the optimizer, and the checkpoints that let a run stop and go on."""
+"""Training: the loop, the optimizer, and the checkpoints that let a run stop and continue."""

@@ -31,13 +31,13 @@ from moe_parallel.training.exit_codes import (
 from moe_parallel.training.signals import BEFORE_TRAINING, Stopped, StopRequest
 
 _CLAIM, _CODE = "moe_parallel/failures", "moe_parallel/exit_code"
-_SEEN = "moe_parallel/exit_code_seen"  # the number of ranks
+_SEEN = "moe_parallel/exit_code_seen"  # the number of ranks that have seen it
 _POLL_SECONDS, _GRACE_SECONDS = 0.5, 3.0
 _GONE = "error: the launcher, or the rank that leads the job, is gone"
 
 
 class Diverged(RuntimeError):
-    """Training cannot go on. The message is one line."""
+    """Training cannot continue. The message is one line."""
 
 
 class FailureChannel:
@@ -165,7 +165,7 @@ def run(
 def _fail(channel: FailureChannel, code: int, message: str) -> int:
     if not channel.claim(code):
         return channel.code_of_others() or code
-    if not (channel.gone and code == EXIT_INTERRUPTED and _rank() != 0):  # then all ranks stop
+    if not (channel.gone and code == EXIT_INTERRUPTED and _rank() != 0):  # else all would print
         print(message, file=sys.stderr, flush=True)
     if _rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         channel.see_others_off(int(os.environ.get("WORLD_SIZE", "1")) - 1)

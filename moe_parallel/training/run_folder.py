@@ -75,8 +75,8 @@ def is_finished(config: Config, iteration: int) -> bool:
     """Whether a run that is loaded at `iteration` has nothing left to do or to log. Collective.
 
     Without --save there is no record of the last evaluation, so it is repeated and shown. A
-    finished dense run that is upcycled into another folder is not finished, because its experts
-    must still be saved there.
+    dense run with all its iterations is not finished if it is upcycled into another folder, because
+    its experts must still be saved there.
     """
     save, train_iters = config.checkpoint.save, config.training.train_iters
     if iteration < train_iters:

@@ -26,7 +26,7 @@ _QUERIES = 1024
 # Vectors read at a time when a few queries are compared with all documents.
 _ROWS = 65536
 
-# The difference of a cosine in float32 that is computed in another order.
+# The most by which float32 cosines differ if they are computed in another order.
 _ROUNDING = 1e-5
 
 

@@ -115,7 +115,7 @@ def _ngrams(bodies: Sequence[np.ndarray], orders: int) -> tuple[np.ndarray, np.n
     grams = _mix(ids + np.uint64(1))
     rows_of, grams_of = [row], [grams]
     for n in range(1, orders):
-        # Hash the hash of n tokens with the next id: a sum of two hashes would have no order.
+        # Hash the hash of n tokens with the next id: a sum of two hashes would ignore the order.
         grams = _mix(grams[:-1] + ids[n:])
         inside = row[:-n] == row[n:]
         rows_of.append(row[:-n][inside])

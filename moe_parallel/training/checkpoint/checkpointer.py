@@ -190,7 +190,7 @@ class Checkpointer:
         """Which checkpoint a run that diverges at `iteration` can continue from, as a message.
 
         Every checkpoint was finite when it was saved, but that of `iteration` itself led to a
-        non-finite value. From the earlier ones the run reached a finite loss.
+        non-finite value. After each earlier one the run had a finite loss.
         """
         for before in reversed(self.folder.iterations()):
             path = self.folder.directory / checkpoint_name(before)

@@ -4,7 +4,7 @@
     DIR/iter_0000010/                       a checkpoint; it never changes once it has this name
         checkpoint.json                     written last: see record.py
         metadata.json common.pt .metadata *.distcp        Megatron-Core's torch_dist format
-        config.yaml tokenizer/ ...          small files that belong to the weights
+        config.yaml tokenizer/ ...          small files, stored with the weights
     DIR/.iter_0000010.writing               being written; left behind by a killed save
     DIR/.iter_0000010.old                   about to be deleted
 
@@ -125,7 +125,7 @@ class CheckpointFolder:
                     shutil.rmtree(path)
 
     def _tracker(self) -> str | None:
-        """The tracker's text, limited to the length of an iteration; None: there is none."""
+        """The tracker's first 100 bytes, enough for an iteration; None: there is no tracker."""
         tracker = self.directory / TRACKER
         if not tracker.is_file():
             return None
