@@ -72,7 +72,7 @@ def _unchosen(layer: ExpertLayer, stacked: Iterable[torch.Tensor], chosen: float
 
 
 class _NamedDevicesAreMeta(TorchFunctionMode):
-    """Moves every tensor to meta: torch.device("meta") alone does not override a named device."""
+    """Puts tensors on meta even if a device is named, which torch.device("meta") alone does not."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
