@@ -1,4 +1,7 @@
-"""Layers of experts in three families: routed and autonomous, whose tokens travel, and merged."""
+"""Layers of experts in three families: routed, autonomous, and merged.
+
+The first two dispatch tokens to experts; a merged layer dispatches nothing.
+"""
 
 from moe_parallel.layers.autonomous import AutonomousLayer, autonomous_layer
 from moe_parallel.layers.dispatched import DispatchedLayer

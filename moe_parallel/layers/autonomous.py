@@ -26,15 +26,15 @@ from moe_parallel.selection.topk import TopK
 class AutonomousLayer(DispatchedLayer):
     """Autonomy-of-Experts (AoE paper, Algorithm 2), with any rule on the norms.
 
-    C_i = x W_down^i for all E experts; p_i = ||C_i||_2; with top-K, the K experts of greatest p
-    compute, and softmax over their p weighs their outputs. There is no router. Every rank needs
-    W_down of every expert, since each token needs all norms before it travels: it holds or gathers
-    them (scoring_weight.py). The gradient has two parts, from the norms at the token's rank and
-    from the computation at the expert's.
+    C_i = x W_down^i for all E experts, and p_i = ||C_i||_2. With top-K, the K experts with the
+    largest p compute, and the softmax over their p weights their outputs. There is no router.
+    Each token needs all norms before it is dispatched, so every rank needs W_down of every expert.
+    A rank holds these weights or gathers them (scoring_weight.py). The gradient has two parts:
+    from the norms on the token's rank, and from the computation on the expert's rank.
 
-    With `--aoe-gradient selected` the first part is that of the chosen norms alone. With softmax
-    over these and no loss on routing the others have no gradient, so nothing is lost, and the
-    backward pass of their E - K products with x is spared.
+    With `--aoe-gradient selected` the first part includes only the chosen norms. If the probs are
+    the softmax over these norms and there is no auxiliary loss, then the other norms have no
+    gradient, and nothing is lost. The backward pass of their E - K products with x is saved.
     """
 
     w_down_EDR: torch.Tensor
@@ -77,7 +77,7 @@ class AutonomousLayer(DispatchedLayer):
             return self._choose_by(rule, x_TD, w_down_EDR, tokens)
 
     def _choose_greatest(self, x_TD: torch.Tensor, w_down_EDR: torch.Tensor, rule: TopK) -> Choices:
-        """The operator ranks, and has C of the chosen at hand for them."""
+        """Top-K by the operator `norm_topk`, which can also return C of the chosen experts."""
         assert rule.ranking is None and rule.groups is None
         takes_c = self.dispatcher.takes_c
         keep: Keep = "chosen" if takes_c else "nothing"
@@ -96,13 +96,13 @@ class AutonomousLayer(DispatchedLayer):
     def _choose_by(
         self, rule: Rule, x_TD: torch.Tensor, w_down_EDR: torch.Tensor, tokens: Tokens
     ) -> Choices:
-        """The rule ranks. C is not handed on: its slots may be as many as there are experts."""
+        """Any other rule. C is not passed on, because a token may have as many slots as experts."""
 
         def chosen(norms_TE: torch.Tensor) -> torch.Tensor:
             return rule(norms_TE, tokens).experts_TK
 
         norm_topk = self.context.ops.norm_topk
-        if self.gradient == "all":  # whoever is chosen
+        if self.gradient == "all":  # the gradient does not depend on the choice
             keep: Keep = "nothing" if self.recompute_scores else "all"
             scores = norm_topk(x_TD, w_down_EDR, 1, keep=keep)
         else:
@@ -125,7 +125,7 @@ class AutonomousLayer(DispatchedLayer):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """W_down by the same name and of the same shape, held whole or gathered."""
+        """W_down has the same name and global shape whether it is replicated or gathered."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         return state | self.w_down.sharded(prefix, sharded_offsets)
 

@@ -1,4 +1,4 @@
-"""The capacity rule that a configuration asks for."""
+"""The capacity rule that belongs to a configuration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from moe_parallel.selection.capacity import DROP_ORDERS, Capacity
 
 
 def build_capacity(config: Config) -> Capacity | None:
-    """The capacity rule of a configuration; None: dropless."""
+    """The capacity rule of a configuration. Returns None if the model is dropless."""
     moe = config.moe
     if moe.moe_expert_capacity_factor is None:
         return None

@@ -1,10 +1,10 @@
-"""Layers whose tokens travel to experts; their subclasses say who decides.
+"""Layers that dispatch tokens to experts. A subclass defines the selection and the experts.
 
     tokens -> choose -> capacity -> dispatch -> experts -> combine
 
-Shape suffixes: S sequence, B batch (Megatron's order), T tokens of this rank = S * B over the
-tensor-parallel ranks, K choices per token, E all experts, D model width; M tokens that came to this
-rank's experts.
+Shape suffixes: S sequence, B batch (Megatron's order), T tokens of this rank (S * B divided by the
+number of tensor-parallel ranks), K choices per token, E all experts, D model width, M tokens that
+this rank's experts receive.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from moe_parallel.selection.tokens import Tokens
 
 
 class DispatchedLayer(ExpertLayer):
-    """Tokens are sent to the experts that were chosen for them, and their results come back.
+    """Tokens are dispatched to their chosen experts, and the outputs are returned and combined.
 
-    Inside, the tokens of a micro-batch are always split over the tensor-parallel ranks: by
-    sequence parallelism where it is on, by this layer where it is not. Capacity therefore counts
-    over the S * B / tp tokens that a rank routes.
+    Inside the layer, the tokens of a micro-batch are always split over the tensor-parallel ranks.
+    If sequence parallelism is on, they arrive split; if not, this layer splits them. Capacity is
+    therefore computed from the S * B / tp tokens that one rank routes.
     """
 
     rule: Rule
@@ -64,11 +64,11 @@ class DispatchedLayer(ExpertLayer):
 
     @abstractmethod
     def choose(self, x_TD: torch.Tensor, tokens: Tokens) -> Choices:
-        """Who computes each token."""
+        """Selects the experts of each token."""
 
     @abstractmethod
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
-        """The gated outputs of this rank's experts, summed over each token's choices: [M, D]."""
+        """The sum of probs * output over each token's experts on this rank: [M, D]."""
 
     def forward(self, hidden_SBD: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         if self.shared is None:
@@ -78,7 +78,7 @@ class DispatchedLayer(ExpertLayer):
         return y_SBD + self.shared.finish(shared_SBD), None
 
     def _compute_split(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
-        """What the chosen experts make of the tokens, whoever splits these: [S, B, D]."""
+        """The output of the chosen experts: [S, B, D]. Splits the tokens if they are not split."""
         tp = self.context.groups.tp
         split_here = tp.size() > 1 and not self.config.sequence_parallel
         if split_here:
@@ -104,7 +104,7 @@ class DispatchedLayer(ExpertLayer):
         return self.dispatcher.combine(self.compute(rows), rows.route)
 
     def _with_losses(self, x_TD: torch.Tensor, choices: Choices, tokens: Tokens) -> torch.Tensor:
-        """`x_TD`, once the losses on routing are handed on; it may start their backward pass."""
+        """Adds the auxiliary losses. Returns `x_TD`, whose backward pass may start theirs."""
         if not self.losses:
             return x_TD
         values = {each.name: each.of(choices, tokens) for each in self.losses}
@@ -113,15 +113,15 @@ class DispatchedLayer(ExpertLayer):
         return self.context.add_loss(x_TD, torch.stack(weighted).sum())
 
     def current_rule(self) -> Rule:
-        """The rule of this forward pass: evaluations may choose by another one."""
+        """The rule of this forward pass; evaluation may use a different rule."""
         rule = self.rule if self.training else self.evaluation_rule
         if self.bias is None:
             return rule
-        # Asked for anew: a move to a GPU makes another tensor of it.
+        # Read on each call, because moving the module to a GPU replaces the tensor.
         return cast(BiasedRule, rule).with_bias(self.bias.bias_E)
 
     def _limit(self, choices: Choices) -> tuple[Choices, int | None]:
-        """The choices that fit, and how many rows to pad every expert to."""
+        """The choices within capacity, and the number of rows to which each expert is padded."""
         capacity = self.context.capacity
         if capacity is None:
             return choices, None
@@ -140,14 +140,14 @@ class DispatchedLayer(ExpertLayer):
         )
 
     def norms(self, choices: Choices) -> torch.Tensor | None:
-        """The norms to log, where scores are norms."""
+        """The norms to log. Returns None if the scores are not norms."""
         return None
 
     def after_step(self) -> None:
         self.balance(self.context.groups.tp_dp)
 
     def balance(self, group: dist.ProcessGroup) -> None:
-        """Ends the step for what routing learns of its loads. Collective over `group`."""
+        """Completes the step's loads and updates the balancing bias. Collective over `group`."""
         if self.load is None:
             return
         counts_E = self.load.finish(group)

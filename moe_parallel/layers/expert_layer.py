@@ -1,4 +1,4 @@
-"""What every layer of experts is: a feed-forward layer in a Megatron-Core transformer layer.
+"""The base class of all layers of experts: a feed-forward layer of a Megatron-Core transformer.
 
 Shape suffixes: S sequence, B batch (Megatron's order), D model width, E all experts.
 """
@@ -23,36 +23,37 @@ from moe_parallel.parallel import Groups, sum_gradient_over
 from moe_parallel.selection.capacity import Capacity
 from moe_parallel.telemetry.statistics import LayerStatistics
 
-#: Takes the input of a layer and its weighted loss on routing [], and returns that input. What it
-#: returns may start the loss's backward pass: a pipeline stage has no loss of its own to add to.
+#: Takes the input of a layer and the layer's weighted auxiliary loss, a scalar, and returns the
+#: input. The backward pass of the returned tensor may start that of the loss, because a pipeline
+#: stage has no loss of its own to which this one could be added.
 AddLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Statistics(Protocol):
-    """Whoever counts what the layers of a model choose."""
+    """Collects the statistics of the choices in the layers of a model."""
 
     def layer(self, layer_number: int) -> LayerStatistics:
-        """The part of the layer of this number, counted from 1."""
+        """The statistics of one layer; `layer_number` starts at 1."""
         ...
 
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a layer is given besides its configuration."""
+    """The arguments of a layer besides its configuration."""
 
     groups: Groups
     ops: Ops
     statistics: Statistics
     capacity: Capacity | None  # None: dropless
     num_moe_layers: int  # of the whole model
-    fp8: Fp8Engine | None = None  # None: experts compute as all else does
+    fp8: Fp8Engine | None = None  # None: experts compute in the dtype of the model
     add_loss: AddLoss = MoEAuxLossAutoScaler.apply
 
 
 class ExpertLayer(MegatronModule, ABC):
-    """A feed-forward layer of experts. Subclasses say how a token comes to its experts."""
+    """A feed-forward layer of experts. A subclass defines how the experts compute the tokens."""
 
-    experts: ExpertParameters  # made by the subclass
+    experts: ExpertParameters  # set by the subclass
 
     def __init__(self, config: TransformerConfig, context: LayerContext) -> None:
         super().__init__(config)
@@ -62,22 +63,22 @@ class ExpertLayer(MegatronModule, ABC):
         self.layer_number = 0
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Called by Megatron-Core: the number in the whole model, counted from 1."""
+        """Megatron-Core calls this with the layer's number in the whole model, from 1."""
         self.layer_number = layer_number
 
     @abstractmethod
     def forward(self, hidden_SBD: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-        """[S, B, D] -> ([S, B, D], None); S is the sequence-parallel share where that is on."""
+        """[S, B, D] -> ([S, B, D], None); with sequence parallelism, S is this rank's share."""
 
     def after_step(self) -> None:
-        """Called once the weights have been updated. Collective over the ranks of the stage."""
+        """Called after each update of the weights. Collective over the ranks of the stage."""
 
     def expert_weights(self) -> Iterable[torch.Tensor]:
-        """Weights stacked over experts [E, ...], of which a token meets those of its experts."""
+        """Weights that are stacked over experts; a token uses only those of its experts."""
         return self.experts.parameters()
 
     def scoring_weights(self) -> Iterable[torch.Tensor]:
-        """Weights of single experts, stacked [E, ...], that compute before anything is chosen."""
+        """Weights of experts, stacked as [E, ...], that compute the scores before the selection."""
         return ()
 
     @property
@@ -86,21 +87,21 @@ class ExpertLayer(MegatronModule, ABC):
 
     @property
     def routes(self) -> bool:
-        """Whether this forward pass counts as one: the first of a recomputation does not."""
+        """Whether this forward pass counts; the first pass of a recomputation does not."""
         return self.training and torch.is_grad_enabled()
 
     def replicated(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight that every tensor-parallel rank holds whole and uses on tokens of its own.
+        """A weight that every tensor-parallel rank holds completely and uses on its own tokens.
 
-        Its gradient is the sum over those ranks: taken by Megatron-Core at the end of the step
-        where sequence parallelism is on (attribute `sequence_parallel`), here where it is not.
+        Its gradient is the sum over those ranks. With sequence parallelism, Megatron-Core sums it
+        at the end of the step (attribute `sequence_parallel`); otherwise it is summed here.
         """
         if self.config.sequence_parallel:
             return weight
         return sum_gradient_over(weight, self.context.groups.tp)
 
     def add_replicated_weight(self, name: str, *shape: int) -> None:
-        """Register a weight that every rank of the stage holds whole (a router, W_down)."""
+        """Register a weight that every rank of the stage holds completely (a router, W_down)."""
         weight = nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
         weight.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
         self.register_parameter(name, weight)

@@ -1,15 +1,16 @@
-"""The merged family: experts are merged by their weights, and the result computes the tokens.
+"""The merged family: a weighted sum of all experts' matrices computes the tokens.
 
     tokens -> means of segments -> router -> merged experts -> the segments' tokens
 
 Nothing is dispatched and nothing is dropped. Tensor parallelism divides every expert's matrices
-("expert-wise model parallelism"): a rank sees whole sequences, merges its shard of all experts, and
-its output is a part of the sum over the ranks. What travels is what travels in a dense layer.
-Gradients of the routing weights are parts of a sum too. So is all that hangs on them: the router's
-is summed by `replicated`, that of the tokens, with their own, where they came in.
+("expert-wise model parallelism"). A rank sees complete sequences and merges its shard of all
+experts, and its output is one part of the sum over the ranks. The communication is that of a dense
+layer. The gradients of the merge weights are also parts of a sum over the ranks, and so are the
+gradients that follow from them. `replicated` sums the router's gradient. The gradient of the
+tokens is summed where the tokens enter the layer.
 
-Shape suffixes: S tokens of a sequence, B sequences, G segments of a sequence, M stretches merged
-for, E experts, D model width, P = M * B merged experts, T tokens of each.
+Shape suffixes: S tokens of a sequence, B sequences, G segments of a sequence, M stretches with one
+merge each, E experts, D model width, P = M * B merged experts, T tokens of each merged expert.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from moe_parallel.selection.segments import (
 class MergedLayer(ExpertLayer):
     """A linear softmax router over SwiGLU experts whose matrices are merged.
 
-    The router must not start at zero: with equal experts, as after a dense warm-up, all would then
-    have the same gradients for ever, and it none.
+    The router must not start at zero. If the experts are equal, as after a dense warm-up, they
+    would then always have the same gradients, and the router would have none.
     """
 
     w_router_ED: torch.Tensor
@@ -75,10 +76,10 @@ class MergedLayer(ExpertLayer):
 
     @abstractmethod
     def merges(self, x_SBD: torch.Tensor) -> Merges:
-        """How the experts are merged for whole sequences."""
+        """The merges for complete sequences."""
 
     def current_rule(self) -> Any:
-        """The rule of this forward pass: evaluations may merge by another one."""
+        """The rule of this forward pass; evaluation may use a different rule."""
         return self.rule if self.training else self.evaluation_rule
 
     def forward(self, hidden_SBD: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
@@ -89,25 +90,25 @@ class MergedLayer(ExpertLayer):
         return self._summed(torch.cat(parts)), None
 
     def _compute(self, x_MTBD: torch.Tensor, weights_MBE: torch.Tensor) -> torch.Tensor:
-        """Stretches of equal size by their merged experts, one after another: [M * T, B, D]."""
+        """The outputs for stretches of equal size, one after another: [M * T, B, D]."""
         x_MBTD = x_MTBD.transpose(1, 2)
         y_PTD = self.experts(x_MBTD.flatten(0, 1), weights_MBE.flatten(0, 1))
         return y_PTD.view(x_MBTD.shape).transpose(1, 2).flatten(0, 1)
 
     def weights(self, r: torch.Tensor) -> torch.Tensor:
-        """e = softmax(R r) of means, [..., D]: [..., E], in their type."""
+        """e = softmax(R r) of the means r [..., D]: [..., E], in the dtype of r."""
         return torch.softmax(self.logits(r), dim=-1)
 
     def logits(self, r: torch.Tensor) -> torch.Tensor:
-        """What the router says of means, [..., D]: [..., E], in their type."""
+        """The router's logits of the means r [..., D]: [..., E], in the dtype of r."""
         return F.linear(r, self.router_weight(r.dtype))
 
     def router_weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """[E, D]. Gradients of the means are parts of a sum over tp, and so is this weight's."""
+        """[E, D]. Its gradient on a rank is a part of the sum over tp, like that of the means."""
         return self.replicated(self.w_router_ED.to(dtype))
 
     def _whole_sequences(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
-        """All tokens of the tensor-parallel ranks; their gradient is summed over those."""
+        """All tokens of the tensor-parallel ranks. Their gradient is summed over these ranks."""
         tp = self.context.groups.tp
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(
@@ -116,7 +117,7 @@ class MergedLayer(ExpertLayer):
         return sum_gradient_over(hidden_SBD, tp)
 
     def _summed(self, y_SBD: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' parts, split over them again where tokens came split."""
+        """The sum of the ranks' parts, split over the ranks again if the input was split."""
         tp = self.context.groups.tp
         if self.config.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(y_SBD, group=tp)
@@ -130,7 +131,7 @@ class MergedLayer(ExpertLayer):
 
 
 class LoryLayer(MergedLayer):
-    """Lory: each segment is computed by what the one before it merged; or prefix routing."""
+    """Lory: the previous segment gives the merge weights. Or prefix routing: the first does."""
 
     def __init__(
         self,
@@ -150,7 +151,7 @@ class LoryLayer(MergedLayer):
 
 
 class SmearLayer(MergedLayer):
-    """SMEAR: the mean of a whole sequence merges the experts that compute it. It is not causal."""
+    """SMEAR: the mean of a sequence gives the merge weights for all its tokens. Not causal."""
 
     def merges(self, x_SBD: torch.Tensor) -> Merges:
         e_1BE = self.weights(segment_means(x_SBD, len(x_SBD)))

@@ -1,4 +1,4 @@
-"""The routed family: a router scores the experts, the experts compute what they are sent."""
+"""The routed family: a router scores the experts, and tokens are dispatched to the chosen ones."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from moe_parallel.selection.tokens import Tokens
 
 
 class RoutedLayer(DispatchedLayer):
-    """A router over SwiGLU experts: top-K is the classic MoE layer.
+    """A router over SwiGLU experts. With top-K it is the classic MoE layer.
 
-    The router is a chain of linear layers without biases: one, `w_router_ED`, or for the large
-    router of the AoE paper's ablation two, `w_router_HD` and `w_router_EH`.
+    The router is one linear layer without a bias, `w_router_ED`. The large router of the AoE
+    paper's ablation is two such layers, `w_router_HD` and `w_router_EH`.
     """
 
     def __init__(
@@ -64,23 +64,23 @@ class RoutedLayer(DispatchedLayer):
         return self.current_rule()(self.logits(self._jittered(x_TD)), tokens)
 
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """What the router says of rows: fp32 [T, E]."""
-        # In fp32: close logits decide who computes, and bf16 would round them to ties.
+        """The router's logits: fp32 [T, E]."""
+        # In fp32, because bf16 would round close logits to ties and change the selection.
         logits = x_TD.float()
         for name in self._router:
             logits = F.linear(logits, self.replicated(getattr(self, name).float()))
         return logits
 
     def _jittered(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Rows times uniform noise around 1 in training, then fp32 (Switch Transformer, 2.2)."""
+        """In training, tokens times uniform noise around 1, in fp32 (Switch Transformer, 2.2)."""
         eps = self.selection.moe_input_jitter_eps
         if not (self.training and eps):
             return x_TD
         alone = isinstance(self.context.groups.tp, OneProcess)
-        # Other noise on other tensor-parallel ranks.
+        # The noise differs between tensor-parallel ranks, because their tokens differ.
         with nullcontext() if alone else get_cuda_rng_tracker().fork():
             noise = torch.rand_like(x_TD, dtype=torch.float32)
-        # In fp32: next to 1, bf16 has steps of 1/256 below and 1/128 above.
+        # In fp32, because bf16 has steps of 1/256 just below 1 and of 1/128 just above 1.
         return x_TD.float() * (1 + eps * (2 * noise - 1))
 
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
@@ -88,9 +88,10 @@ class RoutedLayer(DispatchedLayer):
 
 
 class FactorizedRoutedLayer(RoutedLayer):
-    """The AoE paper's ablation: a router over AoE's experts, W_g = W_down W_up.
+    """The AoE paper's ablation: a router over AoE's experts, with W_g = W_down W_up.
 
-    W_down is on every rank, as in an autonomous layer, so that the two differ in who decides alone.
+    Every rank holds all of W_down, as in an autonomous layer, so that the two differ only in the
+    selection.
     """
 
     w_down_EDR: torch.Tensor

@@ -1,4 +1,4 @@
-"""The losses on routing that systems can have, each made once from a system's options."""
+"""The auxiliary losses that a system can have. A layer builds each from the system's options."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ Loss = Callable[[Choices, Tokens], torch.Tensor]
 
 @dataclass(frozen=True)
 class RoutingLoss:
-    """A loss on the routing of a micro-batch and its weight."""
+    """An auxiliary loss on the routing of a micro-batch, and its coefficient."""
 
     name: str  # one of telemetry.statistics.LOSSES
     coefficient: float
     of: Loss
 
 
-#: (options of a system, loads of the layer's latest step, MoE layers of the whole model). Loads
-#: are None where no option needs them (`Selection.uses_step_load`).
+#: (options of a system, loads of the layer in its latest step, number of MoE layers of the whole
+#: model). The loads are None if no option needs them (`Selection.uses_step_load`).
 MakeLoss = Callable[[Any, StepLoad | None, int], RoutingLoss]
 
 
 def load_balancing(selection: Balancing, load: StepLoad | None, num_moe_layers: int) -> RoutingLoss:
-    """alpha * n * sum f_i P_i, over what --moe-router-load-balancing-type says."""
+    """alpha * n * sum f_i P_i, over the scope that --moe-router-load-balancing-type selects."""
     scope = selection.moe_router_load_balancing_type
     loss: Loss = load_balancing_loss
     if scope == "seq_aux_loss":
@@ -53,7 +53,7 @@ def load_balancing(selection: Balancing, load: StepLoad | None, num_moe_layers: 
 def load_balancing_of_topk(
     selection: Any, load: StepLoad | None, num_moe_layers: int
 ) -> RoutingLoss:
-    """The same where K is fixed; alpha is divided by MoE layers * K on request."""
+    """The same loss for a fixed K. --moe-aux-loss-per-choice divides alpha by MoE layers * K."""
     loss = load_balancing(selection, load, num_moe_layers)
     if not selection.moe_aux_loss_per_choice:
         return loss
@@ -62,7 +62,7 @@ def load_balancing_of_topk(
 
 
 def importance(selection: Balancing, load: StepLoad | None, num_moe_layers: int) -> RoutingLoss:
-    """(std / mean)^2 of the sums of probs over the experts."""
+    """(std / mean)^2, over the experts, of each expert's sum of probs."""
     return RoutingLoss("importance_loss", selection.moe_importance_loss_coeff, importance_loss)
 
 
@@ -72,10 +72,10 @@ def z(selection: RoutedSelection, load: StepLoad | None, num_moe_layers: int) ->
 
 
 def entropy(selection: DynamicChoices, load: StepLoad | None, num_moe_layers: int) -> RoutingLoss:
-    """The mean entropy of the probabilities."""
+    """The mean entropy of the probabilities over all experts."""
     return RoutingLoss("entropy_loss", selection.moe_entropy_loss_coeff, entropy_loss)
 
 
 def _of_the_step_before(load: StepLoad, choices: Choices, tokens: Tokens) -> torch.Tensor:
-    """With f of the whole global batch before; 0 in the first step, which has none before it."""
+    """The loss with f of the previous global batch; 0 in the first step, which has none."""
     return global_load_balancing_loss(choices, tokens, load.share_E)

@@ -1,6 +1,6 @@
-"""The weight by which experts score tokens (W_down): whole on every rank, or gathered for each use.
+"""The weight with which experts score tokens (W_down): replicated, or gathered for each use.
 
-Legend: E all experts, L experts of this rank.
+Shape suffixes: E all experts, L experts of this rank.
 """
 
 from __future__ import annotations
@@ -22,24 +22,27 @@ ShardedOffsets = tuple[tuple[int, int, int], ...]
 
 
 class ScoringWeight(Protocol):
-    """A parameter of a layer, for each expert a matrix that every token meets before it travels."""
+    """A parameter with one matrix per expert, which every token uses before it is dispatched."""
 
     @property
     def wire_bytes(self) -> int:
-        """What a rank sends to others in a forward pass that uses both `whole` and `local`."""
+        """Bytes that a rank sends in a forward pass that uses both `whole` and `local`."""
 
     def whole(self) -> AbstractContextManager[torch.Tensor]:
-        """Of every expert: [E, ...]. What the block saves for the backward pass is the weight's."""
+        """The weight of all experts, [E, ...], for use inside the `with` block.
+
+        If the block saves it for the backward pass, this class controls what is kept.
+        """
 
     def local(self) -> AbstractContextManager[torch.Tensor]:
-        """Of the experts of this rank: [L, ...]."""
+        """The weight of this rank's experts, [L, ...], for use inside the `with` block."""
 
     def sharded(self, prefix: str, sharded_offsets: ShardedOffsets) -> dict[str, ShardedTensor]:
-        """The entry of a sharded state dict, where it is not that of a weight like any other."""
+        """The entry in a sharded state dict; empty if the default entry is right."""
 
 
 class ReplicatedWeight:
-    """Every rank of a stage holds the weight of every expert, as it holds a router."""
+    """Every rank of a stage holds the weight of every expert, as it holds the router's weight."""
 
     wire_bytes = 0
 
@@ -61,12 +64,13 @@ class ReplicatedWeight:
 
 
 class GatheredWeight:
-    """Each rank holds the weight of its experts, a part of axis 1 over etp, and gathers the rest.
+    """Each rank holds the weight of its own experts, with axis 1 split over etp.
 
-    It is an expert weight: reduced over edp, its optimizer state divided like itself. Parts are
-    joined over etp for the experts here, and these over ep for all. What was gathered is not kept
-    for the backward pass, but gathered again there; unless the forward pass is itself repeated
-    there (full recomputation), and what it saves is used at once.
+    A rank gathers the rest. This is an expert weight: its gradient is reduced over edp, and its
+    optimizer state is divided in the same way as the weight. Gathering over etp gives the complete
+    weight of this rank's experts, and gathering that over ep gives the weight of all experts. The
+    result is not kept for the backward pass, which gathers again. With full recomputation it is
+    kept, because the backward pass then repeats the forward pass and uses it at once.
     """
 
     SHARDED_AXIS = 1
@@ -84,7 +88,7 @@ class GatheredWeight:
 
     @property
     def wire_bytes(self) -> int:
-        """Over etp for `local` and for `whole`, over ep for `whole`."""
+        """`local` and `whole` each send over etp; `whole` also sends over ep."""
         etp, ep = self._groups.etp.size(), self._groups.ep.size()
         part = self._weight.numel() * self._weight.element_size()
         return 2 * part * (etp - 1) + part * etp * (ep - 1)
@@ -114,7 +118,9 @@ class GatheredWeight:
 
     @contextmanager
     def _saved_as_parts(self, gather: Callable[[], torch.Tensor]) -> Iterator[torch.Tensor]:
-        """What `gather` returns; where the block saves it or a view of it, how to make it again."""
+        """The result of `gather`. If the block saves it or a view of it, only the view's shape,
+        strides and offset are kept, and the backward pass gathers again.
+        """
         gathered = gather()
         address = gathered.untyped_storage().data_ptr()
         if self._keeps or gathered is self._weight:
@@ -140,7 +146,8 @@ def scoring_weight(layer: ExpertLayer, gathered: bool, name: str, *shape: int) -
     """Register the parameter `name` [E, *shape] of a layer.
 
     Args:
-        gathered: over the ranks that hold the experts, where those are several.
+        gathered: gather the weight over the ranks that hold the experts, if there are several;
+            otherwise every rank holds it completely.
     """
     divided = layer.context.groups.etp_ep.size() > 1
     kind = GatheredWeight if gathered and divided else ReplicatedWeight

@@ -1,4 +1,4 @@
-"""The tokens of a rank that shares a micro-batch with the others of its tensor-parallel group."""
+"""The tokens of a rank that shares a micro-batch with the other tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from moe_parallel.selection.tokens import Tokens
 
 @dataclass(frozen=True)
 class SplitTokens(Tokens):
-    """A stretch of every sequence; the methods are those of `Tokens`, collective over `tp`."""
+    """A stretch of every sequence. The methods are those of `Tokens` and collective over `tp`."""
 
-    tp: dist.ProcessGroup  # its ranks hold the stretches of the same sequences, in order
+    tp: dist.ProcessGroup  # rank i holds the i-th stretch of each sequence
 
     @property
     def num_stretches(self) -> int:

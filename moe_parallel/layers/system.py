@@ -1,4 +1,4 @@
-"""What a system of expert selection is: the record that every layer of experts is built from."""
+"""The record of a system of expert selection, from which every layer of experts is built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCALED_OUTPUT = (
 
 
 class Rules(NamedTuple):
-    """How scores become a decision. Layers say which type of rule they take."""
+    """The rules from scores to choices. The layer determines the type of the rules."""
 
     training: Any
     evaluation: Any
@@ -36,16 +36,16 @@ def keeps_output(selection: Selection) -> str | None:
 
 @dataclass(frozen=True)
 class System:
-    """Who decides which expert computes: everything that is built from the options of one system.
+    """A system of expert selection: everything that is built from its options.
 
     Each function takes the options, an instance of `selection`.
     """
 
-    selection: type[Selection]  # its options; they have its word for --expert-selection
+    selection: type[Selection]  # the class of the options, with the name for --expert-selection
     layer: Callable[[Any], type[ExpertLayer]]
     rules: Callable[[Any], Rules]
-    losses: tuple[MakeLoss, ...] = ()  # on routing; those of weight 0 are left out
-    # Why experts that start as one dense layer compute something else than it; None: they do not.
+    losses: tuple[MakeLoss, ...] = ()  # auxiliary losses; a layer skips those with coefficient 0
+    # The reason why upcycled experts do not reproduce the dense layer's output. None: they do.
     upcycling: Callable[[Any], str | None] = scales_output
 
     def build(
