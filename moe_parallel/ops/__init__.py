@@ -1,4 +1,4 @@
-"""The operators of a mixture of experts, behind one face.
+"""The operators of a mixture of experts, behind one interface.
 
     ops = select_backend("auto")
     row_map = ops.routing_map(experts_TK, num_experts)
@@ -11,7 +11,7 @@ which is the same as
     h_NF = ops.swiglu(gate_NF, up_NF, probs_N)
     y_TD = ops.unpermute(ops.grouped_gemm(h_NF, w_out_EFD, row_map.counts_E), row_map)
 
-`reference.py` is the specification: shapes, types and gradients are documented there.
+`reference.py` is the specification. It documents shapes, dtypes and gradients.
 """
 
 from collections.abc import Callable
@@ -96,7 +96,7 @@ class AutonomousExperts(Protocol):
 
 @dataclass(frozen=True)
 class Ops:
-    """One backend's operators; `reference.py` says what each does."""
+    """The operators of one backend; `reference.py` specifies each of them."""
 
     name: str
     routing_map: RoutingMap
@@ -111,10 +111,11 @@ class Ops:
 
 
 def select_backend(name: str) -> Ops:
-    """The operators called `name`: reference, native (the C++ extension) or auto.
+    """The operators of the backend `name`: reference, native (the C++ extension) or auto.
 
-    auto is native where the extension is built, except for one without CUDA kernels on a
-    machine with a GPU. Raises InputError for another name, and for native without extension.
+    auto is native if the extension is built, unless the extension has no CUDA kernels and the
+    machine has a GPU; then auto is reference. Raises InputError for another name, and for native
+    if the extension is not built.
     """
     if name not in BACKENDS:
         raise InputError(f"--moe-backend {name!r} is unknown: choose one of {', '.join(BACKENDS)}")

@@ -1,4 +1,4 @@
-"""Rows of each expert, padded to a multiple: what FP8 matrix products ask of them."""
+"""Rows of each expert, padded to a multiple, which FP8 matrix products require."""
 
 import torch
 from torch.nn import functional
@@ -7,10 +7,10 @@ from moe_parallel.ops.types import RowMap
 
 
 def aligned_rows(row_map: RowMap, multiple: int) -> tuple[RowMap, list[int]]:
-    """The same rows, those of each expert followed by padding up to a multiple of `multiple`.
+    """The same rows, with the rows of each expert padded at their end to a multiple of `multiple`.
 
-    An expert without rows stays without. Returns the counts as a list as well: a product that
-    takes each expert's size from the host needs it, and it is the only thing waited for here.
+    An expert without rows gets none. The counts are also returned as a list, for products that
+    take each expert's size from the host. On a GPU this list is the only wait here.
     """
     counts_E = row_map.counts_E
     aligned_E = (counts_E + multiple - 1).div(multiple, rounding_mode="floor") * multiple

@@ -13,15 +13,15 @@ BUILD_COMMAND = "pip install -e ."
 
 
 def is_built() -> bool:
-    """Whether there is an extension for this Python (it may still be for another torch)."""
+    """Whether an extension is built for this Python; it may still be for another torch."""
     return importlib.util.find_spec(NAME) is not None
 
 
 def load() -> ModuleType:
-    """The extension; loading it registers the operators `torch.ops.moe_parallel.*`.
+    """Load the extension, which registers the operators `torch.ops.moe_parallel.*`.
 
-    Raises InputError when it is not there, was built for another torch, or is asked by
-    MOE_PARALLEL_CPU for vector instructions that this processor lacks.
+    Raises InputError if it is not built, if it was built for another torch, or if MOE_PARALLEL_CPU
+    names vector instructions that this processor lacks.
     """
     if not is_built():
         raise InputError(
@@ -42,7 +42,7 @@ def load() -> ModuleType:
 
 
 def has_cuda() -> bool:
-    """Whether the extension carries CUDA kernels."""
+    """Whether the extension contains CUDA kernels."""
     return bool(load().build_info()["cuda"])
 
 

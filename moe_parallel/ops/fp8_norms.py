@@ -1,4 +1,4 @@
-"""Norms of x W_e from factors rounded to FP8: near enough to say which are worth computing exactly.
+"""Norms of x W_e with x and W_e rounded to FP8: they select the norms to compute exactly.
 
 Shape suffixes are those of reference.py; X counts the columns of all experts, E R.
 """
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
-TILE_BYTES = 32 << 20  # of products at a time
+TILE_BYTES = 32 << 20  # bytes of products in memory at a time
 
 
 def fp8_norms(x_TD: Tensor, w_EDR: Tensor) -> Tensor:
-    """||x W_e|| of x and W_e rounded to e4m3, summed in fp32: fp32 [T, E], without gradient.
+    """||x W_e|| with x and W_e rounded to e4m3, summed in fp32: fp32 [T, E], without gradient.
 
-    Each token and each expert is scaled so that its greatest entry is the greatest of e4m3. One
-    scale for all tokens would let one of them change who is chosen for another.
+    Each token and each expert is scaled so that its largest entry becomes the largest e4m3 number.
+    With one scale for all tokens, one token could change the choices of another.
     """
     num_experts, _, rank = w_EDR.shape
     x_TD, w_EDR = x_TD.detach().float(), w_EDR.detach().float()
@@ -35,7 +35,7 @@ def fp8_norms(x_TD: Tensor, w_EDR: Tensor) -> Tensor:
 
 
 def _scale(values: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """What to divide by; 1 for zeros."""
+    """The divisors that scale the values to e4m3; 1 for zeros."""
     scale = values.abs().amax(dims, keepdim=True) / torch.finfo(E4M3).max
     return torch.where(scale == 0, 1, scale)
 

@@ -1,9 +1,11 @@
-"""The operators in plain torch: the specification that every other backend is held to.
+"""The operators in plain torch: the specification with which every other backend is compared.
 
-Legend: T tokens, D model width, E experts, K choices per token, N rows (dispatched choices),
-I and O the two widths of a matrix, F width of an expert, R low-rank size (d_low), W wide size
-(d_wide), P merged experts. All functions take CPU and CUDA tensors in fp32, bf16, fp16 or fp64;
-torch differentiates them. Sums run in fp32 for bf16 and fp16 (`accumulation_dtype`).
+Shape suffixes: T tokens, D model width, E experts, K choices per token, S slots of all tokens
+(T * K), N rows (dispatched choices), I and O the two widths of a matrix, F width of an expert, R
+low-rank size (d_low), W wide size (d_wide), P merged experts.
+
+All functions take CPU and CUDA tensors in fp32, bf16, fp16 or fp64. torch differentiates them. For
+bf16 and fp16, sums are computed in fp32 (`accumulation_dtype`).
 """
 
 from typing import Any, get_args
@@ -17,7 +19,7 @@ from moe_parallel.ops.types import Choose, Gradient, Keep, NormScores, RowMap
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type that sums and norms are kept in: fp64 for fp64, fp32 for the rest."""
+    """The dtype of sums and norms: fp64 for fp64, fp32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -27,15 +29,17 @@ def routing_map(
     pad_rows_per_expert: int | None = None,
     all_chosen: bool = False,
 ) -> RowMap:
-    """Sort the choices by expert, keeping the order of tokens and choices (a stable sort).
+    """Sort the choices by expert. The sort is stable: it keeps the order of tokens and choices.
 
-    experts_TK: int64, the expert of each choice; -1 where there is none (not chosen, dropped).
-    pad_rows_per_expert: with a value C every expert gets exactly C rows, padded at its end.
+    experts_TK: int64, the expert of each choice; -1 for an empty slot (not chosen, or dropped).
+    pad_rows_per_expert: with a value C, every expert gets exactly C rows. The padding is at the end
+        of the expert's rows.
     all_chosen: a promise that no choice is -1. With it, or with pad_rows_per_expert, the number of
-        rows follows from shapes, and no kernel has to wait for a count of a GPU's.
+        rows follows from the shapes, and the host does not wait for a count from the GPU.
 
-    Raises ValueError for an expert beyond num_experts, one with more than C choices, or a broken
-    promise. On a GPU the native operators do not wait to see them: such a choice is left out.
+    Raises ValueError if an expert is num_experts or above, if an expert has more than C choices, or
+    if the promise is broken. On a GPU the native operators do not check this, because that would
+    make the host wait; they leave such a choice out.
     """
     chosen_S = experts_TK.flatten()
     if chosen_S.numel() > 0 and int(chosen_S.max()) >= num_experts:
@@ -55,7 +59,7 @@ def routing_map(
                 "rows: drop the overflow before routing_map"
             )
 
-    # Choices without an expert sort behind all others and are cut off.
+    # Empty slots sort after all choices and are cut off.
     sort_key_S = chosen_S.where(chosen_S >= 0, num_experts)
     by_expert_S = sort_key_S.argsort(stable=True)[: int(chosen_E.sum())]
 
@@ -73,9 +77,9 @@ def routing_map(
 
 
 def permute(x_TD: Tensor, row_map: RowMap) -> Tensor:
-    """x_ND: row n is the token that fills it, a padding row is zero.
+    """x_ND: row n is a copy of the token that fills it; a padding row is zero.
 
-    Backward: a token's gradient is the sum over its rows.
+    The gradient of a token is the sum of the gradients of its rows.
     """
     _check_tokens(x_TD, row_map)
     choices = row_map.rows_TK.size(1)
@@ -86,7 +90,7 @@ def permute(x_TD: Tensor, row_map: RowMap) -> Tensor:
 def unpermute(y_ND: Tensor, row_map: RowMap, probs_TK: Tensor | None = None) -> Tensor:
     """y_TD: the sum of each token's rows, weighted by its probs; 0 for a token without rows.
 
-    Products and sums are fp32 for bf16 rows; the result has the type of y_ND.
+    Products and sums are in fp32 for bf16 rows. The result has the dtype of y_ND.
     """
     _check_rows(y_ND, row_map)
     y_TKD = _append_zero_row(y_ND)[row_map.rows_TK].to(accumulation_dtype(y_ND.dtype))
@@ -99,7 +103,7 @@ def unpermute(y_ND: Tensor, row_map: RowMap, probs_TK: Tensor | None = None) -> 
 def grouped_gemm(x_NI: Tensor, w_EIO: Tensor, counts_E: Tensor) -> Tensor:
     """y_NO: the first counts_E[0] rows times w_EIO[0], the next counts_E[1] times w_EIO[1], ...
 
-    An expert without rows gets a zero weight gradient.
+    The weight gradient of an expert without rows is zero.
     """
     if int(counts_E.sum()) != x_NI.size(0) or counts_E.numel() != w_EIO.size(0):
         raise ValueError(
@@ -111,10 +115,13 @@ def grouped_gemm(x_NI: Tensor, w_EIO: Tensor, counts_E: Tensor) -> Tensor:
 
 
 def swiglu(gate_NF: Tensor, up_NF: Tensor, probs_N: Tensor | None = None) -> Tensor:
-    """h_NF = silu(gate) * up (Shazeer 2020), row n times probs_N[n] (fp32; fp64 for fp64 rows).
+    """h_NF = silu(gate) * up (Shazeer 2020), with row n multiplied by probs_N[n].
 
-    With the gate here, the outputs of experts need not be kept for its gradient. Products are fp32
-    for bf16 rows and rounded once.
+    gate_NF, up_NF: the products of the rows with W_g and W_p.
+    probs_N: fp32, or fp64 for fp64 rows. The probs are applied here and not to the experts' outputs
+        so that these outputs need not be kept for the gradient of the probs.
+
+    For bf16 rows, products are in fp32 and rounded once.
     """
     wide = accumulation_dtype(gate_NF.dtype)
     h_NF = functional.silu(gate_NF.to(wide)) * up_NF.to(wide)
@@ -126,7 +133,8 @@ def swiglu(gate_NF: Tensor, up_NF: Tensor, probs_N: Tensor | None = None) -> Ten
 def expert_merge(weights_PE: Tensor, w_EIO: Tensor) -> Tensor:
     """merged_PIO = sum_e weights_PE[p, e] w_EIO[e] (Lory, arXiv 2405.03133, Eq. 2 and 3).
 
-    weights_PE: fp32 (fp64 for fp64 experts). Sums are in its type, and rounded once to w's.
+    weights_PE: fp32, or fp64 for fp64 experts. Sums are in the dtype of weights_PE and rounded once
+        to the dtype of w_EIO.
     """
     wide = accumulation_dtype(w_EIO.dtype)
     return torch.einsum("pe,eio->pio", weights_PE.to(wide), w_EIO.to(wide)).to(w_EIO.dtype)
@@ -145,25 +153,27 @@ def norm_topk(
 ) -> NormScores:
     """AoE's selection (arXiv 2501.13074, Algorithm 2): C = x W_e, `p_e = ||C||_2`, `topK(p)`.
 
-    The experts are sorted by falling norm, ties to the lower index. The gradient of a zero norm
-    is 0.
+    The chosen experts are sorted by norm plus bias, largest first. On a tie, the lower index comes
+    first. The gradient of a norm that is 0 is 0.
 
-    k: how many experts each token gets; None: `chosen` says who.
-    bias_E: fp32, added to the norms to rank by; it has no part in anything else.
-    keep: how much of C stays in memory. "nothing": the backward pass makes it again. "chosen": C of
-        the chosen, which is handed on as c_TKR for `autonomous_experts`. "all": also C of all whose
-        norms pass a gradient on, so that the backward pass makes none again; c_TKR then costs one
-        copy more. Apart from c_TKR it changes nothing but time and memory, and in this reference
-        nothing at all.
-    gradient: "all": every norm passes its gradient on; "chosen": those of the chosen alone, which
-        spares the backward pass of the native operators E - K products with x for each token.
-    chosen: another rule than top K: a function of the norms, called without gradient, that names
-        each token's experts, each at most once, -1 in an empty slot. C of an empty slot is 0. With
-        keep, C of all experts is in memory at once until it has chosen.
-    screening: M > 0: choose among the K + M candidates whose norms are greatest in FP8
-        (`fp8_norms`); norms of the others stay those of FP8. Takes the gradient of the chosen.
+    k: the number of experts per token. None: `chosen` selects them.
+    bias_E: fp32, added to the norms for the selection only.
+    keep: how much of C stays in memory for the backward pass. "nothing": the backward pass
+        recomputes it. "chosen": C of the chosen experts stays, and is returned as c_TKR for
+        `autonomous_experts`. "all": C of every expert whose norm has a gradient also stays, so that
+        the backward pass recomputes nothing; c_TKR is then one more copy. Apart from c_TKR, keep
+        changes only time and memory, and in this reference it changes nothing.
+    gradient: "all": the gradient flows through every norm. "chosen": it flows only through the
+        norms of the chosen experts, which saves the native operators E - K products with x per
+        token in the backward pass.
+    chosen: a rule other than top K. It is a function of the norms, is called without gradient, and
+        returns the experts of each token: each expert at most once, -1 in an empty slot. C of an
+        empty slot is 0. Unless keep is "nothing", C of all experts is in memory until `chosen`
+        returns.
+    screening: M > 0: select among the K + M candidates with the largest norms in FP8 plus bias
+        (`fp8_norms`). The norms of all other experts stay those in FP8. Needs gradient="chosen".
 
-    Raises ValueError unless either `chosen` is given or 1 <= k <= E and k + screening <= E.
+    Raises ValueError unless `chosen` is given alone or 1 <= k <= E and k + screening <= E.
     """
     check_choice(w_EDR.size(0), k, bias_E, keep, gradient, chosen, screening)
     c_TER = torch.einsum("td,edr->ter", x_TD, w_EDR)
@@ -189,7 +199,7 @@ def norm_topk(
 
 
 def c_of_chosen(c_TER: Tensor, experts_TK: Tensor) -> Tensor:
-    """c_TKR: C of each token's experts, 0 in empty slots (-1)."""
+    """c_TKR: C of each token's chosen experts; 0 in empty slots (-1)."""
     experts_TK1 = experts_TK.unsqueeze(-1)
     index_TKR = experts_TK1.clamp(min=0).expand(-1, -1, c_TER.size(2))
     return c_TER.gather(1, index_TKR).masked_fill(experts_TK1 < 0, 0)
@@ -204,7 +214,7 @@ def check_choice(
     chosen: Choose | None,
     screening: int,
 ) -> None:
-    """Raise ValueError for arguments of `norm_topk` that do not go together."""
+    """Raise ValueError if arguments of `norm_topk` are out of range or exclude each other."""
     for name, value, values in (("keep", keep, Keep), ("gradient", gradient, Gradient)):
         if value not in get_args(values):
             raise ValueError(f"{name} must be one of {', '.join(get_args(values))}, not {value!r}")
@@ -228,7 +238,10 @@ def check_choice(
 def by_falling_rank(
     norms_TE: Tensor, bias_E: Tensor | None, others_TE: Tensor | None = None
 ) -> Tensor:
-    """All experts of each token by falling norm + bias, ties to the lower index; `others` last."""
+    """All experts of each token, sorted by norm + bias, largest first; those in `others` last.
+
+    On a tie, the lower index comes first.
+    """
     rank_TE = norms_TE if bias_E is None else norms_TE + bias_E
     if others_TE is not None:
         rank_TE = rank_TE.masked_fill(others_TE, -torch.inf)
@@ -244,10 +257,10 @@ def routed_experts(
     *,
     main_gradients: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """y_TD = sum over each token's experts of gate * (silu(x W_g) * (x W_p)) W_o.
+    """y_TD = sum over each token's experts of prob * (silu(x W_g) * (x W_p)) W_o.
 
     w_gate_up_ED2F: [W_g | W_p] side by side, [E, D, 2F].
-    main_gradients: one for each weight, see `add_gradient_to`.
+    main_gradients: one tensor for each weight; see `add_gradient_to`.
     """
     if main_gradients is not None:
         w_gate_up_ED2F = add_gradient_to(main_gradients[0], w_gate_up_ED2F)
@@ -271,15 +284,15 @@ def autonomous_experts(
     recompute_gate: bool = True,
     main_gradients: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """y_TD = sum over each token's experts of gate * (silu(x W_down W_up) * (x W_p)) W_o.
+    """y_TD = sum over each token's experts of prob * (silu(x W_down W_up) * (x W_p)) W_o.
 
     AoE's experts (arXiv 2501.13074, Algorithm 2).
 
-    c_TKR: C = x W_down of the choices, where the selection hands it on: then W_down has no part in
-        this, and C's gradient goes back there.
-    recompute_gate: compute C W_up again in the backward pass instead of keeping it. It changes
-        nothing but time and memory, and nothing at all in this reference.
-    main_gradients: of W_up, W_p and W_out, see `add_gradient_to`.
+    c_TKR: C = x W_down of the choices, as `norm_topk` returns it. If it is given, w_down_EDR is not
+        used here, and the gradient of C flows back to the selection. None: C is computed here.
+    recompute_gate: recompute C W_up in the backward pass instead of keeping it. It changes only
+        time and memory, and in this reference it changes nothing.
+    main_gradients: one tensor for each of W_up, W_p and W_out; see `add_gradient_to`.
     """
     if main_gradients is not None:
         weights = (w_up_ERW, w_p_EDW, w_out_EWD)
@@ -296,10 +309,10 @@ def autonomous_experts(
 
 
 def add_gradient_to(main: Tensor, w: Tensor) -> Tensor:
-    """w itself; its gradient is added to `main` in the backward pass, and w gets none.
+    """Returns w. The backward pass adds the gradient of w to `main`, and w itself gets none.
 
-    main: [*w.shape], a sum over backward passes, fp32 for bf16 weights. The native operators add
-        products of rows to it without rounding them to the type of w, as happens here.
+    main: [*w.shape], a sum over backward passes; fp32 for bf16 weights. This reference rounds the
+        gradient to the dtype of w before it is added. The native operators do not round it.
     """
     return _AddedGradient.apply(w, main)
 
@@ -307,7 +320,7 @@ def add_gradient_to(main: Tensor, w: Tensor) -> Tensor:
 class _AddedGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, w: Tensor, main: Tensor) -> Tensor:
-        ctx.main = main  # not saved: other backward passes add to it meanwhile
+        ctx.main = main  # not by save_for_backward, because other backward passes add to it
         return w.view_as(w)
 
     @staticmethod
@@ -317,13 +330,13 @@ class _AddedGradient(torch.autograd.Function):
 
 
 def _probs_of_rows(probs_TK: Tensor, row_map: RowMap) -> Tensor:
-    """The gate of each row, 0 in padding rows: [N]."""
+    """The prob of each row, 0 in padding rows: [N]."""
     _check_probs(probs_TK, row_map)
     return functional.pad(probs_TK.flatten(), (0, 1))[row_map.slots_N]
 
 
 def _append_zero_row(x: Tensor) -> Tensor:
-    """One zero row more, so that index -1 means nothing."""
+    """Appends one zero row, so that index -1 selects zeros."""
     return functional.pad(x, (0, 0, 0, 1))
 
 

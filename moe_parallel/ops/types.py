@@ -1,4 +1,4 @@
-"""What the operators take and give besides tensors."""
+"""The arguments and results of the operators that are not single tensors."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -9,12 +9,12 @@ from torch import Tensor
 class RowMap(NamedTuple):
     """The two directions of one dispatch. A row is one token as one expert sees it.
 
-    Rows are sorted by expert, inside an expert by token, inside a token by choice. N rows may
-    hold padding (with a capacity) and may leave choices out (those given as -1).
+    Rows are sorted by expert, then by token, then by choice. The N rows may include padding (with a
+    capacity) and may lack choices (those given as -1).
 
-    slots_N: int64, the flat choice `t * K + k` that fills row n; -1 for a padding row.
-    rows_TK: int64, the row of choice k of token t; -1 where it is not dispatched.
-    counts_E: int64: rows per expert, padding included; they sum to N.
+    slots_N: int64, the flat slot `t * K + k` that fills row n; -1 for a padding row.
+    rows_TK: int64, the row of choice k of token t; -1 if the choice is not dispatched.
+    counts_E: int64, the rows per expert, including padding; they sum to N.
     """
 
     slots_N: Tensor
@@ -23,11 +23,12 @@ class RowMap(NamedTuple):
 
 
 class NormScores(NamedTuple):
-    """Norms of all experts for each token, and which experts were chosen by them.
+    """The norms of all experts for each token, and the chosen experts.
 
     norms_TE: fp32 (fp64 for fp64 inputs), differentiable.
-    experts_TK: int64, the chosen; by falling rank, or in the order of `chosen`.
-    c_TKR: C = x W_e of the chosen experts, differentiable; None: nothing was kept.
+    experts_TK: int64, the chosen experts: by norm plus bias, largest first, or in the order that
+        `chosen` returns.
+    c_TKR: C = x W_e of the chosen experts, differentiable. None: nothing was kept.
     """
 
     norms_TE: Tensor
@@ -35,11 +36,11 @@ class NormScores(NamedTuple):
     c_TKR: Tensor | None = None
 
 
-#: How much of C = x W_e `norm_topk` keeps: none of it, that of the chosen experts, or all.
+#: How much of C = x W_e `norm_topk` keeps: nothing, C of the chosen experts, or C of all experts.
 Keep = Literal["nothing", "chosen", "all"]
 
-#: Which norms of `norm_topk` pass a gradient on: all, or those of the chosen experts.
+#: The norms of `norm_topk` through which a gradient flows: all, or those of the chosen experts.
 Gradient = Literal["all", "chosen"]
 
-#: norms_TE -> experts_TK, int64, -1: an empty slot.
+#: norms_TE -> experts_TK, int64; -1 is an empty slot.
 Choose = Callable[[Tensor], Tensor]

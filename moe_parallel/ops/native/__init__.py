@@ -1,8 +1,8 @@
-"""The operators in C++ (csrc/): same contracts as reference.py, on CPU and, where built, CUDA.
+"""The operators in C++ (csrc/), as reference.py specifies them, on CPU and, if built, on CUDA.
 
 Importing this package registers `torch.ops.moe_parallel.*` with their shapes (fake kernels, for
-tracing) and gradients. Each C++ operator takes and returns plain tensors; the functions here put
-RowMap and optional arguments around them. The modules are named as the files in csrc/.
+tracing) and gradients. Each C++ operator takes and returns plain tensors. The functions here add
+RowMap and optional arguments. The modules have the names of the files in csrc/.
 """
 
 from moe_parallel.ops import extension

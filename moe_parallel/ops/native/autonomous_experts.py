@@ -1,4 +1,4 @@
-"""The autonomous layer behind its selection, in one."""
+"""The autonomous layer after its selection, as one operator."""
 
 from typing import Any
 
@@ -97,14 +97,14 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, *kept = output
     ctx.mark_non_differentiable(*kept)
-    ctx.set_materialize_grads(False)  # or there would be zeros as large as what is kept
+    ctx.set_materialize_grads(False)  # otherwise autograd makes zeros as large as what is kept
     *given, main_up, main_p, main_out, _ = inputs
     ctx.save_for_backward(*given, *kept)
     ctx.main_gradients = (
         main_up,
         main_p,
         main_out,
-    )  # not saved: other passes add to them meanwhile
+    )  # not by save_for_backward, because other passes add to them
 
 
 @once_differentiable

@@ -1,4 +1,4 @@
-"""grouped_gemm and grouped_outer, each other's gradients: differentiable any number of times."""
+"""grouped_gemm and grouped_outer: each is the gradient of the other, so both have all orders."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""AoE's selection, and its two gradients: through all norms, or through those of the chosen."""
+"""AoE's selection and its two gradients: through all norms, or through the chosen norms."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def norm_topk(
     screening: int = 0,
 ) -> NormScores:
     check_choice(w_EDR.size(0), k, bias_E, keep, gradient, chosen, screening)
-    # The chosen gradient needs no C but that of the chosen.
+    # With gradient="chosen" the backward pass needs only C of the chosen experts.
     keep_all = keep == "all" and gradient == "all" and torch.is_grad_enabled()
     with torch.no_grad():
         if chosen is not None:
@@ -52,7 +52,7 @@ def norm_topk(
 def _chosen_by(
     chosen: Choose, x_TD: Tensor, w_EDR: Tensor, keep: Keep, keep_all: bool
 ) -> tuple[NormScores, Tensor]:
-    """The scores, and C of all experts if it was made at once."""
+    """The scores by the rule `chosen`, and C of all experts if it is kept."""
     keep_all = keep_all or keep != "nothing"
     norms_TE, _, _, c_TER = _ops.norm_topk(x_TD, w_EDR, 1, None, False, keep_all)
     experts_TK = chosen(norms_TE)
@@ -63,7 +63,7 @@ def _chosen_by(
 def _screened(
     x_TD: Tensor, w_EDR: Tensor, k: int, bias_E: Tensor | None, keep: Keep, screening: int
 ) -> NormScores:
-    """Norms in FP8 name the candidates: k + screening products a token with x."""
+    """Norms in FP8 select the candidates, so that a token needs k + screening exact products."""
     norms_TE = fp8_norms(x_TD, w_EDR).to(accumulation_dtype(x_TD.dtype))
     candidates_TC = by_falling_rank(norms_TE, bias_E)[:, : k + screening].contiguous()
     slots, rows_TC, counts = routing_map(candidates_TC, w_EDR.size(0), all_chosen=True)
@@ -106,9 +106,10 @@ def _(
 
 
 class _Gradient(torch.autograd.Function):
-    """Norms and C of the chosen, which were made without gradient, as functions of x and w.
+    """Makes the norms and C of the chosen, computed without gradient, functions of x and w.
 
-    `c_chosen` and `c`: C of the chosen and of all experts; None: the backward pass makes it again.
+    `c_chosen` and `c`: C of the chosen experts and of all experts. None: the backward pass
+    recomputes it.
     """
 
     @staticmethod
@@ -123,7 +124,7 @@ class _Gradient(torch.autograd.Function):
         gradient: Gradient,
         all_chosen: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.set_materialize_grads(False)  # or there would be zeros as large as C
+        ctx.set_materialize_grads(False)  # otherwise autograd makes zeros as large as C
         ctx.gradient, ctx.all_chosen, ctx.hands_on = gradient, all_chosen, c_chosen is not None
         ctx.save_for_backward(x, w, norms, experts, c if gradient == "all" else c_chosen)
         return norms.view_as(norms), None if c_chosen is None else c_chosen.view_as(c_chosen)
@@ -133,9 +134,9 @@ class _Gradient(torch.autograd.Function):
     def backward(
         ctx: Any, dnorms: Tensor | None, dc_chosen: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        x, w, norms, experts, c = ctx.saved_tensors  # once: checkpointing allows no second time
+        x, w, norms, experts, c = ctx.saved_tensors  # read once: checkpointing allows no second
         dnorms = torch.zeros_like(norms) if dnorms is None else dnorms
-        dc_chosen = dc_chosen if ctx.hands_on else None  # a compiler passes zeros of no size
+        dc_chosen = dc_chosen if ctx.hands_on else None  # torch.compile passes an empty tensor
         if ctx.gradient == "all":
             dx, dw = _ops.norm_topk_backward(dnorms, dc_chosen, x, w, norms, experts, c)
         else:
@@ -158,9 +159,9 @@ def _through_chosen(
     rows: Tensor,
     counts: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """dx and dw of `norm_topk` through the chosen alone: K products with x instead of E.
+    """dx and dw of `norm_topk` through the chosen norms only: K products with x instead of E.
 
-    With a = dL/dp / p for the norm p = ||C|| of a chosen expert, dC += a C (0 where p is 0).
+    With a = dL/dp / p for the norm p = ||C|| of a chosen expert, dC += a C (0 if p is 0).
     """
     x_rows = _ops.permute(x, slots, rows)
     factors = (dnorms / norms).masked_fill(norms == 0, 0)

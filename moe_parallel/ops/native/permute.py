@@ -1,4 +1,4 @@
-"""Tokens copied to their rows. Its gradient is unpermute's: differentiable any number of times."""
+"""Copies tokens to their rows. The gradient is `unpermute`, so all orders of gradients exist."""
 
 from typing import Any
 

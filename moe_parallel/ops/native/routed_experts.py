@@ -1,4 +1,4 @@
-"""The routed layer in one: what lies between its products is neither returned nor kept."""
+"""The routed layer as one operator, which returns no intermediate result but x [W_g | W_p]."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""SwiGLU with the gate of a row inside."""
+"""SwiGLU that also multiplies each row by its prob."""
 
 from typing import Any
 

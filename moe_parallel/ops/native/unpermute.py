@@ -1,4 +1,4 @@
-"""Rows summed into their tokens; with probs differentiable once, without any number of times."""
+"""Sums rows into their tokens. Differentiable once with probs, any number of times without."""
 
 from typing import Any
 
