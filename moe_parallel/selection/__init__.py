@@ -1,1 +1,1 @@
-"""Who decides: pure functions from scores to choices, and the capacity of experts."""
+"""Selection rules, which are pure functions from scores to choices, and expert capacity."""

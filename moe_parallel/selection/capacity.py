@@ -1,4 +1,4 @@
-"""Expert capacity: what happens to the choices that an over-full expert cannot take."""
+"""Expert capacity: drops the choices that a full expert does not accept."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ DropOrder = Callable[[Choices], torch.Tensor]
 
 
 def by_probability(choices: Choices) -> torch.Tensor:
-    """All slots, largest probs first (earlier tokens first among equals): [T * K]."""
+    """All slots, largest probs first; on a tie, earlier tokens first: [T * K]."""
     return torch.argsort(choices.probs_TK.detach().flatten(), descending=True, stable=True)
 
 
 def by_position(choices: Choices) -> torch.Tensor:
-    """All slots in the order of tokens, all first choices ahead of all second choices: [T * K]."""
+    """All slots in the order of tokens; all first choices precede all second choices: [T * K]."""
     num_tokens, k = choices.experts_TK.shape
     slots_TK = torch.arange(num_tokens * k, device=choices.experts_TK.device).view(num_tokens, k)
     return slots_TK.t().flatten()
@@ -31,23 +31,24 @@ DROP_ORDERS: dict[str, DropOrder] = {"probs": by_probability, "position": by_pos
 
 @dataclass(frozen=True)
 class Capacity:
-    """At most ceil(T * k / E * factor) of the T tokens that one rank routes go to one expert.
+    """An expert accepts at most ceil(T * k / E * factor) of the T tokens that one rank routes.
 
-    Overflow is dropped: the layer adds 0 for that choice and the residual carries the token on;
-    the probs of a token's other choices stay as they are.
+    Other choices are dropped. A dropped choice adds 0 to the output of the layer, so the residual
+    connection alone carries the token if all its choices are dropped. The probs of a token's other
+    choices do not change.
     """
 
     factor: float
     order: DropOrder
     pad: bool  # fill every expert's input with zero rows up to its capacity
-    k: int = 1  # experts per token; 1 where their number varies, or is not to count
+    k: int = 1  # experts per token; 1 if their number varies or must not count
 
     def rows_per_expert(self, num_tokens: int, num_experts: int) -> int:
-        # In fractions: 200 * 2 / 8 * 1.1 is 55, and a little more in floating point.
+        # Fractions are exact: 200 * 2 / 8 * 1.1 is 55, but slightly more in floating point.
         return math.ceil(Fraction(num_tokens * self.k, num_experts) * Fraction(str(self.factor)))
 
     def keep(self, choices: Choices) -> Choices:
-        """`choices` without the overflow of each expert: their slots become -1."""
+        """`choices` without those beyond the capacity of an expert; their slots become -1."""
         num_tokens, k = choices.experts_TK.shape
         num_experts = choices.scores_TE.shape[1]
         limit = self.rows_per_expert(num_tokens, num_experts)

@@ -1,4 +1,4 @@
-"""What a selection rule decides, in the form that capacity and dispatch take."""
+"""The result of a selection rule, which capacity and dispatch take as input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_parallel.selection.tokens import Tokens
 
 @dataclass(frozen=True)
 class Choices:
-    """Which experts compute each token, and with what weight.
+    """The experts that compute each token, and their probs.
 
     Shape suffixes: T tokens on this rank, K slots per token (first choice first), E all experts,
     R low-rank size.
@@ -21,13 +21,13 @@ class Choices:
     experts_TK: torch.Tensor  # int64; -1: the slot is empty (not chosen, or dropped)
     probs_TK: torch.Tensor  # fp32, differentiable; the weight of that expert's output
     scores_TE: torch.Tensor  # fp32; router logits or norms, higher ranks first
-    probabilities_TE: torch.Tensor  # fp32, differentiable; scores as shares of 1
-    c_TKR: torch.Tensor | None = None  # C = x W_down of the chosen, handed to them
-    all_chosen: bool = False  # a promise that no slot is empty, which spares a GPU a wait
+    probabilities_TE: torch.Tensor  # fp32, differentiable; the scores normalized to sum to 1
+    c_TKR: torch.Tensor | None = None  # C = x W_down of the chosen experts, for their use
+    all_chosen: bool = False  # a promise that no slot is empty, so that no wait for a GPU is needed
     _counts_E: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     def tokens_per_expert(self) -> torch.Tensor:
-        """How many tokens chose each expert: float32 [E]; counted once, not to be changed."""
+        """The number of tokens that chose each expert: float32 [E]. Cached: do not modify it."""
         if self._counts_E is None:  # no cached_property: torch.compile does not trace its lock
             counts_E = self._sum_by_expert(torch.ones_like(self.probs_TK))
             object.__setattr__(self, "_counts_E", counts_E)
@@ -39,14 +39,14 @@ class Choices:
         return self._sum_by_expert(self.probs_TK)
 
     def _sum_by_expert(self, values_TK: torch.Tensor) -> torch.Tensor:
-        # A bin of its own for empty slots, so that no size depends on data (a sync on a GPU).
+        # Empty slots have their own bin, so that no size depends on data (a sync on a GPU).
         bins = (self.experts_TK + 1).flatten()
         sums = values_TK.new_zeros(self.scores_TE.shape[1] + 1)
         return sums.scatter_add(0, bins, values_TK.flatten())[1:]
 
 
 class Rule(Protocol):
-    """How scores become choices."""
+    """A function from scores to choices."""
 
     def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
         """`scores_TE`: fp32, router logits or norms."""
@@ -54,19 +54,21 @@ class Rule(Protocol):
 
 
 class BiasedRule(Rule, Protocol):
-    """A rule that a bias can take part in."""
+    """A rule that can add a balancing bias for the selection."""
 
     def with_bias(self, bias_E: torch.Tensor) -> Rule:
-        """The rule with `bias_E`, fp32, added to what it ranks by."""
+        """The rule that adds `bias_E`, fp32, to the values by which it ranks experts."""
         ...
 
 
 def slots_of(chosen_TE: torch.Tensor, probs_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Any number of experts per token as slots: (experts_TK, probs_TK) with K = E.
+    """Converts a mask, with any number of experts per token, to slots with K = E.
 
     Args:
-        chosen_TE: bool; which experts compute each token.
-        probs_TE: fp32; slots are ordered by them, greatest first (lower experts among equals).
+        chosen_TE: bool; the experts that compute each token.
+        probs_TE: fp32; slots are sorted by probs, largest first, and by expert on a tie.
+
+    Returns (experts_TK, probs_TK).
     """
     ranked_TE = probs_TE.detach().masked_fill(~chosen_TE, -torch.inf)
     experts_TE = torch.argsort(ranked_TE, dim=1, descending=True, stable=True)

@@ -1,4 +1,4 @@
-"""Each expert takes a fixed number of tokens: those that score highest for it."""
+"""Expert choice: each expert takes a fixed number of tokens, those with the highest scores."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from moe_parallel.selection.tokens import Tokens
 
 
 def tokens_taken(factor: float, num_tokens: int, num_experts: int) -> int:
-    """round(factor * tokens / n), half upwards; at least 1, at most all."""
+    """round(factor * tokens / n), where a half is rounded up; at least 1, at most all tokens."""
     return min(num_tokens, max(1, math.floor(factor * num_tokens / num_experts + 0.5)))
 
 
 def raw(scores_TE: torch.Tensor) -> torch.Tensor:
-    """Scores as they are."""
+    """The scores, unchanged."""
     return scores_TE
 
 
@@ -26,13 +26,13 @@ def raw(scores_TE: torch.Tensor) -> torch.Tensor:
 class ExpertChoice:
     """Expert choice by token (Zhou et al. 2022; the AoE paper's Table 3 with raw scores, factor 2).
 
-    An expert takes its best round(factor * tokens / n) of the tokens of the whole micro-batch,
-    whichever rank routes them, and weighs its output by the value that it ranked them by. Earlier
-    tokens win ties. A token may be taken by any number of experts, or by none.
+    An expert takes the round(factor * tokens / n) tokens with the highest values in the whole
+    micro-batch, over all ranks that route it. The same value is the prob that weights the output.
+    On a tie, the earlier token is taken. A token may be taken by any number of experts, or by none.
     """
 
     factor: float
-    ranking: Callable[[torch.Tensor], torch.Tensor]  # scores_TE -> what is ranked and weighs
+    ranking: Callable[[torch.Tensor], torch.Tensor]  # scores_TE -> values to rank by, and probs
 
     def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
         probs_TE = self.ranking(scores_TE)

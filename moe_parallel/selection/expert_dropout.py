@@ -1,4 +1,4 @@
-"""Experts that are left out of a merge by chance."""
+"""Expert dropout: a merge leaves out experts at random."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class ExpertDropout:
-    """Each expert left out with a probability (SMEAR); where none is left, all stay.
+    """Each expert is left out with a given probability (SMEAR). If none would remain, all stay.
 
     Shape suffixes: G merges of a sequence, B sequences, E experts.
     """
@@ -17,10 +17,10 @@ class ExpertDropout:
     probability: float
 
     def __call__(self, e_GBE: torch.Tensor) -> torch.Tensor:
-        """The weights of a merge, which sum to 1 again: [G, B, E]."""
+        """The merge weights after dropout, normalized to sum to 1: [G, B, E]."""
         if not self.probability:
             return e_GBE
-        # The device's default generator is the same on all tensor-parallel ranks, which must agree.
+        # Tensor-parallel ranks must agree: the device's default generator is the same on all.
         kept_GBE = e_GBE * (torch.rand_like(e_GBE) >= self.probability)
         sums_GB1 = kept_GBE.sum(-1, keepdim=True)
         some_GB1 = sums_GB1 > 0

@@ -1,4 +1,4 @@
-"""Where the tokens to route stand in their micro-batch."""
+"""The position of a rank's tokens in their micro-batch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 @dataclass(frozen=True)
 class Tokens:
-    """The T tokens that a rank routes, in the order [S, B] of Megatron: here, all of them.
+    """The T tokens that a rank routes, in Megatron's order [S, B]. Here they are all tokens.
 
-    `layers.split_tokens` holds those of a rank that has a stretch of every sequence. What a rule or
-    a loss needs of the other ranks it asks these methods for, so that it is a pure function itself.
+    `layers.split_tokens` has the subclass for a rank that holds one stretch of every sequence.
+    Rules and losses get values of other ranks only from these methods, and so are pure functions.
 
     Shape suffixes: T tokens of this rank, A tokens of the whole micro-batch.
     """
@@ -21,31 +21,31 @@ class Tokens:
 
     @property
     def num_stretches(self) -> int:
-        """Into how many stretches of equal length every sequence is split."""
+        """The number of stretches of equal length into which every sequence is split."""
         return 1
 
     def first_position(self, num_tokens: int) -> int:
-        """Where in its sequence this rank's stretch begins. `num_tokens`: T."""
+        """The position in the sequence at which this rank's stretch begins. `num_tokens`: T."""
         return 0
 
     def of_micro_batch(self, x_TX: torch.Tensor) -> torch.Tensor:
-        """Rows of every rank in the order [S, B]: [A, X]. No gradient."""
+        """The rows of all ranks in the order [S, B]: [A, X]. Without gradient."""
         return x_TX.detach()
 
     def of_this_rank(self, x_AX: torch.Tensor) -> torch.Tensor:
-        """This rank's part of rows of the whole micro-batch: [T, X]."""
+        """This rank's part of the rows of the whole micro-batch: [T, X]."""
         return x_AX
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's x, for what all ranks then compute alike, a loss.
+        """The sum of x over the ranks, for a loss that all ranks compute identically.
 
-        The gradient of each rank's x is that of the sum.
+        The gradient of each rank's x is the gradient of the sum.
         """
         return x
 
     def sum_for_each(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's x, which each rank then uses for tokens of its own.
+        """The sum of x over the ranks, which each rank uses for its own tokens.
 
-        The gradient of each rank's x is the sum of those that the ranks give the sum.
+        The gradient of each rank's x is the gradient of the sum, summed over the ranks.
         """
         return x

@@ -1,4 +1,4 @@
-"""As many experts per token as it takes for their probabilities to reach p."""
+"""Top-p: a token takes its most probable experts until their probabilities sum to p."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from moe_parallel.selection.tokens import Tokens
 class TopP:
     """Dynamic routing (Huang et al. 2024, Eq. 4 to 6); with AoE, over the softmax of norms.
 
-    Experts are taken by probability, greatest first, until their sum is at least p; the expert
-    that crosses p is taken too, so there is always one. Probs are the probabilities themselves.
+    A token takes experts in order of probability, largest first, until the sum is at least p. It
+    also takes the expert that crosses p, so it always has at least one. The probs are the
+    probabilities, not renormalized.
     """
 
     p: float
-    strict: bool = False  # until the sum is above p, as in the authors' code
-    most: int | None = None  # experts per token at most; the paper's Table 1 infers with 2
+    strict: bool = False  # stop when the sum exceeds p, as in the authors' code
+    most: int | None = None  # maximum number of experts per token; the paper's Table 1 uses 2
 
     def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
         probabilities_TE = torch.softmax(scores_TE, dim=1)
         probs_TK, experts_TK = torch.sort(probabilities_TE, dim=1, descending=True, stable=True)
-        # What stands before an expert decides whether it is still needed. The sums are rounded,
-        # and n equal probabilities have to need ceil(p n) experts, not one more: hence fp64.
+        # An expert is needed if the sum of those before it has not reached p. The sums are in fp64
+        # so that rounding adds no expert: n equal probabilities need exactly ceil(p n) experts.
         before_TK = probs_TK.detach().double().cumsum(dim=1) - probs_TK.detach().double()
         needed_TK = self._needed(before_TK)
         needed_TK[:, 0] = True
@@ -37,7 +38,7 @@ class TopP:
         )
 
     def _needed(self, before_TK: torch.Tensor) -> torch.Tensor:
-        # fp32 probabilities sum to 1 within a few units of rounding. With p = 1 all are needed.
+        # fp32 probabilities sum to 1 only within rounding. With p = 1 all experts are needed.
         rounding = 1e-6
         if self.strict or self.p == 1:
             return before_TK <= self.p + rounding

@@ -1,4 +1,4 @@
-"""A fixed number of experts per token: those with the highest scores."""
+"""Top-K: a token takes the K experts with the highest scores."""
 
 from __future__ import annotations
 
@@ -19,61 +19,64 @@ def softmax(scores_TE: torch.Tensor) -> torch.Tensor:
 
 def sigmoid_shares(scores_TE: torch.Tensor) -> torch.Tensor:
     """Sigmoids divided by their sum over all E experts (DeepSeek-V3, section 2.1.2)."""
-    # In logarithms: where all scores are far below 0, every sigmoid rounds to 0.
+    # In logarithms, because every sigmoid rounds to 0 if all scores are far below 0.
     return torch.softmax(F.logsigmoid(scores_TE), dim=1)
 
 
-# How the selected experts are weighed: (scores_TE, probabilities_TE, experts_TK) -> probs_TK.
+# The probs of the chosen experts: (scores_TE, probabilities_TE, experts_TK) -> probs_TK.
 ProbsOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def softmax_of_selected(
     scores_TE: torch.Tensor, probabilities_TE: torch.Tensor, experts_TK: torch.Tensor
 ) -> torch.Tensor:
-    """Softmax over the scores of the selected: that over all, renormalized (AoE, Algorithm 2)."""
+    """The softmax over the scores of the chosen experts (AoE, Algorithm 2).
+
+    It equals the softmax over all experts, renormalized over the chosen ones.
+    """
     return torch.softmax(scores_TE.gather(1, experts_TK), dim=1)
 
 
 def raw_probability(
     scores_TE: torch.Tensor, probabilities_TE: torch.Tensor, experts_TK: torch.Tensor
 ) -> torch.Tensor:
-    """Probabilities as they are, not renormalized over the selected (Switch Transformer)."""
+    """The probabilities, not renormalized over the chosen experts (Switch Transformer)."""
     return probabilities_TE.gather(1, experts_TK)
 
 
 def raw_score(
     scores_TE: torch.Tensor, probabilities_TE: torch.Tensor, experts_TK: torch.Tensor
 ) -> torch.Tensor:
-    """Scores as they are: the probs of expert choice by raw scores."""
+    """The scores, unchanged: the probs of expert choice with raw scores."""
     return scores_TE.gather(1, experts_TK)
 
 
 def sigmoid_share_of_selected(
     scores_TE: torch.Tensor, probabilities_TE: torch.Tensor, experts_TK: torch.Tensor
 ) -> torch.Tensor:
-    """Sigmoids divided by their sum over the selected (DeepSeek-V3, Eq. 13)."""
+    """Sigmoids divided by their sum over the chosen experts (DeepSeek-V3, Eq. 13)."""
     return torch.softmax(F.logsigmoid(scores_TE.gather(1, experts_TK)), dim=1)
 
 
 def sigmoid_of_selected(
     scores_TE: torch.Tensor, probabilities_TE: torch.Tensor, experts_TK: torch.Tensor
 ) -> torch.Tensor:
-    """The sigmoid itself: for K = 1, where a share would be the constant 1."""
+    """The sigmoid. It is for K = 1, where a share would always be 1."""
     return torch.sigmoid(scores_TE.gather(1, experts_TK))
 
 
 @dataclass(frozen=True)
 class GroupLimit:
-    """Experts are chosen from the groups of greatest score alone (DeepSeek-V3, section 2.1.2).
+    """Experts are chosen only from the groups with the highest scores (DeepSeek-V3, 2.1.2).
 
-    The score of a group is the sum of its best k / topk experts, as in Megatron-Core.
+    The score of a group is the sum over its best k / topk experts, as in Megatron-Core.
     """
 
     num_groups: int
     topk: int  # groups that a token may choose from
 
     def limited(self, ranked_TE: torch.Tensor, k: int) -> torch.Tensor:
-        """`ranked_TE` with -inf for the experts of other groups."""
+        """`ranked_TE` with -inf for the experts of all other groups."""
         grouped_TGM = ranked_TE.unflatten(1, (self.num_groups, -1))
         score_TG = grouped_TGM.topk(max(1, k // self.topk), dim=2).values.sum(dim=2)
         groups = score_TG.topk(self.topk, dim=1).indices
@@ -83,13 +86,13 @@ class GroupLimit:
 
 @dataclass(frozen=True)
 class TopK:
-    """The K experts of greatest score, or of greatest `ranking(scores)` + bias."""
+    """The K experts with the highest score, or with the highest `ranking(scores)` + bias."""
 
     k: int
     probs: ProbsOf = softmax_of_selected
     probabilities: Callable[[torch.Tensor], torch.Tensor] = softmax
     ranking: Callable[[torch.Tensor], torch.Tensor] | None = None  # None: the scores themselves
-    bias_E: torch.Tensor | None = None  # selects, never weighs (Wang et al. 2024)
+    bias_E: torch.Tensor | None = None  # for the selection only, not in probs (Wang et al. 2024)
     groups: GroupLimit | None = None
 
     def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
@@ -103,11 +106,11 @@ class TopK:
         return self.of(scores_TE, ranked_TE.topk(self.k, dim=1).indices)
 
     def with_bias(self, bias_E: torch.Tensor) -> TopK:
-        """This rule, where `bias_E` selects too."""
+        """This rule with `bias_E` added for the selection."""
         return replace(self, bias_E=bias_E)
 
     def of(self, scores_TE: torch.Tensor, experts_TK: torch.Tensor) -> Choices:
-        """The choices where it is known which experts they are: int64 [T, K]."""
+        """The choices for given experts: int64 [T, K]."""
         probabilities_TE = self.probabilities(scores_TE)
         probs_TK = self.probs(scores_TE, probabilities_TE, experts_TK)
         return Choices(experts_TK, probs_TK, scores_TE, probabilities_TE, all_chosen=True)
@@ -115,15 +118,15 @@ class TopK:
 
 @dataclass(frozen=True)
 class RoundRobin:
-    """Experts in turn, whatever the scores: a balanced load, to time kernels under.
+    """Experts are chosen in turn, whatever the scores. The balanced load is for benchmarks.
 
-    Probs are those that `of` gives the chosen.
+    `of` computes the probs of the chosen experts.
     """
 
     of: TopK
 
     def with_bias(self, bias_E: torch.Tensor) -> RoundRobin:
-        """This rule: scores do not count, and so no bias does."""
+        """This rule, unchanged: neither scores nor a bias affect it."""
         return self
 
     def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
