@@ -1,10 +1,10 @@
-"""Every system of expert selection: one record each, in the file of its rule.
+"""The systems of expert selection. Each has one record, in the file with the name of its rule.
 
-A new system is a configuration (a `Selection` with a word of its own), a rule, and a record:
+A new system is a configuration (a `Selection` with its own name), a rule, and a record:
 
     register(System(MySelection, layer=routed_layer, rules=my_rules))
 
-in any module that is imported before the configuration is read.
+The record may be in any module that is imported before the configuration is read.
 """
 
 from moe_parallel.layers.system import Rules, System

@@ -1,4 +1,4 @@
-"""aoe: the K experts of greatest norm ||x W_down|| compute (Autonomy-of-Experts, Algorithm 2)."""
+"""aoe: the K experts with the largest norm ||x W_down|| (Autonomy-of-Experts, Algorithm 2)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """expert_choice, segment_expert_choice, aoe_expert_choice: experts choose tokens or segments.
 
-In evaluations each token chooses its experts, as an expert's choice depends on later tokens.
+In evaluation, tokens or segments choose experts, because an expert's choice uses later tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def rules(selection: ExpertsChoose) -> Rules:
     by_probability = selection.moe_expert_choice_scores == "softmax"
     ranking = topk.softmax if by_probability else raw
     probs = topk.raw_probability if by_probability else topk.raw_score
-    # As many experts for each token as the experts took on average, half upwards as they round.
+    # In evaluation a token takes the mean number of experts in training, with a half rounded up.
     return Rules(ExpertChoice(factor, ranking), TopK(max(1, math.floor(factor + 0.5)), probs))
 
 

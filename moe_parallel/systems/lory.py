@@ -1,4 +1,4 @@
-"""lory, lory_prefix: experts are merged for whole segments, by the mean of an earlier one."""
+"""lory, lory_prefix: the mean of an earlier segment gives a segment's merge weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which record belongs to a configuration."""
+"""The registry of systems, from the class of a configuration to its record."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ _SYSTEMS: dict[type[Selection], System] = {}
 
 
 def register(system: System) -> System:
-    """Make `system` what its configuration stands for. Raises ValueError where it has one."""
+    """Register `system` for its configuration class.
+
+    Raises ValueError if the class already has a record, or no name for --expert-selection.
+    """
     if system.selection in _SYSTEMS:
         raise ValueError(f"{system.selection.__name__} has a record already")
     if "system" not in vars(system.selection):
@@ -22,7 +25,7 @@ def register(system: System) -> System:
 
 
 def system_of(selection: Selection) -> System:
-    """The record of a configuration. Raises ValueError where none was registered."""
+    """The record of a configuration. Raises ValueError if none is registered."""
     system = _SYSTEMS.get(type(selection))
     if system is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""smear: the mean of a whole sequence merges the experts (Muqeeth et al. 2023); not causal."""
+"""smear: the mean of a sequence gives its merge weights (Muqeeth et al. 2023); not causal."""
 
 from __future__ import annotations
 

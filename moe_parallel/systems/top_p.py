@@ -1,4 +1,4 @@
-"""top_p, aoe_top_p: as many experts as it takes for their probabilities to reach p."""
+"""top_p, aoe_top_p: the most probable experts, until their probabilities sum to p."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_parallel.systems.registry import register
 
 
 def rules(selection: DynamicChoices) -> Rules:
-    """Evaluations may have a p of their own, and a limit of experts per token."""
+    """The rules; evaluation may have its own p and a maximum number of experts per token."""
     strict = selection.moe_top_p_strict
     p = selection.moe_inference_top_p or selection.moe_top_p
     return Rules(

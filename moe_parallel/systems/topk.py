@@ -1,4 +1,4 @@
-"""topk: a linear router picks the K most probable experts (Shazeer 2017; Switch for K = 1)."""
+"""topk: a linear router selects the K most probable experts (Shazeer 2017; Switch for K = 1)."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def _rule(selection: TopKSelection) -> TopK:
         probs = topk.sigmoid_of_selected if k == 1 else topk.sigmoid_share_of_selected
         return TopK(k, probs, topk.sigmoid_shares, torch.sigmoid, groups=groups)
     probs = topk.raw_probability if k == 1 else topk.softmax_of_selected
-    # Logits rank as their softmax does; only a bias and sums over groups need the probabilities.
+    # Logits and their softmax give the same order; only a bias or groups need the probabilities.
     by_probability = selection.moe_router_enable_expert_bias or groups is not None
     return TopK(k, probs, topk.softmax, topk.softmax if by_probability else None, groups=groups)
 
 
 def upcycling(selection: TopKSelection) -> str | None:
-    """A single choice is weighed by its probability, which is below 1."""
+    """With K = 1, the prob is the probability of the chosen expert, which is below 1."""
     return None if selection.moe_router_topk > 1 else SCALED_OUTPUT
 
 
