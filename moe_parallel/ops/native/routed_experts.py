@@ -70,9 +70,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     *given, main_gate_up, main_out = inputs
     _, gate_up = output
     ctx.mark_non_differentiable(gate_up)
-    ctx.set_materialize_grads(False)  # or there would be zeros as large as gate_up
+    ctx.set_materialize_grads(False)  # otherwise autograd makes zeros as large as gate_up
     ctx.save_for_backward(*given, gate_up)
-    # Not saved: other passes add to them meanwhile.
+    # Not by save_for_backward, because other passes add to them.
     ctx.main_gradients = (main_gate_up, main_out)
 
 
