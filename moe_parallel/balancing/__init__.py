@@ -1,1 +1,1 @@
-"""How the load is spread over the experts: losses on routing, the loads of a step, and a bias."""
+"""Load balancing: auxiliary losses, the loads of a step, and the balancing bias."""

@@ -1,8 +1,8 @@
-"""What the experts of a layer were chosen for in a step, and what follows from it for the next.
+"""The loads of a layer's experts in a step, and the balancing bias for the next step.
 
-Both are the same on every rank and in every layout: they are made of the sums over a global batch,
-and change only between steps. So routing in a step depends on nothing that other micro-batches of
-the step did.
+Both are the same on every rank and in every layout, because they are computed from sums over a
+global batch and change only between steps. The routing of a micro-batch therefore does not depend
+on the other micro-batches of its step.
 
 Shape suffix: E experts.
 """
@@ -22,8 +22,8 @@ from moe_parallel.selection.choices import Choices
 class StepLoad(nn.Module):
     """Counts the choices of a step over all its micro-batches and ranks.
 
-    `share_E`, fp32, is saved with the model: of the tokens of the latest whole step, the share that
-    chose each expert; 0 everywhere before the first.
+    `share_E`, fp32, is saved with the model. It is the share of the tokens of the latest complete
+    step that chose each expert; all 0 before the first step ends.
     """
 
     share_E: torch.Tensor
@@ -32,7 +32,7 @@ class StepLoad(nn.Module):
     def __init__(self, num_experts: int) -> None:
         super().__init__()
         self.register_buffer("share_E", torch.zeros(num_experts))
-        # Choices of each expert in this step, then tokens.
+        # The number of choices of each expert in this step, then the number of tokens.
         counts = torch.zeros(num_experts + 1, dtype=torch.float64)
         self.register_buffer("counts", counts, persistent=False)
 
@@ -41,15 +41,15 @@ class StepLoad(nn.Module):
 
     @torch.no_grad()
     def count(self, choices: Choices) -> None:
-        """Adds the choices of one micro-batch of this rank."""
+        """Adds the choices of one micro-batch on this rank."""
         self.counts[:-1] += choices.tokens_per_expert()
         self.counts[-1] += len(choices.scores_TE)
 
     @torch.no_grad()
     def finish(self, group: dist.ProcessGroup) -> torch.Tensor:
-        """Ends the step: sets `share_E`. Collective over the ranks that route tokens here.
+        """Ends the step and sets `share_E`. Collective over the ranks that route in this layer.
 
-        Returns how many tokens of the step chose each expert: whole numbers in fp64 [E].
+        Returns the number of tokens of the step that chose each expert: whole numbers in fp64 [E].
         """
         if group.size() > 1:
             dist.all_reduce(self.counts, group=group)
@@ -62,8 +62,8 @@ class StepLoad(nn.Module):
 class ExpertBias(nn.Module):
     """Loss-free balancing (Wang et al. 2024): b_i += u * sign(mean load - load of i).
 
-    `bias_E`, fp32, is saved with the model. It is added to what experts are ranked by, and no gate
-    or gradient knows of it.
+    `bias_E`, fp32, is saved with the model. It is added to the values by which experts are ranked,
+    and affects neither probs nor gradients.
     """
 
     bias_E: torch.Tensor
@@ -78,10 +78,10 @@ class ExpertBias(nn.Module):
 
     @torch.no_grad()
     def update(self, counts_E: torch.Tensor) -> None:
-        """Moves the bias by the choices of a step, whole numbers in fp64 [E].
+        """Updates the bias from the number of choices per expert in a step, in fp64 [E].
 
-        Their sum is compared with E times each, which is exact: a mean is not, and a bias would
-        drift where experts are loaded evenly.
+        The sum of the counts is compared with E times each count, which is exact. A mean would be
+        rounded, and the bias would drift even if the load were equal.
         """
         lacks_E = counts_E.sum() - len(counts_E) * counts_E
         self.bias_E += self.update_rate * torch.sign(lacks_E).to(self.bias_E.dtype)
@@ -90,7 +90,7 @@ class ExpertBias(nn.Module):
 def _keeping_dtypes(
     module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], apply: Any
 ) -> Any:
-    """Buffers go with the module to a device, but not to bf16, which would lose small steps."""
+    """Moves buffers to the module's device but keeps their dtype: bf16 would lose small steps."""
     before = dict(module.named_buffers(recurse=False))
     applied = apply(fn)
     for name, buffer in module.named_buffers(recurse=False):

@@ -1,9 +1,10 @@
-"""Losses on routing: pure functions, no state.
+"""The auxiliary losses, as pure functions. Each returns an fp32 scalar.
 
-Shape suffixes: T tokens, E experts, B sequences. Under tensor parallelism the T tokens of a
-micro-batch are split over the `tp` group; every loss here is the loss of the whole micro-batch, so
-that it does not depend on the layout. The gradient on each rank is that of its own tokens. All are
-fp32, 0-d.
+Under tensor parallelism a micro-batch is split over the `tp` group, and T counts the tokens of one
+rank. Every loss is the loss of the whole micro-batch, so it does not depend on the layout. The
+gradient on each rank is that of its own tokens.
+
+Shape suffixes: T tokens, E experts, B sequences.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from moe_parallel.selection.tokens import Tokens
 def load_balancing_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
     """E * sum_i f_i P_i over the micro-batch (Switch Transformer, Eq. 4; AoE paper, Eq. 6).
 
-    f_i: share of the tokens that chose expert i, before any dropping, without gradient (the f_i
-    sum to K, or to the mean number of experts per token); P_i: mean of the probabilities. Uniform
-    routing gives K.
+    f_i: the share of the tokens that chose expert i, before choices are dropped, without gradient.
+        The f_i sum to K, or to the mean number of experts per token.
+    P_i: the mean probability of expert i.
+
+    Uniform routing gives K.
     """
     num_tokens, num_experts = choices.scores_TE.shape
     sums_2E = torch.stack([choices.tokens_per_expert(), choices.probabilities_TE.sum(dim=0)])
@@ -28,13 +31,13 @@ def load_balancing_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
 
 
 def sequence_load_balancing_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
-    """`load_balancing_loss` of each sequence by itself, averaged over the sequences.
+    """The mean over the sequences of the `load_balancing_loss` of each sequence.
 
     (DeepSeek-V3, Eq. 17 to 20, where f is divided by K; Huang et al. 2024, Eq. 8 to 10.)
     """
     num_tokens, num_experts = choices.scores_TE.shape
     length = num_tokens // tokens.num_sequences * tokens.num_stretches
-    # Slots of sequence b choose among the bins b E .. (b+1) E - 1; the last bin is for empty ones.
+    # Sequence b has the bins b E .. (b+1) E - 1; the last bin is for empty slots.
     bins = tokens.num_sequences * num_experts
     sequence_T1 = torch.arange(num_tokens, device=choices.experts_TK.device)[:, None]
     sequence_T1 = sequence_T1 % tokens.num_sequences
@@ -51,10 +54,10 @@ def sequence_load_balancing_loss(choices: Choices, tokens: Tokens) -> torch.Tens
 def global_load_balancing_loss(
     choices: Choices, tokens: Tokens, share_E: torch.Tensor
 ) -> torch.Tensor:
-    """`load_balancing_loss` with the f of another, greater set of tokens.
+    """`load_balancing_loss` with f from another, larger set of tokens.
 
     Args:
-        share_E: fp32, share of the tokens of that set that chose each expert.
+        share_E: fp32; f, the share of the tokens of that set that chose each expert.
     """
     num_tokens, num_experts = choices.scores_TE.shape
     mean_E = tokens.sum(choices.probabilities_TE.sum(dim=0))
@@ -63,9 +66,9 @@ def global_load_balancing_loss(
 
 
 def importance_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
-    """(std / mean)^2 over the experts of their sums of probs (Shazeer et al. 2017, Eq. 6 and 7).
+    """(std / mean)^2, over the experts, of each one's sum of probs (Shazeer 2017, Eq. 6 and 7).
 
-    Population variance; 1e-10 keeps the quotient finite where all probs are 0.
+    The variance is that of a population. 1e-10 keeps the quotient finite if all probs are 0.
     """
     importance_E = tokens.sum(choices.probs_per_expert())
     variance = importance_E.var(unbiased=False)
@@ -73,7 +76,7 @@ def importance_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
 
 
 def z_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
-    """mean_t logsumexp(logits_t)^2 over the micro-batch (ST-MoE, Eq. 5).
+    """mean_t logsumexp(logits_t)^2 over the tokens t of the micro-batch (ST-MoE, Eq. 5).
 
     Zero logits give (ln E)^2.
     """
@@ -84,9 +87,9 @@ def z_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
 def entropy_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
     """The dynamic loss: mean entropy of the probabilities, in nats (Huang et al. 2024, Eq. 7).
 
-    It keeps dynamic routing from choosing more experts by being less certain.
+    Without it, dynamic routing could become less certain and so choose more experts.
     """
-    # A probability that underflows to 0 adds 0; the gradient of its logarithm would be infinite.
+    # A probability that underflows to 0 adds 0. Without the clamp its gradient would be infinite.
     p_TE = choices.probabilities_TE
     total = -(p_TE * p_TE.clamp(min=torch.finfo(p_TE.dtype).tiny).log()).sum()
     return tokens.sum(total) / (len(choices.scores_TE) * tokens.num_stretches)
