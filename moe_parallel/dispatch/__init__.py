@@ -1,4 +1,4 @@
-"""Taking tokens to experts and results back; the dispatcher is chosen once, by the layout."""
+"""Dispatch of tokens to experts and combination of outputs. The layout selects the dispatcher."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ from moe_parallel.parallel import Groups
 def build_dispatcher(
     num_experts: int, groups: Groups, ops: Ops, send_c: bool = False
 ) -> Dispatcher[Any]:
-    """Local where this rank holds every expert whole, all-to-all elsewhere.
+    """The local dispatcher if this rank holds every expert completely; otherwise all-to-all.
 
-    `send_c`: where rows travel, C = x W_down travels with them.
+    `send_c`: send C = x W_down with the rows that go to other ranks.
     """
     if groups.etp_ep.size() == 1:
         return LocalDispatcher(num_experts, ops)

@@ -1,12 +1,13 @@
-"""Dispatch over expert-parallel and expert-tensor-parallel ranks by one all-to-all each way.
+"""Dispatch over expert-parallel and expert-tensor-parallel ranks, by all-to-all in each direction.
 
-The group holds every expert exactly once: rank (e, t) has shard t of the matrices of the experts
-e L .. (e+1) L - 1, t varying fastest. A token's row goes to all shards of its expert, each shard
-computes a partial result, and the partial results are summed where the token lives. Rows arrive by
-sending rank; the experts find theirs by a row map, and nothing is sorted in memory.
+The group holds every expert exactly once. Rank (e, t) holds shard t of the matrices of the experts
+e L .. (e+1) L - 1, and t varies fastest. A token's row is sent to all shards of its expert. Each
+shard computes a partial result, and the partial results are summed on the token's own rank.
+Received rows are in the order of the sending ranks. The experts find their rows with a row map, and
+nothing is sorted in memory.
 
-Shape suffixes: R ranks of the group (in `*_RL`; a low-rank size in `*KR`), L experts on this rank,
-N rows sent, M rows arrived, others as in `dispatched`.
+Shape suffixes: R ranks of the group (in `sent_R`, `*_RL`) or the low-rank size (in `c_*R`), L
+experts on this rank, N rows sent, M rows received; others as in `dispatched`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from moe_parallel.selection.choices import Choices
 
 @dataclass(frozen=True)
 class AllToAllRoute:
-    """How rows traveled: what `combine` needs to send the results back."""
+    """The route of the rows, which `combine` needs to return the outputs."""
 
     row_map: RowMap  # the rows of this rank's own tokens, by global expert
     sent_R: list[int]  # rows sent to each rank
@@ -32,7 +33,7 @@ class AllToAllRoute:
 
 
 class AllToAllDispatcher:
-    """Experts are spread over the ranks of `group`, each cut into `expert_shards`."""
+    """Sends rows to experts that are spread over `group`, each split into `expert_shards`."""
 
     def __init__(
         self,
@@ -45,10 +46,11 @@ class AllToAllDispatcher:
         """
         Args:
             num_experts: E, over all ranks.
-            group: ranks that together hold every expert once, shards varying fastest.
-            expert_shards: ranks that share the matrices of one expert (etp).
-            ops: the kernels.
-            takes_c: send C = x W_down with each row, for links faster than products.
+            group: the ranks that together hold every expert once; shards vary fastest.
+            expert_shards: the number of ranks that share the matrices of one expert (etp).
+            ops: the operators.
+            takes_c: send C = x W_down with each row. It pays if the link is faster than computing
+                C again.
         """
         assert group.size() % expert_shards == 0, (group.size(), expert_shards)
         self.num_experts = num_experts
@@ -93,18 +95,21 @@ class AllToAllDispatcher:
         return self.num_experts * self.expert_shards // self.group.size()
 
     def _for_every_shard(self, counts_XL: torch.Tensor) -> torch.Tensor:
-        """What goes to an expert goes to every rank that holds a shard of it: [R, L]."""
+        """The counts repeated for every rank that holds a shard of the expert: [R, L]."""
         return counts_XL.repeat_interleave(self.expert_shards, dim=0)
 
     def _row_map_of_arrivals(self, received_RL: torch.Tensor) -> RowMap:
-        """Rows of local experts from rows that arrived by sending rank, then by expert."""
+        """The row map of the local experts. Received rows are sorted by sender, then by expert."""
         num_local = received_RL.size(1)
         experts_X = torch.arange(received_RL.numel(), device=received_RL.device) % num_local
         experts_M = experts_X.repeat_interleave(received_RL.flatten())
         return self.ops.routing_map(experts_M.unsqueeze(1), num_local, all_chosen=True)
 
     def _to_experts(self, rows: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
-        """Rows by global expert here -> rows by sending rank where the experts are."""
+        """Sends rows, sorted by global expert, to the experts' ranks, and receives those sent here.
+
+        The received rows are in the order of the sending ranks.
+        """
         if self.expert_shards > 1:
             sizes_X = route.sent_R[:: self.expert_shards]
             chunks = torch.split(rows, sizes_X)
@@ -112,14 +117,14 @@ class AllToAllDispatcher:
         return all_to_all(self.group, rows, route.received_R, route.sent_R)
 
     def _wire_bytes(self, route: AllToAllRoute, there: int, back: int) -> int:
-        """Of rows sent to other ranks, `there` each, and results sent `back` to them."""
+        """The bytes that this rank sends to others: `there` per row and `back` per output."""
         here = self.group.rank()
         sent = sum(route.sent_R) - route.sent_R[here]
         received = sum(route.received_R) - route.received_R[here]
         return sent * there + received * back
 
     def _sum_of_shards(self, partial: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
-        """Partial results by rank -> sums by global expert, in the order of `row_map`."""
+        """Sums the partial results of an expert's shards: rows in the order of `row_map`."""
         if self.expert_shards == 1:
             return partial
         chunks = torch.split(partial, route.sent_R)

@@ -1,4 +1,4 @@
-"""What a dispatcher hands to the experts, and what it needs to bring their results home."""
+"""The interface of the dispatchers, and the tokens that they pass to the experts."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ Route = TypeVar("Route")
 
 @dataclass(frozen=True)
 class Dispatched(Generic[Route]):
-    """Tokens as they came to this rank, and which of its experts take which of them.
+    """The tokens that this rank received, and the experts of this rank that compute them.
 
-    They are not sorted by expert: the experts gather what they need by `row_map` and sum their
-    results back into the same order.
+    The tokens are not sorted by expert. The experts gather their rows with `row_map` and sum their
+    outputs back into the same order.
 
-    Shape suffixes: M tokens that came, J choices of each, D model width, R low-rank size.
+    Shape suffixes: M tokens received, J choices of each, D model width, R low-rank size.
     """
 
-    x_MD: torch.Tensor  # zero where padding traveled
-    probs_MJ: torch.Tensor  # fp32; 0 where padding traveled
+    x_MD: torch.Tensor  # 0 in padding
+    probs_MJ: torch.Tensor  # fp32; 0 in padding
     row_map: RowMap  # rows of the experts of this rank
-    c_MJR: torch.Tensor | None  # C = x W_down of each choice, where it was handed on
+    c_MJR: torch.Tensor | None  # C = x W_down of each choice; None: not sent
     route: Route  # opaque; `combine` of the same dispatcher takes it
-    wire_bytes: int  # that this rank sends to others in the forward pass, results included
+    wire_bytes: int  # that this rank sends to others in the forward pass, outputs included
 
 
 class Dispatcher(Protocol[Route]):
-    """Takes tokens to their experts and results back. Holds no state between the two."""
+    """Dispatches tokens to experts and combines the outputs. Holds no state between the two."""
 
-    takes_c: bool  # whether C of the choices goes with them to the experts; else it is made again
+    takes_c: bool  # whether C of the choices is passed to the experts; if not, it is recomputed
 
     def dispatch(
         self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None
     ) -> Dispatched[Route]:
-        """What the experts of this rank take from the tokens of every rank it serves.
+        """Sends this rank's tokens to their experts and returns the tokens received here.
 
         Args:
-            x_TD: tokens of this rank.
-            choices: of experts of the whole group.
-            pad_rows_per_expert: how many rows each expert has from each rank, padded; None: as many
-                as were chosen.
+            x_TD: the tokens of this rank.
+            choices: their experts, which may be on any rank of the group.
+            pad_rows_per_expert: the number of rows to which each rank pads each expert. None: no
+                padding.
         """
         ...
 
     def combine(self, y_MD: torch.Tensor, route: Route) -> torch.Tensor:
-        """The sum of each token's expert outputs, [T, D] on the token's own rank."""
+        """Returns the outputs to the tokens' own ranks and sums them per token: [T, D]."""
         ...
 
 
 def probs_of_rows(probs_TK: torch.Tensor, row_map: RowMap) -> torch.Tensor:
-    """The gate of each row, 0 in padding rows: [N]. Gradients flow to probs_TK."""
+    """The prob of each row, 0 in padding rows: [N]. Gradients flow to probs_TK."""
     slots_N = row_map.slots_N
     probs_N = probs_TK.flatten()[slots_N.clamp(min=0)]
     return torch.where(slots_N >= 0, probs_N, 0.0)
 
 
 def rows_of_choices(row_map: RowMap) -> RowMap:
-    """The map for a tensor that has a row for each choice instead of each token."""
+    """The row map for a tensor with one row per choice instead of one per token."""
     return row_map._replace(rows_TK=row_map.rows_TK.reshape(-1, 1))

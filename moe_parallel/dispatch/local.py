@@ -1,4 +1,4 @@
-"""Dispatch where every expert is on this rank: nothing moves."""
+"""Dispatch if every expert is on this rank: no rows are sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_parallel.selection.choices import Choices
 
 
 class LocalDispatcher:
-    """All E experts are here, whole."""
+    """The dispatcher for a rank that holds all E experts completely."""
 
     takes_c = True
 
