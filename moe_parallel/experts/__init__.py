@@ -1,1 +1,1 @@
-"""What an expert computes, for all experts of a rank at once."""
+"""The computation of the experts, for all experts of a rank at once."""

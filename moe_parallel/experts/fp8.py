@@ -1,9 +1,9 @@
-"""The experts in FP8: the weights of `swiglu` and `low_rank`, other products.
+"""The experts of `swiglu` and `low_rank` with their products in FP8; the weights are the same.
 
-    permute, padding each expert's rows -> linear -> SwiGLU with the gate -> linear -> unpermute
+    permute, padding each expert's rows -> linear -> SwiGLU with the probs -> linear -> unpermute
 
-Linear layers take and give bf16 and compute in FP8; all else is the native operators' work, in
-bf16. C = x W_down, by which experts are ranked, is among that.
+Linear layers take and return bf16 and compute in FP8. The operators compute everything else in
+bf16, including C = x W_down, by which experts are ranked.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from moe_parallel.ops.aligned_rows import aligned_rows
 
 
 def swiglu_experts(fp8: Fp8Engine | None) -> Callable[..., SwiGLUExperts]:
-    """What makes SwiGLU experts, in FP8 where there is an engine for it."""
+    """The class or function that builds SwiGLU experts; in FP8 if `fp8` is given."""
     return SwiGLUExperts if fp8 is None else partial(Fp8SwiGLUExperts, fp8)
 
 
 def low_rank_experts(fp8: Fp8Engine | None) -> Callable[..., LowRankExperts]:
-    """What makes AoE's experts, in FP8 where there is an engine for it."""
+    """The class or function that builds AoE's experts; in FP8 if `fp8` is given."""
     return LowRankExperts if fp8 is None else partial(Fp8LowRankExperts, fp8)
 
 
@@ -36,7 +36,7 @@ class Fp8SwiGLUExperts(SwiGLUExperts):
     """E_i(x) = (SiLU(x W_g) * (x W_p)) W_o with all three products in FP8."""
 
     def __init__(self, fp8: Fp8Engine, *arguments: Any) -> None:
-        """`arguments`: of SwiGLUExperts."""
+        """`arguments`: those of SwiGLUExperts."""
         super().__init__(*arguments)
         self.fp8 = fp8
         experts, d, two, f = self.w_gate_up_LD2F.shape
@@ -56,13 +56,13 @@ class Fp8SwiGLUExperts(SwiGLUExperts):
 
 
 class Fp8LowRankExperts(LowRankExperts):
-    """E_i(x) = (SiLU(C W_up) * (x W_p)) W_o with these three products in FP8, C = x W_down not.
+    """E_i(x) = (SiLU(C W_up) * (x W_p)) W_o with these three products in FP8, but not C = x W_down.
 
-    C W_up is kept for the backward pass, whatever `recompute_gate` says.
+    C W_up is kept for the backward pass; `recompute_gate` has no effect.
     """
 
     def __init__(self, fp8: Fp8Engine, *arguments: Any, **options: Any) -> None:
-        """`arguments`, `options`: of LowRankExperts."""
+        """`arguments`, `options`: those of LowRankExperts."""
         super().__init__(*arguments, **options)
         self.fp8 = fp8
         experts, r, w = self.w_up_LRW.shape

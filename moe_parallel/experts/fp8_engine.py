@@ -1,4 +1,4 @@
-"""The one door to Transformer Engine: grouped linear layers that compute in FP8.
+"""Grouped linear layers that compute in FP8. Only this module uses Transformer Engine.
 
 Shape suffixes: L experts of this rank, N rows sorted by expert, I and O the widths of a matrix.
 """
@@ -19,22 +19,22 @@ from moe_parallel.optional import import_optional
 
 
 class Fp8Engine:
-    """Makes the FP8 linear layers of a model, and knows the regions in which they compute so.
+    """Builds the FP8 linear layers of a model, and the regions in which they compute in FP8.
 
-    Transformer Engine ends a pass of delayed scaling where the outermost region ends: it then
-    takes every layer's maxima into the histories. So with that recipe a whole forward pass is one
-    region. The other recipes keep nothing between passes; for them a region is one layer, which a
-    recomputation in the backward pass enters again by itself.
+    With delayed scaling, Transformer Engine ends a pass at the end of the outermost region, and
+    then adds every layer's maxima to the histories. So with that recipe a complete forward pass is
+    one region. The other recipes keep nothing between passes. For them a region is one layer, and
+    recomputation in the backward pass enters it again.
     """
 
     def __init__(self, config: Fp8Config, amax_group: dist.ProcessGroup | None) -> None:
         """
         Args:
-            config: with a format.
-            amax_group: ranks that hold the same expert shards: delayed scaling takes the greatest
-                of their maxima, so that equal weights stay equal when rounded.
+            config: its format is not None.
+            amax_group: the ranks that hold the same expert shards. Delayed scaling takes the
+                largest of their maxima, so that equal weights are rounded equally.
 
-        Raises InputError: Transformer Engine is missing, or cannot compute in FP8 here.
+        Raises InputError if Transformer Engine is missing or cannot compute in FP8 here.
         """
         self.config = config
         self.amax_group = amax_group
@@ -52,13 +52,13 @@ class Fp8Engine:
         return self.config.fp8_recipe == "delayed"
 
     def model_region(self) -> AbstractContextManager[Any]:
-        """Around a forward pass of a model chunk."""
+        """The region around a forward pass of a model chunk."""
         if not self.delayed:
             return nullcontext()
         return self.region() if torch.is_grad_enabled() else self._evaluation()
 
     def layer_region(self) -> AbstractContextManager[Any]:
-        """Around the products of one layer's experts."""
+        """The region around the products of one layer's experts."""
         return nullcontext() if self.delayed else self.region()
 
     def region(self) -> AbstractContextManager[Any]:
@@ -69,7 +69,7 @@ class Fp8Engine:
 
     @contextmanager
     def _evaluation(self) -> Iterator[None]:
-        """A region that leaves no maxima of its own to the next training pass."""
+        """A region whose maxima do not affect the next training pass."""
         before = {name: tensor.clone() for name, tensor in self._scaling().items()}
         with self.region():
             yield
@@ -77,13 +77,13 @@ class Fp8Engine:
 
     @property
     def state_facts(self) -> dict[str, int | str] | None:
-        """What `state` must have been saved with to fit here; None: there is no state."""
+        """The options with which a `state` must have been saved to fit; None: there is no state."""
         if not self.delayed:
             return None
         return {"recipe": "delayed", "amax_history_len": self.config.fp8_amax_history_len}
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Scales and histories of maxima of this rank, on the CPU."""
+        """This rank's scales and histories of maxima, on the CPU."""
         return {name: tensor.cpu().clone() for name, tensor in self._scaling().items()}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
@@ -101,9 +101,9 @@ class Fp8Engine:
 class GroupedLinear:
     """y = x W of each expert on its rows, in FP8 inside a region.
 
-    Not an nn.Module: the weights belong to the experts, in the shape and order of their bf16 form,
-    so that parameters, gradients, shards and checkpoints are the same in either precision.
-    Transformer Engine's layer is built without storage and is lent views of them at each call.
+    It is not an nn.Module. The weights belong to the experts and have the same shape and order as
+    in bf16, so that parameters, gradients, shards and checkpoints do not depend on the precision.
+    Transformer Engine's layer is built without storage and gets views of the weights in each call.
     """
 
     def __init__(self, engine: Fp8Engine, num_experts: int, in_width: int, out_width: int) -> None:
@@ -122,14 +122,14 @@ class GroupedLinear:
         self, x_NI: torch.Tensor, w_LIO: torch.Tensor, rows_of_experts: list[int]
     ) -> torch.Tensor:
         """bf16 [N, O]. `rows_of_experts`: multiples of `Fp8Config.multiple` that sum to N."""
-        # Transformer Engine keeps a weight as [out, in] and makes what it rounds contiguous.
+        # Transformer Engine takes a weight as [out, in], and makes it contiguous when rounding.
         weights = {f"weight{i}": w_OI for i, w_OI in enumerate(w_LIO.mT.unbind())}
         y_NO: torch.Tensor = functional_call(self._layer, weights, (x_NI, rows_of_experts))
         return y_NO
 
     def scaling(self) -> dict[str, torch.Tensor]:
-        """The state of delayed scaling, by name; made where no pass has made it yet."""
-        with torch.no_grad(), self._engine.region():  # without gradients its end takes no maxima
+        """The state of delayed scaling, by name; created if no pass has created it yet."""
+        with torch.no_grad(), self._engine.region():  # without gradients it records no maxima
             self._layer.init_fp8_metadata(num_gemms=self._num_experts)
         return {
             f"{direction}.{name}": getattr(self._layer.fp8_meta[direction], name)
@@ -139,7 +139,7 @@ class GroupedLinear:
 
 
 def _transformer_engine(config: Fp8Config) -> tuple[Any, Any]:
-    """Its modules of layers and of recipes."""
+    """Transformer Engine's modules of layers and of recipes."""
     flag = f"--fp8-format {config.fp8_format}"
     engine = import_optional("transformer_engine.pytorch", flag)
     recipes = import_optional("transformer_engine.common.recipe", flag)
@@ -148,7 +148,7 @@ def _transformer_engine(config: Fp8Config) -> tuple[Any, Any]:
             able, reason = engine.is_fp8_block_scaling_available(return_reason=True)
         else:
             able, reason = engine.is_fp8_available(return_reason=True)
-    except (RuntimeError, AssertionError) as error:  # no GPU to ask
+    except (RuntimeError, AssertionError) as error:  # there is no GPU
         able, reason = False, str(error)
     if not able:
         raise InputError(

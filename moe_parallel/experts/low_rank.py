@@ -10,13 +10,13 @@ from moe_parallel.parallel import Groups
 
 
 class LowRankExperts(ExpertParameters):
-    """The experts of this rank, without their W_down: every rank needs all of those to rank.
+    """The experts of this rank without W_down, which belongs to the layer.
 
-    The layer owns W_down. Where C = x W_down of the choices comes with them, it is used as it is;
-    else it is computed anew from x: a row is d wide and has to travel anyway, C would add d_low,
-    and the product is short.
+    Every rank needs W_down of all experts for the selection. If C = x W_down of the choices is
+    given, it is used. Otherwise it is recomputed from x: the row of x (d numbers) is sent anyway,
+    C would add d_low numbers, and the product is small.
 
-    Shape suffixes: M tokens that came, J choices of each, L experts here, D model width, R low-rank
+    Shape suffixes: M tokens received, J choices of each, L experts here, D model width, R low-rank
     size (d_low), W wide size here (d_wide divided by etp).
     """
 
@@ -38,8 +38,8 @@ class LowRankExperts(ExpertParameters):
     ) -> None:
         """
         Args:
-            recompute_gate: C W_up is made again in the backward pass instead of being kept.
-            up_std: standard deviation of initial W_up; None: that of the other weights.
+            recompute_gate: recompute C W_up in the backward pass instead of keeping it.
+            up_std: the standard deviation of the initial W_up. None: that of the other weights.
         """
         super().__init__(num_experts, groups, dtype)
         self.ops = ops
@@ -56,7 +56,7 @@ class LowRankExperts(ExpertParameters):
         w_down_LDR: torch.Tensor,
         c_MJR: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The sum of gate * E_i(x) over each token's choices: [M, D].
+        """The sum of prob * E_i(x) over each token's choices: [M, D].
 
         With etp > 1 it is this rank's part of the sum over W.
         """

@@ -1,9 +1,9 @@
 """Weight gradients that an operator's backward pass adds to Megatron-Core's main gradients.
 
 Megatron-Core's data parallelism holds `weight.main_grad`, the sum over the micro-batches of a step,
-in fp32. A hook adds each gradient that autograd brings to it. A kernel that adds to it by itself
-spares that pass over memory, the gradient in between, and its rounding to the type of the weights;
-the attribute `grad_added_to_main_grad` tells the hook to leave alone what it is brought.
+in fp32. A hook adds each gradient from autograd to it. A kernel that adds to it directly saves that
+pass over memory, the intermediate gradient, and its rounding to the dtype of the weights. The
+attribute `grad_added_to_main_grad` makes the hook ignore the gradient from autograd.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def gradient_in_main_grad(weight: torch.Tensor) -> torch.Tensor:
-    """`weight`, for an operator that adds the gradient to `weight.main_grad` and hands on none."""
+    """`weight`, for an operator that adds its gradient to `weight.main_grad` and returns none."""
     return _GradientInMainGrad.apply(weight)
 
 
@@ -27,9 +27,9 @@ class _GradientInMainGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: None) -> torch.Tensor:
-        """A gradient of no meaning: the hook has to be called, with something where it overlaps."""
+        """A meaningless gradient: the hook must be called, and with overlap it needs a tensor."""
         assert gradients == (None,), "an operator handed a gradient on that it has added already"
         ctx.weight.grad_added_to_main_grad = True
-        if getattr(ctx.weight, "zero_out_wgrad", False):  # the hook adds this one all the same
+        if getattr(ctx.weight, "zero_out_wgrad", False):  # the hook adds it in this case
             return torch.zeros_like(ctx.weight)
         return torch.empty_like(ctx.weight)

@@ -1,14 +1,14 @@
 """Experts merged in parameter space: SwiGLU with theta = sum_i e_i theta_i (Lory, Eq. 2 and 3).
 
-The sum is over all three matrices. Weights e and sums are kept in fp32 at least, and a merged
-matrix is rounded once to the type of the weights: with equal experts, as after a dense warm-up, it
-is then that expert bit for bit, whatever the e.
+All three matrices are merged. The merge weights e and the sums are in fp32 or wider, and a merged
+matrix is rounded once to the dtype of the experts. If all experts are equal, as after a dense
+warm-up, the merged expert is therefore equal to them bit for bit, whatever the e.
 
-Memory: merged matrices are made when needed, in the backward pass again, at most MERGED_AT_ONCE at
-a time, and none is kept. Beside the activations of a dense layer there are never more than those,
-and in the backward pass, for weights below fp32, an fp32 copy of the E-th part of the experts'
-matrix, of its gradient and of those merged matrices. None of this grows with the number of
-segments. (The reference operators copy more.)
+Memory: merged matrices are computed when they are needed, at most MERGED_AT_ONCE at a time, and
+none is kept; the backward pass recomputes them. The layer needs this memory in addition to the
+activations of a dense layer. For weights narrower than fp32, the backward pass also needs an fp32
+copy of one E-th of the experts' matrix, of its gradient and of those merged matrices. None of this
+grows with the number of segments. (The reference operators copy more.)
 
 Shape suffixes: P merged experts, T tokens of each, E experts, D model width, F expert width here
 (divided by etp), I and O input and output width of a matrix, C merged experts at a time, R rows of
@@ -28,17 +28,17 @@ from moe_parallel.experts.parameters import ExpertParameters
 from moe_parallel.ops import Ops
 from moe_parallel.parallel import Groups
 
-#: More share the reading of the experts' matrices, and take more memory.
+#: With a larger number, the experts' matrices are read less often, and more memory is needed.
 MERGED_AT_ONCE = 8
 
 Merge = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # `expert_merge` of a backend
 
 
 class MergedExperts(ExpertParameters):
-    """All experts, merged before they compute; names and shapes are those of `SwiGLUExperts`.
+    """All experts, merged before they compute. Names and shapes are those of `SwiGLUExperts`.
 
-    With etp > 1 a rank holds an etp-th of the width F of every expert and merges it by itself: the
-    ranks exchange activations alone, however many experts there are.
+    With etp > 1 a rank holds 1/etp of the width F of every expert and merges only that. The ranks
+    exchange only activations, whose size does not depend on the number of experts.
     """
 
     w_gate_up_LD2F: torch.Tensor  # W_g at index 0, W_p at index 1 of the axis of size 2; L = E
@@ -60,14 +60,14 @@ class MergedExperts(ExpertParameters):
         self.add_weight("w_out_LFD", (ffn_hidden_size, hidden_size), sharded_axis=1)
 
     def forward(self, x_PTD: torch.Tensor, weights_PE: torch.Tensor) -> torch.Tensor:
-        """What each merged expert makes of its tokens: [P, T, D].
+        """The output of each merged expert for its tokens: [P, T, D].
 
-        With etp > 1 it is this rank's part of the sum over F, and so are, in the backward pass, the
-        gradients of `x_PTD` and `weights_PE`.
+        With etp > 1 it is this rank's part of the sum over F. In the backward pass, the gradients
+        of `x_PTD` and `weights_PE` are also this rank's parts of sums.
 
         Args:
-            x_PTD: in the type of the weights.
-            weights_PE: of each expert in each merged one; fp32, or fp64 for fp64 experts.
+            x_PTD: in the dtype of the experts' matrices.
+            weights_PE: the weight of each expert in each merge; fp32, or fp64 for fp64 experts.
         """
         gate_up_PTF = merged_linear(x_PTD, weights_PE, self.w_gate_up_LD2F.flatten(2), self.merge)
         gate_PTF, up_PTF = gate_up_PTF.chunk(2, dim=2)
@@ -82,7 +82,7 @@ def merged_linear(
 
 
 class _MergedLinear(torch.autograd.Function):
-    """Keeps what it is given, no merged matrix."""
+    """Keeps its inputs for the backward pass, and no merged matrix."""
 
     @staticmethod
     def forward(
@@ -129,9 +129,9 @@ def _blocks(size: int, block: int) -> Iterator[slice]:
 
 
 def _row_blocks(w_EIO: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Blocks of rows I, and them in `dtype`, [E, R * O]: together as large as one expert.
+    """Yields blocks of rows I of all experts, in `dtype`: [E, R * O], about as large as one expert.
 
-    Nothing is cut, and nothing copied, where the type is the same.
+    If the dtype is the same, all rows are one block, and nothing is copied.
     """
     experts, width = w_EIO.shape[:2]
     block = width if w_EIO.dtype == dtype else -(-width // experts)

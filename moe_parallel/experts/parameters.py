@@ -1,4 +1,4 @@
-"""Expert weights: which part this rank holds, how gradients are reduced, how they are saved."""
+"""Expert weights: the part that this rank holds, the reduction of gradients, and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ ShardedStateDict = dict[str, Any]
 
 
 class ExpertParameters(nn.Module):
-    """Weights of the experts of this rank, stacked: axis 0 counts experts, one axis may be sharded.
+    """The stacked weights of this rank's experts. Axis 0 counts experts; another axis is sharded.
 
-    A subclass declares its weights with `add_weight` and computes with them. Values are left
-    uninitialized; `model.initialization` fills them so that they do not depend on the layout.
+    A subclass declares its weights with `add_weight` and computes with them. The weights are not
+    initialized here. `model.initialization` fills them with values that do not depend on the
+    layout.
     """
 
     def __init__(self, num_experts: int, groups: Groups, dtype: torch.dtype) -> None:
         """
         Args:
             num_experts: E, over all ranks; ep divides it.
-            groups: ep splits the experts, etp the sharded axis of each weight.
-            dtype: of the weights.
+            groups: ep splits the experts; etp splits the sharded axis of each weight.
+            dtype: the dtype of the weights.
         """
         super().__init__()
         self.groups = groups
@@ -42,9 +43,9 @@ class ExpertParameters(nn.Module):
         sharded_axis: int,
         init_std: float | None = None,
     ) -> None:
-        """Register `name`, [L, *shape] with `sharded_axis` (counting L as 0) split over etp.
+        """Register the weight `name`, [L, *shape], with `sharded_axis` (L is 0) split over etp.
 
-        `init_std`: standard deviation of its initial values; None: that of the other weights.
+        `init_std`: the standard deviation of its initial values. None: that of the other weights.
         """
         full = (self.num_local_experts, *shape)
         shards = self.groups.etp.size()
@@ -58,16 +59,16 @@ class ExpertParameters(nn.Module):
         self._sharded_axis[name] = sharded_axis
 
     def local(self, weight: torch.Tensor) -> torch.Tensor:
-        """The part [L, ...] of a weight of all experts [E, ...] that belongs to those here."""
+        """The part [L, ...], for this rank's experts, of a weight [E, ...] of all experts."""
         first = self.groups.ep.rank() * self.num_local_experts
         return weight[first : first + self.num_local_experts]
 
     def add_to_main_gradients(self) -> None:
-        """From now on backward passes add to `main_grad`, which Megatron-Core has given weights."""
+        """From now on, backward passes add to each weight's `main_grad`, made by Megatron-Core."""
         self.adds_to_main_gradients = True
 
     def matrices(self, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
-        """Weights as operators take them, [L, I, O], and their main gradients (None: not used)."""
+        """The weights as [L, I, O], for operators, and their main gradients (None: not used)."""
         if not self.adds_to_main_gradients:
             return [weight.flatten(2) for weight in weights], None
         main_gradients = [w.main_grad for w in weights]  # type: ignore[attr-defined]
@@ -82,7 +83,7 @@ class ExpertParameters(nn.Module):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """Each weight as a shard of the tensor [E, *shape] that holds every expert."""
+        """Each weight as a shard of a tensor [E, *shape] of all experts."""
         return {
             prefix + name: shard_of_experts(
                 prefix + name, weight, self._sharded_axis[name], self.groups, sharded_offsets
@@ -98,7 +99,7 @@ def shard_of_experts(
     groups: Groups,
     sharded_offsets: tuple[tuple[int, int, int], ...],
 ) -> ShardedTensor:
-    """What this rank holds [L, ...] of the tensor [E, ...], one axis of it split over etp."""
+    """This rank's part [L, ...] of a tensor [E, ...] with one axis split over etp."""
     before = len(sharded_offsets)
     return ShardedTensor.from_rank_offsets(
         key,
@@ -112,11 +113,12 @@ def shard_of_experts(
 
 
 def mark_expert_weight(weight: nn.Parameter, groups: Groups, sharded_axis: int) -> None:
-    """The attributes by which Megatron-Core reduces, counts and saves an expert weight.
+    """Sets the attributes by which Megatron-Core reduces, counts and saves an expert weight.
 
-    The weight is reduced over expert-data-parallel ranks instead of data-parallel ones wherever
-    the two differ: with ep > 1, and with etp != tp. It is never a tensor-parallel duplicate in the
-    gradient norm: etp ranks hold different shards, and ranks that hold equal ones are in edp.
+    The gradient is reduced over expert-data-parallel ranks instead of data-parallel ranks if the
+    two differ, that is, with ep > 1 or etp != tp. In the gradient norm the weight is never a
+    tensor-parallel duplicate: etp ranks hold different shards, and ranks with equal shards are in
+    edp.
     """
     same_as_dense = groups.ep.size() == 1 and groups.etp.size() == groups.tp.size()
     weight.allreduce = same_as_dense  # type: ignore[attr-defined]

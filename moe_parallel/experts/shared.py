@@ -1,4 +1,4 @@
-"""Shared experts: a dense SwiGLU layer that computes every token beside the chosen experts."""
+"""Shared experts: a dense SwiGLU layer that computes every token in addition to its experts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from moe_parallel.parallel import Groups, OneProcess
 
 
 class SharedExpert(MegatronModule):
-    """`sum_shared E_s(x)` with weight 1, or sigmoid(x w) (Qwen2-MoE); m of width f are one of m f.
+    """The sum of E_s(x) over the shared experts, times 1 or sigmoid(x w) (Qwen2-MoE).
 
-    It is Megatron-Core's dense layer, split over the tensor-parallel ranks like any other, and so
-    takes the tokens as they come to the layer. Shape suffixes: S sequence, B batch, D model width.
+    m shared experts of width f are one dense layer of width m f. It is Megatron-Core's dense layer
+    and is split over the tensor-parallel ranks like any other. So it takes the tokens as the MoE
+    layer receives them. Shape suffixes: S sequence, B batch, D model width.
     """
 
     w_gate_1D: torch.Tensor | None
@@ -30,13 +31,13 @@ class SharedExpert(MegatronModule):
     ) -> None:
         """
         Args:
-            config: of the model.
-            width: inner width of all shared experts together; tp divides it.
+            config: the configuration of the model.
+            width: the total inner width of all shared experts; tp divides it.
             weighed: multiply the output by sigmoid(x w).
-            groups: the layout.
+            groups: the process groups.
         """
         super().__init__(config)
-        dense = copy.copy(config)  # Megatron-Core reads the width from here, whatever it is given
+        dense = copy.copy(config)  # Megatron-Core takes the width from here, whatever the argument
         dense.ffn_hidden_size = width
         linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         if isinstance(groups.tp, OneProcess):
@@ -50,7 +51,7 @@ class SharedExpert(MegatronModule):
             self.w_gate_1D = None
 
     def forward(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
-        """[S, B, D] -> [S, B, D]; S is the sequence-parallel share where that is on."""
+        """[S, B, D] -> [S, B, D]; with sequence parallelism, S is this rank's share."""
         y_SBD, _ = self.dense(hidden_SBD)
         if self.w_gate_1D is None:
             return y_SBD
@@ -58,16 +59,16 @@ class SharedExpert(MegatronModule):
         return y_SBD * gate_SB1.to(y_SBD.dtype)
 
     def begin(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
-        """The output, for `finish`; called before the tokens travel to their experts."""
+        """Starts the computation, before the tokens are dispatched. Returns input for `finish`."""
         return self(hidden_SBD)
 
     def finish(self, y_SBD: torch.Tensor) -> torch.Tensor:
-        """What `begin` returned, ready to be added to what came back."""
+        """The result of `begin`, ready to be added to the output of the experts."""
         return y_SBD
 
 
 class WholeLinear(nn.Module):
-    """A linear layer where torch.distributed is not initialized, as Megatron-Core's need it."""
+    """A linear layer without torch.distributed, which Megatron-Core's linear layers need."""
 
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any
@@ -80,7 +81,7 @@ class WholeLinear(nn.Module):
 
 
 class OverlappedSharedExpert(SharedExpert):
-    """The same on a CUDA stream of its own, beside all that happens between begin and finish."""
+    """A shared expert on its own CUDA stream, parallel to the work between begin and finish."""
 
     def begin(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
         stream, current = self._stream(hidden_SBD.device), torch.cuda.current_stream()
@@ -96,7 +97,7 @@ class OverlappedSharedExpert(SharedExpert):
         return y_SBD
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        """One stream for this layer, made when first needed: a model may be built without a GPU."""
+        """The stream, made at first use because a model may be built without a GPU."""
         if not hasattr(self, "_side_stream"):
             self._side_stream = torch.cuda.Stream(device)
         return self._side_stream

@@ -1,4 +1,4 @@
-"""SwiGLU experts: E_i(x) = (SiLU(x W_g) * (x W_p)) W_o (Shazeer 2020), gate applied inside."""
+"""SwiGLU experts: E_i(x) = (SiLU(x W_g) * (x W_p)) W_o (Shazeer 2020)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_parallel.parallel import Groups
 class SwiGLUExperts(ExpertParameters):
     """The routed experts of this rank. W_g and W_p are one tensor, so that x is read once.
 
-    Shape suffixes: M tokens that came, J choices of each, L experts here, D model width, F expert
+    Shape suffixes: M tokens received, J choices of each, L experts here, D model width, F expert
     width here (divided by etp).
     """
 
@@ -34,7 +34,7 @@ class SwiGLUExperts(ExpertParameters):
         self.add_weight("w_out_LFD", (ffn_hidden_size, hidden_size), sharded_axis=1)
 
     def forward(self, x_MD: torch.Tensor, probs_MJ: torch.Tensor, row_map: RowMap) -> torch.Tensor:
-        """The sum of gate * E_i(x) over each token's choices: [M, D].
+        """The sum of prob * E_i(x) over each token's choices: [M, D].
 
         With etp > 1 it is this rank's part of the sum over F.
         """
