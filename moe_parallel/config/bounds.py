@@ -1,4 +1,4 @@
-"""Between which numbers a value must lie."""
+"""The bounds of a number."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from moe_parallel.config.message import shown
 from moe_parallel.errors import InputError
 
-# Far above any use. They keep a slip of the keyboard from filling the memory, or fp32.
+# Far above any useful value. A mistyped number must not fill the memory or overflow fp32.
 _INTEGER_AT_MOST = 2**31 - 1
 _FLOAT_AT_MOST = 1_000_000
 _FLOAT_ABOVE_0_AT_LEAST = 1e-30
@@ -16,7 +16,7 @@ _FLOAT_ABOVE_0_AT_LEAST = 1e-30
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of a number. None: no bound of its own on that side."""
+    """The bounds of a number. None: no specific bound on that side."""
 
     least: float | None = None
     above: float | None = None
@@ -24,7 +24,7 @@ class Bounds:
     below: float | None = None
 
     def check(self, flag: str, value: Any) -> None:
-        """Raise InputError, which names `flag`, for a number out of bounds."""
+        """Raise InputError, with `flag` in its message, if the number is out of bounds."""
         if type(value) not in (int, float):
             return
         if self.least is not None and not value >= self.least:

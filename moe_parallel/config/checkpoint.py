@@ -1,4 +1,4 @@
-"""What a run writes, and where it goes on from."""
+"""The options of checkpoints: what a run writes, and from where it continues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CheckpointConfig(Section):
-    """What is written, and from where training goes on."""
+    """What is written, and from where training continues."""
 
     save: str | None = option(
         None, "run folder for checkpoints, metrics and the figure; none: write nothing"

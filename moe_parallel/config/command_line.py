@@ -28,17 +28,17 @@ _METAVAR_END = 78  # argparse does not break such a word
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What was typed."""
+    """The options that were given on the command line."""
 
     given: Mapping[str, Any]  # raw values by option name
     file: Path | None  # of --config
 
     def over(self, file: Mapping[str, Any], name: str) -> tuple[Config, list[str]]:
-        """The configuration of these options over those of a file, and cautions.
+        """The configuration of these options over those of a file, and warnings.
 
         Args:
             file: raw values by option name.
-            name: what to call the file.
+            name: the name of the file in messages.
 
         Raises InputError for anything wrong.
         """
@@ -48,9 +48,9 @@ class CommandLine:
 
 
 def read_command_line(arguments: Sequence[str]) -> CommandLine:
-    """The words of `[--config FILE.yaml] [--flag value ...]`.
+    """Splits `[--config FILE.yaml] [--flag value ...]` into options.
 
-    Prints help and raises SystemExit(0) for --help. Raises InputError for words that are no flags.
+    Prints help and raises SystemExit(0) for --help. Raises InputError for unknown words.
     """
     parser = _parser()
     words = [word.split("=")[0] for word in arguments if word.startswith("--")]
@@ -68,9 +68,10 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
 
 
 def parse_command_line(arguments: Sequence[str]) -> Config:
-    """The configuration of `[--config FILE.yaml] [--flag value ...]`; flags win over the file.
+    """The configuration of `[--config FILE.yaml] [--flag value ...]`; flags override the file.
 
-    Options of the file for a system of expert selection that a flag replaced are left out.
+    If a flag replaces the file's system of expert selection, the options of that system are left
+    out.
     Prints help and raises SystemExit(0) for --help. Raises InputError for anything wrong.
     """
     line = read_command_line(arguments)
@@ -80,7 +81,7 @@ def parse_command_line(arguments: Sequence[str]) -> Config:
 
 
 class _Parser(OneLineParser):
-    """For --help and for cutting the line into words."""
+    """Prints --help and splits the command line into words."""
 
     @property
     def flags(self) -> list[str]:
@@ -125,7 +126,7 @@ def _add_selections(parser: argparse.ArgumentParser) -> None:
 
 
 def _defaults(systems: dict[str, Option]) -> str:
-    """The default of an option that several systems have: `0.4; aoe_top_p: 0.6`."""
+    """The defaults of an option that several systems have, such as `0.4; aoe_top_p: 0.6`."""
     usual, *_ = (_text(each.default) for each in systems.values())
     others = [
         f"{system}: {_text(each.default)}"

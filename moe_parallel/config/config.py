@@ -31,7 +31,7 @@ EXPERT_SELECTION = "expert_selection"
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that a run depends on. Each section is a frozen dataclass of options."""
+    """All options of a run. Each section is a frozen dataclass of options."""
 
     model: ModelConfig = ModelConfig()
     moe: MoEConfig = MoEConfig()
@@ -50,35 +50,36 @@ class Config:
 
     @property
     def num_experts(self) -> int:
-        """n, in a model of experts."""
+        """n, the number of experts; only for a model with experts."""
         assert self.moe.num_experts is not None
         return self.moe.num_experts
 
     @property
     def moe_layers(self) -> tuple[bool, ...]:
-        """Which layers hold experts, first to last."""
+        """For each layer, first to last, whether it is an MoE layer."""
         if self.moe.num_experts is None:
             return (False,) * self.model.num_layers
         return moe_layer_pattern(self.moe.moe_layer_freq, self.model.num_layers)
 
     @property
     def expert_width(self) -> int:
-        """d_ffn of one expert; for AoE its d_wide (Eq. 5 unless set)."""
+        """d_ffn of one expert; for AoE, d_wide (by Eq. 5 unless it is set)."""
         width = self.moe.moe_ffn_hidden_size or self.model.ffn_hidden_size
         return self.selection.expert_width(self.model.hidden_size, width)
 
     @property
     def first_part(self) -> int | None:
-        """Tokens at the start of sequences that a second loss of evaluations leaves out.
+        """The number of tokens at a sequence's start that the second loss of evaluation omits.
 
-        None: there is no such loss. A sequence of a single segment would leave nothing for it.
+        None: there is no second loss. This includes sequences of a single segment, of which no
+        token would remain.
         """
         first = self.logging.eval_first_part or self.selection.first_part
         return None if first is None or first >= self.training.seq_length else first
 
     @property
     def cautions(self) -> list[str]:
-        """What a user has to know of the losses that a run will report."""
+        """The warnings about the losses that a run reports."""
         found = [self.selection.caution] if self.selection.caution is not None else []
         segment, length = self.selection.first_part, self.training.seq_length
         if segment is not None and segment >= length:
@@ -95,14 +96,14 @@ class Config:
 
     @property
     def virtual_stages(self) -> int | None:
-        """Virtual pipeline stages on each pipeline rank; None: the plain schedule."""
+        """The number of virtual pipeline stages per pipeline rank. None: the plain schedule."""
         layers = self.parallel.num_layers_per_virtual_pipeline_stage
         if layers is None:
             return None
         return self.model.num_layers // self.parallel.pipeline_model_parallel_size // layers
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """The vocabulary as the model holds it: a multiple that no layout changes."""
+        """The vocabulary size of the model, rounded up to a multiple; the same in every layout."""
         multiple = self.model.make_vocab_size_divisible_by
         return -(-vocab_size // multiple) * multiple
 
@@ -143,7 +144,7 @@ def selection_options() -> dict[str, dict[str, Option]]:
 
 
 def expert_selection() -> Option:
-    """The option that picks one of SELECTIONS, as many as there are by now."""
+    """The option --expert-selection, whose choices are all SELECTIONS registered so far."""
     return Option(
         name=EXPERT_SELECTION,
         kind=str,
@@ -156,10 +157,10 @@ def expert_selection() -> Option:
 
 
 def make_config(raw: Mapping[str, Any]) -> Config:
-    """A configuration from raw values by option name; what is not named keeps its default.
+    """A configuration from raw values by option name; an option that is absent has its default.
 
-    Raises InputError for an unknown name (with the nearest), a value of the wrong type, or an
-    option of another expert-selection system than the one chosen.
+    Raises InputError for an unknown name (the message has the nearest known one), for a value of
+    the wrong type, or for an option that the chosen system of expert selection does not have.
     """
     raw = dict(raw)
     which = expert_selection()

@@ -1,4 +1,4 @@
-"""What the model reads."""
+"""The options of the data."""
 
 from __future__ import annotations
 

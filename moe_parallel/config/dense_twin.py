@@ -1,4 +1,4 @@
-"""The dense model that experts can start from, by the configuration of the experts' model."""
+"""The configuration of the dense model from which a model with experts can start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_parallel.config.upcycling import dense_width
 def dense_twin(config: Config) -> Config:
     """The model of `config` with a dense layer, as wide as one expert, for each MoE layer.
 
-    Everything else is the same; what only experts have is at its default.
+    All other options are the same; those for experts only have their defaults.
     """
     return replace(
         config,

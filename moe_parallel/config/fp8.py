@@ -1,4 +1,4 @@
-"""The experts' products in FP8, by the names that Megatron-Core gives its options."""
+"""The options of FP8 experts, with the names that Megatron-Core gives them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fp8Config(Section):
-    """Experts in FP8 through Transformer Engine (docs/fp8.md); scores are not."""
+    """Experts in FP8 by Transformer Engine (docs/fp8.md); scores are not in FP8."""
 
     fp8_format: str | None = option(
         None,
@@ -41,11 +41,11 @@ class Fp8Config(Section):
 
     @property
     def multiple(self) -> int:
-        """What both sides of every matrix must be a multiple of."""
+        """The number of which both sizes of every matrix must be a multiple."""
         return 128 if self.fp8_recipe == "blockwise" else 16
 
     def check(self, config: Config, world_size: int) -> None:
-        """Whether this host can compute in FP8 is found out when the model is built."""
+        """Checks the options; the build of the model checks whether this host supports FP8."""
         super().check(config, world_size)
         _check_options(self)
         if self.fp8_format is None:
@@ -72,7 +72,7 @@ _OF_DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
 
 
 def _check_options(fp8: Fp8Config) -> None:
-    """An option that would change nothing is refused."""
+    """Raise InputError for an option that would have no effect."""
     default = Fp8Config()
     for name in ("fp8_recipe", *_OF_DELAYED):
         value = getattr(fp8, name)

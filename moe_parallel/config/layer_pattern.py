@@ -1,4 +1,4 @@
-"""Which layers of a model hold experts."""
+"""The pattern of MoE layers and dense layers in a model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from moe_parallel.errors import InputError
 
 
 def moe_layer_pattern(moe_layer_freq: str, num_layers: int) -> tuple[bool, ...]:
-    """Which layers are MoE layers, first to last.
+    """For each layer, first to last, whether it is an MoE layer.
 
     Args:
-        moe_layer_freq: N, or a list of 0 and 1 built with `+` and `*`, as Megatron takes it.
-        num_layers: layers of the model; a pattern must have as many entries.
+        moe_layer_freq: N, or a list of 0 and 1 built with `+` and `*`, as in Megatron.
+        num_layers: the number of layers of the model; a pattern must have as many entries.
 
     Raises InputError if the pattern cannot be read or has another length.
     """
@@ -21,7 +21,7 @@ def moe_layer_pattern(moe_layer_freq: str, num_layers: int) -> tuple[bool, ...]:
         f"--moe-layer-freq is {shown(moe_layer_freq)}: it takes N >= 1, or a pattern of "
         f"{num_layers} zeros and ones such as [0]+[1]*{num_layers - 1}"
     )
-    # Written out, a pattern takes three characters a layer. Python's parser is not for longer ones.
+    # A pattern needs three characters per layer. Python's parser may fail on much longer text.
     if len(moe_layer_freq) > 4 * num_layers + 100 or set(moe_layer_freq) - set(
         "-0123456789[](),+* "
     ):
@@ -40,10 +40,10 @@ def moe_layer_pattern(moe_layer_freq: str, num_layers: int) -> tuple[bool, ...]:
 
 
 def _evaluate(node: ast.expr, longest: int) -> int | list[int]:
-    """An integer or a list of integers, with `+` and `*`: what a pattern may say, no more.
+    """The value of a pattern: an integer or a list of integers, with `+` and `*`.
 
-    Raises ValueError for anything else and, before it is made, for a list above `longest`;
-    TypeError for a sum or product of the wrong two.
+    Raises ValueError for any other syntax, and for a list longer than `longest`, before the list is
+    built. Raises TypeError for a sum or product of the wrong types.
     """
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value

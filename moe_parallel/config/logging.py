@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoggingConfig(Section):
-    """What is measured and shown while training runs."""
+    """What is measured and logged during training."""
 
     log_interval: int = option(10, "iterations between log lines", least=1)
     eval_interval: int | None = option(

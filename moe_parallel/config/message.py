@@ -1,4 +1,4 @@
-"""How names and values of options stand in a message of one line."""
+"""Names and values of options, formatted for a message of one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def flag(name: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """The repr of `value`, abridged: what a message of one line can hold of anything."""
+    """The repr of `value`, shortened so that it fits in a message of one line."""
     abridged = _Abridged()
     abridged.maxlevel, abridged.maxstring, abridged.maxother = 2, 80, 80
     return abridged.repr(value)
@@ -22,12 +22,12 @@ def shown(value: Any) -> str:
 
 class _Abridged(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
-        # Python refuses to write very long ones in decimal; YAML may give them in hexadecimal.
+        # Python does not print very long integers in decimal; YAML can have them in hexadecimal.
         return super().repr_int(x, level) if x.bit_length() < 1000 else hex(x)[:20] + "..."
 
 
 def as_typed(word: str) -> str:
-    """A flag or key of the user's in a message: itself, unless it would break the line."""
+    """A flag or key as the user typed it, unless it would break the line of the message."""
     return word if word.isprintable() and len(word) <= 80 else shown(word)
 
 

@@ -1,4 +1,4 @@
-"""What every system of expert selection shares."""
+"""The options that every system of expert selection has."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _check_capacity(moe: MoEConfig) -> None:
 
 
 def _check_dense(config: Config) -> None:
-    """A dense model takes no option of experts: one that is set would change nothing."""
+    """Raise InputError for an option of experts that is set for a dense model."""
     parallel = config.parallel
     if parallel.expert_model_parallel_size > 1:
         raise InputError(

@@ -1,4 +1,4 @@
-"""argparse whose errors are InputErrors: one line, for whoever prints it and ends the program."""
+"""argparse with errors of one line, raised as InputError instead of printed."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from moe_parallel.errors import InputError
 
 
 def dashed(word: str) -> str:
-    """A word of a command line, `--num_layers=4` as `--num-layers=4`."""
+    """A word of a command line with dashes in its flag: `--num-layers=4` for `--num_layers=4`."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else word
 
 
 def help_of_terminal_width(prog: str) -> argparse.HelpFormatter:
-    """Help in two columns, as wide as the terminal and no wider than is read with ease."""
+    """Help in two columns, as wide as the terminal but not too wide to read."""
     width = min(98, shutil.get_terminal_size().columns - 2)
     return argparse.HelpFormatter(prog, max_help_position=34, width=width)
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """As argparse, but a wrong line raises InputError instead of printing the usage.
+    """argparse, but a wrong command line raises InputError instead of printing the usage.
 
-    Flags may be typed with underscores, as in Python and in YAML.
+    Flags may have underscores, as in Python and in YAML.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -1,8 +1,8 @@
-"""How a dataclass field becomes a flag and a YAML key.
+"""Options: dataclass fields that are also flags and YAML keys.
 
 A section of the configuration is a frozen dataclass whose fields are made by `option`. The field's
-name gives the flag (`num_layers` -> `--num-layers`), its annotation the type, its default the
-default; nothing about a flag is written twice.
+name gives the flag (`num_layers` -> `--num-layers`), its annotation gives the type, and its default
+is the default. Nothing about a flag is written twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moe_parallel.config.message import flag, shown
 from moe_parallel.errors import InputError
 
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
-_TEXT_MAX = 4096  # the longest path that Linux takes
+_TEXT_MAX = 4096  # the longest path in Linux
 
 
 def option(
@@ -37,11 +37,11 @@ def option(
     """A dataclass field that is also a flag and a YAML key.
 
     Args:
-        default: its value where nobody gives another.
-        help: what `--help` says of it.
-        choices: the words that a text may be; none: any.
-        weights: whether it decides which weights a model has, or what they mean. A checkpoint
-            fits only where such an option is the same.
+        default: the value if none is given.
+        help: its text in `--help`.
+        choices: the words that a text may be; empty: any text.
+        weights: whether it affects which weights a model has, or their meaning. A checkpoint fits
+            only if all such options are the same.
         least, above, most, below: the bounds of a number.
     """
     bounds = Bounds(least, above, most, below)
@@ -50,7 +50,7 @@ def option(
 
 
 def with_default(section: type, name: str, default: Any) -> Any:
-    """The option `name` of another section class, for a subclass that has another default."""
+    """The option `name` of a section class, for a subclass with a different default."""
     (field,) = (each for each in dataclasses.fields(section) if each.name == name)
     return dataclasses.field(default=default, metadata=field.metadata)
 
@@ -66,7 +66,7 @@ class Option:
     default: Any
     help: str
     choices: tuple[str, ...]
-    weights: bool = False  # whether a checkpoint fits only where this is the same
+    weights: bool = False  # whether a checkpoint fits only if this is the same
     bounds: Bounds = Bounds()
 
     @property
@@ -80,7 +80,7 @@ class Option:
     def parse(self, raw: Any) -> Any:
         """`raw` (a string of the command line or a YAML scalar or list) as a value of this option.
 
-        Raises InputError if it is of another type or none of the choices.
+        Raises InputError if it has another type or is not one of the choices.
         """
         if raw is None or raw == "none" or (self.many and raw == ["none"]):
             if self.optional:
@@ -145,9 +145,9 @@ class Option:
 
 
 def number(text: str) -> int | float | None:
-    """A decimal number as a flag and a YAML value have it; None where `text` is none.
+    """The decimal number in a flag or a YAML value. Returns None if `text` is not a number.
 
-    Python's int() and float() take more: spaces, 1_000, digits of every script.
+    Python's int() and float() accept more: spaces, 1_000, digits of every script.
     """
     if not _NUMBER.fullmatch(text):
         return None

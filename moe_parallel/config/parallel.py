@@ -1,4 +1,4 @@
-"""How a model is laid out over ranks."""
+"""The options of the layout of a model over ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ParallelConfig(Section):
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Ranks left for data parallelism after tensor and pipeline parallelism."""
+        """The number of data-parallel ranks: those left by tensor and pipeline parallelism."""
         return world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
 
     def check(self, config: Config, world_size: int) -> None:

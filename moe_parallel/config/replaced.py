@@ -1,4 +1,4 @@
-"""What a file says of a system of expert selection that the command line replaced."""
+"""Options of a file for a system of expert selection that the command line replaces."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _LAYOUT_OF_EXPERTS = {"expert_model_parallel_size", "expert_tensor_parallel_size
 
 
 def foreign_options(system: str) -> set[str]:
-    """Options of other systems that `system` has not."""
+    """The options of other systems that `system` does not have."""
     by_system = selection_options()
     everywhere = {name for its_options in by_system.values() for name in its_options}
     return everywhere - by_system[system].keys()
 
 
 def expert_options() -> set[str]:
-    """Options that a dense model has no use for."""
+    """The options that a dense model does not have."""
     of_systems = {name for its_options in selection_options().values() for name in its_options}
     of_experts = {each.name for each in options(MoEConfig)} - {"moe_backend"}
     return {EXPERT_SELECTION} | of_systems | of_experts | _LAYOUT_OF_EXPERTS
@@ -30,17 +30,17 @@ def expert_options() -> set[str]:
 def without_replaced(
     file: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[dict[str, Any], str | None]:
-    """The options of a file that go with those of the command line, and what was left out.
+    """The options of a file that are compatible with those of the command line.
 
-    Left out are options of the file's system that the system on the command line has not, and
-    with `--num-experts none` all that are for experts. An option that does not go with the file's
-    own system stays, and is refused as ever.
+    Left out are the options of the file's system that the system on the command line does not have.
+    With `--num-experts none`, all options for experts are left out. An option that does not belong
+    to the file's own system stays, and is refused later.
 
     Args:
         file: raw values by option name.
         given: those of the command line.
 
-    Returns (options, one line that lists the others or None).
+    Returns (options, one line that lists the options left out, or None).
     """
     by_system = selection_options()
     which = expert_selection()

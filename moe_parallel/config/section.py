@@ -1,4 +1,4 @@
-"""What every part of the configuration is."""
+"""The base class of the sections of the configuration."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Section:
-    """A frozen dataclass of options, with the rules that tie them to each other and to the rest."""
+    """A frozen dataclass of options, with the rules between them and the other sections."""
 
     def check(self, config: Config, world_size: int) -> None:
-        """Raise InputError for the first rule that this section breaks as a part of `config`.
+        """Raise InputError for the first rule that this section of `config` breaks.
 
-        Single values are in their bounds already (`Option.check`). A subclass calls this method
-        of its parent first.
+        Each value has already been checked against its bounds (`Option.check`). A subclass first
+        calls this method of its parent.
         """

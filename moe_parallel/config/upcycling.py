@@ -1,4 +1,4 @@
-"""The rules of starting experts from dense layers."""
+"""The rules of upcycling, which starts experts from dense layers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 def dense_width(config: Config) -> int:
-    """Width of the dense layer that an expert starts as: d_ffn of one expert."""
+    """The width of the dense layer from which an expert starts: d_ffn of one expert."""
     return config.moe.moe_ffn_hidden_size or config.model.ffn_hidden_size
 
 
 def dense_warmup_iters(config: Config) -> int:
-    """Iterations of the dense warm-up: its share of --train-iters, rounded up."""
-    # As a float, 7 % of 100 iterations is a little more than 7, and so 8.
+    """The number of iterations of the dense warm-up: its share of --train-iters, rounded up."""
+    # In floating point, 7 % of 100 iterations is slightly more than 7 and would become 8.
     share = Fraction(str(config.moe.moe_dense_warmup_percent)) / 100
     return math.ceil(share * config.training.train_iters)
 
@@ -27,7 +27,7 @@ def dense_warmup_iters(config: Config) -> int:
 def check_upcycling(config: Config) -> None:
     """Raise InputError for the first rule of upcycling or of the dense warm-up that is broken.
 
-    Other rules are checked before: there are experts, and --moe-layer-freq can be read.
+    Other rules have been checked before: there are experts, and --moe-layer-freq can be read.
     """
     moe = config.moe
     percent = moe.moe_dense_warmup_percent

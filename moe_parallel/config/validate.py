@@ -1,11 +1,11 @@
-"""Every rule that ties options together, checked once, before anything is built or written."""
+"""The check of all rules between options, once, before anything is built or written."""
 
 from __future__ import annotations
 
 from moe_parallel.config.config import Config
 from moe_parallel.config.option import options
 
-#: In this order: a later section may rely on what an earlier one has checked.
+#: The order matters: a later section may rely on the checks of an earlier one.
 _ORDER = ("fp8", "parallel", "training", "optimizer", "checkpoint", "data", "logging")
 
 
@@ -19,9 +19,9 @@ def validate(config: Config, world_size: int) -> None:
 
 
 def validate_layer(config: Config) -> None:
-    """Raise InputError for the first rule on experts, and on single values, that `config` breaks.
+    """Raise InputError for the first rule that `config` breaks for one layer of experts.
 
-    For one layer of experts, whatever the model around it.
+    Only single values and the rules on experts are checked, not those on the rest of the model.
     """
     _check_bounds(config)
     _check_experts(config, 1)

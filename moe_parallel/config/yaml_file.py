@@ -1,4 +1,4 @@
-"""Reading a YAML file of options: `key: value` lines, whose values are those of flags."""
+"""Reads a YAML file of options: `key: value` lines with the same values as flags."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from moe_parallel.config.message import as_typed, shown
 from moe_parallel.config.option import number
 from moe_parallel.errors import InputError
 
-_BYTES_MAX = 1 << 20  # far above any configuration: /dev/zero has no end
+_BYTES_MAX = 1 << 20  # far above any configuration; a file such as /dev/zero has no end
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's, where numbers are those of the command line.
+    """PyYAML's loader with the numbers of the command line.
 
-    In YAML 1.1 010 is 8, 1:30 is 90 and 1_0 is 10. Here what is no decimal number is text.
+    In YAML 1.1 010 is 8, 1:30 is 90 and 1_0 is 10. Here, anything but a decimal number is text.
     """
 
 
@@ -39,13 +39,13 @@ for _tag in ("int", "float"):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Raw values of a YAML file, by option name. Keys are flags without the leading dashes.
+    """The raw values of a YAML file, by option name. Keys are flags without the leading dashes.
 
-    Raises InputError for a file that cannot be read or holds anything but `key: value` lines, and
-    for a key given twice.
+    Raises InputError if the file cannot be read, has anything but `key: value` lines, or has a key
+    twice.
     """
     name = str(path)
-    file = f"--config {name if name.isprintable() else shown(name)}"  # whole, to be found again
+    file = f"--config {name if name.isprintable() else shown(name)}"  # the full name, to find it
     text = _text(path, file)
     try:
         loader = _Loader(text)
@@ -55,7 +55,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise InputError(f"{file} is not valid YAML: it is nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
         raise InputError(f"{file} is not valid YAML: {_one_line(error)}") from None
-    except (AttributeError, LookupError, TypeError):  # PyYAML on a value that is not of its tag
+    except (AttributeError, LookupError, TypeError):  # PyYAML, for a wrong tag
         raise InputError(f"{file} is not valid YAML: a value does not fit its !!tag") from None
     if content is None:
         return {}

@@ -1,10 +1,10 @@
-"""Who decides which expert computes: one frozen dataclass per system, one word names it.
+"""The configurations of the systems of expert selection: one frozen dataclass per system.
 
-`--expert-selection` picks the class; only its options are then valid. What layer, rule and losses
-a system has is told by its record (`moe_parallel.systems`).
+`--expert-selection` selects the class by its name. Only the options of that class are then valid.
+A system's record (`moe_parallel.systems`) has its layer, rules and losses.
 """
 
-# First, as --help lists the systems in the order of their classes.
+# Imported first, because --help lists the systems in the order in which classes are defined.
 from moe_parallel.config.selection.routed import (  # isort: skip
     ExpertChoiceSelection,
     RoutedSelection,

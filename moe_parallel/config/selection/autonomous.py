@@ -1,4 +1,4 @@
-"""Experts rank themselves by the norm of x W_down: Autonomy-of-Experts with each rule."""
+"""Systems without a router: Autonomy-of-Experts, which ranks experts by the norm of x W_down."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class AutonomousSelection(DispatchedSelection):
 
     @property
     def up_std(self) -> float | None:
-        """Standard deviation of initial W_up; None: that of the other weights."""
+        """The standard deviation of the initial W_up. None: that of the other weights."""
         return up_std(self.aoe_up_init_method, self.aoe_low_rank_size)
 
     def expert_width(self, hidden_size: int, ffn_hidden_size: int) -> int:
@@ -104,12 +104,12 @@ class AutonomousSelection(DispatchedSelection):
 
     @property
     def probs_over_all(self) -> bool:
-        """Whether probs are a softmax over the norms of all experts."""
+        """Whether the probs are a softmax over the norms of all experts."""
         return False
 
     @property
     def screening(self) -> int:
-        """M > 0: norms in FP8 name the K + M candidates of a token."""
+        """M > 0: the K + M largest norms in FP8 are the candidates of a token; 0: off."""
         return 0
 
     def check(self, config: Config, world_size: int) -> None:
@@ -140,9 +140,9 @@ class AutonomousSelection(DispatchedSelection):
 
 @dataclass(frozen=True)
 class AoESelection(BiasBalancing, Balancing, FixedChoices, AutonomousSelection, system="aoe"):
-    """Autonomy-of-Experts: the K experts of greatest norm; there is no router."""
+    """Autonomy-of-Experts: the K experts with the largest norms; there is no router."""
 
-    # Norms differ by tenths, probabilities by hundredths.
+    # Larger than for probabilities: norms differ by tenths, probabilities by hundredths.
     moe_router_bias_update_rate: float = with_default(
         BiasBalancing, "moe_router_bias_update_rate", 1e-2
     )
@@ -198,7 +198,7 @@ class AoESelection(BiasBalancing, Balancing, FixedChoices, AutonomousSelection, 
 
 @dataclass(frozen=True)
 class AoETopPSelection(DynamicChoices, Balancing, AutonomousSelection, system="aoe_top_p"):
-    """AoE, with as many experts as it takes for the softmax of norms to reach p."""
+    """AoE with top-p: the fewest experts whose softmax of norms sums to p."""
 
     moe_top_p: float = with_default(DynamicChoices, "moe_top_p", 0.6)
 
@@ -209,7 +209,7 @@ class AoETopPSelection(DynamicChoices, Balancing, AutonomousSelection, system="a
 
 @dataclass(frozen=True)
 class AoEExpertChoiceSelection(ExpertsChoose, AutonomousSelection, system="aoe_expert_choice"):
-    """AoE, where each expert takes the tokens of greatest norm."""
+    """AoE with expert choice: each expert takes the tokens with the largest norms."""
 
     @property
     def probs_over_all(self) -> bool:

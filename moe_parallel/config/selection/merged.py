@@ -1,4 +1,4 @@
-"""Experts are merged into one before they compute: Lory and SMEAR."""
+"""Systems that merge the experts into one before it computes: Lory and SMEAR."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OWN_FIRST_SEGMENT = (
 
 @dataclass(frozen=True)
 class MergedSelection(Selection):
-    """A softmax router weighs the matrices of all experts, and their sum computes the tokens."""
+    """A softmax router weights the matrices of all experts, and their sum computes the tokens."""
 
     merges: ClassVar[bool] = True
 
@@ -54,7 +54,7 @@ class MergedSelection(Selection):
 
 @dataclass(frozen=True)
 class SegmentMergedSelection(Segments, MergedSelection):
-    """Experts are merged for whole segments, by the mean of an earlier one."""
+    """The mean of an earlier segment gives the merge weights of a segment."""
 
     lory_first_segment: str = option(
         "own",
@@ -70,7 +70,7 @@ class SegmentMergedSelection(Segments, MergedSelection):
 
 @dataclass(frozen=True)
 class LorySelection(SegmentMergedSelection, system="lory"):
-    """Lory: the segment before decides how a segment's experts are merged (Zhong et al. 2024)."""
+    """Lory: the previous segment gives a segment's merge weights (Zhong et al. 2024)."""
 
     lory_inference: str = option(
         "segment",
@@ -82,12 +82,12 @@ class LorySelection(SegmentMergedSelection, system="lory"):
 
 @dataclass(frozen=True)
 class LoryPrefixSelection(SegmentMergedSelection, system="lory_prefix"):
-    """The baseline of Lory, section 5.1: the first segment merges the experts of all."""
+    """Prefix routing (Lory, section 5.1): the first segment gives the merge weights of all."""
 
 
 @dataclass(frozen=True)
 class SmearSelection(MergedSelection, system="smear"):
-    """SMEAR: the mean of the whole sequence merges the experts (Muqeeth et al. 2023)."""
+    """SMEAR: the mean of the whole sequence gives the merge weights (Muqeeth et al. 2023)."""
 
     smear_expert_dropout: float = option(
         0.1, "probability that an expert is left out of a merge in training", least=0, below=1

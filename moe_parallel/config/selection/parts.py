@@ -1,4 +1,4 @@
-"""What systems of expert selection share: sets of options that their classes combine."""
+"""The sets of options that systems of expert selection share; their classes combine these."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DispatchedSelection(Selection):
-    """Tokens travel to experts: what the systems that do so can all have."""
+    """The options of all systems that dispatch tokens to experts."""
 
     moe_shared_expert_intermediate_size: int | None = option(
         None,
@@ -35,7 +35,7 @@ class DispatchedSelection(Selection):
 
     @property
     def sends_c(self) -> bool:
-        """Whether C = x W_down travels with a token to its expert."""
+        """Whether C = x W_down is sent with a token to its expert."""
         return False
 
     def layer_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> LayerWeights:
@@ -74,7 +74,7 @@ class DispatchedSelection(Selection):
 
 @dataclass(frozen=True)
 class Balancing(Selection):
-    """Losses and a bias that spread the load."""
+    """Auxiliary losses that balance the load."""
 
     moe_aux_loss_coeff: float = option(
         0.01,
@@ -106,7 +106,7 @@ class Balancing(Selection):
 
 @dataclass(frozen=True)
 class BiasBalancing(Selection):
-    """Load balance without a loss (Wang et al. 2024): a bias that only selects, never weighs."""
+    """Load balance without a loss (Wang et al. 2024): a bias for the selection only."""
 
     moe_router_enable_expert_bias: bool = option(
         False,
@@ -156,7 +156,7 @@ class FixedChoices(Selection):
 
 @dataclass(frozen=True)
 class DynamicChoices(Selection):
-    """Top-P: the fewest experts whose probabilities sum to p (Huang et al. 2024)."""
+    """Top-p: the fewest experts whose probabilities sum to p (Huang et al. 2024)."""
 
     moe_top_p: float = option(
         0.4,
@@ -192,7 +192,7 @@ class DynamicChoices(Selection):
 
 @dataclass(frozen=True)
 class ExpertsChoose(Selection):
-    """Experts choose tokens (Zhou et al. 2022). Each sees the whole micro-batch, the future too."""
+    """Experts choose among all tokens of the micro-batch, also later ones (Zhou et al. 2022)."""
 
     moe_expert_choice_capacity_factor: float = option(
         2.0, "each expert takes round(factor * tokens / n) tokens", above=0

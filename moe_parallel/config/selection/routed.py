@@ -1,4 +1,4 @@
-"""A router scores the experts: systems that send tokens to SwiGLU experts."""
+"""Systems with a router that dispatch tokens to SwiGLU experts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RoutedSelection(DispatchedSelection):
-    """What every router can have. The AoE paper's ablations are the first two."""
+    """The options of every router. The first two are the AoE paper's ablations."""
 
     moe_router_hidden_size: int | None = option(
         None,
@@ -60,7 +60,7 @@ class RoutedSelection(DispatchedSelection):
 
     @property
     def up_std(self) -> float | None:
-        """Standard deviation of initial W_up of a factorized W_g; None: of the other weights."""
+        """The standard deviation of the initial W_up. None: no W_up, or as the other weights."""
         if self.moe_gate_low_rank_size is None:
             return None
         return up_std(self.moe_gate_up_init_method, self.moe_gate_low_rank_size)
@@ -99,7 +99,7 @@ class RoutedSelection(DispatchedSelection):
 
 @dataclass(frozen=True)
 class TopKSelection(BiasBalancing, Balancing, FixedChoices, RoutedSelection, system="topk"):
-    """A linear softmax router picks the K most probable experts (Shazeer 2017; Switch for K=1)."""
+    """A linear router selects the K most probable experts (Shazeer 2017; Switch for K = 1)."""
 
     moe_router_score_function: str = option(
         "softmax",
@@ -151,7 +151,7 @@ class TopKSelection(BiasBalancing, Balancing, FixedChoices, RoutedSelection, sys
 
 @dataclass(frozen=True)
 class TopPSelection(DynamicChoices, Balancing, RoutedSelection, system="top_p"):
-    """Dynamic routing: the fewest experts whose probabilities reach p (Huang et al. 2024)."""
+    """Dynamic routing: the fewest experts whose probabilities sum to p (Huang et al. 2024)."""
 
     moe_router_load_balancing_type: str = with_default(
         Balancing, "moe_router_load_balancing_type", "seq_aux_loss"
@@ -160,16 +160,16 @@ class TopPSelection(DynamicChoices, Balancing, RoutedSelection, system="top_p"):
 
 @dataclass(frozen=True)
 class ExpertChoiceSelection(ExpertsChoose, RoutedSelection, system="expert_choice"):
-    """Each expert takes the tokens that score highest for it (Zhou et al. 2022)."""
+    """Each expert takes the tokens with the highest scores for it (Zhou et al. 2022)."""
 
 
 @dataclass(frozen=True)
 class SegmentExpertChoiceSelection(
     ExpertsChoose, Segments, RoutedSelection, system="segment_expert_choice"
 ):
-    """Each expert takes whole segments, by the mean of the segment before (Lory, section 5.3)."""
+    """Each expert takes whole segments, by the mean of the previous one (Lory, section 5.3)."""
 
-    # Of segments instead of tokens.
+    # Here it counts segments instead of tokens.
     moe_expert_choice_capacity_factor: float = with_default(
         ExpertsChoose, "moe_expert_choice_capacity_factor", 1.0
     )

@@ -1,4 +1,4 @@
-"""What systems that decide by whole segments share."""
+"""The options of the systems that route whole segments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Segments(Selection):
-    """Sequences are cut into segments, each of which is decided for as a whole."""
+    """Sequences are split into segments, and all tokens of a segment are routed together."""
 
     lory_segment_length: int = option(256, "number of tokens per segment (T_s)", least=1)
 

@@ -1,4 +1,4 @@
-"""Any system of expert selection, as a configuration."""
+"""The base class of the configurations of systems of expert selection."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, ClassVar, NamedTuple
 
 from moe_parallel.config.section import Section
 
-#: The configurations by the words of `--expert-selection`. Each enters itself: see `Selection`.
+#: The configuration classes, by name for `--expert-selection`. `Selection` adds each subclass.
 SELECTIONS: dict[str, type[Selection]] = {}
 
 
 class LayerWeights(NamedTuple):
-    """How many weights a layer of experts has, by what they are divided over."""
+    """The number of weights of a layer of experts, by the groups that divide them."""
 
     replicated: int  # on every rank of the stage
     tensor_parallel: int  # divided over tp
@@ -21,19 +21,19 @@ class LayerWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class Selection(Section):
-    """Who decides which expert computes: the options of one system, and what follows from them.
+    """The options of one system of expert selection, and the properties that follow from them.
 
-    A system gives its word in the head of its class, and is one of SELECTIONS from then on:
+    A class with the argument `system` is registered in SELECTIONS by that name:
 
         @dataclass(frozen=True)
         class TopPSelection(DynamicChoices, Balancing, RoutedSelection, system="top_p"): ...
 
-    A class without a word is a set of options that systems share.
+    A class without it is a set of options that systems share.
     """
 
-    system: ClassVar[str]  # the word of --expert-selection
-    merges: ClassVar[bool] = False  # experts are merged, no token is sent to them
-    width_flag: ClassVar[str] = "--moe-ffn-hidden-size"  # what sets the width of an expert
+    system: ClassVar[str]  # the name for --expert-selection
+    merges: ClassVar[bool] = False  # experts are merged; no token is dispatched to them
+    width_flag: ClassVar[str] = "--moe-ffn-hidden-size"  # the flag for the width of an expert
 
     def __init_subclass__(cls, system: str | None = None, **others: Any) -> None:
         super().__init_subclass__(**others)
@@ -49,7 +49,7 @@ class Selection(Section):
         return ffn_hidden_size
 
     def layer_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> LayerWeights:
-        """Of a linear router and SwiGLU experts."""
+        """The number of weights of one layer; here with a linear router and SwiGLU experts."""
         return LayerWeights(
             replicated=num_experts * hidden_size,
             tensor_parallel=0,
@@ -58,40 +58,43 @@ class Selection(Section):
 
     @property
     def low_rank_sizes(self) -> list[tuple[str, int]]:
-        """Widths inside an expert other than its own, each with its flag."""
+        """The low-rank sizes of an expert, each with its flag."""
         return []
 
     @property
     def choices_per_token(self) -> int | None:
-        """K; None where it varies."""
+        """K. None: it varies."""
         return None
 
     @property
     def mean_choices(self) -> float | None:
-        """Experts that compute a token on average; None: only training will tell."""
+        """The mean number of experts per token. None: it is known only in training."""
         return self.choices_per_token
 
     @property
     def first_part(self) -> int | None:
-        """Tokens at the start of a sequence that are judged apart; None: there are none."""
+        """The number of tokens at a sequence's start that the second loss of evaluation omits.
+
+        None: there is no second loss.
+        """
         return None
 
     @property
     def by_sequence(self) -> bool:
-        """Whether it matters which tokens are of one sequence, and in which order."""
+        """Whether the result depends on which tokens share a sequence, and on their order."""
         return False
 
     @property
     def bias_update_rate(self) -> float | None:
-        """By how much a step moves the bias that balances the load; None: there is no bias."""
+        """The change of the balancing bias per step. None: there is no bias."""
         return None
 
     @property
     def uses_step_load(self) -> bool:
-        """Whether routing depends on the loads of the step before."""
+        """Whether routing depends on the loads of the previous step."""
         return False
 
     @property
     def caution(self) -> str | None:
-        """What a user has to know of the training loss; None: it is the likelihood of the text."""
+        """A warning about the training loss. None: the loss is the likelihood of the text."""
         return None
