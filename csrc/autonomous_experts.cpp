@@ -1,11 +1,10 @@
-// The autonomous layer behind its selection, in one: gather, C and P, h = silu(C W_up) * P * gate,
-// W_out, gather and sum.
+// The autonomous layer after its selection, as one operator: gather, C and P,
+// h = silu(C W_up) * P * prob, W_out, gather and sum.
 //
-// C = x W_down is made here, or given by the selection, which had it (`c`, [tokens, choices,
-// rank]); its gradient then goes back there. Kept for the backward pass are x, P, C (`c_by_row`,
-// where it was made here) and the row map; G = C W_up, a short product, is made again or, on
-// request, kept too. A main gradient, where there is one, is what the backward pass adds the
-// weight's gradient to.
+// C = x W_down is computed here or given by the selection (`c`, [tokens, choices, rank]). If it is
+// given, its gradient flows back to the selection. The backward pass keeps x, P, the row map, and
+// C if it was computed here (`c_by_row`). G = C W_up, a small product, is recomputed or, on
+// request, kept. If a main gradient is given, the backward pass adds the weight's gradient to it.
 #include <optional>
 #include <tuple>
 

@@ -122,7 +122,7 @@ class ExpertRows {
     return out;
   }
 
-  // The gate of each row, 0 in padding rows.
+  // The prob of each row, 0 in padding rows.
   at::Tensor probs_by_row(const at::Tensor& probs) const { return pick(probs, slots_); }
 
   // Values of rows by choice, 0 for a choice without a row.

@@ -1,6 +1,6 @@
-// AoE's selection. C = x W of all experts is made tile by tile of tokens; what is kept of it is
-// asked for: that of the chosen experts, or all, which spares the backward pass from making it
-// again.
+// AoE's selection. C = x W of all experts is computed in tiles of tokens. The caller says what is
+// kept: nothing, C of the chosen experts, or C of all, so that the backward pass need not recompute
+// it.
 #include "norm_topk.h"
 
 #include <ATen/TensorOperators.h>

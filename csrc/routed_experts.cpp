@@ -1,8 +1,8 @@
-// The routed layer in one: gather, W_gate_up, SwiGLU with the gate, W_out, gather and sum.
+// The routed layer as one operator: gather, W_gate_up, SwiGLU with the probs, W_out, gather, sum.
 //
-// Saved for the backward pass are x, what SwiGLU reads and the row map; its rows of h, the outputs
-// of the experts and the gathered rows of x are made again or never needed. A main gradient, where
-// there is one, is what the backward pass adds the weight's gradient to instead of returning it.
+// The backward pass keeps x, the input of SwiGLU and the row map. The rows of h and the gathered
+// rows of x are recomputed or not needed, and so are the outputs of the experts. If a main gradient
+// is given, the backward pass adds the weight's gradient to it instead of returning it.
 #include <optional>
 #include <tuple>
 
