@@ -2,8 +2,8 @@
 
     from moe_parallel import AoE, RoutedMoE, record_routing
 
-are layers for any torch model (docs/library.md). They are loaded when first named, since they bring
-torch and Megatron-Core with them.
+These are layers for any torch model (docs/library.md). They are imported at first use, because they
+import torch and Megatron-Core.
 """
 
 from importlib import import_module

@@ -1,8 +1,8 @@
 """A failure on one rank becomes the same failure on every rank.
 
-A rank that raises between two collectives leaves the others waiting for it. Whatever can fail on
-one rank alone (a write, a read) is therefore called through `agree`, which lets all ranks finish,
-compares notes, and raises everywhere or nowhere.
+If a rank raises between two collectives, the other ranks wait for it forever. An action that can
+fail on only one rank (a write, a read) is therefore called through `agree`. It lets all ranks
+finish, exchanges the results, and raises on every rank or on none.
 """
 
 from collections.abc import Callable
@@ -27,11 +27,11 @@ def exchange(value: Result) -> list[Result]:
 
 
 def agree(action: Callable[[], Result]) -> Result:
-    """Call `action` on every rank and return what it returned on this one.
+    """Call `action` on every rank and return this rank's result.
 
-    Every rank must call this. If `action` fails anywhere, every rank raises: the same InputError
-    or StorageError (which an OSError becomes), or, for any other exception, the rank that failed
-    raises it unchanged and the others a RuntimeError that names that rank.
+    Every rank must call this. If `action` fails on any rank, every rank raises. An InputError or
+    StorageError is the same on all ranks; an OSError becomes a StorageError. The rank that failed
+    raises any other exception unchanged, and the others raise a RuntimeError that names that rank.
     """
     result: Result
     own: Exception | None = None
@@ -40,7 +40,7 @@ def agree(action: Callable[[], Result]) -> Result:
     except OSError as error:
         own = StorageError(one_line(error))
         own.__cause__ = error
-    except Exception as error:  # every failure has to reach the other ranks
+    except Exception as error:  # the other ranks must learn of every failure
         own = error
     notes = exchange(None if own is None else _note(own))
     for failed_rank, note in enumerate(notes):
@@ -50,14 +50,14 @@ def agree(action: Callable[[], Result]) -> Result:
 
 
 def on_rank_0(action: Callable[[], object]) -> None:
-    """Call `action` on rank 0 alone, under the rules of `agree`: every rank must call this."""
+    """Call `action` on rank 0 only, with the rules of `agree`: every rank must call this."""
     agree(action if dist.get_rank() == 0 else lambda: None)
 
 
 def rank_0_first(action: Callable[[], Result]) -> Result:
-    """Call `action` on every rank, on rank 0 before the others, which find what it left on disk.
+    """Call `action` on rank 0, then on the others, which find the files that rank 0 has written.
 
-    Under the rules of `agree`; without a process group it is called once.
+    The rules of `agree` apply. Without a process group, `action` is called once.
     """
     if not dist.is_initialized():
         return action()
@@ -72,7 +72,7 @@ def one_line(error: OSError) -> str:
 
 
 def _note(error: Exception) -> tuple[type[Exception], str]:
-    """What other ranks need to know; exceptions of libraries do not always pickle."""
+    """The type and message for the other ranks; not all exceptions of libraries pickle."""
     shared = (InputError, StorageError)
     kind = next((kind for kind in shared if isinstance(error, kind)), RuntimeError)
     return kind, str(error)

@@ -1,7 +1,7 @@
-"""The commands that pip installs: each runs one of the programs, as `python PROGRAM` does.
+"""The commands that pip installs. Each runs one of the programs, as `python PROGRAM` does.
 
-A wheel has the programs and the examples in moe_parallel/programs, laid out as in the repository
-(setup.py puts them there); a checkout has them at its top.
+In a wheel, the programs and the examples are in moe_parallel/programs, in the same folders as in
+the repository (setup.py copies them). In a checkout, they are at the top.
 """
 
 import runpy
@@ -10,7 +10,7 @@ from pathlib import Path
 
 PREFIX = "moe-parallel-"
 
-#: Command without the prefix -> program.
+#: From the command, without its prefix, to the program.
 PROGRAMS = {
     "pretrain": "pretrain_gpt_moe.py",
     **{
@@ -31,14 +31,14 @@ PROGRAMS = {
 
 
 def programs_folder() -> Path:
-    """Where pretrain_gpt_moe.py, tools/ and examples/ are."""
+    """The folder of pretrain_gpt_moe.py, tools/ and examples/."""
     package = Path(__file__).parent
     installed = package / "programs"
     return installed if installed.is_dir() else package.parent
 
 
 def main() -> None:
-    """Runs the program that the command of this process stands for."""
+    """Runs the program that belongs to the command of this process."""
     command = Path(sys.argv[0]).stem.removeprefix(PREFIX)
     runpy.run_path(str(programs_folder() / PROGRAMS[command]), run_name="__main__")
 

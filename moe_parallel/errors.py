@@ -1,8 +1,8 @@
-"""Errors that a user can mend."""
+"""Errors that a user can correct."""
 
 
 class InputError(ValueError):
-    """A wrong flag, file or value. The message is one line: what, which value, what to do.
+    """A wrong flag, file or value. The message is one line: what is wrong, the value, what to do.
 
     The program prints it once, without a traceback, and exits with code 2.
     """

@@ -1,4 +1,4 @@
-"""Packages that not every machine has: looked for where they are used, and asked for by name."""
+"""Optional packages. They are imported where they are used; an error says how to install them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import ModuleType
 
 from moe_parallel.errors import InputError
 
-#: How to get a package, where that is not `pip install` and the name of its module.
+#: How to install a package if `pip install` with the name of its module is not enough.
 INSTALL = {
     "faiss": "pip install faiss-cpu",
     "transformer_engine": "on a machine with CUDA, pip install --no-build-isolation "
@@ -19,13 +19,13 @@ def import_optional(name: str, wanted_by: str) -> ModuleType:
     """Import a module of an optional package.
 
     Args:
-        name: dotted.
-        wanted_by: what needs it, in the user's words: the flag and its value.
+        name: the dotted name of the module.
+        wanted_by: the flag and its value that need the module.
 
     Raises:
         InputError: the package is not installed, or this machine lacks a library that it loads
-            (Transformer Engine without CUDA): then the reason is told.
-        ModuleNotFoundError: it is installed, and lacks a module of its own or of others.
+            (Transformer Engine without CUDA); the message then has the reason.
+        ModuleNotFoundError: the package is installed, but a module that it imports is missing.
     """
     package = name.partition(".")[0]
     needs = f"{wanted_by} needs {package}, which"

@@ -1,7 +1,7 @@
 """Process groups, made by Megatron-Core's parallel_state, and sums over them.
 
-Megatron-Core has functions for such sums too; those of 0.16.1 and 0.19.2 lose the result where the
-tensor is not contiguous, as a gradient may well be, and overwrite their input where it is.
+Megatron-Core has functions for such sums too. Those of 0.16.1 and 0.19.2 lose the result if the
+tensor is not contiguous, which a gradient may be, and overwrite their input if it is contiguous.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from moe_parallel.config import ParallelConfig
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of this rank that routing and dispatch communicate over.
+    """This rank's groups, over which routing and dispatch communicate.
 
-    With sequence parallelism or without, the tokens of a micro-batch are split over `tp` inside
-    an MoE layer, so that every rank of `tp` and `dp` routes tokens of its own.
+    Inside an MoE layer the tokens of a micro-batch are always split over `tp`, with or without
+    sequence parallelism. So every rank of `tp` and `dp` routes its own tokens.
     """
 
     tp: dist.ProcessGroup  # tensor parallel: one micro-batch, its tokens split
@@ -35,7 +35,7 @@ class Groups:
 
 
 class OneProcess:
-    """Stands for a process group of this process alone, where torch.distributed is not needed."""
+    """A stand-in for a process group of this process only, without torch.distributed."""
 
     def size(self) -> int:
         return 1
@@ -45,7 +45,7 @@ class OneProcess:
 
 
 def groups_of_one() -> Groups:
-    """The groups of a process that shares its layers with no other; nothing is initialized."""
+    """The groups of a process that holds all layers alone. Nothing is initialized."""
     alone = cast(dist.ProcessGroup, OneProcess())
     return Groups(**{field.name: alone for field in fields(Groups)})
 
@@ -54,8 +54,8 @@ def initialize_groups(config: ParallelConfig, virtual_stages: int | None = None)
     """Make Megatron-Core's groups; torch.distributed must be initialized.
 
     Args:
-        config: the sizes.
-        virtual_stages: virtual pipeline stages on each rank; None: the plain schedule.
+        config: the sizes of the groups.
+        virtual_stages: the number of virtual pipeline stages per rank. None: the plain schedule.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
@@ -80,32 +80,33 @@ def initialize_groups(config: ParallelConfig, virtual_stages: int | None = None)
 def destroy_groups() -> None:
     """Undo `initialize_groups`, so that a process can make other groups. Collective.
 
-    Megatron-Core forgets its groups without ending them, and each has threads of its own.
+    Megatron-Core drops its groups without destroying them, and each has its own threads.
     """
     parallel_state.destroy_model_parallel()
-    dist.barrier()  # nobody leaves a group that another still hears from
+    dist.barrier()  # no rank may leave a group that another rank still uses
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
 
 
 def sum_over(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of x over the ranks of a group; the gradient of each rank's x is that of the sum."""
+    """The sum of x over the ranks of a group. Each rank's x has the gradient of the sum."""
     return x if group.size() == 1 else _SumOver.apply(x, group)
 
 
 def sum_gradient_over(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """x itself; its gradient is the sum of the gradients on the ranks of a group.
+    """Returns x. Its gradient is the sum of the gradients on the ranks of a group.
 
-    For a weight that every rank holds whole and uses on tokens of its own.
+    It is for a weight that every rank holds completely and uses on its own tokens.
     """
     return x if group.size() == 1 else _SumGradientOver.apply(x, group)
 
 
 def gather_over(x: torch.Tensor, axis: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Each rank's x, joined along an axis in the order of ranks.
+    """The x of all ranks, concatenated along an axis in the order of ranks.
 
-    The gradient of a rank's x is the sum of what its part got on all of them, in the dtype of x.
+    The gradient of a rank's x is the gradient of its part, summed over the ranks, in the dtype of
+    x.
     """
     return x if group.size() == 1 else _GatherOver.apply(x, axis, group)
 

@@ -1,4 +1,4 @@
-"""What every program of tools/ has: a command line told in one line where it is wrong, one ending.
+"""The base of the programs in tools/: a command line, errors of one line, and exit codes.
 
     def main(arguments: list[str]) -> int:
         tool = Tool(__file__, __doc__)
@@ -52,13 +52,13 @@ class Tool(OneLineParser):
         self._when_interrupted = when_interrupted
 
     def run(self, arguments: list[str], work: Callable[[Namespace], int | None]) -> int:
-        """The exit code of `work(flags)`."""
+        """Runs `work(flags)` and returns the exit code."""
         return self._ended(lambda: work(self.parse_args(arguments)))
 
     def run_with_training_flags(
         self, arguments: list[str], work: Callable[[Namespace, list[str]], int | None]
     ) -> int:
-        """The exit code of `work(own flags, those of the training program)`."""
+        """Runs `work(own flags, flags of the training program)` and returns the exit code."""
         return self._ended(lambda: work(*self.parse_known_args(arguments)))
 
     def _ended(self, work: Callable[[], int | None]) -> int:
@@ -80,9 +80,10 @@ class Tool(OneLineParser):
 
 
 def load_torch() -> None:
-    """Once the flags are checked, so that --help and wrong ones are answered at once.
+    """Imports torch, which takes seconds. It is called after the flags are checked.
 
-    It takes seconds. What Megatron-Core would say when it is imported next is suppressed.
+    So --help and errors are printed at once. It also suppresses the warnings that Megatron-Core
+    would print when it is imported.
     """
     from moe_parallel.platform.suppress_warnings import suppress_warnings
 
@@ -91,20 +92,20 @@ def load_torch() -> None:
 
 @contextmanager
 def progress(label: str, total: int | None, unit: str = "it") -> Iterator[Callable[[int], object]]:
-    """A bar, and what moves it on by so many of `total` units (None: nobody knows how many)."""
-    # disable=None: no bar where there is no terminal to draw it on.
+    """Shows a progress bar; yields a function that advances it. `total` None: unknown."""
+    # disable=None: no bar if the output is not a terminal.
     with tqdm(total=total, desc=label, unit=unit, unit_scale=True, disable=None) as bar:
         yield bar.update
 
 
 def check_load(own: Namespace) -> None:
-    """Raises InputError where a tool was not told which checkpoint to work on."""
+    """Raises InputError if the flags name no checkpoint."""
     if own.load is None:
         raise InputError("--load is not set: name a run, or one of its checkpoints")
 
 
 def check_positive(own: Namespace, *names: str) -> None:
-    """Raises InputError for a number below 1. `names`: of flags, without dashes; None is passed."""
+    """Raises InputError for a number below 1. `names`: flags without dashes; None is accepted."""
     for name in names:
         value = getattr(own, name.replace("-", "_"))
         if value is not None and value < 1:
