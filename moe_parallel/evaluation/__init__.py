@@ -1,1 +1,1 @@
-"""How good a model is: perplexity, and what simpler models of the same text reach."""
+"""Measures of a trained model: its loss on text, simple baselines, and probes of its routing."""

@@ -1,8 +1,8 @@
-"""Bits per byte of models that anyone can check, on the same held-out text as ours.
+"""Bits per byte of simple baselines on the same held-out text as the model.
 
-Unigram and trigram models of bytes, trained on the training text, and `xz -9`, which sees only
-the held-out text itself. For the two models the code length is -log2 of the probability they give
-each byte; for xz it is the size of the file it writes, container included.
+The baselines are a unigram and a trigram model of bytes, trained on the training text, and `xz -9`,
+which sees only the held-out text. The code length of the two models is -log2 of the probability
+that they give each byte. The code length of xz is the size of its file, container included.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ import numpy as np
 
 BYTES = 256
 
-# Bytes looked up at a time: bounds the memory at some hundred megabytes.
+# Bytes looked up at a time. This limits the memory to a few hundred megabytes.
 _CHUNK = 4 * 2**20
 
 
 class ByteModel:
-    """Bytes given the `order - 1` bytes before them, interpolated as Witten and Bell do.
+    """Predicts a byte from the `order - 1` bytes before it, with Witten-Bell interpolation.
 
-    For a context h followed N(h) times by a byte, by T(h) different ones, and N(h, c) times by c:
+    N(h) is the number of bytes that follow a context h, T(h) the number of different ones, and
+    N(h, c) the number of times that c follows h:
 
         P(c | h) = (N(h, c) + T(h) P(c | h')) / (N(h) + T(h))
 
-    where h' is h without its oldest byte, and P(c | nothing known) = 1/256 below the empty
-    context. A context that never occurred leaves all to h'. So every byte has a probability
-    above 0, and they add up to 1. (Method C of Witten and Bell, IEEE Trans. Inf. Theory 37, 1991,
-    in the interpolated form of Chen and Goodman, 1998.)
+    where h' is h without its oldest byte, and below the empty context P(c) = 1/256. For a context
+    that never occurred, P(c | h) = P(c | h'). So every byte has a probability above 0, and the
+    probabilities sum to 1. (Method C of Witten and Bell, IEEE Trans. Inf. Theory 37, 1991, in the
+    interpolated form of Chen and Goodman, 1998.)
 
     Attributes:
         order: 1 (unigram), 2 or 3 (trigram).
-        shorter: the model of the next lower order, of the same text.
+        shorter: the model of the next lower order, trained on the same text.
         counts: N(h, c), int64 [contexts, 256]; 128 MiB for a trigram.
     """
 
     def __init__(self, pieces: Iterable[np.ndarray], order: int) -> None:
-        """Count a text, uint8 arrays one after the other, in one pass."""
+        """Count the bytes of a text, given as consecutive uint8 arrays, in one pass."""
         assert order in (1, 2, 3), order
         self.order = order
         self.shorter = ByteModel((), order - 1) if order > 1 else None
@@ -58,11 +59,12 @@ class ByteModel:
         return self.counts.sum(axis=1)
 
     def probabilities(self, data: np.ndarray) -> np.ndarray:
-        """float64 [length - order + 1]: of each byte of `data` that has order - 1 before it."""
+        """The probability of each byte of `data` from the order-th on: float64 [length-order+1]."""
         return np.concatenate([np.zeros(0), *map(self._probabilities, _codes(data, self.order))])
 
     def bits(self, data: np.ndarray) -> float:
-        """Bits to encode uint8 `data`; its first bytes, without a context, by shorter models."""
+        """Bits that encode uint8 `data`. The models of lower order encode the first bytes, which
+        have too little context."""
         head = 0.0 if self.shorter is None else self.shorter.bits(data[: self.order - 1])
         codes = _codes(data, self.order)
         return head - sum(float(np.log2(self._probabilities(chunk)).sum()) for chunk in codes)
@@ -78,7 +80,7 @@ class ByteModel:
         self._last = data[max(0, len(data) - (self.order - 1)) :].copy()
 
     def _probabilities(self, codes: np.ndarray) -> np.ndarray:
-        """Of n-grams given as numbers to base 256, the predicted byte last."""
+        """The probabilities of n-grams given as base-256 numbers; the predicted byte is last."""
         if self.shorter is None:
             shorter = np.full(len(codes), 1 / BYTES)
         else:
@@ -91,18 +93,18 @@ class ByteModel:
 
 
 def train_trigram(texts: Iterable[str]) -> ByteModel:
-    """A trigram model of texts joined without a separator, as UTF-8.
+    """Train a trigram model on the UTF-8 of texts joined without a separator.
 
-    Holds some megabytes of the texts at a time. Ten megabytes take about a second.
+    Holds a few megabytes of the texts at a time. Ten megabytes take about a second.
     """
     return ByteModel(_pieces(texts), order=3)
 
 
 def held_out_bits_per_byte(trigram: ByteModel, held_out: np.ndarray) -> dict[str, float]:
-    """Bits per byte of "unigram", "trigram" and "xz -9" on uint8 [length], as `joined` makes it.
+    """Bits per byte of "unigram", "trigram" and "xz -9" on uint8 [length], the result of `joined`.
 
     Raises:
-        ValueError: there is no byte.
+        ValueError: the text has no byte.
     """
     if not len(held_out):
         raise ValueError("no held-out text: bits per byte have no meaning")
@@ -116,12 +118,12 @@ def held_out_bits_per_byte(trigram: ByteModel, held_out: np.ndarray) -> dict[str
 
 
 def joined(texts: Iterable[str]) -> np.ndarray:
-    """The UTF-8 of texts without a separator, uint8 [length]."""
+    """The UTF-8 of texts, joined without a separator: uint8 [length]."""
     return np.frombuffer(b"".join(text.encode() for text in texts), dtype=np.uint8)
 
 
 def first_bytes(texts: Iterable[str], limit: int) -> Iterator[str]:
-    """The first texts, whole, until they have `limit` bytes of UTF-8; takes no text beyond."""
+    """The first texts, each complete, until they have `limit` bytes of UTF-8. Reads no further."""
     read = 0
     for text in texts:
         yield text
@@ -131,7 +133,7 @@ def first_bytes(texts: Iterable[str], limit: int) -> Iterator[str]:
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[np.ndarray]:
-    """Texts in arrays of about _CHUNK bytes: to count a short one takes as long as a long one."""
+    """The texts in arrays of about _CHUNK bytes, because counting a short array takes as long."""
     waiting: list[str] = []
     length = 0
     for text in texts:
@@ -144,7 +146,7 @@ def _pieces(texts: Iterable[str]) -> Iterator[np.ndarray]:
 
 
 def _codes(data: np.ndarray, order: int) -> Iterator[np.ndarray]:
-    """Each run of `order` bytes as a number to base 256, int64, a chunk at a time."""
+    """Each run of `order` bytes as a base-256 number, int64, one chunk at a time."""
     for start in range(0, len(data) - order + 1, _CHUNK):
         stop = min(start + _CHUNK, len(data) - order + 1)
         codes = np.zeros(stop - start, dtype=np.int64)

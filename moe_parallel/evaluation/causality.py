@@ -1,20 +1,21 @@
-"""Does a later token change an earlier output? A probe by perturbation, of any model.
+"""Tests whether a later token changes an earlier output of a model, by perturbation.
 
-The loss of a language model is the likelihood of a text only where the output at a position depends
-on no token after it. Attention is masked, but experts that choose among tokens, capacities that
-drop them and parameters that are merged by a mean can all carry information back. They can carry
-it from one instance of a micro-batch to another as well, and then a text's loss depends on what it
-was batched with. So: run a micro-batch, change one token, run again, and look at every output that
-should not have moved.
+The loss of a language model is the likelihood of a text only if the output at a position depends
+on no token after it. Attention is masked. But three parts of an MoE layer can carry information
+back: experts that choose among tokens, capacities that drop tokens, and parameters that are merged
+by a mean. They can also carry it from one instance of a micro-batch to another, and then the loss
+of a text depends on the other texts of its batch. The probe therefore runs a micro-batch, changes
+one token, runs it again, and examines every output that should be the same.
 
-Both runs have the same shape and the same random numbers. What may differ besides a leak is
-rounding: a token that goes to another expert changes how many rows each expert multiplies, and a
-product of another size may add in another order. A change counts as a leak above `TOLERANCE` of the
-greatest logit. In fp64 that is 4e-11, where rounding makes 1e-15 and a leak rarely less than 1e-6:
-give the probe a model in fp64 (`model.double()`).
+Both runs have the same shape and the same random numbers. Besides a leak, only rounding can cause a
+difference: a token that goes to another expert changes the number of rows that each expert
+multiplies, and a product of another size may sum in another order. A change is a leak if it exceeds
+`TOLERANCE` times the largest logit. In fp64 that is 4e-11, where rounding causes 1e-15 and a leak
+rarely less than 1e-6. The model should therefore be in fp64 (`model.double()`).
 
-No leak seen is no proof that there is none: a choice flips only where scores are close. Several
-replacements for each token, and all places, make it likely to be found.
+A probe that finds no leak does not prove that there is none, because a choice changes only if
+scores are close. Perturbing all places, with several replacements each, makes a leak likely to be
+found.
 
 Shape suffixes: B instances of a micro-batch, S positions, V vocabulary, P perturbed places.
 """
@@ -33,7 +34,8 @@ from moe_parallel.errors import InputError
 
 LogitsOf = Callable[[torch.Tensor], torch.Tensor]
 
-# By dtype of the logits, as a share of the greatest. A power of the unit roundoff between it and 1.
+# By dtype of the logits, relative to the largest logit: a power of the unit roundoff, between the
+# unit roundoff and 1.
 TOLERANCE = {
     dtype: torch.finfo(dtype).eps ** (2 / 3)
     for dtype in (torch.float64, torch.float32, torch.bfloat16)
@@ -41,14 +43,14 @@ TOLERANCE = {
 
 
 class Place(NamedTuple):
-    """A token of a micro-batch, and the output at it. Both count from 0."""
+    """The place of a token and its output in a micro-batch. Both numbers count from 0."""
 
     instance: int
     position: int
 
 
 class Leak(NamedTuple):
-    """An output that a token changed and should not have."""
+    """An output that a token changed but must not change."""
 
     source: Place  # the token
     target: Place  # the output
@@ -59,9 +61,9 @@ class Leak(NamedTuple):
 class Influence:
     """How much each perturbed token changed each output."""
 
-    places: tuple[Place, ...]  # P: what was perturbed
-    changes_PBS: torch.Tensor  # fp64: of the logit that changed most, over the replacements
-    tolerance: float  # a change above is a leak or, where it may be, an effect
+    places: tuple[Place, ...]  # P: the perturbed places
+    changes_PBS: torch.Tensor  # fp64: the largest change of a logit, over the replacements
+    tolerance: float  # a larger change is a leak or, where it is permitted, an effect
 
     @property
     def future(self) -> list[Leak]:
@@ -75,28 +77,29 @@ class Influence:
 
     @property
     def future_pairs(self) -> int:
-        """How many (later token, earlier output) pairs were looked at."""
+        """The number of (later token, earlier output) pairs that were examined."""
         return sum(place.position for place in self.places)
 
     @property
     def across_pairs(self) -> int:
-        """How many (token, output of another instance) pairs were looked at."""
+        """The number of (token, output of another instance) pairs that were examined."""
         _, instances, positions = self.changes_PBS.shape
         return len(self.places) * (instances - 1) * positions
 
     @property
     def felt(self) -> int:
-        """How many perturbations changed the output at their own place, as nearly all must."""
+        """The number of perturbations that changed the output at their own place. Nearly all
+        must."""
         own = [self.changes_PBS[p][place] for p, place in enumerate(self.places)]
         return sum(bool(change > self.tolerance) for change in own)
 
     @property
     def noise(self) -> float:
-        """The greatest change that should not be and was put down to rounding."""
+        """The largest change that was attributed to rounding where no change is permitted."""
         quiet = [0.0]
         for p, place in enumerate(self.places):
             changes_BS = self.changes_PBS[p].clone()
-            changes_BS[place.instance, place.position :] = 0.0  # what may change
+            changes_BS[place.instance, place.position :] = 0.0  # these outputs may change
             quiet.append(float(changes_BS[changes_BS <= self.tolerance].max()))
         return max(quiet)
 
@@ -128,18 +131,18 @@ def measure_influence(
 ) -> Influence:
     """Perturb tokens one at a time and compare all outputs with the unperturbed ones.
 
-    Runs the model P * replacements + 2 times. Draws of torch's generators are the same in each run,
-    and afterwards as if there had been none.
+    Runs the model P * replacements + 2 times. Torch's random generators start each run in the same
+    state, and are restored afterwards.
 
     Args:
         logits_of: tokens [B, S] -> logits [B, S, V] of any float dtype.
         tokens_BS: int64, the micro-batch.
         vocab_size: replacements are drawn from the tokens below it; at least 2.
-        places: which tokens to perturb; None: all.
-        replacements: other tokens to try at each place, where there are as many.
-        seed: of the replacements and of the draws inside the model.
+        places: the tokens to perturb; None: all.
+        replacements: the number of other tokens to try at each place, if there are that many.
+        seed: the seed of the replacements and of the random numbers inside the model.
 
-    Raises InputError where logits are not finite, or the model answers the same tokens differently.
+    Raises InputError if logits are not finite, or if the same tokens give different logits.
     """
     if places is None:
         instances, positions = tokens_BS.shape
@@ -171,15 +174,15 @@ def measure_influence(
 
 
 def sample_places(instances: int, positions: int, count: int, seed: int = 0) -> list[Place]:
-    """`count` places of a micro-batch drawn without replacement, in order; all, if fewer."""
+    """`count` places of a micro-batch, drawn without replacement, in order; all if fewer exist."""
     everywhere = [Place(b, s) for b in range(instances) for s in range(positions)]
     return sorted(random.Random(seed).sample(everywhere, min(count, len(everywhere))))
 
 
 def logits_of_gpt(model: Any) -> LogitsOf:
-    """The logits of a whole Megatron-Core GPT, in the mode (training, evaluation) that it is in.
+    """A function that returns the logits of a complete Megatron-Core GPT in its current mode.
 
-    Draws of Megatron-Core's generators too are the same in each run, and undone afterwards.
+    Megatron-Core's random generators also start each run in the same state and are restored.
     """
 
     def logits_of(tokens_BS: torch.Tensor) -> torch.Tensor:
@@ -194,7 +197,7 @@ def logits_of_gpt(model: Any) -> LogitsOf:
 
 
 def _others(token: int, vocab_size: int, count: int, draw: random.Random) -> list[int]:
-    """Distinct tokens other than `token`."""
+    """Random distinct tokens other than `token`."""
     drawn = draw.sample(range(vocab_size - 1), min(count, vocab_size - 1))
     return [other + (other >= token) for other in drawn]
 
@@ -206,5 +209,5 @@ def _with(tokens_BS: torch.Tensor, place: Place, token: int) -> torch.Tensor:
 
 
 def _change(a_BSV: torch.Tensor, b_BSV: torch.Tensor) -> torch.Tensor:
-    """The greatest change of a logit at each place: fp64 [B, S] on the CPU."""
+    """The largest change of a logit at each place: fp64 [B, S] on the CPU."""
     return (a_BSV.double() - b_BSV.double()).abs().amax(2).cpu()

@@ -1,7 +1,7 @@
-"""How many experts each item of the vocabulary takes (Huang et al. 2024, section 5.3).
+"""Counts the experts that each vocabulary item takes (Huang et al. 2024, section 5.3).
 
-Where the number of experts varies, it says what a model finds hard. Shape suffixes: B sequences, S
-tokens of a sequence, T = S * B tokens, E experts, V vocabulary.
+If the number of experts per token varies, it shows which tokens are hard for a model. Shape
+suffixes: B sequences, S tokens of a sequence, T = S * B tokens, E experts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from moe_parallel.selection.tokens import Tokens
 
 @dataclass(frozen=True)
 class ItemCounts:
-    """What happened to each vocabulary item as a token that was read."""
+    """Counts for each vocabulary item, over the input tokens."""
 
-    tokens_V: torch.Tensor  # int64: how often it was
-    experts_V: torch.Tensor  # fp64: experts that were chosen for it, in a layer on average
+    tokens_V: torch.Tensor  # int64: the number of times that it occurred
+    experts_V: torch.Tensor  # fp64: the experts chosen for it, summed over tokens, mean over layers
 
     def experts_per_token(self, at_least: int) -> list[tuple[int, int, float]]:
         """(item, times, experts per token), most experts first.
 
-        Of the items that occur `at_least` times: the mean of few says little.
+        Includes only items that occur at least `at_least` times: the mean of few says little.
         """
         items = torch.nonzero(self.tokens_V >= max(1, at_least)).flatten().tolist()
         found = [
@@ -41,14 +41,14 @@ class ItemCounts:
 
 @torch.no_grad()
 def experts_per_vocab_item(model: Any, batches: Iterable[Batch], vocab_size: int) -> ItemCounts:
-    """Reads the batches as an evaluation does, and counts.
+    """Run the model on the batches in evaluation mode, and count the experts of each item.
 
     Args:
-        model: a whole GPT (Megatron-Core's) on one process; left in evaluation mode. Layers that
-            merge experts, and dense ones, count nothing.
-        batches: tokens, position_ids and loss_mask [B, S]; tokens after the last that counts in the
-            loss are left out.
-        vocab_size: of the tokenizer.
+        model: a complete GPT (Megatron-Core's) on one process; left in evaluation mode. Merged
+            layers and dense layers are not counted.
+        batches: tokens, position_ids and loss_mask [B, S]; tokens outside the loss mask are not
+            counted.
+        vocab_size: the vocabulary size of the tokenizer.
     """
     device = next(model.parameters()).device
     tokens_V = torch.zeros(vocab_size, dtype=torch.int64, device=device)
@@ -71,7 +71,7 @@ def experts_per_vocab_item(model: Any, batches: Iterable[Batch], vocab_size: int
 
 @dataclass(frozen=True)
 class _Counted:
-    """A rule that notes how many experts it chose for each token."""
+    """A rule that records the number of experts that it chose for each token."""
 
     rule: Rule
     counts: list[torch.Tensor]
@@ -84,7 +84,8 @@ class _Counted:
 
 @contextmanager
 def _counting(model: Any) -> Iterator[list[torch.Tensor]]:
-    """What each dispatching layer chose in an evaluation, [T] in order; its rule comes back."""
+    """Inside, collects from each dispatched layer the number of experts of each token, [T], in
+    order. Restores the rules at the end."""
     counts: list[torch.Tensor] = []
     layers = [layer for layer in model.modules() if isinstance(layer, DispatchedLayer)]
     rules = [layer.evaluation_rule for layer in layers]

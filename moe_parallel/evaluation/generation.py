@@ -1,7 +1,7 @@
-"""Text from a model, a token at a time.
+"""Generates text from a model, one token at a time.
 
-The whole sequence is computed anew for every token: simple, the same for every system of expert
-selection, and fast enough to look at what a model has learned. Shape suffixes: S tokens, V
+The complete sequence is computed again for every token. This is simple, the same for every system
+of expert selection, and fast enough to see what a model has learned. Shape suffixes: S tokens, V
 vocabulary.
 """
 
@@ -21,14 +21,14 @@ def generate(
     temperature: float,
     generator: torch.Generator,
 ) -> Iterator[int]:
-    """The tokens that follow a prompt, without end.
+    """Generate the tokens that follow a prompt, without end.
 
     Args:
-        model: a whole GPT (Megatron-Core's) on one process; left in evaluation mode.
-        prompt: tokens, at least one.
-        vocab_size: of the tokenizer: the model may have padding beyond.
+        model: a complete GPT (Megatron-Core's) on one process; left in evaluation mode.
+        prompt: at least one token.
+        vocab_size: the vocabulary size of the tokenizer; the model's may be padded to a larger one.
         temperature: logits are divided by it; 0: always the most probable token.
-        generator: draws the tokens; on the CPU.
+        generator: a generator on the CPU that draws the tokens.
     """
     device = next(model.parameters()).device
     tokens_S = torch.tensor(prompt, device=device)

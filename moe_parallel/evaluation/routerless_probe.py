@@ -1,9 +1,9 @@
-"""Do the experts of a trained MoE know what they know? The probe of the AoE paper, section 3.1.
+"""Selects experts of a trained MoE without its routers: the probe of the AoE paper, section 3.1.
 
-The routers are stripped off. Every expert computes every token up to a node; the K experts whose
-activation is greatest there, in some norm, go on to the end. No weight is changed. The paper tries
-five nodes and three norms and does not say how the outputs of the K are weighed: here by the
-softmax of their norms, as AoE does, and by 1/K each.
+The routers are not used. Every expert computes every token up to a node. The K experts with the
+largest norm of the activation at that node compute the token to the end. No weight is changed. The
+paper tries five nodes and three norms. It does not say how the outputs of the K experts are
+weighted. Here they are weighted by the softmax of their norms, as in AoE, and by 1/K each.
 
 Shape suffixes: T tokens, E experts, D model width, F expert width, X width of a node (F or D).
 """
@@ -71,7 +71,7 @@ NORMS = {"L1": 1.0, "L2": 2.0, "Linf": math.inf}
 
 @dataclass(frozen=True)
 class UniformProbs:
-    """The choices of another rule, with equal probs that sum to 1."""
+    """A rule with the choices of another rule, and equal probs that sum to 1."""
 
     of: Rule
 
@@ -91,18 +91,18 @@ Scores = Callable[[torch.Tensor], torch.Tensor]  # x_TD -> fp32 [T, E]
 
 
 class ProbedLayer(DispatchedLayer):
-    """A routed layer in which something else than its router scores the experts.
+    """A routed layer in which a given function scores the experts instead of the router.
 
-    It is made from that layer and shares all that it has: weights, dispatcher, capacity, shared
-    expert, statistics. For evaluations on one process, which holds every expert.
+    It is built from the routed layer and shares its weights, dispatcher, capacity, shared expert
+    and statistics. It is for evaluation on one process, which holds every expert.
     """
 
     def __init__(self, routed: RoutedLayer, scores: Scores, rule: Rule) -> None:
         """
         Args:
-            routed: the layer; stays as it is.
-            scores: of all experts.
-            rule: from scores to choices.
+            routed: the layer; it is not changed.
+            scores: the function that scores all experts.
+            rule: the function from scores to choices.
         """
         assert routed.context.groups.etp_ep.size() == 1
         self.__dict__.update(routed.__dict__)
@@ -118,7 +118,8 @@ class ProbedLayer(DispatchedLayer):
 
 
 def experts_of(layer: RoutedLayer) -> list[Expert]:
-    """The matrices of each expert, views of the layer's weights; a factorized W_g is multiplied."""
+    """The matrices of each expert, views of the layer's weights. The factors of W_g are
+    multiplied."""
     if isinstance(layer, FactorizedRoutedLayer):
         low_rank = layer.experts
         w_g_EDF = layer.w_down_EDR @ low_rank.w_up_LRW
@@ -132,7 +133,8 @@ def experts_of(layer: RoutedLayer) -> list[Expert]:
 
 
 def norms_at(node: Node, order: float, experts: list[Expert]) -> Scores:
-    """The norm of each expert's activation at a node, in fp32; `order`: 1, 2 or inf."""
+    """A function that gives the fp32 norm of each expert's activation at a node. `order` is 1, 2 or
+    inf."""
 
     def scores(x_TD: torch.Tensor) -> torch.Tensor:
         norms = [
@@ -154,13 +156,14 @@ class Probe:
 
 
 def probes(k: int, seed: int = 0) -> list[Probe]:
-    """The router and chance, to compare with; then five nodes x three norms x two probs.
+    """The three references, then five nodes x three norms x two kinds of probs.
 
-    The third is the router's choice with equal probs: what is lost by the probs alone.
+    The references are the router, a random selection, and the router's choices with equal probs,
+    which shows the loss that the probs alone cause.
 
     Args:
         k: experts per token.
-        seed: of the chance.
+        seed: the seed of the random selection.
     """
     by_norm = [
         Probe(node, norm, gate, _by_norm(NODES[node], NORMS[norm], GATES[gate](k)))
@@ -196,7 +199,7 @@ def _at_random(routed: RoutedLayer, k: int, seed: int) -> ProbedLayer:
 
 @contextmanager
 def probing(model: Any, probe: Probe) -> Iterator[None]:
-    """Within the context experts of `model` (a torch module) are selected as the probe says.
+    """Inside the context, `probe` selects the experts of `model` (a torch module).
 
     Raises InputError if the model has no routed layers.
     """
@@ -222,22 +225,23 @@ def probing(model: Any, probe: Probe) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Table:
-    """The lines of a report, one at a time, since each takes an evaluation of the model.
+    """The lines of a report, one at a time, because each needs an evaluation of the model.
 
-    There is a column for each text, the losses in nats/token, and "kept": how much of the router's
-    advantage over chance is left on the last text. The router keeps 100 %, chance 0 %.
+    Each text has a column with the loss in nats per token. The column "kept" is the part of the
+    router's advantage over random selection that remains on the last text. The router keeps 100 %,
+    random selection 0 %.
     """
 
     router: Mapping[str, float]  # loss by text
     random: Mapping[str, float]
 
     def head(self) -> str:
-        """The names of the columns."""
+        """The line with the names of the columns."""
         texts = "".join(f"{text:>10}" for text in self.router)
         return f"{'selected by':<20} {'norm':<5} {'probs':<8}{texts}{'kept':>8}"
 
     def row(self, probe: Probe, losses: Mapping[str, float]) -> str:
-        """The line of a probe with these losses by text."""
+        """The line of a probe with these losses, by text."""
         last = list(self.router)[-1]
         advantage = self.random[last] - self.router[last]
         kept = (self.random[last] - losses[last]) / advantage if advantage else math.nan

@@ -18,12 +18,12 @@ from moe_parallel.parallel import Groups
 
 @dataclass(frozen=True)
 class TextLoss:
-    """What a model makes of a text."""
+    """The loss of a model on a text."""
 
-    nats: float  # -ln p of all tokens
+    nats: float  # the sum of -ln p over all tokens
     tokens: int
     num_bytes: int  # UTF-8 bytes that the tokens stand for
-    later: TextLoss | None = None  # of the tokens after a first part of each sequence alone
+    later: TextLoss | None = None  # only of the tokens after the first part of each sequence
 
     @property
     def loss(self) -> float:
@@ -32,7 +32,7 @@ class TextLoss:
 
     @property
     def bits_per_byte(self) -> float:
-        """Independent of the tokenizer, where that knows the bytes of its tokens exactly.
+        """Bits per byte. It can be compared across tokenizers that know the exact bytes of a token.
 
         A token that ends a document costs nats and stands for no byte.
         """
@@ -49,19 +49,19 @@ def evaluate(
     samples: int | None = None,
     first_part: int | None = None,
 ) -> TextLoss:
-    """The model on the first `samples` samples of a dataset (None: on all). Collective.
+    """Evaluate the model on the first `samples` samples of a dataset (None: on all). Collective.
 
     The result is the same on every rank. Without a capacity factor it does not depend on the
-    layout; with one, evaluation drops choices as training does.
+    layout. With one, evaluation drops choices as training does.
 
     Args:
         chunks: this rank's model chunks; left in evaluation mode.
-        dataset: samples as `data.sampler.evaluation_batches` takes them.
+        dataset: the samples, in the form that `data.sampler.evaluation_batches` accepts.
         bytes_per_token_V: int64, UTF-8 bytes of each token, on the device of the model.
-        training: sizes of a micro-batch.
+        training: the sizes of a micro-batch.
         groups: the layout.
-        samples: how many; the same on every rank.
-        first_part: tokens of a sequence that `later` leaves out; None: no `later`.
+        samples: the number of samples; the same on every rank.
+        first_part: the number of first tokens of a sequence that `later` omits; None: no `later`.
     """
 
     def count(losses_BS: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, Reported]:
@@ -79,7 +79,7 @@ def evaluate(
         "data_parallel_size": groups.dp.size(),
     }
     steps = evaluation_steps(dataset, samples=samples, **share)
-    if len(chunks) > 1:  # the interleaved schedule takes whole rounds of the pipeline
+    if len(chunks) > 1:  # the interleaved schedule needs complete rounds of the pipeline
         steps = -(-steps // groups.pp.size()) * groups.pp.size()
     stream = evaluation_batches(
         dataset, samples=samples, data_parallel_rank=groups.dp.rank(), **share
@@ -98,7 +98,7 @@ def _text_loss(nats: float, tokens: float, num_bytes: float) -> TextLoss:
 
 
 def _padded(stream: Iterator[Batch]) -> Iterator[Batch]:
-    """The stream, then its last batch for ever, masked."""
+    """The stream, then its last batch again and again with an empty loss mask."""
     batch: Batch = {}
     for batch in stream:
         yield batch
