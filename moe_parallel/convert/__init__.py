@@ -1,1 +1,1 @@
-"""Trained models of one expert-selection system made into models of another."""
+"""Converts trained models of one expert-selection system to models of another."""

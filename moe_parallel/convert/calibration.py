@@ -1,4 +1,4 @@
-"""The tokens that a conversion is fitted to, and what a layer makes of them.
+"""The tokens to which a conversion is fitted, and the inputs of a layer for these tokens.
 
 Shape suffixes: B sequences, S tokens of a sequence, T tokens, D model width.
 """
@@ -18,14 +18,14 @@ Batches = list[dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Calibration:
-    """Training text, drawn at random: what is fitted to, and what is kept apart to measure by."""
+    """Random training text in two parts: one for the fit, and one held out for measurements."""
 
     fitted: Batches  # tokens and position_ids, int64 [B, S]
     held_out: Batches
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """How many each has."""
+        """The number of tokens of each part."""
         first, second = (
             sum(batch["tokens"].numel() for batch in batches)
             for batches in (self.fitted, self.held_out)
@@ -36,9 +36,9 @@ class Calibration:
 def draw_calibration(
     dataset: Any, samples: int, batch_size: int, seed: int, device: torch.device
 ) -> Calibration:
-    """`samples` samples of a dataset to fit to, and a third as many others to measure by.
+    """Draw `samples` samples of a dataset for the fit, and a third as many others to measure.
 
-    Raises InputError where the dataset has not so many.
+    Raises InputError if the dataset has too few.
     """
     held_out = -(-samples // 3)
     if samples < 1:
@@ -69,7 +69,7 @@ def draw_calibration(
 
 @torch.no_grad()
 def inputs_of(layer: torch.nn.Module, model: Any, batches: Batches) -> torch.Tensor:
-    """What reaches a feed-forward layer when a model reads the batches: [T, D]."""
+    """The input of a feed-forward layer when a model computes the batches: [T, D]."""
     seen: list[torch.Tensor] = []
 
     def note(_: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The configuration that a converted model has."""
+"""The configuration of a converted model."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from moe_parallel.errors import InputError
 
 SOURCES: dict[str, tuple[type[Selection], ...]] = {
     "aoe": (TopKSelection,),
-    # Of a routed model this is a new start: fresh optimizer state, another schedule.
+    # For a top-k model this is a new start: fresh optimizer state, another schedule.
     "topk": (TopKSelection, LorySelection, LoryPrefixSelection),
 }
 
 
 def converted_config(source: Config, to: str, save: str, flags: Sequence[str]) -> Config:
-    """The configuration of `source` with another system of selection, then changed by flags.
+    """The configuration of `source` with another system of expert selection, changed by flags.
 
-    Options that both systems have keep their values. Raises InputError where the model cannot be
-    converted, or the flags change its sizes.
+    Options that both systems have keep their values. Raises InputError if the model cannot be
+    converted, or if the flags change its sizes.
     """
     _check_source(source, to)
     values: dict[str, Any] = {}
@@ -45,7 +45,7 @@ def converted_config(source: Config, to: str, save: str, flags: Sequence[str]) -
         if each.name in known:
             values[each.name] = getattr(source.selection, each.name)
     if to == "aoe":
-        # W_p and W_o stay as they are; a gate of one choice is a probability, not 1.
+        # W_p and W_o stay as they are. If K is 1, the router weights by a probability, not by 1.
         values["aoe_wide_size"] = source.expert_width
         values["aoe_gate"] = "all" if source.selection.choices_per_token == 1 else "selected"
     config = _with_flags(make_config(_listed(values)), flags)
@@ -54,7 +54,7 @@ def converted_config(source: Config, to: str, save: str, flags: Sequence[str]) -
 
 
 def left_out(source: Config, to: str) -> list[str]:
-    """Options that are set and have no counterpart: `--flag value` each."""
+    """The options that are set but have no counterpart, each as `--flag value`."""
     known = {each.name for each in options(SELECTIONS[to])}
     given = (
         (each, getattr(source.selection, each.name)) for each in options(type(source.selection))
@@ -86,7 +86,7 @@ def _check_source(source: Config, to: str) -> None:
 
 
 def _check_unchanged(source: Config, config: Config, to: str) -> None:
-    """The flags may change how the model is trained, not what it is."""
+    """Check that the flags change only the training, not the model."""
     for name in ("num_experts", "moe_layer_freq", "moe_ffn_hidden_size"):
         old, new = getattr(source.moe, name), getattr(config.moe, name)
         if old != new:
@@ -110,7 +110,7 @@ def _check_unchanged(source: Config, config: Config, to: str) -> None:
 
 
 def _with_flags(config: Config, flags: Sequence[str]) -> Config:
-    """A configuration changed by flags of the training program, as if it came from a file."""
+    """The configuration, as if it came from a file, changed by flags of the training program."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
         path.write_text(config.to_yaml(), encoding="utf-8")
@@ -118,5 +118,5 @@ def _with_flags(config: Config, flags: Sequence[str]) -> Config:
 
 
 def _listed(values: dict[str, Any]) -> dict[str, Any]:
-    """Values as YAML gives them."""
+    """The values in the types that YAML gives."""
     return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}

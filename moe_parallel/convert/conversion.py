@@ -1,7 +1,7 @@
-"""From a checkpoint to one of another system that training can start from.
+"""Converts a checkpoint to one of another system, from which training can start.
 
-Everything happens on one process and in fp32, whatever layout and precision trained the model and
-will go on with it.
+The conversion runs on one process and in fp32, whatever layout and precision the training before
+and after it has.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from moe_parallel.training.text import Text, open_text
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did."""
+    """The result of a conversion."""
 
-    layers: list[ConvertedLayer]  # [] where weights were only copied
-    tokens: tuple[int, int]  # that were fitted to, and held out to measure by
-    losses: Mapping[str, tuple[float, float]]  # by domain, nats/token: the source's, the new one's
+    layers: list[ConvertedLayer]  # [] if weights were only copied
+    tokens: tuple[int, int]  # numbers of tokens: for the fit, and held out for measurements
+    losses: Mapping[str, tuple[float, float]]  # by domain, nats/token: before and after
     checkpoint: Path
 
 
@@ -50,20 +50,20 @@ def convert(
     """Write a checkpoint of iteration 0 into the --save of `target`, with fresh optimizer state.
 
     Args:
-        source: of the checkpoint in its --load.
-        target: as `configuration.converted_config` makes it.
-        groups: of one process.
-        gate: how W_g becomes low-rank; None: weights are copied as they are.
-        calibration_samples: training samples to fit to; ignored where `gate` is None.
-        say: told of every step.
+        source: the configuration of the checkpoint in its --load.
+        target: the result of `configuration.converted_config`.
+        groups: groups of one process.
+        gate: how W_g is factorized; None: weights are copied as they are.
+        calibration_samples: the number of training samples for the fit; ignored if `gate` is None.
+        say: called with a line for every step.
 
     Raises InputError.
     """
     here = on_one_process(target)
     validate(here, world_size=1)
     _check(source, gate)
-    text = open_text(replace(here, checkpoint=source.checkpoint))  # read as it was trained
-    # Refuses before the work.
+    text = open_text(replace(here, checkpoint=source.checkpoint))  # the text of its training
+    # Raises errors before the long work.
     checkpoints = open_checkpoints(target, text.vocab_size, groups, text.tokenizer)
     data = text.datasets(here)
     old, _ = standalone_model(
@@ -101,7 +101,7 @@ def convert(
 
 
 def _check(source: Config, gate: GateOptions | None) -> None:
-    """Whether W_g can be cut as asked."""
+    """Check that W_g can be factorized with these options."""
     if gate is None:
         return
     largest = min(source.model.hidden_size, source.expert_width)
@@ -122,8 +122,9 @@ def _check(source: Config, gate: GateOptions | None) -> None:
 def _losses(
     config: Config, text: Text, data: Datasets, groups: Groups
 ) -> dict[str, Callable[[Any], float]]:
-    """By domain, what measures a model on the first validation samples, in nats/token."""
-    # A run that was not evaluated is measured here all the same.
+    """By domain, a function that measures a model on the first validation samples, in
+    nats/token."""
+    # A model is measured here even if its run had no evaluation.
     iters = config.logging.eval_iters or LoggingConfig().eval_iters
     samples = iters * config.training.global_batch_size
 

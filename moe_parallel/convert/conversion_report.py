@@ -1,4 +1,4 @@
-"""What a conversion did, as a table and as JSON."""
+"""The result of a conversion as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COLUMNS = ("layer", "choices", "before", "all K", "first", "probs off", "x W_g o
 
 
 def table(conversion: Conversion, k: int | None, num_experts: int | None) -> str:
-    """Lines for a terminal."""
+    """The table, as lines for a terminal."""
     lines = []
     if conversion.layers and k and num_experts:
         fitted, held_out = conversion.tokens
@@ -41,7 +41,7 @@ def table(conversion: Conversion, k: int | None, num_experts: int | None) -> str
 
 
 def as_json(conversion: Conversion, **facts: Any) -> str:
-    """All of it, with what else is known of the conversion."""
+    """The complete result and further `facts` about the conversion, as JSON."""
     fitted, held_out = conversion.tokens
     content = facts | {
         "calibration": {"fitted_tokens": fitted, "held_out_tokens": held_out},

@@ -1,4 +1,4 @@
-"""A matrix of every expert as a product of two thin ones.
+"""Factorizes a matrix of every expert into a product of two thin matrices.
 
 Shape suffixes: E experts, D model width, F expert width, R low-rank size (d_low), J leading
 columns, T tokens.
@@ -15,15 +15,15 @@ import torch
 class Factors:
     """W ~ columns @ rows for each expert.
 
-    Columns r may be multiplied by any number and row r divided by it: the product stays, the norms
-    of x @ columns change.
+    Column r may be multiplied by any number and row r divided by it. The product stays the same;
+    the norms of x @ columns change.
     """
 
     columns_EDR: torch.Tensor
     rows_ERF: torch.Tensor
 
     def with_gains(self, gains_ER: torch.Tensor) -> Factors:
-        """The same product with column r times gains[:, r], and row r divided by it."""
+        """The same product with column r multiplied by gains[:, r], and row r divided by it."""
         return Factors(
             self.columns_EDR * gains_ER[:, None, :], self.rows_ERF / gains_ER[:, :, None]
         )
@@ -55,24 +55,25 @@ def factorize(
     root_DD: torch.Tensor,
     leading_EDJ: torch.Tensor | None = None,
 ) -> tuple[Factors, torch.Tensor]:
-    """The best product of rank R for each expert: truncated SVD, in a measure of x.
+    """The best product of rank R for each expert: the truncated SVD, in a measure of x.
 
-    With a root of the Gram matrix of activations, mean x^T x = root^T root, columns @ rows
-    minimizes the mean of ||x W - x columns rows||^2: it is the truncated SVD of root W, whose left
-    factor is then divided by root. With the identity it minimizes ||W - columns rows||_F. Left
-    singular vectors are taken as eigenvectors of (root W)(root W)^T, which is D x D however wide
-    an expert is.
+    If `root` is a root of the Gram matrix of activations, mean x^T x = root^T root, then
+    columns @ rows minimizes the mean of ||x W - x columns rows||^2. It is the truncated SVD of
+    root W, whose left factor is then divided by root. If `root` is the identity, it minimizes
+    ||W - columns rows||_F. The left singular vectors are computed as eigenvectors of
+    (root W)(root W)^T, which is D x D for any expert width.
 
     Args:
         w_EDF: the matrices, fp64.
         rank: R, 1 <= R <= D.
         root_DD: upper triangular, fp64.
-        leading_EDJ: what the first J < R columns are to span; the others are the best beside them.
-            None: all are free, by falling singular value.
+        leading_EDJ: matrices whose span the first J < R columns must have; the other columns are
+            the best besides them. None: all columns are free, in falling order of singular value.
 
-    Returns the factors, their columns orthonormal in that measure (uncorrelated over the tokens,
-    of mean square 1), and for each column its singular value, [E, R]: of root W, and for the first
-    J those of root leading, so that with these as gains ||x columns_J|| = ||x leading||.
+    Returns the factors, and the singular value of each column, [E, R]. The columns are orthonormal
+    in the measure of x (uncorrelated over the tokens, with mean square 1). The singular values are
+    those of root W. For the first J columns they are those of root leading: with these as gains,
+    ||x columns_J|| = ||x leading||.
     """
     bases, values = [], []
     for e, w_DF in enumerate(w_EDF):
@@ -90,11 +91,12 @@ def factorize(
 def _basis(
     y_DF: torch.Tensor, rank: int, leading_DJ: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """R orthonormal vectors, the first J of them of `leading`, the others holding most of y."""
+    """R orthonormal vectors. The first J span `leading`; the others have the most energy of y."""
     first_DJ, lengths_J, _ = torch.linalg.svd(leading_DJ, full_matrices=False)
     beside_DD = torch.eye(len(y_DF), dtype=y_DF.dtype, device=y_DF.device) - first_DJ @ first_DJ.T
     energy_DD = beside_DD @ (y_DF @ y_DF.T) @ beside_DD
-    # Below every other eigenvalue, so that no eigenvector of a space without energy leans on it.
+    # Moves these eigenvalues below all others, so that no eigenvector of a space without energy
+    # has a part of them.
     energy_DD -= energy_DD.trace() * (first_DJ @ first_DJ.T)
     energies_D, vectors_DD = torch.linalg.eigh(energy_DD)
     others = slice(0, rank - len(lengths_J))

@@ -1,12 +1,12 @@
-"""Norms that rank experts as a router did.
+"""Fits norms that rank the experts as a router did.
 
-AoE ranks by p_i = ||x W_down^i||, and W_g^i = W_down^i W_up^i leaves W_down^i free up to an
-invertible matrix. So columns that rank well can be found first, and W_g be factorized around them.
+AoE ranks by p_i = ||x W_down^i||, and W_g^i = W_down^i W_up^i determines W_down^i only up to an
+invertible matrix. So columns that rank well can be found first, and W_g is factorized around them.
 
-One vector u may be added to all rows of a router: the logits x (w_i + u) have the same ranking and
-the same softmax. Where they are positive, a single column w_i + u for each expert has the norms
-that are wanted, |x (w_i + u)|. But a norm is the same for x and -x: what no u makes positive is
-left to further columns, and found by descent.
+A vector u may be added to all rows of a router: the logits x (w_i + u) have the same ranking and
+the same softmax. Where they are positive, a single column w_i + u for each expert has the right
+norms, |x (w_i + u)|. But a norm is the same for x and -x. If no u makes all logits positive,
+further columns are needed, which are found by descent.
 
 Shape suffixes: T tokens, E experts, D model width, J columns, K choices per token.
 """
@@ -19,23 +19,23 @@ import torch
 
 from moe_parallel.convert.factors import norms
 
-# Weight of the mean square of norms in both fits: keeps them from growing for nothing.
+# Weight of the mean square of the norms in both fits. It keeps them from growing without need.
 SMALLNESS = 1e-4
-# How far logits are to be lifted above what the ranking needs.
+# How far the fit lifts the logits above the level that the ranking needs.
 MARGIN = 2.0
 
 
 def cross_entropy(scores_TE: torch.Tensor, logits_TE: torch.Tensor) -> torch.Tensor:
-    """Of softmax(scores) to softmax(logits), the mean over tokens: least where they differ by a
-    constant of the token, so that ranking and probs are equal."""
+    """The cross-entropy of softmax(scores) with softmax(logits), mean over tokens. It is smallest
+    if they differ by a constant per token; then ranking and probs are equal."""
     target_TE = torch.softmax(logits_TE, dim=1)
     return -(target_TE * torch.log_softmax(scores_TE, dim=1)).sum(1).mean()
 
 
 def fitted_scales(norms_TE: torch.Tensor, logits_TE: torch.Tensor, *, each: bool) -> torch.Tensor:
-    """The c_E > 0 for which softmax(c norms) comes closest to softmax(logits).
+    """The c_E > 0 for which softmax(c norms) is closest to softmax(logits).
 
-    `each`: a number for each expert; otherwise one for all, which changes probs and no ranking.
+    `each`: one number per expert; otherwise one for all, which changes the probs but no ranking.
     """
     start = (logits_TE.std() / norms_TE.std().clamp(min=1e-12)).clamp(1e-3, 1e3).log()
     log_c = _minimized(
@@ -48,13 +48,13 @@ def fitted_scales(norms_TE: torch.Tensor, logits_TE: torch.Tensor, *, each: bool
 def ranking_columns(
     x_TD: torch.Tensor, w_ED: torch.Tensor, k: int, others_EDJ: torch.Tensor
 ) -> torch.Tensor:
-    """Columns whose norms come close to the logits x w_i up to a constant of the token.
+    """Columns whose norms are close to the logits x w_i, up to a constant per token.
 
     Args:
         x_TD: activations, fp64.
         w_ED: the router.
-        k: choices per token, for which alone the first guess must be right.
-        others_EDJ: where to start from with the second, third, ... column.
+        k: choices per token; the first guess ranks only these.
+        others_EDJ: initial values of the second, third, ... column.
 
     Returns [E, D, 1 + J].
     """
@@ -73,10 +73,10 @@ def shared_offset(x_TD: torch.Tensor, logits_TE: torch.Tensor, k: int) -> torch.
     """The smallest u [D] for which |logits + x u| ranks the first K experts of each token as the
     logits do, and gives them the same probs.
 
-    That holds where x u > -(logit_K + logit_min) / 2: then logit_K + x u is positive, and no logit
-    so far below that it wins by its size. MARGIN is asked for beyond, and what lacks is punished by
-    its square: a convex problem. It is solved by activations that are all positive along some
-    direction, as those behind an RMSNorm mostly are.
+    This is true if x u > -(logit_K + logit_min) / 2: then logit_K + x u is positive, and no logit
+    is so negative that its absolute value is larger. The fit aims at MARGIN above this bound and
+    penalizes the square of what is missing, which is a convex problem. It has a solution if all
+    activations are positive along some direction, as they mostly are after an RMSNorm.
     """
     kth_T = torch.topk(logits_TE, k, dim=1).values[:, -1]
     needed_T = MARGIN - (kth_T + logits_TE.amin(1)) / 2
@@ -91,7 +91,7 @@ def shared_offset(x_TD: torch.Tensor, logits_TE: torch.Tensor, k: int) -> torch.
 def _minimized(
     function: Callable[[torch.Tensor], torch.Tensor], start: torch.Tensor
 ) -> torch.Tensor:
-    """The argument of least value near `start`, by L-BFGS."""
+    """The argument near `start` at which `function` is smallest, by L-BFGS."""
     argument = start.clone().requires_grad_()
     optimizer = torch.optim.LBFGS([argument], max_iter=100, line_search_fn="strong_wolfe")
 

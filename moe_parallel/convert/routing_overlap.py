@@ -1,4 +1,4 @@
-"""How far two layers choose the same experts for the same tokens.
+"""Measures how far two layers choose the same experts for the same tokens.
 
 Shape suffixes: T tokens, K choices per token, E experts.
 """
@@ -16,14 +16,15 @@ from moe_parallel.selection.choices import Choices
 class RoutingOverlap:
     """Shares from 0 to 1 over tokens."""
 
-    choices: float  # of the first layer's choices, those that the second makes too
-    all_choices: float  # tokens for which all choices are the same
-    first_choice: float  # tokens whose first choices, those of greatest gate, are the same
-    probs: float  # half the sum of |gate - gate| over the experts: 0 the same, 1 nothing shared
+    choices: float  # share of the first layer's choices that the second makes too
+    all_choices: float  # share of tokens for which all choices are the same
+    first_choice: float  # share of tokens whose first choices (largest probs) are the same
+    probs: float  # half the sum of |difference of probs| over the experts: 0 equal, 1 disjoint
 
 
 def routing_overlap(of: Choices, by: Choices) -> RoutingOverlap:
-    """How much of the choices `of` one layer are made `by` another; both fill all K slots."""
+    """The share of the choices `of` one layer that are also made `by` another. Both layers fill
+    all K slots."""
     same_TK = (of.experts_TK[:, :, None] == by.experts_TK[:, None, :]).any(2).double()
     return RoutingOverlap(
         choices=float(same_TK.mean()),
@@ -34,6 +35,6 @@ def routing_overlap(of: Choices, by: Choices) -> RoutingOverlap:
 
 
 def _by_expert(choices: Choices) -> torch.Tensor:
-    """Probs with 0 for the experts that are not chosen: [T, E]."""
+    """The probs by expert, 0 for the experts that are not chosen: [T, E]."""
     empty_TE = torch.zeros_like(choices.scores_TE)
     return empty_TE.scatter(1, choices.experts_TK, choices.probs_TK.to(empty_TE))

@@ -1,7 +1,7 @@
-"""A routed model as an autonomous one: W_g factorized so that norms rank as the router did.
+"""Converts a routed model to an autonomous one: factorizes W_g so that norms rank as the router.
 
-W_p, W_o and all that is no expert's are copied. Layers are converted from the first to the last,
-each fitted to what reaches it through those before it, converted already.
+W_p, W_o and all weights outside the experts are copied. Layers are converted from the first to the
+last. Each is fitted to the input that it receives from the converted layers before it.
 
 Shape suffixes: T tokens, D model width.
 """
@@ -27,20 +27,20 @@ from moe_parallel.selection.tokens import Tokens
 
 @dataclass(frozen=True)
 class ConvertedLayer:
-    """What became of a layer, on held-out tokens."""
+    """Measurements of a converted layer on held-out tokens."""
 
     number: int  # counted from 1
     ranking: str
     condition: float
-    before: RoutingOverlap  # with the router, by the SVD as it falls
+    before: RoutingOverlap  # with the router, for the plain result of the SVD
     after: RoutingOverlap
-    gate_error: float  # of x W_g, relative
+    gate_error: float  # relative error of x W_g
 
 
 def convert_layers(
     source: Any, target: Any, calibration: Calibration, k: int, options: GateOptions
 ) -> Iterator[ConvertedLayer]:
-    """Give `target` (a GPTModel of autonomous layers) the weights of `source`, layer by layer."""
+    """Convert the weights of `source` into `target`, a GPTModel of autonomous layers, by layer."""
     names = {
         f"decoder.layers.{number}.mlp.{part}"
         for number, layer in enumerate(source.decoder.layers)
@@ -86,7 +86,7 @@ def _convert_layer(
         ranking=gate.ranking,
         condition=gate.condition,
         before=before,
-        after=measured(gate.factors),  # these stay
+        after=measured(gate.factors),  # last, because these factors stay in the layer
         gate_error=gate.factors.error(w_gate_EDF.double(), x_TD.double()),
     )
 

@@ -1,4 +1,4 @@
-"""Weights of one model copied into another, by name."""
+"""Copies the weights of one model into another, by name."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from moe_parallel.errors import InputError
 
 @torch.no_grad()
 def copy_weights(source: Any, target: Any, elsewhere: Collection[str] = ()) -> None:
-    """Copy every parameter of `source` into its namesake in `target` (whole models).
+    """Copy every parameter of `source` to the one of the same name in `target` (complete models).
 
-    `elsewhere`: beginnings of names that are converted in another way, on either side. Raises
-    InputError for any other weight that only one of them has, or that has another shape there.
+    `elsewhere`: beginnings of names, in either model, that are converted in another way. Raises
+    InputError for any other weight that only one model has, or whose shapes differ.
     """
     theirs, ours = (
         {

@@ -1,4 +1,4 @@
-"""Layers of experts for any torch model: the same code that pretraining runs, on one process.
+"""MoE layers for any torch model: the same code that pretraining runs, on one process.
 
     from moe_parallel import AoE
 
@@ -6,7 +6,7 @@
     y = moe(x)                    # [..., 512] -> [..., 512]
     loss = task_loss(y) + moe.aux_loss
 
-There is no process group and no Megatron-Core configuration to make. docs/library.md has a whole
+A layer needs no process group and no Megatron-Core configuration. docs/library.md has a complete
 training loop.
 """
 

@@ -1,4 +1,4 @@
-"""The arguments of a layer as the configuration that training has for it, checked by its rules."""
+"""Converts the arguments of a layer to a training configuration, and checks it by its rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from moe_parallel.config import SELECTIONS, Config, Selection, make_config, validate_layer
 from moe_parallel.errors import InputError
 
-#: What arguments are called in the configuration, where not the same.
+#: The names of arguments in the configuration, where they differ.
 OPTIONS = {
     "top_k": "moe_router_topk",
     "low_rank_size": "aoe_low_rank_size",
@@ -25,13 +25,13 @@ ARGUMENTS = {option: argument for argument, option in OPTIONS.items()}
 
 
 def layer_config(sizes: Mapping[str, Any], others: Mapping[str, Any]) -> Config:
-    """The configuration of a single layer, checked.
+    """Return the checked configuration of a single layer.
 
     Args:
         sizes: arguments that must have a value.
-        others: arguments and options by name; None: as training has it by default.
+        others: arguments and options by name; None: training's default.
 
-    Raises InputError, where training would name flags with the names of arguments.
+    Raises InputError. Its message names arguments where training's would name flags.
     """
     for name, value in sizes.items():
         if value is None:
@@ -55,15 +55,15 @@ def selection_options(
     selection: Selection | None,
     shortcuts: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Who decides, as options: those of `selection`, or the shortcuts for the default.
+    """The options of the selection: those of `selection`, or the shortcuts for the default system.
 
     Args:
-        layer: the name of its class.
-        default: the system that shortcuts are for.
-        family: what all systems that the layer takes have in common.
+        layer: the name of the layer's class.
+        default: the system to which the shortcuts belong.
+        family: the common base class of the systems that the layer accepts.
         shortcuts: arguments that stand for options of the default; None: not given.
 
-    Raises InputError for a selection of another family, and where both are given.
+    Raises InputError for a selection of another family, or if both are given.
     """
     if selection is None:
         return {"expert_selection": default.system, **shortcuts}
@@ -85,7 +85,8 @@ def selection_options(
 
 
 def _by_argument(message: str, given: Mapping[str, Any]) -> str:
-    """`message` with arguments, and fields of a selection that was given, in the place of flags."""
+    """`message` with the names of arguments, or of fields of a given selection, instead of
+    flags."""
 
     def name(flag: re.Match[str]) -> str:
         option = flag[1].replace("-", "_")

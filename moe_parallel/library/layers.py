@@ -1,4 +1,4 @@
-"""Layers of experts as torch modules: who decides is a layer of training, on a single process.
+"""MoE layers as torch modules. Each contains a layer of training and runs on one process.
 
 Shape suffixes: S sequence, B batch (Megatron's order), D model width.
 """
@@ -30,15 +30,15 @@ from moe_parallel.parallel import groups_of_one
 from moe_parallel.systems import system_of
 from moe_parallel.telemetry.statistics import LayerStatistics, RoutingTotals
 
-#: Weights that layers use in fp32 whatever type they have.
+#: Beginnings of the names of weights that layers use in fp32, whatever their dtype.
 _USED_IN_FP32 = ("w_router_", "shared.w_gate_")
 
 
 class LayerTotals:
-    """Where the statistics of a single layer go."""
+    """Receives the statistics of a single layer."""
 
     def __init__(self) -> None:
-        self.totals: RoutingTotals | None = None  # None: nobody asks
+        self.totals: RoutingTotals | None = None  # None: nothing is recorded
 
     def layer(self, layer_number: int) -> LayerStatistics:
         return LayerStatistics(self, layer_number)
@@ -48,16 +48,16 @@ class LayerTotals:
 
 
 class MixtureOfExperts(nn.Module):
-    """A layer of training, `layer`, as a module that needs nothing around it. See AoE, RoutedMoE.
+    """A layer of training, `layer`, as a self-contained module. See AoE and RoutedMoE.
 
     Attributes:
-        aux_loss: fp32 [], the weighted sum of the losses on routing of the latest forward pass, to
-            be added to the loss of the model. 0 where there are none: in evaluations, without
-            gradients, with coefficients of 0.
-        config: of the layer, in training's terms.
+        aux_loss: fp32 [], the weighted sum of the auxiliary losses of the latest forward pass, to
+            be added to the loss of the model. It is 0 in evaluation, without gradients, and if
+            all coefficients are 0.
+        config: the training configuration of the layer.
     """
 
-    SYSTEMS: ClassVar[type[Selection]]  # what those have in common that it can be
+    SYSTEMS: ClassVar[type[Selection]]  # the common base class of the systems that it accepts
     DEFAULT: ClassVar[type[Selection]]
     aux_loss: torch.Tensor
     layer: DispatchedLayer
@@ -116,17 +116,17 @@ class MixtureOfExperts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initial values, drawn from torch's generator: N(0, init_method_std^2)."""
+        """Draw initial weights from torch's generator: N(0, init_method_std^2)."""
         for name, weight in self.layer.named_parameters():
             std = self._init_std[name]
             weight.normal_(std=self.config.model.init_method_std if std is None else std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., D] -> [..., D]; of more axes than two the last but one is the sequence.
+        """[..., D] -> [..., D]. With more than two axes, the last but one is the sequence.
 
-        Under autocast it computes in autocast's type, routers in fp32.
+        Under autocast the layer computes in autocast's dtype, and routers compute in fp32.
 
-        Raises InputError for an input of another width or type than the weights.
+        Raises InputError for an input whose width or dtype differs from that of the weights.
         """
         self._check(x)
         self.aux_loss = torch.zeros((), device=x.device)
@@ -144,7 +144,7 @@ class MixtureOfExperts(nn.Module):
             return self._compute(x.to(dtype), weights)
 
     def _compute(self, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The output, with `weights` by name in the place of the layer's own."""
+        """The output with `weights`, by name, instead of the layer's own."""
         split = self._by_sequence and x.dim() > 2
         length = x.shape[-2] if split else x.numel() // self.hidden_size
         hidden_SBD = x.reshape(-1, length, self.hidden_size).transpose(0, 1)
@@ -156,13 +156,13 @@ class MixtureOfExperts(nn.Module):
         return x_TD
 
     def after_step(self, group: dist.ProcessGroup | None = None) -> None:
-        """Moves the balancing bias by the loads since the last call; call it after each step.
+        """Move the balancing bias by the loads since the last call. Call it after each step.
 
-        Without a bias (and with no loss on the loads of the step before) it does nothing.
+        It does nothing without a bias and without a loss on the loads of the previous step.
 
         Args:
-            group: processes that train copies of this layer, over which loads are summed; None:
-                this one is alone. Collective.
+            group: processes that train copies of this layer; the loads are summed over them.
+                None: only this process. Collective.
         """
         self.layer.balance(groups_of_one().tp_dp if group is None else group)
 
@@ -187,15 +187,17 @@ class MixtureOfExperts(nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: the latest loss without its graph, which cannot be copied."""
+        """The state for copies and pickles. The latest loss loses its graph, which cannot be
+        copied."""
         return self.__dict__ | {"aux_loss": self.aux_loss.detach()}
 
 
 class AoE(MixtureOfExperts):
     """Autonomy-of-Experts: experts E_i(x) = (SiLU(x W_down W_up) * (x W_p)) W_o without a router.
 
-    The `top_k` experts of greatest ||x W_down^i|| compute a token. Weights: w_down_EDR [E, D, R],
-    experts.w_up_LRW [E, R, W], w_p_LDW [E, D, W], w_out_LWD [E, W, D], under `layer`.
+    The `top_k` experts with the largest ||x W_down^i|| compute a token. The weights are under
+    `layer`: w_down_EDR [E, D, R], experts.w_up_LRW [E, R, W], w_p_LDW [E, D, W], w_out_LWD
+    [E, W, D].
     """
 
     SYSTEMS, DEFAULT = AutonomousSelection, AoESelection
@@ -225,23 +227,23 @@ class AoE(MixtureOfExperts):
             num_experts: E.
             top_k: experts per token; 2.
             low_rank_size: R (d_low), the rank of W_g = W_down W_up; 64.
-            wide_size: W (d_wide), the experts' width; as many parameters as a SwiGLU expert of
-                ffn_hidden_size has (Eq. 5 of the AoE paper).
-            ffn_hidden_size: of the SwiGLU expert that sets wide_size; 4 * hidden_size.
-            up_init_method: initial W_up: "scaled", N(0, 1 / R), by which the gate starts as large
-                as x W_g would, or "normal", as all weights; scaled.
+            wide_size: W (d_wide), the width of an expert; by default an expert has as many
+                parameters as a SwiGLU expert of ffn_hidden_size (Eq. 5 of the AoE paper).
+            ffn_hidden_size: the width of the SwiGLU expert that sets wide_size; 4 * hidden_size.
+            up_init_method: initial W_up: "scaled", N(0, 1 / R), so that x W_down W_up starts as
+                large as x W_g would, or "normal", like all weights; scaled.
             aux_loss_coeff: weight of the load-balancing loss in aux_loss; 0.01.
-            expert_bias: balance by a bias that `after_step` moves; False.
-            selection: instead of these, an AoESelection, AoETopPSelection or
-                AoEExpertChoiceSelection of moe_parallel.config, with every option of theirs.
-            capacity_factor: an expert takes at most ceil(tokens * K / E * factor) of the tokens of
-                a forward pass; None: dropless.
+            expert_bias: balance the load by a bias that `after_step` moves; False.
+            selection: instead of the arguments above, an AoESelection, AoETopPSelection or
+                AoEExpertChoiceSelection of moe_parallel.config, with all its options.
+            capacity_factor: an expert accepts at most ceil(tokens * K / E * factor) of the tokens
+                of a forward pass; None: dropless.
             init_method_std: standard deviation of initial weights; 0.02.
-            backend: "native" (C++ and CUDA), "reference" (plain torch) or "auto", native where it
-                is built.
-            device, dtype: of the weights; torch's defaults.
+            backend: "native" (C++ and CUDA), "reference" (plain torch) or "auto", which is native
+                if it is built.
+            device, dtype: those of the weights; torch's defaults.
 
-        Raises InputError, a ValueError of one line.
+        Raises InputError, a ValueError whose message is one line.
         """
         if selection is None and up_init_method is None:
             up_init_method = "scaled"
@@ -270,8 +272,9 @@ class AoE(MixtureOfExperts):
 class RoutedMoE(MixtureOfExperts):
     """A linear router over SwiGLU experts E_i(x) = (SiLU(x W_g) * (x W_p)) W_o.
 
-    The `top_k` experts of greatest router logit compute a token. Weights: w_router_ED [E, D],
-    experts.w_gate_up_LD2F [E, D, 2, F] (W_g, W_p), experts.w_out_LFD [E, F, D], under `layer`.
+    The `top_k` experts with the largest router logits compute a token. The weights are under
+    `layer`: w_router_ED [E, D], experts.w_gate_up_LD2F [E, D, 2, F] (W_g, W_p), experts.w_out_LFD
+    [E, F, D].
     """
 
     SYSTEMS, DEFAULT = RoutedSelection, TopKSelection
@@ -295,12 +298,12 @@ class RoutedMoE(MixtureOfExperts):
         """
         Args:
             ffn_hidden_size: F, the width of an expert; 4 * hidden_size.
-            selection: instead of top_k and the two on balance, a TopKSelection, TopPSelection,
-                ExpertChoiceSelection or SegmentExpertChoiceSelection of moe_parallel.config, with
-                every option of theirs.
-            others: as in AoE.
+            selection: instead of top_k, aux_loss_coeff and expert_bias, a TopKSelection,
+                TopPSelection, ExpertChoiceSelection or SegmentExpertChoiceSelection of
+                moe_parallel.config, with all its options.
+            others: the same as in AoE.
 
-        Raises InputError, a ValueError of one line.
+        Raises InputError, a ValueError whose message is one line.
         """
         shortcuts = {"top_k": top_k, "aux_loss_coeff": aux_loss_coeff, "expert_bias": expert_bias}
         super().__init__(

@@ -1,4 +1,4 @@
-"""What the layers of a model choose while somebody listens."""
+"""Records the routing of the layers of a model."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from moe_parallel.telemetry.statistics import RoutingTotals
 
 
 class Routing:
-    """Sums over the forward passes of each layer, by the layer's name in the model."""
+    """The routing statistics of each layer, summed over its forward passes, by the layer's name."""
 
     def __init__(self, totals: Mapping[str, RoutingTotals]) -> None:
         self._totals = totals
 
     def summaries(self) -> dict[str, dict[str, Any]]:
-        """What each layer that saw a token chose: {name: {quantity: value}}. Waits for a GPU.
+        """The statistics of each layer that received a token: {name: {quantity: value}}.
 
-        Quantities, as in metrics.jsonl: tokens_per_expert (choices, before dropping),
+        The quantities are those of metrics.jsonl: tokens_per_expert (choices, before dropping),
         experts_per_token, tokens_dropped (choices), ent_load and ent_conf (entropies of the load
-        and of a token's scores, in nats), max_minus_min_load (share of choices), the losses on
-        routing by name (means over forward passes, without their coefficients), and with AoE
-        norm_per_expert.
+        and of a token's scores, in nats), max_minus_min_load (share of choices), the auxiliary
+        losses by name (means over forward passes, without their coefficients), and for AoE
+        norm_per_expert. Waits for the GPU.
         """
         found = {}
         for name, totals in self._totals.items():
@@ -34,17 +34,17 @@ class Routing:
         return found
 
     def clear(self) -> None:
-        """Starts again from zero."""
+        """Reset all sums to zero."""
         for totals in self._totals.values():
             totals.clear()
 
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[Routing]:
-    """Forward passes of `model` inside the context are counted, in training and evaluation alike.
+    """Count the forward passes of `model` inside the context, in training and in evaluation.
 
-    A forward pass that activation checkpointing repeats is counted each time. Within another such
-    context, the inner one counts alone.
+    A forward pass that activation checkpointing repeats is counted each time. If two such contexts
+    are nested, only the inner one counts.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MixtureOfExperts)}
     before = {name: layer.statistics.totals for name, layer in layers.items()}
