@@ -1,1 +1,1 @@
-"""Tables and pictures from the files of a run; nothing here imports training."""
+"""Tables and figures from the files of a run. Nothing here imports training."""

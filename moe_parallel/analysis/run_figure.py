@@ -1,8 +1,8 @@
-"""One picture of a run: loss, load of the experts, entropies by layer.
+"""The figure of a run: loss, load of the experts, and entropies by layer.
 
-Top: training and validation loss. Middle: how much of an even share each expert of each layer gets
-at the end, and how that came about in the least even layer. Bottom: Ent_load and Ent_conf of each
-layer over the run, under their ceiling ln n. Colors are told apart with any color vision.
+Top: training and validation loss. Middle: the load of each expert of each layer at the end,
+relative to an even load, and its history in the least even layer. Bottom: Ent_load and Ent_conf of
+each layer over the run, and their maximum ln n. The colors suit every kind of color vision.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TRAIN_COLOR = "#444444"
 DOMAIN_COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe-Ito
 DOMAIN_MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
 LOAD_COLORS = "PuOr_r"  # purple: idle, white: even, orange: busy
-LOAD_NORM = Normalize(vmin=0, vmax=2)  # fixed, so that the pictures of two runs compare
+LOAD_NORM = Normalize(vmin=0, vmax=2)  # fixed, so that the figures of two runs are comparable
 LAYER_COLORS = "viridis"
 MOST_LEGEND_LAYERS = 6
 MOST_ANNOTATED_CELLS = 128
@@ -51,10 +51,10 @@ STYLE: Any = {
 def plot_run(
     run_directory: Path | str, output: Path | str | None = None, model_line: str = ""
 ) -> Path:
-    """Draws `run_directory`/metrics.jsonl into `output` (default: run.png beside it).
+    """Draw `run_directory`/metrics.jsonl into `output` (default: run.png beside it).
 
-    `model_line` stands under the title. Raises InputError when there is nothing to draw, or the
-    picture cannot be written.
+    `model_line` is printed under the title. Raises InputError if there is nothing to draw, or if
+    the figure cannot be written.
     """
     directory = Path(run_directory)
     metrics = directory / FILE_NAME
@@ -235,7 +235,7 @@ def _layer_bar(part: SubFigure, axes: list[Axes], layers: list[int], colors: np.
 
 
 def _iteration_axis(axes: Axes, history: RunHistory, ticks: int) -> None:
-    """The same span in every panel."""
+    """Give the iteration axis the same span in every panel."""
     span = max(1, history.last_iteration - history.start)
     axes.set_xlim(history.start, history.start + 1.02 * span)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=ticks, steps=[1, 2, 2.5, 5, 10], integer=True))
@@ -243,19 +243,19 @@ def _iteration_axis(axes: Axes, history: RunHistory, ticks: int) -> None:
 
 
 def _count_ticks(axes: Axes, which: str, labels: list[str]) -> None:
-    """At most 16 ticks, evenly apart, each on its cell."""
+    """Set at most 16 evenly spaced ticks, each on its cell."""
     places = range(0, len(labels), math.ceil(len(labels) / 16))
     axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_ticks(list(places), labels=[labels[place] for place in places])
 
 
 def _edges(iterations_R: np.ndarray) -> np.ndarray:
-    """Cell borders: each value was measured over the interval that its iteration ends."""
+    """The cell borders. Each value was measured over the interval that ends at its iteration."""
     return np.concatenate([[interval_start(iterations_R.tolist())], iterations_R])
 
 
 def _marker(points_R: np.ndarray) -> str:
-    """Few points are marked, or a lone one would not show."""
+    """The marker of a curve with few points. A single point would be invisible without one."""
     return "." if len(points_R) <= 20 else ""
 
 
@@ -264,7 +264,8 @@ def _last(curve: Curve) -> float:
 
 
 def _smoothed(values_R: np.ndarray) -> np.ndarray:
-    """Mean over a hundredth of the points to either side; what is not finite is left out."""
+    """The mean over a hundredth of the points to either side, without values that are not
+    finite."""
     half = max(1, len(values_R) // 100)
     finite = np.isfinite(values_R)
     totals = np.concatenate([[0], np.cumsum(np.where(finite, values_R, 0))])

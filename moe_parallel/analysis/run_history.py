@@ -1,6 +1,6 @@
 """A run as arrays over its iterations, from the records of metrics.jsonl.
 
-Shape suffixes: R records that have what the array holds, G layers with experts, E experts.
+Shape suffixes: R records that have the array's quantity, G layers with experts, E experts.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ Layers = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Curve:
-    """Values at iterations, in order; a number that was not finite is NaN."""
+    """Values by iteration, in order. A number that was not finite is NaN."""
 
     iterations_R: np.ndarray
-    tokens_R: np.ndarray  # read by then; 0 where the record does not say
+    tokens_R: np.ndarray  # tokens read so far; 0 if the record does not contain them
     values_R: np.ndarray
 
 
 @dataclass(frozen=True)
 class RoutingHistory:
-    """What the routed layers did; entropies in nats."""
+    """The routing statistics of the layers; entropies in nats."""
 
     layers: list[int]
     iterations_R: np.ndarray
@@ -42,25 +42,25 @@ class RoutingHistory:
         return self.tokens_per_expert_RGE.shape[-1]
 
     def relative_load_RGE(self) -> np.ndarray:
-        """Load of each expert over the load of an even split: 1 everywhere is perfect balance."""
+        """The load of each expert divided by an even load. 1 everywhere is perfect balance."""
         return _relative(self.tokens_per_expert_RGE)
 
     def final_records(self) -> int:
-        """How many records are "the end"."""
+        """The number of records that are "the end"."""
         return last_tenth(len(self.iterations_R))
 
     def final_relative_load_GE(self) -> np.ndarray:
-        """`relative_load_RGE` of all the choices made at the end."""
+        """`relative_load_RGE` over all choices at the end."""
         return _relative(self.tokens_per_expert_RGE[-self.final_records() :].sum(axis=0))
 
     def dropped_share(self) -> float:
-        """Of all choices of the run, those over capacity."""
+        """The share of all choices of the run that were dropped."""
         return float(self.tokens_dropped_RG.sum() / max(1, self.tokens_per_expert_RGE.sum()))
 
 
 @dataclass(frozen=True)
 class RunHistory:
-    """The records of a run by iteration, ascending, each iteration once: for pictures and studies.
+    """The records of a run for figures and studies: each iteration once, in ascending order.
 
     A measure that a system does not have is None, or has no entry.
     """
@@ -72,8 +72,8 @@ class RunHistory:
 
     @classmethod
     def from_records(cls, records: Sequence[Record]) -> RunHistory:
-        """`records`: at least one of a metrics.jsonl, in any order. Of those of one iteration (a
-        run resumed without cutting its file) the later wins."""
+        """`records`: at least one record of a metrics.jsonl, in any order. If an iteration has
+        several (a run was resumed without cutting its file), the last one counts."""
         iterations = sorted({record["iteration"] for record in records})
         return cls(
             _latest(records, "lm_loss"),
@@ -84,7 +84,7 @@ class RunHistory:
 
     @property
     def consumed_tokens(self) -> int | None:
-        """Read in training by the end, where a record says so."""
+        """The tokens read in training by the end. None if no record contains them."""
         records = [*self.training, *self.evaluations]
         return max((r.get("consumed_tokens") or 0 for r in records), default=0) or None
 
@@ -93,12 +93,12 @@ class RunHistory:
         return _curve([(record, record["lm_loss"]) for record in self.training])
 
     def loss(self, domain: str | None) -> Curve:
-        """Of training, or of a held-out domain: without a point where it was not evaluated."""
+        """The loss in training, or on a held-out domain: one point per evaluation."""
         return self.train_loss if domain is None else self.validation.get(domain, _curve([]))
 
     @property
     def validation(self) -> dict[str, Curve]:
-        """Nats a token, by held-out domain."""
+        """The validation loss in nats per token, by held-out domain."""
         return self._by_domain("loss")
 
     @property
@@ -107,7 +107,7 @@ class RunHistory:
 
     @property
     def routing(self) -> RoutingHistory | None:
-        """None where no layer is routed."""
+        """The routing statistics over training. None if no layer has any."""
         return _routing(self.training)
 
     @property
@@ -117,11 +117,11 @@ class RunHistory:
 
     @property
     def end(self) -> list[Record]:
-        """The logged iterations that "at the end" means."""
+        """The logged iterations that are "the end"."""
         return self.training[-last_tenth(len(self.training)) :] if self.training else []
 
     def norms_RGE(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """(tokens read [R], norms [R, G, E]) of the experts over training."""
+        """(tokens read [R], norms of the experts [R, G, E]) over training."""
         found = [
             (record["consumed_tokens"], norms_GE)
             for record in self.training
@@ -133,13 +133,13 @@ class RunHistory:
         return np.array(tokens, dtype=np.int64), np.array(norms)
 
     def load_at_the_end_GE(self) -> np.ndarray | None:
-        """Load of each expert over that of an even split, over all choices at the end."""
+        """The load of each expert divided by an even load, over all choices at the end."""
         counts = [per_layer(record["layers"], "tokens_per_expert") for record in self.end]
         found = [count for count in counts if count is not None]
         return _relative(np.sum(found, axis=0)) if found else None
 
     def held_out(self, measure: str) -> dict[str, np.ndarray]:
-        """A measure of the last evaluation's layers, by domain: [G] or [G, E]; {} without it."""
+        """A measure of the layers in the last evaluation, by domain: [G] or [G, E]; {} if none."""
         found = {name: per_layer(of.get("layers"), measure) for name, of in self.final.items()}
         return {name: values for name, values in found.items() if values is not None}
 
@@ -153,24 +153,24 @@ class RunHistory:
 
 
 def per_layer(layers: Layers | None, measure: str) -> np.ndarray | None:
-    """`measure` of every layer that has experts; None where there is none, or it is not told."""
+    """`measure` of every layer with experts. None if there is no such layer or no such measure."""
     if not layers or any(measure not in layer for layer in layers):
         return None
     return np.array([layer[measure] for layer in layers], dtype=np.float64)
 
 
 def layer_numbers(layers: Layers | None) -> list[int]:
-    """Counted from 1."""
+    """The numbers of the layers, counted from 1."""
     return [int(layer["layer"]) for layer in layers or []]
 
 
 def last_tenth(records: int) -> int:
-    """How many of so many records are "the end": a tenth of them, at least one."""
+    """The number of records that are "the end": a tenth of `records`, at least one."""
     return max(1, records // 10)
 
 
 def interval_start(iterations: list[int]) -> int:
-    """Where the first of these intervals began, if it was as long as the second; at least 0."""
+    """The start of the first interval if it is as long as the second; at least 0."""
     if len(iterations) == 1:
         return 0
     return max(0, 2 * iterations[0] - iterations[1])
@@ -182,7 +182,7 @@ def _relative(tokens_per_expert: np.ndarray) -> np.ndarray:
 
 
 def _latest(records: Sequence[Record], kind: str) -> list[Record]:
-    """The records that have `kind`, by iteration."""
+    """The last record of each iteration that has `kind`, in order of iteration."""
     found = {record["iteration"]: record for record in records if kind in record}
     return [found[iteration] for iteration in sorted(found)]
 
@@ -196,7 +196,7 @@ def _curve(points: Sequence[tuple[Record, float | None]]) -> Curve:
 
 
 def _routing(records: list[Record]) -> RoutingHistory | None:
-    """Of the records with the layers that the last one has."""
+    """The routing history of the records that have the same layers as the last one."""
     routed = [record for record in records if record.get("layers")]
     if not routed:
         return None

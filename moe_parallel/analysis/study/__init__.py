@@ -1,1 +1,1 @@
-"""A comparison of systems of expert selection: who is compared, what was measured, how it looks."""
+"""A comparison of systems of expert selection: contenders, measurements, tables and figures."""

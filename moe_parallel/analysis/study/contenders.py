@@ -1,8 +1,8 @@
-"""Who is compared: configurations that share one file and differ in who decides.
+"""The contenders of a study: configurations that share a file and differ in expert selection.
 
-The file holds flags as any configuration does. An option that only some systems have goes to those
-contenders that have it, so `lory-segment-length: 64` may stand beside `moe-router-topk: 2`. A key
-`NAME:flag` is for the contender NAME alone.
+The file contains flags, like any configuration. An option that only some systems have applies to
+the contenders that have it, so one file may contain `lory-segment-length: 64` and
+`moe-router-topk: 2`. A key `NAME:flag` applies only to the contender NAME.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_parallel.errors import InputError
 DENSE = "dense"
 SYSTEMS = (*selection_options(), DENSE)
 
-#: What decides which tokens are read and which are held out: the same for every contender.
+#: The options that decide which tokens are read and which are held out. All contenders share them.
 SHARED_BY_ALL = frozenset(
     {"seq_length", "global_batch_size", "train_iters", "seed"}
     | {o.name for kind in (DataConfig, CheckpointConfig, LoggingConfig) for o in options(kind)}
@@ -37,15 +37,16 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")  # names a folder
 _SET_BY_THE_STUDY = ("expert_selection", "save")
 _CANNOT_BE_SET = ("load", "finetune", "override_opt_param_scheduler", "exit_interval")
 
-Options = dict[str, Any]  # raw values by option name; what is not named keeps its default
+Options = dict[str, Any]  # raw values by option name; other options keep their defaults
 
 
 @dataclass(frozen=True)
 class Contender:
     """One line of the comparison.
 
-    `system`: a word of --expert-selection, or "dense". `overrides`: what --override gave it alone.
-    `options`: everything given to its runs. `alone`: what only it was given, by file or --override.
+    `system`: a value of --expert-selection, or "dense". `overrides`: its options from --override.
+    `options`: all options of its runs. `alone`: the options that only it has, from the file or from
+    --override.
     """
 
     name: str
@@ -59,20 +60,20 @@ class Contender:
         return make_config(self.options)
 
     def cell_config(self, seed: int, folder: str) -> Config:
-        """Of the run with this seed that is saved in `folder`."""
+        """The configuration of the run with this seed that is saved in `folder`."""
         return make_config(self.options | {"seed": seed, "save": folder})
 
 
 @dataclass(frozen=True)
 class SharedFile:
-    """The content of --config: what all contenders share, and what one of them has alone."""
+    """The content of --config: options that all contenders share, and options of one contender."""
 
     shared: Options
     alone: dict[str, Options]
 
     @classmethod
     def from_raw(cls, raw: Mapping[str, Any]) -> SharedFile:
-        """`raw`: as `read_yaml` gives it. Raises InputError for what a study cannot take."""
+        """`raw`: the result of `read_yaml`. Raises InputError for options that a study refuses."""
         shared: Options = {}
         alone: dict[str, Options] = {}
         for key, value in raw.items():
@@ -88,7 +89,8 @@ class SharedFile:
         return cls(shared, alone)
 
     def contender(self, name: str, system: str, overrides: Options) -> Contender:
-        """Raises InputError, which names the contender, for options that it cannot have."""
+        """The contender with these options. Raises InputError, which names the contender, for
+        options that it cannot have."""
         alone = {**self.alone.get(name, {}), **overrides}
         try:
             if system == DENSE:
@@ -101,7 +103,7 @@ class SharedFile:
         return Contender(name, system, overrides, own | alone, alone)
 
     def _of_system(self, system: str) -> Options:
-        """Without the options that only other systems have."""
+        """The shared options without those that only other systems have."""
         if self.shared.get("num_experts") in (None, "none"):
             raise InputError("--num-experts is not set: give the experts that are to be chosen")
         foreign = foreign_options(system)
@@ -110,7 +112,7 @@ class SharedFile:
 
 
 def parse_overrides(words: Iterable[str]) -> dict[str, Options]:
-    """`NAME:flag=value` of the command line, as {name: options}. Raises InputError."""
+    """Convert each `NAME:flag=value` of the command line to {name: options}. Raises InputError."""
     parsed: dict[str, Options] = {}
     for word in words:
         match = re.fullmatch(r"([^:=]+):(?:--)?([^:=]+)=(.*)", word)
@@ -163,7 +165,7 @@ def _check_override(contender: str, option: str) -> None:
 
 
 def _dense_options(shared: Options, alone: Options) -> Options:
-    """Without experts, and as wide as the experts that a token meets together."""
+    """The options of a dense model, as wide as all experts together that a token uses."""
     of_experts = expert_options()
     kept = {name: value for name, value in shared.items() if name not in of_experts}
     if "ffn_hidden_size" not in alone:
@@ -172,7 +174,7 @@ def _dense_options(shared: Options, alone: Options) -> Options:
 
 
 def _active_width(shared: Options) -> int:
-    """K experts' width, and the shared expert's where there is one."""
+    """The width of K experts, plus that of the shared expert if there is one."""
     known = {name: o for its in selection_options().values() for name, o in its.items()}
     known |= common_options()
 

@@ -1,4 +1,4 @@
-"""How the pictures of a study look: those of a run, with a color and a line for each contender."""
+"""The style of a study's figures: that of a run's, with a color and a line for each contender."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from moe_parallel.analysis.run_figure import DOMAIN_COLORS, DOMAIN_MARKERS, LAYER_COLORS
 
 REFERENCE_COLOR = "#444444"
-BAND_ALPHA = 0.12  # bands of ten contenders lie on one another
+BAND_ALPHA = 0.12  # light, because the bands of ten contenders may overlap
 _DASHES: list[Any] = ["-", (0, (4, 1.5)), (0, (1, 1))]
 
 
 def new_figure(width: float, height: float, title: str, subtitle: str) -> Figure:
-    """A title, and under it in smaller type what the picture shows."""
+    """A figure with a title and, in smaller type below it, a description."""
     figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08))
     figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
     figure.supxlabel(subtitle, fontsize=9.5, color=REFERENCE_COLOR, x=0.01, ha="left")
@@ -29,8 +29,8 @@ def new_figure(width: float, height: float, title: str, subtitle: str) -> Figure
 
 
 def contender_style(place: int) -> dict[str, Any]:
-    """Of the contender at `place` of the study, the same in every picture: colors are told apart
-    with any color vision, and lines of one color differ in dashes and markers."""
+    """The style of the contender at `place` of the study, the same in every figure. The colors
+    suit every kind of color vision; lines of one color differ in dashes and markers."""
     return {
         "color": DOMAIN_COLORS[place % len(DOMAIN_COLORS)],
         "ls": _DASHES[place // len(DOMAIN_COLORS) % len(_DASHES)],
@@ -54,13 +54,13 @@ def token_axis(axes: Axes) -> None:
 
 
 def count_ticks(axes: Axes, which: str, labels: Sequence[object]) -> None:
-    """At most 9 ticks at 0, 1, ..., evenly apart."""
+    """Set at most 9 evenly spaced ticks at 0, 1, ..."""
     places = list(range(0, len(labels), math.ceil(len(labels) / 9)))
     axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_ticks(places, labels=[str(labels[place]) for place in places])
 
 
 def grid(panels: int, most_columns: int) -> tuple[int, int]:
-    """(rows, columns) for so many panels, as even as may be."""
+    """(rows, columns) for `panels` panels, with rows as even as possible."""
     rows = math.ceil(panels / most_columns)
     return rows, math.ceil(panels / rows)

@@ -1,10 +1,10 @@
 """The folder of a study.
 
-FOLDER/study.json                    the contenders, the seeds, how runs were started
-FOLDER/cells/NAME/seed-1234/         one run: what --save writes, and
+FOLDER/study.json                    the contenders, the seeds, and how runs were started
+FOLDER/cells/NAME/seed-1234/         one run: the files of --save, and
     cell.yaml                        its configuration
-    output.txt                       what it printed
-    attempts.jsonl                   a line each time it was started: where, how long, how it ended
+    output.txt                       its output
+    attempts.jsonl                   a line per start: where it ran, how long, how it ended
 FOLDER/table.md table.csv cells.csv table.json figures/    the report
 """
 
@@ -28,7 +28,8 @@ MANIFEST = "study.json"
 
 @dataclass(frozen=True)
 class StudyManifest:
-    """What study.json says. `parameters`: of each contender, as count_parameters.py gives them."""
+    """The content of study.json. `parameters`: those of each contender, from
+    count_parameters.py."""
 
     contenders: dict[str, Contender]
     seeds: list[int]
@@ -41,10 +42,10 @@ class StudyManifest:
         return next(iter(self.contenders.values())).config.training.train_iters
 
     def joined_to(self, earlier: StudyManifest, file: SharedFile) -> StudyManifest:
-        """What both ask for, the earlier first.
+        """The study that contains both, the earlier first.
 
-        Raises InputError if a run of the earlier study would now be another run: its contenders are
-        made again from `file` and compared.
+        The contenders of the earlier study are built again from `file` and compared. Raises
+        InputError if one of its runs would now be a different run.
         """
         for name in ("processes", "threads"):
             if getattr(earlier, name) != getattr(self, name):
@@ -91,11 +92,11 @@ class Cell:
         return read_metrics(metrics) if metrics.is_file() else []
 
     def is_finished(self, train_iters: int) -> bool:
-        """Whether the evaluation that ends a run is there."""
+        """Whether the metrics contain the evaluation that ends a run."""
         return any(r["iteration"] >= train_iters and "validation" in r for r in self.records())
 
     def attempts(self) -> list[dict[str, Any]]:
-        """One for each time that the run was started and ended, in order."""
+        """One entry for each time that the run was started and ended, in order."""
         path = self.folder / "attempts.jsonl"
         if not path.is_file():
             return []
@@ -108,7 +109,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class StudyFolder:
-    """Where a study is kept."""
+    """The folder that contains a study."""
 
     path: Path
 
@@ -117,7 +118,8 @@ class StudyFolder:
         return self.path.resolve().name
 
     def manifest(self) -> StudyManifest | None:
-        """None where no study has begun. Raises InputError for a folder of something else."""
+        """The manifest. None if no study has begun. Raises InputError if the folder contains
+        something else."""
         path = self.path / MANIFEST
         if not path.is_file():
             if self.path.is_dir() and any(p for p in self.path.iterdir() if p.name[0] != "."):
@@ -134,7 +136,7 @@ class StudyFolder:
         return Cell(contender, seed, self.path / "cells" / contender / f"seed-{seed}")
 
     def cells(self, contenders: Sequence[str], seeds: Sequence[int]) -> Iterator[Cell]:
-        """Seed by seed, so that what changes on the machine meets all contenders alike."""
+        """The runs, seed by seed, so that changes on the machine affect all contenders equally."""
         for seed in seeds:
             yield from (self.cell(contender, seed) for contender in contenders)
 

@@ -1,8 +1,8 @@
-"""Loss curves of a study: mean over seeds, with the band between the lowest and the highest.
+"""Loss curves of a study: the mean over seeds, and the band between the lowest and the highest.
 
-Above, the losses of training and of each held-out domain. The systems are close to one another
-beside the fall that all make, so below stands what matters: each loss minus that of the first
-contender with the same seed.
+Top: the losses in training and on each held-out domain. The differences between systems are small
+compared with the decrease over training. So the bottom row shows the difference: each loss minus
+that of the first contender with the same seed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from moe_parallel.analysis.study.figure_style import (
 )
 from moe_parallel.analysis.study.results import Result, StudyResults
 
-MOST_POINTS = 20  # of a training curve: each the mean of the points that it stands for
-SHOWN_FROM = 0.3  # the part of the run after which losses fill the panel
+MOST_POINTS = 20  # points of a training curve, each the mean of several logged points
+SHOWN_FROM = 0.3  # the range of the panel is that of the losses after this part of the run
 
 
 def draw_losses(study: StudyResults) -> Figure:
-    """Columns: training, then the held-out domains."""
+    """Draw the figure. Its columns are training, then the held-out domains."""
     columns: list[str | None] = [None, *study.domains]
     rows = 2 if len(study.results) > 1 else 1
     seeds = f"{len(study.seeds)} seed{'s' if len(study.seeds) > 1 else ''}"
@@ -109,7 +109,7 @@ def _draw_band(
 def _losses(
     result: Result, seeds: Sequence[int], domain: str | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens read [R], losses [S, R]) at the points that all these runs have."""
+    """(tokens read [R], losses [S, R]) at the points that all runs have."""
     curves = [result.runs[seed].history.loss(domain) for seed in seeds]
     common = sorted(set.intersection(*(set(curve.tokens_R.tolist()) for curve in curves)))
     at = np.array(common, dtype=np.int64)
@@ -118,7 +118,7 @@ def _losses(
 
 
 def _thinned(tokens_R: np.ndarray, losses_SR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Means of equally many neighbors, so that no curve has more than MOST_POINTS."""
+    """Means over groups of neighbors of equal size, so that a curve has at most MOST_POINTS."""
     pieces = min(MOST_POINTS, len(tokens_R))
     if pieces == len(tokens_R):
         return tokens_R, losses_SR

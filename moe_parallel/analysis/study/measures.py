@@ -1,19 +1,20 @@
 """The numbers of one run, and their spread over the runs of a contender.
 
-    NAME/loss, NAME/bits_per_byte    of held-out domain NAME, at the end; other losses that
-                                     evaluations give (NAME/loss_...) as well
-    train_loss                       nats a token, mean over the end
+    NAME/loss, NAME/bits_per_byte    on held-out domain NAME, at the end; also the other losses of
+                                     an evaluation (NAME/loss_...)
+    train_loss                       nats per token, mean over the end
     experts_per_token                mean over layers and domains of the last evaluation
     ent_load, ent_conf               nats, mean over layers, in training at the end
     max_minus_min_load_sum           shares of choices, summed over layers, in training at the end
     utilisation                      share of experts above a weight of 2 / E, mean over layers
-    dropped_share                    of all choices made in training
+    dropped_share                    share of all choices in training that were dropped
     mutual_information               of expert and domain, nats, mean over layers, last evaluation
-    tokens_per_second                median of the logged intervals, the first tenth left out
-    consumed_tokens                  read in training
-    peak_memory_bytes                of the rank that held most: on its GPU, or resident on the host
+    tokens_per_second                median of the logged intervals, without the first tenth
+    consumed_tokens                  tokens read in training
+    peak_memory_bytes                of the rank with the most: on its GPU, or resident on the host
 
-"The end" is the last tenth of the logged iterations. What a system does not tell has no entry.
+"The end" is the last tenth of the logged iterations. A measure that a system does not have has no
+entry.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ Measures = dict[str, float]
 
 @dataclass(frozen=True)
 class Spread:
-    """Of the runs of one contender. `deviation`: sample standard deviation; None for one run."""
+    """The spread over the runs of a contender. `deviation`: sample standard deviation; None for a
+    single run."""
 
     mean: float
     deviation: float | None
@@ -48,7 +50,7 @@ class Spread:
 
 
 def spreads(runs: Sequence[Measures]) -> dict[str, Spread]:
-    """Of each measure that any of the runs has, over those that have it."""
+    """The spread of each measure over the runs that have it."""
     names = dict.fromkeys(name for run in runs for name in run)
     return {name: Spread.of([run[name] for run in runs if name in run]) for name in names}
 
@@ -56,7 +58,8 @@ def spreads(runs: Sequence[Measures]) -> dict[str, Spread]:
 def paired_differences(
     runs: Mapping[int, Measures], reference: Mapping[int, Measures], measure: str
 ) -> Spread | None:
-    """Of runs with the same seed, which read the same text in the same order; None without any."""
+    """The spread of the differences between runs with the same seed, which read the same text in
+    the same order. None if there are none."""
     differences = [
         run[measure] - reference[seed][measure]
         for seed, run in runs.items()
@@ -66,7 +69,7 @@ def paired_differences(
 
 
 def measures(history: RunHistory) -> Measures:
-    """The numbers of a run. What was not finite is left out, as what is not told."""
+    """The measures of a run, without those that are not finite or not recorded."""
     values: dict[str, float | None] = {
         f"{domain}/{name}": value
         for domain, reading in history.final.items()
@@ -116,11 +119,11 @@ def _dropped_share(history: RunHistory) -> float | None:
 
 
 def _mutual_information(history: RunHistory) -> float | None:
-    """I(expert; domain) in nats, mean over layers, of a choice drawn at random.
+    """I(expert; domain) in nats of a choice drawn at random, mean over layers.
 
-    Every domain is as likely, whatever its size, and within it experts are as likely as they are
-    chosen (or weighed, where they are merged): 0 when all domains use the experts alike, at most
-    ln of the number of domains.
+    All domains are equally likely, whatever their size. Within a domain, the probability of an
+    expert is its share of the choices (or its weight, if experts are merged). The result is 0 if
+    all domains use the experts alike, and at most ln of the number of domains.
     """
     counts = list(history.held_out("tokens_per_expert").values())
     if len(counts) < 2:

@@ -1,4 +1,4 @@
-"""What a reader has to know of a study: said by the study itself, from what it recorded."""
+"""Notes for the reader of a study, derived from the study's records."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from moe_parallel.analysis.study.results import MEASURED, Run, StudyResults
 from moe_parallel.config.message import flag
 
 MOST_TOTALS_DIFFER = 0.01
-IDLE_CORES = 0.1  # less work by others than this is not worth a word
+IDLE_CORES = 0.1  # a smaller load by other processes is not reported
 
 
 def notes(study: StudyResults) -> list[str]:
-    """Sentences, the general ones first."""
+    """The notes as sentences, the general ones first."""
     return [
         _size(study),
         _parameters(study),
@@ -114,7 +114,7 @@ def _tokens(study: StudyResults) -> list[str]:
 
 
 def _machines(study: StudyResults) -> list[str]:
-    """Where and with what; more than one is a reason to distrust the speeds."""
+    """The machines and software of the runs. If there are several, speeds are not comparable."""
     found: dict[str, int] = {}
     for attempt in _attempts(study):
         versions = [f"{name} {version}" for name, version in attempt["software"].items()]
@@ -149,7 +149,7 @@ def _other_work(study: StudyResults) -> list[str]:
 
 
 def _attempts(study: StudyResults) -> list[dict[str, Any]]:
-    """Of all finished runs, by the time at which they began."""
+    """The attempts of all finished runs, in order of their start."""
     attempts = [attempt for run in _runs(study) for attempt in run.attempts]
     return sorted(attempts, key=lambda attempt: str(attempt["started"]))
 

@@ -1,4 +1,4 @@
-"""What the finished runs of a study measured."""
+"""The measurements of the finished runs of a study."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from moe_parallel.analysis.study.folder import Cell, StudyFolder
 from moe_parallel.analysis.study.measures import Measures, Spread, measures, spreads
 from moe_parallel.errors import InputError
 
-#: Among a contender's parameters: the experts per token that its active parameters are counted
-#: with, where training decided it.
+#: Key in a contender's parameters: the experts per token with which its active parameters are
+#: counted, if training decided that number.
 MEASURED = "experts_per_token"
 
 
@@ -34,7 +34,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """What a contender reached. `parameters`: total, active and active_compute."""
+    """The results of a contender. `parameters`: total, active and active_compute."""
 
     contender: Contender
     parameters: dict[str, Any]
@@ -50,7 +50,7 @@ class Result:
 
     @property
     def cautions(self) -> list[str]:
-        """What a reader has to know of this contender's loss."""
+        """Warnings for the reader about this contender's loss."""
         return [] if self.is_dense else self.contender.config.cautions
 
     @cached_property
@@ -63,13 +63,14 @@ class Result:
 
     @property
     def first(self) -> RunHistory:
-        """The run with the first seed, where a picture can show one run only."""
+        """The run with the first seed, for figures that can show only one run."""
         return next(iter(self.runs.values())).history
 
 
 @dataclass(frozen=True)
 class StudyResults:
-    """`results`: of the contenders with a finished run; `missing`: runs that are not finished."""
+    """The results of a study. `results`: those of the contenders with a finished run; `missing`:
+    the runs that are not finished."""
 
     name: str
     results: list[Result]
@@ -80,7 +81,7 @@ class StudyResults:
 
     @classmethod
     def read(cls, folder: StudyFolder) -> StudyResults:
-        """Raises InputError where there is no study, or no finished run."""
+        """Read the folder. Raises InputError if it has no study, or no finished run."""
         manifest = folder.manifest()
         if manifest is None:
             raise InputError(f"{folder.path} holds no study: name the folder of --output")
@@ -102,10 +103,10 @@ class StudyResults:
 
     @property
     def reference(self) -> Result:
-        """The contender that differences are taken from: the first."""
+        """The contender with which the others are compared: the first."""
         return self.results[0]
 
     @property
     def domains(self) -> list[str]:
-        """Of the held-out text."""
+        """The domains of the held-out text."""
         return list(self.reference.first.final)

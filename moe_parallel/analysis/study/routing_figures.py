@@ -1,8 +1,7 @@
-"""How the contenders of a study route: four pictures after those of the papers.
+"""The routing of a study's contenders: four figures modeled on those of the papers.
 
-Where a picture shows single experts, it shows the run with the first seed: expert 3 of one run is
-not expert 3 of another, so a mean over seeds would mean nothing. A picture is None where no
-contender has what it shows.
+A figure of single experts shows the run with the first seed: expert 3 of one run is not expert 3 of
+another, so a mean over seeds would mean nothing. A figure is None if no contender has its measure.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ MOST_SHOWN_LAYERS = 3
 
 
 def draw_loads(study: StudyResults) -> Figure | None:
-    """Load of each expert of each layer, a map for each contender. [AoE, Fig. 3]"""
+    """The load of each expert of each layer, a map for each contender. [AoE, Fig. 3]"""
     shown = [(r, load) for r in study.results if (load := r.first.load_at_the_end_GE()) is not None]
     if not shown:
         return None
@@ -61,7 +60,7 @@ def draw_loads(study: StudyResults) -> Figure | None:
 
 
 def draw_norms(study: StudyResults) -> Figure | None:
-    """Mean norm of every expert over training, colored by layer. [AoE, Fig. 4]"""
+    """The mean norm of every expert over training, colored by layer. [AoE, Fig. 4]"""
     shown = [(r, norms) for r in study.results if (norms := r.first.norms_RGE()) is not None]
     if not shown:
         return None
@@ -90,7 +89,7 @@ def draw_norms(study: StudyResults) -> Figure | None:
 def draw_experts_per_token(study: StudyResults) -> Figure | None:
     """Experts per token by layer, a panel for each held-out domain. [Dynamic routing, Fig. 4]
 
-    Lines for the contenders where that number varies; the others are in the legend.
+    A contender is a line if the number varies; the legend lists the others.
     """
     counted = {
         place: counts
@@ -128,7 +127,7 @@ def draw_experts_per_token(study: StudyResults) -> Figure | None:
 
 
 def draw_domain_weights(study: StudyResults) -> Figure | None:
-    """Mean routing weight of each expert by held-out domain, at three layers. [Lory, Fig. 6]"""
+    """The mean routing weight of each expert by held-out domain, in three layers. [Lory, Fig. 6]"""
     shown = [r for r in study.results if r.first.held_out("routing_weight_per_expert")]
     if not shown:
         return None
@@ -188,7 +187,7 @@ def _draw_counts(axes: Axes, result: Result, place: int, values_SG: np.ndarray) 
 def _fixed(
     study: StudyResults, counted: dict[int, list[dict[str, np.ndarray]]], varying: list[int]
 ) -> dict[float, list[str]]:
-    """The numbers that some contenders have everywhere, and the names of those."""
+    """The numbers that are the same everywhere for some contenders, with the contenders' names."""
     names: dict[float, list[str]] = {}
     for place in counted.keys() - varying:
         level = float(next(iter(counted[place][0].values()))[0])

@@ -1,4 +1,4 @@
-"""The report of a study: tables and pictures, made from the files of its runs alone."""
+"""The report of a study: tables and figures, created only from the files of its runs."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ FIGURES = {
 
 
 def write_report(folder: StudyFolder) -> Path:
-    """Write the tables and pictures of the finished runs; returns the page to read, table.md.
+    """Write the tables and figures of the finished runs. Returns the page to read, table.md.
 
-    Raises InputError where no run is finished, or the folder cannot be written.
+    Raises InputError if no run is finished, or if the folder cannot be written.
     """
     study = StudyResults.read(folder)
     drawn = {name: draw(study) for name, draw in FIGURES.items()}
@@ -57,7 +57,7 @@ def write_report(folder: StudyFolder) -> Path:
 
 def _save(pictures: dict[str, Figure], folder: Path) -> None:
     folder.mkdir(exist_ok=True)
-    for name in FIGURES.keys() - pictures.keys():  # of an earlier report
+    for name in FIGURES.keys() - pictures.keys():  # left by an earlier report
         (folder / f"{name}.png").unlink(missing_ok=True)
     for name, figure in pictures.items():
         figure.savefig(folder / f"{name}.png", dpi=120)

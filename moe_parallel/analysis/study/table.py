@@ -47,7 +47,7 @@ def markdown(study: StudyResults) -> str:
 
 
 def parameter_table(parameters: Mapping[str, Mapping[str, Any]]) -> str:
-    """Of contenders by name, for a terminal."""
+    """The parameters of the contenders, by name, for a terminal."""
     columns = list(PARAMETERS.values())
     width = max(map(len, parameters))
     rows = [f"{'':<{width}}  " + "  ".join(f"{column:>12}" for column in columns)]
@@ -59,7 +59,7 @@ def parameter_table(parameters: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def contender_csv(study: StudyResults) -> str:
-    """A row for each contender; of each measure the mean, _sd, _min and _max over its runs."""
+    """A row for each contender, with the mean, _sd, _min and _max of each measure over its runs."""
     rows = []
     for result in study.results:
         row: dict[str, Any] = {"contender": result.name, "system": result.contender.system}
@@ -82,7 +82,7 @@ def cell_csv(study: StudyResults) -> str:
 
 
 def as_json(study: StudyResults) -> str:
-    """Everything in the tables, and each run."""
+    """The content of the tables, and each run, as JSON."""
     contenders = {
         result.name: {
             "system": result.contender.system,
@@ -106,7 +106,8 @@ def as_json(study: StudyResults) -> str:
 
 
 def _held_out(study: StudyResults) -> str:
-    """A column for each loss of each domain: what every system gives, then what some add."""
+    """A table with a column for each loss of each domain: first the losses that every system has,
+    then those that only some have."""
     columns = dict.fromkeys(
         f"{domain}/{measure}" for measure in ("loss", "bits_per_byte") for domain in study.domains
     )
@@ -217,7 +218,7 @@ def _table(heads: Row, rows: Sequence[Row]) -> str:
 
 
 def _csv(rows: Iterable[Mapping[str, Any]]) -> str:
-    """The columns of the first row, then those that later rows add."""
+    """CSV with the columns of the first row, then those that later rows add."""
     rows = list(rows)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
