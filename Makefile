@@ -1,10 +1,10 @@
-# Everything from nothing: each command below does its own set-up, once (tools/set_up.sh).
+# Each command below first does its own set-up, once (tools/set_up.sh).
 #
-#   PYTHON  the interpreter. A named one gets an environment of its own:
+#   PYTHON  the interpreter. A named interpreter gets its own environment:
 #           `make test` uses .venv, `make test PYTHON=python3.12` uses .venv-3.12
-#   NPROC   how many processes `make pretrain` starts
-#   ARGS    flags handed on to the command, e.g. make pretrain ARGS="--train-iters 20"
-#   JOBS    how many tests run side by side
+#   NPROC   the number of processes that `make pretrain` starts
+#   ARGS    flags that are passed to the command, e.g. make pretrain ARGS="--train-iters 20"
+#   JOBS    the number of tests that run in parallel
 PYTHON ?= python3
 NPROC ?= 2
 ARGS ?=
@@ -17,8 +17,8 @@ else
 VENV := .venv-$(patsubst python%,%,$(notdir $(PYTHON)))
 endif
 
-# Tests start processes of their own, and a benchmark compares single threads; the ranks of one
-# training run share the cores.
+# One thread per process: tests start further processes, a benchmark compares single threads, and
+# the ranks of a training run share the cores.
 export OMP_NUM_THREADS ?= 1
 pretrain: OMP_NUM_THREADS = $(shell expr $$(getconf _NPROCESSORS_ONLN) / $(NPROC) \| 1)
 
@@ -28,7 +28,7 @@ PROSE := README.md CONTRIBUTING.md CHANGELOG.md docs csrc examples Makefile pypr
 SOURCES := moe_parallel tools tests setup.py pretrain_gpt_moe.py
 CSRC := $(shell find csrc tests/cuda_host tests/csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-# $(error) rather than a failing recipe: the user sees one line, what is missing and what to do.
+# $(error) instead of a failing recipe: the user sees one line, what is missing and what to do.
 stop-if = $(if $(1),$(error $(1)))
 set-up-now = $(call stop-if,$(shell tools/set_up.sh "$(PYTHON)" "$(VENV)"))
 dry-run = $(findstring n,$(filter-out --%,$(firstword -$(MAKEFLAGS))))
@@ -44,7 +44,7 @@ help: ## show this list
 set-up: ## create the environment, install the packages, compile the extension (the others do it too)
 	@$(if $(dry-run),,$(set-up-now)):
 
-# The program does not write over a run. The quickstart's gets a number, unless ARGS goes on with it.
+# The program does not overwrite a run. The earlier run gets a number, unless ARGS continues it.
 keep-earlier-run = \
 	if [ -e runs/quickstart ]; then \
 	    n=1; while [ -e runs/quickstart.$$n ]; do n=$$((n + 1)); done; \

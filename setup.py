@@ -1,14 +1,14 @@
 """Builds the C++ extension moe_parallel._C, with CUDA kernels where torch and nvcc allow it.
 
-A wheel also has the programs and examples, for the commands of moe_parallel/console.py.
+A wheel also contains the programs and examples, for the commands of moe_parallel/console.py.
 
 Everything else about the package is in pyproject.toml. These variables steer the build:
 
 MOE_PARALLEL_BUILD    auto (default), cpu or cuda
 TORCH_CUDA_ARCH_LIST  the GPU architectures, "8.0+PTX;9.0a" by default
-CUTLASS_PATH          CUTLASS's source, for grouped products on tensor cores that wait for nothing;
-                      without it the one in the wheel nvidia-cutlass, where that is installed
-MAX_JOBS              compilers at a time, 2 by default
+CUTLASS_PATH          CUTLASS's source, for grouped products on tensor cores that do not wait for
+                      the GPU; by default that of the wheel nvidia-cutlass, if it is installed
+MAX_JOBS              number of compilers that run at a time, 2 by default
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 EXTENSION = "moe_parallel._C"
-DEFAULT_ARCHITECTURES = "8.0+PTX;9.0a"  # A100, H100 and H200, and what comes
+DEFAULT_ARCHITECTURES = "8.0+PTX;9.0a"  # A100, H100 and H200, and later ones through PTX
 
 
 class BuildError(SystemExit):
@@ -77,7 +77,7 @@ def _toolkit_for_torch() -> tuple[Path | None, str]:
 
 
 def _toolkit_home() -> Path | None:
-    """CUDA_HOME, or where the nvcc on the PATH says that it lives (it may be a wrapper)."""
+    """CUDA_HOME, or the folder that the nvcc on the PATH reports (it may be a wrapper)."""
     if home := os.environ.get("CUDA_HOME"):
         return Path(home) if (Path(home) / "bin" / "nvcc").exists() else None
     nvcc = shutil.which("nvcc")
@@ -91,7 +91,8 @@ def _toolkit_home() -> Path | None:
 
 
 def cuda_wheel_headers(home: Path) -> list[str]:
-    """Headers that torch's own need and the toolkit lacks, from the wheels torch came with."""
+    """Headers that torch's headers need and the toolkit lacks, from the wheels that torch
+    installed."""
     if (home / "include" / "cublas_v2.h").exists():
         return []
     major = torch.version.cuda.split(".")[0]
@@ -119,7 +120,7 @@ def find_cutlass() -> Path | None:
 
 
 def write_build_config(cuda: bool, cutlass: bool) -> Path:
-    """The header that records what is built; a change of it is what makes old objects stale."""
+    """Write the header that records what is built. If it changes, old objects are recompiled."""
     architectures = os.environ["TORCH_CUDA_ARCH_LIST"] if cuda else ""
     header = ROOT / "build" / f"config-{sysconfig.get_config_var('SOABI')}" / "build_config.h"
     text = (
@@ -147,16 +148,16 @@ def describe_extension(home: Path | None, cutlass: Path | None):
     sources = sorted(p for pattern in patterns for p in csrc.glob(pattern))
     headers = [*csrc.rglob("*.h"), *csrc.rglob("*.cuh"), header]
     warnings = ["-Wall", "-Wextra"]
-    # As system headers torch's own are not held to our warnings. OpenMP is compiled in and not
-    # linked: torch brings the runtime, and two would not share their threads.
+    # Torch's headers are system headers, so that our warnings do not apply to them. OpenMP is
+    # compiled in but not linked: torch brings the runtime, and two would not share their threads.
     system = [f"-isystem{path}" for path in cpp_extension.include_paths()]
     flags = {"cxx": ["-O3", "-g0", "-fopenmp", *warnings, *system]}
     if cuda:
         flags["cxx"].append("-DMOE_PARALLEL_CUDA")
         flags["nvcc"] = ["-O3", "-DMOE_PARALLEL_CUDA", "-Xcompiler", ",".join(warnings)]
     if cutlass:
-        # An assert is a call, and across calls ptxas runs the products of wgmma one by one. 2908
-        # is about captures of `this` in CUTLASS.
+        # An assert is a call, and ptxas serializes the products of wgmma across calls. 2908 is
+        # about captures of `this` in CUTLASS.
         flags["nvcc"] += ["-DNDEBUG", "-diag-suppress=2908", f"-isystem={cutlass}"]
     kind = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
     return kind(
@@ -169,12 +170,12 @@ def describe_extension(home: Path | None, cutlass: Path | None):
 
 
 class BuildExtension(cpp_extension.BuildExtension):
-    """torch's builder, after one line that says what is built and why."""
+    """torch's builder, which first prints one line that says what is built and why."""
 
     def finalize_options(self) -> None:
         wants_force = self.force
         super().finalize_options()
-        self.force = wants_force  # torch's forces: it would link again where nothing changed
+        self.force = wants_force  # torch's builder sets it, and would link again without a change
 
     def run(self) -> None:
         compiler = os.environ.get("CXX", "c++").split()[0]
@@ -188,7 +189,7 @@ class BuildExtension(cpp_extension.BuildExtension):
 
 
 class BuildPrograms(build_py):
-    """The package with the programs and the examples in it, where it is not run from here."""
+    """Adds the programs and the examples to the package, unless the installation is editable."""
 
     def run(self) -> None:
         super().run()
