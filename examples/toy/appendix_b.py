@@ -1,12 +1,12 @@
-r"""The toy experiment of the AoE paper, Appendix B: who takes a class that nobody has seen?
+r"""The toy experiment of the AoE paper, Appendix B: which expert takes a new class?
 
     python examples/toy/appendix_b.py --seeds 20 --figure runs/toy.png
 
-Two experts, one of which computes each input (K = 1), learn to tell Gaussian classes apart. Stage 1
-has classes 1 and 2, with mean +1 and -1 in every coordinate; in stage 2 class 3 arrives, with mean
-0. Once a router decides (MoE), once the experts themselves do (AoE). Prints every seed, counts how
-often it went as the paper says, and draws it in the manner of the paper's Figure 5. About a second
-for each seed on one core. The paper names no sizes: these are ours.
+Two experts learn to classify Gaussian inputs; one of them computes each input (K = 1). Stage 1 has
+classes 1 and 2, with mean +1 and -1 in every coordinate. Stage 2 adds class 3, with mean 0. In the
+MoE a router selects the expert; in AoE the norms do. The program prints every seed, counts how
+often the paper's claims were true, and draws a figure like the paper's Figure 5. It takes about a
+second per seed on one core. The paper does not state the sizes: these are ours.
 
 Shape suffixes: T inputs, D input width, E experts, F and W widths of an expert, R low-rank size,
 Y classes, M measurements, N seeds.
@@ -32,7 +32,7 @@ WIDTH, EXPERTS, CLASSES = 16, 2, 3
 FFN_WIDTH = 32  # F, of a SwiGLU expert
 RANK, WIDE = 8, 32  # R and W, of an AoE expert
 MEANS_Y = torch.tensor([1.0, -1.0, 0.0])
-SIGMA = 0.15  # three sigma around one mean do not meet those around another
+SIGMA = 0.15  # the ranges of three sigma around the means do not overlap
 INIT_STD = 0.1
 LEARNING_RATE = 1e-2
 BATCH = 256
@@ -44,22 +44,22 @@ ALL, HALF = 0.9, (0.3, 0.7)  # what counts as "all inputs of a class" and as "sp
 
 
 class Toy(nn.Module):
-    """A single layer of experts from D inputs to Y logits. Subclasses say who decides."""
+    """A single MoE layer from D inputs to Y logits. Subclasses define the scores."""
 
     name: str
-    decided_by: str  # what `scores` are
-    scale: str  # of an axis of scores
+    decided_by: str  # the name of the scores
+    scale: str  # the scale of an axis of scores
 
     def scores(self, x_TD: Tensor) -> Tensor:
-        """What decides, for each input and expert: [T, E]. The greatest takes the input."""
+        """The score of each expert for each input: [T, E]. The largest score selects."""
         raise NotImplementedError
 
     def probs(self, scores_TE: Tensor) -> Tensor:
-        """The weight of each expert's answer, should it be the one to answer: [T, E]."""
+        """The weight of each expert's output if that expert is selected: [T, E]."""
         raise NotImplementedError
 
     def answers(self, x_TD: Tensor) -> Tensor:
-        """What each expert would say: [T, E, Y]. At this size it is quicker than sorting inputs."""
+        """The outputs of all experts: [T, E, Y]. At this size this is faster than dispatch."""
         raise NotImplementedError
 
     def forward(self, x_TD: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Toy(nn.Module):
 
 
 class RoutedToy(Toy):
-    """MoE: a linear router decides; the gate is its probability, as in Switch Transformer."""
+    """MoE: a linear router selects; the prob is its softmax, as in Switch Transformer."""
 
     name, decided_by, scale = "MoE", "router's logit", "linear"
 
@@ -92,7 +92,7 @@ class RoutedToy(Toy):
 
 
 class AutonomousToy(Toy):
-    """AoE: the expert of greatest ||x W_down|| takes the input; softmax over one norm gives 1."""
+    """AoE: the largest ||x W_down|| selects the expert; the softmax over one norm is 1."""
 
     name, decided_by, scale = "AoE", "norm of x W_down", "log"
 
@@ -129,11 +129,11 @@ def inputs_of(classes_T: Tensor, generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class History:
-    """What became of one seed. Expert 0 is the one that had class 1 at the end of stage 1."""
+    """The history of one seed. Expert 0 is the expert that had class 1 at the end of stage 1."""
 
     steps_M: list[int]
-    share_MYE: Tensor  # of the inputs of a class that an expert takes
-    score_MYE: Tensor  # what decides: router's logit or norm, the mean over the inputs of a class
+    share_MYE: Tensor  # the share of the inputs of a class that an expert takes
+    score_MYE: Tensor  # the score (logit or norm), mean over the inputs of a class
     accuracy_MY: Tensor
     arrival: int  # the measurement before the first step with class 3
 
@@ -214,8 +214,8 @@ def table(name: str, histories: Sequence[History]) -> str:
 
 
 def summary(moe: Sequence[History], aoe: Sequence[History]) -> str:
-    """How often it went as the paper says."""
-    # What the paper says, and the seeds: whether it was seen.
+    """The number of seeds for which each claim of the paper is true."""
+    # Each claim of the paper, and whether it is true, by seed.
     claims = {
         "MoE, stage 1: each class has its own expert": [h.each_has_one for h in moe],
         "MoE, arrival: class 3 is split": [h.splits_class_3(h.arrival) for h in moe],
@@ -231,7 +231,7 @@ def summary(moe: Sequence[History], aoe: Sequence[History]) -> str:
     return "\n".join(f"{sum(seen):3} of {len(seen)}  {claim}" for claim, seen in claims.items())
 
 
-COLORS_Y = ["#0072B2", "#D55E00", "#009E73"]  # Okabe-Ito: told apart with any color vision
+COLORS_Y = ["#0072B2", "#D55E00", "#009E73"]  # Okabe-Ito: suits every kind of color vision
 STYLE = {
     "font.size": 10,
     "axes.titlesize": 11,
@@ -243,7 +243,7 @@ STYLE = {
 
 
 def draw(moe: Sequence[History], aoe: Sequence[History]) -> Figure:
-    """Who takes which class, and why, in the first seed over the steps; and where all seeds end."""
+    """Draw the shares and scores of the first seed over the steps, and the end of all seeds."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13.5, 7.6), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
