@@ -1,4 +1,4 @@
-r"""Convert a trained model to another system, from which training can continue.
+r"""Convert a trained model to another system of expert selection, to continue training from there.
 
     python tools/convert.py --to aoe --load runs/moe --save runs/aoe-start \
         --aoe-low-rank-size 32 --train-iters 300 --lr 1e-3
@@ -6,13 +6,14 @@ r"""Convert a trained model to another system, from which training can continue.
         --load runs/aoe-start --save runs/healed
 
 aoe    from topk: W_g is factorized, and norms are fitted to rank the experts as the router did
-topk   from lory and lory_prefix: weights are copied, and the router sees single tokens from now on;
-       from topk too: a new start with another schedule, to compare with
+topk   from lory and lory_prefix: weights are copied, and the router now routes single tokens;
+       also from topk: a new start with another schedule, for comparison
 
-Runs on one process, in fp32, whatever layout and precision trained the model. Takes the flags of
-pretrain_gpt_moe.py besides its own: they go into the new configuration, which otherwise is the
-model's. The new run begins at iteration 0 with fresh optimizer state and the schedule given here;
-a table is printed, and conversion.json beside the checkpoint says the same.
+The tool runs on one process, in fp32, whatever layout and precision trained the model. Besides its
+own flags, it accepts those of pretrain_gpt_moe.py. They change the new configuration, which is
+otherwise the model's. The new run starts at iteration 0 with fresh optimizer state and the schedule
+given here. The tool prints a table and writes the same data to conversion.json beside the
+checkpoint.
 """
 
 from __future__ import annotations

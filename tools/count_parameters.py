@@ -2,15 +2,15 @@
 
     python tools/count_parameters.py --config examples/papers/aoe/aoe_732m.yaml [--flag value ...]
 
-total           all of them
-active          what a token meets: the experts that compute it, and everything that is no expert's
-active_compute  the same and, for AoE, the down-projections of the other experts, which compute too
+total           all parameters
+active          those that a token uses: its experts, and everything outside the experts
+active_compute  active and, for AoE, the down-projections of the other experts, which also compute
 
-Merged experts count as the one that they become. Where training decides how many experts compute a
-token (top-p), the last two are null, unless --experts-per-token says how many did.
+Merged experts count as one expert. If training decides how many experts compute a token (top-p),
+the last two are null, unless --experts-per-token gives the number.
 
-The model is built as it would be trained, but without storage: no memory, no GPU, seconds.
-Takes every flag of pretrain_gpt_moe.py besides its own.
+The model is built as for training, but without storage: it needs no memory, no GPU, and seconds.
+Besides its own flags, the tool accepts those of pretrain_gpt_moe.py.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
 
 def _print_counts(own: argparse.Namespace, flags: list[str]) -> None:
     config = parse_command_line(flags)
-    # The layout does not change the model: count it on one rank.
+    # The layout does not change the model, so it is counted on one rank.
     config = dataclasses.replace(config, parallel=ParallelConfig())
     validate(config, world_size=1)
     if config.data.vocab_size is None:

@@ -1,11 +1,12 @@
-"""List the vocabulary items with the most and with the fewest experts per token.
+"""Print the vocabulary items that take the most experts, and those that take the fewest.
 
     python tools/experts_per_vocab_item.py --load runs/my [--at-least 10000] [--items 100]
         [--samples N]
 
-Experts per token, in a layer on average, over held-out text (Huang et al. 2024, section 5.3, counts
-items that occur more than 10,000 times). Runs on one process, in fp32, whatever layout trained the
-model; nothing is changed or written. Takes every flag of pretrain_gpt_moe.py besides its own.
+The numbers are experts per token, mean over layers, on held-out text (Huang et al. 2024, section
+5.3, count items that occur more than 10,000 times). The tool runs on one process, in fp32, whatever
+layout trained the model, and changes and writes nothing. Besides its own flags, it accepts those of
+pretrain_gpt_moe.py.
 """
 
 from __future__ import annotations

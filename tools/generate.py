@@ -1,10 +1,11 @@
-"""Generate text with a trained model.
+"""Continue a text with a trained model.
 
     python tools/generate.py --load runs/my --prompt "def read(self" [--tokens 100]
 
-Runs on one process, in fp32, whatever layout trained the model. A Lory model merges its experts
-once, by the mean of the prompt, for the prompt and all that follows; with --lory-inference segment
-it goes on as it was trained. Takes every flag of pretrain_gpt_moe.py besides its own.
+The tool runs on one process, in fp32, whatever layout trained the model. A Lory model merges its
+experts once, by the mean of the prompt, for the prompt and all that follows. With --lory-inference
+segment it routes as in training. Besides its own flags, the tool accepts those of
+pretrain_gpt_moe.py.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def _write(own: argparse.Namespace, flags: list[str]) -> None:
 
 
 def _routed_by_the_prompt(config: Config, length: int) -> Config:
-    """Where segments are merged for: the prompt is the first segment, and decides for all."""
+    """The configuration in which the prompt is the first segment, if the system merges by segment.
+    The prompt then determines the merge of all segments."""
     import dataclasses
 
     from moe_parallel.config import LorySelection

@@ -3,8 +3,8 @@ r"""Rewrite an indexed dataset so that training instances consist of similar doc
     python tools/order_by_similarity.py --data-path data/my_text_document \
         --output-prefix data/my_similar --seq-length 4096
 
-writes data/my_similar.bin and .idx, on which training is run with the same --seq-length (their
-manifest names it, and training refuses another):
+writes data/my_similar.bin and .idx. Training on them needs the same --seq-length: their manifest
+contains it, and training refuses another:
 
     torchrun --nproc-per-node 2 pretrain_gpt_moe.py --expert-selection lory \
         --data-path data/my_similar --seq-length 4096 ...
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from moe_parallel.data.similarity.neighbors import BuildIndex
     from moe_parallel.data.similarity.rewrite import Summary
 
-# Documents up to which all pairs are compared unless --index says otherwise: minutes.
+# The most documents for which all pairs are compared by default. It takes minutes.
 EXACT_UP_TO = 100_000
 
 
@@ -137,7 +137,7 @@ def _add_neighbors(group: argparse._ArgumentGroup) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise InputError for a number that cannot be used."""
+    """Raise InputError for an unusable number."""
     for name, least in (
         ("seq-length", 1),
         ("instances-per-document", 1),
@@ -171,7 +171,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def order(options: argparse.Namespace) -> "Summary":
-    """Read, order, write."""
+    """Read the dataset, order its documents, and write the result."""
     load_torch()
 
     from moe_parallel.data.indexed import check_new
@@ -182,7 +182,7 @@ def order(options: argparse.Namespace) -> "Summary":
 
     check(options)
     check_new(options.output_prefix, options.overwrite)
-    faiss()  # told now, not after the embedding
+    faiss()  # reports a missing package now, not after the embedding
     documents = Documents(options.data_path, options.eod_id)
     if len(documents) < 2:
         raise InputError(f"--data-path {options.data_path} holds one document: nothing to order")
@@ -227,7 +227,7 @@ def _index(options: argparse.Namespace, documents: "Documents") -> "BuildIndex":
 
 
 def describe(summary: "Summary", options: argparse.Namespace) -> str:
-    """A few lines for people."""
+    """A summary of a few lines."""
     return (
         f"{summary.documents:,} documents, {summary.neighbors:.1f} neighbors each "
         f"({summary.found:.0%} of the nearest found); "

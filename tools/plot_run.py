@@ -1,4 +1,4 @@
-"""Draw the figure of a run from its metrics.jsonl, during or after training.
+"""Draw the figure of a run from its metrics.jsonl, during training or afterwards.
 
 python tools/plot_run.py runs/quickstart
 """

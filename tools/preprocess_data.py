@@ -1,11 +1,11 @@
-r"""Convert JSON lines to Megatron indexed datasets for --data-path.
+r"""Convert JSON lines to Megatron indexed datasets that --data-path reads.
 
     python tools/preprocess_data.py --input my.jsonl --output-prefix data/my \
         --tokenizer-type ByteLevelBPE --vocab-size 8192 --append-eod
 
 writes data/my_text_document.bin and .idx, a manifest beside them and, because it trained the
-tokenizer itself, data/my_tokenizer/. All appear at the end, or nothing does. The flags, and the
-names of the files, are those of Megatron's tool.
+tokenizer itself, data/my_tokenizer/. The files appear at the end, all or none. The flags and the
+file names are those of Megatron's tool.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def find_tokenizer(options: argparse.Namespace) -> Tokenizer:
 
 
 def preprocess(options: argparse.Namespace) -> None:
-    """Write one indexed dataset for each key, and the tokenizer if it is a new one."""
+    """Write one indexed dataset for each key, and the tokenizer if it is new."""
     load_torch()
 
     from moe_parallel.data.indexed import (
@@ -100,7 +100,7 @@ def preprocess(options: argparse.Namespace) -> None:
 
     if options.workers < 1:
         raise InputError(f"--workers {options.workers} must be 1 or more")
-    # The tokenizers library reads it when it starts its threads, which it has not yet.
+    # The tokenizers library reads this variable when it starts its threads, which is later.
     os.environ["RAYON_NUM_THREADS"] = str(options.workers)
     target = Path(f"{options.output_prefix}_tokenizer")
     datasets = {key: Path(f"{options.output_prefix}_{key}_document") for key in options.json_keys}
@@ -146,7 +146,7 @@ def _size(tokenizer: Tokenizer, asked: int) -> str:
 
 @contextmanager
 def _staging(beside: Path) -> Iterator[Path]:
-    """A folder on the same disk, gone at the end with what has not been moved out of it."""
+    """A temporary folder on the same disk. At the end it is removed with what is still in it."""
     beside.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{beside.name}.writing-", dir=beside.parent))
     try:

@@ -1,11 +1,12 @@
-"""Remove the routers of a trained MoE and select experts by the norms of their activations.
+"""Evaluate a trained MoE with norms of its experts' activations in place of its routers.
 
     python tools/probe_autonomy.py --load runs/my [--eval-iters 10]
 
-The probe of the AoE paper, section 3.1: five nodes x three norms x two gate rules, beside the
-router and random selection, as held-out loss in nats/token on --eval-iters global batches of each
-domain. Runs on one process, in fp32, whatever layout trained the model; nothing is changed or
-written. Takes every flag of pretrain_gpt_moe.py besides its own.
+This is the probe of the AoE paper, section 3.1: five nodes x three norms x two kinds of probs,
+compared with the router and with random selection. It prints the held-out loss in nats per token on
+--eval-iters global batches of each domain. The tool runs on one process, in fp32, whatever layout
+trained the model, and changes and writes nothing. Besides its own flags, it accepts those of
+pretrain_gpt_moe.py.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def _topk(config: Config, asked: int | None) -> int:
 def _evaluation(
     config: Config, text: Text, model: Any, groups: Groups
 ) -> Callable[[], dict[str, float]]:
-    """What measures the model as it is: nats/token by domain, and of all if there are several."""
+    """A function that measures the model in its current state: nats/token by domain, and over all
+    domains if there are several."""
     from moe_parallel.config import LoggingConfig
     from moe_parallel.evaluation.text_loss import evaluate
     from moe_parallel.platform.device import device
@@ -93,7 +95,7 @@ def _evaluation(
     if not datasets:
         raise InputError(f"--split {config.data.split} leaves no validation text: change it")
     sizes = text.bytes_per_token(device())
-    # A run that was not evaluated is measured here all the same.
+    # A model is measured here even if its run had no evaluation.
     iters = config.logging.eval_iters or LoggingConfig().eval_iters
     samples = iters * config.training.global_batch_size
 

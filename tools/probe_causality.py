@@ -1,12 +1,12 @@
-"""Does a later token change an earlier output? Does one instance of a micro-batch change another?
+"""Test whether a later token changes an earlier output, or one instance of a batch another.
 
     python tools/probe_causality.py --config examples/quickstart.yaml --seq-length 32
     python tools/probe_causality.py --load runs/quickstart
 
-Perturbs tokens of a random micro-batch of --micro-batch-size sequences of --seq-length tokens, one
-at a time, and compares all outputs, in training and in evaluation mode, in fp64 on one process.
-Exit code 0: every output depended on nothing but the tokens up to it; 1: some did not; 2: wrong
-input. Takes every flag of pretrain_gpt_moe.py besides its own.
+The tool perturbs tokens of a random micro-batch of --micro-batch-size sequences of --seq-length
+tokens, one at a time. It compares all outputs, in training and in evaluation mode, in fp64 on one
+process. Exit codes: 0 every output depends only on the tokens up to it, 1 some output does not, 2
+wrong input. Besides its own flags, the tool accepts those of pretrain_gpt_moe.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One run of a study as a process of its own, watched until it ends."""
+"""Starts a run of a study in its own process and waits until it ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OF_ANOTHER_JOB = (
 
 
 class StopRequest:
-    """Whether Ctrl-C or SIGTERM came. The run that is going on is told to save and stop."""
+    """Records Ctrl-C and SIGTERM. The current run then receives a signal to save and stop."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -35,7 +35,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Inside, the signals are passed on instead of ending this process."""
+        """Inside, the signals are passed to the run and do not end this process."""
         numbers = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.signal(number, self._note) for number in numbers}
         try:
@@ -66,7 +66,7 @@ class StopRequest:
 
 
 class CellRunner:
-    """Starts runs, one at a time, and notes of each what became of it."""
+    """Starts runs, one at a time, and records how each ends."""
 
     def __init__(self, processes: int, threads: int) -> None:
         self._processes, self._threads = processes, threads
@@ -75,7 +75,7 @@ class CellRunner:
     def run(self, cell: Cell, config: Config, stop: StopRequest) -> int:
         """Train `cell`, from its checkpoint if it has one; returns the exit code of the program.
 
-        What it prints is added to `cell.output`, and a line to the attempts of the cell.
+        Appends the output to `cell.output`, and a line to the attempts of the cell.
         """
         cell.folder.mkdir(parents=True, exist_ok=True)
         (cell.folder / "cell.yaml").write_text(config.to_yaml(), encoding="utf-8")
@@ -90,10 +90,10 @@ class CellRunner:
         with cell.output.open("ab") as output:
             process = subprocess.Popen(
                 command, env=self._environment(), stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True,  # the terminal's Ctrl-C is ours to pass on, once
+                start_new_session=True,  # the terminal's Ctrl-C reaches only us; we pass it on once
             )  # fmt: skip
         with stop.watching(process):
-            # The CPU time of the process and of those that it waited for (the launcher's ranks).
+            # Gives the CPU time of the process and of its children (the launcher's ranks).
             _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         seconds = time.monotonic() - begin

@@ -3,10 +3,10 @@
     python tools/study/compare_selection.py --config examples/study.yaml \\
         --selections topk,aoe,top_p,dense --seeds 3 --output studies/first
 
-Each system is trained with each seed in a process of its own, one after the other. Start the same
-command again to go on after an interruption; finished runs are not made again, and further systems
-and seeds may be added. Exit codes: 0 done, 1 a run failed, 2 a wrong flag, file or value, 75
-interrupted. docs/study.md says how to read the result.
+Each system is trained with each seed in its own process, one after the other. To continue after an
+interruption, start the same command again. Finished runs are not repeated, and further systems and
+seeds may be added. Exit codes: 0 done, 1 a run failed, 2 a wrong flag, file or value, 75
+interrupted. docs/study.md explains the result.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Train what is not trained yet, then write the report. Returns the exit code."""
+    """Train the runs that are not finished, then write the report. Returns the exit code."""
     if options.threads is None:
         options.threads = max(1, len(os.sched_getaffinity(0)) // options.nproc)
     folder = StudyFolder(options.output)
@@ -67,7 +67,7 @@ def compare(options: argparse.Namespace) -> int:
 def train(
     manifest: StudyManifest, cells: list[Cell], runner: CellRunner, stop: StopRequest
 ) -> list[Cell]:
-    """Run the cells that are not finished, until asked to stop; returns those that failed."""
+    """Run the cells that are not finished, until a stop is requested. Returns those that failed."""
     failed, seconds = [], []
     left = [cell for cell in cells if not cell.is_finished(manifest.train_iters)]
     if len(left) < len(cells):
@@ -92,7 +92,7 @@ def train(
 
 @contextmanager
 def _alone(folder: StudyFolder) -> Iterator[None]:
-    """Hold the folder, so that a second command cannot train the same runs."""
+    """Lock the folder, so that a second command cannot train the same runs."""
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         with (folder.path / ".lock").open("a") as lock:

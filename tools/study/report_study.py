@@ -1,4 +1,4 @@
-"""Write the tables and figures of a study again, during or after training.
+"""Write the tables and figures of a study again, during training or afterwards.
 
 python tools/study/report_study.py studies/first
 """

@@ -1,4 +1,4 @@
-"""What a study is to train, and whether that is a fair comparison."""
+"""Plans the runs of a study and checks that the comparison is fair."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from moe_parallel.config import make_config, read_yaml, validate
 from moe_parallel.config.message import flag
 from moe_parallel.errors import InputError
 
-UNUSED_FOLDER = {"save": "unused"}  # options on checkpoints want one; nothing is written there
+UNUSED_FOLDER = {"save": "unused"}  # checkpoint options need a folder; nothing is written to it
 COUNT = ROOT / "tools" / "count_parameters.py"
 
 
 def plan(options: Namespace, folder: StudyFolder) -> tuple[StudyManifest, list[Cell]]:
-    """What the study is, an earlier part of it included, and which runs this command asks for.
+    """The complete study, including its earlier parts, and the runs that this command requests.
 
-    Raises InputError for anything that could not be trained, or not compared.
+    Raises InputError if something cannot be trained or cannot be compared.
     """
     raw = read_yaml(options.config)
     file, overrides = SharedFile.from_raw(raw), parse_overrides(options.override)
@@ -55,7 +55,7 @@ def plan(options: Namespace, folder: StudyFolder) -> tuple[StudyManifest, list[C
 
 
 def check_totals(manifest: StudyManifest, allow_unequal: bool) -> None:
-    """Print the table of parameters; raises InputError if it is no fair comparison."""
+    """Print the table of parameters. Raises InputError if the comparison is not fair."""
     print(parameter_table(manifest.parameters))
     totals = {
         name: counts["total"]
@@ -75,7 +75,8 @@ def check_totals(manifest: StudyManifest, allow_unequal: bool) -> None:
 
 
 def count_active(manifest: StudyManifest, folder: StudyFolder) -> None:
-    """Count again, and note it, where training has decided how many experts compute a token."""
+    """Count the active parameters again, and save them, for contenders whose training has decided
+    how many experts compute a token."""
     for result in StudyResults.read(folder).results:
         measured = result.spreads.get("experts_per_token")
         decided = result.parameters.get("active") is None or MEASURED in result.parameters
@@ -88,11 +89,11 @@ def count_active(manifest: StudyManifest, folder: StudyFolder) -> None:
 def count_parameters(
     contender: Contender, experts_per_token: float | None = None
 ) -> dict[str, Any]:
-    """Of the contender's model: total, active and active_compute; the last two are None where
-    training decides how many experts compute a token, unless `experts_per_token` says it.
+    """The parameters of the contender's model: total, active and active_compute. The last two are
+    None if training decides how many experts compute a token and `experts_per_token` is None.
 
-    In a process of its own: this one stays small, as what a run inherits when it is started counts
-    among its peak memory.
+    The count runs in its own process. This process stays small, because the memory that a run
+    inherits at its start counts as part of its peak memory.
     """
     command = [sys.executable, str(COUNT)]
     if experts_per_token is not None:
