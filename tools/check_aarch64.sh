@@ -4,7 +4,7 @@
 #
 #   tools/check_aarch64.sh [PYTHON]    PYTHON has torch, for its headers; default: python3
 #
-# Without a cross-compiler it says so and passes; likewise for the emulator and for torch.
+# If the cross-compiler, the emulator or torch is missing, it says so and passes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

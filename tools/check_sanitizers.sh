@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The operators' tests on an extension built with the address and undefined-behavior sanitizers:
-# a read or write outside its memory, a signed overflow or a misaligned access ends them.
+# Runs the operators' tests on an extension with the address and undefined-behavior sanitizers.
+# A read or write outside its memory, a signed overflow or a misaligned access ends the tests.
 #
 #     tools/check_sanitizers.sh PYTHON      of an environment with the packages, e.g. .venv/bin/python
 #
@@ -27,8 +27,8 @@ sanitize=-fsanitize=address,undefined
 CFLAGS="$sanitize -fno-sanitize-recover=all -fno-omit-frame-pointer" LDFLAGS=$sanitize \
     MOE_PARALLEL_BUILD=cpu PATH="$(dirname "$python"):$PATH" "$python" setup.py -q build_ext --inplace
 
-# Python itself frees nothing at its end, so leaks are not looked for. The tests that start
-# interpreters of their own or compilers are about other things.
+# Leak detection is off, because Python frees nothing at its end. Tests that start interpreters or
+# compilers are left out; they test other things.
 PYTHONPATH=$work LD_PRELOAD="${runtimes[*]}" ASAN_OPTIONS=detect_leaks=0 \
     OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$python" -m pytest -q --full -n 2 \
     -p no:cacheprovider -k "not reference" tests/ops \

@@ -1,8 +1,8 @@
 #!/bin/sh
 # Prints the path of the interpreter behind a name, or nothing and fails: python3.12, a path, ...
 #
-# It looks past two things that a name may stand for: an activated virtual environment, and a shim
-# of pyenv, which refuses a version that is installed but not selected.
+# It ignores an activated virtual environment, and a shim of pyenv, which refuses a version that is
+# installed but not selected.
 real='import os, sys; print(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))'
 
 "$1" -c "$real" 2>/dev/null && exit

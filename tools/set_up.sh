@@ -1,12 +1,12 @@
 #!/bin/sh
-# Makes a virtual environment ready for work: its interpreter, the packages that pyproject.toml
-# pins, and the C++ extension compiled against them.
+# Prepares a virtual environment: its interpreter, the packages that pyproject.toml pins, and the
+# C++ extension, which is compiled against them.
 #
 #     tools/set_up.sh PYTHON VENV         e.g. tools/set_up.sh python3.12 .venv-3.12
 #
-# Each of the three is made again only when what it was made from has changed; when nothing has,
-# this takes a fraction of a second. Progress goes to stderr. When it cannot go on it prints ONE
-# line on stdout, saying what is missing and what to do, and exits with 1.
+# Each of the three is rebuilt only when its inputs have changed. If nothing has changed, this takes
+# a fraction of a second. Progress is printed to stderr. On an error, the script prints ONE line to
+# stdout, which says what is missing and what to do, and exits with 1.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 python=$1
@@ -50,7 +50,7 @@ check_compiler() {
             "(Debian: apt-get install python$series-dev)"
 }
 
-# One line for whatever pip, setup.py or a compiler said at length.
+# Summarizes an error of pip, setup.py or a compiler in one line.
 explain() {
     if grep -q -E 'Building editable.* error|Failed building|moe_parallel: building' "$log"; then
         cause=$(grep -E ': (fatal )?error: |moe_parallel: ' "$log" | grep -v ': building ' |
@@ -64,8 +64,8 @@ explain() {
 
 install_packages() {
     say "installing torch, megatron-core and the rest, then compiling (minutes; log in $log)"
-    # What a build needs, pyproject.toml's `requires`, goes first: with it in place the extension
-    # is compiled against this very torch, not against a second copy in a throw-away environment.
+    # The build requirements, pyproject.toml's `requires`, are installed first. Then the extension
+    # is compiled against this torch, not against a second copy in a temporary environment.
     requires=$(sed -n 's/^requires = \[\(.*\)\]$/\1/p' pyproject.toml | tr -d '",')
     # shellcheck disable=SC2086  # a list of words
     run -m pip install $requires || explain
@@ -74,8 +74,8 @@ install_packages() {
     record packages "$packages"
 }
 
-# The headers that the CUDA side is compiled with. What the wheel asks for is for its Python, which
-# is not used here.
+# Installs the headers of CUTLASS for the CUDA side. The wheel's dependencies are for its Python
+# code, which is not used here.
 install_cutlass() {
     { command -v nvcc && [ -z "${CUTLASS_PATH:-}" ]; } >/dev/null || return 0
     "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || return 0

@@ -1,4 +1,4 @@
-"""What a reader needs to judge a measurement."""
+"""Facts that a reader needs to judge a measurement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def about(program: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """The command, when and where it runs, and what else the machine has to do. JSON values."""
+    """The command, when and where it runs, and the load of the machine, as JSON values."""
     return {
         "command": " ".join([f"python tools/bench/{program}", *arguments]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

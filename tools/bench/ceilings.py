@@ -1,8 +1,8 @@
-"""What the machine can do at most, measured in the turns of the contenders.
+"""The most that the machine can do, measured in turn with the contenders.
 
-A copy moves as many bytes as the work must (half read, half written); dense products do as many
-FLOPs as the work, on the same shapes but with one matrix for all rows. Results go where earlier
-ones were, so no time goes into allocation.
+A copy moves as many bytes as the work must (half read, half written). Dense products do as many
+FLOPs as the work, on the same shapes but with one matrix for all rows. Results overwrite earlier
+ones, so allocation takes no time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _products(work: Products, dtype: torch.dtype, device: str) -> Callable[[], o
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, device=device).to(dtype)
 
-    # Equal shapes share their matrices, which the cache does not hold anyway.
+    # Equal shapes share their matrices. The cache does not hold them anyway.
     operands = {
         (m, k, n): (matrix(m, k), matrix(k, n), matrix(m, n)) for m, k, n in set(work.shapes)
     }

@@ -1,6 +1,6 @@
-"""What time is measured by: process CPU time on a CPU, events on a GPU; caches are emptied before.
+"""The clocks: process CPU time on a CPU, events on a GPU. Caches are emptied before each timing.
 
-On a machine that others use, wall time says little: one thread's CPU time says what the work took.
+On a shared machine, wall time says little, but the CPU time of one thread measures the work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LAST_LEVEL_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
 class Clock(Protocol):
     def seconds(self, work: Callable[[], object]) -> tuple[float, Any]:
-        """How long the work took, started with an empty cache, and what it returned."""
+        """The time of the work, which starts with an empty cache, and its result."""
 
 
 class CpuClock:
@@ -30,7 +30,7 @@ class CpuClock:
         self.scratch = torch.ones(_cache_to_empty() // 4)
 
     def seconds(self, work: Callable[[], object]) -> tuple[float, Any]:
-        self.scratch.sum()  # read, not written: a cache of unwritten lines slows what comes next
+        self.scratch.sum()  # read, not written: write-back of the cache would slow the work
         before = time.process_time()
         result = work()
         return time.process_time() - before, result
@@ -59,8 +59,7 @@ def clock_of(device: str) -> Clock:
 def _cache_to_empty() -> int:
     """Bytes to touch so that the last-level cache holds nothing else: twice its size.
 
-    A shared server's cache can be larger than what this process ever gets of it, so at most
-    LARGEST_SCRATCH.
+    The limit is LARGEST_SCRATCH, because a process may get only a part of a shared server's cache.
     """
     try:
         size = int(LAST_LEVEL_CACHE.read_text().strip().removesuffix("K")) * 1024
@@ -70,11 +69,11 @@ def _cache_to_empty() -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep what is freed for the next allocation, as torch does on a GPU.
+    """Let glibc keep freed memory for the next allocation, as torch does on a GPU.
 
-    Otherwise every tensor beyond 32 MiB is new memory, and the page faults of its first use, which
-    can take longer than a permute, count for whoever allocates. Returns False where the C library
-    knows no such setting.
+    Otherwise every tensor beyond 32 MiB is new memory. The page faults of its first use can take
+    longer than a permute, and would count for the contender that allocates. Returns False if the C
+    library has no such setting.
     """
     trim_threshold, map_at_most = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of glibc's malloc.h
     try:

@@ -2,9 +2,9 @@
 
     python tools/bench/compare.py before.json after.json
 
-Speed: after against before, of the same contender; the share of the ceiling is the one to look at
-where machines or their load differ, as each run measured its own. `~` marks a change within the
-spread: the quartiles overlap. Exit codes: 0 compared, 2 a wrong flag or file.
+The speed of a contender after is compared with its speed before. If the machines or their load
+differ, compare the shares of the ceiling, because each run measured its own ceiling. `~` marks a
+change within the spread: the quartiles overlap. Exit codes: 0 compared, 2 a wrong flag or file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _print_comparison(own: argparse.Namespace) -> None:
 
 
 def compare(before: list[Row], after: list[Row]) -> str:
-    """What became of each row and contender that both have; the others are named."""
+    """The change of each row and contender that both files have, and the names of the others."""
     earlier = {row.key: row for row in before}
     later = {row.key: row for row in after}
     both = [key for key in earlier if key in later]
@@ -60,7 +60,7 @@ def _compare_row(before: Row, after: Row) -> str:
 
 
 def _line(name: str, row: Row, was: Result, row_now: Row, now: Result | None) -> str | None:
-    """None where neither run has the contender."""
+    """The line of a contender. None if neither run has it."""
     gone = now is None or now.absent is not None
     if was.absent is not None or gone:
         if was.absent is not None and gone:
@@ -87,7 +87,7 @@ def _overlap(one: Result, other: Result) -> bool:
 
 
 def _change(before: int | None, after: int | None) -> str:
-    """Of bytes, in percent; nothing where there were none."""
+    """The change of a number of bytes in percent; empty if there were none."""
     if not before or after is None:
         return ""
     return "=" if before == after else f"{100 * (after / before - 1):+.1f} %"

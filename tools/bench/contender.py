@@ -1,9 +1,9 @@
-"""What is measured: the same work in several hands, and how much work it is.
+"""The subject of a measurement: several implementations of the same work, and its amount.
 
 Bench        one operator, size and dtype: contenders and measures
-Contender    one of the hands: a forward pass, and what is differentiated
-Absent       a peer that cannot take part, and why
-Measure      which pass is timed and the work that it cannot do without
+Contender    one implementation: a forward pass, and the tensors to differentiate
+Absent       a peer that cannot take part, and the reason
+Measure      the pass that is timed, and the work that it needs at least
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Forward = Callable[[], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Moved:
-    """Work that moves bytes: what is read and written at least. Its ceiling is a copy."""
+    """Work that moves bytes: the least that is read and written. Its ceiling is a copy."""
 
     bytes: int
 
@@ -38,8 +38,8 @@ class Moved:
 
 @dataclass(frozen=True)
 class Products:
-    """Work that multiplies: dense products (rows, inner, columns). Its ceiling is these products
-    of whole matrices, one after the other."""
+    """Work that multiplies: dense products (rows, inner, columns). Its ceiling is these products,
+    one after the other."""
 
     shapes: tuple[tuple[int, int, int], ...]
 
@@ -51,7 +51,7 @@ class Products:
     ceiling = "dense GEMM"
 
     def with_gradients(self) -> Products:
-        """The same with both gradients of each product, which cost as much as it again."""
+        """The same with both gradients of each product, each of which costs as much as it."""
         both = [((m, n, k), (k, m, n)) for m, k, n in self.shapes]
         return Products(self.shapes + tuple(shape for pair in both for shape in pair))
 
@@ -66,11 +66,11 @@ class Measure:
 class Contender:
     """One way to do the work of a bench.
 
-    leaves: the tensors whose gradients are wanted, by name.
-    weights: those names of them that are parameters, not activations.
-    upstream: the gradients of the first outputs; none where nothing is differentiated.
-    canonical: brings gradients (by leaf) into the layout of our own operator.
-    answer: contenders with one answer must agree; another model as a yardstick has its own.
+    leaves: the tensors whose gradients are computed, by name.
+    weights: the names of those leaves that are parameters, not activations.
+    upstream: the gradients of the first outputs; empty if nothing is differentiated.
+    canonical: converts gradients (by leaf) to the layout of our own operator.
+    answer: contenders with the same answer must agree; another model as a yardstick has its own.
     """
 
     name: str
@@ -87,12 +87,12 @@ class Contender:
         return dict(zip(self.leaves, gradients, strict=True))
 
     def run(self) -> tuple[Sequence[Tensor], Values]:
-        """Outputs and gradients; the gradients are those of nothing without `upstream`."""
+        """Outputs and gradients. Without `upstream` there are no gradients."""
         outputs = self.forward()
         return outputs, self.backward(outputs) if self.upstream else {}
 
     def values(self) -> Values:
-        """Everything that contenders must agree on, in one layout and detached."""
+        """The values on which contenders must agree, in one layout and detached."""
         outputs, gradients = self.run()
         named = {f"output {index}": output.detach() for index, output in enumerate(outputs)}
         return named | {f"gradient of {n}": g for n, g in self.canonical(gradients).items()}
@@ -106,7 +106,7 @@ class Absent:
 
 @dataclass(frozen=True)
 class Bench:
-    """Peers, and further forms of ours, are set against the first of ours."""
+    """The contenders of a bench. Peers and further variants of ours are compared with our first."""
 
     op: str
     size: Size
@@ -117,13 +117,13 @@ class Bench:
 
 
 class Unavailable(Exception):
-    """Raised by a peer that cannot take part in a bench; the message says why."""
+    """Raised by a peer that cannot take part in a bench. The message is the reason."""
 
 
 def invite(name: str, build: Callable[[], Contender]) -> Contender | Absent:
-    """The peer that `build` makes, or why there is none.
+    """The peer that `build` returns, or the reason for its absence.
 
-    Anything may go wrong in somebody else's package: on import, on construction.
+    Another package may raise any error, on import or on construction.
     """
     try:
         return build()
@@ -134,7 +134,7 @@ def invite(name: str, build: Callable[[], Contender]) -> Contender | Absent:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of what went wrong."""
+    """The first line of the error."""
     lines = str(error).strip().splitlines()
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed"

@@ -1,4 +1,4 @@
-"""What is to be reached, on which row, and whether a run reached it."""
+"""The goals, each for one row, and the verdicts on a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHARE, SPEED, SAVED = "of the ceiling", "as fast as", "the saved bytes of"
 
 @dataclass(frozen=True)
 class Goal(Place):
-    """`figure` of `contender` is to be at least (for SAVED at most) `bound`, on one row.
+    """On one row, `figure` of `contender` must be at least (for SAVED at most) `bound`.
 
     figure: SHARE, or SPEED or SAVED against the contender `other` of the same row.
     """
@@ -39,7 +39,7 @@ class Goal(Place):
 
 @dataclass(frozen=True)
 class Verdict:
-    """value: what was measured; None, with the reason, where nothing was."""
+    """value: the measured value; None, with the reason, if there is none."""
 
     goal: Goal
     value: float | None = None
@@ -54,7 +54,7 @@ class Verdict:
         return self.value >= self.goal.bound
 
     def __str__(self) -> str:
-        """Without the row, which `format_verdicts` names."""
+        """The verdict without the row, which `format_verdicts` names."""
         goal = self.goal
         figure = f"{goal.figure} {goal.other}".rstrip()
         bound = f"{goal.sign} {goal.shown(goal.bound)}"
@@ -124,7 +124,7 @@ def _cpu_goals() -> list[Goal]:
 
 
 def _autonomous_goals(sizes: Iterable[Size]) -> list[Goal]:
-    """What full gradients may cost, what selected ones may, and what both may keep."""
+    """The goals for the time of full and of selected gradients, and for the memory of both."""
     full = {64: 0.97, 128: 0.955, 256: 0.92, 512: 0.85}
     selected = {64: 0.99, 128: 0.98, 256: 0.97, 512: 0.94}
     goals = []

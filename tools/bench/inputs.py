@@ -1,4 +1,4 @@
-"""Tokens, weights and routing that all contenders of a bench share, drawn from fixed seeds."""
+"""The tokens, weights and routing that all contenders of a bench share, from fixed seeds."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from tools.bench.sizes import Size
 
-LEAST_MARGIN = 2e-3  # far above what rounding C to bf16 does to a norm
+LEAST_MARGIN = 2e-3  # far above the change of a norm when C is rounded to bf16
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Draws tensors of one dtype on one device; every draw of a seed is the same."""
+    """Draws tensors of one dtype on one device. Equal seeds give equal tensors."""
 
     dtype: torch.dtype
     device: str
@@ -22,7 +22,7 @@ class Draw:
     def normal(
         self, *shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Drawn on the CPU, so that the numbers are the same on every device."""
+        """Draw on the CPU, so that the numbers are the same on every device."""
         generator = torch.Generator().manual_seed(seed)
         values = torch.randn(*shape, generator=generator) * scale
         return values.to(self.device, dtype or self.dtype)
@@ -38,15 +38,15 @@ class Draw:
         return scores_TE.topk(size.K).indices.to(self.device)
 
     def probs(self, size: Size) -> Tensor:
-        """probs_TK, fp32, of values that the dtype has too, as some peers take them in it."""
+        """probs_TK, fp32, with values that are exact in the dtype, because some peers use it."""
         scores_TK = self.normal(size.T, size.K, seed=7, dtype=torch.float32)
         return scores_TK.softmax(-1).to(self.dtype).float()
 
     def tokens_with_margin(self, size: Size, w_EDR: Tensor) -> Tensor:
-        """x_TD whose K largest norms ||x W_e|| stand clear of the others.
+        """x_TD whose K largest norms ||x W_e|| are clearly larger than the others.
 
-        Near-ties may fall either way in any precision, and a token that goes elsewhere is no
-        error; without them every contender chooses the same experts.
+        Rounding may decide near-ties either way, which is no error. Without near-ties, every
+        contender chooses the same experts.
         """
         w_DER = w_EDR.permute(1, 0, 2).flatten(1).float()
         kept: list[Tensor] = []
@@ -56,7 +56,7 @@ class Draw:
         return torch.cat(kept)[: size.T].clone()
 
     def _margins(self, x_TD: Tensor, w_DER: Tensor, size: Size) -> Tensor:
-        """By how much the K-th norm exceeds the next one, relative to it: [T]."""
+        """The relative difference between the K-th norm and the next one: [T]."""
         if size.K == size.n:
             return x_TD.new_full((size.T,), float("inf"))
         chunks = [
@@ -68,5 +68,5 @@ class Draw:
 
 
 def leaf(tensor: Tensor) -> Tensor:
-    """The same values, to be differentiated."""
+    """A leaf tensor with the same values, which requires a gradient."""
     return tensor.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""A routed layer whose routing is given: what every implementation of it gets."""
+"""A routed layer with given routing: the input of every implementation."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ WEIGHTS = frozenset({"w_gate_up", "w_out"})
 class RoutedLayer:
     """One set of tokens, weights, probs and choices, and the gradient of the output.
 
-    The router's small product is left out: who chooses is not what is compared. A contender
-    takes weights as they are stored here, or as torch.nn.Linear has them; both are contiguous.
+    The router's small product is left out, because selection is not compared. A contender takes
+    weights in the layout here, or in that of torch.nn.Linear; both are contiguous.
     """
 
     size: Size
@@ -52,7 +52,7 @@ class RoutedLayer:
         return leaf(self.w_out_EFD.detach().transpose(1, 2).contiguous())
 
     def contender(self, name: str, forward: Forward) -> Contender:
-        """One that takes the weights as they are here."""
+        """A contender that takes the weights in the layout here."""
         leaves = {
             "x": self.x_TD,
             "probs": self.probs_TK,
@@ -69,7 +69,7 @@ class RoutedLayer:
         w_out_EDF: Tensor,
         probs_TK: Tensor | None = None,
     ) -> Contender:
-        """One whose stacked weights lie as torch.nn.Linear's do."""
+        """A contender with stacked weights in the layout of torch.nn.Linear."""
         leaves = {
             "x": self.x_TD,
             "probs": self.probs_TK if probs_TK is None else probs_TK,
@@ -89,7 +89,7 @@ class RoutedLayer:
         gate_up: Sequence[Tensor],
         out: Sequence[Tensor],
     ) -> Contender:
-        """One with two matrices of its own for each expert, as torch.nn.Linear has them."""
+        """A contender with two matrices per expert, in the layout of torch.nn.Linear."""
         named = {f"w_gate_up {e}": w for e, w in enumerate(gate_up)}
         named |= {f"w_out {e}": w for e, w in enumerate(out)}
 

@@ -1,4 +1,4 @@
-"""One bench measured: contenders and ceiling take turns, so that what disturbs one disturbs all."""
+"""Measures a bench. Contenders and ceiling take turns, so that disturbances affect all equally."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FEWEST_TURNS, MOST_TURNS = 5, 25
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a row may take: as many turns as fit in `seconds`, unless their number is given."""
+    """The time limit of a row: as many turns as fit in `seconds`, unless their number is given."""
 
     seconds: float
     turns: int | None = None
@@ -50,9 +50,9 @@ def measure(bench: Bench, clock: Clock, device: str, patience: Patience) -> list
 
 
 def _judge(bench: Bench, device: str) -> list[Result]:
-    """Run each contender once: does it run, does it agree, how much memory does it take?
+    """Run each contender once, compare its results, and measure its memory.
 
-    A peer that fails is absent with what it said. Our own operator fails for everyone to see.
+    A peer that fails is absent, with its error. A failure of our own operator is raised.
     """
     expected: dict[str, Values] = {}
 
@@ -73,7 +73,7 @@ def _judge(bench: Bench, device: str) -> list[Result]:
             return Result(peer.name, absent=peer.reason)
         try:
             return judged(peer)
-        except Exception as error:  # whatever somebody else's package may raise
+        except Exception as error:  # another package may raise anything
             return Result(peer.name, absent=f"failed: {one_line(error)}")
 
     return [*map(judged, bench.ours), *map(judged_peer, bench.peers)]
@@ -107,9 +107,10 @@ def _row(
 
 
 def take_turns(hands: dict[str, Callable[[], float]], patience: Patience) -> dict[str, list[float]]:
-    """Seconds of each hand in each turn: A B C, A B C, ...; a first turn warms up."""
+    """The seconds of each contender in each turn: A B C, A B C, ... An extra first turn warms
+    up."""
     gc.collect()
-    gc.disable()  # a collection would count for whoever happens to work
+    gc.disable()  # a collection would count for one contender at random
     try:
         start = time.monotonic()
         for work in hands.values():

@@ -1,4 +1,4 @@
-"""Memory of one forward and backward pass: its peak, and what is kept for the backward pass."""
+"""Memory of one forward and backward pass: the peak, and the bytes kept for the backward pass."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from tools.bench.contender import Contender
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler tells when it starts and stops
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs its start and stop
 
 
 def saved_bytes(contender: Contender) -> int:
-    """Bytes that the forward pass keeps for the backward pass, each storage once.
+    """Bytes that the forward pass keeps for the backward pass. Each storage counts once.
 
-    Parameters are left out: they are there anyway. The tokens count, as they are activations.
+    Parameters do not count: they exist anyway. The tokens count, because they are activations.
     """
     kept: dict[int, int] = {}
     parameters = {contender.leaves[name].untyped_storage().data_ptr() for name in contender.weights}
@@ -30,12 +30,12 @@ def saved_bytes(contender: Contender) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = contender.forward()
-    del outputs  # until here nothing was freed, so no two storages had one address
+    del outputs  # before this, nothing was freed, so no two storages had the same address
     return sum(kept.values())
 
 
 def peak_bytes(contender: Contender, device: str) -> int:
-    """The most that was allocated at once beyond what was there before; gradients included."""
+    """The most bytes allocated at one time beyond those before, including gradients."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -43,7 +43,7 @@ def peak_bytes(contender: Contender, device: str) -> int:
         contender.run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    gc.collect()  # what is freed on the way would otherwise be taken off the peak
+    gc.collect()  # otherwise memory that is freed during the pass would reduce the peak
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         contender.run()
     return _peak(profiled)
@@ -52,7 +52,7 @@ def peak_bytes(contender: Contender, device: str) -> int:
 def _peak(profiled: profile) -> int:
     """The highest sum of the allocations and releases so far.
 
-    The events behind the profile are read, as its public summary adds them up per operator.
+    It reads the events behind the profile, because the public summary sums them per operator.
     """
     events = profiled.profiler.kineto_results.events()
     changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]

@@ -1,4 +1,4 @@
-"""What was measured, as numbers: rows, their JSON, and what is derived from the samples."""
+"""The measurements as numbers: rows, their JSON, and values derived from the samples."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 from moe_parallel.errors import InputError
 
-FORMAT = 1  # of the JSON file; another number is another layout
+FORMAT = 1  # version of the JSON file's layout
 
 
 @dataclass(frozen=True)
 class Result:
-    """One contender of a row. Of an absent one there is the reason alone."""
+    """One contender of a row. An absent one has only the reason."""
 
     name: str
-    samples: list[float] = field(default_factory=list)  # seconds, one a turn
+    samples: list[float] = field(default_factory=list)  # seconds, one per turn
     peak_bytes: int | None = None
     saved_bytes: int | None = None
     differs: str | None = None
@@ -60,10 +60,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Row(Place):
-    """What was measured there. Ours is the first result."""
+    """The measurements at one place. Ours is the first result."""
 
     unit: str
-    amount: float  # bytes or FLOPs that the work cannot do without
+    amount: float  # bytes or FLOPs that the work needs at least
     ceiling: Result
     results: list[Result]
 
@@ -75,11 +75,11 @@ class Row(Place):
         return next((result for result in self.results if result.name == name), None)
 
     def rate(self, result: Result) -> float:
-        """In `unit`: GB/s or GFLOP/s."""
+        """The rate in `unit`: GB/s or GFLOP/s."""
         return self.amount / result.median / 1e9
 
     def share(self, result: Result) -> float:
-        """Of the ceiling's rate; 1 is as fast as the machine copies or multiplies."""
+        """The share of the ceiling's rate; 1 is as fast as the machine copies or multiplies."""
         return times_as_fast(result, self.ceiling)
 
     @classmethod
@@ -91,7 +91,7 @@ class Row(Place):
 def times_as_fast(one: Result, other: Result) -> float:
     """How many times as fast `one` is as `other`: the median of the ratios of their turns.
 
-    The two of a turn were measured next to each other, so a slow minute of the machine cancels.
+    Both were measured next to each other in a turn, so a slow minute of the machine cancels.
     """
     return statistics.median(b / a for a, b in zip(one.samples, other.samples, strict=True))
 
@@ -102,7 +102,7 @@ def write_json(path: Path, about: dict[str, Any], rows: Iterable[Row]) -> None:
 
 
 def read_json(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """What `write_json` wrote. Raises InputError for anything else."""
+    """Read a file of `write_json`. Raises InputError for any other file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:

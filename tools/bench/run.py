@@ -5,9 +5,9 @@
                                                              # an hour
     python tools/bench/run.py --device cuda --sizes goals --ops permute,grouped_gemm
 
-On a CPU: one thread, process CPU time. docs/performance/README.md says what the columns mean and
-how the numbers are made. Exit codes: 0 done, whatever was measured; 2 a wrong flag; 130
-interrupted, after what was measured has been written.
+On a CPU, it uses one thread and process CPU time. docs/performance/README.md explains the columns
+and how the numbers are measured. Exit codes: 0 done, whatever was measured; 2 a wrong flag; 130
+interrupted, after the measurements so far have been written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-# Else torch says, once, that a peer frees what it kept from its last pass.
+# Otherwise torch logs once that a peer frees what it kept from its last pass.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import torch
 
@@ -73,7 +73,7 @@ def _time(arguments: list[str], options: argparse.Namespace) -> int:
 
 
 def _measure_all(options: argparse.Namespace, rows: list[Row]) -> None:
-    """Appends each row as soon as it is measured, so that an interruption keeps it."""
+    """Append each row as soon as it is measured, so that an interruption keeps it."""
     if options.device == "cpu":
         torch.set_num_threads(1)
         if not keep_freed_memory():
@@ -95,7 +95,7 @@ def _measure_all(options: argparse.Namespace, rows: list[Row]) -> None:
 
 
 def _about(arguments: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """What a reader needs to judge the numbers."""
+    """Facts that a reader needs to judge the numbers."""
     facts = about("run.py", arguments)
     for package in PEERS:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -153,7 +153,7 @@ def _add_flags(tool: Tool) -> None:
 
 
 def _checked(options: argparse.Namespace) -> argparse.Namespace:
-    """The same with what was not given filled in."""
+    """The options, checked and with defaults filled in."""
     _check_device(options.device)
     measured = list(sizes_of(options.sizes, options.device))
     options.ops = _chosen("--ops", options.ops, list(BENCHES), measured)
@@ -190,7 +190,7 @@ def _check_device(device: str) -> None:
 
 
 def _check_writable(path: Path | None) -> None:
-    """Before minutes of measuring, not after."""
+    """Check before the long measurement that the file can be written."""
     if path is None:
         return
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""Do contenders compute the same? Nobody is faster than another at a different task."""
+"""Checks that contenders compute the same. Speeds at different tasks are not comparable."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 from tools.bench.contender import Values
 
-# Of the largest value of a tensor. Contenders round at different places and sum in a different
-# order; a wrong row or a forgotten gate is off by about the size of the values themselves.
+# Relative to the largest value of a tensor. Contenders round at different places and sum in a
+# different order. A wrong row or a missing prob causes an error about as large as the values.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
 def disagreement(values: Values, expected: Values, dtype: torch.dtype) -> str | None:
-    """What differs most, beyond rounding, or None. Values with other names or shapes differ."""
+    """The value that differs most, beyond rounding, or None. Other names or shapes also differ."""
     if values.keys() != expected.keys():
         return f"has {', '.join(values)} instead of {', '.join(expected)}"
     worst, worst_name = 0.0, ""

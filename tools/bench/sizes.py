@@ -1,4 +1,4 @@
-"""The sizes that are measured: `small` for a look of a minute, `goals` for the project's goals."""
+"""The measured sizes: `small` for a look of a minute, `goals` for the project's goals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SMALL, GOALS = "small", "goals"
 
 @dataclass(frozen=True)
 class Size:
-    """Letters as in the AoE paper and in docs/performance/README.md; 0 where an op has none."""
+    """A size, with the letters of the AoE paper and docs/performance/README.md; 0: not used."""
 
     T: int = 0  # tokens
     d: int = 0  # model width
@@ -26,7 +26,7 @@ class Size:
     def wide(self) -> int:
         """d_wide of an AoE expert with as many parameters as one of width f, up to rounding.
 
-        A multiple of 64, as widths of models are: products of odd widths are slower everywhere.
+        It is a multiple of 64, like the widths of models: products of odd widths are slower.
         """
         exact = (3 * self.d * self.f - self.d * self.l) / (2 * self.d + self.l)
         return max(round(exact / 64), 1) * 64

@@ -21,7 +21,7 @@ def format_row(row: Row) -> str:
 
 
 def format_absent(rows: Iterable[Row]) -> str:
-    """Who was left out, a line for each reason; empty where nobody was."""
+    """The absent contenders, a line for each reason; empty if there are none."""
     names: dict[str, dict[str, None]] = {}
     for row in rows:
         for result in row.results:
@@ -32,7 +32,7 @@ def format_absent(rows: Iterable[Row]) -> str:
 
 
 def ratio(row: Row, result: Result) -> str:
-    """How many times as fast ours is; nothing for ours itself, and where outputs disagree."""
+    """How many times as fast ours is; empty for ours itself, and if outputs disagree."""
     if result.differs is not None:
         return DIFFERS
     return "" if result is row.ours else f"{times_as_fast(row.ours, result):.2f}x"

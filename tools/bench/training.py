@@ -4,10 +4,10 @@
     python tools/bench/training.py                                       # a look, on a CPU too
     python tools/bench/training.py --sizes goals --gradient-accumulation-fusion true
 
-One process on one device trains on random tokens, all contenders one after the other, then all
-again. Of each run the first iterations are left out; it is ended before it would save. Flags of
-the training program are handed on to every contender. Exit codes: 0 done, whatever was measured;
-2 a wrong flag, or a run that ended by itself, with its last line.
+One process on one device trains on random tokens. All contenders run one after the other, then all
+again. The first iterations of a run are not counted, and the run is ended before it saves. Flags of
+the training program are passed to every contender. Exit codes: 0 done, whatever was measured; 2 a
+wrong flag, or a run that ended by itself, with its last line.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def random_data(folder: Path) -> dict[str, str]:
 
 
 def backend() -> dict[str, str]:
-    import torch  # after the flags were read: it takes seconds
+    import torch  # after the flags are read, because it takes seconds
 
     return {"distributed-backend": "nccl" if torch.cuda.is_available() else "gloo"}
 
@@ -110,7 +110,7 @@ def command_of(
 
 
 def train(command: list[str], folder: Path, iterations: int) -> list[Record]:
-    """The records of so many iterations. The run is ended then, before it would save."""
+    """The records of `iterations` iterations. Then the run is ended, before it saves."""
     output = folder.with_suffix(".log")
     before = filter(None, [os.environ.get("PYTHONPATH")])
     with output.open("wb") as log:

@@ -1,4 +1,4 @@
-"""AoE and its MoE twin of as many parameters: who trains, and how their runs are compared."""
+"""AoE and its MoE twin of as many parameters: the contenders, and the comparison of their runs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ BY_BIAS = {"moe-aux-loss-coeff": "0", "moe-router-enable-expert-bias": "true"}
 
 @dataclass(frozen=True)
 class Contender:
-    """A configuration of the paper with flags of its own. A twin is what others are held against;
-    `least_speed` and `most_memory` are the goals, as multiples of its figures."""
+    """A configuration of the paper with its own flags. The others are compared with the twin;
+    `least_speed` and `most_memory` are the goals, as multiples of the twin's values."""
 
     name: str
     file: str
@@ -30,7 +30,7 @@ class Contender:
 
 
 def contenders(rank: int) -> list[Contender]:
-    """`rank`: d_low of AoE, whose d_wide Eq. 5 makes up for."""
+    """The contenders. `rank`: d_low of AoE; d_wide follows from it by Eq. 5."""
     low_rank = {"aoe-low-rank-size": str(rank)}
     moe, moe_by_bias = "MoE, aux loss", "MoE, by bias"
     return [
@@ -46,7 +46,7 @@ def contenders(rank: int) -> list[Contender]:
 
 @dataclass(frozen=True)
 class Run:
-    """What one run showed: tokens a second of each iteration that counts, most memory held."""
+    """The measurements of a run: tokens per second of each counted iteration, and peak memory."""
 
     tokens_per_second: list[float]
     peak_memory_bytes: int
@@ -61,7 +61,7 @@ class Run:
 
 
 def table(field_of: list[Contender], runs: dict[str, list[Run]], judged: bool) -> list[str]:
-    """Ratios are medians of those within a turn, of runs next to each other."""
+    """The table. Each ratio is the median over turns of the ratio of two runs in a turn."""
     head = f"  {'':<34}{'tokens/s':>10}  {'speed':>8}  {'peak MiB':>10}  {'memory':>8}"
     lines = ["", head]
     for contender in field_of:
@@ -79,7 +79,7 @@ def table(field_of: list[Contender], runs: dict[str, list[Run]], judged: bool) -
 
 
 def ratios(ours: list[Run], twins: list[Run]) -> tuple[float, float]:
-    """How many times as fast ours are, and how many times the memory they hold."""
+    """The speed and the memory of our runs, as multiples of the twin's."""
     speeds = [
         statistics.median(run.tokens_per_second) / statistics.median(twin.tokens_per_second)
         for run, twin in zip(ours, twins, strict=True)

@@ -5,13 +5,13 @@
 #
 #     mkdir tree && tar -xzf gpu-pack.tar.gz -C tree && tree/tools/gpu/report.sh tests /tmp/seen
 #
-#   PYTHON    the Python that machine has, python3.12 by default: which wheels are taken
+#   PYTHON    the Python of that machine, which selects the wheels; default: python3.12
 #
-# In it are the files that git tracks or would track, as they lie here; in .carried/ megatron-core
-# and the headers of CUTLASS, of the versions in pyproject.toml, and the commit; and the extension
-# where one was built here for that Python, or brought back from there (a report's FOLDER has it).
-# The last lines say what is in it and how large. Exit codes: 0 packed, 2 something is missing, said
-# in one line.
+# The pack contains the files that git tracks or would track, in their current state; in .carried/
+# megatron-core and the headers of CUTLASS, in the versions of pyproject.toml, and the commit; and
+# the extension, if one was built here for that Python or copied back from there (it is in a report's
+# FOLDER). The last lines print the content and the size. Exit codes: 0 packed, 2 something is
+# missing, explained in one line.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit 2
 
@@ -26,7 +26,7 @@ trap 'rm -rf "$work"' EXIT
 tree=$work/tree carried=$work/tree/.carried
 mkdir -p "$carried" "$work/wheels"
 
-# pinned PACKAGE: the version in pyproject.toml that is for this Python.
+# pinned PACKAGE: the version in pyproject.toml for this Python.
 pinned() {
     "$python" - "$1" <<'PYTHON'
 import re, sys
@@ -40,7 +40,7 @@ for version, sign, minor in re.findall(
 PYTHON
 }
 
-# What git tracks or would track; without git what is not made.
+# The files that git tracks or would track; without git, all files except generated ones.
 sources() {
     if git rev-parse --is-inside-work-tree >/dev/null 2>&1; then
         git ls-files -z --cached --others --exclude-standard |
@@ -51,7 +51,7 @@ sources() {
     return 0
 }
 
-# carry PACKAGE PATTERN...: of its wheel the files that match.
+# carry PACKAGE PATTERN...: copies the files of its wheel that match.
 carry() {
     local wanted
     wanted=$(pinned "$1")

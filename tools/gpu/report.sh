@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# What a machine with a GPU shows, in three calls of less than ten minutes that do not need each
-# other:
+# Tests and measures on a machine with a GPU, in three independent calls of less than ten minutes
+# each:
 #
 #     tools/gpu/report.sh tests [FOLDER]      the tests marked gpu, and two models that train
 #     tools/gpu/report.sh operators [FOLDER]  their benchmark, with and without our fused products
 #     tools/gpu/report.sh models [FOLDER]     AoE of 732M parameters against its twin; sanitizers
 #
 #   FOLDER    default: docs/performance/results/CARD-DATE; packed as FOLDER.tar.gz at the end
-#   PYTHON    the interpreter with torch; default: .venv-3.12/bin/python where that is, else python3
-#   MINUTES   for all of it, 9 by default; a step gets what is left, and no more than its own limit,
-#             which grows with MINUTES
+#   PYTHON    the interpreter with torch; default: .venv-3.12/bin/python if it exists, else python3
+#   MINUTES   the limit of a call, 9 by default; a step gets the remaining time, but at most its own
+#             limit, which grows with MINUTES
 #
 # It needs a GPU, torch, megatron-core, pytest, and CUTLASS's headers to build: tools/gpu/pack.sh
-# packs what a machine without a network lacks. An extension with CUDA and CUTLASS that imports is
-# taken as it is; one that was built here goes into FOLDER, for the next call. The steps go on after
-# one that failed: FOLDER/CALL.md says of each how it ended. Exit codes: 0 all passed, 1 something
-# failed, 2 nothing could be run, said in one line.
+# packs what a machine without a network lacks. An existing extension with CUDA and CUTLASS that can
+# be imported is used; one that is built here is copied to FOLDER for the next call. A failed step
+# does not stop the others: FOLDER/CALL.md says how each ended. Exit codes: 0 all passed, 1 a step
+# failed, 2 nothing could be run, explained in one line.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit 2
 
@@ -81,7 +81,7 @@ PYTHON
     echo "|---|---|---|---|---|"
 }
 
-# step NAME SECONDS COMMAND...: its output in NAME.log, how it ended in CALL.md.
+# step NAME SECONDS COMMAND...: writes the output to NAME.log, and how it ended to CALL.md.
 step() {
     local name=$1 limit=$(($2 * minutes / 9)) begin=$SECONDS rest end
     shift 2
@@ -100,8 +100,8 @@ step() {
         tr '|' '/' | cut -c 1-100) | \`$*\` |" | tee -a "$folder/$call.md"
 }
 
-# gpu_tests NAME SECONDS ARGUMENT...: side by side where pytest-xdist is, as one test leaves the GPU
-# waiting.
+# gpu_tests NAME SECONDS ARGUMENT...: runs tests in parallel if there is pytest-xdist, because one
+# test does not keep the GPU busy.
 gpu_tests() {
     local side_by_side=()
     "$python" -c 'import xdist' 2>/dev/null && side_by_side=(-n 4)
@@ -115,7 +115,7 @@ train() {
         --lr-warmup-iters 2 --save "$work/$1"
 }
 
-# What could wait for ever comes first, each in a process of its own.
+# Tests that could wait forever run first, each file in its own process.
 tests() {
     gpu_tests grouped-gemm 60 tests/ops/test_grouped_gemm.py
     gpu_tests fused-products 60 tests/ops/test_fused_products.py
@@ -129,7 +129,7 @@ tests() {
 operators() {
     step bench 300 "$python" tools/bench/run.py --device cuda --sizes goals \
         --json "$folder/bench.json"
-    # What gathering on load and epilogues gain: the same in one kernel.
+    # The same with fused kernels, to measure the gain of gathering on load and of epilogues.
     step bench-fused 120 "$python" tools/bench/run.py --device cuda --sizes goals --fusing always \
         --ops norm_topk,routed_layer,aoe_layer --json "$folder/bench-fused.json"
     step fused-against-unfused 10 "$python" tools/bench/compare.py "$folder/bench.json" \

@@ -1,7 +1,7 @@
 """Packages of MoE kernels for GPUs: grouped_gemm, MegaBlocks, ScatterMoE and SonicMoE.
 
-They need CUDA, and their interfaces change between releases: what does not fit any more is
-listed as absent with what it said.
+They need CUDA, and their interfaces change between releases. A package that no longer fits is
+listed as absent, with its error.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _scattermoe(layer: RoutedLayer) -> Contender:
 def _sonicmoe(layer: RoutedLayer) -> Contender:
     sonicmoe = _package("sonicmoe", layer.x_TD)
     size = layer.size
-    # Gate and up rows take turns in its first matrix; it wants the experts as the last axis.
+    # In its first matrix, gate and up rows alternate, and the experts are the last axis.
     interleaved_E2FD = (
         layer.linear_gate_up_E2FD.detach().unflatten(1, (2, size.f)).transpose(1, 2).flatten(1, 2)
     )
@@ -145,7 +145,7 @@ def _sonicmoe(layer: RoutedLayer) -> Contender:
 
 
 def _package(name: str, like: Tensor) -> ModuleType:
-    """Raises Unavailable, ImportError, or what a broken installation raises."""
+    """The module. Raises Unavailable, ImportError, or the error of a broken installation."""
     if not like.is_cuda:
         raise Unavailable("needs a CUDA GPU")
     return importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Hugging Face's MoE blocks without their router: Mixtral and Qwen3-MoE, in every implementation
+"""Hugging Face's MoE blocks without their router: Mixtral and Qwen3-MoE, with every implementation
 of experts that the installed transformers has."""
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from tools.bench.contender import Absent, Contender, Unavailable, invite
 from tools.bench.inputs import leaf
 from tools.bench.layer import RoutedLayer
 
-FINE_GRAINED = 16  # experts from which a size is one of Qwen3-MoE's kind rather than Mixtral's
+FINE_GRAINED = 16  # from this number of experts on, a size is compared with Qwen3-MoE
 
 
 def model_of(num_experts: int) -> str:
-    """The two models' experts are the same code, so each serves the sizes that it is known for."""
+    """The model for a number of experts. The experts of both models are the same code, so each is
+    used for the sizes that it is known for."""
     return "HF Qwen3-MoE" if num_experts >= FINE_GRAINED else "HF Mixtral"
 
 
@@ -48,7 +49,7 @@ def _peer(name: str, implementation: str, layer: RoutedLayer) -> Contender:
 
 
 def _experts(implementation: str, layer: RoutedLayer) -> tuple[torch.nn.Module, torch.dtype]:
-    """The module, and the dtype in which its model's router hands over the probs."""
+    """The module, and the dtype of the probs that its model's router returns."""
     size = layer.size
     if size.n >= FINE_GRAINED:
         from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
@@ -71,7 +72,7 @@ def _experts(implementation: str, layer: RoutedLayer) -> tuple[torch.nn.Module, 
 
 
 def _check_memory(layer: RoutedLayer) -> None:
-    """batched_mm copies an expert's weights for every row, and their gradients."""
+    """Check the memory for batched_mm, which copies the weights and their gradients per row."""
     weights = (layer.linear_gate_up_E2FD.nbytes + layer.linear_out_EDF.nbytes) // layer.size.n
     needed = 2 * layer.size.rows * weights
     if layer.x_TD.is_cuda:

@@ -19,7 +19,7 @@ NAME = "Megatron SequentialMLP"
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """Megatron-Core ready on this CPU, with process groups of this process alone."""
+    """Inside, Megatron-Core works on this CPU, with process groups of this process only."""
     suppress_warnings()  # before Megatron-Core is imported
     from moe_parallel.training.standalone import single_process
 
@@ -32,7 +32,7 @@ def routed_layer_peers(layer: RoutedLayer) -> list[Contender | Absent]:
 
 
 class GivenRouting(torch.nn.Module):
-    """In the place of Megatron's router: the probs and choices that all contenders get."""
+    """Replaces Megatron's router: it returns the probs and choices that all contenders get."""
 
     def __init__(self, layer: RoutedLayer) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class GivenRouting(torch.nn.Module):
 
 
 def _peer(layer: RoutedLayer) -> Contender:
-    if torch.cuda.is_available():  # then Megatron-Core works there, and nowhere else
+    if torch.cuda.is_available():  # then Megatron-Core works only on the GPU
         raise Unavailable("a peer on hosts without a GPU")
     if not torch.distributed.is_initialized():
         raise Unavailable("its process groups are not made (`one_rank`)")

@@ -1,4 +1,4 @@
-"""What one writes in plain torch: the peers of every operator, on any device."""
+"""Every operator in plain torch: peers on any device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def unpermute(y_ND: Tensor, row_map: RowMap, probs_TK: Tensor) -> Tensor:
 
 
 def routing_map(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """slots_N, rows_TK and counts_E where every choice is dispatched."""
+    """slots_N, rows_TK and counts_E, if every choice is dispatched."""
     slots_N = experts_TK.flatten().argsort(stable=True)
     rows_S = torch.empty_like(slots_N)
     rows_S[slots_N] = torch.arange(slots_N.numel(), device=slots_N.device)
@@ -45,7 +45,7 @@ def swiglu(gate_NF: Tensor, up_NF: Tensor, probs_N: Tensor) -> Tensor:
 
 
 def norm_topk(x_TD: Tensor, w_EDR: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """norms_TE, experts_TK and C of all, c_TER."""
+    """norms_TE, experts_TK, and C of all experts, c_TER."""
     c_TER = torch.einsum("td,edr->ter", x_TD, w_EDR)
     norms_TE = torch.linalg.vector_norm(c_TER.float(), dim=-1)
     return norms_TE, norms_TE.detach().topk(k).indices, c_TER
@@ -54,7 +54,7 @@ def norm_topk(x_TD: Tensor, w_EDR: Tensor, k: int) -> tuple[Tensor, Tensor, Tens
 def autonomous_layer(
     x_TD: Tensor, w_down_EDR: Tensor, w_up_ERW: Tensor, w_p_EDW: Tensor, w_out_EWD: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
-    """AoE as its Algorithm 2 reads: y_TD and experts_TK. C of every expert is kept."""
+    """AoE, written like Algorithm 2: y_TD and experts_TK. C of every expert is kept."""
     norms_TE, experts_TK, c_TER = norm_topk(x_TD, w_down_EDR, k)
     probs_TK = norms_TE.gather(1, experts_TK).softmax(-1)
     y_TD = torch.zeros_like(x_TD)
@@ -73,7 +73,7 @@ def routed_layer_peers(layer: RoutedLayer) -> list[Contender | Absent]:
 
 
 def _list_of_experts(layer: RoutedLayer) -> Contender:
-    """One expert after the other: where, two linears, index_add."""
+    """One expert after the other: `where`, two linear layers, `index_add`."""
     gate_up = [leaf(w) for w in layer.linear_gate_up_E2FD.detach().unbind()]
     out = [leaf(w) for w in layer.linear_out_EDF.detach().unbind()]
 

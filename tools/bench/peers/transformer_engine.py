@@ -34,7 +34,7 @@ def unpermute_peers(
 ) -> list[Contender | Absent]:
     def build() -> Contender:
         te = _transformer_engine(y_ND)
-        x_TD = torch.zeros_like(dout_TD)  # TE makes its row map while it permutes
+        x_TD = torch.zeros_like(dout_TD)  # TE builds its row map while it permutes
         _, row_id_map = te.moe_permute(x_TD, experts_TK.int(), y_ND.size(0), map_type="index")
 
         def forward() -> list[Tensor]:
@@ -76,7 +76,7 @@ def grouped_gemm_peers(
 
 
 def _transformer_engine(like: Tensor) -> ModuleType:
-    """Raises Unavailable, ImportError, or what a broken installation raises."""
+    """The module. Raises Unavailable, ImportError, or the error of a broken installation."""
     if not like.is_cuda:
         raise Unavailable("needs a CUDA GPU")
     return importlib.import_module("transformer_engine.pytorch")

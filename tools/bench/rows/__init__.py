@@ -1,4 +1,4 @@
-"""The benches of every operator, by its name."""
+"""The benches of every operator, by name."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Whole expert layers, forward and backward: routed, and autonomous (AoE)."""
+"""Complete MoE layers, forward and backward: routed, and autonomous (AoE)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tools.bench.sizes import Size
 
 UNFUSED = "ours, op by op"
 TWIN = "our routed layer"
-# Variants of AoE: the gradient (full, or selected), and for the full one whether C of the experts
-# that were not chosen is kept for the backward pass or computed again there.
+# Variants of AoE: the gradient (full or selected), and for the full one, whether C of the experts
+# that were not chosen is kept for the backward pass or recomputed there.
 FULL_KEPT, FULL_RECOMPUTED = "ours, full, kept", "ours, full, recomputed"
 SELECTED = "ours, selected"
 AUTONOMOUS = (FULL_KEPT, FULL_RECOMPUTED, SELECTED)
@@ -52,7 +52,7 @@ def _routed(layer: RoutedLayer, ours: Ops) -> Tensor:
 
 
 def _op_by_op(layer: RoutedLayer, ours: Ops) -> Tensor:
-    """The same layer of single operators: what fusing them gains is the difference."""
+    """The same layer of single operators. The difference is the gain of fusing them."""
     row_map = ours.routing_map(layer.experts_TK, layer.size.n, all_chosen=True)
     x_ND = ours.permute(layer.x_TD, row_map)
     gate_up_N2F = ours.grouped_gemm(x_ND, layer.w_gate_up_ED2F, row_map.counts_E)
@@ -63,8 +63,8 @@ def _op_by_op(layer: RoutedLayer, ours: Ops) -> Tensor:
 
 
 def aoe_layer(size: Size, draw: Draw, ours: Ops) -> Bench:
-    """Choosing is part of the layer. The yardstick is our routed layer of as many parameters,
-    with the same tokens and the choices that the norms make."""
+    """The bench of the AoE layer, including the selection. The yardstick is our routed layer of as
+    many parameters, with the same tokens and the choices of the norms."""
     weights = {
         "w_down": leaf(draw.weight(size.n, size.d, size.l, seed=2)),
         "w_up": leaf(draw.weight(size.n, size.l, size.wide, seed=3)),

@@ -1,4 +1,4 @@
-"""permute and unpermute: rows travel, nothing is multiplied but by probs."""
+"""Benches of permute and unpermute, which copy rows and multiply only by probs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What multiplies and what stands between two products: grouped GEMM, SwiGLU, merged experts."""
+"""Benches of products and of what is between two products: grouped GEMM, SwiGLU, merged experts."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def swiglu(size: Size, draw: Draw, ours: Ops) -> Bench:
 
 
 def expert_merge(size: Size, draw: Draw, ours: Ops) -> Bench:
-    """T mixtures of n matrices (d, f), as Lory merges experts for each segment."""
+    """T mixtures of n matrices (d, f), as Lory merges experts per segment."""
     w_EIO = leaf(draw.weight(size.n, size.d, size.f, seed=1))
     weights_PE = leaf(draw.normal(size.T, size.n, seed=2, dtype=torch.float32).softmax(-1))
     dmerged_PIO = draw.normal(size.T, size.d, size.f, seed=3)

@@ -1,4 +1,4 @@
-"""Who goes where: routing_map sorts the choices, norm_topk makes them (AoE)."""
+"""Benches of routing_map, which sorts the choices, and norm_topk, which makes them (AoE)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEPT = "ours, C kept"
 
 def routing_map(size: Size, draw: Draw, ours: Ops) -> Bench:
     experts_TK = draw.experts(size)
-    # The choices are read, a row and a choice are written for each.
+    # For each choice, the choice is read, and a row and a choice are written.
     return Bench(
         "routing_map",
         size,
@@ -35,7 +35,7 @@ def routing_map(size: Size, draw: Draw, ours: Ops) -> Bench:
 
 
 def norm_topk(size: Size, draw: Draw, ours: Ops) -> Bench:
-    """Norms and choices; the gradient is that of all norms."""
+    """Norms and choices, with the gradient of all norms."""
     w_EDR = leaf(draw.weight(size.n, size.d, size.l, seed=2))
     x_TD = leaf(draw.tokens_with_margin(size, w_EDR.detach()))
     dnorms_TE = draw.normal(size.T, size.n, seed=3).float()
