@@ -1,4 +1,4 @@
-"""The two tiers of the tests, and what runs on a GPU alone.
+"""The two tiers of the tests, and the tests that need a GPU.
 
 `make test` runs the quick tier; `make test-full`, pytest's `--full`, runs everything. The marks:
 

@@ -1,4 +1,4 @@
-"""A system of somebody else's: a configuration, a rule and a record in a package of its own."""
+"""A third-party system: a configuration, a rule and a record in its own package."""
 
 import sys
 from contextlib import redirect_stdout

@@ -1,4 +1,4 @@
-"""What the quick tier takes."""
+"""The selection of cases for the quick tier."""
 
 from itertools import combinations, product
 

@@ -1,4 +1,4 @@
-"""Which cases the quick tier takes (tests/conftest.py): a covering set, or those that are named."""
+"""Selects the cases of the quick tier (tests/conftest.py): a covering set, or named cases."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import combinations

@@ -1,4 +1,4 @@
-"""Who is compared: options of a shared file find the contenders that have them."""
+"""The contenders: options of a shared file apply to the contenders that have them."""
 
 import pytest
 

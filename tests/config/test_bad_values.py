@@ -1,4 +1,4 @@
-"""Values that nobody means: each is refused by one line, on the command line or in a file."""
+"""Unusable values: each is refused by one line, on the command line or in a file."""
 
 import re
 from pathlib import Path

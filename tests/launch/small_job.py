@@ -1,4 +1,4 @@
-"""A job as small as jobs get: `python small_job.py --nproc-per-node 2 ... WHAT [RANK]`.
+"""A minimal job: `python small_job.py --nproc-per-node 2 ... WHAT [RANK]`.
 
 Launched as the program is; its ranks are a store, a process group and steps that add up, each with
 a collective. Rank 0 prints `step N`. WHAT names a function of this file, which rank RANK calls in

@@ -1,4 +1,4 @@
-"""Every system whose tokens travel to experts, with each of its options, as small layers."""
+"""Every system that dispatches tokens, with each of its options, as small layers."""
 
 from typing import Any
 

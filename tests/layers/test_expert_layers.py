@@ -1,4 +1,4 @@
-"""Layers whose tokens travel equal their per-token transcriptions, with every option."""
+"""Layers that dispatch tokens equal their per-token transcriptions, with every option."""
 
 import functools
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`record_routing` counts what the layers of a model choose, while somebody listens."""
+"""`record_routing` counts what the layers of a model choose, inside its context."""
 
 import pytest
 import torch

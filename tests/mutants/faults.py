@@ -1,7 +1,7 @@
-"""Faults of the kind that real ones are, one at a time: what the tests are worth.
+"""Realistic faults, applied one at a time, to measure the tests.
 
-Where a line moves or changes its words, its fault has to follow: tests/mutants/test_faults.py fails
-for the one whose `old` is no longer found.
+If a quoted line of code changes, its fault must change too: tests/mutants/test_faults.py fails for
+every fault whose `old` is no longer found.
 """
 
 from typing import NamedTuple

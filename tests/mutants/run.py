@@ -1,4 +1,4 @@
-"""Which tier of the tests sees which fault, and by which test.
+"""Find the tier and the test that detect each fault.
 
     python -m tests.mutants.run [--only WORD] [--near] [--jobs N] [OPTION OF PYTEST]...
 

@@ -1,4 +1,4 @@
-"""What the layers compute, token by token, in numpy fp64: written from the papers, by loops.
+"""The layers as loops over tokens, in numpy fp64, written from the papers.
 
 Shape suffixes as in the package: T tokens, D model width, E experts, K choices, F expert width,
 R low-rank size, W wide size.

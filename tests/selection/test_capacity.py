@@ -1,4 +1,4 @@
-"""Which choices an over-full expert drops, against experts that fill up one choice at a time."""
+"""The choices that a full expert drops, against experts that fill up one choice at a time."""
 
 import numpy
 import pytest

@@ -1,4 +1,4 @@
-"""Checkpoints that somebody made to run code where they are loaded; their records are in order.
+"""Hostile checkpoints that would run code when they are loaded; their records are valid.
 
 Each payload makes a file, so that a test sees whether it ran.
 """
