@@ -2,7 +2,7 @@ r"""Convert a trained model to another system of expert selection, to continue t
 
     python tools/convert.py --to aoe --load runs/moe --save runs/aoe-start \
         --aoe-low-rank-size 32 --train-iters 300 --lr 1e-3
-    torchrun --nproc-per-node 2 pretrain_gpt_moe.py --config runs/aoe-start/config.yaml \
+    python pretrain_gpt_moe.py --nproc-per-node 2 --config runs/aoe-start/config.yaml \
         --load runs/aoe-start --save runs/healed
 
 aoe    from topk: W_g is factorized, and norms are fitted to rank the experts as the router did

@@ -6,7 +6,7 @@ r"""Rewrite an indexed dataset so that training instances consist of similar doc
 writes data/my_similar.bin and .idx. Training on them needs the same --seq-length: their manifest
 contains it, and training refuses another:
 
-    torchrun --nproc-per-node 2 pretrain_gpt_moe.py --expert-selection lory \
+    python pretrain_gpt_moe.py --nproc-per-node 2 --expert-selection lory \
         --data-path data/my_similar --seq-length 4096 ...
 
 docs/similarity_batching.md explains it.
