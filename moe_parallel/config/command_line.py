@@ -94,7 +94,7 @@ def _parser() -> _Parser:
         usage="python pretrain_gpt_moe.py [--nproc-per-node N] [--config FILE.yaml]\n"
         "                              [--flag value ...]",
         description="Pretrain a mixture-of-experts language model. --expert-selection names the "
-        "system that selects the experts. Every flag is also a YAML key; flags override the file.",
+        "system that selects the experts. Every YAML key is also a flag; flags override the file.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=help_of_terminal_width,

@@ -28,8 +28,8 @@ class LoggingConfig(Section):
     )
     eval_first_part: int | None = option(
         None,
-        "in evaluation, also report the loss without the first N tokens of each sequence; "
-        "none: without the first segment, for systems that route segments",
+        "N: in evaluation, also report the loss after the first N tokens of each sequence; "
+        "none: after the first segment, for systems that route segments",
         least=1,
     )
     full_evaluation: bool = option(

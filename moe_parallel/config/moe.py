@@ -20,7 +20,9 @@ class MoEConfig(Section):
     """The experts of every system: their number, width, layers and capacity."""
 
     num_experts: int | None = option(
-        None, "number of experts per MoE layer (n); none: a dense model", least=1
+        None,
+        "number of experts per MoE layer (n); none: a dense model, so set it for an MoE",
+        least=1,
     )
     moe_ffn_hidden_size: int | None = option(
         None, "width of an expert (its d_ffn); none: --ffn-hidden-size", least=1

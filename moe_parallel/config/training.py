@@ -26,7 +26,9 @@ class TrainingConfig(Section):
     exit_interval: int | None = option(
         None, "save and exit at iterations divisible by this; none: train to the end", least=1
     )
-    seed: int = option(1234, "seed of initial weights, data order and dropout", least=0)
+    seed: int = option(
+        1234, "seed of initial weights, data order, input jitter and expert dropout", least=0
+    )
     bf16: bool = option(False, "compute in bfloat16 with fp32 master weights")
     gradient_accumulation_fusion: bool = option(
         False,

@@ -48,21 +48,21 @@ class AutonomousSelection(DispatchedSelection):
     )
     aoe_gradient: str = option(
         "full",
-        "norms that receive a gradient: all (full), or those of the chosen experts (selected). "
-        "selected is cheaper. It is refused where it is not exact, that is, with a loss on the "
-        "routing or a softmax over all norms; selected_despite_aux permits it there and drops "
-        "that part of the gradient",
+        "full: the gradient passes through the norms of all experts. selected: only through those "
+        "of the chosen experts, which is cheaper; refused if an auxiliary loss or a softmax over "
+        "all norms needs the others. selected_despite_aux: as selected, without that part of the "
+        "gradient",
         choices=("full", "selected", "selected_despite_aux"),
     )
 
     aoe_recompute_scores: bool = option(
         True,
-        "recompute C = x W_down of the experts that were not chosen in the backward pass; "
-        "false: keep C of all experts, n d_low values per token, which is faster",
+        "in the backward pass, recompute C = x W_down of the experts that were not chosen; false: "
+        "keep C of all experts, n d_low values per token, which is faster",
     )
     aoe_recompute_gate: bool = option(
         True,
-        "recompute C W_up in the backward pass; false: keep it, K d_wide values per token",
+        "in the backward pass, recompute C W_up; false: keep it, K d_wide values per token",
     )
     aoe_send_activations: bool = option(
         False,

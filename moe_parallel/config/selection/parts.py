@@ -78,7 +78,8 @@ class Balancing(Selection):
 
     moe_aux_loss_coeff: float = option(
         0.01,
-        "coefficient alpha of the load-balancing loss, alpha * n * sum f_i P_i; 0: off",
+        "coefficient alpha of the load-balancing loss, alpha * n * sum f_i P_i, with f_i the share "
+        "of tokens that chose expert i and P_i its mean probability; 0: off",
         least=0,
     )
     moe_router_load_balancing_type: str = option(
@@ -110,8 +111,9 @@ class BiasBalancing(Selection):
 
     moe_router_enable_expert_bias: bool = option(
         False,
-        "add a balancing bias to the scores for the selection only; after each step it rises "
-        "for experts chosen less than the mean and falls for the others",
+        "balance the load without a loss: add a bias to the probabilities (AoE: to the norms) for "
+        "the selection only; after each step it rises for experts chosen less than the mean and "
+        "falls for the others",
         weights=True,
     )
     moe_router_bias_update_rate: float = option(

@@ -36,8 +36,8 @@ class RoutedSelection(DispatchedSelection):
     )
     moe_gate_low_rank_size: int | None = option(
         None,
-        "rank of a factorized W_g = W_down W_up; the expert width then follows Eq. 5 of the "
-        "AoE paper; none: W_g is not factorized",
+        "ablation of the AoE paper: factorize W_g of each expert as W_down W_up of this rank, and "
+        "widen the expert by Eq. 5 to keep the number of parameters; none: W_g is one matrix",
         weights=True,
         least=1,
     )
