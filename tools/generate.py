@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
 def _check(own: argparse.Namespace) -> None:
     check_load(own)
     if not own.prompt:
-        raise InputError("--prompt is not set: give some text to go on with")
+        raise InputError("--prompt is not set: give a text to continue")
     check_positive(own, "tokens")
     if not own.temperature >= 0:
         raise InputError(f"--temperature is {own.temperature}: it must be at least 0")

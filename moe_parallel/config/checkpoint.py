@@ -46,15 +46,15 @@ class CheckpointConfig(Section):
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
         if self.keep_last is not None and self.save is None:
-            raise InputError("--keep-last bounds the checkpoints of a run: set --save too")
+            raise InputError("--keep-last limits the checkpoints of a run: also set --save")
         if self.save_interval is not None and self.save is None:
             raise InputError("--save-interval needs a folder to save in: set --save too")
         for name in ("finetune", "override_opt_param_scheduler"):
             if getattr(self, name) and self.load is None:
-                raise InputError(f"{flag(name)} starts from a checkpoint: name one by --load")
+                raise InputError(f"{flag(name)} needs a checkpoint: set --load")
         for name in ("moe_use_upcycling", "moe_dense_warmup_percent"):
             if self.finetune and getattr(config.moe, name):
                 raise InputError(
                     "--finetune starts from the weights of --load as they are, and "
-                    f"{flag(name)} makes experts of them: leave one of them out"
+                    f"{flag(name)} converts them to experts: remove one of them"
                 )

@@ -59,7 +59,7 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
         if its_flag not in parser.flags:
             near = difflib.get_close_matches(its_flag.lower(), parser.flags, n=1)
             hint = f"did you mean {near[0]}?" if near else "--help lists all flags"
-            raise InputError(f"{as_typed(word)} is no flag of this program: {hint}")
+            raise InputError(f"{as_typed(word)} is not a flag of this program: {hint}")
     if flags.count("--config") > 1:
         raise InputError("--config is given twice: name one file, and change it by flags")
     given = vars(parser.parse_args(arguments))

@@ -186,4 +186,4 @@ def _unknown(
         )
     near = difflib.get_close_matches(name, [*known, EXPERT_SELECTION], n=1)
     hint = f"did you mean {flag(near[0])}?" if near else "--help lists all flags"
-    return InputError(f"{as_typed(flag(name))} is no flag or YAML key of this program: {hint}")
+    return InputError(f"{as_typed(flag(name))} is not a flag or YAML key of this program: {hint}")

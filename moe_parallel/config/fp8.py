@@ -59,7 +59,7 @@ class Fp8Config(Section):
         if config.selection.merges:
             raise InputError(
                 f"{chosen} is for experts that tokens are sent to, and --expert-selection "
-                f"{config.selection.system} merges its experts: leave one of them out"
+                f"{config.selection.system} merges its experts: remove one of them"
             )
         if not config.training.bf16:
             raise InputError(f"{chosen} computes everything else in bfloat16: set --bf16")

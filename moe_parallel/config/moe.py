@@ -89,7 +89,7 @@ def _check_experts(moe: MoEConfig, config: Config) -> None:
     )
     if config.expert_width < 1:
         raise InputError(
-            f"Eq. 5 leaves the experts a width of {config.expert_width}: lower --aoe-low-rank-size "
+            f"Eq. 5 gives an expert width of {config.expert_width}: lower --aoe-low-rank-size "
             "(or --moe-gate-low-rank-size), or set --aoe-wide-size"
         )
     if config.expert_width % parallel.expert_tensor_size:

@@ -140,7 +140,7 @@ class Option:
             raise self._wrong(value)
         if value.startswith("~"):
             raise InputError(
-                f"{self.flag} is {shown(value)}, and ~ means nothing here: write the whole path"
+                f"{self.flag} is {shown(value)}, but ~ is not expanded here: write the full path"
             )
 
 

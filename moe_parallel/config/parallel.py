@@ -72,13 +72,13 @@ def _check_layout(parallel: ParallelConfig, config: Config, world_size: int) -> 
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_size
     if world_size % (tp * pp):
         raise InputError(
-            f"{world_size} ranks cannot be cut into --tensor-model-parallel-size {tp} x "
+            f"{world_size} ranks cannot be divided into --tensor-model-parallel-size {tp} x "
             f"--pipeline-model-parallel-size {pp}: start a multiple of {tp * pp} ranks "
             "(--nproc-per-node) or change the sizes"
         )
     if world_size % (etp * ep * pp):
         raise InputError(
-            f"{world_size} ranks cannot be cut into --expert-tensor-parallel-size {etp} x "
+            f"{world_size} ranks cannot be divided into --expert-tensor-parallel-size {etp} x "
             f"--expert-model-parallel-size {ep} x --pipeline-model-parallel-size {pp}: start a "
             f"multiple of {etp * ep * pp} ranks (--nproc-per-node) or change the sizes"
         )

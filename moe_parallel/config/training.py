@@ -55,12 +55,12 @@ def _check_fusion(config: Config) -> None:
     if config.selection.merges:
         raise InputError(
             f"{asked}, and --expert-selection {config.selection.system} merges its "
-            "experts: leave one of them out"
+            "experts: remove one of them"
         )
     if config.fp8.fp8_format is not None:
         raise InputError(
             f"{asked}, and --fp8-format {config.fp8.fp8_format} leaves their products to "
-            "Transformer Engine: leave one of them out"
+            "Transformer Engine: remove one of them"
         )
 
 

@@ -41,13 +41,13 @@ def _warm_up(config: Config) -> None:
     percent, tp = config.moe.moe_dense_warmup_percent, config.parallel.tensor_model_parallel_size
     if config.moe.moe_use_upcycling:
         raise InputError(
-            f"--moe-use-upcycling makes experts of a dense checkpoint at once, and "
-            f"--moe-dense-warmup-percent {percent} later: leave one of them out"
+            f"--moe-use-upcycling converts a dense checkpoint at the start and "
+            f"--moe-dense-warmup-percent {percent} later: remove one of them"
         )
     if dense_warmup_iters(config) >= config.training.train_iters:
         raise InputError(
             f"--moe-dense-warmup-percent {percent} of --train-iters "
-            f"{config.training.train_iters} leaves no iteration for the experts: lower it"
+            f"{config.training.train_iters} leaves no iterations with experts: lower it"
         )
     if dense_width(config) % tp:
         raise InputError(

@@ -157,7 +157,7 @@ def _check_origin(prefix: str, tokenizer: Tokenizer, seq_length: int) -> None:
     if manifest.seq_length not in (None, seq_length):
         raise InputError(
             f"--data-path {prefix} was ordered for --seq-length {manifest.seq_length}, and "
-            f"--seq-length is {seq_length}: documents would be cut elsewhere; order it again for "
+            f"--seq-length is {seq_length}: instances would not match; order it again for "
             "this length (tools/order_by_similarity.py)"
         )
 

@@ -186,7 +186,8 @@ def check_indexed(prefix: str, vocab_size: int) -> np.ndarray:
     if size != expected:
         raise InputError(
             f"--data-path {prefix}: {prefix}.bin has {size:,} bytes but its index describes "
-            f"{expected:,}; the file is truncated or of another index, write the pair again"
+            f"{expected:,}; the file is truncated or belongs to another index; write both files "
+            "again"
         )
     if size == 0:
         raise InputError(f"--data-path {prefix}: there is no token in {prefix}.bin")

@@ -54,8 +54,8 @@ def fetch_from_hub(name: str) -> tokenizers.Tokenizer:
         file = Path(hub.hf_hub_download(name, "tokenizer.json", local_files_only=only_here))
     except Exception as error:  # a download can fail with many kinds of errors
         raise InputError(
-            f"--tokenizer-model {name} is no file or folder here, and no tokenizer that the hub "
-            f"gives ({first_line(unanswered or error)}): check the name and the network, or give "
+            f"--tokenizer-model {name} is neither a local file or folder nor a tokenizer on the "
+            f"hub ({first_line(unanswered or error)}): check the name and the network, or give "
             "a local path (HF_HUB_OFFLINE=1 takes only what has been downloaded)"
         ) from None
     return read_fast(file)

@@ -167,8 +167,8 @@ def measure_influence(
     again = float(_change(run(tokens_BS), logits_BSV).max())
     if again > tolerance:
         raise InputError(
-            f"the model answers the same tokens differently (a logit by {again:.3g}): "
-            "switch off what changes it from one pass to the next"
+            "the model gives different outputs for the same tokens (a logit differs by "
+            f"{again:.3g}): turn off what changes between passes"
         )
     return Influence(tuple(places), torch.stack(changes), tolerance)
 

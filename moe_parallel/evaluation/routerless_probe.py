@@ -211,7 +211,7 @@ def probing(model: Any, probe: Probe) -> Iterator[None]:
     ]
     if not routed:
         raise InputError(
-            "the model has no routers to strip: probe a run of --expert-selection topk, top_p or "
+            "the model has no routers to remove: probe a run of --expert-selection topk, top_p or "
             "expert_choice"
         )
     try:

@@ -83,7 +83,9 @@ class JobAgent(LocalElasticAgent):
             signal.signal(number, self._note)
         os.environ[LAUNCHER] = str(os.getpid())
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGRTMAX"  # so torch handles none of ours
-        self._stop.began(lambda: "between two starts of the ranks; the same command goes on")
+        self._stop.began(
+            lambda: "between two starts of the ranks; the same command continues the run"
+        )
         return super()._start_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -162,7 +164,7 @@ class JobAgent(LocalElasticAgent):
         _tell(
             f"error: rank {group.workers[local_rank].global_rank} (process {process.pid} on "
             f"{socket.gethostname()}) was killed by {number.name}{why}; the other ranks cannot "
-            "go on without it"
+            "continue without it"
         )
 
     def _stopped_early(self) -> int:

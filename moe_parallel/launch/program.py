@@ -106,7 +106,7 @@ def _check_restarts(options: LaunchOptions, config: Config | None) -> None:
         load, save = config.checkpoint.load, config.checkpoint.save
     if save is None or load is None or os.path.realpath(load) != os.path.realpath(save):
         raise InputError(
-            f"--max-restarts {options.max_restarts} goes on from the newest checkpoint: name one "
+            f"--max-restarts {options.max_restarts} continues from the newest checkpoint: name one "
             "folder by --save and by --load"
         )
 

@@ -82,7 +82,9 @@ class Telemetry:
         except OSError as error:
             if name not in self._failed:
                 self._failed.add(name)
-                self._complain(f"caution: cannot write {name}: {one_line(error)}; training goes on")
+                self._complain(
+                    f"caution: cannot write {name}: {one_line(error)}; training continues"
+                )
 
     def _complain(self, text: str) -> None:
         if self._console is not None and CONSOLE not in self._failed:

@@ -36,8 +36,8 @@ class Interval:
             self._routing.load_state(state["routing"])
         except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise InputError(
-                "--load: the checkpoint's sums of the iterations that no line has told of are of "
-                f"another kind ({type(error).__name__}); load another checkpoint"
+                "--load: the checkpoint's sums of unlogged iterations have the wrong "
+                f"format ({type(error).__name__}); load another checkpoint"
             ) from error
 
     def clear(self) -> None:

@@ -28,7 +28,7 @@ def join_store(rank: int, world_size: int) -> dist.Store:
     except dist.DistNetworkError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
         raise InputError(
-            f"MASTER_ADDR:MASTER_PORT is {place}, where the ranks do not meet "
+            f"MASTER_ADDR:MASTER_PORT is {place}, where the ranks cannot connect "
             f"({' '.join(str(error).split())[:200]}): choose a host that all reach and a free port"
         ) from error
     attempt = os.environ.get(ATTEMPT) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

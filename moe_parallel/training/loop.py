@@ -110,7 +110,7 @@ class Loop:
         except NotSaved as error:
             if not can_wait or self.state.iteration >= self.stage.until:
                 raise
-            self.telemetry.say(f"caution: {error}; training goes on without it")
+            self.telemetry.say(f"caution: {error}; training continues without it")
             return
         self._saved_at = self.state.iteration
         self.telemetry.say(f"saved {path}")
@@ -231,7 +231,7 @@ class Loop:
     def whereabouts(self) -> str:
         """The run's progress and how to continue it, for the message of a run that was stopped."""
         folder = self.config.checkpoint.save
-        go_on = f"go on with --load {folder}" if folder else "nothing was saved (no --save)"
+        go_on = f"continue with --load {folder}" if folder else "nothing was saved (no --save)"
         return f"after iteration {self.state.iteration}; {go_on}"
 
     def _confirm_saved(self) -> None:

@@ -105,7 +105,7 @@ def _compare(own: Tokenizer, data: DataConfig, checkpoint: Path, newly: bool) ->
     if newly:
         raise InputError(
             f"{' '.join(named)} is not the tokenizer that --load {checkpoint} was trained with: "
-            "leave it out, and the run's own copy is used"
+            "remove it to use the run's own copy"
         )
     return (
         f"{' '.join(named)} is not the tokenizer any more that this run was trained with: its own "

@@ -56,7 +56,7 @@ def begins_in(load: str | None, save: str | None) -> bool:
 def _of_checkpoint(line: CommandLine, load: str) -> tuple[Config, list[str]]:
     checkpoint = find_checkpoint(Path(load))
     if "config.yaml" not in read_record(checkpoint)["files"]:
-        raise InputError(f"--load {checkpoint}: it has no config.yaml: name a file by --config")
+        raise InputError(f"--load {checkpoint}: it has no config.yaml: give a file with --config")
     file = read_yaml(checked_file(checkpoint, "config.yaml"))
     # The saved `save` and `load` are ignored: the folder may have moved since.
     file = {name: value for name, value in file.items() if name not in ("load", "save")}
@@ -75,5 +75,5 @@ def _folder_of(checkpoint: Path, load: str) -> Path:
     if not checkpoint.name.startswith("iter_"):
         checkpoint = checkpoint.resolve()
     if not checkpoint.name.startswith("iter_"):
-        raise InputError(f"--load {load} lies in no folder of a run: name one to save in by --save")
+        raise InputError(f"--load {load} is not in a run folder: give a folder with --save")
     return checkpoint.parent

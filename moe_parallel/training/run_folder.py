@@ -52,13 +52,13 @@ def open_checkpoints(
     latest = checkpoints.latest()
     if latest is not None and config.checkpoint.finetune:
         raise InputError(
-            f"--save {folder} holds a run already ({latest.name}), and --finetune begins another: "
-            f"name another folder, or go on with that one by --load {folder} alone"
+            f"--save {folder} already contains a run ({latest.name}), and --finetune starts a new "
+            f"one: use another folder, or continue that run with --load {folder} alone"
         )
     if latest is not None and not goes_on_here(config):
         raise InputError(
-            f"--save {folder} holds a run already ({latest.name}): go on with it by --load "
-            f"{folder}, or name another folder"
+            f"--save {folder} already contains a run ({latest.name}): continue it with --load "
+            f"{folder}, or use another folder"
         )
     return checkpoints
 

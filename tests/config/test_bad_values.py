@@ -63,7 +63,7 @@ WORDS = {
     "a path too long": (["--save", "a" * 5000], f"--save is 'aaa.*: {TEXT}"),
     "a home that no shell has found": (
         ["--save=~/runs"],
-        "--save is '~/runs', and ~ means nothing",
+        "--save is '~/runs', but ~ is not expanded",
     ),
     "no data": (["--data-path", ""], "--data-path is '': it takes words"),
     "data of spaces": (["--data-path", "1", "  "], "--data-path is '  ': it takes words"),
@@ -72,9 +72,12 @@ WORDS = {
     "a split of nan": (["--split", "nan,1"], "--split is 'nan,1': it takes up to three parts"),
     "a split that overflows": (["--split", "1e308,1e308"], "--split is '1e308,1e308': it takes"),
     "a split without training": (["--split", "0,1"], "--split is '0,1': it takes up to three"),
-    "nothing but dashes": (["--"], "-- is no flag"),
-    "an empty flag": (["--=4"], "-- is no flag"),
-    "three dashes": (["---seed", "4"], "---seed is no flag of this program: did you mean --seed"),
+    "nothing but dashes": (["--"], "-- is not a flag"),
+    "an empty flag": (["--=4"], "-- is not a flag"),
+    "three dashes": (
+        ["---seed", "4"],
+        "---seed is not a flag of this program: did you mean --seed",
+    ),
     "a short flag": (["-n", "4"], "unrecognized arguments: -n 4"),
     "a value for help": (["--help=1"], "-h/--help: ignored explicit argument '1'"),
     "a response file": (["@flags"], "unrecognized arguments: @flags"),
@@ -86,10 +89,10 @@ WORDS = {
         [*EXPERTS, "--moe-layer-freq=[1]*99999999999"],
         "--moe-layer-freq is '.1..99999999999'",
     ),
-    "weights of nothing": (["--finetune"], "--finetune starts from a checkpoint: name one by --l"),
+    "weights of nothing": (["--finetune"], "--finetune needs a checkpoint: set --load"),
     "a schedule of nothing": (
         ["--override-opt-param-scheduler"],
-        "--override-opt-param-scheduler starts from a checkpoint: name one by --load",
+        "--override-opt-param-scheduler needs a checkpoint: set --load",
     ),
     "two kinds of start": (
         [*EXPERTS, "--load=x", "--finetune", "--moe-use-upcycling"],
@@ -132,9 +135,9 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     "nested by indentation": ("\n".join(" " * n + "a:" for n in range(1000)), INVALID),
     "nested in itself": ("seed: &a [*a]", "--seed is .*: it takes an integer"),
     "thousands of digits": ("seed: " + "9" * 5000, "--seed is '999.*: it takes an integer"),
-    "thousands of digits as a key": ("? " + "9" * 5000 + "\n: 1", "--'999.* is no flag|'--999"),
+    "thousands of digits as a key": ("? " + "9" * 5000 + "\n: 1", "--'999.* is not a flag|'--999"),
     "thousands of hexadecimal digits": ("seed: 0x" + "f" * 5000, "--seed is '0xfff.*integer"),
-    "hexadecimal digits as a key": ("? 0x" + "f" * 5000 + "\n: 1", "'--0xfff.* is no flag"),
+    "hexadecimal digits as a key": ("? 0x" + "f" * 5000 + "\n: 1", "'--0xfff.* is not a flag"),
     "an octal number": ("seed: 0o10", "--seed is '0o10': it takes an integer"),
     "a number of minutes": ("seed: 1:30", "--seed is '1:30': it takes an integer"),
     "a number with underscores": ("seed: 1_0", "--seed is '1_0': it takes an integer"),
@@ -158,8 +161,8 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     "an empty float under its tag": ("lr: !!float ''", "--lr is '': it takes a finite number"),
     "a set": ("!!set {seed}", "must hold lines of the form"),
     "a list as a key": ("? [a]\n: 1", f"{INVALID}: while constructing a mapping"),
-    "nothing as a key": ("~: 1", "--None is no flag"),
-    "dashes in a key": ("--seed: 1", "----seed is no flag .*: did you mean --seed"),
+    "nothing as a key": ("~: 1", "--None is not a flag"),
+    "dashes in a key": ("--seed: 1", "----seed is not a flag .*: did you mean --seed"),
     "a key given twice": ("seed: 4\nlr: 1\nseed: 4", "gives seed twice"),
     "a key given twice in two ways": ("num-layers: 4\nnum_layers: 4", "gives num-layers twice"),
     "a key given twice by an escape": ('seed: 4\n"s\\x65ed": 4', "gives seed twice"),
@@ -208,4 +211,4 @@ def test_paths_that_are_no_files(path: str, problem: str) -> None:
 def test_twenty_thousand_keys(tmp_path: Path) -> None:
     file = tmp_path / "file.yaml"
     file.write_text("\n".join(f"k{n}: 1" for n in range(20_000)))
-    assert message_of("--config", str(file)).startswith("--k0 is no flag or YAML key")
+    assert message_of("--config", str(file)).startswith("--k0 is not a flag or YAML key")

@@ -194,17 +194,17 @@ def test_help_fits_the_terminal(
 )
 def test_an_unknown_flag_suggests_the_nearest(wrong: str, near: str) -> None:
     name = wrong.split("=")[0]
-    assert message_of(wrong, "3") == f"{name} is no flag of this program: did you mean {near}?"
+    assert message_of(wrong, "3") == f"{name} is not a flag of this program: did you mean {near}?"
 
 
 def test_a_flag_like_none() -> None:
-    assert message_of("--qqqqq") == "--qqqqq is no flag of this program: --help lists all flags"
-    assert "is no flag" in message_of("--two\nlines")
-    assert "is no flag" in message_of("--" + "x" * 5000)
+    assert message_of("--qqqqq") == "--qqqqq is not a flag of this program: --help lists all flags"
+    assert "is not a flag" in message_of("--two\nlines")
+    assert "is not a flag" in message_of("--" + "x" * 5000)
 
 
 def test_flags_are_not_abbreviated() -> None:
-    assert "--seq is no flag" in message_of("--seq", "128")
+    assert "--seq is not a flag" in message_of("--seq", "128")
 
 
 def test_flags_may_have_underscores() -> None:
@@ -216,7 +216,7 @@ def test_flags_may_have_underscores() -> None:
 
 
 def test_a_flag_like_none_with_underscores() -> None:
-    assert message_of("--_") == "--_ is no flag of this program: --help lists all flags"
+    assert message_of("--_") == "--_ is not a flag of this program: --help lists all flags"
 
 
 def test_the_last_of_equal_flags_counts() -> None:
@@ -233,7 +233,7 @@ def test_the_last_of_equal_flags_counts() -> None:
         (["stray"], "unrecognized arguments: stray"),
         (["stray\nline"], "unrecognized arguments: stray line"),
         (["-x"], "unrecognized arguments: -x"),
-        (["--", "x"], "-- is no flag"),
+        (["--", "x"], "-- is not a flag"),
         (["--num-layers", "4=5"], "--num-layers is '4=5': it takes an integer"),
         (["--num-layers", "9" * 5000], "--num-layers is '999.*it takes an integer"),
         (["--config", "a", "--config=b"], "--config is given twice"),

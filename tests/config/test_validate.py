@@ -199,7 +199,7 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
     ({"split": "nan,1,1"}, 1, "--split is 'nan,1,1'"),
     ({"split": "1,nan,1"}, 1, "--split is '1,nan,1'"),
     ({"split": "1,inf,1"}, 1, "--split is '1,inf,1'"),
-    ({"keep_last": 2}, 1, "--keep-last .*: set --save too"),
+    ({"keep_last": 2}, 1, "--keep-last .*: also set --save"),
     ({"save_interval": 2}, 1, "--save-interval .*: set --save too"),
     # ranges
     ({"num_layers": 10_001}, 1, "--num-layers is 10001: it must be at most 10000"),
@@ -234,11 +234,11 @@ BROKEN += [
         ({"num_experts": None}, "the model is dense: set --num-experts, or leave it out"),
         (
             {"expert_selection": "lory", "lory_segment_length": 8},
-            "--expert-selection lory merges .*: leave one of them out",
+            "--expert-selection lory merges .*: remove one of them",
         ),
         (
             {"bf16": True, "fp8_format": "hybrid"},
-            "--fp8-format hybrid .* Transformer Engine: leave one of them out",
+            "--fp8-format hybrid .* Transformer Engine: remove one of them",
         ),
     )
 ]

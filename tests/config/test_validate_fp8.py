@@ -35,7 +35,7 @@ REFUSED = {
     ),
     "merged": (
         FP8 | {"expert_selection": "lory"},
-        "--fp8-format hybrid .*, and --expert-selection lory merges its experts: leave one .*",
+        "--fp8-format hybrid .*, and --expert-selection lory merges its experts: remove one .*",
     ),
     "recomputed": (
         FP8 | {"recompute_granularity": "full"},

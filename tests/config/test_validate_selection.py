@@ -165,7 +165,7 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
         | {"aoe_fp8_screening": 1, "aoe_gradient": "selected"}
         | {"moe_router_force_load_balancing": True},
         1,
-        "--aoe-fp8-screening is 1, but --moe-router-force-load-balancing .*: leave one of them out",
+        "--aoe-fp8-screening is 1, but --moe-router-force-load-balancing .*: remove one of them",
     ),
     (
         AOE | NO_LOSS | {"aoe_fp8_screening": 2, "aoe_gradient": "selected"},

@@ -37,12 +37,12 @@ WRONG = {
     "below": ({"moe_dense_warmup_percent": -1.0}, ".* is -1.0: it must be at least 0"),
     "both": (
         WARM_UP | {"moe_use_upcycling": True},
-        "--moe-use-upcycling makes experts .* at once, and --moe-dense-warmup-percent 10.0 later: "
-        "leave one of them out",
+        "--moe-use-upcycling converts .* at the start and --moe-dense-warmup-percent 10.0 later: "
+        "remove one of them",
     ),
     "nothing left": (
         {"moe_dense_warmup_percent": 95.0, "train_iters": 10, "lr_warmup_iters": 1},
-        "--moe-dense-warmup-percent 95.0 of --train-iters 10 leaves no iteration .*: lower it",
+        "--moe-dense-warmup-percent 95.0 of --train-iters 10 leaves no iterations .*: lower it",
     ),
     "two widths": (
         WARM_UP | {"moe_layer_freq": "[0]+[1]", "moe_ffn_hidden_size": 32},

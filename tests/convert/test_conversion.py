@@ -1,4 +1,4 @@
-"""Trained models converted: what they compute, and that training goes on from them."""
+"""Trained models converted: what they compute, and that training continues from them."""
 
 import json
 
@@ -147,7 +147,7 @@ def test_refused_before_anything_is_written(trained):
 
 def test_a_folder_with_a_run_is_refused(trained, converted):
     gate = {"rank": RANK}
-    with pytest.raises(RankError, match="holds a run already"):
+    with pytest.raises(RankError, match="already contains a run"):
         convert_in_a_world(
             trained / "moe", trained / "aoe", "aoe", {"aoe_low_rank_size": RANK}, gate
         )

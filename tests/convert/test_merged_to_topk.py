@@ -1,4 +1,4 @@
-"""A Lory model as a top-k one: the same weights, and training goes on."""
+"""A Lory model as a top-k one: the same weights, and training continues."""
 
 import pytest
 import torch

@@ -15,7 +15,7 @@ from tests.program import Program, Torchrun, free_port
 SMALL_JOB = Path(__file__).with_name("small_job.py")
 KILLED = (
     r"error: rank 1 \(process \d+ on .+\) was killed by SIGKILL, as the kernel does when memory "
-    r"is full; the other ranks cannot go on without it\n"
+    r"is full; the other ranks cannot continue without it\n"
 )
 AGAIN = "starting again: restart 1 of 1\n"
 WAIT = "a rank waits\n" * 2

@@ -36,7 +36,7 @@ def test_help_to_a_reader_that_leaves():
 def test_a_wrong_flag_is_told_at_once(start):
     code, out, said = _at_once(*start, "--num-layer", "2")
     assert (code, out) == (2, "")
-    assert said == ["error: --num-layer is no flag of this program: did you mean --num-layers?"]
+    assert said == ["error: --num-layer is not a flag of this program: did you mean --num-layers?"]
 
 
 def test_wrong_values_are_told_at_once(tmp_path):
@@ -49,7 +49,7 @@ def test_wrong_values_are_told_at_once(tmp_path):
     code, _, said = _at_once("--nproc-per-node", "2", "--max-restarts", "1", "--save", "a")
     assert code == 2
     assert said == [
-        "error: --max-restarts 1 goes on from the newest checkpoint: name one folder by --save "
+        "error: --max-restarts 1 continues from the newest checkpoint: name one folder by --save "
         "and by --load"
     ]
 
@@ -87,4 +87,6 @@ def test_a_batch_system_stops_the_launcher(tmp_path):
         *_, saved, stopped = job.output.splitlines()
     iteration = int((save / "latest_checkpointed_iteration.txt").read_text())
     assert saved == f"saved {save}/iter_{iteration:07d}"
-    assert stopped == f"stopped by a signal after iteration {iteration}; go on with --load {save}"
+    assert (
+        stopped == f"stopped by a signal after iteration {iteration}; continue with --load {save}"
+    )

@@ -47,7 +47,7 @@ def test_tasks_are_ranks_and_a_signal_ends_them_saved(tmp_path):
         assert second.output == ""
     iteration = int((save / "latest_checkpointed_iteration.txt").read_text())
     assert first.output.endswith(
-        f"stopped by a signal after iteration {iteration}; go on with --load {save}\n"
+        f"stopped by a signal after iteration {iteration}; continue with --load {save}\n"
     )
 
 

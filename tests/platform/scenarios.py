@@ -145,7 +145,7 @@ def save(layout: Layout, folder: Path) -> None:
 
 
 def load(layout: Layout, folder: Path) -> None:
-    """Weights and optimizer state come from the folder, and training goes on."""
+    """Weights and optimizer state come from the folder, and training continues."""
     trained = build(layout)
     before = _state(trained)
     state = dist_checkpointing.load(_sharded_state(trained, loading=True), str(folder))

@@ -44,7 +44,7 @@ def test_a_model_is_converted_and_reported(tmp_path: Path, start: RunTool) -> No
     assert "train-iters: 9" in (new / "config.yaml").read_text()
     again = run(*line, *flags)
     assert again.returncode == 2
-    assert "holds a run already" in again.stderr
+    assert "already contains a run" in again.stderr
 
 
 @pytest.fixture

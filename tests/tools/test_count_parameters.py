@@ -47,7 +47,7 @@ def test_help() -> None:
     result = run("--help")
     assert (result.returncode, result.stderr) == (0, "")
     assert "--experts-per-token" in result.stdout
-    assert "every flag of pretrain_gpt_moe.py" in result.stdout
+    assert "accepts those of pretrain_gpt_moe.py" in result.stdout
 
 
 DENSE = ["--vocab-size", "100"]
@@ -57,7 +57,7 @@ TOP_P_SMALL = [*DENSE, "--num-experts", "4", "--expert-selection", "top_p"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--num-expert", "8"], "--num-expert is no flag.*--num-experts"),
+        (["--num-expert", "8"], "--num-expert is not a flag.*--num-experts"),
         (["--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
         (["--num-experts", "2", "--moe-router-topk", "3"], "--moe-router-topk is 3"),
         (["--num-experts", "2"], "--vocab-size is not set"),

@@ -48,7 +48,7 @@ def test_a_checkpoint_of_two_ranks_is_probed_on_one(tmp_path: Path, start: RunTo
         (["--perturbations", "0"], "--perturbations is 0: it must be at least 1"),
         (["--perturbations", "few"], "--perturbations: invalid int value: 'few'; --help lists"),
         (["--load", "nowhere"], "--load nowhere: there is no such folder"),
-        (["--num-expert", "4"], "--num-expert is no flag"),
+        (["--num-expert", "4"], "--num-expert is not a flag"),
     ],
 )
 def test_wrong_flags_are_one_line_and_code_2(

@@ -70,11 +70,11 @@ WRONG = {
     ),
     "flag": (
         {"num_layer": 2},
-        "--num-layer is no flag of this program: did you mean --num-layers.*",
+        "--num-layer is not a flag of this program: did you mean --num-layers.*",
     ),
     "key": (
         {"config": "{}/wrong_key.yaml"},
-        "--num-layer is no flag or YAML key of this program: did you mean --num-layers.*",
+        "--num-layer is not a flag or YAML key of this program: did you mean --num-layers.*",
     ),
     "aoe with z-loss": (
         AOE | {"moe_z_loss_coeff": 0.1},
@@ -86,7 +86,8 @@ WRONG = {
     ),
     "world size": (
         {"tensor_model_parallel_size": 4, "num_query_groups": 4},
-        "2 ranks cannot be cut into --tensor-model-parallel-size 4 x .*: start a multiple of 4.*",
+        "2 ranks cannot be divided into --tensor-model-parallel-size 4 x .*: start a multiple of "
+        "4.*",
     ),
     "missing index": (
         {"data_path": "{}/no_index"},
@@ -121,8 +122,8 @@ WRONG = {
     "no folder": ({"load": "{}/none"}, "--load {0}/none: there is no such folder; .*"),
     "torn": (
         {"load": "{}/torn"},
-        "--load {0}/torn/iter_0000002: the checkpoint is torn: __1_0.distcp has 100 bytes instead "
-        "of .*; load another one: iter_0000001",
+        "--load {0}/torn/iter_0000002: the checkpoint is incomplete or damaged: __1_0.distcp has "
+        "100 bytes instead of .*; load another one: iter_0000001",
     ),
     "other sizes": (
         {"load": "{}/run", "hidden_size": 64},
@@ -142,11 +143,12 @@ WRONG = {
     ),
     "another run": (
         {"save": "{}/run"},
-        "--save {0}/run holds a run already .*: go on with it by --load {0}/run, or name another.*",
+        "--save {0}/run already contains a run .*: continue it with --load {0}/run, or use "
+        "another.*",
     ),
     "another run, loading": (
         {"save": "{}/run", "load": "{}/torn/iter_0000001"},
-        "--save {0}/run holds a run already .*",
+        "--save {0}/run already contains a run .*",
     ),
     "save to a file": (
         {"save": "{}/file"},
@@ -303,7 +305,7 @@ def test_a_disk_that_fills_up_and_one_that_is_read_only(place, tmp_path, small_d
     assert re.fullmatch(
         rf"caution: --save {save}: cannot write the checkpoint of iteration 3: (.*: )?No space "
         r"left on device; iter_0000002 is untouched; free the disk or name another folder; "
-        r"training goes on without it",
+        r"training continues without it",
         caution,
     )
     assert not list(save.glob(".*"))

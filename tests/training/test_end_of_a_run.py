@@ -123,7 +123,7 @@ def test_logs_on_a_full_disk(finished, tmp_path):
         assert code == 0
         said = [line for line in printed.splitlines() if "caution: cannot write" in line]
         assert said == [
-            f"caution: cannot write {folder}/{name}: No space left on device; training goes on"
+            f"caution: cannot write {folder}/{name}: No space left on device; training continues"
             for name in ("tensorboard", "metrics.jsonl")
         ]
         assert (folder / "iter_0000004").is_dir()

@@ -103,7 +103,7 @@ def test_another_schedule(run, tmp_path):
     longer = options | {"load": folder, "save": tmp_path / "longer", "train_iters": 6, "lr": 2e-2}
     (refused, _) = run_distributed(2, _start, longer)
     assert refused is not None and "--lr is 0.01 in the checkpoint and 0.02 here" in refused
-    assert refused.endswith("or go on with these by --override-opt-param-scheduler")
+    assert refused.endswith("or continue with these by --override-opt-param-scheduler")
     longer |= {"override_opt_param_scheduler": True, "lr_decay_style": "constant"}
     assert run_distributed(2, _start, longer) == [None, None]
     records = _records(tmp_path / "longer")
@@ -118,6 +118,6 @@ def test_another_run_needs_another_folder(run, tmp_path):
     for load in (folder, folder / "iter_0000004"):
         tuning = options | {"finetune": True, "load": load, "save": folder}
         assert run_distributed(1, _start, tuning) == [
-            f"--save {folder} holds a run already (iter_0000004), and --finetune begins another: "
-            f"name another folder, or go on with that one by --load {folder} alone"
+            f"--save {folder} already contains a run (iter_0000004), and --finetune starts a new "
+            f"one: use another folder, or continue that run with --load {folder} alone"
         ]

@@ -79,7 +79,7 @@ def test_another_run_does_not_save_there(run):
 def test_a_checkpoint_that_lies_alone(run, tmp_path):
     alone = shutil.copytree(run / "iter_0000002", tmp_path / "released")
     assert _told("--load", alone) == (
-        f"--load {alone} lies in no folder of a run: name one to save in by --save"
+        f"--load {alone} is not in a run folder: give a folder with --save"
     )
     config = _config("--load", alone, "--save", tmp_path / "run")
     assert config.training.seed == 7
@@ -90,7 +90,9 @@ def test_a_checkpoint_that_lies_alone(run, tmp_path):
 def test_what_cannot_be_loaded(run, tmp_path):
     torn = shutil.copytree(run, tmp_path / "torn", symlinks=True)
     (torn / "iter_0000002" / "config.yaml").unlink()
-    assert "the checkpoint is torn: config.yaml is missing" in _told("--load", torn)
+    assert "the checkpoint is incomplete or damaged: config.yaml is missing" in _told(
+        "--load", torn
+    )
     (tmp_path / "empty").mkdir()
     assert "no checkpoint here" in _told("--load", tmp_path / "empty")
     assert "no checkpoint here" in _told("--load", tmp_path / "empty", "--save", tmp_path / "other")

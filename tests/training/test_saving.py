@@ -137,7 +137,7 @@ def test_training_goes_on_to_the_next_save(runs):
         assert caution == (
             f"caution: --save {folder}/full_for_a_while: cannot write the checkpoint of iteration "
             f"{iteration}: {FULL}; there was none before; free the disk or name another folder; "
-            "training goes on without it"
+            "training continues without it"
         )
     assert _saved(folder, "full for a while") == [6]
 

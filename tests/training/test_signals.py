@@ -41,7 +41,7 @@ def test_one_rank_is_asked_to_stop(tmp_path, number):
         assert ranks.finish() == [EXIT_INTERRUPTED] * 2
         assert ranks.output.endswith(
             f"saved {save}/iter_0000003\n"
-            f"stopped by a signal after iteration 3; go on with --load {save}\n"
+            f"stopped by a signal after iteration 3; continue with --load {save}\n"
         )
     assert (save / "latest_checkpointed_iteration.txt").read_text().split() == ["3"]
     with Ranks(tmp_path, 2, main, flags(options | {"load": save})) as ranks:

@@ -50,7 +50,7 @@ def compare(options: argparse.Namespace) -> int:
         with StopRequest().listening() as stop:
             failed = train(manifest, asked, runner, stop)
         if stop.asked:
-            print("interrupted; the same command goes on from here")
+            print("interrupted; the same command continues from here")
             return EXIT_INTERRUPTED
         if any(cell.is_finished(manifest.train_iters) for cell in asked):
             from moe_parallel.analysis.study.study_report import (

@@ -185,8 +185,8 @@ class AoESelection(BiasBalancing, Balancing, FixedChoices, AutonomousSelection, 
             )
         if self.moe_router_force_load_balancing:
             raise InputError(
-                f"{chosen}, but --moe-router-force-load-balancing chooses without norms: leave one "
-                "of them out"
+                f"{chosen}, but --moe-router-force-load-balancing chooses without norms: remove "
+                "one of them"
             )
         most = config.num_experts - self.moe_router_topk - 1
         if self.aoe_fp8_screening > most:

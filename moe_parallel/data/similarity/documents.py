@@ -92,7 +92,7 @@ def _common(last: np.ndarray, prefix: str) -> int:
     ids = np.unique(last)
     if len(ids) != 1:
         raise InputError(
-            f"--data-path {prefix}: its documents end with {len(ids)} different tokens, so none "
-            "is known to end a document; give the tokenizer's with --eod-id"
+            f"--data-path {prefix}: its documents end with {len(ids)} different tokens, so the "
+            "end-of-document token is unknown; give it with --eod-id"
         )
     return int(ids[0])

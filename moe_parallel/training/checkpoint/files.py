@@ -74,7 +74,9 @@ def torn(checkpoint: Path, what: str) -> InputError:
     """The error of a checkpoint that differs from what was saved."""
     others = other_checkpoints(checkpoint)
     remedy = f"load another one: {others}" if others else "it cannot be loaded"
-    return InputError(f"--load {checkpoint}: the checkpoint is torn: {what}; {remedy}")
+    return InputError(
+        f"--load {checkpoint}: the checkpoint is incomplete or damaged: {what}; {remedy}"
+    )
 
 
 def _crc32(path: Path) -> int:

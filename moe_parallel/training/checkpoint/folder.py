@@ -169,8 +169,8 @@ def find_checkpoint(path: Path) -> Path:
     if latest is None:
         raise InputError(
             f"--load {path}: no checkpoint here (there is no {TRACKER}); name the folder given to "
-            "--save, or leave --load out to begin anew; where --save names the same folder, a run "
-            "begins by itself"
+            "--save, or remove --load to start a new run; if --save names the same folder, a new "
+            "run starts automatically"
         )
     return latest
 

@@ -35,7 +35,7 @@ SCHEDULE_FLAGS = {
     "end_wd": "--weight-decay",
 }
 _OTHER_SCHEDULE = (
-    "use the values of its config.yaml, or go on with these by --override-opt-param-scheduler"
+    "use the values of its config.yaml, or continue with these by --override-opt-param-scheduler"
 )
 
 
@@ -66,7 +66,7 @@ def checked_record(
     ):
         if wanted is not None and record[key] is None:
             raise InputError(
-                f"--load {checkpoint}: it has weights, but no state of the {part} to go on "
+                f"--load {checkpoint}: it has weights, but no state of the {part} to continue "
                 "training with; load one that training has saved"
             )
     if scheduler is not None and expected.same_schedule:
@@ -97,8 +97,8 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     saved, named = record["training"]["iteration"], iteration_in_name(checkpoint)
     if named is not None and named != saved:
         raise InputError(
-            f"--load {checkpoint}: it was saved at iteration {saved} and has been renamed; give it "
-            f"its name back, {checkpoint_name(saved)}, or one that is no iteration's"
+            f"--load {checkpoint}: it was saved at iteration {saved} and has been renamed; "
+            f"rename it to {checkpoint_name(saved)}, or to a name that is not an iteration's"
         )
     check_sizes(checkpoint, record["files"])
     return record

@@ -133,7 +133,7 @@ def test_goes_on_where_it_stopped_and_takes_more(tool, tmp_path, capsys):
     assert compare(tool, tmp_path, first, "--selections", "topk,aoe", "--seeds", "2") == 75
     assert first.ran == [("topk", 7), ("aoe", 7)]
     captured = capsys.readouterr()
-    assert captured.out.rstrip().endswith("interrupted; the same command goes on from here")
+    assert captured.out.rstrip().endswith("interrupted; the same command continues from here")
     assert "failed" not in captured.err
     assert not (tmp_path / "study" / "table.md").exists()
 
@@ -316,7 +316,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path):
     printed, errors = process.communicate(timeout=200)
     assert process.returncode == 75, (printed, errors)
     assert "stopping: the run saves after its step" in printed
-    assert printed.rstrip().endswith("interrupted; the same command goes on from here")
+    assert printed.rstrip().endswith("interrupted; the same command continues from here")
     assert not cell.is_finished(60)
 
     process = start(tmp_path, *line)

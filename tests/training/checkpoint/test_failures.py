@@ -306,7 +306,7 @@ def test_torn_checkpoints(saved, tmp_path):
     found = run_distributed(2, _load_errors, paths)
     assert found[0] == found[1]
     for path, reason, message in zip(paths, reasons, found[0], strict=True):
-        expected = rf"--load {path}/iter_0000002: the checkpoint is torn: {reason}"
+        expected = rf"--load {path}/iter_0000002: the checkpoint is incomplete or damaged: {reason}"
         assert re.fullmatch(expected, message), message
 
 

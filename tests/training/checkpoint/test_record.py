@@ -101,15 +101,15 @@ def test_every_truncation_is_one_line(tmp_path):
 def test_what_is_no_record_is_one_line(tmp_path, text):
     path = _checkpoint(tmp_path)
     (path / "checkpoint.json").write_bytes(text)
-    assert "the checkpoint is torn: checkpoint.json is " in _error(path)
+    assert "the checkpoint is incomplete or damaged: checkpoint.json is " in _error(path)
 
 
 def test_a_renamed_checkpoint_is_refused(tmp_path):
     path = _checkpoint(tmp_path)
     renamed = path.rename(tmp_path / "iter_0000006")
     assert _error(renamed) == (
-        f"--load {renamed}: it was saved at iteration 4 and has been renamed; give it its name "
-        "back, iter_0000004, or one that is no iteration's"
+        f"--load {renamed}: it was saved at iteration 4 and has been renamed; rename it to "
+        "iter_0000004, or to a name that is not an iteration's"
     )
     assert _error(renamed.rename(tmp_path / "best")) is None
 
@@ -169,10 +169,14 @@ def test_files_that_are_missing_cut_or_left_over(tmp_path):
 def test_a_file_is_compared_with_the_record_before_it_is_read(tmp_path):
     path = _checkpoint(tmp_path)
     assert checked_file(path, "weights") == path / "weights"
-    with pytest.raises(InputError, match="the checkpoint is torn: config.yaml is missing"):
+    with pytest.raises(
+        InputError, match="the checkpoint is incomplete or damaged: config.yaml is missing"
+    ):
         checked_file(path, "config.yaml")
     (path / "weights").write_text("12346")
-    with pytest.raises(InputError, match="the checkpoint is torn: weights is damaged"):
+    with pytest.raises(
+        InputError, match="the checkpoint is incomplete or damaged: weights is damaged"
+    ):
         checked_file(path, "weights")
 
 
