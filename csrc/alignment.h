@@ -1,4 +1,4 @@
-// Which memory can be moved 16 bytes at a time. Torch-free.
+// Checks whether memory can be read and written 16 bytes at a time. Torch-free.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@ namespace moe_parallel {
 
 constexpr int64_t kVectorBytes = 16;
 
-// Whether every address, and every distance of so many elements, is a multiple of `bytes`. A null
-// pointer, which stands for what is not there, is one.
+// Whether every address and every distance, which is given in elements, is a multiple of `bytes`. A
+// null pointer stands for an absent tensor and counts as aligned.
 inline bool are_aligned(std::initializer_list<const void*> addresses,
                         std::initializer_list<int64_t> distances, int64_t element_bytes,
                         int64_t bytes = kVectorBytes) {

@@ -16,7 +16,7 @@ namespace moe_parallel {
 namespace {
 
 struct Weights {
-  const std::optional<at::Tensor>& down;  // [E, D, R]; none where C is given
+  const std::optional<at::Tensor>& down;  // [E, D, R]; none if C is given
   const at::Tensor& up;                   // [E, R, W]
   const at::Tensor& p;                    // [E, D, W]
   const at::Tensor& out;                  // [E, W, D]
@@ -49,7 +49,7 @@ StoreRows rows_to(at::Tensor& out) {
   return {.d = out.mutable_data_ptr(), .stride = out.stride(0), .accumulate = false};
 }
 
-// out = x v + y w, rows of groups times their matrices.
+// out = x v + y w, where the rows of each group are multiplied by the group's matrices.
 void add_products(at::Tensor& out, const at::Tensor& x, const at::Tensor& v, const at::Tensor& y,
                   const at::Tensor& w, const at::Tensor& groups) {
   const FusedOperands first{rows_of(x), v, v}, second{rows_of(y), w, w};

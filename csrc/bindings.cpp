@@ -1,4 +1,4 @@
-// The Python module. Operators declare themselves where they are implemented (launch.h).
+// The Python module. Each operator is declared in the file that implements it (launch.h).
 #include <pybind11/pybind11.h>
 
 #include "build_config.h"  // written by setup.py

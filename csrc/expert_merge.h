@@ -10,7 +10,8 @@
 
 namespace moe_parallel {
 
-// merged[p] = sum over e of weights[p, e] * w[e], summed in the type of sums, rounded once.
+// merged[p] = sum over e of weights[p, e] * w[e]. The sum is computed in the type of sums and
+// rounded once.
 struct ExpertMerge {
   ScalarType type;      // of w and merged
   const void* weights;  // [merges, num_experts] in the type of sums

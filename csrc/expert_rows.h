@@ -1,4 +1,5 @@
-// What the fused layers share: the tokens' rows by expert, and how many are computed at a time.
+// The code that the fused layers share: the rows of each expert, and the blocks of rows that are
+// computed at a time.
 #pragma once
 
 #include <ATen/TensorOperators.h>
@@ -25,14 +26,14 @@ struct RowBlock {
   int64_t first_row;
   int64_t num_rows;
 
-  // Its part of a tensor with a row for each row, of one with an entry for each expert, and of
-  // memory for the largest block.
+  // The block's part of a tensor with one entry per row, of a tensor with one entry per expert, and
+  // of scratch memory for the largest block.
   at::Tensor rows(const at::Tensor& t) const { return t.narrow(0, first_row, num_rows); }
   at::Tensor experts(const at::Tensor& w) const { return w.narrow(0, first_expert, num_experts); }
   at::Tensor part(ScratchRows& memory) const { return memory.rows(num_rows); }
 };
 
-// The row map of a layer, checked once.
+// The row map of a layer. The constructor checks it once.
 class ExpertRows {
  public:
   ExpertRows(const at::Tensor& x, const at::Tensor& probs, const at::Tensor& slots,
@@ -53,8 +54,9 @@ class ExpertRows {
   int64_t size() const { return slots_.size(0); }
   const at::Tensor& counts() const { return counts_; }
 
-  // On the CPU an expert at a time: what lies between two products then stays in the caches, and
-  // in memory that is used again. On CUDA all at once, without knowing the counts.
+  // The blocks of rows to compute. On the CPU there is one block per expert, so that the
+  // intermediate results stay in the caches and their memory is reused. On CUDA one block has all
+  // experts, because the host does not know the counts.
   std::vector<RowBlock> blocks() const {
     if (!counts_.is_cpu()) return {{0, counts_.size(0), 0, size()}};
     std::vector<RowBlock> blocks;
@@ -68,7 +70,7 @@ class ExpertRows {
     return blocks;
   }
 
-  // Memory for the rows of one block at a time.
+  // Scratch memory for the rows of one block at a time.
   static ScratchRows scratch(const at::Tensor& like, const std::vector<RowBlock>& blocks,
                              int64_t columns) {
     int64_t most_rows = 0;
@@ -76,17 +78,18 @@ class ExpertRows {
     return {like, most_rows, columns};
   }
 
-  // x[token of each row], zeros in padding rows.
+  // out[n] = x[token of row n], or zeros in a padding row.
   void gather(at::Tensor& out, const at::Tensor& x, const RowBlock& block) const {
     gather_slots(out, x, block, rows_.size(1));
   }
 
-  // choices[slot of each row] of a tensor with one row a choice, [tokens, choices, width].
+  // out[n] = choices[slot of row n], or zeros in a padding row. `choices` has one row per choice:
+  // [tokens, choices, width].
   void gather_choices(at::Tensor& out, const at::Tensor& choices, const RowBlock& block) const {
     gather_slots(out, choices.flatten(0, 1), block, 1);
   }
 
-  // The same rows for a kernel that gathers them as it loads; x has dense rows.
+  // The same rows for a kernel that gathers them while it loads them. x must have dense rows.
   GatheredRows gathered(const at::Tensor& x, const RowBlock& block) const {
     return on_load(x, block, rows_.size(1));
   }
@@ -94,7 +97,8 @@ class ExpertRows {
     return on_load(choices.flatten(0, 1), block, 1);
   }
 
-  // The other way: [tokens, choices, width], zeros for a choice without a row.
+  // The inverse of gather_choices(): the row of each choice, [tokens, choices, width], or zeros for
+  // a choice without a row.
   at::Tensor by_choice(const at::Tensor& y) const {
     auto out = y.new_empty({rows_.size(0), rows_.size(1), y.size(1)});
     launch(y, Permute{.x = y.const_data_ptr(),
@@ -122,10 +126,10 @@ class ExpertRows {
     return out;
   }
 
-  // The prob of each row, 0 in padding rows.
+  // The prob of each row, or 0 for a padding row.
   at::Tensor probs_by_row(const at::Tensor& probs) const { return pick(probs, slots_); }
 
-  // Values of rows by choice, 0 for a choice without a row.
+  // The value of each choice's row, or 0 for a choice without a row.
   at::Tensor values_by_choice(const at::Tensor& values) const {
     return pick(values, rows_.flatten()).view(rows_.sizes());
   }

@@ -13,7 +13,7 @@ namespace {
 
 std::atomic<Fusing> fusing{Fusing::kWhereFaster};
 
-// Nothing where neither rows nor columns are dense.
+// Returns nullopt if neither the rows nor the columns are dense.
 std::optional<GroupedMatrix> matrices_of(const at::Tensor& w) {
   if (!w.defined()) return GroupedMatrix{};
   const bool by_rows = w.stride(2) == 1, by_columns = !by_rows && w.stride(1) == 1;
@@ -54,7 +54,7 @@ bool may_fuse(const FusedProduct& product, const Epilogue& epilogue) {
 }
 #endif
 
-// `counts`: of the groups; undefined where one group has all rows.
+// `counts`: the number of rows of each group; undefined if one group has all rows.
 bool run(FusedProduct product, const at::Tensor& where, const at::Tensor& counts,
          const Epilogue& epilogue) {
   if (fusing == Fusing::kNever) return false;
@@ -79,7 +79,7 @@ bool run(FusedProduct product, const at::Tensor& where, const at::Tensor& counts
     return true;
   }
 #endif
-  // The blocks of ExpertRows are of one expert there.
+  // On the CPU, each block of ExpertRows has one expert.
   TORCH_INTERNAL_ASSERT(where.is_cpu() && (!counts.defined() || counts.numel() == 1));
   return run_on_cpu(product, epilogue);
 }
@@ -94,7 +94,7 @@ GatheredRows rows_of(const at::Tensor& x) {
           .stride = x.stride(0)};
 }
 
-// Weak, so that no compiler inlines it: tests/cuda_host puts the kernels of csrc/cuda in its place.
+// Weak, so that no compiler inlines it: tests/cuda_host replaces it with the kernels of csrc/cuda.
 __attribute__((weak)) bool run_on_cpu(const FusedProduct&, const Epilogue&) { return false; }
 
 bool fused_gemm(Operands operands, const at::Tensor& counts, int64_t rows,

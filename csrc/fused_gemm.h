@@ -1,5 +1,5 @@
-// Products of rows by groups in one kernel with what comes before and after them, where there is
-// one: on CUDA. Elsewhere the callers go step by step.
+// Grouped products that run in one kernel with the steps before and after them. Such kernels exist
+// only for CUDA. If there is none for a product, the callers run step by step.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,29 +10,31 @@
 
 namespace moe_parallel {
 
-// Rows times a matrix a group, [groups, depth, columns], or a transposed view of such; an undefined
-// one adds nothing.
+// Rows, and the matrices by which they are multiplied: one per group, [groups, depth, columns], or
+// a transposed view of that. An undefined matrix adds nothing.
 struct FusedOperands {
   GatheredRows a;
   at::Tensor first, second;
 };
 
-// The rows of a tensor with dense rows, as they lie.
+// The rows of a tensor with dense rows, in their order.
 GatheredRows rows_of(const at::Tensor& x);
 
-// The sum over the operands, which are of one type, of `rows` rows, counts[e] of which belong to
-// group e, with what the epilogue makes of it. False, with nothing done, where no kernel takes it.
+// Computes the sum of the operands' products and applies the epilogue to it. The operands have one
+// type and `rows` rows each, of which counts[e] belong to group e. Returns false, and does nothing,
+// if no kernel supports the product.
 using Operands = std::initializer_list<FusedOperands>;
 bool fused_gemm(Operands operands, const at::Tensor& counts, int64_t rows,
                 const Epilogue& epilogue);
 
-// The same of all rows of x with every group's matrix of w, [groups, depth, columns], the results
-// side by side.
+// The same for the products of all rows of x with every matrix of w, [groups, depth, columns]. The
+// results are side by side.
 bool fused_products(const at::Tensor& x, const at::Tensor& w, const Epilogue& epilogue);
 
 enum class Fusing { kNever, kWhereFaster, kAlways };
 
-// For the process. kAlways: wherever a kernel takes it. Returns what held before.
+// Sets the mode for the process and returns the previous one. kAlways uses every kernel that
+// supports a product, even if it is not known to be faster.
 Fusing set_fusing(Fusing fusing);
 
 }  // namespace moe_parallel

@@ -1,9 +1,10 @@
-// Products of groups of rows on CUDA's tensor cores, in one kernel with what comes before and after
-// them: rows gathered as they are loaded, and an epilogue on sums that are still in registers.
+// Grouped products on CUDA's tensor cores, in one kernel with the steps before and after them. The
+// kernel gathers the rows while it loads them, and the epilogue works on sums that are still in
+// registers.
 //
-// A product has two accumulators, `first` and `second`, for columns that one thread then has side
-// by side: the gate and the up projection of SwiGLU, which are two matrices, or two neighboring
-// ranges of columns of one matrix.
+// A product has two accumulators, `first` and `second`, and each thread holds corresponding columns
+// of both. The accumulators belong either to two matrices, such as the gate and the up projection
+// of SwiGLU, or to two adjacent ranges of columns of one matrix.
 #pragma once
 
 #include <cstdint>
@@ -18,17 +19,18 @@
 
 namespace moe_parallel {
 
-// Row n is data[slots[n] / choices], and zeros where slots[n] names none; without slots data[n].
+// Row n is data[slots[n] / choices], or zeros if slots[n] is out of range. Without slots, row n is
+// data[n].
 struct GatheredRows {
   const void* data;      // [source_rows, depth], rows `stride` elements apart
-  const int64_t* slots;  // [rows]; null: the rows as they lie
+  const int64_t* slots;  // [rows]; null: row n is data[n]
   int64_t choices;
   int64_t source_rows;
   int64_t stride;
 };
 
-// The rows of a group times its matrix, [depth, columns], added to `first`, to `second` or both. A
-// matrix without data adds nothing.
+// The rows of each group times its matrix, [depth, columns], are added to `first`, to `second` or
+// to both. A matrix without data adds nothing.
 struct ProductPart {
   GatheredRows a;
   GroupedMatrix first, second;
@@ -44,22 +46,23 @@ struct FusedProduct {
   const int64_t* offsets;  // [groups + 1], on the device; null: one group of all rows
   int64_t groups;
   int64_t rows;     // of all groups
-  int64_t columns;  // of the result: of each accumulator where they are two matrices
-  // Every so many columns the next group's matrix goes on: several matrices side by side, as one.
+  int64_t columns;  // of the result, or of each accumulator if these belong to two matrices
+  // The number of columns of one matrix. After them the next group's matrix begins, so that several
+  // matrices side by side form one.
   int64_t columns_per_matrix;
 };
 
-constexpr int kColumnsOfSum = 32;  // that an epilogue adds up; the rest is up to who reads the sums
+constexpr int kColumnsOfSum = 32;  // columns that an epilogue sums; the caller adds these sums
 
-// d = the product, or d += it. The columns of `second` follow those of `first`.
+// d = the product, or d += the product. The columns of `second` follow those of `first`.
 struct StoreRows {
   void* d;         // [rows, columns]
   int64_t stride;  // elements between two rows
   bool accumulate;
 };
 
-// h = silu(first) * second * probability, of sums that were rounded to the type first, so that it
-// is what swiglu.h makes of `gate` and `up`, which keep them.
+// h = silu(first) * second * prob. The sums are first rounded to the product's type, so that h is
+// the same as the result of swiglu.h for `gate` and `up`, which store the rounded sums.
 struct ActivateRows {
   const float* probs;  // [rows]; null for 1
   void* h;             // [rows, columns]
@@ -68,15 +71,15 @@ struct ActivateRows {
   int64_t stride;
 };
 
-// squares[n, j] = the sum of the squares of columns 32 j to 32 j + 31, in float before any
+// squares[n, j] = the sum of the squares of columns 32 j to 32 j + 31, computed in float before any
 // rounding. The columns of `second` follow those of `first`.
 struct SquareRows {
   float* squares;  // [rows, columns / 32]
   void* c;         // [rows, columns], the product itself; null: not kept
 };
 
-// dh = the product, in registers alone: the gradients of what SwiGLU read, and h once more.
-// The columns of `second` follow those of `first`.
+// The product is dh, which stays in registers. The results are the gradients of SwiGLU's inputs,
+// and h, which is recomputed. The columns of `second` follow those of `first`.
 struct DifferentiateRows {
   const float* probs;  // [rows]; null for 1
   const void* gate;    // [rows, columns], rows `stride` elements apart
@@ -91,19 +94,21 @@ struct DifferentiateRows {
 
 using Epilogue = std::variant<StoreRows, ActivateRows, SquareRows, DifferentiateRows>;
 
-// On the CPU products are the BLAS's, which nothing is fused with: false, with nothing done.
+// Returns false and does nothing: on the CPU, BLAS computes the products, and nothing can be fused
+// with them.
 bool run_on_cpu(const FusedProduct& product, const Epilogue& epilogue);
 #ifdef MOE_PARALLEL_CUDA
-// Whether the GPU of the current context and the layout allow it: sm_80 or later, 16-bit types,
-// rows and addresses that are multiples of 16 bytes, and matrices that all lie by rows (or all by
-// columns where only StoreRows and DifferentiateRows follow).
+// Whether the current GPU and the layout allow the fused product: sm_80 or later, 16-bit types, and
+// rows and addresses that are multiples of 16 bytes. The matrices must be all row-major for
+// ActivateRows and SquareRows, all column-major for DifferentiateRows, and all of either layout for
+// StoreRows.
 bool can_fuse(const FusedProduct& product, const StoreRows& epilogue);
 bool can_fuse(const FusedProduct& product, const ActivateRows& epilogue);
 bool can_fuse(const FusedProduct& product, const SquareRows& epilogue);
 bool can_fuse(const FusedProduct& product, const DifferentiateRows& epilogue);
 
-// Whether these kernels were measured to be faster on the current GPU than CUTLASS's and the steps
-// around them.
+// Whether these kernels were measured to be faster on the current GPU than CUTLASS's kernels and
+// the separate steps around them.
 bool is_faster_fused();
 
 void run_on_cuda(const FusedProduct& product, const StoreRows& epilogue, cudaStream_t stream);

@@ -1,5 +1,6 @@
-// Products of groups of rows. On the CPU one ATen product a group, so BLAS or oneDNN; on CUDA where
-// the kernels leave it to cuBLAS too, and then the counts are waited for.
+// Grouped products. On the CPU, each group is one ATen product, which BLAS or oneDNN computes. On
+// CUDA, the same loop runs if the kernels leave the product to cuBLAS. It then waits for the
+// counts.
 #include "grouped_gemm.h"
 
 #include <ATen/ops/addmm.h>
@@ -15,7 +16,7 @@
 namespace moe_parallel {
 namespace {
 
-// body(e, first, rows) for every group, the empty ones too.
+// Calls body(e, first, rows) for every group, including the empty groups.
 template <class Body>
 void for_each_group(const at::Tensor& counts, const Body& body) {
   const auto on_host = counts.cpu().contiguous();
@@ -44,7 +45,7 @@ void check_groups(const char* name, const at::Tensor& x, const at::Tensor& count
   check_dim(name, x, 2);
   check_index("counts", counts, 1);
   check_together(x, {counts});
-  if (!counts.is_cpu()) return;  // values are checked where the kernels read them
+  if (!counts.is_cpu()) return;  // the kernels that read the values check them
   TORCH_CHECK_VALUE(counts.numel() == 0 || counts.min().item<int64_t>() >= 0,
                     "counts must not be negative: ", counts);
   TORCH_CHECK_VALUE(counts.sum().item<int64_t>() == x.size(0), "counts sum to ",
@@ -95,7 +96,7 @@ at::Tensor grouped_gemm(const at::Tensor& x, const at::Tensor& w, const at::Tens
   return y;
 }
 
-// w[e] = x[rows of e]^T y[rows of e], zeros for an empty group
+// w[e] = x[rows of e]^T y[rows of e], or zeros for an empty group
 at::Tensor grouped_outer(const at::Tensor& x, const at::Tensor& y, const at::Tensor& counts) {
   check_groups("x", x, counts);
   check_groups("y", y, counts);

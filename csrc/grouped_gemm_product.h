@@ -1,4 +1,4 @@
-// Products of groups of rows on CUDA, where the device alone knows how many rows a group has.
+// Grouped products on CUDA. Only the device knows how many rows a group has.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 
 namespace moe_parallel {
 
-// offsets[e] = the rows of the groups before e; offsets[groups] = all. A negative count is taken
-// for 0, and what lies beyond `rows` is cut off.
+// offsets[e] = the number of rows of the groups before e; offsets[groups] = the number of all rows.
+// A negative count is read as 0, and no offset exceeds `rows`.
 struct GroupOffsets {
   const int64_t* counts;  // [groups]
   int64_t* offsets;       // [groups + 1]
@@ -20,25 +20,26 @@ struct GroupOffsets {
   int64_t rows;
 };
 
-// A matrix a group: its own one, `group_stride` elements after the one before, or (cut) the rows
-// of the group in one tensor, or their transpose.
+// One matrix per group. Either each group has a matrix of its own, `group_stride` elements after
+// the previous one, or (is_cut) its matrix is the group's rows of one tensor, or their transpose.
 struct GroupedMatrix {
   const void* data;
   int64_t stride;        // elements between two rows, or two columns if by_columns
   int64_t group_stride;  // of matrices that are not cut
-  bool by_columns;       // whose columns lie dense, not its rows
+  bool by_columns;       // column-major: the columns are dense, not the rows
   bool is_cut;
 };
 
 constexpr int64_t kRagged = -1;
 
-// d[e] (+)= a[e] b[e] with a[e] [m, k] and b[e] [k, n]. kRagged, the rows of the group, is either m
-// (a and d are cut) or, in a gradient of weights, k (a and b are cut).
+// d[e] (+)= a[e] b[e], where a[e] is [m, k] and b[e] is [k, n]. kRagged stands for the number of
+// rows of the group. It is either m (a and d are cut) or, in a weight gradient, k (a and b are
+// cut).
 struct GroupedProduct {
   ScalarType type;      // of a and b
   ScalarType out_type;  // of d: that of a and b, or float
   GroupedMatrix a, b;
-  GroupedMatrix d;         // by rows; written
+  GroupedMatrix d;         // row-major; the result
   const int64_t* offsets;  // [groups + 1]
   int64_t groups;
   int64_t rows;  // of all groups

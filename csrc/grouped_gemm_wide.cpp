@@ -1,5 +1,6 @@
-// ATen's products round to the type of their factors on the CPU. MKL, which torch's x86-64 builds
-// carry and export, has one that does not; without it the factors are widened.
+// On the CPU, ATen's products round to the type of their factors. MKL has a product that does not,
+// and torch's x86-64 builds contain and export it. Without it, the factors are converted to the
+// wider type.
 #include "grouped_gemm_wide.h"
 
 #include <ATen/ops/addmm.h>
@@ -21,7 +22,7 @@ namespace {
 
 constexpr int kRowMajor = 101, kNotTransposed = 111, kTransposed = 112;
 
-// Dense rows, or dense columns: what BLAS takes.
+// Whether the rows, or the columns, are dense. BLAS accepts either.
 bool is_by_rows(const at::Tensor& t) { return t.stride(1) == 1 && t.stride(0) >= t.size(1); }
 bool is_by_columns(const at::Tensor& t) { return t.stride(0) == 1 && t.stride(1) >= t.size(0); }
 

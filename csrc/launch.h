@@ -1,7 +1,8 @@
-// What every operator does around its kernels: check tensors, name their type, pick the device.
+// The steps that every operator runs around its kernels: it checks its tensors, determines their
+// type and selects the device.
 //
-// A kernel's task is a plain struct of raw pointers and sizes (permute.h, ...), for which there
-// are a run_on_cpu() and, where CUDA is built, a run_on_cuda().
+// A kernel's task is a plain struct of raw pointers and sizes (permute.h, ...). Each task has a
+// run_on_cpu() and, in a build with CUDA, a run_on_cuda().
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -60,7 +61,7 @@ inline void check_sizes(const char* name, const at::Tensor& tensor, at::IntArray
                     tensor.sizes());
 }
 
-// Kernels follow raw pointers, so all of them must lead to one device.
+// Kernels use raw pointers, so all tensors must be on one device.
 inline void check_together(const at::Tensor& first, at::TensorList others) {
   for (const auto& other : others) {
     TORCH_CHECK_VALUE(other.device() == first.device(), "tensors must be on one device, not on ",
@@ -68,7 +69,7 @@ inline void check_together(const at::Tensor& first, at::TensorList others) {
   }
 }
 
-// Runs the task where the tensor lives; on CUDA on the current stream.
+// Runs the task on the device of the tensor. On CUDA it runs on the current stream.
 template <class Task>
 void launch(const at::Tensor& where, const Task& task) {
 #ifdef MOE_PARALLEL_CUDA
@@ -85,8 +86,8 @@ void launch(const at::Tensor& where, const Task& task) {
 
 }  // namespace moe_parallel
 
-// Declares the operator `name schema`, implemented by one function on every device that this build
-// has kernels for. It stands at the end of the file that has the function.
+// Declares the operator `name schema`. One function implements it on every device for which this
+// build has kernels. The macro belongs at the end of the file that has the function.
 #ifdef MOE_PARALLEL_CUDA
 #define MOE_PARALLEL_OPERATOR(name, schema, function)                            \
   TORCH_LIBRARY_FRAGMENT(moe_parallel, m) { m.def(name schema); }                \

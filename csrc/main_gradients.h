@@ -1,4 +1,4 @@
-// Where the gradients of experts' weights go.
+// The destinations of the gradients of the experts' weights.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,11 +11,11 @@
 
 namespace moe_parallel {
 
-// The gradient of a weight [experts, ...]: a tensor of its own, or what is added to a main
+// The gradient of a weight [experts, ...]. It is a tensor of its own, or it is added to a main
 // gradient.
 class WeightGradient {
  public:
-  // `main`: the main gradient, of the weight's type or a wider one, where there is one.
+  // `main`: the main gradient, if there is one. It has the weight's type or a wider one.
   WeightGradient(const char* name, const at::Tensor& w, const at::Tensor& counts,
                  const std::optional<at::Tensor>& main = std::nullopt)
       : own_(main ? w.new_empty({0}) : w.new_empty(w.sizes())),
@@ -33,18 +33,18 @@ class WeightGradient {
     }
   }
 
-  // x[rows of e]^T y[rows of e], for the experts e of the block.
+  // Computes x[rows of e]^T y[rows of e] for each expert e of the block.
   void take(const RowBlock& block, const at::Tensor& x, const at::Tensor& y,
             const at::Tensor& groups) {
     auto here = block.experts(sum_);
     grouped_outer_out(here, x, y, groups, adds_);
   }
 
-  // What the operator returns: nothing where the main gradient has it.
+  // The tensor that the operator returns. It is empty if the gradient is added to a main gradient.
   const at::Tensor& own() const { return own_; }
 
  private:
-  // On the CPU an expert without rows is in no block.
+  // On the CPU, an expert without rows is in no block, so take() does not write its gradient.
   void clear_without_rows(const at::Tensor& counts) {
     const auto on_host = counts.contiguous();
     for (int64_t e = 0; e < on_host.size(0); ++e) {

@@ -1,6 +1,6 @@
-// AoE's selection. C = x W of all experts is computed in tiles of tokens. The caller says what is
-// kept: nothing, C of the chosen experts, or C of all, so that the backward pass need not recompute
-// it.
+// AoE's selection. C = x W of all experts is computed in tiles of tokens. The caller specifies what
+// is kept: nothing, the C of the chosen experts, or the C of all experts, which the backward pass
+// then need not recompute.
 #include "norm_topk.h"
 
 #include <ATen/TensorOperators.h>
@@ -21,7 +21,7 @@ namespace {
 
 constexpr int64_t kTileBytes = int64_t{16} << 20;      // of C
 constexpr int64_t kCudaTileBytes = int64_t{32} << 20;  // fits in the L2 cache of an A100
-constexpr int64_t kTileMinTokens = 64;                 // below this a product is no faster
+constexpr int64_t kTileMinTokens = 64;                 // smaller products are no faster
 
 void check_product(const at::Tensor& x, const at::Tensor& w) {
   check_dim("x", x, 2);
@@ -32,7 +32,7 @@ void check_product(const at::Tensor& x, const at::Tensor& w) {
   check_same_type("w", w, "x", x);
 }
 
-// C of some experts of each token, or its gradient.
+// Checks the C of some experts of each token, or its gradient.
 void check_product_of(const char* name, const at::Tensor& c, const at::Tensor& x, int64_t experts,
                       int64_t rank) {
   check_together(x, {c});
@@ -40,18 +40,18 @@ void check_product_of(const char* name, const at::Tensor& c, const at::Tensor& x
   check_same_type(name, c, "x", x);
 }
 
-// All experts' matrices side by side: [E, D, R] -> [D, E R].
+// The matrices of all experts side by side: [E, D, R] -> [D, E R].
 at::Tensor concatenate(const at::Tensor& w) {
   return w.permute({1, 0, 2}).reshape({w.size(1), w.size(0) * w.size(2)});
 }
 
-// Tokens by the tile, and memory for the columns that are made of one.
+// The tiles of tokens, and memory for the columns that are computed from one tile.
 class Tiles {
  public:
   Tiles(const at::Tensor& x, int64_t columns)
       : tokens_(x.size(0)), tile_(tokens_of_tile(x, columns)), memory_(x, tile_, columns) {}
 
-  // body(first, tokens) for every tile.
+  // Calls body(first, tokens) for every tile.
   template <class Body>
   void for_each(const Body& body) const {
     for (int64_t first = 0; first < tokens_; first += tile_) {
@@ -73,14 +73,15 @@ class Tiles {
   ScratchRows memory_;
 };
 
-// What is made of C, tile by tile.
+// The results that are computed from C, tile by tile.
 struct Selection {
   at::Tensor bias;  // undefined: none
   at::Tensor norms, experts;
-  at::Tensor c_chosen;  // no rows: not wanted
+  at::Tensor c_chosen;  // no rows: not computed
   int64_t rank;
 
-  // `squares`: of fused_squares(), or undefined; c may be undefined with them if none is chosen.
+  // `squares`: from fused_squares(), or undefined. With squares, `c` may be undefined if c_chosen
+  // is not computed.
   void score(int64_t first, int64_t tokens, const at::Tensor& c, const at::Tensor& squares,
              ScalarType type, int64_t row_bytes) {
     const auto tile_of = [&](at::Tensor& tensor) {
@@ -103,8 +104,8 @@ struct Selection {
   }
 };
 
-// C = x W in a kernel that sums its squares, where there is one; `c` is written where it is
-// defined.
+// Computes C = x W in a kernel that also sums the squares of C, and returns these sums. Returns an
+// undefined tensor if no kernel supports it. `c` is written if it is defined.
 at::Tensor fused_squares(const at::Tensor& x, const at::Tensor& w, const at::Tensor& c) {
   const int64_t columns = w.size(0) * w.size(2);
   if (w.size(2) % kColumnsOfSum != 0) return {};
@@ -138,7 +139,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_topk(
   const auto type = scalar_type_of("x", x);
   const int64_t row_bytes = rank * static_cast<int64_t>(x.element_size());
 
-  // Where C need not be at hand again, norms and all, a kernel may make it of all tokens at once.
+  // If C is either kept completely or not needed again, one kernel can compute the norms of all
+  // tokens at once. Otherwise C is needed again for c_chosen, and the tiles below keep it small.
   if (keep_all || !keep_chosen) {
     const auto c_if_kept = keep_all ? c : at::Tensor();
     const auto squares = fused_squares(x, w, c_if_kept);
@@ -162,8 +164,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_topk(
   return {to.norms, to.experts, to.c_chosen, c};
 }
 
-// dC[t, e] = dnorms[t, e] / norms[t, e] * C[t, e] (0 where the norm is 0), and for the chosen the
-// gradient that reached their C by itself. Without `c`, C is made again.
+// dC[t, e] = dnorms[t, e] / norms[t, e] * C[t, e], where the quotient is 0 if the norm is 0. For
+// the chosen experts, the gradient of c_chosen is added. Without `c`, C is recomputed.
 std::tuple<at::Tensor, at::Tensor> norm_topk_backward(const at::Tensor& dnorms,
                                                       const std::optional<at::Tensor>& dc_chosen,
                                                       const at::Tensor& x, const at::Tensor& w,
@@ -190,7 +192,7 @@ std::tuple<at::Tensor, at::Tensor> norm_topk_backward(const at::Tensor& dnorms,
   const auto w_cat = concatenate(w);
   const auto experts_2d = experts.contiguous();
   auto dx = at::empty(x.sizes(), x.options());
-  // Tiles add up in the type of sums, so that bf16 is rounded to once.
+  // The tiles are added in the type of sums, so that the result is rounded to bf16 only once.
   auto dw_cat = at::zeros(w_cat.sizes(), w.options().dtype(sum_type_of(w)));
   Tiles tiles(x, w_cat.size(1));
   tiles.for_each([&](int64_t first, int64_t tokens) {

@@ -26,7 +26,8 @@ struct GroupNorms {
   int64_t rank;
 };
 
-// experts[t, :] = the k largest of norms[t, :] + bias, by falling rank, ties to the lower index.
+// experts[t, :] = the indices of the k largest of norms[t, :] + bias, in descending order. In a tie
+// the lower index comes first.
 struct SelectTopK {
   ScalarType type;    // of norms and bias: float or double
   const void* norms;  // [tokens, num_experts]
@@ -48,31 +49,32 @@ struct PickChosen {
   int64_t row_bytes;
 };
 
-// The three above of one C. Where a product has summed its squares, C is read for `c_chosen` alone.
+// The three tasks above for one C. If a product has already summed the squares of C, C is read only
+// for `c_chosen`.
 struct ScoreTokens {
   ScalarType type;   // of c and c_chosen
   const void* c;     // [tokens, num_experts, rank]
   const void* bias;  // [num_experts] in the type of sums; null: none
   void* norms;       // [tokens, num_experts] in the type of sums
   int64_t* experts;  // [tokens, k]
-  void* c_chosen;    // [tokens, k, rank]; null: not wanted
+  void* c_chosen;    // [tokens, k, rank]; null: not computed
   int64_t tokens;
   int64_t num_experts;
   int64_t rank;
   int64_t k;
   int64_t row_bytes;  // of `rank` elements
-  // [tokens, num_experts, squares_per_norm], on CUDA; null: none
+  // [tokens, num_experts, squares_per_norm], only on CUDA; null: none
   const float* squares = nullptr;
   int64_t squares_per_norm = 0;
 };
 
-// dc[t, e, :] = factors[t, e] * c[t, e, :], plus dc_chosen[t, j, :] where experts[t, j] is e.
-// dc may be c.
+// dc[t, e, :] = factors[t, e] * c[t, e, :], plus dc_chosen[t, j, :] if experts[t, j] is e. dc and c
+// may be the same memory.
 struct NormGradient {
   ScalarType type;         // of c, dc_chosen and dc
   const void* c;           // [tokens, num_experts, rank]
   const void* factors;     // [tokens, num_experts] in the type of sums
-  const int64_t* experts;  // [tokens, k], -1: none; null with dc_chosen
+  const int64_t* experts;  // [tokens, k], -1: none; null if dc_chosen is null
   const void* dc_chosen;   // [tokens, k, rank]; null: none
   void* dc;                // [tokens, num_experts, rank]
   int64_t tokens;
@@ -81,7 +83,8 @@ struct NormGradient {
   int64_t k;
 };
 
-// A total order, also with NaN (which counts as the largest, as in torch.sort).
+// Whether p comes before q in descending order. The order is total: NaN counts as the largest, as
+// in torch.sort, and in a tie the lower index comes first.
 template <class Norm>
 MOE_PARALLEL_HOST_DEVICE inline bool ranks_before(Norm p, int64_t p_index, Norm q,
                                                   int64_t q_index) {
@@ -92,7 +95,7 @@ MOE_PARALLEL_HOST_DEVICE inline bool ranks_before(Norm p, int64_t p_index, Norm 
   return p_index < q_index;
 }
 
-// Each choice is the first in that order among those that rank behind the one before.
+// Each choice is the first expert in that order that comes after the previous choice.
 template <class Norm>
 MOE_PARALLEL_HOST_DEVICE inline void select_topk(const Norm* norms, const Norm* bias,
                                                  int64_t num_experts, int64_t k, int64_t* chosen) {

@@ -8,7 +8,7 @@
 
 namespace moe_parallel {
 
-// y[n] = x[slots[n] / choices], and zeros where slots[n] < 0. Rows are copied as bytes.
+// y[n] = x[slots[n] / choices], or zeros if slots[n] < 0. Rows are copied as bytes.
 struct Permute {
   const void* x;         // [tokens, row_bytes]
   const int64_t* slots;  // [rows]
@@ -17,8 +17,8 @@ struct Permute {
   int64_t choices;
   int64_t rows;
   int64_t row_bytes;
-  // The same map the other way, [tokens, choices], the row of each choice; null: not at hand. CUDA
-  // then reads a token once, however many rows it has.
+  // The inverse map, [tokens, choices]: the row of each choice. Null: not available. With it, CUDA
+  // reads each token once, however many rows the token has.
   const int64_t* row_of_choice = nullptr;
 };
 

@@ -1,7 +1,7 @@
 // The routed layer as one operator: gather, W_gate_up, SwiGLU with the probs, W_out, gather, sum.
 //
-// The backward pass keeps x, the input of SwiGLU and the row map. The rows of h and the gathered
-// rows of x are recomputed or not needed, and so are the outputs of the experts. If a main gradient
+// The backward pass keeps x, the input of SwiGLU and the row map. The rows of h are recomputed, the
+// rows of x are gathered again, and the outputs of the experts are not needed. If a main gradient
 // is given, the backward pass adds the weight's gradient to it instead of returning it.
 #include <optional>
 #include <tuple>

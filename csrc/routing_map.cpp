@@ -14,7 +14,8 @@ namespace {
 
 constexpr int64_t kCudaChunk = 512;
 
-// A CUDA device is not waited for: there a choice beyond the experts or the rows is left out.
+// Only called on the CPU: on CUDA, the check would have to wait for the device. There, a choice
+// beyond the experts or the rows is left out.
 void check_counts(const at::Tensor& chosen, int64_t elsewhere, std::optional<int64_t> limit) {
   TORCH_CHECK_VALUE(elsewhere == 0, "an expert was chosen beyond the ", chosen.size(0),
                     " experts there are");

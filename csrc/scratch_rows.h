@@ -4,7 +4,7 @@
 
 namespace moe_parallel {
 
-// Memory that is used again, and taken when it is first needed.
+// Memory that is reused, and allocated when it is first needed.
 class ScratchRows {
  public:
   ScratchRows(const at::Tensor& like, int64_t most_rows, int64_t columns)

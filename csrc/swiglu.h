@@ -10,7 +10,7 @@
 
 namespace moe_parallel {
 
-// h[n] = silu(gate[n]) * up[n] * probability[n]
+// h[n] = silu(gate[n]) * up[n] * probs[n]
 struct Swiglu {
   ScalarType type;    // of gate, up and h
   const void* gate;   // [rows, width], rows `gate_stride` elements apart
@@ -23,17 +23,18 @@ struct Swiglu {
   int64_t up_stride;
 };
 
-// The gradients of all that went in, and h once more, which the next weight gradient needs.
+// The gradients of all inputs, and h, which is recomputed because the next weight gradient needs
+// it.
 struct SwigluBackward {
-  ScalarType type;    // of all but the probs
+  ScalarType type;    // of all tensors but the probs
   const void* dh;     // [rows, width]
   const void* gate;   // as in Swiglu
   const void* up;     // as in Swiglu
   const void* probs;  // [rows] in the type of sums; null for 1
   void* dgate;        // [rows, width], rows `dgate_stride` elements apart
   void* dup;          // [rows, width], rows `dup_stride` elements apart
-  void* dprobs;       // [rows] in the type of sums; null: not wanted
-  void* h;            // [rows, width]; null: not wanted
+  void* dprobs;       // [rows] in the type of sums; null: not computed
+  void* h;            // [rows, width]; null: not computed
   int64_t rows;
   int64_t width;
   int64_t gate_stride;

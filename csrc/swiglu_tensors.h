@@ -1,4 +1,4 @@
-// SwiGLU of tensors, as the operator and the fused layers run it.
+// SwiGLU of tensors, for the operator and the fused layers.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +15,8 @@
 
 namespace moe_parallel {
 
-// Rows may lie apart, the elements of one may not.
+// Returns the tensor with dense rows: there may be gaps between rows, but not between the elements
+// of a row.
 inline at::Tensor with_dense_rows(const at::Tensor& tensor) {
   const bool dense = tensor.size(1) <= 1 || tensor.stride(1) == 1;
   return dense ? tensor : tensor.contiguous();
@@ -25,7 +26,7 @@ inline const void* data_of(const std::optional<at::Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }
 
-// h = silu(gate) * up * probability; gate and up with dense rows.
+// h = silu(gate) * up * probs. gate and up must have dense rows.
 inline void swiglu_out(at::Tensor& h, const at::Tensor& gate, const at::Tensor& up,
                        const std::optional<at::Tensor>& probs) {
   std::optional<at::Tensor> dense;
@@ -41,8 +42,8 @@ inline void swiglu_out(at::Tensor& h, const at::Tensor& gate, const at::Tensor& 
                       .up_stride = up.stride(0)});
 }
 
-// The same as an epilogue, which keeps up and, where it is defined, gate. Probabilities are in the
-// type of sums, which is float for what is fused.
+// The same as an epilogue, which stores up and, if it is defined, gate. The probs have the type of
+// sums, which is float for the types that can be fused.
 inline ActivateRows activate_rows(at::Tensor& h, const at::Tensor& gate, const at::Tensor& up,
                                   const at::Tensor& probs) {
   return {.probs = static_cast<const float*>(probs.const_data_ptr()),
@@ -52,7 +53,7 @@ inline ActivateRows activate_rows(at::Tensor& h, const at::Tensor& gate, const a
           .stride = up.stride(0)};
 }
 
-// Where the gradients go; an undefined tensor is not wanted.
+// The tensors for the gradients. An undefined tensor is not computed.
 struct SwigluGradients {
   at::Tensor dgate;
   at::Tensor dup;
@@ -83,7 +84,8 @@ inline void swiglu_backward_out(const SwigluGradients& to, const at::Tensor& dh,
                               .dup_stride = to.dup.stride(0)});
 }
 
-// The gradients for dh = dy w in one kernel; false, with nothing done, where none takes it.
+// Computes the gradients for dh = dy w in one kernel. Returns false, and does nothing, if no kernel
+// supports that.
 inline bool fused_swiglu_backward(const SwigluGradients& to, const at::Tensor& dy,
                                   const at::Tensor& w, const at::Tensor& counts,
                                   const at::Tensor& gate, const at::Tensor& up,
@@ -106,7 +108,7 @@ inline bool fused_swiglu_backward(const SwigluGradients& to, const at::Tensor& d
   return true;
 }
 
-// The gradients for dh = dy w, all of them; `dh` is needed where no kernel does it in one.
+// Computes the gradients for dh = dy w. The memory `dh` is used if no single kernel computes them.
 inline void swiglu_backward_of_product(const SwigluGradients& to, const at::Tensor& dy,
                                        const at::Tensor& w, const at::Tensor& counts,
                                        const at::Tensor& gate, const at::Tensor& up,

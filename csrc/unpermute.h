@@ -10,7 +10,7 @@
 
 namespace moe_parallel {
 
-// out[t] = sum over k of probs[t, k] * y[rows[t, k]], leaving out rows[t, k] < 0.
+// out[t] = sum over k of probs[t, k] * y[rows[t, k]]. Choices with rows[t, k] < 0 are left out.
 struct Unpermute {
   ScalarType type;      // of y and out
   const void* y;        // [num_rows, width]
@@ -23,8 +23,8 @@ struct Unpermute {
   int64_t width;
 };
 
-// dy[rows[t, k]] = probs[t, k] * dout[t], and zeros in padding rows (slots[n] < 0);
-// dprobs[t, k] = y[rows[t, k]] . dout[t], and 0 where rows[t, k] < 0.
+// dy[rows[t, k]] = probs[t, k] * dout[t], and zeros in padding rows (slots[n] < 0). dprobs[t, k] =
+// y[rows[t, k]] . dout[t], or 0 if rows[t, k] < 0.
 struct UnpermuteBackward {
   ScalarType type;       // of dout, y and dy
   const void* dout;      // [tokens, width]
