@@ -1,7 +1,7 @@
 // The kernels for AVX2 with FMA and F16C: Intel since Haswell, AMD since Excavator and Zen.
 #ifdef __x86_64__
 
-// Before the instructions are named: what these declare must run everywhere.
+// These headers come before the target pragma, because their functions must run on every processor.
 #include <immintrin.h>
 
 #include <cmath>

@@ -1,7 +1,8 @@
-// The kernels for AVX-512 with its rounding to bf16: Intel since Sapphire Rapids, AMD since Zen 4.
+// The kernels for AVX-512 with its instructions for bf16: Intel since Sapphire Rapids, AMD since
+// Zen 4.
 #ifdef __x86_64__
 
-// Before the instructions are named: what these declare must run everywhere.
+// These headers come before the target pragma, because their functions must run on every processor.
 #include <immintrin.h>
 
 #include <cmath>

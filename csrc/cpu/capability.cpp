@@ -26,7 +26,7 @@ namespace {
 
 constexpr const char* kVariable = "MOE_PARALLEL_CPU";
 
-// What this processor has, the best first.
+// The capabilities of this processor, the best first.
 std::vector<Capability> capabilities() {
   std::vector<Capability> all;
 #ifdef __x86_64__

@@ -1,5 +1,5 @@
-// Which vector instructions the kernels use: the best that this processor has, or those that the
-// environment variable MOE_PARALLEL_CPU names, chosen once.
+// The vector instructions that the kernels use: the best that this processor has, or those that the
+// environment variable MOE_PARALLEL_CPU names. They are selected once.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +12,17 @@
 
 namespace moe_parallel {
 
-// Parts begin..end of a task: of its tokens, rows, groups or columns, as each kernel says.
+// Runs the parts begin..end of a task. Depending on the kernel, a part is a token, a row, a group
+// or a column.
 template <class Task>
 using Kernel = void (*)(const Task& task, int64_t begin, int64_t end);
 
-// expert_merge packs so many columns of all matrices at a time that they stay in the caches; the
-// packed rows lie not a power of two apart, which caches would take badly.
+// expert_merge packs this many columns of all matrices at a time, so that they stay in the caches.
+// The stride of the packed rows is not a power of two, because such rows would share cache sets.
 constexpr int64_t kMergeColumns = 512;
 constexpr int64_t kMergeStride = kMergeColumns + 16;
 
-// The kernels of one capability; kernels/ has their one source.
+// The kernels of one capability. All capabilities compile the same source, in kernels/.
 struct Kernels {
   void (*permute)(const Permute& task, const int64_t* row_of_slot, int64_t begin, int64_t end);
   Kernel<Unpermute> unpermute;
@@ -31,8 +32,9 @@ struct Kernels {
   Kernel<GroupNorms> group_norms;
   Kernel<SelectTopK> select_topk;
   Kernel<NormGradient> norm_gradient;
-  // Scratch is 64-byte aligned: kMergeStride sums for each expert; backward also for each merge,
-  // and 64 bytes for each of the [merges, num_experts] products.
+  // The scratch memory is 64-byte aligned and holds kMergeStride sums per expert. In the backward
+  // pass it also holds kMergeStride sums per merge, and 64 bytes for each of the [merges,
+  // num_experts] products.
   void (*expert_merge)(const ExpertMerge& task, int64_t begin, int64_t end, void* scratch);
   void (*expert_merge_backward)(const ExpertMergeBackward& task, int64_t begin, int64_t end,
                                 void* scratch, void* products);
@@ -43,7 +45,7 @@ struct Capability {
   const Kernels& kernels;
 };
 
-// Throws std::invalid_argument where MOE_PARALLEL_CPU names none that this processor has.
+// Throws std::invalid_argument if MOE_PARALLEL_CPU names no capability of this processor.
 const Capability& cpu_capability();
 
 inline const Kernels& kernels() { return cpu_capability().kernels; }

@@ -11,7 +11,8 @@
 namespace moe_parallel {
 namespace {
 
-// Columns of one task, whatever the number of threads: the order of every sum is fixed.
+// The number of columns of one task. It does not depend on the number of threads, so that the order
+// of every sum is fixed.
 constexpr int64_t kColumns = 8 * kMergeColumns;
 
 struct alignas(64) CacheLine {
@@ -23,7 +24,7 @@ std::vector<CacheLine> scratch_of(int64_t rows, int64_t products) {
   return std::vector<CacheLine>(bytes / 64 + products);
 }
 
-// body(block, begin, end, scratch) for every block of columns.
+// Calls body(block, begin, end, scratch) for every block of columns.
 template <class Body>
 void for_each_block(int64_t size, int64_t rows, int64_t products, const Body& body) {
   const int64_t blocks = (size + kColumns - 1) / kColumns;

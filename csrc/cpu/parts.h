@@ -1,4 +1,4 @@
-// A kernel's work in parts, on as many threads as ATen has.
+// Divides the work of a kernel into parts, for as many threads as ATen has.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -16,9 +16,9 @@
 
 namespace moe_parallel {
 
-constexpr int64_t kElementsPerTask = 32768;  // as in ATen: below this a thread costs more
+constexpr int64_t kElementsPerTask = 32768;  // as in ATen: smaller tasks do not repay a thread
 
-// How many rows make a task worth a thread.
+// The number of rows that make a task large enough for a thread.
 inline int64_t grain_of(int64_t elements_per_row) {
   return std::max<int64_t>(kElementsPerTask / std::max<int64_t>(elements_per_row, 1), 1);
 }
@@ -42,15 +42,15 @@ inline int64_t bytes_of(ScalarType type) {
   return 0;
 }
 
-// A large output has just come from the kernel, page by page, and each page faults when it is
-// first written: with pages of 2 MiB instead of 4 KiB a permute takes half the time.
+// The operating system has just allocated a large output, and each of its pages causes a page fault
+// when it is first written. With pages of 2 MiB instead of 4 KiB, a permute takes half the time.
 inline void advise_huge_pages(void* output, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
   constexpr int64_t kHuge = 2 << 20, kWorthwhile = 8 << 20;
   if (bytes < kWorthwhile) return;
   const auto first = (reinterpret_cast<uintptr_t>(output) + kHuge - 1) & ~uintptr_t{kHuge - 1};
   const auto end = (reinterpret_cast<uintptr_t>(output) + bytes) & ~uintptr_t{kHuge - 1};
-  madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);  // refused: all works too
+  madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);  // a refusal is harmless
 #endif
 }
 

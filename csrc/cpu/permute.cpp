@@ -29,8 +29,8 @@ void copy_to(int64_t row, const Permute& task) {
 }
 
 struct InverseMap {
-  std::vector<int64_t> row_of_slot;  // negative where no row names the slot
-  std::vector<int64_t> other_rows;   // padding, and those whose slot another row names too
+  std::vector<int64_t> row_of_slot;  // negative if no row names the slot
+  std::vector<int64_t> other_rows;   // padding, and rows whose slot an earlier row names
 };
 
 InverseMap invert(const Permute& task) {
@@ -48,7 +48,8 @@ InverseMap invert(const Permute& task) {
 
 }  // namespace
 
-// With more rows than tokens token by token, so that x is read once, and in order.
+// If there are more rows than tokens, the copy goes token by token, so that x is read once and in
+// order.
 void run_on_cpu(const Permute& task) {
   check_slots(task);
   advise_huge_pages(task.y, task.rows * task.row_bytes);

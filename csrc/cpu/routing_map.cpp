@@ -2,7 +2,7 @@
 
 #include <vector>
 
-// Each is one pass over a few bytes a token: threads would not pay.
+// Each task is one pass over a few bytes per token, which threads would not make faster.
 namespace moe_parallel {
 
 void run_on_cpu(const CountChoices& task) {

@@ -16,7 +16,7 @@ struct Rows {
   Element* operator[](int64_t row) const { return first + row * stride; }
 };
 
-// weights[out, in], either way round in memory.
+// weights[out, in], stored in either order.
 template <class Sum>
 struct Weights {
   const Sum* first;
@@ -29,9 +29,10 @@ struct Weights {
 constexpr int kTileRows = 4;
 constexpr int kTileVectors = kVectorBytes == 64 ? 4 : 2;  // a tile's sums stay in registers
 
-// Copies columns of all rows side by side, as sums, whole vectors of them. Where rows lie a power
-// of two apart, as they do in weights, caches hold few of them at a time; of the copy, all. Here
-// and below what comes next is asked for meanwhile: the rows are more than a processor foresees.
+// Copies columns of all rows side by side, converted to the type of sums, in complete vectors. Rows
+// whose distance is a power of two, as in weights, share cache sets, so the caches hold only a few
+// of them at a time. They hold all rows of the copy. Here and below, the next elements are
+// prefetched, because the hardware does not foresee so many rows.
 template <class Scalar>
 inline Rows<const sum_t<Scalar>> pack(Rows<const Scalar> rows, int64_t column, int64_t columns,
                                       sum_t<Scalar>* to) {
@@ -45,7 +46,7 @@ inline Rows<const sum_t<Scalar>> pack(Rows<const Scalar> rows, int64_t column, i
   return {to, rows.count, kMergeStride};
 }
 
-// out[row + r] = sum over i of weights[row + r, i] * in[i], on kVectors vectors of columns.
+// out[row + r] = sum over i of weights[row + r, i] * in[i], for kVectors vectors of columns.
 template <int kRows, int kVectors, class Scalar, class Lanes>
 inline void combine_tile(Rows<const sum_t<Scalar>> in, Weights<sum_t<Scalar>> weights,
                          Rows<Scalar> out, int64_t row, int64_t column, Lanes lanes) {
@@ -92,7 +93,7 @@ inline void combine(Rows<const sum_t<Scalar>> in, Weights<sum_t<Scalar>> weights
   for (; row < out.count; ++row) combine_rows<1>(in, weights, out, row, columns);
 }
 
-// products[row + r, col + c] += a[row + r] * b[col + c], the lanes of every vector for themselves.
+// products[row + r, col + c] += a[row + r] * b[col + c], separately for each lane of the vectors.
 template <int kRows, int kCols, class Sum>
 inline void multiply_tile(Rows<const Sum> a, Rows<const Sum> b, int64_t row, int64_t col,
                           int64_t columns, Sum* products) {
@@ -136,7 +137,7 @@ inline void multiply(Rows<const Sum> a, Rows<const Sum> b, int64_t columns, Sum*
   for (; row < a.count; ++row) multiply_rows<1>(a, b, row, columns, products);
 }
 
-// body(column, columns) for every block of columns that is packed at a time.
+// Calls body(column, columns) for every block of columns that is packed at once.
 template <class Body>
 inline void for_blocks(int64_t begin, int64_t end, const Body& body) {
   for (int64_t column = begin; column < end; column += kMergeColumns) {
@@ -159,7 +160,8 @@ inline void expert_merge(const ExpertMerge& task, int64_t begin, int64_t end, vo
   });
 }
 
-// Columns begin..end of dw, and what they contribute to dweights: products[merges, num_experts].
+// Computes the columns begin..end of dw, and their contribution to dweights, which is
+// products[merges, num_experts].
 inline void expert_merge_backward(const ExpertMergeBackward& task, int64_t begin, int64_t end,
                                   void* scratch, void* products) {
   with_scalar(task.type, [&](auto scalar) {

@@ -5,7 +5,7 @@
 
 namespace moe_parallel::MOE_PARALLEL_CAPABILITY {
 
-// Groups begin..end of the tokens * num_experts there are.
+// Computes the norms of the groups begin..end. There are tokens * num_experts groups.
 inline void group_norms(const GroupNorms& task, int64_t begin, int64_t end) {
   with_scalar(task.type, [&](auto scalar) {
     using Scalar = decltype(scalar);
@@ -22,7 +22,7 @@ inline void group_norms(const GroupNorms& task, int64_t begin, int64_t end) {
   });
 }
 
-// Integers that order as ranks_before() orders norms: NaN is the largest, -0 equals 0.
+// An integer with the same order as ranks_before(): NaN is the largest, and -0 equals 0.
 inline int32_t order_of(float norm) {
   const auto bits = bits_as<int32_t>(norm + 0.0f);
   return norm != norm ? INT32_MAX : bits < 0 ? bits ^ INT32_MAX : bits;
@@ -32,7 +32,8 @@ inline int64_t order_of(double norm) {
   return norm != norm ? INT64_MAX : bits < 0 ? bits ^ INT64_MAX : bits;
 }
 
-// Experts come by rising index and move up past smaller ones only, so ties keep that order.
+// An insertion sort. The experts are inserted in ascending order of their index, and move up only
+// past smaller scores, so a tie keeps the lower index first.
 template <class Norm>
 inline void select_of_token(const SelectTopK& task, int64_t token) {
   const auto* norms = static_cast<const Norm*>(task.norms) + token * task.num_experts;
@@ -58,7 +59,7 @@ inline void select_topk(const SelectTopK& task, int64_t begin, int64_t end) {
   }
 }
 
-// The gradient that reached C of expert e of the token by itself, or null.
+// The row of dc_chosen for expert e of the token, or null.
 template <class Scalar>
 inline const Scalar* gradient_of_chosen(const NormGradient& task, int64_t token, int64_t e) {
   const Scalar* dc_chosen = nullptr;

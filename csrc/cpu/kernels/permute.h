@@ -5,14 +5,14 @@
 
 namespace moe_parallel::MOE_PARALLEL_CAPABILITY {
 
-// Where a row goes, and where the next token's will: those lines are asked for meanwhile. What is
-// written must be read first, and a processor does not foresee what lies here and there.
+// The destination of a row, and that of the next token's row, whose cache lines are prefetched. A
+// line must be read before it is written, and the hardware does not foresee scattered rows.
 struct Target {
   char* row;
   char* ahead;
 };
 
-// Copies one row to `kTargets` others: it is read once, however many there are.
+// Copies one row to `kTargets` other rows. It is read once, however many targets there are.
 template <int kTargets>
 inline void copy_row(const char* source, const Target* targets, int64_t bytes) {
   constexpr int64_t kLine = 64;
@@ -27,7 +27,8 @@ inline void copy_row(const char* source, const Target* targets, int64_t bytes) {
   for (int t = 0; t < kTargets; ++t) std::memcpy(targets[t].row + i, source + i, bytes - i);
 }
 
-// Tokens begin..end to the rows that their slots have; row_of_slot is negative where none.
+// Copies the tokens begin..end to the rows of their slots. row_of_slot is negative for a slot
+// without a row.
 inline void permute(const Permute& task, const int64_t* row_of_slot, int64_t begin, int64_t end) {
   constexpr int kTargetsMax = 4;
   const auto* x = static_cast<const char*>(task.x);

@@ -5,8 +5,8 @@
 
 namespace moe_parallel::MOE_PARALLEL_CAPABILITY {
 
-// Both ask for the row after theirs, to read and to write: where rows lie apart the processor does
-// not foresee it, and what is written must be read first.
+// Both kernels prefetch the next row of all inputs and outputs. The hardware does not foresee it if
+// there are gaps between rows, and a cache line must be read before it is written.
 
 inline void swiglu(const Swiglu& task, int64_t begin, int64_t end) {
   with_scalar(task.type, [&](auto scalar) {

@@ -1,7 +1,7 @@
-// All kernels as one capability compiles them. This file and those that it includes are compiled
-// once for each, in a namespace of its own. They use nothing of the C++ library but what is
-// inlined: of a function that several files emit the linker keeps one, and it must not be the
-// AVX-512 one.
+// The kernels of one capability. This file and the files that it includes are compiled once per
+// capability, each time in a namespace of its own. They use only those functions of the C++ library
+// that are inlined. If several files emit the same function, the linker keeps one of the copies,
+// and that must not be the AVX-512 one.
 #pragma once
 
 #include "../capability.h"

@@ -5,15 +5,15 @@
 
 namespace moe_parallel::MOE_PARALLEL_CAPABILITY {
 
-// The row of the same choice of the next token, or negative.
+// The row of the next token's choice with the same index. It is negative if there is none.
 template <class Task>
 inline int64_t next_row(const Task& task, int64_t choice) {
   const int64_t next = choice + task.choices;
   return next < task.tokens * task.choices ? task.rows[next] : -1;
 }
 
-// Adds up the rows of one token, kVectors vectors of columns at a time, in registers. The rows of
-// the next token lie anywhere: they are asked for meanwhile.
+// Adds up the rows of one token in registers, kVectors vectors of columns at a time. The rows of
+// the next token can be anywhere, so they are prefetched.
 template <int kVectors, class Scalar, class Lanes>
 inline void sum_rows(const Unpermute& task, int64_t token, int64_t column, Lanes lanes) {
   using Sum = sum_t<Scalar>;
@@ -52,8 +52,8 @@ inline void unpermute(const Unpermute& task, int64_t begin, int64_t end) {
   });
 }
 
-// dy and dprobs of kRows rows of one token, whose gradient is read once for all of them. Those of
-// the next token are asked for meanwhile.
+// Computes dy and dprobs for kRows rows of one token. The token's gradient is read once for all of
+// them. The rows of the next token are prefetched.
 template <int kRows, class Scalar>
 inline void differentiate_rows(const UnpermuteBackward& task, int64_t token,
                                const int64_t* choices) {

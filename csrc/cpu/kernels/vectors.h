@@ -1,8 +1,8 @@
-// Vectors of sums: as many floats or doubles as a register of this capability holds.
+// Vectors of sums. A vector has as many floats or doubles as a register of this capability holds.
 //
-// Arithmetic, comparisons and `mask ? a : b` are the compiler's own on vector types; here is what
-// it has no operator for. Rows of bf16 and fp16 become floats where they are loaded, and are
-// rounded (to nearest even, NaN stays NaN) where they are stored.
+// The compiler supports arithmetic, comparisons and `mask ? a : b` on vector types. This file has
+// the other operations. Rows of bf16 and fp16 are converted to float when they are loaded, and
+// rounded when they are stored (to nearest even; NaN stays NaN).
 #pragma once
 
 #include <cmath>
@@ -26,7 +26,7 @@ struct Float16 {
   uint16_t bits;
 };
 
-// body(Scalar{}) with the C++ type that the name stands for.
+// Calls body(Scalar{}) with the C++ type for the enumerator.
 template <class Body>
 inline void with_scalar(ScalarType type, const Body& body) {
   switch (type) {
@@ -75,7 +75,7 @@ inline void write(void* p, From from) {
 
 template <class Sum>
 inline Vector<Sum> broadcast(Sum value) {
-  return value - Vector<Sum>{};  // not +, which would make 0 of -0
+  return value - Vector<Sum>{};  // not +, which would turn -0 into 0
 }
 
 inline Vector<float> load(const float* p) { return read<Vector<float>>(p); }
@@ -83,7 +83,7 @@ inline Vector<double> load(const double* p) { return read<Vector<double>>(p); }
 inline void store(float* p, Vector<float> v) { write(p, v); }
 inline void store(double* p, Vector<double> v) { write(p, v); }
 
-// Words below 2^16.
+// The words must be below 2^16.
 inline HalfWords narrow(Words words) {
 #if MOE_PARALLEL_VECTOR_BYTES == 32
   const auto packed = _mm256_packus_epi32(bits_as<__m256i>(words), bits_as<__m256i>(words));
@@ -99,7 +99,7 @@ inline Vector<float> load(const BFloat16* p) {
 
 #ifdef MOE_PARALLEL_ROUNDS_TO_BF16
 
-// Takes what is smaller than the smallest normal number, 2^-126, as 0.
+// Numbers smaller than the smallest normal number, 2^-126, become 0.
 inline void store(BFloat16* p, Vector<float> v) { write(p, _mm512_cvtneps_pbh(v)); }
 
 #else
@@ -115,7 +115,8 @@ inline void store(BFloat16* p, Vector<float> v) {
 
 #if MOE_PARALLEL_VECTOR_BYTES == 64
 
-// With zeros under a full mask: GCC warns of the undefined values under the plain ones' masks.
+// The maskz intrinsics with a full mask are used because GCC warns of undefined values in the ones
+// without a mask.
 inline Vector<float> load(const Float16* p) {
   return _mm512_maskz_cvtph_ps(0xffff, read<__m256i>(p));
 }
@@ -132,8 +133,9 @@ inline void store(Float16* p, Vector<float> v) {
 
 #else
 
-// fp16 has 5 bits of exponent, biased by 15, and 10 of fraction; fp32 8, biased by 127, and 23.
-// A product with 2^(127 - 15) moves the bias, of subnormal numbers too.
+// fp16 has 5 bits of exponent, with a bias of 15, and 10 bits of fraction. fp32 has 8 bits of
+// exponent, with a bias of 127, and 23 bits of fraction. A product with 2^(127 - 15) corrects the
+// bias, for subnormal numbers too.
 inline Vector<float> load(const Float16* p) {
   const Words half = __builtin_convertvector(read<HalfWords>(p), Words);
   const Words magnitude = (half & 0x7fff) << 13;
@@ -142,7 +144,8 @@ inline Vector<float> load(const Float16* p) {
   return bits_as<Vector<float>>(value | (half & 0x8000) << 16);
 }
 
-// Below 2^-14 the steps of fp16 are 2^-24, those of fp32 near 0.5: a sum with 0.5 rounds to them.
+// Below 2^-14 the spacing of fp16 numbers is 2^-24. Near 0.5 the spacing of fp32 numbers is the
+// same, so the addition of 0.5 rounds to it.
 inline void store(Float16* p, Vector<float> v) {
   const Words sign = bits_as<Words>(v) >> 16 & 0x8000;
   const Words magnitude = bits_as<Words>(v) & 0x7fffffff;
@@ -157,14 +160,14 @@ inline void store(Float16* p, Vector<float> v) {
 
 #endif
 
-// Brings what kVectors vectors are loaded from into the caches.
+// Prefetches the memory of kVectors vectors.
 template <int kVectors, class Scalar>
 inline void prefetch(const Scalar* p) {
   constexpr int64_t kLine = 64 / sizeof(Scalar);
   for (int64_t i = 0; i < kVectors * kLanes<sum_t<Scalar>>; i += kLine) __builtin_prefetch(p + i);
 }
 
-// Which lanes of a vector a step of for_columns() works on: all, or the first of them.
+// The lanes of a vector that a step of for_columns() works on: all lanes, or the first ones.
 struct AllLanes {
   template <class Scalar>
   Vector<sum_t<Scalar>> load(const Scalar* p) const {
@@ -180,7 +183,7 @@ struct FirstLanes {
   int64_t count;
 
   template <class Scalar>
-  Vector<sum_t<Scalar>> load(const Scalar* p) const {  // the others are 0
+  Vector<sum_t<Scalar>> load(const Scalar* p) const {  // the other lanes are 0
     Scalar lanes[kLanes<sum_t<Scalar>>] = {};
     std::memcpy(lanes, p, count * sizeof(Scalar));
     return MOE_PARALLEL_CAPABILITY::load(lanes);
@@ -193,7 +196,7 @@ struct FirstLanes {
   }
 };
 
-// body(i, lanes) for every vector of columns that begins at column i.
+// Calls body(i, lanes) for every vector of columns. It begins at column i.
 template <class Sum, class Body>
 inline void for_columns(int64_t columns, const Body& body) {
   int64_t i = 0;
@@ -201,7 +204,7 @@ inline void for_columns(int64_t columns, const Body& body) {
   if (i < columns) body(i, FirstLanes{columns - i});
 }
 
-// The sum of the lanes, halves first.
+// The sum of the lanes. The two halves of the vector are added first.
 template <class Sum, int64_t kBytes = kVectorBytes>
 inline Sum sum_of_lanes(typename VectorOf<Sum, kBytes>::type v) {
   if constexpr (kBytes == sizeof(Sum)) {
@@ -215,14 +218,14 @@ inline Sum sum_of_lanes(typename VectorOf<Sum, kBytes>::type v) {
   }
 }
 
-// e^x within 1 ulp; infinity where that is beyond the largest float, and e^-86 below -86, which
-// nobody who adds 1 to it can tell from 0. With x = n ln 2 + r it is 2^n e^r, and e^r a polynomial
-// (minimax in relative error, 5e-9, for |r| <= ln 2 / 2).
+// e^x within 1 ulp. The result is infinity if e^x exceeds the largest float. Below -86 it is e^-86,
+// which equals 0 once 1 is added. With x = n ln 2 + r, e^x is 2^n e^r, and e^r is approximated by a
+// polynomial (minimax in relative error, 5e-9, for |r| <= ln 2 / 2).
 inline Vector<float> exp(Vector<float> x) {
   constexpr float kLargest = 0x1.62e42ep6f;  // e^x rounds to the largest float
   constexpr float kLog2E = 0x1.715476p0f;
   constexpr float kLn2High = 0x1.62e4p-1f, kLn2Low = 0x1.7f7d1cp-20f;  // n kLn2High is exact
-  constexpr float kRound = 0x1.8p23f;  // added, it leaves n in the lowest bits
+  constexpr float kRound = 0x1.8p23f;  // adding it leaves n in the lowest bits
   x = x < -86.0f ? broadcast(-86.0f) : x;
   const Vector<float> shifted = x * kLog2E + kRound;
   const Vector<float> n = shifted - kRound;
