@@ -5,9 +5,9 @@
 namespace moe_parallel {
 namespace {
 
-constexpr int kSumsInFlight = 4;  // merges that share one reading of the experts
+constexpr int kSumsInFlight = 4;  // merges that are computed from one read of the experts
 
-// to[i] = sum over j of weights[i * by_i + j * by_j] * from[j]; one thread a vector of columns.
+// to[i] = sum over j of weights[i * by_i + j * by_j] * from[j]. One thread per vector of columns.
 template <class Scalar>
 struct Combination {
   const Scalar* from;  // [inner, size]
@@ -41,7 +41,8 @@ __global__ void combine(Combination<Scalar> task) {
   }
 }
 
-// One block a pair: enough of them, as there are merges times experts, and no sum is split.
+// One block per pair. There are merges times experts pairs, which is enough blocks, so that no sum
+// is split.
 template <class Scalar, int kSize>
 __global__ void differentiate_weights(ExpertMergeBackward task) {
   using Sum = sum_t<Scalar>;

@@ -1,5 +1,5 @@
-// Products of groups of rows of CUDA tensors: on tensor cores by CUTLASS, which takes what is
-// aligned to 16 bytes, else by a plain kernel. Neither waits for the counts.
+// Grouped products of CUDA tensors. If the operands are aligned to 16 bytes, CUTLASS computes them
+// on tensor cores. Otherwise a plain kernel does. Neither waits for the counts.
 #include "grouped_gemm.h"
 
 #include <ATen/Context.h>
@@ -28,7 +28,7 @@ bool may_use_tf32() {
 
 bool is_dense(const at::Tensor& t, int64_t dim) { return t.size(dim) <= 1 || t.stride(dim) == 1; }
 
-// A tensor whose rows or columns are dense, and how a kernel finds its matrices.
+// A tensor with dense rows or columns, and the description of its matrices for a kernel.
 struct Operand {
   at::Tensor tensor;
   GroupedMatrix matrix;
@@ -45,7 +45,7 @@ Operand rows_of_groups(const at::Tensor& t, bool transposed) {
            .is_cut = true}};
 }
 
-// A matrix a group, [groups, rows, columns], or a transposed view of such.
+// One matrix per group, [groups, rows, columns], or a transposed view of that.
 Operand matrices(const at::Tensor& t) {
   const bool by_rows = is_dense(t, 2) && t.stride(1) >= t.size(2);
   const bool by_columns = !by_rows && is_dense(t, 1) && t.stride(2) >= t.size(1);
@@ -88,12 +88,12 @@ constexpr bool run_in_torch(const at::Tensor&, const at::Tensor&, const at::Tens
 #else
 bool run_on_tensor_cores(const at::Tensor&, const GroupedProduct&) { return false; }
 
-// Only cuBLAS uses tensor cores then.
+// Without CUTLASS, only cuBLAS uses tensor cores.
 bool loop_is_faster(const at::Tensor& x) {
   return x.element_size() == 2 || (x.scalar_type() == at::kFloat && may_use_tf32());
 }
 
-// Torch's own grouped product, which waits for nothing on Hopper.
+// Torch's own grouped product, which does not wait for the counts on Hopper.
 bool run_in_torch(const at::Tensor& out, const at::Tensor& x, const at::Tensor& w,
                   const at::Tensor& counts, bool accumulate) {
   const auto is_aligned = [](const at::Tensor& t) {

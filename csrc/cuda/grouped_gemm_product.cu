@@ -1,5 +1,5 @@
-// Any product of groups of rows, in tiles of 64 by 64 through shared memory. The number of tiles
-// is known to the device alone; blocks are started for as many as there can be.
+// Grouped products of any type and layout, in tiles of 64 by 64 through shared memory. Only the
+// device knows the number of tiles, so blocks are launched for the largest possible number.
 #include "../grouped_gemm_product.h"
 #include "launch.cuh"
 #include "reduce.cuh"
@@ -14,7 +14,7 @@ constexpr int kPerThread = 4;  // rows, and columns, of d
 constexpr int kThreadsAcross = kTile / kPerThread;
 static_assert(kThreadsAcross * kThreadsAcross == kThreads);
 
-// One warp: each lane adds those before it, 32 groups at a time.
+// One warp computes the prefix sums of the counts, 32 groups at a time.
 __global__ void sum_counts(GroupOffsets task) {
   if (warp_in_block() > 0) return;
   int64_t before = 0;
@@ -31,7 +31,8 @@ __global__ void sum_counts(GroupOffsets task) {
 
 __host__ __device__ inline int64_t tiles_of(int64_t size) { return (size + kTile - 1) / kTile; }
 
-// A tile of d: of which group, and where it begins there.
+// A tile of d: its group, the number of rows of the group, and where the tile begins in the group's
+// matrix.
 struct Tile {
   int64_t group, rows, first_row, first_column;
 };
@@ -51,7 +52,7 @@ __device__ inline Tile find_tile(const GroupedProduct& task, int64_t index) {
 template <class Scalar>
 struct Matrix {
   Scalar* data;
-  int64_t by_row, by_column;  // elements between two rows, two columns
+  int64_t by_row, by_column;  // elements between two rows, and between two columns
 
   __device__ Matrix(const GroupedProduct& task, const GroupedMatrix& matrix, int64_t group)
       : by_row(matrix.by_columns ? 1 : matrix.stride),
@@ -68,11 +69,11 @@ struct Matrix {
 
 template <class Sum>
 struct Operands {
-  Sum a[kDepth][kTile + 1];  // transposed; one more keeps columns in different banks
+  Sum a[kDepth][kTile + 1];  // transposed; the extra element avoids bank conflicts
   Sum b[kDepth][kTile + 1];
 };
 
-// Consecutive threads read consecutive elements of memory; beyond the ends there are zeros.
+// Consecutive threads read consecutive elements of memory. Elements beyond the ends are zero.
 template <class Scalar, class Sum>
 __device__ inline void load_operands(const Matrix<Scalar>& a, const Matrix<Scalar>& b,
                                      const Tile& tile, int64_t first_k, int64_t m, int64_t n,

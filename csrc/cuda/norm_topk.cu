@@ -1,6 +1,6 @@
-// The selection and its gradient. All that it wants of C, which is then still in the L2 cache, is
-// one kernel: a team of threads a token writes its norms, ranks them, and copies the C of the
-// chosen.
+// The selection and its gradient. One kernel does all that needs C, because C is then still in the
+// L2 cache. A team of threads per token writes the token's norms, ranks them, and copies the C of
+// the chosen experts.
 #include "../norm_topk.h"
 #include "reduce.cuh"
 #include "vector.cuh"
@@ -8,9 +8,9 @@
 namespace moe_parallel {
 namespace {
 
-constexpr int64_t kBytesOfWarp = 4096;  // with more C than that a token gets a block, not a warp
+constexpr int64_t kBytesOfWarp = 4096;  // of C; a token with more gets a block, not a warp
 
-// The threads of a token wait for each other and see what the others wrote.
+// Synchronizes the threads of a token, so that they see what the others wrote.
 template <int kWarps>
 __device__ inline void wait_for_team() {
   if constexpr (kWarps == 1) {
@@ -20,7 +20,8 @@ __device__ inline void wait_for_team() {
   }
 }
 
-// `lanes` lanes a norm. Warps stay together to the end, as their lanes add up.
+// `lanes` lanes per norm. The lanes of a warp stay together to the end, because they add up their
+// sums.
 template <class Scalar, int kSize>
 __device__ inline void write_norms(const ScoreTokens& task, int64_t token, int thread, int team,
                                    int lanes) {
@@ -44,7 +45,7 @@ __device__ inline void write_norms(const ScoreTokens& task, int64_t token, int t
   }
 }
 
-// A thread a norm.
+// One thread per norm.
 template <class Sum>
 __device__ inline void add_squares(const ScoreTokens& task, int64_t token, int thread, int team) {
   auto* norms = static_cast<Sum*>(task.norms) + token * task.num_experts;
@@ -69,7 +70,7 @@ __device__ inline bool leads(const Candidate<Norm>& p, const Candidate<Norm>& q)
   return ranks_before(p.score, p.expert, q.score, q.expert);
 }
 
-// The first in order among the candidates of all lanes; every lane holds it.
+// The first of the candidates of all lanes, in the order of leads(). Every lane holds it.
 template <class Norm>
 __device__ inline Candidate<Norm> first_of_lanes(Candidate<Norm> best) {
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
@@ -80,8 +81,9 @@ __device__ inline Candidate<Norm> first_of_lanes(Candidate<Norm> best) {
   return best;
 }
 
-// One warp; each lane looks after every 32nd expert. The scores of the first kInRegisters stay
-// there, the others are read again for each choice: it is the first behind the choice before.
+// Runs on one warp. Each lane handles every 32nd expert. The scores of a lane's first kInRegisters
+// experts stay in registers, and the others are read again for each choice. A choice is the first
+// expert in order that comes after the previous choice.
 template <class Norm>
 __device__ inline void write_choices(const ScoreTokens& task, int64_t token) {
   constexpr int kInRegisters = 4;
@@ -150,7 +152,8 @@ __device__ inline int64_t chosen_row(const NormGradient& task, int64_t group) {
   return row;
 }
 
-// dc. `lanes` lanes a group. Every element is read by the lane that writes it: dc may be c.
+// Computes dc with `lanes` lanes per group. Every element is read by the lane that writes it,
+// because dc and c may be the same memory.
 template <class Scalar, int kSize>
 __global__ void norm_gradient(NormGradient task, int lanes) {
   using Sum = sum_t<Scalar>;

@@ -17,14 +17,14 @@ struct TokenOfRow {
   }
 };
 
-// Whether the row is that of this choice, by both directions of the map: a row is written by
-// spread_rows() if so, and by fill_rows() if not.
+// Whether the row belongs to this choice, according to both directions of the map. If so,
+// spread_token() writes the row; if not, fill_rows() does.
 __device__ inline bool belongs(const Permute& task, int64_t row, int64_t choice) {
   return choice >= 0 && choice < task.tokens * task.choices && row >= 0 && row < task.rows &&
          task.row_of_choice[choice] == row && task.slots[row] == choice;
 }
 
-// One warp a token: its row is read once and written as often as it was chosen.
+// One warp per token. The token's row is read once and written once per choice.
 template <class Word>
 __device__ inline void spread_token(const Permute& task, int64_t token, int64_t words) {
   const auto* x = static_cast<const Word*>(task.x) + token * words;
@@ -47,8 +47,8 @@ __device__ inline void spread_token(const Permute& task, int64_t token, int64_t 
   }
 }
 
-// The rows that belong to no choice: padding, and copies of one that the map names elsewhere. Lanes
-// look at 32 rows at a time.
+// Writes the rows that belong to no choice: padding, and rows whose slot has another row in the
+// inverse map. A warp checks 32 rows at a time.
 template <class Word>
 __device__ inline void fill_rows(const Permute& task, int64_t words) {
   const auto* x = static_cast<const Word*>(task.x);

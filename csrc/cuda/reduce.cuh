@@ -1,18 +1,20 @@
-// Sums over lanes, in a fixed order: the same bits from run to run.
+// Sums over lanes in a fixed order, so that every run gives the same bits.
 #pragma once
 
 #include "launch.cuh"
 
 namespace moe_parallel {
 
-// Lanes that share a row of so many vectors: a power of two, so that short rows fill a warp.
+// The number of lanes that share a row of `vectors` vectors. It is a power of two, so that several
+// short rows fill a warp.
 inline int lanes_for(int64_t vectors) {
   int lanes = 1;
   while (lanes < kWarp && lanes < vectors) lanes *= 2;
   return lanes;
 }
 
-// The sum over each `lanes` (a power of two) consecutive lanes; the first of them holds it.
+// The sum over each group of `lanes` consecutive lanes, a power of two. The first lane of the group
+// holds it.
 template <class Sum>
 __device__ inline Sum sum_over_lanes(Sum x, int lanes = kWarp) {
   for (int offset = lanes / 2; offset > 0; offset /= 2) {
@@ -21,7 +23,7 @@ __device__ inline Sum sum_over_lanes(Sum x, int lanes = kWarp) {
   return x;
 }
 
-// The sum over the lanes up to this one.
+// The inclusive prefix sum: the sum over the lanes up to this one.
 template <class Sum>
 __device__ inline Sum sum_up_to_lane(Sum x) {
   for (int offset = 1; offset < kWarp; offset *= 2) {

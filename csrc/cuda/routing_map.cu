@@ -2,10 +2,10 @@
 #include "launch.cuh"
 #include "reduce.cuh"
 
-// One block a chunk of choices; each of its warps sorts a part of the chunk, 32 choices at a
-// time. Lanes with the same expert find each other, and the first of them counts for all: nothing
-// is added atomically, and inside an expert choices keep their order. Experts are taken a range
-// at a time, as many as shared memory counts.
+// One block per chunk of choices. Each of its warps sorts a part of the chunk, 32 choices at a
+// time. The lanes with the same expert find each other (__match_any_sync), and the first of them
+// counts for all. So nothing is added atomically, and the choices of an expert keep their order.
+// The experts are processed in ranges of kExpertsPerRange, for which shared memory has counters.
 namespace moe_parallel {
 namespace {
 
@@ -28,7 +28,8 @@ __device__ inline Span span_of_warp(const Task& task, int64_t chunk) {
   return {min(begin, end), min(begin + per_warp, end)};
 }
 
-// The bin of a choice in the range that begins with `first_bin`; -1: in another, or in none.
+// The bin of a choice in the range that begins with `first_bin`, or -1 if the bin is in another
+// range or the choice has none.
 __device__ inline int bin_of(int64_t expert, int64_t num_experts, int64_t first_bin) {
   if (expert >= num_experts) return -1;
   const int64_t bin = (expert < 0 ? num_experts : expert) - first_bin;
@@ -46,8 +47,8 @@ __device__ inline void clear(Counters& counters, int bins) {
   __syncthreads();
 }
 
-// place(choice, bin, earlier) for every choice of the span that has a bin in this range, with how
-// many before it in this warp's counter have the same; counts them.
+// Calls place(choice, bin, earlier) for every choice of the span that has a bin in this range, and
+// counts it. `earlier` is the number of choices with the same bin before it in this warp's counter.
 template <class Place>
 __device__ inline void walk(const int64_t* experts, int64_t num_experts, Span span,
                             int64_t first_bin, int* counter, const Place& place) {
@@ -85,8 +86,8 @@ __global__ void count_choices(CountChoices task) {
   }
 }
 
-// An expert a block. Each reads the counts of all experts before it: for hundreds of experts that
-// is less than the launch of another kernel.
+// One block per expert. Each block reads the counts of all experts before its own. For hundreds of
+// experts, that costs less than the launch of another kernel.
 __global__ void find_rows(FindRows task) {
   for (int64_t expert = blockIdx.x; expert < task.num_experts; expert += gridDim.x) {
     const bool is_padded = task.pad_rows_per_expert >= 0;
@@ -111,7 +112,7 @@ __global__ void find_rows(FindRows task) {
   }
 }
 
-// Each warp's counters become the choices of the warps before it.
+// Replaces the counters of each warp by the number of choices of the warps before it.
 __device__ inline void scan_warps(Counters& counters, int bins) {
   __syncthreads();
   for (int bin = threadIdx.x; bin < bins; bin += kThreads) {
@@ -143,7 +144,7 @@ __global__ void place_choices(PlaceChoices task) {
       walk(task.experts, task.num_experts, span, first, counter,
            [&](int64_t choice, int bin, int earlier) {
              const int64_t expert = first + bin;
-             if (expert == task.num_experts) return;  // a choice of none
+             if (expert == task.num_experts) return;  // a choice that names no expert
              const int64_t row = task.first_row[expert * task.chunks + chunk] + earlier;
              if (row >= end_of_rows(task, expert)) return;
              task.slots[row] = choice;

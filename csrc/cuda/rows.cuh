@@ -1,4 +1,4 @@
-// Copies of whole rows, whatever their elements are.
+// Copies of complete rows of any element type.
 #pragma once
 
 #include "launch.cuh"
@@ -6,10 +6,10 @@
 
 namespace moe_parallel {
 
-constexpr int kRowsInFlight = 4;  // a warp's gathers wait for each other
+constexpr int kRowsInFlight = 4;  // the loads of so many rows of a warp overlap
 
-// body(Word{}) with the widest word that divides addresses and rows. Every element type has an
-// even size.
+// Calls body(Word{}) with the widest word whose size divides the addresses and the rows. uint16_t
+// always fits, because every element type has an even size.
 template <class Body>
 void with_words(const void* x, const void* y, int64_t row_bytes, const Body& body) {
   const auto takes = [&](int64_t bytes) { return are_aligned({x, y}, {row_bytes}, 1, bytes); };
@@ -22,7 +22,7 @@ void with_words(const void* x, const void* y, int64_t row_bytes, const Body& bod
   }
 }
 
-// y[n] = x[row_of(n)], and zeros where row_of(n) < 0; `words` make a row.
+// y[n] = x[row_of(n)], or zeros if row_of(n) < 0. A row has `words` words.
 template <class Word, class RowOf>
 __global__ void gather_rows(const Word* x, Word* y, int64_t rows, int64_t words, RowOf row_of) {
   for (int64_t first = first_warp() * kRowsInFlight; first < rows;
@@ -56,7 +56,7 @@ void launch_gather(const void* x, void* y, int64_t rows, int64_t row_bytes, RowO
   });
 }
 
-// y[n] = 0 where slots[n] names none of `choices`. Lanes look at 32 rows at a time.
+// y[n] = 0 if slots[n] names none of the `choices`. A warp checks 32 rows at a time.
 template <class Word>
 __device__ inline void clear_padding(const int64_t* slots, int64_t choices, Word* y, int64_t rows,
                                      int64_t words) {

@@ -10,7 +10,7 @@
 
 namespace moe_parallel {
 
-// body(Scalar{}) with the C++ type that the name stands for.
+// Calls body(Scalar{}) with the C++ type for the enumerator.
 template <class Body>
 void with_cuda_scalar(ScalarType type, const Body& body) {
   switch (type) {

@@ -6,7 +6,7 @@
 namespace moe_parallel {
 namespace {
 
-// One warp a row.
+// One warp per row.
 template <class Scalar, int kSize>
 __global__ void activate_rows(Swiglu task) {
   using Sum = sum_t<Scalar>;
@@ -30,7 +30,7 @@ __global__ void activate_rows(Swiglu task) {
   }
 }
 
-// One warp a row, which sums the probability's gradient.
+// One warp per row. It sums the gradient of the row's prob.
 template <class Scalar, int kSize>
 __global__ void differentiate_rows(SwigluBackward task) {
   using Sum = sum_t<Scalar>;

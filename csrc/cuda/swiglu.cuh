@@ -1,11 +1,12 @@
-// SwiGLU of one element, and its gradients, for all kernels that compute them: the same bits.
+// SwiGLU of one element, and its gradients. All kernels use these functions, so that they give the
+// same bits.
 #pragma once
 
 #include "scalar.cuh"
 
 namespace moe_parallel {
 
-// The fast exponential and division err by less than 16-bit elements round.
+// The errors of the fast exponential and division are smaller than the rounding of 16-bit elements.
 template <class Scalar>
 __device__ inline sum_t<Scalar> sigmoid(sum_t<Scalar> x) {
   if constexpr (sizeof(Scalar) == 2) {
@@ -23,7 +24,7 @@ __device__ inline sum_t<Scalar> activate(sum_t<Scalar> p, sum_t<Scalar> gate, su
 template <class Sum>
 struct SwigluGradient {
   Sum dgate, dup, h;
-  Sum dp;  // what this element adds to the probability's gradient
+  Sum dp;  // what this element adds to the gradient of the prob
 };
 
 template <class Scalar>

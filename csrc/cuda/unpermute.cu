@@ -5,14 +5,14 @@
 namespace moe_parallel {
 namespace {
 
-constexpr int kChoicesInFlight = 4;  // their rows are read before the first is added
+constexpr int kChoicesInFlight = 4;  // their rows are read before the first one is added
 
 template <class Task>
 __device__ inline bool has_row(const Task& task, int64_t row) {
   return row >= 0 && row < task.num_rows;
 }
 
-// One warp a token. Each lane sums whole columns in the order of the choices.
+// One warp per token. Each lane sums complete columns in the order of the choices.
 template <class Scalar, int kSize>
 __global__ void sum_rows(Unpermute task) {
   using Sum = sum_t<Scalar>;
@@ -44,8 +44,8 @@ __global__ void sum_rows(Unpermute task) {
   }
 }
 
-// The choices from k on of one token, as many as are in flight: writes their rows' gradients and
-// their probs'.
+// Writes the gradients of the rows and of the probs of one token's choices from k on, as many as
+// are in flight.
 template <class Scalar, int kSize>
 __device__ inline void spread_choices(const UnpermuteBackward& task, int64_t token, int64_t k) {
   using Sum = sum_t<Scalar>;
@@ -84,7 +84,7 @@ __device__ inline void spread_choices(const UnpermuteBackward& task, int64_t tok
   }
 }
 
-// One warp a token.
+// One warp per token.
 template <class Scalar, int kSize>
 __global__ void spread_gradient(UnpermuteBackward task) {
   for (int64_t token = first_warp(); token < task.tokens; token += num_warps()) {

@@ -1,5 +1,5 @@
-// Rows are read and written 16 bytes at a time where addresses and lengths allow it, and element
-// by element where they do not.
+// Rows are read and written 16 bytes at a time if addresses and lengths allow it, and element by
+// element otherwise.
 #pragma once
 
 #include <initializer_list>
@@ -50,7 +50,8 @@ __device__ inline sum_t<Scalar> dot(const Vector<Scalar, kSize>& x,
   return sum;
 }
 
-// body(Scalar{}, integral_constant of the elements in a vector); `row_sizes` in elements.
+// Calls body(Scalar{}, kSize), where kSize is an integral_constant: the number of elements in a
+// vector. `row_sizes` are in elements.
 template <class Body>
 void with_vectors(ScalarType type, std::initializer_list<const void*> addresses,
                   std::initializer_list<int64_t> row_sizes, const Body& body) {

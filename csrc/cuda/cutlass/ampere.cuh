@@ -1,5 +1,6 @@
-// Grouped products for sm_80 and later: cp.async fills shared memory four stages ahead, mma
-// multiplies. The blocks stay and take tile after tile, found on the device.
+// Grouped products for sm_80 and later. cp.async fills shared memory in a pipeline of four stages,
+// and mma multiplies. The blocks are persistent: each computes tile after tile, which it finds on
+// the device.
 #pragma once
 
 #include <cutlass/epilogue/thread/linear_combination.h>

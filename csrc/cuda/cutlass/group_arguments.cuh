@@ -1,5 +1,5 @@
-// What CUTLASS's grouped kernels read from device memory: a problem, pointers and strides a group,
-// made on the device from the offsets.
+// The arguments that CUTLASS's grouped kernels read from device memory: a problem, pointers and
+// strides per group. They are computed on the device from the offsets.
 #pragma once
 
 #include <type_traits>
@@ -9,7 +9,7 @@
 
 namespace moe_parallel {
 
-// `Problem` is made of m, n and k. A group without rows is a problem without tiles.
+// `Problem` is constructed from m, n and k. A group without rows is a problem without tiles.
 template <class Problem>
 struct GroupArguments {
   Problem* problems;
@@ -64,7 +64,8 @@ __global__ void make_arguments(GroupedProduct task, GroupArguments<Problem> to) 
   }
 }
 
-// CUTLASS leaves the product of a group without rows as it was: here it becomes 0. A warp a row.
+// CUTLASS does not write the product of a group without rows, so this kernel sets it to 0. One warp
+// per row.
 static __global__ void clear_empty_groups(GroupedProduct task) {
   for (int64_t i = first_warp(); i < task.groups * task.m; i += num_warps()) {
     const int64_t e = i / task.m;

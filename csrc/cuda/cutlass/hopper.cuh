@@ -1,6 +1,7 @@
-// Grouped products for sm_90a: TMA fills shared memory, wgmma multiplies, two consumers take turns
-// (ping-pong), so that one's epilogue runs under the other's products. The blocks stay and take
-// tile after tile, whatever the groups' sizes.
+// Grouped products for sm_90a. TMA fills shared memory, and wgmma multiplies. Two consumer
+// warpgroups alternate (ping-pong), so that the epilogue of one overlaps with the products of the
+// other. The blocks are persistent: each computes tile after tile, whatever the sizes of the
+// groups.
 #pragma once
 
 #include <cutlass/gemm/device/gemm_universal_adapter.h>
@@ -42,7 +43,7 @@ struct HopperProduct {
   using StrideB = typename Kernel::InternalStrideB;
   using StrideD = typename Kernel::InternalStrideD;
 
-  // Of their strides only the leading one is not known to the compiler.
+  // Only the leading stride is not a compile-time constant, so each of these types has 8 bytes.
   static_assert(sizeof(StrideA) == 8 && sizeof(StrideB) == 8 && sizeof(StrideD) == 8);
 
   static typename Gemm::Arguments arguments(const GroupedProduct& task, const Device& device,

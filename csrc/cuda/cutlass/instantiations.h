@@ -1,5 +1,5 @@
-// The kernels there are. An instantiation for Hopper takes a compiler most of a minute and
-// gigabytes, so each is a file of its own.
+// The kernels of this build. The compiler needs most of a minute and gigabytes of memory for an
+// instantiation for Hopper, so each has a file of its own.
 #pragma once
 
 #include "products.h"
@@ -16,8 +16,9 @@ constexpr Instantiation instantiation_of() {
   return {Product::workspace, Product::run};
 }
 
-// Of one type, by what lies dense in a and b: rows and rows (x w), rows and columns (x w^T),
-// columns and rows (x^T y), and the last with a float result.
+// The kernels of one element type, by the layouts of a and b: row-major and row-major (x w),
+// row-major and column-major (x w^T), column-major and row-major (x^T y), and the last with a float
+// result.
 struct Instantiations {
   Instantiation product, by_transposed, outer, outer_in_float;
 };

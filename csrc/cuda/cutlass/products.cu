@@ -31,7 +31,7 @@ const Instantiation* select(const Instantiations& of_type, const GroupedProduct&
   return task.b.by_columns ? &of_type.by_transposed : &of_type.product;
 }
 
-// What is not instantiated for Hopper runs there as on the GPUs before.
+// A type without an instantiation for Hopper uses the kernels for Ampere there.
 const Instantiation* find(const GroupedProduct& task, const Device& device) {
   static const Instantiations hopper{kHopperProduct, kHopperByTransposed, kHopperOuter,
                                      kHopperOuterInFloat};
