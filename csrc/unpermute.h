@@ -23,8 +23,8 @@ struct Unpermute {
   int64_t width;
 };
 
-// dy[rows[t, k]] = probs[t, k] * dout[t], and zeros in padding rows (slots[n] < 0). dprobs[t, k] =
-// y[rows[t, k]] . dout[t], or 0 if rows[t, k] < 0.
+// dy[rows[t, k]] = probs[t, k] * dout[t], and zeros in padding rows (slots[n] < 0).
+// dprobs[t, k] = y[rows[t, k]] . dout[t], or 0 if rows[t, k] < 0.
 struct UnpermuteBackward {
   ScalarType type;       // of dout, y and dy
   const void* dout;      // [tokens, width]

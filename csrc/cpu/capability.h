@@ -33,8 +33,8 @@ struct Kernels {
   Kernel<SelectTopK> select_topk;
   Kernel<NormGradient> norm_gradient;
   // The scratch memory is 64-byte aligned and holds kMergeStride sums per expert. In the backward
-  // pass it also holds kMergeStride sums per merge, and 64 bytes for each of the [merges,
-  // num_experts] products.
+  // pass it also holds kMergeStride sums per merge, and 64 bytes for each product of an expert and
+  // a merge.
   void (*expert_merge)(const ExpertMerge& task, int64_t begin, int64_t end, void* scratch);
   void (*expert_merge_backward)(const ExpertMergeBackward& task, int64_t begin, int64_t end,
                                 void* scratch, void* products);

@@ -1,6 +1,6 @@
-// The selection and its gradient. One kernel does all that needs C, because C is then still in the
-// L2 cache. A team of threads per token writes the token's norms, ranks them, and copies the C of
-// the chosen experts.
+// The selection and its gradient. One kernel does everything that needs C, because C is then still
+// in the L2 cache. A team of threads per token writes the token's norms, ranks them, and copies the
+// C of the chosen experts.
 #include "../norm_topk.h"
 #include "reduce.cuh"
 #include "vector.cuh"

@@ -3,9 +3,9 @@
 #include "reduce.cuh"
 
 // One block per chunk of choices. Each of its warps sorts a part of the chunk, 32 choices at a
-// time. The lanes with the same expert find each other (__match_any_sync), and the first of them
-// counts for all. So nothing is added atomically, and the choices of an expert keep their order.
-// The experts are processed in ranges of kExpertsPerRange, for which shared memory has counters.
+// time. __match_any_sync finds the lanes with the same expert, and the first of them counts for
+// all. So nothing is added atomically, and the choices of an expert keep their order. The experts
+// are processed in ranges of kExpertsPerRange, for which shared memory has counters.
 namespace moe_parallel {
 namespace {
 

@@ -6,7 +6,7 @@
 
 namespace moe_parallel {
 
-constexpr int kRowsInFlight = 4;  // the loads of so many rows of a warp overlap
+constexpr int kRowsInFlight = 4;  // rows of a warp at a time, so that their loads overlap
 
 // Calls body(Word{}) with the widest word whose size divides the addresses and the rows. uint16_t
 // always fits, because every element type has an even size.

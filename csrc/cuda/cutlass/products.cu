@@ -10,7 +10,7 @@ namespace {
 
 bool fits_int(int64_t size) { return size <= INT_MAX; }
 
-// Rows, or columns, of `dense` elements are read 16 bytes at a time.
+// Whether rows, or columns, of `dense` elements can be read 16 bytes at a time.
 bool is_aligned(const GroupedMatrix& matrix, ScalarType type, int64_t dense) {
   const int64_t between_groups = matrix.is_cut ? 0 : matrix.group_stride;
   return dense != kRagged &&

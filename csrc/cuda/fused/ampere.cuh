@@ -1,6 +1,6 @@
-// The fused product for sm_80 and whatever comes later: cp.async gathers into shared memory three
-// stages ahead, mma multiplies. The blocks stay, and load on from tile to tile: a tile's first
-// stages arrive while the one before is in its epilogue.
+// The fused product for sm_80 and later. cp.async gathers rows into shared memory, three stages
+// ahead, and mma multiplies. The blocks are persistent, and their loads continue from tile to tile:
+// the first stages of a tile arrive while the previous tile is in its epilogue.
 #pragma once
 
 #include "ptx.cuh"
@@ -9,8 +9,8 @@
 
 namespace moe_parallel::fused {
 
-// Of 16-bit elements. Eight warps, two down and four across, have 64 rows each and 32 columns of
-// each accumulator: 128 sums a thread.
+// The elements have 16 bits. There are eight warps, two down and four across. Each has 64 rows and
+// 32 columns of each accumulator, which makes 128 sums per thread.
 struct AmpereTile {
   static constexpr int kRows = kTileRows, kColumns = kTileColumns;
   static constexpr int kDepth = 32;  // elements of a row, 64 bytes
@@ -25,8 +25,9 @@ struct AmpereTile {
   static_assert(kPanelBytes == 2 * kRows * kDepth && kPanelBytes == 2 * kColumns * kDepth);
 };
 
-// A panel of 64-byte rows (a; b by columns), or of 256-byte rows (b by rows). Chunks of 16 bytes
-// change places so that the eight rows that ldmatrix reads at once lie in different banks.
+// The place of a chunk of 16 bytes in a panel. A panel has rows of 64 bytes (a, and a column-major
+// b) or of 256 bytes (a row-major b). The chunks are swizzled, so that the eight rows that ldmatrix
+// reads at once are in different banks.
 __device__ inline ptx::SharedAddress in_narrow_rows(int row, int chunk) {
   return row * 64 + ((chunk ^ (row >> 1 & 3)) << 4);
 }
@@ -36,7 +37,8 @@ __device__ inline ptx::SharedAddress in_wide_rows(int row, int chunk) {
 
 __device__ inline int depth_of(const ProductPart& part) { return static_cast<int>(part.depth); }
 
-// Loads the stages of a block's tiles, one after the other, each thread two chunks of each panel.
+// Loads the stages of a block's tiles one after the other. Each thread copies two chunks of each
+// panel.
 template <class Scalar, bool kByColumns, bool kSideBySide>
 class AmpereLoader {
   using Tiles = TileWalk<AmpereTile::kRows>;
@@ -47,7 +49,7 @@ class AmpereLoader {
     locate();
   }
 
-  // The next stage; a group of copies, which is empty after the last one.
+  // Loads the next stage as one group of copies. After the last stage the group is empty.
   __device__ void load() {
     if (!tiles_.is_over()) {
       const ProductPart& part = product_.parts[part_];
@@ -62,7 +64,7 @@ class AmpereLoader {
   }
 
  private:
-  // Of narrow rows a thread has two, 64 apart, and of wide rows two, 16 apart.
+  // A thread has two narrow rows, 64 apart, or two wide rows, 16 apart.
   static __device__ int narrow_row() { return static_cast<int>(threadIdx.x) / 4; }
   static __device__ int narrow_chunk() { return static_cast<int>(threadIdx.x) % 4; }
   static __device__ int wide_row() { return static_cast<int>(threadIdx.x) / 16; }
@@ -79,7 +81,7 @@ class AmpereLoader {
     locate();
   }
 
-  // What this thread reads of a tile and a part, at depth 0.
+  // Computes the addresses that this thread reads for a tile and a part, at depth 0.
   __device__ void locate() {
     if (tiles_.is_over()) return;
     const ProductPart& part = product_.parts[part_];
@@ -148,7 +150,7 @@ class AmpereLoader {
 // A warp's sums: strips of 16 rows by groups of 8 columns.
 using AmpereSums = float[AmpereTile::kStrips][AmpereTile::kGroups][4];
 
-// 16 of the depth: of b two groups of columns at a time.
+// Loads b for 16 elements of the depth, two groups of columns at a time.
 template <bool kByColumns>
 __device__ inline void load_b_fragments(ptx::SharedAddress panel, int step, int first_column,
                                         uint32_t (&b)[AmpereTile::kGroups / 2][4]) {
@@ -181,8 +183,8 @@ __device__ inline void multiply_fragments(const uint32_t (&a)[AmpereTile::kStrip
   }
 }
 
-// What a stage adds to is a constant here, so that nothing keeps the compiler from loading the next
-// fragments between products.
+// The accumulators that a stage adds to are template parameters, so that nothing keeps the compiler
+// from loading the next fragments between products.
 template <class Scalar, bool kByColumns, bool kFirst, bool kSecond>
 __device__ inline void multiply_stage(ptx::SharedAddress stage, int first_row, int first_column,
                                       AmpereSums& first, AmpereSums& second) {
@@ -224,8 +226,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       const ProductPart& part = product.parts[i];
       for (int depth = 0; depth < depth_of(part); depth += AmpereTile::kDepth) {
         ptx::wait_for_copies<AmpereTile::kStages - 2>();
-        __syncthreads();  // all copies of this stage are there, and the one before has been read
-        loader.load();    // into the one before
+        __syncthreads();  // this stage's copies have arrived, and the previous stage was read
+        loader.load();    // into the previous stage
         const ptx::SharedAddress stage = memory + slot * AmpereTile::kStageBytes;
         if (part.first.data && part.second.data) {
           multiply_stage<Scalar, kByColumns, true, true>(stage, first_row, first_column, first,

@@ -22,7 +22,7 @@ bool runs_hopper() {
 
 namespace {
 
-constexpr int64_t kMost = int64_t{1} << 30;  // of what is counted in 32 bits
+constexpr int64_t kMost = int64_t{1} << 30;  // of values that are counted in 32 bits
 
 bool has_device() {
   return attribute(cudaDevAttrComputeCapabilityMajor) >= 8 &&
@@ -63,7 +63,8 @@ bool takes(const FusedProduct& product, Layout layout) {
                (is_one_matrix || layout == Layout::kByRows);
   for (int i = 0; i < product.num_parts; ++i) {
     const ProductPart& part = product.parts[i];
-    // Where nothing is copied, a copy is told of the first row (ptx::copy_or_clear).
+    // A copy that reads nothing is given the address of the first row (ptx::copy_or_clear), so
+    // there must be one.
     taken = taken && part.a.source_rows > 0 && 0 < part.depth && part.depth < kMost &&
             takes_rows({part.a.data}, {part.a.stride, part.depth}) &&
             takes_matrix(part.first, layout) && takes_matrix(part.second, layout);
@@ -75,7 +76,7 @@ bool takes(const FusedProduct& product, Layout layout) {
 
 namespace moe_parallel {
 
-// No GPU has measured it; tools/gpu/report.sh does.
+// It has not been measured on a GPU; tools/gpu/report.sh measures it.
 bool is_faster_fused() { return false; }
 
 }  // namespace moe_parallel

@@ -1,4 +1,4 @@
-// What all epilogues ask of a product. Torch-free.
+// The conditions of all epilogues for a product. Torch-free.
 #pragma once
 
 #include <initializer_list>
@@ -9,15 +9,16 @@ namespace moe_parallel::fused {
 
 enum class Layout { kByRows, kByColumns, kAny };
 
-// A product of 16-bit elements on a GPU from sm_80 on, whose rows are multiples of 16 bytes from
-// addresses that are, with matrices in one layout.
+// Whether the kernels support the product: 16-bit elements, a GPU with sm_80 or later, rows and
+// addresses that are multiples of 16 bytes, and all matrices in one layout.
 bool takes(const FusedProduct& product, Layout layout);
 
-// Whether an epilogue can move 16 bytes at a time; a null address, of what is not wanted, is one.
+// Whether an epilogue can read and write 16 bytes at a time. A null address, of a tensor that is
+// not needed, counts as aligned.
 bool takes_rows(std::initializer_list<const void*> addresses,
                 std::initializer_list<int64_t> strides);
 
-// Of a product that is taken.
+// Whether the matrices of a supported product are column-major.
 bool lies_by_columns(const FusedProduct& product);
 
 }  // namespace moe_parallel::fused

@@ -1,4 +1,4 @@
-// The gradients of what SwiGLU read, of dh in the accumulators.
+// The gradients of SwiGLU's inputs, from dh in the accumulators.
 #pragma once
 
 #include "../../fused_product.h"

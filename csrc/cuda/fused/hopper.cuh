@@ -1,13 +1,13 @@
-// The fused product for sm_90a. Of a block's three warpgroups one copies (producer) and two
-// multiply (consumers: 64 rows each, 128 columns of both accumulators); four stages of shared
-// memory go round between them. Blocks stay, and the copies of a tile begin while the one before is
-// multiplied.
+// The fused product for sm_90a. A block has three warpgroups: one copies (the producer), and two
+// multiply (the consumers, each with 64 rows and 128 columns of both accumulators). They share a
+// ring of four stages of shared memory. The blocks are persistent, and the copies of a tile begin
+// while the previous tile is multiplied.
 //
-// Copies are cp.async, as TMA gathers no rows. A stage is full when the copies of all producers
-// have arrived at its barrier. They wrote through the generic proxy and wgmma reads through the
-// asynchronous one; the barrier orders threads, not proxies, so each consumer puts a proxy fence
-// behind its wait. A stage is empty when the products that read it have ended, which a
-// consumer knows one stage later, as it leaves one group of products under way.
+// The copies use cp.async, because TMA does not gather rows. A stage is full when the copies of all
+// producer threads have arrived at its barrier. The copies write through the generic proxy, and
+// wgmma reads through the async proxy. The barrier orders threads, not proxies, so each consumer
+// executes a proxy fence after its wait. A stage is empty when the products that read it have
+// ended. A consumer knows that one stage later, because it leaves one group of products in flight.
 #pragma once
 
 #include "../launch.cuh"
@@ -19,16 +19,17 @@ namespace moe_parallel::fused::hopper {
 constexpr int kWarpsPerGroup = 4, kConsumerGroups = 2;
 constexpr int kBlock = kProducers + kConsumerGroups * kWarpsPerGroup * kWarp;
 
-// Registers of a thread: at launch, and after the producers have given theirs to the consumers.
+// Registers per thread: at launch, and after the producers have given registers to the consumers.
 constexpr int kAtLaunch = 168, kOfProducer = 72, kOfConsumer = 216;
 static_assert(kOfProducer * kProducers + kOfConsumer * (kBlock - kProducers) <= kAtLaunch * kBlock);
 static_assert(kAtLaunch * kBlock <= 65536);
 
-// What the parts of a product add to. A kernel is compiled for one of these: where the parts of one
-// differ in it, ptxas finds no registers to have products under way.
+// The accumulators that the parts of a product add to. A kernel is compiled for one of these
+// values. If the kernel selected the accumulators of each part at run time, ptxas would not find
+// the registers to keep products in flight.
 enum class Parts {
-  kForBoth,     // every part to both accumulators
-  kForOneEach,  // the first to `first`, the second to `second`
+  kForBoth,     // every part adds to both accumulators
+  kForOneEach,  // the first part adds to `first`, the second to `second`
 };
 
 template <Parts kParts>
@@ -43,12 +44,13 @@ bool fits(const FusedProduct& product) {
   return does;
 }
 
-// Parts for one accumulator each have the registers of both, one after the other, for 256 columns:
-// `first` waits for `second` rounded to its type, in half as many.
+// If each part adds to one accumulator, the parts run one after the other, and each uses the
+// registers of both accumulators for 256 columns. The sums of `first` are rounded to their type, in
+// half as many registers, until the sums of `second` are computed.
 template <Parts kParts, class Epilogue>
 constexpr bool kIsWide = Epilogue::kSideBySide || kParts == Parts::kForOneEach;
 
-// Whether there are columns in the second half of a wide tile.
+// Whether the second half of a wide tile has columns.
 template <bool kWide>
 __device__ inline bool has_second(const FusedProduct& product, const Tile& tile) {
   return !kWide || column_of<kWide>(tile, 1) < product.columns;
@@ -72,7 +74,8 @@ __device__ inline void load_part(const FusedProduct& product, int index, const T
   const bool loads_second = has_second<kWide>(product, tile);
   for (int i = 0; i < stages_of(part); ++i, ring.advance()) {
     const int stage = ring.stage();
-    // The parity of the phase before: at the start there is none, and the wait returns at once.
+    // Waits for the parity of the previous phase. At the start there is no such phase, and the wait
+    // returns at once.
     ptx::wait(barriers().empty[stage], ring.parity() ^ 1);
     rows.start(slab_of(stage, kA), i * kDepth);
     firsts.start(slab_of(stage, kFirst), i * kDepth);
@@ -81,13 +84,13 @@ __device__ inline void load_part(const FusedProduct& product, int index, const T
   }
 }
 
-// `sums`: of the columns in the first slab, or in both. At least one stage: with a loop that may be
-// left out, ptxas copies sums and has no products under way.
+// `sums`: of the columns in the first slab, or in both slabs. The loop runs at least once: if it
+// could be skipped, ptxas would copy the sums and keep no products in flight.
 template <class Scalar, bool kByColumns, class Accumulators>
 __device__ inline void multiply_part(int depths, Ring& ring, Accumulators& sums) {
   constexpr int kStep = 16;  // of wgmma's depth
   constexpr int kBytesOfStep = kByColumns ? kStep * 2 : kStep * kLineBytes;
-  constexpr int kHalfSlab = kSlabBytes / 2;  // the rows of a consumer, and 64 columns by rows
+  constexpr int kHalfSlab = kSlabBytes / 2;  // a consumer's rows, or 64 columns of a row-major b
   constexpr int kUnused = 16;
   const int group = warp_in_block() / kWarpsPerGroup - 1;
   int last = -1;
@@ -127,10 +130,11 @@ __device__ inline void produce(const FusedProduct& product) {
       load_part<Scalar, kByColumns, kParts, kWide>(product, i, tile, ring);
     }
   }
-  ptx::wait_for_all_copies();  // a thread that ends may leave none under way
+  ptx::wait_for_all_copies();  // a thread must not end with copies in flight
 }
 
-// The parts from `begin` to `end`, of the first 128 columns or of all.
+// Multiplies the parts from `begin` to `end`, into both halves of `sums` if is_whole, and otherwise
+// into the first half.
 template <class Scalar, bool kByColumns>
 __device__ inline void multiply_parts(const FusedProduct& product, int begin, int end,
                                       bool is_whole, Ring& ring, ptx::Sums (&sums)[2]) {
@@ -144,7 +148,8 @@ __device__ inline void multiply_parts(const FusedProduct& product, int begin, in
   }
 }
 
-// Sums that wait, in pairs of 16 bits. An epilogue rounds them so too.
+// Sums that are kept for later, as pairs of 16-bit elements. The epilogue rounds them in the same
+// way.
 using Pairs256 = uint32_t[2][16][2];
 
 template <class Scalar>
@@ -157,8 +162,8 @@ __device__ inline void put_aside(ptx::Sums (&sums)[2], Pairs256& pairs) {
   }
 }
 
-// The epilogue of `first` that was put aside, 32 columns at a time: no more of it than that is
-// there twice.
+// Applies the epilogue to the sums of `first`, which were put aside, and to those of `second`. It
+// does so 32 columns at a time, so that no more than 32 columns of `first` are in registers twice.
 template <class Scalar, class Epilogue>
 __device__ inline void finish(const Pairs256& firsts, const ptx::Sums (&seconds)[2], Strip strip,
                               const Epilogue& epilogue) {
@@ -180,7 +185,7 @@ __device__ inline void finish(const Pairs256& firsts, const ptx::Sums (&seconds)
   }
 }
 
-// Where the 16 rows of a consumer's warp are.
+// The strip of 16 rows of a consumer's warp.
 template <bool kWide>
 __device__ inline Strip strip_of(const FusedProduct& product, const Tile& tile) {
   const unsigned warp = (threadIdx.x - kProducers) / kWarp, lane = threadIdx.x % kWarp;
@@ -218,7 +223,7 @@ __device__ inline void consume(const FusedProduct& product, const Epilogue& epil
 template <class Scalar, bool kByColumns, Parts kParts, class Epilogue>
 __global__ void __launch_bounds__(kBlock, 1)
     multiply_on_hopper(const __grid_constant__ FusedProduct product, Epilogue epilogue) {
-// Without wgmma it is empty, and launch.cuh does not start it.
+// Without wgmma the kernel is empty, and launch.cuh does not launch it.
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {

@@ -7,19 +7,20 @@ namespace moe_parallel::fused::hopper {
 
 constexpr int kProducers = 128;
 constexpr int kLinesApart = kProducers / kPieces;      // between two of a thread's lines
-constexpr int kCopies = kLines / kLinesApart;          // of a thread for a slab
+constexpr int kCopies = kLines / kLinesApart;          // per thread and slab
 constexpr int kPieceElements = 8, kLineElements = 64;  // of 16 bits
 
 __device__ inline int first_line() { return static_cast<int>(threadIdx.x / kPieces); }
 __device__ inline int piece() { return static_cast<int>(threadIdx.x % kPieces); }
 
-// Where in a slab this thread's i-th copy goes; its lines are all the same modulo 8.
+// The place of this thread's i-th copy in a slab. The thread's lines are all the same modulo 8, so
+// they have the same swizzle.
 __device__ inline ptx::SharedAddress place(int i) {
   const int swizzled = piece() ^ (first_line() % 8);
   return first_line() * kLineBytes + swizzled * kPieceBytes + i * kLinesApart * kLineBytes;
 }
 
-// The rows of a tile, gathered.
+// Gathers the rows of a tile.
 template <class Scalar>
 class RowLoads {
  public:
@@ -48,7 +49,7 @@ class RowLoads {
   int depth_;
 };
 
-// 128 columns of a matrix by rows, or of several side by side.
+// Loads 128 columns of a row-major matrix, or of several matrices side by side.
 template <class Scalar, bool kByColumns>
 class ColumnLoads {
  public:
@@ -83,12 +84,12 @@ class ColumnLoads {
 
  private:
   const void* data_;
-  const Scalar* columns_[2];  // in this thread's first line; null: not there
+  const Scalar* columns_[2];  // in this thread's first line; null: beyond the columns
   int depth_;
   int64_t stride_;
 };
 
-// 128 columns of one matrix by columns.
+// Loads 128 columns of one column-major matrix.
 template <class Scalar>
 class ColumnLoads<Scalar, /*kByColumns=*/true> {
  public:
@@ -114,7 +115,7 @@ class ColumnLoads<Scalar, /*kByColumns=*/true> {
   const void* data_;
   int depth_;
   int64_t stride_;
-  int left_;  // columns, from this thread's first
+  int left_;  // remaining columns, from this thread's first one
   const Scalar* column_;
 };
 

@@ -1,5 +1,5 @@
-// The PTX of sm_90a: barriers in shared memory that copies arrive at, and the products of a
-// warpgroup.
+// The PTX instructions of sm_90a: barriers in shared memory at which copies arrive, and the
+// products of a warpgroup.
 #pragma once
 
 #include <type_traits>
@@ -8,12 +8,13 @@
 
 namespace moe_parallel::ptx {
 
-// In shared memory. A phase ends when as many have arrived as it was made for; the next one begins.
+// An mbarrier in shared memory. When as many threads or copies have arrived as it was initialized
+// for, a phase ends and the next one begins.
 struct alignas(8) Barrier {
   uint64_t opaque;
 };
 
-// Of a thread: 16 groups of 8 columns, as strip.cuh has them.
+// The sums of a thread: 16 groups of 8 columns, in the layout of strip.cuh.
 using Sums = float[16][4];
 
 #ifdef __CUDACC__
@@ -29,7 +30,7 @@ __device__ inline void arrive(Barrier& barrier) {
                : "memory");
 }
 
-// Returns once the phase of this parity, the last or the one under way, has ended.
+// Returns when the phase of this parity has ended. It is the previous phase or the current one.
 __device__ inline void wait(Barrier& barrier, uint32_t parity) {
   uint32_t has_ended = 0;
   while (!has_ended) {
@@ -45,30 +46,31 @@ __device__ inline void wait(Barrier& barrier, uint32_t parity) {
   }
 }
 
-// This thread arrives when the copies that it began have ended; it does not wait. One of the
-// arrivals that the barrier was made for (noinc).
+// The thread arrives when the copies that it has started are complete. It does not wait. The
+// arrival is one of those that the barrier was initialized for (noinc).
 __device__ inline void arrive_after_copies(Barrier& barrier) {
   asm volatile(
       "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier))
       : "memory");
 }
 
-// All of this thread's copies have ended, those of no group too.
+// Waits until all copies of this thread are complete, including those that are in no group.
 __device__ inline void wait_for_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Between what threads or their copies wrote and what wgmma reads of it.
+// Orders what threads or their copies wrote before what wgmma reads.
 __device__ inline void order_copies_before_wgmma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// First in each group of products: orders accesses to the accumulators before it.
+// Comes first in each group of products. It orders earlier accesses to the accumulators before the
+// products.
 __device__ inline void begin_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ inline void commit_wgmma() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Until no more than kLeft of the last groups are under way.
+// Waits until at most the last kLeft groups are in flight.
 template <int kLeft>
 __device__ inline void wait_for_wgmma() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
@@ -84,7 +86,7 @@ __device__ inline void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// The accumulators by their numbers among an asm's operands, and as its operands.
+// The accumulators as operand numbers in the text of an asm statement, and as its operands.
 // clang-format off
 #define MOE_PARALLEL_0_TO_63                                                   \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"                     \
@@ -118,7 +120,7 @@ __device__ inline void take_registers() {
                : "l"(a), "l"(b), "n"(int{!kByColumns}))
 // clang-format on
 
-// No access to the accumulators moves to before the wait for their products.
+// Keeps the compiler from moving an access to the accumulators before the wait for their products.
 __device__ inline void keep_behind_wait(Sums& d) {
   asm volatile("" : MOE_PARALLEL_16_GROUPS(d)::"memory");
 }
@@ -127,8 +129,8 @@ __device__ inline void keep_behind_wait(Sums (&d)[2]) {
   keep_behind_wait(d[1]);
 }
 
-// d += a b for 64 rows, 128 columns and a depth of 16: the depth lies dense in a, and in b if it is
-// by columns, else its columns do. The four warps of a group call it together.
+// d += a b for 64 rows, 128 columns and a depth of 16. a is row-major. b is column-major if
+// kByColumns, and row-major otherwise. The four warps of a warpgroup must call it together.
 template <class Scalar, bool kByColumns>
 __device__ inline void wgmma(Sums& d, uint64_t a, uint64_t b) {
   if constexpr (std::is_same_v<Scalar, __nv_bfloat16>) {

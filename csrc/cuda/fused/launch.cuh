@@ -1,4 +1,4 @@
-// What a fused product needs to run, and which mainloop runs it.
+// The launch of a fused product, and the selection of its mainloop.
 #pragma once
 
 #include "../vector.cuh"
@@ -9,7 +9,8 @@ namespace moe_parallel::fused {
 
 int attribute(cudaDeviceAttr attribute);  // of the current GPU
 
-// Whether the current GPU has wgmma and this build the code for it: sm_90a runs on 9.0 alone.
+// Whether the current GPU has wgmma and this build has code for it. sm_90a runs only on compute
+// capability 9.0.
 bool runs_hopper();
 
 template <class Epilogue>
@@ -52,7 +53,7 @@ void launch(const FusedProduct& product, const Epilogue& epilogue, cudaStream_t 
   if (blocks == 0) return;
   const cudaError_t refused = cudaFuncSetAttribute(
       mainloop.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, mainloop.shared_bytes);
-  if (refused != cudaSuccess) return;  // the last error, which the caller asks for
+  if (refused != cudaSuccess) return;  // the caller checks the last error
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(mainloop.threads));
@@ -61,7 +62,7 @@ void launch(const FusedProduct& product, const Epilogue& epilogue, cudaStream_t 
   cudaLaunchKernelEx(&config, mainloop.kernel, product, epilogue);
 }
 
-// run<Epilogue<Scalar>>(product, task, stream) for the type of the product.
+// Launches the product with Epilogue<Scalar> for the product's type.
 template <template <class> class Epilogue, bool kByColumns, class Task>
 void run(const FusedProduct& product, const Task& task, cudaStream_t stream) {
   if (product.type == ScalarType::kBFloat16) {

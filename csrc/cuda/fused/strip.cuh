@@ -1,11 +1,11 @@
-// What an epilogue is given. Of a strip of 16 rows of an accumulator, [groups of 8 columns][4],
-// lane 4 r + q holds in group j rows r, r, r + 8, r + 8 and columns 8 j + 2 q, + 1, the same two
-// again: so mma.m16n8 and wgmma.m64nN leave their sums.
+// The input of an epilogue: a strip of 16 rows of an accumulator, [groups of 8 columns][4]. In
+// group j, lane 4 r + q holds rows r, r, r + 8, r + 8, and columns 8 j + 2 q and 8 j + 2 q + 1, and
+// the same two columns again. This is how mma.m16n8 and wgmma.m64nN leave their sums.
 //
-// An epilogue is a functor that says whether the columns of `second` follow those of `first`
-// (kSideBySide), so that it takes them one after the other, or whether it needs both at once. All
-// lanes of a warp call it together. It goes through the columns 32 at a time: the four lanes of a
-// row exchange their pairs, and each moves 16 bytes.
+// An epilogue is a functor. Its kSideBySide is true if the columns of `second` follow those of
+// `first`. The epilogue is then called for one accumulator after the other, and otherwise for both
+// at once. All lanes of a warp must call it together. It processes 32 columns at a time: the four
+// lanes of a row exchange their pairs, and each lane reads or writes 16 bytes.
 #pragma once
 
 #include "../launch.cuh"
@@ -19,15 +19,15 @@ constexpr int kChunk = 32;  // columns, four groups
 
 struct Strip {
   int64_t row;                          // of this lane, among all rows; the other one is row + 8
-  int64_t end_row;                      // rows from here on are not there
-  int64_t first_column, second_column;  // of the first group of `first`, of `second`
-  int64_t columns;                      // columns from here on are not there
+  int64_t end_row;                      // rows from here on do not exist
+  int64_t first_column, second_column;  // of the first group of `first`, and of `second`
+  int64_t columns;                      // columns from here on do not exist
 };
 
 // The pairs of one row in four groups.
 using Pairs = uint32_t[4];
 
-// This lane's place among the four of a row.
+// This lane's place among the four lanes of a row.
 __device__ inline int quad_lane() { return lane_index() % 4; }
 
 // x[i] of lane q becomes x[q] of lane i.
@@ -64,14 +64,14 @@ __device__ inline float2 unpack(uint32_t x) {
   return {to_sum(pair.elements[0]), to_sum(pair.elements[1])};
 }
 
-// The four groups of `columns` in row r (half 0) or r + 8 (half 1) of one accumulator.
+// Four groups of columns in row r (half 0) or r + 8 (half 1) of one accumulator.
 struct Chunk {
   int64_t row, column;
-  bool is_there;  // the row
+  bool is_there;  // whether the row exists
   int group, half;
 };
 
-// body(chunk), for all of a strip.
+// Calls body(chunk) for all chunks of a strip.
 template <int kGroups, class Body>
 __device__ inline void for_each_chunk(const Strip& strip, int64_t first_column, const Body& body) {
   static_assert(kGroups % 4 == 0);
@@ -100,7 +100,7 @@ class Rows {
     if (has(chunk)) ptx::store_vector(at(chunk), x);
   }
 
-  // Zeros where nothing is there.
+  // Reads zeros beyond the matrix.
   __device__ void read(const Chunk& chunk, Pairs& pairs) const {
     const uint4 x = has(chunk) ? *at(chunk) : make_uint4(0, 0, 0, 0);
     pairs[0] = x.x, pairs[1] = x.y, pairs[2] = x.z, pairs[3] = x.w;

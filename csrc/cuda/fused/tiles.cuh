@@ -1,12 +1,12 @@
-// Which tiles a block computes: the blocks stay, and each takes every so manieth tile, found by the
-// offsets on the device.
+// The tiles that a block computes. The blocks are persistent, and each computes every gridDim.x-th
+// tile. The device finds the tiles from the offsets.
 #pragma once
 
 #include "../../fused_product.h"
 
 namespace moe_parallel::fused {
 
-constexpr int kBand = 16;  // tiles of rows that take turns, so that they find b in the L2 cache
+constexpr int kBand = 16;  // rows of tiles that share b in the L2 cache
 
 constexpr int kTileRows = 128, kTileColumns = 128;  // of each accumulator
 
@@ -18,7 +18,7 @@ struct Tile {
   int64_t column;     // the tile's place among the tiles across
 };
 
-// The columns of the result where a tile's accumulator `half` begins.
+// The column of the result at which accumulator `half` of a tile begins.
 template <bool kSideBySide>
 __device__ inline int64_t column_of(const Tile& tile, int half) {
   return kSideBySide ? (2 * tile.column + half) * kTileColumns : tile.column * kTileColumns;
@@ -30,14 +30,14 @@ __host__ __device__ inline int64_t tiles_across(const FusedProduct& product) {
   return (product.columns + kColumns - 1) / kColumns;
 }
 
-// Where row `row` of a part is read, or -1.
+// The source row for row `row` of a part, or -1.
 __device__ inline int64_t source_of(const GatheredRows& rows, int64_t row) {
   if (!rows.slots) return row;
   const int64_t slot = rows.slots[row];
   return slot < 0 || slot >= rows.source_rows * rows.choices ? -1 : slot / rows.choices;
 }
 
-// Goes through a block's tiles, each of kRows rows; `across` tiles side by side.
+// Iterates over the tiles of a block, each of kRows rows. There are `across` tiles side by side.
 template <int kRows>
 class TileWalk {
  public:
@@ -53,7 +53,8 @@ class TileWalk {
     seek();
   }
 
-  // Where it is not over. Within a group bands of rows go from left to right.
+  // Only valid if !is_over(). A group is divided into bands of kBand rows of tiles, and each band
+  // is processed from left to right.
   __device__ Tile tile() const {
     const int band = left_ / (kBand * across_), in_band = left_ % (kBand * across_);
     const int down = min(kBand, tiles_down() - band * kBand);
@@ -62,7 +63,7 @@ class TileWalk {
   }
 
  private:
-  // Tiles that are left to the group's first: on to the group that they end in.
+  // Advances to the group that has the tile, and subtracts the tiles of the groups before it.
   __device__ void seek() {
     for (; group_ < product_.groups; ++group_) {
       const int tiles = tiles_down() * across_;
@@ -80,7 +81,7 @@ class TileWalk {
 
   const FusedProduct& product_;
   int across_;
-  int left_;  // tiles of this group, and of those behind it, before the one it is at
+  int left_;  // tiles between the first tile of this group and the current one
   int group_ = 0;
 };
 
