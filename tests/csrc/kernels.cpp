@@ -1,6 +1,7 @@
-// The CPU kernels against plain loops, without torch and Python, so that it runs where they do not:
-// under an emulator (tools/check_aarch64.sh). Every number is a multiple of 1/4 so small that sums
-// and products are exact in all types; what has a root or an exponential is compared by distance.
+// Compares the CPU kernels with plain loops. It uses neither torch nor Python, so that it also runs
+// under an emulator (tools/check_aarch64.sh). Every number is a small multiple of 1/4, so that sums
+// and products are exact in all types. Results with a root or an exponential are compared with a
+// tolerance.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -27,7 +28,7 @@ float float_of(uint32_t bits) {
   return value;
 }
 
-// A matrix of any type, read and written as doubles. Of fp16 it knows normal numbers and 0.
+// A matrix of any type, read and written as doubles. Its fp16 numbers must be normal or 0.
 struct Matrix {
   ScalarType type;
   int64_t width;
@@ -93,7 +94,7 @@ double rounding_of(ScalarType type) {
   return type == ScalarType::kFloat32 ? 1e-6 : type == ScalarType::kFloat16 ? 1e-3 : 1e-2;
 }
 
-// Row n is choice 7 n modulo the choices there are, and the last row pads.
+// Row n has choice 7 n modulo the number of choices. The last row is padding.
 std::vector<int64_t> slots() {
   std::vector<int64_t> slots(kRows + 1, -1);
   for (int64_t n = 0; n < kRows; ++n) slots[n] = n * 7 % kRows;
