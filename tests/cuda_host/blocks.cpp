@@ -1,4 +1,4 @@
-// The threads of a block as fibers, each run until it waits for others.
+// Runs the threads of a block as fibers, each until it waits for others.
 #include <ucontext.h>
 
 #include <cstdio>
@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::size_t kStack = 1 << 16;
 
-// Those who wait may go on once the generation has changed.
+// Waiting threads may continue when the generation has changed.
 struct Barrier {
   int size = 0, arrived = 0;
   uint64_t generation = 0;
@@ -21,7 +21,8 @@ struct Barrier {
 
 struct Warp {
   Barrier barrier;
-  // Of the exchange under way and the one before, which some lanes may not have read yet.
+  // The words of the current exchange and of the previous one, which some lanes may not have read
+  // yet.
   std::array<std::array<Words, kWarp>, 2> given{};
 };
 
@@ -70,8 +71,9 @@ void wait(Barrier& barrier) {
   wait_until([&barrier, since = barrier.generation] { return barrier.generation != since; });
 }
 
-// Runs a warp until all of its lanes wait for other warps: they are as far apart as they can be,
-// which shows where one relies on another without waiting for it. Returns whether any lane ran.
+// Runs a warp until all of its lanes wait for other warps. The warps are then as far apart as they
+// can be, which reveals a warp that relies on another without waiting for it. Returns whether any
+// lane ran.
 bool run_warp(unsigned warp, unsigned& left) {
   bool any = false;
   for (bool again = true; again;) {
@@ -87,7 +89,7 @@ bool run_warp(unsigned warp, unsigned& left) {
   return any;
 }
 
-// Copies that arrive at a barrier do so where nothing else can go on, so as late as they may.
+// Copies arrive at a barrier only when nothing else can continue, that is, as late as possible.
 // Every other block begins with its last warp.
 void run_block(unsigned threads) {
   forget_copies();

@@ -1,5 +1,5 @@
-// A small kernel on the instructions of csrc/cuda/fused/hopper_ptx.cuh that leaves one of its
-// duties out on request: what test_faults_are_seen.py holds the emulation to.
+// A small kernel with the instructions of csrc/cuda/fused/hopper_ptx.cuh, which omits one of its
+// duties on request. test_faults_are_seen.py checks that the emulation detects the omission.
 #include "cuda/fused/hopper_stage.cuh"
 #include "cuda/launch.cuh"
 
@@ -43,7 +43,7 @@ void multiply_ones(Duty left_out, float* result) {
     ptx::wgmma<__nv_bfloat16, true>(sums, describe(slab_of(0, kA), 16),
                                     describe(slab_of(0, kFirst), 16));
     ptx::commit_wgmma();
-    if (left_out == kReleaseAfterProducts) {  // and the next copies come before the products
+    if (left_out == kReleaseAfterProducts) {  // and the next copies arrive before the products
       ptx::arrive(barriers().empty[0]);
       ptx::wait(barriers().full[0], (round + 1) % 2);
     }
@@ -68,7 +68,7 @@ void run_rounds(const __nv_bfloat16* ones, float* results, Duty left_out) {
 
 }  // namespace
 
-// The sum that a thread found, which is 16 products of ones a round.
+// Returns the sum of one thread. Each round adds 16 products of ones to it.
 extern "C" float multiply_without(int left_out) {
   alignas(16) __nv_bfloat16 ones[8];
   for (auto& one : ones) one = __float2bfloat16_rn(1);

@@ -1,4 +1,4 @@
-// The arguments of CUTLASS's kernels, as they are made on the device.
+// The arguments of CUTLASS's kernels, as the device computes them.
 #include "cuda/cutlass/group_arguments.cuh"
 
 namespace {

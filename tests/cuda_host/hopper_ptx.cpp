@@ -1,7 +1,7 @@
-// csrc/cuda/fused/hopper_ptx.cuh as the PTX ISA describes it, with everything as late as it may be:
-// a product is computed when it is waited for, from what shared memory holds by then, and copies
-// end when no thread can go on without. So a stage that is read too early or written too early
-// gives NaN.
+// Implements csrc/cuda/fused/hopper_ptx.cuh as the PTX ISA describes it, with everything as late as
+// possible. A product is computed when it is waited for, from the content of shared memory at that
+// time. Copies end when no thread can continue without them. So a stage that is read too early or
+// written too early gives NaN.
 #include "cuda/fused/hopper_ptx.cuh"
 
 #include <cstdio>
@@ -21,7 +21,7 @@ constexpr int kMostThreads = 1024;
   std::abort();
 }
 
-// What an mbarrier's 64 bits hold.
+// The content of the 64 bits of an mbarrier.
 struct State {
   uint32_t expected : 20, pending : 20, parity : 1;
 };
@@ -43,7 +43,8 @@ void arrive_at(ptx::Barrier& barrier) {
   std::memcpy(&barrier, &state, sizeof(state));
 }
 
-// The thread's copies up to a group of them, and where their end is announced.
+// A thread's arrival, and the barrier at which it is announced. It follows a group of the thread's
+// copies and all groups before it.
 struct Arrival {
   unsigned thread;
   ptx::Barrier* barrier;
@@ -56,10 +57,10 @@ struct Product {
   uint64_t a, b;
   bool by_columns;
   float (*to_float)(uint16_t);
-  uint64_t fenced;  // what was delivered by then is ordered before it
+  uint64_t fenced;  // copies delivered by then are ordered before the product
 };
 
-// A thread's products: those that are not committed yet, and groups that are under way.
+// A thread's products: those that are not committed yet, and the groups in flight.
 struct Products {
   bool has_begun = false;
   uint64_t fenced = 0;
@@ -70,10 +71,11 @@ std::array<Products, kMostThreads> products_of_threads;
 
 Products& mine() { return products_of_threads[threadIdx.x]; }
 
-// A matrix in shared memory as the PTX ISA lays it out for wgmma with 128-byte swizzle; `across` is
-// m or n. By depth: eight lines of 128 bytes, each of one row or column, then `stride` further.
-// Else: eight lines, each of 64 rows or columns at one k, then `stride` further for the next eight
-// k, `leading` for the next 64 rows or columns.
+// A matrix in shared memory, as the PTX ISA lays it out for wgmma with 128-byte swizzle. `across`
+// is an index along m or n. If by_depth, each line of 128 bytes has one row or column, and the next
+// eight lines are `stride` bytes further. Otherwise each line has 64 rows or columns at one k. The
+// next eight k are then `stride` bytes further, and the next 64 rows or columns are `leading` bytes
+// further.
 class Matrix {
  public:
   explicit Matrix(uint64_t descriptor) : descriptor_(descriptor) {
@@ -97,13 +99,13 @@ class Matrix {
   }
 
  private:
-  // 14 bits of the descriptor, which leave out the four lowest ones of what they are.
+  // A field of 14 bits of the descriptor, which omits the four lowest bits of its value.
   uint32_t field(int bit) const { return (descriptor_ >> bit & 0x3fff) << 4; }
 
   uint64_t descriptor_;
 };
 
-// What a lane has of the product of its warpgroup.
+// Computes a lane's part of the product of its warpgroup.
 void compute(const Product& product) {
   const Matrix a(product.a), b(product.b);
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = cuda_host::lane();
@@ -143,7 +145,7 @@ float to_float<__half>(uint16_t bits) {
 
 namespace cuda_host {
 
-// A thread's copies end in order, those of different threads in any.
+// The copies of one thread end in order, those of different threads in any order.
 bool deliver_a_copy() {
   static std::minstd_rand random;
   if (arrivals.empty()) return false;
@@ -211,7 +213,7 @@ void commit_wgmma() {
   mine().has_begun = false;
   mine().groups.push_back(std::move(mine().open));
   mine().open.clear();
-  // "sync.aligned": all lanes, and in the same place.
+  // "sync.aligned": all lanes execute it, at the same place.
   for (uint64_t count : cuda_host::exchange(mine().groups.size())) {
     if (count != mine().groups.size()) fail("lanes of a warp at different products");
   }

@@ -1,5 +1,5 @@
-// csrc/cuda/fused/ptx.cuh as the PTX ISA describes it. What is copied arrives when it is waited for
-// and not before; until then its place holds NaN.
+// Implements csrc/cuda/fused/ptx.cuh as the PTX ISA describes it. A copy arrives when it is waited
+// for and not before. Until then its destination holds NaN.
 #include "cuda/fused/ptx.cuh"
 
 #include <bit>
@@ -22,12 +22,12 @@ struct Copy {
   const void* from;  // null: zeros
 };
 
-// Of one thread: the groups that may be under way, the last one not yet complete.
+// The groups of one thread that may be in flight. The last one is not yet committed.
 using Groups = std::deque<std::vector<Copy>>;
 std::array<Groups, kMostThreads> groups_of_threads;
 
 constexpr uint64_t kUnderWay = ~uint64_t{0};
-std::array<uint64_t, kSharedBytes / 16> deliveries;  // when, for each 16 bytes
+std::array<uint64_t, kSharedBytes / 16> deliveries;  // the time for each 16 bytes
 uint64_t clock_of_copies = 0;
 
 Groups& groups() {
@@ -36,7 +36,7 @@ Groups& groups() {
   return mine;
 }
 
-// 16 bytes of the shared memory that the kernel asked for.
+// 16 bytes of the shared memory that the kernel was launched with.
 char* vector_at(ptx::SharedAddress address) {
   if (address % 16 != 0 || address + 16 > cuda_host::shared_bytes()) {
     std::fprintf(stderr, "cuda_host: shared memory has no vector at %u\n", address);
@@ -47,7 +47,7 @@ char* vector_at(ptx::SharedAddress address) {
 
 int64_t conflicts = 0;
 
-// The eight rows of a matrix are read at once, if no two of them lie in the same banks.
+// The eight rows of a matrix are read at once if no two of them are in the same banks.
 void count_conflicts(const std::array<cuda_host::Words, cuda_host::kWarp>& rows) {
   for (int first = 0; first < cuda_host::kWarp; first += 8) {
     unsigned banks = 0;
@@ -119,7 +119,7 @@ void copy_async(SharedAddress to, const void* from, bool is_there) {
     std::fputs("cuda_host: cp.async from an address that is no multiple of 16\n", stderr);
     std::abort();
   }
-  // What is no address ends the process, also where nothing is copied from it.
+  // An invalid address ends the process, even if nothing is copied from it.
   static_cast<void>(*static_cast<const volatile char*>(from));
   std::memset(vector_at(to), 0xff, 16);
   deliveries[to / 16] = kUnderWay;

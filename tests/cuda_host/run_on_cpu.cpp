@@ -1,5 +1,5 @@
-// Every task on the kernels of csrc/cuda. Loaded before the extension, these functions go before
-// the extension's own of the same names.
+// Runs every task with the kernels of csrc/cuda. This library is loaded before the extension, so
+// its functions are used instead of the extension's functions with the same names.
 #include "expert_merge.h"
 #include "fused_product.h"
 #include "grouped_gemm_product.h"

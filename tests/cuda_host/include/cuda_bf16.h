@@ -15,7 +15,7 @@ inline float __bfloat162float(__nv_bfloat16 x) {
   return y;
 }
 
-// To nearest, ties to even.
+// Rounds to nearest, ties to even.
 inline __nv_bfloat16 __float2bfloat16_rn(float x) {
   if (std::isnan(x)) return {0x7fff};
   uint32_t bits;

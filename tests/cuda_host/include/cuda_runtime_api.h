@@ -1,5 +1,6 @@
-// What csrc/cuda uses of CUDA, for a C++ compiler: a block's threads are fibers of one thread,
-// blocks run one after another. A collective that not all of its threads reach ends the process.
+// The part of CUDA that csrc/cuda uses, for a C++ compiler. The threads of a block are fibers of
+// one thread, and the blocks run one after another. A collective that not all of its threads reach
+// ends the process.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +35,7 @@ struct float2 {
   float x, y;
 };
 
-// An A100 or an H100, but small, so that its blocks have many tiles each.
+// An A100 or an H100 with few multiprocessors, so that each block has many tiles.
 enum cudaDeviceAttr {
   cudaDevAttrComputeCapabilityMajor,
   cudaDevAttrComputeCapabilityMinor,
@@ -79,28 +80,29 @@ std::size_t shared_bytes();
 void wait_for_block();
 void wait_for_warp();
 
-// What the lanes of this warp gave, once all have given.
+// Returns the values of all lanes of this warp, once all lanes have called it.
 std::array<uint64_t, kWarp> exchange(uint64_t mine);
 using Words = std::array<uint32_t, 6>;
 std::array<Words, kWarp> exchange_words(const Words& mine);
 
-// Until a condition that other threads bring about.
+// Waits until the condition holds. Other threads make it true.
 void wait_until(const std::function<bool()>& condition);
 
-// Before a block: shared memory is NaN, and no copy to it is under way (ptx.cpp).
+// Called before each block. Fills shared memory with NaN and drops all copies in flight (ptx.cpp).
 void forget_copies();
 
-// Ends the process where a thread has ended before its copies (the same).
+// Ends the process if a thread has ended before its copies (ptx.cpp).
 void expect_no_copies_under_way();
 
-// Ends one of the copies that a barrier waits for; false if there are none (hopper_ptx.cpp).
+// Ends one of the copies that a barrier waits for. Returns false if there are none
+// (hopper_ptx.cpp).
 bool deliver_a_copy();
 
-// Ends the process where a block has ended before its products (the same).
+// Ends the process if a block has ended before its products (hopper_ptx.cpp).
 void expect_nothing_under_way();
 
-// When the 16 bytes at this address of shared memory were last delivered by a copy, and a time that
-// is later than all before.
+// The time at which a copy last delivered the 16 bytes at this address of shared memory, and a time
+// that is later than all before.
 uint64_t delivered_at(uint32_t address);
 uint64_t now();
 
