@@ -1,4 +1,4 @@
-"""Optional packages. They are imported where they are used; an error says how to install them."""
+"""Optional packages. They are imported where they are used. An error shows how to install them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INSTALL = {
 
 
 def import_optional(name: str, wanted_by: str) -> ModuleType:
-    """Import a module of an optional package.
+    """Imports a module of an optional package.
 
     Args:
         name: the dotted name of the module.
@@ -24,7 +24,7 @@ def import_optional(name: str, wanted_by: str) -> ModuleType:
 
     Raises:
         InputError: the package is not installed, or this machine lacks a library that it loads
-            (Transformer Engine without CUDA); the message then has the reason.
+            (Transformer Engine without CUDA); the message then contains the reason.
         ModuleNotFoundError: the package is installed, but a module that it imports is missing.
     """
     package = name.partition(".")[0]

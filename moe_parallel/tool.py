@@ -39,14 +39,14 @@ class Tool(OneLineParser):
     ) -> None:
         """
         Args:
-            file: the program's, which names it in messages.
-            docstring: what `--help` begins with.
-            speaks_as: what stands before an error instead of the name.
-            when_interrupted: what Ctrl-C is answered by.
-            options: of argparse.
+            file: the program's file, whose name begins each error message.
+            docstring: the description at the beginning of `--help`.
+            speaks_as: begins each error message instead of the file's name.
+            when_interrupted: the message after Ctrl-C.
+            options: further arguments of argparse.ArgumentParser.
         """
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        # A flag of the training program may begin like one of this.
+        # No abbreviations: a flag of the training program may begin like a flag of this program.
         super().__init__(prog=Path(file).name, description=docstring, allow_abbrev=False, **options)
         self._speaks_as = speaks_as or self.prog
         self._when_interrupted = when_interrupted

@@ -1,4 +1,4 @@
-"""What is measured and shown while training runs."""
+"""The options for measurements and logs during training."""
 
 from __future__ import annotations
 
