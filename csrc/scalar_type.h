@@ -1,4 +1,4 @@
-// The element types that the kernels take. Torch-free, so that CUDA sources can include it.
+// The element types that the kernels support. Torch-free, so that CUDA sources can include it.
 #pragma once
 
 namespace moe_parallel {

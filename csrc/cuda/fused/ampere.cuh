@@ -19,7 +19,7 @@ struct AmpereTile {
   static constexpr int kStrips = kRows / (kWarpsPerBlock / kWarpsAcross) / 16;
   static constexpr int kGroups = kColumns / kWarpsAcross / 8;
   static constexpr int kVector = 8;         // elements in 16 bytes
-  static constexpr int kPanelBytes = 8192;  // a, b of `first` or b of `second` in one stage
+  static constexpr int kPanelBytes = 8192;  // a, the b of `first` or the b of `second` in one stage
   static constexpr int kStageBytes = 3 * kPanelBytes;
   static constexpr int kSharedBytes = kStages * kStageBytes;
   static_assert(kPanelBytes == 2 * kRows * kDepth && kPanelBytes == 2 * kColumns * kDepth);

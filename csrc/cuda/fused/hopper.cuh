@@ -45,8 +45,9 @@ bool fits(const FusedProduct& product) {
 }
 
 // If each part adds to one accumulator, the parts run one after the other, and each uses the
-// registers of both accumulators for 256 columns. The sums of `first` are rounded to their type, in
-// half as many registers, until the sums of `second` are computed.
+// registers of both accumulators for 256 columns. The sums of `first` are kept until those of
+// `second` are computed. They are rounded to the product's type, so they take half as many
+// registers.
 template <Parts kParts, class Epilogue>
 constexpr bool kIsWide = Epilogue::kSideBySide || kParts == Parts::kForOneEach;
 
