@@ -2,11 +2,12 @@
 
 `make test` runs the quick tier; `make test-full`, pytest's `--full`, runs everything. The marks:
 
-- `full`: left to the full tier. Naming a test (`pytest tests/test_x.py::test_y`) runs it anyway.
-- `covering`: of the combinations of a test's parameters the quick tier takes those of
-  tests/tiers.py, in which each pair of values meets (`covering(1)`: in which each value is);
-  the others are left to the full tier.
-- `gpu`: collected where torch sees a CUDA GPU, or with `--gpu`.
+- `full`: the test runs only in the full tier. If the command line names the test
+  (`pytest tests/test_x.py::test_y`), it runs anyway.
+- `covering`: the quick tier runs a subset of the combinations of a test's parameters, chosen by
+  tests/tiers.py. Each pair of values occurs in it (`covering(1)`: each value occurs in it). The
+  full tier runs the other combinations.
+- `gpu`: the test is collected if torch finds a CUDA GPU, or with `--gpu`.
 """
 
 from collections import defaultdict
@@ -28,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="collect what needs a GPU without one")
 
 
-@pytest.hookimpl(tryfirst=True)  # -m and -k see the marks that are given here
+@pytest.hookimpl(tryfirst=True)  # -m and -k then apply to the marks that are added here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = config.stash[LEFT_OUT] = {}
 
@@ -48,13 +49,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _has_gpu(items: list[pytest.Item]) -> bool:
     if not any(item.get_closest_marker("gpu") for item in items):
         return False
-    import torch  # here, so that collecting tests that need no torch stays quick
+    import torch  # here, so that the collection of tests that need no torch stays fast
 
     return torch.cuda.is_available()
 
 
 def _mark_combinations(items: list[pytest.Item]) -> None:
-    """`full` for the combinations outside the covering set of each test that is marked so."""
+    """Mark as `full` the combinations outside the covering subset of each `covering` test."""
     tests: dict[str, list[Any]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("covering") and hasattr(item, "callspec"):
@@ -69,7 +70,7 @@ def _mark_combinations(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """With pytest-xdist the workers collect: each the same."""
+    """Under pytest-xdist each worker collects all tests and finds the same counts."""
     node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", {})
 
 

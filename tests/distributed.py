@@ -5,8 +5,8 @@
 
     assert run_distributed(2, body, 10) == [0, 10]
 
-The processes are forked from a server that has torch, Megatron-Core and moe_parallel imported
-already: only the first world of a test session waits for those imports.
+The processes are forked from a server that has already imported torch, Megatron-Core and
+moe_parallel. Therefore only the first world of a test session waits for those imports.
 """
 
 import multiprocessing
@@ -45,15 +45,15 @@ def run_distributed(
     timeout: float = 120,
     prepare: Callable[[], None] = adapt_megatron_to_cpu,
 ) -> list[Any]:
-    """Calls `function(*args)` on `world_size` ranks; returns what each returned, by rank.
+    """Call `function(*args)` on `world_size` ranks; returns the results, ordered by rank.
 
     Each rank has a default gloo process group, one thread, no GPU, and torchrun's RANK,
-    LOCAL_RANK and WORLD_SIZE; `prepare()` is called before the group is made. Both functions,
-    the arguments and the results travel as pickles.
+    LOCAL_RANK and WORLD_SIZE. `prepare()` is called before the group is created. Both
+    functions, the arguments and the results are pickled.
 
     Raises:
-        RankError: with the traceback of the first rank that failed. Its peers are ended.
-        TimeoutError: some ranks were not done within `timeout` seconds. All are ended.
+            RankError: with the traceback of the first rank that failed. The other ranks are ended.
+            TimeoutError: some ranks did not finish within `timeout` seconds. All ranks are ended.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     task = pickle.dumps((prepare, function, args))
@@ -68,11 +68,11 @@ def run_distributed(
 
 
 class RankError(AssertionError):
-    """A rank raised, or died; the message holds its traceback."""
+    """A rank raised an exception, or died; the message contains its traceback."""
 
 
 class _Rank:
-    """One process of a world, and the pipe that its result comes through."""
+    """One process of a world, and the pipe through which it sends its result."""
 
     def __init__(self, rank: int, world_size: int, port: int, timeout: float, task: bytes) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -82,7 +82,7 @@ class _Rank:
         self.process = context.Process(
             target=_run_rank, args=(theirs, rank, world_size, port, timeout, task)
         )
-        # The server keeps the environment of the moment it starts in: that of the first rank.
+        # The server keeps the environment in which it starts: that of the first rank.
         environment = {
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
@@ -91,10 +91,10 @@ class _Rank:
         }
         with mock.patch.dict(os.environ, environment):
             self.process.start()
-        theirs.close()  # leaves the rank as the only other end: its death ends the pipe
+        theirs.close()  # the rank has the only other end, so its death closes the pipe
 
     def result(self) -> Any:
-        """What the rank returned, or raised."""
+        """The value that the rank returned; raises RankError if the rank failed."""
         try:
             succeeded, value = pickle.loads(self.pipe.recv_bytes())
         except EOFError:
@@ -105,11 +105,11 @@ class _Rank:
         return value
 
     def end(self) -> None:
-        """Ends the rank and the children it may have; by now it has nothing left to do."""
+        """End the rank and its children, if it has any; the rank has nothing left to do."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
-            self.process.kill()  # before it had a process group of its own
+            self.process.kill()  # it had no process group of its own yet
         self.process.join()
         self.pipe.close()
 
@@ -143,9 +143,9 @@ def _run_rank(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=limit
         )
         answer = pickle.dumps((True, function(*args)))
-    except BaseException:  # SystemExit too: the caller has to hear of it
+    except BaseException:  # SystemExit too: the caller must receive it
         answer = pickle.dumps((False, traceback.format_exc()))
     pipe.send_bytes(answer)
-    # Peers may be in the middle of a collective: leaving now would give them errors of their
-    # own. The caller ends every rank once it has its answers; should it die, the pipe ends.
+    # Peers may be in the middle of a collective; an exit now would give them errors of their
+    # own. The caller ends every rank when it has all answers. If the caller dies, the pipe closes.
     pipe.poll(None)

@@ -1,4 +1,4 @@
-"""The whole program on small data: in processes of its own, or on the ranks of a test.
+"""The complete program on small data: in its own processes, or on the ranks of a test.
 
 run_distributed(2, pretrain_here, [SMALL | {"save": folder} | small_data(folder)])
 
@@ -67,7 +67,7 @@ AOE = {"expert_selection": "aoe", "aoe_low_rank_size": 8}
 
 
 def small_data(folder: Path) -> dict[str, Any]:
-    """Write a tokenizer and two domains, `cycle` (learned at once) and `noise`; the data flags."""
+    """Write a tokenizer and two domains, `cycle` (easy to learn) and `noise`; the data flags."""
     tokenizer = small_bpe()
     tokenizer.save(folder / "tokenizer")
     names = "zero one two three four five six seven".split()
@@ -89,7 +89,7 @@ def _cycle(names: list[str], first: int) -> Iterator[str]:
 
 
 def flags(options: Options) -> list[str]:
-    """The command line of options; None leaves one out."""
+    """The command line for the options; an option that is None is omitted."""
     line: list[str] = []
     for name, value in options.items():
         if value is not None:
@@ -101,11 +101,11 @@ def flags(options: Options) -> list[str]:
 def pretrain_here(
     runs: Iterable[Options], before: Callable[[], object] | None = None
 ) -> list[tuple[int, str]]:
-    """The program on the ranks of `run_distributed`, once for each set of options.
+    """Run the program on the ranks of `run_distributed`, once for each set of options.
 
-    Returns (exit code, what this rank printed) of each. What it raises is raised here, as
-    `failure.run`, which would end the process, is left out. `before` is called first on each
-    rank, and may replace parts of the program.
+    Returns (exit code, output of this rank) for each run. An exception of the program is raised
+    here, because `failure.run`, which would end the process, is not used. `before` is called
+    first on each rank and may replace parts of the program.
     """
     if before is not None:
         before()
@@ -124,13 +124,13 @@ def pretrain_here(
         finally:
             parallel_state.destroy_model_parallel()
             destroy_num_microbatches_calculator()
-        destroy_groups()  # not after an error: the other ranks may be anywhere
+        destroy_groups()  # not after an error: the state of the other ranks is then unknown
         ends.append((code, printed.getvalue()))
     return ends
 
 
 def stored_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor in a checkpoint (weights, moments, master weights), read by torch alone."""
+    """Every tensor in a checkpoint (weights, moments, master weights), read with torch only."""
     reader = FileSystemReader(checkpoint)
     entries = reader.read_metadata().state_dict_metadata
     tensors = {
@@ -143,7 +143,7 @@ def stored_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def same_bytes(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
-    """Whether two sets of tensors have the same names, shapes, types and bits."""
+    """Whether two sets of tensors have the same names, shapes, dtypes and bits."""
     return a.keys() == b.keys() and all(
         x.dtype == b[name].dtype
         and x.shape == b[name].shape
@@ -157,18 +157,18 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self._output_file = folder / "output.txt"
-        self._output_file.write_text("")  # of an earlier job in the same folder
+        self._output_file.write_text("")  # left by an earlier job in the same folder
 
     @property
     def output(self) -> str:
-        """What all of them have printed, both streams."""
+        """The output of all processes, both streams."""
         return self._output_file.read_text(errors="replace")
 
     def running(self) -> bool:
         raise NotImplementedError
 
     def wait_for(self, text: str, timeout: float = 600) -> None:
-        """Until `text` has been printed."""
+        """Wait until `text` has been printed."""
         deadline = time.monotonic() + timeout
         while text not in self.output:
             if not self.running() or time.monotonic() > deadline:
@@ -177,21 +177,21 @@ class Job:
 
 
 class Ranks(Job):
-    """Ranks that call a function as under torchrun: its environment variables, and a store that
-    outlives them. Ended with their context."""
+    """Ranks that call a function as under torchrun: with its environment variables, and with a
+    store that outlives them. The context manager ends them on exit."""
 
     def __init__(
         self, folder: Path, world_size: int, function: Callable[..., Any], *args: Any
     ) -> None:
-        """`function` may end its process; should it return, the exit code is 0. The ranks run in
-        `folder`, which takes their output."""
+        """`function` may end its process; if it returns, the exit code is 0. The ranks run in
+        `folder`, which also contains their output."""
         super().__init__(folder)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._store: dist.TCPStore | None = store
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self._ranks = []
-        with mock.patch.dict(os.environ, environment()):  # for the fork server, if it starts now
+        with mock.patch.dict(os.environ, environment()):  # for a fork server that starts now
             for rank in range(world_size):
                 place = (rank, world_size, store.port, self._output_file)
                 process = context.Process(target=_be_rank, args=(place, function, args))
@@ -199,20 +199,20 @@ class Ranks(Job):
                 self._ranks.append(process)
 
     def pid(self, rank: int) -> int:
-        """The process of a rank."""
+        """The process id of a rank."""
         pid = self._ranks[rank].pid
         assert pid is not None
         return pid
 
     def lose_store(self) -> None:
-        """As when torchrun dies without ending its ranks."""
+        """End the store, as if torchrun had died without ending its ranks."""
         self._store = None
 
     def running(self) -> bool:
         return any(process.is_alive() for process in self._ranks)
 
     def finish(self, timeout: float = 600) -> list[int | None]:
-        """Exit codes, by rank, of processes that ended by themselves; None: still running."""
+        """The exit codes, by rank, of processes that ended by themselves; None: still running."""
         deadline = time.monotonic() + timeout
         for process in self._ranks:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -250,9 +250,9 @@ def _be_rank(
 
 
 class Program(Job):
-    """`python pretrain_gpt_moe.py --nproc-per-node N ...`, in a folder that takes the output.
+    """`python pretrain_gpt_moe.py --nproc-per-node N ...`, in a folder that contains the output.
 
-    Ended with its context.
+    The context manager ends it on exit.
     """
 
     def __init__(
@@ -278,23 +278,23 @@ class Program(Job):
 
     @property
     def pid(self) -> int:
-        """The process of the launcher."""
+        """The process id of the launcher."""
         return int(self._process.pid)
 
     def running(self) -> bool:
         return self._process.poll() is None
 
     def finish(self, timeout: float = 600) -> int:
-        """The exit code of the launcher, once it has ended by itself."""
+        """Wait until the launcher has ended by itself; returns its exit code."""
         return int(self._process.wait(timeout))
 
     def rank(self, rank: int) -> int:
-        """The process of a rank."""
+        """The process id of a rank."""
         (found,) = [each.pid for each in self.ranks() if each.environ()["RANK"] == str(rank)]
         return int(found)
 
     def ranks(self) -> list[psutil.Process]:
-        """The processes of the ranks that live."""
+        """The processes of the ranks that are alive."""
         return [
             process
             for process in self._process.children()
@@ -307,14 +307,14 @@ class Program(Job):
     def __exit__(self, *error: object) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             family = [*self._process.children(recursive=True), self._process]
-            for member in family:  # each rank has a session of its own
+            for member in family:  # each rank has its own session
                 with contextlib.suppress(psutil.NoSuchProcess):
                     member.kill()
             psutil.wait_procs(family, timeout=10)
 
 
 class Torchrun(Program):
-    """`torchrun --nproc-per-node N pretrain_gpt_moe.py ...`, otherwise the same."""
+    """`torchrun --nproc-per-node N pretrain_gpt_moe.py ...`; otherwise the same."""
 
     def _start(self, script: Path, world_size: int) -> list[str]:
         module = ["-m", "torch.distributed.run", "--master-port", str(free_port())]
@@ -331,7 +331,7 @@ def environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """One below those that a system gives to connections, which would take it before torchrun."""
+    """A free port below the range from which the system takes ports for connections."""
     for port in random.sample(range(20_000, 30_000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))

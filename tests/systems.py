@@ -8,8 +8,8 @@ Options = dict[str, Any]
 
 _AUTONOMOUS = {"aoe_low_rank_size": 8, "aoe_wide_size": 20}
 
-#: The name says which system, and after a comma what of it. Losses on routing weigh more than
-#: usual, so that a mistake in them shows.
+#: The name is that of the system; the part after a comma names the variant. The coefficients of
+#: the auxiliary losses are larger than usual, so that an error in these losses shows.
 SYSTEMS: dict[str, Options] = {
     "topk": {"moe_aux_loss_coeff": 0.05, "moe_z_loss_coeff": 0.01},
     "topk, one expert": {"moe_router_topk": 1, "moe_aux_loss_coeff": 0.05},
@@ -63,10 +63,10 @@ SYSTEMS: dict[str, Options] = {
 
 
 def options(name: str) -> Options:
-    """The options of a system, `expert_selection` among them."""
+    """The options of a system, including `expert_selection`."""
     return {"expert_selection": name.split(",")[0]} | SYSTEMS[name]
 
 
 def merges(name: str) -> bool:
-    """Whether experts are merged: then tensor parallelism divides them, and nothing is sent."""
+    """Whether experts are merged. Tensor parallelism then splits them; no token is dispatched."""
     return issubclass(SELECTIONS[name.split(",")[0]], MergedSelection)

@@ -1,4 +1,4 @@
-"""One rank's failure is every rank's failure."""
+"""If one rank fails, every rank fails."""
 
 import errno
 from functools import partial
@@ -18,7 +18,7 @@ FAILURES = {
 
 
 def _outcomes():
-    """What `agree` raises on this rank when rank 1 fails, and what it returns when none does."""
+    """The error of `agree` on this rank if rank 1 fails, and its result if no rank fails."""
     rank = dist.get_rank()
 
     def fail(error):
@@ -31,7 +31,7 @@ def _outcomes():
             agree(partial(fail, error))
         except Exception as raised:
             outcomes.append((type(raised).__name__, str(raised)))
-        assert exchange(rank) == [0, 1]  # the ranks are still in step
+        assert exchange(rank) == [0, 1]  # the ranks are still synchronized
     acted = []
     on_rank_0(lambda: acted.append(rank))
     return outcomes, agree(lambda: f"done on {rank}"), acted
@@ -45,7 +45,7 @@ def test_a_failure_reaches_every_rank():
 
 
 def _first_writes(place):
-    """Rank 0 finds no file and leaves one; whoever comes later finds it."""
+    """Rank 0 finds no file and creates it; each later rank finds it."""
 
     def look():
         found = place.exists()

@@ -1,4 +1,4 @@
-"""The commands that pip installs: declared, each for a program that is there, and in the wheel."""
+"""The commands that pip installs: each is declared, has a program, and is in the wheel."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scrip
 
 
 def command(folder: Path, name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """A command of `folder` from another directory, with the package that it finds installed."""
+    """Run a command of `folder` from another directory, with the installed package."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     return subprocess.run(
         [folder / (PREFIX + name), *map(str, arguments)],
@@ -78,7 +78,7 @@ def test_examples_are_where_the_command_says(commands: Path) -> None:
 
 @pytest.mark.full
 def test_an_installed_wheel(tmp_path: Path) -> None:
-    """Built, installed beside this environment's packages, and run from another directory."""
+    """The wheel is built, installed beside this environment's packages, and run elsewhere."""
     source, wheels, venv = (tmp_path / name for name in ("source", "wheels", "venv"))
     left_behind = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "*.so", "__pycache__")
     shutil.copytree(ROOT, source, ignore=left_behind)

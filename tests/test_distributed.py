@@ -79,7 +79,7 @@ def test_a_hang_ends_in_time_with_nothing_left_running(tmp_path):
     with pytest.raises(TimeoutError, match=r"ranks \[0\] of 2"):
         run_distributed(2, _hang_on_rank_zero, tmp_path, timeout=3)
     child = int((tmp_path / "child").read_text())
-    for _ in range(50):  # the kernel takes a moment
+    for _ in range(50):  # the kernel needs a moment
         if not _is_running(child):
             return
         time.sleep(0.1)

@@ -1,7 +1,7 @@
-"""The shape of the code: imports go one way, others' global state has one door, files stay small.
+"""The import order, the few readers of global state, and the size of files.
 
-Read from the source alone (`ast`); nothing is imported. A new package or top-level module must be
-given its place in LAYERS, or `test_every_module_has_a_layer` fails.
+The tests read only the source (`ast`); they import nothing. A new package or top-level module needs
+a place in LAYERS; otherwise `test_every_module_has_a_layer` fails.
 """
 
 import ast
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "moe_parallel"
 
-# From the ground up. A module may import its own layer (without a circle) and those before it.
+# From bottom to top. A module may import from its own layer (without a cycle) and those before it.
 LAYERS = (
     {"_C", "errors", "console", "optional"},
     {"collective_errors"},
@@ -29,30 +29,30 @@ LAYERS = (
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 
-# Training ends by calling analysis, which reads the files that a run leaves and nothing else.
+# Training ends with a call of analysis, which reads only the files of the run.
 ANALYSIS = "analysis"
 ANALYSIS_MAY_IMPORT = ("errors", "config", "telemetry.metrics", ANALYSIS)
 
-# Selection rules are pure functions: what they need of other ranks `Tokens` brings them.
+# Selection rules are pure functions: `Tokens` gives them the data of other ranks.
 PURE = "selection"
 PURE_MAY_IMPORT = ("errors", PURE)
 COMMUNICATION = {"distributed", "megatron"}
 
 NEVER_IMPORTED = {"pretrain_gpt_moe", "tools", "tests"}
 TRANSFORMER_ENGINE_FILES_MAX = 2
-# Where an import may fail: optional packages, our own extension, Megatron-Core's two versions.
+# Modules whose import may fail: optional packages, our extension, two Megatron-Core versions.
 MAY_MISS_AN_IMPORT = {"optional", "ops.extension", "platform.cpu_host"}
-# Megatron-Core's global process groups, by both of their names, and their one reader.
+# Megatron-Core's global process groups, by both of their names, and the only module to read them.
 PARALLEL_STATE, ITS_READER = {"parallel_state", "mpu"}, f"{PACKAGE}.parallel"
 
 FILE_LINES_MAX = 420  # about 400
 FUNCTION_LINES_MAX = 60  # without the docstring
-# Path, or path::function, and the reason why it is longer.
+# A path, or path::function, and the reason for its length.
 ALLOWED_TO_BE_LONG: dict[str, str] = {}
 
 
 def _modules() -> dict[str, Path]:
-    """Dotted name -> file, of every module of the package."""
+    """Dotted name -> file, for every module of the package."""
     found = {}
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -65,7 +65,7 @@ TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in MODULES.
 
 
 def _absolute(node: ast.ImportFrom, module: str) -> str:
-    """The dotted name that a `from ... import` starts from, relative dots resolved."""
+    """The dotted name from which a `from ... import` starts, with relative dots resolved."""
     if not node.level:
         return node.module or ""
     is_package = MODULES[module].name == "__init__.py"
@@ -75,9 +75,9 @@ def _absolute(node: ast.ImportFrom, module: str) -> str:
 
 
 def _imports(module: str) -> Iterator[tuple[str, int]]:
-    """Every dotted name that a module imports, wherever in the file, with its line.
+    """Every dotted name that a module imports, anywhere in the file, with its line.
 
-    `from a.b import c` is the module `a.b.c` where there is one, and `a.b` otherwise.
+    `from a.b import c` is the module `a.b.c` if there is one, and `a.b` otherwise.
     """
     for node in ast.walk(TREES[module]):
         if isinstance(node, ast.Import):
@@ -139,7 +139,7 @@ def test_the_package_itself_imports_nothing_of_its_own() -> None:
 
 
 def _own_imports_beyond(unit: str, allowed: tuple[str, ...]) -> list[str]:
-    """Where a package imports others of ours than those allowed."""
+    """The imports of a package from our packages that are not allowed."""
 
     def fits(name: str) -> bool:
         name = name.partition(".")[2]
@@ -180,7 +180,7 @@ def test_nothing_imports_the_programs() -> None:
 
 
 def _circle(graph: dict[str, set[str]]) -> list[str]:
-    """One circle of a directed graph as a path that ends where it starts, or nothing."""
+    """A cycle of a directed graph as a path that ends where it starts; [] if there is none."""
     done: set[str] = set()
 
     def walk(node: str, path: list[str]) -> list[str]:
@@ -200,7 +200,7 @@ def _circle(graph: dict[str, set[str]]) -> list[str]:
 def test_no_circle_between_modules() -> None:
     graph = {}
     for module in MODULES:
-        # A part may know by its type the whole that it is a part of: nothing is imported then.
+        # A part may name the type of the whole that contains it: nothing is imported then.
         unseen = _seen_by_type_checkers_alone(module)
         imports = (name for name, line in _own_imports(module) if line not in unseen)
         graph[module] = {name for name in imports if name not in (module, PACKAGE)}
@@ -251,7 +251,7 @@ def test_optional_packages_are_found_in_one_way() -> None:
 
 
 def _identifiers(module: str) -> set[str]:
-    """Every name in a module's code, imported, read or spelt as a dotted string."""
+    """Every name in a module's code: imported, read, or part of a dotted string."""
     found: set[str] = set()
     for node in ast.walk(TREES[module]):
         if isinstance(node, (ast.Import, ast.ImportFrom)):

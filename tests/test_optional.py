@@ -1,4 +1,4 @@
-"""An optional package is missing, broken, or wants what the machine does not have."""
+"""An optional package is missing, is broken, or needs something that the machine lacks."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Makes `a_package` with a module `part`, of the source given."""
+    """Create `a_package` with a module `part` that has the given source."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(source: str) -> None:

@@ -71,7 +71,7 @@ def package(tmp_path: Path) -> Path:
 
 
 def _train(package: Path, runs: Path, layout: Layout) -> tuple[list[tuple[float, float]], list]:
-    """Two steps, a checkpoint, and one step more; then that step again, from the checkpoint."""
+    """Two steps, a checkpoint and another step; then that step again from the checkpoint."""
     sys.path.insert(0, str(package))
     import window_system  # noqa: F401  registers itself
 

@@ -1,4 +1,4 @@
-"""What setup.py says when it cannot build: one line, what is missing and what to do."""
+"""The error of setup.py if it cannot build: one line with the missing part and the remedy."""
 
 import os
 import subprocess

@@ -1,6 +1,6 @@
-"""An operator's files begin with its name, its stem, in every room; what is shared is named here.
+"""An operator's files begin with its name, its stem, in every folder; shared files are listed here.
 
-Read from the source alone; nothing is built.
+The tests read only the source; they build nothing.
 """
 
 import re
@@ -16,18 +16,18 @@ CSRC, NATIVE, TESTS = (
     ROOT / "tests" / "ops",
 )
 
-# Operators that are another one's gradient, in its files.
+# Operators that are the gradient of another one, in the other one's files.
 STEM_OF = {"grouped_outer": "grouped_gemm", "grouped_outer_add": "grouped_gemm"}
-# Tests that run two operators' cases side by side.
+# Tests that run the cases of two operators.
 TESTED_IN = {"routed_experts": "expert_rows", "autonomous_experts": "expert_rows"}
 
-# Room -> what begins with no operator's name: files, and folders, which are one piece each.
+# Folder -> files that begin with no operator's name, and folders, each of which is one unit.
 SHARED = {
     CSRC: {
         "alignment",
         "bindings",
-        "expert_rows",  # of routed_experts and autonomous_experts
-        "fused",  # products in one kernel with the steps around them
+        "expert_rows",  # for routed_experts and autonomous_experts
+        "fused",  # products in one kernel with the operations around them
         "launch",
         "main_gradients",
         "scalar_type",
@@ -56,7 +56,7 @@ def _begins_with(name: str, stem: str) -> bool:
 
 
 def _stem(name: str, stems: set[str]) -> str | None:
-    """The longest of the stems that the name begins with."""
+    """The longest of the stems with which the name begins."""
     return max((s for s in stems if _begins_with(name, s)), key=len, default=None)
 
 
@@ -83,7 +83,7 @@ def _names(room: Path) -> Iterator[str]:
 
 
 def _defined(room: Path, device: str) -> Iterator[tuple[str, str]]:
-    """(name of a file, task) of every run_on_cpu() or run_on_cuda() that the room defines."""
+    """(name of a file, task) of every run_on_cpu() or run_on_cuda() that the folder defines."""
     for path in sorted([*room.glob("*.cpp"), *room.glob("*.cu")]):
         for task in re.findall(rf"^void run_on_{device}\(const (\w+)&", path.read_text(), re.M):
             yield path.stem, task
@@ -105,7 +105,7 @@ def test_it_has_a_module_and_tests(stem):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_its_kernels_are_in_its_files(device):
-    """A task is declared and run in files of one stem."""
+    """A task is declared and run in files with the same stem."""
     declared = {
         task: _stem(header.stem, STEMS | SHARED[CSRC])
         for header in CSRC.glob("*.h")

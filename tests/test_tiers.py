@@ -9,7 +9,7 @@ from tests.tiers import covering, rest_in_full
 CROSSES = [
     list(product(range(16), range(4), range(4), "ab")),
     list(product("abc", "de")),
-    [row for row in product(range(3), range(3), range(3)) if sum(row) != 4],  # some cannot be
+    [row for row in product(range(3), range(3), range(3)) if sum(row) != 4],  # some are impossible
     [("a",), ("b",)],
     [(), ()],
     [],
@@ -37,7 +37,7 @@ def test_every_value_that_there_is_is_covered(rows):
 def test_a_full_cross_needs_few_rows():
     rows = CROSSES[0]
     assert len(rows) == 512
-    assert len(covering(rows)) <= 72  # no set has fewer than 16 * 4
+    assert len(covering(rows)) <= 72  # no subset has fewer than 16 * 4
     assert len(covering(rows, strength=1)) == 16
 
 

@@ -1,4 +1,4 @@
-"""How a program of tools/ begins and ends."""
+"""The start and the end of a program of tools/."""
 
 import ast
 import subprocess
@@ -15,7 +15,7 @@ TOOLS = Path(__file__).parents[1] / "tools"
 
 
 def ending(capsys, work, *arguments: str, **options) -> tuple[int, str]:
-    """(exit code, what was said on stderr) of a tool whose one flag is --number."""
+    """The exit code and stderr of a tool whose only flag is --number."""
     tool = Tool("/somewhere/a_tool.py", "Does a thing.", **options)
     tool.add_argument("--number", type=int, default=0)
     code = tool.run(list(arguments), work)

@@ -1,4 +1,4 @@
-"""Selects the cases of the quick tier (tests/conftest.py): a covering set, or named cases."""
+"""Selects the cases of the quick tier (tests/conftest.py): a covering subset or named cases."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import combinations
@@ -8,10 +8,11 @@ import pytest
 
 
 def covering(rows: Sequence[Sequence[Hashable]], strength: int = 2) -> list[int]:
-    """The positions of rows in which any `strength` values occur together that do so in `rows`.
+    """The positions of a subset of `rows`, one value per column, that covers its combinations.
 
-    A row has a value in each column. The row with the most new combinations is taken until none
-    is new, the first of equal ones: the same rows give the same answer. A smaller set may exist.
+    Any `strength` values that occur together in `rows` occur together in the subset. The row with
+    the most new combinations is added, the first among equals, until no row adds one. The same
+    rows always give the same subset. A smaller subset may exist.
     """
     columns = list(combinations(range(len(rows[0]) if rows else 0), strength))
     held = [{(of, *(row[column] for column in of)) for of in columns} for row in rows]
@@ -25,7 +26,7 @@ def covering(rows: Sequence[Sequence[Hashable]], strength: int = 2) -> list[int]
 
 
 def rest_in_full(values: Iterable[Any], *quick: Any) -> list[Any]:
-    """Parameters for pytest: those not in `quick` are left to the full tier."""
+    """Parameters for pytest: those not in `quick` run only in the full tier."""
     values = list(values)
     assert set(quick) <= set(values), f"{quick} are not all among {values}"
     return [
