@@ -1,4 +1,4 @@
-"""Studies that never happened, on disk: for the tests of tables and pictures."""
+"""Writes made-up studies to disk, for the tests of tables and figures."""
 
 import json
 import math
@@ -32,7 +32,7 @@ ATTEMPT: dict[str, Any] = {
     "exit_code": 0,
     "other_cores": 0.03,
 }
-TOKENS = 4 * 32  # of an iteration
+TOKENS = 4 * 32  # per iteration
 
 
 def make_study(
@@ -44,7 +44,7 @@ def make_study(
     overrides: Mapping[str, dict[str, Any]] | None = None,
     parameters: Mapping[str, dict[str, Any]] | None = None,
 ) -> StudyFolder:
-    """A study whose runs have not begun."""
+    """A study whose runs have not started."""
     contenders = choose_contenders(
         selections, SharedFile.from_raw({**SHARED, **(shared or {})}), overrides or {}
     )
@@ -62,7 +62,7 @@ def make_study(
 
 
 def write_cell(cell: Cell, records: list[dict[str, Any]], **attempt: Any) -> None:
-    """The files of a run that ended."""
+    """Write the files of a finished run."""
     cell.folder.mkdir(parents=True)
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (cell.folder / "metrics.jsonl").write_text(lines)
@@ -70,7 +70,7 @@ def write_cell(cell: Cell, records: list[dict[str, Any]], **attempt: Any) -> Non
 
 
 def layer(number: int, counts: Sequence[float], **more: Any) -> dict[str, Any]:
-    """What a layer tells, of choices that fell so."""
+    """The record of a layer whose load is `counts`."""
     shares = [count / sum(counts) for count in counts]
     return {
         "layer": number,
@@ -86,8 +86,8 @@ def layer(number: int, counts: Sequence[float], **more: Any) -> dict[str, Any]:
 def plausible_records(
     kind: str, seed: int, *, layers: int = 3, experts: int = 8, logged: int = 40, every: int = 5
 ) -> list[dict[str, Any]]:
-    """Losses fall and loads grow even; `kind` adds what such a system tells: "norms", "dynamic"
-    (experts per token vary), "merged", "dense" or "fixed"."""
+    """Losses decrease and loads become even. `kind` adds the statistics of such a system: "norms",
+    "dynamic" (the number of experts per token varies), "merged", "dense" or "fixed"."""
     noise = np.random.default_rng([seed, len(kind)])
     leaning = noise.normal(0, 1, (layers, experts))
     offset = {"fixed": 0.0, "norms": -0.03, "dynamic": -0.05, "merged": 0.04, "dense": 0.1}[kind]

@@ -1,4 +1,4 @@
-"""Records of runs that never happened, of any shape, for the pictures' tests."""
+"""Made-up records of runs, of any shape, for the tests of the figures."""
 
 import math
 
@@ -15,7 +15,7 @@ def synthetic_run(
     dropped: int = 0,
     tokens: int = 4096,
 ) -> list[dict]:
-    """Losses fall, loads grow even, choices grow confident with depth; evaluated every 5th time."""
+    """Losses decrease, loads become even, confidence grows with depth; evaluated every 5th."""
     generator = np.random.default_rng(1)
     leaning = generator.normal(0, 1, (layers, experts))
     records = []

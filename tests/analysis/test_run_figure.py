@@ -1,4 +1,4 @@
-"""The picture of a run, from runs of awkward shapes; and the history that it draws."""
+"""The figure of a run, for runs of unusual shapes, and the history that the figure shows."""
 
 import json
 import math
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def panels(figure: Figure) -> dict:
-    """Axes by the first words of their title; color bars have none."""
+    """The axes by the first words of their titles; color bars have no title."""
     return {axes.get_title(loc="left").split(",")[0]: axes for axes in figure.axes}
 
 
@@ -28,7 +28,7 @@ def labels(axes) -> list[str]:
 
 
 def overlapping_texts(figure: Figure) -> list[tuple[str, str]]:
-    """Pairs of titles, axis labels, tick labels and notes that lie on one another."""
+    """Pairs of titles, axis labels, tick labels and notes that overlap."""
     figure.savefig("/dev/null", format="png", dpi=100)
     texts = [figure._suptitle]
     for axes in figure.axes:
@@ -37,7 +37,7 @@ def overlapping_texts(figure: Figure) -> list[tuple[str, str]]:
             low, high = sorted(axis.get_view_interval())
             ticks = zip(axis.get_major_ticks(), axis.get_majorticklocs(), strict=True)
             texts += [tick.label1 for tick, place in ticks if low <= place <= high]
-            texts += [tick.label2 for tick in axis.get_major_ticks()]  # of a color bar
+            texts += [tick.label2 for tick in axis.get_major_ticks()]  # the labels of a color bar
     renderer = figure._get_renderer()
     boxes = [
         (text.get_text(), text.get_window_extent(renderer))
@@ -93,7 +93,7 @@ def test_panels_and_series_of_an_ordinary_run():
 def test_any_shape_is_drawn_without_overlap(shape):
     figure = draw_run(synthetic_run(**shape), "a run")
     assert overlapping_texts(figure) == []
-    assert len(panels(figure)) == 6  # five, and the color bars under no name
+    assert len(panels(figure)) == 6  # five, and the color bars without a title
 
 
 def test_least_even_layer_is_the_one_shown_over_time():
@@ -121,7 +121,7 @@ def test_a_loss_that_was_not_finite_is_a_gap():
     history = RunHistory.from_records(records)
     assert np.flatnonzero(np.isnan(history.train_loss.values_R)).tolist() == [70]
     line = panels(draw_run(records, "gap"))["Loss (value at the end)"].lines[1]
-    assert np.isfinite(line.get_ydata()).all()  # smoothed over it
+    assert np.isfinite(line.get_ydata()).all()  # the smoothed line has no gap
 
 
 def test_smoothing_keeps_a_constant():

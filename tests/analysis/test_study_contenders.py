@@ -1,4 +1,4 @@
-"""The contenders: options of a shared file apply to the contenders that have them."""
+"""The contenders: an option of a shared file applies to each contender that has the option."""
 
 import pytest
 

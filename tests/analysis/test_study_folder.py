@@ -1,4 +1,4 @@
-"""The folder of a study: what is finished, and that nothing else is mixed into it."""
+"""The folder of a study: which runs are finished, and the refusal of another study."""
 
 import json
 from dataclasses import replace
@@ -72,7 +72,7 @@ def test_numbers_are_the_same_however_they_are_written(tmp_path: Path):
         (["topk"], [], {"lr": 0.5}, "a study of topk with --lr 0.0003, and now it is 0.5"),
         (["topk"], ["topk:lr=0.5"], {}, "topk with --lr 0.0003, and now it is 0.5"),
         (["topk=aoe"], [], {}, "a study of topk = 'topk', and now it is 'aoe'"),
-        # Of a contender that this command does not even train.
+        # A cell of a contender that this command does not train.
         (["dense"], [], {"moe_aux_loss_coeff": 0.5}, "topk with --moe-aux-loss-coeff 0.01"),
     ],
 )

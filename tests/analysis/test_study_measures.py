@@ -1,4 +1,4 @@
-"""The numbers of a run and their spread, against values worked by hand."""
+"""The measures of a run and their spread, compared with values worked by hand."""
 
 import math
 from pathlib import Path
@@ -37,20 +37,20 @@ def test_a_dense_run_has_losses_and_speed_alone():
     assert of(records) == {
         "code/loss": 4.5,
         "code/bits_per_byte": 2.0,
-        "train_loss": 4.0,  # the end of two is the last
-        "tokens_per_second": 1000.0,  # the first is warm-up
+        "train_loss": 4.0,  # the last of the two iterations
+        "tokens_per_second": 1000.0,  # the first iteration is warm-up
         "consumed_tokens": 256,
     }
 
 
 def test_speed_is_the_median_without_the_first_tenth():
-    speeds = [1.0, 2.0, *range(100, 119)]  # 21: 2 are left out, 19 are left, whose median is 109
+    speeds = [1.0, 2.0, *range(100, 119)]  # 2 of 21 are skipped; the median of 19 is 109
     records = [training(i, 1.0, speed, []) for i, speed in enumerate(speeds, start=1)]
     assert of(records)["tokens_per_second"] == 109
 
 
 def test_the_end_is_the_last_tenth():
-    """Of 20 iterations the last two: Ent_load of [1, 1] and [1, 0] in either layer, and so on."""
+    """The last two of 20 iterations: Ent_load of [1, 1] and [1, 0] in either layer, and so on."""
     early = [training(i, 9.0, 1.0, [layer(1, [9, 1]), layer(2, [9, 1])]) for i in range(1, 19)]
     late = [
         training(19, 3.0, 1.0, [layer(1, [5, 5]), layer(2, [5, 5], ent_conf=0.4)]),
@@ -82,8 +82,8 @@ def evaluation(counts_by_domain, **more):
 @pytest.mark.parametrize(
     ("counts", "expected"),
     [
-        # Each domain has experts of its own, in one layer of two: (ln 2 + 0) / 2, whatever the
-        # sizes of the domains.
+        # Each domain has its own experts in one of two layers: (ln 2 + 0) / 2. The sizes of the
+        # domains do not matter.
         ({"a": [[7, 0], [1, 1]], "b": [[0, 900], [5, 5]]}, math.log(2) / 2),
         ({"a": [[2, 6]], "b": [[10, 30]]}, 0.0),
         # p(e|a) = (1, 0), p(e|b) = (1/2, 1/2), p(e) = (3/4, 1/4):

@@ -1,4 +1,4 @@
-"""The tables and pictures of a study, from runs that never happened."""
+"""The tables and figures of a study, from made-up runs."""
 
 import csv
 import io
@@ -35,7 +35,7 @@ KINDS = {
 
 
 def short_run(loss: float, speed: float, tokens: int = 40 * TOKENS, dropped: int = 0):
-    """Two logged iterations and an evaluation, of one layer with two experts."""
+    """Two logged iterations and an evaluation; one layer with two experts."""
     layers = [layer(1, [30, 10], tokens_dropped=dropped, experts_per_token=2.0)]
     place = {"iteration": 40, "consumed_tokens": tokens}
     measured = {"lm_loss": loss, "tokens_per_second": speed, "layers": layers}
@@ -63,7 +63,7 @@ def two_by_two(tmp_path: Path) -> StudyFolder:
 
 
 def rows(page: str, title: str) -> dict[str, list[str]]:
-    """The table under a title: {first cell: the others}; the head under ""."""
+    """The table under a title: {first cell: the other cells}; the header row has the key ""."""
     lines = page.split(f"## {title}\n")[1].split("\n## ")[0].splitlines()
     cells = [[c.strip() for c in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
     return {first: others for first, *others in cells if first != "---"}
@@ -71,18 +71,18 @@ def rows(page: str, title: str) -> dict[str, list[str]]:
 
 def test_the_page_of_two_systems_and_two_seeds(two_by_two: StudyFolder):
     page = markdown(StudyResults.read(two_by_two))
-    # Sample deviations of two values: |a - b| / sqrt(2), so .4 -> .283 and .6 -> .424.
+    # The sample deviation of two values is |a - b| / sqrt(2), so .4 -> .283 and .6 -> .424.
     assert rows(page, "Held-out text") == {
         "": ["prose, nats/token", "prose, bits/byte"],
         "topk": ["4.200 ± 0.283 (4.000 to 4.400)", "2.100 ± 0.141 (2.000 to 2.200)"],
         "aoe": ["4.200 ± 0.424 (3.900 to 4.500)", "2.100 ± 0.212 (1.950 to 2.250)"],
     }
-    # Seed by seed: 3.9 - 4.0 and 4.5 - 4.4.
+    # Per seed: 3.9 - 4.0 and 4.5 - 4.4.
     assert rows(page, "Loss minus that of topk with the same seed") == {
         "": ["prose, nats/token"],
         "aoe": ["+0.000 ± 0.141 (−0.100 to +0.100)"],
     }
-    # Of 80 choices 8 were dropped with one seed, none with the other: 5 % on average.
+    # With one seed 8 of 80 choices were dropped, with the other none: 5 % on average.
     costs = rows(page, "Size and speed")
     assert costs["topk"] == [
         "1,000", "600", "700", "2.00 ± 0.00", "5.00% ± 7.07%", "1,100 ± 141", "512 ± 0"
@@ -195,7 +195,7 @@ def test_a_study_without_a_finished_run(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def all_kinds(tmp_path_factory) -> StudyResults:
-    """With a variant that has a name of its own, so that fewer colors than contenders are left."""
+    """One variant has its own name, so that there are fewer colors than contenders."""
     words = [*KINDS, "variant=aoe", "second=topk"]
     shape = {"train_iters": 200, "num_layers": 3, "num_experts": 8}
     study = make_study(tmp_path_factory.mktemp("kinds") / "all kinds", words, shared=shape)
