@@ -1,4 +1,4 @@
-"""The balancing bias of a run in bf16: what its checkpoints hold, step by step."""
+"""The balancing bias of a bf16 run, read from its checkpoints step by step."""
 
 import json
 
@@ -38,7 +38,7 @@ def test_each_step_moves_it_by_the_rate_against_the_load(folder, system):
     for iteration in (1, 2, 3):
         stored = stored_tensors(folder / system / f"iter_{iteration:07d}")
         biases = [stored[name] for name in sorted(stored) if name.endswith("bias_E")]
-        assert len(biases) == 2  # layers
+        assert len(biases) == 2  # two layers
         for layer, bias in enumerate(biases):
             counts = torch.tensor(loads[iteration][layer]["tokens_per_expert"]).double()
             wanted = before[layer] + RATE * torch.sign(counts.mean() - counts).float()

@@ -1,4 +1,4 @@
-"""The loads of a step, and the bias that follows them."""
+"""The loads of a step, and the balancing bias that is updated from them."""
 
 import numpy
 import pytest
@@ -19,7 +19,7 @@ def choices_of(experts: list[list[int]]) -> Choices:
 
 
 def _steps(micro_batches_of_steps):
-    """`share_E` after each step, of micro-batches dealt to the ranks in turn."""
+    """`share_E` after each step; the ranks take the micro-batches in turn."""
     load = StepLoad(EXPERTS)
     shares = []
     for micro_batches in micro_batches_of_steps:
@@ -51,7 +51,7 @@ def test_counts_start_at_zero_and_are_not_saved():
 
 def test_many_tokens_are_counted_exactly():
     load = StepLoad(EXPERTS)
-    load.counts[:] = 2.0**24  # where fp32 would stop counting
+    load.counts[:] = 2.0**24  # here fp32 could no longer count
     load.count(choices_of([[0], [0], [1]]))
     assert (load.counts - 2**24).tolist() == [2, 1, 0, 0, 3]
 
@@ -62,7 +62,7 @@ def counts_of(*counts: int) -> torch.Tensor:
 
 def test_a_step_moves_the_bias_by_exactly_the_rate():
     bias = ExpertBias(EXPERTS, update_rate=0.25)
-    bias.update(counts_of(9, 1, 5, 5))  # mean 5: too many, too few, as it should be
+    bias.update(counts_of(9, 1, 5, 5))  # mean 5: one load above it, one below, two equal
     assert bias.bias_E.tolist() == [-0.25, 0.25, 0.0, 0.0]
     bias.update(counts_of(9, 1, 4, 6))
     assert bias.bias_E.tolist() == [-0.5, 0.5, 0.25, -0.25]
@@ -70,7 +70,7 @@ def test_a_step_moves_the_bias_by_exactly_the_rate():
 
 @pytest.mark.parametrize("experts", [3, 5, 6, 7, 8, 12, 60, 64])
 def test_an_even_load_leaves_the_bias(experts):
-    """However many tokens that are."""
+    """The number of tokens does not matter."""
     for each in (1, 2, 3, 341, 2**24 + 1):
         bias = ExpertBias(experts, update_rate=0.1)
         bias.update(counts_of(*[each] * experts))
@@ -86,7 +86,7 @@ def test_one_choice_more_or_less_moves_the_bias():
 
 
 def _biases_of_even_loads(experts, tokens_of_steps):
-    """The bias after steps in which each token takes the next two experts in turn.
+    """The bias after steps in which each token chooses the next two experts in turn.
 
     The ranks route unequal shares of the tokens.
     """
@@ -106,14 +106,14 @@ def _biases_of_even_loads(experts, tokens_of_steps):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_even_loads_of_all_ranks_leave_the_bias(world):
-    experts = 10  # 0.2 of the tokens choose each; in fp32 the mean of ten 0.2 is another number
+    experts = 10  # 0.2 of the tokens choose each; in fp32 the mean of ten 0.2 is not 0.2
     for bias, shares in run_distributed(world, _biases_of_even_loads, experts, [5, 10, 35]):
         assert bias == [0.0] * experts
         assert shares == pytest.approx([0.2] * experts)
 
 
 def test_bf16_models_keep_fp32_biases_and_loads():
-    """In bf16 a bias of 1 would no longer feel a step of 0.001."""
+    """In bf16 a bias of 1 would not change in a step of 0.001."""
     bias, load = ExpertBias(EXPERTS, 1e-3), StepLoad(EXPERTS)
     bias.bias_E.fill_(1.0)
     before = bias.bias_E
@@ -121,7 +121,7 @@ def test_bf16_models_keep_fp32_biases_and_loads():
     assert model[2].weight.dtype == torch.bfloat16
     assert bias.bias_E.dtype == load.share_E.dtype == torch.float32
     assert load.counts.dtype == torch.float64
-    assert bias.bias_E is before  # rules hold it
+    assert bias.bias_E is before  # rules keep a reference to it
     bias.update(counts_of(0, 1, 1, 1))
     torch.testing.assert_close(bias.bias_E, torch.tensor([1.001, 0.999, 0.999, 0.999]))
 

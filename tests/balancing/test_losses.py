@@ -1,4 +1,4 @@
-"""Losses on routing: closed forms, the per-token transcription, gradients, sums over ranks."""
+"""Auxiliary losses: closed forms, per-token oracles, gradients, and sums over ranks."""
 
 import math
 from functools import partial
@@ -83,7 +83,7 @@ def test_equals_the_transcription_with_its_gradient(loss, rule):
         return ORACLES[loss](transcribed(scores))
 
     assert found.shape == ()
-    assert found.item() == pytest.approx(of(values), rel=1e-6)  # shares of a step are fp32
+    assert found.item() == pytest.approx(of(values), rel=1e-6)  # the load of a step is fp32
     wanted = numeric_gradient(lambda given: of(given["s"]), {"s": values})["s"]
     numpy.testing.assert_allclose(logits.grad.numpy(), wanted, atol=1e-7)
 
@@ -102,7 +102,7 @@ def test_fp32_for_fp32_scores(loss):
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("loss", [load_balancing_loss, sequence_load_balancing_loss])
 def test_uniform_routing_gives_k(loss, experts, k):
-    # Token t chooses experts t, t + 1, ...: loads are equal, and so are all probabilities.
+    # Token t chooses experts t, t + 1, ...: all loads are equal, and so are all probabilities.
     experts_TK = (
         torch.arange(experts * SEQUENCES)[:, None] // SEQUENCES + torch.arange(k)
     ) % experts
@@ -122,7 +122,7 @@ def test_all_tokens_to_one_expert_give_n():
 
 
 def test_sequences_are_balanced_one_by_one():
-    """Each of two sequences has an expert of its own: balanced together, not by themselves."""
+    """Each of two sequences uses its own expert: balanced together, but not separately."""
     tokens = Tokens(2)
     scores = torch.tensor([[50.0, -50.0], [-50.0, 50.0]] * 3)  # [S, B]: sequences alternate
     choices = TopK(1, topk.raw_probability)(scores, tokens)
@@ -170,7 +170,7 @@ def test_empty_slots_are_no_load(loss):
 def test_importance_of_equal_and_of_single_experts():
     equal = (torch.arange(8)[:, None] + torch.arange(2)) % 4
     assert importance_loss(uniform(equal, 4), ALONE).item() == pytest.approx(0, abs=1e-12)
-    # All on one of n: mean m / n, variance m^2 (n - 1) / n^2, so n - 1.
+    # One of n experts has all choices: mean m / n, variance m^2 (n - 1) / n^2, so n - 1.
     alone = uniform(torch.zeros(8, 1, dtype=torch.int64), 4)
     assert importance_loss(alone, ALONE).item() == pytest.approx(3)
 
@@ -186,7 +186,7 @@ def test_the_entropy_of_equal_and_of_certain_probabilities():
         math.log(8)
     )
     logits = torch.zeros(5, 3)
-    logits[:, 1] = 200.0  # the others underflow to 0, of which ln has no value
+    logits[:, 1] = 200.0  # the other probabilities underflow to 0, for which ln is undefined
     logits.requires_grad_()
     loss = entropy_loss(TopP(0.5)(logits, ALONE), ALONE)
     loss.backward()
@@ -194,7 +194,7 @@ def test_the_entropy_of_equal_and_of_certain_probabilities():
 
 
 def _losses_of_a_part():
-    """Every loss of this rank's stretch of each sequence, and the gradient of its scores."""
+    """Every loss of this rank's part of each sequence, and the gradient of its scores."""
     tokens = SplitTokens(SEQUENCES, dist.group.WORLD)
     found = {}
     for rule, (choose, _) in RULES.items():
