@@ -1,4 +1,4 @@
-"""Unusable values: each is refused by one line, on the command line or in a file."""
+"""Invalid values: on the command line or in a file, each gives a one-line error."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ def message_of(*arguments: str) -> str:
 
 EXPERTS = ["--num-experts", "4"]
 
-#: Words of a command line, and how its one line begins.
+#: The words of a command line, and the beginning of its one-line error.
 WORDS = {
     "digits of another script": (["--seed", "٤"], "--seed is '٤': it takes an integer"),
     "wide digits": (["--num-layers=４"], "--num-layers is '４': it takes an integer"),
@@ -128,7 +128,7 @@ def test_no_number_is_beyond_fp32(system: str, flag: str, value: str) -> None:
 
 INVALID = "is not valid YAML"
 
-#: The content of a file, and how the one line on it goes on.
+#: The content of a file, and the end of its one-line error.
 FILES: dict[str, tuple[str | bytes, str]] = {
     "nested in JSON": ('{"a":' * 100_000 + "1" + "}" * 100_000, f"{INVALID}: it is nested too"),
     "nested in brackets": ("a: " + "[" * 100_000, f"{INVALID}: it is nested too deeply"),

@@ -1,4 +1,4 @@
-"""Flags: the face that scripts of users depend on, the help, and every way to get a flag wrong."""
+"""Flags: the interface that users' scripts depend on, the help, and every kind of wrong flag."""
 
 import re
 from typing import Any
@@ -41,7 +41,7 @@ WORDS = {
 
 
 def a_system_with(flag: str) -> str:
-    """An expert-selection system that has the option; topk where every one has it."""
+    """An expert-selection system that has the option; topk if every system has it."""
     by_system = selection_options()
     owners = [name for name, known in by_system.items() if flag in {o.flag for o in known.values()}]
     return owners[0] if owners else "topk"
@@ -75,7 +75,7 @@ def message_of(*arguments: str) -> str:
 @pytest.mark.parametrize("flag", INTEGERS)
 def test_integer_flags(flag: str) -> None:
     assert parse_one(flag, "12") == 12 and type(parse_one(flag, "12")) is int
-    assert parse_one(f"{flag}", "-3") == -3  # a value, not a flag; validate() refuses it
+    assert parse_one(f"{flag}", "-3") == -3  # a value, not a flag; validate() rejects it
     with pytest.raises(InputError, match=f"^{flag} is '1.5': it takes an integer$"):
         parse_one(flag, "1.5")
 
@@ -147,7 +147,7 @@ def test_help_has_each_flag_once_with_its_default(capsys: pytest.CaptureFixture[
     text = help_text(capsys)
     entries = re.findall(r"^  (--[a-z0-9-]+)", text, re.MULTILINE)
     assert sorted(entries) == sorted([*every_option(), "--config"])
-    # The entries begin with their flags, and each but --config ends with its default.
+    # Each entry begins with its flags, and each except --config ends with its default.
     bodies = re.split(r"^  --[a-z0-9-]+", text, flags=re.MULTILINE)[1:]
     for flag, body in zip(entries, bodies, strict=True):
         assert flag == "--config" or "(default: " in " ".join(body.split()), flag

@@ -1,4 +1,4 @@
-"""The files in examples/: read, valid on the ranks that they name; the recipes of the papers."""
+"""The files in examples/ are valid on the ranks that they name; the recipes match the papers."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ from moe_parallel.config import (
 )
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-# study.yaml is no configuration of a run: it holds options of several systems.
+# study.yaml is not the configuration of a run: it contains options of several systems.
 FILES = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name != "study.yaml")
 PAPERS = [path for path in FILES if path.is_relative_to(EXAMPLES / "papers")]
 SYSTEMS = [path for path in FILES if path.is_relative_to(EXAMPLES / "systems")]
@@ -33,7 +33,7 @@ def read(path: Path) -> Config:
 
 
 def started_ranks(path: Path) -> int:
-    """How many ranks the file's own torchrun line starts, with this file."""
+    """The number of ranks that the file's own torchrun line starts with this file."""
     text = path.read_text()
     assert f"--config {path.relative_to(EXAMPLES.parent)}\n" in text
     (per_node,) = re.findall(r"--nproc-per-node (\d+)", text)
@@ -74,7 +74,7 @@ def test_runs_do_not_share_a_folder(path: Path) -> None:
     assert read(path).checkpoint.save not in {None, *others}
 
 
-# One for each system
+# One file per system
 
 
 @pytest.mark.parametrize("system", SELECTIONS)

@@ -1,4 +1,4 @@
-"""--moe-layer-freq: what it can say, and that nothing it says is executed or fills the memory."""
+"""--moe-layer-freq: its syntax. No value is executed, and none exhausts the memory."""
 
 import tracemalloc
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Widths of experts by Eq. 5 of the AoE paper, how W_up starts, and which options decide."""
+"""Expert widths by Eq. 5 of the AoE paper, the names of the systems, and the initial W_up."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ SCALED = {"aoe_up_init_method": "scaled"}
 )
 def test_eq_5(d: int, d_ffn: int, d_low: int, exact: float) -> None:
     assert aoe_wide_size(d, d_ffn, d_low) == round(exact)
-    # Half a unit of width off at most, so at most half of what a unit of width costs.
+    # The width is off by at most half a unit, so the cost by at most half the cost of a unit.
     swiglu = 3 * d * d_ffn
     autonomous = d_low * d + aoe_wide_size(d, d_ffn, d_low) * (d_low + 2 * d)
     assert abs(autonomous - swiglu) <= (d_low + 2 * d) / 2
@@ -74,4 +74,4 @@ def test_a_checkpoint_loads_whichever_way_its_weights_started() -> None:
         if option.name.endswith("_init_method")
     ]
     assert len(found) == 7  # four systems with a router, three without
-    assert not any(option.weights for option in found)  # no part of a checkpoint's fingerprint
+    assert not any(option.weights for option in found)  # not in a checkpoint's fingerprint

@@ -1,4 +1,4 @@
-"""Every rule that ties options together, broken once; each message is one line with a remedy."""
+"""Every rule between options is broken once; each error is one line with a remedy."""
 
 from typing import Any
 

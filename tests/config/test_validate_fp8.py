@@ -1,4 +1,4 @@
-"""What is refused of experts in FP8, and what is taken."""
+"""Rejected and accepted configurations of experts in FP8."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The rules of each expert-selection system, broken once; each message says what to do."""
+"""Each rule of each expert-selection system is broken once; each error says what to do."""
 
 from typing import Any
 
@@ -255,7 +255,7 @@ def test_a_dense_model_takes_no_system_but_the_default(name: str) -> None:
 
 
 def test_no_number_is_without_a_rule() -> None:
-    """An option that is added later meets a bound too."""
+    """An option that is added later needs a bound too."""
     known = common_options()
     for options in selection_options().values():
         known = known | options

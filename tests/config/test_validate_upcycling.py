@@ -1,4 +1,4 @@
-"""The dense model that experts start from, and what is refused of it."""
+"""The dense model from which experts start, and the configurations that are rejected for it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""YAML files: the same values as flags, a round trip, and every way to get a file wrong."""
+"""YAML files: the same values as flags, a round trip, and every kind of wrong file."""
 
 import random
 from pathlib import Path
@@ -165,7 +165,7 @@ def test_what_goes_with_both_selections_stays(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "flags", "start"),
     [
-        # On the command line it stays an error, and so does a file that contradicts itself.
+        # On the command line, and in a file that contradicts itself, it is still an error.
         (AOE, ["topk", "--aoe-low-rank-size", "8"], "--aoe-low-rank-size belongs to .* aoe"),
         (AOE + "\nmoe-top-p: 0.3", ["topk"], "--moe-top-p belongs to .* topk is selected"),
         (AOE + "\naoe-rank: 8", ["topk"], "--aoe-rank is not a flag"),
