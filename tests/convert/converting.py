@@ -1,4 +1,4 @@
-"""Conversions on the ranks of a test, as tools/convert.py makes them."""
+"""Conversions on the ranks of a test, as tools/convert.py does them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from tests.program import Options, flags
 
 @contextmanager
 def groups_of_one() -> Iterator[Groups]:
-    """On a world of one rank."""
+    """Groups on a world of one rank."""
     groups = initialize_groups(ParallelConfig())
     model_parallel_cuda_manual_seed(1)
     try:
@@ -29,7 +29,7 @@ def groups_of_one() -> Iterator[Groups]:
 
 
 def config_of(run: Path) -> Config:
-    """What a run was trained with."""
+    """The configuration with which a run was trained."""
     return parse_command_line(["--config", str(find_checkpoint(run) / "config.yaml")])
 
 
@@ -41,7 +41,7 @@ def convert_here(
     gate: dict[str, Any] | None = None,
     samples: int = 24,
 ) -> Conversion:
-    """On a world of one rank. `gate`: of GateOptions; None: weights are copied."""
+    """Convert on a world of one rank. `gate`: fields of GateOptions; None: copy the weights."""
     target = converted_config(config_of(load), to, str(save), flags(options))
     with groups_of_one() as groups:
         return convert(

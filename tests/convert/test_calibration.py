@@ -1,4 +1,4 @@
-"""Calibration text: seeded, disjoint, refused where there is too little."""
+"""Calibration text is seeded and disjoint from the held-out text; too little text is an error."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_held_out_samples_are_others():
     assert (len(fitted), len(held_out), tokens) == (10, 4, (50, 20))
     assert len(set(fitted + held_out)) == 14
     assert drawn(10) == drawn(10) != drawn(10, seed=1)
-    assert len(drawn(30)[0]) == 30  # with 10 held out: all there is
+    assert len(drawn(30)[0]) == 30  # with 10 held out, this is all the text
 
 
 @pytest.mark.parametrize("samples", [0, -1, 31])

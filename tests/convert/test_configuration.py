@@ -1,4 +1,4 @@
-"""Which configuration a converted model has, and what is refused."""
+"""The configuration of a converted model, and the conversions that are rejected."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Trained models converted: what they compute, and that training continues from them."""
+"""Converted models: their outputs, and training that continues from them."""
 
 import json
 
@@ -12,14 +12,14 @@ from tests.distributed import RankError, run_distributed
 from tests.program import SMALL, pretrain_here, small_data, stored_tensors
 
 RANK = 8
-FULL = SMALL["hidden_size"]  # as wide as an expert of SMALL, so the rank of W_g
+FULL = SMALL["hidden_size"]  # the full width of an expert of SMALL, which is the rank of W_g
 SHARED = {"moe_shared_expert_intermediate_size": 16, "moe_layer_freq": "[0]+[1]"}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with runs on two ranks: `moe`, trained a little, and `shared`, with a dense layer
-    and a shared expert."""
+    """A folder with runs on two ranks: `moe`, trained for a few steps, and `shared`, with a dense
+    layer and a shared expert."""
     folder = tmp_path_factory.mktemp("converted")
     options = SMALL | small_data(folder) | {"expert_model_parallel_size": 2, "init_method_std": 0.1}
     runs = [
@@ -69,7 +69,7 @@ def test_the_report_is_of_every_layer(converted):
 
 
 def test_training_goes_on_from_it_with_the_experts_divided(trained, converted):
-    """As the tool says: --config NEW/config.yaml --load NEW --save ANOTHER."""
+    """The command that the tool prints: --config NEW/config.yaml --load NEW --save ANOTHER."""
     options = {
         "config": trained / "aoe" / "config.yaml",
         "load": trained / "aoe",
@@ -95,7 +95,7 @@ def test_at_full_rank_layers_compute_the_same_for_the_same_choices(trained):
 
 
 def layers_with_the_choices_of(moe, aoe):
-    """Relative differences of the layers' outputs, when the router chooses for both."""
+    """The relative differences of the layers' outputs if the router selects for both models."""
     models = []
     differences = []
     with groups_of_one() as groups, torch.no_grad():

@@ -1,4 +1,4 @@
-"""Products of rank R: against numpy's SVD, in both measures, and around given columns."""
+"""Products of rank R: compared with numpy's SVD, in both measures, and with given columns."""
 
 import numpy
 import pytest
@@ -14,7 +14,7 @@ def matrices(seed=0, shape=(E, D, F)):
 
 
 def activations(tokens=200, seed=1):
-    """Strongly correlated, with a mean."""
+    """Activations that are strongly correlated and have a nonzero mean."""
     rng = numpy.random.default_rng(seed)
     return torch.from_numpy(rng.normal(size=(tokens, D)) @ rng.normal(size=(D, D)) + 1.0)
 
@@ -24,7 +24,7 @@ def root_of(x):
 
 
 def best_products(w_EDF, rank):
-    """Truncated SVD by numpy, a matrix at a time."""
+    """The truncated SVD of each matrix, by numpy."""
     products = []
     for w in w_EDF.numpy():
         u, s, v = numpy.linalg.svd(w)
@@ -44,7 +44,7 @@ def test_plain_is_the_truncated_svd(rank):
 
 @pytest.mark.parametrize("rank", [1, 4])
 def test_weighted_loses_as_little_of_x_w_as_any_product_can(rank):
-    """The least error over all matrices of rank R is that of the SVD of x W itself."""
+    """The smallest error over all matrices of rank R is that of the SVD of x W itself."""
     w, x = matrices(), activations()
     factors, _ = factorize(w, rank, root_of(x))
     lost = 0.0
@@ -68,7 +68,7 @@ def test_full_rank_loses_nothing(weighted, leading):
 
 
 def test_a_matrix_of_low_rank_is_kept_whole_beside_given_columns():
-    """Directions without energy must not be mixed with the given ones."""
+    """Directions without energy must not be mixed with the given columns."""
     w = matrices(0, (E, D, 2)) @ matrices(3, (E, 2, F))
     factors, _ = factorize(w, 4, torch.eye(D).double(), matrices(2, (E, D, 2)))
     numpy.testing.assert_allclose(factors.columns_EDR @ factors.rows_ERF, w, atol=1e-9)

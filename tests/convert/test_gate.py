@@ -1,4 +1,4 @@
-"""W_g made low-rank: exact at full rank, never ranking worse, never out of bounds."""
+"""W_g made low-rank: exact at full rank; the ranking never becomes worse; values stay bounded."""
 
 import numpy
 import pytest
@@ -10,7 +10,7 @@ T, E, D, F, K = 500, 4, 8, 10, 2
 
 
 def problem(seed, mean):
-    """W_g, a router, and activations that lie around `mean` along their first axis."""
+    """W_g, a router, and activations around `mean` along their first axis."""
     rng = numpy.random.default_rng(seed)
     x = rng.normal(size=(T, D)) * numpy.linspace(0.3, 1.5, D)
     x[:, 0] += mean
@@ -23,7 +23,7 @@ def problem(seed, mean):
 
 
 def routing_overlap(w_router, x, columns):
-    """Of the K experts of greatest logit, the share with a norm among the K greatest; by loops."""
+    """The share of the K experts of largest logit whose norm is among the K largest; by loops."""
     same = 0
     for row in x.numpy():
         logits = [row @ w for w in w_router.numpy()]
@@ -62,7 +62,7 @@ def test_full_rank_is_exact(options):
 
 
 def test_activations_with_a_side_keep_the_router():
-    """At any rank: what norms rank by is a column of its own."""
+    """At any rank: a separate column contains the direction by which the norms rank."""
     for seed in range(3):
         w_gate, w_router, x = problem(seed, 4.0)
         gate = convert_gate(w_gate, w_router, x, K, GateOptions(rank=4, condition=50.0))

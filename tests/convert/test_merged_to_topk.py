@@ -1,4 +1,4 @@
-"""A Lory model as a top-k one: the same weights, and training continues."""
+"""A Lory model converted to top-k has the same weights, and training continues."""
 
 import pytest
 import torch

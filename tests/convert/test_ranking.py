@@ -1,4 +1,4 @@
-"""What is fitted is found again where it is known, and does what it is for."""
+"""A fit finds known scales and columns again, and it improves the ranking."""
 
 import numpy
 import pytest
@@ -19,7 +19,7 @@ def draw(seed, *shape):
 
 
 def ranked(scores, k=K):
-    """The K greatest of each row, as sets, by sorting in numpy."""
+    """The K largest of each row, as sets, by sorting in numpy."""
     return [set(row) for row in numpy.argsort(-numpy.asarray(scores), axis=1)[:, :k]]
 
 
@@ -31,7 +31,7 @@ def test_cross_entropy_by_hand():
 
 
 def test_scales_are_found_again():
-    """Logits that are norms times known numbers, up to a constant of the token."""
+    """The logits are norms times known numbers, up to one constant per token."""
     norms = draw(0, T, E).abs() + 0.5
     scales = torch.tensor([0.3, 0.7, 1.0, 2.0, 4.0]).double()
     logits = norms * scales + draw(1, T, 1)
@@ -55,7 +55,7 @@ def test_an_offset_turns_logits_into_norms_where_activations_have_a_side():
     for row, other in zip(logits.numpy(), norms.numpy(), strict=True):
         first = numpy.argsort(-row)[:K]
         shift = other[first] - row[first]
-        numpy.testing.assert_allclose(shift, shift[0], atol=1e-9)  # so probs are equal too
+        numpy.testing.assert_allclose(shift, shift[0], atol=1e-9)  # so the probs are equal too
 
 
 @pytest.mark.parametrize("others", [0, 2])
@@ -71,7 +71,7 @@ def test_columns_rank_as_the_router(others):
 
 
 def test_norms_cannot_tell_x_from_its_opposite():
-    """The limit of the method: of a token and its opposite, one column ranks one."""
+    """The limit of the method: one column cannot rank both a token and its opposite."""
     x, w = draw(2, T, D), draw(3, E, D)
     x = torch.cat([x, -x])
     columns = ranking_columns(x, w, 1, torch.zeros(E, D, 0).double())

@@ -1,4 +1,4 @@
-"""RoutingOverlap of choices, by hand."""
+"""RoutingOverlap of choices, worked by hand."""
 
 import pytest
 import torch
