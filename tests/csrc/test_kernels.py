@@ -1,4 +1,4 @@
-"""kernels.cpp, which holds the CPU kernels against plain loops, where Python does not reach."""
+"""kernels.cpp compares the CPU kernels with plain loops where Python cannot reach them."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.full  # half a minute of compiling
+@pytest.mark.full  # compilation takes half a minute
 def test_under_the_address_and_undefined_behavior_sanitizers(tmp_path):
     kernels = [f"csrc/cpu/{name}.cpp" for name in CAPABILITIES]
     program = tmp_path / "kernels"
