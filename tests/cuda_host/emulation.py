@@ -1,9 +1,10 @@
-"""The kernels of csrc/cuda that are our own, compiled for the CPU, in the place of csrc/cpu.
+"""Our own kernels of csrc/cuda, compiled for the CPU, in place of csrc/cpu.
 
     python -m tests.cuda_host.emulation LIBRARY PYTEST_ARGUMENT...
 
-runs pytest with the extension's CPU tensors going through them. The library is loaded with its
-symbols in front, so that the extension's calls of run_on_cpu() find those of run_on_cpu.cpp.
+This command runs pytest, and the extension's CPU tensors go through these kernels. The library is
+loaded with its symbols first, so that the extension's calls of run_on_cpu() find those of
+run_on_cpu.cpp.
 """
 
 import ctypes
@@ -15,8 +16,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
-# A vector at an address that is no multiple of it, an index beyond a shared array, an overflow
-# and the like end the process.
+# A misaligned vector, an index outside a shared array, an overflow and similar errors end the
+# process.
 SANITIZERS = "-fsanitize=alignment,bounds,shift,signed-integer-overflow"
 FLAGS = [
     *("-std=c++20", "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
@@ -30,7 +31,7 @@ def compiler() -> str | None:
 
 
 def build(folder: Path) -> Path:
-    """The library in `folder`; raises CalledProcessError with the compiler's output."""
+    """Build the library in `folder`; raises CalledProcessError with the compiler's output."""
     objects = []
     kernels = [*CSRC.glob("cuda/*.cu"), *CSRC.glob("cuda/fused/*.cu")]
     for source in [*sorted(kernels), *sorted(HERE.glob("*.cpp"))]:
@@ -47,12 +48,12 @@ def _run(*command: object) -> None:
 
 
 def structure(**fields: type) -> type[ctypes.Structure]:
-    """A struct of csrc's, for ctypes."""
+    """A struct of csrc/, for ctypes."""
     return type("Task", (ctypes.Structure,), {"_fields_": list(fields.items())})
 
 
 def load(library: Path | str, *, in_front: bool = False) -> ctypes.CDLL:
-    """`in_front`: an extension that is loaded afterwards calls these kernels, not its own."""
+    """`in_front`: an extension that is loaded afterwards calls these kernels instead of its own."""
     scope = os.RTLD_GLOBAL if in_front else os.RTLD_LOCAL
     loaded = ctypes.CDLL(str(library), mode=scope | os.RTLD_NOW)
     for count in (loaded.tasks_run, loaded.products_fused, loaded.bank_conflicts):
@@ -61,7 +62,7 @@ def load(library: Path | str, *, in_front: bool = False) -> ctypes.CDLL:
 
 
 def main(library: str, *arguments: str) -> int:
-    kernels = load(library, in_front=True)  # before anything imports the extension
+    kernels = load(library, in_front=True)  # before any import of the extension
 
     import pytest
 

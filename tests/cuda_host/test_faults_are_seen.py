@@ -1,5 +1,5 @@
-"""The emulation of Hopper's asynchronous instructions: a kernel that leaves out one of its duties
-is found out."""
+"""The emulation of Hopper's asynchronous instructions detects a kernel that omits one of its
+duties."""
 
 import subprocess
 import sys

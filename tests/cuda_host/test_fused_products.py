@@ -1,5 +1,5 @@
-"""Products on emulated tensor cores, with rows gathered on load and what their epilogues make of
-them, against loops in float64 over the same 16-bit values."""
+"""Products on emulated tensor cores, with gathered rows and with the results of their epilogues,
+compared with loops in float64 over the same 16-bit values."""
 
 import ctypes
 import mmap
@@ -59,7 +59,7 @@ COUNTS = [[0, 200, 0, 1, 0], [130, 127, 1], [n % 4 for n in range(10)]]
 
 @pytest.fixture(autouse=True, params=[8, 9], ids=["ampere", "hopper"])
 def gpu(request, kernels):
-    """Of this compute capability, which selects the mainloop."""
+    """A GPU of this compute capability, which selects the mainloop."""
     kernels.emulate_gpu(request.param)
     yield
     kernels.emulate_gpu(8)
@@ -89,7 +89,7 @@ def transposed(w: Tensor) -> Tensor:
 
 @dataclass
 class Rows:
-    """x as it lies, or x[slots / choices]."""
+    """x in its own order, or x[slots / choices]."""
 
     x: Tensor
     slots: Tensor | None = None
@@ -111,7 +111,7 @@ class Rows:
 
 @dataclass
 class Case:
-    """Rows of groups, and the parts of a product of them."""
+    """The rows of groups, and the parts of a product over them."""
 
     dtype: torch.dtype
     counts: list[int]
@@ -147,7 +147,7 @@ def run(kernel, product: ctypes.Structure, epilogue: ctypes.Structure) -> None:
 
 @pytest.mark.parametrize("by_columns", [False, True])
 def test_shared_memory_is_read_without_bank_conflicts(kernels, by_columns):
-    """A matter of speed alone, so values do not show it."""
+    """This affects only speed, so the values cannot show it."""
     x, w = Rows(draw(3, 72, dtype=torch.float16)), draw(1, 72, 136, dtype=torch.float16)
     w = transposed(w) if by_columns else w
     case = Case(torch.float16, [3], [(x, matrices(w), matrices(w))], 136)
@@ -162,7 +162,7 @@ def exact_product(rows: Rows, w: Tensor, counts: list[int]) -> Tensor:
 
 
 def assert_close(found: Tensor, wanted: Tensor, units: float = 1.0) -> None:
-    """Within so many roundings to the type of `found`, of the value and of the largest one."""
+    """Within `units` roundings to the type of `found`, of the value and of the largest value."""
     unit = units * torch.finfo(found.dtype).eps
     torch.testing.assert_close(
         found.double(), wanted, rtol=unit, atol=unit * float(wanted.abs().max()) / 8
@@ -170,7 +170,7 @@ def assert_close(found: Tensor, wanted: Tensor, units: float = 1.0) -> None:
 
 
 def gathered(counts: list[int], depth: int, dtype: torch.dtype, choices: int = 2) -> Rows:
-    """Rows of fewer tokens than rows, with padding and slots that are beyond them."""
+    """Rows from fewer tokens than rows, with padding and with slots beyond the tokens."""
     rows, tokens = sum(counts), 1 + sum(counts) // choices
     generator = torch.Generator().manual_seed(3)
     slots = torch.randint(-2, tokens * choices + 2, (rows,), generator=generator)
@@ -197,7 +197,7 @@ def test_store(kernels, dtype, counts, depth, columns, by_columns, accumulate):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_two_parts_of_one_sum(kernels, dtype):
-    """[x | y] [v; w], as the gradient of a concatenation has it, of rows as they lie."""
+    """[x | y] [v; w], like the gradient of a concatenation, with rows in their own order."""
     counts, columns = [3, 0, 140], 264
     x, y = (Rows(draw(143, depth, dtype=dtype, seed=depth)) for depth in (40, 72))
     v, w = (draw(3, depth, columns, dtype=dtype, seed=1 + depth) for depth in (40, 72))
@@ -212,7 +212,7 @@ def test_two_parts_of_one_sum(kernels, dtype):
 @pytest.mark.parametrize("by_columns", [False, True])
 @pytest.mark.parametrize("counts", [[1], [0, 129, 0, 0, 2], [0, 0, 3]], ids=str)
 def test_stages_go_round(kernels, counts, by_columns):
-    """Of shared memory there are four stages; here a tile alone fills them three times and more."""
+    """Shared memory has four stages; here one tile fills all of them three times or more."""
     dtype, depth, columns = torch.bfloat16, 840, 136
     x = Rows(draw(sum(counts), depth, dtype=dtype))
     w = draw(len(counts), depth, columns, dtype=dtype, seed=1)
@@ -225,7 +225,7 @@ def test_stages_go_round(kernels, counts, by_columns):
 
 
 def at_the_end_of_memory(x: Tensor) -> Tensor:
-    """A copy behind which no memory may be read."""
+    """A copy that ends where readable memory ends."""
     size = x.numel() * x.element_size()
     pages = mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE)
     end = len(pages) - mmap.PAGESIZE
@@ -237,7 +237,7 @@ def at_the_end_of_memory(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("by_columns", [False, True])
 def test_what_is_not_copied_has_an_address_too(kernels, by_columns):
-    """The last tile goes beyond the rows, the columns and the depth."""
+    """The last tile exceeds the rows, the columns and the depth."""
     x, w = draw(131, 72, dtype=torch.bfloat16), draw(1, 72, 136, dtype=torch.bfloat16, seed=1)
     laid_out = at_the_end_of_memory(w.transpose(1, 2) if by_columns else w)
     laid_out = laid_out.transpose(1, 2) if by_columns else laid_out
@@ -292,7 +292,7 @@ def test_activate(kernels, dtype, counts, depth, columns, keep):
 @pytest.mark.parametrize("columns", [40, 136, 296])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_activate_of_two_products(kernels, dtype, columns, hand_on):
-    """The autonomous layer's: C W_up in one accumulator, x W_p in the other."""
+    """The autonomous layer's first stage: C W_up in one accumulator, x W_p in the other."""
     counts, rank, depth = [3, 0, 140, 1], 40, 104
     x = gathered(counts, depth, dtype)
     c = Rows(draw(sum(counts), rank, dtype=dtype, seed=5))
@@ -314,7 +314,7 @@ def test_activate_of_two_products(kernels, dtype, columns, hand_on):
 @pytest.mark.parametrize("tokens, num_experts, rank", [(1, 1, 32), (130, 5, 96), (2200, 3, 32)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_square(kernels, dtype, tokens, num_experts, rank, keep):
-    """Norms of all experts' C = x W: their matrices side by side, no row belongs to a group."""
+    """The norms of all experts' C = x W: the matrices are side by side; rows have no group."""
     x, w = Rows(draw(tokens, 72, dtype=dtype)), draw(num_experts, 72, rank, dtype=dtype, seed=1)
     columns = num_experts * rank
     case = Case(dtype, [tokens], [(x, matrices(w), matrices(w))], columns)
@@ -350,12 +350,12 @@ def test_differentiate(kernels, dtype, counts, columns):
     task = DifferentiateRows(*addresses, 2 * columns, 2 * columns)
     run(kernels.differentiate_rows, case.task(), task)
 
-    dh = exact_product(dy, w_out, counts).to(dtype).double()  # as it would be stored
+    dh = exact_product(dy, w_out, counts).to(dtype).double()  # rounded as when stored
     g, u, q = (t.double().requires_grad_() for t in (gate, up, p))
     wanted_h = silu(g) * u * q[:, None]
     wanted = torch.autograd.grad(wanted_h, (g, u, q), dh)
     assert_close(h, wanted_h.detach())
-    # dh itself may be rounded the other way.
+    # dh itself may be rounded in the other direction.
     assert_close(dgate, wanted[0], 2)
     assert_close(dup, wanted[1], 2)
     limit = float(wanted[2].abs().max()) * torch.finfo(dtype).eps
@@ -380,7 +380,7 @@ def test_what_is_left_to_others(kernels, change):
 
 
 def test_rows_of_no_tokens_are_left_to_others(kernels):
-    """All of them are padding."""
+    """All rows are padding."""
     slots = torch.full((3,), -1)
     x, w = (
         Rows(draw(0, 16, dtype=torch.float16), slots),

@@ -1,5 +1,5 @@
-"""Grouped products, whose sizes only the device reads: the one that takes what tensor cores do not,
-and what the ones on tensor cores are told of each group."""
+"""Grouped products whose sizes only the device reads: the product for the cases that tensor cores
+do not accept, and the arguments of each group for the products on tensor cores."""
 
 import ctypes
 from ctypes import c_bool, c_int, c_int64, c_void_p
@@ -63,7 +63,7 @@ def test_counts_that_do_not_fit_are_cut_off(kernels):
 
 
 def product(kernels, a, b, d, counts: list[int], rows: int, sizes: tuple[int, ...], **more):
-    """The task, whose offsets live as long as it does."""
+    """The task; its offsets live as long as the task."""
     offsets = offsets_of(kernels, counts, rows)
     task = GroupedProduct(
         a=a,
@@ -102,7 +102,7 @@ def test_rows_times_matrices(kernels, counts, inner, outer, by_columns, accumula
 
 
 def over_rows(kernels, counts: list[int], inner: int, outer: int, accumulate: bool):
-    """d[e] (+)= x[rows of e]^T y[rows of e]: the task, d, the result wanted, and what lives on."""
+    """d[e] (+)= x[rows of e]^T y[rows of e]: the task, d, the expected result, and live tensors."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(sum(counts), inner)), rng.normal(size=(sum(counts), outer))
     d = rng.normal(size=(len(counts), inner, outer)).astype(np.float32)
@@ -130,12 +130,12 @@ def test_products_over_rows(kernels, counts, inner, outer, accumulate):
 
 
 def multiply_as_told(kernels, task: ctypes.Structure, accumulate: bool) -> None:
-    """What CUTLASS does: float32 products of the sizes, pointers and strides in the arguments."""
+    """The work of CUTLASS: float32 products of the sizes, pointers and strides in the arguments."""
     groups = task.groups
     kernels.group_arguments_bytes.restype = c_int64
     memory = np.zeros(kernels.group_arguments_bytes(c_int64(groups)) // 8, dtype=np.int64)
     kernels.group_arguments(ctypes.byref(task), c_void_p(memory.ctypes.data))
-    # Every array takes 16 bytes a group for the problems, 8 for the others, one after the other.
+    # Each array has 16 bytes per group for the problems, 8 for the others; the arrays are adjacent.
     problems = memory[: 2 * groups].view(np.int32)[: 3 * groups].reshape(groups, 3)
     pointers, strides = memory[2 * groups :].reshape(2, 3, groups)
 

@@ -1,5 +1,5 @@
-"""The CUDA kernels, run on the CPU: their indices, sums, collectives and ends of rows
-are the source that nvcc compiles; only the threads are others (include/cuda_runtime_api.h)."""
+"""The CUDA kernels run on the CPU. Their indices, sums, collectives and row ends are the source
+that nvcc compiles; only the threads differ (include/cuda_runtime_api.h)."""
 
 import re
 import subprocess
@@ -14,12 +14,12 @@ pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).parents[2]
 OPS = ("permute", "unpermute", "routing_map", "norm_topk", "swiglu", "expert_merge")
-# What CUDA leaves out silently is an error on the CPU; and these have no kernels of ours.
+# Cases that CUDA drops silently but the CPU rejects, and tests that run no kernel of ours.
 LEFT_OUT = "refused or reference or threads"
 
 
 def test_the_operators_tests_pass_on_the_kernels(library):
-    # On CUDA the last bits of a sum depend on the width of reads, so on addresses.
+    # On CUDA the last bits of a sum depend on the width of the reads, and so on addresses.
     unaligned = "tests/ops/test_unpermute.py::test_layouts_of_inputs_and_gradients"
     files = [f"tests/ops/test_{op}.py" for op in OPS]
     bits = ["--deselect", f"{unaligned}[native-cpu-unaligned]"]
@@ -35,7 +35,7 @@ def test_layers_and_selection_pass_on_products_with_epilogues(library):
 
 
 def run(library: Path, *arguments: str) -> str:
-    """pytest's output with these arguments, the extension's CPU tensors going to the kernels."""
+    """The output of pytest with these arguments; the extension's CPU tensors use the kernels."""
     if not extension.is_built():
         pytest.skip("the C++ extension is not built: pip install -e .")
     emulation = [sys.executable, "-m", "tests.cuda_host.emulation", library, "-q"]

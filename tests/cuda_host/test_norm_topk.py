@@ -1,4 +1,4 @@
-"""Norms, choice and copies of the chosen in one kernel: a warp a token, or with much C a block."""
+"""Norms, selection and copies of the chosen C in one kernel: per token a warp, or a block."""
 
 import ctypes
 from ctypes import c_int, c_int64, c_void_p
@@ -37,7 +37,7 @@ ScoreTokens = structure(
 def test_equals_sorting(kernels, tokens, num_experts, rank, k, has_bias):
     rng = np.random.default_rng(0)
     c, bias = rng.normal(size=(tokens, num_experts, rank)), rng.normal(size=num_experts)
-    c[:, num_experts // 2] = c[:, 0]  # equal norms go by the index
+    c[:, num_experts // 2] = c[:, 0]  # equal norms are ranked by index
     bias[num_experts // 2] = bias[0]
     norms, experts = np.zeros((tokens, num_experts)), np.full((tokens, k), -7)
     c_chosen = np.zeros((tokens, k, rank))

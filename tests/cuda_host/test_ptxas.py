@@ -1,5 +1,5 @@
-"""What nvcc's assembler says of the products for sm_90a: it falls back to one product at a time
-where it cannot tell that nothing else touches their sums, with no more than a remark."""
+"""The remarks of nvcc's assembler on the products for sm_90a. If it cannot prove that nothing else
+changes their sums, it falls back to one product at a time and prints only a remark."""
 
 import re
 import shutil

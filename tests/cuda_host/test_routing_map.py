@@ -1,4 +1,4 @@
-"""The sort in chunks, of which the CPU's operator has but one."""
+"""The sort in several chunks; the CPU's operator has only one chunk."""
 
 import ctypes
 from ctypes import c_int64, c_void_p
