@@ -1,4 +1,4 @@
-"""Files that would do something if they were believed: make a folder called `marker`."""
+"""Files that would run code if they were trusted: the code creates a folder called `marker`."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class Payload:
-    """An object whose unpickling makes a folder."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -17,9 +17,9 @@ class Payload:
 
 
 def hostile_folder(folder: Path) -> Path:
-    """A tokenizer and a model for transformers whose classes are code in the folder itself.
+    """A tokenizer and a model for transformers; their classes are code in the folder itself.
 
-    The code makes `folder/marker`.
+    The code creates `folder/marker`.
     """
     hostile = folder / "hostile"
     hostile.mkdir()

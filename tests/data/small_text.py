@@ -1,4 +1,4 @@
-"""Small texts and datasets that the tests of the data make for themselves."""
+"""Small texts and datasets for the tests of the data."""
 
 import random
 from pathlib import Path
@@ -14,7 +14,7 @@ NUMBERS = NullTokenizer(1000)
 
 
 def words(count: int, seed: int) -> str:
-    """`count` words in an order that the seed gives."""
+    """`count` words in an order that depends on the seed."""
     choose = random.Random(seed)
     return " ".join(choose.choice(WORDS) for _ in range(count))
 
@@ -30,7 +30,7 @@ def write_texts(prefix: Path, texts: list[str], tokenizer: FastTokenizer) -> str
 
 
 def write_numbers(prefix: Path, lengths: list[int]) -> str:
-    """Documents of consecutive numbers, so that a token says where in the file it stands."""
+    """Documents of consecutive numbers, so that a token gives its position in the file."""
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     documents = [list(range(s, s + n)) for s, n in zip(starts, lengths, strict=True)]
     write_indexed(prefix, documents, NUMBERS.vocab_size, tokenizer=NUMBERS.fingerprint)
@@ -38,7 +38,7 @@ def write_numbers(prefix: Path, lengths: list[int]) -> str:
 
 
 def numbered_sources(folder: Path) -> list[Source]:
-    """Two domains of numbers, 400 and 200 tokens to train on, 61 and 37 held out."""
+    """Two domains of numbers: 400 and 200 tokens for training, 61 and 37 held out."""
     sources = []
     for domain, train, valid in (("a", [90, 10, 300], [20, 41]), ("b", [150, 50], [37])):
         train_prefix = write_numbers(folder / f"{domain}_train", train)

@@ -1,4 +1,4 @@
-"""One flipped bit in any file of the data: one line, or exactly what the whole file gives."""
+"""A flipped bit in any data file gives a one-line error or exactly the data of the intact file."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ DOCUMENTS = [list(range(first, first + length)) for first, length in ((3, 9), (2
 
 @contextmanager
 def flipped(path: Path, bit: int) -> Iterator[None]:
-    """One bit of a file is another inside."""
+    """Inside the context one bit of the file is flipped."""
     whole = path.read_bytes()
     content = bytearray(whole)
     content[bit // 8] ^= 1 << bit % 8
@@ -36,7 +36,7 @@ def flipped(path: Path, bit: int) -> Iterator[None]:
 
 
 def bits(path: Path, most: int, first: int = 0) -> Iterable[int]:
-    """All bits of a file, or the first ones and as many at random as there may be."""
+    """All bits of a file, or the first ones and as many random ones as `most` allows."""
     count = 8 * path.stat().st_size
     chosen = random.Random(0).sample(range(count), min(most, count))
     return sorted({*range(min(first, count)), *chosen})
@@ -56,7 +56,7 @@ def test_of_an_index_and_its_data(tmp_path: Path) -> None:
 
 
 def test_of_an_index_without_a_manifest(tmp_path: Path) -> None:
-    """What Megatron wrote is read to the same documents, or refused."""
+    """Megatron's own files are read as the same documents, or rejected."""
     prefix = tmp_path / "data"
     write_indexed(prefix, DOCUMENTS, 100)
     manifest_path(prefix).unlink()
@@ -123,5 +123,5 @@ def test_of_a_tokenizer(tmp_path: Path) -> None:
                 except InputError as error:
                     assert "\n" not in str(error)
                     continue
-                if found.fingerprint == bpe.fingerprint:  # what runs and data are compared by
+                if found.fingerprint == bpe.fingerprint:  # runs and data are compared by it
                     assert (found.tokenize(text), found.eod) == (bpe.tokenize(text), bpe.eod)

@@ -1,4 +1,4 @@
-"""The corpus of a made-up standard library: what is in, what is out, and on which side."""
+"""The corpus of a made-up standard library: which text it has, and in which part."""
 
 import random
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.data.small_text import words
 
 
 def source(name: str, docstring: str) -> str:
-    """A module whose every line is its own."""
+    """A module in which every line is unique."""
     lines = "\n".join(f"    {name}_{i} = {i} + len('{name}')" for i in range(20))
     return f'"""{docstring}"""\n\n\ndef work_{name}(x):\n    """Does {name}."""\n{lines}\n'
 
@@ -41,7 +41,7 @@ def test_every_text_is_on_one_side_of_its_domain(stdlib: Path) -> None:
         marker = f"def work_m{i}(x)"
         found = [side for side in SIDES if any(marker in t for t in corpus["code", side])]
         assert len(found) == 1
-        # Its docstrings follow it.
+        # The docstrings of the module follow it.
         about = f"About {i}: "
         assert [side for side in SIDES if any(about in t for t in corpus["prose", side])] == found
     topics = [t for side in SIDES for t in corpus["prose", side] if t.startswith("Topic")]

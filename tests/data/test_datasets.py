@@ -30,7 +30,7 @@ LENGTH = 8
 
 
 def build(folder: Path, *, samples: int = 30, seed: int = 1, length: int = LENGTH) -> Datasets:
-    """Datasets of the numbered domains, written into `folder` first."""
+    """The datasets of the numbered domains, which are first written to `folder`."""
     return build_from(numbered_sources(folder), folder, samples, seed, length)
 
 
@@ -48,7 +48,7 @@ def build_from(
 
 
 def stream(datasets: Datasets, count: int) -> torch.Tensor:
-    """[count, LENGTH] the first labels of the training stream."""
+    """The first labels of the training stream, [count, LENGTH]."""
     return torch.stack([datasets.train[i]["labels"] for i in range(count)])
 
 
@@ -59,14 +59,14 @@ def test_a_sample_is_a_run_of_text_and_its_continuation(tmp_path: Path) -> None:
         tokens, labels = sample["tokens"], sample["labels"]
         assert tokens.shape == labels.shape == (LENGTH,) and tokens.dtype == torch.int64
         assert torch.equal(tokens[1:], labels[:-1])
-        # Consecutive numbers, but where one document ends and another begins.
+        # The numbers are consecutive, except where one document ends and another begins.
         assert (labels - tokens != 1).sum() <= 2
         assert sample["loss_mask"].tolist() == [1.0] * LENGTH
         assert sample["position_ids"].tolist() == list(range(LENGTH))
 
 
 def test_training_text_is_repeated_as_often_as_needed(tmp_path: Path) -> None:
-    datasets = build(tmp_path, samples=1000)  # 8000 tokens out of 600
+    datasets = build(tmp_path, samples=1000)  # 8000 tokens from 600
     assert len(datasets.train) == 1000
     assert isinstance(datasets.train, BlendedDataset)
     counts = torch.bincount(stream(datasets, 1000).flatten(), minlength=400)
@@ -158,7 +158,7 @@ def test_a_split_may_ask_for_no_validation(tmp_path: Path) -> None:
 
 def test_new_text_under_an_old_name_is_not_read_by_old_indices(tmp_path: Path) -> None:
     first, _ = numbered_sources(tmp_path)
-    for lengths in ([33] * 9, [9] * 33):  # the same tokens in other documents
+    for lengths in ([33] * 9, [9] * 33):  # the same tokens, split into other documents
         write_numbers(Path(first.train_prefix), lengths)
         datasets = build_from([first], tmp_path, samples=37)
         breaks = {lengths[0] * i for i in range(len(lengths) + 1)}
@@ -178,7 +178,7 @@ def test_indices_half_written_are_written_anew(tmp_path: Path) -> None:
 
 
 def labels_read(sources: list[Source], folder: Path) -> list[list[int]]:
-    """Labels of the training stream and of the first held-out sample of each domain."""
+    """Labels of the training stream and of each domain's first held-out sample."""
     datasets = build_from(sources, folder)
     valid = [datasets.valid[domain][0]["labels"].tolist() for domain in ("a", "b")]
     return [*stream(datasets, 30).tolist(), *valid]
@@ -250,7 +250,7 @@ def test_data_without_a_manifest_are_taken_with_a_caution(tmp_path: Path) -> Non
 
 
 def notes_written(sources: list[Source], folder: Path) -> int:
-    """Ranges of token ids that this rank found by a scan, and noted slowly."""
+    """The number of token-id ranges that this rank found by a scan and wrote, with a delay."""
     notes = []
 
     def slowly(path: Path, content: dict[str, object]) -> None:

@@ -25,7 +25,7 @@ TEXTS = {
 
 @pytest.fixture
 def small_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Python that carries little text, so that building takes no time."""
+    """A Python with little text, so that the corpus is built quickly."""
     monkeypatch.setattr(default_corpus, "python_corpus", lambda fraction: TEXTS)
 
 
@@ -62,7 +62,7 @@ def test_a_second_call_builds_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def build_slowly(directory: Path, started: str) -> None:
-    """In a process of its own: says when it has begun to build, then takes its time."""
+    """In a separate process: report the start of the build, then take some time."""
     build = default_corpus._build
 
     def slow(corpus, vocab_size, valid_fraction):
@@ -107,7 +107,7 @@ def test_a_builder_that_is_killed_leaves_nothing_in_the_way(tmp_path: Path) -> N
 def test_two_builders_at_once_build_once(tmp_path: Path) -> None:
     process = start(tmp_path / "data", tmp_path / "started")
     wait_for(tmp_path / "started")
-    corpus = prepare_default_corpus(tmp_path / "data", 300)  # waits for the other
+    corpus = prepare_default_corpus(tmp_path / "data", 300)  # waits for the other process
     process.join()
     assert process.exitcode == 0
     assert json.loads((corpus.folder / "manifest.json").read_text())["vocab_size"] == 300

@@ -1,7 +1,7 @@
-"""Files from elsewhere that would run code if they were believed: one line, and nothing is run.
+"""Files from elsewhere would run code if they were trusted: one line is printed, no code runs.
 
-The files of a cache, which can be made again, are in test_index_cache.py and
-similarity/test_scratch.py; folders with code for transformers in test_tokenizer_files.py and
+The files of a cache, which can be rebuilt, are in test_index_cache.py and
+similarity/test_scratch.py; folders with code for transformers are in test_tokenizer_files.py and
 similarity/test_encoder.py.
 """
 
@@ -102,7 +102,7 @@ def test_a_hostile_file_runs_nothing_and_is_one_line(
     (tmp_path / name).write_bytes(hostile(marker))
     try:
         code = read(tmp_path)
-    except InputError as error:  # which every program makes one line and code 2
+    except InputError as error:  # every program turns it into one line and exit code 2
         assert "\n" not in str(error)
     else:
         assert code == 2

@@ -21,7 +21,7 @@ def cache_of(folder: Path) -> Path:
 
 
 def seal(cache: Path) -> None:
-    """As a forger would: a record that agrees with the files."""
+    """Write a record that agrees with the files, as an attacker would."""
     files = {path.name: file_digest(path) for path in cache.iterdir()}
     del files["complete.json"]
     write_sealed(cache / "complete.json", {"files": files})

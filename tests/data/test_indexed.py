@@ -69,7 +69,7 @@ def test_nothing_to_write_is_told(tmp_path: Path) -> None:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Another file under the same name, as old as the one before: what `cp -p` or rsync makes."""
+    """Another file with the same name and the same time, as `cp -p` or rsync writes it."""
     state = path.stat()
     temporary = path.with_name("other")
     temporary.write_bytes(content)
@@ -78,7 +78,7 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def forget(prefix: str) -> None:
-    """Make a dataset one that Megatron might have written."""
+    """Make the dataset one that Megatron might have written."""
     Path(f"{prefix}.manifest.json").unlink()
 
 
@@ -127,7 +127,7 @@ def test_a_file_that_cannot_be_read_is_told(
     prefix = tmp_path / "data"
     write_indexed(prefix, DOCUMENTS, 10)
 
-    def closed(path: str, *_: object) -> None:  # root may read what has no permissions
+    def closed(path: str, *_: object) -> None:  # root can read a file without permissions
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
     monkeypatch.setattr("builtins.open", closed)
@@ -148,7 +148,7 @@ def test_token_ids_beyond_the_vocabulary_are_told(tmp_path: Path) -> None:
     for _ in range(2):  # the second time from the note beside the file
         with pytest.raises(InputError, match=r"document 1 holds token id 9, outside .* of 9;"):
             check_indexed(prefix, 9)
-    # The same number of bytes, later: the note no longer holds.
+    # The same number of bytes, but a later time: the note is not valid.
     forget(prefix)
     replace(Path(f"{prefix}.bin"), np.array([1, 1, 1, 1, 8, 1, 1, 1], dtype=np.uint16).tobytes())
     assert len(check_indexed(prefix, 9)) == 3
@@ -169,7 +169,7 @@ def test_negative_token_ids_are_told(tmp_path: Path) -> None:
 def test_a_file_that_is_not_the_manifests_is_told(tmp_path: Path, suffix: str) -> None:
     prefix, other = str(tmp_path / "data"), str(tmp_path / "other")
     write_indexed(Path(prefix), DOCUMENTS, 10)
-    write_indexed(Path(other), [[5, 1, 2, 9], [3, 3, 3, 1]], 10)  # as many tokens
+    write_indexed(Path(other), [[5, 1, 2, 9], [3, 3, 3, 1]], 10)  # the same number of tokens
     assert len(check_indexed(prefix, 10)) == 3
     for path in (".bin", ".idx") if suffix == ".idx" else (".bin",):
         replace(Path(prefix + path), Path(other + path).read_bytes())

@@ -1,4 +1,4 @@
-"""Batches against a list of sample numbers: a sample of this dataset is full of its own number."""
+"""Batches are compared with sample numbers: sample i of this dataset contains only i."""
 
 import itertools
 
@@ -11,7 +11,7 @@ SEQUENCE = 3
 
 
 class Numbered:
-    """`count` samples; all fields of sample i hold i, and its loss mask ones."""
+    """`count` samples; all fields of sample i contain i, and its loss mask contains ones."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -32,7 +32,7 @@ def numbers(batch: dict[str, torch.Tensor]) -> list[int]:
 
 
 def dealt(count: int, consumed: int, micro: int, ranks: int) -> list[list[list[int]]]:
-    """[rank][round] the samples of each micro-batch."""
+    """The samples of each micro-batch by [rank][round]."""
     return [
         [
             numbers(batch)
@@ -80,8 +80,8 @@ LAYOUTS = list(itertools.product((1, 2, 3, 4), (1, 2, 4)))
 def test_a_global_batch_is_the_same_under_every_layout(
     micro: int, ranks: int, consumed: int
 ) -> None:
-    """The property that lets training go on under another layout."""
-    global_batch = 48  # a multiple of every micro x ranks
+    """Because of this property training can continue in another layout."""
+    global_batch = 48  # a multiple of micro x ranks for every layout
     by_rank = dealt(consumed + 3 * global_batch, consumed, micro, ranks)
     rounds_in_a_step = global_batch // (micro * ranks)
     for step in range(3):

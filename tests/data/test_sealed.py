@@ -22,7 +22,7 @@ def test_a_flipped_bit_is_seen_wherever_it_is(tmp_path: Path) -> None:
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
         with pytest.raises(ValueError) as caught:
-            assert read_sealed(path) != content  # then nothing is raised, and the test fails
+            assert read_sealed(path) != content  # if nothing is raised, the test fails
         assert "\n" not in str(caught.value)
 
 

@@ -119,7 +119,7 @@ def test_a_sentencepiece_model(tmp_path: Path) -> None:
     tokenizer = build_tokenizer("SentencePieceTokenizer", str(tmp_path / "tokenizer.model"))
     ids = tokenizer.tokenize("the expert Ω reads")
     assert tokenizer.detokenize(ids) == "the expert Ω reads"
-    # One byte more than the text: the space that SentencePiece puts in front.
+    # One byte more than the text: the space that SentencePiece adds in front.
     assert tokenizer.bytes_per_token[ids].sum() == len(" the expert Ω reads".encode())
     assert tokenizer.bytes_per_token[tokenizer.eod] == 0
     assert tokenizer.tokenize_all(["the", "a"]) == [tokenizer.tokenize(t) for t in ("the", "a")]

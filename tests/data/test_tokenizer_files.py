@@ -36,7 +36,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(
         address = f"http://127.0.0.1:{server.server_address[1]}"
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-        monkeypatch.setattr("time.sleep", lambda seconds: None)  # between asking again
+        monkeypatch.setattr("time.sleep", lambda seconds: None)  # the delay before a retry
         with pytest.raises(InputError, match=r"--tokenizer-model no/such.*local path") as told:
             build_tokenizer("HuggingFaceTokenizer", "no/such")
         server.shutdown()
@@ -86,13 +86,13 @@ def test_an_end_of_another_type_is_not_believed(tmp_path: Path, eos: object) -> 
 
 
 def options_off(rules: dict[str, Any]) -> None:
-    """What a library that knows another option writes."""
+    """The file of a library that has an additional option."""
     rules["model"]["another_option"] = False
     rules["model"].pop("fuse_unk")
 
 
 def swapped(rules: dict[str, Any]) -> None:
-    """Two tokens of one length with each other's id."""
+    """Two tokens of the same length, with exchanged ids."""
     vocabulary = rules["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
 

@@ -29,7 +29,7 @@ def test_goes_to_the_most_similar_unused_and_begins_anew() -> None:
     #            0       1       2        3        4
     around = [[2, 1], [0, 2], [0, 3], [2, 0], [-1, -1]]
     path = greedy_order(np.array(around), np.array([0, 4, 1, 2, 3]))
-    # 0 -> 2 -> 3 (0 is used); 3's are used: 4, which has none: 1.
+    # 0 -> 2 -> 3 (0 is used); 3's neighbors are used: 4, which has none: 1.
     assert path.order.tolist() == [0, 2, 3, 4, 1]
     assert path.restarts == 2
 
@@ -61,7 +61,7 @@ def test_near_duplicates(monkeypatch: pytest.MonkeyPatch, threshold: float) -> N
     rng = np.random.default_rng(0)
     vectors = unit(np.repeat(rng.normal(size=(10, 6)), 5, axis=0) + 0.1 * rng.normal(size=(50, 6)))
     order = rng.permutation(50)
-    order[:20] = np.sort(order[:20])  # some stand beside their like, some do not
+    order[:20] = np.sort(order[:20])  # some documents are next to similar ones, some are not
     kept = drop_near_duplicates(order, vectors, threshold)
     similarity = oracle.cosines(vectors)
     assert kept.tolist() == oracle.without_near_duplicates(similarity, order.tolist(), threshold)
@@ -70,7 +70,7 @@ def test_near_duplicates(monkeypatch: pytest.MonkeyPatch, threshold: float) -> N
 
 def test_a_run_of_copies_leaves_one() -> None:
     vectors = unit(np.array([[1.0, 0], [1, 0], [1, 0.01], [0, 1], [1, 0]]))
-    # The last is like the first three, but does not stand beside them.
+    # The last one is similar to the first three, but is not next to them.
     assert drop_near_duplicates(np.arange(5), vectors, 0.95).tolist() == [0, 3, 4]
 
 
@@ -88,7 +88,7 @@ def test_adjacent_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_thousand_documents_of_forty_kinds(tmp_path: Path) -> None:
-    """From tokens to the order: half of a document's words are its kind's."""
+    """From tokens to the order: half of a document's words belong to its kind."""
     rng = np.random.default_rng(0)
     words = [rng.choice(1000, 80, replace=False) for _ in range(40)]
     kinds = rng.permutation(np.repeat(np.arange(40), 50))

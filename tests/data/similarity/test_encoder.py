@@ -20,7 +20,7 @@ CLS, PAD = 38, 39
 
 
 class Inputs(dict[str, torch.Tensor]):
-    """What a tokenizer of transformers returns."""
+    """The return value of a tokenizer of transformers."""
 
     def to(self, device: torch.device) -> "Inputs":
         return self
@@ -29,7 +29,7 @@ class Inputs(dict[str, torch.Tensor]):
 class Words:
     """A tokenizer: a special token, then the numbers in the text."""
 
-    model_max_length = 10**30  # what transformers says when nobody said
+    model_max_length = 10**30  # the value in transformers if no limit was set
 
     def __call__(self, texts: list[str], *, max_length: int, **how: Any) -> Inputs:
         assert how == {"padding": True, "truncation": True, "return_tensors": "pt"}
@@ -41,7 +41,7 @@ class Words:
 
 
 class Lookup(torch.nn.Module):
-    """An encoder: a table."""
+    """An encoder that is a lookup table."""
 
     config = SimpleNamespace(hidden_size=WIDTH, max_position_embeddings=6)
 
@@ -68,7 +68,7 @@ def test_the_mean_over_tokens_without_the_filling(stand_in: None) -> None:
         if not body:
             assert (vector == 0).all()
             continue
-        read = [CLS, *body][:6]  # as many as the encoder has places for
+        read = [CLS, *body][:6]  # up to the number of positions of the encoder
         mean = sum(TABLE[i].numpy() for i in read) / len(read)
         assert vector == pytest.approx(mean / np.linalg.norm(mean), abs=1e-5)
 
@@ -110,7 +110,7 @@ def test_a_folder_that_transformers_wrote(tmp_path: Path) -> None:
     encoder = HuggingFaceEncoder(str(tmp_path), NullTokenizer(30))
     bodies = [np.array([3, 1, 4]), np.array([1, 5, 9, 2, 6, 5])]
     found = encoder.embed(bodies)
-    for body, vector in zip(bodies, found, strict=True):  # one at a time: nothing is filled up
+    for body, vector in zip(bodies, found, strict=True):  # one at a time, so nothing is padded
         ids = torch.tensor([[2, *(5 + int(i) for i in body), 3]])
         with torch.no_grad():
             mean = model(input_ids=ids).last_hidden_state[0].mean(0).numpy()

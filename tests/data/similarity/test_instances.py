@@ -1,4 +1,4 @@
-"""Instances, and what Megatron's GPTDataset makes of them."""
+"""Instances, and the samples that Megatron's GPTDataset builds from them."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ EOD = NUMBERS.eod
 
 
 def numbered(folder: Path, lengths: list[int]) -> Documents:
-    """Every token but the ends is another number, so that it says where it comes from."""
+    """Every token except the ends is a different number, so its origin is known."""
     ends = np.cumsum(lengths)
     bodies = [list(range(end - n, end)) for n, end in zip(lengths, ends, strict=True)]
     write_indexed(folder / "in", [[*body, EOD] for body in bodies], NUMBERS.vocab_size)
@@ -46,7 +46,7 @@ def samples(prefix: Path, count: int) -> list[tuple[list[int], list[int]]]:
 @pytest.mark.parametrize("per_piece", [1, 3, 100])
 def test_pieces_are_the_text_in_order(tmp_path: Path, per_piece: int) -> None:
     documents = numbered(tmp_path, [20, 3, 0, 70, 1, 40, 9])
-    order = np.array([3, 0, 2, 6, 5, 1])  # without 4
+    order = np.array([3, 0, 2, 6, 5, 1])  # document 4 is missing
     text = joined(documents, order)
     pieces = Instances(documents, order, S, per_piece)
     assert (pieces.count, pieces.left_out) == (len(text) // S, len(text) % S)
@@ -81,10 +81,10 @@ def test_every_sample_of_training_is_an_instance(tmp_path: Path, per_piece: int)
     )
     number = {tuple(text[i * S : i * S + S]): i for i in range(pieces.count)}
     assert len(number) == pieces.count
-    epochs = 3  # the last sample of all has no label for its last token, and is not made
+    epochs = 3  # the very last sample has no label for its last token and is not built
     read = samples(tmp_path / "out", epochs * pieces.count - 1)
     seen = [number[tuple(tokens)] for tokens, _ in read]
-    # Training may finish an epoch's order before the next, so each is met 2 to 3 times.
+    # Training may complete one epoch's order before the next, so each occurs 2 to 3 times.
     assert sorted(np.bincount(seen, minlength=pieces.count))[0] >= epochs - 1
     assert seen != sorted(seen)
     for instance, (_, labels) in zip(seen, read, strict=True):
@@ -96,7 +96,7 @@ def test_every_sample_of_training_is_an_instance(tmp_path: Path, per_piece: int)
 
 
 def test_documents_of_one_token_more_would_drift(tmp_path: Path) -> None:
-    """Why instances are not written with the label of their last token."""
+    """The reason that instances are not written with the label of their last token."""
     text = list(range(50 * (S + 1)))
     longer = [text[i : i + S + 1] for i in range(0, len(text), S + 1)]
     write_indexed(tmp_path / "out", longer, NUMBERS.vocab_size)

@@ -96,7 +96,7 @@ def test_inverted_lists_find_nearly_all(shard: int) -> None:
     recall = sum(hits) / exact.size
     assert recall > 0.9  # measured: 0.9987 to 1.0 over three seeds
     few, cosines = find(vectors, 10, InvertedIndex(probes=1, seed=0), shard)
-    assert not np.array_equal(few, exact)  # it is the approximate index that was asked
+    assert not np.array_equal(few, exact)  # the approximate index was used
     hits = [len(set(a) & set(b)) for a, b in zip(exact.tolist(), few.tolist(), strict=True)]
     whole = len(vectors)
     share = found_share(vectors, few, cosines, seed=0, sample=whole)
@@ -107,7 +107,7 @@ def test_inverted_lists_find_nearly_all(shard: int) -> None:
 def test_all_that_there_is_counts_as_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_parallel.data.similarity.neighbors._ROWS", 7)
     vectors = np.concatenate([unit(np.ones((9, 4))), np.zeros((2, 4), np.float32)])
-    neighbors, cosines = find(vectors, 3)  # any three of eight copies will do
+    neighbors, cosines = find(vectors, 3)  # any three of eight copies are correct
     assert found_share(vectors, neighbors, cosines, seed=0) == 1
     neighbors[:, 2] = -1
     assert found_share(vectors, neighbors, cosines, seed=0) == pytest.approx(2 / 3)

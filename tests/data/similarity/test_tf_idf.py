@@ -31,7 +31,7 @@ def embeddings(documents: Documents, embedder: HashedTfIdf) -> np.ndarray:
 
 
 def test_worked_by_hand(tmp_path: Path) -> None:
-    # Token 1 stands in 2 of 3 documents, token 2 in all, token 3 in one.
+    # Token 1 is in 2 of 3 documents, token 2 in all, token 3 in one.
     documents = corpus(tmp_path, [[1, 1, 2], [2, 3], [2, 1]])
     rare, common, everywhere = math.log(4), math.log(4 / 2), math.log(4 / 3)
     twice = 1 + math.log(2)
@@ -41,9 +41,9 @@ def test_worked_by_hand(tmp_path: Path) -> None:
     assert found[1] == pytest.approx([everywhere, rare])  # 0.28768, 1.38629
     assert found[2] == pytest.approx([everywhere, common])  # 0.28768, 0.69315
     # By hand: (1.17360 * 0.69315 + 0.28768^2) / (1.20835 * 0.75048) = 0.98831, and so on. Four
-    # n-grams do not meet in 4096 places, so that the projection changes nothing.
+    # n-grams do not collide in 4096 places, so the projection changes nothing.
     vectors = embeddings(documents, HashedTfIdf(4096, orders=1))
-    # Token 3 is document 1's alone: its vector keeps 0.28768 of 1.41583 in length.
+    # Only document 1 contains token 3: its vector keeps 0.28768 of 1.41583 in length.
     expected = [[1, 0.04837, 0.98831], [0.04837, 0.04129, 0.07789], [0.98831, 0.07789, 1]]
     assert vectors @ vectors.T == pytest.approx(np.array(expected), abs=1e-5)
 
@@ -81,13 +81,13 @@ def test_vectors_do_not_depend_on_who_is_embedded_beside(tmp_path: Path) -> None
 
 def test_length_is_what_is_shared(tmp_path: Path) -> None:
     vectors = embeddings(corpus(tmp_path, [[1, 2], [2, 1], [], [4], [1, 5]]), HashedTfIdf(32))
-    both = math.log(6 / 3)  # token 1 stands in 3 of 5 documents, token 5 in one
+    both = math.log(6 / 3)  # token 1 is in 3 of 5 documents, token 5 in one
     last = both / math.hypot(both, math.log(6))
     assert np.linalg.norm(vectors, axis=1) == pytest.approx([1, 1, 0, 0, last])
 
 
 def test_what_stands_in_one_document_adds_no_error(tmp_path: Path) -> None:
-    """Two documents of which nearly all is their own, in few dimensions."""
+    """Nearly all n-grams of two documents are in no other document; there are few dimensions."""
     rng = np.random.default_rng(0)
     ids = rng.permutation(90)
     bodies = [[*ids[:40].tolist(), 95], [*ids[40:80].tolist(), 95]]
