@@ -20,7 +20,7 @@ BACKENDS = ["reference"] + ["native"] * extension.is_built()
 
 @dataclass(frozen=True)
 class Problem:
-    """The tokens, choices and probs of every rank; what gradients are taken of."""
+    """The tokens, choices and probs of every rank, and the direction for the gradients."""
 
     x: list[torch.Tensor]  # [T, D] of each rank
     experts: list[torch.Tensor]  # [T, K]
@@ -36,9 +36,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank saw."""
+    """The results of one rank."""
 
-    rows: list[numpy.ndarray]  # of each expert here [N_e, D + 1]: the token and its gate
+    rows: list[numpy.ndarray]  # of each expert here [N_e, D + 1]: the token and its probs
     y: numpy.ndarray  # [T, D]
     x_grad: numpy.ndarray
     probs_grad: numpy.ndarray
@@ -50,7 +50,7 @@ def problem(name: str, ranks: int) -> Problem:
     def normal(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    tokens = [5 + 2 * rank for rank in range(ranks)]  # uneven, to be strict
+    tokens = [5 + 2 * rank for rank in range(ranks)]  # different sizes, to make the test strict
     if name == "a rank without tokens":
         tokens[-1] = 0
     experts = [
@@ -95,7 +95,7 @@ LAYOUTS = {"ep2": (2, 1), "ep4": (4, 1), "etp2": (2, 2), "ep2 x etp2": (4, 2)}  
 
 
 def matrices() -> tuple[torch.Tensor, torch.Tensor]:
-    """Expert e computes gate * (x W_e) V_e, W [E, D, F], V [E, F, D]; shards split F."""
+    """Expert e computes probs * (x W_e) V_e, W [E, D, F], V [E, F, D]; shards split F."""
     generator = torch.Generator().manual_seed(7)
     w = torch.randn(EXPERTS, WIDTH, HIDDEN, generator=generator, dtype=torch.float64)
     return w, torch.randn(EXPERTS, HIDDEN, WIDTH, generator=generator, dtype=torch.float64)
@@ -104,13 +104,13 @@ def matrices() -> tuple[torch.Tensor, torch.Tensor]:
 def choices_of(
     experts: torch.Tensor, probs: torch.Tensor, c_TKR: torch.Tensor | None = None
 ) -> Choices:
-    """Scores and probabilities have no part in dispatch."""
+    """Choices; scores and probabilities have no role in dispatch."""
     nothing = probs.new_zeros(len(probs), EXPERTS)
     return Choices(experts, probs, nothing, nothing, c_TKR)
 
 
 def arrived(rows: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What each expert here takes, by loops over the row map: tokens and probs."""
+    """The tokens and probs that each expert here takes, by loops over the row map."""
     tokens, probs, first = [], [], 0
     num_choices = rows.row_map.rows_TK.shape[1]
     x_and_nothing = torch.cat([rows.x_MD, torch.zeros(1, rows.x_MD.shape[1])])
@@ -236,7 +236,7 @@ def test_local_dispatch_equals_loops(name, backend):
 
 
 def _round_trip(shards: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """With identity experts a token comes back as the sum of its probs times itself."""
+    """With identity experts, a token is returned as the sum of its probs times the token."""
     task, rank = problem("some dropped", dist.get_world_size()), dist.get_rank()
     dispatcher = AllToAllDispatcher(EXPERTS, dist.group.WORLD, shards, select_backend("reference"))
     choices = choices_of(task.experts[rank], task.probs[rank])
@@ -254,7 +254,7 @@ def test_identity_experts_return_the_sum_of_probs(layout):
 
 
 def _sent(takes_c: bool) -> tuple[Any, Any, Any, int]:
-    """Activations that say which token and choice they belong to, where they arrived."""
+    """Send activations whose values identify token and choice; returns those that arrived."""
     task, rank = problem("some dropped", dist.get_world_size()), dist.get_rank()
     experts = task.experts[rank]
     c = torch.arange(experts.numel(), dtype=torch.float64).view(*experts.shape, 1) + 100 * rank
@@ -290,7 +290,7 @@ def test_c_travels_with_its_choice_and_their_gradient_comes_back():
 
 @pytest.mark.parametrize("takes_c", [False, True])
 def test_bytes_on_the_wire(takes_c):
-    """A row of three fp64, a gate and, if sent, an activation there; a row of three fp64 back."""
+    """Sent: a row of three fp64, its probs and, on request, an activation; returned: three fp64."""
     task = problem("some dropped", 2)
     there = 8 * (WIDTH + 1 + takes_c)
     away = [
