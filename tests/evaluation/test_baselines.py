@@ -34,10 +34,10 @@ def test_a_trigram_by_hand() -> None:
     c2 = (1 + 2 * c1) / 4
     c3 = (1 + 2 * c2) / 4
     assert model.probabilities(array(b"abc")) == pytest.approx([c3], rel=1e-14)
-    # "xb" never occurred: what "b" says. "xd" and "d" say nothing: what single bytes say.
+    # "xb" never occurred, so "b" predicts. "xd" and "d" predict nothing, so single bytes do.
     assert model.probabilities(array(b"xbc")) == pytest.approx([c2], rel=1e-14)
     assert model.probabilities(array(b"xdc")) == pytest.approx([c1], rel=1e-14)
-    # The first byte has no context, the second has one byte of it.
+    # The first byte has no context, the second has one byte of context.
     a1 = (2 + 4 * U) / 10
     b2 = (2 + 1 * (2 + 4 * U) / 10) / 3
     bits = -math.log2(a1) - math.log2(b2) - math.log2(c3)

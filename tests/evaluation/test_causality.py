@@ -1,6 +1,6 @@
-"""The causality probe: on functions that leak by construction, and on every system.
+"""The causality probe, on functions with known leaks and on every system.
 
-A new system is a line in SYSTEMS with what is expected of it.
+A new system needs a line in SYSTEMS with its expected leaks.
 """
 
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ SIZES = {
 
 
 class Seen(NamedTuple):
-    """What leaked: from later positions of an instance, and from other instances."""
+    """The kinds of leaks: from later positions of an instance, and from other instances."""
 
     future: bool
     across: bool
@@ -56,7 +56,7 @@ MIXED = Seen(future=True, across=True)
 MIXED_IN_ORDER = Seen(future=False, across=True)
 AHEAD = Seen(future=True, across=False)
 
-FULL = {"moe_expert_capacity_factor": 1.0}  # experts overflow
+FULL = {"moe_expert_capacity_factor": 1.0}  # experts drop choices
 BY_POSITION = FULL | {"moe_token_drop_policy": "position"}
 LOW_RANK = {"aoe_low_rank_size": 8}
 AOE = {"expert_selection": "aoe"} | LOW_RANK
@@ -82,13 +82,13 @@ SYSTEMS = {
     "top_p": System({"expert_selection": "top_p"}, SOUND, SOUND),
     "aoe": System(AOE, SOUND, SOUND),
     "aoe_top_p": System({"expert_selection": "aoe_top_p"} | LOW_RANK, SOUND, SOUND),
-    # The first segment merges for itself; the mean of all decides for all.
+    # The first segment merges for itself; the mean over the segment affects all its tokens.
     "lory": System(LORY, AHEAD, AHEAD),
     "lory, uniform first segment": System(LORY | UNIFORM, SOUND, SOUND),
     "lory_prefix": System(LORY | PREFIX, AHEAD, AHEAD),
     "lory_prefix, uniform first segment": System(LORY | PREFIX | UNIFORM, SOUND, SOUND),
     "smear": System({"expert_selection": "smear", "smear_sees_the_future": "true"}, AHEAD, AHEAD),
-    # Experts choose among all tokens of a micro-batch; in evaluations tokens choose experts.
+    # Experts choose among all tokens of a micro-batch; in evaluation tokens choose experts.
     "expert_choice": System({"expert_selection": "expert_choice"}, MIXED, SOUND),
     "expert_choice by softmax": System(
         {"expert_selection": "expert_choice"} | BY_SOFTMAX, MIXED, SOUND
@@ -97,13 +97,13 @@ SYSTEMS = {
     "segment_expert_choice": System(
         LORY | {"expert_selection": "segment_expert_choice"}, MIXED, AHEAD
     ),
-    # A token of greater gate takes the place of one before it.
+    # A token with larger probs takes the slot of an earlier token.
     "topk, drop by gate": System(FULL, MIXED, MIXED),
     "aoe, drop by gate": System(AOE | FULL, MIXED, MIXED),
-    # First choices go ahead of the second choices of earlier tokens ...
+    # First choices precede the second choices of earlier tokens ...
     "topk, drop by position": System(BY_POSITION, MIXED, MIXED),
-    # ... so with one choice a place is taken by nobody later. But a place in an expert that the
-    # instances share is taken by one of them.
+    # ... so with one choice per token no later token takes a place. But instances compete for the
+    # places in an expert that they share.
     "top1, drop by position": System(
         BY_POSITION | {"moe_router_topk": 1}, MIXED_IN_ORDER, MIXED_IN_ORDER
     ),
@@ -118,7 +118,7 @@ def random_tokens() -> torch.Tensor:
 
 
 def measure_systems(systems: list[dict[str, Any]]) -> list[dict[str, Influence]]:
-    """What the probe finds of the initial weights of each, by mode."""
+    """The results of the probe for the initial weights of each system, by mode."""
     found = []
     for options in systems:
         config = standalone_config(flags(SIZES | options))
@@ -152,7 +152,7 @@ def test_a_system_leaks_as_it_must(
     assert Seen(bool(influence.future), bool(influence.across)) == expected
     assert influence.felt == INSTANCES * POSITIONS
     assert (influence.future_pairs, influence.across_pairs) == (INSIDE, BETWEEN)
-    # Measured: rounding exactly 0, leaks from 5e-6 up, tolerance 3e-11.
+    # Measured: rounding is exactly 0, leaks are at least 5e-6, the tolerance is 3e-11.
     leaks = influence.future + influence.across
     assert influence.noise < 0.01 * influence.tolerance
     assert all(leak.change > 100 * influence.tolerance for leak in leaks)
@@ -176,12 +176,12 @@ def test_the_first_segment_sees_itself_and_no_other_sees_ahead(
 def test_dropping_by_position_lets_nobody_be_evicted_by_a_later_first_choice(
     influences: dict[str, dict[str, Influence]],
 ) -> None:
-    """Tokens are counted position by position, and instance by instance at each."""
+    """Tokens count position by position; at each position, instance by instance."""
     for leak in influences["top1, drop by position"]["training"].across:
         assert leak.source[::-1] < leak.target[::-1]
 
 
-# Functions of tokens whose leaks can be counted by hand.
+# Functions of tokens; their leaks can be counted by hand.
 
 
 def one_hot(tokens_BS: torch.Tensor) -> torch.Tensor:
@@ -201,12 +201,12 @@ def last_token(tokens_BS: torch.Tensor) -> torch.Tensor:
 
 
 def neighbors(tokens_BS: torch.Tensor) -> torch.Tensor:
-    """The same positions of other instances, and the past."""
+    """A function of the past and of the same positions of other instances."""
     return past(tokens_BS) + 0.1 * past(tokens_BS).sum(0, keepdim=True)
 
 
 def merged_by_halves(tokens_BS: torch.Tensor) -> torch.Tensor:
-    """Both halves see the mean of the first."""
+    """A function in which both halves depend on the mean of the first half."""
     return past(tokens_BS) + one_hot(tokens_BS)[:, : POSITIONS // 2].mean(1, keepdim=True)
 
 
@@ -251,7 +251,7 @@ def test_who_sees_nothing_is_noticed() -> None:
 
 
 def slightly_leaking(dtype: torch.dtype) -> Influence:
-    """The future, 1e-8 of the size of the logits."""
+    """A function that leaks the future with 1e-8 of the size of the logits."""
     return measure_influence(
         lambda tokens: (past(tokens) + 1e-7 * one_hot(tokens).sum(1, keepdim=True)).to(dtype),
         random_tokens(),

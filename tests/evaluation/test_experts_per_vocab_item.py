@@ -1,4 +1,4 @@
-"""Experts by vocabulary item, against the layers' inputs routed by a search in numpy."""
+"""Experts per vocabulary item, compared with a numpy search on the layers' inputs."""
 
 import collections
 import math
@@ -29,14 +29,14 @@ SYSTEMS = {
 def _batches():
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
-        tokens = torch.randint(VOCABULARY - 1, (2, 8), generator=generator)  # one item never
+        tokens = torch.randint(VOCABULARY - 1, (2, 8), generator=generator)  # one item never occurs
         mask = torch.ones(2, 8)
         mask[1, 5:] = 0
         yield {"tokens": tokens, "position_ids": torch.arange(8).expand(2, 8), "loss_mask": mask}
 
 
 def _both(name):
-    """(tokens, experts) by item, as counted and as found from what the layers were given."""
+    """(tokens, experts) per item, as counted, and as computed from the inputs of the layers."""
     options = SMALL | SYSTEMS[name]
     config = standalone_config(flags(options))
     groups = initialize_groups(config.parallel)

@@ -1,4 +1,4 @@
-"""Generated tokens are what the model finds probable, and Lory merges once for a prompt."""
+"""Generated tokens are those the model finds probable, and Lory merges once per prompt."""
 
 import itertools
 
@@ -32,7 +32,7 @@ def _go_on(model, temperature, count, seed=0):
 
 
 def _greedy(options):
-    """(generated, the most probable token after each beginning of the result)."""
+    """The generated tokens, and the most probable token after each prefix of the result."""
     model = _model(options)
     written = _go_on(model, 0.0, 6)
     whole = torch.tensor([PROMPT + written])
@@ -44,7 +44,7 @@ def _greedy(options):
 
 @pytest.mark.parametrize("options", [{}, {"expert_selection": "aoe", "aoe_low_rank_size": 8}])
 def test_without_temperature_the_most_probable_token_follows(options):
-    # Both systems are causal, so one pass over the result tells all.
+    # Both systems are causal, so one pass over the result shows every prefix.
     ((written, expected),) = run_distributed(1, _greedy, options)
     assert written == expected
 
@@ -63,14 +63,14 @@ def _drawn():
 def test_tokens_are_drawn_by_their_probabilities():
     ((firsts, wanted, again),) = run_distributed(1, _drawn)
     assert again[0] == again[1]
-    assert max(firsts) < VOCABULARY  # never one of the padding
+    assert max(firsts) < VOCABULARY  # padding tokens are never generated
     for token, probability in enumerate(wanted):
         spread = (300 * probability * (1 - probability)) ** 0.5
         assert abs(firsts.count(token) - 300 * probability) < 5 * spread + 1
 
 
 def _merges(options):
-    """Of each token generated: the weights that the first layer merged its experts by."""
+    """For each generated token, the weights with which the first layer merged its experts."""
     model = _model(LORY | options)
     seen = []
     (layer, *_) = (each for each in model.modules() if isinstance(each, MergedExperts))

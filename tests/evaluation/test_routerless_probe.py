@@ -1,4 +1,4 @@
-"""The probe without routers: each selection against numpy loops, and what it leaves as it was."""
+"""The probe without routers: each selection equals numpy loops, and the model stays unchanged."""
 
 from typing import Any
 
@@ -115,7 +115,7 @@ def test_the_greatest_activations_compute(node: str, norm: str, gate: str, k: in
 
 
 def test_nodes_and_norms_disagree() -> None:
-    """Or the test above would tell little: no two of them select alike on the same layer."""
+    """Otherwise the test above would prove little: no two of them select alike on one layer."""
     given = values(ROUTED)
     outputs = [
         expected(swiglu_matrices(given), given["x"], node, norm, "uniform", 1)
@@ -243,7 +243,7 @@ def test_the_table_has_every_combination_once() -> None:
 
 def test_a_line_of_the_table() -> None:
     table = Table(router={"prose": 3.0, "all": 2.0}, random={"prose": 4.0, "all": 4.0})
-    losses = {"prose": 3.25, "all": 2.5}  # 3/4 of the 2 nats by which the router beats chance
+    losses = {"prose": 3.25, "all": 2.5}  # 3/4 of the 2 nats between the router and chance
     assert table.head().split() == "selected by norm probs prose all kept".split()
     line = table.row(probe_named("output", "Linf", "softmax"), losses)
     assert line.split() == "output Linf softmax 3.2500 2.5000 75%".split()
@@ -251,7 +251,7 @@ def test_a_line_of_the_table() -> None:
 
 
 def _whole_models() -> dict[str, Any]:
-    """Logits of a GPT with a shared expert: as it is, and probed in several ways."""
+    """The logits of a GPT with a shared expert: unchanged, and probed in several ways."""
     options = SMALL | {"moe_shared_expert_intermediate_size": 16, "init_method_std": 0.1}
     config = standalone_config(flags(options))
     groups = initialize_groups(config.parallel)

@@ -1,4 +1,4 @@
-"""Loss and bits per byte: against a direct computation, and on every layout."""
+"""Loss and bits per byte: compared with a direct computation, in every layout."""
 
 import math
 from pathlib import Path
@@ -29,12 +29,12 @@ LAYOUTS = {
     "pp": {"pipeline_model_parallel_size": 2},
     "vpp": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
 }
-SAMPLES = 7  # does not divide into micro-batches
-FIRST_PART = 10  # tokens of each sequence that `later` leaves out
+SAMPLES = 7  # not divisible into micro-batches
+FIRST_PART = 10  # tokens of each sequence that `later` omits
 
 
 class _Model:
-    """A trained model under a layout, with its held-out text."""
+    """A trained model in a layout, with its held-out text."""
 
     def __init__(self, options):
         config = parse_command_line(flags(options))
@@ -70,7 +70,7 @@ class _Model:
 
     @torch.no_grad()
     def _directly(self, domain, samples, start):
-        """The same sums from logits, a sample at a time; bytes and tokens by the text itself."""
+        """The same sums from logits, sample by sample; bytes and tokens are those of the text."""
         (chunk,) = unwrap_model(self.engine.chunks)
         chunk.eval()
         dataset, tokenizer = self.datasets.valid[domain], self.text.tokenizer
@@ -88,7 +88,7 @@ class _Model:
         return nats, tokens, int(num_bytes)
 
     def held_out(self, domain):
-        """(tokens, bytes) of the held-out documents, ends of documents as tokens without bytes."""
+        """(tokens, bytes) of the held-out documents; a document's end is a token without bytes."""
         dataset, tokenizer = self.datasets.valid[domain], self.text.tokenizer
         documents = list(texts(dataset, tokenizer))
         tokens = sum(len(tokenizer.tokenize(text)) + 1 for text in documents)
@@ -127,7 +127,7 @@ def options(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def on_one_rank(options):
-    """By domain: what `evaluate` and a direct computation found, of all and of some."""
+    """By domain: the results of `evaluate` and of a direct computation, of all and some samples."""
     start = {name: value for name, value in options.items() if name != "load"}
     start |= {"save": options["load"], "train_iters": 20, "exit_interval": 15}
     return run_distributed(1, _on_one_rank, options, start)[0]
@@ -149,10 +149,10 @@ def test_every_held_out_token_counts_once(on_one_rank, domain):
     (_, tokens, num_bytes), _ = found[None][0]
     all_tokens, all_bytes = found["text"]
     length = MODEL["seq_length"]
-    assert tokens == all_tokens - 1  # nothing precedes the first
+    assert tokens == all_tokens - 1  # no token precedes the first
     assert 0 < all_bytes - num_bytes < 10  # the bytes of that first token
     assert found["samples"] == math.ceil(tokens / length)
-    assert tokens % length  # so the last sample has something to mask
+    assert tokens % length  # so the last sample is partly masked
 
 
 @pytest.fixture(scope="module")
