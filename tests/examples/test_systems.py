@@ -1,4 +1,4 @@
-"""Each file of examples/systems trains: its own system with its own options, at small sizes."""
+"""Each file of examples/systems trains its own system with its own options, at small sizes."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from tests.program import SMALL, flags, pretrain_here, small_data
 
 SYSTEMS = sorted((Path(__file__).parents[2] / "examples" / "systems").glob("*.yaml"))
 
-#: Of tests.program.SMALL; what a system is made of stays as the file has it.
+#: The sizes come from tests.program.SMALL; the options of the system come from the file.
 SIZES = {name: value for name, value in SMALL.items() if name != "num_experts"} | {
     "train_iters": 2,
     "lr_warmup_iters": 1,
@@ -31,7 +31,7 @@ def overrides(path: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of each file, by its name."""
+    """A folder with a run of each file, by the name of the file."""
     folder = tmp_path_factory.mktemp("runs")
     data = small_data(folder)
     runs = [{"config": path, **overrides(path), "save": folder / path.stem, **data}

@@ -1,4 +1,4 @@
-"""The toy of Appendix B: it computes what the paper defines, and shows what the paper saw."""
+"""The toy of Appendix B: it computes the paper's definitions and shows the paper's results."""
 
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def test_the_expert_of_greatest_norm_answers_alone() -> None:
 
 
 def test_classes_do_not_overlap_within_three_sigma() -> None:
-    # Means are 1 apart in every one of 16 coordinates; half of that is 3.3 sigma.
+    # The means are 1 apart in each of 16 coordinates; half of that is 3.3 sigma.
     x_TD = inputs_of(torch.arange(3).repeat_interleave(2000), torch.Generator().manual_seed(0))
     means_3D = x_TD.unflatten(0, (3, -1)).mean(1)
     assert means_3D.numpy() == pytest.approx(numpy.outer([1, -1, 0], numpy.ones(16)), abs=0.02)
@@ -86,8 +86,9 @@ def test_no_seeds_is_a_wrong_line(monkeypatch: pytest.MonkeyPatch) -> None:
         main()
 
 
-# Over 20 seeds (docs/toy.md): MoE gave each class an expert and then split class 3 (0.46 to 0.54)
-# in all; AoE gave both classes to one expert in all, and class 3 to the other in all but seed 17.
+# Over 20 seeds (docs/toy.md): MoE always gave each class its own expert and then split class 3
+# (0.46 to 0.54). AoE always gave both classes to one expert, and class 3 to the other one in all
+# seeds except 17.
 @pytest.mark.full
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_router_divides_two_classes_and_splits_the_third(seed: int) -> None:
@@ -102,4 +103,4 @@ def test_a_router_divides_two_classes_and_splits_the_third(seed: int) -> None:
 def test_an_autonomous_expert_takes_two_classes_and_the_idle_one_the_third(seed: int) -> None:
     seen = train(AutonomousToy, seed)
     assert seen.one_has_both  # 1.00 of both
-    assert seen.divided_in_the_end  # 0.01, 0.05, 0.01 of class 3 stay with the first expert
+    assert seen.divided_in_the_end  # 0.01, 0.05, 0.01 of class 3 remain with the first expert
