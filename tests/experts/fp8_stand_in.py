@@ -1,7 +1,7 @@
-"""What this project uses of Transformer Engine, on a CPU: operands are rounded to FP8.
+"""The parts of Transformer Engine that this project uses, on a CPU: operands are rounded to FP8.
 
-It has the names, shapes, state and demands of the real one (2.20), so that all code around it can
-be run without a GPU. What it cannot show is whether the real one does what its source says.
+The names, shapes, state and requirements are those of the real one (2.20), so that all code around
+it can run without a GPU. It cannot show whether the real one does what its source says.
 """
 
 import sys
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_region: Any = None  # the recipe of the region that is open
+_region: Any = None  # the recipe of the open region
 _open: list[Any] = []  # regions, outermost first
-_first = False  # no layer has computed in the outermost region yet
-_layers: dict[int, Any] = {}  # those whose maxima are taken at the end of a pass
+_first = False  # no layer has computed yet in the outermost region
+_layers: dict[int, Any] = {}  # layers whose maxima are applied at the end of a pass
 
 
 class Format(Enum):
-    """Types of the forward and of the backward pass."""
+    """The types of the forward and the backward pass."""
 
     E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fn)
     HYBRID = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -62,7 +62,7 @@ class autocast:
 
 
 def _end_pass(direction: str) -> None:
-    """Take the maxima of a pass into scales and histories; all layers at once, as the real one."""
+    """Update scales and histories with a pass's maxima, all layers at once, like the real one."""
     for layer in _layers.values():
         state, region = layer.fp8_meta[direction], layer.region
         history = state.amax_history
@@ -125,7 +125,7 @@ class GroupedLinear(torch.nn.Module):
         return _Products.apply(x, self, m_splits, first, *weights)
 
     def round(self, x: torch.Tensor, direction: str, slot: int) -> torch.Tensor:
-        """x as FP8 holds it, in fp32."""
+        """x rounded to FP8, returned as fp32."""
         x = x.float()
         if self.region is None:
             return x
@@ -180,7 +180,7 @@ def is_fp8_block_scaling_available(return_reason: bool) -> tuple[bool, str]:
 
 
 def stand_in_modules() -> dict[str, Any]:
-    """What `sys.modules` holds while this stands in for Transformer Engine."""
+    """The entries of `sys.modules` while this module replaces Transformer Engine."""
     here: Any = sys.modules[__name__]
     return {
         "transformer_engine": ModuleType("transformer_engine"),
@@ -191,5 +191,5 @@ def stand_in_modules() -> dict[str, Any]:
 
 
 def forget() -> None:
-    """No layer is known any more."""
+    """Forget all layers."""
     _layers.clear()

@@ -1,4 +1,4 @@
-"""Expert weights under expert and expert-tensor parallelism, and what shards compute."""
+"""Expert weights under expert and expert-tensor parallelism, and the computation of shards."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def alone() -> Any:
 
 
 def apply(experts: Any, kind: str, values: dict[str, Any], which: range) -> torch.Tensor:
-    """The experts `which` on their rows."""
+    """The output of the experts `which` for their rows."""
     starts = numpy.cumsum([0, *COUNTS])
     rows = slice(starts[which.start], starts[which.stop])
     x, probs = torch.from_numpy(values["x"])[rows], torch.from_numpy(values["probs"])[rows]
@@ -61,7 +61,7 @@ def apply(experts: Any, kind: str, values: dict[str, Any], which: range) -> torc
 def compute(
     experts: Any, kind: str, x: torch.Tensor, probs: torch.Tensor, counts: list[int], w_down: Any
 ) -> torch.Tensor:
-    """Rows that lie by expert, one choice each."""
+    """The output for rows that are sorted by expert, one choice each."""
     owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     row_map = experts.ops.routing_map(owners[:, None], len(counts))
     down = () if kind == "swiglu" else (experts.local(torch.as_tensor(w_down)),)
@@ -111,7 +111,7 @@ def test_no_rows_still_give_gradients(kind, backend):
 
 
 def _one_rank(kind: str, options: dict[str, int]) -> dict[str, Any]:
-    """This rank's part of the weights by its sharded state dict, filled from `given`."""
+    """This rank's part of the weights by its sharded state dict, with the values of `given`."""
     groups = initialize_groups(make_config(options).parallel)
     experts = KINDS[kind](groups)
     shards = experts.sharded_state_dict("layer.")
@@ -154,7 +154,7 @@ def _layout(tp: int, ep: int, etp: int) -> dict[str, int]:
     "world, tp, ep, etp, reduced_like_dense",
     [
         (2, 1, 2, 1, False),
-        (2, 1, 1, 2, False),  # etp != tp: replicas are not the data-parallel ranks
+        (2, 1, 1, 2, False),  # etp != tp: the replicas are not the data-parallel ranks
         (2, 2, 1, 1, False),
         (2, 2, 1, 2, True),
         (2, 1, 1, 1, True),
@@ -173,5 +173,5 @@ def test_shards_together_compute_the_whole(kind, world, tp, ep, etp, reduced_lik
         assert seen["global"] == SHAPES[kind]
         assert seen["attributes"] == {(reduced_like_dense, True, 1)}
         assert seen["replicas"] == {seen["edp"]}
-    # Every part has one main copy and no two ranks share a number for it.
+    # Every part has one main copy, and no two ranks have the same replica number for it.
     assert len({(seen["first"], seen["etp"], seen["edp"]) for seen in ranks}) == world

@@ -1,6 +1,6 @@
-"""Experts in FP8 beside the same experts in bf16, and what is said where they cannot be had.
+"""Experts in FP8 compared with the same experts in bf16, and the errors if FP8 is unavailable.
 
-On a CPU a stand-in takes Transformer Engine's place; the tests marked gpu run the real one.
+On a CPU a replacement for Transformer Engine is used; the tests marked gpu run the real one.
 """
 
 import importlib
@@ -23,8 +23,8 @@ E, D, F, R, TOKENS, K = 4, 128, 256, 128, 50, 2
 RECIPES = ("delayed", "tensorwise", "blockwise")
 BACKENDS = ["reference"] + ["native"] * extension.is_built()
 KINDS = ("swiglu", "low_rank", "low_rank with C")
-# Rounding to e4m3 moves values by about 3 % (root mean square), to e5m2 by 5 %; the gradient that
-# has come furthest has met a dozen roundings. Wrong matrices would be off by 100 %.
+# Rounding to e4m3 moves values by about 3 % (root mean square), to e5m2 by 5 %. The gradient with
+# the longest path contains a dozen roundings. Wrong matrices would be off by 100 %.
 ROUNDED, CLOSE = 1e-3, 0.05 * 12**0.5
 
 
@@ -52,7 +52,7 @@ def experts(kind, engine, backend="reference", device="cpu"):
 
 
 def compute(kind, made, engine, device="cpu"):
-    """Output and gradients of a batch in which expert 2 takes nothing."""
+    """The output and gradients of a batch in which expert 2 has no tokens."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(TOKENS, D, generator=generator).bfloat16()
     w_down = (torch.randn(E, D, R, generator=generator) * 0.1).bfloat16()
@@ -89,7 +89,7 @@ def relative_error(found, expected):
 def test_fp8_is_bf16_up_to_the_rounding(stand_in, recipe, kind, backend):
     engine = Fp8Engine(Fp8Config(fp8_format="hybrid", fp8_recipe=recipe), None)
     made, plain = experts(kind, engine, backend), experts(kind, None, backend)
-    compute(kind, made, engine)  # delayed scaling learns its scales
+    compute(kind, made, engine)  # delayed scaling computes its scales
     made.zero_grad()
     found, expected = compute(kind, made, engine), compute(kind, plain, None)
     assert len(found) == len(expected)
@@ -143,7 +143,7 @@ def test_state_of_delayed_scaling_goes_into_a_new_engine(stand_in):
     assert second.state_facts == {"recipe": "delayed", "amax_history_len": 3}
     assert all(torch.equal(t, first.state()[name]) for name, t in second.state().items())
 
-    # The layer of W_o of expert 1: its weight's slot holds the maximum, halved by the margin.
+    # The layer of W_o of expert 1: its weight's slot has the maximum, halved by the margin.
     weight = again.w_out_LFD[1].abs().max().float()
     assert state["1.scaling_fwd.scale"][4] == 448 / weight / 2
 

@@ -1,4 +1,4 @@
-"""What expert weights tell Megatron-Core of gradients that the operators have added already."""
+"""Expert weights mark the gradients that the operators have already added, for Megatron-Core."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from tests.experts.test_experts import BACKENDS, COUNTS, KINDS, D, E, R, alone, 
 
 
 def experts_of(kind: str, backend: str, main: bool):
-    """Experts on random weights, with main gradients of ones where asked."""
+    """Experts with random weights; if `main`, with main gradients of ones."""
     experts = KINDS[kind](alone(), backend)
     generator = torch.Generator().manual_seed(5)
     for weight in experts.parameters():
@@ -34,10 +34,10 @@ def backward(experts, kind: str) -> None:
 def test_gradients_are_added_and_marked(kind, backend):
     plain, fused = experts_of(kind, backend, main=False), experts_of(kind, backend, main=True)
     backward(plain, kind)
-    for _ in range(2):  # micro-batches; between them the hook drops what it was brought
+    for _ in range(2):  # micro-batches; between them the hook drops weight.grad
         backward(fused, kind)
         for weight in fused.parameters():
-            assert weight.grad.shape == weight.shape  # of no meaning, but there
+            assert weight.grad.shape == weight.shape  # it exists, but its values have no meaning
             assert weight.grad_added_to_main_grad
             weight.grad = None
     for one, other in zip(plain.parameters(), fused.parameters(), strict=True):

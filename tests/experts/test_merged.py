@@ -1,4 +1,4 @@
-"""Experts merged before they compute: values, gradients, precision, cost and memory."""
+"""Experts that are merged before they compute: values, gradients, precision, cost and memory."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.oracles import merging as oracle
 
 E, D, F, T = 4, 5, 6, 3
 BACKENDS = ["reference"] + ["native"] * extension.is_built()
-MANY = 2 * MERGED_AT_ONCE + 3  # merges, in three lots
+MANY = 2 * MERGED_AT_ONCE + 3  # merges, in three batches
 
 
 def alone() -> Any:
@@ -86,7 +86,7 @@ def test_one_hot_merging_is_that_expert(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", [1, 5, 64])
 def test_equal_bf16_experts_merge_to_themselves_bit_for_bit(rows, backend):
-    """So that a model whose dense layers have become its experts computes what it did."""
+    """Therefore a model whose dense layers have become its experts computes what it did before."""
     merge = select_backend(backend).expert_merge
     w_IO = draw(rows, F, dtype=torch.bfloat16)
     merged_CIO = merge(routing(MANY, torch.float32), w_IO.expand(E, -1, -1))
@@ -95,7 +95,7 @@ def test_equal_bf16_experts_merge_to_themselves_bit_for_bit(rows, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bf16_is_rounded_once(backend):
-    """Weights of 1/3 or sums in bf16 would be off by several units in the last place."""
+    """Weights of 1/3, or sums in bf16, would be off by several units in the last place."""
     merge = select_backend(backend).expert_merge
     e_PE, w_EIO = routing(MANY, torch.float32), draw(E, D, F, dtype=torch.bfloat16)
     exact_CIO = (e_PE.double() @ w_EIO.double().flatten(1)).view(MANY, D, F)
@@ -121,7 +121,7 @@ def test_bf16_gradients_are_close_to_those_of_fp32():
 @pytest.mark.parametrize("e, tokens", [(4, 8), (8, 256), (32, 256)])
 def test_merging_costs_e_over_t_of_the_layer(e, tokens):
     """Lory, Appendix B: 3.1 % with 8 experts and segments of 256 tokens, 12.5 % with 32."""
-    made = experts(torch.float32, e=e, backend="reference")  # whose products are counted
+    made = experts(torch.float32, e=e, backend="reference")  # its products can be counted
     x_PTD = draw(3, tokens, D, dtype=torch.float32)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         made(x_PTD, routing(3, torch.float32, e))
@@ -130,7 +130,7 @@ def test_merging_costs_e_over_t_of_the_layer(e, tokens):
 
 
 class _Largest(TorchDispatchMode):
-    """The bytes of the largest tensor made here."""
+    """The bytes of the largest tensor that is created in this context."""
 
     size = 0
 
@@ -142,7 +142,7 @@ class _Largest(TorchDispatchMode):
 
 
 def _largest_and_kept(segments: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of the largest tensor of a forward and backward pass, and of what is kept between."""
+    """Bytes of the largest tensor of a forward and backward pass, and of those kept between."""
     d, f = 64, 48
     made = experts(dtype, d=d, f=f)
     x_PTD, e_PE = draw(segments, 1, d).to(dtype).requires_grad_(), routing(segments)
@@ -167,6 +167,6 @@ def test_memory_of_merges_does_not_grow_with_the_number_of_segments(dtype):
         _largest_and_kept(lots * MERGED_AT_ONCE, dtype) for lots in (1, 16)
     )
     assert many == few == MERGED_AT_ONCE * 64 * 2 * 48 * dtype.itemsize
-    # Tokens are kept: x, gate and up, SiLU, their product, and e. No matrix is.
+    # Per token x, gate and up, SiLU, their product, and e are kept. No matrix is kept.
     row = (64 + 2 * 48 + 2 * 48) * dtype.itemsize + E * torch.float32.itemsize
     assert (kept_few, kept_many) == (MERGED_AT_ONCE * row, 16 * MERGED_AT_ONCE * row)

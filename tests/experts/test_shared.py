@@ -1,4 +1,4 @@
-"""The shared expert: a SwiGLU layer of every token, split over tensor-parallel ranks."""
+"""The shared expert: a SwiGLU layer for every token, split over tensor-parallel ranks."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def _one_rank(tp: int, sequence_parallel: bool, weighed: bool, kind: type) -> di
         num_layers=1,
         hidden_size=D,
         num_attention_heads=2,
-        ffn_hidden_size=3,  # of the model's dense layers: not the width here
+        ffn_hidden_size=3,  # for the model's dense layers: not the width here
         tensor_model_parallel_size=tp,
         sequence_parallel=sequence_parallel,
         gated_linear_unit=True,
@@ -111,7 +111,7 @@ def test_equals_the_transcription(tp, sequence_parallel, weighed):
                 _close(rank[name], wanted[name], name)
     for name, axis in (("w_g", 0), ("w_p", 0), ("w_o", 1)):
         _close(numpy.concatenate([rank[name] for rank in ranks], axis), wanted[name], name)
-    if weighed and sequence_parallel:  # Megatron-Core sums what is marked so, at the step's end
+    if weighed and sequence_parallel:  # Megatron-Core sums marked gradients at the end of the step
         assert all(rank["marked"] for rank in ranks)
         _close(sum(rank["w"] for rank in ranks), wanted["w"], "w")
     elif weighed:
@@ -136,7 +136,7 @@ def _on_gpu(kind: type, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     x = values["x"].clone().requires_grad_()
     begun = expert.begin(x)
     busy = torch.rand(2000, 2000, device="cuda")
-    for _ in range(20):  # what happens in the meantime
+    for _ in range(20):  # work between begin and finish
         busy = busy @ busy / 1000
     y = expert.finish(begun)
     (y * values["direction"]).sum().backward()
@@ -144,7 +144,7 @@ def _on_gpu(kind: type, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 
 class _Dense(torch.nn.Module):
-    """SwiGLU by itself: Megatron-Core's needs process groups."""
+    """A plain SwiGLU layer: Megatron-Core's layer needs process groups."""
 
     def __init__(self, values: dict[str, torch.Tensor]) -> None:
         super().__init__()
