@@ -1,7 +1,7 @@
 """Ranks for tests of the launcher: `WHAT RANK` names a function of this file that one rank calls.
 
-These know neither torch nor each other, and start at once: the other ranks end as ranks of the
-program do when the failure of one is told to them.
+The ranks use neither torch nor each other, so they start immediately. If one rank fails, the
+others end as ranks of the program do when they receive that failure.
 """
 
 import os
@@ -33,7 +33,7 @@ def die() -> int:
 
 
 def wait() -> int:
-    """For a signal, on which the program saves."""
+    """Wait for a signal; on this signal the program saves."""
     asked = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, lambda *_: asked.append(None))
@@ -44,7 +44,7 @@ def wait() -> int:
 
 
 def hang() -> int:
-    """As when saving takes for ever."""
+    """Wait forever, as if saving never finished."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     print("a rank waits", flush=True)
@@ -53,7 +53,7 @@ def hang() -> int:
 
 
 def not_yet() -> int:
-    """As before any signal is listened to."""
+    """Act as a rank that does not handle signals yet."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     print("a rank waits", flush=True)
@@ -65,10 +65,10 @@ OTHERS = {"bad_input": 2, "diverge": 3, "bug": 1, "die": 137}
 
 
 def main(what: str, rank: int) -> int:
-    if os.path.exists("started"):  # not the first start
+    if os.path.exists("started"):  # this is not the first start
         return 0
     if what in OTHERS and int(os.environ["RANK"]) != rank:
-        time.sleep(1)  # a rank sees within half a second that another one has failed
+        time.sleep(1)  # within half a second a rank sees that another rank has failed
         return OTHERS[what]
     if what in OTHERS:
         open("started", "w").close()

@@ -1,4 +1,4 @@
-"""Our launcher in a process that has imported torch already, over ranks that know nothing of it."""
+"""The launcher in a process that has already imported torch; its ranks do not use torch."""
 
 import multiprocessing
 import os
@@ -19,9 +19,9 @@ FEW_STEPS = Path(__file__).with_name("few_steps.py")
 
 
 class Launched(Job):
-    """`few_steps.py --nproc-per-node 2 ...`, in a folder that takes the output.
+    """`few_steps.py --nproc-per-node 2 ...`, in a folder that contains the output.
 
-    Ended with its context.
+    The context manager ends it on exit.
     """
 
     def __init__(self, folder: Path, *arguments: str, ranks: int = 2) -> None:
@@ -30,7 +30,7 @@ class Launched(Job):
         context.set_forkserver_preload([*PRELOADED, "moe_parallel.launch.job"])
         line = ["--nproc-per-node", str(ranks), *arguments]
         self._process = context.Process(target=_be_launcher, args=(self._output_file, line))
-        with mock.patch.dict(os.environ, environment()):  # for the fork server, if it starts now
+        with mock.patch.dict(os.environ, environment()):  # for a fork server that starts now
             self._process.start()
 
     @property
@@ -42,13 +42,13 @@ class Launched(Job):
         return self._process.is_alive()
 
     def finish(self, timeout: float = 600) -> int:
-        """The exit code of the launcher, once it has ended by itself."""
+        """Wait until the launcher has ended by itself; returns its exit code."""
         self._process.join(timeout)
         assert self._process.exitcode is not None, self.output
         return self._process.exitcode
 
     def ranks(self) -> list[psutil.Process]:
-        """The processes of the ranks that live."""
+        """The processes of the ranks that are alive."""
         return psutil.Process(self.pid).children()
 
     def __enter__(self) -> "Launched":

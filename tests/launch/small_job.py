@@ -1,8 +1,8 @@
 """A minimal job: `python small_job.py --nproc-per-node 2 ... WHAT [RANK]`.
 
-Launched as the program is; its ranks are a store, a process group and steps that add up, each with
-a collective. Rank 0 prints `step N`. WHAT names a function of this file, which rank RANK calls in
-step 3 of the first start (the folder remembers it).
+It is launched as the program is. Its ranks have a store, a process group, and steps that sum a
+value with a collective. Rank 0 prints `step N`. WHAT names a function of this file; rank RANK
+calls it in step 3 of the first start, which is recorded in the folder.
 """
 
 import os
@@ -29,7 +29,7 @@ STEPS = 6
 
 
 def wait(stop: StopRequest) -> None:
-    """Until a signal comes; the other ranks wait in their collective."""
+    """Wait for a signal; the other ranks wait in their collective."""
     print("rank waits", flush=True)
     while stop.signal is None:
         time.sleep(0.02)

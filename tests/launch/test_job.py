@@ -1,4 +1,4 @@
-"""How a job ends that our launcher has started: once, with one line and the right code."""
+"""A job that the launcher started ends once, with one line and the right exit code."""
 
 import os
 import re
@@ -22,7 +22,7 @@ WAIT = "a rank waits\n" * 2
 
 
 def _end(folder, *arguments):
-    """(exit code, all that was printed)."""
+    """The exit code and the complete output."""
     with Launched(folder, *arguments) as job:
         return job.finish(), job.output
 
@@ -73,7 +73,7 @@ def test_a_signal_reaches_the_ranks(tmp_path, number):
         _wait(job)
         os.kill(job.pid, getattr(signal, number))
         assert job.finish() == 75
-        assert job.output == WAIT  # the program says more
+        assert job.output == WAIT  # the program prints more
 
 
 @pytest.mark.parametrize(("number", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
@@ -87,7 +87,7 @@ def test_a_signal_while_the_ranks_start(tmp_path, number, code):
 
 
 def test_a_rank_that_leaves_alone_does_not_keep_the_others(tmp_path):
-    """The other one hangs; it is killed, and whatever it has started with it."""
+    """The other rank hangs; the launcher kills it and every process that it started."""
     with Launched(tmp_path, "hang", "0") as job:
         _wait(job)
         first, second = job.ranks()
@@ -113,7 +113,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path):
     with Launched(tmp_path, "hang", "0") as job:
         _wait(job)
         os.kill(job.pid, signal.SIGINT)
-        os.kill(job.pid, signal.SIGINT)  # `uv run` and the like send it again
+        os.kill(job.pid, signal.SIGINT)  # `uv run` and similar programs send the signal again
         time.sleep(2)
         assert job.running()
         os.kill(job.pid, signal.SIGINT)
@@ -159,7 +159,7 @@ def test_ranks_without_their_launcher_leave(tmp_path):
 
 
 class _Nodes:
-    """Launchers of one job on two nodes that are both here, each with one rank."""
+    """Launchers of one job on two nodes, both simulated on this machine, each with one rank."""
 
     def __init__(self, folder, *arguments):
         meet = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "x"]

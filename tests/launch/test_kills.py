@@ -1,4 +1,4 @@
-"""A run that is killed or stopped at any moment ends at once, and goes on to the same bytes."""
+"""A killed or stopped run ends immediately, and resuming it gives the same bytes."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, data):
-    """The last checkpoint's tensors of a run that nobody disturbed."""
+    """The last checkpoint's tensors of a run without interruption."""
     folder = tmp_path_factory.mktemp("undisturbed")
     with Program(folder, 2, _run(folder, data)) as job:
         assert job.finish(600) == 0, job.output
@@ -30,7 +30,7 @@ def undisturbed(tmp_path_factory, data):
 
 
 def _run(folder, data):
-    """The flags of a first start and of a resume alike."""
+    """The flags of both a first start and a resume."""
     save = folder / "run"
     return flags(SMALL | data | EVERY_2 | {"save": save, "load": save})
 
@@ -40,7 +40,7 @@ def _last(folder):
 
 
 def _check_whole(folder, undisturbed):
-    """Same bytes, and every iteration once."""
+    """The bytes are the same, and every iteration occurs once."""
     assert same_bytes(_last(folder), undisturbed)
     records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
     trained = [record["iteration"] for record in records if "lm_loss" in record]
@@ -120,7 +120,7 @@ def test_a_kill(tmp_path, data, undisturbed, moment, whom, name, code):
         assert job.finish(600) == code
         _wait_for_nobody_in(tmp_path)
         ends = [line for line in job.output.splitlines() if line.startswith(ENDS)]
-        # Ranks see within seconds that they have no launcher; by then these may be done.
+        # The ranks notice within seconds that the launcher is gone; these may be done by then.
         done = name == "SIGKILL" and whom is LAUNCHER and "figure: " in job.output
         assert len(ends) == 1 - done, job.output
         assert "Traceback" not in job.output
@@ -132,7 +132,7 @@ def test_a_kill(tmp_path, data, undisturbed, moment, whom, name, code):
 
 
 def _wait_for_nobody_in(folder):
-    """Ranks, and what they have started, have the folder that they were started in."""
+    """Wait until no process has the folder as its working directory: no rank and no child."""
 
     def found():
         for process in psutil.process_iter():
@@ -149,7 +149,7 @@ def _wait_for_nobody_in(folder):
 
 
 def _check_published(save):
-    """Whatever the tracker names can be read."""
+    """The checkpoint that the tracker names can be read."""
     tracker = save / "latest_checkpointed_iteration.txt"
     if tracker.exists():
         assert stored_tensors(save / f"iter_{int(tracker.read_text()):07d}")

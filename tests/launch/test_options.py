@@ -1,4 +1,4 @@
-"""The launcher's flags are found among the program's."""
+"""The launcher's flags are separated from the program's."""
 
 import pytest
 

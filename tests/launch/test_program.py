@@ -1,4 +1,4 @@
-"""`python pretrain_gpt_moe.py` as a user, a shell or Slurm starts it: one line, the right code."""
+"""`python pretrain_gpt_moe.py`, started by a user, a shell or Slurm: one line, the right code."""
 
 import os
 import signal
@@ -77,7 +77,7 @@ def test_bad_input_that_only_ranks_can_see(tmp_path):
 
 
 def test_a_batch_system_stops_the_launcher(tmp_path):
-    """SIGTERM to the launcher alone: the ranks save, and a requeue sees 75."""
+    """SIGTERM goes to the launcher only: the ranks save, and the batch system sees code 75."""
     save = tmp_path / "run"
     options = SMALL | small_data(tmp_path) | {"save": save, "train_iters": 100_000}
     with Program(tmp_path, 2, flags(options)) as job:

@@ -1,4 +1,4 @@
-"""What Slurm tells a task becomes what torchrun tells a rank."""
+"""The variables that Slurm sets for a task become those that torchrun sets for a rank."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Ranks that srun starts, here with Slurm's variables set by hand."""
+"""Ranks that srun starts; the tests set Slurm's variables themselves."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from tests.program import SMALL, Program, flags, free_port, small_data
 
 
 class _Task(Program):
-    """One task of two of a step."""
+    """One of the two tasks of a step."""
 
     def __init__(self, folder, task, port, arguments):
         (folder / str(task)).mkdir()
