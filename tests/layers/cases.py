@@ -41,8 +41,8 @@ def aoe_expert_choice(scores: str = "raw", **options: Any) -> AoEExpertChoiceSel
     return AoEExpertChoiceSelection(moe_expert_choice_scores=scores, aoe_low_rank_size=2, **options)
 
 
-IDLE = (-8.0, 0.0, 0.0, 0.0)  # nobody chooses the first expert
-BUSY = (0.0, 0.0, 2.5, 0.0)  # everybody chooses the third
+IDLE = (-8.0, 0.0, 0.0, 0.0)  # no token chooses the first expert
+BUSY = (0.0, 0.0, 2.5, 0.0)  # every token chooses the third expert
 SKEWED = (0.5, 0.0, -0.5, 0.2)
 BALANCE = (0.2, -0.1, 0.05, -0.3)
 LOAD = (0.9, 0.1, 0.6, 0.4)
@@ -191,13 +191,13 @@ SHARED_CASES = {
 
 
 def direction(case: Case) -> numpy.ndarray:
-    """Weights of the outputs in the scalar that is differentiated."""
+    """The weights of the outputs in the scalar that is differentiated."""
     shape = (case.tokens // case.sequences, case.sequences, WIDTH)
     return numpy.random.default_rng(1).normal(size=shape)
 
 
 def close(found: numpy.ndarray, wanted: numpy.ndarray, tolerance: float, name: str) -> None:
-    """Equal up to `tolerance` times the greatest value."""
+    """Equal up to `tolerance` times the largest value."""
     assert found.shape == wanted.shape, name
     error = abs(found - wanted).max()
     limit = tolerance * max(abs(wanted).max(), 1e-3)

@@ -1,4 +1,4 @@
-"""Layers on one process, without process groups, and what the oracle says about them."""
+"""Layers on one process, without process groups, and the results of the oracle for them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +28,12 @@ from tests.oracles import layers as oracle
 from tests.oracles import losses, routing
 
 EXPERTS, WIDTH, EXPERT_WIDTH = 4, 5, 3
-MOE_LAYERS = 3  # that the model is said to have
+MOE_LAYERS = 3  # the number that the model reports
 Arrays = dict[str, numpy.ndarray]
 
 
 class SingleRank:
-    """Stands in for a process group of one."""
+    """A replacement for a process group of size one."""
 
     def size(self) -> int:
         return 1
@@ -44,19 +44,19 @@ class SingleRank:
 
 @dataclass(frozen=True)
 class Case:
-    """A layer and what it is given."""
+    """A layer, its options and its input."""
 
     selection: Selection
     capacity_factor: float | None = None
     policy: str = "probs"
     pad: bool = False
     counts_topk: bool = True
-    #: By how much the scores of each expert are scaled (AoE) or shifted (a router of one layer).
+    #: The factor (AoE) or offset (a one-layer router) that is applied to the scores of each expert.
     bias: tuple[float, ...] = (0.0,) * EXPERTS
     sequences: int = 1
     tokens: int = 7
     training: bool = True
-    #: What steps before have left behind: the balancing bias, and the load of the latest step.
+    #: The result of previous steps: the balancing bias, and the load of the latest step.
     balance: tuple[float, ...] | None = None
     load: tuple[float, ...] | None = None
 
@@ -66,7 +66,7 @@ class Case:
 
     @property
     def counted_k(self) -> int:
-        """K in the capacity."""
+        """The K in the formula of the capacity."""
         return (self.selection.choices_per_token or 1) if self.counts_topk else 1
 
     @property
@@ -111,7 +111,7 @@ def _router(rng: numpy.random.Generator, case: Case, x: numpy.ndarray) -> Arrays
             "w_router_HD": 0.5 * rng.normal(size=(hidden, WIDTH)),
             "w_router_EH": 0.5 * rng.normal(size=(EXPERTS, hidden)),
         }
-    x[..., 0] = 1.0  # so that the first column of the router shifts scores
+    x[..., 0] = 1.0  # so that the first column of the router is an offset of the scores
     router = 0.3 * rng.normal(size=(EXPERTS, WIDTH))
     router[:, 0] = case.bias
     return {"w_router_ED": router}
@@ -158,7 +158,7 @@ def build(case: Case, weights: Arrays, dtype: torch.dtype, backend: str) -> Expe
 
 
 def run(layer: ExpertLayer, given: Arrays, direction: numpy.ndarray) -> tuple[Any, Arrays]:
-    """The output, and the gradients of sum(output * direction) plus the losses on routing."""
+    """The output, and the gradients of sum(output * direction) plus the auxiliary losses."""
     dtype = next(layer.parameters()).dtype
     x = torch.from_numpy(given["x"]).to(dtype).requires_grad_()
     y, bias = layer(x)
@@ -179,7 +179,7 @@ def expected_scores(case: Case, given: Arrays) -> numpy.ndarray:
 
 
 def expected_choices(case: Case, scores: numpy.ndarray) -> oracle.Routing:
-    """Who is chosen by these scores, capacity apart."""
+    """The experts that these scores select, before capacity."""
     s = case.selection
     if isinstance(s, DynamicChoices):
         if case.training:
@@ -216,7 +216,7 @@ def expected_choices(case: Case, scores: numpy.ndarray) -> oracle.Routing:
 
 
 def expected_routing(case: Case, given: Arrays) -> tuple[oracle.Routing, oracle.Routing]:
-    """What the oracle routes: all choices, and those that fit."""
+    """The routing of the oracle: all choices, and those within capacity."""
     return _routing(case, expected_scores(case, given))
 
 
@@ -266,7 +266,7 @@ def _shared(given: Arrays, x_D: numpy.ndarray) -> numpy.ndarray:
 
 
 def expected_losses(case: Case, choices: oracle.Routing) -> float:
-    """The sum of the losses on routing, with their coefficients."""
+    """The sum of the auxiliary losses, each with its coefficient."""
     s = case.selection
     total = 0.0
     if isinstance(s, Balancing):
@@ -290,10 +290,10 @@ def expected_losses(case: Case, choices: oracle.Routing) -> float:
 def expected_gradients(
     case: Case, given: Arrays, direction: numpy.ndarray, fixed: numpy.ndarray | None = None
 ) -> Arrays:
-    """By finite differences of the oracle: with respect to every weight and the input.
+    """Gradients with respect to every weight and the input: finite differences of the oracle.
 
     Args:
-        fixed: bool [T, E]; where True the score counts as a constant.
+        fixed: bool [T, E]; where it is True, the score is a constant.
     """
     constant = expected_scores(case, given)
 

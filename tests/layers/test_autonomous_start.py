@@ -1,4 +1,4 @@
-"""What AoE's norms are before training, and what they cost: closed forms of the layer's sizes."""
+"""AoE's norms before training, and their cost: closed forms of the layer's sizes."""
 
 import math
 
@@ -19,12 +19,12 @@ from tests.layers.single import EXPERTS, WIDTH, Case, build, values
 def test_norms_of_normalized_tokens(rank, mean):
     generator = torch.Generator().manual_seed(0)
     x_TD = torch.randn(512, 768, generator=generator)
-    x_TD /= x_TD.square().mean(dim=1, keepdim=True).sqrt()  # as RMSNorm leaves them
+    x_TD /= x_TD.square().mean(dim=1, keepdim=True).sqrt()  # with the RMS that RMSNorm gives
     std = ModelConfig().init_method_std
     w_down_EDR = torch.randn(8, 768, rank, generator=generator) * std
     norms_TE, *_ = reference.norm_topk(x_TD, w_down_EDR, 2)
     assert norms_TE.mean().item() == pytest.approx(mean, abs=0.06)
-    # They differ by tenths, so that no expert is clearly ahead: the ceiling is ln 8 = 2.079.
+    # They differ by tenths, so no expert is clearly ahead: the ceiling is ln 8 = 2.079.
     assert norms_TE.std(dim=1).mean().item() == pytest.approx(0.37, abs=0.04)
     assert ent_conf_sum(norms_TE).item() / 512 == pytest.approx(2.015, abs=0.02)
 
@@ -45,7 +45,7 @@ def test_flops_of_a_layer():
         Case(AoESelection(moe_router_topk=k, aoe_low_rank_size=rank), tokens=tokens)
     )
     scores = 2 * tokens * EXPERTS * d * rank
-    # C of the chosen is not made again: the selection hands it on.
+    # C of the chosen experts is not computed again: the selection passes it on.
     assert autonomous == scores + 2 * tokens * k * (rank * width + 2 * d * width)
 
 

@@ -1,4 +1,4 @@
-"""How many rows an expert of each system takes: K counts where it is fixed, and unless told not."""
+"""The rows that an expert of each system accepts: K counts if it is fixed, unless turned off."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Layers that dispatch tokens equal their per-token transcriptions, with every option."""
+"""Layers that dispatch tokens equal their per-token oracles, with every option."""
 
 import functools
 from dataclasses import replace
@@ -53,7 +53,7 @@ def test_equals_the_transcription(name, backend):
     case, given = CASES[name], values(CASES[name])
     output, gradients = run(build(case, given, torch.float64, backend), given, direction(case))
     expected_y, expected_gradient = expected(name)
-    # Norms are fp64 for fp64 layers; routers score in fp32, whatever the type of the layer.
+    # Norms are fp64 for fp64 layers; routers compute scores in fp32 for every type of layer.
     rounding = 1e-12 if case.autonomous else 1e-6
     close(output, expected_y, rounding, "output")
     assert gradients.keys() == expected_gradient.keys()
@@ -182,7 +182,7 @@ def test_a_capacity_that_drops_nothing_changes_nothing(name, policy, pad, backen
     ]
     numpy.testing.assert_array_equal(runs[1][0], runs[0][0])
     for key, gradient in runs[0][1].items():
-        if pad:  # sums over more rows, in another order
+        if pad:  # sums over more rows, in a different order
             close(runs[1][1][key], gradient, 1e-6, key)
         else:
             numpy.testing.assert_array_equal(runs[1][1][key], gradient, err_msg=key)

@@ -1,4 +1,4 @@
-"""Layers that merge experts equal a per-token transcription, and see no more than they may."""
+"""Layers that merge experts equal a per-token oracle, and depend only on the tokens they may."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -66,7 +66,7 @@ CASES = {
 
 
 def weights_of(selection: Any, given: Arrays, first: list[Any]) -> numpy.ndarray:
-    """What the oracle merges for each token."""
+    """The weights with which the oracle merges for each token."""
     x, router = given["x"], given["w_router_ED"]
     if isinstance(selection, SmearSelection):
         return oracle.smear_weights(x, router)
@@ -90,7 +90,7 @@ def merged(given: Arrays, weights_SBE: numpy.ndarray) -> numpy.ndarray:
 @functools.cache
 def expected(name: str) -> tuple[numpy.ndarray, Arrays]:
     selection, given = CASES[name].selection, CASES[name].given
-    first = first_of(selection, given)  # not moved: its gradient is stopped
+    first = first_of(selection, given)  # constant, because its gradient is stopped
 
     def output(moved: Arrays) -> numpy.ndarray:
         return merged(moved, weights_of(selection, moved, first))
@@ -136,7 +136,7 @@ def test_bf16_is_close_to_fp32(name):
         close(gradients[key], gradient, 4e-2, key)
 
 
-# What sees what
+# Which tokens affect which outputs
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -145,7 +145,7 @@ def test_future_tokens_are_seen_inside_the_first_segment_alone(name, training):
     case = CASES[name]
     layer = build(case.selection, case.given).train(training)
     pairs = pairs_seen(layer, case.given["x"])
-    assert all(b == other for _, b, _, other in pairs)  # sequences do not mix
+    assert all(b == other for _, b, _, other in pairs)  # sequences do not affect each other
     future = [(source, target) for source, _, target, _ in pairs if source > target]
     length = min(case.selection.lory_segment_length, case.tokens)
     assert all(source < length for source, _ in future)
@@ -160,13 +160,13 @@ def test_smear_sees_the_whole_future():
 
 
 def test_the_paper_s_pseudo_code_would_mix_sequences():
-    """`roll(e, 1)` without `dims=0` turns the flattened weights: ours must not be that."""
+    """`roll(e, 1)` without `dims=0` rolls the flattened weights: our layer must not do that."""
     case = CASES["lory, whole segments"]
     x, router = case.given["x"], case.given["w_router_ED"]
     ours = weights_of(case.selection, case.given, first_of(case.selection, case.given))
     rolled = oracle.rolled_weights(x, router, 2)
-    numpy.testing.assert_allclose(rolled[:2], ours[:2])  # first segments are put right
-    assert abs(rolled[2:].sum(2) - 1).max() > 1e-3  # experts are mixed: no weights at all
+    numpy.testing.assert_allclose(rolled[:2], ours[:2])  # first segments are correct
+    assert abs(rolled[2:].sum(2) - 1).max() > 1e-3  # a mix of weights
     x = x.copy()
     x[-1, 0] += 1  # the last token of the first sequence
     moved = oracle.rolled_weights(x, router, 2) != rolled
@@ -185,7 +185,7 @@ def test_the_loss_on_the_first_segment_teaches_the_router_nothing(name):
         assert taught == (tokens.start == length and case.tokens > length)
 
 
-# What the experts are
+# Equal, single and trained experts
 
 
 @pytest.mark.parametrize("selection", [lory(), prefix()])
@@ -206,7 +206,7 @@ def test_one_hot_merging_is_that_expert(selection, expert):
 
 
 def train(given: Arrays, steps: int = 20) -> Arrays:
-    """The weights of a Lory layer after steps of Adam towards random targets."""
+    """The weights of a Lory layer after some steps of Adam toward random targets."""
     layer = build(lory(), given)
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
     rng = numpy.random.default_rng(2)
@@ -219,7 +219,7 @@ def train(given: Arrays, steps: int = 20) -> Arrays:
 
 
 def apart(weight: numpy.ndarray) -> float:
-    """How far experts are from the first one."""
+    """The largest difference between an expert and the first one."""
     return abs(weight - weight[:1]).max()
 
 
@@ -229,7 +229,7 @@ def test_a_zero_router_over_equal_experts_stays_zero_for_ever_and_a_random_one_d
         given[name][:] = given[name][0]
     random = train(given)
     trapped = train(given | {"w_router_ED": numpy.zeros_like(given["w_router_ED"])})
-    # Exactly zero but for rounding, which Adam scales up to its learning rate: 1/4 is exact.
+    # Exactly zero without rounding, which Adam scales up to its learning rate: 1/4 is exact.
     assert (trapped["w_router_ED"] == 0).all()
     for name in ("experts.w_gate_up_LD2F", "experts.w_out_LFD"):
         assert apart(trapped[name]) == 0
@@ -274,7 +274,7 @@ def dropping(probability: float) -> SmearSelection:
 
 
 def merged_weights(selection: SmearSelection, given: Arrays, seed: int, training: bool) -> Any:
-    """e of a layer's sequences: [B, E]."""
+    """e of the sequences of a layer: [B, E]."""
     torch.manual_seed(seed)
     layer = build(selection, given).train(training)
     return layer.merges(torch.from_numpy(given["x"])).weights_MBE[0].detach()

@@ -1,4 +1,4 @@
-"""Merged experts divided over tensor-parallel ranks equal whole ones; only activations travel."""
+"""Merged experts split over tensor-parallel ranks equal unsplit ones; only activations are sent."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.layers.whole_sequences import Arrays, build, close, direction, part, 
 
 
 class Wire(TorchDispatchMode):
-    """What this rank's collectives carry: (operation, shape of the largest tensor)."""
+    """The collectives of this rank: (operation, shape of the largest tensor)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,10 +32,10 @@ class Wire(TorchDispatchMode):
 
 
 def _on_this_rank(selection: MergedSelection, given: Arrays, sequence_parallel: bool) -> Any:
-    """Output, gradients, what was carried and the statistics of a layer split over all ranks."""
+    """Output, gradients, collectives and statistics of a layer that is split over all ranks."""
     size = dist.get_world_size()
     groups = initialize_groups(make_config({"tensor_model_parallel_size": size}).parallel)
-    torch.manual_seed(3)  # of the dropout: equal on all tensor-parallel ranks, as in training
+    torch.manual_seed(3)  # for the dropout: equal on all tensor-parallel ranks, as in training
     layer = build(selection, given, groups=groups, sequence_parallel=sequence_parallel)
     x, ways = given["x"], direction(given["x"])
     if sequence_parallel:
@@ -91,7 +91,7 @@ def test_ranks_that_share_every_expert_equal_one(name, sequence_parallel):
     close(numpy.concatenate(outputs) if sequence_parallel else outputs[0], output, 1e-12, "output")
     for key, gradient in whole_gradients(ranks, sequence_parallel).items():
         close(gradient, gradients[key], 1e-11, key)
-    for *_, (counted,) in ranks:  # each token once
+    for *_, (counted,) in ranks:  # each token counts once
         assert counted.keys() == layers[0].keys()
         for key, value in layers[0].items():
             numpy.testing.assert_allclose(counted[key], value, rtol=1e-9, err_msg=key)

@@ -1,4 +1,4 @@
-"""What layers do besides computing: jitter, forced balance, biases and loads of steps, records."""
+"""Effects beside the output: jitter, forced balance, bias and load of a step, records."""
 
 import functools
 from dataclasses import replace
@@ -60,7 +60,7 @@ def test_forced_balance_is_exact(selection, training):
 
 
 def _jittered() -> dict[str, Any]:
-    """A router of unit vectors: the logits are the first inputs, times the noise."""
+    """The logits of a router of unit vectors: the first inputs, times the noise."""
     groups = initialize_groups(make_config({"tensor_model_parallel_size": 2}).parallel)
     model_parallel_cuda_manual_seed(7)
     given = values(JITTER)
@@ -92,15 +92,15 @@ def test_jitter_is_for_the_router_and_for_training():
             assert 1 - EPS - 1e-6 <= noise.min() < 1 - 0.8 * EPS
             assert 1 + EPS + 1e-6 >= noise.max() > 1 + 0.8 * EPS
             noises.append(noise)
-        # Experts are given the tokens as they are: with all of them chosen only probs differ.
+        # Experts receive the tokens without noise: if all are chosen, only the probs differ.
         for scores, output in zip(rank["scores"], rank["outputs"], strict=True):
             close(output.reshape(-1, WIDTH), _all_experts(given, scores), 1e-6, "output")
-    for number, noise in enumerate(noises):  # other noise each time, and on each rank
+    for number, noise in enumerate(noises):  # each time, and on each rank, the noise is different
         assert all(abs(noise - other).max() > 0.1 for other in noises[:number])
 
 
 def _noise_in_bf16(sizes: list[float]) -> list[numpy.ndarray]:
-    """The noise of each size that a bf16 layer's router sees, by tokens of ones."""
+    """The noise that the router of a bf16 layer sees, for each size, with tokens of ones."""
     initialize_groups(make_config({}).parallel)
     model_parallel_cuda_manual_seed(7)
     seen: list[numpy.ndarray] = []
@@ -115,13 +115,13 @@ def _noise_in_bf16(sizes: list[float]) -> list[numpy.ndarray]:
 
 
 def test_jitter_of_a_bf16_layer_is_no_coarser():
-    """In bf16 noise of 0.001 would round to 1, and noise of 0.01 beyond its bounds."""
+    """In bf16 noise of 0.001 would round to 1, and noise of 0.01 would exceed its bounds."""
     sizes = [0.001, 0.01, EPS]
     (noises,) = run_distributed(1, _noise_in_bf16, sizes)
     for eps, noise in zip(sizes, noises, strict=True):
         assert noise.dtype == numpy.float32
         assert abs(noise - 1).max() <= eps + 1e-7
-        # Uniform: a standard deviation of eps / sqrt(3).
+        # A uniform distribution has a standard deviation of eps / sqrt(3).
         assert noise.std() == pytest.approx(eps / 3**0.5, rel=0.05)
         assert noise.mean() == pytest.approx(1, abs=0.05 * eps)
         assert len(numpy.unique(noise)) > 0.9 * noise.size
@@ -167,7 +167,7 @@ def oracle_load(case: Case, given: dict[str, numpy.ndarray]) -> list[float]:
 
 
 def _steps(selection: Any, steps: int) -> list[tuple[Any, Any]]:
-    """Loads and biases after each step, where the world is one data-parallel group."""
+    """Loads and biases after each step, if the world is one data-parallel group."""
     case = Case(selection)
     given = values(case)
     layer = build(case, given, torch.float64, "reference")
@@ -194,7 +194,7 @@ def test_the_bias_follows_the_load(selection):
         mean = sum(wanted) / EXPERTS
         bias = [b + 0.125 * numpy.sign(mean - f) for b, f in zip(bias, wanted, strict=True)]
         assert found == bias
-    assert len({tuple(load) for load, _ in seen}) > 1  # it changed who was chosen
+    assert len({tuple(load) for load, _ in seen}) > 1  # the bias changed the choices
 
 
 def test_the_global_loss_takes_the_loads_of_the_step_before():
@@ -248,7 +248,7 @@ def test_experts_per_token_are_recorded(name):
 
 
 def test_a_bias_never_weighs():
-    """Where it changes no choice it changes nothing."""
+    """If it changes no choice, it changes no output."""
     free = CASES["topk, all experts"]
     biased = replace(free, selection=replace(free.selection, **BIASED), balance=BALANCE)
     given = values(free)

@@ -1,4 +1,4 @@
-"""W_down gathered for each use: what is held, made again, sent, and summed over the ranks."""
+"""W_down gathered for each use: which parts are stored, recomputed, sent and summed over ranks."""
 
 import time
 from typing import Any
@@ -26,7 +26,7 @@ RECOMPUTED = {
 }
 BACKENDS = ["reference"] + ["native"] * extension.is_built()
 
-#: ep, etp and the ranks of the world. With ep 2 and etp 2 rank 2 e + t has part t of experts
+#: ep, etp and the size of the world. With ep 2 and etp 2, rank 2 e + t has part t of experts
 #: 2 e and 2 e + 1.
 SPREADS = {"ep2": (2, 1, 2), "ep4": (4, 1, 4), "etp2": (1, 2, 2), "ep2 x etp2": (2, 2, 4)}
 
@@ -36,7 +36,7 @@ def w_down() -> numpy.ndarray:
 
 
 def tokens(rank: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """A rank's tokens [T, D], and weights of their norms [T, E] in what is differentiated."""
+    """A rank's tokens [T, D], and the weights of their norms [T, E] in a scalar."""
     rng = numpy.random.default_rng(1 + rank)
     return rng.normal(size=(TOKENS, D)), rng.normal(size=(TOKENS, E))
 
@@ -77,7 +77,7 @@ def part(whole_EDR: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 
 def _use_both(ep: int, etp: int, backend: str, is_recomputed: bool) -> Any:
-    """The weight's part and gradient here, what each use saw, and whether it was kept."""
+    """The weight's part and gradient here, the tensor at each use, and whether it was kept."""
     groups = groups_of(ep, etp)
     layer = build(groups, backend, **(RECOMPUTED if is_recomputed else {}))
     x, weights = (torch.from_numpy(each) for each in tokens(dist.get_rank()))
@@ -98,7 +98,7 @@ def _use_both(ep: int, etp: int, backend: str, is_recomputed: bool) -> Any:
 
 
 def _is_freed(storage: StorageWeakRef) -> bool:
-    """Soon: a thread of gloo's may still hold what it has sent."""
+    """Whether it is freed soon: a thread of gloo may still hold a sent tensor."""
     for _ in range(50):
         if storage.expired():
             return True
@@ -111,7 +111,7 @@ def _is_freed(storage: StorageWeakRef) -> bool:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("spread", SPREADS)
 def test_what_ranks_hold_and_learn(spread: str, backend: str, is_recomputed: bool) -> None:
-    """The norms' gradient is a sum over all tokens, that of the experts over their shards."""
+    """The gradient of the norms is a sum over all tokens, that of the experts over their shards."""
     ep, etp, world = SPREADS[spread]
     whole = w_down()
     wanted = numpy.zeros_like(whole)
@@ -131,12 +131,12 @@ def test_what_ranks_hold_and_learn(spread: str, backend: str, is_recomputed: boo
         numpy.testing.assert_array_equal(seen, whole)
         numpy.testing.assert_array_equal(here, whole[experts])
         numpy.testing.assert_allclose(gradient, wanted[experts, rows], rtol=1e-12, atol=1e-12)
-        if backend == "native":  # the reference's product keeps a copy of its own
+        if backend == "native":  # the reference's product keeps its own copy
             assert is_kept == is_recomputed
 
 
 def _bytes_sent(ep: int, etp: int, gathers: bool) -> float:
-    """By one forward pass of a layer, on this rank."""
+    """The bytes that this rank sends in one forward pass of a layer."""
     groups = groups_of(ep, etp)
     layer = build(groups, "reference", gathers)
     x, _ = tokens(dist.get_rank())
@@ -152,7 +152,7 @@ def _bytes_sent(ep: int, etp: int, gathers: bool) -> float:
     [
         ("ep2", 2 * D * R),  # two experts, to one other rank
         ("ep4", 1 * D * R * 3),
-        ("etp2", 2 * (4 * D // 2 * R)),  # a half of four experts, to score and to compute
+        ("etp2", 2 * (4 * D // 2 * R)),  # half of four experts, for the scores and for the output
         ("ep2 x etp2", 2 * (2 * D // 2 * R) + 2 * D * R),
     ],
 )

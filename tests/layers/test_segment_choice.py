@@ -1,4 +1,4 @@
-"""Segment-level expert choice as a layer: by token of an oracle, alone and split over ranks."""
+"""Segment-level expert choice as a layer, compared with an oracle; also split over ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,13 +37,13 @@ def selection(factor: float = 1.0, scores: str = "softmax") -> SegmentExpertChoi
 
 
 def logits_of(given: Arrays, first: list[Any] | None = None) -> numpy.ndarray:
-    """What tokens are judged by; `first`: first segments, where others than their own."""
+    """The logits that rank tokens; `first`: the first segments, if not their own."""
     x, router = given["x"], given["w_router_ED"]
     return oracle.segment_logits(x, router, LENGTH, first or oracle.first_logits(x, router, LENGTH))
 
 
 def expected(given: Arrays, factor: float = 1.0, raw: bool = False) -> Callable[[Arrays], Any]:
-    """The output as a function of weights and input near `given`: what has no gradient stays."""
+    """The output as a function near `given`: the parts without a gradient stay constant."""
     first = oracle.first_logits(given["x"], given["w_router_ED"], LENGTH)
     ranked = logits_of(given)
 
@@ -71,7 +71,7 @@ def test_equals_the_transcription(factor, scores):
     wanted = expected(given, factor, raw=scores == "raw")
     layer = build(selection(factor, scores), given)
     output, gradients = run(layer, given["x"], direction(given["x"]))
-    close(output, wanted(given), 1e-6, "output")  # routers score in fp32
+    close(output, wanted(given), 1e-6, "output")  # routers compute scores in fp32
     for key, gradient in numeric_gradients(wanted, given).items():
         close(gradients[key], gradient, 2e-6, key)
 
@@ -90,8 +90,8 @@ def test_in_training_a_segment_competes_with_later_ones():
     given = values(12, 2)
     pairs = pairs_seen(build(selection(), given), given["x"])
     future = {(s, t) for s, b, t, other in pairs if s > t and b == other}
-    assert any(s >= LENGTH for s, _ in future)  # a later segment's mean took a place
-    assert any(b != other for _, b, _, other in pairs)  # or a segment of another sequence
+    assert any(s >= LENGTH for s, _ in future)  # the mean of a later segment took a place
+    assert any(b != other for _, b, _, other in pairs)  # or a segment of another sequence did
 
 
 def test_evaluation_sees_the_future_inside_the_first_segment_alone():

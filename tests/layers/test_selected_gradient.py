@@ -1,4 +1,4 @@
-"""`--aoe-gradient selected`: exact where the unchosen have no gradient, else what it drops."""
+"""`--aoe-gradient selected`: exact if unchosen experts have no gradient, else without theirs."""
 
 from dataclasses import replace
 
@@ -68,7 +68,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_it_drops_goes_through_the_norms_of_the_unchosen(name):
-    """With probs over the selected only losses reach those; top-p's are a softmax over all."""
+    """With probs over the chosen, only losses reach the others; top-p's are a softmax over all."""
     case = Case(LOSSES[name], sequences=2, tokens=6)
     given = values(case)
     full, selected = gradients_of(case), gradients_of(as_option(case, DESPITE))

@@ -1,4 +1,4 @@
-"""Layers with a shared expert equal their per-token transcriptions."""
+"""Layers with a shared expert equal their per-token oracles."""
 
 import torch
 
@@ -9,7 +9,7 @@ from tests.layers.single import build, expected_gradients, expected_output, run,
 
 
 def _run_all(backends, dtypes):
-    """Output and gradients of every case, by name, backend and type."""
+    """The output and gradients of every case, by name, backend and type."""
     found = {}
     for name, case in SHARED_CASES.items():
         given = values(case)

@@ -1,4 +1,4 @@
-"""Ranks that share a micro-batch hold stretches of its sequences, and see all of it."""
+"""Ranks that share a micro-batch hold parts of its sequences, and gather all of it."""
 
 import torch
 from torch import distributed as dist
@@ -8,7 +8,7 @@ from tests.distributed import run_distributed
 
 
 def _stretch():
-    """Two sequences of four tokens, two of each here: rows as (sequence, position)."""
+    """Two sequences of four tokens, two of each on this rank: rows are (sequence, position)."""
     tokens = SplitTokens(2, dist.group.WORLD)
     whole = torch.tensor([[b, s] for s in range(4) for b in range(2)], dtype=torch.float32)
     mine = tokens.of_this_rank(whole)

@@ -1,4 +1,4 @@
-"""Layers that decide by segments, on one process or split over tensor-parallel ranks."""
+"""Layers that route segments, on one process or split over tensor-parallel ranks."""
 
 from typing import Any
 
@@ -69,7 +69,7 @@ def build(
 
 
 def part(name: str, whole: numpy.ndarray, groups: Groups) -> numpy.ndarray:
-    """What a rank holds of a weight."""
+    """The part of a weight that a rank holds."""
     axis = {"experts.w_gate_up_LD2F": 3, "experts.w_out_LFD": 1}.get(name)
     if axis is None:
         return whole
@@ -88,18 +88,18 @@ def run(layer: ExpertLayer, x: numpy.ndarray, direction: numpy.ndarray) -> tuple
 
 
 def direction(x: numpy.ndarray) -> numpy.ndarray:
-    """Weights of the outputs in the scalar that is differentiated."""
+    """The weights of the outputs in the scalar that is differentiated."""
     return numpy.random.default_rng(1).normal(size=x.shape)
 
 
 def numeric_gradients(output: Any, given: Arrays) -> Arrays:
-    """By finite differences of `output`, a function of such arrays."""
+    """Gradients by finite differences of `output`, a function of such arrays."""
     weights = direction(given["x"])
     return numeric_gradient(lambda moved: float((output(moved) * weights).sum()), given)
 
 
 def close(found: Any, wanted: Any, tolerance: float, name: str) -> None:
-    """Equal up to `tolerance` times the greatest value."""
+    """Equal up to `tolerance` times the largest value."""
     assert found.shape == wanted.shape, name
     error = abs(found - wanted).max()
     limit = tolerance * max(abs(wanted).max(), 1e-3)
@@ -107,7 +107,7 @@ def close(found: Any, wanted: Any, tolerance: float, name: str) -> None:
 
 
 def pairs_seen(layer: ExpertLayer, x: numpy.ndarray) -> set[tuple[int, int, int, int]]:
-    """(token, its sequence, output, its sequence) wherever the token changes the output."""
+    """(token, its sequence, output, its sequence) for each token that changes the output."""
     found = set()
     with torch.no_grad():
         before, _ = layer(torch.from_numpy(x))
