@@ -1,4 +1,4 @@
-"""Small layers of both kinds."""
+"""Small layers of both kinds, AoE and RoutedMoE."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What AoE and RoutedMoE can be told, and what they say to wrong arguments and inputs."""
+"""The arguments of AoE and RoutedMoE, and the errors for wrong arguments and inputs."""
 
 from typing import Any
 

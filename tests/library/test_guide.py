@@ -1,4 +1,4 @@
-"""The code of docs/library.md runs as it stands, and its model learns."""
+"""The code of docs/library.md runs unchanged, and its model learns."""
 
 import re
 import textwrap
@@ -38,7 +38,7 @@ def test_a_router_instead() -> None:
 
 
 def test_weights_of_a_training_model() -> None:
-    """The passage on weights, of a model that has its initial ones instead of a run's."""
+    """The passage on weights, for a model with initial weights instead of those of a run."""
     passage = GUIDE.split("## Weights of a training run")[1].split("## Commands")[0]
     code = textwrap.dedent("".join(re.findall(r"^    .*\n|^\n", passage, re.MULTILINE)))
     flags = (

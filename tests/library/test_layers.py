@@ -1,4 +1,4 @@
-"""AoE and RoutedMoE have the manners of any torch module."""
+"""AoE and RoutedMoE behave like any torch module."""
 
 import copy
 import io
@@ -33,7 +33,7 @@ def test_shapes(kind: str, shape: tuple[int, ...]) -> None:
 
 
 def test_sequences_are_the_last_axis_but_one() -> None:
-    """The loss of sequences is the mean of each sequence's own, whatever axes are before it."""
+    """The loss of sequences is the mean of the losses of each, whatever axes precede them."""
     selection = TopKSelection(moe_router_load_balancing_type="seq_aux_loss")
     torch.manual_seed(0)
     moe = RoutedMoE(16, 4, selection=selection, ffn_hidden_size=24)
@@ -65,7 +65,7 @@ def test_initial_weights(kind: str) -> None:
 
 
 def test_default_widths() -> None:
-    """An AoE expert has as many parameters as a SwiGLU expert of 4 d, rounded (Eq. 5)."""
+    """An AoE expert has as many parameters as a SwiGLU expert of width 4 d, rounded (Eq. 5)."""
     aoe, routed = AoE(64, 4), RoutedMoE(64, 4)
     assert routed.layer.experts.w_out_LFD.shape == (4, 256, 64)
     sizes = [sum(w.numel() for w in moe.parameters()) for moe in (aoe, routed)]
@@ -85,7 +85,7 @@ def test_the_auxiliary_loss_is_of_the_latest_forward_pass(kind: str) -> None:
     moe, x = small(kind, aux_loss_coeff=0.5), torch.randn(64, 16)
     assert moe.aux_loss == 0
     moe(x)
-    assert moe.aux_loss.requires_grad and 0.9 < moe.aux_loss < 1.5  # 1 where load is even
+    assert moe.aux_loss.requires_grad and 0.9 < moe.aux_loss < 1.5  # 1 if the load is even
     moe.eval()
     moe(x)
     assert moe.aux_loss == 0
@@ -146,7 +146,7 @@ def test_a_bias_moves_with_the_layer_and_balances() -> None:
         spread.append(moe.layer.load.counts[:-1].amax() - moe.layer.load.counts[:-1].amin())
         moe.after_step()
     assert max(spread[-10:]) < 0.5 * spread[0]
-    # Another tensor, as after a move to a GPU: the layer ranks by that one.
+    # Another tensor, as after a move to a GPU: the layer ranks with that tensor.
     moe.layer.bias._buffers["bias_E"] = torch.tensor([9.0, 9.0, 0.0, 0.0])
     moe(x)
     assert moe.layer.load.counts.tolist() == [256, 256, 0, 0, 256]
@@ -154,7 +154,7 @@ def test_a_bias_moves_with_the_layer_and_balances() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_autocast(kind: str) -> None:
-    """Weights stay in fp32, and outputs are within the rounding of bf16's 8 bits."""
+    """Weights remain in fp32, and outputs are within the rounding of bf16's 8 bits."""
     moe = small(kind, init_method_std=0.3)
     x = torch.randn(32, 16, requires_grad=True)
     y = moe(x)
@@ -166,7 +166,7 @@ def test_autocast(kind: str) -> None:
     (rounded.float().sum() + moe.aux_loss).backward()
     assert weight.grad.dtype == x.grad.dtype == torch.float32
     different = (rounded.float() - y).abs().amax(dim=1) > 0.05 * y.abs().max()
-    assert different.sum() <= 1  # close norms may be ranked otherwise
+    assert different.sum() <= 1  # close norms may be ranked differently
     assert (weight.grad - gradient).norm() < 0.2 * gradient.norm()
 
 
@@ -186,7 +186,7 @@ def test_the_router_is_fp32_under_autocast() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_whole(kind: str) -> None:
-    """One graph, and exactly the eager numbers. The backend generates no code: that takes long."""
+    """One graph, and exactly the eager numbers. The backend generates no code: that is slow."""
     moe, x = small(kind), torch.randn(2, 5, 16)
 
     def step(forward: Any) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""AoE and RoutedMoE compute what training's layers compute, and what the oracles say."""
+"""AoE and RoutedMoE compute the same as the layers of training and the oracles."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,12 +26,12 @@ from tests.layers.single import (
 Layer = AoE | RoutedMoE
 
 SHARED = {"moe_shared_expert_intermediate_size": 2, "moe_shared_expert_gate": True}
-WITH_SHARED = {  # in training that needs process groups
+WITH_SHARED = {  # in training it needs process groups
     "topk, shared expert": Case(TopKSelection(**SHARED)),
     "aoe, shared expert": Case(AoESelection(aoe_low_rank_size=2, **SHARED)),
 }
-# What a layer alone cannot be told: capacity by position, padded or without K, and the number of
-# MoE layers around it.
+# A single layer has no option for these: capacity by position, padded or without K, and the
+# number of MoE layers in the model.
 NOT_ALONE = ("position", "pad", "K not counted", "per choice")
 CASES_ALONE = [name for name in CASES if not any(word in name for word in NOT_ALONE)]
 
@@ -61,7 +61,7 @@ def of_case(case: Case, weights: Arrays, dtype: torch.dtype = torch.float64) -> 
 
 
 def run_alone(moe: Layer, given: Arrays, direction: numpy.ndarray) -> tuple[Any, Arrays]:
-    """As `single.run`, with the input as [B, S, D]."""
+    """Like `single.run`, with the input as [B, S, D]."""
     dtype = next(moe.parameters()).dtype
     x = torch.from_numpy(given["x"]).to(dtype).transpose(0, 1).contiguous().requires_grad_()
     y = moe(x)
@@ -85,8 +85,8 @@ def test_outputs_and_gradients_are_those_of_training(name: str) -> None:
     moe = of_case(case, given)
     y, gradients = run_alone(moe, given, along)
     trained_y, trained = run(build(case, given, torch.float64, "auto"), given, along)
-    # Where nothing depends on sequences their tokens are routed in another order, the logits of
-    # which a router rounds to fp32 otherwise.
+    # If nothing depends on sequences, their tokens are routed in another order, in which a router
+    # rounds the logits to fp32 differently.
     bound = 0 if case.sequences == 1 or moe._by_sequence else 3e-6
     numpy.testing.assert_allclose(y, trained_y, rtol=0, atol=bound)
     assert gradients.keys() == trained.keys()
@@ -110,7 +110,7 @@ def test_outputs_and_gradients_are_the_oracles(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["aoe", "topk"])
 def test_the_state_is_that_of_training(name: str) -> None:
-    """Under `layer.` stand the names that a training checkpoint has under `...mlp.`."""
+    """The names under `layer.` are those of a training checkpoint under `...mlp.`."""
     case = CASES[name]
     trained = build(case, values(case), torch.float32, "reference").state_dict()
     alone = of_case(case, values(case)).state_dict()

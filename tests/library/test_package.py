@@ -1,4 +1,4 @@
-"""`import moe_parallel` is light, and the library is quiet where Megatron-Core is not."""
+"""`import moe_parallel` loads little, and the library prints nothing, unlike Megatron-Core."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""`record_routing` counts what the layers of a model choose, inside its context."""
+"""`record_routing` counts the choices of a model's layers inside its context."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_loads_losses_and_norms(kind: str) -> None:
         with torch.no_grad():
             model.eval()(x)
         evaluated = routing.summaries()
-    model.train()(x)  # nobody listens
+    model.train()(x)  # no recording is active
     assert routing.summaries() == evaluated and list(evaluated) == ["0", "2"]
     assert sum(first["tokens_per_expert"]) == 2 * 21 * 2 and first["experts_per_token"] == 2
     assert sum(evaluated["0"]["tokens_per_expert"]) == 21 * 2
