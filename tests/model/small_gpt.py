@@ -1,6 +1,6 @@
-"""A GPT of a few thousand parameters, trained under any layout from one checkpoint.
+"""A GPT of a few thousand parameters, trained in any layout from one checkpoint.
 
-It is trained on made-up text, which is the same in every layout.
+The text is made up and is the same in every layout.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ SIZES = {
     "num_query_groups": 2,
     "ffn_hidden_size": 48,
     "num_experts": 4,
-    "init_method_std": 0.1,  # larger than usual: five steps are to change what is chosen
+    "init_method_std": 0.1,  # larger than usual, so that five steps change the choices
     "make_vocab_size_divisible_by": 8,
     "micro_batch_size": 2,
     "global_batch_size": 8,
@@ -44,19 +44,19 @@ Piece = tuple[str, tuple[int, ...], tuple[int, ...], numpy.ndarray]  # name, sha
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a few steps of training gave on one rank."""
+    """The results of a few training steps on one rank."""
 
     iterations: list[int]
     learning_rates: list[float]
     losses: list[float]
     grad_norms: list[float]
-    tokens: list[int]  # that counted in the loss
+    tokens: list[int]  # the number that counted in the loss
     layers: list[dict[str, Any]]  # routing statistics summed over all ranks and steps
     pieces: list[Piece]
 
 
 def save_start(options: Options, directory: Path, steps: int = 2) -> Path:
-    """Train the model of `options` from its initial weights; returns the path of a checkpoint."""
+    """Train the model of `options` from its initial weights; returns the checkpoint's path."""
     config = make_config(SIZES | options)
     engine = build(config)
     for step in range(steps):
@@ -70,7 +70,7 @@ def save_start(options: Options, directory: Path, steps: int = 2) -> Path:
 
 
 def train(options: Options, start: Path, steps: int = 5) -> Outcome:
-    """Load a checkpoint into the model of `options` in the running world, and train it on."""
+    """Load a checkpoint into the model of `options` in the current world, and train it."""
     config = make_config(SIZES | options)
     engine = build(config)
     checkpointer = _checkpointer(config, start.parent)
@@ -95,7 +95,7 @@ def train(options: Options, start: Path, steps: int = 5) -> Outcome:
 
 
 def build(config: Config) -> Engine:
-    """An engine on groups of its own; call destroy_groups() afterwards."""
+    """An engine on its own groups; call destroy_groups() afterwards."""
     validate(config, torch.distributed.get_world_size())
     groups = initialize_groups(config.parallel, config.virtual_stages)
     model_parallel_cuda_manual_seed(config.training.seed)
@@ -107,7 +107,7 @@ def _vocabulary(config: Config) -> int:
 
 
 def initial_weights(options: Options) -> list[Piece]:
-    """This rank's parts of the weights that a model of `options` starts with."""
+    """This rank's parts of the initial weights of the model of `options`."""
     pieces = weights_here(build(make_config(SIZES | options)))
     destroy_groups()
     return pieces
@@ -123,12 +123,12 @@ def _micro_batches_per_step(config: Config) -> int:
 
 
 def micro_batches(config: Config, first: int, engine: Engine) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's share of a step's micro-batches: `first`, counted from the run's start, and on.
+    """This rank's share of a step's micro-batches, from number `first` of the run on.
 
-    A micro-batch of one number is the same in every layout. Token t is followed by t + 1 or t + 2;
-    small tokens are frequent, so that experts are not loaded alike; one in four is masked out of
-    the loss, in no regular pattern. The sequences begin with different tokens: alike they would
-    tie for a place in an expert's capacity, and rounding would decide which is dropped.
+    A micro-batch with a given number is the same in every layout. Token t is followed by t + 1 or
+    t + 2; small tokens are frequent, so that loads differ. One token in four is masked out of the
+    loss, in no regular pattern. The sequences begin with different tokens: equal tokens would tie
+    for a place in an expert's capacity, and rounding would decide which is dropped.
     """
     dp, size, length = engine.groups.dp, config.training.micro_batch_size, 8
     for number in range(dp.rank(), _micro_batches_per_step(config), dp.size()):
@@ -157,7 +157,7 @@ def weights_here(engine: Engine) -> list[Piece]:
 
 
 def whole(ranks: list[list[Piece]]) -> Weights:
-    """Whole tensors from what all ranks hold; copies on several ranks must be equal."""
+    """Assemble whole tensors from the parts of all ranks; copies on several ranks must be equal."""
     weights: Weights = {}
     for name, shape, offset, values in (piece for pieces in ranks for piece in pieces):
         tensor = weights.setdefault(name, numpy.full(shape, numpy.nan, values.dtype))

@@ -1,4 +1,4 @@
-"""A run whose experts add to main gradients is the run whose gradients are added afterwards."""
+"""A run whose experts add to main gradients equals a run that adds gradients afterwards."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def test_a_fused_run_is_the_same_run(tmp_path: Path, system: str, backend: str) 
 
 
 def _added(options: Options) -> dict[str, bool]:
-    """Of each weight after a step: whether its gradient was added before it came to the hook."""
+    """For each weight after a step, whether its gradient was added before the hook ran."""
     config = make_config(SIZES | options)
     engine = build(config)
     engine.step(micro_batches(config, 0, engine))

@@ -1,4 +1,4 @@
-"""Initial weights: fixed by the seed alone, whatever the layout."""
+"""Initial weights depend only on the seed, not on the layout."""
 
 import numpy
 import pytest
@@ -67,7 +67,7 @@ def test_values(system):
         std = SCALED.get((system, key.partition(".mlp.")[2]), 0.1)
         assert abs(value.mean()) < 5 * std / value.size**0.5, key
         assert abs(value.std() - std) < 5 * std / (2 * value.size) ** 0.5, key
-        # A normal variable is beyond two standard deviations with probability 0.0455.
+        # A normal variable exceeds two standard deviations with probability 0.0455.
         beyond = (abs(value) > 2 * std).mean()
         assert abs(beyond - 0.0455) < 5 * (0.0455 / value.size) ** 0.5, key
         assert abs(numpy.corrcoef(value.flat, other[key].flat)[0, 1]) < 5 / value.size**0.5, key
@@ -97,7 +97,7 @@ WIDTH, STD = 64, 0.02
 
 
 def gate_std(weights: Weights) -> float:
-    """Of what SiLU is given in low-rank experts: x W_down W_up, by tokens x of RMS 1."""
+    """The standard deviation of SiLU's input in low-rank experts: x W_down W_up, x with RMS 1."""
     (w_down,) = (value for key, value in weights.items() if key.endswith("w_down_EDR"))
     (w_up,) = (value for key, value in weights.items() if key.endswith("w_up_LRW"))
     x_TD = numpy.random.default_rng(0).normal(size=(500, WIDTH))
@@ -107,7 +107,7 @@ def gate_std(weights: Weights) -> float:
 
 @pytest.mark.parametrize("method", ["normal", "scaled"])
 def test_the_gate_starts_as_large_as_w_g_makes_it_or_by_the_rank_smaller(method):
-    """x W_g starts at s sqrt(d); a product of two such matrices at s^2 sqrt(d d_low)."""
+    """x W_g starts at s sqrt(d); the product of two such matrices starts at s^2 sqrt(d d_low)."""
     common = {"num_layers": 1, "hidden_size": WIDTH, "init_method_std": STD}
     cases = [
         (rank, {"expert_selection": "aoe", "aoe_low_rank_size": rank, "aoe_wide_size": 64})

@@ -1,8 +1,8 @@
 """Every parallel layout trains the same model: equal losses, gradient norms, loads and weights.
 
-All load one checkpoint, of two steps on one rank, and go on from its place in the data. Five more
-steps on one rank are the reference for all, made once for each model. One world of processes runs
-its layouts one after another.
+All layouts load one checkpoint of two steps on one rank and continue from its place in the data.
+The reference is five more steps on one rank, computed once for each model. One world of processes
+runs its layouts one after another.
 """
 
 import functools
@@ -21,7 +21,7 @@ from tests.tiers import covering, rest_in_full
 
 TOLERANCE = 1e-5  # relative, in fp32; measured deviations are a few 1e-7
 
-#: What the model is besides its system, so that not all are of one kind.
+#: Options of the model besides its system, for variety.
 MODELS: dict[str, Options] = {
     "topk": {"moe_layer_freq": "[0]+[1]*3"},
     "topk, one expert": {
@@ -65,7 +65,7 @@ def layout(
 
 ONE = layout()
 
-#: Layouts by the number of ranks; data parallelism takes the ranks that are left.
+#: Layouts by the number of ranks; data parallelism uses the remaining ranks.
 LAYOUTS: dict[int, dict[str, Options]] = {
     1: {
         "recompute": layout(recompute=True),
@@ -107,17 +107,17 @@ LAYOUTS: dict[int, dict[str, Options]] = {
     },
 }
 
-#: For the quick tier those in which each pair of flags meets, by turns of one system and of the
-#: other; and those of one rank.
+#: The quick tier runs the layouts of one rank, and a subset in which each pair of flags occurs;
+#: the two systems take turns in that subset.
 _ALL = [(name, spread) for layouts in LAYOUTS.values() for name, spread in layouts.items()]
 _COVERING = [_ALL[i][0] for i in covering([tuple(spread.values()) for _, spread in _ALL])]
 COVERING = {"topk": {*_COVERING[::2], *LAYOUTS[1]}, "aoe": {*_COVERING[1::2], *LAYOUTS[1]}}
 
-Runs = dict[str, list[Outcome]]  # by name; of each run the outcomes on all ranks
+Runs = dict[str, list[Outcome]]  # by name; each run has the outcomes on all ranks
 
 
 class Start(NamedTuple):
-    """What every layout of a system starts from, and the reference for what it comes to."""
+    """The checkpoint from which every layout of a system starts, and the reference results."""
 
     checkpoint: Path
     on_one_rank: list[Outcome]
@@ -147,7 +147,7 @@ def _save_and_train(options: Options, directory: Path) -> tuple[Path, Outcome]:
 
 
 def run_all(world: int, start: Start, cases: dict[str, Options]) -> Runs:
-    """Train each case from `start` on `world` ranks, in one set of processes."""
+    """Train each case from `start` on `world` ranks, in one world of processes."""
     options = list(cases.values())
     ranks = run_distributed(world, _train_each, start.checkpoint, options, timeout=300)
     return dict(zip(cases, zip(*ranks, strict=True), strict=True))
@@ -158,7 +158,7 @@ def _train_each(start: Path, cases: list[Options]) -> list[Outcome]:
 
 
 def differences(found: Runs, expected: list[Outcome]) -> dict[str, list[str]]:
-    """What differs from the expected run, by name of the case; {} where nothing does."""
+    """The differences from the expected run by name of the case; {} if there are none."""
     reported = {name: _differences(ranks, expected) for name, ranks in found.items()}
     return {name: wrong for name, wrong in reported.items() if wrong}
 
@@ -174,14 +174,14 @@ def _differences(ranks: list[Outcome], expected: list[Outcome]) -> list[str]:
                 wrong.append(f"{measure} on rank {rank}: {values}, not {wanted}")
     for layer, wanted in zip(ranks[0].layers, reference.layers, strict=True):
         for name, value in layer.items():
-            if name == "wire_bytes_per_token":  # the layout's alone
+            if name == "wire_bytes_per_token":  # it depends on the layout
                 continue
             if not numpy.allclose(value, wanted[name], rtol=TOLERANCE):
                 wrong.append(f"{name} of layer {layer['layer']}: {value}, not {wanted[name]}")
     weights = whole([outcome.pieces for outcome in ranks])
     for name, wanted in whole([outcome.pieces for outcome in expected]).items():
-        # Adam moves a weight by its learning rate even where the gradient is rounding noise, so
-        # single weights may differ, but no matrix as a whole.
+        # Adam moves a weight by its learning rate even if the gradient is rounding noise, so single
+        # weights may differ, but not a matrix as a whole.
         distance = numpy.linalg.norm(weights[name] - wanted) / numpy.linalg.norm(wanted)
         if not distance < 1e-4:
             wrong.append(f"{name} is off by {distance:.1e} after training")
@@ -207,7 +207,7 @@ OTHERS = [name for name in SYSTEMS if name not in ("topk", "aoe")]
 @pytest.mark.parametrize("system", OTHERS)
 @pytest.mark.parametrize("world", rest_in_full([2, 4], 2))
 def test_every_system_agrees_in_some_layouts(start: Starts, world: int, system: str) -> None:
-    """In the first of a fourth of the layouts that it can have, another fourth for each system."""
+    """The first of a fourth of the possible layouts; each system takes a different fourth."""
     _check(world, start(system), model(system), {_fourth(world, system)[0]})
 
 
@@ -215,7 +215,7 @@ def test_every_system_agrees_in_some_layouts(start: Starts, world: int, system: 
 @pytest.mark.parametrize("system", OTHERS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_system_agrees_in_more_layouts(start: Starts, world: int, system: str) -> None:
-    """In the others of that fourth."""
+    """The other layouts of that fourth."""
     _check(world, start(system), model(system), set(_fourth(world, system)[1:]))
 
 
@@ -229,7 +229,7 @@ def _fourth(world: int, system: str) -> list[str]:
 
 
 def _divides_matrices_alone(spread: Options) -> bool:
-    """Whether experts are divided as dense layers are, which is all that merged ones can be."""
+    """Whether experts are split like dense layers; merged experts cannot be split otherwise."""
     tp, etp = spread["tensor_model_parallel_size"], spread["expert_tensor_parallel_size"]
     return spread["expert_model_parallel_size"] == 1 and tp == etp
 
@@ -269,8 +269,8 @@ GATHERING = ["aoe", "aoe, by bias", "aoe_expert_choice"]
 @pytest.mark.parametrize("system", GATHERING)
 @pytest.mark.parametrize("world", rest_in_full([2, 4], 2))
 def test_gathering_w_down_changes_no_result(start: Starts, world: int, system: str) -> None:
-    """In a third of the layouts that divide experts, another third for each system, from the
-    checkpoint of one rank that holds all."""
+    """A third of the layouts that split experts; each system takes a different third. The
+    checkpoint comes from one rank that holds everything."""
     thirds = _dividing(world)[GATHERING.index(system) :: 3]
     _check(world, start(system), model(system) | GATHERED, set(thirds))
 
@@ -302,7 +302,7 @@ def test_training_changes_what_is_compared(start: Starts) -> None:
     assert all(layer["max_minus_min_load"] > 0 for layer in run.layers)
 
 
-#: Embeddings of half a million elements; some layouts hold half of them on a rank.
+#: Embeddings have half a million elements; some layouts have half of them on a rank.
 LARGE_VOCABULARY = {
     "num_layers": 2,
     "hidden_size": 64,
@@ -314,7 +314,7 @@ LARGE_VOCABULARY = {
 
 @pytest.mark.parametrize("system", rest_in_full(["topk", "aoe"], "topk"))
 def test_norms_of_large_gradients_agree(tmp_path: Path, system: str) -> None:
-    """The norm of a tensor is no less exact than those of its parts."""
+    """The norm of a tensor is as exact as the norms of its parts."""
     options = systems.options(system) | LARGE_VOCABULARY
     start = make_start(options | ONE, tmp_path)
     (one,) = start.on_one_rank
@@ -325,8 +325,8 @@ def test_norms_of_large_gradients_agree(tmp_path: Path, system: str) -> None:
             numpy.testing.assert_allclose(outcome.grad_norms, one.grad_norms, 1e-6, err_msg=name)
 
 
-# With a capacity the experts count the S * B / tp tokens that one rank routes, with sequence
-# parallelism or without. So layouts agree among those of equal tp, not with the others.
+# With a capacity, experts count the S * B / tp tokens that one rank routes, with and without
+# sequence parallelism. So layouts with equal tp agree, and others do not.
 
 DROPPING = {"moe_expert_capacity_factor": 0.75}
 

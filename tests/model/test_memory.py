@@ -1,4 +1,4 @@
-"""The least memory of a plan: never above what is built, and refused where there is less."""
+"""The minimum memory of a plan is never above the built size; too little memory is an error."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ Counts = dict[str, tuple[int, int, int, int]]
 
 
 def _count(models: dict[str, dict[str, Any]], world_size: int) -> Counts:
-    """By model: (counted dense, counted expert, built dense, built expert) of this rank."""
+    """By model: (counted dense, counted expert, built dense, built expert) on this rank."""
     counts: Counts = {}
     for name, options in models.items():
         config = make_config({"moe_backend": "reference", **options})
@@ -65,7 +65,7 @@ def _check(counts: Counts) -> None:
     for name, (dense, expert, built_dense, built_expert) in counts.items():
         counted, built = dense + expert, built_dense + built_expert
         assert 0.999 * built <= counted <= built, (name, counted, built)
-        # Without ep, expert weights are reduced as dense ones are.
+        # Without ep, gradients of experts are reduced like those of dense layers.
         assert built_expert in (0, expert), (name, expert, built_expert)
 
 
@@ -105,7 +105,7 @@ PRECISIONS = {
 
 
 def _engine_bytes(options: dict[str, Any]) -> tuple[int, int]:
-    """(counted, held by tensors of the engine once Adam has its state)."""
+    """(counted bytes, bytes of the engine's tensors after Adam has its state)."""
     config = make_config(SMALL | options)
     groups = initialize_groups(config.parallel)
     model_parallel_cuda_manual_seed(1)

@@ -1,11 +1,11 @@
 """The papers' models in examples/papers, built without storage and counted.
 
-Against what section by section of the papers comes to when it is worked out, and against the
-table in docs/papers.md, each to the digits that are written there.
+The counts are compared with the sums that follow from each section of the papers and with the
+table in docs/papers.md, to the digits that are written there.
 
 The AoE paper's "732M with 247M active" is no single model: 732M is the total with tied embeddings,
-247M what is active with untied ones (and for AoE without the down-projections of other experts).
-Its 4B and 1.18B, and the dense 374M and 570M of the other papers, are all of untied embeddings.
+and 247M the active count with untied ones (for AoE, without the down-projections of other
+experts). Its 4B and 1.18B, and the dense 374M and 570M of the other papers, have untied embeddings.
 """
 
 import re
@@ -28,7 +28,7 @@ UNTIED = "--untie-embeddings-and-output-weights"
 
 Count = tuple[int, int | None, int | None]  # total, active, active with every W_down
 
-#: By file and flags: total, active, active with every W_down. None: only training tells.
+#: By file and flags: total, active, active with every W_down. None: only training gives it.
 EXPECTED: dict[str, tuple[str, str | None, str | None]] = {
     "aoe/moe_732m.yaml": ("732.46M", "222.85M", "222.85M"),
     f"aoe/moe_732m.yaml {UNTIED}": ("757.03M", "247.43M", "247.43M"),
@@ -65,7 +65,7 @@ EXPECTED: dict[str, tuple[str, str | None, str | None]] = {
 
 
 class Row(NamedTuple):
-    """One of docs/papers.md: | name | command | ranks | total | active | every W_down | paper |"""
+    """A row of docs/papers.md: name | command | ranks | total | active | every W_down | paper"""
 
     command: str
     ranks: int
@@ -126,8 +126,8 @@ def test_parameters_are_those_of_the_paper(counts: dict[str, Count], command: st
 
 @pytest.mark.parametrize("low", [64, 128, 256, 512])
 def test_every_d_low_gives_the_total_of_moe(counts: dict[str, Count], low: int) -> None:
-    """But for the routers that AoE lacks, and the rounding of Eq. 5: half a column of each of the
-    three wide matrices of an expert."""
+    """Except for the routers that AoE lacks, and the rounding of Eq. 5: half a column in each of
+    the three wide matrices of an expert."""
     flags = "" if low == 256 else f" --aoe-low-rank-size {low}"
     without_routers = counts["aoe/moe_732m.yaml"][0] - 12 * 8 * 768
     rounding = 12 * 8 * (low + 2 * 768) / 2
@@ -139,7 +139,7 @@ TOLD = {1.0: 374.26, 2.0: 581.88, 1.76: 532.05, 1.82: 544.51, 16.0: 3488.53}  # 
 
 @pytest.fixture(scope="module")
 def told() -> dict[float, Count]:
-    """The counts of one model by the experts per token that training told."""
+    """The counts of one model by the experts per token that training reported."""
     command = "dynamic/top_p_3.5b.yaml"
     return run_distributed(1, count_by_experts, command, list(TOLD))[0]
 

@@ -1,4 +1,4 @@
-"""Parameters counted on the built model, against closed formulas. test_papers.py has real sizes."""
+"""Parameters of the built model, compared with closed formulas. test_papers.py has real sizes."""
 
 from dataclasses import astuple
 from typing import Any
@@ -53,7 +53,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "smear": {**MOE, "expert_selection": "smear"},
     "segment expert choice": {**MOE, "expert_selection": "segment_expert_choice"},
 }
-#: Experts that compute a token on average, by system and what sets it.
+#: The average number of experts that compute a token, by system and its options.
 CHOSEN = {
     "topk": 2,
     "expert_choice": 1.5,
@@ -89,7 +89,7 @@ def counts() -> dict[str, Count]:
 
 
 def closed_formula(options: dict[str, Any]) -> Count:
-    """(total, active, active compute), from the sizes of the matrices on paper."""
+    """(total, active, active compute), from the sizes of the matrices in the papers."""
     get = options.get
     d, heads, layers = options["hidden_size"], options["num_attention_heads"], options["num_layers"]
     n, system = options["num_experts"], get("expert_selection", "topk")
@@ -128,7 +128,7 @@ def test_agrees_with_the_closed_formula(counts: dict[str, Count], name: str) -> 
 
 
 def test_the_large_router_is_as_large_as_the_spec_says(counts: dict[str, Count]) -> None:
-    """n = 8, d = 768: 785,312 parameters a layer, those that score with d_low = 128."""
+    """n = 8, d = 768: 785,312 parameters per layer, close to those of W_down with d_low = 128."""
     assert counts["large router"][0] - counts["moe"][0] == 12 * (785_312 - 8 * 768)
 
 
@@ -141,7 +141,7 @@ def test_buffers_do_not_count(counts: dict[str, Count], name: str, with_buffers:
 
 @pytest.mark.parametrize("system", ["lory", "prefix routing", "smear"])
 def test_merged_experts_count_as_one(counts: dict[str, Count], system: str) -> None:
-    """`active` is a dense model and the routers: what Lory's footnote 4 calls active."""
+    """`active` is a dense model plus the routers, which is "active" in Lory's footnote 4."""
     total, active, _ = counts[system]
     assert total == counts["moe"][0]
     assert active == counts["dense"][0] + 12 * 8 * 768

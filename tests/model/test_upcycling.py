@@ -1,4 +1,4 @@
-"""Dense matrices as experts: every part of a weight is right; how W_g is factorized."""
+"""Dense matrices as experts: each part of a weight is correct; the factorization of W_g."""
 
 import itertools
 
@@ -16,7 +16,7 @@ SHAPES = {
     "w_down": (E, D, R),
     "w_up": (E, R, W),
 }
-BEFORE = 7.0  # what a weight holds before
+BEFORE = 7.0  # the content of a weight before it is filled
 W_G, W_P, W_O = (torch.randn(shape, generator=torch.Generator().manual_seed(seed))
                  for seed, shape in enumerate(((F, D), (F, D), (D, F))))  # fmt: skip
 MATRICES = {("linear_fc1.weight", 0): W_G, ("linear_fc1.weight", 1): W_P}
@@ -24,7 +24,7 @@ MATRICES |= {("linear_fc2.weight", 0): W_O}
 
 
 def _part(name, box):
-    """A part of a weight as it starts; `box`: a slice for each axis."""
+    """A part of an initial weight; `box`: a slice for each axis."""
     values = torch.full([axis.stop - axis.start for axis in box], BEFORE)
     part = ExpertPart(values, [axis.start for axis in box], SHAPES[name])
     for start in STARTS[name](part, DenseLayer(D, F, GateFactors("a layer"))):
@@ -77,13 +77,13 @@ def test_factors_multiply_to_the_best_of_their_rank(rank):
 
 
 def test_experts_prefer_different_tokens_and_none_is_greater():
-    """Norms of x W_down over many tokens: means alike, the greatest by turns."""
+    """Norms of x W_down over many tokens: the means are equal; each expert is largest in turn."""
     d, f, rank, experts = 48, 64, 16, 4
     w_g_FD = torch.randn(f, d, generator=torch.Generator().manual_seed(3)) / d**0.5
     gate = GateFactors("a layer")
     x_TD = torch.randn(4000, d, generator=torch.Generator().manual_seed(4))
     norms = torch.stack([(x_TD @ gate.down(w_g_FD, rank, e)).norm(dim=1) for e in range(experts)])
-    # Seen: means 5.03 to 5.08, shares 0.237 to 0.263, a spread of 0.12 of the mean.
+    # Measured: means 5.03 to 5.08, shares 0.237 to 0.263, a spread of 0.12 of the mean.
     assert norms.mean(1).max() / norms.mean(1).min() < 1.05
     shares = norms.argmax(0).bincount(minlength=experts) / norms.shape[1]
     assert shares.min() > 0.15 and shares.max() < 0.35  # a quarter each
