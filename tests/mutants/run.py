@@ -2,10 +2,10 @@
 
     python -m tests.mutants.run [--only WORD] [--near] [--jobs N] [OPTION OF PYTEST]...
 
-Works in a copy of the tree, one fault after the other: a build where it is one of C++, then the
-tests nearest to it, the quick tier, the nearest tests of the full tier, the full tier, until one
-fails. Prints a table for CONTRIBUTING.md. Most faults are seen within seconds; one that is not
-costs both tiers. All tests must pass without a fault; `--deselect` leaves out one that does not.
+Works in a copy of the tree, one fault after the other. A fault in C++ first needs a build. Then the
+tests nearest to the fault, the quick tier, the nearest tests of the full tier, and the full tier
+run until one fails. Prints a table for CONTRIBUTING.md. Most faults are detected within seconds; an
+undetected one costs both tiers. All tests must pass without a fault; `--deselect` omits a test.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import pytest
 from tests.mutants.faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
-LONGEST = 3600  # seconds; a fault that makes a test wait for ever is seen too
+LONGEST = 3600  # seconds; a fault that makes a test hang is detected too
 NOBODY = "-"
 
 
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         tree = copy_tree(Path(folder))
         print("| fault | file | tier | first test that fails |\n|---|---|---|---|", flush=True)
-        # Kernels last: what was built is built on.
+        # Faults in kernels are last, so that each build starts from the previous one.
         for fault in sorted(chosen, key=is_compiled):
             tier, test = judge(tree, fault, list(steps(fault, given.near, given.jobs)), options)
             seen.append(tier)
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
 
 
 def copy_tree(folder: Path) -> Path:
-    """What git tracks or would track, and the built extension."""
+    """The files that git tracks or would track, and the built extension."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True, text=True).stdout
     built = [str(path.relative_to(ROOT)) for path in ROOT.glob("moe_parallel/*.so")]
@@ -61,14 +61,14 @@ def copy_tree(folder: Path) -> Path:
 
 
 def is_compiled(fault: Fault) -> bool:
-    """Whether the extension for the CPU has it."""
+    """Whether the fault is in the extension for the CPU."""
     return fault.file.startswith("csrc/") and not fault.file.startswith("csrc/cuda/")
 
 
 def judge(
     tree: Path, fault: Fault, steps: list[tuple[str, list[str]]], options: list[str]
 ) -> tuple[str, str]:
-    """The tier that sees a fault, and the test."""
+    """The tier and the test that detect a fault."""
     file = tree / fault.file
     sound = file.read_text()
     assert sound.count(fault.old) == 1, fault
@@ -85,9 +85,9 @@ def judge(
 
 
 def steps(fault: Fault, near: bool, jobs: int) -> Iterator[tuple[str, list[str]]]:
-    """(tier, arguments of pytest), in the order in which they are tried."""
+    """(tier, arguments of pytest), in the order in which they run."""
     everything = ["-n", str(jobs), "--dist", "worksteal"]
-    # A fault's own place must not count as a test of it.
+    # The test of the list of faults must not count as a test of a fault.
     everything += ["--ignore", "tests/mutants"]
     yield "quick", list(fault.near)
     if not near:

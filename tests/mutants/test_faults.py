@@ -1,4 +1,4 @@
-"""The faults are faults of the code as it is."""
+"""Each fault can be applied to the present code."""
 
 from pathlib import Path
 
