@@ -1,4 +1,4 @@
-"""Routings of awkward shapes, and the tensors that the operators' tests run on."""
+"""Routings of unusual shapes, and the tensors on which the operators' tests run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 NOT_CHOSEN = -1
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-# Against float64 on the same inputs, in units of the largest value.
+# Relative to float64 on the same inputs, in units of the largest value.
 ROUNDING = {
     torch.float64: 1e-13,
     torch.float32: 2e-6,
@@ -40,7 +40,7 @@ def _without(experts: np.ndarray, left_out: np.ndarray) -> np.ndarray:
 
 
 def _first_per_expert(experts: np.ndarray, most: int) -> np.ndarray:
-    """Drops what exceeds a capacity, later tokens first."""
+    """Drop the choices beyond a capacity, later tokens first."""
     kept, seen = experts.copy(), {}
     for place in np.ndindex(*experts.shape):
         seen[experts[place]] = seen.get(experts[place], 0) + 1
@@ -84,7 +84,7 @@ def float64(tensor: Tensor) -> np.ndarray:
 
 
 def assert_close(actual: Tensor, expected: np.ndarray, dtype: torch.dtype) -> None:
-    """Within the rounding of dtype, relative to the largest value expected."""
+    """Equal within the rounding of dtype, relative to the largest expected value."""
     assert tuple(actual.shape) == expected.shape
     scale = max(float(np.abs(expected).max(initial=0.0)), 1e-30)
     difference = float(np.abs(float64(actual) - expected).max(initial=0.0))
@@ -96,7 +96,7 @@ def gradients(output: Tensor, upstream: Tensor, *inputs: Tensor) -> tuple[Tensor
 
 
 def transposed_memory(tensor: Tensor) -> Tensor:
-    """Equal values, columns contiguous instead of rows."""
+    """Equal values; columns are contiguous instead of rows."""
     return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
@@ -106,7 +106,7 @@ def every_second_column(tensor: Tensor) -> Tensor:
 
 
 def unaligned(tensor: Tensor) -> Tensor:
-    """Equal values, each an element further than the start of a vector or a cache line."""
+    """Equal values; each is one element after the start of a vector or a cache line."""
     return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
 
 

@@ -27,7 +27,7 @@ def reference() -> Ops:
 
 @pytest.fixture(params=["reference", "native"])
 def ops(request: pytest.FixtureRequest) -> Ops:
-    """Both backends, held to the same oracle."""
+    """Both backends, compared with the same oracle."""
     return request.getfixturevalue(request.param)
 
 
@@ -41,7 +41,7 @@ def two_threads():
 
 @pytest.fixture(autouse=True)
 def unwritten_memory_shows():
-    """torch fills new tensors with NaN, so that a value an operator forgets to write is seen."""
+    """torch fills new tensors with NaN, so that a value that an operator does not write shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

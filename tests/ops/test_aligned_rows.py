@@ -10,7 +10,7 @@ BACKENDS = ["reference"] + ["native"] * extension.is_built()
 
 
 def test_by_hand():
-    """Expert 0 takes three rows, expert 1 none, expert 2 two; token 1 has a single choice."""
+    """Expert 0 has three rows, expert 1 none, expert 2 two; token 1 has a single choice."""
     experts_TK = torch.tensor([[0, 2], [2, -1], [0, -1], [-1, 0]])
     row_map, sizes = aligned_rows(reference.routing_map(experts_TK, 3), 4)
     assert sizes == [4, 0, 4]

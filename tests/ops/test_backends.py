@@ -22,7 +22,7 @@ def no_extension(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_extension_is_built():
-    """The other tests skip the native backend without it; this one does not."""
+    """Without the extension the other tests skip the native backend; this test fails."""
     assert extension.is_built()
     info = extension.load().build_info()
     assert info["torch"].startswith("2.")

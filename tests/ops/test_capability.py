@@ -1,4 +1,4 @@
-"""The CPU kernels under each set of vector instructions that they are compiled for."""
+"""The CPU kernels with each set of vector instructions for which they are compiled."""
 
 import os
 import subprocess

@@ -53,7 +53,7 @@ def test_layouts_of_inputs_and_gradients(ops, device, layout):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_equal_experts_stay_as_they_are(ops, device, dtype):
-    """Weights that sum to 1 give equal experts back to the bit, as after a dense warm-up."""
+    """If the weights sum to 1, equal experts stay the same to the bit, as after a dense warm-up."""
     one = random_tensor(1, 31, 65, dtype=dtype, device=device, seed=0)
     weights = torch.tensor([[0.25, 0.5, 0.25]], dtype=torch.float64, device=device)
     merged = ops.expert_merge(weights, one.expand(3, -1, -1))

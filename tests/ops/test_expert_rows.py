@@ -31,12 +31,12 @@ SOME = [ROUTINGS[i] for i in (0, 1, 5, 6, 8, 12, 14)]
 
 @dataclass
 class Setting:
-    """A layer of each kind on one routing."""
+    """A layer of each kind with one routing."""
 
     routing: Routing
     dtype: torch.dtype
     device: str
-    sizes: tuple[int, int, int] = (D, F, R)  # of a token, between the products, of C
+    sizes: tuple[int, int, int] = (D, F, R)  # the widths of a token, between the products, and of C
 
     def tensor(self, seed: int, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         dtype = dtype or self.dtype
@@ -57,7 +57,7 @@ class Setting:
         self.c = self.tensor(8, tokens, choices, R)
 
     def inputs(self, kind: str) -> tuple[Tensor, ...]:
-        """What is differentiated."""
+        """The tensors by which the output is differentiated."""
         if kind == "routed":
             return self.x, self.probs, self.w_gate_up, self.w_out
         first = self.c if kind == "handed on" else self.w_down
@@ -202,7 +202,7 @@ def test_traces_as_one_graph(native, device, kind):
 
 
 def test_what_is_saved(native):
-    """x, what SwiGLU reads, the row map; for AoE P and C instead, and G on request."""
+    """x, the input of SwiGLU, the row map; for AoE P and C instead, and G on request."""
     setting = Setting(next(r for r in ROUTINGS if r.name == "many_tokens"), torch.float32, "cpu")
     rows = setting.routing.experts.size
     sizes = {}

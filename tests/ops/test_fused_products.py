@@ -1,5 +1,5 @@
-"""Layers and selection whose products gather on load and have epilogues: on a GPU, in sizes that
-the kernels take. A CPU has such products only where tests/cuda_host puts them (test_kernels.py)."""
+"""Layers and selection with fused products (gather on load, epilogues), on a GPU, in sizes that the
+kernels support. A CPU has such products only in tests/cuda_host (test_kernels.py)."""
 
 from collections.abc import Iterator
 
@@ -35,7 +35,7 @@ def fused_wherever_it_can_be(native) -> Iterator[None]:
 
 @pytest.fixture
 def step_by_step(fused_wherever_it_can_be):
-    """To be called: from then on nothing is fused."""
+    """A function; after its call nothing is fused."""
     module = extension.load()
     return lambda: module.set_fusing(module.Fusing.NEVER)
 

@@ -100,7 +100,7 @@ def test_bf16_is_as_exact_as_torchs(reference, native, device):
         assert_no_worse_than_twice(of_native, of_reference, wanted)
 
 
-# Sizes in multiples of 16 bytes, which tensor cores take; more and fewer rows than their tiles.
+# Sizes in multiples of 16 bytes, as tensor cores need; more and fewer rows than in a tile.
 TILED_COUNTS = {
     "several_tiles": [300, 0, 5, 128, 129],
     "all_to_one": [0, 0, 260],
@@ -143,7 +143,7 @@ def test_sizes_of_tensor_cores(native, device, tf32_allowed, counts, inner, oute
     assert (total[counts_E == 0] == 1).all()
 
 
-@pytest.mark.parametrize("device", ["cpu"])  # a GPU's counts are not waited for
+@pytest.mark.parametrize("device", ["cpu"])  # on a GPU the host does not wait for the counts
 def test_counts_that_do_not_fit_are_refused(ops, device):
     x, w, counts_E, _ = setting([3, 0, 5], 6, 4, torch.float32, device)
     with pytest.raises(ValueError, match="sum to"):
@@ -155,7 +155,7 @@ def test_counts_that_do_not_fit_are_refused(ops, device):
 @pytest.mark.parametrize("total_dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
 def test_a_weight_gradient_is_added_to_a_main_gradient(native, device, counts, total_dtype):
-    """In place, and in the type of the main gradient; an expert without rows keeps its own."""
+    """In place, and in the type of the main gradient; without rows it stays unchanged."""
     dtype = torch.float64 if total_dtype == torch.float64 else torch.bfloat16
     x, _, counts_E, dy = setting(counts, 7, 5, dtype, device)
     total = random_tensor(len(counts), 7, 5, dtype=total_dtype, device=device, seed=3)

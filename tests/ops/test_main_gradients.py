@@ -1,4 +1,4 @@
-"""Weight gradients added to main gradients: as the gradients themselves, or closer to the truth."""
+"""Weight gradients added to main gradients equal separate ones, or are more exact."""
 
 import pytest
 import torch
@@ -10,11 +10,11 @@ from tests.ops.test_expert_rows import KINDS, Setting
 
 pytestmark = pytest.mark.covering
 
-PASSES = 3  # micro-batches, all forward before the first backward, as in a pipeline
+PASSES = 3  # micro-batches; all forward passes precede the first backward pass, as in a pipeline
 
 
 def weights(setting: Setting, kind: str) -> tuple[Tensor, ...]:
-    """Those that have main gradients: all but W_down."""
+    """The weights that have main gradients: all except W_down."""
     return setting.inputs(kind)[2 if kind == "routed" else 3 :]
 
 
@@ -23,7 +23,7 @@ def others(setting: Setting, kind: str) -> tuple[Tensor, ...]:
 
 
 def starts(setting: Setting, kind: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """What the main gradients hold before."""
+    """The initial values of the main gradients."""
     return tuple(
         random_tensor(*w.shape, dtype=dtype, device=setting.device, seed=20 + i)
         for i, w in enumerate(weights(setting, kind))
@@ -39,7 +39,7 @@ def upstream(setting: Setting) -> list[Tensor]:
 
 
 def added(ops: Ops, setting: Setting, kind: str, main: tuple[Tensor, ...]) -> list[Tensor]:
-    """Adds the gradients of all passes to `main`; returns the summed gradients of `others`."""
+    """Add the gradients of all passes to `main`; returns the summed gradients of `others`."""
     outputs = [setting.compute(ops, kind, main_gradients=main) for _ in range(PASSES)]
     sums = [torch.zeros_like(tensor) for tensor in others(setting, kind)]
     for y, dy in zip(outputs, upstream(setting), strict=True):
@@ -90,7 +90,7 @@ def test_an_expert_without_rows_keeps_its_sum(ops, device, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bf16_is_closer_than_gradients_that_were_rounded(native, reference, device, kind):
-    """With fp32 sums: by how much depends on what else was rounded before these products."""
+    """With fp32 sums; the gain depends on what else was rounded before these products."""
     setting = Setting(next(r for r in ROUTINGS if r.name == "many_tokens"), torch.bfloat16, device)
     rounded = [torch.zeros(w.shape, device=device) for w in weights(setting, kind)]
     for gradients in unfused(native, setting, kind):
@@ -116,7 +116,7 @@ def test_bf16_is_closer_than_gradients_that_were_rounded(native, reference, devi
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_products_of_short_types_are_not_rounded(native, device, dtype):
-    """1 + 2^-12 lies between two numbers of either type: it stays as it is in an fp32 sum."""
+    """1 + 2^-12 is between two numbers of either type: an fp32 sum represents it exactly."""
     x = torch.tensor([[1.0], [2.0**-12]], dtype=dtype, device=device)
     total = torch.zeros(1, 1, 8, device=device)
     ones = torch.ones(2, 8, dtype=dtype, device=device)

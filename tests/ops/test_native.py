@@ -1,4 +1,4 @@
-"""What torch.library promises of an operator: schema, gradient registration, fake, tracing."""
+"""The requirements of torch.library for an operator: schema, gradient, fake, tracing."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
             *(main(3, 4, 2), None, main(3, 2, 5)),
         ),
     }
-    # No gradient of theirs; that of norm_topk is the Python function's.
+    # They have no gradient of their own; the gradient of norm_topk is the Python function's.
     once = [name for name in given if name == "norm_topk" or name.endswith(("backward", "add"))]
     return given | {name: tuple(map(_detached, given[name])) for name in once}
 

@@ -1,5 +1,5 @@
-"""On a GPU nothing from the choice of experts to the layer's gradients waits for the device, where
-every token has its choices; so all of it can be captured in a CUDA graph, whatever the choices."""
+"""On a GPU nothing from the selection to the layer's gradients waits for the device, if every token
+has all its choices. Therefore a CUDA graph can capture all of it, whatever the choices are."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ def tensors(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def routed(ops: Ops, dtype: torch.dtype) -> Callable[[Tensor], list[Tensor]]:
-    """A function of scores, from the choice of experts to the gradients."""
+    """A function of the scores, from the selection to the gradients."""
     x, *weights = tensors(dtype, (T, D), (E, D, 2 * F), (E, F, D))
 
     def step(scores_TE: Tensor) -> list[Tensor]:
@@ -45,7 +45,7 @@ def routed(ops: Ops, dtype: torch.dtype) -> Callable[[Tensor], list[Tensor]]:
 
 
 def autonomous(ops: Ops, dtype: torch.dtype) -> Callable[[Tensor], list[Tensor]]:
-    """The same of a bias that its norms are ranked with."""
+    """The same as a function of the bias that is added to the norms for the ranking."""
     x, *weights = tensors(dtype, (T, D), (E, D, R), (E, R, F), (E, D, F), (E, F, D))
 
     def step(scores_TE: Tensor) -> list[Tensor]:
@@ -105,7 +105,7 @@ def test_a_graph_serves_other_choices(native, device, layer, dtype):
 
 @pytest.mark.parametrize("pad_rows_per_expert", [T, 20])
 def test_a_padded_map_does_not_wait(native, device, pad_rows_per_expert, request):
-    """An expert with more choices than rows leaves some out, and says nothing."""
+    """An expert with more choices than rows drops some without an error."""
     experts = scores(0).topk(K).indices
     wanted = torch.bincount(experts.flatten(), minlength=E).clamp(max=pad_rows_per_expert)
     request.getfixturevalue("waiting_is_an_error")

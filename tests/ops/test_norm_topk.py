@@ -42,7 +42,7 @@ def setting(shape: tuple[int, ...], dtype: torch.dtype, device: str):
 
 
 def assert_ranked(experts: torch.Tensor, exact: np.ndarray, dtype: torch.dtype) -> None:
-    """The top k of the exact norms, but for pairs that are nearer than the rounding."""
+    """Equal to the top k of the exact norms, except pairs that are closer than the rounding."""
     wanted = oracle.topk(exact, experts.size(1))
     margin = 2 * ROUNDING[dtype] * exact.max(initial=0.0)
     for t, chosen in enumerate(experts.tolist()):
@@ -130,7 +130,7 @@ def test_gradcheck(ops, device, shape):
 
 
 def test_threads_do_not_change_a_bit(native, two_threads):
-    """With one column in x a product has one term, so that the BLAS has nothing to order."""
+    """With one column in x a product has one term, so the BLAS cannot change an order."""
     x, w, _ = setting((500, 1, 8, 200, 2), torch.float32, "cpu")
     of_two = native.norm_topk(x, w, 2)
     torch.set_num_threads(1)
@@ -140,7 +140,7 @@ def test_threads_do_not_change_a_bit(native, two_threads):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_several_tiles_equal_one_product(reference, native, device, dtype):
-    """64 k columns: the native version goes through the tokens in several tiles."""
+    """64 k columns: the native version processes the tokens in several tiles."""
     x, w, dnorms = setting((300, 3, 16, 4096, 2), dtype, device)
     norms, experts, _ = native.norm_topk(x, w, 2)
     exact_x, exact_w = (t.detach().double().requires_grad_() for t in (x, w))
@@ -193,7 +193,7 @@ def test_a_bias_ranks_and_does_nothing_else(ops, device, dtype):
 @pytest.mark.parametrize("gradient", ["all", "chosen"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_c_and_both_gradients(ops, device, shape, gradient, keep, dtype):
-    """dC of a chosen expert is what reached C itself and the norm's part; of others the latter."""
+    """dC of a chosen expert is the gradient of C plus the norm's part; of others the latter."""
     x, w, dnorms = setting(shape, dtype, device)
     scores = ops.norm_topk(x, w, shape[-1], keep=keep, gradient=gradient)
     assert_c_and_gradients(scores, x, w, dnorms, gradient, keep)
@@ -227,7 +227,7 @@ def assert_c_and_gradients(scores, x, w, dnorms, gradient, keep) -> None:
 @pytest.mark.parametrize("keep", ["nothing", "chosen", "all"])
 @pytest.mark.parametrize("gradient", ["all", "chosen"])
 def test_another_rule_chooses(ops, device, gradient, keep, dtype):
-    """Those above the mean of the batch: of some tokens none, of others several, by index."""
+    """The norms above the mean of the batch: none for some tokens, several for others, by index."""
     x, w, dnorms = setting((9, 8, 6, 4, 0), dtype, device)
     seen = []
 
@@ -261,7 +261,7 @@ def test_what_does_not_go_together_is_refused(ops, device, said):
 
 @pytest.mark.parametrize("gradient", ["all", "chosen"])
 def test_what_is_saved(native, gradient):
-    """C of all experts, or with the chosen gradient of the chosen, where it is kept for it."""
+    """C of all experts; with the gradient "chosen", C of the chosen experts, if it is kept."""
     x, w, _ = setting((9, 8, 5, 4, 2), torch.float32, "cpu")
     sizes = {}
     for keep in ("nothing", "chosen", "all"):
@@ -282,7 +282,7 @@ def test_what_is_saved(native, gradient):
     if gradient == "chosen":
         assert sizes["chosen"] == sizes["all"] == norms_and_experts + of_chosen
     else:
-        assert sizes["chosen"] == norms_and_experts  # the layer that takes C saves it
+        assert sizes["chosen"] == norms_and_experts  # the layer saves the C that it receives
         assert sizes["all"] == norms_and_experts + of_all
 
 

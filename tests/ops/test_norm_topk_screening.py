@@ -1,4 +1,4 @@
-"""norm_topk with screening: FP8 names the candidates, their norms choose among them."""
+"""norm_topk with screening: FP8 finds the candidates, and their norms select among them."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def setting(experts: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor
 
 
 def candidates(x, w, count, bias=0.0):
-    """bool [T, E]: those of greatest norm in FP8."""
+    """The experts with the largest norms in FP8, bool [T, E]."""
     screened = fp8.norms(float64(x), float64(w)) + bias
     chosen = np.zeros(screened.shape, dtype=bool)
     np.put_along_axis(chosen, oracle.topk(screened, count), True, axis=1)
@@ -51,7 +51,7 @@ def test_norms_in_fp8_of_zeros_and_of_nothing(device):
 
 
 def test_the_product_of_tensor_cores_is_the_emulated_one():
-    """torch has one for the CPU too, which takes what that of a GPU takes."""
+    """torch's product for the CPU accepts the same inputs as the product for a GPU."""
     x, w = (tensor.detach() for tensor in setting(8, torch.float32, "cpu"))
     x8, w8 = x.to(module.E4M3), w.transpose(1, 2).flatten(0, 1).to(module.E4M3)
     assert_close(module._on_tensor_cores(x8, w8), float64(module._emulated(x8, w8)), torch.float32)
@@ -80,7 +80,7 @@ def test_the_greatest_of_the_candidates_are_chosen(ops, device, size):
 
 
 def test_too_few_candidates_miss_some(ops, device):
-    """Else the tests above would say little: FP8 does rank otherwise."""
+    """Otherwise the tests above would prove little: the ranking by FP8 does differ."""
     x, w = setting(64, torch.float64, device)
     scores = ops.norm_topk(x, w, 8, gradient="chosen", screening=1)
     found, exact = scores.experts_TK.cpu().numpy(), oracle.topk(all_norms(x, w), 8)

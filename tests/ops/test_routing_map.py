@@ -32,7 +32,7 @@ def test_takes_a_transposed_tensor(ops, device):
     assert ops.routing_map(experts, 3).slots_N.tolist() == [4, 0, 2, 1, 5]
 
 
-@pytest.mark.parametrize("device", ["cpu"])  # a GPU's counts are not waited for
+@pytest.mark.parametrize("device", ["cpu"])  # on a GPU the host does not wait for the counts
 def test_an_expert_with_too_many_choices_is_refused(ops, device):
     experts = torch.tensor([[0], [0], [1]], device=device)
     with pytest.raises(ValueError, match="2 choices, more than its 1 rows"):

@@ -67,7 +67,7 @@ def test_layouts_of_inputs_and_gradients(ops, device, layout):
 
 
 def test_far_from_zero(ops, device):
-    """exp must neither overflow into NaN nor stop short of the limits."""
+    """exp must neither overflow to NaN nor stop before the limits."""
     gate = torch.tensor([[-1e4, -100.0, -88.0, 0.0, 88.0, 100.0, 1e4]], device=device)
     h = ops.swiglu(gate.requires_grad_(), torch.ones_like(gate))
     wanted = oracle.swiglu(float64(gate), np.ones((1, 7)), np.ones(1))

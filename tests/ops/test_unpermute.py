@@ -19,7 +19,7 @@ pytestmark = pytest.mark.covering
 
 
 def setting(ops, routing: Routing, width: int, dtype: torch.dtype, device: str):
-    """The row map, rows y and probs that want gradients, and an upstream gradient."""
+    """The row map, rows y and probs that need gradients, and an upstream gradient."""
     experts = torch.from_numpy(routing.experts).to(device)
     row_map = ops.routing_map(experts, routing.num_experts, routing.pad_rows_per_expert)
     y = random_tensor(row_map.slots_N.numel(), width, dtype=dtype, device=device, seed=0)
@@ -70,7 +70,7 @@ def test_layouts_of_inputs_and_gradients(ops, device, layout):
     expected = ops.unpermute(y, row_map, probs)
     expected_gradients = gradients(expected, dout, y, probs)
     relaid = LAYOUTS[layout]
-    # A GPU's lanes share a sum as wide as their reads are, and so as addresses allow.
+    # How a GPU's lanes share a sum depends on the width of their reads, and so on addresses.
     equal = torch.equal if device == "cpu" else torch.allclose
     out = ops.unpermute(relaid(y), row_map, relaid(probs))
     assert equal(out, expected)
