@@ -1,4 +1,4 @@
-"""e4m3 by its definition (OCP 8-bit floating point, 1.0): 4 bits of exponent, 3 of fraction."""
+"""e4m3 by its definition (OCP 8-bit floating point, 1.0): 4 exponent bits, 3 fraction bits."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ LEAST_EXPONENT = -6
 
 
 def e4m3(values):
-    """The nearest of e4m3, ties to an even fraction; beyond the greatest: the greatest."""
+    """The nearest e4m3 values, ties to an even fraction; larger values become the maximum."""
     magnitude = np.abs(values)
     exponent = np.floor(np.log2(np.maximum(magnitude, 2.0**LEAST_EXPONENT)))
     step = 2.0 ** (exponent - 3)
@@ -15,7 +15,7 @@ def e4m3(values):
 
 
 def rounded(values, axes):
-    """`values`, fp32, of which the greatest along `axes` is scaled to the greatest of e4m3."""
+    """`values` rounded to e4m3; the scale maps the maximum along `axes` to the maximum of e4m3."""
     values = values.astype(np.float32)
     scale = np.abs(values).max(axes, keepdims=True, initial=0) / np.float32(GREATEST)
     scale[scale == 0] = 1
@@ -23,6 +23,6 @@ def rounded(values, axes):
 
 
 def norms(x, w):
-    """||x[t] w[e]|| of tokens [T, D] and experts [E, D, R], each rounded by a scale of its own."""
+    """||x[t] w[e]|| of tokens [T, D] and experts [E, D, R], each rounded with its own scale."""
     c = np.einsum("td,edr->ter", rounded(x, (1,)), rounded(w, (1, 2)))
     return np.sqrt((c * c).sum(-1))

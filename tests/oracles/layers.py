@@ -15,9 +15,9 @@ Array = Any  # numpy arrays of any shape
 
 @dataclass
 class Routing:
-    """Who computes each token: experts by falling score, None where dropped, and their probs.
+    """The experts of each token by decreasing score, None if dropped, and their probs.
 
-    Tokens may have different numbers of experts, and none at all.
+    Tokens may have different numbers of experts, including none.
     """
 
     scores: Array  # [T, E]
@@ -40,9 +40,9 @@ def softmax(x: Array) -> Array:
 
 
 def route(scores: Array, k: int, *, raw_probability: bool = False) -> Routing:
-    """The k greatest scores of each token (the lower index among equals), and their softmax.
+    """The k largest scores of each token (ties: the lower index), and their softmax.
 
-    raw_probability: the gate is the softmax over all experts (Top-1 routing).
+    raw_probability: the probs are the softmax over all experts (Top-1 routing).
     """
     experts: list[list[int | None]] = []
     probs = []
@@ -69,10 +69,10 @@ def capacity(tokens: int, k: int, num_experts: int, factor: float) -> int:
 
 
 def drop(routing: Routing, limit: int, policy: str) -> Routing:
-    """Experts take their choices one by one until `limit` is reached; the rest become None.
+    """Experts accept choices one by one until they have `limit`; the other choices become None.
 
-    probs: in the order of falling gate; position: all first choices, then all second choices.
-    Equals are taken in the order of tokens, then of choices.
+    probs: in the order of decreasing probs; position: all first choices, then all second choices.
+    Ties are resolved in the order of tokens, then of choices.
     """
     slots = [(t, j) for t, row in enumerate(routing.experts) for j in range(len(row))]
     if policy == "probs":
@@ -105,7 +105,7 @@ def autonomous_expert(
 
 
 def combine(x_TD: Array, routing: Routing, experts: list[Any]) -> Array:
-    """sum_i gate_i E_i(x) over the experts that kept the token; `experts`: functions of x_D."""
+    """sum_i probs_i E_i(x) over the experts that kept the token; `experts`: functions of x_D."""
     y_TD = numpy.zeros_like(x_TD)
     for t, x_D in enumerate(x_TD):
         for expert, gate in zip(routing.experts[t], routing.probs[t], strict=True):
@@ -115,7 +115,7 @@ def combine(x_TD: Array, routing: Routing, experts: list[Any]) -> Array:
 
 
 def numeric_gradient(function: Any, values: dict[str, Array], step: float = 1e-6) -> Any:
-    """d function(values) / d each entry of each array, by central differences."""
+    """The derivative of function(values) by each entry of each array, by central differences."""
     gradients = {}
     for name, array in values.items():
         gradient = numpy.zeros_like(array)

@@ -1,6 +1,6 @@
-"""The losses on routing as loops over tokens, in numpy fp64, from their formulas.
+"""The auxiliary losses as loops over tokens, in numpy fp64, from their formulas.
 
-Tokens come in Megatron's order [S, B]: token t is of sequence t % B.
+Tokens are in Megatron's order [S, B]: token t belongs to sequence t % B.
 """
 
 import math
@@ -11,13 +11,13 @@ from tests.oracles.layers import Array, Routing
 
 
 def load(routing: Routing) -> list[float]:
-    """f_i: the share of the tokens that chose expert i."""
+    """f_i: the fraction of the tokens that chose expert i."""
     tokens, num_experts = routing.scores.shape
     return [sum(row.count(e) for row in routing.experts) / tokens for e in range(num_experts)]
 
 
 def load_balancing(routing: Routing, load_elsewhere: list[float] | None = None) -> float:
-    """n sum_i f_i P_i; P_i: the mean probability of i. f may be that of other tokens."""
+    """n sum_i f_i P_i; P_i: the mean probability of i. f may come from other tokens."""
     tokens, num_experts = routing.scores.shape
     total = 0.0
     for expert, share in enumerate(load(routing) if load_elsewhere is None else load_elsewhere):
@@ -26,7 +26,7 @@ def load_balancing(routing: Routing, load_elsewhere: list[float] | None = None) 
 
 
 def sequence_load_balancing(routing: Routing, sequences: int) -> float:
-    """The mean of `load_balancing` of each sequence by itself."""
+    """The mean of `load_balancing` over the sequences, each computed separately."""
     total = 0.0
     for number in range(sequences):
         own = range(number, len(routing.scores), sequences)

@@ -1,10 +1,10 @@
-"""Merged experts and segment-level expert choice, token by token, in numpy fp64: by loops.
+"""Merged experts and segment-level expert choice, token by token, as loops in numpy fp64.
 
 Written from Lory (sections 2.2, 3.1, 5.1, 5.3) and SMEAR. Shape suffixes as in `layers`, and S
 tokens of a sequence, B sequences.
 
-What the first segment takes is given from outside, as its gradient is stopped: finite differences
-must not move it.
+The weights of the first segment are an argument, because their gradient is stopped: finite
+differences must not change them.
 """
 
 import math
@@ -18,7 +18,7 @@ Segment = list[int]  # positions
 
 
 def segments(tokens: int, length: int) -> list[Segment]:
-    """Positions, `length` at a time."""
+    """The positions of each segment of `length` tokens; the last segment may be shorter."""
     found: list[Segment] = []
     for position in range(tokens):
         if position % length == 0:
@@ -35,13 +35,13 @@ def mean(x_SBD: Array, sequence: int, segment: Segment) -> Array:
 
 
 def weights_of(x_SBD: Array, w_ED: Array, sequence: int, segment: Segment) -> Array:
-    """e = softmax(R h), h the mean of the segment."""
+    """e = softmax(R h); h is the mean of the segment."""
     h = mean(x_SBD, sequence, segment)
     return softmax(numpy.array([numpy.dot(w, h) for w in w_ED]))
 
 
 def first_weights(x_SBD: Array, w_ED: Array, length: int, kind: str) -> list[Array]:
-    """What merges the experts of the first segment of each sequence."""
+    """The weights that merge the experts for the first segment of each sequence."""
     segment = segments(len(x_SBD), length)[0]
     sequences = range(x_SBD.shape[1])
     if kind == "uniform":
@@ -50,7 +50,7 @@ def first_weights(x_SBD: Array, w_ED: Array, length: int, kind: str) -> list[Arr
 
 
 def lory_weights(x_SBD: Array, w_ED: Array, length: int, first: list[Array]) -> Array:
-    """What merges the experts of each token: [S, B, E]."""
+    """The weights that merge the experts for each token: [S, B, E]."""
     found = numpy.zeros((*x_SBD.shape[:2], len(w_ED)))
     for b in range(x_SBD.shape[1]):
         before = None
@@ -87,7 +87,7 @@ def normed(x_D: Array, epsilon: float = 1e-5) -> Array:
 
 
 def merged_output(x_SBD: Array, weights_SBE: Array, gate_up_ED2F: Array, out_EFD: Array) -> Array:
-    """Each token by the experts merged for it."""
+    """The output of each token, computed with the experts that are merged for it."""
     y_SBD = numpy.zeros_like(x_SBD)
     for s in range(x_SBD.shape[0]):
         for b in range(x_SBD.shape[1]):
@@ -101,7 +101,7 @@ def merged_output(x_SBD: Array, weights_SBE: Array, gate_up_ED2F: Array, out_EFD
 
 
 def rolled_weights(x_SBD: Array, w_ED: Array, length: int) -> Array:
-    """The pseudo-code of Lory's Appendix A as it stands: `roll(e, 1)` of the flattened [BN, E]."""
+    """The pseudo-code of Lory's Appendix A as printed: `roll(e, 1)` of the flattened [BN, E]."""
     tokens, sequences, _ = x_SBD.shape
     cut = segments(tokens, length)
     e = numpy.array([weights_of(x_SBD, w_ED, b, s) for b in range(sequences) for s in cut])
@@ -122,13 +122,13 @@ def logits_of(x_SBD: Array, w_ED: Array, sequence: int, segment: Segment) -> Arr
 
 
 def first_logits(x_SBD: Array, w_ED: Array, length: int) -> list[Array]:
-    """Those of the first segment of each sequence: [E], B times."""
+    """The logits of the first segment of each sequence: B arrays of shape [E]."""
     segment = segments(len(x_SBD), length)[0]
     return [logits_of(x_SBD, w_ED, b, segment) for b in range(x_SBD.shape[1])]
 
 
 def segment_logits(x_SBD: Array, w_ED: Array, length: int, first: list[Array]) -> Array:
-    """What each token's segment is judged by: [S, B, E]."""
+    """The logits that rank each token's segment: [S, B, E]."""
     found = numpy.zeros((*x_SBD.shape[:2], len(w_ED)))
     for b in range(x_SBD.shape[1]):
         before = None
@@ -143,10 +143,10 @@ def segment_logits(x_SBD: Array, w_ED: Array, length: int, first: list[Array]) -
 def segment_expert_choice(
     logits_SBE: Array, length: int, factor: float, raw: bool, ranked_SBE: Array | None = None
 ) -> tuple[Routing, int]:
-    """Each expert takes its best segments; tokens in the order [S, B]. Also: how many it took.
+    """Each expert takes its best segments; tokens in order [S, B]. Also returns the number taken.
 
-    The first and the second segment of a sequence always tie, as both are judged by the first.
-    Finite differences would break ties, so they may give what segments are ranked by apart.
+    The first and the second segment of a sequence always tie, because the logits of the first
+    segment rank both. Finite differences would break the ties, so they may pass separate ranks.
     """
     tokens, sequences, experts = logits_SBE.shape
     cut = segments(tokens, length)

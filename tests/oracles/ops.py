@@ -1,5 +1,5 @@
-"""The operators as loops over numbers, in numpy's float64. Written from the definitions alone:
-nothing here is shared with moe_parallel. Gradients are the formulas, not automatic."""
+"""The operators as loops over numbers, in numpy's float64. They are written from the definitions
+alone and share nothing with moe_parallel. Gradients are formulas, not automatic."""
 
 import numpy as np
 
@@ -88,7 +88,7 @@ def norms(x, w):
 
 
 def topk(p, k):
-    """Indices by falling value, ties to the lower index."""
+    """Indices by decreasing value; ties go to the lower index."""
     return np.array(
         [sorted(range(len(row)), key=lambda i: (-row[i], i))[:k] for row in p], dtype=np.int64
     ).reshape(len(p), k)
@@ -108,7 +108,7 @@ def norms_gradient(dp, x, w):
 
 
 def swiglu(gate, up, probs):
-    """probs * gate * sigmoid(gate) * up, element by element."""
+    """probs * gate * sigmoid(gate) * up, elementwise."""
     h = np.zeros(gate.shape)
     for n, i in np.ndindex(*gate.shape):
         h[n, i] = probs[n] * gate[n, i] * _sigmoid(gate[n, i]) * up[n, i]
@@ -145,7 +145,7 @@ def expert_merge_gradient(dmerged, weights, w):
 
 
 def sum_of_experts(x, experts, probs, expert):
-    """y[t] = sum over the choices of gate * expert(e, t, k), leaving out those of no expert."""
+    """y[t] = sum over the choices of probs * expert(e, t, k), without the empty slots."""
     y = np.zeros(x.shape)
     for t, k in np.ndindex(*experts.shape):
         if experts[t, k] >= 0:

@@ -1,4 +1,4 @@
-"""The rules beside plain top-K, token by token or expert by expert, in numpy fp64, by search.
+"""The rules other than plain top-K, per token or per expert, in numpy fp64, by search.
 
 Shape suffixes: T tokens, E experts, K choices of a token.
 """
@@ -25,17 +25,18 @@ def top_k(
     bias: Array | None = None,
     groups: tuple[int, int] | None = None,
 ) -> Routing:
-    """The k experts of greatest rank.
+    """The k experts with the largest rank value.
 
     Args:
-        gate: selected (probabilities divided by their sum over the chosen), all (as they are) or
-            scores (the scores as they are).
-        score_function: softmax, or sigmoid, which is divided by its sum over all where a
+        gate: the probs: selected (probabilities divided by their sum over the chosen experts),
+            all (probabilities unchanged) or scores (scores unchanged).
+        score_function: softmax, or sigmoid; a sigmoid is divided by its sum over all experts if a
             probability is needed.
-        rank_by: what is ranked, plus the bias: scores, or probabilities (sigmoids as they are).
-        bias: of each expert; it never weighs.
-        groups: (number of groups, groups that a token may choose from). A group is as good as the
-            sum of its best k / groups experts.
+        rank_by: the value to which the bias is added to rank: scores, or probabilities (sigmoids
+            unchanged).
+        bias: one value per expert; it never changes the probs.
+        groups: (number of groups, groups that a token may choose from). The value of a group is
+            the sum of its best k / groups experts.
     """
     tokens, num_experts = scores.shape
     experts, probs, probabilities = [], [], []
@@ -56,7 +57,7 @@ def top_k(
 
 
 def _of_best_groups(rank: Array, k: int, num_groups: int, allowed: int) -> list[int]:
-    """The experts of the `allowed` best groups, found by trying every set of groups."""
+    """The experts of the `allowed` best groups, found by a search of all sets of groups."""
     groups = [list(group) for group in numpy.arange(len(rank)).reshape(num_groups, -1)]
     best_of_each = max(1, k // allowed)
 
@@ -67,9 +68,9 @@ def _of_best_groups(rank: Array, k: int, num_groups: int, allowed: int) -> list[
 
 
 def top_p(scores: Array, p: float, *, strict: bool = False, most: int | None = None) -> Routing:
-    """The smallest set of experts whose probabilities sum to p, found by trying every set.
+    """The smallest set of experts whose probabilities sum to p, found by a search of all sets.
 
-    Reached is p at `>= p`, or at `> p` where strict; sums within 1e-9 of p are equal to it.
+    The sum reaches p at `>= p`, or at `> p` if `strict`; sums within 1e-9 of p count as equal to p.
     """
     experts, probs = [], []
     for row in scores:
@@ -87,7 +88,7 @@ def top_p(scores: Array, p: float, *, strict: bool = False, most: int | None = N
 
 
 def expert_choice(scores: Array, factor: float, *, by_softmax: bool = False) -> Routing:
-    """Each expert takes its best round(factor T / E) tokens, the earlier ones among equals."""
+    """Each expert takes its best round(factor T / E) tokens; ties go to the earlier token."""
     tokens, num_experts = scores.shape
     weights = numpy.array([softmax(row) if by_softmax else row for row in scores])
     taken = int(factor * tokens / num_experts + 0.5)
@@ -104,7 +105,7 @@ def expert_choice(scores: Array, factor: float, *, by_softmax: bool = False) -> 
 
 
 def in_turn(scores: Array, k: int, *, raw_probability: bool = False) -> Routing:
-    """Token 0 goes to experts 0 .. k-1, token 1 to the next k, and so on, round and round."""
+    """Token 0 goes to experts 0 .. k-1, token 1 to the next k, and so on, cyclically."""
     experts, probs, turn = [], [], itertools.count()
     for row in scores:
         chosen = [next(turn) % len(row) for _ in range(k)]

@@ -1,4 +1,4 @@
-"""Similarity batching by loops over all pairs, in numpy fp64. Shares no code with the package."""
+"""Similarity batching as loops over all pairs, in numpy fp64, independent of the package."""
 
 import math
 from typing import Any
@@ -30,7 +30,7 @@ def tf_idf_cosines(documents: list[list[int]], orders: int) -> Array:
 
 
 def cosines(vectors: Array) -> Array:
-    """[N, N]; 0 where a vector is 0."""
+    """Cosines of all pairs, [N, N]; 0 where a vector is 0."""
     n = len(vectors)
     out = numpy.zeros((n, n))
     for i in range(n):
@@ -41,7 +41,7 @@ def cosines(vectors: Array) -> Array:
 
 
 def neighbors(similarity: Array, k: int) -> list[list[int]]:
-    """Of each document the k others of greatest positive similarity, the greatest first."""
+    """The k other documents with the largest positive similarity to each, largest first."""
     out = []
     for i, row in enumerate(similarity):
         others = [j for j in range(len(row)) if j != i and row[j] > 0]
@@ -50,7 +50,7 @@ def neighbors(similarity: Array, k: int) -> list[list[int]]:
 
 
 def greedy_order(similarity: Array, k: int, starts: list[int]) -> tuple[list[int], int]:
-    """Order and restarts: from each document on to the most similar unused of its k neighbors."""
+    """Order and restarts: each step goes to the most similar unused one of the k neighbors."""
     around = neighbors(similarity, k)
     left = set(range(len(similarity)))
     order = [starts[0]]
