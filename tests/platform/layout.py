@@ -1,11 +1,11 @@
-"""How the stock model of these tests is spread over ranks."""
+"""The parallel layouts of the stock model in these tests."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes, and what else differs from plain fp32 training on `world` ranks."""
+    """Parallel sizes, and every other difference from plain fp32 training on `world` ranks."""
 
     world: int = 1
     tp: int = 1

@@ -1,4 +1,4 @@
-"""What Megatron-Core is asked to do on a CPU host; each fails by raising on one of its ranks."""
+"""Scenarios for Megatron-Core on a CPU host; each one fails by raising on one of its ranks."""
 
 import logging
 from pathlib import Path
@@ -79,7 +79,7 @@ def time_a_section() -> None:
 
 
 def dropout_differs_between_tensor_parallel_ranks() -> None:
-    """Inside a fork the ranks draw differently, outside alike, and a fork leaves no trace."""
+    """Ranks draw different numbers inside a fork, equal ones outside; a fork leaves no trace."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     model_parallel_cuda_manual_seed(3)
     outside = [torch.rand(8)]
@@ -112,7 +112,7 @@ def fork_without_a_warning() -> None:
 
 
 def recompute() -> None:
-    """A recomputed forward pass drops the same elements, and leaves the random states alike."""
+    """A recomputed forward pass drops the same elements and leaves the random states unchanged."""
     parallel_state.initialize_model_parallel()
     (plain, state), (recomputed, state_after_recompute) = (
         _gradient_of_dropout(checkpointed) for checkpointed in (False, True)
@@ -128,7 +128,7 @@ def repeat_a_step() -> None:
     machine, data = get_rerun_state_machine(), RerunDataIterator(iter(range(10)))
     torch.manual_seed(1)
     seen = []
-    for result in (1.0, float("nan")):  # it trusts the first step
+    for result in (1.0, float("nan")):  # it does not check the first step
         while machine.should_run_forward_backward(data):
             seen.append((next(data), torch.rand(4).tolist()))
             machine.validate_result(
@@ -157,7 +157,7 @@ def load(layout: Layout, folder: Path) -> None:
 
 
 def load_fully_parallel() -> None:
-    """Each rank reads a part of the checkpoint, and receives the rest from its peers."""
+    """Each rank reads a part of the checkpoint and receives the rest from the other ranks."""
     names = ["a", "b", "c", "d"]
     folder = _shared_folder()
     saved = {name: torch.full((4,), float(i)) for i, name in enumerate(names)}
@@ -215,7 +215,7 @@ def _gradient_of_dropout(checkpointed: bool):
         return torch.nn.functional.dropout(x, 0.3)
 
     y = tensor_parallel.checkpoint(twice_dropped, False, x) if checkpointed else twice_dropped(x)
-    torch.rand(3)  # whatever else draws between the forward and the backward pass
+    torch.rand(3)  # other draws between the forward and the backward pass
     (y * y).sum().backward()
     return x.grad, torch.get_rng_state()
 

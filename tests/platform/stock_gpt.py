@@ -1,6 +1,6 @@
-"""Megatron-Core's own mixture-of-experts GPT in any layout: what the platform is tested with.
+"""Megatron-Core's own mixture-of-experts GPT in any layout, for the tests of the platform.
 
-Nothing of our own layers is in it, except the norm that takes sequence parallelism.
+It contains none of our own layers, except the norm that supports sequence parallelism.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ MICRO_BATCHES = 4
 
 @dataclass
 class Trained:
-    """A model in training: what a step needs."""
+    """A model in training: everything that a step needs."""
 
     layout: Layout
     config: TransformerConfig
@@ -49,7 +49,7 @@ class Trained:
 
 
 def build(layout: Layout) -> Trained:
-    """Makes the groups, the model and its optimizer on this rank."""
+    """Create the groups, the model and its optimizer on this rank."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -87,7 +87,7 @@ def build(layout: Layout) -> Trained:
 
 
 def step(trained: Trained) -> list[tuple[float, float]]:
-    """One step, always on the same batch: (loss, gradient norm), where `forward_backward` does."""
+    """One step, always on the same batch: (loss, gradient norm), as from `forward_backward`."""
     trained.optimizer.zero_grad()
     for chunk in trained.chunks:
         chunk.zero_grad_buffer()
@@ -98,7 +98,7 @@ def step(trained: Trained) -> list[tuple[float, float]]:
 
 
 def forward_backward(trained: Trained, forward_only: bool = False) -> list[float]:
-    """The mean loss of all micro-batches, as the only item; nothing before the last stage."""
+    """The mean loss of all micro-batches as the only item; empty before the last stage."""
     reported = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[batches() for _ in trained.chunks],
@@ -116,7 +116,7 @@ def forward_backward(trained: Trained, forward_only: bool = False) -> list[float
 
 
 def batches() -> Iterator[torch.Tensor]:
-    """This data-parallel rank's share of the micro-batches of a step: counting upwards."""
+    """This data-parallel rank's share of the micro-batches of a step: ascending numbers."""
     generator = torch.Generator().manual_seed(0)
     starts = torch.randint(VOCABULARY, (MICRO_BATCHES, 2, 1), generator=generator)
     rank, size = _data_parallel()
@@ -168,8 +168,8 @@ def _config(layout: Layout) -> TransformerConfig:
         bf16=layout.bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        # Between two stages that are each other's next and previous, a batch of messages could
-        # not be told apart.
+        # Between two stages that are each other's next and previous stage, the messages of a batch
+        # could not be distinguished.
         overlap_p2p_comm=layout.vpp is not None,
         batch_p2p_comm=layout.vpp is None,
         **{f"recompute_{k}": v for k, v in recompute.items() if layout.recompute},
@@ -196,6 +196,6 @@ def _gpt(config: TransformerConfig, layout: Layout, vp_stage: int | None) -> tor
 
 
 def _block(config, layer, vp_stage):
-    """The layers of this stage, and the norm after the last: the one place to choose that norm."""
+    """The layers of this stage and the norm after the last: the only place to select that norm."""
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)

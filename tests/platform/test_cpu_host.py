@@ -1,4 +1,4 @@
-"""Megatron-Core on a CPU host: that it trains, and that each adaptation is there for a reason."""
+"""Megatron-Core on a CPU host: it trains, and each adaptation is necessary."""
 
 import functools
 import importlib
@@ -21,7 +21,7 @@ from tests.distributed import RankError, run_distributed
 from tests.platform import scenarios
 from tests.platform.layout import Layout
 
-#: Layouts that train exactly as one rank does.
+#: Layouts that train exactly like one rank.
 EXACT = {
     "data parallel": Layout(2),
     "tensor and sequence parallel": Layout(2, tp=2),
@@ -33,7 +33,7 @@ EXACT = {
     "distributed optimizer": Layout(4, tp=2, pp=2, distributed_optimizer=True),
     "recompute": Layout(recompute=True),
 }
-#: What rounds, draws or ties differently.
+#: Layouts that round, draw or break ties differently.
 INEXACT = {
     "pipeline with tied embeddings": Layout(2, pp=2, tied=True),
     "bf16": Layout(bf16=True),
@@ -44,7 +44,7 @@ INEXACT = {
     ),
 }
 
-#: For each adaptation something that works with it and fails without it: (ranks, what they do).
+#: For each adaptation, an action that works with it and fails without it: (ranks, action).
 NEEDED_FOR = {
     "torch.cuda.current_device": (1, scenarios.train),
     "torch.cuda.synchronize": (1, scenarios.time_a_section),
@@ -100,7 +100,7 @@ def test_trains(layout):
 
 
 def _train_in(layout, *folder):
-    """What the ranks of the last pipeline stage report."""
+    """The results on the ranks of the last pipeline stage."""
     of_ranks = run_distributed(layout.world, scenarios.train_in, layout, *folder)
     of_last_stages = [steps for steps in of_ranks if steps]
     assert len(of_last_stages) == layout.world // layout.pp

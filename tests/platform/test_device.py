@@ -1,4 +1,4 @@
-"""Choosing the device and the backend."""
+"""The choice of the device and the backend."""
 
 import pytest
 import torch
@@ -24,8 +24,8 @@ def test_without_cuda(no_cuda):
 
 
 def test_peak_memory_grows_with_what_is_held(no_cuda):
-    before = peak_memory()  # since the process began: earlier tests may have held more
-    held = torch.ones(before // 4 + 2**20)  # more than that, written to
+    before = peak_memory()  # since the start of the process: earlier tests may have used more
+    held = torch.ones(before // 4 + 2**20)  # more than that, and written
     held_bytes = held.numel() * held.element_size()
     assert peak_memory() >= held_bytes > before
     del held

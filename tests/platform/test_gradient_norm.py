@@ -1,4 +1,4 @@
-"""The norm of gradients on a CPU host, against fp64."""
+"""The norm of gradients on a CPU host, compared with fp64."""
 
 import math
 
@@ -9,7 +9,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get
 from moe_parallel.platform.gradient_norm import multi_tensor_l2_norm
 from tests.distributed import run_distributed
 
-CHUNK = 2**16  # elements; what Megatron-Core passes on a CPU
+CHUNK = 2**16  # elements; the size that Megatron-Core passes on a CPU
 EMBEDDING = (32_000, 768)
 
 
@@ -35,13 +35,13 @@ def test_what_is_not_finite_is_seen():
 
 
 def test_neither_small_nor_large_squares_are_lost():
-    """In fp32 the square of 1e-30 is 0 and that of 1e30 infinite."""
+    """In fp32 the square of 1e-30 is 0, and the square of 1e30 is infinite."""
     assert norm(torch.full((4,), 1e-30)) == pytest.approx(2e-30, rel=1e-6)
     assert norm(torch.full((4,), 1e30)) == pytest.approx(2e30, rel=1e-6)
 
 
 def _norm_and_clipping():
-    """By Megatron-Core's functions: what they return for an embedding, and what clipping leaves."""
+    """Megatron-Core's functions: the norm of an embedding, and the gradient after clipping."""
     grad = torch.randn(EMBEDDING, generator=torch.Generator().manual_seed(0))
     exact = float(grad.double().square().sum().sqrt())
     weight = torch.nn.Parameter(torch.empty(EMBEDDING))
@@ -52,7 +52,7 @@ def _norm_and_clipping():
 
 
 def test_the_gradient_of_an_embedding():
-    """24.6 million elements, of which torch's own norm on a CPU is 1e-3 off."""
+    """24.6 million elements; torch's own norm of them on a CPU is off by 1e-3."""
     ((ratio, clipped),) = run_distributed(1, _norm_and_clipping)
     assert ratio == pytest.approx(1, abs=1e-6)
     assert clipped == pytest.approx(1, abs=1e-6)
@@ -60,7 +60,7 @@ def test_the_gradient_of_an_embedding():
 
 @pytest.mark.parametrize("value", ["normal", "equal"])
 def test_parts_have_the_norm_of_the_whole(value):
-    """Equal elements are the worst case for few accumulators: all round the same way."""
+    """Equal elements are the worst case for few accumulators: all round in the same direction."""
     whole = torch.full((1_600_000,), 0.1)
     if value == "normal":
         whole.normal_(generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""What is told of a machine and its software."""
+"""The description of a machine and its software."""
 
 import platform
 from importlib import metadata

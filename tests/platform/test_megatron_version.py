@@ -1,4 +1,4 @@
-"""Which versions of Megatron-Core are accepted."""
+"""The accepted versions of Megatron-Core."""
 
 from importlib import metadata
 

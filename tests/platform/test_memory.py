@@ -1,4 +1,4 @@
-"""How much memory is free: of the host, and of the control groups that limit this process."""
+"""The free memory of the host, and of the control groups that limit this process."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_version_2(tmp_path: Path) -> None:
     assert left(tmp_path, "0::/a/b\n") == [400]
     group(tmp_path / "sys/a", limit="950", used=900, pages=0, names=NAMES_2)
     assert sorted(left(tmp_path, "0::/a/b\n")) == [50, 400]
-    # In a container its own group is the root.
+    # In a container the root is the container's own group.
     group(tmp_path / "sys", limit="100", used=200, pages=50, names=NAMES_2)
     assert left(tmp_path, "0::/\n") == [0]
 

@@ -1,4 +1,4 @@
-"""RMSNorm against its formula in numpy, and its gradient under sequence parallelism."""
+"""RMSNorm compared with its formula in numpy, and its gradient under sequence parallelism."""
 
 from types import SimpleNamespace
 
@@ -35,7 +35,7 @@ def test_equals_its_formula(shape, eps):
 
 
 def test_bf16_loses_only_the_rounding_of_its_result():
-    """Large entries would overflow no statistic, and bf16 statistics would err far more."""
+    """Large entries overflow no statistic; bf16 statistics would have much larger errors."""
     x = (1e3 * torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(2))).bfloat16()
     norm = _norm().bfloat16()
     y = norm(x)
@@ -50,7 +50,7 @@ def test_bf16_loses_only_the_rounding_of_its_result():
 def test_gradients():
     norm = _norm().double()
     x = torch.randn(3, WIDTH, dtype=torch.double, requires_grad=True)
-    # Statistics are fp32, so differences are taken in steps that fp32 resolves.
+    # Statistics are fp32, so finite differences use steps that fp32 resolves.
     torch.autograd.gradcheck(norm, x, eps=1e-2, atol=2e-3)
 
 
@@ -60,7 +60,7 @@ def test_the_weight_is_marked_as_the_config_says():
 
 
 def _weight_gradient(of_all_positions):
-    """Of this rank's half of the positions, after Megatron-Core has finished the gradients."""
+    """The gradient of this rank's half of the positions, after Megatron-Core has finished it."""
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
