@@ -1,4 +1,4 @@
-"""The choices that a full expert drops, against experts that fill up one choice at a time."""
+"""The choices that a full expert drops, compared with experts that accept one choice at a time."""
 
 import numpy
 import pytest
@@ -68,7 +68,7 @@ def test_capacity(tokens, k, num_experts, factor, rows):
 
 
 def test_first_choices_go_ahead_of_second_choices():
-    # Two rows an expert. Expert 1: second choice of tokens 0 and 1, first of tokens 2 and 3.
+    # Two rows per expert. Expert 1: second choice of tokens 0 and 1, first of tokens 2 and 3.
     choices = choices_of([[0, 1], [0, 1], [1, 2], [1, 3]])
     assert keep(choices, 1.0, "position").experts_TK.tolist() == [[0, -1], [0, -1], [1, 2], [1, 3]]
     assert keep(choices, 1.0, "probs").experts_TK.tolist() == [[0, 1], [0, 1], [-1, 2], [-1, 3]]
@@ -76,7 +76,7 @@ def test_first_choices_go_ahead_of_second_choices():
 
 def test_greater_probs_go_ahead_whatever_their_choice():
     choices = choices_of([[1, 0], [1, 0], [0, 1], [0, 1]], [[0.6, 0.4], [0.9, 0.1]] * 2)
-    kept = keep(choices, 0.5, "probs")  # one row an expert
+    kept = keep(choices, 0.5, "probs")  # one row per expert
     assert kept.experts_TK.tolist() == [[-1, -1], [1, -1], [-1, -1], [0, -1]]
 
 

@@ -1,4 +1,4 @@
-"""Choices as slots, their counts, and where the tokens of a rank stand."""
+"""Choices as slots, their counts, and the positions of a rank's tokens."""
 
 import numpy
 import torch

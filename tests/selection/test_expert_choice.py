@@ -39,7 +39,7 @@ def test_equals_the_transcription(ranking, factor, levels):
     found = _chosen(choices)
     if levels is None or ranking == "raw":
         assert found == wanted.experts
-    else:  # ties of a softmax are not exact, and may order a token's experts otherwise
+    else:  # ties of a softmax are not exact, and may change the order of a token's experts
         assert [sorted(row) for row in found] == [sorted(row) for row in wanted.experts]
     for row, probs in zip(choices.probs_TK, wanted.probs, strict=True):
         numpy.testing.assert_allclose(row[: len(probs)].numpy(), probs, rtol=1e-12)
@@ -61,8 +61,8 @@ def test_factor_2_of_8_experts_is_exactly_a_quarter_of_the_tokens_each(ranking):
         (2.0, 64, 8, 16),
         (1.0, 64, 8, 8),
         (1.0, 7, 4, 2),  # 1.75
-        (2.0, 7, 4, 4),  # 3.5: half upwards
-        (1.0, 10, 4, 3),  # 2.5: half upwards
+        (2.0, 7, 4, 4),  # 3.5: half rounds up
+        (1.0, 10, 4, 3),  # 2.5: half rounds up
         (0.01, 8, 4, 1),  # at least one
         (4.0, 7, 4, 7),  # all
         (1.0, 1, 8, 1),
@@ -83,7 +83,7 @@ def test_a_token_may_have_no_expert_and_all():
 
 
 def test_a_later_token_takes_an_earlier_ones_place():
-    """Expert choice sees the future."""
+    """Expert choice depends on the future."""
     scores = torch.from_numpy(_scores(tokens=8, experts=2))
     before = _chosen(ExpertChoice(1.0, raw)(scores, TOKENS))
     scores[-1] += 100

@@ -1,4 +1,4 @@
-"""Means, shifts and merges of segments, worked by hand; rules over segments."""
+"""Means, shifts and merges of segments, worked by hand; rules that route segments."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def test_means_of_bf16_are_fp32():
 
 
 def weights() -> torch.Tensor:
-    """e of three segments of two sequences, over two experts."""
+    """e of three segments of two sequences, for two experts."""
     first = torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]])
     return torch.stack([first, 1 - first], dim=2).requires_grad_()
 
@@ -106,7 +106,7 @@ def test_a_sequence_of_one_segment_is_one_merge():
     assert len(list(Merges([7], weights()[:1]).parts(torch.zeros(7, 2, 3)))) == 1
 
 
-# One sequence of two segments of two tokens and a short one; two experts, scores worked by hand.
+# One sequence: two segments of two tokens and a short one; two experts, scores worked by hand.
 SCORES = [[1.0, 0.0], [3.0, 0.0], [0.0, 4.0], [0.0, 2.0], [9.0, 9.0]]
 JUDGED = [[2.0, 0.0], [2.0, 0.0], [0.0, 3.0]]  # segment 1 by itself, 2 by 1, 3 by 2
 
@@ -130,7 +130,7 @@ def test_experts_take_whole_segments_and_earlier_ones_win_ties():
 def test_of_equal_sequences_the_earlier_are_taken():
     scores_SBE = torch.tensor(SCORES[:4]).repeat_interleave(4, dim=0)  # S * B rows, B = 4
     chosen = BySegment(ExpertChoice(0.5, raw), 2)(scores_SBE, Tokens(4))
-    # Eight segments, of which each expert takes two: all tie, and so the first of them it is.
+    # Each expert takes two of eight segments: all tie, and so it takes the first ones.
     assert [[e for e in row if e >= 0] for row in chosen.experts_TK.tolist()] == (
         [[0, 1], [0, 1], [], []] * 2 + [[]] * 8
     )
@@ -142,7 +142,7 @@ def test_the_first_segment_gives_scores_no_gradient():
     chosen.probs_TK[:2].sum().backward(retain_graph=True)
     assert (scores.grad == 0).all()
     chosen.probs_TK[2:].sum().backward()
-    # Two tokens hang on the mean of the first two, one on that of the next two.
+    # Two tokens depend on the mean of the first two tokens, one on that of the next two.
     assert scores.grad.tolist() == [[1.0, 0.0], [1.0, 0.0], [0.0, 0.5], [0.0, 0.5], [0.0, 0.0]]
 
 
@@ -180,20 +180,20 @@ def _expected(scores_SBE, length, factor, raw_scores):
 
 
 def _rows(chosen: Choices) -> list[dict[int, float]]:
-    """Expert -> gate of each token."""
+    """The probs of each token by expert."""
     rows = zip(chosen.experts_TK.tolist(), chosen.probs_TK.tolist(), strict=True)
     return [{e: g for e, g in zip(*row, strict=True) if e >= 0} for row in rows]
 
 
 def _split_over(sequence_shares: int, scores: numpy.ndarray, length: int) -> Any:
-    """What a rank that has a stretch of every sequence chooses, and the gradients of its probs."""
+    """The choices of a rank that has a part of every sequence, and the gradients of its probs."""
     tp = torch.distributed.group.WORLD
     mine = numpy.split(scores, sequence_shares)[tp.rank()]
     leaf = torch.from_numpy(mine).flatten(0, 1).requires_grad_()
     rule = BySegment(TopK(2, topk.raw_probability), length)
     split = SplitTokens(scores.shape[1], tp)
     chosen = rule(leaf, split)
-    # As of a loss to which every token adds by its place in the sequence.
+    # A loss to which every token contributes by its position in the sequence.
     places = torch.arange(1.0, len(scores) + 1).chunk(sequence_shares)[tp.rank()]
     (chosen.probs_TK[:, 0] * places.repeat_interleave(scores.shape[1])).sum().backward()
     return _rows(_experts_choose(mine, length, 1.0, False, split)), _rows(chosen), leaf.grad.numpy()

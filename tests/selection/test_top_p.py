@@ -1,4 +1,4 @@
-"""Top-P: the smallest set of experts whose probabilities reach p, against a search of all sets."""
+"""Top-P: the smallest set of experts whose probabilities reach p, compared with a full search."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_equals_a_search_of_all_sets(p, strict, scale, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("n, p, count", [(16, 0.4, 7), (8, 0.6, 5), (8, 0.5, 4), (10, 0.3, 3)])
 def test_equal_probabilities_need_the_least_whole_number(n, p, count, dtype):
-    for shift in (0.0, 0.1, -7.3):  # of which the softmax knows nothing, rounding apart
+    for shift in (0.0, 0.1, -7.3):  # the softmax does not depend on it, except for rounding
         assert _sizes(TopP(p), torch.full((3, n), shift, dtype=dtype)) == [count] * 3
 
 
@@ -55,7 +55,7 @@ def test_equal_probabilities_need_p_n_experts(n):
     zeros = torch.zeros(1, n)
     for count in range(1, n + 1):
         assert _sizes(TopP(count / n), zeros) == [count]
-        # Strictly above count / n takes one more, where there is one.
+        # Strictly above count / n needs one more expert, if there is one.
         assert _sizes(TopP(count / n, strict=True), zeros) == [min(count + 1, n)]
 
 
@@ -76,7 +76,7 @@ def test_the_count_grows_with_p():
 
 
 def test_fewer_than_reach_p_never_more_than_needed():
-    """Without its last expert a set stays below p; with it, it does not."""
+    """Without its last expert the sum of a set is below p; with it, it is not."""
     scores = torch.from_numpy(_scores())
     for row, probs in zip(*(_chosen(c := TopP(0.7)(scores, TOKENS)), c.probs_TK), strict=True):
         assert math.fsum(probs[: len(row)].tolist()) >= 0.7 > math.fsum(probs[: len(row) - 1])
@@ -90,7 +90,7 @@ def test_a_limit_leaves_the_most_probable(most):
     assert _chosen(choices) == wanted.experts
     free = TopP(0.8)(torch.from_numpy(scores), TOKENS)
     assert _chosen(choices) == [row[:most] for row in _chosen(free)]
-    assert torch.equal(choices.probs_TK, free.probs_TK)  # what is left is not renormalized
+    assert torch.equal(choices.probs_TK, free.probs_TK)  # the remaining probs are not renormalized
 
 
 def test_p_and_limit_of_evaluations():

@@ -1,4 +1,4 @@
-"""Top-K of scores with each gate, bias and group limit, against a per-token transcription."""
+"""Top-K of scores with every kind of probs, bias and group limit, compared with an oracle."""
 
 import numpy
 import pytest
@@ -93,12 +93,12 @@ def test_a_bias_selects_and_never_weighs():
 
 
 def test_groups_limit_the_choice():
-    # Groups (0, 1), (2, 3), (4, 5). The best expert is alone in its group; a group counts by its
-    # best K / groups = 1, so groups 0 and 2 win although group 1 has the greater sum.
+    # Groups (0, 1), (2, 3), (4, 5). The best expert is alone in its group; the value of a group is
+    # its best K / groups = 1, so groups 0 and 2 win although group 1 has the larger sum.
     scores = torch.tensor([[9.0, 0.0, 5.0, 5.0, 6.0, 1.0]])
     choices = TopK(2, groups=GroupLimit(3, 2))(scores, TOKENS)
     assert choices.experts_TK.tolist() == [[0, 4]]
-    # One group, and so by the sum of its best two: 9, 10, 7.
+    # One group, so the sum of its best two counts: 9, 10, 7.
     choices = TopK(2, groups=GroupLimit(3, 1))(scores, TOKENS)
     assert sorted(choices.experts_TK[0].tolist()) == [2, 3]
 
