@@ -37,11 +37,11 @@ Layers = list[dict[str, Any]]
 
 
 def train(folder: Path, systems: Mapping[str, Options], seed: int) -> dict[str, list[Layers]]:
-    """Trains each system for its `train_iters`, one after another on one process.
+    """Train each system for its `train_iters`, one after another on one process.
 
-    Returns the layers of each record of ten steps, by system.
+    Returns, by system, the layers of each record of ten steps.
     """
-    tokenizer = train_byte_bpe([""], 257)  # bytes, and the end of a document
+    tokenizer = train_byte_bpe([""], 257)  # bytes, and the end-of-document token
     tokenizer.save(folder / "tokenizer")
     write_texts(folder / "topics", list(topics.values()), tokenizer)
     common = BYTE_MODEL | {
@@ -54,7 +54,7 @@ def train(folder: Path, systems: Mapping[str, Options], seed: int) -> dict[str, 
     runs = []
     for name, options in systems.items():
         steps = options["train_iters"]
-        # One step longer, and stopped before: without the evaluation and figure of a run's end.
+        # One step longer, and stopped before it, to skip the evaluation and figure of a run's end.
         stop = {"train_iters": steps + 1, "exit_interval": steps, "save": folder / name}
         runs.append(common | options | stop)
     run_distributed(1, pretrain_here, runs, timeout=900)
@@ -67,7 +67,7 @@ def _layers(save: Path) -> list[Layers]:
 
 
 def mean(records: list[Layers]) -> Layers:
-    """The measures of each layer, averaged over records; of lists, entry by entry."""
+    """The measures of each layer, averaged over records; lists are averaged entry by entry."""
     return [_mean(of_layer) for of_layer in zip(*records, strict=True)]
 
 

@@ -1,8 +1,8 @@
-"""Loads with and without what balances them: a byte model of 3 layers, 8 experts, 2 per token.
+"""Loads with and without balancing: a byte model with 3 layers, 8 experts, 2 per token.
 
-Measured values, beside each threshold, are the extremes over three seeds and, where nothing else is
-said, three layers: means of the last 50 of 250 steps. The ceiling of Ent_load and Ent_conf is
-ln 8 = 2.079. 50 seconds of one core a seed.
+The measured values beside each threshold are the extremes over three seeds and, unless stated
+otherwise, three layers. They are means of the last 50 of 250 steps. The ceiling of Ent_load and
+Ent_conf is ln 8 = 2.079. A seed takes 50 seconds on one core.
 """
 
 import pytest
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.full
 NO_LOSS = {"moe_aux_loss_coeff": 0.0}
 BIAS = NO_LOSS | {"moe_router_enable_expert_bias": True}
 
-# The biases move faster than by default: there are 250 steps, not 100,000.
+# The biases move faster than by default, because there are 250 steps and not 100,000.
 SYSTEMS = {
     "topk": {},
     "topk, no loss": NO_LOSS,
@@ -30,12 +30,12 @@ def loads(layers: Layers) -> list[float]:
 
 
 def norm_ratios(layers: Layers) -> list[float]:
-    """Greatest by least mean norm of the experts of each layer."""
+    """The ratio of the largest to the smallest mean norm of an expert, for each layer."""
     return [max(layer["norm_per_expert"]) / min(layer["norm_per_expert"]) for layer in layers]
 
 
 def confidence(layers: Layers) -> float:
-    """Ent_conf, mean over layers: less where experts are surer."""
+    """Ent_conf, the mean over layers: smaller if experts are more confident."""
     return sum(layer["ent_conf"] for layer in layers) / len(layers)
 
 
@@ -45,19 +45,19 @@ def test_balance(seed, tmp_path):
     records = train(tmp_path, {name: steps | of for name, of in SYSTEMS.items()}, seed)
     runs = {name: last_fifth(each) for name, each in records.items()}
 
-    # The loss on routing balances every layer; without, loads are uneven.
+    # The auxiliary loss balances every layer; without it, loads are uneven.
     assert min(loads(runs["topk"])) > 1.85  # 1.93
     assert min(loads(runs["aoe"])) > 1.85  # 1.97
     assert sum(loads(runs["topk, no loss"])) / 3 < 1.65  # 1.50; single layers 1.11 to 1.84
     assert max(loads(runs["aoe, no loss"])) < 1.6  # 1.43
 
-    # So does the bias, without a loss.
+    # The bias balances too, without a loss.
     assert min(loads(runs["topk, bias"])) > 2.0  # 2.07
     assert min(loads(runs["aoe, bias"])) > 1.95  # 2.06
 
-    # Norms of experts come apart without the loss.
+    # Without the loss, the norms of the experts diverge.
     assert max(norm_ratios(runs["aoe"])) < 2.3  # 1.81
     assert min(norm_ratios(runs["aoe, no loss"])) > 3.0  # 3.70
 
-    # Both balanced by the loss, experts that choose themselves are surer than a router.
+    # Both balanced by the loss, autonomous experts are more confident than a router.
     assert confidence(runs["aoe"]) < confidence(runs["topk"]) - 0.08  # 0.17 less

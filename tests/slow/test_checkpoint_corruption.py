@@ -1,6 +1,7 @@
-"""Damage to the files of a checkpoint: one line, or exactly the state that was saved.
+"""Damage to the files of a checkpoint gives one line, or exactly the state that was saved.
 
-Each is done in place and undone. Bits are drawn with a fixed seed; `test_counts` says how many.
+Each damage is done in place and undone. Bits are drawn with a fixed seed; `test_counts` prints the
+numbers of damages.
 """
 
 import hashlib
@@ -25,13 +26,13 @@ from tests.training.tiny_run import Layout, TinyRun
 pytestmark = pytest.mark.full
 
 FLIPS, CUTS = 60, 6  # of each file
-CRAFTED = 150  # flips of the index and of the data under a record that agrees with them
+CRAFTED = 150  # flips of the index and of the data, with a record that agrees with them
 TRACKER = "latest_checkpointed_iteration.txt"
-MEMORY = 16 << 30  # a flipped index may ask for any amount
+MEMORY = 16 << 30  # a flipped index may request any amount
 
 
 def _state(run):
-    """A digest of all that a load sets."""
+    """A digest of all state that a load sets."""
     digest = hashlib.sha256()
     for _, parameter in run.parameters():
         digest.update(parameter.detach().numpy().tobytes())
@@ -94,7 +95,7 @@ def _added(path):
 
 
 def _train_and_damage(folder):
-    """(kind, file, what came of loading it) of every damage."""
+    """(kind, file, result of loading it) of every damage."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer" / "tokenizer.json").write_text('{"model": ["a", "b"]}')
@@ -155,7 +156,7 @@ def test_damage_to_what_a_record_describes_is_always_found(found):
 
 
 def test_counts(found):
-    """For the reader of the output (pytest -s): what was done, and what came of it."""
+    """For the reader of the output (pytest -s): the damages and their results."""
     counts = Counter((kind, end) for kind, _, end in found)
     print({f"{kind}: {end}": number for (kind, end), number in sorted(counts.items())})
     assert counts["flip", "one line"] > 7 * FLIPS * 0.9

@@ -1,7 +1,7 @@
-"""Top-p with p = 0.4 of 8 experts: how many a token takes, and what the dynamic loss does to it.
+"""Top-p with p = 0.4 of 8 experts: experts per token, and the effect of the dynamic loss on them.
 
-A byte model of 2 layers; measured values are extremes over three seeds of the mean over layers.
-25 seconds of one core a seed.
+A byte model of 2 layers. The measured values are extremes over three seeds of the mean over
+layers. A seed takes 25 seconds on one core.
 """
 
 import pytest
@@ -19,7 +19,7 @@ SYSTEMS = {
 
 
 def count(layers: Layers) -> float:
-    """Experts per token, mean over layers."""
+    """Experts per token, the mean over layers."""
     return sum(layer["experts_per_token"] for layer in layers) / len(layers)
 
 
