@@ -1,4 +1,4 @@
-"""Plain lines into a pipe, a bar on a terminal (a pty), warnings kept apart from it."""
+"""Plain lines into a pipe, a bar on a terminal (a pty), and warnings on separate lines."""
 
 import fcntl
 import os
@@ -38,7 +38,7 @@ print("after")
 
 
 def on_a_terminal(script: str) -> str:
-    """What a terminal of 120 columns receives from the script, both of its streams."""
+    """The output of the script on a terminal of 120 columns, both streams."""
     terminal, process_end = pty.openpty()
     rows_and_columns = struct.pack("HHHH", 24, 120, 0, 0)
     fcntl.ioctl(process_end, termios.TIOCSWINSZ, rows_and_columns)
@@ -50,7 +50,7 @@ def on_a_terminal(script: str) -> str:
     try:
         while chunk := os.read(terminal, 4096):
             received += chunk
-    except OSError:  # Linux's way to say that the other end is closed
+    except OSError:  # on Linux it means that the other end is closed
         pass
     finally:
         os.close(terminal)
@@ -59,7 +59,7 @@ def on_a_terminal(script: str) -> str:
 
 
 def visible_lines(received: str) -> list[str]:
-    """The lines left on the screen: a carriage return starts the line over."""
+    """The lines that remain on the screen: a carriage return restarts the line."""
     lines = []
     for line in received.replace("\r\n", "\n").split("\n"):
         shown = ""

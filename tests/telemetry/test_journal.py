@@ -1,4 +1,4 @@
-"""A journal holds whole entries, in order, on a disk that is full for a while."""
+"""A journal contains complete entries in order, even if the disk is full for a while."""
 
 import errno
 import os
@@ -31,7 +31,7 @@ def test_entries_are_in_the_file_when_append_returns(tmp_path):
 
 
 def _beyond_the_limit(path):
-    """On a rank: files may not grow beyond 1,000 bytes, and then they may again."""
+    """On a rank: files may not grow beyond 1,000 bytes; then the limit is removed."""
     journal = Journal(path)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
@@ -116,7 +116,7 @@ def test_logs_on_a_disk_that_is_full_for_a_while(small_disk, capsys):
         with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
             while True:
                 file.write(b"x" * 4096)
-        for iteration in range(2, 40):  # the page that the file has may take some more
+        for iteration in range(2, 40):  # the last page of the file has room for some more
             telemetry.log(example_record(iteration))
             telemetry.sync()
         written = [record["iteration"] for record in read_metrics(small_disk / "run/metrics.jsonl")]
@@ -143,7 +143,7 @@ def test_a_console_that_cannot_be_written(tmp_path, capsys):
                 telemetry.log(example_record(iteration))
                 telemetry.say("saved")
         with pytest.raises(OSError, match="No space left"):
-            full.flush()  # what the console could not take; the program's end ignores it
+            full.flush()  # the console's unwritten text; the end of the program ignores it
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
     assert capsys.readouterr().err == (

@@ -1,4 +1,4 @@
-"""metrics.jsonl: written at once, cut on resume, read past a torn line, always valid JSON."""
+"""metrics.jsonl: written at once, cut on resume, readable after an incomplete line, valid JSON."""
 
 import json
 import os

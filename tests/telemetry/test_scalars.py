@@ -1,4 +1,4 @@
-"""A record flattened for TensorBoard and Weights & Biases."""
+"""A record as scalars for TensorBoard and Weights & Biases."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def test_names_and_values():
     assert named["validation/prose/bits_per_byte"] == 2.25
     assert named["moe/layer_02/ent_load"] == 0.5
     assert named["moe/layer_01/tokens_dropped"] == 1
-    assert named["moe/layer_01/imbalance"] == 1.5  # 6 of 8 choices, where 4 would be even
+    assert named["moe/layer_01/imbalance"] == 1.5  # 6 of 8 choices; an even load would be 4
     assert "train/iteration" not in named
 
 
@@ -42,7 +42,7 @@ def test_totals_are_means_of_entropies_and_sums_of_differences():
 
 
 def test_charts_do_not_grow_with_the_experts():
-    """24 layers of 64 experts: numbers by layer, and one distribution for all experts of one."""
+    """24 layers of 64 experts: numbers per layer, and one distribution over a layer's experts."""
     layer = example_record()["layers"][0]
     wide = {"tokens_per_expert": list(range(64)), "norm_per_expert": [1.0] * 64}
     record = example_record(layers=[layer | wide | {"layer": n} for n in range(1, 25)])

@@ -1,4 +1,4 @@
-"""TensorBoard files read back, W&B with and without the package, and the fan-out."""
+"""TensorBoard files read back, W&B with and without the package, and a record to all sinks."""
 
 import sys
 import types
@@ -34,7 +34,7 @@ def log_losses(directory, losses: dict[int, float], **options) -> None:
 def test_tensorboard_files_are_readable(tmp_path):
     sink = TensorBoardSink(tmp_path)
     sink.log(example_record(10, validation=VALIDATION))
-    assert curve(tmp_path, "train/lm_loss") == [(10, 4.25)]  # before it is closed
+    assert curve(tmp_path, "train/lm_loss") == [(10, 4.25)]  # before the file is closed
     sink.log(example_record(20))
     sink.close()
     assert curve(tmp_path, "moe/layer_02/imbalance") == [(10, 1.5), (20, 1.5)]
@@ -60,7 +60,7 @@ def test_tensorboard_of_a_new_run_hides_another_in_the_same_folder(tmp_path):
 
 
 def test_tensorboard_shows_the_last_iteration_as_metrics_jsonl_has_it(tmp_path):
-    """Killed between the two logs, and then twice before the next checkpoint."""
+    """The run is killed between the two logs, and then twice before the next checkpoint."""
     directory = tmp_path / "run"
     sink = TensorBoardSink(directory)
     for record in (example_record(10), example_record(20)):
@@ -94,7 +94,7 @@ def test_a_broken_wandb_is_not_called_missing(tmp_path, monkeypatch):
 
 
 class FakeWandb(types.ModuleType):
-    """Notes what the sink asks of wandb."""
+    """Records the calls of the sink."""
 
     class Error(Exception):
         pass
@@ -145,7 +145,7 @@ def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
 
 
 def test_wandb_is_not_told_again(tmp_path, monkeypatch):
-    """It cannot take back what came after the checkpoint; a value that is another is shown."""
+    """W&B cannot remove records after the checkpoint; a value that differs is logged again."""
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     nan = float("nan")

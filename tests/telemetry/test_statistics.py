@@ -30,7 +30,7 @@ def test_one_expert_for_all_has_no_entropy():
 
 
 def test_two_choices_a_token_are_divided_by_k():
-    # 10 tokens, K = 2: every token takes expert 0, and half of them each of 1 and 2.
+    # 10 tokens, K = 2: every token chooses expert 0, and half of them each choose 1 and 2.
     assert load_shares([10, 5, 5, 0]) == [0.5, 0.25, 0.25, 0]
     assert ent_load([10, 5, 5, 0]) == pytest.approx(1.5 * math.log(2), abs=1e-12)
     assert max_minus_min_load([10, 5, 5, 0]) == 0.5
@@ -128,7 +128,7 @@ def test_bytes_sent_to_other_ranks_are_told_by_the_token():
     for layer, sent in ((1, 100), (1, 20), (2, 0)):
         statistics.layer(layer).record(**batch)
         statistics.layer(layer).record_wire(sent)
-    with torch.no_grad():  # the first run of a recomputation sends too, and is not counted
+    with torch.no_grad():  # the first pass of a recomputation dispatches too, and does not count
         statistics.layer(1).record_wire(1000)
     first, second = statistics.training.summaries()
     assert first["wire_bytes_per_token"] == 120 / 8
@@ -176,7 +176,7 @@ def test_evaluation_is_kept_apart():
     part = statistics.layer(1)
     trained, evaluated = micro_batch(generator, 5), micro_batch(generator, 7)
     part.record(**trained)
-    for _ in range(2):  # a second evaluation starts afresh
+    for _ in range(2):  # a second evaluation starts from zero
         with statistics.evaluating() as totals, torch.no_grad():
             part.record(**evaluated)
     with torch.no_grad():
