@@ -1,4 +1,4 @@
-"""Rows as a run would leave them, without anything being timed."""
+"""Rows as from a run, without any timing."""
 
 from tools.bench.results import Result, Row
 
@@ -10,7 +10,7 @@ def result(name: str, *milliseconds: float, **fields: object) -> Result:
 
 
 def row(*results: Result, ceiling: tuple[float, ...] = (), **fields: object) -> Row:
-    """A row whose ceiling takes 1 ms in every turn unless told otherwise."""
+    """A row whose ceiling takes 1 ms in every turn by default."""
     ceiling = ceiling or (1.0,) * len(results[0].samples)
     about: dict[str, object] = {
         "op": "permute",

@@ -8,5 +8,5 @@ STARTS = {"fork": run_tool_forked, "new interpreter": run_tool}
 
 @pytest.fixture(params=rest_in_full(STARTS, "fork"))
 def start(request: pytest.FixtureRequest) -> RunTool:
-    """How a tool is started: in a new interpreter what importing torch prints is seen too."""
+    """The way to start a tool: a new interpreter also shows the output of importing torch."""
     return STARTS[request.param]

@@ -1,10 +1,10 @@
-"""An interpreter on a machine with a GPU, for tools/gpu/report.sh, where there is none.
+"""A simulated interpreter on a machine with a GPU, for tools/gpu/report.sh on other machines.
 
     PYTHON=gpu_stand_in.py tools/gpu/report.sh ...
 
-What is asked of torch and of the extension it answers itself. Tests are collected instead of run;
-the tools run as they are, to where they would start a kernel and find no GPU. Packages that are
-named in STAND_IN_LACKS are not there.
+It answers calls to torch and to the extension itself. Tests are collected and not run. The tools
+run unchanged until they would start a kernel and find no GPU. The packages named in
+STAND_IN_LACKS are missing.
 """
 
 import os
@@ -38,7 +38,7 @@ def answer(code: str) -> None:
 def run(arguments: list[str]) -> int:
     if "pytest" in arguments:
         arguments += ["--collect-only", "-n", "0", "--gpu"]
-    if "tools/bench/training.py" in arguments:  # would train a large model on the CPU
+    if "tools/bench/training.py" in arguments:  # it would train a large model on the CPU
         arguments += ["--turns", "0"]
     return subprocess.run([sys.executable, *arguments]).returncode
 

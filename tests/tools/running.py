@@ -1,4 +1,4 @@
-"""A tool as a user runs it: a process of its own."""
+"""A tool as a user runs it, in a separate process."""
 
 import multiprocessing
 import os
@@ -30,9 +30,9 @@ def run_tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def run_tool_forked(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """The same in a fork of a process that has torch and Megatron-Core imported: seconds less.
+    """The same in a fork of a process that has imported torch and Megatron-Core, which is faster.
 
-    What importing them prints is not seen.
+    The output of these imports is not captured.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -40,7 +40,7 @@ def run_tool_forked(name: str, *arguments: object) -> subprocess.CompletedProces
     with tempfile.TemporaryDirectory() as folder:
         streams = [Path(folder) / stream for stream in ("stdout", "stderr")]
         process = context.Process(target=_be_tool, args=(line, streams))
-        with mock.patch.dict(os.environ, environment()):  # for the fork server, if it starts now
+        with mock.patch.dict(os.environ, environment()):  # for a fork server that starts now
             process.start()
         process.join(240)
         if process.exitcode is None:

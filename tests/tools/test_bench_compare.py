@@ -1,4 +1,4 @@
-"""Two runs against each other."""
+"""The comparison of two runs."""
 
 from pathlib import Path
 

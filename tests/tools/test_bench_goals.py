@@ -1,4 +1,4 @@
-"""Goals are judged by the row that they name, and only by what was measured there."""
+"""A goal is compared with the row that it names, and only with values measured in that row."""
 
 from dataclasses import replace
 
@@ -68,7 +68,7 @@ def test_verdicts_stand_under_their_row() -> None:
 
 
 def test_the_cpu_goals() -> None:
-    """The table of the project's goals, in figures."""
+    """The table of the project's goals, as numbers."""
     goals = [goal for goal in goals_of("cpu") if goal.dtype == "bfloat16"]
     assert len(goals) * 2 == len(goals_of("cpu"))
     coarse = "T=4096 d=768 n=8 K=2 f=3072"

@@ -1,5 +1,5 @@
-"""The peers on GPUs, with stand-ins for their packages that take arguments and weights as those
-document them: what we hand over, and how we read gradients, gives the values of our own operators.
+"""The peers on GPUs, with replacements for their packages. These take arguments and weights as the
+packages document them. The values and gradients must equal those of our own operators.
 """
 
 from types import ModuleType, SimpleNamespace
@@ -24,7 +24,7 @@ SIZE = Size(T=12, d=8, n=4, K=2, f=6)
 def routed(
     x_TD: Tensor, probs_TK: Tensor, experts_TK: Tensor, w_gate: Tensor, w_up: Tensor, w_out: Tensor
 ) -> Tensor:
-    """Token by token; matrices are [E, F, D], [E, F, D] and [E, F, D]."""
+    """Computes token by token; matrices are [E, F, D], [E, F, D] and [E, F, D]."""
     rows = []
     for x_D, probs_K, experts_K in zip(x_TD, probs_TK, experts_TK.tolist(), strict=True):
         rows.append(sum(

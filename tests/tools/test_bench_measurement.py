@@ -1,4 +1,4 @@
-"""Who takes part and in which turn; the clock here only counts."""
+"""The contenders of a measurement and their turns; the clock here only counts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ ONCE = Patience(0.0, turns=1)
 
 
 class Counter:
-    """A clock by which everything takes a second."""
+    """A clock on which every call takes a second."""
 
     def __init__(self) -> None:
         self.results: list[Any] = []

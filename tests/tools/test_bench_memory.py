@@ -1,4 +1,4 @@
-"""Bytes counted by hand: what is saved, what is allocated at most."""
+"""Bytes counted by hand: the saved bytes, and the peak of the allocated bytes."""
 
 import torch
 
@@ -6,7 +6,7 @@ from tools.bench.contender import Contender
 from tools.bench.memory import peak_bytes, saved_bytes
 
 KIB = 1024
-SCALARS = 64  # bytes that numbers such as 2.0 take on the way
+SCALARS = 64  # temporary bytes of numbers such as 2.0
 
 
 def kib(amount: int) -> torch.Tensor:
@@ -32,10 +32,10 @@ def test_the_peak_is_what_was_held_at_once() -> None:
     x = kib(1024)
 
     def forward() -> list[torch.Tensor]:
-        a = x.detach() + 1  # 1 MiB, gone before the next
+        a = x.detach() + 1  # 1 MiB, freed before the next
         del a
         b = x.detach() + 2
-        return [b + 3]  # two at once
+        return [b + 3]  # two at the same time
 
     peak = peak_bytes(Contender("sums", forward), "cpu")
     assert 2 * 1024 * KIB <= peak <= 2 * 1024 * KIB + SCALARS

@@ -1,4 +1,4 @@
-"""Numbers derived from samples, and their way through a file."""
+"""Numbers that are computed from samples, and their storage in a file."""
 
 from pathlib import Path
 
@@ -24,8 +24,8 @@ def test_rate_and_share() -> None:
 
 
 def test_a_ratio_is_of_neighbors_in_time() -> None:
-    # The machine became three times as slow for the second turn. Turn by turn the other takes
-    # twice as long; the medians of all turns (2 and 6) would say three times.
+    # The machine became three times as slow for the second turn. In each turn the other takes twice
+    # as long; the medians of all turns (2 and 6) would give three times.
     ours, other = result("ours", 1, 3, 2), result("other", 2, 6, 6)
     assert times_as_fast(ours, other) == pytest.approx(2.0)
 

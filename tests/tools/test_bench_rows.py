@@ -1,5 +1,5 @@
-"""Every bench at a tiny size: contenders agree with ours, values and gradients, and whoever is
-left out says why. Nothing is timed."""
+"""Every benchmark at a tiny size: the contenders' values and gradients agree with ours, and each
+omitted contender gives a reason. Nothing is timed."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -53,7 +53,7 @@ def test_contenders_agree(op: str, dtype: torch.dtype, ops: Ops) -> None:
     peers = [peer for peer in bench.peers if isinstance(peer, Contender)]
     for contender in [*bench.ours[1:], *peers]:
         if contender.answer or contender.name.endswith(("deepgemm", "sonicmoe")):
-            continue  # another model; kernels for GPUs, which say so when they run
+            continue  # another model; kernels for GPUs, which report it when they run
         said = disagreement(contender.values(), expected, dtype)
         assert said is None, f"{contender.name}: {said}"
 

@@ -1,4 +1,4 @@
-"""The program: what it measures on request, and what it says about wrong flags."""
+"""The program: its measurements, and its errors for wrong flags."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ TOOL = ROOT / "tools" / "bench" / "run.py"
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
-    """As a user does: from any folder, without a path to the package."""
+    """Start the tool like a user: from any folder, without a path to the package."""
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.Popen(
         [sys.executable, str(TOOL), *map(str, arguments)],
@@ -25,7 +25,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell starts what runs in the background without Ctrl-C, tests too.
+        # A shell starts background processes with SIGINT ignored, tests too.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 

@@ -1,4 +1,4 @@
-"""When contenders differ: beyond rounding, in shape, in what they return."""
+"""Contenders that differ: beyond rounding, in shape, in the kind of results."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a reader sees of a row."""
+"""The printed form of a row."""
 
 from tests.tools.bench_rows import result, row
 from tools.bench.table import format_absent, format_row

@@ -1,4 +1,4 @@
-"""AoE against its twin in training: what a run is, how runs are compared, what is said."""
+"""AoE against its twin in training: the numbers of a run, the comparison of runs, the report."""
 
 import sys
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_a_run_ends_after_its_iterations_and_saves_nothing(tmp_path: Path) -> No
     assert [record["iteration"] for record in records] == [1, 2, 3]
     assert records[-1]["consumed_tokens"] == 3 * 16 * 64
     assert not list((tmp_path / "run").glob("iter_*"))
-    assert len(Run.of(records).tokens_per_second) == 1  # the first two are left out
+    assert len(Run.of(records).tokens_per_second) == 1  # the first two are skipped
 
 
 def test_a_run_that_ends_by_itself_is_told_with_its_last_line(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_run_finds_packages_where_this_process_does(
 
 
 def test_speed_and_memory_are_compared_within_turns() -> None:
-    """The second turn ran on a machine at half its speed: both have half."""
+    """The second turn ran on a machine at half its speed: both runs have half."""
     twins = [Run([100.0, 90.0, 110.0], 100 * MIB), Run([50.0], 100 * MIB)]
     ours = [Run([98.0, 20.0, 99.0], 90 * MIB), Run([49.0], 110 * MIB)]
     assert ratios(ours, twins) == pytest.approx((0.98, 1.0))

@@ -1,4 +1,4 @@
-"""The program: its table, its exit codes and what it says about wrong flags."""
+"""The program: its table, its exit codes and its errors for wrong flags."""
 
 import json
 from functools import partial
@@ -49,7 +49,7 @@ def test_a_model_is_converted_and_reported(tmp_path: Path, start: RunTool) -> No
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A place where the configuration of a checkpoint is, with its record, and nothing else."""
+    """A folder that has the configuration and the record of a checkpoint, and nothing else."""
     folder = tmp_path / "iter_0000001"
     folder.mkdir()
     (folder / "config.yaml").write_text(make_config({"num_experts": 4}).to_yaml())

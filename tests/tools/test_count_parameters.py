@@ -1,4 +1,4 @@
-"""The program: its output, its exit codes and what it says about wrong flags."""
+"""The program: its output, its exit codes and its errors for wrong flags."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The program: what it prints of a trained model, and what it says about wrong flags."""
+"""The program: its output for a trained model, and its errors for wrong flags."""
 
 from functools import partial
 from pathlib import Path

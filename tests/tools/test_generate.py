@@ -1,4 +1,4 @@
-"""The program: what it writes, and what it says about wrong flags."""
+"""The program: its output, and its errors for wrong flags."""
 
 from functools import partial
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""What is carried to a machine with a GPU and no network, and the report that is made there: each
-step up to where a kernel would start."""
+"""The archive for a machine with a GPU and no network, and the report that is made there: each
+step until a kernel would start."""
 
 import os
 import re
@@ -129,7 +129,7 @@ def wheel(folder: Path, name: str, version: str, files: list[str]) -> None:
 
 @pytest.fixture
 def wheels(tmp_path: Path) -> dict[str, str]:
-    """A folder with wheels in place of the registry."""
+    """A folder with wheels that replaces the package registry."""
     folder = tmp_path / "wheels"
     folder.mkdir()
     pinned = dict(re.findall(r'"([\w-]+)==([\d.]+)', (ROOT / "pyproject.toml").read_text()))

@@ -1,4 +1,4 @@
-"""The tool as a whole: what it writes and prints, how it ends, and a training run on its output."""
+"""The complete tool: its files and output, its exit codes, and a training run on its output."""
 
 import os
 import re
@@ -26,7 +26,7 @@ S = 32
 
 
 def kinds_of_text(folder: Path, documents: int = 200, length: int = 30) -> Path:
-    """Ten kinds of documents in random order, each of its own fifty tokens; two are copies."""
+    """Ten kinds of documents in random order, each with its own fifty tokens; two are copies."""
     rng = np.random.default_rng(0)
     kinds = rng.integers(0, 10, documents)
     bodies = 50 * kinds[:, None] + rng.integers(0, 50, (documents, length))
@@ -79,7 +79,7 @@ def instances_of_random_order(data: Path) -> np.ndarray:
 def test_every_document_but_the_copy_is_there_once(tmp_path: Path) -> None:
     data, output = kinds_of_text(tmp_path), tmp_path / "out"
     assert order(data, output, "--instances-per-document", 10_000, "--seq-length", 1) == 0
-    text = np.fromfile(f"{output}.bin", np.uint16)  # one piece: in the order of the path
+    text = np.fromfile(f"{output}.bin", np.uint16)  # one part: in the order of the path
     found = text.reshape(-1, 31).tolist()
     expected = [Documents(str(data))[i].tolist() for i in range(200)]
     expected.remove(expected[3])
@@ -111,7 +111,7 @@ def test_finished_work_is_found_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert np.array_equal(instances(tmp_path / "first"), instances(tmp_path / "second"))
     with pytest.raises(AssertionError, match="embedded again"):
         order(data, tmp_path / "third", *work, "--embedding-size", 64)
-    write_indexed(data, [[i % 3, EOD] for i in range(400)], EOD + 1)  # other text, same name
+    write_indexed(data, [[i % 3, EOD] for i in range(400)], EOD + 1)  # different text, same name
     with pytest.raises(AssertionError, match="embedded again"):
         order(data, tmp_path / "third", *work)
 

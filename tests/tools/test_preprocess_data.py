@@ -1,4 +1,4 @@
-"""The program: what it prints, and how it ends on a line that it cannot use."""
+"""The program: its output, and its exit for a line that it cannot use."""
 
 import json
 from functools import partial

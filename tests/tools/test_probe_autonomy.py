@@ -1,4 +1,4 @@
-"""The program: its table, its exit codes and what it says about wrong flags."""
+"""The program: its table, its exit codes and its errors for wrong flags."""
 
 import json
 from functools import partial
@@ -14,7 +14,7 @@ from tools.probe_autonomy import main
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks that divide the experts."""
+    """A run of two ranks that split the experts."""
     folder = tmp_path_factory.mktemp("probed")
     options = SMALL | small_data(folder) | {"save": folder / "run"}
     options |= {"expert_model_parallel_size": 2, "train_iters": 30}

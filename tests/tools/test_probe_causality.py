@@ -1,4 +1,4 @@
-"""The program: its verdicts, its exit codes and what it says about wrong flags."""
+"""The program: its verdicts, its exit codes and its errors for wrong flags."""
 
 import re
 from functools import partial

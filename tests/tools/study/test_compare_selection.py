@@ -1,4 +1,4 @@
-"""The tool that trains a study: what it trains, what it skips, what it refuses, how it ends."""
+"""The tool that trains a study: what it trains, skips and rejects, and how it ends."""
 
 import csv
 import json
@@ -46,7 +46,7 @@ def study_file(folder: Path, **changes: Any) -> Path:
 
 
 def evaluation(loss: float) -> list[dict[str, Any]]:
-    """Records of a run that is done."""
+    """The records of a finished run."""
     place = {"iteration": 40, "consumed_tokens": 4000}
     layers = [layer(1, [1, 1], experts_per_token=2.25)]
     return [
@@ -56,7 +56,7 @@ def evaluation(loss: float) -> list[dict[str, Any]]:
 
 
 class FakeRuns:
-    """In the place of CellRunner: notes what is run, and does what `act` says of it."""
+    """Replaces CellRunner: records what is run, and calls `act` for the result."""
 
     def __init__(self, act: Callable[[Cell, Any], int]) -> None:
         self.act = act
@@ -96,7 +96,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         return {"total": total, "active": active, "active_compute": active}
 
     monkeypatch.setattr(study_plan, "count_parameters", count)
-    monkeypatch.setattr(study_report, "FIGURES", {})  # they are tested by tests/analysis
+    monkeypatch.setattr(study_report, "FIGURES", {})  # tests/analysis tests them
     return compare_selection
 
 
@@ -239,7 +239,7 @@ def test_another_study_in_the_folder_is_refused(tool, tmp_path, capsys):
 
 
 def test_the_example_takes_every_system(tool):
-    """Totals are counted here on paper: an AoE expert of Eq. 5, a SwiGLU expert, the router."""
+    """Totals are counted by hand: an AoE expert of Eq. 5, a SwiGLU expert, the router."""
     file = SharedFile.from_raw(read_yaml(ROOT / "examples" / "study.yaml"))
     chosen = {c.name: c for c in choose_contenders(SYSTEMS, file, {})}
     for contender in chosen.values():
