@@ -1,6 +1,6 @@
 """Hostile checkpoints that would run code when they are loaded; their records are valid.
 
-Each payload makes a file, so that a test sees whether it ran.
+Each payload creates a file, so that a test can see whether it ran.
 """
 
 import io
@@ -25,7 +25,7 @@ MARKER = "this_ran"
 
 
 class Payload:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -35,7 +35,7 @@ class Payload:
 
 
 def hostile_copies(checkpoint: Path, target: Path) -> Iterator[Path]:
-    """Copies of a checkpoint under `target`, each with a payload in another place."""
+    """Copies of a checkpoint under `target`, each with a payload in a different place."""
     for damage in _PLACES:
         path = target / damage.__name__.strip("_") / checkpoint.name
         shutil.copytree(checkpoint, path)
@@ -45,7 +45,7 @@ def hostile_copies(checkpoint: Path, target: Path) -> Iterator[Path]:
 
 
 def reseal(checkpoint: Path) -> None:
-    """Make the record agree with the files, whatever they are."""
+    """Make the record agree with the files, whatever they contain."""
     record = json.loads((checkpoint / "checkpoint.json").read_text())
     del record["checksum"]
     record["files"] = describe_files(checkpoint, list_files(checkpoint))
@@ -93,7 +93,7 @@ def _random_state_that_is_none(path: Path, payload: Payload) -> None:
 
 
 def _random_state_of_format_1(path: Path, payload: Payload) -> None:
-    """Harmless: with an array of numpy's, as the format before had it."""
+    """Harmless: with a numpy array, as in the previous format."""
     state = random_state() | {"numpy": numpy.random.get_state()}
     _replace(path, "random_state/", [state])
 
@@ -111,7 +111,7 @@ def _change_index(path: Path, change: Callable[[Metadata], None]) -> None:
 
 
 def _replace(path: Path, key: str, content: Any) -> None:
-    """Put `content` where the index has the first entry whose key begins with `key`."""
+    """Put `content` in the place of the first entry whose key begins with `key`."""
     stored = io.BytesIO()
     torch.save(content, stored)
 

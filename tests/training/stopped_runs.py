@@ -1,10 +1,10 @@
-"""Runs that end at a chosen moment, on the rank of a test; they leave the disk as kill -9 does.
+"""Runs that end at a chosen moment, on the rank of a test; the disk is left as after kill -9.
 
     moments = with_moments(options, None)           # the names of all moments of the run, in order
-    with_moments(options, 7)                        # the run, ended at the eighth
+    with_moments(options, 7)                        # the run, ended at the eighth moment
 
-The moments: before and after each step, record, evaluation of a domain, checkpoint, its publication
-and the figure; and in the middle of a line of metrics.jsonl.
+The moments are before and after each step, record, evaluation of a domain, checkpoint, publication
+of a checkpoint, and the figure; and in the middle of a line of metrics.jsonl.
 """
 
 import contextlib
@@ -37,13 +37,13 @@ PLACES = [
 
 
 class Killed(BaseException):
-    """Nothing that comes after is done: no handler in the program takes it."""
+    """Nothing runs after it: no handler in the program catches it."""
 
 
 class Moments:
-    """Counts the moments of a run, and does something at one of them.
+    """Counts the moments of a run and performs an action at one of them.
 
-    A journal that is closed does not write what it still has.
+    A closed journal does not write its pending entries.
     """
 
     def __init__(self, at: int | None, action: Callable[[], None]) -> None:
@@ -100,7 +100,7 @@ def terminate() -> None:
 def with_moments(
     options: Options, at: int | None, action: Callable[[], None] = kill
 ) -> tuple[list[str], int | None]:
-    """(names of the moments that came, exit code or None where the run did not come to one)."""
+    """(names of the reached moments, exit code or None if the run has none)."""
     moments = Moments(at, action)
     with moments.watched():
         try:

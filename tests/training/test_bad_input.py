@@ -1,4 +1,4 @@
-"""Every wrong flag, file and value gets one line, and nothing is written over."""
+"""Every wrong flag, file and value gives a one-line error, and nothing is overwritten."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def place(tmp_path_factory):
     return folder
 
 
-#: Two ranks; `{}` is the folder of `place`.
+#: The commands run on two ranks; `{}` is the folder of `place`.
 WRONG = {
     "heads by tp": (
         {"tensor_model_parallel_size": 2, "num_attention_heads": 3, "hidden_size": 30}
@@ -198,7 +198,7 @@ def _at(options, folder):
 
 @pytest.fixture(scope="module")
 def messages(place):
-    """What two ranks say to all of `WRONG`, and the folder before and after."""
+    """The errors of two ranks for all of `WRONG`, and the folder before and after."""
     before = _contents(place)
     runs = [SMALL | small_flags(place) | _at(wrong, place) for wrong, _ in WRONG.values()]
     by_rank = run_distributed(2, _errors, runs)
@@ -242,13 +242,13 @@ def test_sizes_count_however_they_are_given(place):
 
 
 def _program(folder, options, world_size=2):
-    """(exit codes, output) of the program that is expected to end by itself."""
+    """(exit codes, output) of the program, which should end by itself."""
     with Ranks(folder, world_size, main, flags(options)) as ranks:
         return ranks.finish(), ranks.output
 
 
 def _error_line(output):
-    """The one line of an error that was told once, and without a traceback."""
+    """The line of an error that was printed once, and without a traceback."""
     assert "Traceback" not in output
     (line,) = [line for line in output.splitlines() if line.startswith("error")]
     return line

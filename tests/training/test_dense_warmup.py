@@ -1,4 +1,4 @@
-"""Dense layers first, experts later: in one run, stopped at any moment, and across runs."""
+"""Dense layers first, experts later: in one run, stopped at any moment, and in several runs."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=rest_in_full(SYSTEMS, "aoe-bf16-distributed"))
 def run(request, tmp_path_factory, data):
-    """(options, folder): `folder` has a run with a warm-up, `warm`, and a dense one, `dense`."""
+    """(options, folder): `folder` has a run with a warm-up, `warm`, and a dense run, `dense`."""
     folder = tmp_path_factory.mktemp("runs")
     options = EXPERTS | SYSTEMS[request.param] | data
     warm = options | IN_ONE_RUN | {"save": folder / "warm"}
@@ -45,7 +45,7 @@ def run(request, tmp_path_factory, data):
 
 
 def _train(runs, before=None):
-    """What rank 0 printed of each."""
+    """The output of rank 0 for each run."""
     ranks = run_distributed(2, pretrain_here, runs, before)
     assert [code for ends in ranks for code, _ in ends] == [0] * len(runs) * 2
     return [printed for _, printed in ranks[0]]
@@ -70,9 +70,9 @@ def test_the_warm_up_is_dense_training(run, request):
     assert len(warm) == ITERATIONS
     assert warm[:WARM_UP] == dense[:WARM_UP]
     for ours, theirs in zip(warm, dense, strict=True):
-        assert ours[3:] == theirs[3:]  # schedule and tokens go on as if nothing happened
+        assert ours[3:] == theirs[3:]  # schedule and tokens continue without a change
     assert warm[WARM_UP][1] != dense[WARM_UP][1]
-    if request.node.callspec.params["run"] == "topk-fp32":  # no rank is cut off
+    if request.node.callspec.params["run"] == "topk-fp32":  # no factorization truncates a rank
         assert warm[WARM_UP][1] == pytest.approx(dense[WARM_UP][1], rel=1e-5)
 
 
@@ -90,7 +90,7 @@ def test_the_checkpoint_at_the_switch_is_dense(run):
 
 @pytest.mark.full
 def test_two_iterations_at_a_time(run, tmp_path):
-    """Stopped in the warm-up, at its very end, and after it; only the last checkpoint is kept."""
+    """Stopped in the warm-up, at its end, and after it; only the last checkpoint is kept."""
     options, folder = run
     options = options | IN_ONE_RUN | {"save": tmp_path, "keep_last": 1, "exit_interval": 2}
     goes_on = options | {"load": tmp_path}
@@ -123,7 +123,7 @@ def test_kill_9_before_the_experts_are_saved(run, tmp_path):
 
 
 def test_across_runs(run, tmp_path):
-    """From the dense run's checkpoint, with a stop afterwards; then the flag changes nothing."""
+    """From the checkpoint of the dense run, with a later stop; then the flag has no effect."""
     options, folder = run
     dense = folder / "dense" / f"iter_{WARM_UP:07d}"
     options = options | {"moe_use_upcycling": True, "save": tmp_path}
@@ -180,7 +180,7 @@ def test_nothing_left_to_train_is_a_conversion(run, tmp_path):
         assert torch.equal(expert[: w_o.shape[1]], w_o.T)
 
 
-#: What is given beside a model of experts, and the one line that comes back.
+#: Options beside those of a model of experts, and the one-line error.
 WRONG = {
     "nothing to load": (
         {"moe_use_upcycling": True},
@@ -228,7 +228,7 @@ def _lines(runs):
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory, data):
-    """(folder of a finished dense run, the line of each wrong input)."""
+    """(folder of a finished dense run, the error line of each wrong input)."""
     folder = tmp_path_factory.mktemp("wrong")
     options = SMALL | data | {"train_iters": ITERATIONS}
     _train([options | DENSE | {"save": folder / "dense"}])

@@ -1,4 +1,4 @@
-"""Runs that are over, runs that are not evaluated, and logs and figures that cannot be written."""
+"""Finished runs, runs without evaluation, and logs and figures that cannot be written."""
 
 import errno
 import json
@@ -12,7 +12,7 @@ from moe_parallel.telemetry.metrics import TIMING
 from tests.distributed import run_distributed
 from tests.program import SMALL, pretrain_here, small_data
 
-# The schedule is said, so that fewer iterations are no other one.
+# The schedule is explicit, so that fewer iterations do not change it.
 RUN = SMALL | {"lr_decay_iters": 4}
 
 
@@ -22,7 +22,7 @@ def records(save) -> list[dict]:
 
 
 def files(folder) -> dict[str, tuple[int, bytes]]:
-    """Every file with the time of its last change and its content, but for the figure."""
+    """Every file except the figure, with the time of its last change and its content."""
     return {
         str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
         for path in folder.rglob("*")
@@ -35,7 +35,7 @@ def evaluated(save) -> list[int]:
 
 
 def _train(*runs):
-    """(exit code, what was printed) of each run, on one rank."""
+    """(exit code, output) of each run, on one rank."""
     return run_distributed(1, pretrain_here, runs)[0]
 
 
@@ -99,7 +99,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 def _train_on_a_full_disk(options, records_that_fail):
-    """On a rank: these calls of each journal find no room."""
+    """On a rank: the disk is full in these calls of each journal."""
     write, calls = Journal._write_whole, {}
 
     def write_or_fail(journal, entry):
@@ -114,7 +114,7 @@ def _train_on_a_full_disk(options, records_that_fail):
 
 
 def test_logs_on_a_full_disk(finished, tmp_path):
-    """Training goes on; what they lack is written when there is room, or, at the end, is lost."""
+    """Training continues; missing entries are written later, or are lost if the run ends first."""
     options, save = finished
     later, lost = tmp_path / "later", tmp_path / "lost"
     for folder, records_that_fail in ((later, range(1, 4)), (lost, range(3, 99))):

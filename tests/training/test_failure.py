@@ -28,7 +28,7 @@ from tests.program import SMALL, Ranks, flags, small_data, stored_tensors
 
 
 def _job(trouble, before_groups=False):
-    """A program like ours: groups, then `trouble(rank)`."""
+    """A program like ours: it creates groups and calls `trouble(rank)`."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = join_store(rank, world_size)
 
@@ -41,7 +41,7 @@ def _job(trouble, before_groups=False):
             store=dist.PrefixStore("groups", store),
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(minutes=10),  # far more than a test waits
+            timeout=timedelta(minutes=10),  # far longer than a test waits
         )
         dist.barrier()
         trouble(rank)
@@ -63,7 +63,7 @@ def _bad_input(rank):
 
 
 def _bad_input_late(rank):
-    time.sleep(3)  # by now the other rank waits, inside the store, for this one
+    time.sleep(3)  # by now the other rank waits for this one in the store
     _bad_input(rank)
 
 
@@ -93,7 +93,7 @@ def _die(rank):
 
 
 class On1:
-    """One thing on rank 1, another on rank 0."""
+    """One action on rank 1, another on rank 0."""
 
     def __init__(self, on_1, on_0):
         self.on_1, self.on_0 = on_1, on_0
@@ -103,7 +103,7 @@ class On1:
 
 
 def _end(folder, trouble, before_groups=False):
-    """(exit codes, all that was printed) of a job of two ranks."""
+    """(exit codes, complete output) of a job of two ranks."""
     with Ranks(folder, 2, _job, trouble, before_groups) as ranks:
         codes = ranks.finish()
         return codes, ranks.output
@@ -170,7 +170,7 @@ def test_a_channel_without_its_store_tells_all_the_same():
 
 
 def _main_without_launcher(rank):
-    """As a rank that waits for its store while the launcher is killed."""
+    """Act as a rank that waits for its store while the launcher is killed."""
     leave_with_launcher(1 if os.getppid() != 1 else 2, StopRequest())
     dist.TCPStore("127.0.0.1", 9, world_size=2, is_master=False, timeout=timedelta(minutes=10))
 
@@ -192,7 +192,7 @@ def test_the_first_claim_wins():
 
 
 def _main_with_poison(value, rank, step_number, arguments):
-    """The program, whose embedding on one rank becomes `value` before a step."""
+    """The program; the embedding on one rank is set to `value` before a step."""
     step, done = Engine.step, []
 
     def poisoned(engine, batches):
@@ -228,7 +228,7 @@ def test_a_loss_that_is_not_finite(tmp_path, value):
 
 
 def _main_with_poisoned_gradient(rank, step_number, arguments):
-    """The program, with an infinite gradient on one rank in a step whose loss is fine."""
+    """The program, with an infinite gradient on one rank in a step with a finite loss."""
     step, done = Engine.step, []
 
     def poisoned(engine, batches):

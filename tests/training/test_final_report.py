@@ -1,4 +1,4 @@
-"""The comparison at the end of a run: its numbers, and its bound on the text that is read."""
+"""The comparison at the end of a run: its numbers, and its limit on the text that is read."""
 
 from pathlib import Path
 

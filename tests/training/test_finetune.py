@@ -1,4 +1,4 @@
-"""--finetune takes weights alone; --override-opt-param-scheduler goes on with another schedule."""
+"""--finetune loads only weights; --override-opt-param-scheduler continues with a new schedule."""
 
 import json
 
@@ -31,7 +31,7 @@ def _records(save):
 
 
 def _started(place):
-    """What two ranks have at the first step: weights, moments, random state; then they leave."""
+    """The weights, moments and random state of two ranks at the first step; then they exit."""
 
     def note(engine, batches):
         chunk = engine.chunks[0].module
@@ -92,7 +92,7 @@ def test_a_trained_model_is_trained_on(run, tmp_path):
     assert first["lm_loss"] < _records(folder)[0]["lm_loss"]
     text = (tuned / "config.yaml").read_text()
     assert "finetune: false" in text and "load: null" in text
-    # It goes on as any run does: no flag is left behind that would start it again.
+    # It continues like any run: no saved flag would start it again.
     straight = stored_tensors(tuned / "iter_0000003")
     run_distributed(2, pretrain_here, [{"load": tuned / "iter_0000002"}])
     assert same_bytes(stored_tensors(tuned / "iter_0000003"), straight)

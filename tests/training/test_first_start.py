@@ -1,4 +1,4 @@
-"""--load and --save of one folder: the first start and every start after a kill are one command."""
+"""--load and --save of one folder: the first start and every restart use the same command."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def _iterations(save):
 
 
 def _start(command, before=None):
-    """What rank 0 prints."""
+    """The output of rank 0."""
     ((code, output),) = run_distributed(1, pretrain_here, [command], before)[0]
     assert code == 0
     return output
@@ -61,7 +61,7 @@ def _kill_before_the_first_tracker_is_written():
 def test_one_command_begins_and_goes_on(command):
     save = command["save"]
     begins = f"no checkpoint in {save} yet: the run begins there\n"
-    with pytest.raises(RankError):  # in a folder that is not there yet
+    with pytest.raises(RankError):  # in a folder that does not exist yet
         _start(command, _kill_in_the_second_step)
     assert (save / "config.yaml").is_file() and _iterations(save) == [1]
     with pytest.raises(RankError):

@@ -1,4 +1,4 @@
-"""What the training loop computes, on one rank, seen from the files that it leaves."""
+"""The results of the training loop on one rank, read from its files."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from tests.distributed import run_distributed
 from tests.program import SMALL, pretrain_here, same_bytes, small_data, stored_tensors
 
 ITERATIONS = 8
-# Leaves before the report; the last iteration of the schedule lies beyond what is run.
+# The run exits before the report; the schedule has more iterations than are run.
 SHORT = {"train_iters": 10, "exit_interval": ITERATIONS}
 LR, MIN_LR, WARMUP = SMALL["lr"], SMALL["min_lr"], SMALL["lr_warmup_iters"]
 
@@ -38,7 +38,7 @@ LEARNING = {"train_iters": 100, "exit_interval": 60, "log_interval": 1}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with all of `RUNS`, each in a folder of its name."""
+    """A folder with all of `RUNS`, each in a folder with its name."""
     folder = tmp_path_factory.mktemp("loop")
     data = small_data(folder)
     common = SMALL | data | SHORT
@@ -126,7 +126,7 @@ DECAYS = {
 
 @pytest.mark.parametrize("name", DECAYS)
 def test_learning_rates(folder, name):
-    """Step n, from 0, has the n-th value of the schedule; it starts at 0."""
+    """Step n, counted from 0, has the n-th value of the schedule; the schedule starts at 0."""
     expected = [
         LR * step / WARMUP if step <= WARMUP else DECAYS[name](step) for step in range(ITERATIONS)
     ]
@@ -134,7 +134,7 @@ def test_learning_rates(folder, name):
 
 
 def test_weight_decay_leaves_norms_alone(folder):
-    """In the first step the learning rate is 0; in the second, decay takes lr * 0.5 of a weight."""
+    """In the first step the learning rate is 0; in the second, weights decay by lr * 0.5."""
     start = _weights(folder / "first", 1)
     free, decayed = _weights(folder / "second", 2), _weights(folder / "second, decayed", 2)
     rate = LR / WARMUP

@@ -1,4 +1,4 @@
-"""What a run leaves in --save, and what it prints."""
+"""The files of a run in --save, and its output."""
 
 import json
 import math
@@ -24,7 +24,7 @@ RUN = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """(data flags, folder of a finished run, what rank 0 and rank 1 printed)."""
+    """(data flags, folder of a finished run, output of rank 0 and of rank 1)."""
     folder = tmp_path_factory.mktemp("metrics")
     data = small_data(folder)
     options = SMALL | AOE | data | RUN | {"save": folder / "run"}
@@ -65,8 +65,8 @@ def test_every_iteration_is_measured(records):
         assert record["consumed_tokens"] == number * TOKENS
         assert record["consumed_samples"] == number * SMALL["global_batch_size"]
         assert record["tokens_per_second"] > 0 and record["grad_norm"] > 0
-        assert record["peak_memory_bytes"] > 50 * 2**20  # torch alone takes more
-    assert 4 < logged[0]["lm_loss"] < 8  # ln 300 = 5.7 when nothing is known
+        assert record["peak_memory_bytes"] > 50 * 2**20  # torch alone uses more
+    assert 4 < logged[0]["lm_loss"] < 8  # ln 300 = 5.7 before training
     assert logged[-1]["lm_loss"] < logged[0]["lm_loss"]
     assert max(r["learning_rate"] for r in logged) == SMALL["lr"]
 
@@ -123,7 +123,7 @@ def test_the_reader_takes_it(run, records):
 
 
 def test_config_yaml_alone_runs_it_again(run, records, tmp_path):
-    """The first half, on its own: the order of the data is that of the whole."""
+    """The first half, run alone: the order of the data is that of the complete run."""
     _, save, _ = run
     assert yaml.safe_load((save / "config.yaml").read_text())["train-iters"] == 10
     again = {"config": save / "config.yaml", "save": tmp_path}

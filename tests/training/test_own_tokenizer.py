@@ -1,4 +1,4 @@
-"""A run goes on with its own tokenizer, wherever its folder is, whatever lies at the old path."""
+"""A run continues with its own tokenizer, wherever its folder is, whatever the old path has."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ from tests.program import AOE, SMALL, flags, pretrain_here, small_data
 
 
 def other_bpe() -> FastTokenizer:
-    """As many tokens as small_bpe has, others."""
+    """A tokenizer with as many tokens as small_bpe, but different ones."""
     other = train_byte_bpe([words(400, seed)[::-1] for seed in range(4)], 300)
     assert other.vocab_size == small_bpe().vocab_size
     assert other.fingerprint != small_bpe().fingerprint
@@ -32,7 +32,7 @@ def losses(printed: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[str]]:
-    """A run that stopped at iteration 2, its options, and the losses it would have gone on with."""
+    """A run that stopped at iteration 2, its options, and the losses of the next iterations."""
     folder = tmp_path_factory.mktemp("trained")
     options = SMALL | AOE | small_data(folder)
     whole = options | {"save": folder / "whole"}
@@ -46,7 +46,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 def moved(
     trained: tuple[Path, dict[str, Any], list[str]], tmp_path: Path
 ) -> tuple[Path, dict[str, Any], list[str]]:
-    """That run in another folder, where the tokenizer was is another; the data are elsewhere."""
+    """That run in another folder, its options with the data elsewhere, and the losses."""
     folder, options, expected = trained
     shutil.copytree(folder, tmp_path / "elsewhere")
     shutil.copytree(folder / "half", tmp_path / "run")
@@ -66,7 +66,7 @@ def test_a_run_goes_on_with_its_own_tokenizer(
     kept = old.with_name("kept")
     old.rename(kept)
     try:
-        assert open_text(config_of(options | {"load": run})).cautions == ()  # nothing lies there
+        assert open_text(config_of(options | {"load": run})).cautions == ()  # no file is there
         goes_on = options | {"load": run, "save": run}
         del goes_on["tokenizer_model"]
         again = options | {"load": run / "iter_0000002", "save": run.with_name("again")}
@@ -102,7 +102,7 @@ def test_another_tokenizer_on_the_command_line_is_refused(
     same = own | {"tokenizer_model": run.with_name("same")}
     assert open_text(config_of(same), tokenizer_given=True).cautions == ()
     other = own | {"tokenizer_model": run.with_name("other")}
-    for given in (False, True):  # by another file, and by a flag
+    for given in (False, True):  # as a value from a file, and as a flag
         with pytest.raises(InputError, match=r"other is not the tokenizer that --load .* was trai"):
             open_text(config_of(other), tokenizer_given=given)
     with pytest.raises(InputError, match=r"no/such"):
@@ -116,7 +116,7 @@ def test_the_path_of_the_run_where_another_lies_now_is_refused_when_typed(
     remade = run.with_name("remade")
     other_bpe().save(remade)
     config = config_of(options | {"load": run, "tokenizer_model": remade})
-    # As if the run had begun with that path.
+    # As if the run had started with that path.
     monkeypatch.setattr("moe_parallel.training.own_tokenizer._as_recorded", lambda *of: True)
     (caution,) = open_text(config).cautions
     assert f"{remade} is not the tokenizer any more" in caution
@@ -131,7 +131,7 @@ def test_a_tokenizer_that_was_exchanged_or_damaged_is_refused(
     folder = run / "iter_0000002" / "tokenizer"
     size = (folder / "tokenizer.json").stat().st_size
     other_bpe().save(folder)
-    with (folder / "tokenizer.json").open("a") as stream:  # in its full size
+    with (folder / "tokenizer.json").open("a") as stream:  # padded to the original size
         stream.write(" " * max(0, size - (folder / "tokenizer.json").stat().st_size))
     with pytest.raises(InputError, match=rf"--load {run}/iter_0000002: ") as told:
         open_text(config_of(options | {"load": run}))

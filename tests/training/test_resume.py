@@ -1,4 +1,4 @@
-"""A run that was stopped, or killed at any moment, goes on as if it had not been."""
+"""A run that was stopped, or killed at any moment, continues as if it had not been."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def _losses(save: Path):
 
 
 def _goes_on_as(straight, save):
-    """Load what is in `save`, train to the end, compare."""
+    """Load the checkpoint in `save`, train to the end, and compare."""
     options, losses, weights = straight
     run_distributed(2, pretrain_here, [options | {"save": save, "load": save}])
     assert _losses(save) == losses
@@ -67,7 +67,7 @@ def test_ten_and_ten_are_twenty(straight, tmp_path):
 
 
 def _kill_in_the_third_save():
-    """kill -9 of every rank while its part of the checkpoint is being written."""
+    """Send kill -9 to every rank while it writes its part of the checkpoint."""
     write = checkpoint_tensors._WatchedStream.write
 
     def write_some_and_die(stream, data):
@@ -108,7 +108,7 @@ def test_kill_9_between_saves(straight, tmp_path):
     options = options | {"save": tmp_path, "save_interval": 5}
     with pytest.raises(RankError):
         run_distributed(2, pretrain_here, [options], _kill_in_the_eighth_step)
-    assert _losses(tmp_path) == losses[:7]  # two of them after the last save
+    assert _losses(tmp_path) == losses[:7]  # two of them after the last checkpoint
     with (tmp_path / "metrics.jsonl").open("a") as torn:
         torn.write('{"iteration": 8, "lm_')
     _goes_on_as(straight, tmp_path)

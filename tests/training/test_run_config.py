@@ -1,4 +1,4 @@
-"""--load alone goes on with the configuration of its checkpoint, wherever that lies now."""
+"""--load alone continues with the configuration of its checkpoint, wherever the folder is now."""
 
 import shutil
 from pathlib import Path
@@ -15,7 +15,7 @@ UNSAVED = "--save is not set: neither checkpoints nor metrics will be written"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A run of AoE that has two of its four iterations."""
+    """A run of AoE that has completed two of its four iterations."""
     place = tmp_path_factory.mktemp("place")
     options = SMALL | AOE | small_data(place) | {"seed": 7, "save": place / "was_here"}
     options |= {"save_interval": 1, "exit_interval": 2}

@@ -1,4 +1,4 @@
-"""One run at a time in a folder."""
+"""A folder accepts one run at a time."""
 
 import errno
 import fcntl
@@ -23,7 +23,7 @@ def _one_rank():
 
 
 def _hold(folder, pipe):
-    """What a run does, as far as its folder is concerned."""
+    """Lock the folder like a run."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with locked_folder(str(folder)):
         (folder / "metrics.jsonl").touch()
@@ -33,7 +33,7 @@ def _hold(folder, pipe):
 
 @pytest.fixture
 def other_run(tmp_path):
-    """A process that holds the folder `run`, and the pipe that ends it."""
+    """A process that holds the lock of the folder `run`, and the pipe that ends it."""
     context = multiprocessing.get_context("forkserver")
     pipe, theirs = context.Pipe()
     process = context.Process(target=_hold, args=(tmp_path / "run", theirs))
@@ -85,7 +85,7 @@ def test_a_run_that_was_refused_leaves_nothing(tmp_path):
     assert not folder.exists()
     folder.mkdir()
     _take(folder)
-    assert folder.exists()  # it was there before
+    assert folder.exists()  # it existed before
 
 
 def test_without_save_nothing_is_locked():

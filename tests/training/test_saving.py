@@ -1,4 +1,4 @@
-"""What a run does where a save fails, and what it calls good once it has diverged."""
+"""A run after a failed save, and the checkpoints that it keeps after it has diverged."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ FULL = os.strerror(errno.ENOSPC)
 
 
 def _with_weights_times(factor, after):
-    """Engine.step, which ends by multiplying every weight once the step `after` is done."""
+    """Engine.step, which multiplies every weight at its end once the step `after` is done."""
     step, done = Engine.step, []
 
     def poisoned(engine, batches):
@@ -37,7 +37,7 @@ def _with_weights_times(factor, after):
 
 
 def _with_a_full_disk(saves):
-    """copy_files, for which the disk is full in these saves, counted from 1."""
+    """copy_files, with a full disk in these saves, counted from 1."""
     copy, done = checkpointer.copy_files, []
 
     def copy_if_there_is_room(files, target):
@@ -49,7 +49,7 @@ def _with_a_full_disk(saves):
     return mock.patch.object(checkpointer, "copy_files", copy_if_there_is_room)
 
 
-#: options beside saving every second iteration of 6, and what goes wrong
+#: options in addition to saving every second iteration of 6, and the failure
 RUNS = {
     "well": ({"keep_last": 1}, lambda save: _with_a_full_disk(())),
     "diverges after a save": ({"keep_last": 1}, lambda save: _with_weights_times(1e30, after=4)),
@@ -63,7 +63,7 @@ RUNS = {
 
 
 def _all(folder, data):
-    """How each run ends, and what it prints."""
+    """The end of each run, and its output."""
     ends = {}
     for name, (options, trouble) in RUNS.items():
         save = folder / name.replace(" ", "_")
@@ -95,7 +95,7 @@ def test_a_run_leaves_the_folder_of_another_alone(runs):
     kind, message = ends["beside another"]
     assert kind == "InputError"
     assert f"--save {folder}/beside_another: another run is writing there (process " in message
-    assert not (folder / "beside_another").exists()  # the other one wrote nothing and ended
+    assert not (folder / "beside_another").exists()  # the other run wrote nothing and ended
 
 
 def test_a_finite_loss_lets_keep_last_delete(runs):
@@ -111,7 +111,7 @@ def test_the_checkpoint_that_led_to_the_divergence_is_not_called_good(runs):
     assert message.startswith("iteration 5: the loss is ")
     good = folder / "diverges_after_a_save" / "iter_0000002"
     assert message.endswith(f"; the last good checkpoint is {good}")
-    assert _saved(folder, "diverges after a save") == [2, 4]  # --keep-last 1 notwithstanding
+    assert _saved(folder, "diverges after a save") == [2, 4]  # in spite of --keep-last 1
 
     kind, message = ends["diverges at once"]
     assert kind == "Diverged"

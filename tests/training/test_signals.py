@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and SIGINT finish the step, save, and end with a code of their own."""
+"""SIGTERM, SIGUSR1 and SIGINT finish the step, save, and end with a code for each signal."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tests.tiers import rest_in_full
 
 
 def _main_with_signal(number, rank, step_number, arguments):
-    """The program, where one rank gets a signal, twice, in the middle of a step."""
+    """The program; one rank receives a signal twice in the middle of a step."""
     step, done = Engine.step, []
 
     def interrupted(engine, batches):
@@ -61,7 +61,7 @@ def test_without_a_folder_nothing_is_saved(tmp_path):
 
 @pytest.mark.full
 def test_a_batch_system_stops_torchrun(tmp_path):
-    """SIGTERM to torchrun alone, which passes it on to the ranks."""
+    """SIGTERM goes to torchrun only, which passes it on to the ranks."""
     save = tmp_path / "run"
     options = SMALL | small_data(tmp_path) | {"save": save, "train_iters": 100_000}
     with Torchrun(tmp_path, 2, flags(options)) as job:
@@ -75,7 +75,7 @@ def test_a_batch_system_stops_torchrun(tmp_path):
 
 
 def test_torchrun_is_gone(tmp_path):
-    """SIGUSR1 and SIGKILL end torchrun at once; its ranks must not train on unseen."""
+    """SIGUSR1 and SIGKILL end torchrun immediately; its ranks must not continue without it."""
     save = tmp_path / "run"
     options = SMALL | small_data(tmp_path) | {"save": save, "train_iters": 100_000}
     with Ranks(tmp_path, 2, main, flags(options)) as ranks:

@@ -1,4 +1,4 @@
-"""Whenever a run is stopped, metrics.jsonl and TensorBoard end as if it had not been."""
+"""After a stop at any moment, metrics.jsonl and TensorBoard end as in an undisturbed run."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from tests.program import AOE, SMALL, pretrain_here, small_data
 from tests.tiers import rest_in_full
 from tests.training.stopped_runs import kill, terminate, with_moments
 
-# No two of the intervals fall together often, and none divides the iterations.
+# The intervals rarely coincide, and none divides the number of iterations.
 RUN = SMALL | {
     "train_iters": 11,
     "log_interval": 3,
@@ -26,13 +26,13 @@ ITERATIONS = RUN["train_iters"]
 
 
 def records(save: Path) -> list[dict]:
-    """Every line, without what is measured of the machine."""
+    """Every line, without the measurements of the machine."""
     lines = (save / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in TIMING} for line in lines]
 
 
 def charts(save: Path) -> dict:
-    """Every scalar of TensorBoard as [(iteration, value)], but for those of the machine."""
+    """Every scalar of TensorBoard as [(iteration, value)], without those of the machine."""
     everything = {"scalars": 0, "histograms": 0}
     events = EventAccumulator(str(save / "tensorboard"), size_guidance=everything).Reload()
     machine = {f"train/{name}" for name in TIMING}
@@ -52,7 +52,7 @@ def assert_same(save: Path, straight: Path) -> None:
 
 
 def test_the_records_of_a_run(straight):
-    """Each due record once: a line each 3 iterations and at the end, evaluations, the last one."""
+    """Each record occurs once: a line every 3 iterations and at the end, and evaluations."""
     _, save, _ = straight
     found = [(r["iteration"], "validation" in r) for r in records(save)]
     logged = [(n, False) for n in (3, 6, 9, ITERATIONS)]
@@ -61,7 +61,7 @@ def test_the_records_of_a_run(straight):
 
 
 def go_on(options: dict) -> int:
-    """Until the run is over, as a batch system would; returns how many starts it took."""
+    """Restart until the run is finished, like a batch system; returns the number of starts."""
     for starts in range(1, 2 * ITERATIONS):
         save = options["save"]
         saved = (save / "latest_checkpointed_iteration.txt").exists()
@@ -74,7 +74,7 @@ def go_on(options: dict) -> int:
 def disturb(
     options: dict, straight: Path, folder: Path, moments: dict[int, str], action=kill
 ) -> list[str]:
-    """On a rank: stop at each of the moments, go on, compare; which were reached."""
+    """On a rank: stop at each moment, continue, compare; returns the names of those reached."""
     reached = []
     for number, name in moments.items():
         here = options | {"save": folder / f"stopped-{number}"}
@@ -103,7 +103,7 @@ def straight(tmp_path_factory):
 
 
 def moments_of(names: list[str], iteration: int) -> dict[int, str]:
-    """From the middle of its step to the next iteration's step."""
+    """The moments from the middle of a step to the step of the next iteration."""
     steps = [number for number, name in enumerate(names) if name == "before Engine.step"]
     return {number: names[number] for number in range(steps[iteration - 1] + 1, steps[iteration])}
 
@@ -112,7 +112,7 @@ def last_of_kind(names: list[str]) -> dict[int, str]:
     return {number: name for name, number in {name: n for n, name in enumerate(names)}.items()}
 
 
-#: Between a record and the checkpoint that takes it for granted; every moment is in the slow tests.
+#: Between a record and the checkpoint after it; the slow tests use every moment.
 CRITICAL = (
     "half a line",
     "before loop.evaluate",
@@ -162,7 +162,7 @@ SYSTEMS = {
 
 @pytest.mark.parametrize("system", rest_in_full(SYSTEMS, "experts on two ranks"))
 def test_two_iterations_at_a_time(tmp_path, system):
-    """Two ranks: averages over three iterations and over all ranks are those of one go."""
+    """Two ranks: averages over three iterations and over all ranks equal those without a stop."""
     options = RUN | SYSTEMS[system] | small_data(tmp_path)
     run_distributed(2, pretrain_here, [options | {"save": tmp_path / "straight"}])
     stopped = options | {"save": tmp_path / "stopped", "exit_interval": 2}

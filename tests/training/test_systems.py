@@ -1,4 +1,4 @@
-"""Every system through the whole program: it learns, resumes bit for bit, moves, and says so."""
+"""Every system in the complete program: it learns, resumes bit for bit, and can change layout."""
 
 import json
 import math
@@ -17,13 +17,13 @@ from tests.tiers import rest_in_full
 STEPS = 6
 RUN = SMALL | {"train_iters": STEPS, "lr_warmup_iters": 1, "lr": 2e-2}
 TOKENS = RUN["global_batch_size"] * RUN["seq_length"]
-#: What depends on chance too.
+#: Options that also depend on random numbers.
 CHANCE = {"topk": {"moe_input_jitter_eps": 0.1}, "smear": {"smear_expert_dropout": 0.3}}
 EVALUATIONS = {"aoe": {"eval_first_part": 7}}
 
 
 def options_of(system: str, data: dict, save: Path) -> dict:
-    """Every other system in bf16 with the distributed optimizer, some with recomputation."""
+    """Every other system uses bf16 with the distributed optimizer; some use recomputation."""
     number = list(SYSTEMS).index(system)
     kind = "tensor" if systems.merges(system) else "expert"
     options = RUN | systems.options(system) | CHANCE.get(system, {}) | data
@@ -40,7 +40,7 @@ def data(tmp_path_factory):
     return small_data(tmp_path_factory.mktemp("data"))
 
 
-#: Of each family one, in the quick tier.
+#: One system of each family, in the quick tier.
 QUICK = [
     "topk, sigmoid, groups, bias, shared expert",
     "top_p",
@@ -51,18 +51,18 @@ QUICK = [
 
 
 def group_of(system: str) -> list[str]:
-    """The systems whose runs are made at once."""
+    """The systems whose runs are made together."""
     return QUICK if system in QUICK else [name for name in SYSTEMS if name not in QUICK]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, data):
-    """By system: (options, what was printed) of a run, of half of one, and of the rest of it."""
+    """By system: (options, output) of a run, of its first half, and of the second half."""
     return Lazily(lambda system: run_all(group_of(system), tmp_path_factory.mktemp("runs"), data))
 
 
 class Lazily(dict):
-    """Filled by `make(key)`, with that key and others, when it is asked for one that it lacks."""
+    """Filled by `make(key)` with a missing key, and with others, when that key is accessed."""
 
     def __init__(self, make):
         super().__init__()
@@ -121,8 +121,8 @@ def _evaluations(options: dict) -> list[tuple[str, float]]:
 
 @pytest.fixture(scope="module")
 def alone(runs, tmp_path_factory):
-    """By system: a copy of the run that lacks its evaluations, of which one rank that holds
-    everything makes the last again."""
+    """By system: a copy of the run without its evaluations; one rank that holds everything repeats
+    the last evaluation there."""
     return Lazily(lambda system: evaluate(group_of(system), runs, tmp_path_factory.mktemp("alone")))
 
 
@@ -187,7 +187,7 @@ def test_expert_choice_takes_equally_many_and_leaves_none_out_in_evaluations(run
     segments = system.startswith("segment")
     for record in _records(options):
         for layer in record.get("layers", []):
-            if not segments:  # of 4 experts each takes a half, with the factor 2
+            if not segments:  # each of 4 experts accepts half of the tokens, with the factor 2
                 assert layer["tokens_per_expert"] == [TOKENS // 2] * 4
         for measures in record.get("validation", {}).values():
             for layer in measures["layers"]:

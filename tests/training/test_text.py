@@ -13,7 +13,7 @@ from tests.data.small_text import small_bpe
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DefaultCorpus:
-    """An embedded corpus of which only the tokenizer is there, with 300 tokens."""
+    """An embedded corpus that has only the tokenizer, with 300 tokens."""
     made = DefaultCorpus(tmp_path)
     small_bpe().save(made.tokenizer_folder)
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""A dense checkpoint becomes experts: weights and moments to the bit, in every layout and run."""
+"""Upcycling a dense checkpoint: weights and moments to the bit, in every layout and run."""
 
 import numpy
 import pytest
@@ -45,7 +45,7 @@ BF16 = {"bf16": True}
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
-    """{source: (its checkpoint, its whole tensors)}, and "bf16" of a run in bf16."""
+    """{source: (its checkpoint, its whole tensors)}, and "bf16" from a run in bf16."""
     folder = tmp_path_factory.mktemp("dense")
     runs = {name: (layout, DENSE) for name, layout in SOURCES.items()}
     runs["bf16"] = (SOURCES["dp2-distributed"], DENSE | BF16)
@@ -59,7 +59,7 @@ def dense(tmp_path_factory):
 def _train_each(runs, folder):
     states = []
     for seed, (name, (layout, options)) in enumerate(runs.items()):
-        # Other weights in each, so that none can pass for another.
+        # The weights differ between the sources, so that a mix-up shows.
         run = TinyRun(layout, folder / name, options=options | {"seed": seed})
         run.steps(3)
         run.save()
@@ -179,13 +179,13 @@ def test_bf16_takes_the_fp32_weights(tmp_path, dense, system, source):
         for what in ("fp32_param", "exp_avg", "exp_avg_sq"):
             _assert_experts_are(found, precise | saved, initial, system, what)
             _assert_rest_is(found, precise | saved, initial, system, what)
-        for name, _ in found:  # what computes is what Adam updates, rounded once
+        for name, _ in found:  # the computing weights are the updated weights, rounded once
             rounded = torch.from_numpy(found[name, "fp32_param"]).bfloat16().float().numpy()
             numpy.testing.assert_array_equal(found[name, "weight"], rounded, err_msg=name)
 
 
 def _logits(run):
-    """Of every sample of a batch, [B, S, V], from the whole model on one rank."""
+    """The logits of every sample of a batch, [B, S, V], from the whole model on one rank."""
     (model,) = unwrap_model(run.engine.chunks)
     model.eval()
     with torch.no_grad():
@@ -195,7 +195,7 @@ def _logits(run):
 
 
 FULL_RANK = AOE | {"aoe_low_rank_size": D, "aoe_wide_size": F + 4}
-#: Systems by whether their model computes at first what the dense one did.
+#: Systems, by whether their model first computes the same as the dense model.
 SAME = {
     "topk": {},
     "sigmoid": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
@@ -218,7 +218,7 @@ PARTING = ("topk", "aoe", "aoe, K=1")
 
 
 def _compare_models(folder):
-    """Logits and next loss of a dense run and of what becomes of it, by system."""
+    """Logits and next loss of a dense run and of its upcycled models, by system."""
     run = TinyRun(Layout(), folder, options=DENSE)
     run.steps(12)
     path = run.save()
@@ -268,7 +268,7 @@ def test_where_it_changes_that_is_said(compared, system):
 
 @pytest.mark.parametrize("system", PARTING)
 def test_experts_part(compared, system):
-    """Tokens go to different experts from the first step, and so experts come to differ."""
+    """From the first step tokens go to different experts, and so experts become different."""
     _, _, layers, weights = compared[1][system]
     for layer in layers:
         assert min(layer["tokens_per_expert"]) > 0, layer
@@ -288,7 +288,7 @@ def test_the_factors_are_the_truncated_svd(tmp_path, dense):
         w_g = source[_layer(number, "linear_fc1.weight"), "weight"][0].T.astype(numpy.float64)
         u, s, v = numpy.linalg.svd(w_g, full_matrices=False)
         best = (u[:, :8] * s[:8]) @ v[:8]
-        assert numpy.abs(best - w_g).max() > 0.1 * numpy.abs(w_g).max()  # 8 of 32 are not all
+        assert numpy.abs(best - w_g).max() > 0.1 * numpy.abs(w_g).max()  # rank 8 of 32 is not exact
         w_down = found[_layer(number, "w_down_EDR"), "weight"]
         w_up = found[_layer(number, "experts.w_up_LRW"), "weight"]
         for expert in range(E):

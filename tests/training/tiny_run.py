@@ -1,4 +1,4 @@
-"""A model of a few thousand parameters with its optimizer, under any layout, to save and load."""
+"""A model of a few thousand parameters with its optimizer, in any layout, to save and load."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from moe_parallel.training.engine import Engine
 
 LENGTH, BATCH, VOCABULARY = 16, 8, 100
 
-#: A dense layer (its SwiGLU weight is saved as two halves), then experts; grouped queries.
+#: A dense layer (its SwiGLU weight is saved as two halves), then experts; grouped-query attention.
 TINY = {
     "num_layers": 4,
     "hidden_size": 32,
@@ -39,7 +39,7 @@ GATHERED = AOE | {"aoe_gather_w_down": True}
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is spread over ranks."""
+    """The parallel sizes of a run."""
 
     world: int = 1
     tp: int = 1
@@ -47,7 +47,7 @@ class Layout:
     vpp: int = 1
     ep: int = 1
     etp: int = 1
-    sp: bool = True  # where tp is more than 1
+    sp: bool = True  # if tp is more than 1
     distributed: bool = False
 
     def options(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Layout:
 
 
 class TinyRun:
-    """An engine, its checkpointer, and data by sample number. Close it before the next one."""
+    """An engine, its checkpointer, and data by sample number. Close it before opening another."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class TinyRun:
         destroy_groups()
 
     def steps(self, number: int) -> list[tuple[float, float]]:
-        """Train; returns (loss, gradient norm) of each step."""
+        """Train; returns the loss and the gradient norm of each step."""
         measured = []
         for _ in range(number):
             result = self.engine.step(self._batches())
@@ -137,7 +137,7 @@ class TinyRun:
         return state
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Parameters of this rank by their names in the whole model, layers counted from 0."""
+        """The parameters of this rank by their names in the whole model; layers count from 0."""
         for chunk in unwrap_model(self.engine.chunks):
             for name, parameter in chunk.named_parameters():
                 words = name.split(".")

@@ -1,6 +1,6 @@
-"""The weights and Adam's state of a run as whole tensors, put together from what its ranks hold.
+"""The weights and Adam's state of a run as whole tensors, assembled from the parts on its ranks.
 
-whole = assemble(run_distributed(2, body))          # where body returns held(run)
+whole = assemble(run_distributed(2, body))          # body returns held(run)
 whole["decoder.layers.1.mlp.w_router_ED", "exp_avg"]
 """
 
@@ -12,13 +12,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from tests.training.tiny_run import TinyRun
 
-Whole = dict[tuple[str, str], numpy.ndarray]  # (parameter, what of it) -> the whole tensor
+Whole = dict[tuple[str, str], numpy.ndarray]  # (parameter, kind) -> the whole tensor
 
 
 def held(run: TinyRun) -> list[tuple[str, str, Any, tuple[int, ...], int, numpy.ndarray]]:
-    """What this rank holds: (parameter, what, its shards, its shape here, start, flat values).
+    """This rank's parts: (parameter, kind, its shards, its shape here, start, flat values).
 
-    Moments and shards are found by Megatron-Core's own means, not by those under test.
+    Moments and shards are found with Megatron-Core's own functions, not with the tested code.
     """
     optimizer = run.engine.optimizer
     optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -26,9 +26,9 @@ def held(run: TinyRun) -> list[tuple[str, str, Any, tuple[int, ...], int, numpy.
     for name, parameter in run.parameters():
         shape = tuple(parameter.shape)
         shards = _shards(run, name, parameter)
-        if name == "output_layer.weight":  # a pipeline's last stage has a copy of the embedding
+        if name == "output_layer.weight":  # the last pipeline stage has a copy of the embedding
             name = "embedding.word_embeddings.weight"
-        if name.endswith("linear_fc1.weight"):  # tp splits gate and up apart
+        if name.endswith("linear_fc1.weight"):  # tensor parallelism splits gate and up separately
             shape = (2, shape[0] // 2, shape[1])
             shards = [(axis + 1, rank, size) for axis, rank, size in shards]
         rows.append((name, "weight", shards, shape, 0, _flat(parameter)))
@@ -77,7 +77,7 @@ def _flat(tensor: torch.Tensor) -> numpy.ndarray:
 
 
 def assemble(ranks: list[Any]) -> Whole:
-    """Whole tensors from what the ranks hold; ranks that hold the same must hold equal values."""
+    """Assemble whole tensors from the parts; parts on several ranks must have equal values."""
     whole: Whole = {}
     for name, what, shards, shape, start, flat in (row for rows in ranks for row in rows):
         full, index = list(shape), [slice(0, size) for size in shape]

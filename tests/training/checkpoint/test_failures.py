@@ -30,7 +30,7 @@ EP2 = Layout(2, ep=2)
 
 
 def _save_twice(path, before_second):
-    """Saves iterations 1 and 2; returns the InputError of the second, if there is one."""
+    """Save iterations 1 and 2; returns the InputError of the second save, if there is one."""
     run = TinyRun(EP2, path)
     run.steps(1)
     run.save()
@@ -100,7 +100,7 @@ def test_a_full_disk_is_one_message_on_every_rank(tmp_path):
         r"File too large; iter_0000001 is untouched; free the disk or name another folder",
         messages[0],
     )
-    assert not list(tmp_path.glob(".*"))  # the space is given back
+    assert not list(tmp_path.glob(".*"))  # the space is free again
     assert run_distributed(2, _load_then_save, tmp_path) == [(1, "iter_0000002")] * 2
 
 
@@ -116,7 +116,7 @@ def _save_errors(paths):
 def test_a_folder_that_cannot_be_written(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
-    paths = [file, Path("/sys/checkpoints")]  # nobody may write in the second, not even root
+    paths = [file, Path("/sys/checkpoints")]  # no process can write in the second, not even as root
     found = run_distributed(2, _save_errors, paths)
     assert found[0] == found[1]
     for path, reason, message in zip(paths, ["exists", "permi"], found[0], strict=True):
@@ -143,7 +143,7 @@ def test_keep_last_bounds_the_disk(tmp_path):
 
 
 def _remove_what_was_written(folder, names):
-    """Another process in the folder, after this one's part was described."""
+    """Another process deletes from the folder after this rank's part was described."""
     whole = checkpoint_files.check_complete
 
     def remove_first(writing, files):
@@ -188,7 +188,7 @@ def _write_nothing(*args):
 
 
 def _save_on_a_full_disk(folder):
-    """The error of a save at each place where a full disk may stop it, and what it leaves."""
+    """The error of a save at each place where a full disk may stop it, and the result."""
     run = TinyRun(EP2, folder)
     run.save()
     messages = []
@@ -203,7 +203,7 @@ def _save_on_a_full_disk(folder):
         run.steps(1)
         with mock.patch.object(module, name, _write_nothing):
             messages.append(_error(run.save))
-        if dist.get_rank() == 0:  # which clears away
+        if dist.get_rank() == 0:  # rank 0 deletes the incomplete files
             assert not list(folder.glob(".*"))
     run.steps(1)
     return messages, run.save().name
@@ -224,7 +224,7 @@ def test_a_disk_that_is_full_at_any_point_of_a_save(tmp_path):
 
 
 def _save_what_is_not_finite(folder):
-    """What a save says when a weight, a moment, or only rank 1's share is not finite."""
+    """The error of a save if a weight, a moment, or only rank 1's part is not finite."""
     run = TinyRun(EP2, folder)
     run.steps(1)
     run.save()
@@ -262,7 +262,7 @@ def test_what_is_not_finite_is_not_saved(tmp_path):
 
 
 def _load_errors(paths):
-    """The InputError of loading each path, by one run."""
+    """The InputError of loading each path with one run."""
     run = TinyRun(EP2, paths[0])
     return [_error(lambda path=path: run.load(path)) for path in paths]
 
@@ -314,7 +314,7 @@ OTHER_MODELS = [
     ({"hidden_size": 64}, "hidden_size is 32 in the checkpoint and 64 here"),
     (AOE, "expert_selection is TopKSelection in the checkpoint and AoESelection here"),
     ({"lr": 0.5}, "--lr is 0.01 in the checkpoint and 0.5 here"),
-    # The fingerprint of these runs says nothing of what follows: the tensors do.
+    # The fingerprint of these runs does not include the following options; the tensors differ.
     ({"moe_layer_freq": "[0]+[0]+[1]*2"}, r"the model has \S+, which the checkpoint lacks"),
     ({"num_layers": 3, "moe_layer_freq": "[0]+[1]*2"}, r"has \S+, which the model lacks"),
     ({"num_experts": 8}, r"\S+ is \[4, .*\] in the checkpoint and \[8, .*\] here"),

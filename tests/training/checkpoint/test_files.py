@@ -1,4 +1,4 @@
-"""The files of a checkpoint against their description."""
+"""The files of a checkpoint compared with their description."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def test_damage_is_found_by_size_and_by_content(tmp_path):
     weights.write_text("12345")
     (tmp_path / "checkpoint.json").write_text("")
     files = describe_files(tmp_path, list_files(tmp_path))
-    # 0xcbf53a1c: the CRC-32 of "12345" by other programs.
+    # 0xcbf53a1c is the CRC-32 of "12345" in other programs.
     assert files == {"weights": {"bytes": 5, "crc32": 0xCBF53A1C}}
     check_sizes(tmp_path, files)
     check_content(tmp_path, files, EVERYTHING)

@@ -1,4 +1,4 @@
-"""The folder of checkpoints by itself: publishing, replacing, and what kills leave behind."""
+"""The folder of checkpoints: publishing, replacing, and the remains of killed saves."""
 
 import pytest
 
@@ -45,19 +45,19 @@ def test_killed_between_the_two_renames_of_a_replacement(tmp_path):
 
 def test_keeping_counts_the_newest_whatever_its_number(tmp_path):
     folder = CheckpointFolder(tmp_path)
-    for iteration in (10, 20, 5):  # 5: a run that went back
+    for iteration in (10, 20, 5):  # 5: a run that restarted from an earlier checkpoint
         _publish(folder, iteration, keep_last=2)
     assert folder.iterations() == [5, 20]
     assert folder.latest().name == "iter_0000005"
     _publish(folder, 6, keep_last=1)
-    assert folder.iterations() == [5, 6]  # 6 may turn out to lead nowhere
+    assert folder.iterations() == [5, 6]  # the run may still diverge after 6
     folder.delete_oldest(6, 1)
     assert folder.iterations() == [6]
 
 
 def test_keeping_prefers_what_led_to_the_newest(tmp_path):
     folder = CheckpointFolder(tmp_path)
-    for iteration in (10, 20, 15):  # 20 led nowhere, and the run went on from 10
+    for iteration in (10, 20, 15):  # nothing continued from 20; the run continued from 10
         _publish(folder, iteration, keep_last=2)
     assert folder.iterations() == [10, 15]
 
@@ -102,8 +102,8 @@ def test_other_files_in_the_folder_are_left_alone(tmp_path):
         (b"ten", "'ten'"),
         (b"", "''"),
         (b"\xff\xfe1", r"'\\xff\\xfe1'"),
-        ("²".encode(), "'²'"),  # a digit to str.isdigit, and no number to int
-        (b"9" * 5000, "'" + "9" * 40 + "'"),  # more digits than int() takes
+        ("²".encode(), "'²'"),  # a digit for str.isdigit, but not a number for int
+        (b"9" * 5000, "'" + "9" * 40 + "'"),  # more digits than int() accepts
     ],
 )
 def test_a_tracker_that_names_no_iteration_is_one_line(tmp_path, content, said):
@@ -116,7 +116,7 @@ def test_a_tracker_that_names_no_iteration_is_one_line(tmp_path, content, said):
         caught.value
     )
     assert "\n" not in str(caught.value)
-    _publish(folder, 2)  # a run that is under way writes a new one
+    _publish(folder, 2)  # a running run writes a new one
     assert folder.latest().name == "iter_0000002"
 
 

@@ -1,6 +1,6 @@
-"""Runs with experts in FP8, Transformer Engine's place taken by a stand-in: they go on bit for bit.
+"""Runs with FP8 experts and a stand-in for Transformer Engine continue bit for bit.
 
-Their checkpoints are those of bf16 runs but for the state of delayed scaling.
+Their checkpoints equal those of bf16 runs, except for the state of delayed scaling.
 """
 
 import sys
@@ -70,7 +70,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path, name):
 
 
 def _without_the_state(path):
-    """Scales that start anew give another run: the test above could fail."""
+    """Scales that start anew give a different run, so the test above could fail."""
     run = _run(Layout(), path, DELAYED)
     run.steps(2)
     run.save()

@@ -1,4 +1,4 @@
-"""Loading a checkpoint from elsewhere runs nothing of it."""
+"""Loading a checkpoint from elsewhere runs no code from it."""
 
 import ast
 import pickle
@@ -111,7 +111,7 @@ def _may_run_code(call):
 
 
 def test_nothing_else_reads_pickles():
-    """Resuming, upcycling, conversion, probes and generation all read by `read_tensors`."""
+    """Resuming, upcycling, conversion, probes and generation all read with `read_tensors`."""
     root = Path(__file__).resolve().parents[3]
     sources = [path for name in ("moe_parallel", "tools") for path in (root / name).rglob("*.py")]
     found = [

@@ -1,4 +1,4 @@
-"""A checkpoint saved under any layout holds the same weights and moments under any other."""
+"""A checkpoint saved in any layout has the same weights and moments in every other layout."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,12 +32,12 @@ LAYOUTS = {
 SYSTEMS: dict[str, dict[str, Any]] = {"topk": {}, "aoe": AOE}
 BF16 = {"bf16": True}
 
-# Everything is compared exactly: moving values between layouts involves no arithmetic.
+# All comparisons are exact: moving values between layouts involves no arithmetic.
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Checkpoints by layout and options, each with the tensors that the run held."""
+    """Checkpoints by layout and options, each with the tensors of the run."""
     made: dict[Any, tuple[Path, Whole]] = {}
 
     def make(layout: Layout, options: dict[str, Any]) -> tuple[Path, Whole]:
@@ -76,7 +76,7 @@ def _load_weights(layout, path, options):
     return state.iteration, [row for row in held(run) if row[1] == "weight"]
 
 
-#: Each way to divide a model, for the quick tier.
+#: Each way to split a model, for the quick tier.
 SOME = ["one", "tp2-ep2-no-sp", "ep2-distributed", "etp2", "pp2-vpp2-distributed"]
 
 
@@ -104,9 +104,9 @@ def _check_loading(directory: Path, layouts: list[str], options: dict[str, Any])
 def _under_each(
     layouts: list[str], function: Callable[..., Any], *args: Any
 ) -> dict[str, list[Any]]:
-    """What function(name, *args) returned on each rank, by the name of the layout.
+    """The results of function(name, *args) on each rank, by the name of the layout.
 
-    Layouts of one size share one world of processes.
+    Layouts with the same number of ranks share one world of processes.
     """
     results = {}
     for world in sorted({LAYOUTS[name].world for name in layouts}):
@@ -121,7 +121,7 @@ def _call_each(function, names, *args):
 
 
 def _save_own(name, directory, options):
-    # Weights differ between the checkpoints, so that none can pass for another.
+    # Weights differ between the checkpoints, so that a mix-up shows.
     seed = 1 + list(LAYOUTS).index(name)
     return _train_and_save(LAYOUTS[name], directory / name, options | {"seed": seed})
 

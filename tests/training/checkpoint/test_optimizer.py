@@ -1,4 +1,4 @@
-"""Ranges of flattened parameters as boxes, and the places these have in global tensors."""
+"""Ranges of flattened parameters as boxes, and their places in global tensors."""
 
 import itertools
 
@@ -24,7 +24,7 @@ def test_boxes_cover_every_range_in_order(shape):
 
 
 def _moments_in_ranges(placement, parameter, cuts):
-    """The moments of `parameter`, numbered, as ranks would save them that are split at `cuts`."""
+    """The moments of `parameter`, numbered, as saved by ranks that are split at `cuts`."""
     numbers = torch.arange(parameter.numel(), dtype=torch.float32)
     for start, stop in itertools.pairwise((0, *cuts, parameter.numel())):
         main = torch.zeros(stop - start)
@@ -59,7 +59,7 @@ def test_a_gated_pair_of_a_stacked_expert(cuts):
     tensors = list(_moments_in_ranges(placement, parameter, cuts))
     expected = numpy.full((3, 12, 4), numpy.nan)
     local = numpy.arange(24.0).reshape(6, 4)
-    expected[2, 3:6], expected[2, 9:12] = local[:3], local[3:]  # gate's half, then up's
+    expected[2, 3:6], expected[2, 9:12] = local[:3], local[3:]  # gate's half, then up's half
     numpy.testing.assert_array_equal(_whole(tensors, "exp_avg"), expected)
     numpy.testing.assert_array_equal(_whole(tensors, "exp_avg_sq"), -expected)
 

@@ -1,4 +1,4 @@
-"""checkpoint.json: damage of any kind is one line, and no other content is taken for it."""
+"""checkpoint.json: damage of any kind gives one line, and no other content is accepted."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ def _checkpoint(folder, name="iter_0000004"):
 
 
 def _error(path):
-    """The one line that reading a record ends with; None: it was read."""
+    """The error of reading a record; None: it was read."""
     try:
         read_record(path)
     except InputError as error:

@@ -1,4 +1,4 @@
-"""On the layout that saved it, a run goes on bit for bit."""
+"""In the layout that saved it, a run continues bit for bit."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ QUICK = ("one", "gathered-bf16-ep2-distributed")
 
 
 def _six_steps_twice(layout, options, path):
-    """Straight, and with a checkpoint written in the middle."""
+    """Once without a stop, and once with a checkpoint that is saved in the middle."""
     run = TinyRun(layout, path, options=options)
     measured, weights = run.steps(6), _bytes(run)
     run.close()
