@@ -123,6 +123,7 @@ def test_saves_and_loads_under_another_layout(tmp_path):
     run_distributed(2, scenarios.load, Layout(2, pp=2), tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", [entry.target for entry in INSTALLED])
 def test_each_adaptation_is_needed(target):
     world_size, scenario = NEEDED_FOR[target]

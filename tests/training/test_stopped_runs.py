@@ -11,7 +11,6 @@ from moe_parallel.telemetry.metrics import TIMING
 from moe_parallel.training.exit_codes import EXIT_INTERRUPTED
 from tests.distributed import run_distributed
 from tests.program import AOE, SMALL, pretrain_here, small_data
-from tests.tiers import rest_in_full
 from tests.training.stopped_runs import kill, terminate, with_moments
 
 # The intervals rarely coincide, and none divides the number of iterations.
@@ -160,7 +159,8 @@ SYSTEMS = {
 }
 
 
-@pytest.mark.parametrize("system", rest_in_full(SYSTEMS, "experts on two ranks"))
+@pytest.mark.full
+@pytest.mark.parametrize("system", SYSTEMS)
 def test_two_iterations_at_a_time(tmp_path, system):
     """Two ranks: averages over three iterations and over all ranks equal those without a stop."""
     options = RUN | SYSTEMS[system] | small_data(tmp_path)

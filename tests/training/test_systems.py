@@ -41,13 +41,7 @@ def data(tmp_path_factory):
 
 
 #: One system of each family, in the quick tier.
-QUICK = [
-    "topk, sigmoid, groups, bias, shared expert",
-    "top_p",
-    "expert_choice",
-    "aoe, by bias",
-    "lory",
-]
+QUICK = ["topk, sigmoid, groups, bias, shared expert", "aoe, by bias", "lory"]
 
 
 def group_of(system: str) -> list[str]:
@@ -179,9 +173,8 @@ def test_what_is_logged(runs, system):
         assert all(layer["experts_per_token"] > 0 for layer in measures["layers"])
 
 
-@pytest.mark.parametrize(
-    "system", rest_in_full([name for name in SYSTEMS if "expert_choice" in name], "expert_choice")
-)
+@pytest.mark.full
+@pytest.mark.parametrize("system", [name for name in SYSTEMS if "expert_choice" in name])
 def test_expert_choice_takes_equally_many_and_leaves_none_out_in_evaluations(runs, system):
     options = runs[system][0][0]
     segments = system.startswith("segment")

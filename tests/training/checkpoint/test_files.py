@@ -25,7 +25,9 @@ def test_damage_is_found_by_size_and_by_content(tmp_path):
     check_sizes(tmp_path, files)
     check_content(tmp_path, files, EVERYTHING)
     weights.write_text("12346")
-    with pytest.raises(InputError, match="torn: weights is damaged; it cannot be loaded"):
+    with pytest.raises(
+        InputError, match="incomplete or damaged: weights is damaged; it cannot be loaded"
+    ):
         check_content(tmp_path, files, EVERYTHING)
     weights.write_text("1234")
     with pytest.raises(InputError, match="weights has 4 bytes instead of 5"):
