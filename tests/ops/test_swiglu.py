@@ -118,7 +118,7 @@ def test_other_shapes_are_refused(native, device):
     gate, up, probs, _ = setting(5, 7, torch.float32, device)
     with pytest.raises(ValueError, match=r"up must have shape \[5, 7\], not \[4, 7\]"):
         native.swiglu(gate, up[1:], probs)
-    with pytest.raises(ValueError, match=r"probabilities must have shape \[5\], not \[4\]"):
+    with pytest.raises(ValueError, match=r"probs must have shape \[5\], not \[4\]"):
         native.swiglu(gate, up, probs[1:])
     with pytest.raises(TypeError, match="up is Double, gate is Float"):
         native.swiglu(gate, up.double(), probs)
