@@ -282,7 +282,7 @@ def test_every_pass_draws_the_same_random_numbers() -> None:
 
 def test_a_model_that_changes_meanwhile_is_refused() -> None:
     calls = iter(range(1000))
-    with pytest.raises(InputError, match="same tokens differently"):
+    with pytest.raises(InputError, match="different outputs for the same tokens"):
         measure_influence(lambda t: past(t) + next(calls), random_tokens(), VOCABULARY)
 
 
