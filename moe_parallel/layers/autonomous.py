@@ -47,6 +47,7 @@ class AutonomousLayer(DispatchedLayer):
         expert_width: int,
         context: LayerContext,
         system: System,
+        **_: Any,  # what later versions of Megatron-Core add
     ) -> None:
         super().__init__(config, selection, context, system)
         self.recompute_scores = selection.aoe_recompute_scores

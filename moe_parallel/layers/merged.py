@@ -61,6 +61,7 @@ class MergedLayer(ExpertLayer):
         expert_width: int,
         context: LayerContext,
         system: System,
+        **_: Any,  # what later versions of Megatron-Core add
     ) -> None:
         super().__init__(config, context)
         self.add_replicated_weight("w_router_ED", self.num_experts, config.hidden_size)
@@ -140,6 +141,7 @@ class LoryLayer(MergedLayer):
         expert_width: int,
         context: LayerContext,
         system: System,
+        **_: Any,  # what later versions of Megatron-Core add
     ) -> None:
         super().__init__(config, selection, expert_width, context, system)
         self.length = selection.lory_segment_length

@@ -38,6 +38,7 @@ class RoutedLayer(DispatchedLayer):
         expert_width: int,
         context: LayerContext,
         system: System,
+        **_: Any,  # what later versions of Megatron-Core add
     ) -> None:
         super().__init__(config, selection, context, system)
         self.selection = selection
