@@ -56,7 +56,7 @@ pretrain: set-up ## train the quickstart model (about 8 minutes on 2 cores) and 
 	@$(if $(findstring --load,$(ARGS))$(findstring --save,$(ARGS)),:,$(keep-earlier-run))
 	@$(RUN) python pretrain_gpt_moe.py --nproc-per-node $(NPROC) --config $(CONFIG) $(ARGS)
 
-test: set-up ## the quick tier of the tests: every test, not all combinations (5 minutes on 2 cores)
+test: set-up ## the quick tier of the tests: every test, not all combinations (6 minutes on 2 cores)
 	@$(PYTEST) $(ARGS)
 
 test-full: set-up ## every test with all its combinations, and long runs
