@@ -120,7 +120,7 @@ def test_the_path_of_the_run_where_another_lies_now_is_refused_when_typed(
     monkeypatch.setattr("moe_parallel.training.own_tokenizer._as_recorded", lambda *of: True)
     (caution,) = open_text(config).cautions
     assert f"{remade} is not the tokenizer any more" in caution
-    with pytest.raises(InputError, match=r"remade is not the tokenizer that --load .* remove it to"):
+    with pytest.raises(InputError, match=r"remade is not the tokenizer that --load .* remove it"):
         open_text(config, tokenizer_given=True)
 
 
