@@ -35,6 +35,13 @@ class TrainingConfig(Section):
         "let the expert kernels add weight gradients directly to the fp32 sum over "
         "micro-batches, instead of computing a rounded gradient and adding it",
     )
+    attention_backend: str = option(
+        "local",
+        "kernel of attention; local: Megatron-Core's, which keeps S x S scores per head; auto: the "
+        "kernel that torch selects, without S x S where it can; flash, fused (cuDNN), unfused: "
+        "that kernel of torch, or an error",
+        choices=("auto", "flash", "fused", "unfused", "local"),
+    )
     recompute_granularity: str | None = option(
         None,
         "full: recompute the activations of every layer in the backward pass; none: keep them",

@@ -20,6 +20,7 @@ from moe_parallel.config import Config
 from moe_parallel.experts.fp8_engine import Fp8Engine
 from moe_parallel.layers import LayerContext
 from moe_parallel.layers.capacity import build_capacity
+from moe_parallel.model.attention import BACKENDS
 from moe_parallel.model.fp8_gpt import Fp8GPTModel
 from moe_parallel.model.initialization import initialize_weights
 from moe_parallel.model.transformer_config import transformer_config
@@ -86,23 +87,27 @@ def _block_spec(
     first = get_transformer_layer_offset(megatron, stage)
     count = get_num_layers_to_build(megatron, stage)
     layers = [
-        _layer_spec(config, context) if config.moe_layers[number] else _dense_layer_spec()
+        _layer_spec(config, context) if config.moe_layers[number] else _dense_layer_spec(config)
         for number in range(first, first + count)
     ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _dense_layer_spec() -> ModuleSpec:
+def _dense_layer_spec(config: Config) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    attention = spec.submodules.self_attention
+    attention.submodules = replace(
+        attention.submodules, core_attention=BACKENDS[config.training.attention_backend]
+    )
     spec.submodules = replace(spec.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm)
     return spec
 
 
 def _layer_spec(config: Config, context: LayerContext) -> ModuleSpec:
-    spec = _dense_layer_spec()
+    spec = _dense_layer_spec(config)
     system = system_of(config.selection)
     layer = ModuleSpec(
-        module=system.layer(config.selection),
+        module=system.layer.variant(config.selection),
         params={
             "selection": config.selection,
             "expert_width": config.expert_width,
