@@ -3,11 +3,11 @@
 The first two dispatch tokens to experts; a merged layer dispatches nothing.
 """
 
-from moe_parallel.layers.autonomous import AutonomousLayer, autonomous_layer
+from moe_parallel.layers.autonomous import AutonomousLayer
 from moe_parallel.layers.dispatched import DispatchedLayer
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
 from moe_parallel.layers.merged import LoryLayer, MergedLayer, SmearLayer
-from moe_parallel.layers.routed import FactorizedRoutedLayer, RoutedLayer, routed_layer
+from moe_parallel.layers.routed import FactorizedRoutedLayer, RoutedLayer
 from moe_parallel.layers.system import Rules, System
 
 __all__ = [
@@ -22,6 +22,4 @@ __all__ = [
     "Rules",
     "SmearLayer",
     "System",
-    "autonomous_layer",
-    "routed_layer",
 ]

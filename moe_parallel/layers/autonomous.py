@@ -129,8 +129,3 @@ class AutonomousLayer(DispatchedLayer):
         """W_down has the same name and global shape whether it is replicated or gathered."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         return state | self.w_down.sharded(prefix, sharded_offsets)
-
-
-def autonomous_layer(selection: AutonomousSelection) -> type[AutonomousLayer]:
-    """The layer of a system without a router."""
-    return AutonomousLayer

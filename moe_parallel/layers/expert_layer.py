@@ -62,6 +62,11 @@ class ExpertLayer(MegatronModule, ABC):
         self.num_experts: int = config.num_moe_experts
         self.layer_number = 0
 
+    @classmethod
+    def variant(cls, selection: Any) -> type[ExpertLayer]:
+        """The class for these options of a system: this one, or a subclass."""
+        return cls
+
     def set_layer_number(self, layer_number: int) -> None:
         """Megatron-Core calls this with the layer's number in the whole model, from 1."""
         self.layer_number = layer_number

@@ -51,6 +51,10 @@ class RoutedLayer(DispatchedLayer):
         self._router = tuple(shapes)
         self._add_experts(expert_width)
 
+    @classmethod
+    def variant(cls, selection: RoutedSelection) -> type[RoutedLayer]:
+        return cls if selection.moe_gate_low_rank_size is None else FactorizedRoutedLayer
+
     def _add_experts(self, expert_width: int) -> None:
         self.experts = swiglu_experts(self.context.fp8)(
             self.num_experts,
@@ -119,8 +123,3 @@ class FactorizedRoutedLayer(RoutedLayer):
 
     def expert_weights(self) -> Iterable[torch.Tensor]:
         return chain(super().expert_weights(), [self.w_down_EDR])
-
-
-def routed_layer(selection: RoutedSelection) -> type[RoutedLayer]:
-    """The layer of a system with a router."""
-    return RoutedLayer if selection.moe_gate_low_rank_size is None else FactorizedRoutedLayer

@@ -42,7 +42,7 @@ class System:
     """
 
     selection: type[Selection]  # the class of the options, with the name for --expert-selection
-    layer: Callable[[Any], type[ExpertLayer]]
+    layer: type[ExpertLayer]  # or the variant of it that the options ask for
     rules: Callable[[Any], Rules]
     losses: tuple[MakeLoss, ...] = ()  # auxiliary losses; a layer skips those with coefficient 0
     # The reason why upcycled experts do not reproduce the dense layer's output. None: they do.
@@ -56,6 +56,6 @@ class System:
         context: LayerContext,
     ) -> ExpertLayer:
         """One layer of this system."""
-        layer: Any = self.layer(selection)
+        layer: Any = self.layer.variant(selection)
         built: ExpertLayer = layer(config, selection, expert_width, context, self)
         return built

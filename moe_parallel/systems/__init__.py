@@ -2,7 +2,7 @@
 
 A new system is a configuration (a `Selection` with its own name), a rule, and a record:
 
-    register(System(MySelection, layer=routed_layer, rules=my_rules))
+    register(System(MySelection, layer=RoutedLayer, rules=my_rules))
 
 The record may be in any module that is imported before the configuration is read.
 """

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from moe_parallel.config import AoESelection
-from moe_parallel.layers import Rules, System, autonomous_layer
+from moe_parallel.layers import AutonomousLayer, Rules, System
 from moe_parallel.layers.routing_losses import importance, load_balancing_of_topk
 from moe_parallel.layers.system import SCALED_OUTPUT
 from moe_parallel.selection import topk
-from moe_parallel.selection.topk import RoundRobin, TopK
+from moe_parallel.selection.topk import TopK
 from moe_parallel.systems.registry import register
+from moe_parallel.systems.topk import same_rules
 
 
 def rules(selection: AoESelection) -> Rules:
     probs = topk.raw_probability if selection.probs_over_all else topk.softmax_of_selected
-    rule = TopK(selection.moe_router_topk, probs)
-    if selection.moe_router_force_load_balancing:
-        return Rules(RoundRobin(rule), RoundRobin(rule))
-    return Rules(rule, rule)
+    return same_rules(selection, TopK(selection.moe_router_topk, probs))
 
 
 def upcycling(selection: AoESelection) -> str | None:
@@ -26,7 +24,7 @@ def upcycling(selection: AoESelection) -> str | None:
 AOE = register(
     System(
         AoESelection,
-        layer=autonomous_layer,
+        layer=AutonomousLayer,
         rules=rules,
         losses=(load_balancing_of_topk, importance),
         upcycling=upcycling,

@@ -13,7 +13,7 @@ from moe_parallel.config import (
     ExpertsChoose,
     SegmentExpertChoiceSelection,
 )
-from moe_parallel.layers import Rules, System, autonomous_layer, routed_layer
+from moe_parallel.layers import AutonomousLayer, RoutedLayer, Rules, System
 from moe_parallel.layers.routing_losses import z
 from moe_parallel.selection import topk
 from moe_parallel.selection.expert_choice import ExpertChoice, raw
@@ -37,10 +37,8 @@ def rules_by_segment(selection: SegmentExpertChoiceSelection) -> Rules:
     return Rules(BySegment(training, length), BySegment(evaluation, length))
 
 
-EXPERT_CHOICE = register(
-    System(ExpertChoiceSelection, layer=routed_layer, rules=rules, losses=(z,))
-)
+EXPERT_CHOICE = register(System(ExpertChoiceSelection, layer=RoutedLayer, rules=rules, losses=(z,)))
 SEGMENT_EXPERT_CHOICE = register(
-    System(SegmentExpertChoiceSelection, layer=routed_layer, rules=rules_by_segment, losses=(z,))
+    System(SegmentExpertChoiceSelection, layer=RoutedLayer, rules=rules_by_segment, losses=(z,))
 )
-AOE_EXPERT_CHOICE = register(System(AoEExpertChoiceSelection, layer=autonomous_layer, rules=rules))
+AOE_EXPERT_CHOICE = register(System(AoEExpertChoiceSelection, layer=AutonomousLayer, rules=rules))

@@ -13,13 +13,11 @@ def rules(selection: LorySelection) -> Rules:
     return Rules(by_previous, by_first if selection.lory_inference == "prompt" else by_previous)
 
 
-LORY = register(
-    System(LorySelection, layer=lambda _: LoryLayer, rules=rules, upcycling=keeps_output)
-)
+LORY = register(System(LorySelection, layer=LoryLayer, rules=rules, upcycling=keeps_output))
 LORY_PREFIX = register(
     System(
         LoryPrefixSelection,
-        layer=lambda _: LoryLayer,
+        layer=LoryLayer,
         rules=lambda _: Rules(by_first, by_first),
         upcycling=keeps_output,
     )

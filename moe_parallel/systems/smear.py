@@ -13,6 +13,4 @@ def rules(selection: SmearSelection) -> Rules:
     return Rules(ExpertDropout(selection.smear_expert_dropout), ExpertDropout(0))
 
 
-SMEAR = register(
-    System(SmearSelection, layer=lambda _: SmearLayer, rules=rules, upcycling=keeps_output)
-)
+SMEAR = register(System(SmearSelection, layer=SmearLayer, rules=rules, upcycling=keeps_output))

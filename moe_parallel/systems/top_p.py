@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_parallel.config import AoETopPSelection, DynamicChoices, TopPSelection
-from moe_parallel.layers import Rules, System, autonomous_layer, routed_layer
+from moe_parallel.layers import AutonomousLayer, RoutedLayer, Rules, System
 from moe_parallel.layers.routing_losses import entropy, importance, load_balancing, z
 from moe_parallel.selection.top_p import TopP
 from moe_parallel.systems.registry import register
@@ -21,7 +21,7 @@ def rules(selection: DynamicChoices) -> Rules:
 TOP_P = register(
     System(
         TopPSelection,
-        layer=routed_layer,
+        layer=RoutedLayer,
         rules=rules,
         losses=(load_balancing, importance, z, entropy),
     )
@@ -29,7 +29,7 @@ TOP_P = register(
 AOE_TOP_P = register(
     System(
         AoETopPSelection,
-        layer=autonomous_layer,
+        layer=AutonomousLayer,
         rules=rules,
         losses=(load_balancing, importance, entropy),
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from moe_parallel.config import TopKSelection
-from moe_parallel.layers import Rules, System, routed_layer
+from moe_parallel.config import FixedChoices, TopKSelection
+from moe_parallel.layers import RoutedLayer, Rules, System
 from moe_parallel.layers.routing_losses import importance, load_balancing_of_topk, z
 from moe_parallel.layers.system import SCALED_OUTPUT
 from moe_parallel.selection import topk
@@ -14,10 +14,13 @@ from moe_parallel.systems.registry import register
 
 
 def rules(selection: TopKSelection) -> Rules:
-    rule = _rule(selection)
-    if selection.moe_router_force_load_balancing:
-        return Rules(RoundRobin(rule), RoundRobin(rule))
-    return Rules(rule, rule)
+    return same_rules(selection, _rule(selection))
+
+
+def same_rules(selection: FixedChoices, rule: TopK) -> Rules:
+    """`rule` in training and in evaluation, unless the options force a balanced load."""
+    used = RoundRobin(rule) if selection.moe_router_force_load_balancing else rule
+    return Rules(used, used)
 
 
 def _rule(selection: TopKSelection) -> TopK:
@@ -43,7 +46,7 @@ def upcycling(selection: TopKSelection) -> str | None:
 TOPK = register(
     System(
         TopKSelection,
-        layer=routed_layer,
+        layer=RoutedLayer,
         rules=rules,
         losses=(load_balancing_of_topk, importance, z),
         upcycling=upcycling,
