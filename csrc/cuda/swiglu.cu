@@ -18,12 +18,12 @@ __global__ void activate_rows(Swiglu task) {
     const Sum p = probs ? probs[row] : Sum{1};
 #pragma unroll 2
     for (int64_t i = lane_index(); i < task.width / kSize; i += kWarp) {
-      const auto probs = load<Scalar, kSize>(gate, i);
+      const auto gates = load<Scalar, kSize>(gate, i);
       const auto ups = load<Scalar, kSize>(up, i);
       Sum products[kSize];
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
-        products[j] = activate<Scalar>(p, to_sum(probs.elements[j]), to_sum(ups.elements[j]));
+        products[j] = activate<Scalar>(p, to_sum(gates.elements[j]), to_sum(ups.elements[j]));
       }
       store(round_to<Scalar>(products), h, i);
     }
@@ -46,19 +46,19 @@ __global__ void differentiate_rows(SwigluBackward task) {
     Sum dp = 0;
     for (int64_t i = lane_index(); i < task.width / kSize; i += kWarp) {
       const auto d = load<Scalar, kSize>(dh, i);
-      const auto probs = load<Scalar, kSize>(gate, i);
+      const auto gates = load<Scalar, kSize>(gate, i);
       const auto ups = load<Scalar, kSize>(up, i);
-      Sum dprobs[kSize], dups[kSize], products[kSize];
+      Sum dgates[kSize], dups[kSize], products[kSize];
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
         const auto gradient = differentiate<Scalar>(
-            p, to_sum(d.elements[j]), to_sum(probs.elements[j]), to_sum(ups.elements[j]));
+            p, to_sum(d.elements[j]), to_sum(gates.elements[j]), to_sum(ups.elements[j]));
         dp += gradient.dp;
-        dprobs[j] = gradient.dgate;
+        dgates[j] = gradient.dgate;
         dups[j] = gradient.dup;
         products[j] = gradient.h;
       }
-      store(round_to<Scalar>(dprobs), dgate, i);
+      store(round_to<Scalar>(dgates), dgate, i);
       store(round_to<Scalar>(dups), dup, i);
       if (h) store(round_to<Scalar>(products), h, i);
     }

@@ -26,18 +26,18 @@ __global__ void sum_rows(Unpermute task) {
       Sum sums[kSize] = {};
       for (int64_t k = 0; k < task.choices; k += kChoicesInFlight) {
         Vector<Scalar, kSize> x[kChoicesInFlight];
-        Sum gate[kChoicesInFlight];
+        Sum prob[kChoicesInFlight];
 #pragma unroll
         for (int j = 0; j < kChoicesInFlight; ++j) {
           const int64_t row = k + j < task.choices ? rows[k + j] : -1;
-          gate[j] = 0;
+          prob[j] = 0;
           x[j] = {};
           if (!has_row(task, row)) continue;
-          gate[j] = probs ? probs[k + j] : Sum{1};
+          prob[j] = probs ? probs[k + j] : Sum{1};
           x[j] = load<Scalar, kSize>(y + row * task.width, i);
         }
 #pragma unroll
-        for (int j = 0; j < kChoicesInFlight; ++j) add_scaled(x[j], gate[j], sums);
+        for (int j = 0; j < kChoicesInFlight; ++j) add_scaled(x[j], prob[j], sums);
       }
       store(round_to<Scalar>(sums), out + token * task.width, i);
     }
@@ -54,12 +54,12 @@ __device__ inline void spread_choices(const UnpermuteBackward& task, int64_t tok
   auto* dy = static_cast<Scalar*>(task.dy);
   const int64_t first = token * task.choices + k;
   int64_t row[kChoicesInFlight];
-  Sum gate[kChoicesInFlight];
-  Sum dgate[kChoicesInFlight] = {};
+  Sum prob[kChoicesInFlight];
+  Sum dprob[kChoicesInFlight] = {};
 #pragma unroll
   for (int j = 0; j < kChoicesInFlight; ++j) {
     row[j] = k + j < task.choices ? task.rows[first + j] : -1;
-    gate[j] = has_row(task, row[j]) ? static_cast<const Sum*>(task.probs)[first + j] : Sum{0};
+    prob[j] = has_row(task, row[j]) ? static_cast<const Sum*>(task.probs)[first + j] : Sum{0};
   }
   for (int64_t i = lane_index(); i < task.width / kSize; i += kWarp) {
     const auto gradient = load<Scalar, kSize>(dout, i);
@@ -71,15 +71,15 @@ __device__ inline void spread_choices(const UnpermuteBackward& task, int64_t tok
 #pragma unroll
     for (int j = 0; j < kChoicesInFlight; ++j) {
       if (!has_row(task, row[j])) continue;
-      dgate[j] += dot(gradient, x[j]);
+      dprob[j] += dot(gradient, x[j]);
       Sum scaled[kSize] = {};
-      add_scaled(gradient, gate[j], scaled);
+      add_scaled(gradient, prob[j], scaled);
       store(round_to<Scalar>(scaled), dy + row[j] * task.width, i);
     }
   }
 #pragma unroll
   for (int j = 0; j < kChoicesInFlight; ++j) {
-    const Sum sum = sum_over_lanes(dgate[j]);
+    const Sum sum = sum_over_lanes(dprob[j]);
     if (lane_index() == 0 && k + j < task.choices) static_cast<Sum*>(task.dprobs)[first + j] = sum;
   }
 }

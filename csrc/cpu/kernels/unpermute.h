@@ -26,11 +26,11 @@ inline void sum_rows(const Unpermute& task, int64_t token, int64_t column, Lanes
     const int64_t choice = token * task.choices + k;
     const int64_t row = task.rows[choice];
     if (row < 0) continue;
-    const Sum gate = probs ? probs[choice] : Sum{1};
+    const Sum prob = probs ? probs[choice] : Sum{1};
     const Scalar* source = y + row * task.width;
     const int64_t next = next_row(task, choice);
     if (next >= 0) prefetch<kVectors>(y + next * task.width);
-    for (int i = 0; i < kVectors; ++i) sums[i] += gate * lanes.load(source + i * kLanes<Sum>);
+    for (int i = 0; i < kVectors; ++i) sums[i] += prob * lanes.load(source + i * kLanes<Sum>);
   }
   for (int i = 0; i < kVectors; ++i) lanes.store(out + i * kLanes<Sum>, sums[i]);
 }

@@ -20,17 +20,17 @@ struct Activate {
     const Rows<Scalar> kept_up(task.up, task.stride, strip.columns);
     for_each_chunk<kGroups>(strip, strip.first_column, [&](const Chunk& chunk) {
       const float p = task.probs && chunk.is_there ? task.probs[chunk.row] : 1.0f;
-      Pairs probs, ups, products;
+      Pairs gates, ups, products;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int group = chunk.group + i, j = 2 * chunk.half;
-        probs[i] = pack<Scalar>(first[group][j], first[group][j + 1]);
+        gates[i] = pack<Scalar>(first[group][j], first[group][j + 1]);
         ups[i] = pack<Scalar>(second[group][j], second[group][j + 1]);
-        const float2 g = unpack<Scalar>(probs[i]), u = unpack<Scalar>(ups[i]);
+        const float2 g = unpack<Scalar>(gates[i]), u = unpack<Scalar>(ups[i]);
         products[i] = pack<Scalar>(activate<Scalar>(p, g.x, u.x), activate<Scalar>(p, g.y, u.y));
       }
       h.write(chunk, products);
-      if (kept_gate.is_wanted()) kept_gate.write(chunk, probs);
+      if (kept_gate.is_wanted()) kept_gate.write(chunk, gates);
       if (kept_up.is_wanted()) kept_up.write(chunk, ups);
     });
   }

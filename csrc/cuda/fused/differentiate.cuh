@@ -24,23 +24,23 @@ struct Differentiate {
     const int64_t chunks = (strip.columns + kChunk - 1) / kChunk;
     for_each_chunk<kGroups>(strip, column, [&](const Chunk& chunk) {
       const float p = task.probs && chunk.is_there ? task.probs[chunk.row] : 1.0f;
-      Pairs probs, ups, dprobs, dups, products;
-      gate.read(chunk, probs);
+      Pairs gates, ups, dgates, dups, products;
+      gate.read(chunk, gates);
       up.read(chunk, ups);
       float dp = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* pair = dh[chunk.group + i] + 2 * chunk.half;
         const float2 d = unpack<Scalar>(pack<Scalar>(pair[0], pair[1]));
-        const float2 g = unpack<Scalar>(probs[i]), u = unpack<Scalar>(ups[i]);
+        const float2 g = unpack<Scalar>(gates[i]), u = unpack<Scalar>(ups[i]);
         const auto x = differentiate<Scalar>(p, d.x, g.x, u.x);
         const auto y = differentiate<Scalar>(p, d.y, g.y, u.y);
         dp += x.dp + y.dp;
-        dprobs[i] = pack<Scalar>(x.dgate, y.dgate);
+        dgates[i] = pack<Scalar>(x.dgate, y.dgate);
         dups[i] = pack<Scalar>(x.dup, y.dup);
         products[i] = pack<Scalar>(x.h, y.h);
       }
-      dgate.write(chunk, dprobs);
+      dgate.write(chunk, dgates);
       dup.write(chunk, dups);
       h.write(chunk, products);
       dp = sum_over_quad(dp);
