@@ -27,15 +27,7 @@ from torch import distributed as dist
 
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
 
-PRELOADED = [
-    "pytest",
-    "tests.distributed",
-    "moe_parallel.training.pretrain",
-    "megatron.core.dist_checkpointing",
-    "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron.core.optimizer",
-    "megatron.core.pipeline_parallel",
-]
+PRELOADED = ["tests.preloaded"]
 
 
 def run_distributed(

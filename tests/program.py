@@ -32,8 +32,11 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from moe_parallel.config import validate
+from moe_parallel.analysis.run_figure import FIGURE_NAME
+from moe_parallel.config import Config, validate
 from moe_parallel.parallel import destroy_groups, initialize_groups
+from moe_parallel.training import final_report
+from moe_parallel.training import pretrain as main_module
 from moe_parallel.training.pretrain import pretrain
 from moe_parallel.training.run_config import run_config
 from moe_parallel.training.signals import StopRequest
@@ -99,14 +102,20 @@ def flags(options: Options) -> list[str]:
 
 
 def pretrain_here(
-    runs: Iterable[Options], before: Callable[[], object] | None = None
+    runs: Iterable[Options],
+    before: Callable[[], object] | None = None,
+    *,
+    figures: bool = False,
 ) -> list[tuple[int, str]]:
     """Run the program on the ranks of `run_distributed`, once for each set of options.
 
     Returns (exit code, output of this rank) for each run. An exception of the program is raised
     here, because `failure.run`, which would end the process, is not used. `before` is called
-    first on each rank and may replace parts of the program.
+    first on each rank and may replace parts of the program. Without `figures` the figure is an
+    empty file, because drawing takes longer than all else that a small run does.
     """
+    if not figures and main_module.draw is final_report.draw:
+        main_module.draw = _empty_figure
     if before is not None:
         before()
     ends = []
@@ -120,13 +129,25 @@ def pretrain_here(
                 StopRequest().listening() as stop,
                 contextlib.redirect_stdout(io.StringIO()) as printed,
             ):
-                code = pretrain(config, groups, stop, given.cautions)
+                code = pretrain(config, groups, stop, given.warnings)
         finally:
             parallel_state.destroy_model_parallel()
             destroy_num_microbatches_calculator()
         destroy_groups()  # not after an error: the state of the other ranks is then unknown
         ends.append((code, printed.getvalue()))
     return ends
+
+
+def _empty_figure(config: Config, parameters: int) -> str:
+    assert config.checkpoint.save is not None
+    path = Path(config.checkpoint.save) / FIGURE_NAME
+    path.touch()
+    return f"figure: {path}"
+
+
+def pretrain_and_draw(runs: Iterable[Options]) -> list[tuple[int, str]]:
+    """`pretrain_here` with the figure at the end of each run."""
+    return pretrain_here(runs, figures=True)
 
 
 def stored_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ import torch
 
 from moe_parallel.config import Balancing, RoutedSelection
 from moe_parallel.config.option import option
-from moe_parallel.layers import routed_layer
+from moe_parallel.layers import RoutedLayer
 from moe_parallel.layers.routing_losses import load_balancing
 from moe_parallel.selection.choices import Choices
 from moe_parallel.systems import Rules, System, register
@@ -56,7 +56,7 @@ def rules(selection):
     return Rules(Window(selection.window_size), Window(selection.window_size))
 
 
-register(System(WindowSelection, layer=routed_layer, rules=rules, losses=(load_balancing,)))
+register(System(WindowSelection, layer=RoutedLayer, rules=rules, losses=(load_balancing,)))
 '''
 
 OPTIONS = {"expert_selection": "window", "window_size": 1, "moe_aux_loss_coeff": 0.05}
@@ -126,13 +126,13 @@ def test_it_has_flags_rules_and_a_layer_like_any_other(package: Path) -> None:
 
 def _register_twice() -> list[str]:
     from moe_parallel.config import RoutedSelection, TopKSelection
-    from moe_parallel.layers import routed_layer
+    from moe_parallel.layers import RoutedLayer
     from moe_parallel.systems import System, register, system_of, topk
 
     messages = []
     for action in (
-        lambda: register(System(TopKSelection, routed_layer, topk.rules)),
-        lambda: register(System(RoutedSelection, routed_layer, topk.rules)),
+        lambda: register(System(TopKSelection, RoutedLayer, topk.rules)),
+        lambda: register(System(RoutedSelection, RoutedLayer, topk.rules)),
         lambda: type("Other", (RoutedSelection,), {}, system="topk"),
         lambda: system_of(RoutedSelection()),
     ):

@@ -175,7 +175,7 @@ def test_what_one_contender_has_alone_is_told_wherever_it_stood(tmp_path: Path):
     assert "none was tuned" not in said
 
 
-def test_a_capacity_is_a_caution_for_all_but_the_dense(tmp_path: Path):
+def test_a_capacity_is_a_warning_for_all_but_the_dense(tmp_path: Path):
     study = make_study(
         tmp_path / "study", ["topk", "aoe", "dense"], shared={"moe_expert_capacity_factor": 1.0}
     )

@@ -128,26 +128,26 @@ def test_flags_win_over_the_file(file: Path) -> None:
 AOE = "expert-selection: aoe\nnum-experts: 4\naoe-low-rank-size: 8\nmoe-router-topk: 3\nseed: 7"
 
 
-def cautions_of(file: Path, text: str, *flags: str) -> tuple[Config, list[str]]:
+def warnings_of(file: Path, text: str, *flags: str) -> tuple[Config, list[str]]:
     file.write_text(text, encoding="utf-8")
     line = read_command_line(["--config", str(file), *flags])
     return line.over(read_yaml(file), "FILE")
 
 
 def test_flags_can_change_the_selection_of_the_file(file: Path) -> None:
-    config, cautions = cautions_of(file, AOE, "--expert-selection", "topk")
+    config, warnings = warnings_of(file, AOE, "--expert-selection", "topk")
     assert config == parse_command_line(
         ["--num-experts", "4", "--moe-router-topk", "3", "--seed", "7"]
     )
-    assert cautions == ["--expert-selection topk leaves out --aoe-low-rank-size 8, which FILE has"]
+    assert warnings == ["--expert-selection topk leaves out --aoe-low-rank-size 8, which FILE has"]
     assert parse(file, AOE, "--expert-selection", "topk") == config
 
 
 def test_flags_can_make_the_model_of_the_file_dense(file: Path) -> None:
     text = AOE + "\nexpert-model-parallel-size: 2\nmoe-ffn-hidden-size: 64\nmoe-backend: reference"
-    config, (caution,) = cautions_of(file, text, "--num-experts", "none")
+    config, (warning,) = warnings_of(file, text, "--num-experts", "none")
     assert config == parse_command_line(["--seed", "7", "--moe-backend", "reference"])
-    assert caution == (
+    assert warning == (
         "--num-experts none leaves out --expert-selection aoe, --aoe-low-rank-size 8, "
         "--moe-router-topk 3, --expert-model-parallel-size 2, --moe-ffn-hidden-size 64, which "
         "FILE has"
@@ -156,10 +156,10 @@ def test_flags_can_make_the_model_of_the_file_dense(file: Path) -> None:
 
 def test_what_goes_with_both_selections_stays(file: Path) -> None:
     text = "expert-selection: top_p\nmoe-top-p: 0.3\nmoe-shared-expert-intermediate-size: 8"
-    config, cautions = cautions_of(file, text, "--expert-selection", "aoe_top_p")
-    assert (config.selection.moe_top_p, cautions) == (0.3, [])
-    config, cautions = cautions_of(file, text, "--expert-selection", "top_p")
-    assert (config.selection.moe_top_p, cautions) == (0.3, [])
+    config, warnings = warnings_of(file, text, "--expert-selection", "aoe_top_p")
+    assert (config.selection.moe_top_p, warnings) == (0.3, [])
+    config, warnings = warnings_of(file, text, "--expert-selection", "top_p")
+    assert (config.selection.moe_top_p, warnings) == (0.3, [])
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_of_cached_indices(tmp_path: Path) -> None:
             path.write_bytes(content)
             again = numbered_datasets(tmp_path)
             assert torch.equal(read_all(again), expected)
-            assert len(again.cautions) == 1
+            assert len(again.warnings) == 1
 
 
 def test_of_a_tokenizer(tmp_path: Path) -> None:

@@ -239,14 +239,14 @@ def test_data_cut_for_another_length_are_refused(tmp_path: Path) -> None:
         build_from(source, tmp_path, length=4)
 
 
-def test_data_without_a_manifest_are_taken_with_a_caution(tmp_path: Path) -> None:
+def test_data_without_a_manifest_are_taken_with_a_warning(tmp_path: Path) -> None:
     source = blend_sources([write_numbers(tmp_path / "mine", [50] * 10)], "8,1,0")
     known = build_from(source, tmp_path)
-    assert known.cautions == ()
+    assert known.warnings == ()
     (tmp_path / "mine.manifest.json").unlink()
     unknown = build_from(source, tmp_path)
     assert torch.equal(stream(unknown, 30), stream(known, 30))
-    assert len(unknown.cautions) == 1 and "no manifest beside" in unknown.cautions[0]
+    assert len(unknown.warnings) == 1 and "no manifest beside" in unknown.warnings[0]
 
 
 def notes_written(sources: list[Source], folder: Path) -> int:

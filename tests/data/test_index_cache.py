@@ -30,14 +30,14 @@ def seal(cache: Path) -> None:
 @pytest.mark.parametrize("index", ["document_index", "sample_index", "shuffle_index"])
 def test_an_edited_index_is_built_again(tmp_path: Path, index: str) -> None:
     first = numbered_datasets(tmp_path)
-    assert first.cautions == ()
+    assert first.warnings == ()
     expected = stream(first)
     for path in cache_of(tmp_path).glob(f"*{index}.npy"):
         np.save(path, np.load(path)[::-1])
     again = numbered_datasets(tmp_path)
     assert torch.equal(stream(again), expected)
-    assert len(again.cautions) == 1 and "damaged" in again.cautions[0]
-    assert numbered_datasets(tmp_path).cautions == ()
+    assert len(again.warnings) == 1 and "damaged" in again.warnings[0]
+    assert numbered_datasets(tmp_path).warnings == ()
 
 
 @pytest.mark.parametrize("index", ["document_index", "sample_index", "shuffle_index"])
@@ -52,7 +52,7 @@ def test_a_pickle_in_place_of_an_index_runs_nothing(tmp_path: Path, index: str) 
                 seal(cache_of(tmp_path))
             again = numbered_datasets(tmp_path)
             assert torch.equal(stream(again), expected)
-            assert "damaged" in again.cautions[0]
+            assert "damaged" in again.warnings[0]
             assert not marker.exists()
     pickle.loads(pickle.dumps(Payload(marker)))
     assert marker.exists(), "the payload works"
@@ -69,7 +69,7 @@ def test_a_damaged_record_is_begun_anew(tmp_path: Path, content: str) -> None:
     expected = stream(numbered_datasets(tmp_path))
     (cache_of(tmp_path) / "complete.json").write_text(content)
     again = numbered_datasets(tmp_path)
-    assert torch.equal(stream(again), expected) and again.cautions
+    assert torch.equal(stream(again), expected) and again.warnings
     assert set(read_sealed(cache_of(tmp_path) / "complete.json")) == {"files"}
 
 

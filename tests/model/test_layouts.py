@@ -1,7 +1,7 @@
 """Every parallel layout trains the same model: equal losses, gradient norms, loads and weights.
 
 All layouts load one checkpoint of two steps on one rank and continue from its place in the data.
-The reference is five more steps on one rank, computed once for each model. One world of processes
+The reference is three more steps on one rank, computed once for each model. One world of processes
 runs its layouts one after another.
 """
 
@@ -296,10 +296,10 @@ def _dividing(world: int) -> list[str]:
 
 def test_training_changes_what_is_compared(start: Starts) -> None:
     (run,) = start("aoe").on_one_rank
-    assert run.iterations == [3, 4, 5, 6, 7]
+    assert run.iterations == [3, 4, 5]
     first, *_, last = run.losses
     assert last < first - 0.5
-    assert len(set(run.grad_norms)) == 5
+    assert len(set(run.grad_norms)) == 3
     assert all(0 < tokens < 64 for tokens in run.tokens)  # some are masked
     assert all(layer["max_minus_min_load"] > 0 for layer in run.layers)
 

@@ -31,21 +31,27 @@ def _chosen(choices: Choices) -> list[list[int]]:
 
 @pytest.mark.parametrize("ranking", RANKINGS)
 @pytest.mark.parametrize("factor", [0.25, 1.0, 1.3, 2.0, 6.0])
-@pytest.mark.parametrize("levels", [None, 1])  # few levels of scores: many ties
-def test_equals_the_transcription(ranking, factor, levels):
-    scores = _scores(levels=levels)
+def test_equals_the_transcription(ranking, factor):
+    scores = _scores()
     wanted = oracle.expert_choice(scores, factor, by_softmax=ranking == "softmax")
     choices = ExpertChoice(factor, RANKINGS[ranking])(torch.from_numpy(scores), TOKENS)
-    found = _chosen(choices)
-    if levels is None or ranking == "raw":
-        assert found == wanted.experts
-    else:  # ties of a softmax are not exact, and may change the order of a token's experts
-        assert [sorted(row) for row in found] == [sorted(row) for row in wanted.experts]
+    assert _chosen(choices) == wanted.experts
     for row, probs in zip(choices.probs_TK, wanted.probs, strict=True):
         numpy.testing.assert_allclose(row[: len(probs)].numpy(), probs, rtol=1e-12)
     numpy.testing.assert_allclose(
         choices.probabilities_TE.numpy(), wanted.probabilities, rtol=1e-12
     )
+
+
+@pytest.mark.parametrize("ranking", RANKINGS)
+@pytest.mark.parametrize("factor", [0.25, 1.0, 1.3, 2.0, 6.0])
+def test_ties_go_to_the_earlier_token(ranking, factor):
+    scores = torch.from_numpy(_scores(levels=1))  # scores of one digit: many ties
+    # Equal scores have unequal softmaxes where the sums round differently, and how they round
+    # depends on the processor. The oracle therefore ranks the very numbers that the rule ranks.
+    ranked = RANKINGS[ranking](scores).numpy()
+    wanted = oracle.expert_choice(ranked, factor)
+    assert _chosen(ExpertChoice(factor, RANKINGS[ranking])(scores, TOKENS)) == wanted.experts
 
 
 @pytest.mark.parametrize("ranking", RANKINGS.values())

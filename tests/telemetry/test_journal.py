@@ -125,9 +125,9 @@ def test_logs_on_a_disk_that_is_full_for_a_while(small_disk, capsys):
         telemetry.log(example_record(40))
     records = read_metrics(small_disk / "run/metrics.jsonl")
     assert records == [example_record(iteration) for iteration in range(1, 41)]
-    said = [line for line in capsys.readouterr().out.splitlines() if "caution" in line]
+    said = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
     assert sorted(said) == [
-        f"caution: cannot write {small_disk}/run/{name}: No space left on device; "
+        f"warning: cannot write {small_disk}/run/{name}: No space left on device; "
         "training continues"
         for name in ("metrics.jsonl", "tensorboard")
     ]
@@ -147,5 +147,5 @@ def test_a_console_that_cannot_be_written(tmp_path, capsys):
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
     assert capsys.readouterr().err == (
-        "caution: cannot write standard output: No space left on device; training continues\n"
+        "warning: cannot write standard output: No space left on device; training continues\n"
     )

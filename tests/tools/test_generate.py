@@ -20,7 +20,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = small_data(folder)
     data["data_path"] = [folder / "cycle"]
     options = SMALL | data | {"save": folder / "run", "expert_selection": "lory"}
-    options |= {"lory_segment_length": 8, "train_iters": 250}
+    options |= {"lory_segment_length": 8, "train_iters": 150}
     run_distributed(1, pretrain_here, [options])
     return folder / "run"
 

@@ -301,12 +301,12 @@ def test_a_disk_that_fills_up_and_one_that_is_read_only(place, tmp_path, small_d
         r"on device; iter_0000002 is untouched; free the disk or name another folder",
         _error_line(output),
     )
-    (caution,) = [line for line in output.splitlines() if line.startswith("caution")]
+    (warning,) = [line for line in output.splitlines() if line.startswith("warning")]
     assert re.fullmatch(
-        rf"caution: --save {save}: cannot write the checkpoint of iteration 3: (.*: )?No space "
+        rf"warning: --save {save}: cannot write the checkpoint of iteration 3: (.*: )?No space "
         r"left on device; iter_0000002 is untouched; free the disk or name another folder; "
         r"training continues without it",
-        caution,
+        warning,
     )
     assert not list(save.glob(".*"))
     elsewhere = options | {"save": tmp_path / "elsewhere", "load": save}

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from moe_parallel.telemetry.journal import Journal
 from moe_parallel.telemetry.metrics import TIMING
 from tests.distributed import run_distributed
-from tests.program import SMALL, pretrain_here, small_data
+from tests.program import SMALL, pretrain_and_draw, pretrain_here, small_data
 
 # The schedule is explicit, so that fewer iterations do not change it.
 RUN = SMALL | {"lr_decay_iters": 4}
@@ -36,7 +36,7 @@ def evaluated(save) -> list[int]:
 
 def _train(*runs):
     """(exit code, output) of each run, on one rank."""
-    return run_distributed(1, pretrain_here, runs)[0]
+    return run_distributed(1, pretrain_and_draw, runs)[0]
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +121,9 @@ def test_logs_on_a_full_disk(finished, tmp_path):
         here = options | {"save": folder}
         ((code, printed),) = run_distributed(1, _train_on_a_full_disk, here, records_that_fail)
         assert code == 0
-        said = [line for line in printed.splitlines() if "caution: cannot write" in line]
+        said = [line for line in printed.splitlines() if "warning: cannot write" in line]
         assert said == [
-            f"caution: cannot write {folder}/{name}: No space left on device; training continues"
+            f"warning: cannot write {folder}/{name}: No space left on device; training continues"
             for name in ("tensorboard", "metrics.jsonl")
         ]
         assert (folder / "iter_0000004").is_dir()
@@ -133,7 +133,7 @@ def test_logs_on_a_full_disk(finished, tmp_path):
 
 def _train_without_a_figure(options, error):
     with mock.patch.object(Figure, "savefig", side_effect=error):
-        return pretrain_here([options])[0]
+        return pretrain_and_draw([options])[0]
 
 
 @pytest.mark.parametrize("error", [FULL, ValueError("a bug\nof two lines")], ids=["full", "bug"])
@@ -143,5 +143,5 @@ def test_a_figure_that_fails(finished, tmp_path, error):
     ((code, printed),) = run_distributed(1, _train_without_a_figure, here, error)
     assert code == 0
     last = printed.splitlines()[-1]
-    assert last.startswith("caution: there is no figure: ")
+    assert last.startswith("warning: there is no figure: ")
     assert "No space left" in last or last.endswith("a bug of two lines")

@@ -10,7 +10,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from moe_parallel.data.tokenizer import load_tokenizer
 from moe_parallel.telemetry.metrics import read_metrics
 from tests.distributed import run_distributed
-from tests.program import AOE, SMALL, pretrain_here, same_bytes, small_data, stored_tensors
+from tests.program import (
+    AOE,
+    SMALL,
+    pretrain_and_draw,
+    pretrain_here,
+    same_bytes,
+    small_data,
+    stored_tensors,
+)
 
 TOKENS = SMALL["global_batch_size"] * SMALL["seq_length"]
 RUN = {
@@ -28,7 +36,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("metrics")
     data = small_data(folder)
     options = SMALL | AOE | data | RUN | {"save": folder / "run"}
-    ends = run_distributed(2, pretrain_here, [options])
+    ends = run_distributed(2, pretrain_and_draw, [options])
     assert [code for ((code, _),) in ends] == [0, 0]
     return data, folder / "run", [printed for ((_, printed),) in ends]
 

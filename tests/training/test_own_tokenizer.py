@@ -66,7 +66,7 @@ def test_a_run_goes_on_with_its_own_tokenizer(
     kept = old.with_name("kept")
     old.rename(kept)
     try:
-        assert open_text(config_of(options | {"load": run})).cautions == ()  # no file is there
+        assert open_text(config_of(options | {"load": run})).warnings == ()  # no file is there
         goes_on = options | {"load": run, "save": run}
         del goes_on["tokenizer_model"]
         again = options | {"load": run / "iter_0000002", "save": run.with_name("again")}
@@ -76,8 +76,8 @@ def test_a_run_goes_on_with_its_own_tokenizer(
         [ends] = run_distributed(1, pretrain_here, [goes_on, again, remade])
         assert [losses(printed) for _, printed in ends] == [expected] * 3
         for _, printed in ends:
-            caution = r"caution: --tokenizer-model \S+ is not the tokenizer any more that this run"
-            assert re.search(caution, printed)
+            warning = r"warning: --tokenizer-model \S+ is not the tokenizer any more that this run"
+            assert re.search(warning, printed)
         for name in ("run", "again", "remade"):
             copies = [run.with_name(name), *run.with_name(name).glob("iter_*")]
             for copy in copies:
@@ -96,11 +96,11 @@ def test_another_tokenizer_on_the_command_line_is_refused(
 ) -> None:
     run, options, _ = moved
     own = options | {"load": run}
-    assert open_text(config_of(own), tokenizer_given=True).cautions == ()
+    assert open_text(config_of(own), tokenizer_given=True).warnings == ()
     other_bpe().save(run.with_name("other"))
     small_bpe().save(run.with_name("same"))
     same = own | {"tokenizer_model": run.with_name("same")}
-    assert open_text(config_of(same), tokenizer_given=True).cautions == ()
+    assert open_text(config_of(same), tokenizer_given=True).warnings == ()
     other = own | {"tokenizer_model": run.with_name("other")}
     for given in (False, True):  # as a value from a file, and as a flag
         with pytest.raises(InputError, match=r"other is not the tokenizer that --load .* was trai"):
@@ -118,8 +118,8 @@ def test_the_path_of_the_run_where_another_lies_now_is_refused_when_typed(
     config = config_of(options | {"load": run, "tokenizer_model": remade})
     # As if the run had started with that path.
     monkeypatch.setattr("moe_parallel.training.own_tokenizer._as_recorded", lambda *of: True)
-    (caution,) = open_text(config).cautions
-    assert f"{remade} is not the tokenizer any more" in caution
+    (warning,) = open_text(config).warnings
+    assert f"{remade} is not the tokenizer any more" in warning
     with pytest.raises(InputError, match=r"remade is not the tokenizer that --load .* remove it"):
         open_text(config, tokenizer_given=True)
 

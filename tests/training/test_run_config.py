@@ -36,7 +36,7 @@ def _config(*arguments: object):
 
 def test_the_folder_of_a_run(run):
     given = run_config(["--load", str(run)])
-    assert given.cautions == ()
+    assert given.warnings == ()
     assert (given.config.checkpoint.load, given.config.checkpoint.save) == (str(run), str(run))
     assert (given.config.training.seed, given.config.selection.aoe_low_rank_size) == (7, 8)
     assert given.config.checkpoint.save_interval == 1
@@ -65,7 +65,7 @@ def test_a_file_wins(run, tmp_path):
     file.write_text("num-layers: 3\n")
     given = run_config(["--load", str(run), "--config", str(file)])
     assert (given.config.model.num_layers, given.config.training.seed) == (3, 1234)
-    assert given.config.checkpoint.save is None and given.cautions == (UNSAVED,)
+    assert given.config.checkpoint.save is None and given.warnings == (UNSAVED,)
 
 
 def test_another_run_does_not_save_there(run):
@@ -100,16 +100,16 @@ def test_what_cannot_be_loaded(run, tmp_path):
 
 
 def test_nothing_is_saved_without_save(tmp_path):
-    assert run_config([]).cautions == (UNSAVED,)
-    assert run_config(["--load", "none"]).cautions == (UNSAVED,)
-    assert run_config(["--save", str(tmp_path)]).cautions == ()
+    assert run_config([]).warnings == (UNSAVED,)
+    assert run_config(["--load", "none"]).warnings == (UNSAVED,)
+    assert run_config(["--save", str(tmp_path)]).warnings == ()
 
 
-def test_what_a_flag_leaves_out_is_a_caution(tmp_path):
+def test_what_a_flag_leaves_out_is_a_warning(tmp_path):
     file = tmp_path / "aoe.yaml"
     file.write_text("expert-selection: aoe\naoe-low-rank-size: 8\nsave: run\n")
     given = run_config(["--config", str(file), "--expert-selection", "topk"])
-    assert given.cautions == (
+    assert given.warnings == (
         f"--expert-selection topk leaves out --aoe-low-rank-size 8, which --config {file} has",
     )
 
@@ -125,6 +125,6 @@ def test_a_moved_run_goes_on_to_its_end(run, tmp_path):
     )[0]
     assert (left, ended) == (0, 0)
     assert (moved / "latest_checkpointed_iteration.txt").read_text().split() == ["4"]
-    assert "caution" not in printed
+    assert "warning" not in printed
     assert not run.with_name("was_here").exists()
     assert flags({"load": moved}) == ["--load", str(moved)]

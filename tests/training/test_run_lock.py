@@ -45,8 +45,8 @@ def other_run(tmp_path):
 
 
 def _take(folder):
-    with locked_folder(str(folder)) as cautions:
-        return cautions
+    with locked_folder(str(folder)) as warnings:
+        return warnings
 
 
 def test_a_second_run_is_told_who_is_there(tmp_path, other_run):
@@ -89,18 +89,18 @@ def test_a_run_that_was_refused_leaves_nothing(tmp_path):
 
 
 def test_without_save_nothing_is_locked():
-    with locked_folder(None) as cautions:
-        assert cautions == []
+    with locked_folder(None) as warnings:
+        assert warnings == []
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_a_caution(tmp_path, monkeypatch, number):
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, number):
     def refuse(file, operation):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    (caution,) = _take(tmp_path / "run")
-    assert caution == (
+    (warning,) = _take(tmp_path / "run")
+    assert warning == (
         f"the file system of --save {tmp_path}/run has no locks: take care that no other run "
         "writes there"
     )

@@ -132,10 +132,10 @@ def test_training_goes_on_to_the_next_save(runs):
     folder, ends = runs
     code, printed = ends["full for a while"]
     assert code == 0
-    cautions = [line for line in printed.splitlines() if line.startswith("caution")]
-    for iteration, caution in zip((2, 4), cautions, strict=True):
-        assert caution == (
-            f"caution: --save {folder}/full_for_a_while: cannot write the checkpoint of iteration "
+    warnings = [line for line in printed.splitlines() if line.startswith("warning")]
+    for iteration, warning in zip((2, 4), warnings, strict=True):
+        assert warning == (
+            f"warning: --save {folder}/full_for_a_while: cannot write the checkpoint of iteration "
             f"{iteration}: {FULL}; there was none before; free the disk or name another folder; "
             "training continues without it"
         )

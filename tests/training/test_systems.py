@@ -189,11 +189,11 @@ def test_expert_choice_takes_equally_many_and_leaves_none_out_in_evaluations(run
 
 @pytest.mark.parametrize("system", rest_in_full(SYSTEMS, *QUICK))
 def test_a_loss_that_is_no_likelihood_is_said_to_be_none_once(runs, system):
-    (caution,) = make_config(systems.options(system)).cautions or [None]
+    (warning,) = make_config(systems.options(system)).warnings or [None]
     for _, printed in runs[system]:
-        assert printed.count("caution: ") == (caution is not None)
-        if caution is not None:
-            assert f"caution: {caution}\n" in printed
+        assert printed.count("warning: ") == (warning is not None)
+        if warning is not None:
+            assert f"warning: {warning}\n" in printed
 
 
 def test_every_system_is_here():

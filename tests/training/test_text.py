@@ -26,9 +26,9 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DefaultCorpus:
 def test_a_vocabulary_that_comes_out_smaller_is_told() -> None:
     text = open_text(parse_command_line(["--vocab-size", "1000000"]))
     assert text.vocab_size == 300
-    (caution,) = text.cautions
-    assert caution.startswith("--vocab-size 1000000: ") and "300 tokens" in caution
-    assert open_text(parse_command_line(["--vocab-size", "300"])).cautions == ()
+    (warning,) = text.warnings
+    assert warning.startswith("--vocab-size 1000000: ") and "300 tokens" in warning
+    assert open_text(parse_command_line(["--vocab-size", "300"])).warnings == ()
 
 
 @pytest.mark.usefixtures("corpus")

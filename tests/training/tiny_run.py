@@ -14,7 +14,7 @@ from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.training.checkpoint.checkpointer import Checkpointer, TrainingState
 from moe_parallel.training.engine import Engine
 
-LENGTH, BATCH, VOCABULARY = 16, 8, 100
+LENGTH, BATCH, VOCABULARY = 16, 4, 100
 
 #: A dense layer (its SwiGLU weight is saved as two halves), then experts; grouped-query attention.
 TINY = {

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from tests.distributed import run_distributed
 from tests.tiers import rest_in_full
-from tests.training.tiny_run import AOE, GATHERED, Layout, TinyRun
+from tests.training.tiny_run import AOE, BATCH, GATHERED, LENGTH, Layout, TinyRun
 
 RUNS = {
     "one": (Layout(), {}),
@@ -122,6 +122,6 @@ def test_what_a_checkpoint_holds(tmp_path):
     assert (checkpoint / "config.yaml").read_text() == "hidden-size: 32\n"
     assert (checkpoint / "tokenizer" / "deep" / "vocabulary.json").read_text() == "{}"
     record = json.loads((checkpoint / "checkpoint.json").read_text())
-    training = {"iteration": 1, "consumed_samples": 8, "consumed_tokens": 128}
+    training = {"iteration": 1, "consumed_samples": BATCH, "consumed_tokens": BATCH * LENGTH}
     assert record["training"] == training | {"unlogged": None}
     assert record["layout"]["ep"] == record["layout"]["world_size"] == 2

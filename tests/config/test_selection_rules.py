@@ -7,7 +7,7 @@ import pytest
 from moe_parallel.config import SELECTIONS, make_config, validate
 from moe_parallel.config.config import common_options, selection_options
 from moe_parallel.errors import InputError
-from tests.config import test_validate, test_validate_fp8
+from tests.config import test_fp8, test_validate
 from tests.config.test_validate import AOE, VALID
 
 TOP_P = {"expert_selection": "top_p"}
@@ -65,10 +65,10 @@ def test_a_sequence_of_one_segment_has_nothing_after_the_first() -> None:
 
 
 @pytest.mark.parametrize("system", [LORY, PREFIX, SEGMENTS])
-def test_a_single_segment_is_a_caution(system: dict[str, Any]) -> None:
+def test_a_single_segment_is_a_warning(system: dict[str, Any]) -> None:
     said = "are a single segment of --lory-segment-length 16"
-    assert said in make_config(VALID | system | {"lory_segment_length": 16}).cautions[-1]
-    assert said not in "".join(make_config(VALID | system | {"lory_segment_length": 15}).cautions)
+    assert said in make_config(VALID | system | {"lory_segment_length": 16}).warnings[-1]
+    assert said not in "".join(make_config(VALID | system | {"lory_segment_length": 15}).warnings)
 
 
 BROKEN: list[tuple[dict[str, Any], int, str]] = [
@@ -261,19 +261,19 @@ def test_no_number_is_without_a_rule() -> None:
         known = known | options
     numbers = {name for name, option in known.items() if option.kind in (int, float)}
     broken = [options for options, *_ in (*BROKEN, *test_validate.BROKEN)]
-    broken += [options for options, _ in test_validate_fp8.REFUSED.values()]
+    broken += [options for options, _ in test_fp8.REFUSED.values()]
     ruled = {name for options in broken for name in options}
     assert numbers - ruled - {"moe_dense_warmup_percent"} == set()  # tests/training/test_upcycling
 
 
 def test_what_makes_a_loss_no_likelihood_is_said() -> None:
-    def cautions(**options: Any) -> list[str]:
-        return make_config(VALID | options).cautions
+    def warnings(**options: Any) -> list[str]:
+        return make_config(VALID | options).warnings
 
-    assert cautions() == cautions(**AOE) == cautions(**TOP_P) == []
-    assert cautions(**LORY, lory_first_segment="uniform") == []
+    assert warnings() == warnings(**AOE) == warnings(**TOP_P) == []
+    assert warnings(**LORY, lory_first_segment="uniform") == []
     for options in (LORY, PREFIX, SMEAR, EXPERT_CHOICE, AOE_EXPERT_CHOICE, SEGMENTS):
-        assert len(cautions(**options)) == 1
-    (drops,) = cautions(moe_expert_capacity_factor=1.0)
+        assert len(warnings(**options)) == 1
+    (drops,) = warnings(moe_expert_capacity_factor=1.0)
     assert "where choices are dropped, losses are not the likelihood" in drops
-    assert len(cautions(**EXPERT_CHOICE, moe_expert_capacity_factor=1.0)) == 2
+    assert len(warnings(**EXPERT_CHOICE, moe_expert_capacity_factor=1.0)) == 2

@@ -1,0 +1,17 @@
+"""What the server of forked ranks has imported before it forks the first one."""
+
+import gc
+
+import pytest  # noqa: F401
+
+import moe_parallel.training.pretrain
+import tests.distributed  # noqa: F401
+from moe_parallel.ops import extension
+
+if extension.is_built():
+    import moe_parallel.ops.native  # noqa: F401
+
+# A collection in a forked process would look at a million objects of these modules, and copy the
+# pages they are on.
+gc.collect()
+gc.freeze()
