@@ -43,8 +43,8 @@ class CommandLine:
         Raises InputError for anything wrong.
         """
         kept, replaced = without_replaced(file, self.given)
-        cautions = [] if replaced is None else [f"{replaced}, which {name} has"]
-        return make_config(kept | dict(self.given)), cautions
+        warnings = [] if replaced is None else [f"{replaced}, which {name} has"]
+        return make_config(kept | dict(self.given)), warnings
 
 
 def read_command_line(arguments: Sequence[str]) -> CommandLine:

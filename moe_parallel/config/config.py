@@ -27,6 +27,8 @@ from moe_parallel.config.training import TrainingConfig
 from moe_parallel.errors import InputError
 
 EXPERT_SELECTION = "expert_selection"
+#: That of libyaml is ten times as fast; PyYAML may be built without it.
+_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,9 @@ class Config:
         return None if first is None or first >= self.training.seq_length else first
 
     @property
-    def cautions(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """The warnings about the losses that a run reports."""
-        found = [self.selection.caution] if self.selection.caution is not None else []
+        found = [self.selection.warning] if self.selection.warning is not None else []
         segment, length = self.selection.first_part, self.training.seq_length
         if segment is not None and segment >= length:
             found.append(
@@ -120,7 +122,7 @@ class Config:
         parts = []
         for section, values in self.values():
             flat = {name.replace("_", "-"): _plain(value) for name, value in values.items()}
-            parts.append(f"# {section}\n" + yaml.safe_dump(flat, sort_keys=False))
+            parts.append(f"# {section}\n" + yaml.dump(flat, Dumper=_DUMPER, sort_keys=False))
         return "\n".join(parts)
 
 

@@ -8,6 +8,7 @@ is the default. Nothing about a flag is written twice.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import types
@@ -164,14 +165,19 @@ def _as_float(value: int) -> float:
         return math.inf
 
 
-def options(section: type) -> list[Option]:
+def options(section: type) -> tuple[Option, ...]:
     """The options of a section class, in the order of its fields."""
+    return _options(section)  # type: ignore[arg-type]  # mypy takes a class for unhashable
+
+
+@functools.cache
+def _options(section: type) -> tuple[Option, ...]:
     annotations = typing.get_type_hints(section)
-    return [
+    return tuple(
         _option(field, annotations[field.name])
         for field in dataclasses.fields(section)
         if "help" in field.metadata
-    ]
+    )
 
 
 def _option(field: dataclasses.Field[Any], annotation: Any) -> Option:

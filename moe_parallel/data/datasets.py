@@ -48,13 +48,13 @@ class Datasets:
             very first, which no token precedes. The order is shuffled and fixed, so that the first
             n samples are a fair sample. The last sample is padded with masked tokens. A domain
             to which --split gives no validation text is absent.
-        cautions: warnings for the user; rank 0 has all of them.
+        warnings: one line each, for the user; rank 0 has all of them.
     """
 
     train: torch.utils.data.Dataset
     train_domains: dict[str, GPTDataset]
     valid: dict[str, GPTDataset]
-    cautions: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,9 +114,9 @@ def build_datasets(
                 # last sample were read first, its padding would be masked in every sample.
                 valid_side.masks_and_position_ids_are_cacheable = False
                 valid[source.domain] = valid_side
-    cautions = [each for each in (cache.caution, _unchecked(sources)) if each is not None]
+    warnings = [each for each in (cache.warning, _unchecked(sources)) if each is not None]
     blend = _blend(train_domains, weights, train_samples, config)
-    return Datasets(blend, train_domains, valid, tuple(cautions))
+    return Datasets(blend, train_domains, valid, tuple(warnings))
 
 
 def texts(dataset: GPTDataset, tokenizer: Tokenizer) -> Iterator[str]:

@@ -29,12 +29,12 @@ class IndexCache:
 
     Attributes:
         folder: the path of that folder.
-        caution: on rank 0, a warning about the earlier content; None: no warning.
+        warning: on rank 0, what was wrong with the earlier content; None: nothing.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.caution: str | None = None
+        self.warning: str | None = None
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -72,8 +72,8 @@ class IndexCache:
         except ValueError:
             whole = False
         if not whole or not all(map(_is_array, self.folder.glob("*.npy"))):
-            self.caution = f"the indices in {self.folder} were damaged: they are built again"
-            return self.caution
+            self.warning = f"the indices in {self.folder} were damaged: they are built again"
+            return self.warning
         return None
 
     def _files(self) -> dict[str, str]:

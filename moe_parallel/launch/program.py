@@ -43,7 +43,7 @@ def _run(script: str, arguments: Sequence[str], stop: StopRequest) -> int:
         return _launch(options, script, stop)
     if slurm.is_task(os.environ) and "RANK" not in os.environ:
         os.environ.update(slurm.rank_variables(os.environ))
-        _caution_without_srun()
+        _warn_without_srun()
     elif "RANK" not in os.environ:
         _check(_config(options.program), 1)
     return _be_rank(options.program, stop)
@@ -120,11 +120,11 @@ def _help() -> int:
     return 0
 
 
-def _caution_without_srun() -> None:
+def _warn_without_srun() -> None:
     if os.environ["RANK"] == "0" and "SLURM_STEP_ID" not in os.environ:
         others = slurm.tasks(os.environ) - 1
         _tell(
-            f"caution: this is task 0 of a Slurm job, and waits for {others} more: start them all "
+            f"warning: this is task 0 of a Slurm job, and waits for {others} more: start them all "
             "by srun, or one process by --nproc-per-node 1"
         )
 

@@ -83,7 +83,7 @@ class Telemetry:
             if name not in self._failed:
                 self._failed.add(name)
                 self._complain(
-                    f"caution: cannot write {name}: {one_line(error)}; training continues"
+                    f"warning: cannot write {name}: {one_line(error)}; training continues"
                 )
 
     def _complain(self, text: str) -> None:

@@ -97,7 +97,7 @@ def draw(config: Config, parameters: int) -> str:
         return f"figure: {path}"
     except Exception as error:  # the run is complete and saved: its exit code stays
         reason = " ".join(str(error).split()) or type(error).__name__
-        return f"caution: there is no figure: {reason}"
+        return f"warning: there is no figure: {reason}"
 
 
 def _model_line(config: Config, parameters: int) -> str:

@@ -110,7 +110,7 @@ class Loop:
         except NotSaved as error:
             if not can_wait or self.state.iteration >= self.stage.until:
                 raise
-            self.telemetry.say(f"caution: {error}; training continues without it")
+            self.telemetry.say(f"warning: {error}; training continues without it")
             return
         self._saved_at = self.state.iteration
         self.telemetry.say(f"saved {path}")

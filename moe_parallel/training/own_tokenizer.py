@@ -29,11 +29,11 @@ class OwnTokenizer:
 
     Attributes:
         tokenizer: the copy in the checkpoint.
-        caution: a warning about the tokenizer that the configuration names; None: no warning.
+        warning: what the user should know of the tokenizer in the configuration; None: nothing.
     """
 
     tokenizer: Tokenizer
-    caution: str | None
+    warning: str | None
 
 
 def own_tokenizer(

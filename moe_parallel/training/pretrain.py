@@ -67,7 +67,7 @@ def main(arguments: Sequence[str], stop: StopRequest | None = None) -> NoReturn:
             config,
             initialize_groups(config.parallel, config.virtual_stages),
             stop,
-            given.cautions,
+            given.warnings,
             tokenizer_given=names_tokenizer(arguments),
         )
 
@@ -78,7 +78,7 @@ def pretrain(
     config: Config,
     groups: Groups,
     stop: StopRequest | None = None,
-    cautions: Sequence[str] = (),
+    warnings: Sequence[str] = (),
     *,
     tokenizer_given: bool = False,
 ) -> int:
@@ -86,19 +86,19 @@ def pretrain(
 
     Args:
         stop: receives the signals; None: a new request that no signal reaches.
-        cautions: warnings to print besides those of the configuration.
+        warnings: warnings to print besides those of the configuration.
         tokenizer_given: whether the command line names the tokenizer.
     """
-    with locked_folder(config.checkpoint.save) as lock_cautions:
-        cautions = (*cautions, *lock_cautions)
-        return _pretrain(config, groups, stop or StopRequest(), cautions, tokenizer_given)
+    with locked_folder(config.checkpoint.save) as lock_warnings:
+        warnings = (*warnings, *lock_warnings)
+        return _pretrain(config, groups, stop or StopRequest(), warnings, tokenizer_given)
 
 
 def _pretrain(
     config: Config,
     groups: Groups,
     stop: StopRequest,
-    cautions: Sequence[str],
+    warnings: Sequence[str],
     tokenizer_given: bool,
 ) -> int:
     seed_everything(config, groups)
@@ -122,8 +122,8 @@ def _pretrain(
         telemetry.say(_opening(config, groups, stage))
         if note is not None:
             telemetry.say(note)
-        for caution in (*cautions, *config.cautions, *text.cautions, *datasets.cautions):
-            telemetry.say(f"caution: {caution}")
+        for warning in (*warnings, *config.warnings, *text.warnings, *datasets.warnings):
+            telemetry.say(f"warning: {warning}")
         began = time.monotonic()
         loop = Loop(config, stage, text, datasets, telemetry, began, stop)
         code = loop.train()

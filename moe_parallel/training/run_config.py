@@ -17,7 +17,7 @@ class RunConfig:
     """A configuration, and the warnings about how it was derived."""
 
     config: Config
-    cautions: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def run_config(arguments: Sequence[str]) -> RunConfig:
@@ -32,14 +32,14 @@ def run_config(arguments: Sequence[str]) -> RunConfig:
     line = read_command_line(arguments)
     load = line.given.get("load", "none")
     if line.file is not None:
-        config, cautions = line.over(read_yaml(line.file), f"--config {line.file}")
+        config, warnings = line.over(read_yaml(line.file), f"--config {line.file}")
     elif load == "none" or begins_in(load, line.given.get("save")):
-        config, cautions = line.over({}, "")
+        config, warnings = line.over({}, "")
     else:
-        config, cautions = _of_checkpoint(line, load)
+        config, warnings = _of_checkpoint(line, load)
     if config.checkpoint.save is None:
-        cautions.append("--save is not set: neither checkpoints nor metrics will be written")
-    return RunConfig(config, tuple(cautions))
+        warnings.append("--save is not set: neither checkpoints nor metrics will be written")
+    return RunConfig(config, tuple(warnings))
 
 
 def begins_in(load: str | None, save: str | None) -> bool:
@@ -60,12 +60,12 @@ def _of_checkpoint(line: CommandLine, load: str) -> tuple[Config, list[str]]:
     file = read_yaml(checked_file(checkpoint, "config.yaml"))
     # The saved `save` and `load` are ignored: the folder may have moved since.
     file = {name: value for name, value in file.items() if name not in ("load", "save")}
-    config, cautions = line.over(file, f"{checkpoint}/config.yaml")
+    config, warnings = line.over(file, f"{checkpoint}/config.yaml")
     begins_another = config.checkpoint.finetune or "moe_use_upcycling" in line.given
     if not ("save" in line.given or begins_another):
         folder = _folder_of(checkpoint, load)
         config = replace(config, checkpoint=replace(config.checkpoint, save=str(folder)))
-    return config, cautions
+    return config, warnings
 
 
 def _folder_of(checkpoint: Path, load: str) -> Path:

@@ -33,11 +33,11 @@ def locked_folder(save: str | None) -> Iterator[list[str]]:
     Raises:
         InputError: on every rank, if another run uses the folder or it cannot be written.
     """
-    cautions: list[str] = []
+    warnings: list[str] = []
     with ExitStack() as held:
         if save is not None:
-            on_rank_0(lambda: cautions.extend(held.enter_context(_held(Path(save)))))
-        yield cautions
+            on_rank_0(lambda: warnings.extend(held.enter_context(_held(Path(save)))))
+        yield warnings
 
 
 @contextmanager

@@ -27,7 +27,7 @@ class Text:
     tokenizer: Tokenizer
     sources: list[Source]
     vocab_size: int  # of the model: the tokenizer's, or more
-    cautions: tuple[str, ...] = ()  # warnings for the user
+    warnings: tuple[str, ...] = ()  # one line each, for the user
 
     def datasets(self, config: Config) -> Datasets:
         """Training and validation data; called by every rank."""
@@ -61,17 +61,17 @@ def open_text(config: Config, *, tokenizer_given: bool = False) -> Text:
     """
     data = config.data
     own = own_tokenizer(config.checkpoint.load, data, given=tokenizer_given)
-    cautions = [] if own is None or own.caution is None else [own.caution]
+    warnings = [] if own is None or own.warning is None else [own.warning]
     if data.data_path is None:
         corpus, asked = _corpus(data), data.vocab_size or DEFAULT_VOCAB_SIZE
         tokenizer = _tokenizer_of(corpus, own)
         if tokenizer.vocab_size < asked:
-            cautions.append(
+            warnings.append(
                 f"--vocab-size {asked}: the embedded corpus has no more pairs to merge than make "
                 f"{tokenizer.vocab_size} tokens, and that is the vocabulary"
             )
         sources = corpus_sources(corpus)
-        return Text(tokenizer, sources, tokenizer.vocab_size, tuple(cautions))
+        return Text(tokenizer, sources, tokenizer.vocab_size, tuple(warnings))
     sources = blend_sources(data.data_path, data.split)
     tokenizer = _named(data) if own is None else own.tokenizer
     vocab_size = data.vocab_size or tokenizer.vocab_size
@@ -80,7 +80,7 @@ def open_text(config: Config, *, tokenizer_given: bool = False) -> Text:
             f"--vocab-size is {vocab_size}, but the tokenizer has {tokenizer.vocab_size} tokens: "
             f"give at least {tokenizer.vocab_size} or leave the flag out"
         )
-    return Text(tokenizer, sources, vocab_size, tuple(cautions))
+    return Text(tokenizer, sources, vocab_size, tuple(warnings))
 
 
 def open_tokenizer(config: Config) -> Tokenizer:

@@ -18,7 +18,7 @@ def notes(study: StudyResults) -> list[str]:
         _size(study),
         _parameters(study),
         *_options(study),
-        *_cautions(study),
+        *_warnings(study),
         *_missing(study),
         *_tokens(study),
         *_machines(study),
@@ -91,11 +91,11 @@ def _options(study: StudyResults) -> list[str]:
     return [f"{text}, the learning rate with them: none was tuned for one system."]
 
 
-def _cautions(study: StudyResults) -> list[str]:
+def _warnings(study: StudyResults) -> list[str]:
     by_text: dict[str, list[str]] = {}
     for result in study.results:
-        for caution in result.cautions:
-            by_text.setdefault(caution, []).append(result.name)
+        for warning in result.warnings:
+            by_text.setdefault(warning, []).append(result.name)
     return [f"{', '.join(names)}: {text}." for text, names in by_text.items()]
 
 

@@ -49,9 +49,9 @@ class Result:
         return self.contender.system == DENSE
 
     @property
-    def cautions(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Warnings for the reader about this contender's loss."""
-        return [] if self.is_dense else self.contender.config.cautions
+        return [] if self.is_dense else self.contender.config.warnings
 
     @cached_property
     def measures(self) -> dict[int, Measures]:

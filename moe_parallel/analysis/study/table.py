@@ -117,13 +117,13 @@ def _held_out(study: StudyResults) -> str:
     heads = [_held_out_title(name) for name in columns]
     rows = [
         [
-            result.name + (MARK if result.cautions else ""),
+            result.name + (MARK if result.warnings else ""),
             *(_with_range(result.spreads.get(name), 3) for name in columns),
         ]
         for result in study.results
     ]
     text = _table(["", *heads], rows)
-    if any(result.cautions for result in study.results):
+    if any(result.warnings for result in study.results):
         text += (
             f"\n{MARK.strip()} Read what stands below of this system before comparing its loss.\n"
         )

@@ -64,7 +64,7 @@ class SegmentMergedSelection(Segments, MergedSelection):
     )
 
     @property
-    def caution(self) -> str | None:
+    def warning(self) -> str | None:
         return None if self.lory_first_segment == "uniform" else OWN_FIRST_SEGMENT
 
 
@@ -99,7 +99,7 @@ class SmearSelection(MergedSelection, system="smear"):
     )
 
     @property
-    def caution(self) -> str:
+    def warning(self) -> str:
         return (
             "every token sees the mean of its whole sequence, so the loss is not the likelihood of "
             "the text, neither in training nor in evaluations"

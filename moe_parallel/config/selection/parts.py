@@ -211,7 +211,7 @@ class ExpertsChoose(Selection):
         return self.moe_expert_choice_capacity_factor
 
     @property
-    def caution(self) -> str:
+    def warning(self) -> str:
         return (
             "experts choose among all tokens of a micro-batch, later ones too, so the training "
             "loss is not the likelihood of the text; in evaluations each token chooses its experts"

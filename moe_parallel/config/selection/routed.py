@@ -178,7 +178,7 @@ class SegmentExpertChoiceSelection(
     )
 
     @property
-    def caution(self) -> str:
+    def warning(self) -> str:
         return (
             "experts choose among all segments of a micro-batch, later ones too, and the first "
             "segment is judged by its own mean, so the training loss is not the likelihood of the "

@@ -95,6 +95,6 @@ class Selection(Section):
         return False
 
     @property
-    def caution(self) -> str | None:
+    def warning(self) -> str | None:
         """A warning about the training loss. None: the loss is the likelihood of the text."""
         return None

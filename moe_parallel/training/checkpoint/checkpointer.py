@@ -344,7 +344,7 @@ def _open(
     agree(lambda: check_content(checkpoint, record["files"], _share()))
     if record["format"] == UNSEALED and dist.get_rank() == 0:
         print(
-            f"caution: {checkpoint} was saved by an earlier version, whose checkpoint.json has no "
+            f"warning: {checkpoint} was saved by an earlier version, whose checkpoint.json has no "
             "checksum: damage to it may go unseen; what is saved from here on has one",
             file=sys.stderr,
         )
