@@ -16,6 +16,6 @@ from moe_parallel.launch.program import main
 if __name__ == "__main__":
     main(__file__, sys.argv[1:])
 else:  # in a process that distributed checkpointing starts, which imports Megatron-Core next
-    from moe_parallel.platform.suppress_warnings import suppress_warnings
+    from moe_parallel.platform.import_megatron import import_megatron
 
-    suppress_warnings()
+    import_megatron()

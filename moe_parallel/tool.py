@@ -80,14 +80,13 @@ class Tool(OneLineParser):
 
 
 def load_torch() -> None:
-    """Imports torch, which takes seconds. It is called after the flags are checked.
+    """Imports torch and Megatron-Core, which takes seconds.
 
-    So --help and errors are printed at once. It also suppresses the warnings that Megatron-Core
-    would print when it is imported.
+    It is called after the flags are checked, so that --help and errors are printed at once.
     """
-    from moe_parallel.platform.suppress_warnings import suppress_warnings
+    from moe_parallel.platform.import_megatron import import_megatron
 
-    suppress_warnings()
+    import_megatron()
 
 
 @contextmanager

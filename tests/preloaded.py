@@ -4,9 +4,13 @@ import gc
 
 import pytest  # noqa: F401
 
-import moe_parallel.training.pretrain
-import tests.distributed  # noqa: F401
-from moe_parallel.ops import extension
+from moe_parallel.platform.import_megatron import import_megatron
+
+import_megatron()
+
+import moe_parallel.training.pretrain  # noqa: E402
+import tests.distributed  # noqa: E402, F401
+from moe_parallel.ops import extension  # noqa: E402
 
 if extension.is_built():
     import moe_parallel.ops.native  # noqa: F401

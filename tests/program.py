@@ -44,6 +44,7 @@ from tests.data.small_text import small_bpe, words, write_texts
 from tests.distributed import PRELOADED
 
 SCRIPT = Path(__file__).parents[1] / "pretrain_gpt_moe.py"
+WITHOUT_WANDB = Path(__file__).parent / "without_wandb"
 
 Options = Mapping[str, Any]  # flags without dashes, as in Python: {"num_layers": 2}
 
@@ -343,11 +344,13 @@ class Torchrun(Program):
 
 
 def environment() -> dict[str, str]:
+    """The variables of the processes that tests start."""
+    first = [str(WITHOUT_WANDB), str(SCRIPT.parent)]
     return {
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *(path for path in sys.path if path)]),
+        "PYTHONPATH": os.pathsep.join([*first, *(path for path in sys.path if path)]),
     }
 
 

@@ -52,14 +52,14 @@ def _run(script: str, arguments: Sequence[str], stop: StopRequest) -> int:
 def _be_rank(arguments: Sequence[str], stop: StopRequest) -> int:
     # No C++ stack traces when a store or a rank is gone: our own message has the one line needed.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from moe_parallel.platform.suppress_warnings import suppress_warnings
-
-    suppress_warnings()  # before Megatron-Core is imported
     from moe_parallel.training.failure import leave_with_launcher
     from moe_parallel.training.job_store import LAUNCHER
 
     if LAUNCHER in os.environ:
         leave_with_launcher(int(os.environ[LAUNCHER]), stop)
+    from moe_parallel.platform.import_megatron import import_megatron
+
+    import_megatron()
     from moe_parallel.training.pretrain import main as pretrain
 
     return pretrain(arguments, stop)

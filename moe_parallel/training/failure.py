@@ -165,11 +165,19 @@ def run(
 def _fail(channel: FailureChannel, code: int, message: str) -> int:
     if not channel.claim(code):
         return channel.code_of_others() or code
-    if not (channel.gone and code == EXIT_INTERRUPTED and _rank() != 0):  # else all would print
+    # Without a store the ranks cannot agree on who prints. When the launcher is gone, each rank
+    # stops by its own watch, or fails because another one has left: rank 0 prints for all.
+    launcher_is_gone = channel.gone and (code == EXIT_INTERRUPTED or _launcher_serves())
+    if _rank() == 0 or not launcher_is_gone:
         print(message, file=sys.stderr, flush=True)
-    if _rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if _rank() == 0 and not _launcher_serves():
         channel.see_others_off(int(os.environ.get("WORLD_SIZE", "1")) - 1)
     return code
+
+
+def _launcher_serves() -> bool:
+    """Whether the launcher, not rank 0, serves the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _rank() -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_parallel.analysis.run_figure import plot_run
 from moe_parallel.config import Config, FixedChoices
 from moe_parallel.data.datasets import Datasets, texts
 from moe_parallel.data.tokenizer import Tokenizer
@@ -91,6 +90,9 @@ def format_table(comparison: Comparison) -> str:
 
 def draw(config: Config, parameters: int) -> str:
     """Draw the figure of the run in --save; returns a line with its path or why there is none."""
+    # Here, because only one rank draws, and the import of Matplotlib takes a second on each.
+    from moe_parallel.analysis.run_figure import plot_run
+
     assert config.checkpoint.save is not None
     try:
         path = plot_run(Path(config.checkpoint.save), model_line=_model_line(config, parameters))

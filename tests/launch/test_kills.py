@@ -87,19 +87,14 @@ def _report(job, folder):
 
 LAUNCHER = None
 KILLS = [
-    (_start, LAUNCHER, "SIGKILL", -9),
     (_start, LAUNCHER, "SIGTERM", 75),
     (_start, 1, "SIGKILL", 137),
     (_step, LAUNCHER, "SIGKILL", -9),
-    (_step, LAUNCHER, "SIGINT", 75),
     (_step, 0, "SIGTERM", 75),
-    (_step, 0, "SIGKILL", 137),
     (_save, LAUNCHER, "SIGUSR1", 75),
     (_save, 1, "SIGKILL", 137),
-    (_evaluation, LAUNCHER, "SIGTERM", 75),
     (_evaluation, 0, "SIGKILL", 137),
     (_last_evaluation, LAUNCHER, "SIGINT", 75),
-    (_last_evaluation, 1, "SIGUSR1", 75),
     (_report, LAUNCHER, "SIGTERM", 75),
 ]
 

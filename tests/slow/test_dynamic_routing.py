@@ -1,12 +1,12 @@
 """Top-p with p = 0.4 of 8 experts: experts per token, and the effect of the dynamic loss on them.
 
-A byte model of 2 layers. The measured values are extremes over three seeds of the mean over
-layers. A seed takes 25 seconds on one core.
+A byte model of 2 layers. The measured values are extremes, over the seeds 1, 2 and 3, of the
+mean over layers. The test runs the first.
 """
 
 import pytest
 
-from tests.slow.small_runs import SEEDS, Layers, last_fifth, mean, train
+from tests.slow.small_runs import Layers, last_fifth, mean, train
 
 pytestmark = pytest.mark.full
 
@@ -23,9 +23,8 @@ def count(layers: Layers) -> float:
     return sum(layer["experts_per_token"] for layer in layers) / len(layers)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_dynamic_loss_lowers_the_number_of_experts(seed, tmp_path):
-    records = train(tmp_path, SYSTEMS, seed)
+def test_the_dynamic_loss_lowers_the_number_of_experts(tmp_path):
+    records = train(tmp_path, SYSTEMS)
     late = {name: count(last_fifth(each)) for name, each in records.items()}
     early = count(mean(records["1e-4"][:10]))
     assert early > 3.0  # 3.35 to 3.44; equal probabilities would take 4

@@ -119,19 +119,16 @@ def _after_first_segment(batches: list[Batch]) -> Iterator[Batch]:
         yield {**batch, "loss_mask": mask}
 
 
-# Measured (seeds 0, 1, 2):
+# Measured (seeds 0, 1, 2; the test runs the first):
 #   similar  dense 2.552 2.633 2.413   lory 2.258 2.337 2.167
 #            prefix 2.455 2.547 2.317   segment-level expert choice 2.374 2.444 2.270
 #   random   dense 3.269 3.260 3.123   lory 3.257 3.252 3.091
 @pytest.mark.full
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_domains_are_divided_where_neighbors_are_similar(seed: int) -> None:
+def test_domains_are_divided_where_neighbors_are_similar() -> None:
     systems = [DENSE, LORY, PREFIX, SEGMENT_EXPERT_CHOICE]
-    ((dense, lory, prefix, choice),) = run_distributed(
-        1, losses, seed, SIMILAR, systems, timeout=900
-    )
+    ((dense, lory, prefix, choice),) = run_distributed(1, losses, 0, SIMILAR, systems, timeout=900)
     ((dense_random, lory_random),) = run_distributed(
-        1, losses, seed, RANDOM, [DENSE, LORY], timeout=900
+        1, losses, 0, RANDOM, [DENSE, LORY], timeout=900
     )
     gain, gain_random = dense - lory, dense_random - lory_random
     assert gain > 0.2  # 0.294, 0.296, 0.246

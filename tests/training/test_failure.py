@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from moe_parallel.errors import InputError
 from moe_parallel.training.engine import Engine
-from moe_parallel.training.exit_codes import EXIT_CTRL_C, EXIT_INTERRUPTED
+from moe_parallel.training.exit_codes import EXIT_CTRL_C, EXIT_FAILED, EXIT_INTERRUPTED
 from moe_parallel.training.failure import (
     Diverged,
     FailureChannel,
@@ -167,6 +167,33 @@ def test_a_channel_without_its_store_tells_all_the_same():
     del server
     assert channel.claim(2)
     assert channel.code_of_others() is None
+
+
+class Left(BaseException):
+    """Stands for the end of a process."""
+
+
+def _leave_now(code):
+    raise Left(code)
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
+def test_rank_0_tells_for_all_that_the_launcher_is_gone(monkeypatch, capsys, rank, lines):
+    """Another rank left first, so a collective fails, and nobody serves the store."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(os, "_exit", _leave_now)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    channel = FailureChannel(dist.TCPStore("127.0.0.1", server.port, is_master=False))
+    del server
+
+    def fail(channel):
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(Left, match=str(EXIT_FAILED)):
+        run(fail, channel, StopRequest())
+    error = capsys.readouterr().err
+    assert error.count("\n") == error.count("the launcher") == lines
 
 
 def _main_without_launcher(rank):

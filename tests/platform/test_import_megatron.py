@@ -1,0 +1,30 @@
+"""A program's first import of Megatron-Core leaves torch's compiler out, and torch as it was."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import sys
+import torch
+compile_before = torch.compile
+from moe_parallel.platform.import_megatron import import_megatron
+import_megatron()
+import moe_parallel.training.pretrain
+print(*sys.modules)
+assert torch.compile is compile_before
+double = torch.compile(lambda x: 2 * x, backend="eager")  # imports the compiler now
+assert double(torch.ones(1)).item() == 2
+"""
+
+
+def test_the_compiler_is_not_imported() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    modules = done.stdout.split()
+    assert "megatron.core.optimizer" in modules
+    assert "torch._inductor.compile_fx" not in modules and "matplotlib" not in modules
