@@ -36,11 +36,20 @@ class TrainingConfig(Section):
         "micro-batches, instead of computing a rounded gradient and adding it",
     )
     attention_backend: str = option(
-        "local",
-        "kernel of attention; local: Megatron-Core's, which keeps S x S scores per head; auto: the "
-        "kernel that torch selects, without S x S where it can; flash, fused (cuDNN), unfused: "
-        "that kernel of torch, or an error",
+        "auto",
+        "kernel of attention; auto: the kernel that torch selects, without S x S scores where it "
+        "can; flash, fused (cuDNN), unfused: that kernel of torch, or an error; local: "
+        "Megatron-Core's, which keeps S x S scores per head",
         choices=("auto", "flash", "fused", "unfused", "local"),
+    )
+    reset_attention_mask: bool = option(
+        False,
+        "a token attends only to tokens of its own document, not to all before it in the sequence",
+    )
+    reset_position_ids: bool = option(
+        False,
+        "positions begin at 0 in every document; as in Megatron, this changes no result with "
+        "rotary embeddings, which are relative",
     )
     recompute_granularity: str | None = option(
         None,

@@ -73,6 +73,7 @@ def build_datasets(
     train_samples: int,
     seed: int,
     cache_folder: Path,
+    restart_positions: bool = False,
 ) -> Datasets:
     """Build the training blend and each domain's validation; called by every rank.
 
@@ -86,6 +87,7 @@ def build_datasets(
         train_samples: samples that training will use, >= 1; text is repeated as needed.
         seed: of the shuffles.
         cache_folder: the folder in which indices are cached.
+        restart_positions: whether position_ids begin at 0 in every document, not only in a sample.
 
     Raises:
         InputError: files as in check_indexed; data of another tokenizer or for another sequence
@@ -103,7 +105,7 @@ def build_datasets(
     cache = IndexCache(cache_folder / f"indices-{key}")
     with cache.opened():
         for source, share, size in zip(sources, shares, sizes, strict=True):
-            config = _config(source, tokenizer, seq_length, seed, cache.folder)
+            config = _config(source, tokenizer, seq_length, seed, cache.folder, restart_positions)
             builder = BlendedMegatronDatasetBuilder(
                 GPTDataset, [share, None, None], lambda: True, config
             )
@@ -219,7 +221,12 @@ def _blend(
 
 
 def _config(
-    source: Source, tokenizer: Tokenizer, seq_length: int, seed: int, cache: Path
+    source: Source,
+    tokenizer: Tokenizer,
+    seq_length: int,
+    seed: int,
+    cache: Path,
+    restart_positions: bool,
 ) -> GPTDatasetConfig:
     where: dict[str, Any]
     if source.split is None:
@@ -233,7 +240,7 @@ def _config(
         sequence_length=seq_length,
         path_to_cache=str(cache),
         tokenizer=tokenizer,
-        reset_position_ids=False,
+        reset_position_ids=restart_positions,
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,

@@ -1,7 +1,7 @@
 """Core attention whose memory grows with S, not with S x S: torch's scaled_dot_product_attention.
 
-Shape suffixes: S sequence, B batch (Megatron's order), H attention heads of this rank, G key/value
-heads of this rank, C width of a head.
+Shape suffixes: S sequence, B batch (Megatron's order), T = B * S tokens, N documents in them, H
+attention heads of this rank, G key/value heads of this rank, C width of a head.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from moe_parallel.config import TrainingConfig
+from moe_parallel.platform.device import device, multiplies_bf16
 
 
 class TorchAttention(MegatronModule):
@@ -48,24 +51,51 @@ class TorchAttention(MegatronModule):
         q_SBHC: torch.Tensor,
         k_SBGC: torch.Tensor,
         v_SBGC: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        lengths_N: torch.Tensor | None,
         **_: Any,
     ) -> torch.Tensor:
         """[S, B, H, C], twice [S, B, G, C] -> [S, B, H * C], in the dtype of q.
 
+        Args:
+            lengths_N: what `own_documents` returns: None, or the lengths of the documents of all
+                sequences, one sequence after another (int64, on the CPU). A token then attends
+                only to its own document, and scores between documents are not computed.
+
         Raises RuntimeError if none of the kernels serves the device, the dtype and the shapes.
         """
-        assert attention_mask is None, "the mask is causal"
+        qkv = (q_SBHC, k_SBGC, v_SBGC)
+        if q_SBHC.dtype == torch.bfloat16 and not multiplies_bf16(q_SBHC):
+            # torch's flash kernel in bf16 takes six times as long on such a processor.
+            in_fp32 = self(*(x.float() for x in qkv), lengths_N)
+            return in_fp32.to(q_SBHC.dtype)
         with sdpa_kernel(self.kernels):
-            y_BHSC = F.scaled_dot_product_attention(
-                q_SBHC.permute(1, 2, 0, 3),
-                k_SBGC.permute(1, 2, 0, 3),
-                v_SBGC.permute(1, 2, 0, 3),
-                is_causal=True,
-                scale=self.scale,
-                enable_gqa=q_SBHC.shape[2] != k_SBGC.shape[2],
+            if lengths_N is None:
+                y_BHSC = self._attend(*(x.permute(1, 2, 0, 3) for x in qkv))
+                return y_BHSC.permute(2, 0, 1, 3).flatten(2)
+            # One call a document. `split`, unlike slices, has a backward pass without additions.
+            lengths = lengths_N.tolist()
+            pieces = [x.transpose(0, 1).flatten(0, 1).split(lengths) for x in qkv]
+            y_THC = torch.cat(
+                [
+                    self._attend(*(x.transpose(0, 1)[None] for x in document))[0].transpose(0, 1)
+                    for document in zip(*pieces, strict=True)
+                ]
             )
-        return y_BHSC.permute(2, 0, 1, 3).flatten(2)
+        sequences, batch = q_SBHC.shape[:2]
+        y_BSD = y_THC.flatten(1).unflatten(0, (batch, sequences))
+        return y_BSD.transpose(0, 1).contiguous()
+
+    def _attend(
+        self, q_BHSC: torch.Tensor, k_BGSC: torch.Tensor, v_BGSC: torch.Tensor
+    ) -> torch.Tensor:
+        return F.scaled_dot_product_attention(
+            q_BHSC,
+            k_BGSC,
+            v_BGSC,
+            is_causal=True,
+            scale=self.scale,
+            enable_gqa=q_BHSC.shape[1] != k_BGSC.shape[1],
+        )
 
 
 class FlashAttention(TorchAttention):
@@ -95,3 +125,25 @@ BACKENDS: dict[str, type[MegatronModule]] = {
     "unfused": UnfusedAttention,
     "local": DotProductAttention,
 }
+
+
+def own_documents(position_ids_BS: torch.Tensor, training: TrainingConfig) -> torch.Tensor | None:
+    """What the model's attention takes as its mask: None if a token attends to all before it.
+
+    Args:
+        position_ids_BS: on the CPU; 0 where a document begins.
+        training: has --reset-attention-mask and --attention-backend.
+
+    Returns the lengths of the documents (int64 [N], on the CPU), or for Megatron-Core's own module
+    a mask: bool [B, 1, S, S] on the device of the model, True where a query must not see a key.
+    """
+    if not training.reset_attention_mask:
+        return None
+    begins_BS = position_ids_BS == 0
+    begins_BS[:, 0] = True
+    if training.attention_backend != "local":
+        begins_N = begins_BS.flatten().nonzero()[:, 0]
+        return torch.diff(begins_N, append=begins_N.new_tensor([begins_BS.numel()]))
+    document_BS = begins_BS.cumsum(1)
+    of_another_BSS = document_BS[:, :, None] != document_BS[:, None, :]
+    return (of_another_BSS | torch.ones_like(of_another_BSS).triu(1))[:, None].to(device())

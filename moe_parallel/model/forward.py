@@ -13,6 +13,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moe_parallel.config import TrainingConfig
+from moe_parallel.model.attention import own_documents
 
 Batch = Mapping[str, torch.Tensor]
 Reported = dict[str, torch.Tensor]
@@ -33,8 +34,9 @@ def run_micro_batches(
     Args:
         chunks: this rank's model chunks.
         batches: this rank's micro-batches, on any device: tokens, position_ids and labels (int64)
-            and loss_mask (float32), all [B, S].
-        training: has the size of a micro-batch.
+            and loss_mask (float32), all [B, S]; positions begin at 0 in every document if
+            `training` says that a token attends only to its own.
+        training: has the size of a micro-batch, and what a token attends to.
         num_micro_batches: number of micro-batches to run.
         loss_of: (losses_BS fp32, batch) -> (loss of the micro-batch, values to report).
         forward_only: no gradients.
@@ -46,8 +48,10 @@ def run_micro_batches(
     streams = itertools.tee(batches, len(chunks))
 
     def forward_step(stream: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Loss]:
-        batch = {name: tensor.to(device) for name, tensor in next(stream).items()}
-        output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        on_host = next(stream)
+        batch = {name: tensor.to(device) for name, tensor in on_host.items()}
+        documents = own_documents(on_host["position_ids"], training)
+        output = chunk(batch["tokens"], batch["position_ids"], documents, labels=batch["labels"])
         return output, lambda losses_BS: loss_of(losses_BS, batch)
 
     reported: list[Reported] = get_forward_backward_func()(

@@ -17,6 +17,11 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
+def multiplies_bf16(x: torch.Tensor) -> bool:
+    """Whether the device of x has instructions for products in bf16; without them they are slow."""
+    return x.is_cuda or torch.cpu._is_avx512_bf16_supported()
+
+
 def peak_memory() -> int:
     """The most memory that this process has used at once, in bytes.
 

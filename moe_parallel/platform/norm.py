@@ -27,5 +27,33 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., hidden_size] -> [..., hidden_size]."""
-        y = nn.functional.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
-        return (y * self.weight.float()).to(x.dtype)
+        if x.is_cuda:
+            return nn.functional.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+        y: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
+        return y
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps x in its own dtype and one number per row, as torch's does on a GPU. On a CPU torch's
+    keeps x and the normalized x in fp32, and its backward pass takes three times as long.
+
+    With r = 1 / sqrt(mean(x^2) + eps), z = x r and g = dy * weight: dx = r (g - z mean(g z)).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x_fp32 = x.float()
+        r = torch.linalg.vector_norm(x_fp32, dim=-1, keepdim=True)
+        r.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        return (x_fp32 * r).mul_(weight.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight, r = ctx.saved_tensors
+        z, g = x.float() * r, dy.float()
+        dweight = (g * z).flatten(0, -2).sum(0)
+        g = g * weight.float()
+        mean = torch.linalg.vecdot(g, z)[..., None].div_(x.shape[-1])
+        dx = g.addcmul_(z, mean, value=-1).mul_(r)
+        return dx.to(x.dtype), dweight.to(weight.dtype), None

@@ -39,6 +39,8 @@ class Text:
             train_samples=training.train_iters * training.global_batch_size,
             seed=training.seed,
             cache_folder=Path(config.data.data_cache_path),
+            # A mask needs the documents' beginnings; the positions have no other reader.
+            restart_positions=training.reset_position_ids or training.reset_attention_mask,
         )
 
     def bytes_per_token(self, device: torch.device) -> torch.Tensor:

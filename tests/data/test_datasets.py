@@ -65,6 +65,26 @@ def test_a_sample_is_a_run_of_text_and_its_continuation(tmp_path: Path) -> None:
         assert sample["position_ids"].tolist() == list(range(LENGTH))
 
 
+def test_positions_begin_again_after_the_end_of_a_document(tmp_path: Path) -> None:
+    tokenizer = small_bpe()
+    write_texts(tmp_path / "text", [words(5, seed) for seed in range(40)], tokenizer)
+    datasets = build_datasets(
+        blend_sources([str(tmp_path / "text")], "9,1,0"),
+        tokenizer=tokenizer,
+        seq_length=64,
+        train_samples=4,
+        seed=1,
+        cache_folder=tmp_path / "cache",
+        restart_positions=True,
+    )
+    for i in range(4):
+        sample, position = datasets.train[i], 0
+        assert (sample["tokens"] == tokenizer.eod).sum() > 1
+        for token, found in zip(sample["tokens"], sample["position_ids"], strict=True):
+            assert found == position
+            position = 0 if token == tokenizer.eod else position + 1
+
+
 def test_training_text_is_repeated_as_often_as_needed(tmp_path: Path) -> None:
     datasets = build(tmp_path, samples=1000)  # 8000 tokens from 600
     assert len(datasets.train) == 1000

@@ -37,6 +37,9 @@ SIZES = {
     "lr_warmup_iters": 1,
 }
 
+#: Positions in the documents of two sequences; the first begins with the end of a document.
+DOCUMENTS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5, 0]])
+
 Options = dict[str, Any]
 Weights = dict[str, numpy.ndarray]  # whole tensors by their names in the whole model
 Piece = tuple[str, tuple[int, ...], tuple[int, ...], numpy.ndarray]  # name, shape, offset, values
@@ -128,17 +131,19 @@ def micro_batches(config: Config, first: int, engine: Engine) -> Iterator[dict[s
     A micro-batch with a given number is the same in every layout. Token t is followed by t + 1 or
     t + 2; small tokens are frequent, so that loads differ. One token in four is masked out of the
     loss, in no regular pattern. The sequences begin with different tokens: equal tokens would tie
-    for a place in an expert's capacity, and rounding would decide which is dropped.
+    for a place in an expert's capacity, and rounding would decide which is dropped. Sequences
+    have the `DOCUMENTS` if a token attends only to its own.
     """
     dp, size, length = engine.groups.dp, config.training.micro_batch_size, 8
     for number in range(dp.rank(), _micro_batches_per_step(config), dp.size()):
         generator = torch.Generator().manual_seed(first + number)
         strides = torch.randint(1, 3, (size, length + 1), generator=generator)
         text = (strides.cumsum(1) + 2 * torch.arange(size)[:, None]) % _vocabulary(config)
+        own_documents = config.training.reset_attention_mask
         yield {
             "tokens": text[:, :-1],
             "labels": text[:, 1:],
-            "position_ids": torch.arange(length).expand(size, -1),
+            "position_ids": DOCUMENTS if own_documents else torch.arange(length).expand(size, -1),
             "loss_mask": (torch.rand(size, length, generator=generator) > 0.25).float(),
         }
 

@@ -1,19 +1,28 @@
 """Core attention by torch's kernels against the definition in numpy, and in whole models."""
 
+from itertools import accumulate
+from pathlib import Path
+
 import numpy
 import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from moe_parallel.config import Config, make_config
 from moe_parallel.config.option import options
 from moe_parallel.config.training import TrainingConfig
 from moe_parallel.model.attention import BACKENDS, TorchAttention
-from tests.model.small_gpt import Options
+from moe_parallel.model.forward import run_micro_batches
+from moe_parallel.parallel import destroy_groups
+from tests.distributed import run_distributed
+from tests.model.small_gpt import DOCUMENTS as DOCUMENTS_OF_A_BATCH
+from tests.model.small_gpt import SIZES, Options, build, micro_batches
 from tests.model.test_layouts import (
     LAYOUTS,
     ONE,
     Starts,
     differences,
+    make_start,
     model,
     run_all,
     start,  # noqa: F401  a fixture
@@ -24,14 +33,21 @@ ON_CPU = ["auto", "flash", "unfused"]
 KERNELS = [*ON_CPU, pytest.param("fused", marks=pytest.mark.gpu)]
 
 
-def by_definition(q: numpy.ndarray, k: numpy.ndarray, v: numpy.ndarray) -> numpy.ndarray:
+#: The lengths of the documents in each of the B sequences.
+DOCUMENTS = [[4, 5], [1, 6, 2]]
+
+
+def by_definition(
+    q: numpy.ndarray, k: numpy.ndarray, v: numpy.ndarray, documents: list[list[int]]
+) -> numpy.ndarray:
     """One query at a time: [S, B, H, C], [S, B, G, C] twice -> [S, B, H * C]."""
     y = numpy.empty_like(q)
     for s, b, h in numpy.ndindex(q.shape[:3]):
         g = h // (q.shape[2] // k.shape[2])
-        scores = k[: s + 1, b, g] @ q[s, b, h] / numpy.sqrt(q.shape[3])
+        first = max(begin for begin in accumulate(documents[b][:-1], initial=0) if begin <= s)
+        scores = k[first : s + 1, b, g] @ q[s, b, h] / numpy.sqrt(q.shape[3])
         weights = numpy.exp(scores - scores.max())
-        y[s, b, h] = weights @ v[: s + 1, b, g] / weights.sum()
+        y[s, b, h] = weights @ v[first : s + 1, b, g] / weights.sum()
     return y.reshape(*q.shape[:2], -1)
 
 
@@ -44,24 +60,43 @@ def attention(backend: str, groups: int) -> TorchAttention:
     return built
 
 
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "several"])
 @pytest.mark.parametrize("groups", [H, 2, 1])
 @pytest.mark.parametrize("backend", KERNELS)
-def test_equals_the_definition(backend: str, groups: int) -> None:
+def test_equals_the_definition(
+    backend: str, groups: int, documents: list[list[int]] | None
+) -> None:
     device, dtype = ("cuda", torch.bfloat16) if backend == "fused" else ("cpu", torch.float64)
     rng = numpy.random.default_rng(0)
     q, k, v = (rng.normal(size=(S, B, heads, C)) for heads in (H, groups, groups))
     given = [torch.from_numpy(each).to(device, dtype) for each in (q, k, v)]
-    y = attention(backend, groups)(*given, None)
-    assert y.dtype == dtype
+    lengths = torch.tensor(sum(documents, [])) if documents else None
+    y = attention(backend, groups)(*given, lengths)
+    assert y.dtype == dtype and y.is_contiguous()
+    expected = by_definition(q, k, v, documents or [[S]] * B)
     tolerance = 1e-12 if dtype == torch.float64 else 0.03
-    numpy.testing.assert_allclose(
-        y.double().cpu(), by_definition(q, k, v), rtol=tolerance, atol=tolerance
-    )
+    numpy.testing.assert_allclose(y.double().cpu(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_bf16_with_and_without_instructions_for_it(
+    monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    monkeypatch.setattr("moe_parallel.model.attention.multiplies_bf16", lambda x: native)
+    rng = numpy.random.default_rng(0)
+    given = [torch.from_numpy(rng.normal(size=(S, B, heads, C))).bfloat16() for heads in (H, 2, 2)]
+    y = attention("auto", 2)(*given, torch.tensor(sum(DOCUMENTS, [])))
+    assert y.dtype == torch.bfloat16
+    exact = by_definition(*(x.double().numpy() for x in given), DOCUMENTS)
+    numpy.testing.assert_allclose(y.double(), exact, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("lengths", [None, torch.tensor([100, 157])], ids=["one", "several"])
 @pytest.mark.parametrize("groups", [H, 1])
 @pytest.mark.parametrize("backend", ["auto", "flash"])
-def test_nothing_of_size_s_by_s_is_kept(backend: str, groups: int) -> None:
+def test_nothing_of_size_s_by_s_is_kept(
+    backend: str, groups: int, lengths: torch.Tensor | None
+) -> None:
     length = 257
     kept: list[torch.Tensor] = []
 
@@ -71,7 +106,7 @@ def test_nothing_of_size_s_by_s_is_kept(backend: str, groups: int) -> None:
 
     given = [torch.randn(length, 1, heads, C, requires_grad=True) for heads in (H, groups, groups)]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        attention(backend, groups)(*given, None)
+        attention(backend, groups)(*given, lengths)
     assert kept and max(tensor.numel() for tensor in kept) <= length * H * C
 
 
@@ -98,3 +133,63 @@ def test_a_model_trains_as_with_megatrons_attention(
         for backend in ON_CPU
     }
     assert differences(run_all(world, begun, cases), begun.on_one_rank) == {}
+
+
+OWN = {"reset_attention_mask": True}
+
+
+def test_own_documents_in_every_layout(tmp_path: Path) -> None:
+    """The reference is Megatron-Core's attention, with a mask, on one rank."""
+    options = model("topk") | OWN
+    begun = make_start(options | {"attention_backend": "local"} | ONE, tmp_path)
+    one = {backend: options | {"attention_backend": backend} | ONE for backend in ON_CPU}
+    assert differences(run_all(1, begun, one), begun.on_one_rank) == {}
+    names = ("tp2, sp", "pp2, virtual, recompute")
+    cases = {
+        f"{name}, {backend}": options | {"attention_backend": backend} | LAYOUTS[2][name]
+        for name, backend in zip(names, ("auto", "local"), strict=True)
+    }
+    assert differences(run_all(2, begun, cases), begun.on_one_rank) == {}
+
+
+@pytest.mark.parametrize("system", ["topk", "aoe"])
+def test_a_token_sees_nothing_of_another_document(system: str) -> None:
+    cases = {
+        (backend, own): model(system)
+        | {"attention_backend": backend, "reset_attention_mask": own}
+        | {"num_layers": 2, "moe_layer_freq": 1}
+        for backend in (*ON_CPU, "local")
+        for own in (True, False)
+    }
+    (changed,) = run_distributed(1, _what_another_first_document_changes, list(cases.values()))
+    # Of two sequences of 8 tokens, the first documents have 3 tokens and 1.
+    for (_, own), changed_BS in zip(cases, changed, strict=True):
+        assert changed_BS[0, 2] and changed_BS[1, 0]  # these tokens themselves are others
+        later = [*changed_BS[0, 3:], *changed_BS[1, 1:]]
+        assert not any(later) if own else all(later)
+
+
+def _what_another_first_document_changes(cases: list[Options]) -> list[numpy.ndarray]:
+    return [_change(make_config(SIZES | options)) for options in cases]
+
+
+def _change(config: Config) -> numpy.ndarray:
+    engine = build(config)
+    for chunk in engine.chunks:
+        chunk.eval()
+    (batch, *_) = micro_batches(config, 0, engine)
+    first_BS = DOCUMENTS_OF_A_BATCH.eq(0).cumsum(1) == 1
+    other = {**batch, "tokens": torch.where(first_BS, 7, batch["tokens"])}
+    with torch.no_grad():
+        reported = run_micro_batches(
+            engine.chunks,
+            iter([batch, other]),
+            config.training,
+            2,
+            lambda losses_BS, _: (losses_BS.mean(), {"losses": losses_BS}),
+            forward_only=True,
+        )
+    destroy_groups()
+    before_BS, after_BS = (each["losses"] for each in reported)
+    # A row's place in its expert's product may change the rounding: by 5e-7 here.
+    return ((before_BS - after_BS).abs() > 1e-5).numpy()

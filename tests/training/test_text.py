@@ -8,7 +8,7 @@ from moe_parallel.data.tokenizer import train_byte_bpe
 from moe_parallel.errors import InputError
 from moe_parallel.training.own_tokenizer import OwnTokenizer
 from moe_parallel.training.text import open_text
-from tests.data.small_text import small_bpe
+from tests.data.small_text import small_bpe, words, write_texts
 
 
 @pytest.fixture
@@ -46,3 +46,20 @@ def test_a_corpus_of_another_tokenizer_than_the_runs_is_refused(
             continue
         with pytest.raises(InputError, match="has another tokenizer than --load was trained with"):
             open_text(config)
+
+
+@pytest.mark.parametrize("flag", [None, "--reset-attention-mask", "--reset-position-ids"])
+def test_positions_restart_where_a_flag_asks_for_documents(
+    tmp_path: Path, flag: str | None
+) -> None:
+    tokenizer = small_bpe()
+    tokenizer.save(tmp_path / "tokenizer")
+    write_texts(tmp_path / "text", [words(5, seed) for seed in range(40)], tokenizer)
+    named = {"data-path": "text", "tokenizer-model": "tokenizer", "data-cache-path": "cache"}
+    line = [word for name, path in named.items() for word in (f"--{name}", str(tmp_path / path))]
+    line += ["--split", "9,1,0", "--seq-length", "64", *filter(None, [flag])]
+    config = parse_command_line(line)
+    datasets = open_text(config).datasets(config)
+    for sides in (datasets.train_domains, datasets.valid):
+        (dataset,) = sides.values()
+        assert (dataset[0]["position_ids"].max() < 63) == (flag is not None)
