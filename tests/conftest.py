@@ -41,6 +41,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     if not (config.getoption("--gpu") or _has_gpu(items)):
         leave_out("gpu")
+    # First what takes minutes, so that no worker begins it when the others have ended.
+    items.sort(key=lambda item: item.get_closest_marker("full") is None)
     _mark_combinations(items)
     if not (config.getoption("--full") or any("::" in name for name in config.args)):
         leave_out("full")
