@@ -51,6 +51,12 @@ class TrainingConfig(Section):
         "positions begin at 0 in every document; as in Megatron, this changes no result with "
         "rotary embeddings, which are relative",
     )
+    loss_chunk_size: int = option(
+        512,
+        "number of tokens whose logits exist at a time; 0: all of a micro-batch, and the loss is "
+        "Megatron-Core's",
+        least=0,
+    )
     recompute_granularity: str | None = option(
         None,
         "full: recompute the activations of every layer in the backward pass; none: keep them",

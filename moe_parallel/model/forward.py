@@ -51,7 +51,13 @@ def run_micro_batches(
         on_host = next(stream)
         batch = {name: tensor.to(device) for name, tensor in on_host.items()}
         documents = own_documents(on_host["position_ids"], training)
-        output = chunk(batch["tokens"], batch["position_ids"], documents, labels=batch["labels"])
+        output = chunk(
+            batch["tokens"],
+            batch["position_ids"],
+            documents,
+            labels=batch["labels"],
+            loss_mask=batch["loss_mask"],
+        )
         return output, lambda losses_BS: loss_of(losses_BS, batch)
 
     reported: list[Reported] = get_forward_backward_func()(

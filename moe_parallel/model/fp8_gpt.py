@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 
 from moe_parallel.experts.fp8_engine import Fp8Engine
+from moe_parallel.model.language_model import LanguageModel
 
 
-class Fp8GPTModel(GPTModel):
+class Fp8GPTModel(LanguageModel):
     """A model chunk whose forward pass is one FP8 region, if its experts' scales need it.
 
     Its other layers are not Transformer Engine's, so the FP8 region does not affect them.
     """
 
     def __init__(self, fp8: Fp8Engine, **arguments: Any) -> None:
-        """`arguments`: of GPTModel."""
+        """`arguments`: of LanguageModel."""
         super().__init__(**arguments)
         self.fp8 = fp8
 

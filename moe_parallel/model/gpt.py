@@ -23,6 +23,7 @@ from moe_parallel.layers.capacity import build_capacity
 from moe_parallel.model.attention import BACKENDS
 from moe_parallel.model.fp8_gpt import Fp8GPTModel
 from moe_parallel.model.initialization import initialize_weights
+from moe_parallel.model.language_model import LanguageModel
 from moe_parallel.model.transformer_config import transformer_config
 from moe_parallel.ops import select_backend
 from moe_parallel.parallel import Groups
@@ -58,12 +59,13 @@ def build_chunks(
         num_moe_layers=sum(config.moe_layers),
         fp8=fp8,
     )
-    gpt: Callable[..., GPTModel] = GPTModel if fp8 is None else partial(Fp8GPTModel, fp8)
+    gpt: Callable[..., GPTModel] = LanguageModel if fp8 is None else partial(Fp8GPTModel, fp8)
     stages: list[int | None] = [None]
     if config.virtual_stages is not None:
         stages = list(range(config.virtual_stages))
     return [
         gpt(
+            loss_chunk_size=config.training.loss_chunk_size,
             config=megatron,
             transformer_layer_spec=_block_spec(config, megatron, context, stage),
             vocab_size=padded_vocab_size,

@@ -109,15 +109,20 @@ def _layers_of_stage(config: Config, groups: Groups) -> list[bool]:
 
 
 def _activations(config: Config, vocab_size: int, groups: Groups) -> int:
-    """The input of each layer for the backward pass, and on the last stage fp32 logits."""
+    """The input of each layer for the backward pass, and on the last stage fp32 logits.
+
+    If the loss is computed in chunks of tokens, they are those of a chunk, and beside them is the
+    head's gradient in fp32.
+    """
     training, tp = config.training, groups.tp.size()
     tokens = training.micro_batch_size * training.seq_length
     value = 2 if training.bf16 else 4
     split = tp if config.parallel.sequence_parallel else 1
     inputs = len(_layers_of_stage(config, groups)) * tokens * config.model.hidden_size * value
     last = groups.pp.rank() == groups.pp.size() - 1
-    logits = 4 * tokens * config.padded_vocab_size(vocab_size) // tp if last else 0
-    return inputs // split + logits
+    rows, chunk = config.padded_vocab_size(vocab_size) // tp, training.loss_chunk_size
+    head = min(tokens, chunk) + config.model.hidden_size if chunk else tokens
+    return inputs // split + (4 * head * rows if last else 0)
 
 
 def _gib(size: int) -> str:

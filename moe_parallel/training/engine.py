@@ -150,7 +150,20 @@ def _optimizer(config: Config, chunks: list[Any]) -> Any:
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
     )
     # The overrides exempt norm weights (1-dimensional) from weight decay.
-    return get_megatron_optimizer(megatron, chunks, get_standard_config_overrides(megatron))
+    optimizer = get_megatron_optimizer(megatron, chunks, get_standard_config_overrides(megatron))
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.AdamW) and not torch.cuda.is_available():
+            part.optimizer.register_step_pre_hook(_in_one_pass)
+    return optimizer
+
+
+def _in_one_pass(adam: torch.optim.Optimizer, *_: Any) -> None:
+    """Let torch's Adam read and write the weights and moments once, instead of ten times.
+
+    The choice is set before each step, because a loaded state brings that of its run.
+    """
+    for group in adam.param_groups:
+        group["fused"] = True
 
 
 def _scheduler(config: Config, optimizer: Any) -> OptimizerParamScheduler:

@@ -1,0 +1,62 @@
+"""Megatron-Core's GPTModel with a loss that never holds the logits of a micro-batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+
+from moe_parallel.model.linear_cross_entropy import linear_cross_entropy
+
+
+class LanguageModel(GPTModel):
+    """With labels it returns the losses, otherwise the logits, as GPTModel does.
+
+    Training also needs `loss_mask`, [B, S]: the loss that is minimized must be a multiple of the
+    masked sum of the losses. Without it, every token counts.
+    """
+
+    def __init__(self, loss_chunk_size: int, **arguments: Any) -> None:
+        """`loss_chunk_size`: tokens whose logits exist at a time; 0: GPTModel's own loss.
+
+        `arguments`: of GPTModel.
+        """
+        super().__init__(**arguments)
+        self.loss_chunk_size = loss_chunk_size
+
+    def _postprocess(  # the part of GPTModel.forward that follows the decoder
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor | None,
+        loss_mask: torch.Tensor | None = None,
+        **named: Any,
+    ) -> torch.Tensor:
+        if labels is None or not (self.post_process and self.loss_chunk_size):
+            output: torch.Tensor = super()._postprocess(
+                hidden_states=hidden_states, labels=labels, loss_mask=loss_mask, **named
+            )
+            return output
+        tp = self.pg_collection.tp
+        # As in the output layer: gradients are summed over the parts of the vocabulary.
+        if self.output_layer.sequence_parallel:
+            h_SBD = gather_from_sequence_parallel_region(hidden_states, group=tp)
+        else:
+            h_SBD = copy_to_tensor_model_parallel_region(hidden_states, group=tp)
+        weight = self.output_layer.weight
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        mask_BS = torch.ones_like(labels) if loss_mask is None else loss_mask
+        losses_T = linear_cross_entropy(
+            h_SBD.flatten(0, 1),
+            weight,
+            labels.t().flatten(),
+            mask_BS.t().flatten().float(),
+            tp,
+            self.loss_chunk_size,
+        )
+        return losses_T.view(h_SBD.shape[:2]).t().contiguous()

@@ -1,0 +1,120 @@
+"""The loss of a language model's head, without the logits of a micro-batch.
+
+Shape suffixes: T tokens, R tokens of a chunk, D model width, V vocabulary entries of this
+tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def linear_cross_entropy(
+    h_TD: torch.Tensor,
+    w_VD: torch.Tensor,
+    labels_T: torch.Tensor,
+    weights_T: torch.Tensor,
+    group: dist.ProcessGroup,
+    chunk_size: int,
+) -> torch.Tensor:
+    """-log softmax(h W^T)[label] for each token, fp32 [T]; the vocabulary is divided over `group`.
+
+    Logits exist for `chunk_size` tokens at a time. Both gradients are computed beside them in the
+    forward pass, so nothing is computed twice (as in Liger Kernel, arXiv 2410.10989). The gradient
+    of W needs the gradient of each loss, which the forward pass does not have; it is taken to be
+    proportional to `weights_T`, as in a weighted mean of the losses.
+
+    Args:
+        h_TD: the hidden states; the same on all ranks of `group`. Its gradient is this rank's part
+            of a sum over `group`.
+        w_VD: this rank's rows of the head, in the dtype of h.
+        labels_T: int64, in the whole vocabulary.
+        weights_T: fp32, the weight of each loss, up to one factor.
+        group: the tensor-parallel ranks.
+        chunk_size: tokens whose logits exist at a time, >= 1.
+
+    Raises RuntimeError in the backward pass, on a CPU, if the gradient of the losses is not
+    proportional to the weights. (On a GPU the check would wait for the device.)
+    """
+    losses_T: torch.Tensor = _LinearCrossEntropy.apply(
+        h_TD, w_VD, labels_T, weights_T, group, chunk_size
+    )
+    return losses_T
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_TD: torch.Tensor,
+        w_VD: torch.Tensor,
+        labels_T: torch.Tensor,
+        weights_T: torch.Tensor,
+        group: dist.ProcessGroup,
+        chunk_size: int,
+    ) -> torch.Tensor:
+        first = group.rank() * w_VD.shape[0]  # of this rank's vocabulary entries
+        losses_T = h_TD.new_empty(len(h_TD), dtype=torch.float32)
+        learns = any(ctx.needs_input_grad[:2])
+        if learns:
+            dh_TD = torch.empty_like(h_TD)
+            dw_VD = torch.zeros_like(w_VD, dtype=torch.float32)
+        for start in range(0, len(h_TD), chunk_size):
+            rows = slice(start, start + chunk_size)
+            p_RV = (h_TD[rows] @ w_VD.t()).float()
+            label_R = labels_T[rows] - first
+            losses_T[rows] = _softmax_(p_RV, label_R, group)
+            if not learns:
+                continue
+            here_R = (label_R >= 0) & (label_R < p_RV.shape[1])
+            _add_at_labels_(p_RV, label_R, -here_R.float())
+            dlogits_RV = p_RV.to(h_TD.dtype)
+            torch.mm(dlogits_RV, w_VD, out=dh_TD[rows])
+            weighted_RD = h_TD[rows] * weights_T[rows, None].to(h_TD.dtype)
+            if dw_VD.dtype == h_TD.dtype:
+                dw_VD.addmm_(dlogits_RV.t(), weighted_RD)
+            else:
+                dw_VD += dlogits_RV.t() @ weighted_RD
+        if learns:
+            ctx.save_for_backward(dh_TD, dw_VD, weights_T)
+            ctx.dtype = w_VD.dtype
+        return losses_T
+
+    @staticmethod
+    def backward(ctx: Any, dlosses_T: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        dh_TD, dw_VD, weights_T = ctx.saved_tensors
+        squares = weights_T.dot(weights_T)
+        factor = dlosses_T.dot(weights_T) / torch.where(squares == 0, 1, squares)
+        if not dlosses_T.is_cuda and not torch.allclose(
+            dlosses_T, factor * weights_T, rtol=1e-4, atol=0
+        ):
+            raise RuntimeError("the gradient of the losses is not proportional to their weights")
+        dh_TD = dh_TD * dlosses_T[:, None].to(dh_TD.dtype)
+        return dh_TD, (dw_VD * factor).to(ctx.dtype), None, None, None, None
+
+
+def _softmax_(
+    logits_RV: torch.Tensor, label_R: torch.Tensor, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """The losses, fp32 [R]; the logits become probabilities. Labels of other ranks lie outside."""
+    divided = group.size() > 1
+    most_R = logits_RV.amax(1)
+    if divided:
+        dist.all_reduce(most_R, dist.ReduceOp.MAX, group)
+    logits_RV -= most_R[:, None]
+    elsewhere_R = (label_R < 0) | (label_R >= logits_RV.shape[1])
+    label_R1 = label_R.masked_fill(elsewhere_R, 0)[:, None]
+    of_label_R = logits_RV.gather(1, label_R1)[:, 0].masked_fill(elsewhere_R, 0)
+    sums_2R = torch.stack([logits_RV.exp_().sum(1), of_label_R])
+    if divided:
+        dist.all_reduce(sums_2R, group=group)
+    logits_RV /= sums_2R[0, :, None]
+    return sums_2R[0].log() - sums_2R[1]
+
+
+def _add_at_labels_(x_RV: torch.Tensor, label_R: torch.Tensor, value_R: torch.Tensor) -> None:
+    """Adds value[r] to x[r, label[r]]; where the value is 0, the label may lie outside."""
+    x_RV.scatter_add_(1, label_R.clamp(0, x_RV.shape[1] - 1)[:, None], value_R[:, None])

@@ -1,0 +1,131 @@
+"""The loss of the head in chunks against its definition, also divided, and in whole models."""
+
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from torch import distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_parallel.model.linear_cross_entropy import linear_cross_entropy
+from tests.distributed import run_distributed
+from tests.model.test_layouts import LAYOUTS, ONE, differences, make_start, model, run_all
+
+T, D, V = 7, 5, 6
+FACTOR = 0.25
+
+
+class Alone:
+    """A group of one rank."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    """h, W, labels, weights; the last two tokens have the same label, and one has no weight."""
+    generator = torch.Generator().manual_seed(0)
+    h_TD = torch.randn(T, D, generator=generator, dtype=torch.float64)
+    w_VD = torch.randn(V, D, generator=generator, dtype=torch.float64)
+    labels_T = torch.tensor([0, 5, 3, 2, 1, 4, 4])
+    weights_T = torch.tensor([1.0, 2.0, 0.0, 1.0, 0.5, 1.0, 3.0])
+    return h_TD.to(dtype), w_VD.to(dtype), labels_T, weights_T
+
+
+def by_definition() -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+    """The losses, and the gradients of FACTOR * (weights * losses).sum(), in fp64."""
+    h, w, labels, weights = (each.numpy() for each in inputs())
+    logits = h @ w.T
+    probs = numpy.exp(logits) / numpy.exp(logits).sum(1, keepdims=True)
+    losses = -numpy.log(probs[numpy.arange(T), labels])
+    dlogits = FACTOR * weights[:, None] * (probs - numpy.eye(V)[labels])
+    return losses, dlogits @ w, dlogits.T @ h
+
+
+def results(group: object, first: int, count: int, chunk: int, dtype: torch.dtype) -> list:
+    """The losses and gradients of a rank that has `count` rows of W from `first` on."""
+    h_TD, w_VD, labels_T, weights_T = inputs(dtype)
+    mine_VD = w_VD[first : first + count].clone().requires_grad_()
+    h_TD.requires_grad_()
+    losses_T = linear_cross_entropy(h_TD, mine_VD, labels_T, weights_T, group, chunk)
+    assert losses_T.dtype == torch.float32
+    (FACTOR * (losses_T * weights_T).sum()).backward()
+    assert h_TD.grad is not None and mine_VD.grad is not None
+    return [each.detach().double().numpy() for each in (losses_T, h_TD.grad, mine_VD.grad)]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, T, 100])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+def test_equals_the_definition(chunk: int, dtype: torch.dtype, tolerance: float) -> None:
+    found = results(Alone(), 0, V, chunk, dtype)
+    for each, expected in zip(found, by_definition(), strict=True):
+        numpy.testing.assert_allclose(each, expected, rtol=tolerance, atol=tolerance)
+
+
+def _half(chunk: int) -> list:
+    rank = dist.get_rank()
+    return results(dist.group.WORLD, rank * V // 2, V // 2, chunk, torch.float32)
+
+
+def test_a_divided_vocabulary() -> None:
+    losses, dh, dw = by_definition()
+    first, second = run_distributed(2, _half, 3)
+    for each in (first, second):
+        numpy.testing.assert_allclose(each[0], losses, rtol=1e-5)
+    numpy.testing.assert_allclose(first[1] + second[1], dh, rtol=1e-5, atol=1e-6)
+    numpy.testing.assert_allclose(numpy.concatenate([first[2], second[2]]), dw, atol=1e-6)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    h_TD = torch.full((2, 1), 1e3)
+    w_VD = torch.tensor([[1.0], [-1.0]])
+    losses_T = linear_cross_entropy(h_TD, w_VD, torch.tensor([0, 1]), torch.ones(2), Alone(), 2)
+    assert losses_T.tolist() == [0.0, 2000.0]
+
+
+def test_other_gradients_than_announced_are_refused() -> None:
+    h_TD, w_VD, labels_T, weights_T = inputs(torch.float32)
+    losses_T = linear_cross_entropy(h_TD.requires_grad_(), w_VD, labels_T, weights_T, Alone(), 4)
+    with pytest.raises(RuntimeError, match="not proportional"):
+        losses_T.mean().backward()
+
+
+class Largest(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for each in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(each, torch.Tensor):
+                self.elements = max(self.elements, each.numel())
+        return result
+
+
+def test_no_tensor_has_the_logits_of_all_tokens() -> None:
+    tokens, width, vocabulary, chunk = 64, 4, 100, 16
+    h_TD = torch.randn(tokens, width, requires_grad=True)
+    w_VD = torch.randn(vocabulary, width, requires_grad=True)
+    labels_T = torch.arange(tokens)
+    with Largest() as largest:
+        losses_T = linear_cross_entropy(h_TD, w_VD, labels_T, torch.ones(tokens), Alone(), chunk)
+        losses_T.sum().backward()
+    assert largest.elements == chunk * vocabulary
+
+
+@pytest.mark.parametrize("system", ["topk, one expert", "lory"])
+def test_models_train_as_with_megatrons_loss(tmp_path: Path, system: str) -> None:
+    """The head of one has its own weights, that of the other is the embedding."""
+    options = model(system)
+    begun = make_start(options | {"loss_chunk_size": 0} | ONE, tmp_path)
+    chunked = options | {"loss_chunk_size": 5}
+    assert differences(run_all(1, begun, {"one": chunked | ONE}), begun.on_one_rank) == {}
+    names = ("tp2", "tp2, sp", "pp2, virtual, recompute")
+    cases = {name: chunked | LAYOUTS[2][name] for name in names}
+    cases |= {"tp2, all at once": options | {"loss_chunk_size": 0} | LAYOUTS[2]["tp2"]}
+    assert differences(run_all(2, begun, cases), begun.on_one_rank) == {}
