@@ -3,6 +3,7 @@
 import gc
 
 import pytest  # noqa: F401
+import torch._dynamo  # noqa: F401  torch's optimizers import it when they are made
 
 from moe_parallel.platform.import_megatron import import_megatron
 

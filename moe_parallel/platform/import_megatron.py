@@ -13,9 +13,9 @@ from moe_parallel.platform.suppress_warnings import suppress_warnings
 def import_megatron() -> None:
     """Import megatron.core. Call it before any other import of it.
 
-    Megatron-Core decorates small functions with torch.compile, which imports torch's compiler: a
-    third of the time that a process needs to start. No model here calls these functions (every
-    fusion in `model.transformer_config` is off), so without a GPU they stay as they are.
+    Megatron-Core decorates small functions with torch.compile, which imports torch's Inductor for
+    more than a second. No model here calls these functions (every fusion in
+    `model.transformer_config` is off), so without a GPU they stay as they are.
     """
     suppress_warnings()
     if torch.cuda.is_available():

@@ -209,7 +209,7 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
 ]
 AT_LEAST_0 = """
 seed lr min_lr lr_warmup_iters weight_decay adam_beta1 adam_beta2 clip_grad moe_aux_loss_coeff
-moe_z_loss_coeff eval_iters
+moe_z_loss_coeff eval_iters loss_chunk_size
 """.split()
 AT_LEAST_1 = """
 num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size rotary_base

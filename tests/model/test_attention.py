@@ -27,6 +27,7 @@ from tests.model.test_layouts import (
     run_all,
     start,  # noqa: F401  a fixture
 )
+from tests.tiers import rest_in_full
 
 S, B, H, C = 9, 2, 4, 6
 ON_CPU = ["auto", "flash", "unfused"]
@@ -121,7 +122,7 @@ CASES: dict[int, dict[str, Options]] = {
 }
 
 
-@pytest.mark.parametrize("world", CASES)
+@pytest.mark.parametrize("world", rest_in_full(CASES, 1))
 def test_a_model_trains_as_with_megatrons_attention(
     start: Starts,  # noqa: F811
     world: int,

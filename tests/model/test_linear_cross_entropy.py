@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_parallel.model.linear_cross_entropy import linear_cross_entropy
 from tests.distributed import run_distributed
 from tests.model.test_layouts import LAYOUTS, ONE, differences, make_start, model, run_all
+from tests.tiers import rest_in_full
 
 T, D, V = 7, 5, 6
 FACTOR = 0.25
@@ -118,7 +119,7 @@ def test_no_tensor_has_the_logits_of_all_tokens() -> None:
     assert largest.elements == chunk * vocabulary
 
 
-@pytest.mark.parametrize("system", ["topk, one expert", "lory"])
+@pytest.mark.parametrize("system", rest_in_full(["topk, one expert", "lory"], "lory"))
 def test_models_train_as_with_megatrons_loss(tmp_path: Path, system: str) -> None:
     """The head of one has its own weights, that of the other is the embedding."""
     options = model(system)
