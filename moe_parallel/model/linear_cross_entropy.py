@@ -66,11 +66,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk_size)
             p_RV = (h_TD[rows] @ w_VD.t()).float()
             label_R = labels_T[rows] - first
-            losses_T[rows] = _softmax_(p_RV, label_R, group)
+            here_R1 = ((label_R >= 0) & (label_R < p_RV.shape[1])).float()[:, None]
+            label_R1 = label_R.clamp(0, p_RV.shape[1] - 1)[:, None]
+            losses_T[rows] = _softmax_(p_RV, label_R1, here_R1, group)
             if not learns:
                 continue
-            here_R = (label_R >= 0) & (label_R < p_RV.shape[1])
-            _add_at_labels_(p_RV, label_R, -here_R.float())
+            p_RV.scatter_add_(1, label_R1, -here_R1)
             dlogits_RV = p_RV.to(h_TD.dtype)
             torch.mm(dlogits_RV, w_VD, out=dh_TD[rows])
             weighted_RD = h_TD[rows] * weights_T[rows, None].to(h_TD.dtype)
@@ -97,24 +98,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _softmax_(
-    logits_RV: torch.Tensor, label_R: torch.Tensor, group: dist.ProcessGroup
+    logits_RV: torch.Tensor,
+    label_R1: torch.Tensor,
+    here_R1: torch.Tensor,
+    group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """The losses, fp32 [R]; the logits become probabilities. Labels of other ranks lie outside."""
+    """The losses, fp32 [R]; the logits become probabilities. `here`: 1 for labels of this rank."""
     divided = group.size() > 1
     most_R = logits_RV.amax(1)
     if divided:
         dist.all_reduce(most_R, dist.ReduceOp.MAX, group)
     logits_RV -= most_R[:, None]
-    elsewhere_R = (label_R < 0) | (label_R >= logits_RV.shape[1])
-    label_R1 = label_R.masked_fill(elsewhere_R, 0)[:, None]
-    of_label_R = logits_RV.gather(1, label_R1)[:, 0].masked_fill(elsewhere_R, 0)
+    of_label_R = (logits_RV.gather(1, label_R1) * here_R1)[:, 0]
     sums_2R = torch.stack([logits_RV.exp_().sum(1), of_label_R])
     if divided:
         dist.all_reduce(sums_2R, group=group)
     logits_RV /= sums_2R[0, :, None]
     return sums_2R[0].log() - sums_2R[1]
-
-
-def _add_at_labels_(x_RV: torch.Tensor, label_R: torch.Tensor, value_R: torch.Tensor) -> None:
-    """Adds value[r] to x[r, label[r]]; where the value is 0, the label may lie outside."""
-    x_RV.scatter_add_(1, label_R.clamp(0, x_RV.shape[1] - 1)[:, None], value_R[:, None])
