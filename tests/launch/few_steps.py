@@ -10,6 +10,13 @@ import sys
 import time
 
 
+def say_that_it_waits() -> None:
+    # One write: without a buffer, print() writes the line and its end apart, and the ranks share
+    # the file.
+    sys.stdout.write("a rank waits\n")
+    sys.stdout.flush()
+
+
 def done() -> int:
     return 0
 
@@ -37,7 +44,7 @@ def wait() -> int:
     asked = []
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, lambda *_: asked.append(None))
-    print("a rank waits", flush=True)
+    say_that_it_waits()
     while not asked:
         time.sleep(0.01)
     return 75
@@ -47,7 +54,7 @@ def hang() -> int:
     """Wait forever, as if saving never finished."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    print("a rank waits", flush=True)
+    say_that_it_waits()
     while True:
         time.sleep(1)
 
@@ -56,7 +63,7 @@ def not_yet() -> int:
     """Act as a rank that does not handle signals yet."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
-    print("a rank waits", flush=True)
+    say_that_it_waits()
     while True:
         time.sleep(1)
 

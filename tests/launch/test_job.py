@@ -27,12 +27,6 @@ def _end(folder, *arguments):
         return job.finish(), job.output
 
 
-def _wait(job):
-    while job.output != WAIT:
-        assert job.running(), job.output
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize(
     ("what", "code", "line"),
     [
@@ -70,7 +64,7 @@ def test_a_lost_rank_or_a_bug_is_started_again(tmp_path):
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])
 def test_a_signal_reaches_the_ranks(tmp_path, number):
     with Launched(tmp_path, "--max-restarts", "1", "wait", "0") as job:
-        _wait(job)
+        job.wait_for(WAIT)
         os.kill(job.pid, getattr(signal, number))
         assert job.finish() == 75
         assert job.output == WAIT  # the program prints more
@@ -79,7 +73,7 @@ def test_a_signal_reaches_the_ranks(tmp_path, number):
 @pytest.mark.parametrize(("number", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
 def test_a_signal_while_the_ranks_start(tmp_path, number, code):
     with Launched(tmp_path, "--max-restarts", "1", "not_yet", "0") as job:
-        _wait(job)
+        job.wait_for(WAIT)
         os.kill(job.pid, getattr(signal, number))
         assert job.finish() == code
         said = job.output.removeprefix(WAIT)
@@ -89,7 +83,7 @@ def test_a_signal_while_the_ranks_start(tmp_path, number, code):
 def test_a_rank_that_leaves_alone_does_not_keep_the_others(tmp_path):
     """The other rank hangs; the launcher kills it and every process that it started."""
     with Launched(tmp_path, "hang", "0") as job:
-        _wait(job)
+        job.wait_for(WAIT)
         first, second = job.ranks()
         first.kill()
         assert job.finish() == 137
@@ -98,7 +92,7 @@ def test_a_rank_that_leaves_alone_does_not_keep_the_others(tmp_path):
 
 def test_ranks_that_do_not_leave_are_killed(tmp_path):
     with Launched(tmp_path, "--shutdown-timeout", "1", "hang", "0") as job:
-        _wait(job)
+        job.wait_for(WAIT)
         ranks = job.ranks()
         os.kill(job.pid, signal.SIGTERM)
         assert job.finish() == 137
@@ -111,7 +105,7 @@ def test_ranks_that_do_not_leave_are_killed(tmp_path):
 
 def test_a_second_ctrl_c_does_not_wait(tmp_path):
     with Launched(tmp_path, "hang", "0") as job:
-        _wait(job)
+        job.wait_for(WAIT)
         os.kill(job.pid, signal.SIGINT)
         os.kill(job.pid, signal.SIGINT)  # `uv run` and similar programs send the signal again
         time.sleep(2)
