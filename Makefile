@@ -64,8 +64,8 @@ test: set-up ## the quick tier of the tests: every test, not all combinations (6
 test-full: set-up ## every test with all its combinations, and long runs
 	@$(PYTEST) --dist worksteal --full $(ARGS)
 
-bench: set-up ## time every operator against its peers, one thread (ARGS="--sizes goals": longer)
-	@$(RUN) python tools/bench/run.py $(ARGS)
+bench: set-up ## time every operator, or whole models (ARGS="--models"), against its peers, one thread
+	@$(RUN) python tools/bench/$(if $(findstring --models,$(ARGS)),models,run).py $(ARGS:--models=)
 
 check: set-up ## run ruff, mypy, codespell and clang-format without changing files
 	@$(RUN) ruff check $(SOURCES)

@@ -25,7 +25,8 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 EXTENSION = "moe_parallel._C"
-DEFAULT_ARCHITECTURES = "8.0+PTX;9.0a"  # A100, H100 and H200, and later ones through PTX
+HOPPER = "9.0a"
+DEFAULT_ARCHITECTURES = f"8.0+PTX;{HOPPER}"  # A100, H100 and H200, and later ones through PTX
 
 
 class BuildError(SystemExit):
@@ -186,6 +187,24 @@ class BuildExtension(cpp_extension.BuildExtension):
             )
         print(f"moe_parallel: building {EXTENSION} {WHAT}", file=sys.stderr)
         super().run()
+
+    def build_extension(self, extension) -> None:
+        """Compiles what serves Hopper alone for Hopper alone. For other architectures its kernels
+        are empty, and CUTLASS costs half a minute a file all the same."""
+        wanted = os.environ["TORCH_CUDA_ARCH_LIST"]
+        hopper = [s for s in extension.sources if Path(s).match("cuda/cutlass/hopper_*.cu")]
+        if hopper and HOPPER in re.split("[; ]", wanted):
+            os.environ["TORCH_CUDA_ARCH_LIST"] = HOPPER
+            extension.sources = [s for s in extension.sources if s not in hopper]
+            extension.depends += hopper
+            extension.extra_objects += self.compiler.compile(
+                hopper,
+                output_dir=self.build_temp,
+                include_dirs=extension.include_dirs,
+                extra_postargs=extension.extra_compile_args,
+            )
+            os.environ["TORCH_CUDA_ARCH_LIST"] = wanted
+        super().build_extension(extension)
 
 
 class BuildPrograms(build_py):

@@ -3,8 +3,7 @@
 // counts.
 #include "grouped_gemm.h"
 
-#include <ATen/ops/addmm.h>
-#include <ATen/ops/mm.h>
+#include <ATen/core/Formatting.h>
 
 #include "grouped_gemm_wide.h"
 #include "launch.h"
@@ -25,17 +24,6 @@ void for_each_group(const at::Tensor& counts, const Body& body) {
   for (int64_t e = 0; e < on_host.size(0); ++e) {
     body(e, first, count[e]);
     first += count[e];
-  }
-}
-
-void product_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate) {
-  if (out.scalar_type() != a.scalar_type()) {
-    if (!accumulate) out.zero_();
-    add_wide_product(out, a, b);
-  } else if (accumulate) {
-    at::addmm_out(out, out, a, b);
-  } else {
-    at::mm_out(out, a, b);
   }
 }
 

@@ -1,6 +1,6 @@
 // On the CPU, ATen's products round to the type of their factors. MKL has a product that does not,
 // and torch's x86-64 builds contain and export it. Without it, the factors are converted to the
-// wider type.
+// wider type. They are as well on processors whose products in bf16 are slow.
 #include "grouped_gemm_wide.h"
 
 #include <ATen/ops/addmm.h>
@@ -46,7 +46,34 @@ bool mkl_takes(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b) 
          out.scalar_type() == at::kFloat && is_by_rows(out) && fits(out) && fits(a) && fits(b);
 }
 
+// Whether ATen computes this product one value at a time, because oneDNN, its library for bf16 on
+// x86-64, needs AVX-512.
+bool is_slow_in_bf16(const at::Tensor& a) {
+#ifdef __x86_64__
+  static const bool has_avx512 = __builtin_cpu_supports("avx512bw") &&
+                                 __builtin_cpu_supports("avx512dq") &&
+                                 __builtin_cpu_supports("avx512vl");
+  return !has_avx512 && a.is_cpu() && a.scalar_type() == at::kBFloat16;
+#else
+  return false;
+#endif
+}
+
 }  // namespace
+
+void product_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate) {
+  if (out.scalar_type() != a.scalar_type()) {
+    if (!accumulate) out.zero_();
+    add_wide_product(out, a, b);
+  } else if (is_slow_in_bf16(a)) {
+    const auto left = a.to(at::kFloat), right = b.to(at::kFloat);
+    out.copy_(accumulate ? at::addmm(out.to(at::kFloat), left, right) : at::mm(left, right));
+  } else if (accumulate) {
+    at::addmm_out(out, out, a, b);
+  } else {
+    at::mm_out(out, a, b);
+  }
+}
 
 void add_wide_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
   if (mkl_takes(out, a, b)) {

@@ -1,4 +1,4 @@
-// Products of matrices that are added to a matrix of a wider type.
+// Products of matrices, summed in a type that is at least as wide as the matrices'.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,5 +8,9 @@ namespace moe_parallel {
 // out += a b, where `out` has another type than a and b, such as the fp32 main gradient of bf16
 // weights. The product is not rounded to the type of a and b.
 void add_wide_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b);
+
+// out = a b, or out += a b if `accumulate`; `out` may have a wider type.
+void product_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                 bool accumulate = false);
 
 }  // namespace moe_parallel

@@ -5,7 +5,6 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -13,6 +12,7 @@
 #include <tuple>
 
 #include "fused_gemm.h"
+#include "grouped_gemm_wide.h"
 #include "launch.h"
 #include "scratch_rows.h"
 
@@ -157,7 +157,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_topk(
     const auto squares = fused_squares(x_tile, w, c_tile);
     if (!squares.defined()) {
       if (!w_cat.defined()) w_cat = concatenate(w);
-      at::mm_out(c_tile, x_tile, w_cat);
+      product_out(c_tile, x_tile, w_cat);
     }
     to.score(first, tokens, c_tile, squares, type, row_bytes);
   });
@@ -198,7 +198,7 @@ std::tuple<at::Tensor, at::Tensor> norm_topk_backward(const at::Tensor& dnorms,
   tiles.for_each([&](int64_t first, int64_t tokens) {
     const auto x_tile = x.narrow(0, first, tokens);
     auto dc = tiles.columns(tokens);
-    if (!c) at::mm_out(dc, x_tile, w_cat);
+    if (!c) product_out(dc, x_tile, w_cat);
     const auto tile_of = [&](const at::Tensor& tensor) {
       return tensor.narrow(0, first, tokens).const_data_ptr();
     };
@@ -213,12 +213,8 @@ std::tuple<at::Tensor, at::Tensor> norm_topk_backward(const at::Tensor& dnorms,
                            .rank = rank,
                            .k = experts.size(1)});
     auto dx_tile = dx.narrow(0, first, tokens);
-    at::mm_out(dx_tile, dc, w_cat.t());
-    if (dw_cat.scalar_type() == x.scalar_type()) {
-      dw_cat.addmm_(x_tile.t(), dc);
-    } else {
-      dw_cat.add_(at::mm(x_tile.t(), dc));
-    }
+    product_out(dx_tile, dc, w_cat.t());
+    product_out(dw_cat, x_tile.t(), dc, /*accumulate=*/true);
   });
   const auto dw = dw_cat.view({w.size(1), num_experts, rank}).permute({1, 0, 2});
   return {dx, dw.to(w.scalar_type()).contiguous()};

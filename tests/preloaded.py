@@ -2,6 +2,8 @@
 
 import gc
 
+import matplotlib.backends.backend_agg
+import matplotlib.figure  # noqa: F401
 import pytest  # noqa: F401
 import torch._dynamo  # noqa: F401  torch's optimizers import it when they are made
 

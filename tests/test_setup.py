@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -34,12 +36,14 @@ def test_unknown_build():
     assert_stops_with(build(MOE_PARALLEL_BUILD="gpu"), "'gpu'", "auto, cpu or cuda")
 
 
+@pytest.mark.full
 def test_cuda_that_is_not_there(tmp_path):
     """Either torch is a CPU build or, with this CUDA_HOME, there is no compiler."""
     done = build(MOE_PARALLEL_BUILD="cuda", CUDA_HOME=str(tmp_path))
     assert_stops_with(done, "MOE_PARALLEL_BUILD=cuda, but ")
 
 
+@pytest.mark.full
 def test_cutlass_that_is_not_there(tmp_path):
     done = build(CUTLASS_PATH=str(tmp_path))
     assert_stops_with(done, f"CUTLASS_PATH is {tmp_path}", "include/cutlass/cutlass.h")

@@ -16,6 +16,7 @@ from moe_parallel.errors import InputError
 from tests.analysis.synthetic import synthetic_run
 
 ROOT = Path(__file__).resolve().parents[2]
+FULL = pytest.mark.full
 
 
 def panels(figure: Figure) -> dict:
@@ -82,10 +83,10 @@ def test_panels_and_series_of_an_ordinary_run():
 @pytest.mark.parametrize(
     "shape",
     [
-        {"logged": 1, "layers": 1, "experts": 2, "domains": ()},
-        {"logged": 2, "layers": 12},
+        pytest.param({"logged": 1, "layers": 1, "experts": 2, "domains": ()}, marks=FULL),
+        pytest.param({"logged": 2, "layers": 12}, marks=FULL),
         {"logged": 300, "layers": 24, "experts": 64, "every": 500, "dropped": 9, "norms": False},
-        {"logged": 20, "layers": 3, "experts": 1},
+        pytest.param({"logged": 20, "layers": 3, "experts": 1}, marks=FULL),
         {"logged": 30, "domains": tuple(f"domain{i}" for i in range(9))},
     ],
     ids=["one record", "two records", "64 experts", "one expert", "nine domains"],

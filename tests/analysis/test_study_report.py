@@ -24,6 +24,7 @@ from moe_parallel.analysis.study.study_report import write_report
 from moe_parallel.analysis.study.table import markdown
 from moe_parallel.errors import InputError
 from tests.analysis.study_folder import TOKENS, layer, make_study, plausible_records, write_cell
+from tests.tiers import rest_in_full
 
 KINDS = {
     "topk": "fixed",
@@ -279,8 +280,8 @@ def test_pictures_that_show_nothing_are_not_drawn(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("layers", "experts", "logged"), [(1, 2, 4), (12, 20, 12), (2, 1, 100)]
-)  # fmt: skip
+    ("layers", "experts", "logged"), rest_in_full([(1, 2, 4), (12, 20, 12), (2, 1, 100)], (1, 2, 4))
+)
 def test_any_shape_is_drawn(tmp_path: Path, layers: int, experts: int, logged: int):
     study = make_study(tmp_path / "study", list(KINDS), seeds=[1], shared={"train_iters": logged})
     for cell in study.cells(list(KINDS), [1]):

@@ -49,6 +49,7 @@ def test_every_text_is_on_one_side_of_its_domain(stdlib: Path) -> None:
     assert all(corpus[domain, "valid"] for domain in ("code", "prose"))
 
 
+@pytest.mark.full
 def test_the_corpus_of_this_python_has_text_on_every_side() -> None:
     for texts in python_corpus(0.04).values():
         assert sum(map(len, texts)) > 1000

@@ -82,7 +82,7 @@ def test_a_signal_while_the_ranks_start(tmp_path, number, code):
 
 def test_a_rank_that_leaves_alone_does_not_keep_the_others(tmp_path):
     """The other rank hangs; the launcher kills it and every process that it started."""
-    with Launched(tmp_path, "hang", "0") as job:
+    with Launched(tmp_path, "--shutdown-timeout", "1", "hang", "0") as job:
         job.wait_for(WAIT)
         first, second = job.ranks()
         first.kill()

@@ -87,16 +87,14 @@ def one_rank(tmp_path_factory):
     return folder, steps
 
 
-@pytest.mark.parametrize(
-    "name", rest_in_full(EXACT, "tensor and expert parallel", "distributed optimizer")
-)
+@pytest.mark.parametrize("name", rest_in_full(EXACT, "tensor and expert parallel"))
 def test_trains_like_one_rank(name, one_rank):
     folder, expected = one_rank
     for steps in _train_in(EXACT[name], folder):
         torch.testing.assert_close(torch.tensor(steps), torch.tensor(expected), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("name", rest_in_full(INEXACT, "everything"))
+@pytest.mark.parametrize("name", rest_in_full(INEXACT))
 def test_trains(name):
     for steps in _train_in(INEXACT[name]):
         _check_that_it_learns(steps)
@@ -121,6 +119,7 @@ def test_evaluates_without_changing_the_model():
     run_distributed(1, scenarios.evaluate)
 
 
+@pytest.mark.full
 def test_saves_and_loads_under_another_layout(tmp_path):
     run_distributed(2, scenarios.save, Layout(2, tp=2), tmp_path)
     run_distributed(2, scenarios.load, Layout(2, pp=2), tmp_path)

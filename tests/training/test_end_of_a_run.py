@@ -34,9 +34,9 @@ def evaluated(save) -> list[int]:
     return [record["iteration"] for record in records(save) if "validation" in record]
 
 
-def _train(*runs):
+def _train(*runs, train=pretrain_here):
     """(exit code, output) of each run, on one rank."""
-    return run_distributed(1, pretrain_and_draw, runs)[0]
+    return run_distributed(1, train, runs)[0]
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,7 @@ def test_a_finished_run_is_left_as_it_is(finished, tmp_path):
         loaded | other,
         loaded | other | fewer,
         loaded | {"save": "none"} | fewer,
+        train=pretrain_and_draw,
     )
     assert [code for code, _ in ends] == [0] * 5
     lines = [printed.splitlines() for _, printed in ends]

@@ -78,6 +78,7 @@ def _kill_in_the_third_save():
     checkpoint_tensors._WatchedStream.write = write_some_and_die
 
 
+@pytest.mark.full
 def test_kill_9_in_the_middle_of_a_save(straight, tmp_path):
     options, losses, _ = straight
     options = options | {"save": tmp_path, "save_interval": 4, "keep_last": 1}

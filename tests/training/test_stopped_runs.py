@@ -120,6 +120,7 @@ CRITICAL = (
 )
 
 
+@pytest.mark.full
 def test_kill_when_it_evaluates_and_saves_and_at_the_end(straight, tmp_path):
     options, save, names = straight
     second_save = {name: number for number, name in moments_of(names, 8).items()}

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tools.bench.sizes import Size
 
-FORWARD, BACKWARD, BOTH = "forward", "backward", "forward+backward"
+if TYPE_CHECKING:
+    from tools.bench.whole_models.sizes import ModelSize
+
+FORWARD, BACKWARD, BOTH, STEP = "forward", "backward", "forward+backward", "step"
 OURS = "ours"
 Values = dict[str, Tensor]
 Forward = Callable[[], Sequence[Tensor]]
@@ -58,7 +62,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Measure:
-    timed: str  # FORWARD, BACKWARD or BOTH
+    timed: str  # FORWARD, BACKWARD, BOTH or STEP
     work: Moved | Products
 
 
@@ -71,6 +75,7 @@ class Contender:
     upstream: the gradients of the first outputs; empty if nothing is differentiated.
     canonical: converts gradients (by leaf) to the layout of our own operator.
     answer: contenders with the same answer must agree; another model as a yardstick has its own.
+    step: a step of the optimizer of a whole model, on gradients that exist.
     """
 
     name: str
@@ -80,6 +85,7 @@ class Contender:
     upstream: tuple[Tensor, ...] = ()
     canonical: Callable[[Values], Values] = lambda gradients: gradients
     answer: str = ""
+    step: Callable[[], object] = lambda: None
 
     def backward(self, outputs: Sequence[Tensor]) -> Values:
         differentiated = outputs[: len(self.upstream)]
@@ -109,7 +115,7 @@ class Bench:
     """The contenders of a bench. Peers and further variants of ours are compared with our first."""
 
     op: str
-    size: Size
+    size: Size | ModelSize
     dtype: torch.dtype
     ours: Sequence[Contender]
     peers: Sequence[Contender | Absent]

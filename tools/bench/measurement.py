@@ -12,6 +12,7 @@ from tools.bench.clock import Clock
 from tools.bench.contender import (
     BACKWARD,
     FORWARD,
+    STEP,
     Absent,
     Bench,
     Contender,
@@ -131,4 +132,6 @@ def _time(contender: Contender, timed: str, clock: Clock) -> float:
     if timed == BACKWARD:
         outputs = contender.forward()
         return clock.seconds(lambda: contender.backward(outputs))[0]
+    if timed == STEP:
+        return clock.seconds(contender.step)[0]
     return clock.seconds(contender.run)[0]

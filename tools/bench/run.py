@@ -32,6 +32,7 @@ from moe_parallel.tool import Tool
 from moe_parallel.training.exit_codes import EXIT_CTRL_C
 from tools.bench.about import about
 from tools.bench.clock import clock_of, keep_freed_memory
+from tools.bench.command_line import check_writable, chosen, load_of, print_about, words
 from tools.bench.goals import format_verdicts, goals_of, judge
 from tools.bench.inputs import Draw
 from tools.bench.measurement import Patience, measure
@@ -60,7 +61,7 @@ def _time(arguments: list[str], options: argparse.Namespace) -> int:
     rows: list[Row] = []
     interrupted = False
     try:
-        _print_about(facts)
+        print_about(facts)
         _measure_all(options, rows)
     except KeyboardInterrupt:
         interrupted = True
@@ -107,14 +108,6 @@ def _about(arguments: list[str], options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _print_about(facts: dict[str, Any]) -> None:
-    versions = ", ".join(f"{name} {version}" for name, version in facts["software"].items())
-    print(f"{facts['command']}   ({facts['date']})")
-    print(f"machine   {facts['machine']}, {facts['instructions']}")
-    print(f"software  {versions}")
-    print(f"threads   {facts['threads']}, load {_load(facts['load_before'])} before", flush=True)
-
-
 def _print_summary(options: argparse.Namespace, rows: list[Row], facts: dict[str, Any]) -> None:
     if absent := format_absent(rows):
         print(f"\n{absent}")
@@ -125,11 +118,7 @@ def _print_summary(options: argparse.Namespace, rows: list[Row], facts: dict[str
             if goal.op in options.ops and goal.dtype in options.dtype
         ]
         print(f"\ngoals:\n{format_verdicts(judge(goal, rows) for goal in goals)}")
-    print(f"\nload {_load(facts['load_after'])} after")
-
-
-def _load(averages: tuple[float, float, float]) -> str:
-    return ", ".join(f"{average:.2f}" for average in averages)
+    print(f"\nload {load_of(facts['load_after'])} after")
 
 
 def _add_flags(tool: Tool) -> None:
@@ -137,8 +126,8 @@ def _add_flags(tool: Tool) -> None:
     add("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
     add("--sizes", choices=[SMALL, GOALS], default=SMALL,
         help="small: a quick check; goals: the sizes of the goals (default: small)")  # fmt: skip
-    add("--ops", type=_words, metavar="A,B,...", help=f"of {', '.join(BENCHES)} (default: all)")
-    add("--dtype", type=_words, metavar="A,B,...",
+    add("--ops", type=words, metavar="A,B,...", help=f"of {', '.join(BENCHES)} (default: all)")
+    add("--dtype", type=words, metavar="A,B,...",
         help="float32, bfloat16, float16 (default: the first two; GPU: bfloat16)")  # fmt: skip
     add("--fusing", choices=FUSING, default=FUSING[1],
         help="fuse products with the steps around them in our layers and norm_topk, on a GPU "
@@ -156,28 +145,16 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
     """The options, checked and with defaults filled in."""
     _check_device(options.device)
     measured = list(sizes_of(options.sizes, options.device))
-    options.ops = _chosen("--ops", options.ops, list(BENCHES), measured)
+    options.ops = chosen("--ops", options.ops, list(BENCHES), measured)
     dtypes = DTYPES[options.device]
     default = dtypes if options.device == "cpu" else dtypes[:1]
-    options.dtype = _chosen("--dtype", options.dtype, dtypes, default)
+    options.dtype = chosen("--dtype", options.dtype, dtypes, default)
     if missing := [op for op in options.ops if op not in measured]:
         raise InputError(f"--ops {','.join(missing)}: no goal is set for it; use --sizes {SMALL}")
     if options.turns is not None and options.turns < 1:
         raise InputError(f"--turns {options.turns}: must be at least 1")
-    _check_writable(options.json)
+    check_writable(options.json)
     return options
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",")]
-
-
-def _chosen(flag: str, words: list[str] | None, known: list[str], default: list[str]) -> list[str]:
-    """The words, in the order of `known`."""
-    for word in words or ():
-        if word not in known:
-            raise InputError(f"{flag} {word!r} is unknown: choose of {', '.join(known)}")
-    return default if words is None else [word for word in known if word in words]
 
 
 def _check_device(device: str) -> None:
@@ -187,16 +164,6 @@ def _check_device(device: str) -> None:
         raise InputError("--device cuda: torch sees no CUDA GPU here; use --device cpu")
     if device == "cuda" and not extension.has_cuda():
         raise InputError("--device cuda: the extension was built without CUDA; build it with nvcc")
-
-
-def _check_writable(path: Path | None) -> None:
-    """Check before the long measurement that the file can be written."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise InputError(f"--json {path} is a folder: name a file")
-    if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
-        raise InputError(f"--json {path} cannot be written there: name another file")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from tools.bench.results import Result, Row, times_as_fast
 
 DIFFERS = "DIFFERS"
+_MODEL_LINE = "  {:<32}{:>8}{:>9}  {:<18}{:>9}{:>9}{:>9}{:>10}{:>10}"
 _LINE = "  {:<28}{:>12}  {:<21}{:>9}{:>9}{:>9}{:>10}{:>10}"
 
 
@@ -18,6 +19,31 @@ def format_row(row: Row) -> str:
     )
     lines = [_line(row, result) for result in row.results if result.absent is None]
     return "\n".join([f"{row.title}   ({ceiling})", head.rstrip(), *lines])
+
+
+def format_model_row(row: Row, tokens: int, weights: Mapping[str, int]) -> str:
+    """The same for whole models, with their parameters and the speed in tokens."""
+    head = _MODEL_LINE.format(
+        "", "params", "ms", "quartiles", "tokens/s", "of max", "ours/it", "peak MiB", "saved MiB"
+    )
+    title = f"{row.title}   ({row.ceiling.name} {row.rate(row.ceiling):,.1f} {row.unit})"
+    lines = [title, head.rstrip()]
+    for result in row.results:
+        if result.absent is None:
+            first, third = (f"{value * 1e3:,.0f}" for value in result.quartiles)
+            line = _MODEL_LINE.format(
+                result.name,
+                f"{weights[result.name] / 1e6:.2f}M",
+                f"{result.median * 1e3:,.0f}",
+                f"[{first} .. {third}]",
+                f"{tokens / result.median:,.0f}",
+                f"{100 * row.share(result):.1f} %",
+                ratio(row, result),
+                _mebibytes(result.peak_bytes),
+                _mebibytes(result.saved_bytes),
+            )
+            lines.append(line.rstrip())
+    return "\n".join(lines)
 
 
 def format_absent(rows: Iterable[Row]) -> str:

@@ -180,6 +180,7 @@ def test_a_file_is_compared_with_the_record_before_it_is_read(tmp_path):
         checked_file(path, "weights")
 
 
+@pytest.mark.full
 def test_every_single_bit_flip_of_the_format_before_is_one_line_or_read(tmp_path):
     path = _checkpoint(tmp_path)
     record = RECORD | {"format": 1, "files": describe_files(path, ["weights"])}

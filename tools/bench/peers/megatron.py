@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,17 +15,20 @@ from moe_parallel.platform.suppress_warnings import suppress_warnings
 from tools.bench.contender import Absent, Contender, Unavailable, invite
 from tools.bench.layer import RoutedLayer
 
+if TYPE_CHECKING:
+    from moe_parallel.parallel import Groups
+
 NAME = "Megatron SequentialMLP"
 
 
 @contextmanager
-def one_rank() -> Iterator[None]:
+def one_rank() -> Iterator[Groups]:
     """Inside, Megatron-Core works on this CPU, with process groups of this process only."""
     suppress_warnings()  # before Megatron-Core is imported
     from moe_parallel.training.standalone import single_process
 
-    with single_process(Config()):
-        yield
+    with single_process(Config()) as groups:
+        yield groups
 
 
 def routed_layer_peers(layer: RoutedLayer) -> list[Contender | Absent]:

@@ -1,0 +1,101 @@
+"""Whole models side by side: equal sizes and work, and the program that times them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch.utils.flop_counter import FlopCounterMode
+
+from moe_parallel.config import ParallelConfig
+from moe_parallel.parallel import initialize_groups
+from tests.distributed import run_distributed
+from tests.tiers import rest_in_full
+from tests.tools.bench_rows import result, row
+from tests.tools.running import run_tool_forked
+from tools.bench.models import BENCHES, main
+from tools.bench.results import read_json
+from tools.bench.sizes import SMALL
+from tools.bench.table import format_model_row
+from tools.bench.whole_models.model import Terms, number_of_weights
+from tools.bench.whole_models.sizes import ModelSize
+
+SIZES = {
+    "few experts": ModelSize(d=128, n=4, f=64, S=32, V=96),
+    "many experts": ModelSize(d=128, n=16, K=4, f=32, S=32, V=96),  # Qwen3-MoE
+}
+
+
+def _measured(size: ModelSize) -> tuple[dict[str, int], dict[str, int], dict[str, float]]:
+    """On a rank: weights, FLOPs of a forward pass, and the loss, by contender."""
+    groups = initialize_groups(ParallelConfig())
+    model_parallel_cuda_manual_seed(1)
+    terms = Terms(size, torch.float32, groups)
+    every = [c for build in BENCHES[SMALL] for b in [build(terms)] for c in (*b.ours, *b.peers)]
+    flops, losses = {}, {}
+    for contender in every:
+        with FlopCounterMode(display=False) as counter:
+            (loss,) = contender.forward()
+        flops[contender.name] = counter.get_total_flops()
+        losses[contender.name] = loss.item()
+    return {c.name: number_of_weights(c) for c in every}, flops, losses
+
+
+@pytest.mark.parametrize("name", rest_in_full(SIZES, "few experts"))
+def test_models_are_as_large_and_do_the_stated_work(name: str) -> None:
+    size = SIZES[name]
+    ((weights, flops, losses),) = run_distributed(1, _measured, size)
+    peer = next(name for name in weights if name.startswith("HF") and name.endswith("eager"))
+    twins = ["ours, topk", "ours, lory", "Megatron GPTModel"]
+    if name == "few experts":  # Qwen3-MoE has two norms more in a layer
+        assert {weights[each] for each in twins} == {weights[peer]}
+    for each, number in weights.items():  # AoE's d_wide is an integer
+        assert number == pytest.approx(weights["ours, topk"], rel=0.02), each
+    # torch does not count its attention on a CPU: two products of half of all pairs of tokens.
+    attention = 2 * size.layers * size.B * size.S**2 * size.d
+    assert flops[peer] + attention == size.products().amount
+    for each, loss in losses.items():  # random weights say as much as no weights
+        assert loss == pytest.approx(torch.tensor(float(size.V)).log().item(), abs=0.3), each
+
+
+def test_a_row_of_models() -> None:
+    text = format_model_row(
+        row(result("ours", 2, 2, peak_bytes=3 * 2**20, saved_bytes=2**19), result("other", 3, 3)),
+        tokens=4000,
+        weights={"ours": 1_250_000, "other": 1_000_000},
+    )
+    title, head, ours, other = text.splitlines()
+    assert title == "permute forward, T=8 d=4, float32   (copy 2.0 GB/s)"
+    assert head.split()[:4] == ["params", "ms", "quartiles", "tokens/s"]
+    assert ours.split() == ["ours", "1.25M", "2", "[2", "..", "2]", "2,000,000", "50.0", "%",
+                            "3.00", "0.50"]  # fmt: skip
+    assert other.split()[-1] == "1.50x"
+
+
+@pytest.mark.full
+def test_the_program(tmp_path: Path) -> None:
+    path = tmp_path / "models.json"
+    done = run_tool_forked("bench/models.py", "--dtype", "float32", "--turns", 1, "--json", path)
+    assert (done.returncode, done.stderr) == (0, "")
+    about, rows = read_json(path)
+    assert [row.timed for row in rows] == ["forward", "forward+backward", "step"] * 3
+    first = {each.name: each for each in rows[1].results}
+    assert all(each.absent is None for each in first.values())
+    assert first["ours, topk"].saved_bytes < first["HF Mixtral grouped_mm"].saved_bytes
+    assert about["threads"] == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--sizes", "large"], "--sizes 'large' is unknown: choose of small, goals, sequence"),
+        (["--dtype", "float16"], "--dtype 'float16' is unknown: choose of float32, bfloat16"),
+        (["--turns", "0"], "--turns 0: must be at least 1"),
+        (["--json", "/"], "--json / is a folder: name a file"),
+    ],
+)
+def test_wrong_flags(flags: list[str], message: str, capsys: Any) -> None:
+    assert main(flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"models.py: {message}")

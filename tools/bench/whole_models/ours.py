@@ -1,0 +1,84 @@
+"""Our models as `pretrain_gpt_moe.py` trains them, by their command lines."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_parallel.config import parse_command_line, validate
+from moe_parallel.model.forward import language_model_loss
+from moe_parallel.training.engine import Engine
+from tools.bench.contender import Contender
+from tools.bench.whole_models.model import Terms, contender_of
+from tools.bench.whole_models.sizes import ModelSize
+
+NO_LOSSES = ["--moe-aux-loss-coeff", "0"]
+BY_BIAS = [*NO_LOSSES, "--moe-router-enable-expert-bias", "true"]
+LOW_RANK = 64
+
+
+def flags_of(size: ModelSize, dtype: torch.dtype) -> list[str]:
+    """The flags that all of our models share."""
+    flags = {
+        "num-layers": size.layers,
+        "hidden-size": size.d,
+        "num-attention-heads": size.heads,
+        "num-query-groups": size.key_value_heads,
+        "num-experts": size.n,
+        "ffn-hidden-size": size.f,
+        "moe-ffn-hidden-size": size.f,
+        "seq-length": size.S,
+        "micro-batch-size": size.B,
+        "global-batch-size": size.B,
+        "vocab-size": size.V,
+        "tokenizer-type": "NullTokenizer",
+        "make-vocab-size-divisible-by": 1,
+        "untie-embeddings-and-output-weights": "true",
+        "bf16": str(dtype == torch.bfloat16).lower(),
+    }
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+def topk(size: ModelSize, *flags: str) -> list[str]:
+    return ["--expert-selection", "topk", "--moe-router-topk", str(size.K), *flags]
+
+
+def aoe(size: ModelSize, *flags: str) -> list[str]:
+    """AoE of as many parameters: d_wide follows from d_low by Eq. 5 of the paper."""
+    low_rank = ["--aoe-low-rank-size", str(LOW_RANK)]
+    chosen = ["--moe-router-topk", str(size.K)]
+    return ["--expert-selection", "aoe", *low_rank, *chosen, *flags]
+
+
+def top_p(*flags: str) -> list[str]:
+    return ["--expert-selection", "top_p", *flags]
+
+
+def lory(size: ModelSize) -> list[str]:
+    segment = min(256, size.S)  # 256 is the default
+    return ["--expert-selection", "lory", "--lory-segment-length", str(segment)]
+
+
+def our_model(name: str, selection: list[str], terms: Terms) -> Contender:
+    """Trains with every default of the program, except the layout of one process."""
+    size = terms.size
+    config = parse_command_line([*flags_of(size, terms.dtype), *selection])
+    validate(config, world_size=1)
+    engine = Engine(config, size.V, terms.groups)
+    (model,) = engine.chunks
+    model.train()
+    batch = {
+        "tokens": terms.tokens_BS,
+        "labels": terms.labels_BS,
+        "loss_mask": torch.ones(terms.labels_BS.shape),
+    }
+    positions_BS = torch.arange(size.S).expand(size.B, -1)
+
+    def loss() -> Tensor:
+        losses_BS = model(
+            batch["tokens"], positions_BS, None, labels=batch["labels"],
+            loss_mask=batch["loss_mask"],
+        )  # fmt: skip
+        return language_model_loss(losses_BS, batch)[0]
+
+    return contender_of(name, model, loss, engine.optimizer.step)
