@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_parallel.errors import InputError
-from moe_parallel.tool import Tool, load_torch, progress
+from moe_parallel.tool import Tool, check_positive, load_torch, progress
 
 if TYPE_CHECKING:
     from moe_parallel.data.similarity.documents import Documents
@@ -138,20 +138,12 @@ def _add_neighbors(group: argparse._ArgumentGroup) -> None:
 
 def check(options: argparse.Namespace) -> None:
     """Raise InputError for an unusable number."""
-    for name, least in (
-        ("seq-length", 1),
-        ("instances-per-document", 1),
-        ("seed", 0),
-        ("encoder-batch-size", 1),
-        ("embedding-size", 1),
-        ("ngram", 1),
-        ("neighbors", 1),
-        ("probes", 1),
-        ("shard-size", 1),
-    ):
-        value = getattr(options, name.replace("-", "_"))
-        if value < least:
-            raise InputError(f"--{name} {value} must be {least} or more")
+    check_positive(
+        options, "seq-length", "instances-per-document", "encoder-batch-size", "embedding-size",
+        "ngram", "neighbors", "probes", "shard-size",
+    )  # fmt: skip
+    if options.seed < 0:
+        raise InputError(f"--seed is {options.seed}: it must be at least 0")
     if options.eod_id is not None and not 0 <= options.eod_id < 2**31:
         raise InputError(f"--eod-id {options.eod_id} is no token: give one from 0 up")
     if not 0 < options.duplicate_threshold <= 1:

@@ -20,7 +20,7 @@ from pathlib import Path
 from moe_parallel.data.jsonl import read_jsonl
 from moe_parallel.data.tokenizer import Tokenizer, build_tokenizer, train_byte_bpe
 from moe_parallel.errors import InputError
-from moe_parallel.tool import Tool, load_torch, progress
+from moe_parallel.tool import Tool, check_positive, load_torch, progress
 
 
 def main(arguments: list[str]) -> int:
@@ -98,8 +98,7 @@ def preprocess(options: argparse.Namespace) -> None:
         write_indexed,
     )
 
-    if options.workers < 1:
-        raise InputError(f"--workers {options.workers} must be 1 or more")
+    check_positive(options, "workers")
     # The tokenizers library reads this variable when it starts its threads, which is later.
     os.environ["RAYON_NUM_THREADS"] = str(options.workers)
     target = Path(f"{options.output_prefix}_tokenizer")

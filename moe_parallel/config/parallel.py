@@ -44,6 +44,19 @@ class ParallelConfig(Section):
     use_distributed_optimizer: bool = option(
         False, "shard the optimizer state over data-parallel ranks"
     )
+    overlap_grad_reduce: bool = option(
+        False, "reduce the gradients of a bucket of weights while the backward pass goes on"
+    )
+    overlap_param_gather: bool = option(
+        False,
+        "with --use-distributed-optimizer: gather updated weights while the forward pass begins",
+    )
+    ddp_bucket_size: int | None = option(
+        None,
+        "least number of weights whose gradients are reduced at a time with --overlap-grad-reduce; "
+        "none: 40 million, or a million per data-parallel rank if that is more",
+        least=1,
+    )
     distributed_backend: str | None = option(
         None,
         "communication backend; none: nccl if there is a GPU, otherwise gloo",
@@ -65,6 +78,7 @@ class ParallelConfig(Section):
         super().check(config, world_size)
         _check_layout(self, config, world_size)
         _check_pipeline(self, config)
+        _check_overlap(self)
 
 
 def _check_layout(parallel: ParallelConfig, config: Config, world_size: int) -> None:
@@ -93,6 +107,25 @@ def _check_layout(parallel: ParallelConfig, config: Config, world_size: int) -> 
         raise InputError(
             "--sequence-parallel splits activations over tensor-parallel ranks, but "
             "--tensor-model-parallel-size is 1: raise it or leave the flag out"
+        )
+
+
+def _check_overlap(parallel: ParallelConfig) -> None:
+    gathers, reduces = parallel.overlap_param_gather, parallel.overlap_grad_reduce
+    if gathers and not parallel.use_distributed_optimizer:
+        raise InputError(
+            "--overlap-param-gather gathers what the ranks of a sharded optimizer have updated: "
+            "add --use-distributed-optimizer or leave the flag out"
+        )
+    if gathers and not reduces:
+        raise InputError(
+            "--overlap-param-gather works bucket by bucket, as --overlap-grad-reduce does: add "
+            "that flag or leave this one out"
+        )
+    if parallel.ddp_bucket_size is not None and not reduces:
+        raise InputError(
+            f"--ddp-bucket-size is {parallel.ddp_bucket_size}, but without --overlap-grad-reduce "
+            "all gradients are one bucket: add that flag or leave this one out"
         )
 
 

@@ -41,6 +41,10 @@ class LanguageModel(GPTModel):
                 hidden_states=hidden_states, labels=labels, loss_mask=loss_mask, **named
             )
             return output
+        # The head's module is not called, but its hooks are: with --overlap-param-gather they wait
+        # for its weights.
+        for hook in self.output_layer._forward_pre_hooks.values():
+            hook(self.output_layer, (hidden_states,))
         tp = self.pg_collection.tp
         # As in the output layer: gradients are summed over the parts of the vocabulary.
         if self.output_layer.sequence_parallel:

@@ -11,15 +11,17 @@ import torch
 
 @dataclass(frozen=True)
 class Notice:
-    """A message, identified by its beginning, and the reason why it is not shown."""
+    """A message, identified by its beginning (for `warnings` a regular expression), and the reason
+    why it is not shown."""
 
     beginning: str
     reason: str
     logger: str | None = None  # None: the message comes through `warnings`
+    category: type[Warning] = UserWarning
 
     def suppress(self) -> None:
         if self.logger is None:
-            warnings.filterwarnings("ignore", message=self.beginning, category=UserWarning)
+            warnings.filterwarnings("ignore", message=self.beginning, category=self.category)
         else:
             logger = logging.getLogger(self.logger)
             logger.addFilter(lambda record: not str(record.msg).startswith(self.beginning))
@@ -28,6 +30,15 @@ class Notice:
 NOTICES = (
     Notice("full scope is deprecated", "about a default of Megatron-Core's own"),
     Notice("MimoModelConfig is experimental", "no such model is used here"),
+    Notice(
+        "The .grad attribute of a Tensor that is not a leaf",
+        "Megatron-Core's distributed optimizer looks for gradients in its shards of the weights",
+    ),
+    Notice(
+        "`torch.distributed.(all_gather_into|reduce_scatter)_tensor` is deprecated",
+        "Megatron-Core calls them, and is pinned",
+        category=FutureWarning,
+    ),
     Notice(
         "Unknown MLP type",
         "our layers are given their process groups by their spec, and need no others",

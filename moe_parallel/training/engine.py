@@ -76,7 +76,8 @@ class Engine:
         """One optimizer step on the next micro-batches of this rank. Collective.
 
         Raises NonFinite on every rank. If the loss is not finite, the weights are unchanged. If the
-        gradient norm is not finite, the weights have changed and must not be saved.
+        gradient norm is not finite, the weights have changed and must not be saved. With
+        --overlap-param-gather they are complete on a rank only after `gather_weights`.
         """
         for chunk in self.chunks:
             chunk.train()
@@ -121,14 +122,21 @@ class Engine:
 
 def _parallelize(config: Config, chunks: list[Any]) -> list[Any]:
     """The chunks, in bf16 if configured, in Megatron-Core's data-parallel wrapper."""
-    megatron = get_model_config(chunks[0])
+    megatron, parallel = get_model_config(chunks[0]), config.parallel
     if config.training.bf16:
         chunks = [Float16Module(megatron, chunk) for chunk in chunks]
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        bucket_size=parallel.ddp_bucket_size,
     )
-    wrapped = [DistributedDataParallel(megatron, ddp, chunk) for chunk in chunks]
+    # The communication of later virtual stages overlaps with the first one's computation anyway.
+    wrapped = [
+        DistributedDataParallel(megatron, ddp, chunk, disable_bucketing=stage > 0)
+        for stage, chunk in enumerate(chunks)
+    ]
     for chunk in wrapped:
         chunk.broadcast_params()
     return wrapped
@@ -148,6 +156,7 @@ def _optimizer(config: Config, chunks: list[Any]) -> Any:
         bf16=config.training.bf16,
         params_dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        overlap_param_gather=config.parallel.overlap_param_gather,
     )
     # The overrides exempt norm weights (1-dimensional) from weight decay.
     optimizer = get_megatron_optimizer(megatron, chunks, get_standard_config_overrides(megatron))

@@ -151,6 +151,17 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
         2,
         "--seq-length is 15, which --tensor-model-parallel-size 2 .* multiple of 2",
     ),
+    (
+        {"overlap_param_gather": True},
+        1,
+        "--overlap-param-gather .* add --use-distributed-optimizer",
+    ),
+    (
+        {"overlap_param_gather": True, "use_distributed_optimizer": True},
+        1,
+        "--overlap-param-gather .* --overlap-grad-reduce .* add that flag",
+    ),
+    ({"ddp_bucket_size": 9}, 1, "--ddp-bucket-size is 9, but without --overlap-grad-reduce"),
     ({"sequence_parallel": True}, 1, "--sequence-parallel .* --tensor-model-parallel-size is 1:"),
     (
         {"num_layers": 5, "pipeline_model_parallel_size": 2},
@@ -217,7 +228,7 @@ make_vocab_size_divisible_by num_experts moe_ffn_hidden_size moe_router_topk
 tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
 expert_model_parallel_size expert_tensor_parallel_size micro_batch_size global_batch_size seq_length
 train_iters exit_interval lr_decay_iters lr_wsd_decay_iters vocab_size save_interval keep_last
-log_interval eval_interval
+log_interval eval_interval ddp_bucket_size
 """.split()
 ABOVE_0 = """
 norm_epsilon init_method_std moe_expert_capacity_factor distributed_timeout_minutes adam_eps

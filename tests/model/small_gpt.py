@@ -18,6 +18,7 @@ from moe_parallel.config import Config, make_config, validate
 from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.training.checkpoint.checkpointer import Checkpointer, TrainingState
 from moe_parallel.training.engine import Engine
+from moe_parallel.training.gathered import gather_weights
 
 VOCABULARY = 50
 
@@ -84,6 +85,7 @@ def train(options: Options, start: Path, steps: int = 3) -> Outcome:
         for step in range(steps)
     ]
     layers = engine.statistics.training.reduced([None]).summaries()
+    gather_weights(engine.chunks)
     pieces = weights_here(engine)
     destroy_groups()
     return Outcome(

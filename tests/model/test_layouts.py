@@ -49,8 +49,14 @@ def layout(
     virtual: bool = False,
     distributed: bool = False,
     recompute: bool = False,
+    overlap: bool = False,
 ) -> Options:
-    """The options of a layout; `virtual`: one layer in each virtual pipeline stage."""
+    """The options of a layout.
+
+    Args:
+        virtual: one layer in each virtual pipeline stage.
+        overlap: communication of data parallelism beside computation, in several buckets.
+    """
     return {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
@@ -60,6 +66,9 @@ def layout(
         "num_layers_per_virtual_pipeline_stage": 1 if virtual else None,
         "use_distributed_optimizer": distributed,
         "recompute_granularity": "full" if recompute else None,
+        "overlap_grad_reduce": overlap,
+        "overlap_param_gather": overlap and distributed,
+        "ddp_bucket_size": 2000 if overlap else None,
     }
 
 
@@ -73,6 +82,7 @@ LAYOUTS: dict[int, dict[str, Options]] = {
     },
     2: {
         "dp2": layout(),
+        "dp2, overlap": layout(overlap=True),
         "dp2, distributed optimizer": layout(distributed=True),
         "tp2": layout(tp=2, etp=2),
         "tp2, sp": layout(tp=2, etp=2, sp=True),
@@ -80,19 +90,21 @@ LAYOUTS: dict[int, dict[str, Options]] = {
         "tp2, ep2": layout(tp=2, ep=2),
         "tp2, sp, ep2": layout(tp=2, ep=2, sp=True),
         "ep2": layout(ep=2),
-        "ep2, distributed optimizer, recompute": layout(ep=2, distributed=True, recompute=True),
+        "ep2, distributed optimizer, recompute, overlap": layout(
+            ep=2, distributed=True, recompute=True, overlap=True
+        ),
         "etp2": layout(etp=2),
         "pp2": layout(pp=2),
         "pp2, virtual, recompute": layout(pp=2, virtual=True, recompute=True),
     },
     4: {
         "dp4, distributed optimizer": layout(distributed=True),
-        "ep2 in dp4, distributed optimizer": layout(ep=2, distributed=True),
+        "ep2 in dp4, distributed optimizer, overlap": layout(ep=2, distributed=True, overlap=True),
         "ep4": layout(ep=4),
         "ep2 x etp2": layout(ep=2, etp=2),
         "ep2 x pp2": layout(pp=2, ep=2),
         "pp4": layout(pp=4),
-        "pp2, virtual, dp2": layout(pp=2, virtual=True, distributed=True),
+        "pp2, virtual, dp2, overlap": layout(pp=2, virtual=True, distributed=True, overlap=True),
         "tp2 x pp2, sp, distributed optimizer": layout(
             tp=2, pp=2, etp=2, sp=True, distributed=True
         ),
@@ -100,8 +112,8 @@ LAYOUTS: dict[int, dict[str, Options]] = {
         "tp2 x dp2": layout(tp=2, etp=2),
         "tp2 x dp2, sp, etp1, distributed optimizer": layout(tp=2, sp=True, distributed=True),
         "tp2 x dp2, sp, ep2": layout(tp=2, ep=2, sp=True),
-        "tp2 x dp2, ep2 x etp2, distributed optimizer": layout(
-            tp=2, ep=2, etp=2, sp=True, distributed=True
+        "tp2 x dp2, ep2 x etp2, distributed optimizer, overlap": layout(
+            tp=2, ep=2, etp=2, sp=True, distributed=True, overlap=True
         ),
         "tp2 x dp2, ep4, recompute": layout(tp=2, ep=4, sp=True, recompute=True),
     },
@@ -340,7 +352,7 @@ TP1 = {
 }
 TP2 = {
     2: ["tp2, sp, etp1, recompute", "tp2, ep2", "tp2, sp, ep2"],
-    4: ["tp2 x dp2, ep2 x etp2, distributed optimizer"],
+    4: ["tp2 x dp2, ep2 x etp2, distributed optimizer, overlap"],
 }
 
 

@@ -14,10 +14,11 @@ from tests.distributed import run_distributed
 from tests.tiers import rest_in_full
 from tests.tools.bench_rows import result, row
 from tests.tools.running import run_tool_forked
-from tools.bench.models import BENCHES, main
+from tools.bench.models import main
 from tools.bench.results import read_json
 from tools.bench.sizes import SMALL
 from tools.bench.table import format_model_row
+from tools.bench.whole_models.benches import BENCHES
 from tools.bench.whole_models.model import Terms, number_of_weights
 from tools.bench.whole_models.sizes import ModelSize
 
@@ -91,7 +92,7 @@ def test_the_program(tmp_path: Path) -> None:
     [
         (["--sizes", "large"], "--sizes 'large' is unknown: choose of small, goals, sequence"),
         (["--dtype", "float16"], "--dtype 'float16' is unknown: choose of float32, bfloat16"),
-        (["--turns", "0"], "--turns 0: must be at least 1"),
+        (["--turns", "0"], "--turns is 0: it must be at least 1"),
         (["--json", "/"], "--json / is a folder: name a file"),
     ],
 )

@@ -71,7 +71,7 @@ def test_an_interruption_keeps_what_was_measured(tmp_path: Path) -> None:
         (["--ops", "permut"], "--ops 'permut' is unknown: choose of routing_map, permute"),
         (["--dtype", "int8"], "--dtype 'int8' is unknown: choose of float32, bfloat16"),
         (["--sizes", "large"], "--sizes: invalid choice: 'large'"),
-        (["--turns", "0"], "--turns 0: must be at least 1"),
+        (["--turns", "0"], "--turns is 0: it must be at least 1"),
         (["--turns", "many"], "--turns: invalid int value: 'many'"),
         (["--json", "no/folder/a.json"], "--json no/folder/a.json cannot be written there"),
         (["--json", "/"], "--json / is a folder: name a file"),

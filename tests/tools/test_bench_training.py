@@ -64,4 +64,4 @@ def test_a_goal_is_met_in_speed_and_memory(speed: int, memory: int, verdict: str
 def test_a_wrong_number_is_named() -> None:
     told = run_tool_forked("bench/training.py", "--turns", 0)
     assert (told.returncode, told.stdout) == (2, "")
-    assert told.stderr == "training.py: --iterations and --turns must be at least 1\n"
+    assert told.stderr == "training.py: --turns is 0: it must be at least 1\n"

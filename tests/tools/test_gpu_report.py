@@ -32,7 +32,7 @@ EXPECTED = {
         "fused-against-unfused": "bench.json",
     },
     "models": {
-        "training": "--iterations and --turns must be at least 1",
+        "training": "--turns is 0: it must be at least 1",
         "memcheck": "passed",
         "racecheck": "passed",
         "synccheck": "passed",

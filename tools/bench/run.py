@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from moe_parallel.errors import InputError
 from moe_parallel.ops import extension, select_backend
-from moe_parallel.tool import Tool
+from moe_parallel.tool import Tool, check_positive
 from moe_parallel.training.exit_codes import EXIT_CTRL_C
 from tools.bench.about import about
 from tools.bench.clock import clock_of, keep_freed_memory
@@ -151,8 +151,7 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
     options.dtype = chosen("--dtype", options.dtype, dtypes, default)
     if missing := [op for op in options.ops if op not in measured]:
         raise InputError(f"--ops {','.join(missing)}: no goal is set for it; use --sizes {SMALL}")
-    if options.turns is not None and options.turns < 1:
-        raise InputError(f"--turns {options.turns}: must be at least 1")
+    check_positive(options, "turns")
     check_writable(options.json)
     return options
 

@@ -33,7 +33,7 @@ suppress_warnings()  # before Megatron-Core is imported
 from moe_parallel.data.indexed import write_indexed  # noqa: E402
 from moe_parallel.errors import InputError  # noqa: E402
 from moe_parallel.telemetry.metrics import FILE_NAME, Record, read_metrics  # noqa: E402
-from moe_parallel.tool import Tool  # noqa: E402
+from moe_parallel.tool import Tool, check_positive  # noqa: E402
 from tools.bench.about import ROOT, about  # noqa: E402
 from tools.bench.sizes import GOALS, SMALL  # noqa: E402
 from tools.bench.twins import LEFT_OUT, Contender, Run, contenders, table  # noqa: E402
@@ -63,8 +63,7 @@ SMALL_MODEL = {
 
 
 def main(options: argparse.Namespace, flags: list[str]) -> int:
-    if options.iterations < 1 or options.turns < 1:
-        raise InputError("--iterations and --turns must be at least 1")
+    check_positive(options, "iterations", "turns")
     facts = about("training.py", sys.argv[1:])
     print(f"{facts['command']}   ({facts['date']})\nmachine   {facts['machine']}", flush=True)
     is_small = options.sizes == SMALL

@@ -79,6 +79,7 @@ from moe_parallel.training.checkpoint.tensors import (
 )
 from moe_parallel.training.checkpoint.upcycling import DenseReader
 from moe_parallel.training.failure import Diverged
+from moe_parallel.training.gathered import gather_weights
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,7 @@ class Checkpointer:
     ) -> Path:
         iteration = state.iteration
         writing = self.folder.writing_path(iteration)
+        gather_weights(model_chunks)
         model = model_tensors(model_chunks)
         content: dict[str, Any] = {
             "model": model,
