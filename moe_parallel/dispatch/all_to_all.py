@@ -68,7 +68,9 @@ class AllToAllDispatcher:
         sent_RL = self._for_every_shard(row_map.counts_E.view(-1, self._experts_per_rank))
         received_RL = torch.empty_like(sent_RL)
         dist.all_to_all_single(received_RL, sent_RL, group=self.group)
-        route = AllToAllRoute(row_map, sent_RL.sum(1).tolist(), received_RL.sum(1).tolist())
+        # The host waits for the device here, and nowhere else in the layer: messages need sizes.
+        sent_R, received_R = torch.stack([sent_RL.sum(1), received_RL.sum(1)]).tolist()
+        route = AllToAllRoute(row_map, sent_R, received_R)
 
         x_MD = self._to_experts(self.ops.permute(x_TD, row_map), route)
         probs_M = self._to_experts(probs_of_rows(choices.probs_TK, row_map), route)
@@ -80,7 +82,7 @@ class AllToAllDispatcher:
         return Dispatched(
             x_MD,
             probs_M.unsqueeze(1),
-            self._row_map_of_arrivals(received_RL),
+            self._row_map_of_arrivals(received_RL, len(x_MD)),
             None if c_MR is None else c_MR.unsqueeze(1),
             route,
             self._wire_bytes(route, row_bytes, _row_bytes(x_MD)),
@@ -98,11 +100,11 @@ class AllToAllDispatcher:
         """The counts repeated for every rank that holds a shard of the expert: [R, L]."""
         return counts_XL.repeat_interleave(self.expert_shards, dim=0)
 
-    def _row_map_of_arrivals(self, received_RL: torch.Tensor) -> RowMap:
+    def _row_map_of_arrivals(self, received_RL: torch.Tensor, rows: int) -> RowMap:
         """The row map of the local experts. Received rows are sorted by sender, then by expert."""
         num_local = received_RL.size(1)
         experts_X = torch.arange(received_RL.numel(), device=received_RL.device) % num_local
-        experts_M = experts_X.repeat_interleave(received_RL.flatten())
+        experts_M = experts_X.repeat_interleave(received_RL.flatten(), output_size=rows)
         return self.ops.routing_map(experts_M.unsqueeze(1), num_local, all_chosen=True)
 
     def _to_experts(self, rows: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
