@@ -8,11 +8,12 @@ Memory: merged matrices are computed when they are needed, at most MERGED_AT_ONC
 none is kept; the backward pass recomputes them. The layer needs this memory in addition to the
 activations of a dense layer. For weights narrower than fp32, the backward pass also needs an fp32
 copy of one E-th of the experts' matrix, of its gradient and of those merged matrices. None of this
-grows with the number of segments. (The reference operators copy more.)
+grows with the number of segments. (The reference operators copy more. On a processor without
+products in bf16, merged matrices in bf16 are also copied to fp32.)
 
 Shape suffixes: P merged experts, T tokens of each, E experts, D model width, F expert width here
 (divided by etp), I and O input and output width of a matrix, C merged experts at a time, R rows of
-a matrix at a time.
+a matrix at a time, N = P * T.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from moe_parallel.experts.parameters import ExpertParameters
 from moe_parallel.ops import Ops
 from moe_parallel.parallel import Groups
+from moe_parallel.platform.device import multiplies_bf16
 
 #: With a larger number, the experts' matrices are read less often, and more memory is needed.
 MERGED_AT_ONCE = 8
@@ -55,7 +56,7 @@ class MergedExperts(ExpertParameters):
     ) -> None:
         assert groups.ep.size() == 1, "merging needs every expert"
         super().__init__(num_experts, groups, dtype)
-        self.merge = ops.expert_merge
+        self.ops = ops
         self.add_weight("w_gate_up_LD2F", (hidden_size, 2, ffn_hidden_size), sharded_axis=3)
         self.add_weight("w_out_LFD", (ffn_hidden_size, hidden_size), sharded_axis=1)
 
@@ -69,9 +70,11 @@ class MergedExperts(ExpertParameters):
             x_PTD: in the dtype of the experts' matrices.
             weights_PE: the weight of each expert in each merge; fp32, or fp64 for fp64 experts.
         """
-        gate_up_PTF = merged_linear(x_PTD, weights_PE, self.w_gate_up_LD2F.flatten(2), self.merge)
-        gate_PTF, up_PTF = gate_up_PTF.chunk(2, dim=2)
-        return merged_linear(F.silu(gate_PTF) * up_PTF, weights_PE, self.w_out_LFD, self.merge)
+        merge, w_gate_up_LDF = self.ops.expert_merge, self.w_gate_up_LD2F.flatten(2)
+        gate_up_PTF = merged_linear(x_PTD, weights_PE, w_gate_up_LDF, merge)
+        h_NF = self.ops.swiglu(*gate_up_PTF.flatten(0, 1).chunk(2, dim=1))
+        h_PTF = h_NF.view(*gate_up_PTF.shape[:2], -1)
+        return merged_linear(h_PTF, weights_PE, self.w_out_LFD, merge)
 
 
 def merged_linear(
@@ -92,7 +95,7 @@ class _MergedLinear(torch.autograd.Function):
         ctx.merge = merge
         y_PTO = x_PTI.new_empty(*x_PTI.shape[:2], w_EIO.shape[2])
         for some in _blocks(len(x_PTI), MERGED_AT_ONCE):
-            torch.bmm(x_PTI[some], merge(weights_PE[some], w_EIO), out=y_PTO[some])
+            _multiply(x_PTI[some], merge(weights_PE[some], w_EIO), y_PTO[some])
         return y_PTO
 
     @staticmethod
@@ -104,7 +107,7 @@ class _MergedLinear(torch.autograd.Function):
         dx_PTI = x_PTI.new_empty(x_PTI.shape)
         for some in _blocks(len(x_PTI), MERGED_AT_ONCE):
             w_COI = ctx.merge(weights_PE[some], w_EIO).transpose(1, 2)
-            torch.bmm(dy_PTO[some], w_COI, out=dx_PTI[some])
+            _multiply(dy_PTO[some], w_COI, dx_PTI[some])
         return dx_PTI, *_weight_gradients(dy_PTO, x_PTI, weights_PE, w_EIO), None
 
 
@@ -116,12 +119,22 @@ def _weight_gradients(
     for rows, w_EX in _row_blocks(w_EIO, weights_PE.dtype):
         total_EX = torch.zeros_like(w_EX)
         for some in _blocks(len(x_PTI), MERGED_AT_ONCE):
-            d_CRO = x_PTI[some, :, rows].transpose(1, 2) @ dy_PTO[some]
-            d_CX = d_CRO.flatten(1).to(weights_PE.dtype)
+            x_CRT, dy_CTO = x_PTI[some, :, rows].transpose(1, 2), dy_PTO[some]
+            if x_CRT.dtype == torch.bfloat16 and not multiplies_bf16(x_CRT):
+                x_CRT, dy_CTO = x_CRT.float(), dy_CTO.float()
+            d_CX = (x_CRT @ dy_CTO).flatten(1).to(weights_PE.dtype)
             dweights_PE[some].addmm_(d_CX, w_EX.T)
             total_EX.addmm_(weights_PE[some].T, d_CX)
         dw_EIO[:, rows] = total_EX.view_as(dw_EIO[:, rows])
     return dweights_PE, dw_EIO
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """out = a b for each merge; in fp32 where products in bf16 are slow."""
+    if a.dtype == torch.bfloat16 and not multiplies_bf16(a):
+        out.copy_(torch.bmm(a.float(), b.float()))
+    else:
+        torch.bmm(a, b, out=out)
 
 
 def _blocks(size: int, block: int) -> Iterator[slice]:

@@ -12,6 +12,7 @@ from moe_parallel.experts.merged import MERGED_AT_ONCE, MergedExperts, merged_li
 from moe_parallel.experts.swiglu import SwiGLUExperts
 from moe_parallel.ops import extension, select_backend
 from moe_parallel.parallel import Groups
+from moe_parallel.platform.device import multiplies_bf16
 from tests.layers.single import SingleRank
 from tests.oracles import merging as oracle
 
@@ -166,7 +167,8 @@ def test_memory_of_merges_does_not_grow_with_the_number_of_segments(dtype):
     (few, kept_few), (many, kept_many) = (
         _largest_and_kept(lots * MERGED_AT_ONCE, dtype) for lots in (1, 16)
     )
-    assert many == few == MERGED_AT_ONCE * 64 * 2 * 48 * dtype.itemsize
-    # Per token x, gate and up, SiLU, their product, and e are kept. No matrix is kept.
-    row = (64 + 2 * 48 + 2 * 48) * dtype.itemsize + E * torch.float32.itemsize
+    multiplied = dtype if multiplies_bf16(torch.ones(1)) else torch.float32
+    assert many == few == MERGED_AT_ONCE * 64 * 2 * 48 * multiplied.itemsize
+    # Per token x, gate and up, SiLU(gate) * up, and e are kept. No matrix is kept.
+    row = (64 + 2 * 48 + 48) * dtype.itemsize + E * torch.float32.itemsize
     assert (kept_few, kept_many) == (MERGED_AT_ONCE * row, 16 * MERGED_AT_ONCE * row)
