@@ -279,10 +279,9 @@ def test_pictures_that_show_nothing_are_not_drawn(tmp_path: Path):
     assert "–" in rows(page, "Routing")["dense"]
 
 
-@pytest.mark.parametrize(
-    ("layers", "experts", "logged"), rest_in_full([(1, 2, 4), (12, 20, 12), (2, 1, 100)], (1, 2, 4))
-)
-def test_any_shape_is_drawn(tmp_path: Path, layers: int, experts: int, logged: int):
+@pytest.mark.parametrize("shape", rest_in_full([(1, 2, 4), (12, 20, 12), (2, 1, 100)], (1, 2, 4)))
+def test_any_shape_is_drawn(tmp_path: Path, shape: tuple[int, int, int]):
+    layers, experts, logged = shape
     study = make_study(tmp_path / "study", list(KINDS), seeds=[1], shared={"train_iters": logged})
     for cell in study.cells(list(KINDS), [1]):
         records = plausible_records(

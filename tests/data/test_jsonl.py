@@ -98,7 +98,7 @@ def test_the_tool_uses_a_tokenizer_that_is_there(tmp_path: Path) -> None:
         (["--tokenizer-type", "Nul"], "--tokenizer-type Nul is unknown"),
         (["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"], "line 2 is not JSON"),
         (["--tokenizer-type", "NullTokenizer", "--vocab-size", "3"], "line 1: --tokenizer-type"),
-        (["--vocab-size", "300", "--workers", "0"], "--workers 0 must be 1 or more"),
+        (["--vocab-size", "300", "--workers", "0"], "--workers is 0: it must be at least 1"),
     ],
 )
 def test_the_tool_ends_with_one_line_and_code_2(

@@ -213,8 +213,8 @@ FAULTS = [
     Fault(
         "rows that arrived are counted by the wrong rank",
         A_TO_A,
-        "received_RL.flatten())",
-        "received_RL.flip(0).flatten())",
+        "received_RL.flatten(), output",
+        "received_RL.flip(0).flatten(), output",
         ("tests/dispatch", "tests/model/test_layouts.py"),
     ),
     Fault(
