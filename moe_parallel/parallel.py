@@ -6,6 +6,7 @@ tensor is not contiguous, which a gradient may be, and overwrite their input if 
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -80,13 +81,15 @@ def initialize_groups(config: ParallelConfig, virtual_stages: int | None = None)
 def destroy_groups() -> None:
     """Undo `initialize_groups`, so that a process can make other groups. Collective.
 
-    Megatron-Core drops its groups without destroying them, and each has its own threads.
+    Megatron-Core drops its groups without destroying them, and each has its own threads. Those of
+    gloo end with the last reference to their group, and models in reference cycles hold some.
     """
     parallel_state.destroy_model_parallel()
     dist.barrier()  # no rank may leave a group that another rank still uses
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    gc.collect()
 
 
 def sum_over(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
