@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from moe_parallel.experts.parameters import ExpertParameters
 from moe_parallel.ops import Ops
 from moe_parallel.parallel import Groups
-from moe_parallel.platform.device import multiplies_bf16
+from moe_parallel.platform.device import fast_factors
 
 #: With a larger number, the experts' matrices are read less often, and more memory is needed.
 MERGED_AT_ONCE = 8
@@ -119,10 +119,9 @@ def _weight_gradients(
     for rows, w_EX in _row_blocks(w_EIO, weights_PE.dtype):
         total_EX = torch.zeros_like(w_EX)
         for some in _blocks(len(x_PTI), MERGED_AT_ONCE):
-            x_CRT, dy_CTO = x_PTI[some, :, rows].transpose(1, 2), dy_PTO[some]
-            if x_CRT.dtype == torch.bfloat16 and not multiplies_bf16(x_CRT):
-                x_CRT, dy_CTO = x_CRT.float(), dy_CTO.float()
-            d_CX = (x_CRT @ dy_CTO).flatten(1).to(weights_PE.dtype)
+            x_CRT = x_PTI[some, :, rows].transpose(1, 2)
+            d_CRO = torch.bmm(*fast_factors(x_CRT, dy_PTO[some]))
+            d_CX = d_CRO.flatten(1).to(weights_PE.dtype)
             dweights_PE[some].addmm_(d_CX, w_EX.T)
             total_EX.addmm_(weights_PE[some].T, d_CX)
         dw_EIO[:, rows] = total_EX.view_as(dw_EIO[:, rows])
@@ -130,11 +129,12 @@ def _weight_gradients(
 
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """out = a b for each merge; in fp32 where products in bf16 are slow."""
-    if a.dtype == torch.bfloat16 and not multiplies_bf16(a):
-        out.copy_(torch.bmm(a.float(), b.float()))
-    else:
+    """out = a b for each merge."""
+    a, b = fast_factors(a, b)
+    if a.dtype == out.dtype:
         torch.bmm(a, b, out=out)
+    else:
+        out.copy_(torch.bmm(a, b))
 
 
 def _blocks(size: int, block: int) -> Iterator[slice]:

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moe_parallel.config import TrainingConfig
-from moe_parallel.platform.device import device, multiplies_bf16
+from moe_parallel.platform.device import device, fast_factors
 
 
 class TorchAttention(MegatronModule):
@@ -63,11 +63,13 @@ class TorchAttention(MegatronModule):
 
         Raises RuntimeError if none of the kernels serves the device, the dtype and the shapes.
         """
-        qkv = (q_SBHC, k_SBGC, v_SBGC)
-        if q_SBHC.dtype == torch.bfloat16 and not multiplies_bf16(q_SBHC):
-            # torch's flash kernel in bf16 takes six times as long on such a processor.
-            in_fp32 = self(*(x.float() for x in qkv), lengths_N)
-            return in_fp32.to(q_SBHC.dtype)
+        # Without instructions for bf16, torch's flash kernel takes six times as long in it.
+        qkv = fast_factors(q_SBHC, k_SBGC, v_SBGC)
+        return self._attend_all(qkv, lengths_N).to(q_SBHC.dtype)
+
+    def _attend_all(
+        self, qkv: tuple[torch.Tensor, ...], lengths_N: torch.Tensor | None
+    ) -> torch.Tensor:
         with sdpa_kernel(self.kernels):
             if lengths_N is None:
                 y_BHSC = self._attend(*(x.permute(1, 2, 0, 3) for x in qkv))
@@ -81,7 +83,7 @@ class TorchAttention(MegatronModule):
                     for document in zip(*pieces, strict=True)
                 ]
             )
-        sequences, batch = q_SBHC.shape[:2]
+        sequences, batch = qkv[0].shape[:2]
         y_BSD = y_THC.flatten(1).unflatten(0, (batch, sequences))
         return y_BSD.transpose(0, 1).contiguous()
 

@@ -22,6 +22,16 @@ def multiplies_bf16(x: torch.Tensor) -> bool:
     return x.is_cuda or torch.cpu._is_avx512_bf16_supported()
 
 
+def fast_factors(*factors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The factors of a product, all of one dtype, in one that the device multiplies fast.
+
+    This is fp32 instead of bf16 where `multiplies_bf16` is false, and otherwise their own.
+    """
+    if factors[0].dtype == torch.bfloat16 and not multiplies_bf16(factors[0]):
+        return tuple(factor.float() for factor in factors)
+    return factors
+
+
 def peak_memory() -> int:
     """The most memory that this process has used at once, in bytes.
 

@@ -83,7 +83,7 @@ def test_equals_the_definition(
 def test_bf16_with_and_without_instructions_for_it(
     monkeypatch: pytest.MonkeyPatch, native: bool
 ) -> None:
-    monkeypatch.setattr("moe_parallel.model.attention.multiplies_bf16", lambda x: native)
+    monkeypatch.setattr("moe_parallel.platform.device.multiplies_bf16", lambda x: native)
     rng = numpy.random.default_rng(0)
     given = [torch.from_numpy(rng.normal(size=(S, B, heads, C))).bfloat16() for heads in (H, 2, 2)]
     y = attention("auto", 2)(*given, torch.tensor(sum(DOCUMENTS, [])))

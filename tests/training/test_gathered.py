@@ -5,10 +5,9 @@ from megatron.core.utils import unwrap_model
 
 from moe_parallel.training.gathered import gather_weights
 from tests.distributed import run_distributed
-from tests.training.tiny_run import AOE, Layout, TinyRun
+from tests.training.tiny_run import AOE, OVERLAP, Layout, TinyRun
 
 LAYOUT = Layout(2, distributed=True)
-OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 1000}
 
 
 def _weights(run):

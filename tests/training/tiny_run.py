@@ -34,6 +34,7 @@ TINY = {
     "train_iters": 20,
 }
 AOE = {"expert_selection": "aoe", "aoe_low_rank_size": 8}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 1000}
 GATHERED = AOE | {"aoe_gather_w_down": True}
 
 

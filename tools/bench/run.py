@@ -28,19 +28,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from moe_parallel.errors import InputError
 from moe_parallel.ops import extension, select_backend
-from moe_parallel.tool import Tool, check_positive
-from moe_parallel.training.exit_codes import EXIT_CTRL_C
+from moe_parallel.tool import Tool
+from tools.bench import benchmark
 from tools.bench.about import about
+from tools.bench.benchmark import chosen, words
 from tools.bench.clock import clock_of, keep_freed_memory
-from tools.bench.command_line import check_writable, chosen, load_of, print_about, words
 from tools.bench.goals import format_verdicts, goals_of, judge
 from tools.bench.inputs import Draw
 from tools.bench.measurement import Patience, measure
 from tools.bench.peers import megatron
-from tools.bench.results import Row, write_json
+from tools.bench.results import Row
 from tools.bench.rows import BENCHES
 from tools.bench.sizes import GOALS, SMALL, sizes_of
-from tools.bench.table import format_absent, format_row
+from tools.bench.table import format_row
 
 SECONDS_OF_A_ROW = {SMALL: 1.0, GOALS: 15.0}
 PEERS = (
@@ -57,24 +57,15 @@ def main(arguments: list[str]) -> int:
 
 
 def _time(arguments: list[str], options: argparse.Namespace) -> int:
-    facts = _about(arguments, options)
-    rows: list[Row] = []
-    interrupted = False
-    try:
-        print_about(facts)
-        _measure_all(options, rows)
-    except KeyboardInterrupt:
-        interrupted = True
-        print(f"\ninterrupted after {len(rows)} rows", file=sys.stderr)
-    facts |= {"load_after": os.getloadavg(), "interrupted": interrupted}
-    _print_summary(options, rows, facts)
-    if options.json is not None:
-        write_json(options.json, facts, rows)
-    return EXIT_CTRL_C if interrupted else 0
+    return benchmark.run(
+        _about(arguments, options),
+        lambda rows: _measure_all(options, rows),
+        lambda rows: _print_verdicts(options, rows),
+        options.json,
+    )
 
 
 def _measure_all(options: argparse.Namespace, rows: list[Row]) -> None:
-    """Append each row as soon as it is measured, so that an interruption keeps it."""
     if options.device == "cpu":
         torch.set_num_threads(1)
         if not keep_freed_memory():
@@ -108,9 +99,7 @@ def _about(arguments: list[str], options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _print_summary(options: argparse.Namespace, rows: list[Row], facts: dict[str, Any]) -> None:
-    if absent := format_absent(rows):
-        print(f"\n{absent}")
+def _print_verdicts(options: argparse.Namespace, rows: list[Row]) -> None:
     if options.sizes == GOALS:
         goals = [
             goal
@@ -118,7 +107,6 @@ def _print_summary(options: argparse.Namespace, rows: list[Row], facts: dict[str
             if goal.op in options.ops and goal.dtype in options.dtype
         ]
         print(f"\ngoals:\n{format_verdicts(judge(goal, rows) for goal in goals)}")
-    print(f"\nload {load_of(facts['load_after'])} after")
 
 
 def _add_flags(tool: Tool) -> None:
@@ -132,17 +120,12 @@ def _add_flags(tool: Tool) -> None:
     add("--fusing", choices=FUSING, default=FUSING[1],
         help="fuse products with the steps around them in our layers and norm_topk, on a GPU "
         "(default: %(default)s)")  # fmt: skip
-    add(
-        "--turns",
-        type=int,
-        metavar="N",
-        help="turns per row (default: as many as fit into its time)",
-    )
-    add("--json", type=Path, metavar="FILE", help="write the samples of every row too")
+    benchmark.add_flags(tool)
 
 
 def _checked(options: argparse.Namespace) -> argparse.Namespace:
     """The options, checked and with defaults filled in."""
+    benchmark.check(options)
     _check_device(options.device)
     measured = list(sizes_of(options.sizes, options.device))
     options.ops = chosen("--ops", options.ops, list(BENCHES), measured)
@@ -151,14 +134,10 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
     options.dtype = chosen("--dtype", options.dtype, dtypes, default)
     if missing := [op for op in options.ops if op not in measured]:
         raise InputError(f"--ops {','.join(missing)}: no goal is set for it; use --sizes {SMALL}")
-    check_positive(options, "turns")
-    check_writable(options.json)
     return options
 
 
 def _check_device(device: str) -> None:
-    if not extension.is_built():
-        raise InputError("the C++ extension is not built: run `make set-up`")
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch sees no CUDA GPU here; use --device cpu")
     if device == "cuda" and not extension.has_cuda():

@@ -12,26 +12,23 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from moe_parallel.training.gathered import gather_weights
 from tests.distributed import run_distributed
 from tests.tiers import rest_in_full
-from tests.training.tiny_run import AOE, BATCH, GATHERED, LENGTH, Layout, TinyRun
+from tests.training.tiny_run import AOE, BATCH, GATHERED, LENGTH, OVERLAP, Layout, TinyRun
 
-OVERLAP = AOE | {
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-    "ddp_bucket_size": 1000,
-    "untie_embeddings_and_output_weights": True,  # only the loss reads the head's weights
-}
+# Only the loss reads the head's weights.
+UNTIED = {"untie_embeddings_and_output_weights": True}
 RUNS = {
     "one": (Layout(), {}),
     "ep2-distributed": (Layout(2, ep=2, distributed=True), AOE),
     "gathered-ep2-etp2": (Layout(4, ep=2, etp=2), GATHERED),
     "gathered-bf16-ep2-distributed": (Layout(2, ep=2, distributed=True), GATHERED | {"bf16": True}),
-    "overlap-ep2-distributed": (Layout(2, ep=2, distributed=True), OVERLAP),
+    "overlap-ep2-distributed": (
+        Layout(2, ep=2, distributed=True),
+        AOE | OVERLAP | UNTIED,
+    ),
     "tp2-pp2-vpp2": (Layout(4, tp=2, pp=2, vpp=2), {}),
     "bf16-ep2": (Layout(2, ep=2), {"bf16": True}),
     "bf16-distributed": (Layout(2, distributed=True), {"bf16": True}),
 }
-
-
 QUICK = ("gathered-bf16-ep2-distributed", "overlap-ep2-distributed")
 
 

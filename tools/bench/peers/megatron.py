@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,11 @@ from tools.bench.contender import Absent, Contender, Unavailable, invite
 from tools.bench.layer import RoutedLayer
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
     from moe_parallel.parallel import Groups
+    from tools.bench.sizes import Size
+    from tools.bench.whole_models.sizes import ModelSize
 
 NAME = "Megatron SequentialMLP"
 
@@ -29,6 +33,27 @@ def one_rank() -> Iterator[Groups]:
 
     with single_process(Config()) as groups:
         yield groups
+
+
+def moe_config(size: Size | ModelSize, dtype: torch.dtype, **options: Any) -> TransformerConfig:
+    """Megatron-Core's configuration of SwiGLU experts without an auxiliary loss."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        hidden_size=size.d,
+        ffn_hidden_size=size.f,
+        num_moe_experts=size.n,
+        moe_ffn_hidden_size=size.f,
+        moe_router_topk=size.K,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        add_bias_linear=False,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        **options,
+    )
 
 
 def routed_layer_peers(layer: RoutedLayer) -> list[Contender | Absent]:
@@ -56,25 +81,14 @@ def _peer(layer: RoutedLayer) -> Contender:
         raise Unavailable("its process groups are not made (`one_rank`)")
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     size = layer.size
-    config = TransformerConfig(
+    config = moe_config(
+        size,
+        layer.x_TD.dtype,
         num_layers=1,
         num_attention_heads=1,
-        hidden_size=size.d,
-        ffn_hidden_size=size.f,
-        num_moe_experts=size.n,
-        moe_ffn_hidden_size=size.f,
-        moe_router_topk=size.K,
-        moe_router_load_balancing_type="none",
         moe_router_dtype="fp32",
-        moe_token_dispatcher_type="alltoall",
-        gated_linear_unit=True,
-        activation_func=functional.silu,
-        add_bias_linear=False,
-        params_dtype=layer.x_TD.dtype,
-        bf16=layer.x_TD.dtype == torch.bfloat16,
         use_cpu_initialization=True,
         perform_initialization=False,
     )

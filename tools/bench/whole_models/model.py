@@ -23,17 +23,17 @@ class Terms:
     groups: Groups
 
     @cached_property
-    def _ids_BS(self) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(self.size.V, (self.size.B, self.size.S + 1), generator=generator)
-
-    @property
     def tokens_BS(self) -> Tensor:
         return self._ids_BS[:, :-1].contiguous()
 
-    @property
+    @cached_property
     def labels_BS(self) -> Tensor:
         return self._ids_BS[:, 1:].contiguous()
+
+    @property
+    def _ids_BS(self) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(self.size.V, (self.size.B, self.size.S + 1), generator=generator)
 
 
 def contender_of(

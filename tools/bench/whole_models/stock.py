@@ -8,10 +8,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from tools.bench.contender import Contender
+from tools.bench.peers.megatron import moe_config
 from tools.bench.whole_models.model import Terms, contender_of
 
 NAME = "Megatron GPTModel"
@@ -19,20 +19,12 @@ NAME = "Megatron GPTModel"
 
 def stock_model(terms: Terms) -> Contender:
     size = terms.size
-    config = TransformerConfig(
+    config = moe_config(
+        size,
+        terms.dtype,
         num_layers=size.layers,
-        hidden_size=size.d,
         num_attention_heads=size.heads,
         num_query_groups=size.key_value_heads,
-        ffn_hidden_size=size.f,
-        num_moe_experts=size.n,
-        moe_ffn_hidden_size=size.f,
-        moe_router_topk=size.K,
-        moe_router_load_balancing_type="none",
-        moe_token_dispatcher_type="alltoall",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -40,8 +32,6 @@ def stock_model(terms: Terms) -> Contender:
         normalization="RMSNorm",
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        bf16=terms.dtype == torch.bfloat16,
-        params_dtype=terms.dtype,
     )
     gpt = GPTModel(
         config,
