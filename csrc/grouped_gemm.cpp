@@ -53,7 +53,7 @@ void grouped_gemm_out(at::Tensor& out, const at::Tensor& x, const at::Tensor& w,
 }
 
 void grouped_outer_out(at::Tensor& out, const at::Tensor& x, const at::Tensor& y,
-                       const at::Tensor& counts, bool accumulate) {
+                       const at::Tensor& counts, TransposedRows& memory, bool accumulate) {
 #ifdef MOE_PARALLEL_CUDA
   if (x.is_cuda() && grouped_outer_on_cuda(out, x, y, counts, accumulate)) return;
 #endif
@@ -63,7 +63,10 @@ void grouped_outer_out(at::Tensor& out, const at::Tensor& x, const at::Tensor& y
       if (!accumulate) out_expert.zero_();
       return;
     }
-    product_out(out_expert, x.narrow(0, first, rows).t(), y.narrow(0, first, rows), accumulate);
+    const auto x_group = x.narrow(0, first, rows);
+    const bool same_type = out.scalar_type() == x.scalar_type();
+    product_out(out_expert, same_type ? memory.of(x_group) : x_group.t(),
+                y.narrow(0, first, rows), accumulate);
   });
 }
 
@@ -91,7 +94,8 @@ at::Tensor grouped_outer(const at::Tensor& x, const at::Tensor& y, const at::Ten
   check_together(x, {y});
   check_same_type("y", y, "x", x);
   auto w = x.new_empty({counts.size(0), x.size(1), y.size(1)});
-  grouped_outer_out(w, x.contiguous(), y.contiguous(), counts);
+  TransposedRows memory;
+  grouped_outer_out(w, x.contiguous(), y.contiguous(), counts, memory);
   return w;
 }
 
@@ -104,7 +108,8 @@ void grouped_outer_add(at::Tensor& total, const at::Tensor& x, const at::Tensor&
   check_together(x, {y, total});
   check_same_type("y", y, "x", x);
   check_sizes("total", total, {counts.size(0), x.size(1), y.size(1)});
-  grouped_outer_out(total, x.contiguous(), y.contiguous(), counts, true);
+  TransposedRows memory;
+  grouped_outer_out(total, x.contiguous(), y.contiguous(), counts, memory, true);
 }
 
 }  // namespace

@@ -5,6 +5,8 @@
 
 #include <vector>
 
+#include "transposed_rows.h"
+
 namespace moe_parallel {
 
 void check_groups(const char* name, const at::Tensor& x, const at::Tensor& counts);
@@ -16,8 +18,8 @@ void grouped_gemm_out(at::Tensor& out, const at::Tensor& x, const at::Tensor& w,
 
 // out[e] (+)= x[rows of e]^T y[rows of e]. For an empty group, out[e] keeps its value if
 // `accumulate` is true and becomes zero otherwise. out may have a wider type than x, as a main
-// gradient does.
+// gradient does. `memory` is reused by all groups.
 void grouped_outer_out(at::Tensor& out, const at::Tensor& x, const at::Tensor& y,
-                       const at::Tensor& counts, bool accumulate = false);
+                       const at::Tensor& counts, TransposedRows& memory, bool accumulate = false);
 
 }  // namespace moe_parallel

@@ -46,8 +46,8 @@ bool mkl_takes(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b) 
          out.scalar_type() == at::kFloat && is_by_rows(out) && fits(out) && fits(a) && fits(b);
 }
 
-// Whether ATen computes this product one value at a time, because oneDNN, its library for bf16 on
-// x86-64, needs AVX-512.
+}  // namespace
+
 bool is_slow_in_bf16(const at::Tensor& a) {
 #ifdef __x86_64__
   static const bool has_avx512 = __builtin_cpu_supports("avx512bw") &&
@@ -58,8 +58,6 @@ bool is_slow_in_bf16(const at::Tensor& a) {
   return false;
 #endif
 }
-
-}  // namespace
 
 void product_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate) {
   if (out.scalar_type() != a.scalar_type()) {

@@ -37,7 +37,7 @@ class WeightGradient {
   void take(const RowBlock& block, const at::Tensor& x, const at::Tensor& y,
             const at::Tensor& groups) {
     auto here = block.experts(sum_);
-    grouped_outer_out(here, x, y, groups, adds_);
+    grouped_outer_out(here, x, y, groups, memory_, adds_);
   }
 
   // The tensor that the operator returns. It is empty if the gradient is added to a main gradient.
@@ -53,6 +53,7 @@ class WeightGradient {
   }
 
   at::Tensor own_, sum_;
+  TransposedRows memory_;
   bool adds_;
 };
 

@@ -32,6 +32,7 @@ SHARED = {
         "main_gradients",
         "scalar_type",
         "scratch_rows",
+        "transposed_rows",
     },
     CSRC / "cpu": {"avx2", "avx512", "capability", "parts", "portable"},
     CSRC / "cpu" / "kernels": {"table", "vectors"},

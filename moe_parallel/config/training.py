@@ -32,7 +32,7 @@ class TrainingConfig(Section):
     bf16: bool = option(False, "compute in bfloat16 with fp32 master weights")
     gradient_accumulation_fusion: bool = option(
         False,
-        "let the expert kernels add weight gradients directly to the fp32 sum over "
+        "let the experts' backward passes add weight gradients directly to the fp32 sum over "
         "micro-batches, instead of computing a rounded gradient and adding it",
     )
     attention_backend: str = option(
@@ -71,14 +71,9 @@ class TrainingConfig(Section):
 
 
 def _check_fusion(config: Config) -> None:
-    asked = "--gradient-accumulation-fusion is for the kernels of experts that tokens are sent to"
+    asked = "--gradient-accumulation-fusion is for the kernels of experts"
     if config.moe.num_experts is None:
         raise InputError(f"{asked}, but the model is dense: set --num-experts, or leave it out")
-    if config.selection.merges:
-        raise InputError(
-            f"{asked}, and --expert-selection {config.selection.system} merges its "
-            "experts: remove one of them"
-        )
     if config.fp8.fp8_format is not None:
         raise InputError(
             f"{asked}, and --fp8-format {config.fp8.fp8_format} leaves their products to "

@@ -70,18 +70,27 @@ class MergedExperts(ExpertParameters):
             x_PTD: in the dtype of the experts' matrices.
             weights_PE: the weight of each expert in each merge; fp32, or fp64 for fp64 experts.
         """
-        merge, w_gate_up_LDF = self.ops.expert_merge, self.w_gate_up_LD2F.flatten(2)
-        gate_up_PTF = merged_linear(x_PTD, weights_PE, w_gate_up_LDF, merge)
-        h_NF = self.ops.swiglu(*gate_up_PTF.flatten(0, 1).chunk(2, dim=1))
+        merge = self.ops.expert_merge
+        (w_in_LDF, w_out_LFD), main = self.matrices(self.w_gate_up_LD2F, self.w_out_LFD)
+        main_in_LDF, main_out_LFD = main or (None, None)
+        gate_up_PTF = merged_linear(x_PTD, weights_PE, w_in_LDF, merge, main_in_LDF)
+        h_NF = self.ops.swiglu_halves(gate_up_PTF.flatten(0, 1))
         h_PTF = h_NF.view(*gate_up_PTF.shape[:2], -1)
-        return merged_linear(h_PTF, weights_PE, self.w_out_LFD, merge)
+        return merged_linear(h_PTF, weights_PE, w_out_LFD, merge, main_out_LFD)
 
 
 def merged_linear(
-    x_PTI: torch.Tensor, weights_PE: torch.Tensor, w_EIO: torch.Tensor, merge: Merge
+    x_PTI: torch.Tensor,
+    weights_PE: torch.Tensor,
+    w_EIO: torch.Tensor,
+    merge: Merge,
+    main_EIO: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x_p (sum_i e_pi W_i) for each p: [P, T, O]."""
-    return _MergedLinear.apply(x_PTI, weights_PE, w_EIO, merge)
+    """x_p (sum_i e_pi W_i) for each p: [P, T, O].
+
+    `main_EIO`: the backward pass adds the gradient of w_EIO to it, and returns none.
+    """
+    return _MergedLinear.apply(x_PTI, weights_PE, w_EIO, merge, main_EIO)
 
 
 class _MergedLinear(torch.autograd.Function):
@@ -89,10 +98,15 @@ class _MergedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_PTI: torch.Tensor, weights_PE: torch.Tensor, w_EIO: torch.Tensor, merge: Merge
+        ctx: Any,
+        x_PTI: torch.Tensor,
+        weights_PE: torch.Tensor,
+        w_EIO: torch.Tensor,
+        merge: Merge,
+        main_EIO: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x_PTI, weights_PE, w_EIO)
-        ctx.merge = merge
+        ctx.merge, ctx.main_EIO = merge, main_EIO
         y_PTO = x_PTI.new_empty(*x_PTI.shape[:2], w_EIO.shape[2])
         for some in _blocks(len(x_PTI), MERGED_AT_ONCE):
             _multiply(x_PTI[some], merge(weights_PE[some], w_EIO), y_PTO[some])
@@ -100,22 +114,32 @@ class _MergedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, *gradients: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (dy_PTO,), (x_PTI, weights_PE, w_EIO) = gradients, ctx.saved_tensors
         dx_PTI = x_PTI.new_empty(x_PTI.shape)
         for some in _blocks(len(x_PTI), MERGED_AT_ONCE):
             w_COI = ctx.merge(weights_PE[some], w_EIO).transpose(1, 2)
             _multiply(dy_PTO[some], w_COI, dx_PTI[some])
-        return dx_PTI, *_weight_gradients(dy_PTO, x_PTI, weights_PE, w_EIO), None
+        dweights_PE, dw_EIO = torch.zeros_like(weights_PE), None
+        if ctx.main_EIO is None:
+            dw_EIO = torch.empty_like(w_EIO)
+        for rows, dw_ERO in _weight_gradients(dy_PTO, x_PTI, weights_PE, w_EIO, dweights_PE):
+            if dw_EIO is None:
+                ctx.main_EIO[:, rows] += dw_ERO
+            else:
+                dw_EIO[:, rows] = dw_ERO
+        return dx_PTI, dweights_PE, dw_EIO, None, None
 
 
 def _weight_gradients(
-    dy_PTO: torch.Tensor, x_PTI: torch.Tensor, weights_PE: torch.Tensor, w_EIO: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """With dW_p = x_p^T dy_p: de_pi = <W_i, dW_p> [P, E], and dW_i = sum_p e_pi dW_p [E, I, O]."""
-    dweights_PE, dw_EIO = torch.zeros_like(weights_PE), torch.empty_like(w_EIO)
+    dy_PTO: torch.Tensor,
+    x_PTI: torch.Tensor,
+    weights_PE: torch.Tensor,
+    w_EIO: torch.Tensor,
+    dweights_PE: torch.Tensor,
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """With dW_p = x_p^T dy_p: yields dW_i = sum_p e_pi dW_p in blocks of rows, [E, R, O] in the
+    dtype of the weights e, and adds de_pi = <W_i, dW_p> to `dweights_PE`."""
     for rows, w_EX in _row_blocks(w_EIO, weights_PE.dtype):
         total_EX = torch.zeros_like(w_EX)
         for some in _blocks(len(x_PTI), MERGED_AT_ONCE):
@@ -124,8 +148,7 @@ def _weight_gradients(
             d_CX = d_CRO.flatten(1).to(weights_PE.dtype)
             dweights_PE[some].addmm_(d_CX, w_EX.T)
             total_EX.addmm_(weights_PE[some].T, d_CX)
-        dw_EIO[:, rows] = total_EX.view_as(dw_EIO[:, rows])
-    return dweights_PE, dw_EIO
+        yield rows, total_EX.unflatten(1, (-1, w_EIO.shape[2]))
 
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

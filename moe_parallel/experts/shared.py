@@ -8,26 +8,28 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from moe_parallel.experts.dense import DenseMLP
+from moe_parallel.ops import Ops
 from moe_parallel.parallel import Groups, OneProcess
 
 
 class SharedExpert(MegatronModule):
     """The sum of E_s(x) over the shared experts, times 1 or sigmoid(x w) (Qwen2-MoE).
 
-    m shared experts of width f are one dense layer of width m f. It is Megatron-Core's dense layer
-    and is split over the tensor-parallel ranks like any other. So it takes the tokens as the MoE
-    layer receives them. Shape suffixes: S sequence, B batch, D model width.
+    m shared experts of width f are one dense layer of width m f, which is split over the
+    tensor-parallel ranks like any other. So it takes the tokens as the MoE layer receives them.
+    Shape suffixes: S sequence, B batch, D model width.
     """
 
     w_gate_1D: torch.Tensor | None
 
     def __init__(
-        self, config: TransformerConfig, width: int, weighed: bool, groups: Groups
+        self, config: TransformerConfig, width: int, weighed: bool, groups: Groups, ops: Ops
     ) -> None:
         """
         Args:
@@ -35,6 +37,7 @@ class SharedExpert(MegatronModule):
             width: the total inner width of all shared experts; tp divides it.
             weighed: multiply the output by sigmoid(x w).
             groups: the process groups.
+            ops: the operators.
         """
         super().__init__(config)
         dense = copy.copy(config)  # Megatron-Core takes the width from here, whatever the argument
@@ -42,7 +45,7 @@ class SharedExpert(MegatronModule):
         linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         if isinstance(groups.tp, OneProcess):
             linear = MLPSubmodules(linear_fc1=WholeLinear, linear_fc2=WholeLinear)
-        self.dense = MLP(dense, linear, ffn_hidden_size=width, tp_group=groups.tp)
+        self.dense = DenseMLP(dense, linear, ops, groups.tp)
         if weighed:
             weight = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
             weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

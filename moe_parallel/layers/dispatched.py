@@ -163,4 +163,4 @@ def _shared_expert(
         return None
     overlaps = selection.moe_shared_expert_overlap and torch.cuda.is_available()
     kind = OverlappedSharedExpert if overlaps else SharedExpert
-    return kind(config, width, selection.moe_shared_expert_gate, context.groups)
+    return kind(config, width, selection.moe_shared_expert_gate, context.groups, context.ops)

@@ -48,6 +48,17 @@ class System:
     # The reason why upcycled experts do not reproduce the dense layer's output. None: they do.
     upcycling: Callable[[Any], str | None] = scales_output
 
+    def arguments(
+        self, selection: Selection, expert_width: int, context: LayerContext
+    ) -> dict[str, Any]:
+        """The arguments of the layer besides Megatron-Core's configuration."""
+        return {
+            "selection": selection,
+            "expert_width": expert_width,
+            "context": context,
+            "system": self,
+        }
+
     def build(
         self,
         config: TransformerConfig,
@@ -56,6 +67,5 @@ class System:
         context: LayerContext,
     ) -> ExpertLayer:
         """One layer of this system."""
-        layer: Any = self.layer.variant(selection)
-        built: ExpertLayer = layer(config, selection, expert_width, context, self)
-        return built
+        layer = self.layer.variant(selection)
+        return layer(config, **self.arguments(selection, expert_width, context))

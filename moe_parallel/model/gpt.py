@@ -8,6 +8,8 @@ from functools import partial
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -17,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from moe_parallel.config import Config
+from moe_parallel.experts.dense import DenseMLP
 from moe_parallel.experts.fp8_engine import Fp8Engine
 from moe_parallel.layers import LayerContext
 from moe_parallel.layers.capacity import build_capacity
@@ -89,33 +92,35 @@ def _block_spec(
     first = get_transformer_layer_offset(megatron, stage)
     count = get_num_layers_to_build(megatron, stage)
     layers = [
-        _layer_spec(config, context) if config.moe_layers[number] else _dense_layer_spec(config)
-        for number in range(first, first + count)
+        _layer_spec(config, _moe_spec(config, context) if is_moe else _dense_spec(context))
+        for is_moe in config.moe_layers[first : first + count]
     ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _dense_layer_spec(config: Config) -> ModuleSpec:
+def _layer_spec(config: Config, mlp: ModuleSpec) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     attention = spec.submodules.self_attention
     attention.submodules = replace(
         attention.submodules, core_attention=BACKENDS[config.training.attention_backend]
     )
-    spec.submodules = replace(spec.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm)
-    return spec
-
-
-def _layer_spec(config: Config, context: LayerContext) -> ModuleSpec:
-    spec = _dense_layer_spec(config)
-    system = system_of(config.selection)
-    layer = ModuleSpec(
-        module=system.layer.variant(config.selection),
-        params={
-            "selection": config.selection,
-            "expert_width": config.expert_width,
-            "context": context,
-            "system": system,
-        },
+    spec.submodules = replace(
+        spec.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm, mlp=mlp
     )
-    spec.submodules = replace(spec.submodules, mlp=layer)
     return spec
+
+
+def _dense_spec(context: LayerContext) -> ModuleSpec:
+    return ModuleSpec(
+        module=DenseMLP,
+        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+        params={"ops": context.ops, "tp_group": context.groups.tp},
+    )
+
+
+def _moe_spec(config: Config, context: LayerContext) -> ModuleSpec:
+    system = system_of(config.selection)
+    return ModuleSpec(
+        module=system.layer.variant(config.selection),
+        params=system.arguments(config.selection, config.expert_width, context),
+    )

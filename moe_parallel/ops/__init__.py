@@ -104,6 +104,7 @@ class Ops:
     unpermute: Unpermute
     grouped_gemm: Callable[[Tensor, Tensor, Tensor], Tensor]
     swiglu: Swiglu
+    swiglu_halves: Callable[[Tensor], Tensor]
     norm_topk: NormTopK
     expert_merge: Callable[[Tensor, Tensor], Tensor]
     routed_experts: RoutedExperts

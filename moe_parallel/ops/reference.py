@@ -130,6 +130,12 @@ def swiglu(gate_NF: Tensor, up_NF: Tensor, probs_N: Tensor | None = None) -> Ten
     return h_NF.to(gate_NF.dtype)
 
 
+def swiglu_halves(gate_up_N2F: Tensor) -> Tensor:
+    """`swiglu` of the left and the right half of each row; the gradients are halves of one too."""
+    gate_NF, up_NF = gate_up_N2F.chunk(2, dim=1)
+    return swiglu(gate_NF, up_NF)
+
+
 def expert_merge(weights_PE: Tensor, w_EIO: Tensor) -> Tensor:
     """merged_PIO = sum_e weights_PE[p, e] w_EIO[e] (Lory, arXiv 2405.03133, Eq. 2 and 3).
 

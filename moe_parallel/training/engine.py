@@ -27,6 +27,7 @@ from moe_parallel.model.gpt import build_model
 from moe_parallel.parallel import Groups
 from moe_parallel.platform.device import device
 from moe_parallel.telemetry.statistics import RoutingStatistics
+from moe_parallel.training.optimizer_parts import optimizer_parts
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def _optimizer(config: Config, chunks: list[Any]) -> Any:
     )
     # The overrides exempt norm weights (1-dimensional) from weight decay.
     optimizer = get_megatron_optimizer(megatron, chunks, get_standard_config_overrides(megatron))
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in optimizer_parts(optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW) and not torch.cuda.is_available():
             part.optimizer.register_step_pre_hook(_in_one_pass)
     return optimizer

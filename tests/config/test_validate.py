@@ -244,10 +244,6 @@ BROKEN += [
     for options, message in (
         ({"num_experts": None}, "the model is dense: set --num-experts, or leave it out"),
         (
-            {"expert_selection": "lory", "lory_segment_length": 8},
-            "--expert-selection lory merges .*: remove one of them",
-        ),
-        (
             {"bf16": True, "fp8_format": "hybrid"},
             "--fp8-format hybrid .* Transformer Engine: remove one of them",
         ),

@@ -119,6 +119,25 @@ def test_bf16_gradients_are_close_to_those_of_fp32():
     assert found[0][1].dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_gradients_are_added_to_main_gradients_without_rounding(dtype):
+    wide = torch.promote_types(dtype, torch.float32)
+    x_PTD, e_PE = draw(MANY, T, D, seed=5, dtype=dtype), routing(MANY, wide)
+    plain, fused = experts(dtype), experts(dtype)
+    for weight in fused.parameters():
+        weight.main_grad = torch.ones_like(weight, dtype=wide)
+    fused.add_to_main_gradients()
+    for made in (plain, fused, fused):  # two micro-batches
+        made(x_PTD, e_PE).sum().backward()
+    for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
+        assert other.grad_added_to_main_grad
+        added = (other.main_grad - 1) / 2
+        rtol = 1e-12 if dtype == torch.float64 else 2**-8
+        torch.testing.assert_close(one.grad.to(wide), added, rtol=rtol, atol=1e-6)
+        if dtype == torch.bfloat16:
+            assert not torch.equal(added, added.bfloat16().float())
+
+
 @pytest.mark.parametrize("e, tokens", [(4, 8), (8, 256), (32, 256)])
 def test_merging_costs_e_over_t_of_the_layer(e, tokens):
     """Lory, Appendix B: 3.1 % with 8 experts and segments of 256 tokens, 12.5 % with 32."""

@@ -9,6 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_parallel.config import make_config
 from moe_parallel.experts.shared import OverlappedSharedExpert, SharedExpert
+from moe_parallel.ops import select_backend
 from moe_parallel.parallel import destroy_groups, initialize_groups
 from tests.distributed import run_distributed
 from tests.oracles import layers as oracle
@@ -57,7 +58,7 @@ def _one_rank(tp: int, sequence_parallel: bool, weighed: bool, kind: type) -> di
         params_dtype=torch.float64,
         use_cpu_initialization=True,
     )
-    expert = kind(config, WIDTH, weighed, groups)
+    expert = kind(config, WIDTH, weighed, groups, select_backend("reference"))
     values = {name: torch.from_numpy(value) for name, value in given().items()}
     rank = groups.tp.rank()
 

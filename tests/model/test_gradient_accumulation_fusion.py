@@ -14,7 +14,7 @@ from tests.model.test_layouts import ONE, differences, layout, make_start, model
 from tests.tiers import rest_in_full
 
 BACKENDS = ["reference"] + ["native"] * extension.is_built()
-SYSTEMS = ["topk", "aoe", "aoe_top_p"]
+SYSTEMS = ["topk", "aoe", "aoe_top_p", "lory"]
 FUSED = {"gradient_accumulation_fusion": True}
 
 #: Layouts by the number of ranks.

@@ -11,6 +11,7 @@ from moe_parallel.errors import InputError
 from moe_parallel.model import memory, parameters
 from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.training.engine import Engine
+from moe_parallel.training.optimizer_parts import optimizer_parts
 from tests.distributed import run_distributed
 from tests.model.test_parameters import AOE, MODELS, MOE, SHARED, VOCABULARY
 
@@ -110,12 +111,12 @@ def _engine_bytes(options: dict[str, Any]) -> tuple[int, int]:
     groups = initialize_groups(config.parallel)
     model_parallel_cuda_manual_seed(1)
     engine = Engine(config, 512, groups)
-    for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+    for optimizer in optimizer_parts(engine.optimizer):
         optimizer.init_state_fn(optimizer.optimizer)
     tensors: list[torch.Tensor] = []
     for chunk in engine.chunks:
         tensors += [*chunk.parameters(), *(p.main_grad for p in chunk.parameters())]
-    for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+    for optimizer in optimizer_parts(engine.optimizer):
         for weight, state in optimizer.optimizer.state.items():
             tensors += [weight, *(t for t in state.values() if isinstance(t, torch.Tensor))]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}

@@ -34,6 +34,8 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
         "grouped_outer_add": (tensor(3, 5, 2), tensor(6, 5), tensor(6, 2), counts),
         "swiglu": (tensor(3, 5), tensor(3, 5), probs[:, 0]),
         "swiglu_backward": (tensor(3, 5), tensor(3, 5), tensor(3, 5), probs[:, 0]),
+        "swiglu_halves": (tensor(3, 6),),
+        "swiglu_halves_backward": (tensor(3, 3), tensor(3, 6)),
         "expert_merge": merging,
         "expert_merge_backward": (tensor(2, 5, 2), *merging),
         "norm_topk": (tensor(3, 5), tensor(4, 5, 2), 2, norms[0], True, True),

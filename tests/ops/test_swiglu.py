@@ -66,6 +66,20 @@ def test_layouts_of_inputs_and_gradients(ops, device, layout):
         assert_close(actual, expected, torch.float64)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_halves_of_one_tensor(ops, device, shape, dtype):
+    gate, up, _, dh = setting(*shape, dtype, device)
+    gate_up = torch.cat([gate, up], 1).detach().requires_grad_()
+    h = ops.swiglu_halves(gate_up)
+    ones = np.ones(shape[0])
+    assert_close(h, oracle.swiglu(float64(gate), float64(up), ones), dtype)
+    wanted = oracle.swiglu_gradient(float64(dh), float64(gate), float64(up), ones)
+    (found,) = gradients(h, dh, gate_up)
+    assert found.shape == gate_up.shape and found.is_contiguous()
+    assert_close(found, np.concatenate(wanted[:2], 1), dtype)
+
+
 def test_far_from_zero(ops, device):
     """exp must neither overflow to NaN nor stop before the limits."""
     gate = torch.tensor([[-1e4, -100.0, -88.0, 0.0, 88.0, 100.0, 1e4]], device=device)
@@ -115,7 +129,11 @@ def test_threads_do_not_change_a_bit(native, two_threads):
 
 
 def test_other_shapes_are_refused(native, device):
-    gate, up, probs, _ = setting(5, 7, torch.float32, device)
+    gate, up, probs, dh = setting(5, 7, torch.float32, device)
+    with pytest.raises(ValueError, match="gate_up must have two equal halves, not 7 columns"):
+        native.swiglu_halves(gate)
+    with pytest.raises(ValueError, match=r"dh must have shape \[5, 3\], not \[5, 7\]"):
+        torch.ops.moe_parallel.swiglu_halves_backward(dh, gate[:, 1:].detach())
     with pytest.raises(ValueError, match=r"up must have shape \[5, 7\], not \[4, 7\]"):
         native.swiglu(gate, up[1:], probs)
     with pytest.raises(ValueError, match=r"probs must have shape \[5\], not \[4\]"):

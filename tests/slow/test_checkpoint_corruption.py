@@ -19,6 +19,7 @@ import torch
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint.files import list_files
 from moe_parallel.training.checkpoint.random import random_state
+from moe_parallel.training.optimizer_parts import optimizer_parts
 from tests.distributed import run_distributed
 from tests.training.hostile import reseal
 from tests.training.tiny_run import Layout, TinyRun
@@ -36,7 +37,7 @@ def _state(run):
     digest = hashlib.sha256()
     for _, parameter in run.parameters():
         digest.update(parameter.detach().numpy().tobytes())
-    for part in getattr(run.engine.optimizer, "chained_optimizers", [run.engine.optimizer]):
+    for part in optimizer_parts(run.engine.optimizer):
         for state in part.optimizer.state.values():
             for name in ("exp_avg", "exp_avg_sq", "step"):
                 digest.update(state[name].numpy().tobytes())

@@ -8,6 +8,7 @@ from torch import distributed as dist
 
 from moe_parallel.errors import InputError
 from moe_parallel.training.engine import Engine
+from moe_parallel.training.optimizer_parts import optimizer_parts
 from tests.distributed import run_distributed
 from tests.program import AOE, SMALL, pretrain_here, same_bytes, small_data, stored_tensors
 from tests.tiers import rest_in_full
@@ -36,7 +37,7 @@ def _started(place):
     def note(engine, batches):
         chunk = engine.chunks[0].module
         weights = {n: p.detach().float().clone() for n, p in chunk.named_parameters()}
-        each = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
+        each = optimizer_parts(engine.optimizer)
         states = [state for one in each for state in one.optimizer.state.values()]
         moments = [float(state["exp_avg"].abs().sum()) for state in states if "exp_avg" in state]
         found = (weights, moments, torch.get_rng_state(), next(batches)["tokens"])

@@ -113,16 +113,17 @@ class TinyRun:
 
     def _batches(self) -> Iterator[dict[str, torch.Tensor]]:
         """This rank's micro-batches of the next step: sample n is the same in every layout."""
+        length = self.engine.config.training.seq_length
         first = self.iteration * BATCH
         for sample in range(first + self.groups.dp.rank(), first + BATCH, self.groups.dp.size()):
             generator = torch.Generator().manual_seed(sample)
             start = torch.randint(0, VOCABULARY, (1, 1), generator=generator)
-            text = (start + torch.arange(LENGTH + 1)) % VOCABULARY
+            text = (start + torch.arange(length + 1)) % VOCABULARY
             yield {
                 "tokens": text[:, :-1],
                 "labels": text[:, 1:],
-                "position_ids": torch.arange(LENGTH)[None],
-                "loss_mask": torch.ones(1, LENGTH),
+                "position_ids": torch.arange(length)[None],
+                "loss_mask": torch.ones(1, length),
             }
 
     def save(self) -> Path:

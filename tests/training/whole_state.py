@@ -10,6 +10,7 @@ import numpy
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from moe_parallel.training.optimizer_parts import optimizer_parts
 from tests.training.tiny_run import TinyRun
 
 Whole = dict[tuple[str, str], numpy.ndarray]  # (parameter, kind) -> the whole tensor
@@ -21,7 +22,7 @@ def held(run: TinyRun) -> list[tuple[str, str, Any, tuple[int, ...], int, numpy.
     Moments and shards are found with Megatron-Core's own functions, not with the tested code.
     """
     optimizer = run.engine.optimizer
-    optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
+    optimizers = optimizer_parts(optimizer)
     rows = []
     for name, parameter in run.parameters():
         shape = tuple(parameter.shape)

@@ -16,7 +16,7 @@ from moe_parallel.ops.native.norm_topk import norm_topk  # noqa: E402
 from moe_parallel.ops.native.permute import permute  # noqa: E402
 from moe_parallel.ops.native.routed_experts import routed_experts  # noqa: E402
 from moe_parallel.ops.native.routing_map import routing_map  # noqa: E402
-from moe_parallel.ops.native.swiglu import swiglu  # noqa: E402
+from moe_parallel.ops.native.swiglu import swiglu, swiglu_halves  # noqa: E402
 from moe_parallel.ops.native.unpermute import unpermute  # noqa: E402
 
 __all__ = [
@@ -28,5 +28,6 @@ __all__ = [
     "routed_experts",
     "routing_map",
     "swiglu",
+    "swiglu_halves",
     "unpermute",
 ]

@@ -1,4 +1,4 @@
-"""SwiGLU that also multiplies each row by its prob."""
+"""SwiGLU that also multiplies each row by its prob, and SwiGLU of two halves of a tensor."""
 
 from typing import Any
 
@@ -42,3 +42,28 @@ def _backward(ctx: Any, dh: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 torch.library.register_autograd("moe_parallel::swiglu", _backward, setup_context=_save)
+
+
+def swiglu_halves(gate_up_N2F: Tensor) -> Tensor:
+    return _ops.swiglu_halves(gate_up_N2F)
+
+
+@torch.library.register_fake("moe_parallel::swiglu_halves")
+def _(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(gate_up.size(0), gate_up.size(1) // 2)
+
+
+@torch.library.register_fake("moe_parallel::swiglu_halves_backward")
+def _(dh: Tensor, gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(gate_up.shape)
+
+
+@once_differentiable
+def _halves_backward(ctx: Any, dh: Tensor) -> Tensor:
+    (gate_up,) = ctx.saved_tensors
+    return _ops.swiglu_halves_backward(dh, gate_up)
+
+
+torch.library.register_autograd(
+    "moe_parallel::swiglu_halves", _halves_backward, setup_context=_save
+)

@@ -30,6 +30,8 @@ from megatron.core.optimizer.optimizer import (
     MegatronOptimizer,
 )
 
+from moe_parallel.training.optimizer_parts import optimizer_parts
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PREFIX = "optimizer.state."
 MASTER = f"{PREFIX}fp32_param."
@@ -62,10 +64,9 @@ def pieces(optimizer: MegatronOptimizer, model: dict[str, Any]) -> list[Piece]:
     """
     tensors, _ = extract_sharded_tensors_and_factories(model)
     placements = {id(tensor.data): tensor for tensor in nested_values(tensors)}
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [
         Piece(parameter, placements[id(parameter)], main, start, split, part.optimizer)
-        for part in parts
+        for part in optimizer_parts(optimizer)
         if not part.is_stub_optimizer
         for parameter, main, start, split in _updated(part)
     ]

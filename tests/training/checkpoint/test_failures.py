@@ -23,6 +23,7 @@ from moe_parallel.training.checkpoint import tensors as checkpoint_tensors
 from moe_parallel.training.checkpoint.checkpointer import TrainingState
 from moe_parallel.training.checkpoint.folder import CheckpointFolder
 from moe_parallel.training.failure import Diverged
+from moe_parallel.training.optimizer_parts import optimizer_parts
 from tests.distributed import RankError, run_distributed
 from tests.training.tiny_run import AOE, Layout, TinyRun
 
@@ -232,7 +233,9 @@ def _save_what_is_not_finite(folder):
     messages = []
     for rank, what, value in ((0, "weight", nan), (1, "moment", inf), (1, "weight", -inf)):
         parameter = next(parameter for name, parameter in run.parameters() if ".experts." in name)
-        (part,) = (p for p in _parts(run.engine.optimizer) if parameter in p.optimizer.state)
+        (part,) = (
+            p for p in optimizer_parts(run.engine.optimizer) if parameter in p.optimizer.state
+        )
         tensor = parameter if what == "weight" else part.optimizer.state[parameter]["exp_avg_sq"]
         before = tensor.detach().clone()
         if dist.get_rank() == rank:
@@ -242,10 +245,6 @@ def _save_what_is_not_finite(folder):
         messages.append(str(caught.value))
         tensor.data.copy_(before)
     return messages, run.save().name
-
-
-def _parts(optimizer):
-    return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def test_what_is_not_finite_is_not_saved(tmp_path):

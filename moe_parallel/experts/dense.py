@@ -1,0 +1,47 @@
+"""Dense SwiGLU layers: Megatron-Core's linear layers with the experts' SwiGLU operator between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.distributed import ProcessGroup
+
+from moe_parallel.ops import Ops
+
+
+class DenseMLP(MLP):
+    """Megatron-Core's MLP, split over the tensor-parallel ranks as there, with the same weights.
+
+    Megatron-Core's keeps the input of SwiGLU, SiLU of the gate, a copy of the other half, and the
+    output for the backward pass. This one keeps the input and the output. Shape suffixes: S
+    sequence, B batch, D model width, F inner width on this rank, N = S * B.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        ops: Ops,
+        tp_group: ProcessGroup,
+        **_: Any,  # what versions of Megatron-Core pass to each layer
+    ) -> None:
+        """
+        Args:
+            config: ffn_hidden_size is the inner width over all ranks; there are no biases.
+            submodules: the linear layers.
+            ops: the operators.
+            tp_group: the tensor-parallel ranks.
+        """
+        width = config.ffn_hidden_size
+        super().__init__(config, submodules, ffn_hidden_size=width, tp_group=tp_group)
+        self.ops = ops
+
+    def forward(self, hidden_SBD: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        """[S, B, D] -> ([S, B, D], None); with sequence parallelism, S is this rank's share."""
+        gate_up_SB2F, _ = self.linear_fc1(hidden_SBD)
+        h_NF = self.ops.swiglu_halves(gate_up_SB2F.flatten(0, 1))
+        y_SBD, _ = self.linear_fc2(h_NF.unflatten(0, gate_up_SB2F.shape[:2]))
+        return y_SBD, None

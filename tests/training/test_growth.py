@@ -1,0 +1,82 @@
+"""What the host and the network do in a training step as the model grows: operators and messages.
+
+Both are counted as torch dispatches them. On a GPU, an operator is one launch or a few. What our
+C++ operators call inside is not counted.
+"""
+
+import collections
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed import run_distributed
+from tests.tiers import rest_in_full
+from tests.training.tiny_run import AOE, BATCH, LENGTH, Layout, TinyRun
+
+NATIVE = {"moe_backend": "native"}
+LORY = {"expert_selection": "lory", "lory_segment_length": LENGTH // 2}
+SYSTEMS = {
+    "topk": {},
+    "aoe": AOE,
+    "top_p": {"expert_selection": "top_p"},
+    "expert_choice": {"expert_selection": "expert_choice"},
+    "lory": LORY,
+}
+GROWN = {
+    "experts": {"num_experts": 16},
+    "tokens": {"seq_length": 4 * LENGTH},
+}
+CHOICES = {"choices": {"moe_router_topk": 4}}
+MOE_LAYERS = 3
+
+
+class Counts(TorchDispatchMode):
+    """Counts operators and messages while it is active."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators = 0
+        self.messages = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        if name.startswith("c10d::"):
+            self.messages[name.removeprefix("c10d::")] += 1
+        else:
+            self.operators += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _of_steps(cases, path):
+    """On a rank: (operators, messages) of a training step of each case."""
+    found = {}
+    for name, (layout, options) in cases.items():
+        run = TinyRun(layout, path, options=options | NATIVE)
+        run.steps(2)  # they make what later steps reuse
+        with Counts() as counts:
+            run.steps(1)
+        run.close()
+        found[name] = counts.operators, dict(counts.messages)
+    return found
+
+
+def _cases(layout, options, grown):
+    return {name: (layout, options | more) for name, more in {"as it is": {}, **grown}.items()}
+
+
+@pytest.mark.parametrize("system", rest_in_full(SYSTEMS, "topk", "aoe"))
+def test_operators_do_not_grow_with_experts_choices_or_tokens(tmp_path, system):
+    grown = GROWN | (CHOICES if system in ("topk", "aoe") else {})
+    cases = _cases(Layout(), SYSTEMS[system], grown)
+    (found,) = run_distributed(1, _of_steps, cases, tmp_path)
+    assert {operators for operators, _ in found.values()} == {found["as it is"][0]}, found
+
+
+@pytest.mark.parametrize("system", rest_in_full(["topk", "aoe"], "aoe"))
+def test_messages_are_seven_per_layer_and_micro_batch(tmp_path, system):
+    """Rows that each expert gets; tokens, probs and outputs, and their three gradients."""
+    cases = _cases(Layout(2, ep=2), SYSTEMS[system], GROWN | CHOICES)
+    for found in run_distributed(2, _of_steps, cases, tmp_path):
+        for _, messages in found.values():
+            assert messages == found["as it is"][1]
+        assert messages["alltoall_base_"] == 7 * MOE_LAYERS * BATCH // 2, messages
