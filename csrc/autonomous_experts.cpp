@@ -72,18 +72,17 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
   const auto tokens = x.contiguous();
   const auto c_by_choice = c ? c->contiguous() : at::Tensor();
   const auto probs_of_rows = map.probs_by_row(probs);
-  auto p = x.new_empty({map.size(), w.width()});
-  auto c_by_row = x.new_empty({c ? 0 : map.size(), w.rank()});
-  auto g = x.new_empty({keep_g ? map.size() : 0, w.width()});
-  auto y = x.new_empty({map.size(), x.size(1)});
+  auto p = map.new_rows(x, w.width()), y = map.new_rows(x, x.size(1));
+  auto c_by_row = c ? x.new_empty({0, w.rank()}) : map.new_rows(x, w.rank());
+  auto g = keep_g ? map.new_rows(x, w.width()) : x.new_empty({0, w.width()});
 
   const auto blocks = map.blocks();
   const auto columns = [&](int64_t count) { return map.scratch(x, blocks, count); };
   auto x_memory = columns(x.size(1)), h_memory = columns(w.width());
   auto c_memory = columns(w.rank()), g_memory = columns(w.width());
   for (const auto& block : blocks) {
-    const auto groups = block.experts(counts), row_probs = block.rows(probs_of_rows);
-    auto h = block.part(h_memory), p_rows = block.rows(p), y_rows = block.rows(y);
+    const auto groups = block.experts(map.product_counts()), row_probs = block.rows(probs_of_rows);
+    auto h = block.part(h_memory), p_rows = block.rows(p), y_rows = block.product(y);
     auto c_rows = c ? at::Tensor() : block.rows(c_by_row);
     auto g_rows = keep_g ? block.rows(g) : at::Tensor();
 
@@ -96,21 +95,25 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
                    groups, block.num_rows, activate_rows(h, g_rows, p_rows, row_probs));
     if (!is_fused) {
       auto x_rows = block.part(x_memory);
-      if (c) c_rows = block.part(c_memory);
-      if (!keep_g) g_rows = block.part(g_memory);
       map.gather(x_rows, tokens, block);
-      grouped_gemm_out(p_rows, x_rows, block.experts(w_p), groups);
+      const auto x_products = block.product(x_memory);
+      auto p_products = block.product(p), c_products = c ? at::Tensor() : block.product(c_by_row);
+      auto g_products = keep_g ? block.product(g) : block.product(g_memory);
+      grouped_gemm_out(p_products, x_products, block.experts(w_p), groups);
       if (c) {
+        c_rows = block.part(c_memory);
         map.gather_choices(c_rows, c_by_choice, block);
+        c_products = block.product(c_memory);
       } else {
-        grouped_gemm_out(c_rows, x_rows, block.experts(*w_down), groups);
+        grouped_gemm_out(c_products, x_products, block.experts(*w_down), groups);
       }
-      grouped_gemm_out(g_rows, c_rows, block.experts(w_up), groups);
-      swiglu_out(h, g_rows, p_rows, row_probs);
+      grouped_gemm_out(g_products, c_products, block.experts(w_up), groups);
+      swiglu_out(h, g_products.narrow(0, 0, block.num_rows), p_rows, row_probs);
     }
-    grouped_gemm_out(y_rows, h, block.experts(w_out), groups);
+    grouped_gemm_out(y_rows, block.product(h_memory), block.experts(w_out), groups);
   }
-  return {map.sum(y), p, c_by_row, g};
+  const auto only = [&](const at::Tensor& t) { return t.size(0) > 0 ? map.only_rows(t) : t; };
+  return {map.sum(map.only_rows(y)), only(p), only(c_by_row), only(g)};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
@@ -137,8 +140,8 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
   const auto c_by_choice = c ? c->contiguous() : at::Tensor();
   const auto probs_of_rows = map.probs_by_row(probs);
   auto dprobs_of_rows = at::empty_like(probs_of_rows);
-  auto dx = x.new_empty({map.size(), x.size(1)});
-  auto dc = x.new_empty({c ? map.size() : 0, w.rank()});
+  auto dx = map.new_rows(x, x.size(1));
+  auto dc = c ? map.new_rows(x, w.rank()) : x.new_empty({0, w.rank()});
   std::optional<WeightGradient> dw_down;
   if (w_down) dw_down.emplace("w_down", *w_down, counts);
   WeightGradient dw_up("main_up", w_up, counts, main_up), dw_p("main_p", w_p, counts, main_p);
@@ -152,28 +155,39 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
   auto g_memory = columns(w.width());
   auto c_memory = columns(w.rank()), dc_memory = columns(w.rank());
   for (const auto& block : blocks) {
-    const auto groups = block.experts(counts);
+    const auto groups = block.experts(map.product_counts());
     const auto transposed = [&](const at::Tensor& weight) {
       return block.experts(weight).transpose(1, 2);
     };
-    auto c_rows = c ? block.part(c_memory) : block.rows(c_by_row);
-    auto g_rows = has_g ? block.rows(g) : block.part(g_memory);
-    if (c) map.gather_choices(c_rows, c_by_choice, block);
-    if (!has_g) grouped_gemm_out(g_rows, c_rows, block.experts(w_up), groups);
+    auto c_rows = c ? at::Tensor() : block.rows(c_by_row);
+    if (c) {
+      c_rows = block.part(c_memory);
+      map.gather_choices(c_rows, c_by_choice, block);
+      c_rows = block.product(c_memory);
+    } else if (block.product_rows > block.num_rows) {
+      block.part(c_memory).copy_(c_rows);
+      c_rows = block.product(c_memory);
+    }
+    auto g_products = has_g ? block.rows(g) : block.product(g_memory);
+    if (!has_g) grouped_gemm_out(g_products, c_rows, block.experts(w_up), groups);
+    const auto g_rows = g_products.narrow(0, 0, block.num_rows);
 
     auto dy_rows = block.part(dy_memory), h = block.part(h_memory);
     auto dg = block.part(dg_memory), dp = block.part(dp_memory);
     map.gather(dy_rows, gradients, block);
+    dy_rows = block.product(dy_memory);
     const SwigluGradients to{.dgate = dg, .dup = dp, .dprobs = block.rows(dprobs_of_rows), .h = h};
     swiglu_backward_of_product(to, dy_rows, transposed(w_out), groups, g_rows, block.rows(p_2d),
                                block.rows(probs_of_rows), dh_memory);
-    dw_out.take(block, h, dy_rows, groups);
+    dw_out.take(block, block.product(h_memory), dy_rows, groups);
 
-    auto dc_rows = c ? block.rows(dc) : block.part(dc_memory);
-    auto x_rows = block.part(x_memory), dx_rows = block.rows(dx);
+    auto dc_rows = c ? block.product(dc) : block.product(dc_memory);
+    auto x_rows = block.part(x_memory), dx_rows = block.product(dx);
+    dg = block.product(dg_memory), dp = block.product(dp_memory);
     dw_up.take(block, c_rows, dg, groups);
     grouped_gemm_out(dc_rows, dg, transposed(w_up), groups);
     map.gather(x_rows, tokens, block);
+    x_rows = block.product(x_memory);
     dw_p.take(block, x_rows, dp, groups);
     if (c) {
       grouped_gemm_out(dx_rows, dp, transposed(w_p), groups);
@@ -182,8 +196,8 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
     dw_down->take(block, x_rows, dc_rows, groups);
     add_products(dx_rows, dp, transposed(w_p), dc_rows, transposed(*w_down), groups);
   }
-  const auto dc_by_choice = c ? map.by_choice(dc) : dc;
-  return {map.sum(dx),
+  const auto dc_by_choice = c ? map.by_choice(map.only_rows(dc)) : dc;
+  return {map.sum(map.only_rows(dx)),
           map.values_by_choice(dprobs_of_rows),
           dw_down ? dw_down->own() : x.new_empty({0}),
           dw_up.own(),

@@ -12,6 +12,7 @@
 
 #include "fused_gemm.h"
 #include "grouped_gemm.h"
+#include "grouped_gemm_wide.h"
 #include "launch.h"
 #include "permute.h"
 #include "scratch_rows.h"
@@ -20,25 +21,50 @@
 namespace moe_parallel {
 
 // Consecutive experts whose rows are computed together.
+//
+// Products may take more rows than there are: the rows that follow in the block's scratch memory,
+// which are zero, and in the output of all rows, where the next block overwrites them. oneDNN
+// compiles a product for its exact sizes, which takes 3 ms on the CPU, and each expert has another
+// number of rows in each step.
 struct RowBlock {
   int64_t first_expert;
   int64_t num_experts;
   int64_t first_row;
   int64_t num_rows;
+  int64_t product_rows;
 
   // The block's part of a tensor with one entry per row, of a tensor with one entry per expert, and
   // of scratch memory for the largest block.
   at::Tensor rows(const at::Tensor& t) const { return t.narrow(0, first_row, num_rows); }
   at::Tensor experts(const at::Tensor& w) const { return w.narrow(0, first_expert, num_experts); }
   at::Tensor part(ScratchRows& memory) const { return memory.rows(num_rows); }
+
+  // The rows of products: of a tensor that new_rows() made, and of scratch memory whose part() has
+  // been written.
+  at::Tensor product(const at::Tensor& t) const { return t.narrow(0, first_row, product_rows); }
+  at::Tensor product(ScratchRows& memory) const {
+    auto rows = memory.rows(product_rows);
+    if (product_rows > num_rows) rows.narrow(0, num_rows, product_rows - num_rows).zero_();
+    return rows;
+  }
 };
+
+// The number of rows of a product: at least `rows`, and one of 32 numbers up to a power of two.
+inline int64_t rounded_rows(int64_t rows) {
+  int64_t step = 16;  // the rows of a tile of AMX
+  while (rows > 64 * step) step *= 2;
+  return (rows + step - 1) / step * step;
+}
 
 // The row map of a layer. The constructor checks it once.
 class ExpertRows {
  public:
   ExpertRows(const at::Tensor& x, const at::Tensor& probs, const at::Tensor& slots,
              const at::Tensor& rows, const at::Tensor& counts)
-      : slots_(slots.contiguous()), rows_(rows.contiguous()), counts_(counts) {
+      : slots_(slots.contiguous()),
+        rows_(rows.contiguous()),
+        counts_(counts),
+        product_counts_(counts) {
     check_dim("x", x, 2);
     check_index("slots", slots, 1);
     check_index("rows", rows, 2);
@@ -49,22 +75,32 @@ class ExpertRows {
     TORCH_CHECK_TYPE(probs.scalar_type() == sum_type_of(x), "probs must be ", sum_type_of(x),
                      " for tokens of ", x.scalar_type(), ", not ", probs.scalar_type());
     check_groups("slots", slots.unsqueeze(1), counts);
+    if (is_compiled_for_its_sizes(x)) round_products();
   }
 
   int64_t size() const { return slots_.size(0); }
-  const at::Tensor& counts() const { return counts_; }
+
+  // The number of rows of each expert in products.
+  const at::Tensor& product_counts() const { return product_counts_; }
+
+  // Memory for all rows, in which RowBlock::product() of every block fits.
+  at::Tensor new_rows(const at::Tensor& like, int64_t columns) const {
+    return like.new_empty({size() + spare_rows_, columns});
+  }
+  at::Tensor only_rows(const at::Tensor& memory) const { return memory.narrow(0, 0, size()); }
 
   // The blocks of rows to compute. On the CPU there is one block per expert, so that the
   // intermediate results stay in the caches and their memory is reused. On CUDA one block has all
   // experts, because the host does not know the counts.
   std::vector<RowBlock> blocks() const {
-    if (!counts_.is_cpu()) return {{0, counts_.size(0), 0, size()}};
+    if (!counts_.is_cpu()) return {{0, counts_.size(0), 0, size(), size()}};
     std::vector<RowBlock> blocks;
-    const auto counts = counts_.contiguous();
+    const auto counts = counts_.contiguous(), of_products = product_counts_.contiguous();
     int64_t first = 0;
     for (int64_t e = 0; e < counts.size(0); ++e) {
       const int64_t rows = counts.const_data_ptr<int64_t>()[e];
-      if (rows > 0) blocks.push_back({e, 1, first, rows});
+      const int64_t product_rows = of_products.const_data_ptr<int64_t>()[e];
+      if (rows > 0) blocks.push_back({e, 1, first, rows, product_rows});
       first += rows;
     }
     return blocks;
@@ -74,7 +110,7 @@ class ExpertRows {
   static ScratchRows scratch(const at::Tensor& like, const std::vector<RowBlock>& blocks,
                              int64_t columns) {
     int64_t most_rows = 0;
-    for (const auto& block : blocks) most_rows = std::max(most_rows, block.num_rows);
+    for (const auto& block : blocks) most_rows = std::max(most_rows, block.product_rows);
     return {like, most_rows, columns};
   }
 
@@ -161,7 +197,20 @@ class ExpertRows {
                       .row_of_choice = all ? rows_.const_data_ptr<int64_t>() : nullptr});
   }
 
-  at::Tensor slots_, rows_, counts_;
+  void round_products() {
+    product_counts_ = counts_.clone(at::MemoryFormat::Contiguous);
+    auto* count = product_counts_.mutable_data_ptr<int64_t>();
+    int64_t first = 0;
+    for (int64_t e = 0; e < product_counts_.size(0); ++e) {
+      const int64_t rows = count[e];
+      count[e] = rounded_rows(rows);
+      spare_rows_ = std::max(spare_rows_, first + count[e] - size());
+      first += rows;
+    }
+  }
+
+  at::Tensor slots_, rows_, counts_, product_counts_;
+  int64_t spare_rows_ = 0;  // that a product may write after the last row
 };
 
 }  // namespace moe_parallel

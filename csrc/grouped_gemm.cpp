@@ -65,8 +65,8 @@ void grouped_outer_out(at::Tensor& out, const at::Tensor& x, const at::Tensor& y
     }
     const auto x_group = x.narrow(0, first, rows);
     const bool same_type = out.scalar_type() == x.scalar_type();
-    product_out(out_expert, same_type ? memory.of(x_group) : x_group.t(),
-                y.narrow(0, first, rows), accumulate);
+    product_out(out_expert, same_type ? memory.of(x_group) : x_group.t(), y.narrow(0, first, rows),
+                accumulate);
   });
 }
 

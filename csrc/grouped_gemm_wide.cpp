@@ -59,6 +59,10 @@ bool is_slow_in_bf16(const at::Tensor& a) {
 #endif
 }
 
+bool is_compiled_for_its_sizes(const at::Tensor& a) {
+  return a.is_cpu() && a.element_size() == 2 && !is_slow_in_bf16(a);
+}
+
 void product_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate) {
   if (out.scalar_type() != a.scalar_type()) {
     if (!accumulate) out.zero_();

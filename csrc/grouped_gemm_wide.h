@@ -9,6 +9,9 @@ namespace moe_parallel {
 // x86-64, needs AVX-512.
 bool is_slow_in_bf16(const at::Tensor& a);
 
+// Whether oneDNN computes products of this factor, with a kernel that it compiles for their sizes.
+bool is_compiled_for_its_sizes(const at::Tensor& a);
+
 // out += a b, where `out` has another type than a and b, such as the fp32 main gradient of bf16
 // weights. The product is not rounded to the type of a and b.
 void add_wide_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b);

@@ -36,28 +36,28 @@ std::tuple<at::Tensor, at::Tensor> routed_experts(
   const auto tokens = x.contiguous();
   const auto probs_of_rows = map.probs_by_row(probs);
   const int64_t width = w_out.size(1);
-  auto gate_up = x.new_empty({map.size(), 2 * width});
-  auto y = x.new_empty({map.size(), x.size(1)});
+  auto gate_up = map.new_rows(x, 2 * width), y = map.new_rows(x, x.size(1));
 
   const auto blocks = map.blocks();
   const auto columns = [&](int64_t count) { return map.scratch(x, blocks, count); };
   auto x_memory = columns(x.size(1)), h_memory = columns(width);
   for (const auto& block : blocks) {
-    const auto groups = block.experts(counts), w = block.experts(w_gate_up);
+    const auto groups = block.experts(map.product_counts()), w = block.experts(w_gate_up);
     const auto row_probs = block.rows(probs_of_rows);
-    auto h = block.part(h_memory), gate_up_rows = block.rows(gate_up), y_rows = block.rows(y);
+    auto h = block.part(h_memory), gate_up_rows = block.rows(gate_up), y_rows = block.product(y);
     const auto gate = gate_up_rows.narrow(1, 0, width), up = gate_up_rows.narrow(1, width, width);
     const FusedOperands first_stage{map.gathered(tokens, block), w.narrow(2, 0, width),
                                     w.narrow(2, width, width)};
     if (!fused_gemm({first_stage}, groups, block.num_rows, activate_rows(h, gate, up, row_probs))) {
       auto x_rows = block.part(x_memory);
       map.gather(x_rows, tokens, block);
-      grouped_gemm_out(gate_up_rows, x_rows, w, groups);
+      auto products = block.product(gate_up);
+      grouped_gemm_out(products, block.product(x_memory), w, groups);
       swiglu_out(h, gate, up, row_probs);
     }
-    grouped_gemm_out(y_rows, h, block.experts(w_out), groups);
+    grouped_gemm_out(y_rows, block.product(h_memory), block.experts(w_out), groups);
   }
-  return {map.sum(y), gate_up};
+  return {map.sum(map.only_rows(y)), map.only_rows(gate_up)};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backward(
@@ -76,7 +76,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
   const auto tokens = x.contiguous(), gradients = dy.contiguous(), saved = gate_up.contiguous();
   const auto probs_of_rows = map.probs_by_row(probs);
   auto dprobs_of_rows = at::empty_like(probs_of_rows);
-  auto dx = x.new_empty({map.size(), x.size(1)});
+  auto dx = map.new_rows(x, x.size(1));
   WeightGradient dw_gate_up("main_gate_up", w_gate_up, counts, main_gate_up);
   WeightGradient dw_out("main_out", w_out, counts, main_out);
 
@@ -86,26 +86,29 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
   auto dh_memory = columns(width), h_memory = columns(width);
   auto d_memory = columns(2 * width);
   for (const auto& block : blocks) {
-    const auto groups = block.experts(counts);
+    const auto groups = block.experts(map.product_counts());
     const auto gate_up_rows = block.rows(saved);
     const auto gate = gate_up_rows.narrow(1, 0, width), up = gate_up_rows.narrow(1, width, width);
     auto dy_rows = block.part(dy_memory), h = block.part(h_memory);
     auto d_gate_up = block.part(d_memory), x_rows = block.part(x_memory);
-    auto dx_rows = block.rows(dx);
+    auto dx_rows = block.product(dx);
 
     map.gather(dy_rows, gradients, block);
     const SwigluGradients to{.dgate = d_gate_up.narrow(1, 0, width),
                              .dup = d_gate_up.narrow(1, width, width),
                              .dprobs = block.rows(dprobs_of_rows),
                              .h = h};
-    swiglu_backward_of_product(to, dy_rows, block.experts(w_out).transpose(1, 2), groups, gate, up,
-                               block.rows(probs_of_rows), dh_memory);
-    dw_out.take(block, h, dy_rows, groups);
+    const auto dy_products = block.product(dy_memory);
+    swiglu_backward_of_product(to, dy_products, block.experts(w_out).transpose(1, 2), groups, gate,
+                               up, block.rows(probs_of_rows), dh_memory);
+    dw_out.take(block, block.product(h_memory), dy_products, groups);
     map.gather(x_rows, tokens, block);
-    dw_gate_up.take(block, x_rows, d_gate_up, groups);
-    grouped_gemm_out(dx_rows, d_gate_up, block.experts(w_gate_up).transpose(1, 2), groups);
+    const auto d_products = block.product(d_memory);
+    dw_gate_up.take(block, block.product(x_memory), d_products, groups);
+    grouped_gemm_out(dx_rows, d_products, block.experts(w_gate_up).transpose(1, 2), groups);
   }
-  return {map.sum(dx), map.values_by_choice(dprobs_of_rows), dw_gate_up.own(), dw_out.own()};
+  return {map.sum(map.only_rows(dx)), map.values_by_choice(dprobs_of_rows), dw_gate_up.own(),
+          dw_out.own()};
 }
 
 }  // namespace moe_parallel

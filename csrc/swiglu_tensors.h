@@ -108,7 +108,8 @@ inline bool fused_swiglu_backward(const SwigluGradients& to, const at::Tensor& d
   return true;
 }
 
-// Computes the gradients for dh = dy w. The memory `dh` is used if no single kernel computes them.
+// Computes the gradients for dh = dy w, where dy may have rows after those of gate. The memory `dh`
+// is used if no single kernel computes them.
 inline void swiglu_backward_of_product(const SwigluGradients& to, const at::Tensor& dy,
                                        const at::Tensor& w, const at::Tensor& counts,
                                        const at::Tensor& gate, const at::Tensor& up,
@@ -116,7 +117,7 @@ inline void swiglu_backward_of_product(const SwigluGradients& to, const at::Tens
   if (fused_swiglu_backward(to, dy, w, counts, gate, up, probs)) return;
   auto dh_rows = dh.rows(dy.size(0));
   grouped_gemm_out(dh_rows, dy, w, counts);
-  swiglu_backward_out(to, dh_rows, gate, up, probs);
+  swiglu_backward_out(to, dh_rows.narrow(0, 0, gate.size(0)), gate, up, probs);
 }
 
 }  // namespace moe_parallel

@@ -388,6 +388,13 @@ FAULTS = [
         OF_OPS,
     ),
     Fault(
+        "C++: the rows that round a product up keep what lay there",
+        "csrc/expert_rows.h",
+        "product_rows - num_rows).zero_();",
+        "product_rows - num_rows);",
+        OF_OPS,
+    ),
+    Fault(
         "C++: AVX2 stores halves of bf16 vectors in another order",
         f"{KERNELS}/vectors.h",
         "_mm256_permute4x64_epi64(packed, 0b1000)",

@@ -184,6 +184,47 @@ def test_bf16_is_as_exact_as_torchs(reference, native, device, kind):
         assert_no_worse_than_twice(of_native, of_reference, float64(wanted))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("routing", SOME, ids=str)
+def test_memory_is_read_only_after_it_was_written(native, device, routing, kind, dtype):
+    """torch can fill new memory with NaN. Products take rows that no token has."""
+    setting = Setting(routing, dtype, device)
+    y = setting.compute(native, kind)
+    before = [y, *gradients(y, setting.dy, *setting.inputs(kind))]
+    torch.use_deterministic_algorithms(True)
+    try:
+        y = setting.compute(native, kind)
+        after = [y, *gradients(y, setting.dy, *setting.inputs(kind))]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one, other)
+
+
+def _rows_of_products(setting: Setting, ops: Ops, kind: str) -> set[int]:
+    """The numbers of rows that were multiplied, also as the inner size of weight gradients."""
+    inputs = setting.inputs(kind)
+    with torch.profiler.profile(record_shapes=True) as profiled:
+        gradients(setting.compute(ops, kind), setting.dy, *inputs)
+    shapes = [event.input_shapes[:2] for event in profiled.events() if event.name == "aten::mm"]
+    widths = {size for weight in inputs[2:] for size in weight.shape} | set(setting.sizes)
+    return {size for pair in shapes for shape in pair for size in shape} - widths
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_in_bf16_have_few_sizes(native, kind):
+    """oneDNN compiles a product for its sizes, in milliseconds."""
+    many = next(routing for routing in ROUTINGS if routing.name == "many_tokens")
+    found = {
+        dtype: _rows_of_products(Setting(many, dtype, "cpu", (48, 80, 144)), native, kind)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    assert any(rows % 16 for rows in found[torch.float32])
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        assert found[torch.bfloat16] and not any(rows % 16 for rows in found[torch.bfloat16])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_traces_as_one_graph(native, device, kind):
     setting = Setting(ROUTINGS[0], torch.float32, device)

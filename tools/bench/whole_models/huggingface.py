@@ -23,9 +23,12 @@ def hugging_face_model(terms: Terms, implementation: str) -> Contender:
     model.train()
     adam = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
+    batches = terms.batches()
+
     def loss() -> Tensor:
+        tokens_BS, _ = next(batches)
         # The model shifts the labels itself, so it predicts one token less of each sequence.
-        found: Tensor = model(input_ids=terms.tokens_BS, labels=terms.tokens_BS).loss
+        found: Tensor = model(input_ids=tokens_BS, labels=tokens_BS).loss
         return found
 
     def step() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from tools.bench.contender import Contender
 from tools.bench.whole_models.sizes import ModelSize
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Terms:
     """What all models of a bench share: sizes, precision, and the tokens with their labels."""
 
@@ -22,18 +21,16 @@ class Terms:
     dtype: torch.dtype
     groups: Groups
 
-    @cached_property
-    def tokens_BS(self) -> Tensor:
-        return self._ids_BS[:, :-1].contiguous()
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Tokens and labels, [B, S] each: the same for each model, and others in each pass.
 
-    @cached_property
-    def labels_BS(self) -> Tensor:
-        return self._ids_BS[:, 1:].contiguous()
-
-    @property
-    def _ids_BS(self) -> Tensor:
+        With the tokens, the number of rows of each expert changes, as it does in training.
+        """
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(self.size.V, (self.size.B, self.size.S + 1), generator=generator)
+        while True:
+            shape = (self.size.B, self.size.S + 1)
+            ids = torch.randint(self.size.V, shape, generator=generator)
+            yield ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 def contender_of(

@@ -67,18 +67,13 @@ def our_model(name: str, selection: list[str], terms: Terms) -> Contender:
     engine = Engine(config, size.V, terms.groups)
     (model,) = engine.chunks
     model.train()
-    batch = {
-        "tokens": terms.tokens_BS,
-        "labels": terms.labels_BS,
-        "loss_mask": torch.ones(terms.labels_BS.shape),
-    }
+    batches = terms.batches()
+    mask_BS = torch.ones(size.B, size.S)
     positions_BS = torch.arange(size.S).expand(size.B, -1)
 
     def loss() -> Tensor:
-        losses_BS = model(
-            batch["tokens"], positions_BS, None, labels=batch["labels"],
-            loss_mask=batch["loss_mask"],
-        )  # fmt: skip
-        return language_model_loss(losses_BS, batch)[0]
+        tokens_BS, labels_BS = next(batches)
+        losses_BS = model(tokens_BS, positions_BS, None, labels=labels_BS, loss_mask=mask_BS)
+        return language_model_loss(losses_BS, {"loss_mask": mask_BS})[0]
 
     return contender_of(name, model, loss, engine.optimizer.step)

@@ -53,8 +53,11 @@ def stock_model(terms: Terms) -> Contender:
     positions_BS = torch.arange(size.S).expand(size.B, -1)
     causal_SS = torch.ones(1, 1, size.S, size.S, dtype=torch.bool).triu(1)  # True: is not seen
 
+    batches = terms.batches()
+
     def loss() -> Tensor:
-        losses_BS: Tensor = model(terms.tokens_BS, positions_BS, causal_SS, labels=terms.labels_BS)
+        tokens_BS, labels_BS = next(batches)
+        losses_BS: Tensor = model(tokens_BS, positions_BS, causal_SS, labels=labels_BS)
         return losses_BS.float().mean()
 
     return contender_of(NAME, model, loss, optimizer.step)
