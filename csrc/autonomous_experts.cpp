@@ -150,9 +150,11 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
   const auto blocks = map.blocks();
   const auto columns = [&](int64_t count) { return map.scratch(x, blocks, count); };
   auto x_memory = columns(x.size(1)), dy_memory = columns(x.size(1));
-  auto dh_memory = columns(w.width()), h_memory = columns(w.width());
-  auto dg_memory = columns(w.width()), dp_memory = columns(w.width());
-  auto g_memory = columns(w.width());
+  auto dh_memory = columns(w.width()), own_h_memory = columns(w.width());
+  auto dg_memory = columns(w.width()), own_g_memory = columns(w.width());
+  auto dp_memory = columns(w.width());
+  auto& h_memory = in_place(x) ? dh_memory : own_h_memory;
+  auto& g_memory = in_place(x) ? dg_memory : own_g_memory;
   auto c_memory = columns(w.rank()), dc_memory = columns(w.rank());
   for (const auto& block : blocks) {
     const auto groups = block.experts(map.product_counts());

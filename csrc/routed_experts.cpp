@@ -83,8 +83,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
   const auto blocks = map.blocks();
   const auto columns = [&](int64_t count) { return map.scratch(x, blocks, count); };
   auto x_memory = columns(x.size(1)), dy_memory = columns(x.size(1));
-  auto dh_memory = columns(width), h_memory = columns(width);
-  auto d_memory = columns(2 * width);
+  auto dh_memory = columns(width), own_h_memory = columns(width), d_memory = columns(2 * width);
+  auto& h_memory = in_place(x) ? dh_memory : own_h_memory;
   for (const auto& block : blocks) {
     const auto groups = block.experts(map.product_counts());
     const auto gate_up_rows = block.rows(saved);

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING
 # Otherwise torch logs once that a peer frees what it kept from its last pass.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron-Core would use a GPU
+# oneDNN keeps 1,024 compiled products in a process. Each model would have as many alone.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8192")
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
