@@ -1,5 +1,6 @@
 """Whole models side by side: equal sizes and work, and the program that times them."""
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,14 @@ def test_models_are_as_large_and_do_the_stated_work(name: str) -> None:
         assert loss == pytest.approx(torch.tensor(float(size.V)).log().item(), abs=0.3), each
 
 
+def test_batches_take_turns() -> None:
+    size = SIZES["few experts"]
+    tokens = [ids.tolist() for ids, _ in islice(Terms(size, torch.float32, None, 2).batches(), 5)]
+    assert tokens[0] == tokens[2] == tokens[4] != tokens[1] == tokens[3]
+    ids, labels = next(Terms(size, torch.float32, None).batches())
+    assert ids.tolist() == tokens[0] and ids[:, 1:].equal(labels[:, :-1])
+
+
 def test_a_row_of_models() -> None:
     text = format_model_row(
         row(result("ours", 2, 2, peak_bytes=3 * 2**20, saved_bytes=2**19), result("other", 3, 3)),
@@ -93,6 +102,7 @@ def test_the_program(tmp_path: Path) -> None:
         (["--sizes", "large"], "--sizes 'large' is unknown: choose of small, goals, sequence"),
         (["--dtype", "float16"], "--dtype 'float16' is unknown: choose of float32, bfloat16"),
         (["--turns", "0"], "--turns is 0: it must be at least 1"),
+        (["--batches", "0"], "--batches is 0: it must be at least 1"),
         (["--json", "/"], "--json / is a folder: name a file"),
     ],
 )

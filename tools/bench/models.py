@@ -24,13 +24,11 @@ from typing import TYPE_CHECKING
 # Otherwise torch logs once that a peer frees what it kept from its last pass.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron-Core would use a GPU
-# oneDNN keeps 1,024 compiled products in a process. Each model would have as many alone.
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8192")
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from moe_parallel.tool import Tool, load_torch
+from moe_parallel.tool import Tool, check_positive, load_torch
 from tools.bench import benchmark
 from tools.bench.about import about
 from tools.bench.benchmark import chosen, words
@@ -56,6 +54,9 @@ def main(arguments: list[str]) -> int:
         help=f"of {', '.join(SIZES)}; the last three are curves (default: {SMALL})")  # fmt: skip
     tool.add_argument("--dtype", type=words, metavar="A,B,...",
         help="float32, bfloat16 (default: both)")  # fmt: skip
+    tool.add_argument("--batches", type=int, default=1, metavar="N",
+        help="number of different batches, which take turns: with more than one, the number of "
+        "rows of an expert changes, as it does in training (default: 1)")  # fmt: skip
     benchmark.add_flags(tool)
     return tool.run(arguments, lambda own: _time(arguments, own))
 
@@ -63,6 +64,7 @@ def main(arguments: list[str]) -> int:
 def _time(arguments: list[str], options: argparse.Namespace) -> int:
     options.sizes = chosen("--sizes", options.sizes, list(SIZES), [SMALL])
     options.dtype = chosen("--dtype", options.dtype, DTYPES, DTYPES)
+    check_positive(options, "batches")
     benchmark.check(options)
     load_torch()
     torch.set_num_threads(1)
@@ -96,7 +98,7 @@ def _benches(options: argparse.Namespace, groups: Groups) -> Iterator[tuple[Benc
         for dtype in (getattr(torch, dtype) for dtype in options.dtype):
             for size in SIZES[name]:
                 for build in BENCHES[name]:
-                    yield build(Terms(size, dtype, groups)), size
+                    yield build(Terms(size, dtype, groups, options.batches)), size
                     gc.collect()
 
 

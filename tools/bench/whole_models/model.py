@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -20,17 +21,17 @@ class Terms:
     size: ModelSize
     dtype: torch.dtype
     groups: Groups
+    number_of_batches: int = 1
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Tokens and labels, [B, S] each: the same for each model, and others in each pass.
-
-        With the tokens, the number of rows of each expert changes, as it does in training.
-        """
+        """Tokens and labels, [B, S] each, in turns: the same for each model."""
         generator = torch.Generator().manual_seed(0)
-        while True:
-            shape = (self.size.B, self.size.S + 1)
+        shape = (self.size.B, self.size.S + 1)
+        batches = []
+        for _ in range(self.number_of_batches):
             ids = torch.randint(self.size.V, shape, generator=generator)
-            yield ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+            batches.append((ids[:, :-1].contiguous(), ids[:, 1:].contiguous()))
+        return itertools.cycle(batches)
 
 
 def contender_of(
