@@ -94,20 +94,17 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
         fused_gemm({{c_on_load, block.experts(w_up), {}}, {on_load, {}, block.experts(w_p)}},
                    groups, block.num_rows, activate_rows(h, g_rows, p_rows, row_probs));
     if (!is_fused) {
-      auto x_rows = block.part(x_memory);
-      map.gather(x_rows, tokens, block);
-      const auto x_products = block.product(x_memory);
-      auto p_products = block.product(p), c_products = c ? at::Tensor() : block.product(c_by_row);
+      const auto x_rows = map.gather(x_memory, tokens, block);
+      auto p_products = block.product(p);
       auto g_products = keep_g ? block.product(g) : block.product(g_memory);
-      grouped_gemm_out(p_products, x_products, block.experts(w_p), groups);
+      grouped_gemm_out(p_products, x_rows, block.experts(w_p), groups);
       if (c) {
-        c_rows = block.part(c_memory);
-        map.gather_choices(c_rows, c_by_choice, block);
-        c_products = block.product(c_memory);
+        c_rows = map.gather_choices(c_memory, c_by_choice, block);
       } else {
-        grouped_gemm_out(c_products, x_products, block.experts(*w_down), groups);
+        c_rows = block.product(c_by_row);
+        grouped_gemm_out(c_rows, x_rows, block.experts(*w_down), groups);
       }
-      grouped_gemm_out(g_products, c_products, block.experts(w_up), groups);
+      grouped_gemm_out(g_products, c_rows, block.experts(w_up), groups);
       swiglu_out(h, g_products.narrow(0, 0, block.num_rows), p_rows, row_probs);
     }
     grouped_gemm_out(y_rows, block.product(h_memory), block.experts(w_out), groups);
@@ -161,35 +158,32 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
     const auto transposed = [&](const at::Tensor& weight) {
       return block.experts(weight).transpose(1, 2);
     };
-    auto c_rows = c ? at::Tensor() : block.rows(c_by_row);
+    at::Tensor c_rows;
     if (c) {
-      c_rows = block.part(c_memory);
-      map.gather_choices(c_rows, c_by_choice, block);
-      c_rows = block.product(c_memory);
+      c_rows = map.gather_choices(c_memory, c_by_choice, block);
     } else if (block.product_rows > block.num_rows) {
-      block.part(c_memory).copy_(c_rows);
+      block.part(c_memory).copy_(block.rows(c_by_row));
       c_rows = block.product(c_memory);
+    } else {
+      c_rows = block.rows(c_by_row);
     }
     auto g_products = has_g ? block.rows(g) : block.product(g_memory);
     if (!has_g) grouped_gemm_out(g_products, c_rows, block.experts(w_up), groups);
     const auto g_rows = g_products.narrow(0, 0, block.num_rows);
 
-    auto dy_rows = block.part(dy_memory), h = block.part(h_memory);
-    auto dg = block.part(dg_memory), dp = block.part(dp_memory);
-    map.gather(dy_rows, gradients, block);
-    dy_rows = block.product(dy_memory);
+    auto h = block.part(h_memory), dg = block.part(dg_memory), dp = block.part(dp_memory);
+    const auto dy_rows = map.gather(dy_memory, gradients, block);
     const SwigluGradients to{.dgate = dg, .dup = dp, .dprobs = block.rows(dprobs_of_rows), .h = h};
     swiglu_backward_of_product(to, dy_rows, transposed(w_out), groups, g_rows, block.rows(p_2d),
                                block.rows(probs_of_rows), dh_memory);
     dw_out.take(block, block.product(h_memory), dy_rows, groups);
 
-    auto dc_rows = c ? block.product(dc) : block.product(dc_memory);
-    auto x_rows = block.part(x_memory), dx_rows = block.product(dx);
-    dg = block.product(dg_memory), dp = block.product(dp_memory);
+    auto dc_rows = c ? block.product(dc) : block.product(dc_memory), dx_rows = block.product(dx);
+    dg = block.product(dg_memory);
+    dp = block.product(dp_memory);
     dw_up.take(block, c_rows, dg, groups);
     grouped_gemm_out(dc_rows, dg, transposed(w_up), groups);
-    map.gather(x_rows, tokens, block);
-    x_rows = block.product(x_memory);
+    const auto x_rows = map.gather(x_memory, tokens, block);
     dw_p.take(block, x_rows, dp, groups);
     if (c) {
       grouped_gemm_out(dx_rows, dp, transposed(w_p), groups);

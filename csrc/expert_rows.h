@@ -114,15 +114,15 @@ class ExpertRows {
     return {like, most_rows, columns};
   }
 
-  // out[n] = x[token of row n], or zeros in a padding row.
-  void gather(at::Tensor& out, const at::Tensor& x, const RowBlock& block) const {
-    gather_slots(out, x, block, rows_.size(1));
+  // The block's rows for a product, in `memory`: x[token of row n], or zeros in a padding row.
+  at::Tensor gather(ScratchRows& memory, const at::Tensor& x, const RowBlock& block) const {
+    return gather_slots(memory, x, block, rows_.size(1));
   }
 
-  // out[n] = choices[slot of row n], or zeros in a padding row. `choices` has one row per choice:
-  // [tokens, choices, width].
-  void gather_choices(at::Tensor& out, const at::Tensor& choices, const RowBlock& block) const {
-    gather_slots(out, choices.flatten(0, 1), block, 1);
+  // The same of choices[slot of row n]. `choices` has one row per choice: [tokens, choices, width].
+  at::Tensor gather_choices(ScratchRows& memory, const at::Tensor& choices,
+                            const RowBlock& block) const {
+    return gather_slots(memory, choices.flatten(0, 1), block, 1);
   }
 
   // The same rows for a kernel that gathers them while it loads them. x must have dense rows.
@@ -184,8 +184,9 @@ class ExpertRows {
     return rows;
   }
 
-  void gather_slots(at::Tensor& out, const at::Tensor& x, const RowBlock& block,
-                    int64_t choices) const {
+  at::Tensor gather_slots(ScratchRows& memory, const at::Tensor& x, const RowBlock& block,
+                          int64_t choices) const {
+    auto out = block.part(memory);
     const bool all = block.num_rows == size() && choices == rows_.size(1);
     launch(x, Permute{.x = x.const_data_ptr(),
                       .slots = slots_.const_data_ptr<int64_t>() + block.first_row,
@@ -195,6 +196,7 @@ class ExpertRows {
                       .rows = block.num_rows,
                       .row_bytes = x.size(1) * static_cast<int64_t>(x.element_size()),
                       .row_of_choice = all ? rows_.const_data_ptr<int64_t>() : nullptr});
+    return block.product(memory);
   }
 
   void round_products() {

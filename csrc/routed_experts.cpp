@@ -49,10 +49,8 @@ std::tuple<at::Tensor, at::Tensor> routed_experts(
     const FusedOperands first_stage{map.gathered(tokens, block), w.narrow(2, 0, width),
                                     w.narrow(2, width, width)};
     if (!fused_gemm({first_stage}, groups, block.num_rows, activate_rows(h, gate, up, row_probs))) {
-      auto x_rows = block.part(x_memory);
-      map.gather(x_rows, tokens, block);
       auto products = block.product(gate_up);
-      grouped_gemm_out(products, block.product(x_memory), w, groups);
+      grouped_gemm_out(products, map.gather(x_memory, tokens, block), w, groups);
       swiglu_out(h, gate, up, row_probs);
     }
     grouped_gemm_out(y_rows, block.product(h_memory), block.experts(w_out), groups);
@@ -89,23 +87,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
     const auto groups = block.experts(map.product_counts());
     const auto gate_up_rows = block.rows(saved);
     const auto gate = gate_up_rows.narrow(1, 0, width), up = gate_up_rows.narrow(1, width, width);
-    auto dy_rows = block.part(dy_memory), h = block.part(h_memory);
-    auto d_gate_up = block.part(d_memory), x_rows = block.part(x_memory);
-    auto dx_rows = block.product(dx);
+    auto h = block.part(h_memory), d_gate_up = block.part(d_memory), dx_rows = block.product(dx);
 
-    map.gather(dy_rows, gradients, block);
+    const auto dy_rows = map.gather(dy_memory, gradients, block);
     const SwigluGradients to{.dgate = d_gate_up.narrow(1, 0, width),
                              .dup = d_gate_up.narrow(1, width, width),
                              .dprobs = block.rows(dprobs_of_rows),
                              .h = h};
-    const auto dy_products = block.product(dy_memory);
-    swiglu_backward_of_product(to, dy_products, block.experts(w_out).transpose(1, 2), groups, gate,
-                               up, block.rows(probs_of_rows), dh_memory);
-    dw_out.take(block, block.product(h_memory), dy_products, groups);
-    map.gather(x_rows, tokens, block);
-    const auto d_products = block.product(d_memory);
-    dw_gate_up.take(block, block.product(x_memory), d_products, groups);
-    grouped_gemm_out(dx_rows, d_products, block.experts(w_gate_up).transpose(1, 2), groups);
+    swiglu_backward_of_product(to, dy_rows, block.experts(w_out).transpose(1, 2), groups, gate, up,
+                               block.rows(probs_of_rows), dh_memory);
+    dw_out.take(block, block.product(h_memory), dy_rows, groups);
+    d_gate_up = block.product(d_memory);
+    dw_gate_up.take(block, map.gather(x_memory, tokens, block), d_gate_up, groups);
+    grouped_gemm_out(dx_rows, d_gate_up, block.experts(w_gate_up).transpose(1, 2), groups);
   }
   return {map.sum(map.only_rows(dx)), map.values_by_choice(dprobs_of_rows), dw_gate_up.own(),
           dw_out.own()};
