@@ -16,6 +16,7 @@ PROGRAMS = {
     **{
         tool.replace("_", "-"): f"tools/{tool}.py"
         for tool in (
+            "checkpoint",
             "convert",
             "count_parameters",
             "experts_per_vocab_item",

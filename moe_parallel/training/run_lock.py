@@ -36,12 +36,13 @@ def locked_folder(save: str | None) -> Iterator[list[str]]:
     warnings: list[str] = []
     with ExitStack() as held:
         if save is not None:
-            on_rank_0(lambda: warnings.extend(held.enter_context(_held(Path(save)))))
+            on_rank_0(lambda: warnings.extend(held.enter_context(run_lock(Path(save)))))
         yield warnings
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[list[str]]:
+def run_lock(folder: Path) -> Iterator[list[str]]:
+    """Lock a folder from this process alone; yields warnings to print. Raises InputError."""
     is_new = not folder.exists()
     path = folder / LOCK
     try:

@@ -44,6 +44,7 @@ from megatron.core.dist_checkpointing.utils import (
 )
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
@@ -106,6 +107,21 @@ def read_tensors(content: dict[str, Any], folder: Path) -> dict[str, Any]:
             raise _unreadable(error) from error
 
     return agree(read)
+
+
+def read_whole(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Read whole tensors by their keys into `tensors`, on this process alone.
+
+    Raises:
+        StorageError: they cannot be read, or have other shapes.
+    """
+    try:
+        with _quietly():
+            torch_checkpoint.load(
+                dict(tensors), storage_reader=_Reader(folder), planner=_Planner(), no_dist=True
+            )
+    except (CheckpointException, Exception) as error:  # the first is not an Exception
+        raise _unreadable(error) from error
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -218,6 +234,13 @@ class _LoadPlanner(MCoreLoadPlanner):
             self.state_dict[read_item.dest_index.fqn] = torch.load(
                 value, map_location="cpu", weights_only=True
             )
+
+
+class _Planner(DefaultLoadPlanner):
+    """Reads no objects."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise StorageError(f"{read_item.dest_index.fqn} is no tensor")
 
 
 class _Writer(FileSystemWriter):

@@ -1,0 +1,147 @@
+"""tools/checkpoint.py on the checkpoints of a small run, whole, damaged and changed."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_parallel.training.checkpoint.compare import compare
+from moe_parallel.training.run_lock import run_lock
+from tests.distributed import run_distributed
+from tests.training.tiny_run import AOE, Layout, TinyRun
+from tools.checkpoint import main
+
+
+def _three_checkpoints(path: Path) -> None:
+    run = TinyRun(Layout(2, ep=2, distributed=True), path, options=AOE)
+    for _ in range(3):
+        run.steps(1)
+        run.save()
+
+
+def _same_on_one_rank(path: Path) -> None:
+    """The first two steps once more, in another layout; then the weights of an expert change."""
+    run = TinyRun(Layout(), path, options=AOE)
+    run.load(path.parent / "run" / "iter_0000002")
+    run.save()
+    name, weight = next((n, p) for n, p in run.parameters() if n.endswith("experts.w_out_LWD"))
+    weight.data[1, 2, :3] += 0.25
+    run.iteration += 1
+    run.save()
+    (path / "changed").write_text(name)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: Any) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    run_distributed(2, _three_checkpoints, folder / "run")
+    run_distributed(1, _same_on_one_rank, folder / "other")
+    return folder
+
+
+@pytest.fixture
+def run(runs: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(runs / "run", tmp_path / "run"))
+
+
+def said(capsys: Any, *words: object, code: int = 0) -> list[str]:
+    assert main([str(word) for word in words]) == code
+    out, err = capsys.readouterr()
+    return (out + err).splitlines()
+
+
+def test_list(run: Path, capsys: Any) -> None:
+    (run / "iter_0000001" / "common.pt").unlink()
+    first, second, third = said(capsys, "list", run)
+    assert first.startswith("iter_0000001 ") and first.endswith("  incomplete or damaged")
+    assert second.startswith("iter_0000002 ") and "MiB" in second and "latest" not in second
+    assert third.startswith("iter_0000003 ") and third.endswith("  latest")
+
+
+def test_verify_reads_every_byte(run: Path, capsys: Any) -> None:
+    assert all("  whole: " in line for line in said(capsys, "verify", run))
+    damaged = next((run / "iter_0000002").glob("*.distcp"))
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    first, second, third, error = said(capsys, "verify", run, code=2)
+    assert "whole" in first and "whole" in third
+    assert f"{damaged.name} is damaged" in second and "--load" not in second
+    assert error == f"checkpoint.py: {run}: 1 of 3 checkpoints are damaged"
+
+
+def test_show(runs: Path, capsys: Any) -> None:
+    lines = said(capsys, "show", runs / "run", "--tensors")
+    facts = dict(line.split("  ", 1) for line in lines if not line.startswith(" "))
+    assert facts["iteration"].strip() == "3" and facts["consumed samples"].strip() == "12"
+    assert "ep 2" in facts["layout"] and facts["optimizer state"].strip() == "yes"
+    tensors = [line for line in lines if line.startswith("  ")]
+    assert len(tensors) == int(facts["tensors"])
+    assert any("w_down_EDR  [4, 32, 8]" in line for line in tensors)
+
+
+def test_the_same_state_in_another_layout_is_equal(runs: Path, capsys: Any) -> None:
+    one, other = runs / "run" / "iter_0000002", runs / "other" / "iter_0000002"
+    (line,) = said(capsys, "diff", one, other)
+    assert line.endswith(" tensors are equal, 0 differ")
+
+
+def test_what_changed_is_named(runs: Path, capsys: Any) -> None:
+    other = runs / "other"
+    *lines, last = said(capsys, "diff", other / "iter_0000002", other, code=1)
+    changed = (other / "changed").read_text().removeprefix("decoder.layers.")
+    layer = changed.partition(".")[0]
+    assert layer in lines[0] and "w_out_LWD" in lines[0]
+    assert lines[0].endswith("3 of 7,680 values, largest difference 2.50e-01")
+    assert last.endswith(" differ") and int(last.split()[-2]) == len(lines)
+
+
+def test_tensors_of_one_checkpoint_alone_are_named(runs: Path, tmp_path: Path) -> None:
+    run_distributed(1, _dense_head, tmp_path)
+    found = compare(runs / "run" / "iter_0000001", tmp_path / "iter_0000001").differences
+    alone = {each.key: each.how for each in found if each.how.startswith("only in")}
+    assert alone["output_layer.weight"] == f"only in {tmp_path / 'iter_0000001'}"
+    assert all("output_layer" in key for key in alone)
+    layers = [each.key.split(".")[2] for each in found if each.key.startswith("decoder.layers")]
+    assert layers == sorted(layers)
+
+
+def _dense_head(path: Path) -> None:
+    run = TinyRun(Layout(), path, options=AOE | {"untie_embeddings_and_output_weights": True})
+    run.steps(1)
+    run.save()
+
+
+def test_prune_keeps_the_latest(run: Path, capsys: Any) -> None:
+    assert said(capsys, "prune", run, "--keep-last", 1) == [
+        "deleted iter_0000001",
+        "deleted iter_0000002",
+    ]
+    assert [path.name for path in run.glob("iter_*")] == ["iter_0000003"]
+    (line,) = said(capsys, "verify", run)
+    assert "whole" in line
+
+
+def test_prune_waits_for_no_run(run: Path, capsys: Any) -> None:
+    with run_lock(run):
+        (line,) = said(capsys, "prune", run, "--keep-last", 1, code=2)
+    assert line.startswith(f"checkpoint.py: {run}: another run is writing there (process ")
+    assert len(list(run.glob("iter_*"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["list", "none"], "none: there is no such folder; check the path"),
+        (["prune", "{run}", "--keep-last", "0"], "--keep-last is 0: it must be at least 1"),
+        (["prune", "{run}"], "the following arguments are required: --keep-last; --help lists"),
+        (["list", "{run}/iter_0000001"], "iter_0000001 is one checkpoint: name the folder of its"),
+        (["tidy", "{run}"], "COMMAND: invalid choice: 'tidy'"),
+    ],
+)
+def test_wrong_flags(runs: Path, words: list[str], message: str, capsys: Any) -> None:
+    given = [word.format(run=runs / "run") for word in words]
+    (line,) = said(capsys, *given, code=2)
+    assert line.startswith("checkpoint.py: ") and message in line

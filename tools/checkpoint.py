@@ -1,0 +1,188 @@
+"""List, verify, show, compare and delete the checkpoints of a run.
+
+    python tools/checkpoint.py list runs/my
+    python tools/checkpoint.py verify runs/my
+    python tools/checkpoint.py show runs/my/iter_0000200 --tensors
+    python tools/checkpoint.py diff runs/my/iter_0000200 runs/other/iter_0000200
+    python tools/checkpoint.py prune runs/my --keep-last 2
+
+A checkpoint needs no conversion for another layout: --load reads it in any. Exit codes: 0 done; 1
+`diff` found differences; 2 a wrong flag, or `verify` found a damaged checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_parallel.config.one_line_parser import OneLineParser
+from moe_parallel.errors import InputError
+from moe_parallel.tool import Tool, check_positive, load_torch
+
+if TYPE_CHECKING:
+    from moe_parallel.training.checkpoint.folder import CheckpointFolder
+
+DIFFERENT = 1
+SHOWN = 20  # differences
+
+
+def main(arguments: list[str]) -> int:
+    tool = Tool(__file__, __doc__)
+    commands = tool.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=OneLineParser
+    )
+    for name, paths, text in (
+        ("list", ["run"], "the checkpoints of a run"),
+        ("verify", ["run"], "read every file of every checkpoint and compare checksums"),
+        ("show", ["checkpoint"], "what a checkpoint holds"),
+        ("diff", ["one", "other"], "the tensors that differ, to the bit"),
+        ("prune", ["run"], "delete the oldest checkpoints"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        for path in paths:
+            meaning = "run folder" if path == "run" else "checkpoint, or run folder for its latest"
+            command.add_argument(path, type=Path, metavar=path.upper(), help=meaning)
+        if name == "show":
+            command.add_argument("--tensors", action="store_true", help="list the tensors too")
+        if name == "prune":
+            command.add_argument("--keep-last", type=int, required=True, metavar="N",
+                help="number of checkpoints to keep, the latest among them")  # fmt: skip
+    return tool.run(arguments, _run)
+
+
+def _run(own: argparse.Namespace) -> int | None:
+    if own.command == "prune":
+        check_positive(own, "keep-last")
+    load_torch()
+    try:
+        return COMMANDS[own.command](own)
+    except InputError as error:
+        raise InputError(_without_flag(error)) from error
+
+
+def _list(own: argparse.Namespace) -> None:
+    from moe_parallel.training.checkpoint.record import is_whole
+
+    folder = _folder(own.run)
+    latest = folder.latest()
+    for path in _paths(folder):
+        notes = ["latest"] * (path == latest) + ["incomplete or damaged"] * (not is_whole(path))
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        written = datetime.datetime.fromtimestamp(path.stat().st_mtime)
+        print(
+            f"{path.name}  {_size(size):>10}  {written:%Y-%m-%d %H:%M}  {', '.join(notes)}".rstrip()
+        )
+
+
+def _verify(own: argparse.Namespace) -> None:
+    from moe_parallel.training.checkpoint.files import check_content
+    from moe_parallel.training.checkpoint.record import read_record
+
+    paths = _paths(_folder(own.run))
+    damaged = 0
+    for path in paths:
+        try:
+            files = read_record(path)["files"]
+            check_content(path, files, slice(None))
+        except InputError as error:
+            damaged += 1
+            reason = _without_flag(error).removeprefix(f"{path}: ")
+            print(f"{path.name}  {reason}", flush=True)
+        else:
+            size = sum(facts["bytes"] for facts in files.values())
+            print(f"{path.name}  whole: {len(files)} files, {_size(size)}", flush=True)
+    if damaged:
+        raise InputError(f"{own.run}: {damaged} of {len(paths)} checkpoints are damaged")
+
+
+def _show(own: argparse.Namespace) -> None:
+    from moe_parallel.training.checkpoint.folder import find_checkpoint
+    from moe_parallel.training.checkpoint.record import read_record
+    from moe_parallel.training.checkpoint.tensors import stored_tensors
+
+    checkpoint = find_checkpoint(own.checkpoint)
+    record = read_record(checkpoint)
+    tensors = stored_tensors(checkpoint)
+    facts: dict[str, Any] = {
+        "checkpoint": checkpoint,
+        **{name.replace("_", " "): f"{record['training'][name]:,}"
+           for name in ("iteration", "consumed_samples", "consumed_tokens")},
+        "layout": " ".join(f"{name} {size}" for name, size in record["layout"].items()),
+        "optimizer state": "no, weights only" if record["adam_step"] is None else "yes",
+        "versions": ", ".join(f"{name} {v}" for name, v in record.get("versions", {}).items()),
+        "tensors": len(tensors),
+        "size": _size(sum(file["bytes"] for file in record["files"].values())),
+    }  # fmt: skip
+    for name, value in facts.items():
+        print(f"{name:<18}{value}")
+    if own.tensors:
+        for key, shape in sorted(tensors.items()):
+            print(f"  {key}  {list(shape)}")
+
+
+def _diff(own: argparse.Namespace) -> int:
+    from moe_parallel.collective_errors import StorageError
+    from moe_parallel.training.checkpoint.compare import compare
+    from moe_parallel.training.checkpoint.folder import find_checkpoint
+
+    one, other = find_checkpoint(own.one), find_checkpoint(own.other)
+    try:
+        found = compare(one, other)
+    except StorageError as error:
+        raise InputError(f"{one}, {other}: {error}; `verify` names the damaged one") from error
+    for difference in found.differences[:SHOWN]:
+        print(f"{difference.key}: {difference.how}")
+    if len(found.differences) > SHOWN:
+        print(f"... and {len(found.differences) - SHOWN} more")
+    print(f"{found.equal} tensors are equal, {len(found.differences)} differ")
+    return DIFFERENT if found.differences else 0
+
+
+def _prune(own: argparse.Namespace) -> None:
+    from moe_parallel.training.checkpoint.folder import iteration_in_name
+    from moe_parallel.training.run_lock import run_lock
+
+    folder = _folder(own.run)
+    with run_lock(own.run) as warnings:
+        for warning in warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        before, latest = _paths(folder), folder.latest()
+        newest = None if latest is None else iteration_in_name(latest)
+        assert newest is not None
+        folder.delete_oldest(newest, own.keep_last)
+        for path in sorted(set(before) - set(_paths(folder))):
+            print(f"deleted {path.name}")
+
+
+COMMANDS = {"list": _list, "verify": _verify, "show": _show, "diff": _diff, "prune": _prune}
+
+
+def _folder(run: Path) -> CheckpointFolder:
+    """The folder of a run that has checkpoints."""
+    from moe_parallel.training.checkpoint.folder import CheckpointFolder, find_checkpoint
+
+    if find_checkpoint(run) == run:
+        raise InputError(f"{run} is one checkpoint: name the folder of its run, {run.parent}")
+    return CheckpointFolder(run)
+
+
+def _paths(folder: CheckpointFolder) -> list[Path]:
+    from moe_parallel.training.checkpoint.folder import checkpoint_name
+
+    return [folder.directory / checkpoint_name(i) for i in folder.iterations()]
+
+
+def _without_flag(error: InputError) -> str:
+    """The message of a run, which names --load or --save; this tool has neither."""
+    return str(error).removeprefix("--load ").removeprefix("--save ")
+
+
+def _size(amount: int) -> str:
+    return f"{amount / 2**20:,.1f} MiB" if amount < 2**30 else f"{amount / 2**30:,.1f} GiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
