@@ -22,10 +22,9 @@ namespace moe_parallel {
 
 // Consecutive experts whose rows are computed together.
 //
-// Products may take more rows than there are: the rows that follow in the block's scratch memory,
-// which are zero, and in the output of all rows, where the next block overwrites them. oneDNN
-// compiles a product for its exact sizes, which takes 3 ms on the CPU, and each expert has another
-// number of rows in each step.
+// A product may have more rows than the block. In scratch memory they are zeros. In the output of
+// all rows, the next block overwrites them. The reason: oneDNN compiles a product in bf16 for its
+// exact sizes, which takes 3 ms, and each expert has another number of rows in each step.
 struct RowBlock {
   int64_t first_expert;
   int64_t num_experts;
@@ -49,7 +48,8 @@ struct RowBlock {
   }
 };
 
-// The number of rows of a product: at least `rows`, and one of 32 numbers up to a power of two.
+// The number of rows of a product: a multiple of 16 up to 1,024, and then one of 32 numbers for
+// each doubling.
 inline int64_t rounded_rows(int64_t rows) {
   int64_t step = 16;  // the rows of a tile of AMX
   while (rows > 64 * step) step *= 2;

@@ -60,7 +60,7 @@ bool is_slow_in_bf16(const at::Tensor& a) {
 }
 
 bool is_compiled_for_its_sizes(const at::Tensor& a) {
-  return a.is_cpu() && a.element_size() == 2 && !is_slow_in_bf16(a);
+  return a.is_cpu() && a.scalar_type() == at::kBFloat16 && !is_slow_in_bf16(a);
 }
 
 void product_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate) {

@@ -106,7 +106,7 @@ inline bool fused_swiglu_backward(const SwigluGradients& to, const at::Tensor& d
                                    .stride = gate.stride(0),
                                    .dstride = to.dgate.stride(0)};
   TORCH_INTERNAL_ASSERT(up.stride(0) == epilogue.stride && to.dup.stride(0) == epilogue.dstride);
-  if (!fused_gemm({{rows_of(dy), w, w}}, counts, dy.size(0), epilogue)) return false;
+  if (!fused_gemm({{rows_of(dy), w, w}}, counts, gate.size(0), epilogue)) return false;
   auto dprobs = to.dprobs;
   at::sum_out(dprobs, sums, 1);
   return true;

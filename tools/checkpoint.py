@@ -39,7 +39,12 @@ def main(arguments: list[str]) -> int:
         ("verify", ["run"], "read every file of every checkpoint and compare checksums"),
         ("show", ["checkpoint"], "what a checkpoint holds"),
         ("diff", ["one", "other"], "the tensors that differ, to the bit"),
-        ("prune", ["run"], "delete the oldest checkpoints"),
+        (
+            "prune",
+            ["run"],
+            "delete all but the latest checkpoint and N - 1 others, the newest; those "
+            "of a course that the run has left go first",
+        ),
     ):
         command = commands.add_parser(name, help=text, description=text)
         for path in paths:
@@ -49,7 +54,8 @@ def main(arguments: list[str]) -> int:
             command.add_argument("--tensors", action="store_true", help="list the tensors too")
         if name == "prune":
             command.add_argument("--keep-last", type=int, required=True, metavar="N",
-                help="number of checkpoints to keep, the latest among them")  # fmt: skip
+                help="number of checkpoints to keep; if the run went back to an earlier "
+                "iteration, those of the course that it left are deleted first")  # fmt: skip
     return tool.run(arguments, _run)
 
 
@@ -57,17 +63,25 @@ def _run(own: argparse.Namespace) -> int | None:
     if own.command == "prune":
         check_positive(own, "keep-last")
     load_torch()
+    from moe_parallel.collective_errors import StorageError
+
     try:
         return COMMANDS[own.command](own)
     except InputError as error:
         raise InputError(_without_flag(error)) from error
+    except StorageError as error:
+        raise InputError(f"{error}; `verify` names damaged checkpoints") from error
 
 
 def _list(own: argparse.Namespace) -> None:
     from moe_parallel.training.checkpoint.record import is_whole
 
     folder = _folder(own.run)
-    latest = folder.latest()
+    latest = None
+    try:
+        latest = folder.latest()
+    except InputError as error:
+        print(f"warning: {_without_flag(error)}", file=sys.stderr)
     for path in _paths(folder):
         notes = ["latest"] * (path == latest) + ["incomplete or damaged"] * (not is_whole(path))
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
@@ -124,15 +138,10 @@ def _show(own: argparse.Namespace) -> None:
 
 
 def _diff(own: argparse.Namespace) -> int:
-    from moe_parallel.collective_errors import StorageError
     from moe_parallel.training.checkpoint.compare import compare
     from moe_parallel.training.checkpoint.folder import find_checkpoint
 
-    one, other = find_checkpoint(own.one), find_checkpoint(own.other)
-    try:
-        found = compare(one, other)
-    except StorageError as error:
-        raise InputError(f"{one}, {other}: {error}; `verify` names the damaged one") from error
+    found = compare(find_checkpoint(own.one), find_checkpoint(own.other))
     for difference in found.differences[:SHOWN]:
         print(f"{difference.key}: {difference.how}")
     if len(found.differences) > SHOWN:
@@ -142,17 +151,20 @@ def _diff(own: argparse.Namespace) -> int:
 
 
 def _prune(own: argparse.Namespace) -> None:
-    from moe_parallel.training.checkpoint.folder import iteration_in_name
+    from moe_parallel.training.checkpoint.record import is_whole
     from moe_parallel.training.run_lock import run_lock
 
     folder = _folder(own.run)
     with run_lock(own.run) as warnings:
-        for warning in warnings:
-            print(f"warning: {warning}", file=sys.stderr)
+        if warnings:  # a run may be writing there, and nothing would tell
+            raise InputError(f"{own.run}: its file system has no locks: delete folders by hand")
         before, latest = _paths(folder), folder.latest()
-        newest = None if latest is None else iteration_in_name(latest)
-        assert newest is not None
-        folder.delete_oldest(newest, own.keep_last)
+        if latest not in before or latest.is_symlink() or not is_whole(latest):
+            raise InputError(
+                f"{own.run}: the latest checkpoint is damaged, so nothing is deleted; "
+                "`verify` says what is whole"
+            )
+        folder.delete_oldest(folder.iterations()[before.index(latest)], own.keep_last)
         for path in sorted(set(before) - set(_paths(folder))):
             print(f"deleted {path.name}")
 
@@ -162,11 +174,16 @@ COMMANDS = {"list": _list, "verify": _verify, "show": _show, "diff": _diff, "pru
 
 def _folder(run: Path) -> CheckpointFolder:
     """The folder of a run that has checkpoints."""
-    from moe_parallel.training.checkpoint.folder import CheckpointFolder, find_checkpoint
+    from moe_parallel.training.checkpoint.folder import RECORD, CheckpointFolder
 
-    if find_checkpoint(run) == run:
+    if not run.is_dir():
+        raise InputError(f"{run}: there is no such folder; check the path")
+    if (run / RECORD).exists():
         raise InputError(f"{run} is one checkpoint: name the folder of its run, {run.parent}")
-    return CheckpointFolder(run)
+    folder = CheckpointFolder(run)
+    if not folder.iterations():
+        raise InputError(f"{run}: there is no checkpoint; name the folder given to --save")
+    return folder
 
 
 def _paths(folder: CheckpointFolder) -> list[Path]:

@@ -33,7 +33,7 @@ class TrainingConfig(Section):
     gradient_accumulation_fusion: bool = option(
         False,
         "let the experts' backward passes add weight gradients directly to the fp32 sum over "
-        "micro-batches, instead of computing a rounded gradient and adding it",
+        "micro-batches, instead of rounding them and adding them afterwards",
     )
     attention_backend: str = option(
         "auto",

@@ -120,7 +120,7 @@ def test_bf16_gradients_are_close_to_those_of_fp32():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_gradients_are_added_to_main_gradients_without_rounding(dtype):
+def test_gradients_are_added_to_main_gradients_without_rounding_their_sum(dtype):
     wide = torch.promote_types(dtype, torch.float32)
     x_PTD, e_PE = draw(MANY, T, D, seed=5, dtype=dtype), routing(MANY, wide)
     plain, fused = experts(dtype), experts(dtype)

@@ -70,6 +70,7 @@ ROUTINGS = [
     Routing("capacity_one", 5, _first_per_expert(_SOME, 1), pad_rows_per_expert=1),
     Routing("capacity_zero", 5, np.full((4, 2), NOT_CHOSEN, dtype=np.int64), pad_rows_per_expert=0),
     Routing("padding_without_tokens", 3, np.zeros((0, 2), dtype=np.int64), pad_rows_per_expert=2),
+    Routing("a_thousand_rows_of_one", 2, np.zeros((1100, 1), dtype=np.int64)),
 ]
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from moe_parallel.training.checkpoint.compare import compare
+from moe_parallel.training.checkpoint.compare import compare, how_values_differ
 from moe_parallel.training.run_lock import run_lock
 from tests.distributed import run_distributed
 from tests.training.tiny_run import AOE, Layout, TinyRun
@@ -122,6 +123,34 @@ def test_prune_keeps_the_latest(run: Path, capsys: Any) -> None:
     assert [path.name for path in run.glob("iter_*")] == ["iter_0000003"]
     (line,) = said(capsys, "verify", run)
     assert "whole" in line
+
+
+def test_prune_deletes_nothing_if_the_latest_is_damaged(run: Path, capsys: Any) -> None:
+    (run / "iter_0000003" / "common.pt").unlink()
+    (line,) = said(capsys, "prune", run, "--keep-last", 1, code=2)
+    assert "the latest checkpoint is damaged, so nothing is deleted" in line
+    assert len(list(run.glob("iter_*"))) == 3
+
+
+def test_a_wrong_tracker_hides_no_checkpoint(run: Path, capsys: Any) -> None:
+    (run / "latest_checkpointed_iteration.txt").write_text("9\n")
+    *lines, warning = said(capsys, "list", run)
+    assert len(lines) == 3 and warning.startswith(f"warning: {run}: ")
+    assert len(said(capsys, "verify", run)) == 3
+
+
+def test_an_index_that_is_none(run: Path, capsys: Any) -> None:
+    index = run / "iter_0000003" / ".metadata"
+    index.write_bytes(bytes(index.stat().st_size))
+    (line,) = said(capsys, "show", run, code=2)
+    assert line.startswith("checkpoint.py: .metadata is not the index of a checkpoint")
+
+
+def test_values_are_compared_by_their_bits() -> None:
+    one = torch.tensor([0.0, 1.0, torch.nan, torch.inf, 2.0])
+    assert how_values_differ(one, one.clone()) is None
+    other = torch.tensor([-0.0, 1.5, torch.nan, -torch.inf, 2.0])
+    assert how_values_differ(one, other) == "3 of 5 values, largest difference 5.00e-01"
 
 
 def test_prune_waits_for_no_run(run: Path, capsys: Any) -> None:
