@@ -36,7 +36,11 @@ def test_a_fused_run_is_the_same_run(tmp_path: Path, system: str, backend: str) 
     options = model(system) | {"moe_backend": backend}
     start = make_start(options | ONE, tmp_path)
     for world, layouts in LAYOUTS.items():
-        cases = {name: options | FUSED | each for name, each in layouts.items()}
+        cases = {
+            name: options | FUSED | each
+            for name, each in layouts.items()
+            if system != "lory" or each.get("expert_model_parallel_size", 1) == 1
+        }
         assert differences(run_all(world, start, cases), start.on_one_rank) == {}
 
 
