@@ -51,6 +51,12 @@ class Tool(OneLineParser):
         self._speaks_as = speaks_as or self.prog
         self._when_interrupted = when_interrupted
 
+    def add_commands(self) -> argparse._SubParsersAction[Any]:
+        """The commands of the program, of which a user names one; `command` holds its name."""
+        return self.add_subparsers(
+            dest="command", metavar="COMMAND", required=True, parser_class=OneLineParser
+        )
+
     def run(self, arguments: list[str], work: Callable[[Namespace], int | None]) -> int:
         """Runs `work(flags)` and returns the exit code."""
         return self._ended(lambda: work(self.parse_args(arguments)))

@@ -18,7 +18,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_parallel.config.one_line_parser import OneLineParser
 from moe_parallel.errors import InputError
 from moe_parallel.tool import Tool, check_positive, load_torch
 
@@ -31,9 +30,7 @@ SHOWN = 20  # differences
 
 def main(arguments: list[str]) -> int:
     tool = Tool(__file__, __doc__)
-    commands = tool.add_subparsers(
-        dest="command", metavar="COMMAND", required=True, parser_class=OneLineParser
-    )
+    commands = tool.add_commands()
     for name, paths, text in (
         ("list", ["run"], "the checkpoints of a run"),
         ("verify", ["run"], "read every file of every checkpoint and compare checksums"),
