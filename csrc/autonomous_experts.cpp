@@ -109,8 +109,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
     }
     grouped_gemm_out(y_rows, block.product(h_memory), block.experts(w_out), groups);
   }
-  const auto only = [&](const at::Tensor& t) { return t.size(0) > 0 ? map.only_rows(t) : t; };
-  return {map.sum(map.only_rows(y)), only(p), only(c_by_row), only(g)};
+  return {map.sum(map.only_rows(y)), map.only_rows(p), map.only_rows(c_by_row), map.only_rows(g)};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>

@@ -87,7 +87,10 @@ class ExpertRows {
   at::Tensor new_rows(const at::Tensor& like, int64_t columns) const {
     return like.new_empty({size() + spare_rows_, columns});
   }
-  at::Tensor only_rows(const at::Tensor& memory) const { return memory.narrow(0, 0, size()); }
+  // The rows without those that only products need; of memory that is not used, nothing.
+  at::Tensor only_rows(const at::Tensor& memory) const {
+    return memory.narrow(0, 0, std::min(size(), memory.size(0)));
+  }
 
   // The blocks of rows to compute. On the CPU there is one block per expert, so that the
   // intermediate results stay in the caches and their memory is reused. On CUDA one block has all

@@ -36,12 +36,7 @@ def main(arguments: list[str]) -> int:
         ("verify", ["run"], "read every file of every checkpoint and compare checksums"),
         ("show", ["checkpoint"], "what a checkpoint holds"),
         ("diff", ["one", "other"], "the tensors that differ, to the bit"),
-        (
-            "prune",
-            ["run"],
-            "delete all but the latest checkpoint and N - 1 others, the newest; those "
-            "of a course that the run has left go first",
-        ),
+        ("prune", ["run"], "delete all checkpoints but the latest N"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         for path in paths:

@@ -105,7 +105,7 @@ def how_values_differ(one: torch.Tensor, other: torch.Tensor) -> str | None:
         if differs.any():
             count += int(differs.sum())
             apart = (a[differs].double() - b[differs].double()).abs()
-            largest = max([largest, *apart[apart.isfinite()].tolist()])
+            largest = max(largest, apart.nan_to_num(0, posinf=0).max().item())
     if count == 0:
         return None
     return f"{count:,} of {one.numel():,} values, largest difference {largest:.2e}"

@@ -100,11 +100,8 @@ def read_tensors(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     """
 
     def read() -> dict[str, Any]:
-        try:
-            with _quietly():
-                return _load(content, folder)
-        except (CheckpointException, Exception) as error:  # the first is not an Exception
-            raise _unreadable(error) from error
+        with _reading():
+            return _load(content, folder)
 
     return agree(read)
 
@@ -115,13 +112,10 @@ def read_whole(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     Raises:
         StorageError: they cannot be read, or have other shapes.
     """
-    try:
-        with _quietly():
-            torch_checkpoint.load(
-                dict(tensors), storage_reader=_Reader(folder), planner=_Planner(), no_dist=True
-            )
-    except (CheckpointException, Exception) as error:  # the first is not an Exception
-        raise _unreadable(error) from error
+    with _reading():
+        torch_checkpoint.load(
+            dict(tensors), storage_reader=_Reader(folder), planner=_TensorPlanner(), no_dist=True
+        )
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -176,11 +170,17 @@ def not_finite(content: dict[str, Any]) -> list[str]:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Suppress torch's warnings, at every load, about how Megatron-Core calls it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield
+def _reading() -> Iterator[None]:
+    """Convert any error inside to a StorageError.
+
+    torch's warnings, at every load, about reading without torch.distributed are suppressed.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            yield
+    except (CheckpointException, Exception) as error:  # the first is not an Exception
+        raise _unreadable(error) from error
 
 
 def _first_failure(error: CheckpointException) -> BaseException:
@@ -236,7 +236,7 @@ class _LoadPlanner(MCoreLoadPlanner):
             )
 
 
-class _Planner(DefaultLoadPlanner):
+class _TensorPlanner(DefaultLoadPlanner):
     """Reads no objects."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
