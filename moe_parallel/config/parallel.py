@@ -65,6 +65,13 @@ class ParallelConfig(Section):
     distributed_timeout_minutes: float = option(
         10.0, "end the job if a collective waits longer than this", above=0, most=1_000_000
     )
+    hang_timeout: float | None = option(
+        300.0,
+        "seconds without progress of any rank after which the job names the rank that hangs and "
+        "ends with code 76; none: never",
+        above=0,
+        most=1_000_000,
+    )
 
     @property
     def expert_tensor_size(self) -> int:

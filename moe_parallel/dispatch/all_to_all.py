@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.mappings import all_to_all
 from moe_parallel.dispatch.dispatched import Dispatched, probs_of_rows, rows_of_choices
 from moe_parallel.ops import Ops, RowMap
 from moe_parallel.selection.choices import Choices
+from moe_parallel.telemetry.progress import Phase, Progress
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class AllToAllDispatcher:
         expert_shards: int,
         ops: Ops,
         takes_c: bool = False,
+        progress: Progress | None = None,
     ) -> None:
         """
         Args:
@@ -51,6 +53,7 @@ class AllToAllDispatcher:
             ops: the operators.
             takes_c: send C = x W_down with each row. It pays if the link is faster than computing
                 C again.
+            progress: told when this rank exchanges rows, forward and backward; None: nobody is.
         """
         assert group.size() % expert_shards == 0, (group.size(), expert_shards)
         self.num_experts = num_experts
@@ -58,6 +61,7 @@ class AllToAllDispatcher:
         self.expert_shards = expert_shards
         self.ops = ops
         self.takes_c = takes_c
+        self.progress = progress or Progress()
 
     def dispatch(
         self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None
@@ -67,9 +71,11 @@ class AllToAllDispatcher:
         )
         sent_RL = self._for_every_shard(row_map.counts_E.view(-1, self._experts_per_rank))
         received_RL = torch.empty_like(sent_RL)
-        dist.all_to_all_single(received_RL, sent_RL, group=self.group)
-        # The host waits for the device here, and nowhere else in the layer: messages need sizes.
-        sent_R, received_R = torch.stack([sent_RL.sum(1), received_RL.sum(1)]).tolist()
+        with self.progress.during(Phase.DISPATCH):
+            dist.all_to_all_single(received_RL, sent_RL, group=self.group)
+            # The host waits for the device here, and nowhere else in the layer: messages need
+            # sizes.
+            sent_R, received_R = torch.stack([sent_RL.sum(1), received_RL.sum(1)]).tolist()
         route = AllToAllRoute(row_map, sent_R, received_R)
 
         x_MD = self._to_experts(self.ops.permute(x_TD, row_map), route)
@@ -89,7 +95,7 @@ class AllToAllDispatcher:
         )
 
     def combine(self, y_MD: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
-        partial = all_to_all(self.group, y_MD, route.sent_R, route.received_R)
+        partial = self._exchange(y_MD, route.sent_R, route.received_R)
         return self.ops.unpermute(self._sum_of_shards(partial, route), route.row_map)
 
     @property
@@ -116,7 +122,15 @@ class AllToAllDispatcher:
             sizes_X = route.sent_R[:: self.expert_shards]
             chunks = torch.split(rows, sizes_X)
             rows = torch.cat([chunk for chunk in chunks for _ in range(self.expert_shards)])
-        return all_to_all(self.group, rows, route.received_R, route.sent_R)
+        return self._exchange(rows, route.received_R, route.sent_R)
+
+    def _exchange(
+        self, rows: torch.Tensor, received_R: list[int], sent_R: list[int]
+    ) -> torch.Tensor:
+        with self.progress.during(Phase.DISPATCH):
+            received = all_to_all(self.group, rows, received_R, sent_R)
+        self.progress.during_backward(Phase.DISPATCH, received)
+        return received
 
     def _wire_bytes(self, route: AllToAllRoute, there: int, back: int) -> int:
         """The bytes that this rank sends to others: `there` per row and `back` per output."""

@@ -52,7 +52,7 @@ class DispatchedLayer(ExpertLayer):
     ) -> None:
         super().__init__(config, context)
         self.dispatcher = build_dispatcher(
-            self.num_experts, context.groups, context.ops, selection.sends_c
+            self.num_experts, context.groups, context.ops, context.progress, selection.sends_c
         )
         rate = selection.bias_update_rate
         self.bias = None if rate is None else ExpertBias(self.num_experts, rate)
@@ -101,6 +101,8 @@ class DispatchedLayer(ExpertLayer):
         self._record(choices, kept)
         rows = self.dispatcher.dispatch(x_TD, kept, pad_rows_per_expert)
         self.statistics.record_wire(rows.wire_bytes)
+        if self.routes:
+            self.context.progress.rows += len(rows.x_MD)
         return self.dispatcher.combine(self.compute(rows), rows.route)
 
     def _with_losses(self, x_TD: torch.Tensor, choices: Choices, tokens: Tokens) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from moe_parallel.experts.parameters import ExpertParameters
 from moe_parallel.ops import Ops
 from moe_parallel.parallel import Groups, sum_gradient_over
 from moe_parallel.selection.capacity import Capacity
+from moe_parallel.telemetry.progress import Progress
 from moe_parallel.telemetry.statistics import LayerStatistics
 
 #: Takes the input of a layer and the layer's weighted auxiliary loss, a scalar, and returns the
@@ -48,6 +49,7 @@ class LayerContext:
     num_moe_layers: int  # of the whole model
     fp8: Fp8Engine | None = None  # None: experts compute in the dtype of the model
     add_loss: AddLoss = MoEAuxLossAutoScaler.apply
+    progress: Progress = field(default_factory=Progress)  # of this rank
 
 
 class ExpertLayer(MegatronModule, ABC):

@@ -32,27 +32,39 @@ from moe_parallel.ops import select_backend
 from moe_parallel.parallel import Groups
 from moe_parallel.platform.norm import RMSNorm
 from moe_parallel.systems import system_of
+from moe_parallel.telemetry.progress import Progress, Timers
 from moe_parallel.telemetry.statistics import RoutingStatistics
 
 
 def build_model(
-    config: Config, padded_vocab_size: int, groups: Groups, statistics: RoutingStatistics
+    config: Config,
+    padded_vocab_size: int,
+    groups: Groups,
+    statistics: RoutingStatistics,
+    progress: Progress | None = None,
 ) -> list[GPTModel]:
     """This rank's chunks of the model: one, or one per virtual pipeline stage.
 
-    Weights are initialized and are the same in every parallel layout.
+    Weights are initialized and are the same in every parallel layout. `progress` is told what the
+    model does.
     """
-    chunks = build_chunks(config, padded_vocab_size, groups, statistics)
+    chunks = build_chunks(config, padded_vocab_size, groups, statistics, progress)
     for chunk in chunks:
         initialize_weights(chunk, config.training.seed, config.model.init_method_std)
     return chunks
 
 
 def build_chunks(
-    config: Config, padded_vocab_size: int, groups: Groups, statistics: RoutingStatistics
+    config: Config,
+    padded_vocab_size: int,
+    groups: Groups,
+    statistics: RoutingStatistics,
+    progress: Progress | None = None,
 ) -> list[GPTModel]:
     """The chunks of `build_model` before their weights have values."""
     megatron = transformer_config(config)
+    progress = progress or Progress()
+    megatron.timers = Timers(progress)
     fp8 = None if config.fp8.fp8_format is None else Fp8Engine(config.fp8, groups.edp)
     context = LayerContext(
         groups,
@@ -61,6 +73,7 @@ def build_chunks(
         build_capacity(config),
         num_moe_layers=sum(config.moe_layers),
         fp8=fp8,
+        progress=progress,
     )
     gpt: Callable[..., GPTModel] = LanguageModel if fp8 is None else partial(Fp8GPTModel, fp8)
     stages: list[int | None] = [None]

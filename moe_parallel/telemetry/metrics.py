@@ -25,7 +25,7 @@ FILE_NAME = "metrics.jsonl"
 PREVIOUS_NAME = "metrics.previous.jsonl"
 
 #: The fields of a record that depend on the machine and differ between any two runs.
-TIMING = ("elapsed_seconds", "tokens_per_second", "peak_memory_bytes")
+TIMING = ("elapsed_seconds", "tokens_per_second", "peak_memory_bytes", "ranks")
 
 Record = dict[str, Any]
 

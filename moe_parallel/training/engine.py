@@ -26,6 +26,7 @@ from moe_parallel.model.forward import Batch, language_model_loss, run_micro_bat
 from moe_parallel.model.gpt import build_model
 from moe_parallel.parallel import Groups
 from moe_parallel.platform.device import device
+from moe_parallel.telemetry.progress import Phase, Progress, Timers
 from moe_parallel.telemetry.statistics import RoutingStatistics
 from moe_parallel.training.optimizer_parts import optimizer_parts
 
@@ -47,9 +48,15 @@ class NonFinite(ArithmeticError):
 class Engine:
     """The model chunks, the optimizer and the schedule of this rank."""
 
-    def __init__(self, config: Config, vocab_size: int, groups: Groups) -> None:
-        """Build everything, with initial weights. `vocab_size` is that of the tokenizer."""
+    def __init__(
+        self, config: Config, vocab_size: int, groups: Groups, progress: Progress | None = None
+    ) -> None:
+        """Build everything, with initial weights. `vocab_size` is that of the tokenizer.
+
+        `progress` is told the phases of a step.
+        """
         self.config = config
+        self.progress = progress or Progress()
         self.groups = groups
         self.device = device()
         self.statistics = RoutingStatistics(
@@ -57,7 +64,7 @@ class Engine:
         )
         padded = config.padded_vocab_size(vocab_size)
         with self.device:
-            chunks = build_model(config, padded, groups, self.statistics)
+            chunks = build_model(config, padded, groups, self.statistics, self.progress)
         self._expert_layers = [
             layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, ExpertLayer)
         ]
@@ -65,7 +72,7 @@ class Engine:
         if config.training.gradient_accumulation_fusion:
             for layer in self._expert_layers:
                 layer.experts.add_to_main_gradients()
-        self.optimizer = _optimizer(config, self.chunks)
+        self.optimizer = _optimizer(config, self.chunks, Timers(self.progress))
         self.scheduler = _scheduler(config, self.optimizer)
         _wire(get_model_config(self.chunks[0]), self.chunks, self.optimizer)
         dp = config.parallel.data_parallel_size(dist.get_world_size())
@@ -92,12 +99,15 @@ class Engine:
             language_model_loss,
             forward_only=False,
         )
-        loss, tokens = self.global_loss([report["sums"] for report in reported])
-        _, grad_norm, _ = self.optimizer.step()
+        with self.progress.during(Phase.REDUCE):
+            loss, tokens = self.global_loss([report["sums"] for report in reported])
+        with self.progress.during(Phase.OPTIMIZER):
+            _, grad_norm, _ = self.optimizer.step()
         if grad_norm is not None and not math.isfinite(grad_norm):
             raise NonFinite(f"the loss is {loss:.4f}, but the gradient norm is {grad_norm}")
-        for layer in self._expert_layers:
-            layer.after_step()
+        with self.progress.during(Phase.REDUCE):
+            for layer in self._expert_layers:
+                layer.after_step()
         learning_rate = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(increment=1)
         return StepResult(loss, float(grad_norm or 0.0), learning_rate, tokens)
@@ -143,7 +153,7 @@ def _parallelize(config: Config, chunks: list[Any]) -> list[Any]:
     return wrapped
 
 
-def _optimizer(config: Config, chunks: list[Any]) -> Any:
+def _optimizer(config: Config, chunks: list[Any], timers: Timers) -> Any:
     ours = config.optimizer
     megatron = MegatronOptimizerConfig(
         optimizer="adam",
@@ -158,6 +168,7 @@ def _optimizer(config: Config, chunks: list[Any]) -> Any:
         params_dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         overlap_param_gather=config.parallel.overlap_param_gather,
+        timers=timers,
     )
     # The overrides exempt norm weights (1-dimensional) from weight decay.
     optimizer = get_megatron_optimizer(megatron, chunks, get_standard_config_overrides(megatron))

@@ -103,7 +103,7 @@ class FailureChannel:
                 return
             if not self._tells:
                 time.sleep(_GRACE_SECONDS)  # so that the main thread can exit by itself
-                _leave(code)
+                leave(code)
 
         threading.Thread(target=poll, name="failure-watch", daemon=True).start()
 
@@ -131,7 +131,7 @@ def leave_with_launcher(launcher: int, stop: StopRequest) -> None:
         if not stop.in_training:
             if _rank() == 0:
                 print(f"the launcher is gone {BEFORE_TRAINING}", file=sys.stderr, flush=True)
-            _leave(EXIT_INTERRUPTED)
+            leave(EXIT_INTERRUPTED)
 
     threading.Thread(target=poll, name="launcher-watch", daemon=True).start()
 
@@ -159,7 +159,13 @@ def run(
         code = _fail(channel, EXIT_FAILED, _GONE if channel.gone else f"rank {_rank()}: {trace}")
     except Exception:
         code = _fail(channel, EXIT_FAILED, f"rank {_rank()}: {traceback.format_exc()}")
-    _leave(code)
+    leave(code)
+
+
+def end_job(channel: FailureChannel, code: int, message: str) -> None:
+    """End this process and the job from a thread; returns if the job ends for another reason."""
+    if channel.code_of_others() is None:
+        leave(_fail(channel, code, message))
 
 
 def _fail(channel: FailureChannel, code: int, message: str) -> int:
@@ -184,7 +190,8 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
+    """End this process, whatever its threads do."""
     # Threads of gloo or NCCL may still wait for ranks that are gone: do not wait for them.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from moe_parallel.data.sampler import batches
 from moe_parallel.evaluation.text_loss import TextLoss, evaluate
 from moe_parallel.model.forward import Batch
 from moe_parallel.platform.device import peak_memory
+from moe_parallel.telemetry.progress import Phase
+from moe_parallel.telemetry.rank_load import rank_load
 from moe_parallel.telemetry.sinks import Telemetry
 from moe_parallel.training.checkpoint.checkpointer import NotSaved, TrainingState
 from moe_parallel.training.checkpoint.folder import checkpoint_name
@@ -24,6 +27,7 @@ from moe_parallel.training.engine import NonFinite, StepResult
 from moe_parallel.training.exit_codes import EXIT_INTERRUPTED
 from moe_parallel.training.failure import Diverged
 from moe_parallel.training.interval import Interval
+from moe_parallel.training.rank_times import GatheredTimes
 from moe_parallel.training.signals import StopRequest
 from moe_parallel.training.stages import Stage
 from moe_parallel.training.text import Text
@@ -50,6 +54,10 @@ class Loop:
         self.state = stage.state
         self.telemetry = telemetry
         self.interval = Interval(stage.engine.statistics, stage.state.unlogged)
+        self.progress = stage.engine.progress
+        self.times = GatheredTimes(
+            self.progress, stage.engine.groups.pp.rank(), stage.engine.device
+        )
         self.asked_to_leave = False  # by a signal or --exit-interval
         self.bytes_per_token_V = text.bytes_per_token(stage.engine.device)
         self._saved_at = self._found_at(stage.state)
@@ -99,14 +107,9 @@ class Loop:
         """
         if self.config.checkpoint.save is None or self._saved_at == self.state.iteration:
             return
-        self.telemetry.sync()  # a checkpoint assumes that all earlier records are in the log
         try:
-            path = self.stage.checkpoints.save(
-                replace(self.state, unlogged=self.interval.state()),
-                self.engine.chunks,
-                self.engine.optimizer,
-                self.engine.scheduler,
-            )
+            with self.progress.activity(Phase.SAVE):
+                path = self._write_checkpoint()
         except NotSaved as error:
             if not can_wait or self.state.iteration >= self.stage.until:
                 raise
@@ -114,6 +117,15 @@ class Loop:
             return
         self._saved_at = self.state.iteration
         self.telemetry.say(f"saved {path}")
+
+    def _write_checkpoint(self) -> Path:
+        self.telemetry.sync()  # a checkpoint assumes that all earlier records are in the log
+        return self.stage.checkpoints.save(
+            replace(self.state, unlogged=self.interval.state()),
+            self.engine.chunks,
+            self.engine.optimizer,
+            self.engine.scheduler,
+        )
 
     def evaluate(self, *, everything: bool = False) -> dict[str, TextLoss]:
         """Evaluate on each domain's validation text; log and return the results. Collective.
@@ -128,7 +140,10 @@ class Loop:
         texts: dict[str, TextLoss] = {}
         readings: dict[str, dict[str, Any]] = {}
         for domain, dataset in self.datasets.valid.items():
-            with self.engine.statistics.evaluating() as routing:
+            with (
+                self.progress.activity(Phase.EVALUATE),
+                self.engine.statistics.evaluating() as routing,
+            ):
                 text = evaluate(
                     self.engine.chunks,
                     dataset,
@@ -163,20 +178,23 @@ class Loop:
 
     def _stream(self) -> Iterator[Batch]:
         dp = self.engine.groups.dp
-        return batches(
+        stream = batches(
             self.datasets.train,
             consumed_samples=self.state.consumed_samples,
             micro_batch_size=self.config.training.micro_batch_size,
             data_parallel_rank=dp.rank(),
             data_parallel_size=dp.size(),
         )
+        return self.progress.through(Phase.DATA, stream)
 
     def _step(self, stream: Iterator[Batch]) -> StepResult:
         begin = time.monotonic()
+        self.progress.begin_step(self.state.iteration + 1)
         try:
             result = self.engine.step(stream)
         except NonFinite as error:
             raise self._diverged(str(error), self.state.iteration + 1) from error
+        self.progress.end_step()
         self._confirm_saved()
         self.interval.add(result, time.monotonic() - begin)
         self.state = TrainingState(
@@ -192,16 +210,23 @@ class Loop:
         if not self._due(logging.log_interval) and self.state.iteration < self.stage.until:
             self.telemetry.advance(self.state.iteration)
             return
+        layers = self.interval.layers()
+        load = rank_load(layers, self.engine.groups.ep.size())
+        times, news = self.times.take()
         self.telemetry.log(
             self.place()
             | self.interval.averages()
+            | ({} if load is None else {"rank_load": load})
             | {
                 "grad_norm": result.grad_norm,
                 "learning_rate": result.learning_rate,
                 "peak_memory_bytes": self._peak_memory(),
-                "layers": self.interval.layers(),
+                "ranks": times,
+                "layers": layers,
             }
         )
+        if news is not None:
+            self.telemetry.say(news)
         self.interval.clear()
 
     def _peak_memory(self) -> int:

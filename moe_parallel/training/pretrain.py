@@ -23,11 +23,13 @@ from moe_parallel.model.memory import check_memory
 from moe_parallel.model.shards import total_parameters
 from moe_parallel.parallel import Groups, initialize_groups
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
-from moe_parallel.platform.device import choose_backend
+from moe_parallel.platform.device import choose_backend, device
 from moe_parallel.platform.megatron_version import check_megatron_version
+from moe_parallel.telemetry.progress import Phase, Progress, clock_of
 from moe_parallel.telemetry.sinks import Telemetry, open_telemetry
 from moe_parallel.training.failure import FailureChannel, run
 from moe_parallel.training.final_report import compare_with_baselines, draw, format_table
+from moe_parallel.training.heartbeat import heartbeat
 from moe_parallel.training.job_store import join_store
 from moe_parallel.training.loop import Loop
 from moe_parallel.training.own_tokenizer import names_tokenizer
@@ -63,13 +65,16 @@ def main(arguments: Sequence[str], stop: StopRequest | None = None) -> NoReturn:
             backend, store=dist.PrefixStore("groups", store), rank=rank,
             world_size=world_size, timeout=timeout,
         )  # fmt: skip
-        return pretrain(
-            config,
-            initialize_groups(config.parallel, config.virtual_stages),
-            stop,
-            given.warnings,
-            tokenizer_given=names_tokenizer(arguments),
-        )
+        progress = Progress(clock_of(device()))
+        with heartbeat(progress, store, channel, config.parallel.hang_timeout):
+            return pretrain(
+                config,
+                initialize_groups(config.parallel, config.virtual_stages),
+                stop,
+                given.warnings,
+                tokenizer_given=names_tokenizer(arguments),
+                progress=progress,
+            )
 
     run(body, FailureChannel(store), stop)
 
@@ -81,6 +86,7 @@ def pretrain(
     warnings: Sequence[str] = (),
     *,
     tokenizer_given: bool = False,
+    progress: Progress | None = None,
 ) -> int:
     """Train, evaluate and report; returns the exit code. Collective.
 
@@ -88,10 +94,12 @@ def pretrain(
         stop: receives the signals; None: a new request that no signal reaches.
         warnings: warnings to print besides those of the configuration.
         tokenizer_given: whether the command line names the tokenizer.
+        progress: told what this rank does.
     """
     with locked_folder(config.checkpoint.save) as lock_warnings:
         warnings = (*warnings, *lock_warnings)
-        return _pretrain(config, groups, stop or StopRequest(), warnings, tokenizer_given)
+        stop, progress = stop or StopRequest(), progress or Progress()
+        return _pretrain(config, groups, stop, warnings, tokenizer_given, progress)
 
 
 def _pretrain(
@@ -100,6 +108,7 @@ def _pretrain(
     stop: StopRequest,
     warnings: Sequence[str],
     tokenizer_given: bool,
+    progress: Progress,
 ) -> int:
     seed_everything(config, groups)
     config, note = _first_start(config)
@@ -107,7 +116,7 @@ def _pretrain(
     text = open_text(config, tokenizer_given=tokenizer_given)
     check_memory(config, text.vocab_size, groups)
     checkpoints = open_checkpoints(config, text.vocab_size, groups, text.tokenizer)
-    stages = Stages(config, text.vocab_size, groups, checkpoints)
+    stages = Stages(config, text.vocab_size, groups, checkpoints, progress)
     datasets = text.datasets(config)
     stage = stages.first()
     if is_finished(config, stage.state.iteration):
@@ -133,7 +142,8 @@ def _pretrain(
             loop = Loop(config, stages.second(), text, datasets, telemetry, began, stop)
             code = loop.train()
         if code == 0 and loop.done:
-            _report(loop, telemetry, text.tokenizer)
+            with progress.activity(Phase.REPORT):
+                _report(loop, telemetry, text.tokenizer)
     dist.barrier()
     return code
 

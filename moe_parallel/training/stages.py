@@ -17,6 +17,7 @@ from moe_parallel.config.upcycling import dense_warmup_iters
 from moe_parallel.errors import InputError
 from moe_parallel.model.upcycling import change_by_upcycling
 from moe_parallel.parallel import Groups
+from moe_parallel.telemetry.progress import Progress
 from moe_parallel.training.checkpoint.checkpointer import Checkpointer, TrainingState
 from moe_parallel.training.checkpoint.folder import find_checkpoint
 from moe_parallel.training.checkpoint.record import read_record
@@ -39,7 +40,12 @@ class Stages:
     """Builds the stages of a run. All ranks call each method together."""
 
     def __init__(
-        self, config: Config, vocab_size: int, groups: Groups, checkpoints: Checkpointer
+        self,
+        config: Config,
+        vocab_size: int,
+        groups: Groups,
+        checkpoints: Checkpointer,
+        progress: Progress | None = None,
     ) -> None:
         """Raises InputError if the configuration lacks what dense warm-up needs."""
         moe, checkpoint = config.moe, config.checkpoint
@@ -56,6 +62,7 @@ class Stages:
         self.vocab_size = vocab_size
         self.groups = groups
         self.checkpoints = checkpoints
+        self.progress = progress
 
     def first(self) -> Stage:
         """The stage in which the run starts, or continues from --load. Raises InputError."""
@@ -75,7 +82,7 @@ class Stages:
 
     def _warm_up(self, load: str | None) -> Stage:
         checkpoints = dense_checkpoints(self.config, self.vocab_size, self.checkpoints)
-        engine = Engine(dense_twin(self.config), self.vocab_size, self.groups)
+        engine = Engine(dense_twin(self.config), self.vocab_size, self.groups, self.progress)
         state = TrainingState(0, 0, 0)
         if load is not None:
             state = checkpoints.load(Path(load), engine.chunks, engine.optimizer, engine.scheduler)
@@ -84,7 +91,7 @@ class Stages:
         return Stage(engine, checkpoints, state, until, note)
 
     def _last(self, load: str | None) -> Stage:
-        engine = Engine(self.config, self.vocab_size, self.groups)
+        engine = Engine(self.config, self.vocab_size, self.groups, self.progress)
         state, note = TrainingState(0, 0, 0), None
         if load is not None and self._upcycles(load):
             state = self._upcycled(load, engine)

@@ -1,0 +1,236 @@
+"""Where a rank is in its run, and how long each phase of a step took.
+
+    with progress.during(Phase.SAVE): ...          # the loop, the engine and the dispatcher
+    megatron.timers = Timers(progress)             # Megatron-Core's schedules
+    progress.place                                 # another thread reads it at any time
+
+A change of phase assigns one field and reads one clock, so it costs a step nothing. On a GPU the
+clock is an event on the current stream, which the host does not wait for: a phase lasts as long as
+the device was in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+
+
+class Phase(enum.Enum):
+    """What a rank does. The value is its name for users."""
+
+    SET_UP = "set-up"
+    STEP = "step"  # what no other phase of a step covers
+    DATA = "data"
+    FORWARD = "forward"
+    DISPATCH = "dispatch"
+    PIPELINE = "pipeline"
+    BACKWARD = "backward"
+    REDUCE = "reduce"
+    OPTIMIZER = "optimizer step"
+    LOG = "log"
+    SAVE = "save"
+    EVALUATE = "evaluate"
+    REPORT = "report"
+
+
+#: The phases of a step in which a rank only exchanges data, so waits for the slowest other rank.
+EXCHANGES = (Phase.DISPATCH, Phase.PIPELINE, Phase.REDUCE)
+
+
+class Place(NamedTuple):
+    """The place of a rank in its run. Ranks with the same layers pass the same places in order."""
+
+    iteration: int  # under way, or finished if the activity comes after the step
+    changes: int  # of phase since the iteration began
+    activity: Phase  # SET_UP, STEP, LOG, SAVE, EVALUATE or REPORT
+    phase: Phase  # within the activity
+
+    def __str__(self) -> str:
+        """In words: `forward of iteration 5`, or `save after iteration 4`."""
+        if self.activity is Phase.STEP:
+            return f"{self.phase.value} of iteration {self.iteration}"
+        within = "" if self.phase is self.activity else f" ({self.phase.value})"
+        after = f" after iteration {self.iteration}" if self.iteration else ""
+        return f"{self.activity.value}{within}{after}"
+
+
+class Clock:
+    """The clock of a host, in seconds."""
+
+    def read(self) -> Any:
+        return time.perf_counter()
+
+    def seconds(self, before: Any, after: Any) -> float:
+        """The time between two readings."""
+        return float(after - before)
+
+    def wait_for(self, reading: Any) -> None:
+        """Return when the reading has been taken: at once."""
+
+
+class DeviceClock(Clock):
+    """A clock of the current stream of a GPU; the host waits only in `wait_for`."""
+
+    def read(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, before: Any, after: Any) -> float:
+        return float(before.elapsed_time(after)) / 1e3
+
+    def wait_for(self, reading: Any) -> None:
+        reading.synchronize()
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock of a device."""
+    return DeviceClock() if device.type == "cuda" else Clock()
+
+
+class Progress:
+    """The place of this rank, and the times of the phases of its steps."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        """`clock`: of the device; None: of the host."""
+        self.clock = clock or Clock()
+        self.place = Place(0, 0, Phase.SET_UP, Phase.SET_UP)
+        self.rows = 0  # that the experts of this rank received in the steps since `take`
+        self._stack = [Phase.SET_UP]
+        self._marks: list[tuple[Phase, Any]] | None = None  # of the step under way
+        self._steps: list[list[tuple[Phase, Any]]] = []  # their times are not known yet
+        self._times: list[dict[Phase, float]] = []
+
+    def begin_step(self, iteration: int) -> None:
+        """A step begins; its phases are timed until `end_step`."""
+        self._stack = [Phase.STEP]
+        self.place = Place(iteration, 0, Phase.STEP, Phase.STEP)
+        self._marks = [(Phase.STEP, self.clock.read())]
+
+    def end_step(self) -> None:
+        """The step is over. Does not wait for the device."""
+        assert self._marks is not None
+        self._change_to(Phase.LOG)
+        self._steps.append(self._marks)
+        self._marks = None
+        while len(self._steps) > 1:  # the host has since waited for a later step's loss
+            self._times.append(self._times_of(self._steps.pop(0)))
+
+    def start(self, phase: Phase) -> None:
+        self._stack.append(phase)
+        self._changed()
+
+    def stop(self) -> None:
+        """End the phase that was started last; the one before it goes on."""
+        self._stack.pop()
+        self._changed()
+
+    @contextlib.contextmanager
+    def activity(self, phase: Phase) -> Iterator[None]:
+        """Inside this context, `phase` is the activity to which all other phases belong."""
+        before, self._stack = self._stack, [phase]
+        self._changed()
+        try:
+            yield
+        finally:
+            self._stack = before
+            self._changed()
+
+    @contextlib.contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Inside this context, this rank is in `phase`."""
+        self.start(phase)
+        try:
+            yield
+        finally:
+            self.stop()
+
+    def during_backward(self, phase: Phase, result: torch.Tensor) -> None:
+        """The backward pass of the operation that gave `result` will be in `phase`, too."""
+        node = result.grad_fn
+        if node is not None:
+            node.register_prehook(lambda _: self.start(phase))
+            node.register_hook(lambda *_: self.stop())
+
+    def through(self, phase: Phase, items: Iterable[Item]) -> Iterator[Item]:
+        """The items; this rank is in `phase` while it waits for one."""
+        iterator = iter(items)
+        while True:
+            with self.during(phase):
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+            yield item
+
+    def take(self) -> tuple[list[dict[Phase, float]], int]:
+        """The seconds of each phase for each step since the last call, and the rows received.
+
+        Waits for the device.
+        """
+        for marks in self._steps:
+            self.clock.wait_for(marks[-1][1])
+            self._times.append(self._times_of(marks))
+        times, rows = self._times, self.rows
+        self._steps, self._times, self.rows = [], [], 0
+        return times, rows
+
+    def _change_to(self, phase: Phase) -> None:
+        self._stack = [phase]
+        self._changed()
+
+    def _changed(self) -> None:
+        stack, place = self._stack, self.place
+        self.place = Place(place.iteration, place.changes + 1, stack[0], stack[-1])
+        if self._marks is not None:
+            self._marks.append((stack[-1], self.clock.read()))
+
+    def _times_of(self, marks: list[tuple[Phase, Any]]) -> dict[Phase, float]:
+        times = dict.fromkeys(Phase, 0.0)
+        for (phase, begin), (_, end) in zip(marks, marks[1:], strict=False):
+            times[phase] += self.clock.seconds(begin, end)
+        return times
+
+
+class Timers:
+    """Megatron-Core's `timers`, by which its schedules say what they do, for `Progress`."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def __call__(self, name: str, log_level: int | None = None) -> _Timer:
+        phase = _phase(name)
+        return _Timer(None if phase is None else self._progress, phase)
+
+
+class _Timer:
+    def __init__(self, progress: Progress | None, phase: Phase | None) -> None:
+        self._progress, self._phase = progress, phase
+
+    def start(self, barrier: bool = False) -> None:
+        """`barrier` is ignored: a measurement must not add a collective."""
+        if self._progress is not None and self._phase is not None:
+            self._progress.start(self._phase)
+
+    def stop(self, barrier: bool = False) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def _phase(name: str) -> Phase | None:
+    """The phase of one of Megatron-Core's timers. None: it encloses others, or says too little."""
+    exact = {"forward-compute": Phase.FORWARD, "backward-compute": Phase.BACKWARD}
+    if name in exact:
+        return exact[name]
+    if name.endswith(("-send", "-recv")):
+        return Phase.PIPELINE
+    if name.endswith(("-grads-sync", "-grads-all-reduce", "-all-gather")):
+        return Phase.REDUCE
+    return None

@@ -1,0 +1,242 @@
+"""The heartbeat of a rank: what it does, sent to the other ranks by a thread, and who looks at it.
+
+Every rank sends its beat to the job's store. Rank 0 and the last rank look at all beats, so that
+one is left if a host is lost. Progress is a change of phase. In what may last long (the set-up, a
+save, the report, and a first iteration, which builds what others reuse) it is also work of the
+process: computing, or reading and writing files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from types import FrameType
+
+import psutil  # type: ignore[import-untyped]
+import torch.distributed as dist
+
+from moe_parallel.telemetry.progress import Phase, Place, Progress
+from moe_parallel.training.exit_codes import EXIT_HUNG
+from moe_parallel.training.failure import FailureChannel, end_job, leave
+from moe_parallel.training.hangs import Beat, Sighting, is_hung, message
+
+_BEATS, _LONGEST_PERIOD = 20, 5.0  # beats in a timeout; at most so many seconds between two
+_LONG = (Phase.SET_UP, Phase.LOG, Phase.SAVE, Phase.REPORT)
+_WORKING, _WORKING_BYTES = 0.1, 65_536  # of one core, and read or written between two beats
+_STACK_MAX = 40  # calls
+
+#: Where Python is while a rank waits in a collective: ends of file names.
+_COLLECTIVES = (
+    os.path.join("torch", "distributed", "distributed_c10d.py"),
+    os.path.join("megatron", "core", "pipeline_parallel", "p2p_communication.py"),
+    os.path.join("megatron", "core", "distributed", "param_and_grad_buffer.py"),
+    # On a GPU a collective returns at once, and the host waits where it reads the result.
+    os.path.join("moe_parallel", "dispatch", "all_to_all.py"),
+)
+
+
+@contextlib.contextmanager
+def heartbeat(
+    progress: Progress, store: dist.Store, channel: FailureChannel, timeout: float | None
+) -> Iterator[None]:
+    """Inside this context, the job ends after `timeout` seconds without progress of any rank.
+
+    None: it does not.
+    """
+    if timeout is None:
+        yield
+        return
+    rank, world_size = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1)))
+    beats = _Beats(store, channel, timeout, _OwnBeat(progress, timeout), rank, world_size)
+    beats.begin()
+    try:
+        yield
+    finally:
+        beats.end()
+
+
+class SteadyClock:
+    """Seconds, without those in which this process was stopped, as by Ctrl-Z or a batch system."""
+
+    def __init__(self, period: float) -> None:
+        """`period`: seconds after which it is read again."""
+        self._most = 2 * period + 1
+        self._seconds, self._last = 0.0, time.monotonic()
+
+    def read(self) -> float:
+        now = time.monotonic()
+        self._seconds += min(now - self._last, self._most)
+        self._last = now
+        return self._seconds
+
+
+class _OwnBeat:
+    """What this rank says about itself."""
+
+    def __init__(self, progress: Progress, timeout: float) -> None:
+        self._progress = progress
+        self._patience = timeout / 2  # then the stack is part of the beat
+        self._host, self._process = socket.gethostname(), psutil.Process()
+        self._main = threading.main_thread().ident or 0
+        self._first_iteration: int | None = None
+        self._number, self._work = 0, 0
+        self._used = self._usage()
+        self._idle_from: tuple[tuple[int, int, int], float] = (-1, 0, 0), 0.0
+
+    def make(self, now: float) -> Beat:
+        """`now`: seconds of a `SteadyClock`."""
+        place = self._progress.place
+        stack = sys._current_frames().get(self._main)
+        waits = _waits(stack)
+        if self._works() and self._is_long(place) and not waits:
+            self._work += 1
+        self._number += 1
+        reached = (place.iteration, place.changes, self._work)
+        if reached != self._idle_from[0]:
+            self._idle_from = reached, now
+        text = _stacks(self._main) if now - self._idle_from[1] > self._patience else None
+        return Beat(
+            number=self._number,
+            host=self._host,
+            process=self._process.pid,
+            iteration=place.iteration,
+            changes=place.changes,
+            place=str(place),
+            work=self._work,
+            waits=waits,
+            stack=text,
+        )
+
+    def _is_long(self, place: Place) -> bool:
+        if place.activity is Phase.STEP and self._first_iteration is None:
+            self._first_iteration = place.iteration
+        first = place.activity is Phase.STEP and place.iteration == self._first_iteration
+        return first or place.activity in _LONG
+
+    def _works(self) -> bool:
+        """Whether the process has worked since the last call."""
+        before, self._used = self._used, self._usage()
+        seconds, computed, moved = (b - a for a, b in zip(before, self._used, strict=True))
+        return computed >= _WORKING * seconds or moved >= _WORKING_BYTES
+
+    def _usage(self) -> tuple[float, float, int]:
+        """The time, and so far the seconds of computing and the bytes read and written."""
+        moved = 0
+        with contextlib.suppress(psutil.Error, AttributeError, OSError):  # not on every system
+            counters = self._process.io_counters()
+            moved = counters.read_chars + counters.write_chars
+        return time.monotonic(), time.process_time(), moved
+
+
+class _Beats:
+    """Sends this rank's beats, looks at those of the others, and ends the job if it hangs."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        channel: FailureChannel,
+        timeout: float,
+        own: _OwnBeat,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        # A separate connection, for the reason given in `FailureChannel`.
+        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # stubs lack it
+        self._channel = channel
+        self._timeout = timeout
+        self._period = min(timeout / _BEATS, _LONGEST_PERIOD)
+        self._own = own
+        self._rank, self._world_size = rank, world_size
+        self._over = threading.Event()
+        self._seen: dict[int, tuple[Beat, float, float]] = {}  # when heard, when it had progressed
+        self._latest: Beat | None = None  # of this rank
+        self._answered = 0  # by the store: the number of this rank's beats
+
+    def begin(self) -> None:
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        if self._world_size > 1:
+            threading.Thread(target=self._watch_store, name="store-watch", daemon=True).start()
+
+    def end(self) -> None:
+        self._over.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _beat(self) -> None:
+        clock = SteadyClock(self._period)
+        with contextlib.suppress(RuntimeError, OSError):  # FailureChannel.watch acts on a lost one
+            while not self._over.wait(self._period):
+                # A thread that needs no interpreter prints the stacks if this one cannot run.
+                faulthandler.dump_traceback_later(self._timeout, file=2)
+                now = clock.read()
+                self._latest = self._own.make(now)
+                self._store.set(_key(self._rank), self._latest.encode())
+                if self._rank in (0, self._world_size - 1):
+                    self._judge(self._look(now))
+                self._answered = self._latest.number
+
+    def _judge(self, sightings: list[Sighting]) -> None:
+        if is_hung(sightings, self._timeout) and not self._over.is_set():
+            end_job(self._channel, EXIT_HUNG, message(sightings, self._timeout))
+
+    def _look(self, now: float) -> list[Sighting]:
+        """The beats of all ranks. A rank that has sent none is silent since this one began."""
+        ranks = range(self._world_size)
+        there = [r for r in ranks if r in self._seen or self._store.check([_key(r)])]
+        for rank, text in zip(there, self._store.multi_get(list(map(_key, there))), strict=True):
+            beat = Beat.decode(text)
+            before, heard, progressed = self._seen.get(rank, (None, now, now))
+            if before is not None and beat.number != before.number:
+                heard = now
+            if before is not None and beat.progress != before.progress:
+                progressed = now
+            self._seen[rank] = beat, heard, progressed
+        seen = (self._seen.get(rank, (None, 0.0, 0.0)) for rank in ranks)
+        return [Sighting(beat, now - heard, now - moved) for beat, heard, moved in seen]
+
+    def _watch_store(self) -> None:
+        """End this rank if the host that serves the store does not answer, and nothing goes on."""
+        clock, patience = SteadyClock(self._period), self._timeout + 2 * self._period
+        before, since = -1, 0.0
+        while not self._over.wait(self._period):
+            now = clock.read()
+            if self._answered != before:
+                before, since = self._answered, now
+            elif now - since > patience and not self._over.is_set():
+                self._leave_without_store()
+
+    def _leave_without_store(self) -> None:
+        # Without a store the ranks cannot agree on who prints: one does on every host.
+        if self._rank == 1 or os.environ.get("LOCAL_RANK", "0") == "0":
+            place = "before the first step" if self._latest is None else self._latest.place
+            print(
+                f"error: rank {self._rank} on {socket.gethostname()} hangs, last in {place}: the "
+                f"store of the job on {os.environ.get('MASTER_ADDR')} did not answer for "
+                f"{self._timeout:g} s (--hang-timeout); the process that serves it, rank 0 or its "
+                "launcher, is stopped, or its host or network is gone",
+                file=sys.stderr,
+                flush=True,
+            )
+        leave(EXIT_HUNG)
+
+
+def _key(rank: int) -> str:
+    return f"moe_parallel/heartbeat/{rank}"
+
+
+def _waits(innermost: FrameType | None) -> bool:
+    return innermost is not None and innermost.f_code.co_filename.endswith(_COLLECTIVES)
+
+
+def _stacks(main: int) -> str:
+    """The stack of the main thread, and of threads that Python did not start: of autograd."""
+    ours = {thread.ident for thread in threading.enumerate()} - {main}
+    frames = [(ident, f) for ident, f in sys._current_frames().items() if ident not in ours]
+    frames.sort(key=lambda each: each[0] == main)
+    return "".join("".join(traceback.format_stack(f, _STACK_MAX)) for _, f in frames)
