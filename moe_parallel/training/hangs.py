@@ -19,6 +19,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+_NAMED = 8  # ranks in a list
+
 
 @dataclass(frozen=True)
 class Beat:
@@ -79,8 +81,7 @@ def message(sightings: Sequence[Sighting], timeout: float) -> str:
         return f"error: rank {rank} has not been heard since the job began {limit}{_rest(others)}"
     who = f"error: rank {rank} on {seen.beat.host} (process {seen.beat.process})"
     if _is_silent(seen, timeout):
-        also = [str(other) for other, each in others.items() if _is_silent(each, timeout)]
-        too = f"; so are ranks {', '.join(also)}" if also else ""
+        too = _also([other for other, each in others.items() if _is_silent(each, timeout)])
         return (
             f"{who} is silent for {seen.silent:.0f} s, last in {seen.beat.place} {limit}{too}: its "
             "process is stopped, its host or network is gone, or native code blocks its "
@@ -104,13 +105,22 @@ def _order(seen: Sighting) -> tuple[int, int]:
     return (-1, 0) if seen.beat is None else (seen.beat.iteration, seen.beat.changes)
 
 
+def _also(silent: Sequence[int]) -> str:
+    """The other silent ranks; of many, as when a large host is lost, the first."""
+    if not silent:
+        return ""
+    more = f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else ""
+    return f"; also silent: {', '.join(str(rank) for rank in silent[:_NAMED])}{more}"
+
+
 def _rest(others: Mapping[int, Sighting]) -> str:
     """Where the other ranks are: the place of most of them."""
     places = Counter(each.beat.place for each in others.values() if each.beat is not None)
     if not places:
         return ""
     place, count = places.most_common(1)[0]
-    return f"; {count} of the {len(others)} other ranks: in {place}"
+    who = f"{count} of {len(others)} others are" if count < len(others) else "all others are"
+    return f"; {who} in {place}"
 
 
 def _stack_of(beat: Beat) -> str:

@@ -160,6 +160,7 @@ class _Beats:
         self._answered = 0  # by the store: the number of this rank's beats
 
     def begin(self) -> None:
+        self._send(0.0)  # so that this rank is known, whatever happens to it
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         if self._world_size > 1:
             threading.Thread(target=self._watch_store, name="store-watch", daemon=True).start()
@@ -172,14 +173,17 @@ class _Beats:
         clock = SteadyClock(self._period)
         with contextlib.suppress(RuntimeError, OSError):  # FailureChannel.watch acts on a lost one
             while not self._over.wait(self._period):
-                # A thread that needs no interpreter prints the stacks if this one cannot run.
-                faulthandler.dump_traceback_later(self._timeout, file=2)
                 now = clock.read()
-                self._latest = self._own.make(now)
-                self._store.set(_key(self._rank), self._latest.encode())
+                self._send(now)
                 if self._rank in (0, self._world_size - 1):
                     self._judge(self._look(now))
-                self._answered = self._latest.number
+
+    def _send(self, now: float) -> None:
+        # A thread that needs no interpreter prints the stacks if this one cannot run.
+        faulthandler.dump_traceback_later(self._timeout, file=2)
+        self._latest = self._own.make(now)
+        self._store.set(_key(self._rank), self._latest.encode())
+        self._answered = self._latest.number
 
     def _judge(self, sightings: list[Sighting]) -> None:
         if is_hung(sightings, self._timeout) and not self._over.is_set():

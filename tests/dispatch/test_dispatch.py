@@ -11,6 +11,7 @@ from torch import distributed as dist
 from moe_parallel.dispatch import AllToAllDispatcher, LocalDispatcher
 from moe_parallel.ops import extension, select_backend
 from moe_parallel.selection.choices import Choices
+from moe_parallel.telemetry.progress import Phase, Progress
 from tests.distributed import run_distributed
 
 EXPERTS, WIDTH, HIDDEN, CHOICES = 4, 3, 4, 2
@@ -251,6 +252,35 @@ def test_identity_experts_return_the_sum_of_probs(layout):
     ranks, shards = LAYOUTS[layout]
     for found, wanted in run_distributed(ranks, _round_trip, shards):
         numpy.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def _exchanges(takes_c: bool) -> tuple[list[int], bool]:
+    """The times that a rank is in the phase `dispatch`, before and after the backward pass."""
+    task, rank = problem("some dropped", dist.get_world_size()), dist.get_rank()
+    progress = Progress()
+    dispatcher = AllToAllDispatcher(
+        EXPERTS, dist.group.WORLD, 1, select_backend("reference"), takes_c, progress
+    )
+    x, probs = task.x[rank].requires_grad_(), task.probs[rank].requires_grad_()
+    c = x.detach()[:, None].expand(*probs.shape, -1).clone().requires_grad_()
+    counts = []
+    rows = dispatcher.dispatch(
+        x, choices_of(task.experts[rank], probs, c if takes_c else None), None
+    )
+    of_c = 0 if rows.c_MJR is None else rows.c_MJR.sum(2)
+    y = dispatcher.combine(rows.x_MD * (rows.probs_MJ + of_c), rows.route)
+    counts.append(progress.place.changes // 2)  # each begins and ends
+    y.sum().backward()
+    counts.append(progress.place.changes // 2)
+    return counts, progress.place.phase is Phase.SET_UP
+
+
+@pytest.mark.parametrize(("takes_c", "exchanged"), [(False, 3), (True, 4)])
+def test_each_exchange_is_a_phase_forward_and_backward(takes_c, exchanged):
+    """Forward the sizes are exchanged, too: x, probs, C and the outputs are, in both passes."""
+    for counts, over in run_distributed(2, _exchanges, takes_c):
+        assert counts == [1 + exchanged, 1 + 2 * exchanged]
+        assert over
 
 
 def _sent(takes_c: bool) -> tuple[Any, Any, Any, int]:

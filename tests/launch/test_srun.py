@@ -5,13 +5,13 @@ import signal
 
 import pytest
 
-from tests.program import SMALL, Program, flags, free_port, small_data
+from tests.program import SCRIPT, SMALL, Program, flags, free_port, small_data
 
 
-class _Task(Program):
+class Task(Program):
     """One of the two tasks of a step."""
 
-    def __init__(self, folder, task, port, arguments):
+    def __init__(self, folder, task, port, arguments, variables=None, script=SCRIPT):
         (folder / str(task)).mkdir()
         slurm = {
             "SLURM_JOB_ID": "4711",
@@ -22,7 +22,8 @@ class _Task(Program):
             "SLURM_JOB_NODELIST": "localhost",
             "MASTER_PORT": str(port),
         }
-        super().__init__(folder / str(task), 1, arguments, slurm)
+        variables = slurm | (variables or {})
+        super().__init__(folder / str(task), 1, arguments, variables, script)
 
     def _start(self, script, world_size):
         return [str(script)]
@@ -30,7 +31,7 @@ class _Task(Program):
 
 def _step(folder, options):
     port = free_port()
-    return [_Task(folder, task, port, flags(options)) for task in range(2)]
+    return [Task(folder, task, port, flags(options)) for task in range(2)]
 
 
 @pytest.mark.full

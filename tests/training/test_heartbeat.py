@@ -1,0 +1,162 @@
+"""A small job whose ranks send heartbeats; a rank that makes no progress ends it."""
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from moe_parallel.telemetry.progress import Phase, Progress
+from moe_parallel.training import heartbeat as module
+from moe_parallel.training.exit_codes import EXIT_HUNG
+from moe_parallel.training.failure import FailureChannel, run
+from moe_parallel.training.heartbeat import SteadyClock, heartbeat
+from moe_parallel.training.job_store import join_store
+from moe_parallel.training.signals import StopRequest
+from tests.program import Ranks
+
+TIMEOUT = 3
+STEPS = 3
+
+
+def _job(trouble, at):
+    """Steps of two phases that end with a collective; rank `at` has trouble in the last one."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = join_store(rank, world_size)
+    progress = Progress()
+
+    def body(channel):
+        channel.watch()
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore("groups", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(minutes=10),
+        )
+        with heartbeat(progress, store, channel, TIMEOUT):
+            dist.barrier()
+            for step in range(1, STEPS + 1):
+                progress.begin_step(step)
+                with progress.during(Phase.FORWARD):
+                    if rank == at and step == STEPS:
+                        time.sleep(TIMEOUT / 10)  # two beats
+                        trouble(progress)
+                with progress.during(Phase.REDUCE):
+                    dist.all_reduce(torch.ones(1))
+                progress.end_step()
+            dist.barrier()
+        return 0
+
+    run(body, FailureChannel(store), StopRequest())
+
+
+def _sleep_for_ever(progress):
+    while True:
+        time.sleep(1)
+
+
+def _stop_itself(progress):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _hold_the_interpreter(progress):
+    ctypes.PyDLL(None).sleep(600)  # a PyDLL keeps the GIL
+
+
+def _be_slow_but_progress(progress):
+    for _ in range(8):
+        with progress.during(Phase.DISPATCH):
+            time.sleep(1)
+
+
+def _compute_in_a_save(progress):
+    end = time.monotonic() + 3 * TIMEOUT
+    with progress.activity(Phase.SAVE):
+        while time.monotonic() < end:
+            pass
+
+
+def _write_in_a_save(progress):
+    with progress.activity(Phase.SAVE), open(os.devnull, "wb") as file:
+        for _ in range(30 * TIMEOUT):
+            file.write(bytes(1 << 20))
+            time.sleep(0.1)
+
+
+def _end(folder, trouble, at):
+    with Ranks(folder, 2, _job, trouble, at) as ranks:
+        return ranks.finish(60), ranks.output
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_rank_that_sleeps_is_named_with_its_stack(tmp_path, at):
+    codes, output = _end(tmp_path, _sleep_for_ever, at)
+    assert codes == [EXIT_HUNG, EXIT_HUNG]
+    assert re.match(
+        rf"error: rank {at} on \S+ \(process \d+\) hangs in forward of iteration 3: no rank made "
+        r"progress for 3 s \(--hang-timeout 3\); all others are in reduce of iteration 3\. ",
+        output,
+    )
+    assert output.endswith(", in _sleep_for_ever\n    time.sleep(1)\n")
+    assert output.count("error: ") == output.count("_sleep_for_ever") == 1
+
+
+def test_a_stopped_rank_is_named_as_silent(tmp_path):
+    with Ranks(tmp_path, 2, _job, _stop_itself, 1) as ranks:
+        ranks.wait_for("error: ", 60)
+        assert ranks.finish(5)[0] == EXIT_HUNG
+        output = ranks.output
+    assert re.fullmatch(
+        r"error: rank 1 on \S+ \(process \d+\) is silent for \d s, last in forward of iteration 3 "
+        r"\(--hang-timeout 3\): its process is stopped, .*\n",
+        output,
+    )
+
+
+def test_native_code_that_blocks_the_interpreter_is_shown_by_the_rank_itself(tmp_path):
+    with Ranks(tmp_path, 2, _job, _hold_the_interpreter, 1) as ranks:
+        ranks.wait_for("error: ", 60)
+        assert ranks.finish(5)[0] == EXIT_HUNG
+        output = ranks.output
+    assert "in _hold_the_interpreter" in output.split("error: ")[0]
+    assert "error: rank 1 on " in output and " is silent for " in output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("trouble", [_be_slow_but_progress, _compute_in_a_save, _write_in_a_save])
+def test_progress_is_no_hang(tmp_path, trouble):
+    assert _end(tmp_path, trouble, 1) == ([0, 0], "")
+
+
+class _Time:
+    """A replacement for the module `time`."""
+
+    now = 50.0
+
+    def monotonic(self):
+        return self.now
+
+
+def test_a_steady_clock_does_not_count_the_time_that_its_process_was_stopped(monkeypatch):
+    stand_in = _Time()
+    monkeypatch.setattr(module, "time", stand_in)
+    clock = SteadyClock(2.0)
+    stand_in.now += 2.0
+    assert clock.read() == 2.0
+    stand_in.now += 3600.0
+    assert clock.read() <= 2.0 + 5.0
+    stand_in.now += 2.0
+    assert clock.read() <= 2.0 + 5.0 + 2.0
+
+
+def test_no_timeout_no_threads():
+    with heartbeat(Progress(), dist.HashStore(), None, None), contextlib.suppress(KeyError):
+        names = {thread.name for thread in module.threading.enumerate()}
+    assert not names & {"heartbeat", "store-watch"}

@@ -1,0 +1,109 @@
+"""Runs on two ranks, of which one is on a slow host or has the experts that all tokens choose."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from moe_parallel.layers.routed import RoutedLayer
+from moe_parallel.model import forward
+from moe_parallel.telemetry.metrics import TIMING, read_metrics
+from tests.distributed import run_distributed
+from tests.program import SMALL, pretrain_here, small_data
+
+RUN = {
+    "train_iters": 10,
+    "log_interval": 2,
+    "expert_model_parallel_size": 2,
+    "moe_ffn_hidden_size": 2048,
+    "seq_length": 128,
+    "eval_iters": 0,
+}
+TOKENS = SMALL["global_batch_size"] * RUN["seq_length"]
+LAYERS, CHOICES = SMALL["num_layers"], 2
+SLOW = 1
+PAUSE = 0.25  # seconds, in each of the two micro-batches of a step
+
+
+def _slow_host():
+    plain = forward.own_documents
+
+    def slowly(*args):
+        if dist.get_rank() == SLOW:
+            time.sleep(PAUSE)
+        return plain(*args)
+
+    forward.own_documents = slowly
+
+
+def _hot_experts():
+    """All tokens choose the experts of one rank: 2 and 3 of 4."""
+    plain = RoutedLayer.choose
+
+    def choose(layer, *args):
+        choices = plain(layer, *args)
+        hot = torch.tensor([2, 3]).expand_as(choices.experts_TK).contiguous()
+        return replace(choices, experts_TK=hot)
+
+    RoutedLayer.choose = choose
+
+
+def _records(folder, before):
+    options = SMALL | RUN | small_data(folder) | {"save": folder / "run"}
+    ends = run_distributed(2, pretrain_here, [options], before)
+    printed = ends[0][0][1]
+    return read_metrics(folder / "run" / "metrics.jsonl"), printed
+
+
+@pytest.fixture(scope="module")
+def slow_host(tmp_path_factory):
+    return _records(tmp_path_factory.mktemp("host"), _slow_host)
+
+
+@pytest.fixture(scope="module")
+def hot_experts(tmp_path_factory):
+    return _records(tmp_path_factory.mktemp("experts"), _hot_experts)
+
+
+def test_a_slow_host_is_named(slow_host):
+    records, _ = slow_host
+    for record in records:
+        ranks = record["ranks"]
+        slowest = ranks["slowest"]
+        assert (slowest["rank"], slowest["phase"], slowest["cause"]) == (SLOW, "forward", "host")
+        assert ranks["own_seconds"][SLOW] >= 2 * PAUSE
+        # The other rank waits for it in a collective.
+        exchanges = zip(ranks["dispatch_seconds"], ranks["reduce_seconds"], strict=True)
+        waits = [sum(of_rank) for of_rank in exchanges]
+        assert waits[1 - SLOW] - waits[SLOW] > PAUSE
+        assert sum(ranks["rows"]) == TOKENS * CHOICES * LAYERS
+
+
+def test_it_is_told_in_one_line(slow_host):
+    _, printed = slow_host
+    (line,) = [line for line in printed.splitlines() if "as slow as its peers" in line]
+    assert line.startswith(f"rank {SLOW} on ") and line.endswith(": its host is slow")
+
+
+def test_hot_experts_are_told_apart(hot_experts):
+    records, _ = hot_experts
+    for record in records[1:]:  # the first builds what the others reuse
+        slowest = record["ranks"]["slowest"]
+        assert (slowest["rank"], slowest["cause"]) == (SLOW, "tokens")
+        assert record["ranks"]["rows"] == [0, TOKENS * CHOICES * LAYERS]
+        assert record["rank_load"]["overload"] == 2.0
+        assert record["rank_load"]["expert_parallel_rank"] == SLOW
+
+
+def test_only_the_load_is_the_same_in_every_run(slow_host):
+    record = slow_host[0][0]
+    assert "ranks" in TIMING and "rank_load" not in TIMING
+    loads = [
+        sum(layer["tokens_per_expert"][first : first + 2]) / (TOKENS * CHOICES)  # in two steps
+        for layer in record["layers"]
+        for first in (0, 2)
+    ]
+    assert record["rank_load"]["overload"] == max(loads)
+    assert record["rank_load"]["p50"] == sorted(loads)[1]
