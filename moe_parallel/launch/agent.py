@@ -11,12 +11,14 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     WorkerGroup,
@@ -42,6 +44,7 @@ from moe_parallel.training.signals import STOP_SIGNALS, StopRequest
 _PASSED_ON = {number: number for number in STOP_SIGNALS} | {signal.SIGHUP: signal.SIGTERM}
 
 _PATIENCE_SECONDS = 10.0  # for the other ranks to exit after one has; see `failure`
+_WATCH_SECONDS = 1.0  # between two looks at the job's exit code
 _ONE_CTRL_C_SECONDS = 1.0  # a wrapper may send one Ctrl-C a second time
 
 
@@ -59,6 +62,7 @@ class JobAgent(LocalElasticAgent):
         self._asked: list[tuple[signal.Signals, float]] = []  # signals and their times
         self._passed_on = 0  # number of these that were sent to the ranks
         self._killed = False
+        self._code_elsewhere: int | None = None  # by which ranks of other nodes ended the job
 
     def end_without_others(self, error: Exception) -> None:
         """Decide how the job ended if the nodes cannot meet or the store's host is gone."""
@@ -86,7 +90,34 @@ class JobAgent(LocalElasticAgent):
         self._stop.began(
             lambda: "between two starts of the ranks; the same command continues the run"
         )
-        return super()._start_workers(worker_group)
+        self._code_elsewhere = None
+        started = super()._start_workers(worker_group)
+        if (worker_group.group_world_size or 1) > 1:
+            watch = threading.Thread(target=self._watch_job, name="job-watch", daemon=True)
+            watch.start()
+        return started
+
+    def _watch_job(self) -> None:
+        """See that the job has ended elsewhere, if no rank of this node can: all are stopped."""
+        attempt, store = os.environ[ATTEMPT], self._visited_store()
+        channel = None if store is None else FailureChannel(store)
+        while channel is not None and not channel.gone:
+            code = channel.code_of_others()
+            if os.environ[ATTEMPT] != attempt:  # the ranks have been started again
+                return
+            if code is not None:
+                self._code_elsewhere = code
+                return
+            time.sleep(_WATCH_SECONDS)
+
+    def _visited_store(self) -> dist.Store | None:
+        """The store of the ranks; None if it is gone."""
+        group = self._worker_group
+        with suppress(RuntimeError, OSError):
+            return visit_store(
+                str(group.master_addr), int(group.master_port or 0), os.environ[ATTEMPT]
+            )
+        return None
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown(timeout=self._shutdown_timeout)
@@ -94,7 +125,7 @@ class JobAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._pass_signals_on()
         codes = self._exit_codes().values()
-        if any(codes):
+        if any(codes) or self._code_elsewhere is not None:
             self._end()
         elif None in codes:
             return RunResult(state=WorkerState.HEALTHY)
@@ -133,7 +164,7 @@ class JobAgent(LocalElasticAgent):
         self._send(signal.SIGKILL)
         told = [code for code in self._exit_codes().values() if code is not None and code > 0]
         if not (lost or self._killed):
-            self.exit_code = max(told, default=0) or self._stopped_early()
+            self.exit_code = max(told, default=0) or self._code_elsewhere or self._stopped_early()
         if self.exit_code in FINAL or self._asked:
             self._remaining_restarts = 0
         elif self._remaining_restarts > 0:
@@ -153,11 +184,8 @@ class JobAgent(LocalElasticAgent):
         """Report ranks that were killed, and tell the others that this is reported."""
         (local_rank, number), *_ = lost.items()
         self.exit_code = 128 + number
-        group = self._worker_group
-        with suppress(RuntimeError, OSError):
-            store = visit_store(
-                str(group.master_addr), int(group.master_port or 0), os.environ[ATTEMPT]
-            )
+        group, store = self._worker_group, self._visited_store()
+        if store is not None:
             FailureChannel(store).claim(self.exit_code)
         process = self._processes()[local_rank]
         why = ", as the kernel does when memory is full" if number == signal.SIGKILL else ""

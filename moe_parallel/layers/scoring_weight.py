@@ -13,10 +13,12 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed import ProcessGroup
 
 from moe_parallel.experts.parameters import mark_expert_weight, shard_of_experts
 from moe_parallel.layers.expert_layer import ExpertLayer
 from moe_parallel.parallel import gather_over
+from moe_parallel.telemetry.progress import Phase
 
 ShardedOffsets = tuple[tuple[int, int, int], ...]
 
@@ -111,10 +113,18 @@ class GatheredWeight:
         return getattr(self._layer, self._name)
 
     def _gather_local(self) -> torch.Tensor:
-        return gather_over(self._weight, self.SHARDED_AXIS, self._groups.etp)
+        return self._gather(self._weight, self.SHARDED_AXIS, self._groups.etp)
 
     def _gather_all(self) -> torch.Tensor:
-        return gather_over(self._gather_local(), 0, self._groups.ep)
+        return self._gather(self._gather_local(), 0, self._groups.ep)
+
+    def _gather(self, part: torch.Tensor, axis: int, group: ProcessGroup) -> torch.Tensor:
+        progress = self._layer.context.progress
+        with progress.during(Phase.DISPATCH):
+            gathered = gather_over(part, axis, group)
+        if gathered is not part:
+            progress.during_backward(Phase.DISPATCH, gathered)
+        return gathered
 
     @contextmanager
     def _saved_as_parts(self, gather: Callable[[], torch.Tensor]) -> Iterator[torch.Tensor]:

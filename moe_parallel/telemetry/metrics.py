@@ -2,10 +2,12 @@
 
 Every logged iteration has: iteration, lm_loss, grad_norm, learning_rate, tokens_per_second,
 peak_memory_bytes (so far, of the rank that used most: on its GPU, or resident on the host),
-consumed_tokens, consumed_samples, elapsed_seconds (since this process began to train) and `layers`,
-the list of `RoutingTotals.summaries()`. Evaluations have `validation`: {domain: {loss,
-bits_per_byte, layers}}, where `layers` has the routing statistics of that domain's text. With
---eval-first-part, or if the system routes segments, they also have loss_after_first_part.
+consumed_tokens, consumed_samples, elapsed_seconds (since this process began to train), `ranks` (the
+times of all ranks: `stragglers.summary`), `layers`, the list of `RoutingTotals.summaries()`, and
+with expert parallelism `rank_load` (`rank_load.rank_load`). Evaluations have `validation`:
+{domain: {loss, bits_per_byte, layers}}, where `layers` has the routing statistics of that domain's
+text. With --eval-first-part, or if the system routes segments, they also have
+loss_after_first_part.
 Losses are in nats per token. A number that is not finite is written as null: JSON has no NaN.
 """
 

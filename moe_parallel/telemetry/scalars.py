@@ -31,7 +31,7 @@ def scalars(record: Record) -> dict[str, float]:
     train/lm_loss, validation/code/bits_per_byte, moe/layer_03/ent_load, moe/layer_03/imbalance
     (load of the busiest expert over the mean load: 1 is even); and over all layers moe/ent_load and
     moe/ent_conf (means), moe/max_minus_min_load and moe/tokens_dropped (sums), moe/imbalance_mean
-    and moe/imbalance_max.
+    and moe/imbalance_max; and moe/rank_overload (`rank_load`).
     """
     named: dict[str, Any] = {}
     for key, value in record.items():
@@ -40,6 +40,8 @@ def scalars(record: Record) -> dict[str, float]:
     for domain, measures in record.get("validation", {}).items():
         for measure, value in measures.items():
             named[f"validation/{domain}/{measure}"] = value
+    if "rank_load" in record:
+        named["moe/rank_overload"] = record["rank_load"]["overload"]
     layers = record.get("layers", [])
     for layer in layers:
         place = _place(layer)

@@ -231,7 +231,8 @@ train_iters exit_interval lr_decay_iters lr_wsd_decay_iters vocab_size save_inte
 log_interval eval_interval ddp_bucket_size
 """.split()
 ABOVE_0 = """
-norm_epsilon init_method_std moe_expert_capacity_factor distributed_timeout_minutes adam_eps
+norm_epsilon init_method_std moe_expert_capacity_factor distributed_timeout_minutes hang_timeout
+adam_eps
 """.split()
 
 

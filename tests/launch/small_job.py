@@ -39,6 +39,11 @@ def bad_input(stop: StopRequest) -> None:
     raise InputError("--flag is 3: it must be 4")
 
 
+def stop_itself(stop: StopRequest) -> None:
+    """Leave another rank to end the job."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def die(stop: StopRequest) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -60,6 +65,9 @@ def be_rank(what: str, where: int) -> None:
                 if step == 3 and rank == where and first_start:
                     open("started", "w").close()
                     globals()[what](stop)
+                if step == 3 and what == "stop_itself":
+                    time.sleep(3)
+                    raise InputError("--flag is 3: it must be 4")
                 asked = torch.tensor(float(stop.signal is not None))
                 dist.all_reduce(asked)
                 if asked > 0:

@@ -175,6 +175,13 @@ class _Nodes:
 
 
 @pytest.mark.full
+def test_a_node_whose_only_rank_is_stopped_ends_with_the_job(tmp_path):
+    with _Nodes(tmp_path, "stop_itself", "1") as jobs:
+        assert [job.finish(120) for job in jobs] == [2, 2]
+        assert jobs[0].output.count("error: ") + jobs[1].output.count("error: ") == 1
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("what", "words", "code"), [("die", ["--max-restarts", "1"], 0), ("bad_input", [], 2)]
 )
