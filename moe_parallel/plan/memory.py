@@ -96,30 +96,35 @@ def kept_by_chunk(shape: Shape, layout: Layout, stage: int, chunk: int) -> list[
     return kept
 
 
-def chunks_in_flight(layout: Layout, stage: int) -> list[int]:
-    """For each chunk of a rank, the micro-batches whose activations exist at the largest moment.
+def chunks_in_flight(layout: Layout, stage: int) -> set[tuple[int, ...]]:
+    """The numbers of micro-batches, by chunk of a rank, whose activations exist at the same time.
 
-    The plain schedule (1F1B) runs pp - stage - 1 forward passes before it alternates. The
-    interleaved one runs 2 (pp - stage - 1) + (virtual - 1) pp, in groups of pp micro-batches of a
-    chunk (Narayanan et al. 2021, arXiv 2104.04473, 2.2).
+    One tuple for each forward pass, at its end. A rank runs `ahead` forward passes before forward
+    and backward passes alternate: pp - stage - 1 in the plain schedule (1F1B), and 2 (pp - stage -
+    1) + (virtual - 1) pp in the interleaved one, which takes pp micro-batches through a chunk
+    before the next chunk (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
     """
-    if layout.pp == 1:
-        return [1]
-    every = layout.micro_batches
-    if layout.virtual == 1:
-        return [min(every, layout.pp - stage)]
-    ahead = 2 * (layout.pp - stage - 1) + (layout.virtual - 1) * layout.pp + 1
-    counts = [0] * layout.virtual
-    for forward in range(min(ahead, every * layout.virtual)):
-        counts[forward // layout.pp % layout.virtual] += 1
-    return counts
+    pp, chunks = layout.pp, layout.virtual
+    ahead = pp - stage - 1 if chunks == 1 else 2 * (pp - stage - 1) + (chunks - 1) * pp
+    passes = layout.micro_batches * chunks
+    counts, found = [0] * chunks, set()
+    for forward in range(min(passes, ahead + 2 * pp * chunks)):  # then it repeats
+        counts[forward // pp % chunks] += 1
+        found.add(tuple(counts))
+        if forward >= min(ahead, passes - 1):
+            counts[chunks - 1 - (forward - ahead) // pp % chunks] -= 1
+    return found
 
 
 def activations_of_stage(shape: Shape, layout: Layout, stage: int) -> int:
     """Bytes kept for the backward passes, at the largest moment of a step."""
-    held = sum(
-        count * sum(kept.nbytes for kept in kept_by_chunk(shape, layout, stage, chunk))
-        for chunk, count in enumerate(chunks_in_flight(layout, stage))
+    chunks = [
+        sum(kept.nbytes for kept in kept_by_chunk(shape, layout, stage, chunk))
+        for chunk in range(layout.virtual)
+    ]
+    held = max(
+        sum(count * size for count, size in zip(counts, chunks, strict=True))
+        for counts in chunks_in_flight(layout, stage)
     )
     if not layout.recompute:
         return held

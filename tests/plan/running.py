@@ -27,7 +27,7 @@ SIZES = {
     "moe_router_force_load_balancing": True,
     "seq_length": 32,
     "micro_batch_size": 4,
-    "global_batch_size": 8,
+    "global_batch_size": 16,
     "make_vocab_size_divisible_by": 16,
 }
 AOE = {"expert_selection": "aoe", "aoe_low_rank_size": 16, "aoe_wide_size": 96}

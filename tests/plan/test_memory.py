@@ -91,7 +91,7 @@ VIRTUAL = PP | {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1}
 PLAIN = {"use_distributed_optimizer": False}
 OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 20_000}
 BF16 = {"bf16": True}
-ODD = {"hidden_size": 36, "ffn_hidden_size": 10, "moe_ffn_hidden_size": 18}  # padding everywhere
+ODD = {"hidden_size": 40, "ffn_hidden_size": 10, "moe_ffn_hidden_size": 18}  # padding everywhere
 
 
 def test_on_one_rank() -> None:
@@ -172,18 +172,19 @@ def _most_kept(world_size: int, options: Options) -> tuple[int, int]:
 @pytest.mark.parametrize("options", [PP, VIRTUAL | {"global_batch_size": 16}], ids=["1f1b", "virtual"])
 def test_micro_batches_in_flight(options: Options) -> None:
     for planned, kept in run_distributed(2, _most_kept, 2, BF16 | options):
-        # After a forward pass, Megatron-Core's loss adds its mask and two numbers to a micro-batch.
-        assert planned == kept
+        assert planned == kept, (planned, kept)
 
 
 def test_chunks_in_flight_by_hand() -> None:
-    def counts(stage: int, **sizes: int) -> list[int]:
+    def counts(stage: int, **sizes: int) -> set[tuple[int, ...]]:
         return chunks_in_flight(Layout(ranks=sizes["pp"], global_batch=8, **sizes), stage)
 
-    assert [counts(stage, pp=4) for stage in range(4)] == [[4], [3], [2], [1]]
-    # Stage 0 of 2 with 2 chunks: forward passes 1 1 2 2 1 before the first backward pass.
-    assert counts(0, pp=2, virtual=2) == [3, 2]
-    assert counts(1, pp=2, virtual=2) == [2, 1]
+    assert [max(counts(stage, pp=4)) for stage in range(4)] == [(4,), (3,), (2,), (1,)]
+    assert counts(0, pp=1) == {(1,)}
+    # Stage 0 of 2 with 2 chunks: forward passes 1 1 2 2 1, and then a backward pass 2 before each.
+    assert counts(0, pp=2, virtual=2) >= {(1, 0), (2, 0), (2, 1), (2, 2), (3, 2), (4, 1)}
+    assert max(sum(each) for each in counts(0, pp=2, virtual=2)) == 5
+    assert max(sum(each) for each in counts(1, pp=2, virtual=2)) == 3
 
 
 def test_buckets_by_hand() -> None:
