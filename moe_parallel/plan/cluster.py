@@ -1,0 +1,124 @@
+"""Descriptions of clusters: published figures of GPUs, links and kernels, each with its source."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from moe_parallel.errors import InputError
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The share of a published peak that kernels reach. A plan without measurements uses these.
+
+    linear: 770 to 800 of 989 TFLOP/s, a large bf16 product on H200 (measured).
+    experts: 597 of 989 TFLOP/s, a fused expert layer of width 2048 on H100 (SonicMoE, arXiv
+        2512.14080).
+    fp8: 1381 of 1979 TFLOP/s forward and for dx, 813 to 873 for dw (DeepGEMM, its README).
+    attention: about half of the peak, causal, head width 128, sequences of 4,096, forward and
+        backward together (FlashAttention-3, arXiv 2407.08608, figures 5 and 6).
+    memory: 4.3 of 4.8 TB/s, a copy on H200 (measured).
+    node, network: 158 of 160 and 43 of 50 GB/s, all-to-all by DeepEP on H800 (its README); for
+        node, 0.8 instead, because its links are 450 GB/s on H100, where no such figure is known.
+    """
+
+    linear: float = 0.79
+    experts: float = 0.60
+    fp8: float = 0.58
+    attention: float = 0.50
+    memory: float = 0.90
+    node: float = 0.80
+    network: float = 0.86
+
+
+@dataclass(frozen=True)
+class Node:
+    """A kind of node. FLOP/s are dense (without sparsity); links count one direction."""
+
+    name: str
+    gpus: int
+    bf16: float  # FLOP/s
+    fp8: float | None  # FLOP/s; None: no such instructions
+    fp32: float  # FLOP/s; on tensor cores (TF32)
+    memory_size: float  # bytes of a GPU
+    memory_rate: float  # bytes/s
+    link_rate: float  # bytes/s of a GPU to those of its node
+    network_rate: float  # bytes/s of a GPU to other nodes
+    source: str
+    link_latency: float = 10e-6  # seconds of a small collective of NCCL in a node; an assumption
+    network_latency: float = 25e-6  # the same between nodes
+
+
+NODES = {
+    node.name: node
+    for node in (
+        Node(
+            "a100x8", 8, 312e12, None, 156e12, 80e9, 2.039e12, 300e9, 25e9,
+            "NVIDIA A100 80GB SXM and DGX A100 data sheets (200 Gb/s a GPU)",
+        ),
+        Node(
+            "h100x8", 8, 989e12, 1979e12, 494e12, 80e9, 3.35e12, 450e9, 50e9,
+            "NVIDIA H100 SXM and DGX H100 data sheets (400 Gb/s a GPU)",
+        ),
+        Node(
+            "h200x8", 8, 989e12, 1979e12, 494e12, 141e9, 4.8e12, 450e9, 50e9,
+            "NVIDIA H200 SXM and DGX H200 data sheets (400 Gb/s a GPU)",
+        ),
+        Node(
+            "b200x8", 8, 2250e12, 4500e12, 1125e12, 180e9, 8.0e12, 900e9, 50e9,
+            "NVIDIA DGX B200 data sheet (400 Gb/s a GPU)",
+        ),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of one kind, all of whose GPUs train."""
+
+    node: Node
+    nodes: int
+    efficiency: Efficiency = Efficiency()
+
+    @property
+    def ranks(self) -> int:
+        return self.node.gpus * self.nodes
+
+    @property
+    def text(self) -> str:
+        return f"{self.nodes} nodes of {self.node.name}, {self.ranks} GPUs"
+
+
+def parse_cluster(text: str, flag: str = "--cluster") -> Cluster:
+    """`h100x8:64` is 64 nodes of 8 H100 GPUs. Raises InputError."""
+    name, _, count = text.partition(":")
+    if name not in NODES:
+        raise InputError(f"{flag} {text}: {name!r} is no node; choose from {', '.join(NODES)}")
+    if not count.isdecimal() or not 1 <= int(count) <= 100_000:
+        raise InputError(
+            f"{flag} {text}: the number of nodes is missing or not from 1 to 100000; write for "
+            f"example {name}:8 for 8 nodes"
+        )
+    return Cluster(NODES[name], int(count))
+
+
+def measured(path: Path, efficiency: Efficiency) -> Efficiency:
+    """The efficiencies with those of a JSON file in place of the published ones.
+
+    Raises InputError if the file is not an object of known names and shares above 0, up to 1.
+    """
+    try:
+        shares = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"--measured {path} cannot be read as JSON: {error}") from None
+    names = [field.name for field in fields(Efficiency)]
+    if not isinstance(shares, dict) or set(shares) - set(names):
+        raise InputError(f"--measured {path} must be an object with some of {', '.join(names)}")
+    for name, share in shares.items():
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise InputError(
+                f"--measured {path}: {name} is {share!r}; give a share of the peak above 0, up to 1"
+            )
+    return replace(efficiency, **shares)

@@ -1,0 +1,152 @@
+"""The memory of a rank by part: weights, gradients, optimizer state, activations, working memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from moe_parallel.plan.activations import (
+    Kept,
+    kept_beside_recomputed_layers,
+    kept_by_embedding,
+    kept_by_head,
+    kept_by_layer,
+    kept_by_recomputed_layer,
+    tokens_of,
+)
+from moe_parallel.plan.layout import Layout
+from moe_parallel.plan.shape import Shape
+from moe_parallel.plan.weights import Buffer, buffers_of_chunk, weights_of_chunk
+
+GRADIENT = 4  # bytes: sums over micro-batches are fp32
+MOMENTS = 8  # two fp32 numbers of Adam
+MASTER = 4  # an fp32 copy of a bf16 weight
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank, at the largest moment of a step."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int  # kept for the backward passes of all micro-batches in flight
+    working: int  # an estimate: the largest intermediate results of one operation
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.working
+
+
+def memory_of_stage(shape: Shape, layout: Layout, stage: int, dp_rank: int = 0) -> Memory:
+    """The memory of a rank of a pipeline stage.
+
+    Args:
+        dp_rank: its number among the data-parallel ranks, which divide the optimizer state
+            unequally where weights end.
+    """
+    chunks = range(layout.virtual)
+    buffers = [b for chunk in chunks for b in buffers_of_chunk(shape, layout, stage, chunk)]
+    numbers = sum(
+        weight.size for chunk in chunks for weight in weights_of_chunk(shape, layout, stage, chunk)
+    )
+    padded = sum(buffer.size for buffer in buffers)
+    states = sum(_states(buffer, layout, dp_rank) for buffer in buffers)
+    return Memory(
+        # The distributed optimizer gathers weights in a buffer that is padded like the gradients'.
+        weights=shape.value * (padded if layout.distributed_optimizer else numbers),
+        gradients=GRADIENT * padded,
+        optimizer=states * (MOMENTS + (MASTER if shape.bf16 else 0)),
+        activations=activations_of_stage(shape, layout, stage),
+        working=_working(shape, layout, stage),
+    )
+
+
+def _states(buffer: Buffer, layout: Layout, dp_rank: int) -> int:
+    """The numbers of weights that this rank updates."""
+    if not layout.distributed_optimizer:
+        return buffer.size
+    ranks = layout.weight_group(buffer.apart).size
+    return sum(bucket.owned(dp_rank % ranks, ranks) for bucket in buffer.buckets)
+
+
+def weights_by_part(shape: Shape, layout: Layout, stage: int) -> dict[str, int]:
+    """The bytes of a stage's weights by part, without padding."""
+    parts: Counter[str] = Counter()
+    for chunk in range(layout.virtual):
+        for weight in weights_of_chunk(shape, layout, stage, chunk):
+            parts[weight.part] += weight.size * shape.value
+    return dict(parts)
+
+
+def kept_by_chunk(shape: Shape, layout: Layout, stage: int, chunk: int) -> list[Kept]:
+    """What a chunk keeps of one micro-batch for its backward pass."""
+    kept: list[Kept] = []
+    if layout.begins(stage, chunk):
+        kept += kept_by_embedding(shape, layout)
+    if layout.recompute:
+        kept += kept_beside_recomputed_layers(shape)
+    for layer in layout.chunk_layers(len(shape.moe_layers), stage, chunk):
+        if layout.recompute:
+            kept += kept_by_recomputed_layer(shape, layout)
+        else:
+            kept += kept_by_layer(shape, layout, shape.moe_layers[layer])
+    if layout.ends(stage, chunk):
+        kept += kept_by_head(shape, layout)
+    return kept
+
+
+def chunks_in_flight(layout: Layout, stage: int) -> set[tuple[int, ...]]:
+    """The numbers of micro-batches, by chunk of a rank, whose activations exist at the same time.
+
+    One tuple for each forward pass, at its end. A rank runs `ahead` forward passes before forward
+    and backward passes alternate: pp - stage - 1 in the plain schedule (1F1B), and 2 (pp - stage -
+    1) + (virtual - 1) pp in the interleaved one, which takes pp micro-batches through a chunk
+    before the next chunk (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+    """
+    pp, chunks = layout.pp, layout.virtual
+    ahead = pp - stage - 1 if chunks == 1 else 2 * (pp - stage - 1) + (chunks - 1) * pp
+    passes = layout.micro_batches * chunks
+    counts, found = [0] * chunks, set()
+    for forward in range(min(passes, ahead + 2 * pp * chunks)):  # then it repeats
+        counts[forward // pp % chunks] += 1
+        found.add(tuple(counts))
+        if forward >= min(ahead, passes - 1):
+            counts[chunks - 1 - (forward - ahead) // pp % chunks] -= 1
+    return found
+
+
+def activations_of_stage(shape: Shape, layout: Layout, stage: int) -> int:
+    """Bytes kept for the backward passes, at the largest moment of a step."""
+    chunks = [
+        sum(kept.nbytes for kept in kept_by_chunk(shape, layout, stage, chunk))
+        for chunk in range(layout.virtual)
+    ]
+    held = max(
+        sum(count * size for count, size in zip(counts, chunks, strict=True))
+        for counts in chunks_in_flight(layout, stage)
+    )
+    if not layout.recompute:
+        return held
+    layers = {
+        shape.moe_layers[layer]
+        for chunk in range(layout.virtual)
+        for layer in layout.chunk_layers(len(shape.moe_layers), stage, chunk)
+    }
+    # One layer at a time has all of its activations again.
+    return held + max(
+        sum(kept.nbytes for kept in kept_by_layer(shape, layout, is_moe)) for is_moe in layers
+    )
+
+
+def _working(shape: Shape, layout: Layout, stage: int) -> int:
+    """The largest of: a chunk of logits with its gradient; the gradients inside an expert layer."""
+    t, a = tokens_of(shape, layout), shape.value
+    logits = 0
+    if stage == layout.pp - 1:
+        logits = min(t.all, shape.loss_chunk) * shape.vocabulary // layout.tp * (4 + 2 * a)
+    width = 2 * shape.dense_width // layout.tp
+    inside = t.all * width * a if not all(shape.moe_layers) else 0
+    if shape.experts is not None:
+        inside = max(inside, t.received * (3 * shape.experts.width // layout.etp) * a)
+    return max(logits, inside + 2 * t.all * shape.hidden * a)

@@ -1,0 +1,291 @@
+"""The messages of a rank in one step, and how many of their bytes cross each kind of link.
+
+The symbols are those of `activations`. Messages of at most 16 bytes (the norm of the gradients, the
+loss that is reported) are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from moe_parallel.plan.activations import Tokens, tokens_of
+from moe_parallel.plan.layout import Group, Layout
+from moe_parallel.plan.shape import Experts, Shape
+from moe_parallel.plan.weights import buffers_of_chunk, weights_of_chunk
+
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+ALL_TO_ALL, SEND = "all-to-all", "send"
+
+#: What a message is for: the groups of `Collective.purpose`.
+TENSOR, DISPATCH, PIPELINE, GRADIENTS, WEIGHTS, W_DOWN = (
+    "tensor parallel", "dispatch", "pipeline", "gradients", "weights", "W_down",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Bytes that a rank sends, by the kind of link."""
+
+    node: float = 0.0  # to ranks of its node
+    network: float = 0.0  # to other nodes
+
+    def __add__(self, other: Wire) -> Wire:
+        return Wire(self.node + other.node, self.network + other.network)
+
+    def times(self, factor: float) -> Wire:
+        return Wire(self.node * factor, self.network * factor)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """An operation that a rank does `times` in a step.
+
+    `size` is the number of bytes that it gives to the operation: of an all-gather its own part, of
+    a reduce-scatter and an all-reduce the whole, of an all-to-all all parts but its own.
+    """
+
+    name: str
+    purpose: str
+    kind: str
+    group: Group
+    size: int
+    times: int
+
+    def wire(self, node_size: int) -> Wire:
+        """The bytes that a rank sends in one such operation.
+
+        Gather and reduction run in rings over the nodes, as NCCL builds them: every byte passes
+        each node's border once, and the ranks of a node share the network.
+        """
+        ranks, here = self.group.size, self.group.on_node(node_size)
+        if self.kind == ALL_TO_ALL:
+            to_node = self.size * (here - 1) / (ranks - 1)
+            return Wire(to_node, self.size - to_node)
+        if self.kind == SEND:
+            across = 0.0 if here == ranks else self.size / here
+            return Wire(self.size - across, across)
+        in_ring = self.size * {
+            ALL_GATHER: ranks - 1.0,
+            REDUCE_SCATTER: (ranks - 1) / ranks,
+            ALL_REDUCE: 2 * (ranks - 1) / ranks,
+        }[self.kind]
+        return Wire(in_ring if here > 1 else 0.0, in_ring / here if here < ranks else 0.0)
+
+
+def messages_of_stage(shape: Shape, layout: Layout, stage: int) -> list[Collective]:
+    """All messages of a rank of a pipeline stage in one step; those of other groups than its own,
+    and of groups of one, do not exist."""
+    found: list[Collective] = []
+    for chunk in range(layout.virtual):
+        if layout.begins(stage, chunk):
+            found += _embedding(shape, layout)
+        for layer in layout.chunk_layers(len(shape.moe_layers), stage, chunk):
+            found += messages_of_layer(shape, layout, shape.moe_layers[layer])
+        if layout.ends(stage, chunk):
+            found += _head(shape, layout)
+        found += _reduction(shape, layout, stage, chunk)
+    found += _pipeline(shape, layout, stage)
+    found += _shared_gradients(shape, layout, stage)
+    return _merged(each for each in found if each.group.size > 1 and each.times and each.size)
+
+
+def _merged(found: Iterable[Collective]) -> list[Collective]:
+    """Equal operations of several layers as one, with the sum of their times."""
+    times: dict[tuple[str, str, str, Group, int], int] = {}
+    for each in found:
+        key = (each.name, each.purpose, each.kind, each.group, each.size)
+        times[key] = times.get(key, 0) + each.times
+    return [Collective(*key, times=number) for key, number in times.items()]
+
+
+def messages_of_layer(shape: Shape, layout: Layout, is_moe: bool) -> list[Collective]:
+    """The messages of one layer in all micro-batches of a step."""
+    # In a pass that is repeated by recomputation, all but the first all-reduces repeat.
+    found = list(_divided_block(shape, layout, "attention"))
+    if not is_moe:
+        return [*found, *_divided_block(shape, layout, "dense layer")]
+    assert shape.experts is not None
+    t = tokens_of(shape, layout)
+    found += _routing(shape, layout, t, shape.experts)
+    if layout.etp_ep_group.size > 1:
+        found += _dispatch(shape, layout, t, shape.experts)
+    if shape.experts.scoring is not None and shape.experts.scoring.gathers_w_down:
+        found += _gathered_w_down(shape, layout, shape.experts)
+    return found
+
+
+def _passes(layout: Layout) -> tuple[int, int]:
+    """The numbers of forward and of backward passes of a layer in a step."""
+    return layout.micro_batches * (2 if layout.recompute else 1), layout.micro_batches
+
+
+def _divided_block(shape: Shape, layout: Layout, name: str) -> Iterator[Collective]:
+    """Two products divided over tp: by columns, then by rows."""
+    t, row, (forward, backward) = tokens_of(shape, layout), _row(shape), _passes(layout)
+
+    def over_tp(what: str, kind: str, tokens: int, times: int) -> Collective:
+        return Collective(f"{name}: {what}", TENSOR, kind, layout.tp_group, tokens * row, times)
+
+    if layout.sequence_parallel:
+        yield over_tp("x", ALL_GATHER, t.between, forward)
+        yield over_tp("x, again for the weight's gradient", ALL_GATHER, t.between, backward)
+        yield over_tp("dy", ALL_GATHER, t.between, backward)
+        yield over_tp("y", REDUCE_SCATTER, t.all, forward)
+        yield over_tp("dx", REDUCE_SCATTER, t.all, backward)
+    else:
+        yield over_tp("y", ALL_REDUCE, t.all, forward)
+        yield over_tp("dx", ALL_REDUCE, t.all, backward)
+
+
+def _row(shape: Shape) -> int:
+    """The bytes of a token's activation."""
+    return shape.hidden * shape.value
+
+
+def _routing(shape: Shape, layout: Layout, t: Tokens, experts: Experts) -> Iterator[Collective]:
+    """What an expert layer sends over tp, whose ranks share the tokens of a micro-batch."""
+    forward, backward = _passes(layout)
+    n, group = experts.number, layout.tp_group
+
+    def over_tp(what: str, kind: str, size: int, times: int) -> Collective:
+        return Collective(f"experts: {what}", TENSOR, kind, group, size, times)
+
+    if experts.has_loss:
+        yield over_tp("shares and means of the loss", ALL_REDUCE, 2 * n * 4, backward)
+    if layout.sequence_parallel:
+        return
+    yield over_tp("y of all tokens", ALL_GATHER, t.routed * _row(shape), forward)
+    yield over_tp("dx of all tokens", ALL_GATHER, t.routed * _row(shape), backward)
+    scoring = experts.scoring
+    if scoring is None:
+        yield over_tp("dw of the router", ALL_REDUCE, n * shape.hidden * 4, backward)
+    elif not scoring.gathers_w_down:
+        w_down = n * shape.hidden * scoring.rank * shape.value
+        alone = layout.etp_ep_group.size == 1
+        uses = 1 if alone or scoring.sends_c else 2  # for the norms, and for C of the rows
+        yield over_tp("dw of W_down", ALL_REDUCE, w_down, uses * backward)
+
+
+def _dispatch(shape: Shape, layout: Layout, t: Tokens, experts: Experts) -> Iterator[Collective]:
+    """Rows to the experts' ranks, and outputs back; in the backward pass the other way round."""
+    forward, backward = _passes(layout)
+    group = layout.etp_ep_group
+    rows = t.sent * layout.etp * (group.size - 1) // group.size  # that leave the rank
+
+    def over_ep(what: str, size: int, times: int) -> Collective:
+        return Collective(f"dispatch: {what}", DISPATCH, ALL_TO_ALL, group, size, times)
+
+    counts = experts.number * layout.etp * 8
+    yield over_ep("rows of each expert", counts * (group.size - 1) // group.size, forward)
+    yield over_ep("x", rows * _row(shape), forward)
+    yield over_ep("probs", rows * 4, forward)
+    yield over_ep("y", rows * _row(shape), forward)
+    yield over_ep("dy", rows * _row(shape), backward)
+    yield over_ep("dprobs", rows * 4, backward)
+    yield over_ep("dx", rows * _row(shape), backward)
+    if experts.scoring is not None and experts.scoring.sends_c:
+        yield over_ep("C", rows * experts.scoring.rank * shape.value, forward)
+        yield over_ep("dC", rows * experts.scoring.rank * shape.value, backward)
+
+
+def _gathered_w_down(shape: Shape, layout: Layout, experts: Experts) -> Iterator[Collective]:
+    """W_down of all experts for the norms, and of this rank's experts for C of the rows."""
+    assert experts.scoring is not None
+    forward, backward = _passes(layout)
+    gathers = forward + (0 if layout.recompute else backward)
+    every = experts.number * shape.hidden * experts.scoring.rank * shape.value
+    here = every // layout.ep
+    part = here // layout.etp
+    ep, etp = layout.ep_group, layout.etp_group
+    # C that is sent is not computed again: W_down is then gathered for it, but not used.
+    of_rows, back = (forward, 0) if experts.scoring.sends_c else (gathers, backward)
+    yield Collective("W_down for the norms", W_DOWN, ALL_GATHER, etp, part, gathers)
+    yield Collective("W_down for the norms", W_DOWN, ALL_GATHER, ep, here, gathers)
+    yield Collective("W_down of the rows", W_DOWN, ALL_GATHER, etp, part, of_rows)
+    yield Collective("dw of the norms", W_DOWN, REDUCE_SCATTER, ep, every, backward)
+    yield Collective("dw of the norms", W_DOWN, REDUCE_SCATTER, etp, here, backward)
+    yield Collective("dw of the rows", W_DOWN, REDUCE_SCATTER, etp, here, back)
+
+
+def _embedding(shape: Shape, layout: Layout) -> Iterator[Collective]:
+    t, row, times = tokens_of(shape, layout), _row(shape), layout.micro_batches
+    tp = layout.tp_group
+    if layout.sequence_parallel:
+        yield Collective("embedding: y", TENSOR, REDUCE_SCATTER, tp, t.all * row, times)
+        yield Collective("embedding: dy", TENSOR, ALL_GATHER, tp, t.between * row, times)
+    else:
+        yield Collective("embedding: y", TENSOR, ALL_REDUCE, tp, t.all * row, times)
+
+
+def _head(shape: Shape, layout: Layout) -> Iterator[Collective]:
+    t, row, times = tokens_of(shape, layout), _row(shape), layout.micro_batches
+    tp = layout.tp_group
+    if layout.sequence_parallel:
+        yield Collective("output layer: x", TENSOR, ALL_GATHER, tp, t.between * row, times)
+        yield Collective("output layer: dx", TENSOR, REDUCE_SCATTER, tp, t.all * row, times)
+    else:
+        yield Collective("output layer: dx", TENSOR, ALL_REDUCE, tp, t.all * row, times)
+    whole, rest = divmod(t.all, shape.loss_chunk)
+    for tokens, chunks in ((shape.loss_chunk, whole), (rest, 1)):
+        yield Collective("loss: maxima", TENSOR, ALL_REDUCE, tp, tokens * 4, chunks * times)
+        yield Collective("loss: sums", TENSOR, ALL_REDUCE, tp, tokens * 8, chunks * times)
+
+
+def _pipeline(shape: Shape, layout: Layout, stage: int) -> Iterator[Collective]:
+    if layout.pp == 1:
+        return
+    size, passes = tokens_of(shape, layout).between * _row(shape), layout.micro_batches
+    every, pp = layout.virtual * passes, layout.pp_group
+    forward = every - (passes if stage == layout.pp - 1 else 0)
+    backward = every - (passes if stage == 0 else 0)
+    yield Collective("activations to the next stage", PIPELINE, SEND, pp, size, forward)
+    yield Collective("gradients to the previous stage", PIPELINE, SEND, pp, size, backward)
+
+
+def _reduction(shape: Shape, layout: Layout, stage: int, chunk: int) -> Iterator[Collective]:
+    """The gradients of a chunk over its data-parallel ranks, and the updated weights back."""
+    buffers = buffers_of_chunk(shape, layout, stage, chunk)
+    # Megatron-Core has an optimizer for dense weights and one for expert weights. Each gathers all
+    # weights after its update, unless they are gathered in the next forward pass.
+    gathers = 1 if layout.overlap_param_gather else len(buffers)
+    for buffer in buffers:
+        group = layout.weight_group(buffer.apart)
+        whose = "expert" if buffer.apart else "dense"
+        for bucket in buffer.buckets:
+            gradients = f"gradients of {whose} weights"
+            if not layout.distributed_optimizer:
+                yield Collective(gradients, GRADIENTS, ALL_REDUCE, group, bucket.size * 4, 1)
+                continue
+            yield Collective(gradients, GRADIENTS, REDUCE_SCATTER, group, bucket.size * 4, 1)
+            part = bucket.size // group.size * shape.value
+            yield Collective(f"{whose} weights", WEIGHTS, ALL_GATHER, group, part, gathers)
+
+
+def _shared_gradients(shape: Shape, layout: Layout, stage: int) -> Iterator[Collective]:
+    """Gradients of weights that several ranks of a pipeline, or of tp, hold completely."""
+    weights = [
+        weight
+        for chunk in range(layout.virtual)
+        for weight in weights_of_chunk(shape, layout, stage, chunk)
+    ]
+    if layout.sequence_parallel:
+        whole = {"w_router", "input_layernorm", "pre_mlp_layernorm", "final_layernorm"}
+        scoring = shape.experts.scoring if shape.experts else None
+        if scoring is not None and not scoring.gathers_w_down:
+            whole.add("w_down")
+        size = 4 * sum(weight.size for weight in weights if weight.name in whole)
+        name = "norms and router or W_down"
+        yield Collective(name, GRADIENTS, ALL_REDUCE, layout.tp_group, size, 1)
+    for weight in weights:
+        if weight.shared_embedding:
+            ends = Group("first and last stage", 2, (layout.pp - 1) * layout.pp_group.stride)
+            yield Collective("tied embedding", GRADIENTS, ALL_REDUCE, ends, 4 * weight.size, 1)
+
+
+def wire_of(messages: Iterable[Collective], node_size: int) -> Wire:
+    """The bytes that a rank sends in a step."""
+    total = Wire()
+    for each in messages:
+        total += each.wire(node_size).times(each.times)
+    return total

@@ -1,0 +1,139 @@
+"""All layouts of a configuration on a cluster: those that fit, ranked, and why others do not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from moe_parallel.config import Config, validate
+from moe_parallel.errors import InputError
+from moe_parallel.plan.cluster import Cluster
+from moe_parallel.plan.layout import Layout, layout_of
+from moe_parallel.plan.memory import Memory, memory_of_stage
+from moe_parallel.plan.shape import plannable, shape_of
+from moe_parallel.plan.step_time import StepTime, step_time
+
+#: Of a GPU's memory, for CUDA, NCCL's buffers and fragmentation; an assumption.
+RESERVE = 6 * 2**30
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout that fits."""
+
+    layout: Layout
+    memory: Memory  # of the stage that needs most
+    stage: int
+    time: StepTime
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A layout that is not possible."""
+
+    layout: Layout
+    kind: str  # what many layouts have in common
+    reason: str
+
+
+def plan_layout(
+    config: Config, vocab_size: int, cluster: Cluster, reserve: int = RESERVE
+) -> Plan | Refused:
+    """The plan of a configuration in its own layout."""
+    plannable(config)
+    layout = layout_of(config, cluster.ranks)
+    try:
+        validate(config, cluster.ranks)
+    except InputError as error:
+        return Refused(layout, "sizes that do not divide each other", str(error))
+    shape = shape_of(config, vocab_size)
+    memories = {stage: memory_of_stage(shape, layout, stage) for stage in range(layout.pp)}
+    stage = max(memories, key=lambda each: memories[each].total)
+    free, needed = round(cluster.node.memory_size) - reserve, memories[stage].total
+    if needed > free:
+        over = (needed - free) / 2**30
+        reason = (
+            f"stage {stage} needs {needed / 2**30:.1f} GiB, {over:.1f} more than the "
+            f"{free / 2**30:.1f} that a GPU has beside its reserve"
+        )
+        return Refused(layout, "more memory than a GPU has", reason)
+    return Plan(layout, memories[stage], stage, step_time(shape, layout, cluster))
+
+
+def search(
+    config: Config, vocab_size: int, cluster: Cluster, reserve: int = RESERVE
+) -> tuple[list[Plan], list[Refused]]:
+    """All layouts of `layouts`: those that fit, fastest first, and the others."""
+    plannable(config)
+    plans, refused = [], []
+    for candidate in layouts(config, cluster):
+        found = plan_layout(candidate, vocab_size, cluster, reserve)
+        if isinstance(found, Plan):
+            plans.append(found)
+        else:
+            refused.append(found)
+    plans.sort(key=lambda plan: (-plan.time.tokens_per_gpu, plan.memory.total))
+    return plans, refused
+
+
+def reasons(refused: list[Refused]) -> dict[str, tuple[int, str]]:
+    """By kind: how many layouts were refused, and the reason of the last one."""
+    counts = Counter(each.kind for each in refused)
+    return {each.kind: (counts[each.kind], each.reason) for each in refused}
+
+
+def layouts(config: Config, cluster: Cluster) -> Iterator[Config]:
+    """The configuration with each tp, pp, vpp, ep, etp, micro-batch and recomputation.
+
+    tp stays in a node. Sequence parallelism is on with tp. The optimizer state is divided, and
+    gradients and weights overlap. Sizes that do not divide each other are left in, so that the
+    reason is told, but no size exceeds the number of ranks.
+    """
+    layers, n = config.model.num_layers, config.moe.num_experts
+    sizes = product(
+        _powers(cluster.node.gpus),
+        [pp for pp in _divisors(layers) if pp <= cluster.ranks],
+        _divisors(n) if n else [1],
+        (False, True) if n else (False,),
+        [size for size in MICRO_BATCHES if size <= config.training.global_batch_size],
+        (None, "full"),
+    )
+    for tp, pp, ep, whole_experts, micro_batch, recompute in sizes:
+        if whole_experts and tp == 1:
+            continue
+        for each in _chunk_sizes(layers, pp):
+            parallel = replace(
+                config.parallel,
+                tensor_model_parallel_size=tp,
+                sequence_parallel=tp > 1,
+                pipeline_model_parallel_size=pp,
+                num_layers_per_virtual_pipeline_stage=each,
+                expert_model_parallel_size=ep,
+                expert_tensor_parallel_size=(1 if whole_experts else tp) if n else None,
+                use_distributed_optimizer=True,
+                overlap_grad_reduce=True,
+                overlap_param_gather=True,
+            )
+            training = replace(
+                config.training, micro_batch_size=micro_batch, recompute_granularity=recompute
+            )
+            yield replace(config, parallel=parallel, training=training)
+
+
+def _chunk_sizes(layers: int, pp: int) -> list[int | None]:
+    """Layers of a virtual stage: None, and each size that makes two stages or more of a rank."""
+    if pp == 1 or layers % pp:
+        return [None]
+    of_rank = layers // pp
+    return [None, *(size for size in _divisors(of_rank) if size < of_rank)]
+
+
+def _powers(most: int) -> list[int]:
+    return [2**power for power in range(most.bit_length()) if 2**power <= most]
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

@@ -1,0 +1,157 @@
+"""The time of a step: computation, messages, the pipeline's bubble, and what overlaps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from moe_parallel.plan.cluster import Cluster
+from moe_parallel.plan.layout import Layout
+from moe_parallel.plan.memory import GRADIENT, MASTER, MOMENTS, memory_of_stage
+from moe_parallel.plan.messages import (
+    DISPATCH,
+    GRADIENTS,
+    PIPELINE,
+    TENSOR,
+    W_DOWN,
+    WEIGHTS,
+    Collective,
+    messages_of_stage,
+)
+from moe_parallel.plan.shape import Shape
+from moe_parallel.plan.work import (
+    CORE_ATTENTION,
+    EXPERT_PRODUCTS,
+    LINEAR,
+    Work,
+    model_flops_per_token,
+    optimizer_bytes,
+    work_of_head,
+    work_of_layer,
+)
+
+#: Messages that a layer waits for. The others overlap where the layout says so.
+_IN_LAYERS = (TENSOR, DISPATCH, W_DOWN)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by what the slowest pipeline stage does, and its speed."""
+
+    parts: dict[str, float]
+    tokens: int  # of a step
+    ranks: int
+    model_flops: float  # of a step
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_gpu(self) -> float:
+        """Tokens per second and GPU."""
+        return self.tokens / self.seconds / self.ranks
+
+    @property
+    def flops_per_gpu(self) -> float:
+        return self.model_flops / self.seconds / self.ranks
+
+
+def step_time(shape: Shape, layout: Layout, cluster: Cluster) -> StepTime:
+    """The time of a step, by the stage that is slowest in the middle of the step."""
+    slowest = max(
+        (_stage(shape, layout, cluster, stage) for stage in _kinds_of_stage(layout)),
+        key=lambda parts: sum(parts.values()),
+    )
+    tokens = layout.global_batch * shape.seq_length
+    return StepTime(slowest, tokens, layout.ranks, tokens * model_flops_per_token(shape))
+
+
+def _kinds_of_stage(layout: Layout) -> list[int]:
+    """Stages between the second and the last but one are alike if all layers are."""
+    return sorted({0, min(1, layout.pp - 1), layout.pp - 1})
+
+
+def _stage(shape: Shape, layout: Layout, cluster: Cluster, stage: int) -> dict[str, float]:
+    """Seconds of a step by part, as the ranks of a stage spend them."""
+    passes = layout.micro_batches
+    parts: Counter[str] = Counter()
+    last_backward = 0.0
+    for work in work_of_stage(shape, layout, stage):
+        forward, backward = seconds_of(work, shape, cluster)
+        in_layer = work.part != "output layer"
+        repeated = forward if layout.recompute and in_layer else 0.0
+        parts[work.part] += passes * (forward + backward)
+        parts["recompute"] += passes * repeated
+        last_backward += backward + repeated
+    messages = messages_of_stage(shape, layout, stage)
+    for purpose in _IN_LAYERS:
+        parts[purpose] += seconds_of_messages(messages, cluster, purpose)
+    # Between micro-batches a stage computes; before the first and after the last it waits.
+    busy = sum(parts.values())
+    parts["bubble"] = busy * (layout.pp - 1) / (layout.virtual * passes)
+    sends = seconds_of_messages(messages, cluster, PIPELINE)
+    parts[PIPELINE] = sends if layout.virtual == 1 else 0.0  # the interleaved schedule overlaps
+    gradients = seconds_of_messages(messages, cluster, GRADIENTS)
+    hidden = last_backward if layout.overlap_grad_reduce else 0.0
+    parts[GRADIENTS] = max(0.0, gradients - hidden)
+    gathers = seconds_of_messages(messages, cluster, WEIGHTS)
+    hidden = last_backward / 2 if layout.overlap_param_gather else 0.0  # the first forward pass
+    parts[WEIGHTS] = max(0.0, gathers - hidden)
+    memory = memory_of_stage(shape, layout, stage)
+    states = memory.optimizer / (MOMENTS + (MASTER if shape.bf16 else 0))
+    moved = optimizer_bytes(memory.gradients / GRADIENT, states, shape)
+    parts["optimizer"] = moved / (cluster.node.memory_rate * cluster.efficiency.memory)
+    return {name: seconds for name, seconds in parts.items() if seconds}
+
+
+def work_of_stage(shape: Shape, layout: Layout, stage: int) -> list[Work]:
+    """The operations of a stage on one micro-batch; equal layers are one entry each."""
+    found: list[Work] = []
+    layers: Counter[bool] = Counter()
+    for chunk in range(layout.virtual):
+        numbers = layout.chunk_layers(len(shape.moe_layers), stage, chunk)
+        layers.update(shape.moe_layers[number] for number in numbers)
+        if layout.ends(stage, chunk):
+            found += work_of_head(shape, layout)
+    for is_moe, count in layers.items():
+        found += [work.times(count) for work in work_of_layer(shape, layout, is_moe)]
+    return found
+
+
+def seconds_of(work: Work, shape: Shape, cluster: Cluster) -> tuple[float, float]:
+    """Seconds forward and backward: of the FLOPs, or of the memory traffic if that takes longer."""
+    node, efficiency = cluster.node, cluster.efficiency
+    peak = node.bf16 if shape.bf16 else node.fp32
+    share = {
+        LINEAR: efficiency.linear,
+        EXPERT_PRODUCTS: efficiency.experts,
+        CORE_ATTENTION: efficiency.attention,
+    }.get(work.kernel, 1.0)
+    if work.fp8 and node.fp8 is not None:
+        # Grouped products in FP8 are as much below dense ones as those in bf16.
+        share *= efficiency.fp8 / efficiency.linear
+        peak = node.fp8
+    rate, memory = peak * share, node.memory_rate * efficiency.memory
+    return (
+        max(work.flops / rate, work.nbytes / memory),
+        max(work.backward_flops / rate, work.backward_bytes / memory),
+    )
+
+
+def seconds_of_messages(messages: Iterable[Collective], cluster: Cluster, purpose: str) -> float:
+    """Seconds of all messages for one purpose; the two kinds of link work at the same time."""
+    node, efficiency = cluster.node, cluster.efficiency
+    total = 0.0
+    for each in messages:
+        if each.purpose != purpose:
+            continue
+        wire = each.wire(node.gpus)
+        latency = node.network_latency if wire.network else node.link_latency
+        total += each.times * max(
+            latency,
+            wire.node / (node.link_rate * efficiency.node),
+            wire.network / (node.network_rate * efficiency.network),
+        )
+    return total

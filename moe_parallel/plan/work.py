@@ -1,0 +1,216 @@
+"""What a GPU computes: the FLOPs and the bytes of memory traffic of each operation.
+
+The symbols are those of `activations`. A product of [m, k] and [k, n] has 2 m k n FLOPs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from moe_parallel.plan.activations import tokens_of
+from moe_parallel.plan.layout import Layout
+from moe_parallel.plan.memory import GRADIENT, MASTER, MOMENTS
+from moe_parallel.plan.shape import Experts, Shape
+from moe_parallel.plan.weights import ATTENTION, DENSE, EXPERTS, HEAD, SCORING
+
+#: The kernels that do the work, by which `Efficiency` and peaks are chosen.
+LINEAR, EXPERT_PRODUCTS, CORE_ATTENTION, TRAFFIC = "linear", "experts", "attention", "traffic"
+
+
+@dataclass(frozen=True)
+class Work:
+    """One operation on one rank: forward and backward, for one micro-batch."""
+
+    name: str
+    part: str
+    kernel: str
+    flops: float  # forward
+    backward_flops: float
+    nbytes: float  # of memory traffic, forward
+    backward_bytes: float
+    fp8: bool = False
+
+    def times(self, factor: float) -> Work:
+        return replace(
+            self,
+            flops=self.flops * factor,
+            backward_flops=self.backward_flops * factor,
+            nbytes=self.nbytes * factor,
+            backward_bytes=self.backward_bytes * factor,
+        )
+
+
+def product(
+    name: str,
+    part: str,
+    kernel: str,
+    sizes: tuple[float, float, float],
+    a: int,
+    *,
+    matrices: int = 1,
+    fp8: bool = False,
+) -> Work:
+    """Of x [m, k] and w [k, n]: y forward, dx and dw backward.
+
+    dw is written, read, and added to its fp32 sum over micro-batches. In FP8 the factors are read
+    and written once more to be rounded.
+
+    Args:
+        sizes: m, k, n; m over all matrices.
+        a: bytes of a number.
+        matrices: the number of matrices w, each for its part of the rows.
+    """
+    m, k, n = sizes
+    flops, x, w, y = 2 * m * k * n, m * k, matrices * k * n, m * n
+    summed = (2 * a + 2 * GRADIENT) * w
+    rounded, rounded_back = (3 * (x + w), 3 * (x + 2 * y)) if fp8 else (0, 0)
+    return Work(
+        name, part, kernel, flops, 2 * flops,
+        a * (x + w + y) + rounded,
+        2 * a * (x + w + y) + summed + rounded_back,
+        fp8,
+    )  # fmt: skip
+
+
+def traffic(name: str, part: str, forward: float, backward: float) -> Work:
+    """An operation that is limited by its memory traffic, in bytes."""
+    return Work(name, part, TRAFFIC, 0, 0, forward, backward)
+
+
+def work_of_layer(shape: Shape, layout: Layout, is_moe: bool) -> list[Work]:
+    """The operations of one layer on one micro-batch."""
+    found = list(_attention(shape, layout))
+    t, d, a, tp = tokens_of(shape, layout), shape.hidden, shape.value, layout.tp
+    if not is_moe:
+        f, fp8 = shape.dense_width, shape.fp8_linear
+        gate_up, down = (t.all, d, 2 * f / tp), (t.all, f / tp, d)
+        return [
+            *found,
+            *_norm_and_residual(shape, layout, DENSE),
+            product("linear_fc1", DENSE, LINEAR, gate_up, a, fp8=fp8),
+            traffic("SwiGLU", DENSE, 3 * t.all * f / tp * a, 5 * t.all * f / tp * a),
+            product("linear_fc2", DENSE, LINEAR, down, a, fp8=fp8),
+        ]
+    assert shape.experts is not None
+    found += _norm_and_residual(shape, layout, EXPERTS)
+    found += _scores(shape, layout, shape.experts)
+    return [*found, *_experts(shape, layout, shape.experts)]
+
+
+def _attention(shape: Shape, layout: Layout) -> Iterator[Work]:
+    t, d, a, tp = tokens_of(shape, layout), shape.hidden, shape.value, layout.tp
+    q, fp8 = shape.query_width, shape.fp8_linear
+    yield from _norm_and_residual(shape, layout, ATTENTION)
+    qkv = (t.all, d, shape.qkv_width / tp)
+    yield product("linear_qkv", ATTENTION, LINEAR, qkv, a, fp8=fp8)
+    turned = t.all * (q + shape.groups * shape.head_width) / tp * a
+    yield traffic("rope", ATTENTION, 2 * turned, 2 * turned)
+    # Two products with the S x S scores, of which a causal mask leaves half; five in the backward
+    # pass, which repeats one of them.
+    scores = 2 * t.all * shape.seq_length * q / tp
+    moved = 2 * t.all * (q + shape.qkv_width) / tp * a
+    yield Work(
+        "attention", ATTENTION, CORE_ATTENTION, scores, 2.5 * scores, moved / 2, 3 * moved / 2
+    )
+    yield product("linear_proj", ATTENTION, LINEAR, (t.all, q / tp, d), a, fp8=fp8)
+
+
+def _norm_and_residual(shape: Shape, layout: Layout, part: str) -> Iterator[Work]:
+    row = tokens_of(shape, layout).between * shape.hidden * shape.value
+    yield traffic("RMSNorm", part, 2 * row, 3 * row)
+    yield traffic("residual", part, 3 * row, 3 * row)
+
+
+def _scores(shape: Shape, layout: Layout, experts: Experts) -> Iterator[Work]:
+    """The router, or the norms of C = x W_down of all experts."""
+    t, d, n, a = tokens_of(shape, layout), shape.hidden, experts.number, shape.value
+    if experts.scoring is None:
+        yield traffic("router: x in fp32", SCORING, t.routed * d * (a + 4), t.routed * d * (a + 4))
+        yield product("router", SCORING, LINEAR, (t.routed, d, n), 4)
+    else:
+        scoring = experts.scoring
+        r, flops = scoring.rank, 2.0 * t.routed * d * n * scoring.rank
+        if scoring.all_norms_learn:  # dx and dw, and C once more
+            back = flops * (3 if scoring.recomputes_scores else 2)
+        else:
+            alone = layout.etp_ep_group.size == 1 or scoring.sends_c
+            back = flops * experts.per_token / n * (2 if alone else 3)
+        x, w, c = t.routed * d, n * d * r, t.routed * n * r
+        kept = 0 if scoring.recomputes_scores else c
+        yield Work(
+            "norms of C", SCORING, LINEAR, flops, back,
+            a * (x + w + kept), back / flops * a * (x + w + c) + (2 * a + 2 * GRADIENT) * w,
+        )  # fmt: skip
+    yield traffic("selection", SCORING, 6 * 4 * t.routed * n, 6 * 4 * t.routed * n)
+
+
+def _experts(shape: Shape, layout: Layout, experts: Experts) -> Iterator[Work]:
+    t, d, a = tokens_of(shape, layout), shape.hidden, shape.value
+    f, local = experts.width / layout.etp, experts.number // layout.ep
+    rows, fp8 = t.received, shape.fp8_experts
+    row = d * a
+
+    def of_rows(name: str, k: float, n: float) -> Work:
+        sizes = (rows, k, n)
+        return product(name, EXPERTS, EXPERT_PRODUCTS, sizes, a, matrices=local, fp8=fp8)
+
+    if layout.etp_ep_group.size > 1:  # rows are copied to be sent, and outputs summed per token
+        moved = (t.routed + t.sent * layout.etp) * row
+        yield traffic("rows to send", EXPERTS, moved, moved)
+        yield traffic("sum of outputs", EXPERTS, moved, moved)
+    gathered = 2 * rows * row
+    yield traffic("rows by expert", EXPERTS, gathered, gathered)
+    if experts.scoring is None:
+        yield of_rows("x [W_g | W_p]", d, 2 * f)
+    else:
+        scoring, r = experts.scoring, experts.scoring.rank
+        if layout.etp_ep_group.size > 1 and not scoring.sends_c:
+            yield of_rows("C of the rows", d, r)
+        up = of_rows("C W_up", r, f)
+        again = up.flops if scoring.recomputes_gate else 0
+        yield replace(up, backward_flops=up.backward_flops + again)
+        yield of_rows("x W_p", d, f)
+    yield traffic("SwiGLU", EXPERTS, 3 * rows * f * a, 5 * rows * f * a)
+    yield of_rows("h W_out", f, d)
+    yield traffic("outputs to rows", EXPERTS, gathered, gathered)
+
+
+def work_of_head(shape: Shape, layout: Layout) -> list[Work]:
+    """The output layer and the loss. Both gradients are computed with the forward pass."""
+    t, d, a = tokens_of(shape, layout), shape.hidden, shape.value
+    vocabulary = shape.vocabulary / layout.tp
+    logits = product("logits", HEAD, LINEAR, (t.all, d, vocabulary), a)
+    chunks = -(-t.all // shape.loss_chunk)
+    # Each chunk of tokens adds its dw to a sum in fp32.
+    summed = chunks * (2 * a + 2 * GRADIENT) * d * vocabulary
+    return [
+        logits,
+        traffic("softmax", HEAD, 0, 6 * 4 * t.all * vocabulary),
+        traffic("dw of the chunks", HEAD, 0, summed),
+    ]
+
+
+def optimizer_bytes(weights: float, states: float, shape: Shape) -> float:
+    """Memory traffic of a rank's update: the gradient's norm, Adam, and zeroing the gradients.
+
+    Args:
+        weights: the numbers of weights on the rank.
+        states: those that it updates.
+    """
+    master = MASTER if shape.bf16 else 0
+    adam = GRADIENT + 2 * (MOMENTS + (master or shape.value)) + (shape.value if master else 0)
+    return 2 * GRADIENT * weights + adam * states
+
+
+def model_flops_per_token(shape: Shape) -> float:
+    """Three times the forward FLOPs of a token, without what is computed twice.
+
+    AoE's products with W_down of all experts count; recomputation does not.
+    """
+    whole = replace(shape, experts=shape.experts)
+    alone = Layout(ranks=1)
+    forward = sum(work.flops for work in work_of_head(whole, alone))
+    for is_moe in shape.moe_layers:
+        forward += sum(work.flops for work in work_of_layer(whole, alone, is_moe))
+    return 3 * forward / shape.seq_length

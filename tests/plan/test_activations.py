@@ -1,0 +1,118 @@
+"""The bytes kept for the backward pass equal those that autograd keeps, for each tensor."""
+
+from collections import Counter
+from itertools import chain
+from unittest import mock
+
+import pytest
+
+from moe_parallel.parallel import destroy_groups
+from moe_parallel.plan.layout import layout_of
+from moe_parallel.plan.memory import kept_by_chunk
+from moe_parallel.plan.shape import shape_of
+from tests.distributed import run_distributed
+from tests.plan.counting import Kept
+from tests.plan.running import (
+    ALL_CHOSEN,
+    AOE,
+    DENSE,
+    VOCABULARY,
+    Options,
+    batches,
+    config_of,
+    engine_of,
+    factors_stay_bf16,
+)
+
+Sizes = list[tuple[tuple[int, ...], str, int]]
+
+
+def _kept(world_size: int, cases: dict[str, Options]) -> dict[str, tuple[list[int], list[int], Sizes]]:
+    """By case: sizes by the plan, and sizes that autograd keeps after a forward pass."""
+    found = {}
+    for name, options in cases.items():
+        config = config_of(options)
+        engine = engine_of(config)
+        (chunk,) = engine.chunks
+        kept = Kept(chain(chunk.module.parameters(), chunk.module.buffers()))
+        batch = next(batches(config))
+        batch.pop("position_ids")
+        chunk.train()
+        hooks = mock.patch("moe_parallel.layers.scoring_weight.saved_tensors_hooks", kept.within)
+        with factors_stay_bf16(), hooks, kept.counting():
+            losses = chunk(batch.pop("tokens"), None, None, **batch)
+        sizes = kept.sizes()
+        losses.sum().backward()
+        planned = kept_by_chunk(
+            shape_of(config, VOCABULARY), layout_of(config, world_size), stage=0, chunk=0
+        )
+        found[name] = ([k.nbytes for k in planned], [size for *_, size in sizes], sizes)
+        destroy_groups()
+    return found
+
+
+def _compare(found: dict[str, tuple[list[int], list[int], Sizes]]) -> None:
+    """The plan has a tensor of each size that is kept, as often as it is kept."""
+    wrong = {}
+    for name, (planned, kept, sizes) in found.items():
+        too_many, missing = Counter(planned) - Counter(kept), Counter(kept) - Counter(planned)
+        if too_many or missing:
+            of_size = [tensor for tensor in sizes if tensor[-1] in missing]
+            wrong[name] = (dict(too_many), dict(missing), of_size)
+    assert not wrong, wrong
+
+
+PRECISIONS = {"fp32": {}, "bf16": {"bf16": True}}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_on_one_rank(precision: str) -> None:
+    cases = {
+        "topk": {},
+        "topk without a loss": {"moe_aux_loss_coeff": 0.0},
+        "aoe": AOE | ALL_CHOSEN,
+        "aoe, C of all kept": AOE | ALL_CHOSEN | {"aoe_recompute_scores": False},
+        "aoe, C W_up kept": AOE | ALL_CHOSEN | {"aoe_recompute_gate": False},
+        "aoe, selected": AOE
+        | ALL_CHOSEN
+        | {"aoe_gradient": "selected", "moe_aux_loss_coeff": 0.0},
+        "dense": DENSE,
+        "dense and MoE layers": {"moe_layer_freq": "[0]+[1]"},
+    }
+    cases = {name: PRECISIONS[precision] | options for name, options in cases.items()}
+    _compare(run_distributed(1, _kept, 1, cases)[0])
+
+
+EP, TP = {"expert_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}
+SP = TP | {"sequence_parallel": True}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_on_two_ranks(precision: str) -> None:
+    cases = {
+        "topk, ep": EP,
+        "topk, sp": SP,
+        "topk, tp": TP,
+        "topk, tp and ep": SP | EP | {"expert_tensor_parallel_size": 1},
+        "aoe, ep": AOE | ALL_CHOSEN | EP,
+        "aoe, ep, C sent": AOE | ALL_CHOSEN | EP | {"aoe_send_activations": True},
+        "aoe, ep, gathered": AOE | ALL_CHOSEN | EP | {"aoe_gather_w_down": True},
+        "aoe, ep, selected, C sent": AOE
+        | ALL_CHOSEN
+        | EP
+        | {"aoe_send_activations": True, "aoe_gradient": "selected", "moe_aux_loss_coeff": 0.0},
+        "aoe, sp": AOE | ALL_CHOSEN | SP,
+        "dense, tp": DENSE | TP,
+        "dense, sp": DENSE | SP,
+    }
+    cases = {name: PRECISIONS[precision] | options for name, options in cases.items()}
+    for of_rank in run_distributed(2, _kept, 2, cases):
+        _compare(of_rank)
+
+
+def test_with_recomputation_only_inputs_are_kept() -> None:
+    cases = {
+        "topk": {"recompute_granularity": "full"},
+        "aoe": AOE | ALL_CHOSEN | {"recompute_granularity": "full", "bf16": True},
+    }
+    _compare(run_distributed(1, _kept, 1, cases)[0])

@@ -1,0 +1,208 @@
+"""Bytes by plan equal those of a built model, its gradient buffers, its optimizer, its schedule."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_parallel.model.memory import parameters_of_rank
+from moe_parallel.parallel import destroy_groups
+from moe_parallel.plan.layout import Layout, layout_of
+from moe_parallel.plan.memory import chunks_in_flight, memory_of_stage
+from moe_parallel.plan.shape import shape_of
+from moe_parallel.plan.weights import Weight, buckets, weights_of_chunk
+from moe_parallel.training.optimizer_parts import optimizer_parts
+from tests.distributed import run_distributed
+from tests.plan.counting import Kept
+from tests.plan.running import (
+    AOE,
+    DENSE,
+    VOCABULARY,
+    Options,
+    batches,
+    config_of,
+    engine_of,
+    factors_stay_bf16,
+)
+
+Sizes = tuple[int, int, int]  # bytes of weights, gradients, optimizer state
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def _built(engine: Any) -> Sizes:
+    for part in optimizer_parts(engine.optimizer):
+        part.init_state_fn(part.optimizer)
+    weights = [weight for chunk in engine.chunks for weight in chunk.parameters()]
+    gradients = [
+        buffer.grad_data
+        for chunk in engine.chunks
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
+    held = {w.untyped_storage().data_ptr() for w in weights}
+    states = 0
+    for part in optimizer_parts(engine.optimizer):
+        for weight, state in part.optimizer.state.items():
+            numbers = [t for name, t in state.items() if name != "step"]
+            if weight.untyped_storage().data_ptr() not in held:
+                numbers.append(weight)  # the fp32 copy of a bf16 weight
+            states += sum(t.numel() * t.element_size() for t in numbers)
+    return _bytes(weights), _bytes(gradients), states
+
+
+def _sizes(world_size: int, cases: dict[str, Options]) -> dict[str, tuple[Sizes, Sizes]]:
+    """By case: (by plan, built) on this rank."""
+    found = {}
+    for name, options in cases.items():
+        config = config_of({"use_distributed_optimizer": True} | options)
+        engine = engine_of(config)
+        shape, layout = shape_of(config, VOCABULARY), layout_of(config, world_size)
+        groups = engine.groups
+        plan = memory_of_stage(shape, layout, groups.pp.rank(), groups.dp.rank())
+        planned = (plan.weights, plan.gradients, plan.optimizer)
+        assert _counted(shape, layout, groups) == tuple(_of_rank(config, groups))
+        found[name] = (planned, _built(engine))
+        destroy_groups()
+    return found
+
+
+def _counted(shape: Any, layout: Layout, groups: Any) -> tuple[int, int]:
+    """(dense, expert) weights of this rank by the plan, norms not included."""
+    counts = {False: 0, True: 0}
+    divided = {weight.name for weight in shape.experts.weights if weight.divided_by == "experts"}
+    for chunk in range(layout.virtual):
+        for weight in weights_of_chunk(shape, layout, groups.pp.rank(), chunk):
+            if "layernorm" not in weight.name:
+                counts[weight.name in divided] += weight.size
+    return counts[False], counts[True]
+
+
+def _of_rank(config: Any, groups: Any) -> tuple[int, int]:
+    held = parameters_of_rank(config, VOCABULARY, groups)
+    return held.dense, held.expert
+
+
+EP, TP = {"expert_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}
+SP, PP = TP | {"sequence_parallel": True}, {"pipeline_model_parallel_size": 2}
+VIRTUAL = PP | {"num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1}
+PLAIN = {"use_distributed_optimizer": False}
+OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 20_000}
+BF16 = {"bf16": True}
+ODD = {"hidden_size": 40, "ffn_hidden_size": 10, "moe_ffn_hidden_size": 18}  # padding everywhere
+
+
+def test_on_one_rank() -> None:
+    cases = {
+        "fp32": {},
+        "fp32, plain": PLAIN,
+        "bf16": BF16,
+        "bf16, plain": BF16 | PLAIN,
+        "aoe": AOE | BF16,
+        "odd sizes": ODD | BF16,
+        "untied": {"untie_embeddings_and_output_weights": True},
+    }
+    for name, (planned, built) in run_distributed(1, _sizes, 1, cases)[0].items():
+        assert planned == built, name
+
+
+TWO = {
+    "dp": BF16,
+    "dp, fp32": {},
+    "dp, buckets": BF16 | OVERLAP,
+    "dp, odd sizes": ODD | BF16 | OVERLAP,
+    "ep": EP | BF16,
+    "ep, buckets": EP | BF16 | OVERLAP,
+    "ep, plain": EP | PLAIN,
+    "sp": SP | BF16,
+    "tp and ep": SP | EP | BF16 | {"expert_tensor_parallel_size": 1},
+    "pp": PP | BF16,
+    "pp, plain": PP | PLAIN,
+    "pp, untied": PP | {"untie_embeddings_and_output_weights": True},
+    "pp, virtual": VIRTUAL | BF16,
+    "aoe, ep": AOE | EP | BF16,
+    "aoe, ep, gathered": AOE | EP | BF16 | {"aoe_gather_w_down": True},
+    "aoe, etp, gathered": AOE | SP | BF16 | {"aoe_gather_w_down": True},
+}
+
+
+def test_on_two_ranks() -> None:
+    for of_rank in run_distributed(2, _sizes, 2, TWO):
+        for name, (planned, built) in of_rank.items():
+            assert planned == built, name
+
+
+@pytest.mark.full
+def test_on_four_ranks() -> None:
+    cases = {
+        "ep and edp": EP | BF16,
+        "pp and ep": PP | EP | BF16 | OVERLAP,
+        "tp, pp, aoe": SP | PP | AOE | BF16 | {"aoe_gather_w_down": True},
+        "tp, ep, odd": SP | EP | BF16 | {"expert_tensor_parallel_size": 1, "hidden_size": 72},
+    }
+    for of_rank in run_distributed(4, _sizes, 4, cases):
+        for name, (planned, built) in of_rank.items():
+            assert planned == built, name
+
+
+def _most_kept(world_size: int, options: Options) -> tuple[int, int]:
+    """(by plan, most bytes that autograd keeps at the end of a forward pass of a chunk)."""
+    config = config_of(options)
+    engine = engine_of(config)
+    others = [t for c in engine.chunks for t in (*c.module.parameters(), *c.module.buffers())]
+    kept, most = Kept(others), 0
+
+    def note(*_: Any) -> None:
+        nonlocal most
+        most = max(most, kept.nbytes)
+
+    for chunk in engine.chunks:
+        chunk.register_forward_hook(note)
+    with factors_stay_bf16(), kept.counting():
+        engine.step(batches(config))
+    layout = layout_of(config, world_size)
+    stage = engine.groups.pp.rank()
+    planned = memory_of_stage(shape_of(config, VOCABULARY), layout, stage).activations
+    destroy_groups()
+    return planned, most
+
+
+@pytest.mark.parametrize("options", [PP, VIRTUAL | {"global_batch_size": 16}], ids=["1f1b", "virtual"])
+def test_micro_batches_in_flight(options: Options) -> None:
+    for planned, kept in run_distributed(2, _most_kept, 2, BF16 | options):
+        assert planned == kept, (planned, kept)
+
+
+def test_chunks_in_flight_by_hand() -> None:
+    def counts(stage: int, **sizes: int) -> set[tuple[int, ...]]:
+        return chunks_in_flight(Layout(ranks=sizes["pp"], global_batch=8, **sizes), stage)
+
+    assert [max(counts(stage, pp=4)) for stage in range(4)] == [(4,), (3,), (2,), (1,)]
+    assert counts(0, pp=1) == {(1,)}
+    # Stage 0 of 2 with 2 chunks: forward passes 1 1 2 2 1, and then a backward pass 2 before each.
+    assert counts(0, pp=2, virtual=2) >= {(1, 0), (2, 0), (2, 1), (2, 2), (3, 2), (4, 1)}
+    assert max(sum(each) for each in counts(0, pp=2, virtual=2)) == 5
+    assert max(sum(each) for each in counts(1, pp=2, virtual=2)) == 3
+
+
+def test_buckets_by_hand() -> None:
+    weights = [Weight("a", "", 100), Weight("b", "", 130), Weight("c", "", 10)]
+    # In reverse order: c at 0..10, b at 64..194, which ends a bucket at 256, then a at 256..356.
+    found = buckets(weights, ranks=2, distributed=True, least=100)
+    assert [(b.start, b.end, b.weights) for b in found] == [
+        (0, 256, ((0, 10), (64, 194))),
+        (256, 384, ((256, 356),)),
+    ]
+    assert [found[0].owned(rank, 2) for rank in range(2)] == [10 + 64, 66]
+    assert [b.size for b in buckets(weights, ranks=2, distributed=False, least=None)] == [240]
+
+
+def test_dense_model() -> None:
+    config = config_of(DENSE)
+    shape = shape_of(config, VOCABULARY)
+    plan = memory_of_stage(shape, Layout(ranks=1, micro_batch=4), 0)
+    d, kv, f, layers, vocabulary = 64, 32, 160, 2, 112
+    numbers = layers * (2 * d + 2 * d * d + 2 * d * kv + 3 * d * f) + d + vocabulary * d
+    assert (plan.weights, plan.gradients, plan.optimizer) == (4 * numbers, 4 * numbers, 8 * numbers)

@@ -1,0 +1,244 @@
+"""Predict what a configuration needs on a cluster: memory, messages, time, and the best layouts.
+
+    python tools/plan.py --config FILE.yaml --cluster h100x8:64 [--flag value ...]
+
+h100x8:64 is 64 nodes of 8 H100, 512 GPUs. Known nodes: a100x8, h100x8, h200x8, b200x8.
+
+Without --own-layout, the tool tries every layout and micro-batch size, lists the fastest that fit,
+and says why the others do not. --beside FILE.yaml plans a second model in the same layouts, for
+example a traditional MoE beside AoE. --json prints everything as one JSON object.
+
+Nothing is built or measured: docs/scaling.md has the formulas and the errors. Besides its own flags
+the tool accepts those of pretrain_gpt_moe.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from moe_parallel.config import Config, parse_command_line
+from moe_parallel.errors import InputError
+from moe_parallel.plan.cluster import Cluster, measured, parse_cluster
+from moe_parallel.plan.layout import Layout
+from moe_parallel.plan.messages import messages_of_stage
+from moe_parallel.plan.search import RESERVE, Plan, Refused, plan_layout, reasons, search
+from moe_parallel.plan.shape import shape_of
+from moe_parallel.tool import Tool, check_positive
+
+GIB = 2**30
+
+
+def main(arguments: list[str]) -> int:
+    usage = "python tools/plan.py --config FILE.yaml --cluster NODE:NUMBER [--flag value ...]"
+    tool = Tool(__file__, __doc__, usage=usage)
+    tool.add_argument("--cluster", metavar="NODE:NUMBER", help="kind and number of nodes")
+    tool.add_argument(
+        "--own-layout",
+        action="store_true",
+        help="plan only the layout and the micro-batch of the configuration",
+    )
+    tool.add_argument(
+        "--beside",
+        metavar="FILE",
+        help="a second configuration, planned in the layouts of the first",
+    )
+    tool.add_argument(
+        "--top", metavar="N", type=int, default=10, help="number of layouts to list (10)"
+    )
+    tool.add_argument(
+        "--reserve-gib",
+        metavar="X",
+        type=float,
+        default=RESERVE / GIB,
+        help=f"memory of a GPU that a plan leaves free ({RESERVE // GIB})",
+    )
+    tool.add_argument(
+        "--measured",
+        metavar="FILE",
+        help="JSON with measured shares of the peaks, by the names in docs/scaling.md; they "
+        "replace the published ones",
+    )
+    tool.add_argument("--json", action="store_true", help="print one JSON object")
+    return tool.run_with_training_flags(arguments, _plan)
+
+
+def _plan(own: argparse.Namespace, flags: list[str]) -> None:
+    if own.cluster is None:
+        raise InputError("--cluster is not set: give nodes and their number, as in h100x8:64")
+    check_positive(own, "top")
+    if not 0 <= own.reserve_gib < 1000:
+        raise InputError(f"--reserve-gib is {own.reserve_gib}: it must be from 0 to below 1000")
+    cluster, reserve = parse_cluster(own.cluster), round(own.reserve_gib * GIB)
+    if own.measured is not None:
+        efficiency = measured(Path(own.measured), cluster.efficiency)
+        cluster = replace(cluster, efficiency=efficiency)
+    config = parse_command_line(flags)
+    beside = None if own.beside is None else parse_command_line(["--config", own.beside])
+    plans: list[Plan] = []
+    refused: list[Refused] = []
+    if own.own_layout:
+        found = plan_layout(config, _vocabulary(config), cluster, reserve)
+        if isinstance(found, Refused):
+            raise InputError(f"the layout is not possible: {found.reason}")
+        plans = [found]
+    else:
+        plans, refused = search(config, _vocabulary(config), cluster, reserve)
+    shown = plans[: own.top]
+    others = [_beside(beside, config, plan, cluster, reserve) for plan in shown]
+    if own.json:
+        print(json.dumps(_as_json(config, cluster, shown, others, refused)))
+    else:
+        _print(config, cluster, shown, others, refused, len(plans))
+
+
+def _vocabulary(config: Config) -> int:
+    if config.data.vocab_size is None:
+        raise InputError("--vocab-size is not set: give the size of the tokenizer")
+    return config.data.vocab_size
+
+
+def _beside(
+    beside: Config | None, config: Config, plan: Plan, cluster: Cluster, reserve: int
+) -> Plan | Refused | None:
+    """The plan of the second configuration in the layout of a plan of the first."""
+    if beside is None:
+        return None
+    layout = plan.layout
+    parallel = replace(
+        beside.parallel,
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.sequence_parallel,
+        pipeline_model_parallel_size=layout.pp,
+        num_layers_per_virtual_pipeline_stage=(
+            None
+            if layout.virtual == 1
+            else beside.model.num_layers // layout.pp // layout.virtual
+        ),
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        use_distributed_optimizer=layout.distributed_optimizer,
+        overlap_grad_reduce=layout.overlap_grad_reduce,
+        overlap_param_gather=layout.overlap_param_gather,
+        ddp_bucket_size=layout.bucket_size,
+    )
+    training = replace(
+        beside.training,
+        micro_batch_size=layout.micro_batch,
+        global_batch_size=layout.global_batch,
+        recompute_granularity="full" if layout.recompute else None,
+    )
+    same = replace(beside, parallel=parallel, training=training)
+    return plan_layout(same, _vocabulary(same), cluster, reserve)
+
+
+def _as_json(
+    config: Config,
+    cluster: Cluster,
+    plans: list[Plan],
+    others: list[Plan | Refused | None],
+    refused: list[Refused],
+) -> dict[str, Any]:
+    return {
+        "cluster": asdict(cluster) | {"gpus": cluster.ranks},
+        "plans": [
+            _plan_json(config, cluster, plan) | ({} if other is None else {"beside": _other(other)})
+            for plan, other in zip(plans, others, strict=True)
+        ],
+        "refused": [asdict(each) for each in refused],
+    }
+
+
+def _plan_json(config: Config, cluster: Cluster, plan: Plan) -> dict[str, Any]:
+    shape = shape_of(config, _vocabulary(config))
+    messages = messages_of_stage(shape, plan.layout, plan.stage)
+    return _summary(plan) | {
+        "messages": [
+            asdict(each) | {"wire": asdict(each.wire(cluster.node.gpus))} for each in messages
+        ]
+    }
+
+
+def _summary(plan: Plan) -> dict[str, Any]:
+    return {
+        "layout": asdict(plan.layout) | {"dp": plan.layout.dp, "edp": plan.layout.edp},
+        "memory": asdict(plan.memory) | {"total": plan.memory.total, "stage": plan.stage},
+        "seconds": plan.time.seconds,
+        "seconds_by_part": plan.time.parts,
+        "tokens_per_second_and_gpu": plan.time.tokens_per_gpu,
+        "model_tflops_per_gpu": plan.time.flops_per_gpu / 1e12,
+    }
+
+
+def _other(other: Plan | Refused) -> dict[str, Any]:
+    return asdict(other) if isinstance(other, Refused) else _summary(other)
+
+
+HEADER = (
+    "   tp pp vpp  ep etp   dp  mb recompute  tokens/s/GPU  TFLOP/s  step s    GiB"
+    "  weights grads  optim  activ"
+)
+
+
+def _print(
+    config: Config,
+    cluster: Cluster,
+    plans: list[Plan],
+    others: list[Plan | Refused | None],
+    refused: list[Refused],
+    fitting: int,
+) -> None:
+    print(f"{cluster.text}; {config.training.global_batch_size} sequences of "
+          f"{config.training.seq_length} tokens a step\n")  # fmt: skip
+    if plans:
+        print(HEADER + ("" if others[0] is None else "   beside: tokens/s/GPU    GiB"))
+    for plan, other in zip(plans, others, strict=True):
+        print(_line(plan) + _line_beside(plan, other))
+    if plans:
+        print("\nthe first, share of the step: " + _shares(plans[0]))
+    print(f"\n{fitting} of {fitting + len(refused)} layouts fit")
+    for kind, (count, reason) in reasons(refused).items():
+        print(f"{count:6,} need {kind}" if "memory" in kind else f"{count:6,} have {kind}")
+        print(f"       for example {_name(refused, kind)}: {reason}")
+
+
+def _name(refused: list[Refused], kind: str) -> str:
+    layout: Layout = [each.layout for each in refused if each.kind == kind][-1]
+    return (
+        f"tp {layout.tp}, pp {layout.pp}, vpp {layout.virtual}, ep {layout.ep}, etp {layout.etp}, "
+        f"micro-batch {layout.micro_batch}" + (", recompute" if layout.recompute else "")
+    )
+
+
+def _line(plan: Plan) -> str:
+    at, memory, time = plan.layout, plan.memory, plan.time
+    return (
+        f"  {at.tp:3}{at.pp:3}{at.virtual:4}{at.ep:4}{at.etp:4}{at.dp:5}{at.micro_batch:4} "
+        f"{'full' if at.recompute else 'none':>9}{time.tokens_per_gpu:14,.0f}"
+        f"{time.flops_per_gpu / 1e12:9.0f}{time.seconds:8.2f}{memory.total / GIB:7.1f}"
+        f"{memory.weights / GIB:9.1f}{memory.gradients / GIB:6.1f}{memory.optimizer / GIB:7.1f}"
+        f"{memory.activations / GIB:7.1f}"
+    )
+
+
+def _line_beside(plan: Plan, other: Plan | Refused | None) -> str:
+    if other is None:
+        return ""
+    if isinstance(other, Refused):
+        return f"   {other.reason}"
+    speed = other.time.tokens_per_gpu
+    share = plan.time.tokens_per_gpu / speed - 1
+    return f"   {speed:12,.0f} ({share:+.1%}){other.memory.total / GIB:7.1f}"
+
+
+def _shares(plan: Plan) -> str:
+    parts = sorted(plan.time.parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {seconds / plan.time.seconds:.1%}" for name, seconds in parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
