@@ -116,16 +116,17 @@ class FailureChannel:
 
 
 def leave_with_launcher(launcher: int, stop: StopRequest) -> None:
-    """Before training, end this process when its parent, process `launcher`, is gone.
+    """End this process when its parent, process `launcher`, is gone; in training, save first.
 
-    Without this, a rank could wait, in C++, for a store that is no longer served. Later, when there
-    is a store, FailureChannel.watch detects the same.
+    FailureChannel.watch detects only the loss of the launcher that serves the store, which is one
+    of several on several nodes. Before training a rank could wait, in C++, for that store.
     """
 
     def poll() -> None:
-        while os.getppid() == launcher and not stop.in_training:
+        while os.getppid() == launcher:
             time.sleep(_POLL_SECONDS)
         if stop.in_training:
+            os.kill(os.getpid(), signal.SIGTERM)
             return
         time.sleep(2 * _GRACE_SECONDS)  # so that the main thread can exit by itself
         if not stop.in_training:
