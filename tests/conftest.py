@@ -30,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the full tier as well")
     parser.addoption("--gpu", action="store_true", help="collect what needs a GPU without one")
     parser.addoption("--cluster", action="store_true", help="collect what needs a Slurm cluster")
+    parser.addoption("--write-table", metavar="FILE", help="page whose table of faults is renewed")
 
 
 @pytest.hookimpl(tryfirst=True)  # -m and -k then apply to the marks that are added here

@@ -1,7 +1,10 @@
 """Tests on a Slurm cluster of namespaces: `make test-cluster`, pytest's `--cluster`."""
 
+from pathlib import Path
+
 import pytest
 
+from tests.cluster.fault_table import FaultTable
 from tests.cluster.job import Undisturbed
 from tests.cluster.slurm import Cluster, why_not
 
@@ -24,3 +27,12 @@ def cluster(possible, tmp_path_factory):
 def undisturbed(tmp_path_factory):
     """A run of two ranks on this machine, without Slurm, that nothing disturbed."""
     return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture(scope="session")
+def table(pytestconfig):
+    """The rows that the tests of faults have seen; --write-table puts them into a page."""
+    table = FaultTable()
+    yield table
+    if page := pytestconfig.getoption("--write-table"):
+        table.write(Path(page))

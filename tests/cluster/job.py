@@ -1,4 +1,4 @@
-"""A small run that is submitted by the scripts of examples/slurm, and the same run undisturbed."""
+"""Jobs that the scripts of examples/slurm submit, and the undisturbed run to compare them with."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
+from moe_parallel.telemetry.metrics import TIMING
 from tests.cluster.slurm import Cluster
 from tests.program import SMALL, Options, Program, flags, same_bytes, small_data, stored_tensors
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "slurm"
 LAST = 12
 EVERY_2: Options = {"train_iters": LAST, "save_interval": 2, "eval_interval": 3, "eval_iters": 20}
-# They depend on the time that a run took, not on what it computed.
-TIMING = ("elapsed_seconds", "tokens_per_second", "peak_memory_bytes")
 
 
 class Undisturbed:
@@ -66,15 +65,18 @@ class SlurmJob:
         variables: Mapping[str, str] | None = None,
         ranks_per_node: int = 1,
         when_idle: bool = True,
+        run: Path | None = None,
     ) -> None:
         """
         Args:
+            options: the flags of the program that the script starts.
             slurm: sbatch's flags, which override those in the script.
             variables: what the user has exported.
             when_idle: first wait until all nodes are idle.
+            run: the script's first word, in place of `folder`/run.
         """
         self.cluster = cluster
-        self.run = folder / "run"
+        self.run = run or folder / "run"
         self.output_file = folder / "job.out"
         self._words = (
             *("--chdir", str(EXAMPLES.parents[1]), "--output", str(self.output_file), *slurm),
@@ -123,6 +125,10 @@ class SlurmJob:
             if state == "PENDING" and self.restarts:
                 self.cluster.start_now(self.id)
             assert state not in ("FAILED", "TIMEOUT", "CANCELLED"), f"{state}\n{self.output}"
+
+    def ended(self) -> bool:
+        """Whether neither the job nor a task of its array runs or waits."""
+        return not self.cluster.run("squeue", "--noheader", "--jobs", str(self.id)).strip()
 
     def check_whole(self, undisturbed: Undisturbed) -> None:
         """The tensors have the same bytes, and the records are the same."""

@@ -58,7 +58,7 @@ class Cluster:
 
     def run(self, *words: str, env: Mapping[str, str] | None = None) -> str:
         """Run one of Slurm's commands as a user would; returns what it printed."""
-        return self.nodes.run(HUB, *words, env={**self._environment, **(env or {})})
+        return self.nodes.run(HUB, *words, env={**self.environment, **(env or {})})
 
     def sbatch(self, *words: str, env: Mapping[str, str] | None = None) -> int:
         """Submit a job: flags, script and its arguments. `env`: variables the user has exported."""
@@ -139,8 +139,9 @@ class Cluster:
         return self.folder / "etc" / "slurm.conf"
 
     @property
-    def _environment(self) -> dict[str, str]:
-        kept = ("PATH", "HOME", "LANG", "OMP_NUM_THREADS", "PYTHONPATH")
+    def environment(self) -> dict[str, str]:
+        """The variables of Slurm's daemons and commands, and with these of the jobs."""
+        kept = ("PATH", "HOME", "LANG", "TERM", "OMP_NUM_THREADS", "PYTHONPATH")
         return {
             **{name: os.environ[name] for name in kept if name in os.environ},
             "SLURM_CONF": str(self._config),
@@ -165,7 +166,7 @@ class Cluster:
         with log.open("a") as output:
             code = subprocess.run(
                 self.nodes.command(node, words), stdout=output, stderr=output,
-                stdin=subprocess.DEVNULL, env=self._environment, check=False,
+                stdin=subprocess.DEVNULL, env=self.environment, check=False,
             ).returncode  # fmt: skip
         assert code == 0, f"{words} on {node}: {log.read_text()}"
         if self.folder / pid not in self._pid_files:
