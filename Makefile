@@ -34,12 +34,12 @@ set-up-now = $(call stop-if,$(shell tools/set_up.sh "$(PYTHON)" "$(VENV)"))
 dry-run = $(findstring n,$(filter-out --%,$(firstword -$(MAKEFLAGS))))
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up pretrain test test-full bench check format clean
+.PHONY: help set-up pretrain test test-full test-cluster bench check format clean
 
 help: ## show this list
 	@echo "usage: make COMMAND [PYTHON=python3.12] [NPROC=2] [ARGS=\"--flag value\"]"
 	@echo
-	@awk -F ':[^#]*## ' '/^[a-z-]+:.*## / { printf "  %-10s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':[^#]*## ' '/^[a-z-]+:.*## / { printf "  %-12s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 set-up: ## create the environment, install the packages, compile the extension (the others do it too)
 	@$(if $(dry-run),,$(set-up-now)):
@@ -63,6 +63,9 @@ test: set-up ## the quick tier of the tests: every test, not all combinations (6
 
 test-full: set-up ## every test with all its combinations, and long runs
 	@$(PYTEST) --dist worksteal --full $(ARGS)
+
+test-cluster: set-up ## the job scripts on a Slurm cluster of namespaces (root and Slurm's packages; 20 minutes)
+	@$(RUN) python -m pytest --cluster --full tests/cluster $(ARGS)
 
 bench: set-up ## time every operator, or whole models (ARGS="--models"), against its peers, one thread
 	@$(RUN) python tools/bench/$(if $(findstring --models,$(ARGS)),models,run).py $(ARGS:--models=)

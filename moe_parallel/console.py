@@ -23,6 +23,7 @@ PROGRAMS = {
             "generate",
             "order_by_similarity",
             "plot_run",
+            "prepare_data_cache",
             "preprocess_data",
             "probe_autonomy",
             "probe_causality",

@@ -8,6 +8,7 @@
   tests/tiers.py. Each pair of values occurs in it (`covering(1)`: each value occurs in it). The
   full tier runs the other combinations.
 - `gpu`: the test is collected if torch finds a CUDA GPU, or with `--gpu`.
+- `cluster`: the test is collected with `--cluster` (`make test-cluster`).
 """
 
 from collections import defaultdict
@@ -21,12 +22,15 @@ LEFT_OUT = pytest.StashKey[dict[str, int]]()
 WHY = {
     "full": "left to the full tier (make test-full)",
     "gpu": "not collected: torch sees no CUDA GPU",
+    "cluster": "not collected: they run on a Slurm cluster of their own (make test-cluster)",
 }
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the full tier as well")
     parser.addoption("--gpu", action="store_true", help="collect what needs a GPU without one")
+    parser.addoption("--cluster", action="store_true", help="collect what needs a Slurm cluster")
+    parser.addoption("--write-table", metavar="FILE", help="page whose table of faults is renewed")
 
 
 @pytest.hookimpl(tryfirst=True)  # -m and -k then apply to the marks that are added here
@@ -41,6 +45,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     if not (config.getoption("--gpu") or _has_gpu(items)):
         leave_out("gpu")
+    if not config.getoption("--cluster"):
+        leave_out("cluster")
     # First what takes minutes, so that no worker begins it when the others have ended.
     items.sort(key=lambda item: item.get_closest_marker("full") is None)
     _mark_combinations(items)

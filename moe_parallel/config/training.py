@@ -26,6 +26,9 @@ class TrainingConfig(Section):
     exit_interval: int | None = option(
         None, "save and exit at iterations divisible by this; none: train to the end", least=1
     )
+    skip_train: bool = option(
+        False, "evaluate the checkpoint of --load on held-out text and end; nothing is written"
+    )
     seed: int = option(
         1234, "seed of initial weights, data order, input jitter and expert dropout", least=0
     )
@@ -67,6 +70,8 @@ class TrainingConfig(Section):
         super().check(config, world_size)
         if self.gradient_accumulation_fusion:
             _check_fusion(config)
+        if self.skip_train:
+            _check_evaluation(config)
         _check_batch(self, config, world_size)
 
 
@@ -78,6 +83,19 @@ def _check_fusion(config: Config) -> None:
         raise InputError(
             f"{asked}, and --fp8-format {config.fp8.fp8_format} leaves their products to "
             "Transformer Engine: remove one of them"
+        )
+
+
+def _check_evaluation(config: Config) -> None:
+    checkpoint, logging = config.checkpoint, config.logging
+    if checkpoint.load is None:
+        raise InputError("--skip-train evaluates a checkpoint: set --load")
+    if checkpoint.save is not None:
+        raise InputError(f"--skip-train writes nothing: leave out --save {checkpoint.save}")
+    if not logging.evaluates_at_the_end:
+        raise InputError(
+            f"--skip-train with --eval-iters {logging.eval_iters} leaves nothing to do: set it to "
+            "at least 1, or set --full-evaluation"
         )
 
 

@@ -50,8 +50,7 @@ def _run(script: str, arguments: Sequence[str], stop: StopRequest) -> int:
 
 
 def _be_rank(arguments: Sequence[str], stop: StopRequest) -> int:
-    # No C++ stack traces when a store or a rank is gone: our own message has the one line needed.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    _silence_torch()
     from moe_parallel.training.failure import leave_with_launcher
     from moe_parallel.training.job_store import LAUNCHER
 
@@ -79,9 +78,15 @@ def _launch(options: LaunchOptions, script: str, stop: StopRequest) -> int:
         _check(config, int(options.processes or "1"))
     if options.max_restarts:
         _check_restarts(options, config)
+    _silence_torch()
     from moe_parallel.launch.job import run_job
 
     return run_job(options, script, stop)
+
+
+def _silence_torch() -> None:
+    """No C++ stack traces when a store or a rank is gone: our own message has the line needed."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _config(arguments: Sequence[str]) -> Config | None:

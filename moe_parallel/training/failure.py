@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -26,6 +28,7 @@ from moe_parallel.training.exit_codes import (
     EXIT_DIVERGED,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    EXIT_LOST,
     code_of,
 )
 from moe_parallel.training.signals import BEFORE_TRAINING, Stopped, StopRequest
@@ -34,6 +37,15 @@ _CLAIM, _CODE = "moe_parallel/failures", "moe_parallel/exit_code"
 _SEEN = "moe_parallel/exit_code_seen"  # the number of ranks that have seen it
 _POLL_SECONDS, _GRACE_SECONDS = 0.5, 3.0
 _GONE = "error: the launcher, or the rank that leads the job, is gone"
+
+# What gloo and NCCL say if a peer's process, host or network is gone. Both raise other errors with
+# the same classes.
+_LOST = (
+    r"(Connection closed by peer|Connection reset by peer|Broken pipe) \[[^\]]+\]",
+    r"(Read|Write|Send|Recv) error \[[^\]]+\]:\d+: [\w ]+",
+    r"Timed out waiting \d+ms for (recv|send) operation",
+    r"remote process exited or there was a network error",
+)
 
 
 class Diverged(RuntimeError):
@@ -116,16 +128,17 @@ class FailureChannel:
 
 
 def leave_with_launcher(launcher: int, stop: StopRequest) -> None:
-    """Before training, end this process when its parent, process `launcher`, is gone.
+    """End this process when its parent, process `launcher`, is gone; in training, save first.
 
-    Without this, a rank could wait, in C++, for a store that is no longer served. Later, when there
-    is a store, FailureChannel.watch detects the same.
+    FailureChannel.watch detects only the loss of the launcher that serves the store, which is one
+    of several on several nodes. Before training a rank could wait, in C++, for that store.
     """
 
     def poll() -> None:
-        while os.getppid() == launcher and not stop.in_training:
+        while os.getppid() == launcher:
             time.sleep(_POLL_SECONDS)
         if stop.in_training:
+            os.kill(os.getpid(), signal.SIGTERM)
             return
         time.sleep(2 * _GRACE_SECONDS)  # so that the main thread can exit by itself
         if not stop.in_training:
@@ -153,10 +166,17 @@ def run(
         code = _fail(channel, EXIT_DIVERGED, f"error: {error}")
     except Stopped as stopped:
         code = _fail(channel, code_of(stopped), str(stopped))
-    except RuntimeError:  # perhaps of a collective that failed because another rank is gone
+    except RuntimeError as error:  # perhaps of a collective: another rank is gone
         trace = traceback.format_exc()
         channel.wait_for_others()
-        code = _fail(channel, EXIT_FAILED, _GONE if channel.gone else f"rank {_rank()}: {trace}")
+        code, message = EXIT_FAILED, f"rank {_rank()}: {trace}"
+        if channel.gone:
+            message = _GONE
+        elif (lost := lost_connection(error)) is not None:
+            # Nobody has claimed this error: a whole node is gone, with its launcher.
+            code = EXIT_LOST
+            message = f"error: rank {_rank()} on {socket.gethostname()} cannot continue: {lost}"
+        code = _fail(channel, code, message)
     except Exception:
         code = _fail(channel, EXIT_FAILED, f"rank {_rank()}: {traceback.format_exc()}")
     leave(code)
@@ -166,6 +186,14 @@ def end_job(channel: FailureChannel, code: int, message: str) -> None:
     """End this process and the job from a thread; returns if the job ends for another reason."""
     if channel.code_of_others() is None:
         leave(_fail(channel, code, message))
+
+
+def lost_connection(error: RuntimeError) -> str | None:
+    """The reason, if a collective failed because another rank can no longer be reached."""
+    for pattern in _LOST:
+        if match := re.search(pattern, str(error)):
+            return f"lost the connection to another rank ({match[0].strip()})"
+    return None
 
 
 def _fail(channel: FailureChannel, code: int, message: str) -> int:

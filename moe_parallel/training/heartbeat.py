@@ -23,7 +23,7 @@ import psutil  # type: ignore[import-untyped]
 import torch.distributed as dist
 
 from moe_parallel.telemetry.progress import Phase, Place, Progress
-from moe_parallel.training.exit_codes import EXIT_HUNG
+from moe_parallel.training.exit_codes import EXIT_LOST
 from moe_parallel.training.failure import FailureChannel, end_job, leave
 from moe_parallel.training.hangs import Beat, Sighting, is_hung, message
 
@@ -187,7 +187,7 @@ class _Beats:
 
     def _judge(self, sightings: list[Sighting]) -> None:
         if is_hung(sightings, self._timeout) and not self._over.is_set():
-            end_job(self._channel, EXIT_HUNG, message(sightings, self._timeout))
+            end_job(self._channel, EXIT_LOST, message(sightings, self._timeout))
 
     def _look(self, now: float) -> list[Sighting]:
         """The beats of all ranks. A rank that has sent none is silent since this one began."""
@@ -227,7 +227,7 @@ class _Beats:
                 file=sys.stderr,
                 flush=True,
             )
-        leave(EXIT_HUNG)
+        leave(EXIT_LOST)
 
 
 def _key(rank: int) -> str:

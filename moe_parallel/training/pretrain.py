@@ -135,13 +135,14 @@ def _pretrain(
             telemetry.say(f"warning: {warning}")
         began = time.monotonic()
         loop = Loop(config, stage, text, datasets, telemetry, began, stop)
-        code = loop.train()
-        if not (loop.done or loop.asked_to_leave):  # the stage is complete, the run is not
+        evaluating = config.training.skip_train
+        code = 0 if evaluating else loop.train()
+        if not (loop.done or loop.asked_to_leave or evaluating):  # the stage is complete
             del loop, stage
             gc.collect()  # the experts need the memory that the dense model occupied
             loop = Loop(config, stages.second(), text, datasets, telemetry, began, stop)
             code = loop.train()
-        if code == 0 and loop.done:
+        if code == 0 and (loop.done or evaluating):
             with progress.activity(Phase.REPORT):
                 _report(loop, telemetry, text.tokenizer)
     dist.barrier()

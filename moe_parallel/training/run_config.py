@@ -37,7 +37,7 @@ def run_config(arguments: Sequence[str]) -> RunConfig:
         config, warnings = line.over({}, "")
     else:
         config, warnings = _of_checkpoint(line, load)
-    if config.checkpoint.save is None:
+    if config.checkpoint.save is None and not config.training.skip_train:
         warnings.append("--save is not set: neither checkpoints nor metrics will be written")
     return RunConfig(config, tuple(warnings))
 
@@ -62,7 +62,7 @@ def _of_checkpoint(line: CommandLine, load: str) -> tuple[Config, list[str]]:
     file = {name: value for name, value in file.items() if name not in ("load", "save")}
     config, warnings = line.over(file, f"{checkpoint}/config.yaml")
     begins_another = config.checkpoint.finetune or "moe_use_upcycling" in line.given
-    if not ("save" in line.given or begins_another):
+    if not ("save" in line.given or begins_another or config.training.skip_train):
         folder = _folder_of(checkpoint, load)
         config = replace(config, checkpoint=replace(config.checkpoint, save=str(folder)))
     return config, warnings

@@ -48,6 +48,20 @@ def finished(tmp_path_factory):
     return options, folder / "run"
 
 
+def test_an_evaluation_without_training(finished, tmp_path):
+    options, save = finished
+    before = files(save)
+    logged = [line for line in records(save) if "validation" in line][-1]
+    loaded = options | {"load": save, "skip_train": True, "tensorboard": False}
+    ((code, last), (early_code, early)) = _train(loaded, loaded | {"full_evaluation": True})
+    assert (code, early_code) == (0, 0)
+    loss = logged["validation"]["cycle"]["loss"]
+    assert f"iteration 4/4 | validation | cycle {loss:.4f} nats/token" in last
+    assert "held-out text, every token:" in early
+    assert "saved" not in last + early
+    assert files(save) == before
+
+
 def test_a_finished_run_is_left_as_it_is(finished, tmp_path):
     options, save = finished
     before = files(save)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -14,11 +15,17 @@ from torch import distributed as dist
 
 from moe_parallel.errors import InputError
 from moe_parallel.training.engine import Engine
-from moe_parallel.training.exit_codes import EXIT_CTRL_C, EXIT_FAILED, EXIT_INTERRUPTED
+from moe_parallel.training.exit_codes import (
+    EXIT_CTRL_C,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_LOST,
+)
 from moe_parallel.training.failure import (
     Diverged,
     FailureChannel,
     leave_with_launcher,
+    lost_connection,
     run,
 )
 from moe_parallel.training.job_store import join_store
@@ -144,9 +151,14 @@ def test_divergence_is_one_line_and_code_3(tmp_path):
 @pytest.mark.parametrize(("gone", "its_code"), [(_leave, 5), (_die, -signal.SIGKILL)])
 def test_a_rank_that_is_gone_without_a_word(tmp_path, gone, its_code):
     codes, output = _end(tmp_path, On1(gone, _wait_in_collective))
-    assert codes == [1, its_code]
-    assert output.count("Traceback") == 1
-    assert output.startswith("rank 0: ")
+    assert codes == [EXIT_LOST, its_code]
+    assert output.startswith(f"error: rank 0 on {socket.gethostname()} cannot continue: lost the ")
+    assert output.count("\n") == 1
+
+
+def test_another_runtime_error_is_no_lost_connection():
+    assert lost_connection(RuntimeError("shape '[2, 3]' is invalid for input of size 5")) is None
+    assert lost_connection(RuntimeError("NCCL error: invalid usage")) is None
 
 
 @pytest.mark.parametrize(

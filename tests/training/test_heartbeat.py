@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from moe_parallel.telemetry.progress import Phase, Progress
 from moe_parallel.training import heartbeat as module
-from moe_parallel.training.exit_codes import EXIT_HUNG
+from moe_parallel.training.exit_codes import EXIT_LOST
 from moe_parallel.training.failure import FailureChannel, run
 from moe_parallel.training.heartbeat import SteadyClock, heartbeat
 from moe_parallel.training.job_store import join_store
@@ -98,7 +98,7 @@ def _end(folder, trouble, at):
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_rank_that_sleeps_is_named_with_its_stack(tmp_path, at):
     codes, output = _end(tmp_path, _sleep_for_ever, at)
-    assert codes == [EXIT_HUNG, EXIT_HUNG]
+    assert codes == [EXIT_LOST, EXIT_LOST]
     assert re.match(
         rf"error: rank {at} on \S+ \(process \d+\) hangs in forward of iteration 3: no rank made "
         r"progress for 3 s \(--hang-timeout 3\); all others are in reduce of iteration 3\. ",
@@ -111,7 +111,7 @@ def test_a_rank_that_sleeps_is_named_with_its_stack(tmp_path, at):
 def test_a_stopped_rank_is_named_as_silent(tmp_path):
     with Ranks(tmp_path, 2, _job, _stop_itself, 1) as ranks:
         ranks.wait_for("error: ", 60)
-        assert ranks.finish(5)[0] == EXIT_HUNG
+        assert ranks.finish(5)[0] == EXIT_LOST
         output = ranks.output
     assert re.fullmatch(
         r"error: rank 1 on \S+ \(process \d+\) is silent for \d s, last in forward of iteration 3 "
@@ -123,7 +123,7 @@ def test_a_stopped_rank_is_named_as_silent(tmp_path):
 def test_native_code_that_blocks_the_interpreter_is_shown_by_the_rank_itself(tmp_path):
     with Ranks(tmp_path, 2, _job, _hold_the_interpreter, 1) as ranks:
         ranks.wait_for("error: ", 60)
-        assert ranks.finish(5)[0] == EXIT_HUNG
+        assert ranks.finish(5)[0] == EXIT_LOST
         output = ranks.output
     assert "in _hold_the_interpreter" in output.split("error: ")[0]
     assert "error: rank 1 on " in output and " is silent for " in output

@@ -22,12 +22,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "pretrain_gpt_moe.py"
 _OF_ANOTHER_JOB = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
-    "SLURM_PROCID",
+    "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_NPROCS",
 )  # fmt: skip
 
 
 class StopRequest:
-    """Records Ctrl-C and SIGTERM. The current run then receives a signal to save and stop."""
+    """Records Ctrl-C, SIGTERM and SIGUSR1. The current run then receives a signal to stop."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -36,7 +36,7 @@ class StopRequest:
     @contextmanager
     def listening(self) -> Iterator[StopRequest]:
         """Inside, the signals are passed to the run and do not end this process."""
-        numbers = (signal.SIGINT, signal.SIGTERM)
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         before = {number: signal.signal(number, self._note) for number in numbers}
         try:
             yield self

@@ -14,10 +14,12 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from cell_runner import CellRunner, StopRequest
@@ -26,6 +28,7 @@ from study_plan import check_totals, count_active, plan
 from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.analysis.study.folder import MANIFEST, Cell, StudyFolder, StudyManifest
 from moe_parallel.analysis.study.measures import measures
+from moe_parallel.data.atomic_files import write_atomically
 from moe_parallel.errors import InputError
 from moe_parallel.tool import Tool
 from moe_parallel.training.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
@@ -44,15 +47,17 @@ def compare(options: argparse.Namespace) -> int:
     folder = StudyFolder(options.output)
     manifest, asked = plan(options, folder)
     check_totals(manifest, options.allow_unequal)
-    with _alone(folder):
-        (folder.path / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    if options.part is not None:
+        asked = options.part.of(asked)
+    with _alone(folder, options.part):
+        write_atomically(folder.path / MANIFEST, manifest.to_json())
         runner = CellRunner(options.nproc, options.threads)
         with StopRequest().listening() as stop:
             failed = train(manifest, asked, runner, stop)
         if stop.asked:
             print("interrupted; the same command continues from here")
             return EXIT_INTERRUPTED
-        if any(cell.is_finished(manifest.train_iters) for cell in asked):
+        if options.part is None and any(cell.is_finished(manifest.train_iters) for cell in asked):
             from moe_parallel.analysis.study.study_report import (
                 write_report,  # matplotlib takes a second
             )
@@ -90,12 +95,36 @@ def train(
     return failed
 
 
+@dataclass(frozen=True)
+class Part:
+    """Every `number`-th run of a study, from the `first` one on."""
+
+    first: int
+    number: int
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        """`0/4`, the first of four parts."""
+        if not (match := re.fullmatch(r"([0-9]+)/([1-9][0-9]*)", text)):
+            raise argparse.ArgumentTypeError(f"{text} is not I/N, such as 0/4")
+        first, number = int(match[1]), int(match[2])
+        if first >= number:
+            raise argparse.ArgumentTypeError(
+                f"{text}: the parts are 0/{number} to {number - 1}/{number}"
+            )
+        return cls(first, number)
+
+    def of(self, cells: list[Cell]) -> list[Cell]:
+        return cells[self.first :: self.number]
+
+
 @contextmanager
-def _alone(folder: StudyFolder) -> Iterator[None]:
-    """Lock the folder, so that a second command cannot train the same runs."""
+def _alone(folder: StudyFolder, part: Part | None) -> Iterator[None]:
+    """Lock the folder, or a part, so that a second command cannot train the same runs."""
+    name = ".lock" if part is None else f".lock-{part.first}-of-{part.number}"
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
-        with (folder.path / ".lock").open("a") as lock:
+        with (folder.path / name).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
     except BlockingIOError:
@@ -143,6 +172,9 @@ def _add_flags(tool: Tool) -> None:
         help="runs per contender, from the seed of the file on (default: 3)")  # fmt: skip
     add("--override", nargs="+", action="extend", default=[], metavar="NAME:flag=value",
         help="an option for one contender only")  # fmt: skip
+    add("--part", type=Part.parse, metavar="I/N",
+        help="train only every N-th run, from run I on (0/N is the first part), beside commands "
+        "with the other parts; report_study.py then writes the report")  # fmt: skip
     add("--nproc", type=_at_least_one, default=1, metavar="N", help="number of processes per run")
     add("--threads", type=_at_least_one, metavar="N",
         help="number of threads per process (default: the cores divided by --nproc)")  # fmt: skip

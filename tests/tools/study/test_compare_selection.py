@@ -122,6 +122,26 @@ def test_trains_every_system_with_every_seed_and_reports(tool, tmp_path, capsys)
     assert "| topk | 4.075 ± 0.007 (4.070 to 4.080) |" in (tmp_path / "study/table.md").read_text()
 
 
+def test_parts_train_each_run_once_and_leave_the_report_to_another_command(tool, tmp_path, capsys):
+    trained = []
+    for part in ("0/3", "1/3", "2/3"):
+        runs = FakeRuns(finish)
+        line = ("--selections", "topk,aoe", "--seeds", "2", "--part", part)
+        assert compare(tool, tmp_path, runs, *line) == 0
+        trained.append(runs.ran)
+    assert trained == [[("topk", 7), ("aoe", 8)], [("aoe", 7)], [("topk", 8)]]
+    assert "report" not in capsys.readouterr().out
+    assert not (tmp_path / "study" / "table.md").exists()
+
+
+@pytest.mark.parametrize("part", ["3/3", "1", "-1/3", "0/0"])
+def test_a_part_that_does_not_exist(tool, tmp_path, capsys, part):
+    runs = FakeRuns(finish)
+    assert compare(tool, tmp_path, runs, "--selections", "topk", f"--part={part}") == 2
+    assert part in capsys.readouterr().err
+    assert runs.ran == []
+
+
 def test_goes_on_where_it_stopped_and_takes_more(tool, tmp_path, capsys):
     def stop_in_the_second(cell: Cell, stop: Any) -> int:
         if cell.contender == "topk":

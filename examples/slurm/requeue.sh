@@ -1,0 +1,50 @@
+# run_and_requeue FOLDER COMMAND...: run the command, and if the run in FOLDER is not complete but can
+# continue, put the job back into the queue. The same command then continues from the newest checkpoint.
+#
+#   the command ends with                          the job
+#   0    complete                                  ends
+#   75   stopped by a signal or a time limit,      is requeued; after SIGTERM, which scancel and
+#        saved                                     preemption send, Slurm decides
+#   76, 128 + N   a rank hung or was killed        is requeued if there is a newer checkpoint than at
+#                                                  its start; otherwise it would fail for ever
+#   else an error that would come again            ends with this code
+#
+# MAX_REQUEUES (100) limits the number of starts.
+run_and_requeue() {
+    local folder=$1 signal="" before code
+    shift
+    before=$(newest_checkpoint "$folder")
+    "$@" &
+    local command=$!
+    # srun passes these signals on to its tasks.
+    trap 'signal=USR1; kill -USR1 "$command" 2>/dev/null' USR1
+    trap 'signal=TERM; kill -TERM "$command" 2>/dev/null' TERM
+    # A signal ends `wait` early.
+    while wait "$command"; code=$?; [ "$code" -gt 128 ] && kill -0 "$command" 2>/dev/null; do :; done
+
+    if [ "$code" -eq 0 ]; then
+        exit 0
+    elif [ "$code" -eq 75 ]; then
+        [ "$signal" != TERM ] || exit "$code"
+    elif [ "$code" -eq 76 ] || [ "$code" -gt 128 ]; then
+        if [ "$(newest_checkpoint "$folder")" = "$before" ]; then
+            echo "not requeued: exit code $code, and no checkpoint since the start"
+            exit "$code"
+        fi
+    else
+        exit "$code"
+    fi
+    if [ "${SLURM_RESTART_COUNT:-0}" -ge "${MAX_REQUEUES:-100}" ]; then
+        echo "not requeued: MAX_REQUEUES is ${MAX_REQUEUES:-100}"
+        exit "$code"
+    fi
+    echo "exit code $code: job $SLURM_JOB_ID is requeued"
+    # Slurm now ends this script. If it left by itself first, the job could count as failed.
+    trap - USR1 TERM
+    scontrol requeue "$SLURM_JOB_ID" && sleep 60
+    exit "$code"
+}
+
+newest_checkpoint() {
+    cat "$1/latest_checkpointed_iteration.txt" 2>/dev/null || echo none
+}

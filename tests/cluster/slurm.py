@@ -1,0 +1,232 @@
+"""A Slurm cluster whose nodes are namespaces of this machine: real daemons, real sbatch and srun.
+
+with Cluster(2, folder) as cluster:
+    job = cluster.sbatch("examples/slurm/pretrain.sbatch", "runs/my", "--config", "my.yaml")
+    cluster.wait_for(job, "COMPLETED")
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from tests.cluster.nodes import HUB, Nodes, what_is_missing
+
+PROGRAMS = ("ip", "munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
+INSTALL = "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge iproute2"
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE")
+
+# Every node claims CPUs and GPUs that it does not have, so that scripts for real nodes fit.
+CPUS, GPUS, MEMORY = 64, 8, 1_000_000
+
+
+def why_not() -> str | None:
+    """The reason why this machine cannot have a cluster, and the remedy; None if it can."""
+    missing = what_is_missing(PROGRAMS)
+    return missing and f"{missing}; as root on Debian or Ubuntu: {INSTALL}"
+
+
+class Cluster:
+    """`number` nodes with a running slurmd, and a controller on the hub."""
+
+    def __init__(self, number: int, folder: Path) -> None:
+        """`folder` must be empty; it gets the daemons' configuration, state and logs."""
+        self.folder = folder
+        self.nodes = Nodes(number)
+        self.outputs: list[Path] = []  # of jobs, for the message of a test that fails
+        self._pid_files: list[Path] = []
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stop the daemons by their pid files, then remove the nodes with all that is left."""
+        for file in reversed(self._pid_files):
+            with suppress(OSError, ValueError):
+                os.kill(int(file.read_text()), signal.SIGTERM)
+        self.nodes.down()
+
+    def run(self, *words: str, env: Mapping[str, str] | None = None) -> str:
+        """Run one of Slurm's commands as a user would; returns what it printed."""
+        return self.nodes.run(HUB, *words, env={**self.environment, **(env or {})})
+
+    def sbatch(self, *words: str, env: Mapping[str, str] | None = None) -> int:
+        """Submit a job: flags, script and its arguments. `env`: variables the user has exported."""
+        return int(self.run("sbatch", "--parsable", *words, env=env).split(";")[0])
+
+    def facts(self, job: int) -> dict[str, str]:
+        """What `scontrol show job` says, by name."""
+        words = self.run("scontrol", "--oneliner", "show", "job", str(job)).split()
+        return {name: value for name, _, value in (word.partition("=") for word in words)}
+
+    def state(self, job: int) -> str:
+        return self.facts(job)["JobState"]
+
+    def wait_for(self, job: int, state: str, timeout: float = 300) -> None:
+        """Wait for a state of a job. Fails at once if the job ends in another one."""
+
+        def reached() -> bool:
+            found = self.state(job)
+            assert found == state or found not in ENDED, f"{found}, not {state}\n{self.logs()}"
+            return found == state
+
+        self.wait_until(reached, timeout, f"job {job} is {state}")
+
+    def wait_until(self, reached: Callable[[], bool], timeout: float, what: str) -> None:
+        wait = self.deadline(timeout)
+        while not reached():
+            wait(what)
+
+    def deadline(self, timeout: float) -> Callable[[str], None]:
+        """A function that sleeps for a moment, and fails when the time is over."""
+        end = time.monotonic() + timeout
+
+        def wait(what: str) -> None:
+            assert time.monotonic() < end, (
+                f"after {timeout} s it is still not so that {what}\n"
+                f"{self.run('squeue', '--all')}{self.run('sinfo', '-N')}{self.logs()}"
+            )
+            time.sleep(0.05)
+
+        return wait
+
+    def start_now(self, job: int) -> None:
+        """Start a requeued job at once; Slurm waits about two minutes before it starts it again."""
+        self.wait_for_nodes()
+        time.sleep(2)  # a node refuses a job that starts in the second in which it ended there
+        with suppress(AssertionError):  # it has started by itself
+            self.run("scontrol", "update", f"jobid={job}", "StartTime=now")
+
+    def kill_node(self, name: str) -> None:
+        """Kill all of a node: slurmd, launchers, ranks."""
+        self.nodes.kill(name)
+
+    def start_node(self, name: str) -> None:
+        """Start slurmd on a node, as a node does that boots."""
+        spool = self.folder / f"spool.{name}"
+        spool.mkdir(exist_ok=True)
+        self._daemon(name, "slurmd", "-f", str(self._config), pid=f"slurmd.{name}.pid")
+
+    def wait_for_nodes(self, timeout: float = 60) -> None:
+        self.wait_until(self.idle, timeout, "all nodes are idle")
+
+    def idle(self) -> bool:
+        """Whether every node waits for a job."""
+        nodes = self.run("sinfo", "--noheader", "-N", "-t", "idle", "-o", "%N").split()
+        return len(nodes) == len(self.nodes.names)
+
+    def logs(self) -> str:
+        """The last lines of the controller and of every file that a job wrote."""
+        files = [self.folder / "slurmctld.log", *self.outputs[-2:]]
+        return "".join(
+            f"\n--- {file}\n" + "\n".join(file.read_text(errors="replace").splitlines()[-40:])
+            for file in files
+            if file.exists()
+        )
+
+    @property
+    def _config(self) -> Path:
+        return self.folder / "etc" / "slurm.conf"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables of Slurm's daemons and commands, and with these of the jobs."""
+        kept = ("PATH", "HOME", "LANG", "TERM", "OMP_NUM_THREADS", "PYTHONPATH")
+        return {
+            **{name: os.environ[name] for name in kept if name in os.environ},
+            "SLURM_CONF": str(self._config),
+        }
+
+    def _start(self) -> None:
+        self._configure()
+        munge = self.folder / "munge"
+        self._daemon(
+            HUB, "munged", "--force", f"--key-file={munge}/key", f"--socket={munge}/socket",
+            f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed",
+            pid="munge/pid",
+        )  # fmt: skip
+        self._daemon(HUB, "slurmctld", "-c", "-f", str(self._config), pid="slurmctld.pid")
+        for name in self.nodes.names:
+            self.start_node(name)
+        self.wait_for_nodes()
+
+    def _daemon(self, node: str, *words: str, pid: str) -> None:
+        """Start a daemon, which leaves the foreground by itself."""
+        log = self.folder / f"{words[0]}.start"
+        with log.open("a") as output:
+            code = subprocess.run(
+                self.nodes.command(node, words), stdout=output, stderr=output,
+                stdin=subprocess.DEVNULL, env=self.environment, check=False,
+            ).returncode  # fmt: skip
+        assert code == 0, f"{words} on {node}: {log.read_text()}"
+        if self.folder / pid not in self._pid_files:
+            self._pid_files.append(self.folder / pid)
+
+    def _configure(self) -> None:
+        for name in ("etc", "munge", "state", "devices"):
+            (self.folder / name).mkdir()
+        # munged refuses a folder that others may write to, and clients must reach its socket.
+        for folder in (self.folder, self.folder / "munge"):
+            folder.chmod(0o755)
+        key = self.folder / "munge" / "key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        for i in range(GPUS):
+            (self.folder / "devices" / f"nvidia{i}").touch()
+        etc = self.folder / "etc"
+        (etc / "plugstack.conf").write_text("")
+        (etc / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        (etc / "gres.conf").write_text(
+            f"Name=gpu File={self.folder}/devices/nvidia[0-{GPUS - 1}]\n"
+        )
+        self._config.write_text(
+            "".join(f"{name}={value}\n" for name, value in self._options().items())
+            + f"NodeName=node[1-{len(self.nodes.names)}] CPUs={CPUS} RealMemory={MEMORY} "
+            f"Gres=gpu:{GPUS} State=UNKNOWN\n"
+            "PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
+        )
+
+    def _options(self) -> dict[str, object]:
+        folder = self.folder
+        return {
+            "ClusterName": "moe",
+            "SlurmctldHost": f"{HUB}({self.nodes.address(HUB)})",
+            "SlurmUser": "root",
+            "SlurmdUser": "root",
+            "AuthType": "auth/munge",
+            "CredType": "cred/munge",
+            "AuthInfo": f"socket={folder}/munge/socket",
+            "ProctrackType": "proctrack/linuxproc",
+            "TaskPlugin": "task/none",
+            "JobAcctGatherType": "jobacct_gather/none",
+            "AccountingStorageType": "accounting_storage/none",
+            "MpiDefault": "none",
+            "SwitchType": "switch/none",
+            "SelectType": "select/cons_tres",
+            "SelectTypeParameters": "CR_CPU",
+            "GresTypes": "gpu",
+            "SlurmdParameters": "config_overrides",  # believe the numbers above
+            "SchedulerType": "sched/backfill",
+            # The ends of a test's waits: seconds in place of the minutes of a real cluster.
+            "SchedulerParameters": "batch_sched_delay=0,sched_interval=1,bf_interval=1",
+            "SlurmdTimeout": 10,
+            "KillWait": 5,
+            "ReturnToService": 2,  # a node that answers again is used again
+            "StateSaveLocation": folder / "state",
+            "SlurmdSpoolDir": f"{folder}/spool.%n",
+            "SlurmctldPidFile": folder / "slurmctld.pid",
+            "SlurmdPidFile": f"{folder}/slurmd.%n.pid",
+            "SlurmctldLogFile": folder / "slurmctld.log",
+            "SlurmdLogFile": f"{folder}/slurmd.%n.log",
+            "PlugStackConfig": folder / "etc" / "plugstack.conf",
+        }

@@ -1,0 +1,90 @@
+"""Two nodes with a slow or lossy network, a full disk, and data that disappears."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from tests.cluster.job import EVERY_2, LAST, SlurmJob
+from tests.program import SMALL
+
+pytestmark = [pytest.mark.cluster, pytest.mark.full]
+
+
+@pytest.fixture
+def options(undisturbed):
+    return SMALL | undisturbed.data | EVERY_2
+
+
+@pytest.fixture
+def lossy(cluster):
+    cluster.nodes.lose_packets("node2", 5)
+    yield
+    cluster.nodes.lose_packets("node2", 0)
+
+
+def test_lost_packets_change_no_result(cluster, tmp_path, options, undisturbed, lossy):
+    job = SlurmJob(cluster, tmp_path, options)
+    job.complete()
+    assert job.restarts == 0
+    job.check_whole(undisturbed)
+
+
+@pytest.fixture
+def slow(cluster):
+    cluster.nodes.limit_rate("node2", "20mbit")
+    yield
+    cluster.nodes.limit_rate("node2", "10gbit")
+
+
+def test_a_slow_link_changes_no_result(cluster, tmp_path, options, undisturbed, slow):
+    job = SlurmJob(cluster, tmp_path, options)
+    job.complete()
+    job.check_whole(undisturbed)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 3 MB: a few checkpoints of the small model."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(folder)])
+    if mounted.returncode != 0:
+        pytest.skip("mounting is not permitted")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_ends_the_job_with_code_2(cluster, tmp_path, options, undisturbed, small_disk):
+    job = SlurmJob(cluster, tmp_path, options, run=small_disk / "run")
+    cluster.wait_for(job.id, "FAILED")
+    assert job.exit_code == 2
+    assert "training continues without it" in job.output  # the periodic saves that did not fit
+    (last,) = [line for line in job.output.splitlines() if line.startswith("error: ")]
+    assert f"cannot write the checkpoint of iteration {LAST}" in last
+    assert "requeued" not in job.output
+    job.check_published()
+
+
+def test_data_that_disappears_between_two_starts(cluster, tmp_path, options, undisturbed):
+    copy = tmp_path / "data"
+    copy.mkdir()
+    for path in undisturbed.folder.glob("*.*"):
+        if path.is_file():
+            shutil.copy(path, copy)
+    paths = [copy / os.path.basename(prefix) for prefix in options["data_path"]]
+    job = SlurmJob(cluster, tmp_path, options | {"data_path": paths})
+    job.wait_for_output("iteration  3/12")
+    cluster.run("scancel", str(job.id))
+    cluster.wait_for_nodes()
+    gone = paths[1].with_name(paths[1].name + ".bin")
+    gone.rename(tmp_path / "kept")
+    job.submit()
+    cluster.wait_for(job.id, "FAILED")
+    assert job.exit_code == 2
+    assert str(gone) in job.output
+    (tmp_path / "kept").rename(gone)
+    job.submit()
+    job.complete()
+    job.check_whole(undisturbed)

@@ -1,0 +1,145 @@
+"""The shipped scripts on two nodes: complete, requeued, cancelled, and wrong."""
+
+import json
+import sys
+import time
+
+import pytest
+
+from tests.cluster.job import EVERY_2, SlurmJob
+from tests.cluster.slurm import Cluster
+from tests.program import SMALL
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def options(undisturbed):
+    return SMALL | undisturbed.data | EVERY_2
+
+
+@pytest.mark.parametrize("script", ["pretrain.sbatch", "pretrain_srun.sbatch"])
+def test_a_shipped_script_trains_on_two_nodes(cluster, tmp_path, options, undisturbed, script):
+    job = SlurmJob(cluster, tmp_path, options, script=script)
+    job.complete()
+    assert job.restarts == 0
+    job.check_whole(undisturbed)
+    logs = [file for file in (job.run / "logs").rglob("*") if file.is_file()]
+    assert any("on 2 ranks" in file.read_text() for file in logs)
+
+
+def test_four_ranks_on_two_nodes_split_the_experts(cluster, tmp_path, options):
+    split = options | {"expert_model_parallel_size": 4}
+    job = SlurmJob(cluster, tmp_path, split, script="pretrain_srun.sbatch", ranks_per_node=2)
+    job.complete()
+    assert (
+        "on 4 ranks (tp 1 pp 1 dp 4 ep 4 etp 1)"
+        in (job.run / "logs" / f"{job.id}.rank0.out").read_text()
+    )
+
+
+def test_the_time_limit_requeues_until_train_iters_are_done(
+    cluster, tmp_path, options, undisturbed
+):
+    # What `--signal=B:USR1@300` does, without waiting for a real limit.
+    job = SlurmJob(cluster, tmp_path, options)
+    job.wait_for_output("iteration  3/12")
+    cluster.run("scancel", "--signal=USR1", "--batch", str(job.id))
+    job.complete()
+    assert job.restarts == 1
+    assert job.output.count(f"exit code 75: job {job.id} is requeued") == 1
+    assert job.output.count("stopped by a signal after iteration") == 1
+    job.check_whole(undisturbed)
+
+
+def test_a_cancelled_job_saves_and_stays_cancelled(cluster, tmp_path, options, undisturbed):
+    job = SlurmJob(cluster, tmp_path, options)
+    job.wait_for_output("iteration  3/12")
+    cluster.run("scancel", str(job.id))
+    job.wait_for_output("stopped by a signal after iteration")
+    cluster.wait_for_nodes()
+    time.sleep(2)  # a requeue would show by now
+    assert cluster.state(job.id) == "CANCELLED"
+    assert "requeued" not in job.output
+    job.submit()
+    job.complete()
+    job.check_whole(undisturbed)
+
+
+def test_a_wrong_flag_ends_the_job_with_its_code(cluster, tmp_path, options):
+    job = SlurmJob(cluster, tmp_path, options | {"num_layers": 0})
+    cluster.wait_for(job.id, "FAILED")
+    assert job.exit_code == 2
+    assert "--num-layers is 0" in job.output
+    told = [line for line in job.output.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1
+    assert "requeued" not in job.output
+
+
+def test_two_jobs_in_one_folder(cluster, tmp_path, options, undisturbed):
+    first = SlurmJob(cluster, tmp_path, options | {"train_iters": 100_000}, slurm=["--nodes=1"])
+    first.wait_for_output("iteration      3")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "run").symlink_to(first.run)
+    second = SlurmJob(cluster, other, options, slurm=["--nodes=1"], when_idle=False)
+    cluster.wait_for(second.id, "FAILED")
+    assert second.exit_code == 2
+    assert "node1" in second.output
+    cluster.run("scancel", str(first.id))
+
+
+def test_a_container_is_the_words_before_python(cluster, tmp_path, options, undisturbed):
+    enter = tmp_path / "enter"
+    enter.write_text('#!/bin/sh\necho "$1" >> "$0.seen"\nshift 2\nexec "$@"\n')
+    enter.chmod(0o755)
+    job = SlurmJob(cluster, tmp_path, options, variables={"RUN_IN": f"{enter} --image x"})
+    job.complete()
+    assert (tmp_path / "enter.seen").read_text() == "--image\n" * 2  # once on each node
+    job.check_whole(undisturbed)
+
+
+def test_an_array_of_jobs_trains_a_study(cluster, tmp_path, undisturbed):
+    config = tmp_path / "study.yaml"
+    options = SMALL | undisturbed.data | {"train_iters": 4, "vocab_size": 300}
+    config.write_text(json.dumps({k.replace("_", "-"): _plain(v) for k, v in options.items()}))
+    study = {"config": config, "selections": "topk,dense", "seeds": 1}
+    job = SlurmJob(cluster, tmp_path, study, script="study.sbatch", slurm=["--array=0-1"])
+    cluster.wait_until(lambda: job.ended(), 240, "every task of the array has ended")
+    report = cluster.nodes.run("node1", sys.executable, "tools/study/report_study.py", str(job.run))
+    table = (job.run / "table.md").read_text()
+    assert "topk" in table and "dense" in table, report
+
+
+def test_a_checkpoint_is_evaluated_on_several_ranks(cluster, tmp_path, options, undisturbed):
+    assert undisturbed.tensors
+    job = SlurmJob(
+        cluster,
+        tmp_path,
+        {"full_evaluation": True},
+        script="evaluate.sbatch",
+        run=undisturbed.folder / "run",
+    )
+    job.complete()
+    assert "held-out text, every token:" in job.output
+    assert "saved" not in job.output
+
+
+def _plain(value):
+    if isinstance(value, list):
+        return [str(each) for each in value]
+    return value if isinstance(value, (int, float, bool)) else str(value)
+
+
+def test_sixteen_nodes_come_up_and_train(possible, tmp_path, undisturbed):
+    (tmp_path / "cluster").mkdir()
+    options = SMALL | undisturbed.data | {"train_iters": 3, "global_batch_size": 32}
+    with Cluster(16, tmp_path / "cluster") as sixteen:
+        job = SlurmJob(
+            sixteen, tmp_path, options | {"eval_iters": 0, "expert_model_parallel_size": 4},
+            script="pretrain_srun.sbatch", slurm=["--nodes=16"],
+        )  # fmt: skip
+        job.complete(600)
+        printed = (job.run / "logs" / f"{job.id}.rank0.out").read_text()
+    assert "on 16 ranks (tp 1 pp 1 dp 16 ep 4 etp 1)" in printed
+    assert "iteration 3/3" in printed
