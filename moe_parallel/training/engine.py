@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +47,21 @@ class NonFinite(ArithmeticError):
 class Engine:
     """The model chunks, the optimizer and the schedule of this rank."""
 
-    def __init__(self, config: Config, vocab_size: int, groups: Groups) -> None:
-        """Build everything, with initial weights. `vocab_size` is that of the tokenizer."""
+    def __init__(
+        self,
+        config: Config,
+        vocab_size: int,
+        groups: Groups,
+        before_update: Callable[[], object] | None = None,
+    ) -> None:
+        """Build everything, with initial weights.
+
+        Args:
+            vocab_size: of the tokenizer.
+            before_update: called in every step after the backward pass, before the optimizer
+                changes its state and the weights.
+        """
+        self._before_update = before_update
         self.config = config
         self.groups = groups
         self.device = device()
@@ -93,6 +106,8 @@ class Engine:
             forward_only=False,
         )
         loss, tokens = self.global_loss([report["sums"] for report in reported])
+        if self._before_update is not None:
+            self._before_update()
         _, grad_norm, _ = self.optimizer.step()
         if grad_norm is not None and not math.isfinite(grad_norm):
             raise NonFinite(f"the loss is {loss:.4f}, but the gradient norm is {grad_norm}")

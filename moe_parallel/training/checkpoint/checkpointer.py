@@ -23,7 +23,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
-from moe_parallel.collective_errors import StorageError, agree, exchange, on_rank_0
+from moe_parallel.collective_errors import StorageError, agree, on_rank_0
 from moe_parallel.errors import InputError
 from moe_parallel.platform.megatron_version import installed_version
 from moe_parallel.training.checkpoint.background import Background
@@ -54,19 +54,16 @@ from moe_parallel.training.checkpoint.record import (
     Expected,
     as_json,
     checked_record,
-    is_whole,
 )
 from moe_parallel.training.checkpoint.snapshot import Snapshot
 from moe_parallel.training.checkpoint.tensors import (
-    not_finite,
     of_this_rank,
     read_tensors,
     shards_of,
     stored_tensors,
 )
 from moe_parallel.training.checkpoint.upcycling import DenseReader
-from moe_parallel.training.checkpoint.writer import Writer, rank_share
-from moe_parallel.training.failure import Diverged
+from moe_parallel.training.checkpoint.writer import Writer, last_good, rank_share
 from moe_parallel.training.gathered import gather_weights
 
 
@@ -147,7 +144,9 @@ class Checkpointer:
             NotSaved: on every rank, if a rank could not write; see `Writer.write`.
             Diverged: on every rank, if a value to be saved is not finite.
         """
-        return self._writer.write(self._snapshot(state, model_chunks, optimizer, scheduler))
+        snapshot = self._snapshot(state, model_chunks, optimizer, scheduler)
+        self._writer.check_finite(snapshot)
+        return self._writer.write(snapshot)
 
     def begin_save(
         self,
@@ -156,13 +155,13 @@ class Checkpointer:
         optimizer: MegatronOptimizer | None,
         scheduler: OptimizerParamScheduler | None,
     ) -> None:
-        """Copy the state; `background` writes the checkpoint while training continues.
+        """Begin a checkpoint that `background` writes while training continues.
 
-        No other checkpoint may be saved before `background.finish`.
+        The weights and the optimizer's state must not change before `background.wait_for_copy`,
+        and no other checkpoint may be saved before `background.finish`.
 
         Raises:
-            NoMemory: on every rank, if there is no memory for the copy; `save` needs none.
-            Diverged: on every rank, if a value to be saved is not finite.
+            NoMemory: on every rank, if there is no memory for a copy; `save` needs none.
         """
         assert self.background is not None
         snapshot = self._snapshot(state, model_chunks, optimizer, scheduler)
@@ -179,16 +178,8 @@ class Checkpointer:
                 on_rank_0(lambda: self.folder.delete_oldest(iteration, keep_last))
 
     def last_good(self, iteration: int) -> str:
-        """Which checkpoint a run that diverges at `iteration` can continue from, as a message.
-
-        Every checkpoint was finite when it was saved, but that of `iteration` itself led to a
-        non-finite value. After each earlier one the run had a finite loss.
-        """
-        for before in reversed(self.folder.iterations()):
-            path = self.folder.published_path(before)
-            if before < iteration and is_whole(path):
-                return f"the last good checkpoint is {path}"
-        return f"there is no good checkpoint in {self.folder.directory}"
+        """Which checkpoint a run that diverges at `iteration` can continue from, as a message."""
+        return last_good(self.folder, iteration)
 
     def _snapshot(
         self,
@@ -208,7 +199,6 @@ class Checkpointer:
         if optimizer is not None:
             content["moments"] = moment_tensors(held)
             content["masters"] = master_tensors(held)
-        self._check_finite(content, state.iteration)
         record = {
             "format": FORMAT,
             "training": asdict(state),
@@ -221,15 +211,6 @@ class Checkpointer:
         }
         step = None if optimizer is None else adam_step(held)
         return Snapshot(state.iteration, shards_of(content), step, record)
-
-    def _check_finite(self, content: dict[str, Any], iteration: int) -> None:
-        keys = sorted({key for of_rank in exchange(not_finite(content)) for key in of_rank})
-        if keys:
-            more = f" and {len(keys) - 1} other tensors" if len(keys) > 1 else ""
-            raise Diverged(
-                f"iteration {iteration}: {keys[0]}{more} of the state to be saved are not finite; "
-                f"nothing was saved; {self.last_good(iteration)}"
-            )
 
     def load(
         self,

@@ -1,14 +1,16 @@
 """A snapshot: what a checkpoint of one iteration will contain, and its copy in host memory.
 
-A snapshot refers to the tensors of the model and the optimizer, which the next step changes. A
-`HostCopy` copies it into memory of its own, by torch's stager for asynchronous checkpoints.
+A snapshot refers to the tensors of the model and the optimizer, which training changes. `HostCopy`
+copies them with torch's stager for asynchronous checkpoints.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -17,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from moe_parallel.collective_errors import exchange
 from moe_parallel.platform.memory import free_host_memory, host_memory_owner, memory_to_regain
+from moe_parallel.training.checkpoint.optimizer import PREFIX
 from moe_parallel.training.checkpoint.tensors import Shards
 
 
@@ -35,10 +38,10 @@ class NoMemory(Exception):
 
 
 class HostCopy:
-    """The memory of a host for copies of snapshots, one at a time.
+    """The memory of a host for a copy of what this rank writes.
 
-    It is kept between copies: allocating it takes longer than copying, and later copies then
-    cannot run out of memory. With a GPU it is pinned. A new copy overwrites the one before.
+    It is kept between copies: allocating it takes longer than copying, and no later copy can then
+    run out of memory. With a GPU it is pinned. A new copy overwrites the one before.
     """
 
     def __init__(self) -> None:
@@ -47,53 +50,74 @@ class HostCopy:
             StagingOptions(
                 use_pinned_memory=with_gpu,
                 use_shared_memory=False,
-                use_async_staging=False,
+                use_async_staging=with_gpu,  # on a stream of its own, beside the computation
                 use_non_blocking_copy=with_gpu,
             )
         )
         self._copied = WeakIdKeyDictionary()  # the storages for which the stager has memory
 
-    def copy(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot with tensors and objects of its own, in host memory. Collective.
+    def check_memory(self, shards: Shards) -> None:
+        """Check that the ranks of each host can copy their shards. Collective.
 
         Raises:
-            NoMemory: on every rank, if the ranks on one host need more memory than is free there.
+            NoMemory: on every rank, if a host has too little memory.
         """
-        storages = list(_storages(snapshot.shards))
-        self._check_memory(sum(s.nbytes() for s in storages if s not in self._copied))
-        main = {
-            key: [_detached(each) for each in of_key]
-            for key, of_key in snapshot.shards.main.items()
-        }
-        copied = cast(dict[str, list[Any]], self._stager.stage(main))
-        for storage in storages:
-            self._copied[storage] = None
-        return replace(snapshot, shards=replace(snapshot.shards, main=copied))
-
-    def _check_memory(self, needed: int) -> None:
-        # Between two steps the memory of the activations is free, but the next step needs it.
-        need = needed and needed + memory_to_regain()
-        ranks = exchange((host_memory_owner(), need, free_host_memory()))
+        needed = sum(each.nbytes() for each in _storages(shards) if each not in self._copied)
+        if needed:  # the next step allocates again what the last one has released
+            needed += memory_to_regain()
+        ranks = exchange((host_memory_owner(), needed, free_host_memory()))
         for owner in dict.fromkeys(owner for owner, _, _ in ranks):
             total = sum(need for other, need, _ in ranks if other == owner)
             free = min(free for other, _, free in ranks if other == owner)
             if total > free:
                 raise NoMemory(
-                    f"a copy of the state, beside training, takes {total / 2**30:,.1f} GiB of host "
+                    f"a copy of the state beside training takes {total / 2**30:,.1f} GiB of host "
                     f"memory, and {free / 2**30:,.1f} GiB are free"
                 )
 
+    def copy(self, shards: Shards) -> Shards:
+        """The shards, with copies of the weights and of the optimizer's state."""
+        chosen = {
+            key: [replace(each, data=each.data.detach()) for each in of_key]  # without its gradient
+            for key, of_key in shards.main.items()
+            if _only_updates_change(of_key[0])
+        }
+        staged: Any = self._stager.stage(chosen)
+        if isinstance(staged, Future):
+            staged = staged.result()
+        for storage in _storages(shards):
+            self._copied[storage] = None
+        return replace(shards, main=shards.main | staged)
+
+
+def with_own_buffers(shards: Shards) -> Shards:
+    """The shards, with copies of buffers and objects, which a forward pass may change; small."""
+    own = {
+        key: [replace(each, data=_copy(each.data)) for each in of_key]
+        for key, of_key in shards.main.items()
+        if not _only_updates_change(of_key[0])
+    }
+    return replace(shards, main=shards.main | own)
+
+
+def _only_updates_change(shard: Any) -> bool:
+    """Whether only an optimizer step changes it: a weight, or a part of the optimizer's state."""
+    return isinstance(shard, ShardedTensor) and (
+        shard.data.requires_grad or shard.key.startswith(PREFIX)
+    )
+
+
+def _copy(data: Any) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data.detach().to("cpu", copy=True)
+    return deepcopy(data)
+
 
 def _storages(shards: Shards) -> Iterator[torch.UntypedStorage]:
-    """The storages of the tensors that this rank writes, each once."""
+    """The storages of weights and optimizer state that this rank writes, each once."""
     found = {}
     for each in (each for of_key in shards.main.values() for each in of_key):
-        if isinstance(each, ShardedTensor):
+        if _only_updates_change(each):
             storage = each.data.untyped_storage()
             found[id(storage)] = storage
     yield from found.values()
-
-
-def _detached(shard: Any) -> Any:
-    """Without the attributes of a parameter, such as its gradient, which the stager copies too."""
-    return replace(shard, data=shard.data.detach()) if isinstance(shard, ShardedTensor) else shard

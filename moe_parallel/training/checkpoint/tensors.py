@@ -26,7 +26,6 @@ from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedTensor,
-    ShardedTensorFactory,
     apply_factory_merges,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
@@ -76,8 +75,8 @@ _ARRAYS: list[Any] = [
 class Shards:
     """This rank's part of a sharded state dict, in the form in which it is written."""
 
-    main: dict[str, list[Any]]  # by key: shards and objects that this rank writes, with their data
-    places: list[Any]  # all shards and objects of this rank, also other replicas, without data
+    main: dict[str, list[Any]]  # by key: the shards and objects that this rank writes
+    every: list[Any]  # all shards and objects of this rank, also those that another one writes
     common: dict[str, Any]  # plain values, of which those of rank 0 are written
 
 
@@ -88,7 +87,7 @@ def shards_of(content: dict[str, Any]) -> Shards:
     """
     sharded, common = save_preprocess(content, validate_access_integrity=False)
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    return Shards(dict(flat), [each.without_data() for each in nested_values(sharded)], common)
+    return Shards(dict(flat), list(nested_values(sharded)), common)
 
 
 def write_tensors(shards: Shards, folder: Path, group: dist.ProcessGroup | None = None) -> None:
@@ -100,7 +99,7 @@ def write_tensors(shards: Shards, folder: Path, group: dist.ProcessGroup | None 
     Raises:
         StorageError: on every rank, if a rank could not write.
     """
-    places = exchange(shards.places, group)
+    places = exchange([each.without_data() for each in shards.every], group)
     on_rank_0(lambda: validate_sharding_integrity(places), group)
     on_rank_0(lambda: _write_common(shards.common, folder), group)
     try:
@@ -184,18 +183,15 @@ def _load(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     return apply_factory_merges(result, factories)
 
 
-def not_finite(content: dict[str, Any]) -> list[str]:
-    """The keys of the tensors in a sharded state dict of which this rank's part has a NaN or an
-    infinity."""
+def not_finite(shards: Shards) -> list[str]:
+    """The keys of the tensors of which this rank's part has a NaN or an infinity."""
     tensors = [
-        part
-        for part in nested_values(content)
-        if isinstance(part, ShardedTensor | ShardedTensorFactory)
-        and part.data.is_floating_point()
-        and part.data.numel()
+        each
+        for each in shards.every
+        if isinstance(each, ShardedTensor) and each.data.is_floating_point() and each.data.numel()
     ]
     # The extremes are NaN if any value is. They are found in one pass, without temporary tensors.
-    extremes = (torch.stack(torch.aminmax(tensor.data)) for tensor in tensors)
+    extremes = (torch.stack(torch.aminmax(tensor.data.detach())) for tensor in tensors)
     finite = [extreme.isfinite().all() for extreme in extremes]
     every = torch.stack(finite).tolist() if finite else []  # only one wait for a GPU
     return [tensor.key for tensor, is_finite in zip(tensors, every, strict=True) if not is_finite]

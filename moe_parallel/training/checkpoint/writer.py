@@ -12,8 +12,10 @@ from moe_parallel.collective_errors import StorageError, agree, exchange, on_ran
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint.files import check_complete, describe_files, list_files
 from moe_parallel.training.checkpoint.folder import CheckpointFolder, copy_files
+from moe_parallel.training.checkpoint.record import is_whole
 from moe_parallel.training.checkpoint.snapshot import Snapshot
-from moe_parallel.training.checkpoint.tensors import write_tensors
+from moe_parallel.training.checkpoint.tensors import not_finite, write_tensors
+from moe_parallel.training.failure import Diverged
 
 
 class NotSaved(InputError):
@@ -22,19 +24,36 @@ class NotSaved(InputError):
 
 @dataclass(frozen=True)
 class Writer:
-    """Writes checkpoints to a folder."""
+    """Writes checkpoints to a folder.
+
+    The `group` of a method contains all ranks; None: the default group. A thread beside training
+    needs a group of its own.
+    """
 
     folder: CheckpointFolder
     files: Mapping[str, str | Path]  # see `copy_files`
     keep_last: int | None  # the number of checkpoints to keep; None keeps all
+
+    def check_finite(self, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> None:
+        """Check every tensor of all ranks, to be called before `write`. Collective.
+
+        Raises:
+            Diverged: on every rank, if a value is not finite.
+        """
+        found = exchange(not_finite(snapshot.shards), group)
+        keys = sorted({key for of_rank in found for key in of_rank})
+        if keys:
+            more = f" and {len(keys) - 1} other tensors" if len(keys) > 1 else ""
+            raise Diverged(
+                f"iteration {snapshot.iteration}: {keys[0]}{more} of the state to be saved are not "
+                f"finite; nothing was saved; {last_good(self.folder, snapshot.iteration)}"
+            )
 
     def write(self, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Path:
         """Write a checkpoint and return its path. Collective.
 
         It is written under a hidden name and renamed when every rank's part is on the disk and
         complete. Until then, and if anything fails, the previous checkpoint stays the latest.
-
-        `group`: contains all ranks; None: the default group.
 
         Raises:
             NotSaved: on every rank, if a rank could not write.
@@ -74,6 +93,19 @@ class Writer:
     def _abandon(self, iteration: int) -> None:
         if dist.get_rank() == 0:
             self.folder.abandon(iteration)
+
+
+def last_good(folder: CheckpointFolder, iteration: int) -> str:
+    """Which checkpoint a run that diverges at `iteration` can continue from, as a message.
+
+    Every checkpoint was finite when it was saved, but that of `iteration` itself led to a
+    non-finite value. After each earlier one the run had a finite loss.
+    """
+    for before in reversed(folder.iterations()):
+        path = folder.published_path(before)
+        if before < iteration and is_whole(path):
+            return f"the last good checkpoint is {path}"
+    return f"there is no good checkpoint in {folder.directory}"
 
 
 def rank_share() -> slice:
