@@ -19,19 +19,23 @@ class StorageError(Exception):
     """A file could not be written or read. The message is one line: the path and the reason."""
 
 
-def exchange(value: Result) -> list[Result]:
-    """Every rank's picklable `value`, in rank order."""
-    gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
+def exchange(value: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
+    """Every rank's picklable `value`, in rank order.
+
+    `group`: contains all ranks; None: the default group. A thread beside training needs its own.
+    """
+    gathered: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group)
     return gathered
 
 
-def agree(action: Callable[[], Result]) -> Result:
+def agree(action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
     """Call `action` on every rank and return this rank's result.
 
     Every rank must call this. If `action` fails on any rank, every rank raises. An InputError or
     StorageError is the same on all ranks; an OSError becomes a StorageError. The rank that failed
     raises any other exception unchanged, and the others raise a RuntimeError that names that rank.
+    `group`: see `exchange`.
     """
     result: Result
     own: Exception | None = None
@@ -42,16 +46,16 @@ def agree(action: Callable[[], Result]) -> Result:
         own.__cause__ = error
     except Exception as error:  # the other ranks must learn of every failure
         own = error
-    notes = exchange(None if own is None else _note(own))
+    notes = exchange(None if own is None else _note(own), group)
     for failed_rank, note in enumerate(notes):
         if note is not None:
             _raise(failed_rank, note, own)
     return result
 
 
-def on_rank_0(action: Callable[[], object]) -> None:
+def on_rank_0(action: Callable[[], object], group: dist.ProcessGroup | None = None) -> None:
     """Call `action` on rank 0 only, with the rules of `agree`: every rank must call this."""
-    agree(action if dist.get_rank() == 0 else lambda: None)
+    agree(action if dist.get_rank() == 0 else lambda: None, group)
 
 
 def rank_0_first(action: Callable[[], Result]) -> Result:

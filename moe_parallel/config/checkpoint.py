@@ -41,6 +41,12 @@ class CheckpointConfig(Section):
     save_interval: int | None = option(
         None, "iterations between checkpoints; none: only at the end and on a signal", least=1
     )
+    async_save: bool = option(
+        False,
+        "write periodic checkpoints beside training, from a copy of the state in host memory. The "
+        "last checkpoint, and that on a signal, are written as without this flag. If the host "
+        "lacks memory for the copy, a warning says so and training waits for the checkpoint",
+    )
     keep_last: int | None = option(None, "number of newest checkpoints to keep; none: all", least=1)
 
     def check(self, config: Config, world_size: int) -> None:
@@ -49,6 +55,8 @@ class CheckpointConfig(Section):
             raise InputError("--keep-last limits the checkpoints of a run: also set --save")
         if self.save_interval is not None and self.save is None:
             raise InputError("--save-interval needs a folder to save in: set --save too")
+        if self.async_save and self.save is None:
+            raise InputError("--async-save needs a folder to save in: set --save too")
         for name in ("finetune", "override_opt_param_scheduler"):
             if getattr(self, name) and self.load is None:
                 raise InputError(f"{flag(name)} needs a checkpoint: set --load")

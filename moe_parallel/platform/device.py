@@ -1,11 +1,9 @@
 """The device and the communication backend with which this host trains."""
 
-import resource
-import sys
-
 import torch
 
 from moe_parallel.errors import InputError
+from moe_parallel.platform.memory import peak_host_memory
 
 BACKENDS = ("gloo", "nccl")
 
@@ -39,8 +37,7 @@ def peak_memory() -> int:
     """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024  # the unit of getrusage
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return peak_host_memory()
 
 
 def default_backend() -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,12 +27,28 @@ def free_host_memory() -> int:
     return min([free, *_left_by_cgroups()])
 
 
+def peak_host_memory() -> int:
+    """The largest resident set of this process so far, in bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024  # the unit of getrusage
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def memory_to_regain() -> int:
+    """The bytes of host memory that this process had at its peak and does not have now."""
+    return max(0, peak_host_memory() - int(psutil.Process().memory_info().rss))
+
+
 def memory_owner() -> str:
     """A name of the memory of `free_memory`, equal on processes that share it."""
+    if torch.cuda.is_available():  # each process has its own GPU
+        return f"{host_memory_owner()} {os.getpid()}"
+    return host_memory_owner()
+
+
+def host_memory_owner() -> str:
+    """A name of the memory of `free_host_memory`, equal on processes that share it."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = boot.read_text().strip() if boot.is_file() else ""
-    if torch.cuda.is_available():  # each process has its own GPU
-        return f"{host} {os.getpid()}"
     # The ranks of one torchrun share it: containers with their own limits have a torchrun each.
     return f"{host} {os.uname().nodename} {os.environ.get('GROUP_RANK')}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,12 +49,22 @@ class Engine:
     """The model chunks, the optimizer and the schedule of this rank."""
 
     def __init__(
-        self, config: Config, vocab_size: int, groups: Groups, progress: Progress | None = None
+        self,
+        config: Config,
+        vocab_size: int,
+        groups: Groups,
+        progress: Progress | None = None,
+        before_update: Callable[[], object] | None = None,
     ) -> None:
-        """Build everything, with initial weights. `vocab_size` is that of the tokenizer.
+        """Build everything, with initial weights.
 
-        `progress` is told the phases of a step.
+        Args:
+            vocab_size: of the tokenizer.
+            progress: is told the phases of a step.
+            before_update: called in every step after the backward pass, before the optimizer
+                changes its state and the weights.
         """
+        self._before_update = before_update
         self.config = config
         self.progress = progress or Progress()
         self.groups = groups
@@ -101,6 +111,9 @@ class Engine:
         )
         with self.progress.during(Phase.REDUCE):
             loss, tokens = self.global_loss([report["sums"] for report in reported])
+        if self._before_update is not None:
+            with self.progress.during(Phase.SAVE):
+                self._before_update()
         with self.progress.during(Phase.OPTIMIZER):
             _, grad_norm, _ = self.optimizer.step()
         if grad_norm is not None and not math.isfinite(grad_norm):

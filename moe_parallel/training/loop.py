@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +20,13 @@ from moe_parallel.platform.device import peak_memory
 from moe_parallel.telemetry.progress import Phase
 from moe_parallel.telemetry.rank_load import rank_load
 from moe_parallel.telemetry.sinks import Telemetry
-from moe_parallel.training.checkpoint.checkpointer import NotSaved, TrainingState
-from moe_parallel.training.checkpoint.folder import checkpoint_name
+from moe_parallel.training.checkpoint.checkpointer import TrainingState
 from moe_parallel.training.engine import NonFinite, StepResult
 from moe_parallel.training.exit_codes import EXIT_INTERRUPTED
 from moe_parallel.training.failure import Diverged
 from moe_parallel.training.interval import Interval
 from moe_parallel.training.rank_times import GatheredTimes
+from moe_parallel.training.saves import Saves
 from moe_parallel.training.signals import StopRequest
 from moe_parallel.training.stages import Stage
 from moe_parallel.training.text import Text
@@ -60,7 +59,7 @@ class Loop:
         )
         self.asked_to_leave = False  # by a signal or --exit-interval
         self.bytes_per_token_V = text.bytes_per_token(stage.engine.device)
-        self._saved_at = self._found_at(stage.state)
+        self.saves = Saves(stage, telemetry, has_folder=config.checkpoint.save is not None)
         self._began = began
         self._stop = stop
 
@@ -103,29 +102,14 @@ class Loop:
     def save(self, *, can_wait: bool = False) -> None:
         """Write a checkpoint of the current state, unless it exists already. Collective.
 
-        With `can_wait`, a failed write does not end the run: a later checkpoint may succeed.
+        With `can_wait`, a failed write does not end the run: a later checkpoint may succeed. With
+        --async-save it is then written beside training.
         """
-        if self.config.checkpoint.save is None or self._saved_at == self.state.iteration:
+        if self.config.checkpoint.save is None:
             return
-        try:
-            with self.progress.activity(Phase.SAVE):
-                path = self._write_checkpoint()
-        except NotSaved as error:
-            if not can_wait or self.state.iteration >= self.stage.until:
-                raise
-            self.telemetry.say(f"warning: {error}; training continues without it")
-            return
-        self._saved_at = self.state.iteration
-        self.telemetry.say(f"saved {path}")
-
-    def _write_checkpoint(self) -> Path:
-        self.telemetry.sync()  # a checkpoint assumes that all earlier records are in the log
-        return self.stage.checkpoints.save(
-            replace(self.state, unlogged=self.interval.state()),
-            self.engine.chunks,
-            self.engine.optimizer,
-            self.engine.scheduler,
-        )
+        can_wait = can_wait and self.state.iteration < self.stage.until
+        with self.progress.activity(Phase.SAVE):
+            self.saves.save(replace(self.state, unlogged=self.interval.state()), can_wait=can_wait)
 
     def evaluate(self, *, everything: bool = False) -> dict[str, TextLoss]:
         """Evaluate on each domain's validation text; log and return the results. Collective.
@@ -163,18 +147,10 @@ class Loop:
                 readings[domain]["loss_after_first_part"] = text.later.loss
         if not all(math.isfinite(text.loss) for text in texts.values()):
             raise self._diverged("the loss on validation text is not finite", self.state.iteration)
-        self._confirm_saved()
+        self.saves.confirm(self.state.iteration)
         if readings:
             self.telemetry.log(self.place() | {"validation": readings})
         return texts
-
-    def _found_at(self, state: TrainingState) -> int | None:
-        """The iteration of the loaded state, if it is this run's latest checkpoint; else None."""
-        if self.config.checkpoint.save is None:
-            return None
-        latest = self.stage.checkpoints.latest()
-        found = latest is not None and latest.name == checkpoint_name(state.iteration)
-        return state.iteration if found else None
 
     def _stream(self) -> Iterator[Batch]:
         dp = self.engine.groups.dp
@@ -195,7 +171,7 @@ class Loop:
         except NonFinite as error:
             raise self._diverged(str(error), self.state.iteration + 1) from error
         self.progress.end_step()
-        self._confirm_saved()
+        self.saves.confirm(self.state.iteration)
         self.interval.add(result, time.monotonic() - begin)
         self.state = TrainingState(
             iteration=self.state.iteration + 1,
@@ -248,10 +224,17 @@ class Loop:
         return every is not None and self.state.iteration % every == 0
 
     def _agreed(self, stop: StopRequest) -> bool:
-        """Whether any rank was asked to stop. All ranks then stop after the same step."""
-        asked = torch.tensor(float(stop.signal is not None), device=self.engine.device)
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        return bool(asked.item())
+        """Whether any rank was asked to stop. All ranks then stop after the same step.
+
+        In the same exchange they learn whether all have written a checkpoint beside training.
+        """
+        mine = [stop.signal is not None, self.saves.is_writing()]
+        anywhere = torch.tensor(mine, dtype=torch.float32, device=self.engine.device)
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+        asked, writing = anywhere.bool().tolist()
+        if not writing:
+            self.saves.finish(self.state.iteration)
+        return bool(asked)
 
     def whereabouts(self) -> str:
         """The run's progress and how to continue it, for the message of a run that was stopped."""
@@ -259,16 +242,9 @@ class Loop:
         go_on = f"continue with --load {folder}" if folder else "nothing was saved (no --save)"
         return f"after iteration {self.state.iteration}; {go_on}"
 
-    def _confirm_saved(self) -> None:
-        """Confirm the newest checkpoint if it has the current weights, whose loss is finite.
-
-        Call it before anything changes `state`.
-        """
-        if self.config.checkpoint.save is not None and self._saved_at == self.state.iteration:
-            self.stage.checkpoints.confirm(self.state.iteration)
-
     def _diverged(self, what: str, iteration: int) -> Diverged:
         good = "there is no checkpoint (no --save)"
         if self.config.checkpoint.save is not None:
+            self.saves.finish(self.state.iteration)  # it may be the good one
             good = self.stage.checkpoints.last_good(self.state.iteration)
         return Diverged(f"iteration {iteration}: {what}; {good}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from moe_parallel.errors import InputError
 from moe_parallel.parallel import Groups
 from moe_parallel.platform.device import device
 from moe_parallel.telemetry.metrics import has_evaluation
+from moe_parallel.training.checkpoint.background import Background
 from moe_parallel.training.checkpoint.checkpointer import Checkpointer
 from moe_parallel.training.checkpoint.record import Expected
 from moe_parallel.training.own_tokenizer import TOKENIZER
@@ -46,6 +48,7 @@ def open_checkpoints(
         },
         files={"config.yaml": _run_again(config), "tokenizer": folder / "tokenizer"},
         same_schedule=not config.checkpoint.override_opt_param_scheduler,
+        background=_background(config),
     )
     if config.checkpoint.save is None:
         return checkpoints
@@ -61,6 +64,13 @@ def open_checkpoints(
             f"{folder}, or use another folder"
         )
     return checkpoints
+
+
+def _background(config: Config) -> Background | None:
+    """The writer of --async-save. Collective."""
+    if not (config.checkpoint.async_save and config.checkpoint.save):
+        return None
+    return Background(timedelta(minutes=config.parallel.distributed_timeout_minutes))
 
 
 def goes_on_here(config: Config) -> bool:

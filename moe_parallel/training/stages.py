@@ -82,7 +82,7 @@ class Stages:
 
     def _warm_up(self, load: str | None) -> Stage:
         checkpoints = dense_checkpoints(self.config, self.vocab_size, self.checkpoints)
-        engine = Engine(dense_twin(self.config), self.vocab_size, self.groups, self.progress)
+        engine = self._engine(dense_twin(self.config))
         state = TrainingState(0, 0, 0)
         if load is not None:
             state = checkpoints.load(Path(load), engine.chunks, engine.optimizer, engine.scheduler)
@@ -91,7 +91,7 @@ class Stages:
         return Stage(engine, checkpoints, state, until, note)
 
     def _last(self, load: str | None) -> Stage:
-        engine = Engine(self.config, self.vocab_size, self.groups, self.progress)
+        engine = self._engine(self.config)
         state, note = TrainingState(0, 0, 0), None
         if load is not None and self._upcycles(load):
             state = self._upcycled(load, engine)
@@ -103,6 +103,11 @@ class Stages:
                 Path(load), engine.chunks, engine.optimizer, engine.scheduler
             )
         return Stage(engine, self.checkpoints, state, self.config.training.train_iters, note)
+
+    def _engine(self, config: Config) -> Engine:
+        background = self.checkpoints.background
+        before_update = None if background is None else background.wait_for_copy
+        return Engine(config, self.vocab_size, self.groups, self.progress, before_update)
 
     def _take_weights(self, load: str, engine: Engine) -> str:
         """Start a new run with the weights of `load`; returns a note that names it."""

@@ -50,7 +50,7 @@ def config(**options: Any) -> Config:
         ({"split": "1"}, 1),
         ({"split": "98,2"}, 1),
         ({"split": "0.9, 0.1, 0"}, 1),
-        ({"save": "runs/x", "save_interval": 5, "keep_last": 2}, 1),
+        ({"save": "runs/x", "save_interval": 5, "keep_last": 2, "async_save": True}, 1),
         (FUSED, 1),
         ({**AOE, **FUSED, "bf16": True, "moe_backend": "reference"}, 1),
         ({"clip_grad": 0, "moe_aux_loss_coeff": 0, "min_lr": 0, "weight_decay": 0}, 1),
@@ -212,6 +212,7 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
     ({"split": "1,inf,1"}, 1, "--split is '1,inf,1'"),
     ({"keep_last": 2}, 1, "--keep-last .*: also set --save"),
     ({"save_interval": 2}, 1, "--save-interval .*: set --save too"),
+    ({"async_save": True}, 1, "--async-save needs a folder to save in: set --save too"),
     # ranges
     ({"num_layers": 10_001}, 1, "--num-layers is 10001: it must be at most 10000"),
     ({"vocab_size": 2**31}, 1, "--vocab-size is 2147483648: it must be at most 2147483647"),

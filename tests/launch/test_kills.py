@@ -104,7 +104,22 @@ KILLS = [
     ids=lambda value: getattr(value, "__name__", str(value)).strip("_"),
 )
 def test_a_kill(tmp_path, data, undisturbed, moment, whom, name, code):
-    arguments = _run(tmp_path, data)
+    _kill_and_go_on(tmp_path, undisturbed, _run(tmp_path, data), moment, whom, name, code)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("whom", "name", "code"), [(0, "SIGKILL", 137), (1, "SIGKILL", 137), (LAUNCHER, "SIGTERM", 75)]
+)
+def test_a_kill_while_a_checkpoint_is_written_beside_training(
+    tmp_path, data, undisturbed, whom, name, code
+):
+    arguments = [*_run(tmp_path, data), "--async-save"]
+    _kill_and_go_on(tmp_path, undisturbed, arguments, _save, whom, name, code)
+
+
+def _kill_and_go_on(tmp_path, undisturbed, arguments, moment, whom, name, code):
+    """The run is killed at a moment; the same command then ends as the undisturbed run."""
     with Program(tmp_path, 2, arguments) as job:
         while not moment(job, tmp_path):
             assert job.running(), job.output

@@ -9,7 +9,7 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint import checkpointer
+from moe_parallel.training.checkpoint import writer
 from moe_parallel.training.engine import Engine
 from moe_parallel.training.failure import Diverged
 from moe_parallel.training.run_lock import locked_folder
@@ -38,7 +38,7 @@ def _with_weights_times(factor, after):
 
 def _with_a_full_disk(saves):
     """copy_files, with a full disk in these saves, counted from 1."""
-    copy, done = checkpointer.copy_files, []
+    copy, done = writer.copy_files, []
 
     def copy_if_there_is_room(files, target):
         done.append(None)
@@ -46,7 +46,7 @@ def _with_a_full_disk(saves):
             raise OSError(errno.ENOSPC, FULL)
         copy(files, target)
 
-    return mock.patch.object(checkpointer, "copy_files", copy_if_there_is_room)
+    return mock.patch.object(writer, "copy_files", copy_if_there_is_room)
 
 
 #: options in addition to saving every second iteration of 6, and the failure

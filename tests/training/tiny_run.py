@@ -11,6 +11,7 @@ from megatron.core.utils import unwrap_model
 
 from moe_parallel.config import make_config
 from moe_parallel.parallel import destroy_groups, initialize_groups
+from moe_parallel.training.checkpoint.background import Background
 from moe_parallel.training.checkpoint.checkpointer import Checkpointer, TrainingState
 from moe_parallel.training.engine import Engine
 
@@ -81,11 +82,13 @@ class TinyRun:
         options: dict[str, Any] | None = None,
         keep_last: int | None = None,
         files: dict[str, str | Path] | None = None,
+        background: Background | None = None,
     ) -> None:
         config = make_config({**TINY, **layout.options(), **(options or {})})
         self.groups = initialize_groups(config.parallel, config.virtual_stages)
         model_parallel_cuda_manual_seed(config.training.seed)
-        self.engine = Engine(config, VOCABULARY, self.groups)
+        before_update = background.wait_for_copy if background else None
+        self.engine = Engine(config, VOCABULARY, self.groups, before_update)
         self.checkpointer = Checkpointer(
             save,
             keep_last=keep_last,
@@ -96,6 +99,7 @@ class TinyRun:
             },
             layout=layout.sizes(),
             files=files or {},
+            background=background,
         )
         self.iteration = 0
 
@@ -127,10 +131,13 @@ class TinyRun:
             }
 
     def save(self) -> Path:
+        return self.checkpointer.save(*self.state())
+
+    def state(self) -> tuple[TrainingState, Any, Any, Any]:
+        """The arguments of `Checkpointer.save`."""
         samples = self.iteration * BATCH
         state = TrainingState(self.iteration, samples, samples * LENGTH)
-        engine = self.engine
-        return self.checkpointer.save(state, engine.chunks, engine.optimizer, engine.scheduler)
+        return state, self.engine.chunks, self.engine.optimizer, self.engine.scheduler
 
     def load(self, path: Path) -> TrainingState:
         engine = self.engine

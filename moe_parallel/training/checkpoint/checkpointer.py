@@ -23,26 +23,12 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
-from moe_parallel.collective_errors import (
-    StorageError,
-    agree,
-    exchange,
-    on_rank_0,
-)
+from moe_parallel.collective_errors import StorageError, agree, on_rank_0
 from moe_parallel.errors import InputError
 from moe_parallel.platform.megatron_version import installed_version
-from moe_parallel.training.checkpoint.files import (
-    check_complete,
-    check_content,
-    describe_files,
-    list_files,
-)
-from moe_parallel.training.checkpoint.folder import (
-    CheckpointFolder,
-    checkpoint_name,
-    copy_files,
-    find_checkpoint,
-)
+from moe_parallel.training.checkpoint.background import Background
+from moe_parallel.training.checkpoint.files import check_content
+from moe_parallel.training.checkpoint.folder import CheckpointFolder, find_checkpoint
 from moe_parallel.training.checkpoint.fp8 import (
     fp8_state,
     fp8_state_facts,
@@ -68,17 +54,16 @@ from moe_parallel.training.checkpoint.record import (
     Expected,
     as_json,
     checked_record,
-    is_whole,
 )
+from moe_parallel.training.checkpoint.snapshot import Snapshot
 from moe_parallel.training.checkpoint.tensors import (
-    not_finite,
     of_this_rank,
     read_tensors,
+    shards_of,
     stored_tensors,
-    write_tensors,
 )
 from moe_parallel.training.checkpoint.upcycling import DenseReader
-from moe_parallel.training.failure import Diverged
+from moe_parallel.training.checkpoint.writer import Writer, last_good, rank_share
 from moe_parallel.training.gathered import gather_weights
 
 
@@ -96,10 +81,6 @@ class TrainingState:
     unlogged: Mapping[str, Any] | None = None
 
 
-class NotSaved(InputError):
-    """A checkpoint could not be written. Training can continue and save later."""
-
-
 class Checkpointer:
     """Saves and loads the checkpoints of one run. All ranks call each method together."""
 
@@ -112,6 +93,7 @@ class Checkpointer:
         layout: Mapping[str, int | str],
         files: Mapping[str, str | Path],
         same_schedule: bool = True,
+        background: Background | None = None,
     ):
         """
         Args:
@@ -124,6 +106,7 @@ class Checkpointer:
             files: by name, the text of a small file or the path of a file or folder to copy.
             same_schedule: whether a checkpoint's schedule must equal the configured one.
                 Otherwise the configured schedule continues at the checkpoint's step.
+            background: writes the checkpoints of `begin_save`; None: they cannot be asked for.
 
         Raises:
             InputError: `keep_last` is below 1.
@@ -134,8 +117,9 @@ class Checkpointer:
         self.keep_last = keep_last
         self.fingerprint = as_json(fingerprint)
         self.layout = {**layout, "world_size": dist.get_world_size()}
-        self.files = dict(files)
         self.same_schedule = same_schedule
+        self.background = background
+        self._writer = Writer(self.folder, dict(files), keep_last)
 
     def of_model(self, fingerprint: Mapping[str, object]) -> "Checkpointer":
         """The checkpoints of another model in the same folder, such as a dense warm-up model."""
@@ -156,26 +140,32 @@ class Checkpointer:
     ) -> Path:
         """Write a checkpoint and return its path.
 
-        It is written under a hidden name and renamed when every rank's part is on the disk and
-        complete. Until then, and if anything fails, the previous checkpoint stays the latest.
-
         Raises:
-            NotSaved: on every rank, if a rank could not write.
+            NotSaved: on every rank, if a rank could not write; see `Writer.write`.
             Diverged: on every rank, if a value to be saved is not finite.
         """
-        try:
-            return self._save(state, model_chunks, optimizer, scheduler)
-        except StorageError as error:
-            self._abandon(state.iteration)
-            latest = self.latest()
-            kept = f"{latest.name} is untouched" if latest else "there was none before"
-            raise NotSaved(
-                f"--save {self.folder.directory}: cannot write the checkpoint of iteration "
-                f"{state.iteration}: {error}; {kept}; free the disk or name another folder"
-            ) from error
-        except Exception:
-            self._abandon(state.iteration)
-            raise
+        snapshot = self._snapshot(state, model_chunks, optimizer, scheduler)
+        self._writer.check_finite(snapshot)
+        return self._writer.write(snapshot)
+
+    def begin_save(
+        self,
+        state: TrainingState,
+        model_chunks: Sequence[torch.nn.Module],
+        optimizer: MegatronOptimizer | None,
+        scheduler: OptimizerParamScheduler | None,
+    ) -> None:
+        """Begin a checkpoint that `background` writes while training continues.
+
+        The weights and the optimizer's state must not change before `background.wait_for_copy`,
+        and no other checkpoint may be saved before `background.finish`.
+
+        Raises:
+            NoMemory: on every rank, if there is no memory for a copy; `save` needs none.
+        """
+        assert self.background is not None
+        snapshot = self._snapshot(state, model_chunks, optimizer, scheduler)
+        self.background.begin(snapshot, self._writer)
 
     def confirm(self, iteration: int) -> None:
         """Record that the weights of this newest checkpoint gave a finite loss. Collective.
@@ -188,26 +178,16 @@ class Checkpointer:
                 on_rank_0(lambda: self.folder.delete_oldest(iteration, keep_last))
 
     def last_good(self, iteration: int) -> str:
-        """Which checkpoint a run that diverges at `iteration` can continue from, as a message.
+        """Which checkpoint a run that diverges at `iteration` can continue from, as a message."""
+        return last_good(self.folder, iteration)
 
-        Every checkpoint was finite when it was saved, but that of `iteration` itself led to a
-        non-finite value. After each earlier one the run had a finite loss.
-        """
-        for before in reversed(self.folder.iterations()):
-            path = self.folder.directory / checkpoint_name(before)
-            if before < iteration and is_whole(path):
-                return f"the last good checkpoint is {path}"
-        return f"there is no good checkpoint in {self.folder.directory}"
-
-    def _save(
+    def _snapshot(
         self,
         state: TrainingState,
         model_chunks: Sequence[torch.nn.Module],
         optimizer: MegatronOptimizer | None,
         scheduler: OptimizerParamScheduler | None,
-    ) -> Path:
-        iteration = state.iteration
-        writing = self.folder.writing_path(iteration)
+    ) -> Snapshot:
         gather_weights(model_chunks)
         model = model_tensors(model_chunks)
         content: dict[str, Any] = {
@@ -219,40 +199,18 @@ class Checkpointer:
         if optimizer is not None:
             content["moments"] = moment_tensors(held)
             content["masters"] = master_tensors(held)
-        self._check_finite(content, iteration)
-        on_rank_0(lambda: self.folder.begin(iteration))
-        write_tensors(content, writing)
-        on_rank_0(lambda: copy_files(self.files, writing))
-        names: list[str] = exchange(agree(lambda: list_files(writing)))[0]
-        described = exchange(agree(lambda: describe_files(writing, names[_share()])))
-        files = {name: facts for share in described for name, facts in share.items()}
-        on_rank_0(lambda: check_complete(writing, files))
         record = {
             "format": FORMAT,
             "training": asdict(state),
-            "adam_step": None if optimizer is None else max(exchange(adam_step(held))),
+            "adam_step": None,
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "layout": self.layout,
             "fp8_state": fp8_state_facts(model_chunks),
             "fingerprint": self.fingerprint,
             "versions": {"torch": torch.__version__, "megatron-core": installed_version()},
-            "files": files,
         }
-        on_rank_0(lambda: self.folder.publish(iteration, record, self.keep_last))
-        return self.folder.directory / checkpoint_name(iteration)
-
-    def _check_finite(self, content: dict[str, Any], iteration: int) -> None:
-        keys = sorted({key for of_rank in exchange(not_finite(content)) for key in of_rank})
-        if keys:
-            more = f" and {len(keys) - 1} other tensors" if len(keys) > 1 else ""
-            raise Diverged(
-                f"iteration {iteration}: {keys[0]}{more} of the state to be saved are not finite; "
-                f"nothing was saved; {self.last_good(iteration)}"
-            )
-
-    def _abandon(self, iteration: int) -> None:
-        if dist.get_rank() == 0:
-            self.folder.abandon(iteration)
+        step = None if optimizer is None else adam_step(held)
+        return Snapshot(state.iteration, shards_of(content), step, record)
 
     def load(
         self,
@@ -343,7 +301,7 @@ def _open(
     """The checkpoint at `path`, and its record; both have been checked. Collective."""
     checkpoint = agree(lambda: find_checkpoint(path))
     record = agree(lambda: checked_record(checkpoint, expected, optimizer, scheduler))
-    agree(lambda: check_content(checkpoint, record["files"], _share()))
+    agree(lambda: check_content(checkpoint, record["files"], rank_share()))
     if record["format"] == UNSEALED and dist.get_rank() == 0:
         print(
             f"warning: {checkpoint} was saved by an earlier version, whose checkpoint.json has no "
@@ -379,8 +337,3 @@ def _go_on(
     if "random" in loaded:
         agree(lambda: set_random_state(loaded["random"]))
     return TrainingState(**record["training"])
-
-
-def _share() -> slice:
-    """The part of the files that this rank reads and checks."""
-    return slice(dist.get_rank(), None, dist.get_world_size())

@@ -44,6 +44,10 @@ class CheckpointFolder:
         """The folder in which the checkpoint of `iteration` is written until it is published."""
         return self.directory / f".{checkpoint_name(iteration)}.writing"
 
+    def published_path(self, iteration: int) -> Path:
+        """The checkpoint of `iteration` once it is published."""
+        return self.directory / checkpoint_name(iteration)
+
     def begin(self, iteration: int) -> Path:
         """Create an empty folder to write to, and delete the remains of killed saves."""
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -69,7 +73,7 @@ class CheckpointFolder:
         for path in (writing, *writing.rglob("*")):
             flush_to_disk(path)
 
-        published = self.directory / checkpoint_name(iteration)
+        published = self.published_path(iteration)
         if published.exists():
             published.rename(self._old_path(iteration))
         writing.rename(published)

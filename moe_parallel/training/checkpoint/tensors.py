@@ -13,6 +13,7 @@ import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import IOBase
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedTensor,
-    ShardedTensorFactory,
     apply_factory_merges,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
@@ -42,6 +42,7 @@ from megatron.core.dist_checkpointing.utils import (
     extract_sharded_base,
     force_all_tensors_to_non_fp8,
 )
+from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -50,7 +51,13 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.serialization import safe_globals
 
-from moe_parallel.collective_errors import StorageError, agree, on_rank_0, one_line
+from moe_parallel.collective_errors import (
+    StorageError,
+    agree,
+    exchange,
+    on_rank_0,
+    one_line,
+)
 from moe_parallel.training.checkpoint.index import read_index, tensor_shapes
 
 COMMON = "common.pt"
@@ -64,27 +71,47 @@ _ARRAYS: list[Any] = [
 ]
 
 
-def write_tensors(content: dict[str, Any], folder: Path) -> None:
-    """Write a dict of sharded tensors, sharded objects and plain values; all ranks take part.
+@dataclass(frozen=True)
+class Shards:
+    """This rank's part of a sharded state dict, in the form in which it is written."""
 
-    Every shard of a tensor must be the main replica on exactly one rank. Plain values are those
-    of rank 0. On return the files are on the disk, not merely in its cache.
+    main: dict[str, list[Any]]  # by key: the shards and objects that this rank writes
+    every: list[Any]  # all shards and objects of this rank, also those that another one writes
+    common: dict[str, Any]  # plain values, of which those of rank 0 are written
+
+
+def shards_of(content: dict[str, Any]) -> Shards:
+    """The shards in a dict of sharded tensors, sharded objects and plain values.
+
+    They refer to the tensors in `content`: nothing is copied.
+    """
+    sharded, common = save_preprocess(content, validate_access_integrity=False)
+    flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    return Shards(dict(flat), list(nested_values(sharded)), common)
+
+
+def write_tensors(shards: Shards, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Write the shards of all ranks, which all take part.
+
+    Every shard of a tensor must be the main replica on exactly one rank. On return the files are
+    on the disk, not merely in its cache. `group`: see `exchange`.
 
     Raises:
         StorageError: on every rank, if a rank could not write.
     """
-    sharded, common = agree(lambda: save_preprocess(content))
-    on_rank_0(lambda: _write_common(common, folder))
-    flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    places = exchange([each.without_data() for each in shards.every], group)
+    on_rank_0(lambda: validate_sharding_integrity(places), group)
+    on_rank_0(lambda: _write_common(shards.common, folder), group)
     try:
         torch_checkpoint.save(
-            mcore_to_pyt_state_dict(flat),
+            mcore_to_pyt_state_dict(dict(shards.main)),
             storage_writer=_Writer(folder),
             planner=MCoreSavePlanner(
                 dedup_replicated_tensors=False,
                 flatten_state_dict=False,
                 flatten_sharded_tensors=False,
             ),
+            process_group=group,
         )
     except CheckpointException as error:  # the same on every rank
         raise _unwritable(error) from error
@@ -156,15 +183,16 @@ def _load(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     return apply_factory_merges(result, factories)
 
 
-def not_finite(content: dict[str, Any]) -> list[str]:
-    """The keys of the tensors in a sharded state dict of which this rank's part has a NaN or an
-    infinity."""
+def not_finite(shards: Shards) -> list[str]:
+    """The keys of the tensors of which this rank's part has a NaN or an infinity."""
     tensors = [
-        part
-        for part in nested_values(content)
-        if isinstance(part, ShardedTensor | ShardedTensorFactory) and part.data.is_floating_point()
+        each
+        for each in shards.every
+        if isinstance(each, ShardedTensor) and each.data.is_floating_point() and each.data.numel()
     ]
-    finite = [torch.isfinite(tensor.data).all() for tensor in tensors]
+    # The extremes are NaN if any value is. They are found in one pass, without temporary tensors.
+    extremes = (torch.stack(torch.aminmax(tensor.data.detach())) for tensor in tensors)
+    finite = [extreme.isfinite().all() for extreme in extremes]
     every = torch.stack(finite).tolist() if finite else []  # only one wait for a GPU
     return [tensor.key for tensor, is_finite in zip(tensors, every, strict=True) if not is_finite]
 

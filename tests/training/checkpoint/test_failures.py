@@ -16,10 +16,10 @@ from torch import distributed as dist
 
 from moe_parallel.data.sealed import write_sealed
 from moe_parallel.errors import InputError
-from moe_parallel.training.checkpoint import checkpointer
 from moe_parallel.training.checkpoint import files as checkpoint_files
 from moe_parallel.training.checkpoint import folder as checkpoint_folder
 from moe_parallel.training.checkpoint import tensors as checkpoint_tensors
+from moe_parallel.training.checkpoint import writer as checkpoint_writer
 from moe_parallel.training.checkpoint.checkpointer import TrainingState
 from moe_parallel.training.checkpoint.folder import CheckpointFolder
 from moe_parallel.training.failure import Diverged
@@ -153,7 +153,7 @@ def _remove_what_was_written(folder, names):
             files.pop(name)
         whole(writing, files)
 
-    checkpointer.check_complete = remove_first
+    checkpoint_writer.check_complete = remove_first
 
 
 def _save_what_is_not_whole(folder, removed):
@@ -164,7 +164,7 @@ def _save_what_is_not_whole(folder, removed):
         run.steps(1)
         _remove_what_was_written(folder, [name])
         messages.append(_error(run.save))
-        checkpointer.check_complete = checkpoint_files.check_complete
+        checkpoint_writer.check_complete = checkpoint_files.check_complete
     return messages
 
 
@@ -197,7 +197,7 @@ def _save_on_a_full_disk(folder):
         (CheckpointFolder, "begin"),
         (checkpoint_tensors, "_write_common"),
         (checkpoint_tensors._WatchedStream, "_put"),
-        (checkpointer, "copy_files"),
+        (checkpoint_writer, "copy_files"),
         (checkpoint_folder, "write_sealed"),
         (checkpoint_folder, "flush_to_disk"),
     ):

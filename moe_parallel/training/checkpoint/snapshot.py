@@ -1,0 +1,123 @@
+"""A snapshot: what a checkpoint of one iteration will contain, and its copy in host memory.
+
+A snapshot refers to the tensors of the model and the optimizer, which training changes. `HostCopy`
+copies them with torch's stager for asynchronous checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.utils.weak import WeakIdKeyDictionary
+
+from moe_parallel.collective_errors import exchange
+from moe_parallel.platform.memory import free_host_memory, host_memory_owner, memory_to_regain
+from moe_parallel.training.checkpoint.optimizer import PREFIX
+from moe_parallel.training.checkpoint.tensors import Shards
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """This rank's part of a checkpoint that is to be written."""
+
+    iteration: int
+    shards: Shards
+    adam_step: int | None  # 0: this rank updates nothing; None: there is no optimizer
+    record: dict[str, Any]  # the fields of checkpoint.json, see record.py, except the files
+
+
+class NoMemory(Exception):
+    """The host has too little memory for a copy of the state. The message is one line."""
+
+
+class HostCopy:
+    """The memory of a host for a copy of what this rank writes.
+
+    It is kept between copies: allocating it takes longer than copying, and no later copy can then
+    run out of memory. With a GPU it is pinned. A new copy overwrites the one before.
+    """
+
+    def __init__(self) -> None:
+        with_gpu = torch.cuda.is_available()
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=with_gpu,
+                use_shared_memory=False,
+                use_async_staging=with_gpu,  # on a stream of its own, beside the computation
+                use_non_blocking_copy=with_gpu,
+            )
+        )
+        self._copied = WeakIdKeyDictionary()  # the storages for which the stager has memory
+
+    def check_memory(self, shards: Shards) -> None:
+        """Check that the ranks of each host can copy their shards. Collective.
+
+        Raises:
+            NoMemory: on every rank, if a host has too little memory.
+        """
+        needed = sum(each.nbytes() for each in _storages(shards) if each not in self._copied)
+        if needed:  # the next step allocates again what the last one has released
+            needed += memory_to_regain()
+        ranks = exchange((host_memory_owner(), needed, free_host_memory()))
+        for owner in dict.fromkeys(owner for owner, _, _ in ranks):
+            total = sum(need for other, need, _ in ranks if other == owner)
+            free = min(free for other, _, free in ranks if other == owner)
+            if total > free:
+                raise NoMemory(
+                    f"a copy of the state beside training takes {total / 2**30:,.1f} GiB of host "
+                    f"memory, and {free / 2**30:,.1f} GiB are free"
+                )
+
+    def copy(self, shards: Shards) -> Shards:
+        """The shards, with copies of the weights and of the optimizer's state."""
+        chosen = {
+            key: [replace(each, data=each.data.detach()) for each in of_key]  # without its gradient
+            for key, of_key in shards.main.items()
+            if _only_updates_change(of_key[0])
+        }
+        staged: Any = self._stager.stage(chosen)
+        if isinstance(staged, Future):
+            staged = staged.result()
+        for storage in _storages(shards):
+            self._copied[storage] = None
+        return replace(shards, main=shards.main | staged)
+
+
+def with_own_buffers(shards: Shards) -> Shards:
+    """The shards, with copies of buffers and objects, which a forward pass may change; small."""
+    own = {
+        key: [replace(each, data=_copy(each.data)) for each in of_key]
+        for key, of_key in shards.main.items()
+        if not _only_updates_change(of_key[0])
+    }
+    return replace(shards, main=shards.main | own)
+
+
+def _only_updates_change(shard: Any) -> bool:
+    """Whether only an optimizer step changes it: a weight, or a part of the optimizer's state."""
+    return isinstance(shard, ShardedTensor) and (
+        shard.data.requires_grad or shard.key.startswith(PREFIX)
+    )
+
+
+def _copy(data: Any) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data.detach().to("cpu", copy=True)
+    return deepcopy(data)
+
+
+def _storages(shards: Shards) -> Iterator[torch.UntypedStorage]:
+    """The storages of weights and optimizer state that this rank writes, each once."""
+    found = {}
+    for each in (each for of_key in shards.main.values() for each in of_key):
+        if _only_updates_change(each):
+            storage = each.data.untyped_storage()
+            found[id(storage)] = storage
+    yield from found.values()

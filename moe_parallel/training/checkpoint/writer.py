@@ -1,0 +1,113 @@
+"""How a snapshot becomes a published checkpoint, on the main thread or on one beside training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from moe_parallel.collective_errors import StorageError, agree, exchange, on_rank_0
+from moe_parallel.errors import InputError
+from moe_parallel.training.checkpoint.files import check_complete, describe_files, list_files
+from moe_parallel.training.checkpoint.folder import CheckpointFolder, copy_files
+from moe_parallel.training.checkpoint.record import is_whole
+from moe_parallel.training.checkpoint.snapshot import Snapshot
+from moe_parallel.training.checkpoint.tensors import not_finite, write_tensors
+from moe_parallel.training.failure import Diverged
+
+
+class NotSaved(InputError):
+    """A checkpoint could not be written. Training can continue and save later."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Writes checkpoints to a folder.
+
+    The `group` of a method contains all ranks; None: the default group. A thread beside training
+    needs a group of its own.
+    """
+
+    folder: CheckpointFolder
+    files: Mapping[str, str | Path]  # see `copy_files`
+    keep_last: int | None  # the number of checkpoints to keep; None keeps all
+
+    def check_finite(self, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> None:
+        """Check every tensor of all ranks, to be called before `write`. Collective.
+
+        Raises:
+            Diverged: on every rank, if a value is not finite.
+        """
+        found = exchange(not_finite(snapshot.shards), group)
+        keys = sorted({key for of_rank in found for key in of_rank})
+        if keys:
+            more = f" and {len(keys) - 1} other tensors" if len(keys) > 1 else ""
+            raise Diverged(
+                f"iteration {snapshot.iteration}: {keys[0]}{more} of the state to be saved are not "
+                f"finite; nothing was saved; {last_good(self.folder, snapshot.iteration)}"
+            )
+
+    def write(self, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Path:
+        """Write a checkpoint and return its path. Collective.
+
+        It is written under a hidden name and renamed when every rank's part is on the disk and
+        complete. Until then, and if anything fails, the previous checkpoint stays the latest.
+
+        Raises:
+            NotSaved: on every rank, if a rank could not write.
+        """
+        try:
+            return self._write(snapshot, group)
+        except StorageError as error:
+            self._abandon(snapshot.iteration)
+            latest = self.folder.latest()
+            kept = f"{latest.name} is untouched" if latest else "there was none before"
+            raise NotSaved(
+                f"--save {self.folder.directory}: cannot write the checkpoint of iteration "
+                f"{snapshot.iteration}: {error}; {kept}; free the disk or name another folder"
+            ) from error
+        except Exception:
+            self._abandon(snapshot.iteration)
+            raise
+
+    def _write(self, snapshot: Snapshot, group: dist.ProcessGroup | None) -> Path:
+        iteration = snapshot.iteration
+        writing = self.folder.writing_path(iteration)
+        on_rank_0(lambda: self.folder.begin(iteration), group)
+        write_tensors(snapshot.shards, writing, group)
+        on_rank_0(lambda: copy_files(self.files, writing), group)
+        names: list[str] = exchange(agree(lambda: list_files(writing), group), group)[0]
+        own = names[rank_share()]
+        described = exchange(agree(lambda: describe_files(writing, own), group), group)
+        files = {name: facts for share in described for name, facts in share.items()}
+        on_rank_0(lambda: check_complete(writing, files), group)
+        record = dict(snapshot.record)
+        if snapshot.adam_step is not None:
+            record["adam_step"] = max(exchange(snapshot.adam_step, group))
+        record["files"] = files
+        on_rank_0(lambda: self.folder.publish(iteration, record, self.keep_last), group)
+        return self.folder.published_path(iteration)
+
+    def _abandon(self, iteration: int) -> None:
+        if dist.get_rank() == 0:
+            self.folder.abandon(iteration)
+
+
+def last_good(folder: CheckpointFolder, iteration: int) -> str:
+    """Which checkpoint a run that diverges at `iteration` can continue from, as a message.
+
+    Every checkpoint was finite when it was saved, but that of `iteration` itself led to a
+    non-finite value. After each earlier one the run had a finite loss.
+    """
+    for before in reversed(folder.iterations()):
+        path = folder.published_path(before)
+        if before < iteration and is_whole(path):
+            return f"the last good checkpoint is {path}"
+    return f"there is no good checkpoint in {folder.directory}"
+
+
+def rank_share() -> slice:
+    """The part of a checkpoint's files that this rank reads and checks."""
+    return slice(dist.get_rank(), None, dist.get_world_size())

@@ -1,0 +1,309 @@
+"""Checkpoints that are written beside training, on two ranks."""
+
+import errno
+import os
+import re
+import resource
+import signal
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+from torch import distributed as dist
+
+from moe_parallel.errors import InputError
+from moe_parallel.training.checkpoint import folder as checkpoint_folder
+from moe_parallel.training.checkpoint import snapshot
+from moe_parallel.training.checkpoint import tensors as checkpoint_tensors
+from moe_parallel.training.checkpoint import writer as checkpoint_writer
+from moe_parallel.training.checkpoint.background import Background
+from moe_parallel.training.checkpoint.checkpointer import Checkpointer
+from moe_parallel.training.checkpoint.compare import compare
+from moe_parallel.training.checkpoint.folder import CheckpointFolder
+from moe_parallel.training.checkpoint.record import read_record
+from moe_parallel.training.checkpoint.snapshot import NoMemory
+from moe_parallel.training.failure import Diverged
+from tests.distributed import RankError, run_distributed
+from tests.tiers import rest_in_full
+from tests.training.slow_writer import in_writer, slow_writer
+from tests.training.tiny_run import AOE, OVERLAP, Layout, TinyRun
+
+EP2 = Layout(2, ep=2)
+RUNS = {
+    "experts on two ranks": (EP2, {"moe_router_enable_expert_bias": True}),
+    "AoE, one rank": (Layout(), AOE | {"bf16": True}),
+    "distributed optimizer": (Layout(2, distributed=True), OVERLAP | {"bf16": True}),
+    "tensor parallel": (Layout(2, tp=2), {}),
+}
+
+
+def _open(path, layout=EP2, options=None, **more):
+    """A run whose checkpoints can be written beside training."""
+    background = Background(timedelta(seconds=100))
+    return TinyRun(layout, path, options=options, background=background, **more)
+
+
+def _begin(run):
+    run.checkpointer.begin_save(*run.state())
+
+
+def _finish(run):
+    return run.checkpointer.background.finish()
+
+
+def _save_in_both_ways(path, layout, options):
+    """Saves every second iteration in `sync`, and beside training in `async`."""
+    with slow_writer():
+        run = _open(path / "async", layout, options)
+        waiting = Checkpointer(
+            path / "sync",
+            keep_last=None,
+            fingerprint=run.checkpointer.fingerprint,
+            layout=layout.sizes(),
+            files={},
+        )
+        run.steps(1)
+        for _ in range(2):
+            run.steps(1)
+            waiting.save(*run.state())
+            _begin(run)
+            run.steps(2)  # nothing is written before they are done
+            assert run.checkpointer.background.is_writing()
+            _finish(run)
+
+
+@pytest.mark.parametrize("name", rest_in_full(RUNS, *list(RUNS)[:2]))
+def test_what_is_written_is_the_state_at_the_iteration_to_the_bit(tmp_path, name):
+    layout, options = RUNS[name]
+    run_distributed(layout.world, _save_in_both_ways, tmp_path, layout, options)
+    for iteration in ("iter_0000002", "iter_0000005"):
+        waited, beside = (tmp_path / kind / iteration for kind in ("sync", "async"))
+        comparison = compare(waited, beside)
+        assert comparison.differences == [] and comparison.equal > 20
+        records = [read_record(path) for path in (waited, beside)]
+        for record in records:  # the index contains a random name
+            assert record["files"].pop(".metadata")["bytes"] > 0
+        assert records[0] == records[1]  # with the checksums of the random states, too
+
+
+def _kill_beside_training(path, arm):
+    run = _open(path)
+    run.steps(1)
+    run.save()
+    run.steps(1)
+    arm()
+    _begin(run)
+    run.steps(50)
+    _finish(run)
+
+
+def _die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_while_writing():
+    if dist.get_rank() == 1:
+        checkpoint_tensors._WatchedStream._put = _die
+
+
+def _die_before_publishing():
+    if dist.get_rank() == 0:
+        checkpoint_folder.write_sealed = _die
+
+
+def _load_then_save(path):
+    run = _open(path)
+    state = run.load(path)
+    run.steps(1)
+    _begin(run)
+    run.steps(1)
+    return state.iteration, _finish(run).name
+
+
+@pytest.mark.parametrize("arm", [_die_while_writing, _die_before_publishing])
+def test_kill_9_is_as_if_the_save_had_not_begun(tmp_path, arm):
+    with pytest.raises(RankError, match=r"died: exit code -9|failed"):
+        run_distributed(2, _kill_beside_training, tmp_path, arm)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1\n"
+    assert run_distributed(2, _load_then_save, tmp_path) == [(1, "iter_0000002")] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "iter_0000001",
+        "iter_0000002",
+        "latest_checkpointed_iteration.txt",
+    ]
+
+
+def _full_in_the_writer(module, name):
+    """A disk that is full for the thread beside training, at one step of a save."""
+    plain = getattr(module, name)
+
+    def full(*args, **kwargs):
+        if in_writer():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return plain(*args, **kwargs)
+
+    return mock.patch.object(module, name, full)
+
+
+def _save_on_a_full_disk(path):
+    """The error of a save beside training at each place where a full disk may stop it."""
+    run = _open(path)
+    run.save()
+    messages = []
+    for module, name in (
+        (CheckpointFolder, "begin"),
+        (checkpoint_tensors._WatchedStream, "_put"),
+        (checkpoint_writer, "copy_files"),
+        (checkpoint_folder, "flush_to_disk"),
+    ):
+        run.steps(1)
+        with _full_in_the_writer(module, name):
+            _begin(run)
+            run.steps(1)
+            messages.append(_error(lambda: _finish(run)))
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then write() fails, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    _begin(run)
+    run.steps(1)
+    messages.append(_error(lambda: _finish(run)))
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    _begin(run)
+    return messages, _finish(run).name
+
+
+def _error(action):
+    """The message of the InputError that `action` raises."""
+    with pytest.raises(InputError) as caught:
+        action()
+    return str(caught.value)
+
+
+def test_a_full_disk_is_the_same_error_on_every_rank(tmp_path):
+    found = run_distributed(2, _save_on_a_full_disk, tmp_path)
+    assert found[0] == found[1]
+    messages, last = found[0]
+    for iteration, message in zip((1, 3, 5, 7, 8), messages, strict=True):
+        assert re.fullmatch(
+            rf"--save {tmp_path}: cannot write the checkpoint of iteration {iteration}: "
+            r"(\S+/__0_0.distcp: No space left on device|No space left on device|"
+            r"\S+/__1_0.distcp: File too large); iter_0000000 is untouched; "
+            "free the disk or name another folder",
+            message,
+        ), message
+    assert "__1_0.distcp: File too large" in messages[-1]  # on rank 1 alone
+    assert last == "iter_0000009" and not list(tmp_path.glob(".*"))
+
+
+def _begin_with_a_weight_that_is_not_finite(path):
+    """Rank 1's copy of a dense weight, which rank 0 writes, has a NaN."""
+    run = _open(path)
+    run.steps(1)
+    run.save()
+    run.steps(1)
+    (weight,) = (p for name, p in run.parameters() if name == "decoder.final_layernorm.weight")
+    if dist.get_rank() == 1:
+        weight.data[0] = float("nan")
+    before = weight.detach().clone()
+    _begin(run)
+    with pytest.raises(Diverged) as caught:
+        run.engine._before_update()
+    with pytest.raises(Diverged):
+        _finish(run)
+    assert before.equal(weight) or dist.get_rank() == 1
+    return str(caught.value)
+
+
+def test_what_is_not_finite_is_refused_before_the_next_update(tmp_path):
+    found = run_distributed(2, _begin_with_a_weight_that_is_not_finite, tmp_path)
+    assert (
+        found[0]
+        == found[1]
+        == (
+            "iteration 2: decoder.final_layernorm.weight of the state to be saved are not finite; "
+            f"nothing was saved; the last good checkpoint is {tmp_path}/iter_0000001"
+        )
+    )
+    assert [path.name for path in tmp_path.glob("*iter_*2*")] == []
+
+
+def _fail_on_rank_1(path):
+    run = _open(path)
+
+    def broken(*args):
+        raise LookupError("a bug")
+
+    if dist.get_rank() == 1:
+        checkpoint_writer.describe_files = broken
+    _begin(run)
+    while run.checkpointer.background.is_writing():
+        pass
+
+
+def test_an_unknown_error_is_not_lost(tmp_path):
+    with pytest.raises(RankError, match="LookupError: a bug|rank 1 failed: a bug"):
+        run_distributed(2, _fail_on_rank_1, tmp_path)
+    assert not list(tmp_path.glob("iter_*"))
+
+
+def _copy_with_memory(path, needed):
+    """The ends of saves while less memory is free than both ranks need, enough, and none."""
+    run = _open(path)
+    run.steps(1)
+    ends = []
+    with mock.patch.object(snapshot, "memory_to_regain", lambda: 0):
+        for free in (needed - 1, needed, 0):
+            with mock.patch.object(snapshot, "free_host_memory", mock.Mock(return_value=free)):
+                try:
+                    _begin(run)
+                    ends.append(_finish(run).name)
+                except NoMemory as error:
+                    ends.append(str(error))
+    return ends
+
+
+def test_the_memory_of_the_copy_is_checked_before_and_kept(tmp_path):
+    (needed,) = {sum(run_distributed(2, _bytes_written, tmp_path / "size"))}
+    found = run_distributed(2, _copy_with_memory, tmp_path, needed)
+    assert found[0] == found[1]
+    refused, first, second = found[0]
+    assert re.fullmatch(
+        r"a copy of the state beside training takes 0.0 GiB of host memory, and 0.0 GiB are free",
+        refused,
+    )
+    assert first == second == "iter_0000001"  # the second has the memory of the first
+
+
+def _bytes_written(path):
+    """The weights and moments that a rank writes, counted in its files."""
+    run = TinyRun(EP2, path)
+    run.steps(1)
+    saved = run.save()
+    tensors = checkpoint_tensors.read_index(saved)
+    own = f"__{dist.get_rank()}_0.distcp"
+    return sum(
+        4 * _size(tensors, place)
+        for place, info in tensors.storage_data.items()
+        if info.relative_path == own and place.offset is not None
+    )
+
+
+def _size(index, place):
+    (chunk,) = (
+        chunk
+        for chunk in index.state_dict_metadata[place.fqn].chunks
+        if chunk.offsets == place.offset
+    )
+    return chunk.sizes.numel()
+
+
+def test_a_second_save_before_the_end_of_the_first_is_an_error_of_the_program(tmp_path):
+    with pytest.raises(RankError, match="AssertionError: iteration 0 is still pending"):
+        run_distributed(1, _begin_twice, tmp_path)
+
+
+def _begin_twice(path):
+    run = _open(path, Layout())
+    _begin(run)
+    _begin(run)
