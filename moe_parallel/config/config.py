@@ -81,7 +81,7 @@ class Config:
 
     @property
     def warnings(self) -> list[str]:
-        """The warnings about the losses that a run reports."""
+        """The warnings about the losses that a run reports, and about its timeouts."""
         found = [self.selection.warning] if self.selection.warning is not None else []
         segment, length = self.selection.first_part, self.training.seq_length
         if segment is not None and segment >= length:
@@ -93,6 +93,13 @@ class Config:
             found.append(
                 "which choices an over-full expert drops depends on the whole micro-batch, later "
                 "tokens too: where choices are dropped, losses are not the likelihood of the text"
+            )
+        hang, minutes = self.parallel.hang_timeout, self.parallel.distributed_timeout_minutes
+        if hang is not None and hang >= 60 * minutes:
+            found.append(
+                f"--hang-timeout {hang:g} is not below the {60 * minutes:g} s of "
+                f"--distributed-timeout-minutes {minutes:g}: a collective gives up first, and its "
+                "error does not name the rank that hangs"
             )
         return found
 

@@ -130,8 +130,9 @@ class _OwnBeat:
         """The time, and so far the seconds of computing and the bytes read and written."""
         moved = 0
         with contextlib.suppress(psutil.Error, AttributeError, OSError):  # not on every system
-            counters = self._process.io_counters()
-            moved = counters.read_chars + counters.write_chars
+            used = self._process.io_counters()
+            # The bytes are those of devices: those of mapped files are not among the characters.
+            moved = used.read_chars + used.write_chars + used.read_bytes + used.write_bytes
         return time.monotonic(), time.process_time(), moved
 
 
@@ -167,20 +168,29 @@ class _Beats:
 
     def end(self) -> None:
         self._over.set()
-        faulthandler.cancel_dump_traceback_later()
 
     def _beat(self) -> None:
         clock = SteadyClock(self._period)
         with contextlib.suppress(RuntimeError, OSError):  # FailureChannel.watch acts on a lost one
-            while not self._over.wait(self._period):
+            while not self._pause():
                 now = clock.read()
                 self._send(now)
                 if self._rank in (0, self._world_size - 1):
                     self._judge(self._look(now))
 
-    def _send(self, now: float) -> None:
-        # A thread that needs no interpreter prints the stacks if this one cannot run.
+    def _pause(self) -> bool:
+        """Wait until the next beat; returns whether there is none.
+
+        If native code keeps this thread from going on, a thread that needs no interpreter prints
+        the stacks.
+        """
         faulthandler.dump_traceback_later(self._timeout, file=2)
+        try:
+            return self._over.wait(self._period)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _send(self, now: float) -> None:
         self._latest = self._own.make(now)
         self._store.set(_key(self._rank), self._latest.encode())
         self._answered = self._latest.number

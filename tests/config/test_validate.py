@@ -267,6 +267,13 @@ def test_broken(options: dict[str, Any], world: int, message: str) -> None:
     assert str(caught.value).isprintable() and len(str(caught.value)) < 300
 
 
+def test_a_collective_that_gives_up_before_a_hang_is_named() -> None:
+    assert config(hang_timeout=120, distributed_timeout_minutes=3).warnings == []
+    assert config(hang_timeout=None, distributed_timeout_minutes=0.1).warnings == []
+    (warning,) = config(hang_timeout=120, distributed_timeout_minutes=2).warnings
+    assert warning.startswith("--hang-timeout 120 is not below the 120 s of --distributed-timeout")
+
+
 @pytest.mark.parametrize(
     ("world", "tp", "pp", "dp"), [(1, 1, 1, 1), (8, 2, 1, 4), (8, 2, 2, 2), (8, 1, 8, 1)]
 )

@@ -67,6 +67,7 @@ def hot_experts(tmp_path_factory):
     return _records(tmp_path_factory.mktemp("experts"), _hot_experts)
 
 
+@pytest.mark.full
 def test_a_slow_host_is_named(slow_host):
     records, _ = slow_host
     for record in records:
@@ -81,6 +82,7 @@ def test_a_slow_host_is_named(slow_host):
         assert sum(ranks["rows"]) == TOKENS * CHOICES * LAYERS
 
 
+@pytest.mark.full
 def test_it_is_told_in_one_line(slow_host):
     _, printed = slow_host
     (line,) = [line for line in printed.splitlines() if "as slow as its peers" in line]
@@ -97,6 +99,7 @@ def test_hot_experts_are_told_apart(hot_experts):
         assert record["rank_load"]["expert_parallel_rank"] == SLOW
 
 
+@pytest.mark.full
 def test_only_the_load_is_the_same_in_every_run(slow_host):
     record = slow_host[0][0]
     assert "ranks" in TIMING and "rank_load" not in TIMING
