@@ -35,6 +35,12 @@ class LoggingConfig(Section):
     full_evaluation: bool = option(
         False, "at the end, evaluate every held-out token and compare with byte models and xz"
     )
+    log_digest: int | None = option(
+        None,
+        "N: every N iterations, log a digest of the weights and of the optimizer's state, which "
+        "is equal for equal states and the same in every layout; none: off",
+        least=1,
+    )
     tensorboard: bool = option(True, "write TensorBoard event files under --save")
     wandb_project: str | None = option(
         None, "log to this Weights & Biases project (pip install wandb); none: off"

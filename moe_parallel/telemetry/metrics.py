@@ -5,7 +5,8 @@ peak_memory_bytes (so far, of the rank that used most: on its GPU, or resident o
 consumed_tokens, consumed_samples, elapsed_seconds (since this process began to train) and `layers`,
 the list of `RoutingTotals.summaries()`. Evaluations have `validation`: {domain: {loss,
 bits_per_byte, layers}}, where `layers` has the routing statistics of that domain's text. With
---eval-first-part, or if the system routes segments, they also have loss_after_first_part.
+--eval-first-part, or if the system routes segments, they also have loss_after_first_part. With
+--log-digest, records have `digest`: {weights, optimizer}, 16 hexadecimal digits each.
 Losses are in nats per token. A number that is not finite is written as null: JSON has no NaN.
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from moe_parallel.model.forward import Batch
 from moe_parallel.platform.device import peak_memory
 from moe_parallel.telemetry.sinks import Telemetry
 from moe_parallel.training.checkpoint.checkpointer import NotSaved, TrainingState
+from moe_parallel.training.checkpoint.digest import state_digest
 from moe_parallel.training.checkpoint.folder import checkpoint_name
 from moe_parallel.training.engine import NonFinite, StepResult
 from moe_parallel.training.exit_codes import EXIT_INTERRUPTED
@@ -70,6 +71,8 @@ class Loop:
                 result = self._step(stream)
                 # The checkpoint comes last, so that every record up to it is in the log.
                 self._log(result)
+                if self._due(self.config.logging.log_digest):
+                    self._log_digest()
                 if self._due(self.config.logging.eval_interval) and not self.done:
                     self.evaluate()
                 stopping = self._agreed(stop)
@@ -203,6 +206,11 @@ class Loop:
             }
         )
         self.interval.clear()
+
+    def _log_digest(self) -> None:
+        """Log the digest of the current state. Collective."""
+        digest = state_digest(self.engine.chunks, self.engine.optimizer)
+        self.telemetry.log(self.place() | {"digest": asdict(digest)})
 
     def _peak_memory(self) -> int:
         """The peak memory in bytes of the rank that used most. Collective."""
