@@ -21,6 +21,7 @@ from moe_parallel.telemetry.sinks import Telemetry
 from moe_parallel.training.checkpoint.checkpointer import NotSaved, TrainingState
 from moe_parallel.training.checkpoint.digest import state_digest
 from moe_parallel.training.checkpoint.folder import checkpoint_name
+from moe_parallel.training.deadline import Deadline
 from moe_parallel.training.engine import NonFinite, StepResult
 from moe_parallel.training.exit_codes import EXIT_INTERRUPTED
 from moe_parallel.training.failure import Diverged
@@ -51,11 +52,12 @@ class Loop:
         self.state = stage.state
         self.telemetry = telemetry
         self.interval = Interval(stage.engine.statistics, stage.state.unlogged)
-        self.asked_to_leave = False  # by a signal or --exit-interval
+        self.asked_to_leave = False  # by a signal, --exit-interval or --exit-duration-in-mins
         self.bytes_per_token_V = text.bytes_per_token(stage.engine.device)
         self._saved_at = self._found_at(stage.state)
         self._began = began
         self._stop = stop
+        self._deadline = Deadline(config.training.exit_duration_in_mins)
 
     def train(self) -> int:
         """Train to the end of the stage or until asked to stop; returns the exit code. Collective.
@@ -75,13 +77,17 @@ class Loop:
                     self._log_digest()
                 if self._due(self.config.logging.eval_interval) and not self.done:
                     self.evaluate()
-                stopping = self._agreed(stop)
+                stopping, late = self._agreed(stop)
                 leaving = self._due(self.config.training.exit_interval)
-                self.asked_to_leave = stopping or leaving
-                if self._due(self.config.checkpoint.save_interval) or stopping or leaving:
-                    self.save(can_wait=not (stopping or leaving))
+                self.asked_to_leave = stopping or late or leaving
+                if self._due(self.config.checkpoint.save_interval) or self.asked_to_leave:
+                    self.save(can_wait=not self.asked_to_leave)
                 if stopping:
                     self.telemetry.say(f"stopped by a signal {self.whereabouts()}")
+                    return EXIT_INTERRUPTED
+                if late:
+                    limit = self.config.training.exit_duration_in_mins
+                    self.telemetry.say(f"--exit-duration-in-mins {limit}: {self.whereabouts()}")
                     return EXIT_INTERRUPTED
                 if leaving:
                     self.telemetry.say(f"--exit-interval: left at {self.state.iteration}")
@@ -230,11 +236,16 @@ class Loop:
     def _due(self, every: int | None) -> bool:
         return every is not None and self.state.iteration % every == 0
 
-    def _agreed(self, stop: StopRequest) -> bool:
-        """Whether any rank was asked to stop. All ranks then stop after the same step."""
-        asked = torch.tensor(float(stop.signal is not None), device=self.engine.device)
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        return bool(asked.item())
+    def _agreed(self, stop: StopRequest) -> tuple[bool, bool]:
+        """Whether any rank was asked to stop, and whether any is near its deadline. Collective.
+
+        All ranks then stop after the same step. A run that is done needs no more time.
+        """
+        asked = stop.signal is not None, self._deadline.is_near() and not self.done
+        answers = torch.tensor(asked, dtype=torch.int32, device=self.engine.device)
+        dist.all_reduce(answers, op=dist.ReduceOp.MAX)
+        stopping, late = answers.tolist()
+        return bool(stopping), bool(late)
 
     def whereabouts(self) -> str:
         """The run's progress and how to continue it, for the message of a run that was stopped."""

@@ -23,6 +23,7 @@ from moe_parallel.model.memory import check_memory
 from moe_parallel.model.shards import total_parameters
 from moe_parallel.parallel import Groups, initialize_groups
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
+from moe_parallel.platform.determinism import be_deterministic
 from moe_parallel.platform.device import choose_backend
 from moe_parallel.platform.megatron_version import check_megatron_version
 from moe_parallel.telemetry.sinks import Telemetry, open_telemetry
@@ -53,6 +54,8 @@ def main(arguments: Sequence[str], stop: StopRequest | None = None) -> NoReturn:
         validate(config, world_size)
         backend = choose_backend(config.parallel.distributed_backend)
         check_megatron_version()
+        if config.training.deterministic_mode:
+            be_deterministic(config)
         if torch.cuda.is_available():
             _take_gpu(int(os.environ.get("LOCAL_RANK", 0)))
         else:
