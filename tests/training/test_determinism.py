@@ -119,7 +119,7 @@ def test_another_time_on_another_host(tmp_path: Path, data: dict[str, Any]) -> N
                 name: [moved / p.name for p in path] if name == "data_path" else path
                 for name, path in data.items()
             }
-            | {"data_cache_path": tmp_path / "another cache"},
+            | {"data_cache_path": tmp_path / "another cache", "tensorboard": True},
             {
                 "PYTHONHASHSEED": "2",
                 "PYTHONPATH": os.pathsep.join([str(ELSEWHERE), str(Path.cwd())]),
@@ -137,3 +137,5 @@ def test_another_time_on_another_host(tmp_path: Path, data: dict[str, Any]) -> N
             assert job.finish(600) == 0, job.output
     assert records(elsewhere / "run") == records(here / "run")
     assert len(digests(here / "run")) == ITERATIONS
+    (events,) = (elsewhere / "run" / "tensorboard").iterdir()
+    assert "another-host" in events.name  # so the stand-in was in force
