@@ -25,6 +25,7 @@ from moe_parallel.training.deadline import Deadline
 from moe_parallel.training.engine import NonFinite, StepResult
 from moe_parallel.training.exit_codes import EXIT_INTERRUPTED
 from moe_parallel.training.failure import Diverged
+from moe_parallel.training.instruments import Instruments
 from moe_parallel.training.interval import Interval
 from moe_parallel.training.signals import StopRequest
 from moe_parallel.training.stages import Stage
@@ -41,6 +42,7 @@ class Loop:
         text: Text,
         datasets: Datasets,
         telemetry: Telemetry,
+        instruments: Instruments,
         began: float,
         stop: StopRequest,
     ) -> None:
@@ -51,6 +53,7 @@ class Loop:
         self.datasets = datasets
         self.state = stage.state
         self.telemetry = telemetry
+        self.instruments = instruments
         self.interval = Interval(stage.engine.statistics, stage.state.unlogged)
         self.asked_to_leave = False  # by a signal, --exit-interval or --exit-duration-in-mins
         self.bytes_per_token_V = text.bytes_per_token(stage.engine.device)
@@ -201,14 +204,18 @@ class Loop:
         if not self._due(logging.log_interval) and self.state.iteration < self.stage.until:
             self.telemetry.advance(self.state.iteration)
             return
+        averages, layers = self.interval.averages(), self.interval.layers()
         self.telemetry.log(
             self.place()
-            | self.interval.averages()
+            | averages
             | {
                 "grad_norm": result.grad_norm,
                 "learning_rate": result.learning_rate,
                 "peak_memory_bytes": self._peak_memory(),
-                "layers": self.interval.layers(),
+                "machine": self.instruments.record(
+                    self.engine.config, averages["tokens_per_second"], layers
+                ),
+                "layers": layers,
             }
         )
         self.interval.clear()

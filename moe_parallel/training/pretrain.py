@@ -29,6 +29,7 @@ from moe_parallel.platform.megatron_version import check_megatron_version
 from moe_parallel.telemetry.sinks import Telemetry, open_telemetry
 from moe_parallel.training.failure import FailureChannel, run
 from moe_parallel.training.final_report import compare_with_baselines, draw, format_table
+from moe_parallel.training.instruments import open_instruments
 from moe_parallel.training.job_store import join_store
 from moe_parallel.training.loop import Loop
 from moe_parallel.training.own_tokenizer import names_tokenizer
@@ -120,20 +121,29 @@ def _pretrain(
     with (
         _telemetry(config, stage.state.iteration)
         if dist.get_rank() == 0
-        else Telemetry() as telemetry
+        else Telemetry() as telemetry,
+        open_instruments(config, text.vocab_size) as instruments,
     ):
         telemetry.say(_opening(config, groups, stage))
         if note is not None:
             telemetry.say(note)
-        for warning in (*warnings, *config.warnings, *text.warnings, *datasets.warnings):
+        for warning in (
+            *warnings,
+            *config.warnings,
+            *text.warnings,
+            *datasets.warnings,
+            *instruments.warnings,
+        ):
             telemetry.say(f"warning: {warning}")
         began = time.monotonic()
-        loop = Loop(config, stage, text, datasets, telemetry, began, stop)
+        loop = Loop(config, stage, text, datasets, telemetry, instruments, began, stop)
         code = loop.train()
         if not (loop.done or loop.asked_to_leave):  # the stage is complete, the run is not
             del loop, stage
             gc.collect()  # the experts need the memory that the dense model occupied
-            loop = Loop(config, stages.second(), text, datasets, telemetry, began, stop)
+            loop = Loop(
+                config, stages.second(), text, datasets, telemetry, instruments, began, stop
+            )
             code = loop.train()
         if code == 0 and loop.done:
             _report(loop, telemetry, text.tokenizer)

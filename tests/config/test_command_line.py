@@ -20,7 +20,7 @@ INTEGERS = """
 """.split()
 FLOATS = """
 --moe-aux-loss-coeff --moe-z-loss-coeff --moe-expert-capacity-factor --lr --min-lr --weight-decay
---clip-grad --exit-duration-in-mins
+--clip-grad --exit-duration-in-mins --machine-sample-seconds --peak-tflops
 """.split()
 BOOLEANS = """
 --moe-pad-expert-input-to-capacity --sequence-parallel --use-distributed-optimizer --bf16

@@ -238,7 +238,7 @@ log_interval eval_interval log_digest ddp_bucket_size
 """.split()
 ABOVE_0 = """
 norm_epsilon init_method_std moe_expert_capacity_factor distributed_timeout_minutes adam_eps
-exit_duration_in_mins
+exit_duration_in_mins machine_sample_seconds peak_tflops
 """.split()
 
 
