@@ -17,8 +17,10 @@ from moe_parallel.config import Config
 from moe_parallel.platform.determinism import be_deterministic
 from moe_parallel.telemetry.metrics import TIMING
 from moe_parallel.training.checkpoint.digest import checkpoint_digest
+from moe_parallel.training.exit_codes import EXIT_BAD_INPUT
+from moe_parallel.training.pretrain import main
 from tests.distributed import run_distributed
-from tests.program import AOE, SMALL, Program, flags, pretrain_here, small_data
+from tests.program import AOE, SMALL, Program, Ranks, flags, pretrain_here, small_data
 from tests.tiers import rest_in_full
 
 ELSEWHERE = Path(__file__).parents[1] / "elsewhere"
@@ -102,6 +104,21 @@ def test_another_seed_is_seen_at_once(first: tuple[dict[str, Any], Path], tmp_pa
     other = options | {"save": tmp_path, "seed": 4321, "exit_interval": 1}
     run_distributed(2, pretrain_here, [other], DETERMINISTIC)
     assert digests(tmp_path)[1] != digests(save)[1]
+
+
+def _main_after_a_choice_of_algorithm(arguments: list[str]) -> None:
+    os.environ["NCCL_ALGO"] = "NVLS"
+    main(arguments)
+
+
+def test_the_program_refuses_before_it_communicates(tmp_path: Path, data: dict[str, Any]) -> None:
+    arguments = flags(LOGGED | data | {"deterministic_mode": True, "save": tmp_path / "run"})
+    with Ranks(tmp_path, 2, _main_after_a_choice_of_algorithm, arguments) as ranks:
+        assert ranks.finish() == [EXIT_BAD_INPUT] * 2
+        output = ranks.output
+    assert output.startswith("error: --deterministic-mode: the environment variable NCCL_ALGO is ")
+    assert output.count("\n") == 1
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.full
