@@ -10,6 +10,7 @@ from moe_parallel.errors import InputError
 #: How to install a package if `pip install` with the name of its module is not enough.
 INSTALL = {
     "faiss": "pip install faiss-cpu",
+    "pynvml": "pip install nvidia-ml-py",
     "transformer_engine": "on a machine with CUDA, pip install --no-build-isolation "
     "'transformer-engine[core_cu13,pytorch]==2.20.2'",
 }

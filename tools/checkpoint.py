@@ -2,7 +2,7 @@
 
     python tools/checkpoint.py list runs/my
     python tools/checkpoint.py verify runs/my
-    python tools/checkpoint.py show runs/my/iter_0000200 --tensors
+    python tools/checkpoint.py show runs/my/iter_0000200 --tensors --digest
     python tools/checkpoint.py diff runs/my/iter_0000200 runs/other/iter_0000200
     python tools/checkpoint.py prune runs/my --keep-last 2
 
@@ -44,6 +44,11 @@ def main(arguments: list[str]) -> int:
             command.add_argument(path, type=Path, metavar=path.upper(), help=meaning)
         if name == "show":
             command.add_argument("--tensors", action="store_true", help="list the tensors too")
+            command.add_argument(
+                "--digest",
+                action="store_true",
+                help="read all tensors and print their digest, as --log-digest logs it",
+            )
         if name == "prune":
             command.add_argument("--keep-last", type=int, required=True, metavar="N",
                 help="number of checkpoints to keep; if the run went back to an earlier "
@@ -122,6 +127,11 @@ def _show(own: argparse.Namespace) -> None:
         "tensors": len(tensors),
         "size": _size(sum(file["bytes"] for file in record["files"].values())),
     }  # fmt: skip
+    if own.digest:
+        from moe_parallel.training.checkpoint.digest import checkpoint_digest
+
+        digest = checkpoint_digest(checkpoint)
+        facts |= {"digest, weights": digest.weights, "digest, optimizer": digest.optimizer}
     for name, value in facts.items():
         print(f"{name:<18}{value}")
     if own.tensors:

@@ -35,6 +35,23 @@ class LoggingConfig(Section):
     full_evaluation: bool = option(
         False, "at the end, evaluate every held-out token and compare with byte models and xz"
     )
+    log_digest: int | None = option(
+        None,
+        "N: every N iterations, log a digest of the weights and of the optimizer's state, which "
+        "is equal for equal states and the same in every layout; none: off",
+        least=1,
+    )
+    machine_sample_seconds: float | None = option(
+        5.0,
+        "seconds between two readings of the GPU and the host by a thread in the background "
+        "(use, memory, clocks, power); none: off",
+        above=0,
+    )
+    peak_tflops: float | None = option(
+        None,
+        "peak TFLOP/s of one device, for MFU; none: that of known GPUs in bf16",
+        above=0,
+    )
     tensorboard: bool = option(True, "write TensorBoard event files under --save")
     wandb_project: str | None = option(
         None, "log to this Weights & Biases project (pip install wandb); none: off"

@@ -29,10 +29,20 @@ class TrainingConfig(Section):
     skip_train: bool = option(
         False, "evaluate the checkpoint of --load on held-out text and end; nothing is written"
     )
+    exit_duration_in_mins: float | None = option(
+        None,
+        "save and exit, with code 75, before a step would end later than this many minutes after "
+        "the start of the job; none: no limit",
+        above=0,
+    )
     seed: int = option(
         1234, "seed of initial weights, data order, input jitter and expert dropout", least=0
     )
     bf16: bool = option(False, "compute in bfloat16 with fp32 master weights")
+    deterministic_mode: bool = option(
+        False,
+        "use only algorithms that give the same bits in every run, and refuse what has none",
+    )
     gradient_accumulation_fusion: bool = option(
         False,
         "let the experts' backward passes add weight gradients directly to the fp32 sum over "
@@ -72,6 +82,11 @@ class TrainingConfig(Section):
             _check_fusion(config)
         if self.skip_train:
             _check_evaluation(config)
+        if self.deterministic_mode and self.attention_backend == "fused":
+            raise InputError(
+                "--deterministic-mode: --attention-backend fused is cuDNN's kernel, whose backward "
+                "pass is not deterministic: choose auto, flash, unfused or local"
+            )
         _check_batch(self, config, world_size)
 
 

@@ -63,6 +63,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=config.training.bf16,
+        deterministic_mode=config.training.deterministic_mode,
         hetereogenous_dist_checkpoint=True,  # one key per layer, even if all layers are alike
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

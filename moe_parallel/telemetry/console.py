@@ -128,14 +128,17 @@ def _measures(record: Record) -> list[str]:
     formats = {
         "lm_loss": ("loss {}", ".4f"),
         "tokens_per_second": ("{} tokens/s", ",.0f"),
+        "mfu": ("MFU {}", ".1%"),
+        "gpu_watts": ("{} W", ",.0f"),
         "grad_norm": ("grad norm {}", ".3f"),
         "learning_rate": ("lr {}", ".2e"),
         "consumed_tokens": ("{} tokens", ",d"),
     }
+    values = record | record.get("machine", {})
     return [
-        text.format(_number(record[key], number_format))
+        text.format(_number(values[key], number_format))
         for key, (text, number_format) in formats.items()
-        if key in record
+        if key in values
     ]
 
 

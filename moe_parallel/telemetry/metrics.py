@@ -3,12 +3,14 @@
 Every logged iteration has: iteration, lm_loss, grad_norm, learning_rate, tokens_per_second,
 peak_memory_bytes (so far, of the rank that used most: on its GPU, or resident on the host),
 consumed_tokens, consumed_samples, elapsed_seconds (since this process began to train), `ranks` (the
-times of all ranks: `stragglers.summary`), `layers`, the list of `RoutingTotals.summaries()`, and
-with expert parallelism `rank_load` (`rank_load.rank_load`). Evaluations have `validation`:
-{domain: {loss, bits_per_byte, layers}}, where `layers` has the routing statistics of that domain's
-text. With --eval-first-part, or if the system routes segments, they also have
-loss_after_first_part.
-Losses are in nats per token. A number that is not finite is written as null: JSON has no NaN.
+times of all ranks: `stragglers.summary`), `layers`, the list of `RoutingTotals.summaries()`,
+`machine`: {tflops_per_device, mfu, joules_per_token, and the QUANTITIES of gauges.py}, in which
+what is not known is missing, and with expert parallelism `rank_load` (`rank_load.rank_load`).
+Evaluations have `validation`: {domain: {loss, bits_per_byte, layers}}, where `layers` has the
+routing statistics of that domain's text. With --eval-first-part, or if the system routes segments,
+they also have loss_after_first_part. With --log-digest, records have `digest`: {weights,
+optimizer}, 16 hexadecimal digits each. Losses are in nats per token. A number that is not finite is
+written as null: JSON has no NaN.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ FILE_NAME = "metrics.jsonl"
 PREVIOUS_NAME = "metrics.previous.jsonl"
 
 #: The fields of a record that depend on the machine and differ between any two runs.
-TIMING = ("elapsed_seconds", "tokens_per_second", "peak_memory_bytes", "ranks")
+TIMING = ("elapsed_seconds", "tokens_per_second", "peak_memory_bytes", "ranks", "machine")
 
 Record = dict[str, Any]
 

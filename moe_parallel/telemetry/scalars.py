@@ -28,15 +28,16 @@ PER_EXPERT = {"norm_per_expert": "norm", "routing_weight_per_expert": "routing_w
 def scalars(record: Record) -> dict[str, float]:
     """The finite numbers of a record by name, grouped by the part before the first slash.
 
-    train/lm_loss, validation/code/bits_per_byte, moe/layer_03/ent_load, moe/layer_03/imbalance
-    (load of the busiest expert over the mean load: 1 is even); and over all layers moe/ent_load and
-    moe/ent_conf (means), moe/max_minus_min_load and moe/tokens_dropped (sums), moe/imbalance_mean
-    and moe/imbalance_max; and moe/rank_overload (`rank_load`).
+    train/lm_loss, machine/mfu, validation/code/bits_per_byte, moe/layer_03/ent_load,
+    moe/layer_03/imbalance (load of the busiest expert over the mean load: 1 is even); and over all
+    layers moe/ent_load and moe/ent_conf (means), moe/max_minus_min_load and moe/tokens_dropped
+    (sums), moe/imbalance_mean and moe/imbalance_max; and moe/rank_overload (`rank_load`).
     """
     named: dict[str, Any] = {}
     for key, value in record.items():
-        if key not in ("iteration", "layers", "validation"):
+        if key not in ("iteration", "layers", "validation", "machine"):
             named[f"train/{key}"] = value
+    named |= {f"machine/{name}": value for name, value in record.get("machine", {}).items()}
     for domain, measures in record.get("validation", {}).items():
         for measure, value in measures.items():
             named[f"validation/{domain}/{measure}"] = value

@@ -11,7 +11,8 @@ from moe_parallel.training.signals import Stopped
 EXIT_FAILED = 1  # a bug: a traceback is printed
 EXIT_BAD_INPUT = 2  # a wrong flag, file or value: one line is printed
 EXIT_DIVERGED = 3  # the loss became NaN or infinite
-EXIT_INTERRUPTED = 75  # a signal: everything is saved, or nothing yet; start again (EX_TEMPFAIL)
+#: A signal or --exit-duration-in-mins: everything is saved, or nothing yet; start it again.
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL
 EXIT_LOST = 76  # a rank hangs (--hang-timeout) or cannot be reached any more; start again
 EXIT_CTRL_C = 128 + signal.SIGINT  # before training began, or a second Ctrl-C
 EXIT_KILLED = 128 + signal.SIGKILL  # a rank was killed; any other signal likewise

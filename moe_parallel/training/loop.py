@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -21,9 +21,12 @@ from moe_parallel.telemetry.progress import Phase
 from moe_parallel.telemetry.rank_load import rank_load
 from moe_parallel.telemetry.sinks import Telemetry
 from moe_parallel.training.checkpoint.checkpointer import TrainingState
+from moe_parallel.training.checkpoint.digest import state_digest
+from moe_parallel.training.deadline import Deadline
 from moe_parallel.training.engine import NonFinite, StepResult
 from moe_parallel.training.exit_codes import EXIT_INTERRUPTED
 from moe_parallel.training.failure import Diverged
+from moe_parallel.training.instruments import Instruments
 from moe_parallel.training.interval import Interval
 from moe_parallel.training.rank_times import GatheredTimes
 from moe_parallel.training.saves import Saves
@@ -42,6 +45,7 @@ class Loop:
         text: Text,
         datasets: Datasets,
         telemetry: Telemetry,
+        instruments: Instruments,
         began: float,
         stop: StopRequest,
     ) -> None:
@@ -52,16 +56,18 @@ class Loop:
         self.datasets = datasets
         self.state = stage.state
         self.telemetry = telemetry
+        self.instruments = instruments
         self.interval = Interval(stage.engine.statistics, stage.state.unlogged)
         self.progress = stage.engine.progress
         self.times = GatheredTimes(
             self.progress, stage.engine.groups.pp.rank(), stage.engine.device
         )
-        self.asked_to_leave = False  # by a signal or --exit-interval
+        self.asked_to_leave = False  # by a signal, --exit-interval or --exit-duration-in-mins
         self.bytes_per_token_V = text.bytes_per_token(stage.engine.device)
         self.saves = Saves(stage, telemetry, has_folder=config.checkpoint.save is not None)
         self._began = began
         self._stop = stop
+        self._deadline = Deadline(config.training.exit_duration_in_mins)
 
     def train(self) -> int:
         """Train to the end of the stage or until asked to stop; returns the exit code. Collective.
@@ -77,15 +83,21 @@ class Loop:
                 result = self._step(stream)
                 # The checkpoint comes last, so that every record up to it is in the log.
                 self._log(result)
+                if self._due(self.config.logging.log_digest):
+                    self._log_digest()
                 if self._due(self.config.logging.eval_interval) and not self.done:
                     self.evaluate()
-                stopping = self._agreed(stop)
+                stopping, late = self._agreed(stop)
                 leaving = self._due(self.config.training.exit_interval)
-                self.asked_to_leave = stopping or leaving
-                if self._due(self.config.checkpoint.save_interval) or stopping or leaving:
-                    self.save(can_wait=not (stopping or leaving))
+                self.asked_to_leave = stopping or late or leaving
+                if self._due(self.config.checkpoint.save_interval) or self.asked_to_leave:
+                    self.save(can_wait=not self.asked_to_leave)
                 if stopping:
                     self.telemetry.say(f"stopped by a signal {self.whereabouts()}")
+                    return EXIT_INTERRUPTED
+                if late:
+                    limit = self.config.training.exit_duration_in_mins
+                    self.telemetry.say(f"--exit-duration-in-mins {limit}: {self.whereabouts()}")
                     return EXIT_INTERRUPTED
                 if leaving:
                     self.telemetry.say(f"--exit-interval: left at {self.state.iteration}")
@@ -186,24 +198,32 @@ class Loop:
         if not self._due(logging.log_interval) and self.state.iteration < self.stage.until:
             self.telemetry.advance(self.state.iteration)
             return
-        layers = self.interval.layers()
+        averages, layers = self.interval.averages(), self.interval.layers()
         load = rank_load(layers, self.engine.groups.ep.size())
         times, news = self.times.take()
         self.telemetry.log(
             self.place()
-            | self.interval.averages()
+            | averages
             | ({} if load is None else {"rank_load": load})
             | {
                 "grad_norm": result.grad_norm,
                 "learning_rate": result.learning_rate,
                 "peak_memory_bytes": self._peak_memory(),
                 "ranks": times,
+                "machine": self.instruments.record(
+                    self.engine.config, averages["tokens_per_second"], layers
+                ),
                 "layers": layers,
             }
         )
         if news is not None:
             self.telemetry.say(news)
         self.interval.clear()
+
+    def _log_digest(self) -> None:
+        """Log the digest of the current state. Collective."""
+        digest = state_digest(self.engine.chunks, self.engine.optimizer)
+        self.telemetry.log(self.place() | {"digest": asdict(digest)})
 
     def _peak_memory(self) -> int:
         """The peak memory in bytes of the rank that used most. Collective."""
@@ -223,18 +243,20 @@ class Loop:
     def _due(self, every: int | None) -> bool:
         return every is not None and self.state.iteration % every == 0
 
-    def _agreed(self, stop: StopRequest) -> bool:
-        """Whether any rank was asked to stop. All ranks then stop after the same step.
+    def _agreed(self, stop: StopRequest) -> tuple[bool, bool]:
+        """Whether any rank was asked to stop, and whether any is near its deadline. Collective.
 
-        In the same exchange they learn whether all have written a checkpoint beside training.
+        All ranks then stop after the same step. A run that is done needs no more time. In the same
+        exchange they learn whether all have written a checkpoint beside training.
         """
-        mine = [stop.signal is not None, self.saves.is_writing()]
-        anywhere = torch.tensor(mine, dtype=torch.float32, device=self.engine.device)
+        late = self._deadline.is_near() and not self.done
+        mine = [stop.signal is not None, late, self.saves.is_writing()]
+        anywhere = torch.tensor(mine, dtype=torch.int32, device=self.engine.device)
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
-        asked, writing = anywhere.bool().tolist()
+        stopping, late, writing = anywhere.bool().tolist()
         if not writing:
             self.saves.finish(self.state.iteration)
-        return bool(asked)
+        return stopping, late
 
     def whereabouts(self) -> str:
         """The run's progress and how to continue it, for the message of a run that was stopped."""

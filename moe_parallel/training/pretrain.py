@@ -23,6 +23,7 @@ from moe_parallel.model.memory import check_memory
 from moe_parallel.model.shards import total_parameters
 from moe_parallel.parallel import Groups, initialize_groups
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
+from moe_parallel.platform.determinism import be_deterministic
 from moe_parallel.platform.device import choose_backend, device
 from moe_parallel.platform.megatron_version import check_megatron_version
 from moe_parallel.telemetry.progress import Phase, Progress, clock_of
@@ -30,6 +31,7 @@ from moe_parallel.telemetry.sinks import Telemetry, open_telemetry
 from moe_parallel.training.failure import FailureChannel, run
 from moe_parallel.training.final_report import compare_with_baselines, draw, format_table
 from moe_parallel.training.heartbeat import heartbeat
+from moe_parallel.training.instruments import open_instruments
 from moe_parallel.training.job_store import join_store
 from moe_parallel.training.loop import Loop
 from moe_parallel.training.own_tokenizer import names_tokenizer
@@ -55,6 +57,8 @@ def main(arguments: Sequence[str], stop: StopRequest | None = None) -> NoReturn:
         validate(config, world_size)
         backend = choose_backend(config.parallel.distributed_backend)
         check_megatron_version()
+        if config.training.deterministic_mode:
+            be_deterministic(config)
         if torch.cuda.is_available():
             _take_gpu(int(os.environ.get("LOCAL_RANK", 0)))
         else:
@@ -126,21 +130,30 @@ def _pretrain(
     with (
         _telemetry(config, stage.state.iteration)
         if dist.get_rank() == 0
-        else Telemetry() as telemetry
+        else Telemetry() as telemetry,
+        open_instruments(config, text.vocab_size) as instruments,
     ):
         telemetry.say(_opening(config, groups, stage))
         if note is not None:
             telemetry.say(note)
-        for warning in (*warnings, *config.warnings, *text.warnings, *datasets.warnings):
+        for warning in (
+            *warnings,
+            *config.warnings,
+            *text.warnings,
+            *datasets.warnings,
+            *instruments.warnings,
+        ):
             telemetry.say(f"warning: {warning}")
         began = time.monotonic()
-        loop = Loop(config, stage, text, datasets, telemetry, began, stop)
+        loop = Loop(config, stage, text, datasets, telemetry, instruments, began, stop)
         evaluating = config.training.skip_train
         code = 0 if evaluating else loop.train()
         if not (loop.done or loop.asked_to_leave or evaluating):  # the stage is complete
             del loop, stage
             gc.collect()  # the experts need the memory that the dense model occupied
-            loop = Loop(config, stages.second(), text, datasets, telemetry, began, stop)
+            loop = Loop(
+                config, stages.second(), text, datasets, telemetry, instruments, began, stop
+            )
             code = loop.train()
         if code == 0 and (loop.done or evaluating):
             with progress.activity(Phase.REPORT):

@@ -16,14 +16,15 @@ INTEGERS = """
 --pipeline-model-parallel-size --expert-model-parallel-size --expert-tensor-parallel-size
 --micro-batch-size --global-batch-size --seq-length --train-iters --lr-warmup-iters --seed
 --vocab-size --save-interval --eval-interval --eval-iters --log-interval --exit-interval
---aoe-low-rank-size --aoe-wide-size
+--aoe-low-rank-size --aoe-wide-size --log-digest
 """.split()
 FLOATS = """
 --moe-aux-loss-coeff --moe-z-loss-coeff --moe-expert-capacity-factor --lr --min-lr --weight-decay
---clip-grad
+--clip-grad --exit-duration-in-mins --machine-sample-seconds --peak-tflops
 """.split()
 BOOLEANS = """
 --moe-pad-expert-input-to-capacity --sequence-parallel --use-distributed-optimizer --bf16
+--deterministic-mode
 """.split()
 WORDS = {
     "--moe-layer-freq": "[0]+[1]*3",

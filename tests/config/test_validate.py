@@ -53,6 +53,7 @@ def config(**options: Any) -> Config:
         ({"save": "runs/x", "save_interval": 5, "keep_last": 2, "async_save": True}, 1),
         (FUSED, 1),
         ({**AOE, **FUSED, "bf16": True, "moe_backend": "reference"}, 1),
+        ({"deterministic_mode": True, "attention_backend": "flash"}, 1),
         ({"clip_grad": 0, "moe_aux_loss_coeff": 0, "min_lr": 0, "weight_decay": 0}, 1),
     ],
 )
@@ -195,6 +196,11 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
         2,
         "--global-batch-size 3 makes 3 micro-batches, but virtual .* a multiple of --pipeline",
     ),
+    (
+        {"deterministic_mode": True, "attention_backend": "fused"},
+        1,
+        "--deterministic-mode: --attention-backend fused .* is not deterministic: choose auto",
+    ),
     # schedule
     ({"lr": 1e-5, "min_lr": 1e-4}, 1, "--min-lr is 0.0001, above --lr 1e-05: choose at most --lr"),
     ({"lr_warmup_iters": 20}, 1, "--lr-warmup-iters is 20: it must be below the 20 iterations"),
@@ -229,11 +235,12 @@ make_vocab_size_divisible_by num_experts moe_ffn_hidden_size moe_router_topk
 tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
 expert_model_parallel_size expert_tensor_parallel_size micro_batch_size global_batch_size seq_length
 train_iters exit_interval lr_decay_iters lr_wsd_decay_iters vocab_size save_interval keep_last
-log_interval eval_interval ddp_bucket_size
+log_interval eval_interval log_digest ddp_bucket_size
 """.split()
 ABOVE_0 = """
 norm_epsilon init_method_std moe_expert_capacity_factor distributed_timeout_minutes hang_timeout
 adam_eps
+exit_duration_in_mins machine_sample_seconds peak_tflops
 """.split()
 
 

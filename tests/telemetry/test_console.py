@@ -117,6 +117,15 @@ def test_plain_is_chosen_for_what_is_not_a_terminal(tmp_path):
         assert isinstance(open_console(10, stream=file), PlainConsole)
 
 
+def test_the_share_of_the_peak_and_the_power_where_they_are_known(capsys):
+    console = PlainConsole(40, 0, sys.stdout)
+    for machine in ({"mfu": 0.4117, "gpu_watts": 5590.2}, {"tflops_per_device": 1.5}):
+        console.log(example_record(machine=machine))
+    first, second = capsys.readouterr().out.splitlines()
+    assert "tokens/s | MFU 41.2% | 5,590 W | grad norm" in first
+    assert "tokens/s | grad norm" in second
+
+
 def test_a_loss_that_is_not_a_number(capsys):
     open_console(100).log(
         example_record(5, lm_loss=float("nan"), grad_norm=None, validation={"code": {"loss": None}})

@@ -17,6 +17,12 @@ def test_names_and_values():
     assert "train/iteration" not in named
 
 
+def test_the_machine():
+    named = scalars(example_record(machine={"mfu": 0.5, "gpu_watts": None}))
+    assert named["machine/mfu"] == 0.5
+    assert not {"train/machine", "machine/gpu_watts"} & named.keys()
+
+
 def test_what_only_some_systems_have():
     record = example_record()
     record["layers"][1] |= {"utilisation": 0.5, "routing_weight_per_expert": [0.25, 0.75]}

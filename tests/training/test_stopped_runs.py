@@ -39,6 +39,7 @@ def charts(save: Path) -> dict:
     found = {
         tag: [(event.step, event.value) for event in events.Scalars(tag)]
         for tag in set(tags["scalars"]) - machine
+        if not tag.startswith("machine/")
     }
     for tag in tags["histograms"]:
         found[tag] = [(event.step, event.histogram_value) for event in events.Histograms(tag)]

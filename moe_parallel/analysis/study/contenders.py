@@ -35,7 +35,13 @@ SHARED_BY_ALL = frozenset(
 )
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")  # names a folder
 _SET_BY_THE_STUDY = ("expert_selection", "save")
-_CANNOT_BE_SET = ("load", "finetune", "override_opt_param_scheduler", "exit_interval")
+_CANNOT_BE_SET = (
+    "load",
+    "finetune",
+    "override_opt_param_scheduler",
+    "exit_interval",
+    "exit_duration_in_mins",
+)
 
 Options = dict[str, Any]  # raw values by option name; other options keep their defaults
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from moe_parallel.training.checkpoint.index import read_index
-from moe_parallel.training.checkpoint.tensors import read_whole
+from moe_parallel.training.checkpoint.whole import read_in_groups, tensor_entries
 
-READ_AT_ONCE = 256 * 2**20  # bytes; a larger tensor is read alone
 COMPARED_AT_ONCE = 2**22  # values
 
 
@@ -40,7 +35,7 @@ def compare(one: Path, other: Path) -> Comparison:
     The random states are not compared: each rank has its own. Two groups of tensors are in memory
     at a time. Raises StorageError if a file cannot be read.
     """
-    first, second = _entries(read_index(one)), _entries(read_index(other))
+    first, second = tensor_entries(one), tensor_entries(other)
     differences = []
     for key in first.keys() ^ second.keys():
         where = one if key in first else other
@@ -53,47 +48,20 @@ def compare(one: Path, other: Path) -> Comparison:
         else:
             differences.append(Difference(key, f"{kinds[0]} and {kinds[1]}"))
     equal = 0
-    for keys in _groups(sorted(shared), first):
-        values, others = ({key: _empty(first[key]) for key in keys} for _ in range(2))
-        read_whole(values, one)
-        read_whole(others, other)
+    for values, others in read_in_groups(shared, first, one, other):
         found = [
             Difference(key, how)
-            for key in keys
+            for key in values
             if (how := how_values_differ(values[key], others[key]))
         ]
-        equal += len(keys) - len(found)
+        equal += len(values) - len(found)
         differences += found
     differences.sort(key=lambda difference: _natural(difference.key))
     return Comparison(equal, differences)
 
 
-def _entries(index: Metadata) -> dict[str, TensorStorageMetadata]:
-    entries = index.state_dict_metadata.items()
-    return {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _empty(entry: TensorStorageMetadata) -> torch.Tensor:
-    return torch.empty(entry.size, dtype=entry.properties.dtype)
-
-
-def _groups(keys: list[str], entries: dict[str, TensorStorageMetadata]) -> Iterator[list[str]]:
-    """The keys in groups of at most READ_AT_ONCE bytes, because each reading parses the index."""
-    group: list[str] = []
-    size = 0
-    for key in keys:
-        more = math.prod(entries[key].size) * entries[key].properties.dtype.itemsize
-        if group and size + more > READ_AT_ONCE:
-            yield group
-            group, size = [], 0
-        group.append(key)
-        size += more
-    if group:
-        yield group
 
 
 def how_values_differ(one: torch.Tensor, other: torch.Tensor) -> str | None:

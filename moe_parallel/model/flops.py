@@ -1,0 +1,117 @@
+"""The floating-point operations (FLOPs) of a token: those of the matrix products of the formula.
+
+A product of x [D] and W [D, F] takes 2 D F. For one token, one layer and a forward pass, with d the
+model width, S the tokens of a sequence, n experts, K of them chosen, and V the padded vocabulary:
+
+    projections   2 * (2 d^2 + 2 d * width of the keys)      Q, output; K and V
+    attention     2 (S + 1) d                                Q K^T and P V of a causal mask: on
+                                                             average (S + 1) / 2 keys
+    dense         6 d d_ffn                                  SwiGLU of a layer without experts
+    scores        2 n d                                      a linear router; AoE: 2 n d d_low, C of
+                                                             all experts
+    experts       K * 6 d f                                  SwiGLU of width f; AoE, which has C
+                                                             already: K * 2 (d_low + 2 d) d_wide
+    shared        6 d * width                                of the shared expert
+    merging       2 * weights of all experts / T             T tokens share a merged expert, and the
+                                                             scores for it
+    logits        2 d V                                      once a model, not once a layer
+
+A backward pass takes twice the FLOPs of the forward pass, so a training step takes three times.
+Nothing that is computed again is counted (recompute, C for another rank), nor padding, nor what is
+not a matrix product. These are the model's FLOPs of the PaLM paper (Chowdhery et al. 2022, arXiv
+2204.02311, appendix B), whose share of the peak is MFU, except that the mask halves attention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from moe_parallel.config import AutonomousSelection, Config
+from moe_parallel.config.selection import MergedSelection, Segments
+
+FORWARD_AND_BACKWARD = 3
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """The FLOPs of a token in a forward pass of the whole model; the parts are those above."""
+
+    projections: float
+    attention: float
+    dense: float
+    scores: float
+    experts: float
+    shared: float
+    merging: float
+    logits: float
+
+    @property
+    def forward(self) -> float:
+        return float(sum(dataclasses.astuple(self)))
+
+    @property
+    def training(self) -> float:
+        """Of a forward and a backward pass."""
+        return FORWARD_AND_BACKWARD * self.forward
+
+
+@dataclass(frozen=True)
+class ExpertLayerFlops:
+    """The FLOPs of a token in a layer of experts; `choice` is that of one of its K experts."""
+
+    scores: float
+    choice: float
+    shared: float
+    merging: float
+
+
+def token_flops(config: Config, padded_vocab_size: int, choices_per_token: float) -> TokenFlops:
+    """The FLOPs of a token, whatever the layout.
+
+    Args:
+        config: of the model and the length of its sequences. A token counts as attending to all
+            before it, also with --reset-attention-mask.
+        padded_vocab_size: `config.padded_vocab_size` of the tokenizer's.
+        choices_per_token: K, or the mean number of experts that compute a token.
+    """
+    model, layers, d = config.model, config.model.num_layers, config.model.hidden_size
+    moe_layers = sum(config.moe_layers)
+    keys = d * model.query_groups // model.num_attention_heads
+    layer = ExpertLayerFlops(0, 0, 0, 0) if moe_layers == 0 else expert_layer_flops(config)
+    return TokenFlops(
+        projections=layers * 2 * (2 * d * d + 2 * d * keys),
+        attention=layers * 2 * (config.training.seq_length + 1) * d,
+        dense=(layers - moe_layers) * 6 * d * model.ffn_hidden_size,
+        scores=moe_layers * layer.scores,
+        experts=moe_layers * layer.choice * choices_per_token,
+        shared=moe_layers * layer.shared,
+        merging=moe_layers * layer.merging,
+        logits=2 * d * padded_vocab_size,
+    )
+
+
+def expert_layer_flops(config: Config) -> ExpertLayerFlops:
+    """The FLOPs of a layer of experts, from the weights that its system says it has."""
+    selection, n, d = config.selection, config.num_experts, config.model.hidden_size
+    weights = selection.layer_weights(d, n, config.expert_width)
+    scoring, experts = weights.replicated, weights.expert_parallel
+    if isinstance(selection, AutonomousSelection):
+        scoring = n * d * selection.aoe_low_rank_size  # W_down of all experts, wherever it is held
+        experts += weights.replicated - scoring
+    elif (rank := getattr(selection, "moe_gate_low_rank_size", None)) is not None:
+        held_with_experts = n * d * rank  # the first factor of W_g, which only chosen experts use
+        scoring, experts = scoring - held_with_experts, experts + held_with_experts
+    shared = 2 * weights.tensor_parallel
+    if isinstance(selection, MergedSelection):
+        tokens = _tokens_of_a_merge(config)
+        return ExpertLayerFlops(2 * scoring / tokens, 2 * experts / n, shared, 2 * experts / tokens)
+    return ExpertLayerFlops(2 * scoring, 2 * experts / n, shared, merging=0)
+
+
+def _tokens_of_a_merge(config: Config) -> int:
+    """The tokens that have a merged expert in common: a segment, or a sequence."""
+    length = config.training.seq_length
+    if isinstance(config.selection, Segments):
+        return min(length, config.selection.lory_segment_length)
+    return length

@@ -1,0 +1,59 @@
+"""--deterministic-mode: what it sets in torch, cuBLAS, NCCL and Transformer Engine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from moe_parallel.config import Config, DynamicChoices
+from moe_parallel.errors import InputError
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable that a library reads.
+
+    Attributes:
+        values: those with which the library is deterministic; the first is set if there is none.
+    """
+
+    name: str
+    values: tuple[str, ...]
+
+
+#: cuBLAS: the two sizes of its workspace with which it repeats its results, as torch demands them.
+#: NCCL: the algorithms that Megatron accepts; NVLS reduces in the switch.
+#: Transformer Engine: the attention kernels that it may take.
+VARIABLES = (
+    Variable("CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")),
+    Variable("NCCL_ALGO", ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS")),
+    Variable("NVTE_ALLOW_NONDETERMINISTIC_ALGO", ("0",)),
+)
+
+
+def be_deterministic(config: Config) -> None:
+    """Choose deterministic algorithms for this process, before it uses a GPU or communicates.
+
+    An operator of torch without such an algorithm raises RuntimeError from then on.
+
+    Raises:
+        InputError: an environment variable asks for something else, or this host has a GPU and the
+            system of expert selection cannot be deterministic on it.
+    """
+    if torch.cuda.is_available() and isinstance(config.selection, DynamicChoices):
+        raise InputError(
+            f"--deterministic-mode: --expert-selection {config.selection.system} sums "
+            "probabilities by torch's cumsum, which is not deterministic on a GPU: choose another "
+            "system, or leave the mode out"
+        )
+    for variable in VARIABLES:
+        value = os.environ.setdefault(variable.name, variable.values[0])
+        if value not in variable.values:
+            raise InputError(
+                f"--deterministic-mode: the environment variable {variable.name} is {value!r}: "
+                f"set it to {' or '.join(variable.values)}, or remove it"
+            )
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
