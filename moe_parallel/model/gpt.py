@@ -29,6 +29,7 @@ from moe_parallel.model.initialization import initialize_weights
 from moe_parallel.model.language_model import LanguageModel
 from moe_parallel.model.transformer_config import transformer_config
 from moe_parallel.ops import select_backend
+from moe_parallel.ops.bounded_experts import within_budget
 from moe_parallel.parallel import Groups
 from moe_parallel.platform.norm import RMSNorm
 from moe_parallel.systems import system_of
@@ -56,7 +57,7 @@ def build_chunks(
     fp8 = None if config.fp8.fp8_format is None else Fp8Engine(config.fp8, groups.edp)
     context = LayerContext(
         groups,
-        select_backend(config.moe.moe_backend),
+        within_budget(select_backend(config.moe.moe_backend), config.moe.activation_budget_bytes),
         statistics,
         build_capacity(config),
         num_moe_layers=sum(config.moe_layers),
