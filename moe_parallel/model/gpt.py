@@ -23,6 +23,8 @@ from moe_parallel.experts.dense import DenseMLP
 from moe_parallel.experts.fp8_engine import Fp8Engine
 from moe_parallel.layers import LayerContext
 from moe_parallel.layers.capacity import build_capacity
+from moe_parallel.layers.expert_layer import at_start
+from moe_parallel.layers.forced_routing import build_forcing
 from moe_parallel.model.attention import BACKENDS
 from moe_parallel.model.fp8_gpt import Fp8GPTModel
 from moe_parallel.model.initialization import initialize_weights
@@ -37,20 +39,29 @@ from moe_parallel.telemetry.statistics import RoutingStatistics
 
 
 def build_model(
-    config: Config, padded_vocab_size: int, groups: Groups, statistics: RoutingStatistics
+    config: Config,
+    padded_vocab_size: int,
+    groups: Groups,
+    statistics: RoutingStatistics,
+    iteration: Callable[[], int] = at_start,
 ) -> list[GPTModel]:
     """This rank's chunks of the model: one, or one per virtual pipeline stage.
 
-    Weights are initialized and are the same in every parallel layout.
+    Weights are initialized and are the same in every parallel layout. `iteration` returns the
+    number of optimizer steps so far.
     """
-    chunks = build_chunks(config, padded_vocab_size, groups, statistics)
+    chunks = build_chunks(config, padded_vocab_size, groups, statistics, iteration)
     for chunk in chunks:
         initialize_weights(chunk, config.training.seed, config.model.init_method_std)
     return chunks
 
 
 def build_chunks(
-    config: Config, padded_vocab_size: int, groups: Groups, statistics: RoutingStatistics
+    config: Config,
+    padded_vocab_size: int,
+    groups: Groups,
+    statistics: RoutingStatistics,
+    iteration: Callable[[], int] = at_start,
 ) -> list[GPTModel]:
     """The chunks of `build_model` before their weights have values."""
     megatron = transformer_config(config)
@@ -62,6 +73,8 @@ def build_chunks(
         build_capacity(config),
         num_moe_layers=sum(config.moe_layers),
         fp8=fp8,
+        forcing=build_forcing(config),
+        iteration=iteration,
     )
     gpt: Callable[..., GPTModel] = LanguageModel if fp8 is None else partial(Fp8GPTModel, fp8)
     stages: list[int | None] = [None]

@@ -6,6 +6,7 @@ consumed_tokens, consumed_samples, elapsed_seconds (since this process began to 
 the list of `RoutingTotals.summaries()`. Evaluations have `validation`: {domain: {loss,
 bits_per_byte, layers}}, where `layers` has the routing statistics of that domain's text. With
 --eval-first-part, or if the system routes segments, they also have loss_after_first_part.
+If a workload chooses the experts, every record has forced_routing, its name.
 Losses are in nats per token. A number that is not finite is written as null: JSON has no NaN.
 """
 
