@@ -64,8 +64,10 @@ test: set-up ## the quick tier of the tests: every test, not all combinations (6
 test-full: set-up ## every test with all its combinations, and long runs
 	@$(PYTEST) --dist worksteal --full $(ARGS)
 
+bench-program = $(if $(findstring --routing,$(ARGS)),routing,$(if $(findstring --models,$(ARGS)),models,run))
+
 bench: set-up ## time every operator, or whole models (ARGS="--models"), against its peers, one thread
-	@$(RUN) python tools/bench/$(if $(findstring --models,$(ARGS)),models,run).py $(ARGS:--models=)
+	@$(RUN) python tools/bench/$(bench-program).py $(ARGS:--models=)
 
 check: set-up ## run ruff, mypy, codespell and clang-format without changing files
 	@$(RUN) ruff check $(SOURCES)
