@@ -67,8 +67,10 @@ test-full: set-up ## every test with all its combinations, and long runs
 test-cluster: set-up ## the job scripts on a Slurm cluster of namespaces (root and Slurm's packages; 20 minutes)
 	@$(RUN) python -m pytest --cluster --full tests/cluster $(ARGS)
 
+bench-program = $(if $(findstring --routing,$(ARGS)),routing,$(if $(findstring --models,$(ARGS)),models,run))
+
 bench: set-up ## time every operator, or whole models (ARGS="--models"), against its peers, one thread
-	@$(RUN) python tools/bench/$(if $(findstring --models,$(ARGS)),models,run).py $(ARGS:--models=)
+	@$(RUN) python tools/bench/$(bench-program).py $(ARGS:--models=)
 
 check: set-up ## run ruff, mypy, codespell and clang-format without changing files
 	@$(RUN) ruff check $(SOURCES)

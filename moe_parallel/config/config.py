@@ -83,6 +83,11 @@ class Config:
     def warnings(self) -> list[str]:
         """The warnings about the losses that a run reports, and about its timeouts."""
         found = [self.selection.warning] if self.selection.warning is not None else []
+        if self.selection.forced_routing is not None:
+            found.append(
+                f"experts are forced ({self.selection.forced_routing}): the router does not choose "
+                "them, in evaluations neither, so this run is a benchmark and not a model to keep"
+            )
         segment, length = self.selection.first_part, self.training.seq_length
         if segment is not None and segment >= length:
             found.append(

@@ -61,6 +61,11 @@ class Fp8Config(Section):
                 f"{chosen} is for experts that tokens are sent to, and --expert-selection "
                 f"{config.selection.system} merges its experts: remove one of them"
             )
+        if config.moe.moe_activation_budget is not None:
+            raise InputError(
+                f"{chosen} has no bound on the experts' activations: remove "
+                f"--moe-activation-budget {config.moe.moe_activation_budget} or --fp8-format"
+            )
         if not config.training.bf16:
             raise InputError(f"{chosen} computes everything else in bfloat16: set --bf16")
         if self.fp8_recipe == "delayed":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,13 @@ class MoEConfig(Section):
         False,
         "pad each expert's input with zero rows up to its capacity, so that all sizes are static",
     )
+    moe_activation_budget: float | None = option(
+        None,
+        "MiB of experts' activations that exist at a time in an MoE layer of a rank. Beyond it the "
+        "rows that the rank receives are computed in parts, and the backward pass recomputes each "
+        "part; none: no limit",
+        above=0,
+    )
     moe_dense_warmup_percent: float = option(
         0.0,
         "train a dense model for this percentage of --train-iters, then copy its feed-forward "
@@ -68,6 +76,12 @@ class MoEConfig(Section):
         "operators: plain torch (reference), C++/CUDA (native), or native if it is built (auto)",
         choices=("reference", "native", "auto"),
     )
+
+    @property
+    def activation_budget_bytes(self) -> int | None:
+        """The activation budget in bytes. None: no limit."""
+        budget = self.moe_activation_budget
+        return None if budget is None else math.floor(budget * 2**20)
 
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
@@ -114,6 +128,11 @@ def _check_capacity(moe: MoEConfig) -> None:
         changed = getattr(moe, name) != getattr(MoEConfig(), name)
         if changed and moe.moe_expert_capacity_factor is None:
             raise InputError(f"{flag(name)} needs a capacity: set --moe-expert-capacity-factor")
+    if moe.moe_activation_budget is not None and moe.moe_pad_expert_input_to_capacity:
+        raise InputError(
+            f"--moe-activation-budget is {moe.moe_activation_budget}, whose parts vary in size, "
+            "but --moe-pad-expert-input-to-capacity keeps all sizes static: remove one of them"
+        )
 
 
 def _check_dense(config: Config) -> None:

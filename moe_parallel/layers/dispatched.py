@@ -27,7 +27,7 @@ from moe_parallel.experts.shared import OverlappedSharedExpert, SharedExpert
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
 from moe_parallel.layers.routing_losses import RoutingLoss
 from moe_parallel.layers.split_tokens import SplitTokens
-from moe_parallel.layers.system import System
+from moe_parallel.layers.system import Rules, System
 from moe_parallel.selection.choices import BiasedRule, Choices, Rule
 from moe_parallel.selection.tokens import Tokens
 
@@ -56,7 +56,10 @@ class DispatchedLayer(ExpertLayer):
         )
         rate = selection.bias_update_rate
         self.bias = None if rate is None else ExpertBias(self.num_experts, rate)
-        self.rule, self.evaluation_rule = system.rules(selection)
+        rules = system.rules(selection)
+        if context.forcing is not None:
+            rules = Rules(*map(context.forcing.of, rules))
+        self.rule, self.evaluation_rule = rules
         self.load = StepLoad(self.num_experts) if selection.uses_step_load else None
         losses = [make(selection, self.load, context.num_moe_layers) for make in system.losses]
         self.losses: list[RoutingLoss] = [loss for loss in losses if loss.coefficient]
@@ -83,7 +86,9 @@ class DispatchedLayer(ExpertLayer):
         split_here = tp.size() > 1 and not self.config.sequence_parallel
         if split_here:
             hidden_SBD = scatter_to_sequence_parallel_region(hidden_SBD, group=tp)
-        tokens = SplitTokens(hidden_SBD.shape[1], tp)
+        tokens = SplitTokens(
+            hidden_SBD.shape[1], tp, layer=self.layer_number, iteration=self.context.iteration()
+        )
         y_SBD = self._compute_tokens(hidden_SBD.flatten(0, 1), tokens).view_as(hidden_SBD)
         if split_here:
             y_SBD = gather_from_sequence_parallel_region(

@@ -18,6 +18,7 @@ from torch import nn
 
 from moe_parallel.experts.fp8_engine import Fp8Engine
 from moe_parallel.experts.parameters import ExpertParameters
+from moe_parallel.layers.forced_routing import Forcing
 from moe_parallel.ops import Ops
 from moe_parallel.parallel import Groups, sum_gradient_over
 from moe_parallel.selection.capacity import Capacity
@@ -28,6 +29,11 @@ from moe_parallel.telemetry.statistics import LayerStatistics
 #: input. The backward pass of the returned tensor may start that of the loss, because a pipeline
 #: stage has no loss of its own to which this one could be added.
 AddLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def at_start() -> int:
+    """The iteration of a layer that no run trains."""
+    return 0
 
 
 class Statistics(Protocol):
@@ -50,6 +56,8 @@ class LayerContext:
     fp8: Fp8Engine | None = None  # None: experts compute in the dtype of the model
     add_loss: AddLoss = MoEAuxLossAutoScaler.apply
     progress: Progress = field(default_factory=Progress)  # of this rank
+    forcing: Forcing | None = None  # None: the scores choose the experts
+    iteration: Callable[[], int] = at_start  # optimizer steps so far
 
 
 class ExpertLayer(MegatronModule, ABC):

@@ -23,6 +23,7 @@ from moe_parallel.config import (
 from moe_parallel.errors import InputError
 from moe_parallel.layers import DispatchedLayer, LayerContext
 from moe_parallel.layers.capacity import build_capacity
+from moe_parallel.layers.forced_routing import build_forcing
 from moe_parallel.library.arguments import layer_config, selection_options
 from moe_parallel.model.transformer_config import transformer_config
 from moe_parallel.ops import select_backend
@@ -106,6 +107,7 @@ class MixtureOfExperts(nn.Module):
             build_capacity(config),
             num_moe_layers=1,
             add_loss=self._set_aux_loss,
+            forcing=build_forcing(config),
         )
         layer = system_of(config.selection).build(
             transformer_config(config), config.selection, config.expert_width, context

@@ -23,12 +23,15 @@ from moe_parallel.experts.dense import DenseMLP
 from moe_parallel.experts.fp8_engine import Fp8Engine
 from moe_parallel.layers import LayerContext
 from moe_parallel.layers.capacity import build_capacity
+from moe_parallel.layers.expert_layer import at_start
+from moe_parallel.layers.forced_routing import build_forcing
 from moe_parallel.model.attention import BACKENDS
 from moe_parallel.model.fp8_gpt import Fp8GPTModel
 from moe_parallel.model.initialization import initialize_weights
 from moe_parallel.model.language_model import LanguageModel
 from moe_parallel.model.transformer_config import transformer_config
 from moe_parallel.ops import select_backend
+from moe_parallel.ops.bounded_experts import within_budget
 from moe_parallel.parallel import Groups
 from moe_parallel.platform.norm import RMSNorm
 from moe_parallel.systems import system_of
@@ -42,13 +45,14 @@ def build_model(
     groups: Groups,
     statistics: RoutingStatistics,
     progress: Progress | None = None,
+    iteration: Callable[[], int] = at_start,
 ) -> list[GPTModel]:
     """This rank's chunks of the model: one, or one per virtual pipeline stage.
 
     Weights are initialized and are the same in every parallel layout. `progress` is told what the
-    model does.
+    model does; `iteration` returns the number of optimizer steps so far.
     """
-    chunks = build_chunks(config, padded_vocab_size, groups, statistics, progress)
+    chunks = build_chunks(config, padded_vocab_size, groups, statistics, progress, iteration)
     for chunk in chunks:
         initialize_weights(chunk, config.training.seed, config.model.init_method_std)
     return chunks
@@ -60,6 +64,7 @@ def build_chunks(
     groups: Groups,
     statistics: RoutingStatistics,
     progress: Progress | None = None,
+    iteration: Callable[[], int] = at_start,
 ) -> list[GPTModel]:
     """The chunks of `build_model` before their weights have values."""
     megatron = transformer_config(config)
@@ -68,12 +73,14 @@ def build_chunks(
     fp8 = None if config.fp8.fp8_format is None else Fp8Engine(config.fp8, groups.edp)
     context = LayerContext(
         groups,
-        select_backend(config.moe.moe_backend),
+        within_budget(select_backend(config.moe.moe_backend), config.moe.activation_budget_bytes),
         statistics,
         build_capacity(config),
         num_moe_layers=sum(config.moe_layers),
         fp8=fp8,
         progress=progress,
+        forcing=build_forcing(config),
+        iteration=iteration,
     )
     gpt: Callable[..., GPTModel] = LanguageModel if fp8 is None else partial(Fp8GPTModel, fp8)
     stages: list[int | None] = [None]

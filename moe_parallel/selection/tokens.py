@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,6 +18,8 @@ class Tokens:
     """
 
     num_sequences: int  # B
+    layer: int = field(default=1, kw_only=True)  # that routes them; its number in the model, from 1
+    iteration: int = field(default=0, kw_only=True)  # optimizer steps so far
 
     @property
     def num_stretches(self) -> int:

@@ -37,6 +37,12 @@ class TopP:
             experts_TK.masked_fill(~needed_TK, -1), probs_TK, scores_TE, probabilities_TE
         )
 
+    def of(self, scores_TE: torch.Tensor, experts_TK: torch.Tensor) -> Choices:
+        """The choices for given experts: int64 [T, K]; -1: the slot is empty."""
+        probabilities_TE = torch.softmax(scores_TE, dim=1)
+        probs_TK = probabilities_TE.gather(1, experts_TK.clamp(min=0))
+        return Choices(experts_TK, probs_TK, scores_TE, probabilities_TE)
+
     def _needed(self, before_TK: torch.Tensor) -> torch.Tensor:
         # fp32 probabilities sum to 1 only within rounding. With p = 1 all experts are needed.
         rounding = 1e-6

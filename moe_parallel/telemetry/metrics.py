@@ -9,8 +9,9 @@ what is not known is missing, and with expert parallelism `rank_load` (`rank_loa
 Evaluations have `validation`: {domain: {loss, bits_per_byte, layers}}, where `layers` has the
 routing statistics of that domain's text. With --eval-first-part, or if the system routes segments,
 they also have loss_after_first_part. With --log-digest, records have `digest`: {weights,
-optimizer}, 16 hexadecimal digits each. Losses are in nats per token. A number that is not finite is
-written as null: JSON has no NaN.
+optimizer}, 16 hexadecimal digits each. If a workload chooses the experts, every record has
+forced_routing, its name. Losses are in nats per token. A number that is not finite is written as
+null: JSON has no NaN.
 """
 
 from __future__ import annotations

@@ -74,7 +74,9 @@ class Engine:
         )
         padded = config.padded_vocab_size(vocab_size)
         with self.device:
-            chunks = build_model(config, padded, groups, self.statistics, self.progress)
+            chunks = build_model(
+                config, padded, groups, self.statistics, self.progress, self._iteration
+            )
         self._expert_layers = [
             layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, ExpertLayer)
         ]
@@ -124,6 +126,11 @@ class Engine:
         learning_rate = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(increment=1)
         return StepResult(loss, float(grad_norm or 0.0), learning_rate, tokens)
+
+    def _iteration(self) -> int:
+        """The number of steps so far, also those before a checkpoint that was loaded."""
+        done: int = self.scheduler.num_steps
+        return done
 
     def global_loss(self, sums: list[torch.Tensor]) -> tuple[float, int]:
         """(nats per token, tokens) over all micro-batches of all ranks. Collective.

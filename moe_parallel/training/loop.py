@@ -233,8 +233,10 @@ class Loop:
 
     def place(self) -> dict[str, Any]:
         """The run's progress, in the fields that every record has."""
+        forced = self.config.selection.forced_routing
         return {
             "iteration": self.state.iteration,
+            **({} if forced is None else {"forced_routing": forced}),
             "consumed_samples": self.state.consumed_samples,
             "consumed_tokens": self.state.consumed_tokens,
             "elapsed_seconds": round(time.monotonic() - self._began, 3),

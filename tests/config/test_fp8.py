@@ -37,6 +37,10 @@ REFUSED = {
         FP8 | {"expert_selection": "lory"},
         "--fp8-format hybrid .*, and --expert-selection lory merges its experts: remove one .*",
     ),
+    "within a budget": (
+        FP8 | {"moe_activation_budget": 8.0},
+        "--fp8-format hybrid has no bound .*: remove --moe-activation-budget 8.0 or --fp8-format",
+    ),
     "recomputed": (
         FP8 | {"recompute_granularity": "full"},
         "--fp8-recipe delayed .* --recompute-granularity full .*: set --fp8-recipe tensorwise .*",

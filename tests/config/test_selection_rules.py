@@ -231,6 +231,11 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
         1,
         "--moe-expert-capacity-factor is 1.0, but no token is sent to merged experts: leave it",
     ),
+    (
+        SMEAR | {"moe_activation_budget": 8.0},
+        1,
+        "--moe-activation-budget is 8.0, but merged experts receive no rows, .*: leave it out",
+    ),
     (SMEAR | {"smear_sees_the_future": False}, 1, "--expert-selection smear .*: use lory, or add"),
     (SMEAR | {"smear_expert_dropout": 1.0}, 1, "--smear-expert-dropout is 1.0: .* below 1"),
     (SMEAR | {"smear_expert_dropout": -0.1}, 1, "--smear-expert-dropout is -0.1: .* at least 0"),

@@ -124,6 +124,15 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
     ({"moe_layer_freq": "[0]*4"}, 1, "--moe-layer-freq .* leaves no MoE layer.* remove --num-exp"),
     ({"moe_layer_freq": "[1]*5"}, 1, "--moe-layer-freq is '.1.*5': .* 4 zeros and ones such as"),
     (
+        {
+            "moe_expert_capacity_factor": 1.0,
+            "moe_pad_expert_input_to_capacity": True,
+            "moe_activation_budget": 2.5,
+        },
+        1,
+        "--moe-activation-budget is 2.5, .*--moe-pad-expert-input-to-capacity .*: remove one",
+    ),
+    (
         {"moe_pad_expert_input_to_capacity": True},
         1,
         "--moe-pad-expert-input-to-capacity needs a capacity: set --moe-expert-capacity-factor",
@@ -238,8 +247,8 @@ train_iters exit_interval lr_decay_iters lr_wsd_decay_iters vocab_size save_inte
 log_interval eval_interval log_digest ddp_bucket_size
 """.split()
 ABOVE_0 = """
-norm_epsilon init_method_std moe_expert_capacity_factor distributed_timeout_minutes hang_timeout
-adam_eps
+norm_epsilon init_method_std moe_expert_capacity_factor moe_activation_budget
+distributed_timeout_minutes hang_timeout adam_eps
 exit_duration_in_mins machine_sample_seconds peak_tflops
 """.split()
 

@@ -55,6 +55,7 @@ BIASED = {"moe_router_enable_expert_bias": True}
 GROUPS = {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
 SHARED = {"moe_shared_expert_intermediate_size": 2}
 IN_TURN = {"moe_router_force_load_balancing": True}
+ONE_EXPERT = {"moe_router_force_routing": "hot:1"}
 SELECTED = {"aoe_gradient": "selected"}
 DESPITE = {"aoe_gradient": "selected_despite_aux"}
 
@@ -79,6 +80,9 @@ CASES = {
     "topk, groups": Case(topk(**GROUPS)),
     "topk, groups and bias": Case(topk(**GROUPS, **BIASED), balance=BALANCE, bias=SKEWED),
     "topk, in turn": Case(topk(**IN_TURN)),
+    "top1, forced to one expert": Case(topk(k=1, **ONE_EXPERT)),
+    "top1, forced, evaluated": Case(topk(k=1, **ONE_EXPERT), training=False),
+    "top1, forced, drop": Case(topk(k=1, **ONE_EXPERT), capacity_factor=0.6),
     "topk, large router": Case(topk(moe_router_hidden_size=3)),
     "topk, factorized": Case(topk(moe_gate_low_rank_size=2)),
     "topk, large router, factorized": Case(
@@ -129,6 +133,7 @@ CASES = {
     "aoe, one token": Case(aoe(), tokens=1),
     "aoe, all experts": Case(aoe(k=EXPERTS)),
     "aoe, one expert": Case(aoe(k=1)),
+    "aoe, forced to one expert": Case(aoe(k=1, aoe_gate="all", **ONE_EXPERT)),
     "aoe, all to one expert": Case(aoe(k=1), bias=BUSY),
     "aoe, an idle expert": Case(aoe(), bias=IDLE),
     "aoe, aux loss of sequences": Case(aoe(**SEQUENCE), sequences=2, tokens=6),

@@ -11,6 +11,7 @@ from moe_parallel.config import (
     AoESelection,
     AutonomousSelection,
     Balancing,
+    Config,
     DynamicChoices,
     ExpertsChoose,
     FixedChoices,
@@ -19,6 +20,7 @@ from moe_parallel.config import (
     TopKSelection,
 )
 from moe_parallel.layers import ExpertLayer, LayerContext
+from moe_parallel.layers.forced_routing import build_forcing
 from moe_parallel.ops import select_backend
 from moe_parallel.parallel import Groups
 from moe_parallel.selection.capacity import DROP_ORDERS, Capacity
@@ -144,7 +146,14 @@ def build(case: Case, weights: Arrays, dtype: torch.dtype, backend: str) -> Expe
     )
     groups: Any = Groups(*[SingleRank()] * 8)  # type: ignore[list-item]
     statistics = RoutingStatistics(1, EXPERTS, torch.device("cpu"))
-    context = LayerContext(groups, select_backend(backend), statistics, case.capacity, MOE_LAYERS)
+    context = LayerContext(
+        groups,
+        select_backend(backend),
+        statistics,
+        case.capacity,
+        MOE_LAYERS,
+        forcing=build_forcing(Config(selection=case.selection)),
+    )
     layer = system_of(case.selection).build(config, case.selection, EXPERT_WIDTH, context)
     layer.set_layer_number(1)
     with torch.no_grad():
@@ -195,6 +204,9 @@ def expected_choices(case: Case, scores: numpy.ndarray) -> oracle.Routing:
         return routing.top_k(scores, round(factor), gate="all" if by_softmax else "scores")
     assert isinstance(s, FixedChoices)
     k = s.moe_router_topk
+    if s.moe_router_force_routing is not None:
+        assert (k, s.moe_router_force_routing) == (1, "hot:1")
+        return routing.one_expert(scores)
     if s.moe_router_force_load_balancing:
         return routing.in_turn(scores, k, raw_probability=k == 1 and not case.autonomous)
     if isinstance(s, AoESelection):

@@ -104,6 +104,12 @@ def expert_choice(scores: Array, factor: float, *, by_softmax: bool = False) -> 
     return Routing(numpy.array(scores), experts, probs)
 
 
+def one_expert(scores: Array) -> Routing:
+    """Every token goes to expert 0, with its probability among all experts."""
+    probs = [[softmax(row)[0]] for row in scores]
+    return Routing(numpy.array(scores), [[0] for _ in scores], probs)
+
+
 def in_turn(scores: Array, k: int, *, raw_probability: bool = False) -> Routing:
     """Token 0 goes to experts 0 .. k-1, token 1 to the next k, and so on, cyclically."""
     experts, probs, turn = [], [], itertools.count()

@@ -33,6 +33,7 @@ from moe_parallel.config.selection.parts import (
     DynamicChoices,
     ExpertsChoose,
     FixedChoices,
+    TokensChoose,
 )
 from moe_parallel.config.selection.segments import Segments
 from moe_parallel.config.selection.selection import SELECTIONS, LayerWeights, Selection
@@ -59,6 +60,7 @@ __all__ = [
     "Segments",
     "Selection",
     "SmearSelection",
+    "TokensChoose",
     "TopKSelection",
     "TopPSelection",
     "aoe_wide_size",

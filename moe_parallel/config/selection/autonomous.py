@@ -183,10 +183,11 @@ class AoESelection(BiasBalancing, Balancing, FixedChoices, AutonomousSelection, 
                 f"{chosen}, but --aoe-gate all weighs by all norms, most of which would be rounded "
                 "to FP8: set --aoe-gate selected"
             )
-        if self.moe_router_force_load_balancing:
+        if self.forced_routing is not None:
+            forcing = "load-balancing" if self.moe_router_force_load_balancing else "routing"
             raise InputError(
-                f"{chosen}, but --moe-router-force-load-balancing chooses without norms: remove "
-                "one of them"
+                f"{chosen}, but --moe-router-force-{forcing} chooses without norms: remove one of "
+                "them"
             )
         most = config.num_experts - self.moe_router_topk - 1
         if self.aoe_fp8_screening > most:

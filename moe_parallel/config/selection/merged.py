@@ -50,6 +50,11 @@ class MergedSelection(Selection):
                 f"--moe-expert-capacity-factor is {moe.moe_expert_capacity_factor}, but no token "
                 "is sent to merged experts: leave it out"
             )
+        if moe.moe_activation_budget is not None:
+            raise InputError(
+                f"--moe-activation-budget is {moe.moe_activation_budget}, but merged experts "
+                "receive no rows, so their activations do not grow with the load: leave it out"
+            )
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moe_parallel.config.forced_routing import FORMS, parse_forced_routing
 from moe_parallel.config.option import option
 from moe_parallel.config.selection.selection import LayerWeights, Selection
 from moe_parallel.errors import InputError
@@ -130,7 +131,27 @@ class BiasBalancing(Selection):
 
 
 @dataclass(frozen=True)
-class FixedChoices(Selection):
+class TokensChoose(Selection):
+    """Each token chooses its experts, so a benchmark can choose others for it."""
+
+    moe_router_force_routing: str | None = option(
+        None,
+        "for benchmarks: which experts compute a token, whatever its scores; probabilities come "
+        f"from the scores. {FORMS}; without a number hot is 0.5, zipf 1, warmup 100. none: off",
+    )
+
+    @property
+    def forced_routing(self) -> str | None:
+        return self.moe_router_force_routing or super().forced_routing
+
+    def check(self, config: Config, world_size: int) -> None:
+        super().check(config, world_size)
+        if self.moe_router_force_routing is not None:
+            parse_forced_routing(self.moe_router_force_routing)
+
+
+@dataclass(frozen=True)
+class FixedChoices(TokensChoose):
     """A fixed number of experts per token."""
 
     moe_router_topk: int = option(2, "number of experts per token (K)", weights=True, least=1)
@@ -146,6 +167,10 @@ class FixedChoices(Selection):
     def choices_per_token(self) -> int:
         return self.moe_router_topk
 
+    @property
+    def forced_routing(self) -> str | None:
+        return "in turn" if self.moe_router_force_load_balancing else super().forced_routing
+
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
         n = config.num_experts
@@ -154,10 +179,16 @@ class FixedChoices(Selection):
                 f"--moe-router-topk is {self.moe_router_topk}, above --num-experts {n}: choose at "
                 f"most {n}"
             )
+        if self.moe_router_force_load_balancing and self.moe_router_force_routing is not None:
+            raise InputError(
+                "--moe-router-force-load-balancing chooses the experts in turn, and "
+                f"--moe-router-force-routing {self.moe_router_force_routing} otherwise: remove one "
+                "of them"
+            )
 
 
 @dataclass(frozen=True)
-class DynamicChoices(Selection):
+class DynamicChoices(TokensChoose):
     """Top-p: the fewest experts whose probabilities sum to p (Huang et al. 2024)."""
 
     moe_top_p: float = option(

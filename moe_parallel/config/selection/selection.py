@@ -95,6 +95,11 @@ class Selection(Section):
         return False
 
     @property
+    def forced_routing(self) -> str | None:
+        """The workload that chooses the experts, in place of the scores. None: the scores do."""
+        return None
+
+    @property
     def warning(self) -> str | None:
         """A warning about the training loss. None: the loss is the likelihood of the text."""
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_parallel.config import parse_command_line, validate
@@ -17,8 +18,8 @@ BY_BIAS = [*NO_LOSSES, "--moe-router-enable-expert-bias", "true"]
 LOW_RANK = 64
 
 
-def flags_of(size: ModelSize, dtype: torch.dtype) -> list[str]:
-    """The flags that all of our models share."""
+def flags_of(size: ModelSize, dtype: torch.dtype, batches: int) -> list[str]:
+    """The flags that all of our models share. `batches`: micro-batches that ranks share out."""
     flags = {
         "num-layers": size.layers,
         "hidden-size": size.d,
@@ -29,7 +30,7 @@ def flags_of(size: ModelSize, dtype: torch.dtype) -> list[str]:
         "moe-ffn-hidden-size": size.f,
         "seq-length": size.S,
         "micro-batch-size": size.B,
-        "global-batch-size": size.B,
+        "global-batch-size": size.B * batches,
         "vocab-size": size.V,
         "tokenizer-type": "NullTokenizer",
         "make-vocab-size-divisible-by": 1,
@@ -61,10 +62,20 @@ def lory(size: ModelSize) -> list[str]:
 
 def our_model(name: str, selection: list[str], terms: Terms) -> Contender:
     """Trains with every default of the program, except the layout of one process."""
+    return model_of(name, engine_of(selection, terms), terms)
+
+
+def engine_of(selection: list[str], terms: Terms) -> Engine:
+    """Our model in the layout of `terms`, with the flags of its selection."""
+    dp = terms.groups.dp.size()
+    config = parse_command_line([*flags_of(terms.size, terms.dtype, dp), *selection])
+    validate(config, world_size=dist.get_world_size())
+    return Engine(config, terms.size.V, terms.groups)
+
+
+def model_of(name: str, engine: Engine, terms: Terms) -> Contender:
+    """An engine's model on this rank."""
     size = terms.size
-    config = parse_command_line([*flags_of(size, terms.dtype), *selection])
-    validate(config, world_size=1)
-    engine = Engine(config, size.V, terms.groups)
     (model,) = engine.chunks
     model.train()
     batches = terms.batches()

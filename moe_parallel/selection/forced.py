@@ -1,0 +1,223 @@
+"""Forced routing: a workload says which experts compute a token; the scores say only how much.
+
+It is for benchmarks. The rule of the system runs as always and decides how many experts each token
+has. The workload then replaces the experts, and the probs are those that the system's scores give
+to the new ones. The gradients of the scores, the auxiliary losses and the work per token stay.
+
+A workload is a table of shares: pi_E, the shares of the tokens that choose each expert. They sum to
+the number k of experts per token, and none is above 1. Systematic sampling (Madow 1949) draws k
+different experts with exactly these shares: the experts take adjacent intervals of the lengths pi_E
+on the line from 0 to k, and a token with offset u in [0, 1) takes the experts of the points u,
+u + 1, ..., u + k - 1. The offsets of the S tokens of a sequence are the S points (q + 1/2) / S, in
+an order in which neighbors are far apart, so that every stretch of a sequence has nearly the same
+load. For a fixed k the number of choices of each expert is S pi in every sequence, rounded up or
+down.
+
+The choices are a function of the seed, the layer, the iteration and the token's position in its
+sequence. They are therefore the same in every layout, and the same if a run is resumed. All numbers
+are integers, so they do not depend on the device either.
+
+Shape suffixes: T tokens of this rank, K slots per token, E experts, N number of experts per token
+from 0 to E.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import zlib
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from moe_parallel.errors import InputError
+from moe_parallel.selection.choices import Choices, Rule
+from moe_parallel.selection.tokens import Tokens
+
+_ONE = 1 << 32  # shares are integers in units of 1 / _ONE
+
+
+class Workload(Hashable, Protocol):
+    """The shares of the experts, of a model with any number of them."""
+
+    def weights(self, layer: int, iteration: int, num_experts: int, k: int) -> Sequence[float]:
+        """The shares pi_E up to a factor, for tokens with k experts; `layer` is from 1, `iteration`
+        from 0. `shares_of` limits them to 1 and scales them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """Every expert has the same share, k / E."""
+
+    def weights(self, layer: int, iteration: int, num_experts: int, k: int) -> list[float]:
+        return [1.0] * num_experts
+
+
+@dataclass(frozen=True)
+class Hot:
+    """A share of all tokens chooses expert 0 of every layer; the other choices are balanced."""
+
+    share: float
+
+    def weights(self, layer: int, iteration: int, num_experts: int, k: int) -> list[float]:
+        return [self.share] + [(k - self.share) / max(num_experts - 1, 1)] * (num_experts - 1)
+
+
+@dataclass(frozen=True)
+class Zipf:
+    """Zipf's law: the share of expert e = 0, 1, ... is proportional to (e + 1)^-exponent."""
+
+    exponent: float
+
+    def weights(self, layer: int, iteration: int, num_experts: int, k: int) -> list[float]:
+        return [(expert + 1.0) ** -self.exponent for expert in range(num_experts)]
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """Zipf's law at first, balance from iteration `iterations` on.
+
+    The exponent falls linearly: max(0, 1 - iteration / iterations).
+    """
+
+    iterations: int
+
+    def weights(self, layer: int, iteration: int, num_experts: int, k: int) -> list[float]:
+        law = Zipf(max(0.0, 1 - iteration / self.iterations))
+        return law.weights(layer, iteration, num_experts, k)
+
+
+@dataclass(frozen=True, eq=False)  # hashed by identity, because its records are many
+class Trace:
+    """Recorded loads. After the last record, the first follows again.
+
+    Attributes:
+        ends: the number of iterations up to the end of each record, rising.
+        loads: for each record, the tokens per expert by layer, from 1.
+    """
+
+    ends: Sequence[int]
+    loads: Sequence[Mapping[int, Sequence[float]]]
+
+    def weights(self, layer: int, iteration: int, num_experts: int, k: int) -> Sequence[float]:
+        """Raises InputError if the trace has no such layer or another number of experts."""
+        within = iteration % self.ends[-1]
+        record = next(n for n, end in enumerate(self.ends) if within < end)
+        load_E = self.loads[record].get(layer)
+        if load_E is None:
+            raise InputError(
+                f"--moe-router-force-routing: the trace has no load of layer {layer} at iteration "
+                f"{self.ends[record]}: record one with the same MoE layers"
+            )
+        if len(load_E) != num_experts:
+            raise InputError(
+                f"--moe-router-force-routing: layer {layer} of the trace has {len(load_E)} experts "
+                f"and the model {num_experts}: record one with as many"
+            )
+        return load_E
+
+
+def shares_of(weights_E: Sequence[float], k: int) -> list[int]:
+    """The shares pi_E in proportion to the weights, in units of 1 / 2^32; they sum to k 2^32.
+
+    An expert whose share would be above 1 gets every token, and the others share what it leaves.
+    """
+    shares = [0] * len(weights_E)
+    left = {e: float(weight) for e, weight in enumerate(weights_E) if weight > 0}
+    rest = k
+    while left and rest:
+        scale = rest / sum(left.values())
+        full = [e for e, weight in left.items() if weight * scale >= 1]
+        if not full:
+            break
+        for e in full[:rest]:
+            shares[e] = _ONE
+            del left[e]
+            rest -= 1
+    if not left:  # experts without a weight take what no other can
+        left = {e: 1.0 for e, share in enumerate(shares) if not share}
+    for e, weight in left.items():
+        shares[e] = min(math.floor(weight * rest / sum(left.values()) * _ONE), _ONE)
+    missing = k * _ONE - sum(shares)  # by rounding down, less than one unit for each
+    for e in sorted(left, key=lambda e: shares[e])[:missing]:
+        shares[e] += 1
+    return shares
+
+
+@dataclass(frozen=True)
+class Forced:
+    """The choices of `workload`, as many for each token as those of `rule`, with its probs."""
+
+    rule: ForcibleRule
+    workload: Workload
+    seed: int
+
+    def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
+        own = self.rule(scores_TE, tokens)
+        experts_TK = self._experts(own, tokens)
+        # Slots are in the order of the scores, best choice first, as in every rule.
+        ranked_TK = scores_TE.detach().gather(1, experts_TK.clamp(min=0))
+        ranked_TK = ranked_TK.masked_fill(experts_TK < 0, -torch.inf)
+        order_TK = ranked_TK.argsort(dim=1, descending=True, stable=True)
+        return self.rule.of(scores_TE, experts_TK.gather(1, order_TK))
+
+    def with_bias(self, bias_E: torch.Tensor) -> Forced:
+        """This rule, unchanged: a bias does not affect the choices of a workload."""
+        return self
+
+    def _experts(self, own: Choices, tokens: Tokens) -> torch.Tensor:
+        """int64 [T, K]; empty slots (-1) come last, as many as in `own`."""
+        num_tokens, k = own.experts_TK.shape
+        num_experts, device = own.scores_TE.shape[1], own.scores_TE.device
+        slots_K = torch.arange(k, device=device)
+        points_TK = self._offsets(num_tokens, tokens, device)[:, None] + slots_K * _ONE
+        if own.all_chosen:
+            ends_E = self._ends(k, num_experts, tokens).to(device)
+            return torch.searchsorted(ends_E, points_TK, right=True)
+        number_T = (own.experts_TK >= 0).sum(dim=1)
+        ends = [self._ends(n, num_experts, tokens) for n in range(num_experts + 1)]
+        ends_TE = torch.stack(ends).to(device)[number_T]
+        experts_TK = torch.searchsorted(ends_TE, points_TK, right=True)
+        return experts_TK.masked_fill(slots_K >= number_T[:, None], -1)
+
+    def _ends(self, k: int, num_experts: int, tokens: Tokens) -> torch.Tensor:
+        """The end of each expert's interval for tokens with k experts: int64 [E], on the host."""
+        return torch.tensor(_ends(self.workload, tokens.layer, tokens.iteration, num_experts, k))
+
+    def _offsets(self, num_tokens: int, tokens: Tokens, device: torch.device) -> torch.Tensor:
+        """The offset u of each token, in units of 1 / 2^32: int64 [T]."""
+        here = num_tokens // tokens.num_sequences
+        length = here * tokens.num_stretches
+        places_S = torch.arange(here, device=device) + tokens.first_position(num_tokens)
+        start = zlib.crc32(f"{self.seed} {tokens.layer} {tokens.iteration}".encode())
+        places_S = (places_S * _stride(length) + start % length) % length
+        offsets_S = (2 * places_S + 1) * (_ONE // 2) // length
+        return offsets_S.repeat_interleave(tokens.num_sequences)
+
+
+@functools.lru_cache(maxsize=4096)  # one step of a few layers with many experts
+def _ends(
+    workload: Workload, layer: int, iteration: int, num_experts: int, k: int
+) -> tuple[int, ...]:
+    shares_E = shares_of(workload.weights(layer, iteration, num_experts, k), k)
+    return tuple(itertools.accumulate(shares_E))
+
+
+class ForcibleRule(Rule, Protocol):
+    """A rule that can give the probs of other choices than its own."""
+
+    def of(self, scores_TE: torch.Tensor, experts_TK: torch.Tensor) -> Choices:
+        """The choices for given experts: int64 [T, K]; -1: the slot is empty."""
+        ...
+
+
+def _stride(length: int) -> int:
+    """A step through `length` places that visits each once, near the golden section of them."""
+    stride = max(1, round(length * (math.sqrt(5) - 1) / 2))
+    while math.gcd(stride, length) != 1:
+        stride += 1
+    return stride

@@ -1,0 +1,91 @@
+"""The forms of --moe-router-force-routing, and the systems that it is for."""
+
+from typing import Any
+
+import pytest
+
+from moe_parallel.config import SELECTIONS, make_config, validate
+from moe_parallel.config.forced_routing import ForcedRouting, parse_forced_routing
+from moe_parallel.errors import InputError
+
+EXPERTS = {"num_experts": 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("balanced", ForcedRouting("balanced")),
+        ("hot", ForcedRouting("hot", 0.5)),
+        ("hot:0.9", ForcedRouting("hot", 0.9)),
+        ("hot:1", ForcedRouting("hot", 1)),
+        ("zipf", ForcedRouting("zipf", 1.0)),
+        ("zipf:1.2", ForcedRouting("zipf", 1.2)),
+        ("zipf:0", ForcedRouting("zipf", 0)),
+        ("warmup", ForcedRouting("warmup", 100)),
+        ("warmup:20", ForcedRouting("warmup", 20)),
+        ("trace:runs/a:b/metrics.jsonl", ForcedRouting("trace", "runs/a:b/metrics.jsonl")),
+    ],
+)
+def test_a_workload_is_read(text: str, expected: ForcedRouting) -> None:
+    assert parse_forced_routing(text) == expected
+    validate(make_config(EXPERTS | {"moe_router_force_routing": text}), 1)
+
+
+FORCED = "--moe-router-force-routing"
+AOE = {"expert_selection": "aoe", "aoe_low_rank_size": 8}
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    ({"moe_router_force_routing": text}, f"{FORCED} {message}")
+    for text, message in [
+        ("hott", "is 'hott': it takes balanced, hot:SHARE, zipf:EXPONENT, warmup:.* or trace:FILE"),
+        ("hot:1.01", "hot is 1.01: it must be at most 1"),
+        ("hot:0", "hot is 0: it must be above 0"),
+        ("hot:", "is 'hot:': hot takes a number, as in hot:0.5"),
+        ("hot:half", "is 'hot:half': hot takes a number, as in hot:0.5"),
+        ("zipf:-1", "zipf is -1: it must be at least 0"),
+        ("zipf:10.5", "zipf is 10.5: it must be at most 10"),
+        ("zipf:nan", "is 'zipf:nan': zipf takes a number, as in zipf:1.0"),
+        ("warmup:0", "warmup is 0: it must be at least 1"),
+        ("warmup:2.5", "is 'warmup:2.5': warmup takes an integer, as in warmup:100"),
+        ("balanced:1", "is 'balanced:1': balanced takes nothing after its name"),
+        ("trace", "is 'trace': name the file, as in trace:metrics.jsonl"),
+    ]
+]
+BROKEN += [
+    (
+        {"moe_router_force_routing": "zipf", "moe_router_force_load_balancing": True},
+        f"--moe-router-force-load-balancing .* {FORCED} zipf otherwise: remove one of them",
+    ),
+    (
+        {**AOE, "moe_router_force_routing": "zipf", "aoe_fp8_screening": 1}
+        | {"aoe_gradient": "selected", "moe_aux_loss_coeff": 0.0},
+        f"--aoe-fp8-screening is 1, but {FORCED} chooses without norms: remove one of them",
+    ),
+    (
+        {"num_experts": None, "moe_router_force_routing": "zipf"},
+        f"{FORCED} is 'zipf', but the model is dense: set --num-experts, or leave the flag out",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BROKEN)
+def test_a_wrong_workload_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        validate(make_config(EXPERTS | options), 1)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("system", SELECTIONS)
+def test_it_is_for_systems_in_which_tokens_choose(system: str) -> None:
+    options = EXPERTS | {"expert_selection": system, "moe_router_force_routing": "hot"}
+    if system in ("topk", "top_p", "aoe", "aoe_top_p"):
+        assert make_config(options).selection.forced_routing == "hot"
+    else:
+        with pytest.raises(InputError, match=f"{FORCED} belongs to .* but {system} is selected"):
+            make_config(options)
+
+
+def test_a_forced_run_says_so() -> None:
+    (warning,) = make_config(EXPERTS | {"moe_router_force_routing": "hot:0.9"}).warnings
+    assert warning.startswith("experts are forced (hot:0.9)")
+    (warning,) = make_config(EXPERTS | {"moe_router_force_load_balancing": True}).warnings
+    assert warning.startswith("experts are forced (in turn)")
