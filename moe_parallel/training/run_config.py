@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moe_parallel.config import CommandLine, Config, read_command_line, read_yaml
+from moe_parallel.config import CheckpointConfig, CommandLine, Config, read_command_line, read_yaml
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint.folder import CheckpointFolder, find_checkpoint
 from moe_parallel.training.checkpoint.record import checked_file, read_record
@@ -37,7 +37,10 @@ def run_config(arguments: Sequence[str]) -> RunConfig:
         config, warnings = line.over({}, "")
     else:
         config, warnings = _of_checkpoint(line, load)
-    if config.checkpoint.save is None and not config.training.skip_train:
+    if config.training.skip_train:
+        if "save" not in line.given:  # what a file says about checkpoints is about training
+            config = replace(config, checkpoint=CheckpointConfig(load=config.checkpoint.load))
+    elif config.checkpoint.save is None:
         warnings.append("--save is not set: neither checkpoints nor metrics will be written")
     return RunConfig(config, tuple(warnings))
 
@@ -62,7 +65,7 @@ def _of_checkpoint(line: CommandLine, load: str) -> tuple[Config, list[str]]:
     file = {name: value for name, value in file.items() if name not in ("load", "save")}
     config, warnings = line.over(file, f"{checkpoint}/config.yaml")
     begins_another = config.checkpoint.finetune or "moe_use_upcycling" in line.given
-    if not ("save" in line.given or begins_another or config.training.skip_train):
+    if not ("save" in line.given or begins_another):
         folder = _folder_of(checkpoint, load)
         config = replace(config, checkpoint=replace(config.checkpoint, save=str(folder)))
     return config, warnings

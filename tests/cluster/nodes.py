@@ -8,6 +8,7 @@ collide with nobody's, and several such clusters can exist at the same time.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from pathlib import Path
 
 NETWORK = "10.77.0"
 HUB = "hub"
+_NUMBERS = itertools.count(1)  # of the clusters of this process
 _FILES = Path("/etc/netns")  # `ip netns exec` puts the files of NAME over those in /etc
 
 
@@ -40,7 +42,7 @@ class Nodes:
 
     def __init__(self, number: int) -> None:
         self.names = [f"node{i}" for i in range(1, number + 1)]
-        self._prefix = f"moe{os.getpid()}-"
+        self._prefix = f"moe{os.getpid()}-{next(_NUMBERS)}-"
         self._end_those_of_the_dead()
         hosts = "127.0.0.1 localhost\n" + "".join(
             f"{self.address(name)} {name}\n" for name in [HUB, *self.names]

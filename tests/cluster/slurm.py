@@ -37,6 +37,7 @@ class Cluster:
     def __init__(self, number: int, folder: Path) -> None:
         """`folder` must be empty; it gets the daemons' configuration, state and logs."""
         self.folder = folder
+        self.small_disk = folder / "disk"  # of 2 MiB, if the machine permits to mount one
         self.nodes = Nodes(number)
         self.outputs: list[Path] = []  # of jobs, for the message of a test that fails
         self._pid_files: list[Path] = []
@@ -55,6 +56,8 @@ class Cluster:
             with suppress(OSError, ValueError):
                 os.kill(int(file.read_text()), signal.SIGTERM)
         self.nodes.down()
+        if self.small_disk.is_mount():
+            subprocess.run(["umount", "--lazy", str(self.small_disk)], check=True)
 
     def run(self, *words: str, env: Mapping[str, str] | None = None) -> str:
         """Run one of Slurm's commands as a user would; returns what it printed."""
@@ -149,6 +152,10 @@ class Cluster:
 
     def _start(self) -> None:
         self._configure()
+        # Before the daemons: they would not see a later mount of this process.
+        self.small_disk.mkdir()
+        words = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(self.small_disk)]
+        subprocess.run(words, capture_output=True, check=False)
         munge = self.folder / "munge"
         self._daemon(
             HUB, "munged", "--force", f"--key-file={munge}/key", f"--socket={munge}/socket",

@@ -44,7 +44,7 @@ def finished(tmp_path_factory):
     """(options, folder of a run of 4 iterations)."""
     folder = tmp_path_factory.mktemp("finished")
     options = RUN | small_data(folder) | {"tensorboard": True}
-    _train(options | {"save": folder / "run"})
+    _train(options | {"save": folder / "run", "save_interval": 4})
     return options, folder / "run"
 
 
@@ -53,12 +53,13 @@ def test_an_evaluation_without_training(finished, tmp_path):
     before = files(save)
     logged = [line for line in records(save) if "validation" in line][-1]
     loaded = options | {"load": save, "skip_train": True, "tensorboard": False}
-    ((code, last), (early_code, early)) = _train(loaded, loaded | {"full_evaluation": True})
-    assert (code, early_code) == (0, 0)
+    of_a_file = {"load": save, "skip_train": True, "full_evaluation": True}
+    ((code, some), (full_code, full)) = _train(loaded, of_a_file)
+    assert (code, full_code) == (0, 0)
     loss = logged["validation"]["cycle"]["loss"]
-    assert f"iteration 4/4 | validation | cycle {loss:.4f} nats/token" in last
-    assert "held-out text, every token:" in early
-    assert "saved" not in last + early
+    assert f"iteration 4/4 | validation | cycle {loss:.4f} nats/token" in some
+    assert "held-out text, every token:" in full
+    assert "saved" not in some + full
     assert files(save) == before
 
 
