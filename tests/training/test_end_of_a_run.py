@@ -44,12 +44,13 @@ def finished(tmp_path_factory):
     """(options, folder of a run of 4 iterations)."""
     folder = tmp_path_factory.mktemp("finished")
     options = RUN | small_data(folder) | {"tensorboard": True}
-    _train(options | {"save": folder / "run", "save_interval": 4})
+    _train(options | {"save": folder / "run"})
     return options, folder / "run"
 
 
 def test_an_evaluation_without_training(finished, tmp_path):
-    options, save = finished
+    options, save = finished[0], tmp_path / "run"
+    _train(options | {"save": save, "save_interval": 4})
     before = files(save)
     logged = [line for line in records(save) if "validation" in line][-1]
     loaded = options | {"load": save, "skip_train": True, "tensorboard": False}
