@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from moe_parallel.errors import InputError
+from moe_parallel.errors import Damaged, InputError
 
 Result = TypeVar("Result")
 
@@ -77,7 +77,7 @@ def one_line(error: OSError) -> str:
 
 def _note(error: Exception) -> tuple[type[Exception], str]:
     """The type and message for the other ranks; not all exceptions of libraries pickle."""
-    shared = (InputError, StorageError)
+    shared = (Damaged, InputError, StorageError)  # a class after its subclasses
     kind = next((kind for kind in shared if isinstance(error, kind)), RuntimeError)
     return kind, str(error)
 

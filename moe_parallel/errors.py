@@ -6,3 +6,7 @@ class InputError(ValueError):
 
     The program prints it once, without a traceback, and exits with code 2.
     """
+
+
+class Damaged(InputError):
+    """A file is not what was saved. The last clause of the message, after `; `, is the remedy."""

@@ -65,11 +65,14 @@ class Collective:
         if self.kind == SEND:
             across = 0.0 if here == ranks else self.size / here
             return Wire(self.size - across, across)
-        in_ring = self.size * {
-            ALL_GATHER: ranks - 1.0,
-            REDUCE_SCATTER: (ranks - 1) / ranks,
-            ALL_REDUCE: 2 * (ranks - 1) / ranks,
-        }[self.kind]
+        in_ring = (
+            self.size
+            * {
+                ALL_GATHER: ranks - 1.0,
+                REDUCE_SCATTER: (ranks - 1) / ranks,
+                ALL_REDUCE: 2 * (ranks - 1) / ranks,
+            }[self.kind]
+        )
         return Wire(in_ring if here > 1 else 0.0, in_ring / here if here < ranks else 0.0)
 
 

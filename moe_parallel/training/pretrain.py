@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +29,7 @@ from moe_parallel.platform.device import choose_backend, device
 from moe_parallel.platform.megatron_version import check_megatron_version
 from moe_parallel.telemetry.progress import Phase, Progress, clock_of
 from moe_parallel.telemetry.sinks import Telemetry, open_telemetry
+from moe_parallel.training.checkpoint.newest_good import newest_good
 from moe_parallel.training.failure import FailureChannel, run
 from moe_parallel.training.final_report import compare_with_baselines, draw, format_table
 from moe_parallel.training.heartbeat import heartbeat
@@ -116,6 +118,7 @@ def _pretrain(
 ) -> int:
     seed_everything(config, groups)
     config, note = _first_start(config)
+    config, damage = _before_damage(config)
     check_memory(config, config.data.vocab_size or 0, groups)
     text = open_text(config, tokenizer_given=tokenizer_given)
     check_memory(config, text.vocab_size, groups)
@@ -138,6 +141,7 @@ def _pretrain(
             telemetry.say(note)
         for warning in (
             *warnings,
+            *damage,
             *config.warnings,
             *text.warnings,
             *datasets.warnings,
@@ -169,6 +173,22 @@ def _first_start(config: Config) -> tuple[Config, str | None]:
         return config, None
     note = f"no checkpoint in {checkpoint.load} yet: the run begins there"
     return replace(config, checkpoint=replace(checkpoint, load=None)), note
+
+
+def _before_damage(config: Config) -> tuple[Config, list[str]]:
+    """The configuration that loads the newest good checkpoint, if the run continues in its own
+    folder, and a warning if the newest of all is damaged. Collective."""
+    checkpoint = config.checkpoint
+    names_folder = checkpoint.load is not None and checkpoint.save is not None and (
+        Path(checkpoint.load).resolve() == Path(checkpoint.save).resolve()
+    )  # fmt: skip
+    if not names_folder or checkpoint.finetune:
+        return config, []
+    good, wrong = newest_good(Path(checkpoint.load or ""))
+    if wrong is None:
+        return config, []
+    loading = replace(config, checkpoint=replace(checkpoint, load=str(good)))
+    return loading, [f"{wrong}; the run continues from {good.name}"]
 
 
 def seed_everything(config: Config, groups: Groups) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moe_parallel.config import CheckpointConfig, CommandLine, Config, read_command_line, read_yaml
-from moe_parallel.errors import InputError
+from moe_parallel.errors import Damaged, InputError
 from moe_parallel.training.checkpoint.folder import CheckpointFolder, find_checkpoint
 from moe_parallel.training.checkpoint.record import checked_file, read_record
 
@@ -57,10 +57,7 @@ def begins_in(load: str | None, save: str | None) -> bool:
 
 
 def _of_checkpoint(line: CommandLine, load: str) -> tuple[Config, list[str]]:
-    checkpoint = find_checkpoint(Path(load))
-    if "config.yaml" not in read_record(checkpoint)["files"]:
-        raise InputError(f"--load {checkpoint}: it has no config.yaml: give a file with --config")
-    file = read_yaml(checked_file(checkpoint, "config.yaml"))
+    checkpoint, file = _newest_file(load)
     # The saved `save` and `load` are ignored: the folder may have moved since.
     file = {name: value for name, value in file.items() if name not in ("load", "save")}
     config, warnings = line.over(file, f"{checkpoint}/config.yaml")
@@ -69,6 +66,23 @@ def _of_checkpoint(line: CommandLine, load: str) -> tuple[Config, list[str]]:
         folder = _folder_of(checkpoint, load)
         config = replace(config, checkpoint=replace(config.checkpoint, save=str(folder)))
     return config, warnings
+
+
+def _newest_file(load: str) -> tuple[Path, dict[str, object]]:
+    """The checkpoint that --load names, or the newest with a configuration, and its content.
+
+    All files of the checkpoint are checked later, by all ranks: see newest_good.py.
+    """
+    named = find_checkpoint(Path(load))
+    candidates = [named] if named == Path(load) else CheckpointFolder(Path(load)).newest_first()
+    first: Damaged | None = None
+    for checkpoint in candidates:
+        try:
+            if "config.yaml" in read_record(checkpoint)["files"]:
+                return named, read_yaml(checked_file(checkpoint, "config.yaml"))
+        except Damaged as error:
+            first = first or error
+    raise first or InputError(f"--load {named}: it has no config.yaml: give a file with --config")
 
 
 def _folder_of(checkpoint: Path, load: str) -> Path:

@@ -91,7 +91,7 @@ def test_what_cannot_be_loaded(run, tmp_path):
     torn = shutil.copytree(run, tmp_path / "torn", symlinks=True)
     (torn / "iter_0000002" / "config.yaml").unlink()
     assert "the checkpoint is incomplete or damaged: config.yaml is missing" in _told(
-        "--load", torn
+        "--load", torn / "iter_0000002"
     )
     (tmp_path / "empty").mkdir()
     assert "no checkpoint here" in _told("--load", tmp_path / "empty")

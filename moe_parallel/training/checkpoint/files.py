@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from moe_parallel.collective_errors import StorageError
-from moe_parallel.errors import InputError
+from moe_parallel.errors import Damaged
 from moe_parallel.training.checkpoint.folder import RECORD, other_checkpoints
 from moe_parallel.training.checkpoint.index import INDEX, data_files, read_index
 from moe_parallel.training.checkpoint.tensors import COMMON
@@ -53,7 +53,7 @@ def check_complete(folder: Path, files: Files) -> None:
 
 
 def check_sizes(checkpoint: Path, files: Files) -> None:
-    """Check that every file exists in its full size; raises InputError."""
+    """Check that every file exists in its full size; raises Damaged."""
     for name, facts in files.items():
         path = checkpoint / name
         if not path.is_file():
@@ -64,17 +64,17 @@ def check_sizes(checkpoint: Path, files: Files) -> None:
 
 
 def check_content(checkpoint: Path, files: Files, share: slice) -> None:
-    """Read a share of the files and compare them with the record; raises InputError."""
+    """Read a share of the files and compare them with the record; raises Damaged."""
     for name, facts in describe_files(checkpoint, sorted(files)[share]).items():
         if files[name] != facts:
             raise torn(checkpoint, f"{name} is damaged")
 
 
-def torn(checkpoint: Path, what: str) -> InputError:
+def torn(checkpoint: Path, what: str) -> Damaged:
     """The error of a checkpoint that differs from what was saved."""
     others = other_checkpoints(checkpoint)
     remedy = f"load another one: {others}" if others else "it cannot be loaded"
-    return InputError(
+    return Damaged(
         f"--load {checkpoint}: the checkpoint is incomplete or damaged: {what}; {remedy}"
     )
 

@@ -111,6 +111,15 @@ class CheckpointFolder:
             f"not there; name another checkpoint: {_names(self.iterations()) or 'there is none'}"
         )
 
+    def newest_first(self) -> list[Path]:
+        """The checkpoint that `latest` returns, then those of earlier iterations."""
+        latest = self.latest()
+        if latest is None:
+            return []
+        newest = iteration_in_name(latest) or 0
+        earlier = [iteration for iteration in self.iterations() if iteration < newest]
+        return [latest, *(self.directory / checkpoint_name(i) for i in reversed(earlier))]
+
     def iterations(self) -> list[int]:
         """The iterations of the published checkpoints, ascending."""
         found = (_NAME.fullmatch(path.name) for path in self.directory.glob("iter_*"))

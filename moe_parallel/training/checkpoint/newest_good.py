@@ -1,0 +1,49 @@
+"""The newest checkpoint of a run that is what was saved.
+
+Whatever has a checkpoint's name was complete when it got it. Later a disk can damage it, or someone
+can copy a folder in part. A run that continues in its own folder, as a requeued job does, then
+takes the checkpoint before. Who names one checkpoint gets that one or an error.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moe_parallel.collective_errors import StorageError, agree
+from moe_parallel.errors import Damaged, InputError
+from moe_parallel.training.checkpoint.files import check_content
+from moe_parallel.training.checkpoint.folder import CheckpointFolder
+from moe_parallel.training.checkpoint.record import read_record
+from moe_parallel.training.checkpoint.writer import rank_share
+
+
+def newest_good(folder: Path) -> tuple[Path, str | None]:
+    """The newest checkpoint in a run folder whose files are all unchanged. Collective.
+
+    Every file of it is read, each rank reads a share. Returns the checkpoint and, if it is not the
+    newest of all, what is wrong with that one.
+
+    Raises:
+        InputError: on every rank, with the error of the newest, if no checkpoint is good.
+    """
+    newest: InputError | None = None
+    for checkpoint in agree(CheckpointFolder(folder).newest_first):
+        try:
+            _check(checkpoint)
+        except (Damaged, StorageError) as error:
+            newest = newest or _as_input_error(checkpoint, error)
+        else:
+            wrong = None if newest is None else str(newest).rpartition("; ")[0]
+            return checkpoint, wrong
+    raise newest or InputError(f"--load {folder}: no checkpoint here; remove --load to start anew")
+
+
+def _check(checkpoint: Path) -> None:
+    record = agree(lambda: read_record(checkpoint))
+    agree(lambda: check_content(checkpoint, record["files"], rank_share()))
+
+
+def _as_input_error(checkpoint: Path, error: InputError | StorageError) -> InputError:
+    if isinstance(error, InputError):
+        return error
+    return InputError(f"--load {checkpoint} cannot be read: {error}; check the disk")

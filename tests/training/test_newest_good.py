@@ -1,0 +1,89 @@
+"""A run that continues in its own folder passes over damaged checkpoints."""
+
+import os
+import shutil
+
+import pytest
+
+from tests.distributed import RankError, run_distributed
+from tests.program import SMALL, pretrain_here, same_bytes, small_data, stored_tensors
+
+
+def _run_each(commands):
+    """(exit code, output) of each command."""
+    return [pretrain_here([command])[0] for command in commands]
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """The flags of a run of 4 iterations that saves each, and its result on two ranks."""
+    folder = tmp_path_factory.mktemp("run")
+    command = SMALL | small_data(folder) | {"save_interval": 1, "exit_interval": "none"}
+    whole = folder / "run"
+    run_distributed(2, pretrain_here, [command | {"save": whole, "exit_interval": 3}])
+    shutil.copytree(whole, folder / "stopped")
+    shutil.rmtree(whole)
+    run_distributed(2, pretrain_here, [command | {"save": whole}])
+    return command, whole, folder / "stopped"
+
+
+def _flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "a shard is cut": (lambda at: os.truncate(at / "__1_0.distcp", 100), "__1_0.distcp has 100"),
+    "a shard is missing": (lambda at: (at / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+    "a bit of a shard": (lambda at: _flip(at / "__1_0.distcp"), "__1_0.distcp is damaged"),
+    "the record": (lambda at: (at / "checkpoint.json").write_text("{"), "checkpoint.json is"),
+    "the configuration": (lambda at: _flip(at / "config.yaml"), "config.yaml is damaged"),
+}
+
+
+def test_a_run_continues_from_the_newest_good_checkpoint(command, tmp_path):
+    command, whole, stopped = command
+    runs = [tmp_path / str(i) for i in range(len(DAMAGES))]
+    for run, (damage, _) in zip(runs, DAMAGES.values(), strict=True):
+        shutil.copytree(stopped, run)
+        damage(run / "iter_0000003")
+    commands = [command | {"save": run, "load": run} for run in runs]
+    commands[-1] = {"load": runs[-1], "exit_interval": "none"}  # the rest is in the checkpoint
+    ends, others = run_distributed(2, _run_each, commands)
+    assert [code for code, _ in ends + others] == [0] * 2 * len(runs)
+    for run, (_, output), (_, what) in zip(runs, ends, DAMAGES.values(), strict=True):
+        (line,) = [line for line in output.splitlines() if line.startswith("warning: --load")]
+        assert line.startswith(
+            f"warning: --load {run}/iter_0000003: the checkpoint is incomplete or damaged: {what}"
+        )
+        assert line.endswith("; the run continues from iter_0000002")
+        assert "going on after iteration 2" in output
+        for iteration in (3, 4):
+            name = f"iter_{iteration:07d}"
+            assert same_bytes(stored_tensors(run / name), stored_tensors(whole / name))
+
+
+def test_two_damaged_checkpoints_are_passed_over_and_none_is_good(command, tmp_path):
+    command, _, stopped = command
+    some, none = tmp_path / "some", tmp_path / "none"
+    for run, damaged in ((some, (2, 3)), (none, (1, 2, 3))):
+        shutil.copytree(stopped, run)
+        for iteration in damaged:
+            _flip(run / f"iter_{iteration:07d}" / "__0_0.distcp")
+    ((code, output),) = run_distributed(2, pretrain_here, [command | {"save": some, "load": some}])[
+        0
+    ]
+    assert code == 0
+    assert output.count("the run continues from iter_0000001") == 1
+    with pytest.raises(RankError, match="iter_0000003: the checkpoint is incomplete or damaged"):
+        run_distributed(2, pretrain_here, [command | {"save": none, "load": none}])
+
+
+def test_a_checkpoint_that_is_named_is_not_replaced(command, tmp_path):
+    command, _, stopped = command
+    run = shutil.copytree(stopped, tmp_path / "run")
+    _flip(run / "iter_0000003" / "__0_0.distcp")
+    named = command | {"save": run, "load": run / "iter_0000003"}
+    with pytest.raises(RankError, match="load another one: .*iter_0000002"):
+        run_distributed(2, pretrain_here, [named])
