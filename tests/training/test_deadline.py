@@ -14,7 +14,15 @@ from moe_parallel.training.deadline import Deadline
 from moe_parallel.training.exit_codes import EXIT_INTERRUPTED
 from moe_parallel.training.job_store import LAUNCHER
 from tests.distributed import run_distributed
-from tests.program import SMALL, pretrain_here, same_bytes, small_data, stored_tensors
+from tests.program import (
+    SMALL,
+    Program,
+    flags,
+    pretrain_here,
+    same_bytes,
+    small_data,
+    stored_tensors,
+)
 
 LAUNCHER_PID = 4
 STARTED = {LAUNCHER_PID: 940.0, None: 970.0}  # on a clock that shows 1000
@@ -115,3 +123,16 @@ def test_a_limit_that_has_passed_leaves_one_step_a_start_and_spares_the_last(
     assert [code for code, _ in ends] == [EXIT_INTERRUPTED, EXIT_INTERRUPTED, 0]
     assert [r["iteration"] for r in _records(save)] == [1, 2, 3]
     assert os.path.exists(save / "run.png")
+
+
+@pytest.mark.full
+def test_the_launcher_passes_the_code_on_and_restarts_nothing(tmp_path: Path) -> None:
+    save = tmp_path / "run"
+    options = SMALL | small_data(tmp_path) | {"save": save, "load": save}
+    command = ["--max-restarts", "1", *flags(options | {"exit_duration_in_mins": 0.01})]
+    with Program(tmp_path, 2, command) as job:
+        assert job.finish(600) == EXIT_INTERRUPTED
+        output = job.output
+    assert "--exit-duration-in-mins 0.01: after iteration 1; continue with --load" in output
+    assert "starting again" not in output and "error" not in output
+    assert [record["iteration"] for record in _records(save)] == [1]
