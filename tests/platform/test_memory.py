@@ -4,6 +4,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from moe_parallel.platform import memory
 
@@ -51,6 +52,13 @@ def test_no_limit(tmp_path: Path, own: str) -> None:
 
 def test_a_host_without_control_groups(tmp_path: Path) -> None:
     assert list(memory._left_by_cgroups(tmp_path, tmp_path / "none")) == []
+
+
+def test_released_memory_can_be_needed_again() -> None:
+    held = torch.ones(2**24)  # 64 MiB, which the allocator gives back at once
+    before = memory.memory_to_regain()
+    del held
+    assert memory.memory_to_regain() >= before + 0.9 * 2**26
 
 
 def test_this_host() -> None:

@@ -105,6 +105,24 @@ def test_the_next_save_waits_and_says_so_once(runs):
     assert lines == [WAITS, *saved]
 
 
+def _dense_first(folder, data):
+    run = RUN | data | AOE | {"moe_dense_warmup_percent": 50, "save_interval": 1, "bf16": True}
+    pretrain_here([run | {"save": folder / "waiting"}, run | BESIDE | {"save": folder / "beside"}])
+
+
+@pytest.mark.full
+def test_two_models_one_after_the_other(tmp_path):
+    """The memory of the dense model's copy is not that of the experts' copy."""
+    run_distributed(2, _dense_first, tmp_path, small_data(tmp_path), timeout=300)
+    for iteration in range(1, 7):
+        waited, beside = (
+            stored_tensors(tmp_path / run / f"iter_{iteration:07d}")
+            for run in ("waiting", "beside")
+        )
+        assert same_bytes(waited, beside)
+    assert records(tmp_path / "beside") == records(tmp_path / "waiting")
+
+
 def _with_a_signal_after(step_number):
     """Engine.step, during which SIGTERM comes to rank 1 in this step."""
     step, done = Engine.step, []
