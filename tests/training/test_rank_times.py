@@ -17,14 +17,13 @@ RUN = {
     "train_iters": 10,
     "log_interval": 2,
     "expert_model_parallel_size": 2,
-    "moe_ffn_hidden_size": 2048,
-    "seq_length": 128,
     "eval_iters": 0,
 }
-TOKENS = SMALL["global_batch_size"] * RUN["seq_length"]
+TOKENS = SMALL["global_batch_size"] * SMALL["seq_length"]
 LAYERS, CHOICES = SMALL["num_layers"], 2
 SLOW = 1
 PAUSE = 0.25  # seconds, in each of the two micro-batches of a step
+PAUSE_OF_ROW = 4e-4  # seconds; far above what other programs on this machine take from a rank
 
 
 def _slow_host():
@@ -39,15 +38,19 @@ def _slow_host():
 
 
 def _hot_experts():
-    """All tokens choose the experts of one rank: 2 and 3 of 4."""
-    plain = RoutedLayer.choose
+    """All tokens choose the experts of one rank: 2 and 3 of 4. Each row takes its time."""
+    plain, compute = RoutedLayer.choose, RoutedLayer.compute
 
     def choose(layer, *args):
         choices = plain(layer, *args)
         hot = torch.tensor([2, 3]).expand_as(choices.experts_TK).contiguous()
         return replace(choices, experts_TK=hot)
 
-    RoutedLayer.choose = choose
+    def compute_slowly(layer, rows):
+        time.sleep(PAUSE_OF_ROW * len(rows.x_MD))
+        return compute(layer, rows)
+
+    RoutedLayer.choose, RoutedLayer.compute = choose, compute_slowly
 
 
 def _records(folder, before):
