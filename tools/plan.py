@@ -25,9 +25,10 @@ from moe_parallel.config import Config, parse_command_line
 from moe_parallel.errors import InputError
 from moe_parallel.plan.cluster import Cluster, measured, parse_cluster
 from moe_parallel.plan.layout import Layout
+from moe_parallel.plan.memory import activations_by_part, memory_of_stage, weights_by_part
 from moe_parallel.plan.messages import messages_of_stage
 from moe_parallel.plan.search import RESERVE, Plan, Refused, plan_layout, reasons, search
-from moe_parallel.plan.shape import shape_of
+from moe_parallel.plan.shape import Shape, shape_of
 from moe_parallel.tool import Tool, check_positive
 
 GIB = 2**30
@@ -115,9 +116,7 @@ def _beside(
         sequence_parallel=layout.sequence_parallel,
         pipeline_model_parallel_size=layout.pp,
         num_layers_per_virtual_pipeline_stage=(
-            None
-            if layout.virtual == 1
-            else beside.model.num_layers // layout.pp // layout.virtual
+            None if layout.virtual == 1 else beside.model.num_layers // layout.pp // layout.virtual
         ),
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
@@ -157,9 +156,18 @@ def _plan_json(config: Config, cluster: Cluster, plan: Plan) -> dict[str, Any]:
     shape = shape_of(config, _vocabulary(config))
     messages = messages_of_stage(shape, plan.layout, plan.stage)
     return _summary(plan) | {
+        "stages": [_stage_json(shape, plan.layout, stage) for stage in range(plan.layout.pp)],
         "messages": [
             asdict(each) | {"wire": asdict(each.wire(cluster.node.gpus))} for each in messages
-        ]
+        ],
+    }
+
+
+def _stage_json(shape: Shape, layout: Layout, stage: int) -> dict[str, Any]:
+    """The memory of each GPU of a pipeline stage."""
+    return asdict(memory_of_stage(shape, layout, stage)) | {
+        "weights_by_part": weights_by_part(shape, layout, stage),
+        "activations_of_a_micro_batch_by_part": activations_by_part(shape, layout, stage),
     }
 
 

@@ -24,10 +24,11 @@ from tests.plan.running import (
     factors_stay_bf16,
 )
 
-Sizes = list[tuple[tuple[int, ...], str, int]]
+#: Bytes of each tensor by plan, of each that is kept, and what is known of those.
+Found = tuple[list[int], list[int], list[tuple[tuple[int, ...], str, int]]]
 
 
-def _kept(world_size: int, cases: dict[str, Options]) -> dict[str, tuple[list[int], list[int], Sizes]]:
+def _kept(world_size: int, cases: dict[str, Options]) -> dict[str, Found]:
     """By case: sizes by the plan, and sizes that autograd keeps after a forward pass."""
     found = {}
     for name, options in cases.items():
@@ -51,7 +52,7 @@ def _kept(world_size: int, cases: dict[str, Options]) -> dict[str, tuple[list[in
     return found
 
 
-def _compare(found: dict[str, tuple[list[int], list[int], Sizes]]) -> None:
+def _compare(found: dict[str, Found]) -> None:
     """The plan has a tensor of each size that is kept, as often as it is kept."""
     wrong = {}
     for name, (planned, kept, sizes) in found.items():
@@ -73,9 +74,7 @@ def test_on_one_rank(precision: str) -> None:
         "aoe": AOE | ALL_CHOSEN,
         "aoe, C of all kept": AOE | ALL_CHOSEN | {"aoe_recompute_scores": False},
         "aoe, C W_up kept": AOE | ALL_CHOSEN | {"aoe_recompute_gate": False},
-        "aoe, selected": AOE
-        | ALL_CHOSEN
-        | {"aoe_gradient": "selected", "moe_aux_loss_coeff": 0.0},
+        "aoe, selected": AOE | ALL_CHOSEN | {"aoe_gradient": "selected", "moe_aux_loss_coeff": 0.0},
         "dense": DENSE,
         "dense and MoE layers": {"moe_layer_freq": "[0]+[1]"},
     }
