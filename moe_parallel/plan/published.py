@@ -89,6 +89,8 @@ def _megatron_flops_per_token(shape: Shape) -> float:
     """By which Megatron-LM reports TFLOP/s: all S x S scores count, also those that are masked."""
     d, experts = shape.hidden, shape.experts
     assert experts is not None
-    attention = d * shape.qkv_width + shape.query_width * d + 2 * shape.seq_length * shape.query_width
+    attention = (
+        d * shape.qkv_width + shape.query_width * d + 2 * shape.seq_length * shape.query_width
+    )
     layer = attention + 3 * experts.per_token * d * experts.width
     return 6.0 * (len(shape.moe_layers) * layer + d * shape.vocabulary)
