@@ -72,13 +72,14 @@ def _stage(shape: Shape, layout: Layout, cluster: Cluster, stage: int) -> dict[s
     """Seconds of a step by part, as the ranks of a stage spend them."""
     passes = layout.micro_batches
     parts: defaultdict[str, float] = defaultdict(float)
-    last_backward = 0.0
+    first_forward = last_backward = 0.0
     for work in work_of_stage(shape, layout, stage):
         forward, backward = seconds_of(work, shape, cluster)
         in_layer = work.part != "output layer"
         repeated = forward if layout.recompute and in_layer else 0.0
         parts[work.part] += passes * (forward + backward)
         parts["recompute"] += passes * repeated
+        first_forward += forward
         last_backward += backward + repeated
     messages = messages_of_stage(shape, layout, stage)
     for purpose in _IN_LAYERS:
@@ -92,7 +93,7 @@ def _stage(shape: Shape, layout: Layout, cluster: Cluster, stage: int) -> dict[s
     hidden = last_backward if layout.overlap_grad_reduce else 0.0
     parts[GRADIENTS] = max(0.0, gradients - hidden)
     gathers = seconds_of_messages(messages, cluster, WEIGHTS)
-    hidden = last_backward / 2 if layout.overlap_param_gather else 0.0  # the first forward pass
+    hidden = first_forward if layout.overlap_param_gather else 0.0
     parts[WEIGHTS] = max(0.0, gathers - hidden)
     _, numbers, states = numbers_of_stage(shape, layout, stage)
     moved = optimizer_bytes(numbers, states, shape)

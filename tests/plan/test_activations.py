@@ -64,9 +64,12 @@ def _compare(found: dict[str, Found]) -> None:
 
 
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": True}}
+of_each_precision = pytest.mark.parametrize(
+    "precision", [pytest.param("fp32", marks=pytest.mark.full), "bf16"]
+)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@of_each_precision
 def test_on_one_rank(precision: str) -> None:
     cases = {
         "topk": {},
@@ -86,7 +89,7 @@ EP, TP = {"expert_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}
 SP = TP | {"sequence_parallel": True}
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@of_each_precision
 def test_on_two_ranks(precision: str) -> None:
     cases = {
         "topk, ep": EP,

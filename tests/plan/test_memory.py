@@ -90,28 +90,31 @@ def test_on_one_rank() -> None:
         assert planned == built, name
 
 
-TWO = {
+QUICK = {
+    "dp, odd sizes": ODD | BF16 | OVERLAP,
+    "ep, buckets": EP | BF16 | OVERLAP,
+    "tp and ep": SP | EP | BF16 | {"expert_tensor_parallel_size": 1},
+    "pp, virtual": VIRTUAL | BF16,
+    "aoe, etp, gathered": AOE | SP | BF16 | {"aoe_gather_w_down": True},
+}
+MORE = {
     "dp": BF16,
     "dp, fp32": {},
     "dp, buckets": BF16 | OVERLAP,
-    "dp, odd sizes": ODD | BF16 | OVERLAP,
     "ep": EP | BF16,
-    "ep, buckets": EP | BF16 | OVERLAP,
     "ep, plain": EP | PLAIN,
     "sp": SP | BF16,
-    "tp and ep": SP | EP | BF16 | {"expert_tensor_parallel_size": 1},
     "pp": PP | BF16,
     "pp, plain": PP | PLAIN,
     "pp, untied": PP | {"untie_embeddings_and_output_weights": True},
-    "pp, virtual": VIRTUAL | BF16,
     "aoe, ep": AOE | EP | BF16,
     "aoe, ep, gathered": AOE | EP | BF16 | {"aoe_gather_w_down": True},
-    "aoe, etp, gathered": AOE | SP | BF16 | {"aoe_gather_w_down": True},
 }
 
 
-def test_on_two_ranks() -> None:
-    for of_rank in run_distributed(2, _sizes, 2, TWO):
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(MORE, marks=pytest.mark.full)], ids=len)
+def test_on_two_ranks(cases: dict[str, Options]) -> None:
+    for of_rank in run_distributed(2, _sizes, 2, cases):
         for name, (planned, built) in of_rank.items():
             assert planned == built, name
 

@@ -74,33 +74,36 @@ AOE_ALL = AOE | ALL_CHOSEN
 GATHER = {"aoe_gather_w_down": True}
 
 QUICK = {
-    "dp": BF16,
-    "dp, sharded": BF16 | SHARDED,
     "dp, buckets": BF16 | OVERLAP | {"ddp_bucket_size": 20_000},
     "ep": EP | BF16 | SHARDED,
+    "aoe, ep, C sent": AOE_ALL | EP | BF16 | {"aoe_send_activations": True},
+    "aoe, ep, gathered, recomputed": AOE_ALL | EP | BF16 | GATHER | FULL,
+    "sp": SP | BF16 | SHARDED,
+    "aoe, tp": AOE_ALL | TP | BF16,
+    "dense, sp": DENSE | SP,
+    "pp, virtual": VIRTUAL | BF16 | SHARDED,
+}
+MORE = {
+    "dp": BF16,
+    "dp, sharded": BF16 | SHARDED,
     "ep, overlapped": EP | BF16 | OVERLAP,
     "ep, recomputed": EP | BF16 | FULL,
     "aoe, ep": AOE_ALL | EP | BF16,
-    "aoe, ep, C sent": AOE_ALL | EP | BF16 | {"aoe_send_activations": True},
     "aoe, ep, gathered": AOE_ALL | EP | BF16 | GATHER,
-    "aoe, ep, gathered, recomputed": AOE_ALL | EP | BF16 | GATHER | FULL,
-    "sp": SP | BF16 | SHARDED,
     "sp, recomputed": SP | BF16 | FULL,
     "tp": TP | BF16,
-    "aoe, tp": AOE_ALL | TP | BF16,
     "aoe, sp": AOE_ALL | SP | BF16,
     "aoe, etp, gathered": AOE_ALL | SP | BF16 | GATHER,
     "aoe, etp, gathered, C sent": AOE_ALL | SP | BF16 | GATHER | {"aoe_send_activations": True},
     "dense, tp": DENSE | TP | {"loss_chunk_size": 50},
-    "dense, sp": DENSE | SP,
     "pp": PP | BF16 | SHARDED,
     "pp, untied": PP | {"untie_embeddings_and_output_weights": True},
-    "pp, virtual": VIRTUAL | BF16 | SHARDED,
 }
 
 
-def test_on_two_ranks() -> None:
-    for of_rank in run_distributed(2, _sent, 2, QUICK):
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(MORE, marks=pytest.mark.full)], ids=len)
+def test_on_two_ranks(cases: dict[str, Options]) -> None:
+    for of_rank in run_distributed(2, _sent, 2, cases):
         _compare(of_rank)
 
 

@@ -8,7 +8,7 @@ from moe_parallel.plan.cluster import parse_cluster
 from moe_parallel.plan.search import Plan, Refused, layouts, plan_layout, reasons, search
 
 OPTIONS = {
-    "num_layers": 16,
+    "num_layers": 10,
     "hidden_size": 4096,
     "num_attention_heads": 32,
     "ffn_hidden_size": 14336,
@@ -38,7 +38,7 @@ def test_layouts_are_ranked_and_the_others_have_a_reason() -> None:
 
 
 def test_memory_is_refused_by_how_much() -> None:
-    config = make_config(OPTIONS)
+    config = make_config(OPTIONS | {"num_layers": 2})
     plan = plan_layout(config, VOCABULARY, CLUSTER, reserve=0)
     assert isinstance(plan, Plan)
     one_byte_short = round(CLUSTER.node.memory_size) - plan.memory.total + 1

@@ -77,7 +77,7 @@ def _counted() -> tuple[float, float]:
     shape, layout = shape_of(config, VOCABULARY), Layout(ranks=1, micro_batch=4)
     work = work_of_layer(shape, layout, False)
     head = work_of_head(shape, layout)
-    # torch does not count its CPU kernel of attention; the head's gradients are in its forward pass.
+    # torch does not count its CPU kernel of attention. The head computes its gradients forward.
     planned = sum(w.flops for w in work if w.name != "attention")
     planned += sum(w.flops + w.backward_flops for w in head)
     destroy_groups()
