@@ -229,7 +229,7 @@ def _other(other: Plan | Refused) -> dict[str, Any]:
 
 HEADER = (
     "   tp pp vpp  ep etp   dp  mb recompute  tokens/s/GPU  TFLOP/s  step s    GiB"
-    "  weights grads  optim  activ"
+    "  weights grads  optim   kept"
 )
 
 

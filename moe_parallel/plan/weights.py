@@ -99,7 +99,7 @@ class Bucket:
 def buckets(
     weights: Sequence[Weight], ranks: int, distributed: bool, least: int | None
 ) -> list[Bucket]:
-    """The buckets of one buffer, by the rules of Megatron-Core 0.16.1 and 0.19.2.
+    """The buckets of one buffer, by the rules of Megatron-Core 0.16.1.
 
     Weights come in reverse order. With the distributed optimizer a weight begins at a multiple of
     64 and a bucket ends at one of 128 and of the number of ranks.

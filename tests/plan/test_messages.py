@@ -121,6 +121,43 @@ def test_on_four_ranks() -> None:
         _compare(of_rank)
 
 
+def _on_links(options: Options, node_size: int) -> tuple[Wire, Wire]:
+    """(by plan, counted): bytes of all-to-alls and sends of a step in a node and between nodes."""
+    config = config_of(options)
+    engine = engine_of(config)
+    with factors_stay_bf16(), Messages() as messages:
+        engine.step(batches(config))
+    rank, stage = dist.get_rank(), engine.groups.pp.rank()
+    layout = layout_of(config, dist.get_world_size())
+    planned = wire_of(
+        (
+            each
+            for each in messages_of_stage(shape_of(config, VOCABULARY), layout, stage)
+            if each.kind in ("all-to-all", "send")
+        ),
+        node_size,
+    )
+    node = network = 0
+    for receiver, size in messages.to_rank.items():
+        if receiver // node_size != rank // node_size:
+            network += size
+        elif receiver != rank:
+            node += size
+    destroy_groups()
+    return planned, Wire(node, network)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "options",
+    [BF16 | EP | {"expert_model_parallel_size": 4}, BF16 | EP, BF16 | PP | EP],
+    ids=["ep over nodes", "ep in a node", "stages on nodes"],
+)
+def test_links_of_four_ranks(options: Options) -> None:
+    for planned, counted in run_distributed(4, _on_links, options, 2):
+        assert planned == counted
+
+
 def _wire(kind: str, size: int, stride: int, nbytes: int = 1600) -> Wire:
     return Collective("", "", kind, Group("", size, stride), nbytes, 1).wire(node_size=8)
 
