@@ -112,6 +112,14 @@ def test_on_two_ranks(precision: str) -> None:
         _compare(of_rank)
 
 
+@pytest.mark.full
+def test_on_four_ranks() -> None:
+    both = SP | EP | {"bf16": True}  # each expert on two ranks, and each two experts on two
+    cases = {"topk": both, "aoe": AOE | ALL_CHOSEN | both, "aoe, tp": AOE | ALL_CHOSEN | TP | EP}
+    for of_rank in run_distributed(4, _kept, 4, cases):
+        _compare(of_rank)
+
+
 def test_with_recomputation_only_inputs_are_kept() -> None:
     cases = {
         "topk": {"recompute_granularity": "full"},
