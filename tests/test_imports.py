@@ -18,7 +18,7 @@ LAYERS = (
     {"_C", "errors", "console", "optional"},
     {"collective_errors"},
     {"config"},
-    {"ops"},
+    {"ops", "plan"},
     {"selection", "balancing", "experts", "dispatch", "parallel", "platform", "telemetry", "data"},
     {"layers"},
     {"systems"},

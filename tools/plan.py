@@ -8,6 +8,8 @@ Without --own-layout, the tool tries every layout and micro-batch size, lists th
 and says why the others do not. --beside FILE.yaml plans a second model in the same layouts, for
 example a traditional MoE beside AoE. --json prints everything as one JSON object.
 
+--published FILE.json plans published runs instead, and prints how far off the plan is.
+
 Nothing is built or measured: docs/scaling.md has the formulas and the errors. Besides its own flags
 the tool accepts those of pretrain_gpt_moe.py.
 """
@@ -23,11 +25,13 @@ from typing import Any
 
 from moe_parallel.config import Config, parse_command_line
 from moe_parallel.errors import InputError
-from moe_parallel.plan.cluster import Cluster, measured, parse_cluster
+from moe_parallel.plan.cluster import Cluster, Efficiency, measured, parse_cluster
 from moe_parallel.plan.layout import Layout
+from moe_parallel.plan.memory import activations_by_part, memory_of_stage, weights_by_part
 from moe_parallel.plan.messages import messages_of_stage
+from moe_parallel.plan.published import read_published
 from moe_parallel.plan.search import RESERVE, Plan, Refused, plan_layout, reasons, search
-from moe_parallel.plan.shape import shape_of
+from moe_parallel.plan.shape import Shape, shape_of
 from moe_parallel.tool import Tool, check_positive
 
 GIB = 2**30
@@ -63,20 +67,26 @@ def main(arguments: list[str]) -> int:
         help="JSON with measured shares of the peaks, by the names in docs/scaling.md; they "
         "replace the published ones",
     )
+    tool.add_argument(
+        "--published",
+        metavar="FILE",
+        help="plan the runs of docs/results/planner/published_runs.json, or of such a file",
+    )
     tool.add_argument("--json", action="store_true", help="print one JSON object")
     return tool.run_with_training_flags(arguments, _plan)
 
 
 def _plan(own: argparse.Namespace, flags: list[str]) -> None:
+    if own.published is not None:
+        _print_published(own)
+        return
     if own.cluster is None:
         raise InputError("--cluster is not set: give nodes and their number, as in h100x8:64")
     check_positive(own, "top")
     if not 0 <= own.reserve_gib < 1000:
         raise InputError(f"--reserve-gib is {own.reserve_gib}: it must be from 0 to below 1000")
     cluster, reserve = parse_cluster(own.cluster), round(own.reserve_gib * GIB)
-    if own.measured is not None:
-        efficiency = measured(Path(own.measured), cluster.efficiency)
-        cluster = replace(cluster, efficiency=efficiency)
+    cluster = replace(cluster, efficiency=_efficiency(own))
     config = parse_command_line(flags)
     beside = None if own.beside is None else parse_command_line(["--config", own.beside])
     plans: list[Plan] = []
@@ -94,6 +104,38 @@ def _plan(own: argparse.Namespace, flags: list[str]) -> None:
         print(json.dumps(_as_json(config, cluster, shown, others, refused)))
     else:
         _print(config, cluster, shown, others, refused, len(plans))
+
+
+def _efficiency(own: argparse.Namespace) -> Efficiency:
+    published = Efficiency()
+    return published if own.measured is None else measured(Path(own.measured), published)
+
+
+def _print_published(own: argparse.Namespace) -> None:
+    efficiency = _efficiency(own)
+    rows = []
+    for run in read_published(Path(own.published)):
+        time = run.planned(efficiency)
+        rows.append(
+            {
+                "name": run.name,
+                "published_tokens_per_second_and_gpu": run.tokens_per_gpu,
+                "planned_tokens_per_second_and_gpu": time.tokens_per_gpu,
+                "error": time.tokens_per_gpu / run.tokens_per_gpu - 1,
+                "seconds_by_part": time.parts,
+                "source": run.source,
+                "differs": run.differs,
+            }
+        )
+    if own.json:
+        print(json.dumps(rows))
+        return
+    print(f"{'run':40}{'published':>10}{'planned':>9}{'error':>9}   tokens/s/GPU")
+    for row in rows:
+        print(
+            f"{row['name']:40}{row['published_tokens_per_second_and_gpu']:10,.0f}"
+            f"{row['planned_tokens_per_second_and_gpu']:9,.0f}{row['error']:+9.1%}"
+        )
 
 
 def _vocabulary(config: Config) -> int:
@@ -115,9 +157,7 @@ def _beside(
         sequence_parallel=layout.sequence_parallel,
         pipeline_model_parallel_size=layout.pp,
         num_layers_per_virtual_pipeline_stage=(
-            None
-            if layout.virtual == 1
-            else beside.model.num_layers // layout.pp // layout.virtual
+            None if layout.virtual == 1 else beside.model.num_layers // layout.pp // layout.virtual
         ),
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
@@ -157,9 +197,18 @@ def _plan_json(config: Config, cluster: Cluster, plan: Plan) -> dict[str, Any]:
     shape = shape_of(config, _vocabulary(config))
     messages = messages_of_stage(shape, plan.layout, plan.stage)
     return _summary(plan) | {
+        "stages": [_stage_json(shape, plan.layout, stage) for stage in range(plan.layout.pp)],
         "messages": [
             asdict(each) | {"wire": asdict(each.wire(cluster.node.gpus))} for each in messages
-        ]
+        ],
+    }
+
+
+def _stage_json(shape: Shape, layout: Layout, stage: int) -> dict[str, Any]:
+    """The memory of each GPU of a pipeline stage."""
+    return asdict(memory_of_stage(shape, layout, stage)) | {
+        "weights_by_part": weights_by_part(shape, layout, stage),
+        "activations_of_a_micro_batch_by_part": activations_by_part(shape, layout, stage),
     }
 
 
@@ -180,7 +229,7 @@ def _other(other: Plan | Refused) -> dict[str, Any]:
 
 HEADER = (
     "   tp pp vpp  ep etp   dp  mb recompute  tokens/s/GPU  TFLOP/s  step s    GiB"
-    "  weights grads  optim  activ"
+    "  weights grads  optim   kept"
 )
 
 

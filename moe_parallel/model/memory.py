@@ -13,6 +13,9 @@ from moe_parallel.collective_errors import agree, exchange
 from moe_parallel.config import Config
 from moe_parallel.errors import InputError
 from moe_parallel.parallel import Groups
+from moe_parallel.plan.layout import layout_of
+from moe_parallel.plan.shape import shape_of
+from moe_parallel.plan.weights import weights_of_chunk
 from moe_parallel.platform.memory import free_host_memory, free_memory, memory_owner
 
 
@@ -79,25 +82,21 @@ def least_memory(config: Config, vocab_size: int, groups: Groups) -> int:
 
 
 def parameters_of_rank(config: Config, vocab_size: int, groups: Groups) -> Parameters:
-    """The parameters of this rank without norms, which are only a few thousandths of all."""
-    model, tp = config.model, groups.tp.size()
-    d, rows = model.hidden_size, config.padded_vocab_size(vocab_size)
-    layers = _layers_of_stage(config, groups)
-    keys = d * model.query_groups // model.num_attention_heads
-    attention, dense_ffn = 2 * d * d + 2 * d * keys, 3 * d * model.ffn_hidden_size
-    tables = (groups.pp.rank() == 0) + (groups.pp.rank() == groups.pp.size() - 1)
-    if groups.pp.size() == 1 and not model.untie_embeddings_and_output_weights:
-        tables = 1
-    n = config.moe.num_experts or 0
-    moe_layer = config.selection.layer_weights(d, n, config.expert_width)
-    parts = groups.ep.size() * groups.etp.size()
-    dense = rows * d // tp * tables + len(layers) * attention // tp
-    dense += layers.count(False) * dense_ffn // tp
-    dense += layers.count(True) * (moe_layer.replicated + moe_layer.tensor_parallel // tp)
-    experts = layers.count(True) * moe_layer.expert_parallel // parts
-    widths = {True: config.expert_width, False: model.ffn_hidden_size}
-    largest = max(rows if tables else 0, d, *(widths[moe] for moe in layers)) * d
-    return Parameters(dense, experts, largest)
+    """The parameters of this rank."""
+    shape = shape_of(config, vocab_size)
+    layout = layout_of(config, groups.tp.size() * groups.dp.size() * groups.pp.size())
+    weights = [
+        weight
+        for chunk in range(layout.virtual)
+        for weight in weights_of_chunk(shape, layout, groups.pp.rank(), chunk)
+    ]
+    experts = sum(weight.size for weight in weights if weight.expert)
+    widths = {True: config.expert_width, False: config.model.ffn_hidden_size}
+    tables = any(weight.name in ("embedding", "output_layer") for weight in weights)
+    moe_or_not = _layers_of_stage(config, groups)
+    rows = shape.vocabulary if tables else 0
+    largest = max(rows, shape.hidden, *(widths[moe] for moe in moe_or_not)) * shape.hidden
+    return Parameters(sum(weight.size for weight in weights) - experts, experts, largest)
 
 
 def _layers_of_stage(config: Config, groups: Groups) -> list[bool]:

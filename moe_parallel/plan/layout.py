@@ -6,6 +6,8 @@ ep, then edp, then pp.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_parallel.config import Config
@@ -90,6 +92,12 @@ class Layout:
         """The ranks that hold every expert once, between which tokens are dispatched."""
         return Group("etp x ep", self.etp * self.ep, 1)
 
+    @property
+    def unlike_stages(self) -> list[int]:
+        """The first stage, the second and the last; those between need no more than the second if
+        all layers are alike."""
+        return sorted({0, min(1, self.pp - 1), self.pp - 1})
+
     def weight_group(self, expert: bool) -> Group:
         """The ranks over which a weight's gradient is reduced."""
         return self.edp_group if expert and self.experts_reduce_apart else self.dp_group
@@ -99,6 +107,11 @@ class Layout:
         each = num_layers // (self.pp * self.virtual)
         first = (chunk * self.pp + stage) * each
         return range(first, first + each)
+
+    def kinds_of_layer(self, moe_layers: Sequence[bool], stage: int, chunk: int) -> Counter[bool]:
+        """The numbers of dense (False) and of MoE layers (True) of a chunk."""
+        numbers = self.chunk_layers(len(moe_layers), stage, chunk)
+        return Counter(moe_layers[number] for number in numbers)
 
     def begins(self, stage: int, chunk: int) -> bool:
         """Whether the chunk has the embedding."""

@@ -1,4 +1,4 @@
-"""The memory of a rank by part: weights, gradients, optimizer state, activations, working memory."""
+"""The memory of a rank: weights, gradients, optimizer state, activations, working memory."""
 
 from __future__ import annotations
 
@@ -45,13 +45,7 @@ def memory_of_stage(shape: Shape, layout: Layout, stage: int, dp_rank: int = 0) 
         dp_rank: its number among the data-parallel ranks, which divide the optimizer state
             unequally where weights end.
     """
-    chunks = range(layout.virtual)
-    buffers = [b for chunk in chunks for b in buffers_of_chunk(shape, layout, stage, chunk)]
-    numbers = sum(
-        weight.size for chunk in chunks for weight in weights_of_chunk(shape, layout, stage, chunk)
-    )
-    padded = sum(buffer.size for buffer in buffers)
-    states = sum(_states(buffer, layout, dp_rank) for buffer in buffers)
+    numbers, padded, states = numbers_of_stage(shape, layout, stage, dp_rank)
     return Memory(
         # The distributed optimizer gathers weights in a buffer that is padded like the gradients'.
         weights=shape.value * (padded if layout.distributed_optimizer else numbers),
@@ -59,6 +53,19 @@ def memory_of_stage(shape: Shape, layout: Layout, stage: int, dp_rank: int = 0) 
         optimizer=states * (MOMENTS + (MASTER if shape.bf16 else 0)),
         activations=activations_of_stage(shape, layout, stage),
         working=_working(shape, layout, stage),
+    )
+
+
+def numbers_of_stage(
+    shape: Shape, layout: Layout, stage: int, dp_rank: int = 0
+) -> tuple[int, int, int]:
+    """Numbers of weights, the same with padding, and of weights that a rank updates."""
+    chunks = range(layout.virtual)
+    buffers = [b for chunk in chunks for b in buffers_of_chunk(shape, layout, stage, chunk)]
+    return (
+        sum(end - begin for b in buffers for each in b.buckets for begin, end in each.weights),
+        sum(buffer.size for buffer in buffers),
+        sum(_states(buffer, layout, dp_rank) for buffer in buffers),
     )
 
 
@@ -71,11 +78,20 @@ def _states(buffer: Buffer, layout: Layout, dp_rank: int) -> int:
 
 
 def weights_by_part(shape: Shape, layout: Layout, stage: int) -> dict[str, int]:
-    """The bytes of a stage's weights by part, without padding."""
+    """The bytes of a stage's weights by part of the model, without padding."""
     parts: Counter[str] = Counter()
     for chunk in range(layout.virtual):
         for weight in weights_of_chunk(shape, layout, stage, chunk):
             parts[weight.part] += weight.size * shape.value
+    return dict(parts)
+
+
+def activations_by_part(shape: Shape, layout: Layout, stage: int) -> dict[str, int]:
+    """The bytes that a stage keeps of one micro-batch, by part of the model."""
+    parts: Counter[str] = Counter()
+    for chunk in range(layout.virtual):
+        for kept in kept_by_chunk(shape, layout, stage, chunk):
+            parts[kept.part] += kept.nbytes
     return dict(parts)
 
 
@@ -86,11 +102,11 @@ def kept_by_chunk(shape: Shape, layout: Layout, stage: int, chunk: int) -> list[
         kept += kept_by_embedding(shape, layout)
     if layout.recompute:
         kept += kept_beside_recomputed_layers(shape)
-    for layer in layout.chunk_layers(len(shape.moe_layers), stage, chunk):
+    for is_moe, count in layout.kinds_of_layer(shape.moe_layers, stage, chunk).items():
         if layout.recompute:
-            kept += kept_by_recomputed_layer(shape, layout)
+            kept += count * kept_by_recomputed_layer(shape, layout)
         else:
-            kept += kept_by_layer(shape, layout, shape.moe_layers[layer])
+            kept += count * kept_by_layer(shape, layout, is_moe)
     if layout.ends(stage, chunk):
         kept += kept_by_head(shape, layout)
     return kept
@@ -128,14 +144,10 @@ def activations_of_stage(shape: Shape, layout: Layout, stage: int) -> int:
     )
     if not layout.recompute:
         return held
-    layers = {
-        shape.moe_layers[layer]
-        for chunk in range(layout.virtual)
-        for layer in layout.chunk_layers(len(shape.moe_layers), stage, chunk)
-    }
     # One layer at a time has all of its activations again.
     return held + max(
-        sum(kept.nbytes for kept in kept_by_layer(shape, layout, is_moe)) for is_moe in layers
+        sum(kept.nbytes for kept in kept_by_layer(shape, layout, is_moe))
+        for is_moe in set(shape.moe_layers)
     )
 
 

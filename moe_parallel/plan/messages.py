@@ -7,7 +7,7 @@ loss that is reported) are left out.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_parallel.plan.activations import Tokens, tokens_of
 from moe_parallel.plan.layout import Group, Layout
@@ -83,8 +83,9 @@ def messages_of_stage(shape: Shape, layout: Layout, stage: int) -> list[Collecti
     for chunk in range(layout.virtual):
         if layout.begins(stage, chunk):
             found += _embedding(shape, layout)
-        for layer in layout.chunk_layers(len(shape.moe_layers), stage, chunk):
-            found += messages_of_layer(shape, layout, shape.moe_layers[layer])
+        for is_moe, count in layout.kinds_of_layer(shape.moe_layers, stage, chunk).items():
+            of_layer = messages_of_layer(shape, layout, is_moe)
+            found += [replace(each, times=each.times * count) for each in of_layer]
         if layout.ends(stage, chunk):
             found += _head(shape, layout)
         found += _reduction(shape, layout, stage, chunk)
@@ -104,7 +105,6 @@ def _merged(found: Iterable[Collective]) -> list[Collective]:
 
 def messages_of_layer(shape: Shape, layout: Layout, is_moe: bool) -> list[Collective]:
     """The messages of one layer in all micro-batches of a step."""
-    # In a pass that is repeated by recomputation, all but the first all-reduces repeat.
     found = list(_divided_block(shape, layout, "attention"))
     if not is_moe:
         return [*found, *_divided_block(shape, layout, "dense layer")]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moe_parallel.plan.cluster import Cluster
 from moe_parallel.plan.layout import Layout
-from moe_parallel.plan.memory import GRADIENT, MASTER, MOMENTS, memory_of_stage
+from moe_parallel.plan.memory import numbers_of_stage
 from moe_parallel.plan.messages import (
     DISPATCH,
     GRADIENTS,
@@ -61,29 +61,25 @@ class StepTime:
 def step_time(shape: Shape, layout: Layout, cluster: Cluster) -> StepTime:
     """The time of a step, by the stage that is slowest in the middle of the step."""
     slowest = max(
-        (_stage(shape, layout, cluster, stage) for stage in _kinds_of_stage(layout)),
+        (_stage(shape, layout, cluster, stage) for stage in layout.unlike_stages),
         key=lambda parts: sum(parts.values()),
     )
     tokens = layout.global_batch * shape.seq_length
     return StepTime(slowest, tokens, layout.ranks, tokens * model_flops_per_token(shape))
 
 
-def _kinds_of_stage(layout: Layout) -> list[int]:
-    """Stages between the second and the last but one are alike if all layers are."""
-    return sorted({0, min(1, layout.pp - 1), layout.pp - 1})
-
-
 def _stage(shape: Shape, layout: Layout, cluster: Cluster, stage: int) -> dict[str, float]:
     """Seconds of a step by part, as the ranks of a stage spend them."""
     passes = layout.micro_batches
-    parts: Counter[str] = Counter()
-    last_backward = 0.0
+    parts: defaultdict[str, float] = defaultdict(float)
+    first_forward = last_backward = 0.0
     for work in work_of_stage(shape, layout, stage):
         forward, backward = seconds_of(work, shape, cluster)
         in_layer = work.part != "output layer"
         repeated = forward if layout.recompute and in_layer else 0.0
         parts[work.part] += passes * (forward + backward)
         parts["recompute"] += passes * repeated
+        first_forward += forward
         last_backward += backward + repeated
     messages = messages_of_stage(shape, layout, stage)
     for purpose in _IN_LAYERS:
@@ -97,11 +93,10 @@ def _stage(shape: Shape, layout: Layout, cluster: Cluster, stage: int) -> dict[s
     hidden = last_backward if layout.overlap_grad_reduce else 0.0
     parts[GRADIENTS] = max(0.0, gradients - hidden)
     gathers = seconds_of_messages(messages, cluster, WEIGHTS)
-    hidden = last_backward / 2 if layout.overlap_param_gather else 0.0  # the first forward pass
+    hidden = first_forward if layout.overlap_param_gather else 0.0
     parts[WEIGHTS] = max(0.0, gathers - hidden)
-    memory = memory_of_stage(shape, layout, stage)
-    states = memory.optimizer / (MOMENTS + (MASTER if shape.bf16 else 0))
-    moved = optimizer_bytes(memory.gradients / GRADIENT, states, shape)
+    _, numbers, states = numbers_of_stage(shape, layout, stage)
+    moved = optimizer_bytes(numbers, states, shape)
     parts["optimizer"] = moved / (cluster.node.memory_rate * cluster.efficiency.memory)
     return {name: seconds for name, seconds in parts.items() if seconds}
 
@@ -111,8 +106,7 @@ def work_of_stage(shape: Shape, layout: Layout, stage: int) -> list[Work]:
     found: list[Work] = []
     layers: Counter[bool] = Counter()
     for chunk in range(layout.virtual):
-        numbers = layout.chunk_layers(len(shape.moe_layers), stage, chunk)
-        layers.update(shape.moe_layers[number] for number in numbers)
+        layers += layout.kinds_of_layer(shape.moe_layers, stage, chunk)
         if layout.ends(stage, chunk):
             found += work_of_head(shape, layout)
     for is_moe, count in layers.items():

@@ -22,6 +22,7 @@ class Weight:
     name: str
     part: str
     size: int  # in numbers
+    expert: bool = False  # divided by ep and etp
     apart: bool = False  # reduced over edp instead of dp
     shared_embedding: bool = False  # tied, with pipeline stages: it has a bucket of its own
 
@@ -61,12 +62,14 @@ def _layer(shape: Shape, layout: Layout, is_moe: bool) -> list[Weight]:
     divisors = {"none": 1, "tp": tp, "experts": layout.ep * layout.etp}
     for weight in shape.experts.weights:
         scores = weight.name in ("w_router", "w_down", "replicated")
+        expert = weight.divided_by == "experts"
         found.append(
             Weight(
                 weight.name,
                 SCORING if scores else EXPERTS,
                 weight.size // divisors[weight.divided_by],
-                apart=weight.divided_by == "experts" and layout.experts_reduce_apart,
+                expert=expert,
+                apart=expert and layout.experts_reduce_apart,
             )
         )
     return found
@@ -96,7 +99,7 @@ class Bucket:
 def buckets(
     weights: Sequence[Weight], ranks: int, distributed: bool, least: int | None
 ) -> list[Bucket]:
-    """The buckets of one buffer, by the rules of Megatron-Core 0.16.1 and 0.19.2.
+    """The buckets of one buffer, by the rules of Megatron-Core 0.16.1.
 
     Weights come in reverse order. With the distributed optimizer a weight begins at a multiple of
     64 and a bucket ends at one of 128 and of the number of ranks.

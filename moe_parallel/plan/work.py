@@ -5,6 +5,7 @@ The symbols are those of `activations`. A product of [m, k] and [k, n] has 2 m k
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -208,9 +209,8 @@ def model_flops_per_token(shape: Shape) -> float:
 
     AoE's products with W_down of all experts count; recomputation does not.
     """
-    whole = replace(shape, experts=shape.experts)
     alone = Layout(ranks=1)
-    forward = sum(work.flops for work in work_of_head(whole, alone))
-    for is_moe in shape.moe_layers:
-        forward += sum(work.flops for work in work_of_layer(whole, alone, is_moe))
+    forward = sum(work.flops for work in work_of_head(shape, alone))
+    for is_moe, count in Counter(shape.moe_layers).items():
+        forward += count * sum(work.flops for work in work_of_layer(shape, alone, is_moe))
     return 3 * forward / shape.seq_length

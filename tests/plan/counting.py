@@ -44,6 +44,7 @@ class Messages(TorchDispatchMode):
         """`echo`: an all-to-all of equal parts returns what was sent, under a fake group."""
         super().__init__()
         self.counted: Counter[Message] = Counter()
+        self.to_rank: Counter[int] = Counter()  # bytes of all-to-alls and sends, by receiver
         self.echo = echo
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,12 +64,16 @@ class Messages(TorchDispatchMode):
             sent = [sent]
         size = sum(t.numel() * t.element_size() for t in sent)
         if kind == "all-to-all":
-            out, x = args[0], args[1]
-            splits = args[4]
-            here = splits[group.rank()] if splits else len(x) // group.size()
-            size -= here * x.element_size() * x[:1].numel() if len(x) else 0
+            output, x = args[0], args[1]
+            splits = args[4] or [len(x) // group.size()] * group.size()
+            row = x[:1].numel() * x.element_size()
+            size -= splits[group.rank()] * row
+            for receiver, rows in zip(ranks, splits, strict=True):
+                self.to_rank[receiver] += rows * row
             if self.echo:
-                out.copy_(x)
+                output.copy_(x)
+        if kind == "send":
+            self.to_rank[ranks[args[2]]] += size
         self.counted[kind, ranks, size] += 1
 
 

@@ -24,10 +24,11 @@ from tests.plan.running import (
     factors_stay_bf16,
 )
 
-Sizes = list[tuple[tuple[int, ...], str, int]]
+#: Bytes of each tensor by plan, of each that is kept, and what is known of those.
+Found = tuple[list[int], list[int], list[tuple[tuple[int, ...], str, int]]]
 
 
-def _kept(world_size: int, cases: dict[str, Options]) -> dict[str, tuple[list[int], list[int], Sizes]]:
+def _kept(world_size: int, cases: dict[str, Options]) -> dict[str, Found]:
     """By case: sizes by the plan, and sizes that autograd keeps after a forward pass."""
     found = {}
     for name, options in cases.items():
@@ -51,7 +52,7 @@ def _kept(world_size: int, cases: dict[str, Options]) -> dict[str, tuple[list[in
     return found
 
 
-def _compare(found: dict[str, tuple[list[int], list[int], Sizes]]) -> None:
+def _compare(found: dict[str, Found]) -> None:
     """The plan has a tensor of each size that is kept, as often as it is kept."""
     wrong = {}
     for name, (planned, kept, sizes) in found.items():
@@ -63,9 +64,12 @@ def _compare(found: dict[str, tuple[list[int], list[int], Sizes]]) -> None:
 
 
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": True}}
+of_each_precision = pytest.mark.parametrize(
+    "precision", [pytest.param("fp32", marks=pytest.mark.full), "bf16"]
+)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@of_each_precision
 def test_on_one_rank(precision: str) -> None:
     cases = {
         "topk": {},
@@ -73,9 +77,7 @@ def test_on_one_rank(precision: str) -> None:
         "aoe": AOE | ALL_CHOSEN,
         "aoe, C of all kept": AOE | ALL_CHOSEN | {"aoe_recompute_scores": False},
         "aoe, C W_up kept": AOE | ALL_CHOSEN | {"aoe_recompute_gate": False},
-        "aoe, selected": AOE
-        | ALL_CHOSEN
-        | {"aoe_gradient": "selected", "moe_aux_loss_coeff": 0.0},
+        "aoe, selected": AOE | ALL_CHOSEN | {"aoe_gradient": "selected", "moe_aux_loss_coeff": 0.0},
         "dense": DENSE,
         "dense and MoE layers": {"moe_layer_freq": "[0]+[1]"},
     }
@@ -87,7 +89,7 @@ EP, TP = {"expert_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}
 SP = TP | {"sequence_parallel": True}
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@of_each_precision
 def test_on_two_ranks(precision: str) -> None:
     cases = {
         "topk, ep": EP,
@@ -107,6 +109,14 @@ def test_on_two_ranks(precision: str) -> None:
     }
     cases = {name: PRECISIONS[precision] | options for name, options in cases.items()}
     for of_rank in run_distributed(2, _kept, 2, cases):
+        _compare(of_rank)
+
+
+@pytest.mark.full
+def test_on_four_ranks() -> None:
+    both = SP | EP | {"bf16": True}  # each expert on two ranks, and each two experts on two
+    cases = {"topk": both, "aoe": AOE | ALL_CHOSEN | both, "aoe, tp": AOE | ALL_CHOSEN | TP | EP}
+    for of_rank in run_distributed(4, _kept, 4, cases):
         _compare(of_rank)
 
 

@@ -74,33 +74,36 @@ AOE_ALL = AOE | ALL_CHOSEN
 GATHER = {"aoe_gather_w_down": True}
 
 QUICK = {
-    "dp": BF16,
-    "dp, sharded": BF16 | SHARDED,
     "dp, buckets": BF16 | OVERLAP | {"ddp_bucket_size": 20_000},
     "ep": EP | BF16 | SHARDED,
+    "aoe, ep, C sent": AOE_ALL | EP | BF16 | {"aoe_send_activations": True},
+    "aoe, ep, gathered, recomputed": AOE_ALL | EP | BF16 | GATHER | FULL,
+    "sp": SP | BF16 | SHARDED,
+    "aoe, tp": AOE_ALL | TP | BF16,
+    "dense, sp": DENSE | SP,
+    "pp, virtual": VIRTUAL | BF16 | SHARDED,
+}
+MORE = {
+    "dp": BF16,
+    "dp, sharded": BF16 | SHARDED,
     "ep, overlapped": EP | BF16 | OVERLAP,
     "ep, recomputed": EP | BF16 | FULL,
     "aoe, ep": AOE_ALL | EP | BF16,
-    "aoe, ep, C sent": AOE_ALL | EP | BF16 | {"aoe_send_activations": True},
     "aoe, ep, gathered": AOE_ALL | EP | BF16 | GATHER,
-    "aoe, ep, gathered, recomputed": AOE_ALL | EP | BF16 | GATHER | FULL,
-    "sp": SP | BF16 | SHARDED,
     "sp, recomputed": SP | BF16 | FULL,
     "tp": TP | BF16,
-    "aoe, tp": AOE_ALL | TP | BF16,
     "aoe, sp": AOE_ALL | SP | BF16,
     "aoe, etp, gathered": AOE_ALL | SP | BF16 | GATHER,
     "aoe, etp, gathered, C sent": AOE_ALL | SP | BF16 | GATHER | {"aoe_send_activations": True},
     "dense, tp": DENSE | TP | {"loss_chunk_size": 50},
-    "dense, sp": DENSE | SP,
     "pp": PP | BF16 | SHARDED,
     "pp, untied": PP | {"untie_embeddings_and_output_weights": True},
-    "pp, virtual": VIRTUAL | BF16 | SHARDED,
 }
 
 
-def test_on_two_ranks() -> None:
-    for of_rank in run_distributed(2, _sent, 2, QUICK):
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(MORE, marks=pytest.mark.full)], ids=len)
+def test_on_two_ranks(cases: dict[str, Options]) -> None:
+    for of_rank in run_distributed(2, _sent, 2, cases):
         _compare(of_rank)
 
 
@@ -116,6 +119,43 @@ def test_on_four_ranks() -> None:
     }
     for of_rank in run_distributed(4, _sent, 4, cases):
         _compare(of_rank)
+
+
+def _on_links(options: Options, node_size: int) -> tuple[Wire, Wire]:
+    """(by plan, counted): bytes of all-to-alls and sends of a step in a node and between nodes."""
+    config = config_of(options)
+    engine = engine_of(config)
+    with factors_stay_bf16(), Messages() as messages:
+        engine.step(batches(config))
+    rank, stage = dist.get_rank(), engine.groups.pp.rank()
+    layout = layout_of(config, dist.get_world_size())
+    planned = wire_of(
+        (
+            each
+            for each in messages_of_stage(shape_of(config, VOCABULARY), layout, stage)
+            if each.kind in ("all-to-all", "send")
+        ),
+        node_size,
+    )
+    node = network = 0
+    for receiver, size in messages.to_rank.items():
+        if receiver // node_size != rank // node_size:
+            network += size
+        elif receiver != rank:
+            node += size
+    destroy_groups()
+    return planned, Wire(node, network)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "options",
+    [BF16 | EP | {"expert_model_parallel_size": 4}, BF16 | EP, BF16 | PP | EP],
+    ids=["ep over nodes", "ep in a node", "stages on nodes"],
+)
+def test_links_of_four_ranks(options: Options) -> None:
+    for planned, counted in run_distributed(4, _on_links, options, 2):
+        assert planned == counted
 
 
 def _wire(kind: str, size: int, stride: int, nbytes: int = 1600) -> Wire:

@@ -1,0 +1,64 @@
+"""All layouts of a configuration: which fit, and why others do not."""
+
+import pytest
+
+from moe_parallel.config import make_config
+from moe_parallel.errors import InputError
+from moe_parallel.plan.cluster import parse_cluster
+from moe_parallel.plan.search import Plan, Refused, layouts, plan_layout, reasons, search
+
+OPTIONS = {
+    "num_layers": 10,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "ffn_hidden_size": 14336,
+    "num_experts": 4,
+    "bf16": True,
+    "seq_length": 4096,
+    "micro_batch_size": 1,
+    "global_batch_size": 64,
+}
+VOCABULARY = 32000
+CLUSTER = parse_cluster("h100x8:1")
+
+
+def test_layouts_are_ranked_and_the_others_have_a_reason() -> None:
+    config = make_config(OPTIONS)
+    plans, refused = search(config, VOCABULARY, CLUSTER)
+    assert len(plans) + len(refused) == len(list(layouts(config, CLUSTER)))
+    speeds = [plan.time.tokens_per_gpu for plan in plans]
+    assert speeds == sorted(speeds, reverse=True) and speeds
+    assert len({plan.layout for plan in plans}) == len(plans)
+    limit = CLUSTER.node.memory_size - 6 * 2**30
+    assert all(plan.memory.total <= limit for plan in plans)
+    kinds = reasons(refused)
+    assert sum(count for count, _ in kinds.values()) == len(refused)
+    assert "GiB, " in kinds["more memory than a GPU has"][1]
+    assert "--" in kinds["sizes that do not divide each other"][1]
+
+
+def test_memory_is_refused_by_how_much() -> None:
+    config = make_config(OPTIONS | {"num_layers": 2})
+    plan = plan_layout(config, VOCABULARY, CLUSTER, reserve=0)
+    assert isinstance(plan, Plan)
+    one_byte_short = round(CLUSTER.node.memory_size) - plan.memory.total + 1
+    refused = plan_layout(config, VOCABULARY, CLUSTER, one_byte_short)
+    assert isinstance(refused, Refused) and refused.kind == "more memory than a GPU has"
+    assert f"stage 0 needs {plan.memory.total / 2**30:.1f} GiB, 0.0 more" in refused.reason
+    assert isinstance(plan_layout(config, VOCABULARY, CLUSTER, one_byte_short - 1), Plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"expert_selection": "lory"}, "--expert-selection is lory, and a plan has formulas for"),
+        ({"loss_chunk_size": 0}, "--loss-chunk-size is 0"),
+        ({"attention_backend": "local"}, "--attention-backend is local"),
+        ({"moe_z_loss_coeff": 0.5}, "--moe-z-loss-coeff is 0.5, and a plan has no formula"),
+        ({"moe_expert_capacity_factor": 1.5}, "--moe-expert-capacity-factor is 1.5"),
+    ],
+)
+def test_what_has_no_formula_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError) as told:
+        plan_layout(make_config(OPTIONS | options), VOCABULARY, CLUSTER)
+    assert str(told.value).startswith(message)

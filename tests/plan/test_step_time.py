@@ -1,0 +1,69 @@
+"""The time of a step by hand, where one thing at a time takes all of it."""
+
+from dataclasses import replace
+
+import pytest
+
+from moe_parallel.plan.cluster import NODES, Cluster, Efficiency
+from moe_parallel.plan.layout import Group, Layout
+from moe_parallel.plan.messages import DISPATCH, Collective
+from moe_parallel.plan.shape import Shape
+from moe_parallel.plan.step_time import seconds_of, seconds_of_messages, step_time
+from moe_parallel.plan.work import LINEAR, Work, traffic
+
+PERFECT = Efficiency(1, 1, 1, 1, 1, 1, 1)
+CLUSTER = Cluster(NODES["h100x8"], 2, PERFECT)
+SHAPE = Shape((False,) * 8, 1024, 8, 8, 128, 4096, 32000, False, 2048, bf16=True)
+LAYOUT = Layout(ranks=16, pp=4, micro_batch=1, global_batch=64, distributed_optimizer=True)
+
+
+def test_a_product_takes_its_flops_or_its_traffic() -> None:
+    heavy = Work("", "", LINEAR, 989e12, 2 * 989e12, 1, 1)
+    assert seconds_of(heavy, SHAPE, CLUSTER) == (1, 2)
+    assert seconds_of(replace(heavy, fp8=True), SHAPE, CLUSTER) == pytest.approx(
+        (989 / 1979,) * 1 + (2 * 989 / 1979,)
+    )
+    assert seconds_of(traffic("", "", 3.35e12, 6.7e12), SHAPE, CLUSTER) == (1, 2)
+    half = replace(CLUSTER, efficiency=replace(PERFECT, linear=0.5, memory=0.25))
+    assert seconds_of(heavy, SHAPE, half) == (2, 4)
+    assert seconds_of(traffic("", "", 3.35e12, 0), SHAPE, half) == (4, 0)
+
+
+def test_a_message_takes_the_slower_of_its_links() -> None:
+    def seconds(size: int, ranks: int, times: int = 1) -> float:
+        message = Collective("", DISPATCH, "all-to-all", Group("", ranks, 1), size, times)
+        return seconds_of_messages([message], CLUSTER, DISPATCH)
+
+    assert seconds(450_000_000_000, 8) == 1
+    assert seconds(15 * 50_000_000_000, 16) == 8  # 8 of 15 parts over the network
+    assert seconds(7, 8, times=3) == pytest.approx(3 * NODES["h100x8"].link_latency)
+    assert seconds(15, 16) == NODES["h100x8"].network_latency
+
+
+def test_the_bubble() -> None:
+    plain, virtual = (
+        step_time(SHAPE, replace(LAYOUT, virtual=chunks), CLUSTER).parts for chunks in (1, 2)
+    )
+    busy = sum(plain[part] for part in ("attention", "dense layers", "output layer"))
+    assert LAYOUT.micro_batches == 16
+    assert plain["bubble"] == pytest.approx(busy * 3 / 16)
+    assert virtual["bubble"] == pytest.approx(plain["bubble"] / 2)
+
+
+def test_recomputation_repeats_the_layers_only() -> None:
+    once, twice = (
+        step_time(SHAPE, Layout(ranks=1, global_batch=4, recompute=recompute), CLUSTER).parts
+        for recompute in (False, True)
+    )
+    assert "recompute" not in once
+    assert 0 < twice["recompute"] < once["attention"] + once["dense layers"]
+
+
+def test_overlap_hides_messages() -> None:
+    shown = step_time(SHAPE, LAYOUT, CLUSTER)
+    hides = replace(LAYOUT, overlap_grad_reduce=True, overlap_param_gather=True)
+    hidden = step_time(SHAPE, hides, CLUSTER)
+    assert shown.parts["gradients"] > hidden.parts.get("gradients", 0)
+    assert shown.tokens_per_gpu < hidden.tokens_per_gpu
+    tokens = 64 * 2048
+    assert hidden.tokens_per_gpu == pytest.approx(tokens / hidden.seconds / 16)

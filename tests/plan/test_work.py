@@ -1,0 +1,89 @@
+"""FLOPs by hand, and those that torch counts in the program's own products."""
+
+from dataclasses import replace
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+from moe_parallel.parallel import destroy_groups
+from moe_parallel.plan.layout import Layout
+from moe_parallel.plan.shape import Experts, Scoring, Shape, aoe_weights, shape_of, swiglu_weights
+from moe_parallel.plan.work import model_flops_per_token, product, work_of_head, work_of_layer
+from tests.distributed import run_distributed
+from tests.plan.running import DENSE, VOCABULARY, batches, config_of, engine_of
+
+D, N, K, F, R, W, S, V = 64, 8, 2, 96, 16, 80, 32, 112
+SHAPE = Shape((True,), D, 4, 2, 16, 128, V, False, S, bf16=True)
+TOPK = replace(SHAPE, experts=Experts(N, K, F, swiglu_weights(D, N, F)))
+AOE = replace(SHAPE, experts=Experts(N, K, W, aoe_weights(D, N, R, W, "none"), Scoring(R)))
+ALONE = Layout(ranks=1, micro_batch=2)
+T = 2 * S
+
+
+def flops(shape: Shape, layout: Layout = ALONE) -> dict[str, tuple[float, float]]:
+    return {w.name: (w.flops, w.backward_flops) for w in work_of_layer(shape, layout, True)}
+
+
+def test_a_routed_layer_by_hand() -> None:
+    found = flops(TOPK)
+    assert found["router"] == (2 * T * D * N, 4 * T * D * N)
+    assert found["x [W_g | W_p]"] == (2 * T * K * D * 2 * F, 4 * T * K * D * 2 * F)
+    assert found["h W_out"] == (2 * T * K * F * D, 4 * T * K * F * D)
+    assert found["attention"] == (2 * T * S * D, 5 * T * S * D)
+
+
+def test_aoe_adds_the_norms_of_all_experts() -> None:
+    norms, up = 2 * T * N * D * R, 2 * T * K * R * W
+    assert flops(AOE)["norms of C"] == (norms, 3 * norms)
+    assert flops(AOE)["C W_up"] == (up, 3 * up)  # once more in the backward pass
+    assert "C of the rows" not in flops(AOE)
+    found = flops(AOE, replace(ALONE, ranks=2, ep=2))
+    assert found["C of the rows"][0] == 2 * T * K * D * R
+    assert AOE.experts is not None
+    for scoring, backward in (
+        (Scoring(R, recomputes_scores=False), 2 * norms),
+        (Scoring(R, all_norms_learn=False), 2 * norms * K / N),
+    ):
+        shape = replace(AOE, experts=replace(AOE.experts, scoring=scoring))
+        assert flops(shape)["norms of C"] == (norms, backward)
+
+
+def test_a_layout_divides_the_flops() -> None:
+    """tp divides all but what each rank computes for its own tokens, which are fewer."""
+    whole, part = flops(TOPK), flops(TOPK, replace(ALONE, ranks=2, tp=2, etp=2))
+    for name, (forward, _) in whole.items():
+        assert part[name][0] == forward / 2, name
+
+
+def test_memory_traffic_of_a_product_by_hand() -> None:
+    work = product("", "", "", (10, 3, 5), 2, matrices=2)
+    x, w, y = 10 * 3, 2 * 3 * 5, 10 * 5
+    assert (work.nbytes, work.backward_bytes) == (2 * (x + w + y), 4 * (x + w + y) + 12 * w)
+
+
+def test_model_flops_are_three_forward_passes() -> None:
+    layer = 2 * D * 128 + 2 * D * D + 2 * D * N + K * 6 * D * F + 2 * S * D
+    assert model_flops_per_token(TOPK) == 3 * (layer + 2 * D * V)
+
+
+def _counted() -> tuple[float, float]:
+    config = config_of(DENSE | {"bf16": True, "num_layers": 1})
+    engine = engine_of(config)
+    (chunk,) = engine.chunks
+    batch = next(batches(config))
+    batch.pop("position_ids")
+    with FlopCounterMode(display=False) as counter:
+        chunk(batch.pop("tokens"), None, None, **batch)
+    shape, layout = shape_of(config, VOCABULARY), Layout(ranks=1, micro_batch=4)
+    work = work_of_layer(shape, layout, False)
+    head = work_of_head(shape, layout)
+    # torch does not count its CPU kernel of attention. The head computes its gradients forward.
+    planned = sum(w.flops for w in work if w.name != "attention")
+    planned += sum(w.flops + w.backward_flops for w in head)
+    destroy_groups()
+    return planned, counter.get_total_flops()
+
+
+def test_the_products_of_a_dense_model() -> None:
+    planned, counted = run_distributed(1, _counted)[0]
+    assert planned == pytest.approx(counted, rel=1e-12)

@@ -1,0 +1,60 @@
+"""The program: its output, its exit codes and its errors for wrong flags."""
+
+import json
+from functools import partial
+
+import pytest
+
+from tests.tools.running import run_tool
+
+run = partial(run_tool, "plan.py")
+AOE_4B = ("--config", "examples/papers/aoe/aoe_4b.yaml", "--cluster", "h100x8:4")
+MOE_4B = "examples/papers/aoe/moe_4b.yaml"
+
+
+def test_the_own_layout_as_json() -> None:
+    result = run(*AOE_4B, "--own-layout", "--beside", MOE_4B, "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    found = json.loads(result.stdout)
+    (plan,) = found["plans"]
+    assert found["cluster"]["gpus"] == 32
+    assert (plan["layout"]["ep"], plan["layout"]["dp"], plan["layout"]["edp"]) == (8, 32, 4)
+    assert plan["stages"][0]["weights"] == plan["memory"]["weights"]
+    kinds = {message["kind"] for message in plan["messages"]}
+    assert kinds == {"all-to-all", "reduce-scatter", "all-gather"}
+    assert sum(plan["seconds_by_part"].values()) == pytest.approx(plan["seconds"])
+    # AoE has W_down of 8 experts on every rank; a router is small.
+    assert plan["memory"]["weights"] > plan["beside"]["memory"]["weights"]
+
+
+def test_the_table() -> None:
+    small = ("--num-layers", "2", "--num-experts", "2", "--moe-router-topk", "1")
+    result = run(*AOE_4B, *small, "--top", "2", "--beside", MOE_4B)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("4 nodes of h100x8, 32 GPUs; 2048 sequences of 2048 tokens")
+    assert "layouts fit" in result.stdout and "sizes that do not divide" in result.stdout
+
+
+def test_published_runs() -> None:
+    result = run("--published", "docs/results/planner/published_runs.json")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "Mixtral 8x7B" in result.stdout and "GPT-OSS-120B" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "--cluster is not set: give nodes and their number, as in h100x8:64"),
+        (("--cluster", "x:1"), "--cluster x:1: 'x' is no node"),
+        (("--cluster", "h100x8:1", "--top", "0"), "--top is 0: it must be at least 1"),
+        (("--cluster", "h100x8:1", "--reserve-gib", "-1"), "--reserve-gib is -1.0"),
+        (("--cluster", "h100x8:1", "--reserve-gib", "nan"), "--reserve-gib is nan"),
+        (("--cluster", "h100x8:1"), "--vocab-size is not set"),
+        ((*AOE_4B, "--own-layout", "--global-batch-size", "5"), "the layout is not possible: --gl"),
+        (("--published", "none.json"), "--published none.json cannot be read"),
+    ],
+)
+def test_wrong_flags_are_told_in_a_line(arguments: tuple[str, ...], message: str) -> None:
+    result = run(*arguments)
+    assert result.returncode == 2 and result.stdout == ""
+    assert message in result.stderr and result.stderr.count("\n") == 1
