@@ -41,6 +41,7 @@ SHARED = {
     TESTS: {
         "aligned_rows",
         "backends",
+        "bounded_experts",
         "capability",
         "expert_rows",
         "fused",

@@ -1,4 +1,4 @@
-"""The shipped scripts on two nodes: complete, requeued, cancelled, and wrong."""
+"""The shipped scripts on two nodes: complete, requeued, canceled, and wrong."""
 
 import json
 import sys
@@ -52,7 +52,7 @@ def test_the_time_limit_requeues_until_train_iters_are_done(
     job.check_whole(undisturbed)
 
 
-def test_a_cancelled_job_saves_and_stays_cancelled(cluster, tmp_path, options, undisturbed):
+def test_a_canceled_job_saves_and_stays_canceled(cluster, tmp_path, options, undisturbed):
     job = SlurmJob(cluster, tmp_path, options)
     job.wait_for_output("iteration  3/12")
     cluster.run("scancel", str(job.id))
