@@ -1,10 +1,13 @@
 """FLOPs by hand, and those that torch counts in the program's own products."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
+from moe_parallel.config import parse_command_line
+from moe_parallel.model.flops import token_flops
 from moe_parallel.parallel import destroy_groups
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.shape import Experts, Scoring, Shape, aoe_weights, shape_of, swiglu_weights
@@ -12,6 +15,7 @@ from moe_parallel.plan.work import model_flops_per_token, product, work_of_head,
 from tests.distributed import run_distributed
 from tests.plan.running import DENSE, VOCABULARY, batches, config_of, engine_of
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "papers"
 D, N, K, F, R, W, S, V = 64, 8, 2, 96, 16, 80, 32, 112
 SHAPE = Shape((True,), D, 4, 2, 16, 128, V, False, S, bf16=True)
 TOPK = replace(SHAPE, experts=Experts(N, K, F, swiglu_weights(D, N, F)))
@@ -87,3 +91,15 @@ def _counted() -> tuple[float, float]:
 def test_the_products_of_a_dense_model() -> None:
     planned, counted = run_distributed(1, _counted)[0]
     assert planned == pytest.approx(counted, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["aoe/aoe_732m", "aoe/moe_732m", "dynamic/dense_374m"])
+def test_a_plan_and_a_run_count_the_same_model_flops(name: str) -> None:
+    config = parse_command_line(["--config", str(EXAMPLES / f"{name}.yaml")])
+    vocabulary = config.padded_vocab_size(config.data.vocab_size or 0)
+    choices = config.moe.num_experts and config.selection.mean_choices
+    counted = token_flops(config, vocabulary, choices or 0)
+    # A run counts the (S + 1) / 2 keys of a mask's mean row, a plan S / 2.
+    attention = counted.attention / (config.training.seq_length + 1)
+    planned = model_flops_per_token(shape_of(config, config.data.vocab_size or 0))
+    assert planned == pytest.approx(3 * (counted.forward - attention), rel=1e-12)
