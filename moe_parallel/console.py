@@ -22,6 +22,7 @@ PROGRAMS = {
             "experts_per_vocab_item",
             "generate",
             "order_by_similarity",
+            "plan",
             "plot_run",
             "prepare_data_cache",
             "preprocess_data",

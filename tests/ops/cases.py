@@ -84,12 +84,17 @@ def float64(tensor: Tensor) -> np.ndarray:
     return tensor.detach().cpu().double().numpy()
 
 
-def assert_close(actual: Tensor, expected: np.ndarray, dtype: torch.dtype) -> None:
-    """Equal within the rounding of dtype, relative to the largest expected value."""
+def assert_close(
+    actual: Tensor, expected: np.ndarray, dtype: torch.dtype, *, rounded: int = 1
+) -> None:
+    """Equal within the rounding of dtype, relative to the largest expected value.
+
+    `rounded`: 2 if `expected` was computed in this dtype, too.
+    """
     assert tuple(actual.shape) == expected.shape
     scale = max(float(np.abs(expected).max(initial=0.0)), 1e-30)
     difference = float(np.abs(float64(actual) - expected).max(initial=0.0))
-    assert difference <= ROUNDING[dtype] * scale, f"off by {difference} of {scale}"
+    assert difference <= rounded * ROUNDING[dtype] * scale, f"off by {difference} of {scale}"
 
 
 def gradients(output: Tensor, upstream: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -121,7 +121,7 @@ WRONG = {
     "empty folder": ({"load": "{}/empty"}, "--load {0}/empty: no checkpoint here .*"),
     "no folder": ({"load": "{}/none"}, "--load {0}/none: there is no such folder; .*"),
     "torn": (
-        {"load": "{}/torn"},
+        {"load": "{}/torn/iter_0000002"},
         "--load {0}/torn/iter_0000002: the checkpoint is incomplete or damaged: __1_0.distcp has "
         "100 bytes instead of .*; load another one: iter_0000001",
     ),

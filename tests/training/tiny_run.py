@@ -88,7 +88,7 @@ class TinyRun:
         self.groups = initialize_groups(config.parallel, config.virtual_stages)
         model_parallel_cuda_manual_seed(config.training.seed)
         before_update = background.wait_for_copy if background else None
-        self.engine = Engine(config, VOCABULARY, self.groups, before_update)
+        self.engine = Engine(config, VOCABULARY, self.groups, before_update=before_update)
         self.checkpointer = Checkpointer(
             save,
             keep_last=keep_last,
