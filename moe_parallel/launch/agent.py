@@ -44,7 +44,8 @@ from moe_parallel.training.signals import STOP_SIGNALS, StopRequest
 _PASSED_ON = {number: number for number in STOP_SIGNALS} | {signal.SIGHUP: signal.SIGTERM}
 
 _PATIENCE_SECONDS = 10.0  # for the other ranks to exit after one has; see `failure`
-_WATCH_SECONDS = 1.0  # between two looks at the job's exit code
+_WATCH_SECONDS = 0.5  # between two looks at the job's exit code
+_SERVE_SECONDS = 2.0  # for the launchers of other nodes to see it while the store is served
 _ONE_CTRL_C_SECONDS = 1.0  # a wrapper may send one Ctrl-C a second time
 
 
@@ -68,7 +69,9 @@ class JobAgent(LocalElasticAgent):
         """Decide how the job ended if the nodes cannot meet or the store's host is gone."""
         codes = self._exit_codes().values() if self._pcontext else ()
         self.exit_code = max((code for code in codes if code), default=0)
-        if self.exit_code <= 0:
+        if self.exit_code <= 0 and self._code_elsewhere is not None:
+            self.exit_code = self._code_elsewhere
+        elif self.exit_code <= 0:
             self.exit_code = EXIT_FAILED
             _tell(f"error: the nodes cannot meet, or no longer: {' '.join(str(error).split())}")
 
@@ -92,10 +95,13 @@ class JobAgent(LocalElasticAgent):
         )
         self._code_elsewhere = None
         started = super()._start_workers(worker_group)
-        if (worker_group.group_world_size or 1) > 1:
+        if self._has_other_nodes():
             watch = threading.Thread(target=self._watch_job, name="job-watch", daemon=True)
             watch.start()
         return started
+
+    def _has_other_nodes(self) -> bool:
+        return (self._worker_group.group_world_size or 1) > 1
 
     def _watch_job(self) -> None:
         """See that the job has ended elsewhere, if no rank of this node can: all are stopped."""
@@ -158,9 +164,11 @@ class JobAgent(LocalElasticAgent):
         lost = self._lost()
         if lost and not self._killed:
             self._claim_lost(lost)
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while None in self._exit_codes().values() and time.monotonic() < deadline:
+        begun = time.monotonic()
+        while None in self._exit_codes().values() and time.monotonic() < begun + _PATIENCE_SECONDS:
             time.sleep(0.05)
+        if self._has_other_nodes():
+            time.sleep(max(0.0, begun + _SERVE_SECONDS - time.monotonic()))
         self._send(signal.SIGKILL)
         told = [code for code in self._exit_codes().values() if code is not None and code > 0]
         if not (lost or self._killed):

@@ -101,17 +101,22 @@ class Progress:
     def __init__(self, clock: Clock | None = None) -> None:
         """`clock`: of the device; None: of the host."""
         self.clock = clock or Clock()
-        self.place = Place(0, 0, Phase.SET_UP, Phase.SET_UP)
+        self._at = (0, 0, Phase.SET_UP, Phase.SET_UP)  # of `place`; assigned as a whole
         self.rows = 0  # that the experts of this rank received in the steps since `take`
         self._stack = [Phase.SET_UP]
         self._marks: list[tuple[Phase, Any]] | None = None  # of the step under way
         self._steps: list[list[tuple[Phase, Any]]] = []  # their times are not known yet
         self._times: list[dict[Phase, float]] = []
 
+    @property
+    def place(self) -> Place:
+        """Where this rank is now. Other threads may read it."""
+        return Place(*self._at)
+
     def begin_step(self, iteration: int) -> None:
         """A step begins; its phases are timed until `end_step`."""
         self._stack = [Phase.STEP]
-        self.place = Place(iteration, 0, Phase.STEP, Phase.STEP)
+        self._at = (iteration, 0, Phase.STEP, Phase.STEP)
         self._marks = [(Phase.STEP, self.clock.read())]
 
     def end_step(self) -> None:
@@ -143,14 +148,9 @@ class Progress:
             self._stack = before
             self._changed()
 
-    @contextlib.contextmanager
-    def during(self, phase: Phase) -> Iterator[None]:
+    def during(self, phase: Phase) -> _During:
         """Inside this context, this rank is in `phase`."""
-        self.start(phase)
-        try:
-            yield
-        finally:
-            self.stop()
+        return _During(self, phase)
 
     def during_backward(self, phase: Phase, result: torch.Tensor) -> None:
         """The backward pass of the operation that gave `result` will be in `phase`, too."""
@@ -187,16 +187,32 @@ class Progress:
         self._changed()
 
     def _changed(self) -> None:
-        stack, place = self._stack, self.place
-        self.place = Place(place.iteration, place.changes + 1, stack[0], stack[-1])
+        stack, (iteration, changes, _, _) = self._stack, self._at
+        phase = stack[-1]
+        self._at = (iteration, changes + 1, stack[0], phase)
         if self._marks is not None:
-            self._marks.append((stack[-1], self.clock.read()))
+            self._marks.append((phase, self.clock.read()))
 
     def _times_of(self, marks: list[tuple[Phase, Any]]) -> dict[Phase, float]:
         times = dict.fromkeys(Phase, 0.0)
         for (phase, begin), (_, end) in zip(marks, marks[1:], strict=False):
             times[phase] += self.clock.seconds(begin, end)
         return times
+
+
+class _During:
+    """A context manager; those that generators make cost several times as much."""
+
+    __slots__ = ("_phase", "_progress")
+
+    def __init__(self, progress: Progress, phase: Phase) -> None:
+        self._progress, self._phase = progress, phase
+
+    def __enter__(self) -> None:
+        self._progress.start(self._phase)
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
 
 
 class Timers:

@@ -182,9 +182,9 @@ class _Beats:
         """Wait until the next beat; returns whether there is none.
 
         If native code keeps this thread from going on, a thread that needs no interpreter prints
-        the stacks.
+        the stacks once this rank counts as silent: before a message says so.
         """
-        faulthandler.dump_traceback_later(self._timeout, file=2)
+        faulthandler.dump_traceback_later(self._timeout / 2, file=2)
         try:
             return self._over.wait(self._period)
         finally:

@@ -111,10 +111,11 @@ def test_a_rank_that_sleeps_is_named_with_its_stack(tmp_path, at):
 def test_a_stopped_rank_is_named_as_silent(tmp_path):
     with Ranks(tmp_path, 2, _job, _stop_itself, 1) as ranks:
         ranks.wait_for("error: ", 60)
-        assert ranks.finish(2)[0] == EXIT_LOST
+        os.kill(ranks.pid(1), signal.SIGKILL)
+        assert ranks.finish(60)[0] == EXIT_LOST
         output = ranks.output
     assert re.fullmatch(
-        r"error: rank 1 on \S+ \(process \d+\) is silent for \d s, last in forward of iteration 3 "
+        r"error: rank 1 on \S+ \(process \d+\) is silent for \d+ s, last in forward of iteration 3 "
         r"\(--hang-timeout 3\): its process is stopped, .*\n",
         output,
     )
@@ -124,7 +125,8 @@ def test_a_stopped_rank_is_named_as_silent(tmp_path):
 def test_native_code_that_blocks_the_interpreter_is_shown_by_the_rank_itself(tmp_path):
     with Ranks(tmp_path, 2, _job, _hold_the_interpreter, 1) as ranks:
         ranks.wait_for("error: ", 60)
-        assert ranks.finish(2)[0] == EXIT_LOST
+        os.kill(ranks.pid(1), signal.SIGKILL)
+        assert ranks.finish(60)[0] == EXIT_LOST
         output = ranks.output
     assert "in _hold_the_interpreter" in output.split("error: ")[0]
     assert "error: rank 1 on " in output and " is silent for " in output
