@@ -34,7 +34,7 @@ def run_distributed(
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout: float = 120,
+    timeout: float = 300,
     prepare: Callable[[], None] = adapt_megatron_to_cpu,
 ) -> list[Any]:
     """Call `function(*args)` on `world_size` ranks; returns the results, ordered by rank.

@@ -10,6 +10,7 @@ fi
 # To run in a container, name what comes before `python`, or pyxis' flags of srun:
 #   RUN_IN="apptainer exec --nv moe_parallel.sif"
 #   SRUN_FLAGS="--container-image=moe_parallel.sqsh --container-mounts=$PWD:$PWD --container-workdir=$PWD"
+# Both are divided into words at spaces.
 RUN_IN=${RUN_IN:-}
 SRUN_FLAGS=${SRUN_FLAGS:-}
 

@@ -1,5 +1,6 @@
 # run_and_requeue FOLDER COMMAND...: run the command, and if the run in FOLDER is not complete but can
-# continue, put the job back into the queue. The same command then continues from the newest checkpoint.
+# continue, put the job back into the queue. The same command then continues from the newest checkpoints
+# in FOLDER or below it.
 #
 #   the command ends with                          the job
 #   0    complete                                  ends
@@ -19,8 +20,10 @@ run_and_requeue() {
     # srun passes these signals on to its tasks.
     trap 'signal=USR1; kill -USR1 "$command" 2>/dev/null' USR1
     trap 'signal=TERM; kill -TERM "$command" 2>/dev/null' TERM
-    # A signal ends `wait` early.
+    # A signal ends `wait` early. The last `wait` is for a command that has ended since then.
     while wait "$command"; code=$?; [ "$code" -gt 128 ] && kill -0 "$command" 2>/dev/null; do :; done
+    wait "$command"
+    code=$?
 
     if [ "$code" -eq 0 ]; then
         exit 0
@@ -38,13 +41,16 @@ run_and_requeue() {
         echo "not requeued: MAX_REQUEUES is ${MAX_REQUEUES:-100}"
         exit "$code"
     fi
-    echo "exit code $code: job $SLURM_JOB_ID is requeued"
+    # The number of one task of an array may be that of the whole array.
+    local job=$SLURM_JOB_ID
+    [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+    echo "exit code $code: job $job is requeued"
     # Slurm now ends this script. If it left by itself first, the job could count as failed.
     trap - USR1 TERM
-    scontrol requeue "$SLURM_JOB_ID" && sleep 60
+    scontrol requeue "$job" && sleep 60
     exit "$code"
 }
 
 newest_checkpoint() {
-    cat "$1/latest_checkpointed_iteration.txt" 2>/dev/null || echo none
+    find "$1" -maxdepth 4 -name latest_checkpointed_iteration.txt -exec cat {} + 2>/dev/null | sort
 }

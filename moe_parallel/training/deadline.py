@@ -27,7 +27,7 @@ class Deadline:
         """Whether the limit would pass before the next call, which comes one step later.
 
         The time to the next call is taken to be the longest between two calls so far, which
-        includes evaluations and checkpoints.
+        includes evaluations and checkpoints that training waited for.
         """
         if self._end is None:
             return False

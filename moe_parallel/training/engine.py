@@ -114,7 +114,7 @@ class Engine:
         with self.progress.during(Phase.REDUCE):
             loss, tokens = self.global_loss([report["sums"] for report in reported])
         if self._before_update is not None:
-            with self.progress.during(Phase.SAVE):
+            with self.progress.activity(Phase.SAVE):
                 self._before_update()
         with self.progress.during(Phase.OPTIMIZER):
             _, grad_norm, _ = self.optimizer.step()

@@ -43,7 +43,6 @@ _GONE = "error: the launcher, or the rank that leads the job, is gone"
 _LOST = (
     r"(Connection closed by peer|Connection reset by peer|Broken pipe) \[[^\]]+\]",
     r"(Read|Write|Send|Recv) error \[[^\]]+\]:\d+: [\w ]+",
-    r"Timed out waiting \d+ms for (recv|send) operation",
     r"remote process exited or there was a network error",
 )
 

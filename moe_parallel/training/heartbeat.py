@@ -23,13 +23,15 @@ import psutil  # type: ignore[import-untyped]
 import torch.distributed as dist
 
 from moe_parallel.telemetry.progress import Phase, Place, Progress
+from moe_parallel.training.checkpoint.background import WRITER
 from moe_parallel.training.exit_codes import EXIT_LOST
 from moe_parallel.training.failure import FailureChannel, end_job, leave
 from moe_parallel.training.hangs import Beat, Sighting, is_hung, message
 
 _BEATS, _LONGEST_PERIOD = 20, 5.0  # beats in a timeout; at most so many seconds between two
 _LONG = (Phase.SET_UP, Phase.LOG, Phase.SAVE, Phase.REPORT)
-_WORKING, _WORKING_BYTES = 0.1, 65_536  # of one core, and read or written between two beats
+# Of one core, and read or written between two beats: above what heartbeat and gauges read.
+_WORKING, _WORKING_BYTES = 0.1, 1 << 20
 _STACK_MAX = 40  # calls
 
 #: Where Python is while a rank waits in a collective: ends of file names.
@@ -40,6 +42,8 @@ _COLLECTIVES = (
     # On a GPU a collective returns at once, and the host waits where it reads the result.
     os.path.join("moe_parallel", "dispatch", "all_to_all.py"),
 )
+#: Where it is while training waits for a checkpoint that is written beside it.
+_BACKGROUND = os.path.join("checkpoint", "background.py")
 
 
 @contextlib.contextmanager
@@ -93,8 +97,7 @@ class _OwnBeat:
     def make(self, now: float) -> Beat:
         """`now`: seconds of a `SteadyClock`."""
         place = self._progress.place
-        stack = sys._current_frames().get(self._main)
-        waits = _waits(stack)
+        waits = _waits(self._main)
         if self._works() and self._is_long(place) and not waits:
             self._work += 1
         self._number += 1
@@ -115,10 +118,12 @@ class _OwnBeat:
         )
 
     def _is_long(self, place: Place) -> bool:
+        if place.activity is Phase.SET_UP:  # of the run, or of its second stage
+            self._first_iteration = None
         if place.activity is Phase.STEP and self._first_iteration is None:
             self._first_iteration = place.iteration
-        first = place.activity is Phase.STEP and place.iteration == self._first_iteration
-        return first or place.activity in _LONG
+        first = place.iteration == self._first_iteration or self._first_iteration is None
+        return (first and place.activity in (Phase.STEP, Phase.EVALUATE)) or place.activity in _LONG
 
     def _works(self) -> bool:
         """Whether the process has worked since the last call."""
@@ -244,13 +249,36 @@ def _key(rank: int) -> str:
     return f"moe_parallel/heartbeat/{rank}"
 
 
-def _waits(innermost: FrameType | None) -> bool:
+def _waits(main: int) -> bool:
+    """Whether the main thread waits in a collective, or for a writer that does."""
+    frames = sys._current_frames()
+    innermost = frames.get(main)
+    if _calls(innermost, _BACKGROUND):
+        return all(_is_in_collective(frames.get(writer)) for writer in _writers())
+    return _is_in_collective(innermost)
+
+
+def _is_in_collective(innermost: FrameType | None) -> bool:
     return innermost is not None and innermost.f_code.co_filename.endswith(_COLLECTIVES)
 
 
+def _calls(innermost: FrameType | None, file: str) -> bool:
+    """Whether a function of `file` is among the calls."""
+    while innermost is not None and not innermost.f_code.co_filename.endswith(file):
+        innermost = innermost.f_back
+    return innermost is not None
+
+
+def _writers() -> list[int]:
+    """The threads that write a checkpoint beside training."""
+    threads = threading.enumerate()
+    return [each.ident for each in threads if each.ident and each.name.startswith(WRITER)]
+
+
 def _stacks(main: int) -> str:
-    """The stack of the main thread, and of threads that Python did not start: of autograd."""
-    ours = {thread.ident for thread in threading.enumerate()} - {main}
+    """The stack of the main thread, of a writer, and of threads of autograd, which Python did not
+    start."""
+    ours = {thread.ident for thread in threading.enumerate()} - {main, *_writers()}
     frames = [(ident, f) for ident, f in sys._current_frames().items() if ident not in ours]
     frames.sort(key=lambda each: each[0] == main)
     return "".join("".join(traceback.format_stack(f, _STACK_MAX)) for _, f in frames)

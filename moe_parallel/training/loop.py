@@ -269,6 +269,7 @@ class Loop:
     def _diverged(self, what: str, iteration: int) -> Diverged:
         good = "there is no checkpoint (no --save)"
         if self.config.checkpoint.save is not None:
-            self.saves.finish(self.state.iteration)  # it may be the good one
+            with self.progress.activity(Phase.SAVE):
+                self.saves.finish(self.state.iteration)  # it may be the good one
             good = self.stage.checkpoints.last_good(self.state.iteration)
         return Diverged(f"iteration {iteration}: {what}; {good}")

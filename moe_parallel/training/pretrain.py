@@ -118,8 +118,8 @@ def _pretrain(
 ) -> int:
     seed_everything(config, groups)
     config, note = _first_start(config)
-    config, damage = _before_damage(config)
     check_memory(config, config.data.vocab_size or 0, groups)
+    config, damage = _before_damage(config)
     text = open_text(config, tokenizer_given=tokenizer_given)
     check_memory(config, text.vocab_size, groups)
     checkpoints = open_checkpoints(config, text.vocab_size, groups, text.tokenizer)
@@ -155,9 +155,9 @@ def _pretrain(
         if not (loop.done or loop.asked_to_leave or evaluating):  # the stage is complete
             del loop, stage
             gc.collect()  # the experts need the memory that the dense model occupied
-            loop = Loop(
-                config, stages.second(), text, datasets, telemetry, instruments, began, stop
-            )
+            with progress.activity(Phase.SET_UP):
+                stage = stages.second()
+            loop = Loop(config, stage, text, datasets, telemetry, instruments, began, stop)
             code = loop.train()
         if code == 0 and (loop.done or evaluating):
             with progress.activity(Phase.REPORT):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moe_parallel.config import CheckpointConfig, CommandLine, Config, read_command_line, read_yaml
+from moe_parallel.config import CommandLine, Config, read_command_line, read_yaml
 from moe_parallel.errors import Damaged, InputError
 from moe_parallel.training.checkpoint.folder import CheckpointFolder, find_checkpoint
 from moe_parallel.training.checkpoint.record import checked_file, read_record
@@ -39,7 +39,10 @@ def run_config(arguments: Sequence[str]) -> RunConfig:
         config, warnings = _of_checkpoint(line, load)
     if config.training.skip_train:
         if "save" not in line.given:  # what a file says about checkpoints is about training
-            config = replace(config, checkpoint=CheckpointConfig(load=config.checkpoint.load))
+            nothing_saved = replace(
+                config.checkpoint, save=None, save_interval=None, keep_last=None, async_save=False
+            )
+            config = replace(config, checkpoint=nothing_saved)
     elif config.checkpoint.save is None:
         warnings.append("--save is not set: neither checkpoints nor metrics will be written")
     return RunConfig(config, tuple(warnings))

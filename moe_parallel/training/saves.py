@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from moe_parallel.collective_errors import exchange
 from moe_parallel.telemetry.sinks import Telemetry
 from moe_parallel.training.checkpoint.checkpointer import TrainingState
 from moe_parallel.training.checkpoint.folder import checkpoint_name
@@ -16,13 +17,14 @@ class Saves:
     """The checkpoints of a stage. All ranks call each method together, except `is_writing`."""
 
     def __init__(self, stage: Stage, telemetry: Telemetry, *, has_folder: bool) -> None:
-        """`has_folder`: whether there is a --save; without it, nothing may be saved."""
+        """Collective. `has_folder`: whether there is a --save; without it, nothing may be saved."""
         self._checkpoints = stage.checkpoints
         self._background = stage.checkpoints.background
         self._engine = stage.engine
         self._telemetry = telemetry
         # The iteration of the run's latest checkpoint, if this stage has loaded or written it.
-        latest = stage.checkpoints.latest() if has_folder else None
+        # Rank 0 answers for all: a network disk may show the others an older folder.
+        latest = exchange(stage.checkpoints.latest() if has_folder else None)[0]
         loaded = stage.state.iteration
         found = latest is not None and latest.name == checkpoint_name(loaded)
         self._saved_at = loaded if found else None

@@ -98,6 +98,8 @@ class Stages:
             note = self._note(load, state)
         elif load is not None and self.config.checkpoint.finetune:
             note = self._take_weights(load, engine)
+        elif load is not None and self.config.training.skip_train:
+            state = self.checkpoints.load(Path(load), engine.chunks, None, None)
         elif load is not None:
             state = self.checkpoints.load(
                 Path(load), engine.chunks, engine.optimizer, engine.scheduler

@@ -103,9 +103,9 @@ class Cluster:
 
         return wait
 
-    def start_now(self, job: int) -> None:
+    def start_now(self, job: int | str) -> None:
         """Start a requeued job at once; Slurm waits about two minutes before it starts it again."""
-        self.wait_for_nodes()
+        self.wait_for_nodes(300)
         time.sleep(2)  # a node refuses a job that starts in the second in which it ended there
         with suppress(AssertionError):  # it has started by itself
             self.run("scontrol", "update", f"jobid={job}", "StartTime=now")

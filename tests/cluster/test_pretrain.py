@@ -101,14 +101,20 @@ def test_a_container_is_the_words_before_python(cluster, tmp_path, options, undi
 
 def test_an_array_of_jobs_trains_a_study(cluster, tmp_path, undisturbed):
     config = tmp_path / "study.yaml"
-    options = SMALL | undisturbed.data | {"train_iters": 4, "vocab_size": 300}
+    options = SMALL | undisturbed.data | {"train_iters": 400, "vocab_size": 300}
     config.write_text(json.dumps({k.replace("_", "-"): _plain(v) for k, v in options.items()}))
     study = {"config": config, "selections": "topk,dense", "seeds": 1}
     job = SlurmJob(cluster, tmp_path, study, script="study.sbatch", slurm=["--array=0-1"])
-    cluster.wait_until(lambda: job.ended(), 240, "every task of the array has ended")
-    report = cluster.nodes.run("node1", sys.executable, "tools/study/report_study.py", str(job.run))
+    second = job.run / "cells" / "dense" / "seed-1234" / "metrics.jsonl"
+    cluster.wait_until(second.exists, 240, "the second run trains")
+    cluster.run("scancel", "--signal=USR1", "--batch", f"{job.id}_1")
+    job.wait_for_output(f"job {job.id}_1 is requeued", 240)
+    cluster.start_now(f"{job.id}_1")
+    cluster.wait_until(job.ended, 400, "every task of the array has ended")
+    assert job.output.count("DUE TO JOB REQUEUE") == 1  # not of the whole array
+    cluster.nodes.run("node1", sys.executable, "tools/study/report_study.py", str(job.run))
     table = (job.run / "table.md").read_text()
-    assert "topk" in table and "dense" in table, report
+    assert "topk" in table and "dense" in table
 
 
 def test_a_checkpoint_is_evaluated_on_several_ranks(cluster, tmp_path, options, undisturbed):

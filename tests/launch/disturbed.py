@@ -59,15 +59,15 @@ def forward() -> None:
 
 
 def save() -> None:
-    from moe_parallel.training.checkpoint import checkpointer
+    from moe_parallel.training.checkpoint import writer
 
-    replace(checkpointer, "write_tensors", 1, sleep_for_ever)
+    replace(writer, "write_tensors", 1, sleep_for_ever)
 
 
 def long_save() -> None:
-    from moe_parallel.training.checkpoint import checkpointer
+    from moe_parallel.training.checkpoint import writer
 
-    replace(checkpointer, "write_tensors", 1, compute_for_a_while)
+    replace(writer, "write_tensors", 1, compute_for_a_while)
 
 
 def slow_evaluation() -> None:

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.faults import FAULTS, Fault
+from tests.mutants.fault import Fault
+from tests.mutants.faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST = 3600  # seconds; a fault that makes a test hang is detected too

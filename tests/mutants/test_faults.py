@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.faults import FAULTS, Fault
+from tests.mutants.fault import Fault
+from tests.mutants.faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 

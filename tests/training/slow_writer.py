@@ -29,7 +29,7 @@ def slow_writer() -> Iterator[None]:
     def after(event: threading.Event, plain: Callable[..., Any]) -> Callable[..., Any]:
         def action(*args: Any) -> Any:
             if in_writer():
-                assert event.wait(100)
+                assert event.wait(200)
             return plain(*args)
 
         return action

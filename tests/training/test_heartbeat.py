@@ -21,7 +21,7 @@ from moe_parallel.training.job_store import join_store
 from moe_parallel.training.signals import StopRequest
 from tests.program import Ranks
 
-TIMEOUT = 3
+TIMEOUT = 6
 STEPS = 3
 
 
@@ -92,7 +92,7 @@ def _write_in_a_save(progress):
 
 def _end(folder, trouble, at):
     with Ranks(folder, 2, _job, trouble, at) as ranks:
-        return ranks.finish(60), ranks.output
+        return ranks.finish(150), ranks.output
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -101,7 +101,7 @@ def test_a_rank_that_sleeps_is_named_with_its_stack(tmp_path, at):
     assert codes == [EXIT_LOST, EXIT_LOST]
     assert re.match(
         rf"error: rank {at} on \S+ \(process \d+\) hangs in forward of iteration 3: no rank made "
-        r"progress for 3 s \(--hang-timeout 3\); all others are in reduce of iteration 3\. ",
+        r"progress for 6 s \(--hang-timeout 6\); all others are in reduce of iteration 3\. ",
         output,
     )
     assert output.endswith(", in _sleep_for_ever\n    time.sleep(1)\n")
@@ -110,13 +110,13 @@ def test_a_rank_that_sleeps_is_named_with_its_stack(tmp_path, at):
 
 def test_a_stopped_rank_is_named_as_silent(tmp_path):
     with Ranks(tmp_path, 2, _job, _stop_itself, 1) as ranks:
-        ranks.wait_for("error: ", 60)
+        ranks.wait_for("error: ", 150)
         os.kill(ranks.pid(1), signal.SIGKILL)
         assert ranks.finish(60)[0] == EXIT_LOST
         output = ranks.output
     assert re.fullmatch(
         r"error: rank 1 on \S+ \(process \d+\) is silent for \d+ s, last in forward of iteration 3 "
-        r"\(--hang-timeout 3\): its process is stopped, .*\n",
+        r"\(--hang-timeout 6\): its process is stopped, .*\n",
         output,
     )
 
@@ -124,7 +124,7 @@ def test_a_stopped_rank_is_named_as_silent(tmp_path):
 @pytest.mark.full
 def test_native_code_that_blocks_the_interpreter_is_shown_by_the_rank_itself(tmp_path):
     with Ranks(tmp_path, 2, _job, _hold_the_interpreter, 1) as ranks:
-        ranks.wait_for("error: ", 60)
+        ranks.wait_for("error: ", 150)
         os.kill(ranks.pid(1), signal.SIGKILL)
         assert ranks.finish(60)[0] == EXIT_LOST
         output = ranks.output

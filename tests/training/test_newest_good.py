@@ -50,7 +50,7 @@ def test_a_run_continues_from_the_newest_good_checkpoint(command, tmp_path):
         damage(run / "iter_0000003")
     commands = [command | {"save": run, "load": run} for run in runs]
     commands[-1] = {"load": runs[-1], "exit_interval": "none"}  # the rest is in the checkpoint
-    ends, others = run_distributed(2, _run_each, commands)
+    ends, others = run_distributed(2, _run_each, commands, timeout=600)
     assert [code for code, _ in ends + others] == [0] * 2 * len(runs)
     for run, (_, output), (_, what) in zip(runs, ends, DAMAGES.values(), strict=True):
         (line,) = [line for line in output.splitlines() if line.startswith("warning: --load")]

@@ -20,6 +20,7 @@ from moe_parallel.training.checkpoint.folder import CheckpointFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "pretrain_gpt_moe.py"
+_ONE_CTRL_C_SECONDS = 1.0  # a wrapper may send one Ctrl-C a second time
 _OF_ANOTHER_JOB = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
     "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_NPROCS",
@@ -27,10 +28,14 @@ _OF_ANOTHER_JOB = (
 
 
 class StopRequest:
-    """Records Ctrl-C, SIGTERM and SIGUSR1. The current run then receives a signal to stop."""
+    """Records Ctrl-C, SIGTERM and SIGUSR1. The current run then receives a signal to stop.
+
+    Only a second Ctrl-C kills it: a batch system may send a signal several times.
+    """
 
     def __init__(self) -> None:
         self.asked = 0
+        self._ctrl_c: float | None = None  # the time of the first
         self._process: subprocess.Popen[bytes] | None = None
 
     @contextmanager
@@ -61,8 +66,11 @@ class StopRequest:
         if self.asked == 1:
             print("\nstopping: the run saves after its step (Ctrl-C again: at once)", flush=True)
             self._process.terminate()
-        else:
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if self._ctrl_c is not None and now - self._ctrl_c > _ONE_CTRL_C_SECONDS:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._ctrl_c = self._ctrl_c or now
 
 
 class CellRunner:

@@ -6,7 +6,7 @@
 Each system is trained with each seed in its own process, one after the other. To continue after an
 interruption, start the same command again. Finished runs are not repeated, and further systems and
 seeds may be added. Exit codes: 0 done, 1 a run failed, 2 a wrong flag, file or value, 75
-interrupted. docs/study.md explains the result.
+interrupted, 76 a run was lost and would go on. docs/study.md explains the result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moe_parallel.analysis.study.measures import measures
 from moe_parallel.data.atomic_files import write_atomically
 from moe_parallel.errors import InputError
 from moe_parallel.tool import Tool
-from moe_parallel.training.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
+from moe_parallel.training.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST
 
 
 def main(arguments: list[str]) -> int:
@@ -66,14 +66,25 @@ def compare(options: argparse.Namespace) -> int:
             print(f"report: {write_report(folder)}")
     for cell in failed:
         print(f"failed: {cell.contender}, seed {cell.seed}; see {cell.output}", file=sys.stderr)
+    if any(map(may_continue, failed.values())):
+        return EXIT_LOST
     return EXIT_FAILED if failed else 0
+
+
+def may_continue(code: int) -> bool:
+    """Whether a run that ended with this code would go on if it was started again."""
+    return code in (EXIT_INTERRUPTED, EXIT_LOST) or code < 0 or code > 128
 
 
 def train(
     manifest: StudyManifest, cells: list[Cell], runner: CellRunner, stop: StopRequest
-) -> list[Cell]:
-    """Run the cells that are not finished, until a stop is requested. Returns those that failed."""
-    failed, seconds = [], []
+) -> dict[Cell, int]:
+    """Run the cells that are not finished, until a stop is requested.
+
+    Returns the exit codes of those that failed.
+    """
+    failed: dict[Cell, int] = {}
+    seconds = []
     left = [cell for cell in cells if not cell.is_finished(manifest.train_iters)]
     if len(left) < len(cells):
         print(f"{len(cells) - len(left)} of {len(cells)} runs are finished already")
@@ -90,7 +101,7 @@ def train(
             ahead = (len(left) - number) * sum(seconds) / len(seconds)
             print(f"{place}: {_outcome(cell)}; {_duration(seconds[-1])}, {_duration(ahead)} left")
         elif not stop.asked:
-            failed.append(cell)
+            failed[cell] = code
             print(f"{place}: {_failure(cell, code)}", file=sys.stderr, flush=True)
     return failed
 

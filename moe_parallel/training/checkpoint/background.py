@@ -25,6 +25,8 @@ from moe_parallel.training.checkpoint.snapshot import HostCopy, Snapshot, with_o
 from moe_parallel.training.checkpoint.writer import NotSaved, Writer
 from moe_parallel.training.failure import Diverged
 
+WRITER = "checkpoint-writer"  # begins the name of the thread
+
 
 class Background:
     """Writes one checkpoint at a time beside training. All ranks call each method together."""
@@ -37,7 +39,7 @@ class Background:
         here = device()
         self._thread = ThreadPoolExecutor(
             max_workers=1,
-            thread_name_prefix="checkpoint-writer",
+            thread_name_prefix=WRITER,
             # torch's writer uses the thread's current GPU, which is the first one at its start.
             initializer=lambda: torch.cuda.set_device(here) if here.type == "cuda" else None,
         )

@@ -24,14 +24,19 @@ def newest_good(folder: Path) -> tuple[Path, str | None]:
     newest of all, what is wrong with that one.
 
     Raises:
-        InputError: on every rank, with the error of the newest, if no checkpoint is good.
+        InputError: on every rank, with the error of the newest, if no checkpoint is good; or if a
+            file cannot be read.
     """
-    newest: InputError | None = None
+    newest: Damaged | None = None
     for checkpoint in agree(CheckpointFolder(folder).newest_first):
         try:
             _check(checkpoint)
-        except (Damaged, StorageError) as error:
-            newest = newest or _as_input_error(checkpoint, error)
+        except Damaged as error:
+            newest = newest or error
+        except StorageError as error:  # it may be good, and readable at the next start
+            raise InputError(
+                f"--load {checkpoint} cannot be read: {error}; check the disk"
+            ) from error
         else:
             wrong = None if newest is None else str(newest).rpartition("; ")[0]
             return checkpoint, wrong
@@ -41,9 +46,3 @@ def newest_good(folder: Path) -> tuple[Path, str | None]:
 def _check(checkpoint: Path) -> None:
     record = agree(lambda: read_record(checkpoint))
     agree(lambda: check_content(checkpoint, record["files"], rank_share()))
-
-
-def _as_input_error(checkpoint: Path, error: InputError | StorageError) -> InputError:
-    if isinstance(error, InputError):
-        return error
-    return InputError(f"--load {checkpoint} cannot be read: {error}; check the disk")

@@ -39,7 +39,7 @@ RUNS = {
 
 def _open(path, layout=EP2, options=None, **more):
     """A run whose checkpoints can be written beside training."""
-    background = Background(timedelta(seconds=100))
+    background = Background(timedelta(seconds=200))
     return TinyRun(layout, path, options=options, background=background, **more)
 
 
