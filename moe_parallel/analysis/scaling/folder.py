@@ -1,0 +1,97 @@
+"""The folder of a scaling study: one folder for each cell, with its configuration and its run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import yaml
+
+from moe_parallel.analysis.scaling.grid import Cell
+from moe_parallel.errors import InputError
+from moe_parallel.telemetry.metrics import FILE_NAME, Record, read_metrics
+
+FINISHED, QUEUED, FAILED, NEW = "finished", "in the queue", "failed", "new"
+
+
+@dataclass(frozen=True)
+class CellFolder:
+    """`path`/cell.json, cell.yaml, job (the number of its last job), job.out and run/."""
+
+    path: Path
+    cell: Cell
+
+    @staticmethod
+    def of(study: Path, cell: Cell) -> CellFolder:
+        return CellFolder(study / cell.name, cell)
+
+    @staticmethod
+    def read_all(study: Path) -> list[CellFolder]:
+        """The cells that were ever written, by number of nodes."""
+        found = [
+            CellFolder(file.parent, Cell(**json.loads(file.read_text())))
+            for file in study.glob("*/cell.json")
+        ]
+        return sorted(found, key=lambda each: (each.cell.nodes, each.cell.name))
+
+    @property
+    def run(self) -> Path:
+        return self.path / "run"
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "cell.yaml"
+
+    @property
+    def job_file(self) -> Path:
+        return self.path / "job"
+
+    @property
+    def output(self) -> Path:
+        return self.path / "job.out"
+
+    def write(self) -> None:
+        """Write the cell. Raises InputError if the folder has another cell of this name."""
+        text = json.dumps(asdict(self.cell), indent=1)
+        file = self.path / "cell.json"
+        if file.exists() and file.read_text() != text:
+            raise InputError(
+                f"{self.path} holds a run with other options: name another folder for this study"
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        options = {name.replace("_", "-"): value for name, value in self.cell.options.items()}
+        self.config_file.write_text(yaml.safe_dump(options, sort_keys=False))
+
+    @property
+    def records(self) -> list[Record]:
+        """The records of the run; none before the first."""
+        file = self.run / FILE_NAME
+        return read_metrics(file) if file.exists() else []
+
+    @property
+    def is_finished(self) -> bool:
+        records = self.records
+        last = self.cell.config.training.train_iters
+        return bool(records) and last is not None and records[-1]["iteration"] >= last
+
+    def state(self, queue: Collection[str]) -> str:
+        """FINISHED, QUEUED, FAILED or NEW. `queue`: the numbers of the jobs in Slurm's queue."""
+        if self.job_file.exists() and self.job_file.read_text().strip() in queue:
+            return QUEUED
+        if self.is_finished:
+            return FINISHED
+        return FAILED if self.job_file.exists() else NEW
+
+    @property
+    def last_line(self) -> str:
+        """The last line of the newest output of the cell's jobs."""
+        files = [self.output, *(self.run / "logs").glob("*.out")]
+        for file in sorted(filter(Path.exists, files), key=lambda each: -each.stat().st_mtime):
+            lines = file.read_text(errors="replace").split("\n")
+            said = [line.strip() for line in lines if line.strip()]
+            if said:
+                return said[-1]
+        return "no output"

@@ -1,0 +1,39 @@
+"""What the records of a scaling study's run show: its speed, and where a step spends its time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moe_parallel.errors import InputError
+
+PHASES = ("own", "dispatch", "pipeline", "reduce")
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Means over the logged steps after the warm-up, in seconds a step and tokens a second."""
+
+    tokens_per_second: float
+    step_seconds: float
+    phases: dict[str, float]  # PHASES, means over the ranks, and `rest`
+
+    @staticmethod
+    def of(records: Sequence[dict[str, Any]], tokens_per_step: int, warm_up: int) -> Measures:
+        """The measures of a run's records. Raises InputError if none is left after the warm-up."""
+        kept = [each for each in records if each["iteration"] > warm_up and "ranks" in each]
+        if not kept:
+            raise InputError(
+                f"--warm-up {warm_up} leaves no logged step: lower it, or train for longer"
+            )
+        step = float(np.mean([tokens_per_step / each["tokens_per_second"] for each in kept]))
+        phases = {
+            name: float(np.mean([each["ranks"][f"{name}_seconds"] for each in kept]))
+            for name in PHASES
+        }
+        # `own` is a median of the steps of a log line: the rest may be a little below zero.
+        phases["rest"] = step - sum(phases.values())
+        return Measures(tokens_per_step / step, step, phases)
