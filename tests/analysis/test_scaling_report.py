@@ -9,6 +9,8 @@ from moe_parallel.analysis.scaling.folder import FAILED, FINISHED, NEW, QUEUED, 
 from moe_parallel.analysis.scaling.grid import cells
 from moe_parallel.analysis.scaling.report import rows_of, write_report
 from moe_parallel.errors import InputError
+from moe_parallel.plan.cluster import Cluster, Node
+from moe_parallel.plan.search import plan_layout
 from tests.program import SMALL
 
 OPTIONS = SMALL | {"data_path": ["data"], "vocab_size": 64}
@@ -35,7 +37,12 @@ def finish(folder, step_seconds):
                 f"{name}_seconds": [share * seconds] * folder.cell.ranks
                 for name, share in shares.items()
             }
-            record = {"iteration": iteration, "tokens_per_second": 8 * 32 / seconds, "ranks": ranks}
+            record = {
+                "iteration": iteration,
+                "tokens_per_second": 8 * 32 / seconds,
+                "ranks": ranks,
+                "elapsed_seconds": (step_seconds + 0.25) * iteration,
+            }
             file.write(json.dumps(record) + "\n")
 
 
@@ -64,8 +71,24 @@ def test_the_report_leaves_out_the_warm_up(folders, tmp_path):
     one, two = csv.DictReader((tmp_path / "scaling.csv").open())
     assert float(one["tokens_per_second"]) == pytest.approx(256)
     assert float(one["rest_seconds"]) == pytest.approx(0.2)
+    assert float(one["between_seconds"]) == pytest.approx(0.25)
     assert float(two["efficiency"]) == pytest.approx(1 / 0.8 / 2)
+    assert two["plan_error"] == ""
     assert (tmp_path / "scaling.png").stat().st_size > 1000
+
+
+def test_the_plan_and_its_error_are_in_the_table(folders, tmp_path):
+    node = Node("cpu", 1, 1e9, None, 1e9, 1e12, 1e9, 1e9, 1e9, "by hand")
+    for each in folders:
+        finish(each, 1.0)
+    rows = rows_of(folders, 1, node)
+    for row in rows:
+        plan = plan_layout(row.cell.config, 64, Cluster(node, row.cell.nodes))
+        assert row.planned == plan.time.tokens_per_gpu * row.cell.nodes
+    write_report(rows, tmp_path)
+    for line in csv.DictReader((tmp_path / "scaling.csv").open()):
+        planned = float(line["planned_tokens_per_second"])
+        assert float(line["plan_error"]) == pytest.approx(planned / 256 - 1, abs=1e-4)
 
 
 def test_no_record_after_the_warm_up_is_an_error(folders):

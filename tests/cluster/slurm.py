@@ -103,9 +103,13 @@ class Cluster:
 
         return wait
 
-    def start_now(self, job: int | str) -> None:
-        """Start a requeued job at once; Slurm waits about two minutes before it starts it again."""
-        self.wait_for_nodes(300)
+    def start_now(self, job: int | str, nodes: int | None = None) -> None:
+        """Start a requeued job at once; Slurm waits about two minutes before it starts it again.
+
+        `nodes`: the number that it needs, which must be idle first; None: all.
+        """
+        needed = len(self.nodes.names) if nodes is None else nodes
+        self.wait_until(lambda: len(self.idle_nodes()) >= needed, 120, f"{needed} nodes are idle")
         time.sleep(2)  # a node refuses a job that starts in the second in which it ended there
         with suppress(AssertionError):  # it has started by itself
             self.run("scontrol", "update", f"jobid={job}", "StartTime=now")
@@ -125,8 +129,10 @@ class Cluster:
 
     def idle(self) -> bool:
         """Whether every node waits for a job."""
-        nodes = self.run("sinfo", "--noheader", "-N", "-t", "idle", "-o", "%N").split()
-        return len(nodes) == len(self.nodes.names)
+        return len(self.idle_nodes()) == len(self.nodes.names)
+
+    def idle_nodes(self) -> list[str]:
+        return self.run("sinfo", "--noheader", "-N", "-t", "idle", "-o", "%N").split()
 
     def logs(self) -> str:
         """The last lines of the controller and of every file that a job wrote."""

@@ -101,7 +101,7 @@ def test_a_container_is_the_words_before_python(cluster, tmp_path, options, undi
 
 def test_an_array_of_jobs_trains_a_study(cluster, tmp_path, undisturbed):
     config = tmp_path / "study.yaml"
-    options = SMALL | undisturbed.data | {"train_iters": 400, "vocab_size": 300}
+    options = SMALL | undisturbed.data | {"train_iters": 150, "vocab_size": 300}
     config.write_text(json.dumps({k.replace("_", "-"): _plain(v) for k, v in options.items()}))
     study = {"config": config, "selections": "topk,dense", "seeds": 1}
     job = SlurmJob(cluster, tmp_path, study, script="study.sbatch", slurm=["--array=0-1"])
@@ -109,7 +109,7 @@ def test_an_array_of_jobs_trains_a_study(cluster, tmp_path, undisturbed):
     cluster.wait_until(second.exists, 240, "the second run trains")
     cluster.run("scancel", "--signal=USR1", "--batch", f"{job.id}_1")
     job.wait_for_output(f"job {job.id}_1 is requeued", 240)
-    cluster.start_now(f"{job.id}_1")
+    cluster.start_now(f"{job.id}_1", nodes=1)
     cluster.wait_until(job.ended, 400, "every task of the array has ended")
     assert job.output.count("DUE TO JOB REQUEUE") == 1  # not of the whole array
     cluster.nodes.run("node1", sys.executable, "tools/study/report_study.py", str(job.run))
@@ -149,3 +149,26 @@ def test_sixteen_nodes_come_up_and_train(possible, tmp_path, undisturbed):
         printed = (job.run / "logs" / f"{job.id}.rank0.out").read_text()
     assert "on 16 ranks (tp 1 pp 1 dp 16 ep 4 etp 1)" in printed
     assert "iteration 3/3" in printed
+
+
+@pytest.mark.full
+def test_a_scaling_study_submits_a_job_for_each_number_of_nodes(cluster, tmp_path, undisturbed):
+    config = tmp_path / "scaling.yaml"
+    options = SMALL | undisturbed.data | {"vocab_size": 300, "tensorboard": False}
+    config.write_text(json.dumps({k.replace("_", "-"): _plain(v) for k, v in options.items()}))
+    study = tmp_path / "study"
+
+    def scaling(*words):
+        return cluster.run(sys.executable, "tools/study/scaling.py", *map(str, words))
+
+    run = ("run", study, "--config", config, "--ranks-per-node", 1, "--nodes", 1, 2, 3)
+    said = scaling(*run, "--sbatch=--dependency=singleton --gpus-per-node 0")
+    assert said.count(": job ") == 2
+    assert "nodes=3: not feasible: --global-batch-size is 8, not a multiple" in said
+    cluster.wait_until(
+        lambda: not cluster.run("squeue", "--noheader").strip(), 300, "both jobs have ended"
+    )
+    assert scaling(*run).count(": finished") == 2  # nothing is submitted again
+    scaling("report", study, "--warm-up", 1)
+    lines = (study / "scaling.csv").read_text().splitlines()
+    assert [line.split(",")[:2] for line in lines[1:]] == [["1", "1"], ["2", "2"]]

@@ -20,6 +20,7 @@ class Measures:
     tokens_per_second: float
     step_seconds: float
     phases: dict[str, float]  # PHASES, means over the ranks, and `rest`
+    between_seconds: float | None  # steps: saves, evaluations, log lines; None: one logged step
 
     @staticmethod
     def of(records: Sequence[dict[str, Any]], tokens_per_step: int, warm_up: int) -> Measures:
@@ -36,4 +37,13 @@ class Measures:
         }
         # `own` is a median of the steps of a log line: the rest may be a little below zero.
         phases["rest"] = step - sum(phases.values())
-        return Measures(tokens_per_step / step, step, phases)
+        return Measures(tokens_per_step / step, step, phases, _between(kept, step))
+
+
+def _between(records: Sequence[dict[str, Any]], step: float) -> float | None:
+    """The mean time between two steps, in seconds a step."""
+    first, last = records[0], records[-1]
+    steps = last["iteration"] - first["iteration"]
+    if steps == 0:
+        return None
+    return (last["elapsed_seconds"] - first["elapsed_seconds"]) / steps - step

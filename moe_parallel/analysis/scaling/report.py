@@ -34,6 +34,7 @@ class Row:
     def values(self) -> dict[str, object]:
         """The columns of the CSV."""
         planned, measured = self.planned, self.measures.tokens_per_second
+        between = self.measures.between_seconds
         return {
             "nodes": self.cell.nodes,
             "ranks": self.cell.ranks,
@@ -43,9 +44,15 @@ class Row:
             "efficiency": round(self.efficiency, 4),
             "step_seconds": round(self.measures.step_seconds, 6),
             **{f"{name}_seconds": round(s, 6) for name, s in self.measures.phases.items()},
+            "between_seconds": None if between is None else round(between, 6),
             "planned_tokens_per_second": None if planned is None else round(planned, 2),
-            "plan_error": None if planned is None else round(planned / measured - 1, 4),
+            "plan_error": None if self.plan_error is None else round(self.plan_error, 4),
         }
+
+    @property
+    def plan_error(self) -> float | None:
+        """Planned over measured tokens a second, minus 1."""
+        return None if self.planned is None else self.planned / self.measures.tokens_per_second - 1
 
 
 def rows_of(folders: Sequence[CellFolder], warm_up: int, node: Node | None) -> list[Row]:
@@ -92,8 +99,8 @@ def write_report(rows: Sequence[Row], folder: Path) -> list[Path]:
 def _draw(rows: Sequence[Row], file: Path) -> None:
     figure = new_figure(
         13, 4.6, "Scaling over nodes",
-        "means after the warm-up; gray: ideal; dotted: planned; "
-        "right: mean of the ranks, own is compute and data, rest is between the logged phases",
+        "means after the warm-up; gray: ideal; dotted: planned; right: mean of the ranks, own is "
+        "compute and data, rest is between the logged phases; above: error of the plan",
     )  # fmt: skip
     speed, efficiency, split = figure.subplots(1, 3)
     lines = list(dict.fromkeys(row.line for row in rows))
@@ -109,6 +116,9 @@ def _draw(rows: Sequence[Row], file: Path) -> None:
         planned = [(row.cell.nodes, row.planned) for row in its_own if row.planned is not None]
         if planned:
             speed.plot(*zip(*planned, strict=True), color=style["color"], ls=":")
+            first = planned[0][1] / planned[0][0]
+            shares = [(count, tokens / count / first) for count, tokens in planned]
+            efficiency.plot(*zip(*shares, strict=True), color=style["color"], ls=":")
         efficiency.plot(nodes, [row.efficiency for row in its_own], label=label, **style)
     counts = sorted({row.cell.nodes for row in rows})
     for axes, title in ((speed, "tokens a second"), (efficiency, "efficiency")):
@@ -126,6 +136,10 @@ def _draw(rows: Sequence[Row], file: Path) -> None:
         heights = [max(0.0, row.measures.phases[phase]) for row in rows]
         split.bar(range(len(rows)), heights, bottom=bottom, label=phase, color=domain_color(place))
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    for place, row in enumerate(rows):
+        if row.plan_error is not None:
+            text = f"{row.plan_error:+.0%}"
+            split.annotate(text, (place, bottom[place]), ha="center", va="bottom", fontsize=8)
     split.set_xticks(range(len(rows)), labels=names, fontsize=8)
     split.set_xlabel("nodes")
     split.set_title("seconds of a step", fontsize=11, loc="left")
