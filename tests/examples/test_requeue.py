@@ -1,0 +1,94 @@
+"""requeue.sh decides by exit code, signal and checkpoints; `scontrol` is replaced."""
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+REQUEUE = Path(__file__).parents[2] / "examples" / "slurm" / "requeue.sh"
+JOB = """
+set -uo pipefail
+scontrol() { echo "scontrol $*"; return 1; }  # fails, so that the script does not wait for its end
+. "$1"
+shift
+run_and_requeue "$@"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    return folder
+
+
+def _start(folder, command, **variables):
+    return subprocess.Popen(
+        ["bash", "-c", JOB, "job", str(REQUEUE), str(folder), "bash", "-c", command],
+        env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", **variables},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _end(process):
+    printed, _ = process.communicate(timeout=60)
+    return process.returncode, printed
+
+
+def _saved(folder, name="."):
+    return (
+        f"mkdir -p '{folder}/{name}'; echo 5 > '{folder}/{name}/latest_checkpointed_iteration.txt'"
+    )
+
+
+@pytest.mark.parametrize("code", [1, 2, 3, 128])
+def test_an_error_that_would_come_again_is_not_requeued(folder, code):
+    assert _end(_start(folder, f"{_saved(folder)}; exit {code}")) == (code, "")
+
+
+def test_a_complete_run_is_not_requeued(folder):
+    assert _end(_start(folder, _saved(folder))) == (0, "")
+
+
+def test_a_run_that_has_saved_is_requeued(folder):
+    expected = "exit code 75: job 7 is requeued\nscontrol requeue 7\n"
+    assert _end(_start(folder, "exit 75")) == (75, expected)
+
+
+@pytest.mark.parametrize("code", [76, 137])
+@pytest.mark.parametrize("name", [".", "cells/topk/seed-1"])
+def test_a_lost_rank_is_requeued_only_after_a_checkpoint(folder, code, name):
+    ended, printed = _end(_start(folder, f"exit {code}"))
+    assert (ended, printed.startswith("not requeued: ")) == (code, True)
+    ended, printed = _end(_start(folder, f"{_saved(folder, name)}; exit {code}"))
+    assert (ended, printed.endswith("scontrol requeue 7\n")) == (code, True)
+    ended, printed = _end(_start(folder, f"exit {code}"))  # the same checkpoint as at its start
+    assert (ended, printed.startswith("not requeued: ")) == (code, True)
+
+
+def test_a_task_of_an_array_requeues_itself_alone(folder):
+    # The task that is started last has the number of the array.
+    _, printed = _end(_start(folder, "exit 75", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3"))
+    assert printed.endswith("scontrol requeue 7_3\n")
+
+
+def test_the_number_of_starts_is_limited(folder):
+    code, printed = _end(_start(folder, "exit 75", SLURM_RESTART_COUNT="4", MAX_REQUEUES="4"))
+    assert (code, printed) == (75, "not requeued: MAX_REQUEUES is 4\n")
+
+
+@pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+@pytest.mark.parametrize("saving", ["", "sleep 0.5;"])
+def test_a_signal_reaches_the_command_and_its_exit_code_the_job(folder, number, requeued, saving):
+    ready = folder / "ready"
+    command = f"trap '{saving} exit 75' USR1 TERM; touch '{ready}'; while :; do sleep 0.01; done"
+    process = _start(folder, command)
+    while not ready.exists():
+        time.sleep(0.01)
+    process.send_signal(number)
+    code, printed = _end(process)
+    assert code == 75
+    assert ("scontrol requeue 7" in printed) == requeued
