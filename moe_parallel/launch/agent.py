@@ -45,7 +45,7 @@ _PASSED_ON = {number: number for number in STOP_SIGNALS} | {signal.SIGHUP: signa
 
 _PATIENCE_SECONDS = 10.0  # for the other ranks to exit after one has; see `failure`
 _WATCH_SECONDS = 0.5  # between two looks at the job's exit code
-_SERVE_SECONDS = 2.0  # for the launchers of other nodes to see it while the store is served
+_SERVE_SECONDS = 5.0  # for the launchers of other nodes to see it while the store is served
 _ONE_CTRL_C_SECONDS = 1.0  # a wrapper may send one Ctrl-C a second time
 
 
