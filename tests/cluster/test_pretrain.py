@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 
 import pytest
 
@@ -57,9 +56,9 @@ def test_a_canceled_job_saves_and_stays_canceled(cluster, tmp_path, options, und
     job.wait_for_output("iteration  3/12")
     cluster.run("scancel", str(job.id))
     job.wait_for_output("stopped by a signal after iteration")
+    cluster.wait_until(lambda: cluster.state(job.id) == "CANCELLED", 60, "the job is canceled")
     cluster.wait_for_nodes()
-    time.sleep(2)  # a requeue would show by now
-    assert cluster.state(job.id) == "CANCELLED"
+    assert (cluster.state(job.id), job.restarts) == ("CANCELLED", 0)
     assert "requeued" not in job.output
     job.submit()
     job.complete()
