@@ -53,6 +53,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         init_method=_leave,
         output_layer_init_method=_leave,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_stages,

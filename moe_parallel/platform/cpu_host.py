@@ -33,6 +33,7 @@ import torch
 
 from moe_parallel.platform.gradient_norm import multi_tensor_l2_norm
 from moe_parallel.platform.megatron_version import SUPPORTED, check_megatron_version
+from moe_parallel.selection.shares import take, zigzag
 
 CPU = torch.device("cpu")
 
@@ -65,6 +66,12 @@ class HostEvent:
 def _counts_to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Converts the dispatcher's counts and splits as upstream does for CUDA tensors."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _rotary_angles_of_share(angles: torch.Tensor, axis: int, cp_group: Any) -> torch.Tensor:
+    """The angles of a context-parallel rank's tokens, as upstream selects them on a GPU."""
+    share = zigzag(angles.shape[axis], cp_group.size(), cp_group.rank())
+    return take(angles, share, axis)
 
 
 @dataclass(frozen=True)
@@ -172,6 +179,11 @@ ADAPTATIONS: tuple[Adaptation, ...] = (
         None,
         "the stock router reads this name, left undefined without Transformer Engine",
         versions=("0.16.1",),
+    ),
+    Replace(
+        "megatron.core.models.common.embeddings.rotary_pos_embedding.get_pos_emb_on_this_cp_rank",
+        _rotary_angles_of_share,
+        "with context parallelism, the places of a rank's chunks are put into pinned memory",
     ),
     Literals(
         "megatron.core.pipeline_parallel.schedules",

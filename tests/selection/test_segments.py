@@ -16,8 +16,9 @@ from moe_parallel.selection.segments import (
     by_first,
     by_previous,
     own,
-    segment_means,
+    means_of,
     segment_sizes,
+    segment_sums,
     shifted,
     uniform,
 )
@@ -32,6 +33,10 @@ def test_sizes():
     assert segment_sizes(10, 4) == [4, 4, 2]
     assert segment_sizes(3, 4) == [3]
     assert segment_sizes(4096, 256) == [256] * 16
+
+
+def segment_means(x_SBX: torch.Tensor, length: int) -> torch.Tensor:
+    return means_of(segment_sums(x_SBX, length), len(x_SBX), length)
 
 
 def test_a_short_segment_is_divided_by_its_own_length():
