@@ -74,12 +74,12 @@ class DispatchedLayer(ExpertLayer):
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
         """The sum of probs * output over each token's experts on this rank: [M, D]."""
 
-    def forward(self, hidden_SBD: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+    def output(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
         if self.shared is None:
-            return self._compute_split(hidden_SBD), None
+            return self._compute_split(hidden_SBD)
         shared_SBD = self.shared.begin(hidden_SBD)
         y_SBD = self._compute_split(hidden_SBD)
-        return y_SBD + self.shared.finish(shared_SBD), None
+        return y_SBD + self.shared.finish(shared_SBD)
 
     def _compute_split(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
         """The output of the chosen experts: [S, B, D]. Splits the tokens if they are not split."""
@@ -176,4 +176,5 @@ def _shared_expert(
         return None
     overlaps = selection.moe_shared_expert_overlap and torch.cuda.is_available()
     kind = OverlappedSharedExpert if overlaps else SharedExpert
-    return kind(config, width, selection.moe_shared_expert_gate, context.groups, context.ops)
+    weighed, recomputes = selection.moe_shared_expert_gate, context.recomputes_shared
+    return kind(config, width, weighed, context.groups, context.ops, recomputes)

@@ -111,12 +111,12 @@ class MergedLayer(ExpertLayer):
         """The rule of this forward pass; evaluation may use a different rule."""
         return self.rule if self.training else self.evaluation_rule
 
-    def forward(self, hidden_SBD: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+    def output(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
         x_SBD = self._whole_sequences(hidden_SBD)
         merges = self.merges(x_SBD)
         self._record(merges)
         parts = [self._compute(*part) for part in merges.parts(x_SBD)]
-        return self._summed(torch.cat(parts)), None
+        return self._summed(torch.cat(parts))
 
     def _compute(self, x_MTBD: torch.Tensor, weights_MBE: torch.Tensor) -> torch.Tensor:
         """The outputs for stretches of equal size, one after another: [M * T, B, D]."""

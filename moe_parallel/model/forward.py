@@ -86,7 +86,7 @@ def _share(batch: Batch, cp: dist.ProcessGroup | None) -> dict[str, torch.Tensor
     """This rank's part of a micro-batch, and what it has to know of the rest."""
     length = batch["tokens"].shape[1]
     share = zigzag(length, cp.size(), cp.rank()) if cp is not None else [range(length)]
-    mine = {name: take(x_BS, share, axis=1) for name, x_BS in batch.items()}
+    mine = {name: take(x_BS, share, axis=1).contiguous() for name, x_BS in batch.items()}
     return mine | {"positions": positions(share), "counted": batch["loss_mask"].sum()}
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_parallel.config import Config
+from moe_parallel.config.recompute import CORE_ATTENTION, NORM
+from moe_parallel.optional import import_optional
 
 
 def _leave(weight: torch.Tensor) -> torch.Tensor:
@@ -28,13 +32,18 @@ def transformer_config(config: Config) -> TransformerConfig:
             "expert_model_parallel_size": parallel.expert_model_parallel_size,
             "expert_tensor_parallel_size": parallel.expert_tensor_size,
         }
-    recompute = {}
-    if config.training.recompute_granularity is not None:
+    recompute: dict[str, Any] = {}
+    if config.training.recompute_granularity == "full":
         recompute = {
-            "recompute_granularity": config.training.recompute_granularity,
+            "recompute_granularity": "full",
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
+    elif modules := config.training.recomputed_modules & {CORE_ATTENTION, NORM}:
+        # The other modules are our own layers.
+        if NORM in modules and torch.cuda.is_available():
+            import_optional("transformer_engine", f"--recompute-modules {NORM} on a GPU")
+        recompute = {"recompute_granularity": "selective", "recompute_modules": sorted(modules)}
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
