@@ -49,9 +49,13 @@ def check_recompute(config: Config) -> None:
             )
     layers = config.moe_layers
     if DENSE in modules and all(layers):
-        raise InputError(f"--recompute-modules {DENSE} is for dense layers, and all have experts")
+        raise InputError(
+            f"--recompute-modules {DENSE} is for dense layers, and all have experts; leave it out"
+        )
     if EXPERTS in modules and not any(layers):
-        raise InputError(f"--recompute-modules {EXPERTS} is for layers of experts: the model is dense")
+        raise InputError(
+            f"--recompute-modules {EXPERTS} is for experts, and the model is dense; leave it out"
+        )
     if SHARED in modules:
         _check_shared(config, modules)
 
@@ -66,8 +70,8 @@ def _check_shared(config: Config, modules: tuple[str, ...]) -> None:
         )
     if config.selection.moe_shared_expert_overlap:  # type: ignore[attr-defined]
         raise InputError(
-            f"{asked} cannot run beside the dispatch as --moe-shared-expert-overlap does: leave "
+            f"{asked} cannot run beside the dispatch as --moe-shared-expert-overlap does; leave "
             "one of them out"
         )
     if EXPERTS in modules:
-        raise InputError(f"{asked}: {EXPERTS} recomputes shared experts, too; leave one of them out")
+        raise InputError(f"{asked}: {EXPERTS} recomputes shared experts, too; leave one out")

@@ -59,7 +59,7 @@ def run_micro_batches(
 
     def forward_step(stream: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Loss]:
         on_host = next(stream)
-        batch = {name: tensor.to(device) for name, tensor in _share(on_host, cp).items()}
+        batch = {name: tensor.to(device) for name, tensor in share_of(on_host, cp).items()}
         documents = own_documents(on_host["position_ids"], training)
         output = chunk(
             batch["tokens"],
@@ -82,7 +82,7 @@ def run_micro_batches(
     return reported
 
 
-def _share(batch: Batch, cp: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
+def share_of(batch: Batch, cp: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
     """This rank's part of a micro-batch, and what it has to know of the rest."""
     length = batch["tokens"].shape[1]
     share = zigzag(length, cp.size(), cp.rank()) if cp is not None else [range(length)]

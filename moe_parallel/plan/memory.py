@@ -42,7 +42,7 @@ def memory_of_stage(shape: Shape, layout: Layout, stage: int, dp_rank: int = 0) 
     """The memory of a rank of a pipeline stage.
 
     Args:
-        dp_rank: its number among the data-parallel ranks, which divide the optimizer state
+        dp_rank: its number among the ranks of cp and dp, which divide the optimizer state
             unequally where weights end.
     """
     numbers, padded, states = numbers_of_stage(shape, layout, stage, dp_rank)
@@ -101,7 +101,7 @@ def kept_by_chunk(shape: Shape, layout: Layout, stage: int, chunk: int) -> list[
     if layout.begins(stage, chunk):
         kept += kept_by_embedding(shape, layout)
     if layout.recompute:
-        kept += kept_beside_recomputed_layers(shape)
+        kept += kept_beside_recomputed_layers(shape, layout)
     for is_moe, count in layout.kinds_of_layer(shape.moe_layers, stage, chunk).items():
         if layout.recompute:
             kept += count * kept_by_recomputed_layer(shape, layout)

@@ -10,6 +10,7 @@ from moe_parallel.plan.cluster import Cluster
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.memory import numbers_of_stage
 from moe_parallel.plan.messages import (
+    CONTEXT,
     DISPATCH,
     GRADIENTS,
     PIPELINE,
@@ -25,6 +26,7 @@ from moe_parallel.plan.work import (
     EXPERT_PRODUCTS,
     LINEAR,
     Work,
+    is_repeated,
     model_flops_per_token,
     optimizer_bytes,
     work_of_head,
@@ -32,7 +34,7 @@ from moe_parallel.plan.work import (
 )
 
 #: Messages that a layer waits for. The others overlap where the layout says so.
-_IN_LAYERS = (TENSOR, DISPATCH, W_DOWN)
+_IN_LAYERS = (TENSOR, CONTEXT, DISPATCH, W_DOWN)
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,7 @@ def _stage(shape: Shape, layout: Layout, cluster: Cluster, stage: int) -> dict[s
     first_forward = last_backward = 0.0
     for work in work_of_stage(shape, layout, stage):
         forward, backward = seconds_of(work, shape, cluster)
-        in_layer = work.part != "output layer"
-        repeated = forward if layout.recompute and in_layer else 0.0
+        repeated = forward if is_repeated(work, layout) else 0.0
         parts[work.part] += passes * (forward + backward)
         parts["recompute"] += passes * repeated
         first_forward += forward
