@@ -131,12 +131,10 @@ def _check_sequence(parallel: ParallelConfig, config: Config) -> None:
         return
     if length % (2 * cp) or length % (cp * tp):
         multiple = math.lcm(2 * cp, cp * tp)
-        by_tp = (
-            f" --tensor-model-parallel-size {tp} divides the tokens of a rank." if tp > 1 else ""
-        )
+        by_tp = f", and --tensor-model-parallel-size {tp} divides those of a rank" if tp > 1 else ""
         raise InputError(
-            f"--seq-length is {length}, and --context-parallel-size {cp} divides a sequence into "
-            f"{2 * cp} chunks:{by_tp} choose a multiple of {multiple}"
+            f"--seq-length is {length}. --context-parallel-size {cp} divides a sequence into "
+            f"{2 * cp} chunks{by_tp}: choose a multiple of {multiple}"
         )
     if config.training.attention_backend == "local":
         raise InputError(

@@ -3,8 +3,8 @@
     tokens -> choose -> capacity -> dispatch -> experts -> combine
 
 Shape suffixes: S sequence, B batch (Megatron's order), T tokens of this rank (S * B divided by the
-number of tensor- and context-parallel ranks), K choices per token, E all experts, D model width, M tokens that
-this rank's experts receive.
+number of tensor- and context-parallel ranks), K choices per token, E all experts, D model width, M
+tokens that this rank's experts receive.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ segments are added up over the ranks, so that each rank has the merges of the wh
 which it computes those that its tokens need. A segment of which two ranks have tokens is merged on
 both.
 
-Shape suffixes: S tokens of a sequence on this rank, B sequences, G segments of a sequence, M stretches with one
-merge each, E experts, D model width, P = M * B merged experts, T tokens of each merged expert.
+Shape suffixes: S tokens of a sequence on this rank, B sequences, G segments of a sequence, M
+stretches with one merge each, E experts, D model width, P = M * B merged experts, T tokens of each
+merged expert.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The tensors that a forward pass keeps for the backward pass, by name.
 
-t = S B / cp tokens of a micro-batch on a rank, d hidden width, H query and G key/value heads of width c on all
-ranks, n experts, K per token, f their width, r = d_low. a: bytes of an activation (2 or 4).
+t = S B / cp tokens of a micro-batch on a rank, d hidden width, H query and G key/value heads of
+width c on all ranks, n experts, K per token, f their width, r = d_low. a: bytes of an activation (2
+or 4).
 Loads are balanced: each rank of a dispatch receives as many rows as it sends.
 """
 

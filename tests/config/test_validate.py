@@ -164,12 +164,12 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
     (
         {"seq_length": 18, "context_parallel_size": 2},
         2,
-        "--seq-length is 18, and --context-parallel-size 2 .* 4 chunks: choose a multiple of 4",
+        "--seq-length is 18. --context-parallel-size 2 .* 4 chunks: choose a multiple of 4",
     ),
     (
         {"seq_length": 12, "context_parallel_size": 2, "tensor_model_parallel_size": 4},
         8,
-        "--seq-length is 12, .* --tensor-model-parallel-size 4 divides .* a multiple of 8",
+        "--seq-length is 12.* 4 chunks, and --tensor-model-parallel-size 4 .* a multiple of 8",
     ),
     (
         {"context_parallel_size": 2, "attention_backend": "local"},

@@ -42,5 +42,7 @@ def test_all_shares_in_order_are_the_sequence(ranks: int, parts: int) -> None:
         for part in range(parts)
     ]
     mine = [take(x_BS, share, axis=1) for share in shares]
-    assert all(part.equal(x_BS[:, positions(share)]) for part, share in zip(mine, shares))
+    assert all(
+        part.equal(x_BS[:, positions(share)]) for part, share in zip(mine, shares, strict=True)
+    )
     assert in_order(torch.cat(mine, 1), shares, axis=1).equal(x_BS)
