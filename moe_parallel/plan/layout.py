@@ -45,7 +45,7 @@ class Layout:
     global_batch: int = 1
     recompute: bool = False  # every layer's activations
     cp: int = 1
-    recompute_modules: frozenset[str] = frozenset()  # those of --recompute-modules, one by one
+    recompute_modules: tuple[str, ...] = ()  # those of --recompute-modules, one by one
 
     @property
     def dp(self) -> int:
@@ -154,5 +154,5 @@ def layout_of(config: Config, ranks: int) -> Layout:
         global_batch=training.global_batch_size,
         recompute=training.recompute_granularity == "full",
         cp=parallel.context_parallel_size,
-        recompute_modules=training.recomputed_modules,
+        recompute_modules=tuple(sorted(training.recomputed_modules)),
     )

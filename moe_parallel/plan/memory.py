@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_parallel.plan.activations import (
     Kept,
@@ -142,13 +142,24 @@ def activations_of_stage(shape: Shape, layout: Layout, stage: int) -> int:
         sum(count * size for count, size in zip(counts, chunks, strict=True))
         for counts in chunks_in_flight(layout, stage)
     )
-    if not layout.recompute:
-        return held
-    # One layer at a time has all of its activations again.
+    kinds, again = set(shape.moe_layers), layout.recompute_modules
+    if layout.recompute:  # one layer at a time has all of its activations again
+        return held + max(_bytes_of_layer(shape, layout, is_moe) for is_moe in kinds)
     return held + max(
-        sum(kept.nbytes for kept in kept_by_layer(shape, layout, is_moe))
-        for is_moe in set(shape.moe_layers)
+        (_bytes_of_module(shape, layout, is_moe, module) for is_moe in kinds for module in again),
+        default=0,
     )
+
+
+def _bytes_of_module(shape: Shape, layout: Layout, is_moe: bool, module: str) -> int:
+    """What a module that is computed again has for its own backward pass."""
+    others = tuple(other for other in layout.recompute_modules if other != module)
+    kept = replace(layout, recompute_modules=others)
+    return _bytes_of_layer(shape, kept, is_moe) - _bytes_of_layer(shape, layout, is_moe)
+
+
+def _bytes_of_layer(shape: Shape, layout: Layout, is_moe: bool) -> int:
+    return sum(kept.nbytes for kept in kept_by_layer(shape, layout, is_moe))
 
 
 def _working(shape: Shape, layout: Layout, stage: int) -> int:
