@@ -67,7 +67,7 @@ class TorchAttention(MegatronModule):
         """
         super().__init__(config)
         assert config.kv_channels is not None
-        self.cp = getattr(pg_collection, "cp", None)
+        self.cp: Any = getattr(pg_collection, "cp", None)
         self.scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 
     def forward(
@@ -94,11 +94,13 @@ class TorchAttention(MegatronModule):
         if self.cp is not None and self.cp.size() > 1:
             share = zigzag(len(q_SBHC) * self.cp.size(), self.cp.size(), self.cp.rank())
             k_SBGC, v_SBGC = self._of_whole_sequences(k_SBGC, v_SBGC)
-        qkv = fast_factors(q_SBHC, k_SBGC, v_SBGC)
+        q, k, v = fast_factors(q_SBHC, k_SBGC, v_SBGC)
         with sdpa_kernel(self.kernels):
             if lengths_N is None:
-                return self._attend_to_all(*qkv, share).to(q_SBHC.dtype)
-            return self._attend_to_own(*qkv, share, lengths_N.tolist()).to(q_SBHC.dtype)
+                y_SBD = self._attend_to_all(q, k, v, share)
+            else:
+                y_SBD = self._attend_to_own(q, k, v, share, lengths_N.tolist())
+        return y_SBD.to(q_SBHC.dtype)
 
     def _of_whole_sequences(
         self, k_SBGC: torch.Tensor, v_SBGC: torch.Tensor

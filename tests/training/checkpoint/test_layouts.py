@@ -21,15 +21,12 @@ LAYOUTS = {
     "tp2-ep2-no-sp": Layout(2, tp=2, ep=2, sp=False),
     "ep2-distributed": Layout(2, ep=2, distributed=True),
     "etp2": Layout(2, etp=2),
-    "cp2-ep2-distributed": Layout(2, cp=2, ep=2, distributed=True),
     "pp2": Layout(2, pp=2),
     "pp2-vpp2-distributed": Layout(2, pp=2, vpp=2, distributed=True),
     "tp2-pp2-vpp2": Layout(4, tp=2, pp=2, vpp=2),
     "tp2-ep2-etp2-distributed": Layout(4, tp=2, ep=2, etp=2, distributed=True),
     "dp4-ep2-distributed": Layout(4, ep=2, distributed=True),
     "ep2-etp2": Layout(4, ep=2, etp=2),
-    "cp2-tp2": Layout(4, cp=2, tp=2, etp=2),
-    "cp2-dp2-distributed": Layout(4, cp=2, distributed=True),
     "pp2-ep2": Layout(4, pp=2, ep=2),
 }
 SYSTEMS: dict[str, dict[str, Any]] = {"topk": {}, "aoe": AOE}
@@ -80,14 +77,7 @@ def _load_weights(layout, path, options):
 
 
 #: Each way to split a model, for the quick tier.
-SOME = [
-    "one",
-    "tp2-ep2-no-sp",
-    "ep2-distributed",
-    "etp2",
-    "cp2-ep2-distributed",
-    "pp2-vpp2-distributed",
-]
+SOME = ["one", "tp2-ep2-no-sp", "ep2-distributed", "etp2", "pp2-vpp2-distributed"]
 
 
 def test_some_layouts_load_each_other(tmp_path):
@@ -138,6 +128,18 @@ def _save_own(name, directory, options):
 
 def _load_all(name, sources, directory, options):
     return _load_each(LAYOUTS[name], [directory / source for source in sources], options)
+
+
+SHARING = (Layout(2, cp=2, ep=2, distributed=True), Layout(4, cp=2, tp=2, etp=2))
+
+
+@pytest.mark.parametrize("layout", rest_in_full(SHARING, SHARING[0]))
+def test_a_checkpoint_does_not_show_that_sequences_were_divided(saved, layout):
+    for source, target in ((layout, Layout()), (Layout(), layout)):
+        path, expected = saved(source, AOE)
+        loaded = run_distributed(target.world, _load_each, target, [path], AOE)
+        assert {rank[0][0] for rank in loaded} == {2}
+        _assert_equal(assemble([rank[0][1] for rank in loaded]), expected, str(source))
 
 
 GATHERING = ("ep2-distributed", "etp2", "tp2-ep2-no-sp", "pp2-ep2", "tp2-ep2-etp2-distributed")
