@@ -25,7 +25,7 @@ LAYERS = (
     {"model"},
     {"evaluation", "analysis", "library"},
     {"training"},
-    {"convert", "launch", "tool"},
+    {"convert", "huggingface", "launch", "tool"},
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 
