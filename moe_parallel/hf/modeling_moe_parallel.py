@@ -578,6 +578,13 @@ class MoeParallelPreTrainedModel(PreTrainedModel):
         "attentions": MoeParallelAttention,
     }
 
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        """transformers' default, a grouped product, needs rows of a multiple of 16 bytes."""
+        widths = self.config.hidden_size, self.config.moe_intermediate_size
+        if requested_experts is None and any(width % 8 for width in widths):
+            return "eager"
+        return super().get_correct_experts_implementation(requested_experts)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
