@@ -552,10 +552,12 @@ class MoeParallelDecoderLayer(GradientCheckpointingLayer):
         x = self.post_attention_layernorm(hidden_states)
         if not isinstance(self.mlp, MoeParallelMergedExperts):
             return hidden_states + self.mlp(x)
-        assert merged is not None
-        if self.layer_idx not in merged:
-            merged[self.layer_idx] = self.mlp.merge(x, is_token)
-        return hidden_states + self.mlp(x, merged[self.layer_idx])
+        of_prompt = None if merged is None else merged.get(self.layer_idx)
+        if of_prompt is None:
+            of_prompt = self.mlp.merge(x, is_token)
+        if merged is not None:
+            merged[self.layer_idx] = of_prompt
+        return hidden_states + self.mlp(x, of_prompt)
 
 
 class MoeParallelPreTrainedModel(PreTrainedModel):
@@ -668,11 +670,11 @@ class MoeParallelModel(MoeParallelPreTrainedModel):
             raise ValueError(
                 "Lory takes an attention mask [batch, tokens], which tells the padding"
             )
-        merged: dict[int, Any] = {}
-        if cache is not None:
-            merged = getattr(cache, "merged_experts", merged) if past else merged
-            cache.merged_experts = merged  # type: ignore[attr-defined]
-        return {"merged": merged, "is_token": attention_mask}
+        if cache is None:
+            return {"is_token": attention_mask}
+        if not past or not hasattr(cache, "merged_experts"):
+            cache.merged_experts = {}  # type: ignore[attr-defined]
+        return {"merged": cache.merged_experts, "is_token": attention_mask}
 
 
 class MoeParallelForCausalLM(MoeParallelPreTrainedModel, GenerationMixin):
