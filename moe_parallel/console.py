@@ -20,6 +20,7 @@ PROGRAMS = {
             "convert",
             "count_parameters",
             "experts_per_vocab_item",
+            "export_hf",
             "generate",
             "order_by_similarity",
             "plan",

@@ -356,14 +356,19 @@ class MoeParallelGate(nn.Module):
         if self.w_down is not None:
             c_TER = F.linear(hidden_states, self.w_down).unflatten(-1, (self.num_experts, -1))
         scores_TE = self.scores(hidden_states, c_TER)
-        chosen = self.choose(scores_TE, self.expert_bias)
-        return (scores_TE, *chosen, c_TER) if self.computes_c else (scores_TE, *chosen)
+        selected = (scores_TE, *self.choose(scores_TE, self.expert_bias))
+        return (*selected, c_TER) if c_TER is not None and self.computes_c else selected
+
+    def scores(self, x_TD: torch.Tensor, c_TER: torch.Tensor | None) -> torch.Tensor:
+        """The scores of the experts, [T, E], in fp32."""
+        raise NotImplementedError
 
 
 class MoeParallelNormGate(MoeParallelGate):
     """Autonomy-of-Experts: the norm of C = x W_down, for every expert."""
 
-    def scores(self, x_TD: torch.Tensor, c_TER: torch.Tensor) -> torch.Tensor:
+    def scores(self, x_TD: torch.Tensor, c_TER: torch.Tensor | None) -> torch.Tensor:
+        assert c_TER is not None
         return torch.linalg.vector_norm(c_TER.float(), dim=-1)
 
 
@@ -567,14 +572,14 @@ class MoeParallelPreTrainedModel(PreTrainedModel):
     config_class = MoeParallelConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar[list[str]] = ["MoeParallelDecoderLayer"]
-    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
-    _keep_in_fp32_modules_strict: ClassVar[list[str]] = ["expert_bias"]
+    _no_split_modules = ["MoeParallelDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _keep_in_fp32_modules_strict = ["expert_bias"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    _can_record_outputs: ClassVar[dict[str, Any]] = {
+    _can_record_outputs = {
         "router_logits": OutputRecorder(MoeParallelGate, index=0),
         "hidden_states": MoeParallelDecoderLayer,
         "attentions": MoeParallelAttention,
@@ -670,19 +675,20 @@ class MoeParallelModel(MoeParallelPreTrainedModel):
             raise ValueError(
                 "Lory takes an attention mask [batch, tokens], which tells the padding"
             )
-        if cache is None:
+        held: Any = cache
+        if held is None:
             return {"is_token": attention_mask}
-        if not past or not hasattr(cache, "merged_experts"):
-            cache.merged_experts = {}  # type: ignore[attr-defined]
-        return {"merged": cache.merged_experts, "is_token": attention_mask}
+        if not past or not hasattr(held, "merged_experts"):
+            held.merged_experts = {}
+        return {"merged": held.merged_experts, "is_token": attention_mask}
 
 
 class MoeParallelForCausalLM(MoeParallelPreTrainedModel, GenerationMixin):
     """The model with its output layer."""
 
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan: ClassVar[dict[str, str]] = {"lm_head": "colwise_gather_output"}
-    _pp_plan: ClassVar[dict[str, Any]] = {"lm_head": (["hidden_states"], ["logits"])}
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
 
     def __init__(self, config: MoeParallelConfig) -> None:
         super().__init__(config)
@@ -728,7 +734,7 @@ class MoeParallelForCausalLM(MoeParallelPreTrainedModel, GenerationMixin):
         )
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         if self.config.rule == "merge" and inputs.get("past_key_values") is None:
             raise ValueError(
                 "without a cache every new token would change the merge that Lory makes for the "

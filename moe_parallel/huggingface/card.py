@@ -13,7 +13,7 @@ from moe_parallel.config import (
     LoryPrefixSelection,
     MergedSelection,
 )
-from moe_parallel.huggingface.own_model import ARCHITECTURE
+from moe_parallel.huggingface.own_model import ARCHITECTURE, folded_width
 from moe_parallel.telemetry.metrics import Record
 
 
@@ -136,7 +136,9 @@ def _model_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
 
 def _low_rank(config: Config, facts: Facts) -> Iterable[tuple[str, str]]:
     for flag, size in config.selection.low_rank_sizes:
-        how = "folded into W_g" if facts.folded else "W_g = W_down W_up"
+        how = "W_g = W_down W_up"
+        if facts.folded:
+            how += f" is multiplied out, and stored with a width of {folded_width(config)}"
         yield flag.removeprefix("--").replace("-", " "), f"{size}, {how}"
 
 

@@ -12,7 +12,13 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from moe_parallel.config import AutonomousSelection, BiasBalancing, Config, MergedSelection
+from moe_parallel.config import (
+    AutonomousSelection,
+    BiasBalancing,
+    Config,
+    MergedSelection,
+    RoutedSelection,
+)
 from moe_parallel.huggingface.own_model import folded_width, low_rank_size
 from moe_parallel.huggingface.places import (
     ExpertNames,
@@ -92,13 +98,14 @@ def _gate(config: Config, layer: int, fold: bool) -> list[Step]:
     """The router, W_down and the balancing bias of a layer."""
     (ours, theirs), selection = _names(layer), config.selection
     n, d = config.num_experts, config.model.hidden_size
-    h, rank = getattr(selection, "moe_router_hidden_size", None), low_rank_size(selection)
-    autonomous, steps = isinstance(selection, AutonomousSelection), []
-    if not autonomous and h is None:
-        steps.append(_same(f"{ours}.w_router_ED", f"{theirs}.gate.router_out", n, d))
-    elif not autonomous:
+    rank, steps = low_rank_size(selection), []
+    autonomous = isinstance(selection, AutonomousSelection)
+    h = selection.moe_router_hidden_size if isinstance(selection, RoutedSelection) else None
+    if h is not None:
         steps.append(_same(f"{ours}.w_router_HD", f"{theirs}.gate.router_in", h, d))
         steps.append(_same(f"{ours}.w_router_EH", f"{theirs}.gate.router_out", n, h))
+    elif not autonomous:
+        steps.append(_same(f"{ours}.w_router_ED", f"{theirs}.gate.router_out", n, d))
     if rank is not None and (autonomous or not fold):
         steps.append(
             _one(

@@ -150,6 +150,7 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
     library = import_optional("safetensors.torch", "an export")
     try:
         library.save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # the library lets only the owner read it
     except Exception as error:  # the library's own class, which is no OSError
         reason = str(error).rpartition("I/O error: ")[2]
         raise InputError(

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import moe_parallel.hf as hf
 from tests.distributed import run_distributed
 from tests.huggingface.exporting import PROMPT, STEPS, export_run, save_runs
 from tests.systems import options
@@ -196,7 +197,7 @@ def test_requests_in_one_row_get_the_runs_tokens(tmp_path):
 def test_the_configuration_has_the_names_that_vllm_reads(tmp_path):
     run_distributed(1, save_runs, [(tmp_path / "run", options("aoe"))])
     export_run(tmp_path / "run", tmp_path / "out", fold=True)
-    config = AutoConfig.from_pretrained(tmp_path / "out")
+    config = hf.MoeParallelConfig.from_pretrained(tmp_path / "out")
     (experts,) = {
         (len(t), t.shape[2])
         for name, t in load_file(tmp_path / "out/model.safetensors").items()
