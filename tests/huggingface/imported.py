@@ -61,7 +61,8 @@ def losses_here(run: Path, tokens_BS: torch.Tensor, layout: Options) -> torch.Te
 
 def _loaded(run: Path, layout: Options) -> tuple[list[Any], Any, int]:
     """The chunks of the model on this rank, its configuration and its vocabulary."""
-    given = {"load": run, "micro_batch_size": 2, "seq_length": LENGTH - 1, **layout}
+    given = {"load": run, "micro_batch_size": 2, "seq_length": LENGTH - 1, "bf16": False}
+    given |= layout
     config = parse_command_line(["--config", str(run / "config.yaml"), *flags(given)])
     groups = initialize_groups(config.parallel, config.virtual_stages)
     model_parallel_cuda_manual_seed(1)

@@ -13,7 +13,7 @@ import transformers
 from tests.data.small_text import small_bpe
 
 VOCABULARY = 96
-LENGTH = 12
+LENGTH = 13
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
