@@ -22,7 +22,7 @@ from moe_parallel.huggingface.families import Family, family_of_folder
 from moe_parallel.huggingface.fields import Fields, read_fields
 from moe_parallel.huggingface.folder import TensorFolder
 from moe_parallel.huggingface.places import Place
-from moe_parallel.huggingface.tokenizer import tokenizer_of_folder
+from moe_parallel.huggingface.folder_tokenizer import tokenizer_of_folder
 from moe_parallel.training.checkpoint.folder import CheckpointFolder
 from moe_parallel.training.checkpoint.parts import StoredPart, write_weights
 from moe_parallel.training.run_folder import fingerprint, stored_files, write_run_files
