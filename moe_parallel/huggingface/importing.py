@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -21,8 +21,8 @@ from moe_parallel.huggingface.configuration import options_of
 from moe_parallel.huggingface.families import Family, family_of_folder
 from moe_parallel.huggingface.fields import Fields, read_fields
 from moe_parallel.huggingface.folder import TensorFolder
-from moe_parallel.huggingface.places import Place
 from moe_parallel.huggingface.folder_tokenizer import tokenizer_of_folder
+from moe_parallel.huggingface.places import Place
 from moe_parallel.training.checkpoint.folder import CheckpointFolder
 from moe_parallel.training.checkpoint.parts import StoredPart, write_weights
 from moe_parallel.training.run_folder import fingerprint, stored_files, write_run_files
@@ -177,18 +177,17 @@ def _published(output: Path, tensors: TensorFolder) -> Iterator[Path]:
     lock = output.with_name(f".{output.name}.lock")
     try:
         with locked(lock):
-            _check_new(output)
-            _check_room(output, sum(each.nbytes for each in tensors.described.values()))
-            with atomic_folder(output) as building:
-                yield building
-            with suppress(OSError):
-                lock.unlink()
+            try:
+                _check_new(output)
+                _check_room(output, sum(each.nbytes for each in tensors.described.values()))
+                with atomic_folder(output) as building:
+                    yield building
+            finally:
+                lock.unlink(missing_ok=True)
     except OSError as error:
-        with suppress(OSError):
-            lock.unlink()
         raise InputError(
-            f"--output {output} cannot be written ({one_line(error)}): free the disk, or name "
-            "another folder"
+            f"--output {output} cannot be written ({error.strerror or one_line(error)}): free the "
+            "disk, or name another folder"
         ) from error
 
 
