@@ -183,6 +183,8 @@ def _fingerprint(config: Config, vocab_size: int) -> dict[str, object]:
         "--ffn-hidden-size": model.ffn_hidden_size,
         "--norm-epsilon": model.norm_epsilon,
         "--rotary-base": model.rotary_base,
+        "--use-rope-scaling": model.use_rope_scaling,
+        "--rope-scaling-factor": model.rope_scaling_factor,
         "--untie-embeddings-and-output-weights": model.untie_embeddings_and_output_weights,
         "--vocab-size": vocab_size,
         "--num-experts": config.moe.num_experts,

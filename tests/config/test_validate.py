@@ -250,7 +250,7 @@ train_iters exit_interval lr_decay_iters lr_wsd_decay_iters vocab_size save_inte
 log_interval eval_interval log_digest ddp_bucket_size
 """.split()
 ABOVE_0 = """
-norm_epsilon init_method_std moe_expert_capacity_factor moe_activation_budget
+norm_epsilon rope_scaling_factor init_method_std moe_expert_capacity_factor moe_activation_budget
 distributed_timeout_minutes hang_timeout adam_eps
 exit_duration_in_mins machine_sample_seconds peak_tflops
 """.split()

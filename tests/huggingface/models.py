@@ -30,11 +30,21 @@ SIZES: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
 QWEN_MOE = EXPERTS | {"moe_intermediate_size": 16}
 
+#: Angles of half of the frequencies change, already for a few positions.
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 100_000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
 #: By model_type: the options beside SIZES, each of which differs from its default.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 16, "rms_norm_eps": 1e-3, "tie_word_embeddings": True},
     "qwen2": {"rope_theta": 500.0},
-    "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
     "qwen2_moe": QWEN_MOE
     | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [0], "rope_theta": 500.0},
