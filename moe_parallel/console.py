@@ -22,6 +22,7 @@ PROGRAMS = {
             "experts_per_vocab_item",
             "export_hf",
             "generate",
+            "import_hf",
             "order_by_similarity",
             "plan",
             "plot_run",

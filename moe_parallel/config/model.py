@@ -45,6 +45,14 @@ class ModelConfig(Section):
     )
     norm_epsilon: float = option(1e-5, "added to the mean square in RMSNorm", above=0)
     rotary_base: int = option(10000, "base of the rotary position angles", least=1)
+    use_rope_scaling: bool = option(
+        False,
+        "divide the low frequencies of the rotary position angles as Llama 3.1 does, for texts "
+        "longer than 8192 tokens",
+    )
+    rope_scaling_factor: float = option(
+        8.0, "what --use-rope-scaling divides them by; Llama 3.2: 32", above=0
+    )
     init_method_std: float = option(
         0.02, "standard deviation of every initial weight matrix; norm weights start at 1", above=0
     )

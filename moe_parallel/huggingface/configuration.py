@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from moe_parallel.config import Config, TopKSelection
+from moe_parallel.config import Config, ModelConfig, TopKSelection
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.families import Experts, Family, renormalizes
 from moe_parallel.huggingface.fields import Fields
@@ -18,6 +18,13 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "clip_qkv": ((), "clipped queries, keys and values are not known"),
     "quantization_config": ((), "quantized weights are not known: save the model in bf16"),
     "partial_rotary_factor": ((1, 1.0), "every channel of a head must be turned"),
+}
+
+#: The numbers of Llama 3.1's RoPE that Megatron-Core has as constants.
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
 }
 
 
@@ -42,7 +49,7 @@ def options_of(family: Family, fields: Fields) -> dict[str, Any]:
         "add_qkv_bias": _qkv_bias(family, fields),
         "ffn_hidden_size": fields.integer("intermediate_size"),
         "norm_epsilon": fields.number("rms_norm_eps", family.norm_epsilon),
-        "rotary_base": _rotary_base(family, fields),
+        **_rope(family, fields),
         "untie_embeddings_and_output_weights": not fields.truth("tie_word_embeddings", False),
         # No padding, which would add numbers to the softmax: any power of 2 up to 128 that divides.
         "make_vocab_size_divisible_by": math.gcd(vocab_size, 128),
@@ -88,9 +95,8 @@ def fields_of(
         "max_position_embeddings": config.training.seq_length,
         "initializer_range": model.init_method_std,
         "rms_norm_eps": model.norm_epsilon,
-        # transformers 5 reads the second, earlier versions the first.
-        "rope_theta": float(model.rotary_base),
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(model.rotary_base)},
+        # transformers 5 reads rope_parameters, earlier versions the others.
+        **_rope_fields(model),
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "use_cache": True,
         "bos_token_id": bos_token_id,
@@ -122,16 +128,29 @@ def _qkv_bias(family: Family, fields: Fields) -> bool:
     return default if field is None else fields.truth(field, default)
 
 
-def _rotary_base(family: Family, fields: Fields) -> int:
-    """--rotary-base, from the field of transformers 5 or that of earlier versions."""
+def _rope(family: Family, fields: Fields) -> dict[str, Any]:
+    """The options of RoPE, from the field of transformers 5 or those of earlier versions."""
     rope = fields.part("rope_parameters", "rope_scaling")
     for name in ("rope_type", "type"):
-        rope.refuse(name, ("default",), "only RoPE without scaling is known")
+        rope.refuse(name, ("default", "llama3"), "only default and llama3 are known")
     rope.refuse("partial_rotary_factor", (1, 1.0), "every channel of a head must be turned")
     theta = rope.number("rope_theta", fields.number("rope_theta", family.rope_theta))
     if theta < 1 or theta != int(theta):
         raise InputError(f"{fields.file}: rope_theta is {theta}: it must be a whole number")
-    return int(theta)
+    options: dict[str, Any] = {"rotary_base": int(theta)}
+    if rope.text("rope_type", rope.text("type")) == "llama3":
+        for name, value in _LLAMA3.items():
+            rope.refuse(name, (value,), f"only {value} is known")
+        options |= {"use_rope_scaling": True, "rope_scaling_factor": rope.number("factor", 8.0)}
+    return options
+
+
+def _rope_fields(model: ModelConfig) -> dict[str, Any]:
+    theta = {"rope_theta": float(model.rotary_base)}
+    if not model.use_rope_scaling:
+        return theta | {"rope_parameters": {"rope_type": "default"} | theta}
+    scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor} | _LLAMA3
+    return theta | {"rope_scaling": scaling, "rope_parameters": scaling | theta}
 
 
 def _length(family: Family, fields: Fields) -> int:

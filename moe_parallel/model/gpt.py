@@ -102,6 +102,8 @@ def build_chunks(
             ),
             position_embedding_type="rope",
             rotary_base=config.model.rotary_base,
+            rope_scaling=config.model.use_rope_scaling,
+            rope_scaling_factor=config.model.rope_scaling_factor,
             vp_stage=stage,
         )
         for stage in stages

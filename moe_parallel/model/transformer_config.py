@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -18,16 +20,8 @@ def transformer_config(config: Config) -> TransformerConfig:
     Megatron-Core's own MoE options stay at their defaults. It only needs to know that there are
     experts, so that its pipeline schedules scale auxiliary losses. Fusions that need CUDA are off.
     """
-    model, moe, parallel = config.model, config.moe, config.parallel
+    model, parallel = config.model, config.parallel
     dtype = torch.bfloat16 if config.training.bf16 else torch.float32
-    experts = {}
-    if moe.num_experts is not None:
-        experts = {
-            "num_moe_experts": moe.num_experts,
-            "moe_ffn_hidden_size": config.expert_width,
-            "expert_model_parallel_size": parallel.expert_model_parallel_size,
-            "expert_tensor_parallel_size": parallel.expert_tensor_size,
-        }
     recompute = {}
     if config.training.recompute_granularity is not None:
         recompute = {
@@ -75,6 +69,17 @@ def transformer_config(config: Config) -> TransformerConfig:
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
-        **experts,
+        **_experts(config),
         **recompute,
     )
+
+
+def _experts(config: Config) -> dict[str, Any]:
+    if config.moe.num_experts is None:
+        return {}
+    return {
+        "num_moe_experts": config.moe.num_experts,
+        "moe_ffn_hidden_size": config.expert_width,
+        "expert_model_parallel_size": config.parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": config.parallel.expert_tensor_size,
+    }
