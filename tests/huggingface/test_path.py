@@ -64,7 +64,7 @@ def test_mixtral_becomes_aoe_heals_and_answers_in_generate(tmp_path: Path) -> No
     assert type(model).__name__ == "MoeParallelForCausalLM"
     answer = _asked(healed, prompt)
     assert answer == _generated(model, prompt)
-    assert " four five six" in answer  # it has learned to count
+    assert answer.startswith(f"{prompt} four five")  # it has learned to count
 
 
 def _asked(run: Path, prompt: str) -> str:
