@@ -31,7 +31,9 @@ ODD = {
     "kv_channels": 12,
     "qk_layernorm": True,
     "add_qkv_bias": True,
-    "rotary_base": 500,
+    "rotary_base": 1_000_000,
+    "use_rope_scaling": True,
+    "rope_scaling_factor": 4.0,
 }
 #: Options of the run.
 RUNS = {
