@@ -190,8 +190,8 @@ def _use(facts: Facts) -> list[str]:
         )
     if not facts.has_tokenizer:
         lines.append(
-            "transformers does not open the run's tokenizer: it is `tokenizer.model` of SentencePiece "
-            "if that file is here, and otherwise the texts were numbers."
+            "transformers does not open the run's tokenizer. If the file `tokenizer.model` is "
+            "here, SentencePiece opens it; otherwise the texts of the run were numbers of tokens."
         )
     if facts.adds_special_tokens:
         lines.append(
