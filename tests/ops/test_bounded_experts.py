@@ -11,7 +11,7 @@ from moe_parallel.ops.bounded_experts import (
     tokens_of_parts,
     within_budget,
 )
-from tests.ops.cases import DTYPES, ROUTINGS, Routing, assert_close
+from tests.ops.cases import ROUTINGS, Routing, assert_close
 from tests.ops.test_expert_rows import KINDS, SOME, F, R, Setting
 from tests.ops.test_main_gradients import starts
 from tools.bench.contender import Contender
@@ -30,8 +30,8 @@ def of_rows(ops: Ops, kind: str, dtype: torch.dtype, rows: int) -> Ops:
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 4, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("routing", [each for each in ROUTINGS if each.pad_rows_per_expert is None])
 def test_the_output_is_the_oracles(ops, device, routing, kind, rows, dtype):
