@@ -25,6 +25,7 @@ from transformers.integrations import use_experts_implementation
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
@@ -132,10 +133,14 @@ class MoeParallelRMSNorm(nn.Module):
 class MoeParallelRotaryEmbedding(nn.Module):
     """cos and sin of the positions' angles, [B, S, head_dim]."""
 
+    inv_freq: torch.Tensor
+
     def __init__(self, config: MoeParallelConfig) -> None:
         super().__init__()
-        self.config, self.rope_type = config, "default"
-        inv_freq, _ = self.compute_default_rope_parameters(config)
+        assert config.rope_parameters is not None
+        self.config, self.rope_type = config, config.rope_parameters["rope_type"]
+        frequencies = ROPE_INIT_FUNCTIONS.get(self.rope_type, self.compute_default_rope_parameters)
+        inv_freq, self.attention_scaling = frequencies(config)
         # `original_inv_freq`: transformers then fills both when it loads a model.
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
@@ -154,7 +159,8 @@ class MoeParallelRotaryEmbedding(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         angles = position_ids[..., None].float() * self.inv_freq.float()
         angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        return cos.to(x.dtype), sin.to(x.dtype)
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -688,7 +694,7 @@ class MoeParallelForCausalLM(MoeParallelPreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _pp_plan: Any = {"lm_head": (["hidden_states"], ["logits"])}
 
     def __init__(self, config: MoeParallelConfig) -> None:
         super().__init__(config)

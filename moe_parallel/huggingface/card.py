@@ -189,7 +189,10 @@ def _use(facts: Facts) -> list[str]:
             "used and the flag is not needed."
         )
     if not facts.has_tokenizer:
-        lines.append("The run's tokenizer has no form in transformers, so there is none here.")
+        lines.append(
+            "transformers does not open the run's tokenizer. If the file `tokenizer.model` is "
+            "here, SentencePiece opens it; otherwise the texts of the run were numbers of tokens."
+        )
     if facts.adds_special_tokens:
         lines.append(
             "The tokenizer adds special tokens that the texts of the training did not have, unless "

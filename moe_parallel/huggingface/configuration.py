@@ -96,7 +96,7 @@ def fields_of(
         "initializer_range": model.init_method_std,
         "rms_norm_eps": model.norm_epsilon,
         # transformers 5 reads rope_parameters, earlier versions the others.
-        **_rope_fields(model),
+        **rope_fields(model),
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "use_cache": True,
         "bos_token_id": bos_token_id,
@@ -145,7 +145,8 @@ def _rope(family: Family, fields: Fields) -> dict[str, Any]:
     return options
 
 
-def _rope_fields(model: ModelConfig) -> dict[str, Any]:
+def rope_fields(model: ModelConfig) -> dict[str, Any]:
+    """The fields of RoPE, for transformers 5 and for earlier versions."""
     theta = {"rope_theta": float(model.rotary_base)}
     if not model.use_rope_scaling:
         return theta | {"rope_parameters": {"rope_type": "default"} | theta}

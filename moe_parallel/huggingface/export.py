@@ -115,7 +115,7 @@ def export(
                 training=record["training"],
                 validation=_validation(source.checkpoint, record["training"]["iteration"]),
                 folded=options.fold,
-                has_tokenizer=tokenizer.is_written,
+                has_tokenizer=tokenizer.opens,
                 adds_special_tokens=tokenizer.adds_special_tokens,
             )
             (folder / "README.md").write_text(model_card(source.config, facts), encoding="utf-8")

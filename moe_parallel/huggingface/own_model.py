@@ -15,6 +15,7 @@ from moe_parallel.config import (
     Selection,
 )
 from moe_parallel.errors import InputError
+from moe_parallel.huggingface.configuration import rope_fields
 from moe_parallel.selection import topk
 from moe_parallel.selection.expert_dropout import ExpertDropout
 from moe_parallel.selection.segments import BySegment, by_first, by_previous
@@ -68,7 +69,7 @@ def own_config_json(config: Config, vocab_size: int, *, fold: bool) -> dict[str,
         "qk_norm": _qk_norm(model.qk_layernorm, model.qk_layernorm_all_heads),
         "max_position_embeddings": config.training.seq_length,
         "rms_norm_eps": model.norm_epsilon,
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(model.rotary_base)},
+        "rope_parameters": rope_fields(model)["rope_parameters"],
         "initializer_range": model.init_method_std,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "moe_layers": list(config.moe_layers),

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_parallel.data.tokenizer import FastTokenizer, Tokenizer
+from moe_parallel.data.tokenizer import FastTokenizer, SentencePiece, Tokenizer
 from moe_parallel.data.tokenizer_files import CONFIG_FILE, read_config
 
 
@@ -15,17 +15,19 @@ class ExportedTokenizer:
     """What transformers needs to know of the tokenizer."""
 
     eos_token_id: int
-    is_written: bool  # whether it has a form in transformers
+    opens: bool  # in transformers
     adds_special_tokens: bool = False  # to each text, unless it is told not to
 
 
 def write_tokenizer(tokenizer: Tokenizer, length: int, folder: Path) -> ExportedTokenizer:
     """Write `tokenizer` to `folder`. `length`: the most tokens that the model reads.
 
-    A tokenizer that is not of the `tokenizers` library is not written.
+    transformers opens a tokenizer of the `tokenizers` library. The file of another one is copied.
     """
     if not isinstance(tokenizer, FastTokenizer):
-        return ExportedTokenizer(tokenizer.eod, is_written=False)
+        if isinstance(tokenizer, SentencePiece):
+            tokenizer.save(folder)
+        return ExportedTokenizer(tokenizer.eod, opens=False)
     tokenizer.save(folder)
     fields = read_config(folder) | {
         "pad_token": tokenizer.end_of_document,

@@ -98,10 +98,7 @@ def write_weights(
     for file, of_file in zip(names, files, strict=True):
         tensors = {}
         for expected in of_file:
-            name, tensor = next(results)
-            assert name == expected and tensor.shape == shapes[name], (name, expected, tensor.shape)
-            tensors[name] = tensor.to(dtypes[name]).contiguous()
-            del tensor  # before the next step reads
+            tensors[expected] = _next(results, expected, shapes[expected], dtypes[expected])
         _save(tensors, folder / file)
         advance(sum(sizes[name] for name in of_file))
     parameters, size = sum(map(math.prod, shapes.values())), sum(sizes.values())
@@ -114,6 +111,17 @@ def write_weights(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     first = str(next(iter(dtypes.values()))).removeprefix("torch.")
     return Written(parameters, size, first, names)
+
+
+def _next(
+    results: Iterator[tuple[str, torch.Tensor]],
+    expected: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    name, tensor = next(results)
+    assert name == expected and tensor.shape == shape, (name, expected, tensor.shape)
+    return tensor.to(dtype).contiguous()
 
 
 def _dtype_of(step: Step, entries: Entries, dtype: torch.dtype | None) -> torch.dtype:
@@ -139,11 +147,17 @@ def _results(
     steps: Sequence[Step], checkpoint: Path, entries: Entries
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for step in steps:
-        read = {key: torch.empty(shape, dtype=entries[key].properties.dtype)
-                for key, shape in zip(step.keys, step.shapes, strict=True)}  # fmt: skip
-        read_whole(read, checkpoint)
-        for (name, _), tensor in zip(step.results, step.make(*read.values()), strict=True):
-            yield name, tensor
+        yield from _of_step(step, checkpoint, entries)  # which keeps nothing for the next step
+
+
+def _of_step(step: Step, checkpoint: Path, entries: Entries) -> Iterator[tuple[str, torch.Tensor]]:
+    read = {key: torch.empty(shape, dtype=entries[key].properties.dtype)
+            for key, shape in zip(step.keys, step.shapes, strict=True)}  # fmt: skip
+    read_whole(read, checkpoint)
+    made = iter(step.make(*read.values()))
+    read.clear()
+    for name, _ in step.results:
+        yield name, next(made)
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:

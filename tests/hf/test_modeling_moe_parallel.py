@@ -116,9 +116,9 @@ def test_a_merge_of_the_first_tokens_of_the_prompt():
     other[0, 7] = 1
     with torch.no_grad():
         ours, theirs = model(TOKENS).logits[0], model(other).logits[0]
-    assert torch.equal(ours[:7], theirs[:7]) and not torch.equal(ours[7:], theirs[7:])
         of_all = build("merge")
         assert not torch.equal(of_all(TOKENS).logits[0, 0], of_all(other).logits[0, 0])
+    assert torch.equal(ours[:7], theirs[:7]) and not torch.equal(ours[7:], theirs[7:])
 
 
 @torch.no_grad()
@@ -208,3 +208,42 @@ def test_the_file_needs_torch_and_transformers_alone():
             imported.add(node.module or "")
     outside = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
     assert outside == {"torch", "transformers"}
+
+
+@pytest.mark.parametrize(
+    ("variant", "change"),
+    [
+        ("router", {"norm_topk_prob": False}),
+        ("router", {"scoring_func": "softmax"}),
+        ("router", {"n_group": None, "topk_group": None}),
+        ("router", {"num_experts_per_tok": 1}),
+        ("norms", {"norm_topk_prob": False}),
+        ("norms", {"scoring_func": "raw", "norm_topk_prob": False}),
+        ("top-p", {"top_p": 0.2}),
+        ("top-p", {"num_experts_per_tok": 1}),
+        ("factorized", {"rms_norm_eps": 0.5}),
+        ("factorized", {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
+        ("merge", {"prefix_length": 2}),
+    ],
+)
+@torch.no_grad()
+def test_each_field_counts(variant, change):
+    """The same weights with another field give other logits, so that equal logits prove it."""
+    model, other = build(variant), build(variant, **change)
+    other.load_state_dict(model.state_dict())
+    apart = (model(TOKENS).logits - other(TOKENS).logits).abs().max()
+    assert apart > 1e-2 * model(TOKENS).logits.abs().max()
+
+
+@torch.no_grad()
+def test_a_bias_changes_the_choice_and_no_weight():
+    gate = build("router").model.layers[0].mlp.gate
+    x = torch.randn(50, 16, generator=torch.Generator().manual_seed(0))
+    logits, weights, chosen = gate(x)
+    shares = torch.sigmoid(logits).gather(1, chosen)
+    torch.testing.assert_close(weights, shares / shares.sum(1, keepdim=True))
+    gate.expert_bias += torch.tensor([100.0, 100.0, 0.0, 0.0])
+    _, weights, chosen = gate(x)
+    assert (chosen.sort().values == torch.tensor([0, 1])).all()
+    shares = torch.sigmoid(logits).gather(1, chosen)
+    torch.testing.assert_close(weights, shares / shares.sum(1, keepdim=True))

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    LlamaForCausalLM,
     MixtralForCausalLM,
     OlmoeForCausalLM,
     Qwen2MoeForCausalLM,
@@ -24,6 +25,7 @@ from tests.huggingface.exporting import PROMPT, STEPS, export_run, save_runs
 from tests.systems import options
 from tests.tiers import rest_in_full
 
+DENSE = {"num_experts": None, "moe_ffn_hidden_size": None}
 LORY = {"lory_segment_length": len(PROMPT), "lory_inference": "prompt"}  # as tools/generate.py does
 ODD = {
     "moe_layer_freq": "[0]+[1]",
@@ -31,7 +33,9 @@ ODD = {
     "kv_channels": 12,
     "qk_layernorm": True,
     "add_qkv_bias": True,
-    "rotary_base": 500,
+    "rotary_base": 1_000_000,
+    "use_rope_scaling": True,
+    "rope_scaling_factor": 4.0,
 }
 #: Options of the run.
 RUNS = {
@@ -56,8 +60,7 @@ RUNS = {
     | {"expert_selection": "topk", "qk_layernorm": True, "qk_layernorm_all_heads": True},
     "lory": options("lory") | LORY,
     "lory_prefix": options("lory_prefix") | {"lory_segment_length": 6},
-    "dense": {"num_experts": None, "moe_ffn_hidden_size": None, "qk_layernorm": True}
-    | {"qk_layernorm_all_heads": True},
+    "dense": DENSE | {"qk_layernorm": True, "qk_layernorm_all_heads": True},
 }
 QUICK = (
     "topk, sigmoid, groups, bias, shared expert",
@@ -112,6 +115,7 @@ def test_logits_and_greedy_generation_are_the_runs(name, used, tmp_path):
 
 
 PLAIN = {
+    LlamaForCausalLM: DENSE | {"use_rope_scaling": True, "rotary_base": 1_000_000},
     MixtralForCausalLM: options("topk"),
     Qwen3MoeForCausalLM: options("topk")
     | {"qk_layernorm": True, "moe_layer_freq": "[0]+[1]", "kv_channels": 12},
@@ -138,7 +142,7 @@ def test_topk_runs_become_plain_architectures_and_back(tmp_path):
         one, other = (load_file(folder / "model.safetensors") for folder in (output, again))
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
-        assert any(".experts.3." in name for name in one)
+        assert any(".experts.3." in name for name in one) is (kind is not LlamaForCausalLM)
 
 
 @pytest.mark.parametrize(
