@@ -89,11 +89,13 @@ def save(model: Any, folder: Path, **options: Any) -> Saved:
         return Saved(folder, tokens_BS, model(tokens_BS).logits.float())
 
 
-def save_with_text(model_type: str, folder: Path, **changes: Any) -> Saved:
+def save_with_text(
+    model_type: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Saved:
     """A model with a tokenizer, as a folder of the hub has it."""
     tokenizer = text_tokenizer()
     changes = {"vocab_size": tokenizer.vocab_size, "eos_token_id": tokenizer.eod} | changes
-    saved = save(build(model_type, **changes), folder)
+    saved = save(build(model_type, **changes).to(dtype), folder)
     tokenizer.save(folder)
     return saved
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from moe_parallel.huggingface.importing import import_folder, plan_import
 from tests.convert.converting import convert_here
@@ -14,6 +15,7 @@ from tests.distributed import run_distributed
 from tests.huggingface.exporting import export_run
 from tests.huggingface.models import save_with_text, text_tokenizer
 from tests.program import flags, pretrain_here, small_data
+from tests.tiers import rest_in_full
 from tests.tools.running import run_tool_forked
 
 TRAINING = {
@@ -30,6 +32,22 @@ HEALING = {"train_iters": 30, "lr": 1e-2, "min_lr": 1e-3, "aoe_low_rank_size": 2
 def _converted(run: Path, aoe: Path, options: dict[str, Any]) -> tuple[Any, Any]:
     done = convert_here(run, aoe, "aoe", options, {"rank": 24, "ranking_columns": 2}, samples=8)
     return [layer.number for layer in done.layers], dict(done.losses)
+
+
+@pytest.mark.parametrize(
+    "model_type", rest_in_full(["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "llama"], "qwen2_moe")
+)
+def test_in_and_out_again_has_the_same_bits(model_type: str, tmp_path: Path) -> None:
+    saved = save_with_text(model_type, tmp_path / "theirs", torch.bfloat16)
+    import_folder(plan_import(saved.folder, []), tmp_path / "run")
+    exported = export_run(tmp_path / "run", tmp_path / "back")
+    config = transformers.AutoConfig.from_pretrained(saved.folder)
+    assert [exported.architecture] == config.architectures
+    first, again = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "back"))
+    assert first.keys() == again.keys()
+    for name, tensor in first.items():
+        assert tensor.dtype == again[name].dtype == torch.bfloat16
+        assert torch.equal(tensor.view(torch.int16), again[name].view(torch.int16)), name
 
 
 @pytest.mark.full
