@@ -15,7 +15,7 @@ PACKAGE = "moe_parallel"
 
 # From bottom to top. A module may import from its own layer (without a cycle) and those before it.
 LAYERS = (
-    {"_C", "errors", "console", "optional"},
+    {"_C", "errors", "console", "hf", "optional"},
     {"collective_errors"},
     {"config"},
     {"ops", "plan"},
@@ -25,7 +25,7 @@ LAYERS = (
     {"model"},
     {"evaluation", "analysis", "library"},
     {"training"},
-    {"convert", "launch", "tool"},
+    {"convert", "huggingface", "launch", "tool"},
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 
@@ -48,7 +48,9 @@ PARALLEL_STATE, ITS_READER = {"parallel_state", "mpu"}, f"{PACKAGE}.parallel"
 FILE_LINES_MAX = 420  # about 400
 FUNCTION_LINES_MAX = 60  # without the docstring
 # A path, or path::function, and the reason for its length.
-ALLOWED_TO_BE_LONG: dict[str, str] = {}
+ALLOWED_TO_BE_LONG: dict[str, str] = {
+    "moe_parallel/hf/modeling_moe_parallel.py": "exports copy it beside the weights as one file",
+}
 
 
 def _modules() -> dict[str, Path]:

@@ -60,9 +60,8 @@ class CheckpointConfig(Section):
         for name in ("finetune", "override_opt_param_scheduler"):
             if getattr(self, name) and self.load is None:
                 raise InputError(f"{flag(name)} needs a checkpoint: set --load")
-        for name in ("moe_use_upcycling", "moe_dense_warmup_percent"):
-            if self.finetune and getattr(config.moe, name):
-                raise InputError(
-                    "--finetune starts from the weights of --load as they are, and "
-                    f"{flag(name)} converts them to experts: remove one of them"
-                )
+        if self.finetune and config.moe.moe_dense_warmup_percent:
+            raise InputError(
+                "--finetune starts from the weights of --load as they are, and "
+                "--moe-dense-warmup-percent converts them to experts: remove one of them"
+            )

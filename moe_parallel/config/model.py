@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelConfig(Section):
-    """A GPT with RMSNorm, RoPE, SwiGLU and no biases."""
+    """A GPT with RMSNorm, RoPE and SwiGLU; the only biases are those of --add-qkv-bias."""
 
     num_layers: int = option(4, "number of transformer layers (L)", least=1, most=10_000)
     hidden_size: int = option(256, "model width (d)", least=1)
@@ -26,11 +26,33 @@ class ModelConfig(Section):
         "number of key/value heads for grouped-query attention; none: one per attention head",
         least=1,
     )
+    kv_channels: int | None = option(
+        None, "width of an attention head; none: hidden size / number of heads", least=1
+    )
+    qk_layernorm: bool = option(
+        False, "RMSNorm of the queries and keys of each attention head, before RoPE (Qwen3)"
+    )
+    qk_layernorm_all_heads: bool = option(
+        False,
+        "with --qk-layernorm: one RMSNorm over all heads of the queries, and one over those of "
+        "the keys, instead of one per head (OLMoE)",
+    )
+    add_qkv_bias: bool = option(
+        False, "add a bias to queries, keys and values, the model's only biases (Qwen2)"
+    )
     ffn_hidden_size: int = option(
         1024, "width of a dense SwiGLU feed-forward layer (d_ffn)", least=1
     )
     norm_epsilon: float = option(1e-5, "added to the mean square in RMSNorm", above=0)
     rotary_base: int = option(10000, "base of the rotary position angles", least=1)
+    use_rope_scaling: bool = option(
+        False,
+        "divide the low frequencies of the rotary position angles as Llama 3.1 does, for texts "
+        "longer than 8192 tokens",
+    )
+    rope_scaling_factor: float = option(
+        8.0, "what --use-rope-scaling divides them by; Llama 3.2: 32", above=0
+    )
     init_method_std: float = option(
         0.02, "standard deviation of every initial weight matrix; norm weights start at 1", above=0
     )
@@ -45,16 +67,14 @@ class ModelConfig(Section):
     def query_groups(self) -> int:
         return self.num_query_groups or self.num_attention_heads
 
+    @property
+    def head_width(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
         tp = config.parallel.tensor_model_parallel_size
-        divides(self.hidden_size, "hidden_size", self.num_attention_heads, "num_attention_heads")
-        if (self.hidden_size // self.num_attention_heads) % 2:
-            raise InputError(
-                f"--hidden-size {self.hidden_size} over --num-attention-heads "
-                f"{self.num_attention_heads} gives heads of odd size, which rotary positions "
-                "cannot turn: change one of them"
-            )
+        self._check_heads()
         divides(
             self.num_attention_heads, "num_attention_heads", self.query_groups, "num_query_groups"
         )
@@ -65,3 +85,24 @@ class ModelConfig(Section):
             ("make_vocab_size_divisible_by", self.make_vocab_size_divisible_by),
         ):
             divides(size, name, tp, "tensor_model_parallel_size")
+
+    def _check_heads(self) -> None:
+        if self.kv_channels is None:
+            divides(
+                self.hidden_size, "hidden_size", self.num_attention_heads, "num_attention_heads"
+            )
+        elif self.kv_channels % 2:
+            raise InputError(
+                f"--kv-channels is {self.kv_channels}, and rotary positions turn pairs of "
+                "channels: choose an even number"
+            )
+        if self.head_width % 2:
+            raise InputError(
+                f"--hidden-size {self.hidden_size} over --num-attention-heads "
+                f"{self.num_attention_heads} gives heads of odd size, which rotary positions "
+                "cannot turn: change one of them"
+            )
+        if self.qk_layernorm_all_heads and not self.qk_layernorm:
+            raise InputError(
+                "--qk-layernorm-all-heads says what --qk-layernorm normalizes: set that too"
+            )

@@ -26,6 +26,8 @@ SOURCES: dict[str, tuple[type[Selection], ...]] = {
     # For a top-k model this is a new start: fresh optimizer state, another schedule.
     "topk": (TopKSelection, LorySelection, LoryPrefixSelection),
 }
+#: Options that become another one: --aoe-gate.
+COUNTERPARTS = {"moe_router_pre_softmax"}
 
 
 def converted_config(source: Config, to: str, save: str, flags: Sequence[str]) -> Config:
@@ -45,17 +47,27 @@ def converted_config(source: Config, to: str, save: str, flags: Sequence[str]) -
         if each.name in known:
             values[each.name] = getattr(source.selection, each.name)
     if to == "aoe":
-        # W_p and W_o stay as they are. If K is 1, the router weights by a probability, not by 1.
+        # W_p and W_o stay as they are.
         values["aoe_wide_size"] = source.expert_width
-        values["aoe_gate"] = "all" if source.selection.choices_per_token == 1 else "selected"
+        values["aoe_gate"] = "all" if _weighs_by_softmax_over_all(source) else "selected"
     config = _with_flags(make_config(_listed(values)), flags)
     _check_unchanged(source, config, to)
     return config
 
 
+def _weighs_by_softmax_over_all(source: Config) -> bool:
+    """Whether a top-k model does not renormalize the probabilities of the chosen experts.
+
+    With K = 1 it does not either: the result would always be 1.
+    """
+    selection = source.selection
+    assert isinstance(selection, TopKSelection)
+    return selection.moe_router_topk == 1 or selection.moe_router_pre_softmax
+
+
 def left_out(source: Config, to: str) -> list[str]:
     """The options that are set but have no counterpart, each as `--flag value`."""
-    known = {each.name for each in options(SELECTIONS[to])}
+    known = {each.name for each in options(SELECTIONS[to])} | COUNTERPARTS
     given = (
         (each, getattr(source.selection, each.name)) for each in options(type(source.selection))
     )
@@ -76,6 +88,7 @@ def _check_source(source: Config, to: str) -> None:
             f"--to {to} takes a model of --expert-selection {wanted}, but --load is {name}"
         )
     known = {each.name for each in options(SELECTIONS[to])} - {"moe_router_enable_expert_bias"}
+    known |= COUNTERPARTS
     for each in options(type(source.selection)):
         value = getattr(source.selection, each.name)
         if each.weights and each.name not in known and value != each.default:

@@ -1,10 +1,11 @@
 """The floating-point operations (FLOPs) of a token: those of the matrix products of the formula.
 
 A product of x [D] and W [D, F] takes 2 D F. For one token, one layer and a forward pass, with d the
-model width, S the tokens of a sequence, n experts, K of them chosen, and V the padded vocabulary:
+model width, q the width of all queries (d unless --kv-channels is set), S the tokens of a
+sequence, n experts, K of them chosen, and V the padded vocabulary:
 
-    projections   2 * (2 d^2 + 2 d * width of the keys)      Q, output; K and V
-    attention     2 (S + 1) d                                Q K^T and P V of a causal mask: on
+    projections   2 * (2 d q + 2 d * width of the keys)      Q, output; K and V
+    attention     2 (S + 1) q                                Q K^T and P V of a causal mask: on
                                                              average (S + 1) / 2 keys
     dense         6 d d_ffn                                  SwiGLU of a layer without experts
     scores        2 n d                                      a linear router; AoE: 2 n d d_low, C of
@@ -77,11 +78,12 @@ def token_flops(config: Config, padded_vocab_size: int, choices_per_token: float
     """
     model, layers, d = config.model, config.model.num_layers, config.model.hidden_size
     moe_layers = sum(config.moe_layers)
-    keys = d * model.query_groups // model.num_attention_heads
+    queries = model.num_attention_heads * model.head_width
+    keys = model.query_groups * model.head_width
     layer = ExpertLayerFlops(0, 0, 0, 0) if moe_layers == 0 else expert_layer_flops(config)
     return TokenFlops(
-        projections=layers * 2 * (2 * d * d + 2 * d * keys),
-        attention=layers * 2 * (config.training.seq_length + 1) * d,
+        projections=layers * 2 * (2 * d * queries + 2 * d * keys),
+        attention=layers * 2 * (config.training.seq_length + 1) * queries,
         dense=(layers - moe_layers) * 6 * d * model.ffn_hidden_size,
         scores=moe_layers * layer.scores,
         experts=moe_layers * layer.choice * choices_per_token,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -18,7 +19,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from moe_parallel.config import Config
+from moe_parallel.config import Config, ModelConfig
 from moe_parallel.config.recompute import DENSE, EXPERTS, SHARED
 from moe_parallel.experts.dense import DenseMLP
 from moe_parallel.experts.fp8_engine import Fp8Engine
@@ -28,6 +29,7 @@ from moe_parallel.layers.expert_layer import at_start
 from moe_parallel.layers.forced_routing import build_forcing
 from moe_parallel.model.attention import BACKENDS
 from moe_parallel.model.fp8_gpt import Fp8GPTModel
+from moe_parallel.model.heads_norm import over
 from moe_parallel.model.initialization import initialize_weights
 from moe_parallel.model.language_model import LanguageModel
 from moe_parallel.model.transformer_config import transformer_config
@@ -103,6 +105,8 @@ def build_chunks(
             ),
             position_embedding_type="rope",
             rotary_base=config.model.rotary_base,
+            rope_scaling=config.model.use_rope_scaling,
+            rope_scaling_factor=config.model.rope_scaling_factor,
             vp_stage=stage,
         )
         for stage in stages
@@ -115,22 +119,40 @@ def _block_spec(
     first = get_transformer_layer_offset(megatron, stage)
     count = get_num_layers_to_build(megatron, stage)
     layers = [
-        _layer_spec(config, _moe_spec(config, context) if is_moe else _dense_spec(config, context))
+        _layer_spec(
+            config,
+            context,
+            _moe_spec(config, context) if is_moe else _dense_spec(config, context),
+        )
         for is_moe in config.moe_layers[first : first + count]
     ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def _layer_spec(config: Config, mlp: ModuleSpec) -> ModuleSpec:
+def _layer_spec(config: Config, context: LayerContext, mlp: ModuleSpec) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     attention = spec.submodules.self_attention
     attention.submodules = replace(
-        attention.submodules, core_attention=BACKENDS[config.training.attention_backend]
+        attention.submodules,
+        core_attention=BACKENDS[config.training.attention_backend],
+        **_head_norms(config.model, context.groups),
     )
     spec.submodules = replace(
         spec.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm, mlp=mlp
     )
     return spec
+
+
+def _head_norms(model: ModelConfig, groups: Groups) -> dict[str, type[torch.nn.Module]]:
+    """The norms of queries and keys; {}: there are none."""
+    if not model.qk_layernorm:
+        return {}
+    if not model.qk_layernorm_all_heads:
+        return {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm}
+    return {
+        "q_layernorm": over(model.num_attention_heads, groups.tp),
+        "k_layernorm": over(model.query_groups, groups.tp),
+    }
 
 
 def _dense_spec(config: Config, context: LayerContext) -> ModuleSpec:

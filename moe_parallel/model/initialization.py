@@ -13,7 +13,9 @@ from moe_parallel.model.shards import shards
 
 @torch.no_grad()
 def initialize_weights(model: Any, seed: int, std: float) -> None:
-    """Fill every parameter of `model` (a Megatron module): norms with 1, matrices with N(0, std^2).
+    """Fill every parameter of `model` (a Megatron module).
+
+    Norms start at 1, biases at 0, matrices with N(0, std^2).
 
     A parameter with an attribute `init_std` that is not None has that standard deviation instead.
 
@@ -25,7 +27,7 @@ def initialize_weights(model: Any, seed: int, std: float) -> None:
         own_std = getattr(shard.data, "init_std", None)
         scale = std if own_std is None else own_std
         if len(shard.global_shape) == 1:
-            shard.data.fill_(1.0)
+            shard.data.fill_(0.0 if shard.key.endswith(".bias") else 1.0)
         elif len(shard.global_shape) == 2:
             shard.data.copy_(_part(shard, _normal(shard, seed, shard.key), 0) * scale)
         else:

@@ -23,21 +23,18 @@ def transformer_config(config: Config) -> TransformerConfig:
     Megatron-Core's own MoE options stay at their defaults. It only needs to know that there are
     experts, so that its pipeline schedules scale auxiliary losses. Fusions that need CUDA are off.
     """
-    model, moe, parallel = config.model, config.moe, config.parallel
+    model, parallel = config.model, config.parallel
     dtype = torch.bfloat16 if config.training.bf16 else torch.float32
-    experts = {}
-    if moe.num_experts is not None:
-        experts = {
-            "num_moe_experts": moe.num_experts,
-            "moe_ffn_hidden_size": config.expert_width,
-            "expert_model_parallel_size": parallel.expert_model_parallel_size,
-            "expert_tensor_parallel_size": parallel.expert_tensor_size,
-        }
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.query_groups,
+        kv_channels=model.head_width,
+        # It makes Megatron-Core sum these norms' gradients over the heads of other ranks. A norm
+        # over all heads is divided instead.
+        qk_layernorm=model.qk_layernorm and not model.qk_layernorm_all_heads,
+        add_qkv_bias=model.add_qkv_bias,
         ffn_hidden_size=model.ffn_hidden_size,
         layernorm_epsilon=model.norm_epsilon,
         normalization="RMSNorm",
@@ -69,7 +66,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
-        **experts,
+        **_experts(config),
         **_recomputation(config),
     )
 
@@ -91,3 +88,14 @@ def _recomputation(config: Config) -> dict[str, Any]:
     if not modules:
         return {}
     return {"recompute_granularity": "selective", "recompute_modules": sorted(modules)}
+
+
+def _experts(config: Config) -> dict[str, Any]:
+    if config.moe.num_experts is None:
+        return {}
+    return {
+        "num_moe_experts": config.moe.num_experts,
+        "moe_ffn_hidden_size": config.expert_width,
+        "expert_model_parallel_size": config.parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": config.parallel.expert_tensor_size,
+    }

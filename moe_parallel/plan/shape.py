@@ -83,7 +83,7 @@ def shape_of(config: Config, vocab_size: int) -> Shape:
         hidden=model.hidden_size,
         heads=model.num_attention_heads,
         groups=model.query_groups,
-        head_width=model.hidden_size // model.num_attention_heads,
+        head_width=model.head_width,
         dense_width=model.ffn_hidden_size,
         vocabulary=config.padded_vocab_size(vocab_size),
         tied=not model.untie_embeddings_and_output_weights,
@@ -161,6 +161,12 @@ def plannable(config: Config) -> None:
             f"--attention-backend is {config.training.attention_backend}, and a plan has no "
             "formula for S x S scores: choose auto, flash or fused"
         )
+    for flag in ("qk_layernorm", "add_qkv_bias"):
+        if getattr(config.model, flag):
+            raise InputError(
+                f"--{flag.replace('_', '-')} is true, and a plan has no formula for it: leave it "
+                "out of the plan"
+            )
     if config.moe.num_experts is None:
         return
     selection = config.selection

@@ -32,7 +32,8 @@ def _rule(selection: TopKSelection) -> TopK:
     if selection.moe_router_score_function == "sigmoid":
         probs = topk.sigmoid_of_selected if k == 1 else topk.sigmoid_share_of_selected
         return TopK(k, probs, topk.sigmoid_shares, torch.sigmoid, groups=groups)
-    probs = topk.raw_probability if k == 1 else topk.softmax_of_selected
+    whole = k == 1 or selection.moe_router_pre_softmax
+    probs = topk.raw_probability if whole else topk.softmax_of_selected
     # Logits and their softmax give the same order; only a bias or groups need the probabilities.
     by_probability = selection.moe_router_enable_expert_bias or groups is not None
     return TopK(k, probs, topk.softmax, topk.softmax if by_probability else None, groups=groups)
@@ -40,7 +41,8 @@ def _rule(selection: TopKSelection) -> TopK:
 
 def upcycling(selection: TopKSelection) -> str | None:
     """With K = 1, the prob is the probability of the chosen expert, which is below 1."""
-    return None if selection.moe_router_topk > 1 else SCALED_OUTPUT
+    sums_to_one = selection.moe_router_topk > 1 and not selection.moe_router_pre_softmax
+    return None if sums_to_one else SCALED_OUTPUT
 
 
 TOPK = register(

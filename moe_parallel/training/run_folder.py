@@ -36,7 +36,7 @@ def open_checkpoints(
     checkpoints = Checkpointer(
         folder,
         keep_last=config.checkpoint.keep_last,
-        fingerprint=_fingerprint(config, vocab_size) | _of_tokenizer(tokenizer),
+        fingerprint=fingerprint(config, vocab_size, tokenizer),
         layout={
             "tp": groups.tp.size(),
             "pp": groups.pp.size(),
@@ -47,7 +47,7 @@ def open_checkpoints(
             "virtual_stages": config.virtual_stages or 1,
             "device": device().type,  # random states are specific to the kind of device
         },
-        files={"config.yaml": _run_again(config), "tokenizer": folder / "tokenizer"},
+        files=stored_files(folder, config),
         same_schedule=not config.checkpoint.override_opt_param_scheduler,
         background=_background(config),
     )
@@ -127,9 +127,7 @@ def begin_run(config: Config, tokenizer: Tokenizer) -> None:
 
     def begin() -> None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder / "config.yaml", _run_again(config))
-            tokenizer.save(folder / "tokenizer")
+            write_run_files(folder, config, tokenizer)
         except OSError as error:
             raise InputError(
                 f"--save {folder} cannot be written ({one_line(error)}): "
@@ -137,6 +135,18 @@ def begin_run(config: Config, tokenizer: Tokenizer) -> None:
             ) from error
 
     on_rank_0(begin)
+
+
+def write_run_files(folder: Path, config: Config, tokenizer: Tokenizer) -> None:
+    """Write config.yaml and tokenizer/ into a run folder, on this process. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "config.yaml", _run_again(config))
+    tokenizer.save(folder / "tokenizer")
+
+
+def stored_files(folder: Path, config: Config) -> dict[str, str | Path]:
+    """The small files that every checkpoint of a run folder contains, see `copy_files`."""
+    return {"config.yaml": _run_again(config), "tokenizer": folder / "tokenizer"}
 
 
 def _run_again(config: Config) -> str:
@@ -147,8 +157,10 @@ def _run_again(config: Config) -> str:
     return replace(config, checkpoint=checkpoint).to_yaml()
 
 
-def _of_tokenizer(tokenizer: Tokenizer | None) -> dict[str, object]:
-    return {} if tokenizer is None else {TOKENIZER: tokenizer.fingerprint}
+def fingerprint(config: Config, vocab_size: int, tokenizer: Tokenizer | None) -> dict[str, object]:
+    """The facts that a checkpoint must share with a configuration and a tokenizer."""
+    named = {} if tokenizer is None else {TOKENIZER: tokenizer.fingerprint}
+    return _fingerprint(config, vocab_size) | named
 
 
 def _fingerprint(config: Config, vocab_size: int) -> dict[str, object]:
@@ -165,8 +177,15 @@ def _fingerprint(config: Config, vocab_size: int) -> dict[str, object]:
         "--hidden-size": model.hidden_size,
         "--num-attention-heads": model.num_attention_heads,
         "--num-query-groups": model.query_groups,
+        "--kv-channels": model.head_width,
+        "--qk-layernorm": model.qk_layernorm,
+        "--qk-layernorm-all-heads": model.qk_layernorm_all_heads,
+        "--add-qkv-bias": model.add_qkv_bias,
         "--ffn-hidden-size": model.ffn_hidden_size,
+        "--norm-epsilon": model.norm_epsilon,
         "--rotary-base": model.rotary_base,
+        "--use-rope-scaling": model.use_rope_scaling,
+        "--rope-scaling-factor": model.rope_scaling_factor,
         "--untie-embeddings-and-output-weights": model.untie_embeddings_and_output_weights,
         "--vocab-size": vocab_size,
         "--num-experts": config.moe.num_experts,

@@ -122,14 +122,18 @@ class Stages:
         return (moe.moe_use_upcycling or moe.moe_dense_warmup_percent > 0) and _kind(load)[0]
 
     def _upcycled(self, load: str, engine: Engine) -> TrainingState:
+        starts_anew = self.config.checkpoint.finetune
         state = self.checkpoints.upcycle(
             Path(load),
             engine.chunks,
-            engine.optimizer,
-            engine.scheduler,
+            None if starts_anew else engine.optimizer,
+            None if starts_anew else engine.scheduler,
             expected_dense(self.config, self.vocab_size),
             self.config.training.seed,
         )
+        if starts_anew:
+            engine.optimizer.reload_model_params()  # the optimizer may have its own fp32 copies
+            return TrainingState(0, 0, 0)
         return replace(state, unlogged=None)  # its sums are those of the dense layers
 
     def _note(self, load: str, state: TrainingState) -> str:

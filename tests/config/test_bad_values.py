@@ -94,10 +94,6 @@ WORDS = {
         ["--override-opt-param-scheduler"],
         "--override-opt-param-scheduler needs a checkpoint: set --load",
     ),
-    "two kinds of start": (
-        [*EXPERTS, "--load=x", "--finetune", "--moe-use-upcycling"],
-        "--finetune starts from the weights of --load as they are, and --moe-use-upcycling",
-    ),
     "a start and a warm-up": (
         [*EXPERTS, "--load=x", "--finetune", "--moe-dense-warmup-percent=10"],
         "--finetune starts from the weights of --load as they are, and --moe-dense-warmup-percent",

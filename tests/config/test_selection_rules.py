@@ -74,6 +74,11 @@ def test_a_single_segment_is_a_warning(system: dict[str, Any]) -> None:
 BROKEN: list[tuple[dict[str, Any], int, str]] = [
     # routers
     ({"moe_router_num_groups": 2}, 1, "--moe-router-group-topk is not set: .* together"),
+    (
+        {"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": True},
+        1,
+        "--moe-router-pre-softmax is true, but --moe-router-score-function is sigmoid",
+    ),
     ({"moe_router_group_topk": 2}, 1, "--moe-router-num-groups is not set: .* together"),
     (
         {"moe_router_num_groups": 3, "moe_router_group_topk": 1},

@@ -44,6 +44,7 @@ def config(**options: Any) -> Config:
         (VIRTUAL, 2),
         (VIRTUAL, 4),
         ({"num_query_groups": 2}, 1),
+        ({"hidden_size": 30, "kv_channels": 10, "qk_layernorm": True, "add_qkv_bias": True}, 1),
         ({"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}, 1),
         ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 18}, 1),
         ({"lr_decay_iters": 40}, 1),
@@ -65,6 +66,8 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
     # heads, widths, vocabulary
     ({"hidden_size": 30}, 1, "--hidden-size is 30, which --num-attention-heads 4 .* multiple of 4"),
     ({"hidden_size": 12}, 1, "--hidden-size 12 .* --num-attention-heads 4 .* odd.* change one"),
+    ({"kv_channels": 7}, 1, "--kv-channels is 7, .* an even number"),
+    ({"qk_layernorm_all_heads": True}, 1, "--qk-layernorm-all-heads .* --qk-layernorm .* too"),
     ({"num_query_groups": 3}, 1, "--num-attention-heads is 4, which --num-query-groups 3 .*choose"),
     (
         {"num_attention_heads": 2, "tensor_model_parallel_size": 4},
@@ -259,7 +262,7 @@ seed lr min_lr lr_warmup_iters weight_decay adam_beta1 adam_beta2 clip_grad moe_
 moe_z_loss_coeff eval_iters loss_chunk_size
 """.split()
 AT_LEAST_1 = """
-num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size rotary_base
+num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size rotary_base
 make_vocab_size_divisible_by num_experts moe_ffn_hidden_size moe_router_topk
 tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
 context_parallel_size
@@ -268,7 +271,7 @@ train_iters exit_interval lr_decay_iters lr_wsd_decay_iters vocab_size save_inte
 log_interval eval_interval log_digest ddp_bucket_size
 """.split()
 ABOVE_0 = """
-norm_epsilon init_method_std moe_expert_capacity_factor moe_activation_budget
+norm_epsilon rope_scaling_factor init_method_std moe_expert_capacity_factor moe_activation_budget
 distributed_timeout_minutes hang_timeout adam_eps
 exit_duration_in_mins machine_sample_seconds peak_tflops
 """.split()

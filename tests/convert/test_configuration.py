@@ -32,14 +32,19 @@ def test_what_both_systems_have_stays():
     assert (config.optimizer.lr, config.checkpoint.save) == (0.5, "new")
 
 
-def test_a_gate_of_one_choice_is_a_probability():
-    config = converted_config(topk(moe_router_topk=1), "aoe", "new", [])
-    assert config.selection.aoe_gate == "all"
-
-
 def test_what_is_left_out_is_named():
     assert left_out(topk(moe_z_loss_coeff=1e-3), "aoe") == ["--moe-z-loss-coeff 0.001"]
     assert left_out(topk(), "aoe") == []
+
+
+@pytest.mark.parametrize(
+    ("source", "gate"),
+    [({}, "selected"), ({"moe_router_topk": 1}, "all"), ({"moe_router_pre_softmax": True}, "all")],
+)
+def test_norms_weigh_as_the_router_did(source, gate):
+    source = topk(**source)
+    assert converted_config(source, "aoe", "new", []).selection.aoe_gate == gate
+    assert left_out(source, "aoe") == []
 
 
 def test_a_routed_model_may_start_again():

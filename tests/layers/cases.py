@@ -72,6 +72,7 @@ CASES = {
     "topk, one token": Case(topk(), tokens=1),
     "topk, all experts": Case(topk(k=EXPERTS)),
     "topk, an idle expert": Case(topk(), bias=IDLE),
+    "topk, not renormalized": Case(topk(moe_router_pre_softmax=True)),
     "topk, drop by probability": Case(topk(), capacity_factor=0.6, policy="probs"),
     "topk, drop by position": Case(topk(), capacity_factor=0.6, policy="position"),
     "topk, drop and pad": Case(topk(), capacity_factor=0.6, policy="probs", pad=True),

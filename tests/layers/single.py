@@ -219,7 +219,7 @@ def expected_choices(case: Case, scores: numpy.ndarray) -> oracle.Routing:
     return routing.top_k(
         scores,
         k,
-        gate="all" if k == 1 else "selected",
+        gate="all" if k == 1 or s.moe_router_pre_softmax else "selected",
         score_function=s.moe_router_score_function,
         rank_by="probabilities",
         bias=case.balance,

@@ -18,7 +18,7 @@ AOE = KEPT | {"expert_selection": "aoe", "aoe_low_rank_size": 8}
 SHARED = {"moe_shared_expert_intermediate_size": 24}
 MODELS: dict[str, dict[str, Any]] = {
     "top-k": {"moe_router_topk": 3},
-    "dense": {"num_experts": None, "moe_layer_freq": "1"},
+    "dense": {"num_experts": None, "moe_layer_freq": "1", "kv_channels": 12},
     "shared expert": SHARED,
     "large router": {"moe_router_hidden_size": 20},
     "factorized W_g": {"moe_gate_low_rank_size": 8},

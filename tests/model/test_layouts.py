@@ -23,13 +23,18 @@ TOLERANCE = 1e-5  # relative, in fp32; measured deviations are a few 1e-7
 
 #: Options of the model besides its system, for variety.
 MODELS: dict[str, Options] = {
-    "topk": {"moe_layer_freq": "[0]+[1]*3"},
+    "topk": {"moe_layer_freq": "[0]+[1]*3", "qk_layernorm": True, "kv_channels": 12},
     "topk, one expert": {
         "num_query_groups": 4,
         "moe_layer_freq": "2",
         "untie_embeddings_and_output_weights": True,
     },
-    "aoe": {"untie_embeddings_and_output_weights": True},
+    "aoe": {
+        "untie_embeddings_and_output_weights": True,
+        "qk_layernorm": True,
+        "qk_layernorm_all_heads": True,
+        "add_qkv_bias": True,
+    },
     "aoe, probs over all": {"moe_layer_freq": "[1,0,1,0]"},
     "lory": {"moe_layer_freq": "[0]+[1]*3"},
 }

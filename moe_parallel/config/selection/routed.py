@@ -108,6 +108,12 @@ class TopKSelection(BiasBalancing, Balancing, FixedChoices, RoutedSelection, sys
         choices=("softmax", "sigmoid"),
         weights=True,
     )
+    moe_router_pre_softmax: bool = option(
+        False,
+        "weigh the chosen experts by their softmax over all experts, as it is; false: renormalize "
+        "it over the chosen ones. Needs softmax scores; with one expert per token it is always so",
+        weights=True,
+    )
     moe_router_num_groups: int | None = option(
         None, "number of groups that divide the experts; none: no groups", weights=True, least=1
     )
@@ -120,6 +126,11 @@ class TopKSelection(BiasBalancing, Balancing, FixedChoices, RoutedSelection, sys
 
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
+        if self.moe_router_pre_softmax and self.moe_router_score_function != "softmax":
+            raise InputError(
+                "--moe-router-pre-softmax is true, but --moe-router-score-function is "
+                f"{self.moe_router_score_function}: remove one of them"
+            )
         num_groups, topk = self.moe_router_num_groups, self.moe_router_group_topk
         n = config.num_experts
         if (num_groups is None) != (topk is None):

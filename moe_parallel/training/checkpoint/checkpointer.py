@@ -255,15 +255,16 @@ class Checkpointer:
         self,
         path: Path,
         model_chunks: Sequence[torch.nn.Module],
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
+        optimizer: MegatronOptimizer | None,
+        scheduler: OptimizerParamScheduler | None,
         expected: Expected,
         seed: int,
     ) -> TrainingState:
         """Load the checkpoint of a dense model into a model of experts: see model/upcycling.py.
 
         Weights that only the model of experts has stay as they are; their moments stay zero. The
-        schedule is that of `scheduler`, at the iteration of the checkpoint.
+        schedule is that of `scheduler`, at the iteration of the checkpoint. Without an optimizer
+        only the weights are loaded.
 
         Args:
             expected: the required properties of the dense checkpoint.
@@ -275,7 +276,7 @@ class Checkpointer:
         with _reading(path):
             checkpoint, record = _open(path, expected, optimizer, scheduler)
             model = model_tensors(model_chunks)
-            held = pieces(optimizer, model)
+            held = [] if optimizer is None else pieces(optimizer, model)
             stored = agree(lambda: stored_tensors(checkpoint))
             reader = DenseReader(stored, seed)
             weights = placed_tensors(most_precise(model, stored))
@@ -284,7 +285,7 @@ class Checkpointer:
             content: dict[str, Any] = {"same": numbered(same), "parts": numbered(reader.parts())}
             check_tensors(checkpoint, content, stored)
 
-            if record["layout"] == self.layout:
+            if record["layout"] == self.layout and optimizer is not None:
                 content["random"] = of_this_rank("random_state", None)
             loaded = read_tensors(content, checkpoint)
             read_tensors({"masters": numbered(masters)}, checkpoint)

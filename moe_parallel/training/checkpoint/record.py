@@ -67,7 +67,8 @@ def checked_record(
         if wanted is not None and record[key] is None:
             raise InputError(
                 f"--load {checkpoint}: it has weights, but no state of the {part} to continue "
-                "training with; load one that training has saved"
+                "training with; load one that training has saved, or start a new run with its "
+                "weights by --finetune"
             )
     if scheduler is not None and expected.same_schedule:
         configured = _schedule(scheduler.state_dict())

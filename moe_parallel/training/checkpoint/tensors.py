@@ -101,7 +101,7 @@ def write_tensors(shards: Shards, folder: Path, group: dist.ProcessGroup | None 
     """
     places = exchange([each.without_data() for each in shards.every], group)
     on_rank_0(lambda: validate_sharding_integrity(places), group)
-    on_rank_0(lambda: _write_common(shards.common, folder), group)
+    on_rank_0(lambda: write_common(shards.common, folder), group)
     try:
         torch_checkpoint.save(
             mcore_to_pyt_state_dict(dict(shards.main)),
@@ -238,7 +238,8 @@ def _unreadable(error: BaseException) -> StorageError:
     return StorageError(f"{type(failure).__name__}: {reason}")
 
 
-def _write_common(common: dict[str, Any], folder: Path) -> None:
+def write_common(common: dict[str, Any], folder: Path) -> None:
+    """Write the plain values of a checkpoint, and what kind of files it has. Raises OSError."""
     content = io.BytesIO()
     torch.save(common, content)  # given a path, it would hide the reason why a write failed
     (folder / COMMON).write_bytes(content.getvalue())
@@ -276,10 +277,10 @@ class _Writer(FileSystemWriter):
 
     def __init__(self, folder: Path):
         super().__init__(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
-        self.fs = _FileSystem()
+        self.fs = WatchedFileSystem()
 
 
-class _FileSystem(FileSystem):
+class WatchedFileSystem(FileSystem):
     """Raises the error of a failed write when the file is closed, not inside torch.save."""
 
     @contextmanager

@@ -1,0 +1,201 @@
+"""The model card: README.md of an exported model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_parallel.config import (
+    AoESelection,
+    Config,
+    ExpertsChoose,
+    LoryPrefixSelection,
+    MergedSelection,
+)
+from moe_parallel.huggingface.own_model import ARCHITECTURE, folded_width
+from moe_parallel.telemetry.metrics import Record
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the card says that the configuration does not."""
+
+    name: str
+    architecture: str
+    parameters: int
+    dtype: str
+    training: dict[str, int]  # iteration, consumed_tokens, consumed_samples
+    validation: Record | None  # of that iteration, by domain
+    folded: bool
+    has_tokenizer: bool
+    adds_special_tokens: bool  # the tokenizer, to each text, unless it is told not to
+
+
+def notes(config: Config) -> list[str]:
+    """What differs between the exported model and the run, and what a token's output depends on.
+
+    Sentences for the user; none is specific to a format.
+    """
+    selection, found = config.selection, []
+    if config.moe.num_experts is None:
+        return ["A token's output depends on this token and earlier ones."]
+    if isinstance(selection, ExpertsChoose):
+        found.append(
+            "In training each expert chose among all tokens of a micro-batch, later ones too, so "
+            "the training loss is not the likelihood of the text. Here each token chooses its "
+            "experts, as in the run's evaluations, and its output depends on this token and "
+            "earlier ones."
+        )
+    elif isinstance(selection, MergedSelection):
+        found.append(_merged_note(config))
+    else:
+        found.append("A token's output depends on this token and earlier ones.")
+    if config.moe.moe_expert_capacity_factor is not None:
+        found.append(
+            "The run had a capacity: an expert that was full dropped tokens, in evaluations too. "
+            "Here none is dropped, so outputs and losses may differ from the run's."
+        )
+    if isinstance(selection, AoESelection) and selection.aoe_fp8_screening:
+        found.append(
+            "The run compared norms in FP8 first. Here all norms are exact, so a few choices may "
+            "differ from the run's."
+        )
+    return found
+
+
+def _merged_note(config: Config) -> str:
+    selection = config.selection
+    by = "mean of the prompt"
+    if isinstance(selection, LoryPrefixSelection):
+        by = f"mean of the first {selection.lory_segment_length} tokens of the prompt"
+    return (
+        f"The {by} merges the experts, once in each layer, for the prompt and all that is "
+        "generated. In the prompt a token's output therefore depends on later tokens too. A loss "
+        "over a text that is given at once is not its likelihood; use the run's own evaluation."
+    )
+
+
+def model_card(config: Config, facts: Facts) -> str:
+    """The text of README.md."""
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags:",
+        "- moe_parallel",
+        *(["- moe"] if config.moe.num_experts is not None else []),
+        "---",
+        "",
+        f"# {facts.name}",
+        "",
+        f"A language model trained with moe_parallel, as `{facts.architecture}`.",
+        "",
+        *_table(("", ""), _model_rows(config, facts)),
+        "",
+        "## Evaluation",
+        "",
+        *_evaluation(facts),
+        "",
+        "## What a token's output depends on",
+        "",
+        *notes(config),
+        "",
+        "## Use",
+        "",
+        *_use(facts),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _model_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
+    model, selection = config.model, config.selection
+    rows = [
+        ("parameters", f"{facts.parameters:,}, {facts.dtype}"),
+        ("layers, width, heads", f"{model.num_layers}, {model.hidden_size}, "
+         f"{model.num_attention_heads} ({model.query_groups} for keys and values)"),
+        ("context", f"{config.training.seq_length:,} tokens"),
+    ]  # fmt: skip
+    if config.moe.num_experts is not None:
+        chosen = selection.choices_per_token
+        rows += [
+            ("selection of experts", f"`{selection.system}`"),
+            ("experts of a layer", f"{config.num_experts}, of width {config.expert_width}"),
+            ("experts of a token", "varies" if chosen is None else str(chosen)),
+            ("layers with experts", f"{sum(config.moe_layers)} of {model.num_layers}"),
+        ]
+        rows += [(name, str(size)) for name, size in _low_rank(config, facts)]
+    rows += [
+        ("trained for", f"{facts.training['iteration']:,} iterations, "
+         f"{facts.training['consumed_tokens']:,} tokens"),
+        ("global batch", f"{config.training.global_batch_size} sequences"),
+        ("learning rate", f"{config.optimizer.lr:g}"),
+    ]  # fmt: skip
+    return rows
+
+
+def _low_rank(config: Config, facts: Facts) -> Iterable[tuple[str, str]]:
+    for flag, size in config.selection.low_rank_sizes:
+        how = "W_g = W_down W_up"
+        if facts.folded:
+            how += f" is multiplied out, and stored with a width of {folded_width(config)}"
+        yield flag.removeprefix("--").replace("-", " "), f"{size}, {how}"
+
+
+def _evaluation(facts: Facts) -> list[str]:
+    if not facts.validation:
+        return [f"The run has no evaluation of iteration {facts.training['iteration']:,}."]
+    columns = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
+    if any("loss_after_first_part" in each for each in facts.validation.values()):
+        columns["loss_after_first_part"] = "nats per token after the first part"
+    rows = [
+        (domain, *(_number(of_domain.get(field)) for field in columns))
+        for domain, of_domain in facts.validation.items()
+    ]
+    head = f"Held-out text, at iteration {facts.training['iteration']:,} of the run:"
+    return [head, "", *_table(("domain", *columns.values()), rows)]
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, int | float) else "-"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+def _use(facts: Facts) -> list[str]:
+    own = facts.architecture == ARCHITECTURE
+    trust = ", trust_remote_code=True" if own else ""
+    lines = [
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained("PATH"{trust})',
+    ]
+    if facts.has_tokenizer:
+        special = ", add_special_tokens=False" if facts.adds_special_tokens else ""
+        lines += [
+            'tokenizer = AutoTokenizer.from_pretrained("PATH")',
+            f'prompt = tokenizer("Once", return_tensors="pt"{special})',
+            "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))",
+        ]
+    lines += ["```", ""]
+    if own:
+        lines.append(
+            "The code of the model is `modeling_moe_parallel.py` beside the weights, which "
+            "`trust_remote_code=True` runs. After `import moe_parallel.hf` the installed code is "
+            "used and the flag is not needed."
+        )
+    if not facts.has_tokenizer:
+        lines.append(
+            "transformers does not open the run's tokenizer. If the file `tokenizer.model` is "
+            "here, SentencePiece opens it; otherwise the texts of the run were numbers of tokens."
+        )
+    if facts.adds_special_tokens:
+        lines.append(
+            "The tokenizer adds special tokens that the texts of the training did not have, unless "
+            "it is told not to, as above."
+        )
+    return lines

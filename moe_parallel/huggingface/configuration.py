@@ -1,0 +1,231 @@
+"""config.json of a family, to our options and back."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from moe_parallel.config import Config, ModelConfig, TopKSelection
+from moe_parallel.errors import InputError
+from moe_parallel.huggingface.families import Experts, Family, renormalizes
+from moe_parallel.huggingface.fields import Fields
+
+#: Fields that change what a model computes in a way that ours does not: the values that do not.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "hidden_act": (("silu", "swish"), "only silu is known"),
+    "attention_bias": ((False,), "a bias of the output projection is not known"),
+    "mlp_bias": ((False,), "biases of feed-forward layers are not known"),
+    "clip_qkv": ((), "clipped queries, keys and values are not known"),
+    "quantization_config": ((), "quantized weights are not known: save the model in bf16"),
+    "partial_rotary_factor": ((1, 1.0), "every channel of a head must be turned"),
+}
+
+#: The numbers of Llama 3.1's RoPE that Megatron-Core has as constants.
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def options_of(family: Family, fields: Fields) -> dict[str, Any]:
+    """Our options, by name as in `make_config`, for a config.json of a family.
+
+    Raises InputError for a model that ours cannot compute.
+    """
+    for name, (accepted, why) in _REFUSED.items():
+        fields.refuse(name, accepted, why)
+    vocab_size = fields.integer("vocab_size")
+    heads = fields.integer("num_attention_heads")
+    layers = fields.integer("num_hidden_layers")
+    options = {
+        "num_layers": layers,
+        "hidden_size": fields.integer("hidden_size"),
+        "num_attention_heads": heads,
+        "num_query_groups": fields.integer("num_key_value_heads", default=heads),
+        "kv_channels": _head_width(family, fields),
+        "qk_layernorm": family.qk_layernorm,
+        "qk_layernorm_all_heads": family.qk_layernorm_all_heads,
+        "add_qkv_bias": _qkv_bias(family, fields),
+        "ffn_hidden_size": fields.integer("intermediate_size"),
+        "norm_epsilon": fields.number("rms_norm_eps", family.norm_epsilon),
+        **_rope(family, fields),
+        "untie_embeddings_and_output_weights": not fields.truth("tie_word_embeddings", False),
+        # No padding, which would add numbers to the softmax: any power of 2 up to 128 that divides.
+        "make_vocab_size_divisible_by": math.gcd(vocab_size, 128),
+        "vocab_size": vocab_size,
+        "seq_length": _length(family, fields),
+        "bf16": fields.text("dtype", fields.text("torch_dtype")) == "bfloat16",
+    }
+    std = fields.number("initializer_range", 0.02)
+    if std > 0:
+        options["init_method_std"] = std
+    if family.experts is not None:
+        options |= _experts(family.experts, fields, layers)
+    return options
+
+
+def fields_of(
+    family: Family,
+    config: Config,
+    vocab_size: int,
+    *,
+    dtype: str = "float32",
+    bos_token_id: int | None = None,
+    eos_token_id: int | None = None,
+) -> dict[str, Any]:
+    """The config.json of a model of ours that `family` computes.
+
+    Args:
+        vocab_size: of the tensors that are written, without our padding.
+        dtype: of the tensors that are written, by torch's name.
+        bos_token_id, eos_token_id: of the tokenizer.
+    """
+    model = config.model
+    fields: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "vocab_size": vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.query_groups,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.training.seq_length,
+        "initializer_range": model.init_method_std,
+        "rms_norm_eps": model.norm_epsilon,
+        # transformers 5 reads rope_parameters, earlier versions the others.
+        **rope_fields(model),
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "use_cache": True,
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": None,
+        "dtype": dtype,
+    }
+    if family.head_width:
+        fields["head_dim"] = model.head_width
+    if family.qkv_bias_field is not None:
+        fields[family.qkv_bias_field] = model.add_qkv_bias
+    if family.experts is not None:
+        fields |= _expert_fields(family.experts, config)
+    return fields
+
+
+def _head_width(family: Family, fields: Fields) -> int | None:
+    """--kv-channels; None: the quotient of the sizes."""
+    width: int | None = fields.integer("head_dim", default=family.default_head_width)
+    quotient, rest = divmod(fields.integer("hidden_size"), fields.integer("num_attention_heads"))
+    if width is None or (width == quotient and rest == 0):
+        return None
+    return width
+
+
+def _qkv_bias(family: Family, fields: Fields) -> bool:
+    default = family.qkv_bias[0]
+    field = family.qkv_bias_field
+    return default if field is None else fields.truth(field, default)
+
+
+def _rope(family: Family, fields: Fields) -> dict[str, Any]:
+    """The options of RoPE, from the field of transformers 5 or those of earlier versions."""
+    rope = fields.part("rope_parameters", "rope_scaling")
+    for name in ("rope_type", "type"):
+        rope.refuse(name, ("default", "llama3"), "only default and llama3 are known")
+    rope.refuse("partial_rotary_factor", (1, 1.0), "every channel of a head must be turned")
+    theta = rope.number("rope_theta", fields.number("rope_theta", family.rope_theta))
+    if theta < 1 or theta != int(theta):
+        raise InputError(f"{fields.file}: rope_theta is {theta}: it must be a whole number")
+    options: dict[str, Any] = {"rotary_base": int(theta)}
+    if rope.text("rope_type", rope.text("type")) == "llama3":
+        for name, value in _LLAMA3.items():
+            rope.refuse(name, (value,), f"only {value} is known")
+        options |= {"use_rope_scaling": True, "rope_scaling_factor": rope.number("factor", 8.0)}
+    return options
+
+
+def rope_fields(model: ModelConfig) -> dict[str, Any]:
+    """The fields of RoPE, for transformers 5 and for earlier versions."""
+    theta = {"rope_theta": float(model.rotary_base)}
+    if not model.use_rope_scaling:
+        return theta | {"rope_parameters": {"rope_type": "default"} | theta}
+    scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor} | _LLAMA3
+    return theta | {"rope_scaling": scaling, "rope_parameters": scaling | theta}
+
+
+def _length(family: Family, fields: Fields) -> int:
+    """--seq-length: the positions that the model knows, or fewer, so that no window shows."""
+    length: int = fields.integer("max_position_embeddings", default=2048)
+    window = fields.integer("sliding_window", default=None, least=0)
+    slides = fields.truth("use_sliding_window", family.slides)
+    return min(length, window) if slides and window else length
+
+
+def _experts(experts: Experts, fields: Fields, layers: int) -> dict[str, Any]:
+    k = fields.integer("num_experts_per_tok")
+    normed = experts.renormalizes
+    if normed is None:
+        normed = fields.truth("norm_topk_prob", False)
+    if k == 1 and normed:
+        raise InputError(
+            f"{fields.file}: num_experts_per_tok is 1 and its probability is renormalized to 1, "
+            "with which no router learns: it cannot be imported"
+        )
+    options = {
+        "expert_selection": "topk",
+        "num_experts": fields.integer(*experts.number, default=experts.default_number),
+        "moe_ffn_hidden_size": fields.integer(experts.width),
+        "moe_router_topk": k,
+        "moe_router_pre_softmax": not normed,
+        "moe_aux_loss_coeff": fields.number("router_aux_loss_coef", experts.aux_loss_coeff),
+    }
+    if experts.jitter:
+        options["moe_input_jitter_eps"] = fields.number("router_jitter_noise", 0.0)
+    if experts.dense_layers:
+        options["moe_layer_freq"] = _layer_freq(fields, layers)
+    if experts.shared:
+        options["moe_shared_expert_intermediate_size"] = fields.integer(
+            "shared_expert_intermediate_size"
+        )
+        options["moe_shared_expert_gate"] = True
+    return options
+
+
+def _layer_freq(fields: Fields, layers: int) -> str:
+    """--moe-layer-freq: a layer is dense if it is listed, or if its number is no multiple."""
+    step, dense = fields.integer("decoder_sparse_step", default=1), fields.integers(_DENSE)
+    moe = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)]
+    if not any(moe):
+        raise InputError(
+            f"{fields.file}: decoder_sparse_step and {_DENSE} leave no layer of experts: import a "
+            "dense model under its own model_type"
+        )
+    return "1" if all(moe) else str(moe).replace(" ", "")
+
+
+_DENSE = "mlp_only_layers"
+
+
+def _expert_fields(experts: Experts, config: Config) -> dict[str, Any]:
+    selection = config.selection
+    assert isinstance(selection, TopKSelection)
+    fields: dict[str, Any] = {
+        experts.number[0]: config.num_experts,
+        experts.width: config.expert_width,
+        "num_experts_per_tok": selection.moe_router_topk,
+        "router_aux_loss_coef": selection.moe_aux_loss_coeff,
+        "output_router_logits": False,
+    }
+    if experts.renormalizes is None:
+        fields["norm_topk_prob"] = renormalizes(selection)
+    if experts.jitter:
+        fields["router_jitter_noise"] = selection.moe_input_jitter_eps
+        fields["sliding_window"] = None
+    if experts.dense_layers:
+        fields["decoder_sparse_step"] = 1
+        fields[_DENSE] = [layer for layer, moe in enumerate(config.moe_layers) if not moe]
+        fields["use_sliding_window"] = False
+    if experts.shared:
+        fields["shared_expert_intermediate_size"] = selection.moe_shared_expert_intermediate_size
+    return fields

@@ -1,0 +1,203 @@
+"""Exports a checkpoint, saved in any layout, to a folder that transformers loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_parallel.collective_errors import StorageError, one_line
+from moe_parallel.config import Config
+from moe_parallel.data.atomic_files import atomic_folder, locked
+from moe_parallel.data.tokenizer import Tokenizer
+from moe_parallel.errors import InputError
+from moe_parallel.huggingface.card import Facts, model_card, notes
+from moe_parallel.huggingface.configuration import fields_of
+from moe_parallel.huggingface.families import FAMILIES, Family
+from moe_parallel.huggingface.own_model import (
+    ARCHITECTURE,
+    MODELING,
+    low_rank_size,
+    own_config_json,
+)
+from moe_parallel.huggingface.steps import Step, own_steps, plain_steps
+from moe_parallel.huggingface.tokenizer import write_tokenizer
+from moe_parallel.huggingface.weights import Written, checked_entries, write_weights
+from moe_parallel.telemetry.metrics import FILE_NAME, Record, read_metrics
+from moe_parallel.training.checkpoint.files import check_content
+from moe_parallel.training.checkpoint.record import read_record
+
+AUTO, OWN = "auto", "own"
+DTYPES: dict[str, torch.dtype | None] = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a checkpoint is exported."""
+
+    architecture: str = AUTO  # the first that is equal; `own`; or a class of transformers
+    dtype: str = "auto"  # one of DTYPES; auto: that of the checkpoint
+    fold: bool = False  # multiply W_g = W_down W_up out
+    file_bytes: int = 4 * 2**30  # the most in a file of weights
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint, and what is known of it."""
+
+    checkpoint: Path
+    config: Config  # on one process
+    vocab_size: int  # without padding
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and what the user should know of it."""
+
+    architecture: str
+    written: Written
+    notes: list[str]
+
+
+def export(
+    source: Source,
+    output: Path,
+    options: Options,
+    advance: Callable[[int], object] = lambda _: None,
+) -> Exported:
+    """Write a checkpoint to the new folder `output`, completely or not at all.
+
+    `advance`: called with the number of bytes of weights that have been written.
+
+    Raises InputError for a system or an option without an exported form, a checkpoint that is
+    damaged or not of its config.yaml, and a folder that exists or cannot be written.
+    """
+    family = _family(source.config, options)
+    architecture = ARCHITECTURE if family is None else family.architecture
+    steps = _steps(source, options, family)
+    try:
+        record = read_record(source.checkpoint)
+        check_content(source.checkpoint, record["files"], slice(None))
+        entries = checked_entries(steps, source.checkpoint)
+        with _new_folder(output) as folder:
+            length = source.config.training.seq_length
+            tokenizer = write_tokenizer(source.tokenizer, length, folder)
+            written = write_weights(
+                steps, source.checkpoint, entries, folder, DTYPES[options.dtype],
+                options.file_bytes, advance,
+            )  # fmt: skip
+            eos = tokenizer.eos_token_id
+            _write_json(
+                folder / "config.json", _config_json(source, options, family, written.dtype, eos)
+            )
+            _write_json(
+                folder / "generation_config.json", {"eos_token_id": eos, "pad_token_id": eos}
+            )
+            if family is None:
+                code = Path(__file__).parents[1] / "hf" / f"{MODELING}.py"
+                shutil.copyfile(code, folder / code.name)
+            facts = Facts(
+                name=output.resolve().name,
+                architecture=architecture,
+                parameters=written.parameters,
+                dtype=written.dtype,
+                training=record["training"],
+                validation=_validation(source.checkpoint, record["training"]["iteration"]),
+                folded=options.fold,
+                has_tokenizer=tokenizer.opens,
+                adds_special_tokens=tokenizer.adds_special_tokens,
+            )
+            (folder / "README.md").write_text(model_card(source.config, facts), encoding="utf-8")
+    except StorageError as error:
+        raise InputError(f"--load {source.checkpoint}: {error}") from error
+    return Exported(architecture, written, notes(source.config))
+
+
+def _family(config: Config, options: Options) -> Family | None:
+    """The plain architecture to write. None: our own."""
+    if options.fold and low_rank_size(config.selection) is None:
+        raise InputError("--fold: W_g of the run's experts is one matrix already, so leave it out")
+    if options.fold or options.architecture == OWN:
+        if options.architecture not in (AUTO, OWN):
+            raise InputError(
+                f"--architecture is {options.architecture}, but --fold is for {OWN} alone: leave "
+                "one of them out"
+            )
+        return None
+    for family in FAMILIES:
+        lack = family.lacks(config)
+        if options.architecture == family.architecture and lack is not None:
+            raise InputError(
+                f"--architecture is {family.architecture}, which has no {lack}: use {AUTO}"
+            )
+        if lack is None and options.architecture in (AUTO, family.architecture):
+            return family
+    known = [AUTO, OWN, *(family.architecture for family in FAMILIES)]
+    if options.architecture != AUTO:
+        raise InputError(f"--architecture is {options.architecture}: use one of {', '.join(known)}")
+    return None
+
+
+def _steps(source: Source, options: Options, family: Family | None) -> list[Step]:
+    config, size = source.config, source.vocab_size
+    if family is not None:
+        return plain_steps(family.places(config, size))
+    own_config_json(config, size, fold=options.fold)  # raises InputError before the long work
+    return own_steps(config, size, fold=options.fold)
+
+
+def _config_json(
+    source: Source, options: Options, family: Family | None, dtype: str, eos: int
+) -> dict[str, Any]:
+    config, size = source.config, source.vocab_size
+    if family is not None:
+        return fields_of(family, config, size, dtype=dtype, eos_token_id=eos)
+    fields = own_config_json(config, size, fold=options.fold)
+    return fields | {"dtype": dtype, "eos_token_id": eos, "pad_token_id": eos}
+
+
+def _write_json(path: Path, fields: dict[str, Any]) -> None:
+    path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _validation(checkpoint: Path, iteration: int) -> Record | None:
+    """The run's evaluation of this iteration, by domain. None: there is none."""
+    path = checkpoint.parent / FILE_NAME
+    if not path.is_file():
+        return None
+    found: Record | None = None
+    for record in read_metrics(path):
+        if record.get("iteration") == iteration and "validation" in record:
+            found = record["validation"]
+    return found
+
+
+@contextmanager
+def _new_folder(output: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `output` if the block succeeds, and is removed otherwise."""
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise InputError(f"--output {output} already exists: name a new folder")
+    lock = output.with_name(f".{output.name}.lock")
+    try:
+        with locked(lock):
+            try:
+                with atomic_folder(output) as folder:
+                    yield folder
+            finally:
+                lock.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"--output {output} cannot be written ({one_line(error)}): name a folder on a disk "
+            "with room"
+        ) from error

@@ -1,0 +1,79 @@
+"""The tokenizer of a folder of transformers, compared with its model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moe_parallel.config import DataConfig
+from moe_parallel.data.tokenizer import NullTokenizer, Tokenizer, build_tokenizer
+from moe_parallel.errors import InputError
+from moe_parallel.huggingface.fields import Fields, read_fields
+
+#: The files of a tokenizer, the preferred ones first, and the --tokenizer-type that reads them.
+_FILES = {
+    "tokenizer.json": "HuggingFaceTokenizer",
+    "tokenizer.model": "SentencePieceTokenizer",
+    "vocab.json": "HuggingFaceTokenizer",
+}
+
+
+def tokenizer_of_folder(folder: Path, fields: Fields, data: DataConfig) -> Tokenizer:
+    """The tokenizer of a model.
+
+    Args:
+        folder: of the model.
+        fields: its config.json.
+        data: may name a tokenizer by --tokenizer-type or --tokenizer-model, which must then be that
+            of the folder if it has one.
+
+    Raises InputError if there is no tokenizer, or one of another model.
+    """
+    vocab_size: int = fields.integer("vocab_size")
+    own = _own(folder)
+    default = DataConfig()
+    if (data.tokenizer_type, data.tokenizer_model) == (
+        default.tokenizer_type,
+        default.tokenizer_model,
+    ):
+        if own is None:
+            raise InputError(
+                f"--input {folder}: it has no tokenizer: name one by --tokenizer-type and "
+                "--tokenizer-model; for a model without text, --tokenizer-type NullTokenizer"
+            )
+        tokenizer = own
+    else:
+        tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, vocab_size)
+        if own is not None and own.fingerprint != tokenizer.fingerprint:
+            raise InputError(
+                f"--tokenizer-type {data.tokenizer_type} --tokenizer-model {data.tokenizer_model} "
+                f"differs from the tokenizer of --input {folder}: leave the flags out"
+            )
+    if tokenizer.vocab_size > vocab_size:
+        raise InputError(
+            f"--input {folder}: the tokenizer has {tokenizer.vocab_size} tokens, and the model "
+            f"has {vocab_size}: they are of different models"
+        )
+    if not isinstance(tokenizer, NullTokenizer):
+        _check_end(folder, fields, tokenizer)
+    return tokenizer
+
+
+def _own(folder: Path) -> Tokenizer | None:
+    for file, kind in _FILES.items():
+        if (folder / file).is_file():
+            return build_tokenizer(kind, str(folder))
+    return None
+
+
+def _check_end(folder: Path, fields: Fields, tokenizer: Tokenizer) -> None:
+    """Check that the model and the tokenizer end a text with the same token."""
+    generation = folder / "generation_config.json"
+    ends = fields.integers("eos_token_id")
+    if generation.is_file():
+        ends = ends + read_fields(generation).integers("eos_token_id")
+    if ends and tokenizer.eod not in ends:
+        raise InputError(
+            f"--input {folder}: the tokenizer ends a text with token {tokenizer.eod}, and "
+            f"eos_token_id of config.json is {', '.join(map(str, sorted(set(ends))))}: they are of "
+            "different models, or tokenizer_config.json names another eos_token"
+        )

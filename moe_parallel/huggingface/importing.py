@@ -1,0 +1,219 @@
+"""Writes a run folder from a folder of transformers, one tensor at a time."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_parallel.collective_errors import one_line
+from moe_parallel.config import Config, make_config, read_command_line, validate
+from moe_parallel.data.atomic_files import atomic_folder, locked
+from moe_parallel.data.tokenizer import Tokenizer
+from moe_parallel.errors import InputError
+from moe_parallel.huggingface.configuration import options_of
+from moe_parallel.huggingface.families import Family, family_of_folder
+from moe_parallel.huggingface.fields import Fields, read_fields
+from moe_parallel.huggingface.folder import TensorFolder
+from moe_parallel.huggingface.folder_tokenizer import tokenizer_of_folder
+from moe_parallel.huggingface.places import Place
+from moe_parallel.training.checkpoint.folder import CheckpointFolder
+from moe_parallel.training.checkpoint.parts import StoredPart, write_weights
+from moe_parallel.training.run_folder import fingerprint, stored_files, write_run_files
+from moe_parallel.training.standalone import on_one_process
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An import whose configuration and tokenizer have been checked."""
+
+    folder: Path
+    family: Family
+    config: Config
+    vocab_size: int
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True)
+class Imported:
+    """The result of an import."""
+
+    checkpoint: Path
+    tensors: int  # the number of tensors read
+    parameters: int
+    dtypes: tuple[str, ...]
+
+
+def plan_import(folder: Path, flags: Sequence[str], *, trust_remote_code: bool = False) -> Plan:
+    """Check everything but the tensors.
+
+    Args:
+        folder: a folder that save_pretrained wrote.
+        flags: of the training program. They change the configuration, but not the model.
+        trust_remote_code: accept a folder with code of its own, which is not run.
+
+    Raises InputError.
+    """
+    fields = read_fields(folder / "config.json")
+    family = family_of_folder(fields)
+    if "auto_map" in fields.values and not trust_remote_code:
+        raise InputError(
+            f"{fields.file}: the folder has code of its own (auto_map), which is not run here: if "
+            f"its model is a plain {family.architecture}, add --trust-remote-code"
+        )
+    options = options_of(family, fields)
+    line = read_command_line(flags)
+    if line.file is not None:
+        raise InputError("--config names a file, but config.json has the model: leave it out")
+    for name in ("load", "save"):
+        if name in line.given:
+            raise InputError(f"--{name} is for training: --input and --output name the folders")
+    config, _ = line.over(options, str(fields.file))
+    vocab_size: int = fields.integer("vocab_size")
+    _check_unchanged(fields, make_config(options), config, vocab_size)
+    config = replace(config, checkpoint=replace(config.checkpoint, load=None, save=None))
+    validate(on_one_process(config), world_size=1)
+    return Plan(
+        folder, family, config, vocab_size, tokenizer_of_folder(folder, fields, config.data)
+    )
+
+
+def import_folder(
+    plan: Plan, output: Path, advance: Callable[[int], object] = lambda _: None
+) -> Imported:
+    """Write the run folder `output`, which appears under this name when it is complete.
+
+    `advance` is called with the size in bytes of each part that was read. Raises InputError.
+    """
+    _check_new(output)
+    with TensorFolder(plan.folder) as tensors:
+        tensors.check(plan.family.places(plan.config, plan.vocab_size))
+        dtypes = _dtypes(plan, tensors)
+        with _published(output, tensors) as building:
+            write_run_files(building, plan.config, plan.tokenizer)
+            checkpoint = write_weights(
+                CheckpointFolder(building),
+                _parts(plan, tensors, dtypes, advance),
+                fingerprint(plan.config, plan.vocab_size, plan.tokenizer),
+                stored_files(building, plan.config),
+            )
+    sizes = [
+        math.prod(shape)
+        for place in plan.family.places(plan.config, plan.vocab_size)
+        for shape in place.shapes
+    ]
+    names = tuple(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes.values()}))
+    return Imported(output / checkpoint.name, len(sizes), sum(sizes), names)
+
+
+def _check_unchanged(fields: Fields, own: Config, config: Config, vocab_size: int) -> None:
+    """Check that the flags change only the training, not the model."""
+    if config.data.vocab_size != vocab_size:
+        raise InputError(
+            f"--vocab-size is {config.data.vocab_size}, but {vocab_size} in {fields.file}: leave "
+            "it out"
+        )
+    old, new = (fingerprint(each, vocab_size, None) for each in (own, config))
+    for flag in dict.fromkeys([*new, *old]):
+        if old.get(flag) != new.get(flag):
+            raise InputError(
+                f"{flag} is {new.get(flag)}, but {old.get(flag)} in {fields.file}: leave it out; "
+                "tools/convert.py changes the system of a model"
+            )
+
+
+def _check_new(output: Path) -> None:
+    if output.is_dir() and not any(output.iterdir()):
+        return
+    if output.exists():
+        raise InputError(f"--output {output} exists already: name a new folder")
+
+
+def _dtypes(plan: Plan, tensors: TensorFolder) -> dict[str, torch.dtype]:
+    """The dtype of each of our tensors: that of theirs, or the wider one."""
+    found: dict[str, torch.dtype] = {}
+    for place in plan.family.places(plan.config, plan.vocab_size):
+        theirs = [tensors.described[name].dtype for name in place.names]
+        found[place.key] = reduce(torch.promote_types, theirs, found.get(place.key, theirs[0]))
+    return found
+
+
+def _parts(
+    plan: Plan,
+    tensors: TensorFolder,
+    dtypes: dict[str, torch.dtype],
+    advance: Callable[[int], object],
+) -> Iterator[StoredPart]:
+    for place in plan.family.places(plan.config, plan.vocab_size):
+        yield StoredPart(
+            place.key,
+            place.shape,
+            place.offset,
+            place.sizes,
+            dtypes[place.key],
+            _reader(place, tensors, advance),
+        )
+
+
+def _reader(
+    place: Place, tensors: TensorFolder, advance: Callable[[int], object]
+) -> Callable[[], torch.Tensor]:
+    def read() -> torch.Tensor:
+        theirs = [tensors.read(name) for name in place.names]
+        advance(sum(tensor.nbytes for tensor in theirs))
+        return place.form.join(theirs)
+
+    return read
+
+
+@contextmanager
+def _published(output: Path, tensors: TensorFolder) -> Iterator[Path]:
+    """A folder beside `output` that gets its name at the end.
+
+    Raises InputError if there is no room, or if another process has made `output` meanwhile.
+    """
+    output = output.absolute()
+    lock = output.with_name(f".{output.name}.lock")
+    try:
+        with locked(lock):
+            try:
+                _check_new(output)
+                _check_room(output, sum(each.nbytes for each in tensors.described.values()))
+                with atomic_folder(output) as building:
+                    yield building
+            finally:
+                lock.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"--output {output} cannot be written ({error.strerror or one_line(error)}): free the "
+            "disk, or name another folder"
+        ) from error
+
+
+def _check_room(output: Path, needed: int) -> None:
+    """Raise InputError if the disk lacks room for the weights alone."""
+    free = shutil.disk_usage(output.parent).free
+    if needed > free:
+        raise InputError(
+            f"--output {output}: the weights take {needed / 2**30:,.1f} GiB, and "
+            f"{free / 2**30:,.1f} GiB of the disk are free: name a folder on another disk"
+        )
+
+
+def summary(plan: Plan, imported: Imported) -> dict[str, Any]:
+    """What was imported, for the user, by name."""
+    return {
+        "family": plan.family.architecture,
+        "parameters": f"{imported.parameters:,} in {imported.tensors:,} tensors of "
+        + ", ".join(imported.dtypes),
+        "vocabulary": f"{plan.vocab_size:,}, of which the tokenizer has "
+        f"{plan.tokenizer.vocab_size:,}",
+        "checkpoint": imported.checkpoint,
+    }

@@ -1,0 +1,39 @@
+"""The tokenizer of an exported model, in the files that transformers opens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_parallel.data.tokenizer import FastTokenizer, SentencePiece, Tokenizer
+from moe_parallel.data.tokenizer_files import CONFIG_FILE, read_config
+
+
+@dataclass(frozen=True)
+class ExportedTokenizer:
+    """What transformers needs to know of the tokenizer."""
+
+    eos_token_id: int
+    opens: bool  # in transformers
+    adds_special_tokens: bool = False  # to each text, unless it is told not to
+
+
+def write_tokenizer(tokenizer: Tokenizer, length: int, folder: Path) -> ExportedTokenizer:
+    """Write `tokenizer` to `folder`. `length`: the most tokens that the model reads.
+
+    transformers opens a tokenizer of the `tokenizers` library. The file of another one is copied.
+    """
+    if not isinstance(tokenizer, FastTokenizer):
+        if isinstance(tokenizer, SentencePiece):
+            tokenizer.save(folder)
+        return ExportedTokenizer(tokenizer.eod, opens=False)
+    tokenizer.save(folder)
+    fields = read_config(folder) | {
+        "pad_token": tokenizer.end_of_document,
+        "model_max_length": length,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    encoded = tokenizer.model.encode("a", add_special_tokens=True).ids
+    return ExportedTokenizer(tokenizer.eod, True, encoded != tokenizer.tokenize("a"))

@@ -1,0 +1,172 @@
+"""Writes the tensors of an exported model in files of safetensors, a few in memory at a time.
+
+model.safetensors                                   if one file holds all, otherwise
+model.safetensors.index.json, model-0000N-of-0000M.safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moe_parallel.errors import InputError
+from moe_parallel.huggingface.folder import INDEX, ONE_FILE
+from moe_parallel.huggingface.steps import Step
+from moe_parallel.optional import import_optional
+from moe_parallel.training.checkpoint.tensors import read_whole
+from moe_parallel.training.checkpoint.whole import Entries, tensor_entries
+
+#: The tensors of a checkpoint that are no weights: the optimizer's state, and loads of a step.
+_OPTIMIZER, _LOAD = "optimizer.", ".load.share_E"
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written."""
+
+    parameters: int
+    size: int  # bytes of all tensors
+    dtype: str  # of the embedding, as torch names it
+    files: list[str]
+
+
+def checked_entries(steps: Sequence[Step], checkpoint: Path) -> Entries:
+    """The entries of the checkpoint's index, after a comparison with what the steps read.
+
+    Raises InputError for the first tensor that is missing, of another shape, or not of the model,
+    and StorageError if the index cannot be read.
+    """
+    entries = tensor_entries(checkpoint)
+    wanted: dict[str, tuple[int, ...]] = {}
+    for step in steps:
+        wanted |= zip(step.keys, step.shapes, strict=True)
+    for key, shape in wanted.items():
+        if key not in entries:
+            raise InputError(
+                f"--load {checkpoint}: {key} is missing, which the model of its config.yaml has: "
+                "load another checkpoint"
+            )
+        if tuple(entries[key].size) != shape:
+            raise InputError(
+                f"--load {checkpoint}: {key} is {list(entries[key].size)}, and by its config.yaml "
+                f"it is {list(shape)}: load another checkpoint"
+            )
+    for key in entries:
+        if key not in wanted and not key.startswith(_OPTIMIZER) and not key.endswith(_LOAD):
+            raise InputError(
+                f"--load {checkpoint}: it has {key}, which the model of its config.yaml lacks: "
+                "load another checkpoint"
+            )
+    return entries
+
+
+def write_weights(
+    steps: Sequence[Step],
+    checkpoint: Path,
+    entries: Entries,
+    folder: Path,
+    dtype: torch.dtype | None,
+    file_bytes: int,
+    advance: Callable[[int], object] = lambda _: None,
+) -> Written:
+    """Write all results of the steps to `folder`.
+
+    In memory are the tensors of one file, and of one step what it reads and makes.
+
+    Args:
+        entries: what `checked_entries` returned.
+        dtype: of the written tensors. None: that of the checkpoint.
+        file_bytes: the most bytes of tensors in a file; a larger tensor is alone in its file.
+        advance: called with the number of bytes of each written file.
+
+    Raises InputError if the folder cannot be written, and StorageError if the checkpoint cannot
+    be read.
+    """
+    dtypes = {name: _dtype_of(step, entries, dtype) for step in steps for name, _ in step.results}
+    shapes = {name: shape for step in steps for name, shape in step.results}
+    sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
+    files = _divided(sizes, file_bytes)
+    names = [ONE_FILE]
+    if len(files) > 1:
+        names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    results = _results(steps, checkpoint, entries)
+    for file, of_file in zip(names, files, strict=True):
+        tensors = {}
+        for expected in of_file:
+            tensors[expected] = _next(results, expected, shapes[expected], dtypes[expected])
+        _save(tensors, folder / file)
+        advance(sum(sizes[name] for name in of_file))
+    parameters, size = sum(map(math.prod, shapes.values())), sum(sizes.values())
+    if len(files) > 1:
+        where = {name: file for file, part in zip(names, files, strict=True) for name in part}
+        index = {
+            "metadata": {"total_parameters": parameters, "total_size": size},
+            "weight_map": where,
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    first = str(next(iter(dtypes.values()))).removeprefix("torch.")
+    return Written(parameters, size, first, names)
+
+
+def _next(
+    results: Iterator[tuple[str, torch.Tensor]],
+    expected: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    name, tensor = next(results)
+    assert name == expected and tensor.shape == shape, (name, expected, tensor.shape)
+    return tensor.to(dtype).contiguous()
+
+
+def _dtype_of(step: Step, entries: Entries, dtype: torch.dtype | None) -> torch.dtype:
+    if step.always_fp32:
+        return torch.float32
+    return dtype or entries[step.keys[-1]].properties.dtype
+
+
+def _divided(sizes: dict[str, int], limit: int) -> list[list[str]]:
+    """The names in the same order, in files of at most `limit` bytes or one tensor."""
+    files: list[list[str]] = []
+    size = 0
+    for name, more in sizes.items():
+        if not files or size + more > limit:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += more
+    return files
+
+
+def _results(
+    steps: Sequence[Step], checkpoint: Path, entries: Entries
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for step in steps:
+        yield from _of_step(step, checkpoint, entries)  # which keeps nothing for the next step
+
+
+def _of_step(step: Step, checkpoint: Path, entries: Entries) -> Iterator[tuple[str, torch.Tensor]]:
+    read = {key: torch.empty(shape, dtype=entries[key].properties.dtype)
+            for key, shape in zip(step.keys, step.shapes, strict=True)}  # fmt: skip
+    read_whole(read, checkpoint)
+    made = iter(step.make(*read.values()))
+    read.clear()
+    for name, _ in step.results:
+        yield name, next(made)
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    library = import_optional("safetensors.torch", "an export")
+    try:
+        library.save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # the library lets only the owner read it
+    except Exception as error:  # the library's own class, which is no OSError
+        reason = str(error).rpartition("I/O error: ")[2]
+        raise InputError(
+            f"--output: {path.name} cannot be written ({reason}): name a folder on a disk with room"
+        ) from None

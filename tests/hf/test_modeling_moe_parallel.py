@@ -1,0 +1,249 @@
+"""The modeling file as transformers uses it: caches, padding, kernels, gradients, files."""
+
+import ast
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
+
+import moe_parallel.hf as hf
+from moe_parallel.hf import modeling_moe_parallel as modeling
+from tests.tiers import rest_in_full
+
+SHAPE = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.4,
+}
+VARIANTS = {
+    "router": {"n_group": 2, "topk_group": 1, "scoring_func": "sigmoid", "expert_bias": True},
+    "norms": {"scores": "norms", "low_rank_size": 6},
+    "norms, folded": {"scores": "norms", "low_rank_size": 6, "folded": True},
+    "top-p": {"rule": "top_p", "top_p": 0.7, "num_experts_per_tok": 3, "norm_topk_prob": False},
+    "factorized": {
+        "low_rank_size": 6,
+        "router_hidden_size": 10,
+        "shared_expert_intermediate_size": 8,
+        "shared_expert_gate": True,
+        "qk_norm": "all",
+        "attention_bias": True,
+        "moe_layers": [True, False],
+    },
+    "merge": {"rule": "merge"},
+}
+TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7]])
+
+
+def build(variant: str, **more: object) -> hf.MoeParallelForCausalLM:
+    torch.manual_seed(1)
+    config = hf.MoeParallelConfig(**SHAPE | VARIANTS[variant] | more)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("expert_bias"):
+                parameter.copy_(torch.linspace(-0.2, 0.2, len(parameter)))
+    return model
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_a_cache_gives_what_one_pass_gives(variant):
+    model = build(variant)
+    prompt = TOKENS[:, :6]
+    whole = model(TOKENS).logits[0] if variant != "merge" else None
+    for cache in (
+        DynamicCache(config=model.config),
+        StaticCache(config=model.config, max_cache_len=16),
+    ):
+        logits = [model(prompt, past_key_values=cache).logits[0]]
+        for position in range(6, 10):
+            token = TOKENS[:, position : position + 1]
+            logits.append(model(token, past_key_values=cache).logits[0])
+        stepwise = torch.cat(logits)
+        # A merged model has no pass that equals it: the prompt ends after 6 tokens.
+        whole = stepwise if whole is None else whole
+        torch.testing.assert_close(stepwise, whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", rest_in_full(VARIANTS, "norms", "merge"))
+def test_padding_on_the_left_changes_nothing(variant):
+    model = build(variant)
+    short = TOKENS[:, :4]
+    padded = F.pad(short, (6, 0))
+    batch = torch.cat([TOKENS, padded])
+    mask = torch.cat([torch.ones_like(TOKENS), F.pad(torch.ones_like(short), (6, 0))])
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    both = model.generate(batch, attention_mask=mask, **options)
+    for row, alone in ((0, TOKENS), (1, short)):
+        written = model.generate(alone, **options)
+        assert both[row, 10:].tolist() == written[0, alone.shape[1] :].tolist()
+
+
+def test_a_merge_is_that_of_the_prompts_mean():
+    """One layer, by hand: SwiGLU of the sum of e_i W_i, with e = softmax(R mean)."""
+    config = hf.MoeParallelConfig(**SHAPE, rule="merge")
+    torch.manual_seed(0)
+    experts = modeling.MoeParallelMergedExperts(config).double()
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(2, 5, 16).double()
+    is_token = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+    y = experts(x, experts.merge(x, is_token))
+    for row, first in ((0, 0), (1, 2)):
+        e = torch.softmax(experts.router_out.double() @ x[row, first:].mean(0), dim=0)
+        gate_up = sum(e[i] * experts.gate_up_proj[i] for i in range(4))
+        down = sum(e[i] * experts.down_proj[i] for i in range(4))
+        gate, up = x[row] @ gate_up[:16].T, x[row] @ gate_up[16:].T
+        torch.testing.assert_close(y[row], (F.silu(gate) * up) @ down.T, rtol=1e-5, atol=1e-5)
+
+
+def test_a_merge_of_the_first_tokens_of_the_prompt():
+    model = build("merge", prefix_length=3)
+    other = TOKENS.clone()
+    other[0, 7] = 1
+    with torch.no_grad():
+        ours, theirs = model(TOKENS).logits[0], model(other).logits[0]
+        of_all = build("merge")
+        assert not torch.equal(of_all(TOKENS).logits[0, 0], of_all(other).logits[0, 0])
+    assert torch.equal(ours[:7], theirs[:7]) and not torch.equal(ours[7:], theirs[7:])
+
+
+@torch.no_grad()
+def test_the_kernels_of_transformers_compute_the_same():
+    for variant in ("norms, folded", "top-p"):
+        model = build(variant)
+        assert model.config._experts_implementation == "grouped_mm"
+        expected = model(TOKENS).logits
+        for kernel in ("batched_mm", "eager"):
+            model.set_experts_implementation(kernel)
+            torch.testing.assert_close(model(TOKENS).logits, expected, rtol=1e-4, atol=1e-5)
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(model(TOKENS).logits, expected, rtol=1e-4, atol=1e-5)
+    odd = hf.MoeParallelConfig(**SHAPE | {"moe_intermediate_size": 13})
+    assert AutoModelForCausalLM.from_config(odd).config._experts_implementation == "eager"
+
+
+@torch.no_grad()
+def test_low_rank_experts_compile_without_sizes_that_depend_on_data():
+    model = build("norms")
+    with mock.patch("torch.compiler.is_compiling", return_value=True):
+        as_compiled = model.model.layers[0].mlp(torch.ones(1, 3, 16) * 0.1)
+    expected = model.model.layers[0].mlp(torch.ones(1, 3, 16) * 0.1)
+    torch.testing.assert_close(as_compiled, expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", ["norms", "norms, folded"])
+@torch.no_grad()
+def test_the_base_model_compiles_as_one_graph(variant):
+    model = build(variant).model
+    positions = torch.arange(10)[None]
+    expected = model(TOKENS, position_ids=positions, use_cache=False).last_hidden_state
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    found = compiled(TOKENS, position_ids=positions, use_cache=False).last_hidden_state
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", rest_in_full(VARIANTS, "norms", "top-p"))
+def test_gradients_reach_every_weight_and_scores_are_recorded(variant):
+    model = build(variant).train()
+    output = model(TOKENS, labels=TOKENS, output_router_logits=True, output_hidden_states=True)
+    output.loss.backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+    gradient = model.model.embed_tokens.weight.grad.clone()
+    model.zero_grad()
+    model.activation_checkpointing_enable()
+    model(TOKENS, labels=TOKENS).loss.backward()
+    torch.testing.assert_close(model.model.embed_tokens.weight.grad, gradient)
+    assert len(output.hidden_states) == 3
+    expected = [] if variant == "merge" else [(10, 4)] * sum(model.config.moe_layers)
+    assert [tuple(scores.shape) for scores in output.router_logits] == expected
+
+
+@pytest.mark.parametrize("variant", rest_in_full(VARIANTS, "norms", "factorized"))
+def test_saved_and_loaded(variant, tmp_path):
+    model = build(variant)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
+        # Not only the buffers of positions are the same: they are filled although none is stored.
+        base = AutoModel.from_pretrained(tmp_path)
+        assert torch.equal(base(TOKENS)[0], model.model(TOKENS)[0])
+    assert type(AutoConfig.from_pretrained(tmp_path)) is hf.MoeParallelConfig
+
+
+def test_a_merged_model_refuses_what_has_no_prompt():
+    model = build("merge")
+    with pytest.raises(ValueError, match="leave out use_cache=False"):
+        model.generate(TOKENS, max_new_tokens=2, use_cache=False)
+    model.config._attn_implementation = "vllm"
+    with pytest.raises(ValueError, match="merges the experts for each prompt"):
+        model.model(TOKENS)
+
+
+def test_the_file_needs_torch_and_transformers_alone():
+    tree = ast.parse(Path(modeling.__file__).read_text())
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "the file is copied alone"
+            imported.add(node.module or "")
+    outside = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
+    assert outside == {"torch", "transformers"}
+
+
+@pytest.mark.parametrize(
+    ("variant", "change"),
+    [
+        ("router", {"norm_topk_prob": False}),
+        ("router", {"scoring_func": "softmax"}),
+        ("router", {"n_group": None, "topk_group": None}),
+        ("router", {"num_experts_per_tok": 1}),
+        ("norms", {"norm_topk_prob": False}),
+        ("norms", {"scoring_func": "raw", "norm_topk_prob": False}),
+        ("top-p", {"top_p": 0.2}),
+        ("top-p", {"num_experts_per_tok": 1}),
+        ("factorized", {"rms_norm_eps": 0.5}),
+        ("factorized", {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
+        ("merge", {"prefix_length": 2}),
+    ],
+)
+@torch.no_grad()
+def test_each_field_counts(variant, change):
+    """The same weights with another field give other logits, so that equal logits prove it."""
+    model, other = build(variant), build(variant, **change)
+    other.load_state_dict(model.state_dict())
+    apart = (model(TOKENS).logits - other(TOKENS).logits).abs().max()
+    assert apart > 1e-2 * model(TOKENS).logits.abs().max()
+
+
+@torch.no_grad()
+def test_a_bias_changes_the_choice_and_no_weight():
+    gate = build("router").model.layers[0].mlp.gate
+    x = torch.randn(50, 16, generator=torch.Generator().manual_seed(0))
+    logits, weights, chosen = gate(x)
+    shares = torch.sigmoid(logits).gather(1, chosen)
+    torch.testing.assert_close(weights, shares / shares.sum(1, keepdim=True))
+    gate.expert_bias += torch.tensor([100.0, 100.0, 0.0, 0.0])
+    _, weights, chosen = gate(x)
+    assert (chosen.sort().values == torch.tensor([0, 1])).all()
+    shares = torch.sigmoid(logits).gather(1, chosen)
+    torch.testing.assert_close(weights, shares / shares.sum(1, keepdim=True))

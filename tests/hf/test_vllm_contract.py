@@ -1,0 +1,233 @@
+"""What vLLM's transformers backend asks of a model with custom code, and does with it.
+
+vLLM is not installed here, so this file takes the steps that its documentation ("Writing custom
+models") and its source (vllm/model_executor/models/transformers) describe: it builds the base
+model of `auto_map` without storage, replaces modules by its own, fills the parameters by name from
+the safetensors, and computes tokens of several requests in one row, with attention of its own that
+holds the keys and values. The stand-ins here compute the same as vLLM's layers, in plain torch.
+"""
+
+import importlib.util
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import moe_parallel.hf as hf
+from tests.distributed import run_distributed
+from tests.huggingface.exporting import PROMPT, STEPS, export_run, save_runs
+from tests.systems import options
+
+OTHER = PROMPT[::-1]
+
+
+class Attention:
+    """One layer's keys and values of every request; `batch` says whose the tokens of a row are."""
+
+    batch: list[int] = []  # the request of each token of the row
+
+    def __init__(self) -> None:
+        self.held: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+
+    def forward(self, q_THC, k_TGC, v_TGC, scale):
+        rows = []
+        for request, q_HC, k_GC, v_GC in zip(self.batch, q_THC, k_TGC, v_TGC, strict=True):
+            self.held[request].append((k_GC, v_GC))
+            k_SGC, v_SGC = (torch.stack(each) for each in zip(*self.held[request], strict=True))
+            group = len(q_HC) // k_SGC.shape[1]
+            k_SHC, v_SHC = (x.repeat_interleave(group, dim=1) for x in (k_SGC, v_SGC))
+            weights_HS = (torch.einsum("hc,shc->hs", q_HC, k_SHC) * scale).softmax(-1)
+            rows.append(torch.einsum("hs,shc->hc", weights_HS, v_SHC).flatten())
+        return torch.stack(rows)
+
+
+def vllm_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    instance = kwargs["attention_instances"][module.layer_idx]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return instance.forward(q, k, v, scaling), None
+
+
+class Linear(nn.Module):
+    """In place of every nn.Linear; has the weight alone, and perhaps a bias."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class FusedExperts(nn.Module):
+    """In place of `experts`: SwiGLU of the sizes in the configuration, whatever was there."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        e, d = config.num_experts, config.hidden_size
+        f = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        self.top_k = config.num_experts_per_tok
+        self.w13_weight = nn.Parameter(torch.empty(e, 2 * f, d, device="meta"))
+        self.w2_weight = nn.Parameter(torch.empty(e, d, f, device="meta"))
+
+    def forward(self, hidden_states, topk_ids, topk_weights, **kwargs):
+        assert topk_ids.shape == topk_weights.shape == (len(hidden_states), self.top_k)
+        assert ((topk_ids >= 0) & (topk_ids < len(self.w2_weight))).all()
+        y = torch.zeros_like(hidden_states)
+        for token, (x, ids, weights) in enumerate(
+            zip(hidden_states, topk_ids.to(torch.int32).tolist(), topk_weights.float(), strict=True)
+        ):
+            for expert, weight in zip(ids, weights, strict=True):
+                gate, up = (self.w13_weight[expert] @ x).chunk(2)
+                y[token] += weight * (self.w2_weight[expert] @ (F.silu(gate) * up))
+        return y
+
+
+class Server:
+    """The steps of vLLM for an exported folder."""
+
+    def __init__(self, folder: Path) -> None:
+        ALL_ATTENTION_FUNCTIONS.register("vllm", vllm_attention)
+        config_json = json.loads((folder / "config.json").read_text())
+        code = config_json["auto_map"]["AutoModel"]
+        assert get_class_from_dynamic_module(code, folder).is_backend_compatible()
+        self.config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        self.config._attn_implementation = "vllm"
+        with torch.device("meta"):
+            self.model = AutoModel.from_config(
+                self.config, dtype=torch.float32, trust_remote_code=True
+            )
+        self._fill_buffers()
+        self.replaced: list[str] = []
+        self._replace(self.model, "model")
+        self._load(folder)
+        self.attention = {i: Attention() for i in range(self.config.num_hidden_layers)}
+
+    def _fill_buffers(self) -> None:
+        """vLLM makes buffers as the class does, and leaves the parameters without storage."""
+        real = AutoModel.from_config(self.config, trust_remote_code=True)
+        for name, buffer in real.named_buffers():
+            owner, _, last = name.rpartition(".")
+            self.model.get_submodule(owner)._buffers[last] = buffer
+
+    def _replace(self, module: nn.Module, prefix: str) -> None:
+        for name, child in module.named_children():
+            parameters = list(child.parameters())
+            all_3d = bool(parameters) and all(each.dim() == 3 for each in parameters)
+            if name == "experts" and (isinstance(child, nn.ModuleList) or all_3d):
+                setattr(module, name, FusedExperts(self.config))
+                self.replaced.append(f"{prefix}.{name}")
+            elif isinstance(child, nn.Linear):
+                setattr(module, name, Linear(child))
+            else:
+                self._replace(child, f"{prefix}.{name}")
+
+    def _load(self, folder: Path) -> None:
+        """Every stored tensor has a parameter, and the other way round; buffers are not loaded."""
+        wanted = {f"model.{name}": parameter for name, parameter in self.model.named_parameters()}
+        stored = load_file(folder / "model.safetensors")
+        self.head = stored.pop("lm_head.weight", stored["model.embed_tokens.weight"])
+        for name, tensor in stored.items():
+            name = re.sub(r"experts\.gate_up_proj$", "experts.w13_weight", name)
+            if any(name.startswith(place) for place in self.replaced):
+                name = re.sub(r"experts\.down_proj$", "experts.w2_weight", name)
+            parameter = wanted.pop(name)
+            assert parameter.shape == tensor.shape, name
+            owner, _, last = name.removeprefix("model.").rpartition(".")
+            self.model.get_submodule(owner)._parameters[last] = nn.Parameter(tensor, False)
+        assert not wanted, f"no values for {sorted(wanted)}"
+
+    @torch.no_grad()
+    def step(self, requests: dict[int, list[int]], done: dict[int, int]) -> dict[int, int]:
+        """The next token of each request, from its new tokens; all requests are in one row."""
+        ids, positions, batch = [], [], []
+        for request, tokens in requests.items():
+            ids += tokens
+            positions += range(done[request], done[request] + len(tokens))
+            batch += [request] * len(tokens)
+            done[request] += len(tokens)
+        Attention.batch = batch
+        outputs = self.model(
+            input_ids=torch.tensor([ids]),
+            inputs_embeds=None,
+            use_cache=False,
+            position_ids=torch.tensor([positions]),
+            attention_instances=self.attention,
+            return_dict=False,
+        )
+        logits = outputs[0][0] @ self.head.T
+        last = {request: row for row, request in enumerate(batch)}
+        return {request: int(logits[row].argmax()) for request, row in last.items()}
+
+
+RUNS = {
+    "aoe, folded": (options("aoe, by bias"), True, 2),
+    "aoe": (options("aoe, by bias"), False, 0),
+    "top_p": (options("top_p") | {"moe_inference_max_experts": 3}, False, 2),
+    "topk, sigmoid": (options("topk, sigmoid, groups, bias, shared expert"), False, 2),
+}
+
+
+def test_requests_in_one_row_get_the_runs_tokens(tmp_path):
+    runs = [(tmp_path / name, of_run) for name, (of_run, _, _) in RUNS.items()]
+    (results,) = run_distributed(1, save_runs, runs)
+    for (name, (_, fold, fused)), (_, tokens) in zip(RUNS.items(), results, strict=True):
+        export_run(tmp_path / name, tmp_path / name / "out", architecture="own", fold=fold)
+        server = Server(tmp_path / name / "out")
+        assert len(server.replaced) == fused, name
+        written, done = [], {0: 0, 1: 0}
+        found = server.step({0: PROMPT}, done)
+        for step in range(STEPS - 1):
+            written.append(found[0])
+            # Another request arrives, and from then on both have one row of tokens.
+            other = {1: OTHER} if step == 1 else {1: [found[1]]} if step > 1 else {}
+            found = server.step({0: [found[0]], **other}, done)
+        assert [*written, found[0]] == tokens, name
+
+
+def test_the_configuration_has_the_names_that_vllm_reads(tmp_path):
+    run_distributed(1, save_runs, [(tmp_path / "run", options("aoe"))])
+    export_run(tmp_path / "run", tmp_path / "out", fold=True)
+    config = hf.MoeParallelConfig.from_pretrained(tmp_path / "out")
+    (experts,) = {
+        (len(t), t.shape[2])
+        for name, t in load_file(tmp_path / "out/model.safetensors").items()
+        if name.endswith("down_proj")
+    }
+    assert (config.num_experts, config.moe_intermediate_size) == experts
+    assert config.num_experts_per_tok == 2
+    assert config.rope_parameters["rope_type"] == "default"
+    assert set(config.base_model_pp_plan) == {"embed_tokens", "layers", "norm"}
+    styles = set(config.base_model_tp_plan.values())
+    assert styles == {"colwise", "rowwise"}  # the only ones that it knows
+    assert not any("experts" in name for name in config.base_model_tp_plan)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vLLM is not installed; the steps it takes are tested above",
+)
+def test_vllm_itself(tmp_path):
+    (((_, tokens),),) = run_distributed(1, save_runs, [(tmp_path / "run", options("aoe"))])
+    export_run(tmp_path / "run", tmp_path / "out", fold=True)
+    vllm = importlib.import_module("vllm")
+    server = vllm.LLM(
+        model=str(tmp_path / "out"),
+        trust_remote_code=True,
+        dtype="float32",
+        model_impl="transformers",
+        enforce_eager=True,
+    )
+    sampling = vllm.SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
+    (written,) = server.generate([{"prompt_token_ids": PROMPT}], sampling)
+    assert list(written.outputs[0].token_ids) == tokens

@@ -1,0 +1,91 @@
+"""Checkpoints of models that nobody trained, what they compute, and their exports."""
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from moe_parallel.balancing.load import ExpertBias
+from moe_parallel.config import Config, parse_command_line
+from moe_parallel.evaluation.generation import generate
+from moe_parallel.huggingface.export import Exported, Options, Source, export
+from moe_parallel.model.gpt import build_model
+from moe_parallel.parallel import destroy_groups, initialize_groups
+from moe_parallel.platform.device import device
+from moe_parallel.telemetry.statistics import RoutingStatistics
+from moe_parallel.training.checkpoint.checkpointer import TrainingState
+from moe_parallel.training.run_folder import begin_run, open_checkpoints
+from moe_parallel.training.standalone import standalone_config, vocab_size_of
+from moe_parallel.training.text import open_tokenizer
+from tests.data.small_text import small_bpe
+from tests.program import SMALL, flags
+
+PROMPT = [3, 70, 41, 219, 4, 88, 130, 7, 260, 15, 33]
+STEPS = 8  # tokens that are generated
+#: Weights so large that the experts matter, and a vocabulary that is padded.
+STRONG = {"init_method_std": 0.25}
+
+
+def save_runs(runs: Iterable[tuple[Path, dict[str, Any]]]) -> list[tuple[torch.Tensor, list[int]]]:
+    """On each rank of a world: save a model for each folder and its options, and use it.
+
+    Returns the logits of the prompt, [S, V] without padding, and the tokens that are generated
+    after it; on one rank alone, otherwise nothing.
+    """
+    return [_save_run(folder, options) for folder, options in runs]
+
+
+def _save_run(folder: Path, options: dict[str, Any]) -> tuple[torch.Tensor, list[int]]:
+    tokenizer = small_bpe()
+    config = parse_command_line(flags(SMALL | STRONG | options | {"save": folder}))
+    groups = initialize_groups(config.parallel)
+    model_parallel_cuda_manual_seed(config.training.seed)
+    statistics = RoutingStatistics(config.model.num_layers, config.moe.num_experts or 1, device())
+    size = config.padded_vocab_size(tokenizer.vocab_size)
+    chunks = build_model(config, size, groups, statistics)
+    for chunk in chunks:
+        _disturb(chunk)
+    begin_run(config, tokenizer)
+    checkpoints = open_checkpoints(config, tokenizer.vocab_size, groups, tokenizer)
+    checkpoints.save(TrainingState(4, 32, 1024), chunks, None, None)
+    alone = torch.distributed.get_world_size() == 1
+    used = _use(chunks[0], tokenizer.vocab_size) if alone else (torch.empty(0), [])
+    destroy_groups()
+    return used
+
+
+@torch.no_grad()
+def _disturb(chunk: torch.nn.Module) -> None:
+    """Give norms and balancing biases values that show whether they are exported."""
+    for name, parameter in chunk.named_parameters():
+        if parameter.dim() == 1:
+            parameter.copy_(1 + 0.3 * torch.arange(len(parameter)).sin())
+        if name.endswith("bias"):
+            parameter.copy_(0.3 * torch.arange(len(parameter)).cos())
+    for module in chunk.modules():
+        if isinstance(module, ExpertBias):
+            module.bias_E.copy_(0.5 * torch.arange(len(module.bias_E)).cos())
+
+
+@torch.no_grad()
+def _use(model: Any, vocab_size: int) -> tuple[torch.Tensor, list[int]]:
+    model.eval()
+    prompt = torch.tensor([PROMPT])
+    logits = model(prompt, torch.arange(len(PROMPT))[None], None)[0, :, :vocab_size]
+    tokens = generate(model, PROMPT, vocab_size, 0.0, torch.Generator())
+    return logits.clone(), list(itertools.islice(tokens, STEPS))
+
+
+def source_of(run: Path) -> Source:
+    """The newest checkpoint of a run."""
+    config: Config = standalone_config([], load=str(run))
+    (checkpoint,) = run.glob("iter_*")
+    return Source(checkpoint, config, vocab_size_of(config), open_tokenizer(config))
+
+
+def export_run(run: Path, output: Path, **options: Any) -> Exported:
+    """As tools/export_hf.py does."""
+    return export(source_of(run), output, Options(**options))

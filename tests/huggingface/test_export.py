@@ -1,0 +1,239 @@
+"""An exported model computes what the run's model computes, in transformers, from any layout."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    MixtralForCausalLM,
+    OlmoeForCausalLM,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeForCausalLM,
+)
+
+import moe_parallel.hf as hf
+from moe_parallel.errors import InputError
+from tests.data.small_text import small_bpe, words
+from tests.distributed import run_distributed
+from tests.huggingface.exporting import PROMPT, STEPS, export_run, save_runs
+from tests.systems import options
+from tests.tiers import rest_in_full
+
+DENSE = {"num_experts": None, "moe_ffn_hidden_size": None}
+LORY = {"lory_segment_length": len(PROMPT), "lory_inference": "prompt"}  # as tools/generate.py does
+ODD = {
+    "moe_layer_freq": "[0]+[1]",
+    "untie_embeddings_and_output_weights": True,
+    "kv_channels": 12,
+    "qk_layernorm": True,
+    "add_qkv_bias": True,
+    "rotary_base": 1_000_000,
+    "use_rope_scaling": True,
+    "rope_scaling_factor": 4.0,
+}
+#: Options of the run.
+RUNS = {
+    name: options(name)
+    for name in (
+        "topk",
+        "topk, one expert",
+        "topk, sigmoid, groups, bias, shared expert",
+        "topk, large router, factorized W_g, global loss",
+        "expert_choice",
+        "aoe",
+        "aoe, by bias",
+        "aoe, probs over all",
+        "aoe_expert_choice",
+        "aoe, screened",
+    )
+} | {
+    "top_p, capped": options("top_p") | {"moe_top_p": 0.9, "moe_inference_max_experts": 3},
+    "aoe_top_p": options("aoe_top_p") | {"moe_top_p": 0.8, "moe_top_p_strict": True},
+    "aoe, odd": options("aoe") | ODD,
+    "topk, norms of all heads, shared gate": options("expert_choice")
+    | {"expert_selection": "topk", "qk_layernorm": True, "qk_layernorm_all_heads": True},
+    "lory": options("lory") | LORY,
+    "lory_prefix": options("lory_prefix") | {"lory_segment_length": 6},
+    "dense": DENSE | {"qk_layernorm": True, "qk_layernorm_all_heads": True},
+}
+QUICK = (
+    "topk, sigmoid, groups, bias, shared expert",
+    "aoe, by bias",
+    "top_p, capped",
+    "aoe, odd",
+    "lory",
+)
+
+
+@pytest.fixture(scope="module")
+def used(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """The runs that the selected tests need, by name: folder, logits, generated tokens."""
+    wanted = {item.callspec.params["name"] for item in request.session.items
+              if item.path == request.path and hasattr(item, "callspec")
+              and "name" in item.callspec.params}  # fmt: skip
+    folder = tmp_path_factory.mktemp("runs")
+    runs = [(folder / str(n), RUNS[name]) for n, name in enumerate(sorted(wanted))]
+    (results,) = run_distributed(1, save_runs, runs)
+    return {
+        name: (run, *result)
+        for name, (run, _), result in zip(sorted(wanted), runs, results, strict=True)
+    }
+
+
+def _assert_same(model, logits, tokens):
+    prompt = torch.tensor([PROMPT])
+    with torch.no_grad():
+        found = model.eval()(prompt).logits[0]
+        written = model.generate(
+            prompt, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False
+        )
+    assert found.shape == logits.shape
+    assert (found - logits).abs().max() <= 1e-5 * logits.abs().max()
+    assert written[0, len(PROMPT) :].tolist() == tokens
+
+
+@pytest.mark.parametrize("name", rest_in_full(RUNS, *QUICK))
+def test_logits_and_greedy_generation_are_the_runs(name, used, tmp_path):
+    run, logits, tokens = used[name]
+    folds = [False, True] if "aoe" in name or "factorized" in name else [False]
+    for fold in folds:
+        output = tmp_path / str(fold)
+        done = export_run(run, output, architecture="own", fold=fold)
+        assert done.architecture == "MoeParallelForCausalLM"
+        model = AutoModelForCausalLM.from_pretrained(output)
+        assert type(model) is hf.MoeParallelForCausalLM
+        assert done.written.parameters == sum(
+            parameter.numel() for parameter in {*model.parameters()}
+        )
+        _assert_same(model, logits, tokens)
+
+
+PLAIN = {
+    LlamaForCausalLM: DENSE | {"use_rope_scaling": True, "rotary_base": 1_000_000},
+    MixtralForCausalLM: options("topk"),
+    Qwen3MoeForCausalLM: options("topk")
+    | {"qk_layernorm": True, "moe_layer_freq": "[0]+[1]", "kv_channels": 12},
+    OlmoeForCausalLM: options("topk")
+    | {"qk_layernorm": True, "qk_layernorm_all_heads": True, "moe_router_pre_softmax": True},
+    Qwen2MoeForCausalLM: options("topk")
+    | {"add_qkv_bias": True, "untie_embeddings_and_output_weights": True}
+    | {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True},
+}
+
+
+def test_topk_runs_become_plain_architectures_and_back(tmp_path):
+    runs = [(tmp_path / kind.__name__, of_run) for kind, of_run in PLAIN.items()]
+    (results,) = run_distributed(1, save_runs, runs)
+    for kind, (run, _), (logits, tokens) in zip(PLAIN, runs, results, strict=True):
+        output, again = run / "exported", run / "again"
+        assert export_run(run, output).architecture == kind.__name__
+        assert not list(output.glob("*.py"))
+        model = AutoModelForCausalLM.from_pretrained(output)
+        assert type(model) is kind
+        _assert_same(model, logits, tokens)
+        # transformers writes the same names, so nothing was renamed or left at random.
+        model.save_pretrained(again)
+        one, other = (load_file(folder / "model.safetensors") for folder in (output, again))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert any(".experts.3." in name for name in one) is (kind is not LlamaForCausalLM)
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [{"expert_model_parallel_size": 2, "aoe_gather_w_down": True}],
+        pytest.param(
+            [
+                {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+                {"pipeline_model_parallel_size": 2},
+                {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1,
+                 "num_layers": 4},
+            ],
+            marks=pytest.mark.full,
+        ),
+    ],
+)  # fmt: skip
+def test_any_layout_gives_the_same_files(layouts, tmp_path):
+    """The initial weights are those of one process in every layout."""
+    # The values that `_disturb` gives a bias depend on which part of it a rank has.
+    odd = options("aoe, by bias") | ODD | {"kv_channels": None, "add_qkv_bias": False}
+    for number, layout in enumerate(layouts):
+        shape = {"num_layers": layout["num_layers"]} if "num_layers" in layout else {}
+        shape |= {"moe_layer_freq": "[0]+[1]*3"} if shape else {}
+        alone, spread = tmp_path / f"alone{number}", tmp_path / f"spread{number}"
+        run_distributed(1, save_runs, [(alone, odd | shape)])
+        run_distributed(2, save_runs, [(spread, odd | layout | shape)])
+        for run in (alone, spread):
+            export_run(run, run / "exported")
+        one, other = (load_file(run / "exported/model.safetensors") for run in (alone, spread))
+        assert one.keys() == other.keys()
+        for name, tensor in one.items():
+            assert torch.equal(tensor, other[name]), name
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "my"
+    run_distributed(1, save_runs, [(folder, options("aoe, by bias"))])
+    return folder
+
+
+def test_files_of_limited_size(run, tmp_path):
+    export_run(run, tmp_path / "one")
+    export_run(run, tmp_path / "several", file_bytes=9_000, dtype="bfloat16")
+    index = json.loads((tmp_path / "several/model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "several").glob("*.safetensors"))
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert set(index["weight_map"].values()) == set(files)
+    whole = load_file(tmp_path / "one/model.safetensors")
+    assert index["weight_map"].keys() == whole.keys()
+    sizes = 0
+    for file in files:
+        with safe_open(tmp_path / "several" / file, "pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        assert size <= 9_000 or len(tensors) == 1
+        sizes += size
+        for name, tensor in tensors.items():
+            of_bias = name.endswith("expert_bias")
+            assert tensor.dtype == (torch.float32 if of_bias else torch.bfloat16)
+            assert torch.equal(tensor, whole[name].to(tensor.dtype))
+    assert index["metadata"]["total_size"] == sizes
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "several", dtype="auto")
+    assert model.dtype == torch.bfloat16
+    assert model.model.layers[0].mlp.gate.expert_bias.dtype == torch.float32
+
+
+def test_the_tokenizer_is_the_runs(run, tmp_path):
+    export_run(run, tmp_path / "out")
+    ours, theirs = small_bpe(), AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in (words(60, 3), "  two  spaces", "naïve 漢字\n\tmoe"):
+        ids = theirs(text)["input_ids"]
+        assert ids == ours.tokenize(text)
+        assert theirs.decode(ids) == ours.detokenize(ids) == text
+    assert theirs.eos_token_id == theirs.pad_token_id == ours.eod
+    assert theirs.model_max_length == 32
+    generation = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert generation == {"eos_token_id": ours.eod, "pad_token_id": ours.eod}
+    assert len(theirs) == json.loads((tmp_path / "out/config.json").read_text())["vocab_size"]
+
+
+@pytest.mark.parametrize(
+    ("selection", "message"),
+    [
+        ("smear", "smear is not exported: each token needs the mean of its whole sequence"),
+        ("segment_expert_choice", "segment_expert_choice is not exported: experts are chosen for"),
+    ],
+)
+def test_systems_that_see_too_much_are_refused(selection, message, tmp_path):
+    run_distributed(1, save_runs, [(tmp_path / "run", options(selection))])
+    with pytest.raises(InputError, match=message):
+        export_run(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

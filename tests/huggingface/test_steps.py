@@ -1,0 +1,70 @@
+"""The tensors of our own architecture: the folded product by hand, and each tensor once."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from moe_parallel.config import parse_command_line
+from moe_parallel.huggingface.own_model import folded_width, own_config_json
+from moe_parallel.huggingface.places import ExpertNames, routed
+from moe_parallel.huggingface.steps import _fold, own_steps, plain_steps
+from tests.program import SMALL, flags
+from tests.systems import options
+
+
+def test_a_folded_expert_by_hand() -> None:
+    """One expert with d = 2, d_low = 1, d_wide = 3, stored with a width of 4."""
+    w_down = torch.tensor([[[2.0], [3.0]]])
+    w_up = torch.tensor([[[1.0, 10.0, 100.0]]])
+    w_p = torch.tensor([[[4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]])
+    (gate_up,) = _fold(4, w_down, w_up, w_p)
+    assert gate_up.tolist() == [
+        [[2, 3], [20, 30], [200, 300], [0, 0], [4, 7], [5, 8], [6, 9], [0, 0]]
+    ]
+
+
+def test_a_folded_product_is_rounded_once() -> None:
+    torch.manual_seed(0)
+    w_down, w_up, w_p = (
+        torch.randn(2, *shape).bfloat16() for shape in ((8, 64), (64, 16), (8, 16))
+    )
+    (gate_up,) = _fold(16, w_down, w_up, w_p)
+    exact = (w_down.double() @ w_up.double()).transpose(1, 2)
+    assert torch.equal(gate_up[:, :16], exact.bfloat16())
+
+
+def test_a_tensor_of_all_experts_is_read_once() -> None:
+    config = parse_command_line(flags(SMALL | options("topk")))
+    steps = plain_steps(routed(config, 0, ExpertNames()))
+    assert len({key for step in steps for key in step.keys}) == len(steps) == 3
+    gate_up = next(step for step in steps if "gate_up" in step.keys[0])
+    tensor = torch.arange(4 * 32 * 2 * 32).view(4, 32, 2, 32)
+    results = dict(zip([name for name, _ in gate_up.results], gate_up.make(tensor), strict=True))
+    assert len(results) == 8
+    for expert in range(4):
+        name = f"model.layers.0.mlp.experts.{expert}"
+        assert torch.equal(results[f"{name}.gate_proj.weight"], tensor[expert, :, 0].T)
+        assert torch.equal(results[f"{name}.up_proj.weight"], tensor[expert, :, 1].T)
+
+
+@pytest.mark.parametrize(
+    ("system", "fold", "width"), [("aoe", False, 20), ("aoe", True, 32), ("topk", False, 32)]
+)
+def test_names_shapes_and_width(system: str, fold: bool, width: int) -> None:
+    config = parse_command_line(flags(SMALL | options(system)))
+    steps = own_steps(config, 300, fold=fold)
+    names = [name for step in steps for name, _ in step.results]
+    assert len(names) == len({*names})
+    fields = own_config_json(config, 300, fold=fold)
+    assert fields["moe_intermediate_size"] == width
+    shapes = dict(pair for step in steps for pair in step.results)
+    assert shapes["model.layers.1.mlp.experts.down_proj"] == (4, 32, width)
+    assert shapes["model.embed_tokens.weight"] == (300, 32)
+
+
+def test_the_width_of_folded_experts() -> None:
+    config = parse_command_line(flags(SMALL | options("aoe")))
+    for width, expected in ((1, 16), (16, 16), (17, 32), (4393, 4400)):
+        selection = dataclasses.replace(config.selection, aoe_wide_size=width)
+        assert folded_width(dataclasses.replace(config, selection=selection)) == expected
