@@ -121,7 +121,7 @@ def _show(own: argparse.Namespace) -> None:
         "checkpoint": checkpoint,
         **{name.replace("_", " "): f"{record['training'][name]:,}"
            for name in ("iteration", "consumed_samples", "consumed_tokens")},
-        "layout": " ".join(f"{name} {size}" for name, size in record["layout"].items()),
+        "layout": " ".join(f"{name} {size}" for name, size in record["layout"].items()) or "none",
         "optimizer state": "no, weights only" if record["adam_step"] is None else "yes",
         "versions": ", ".join(f"{name} {v}" for name, v in record.get("versions", {}).items()),
         "tensors": len(tensors),

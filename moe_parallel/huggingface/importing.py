@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -71,6 +72,9 @@ def plan_import(folder: Path, flags: Sequence[str], *, trust_remote_code: bool =
     line = read_command_line(flags)
     if line.file is not None:
         raise InputError("--config names a file, but config.json has the model: leave it out")
+    for name in ("load", "save"):
+        if name in line.given:
+            raise InputError(f"--{name} is for training: --input and --output name the folders")
     config, _ = line.over(options, str(fields.file))
     vocab_size: int = fields.integer("vocab_size")
     _check_unchanged(fields, make_config(options), config, vocab_size)
@@ -100,11 +104,13 @@ def import_folder(
                 fingerprint(plan.config, plan.vocab_size, plan.tokenizer),
                 stored_files(building, plan.config),
             )
-        sizes = {
-            name: each.nbytes // each.dtype.itemsize for name, each in tensors.described.items()
-        }
+    sizes = [
+        math.prod(shape)
+        for place in plan.family.places(plan.config, plan.vocab_size)
+        for shape in place.shapes
+    ]
     names = tuple(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes.values()}))
-    return Imported(output / checkpoint.name, len(sizes), sum(sizes.values()), names)
+    return Imported(output / checkpoint.name, len(sizes), sum(sizes), names)
 
 
 def _check_unchanged(fields: Fields, own: Config, config: Config, vocab_size: int) -> None:

@@ -201,6 +201,7 @@ def test_the_good_folder_is_good(good: Path, tmp_path: Path, capsys: Any) -> Non
         (["--input", "GOOD", "--output", "y", "--num-expert", "4"], "did you mean --num-experts"),
         (["--input", "GOOD", "--output", "y", "--expert-selection", "aoe"], "tools/convert.py"),
         (["--input", "GOOD", "--output", "y", "--vocab-size", "999"], "--vocab-size is 999, but"),
+        (["--input", "GOOD", "--output", "y", "--save", "x"], "--save is for training: --input"),
         (["--input", "GOOD", "--output", "y", "--config", "x"], "--config names a file, but"),
         (["--input", "GOOD", "--output", "y", "--tokenizer-type", "NullTokenizer"], "differs from"),
     ],
