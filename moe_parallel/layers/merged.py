@@ -36,9 +36,12 @@ from moe_parallel.experts.merged import MergedExperts
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
 from moe_parallel.layers.system import System
 from moe_parallel.parallel import sum_gradient_over, sum_over
+from moe_parallel.selection.running_segments import RunningSegments
 from moe_parallel.selection.segments import (
     FIRST_SEGMENT,
     Merges,
+    by_first,
+    own,
     segment_means,
     segment_sizes,
 )
@@ -148,8 +151,25 @@ class LoryLayer(MergedLayer):
         self.first = FIRST_SEGMENT[selection.lory_first_segment]
 
     def merges(self, x_SBD: torch.Tensor) -> Merges:
-        e_GBE = self.weights(segment_means(x_SBD, self.length))
-        return self.current_rule()(e_GBE, segment_sizes(len(x_SBD), self.length), self.first)
+        past, rule, length, first = self.past, self.current_rule(), self.length, self.first
+        if past is not None and not past.is_empty:
+            return self._continued(x_SBD, past.segments[self.layer_number])
+        if past is not None:
+            if past.prompt_length is not None:
+                rule, length, first = by_first, past.prompt_length, own
+            past.segments[self.layer_number] = RunningSegments.after(
+                x_SBD, length, only_first=rule is by_first
+            )
+        e_GBE = self.weights(segment_means(x_SBD, length))
+        return rule(e_GBE, segment_sizes(len(x_SBD), length), first)
+
+    def _continued(self, x_1BD: torch.Tensor, segments: RunningSegments) -> Merges:
+        """The merges for one more token of each sequence."""
+        e_1BE = self.weights(segments.mean_BX)[None]
+        complete_B1 = segments.complete_B[:, None]
+        weights_1BE = torch.where(complete_B1, e_1BE, self.first(e_1BE))
+        segments.add(x_1BD[0])
+        return Merges([1], weights_1BE)
 
 
 class SmearLayer(MergedLayer):

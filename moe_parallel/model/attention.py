@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moe_parallel.config import TrainingConfig
+from moe_parallel.layers.past import Past
 from moe_parallel.platform.device import device, fast_factors
 
 
@@ -40,9 +41,14 @@ class TorchAttention(MegatronModule):
     ]
 
     def __init__(
-        self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any
+        self,
+        config: TransformerConfig,
+        layer_number: int = 1,
+        softmax_scale: float | None = None,
+        **_: Any,
     ) -> None:
         super().__init__(config)
+        self.layer_number = layer_number
         assert config.kv_channels is not None
         self.scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 
@@ -51,21 +57,44 @@ class TorchAttention(MegatronModule):
         q_SBHC: torch.Tensor,
         k_SBGC: torch.Tensor,
         v_SBGC: torch.Tensor,
-        lengths_N: torch.Tensor | None,
+        attends_to: torch.Tensor | Past | None,
         **_: Any,
     ) -> torch.Tensor:
         """[S, B, H, C], twice [S, B, G, C] -> [S, B, H * C], in the dtype of q.
 
         Args:
-            lengths_N: what `own_documents` returns: None, or the lengths of the documents of all
+            attends_to: what `own_documents` returns: None, or the lengths of the documents of all
                 sequences, one sequence after another (int64, on the CPU). A token then attends
-                only to its own document, and scores between documents are not computed.
+                only to its own document, and scores between documents are not computed. Or the
+                tokens before these, which also keeps the new keys and values.
 
         Raises RuntimeError if none of the kernels serves the device, the dtype and the shapes.
         """
+        if isinstance(attends_to, Past):
+            return self._continue(q_SBHC, k_SBGC, v_SBGC, attends_to)
         # Without instructions for bf16, torch's flash kernel takes six times as long in it.
         qkv = fast_factors(q_SBHC, k_SBGC, v_SBGC)
-        return self._attend_all(qkv, lengths_N).to(q_SBHC.dtype)
+        return self._attend_all(qkv, attends_to).to(q_SBHC.dtype)
+
+    def _continue(
+        self, q_SBHC: torch.Tensor, k_SBGC: torch.Tensor, v_SBGC: torch.Tensor, past: Past
+    ) -> torch.Tensor:
+        kept = past.extend(self.layer_number, k_SBGC, v_SBGC)
+        if past.length_B is None:
+            return self._attend_all(fast_factors(q_SBHC, k_SBGC, v_SBGC), None).to(q_SBHC.dtype)
+        q_BSHC, k_BPGC, v_BPGC = fast_factors(q_SBHC.transpose(0, 1), *kept)
+        places_P = torch.arange(k_BPGC.shape[1], device=q_BSHC.device)
+        sees_B11P = (places_P <= past.length_B[:, None])[:, None, None]
+        # Without the kernels of `kernels`, because some take no mask.
+        y_BHSC = F.scaled_dot_product_attention(
+            q_BSHC.transpose(1, 2),
+            k_BPGC.transpose(1, 2),
+            v_BPGC.transpose(1, 2),
+            attn_mask=sees_B11P,
+            scale=self.scale,
+            enable_gqa=q_BSHC.shape[2] != k_BPGC.shape[2],
+        )
+        return y_BHSC.permute(2, 0, 1, 3).flatten(2).to(q_SBHC.dtype)
 
     def _attend_all(
         self, qkv: tuple[torch.Tensor, ...], lengths_N: torch.Tensor | None
