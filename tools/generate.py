@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_parallel.errors import InputError
-from moe_parallel.tool import Tool, check_load, check_positive, load_torch, progress
+from moe_parallel.tool import Tool, check_load, check_output, check_positive, load_torch, progress
 
 if TYPE_CHECKING:
     from moe_parallel.config import Config
@@ -68,6 +68,7 @@ def _check(own: argparse.Namespace) -> Sampling:
     if own.output and own.chat:
         raise InputError("--output is for --prompt and --input: leave it out with --chat")
     check_positive(own, "tokens", "batch-size")
+    check_output(own)
     if "" in own.stop:
         raise InputError("--stop contains an empty text, which ends every text: leave it out")
     names = (field.name for field in dataclasses.fields(Sampling))
