@@ -96,9 +96,10 @@ def _write(own: argparse.Namespace, flags: list[str]) -> None:
     config = _for_generation(standalone_config(flags, load=own.load), flags)
     tokenizer = open_tokenizer(config)
     with single_process(config) as groups:
-        chunk, _ = standalone_model(config, vocab_size_of(config), groups)
+        vocab_size = vocab_size_of(config)
+        chunk, _ = standalone_model(config, vocab_size, groups)
         chunk.eval()
-        model = LanguageModel(chunk, groups, tokenizer.vocab_size, config)
+        model = LanguageModel(chunk, groups, tokenizer.vocab_size, config, vocab_size)
         reuse = Reuse.of(config, cache=not own.no_cache)
         writer = Writer(model, tokenizer, sampling, reuse, config.training.seed)
         if own.chat:

@@ -30,8 +30,9 @@ class LanguageModel:
 
     chunk: Any  # Megatron-Core's GPTModel, in evaluation mode
     groups: Groups
-    vocab_size: int  # of the tokenizer; that of the model may be padded to a larger one
+    vocab_size: int  # of the tokenizer
     config: Config
+    model_vocab_size: int  # at least that of the tokenizer; padding makes the model's larger
 
     @property
     def device(self) -> torch.device:
@@ -39,15 +40,21 @@ class LanguageModel:
         return device
 
     def logits(self, tokens_BS: torch.Tensor, past: Past | None = None) -> torch.Tensor:
-        """The logits of the token after each token: fp32 [B, S, V], on every rank."""
+        """The logits of the token after each token: fp32 [B, S, V], on every rank.
+
+        V is the vocabulary of the model, with its padding, as in the loss of training.
+        """
         return self._run(tokens_BS, past, tokens_BS.shape[1])
 
     def next_logits(self, tokens_BS: torch.Tensor, past: Past) -> torch.Tensor:
-        """The logits of the token after the last one: fp32 [B, V]. `past` takes the tokens in."""
+        """The logits of the token after the last one: fp32 [B, V]. `past` takes the tokens in.
+
+        V is the vocabulary of the tokenizer: padding is never generated.
+        """
         with _last_token_only(self.chunk):
             logits_BV = self._run(tokens_BS, past, 1)[:, 0]
         past.grow(tokens_BS)
-        return logits_BV
+        return logits_BV[:, : self.vocab_size]
 
     def losses(self, tokens_BS: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
         """-ln p of each label, in nats: fp32 [B, S], on every rank. Never holds all logits."""
@@ -72,8 +79,8 @@ class LanguageModel:
                 positions = _positions(past.length_B, past.places)
                 stack.enter_context(_hook(self.chunk.rotary_pos_emb, positions))
             logits = self._through_stages(tokens_BS, past, runtime_gather_output=True)
-        shape = (len(tokens_BS), places, self.vocab_size)
-        return self._from_last_stage(None if logits is None else logits[..., : shape[2]], shape)
+        vocab_size = self.config.padded_vocab_size(self.model_vocab_size)
+        return self._from_last_stage(logits, (len(tokens_BS), places, vocab_size))
 
     @torch.no_grad()
     def _through_stages(

@@ -122,9 +122,10 @@ def _model(config: Config, tokenizer: Tokenizer) -> Iterator[LanguageModel]:
     try:
         torch.manual_seed(config.training.seed)
         model_parallel_cuda_manual_seed(config.training.seed)
-        chunk, _ = standalone_model(config, vocab_size_of(config), groups)
+        vocab_size = vocab_size_of(config)
+        chunk, _ = standalone_model(config, vocab_size, groups)
         chunk.eval()
-        yield LanguageModel(chunk, groups, tokenizer.vocab_size, config)
+        yield LanguageModel(chunk, groups, tokenizer.vocab_size, config, vocab_size)
     finally:
         destroy_groups()
 

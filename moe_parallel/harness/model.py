@@ -91,7 +91,7 @@ class HarnessModel(TemplateLM):
         self,
         requests: list[tuple[tuple[str, str], list[int], list[int]]],
         disable_tqdm: bool = False,
-        **_: Any,
+        **others: Any,
     ) -> list[tuple[float, bool]]:
         spans = [self._span(context, answer) for _, context, answer in requests]
         scores = self._score(spans, greedy=True, quiet=disable_tqdm)

@@ -7,12 +7,15 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import numpy
+from tqdm import tqdm
 
 from moe_parallel.errors import InputError
 from moe_parallel.harness.presets import PRESETS, PresetTask
@@ -67,13 +70,7 @@ def check_folders(folders: Sequence[str]) -> None:
 
 def load_tasks(wanted: Wanted) -> Any:
     """The tasks with their data. Raises InputError if one is unknown, or cannot be read."""
-    from lm_eval.tasks import TaskManager
-
-    try:
-        manager = TaskManager(include_path=list(wanted.folders) or None)
-    except Exception as error:
-        folders = " ".join(wanted.folders)
-        raise InputError(f"--include-path {folders}: {first_line(error)}") from error
+    manager = _manager(wanted)
     for task in wanted.tasks:
         if task.name not in manager.all_tasks:
             raise InputError(_unknown(task.name, manager.all_tasks))
@@ -94,6 +91,20 @@ def load_tasks(wanted: Wanted) -> Any:
     return loaded
 
 
+def _manager(wanted: Wanted) -> Any:
+    """The harness' index of tasks. Its own, of thousands, is left out if it is not needed."""
+    from lm_eval.tasks import TaskManager
+
+    folders = list(wanted.folders)
+    try:
+        manager = TaskManager(include_path=folders or None, include_defaults=not folders)
+        if all(task.name in manager.all_tasks for task in wanted.tasks):
+            return manager
+        return TaskManager(include_path=folders) if folders else manager
+    except Exception as error:
+        raise InputError(f"--include-path {' '.join(folders)}: {first_line(error)}") from error
+
+
 def _unknown(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else "`lm_eval ls tasks` lists the tasks"
@@ -111,14 +122,27 @@ def run_tasks(model: Any, loaded: Any, wanted: Wanted) -> dict[str, Any]:
         if each.get_config("num_fewshot") is None:
             each.set_config(key="num_fewshot", value=0)
         each.set_fewshot_seed(seed=1234)
-    found: dict[str, Any] = evaluate(
-        lm=model,
-        task_dict=loaded,
-        limit=wanted.limit,
-        bootstrap_iters=wanted.bootstrap,
-        log_samples=False,
-    )
+    with _bars_of_rank_0():
+        found: dict[str, Any] = evaluate(
+            lm=model,
+            task_dict=loaded,
+            limit=wanted.limit,
+            bootstrap_iters=wanted.bootstrap,
+            log_samples=False,
+        )
     return found
+
+
+@contextmanager
+def _bars_of_rank_0() -> Iterator[None]:
+    """In this context, progress bars that do not say otherwise are shown on the terminal alone."""
+    plain = tqdm.__init__
+    hidden = None if int(os.environ.get("RANK", 0)) == 0 else True
+    tqdm.__init__ = partialmethod(plain, disable=hidden)
+    try:
+        yield
+    finally:
+        tqdm.__init__ = plain
 
 
 def table_of(results: dict[str, Any]) -> str:

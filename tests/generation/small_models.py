@@ -30,4 +30,4 @@ def on_groups(config: Config, groups: Groups) -> LanguageModel:
     model_parallel_cuda_manual_seed(config.training.seed)
     chunk, _ = standalone_model(config, VOCABULARY, groups)
     chunk.eval()
-    return LanguageModel(chunk, groups, VOCABULARY, config)
+    return LanguageModel(chunk, groups, VOCABULARY, config, VOCABULARY)
