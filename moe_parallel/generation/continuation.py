@@ -44,6 +44,7 @@ class Writer:
         self.reuse = reuse
         self.seed = seed
         self.seq_length = model.config.training.seq_length
+        self._given = 0  # prompts so far: an answer of a dialogue is not drawn like the last one
 
     def write(
         self,
@@ -75,7 +76,7 @@ class Writer:
             generation = Generation(
                 self.model,
                 [prompts[i] for i in batch],
-                Sampler(self.sampling, self.seed, batch),
+                Sampler(self.sampling, self.seed, [self._given + i for i in batch]),
                 self.reuse,
                 max(len(prompts[i]) + n for i, n in zip(batch, room, strict=True)),
             )
@@ -90,4 +91,5 @@ class Writer:
                         ended.append(row)
                         done(number)
                 generation.finish(ended)
+        self._given += len(prompts)
         return texts

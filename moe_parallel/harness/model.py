@@ -48,6 +48,7 @@ class HarnessModel(TemplateLM):
         self.max_length = model.config.training.seq_length
         self.seed = seed
         self._by_prompt = _by_prompt(model)
+        self._hides_bars = None if dist.get_rank() == 0 else True  # None: not on a terminal
 
     @property
     def eot_token_id(self) -> int:
@@ -62,6 +63,13 @@ class HarnessModel(TemplateLM):
     ) -> list[int]:
         """The ids of a text. No special token is added."""
         return self.own_tokenizer.tokenize(string)
+
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """ln p of each answer after its context, and whether it is the most probable one."""
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return found
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -80,7 +88,7 @@ class HarnessModel(TemplateLM):
                 spans.append(Span([*context, *continuation], len(context)))
                 texts.append(number)
         found = [0.0] * len(requests)
-        scores = self._score(spans, greedy=False, quiet=disable_tqdm)
+        scores = self._score(spans, greedy=False)
         for number, each in zip(texts, scores, strict=True):
             found[number] -= each.nats
         for request, value in zip(requests, found, strict=True):
@@ -94,7 +102,7 @@ class HarnessModel(TemplateLM):
         **others: Any,
     ) -> list[tuple[float, bool]]:
         spans = [self._span(context, answer) for _, context, answer in requests]
-        scores = self._score(spans, greedy=True, quiet=disable_tqdm)
+        scores = self._score(spans, greedy=True)
         found = [(-each.nats, bool(each.is_greedy)) for each in scores]
         for (pair, _, _), value in zip(requests, found, strict=True):
             if pair is not None:
@@ -112,10 +120,10 @@ class HarnessModel(TemplateLM):
         first = len(tokens) - len(answer)
         return Span(tokens, first, first if self._by_prompt else None)
 
-    def _score(self, spans: list[Span], *, greedy: bool, quiet: bool) -> list[Score]:
+    def _score(self, spans: list[Span], *, greedy: bool) -> list[Score]:
         if not spans:
             return []
-        with tqdm(total=len(spans), desc="likelihood", disable=quiet or None) as bar:
+        with tqdm(total=len(spans), desc="likelihood", disable=self._hides_bars) as bar:
             return score(
                 self.model, spans, self.batch_size, greedy=greedy, advance=lambda n: bar.update(n)
             )
@@ -128,7 +136,7 @@ class HarnessModel(TemplateLM):
         for number, request in enumerate(requests):
             sampling, limits[number] = self._options(request.args[1])
             groups.setdefault(sampling, []).append(number)
-        with tqdm(total=len(requests), desc="texts", disable=disable_tqdm or None) as bar:
+        with tqdm(total=len(requests), desc="texts", disable=self._hides_bars) as bar:
             for sampling, numbers in groups.items():
                 writer = Writer(
                     self.model, self.own_tokenizer, sampling, Reuse.of(self.model.config), self.seed
