@@ -36,10 +36,10 @@ def main(arguments: list[str]) -> int:
     add("--prompt", metavar="TEXT", nargs="+", help="texts that the model continues")
     add("--input", metavar="FILE", help="JSON lines with a prompt under the key `text`")
     add("--output", metavar="FILE", help="write JSON lines with `prompt` and `text` to this file")
-    add("--chat", action="store_true", help="a dialogue in the terminal")
-    add("--system", metavar="TEXT", default="", help="the text that begins a dialogue")
+    add("--chat", action="store_true", help="a chat in the terminal")
+    add("--system", metavar="TEXT", default="", help="the text that begins a chat")
     add("--names", metavar="NAME", nargs=2, default=["User", "Model"],
-        help="the speakers of a dialogue (default: User Model)")  # fmt: skip
+        help="the speakers of a chat (default: User Model)")  # fmt: skip
     add("--tokens", metavar="N", type=int, default=100, help="most tokens of a text")
     add("--stop", metavar="TEXT", nargs="+", default=[], help="end a text before one of these")
     add("--temperature", metavar="X", type=float, default=0.8,
@@ -159,8 +159,8 @@ def _continue(own: argparse.Namespace, prompts: list[str], writer: Writer) -> No
 
 
 def _chat(own: argparse.Namespace, writer: Writer) -> None:
+    from moe_parallel.generation.chat import Chat, converse
     from moe_parallel.generation.continuation import Continuation
-    from moe_parallel.generation.dialogue import Dialogue, converse
 
     def show(text: str) -> None:
         print(text, end="", flush=True)
@@ -170,8 +170,8 @@ def _chat(own: argparse.Namespace, writer: Writer) -> None:
         (text,) = writer.write([tokens], [limit], 1, lambda _, text: show(text))
         return text
 
-    dialogue = Dialogue(own.system, *own.names)
-    converse(dialogue, writer.tokenizer, writer.seq_length - 1, input, show, answer)
+    chat = Chat(own.system, *own.names)
+    converse(chat, writer.tokenizer, writer.seq_length - 1, input, show, answer)
 
 
 if __name__ == "__main__":

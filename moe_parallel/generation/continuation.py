@@ -44,7 +44,7 @@ class Writer:
         self.reuse = reuse
         self.seed = seed
         self.seq_length = model.config.training.seq_length
-        self._given = 0  # prompts so far: an answer of a dialogue is not drawn like the last one
+        self._given = 0  # prompts so far: an answer of a chat is not drawn like the last one
 
     def write(
         self,

@@ -54,7 +54,7 @@ def test_several_texts_at_a_time(trained: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
 
 
-def test_a_dialogue(trained: Path) -> None:
+def test_a_chat(trained: Path) -> None:
     lines = "zero one two\n/again\nthree four five\n"
     flags = ["--temperature", 0, "--tokens", 3, "--names", "six", "seven"]
     done = run_forked("--load", trained, "--chat", *flags, given=lines)

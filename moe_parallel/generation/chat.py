@@ -1,4 +1,4 @@
-"""A dialogue as one text, in which each line begins with the name of its speaker."""
+"""A chat as one text, in which each line begins with the name of its speaker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_parallel.data.tokenizer import Tokenizer
 
 
 @dataclass
-class Dialogue:
+class Chat:
     """The turns so far, and the prompt that they make:
 
         INTRODUCTION
@@ -58,18 +58,18 @@ class Dialogue:
 #: (tokens of the prompt, stop strings) -> the answer; shows it meanwhile.
 Answer = Callable[[list[int], Sequence[str]], str]
 
-HELP = "/again forgets the dialogue, /quit or Ctrl-D ends it, Ctrl-C stops an answer"
+HELP = "/again forgets the chat, /quit or Ctrl-D ends it, Ctrl-C stops an answer"
 
 
 def converse(
-    dialogue: Dialogue,
+    chat: Chat,
     tokenizer: Tokenizer,
     most: int,
     read: Callable[[str], str],
     write: Callable[[str], object],
     answer: Answer,
 ) -> None:
-    """Ask and answer until the user ends the dialogue.
+    """Ask and answer until the user ends the chat.
 
     Args:
         most: tokens of a prompt.
@@ -80,40 +80,40 @@ def converse(
     write(HELP + "\n")
     while True:
         try:
-            question = read(f"{dialogue.user}: ").strip()
+            question = read(f"{chat.user}: ").strip()
         except EOFError:
             write("\n")
             return
         if question == "/quit":
             return
         if question == "/again":
-            dialogue.forget()
+            chat.forget()
         elif question.startswith("/"):
             write(HELP + "\n")
         elif question:
-            _turn(dialogue, question, tokenizer, most, write, answer)
+            _turn(chat, question, tokenizer, most, write, answer)
 
 
 def _turn(
-    dialogue: Dialogue,
+    chat: Chat,
     question: str,
     tokenizer: Tokenizer,
     most: int,
     write: Callable[[str], object],
     answer: Answer,
 ) -> None:
-    tokens, forgotten = dialogue.fitting(question, tokenizer, most)
+    tokens, forgotten = chat.fitting(question, tokenizer, most)
     if not tokens:
         write(f"(too long: the model reads {most} tokens)\n")
         return
     if forgotten:
-        write(f"(the first {forgotten} of {len(dialogue.turns)} turns no longer fit)\n")
-        del dialogue.turns[:forgotten]
-    write(f"{dialogue.model}:")
+        write(f"(the first {forgotten} of {len(chat.turns)} turns no longer fit)\n")
+        del chat.turns[:forgotten]
+    write(f"{chat.model}:")
     try:
-        said = answer(tokens, dialogue.stops).strip()
+        said = answer(tokens, chat.stops).strip()
     except KeyboardInterrupt:
         write(" (stopped)\n")
         return
     write("\n")
-    dialogue.turns.append((question, said))
+    chat.turns.append((question, said))

@@ -1,20 +1,18 @@
-"""A dialogue: its text, its limits, and the commands of the user."""
+"""A chat: its text, its limits, and the commands of the user."""
 
 import itertools
 
 from moe_parallel.data.tokenizer import NullTokenizer
-from moe_parallel.generation.dialogue import HELP, Dialogue, converse
+from moe_parallel.generation.chat import HELP, Chat, converse
 
 
-def test_the_text_of_a_dialogue() -> None:
-    dialogue = Dialogue("A helpful model.", "User", "Model")
-    assert dialogue.prompt("hello") == "A helpful model.\nUser: hello\nModel:"
-    dialogue.turns.append(("hello", "hi"))
-    assert dialogue.prompt("and?") == (
-        "A helpful model.\nUser: hello\nModel: hi\nUser: and?\nModel:"
-    )
-    assert dialogue.stops == ("\nUser:",)
-    assert Dialogue().prompt("x") == "User: x\nModel:"
+def test_the_text_of_a_chat() -> None:
+    chat = Chat("A helpful model.", "User", "Model")
+    assert chat.prompt("hello") == "A helpful model.\nUser: hello\nModel:"
+    chat.turns.append(("hello", "hi"))
+    assert chat.prompt("and?") == ("A helpful model.\nUser: hello\nModel: hi\nUser: and?\nModel:")
+    assert chat.stops == ("\nUser:",)
+    assert Chat().prompt("x") == "User: x\nModel:"
 
 
 class Words(NullTokenizer):
@@ -25,14 +23,14 @@ class Words(NullTokenizer):
 
 
 def test_the_oldest_turns_are_left_out() -> None:
-    dialogue = Dialogue("Begin.")
-    dialogue.turns += [("a b", "c"), ("d", "e")]
+    chat = Chat("Begin.")
+    chat.turns += [("a b", "c"), ("d", "e")]
     words = Words(100)
     # Begin. | User: a b Model: c | User: d Model: e | User: q Model:
-    assert dialogue.fitting("q", words, 13) == (list(range(13)), 0)
-    assert dialogue.fitting("q", words, 12) == (list(range(8)), 1)
-    assert dialogue.fitting("q", words, 4) == (list(range(4)), 2)
-    assert dialogue.fitting("q", words, 3) == ([], 2)
+    assert chat.fitting("q", words, 13) == (list(range(13)), 0)
+    assert chat.fitting("q", words, 12) == (list(range(8)), 1)
+    assert chat.fitting("q", words, 4) == (list(range(4)), 2)
+    assert chat.fitting("q", words, 3) == ([], 2)
 
 
 def talk(lines, answers, most=100):
@@ -56,7 +54,7 @@ def talk(lines, answers, most=100):
         shown.append(f" {said}")
         return f" {said}"
 
-    converse(Dialogue(), Words(1000), most, read, shown.append, answer)
+    converse(Chat(), Words(1000), most, read, shown.append, answer)
     return "".join(shown), prompts
 
 
@@ -77,7 +75,7 @@ def test_a_stopped_answer_is_forgotten() -> None:
     assert "Model: (stopped)\n" in shown and prompts == [3, 3]
 
 
-def test_a_long_dialogue_forgets_its_beginning_and_says_so() -> None:
+def test_a_long_chat_forgets_its_beginning_and_says_so() -> None:
     shown, prompts = talk(["a", "b", "c"], itertools.repeat("x"), most=7)
     assert prompts == [3, 7, 7]
     assert "(the first 1 of 2 turns no longer fit)\n" in shown
