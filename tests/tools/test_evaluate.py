@@ -31,7 +31,7 @@ def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def counted(n: int) -> str:
-    return " ".join(WORDS[(n + i) % 8] for i in range(12))
+    return " ".join(WORDS[(n + i) % 8] for i in range(6))
 
 
 def test_tasks_of_each_type(counting: Path, tmp_path: Path) -> None:
@@ -105,12 +105,12 @@ def test_wrong_input_is_one_line_and_code_2(
 
 @pytest.fixture(scope="module")
 def copying(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has learned to copy four words and to add two numbers below ten."""
+    """A run that has learned to copy three words and to add two numbers below ten."""
     folder = tmp_path_factory.mktemp("learned")
     choose = random.Random(1)
     texts = []
     for _ in range(6000):
-        words = " ".join(choose.choices(WORDS, k=4))
+        words = " ".join(choose.choices(WORDS, k=3))
         a = choose.randrange(10)
         b = choose.randrange(10 - a)
         texts += [f"copy {words} : {words}", f"{WORDS[a]} plus {WORDS[b]} is {WORDS[a + b]}"]
@@ -124,10 +124,10 @@ def copying(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data_cache_path": folder / "cache",
         "save": folder / "run",
         "hidden_size": 64,
-        "seq_length": 48,
+        "seq_length": 40,
         "global_batch_size": 16,
         "micro_batch_size": 16,
-        "train_iters": 400,
+        "train_iters": 700,
         "log_interval": 100,
         "eval_iters": 0,
     }
