@@ -24,7 +24,6 @@ from moe_parallel.errors import InputError
 from moe_parallel.tool import Tool, check_load, check_output, check_positive, load_torch, progress
 
 if TYPE_CHECKING:
-    from moe_parallel.config import Config
     from moe_parallel.generation.continuation import Writer
     from moe_parallel.generation.sampling import Sampling
 
@@ -83,7 +82,7 @@ def _write(own: argparse.Namespace, flags: list[str]) -> None:
     load_torch()
 
     from moe_parallel.generation.continuation import Writer
-    from moe_parallel.generation.decode import Reuse
+    from moe_parallel.generation.decode import Reuse, generation_config
     from moe_parallel.generation.language_model import LanguageModel
     from moe_parallel.training.standalone import (
         single_process,
@@ -93,7 +92,8 @@ def _write(own: argparse.Namespace, flags: list[str]) -> None:
     )
     from moe_parallel.training.text import open_tokenizer
 
-    config = _for_generation(standalone_config(flags, load=own.load), flags)
+    config = standalone_config(flags, load=own.load)
+    config = generation_config(config, by_prompt="--lory-inference" not in flags)
     tokenizer = open_tokenizer(config)
     with single_process(config) as groups:
         vocab_size = vocab_size_of(config)
@@ -117,17 +117,6 @@ def _prompts(own: argparse.Namespace) -> list[str]:
     if "" in prompts:
         raise InputError(f"--{'input' if own.input else 'prompt'} has an empty text: write one")
     return list(prompts)
-
-
-def _for_generation(config: Config, flags: Sequence[str]) -> Config:
-    """The configuration whose attention can continue a text, and, for Lory, by the prompt."""
-    from moe_parallel.config import LorySelection
-
-    training = dataclasses.replace(config.training, attention_backend="auto")
-    selection = config.selection
-    if isinstance(selection, LorySelection) and "--lory-inference" not in flags:
-        selection = dataclasses.replace(selection, lory_inference="prompt")
-    return dataclasses.replace(config, training=training, selection=selection)
 
 
 def _continue(own: argparse.Namespace, prompts: list[str], writer: Writer) -> None:

@@ -8,9 +8,9 @@ WORDS = "zero one two three four five six seven eight nine".split()
 
 
 def copies(**_):
-    """Three words to say again."""
+    """Two words to say again."""
     choose = random.Random(0)
-    return _splits({"words": " ".join(choose.choices(WORDS, k=3))} for _ in range(120))
+    return _splits({"words": " ".join(choose.choices(WORDS, k=2))} for _ in range(120))
 
 
 def sums(**_):

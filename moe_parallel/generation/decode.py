@@ -9,7 +9,7 @@ tokens are computed again for each new one. So a text is the same with a cache a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -18,6 +18,18 @@ from moe_parallel.config import Config, LorySelection
 from moe_parallel.generation.language_model import LanguageModel
 from moe_parallel.generation.sampling import Sampler
 from moe_parallel.layers.past import Past
+
+
+def generation_config(config: Config, *, by_prompt: bool) -> Config:
+    """The configuration of a model that continues texts, whose attention can keep their keys.
+
+    `by_prompt`: a Lory model merges its experts by the mean of the prompt.
+    """
+    training = replace(config.training, attention_backend="auto")
+    selection = config.selection
+    if by_prompt and isinstance(selection, LorySelection):
+        selection = replace(selection, lory_inference="prompt")
+    return replace(config, training=training, selection=selection)
 
 
 @dataclass(frozen=True)
