@@ -32,7 +32,7 @@ from moe_parallel.config import (
     LorySelection,
     MergedSelection,
 )
-from moe_parallel.experts.merged import MergedExperts
+from moe_parallel.experts.merged import MERGED_AT_ONCE, MergedExperts
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
 from moe_parallel.layers.system import System
 from moe_parallel.parallel import sum_gradient_over, sum_over
@@ -162,6 +162,18 @@ class LoryLayer(MergedLayer):
             )
         e_GBE = self.weights(segment_means(x_SBD, length))
         return rule(e_GBE, segment_sizes(len(x_SBD), length), first)
+
+    def _compute(self, x_MTBD: torch.Tensor, weights_MBE: torch.Tensor) -> torch.Tensor:
+        past = self.past
+        if past is None or past.is_empty or not past.by_prompt:
+            return super()._compute(x_MTBD, weights_MBE)
+        if weights_MBE.shape[1] > MERGED_AT_ONCE:  # to keep them all would need more memory
+            return super()._compute(x_MTBD, weights_MBE)
+        if self.layer_number not in past.merged:
+            past.merged[self.layer_number] = self.experts.merged(weights_MBE[0])
+        x_BTD = x_MTBD[0].transpose(0, 1)
+        y_BTD = self.experts.compute(x_BTD, past.merged[self.layer_number])
+        return y_BTD.transpose(0, 1)
 
     def _continued(self, x_1BD: torch.Tensor, segments: RunningSegments) -> Merges:
         """The merges for one more token of each sequence."""

@@ -49,6 +49,9 @@ class Past:
         self.longest = 0  # at least the greatest of them, known without waiting for a GPU
         self.attention: dict[int, KeysAndValues] = {}  # by the number of the layer
         self.segments: dict[int, RunningSegments] = {}
+        self.by_prompt = prompt_length is not None
+        #: By layer: the matrices of the merged experts of each sequence, while they stay the same.
+        self.merged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -94,6 +97,7 @@ class Past:
         for each in self.attention.values():
             each.k_BPGC, each.v_BPGC = each.k_BPGC[index], each.v_BPGC[index]
         self.segments = {layer: each.rows(index) for layer, each in self.segments.items()}
+        self.merged.clear()
 
     @staticmethod
     def joined(parts: Sequence[Past]) -> Past:
@@ -102,6 +106,7 @@ class Past:
         if len(parts) == 1:
             return first
         whole = Past(first.places)
+        whole.by_prompt = first.by_prompt
         whole.length_B = torch.cat([part.length_B for part in parts if part.length_B is not None])
         whole.longest = max(part.longest for part in parts)
         whole.attention = {

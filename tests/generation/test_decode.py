@@ -175,22 +175,25 @@ def test_lory_by_the_prompt_is_not_lory_by_the_segment(ways):
     assert ways["lory, by the prompt"]["cached"] != ways["lory"]["cached"]
 
 
-def _merge_weights():
+def _merges():
+    """For each merge whose matrices are kept, its weights; and the tokens of two batches."""
     model = small_model(MODELS["lory, by the prompt"])
     seen = []
     layer = next(each for each in model.chunk.modules() if isinstance(each, MergedExperts))
-    layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1].tolist()))
-    go_on(model, PROMPTS[1:2] * 2, GREEDY, cache=True)
+    merged = layer.merged
+    layer.merged = lambda weights: (seen.append(weights.tolist()), merged(weights))[1]
+    small = go_on(model, PROMPTS[:2], GREEDY, cache=True)
+    large = go_on(model, [*PROMPTS[:2]] * 5, GREEDY, cache=True)
     destroy_groups()
-    return seen
+    return seen, small, large
 
 
-def test_the_merge_weights_stay_those_of_the_prompt():
-    (seen,) = run_distributed(1, _merge_weights)
-    ((first, _), *others) = seen
-    assert len(others) == NEW - 1
-    for weights, *_ in others:
-        assert weights == pytest.approx(first, rel=1e-5)
+def test_experts_are_merged_once_while_the_texts_of_a_batch_stay_the_same():
+    ((seen, small, large),) = run_distributed(1, _merges)
+    # Once for both texts, and once more when the second is complete; never for ten texts.
+    (first, second), (again,) = seen
+    assert again == pytest.approx(first, rel=1e-6) and first != pytest.approx(second, rel=1e-3)
+    assert large[0] == small[0] and large[1][: NEW // 2] == small[1]
 
 
 LAYOUTS = {
