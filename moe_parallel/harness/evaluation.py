@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from moe_parallel.collective_errors import agree, on_rank_0, rank_0_first
 from moe_parallel.config import Config
@@ -23,6 +19,7 @@ from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.evaluation.documents import DomainLoss, count_windows, evaluate_documents
 from moe_parallel.generation.language_model import LanguageModel
+from moe_parallel.harness.open_model import open_model
 from moe_parallel.harness.presets import PRESETS
 from moe_parallel.harness.tasks import (
     Wanted,
@@ -32,9 +29,8 @@ from moe_parallel.harness.tasks import (
     run_tasks,
     table_of,
 )
-from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.tool import progress
-from moe_parallel.training.standalone import evaluation_config, standalone_model, vocab_size_of
+from moe_parallel.training.standalone import evaluation_config
 from moe_parallel.training.text import open_text, open_tokenizer
 
 
@@ -66,7 +62,7 @@ def evaluate(asked: Evaluation) -> dict[str, Any]:
     tokenizer = agree(lambda: open_tokenizer(config))
     domains = agree(lambda: _domains(asked, config, tokenizer))
     found: dict[str, Any] = {"load": asked.load}
-    with _model(config, tokenizer) as model:
+    with open_model(config, tokenizer) as model:
         if domains:
             losses = _losses(asked, model, tokenizer, domains)
             found["documents"] = {name: _numbers(each) for name, each in losses.items()}
@@ -114,20 +110,6 @@ def _domains(asked: Evaluation, config: Config, tokenizer: Tokenizer) -> dict[st
         if not documents:
             raise InputError(f"{name} has no documents to evaluate: leave it out, or add some")
     return {name: documents[: asked.wanted.limit] for name, documents in domains.items()}
-
-
-@contextmanager
-def _model(config: Config, tokenizer: Tokenizer) -> Iterator[LanguageModel]:
-    groups = initialize_groups(config.parallel)
-    try:
-        torch.manual_seed(config.training.seed)
-        model_parallel_cuda_manual_seed(config.training.seed)
-        vocab_size = vocab_size_of(config)
-        chunk, _ = standalone_model(config, vocab_size, groups)
-        chunk.eval()
-        yield LanguageModel(chunk, groups, tokenizer.vocab_size, config, vocab_size)
-    finally:
-        destroy_groups()
 
 
 def _losses(

@@ -6,6 +6,7 @@ This is the only module that imports lm_eval at its top. Import it after `tasks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +14,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.utils import (
+    get_rolling_token_windows,
+    make_disjoint_window,
+    simple_parse_args_string,
+)
 from tqdm import tqdm
 
 from moe_parallel.config import LorySelection
@@ -24,6 +29,7 @@ from moe_parallel.generation.decode import Reuse
 from moe_parallel.generation.language_model import LanguageModel
 from moe_parallel.generation.sampling import Sampling
 from moe_parallel.generation.scoring import Score, Span, score
+from moe_parallel.harness.open_model import open_alone
 
 #: The options of a generated task that are understood, besides `until` and its length.
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
@@ -49,7 +55,32 @@ class HarnessModel(TemplateLM):
         self.max_length = model.config.training.seq_length
         self.seed = seed
         self._by_prompt = _by_prompt(model)
+        self._until_exit: ExitStack | None = None
         self._hides_bars = None if dist.get_rank() == 0 else True  # None: not on a terminal
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> HarnessModel:
+        """By the name of this model in the harness: its `model_args` are {"load": RUN}.
+
+        The complete model is on this process. Raises InputError.
+        """
+        given = {**arg_dict, **(additional_config or {})}
+        if "load" not in given:
+            raise InputError("model_args have no load: name a run, or one of its checkpoints")
+        stack = ExitStack()
+        model, tokenizer = stack.enter_context(open_alone(str(given["load"])))
+        found = cls(model, tokenizer, int(given.get("batch_size") or 1))
+        found._until_exit = stack  # the process groups exist as long as this model
+        return found
+
+    @classmethod
+    def create_from_arg_string(
+        cls, arg_string: str, additional_config: dict[str, Any] | None = None
+    ) -> HarnessModel:
+        """As `create_from_arg_obj`, from "load=RUN"."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @property
     def eot_token_id(self) -> int:

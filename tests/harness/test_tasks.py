@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from moe_parallel.errors import InputError
+from moe_parallel.harness import tasks
 from moe_parallel.harness.presets import PRESETS, PresetTask
 from moe_parallel.harness.tasks import (
     Wanted,
@@ -64,10 +65,12 @@ def test_the_presets_are_those_of_the_papers():
 
 
 @pytest.mark.full  # the index of the harness is read, which takes many seconds
-def test_the_harness_has_the_tasks_of_the_presets():
+def test_the_harness_has_the_tasks_of_the_presets(monkeypatch):
     from lm_eval.tasks import TaskManager
 
-    known = set(TaskManager().all_tasks)
+    manager = TaskManager()  # once for all
+    monkeypatch.setattr(tasks, "_manager", lambda wanted: manager)
+    known = set(manager.all_tasks)
     for preset in PRESETS.values():
         assert {task.name for task in preset.tasks} <= known
     with pytest.raises(InputError, match="--tasks piqqa is unknown: did you mean piqa"):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_parallel.data.tokenizer import train_byte_bpe
+from moe_parallel.errors import InputError
 from tests.data.small_text import write_texts
 from tests.distributed import run_distributed
 from tests.program import SMALL, Program, pretrain_here, small_data
@@ -56,6 +57,31 @@ def test_tasks_of_each_type(counting: Path, tmp_path: Path) -> None:
     assert "count_choice" in done.stdout
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("texts")]
     assert f"{bits:.4f} ± {found['documents']['texts']['bits_per_byte_margin']:.4f}" in line
+
+
+def _by_name(load: Path) -> tuple[dict[str, float], str]:
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    import moe_parallel.harness.model  # noqa: F401  registers the model
+
+    results = simple_evaluate(
+        model="moe_parallel",
+        model_args=f"load={load}",
+        tasks=["count_choice"],
+        batch_size=4,
+        bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(FOLDER), include_defaults=False),
+    )
+    with pytest.raises(InputError) as raised:
+        simple_evaluate(model="moe_parallel", model_args={}, tasks=["count_choice"])
+    return results["results"]["count_choice"], str(raised.value)
+
+
+def test_the_model_has_a_name_in_the_harness(counting: Path) -> None:
+    ((result, message),) = run_distributed(1, _by_name, counting)
+    assert result["acc,none"] == 1
+    assert message == "model_args have no load: name a run, or one of its checkpoints"
 
 
 @pytest.mark.full
