@@ -19,6 +19,7 @@ PROGRAMS = {
             "checkpoint",
             "convert",
             "count_parameters",
+            "evaluate",
             "experts_per_vocab_item",
             "export_hf",
             "generate",

@@ -115,3 +115,9 @@ def check_positive(own: Namespace, *names: str) -> None:
         value = getattr(own, name.replace("-", "_"))
         if value is not None and value < 1:
             raise InputError(f"--{name} is {value}: it must be at least 1")
+
+
+def check_output(own: Namespace) -> None:
+    """Raises InputError, before the work is done, if --output names a file in no folder."""
+    if own.output is not None and not Path(own.output).parent.is_dir():
+        raise InputError(f"--output {own.output}: there is no such folder, so create it first")

@@ -23,9 +23,9 @@ LAYERS = (
     {"layers"},
     {"systems"},
     {"model"},
-    {"evaluation", "analysis", "library"},
+    {"evaluation", "generation", "analysis", "library"},
     {"training"},
-    {"convert", "huggingface", "launch", "tool"},
+    {"convert", "huggingface", "harness", "launch", "tool"},
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 

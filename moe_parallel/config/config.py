@@ -80,6 +80,23 @@ class Config:
         return None if first is None or first >= self.training.seq_length else first
 
     @property
+    def settled_after(self) -> int | None:
+        """The number of tokens after which no later token changes an output, in evaluation.
+
+        None: every token may change the outputs of all.
+        """
+        if self.moe.num_experts is None:
+            return 0
+        return None if self.instances_mix else self.selection.settled_after
+
+    @property
+    def instances_mix(self) -> bool:
+        """Whether an output depends on the other sequences of a batch, in evaluation: where experts
+        drop tokens, or are forced."""
+        forced = self.selection.forced_routing is not None
+        return forced or self.moe.moe_expert_capacity_factor is not None
+
+    @property
     def warnings(self) -> list[str]:
         """The warnings about the losses that a run reports, and about its timeouts."""
         found = [self.selection.warning] if self.selection.warning is not None else []

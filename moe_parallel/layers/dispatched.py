@@ -25,20 +25,23 @@ from moe_parallel.config import DispatchedSelection
 from moe_parallel.dispatch import Dispatched, build_dispatcher
 from moe_parallel.experts.shared import OverlappedSharedExpert, SharedExpert
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
+from moe_parallel.layers.past import RememberedSegments
 from moe_parallel.layers.routing_losses import RoutingLoss
 from moe_parallel.layers.split_tokens import SplitTokens
 from moe_parallel.layers.system import Rules, System
 from moe_parallel.selection.choices import BiasedRule, Choices, Rule
+from moe_parallel.selection.segments import BySegment
 from moe_parallel.selection.tokens import Tokens
 
 
 class DispatchedLayer(ExpertLayer):
     """Tokens are dispatched to their chosen experts, and the outputs are returned and combined.
 
-    Inside the layer, the tokens of a micro-batch are always split over the tensor-parallel ranks.
+    Inside the layer, the tokens of a micro-batch are split over the tensor-parallel ranks.
     If sequence parallelism is on, they arrive split; if not, this layer splits them. Capacity is
     therefore computed from the S * B / tp tokens that one rank routes, or would route without
-    context parallelism.
+    context parallelism. In evaluation and generation without sequence parallelism, tp need not
+    divide S: every rank then routes all tokens.
     """
 
     rule: Rule
@@ -84,16 +87,14 @@ class DispatchedLayer(ExpertLayer):
     def _compute_split(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
         """The output of the chosen experts: [S, B, D]. Splits the tokens if they are not split."""
         groups, tp = self.context.groups, self.context.groups.tp
+        place = {"layer": self.layer_number, "iteration": self.context.iteration()}
         split_here = tp.size() > 1 and not self.config.sequence_parallel
+        if split_here and (self.past is not None or len(hidden_SBD) % tp.size()):
+            tokens = SplitTokens(hidden_SBD.shape[1], groups.cp, cp_size=groups.cp.size(), **place)
+            return self._compute_tokens(hidden_SBD.flatten(0, 1), tokens).view_as(hidden_SBD)
         if split_here:
             hidden_SBD = scatter_to_sequence_parallel_region(hidden_SBD, group=tp)
-        tokens = SplitTokens(
-            hidden_SBD.shape[1],
-            groups.tp_cp,
-            cp_size=groups.cp.size(),
-            layer=self.layer_number,
-            iteration=self.context.iteration(),
-        )
+        tokens = SplitTokens(hidden_SBD.shape[1], groups.tp_cp, cp_size=groups.cp.size(), **place)
         y_SBD = self._compute_tokens(hidden_SBD.flatten(0, 1), tokens).view_as(hidden_SBD)
         if split_here:
             y_SBD = gather_from_sequence_parallel_region(
@@ -127,6 +128,8 @@ class DispatchedLayer(ExpertLayer):
     def current_rule(self) -> Rule:
         """The rule of this forward pass; evaluation may use a different rule."""
         rule = self.rule if self.training else self.evaluation_rule
+        if self.past is not None and isinstance(rule, BySegment):
+            return RememberedSegments(rule, self.past, self.layer_number)
         if self.bias is None:
             return rule
         # Read on each call, because moving the module to a GPU replaces the tensor.

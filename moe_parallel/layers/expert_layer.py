@@ -20,6 +20,7 @@ from torch import nn
 from moe_parallel.experts.fp8_engine import Fp8Engine
 from moe_parallel.experts.parameters import ExpertParameters
 from moe_parallel.layers.forced_routing import Forcing
+from moe_parallel.layers.past import Past
 from moe_parallel.ops import Ops
 from moe_parallel.parallel import Groups, sum_gradient_over
 from moe_parallel.selection.capacity import Capacity
@@ -67,6 +68,7 @@ class ExpertLayer(MegatronModule, ABC):
     """A feed-forward layer of experts. A subclass defines how the experts compute the tokens."""
 
     experts: ExpertParameters  # set by the subclass
+    past: Past | None = None  # the tokens that this forward pass continues, in generation
 
     def __init__(self, config: TransformerConfig, context: LayerContext) -> None:
         super().__init__(config)

@@ -38,14 +38,17 @@ from moe_parallel.config import (
     LorySelection,
     MergedSelection,
 )
-from moe_parallel.experts.merged import MergedExperts
+from moe_parallel.experts.merged import MERGED_AT_ONCE, MergedExperts
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
 from moe_parallel.layers.system import System
 from moe_parallel.parallel import sum_gradient_over, sum_over
+from moe_parallel.selection.running_segments import RunningSegments
 from moe_parallel.selection.segments import (
     FIRST_SEGMENT,
     Merges,
+    by_first,
     means_of,
+    own,
     segment_sizes,
     segment_sums_of_share,
 )
@@ -177,10 +180,38 @@ class LoryLayer(MergedLayer):
         self.first = FIRST_SEGMENT[selection.lory_first_segment]
 
     def merges(self, x_SBD: torch.Tensor) -> Merges:
-        means_GBD, tokens = self.segment_means(x_SBD, self.length)
-        sizes = segment_sizes(tokens, self.length)
-        merges = self.current_rule()(self.weights(means_GBD), sizes, self.first)
+        past, rule, length, first = self.past, self.current_rule(), self.length, self.first
+        if past is not None and not past.is_empty:
+            return self._continued(x_SBD, past.segments[self.layer_number])
+        if past is not None:
+            if past.prompt_length is not None:
+                rule, length, first = by_first, past.prompt_length, own
+            past.segments[self.layer_number] = RunningSegments.after(
+                x_SBD, length, only_first=rule is by_first
+            )
+        means_GBD, tokens = self.segment_means(x_SBD, length)
+        merges = rule(self.weights(means_GBD), segment_sizes(tokens, length), first)
         return self.of_this_rank(merges, tokens)
+
+    def _compute(self, x_MTBD: torch.Tensor, weights_MBE: torch.Tensor) -> torch.Tensor:
+        past = self.past
+        if past is None or past.is_empty or not past.by_prompt:
+            return super()._compute(x_MTBD, weights_MBE)
+        if weights_MBE.shape[1] > MERGED_AT_ONCE:  # to keep them all would need more memory
+            return super()._compute(x_MTBD, weights_MBE)
+        if self.layer_number not in past.merged:
+            past.merged[self.layer_number] = self.experts.merged(weights_MBE[0])
+        x_BTD = x_MTBD[0].transpose(0, 1)
+        y_BTD = self.experts.compute(x_BTD, past.merged[self.layer_number])
+        return y_BTD.transpose(0, 1)
+
+    def _continued(self, x_1BD: torch.Tensor, segments: RunningSegments) -> Merges:
+        """The merges for one more token of each sequence."""
+        e_1BE = self.weights(segments.mean_BX)[None]
+        complete_B1 = segments.complete_B[:, None]
+        weights_1BE = torch.where(complete_B1, e_1BE, self.first(e_1BE))
+        segments.add(x_1BD[0])
+        return Merges([1], weights_1BE)
 
 
 class SmearLayer(MergedLayer):

@@ -15,6 +15,16 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
+def take_gpu(local_rank: int) -> None:
+    """Use the GPU with this process's local rank. Raises InputError if the node has too few."""
+    if local_rank >= torch.cuda.device_count():
+        raise InputError(
+            f"this node has {torch.cuda.device_count()} GPUs, and process {local_rank + 1} finds "
+            "none left: start at most as many (--nproc-per-node)"
+        )
+    torch.cuda.set_device(local_rank)
+
+
 def multiplies_bf16(x: torch.Tensor) -> bool:
     """Whether the device of x has instructions for products in bf16; without them they are slow."""
     return x.is_cuda or torch.cpu._is_avx512_bf16_supported()

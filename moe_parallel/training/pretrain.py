@@ -19,13 +19,12 @@ from megatron.core.utils import unwrap_model
 
 from moe_parallel.collective_errors import agree
 from moe_parallel.config import Config, validate
-from moe_parallel.errors import InputError
 from moe_parallel.model.memory import check_memory
 from moe_parallel.model.shards import total_parameters
 from moe_parallel.parallel import Groups, initialize_groups
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
 from moe_parallel.platform.determinism import be_deterministic
-from moe_parallel.platform.device import choose_backend, device
+from moe_parallel.platform.device import choose_backend, device, take_gpu
 from moe_parallel.platform.megatron_version import check_megatron_version
 from moe_parallel.telemetry.progress import Phase, Progress, clock_of
 from moe_parallel.telemetry.sinks import Telemetry, open_telemetry
@@ -62,7 +61,7 @@ def main(arguments: Sequence[str], stop: StopRequest | None = None) -> NoReturn:
         if config.training.deterministic_mode:
             be_deterministic(config)
         if torch.cuda.is_available():
-            _take_gpu(int(os.environ.get("LOCAL_RANK", 0)))
+            take_gpu(int(os.environ.get("LOCAL_RANK", 0)))
         else:
             adapt_megatron_to_cpu()
         channel.watch()
@@ -202,16 +201,6 @@ def seed_everything(config: Config, groups: Groups) -> None:
         config.training.micro_batch_size,
         groups.dp.size(),
     )
-
-
-def _take_gpu(local_rank: int) -> None:
-    """Use the GPU with this process's local rank. Raises InputError if the node has too few."""
-    if local_rank >= torch.cuda.device_count():
-        raise InputError(
-            f"this node has {torch.cuda.device_count()} GPUs, and process {local_rank + 1} finds "
-            "none left: start at most as many (--nproc-per-node)"
-        )
-    torch.cuda.set_device(local_rank)
 
 
 def _telemetry(config: Config, done: int) -> Telemetry:

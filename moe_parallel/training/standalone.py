@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from moe_parallel.config import (
     Fp8Config,
     ParallelConfig,
     parse_command_line,
+    read_command_line,
     validate,
 )
 from moe_parallel.errors import InputError
@@ -70,6 +71,40 @@ def on_one_process(config: Config, load: str | None = None) -> Config:
     )
 
 
+def evaluation_config(flags: Sequence[str], load: str, world_size: int) -> Config:
+    """The configuration to evaluate the checkpoint of --load on any number of ranks.
+
+    The model and its precision are those of the checkpoint, and the layout that of the flags:
+    without flags, every rank has a complete model. Nothing is trained or saved.
+
+    Raises InputError.
+    """
+    file = checked_file(find_checkpoint(Path(load)), "config.yaml")
+    line = read_command_line(flags)
+    config = parse_command_line([*flags, "--config", str(file)])
+    given = {field.name for field in fields(ParallelConfig)} & set(line.given)
+    layout = {name: getattr(config.parallel, name) for name in given}
+    # Sequences of any length, and one token at a time, could not be split over tp.
+    layout |= {"sequence_parallel": False, "num_layers_per_virtual_pipeline_stage": None}
+    backend = config.training.attention_backend
+    training = replace(
+        config.training,
+        micro_batch_size=1,
+        global_batch_size=world_size,
+        recompute_granularity=None,
+        attention_backend="auto" if backend == "local" else backend,
+    )
+    alone = replace(
+        config,
+        parallel=ParallelConfig(**layout),
+        training=training,
+        fp8=Fp8Config(),
+        checkpoint=CheckpointConfig(load=load),
+    )
+    validate(alone, world_size)
+    return alone
+
+
 @contextmanager
 def single_process(config: Config) -> Iterator[Groups]:
     """Process groups of size 1 and seeded generators, destroyed when the context ends."""
@@ -100,7 +135,7 @@ def vocab_size_of(config: Config) -> int:
 def standalone_model(
     config: Config, vocab_size: int, groups: Groups
 ) -> tuple[Any, RoutingStatistics]:
-    """The complete model (Megatron-Core's GPTModel) with its routing statistics.
+    """This rank's part of the model (Megatron-Core's GPTModel), with its routing statistics.
 
     Its weights are those of --load, or the initial ones. Raises InputError.
     """

@@ -16,7 +16,8 @@ from moe_parallel.config import (
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # study.yaml is not the configuration of a run: it contains options of several systems.
-FILES = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name != "study.yaml")
+OTHERS = {"study.yaml", "copy.yaml", "word_sums.yaml"}  # a study, and tasks of the harness
+FILES = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name not in OTHERS)
 PAPERS = [path for path in FILES if path.is_relative_to(EXAMPLES / "papers")]
 SYSTEMS = [path for path in FILES if path.is_relative_to(EXAMPLES / "systems")]
 AOE = [path for path in PAPERS if path.parent.name == "aoe"]

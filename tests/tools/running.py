@@ -29,16 +29,19 @@ def run_tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def run_tool_forked(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+def run_tool_forked(
+    name: str, *arguments: object, given: str = ""
+) -> subprocess.CompletedProcess[str]:
     """The same in a fork of a process that has imported torch and Megatron-Core, which is faster.
 
-    The output of these imports is not captured.
+    The output of these imports is not captured. `given` is the tool's standard input.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     line = [f"tools/{name}", *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
-        streams = [Path(folder) / stream for stream in ("stdout", "stderr")]
+        streams = [Path(folder) / stream for stream in ("stdin", "stdout", "stderr")]
+        streams[0].write_text(given)
         process = context.Process(target=_be_tool, args=(line, streams))
         with mock.patch.dict(os.environ, environment()):  # for a fork server that starts now
             process.start()
@@ -46,13 +49,14 @@ def run_tool_forked(name: str, *arguments: object) -> subprocess.CompletedProces
         if process.exitcode is None:
             process.kill()
             raise TimeoutError(f"{line} does not end")
-        stdout, stderr = (stream.read_text() for stream in streams)
+        _, stdout, stderr = (stream.read_text() for stream in streams)
         return subprocess.CompletedProcess(line, process.exitcode, stdout, stderr)
 
 
 def _be_tool(line: list[str], streams: list[Path]) -> None:
-    for number, stream in enumerate(streams, start=1):
-        os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT), number)
+    for number, stream in enumerate(streams):
+        os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT if number else os.O_RDONLY), number)
+    sys.stdin = open(0)  # multiprocessing has replaced it
     os.chdir(ROOT)
     os.environ.update(environment())
     sys.argv[:] = line

@@ -1,5 +1,6 @@
 """The program: its output, and its errors for wrong flags."""
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +37,31 @@ def test_a_model_goes_on(trained: Path, start: RunTool) -> None:
         assert result.stdout.startswith(prompt + " five six")
 
 
+def test_several_texts_at_a_time(trained: Path, tmp_path: Path) -> None:
+    prompts = ["two three four five", "six", "three four five six seven zero"]
+    prompts_file, texts = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    prompts_file.write_text("".join(json.dumps({"text": each}) + "\n" for each in prompts))
+    greedy = ("--load", trained, "--temperature", 0, "--stop", " seven")
+    done = run_forked(*greedy, "--input", prompts_file, "--output", texts, "--batch-size", 2)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    lines = [json.loads(line) for line in texts.read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == prompts
+    assert lines[0]["text"] == " six"
+    assert all("seven" not in line["text"] for line in lines)
+    # The same one after another, without a cache.
+    done = run_forked(*greedy, "--prompt", *prompts, "--no-cache", "--batch-size", 1)
+    printed = "\n\n".join(line["prompt"] + line["text"] for line in lines) + "\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
+
+
+def test_a_chat(trained: Path) -> None:
+    lines = "zero one two\n/again\nthree four five\n"
+    flags = ["--temperature", 0, "--tokens", 3, "--names", "six", "seven"]
+    done = run_forked("--load", trained, "--chat", *flags, given=lines)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("six: seven:") == 2 and done.stdout.endswith("six: \n")
+
+
 def test_a_prompt_that_is_too_long(trained: Path) -> None:
     result = run_forked("--load", trained, "--prompt", "one two " * 40)
     assert result.returncode == 2 and result.stdout == ""
@@ -50,6 +76,12 @@ def test_a_prompt_that_is_too_long(trained: Path) -> None:
         (["--load", "x", "--prompt", "a", "--tokens", "0"], "--tokens is 0: it must be at least 1"),
         (["--load", "x", "--prompt", "a", "--temperature", "-1"], "--temperature is -1.0"),
         (["--load", "x", "--prompt", "a", "--temperature", "nan"], "--temperature is nan"),
+        (["--load", "x", "--prompt", "a", "--top-p", "2"], "--top-p is 2.0"),
+        (["--load", "x", "--prompt", "a", "--chat"], "--prompt and --chat exclude each other"),
+        (["--load", "x", "--chat", "--output", "y"], "--output is for --prompt and --input"),
+        (["--load", "x", "--prompt", "a", ""], "--prompt has an empty text"),
+        (["--load", "x", "--prompt", "a", "--stop", ""], "--stop contains an empty text"),
+        (["--load", "x", "--input", "nowhere"], "--input nowhere cannot be read"),
         (["--load", "nowhere", "--prompt", "a"], "--load nowhere: there is no such folder"),
     ],
 )

@@ -69,6 +69,10 @@ class SegmentMergedSelection(Segments, MergedSelection):
     )
 
     @property
+    def settled_after(self) -> int | None:
+        return 0 if self.lory_first_segment == "uniform" else super().settled_after
+
+    @property
     def warning(self) -> str | None:
         return None if self.lory_first_segment == "uniform" else OWN_FIRST_SEGMENT
 
@@ -102,6 +106,10 @@ class SmearSelection(MergedSelection, system="smear"):
         "must be true to train a language model with SMEAR: every token then sees the whole "
         "sequence, and the loss is not a likelihood",
     )
+
+    @property
+    def settled_after(self) -> int | None:
+        return None
 
     @property
     def warning(self) -> str:

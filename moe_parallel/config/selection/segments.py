@@ -24,6 +24,11 @@ class Segments(Selection):
         return self.lory_segment_length
 
     @property
+    def settled_after(self) -> int | None:
+        """The first segment, whose tokens see its mean; later ones see only complete segments."""
+        return self.lory_segment_length
+
+    @property
     def by_sequence(self) -> bool:
         return True
 

@@ -85,6 +85,15 @@ class Selection(Section):
         return False
 
     @property
+    def settled_after(self) -> int | None:
+        """The number of tokens after which no later token changes an output, in evaluation.
+
+        Generation then keeps the outputs of the tokens so far. With 0, a token's output depends on
+        no later token. None: every token changes the outputs of all.
+        """
+        return 0
+
+    @property
     def bias_update_rate(self) -> float | None:
         """The change of the balancing bias per step. None: there is no bias."""
         return None

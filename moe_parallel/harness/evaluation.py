@@ -1,0 +1,198 @@
+"""An evaluation of a checkpoint on the ranks of a job: what tools/evaluate.py does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from moe_parallel.collective_errors import agree, on_rank_0, rank_0_first
+from moe_parallel.config import Config
+from moe_parallel.data.atomic_files import write_atomically
+from moe_parallel.data.held_out import held_out_documents
+from moe_parallel.data.jsonl import read_jsonl
+from moe_parallel.data.sources import blend_sources
+from moe_parallel.data.tokenizer import Tokenizer
+from moe_parallel.errors import InputError
+from moe_parallel.evaluation.documents import DomainLoss, count_windows, evaluate_documents
+from moe_parallel.generation.language_model import LanguageModel
+from moe_parallel.harness.open_model import open_model
+from moe_parallel.harness.presets import PRESETS
+from moe_parallel.harness.tasks import (
+    Wanted,
+    load_tasks,
+    require_harness,
+    results_of,
+    run_tasks,
+    table_of,
+)
+from moe_parallel.tool import progress
+from moe_parallel.training.standalone import evaluation_config
+from moe_parallel.training.text import open_text, open_tokenizer
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What to evaluate, and on what."""
+
+    load: str
+    flags: tuple[str, ...]  # of pretrain_gpt_moe.py
+    wanted: Wanted
+    preset: str | None = None
+    documents: bool = False  # the held-out documents of the run
+    inputs: tuple[str, ...] = ()  # files of JSON lines
+    stride: int | None = None
+    batch_size: int = 8
+    output: str | None = None
+
+
+def evaluate(asked: Evaluation) -> dict[str, Any]:
+    """Evaluates, and prints the results on rank 0. Collective over all ranks.
+
+    torch.distributed is initialized, and its groups are not. Returns what --output takes.
+
+    Raises InputError.
+    """
+    config = agree(lambda: evaluation_config(asked.flags, asked.load, dist.get_world_size()))
+    _check_stride(asked, config)
+    tasks = _tasks(asked)
+    tokenizer = agree(lambda: open_tokenizer(config))
+    domains = agree(lambda: _domains(asked, config, tokenizer))
+    found: dict[str, Any] = {"load": asked.load}
+    with open_model(config, tokenizer) as model:
+        if domains:
+            losses = _losses(asked, model, tokenizer, domains)
+            found["documents"] = {name: _numbers(each) for name, each in losses.items()}
+            _say(table_of_documents(losses))
+        if tasks is not None:
+            found |= _harness(asked, model, tokenizer, tasks)
+    if asked.output is not None:
+        output = Path(asked.output)
+        on_rank_0(lambda: write_atomically(output, json.dumps(found, indent=2, default=str) + "\n"))
+    return found
+
+
+def _check_stride(asked: Evaluation, config: Config) -> None:
+    length = config.training.seq_length
+    if asked.stride is not None and asked.stride > length:
+        raise InputError(
+            f"--stride is {asked.stride}, above --seq-length {length}: tokens between windows "
+            f"would be left out; give at most {length}"
+        )
+
+
+def _tasks(asked: Evaluation) -> Any:
+    """The tasks with their data; rank 0 downloads what is missing. None: none is asked for."""
+    if not asked.wanted.tasks:
+        return None
+    agree(lambda: require_harness("--preset" if asked.preset else "--tasks"))
+    return rank_0_first(lambda: load_tasks(asked.wanted))
+
+
+def _domains(asked: Evaluation, config: Config, tokenizer: Tokenizer) -> dict[str, list[list[int]]]:
+    """The documents of each domain, as token ids. Raises InputError for a domain without any."""
+    domains: dict[str, list[list[int]]] = {}
+    if asked.documents:
+        paths = config.data.data_path
+        sources = open_text(config).sources if paths is None else blend_sources(
+            paths, config.data.split
+        )  # fmt: skip
+        for source in sources:
+            domains[source.domain] = list(held_out_documents(source, tokenizer.eod))
+    for file in asked.inputs:
+        texts = list(read_jsonl(Path(file), "text"))
+        name = Path(file).name if Path(file).stem in domains else Path(file).stem
+        domains[name] = [ids for ids in tokenizer.tokenize_all(texts) if ids]
+    for name, documents in domains.items():
+        if not documents:
+            raise InputError(f"{name} has no documents to evaluate: leave it out, or add some")
+    return {name: documents[: asked.wanted.limit] for name, documents in domains.items()}
+
+
+def _losses(
+    asked: Evaluation,
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    domains: dict[str, list[list[int]]],
+) -> dict[str, DomainLoss]:
+    length = model.config.training.seq_length
+    stride = asked.stride or length
+    losses = {}
+    for name, documents in domains.items():
+        total = count_windows(documents, length, stride)
+        with progress(name, total if dist.get_rank() == 0 else 0, "window") as advance:
+            losses[name] = evaluate_documents(
+                model,
+                documents,
+                tokenizer.bytes_per_token.tolist(),
+                tokenizer.eod,
+                stride,
+                asked.batch_size,
+                advance if dist.get_rank() == 0 else lambda count: None,
+            )
+    return losses
+
+
+def _harness(
+    asked: Evaluation, model: LanguageModel, tokenizer: Tokenizer, tasks: Any
+) -> dict[str, Any]:
+    from moe_parallel.harness.model import HarnessModel  # needs lm_eval
+
+    if asked.preset is not None:
+        preset = PRESETS[asked.preset]
+        _say("\n".join([preset.source, *(f"- {note}" for note in preset.notes)]))
+    lm = HarnessModel(model, tokenizer, asked.batch_size, model.config.training.seed)
+    results = run_tasks(lm, tasks, asked.wanted)
+    _say(table_of(results))
+    return results_of(results)
+
+
+def table_of_documents(losses: dict[str, DomainLoss]) -> str:
+    """A line for each domain."""
+    rows = [("domain", "documents", "tokens", "bits/byte", "nats/token", "perplexity (95 %)")]
+    for name, each in losses.items():
+        perplexity, low, high = each.perplexity
+        rows.append(
+            (
+                name,
+                f"{len(each.documents):,}",
+                f"{each.whole.tokens:,}",
+                _with_margin(each.bits_per_byte.value, each.bits_per_byte.margin),
+                _with_margin(each.nats_per_token.value, each.nats_per_token.margin),
+                f"{perplexity:.2f}" + (f" ({low:.2f} to {high:.2f})" if low < high else ""),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+
+
+def _with_margin(value: float, margin: float | None) -> str:
+    return f"{value:.4f}" + ("" if margin is None else f" ± {margin:.4f}")
+
+
+def _numbers(loss: DomainLoss) -> dict[str, Any]:
+    whole = loss.whole
+    return {
+        "documents": len(loss.documents),
+        "tokens": whole.tokens,
+        "bytes": whole.num_bytes,
+        "bits_per_byte": loss.bits_per_byte.value,
+        "bits_per_byte_margin": loss.bits_per_byte.margin,
+        "nats_per_token": loss.nats_per_token.value,
+        "nats_per_token_margin": loss.nats_per_token.margin,
+        "perplexity": loss.perplexity[0],
+    }
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)

@@ -1,0 +1,167 @@
+"""The tasks of lm-evaluation-harness: found by name, loaded, and run on a model."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+import numpy
+from tqdm import tqdm
+
+from moe_parallel.errors import InputError
+from moe_parallel.harness.presets import PRESETS, PresetTask
+from moe_parallel.optional import import_optional
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a user asks for."""
+
+    tasks: tuple[PresetTask, ...]
+    folders: tuple[str, ...] = ()  # with task files
+    limit: int | None = None  # documents of each task; None: all
+    bootstrap: int = 1000  # resamples for the standard errors of metrics without a formula
+
+
+def wanted_tasks(names: Sequence[str], preset: str | None, shots: int | None) -> list[PresetTask]:
+    """The tasks of --tasks and --preset. Raises InputError."""
+    tasks: list[PresetTask] = []
+    if preset is not None:
+        if preset not in PRESETS:
+            raise InputError(f"--preset {preset} is unknown: choose from {', '.join(PRESETS)}")
+        tasks += PRESETS[preset].tasks
+    tasks += [PresetTask(name, None) for name in names]
+    if shots is not None:
+        tasks = [PresetTask(task.name, shots) for task in tasks]
+    twice = [task.name for i, task in enumerate(tasks) if task in tasks[:i]]
+    if twice:
+        raise InputError(f"--tasks names {twice[0]} twice: name it once")
+    return tasks
+
+
+def require_harness(flag: str) -> None:
+    """Raises InputError if the package is missing. It is imported quietly, in some seconds."""
+    if os.environ.get("HF_HUB_OFFLINE"):
+        os.environ.setdefault("HF_DATASETS_OFFLINE", "1")  # read when datasets is imported
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import_optional("lm_eval", flag)
+        import_optional("lm_eval.evaluator", flag)
+    for name in ("lm_eval", "datasets", "httpx", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    import_optional("datasets", flag).disable_progress_bars()
+
+
+def check_folders(folders: Sequence[str]) -> None:
+    """Raises InputError for a folder that does not exist."""
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise InputError(f"--include-path {folder}: there is no such folder")
+
+
+def load_tasks(wanted: Wanted) -> Any:
+    """The tasks with their data. Raises InputError if one is unknown, or cannot be read."""
+    manager = _manager(wanted)
+    for task in wanted.tasks:
+        if task.name not in manager.all_tasks:
+            raise InputError(_unknown(task.name, manager.all_tasks))
+    loaded: dict[str, dict[str, Any]] = {}
+    for task in wanted.tasks:
+        try:
+            found = manager.load([task.name])
+        except Exception as error:
+            raise InputError(
+                f"--tasks {task.name} cannot be loaded ({first_line(error)}): without a network, "
+                "name a folder with the task and its data by --include-path"
+            ) from error
+        for each in found["tasks"].values():
+            if task.shots is not None:
+                each.set_config(key="num_fewshot", value=task.shots)
+        for kind, members in found.items():
+            loaded.setdefault(kind, {}).update(members)
+    return loaded
+
+
+def _manager(wanted: Wanted) -> Any:
+    """The harness' index of tasks. Its own, of thousands, is left out if it is not needed."""
+    from lm_eval.tasks import TaskManager
+
+    folders = list(wanted.folders)
+    try:
+        manager = TaskManager(include_path=folders or None, include_defaults=not folders)
+        if all(task.name in manager.all_tasks for task in wanted.tasks):
+            return manager
+        return TaskManager(include_path=folders) if folders else manager
+    except Exception as error:
+        raise InputError(f"--include-path {' '.join(folders)}: {first_line(error)}") from error
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "`lm_eval ls tasks` lists the tasks"
+    return f"--tasks {name} is unknown: {hint}"
+
+
+def run_tasks(model: Any, loaded: Any, wanted: Wanted) -> dict[str, Any]:
+    """The results of the harness. Collective; every rank gets them. Raises InputError."""
+    from lm_eval.evaluator import evaluate
+
+    random.seed(0)  # as the harness' own command does: tasks shuffle with these generators
+    numpy.random.seed(1234)
+    tasks = loaded["tasks"]
+    for each in tasks.values():
+        if each.get_config("num_fewshot") is None:
+            each.set_config(key="num_fewshot", value=0)
+        each.set_fewshot_seed(seed=1234)
+    with _bars_of_rank_0():
+        found: dict[str, Any] = evaluate(
+            lm=model,
+            task_dict=loaded,
+            limit=wanted.limit,
+            bootstrap_iters=wanted.bootstrap,
+            log_samples=False,
+        )
+    return found
+
+
+@contextmanager
+def _bars_of_rank_0() -> Iterator[None]:
+    """In this context, progress bars that do not say otherwise are shown on the terminal alone."""
+    plain = tqdm.__init__
+    hidden = None if int(os.environ.get("RANK", 0)) == 0 else True
+    tqdm.__init__ = partialmethod(plain, disable=hidden)
+    try:
+        yield
+    finally:
+        tqdm.__init__ = plain
+
+
+def table_of(results: dict[str, Any]) -> str:
+    """The metrics of each task."""
+    from lm_eval.utils import make_table
+
+    tables = [make_table(results)]
+    if results.get("groups"):
+        tables.append(make_table(results, "groups"))
+    return "\n".join(tables).rstrip()
+
+
+def results_of(results: dict[str, Any]) -> dict[str, Any]:
+    """The metrics, versions and shots of each task."""
+    kept = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples")
+    return {name: results[name] for name in kept if results.get(name)}
+
+
+def first_line(error: BaseException) -> str:
+    """The class and the first line of an error."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

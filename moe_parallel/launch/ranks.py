@@ -1,0 +1,106 @@
+"""A tool on the ranks of a job: it starts them, or is one of them, as pretrain_gpt_moe.py does."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import NoReturn
+
+from moe_parallel.errors import InputError
+from moe_parallel.launch import slurm
+from moe_parallel.launch.options import divide
+from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, code_of
+from moe_parallel.training.signals import Stopped, StopRequest
+
+
+def run_on_ranks(
+    script: str,
+    arguments: Sequence[str],
+    check: Callable[[Sequence[str]], object],
+    work: Callable[[Sequence[str]], int],
+) -> NoReturn:
+    """Run `work(arguments)` on every rank, and end the process with the exit code of the job.
+
+    Args:
+        script: the program's file.
+        arguments: of the program; those of the launcher are taken out.
+        check: called with the arguments before torch is imported; raises InputError.
+        work: called on each rank when torch.distributed is initialized; returns the exit code.
+    """
+    stop = StopRequest()
+    try:
+        with stop.listening():
+            options = divide(arguments)
+            check(options.program)
+            if options.launcher:
+                _leave(_launch(script, arguments, stop))
+            if slurm.is_task(os.environ) and "RANK" not in os.environ:
+                os.environ.update(slurm.rank_variables(os.environ))
+            _be_rank(options.program, work, stop)
+    except InputError as error:
+        _tell(f"error: {error}")
+        _leave(EXIT_BAD_INPUT)
+    except Stopped as stopped:
+        _tell(str(stopped))
+        _leave(code_of(stopped))
+
+
+def _launch(script: str, arguments: Sequence[str], stop: StopRequest) -> int:
+    options = divide(arguments)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise InputError(
+            f"{options.launcher[0]} is for a start without torchrun, which has started this "
+            "process: give it to torchrun alone"
+        )
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from moe_parallel.launch.job import run_job
+
+    return run_job(options, script, stop)
+
+
+def _be_rank(
+    arguments: Sequence[str], work: Callable[[Sequence[str]], int], stop: StopRequest
+) -> NoReturn:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from moe_parallel.platform.import_megatron import import_megatron
+    from moe_parallel.training.failure import FailureChannel, leave_with_launcher, run
+    from moe_parallel.training.job_store import LAUNCHER, join_store
+
+    if LAUNCHER in os.environ:
+        leave_with_launcher(int(os.environ[LAUNCHER]), stop)
+    import_megatron()
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    store = join_store(rank, world_size)
+
+    def body(channel: FailureChannel) -> int:
+        import torch.distributed as dist
+
+        from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
+        from moe_parallel.platform.device import default_backend, take_gpu
+
+        if default_backend() == "nccl":
+            take_gpu(int(os.environ.get("LOCAL_RANK", 0)))
+        else:
+            adapt_megatron_to_cpu()
+        channel.watch()
+        dist.init_process_group(
+            default_backend(),
+            store=dist.PrefixStore("groups", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(minutes=30),
+        )
+        return work(arguments)
+
+    run(body, FailureChannel(store), stop)
+
+
+def _leave(code: int) -> NoReturn:
+    sys.exit(code)
+
+
+def _tell(message: str) -> None:
+    if int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) == 0:
+        print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,112 @@
+"""Bits per byte of documents: windows by hand, intervals by resampling, losses by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from moe_parallel.evaluation.documents import (
+    DomainLoss,
+    count_windows,
+    evaluate_documents,
+    ratio,
+    windows,
+)
+from moe_parallel.evaluation.text_loss import TextLoss
+from moe_parallel.parallel import destroy_groups
+from tests.distributed import run_distributed
+from tests.generation.small_models import VOCABULARY, small_model
+
+
+def test_windows_by_hand() -> None:
+    # The model reads 4 tokens. Position 0 is the token before the document.
+    assert windows(3, 4, 4) == [(0, 1, 3)]
+    assert windows(4, 4, 2) == [(0, 1, 4)]
+    assert windows(9, 4, 4) == [(0, 1, 4), (4, 5, 8), (8, 9, 9)]
+    assert windows(9, 4, 2) == [(0, 1, 4), (2, 5, 6), (4, 7, 8), (6, 9, 9)]
+    assert windows(6, 4, 1) == [(0, 1, 4), (1, 5, 5), (2, 6, 6)]
+    assert count_windows([[0] * 9, [0] * 3], 4, 2) == 5
+
+
+@pytest.mark.parametrize("length", [1, 4, 7])
+def test_every_token_is_scored_once_with_enough_before_it(length: int) -> None:
+    for tokens in range(1, 30):
+        for stride in range(1, length + 1):
+            scored = []
+            for start, first, end in windows(tokens, length, stride):
+                assert end - start <= length and start < first <= end
+                if start:
+                    assert first - start > length - stride
+                scored += range(first, end + 1)
+            assert scored == list(range(1, tokens + 1))
+
+
+def test_the_interval_of_a_ratio_is_that_of_resampling() -> None:
+    random = np.random.default_rng(0)
+    x = random.integers(20, 400, size=300).astype(float)
+    y = x * random.normal(1.5, 0.3, size=300)
+    estimate = ratio(list(zip(y, x, strict=True)))
+    assert estimate.value == pytest.approx(y.sum() / x.sum())
+    picks = random.integers(0, 300, size=(4000, 300))
+    resampled = y[picks].sum(1) / x[picks].sum(1)
+    assert estimate.margin == pytest.approx(1.96 * resampled.std(), rel=0.06)
+
+
+def test_one_document_has_no_interval() -> None:
+    loss = DomainLoss((TextLoss(12.0, 6, 8),))
+    assert loss.bits_per_byte.value == pytest.approx(12 / math.log(2) / 8)
+    assert loss.bits_per_byte.margin is None
+    assert loss.perplexity == pytest.approx((math.exp(2),) * 3)
+
+
+def test_a_domain_is_the_sum_of_its_documents() -> None:
+    loss = DomainLoss((TextLoss(12.0, 6, 8), TextLoss(3.0, 4, 16)))
+    assert loss.whole == TextLoss(15.0, 10, 24)
+    assert loss.nats_per_token.value == pytest.approx(1.5)
+    # By hand: residuals 12 - 9 = 3 and 3 - 6 = -3; se = sqrt(2 * 18) / 10 = 0.6.
+    assert loss.nats_per_token.margin == pytest.approx(1.96 * 0.6, rel=1e-4)
+    low, high = math.exp(1.5 - 1.96 * 0.6), math.exp(1.5 + 1.96 * 0.6)
+    assert loss.perplexity == pytest.approx((math.exp(1.5), low, high), rel=1e-3)
+
+
+EOD = VOCABULARY - 1
+DOCUMENTS = [[(7 * i + n) % EOD for i in range(n)] for n in (1, 70, 32, 33, 9)]
+
+
+def _by_model(options, stride):
+    model = small_model({"seq_length": 32} | options)
+    bytes_per_token = list(range(VOCABULARY))
+    found = evaluate_documents(model, DOCUMENTS, bytes_per_token, EOD, stride, batch_size=3)
+    direct = [_directly(model, document, stride) for document in DOCUMENTS]
+    destroy_groups()
+    return [(each.nats, each.tokens, each.num_bytes) for each in found.documents], direct
+
+
+def _directly(model, document, stride):
+    """The sum of -ln p; each token is scored with the earliest tokens that fit before it."""
+    whole, total = [EOD, *document], 0.0
+    for place in range(1, len(whole)):
+        start = 0
+        while place - start > 32:
+            start += stride
+        tokens = torch.tensor([whole[start:place]])
+        with torch.no_grad():
+            logits = model.chunk(tokens, torch.arange(place - start)[None], None)[0, -1]
+        total -= logits.double().log_softmax(-1)[whole[place]].item()
+    return total
+
+
+@pytest.mark.parametrize("stride", [32, 5])
+def test_losses_are_what_the_model_says_of_each_token(stride: int) -> None:
+    ((found, direct),) = run_distributed(1, _by_model, {}, stride)
+    for (nats, tokens, num_bytes), expected, document in zip(found, direct, DOCUMENTS, strict=True):
+        assert nats == pytest.approx(expected, rel=1e-5)
+        assert (tokens, num_bytes) == (len(document), sum(document))
+
+
+def test_two_ranks_share_the_windows() -> None:
+    ((alone, _),) = run_distributed(1, _by_model, {}, 5)
+    for found, _ in run_distributed(2, _by_model, {"expert_model_parallel_size": 2}, 5):
+        assert [each[1:] for each in found] == [each[1:] for each in alone]
+        assert [each[0] for each in found] == pytest.approx([each[0] for each in alone], rel=1e-5)

@@ -1,0 +1,218 @@
+"""Answers to the harness: compared with Mixtral in transformers, by system, in layouts."""
+
+import math
+
+import pytest
+import torch
+
+from moe_parallel.errors import InputError
+from moe_parallel.parallel import destroy_groups
+from tests.distributed import run_distributed
+from tests.generation.small_models import small_model
+from tests.generation.test_decode import LAYOUTS, MODELS
+from tests.harness import requests
+from tests.harness.mixtral import as_mixtral
+from tests.harness.requests import PAIRS, PROMPTS, SEQ_LENGTH, TEXTS, TOKENIZER
+from tests.tiers import rest_in_full
+
+#: Each kind of layer, and each reason for which sequences are not padded.
+NAMES = ["topk", "aoe", "segment_expert_choice", "lory", "lory, by the prompt", "smear", "capacity"]
+
+
+def harness_model(options, batch_size=2):
+    from moe_parallel.harness.model import HarnessModel
+
+    return HarnessModel(small_model(options), TOKENIZER, batch_size, seed=5)
+
+
+class Alone:
+    """Answers by whole sequences without padding, one at a time, from logits of a function."""
+
+    def __init__(self, logits_of):
+        self.logits_of = logits_of
+
+    def log_p(self, tokens, first):
+        """ln p of the tokens from `first` on, and whether each is the most probable."""
+        logits = self.logits_of(torch.tensor([tokens[:-1]]))[0]
+        log_p = logits.double().log_softmax(-1)[first - 1 :]
+        labels = torch.tensor(tokens[first:])
+        greedy = bool((log_p.argmax(-1) == labels).all())
+        return log_p[range(len(labels)), labels].sum().item(), greedy
+
+    def pair(self, context, answer):
+        answer = TOKENIZER.tokenize(answer)
+        tokens = (TOKENIZER.tokenize(context) or [TOKENIZER.eod]) + answer
+        tokens = tokens[-SEQ_LENGTH - 1 :]
+        return self.log_p(tokens, len(tokens) - len(answer))
+
+    def text(self, text):
+        """By windows of SEQ_LENGTH tokens, the last of which begins earlier, to be full."""
+        tokens = [TOKENIZER.eod, *TOKENIZER.tokenize(text)]
+        total, done = 0.0, 1
+        while done < len(tokens):
+            end = min(done + SEQ_LENGTH, len(tokens))
+            start = max(0, end - SEQ_LENGTH - 1) if done > 1 else 0
+            total += self.log_p(tokens[start:end], done - start)[0]
+            done = end
+        return total
+
+    def go_on(self, prompt, options):
+        tokens = TOKENIZER.tokenize(prompt)[-(SEQ_LENGTH - options["max_gen_toks"]) :]
+        text = ""
+        for _ in range(options["max_gen_toks"]):
+            logits = self.logits_of(torch.tensor([tokens]))[0, -1, : TOKENIZER.vocab_size]
+            tokens.append(int(logits.argmax()))
+            if tokens[-1] == TOKENIZER.eod:
+                break
+            text += f" {tokens[-1]}"
+            found = [text.find(stop) for stop in options["until"] if stop in text]
+            if found:
+                return text[: min(found)]
+        return text
+
+    def answers(self):
+        return {
+            "loglikelihood": [self.pair(*pair) for pair in PAIRS],
+            "loglikelihood_rolling": [self.text(text) for text in TEXTS],
+            "generate_until": [self.go_on(*prompt) for prompt in PROMPTS],
+        }
+
+
+def _of_one_rank(names):
+    found = {}
+    for name in names:
+        lm = harness_model(MODELS[name])
+        found[name] = requests.answers(lm)
+        if name == "topk":
+            peer = as_mixtral(lm.model)
+            with torch.no_grad():
+                found["mixtral"] = Alone(lambda tokens, peer=peer: peer(tokens).logits).answers()
+            found["sampled"] = [
+                lm.generate_until(requests.instances("generate_until", [requests.SAMPLED]), True)
+                for _ in range(2)
+            ]
+        if "by the prompt" not in name:
+            chunk = lm.model.chunk
+            alone = Alone(
+                lambda tokens, chunk=chunk: chunk(tokens, torch.arange(tokens.shape[1])[None], None)
+            )
+            with torch.no_grad():
+                found[f"{name}, alone"] = alone.answers()
+        destroy_groups()
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_one_rank():
+    (found,) = run_distributed(1, _of_one_rank, NAMES)
+    return found
+
+
+def assert_same(found, expected):
+    assert found["generate_until"] == expected["generate_until"]
+    assert found["loglikelihood_rolling"] == pytest.approx(
+        expected["loglikelihood_rolling"], rel=1e-5
+    )
+    for (log_p, greedy), (expected_log_p, expected_greedy) in zip(
+        found["loglikelihood"], expected["loglikelihood"], strict=True
+    ):
+        assert log_p == pytest.approx(expected_log_p, rel=1e-5) and greedy == expected_greedy
+
+
+def test_mixtral_gives_the_same_answers(on_one_rank):
+    assert_same(on_one_rank["topk"], on_one_rank["mixtral"])
+    assert any(on_one_rank["topk"]["generate_until"])
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "by the prompt" not in name])
+def test_batches_change_nothing(on_one_rank, name):
+    assert_same(on_one_rank[name], on_one_rank[f"{name}, alone"])
+
+
+def test_lory_by_the_prompt_merges_by_the_context(on_one_rank):
+    by_prompt, by_segment = on_one_rank["lory, by the prompt"], on_one_rank["lory"]
+    # The context of two tokens, whose segments have four.
+    assert by_prompt["loglikelihood"][0][0] != pytest.approx(by_segment["loglikelihood"][0][0])
+    assert all(math.isfinite(log_p) for log_p, _ in by_prompt["loglikelihood"])
+
+
+def test_sampling_of_a_task_is_repeatable(on_one_rank):
+    first, second = on_one_rank["sampled"]
+    assert first == second != on_one_rank["topk"]["generate_until"][:1]
+
+
+WITH_DP = {"dp": {}, **LAYOUTS}
+
+
+def fits(name, layout):
+    """Merged experts are not divided, and a capacity is counted on each rank."""
+    divides_experts = "expert" in str(WITH_DP[layout])
+    return name != "capacity" and not (divides_experts and name.startswith(("lory", "smear")))
+
+
+CASES = [(name, layout) for name in NAMES for layout in WITH_DP if fits(name, layout)]
+QUICK = [
+    ("topk", "dp"),
+    ("topk", "pp"),
+    ("aoe", "ep"),
+    ("segment_expert_choice", "tp, ep"),
+    ("lory", "tp"),
+]
+
+
+def _of_two_ranks(cases):
+    found = []
+    for name, layout in cases:
+        found.append(requests.answers(harness_model(MODELS[name] | WITH_DP[layout])))
+        destroy_groups()
+    return found
+
+
+def _of_layout(cases):
+    ranks = run_distributed(2, _of_two_ranks, cases)
+    assert ranks[0] == ranks[1]
+    return dict(zip(cases, ranks[0], strict=True))
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(request):
+    names = {item.name for item in request.session.items}
+    cases = [each for each in CASES if f"test_layouts[{each[0]}-{each[1]}]" in names]
+    return _of_layout(cases)
+
+
+@pytest.mark.parametrize(
+    "case", rest_in_full(CASES, *QUICK), ids=lambda case: f"{case[0]}-{case[1]}"
+)
+def test_layouts(on_one_rank, on_two_ranks, case):
+    assert_same(on_two_ranks[case], on_one_rank[case[0]])
+
+
+def _bad_requests():
+    lm = harness_model({})
+    messages = []
+    for options in (
+        {"until": [], "max_gen_toks": 32},
+        {"until": [], "num_beams": 4},
+        {"until": [], "do_sample": True, "temperature": 1.0, "top_p": 3.0},
+    ):
+        with pytest.raises(InputError) as raised:
+            lm.generate_until(requests.instances("generate_until", [("1 2", options)]), True)
+        messages.append(str(raised.value))
+    with pytest.raises(InputError) as raised:
+        pair = ("1", " 2" * 40)
+        lm.loglikelihood(requests.instances("loglikelihood", [pair]), True)
+    destroy_groups()
+    return [*messages, str(raised.value)]
+
+
+def test_what_the_model_cannot_do():
+    (messages,) = run_distributed(1, _bad_requests)
+    expected = [
+        "max_gen_toks is 32, and the model reads --seq-length 32",
+        "generation_kwargs has num_beams 4, which this project lacks",
+        "--top-p is 3.0: it must be above 0",
+        "an answer has 40 tokens, and the model reads --seq-length 32",
+    ]
+    for message, text in zip(messages, expected, strict=True):
+        assert text in message and "\n" not in message

@@ -1,0 +1,140 @@
+"""Tasks: found by name, in folders without a network; the presets of the papers."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_parallel.errors import InputError
+from moe_parallel.harness import tasks
+from moe_parallel.harness.presets import PRESETS, PresetTask
+from moe_parallel.harness.tasks import (
+    Wanted,
+    check_folders,
+    first_line,
+    load_tasks,
+    require_harness,
+    wanted_tasks,
+)
+
+FOLDERS = (str(Path(__file__).parent / "tasks"),)
+EXAMPLES = (str(Path(__file__).parents[2] / "examples" / "tasks"),)
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
+    monkeypatch.setitem(os.environ, "HF_DATASETS_OFFLINE", "1")
+    require_harness("--tasks")
+
+
+def wanted(*names, folders=FOLDERS, shots=None):
+    return Wanted(tuple(PresetTask(name, shots) for name in names), folders)
+
+
+def test_tasks_and_shots_of_a_command_line():
+    assert wanted_tasks(["piqa", "boolq"], None, None) == [
+        PresetTask("piqa", None),
+        PresetTask("boolq", None),
+    ]
+    assert wanted_tasks(["piqa"], None, 0) == [PresetTask("piqa", 0)]
+    of_paper = wanted_tasks(["boolq"], "aoe-paper", None)
+    assert of_paper == [*PRESETS["aoe-paper"].tasks, PresetTask("boolq", None)]
+    assert {task.shots for task in wanted_tasks([], "aoe-paper", 1)} == {1}
+
+
+def test_the_presets_are_those_of_the_papers():
+    shots = {
+        name: {task.name: task.shots for task in preset.tasks} for name, preset in PRESETS.items()
+    }
+    # Section 4.1: "The first five tasks are evaluated zero-shot, while the remaining tasks are
+    # tested three-shot".
+    zero = dict.fromkeys(["arc_easy", "piqa", "social_iqa", "winogrande", "hellaswag"], 0)
+    three = dict.fromkeys(["mnli", "mrpc", "qnli", "qqp", "sst2"], 3)
+    assert shots["aoe-paper"] == zero | three
+    assert set(shots["dynamic-paper"]) == {
+        "piqa", "hellaswag", "arc_easy", "commonsense_qa", "bbh"
+    }  # fmt: skip
+    lory = shots["lory-paper"]
+    assert lory["nq_open"] == lory["triviaqa"] == 5 and lory["sst2"] == lory["mrpc"] == 16
+    assert [name for name, number in lory.items() if number == 0] == [
+        "piqa", "social_iqa", "boolq", "hellaswag", "winogrande", "race", "arc_easy",
+        "arc_challenge",
+    ]  # fmt: skip
+
+
+@pytest.mark.full  # the index of the harness is read, which takes many seconds
+def test_the_harness_has_the_tasks_of_the_presets(monkeypatch):
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager()  # once for all
+    monkeypatch.setattr(tasks, "_manager", lambda wanted: manager)
+    known = set(manager.all_tasks)
+    for preset in PRESETS.values():
+        assert {task.name for task in preset.tasks} <= known
+    with pytest.raises(InputError, match="--tasks piqqa is unknown: did you mean piqa"):
+        load_tasks(wanted("piqqa", folders=()))
+    with pytest.raises(InputError) as raised:
+        load_tasks(wanted("piqa", folders=()))
+    message = str(raised.value)
+    assert message.startswith("--tasks piqa cannot be loaded (") and "\n" not in message
+    assert "without a network, name a folder" in message
+
+
+def test_a_folder_of_tasks_needs_neither_a_network_nor_the_harness_own_tasks():
+    loaded = load_tasks(wanted("count_choice", "count_text"))
+    assert set(loaded["tasks"]) == {"count_choice", "count_text"}
+    assert len(loaded["tasks"]["count_choice"].test_docs()) == 8
+
+
+def test_shots_of_a_task():
+    loaded = load_tasks(wanted("copy", "word_sums", folders=EXAMPLES, shots=2))
+    copy = loaded["tasks"]["copy"]
+    assert copy.get_config("num_fewshot") == 2
+    assert len(copy.test_docs()) == 115 and len(loaded["tasks"]["word_sums"].test_docs()) == 50
+    document = copy.test_docs()[0]
+    assert copy.doc_to_text(document) == f"copy {document['words']} :"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((["a"], "no-paper", None), "--preset no-paper is unknown: choose from aoe-paper, dyn"),
+        ((["a", "b", "a"], None, None), "--tasks names a twice"),
+        ((["piqa"], "aoe-paper", 0), "--tasks names piqa twice"),
+    ],
+)
+def test_wrong_names(arguments, message):
+    with pytest.raises(InputError) as raised:
+        wanted_tasks(*arguments)
+    assert message in str(raised.value)
+
+
+def test_a_folder_that_does_not_exist():
+    check_folders(FOLDERS)
+    with pytest.raises(InputError, match="--include-path nowhere: there is no such folder"):
+        check_folders([*FOLDERS, "nowhere"])
+
+
+def test_a_task_whose_data_cannot_be_read_is_one_line(tmp_path):
+    (tmp_path / "lost.yaml").write_text(
+        "task: lost\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: nowhere.jsonl\n"
+        "output_type: generate_until\ntest_split: test\ndoc_to_text: a\ndoc_to_target: b\n"
+    )
+    with pytest.raises(InputError) as raised:
+        load_tasks(wanted("lost", folders=(str(tmp_path),)))
+    message = str(raised.value)
+    assert message.startswith("--tasks lost cannot be loaded (") and "\n" not in message
+
+
+def test_without_the_harness(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(InputError) as raised:
+        require_harness("--tasks")
+    assert "--tasks needs lm_eval, which is not installed: pip install" in str(raised.value)
+
+
+def test_the_first_line_of_an_error():
+    assert first_line(ValueError("one\ntwo")) == "ValueError: one"
+    assert first_line(KeyError()) == "KeyError"

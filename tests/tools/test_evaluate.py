@@ -1,0 +1,181 @@
+"""The program: tasks of each type on a trained model, documents, and wrong flags."""
+
+import json
+import random
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from moe_parallel.data.tokenizer import train_byte_bpe
+from moe_parallel.errors import InputError
+from tests.data.small_text import write_texts
+from tests.distributed import run_distributed
+from tests.program import SMALL, Program, pretrain_here, small_data
+from tests.tools.running import ROOT, run_tool_forked
+from tools.evaluate import main
+
+run_forked = partial(run_tool_forked, "evaluate.py")
+TASKS = ["count_choice", "count_cloze", "count_text", "count_answer"]
+FOLDER = ROOT / "tests/harness/tasks"
+WORDS = "zero one two three four five six seven eight nine".split()
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has learned to count in a circle."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    options = SMALL | small_data(folder) | {"save": folder / "run", "train_iters": 120}
+    options |= {"data_path": [folder / "cycle"], "eval_iters": 0}
+    run_distributed(1, pretrain_here, [options])
+    return folder / "run"
+
+
+def counted(n: int) -> str:
+    return " ".join(WORDS[(n + i) % 8] for i in range(6))
+
+
+def test_tasks_of_each_type(counting: Path, tmp_path: Path) -> None:
+    texts, output = tmp_path / "texts.jsonl", tmp_path / "found.json"
+    texts.write_text("".join(json.dumps({"text": counted(n)}) + "\n" for n in range(8)))
+    done = run_forked(
+        *("--load", counting, "--tasks", *TASKS, "--include-path", FOLDER),
+        *("--documents", "--input", texts, "--stride", 16, "--batch-size", 3, "--output", output),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(output.read_text())
+    results = found["results"]
+    assert results["count_choice"]["acc,none"] == 1
+    assert results["count_cloze"]["acc,none"] == 1
+    assert 1 <= results["count_cloze"]["perplexity,none"] < 1.5
+    assert results["count_answer"]["exact_match,first-word"] == 1
+    # The harness' windows and ours score the same tokens of a short text.
+    bits = found["documents"]["texts"]["bits_per_byte"]
+    assert results["count_text"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
+    assert found["documents"]["texts"]["bytes"] == sum(len(counted(n)) for n in range(8))
+    assert found["documents"]["cycle"]["documents"] == 2
+    assert "count_choice" in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("texts")]
+    assert f"{bits:.4f} ± {found['documents']['texts']['bits_per_byte_margin']:.4f}" in line
+
+
+def _by_name(load: Path) -> tuple[dict[str, float], str]:
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    import moe_parallel.harness.model  # noqa: F401  registers the model
+
+    results = simple_evaluate(
+        model="moe_parallel",
+        model_args=f"load={load}",
+        tasks=["count_choice"],
+        batch_size=4,
+        bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(FOLDER), include_defaults=False),
+    )
+    with pytest.raises(InputError) as raised:
+        simple_evaluate(model="moe_parallel", model_args={}, tasks=["count_choice"])
+    return results["results"]["count_choice"], str(raised.value)
+
+
+def test_the_model_has_a_name_in_the_harness(counting: Path) -> None:
+    ((result, message),) = run_distributed(1, _by_name, counting)
+    assert result["acc,none"] == 1
+    assert message == "model_args have no load: name a run, or one of its checkpoints"
+
+
+@pytest.mark.full
+def test_two_ranks_print_once(counting: Path, tmp_path: Path) -> None:
+    line = ["--load", counting, "--documents", "--tasks", "count_answer", "--include-path", FOLDER]
+    line = [str(word) for word in line]
+    script = ROOT / "tools/evaluate.py"
+    divided = [*line, "--expert-model-parallel-size", "2"]
+    with Program(tmp_path, 2, divided, script=script) as program:
+        assert program.finish() == 0, program.output
+    alone = run_forked(*line)
+    assert program.output == alone.stdout
+
+
+def test_bad_input_that_a_rank_finds(counting: Path) -> None:
+    done = run_forked("--load", counting, "--documents", "--stride", 33)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == (
+        "error: --stride is 33, above --seq-length 32: tokens between windows would be left out; "
+        "give at most 32\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--load is not set"),
+        (["--load", "x"], "--tasks is not set: name tasks, or a --preset"),
+        (["--load", "x", "--preset", "paper"], "--preset paper is unknown"),
+        (["--load", "x", "--tasks", "a", "--shots", "-1"], "--shots is -1: it must be at least 0"),
+        (["--load", "x", "--tasks", "a", "--limit", "0"], "--limit is 0: it must be at least 1"),
+        (["--load", "x", "--tasks", "a", "--include-path", "y"], "--include-path y: there is no"),
+        (["--load", "x", "--input", "y"], "--input y: there is no such file"),
+        (["--load", "x", "--documents", "--output", "y/z"], "--output y/z: there is no such"),
+        (["--load", "x", "--documents", "--nproc-per-node", "0"], "--nproc-per-node is 0"),
+    ],
+)
+def test_wrong_input_is_one_line_and_code_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and message in said and said.count("\n") == 1
+
+
+def _line(choose: random.Random) -> str:
+    if choose.random() < 0.5:
+        words = " ".join(choose.choices(WORDS, k=2))
+        return f"copy {words} : {words}"
+    a = choose.randrange(10)
+    b = choose.randrange(10 - a)
+    return f"{WORDS[a]} plus {WORDS[b]} is {WORDS[a + b]}"
+
+
+@pytest.fixture(scope="module")
+def copying(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has learned to copy two words and to add two numbers below ten."""
+    folder = tmp_path_factory.mktemp("learned")
+    choose = random.Random(1)
+    texts = ["\n".join(_line(choose) for _ in range(5)) for _ in range(3000)]
+    tokenizer = train_byte_bpe(texts, 300)
+    tokenizer.save(folder / "tokenizer")
+    write_texts(folder / "both", texts, tokenizer)
+    options = SMALL | {
+        "data_path": [folder / "both"],
+        "split": "99,1,0",
+        "tokenizer_model": folder / "tokenizer",
+        "data_cache_path": folder / "cache",
+        "save": folder / "run",
+        "hidden_size": 64,
+        "seq_length": 64,
+        "global_batch_size": 16,
+        "micro_batch_size": 16,
+        "train_iters": 500,
+        "lr": 5e-3,
+        "min_lr": 1e-4,
+        "log_interval": 100,
+        "eval_iters": 0,
+    }
+    run_distributed(1, pretrain_here, [options])
+    return folder / "run"
+
+
+@pytest.mark.full
+def test_generated_answers_that_are_known(copying: Path, tmp_path: Path) -> None:
+    output = tmp_path / "found.json"
+    folder = ROOT / "examples/tasks"
+    done = run_forked(
+        *("--load", copying, "--tasks", "copy", "word_sums", "--include-path", folder),
+        *("--shots", 2, "--output", output),
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads(output.read_text())["results"]
+    assert results["word_sums"]["exact_match,strip"] >= 0.8
+    assert results["copy"]["exact_match,strip"] >= 0.8
