@@ -28,6 +28,7 @@ class Documents:
         lengths: int64 [N], tokens of each document, `eod` included.
         tokens: the sum of the lengths.
         tokenizer: fingerprint of the tokenizer that wrote them; None: unknown.
+        sources: the files of text that they came from; None: unknown.
         largest_id: the largest id in the file, or `eod`.
     """
 
@@ -44,6 +45,7 @@ class Documents:
         lengths = check_indexed(prefix, _ANY_VOCABULARY).astype(np.int64)
         manifest = read_manifest(prefix)
         self.tokenizer = None if manifest is None else manifest.tokenizer
+        self.sources = None if manifest is None else manifest.sources
         self._ids = np.memmap(f"{prefix}.bin", mode="r", dtype=_type_of_ids(prefix))
         self._ends = np.cumsum(lengths)
         self._starts = self._ends - lengths
