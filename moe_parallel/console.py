@@ -21,6 +21,7 @@ PROGRAMS = {
             "count_parameters",
             "experts_per_vocab_item",
             "generate",
+            "inspect_data",
             "order_by_similarity",
             "plan",
             "plot_run",

@@ -14,7 +14,6 @@ import sys
 from argparse import Namespace
 from functools import partial
 
-from moe_parallel.data.preprocess.run import Preprocessing, preprocess
 from moe_parallel.tool import Tool, check_positive, progress
 
 
@@ -91,6 +90,8 @@ def main(arguments: list[str]) -> int:
     )
 
     def work(flags: Namespace) -> None:
+        from moe_parallel.data.preprocess.run import Preprocessing, preprocess
+
         check_positive(flags, "workers")
         print("\n".join(preprocess(Preprocessing(**vars(flags)), partial(progress, unit="B"))))
 

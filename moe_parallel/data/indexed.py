@@ -42,6 +42,7 @@ __all__ = [
     "check_new",
     "move_indexed",
     "tokenize_documents",
+    "type_of_ids",
     "write_indexed",
 ]
 
@@ -121,6 +122,13 @@ def _check_index(prefix: str, lengths: np.ndarray, manifest: Manifest) -> None:
                 f"--data-path {prefix}: {manifest_path(prefix).name} says {said:,} {what} and the "
                 f"index has {found:,}; write the dataset again"
             )
+
+
+def type_of_ids(prefix: str) -> np.dtype:
+    """The type, from a checked index: Megatron's reader warns if torch.distributed is missing."""
+    with open(f"{prefix}.idx", "rb") as stream:
+        code = HEADER.unpack(stream.read(HEADER.size))[2]
+    return np.dtype(DType.dtype_from_code(code))
 
 
 def _hint(prefix: str) -> str:

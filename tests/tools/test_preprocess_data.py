@@ -1,12 +1,20 @@
-"""The program: its output, and its exit for a line that it cannot use."""
+"""The program: its output, and its exit for a line that it cannot use, a signal, a full disk."""
 
 import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.tools.running import run_tool, run_tool_forked
+from tests.data.small_text import small_bpe, words
+from tests.tools.running import ROOT, run_tool, run_tool_forked
 
 run = partial(run_tool, "preprocess_data.py")
 run_forked = partial(run_tool_forked, "preprocess_data.py")
@@ -47,3 +55,127 @@ def test_a_word_that_is_no_token_is_one_line_and_code_2(tmp_path: Path, word: st
         f"(--vocab-size 9), not '{word}': raise --vocab-size, or name another tokenizer\n"
     )
     assert list(tmp_path.iterdir()) == [source]
+
+
+class Reading:
+    """The program in its own session while it waits for more input from a pipe."""
+
+    def __init__(self, folder: Path, *more: object) -> None:
+        small_bpe().save(folder / "tokenizer")
+        self.out = folder / "out"
+        line = [
+            sys.executable, "tools/preprocess_data.py", "--input", "/dev/stdin",
+            "--output-prefix", self.out / "my", "--tokenizer-model", folder / "tokenizer", *more,
+        ]  # fmt: skip
+        self.process = subprocess.Popen(
+            [str(word) for word in line],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self.process.stdin is not None
+        record = json.dumps({"text": words(2000, 1)}) + "\n"
+        for _ in range(300):  # several batches
+            self.process.stdin.write(record.encode())
+        self.process.stdin.flush()
+        until(lambda: any(path.stat().st_size for path in self.out.glob(".*/*.bin")))
+
+    def end(self) -> tuple[int, str]:
+        """The exit code and what was printed."""
+        _, error = self.process.communicate(timeout=60)
+        return self.process.returncode, error.decode()
+
+
+def until(happened, seconds: float = 60) -> None:
+    """Waits until something is true."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("number", "workers"),
+    [
+        (signal.SIGINT, 1),
+        pytest.param(signal.SIGTERM, 1, marks=pytest.mark.full),
+        pytest.param(signal.SIGINT, 2, marks=pytest.mark.full),
+    ],
+)
+def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals, workers: int) -> None:
+    reading = Reading(tmp_path, "--workers", workers)
+    os.killpg(reading.process.pid, number)  # as a terminal does, to all processes
+    assert reading.end() == (130, "error: interrupted; nothing was written\n")
+    assert list(reading.out.iterdir()) == []
+
+
+@pytest.mark.full
+def test_workers_end_with_a_program_that_is_killed(tmp_path: Path) -> None:
+    reading = Reading(tmp_path, "--workers", 2)
+    workers = psutil.Process(reading.process.pid).children(recursive=True)
+    assert len(workers) >= 2
+    reading.process.kill()
+    reading.end()
+    until(lambda: not any(worker.is_running() for worker in workers))
+    assert [path.name[:25] for path in reading.out.iterdir()] == [".my_tokenizer.writing-"]
+
+
+def test_a_disk_that_takes_no_more_is_one_line_and_code_2(tmp_path: Path) -> None:
+    small_bpe().save(tmp_path / "tokenizer")
+    source = write(tmp_path / "in.jsonl", *(words(200, i) for i in range(100)))
+    result = subprocess.run(
+        [
+            sys.executable, "tools/preprocess_data.py", "--input", source,
+            "--output-prefix", tmp_path / "out" / "my", "--tokenizer-model", tmp_path / "tokenizer",
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000)),
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert result.stderr == (
+        f"error: --output-prefix {tmp_path}/out/my cannot be written (File too large): "
+        "name a folder on a disk with room\n"
+    )
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def peak_memory(*line: object) -> int:
+    """The most bytes that a program of Python's had in memory."""
+    process = subprocess.Popen(
+        [sys.executable, *map(str, line)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_maxrss * 1024
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("workers", [1, 2])
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, workers: int) -> None:
+    small_bpe().save(tmp_path / "tokenizer")
+    peaks = []
+    for count in (4_000, 16_000):  # of a kilobyte and a byte, so that a byte a document is seen
+        source = tmp_path / f"{count}.jsonl"
+        record = json.dumps({"text": words(150, 1)}) + "\n" + '{"text": "a"}\n' * 10
+        source.write_text(record * count)
+        peaks.append(
+            peak_memory(
+                "tools/preprocess_data.py", "--input", source, "--workers", workers,
+                "--output-prefix", tmp_path / f"{count}", "--tokenizer-model",
+                tmp_path / "tokenizer",
+            )
+        )  # fmt: skip
+    larger = (tmp_path / "16000.jsonl").stat().st_size - (tmp_path / "4000.jsonl").stat().st_size
+    assert larger > 10 * 2**20
+    assert peaks[1] - peaks[0] < larger / 4

@@ -8,9 +8,13 @@ from pathlib import Path
 
 from moe_parallel.errors import InputError
 
-# Names of files that are taken from a folder.
-_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
-_COMPRESSED = ("", ".gz", ".zst")
+# Endings of the files that are taken from a folder. A plain .json there is usually metadata.
+_ENDINGS = tuple(
+    suffix + packed
+    for suffix in (".jsonl", ".ndjson", ".parquet", ".json")
+    for packed in ("", ".gz", ".zst")
+    if suffix + packed != ".json"
+)
 
 
 @dataclass(frozen=True)
@@ -72,18 +76,16 @@ def _of_path(word: str) -> Iterator[InputFile]:
         inner[:] = [each for each in inner if not each.startswith(".")]
         files += [os.path.join(folder, name) for name in names if _is_text(name)]
     if not files:
-        endings = ", ".join(_SUFFIXES)
         raise InputError(
-            f"--input {word} is a folder without text: its files end in none of {endings} "
-            "(.gz and .zst may follow)"
+            f"--input {word} is a folder without text: no file in it ends in .jsonl, .ndjson, "
+            ".parquet, .jsonl.gz, .json.gz, .jsonl.zst or the like"
         )
     for each in sorted(files):
         yield _file(each, _name(word))
 
 
 def _is_text(name: str) -> bool:
-    known = tuple(suffix + packed for suffix in _SUFFIXES for packed in _COMPRESSED)
-    return name.lower().endswith(known) and not name.startswith(".")
+    return name.lower().endswith(_ENDINGS) and not name.startswith(".")
 
 
 def _name(folder: str) -> str:

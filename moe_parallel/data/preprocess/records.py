@@ -142,7 +142,7 @@ def _text(record: dict[str, Any], key: str) -> str:
         raise InputError(f"no key {key!r} (its keys: {shown(list(record))}): see --json-keys")
     text = record[key]
     if not isinstance(text, str):
-        raise InputError(f"a {type(text).__name__} under {key!r}, not a text")
+        raise InputError(f"{type(text).__name__}, not text, under {key!r}")
     # Half of a surrogate pair, which JSON can contain but UTF-8 cannot, becomes "?".
     return text if text.isascii() else text.encode("utf-8", errors="replace").decode("utf-8")
 

@@ -141,7 +141,7 @@ def preprocess(work: Preprocessing, progress: Progress) -> list[str]:
     except OSError as error:
         raise InputError(
             f"--output-prefix {work.output_prefix} cannot be written ({error.strerror}): "
-            "nothing was; name a folder on a disk with room"
+            "name a folder on a disk with room"
         ) from None
     return _summary(work, tokenizer, written, bad)
 
