@@ -11,7 +11,7 @@ The input is JSON lines, plain or as .gz or .zst, and Parquet. docs/data.md desc
 """
 
 import sys
-from argparse import Namespace
+from argparse import Namespace, _ArgumentGroup
 from functools import partial
 
 from moe_parallel.tool import Tool, check_positive, progress
@@ -26,7 +26,14 @@ def main(arguments: list[str]) -> int:
         speaks_as="error",
         when_interrupted="interrupted; nothing was written",
     )
-    tool.add_argument(
+    _add_text(tool.add_argument_group("text"))
+    _add_tokenizer(tool.add_argument_group("tokenizer"))
+    _add_output(tool.add_argument_group("output"))
+    return tool.run(arguments, work)
+
+
+def _add_text(group: _ArgumentGroup) -> None:
+    group.add_argument(
         "--input",
         nargs="+",
         required=True,
@@ -34,53 +41,20 @@ def main(arguments: list[str]) -> int:
         help="files, folders and quoted patterns ('data/**/*.jsonl.gz'): JSON lines, UTF-8, plain "
         "or as .gz or .zst, and Parquet; a folder is read at any depth, in order of the paths",
     )
-    tool.add_argument(
+    group.add_argument(
         "--json-keys",
         nargs="+",
         default=["text"],
         metavar="KEY",
         help="keys or columns that hold text; one dataset is written per key (default text)",
     )
-    tool.add_argument(
+    group.add_argument(
         "--domain-key",
         metavar="KEY",
         help="key or column with the domain of a record, by which the manifest counts (default: "
         "the name of the --input folder, or of the folder that the file is in)",
     )
-    tool.add_argument(
-        "--output-prefix",
-        required=True,
-        metavar="PREFIX",
-        help="datasets are written as PREFIX_KEY_document.bin and .idx",
-    )
-    tool.add_argument(
-        "--tokenizer-type",
-        default="ByteLevelBPE",
-        help="ByteLevelBPE (default), HuggingFaceTokenizer, SentencePieceTokenizer, NullTokenizer",
-    )
-    tool.add_argument("--tokenizer-model", help="file, folder or hub name of the tokenizer")
-    tool.add_argument(
-        "--vocab-size",
-        type=int,
-        help="without --tokenizer-model: vocabulary size of a byte-level BPE, trained on the input",
-    )
-    tool.add_argument(
-        "--append-eod",
-        action="store_true",
-        help="append the end-of-document token to each document",
-    )
-    tool.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace existing datasets and an existing tokenizer",
-    )
-    tool.add_argument(
-        "--workers",
-        type=int,
-        default=1,
-        help="number of processes that tokenize; it does not change the output (default 1)",
-    )
-    tool.add_argument(
+    group.add_argument(
         "--max-bad",
         type=int,
         default=0,
@@ -89,13 +63,52 @@ def main(arguments: list[str]) -> int:
         "PREFIX_bad.jsonl (default 0: the first one ends the program)",
     )
 
-    def work(flags: Namespace) -> None:
-        from moe_parallel.data.preprocess.run import Preprocessing, preprocess
 
-        check_positive(flags, "workers")
-        print("\n".join(preprocess(Preprocessing(**vars(flags)), partial(progress, unit="B"))))
+def _add_tokenizer(group: _ArgumentGroup) -> None:
+    group.add_argument(
+        "--tokenizer-type",
+        default="ByteLevelBPE",
+        help="ByteLevelBPE (default), HuggingFaceTokenizer, SentencePieceTokenizer, NullTokenizer",
+    )
+    group.add_argument("--tokenizer-model", help="file, folder or hub name of the tokenizer")
+    group.add_argument(
+        "--vocab-size",
+        type=int,
+        help="without --tokenizer-model: vocabulary size of a byte-level BPE, trained on the input",
+    )
+    group.add_argument(
+        "--append-eod",
+        action="store_true",
+        help="append the end-of-document token to each document",
+    )
 
-    return tool.run(arguments, work)
+
+def _add_output(group: _ArgumentGroup) -> None:
+    group.add_argument(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="datasets are written as PREFIX_KEY_document.bin and .idx",
+    )
+    group.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace existing datasets and an existing tokenizer",
+    )
+    group.add_argument(
+        "--workers",
+        type=int,
+        default=1,
+        help="number of processes that tokenize; it does not change the output (default 1)",
+    )
+
+
+def work(flags: Namespace) -> None:
+    """Write the datasets and print what was written."""
+    from moe_parallel.data.preprocess.run import Preprocessing, preprocess
+
+    check_positive(flags, "workers")
+    print("\n".join(preprocess(Preprocessing(**vars(flags)), partial(progress, unit="B"))))
 
 
 if __name__ == "__main__":

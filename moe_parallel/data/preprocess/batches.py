@@ -10,7 +10,6 @@ from moe_parallel.data.preprocess.compressed import PARQUET, DigestedFile, block
 from moe_parallel.data.preprocess.inputs import InputFile
 from moe_parallel.data.preprocess.parquet import read_columns
 from moe_parallel.data.preprocess.records import LONGEST, Columns, Lines, Rows, TooLong
-from moe_parallel.data.sealed import file_digest
 
 # Lines of about this many bytes go to a worker together. It does not change the result.
 _BATCH = 2**19
@@ -38,7 +37,7 @@ class Reader:
     """
 
     def __init__(self, files: Sequence[InputFile], columns: Columns, digest: bool = True) -> None:
-        """`digest`: whether to read the parts of Parquet files that are not needed otherwise."""
+        """`digest`: whether Parquet files are read whole, and listed in `sources`."""
         self.files = files
         self.columns = columns
         self.sources: list[SourceFile] = []
@@ -52,7 +51,7 @@ class Reader:
         for file in self.files:
             with DigestedFile(file.path) as raw:
                 if raw.head == PARQUET:
-                    yield from self._of_parquet(file)
+                    yield from self._of_parquet(file, raw)
                     continue
                 before = 0
                 for batch in _lines(blocks(raw), file.domain):
@@ -61,14 +60,15 @@ class Reader:
                 digest = raw.sha256()
             self.sources.append(SourceFile(str(file.path), raw.count, digest))
 
-    def _of_parquet(self, file: InputFile) -> Iterator[ReadBatch]:
+    def _of_parquet(self, file: InputFile, raw: DigestedFile) -> Iterator[ReadBatch]:
         size, row, done = os.path.getsize(file.path), 0, 0
         for values, share in read_columns(file.path, self.columns.names):
             read = int(share * size)
             yield ReadBatch(file.path, Rows(row + 1, file.domain, values), read - done)
             row, done = row + len(values[0]), read
-        digest = file_digest(file.path) if self._digest else ""
-        self.sources.append(SourceFile(str(file.path), size, digest))
+        if self._digest:
+            digest = raw.sha256()
+            self.sources.append(SourceFile(str(file.path), raw.count, digest))
 
 
 def _lines(content: Iterator[bytes], domain: str) -> Iterator[Lines | TooLong]:
