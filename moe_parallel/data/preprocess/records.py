@@ -7,8 +7,9 @@ from typing import Any
 
 from moe_parallel.errors import InputError
 
-#: The most bytes of a line, or of a text in a row. A longer one is a bad record.
-LONGEST = 64 * 2**20
+#: The most bytes of a line, or of a text in a row. A longer one is a bad record. The tokenizers
+#: library needs about a hundred bytes of memory for each byte of a text.
+LONGEST = 16 * 2**20
 _TOO_LONG = f"longer than {LONGEST:,} bytes: divide the document"
 
 

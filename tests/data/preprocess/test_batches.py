@@ -51,7 +51,7 @@ def test_lines_are_those_of_the_file_however_it_is_cut(
     expected: list[Record | Bad] = []
     for number, line in enumerate(lines, start=1):
         if len(line) > LIMIT:
-            reason = "longer than 67,108,864 bytes: divide the document"
+            reason = "longer than 16,777,216 bytes: divide the document"
             expected.append(Bad(number, reason))
         elif line:
             expected.append(Record(number, [line[10:-2].decode()], domain))
