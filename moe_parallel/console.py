@@ -24,6 +24,7 @@ PROGRAMS = {
             "export_hf",
             "generate",
             "import_hf",
+            "inspect_data",
             "order_by_similarity",
             "plan",
             "plot_run",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from tqdm import tqdm
 from moe_parallel.config.one_line_parser import OneLineParser
 from moe_parallel.errors import InputError
 from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_CTRL_C, reader_gone
+
+_SECONDS_BETWEEN_LINES = 30
 
 
 class Tool(OneLineParser):
@@ -97,10 +100,51 @@ def load_torch() -> None:
 
 @contextmanager
 def progress(label: str, total: int | None, unit: str = "it") -> Iterator[Callable[[int], object]]:
-    """Shows a progress bar; yields a function that advances it. `total` None: unknown."""
-    # disable=None: no bar if the output is not a terminal.
-    with tqdm(total=total, desc=label, unit=unit, unit_scale=True, disable=None) as bar:
+    """Shows progress, speed and the time left; yields a function that advances it.
+
+    On a terminal it is a bar, elsewhere a line every 30 seconds. `total` None: unknown.
+    """
+    if not sys.stderr.isatty():
+        yield ProgressLines(label, total, unit)
+        return
+    with tqdm(total=total, desc=label, unit=unit, unit_scale=True) as bar:
         yield bar.update
+
+
+class ProgressLines:
+    """Progress in the log of a job: a line on stderr at most every 30 seconds."""
+
+    def __init__(
+        self,
+        label: str,
+        total: int | None,
+        unit: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._label, self._total, self._unit, self._clock = label, total, unit, clock
+        self._done = 0
+        self._begun = self._told = clock()
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        now = self._clock()
+        if now - self._told >= _SECONDS_BETWEEN_LINES:
+            self._told = now
+            print(self._line(now - self._begun), file=sys.stderr, flush=True)
+
+    def _line(self, seconds: float) -> str:
+        rate = self._done / seconds
+        done = self._sized(self._done)
+        left = ""
+        if self._total:
+            done += f" of {self._sized(self._total)} ({self._done / self._total:.0%})"
+            if rate:
+                rest = max(0, self._total - self._done) / rate
+                left = f", {tqdm.format_interval(rest)} left"
+        return f"{self._label}: {done}, {self._sized(rate)}/s{left}"
+
+    def _sized(self, number: float) -> str:
+        return tqdm.format_sizeof(number, self._unit)
 
 
 def check_load(own: Namespace) -> None:

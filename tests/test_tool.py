@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_parallel.errors import InputError
-from moe_parallel.tool import Tool, check_load, check_positive, progress
+from moe_parallel.tool import ProgressLines, Tool, check_load, check_positive, progress
 
 TOOLS = Path(__file__).parents[1] / "tools"
 
@@ -102,6 +102,24 @@ def test_without_a_terminal_there_is_no_bar(capsys):
     with progress("reading", 10, "B") as advance:
         advance(5)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_log_gets_a_line_every_30_seconds(capsys):
+    times = iter((100.0, 101.0, 129.9, 130.0, 131.0, 160.0))
+    advance = ProgressLines("reading", 8_000_000_000, "B", clock=lambda: next(times))
+    for _ in range(5):
+        advance(600_000_000)
+    assert capsys.readouterr().err.splitlines() == [
+        "reading: 1.80GB of 8.00GB (22%), 60.0MB/s, 01:43 left",
+        "reading: 3.00GB of 8.00GB (38%), 50.0MB/s, 01:40 left",
+    ]
+
+
+def test_a_log_of_unknown_length_has_no_end_in_sight(capsys):
+    times = iter((0.0, 40.0))
+    advance = ProgressLines("reading", None, "B", clock=lambda: next(times))
+    advance(2000)
+    assert capsys.readouterr().err == "reading: 2.00kB, 50.0B/s\n"
 
 
 PROGRAMS = [path for path in sorted(TOOLS.rglob("*.py")) if "__main__" in path.read_text()]

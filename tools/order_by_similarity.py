@@ -15,19 +15,8 @@ docs/similarity_batching.md explains it.
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from moe_parallel.errors import InputError
-from moe_parallel.tool import Tool, check_positive, load_torch, progress
-
-if TYPE_CHECKING:
-    from moe_parallel.data.similarity.documents import Documents
-    from moe_parallel.data.similarity.embedding import Embedder
-    from moe_parallel.data.similarity.neighbors import BuildIndex
-    from moe_parallel.data.similarity.rewrite import Summary
-
-# The most documents for which all pairs are compared by default. It takes minutes.
-EXACT_UP_TO = 100_000
+from moe_parallel.tool import Tool, load_torch, progress
 
 
 def main(arguments: list[str]) -> int:
@@ -73,7 +62,7 @@ def main(arguments: list[str]) -> int:
         default=1234,
         help="seed of the projection, the starts and the shuffle (default 1234)",
     )
-    return tool.run(arguments, lambda own: print(describe(order(own), own)))
+    return tool.run(arguments, order)
 
 
 def _add_embedding(group: argparse._ArgumentGroup) -> None:
@@ -117,7 +106,7 @@ def _add_neighbors(group: argparse._ArgumentGroup) -> None:
         "--index",
         choices=("auto", "exact", "ivf"),
         default="auto",
-        help=f"auto: exact up to {EXACT_UP_TO:,} documents, inverted lists (ivf) above",
+        help="auto: exact up to 100,000 documents, inverted lists (ivf) above",
     )
     group.add_argument("--probes", type=int, default=64, help="lists searched by ivf (default 64)")
     group.add_argument(
@@ -136,99 +125,13 @@ def _add_neighbors(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--keep-duplicates", action="store_true", help="keep near duplicates")
 
 
-def check(options: argparse.Namespace) -> None:
-    """Raise InputError for an unusable number."""
-    check_positive(
-        options, "seq-length", "instances-per-document", "encoder-batch-size", "embedding-size",
-        "ngram", "neighbors", "probes", "shard-size",
-    )  # fmt: skip
-    if options.seed < 0:
-        raise InputError(f"--seed is {options.seed}: it must be at least 0")
-    if options.eod_id is not None and not 0 <= options.eod_id < 2**31:
-        raise InputError(f"--eod-id {options.eod_id} is no token: give one from 0 up")
-    if not 0 < options.duplicate_threshold <= 1:
-        raise InputError(
-            f"--duplicate-threshold {options.duplicate_threshold} must be above 0 and at most 1 "
-            "(--keep-duplicates leaves out none)"
-        )
-    if options.seq_length * options.instances_per_document >= 2**31:
-        raise InputError(
-            f"--instances-per-document {options.instances_per_document} of --seq-length "
-            f"{options.seq_length} are more tokens than a document can hold; give fewer"
-        )
-    if Path(options.output_prefix).resolve() == Path(options.data_path).resolve():
-        raise InputError(
-            f"--output-prefix {options.output_prefix} is the --data-path: give another name"
-        )
-
-
-def order(options: argparse.Namespace) -> "Summary":
-    """Read the dataset, order its documents, and write the result."""
+def order(flags: argparse.Namespace) -> None:
+    """Write the ordered dataset and print a summary."""
     load_torch()
 
-    from moe_parallel.data.indexed import check_new
-    from moe_parallel.data.similarity.documents import Documents
-    from moe_parallel.data.similarity.neighbors import faiss
-    from moe_parallel.data.similarity.rewrite import Ordering, rewrite
-    from moe_parallel.data.similarity.scratch import scratch
+    from moe_parallel.data.similarity.order import Order, order_by_similarity
 
-    check(options)
-    check_new(options.output_prefix, options.overwrite)
-    faiss()  # reports a missing package now, not after the embedding
-    documents = Documents(options.data_path, options.eod_id)
-    if len(documents) < 2:
-        raise InputError(f"--data-path {options.data_path} holds one document: nothing to order")
-    ordering = Ordering(
-        neighbors=options.neighbors,
-        build=_index(options, documents),
-        shard=options.shard_size,
-        duplicate_threshold=None if options.keep_duplicates else options.duplicate_threshold,
-        seq_length=options.seq_length,
-        per_document=options.instances_per_document,
-        seed=options.seed,
-    )
-    output = Path(options.output_prefix)
-    embedder = _embedder(options, documents)
-    with scratch(options.work_folder, beside=output) as work:
-        return rewrite(options.data_path, output, documents, embedder, ordering, work, progress)
-
-
-def _embedder(options: argparse.Namespace, documents: "Documents") -> "Embedder":
-    if options.encoder is None:
-        from moe_parallel.data.similarity.tf_idf import HashedTfIdf
-
-        return HashedTfIdf(options.embedding_size, orders=options.ngram, seed=options.seed)
-    from moe_parallel.data.similarity.encoder import HuggingFaceEncoder
-    from moe_parallel.data.tokenizer import build_tokenizer
-
-    tokenizer = build_tokenizer(options.tokenizer_type, options.tokenizer_model, options.vocab_size)
-    if documents.tokenizer not in (None, tokenizer.fingerprint):
-        raise InputError(
-            f"--tokenizer-model {options.tokenizer_model} is not the tokenizer that wrote "
-            f"{options.data_path}: name that one, or the encoder reads other words"
-        )
-    return HuggingFaceEncoder(options.encoder, tokenizer, options.encoder_batch_size)
-
-
-def _index(options: argparse.Namespace, documents: "Documents") -> "BuildIndex":
-    from moe_parallel.data.similarity.neighbors import ExactIndex, InvertedIndex
-
-    if options.index == "exact" or (options.index == "auto" and len(documents) <= EXACT_UP_TO):
-        return ExactIndex()
-    return InvertedIndex(options.probes, options.seed)
-
-
-def describe(summary: "Summary", options: argparse.Namespace) -> str:
-    """A summary of a few lines."""
-    return (
-        f"{summary.documents:,} documents, {summary.neighbors:.1f} neighbors each "
-        f"({summary.found:.0%} of the nearest found); "
-        f"{summary.restarts:,} restarts, {summary.duplicates:,} near duplicates left out\n"
-        f"cosine of adjacent documents: {summary.cosine_after:.3f} "
-        f"(in the file {summary.cosine_before:.3f}, in random order {summary.cosine_random:.3f})\n"
-        f"{options.output_prefix}: {summary.instances:,} instances of {options.seq_length:,} "
-        f"tokens in {summary.written:,} documents; {summary.left_out:,} tokens left over"
-    )
+    print(order_by_similarity(Order(**vars(flags)), progress))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,13 @@
 import fcntl
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def flush_to_disk(path: Path) -> None:
@@ -59,3 +62,39 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+@contextmanager
+def staging(beside: Path) -> Iterator[Path]:
+    """A hidden temporary folder beside a path, so on the same disk, for files to be renamed.
+
+    At the end it is removed with everything that is still in it. Meanwhile SIGTERM raises
+    KeyboardInterrupt, as Ctrl-C does, so that it removes the folder, too. SIGKILL leaves it.
+    """
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{beside.name}.writing-", dir=beside.parent))
+    try:
+        with _handled({signal.SIGTERM: signal.default_int_handler}):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ignore SIGINT and SIGTERM, for renames that are to happen all or not at all."""
+    with _handled({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):
+        yield
+
+
+@contextmanager
+def _handled(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # has no say in signals
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,7 +1,8 @@
 """Megatron indexed datasets: `PREFIX.bin` has token ids, `PREFIX.idx` the place of each document.
 
-Megatron-Core's own classes write and read them. This module adds three things: a pair of files is
-published completely or not at all, it has a manifest, and the error for a bad file is one line.
+indexed_writer.py writes them and Megatron-Core's own classes read them. Three things are added to
+Megatron's format: a pair of files is published completely or not at all, it has a manifest, and the
+error for a bad file is one line.
 
 The manifest (manifest.py) has checksums of both files. The index, which training reads completely
 anyway, is compared each time. PREFIX.bin may be terabytes: it is compared once, and again when the
@@ -15,130 +16,38 @@ document boundaries i64, and for multimodal data a mode i8 a sequence.
 
 import hashlib
 import os
-import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import DType
 
-from moe_parallel.data.atomic_files import flush_to_disk
-from moe_parallel.data.manifest import Manifest, manifest_path, read_manifest, write_manifest
+from moe_parallel.data.indexed_writer import (
+    HEADER,
+    MAGIC,
+    Written,
+    check_new,
+    move_indexed,
+    write_indexed,
+)
+from moe_parallel.data.manifest import Manifest, manifest_path, read_manifest
 from moe_parallel.data.sealed import file_digest, read_sealed, write_sealed
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
+__all__ = [
+    "Written",
+    "check_indexed",
+    "check_new",
+    "move_indexed",
+    "tokenize_documents",
+    "type_of_ids",
+    "write_indexed",
+]
 
 # Tokens read at a time when a .bin file is scanned: 32 to 64 MiB of memory.
 _CHUNK = 16 * 2**20
-
-
-@dataclass(frozen=True)
-class Written:
-    """The numbers of documents and tokens in a written dataset."""
-
-    documents: int
-    tokens: int
-
-
-def write_indexed(
-    prefix: Path,
-    documents: Iterable[list[int]],
-    vocab_size: int,
-    *,
-    tokenizer: str | None = None,
-    seq_length: int | None = None,
-) -> Written:
-    """Write documents (token ids, end of document included) as PREFIX.bin and PREFIX.idx.
-
-    Ids are stored as uint16 if the vocabulary allows it, else as int32. Memory does not grow with
-    the text. The files are written under temporary names and the index is renamed last, so a killed
-    writer leaves nothing that looks like a dataset. Empty documents are left out. An existing
-    dataset is replaced: see check_new.
-
-    Args:
-        prefix: path without suffix.
-        documents: token ids below `vocab_size`.
-        vocab_size: of the tokenizer.
-        tokenizer: its fingerprint; None: unknown.
-        seq_length: the only --seq-length that the documents serve; None: any.
-
-    Raises:
-        InputError: there is no document.
-    """
-    dtype = np.dtype(DType.optimal_dtype(vocab_size))
-    # Not with_suffix: a prefix may contain dots.
-    final_bin, final_idx = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-    temporary_bin, temporary_idx = (
-        path.with_name(f"{path.name}.writing-{os.getpid()}") for path in (final_bin, final_idx)
-    )
-    final_bin.parent.mkdir(parents=True, exist_ok=True)
-    content = _Content(dtype)
-    try:
-        builder = IndexedDatasetBuilder(str(temporary_bin), dtype=dtype.type)
-        for ids in documents:
-            if ids:
-                assert max(ids) < vocab_size, (max(ids), vocab_size)
-                builder.add_document(content.count(ids), [len(ids)])
-        builder.finalize(str(temporary_idx))
-        if not content.documents:
-            raise InputError(f"there is no text to write to {prefix.name}: the input is empty")
-        flush_to_disk(temporary_bin)
-        flush_to_disk(temporary_idx)
-        final_idx.unlink(missing_ok=True)
-        os.replace(temporary_bin, final_bin)
-        write_manifest(prefix, content.manifest(temporary_idx, tokenizer, seq_length))
-        os.replace(temporary_idx, final_idx)
-    finally:
-        temporary_bin.unlink(missing_ok=True)
-        temporary_idx.unlink(missing_ok=True)
-    return Written(content.documents, content.tokens)
-
-
-class _Content:
-    """The content written so far, counted from the ids passed to the writer."""
-
-    def __init__(self, dtype: np.dtype) -> None:
-        self._dtype = dtype
-        self._digest = hashlib.sha256()
-        self.documents = self.tokens = 0
-
-    def count(self, ids: list[int]) -> np.ndarray:
-        """The ids of one more document as an array."""
-        array = np.asarray(ids, dtype=self._dtype)
-        self._digest.update(array.data)
-        self.documents += 1
-        self.tokens += len(ids)
-        return array
-
-    def manifest(self, idx: Path, tokenizer: str | None, seq_length: int | None) -> Manifest:
-        return Manifest(
-            documents=self.documents,
-            tokens=self.tokens,
-            bin_sha256=self._digest.hexdigest(),
-            idx_sha256=file_digest(idx),
-            tokenizer=tokenizer,
-            seq_length=seq_length,
-        )
-
-
-def check_new(prefix: Path | str, overwrite: bool) -> None:
-    """Raise InputError if PREFIX.bin or PREFIX.idx exists and is not to be overwritten."""
-    for suffix in (".bin", ".idx"):
-        if not overwrite and os.path.lexists(f"{prefix}{suffix}"):
-            raise InputError(
-                f"{prefix}{suffix} exists: give another --output-prefix, or --overwrite"
-            )
-
-
-def move_indexed(source: Path, target: Path) -> None:
-    """Rename a dataset to another prefix on the same disk; replaces a dataset that is there."""
-    Path(f"{target}.idx").unlink(missing_ok=True)
-    for suffix in (".bin", ".manifest.json", ".idx"):
-        os.replace(f"{source}{suffix}", f"{target}{suffix}")
 
 
 def tokenize_documents(
@@ -191,14 +100,35 @@ def check_indexed(prefix: str, vocab_size: int) -> np.ndarray:
         )
     if size == 0:
         raise InputError(f"--data-path {prefix}: there is no token in {prefix}.bin")
-    if manifest is not None and file_digest(Path(f"{prefix}.idx")) != manifest.idx_sha256:
-        raise InputError(_not_of_manifest(prefix, ".idx"))
+    if manifest is not None:
+        _check_index(prefix, lengths, manifest)
     found = _scanned(prefix, dtype)
     if manifest is not None and found.sha256 != manifest.bin_sha256:
         raise InputError(_not_of_manifest(prefix, ".bin"))
     if found.smallest < 0 or found.largest >= vocab_size:
         raise InputError(_foreign_id(prefix, dtype, lengths, vocab_size))
     return lengths
+
+
+def _check_index(prefix: str, lengths: np.ndarray, manifest: Manifest) -> None:
+    if file_digest(Path(f"{prefix}.idx")) != manifest.idx_sha256:
+        raise InputError(_not_of_manifest(prefix, ".idx"))
+    for what, found, said in (
+        ("documents", len(lengths), manifest.documents),
+        ("tokens", int(lengths.sum(dtype=np.int64)), manifest.tokens),
+    ):
+        if found != said:
+            raise InputError(
+                f"--data-path {prefix}: {manifest_path(prefix).name} says {said:,} {what} and the "
+                f"index has {found:,}; write the dataset again"
+            )
+
+
+def type_of_ids(prefix: str) -> np.dtype:
+    """The type, from a checked index: Megatron's reader warns if torch.distributed is missing."""
+    with open(f"{prefix}.idx", "rb") as stream:
+        code = HEADER.unpack(stream.read(HEADER.size))[2]
+    return np.dtype(DType.dtype_from_code(code))
 
 
 def _hint(prefix: str) -> str:
@@ -219,25 +149,25 @@ def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray]:
     wrong = f"--data-path {prefix}: {path} is"
     size = os.path.getsize(path)
     with open(path, "rb") as stream:
-        header = stream.read(_HEADER.size)
-    if not header.startswith(_MAGIC) and header[: len(_MAGIC)] != _MAGIC[: len(header)]:
+        header = stream.read(HEADER.size)
+    if not header.startswith(MAGIC) and header[: len(MAGIC)] != MAGIC[: len(header)]:
         raise InputError(f"{wrong} not an index of Megatron's (its first bytes differ)")
-    if len(header) < _HEADER.size:
+    if len(header) < HEADER.size:
         raise InputError(f"{wrong} truncated at {size} bytes; write the dataset again")
-    _, version, code, sequences, boundaries = _HEADER.unpack(header)
+    _, version, code, sequences, boundaries = HEADER.unpack(header)
     try:
         dtype = np.dtype(DType.dtype_from_code(code))
     except ValueError:
         raise InputError(f"{wrong} of an unknown type of token (code {code})") from None
     if version != 1 or dtype.kind not in "iu":
         raise InputError(f"{wrong} of version {version} and type {dtype}; version 1 holds integers")
-    expected = _HEADER.size + 12 * sequences + 8 * boundaries
+    expected = HEADER.size + 12 * sequences + 8 * boundaries
     if size not in (expected, expected + sequences):  # multimodal data have a mode per sequence
         raise InputError(
             f"{wrong} {size:,} bytes long where its header describes {expected:,}; "
             "it is truncated or damaged, write the dataset again"
         )
-    content = np.memmap(path, mode="r", offset=_HEADER.size, dtype=np.uint8)
+    content = np.memmap(path, mode="r", offset=HEADER.size, dtype=np.uint8)
     lengths = content[: 4 * sequences].view(np.int32).copy()
     offsets = content[4 * sequences : 12 * sequences].view(np.int64)
     ends = content[12 * sequences : 12 * sequences + 8 * boundaries].view(np.int64)

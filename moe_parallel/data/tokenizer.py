@@ -170,7 +170,8 @@ class SentencePiece(Tokenizer):
         return self.model.encode(text)
 
     def tokenize_all(self, texts: Sequence[str]) -> list[list[int]]:
-        return self.model.encode(list(texts))
+        # One thread, not one for each core: tools/preprocess_data.py has --workers processes.
+        return self.model.encode(list(texts), num_threads=1)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self.model.decode([int(i) for i in ids])

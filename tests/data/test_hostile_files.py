@@ -20,6 +20,7 @@ from moe_parallel.data.tokenizer import build_tokenizer, load_tokenizer
 from moe_parallel.errors import InputError
 from tests.data.hostile import Payload
 from tests.data.small_text import small_bpe, words, write_texts
+from tools.inspect_data import main as inspect_data
 from tools.order_by_similarity import main as order_by_similarity
 from tools.preprocess_data import main as preprocess_data
 
@@ -57,6 +58,16 @@ def preprocessing(folder: Path) -> object:
     return preprocess_data([str(word) for word in line])
 
 
+def preprocessing_packed(folder: Path) -> object:
+    line = ["--input", folder / "packed", "--output-prefix", folder / "out"]
+    line += ["--tokenizer-model", folder / "tokenizer", "--max-bad", "1"]
+    return preprocess_data([str(word) for word in line])
+
+
+def inspecting(folder: Path) -> object:
+    return inspect_data([str(folder / "data")])
+
+
 def opening(folder: Path) -> object:
     return load_tokenizer(folder / "tokenizer")
 
@@ -77,6 +88,10 @@ READERS: list[tuple[str, Callable[[Path], object]]] = [
     ("data.idx", ordering),
     ("data.manifest.json", ordering),
     ("in.jsonl", preprocessing),
+    ("packed/in.jsonl.gz", preprocessing_packed),
+    ("packed/in.jsonl.zst", preprocessing_packed),
+    ("packed/in.parquet", preprocessing_packed),
+    ("data.idx", inspecting),
     ("tokenizer/tokenizer.json", preprocessing),
     ("tokenizer/tokenizer.json", opening),
     ("tokenizer/tokenizer_config.json", opening),
@@ -99,6 +114,7 @@ def test_a_hostile_file_runs_nothing_and_is_one_line(
     write_texts(tmp_path / "data", [words(30, seed) for seed in range(4)], bpe)
     bpe.save(tmp_path / "tokenizer")
     (tmp_path / "in.jsonl").write_text('{"text": "the expert"}\n')
+    (tmp_path / "packed").mkdir()
     (tmp_path / name).write_bytes(hostile(marker))
     try:
         code = read(tmp_path)

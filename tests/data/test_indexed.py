@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import errno
 import os
 import struct
@@ -17,7 +18,7 @@ from moe_parallel.data.indexed import (
     tokenize_documents,
     write_indexed,
 )
-from moe_parallel.data.manifest import read_manifest
+from moe_parallel.data.manifest import read_manifest, write_manifest
 from moe_parallel.errors import InputError
 from tests.data.small_text import small_bpe, words
 
@@ -214,3 +215,16 @@ def test_a_damaged_note_is_scanned_over(tmp_path: Path) -> None:
     write_indexed(Path(prefix), DOCUMENTS, 10)
     Path(f"{prefix}.range.json").write_text("[]")
     assert len(check_indexed(prefix, 10)) == 3
+
+
+def test_a_manifest_of_other_numbers_is_told(tmp_path: Path) -> None:
+    prefix = tmp_path / "data"
+    write_indexed(prefix, DOCUMENTS, 10)
+    manifest = read_manifest(prefix)
+    assert manifest is not None
+    write_manifest(prefix, dataclasses.replace(manifest, documents=4))
+    with pytest.raises(InputError, match=r"data\.manifest\.json says 4 documents and .* has 3;"):
+        check_indexed(str(prefix), 10)
+    write_manifest(prefix, dataclasses.replace(manifest, tokens=1_000))
+    with pytest.raises(InputError, match=r"says 1,000 tokens and the index has 8; write the"):
+        check_indexed(str(prefix), 10)

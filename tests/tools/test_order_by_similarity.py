@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moe_parallel.data.indexed import write_indexed
-from moe_parallel.data.manifest import read_manifest
+from moe_parallel.data.manifest import SourceFile, read_manifest
 from moe_parallel.data.similarity.documents import Documents
 from moe_parallel.data.similarity.tf_idf import HashedTfIdf
 from tests.data.small_text import small_bpe
@@ -23,6 +23,7 @@ from tools.order_by_similarity import main
 ROOT = Path(__file__).resolve().parents[2]
 EOD = 500
 S = 32
+SOURCES = (SourceFile("kinds.jsonl", 9, "abc"),)
 
 
 def kinds_of_text(folder: Path, documents: int = 200, length: int = 30) -> Path:
@@ -31,7 +32,9 @@ def kinds_of_text(folder: Path, documents: int = 200, length: int = 30) -> Path:
     kinds = rng.integers(0, 10, documents)
     bodies = 50 * kinds[:, None] + rng.integers(0, 50, (documents, length))
     bodies[11] = bodies[3]
-    write_indexed(folder / "in", [[*body, EOD] for body in bodies.tolist()], EOD + 1)
+    write_indexed(
+        folder / "in", [[*body, EOD] for body in bodies.tolist()], EOD + 1, sources=SOURCES
+    )
     return folder / "in"
 
 
@@ -86,6 +89,13 @@ def test_every_document_but_the_copy_is_there_once(tmp_path: Path) -> None:
     assert sorted(found) == sorted(expected)
     assert order(data, output, "--keep-duplicates", "--overwrite") == 0
     assert instances(output).size == 200 * 31 // S * S
+
+
+def test_the_sources_stay_known(tmp_path: Path) -> None:
+    assert order(kinds_of_text(tmp_path), tmp_path / "out") == 0
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest is not None
+    assert (manifest.sources, manifest.domains, manifest.seq_length) == (SOURCES, None, S)
 
 
 def test_the_same_again_whatever_is_held_in_memory(tmp_path: Path) -> None:

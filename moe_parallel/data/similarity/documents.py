@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import DType
 
-from moe_parallel.data.indexed import check_indexed
+from moe_parallel.data.indexed import check_indexed, type_of_ids
 from moe_parallel.data.manifest import read_manifest
 from moe_parallel.errors import InputError
 
@@ -28,6 +27,7 @@ class Documents:
         lengths: int64 [N], tokens of each document, `eod` included.
         tokens: the sum of the lengths.
         tokenizer: fingerprint of the tokenizer that wrote them; None: unknown.
+        sources: the files of text that they came from; None: unknown.
         largest_id: the largest id in the file, or `eod`.
     """
 
@@ -44,7 +44,8 @@ class Documents:
         lengths = check_indexed(prefix, _ANY_VOCABULARY).astype(np.int64)
         manifest = read_manifest(prefix)
         self.tokenizer = None if manifest is None else manifest.tokenizer
-        self._ids = np.memmap(f"{prefix}.bin", mode="r", dtype=_type_of_ids(prefix))
+        self.sources = None if manifest is None else manifest.sources
+        self._ids = np.memmap(f"{prefix}.bin", mode="r", dtype=type_of_ids(prefix))
         self._ends = np.cumsum(lengths)
         self._starts = self._ends - lengths
         last = self._ids[self._ends[lengths > 0] - 1]
@@ -79,13 +80,6 @@ class Documents:
             last = min(max(int(reach), first + 1), first + most)
             yield range(first, last)
             first = last
-
-
-def _type_of_ids(prefix: str) -> np.dtype:
-    """The type, from a checked index: Megatron's reader warns if torch.distributed is missing."""
-    with open(f"{prefix}.idx", "rb") as stream:
-        stream.seek(len(b"MMIDIDX\0\0") + 8)  # the magic and the version
-        return np.dtype(DType.dtype_from_code(stream.read(1)[0]))
 
 
 def _common(last: np.ndarray, prefix: str) -> int:

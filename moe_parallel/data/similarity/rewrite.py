@@ -120,6 +120,7 @@ def rewrite(
             documents.largest_id + 1,
             tokenizer=documents.tokenizer,
             seq_length=ordering.seq_length,
+            sources=documents.sources,
         )
     anyhow = np.random.default_rng(ordering.seed).permutation(len(documents))
     return Summary(

@@ -1,19 +1,16 @@
-import importlib.util
+"""The flags of tools/preprocess_data.py, in this process: tokenizers, and what exists already."""
+
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from moe_parallel.data.jsonl import read_jsonl
 from moe_parallel.data.manifest import read_manifest
 from moe_parallel.data.tokenizer import load_tokenizer
-from moe_parallel.errors import InputError
 from tests.data.small_text import small_bpe, words
-
-TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
+from tools.preprocess_data import main
 
 
 def write(path: Path, *records: object) -> Path:
@@ -21,45 +18,9 @@ def write(path: Path, *records: object) -> Path:
     return path
 
 
-def tool() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("preprocess_data", TOOL)
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
 def documents(prefix: Path) -> list[list[int]]:
     dataset = IndexedDataset(str(prefix))
     return [dataset[i].tolist() for i in range(len(dataset))]
-
-
-def test_texts_come_in_order_and_progress_adds_up(tmp_path: Path) -> None:
-    path = tmp_path / "in.jsonl"
-    path.write_bytes(b'{"text": "one", "id": 1}\n\n  \n{"text": "two \\ud800"}')
-    steps: list[int] = []
-    assert list(read_jsonl(path, "text", steps.append)) == ["one", "two ?"]
-    assert sum(steps) == path.stat().st_size
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b'{"text": "a"', r"line 2 is not JSON \(.*column 13\)"),
-        (b"[1]", r"line 2 is not a JSON object"),
-        (b'{"body": "a", "id": 1}', r"line 2 has no key 'text' \(its keys: 'body', 'id'\)"),
-        (b"{}", r"line 2 has no key 'text' \(its keys: none\)"),
-        (b'{"text": 7}', r"line 2 holds a int under 'text'"),
-        (b'{"text": "\xff"}', r"line 2 is not UTF-8 \(byte 11\)"),
-        (b'{"text": ' + b"[" * 100_000, r"line 2 is nested too deep"),
-        (b'{"text": ' + b"9" * 5_000 + b"}", r"line 2 holds a number of too many digits"),
-    ],
-)
-def test_a_bad_line_is_told_with_its_number(tmp_path: Path, line: bytes, message: str) -> None:
-    path = tmp_path / "in.jsonl"
-    path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
-    with pytest.raises(InputError, match=message):
-        list(read_jsonl(path, "text"))
 
 
 def test_the_tool_trains_a_tokenizer_and_writes_what_megatron_reads(tmp_path: Path) -> None:
@@ -67,8 +28,8 @@ def test_the_tool_trains_a_tokenizer_and_writes_what_megatron_reads(tmp_path: Pa
     source = write(tmp_path / "in.jsonl", *({"text": t, "title": t[:9]} for t in texts))
     prefix = tmp_path / "out" / "my"
     arguments = ["--input", source, "--output-prefix", prefix, "--vocab-size", "300"]
-    arguments += ["--json-keys", "text", "title", "--append-eod", "--workers", "2"]
-    assert tool().main([str(word) for word in arguments]) == 0
+    arguments += ["--json-keys", "text", "title", "--append-eod"]
+    assert main([str(word) for word in arguments]) == 0
     tokenizer = load_tokenizer(Path(f"{prefix}_tokenizer"))
     assert tokenizer.vocab_size == 300
     written = documents(Path(f"{prefix}_text_document"))
@@ -84,7 +45,7 @@ def test_the_tool_uses_a_tokenizer_that_is_there(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", {"text": "the expert"})
     arguments = ["--input", source, "--output-prefix", tmp_path / "my"]
     arguments += ["--tokenizer-model", tmp_path / "tokenizer"]
-    assert tool().main([str(word) for word in arguments]) == 0
+    assert main([str(word) for word in arguments]) == 0
     assert documents(tmp_path / "my_text_document") == [bpe.tokenize("the expert")]
     assert not (tmp_path / "my_tokenizer").exists()
 
@@ -93,10 +54,10 @@ def test_the_tool_uses_a_tokenizer_that_is_there(tmp_path: Path) -> None:
     ("extra", "message"),
     [
         ([], "or --vocab-size to train a new one"),
-        (["--vocab-size", "300"], "line 2 is not JSON"),
+        (["--vocab-size", "300"], "line 2: not JSON"),
         (["--vocab-size", "20"], "--vocab-size 20 is too small"),
         (["--tokenizer-type", "Nul"], "--tokenizer-type Nul is unknown"),
-        (["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"], "line 2 is not JSON"),
+        (["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"], "line 2: not JSON"),
         (["--tokenizer-type", "NullTokenizer", "--vocab-size", "3"], "line 1: --tokenizer-type"),
         (["--vocab-size", "300", "--workers", "0"], "--workers is 0: it must be at least 1"),
     ],
@@ -109,7 +70,7 @@ def test_the_tool_ends_with_one_line_and_code_2(
         stream.write("{\n")
     before = sorted(tmp_path.iterdir())
     prefix = str(tmp_path / "my")
-    assert tool().main(["--input", str(source), "--output-prefix", prefix, *extra]) == 2
+    assert main(["--input", str(source), "--output-prefix", prefix, *extra]) == 2
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1 and message in error[0]
     assert sorted(tmp_path.iterdir()) == before
@@ -123,7 +84,7 @@ def test_an_empty_or_missing_input_is_told(
     for name, message in (("empty", "there is no text to write"), ("missing", "cannot be read")):
         arguments = ["--input", tmp_path / f"{name}.jsonl", "--output-prefix", tmp_path / "my"]
         arguments += ["--tokenizer-model", tmp_path / "tokenizer"]
-        assert tool().main([str(word) for word in arguments]) == 2
+        assert main([str(word) for word in arguments]) == 2
         assert message in capsys.readouterr().err
 
 
@@ -135,7 +96,7 @@ def test_an_input_without_text_leaves_nothing(
     for source in (empty, half):
         arguments = ["--input", source, "--output-prefix", tmp_path / "my", "--vocab-size", "300"]
         arguments += ["--json-keys", "text", "title"]
-        assert tool().main([str(word) for word in arguments]) == 2
+        assert main([str(word) for word in arguments]) == 2
         assert re.fullmatch(r"error: there is no text to write .*\n", capsys.readouterr().err)
         assert sorted(tmp_path.iterdir()) == [empty, half]
 
@@ -146,7 +107,7 @@ def test_what_is_there_is_not_overwritten_unasked(
     source = write(tmp_path / "in.jsonl", {"text": words(90, 1)})
     arguments = ["--input", str(source), "--output-prefix", str(tmp_path / "my")]
     arguments += ["--vocab-size", "300"]
-    assert tool().main(arguments) == 0
+    assert main(arguments) == 0
     write(source, {"text": words(90, 2)})
     capsys.readouterr()
 
@@ -154,16 +115,16 @@ def test_what_is_there_is_not_overwritten_unasked(
         return {path: path.read_bytes() for path in sorted(tmp_path.rglob("my*")) if path.is_file()}
 
     before = files()
-    assert tool().main(arguments) == 2
+    assert main(arguments) == 2
     assert re.fullmatch(r"error: \S*my_text_document\.bin exists: .*--overwrite\n", _err(capsys))
     for suffix in ("bin", "idx"):
         (tmp_path / f"my_text_document.{suffix}").rename(tmp_path / f"kept.{suffix}")
-    assert tool().main(arguments) == 2
+    assert main(arguments) == 2
     assert re.fullmatch(r"error: \S*my_tokenizer exists: .*--overwrite\n", _err(capsys))
     for suffix in ("bin", "idx"):
         (tmp_path / f"kept.{suffix}").rename(tmp_path / f"my_text_document.{suffix}")
     assert files() == before
-    assert tool().main([*arguments, "--overwrite"]) == 0
+    assert main([*arguments, "--overwrite"]) == 0
     assert not list(tmp_path.glob(".*"))
     after = files()
     assert after.keys() == before.keys()
@@ -184,7 +145,7 @@ def test_a_vocabulary_that_comes_out_smaller_is_told(
 ) -> None:
     source = write(tmp_path / "in.jsonl", {"text": "ab ab"})
     arguments = ["--input", str(source), "--output-prefix", str(tmp_path / "my")]
-    assert tool().main([*arguments, "--vocab-size", "1000000"]) == 0
+    assert main([*arguments, "--vocab-size", "1000000"]) == 0
     assert "259 tokens, fewer than --vocab-size 1,000,000: the text" in capsys.readouterr().out
-    assert tool().main([*arguments, "--vocab-size", "259", "--overwrite"]) == 0
+    assert main([*arguments, "--vocab-size", "259", "--overwrite"]) == 0
     assert "259 tokens\n" in capsys.readouterr().out

@@ -1,0 +1,82 @@
+r"""Show what indexed datasets contain: documents as text, lengths, duplicates, origin.
+
+    python tools/inspect_data.py data/my_text_document --tokenizer-model data/my_tokenizer
+
+checks the files as training does, and prints the sources and domains of the manifest, how long the
+documents are, how many repeat an earlier one, and some documents, decoded. With several datasets
+it also counts the documents of each that occur in one before it, such as validation text that is
+also trained on.
+"""
+
+import argparse
+import sys
+
+from moe_parallel.errors import InputError
+from moe_parallel.tool import Tool, check_positive, load_torch, progress
+
+
+def main(arguments: list[str]) -> int:
+    summary, _, example = (__doc__ or "").partition("\n")
+    tool = Tool(__file__, summary, epilog=example, speaks_as="error")
+    tool.add_argument(
+        "data_path", nargs="+", metavar="PREFIX", help="datasets: paths without .bin and .idx"
+    )
+    tool.add_argument(
+        "--tokenizer-type",
+        default="ByteLevelBPE",
+        help="ByteLevelBPE (default), HuggingFaceTokenizer, SentencePieceTokenizer, NullTokenizer",
+    )
+    tool.add_argument(
+        "--tokenizer-model",
+        help="tokenizer that wrote the data: file, folder or hub name (default: none, and token "
+        "ids are shown)",
+    )
+    tool.add_argument("--vocab-size", type=int, help="vocabulary size of NullTokenizer")
+    tool.add_argument(
+        "--samples", type=int, default=3, help="number of random documents to show (default 3)"
+    )
+    tool.add_argument(
+        "--documents",
+        type=int,
+        nargs="+",
+        metavar="I",
+        help="show these documents instead, counted from 0",
+    )
+    tool.add_argument(
+        "--characters", type=int, default=400, help="characters of each to show (default 400)"
+    )
+    tool.add_argument("--seed", type=int, default=1234, help="of the samples (default 1234)")
+    tool.add_argument(
+        "--check-sources",
+        action="store_true",
+        help="read the source files again, and end with 1 if one is not what the manifest says",
+    )
+    return tool.run(arguments, inspect)
+
+
+def inspect(flags: argparse.Namespace) -> int:
+    """Print a report; returns 1 if --check-sources finds a file that has changed."""
+    check_positive(flags, "characters")
+    if min(flags.samples, flags.seed) < 0:
+        raise InputError(f"--samples {flags.samples}, --seed {flags.seed}: give at least 0")
+    load_torch()
+
+    from moe_parallel.data.inspection import Samples, changed_sources, inspected
+    from moe_parallel.data.tokenizer import build_tokenizer
+
+    tokenizer = None
+    if flags.tokenizer_model is not None or flags.tokenizer_type == "NullTokenizer":
+        tokenizer = build_tokenizer(flags.tokenizer_type, flags.tokenizer_model, flags.vocab_size)
+    samples = Samples(flags.samples, flags.documents, flags.characters, flags.seed)
+    changed = False
+    for data, report in inspected(flags.data_path, tokenizer, samples, progress):
+        print("\n".join([data.prefix, *(f"  {line}" for line in report)]), flush=True)
+        if flags.check_sources:
+            wrong = changed_sources(data)
+            changed |= bool(wrong)
+            print("\n".join(f"  source {line}" for line in wrong or ["files are unchanged"]))
+    return int(changed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
