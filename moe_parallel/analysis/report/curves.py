@@ -8,6 +8,7 @@ Shape suffixes: R records, G layers with experts, E experts, B buckets of record
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -59,8 +60,10 @@ def _curve(iterations_R: np.ndarray, values_R: np.ndarray) -> dict[str, list[Any
 def _numbers(record: Record) -> dict[str, float]:
     """The single numbers of a record, by the names of their curves."""
     machine, rank_load = record.get("machine") or {}, record.get("rank_load") or {}
+    # null stands for a number that was not finite, and stays visible as a gap.
+    fields = {name: record[name] for name in FIELDS if name in record}
     values = {
-        **{name: record.get(name) for name in FIELDS},
+        **{name: math.nan if value is None else value for name, value in fields.items()},
         **{name: machine.get(name) for name in MACHINE},
         **{name: _mean_of_layers(record, name) for name in (*LOSSES, "experts_per_token")},
         "rank_overload": rank_load.get("overload"),

@@ -13,6 +13,7 @@ import yaml
 from moe_parallel.analysis.report.curves import clock_of, curves_of, routing_of
 from moe_parallel.analysis.report.findings import findings_of
 from moe_parallel.analysis.report.numbers import short
+from moe_parallel.analysis.report.text_entry import ANALYSIS, text_entry
 from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.analysis.study.measures import measures
 from moe_parallel.errors import InputError
@@ -44,6 +45,7 @@ def run_entry(folder: Path, name: str) -> dict[str, Any]:
         "curves": curves_of(history),
         "routing": routing_of(history),
         "options": {flag: _text(value) for flag, value in options.items()},
+        "text": text_entry(folder / ANALYSIS) if (folder / ANALYSIS).is_dir() else None,
         "starts": starts,
         "again": None if starts else _command(folder),
         "versions": starts[-1].get("versions") if starts else _versions_of_checkpoint(folder),
