@@ -23,7 +23,7 @@ from moe_parallel.analysis.routing.specialization import Specialization, special
 from moe_parallel.analysis.routing.tables import tables_of
 from moe_parallel.analysis.routing.totals import RoutingTotals
 from moe_parallel.analysis.routing.vocabulary import Vocabulary
-from moe_parallel.config import Config
+from moe_parallel.config import Config, MergedSelection
 from moe_parallel.data.atomic_files import atomic_folder
 from moe_parallel.data.sampler import evaluation_batches
 from moe_parallel.data.tokenizer import Tokenizer
@@ -167,6 +167,7 @@ def _facts(config: Config, options: AnalysisOptions, totals: RoutingTotals) -> d
     return {
         "checkpoint": str(find_checkpoint(Path(config.checkpoint.load or ""))),
         "system": config.selection.system,
+        "merged": isinstance(config.selection, MergedSelection),
         "experts": totals.num_experts,
         "layers": list(totals.layers),
         "tokens": {name: text.tokens for name, text in totals.texts.items()},

@@ -22,7 +22,7 @@ DEAD = 0.01
 MUCH_DROPPED = 0.01
 BUSY_EXPERT = 2.0  # times an even share
 BUSY_RANK = 1.5  # times the mean of the ranks
-RISEN = 0.05  # nats above the best evaluation
+RISEN = 0.1  # nats above the best evaluation
 
 
 @dataclass(frozen=True)

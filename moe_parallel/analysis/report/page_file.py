@@ -59,7 +59,8 @@ def page_of(content: dict[str, Any], title: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text inside an element or an attribute of HTML."""
+    """Text inside an element or an attribute of HTML. What UTF-8 does not have becomes "?"."""
+    text = text.encode("utf-8", "replace").decode("utf-8")
     for character, entity in (("&", "amp"), ("<", "lt"), (">", "gt"), ('"', "quot")):
         text = text.replace(character, f"&{entity};")
     return text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,19 +48,19 @@ def find_sources(paths: Sequence[Path]) -> Sources:
     Raises InputError for anything else, and if nothing is left.
     """
     sources = Sources()
-    folders: dict[Path, None] = {}
+    folders: dict[Path, int] = {}  # with the least number of parts of the name
     for path in paths:
         if path.is_file():
             sources.plans.append({"name": path.stem, "plan": _plan(path)})
         elif (path / FILE_NAME).is_file():
-            folders[path] = None
+            folders.setdefault(path, 1)
         elif (path / MANIFEST).is_file():
-            folders |= dict.fromkeys(_cells(path))
+            folders |= dict.fromkeys(_cells(path), 2)  # contender/seed
         elif (path / SCALING).is_file():
             sources.scaling.append({"name": path.resolve().name, "rows": _rows(path / SCALING)})
         else:
             raise InputError(_unknown(path))
-    names = short_names([folder.resolve() for folder in folders])
+    names = short_names([folder.resolve() for folder in folders], list(folders.values()))
     sources.runs = list(zip(names, folders, strict=True))
     return sources
 
@@ -113,12 +113,12 @@ def _plan(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def short_names(paths: Iterable[Path]) -> list[str]:
-    """The last part of each path, or as many parts as make it differ from the others."""
+def short_names(paths: Sequence[Path], fewest: Sequence[int]) -> list[str]:
+    """The last parts of each path: at least `fewest` of them, and as many as make it differ from
+    the others."""
     parts = [path.parts for path in paths]
     names = []
-    for mine in parts:
-        length = 1
+    for mine, length in zip(parts, fewest, strict=True):
         while length < len(mine) and sum(mine[-length:] == other[-length:] for other in parts) > 1:
             length += 1
         names.append("/".join(mine[-length:]).lstrip("/"))

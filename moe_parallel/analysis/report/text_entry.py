@@ -45,7 +45,7 @@ def text_entry(folder: Path) -> dict[str, Any]:
         "folder": str(folder),
         "command": facts.get("command"),
         "checkpoint": facts.get("checkpoint"),
-        "system": facts.get("system"),
+        "merged": facts.get("merged"),
         "texts": [{"name": name, "tokens": tokens} for name, tokens in facts["tokens"].items()],
         "layers": numbers,
         "experts": experts,

@@ -25,8 +25,10 @@ function colorOf(palette, share) {
   return [1, 2, 3].map((channel) => Math.round(low[channel] + part * (high[channel] - low[channel])));
 }
 
-function inkOn([red, green, blue]) {
-  return red * 0.299 + green * 0.587 + blue * 0.114 > 140 ? "#10151c" : "#ffffff";
+/** Black or white text, whichever has the higher contrast (WCAG) on a color. */
+function inkOn(rgb) {
+  const [red, green, blue] = rgb.map((value) => (value <= 10 ? value / 3294 : ((value / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 ? "#000000" : "#ffffff";
 }
 
 /** Values from the bytes of the page: get(places...) gives a number, or null for no value. */

@@ -135,5 +135,5 @@ function differences(runs) {
   return el("div", {}, el("h3", {}, "Options that differ"), el("div", { style: "height:.4rem" }), sortableTable([
     { name: "option", value: (flag) => `--${flag}` },
     ...runs.map((run) => ({ name: run.name, value: (flag) => run.options[flag] ?? NONE })),
-  ], rows, { caption: "Options that differ between the runs" }), el("div", { style: "height:1rem" }));
+  ], rows, { caption: "Options that differ between the runs", tall: rows.length > 12 }), el("div", { style: "height:1rem" }));
 }

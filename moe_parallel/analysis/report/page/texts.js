@@ -71,8 +71,8 @@ function textTable(runs) {
     { name: "tokens", number: true, value: ({ tokens }) => tokens, show: ({ tokens }) => compact(tokens) },
     number("experts/token", "experts_per_token", 3, "mean over layers; of merged experts those with a weight above 2/n"),
     number("Ent_load", "ent_load", 3, "nats, mean over layers"), number("Ent_conf", "ent_conf", 3, "nats, mean over layers"),
-    { name: "dropped", number: true, value: ({ run, place }) => mean(run.text.dropped[place]), show: ({ run, place }) => percent(mean(run.text.dropped[place]), 2) },
-  ], rows, { caption: "Experts per token and entropies by text (Dynamic routing, Tables 2 and 3)" });
+    { name: "dropped", number: true, value: ({ run, place }) => mean(run.text.dropped[place]) || null, show: ({ run, place }) => percent(mean(run.text.dropped[place]), 2) },
+  ].filter(({ name, value }) => name !== "dropped" || rows.some(value)), rows, { caption: "Experts per token and entropies by text (Dynamic routing, Tables 2 and 3)" });
 }
 
 function testTable(runs) {
@@ -118,7 +118,7 @@ function vocabularyOf(run) {
   return el("div", { class: "card wide-card" }, el("h3", {}, runName(run)),
     el("p", { class: "about" }, `${whole(vocabulary.items)} items occur at least ${vocabulary.at_least} times. ` +
       `Complete words: ${most} of the ${count} with the most experts, ${fewest} of the ${count} with the fewest.`),
-    el("div", { class: "grid", style: "margin-top:.6rem" },
+    el("div", { class: "grid fit", style: "margin-top:.6rem" },
       el("div", {}, el("p", { class: "small" }, "Most experts"), list(vocabulary.most, `${run.name}: items with the most experts`)),
       el("div", {}, el("p", { class: "small" }, "Fewest experts"), list(vocabulary.fewest, `${run.name}: items with the fewest experts`))));
 }
@@ -151,12 +151,14 @@ function tokenView(runs) {
     const layers = run.text.layers;
     const texts = run.text.view.map(({ text }, place) => [String(place), text]);
     if (Number(tokenText.value) >= texts.length) tokenText.value = "0";
+    const focused = choice.contains(document.activeElement);
     const place = new Shared(Math.min(tokenLayer.value + 1, layers.length));
     place.follow((value) => tokenLayer.set(value - 1));
     choice.replaceChildren(
       selectOf("Run", runs.map(({ name }, at) => [String(at), name]), tokenRun), selectOf("Text", texts, tokenText),
       selectOf("Color", [["used", "number of experts"], ["best", "best expert"]], tokenMode),
       sliderOf("Layer", layers.length + 1, place, (value) => (value === 0 ? "all" : String(layers[value - 1]))));
+    if (focused) choice.querySelector("select").focus();
   }
 
   function draw() {
@@ -218,6 +220,7 @@ function tokenView(runs) {
     const token = state.spans.indexOf(event.target);
     if (token >= 0) move(token);
   });
+  if (!runs.some((run) => run.text.vocabulary.varies)) tokenMode.value = "best"; // all numbers are equal
   const redraw = onDemand(box, draw);
   tokenRun.follow(() => { controls(); redraw(); });
   for (const shared of [tokenText, tokenMode, tokenLayer]) shared.follow(redraw);
@@ -242,7 +245,7 @@ function textsSection(all) {
   const layers = Math.max(...runs.map((run) => run.text.layers.length));
   const widest = runs.find((run) => run.text.layers.length === layers).text.layers;
   const heading = (text, about) => el("div", { class: "wide-card" }, el("h3", {}, text), about ? el("p", { class: "small quiet" }, about) : null);
-  const varied = runs.filter((run) => run.text.vocabulary.varies);
+  const varied = runs.filter((run) => run.text.vocabulary.varies && !run.text.merged);
   const readable = runs.filter((run) => run.text.view.length);
   const [first] = runs;
   return section("texts", "On given text", "What the trained models select on texts, collected by tools/analyze.py.",
