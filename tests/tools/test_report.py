@@ -52,15 +52,27 @@ def test_a_page_about_everything(tmp_path, capsys):
         ({"metrics.jsonl": ""}, "is empty: let the run reach"),
         ({"metrics.jsonl": "x\n"}, "line 1 is not JSON"),
         ({"metrics.jsonl": '{"iteration": 1}', "config.yaml": "a: [b"}, "is not YAML"),
+        ({"metrics.jsonl": '{"iteration": 1, "lm_loss": 1}'}, "has records of another form"),
+        ({"metrics.jsonl": '{"iteration": 1, "validation": [2]}'}, "has records of another form"),
+        ({"metrics.jsonl": '{"iteration": 1}', "analysis/analysis.json": "{}"}, "fit together"),
+        ({"metrics.jsonl": '{"iteration": 1}', "analysis/x": ""}, "analysis.json cannot be read"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_code_2(tmp_path, capsys, write, message):
     for name, text in write.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert main([str(tmp_path), "--output", str(tmp_path / "r.html")]) == 2
     said = capsys.readouterr().err
     assert said.startswith("report.py: ") and message in said and said.count("\n") == 1
     assert not (tmp_path / "r.html").exists()
+
+
+def test_a_run_that_was_only_evaluated(tmp_path, capsys):
+    run = run_folder(tmp_path / "run", [{"iteration": 7, "validation": {"a": {"loss": 2.5}}}])
+    assert main([str(run), "--output", str(tmp_path / "r.html")]) == 0
+    (entry,) = data_of((tmp_path / "r.html").read_text(encoding="utf-8"))["runs"]
+    assert entry["curves"] == {"loss/a": {"x": [7], "y": [2.5]}} and entry["routing"] is None
 
 
 def test_wrong_flags(tmp_path, capsys):

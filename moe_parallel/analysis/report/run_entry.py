@@ -17,7 +17,7 @@ from moe_parallel.analysis.report.text_entry import ANALYSIS, text_entry
 from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.analysis.study.measures import measures
 from moe_parallel.errors import InputError
-from moe_parallel.telemetry.metrics import FILE_NAME, read_metrics
+from moe_parallel.telemetry.metrics import FILE_NAME, Record, read_metrics
 
 CONFIG, STARTS = "config.yaml", "starts.jsonl"
 
@@ -26,29 +26,41 @@ Options = dict[str, Any]
 
 def run_entry(folder: Path, name: str) -> dict[str, Any]:
     """The entry of the run in `folder`. Raises InputError if it has no readable metrics."""
-    records = read_metrics(folder / FILE_NAME)
+    metrics = folder / FILE_NAME
+    records = read_metrics(metrics)
     if not records:
+        raise InputError(f"{metrics}: is empty: let the run reach its first logged iteration")
+    options, starts = _options(folder), _starts(folder)
+    try:
+        measured = _measured(records, options)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(
-            f"{folder / FILE_NAME}: is empty: let the run reach its first logged iteration"
-        )
-    history = RunHistory.from_records(records)
-    options = _options(folder)
-    starts = _starts(folder)
-    train_iters = options.get("train-iters")
-    findings = findings_of(history, train_iters if type(train_iters) is int else None)
+            f"{metrics}: has records of another form ({type(error).__name__}: {error}): is it of "
+            "this program?"
+        ) from error
     return {
         "name": name,
         "path": str(folder),
-        "facts": _facts(history, options),
-        "findings": [asdict(finding) for finding in findings],
-        "clock": clock_of(history),
-        "curves": curves_of(history),
-        "routing": routing_of(history),
+        **measured,
         "options": {flag: _text(value) for flag, value in options.items()},
         "text": text_entry(folder / ANALYSIS) if (folder / ANALYSIS).is_dir() else None,
         "starts": starts,
         "again": None if starts else _command(folder),
         "versions": starts[-1].get("versions") if starts else _versions_of_checkpoint(folder),
+    }
+
+
+def _measured(records: list[Record], options: Options) -> dict[str, Any]:
+    """What the records show."""
+    history = RunHistory.from_records(records)
+    train_iters = options.get("train-iters")
+    findings = findings_of(history, train_iters if type(train_iters) is int else None)
+    return {
+        "facts": _facts(history, options),
+        "findings": [asdict(finding) for finding in findings],
+        "clock": clock_of(history),
+        "curves": curves_of(history),
+        "routing": routing_of(history),
     }
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from moe_parallel.analysis.report.numbers import as_bytes, short, shorts
 from moe_parallel.analysis.routing.folder import VIEW, read_manifest, read_table
+from moe_parallel.errors import InputError
 
 #: The name of the folder in a run.
 ANALYSIS = "analysis"
@@ -31,6 +32,16 @@ Columns = dict[str, Any]
 def text_entry(folder: Path) -> dict[str, Any]:
     """The entry of an analysis folder. Raises InputError if it cannot be read."""
     facts = read_manifest(folder)
+    try:
+        return _entry(folder, facts)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise InputError(
+            f"{folder}: its files do not fit together ({type(error).__name__}: {error}): repeat "
+            "the analysis (tools/analyze.py)"
+        ) from error
+
+
+def _entry(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
     loads, layers = read_table(folder, "loads"), read_table(folder, "layers")
     texts, numbers, experts = list(facts["tokens"]), facts["layers"], facts["experts"]
     shape = (len(texts), len(numbers), experts)

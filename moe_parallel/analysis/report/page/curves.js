@@ -87,8 +87,8 @@ function curvesSection(runs) {
   } });
   const bar = el("div", { class: "bar" },
     selectOf("Axis", Object.entries(AXES).map(([name, { label }]) => [name, label]), axis),
-    labelled("Smoothing", slider, percentShown),
-    labelled("Log scale of losses", el("input", { type: "checkbox", onchange: (event) => logScale.set(event.target.checked) })),
+    labeled("Smoothing", slider, percentShown),
+    labeled("Log scale of losses", el("input", { type: "checkbox", onchange: (event) => logScale.set(event.target.checked) })),
     el("button", { type: "button", onclick: () => curveView.set(null) }, "Show all"));
   return section("curves", "Curves", "Drag over a chart to zoom all of them, double-click to zoom out. With the keyboard: arrows read values, " +
     "plus and minus zoom, Shift with an arrow moves, 0 shows everything. A cross at the bottom marks a value that is not finite.",

@@ -118,7 +118,7 @@ function cssColor(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-function labelled(text, control, ...more) {
+function labeled(text, control, ...more) {
   return el("label", {}, text, control, ...more);
 }
 
@@ -129,7 +129,7 @@ function selectOf(label, options, shared) {
     { onchange: () => shared.set(select.value) },
     options.map(([value, text]) => el("option", { value, selected: value === shared.value }, text)),
   );
-  return labelled(label, select);
+  return labeled(label, select);
 }
 
 /** A slider over the places 0 to count - 1. `text`: place -> what is shown beside it. */
@@ -145,14 +145,14 @@ function sliderOf(label, count, shared, text) {
     shown.textContent = text(value);
     input.setAttribute("aria-valuetext", text(value));
   });
-  return labelled(label, input, shown);
+  return labeled(label, input, shown);
 }
 
 /** A section with its heading; the navigation lists it. */
 function section(id, heading, intro, ...children) {
   return el(
     "section",
-    { id, "aria-labelledby": `${id}-heading` },
+    { id, "aria-labeledby": `${id}-heading` },
     el("h2", { id: `${id}-heading` }, heading),
     intro ? el("p", { class: "intro quiet" }, intro) : null,
     ...children,
