@@ -18,9 +18,9 @@ from moe_parallel.errors import InputError
 ANALYSIS = "analysis"
 
 #: The most values of the co-activation of a run; of more layers, evenly spaced ones are shown.
-PAIR_VALUES = 200_000
+PAIR_VALUES = 100_000
 #: The most values (tokens times layers) of the tokens that are shown, in each of two arrays.
-VIEW_VALUES = 150_000
+VIEW_VALUES = 60_000
 #: Items at each end of the list of the vocabulary (Huang et al. 2024, Table 4).
 MOST_ITEMS = 100
 #: The expected number of rare items among those with extreme means is bounded by this.
@@ -125,9 +125,11 @@ def _vocabulary(table: Columns) -> dict[str, Any]:
 
 def _view(table: Columns, texts: list[str]) -> list[dict[str, Any]]:
     """The first tokens of each text: pieces, and by token and layer the best expert and the number
-    of experts. Two bytes for each expert, low byte first; 65535: none."""
+    of experts. The best expert is in two arrays of digits in base 254, of which the second, `over`,
+    is there only for layers with more experts; no value in the first: none."""
     found = []
     layers = len(table["best"][0]) if table["best"] else 0
+    many = max((max(row) for row in table["best"]), default=0) >= 254
     most = max(1, VIEW_VALUES // max(1, layers * len(texts)))
     for text in texts:
         rows = [row for row, name in enumerate(table["text"]) if name == text][:most]
@@ -141,7 +143,7 @@ def _view(table: Columns, texts: list[str]) -> list[dict[str, Any]]:
                 "pieces": [table["piece"][row] for row in rows],
                 "samples": [table["sample"][row] for row in rows],
                 "best": as_bytes(np.where(best_TG < 0, np.nan, best_TG % 254), 254.0),
-                "over": as_bytes((best_TG // 254).clip(0), 254.0),
+                "over": as_bytes((best_TG // 254).clip(0), 254.0) if many else None,
                 "used": as_bytes(used_TG.clip(0, 254), 254.0),
             }
         )

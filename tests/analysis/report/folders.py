@@ -4,6 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from moe_parallel.analysis.routing.folder import View, write_manifest, write_tables
+from moe_parallel.analysis.routing.specialization import specialization
+from moe_parallel.analysis.routing.tables import tables_of
+from moe_parallel.analysis.routing.totals import RoutingTotals
+from moe_parallel.analysis.routing.vocabulary import Vocabulary
+from tests.analysis.routing.selections import random_selections
 from tests.analysis.synthetic import synthetic_run
 
 CELLS = """nodes,ranks,ep,global_batch_size,tokens_per_second,efficiency,step_seconds,own_seconds,\
@@ -61,4 +67,26 @@ def plan_file(path: Path) -> Path:
     ]  # fmt: skip
     plan = {"cluster": {"gpus": 16}, "plans": planned, "refused": [{}, {}]}
     path.write_text(json.dumps(plan))
+    return path
+
+
+def analysis_folder(path: Path, *, layers: int = 2, experts: int = 4) -> Path:
+    """An analysis of two texts, whose items are all "<i>"; 30 tokens of each to be read, or 600."""
+    path.mkdir()
+    tokens = 30 if layers < 10 else 600
+    numbers = list(range(1, layers + 1))
+    totals = RoutingTotals(numbers, experts, Vocabulary(["<i>"] * 7))
+    view = View(tokens)
+    for favorite, text in enumerate(("code", "prose")):
+        selections = random_selections(
+            text, 0, sequences=tokens // 10, length=10, layers=layers, experts=experts,
+            favorite=favorite,
+        )  # fmt: skip
+        totals.add(selections)
+        view.add(selections)
+    tests = specialization(totals.blocks, numbers, 19, seed=0)
+    pieces = ["<i>"] * len(view.columns["token"])
+    write_tables(path, tables_of(totals, tests) | {"view": {**view.columns, "piece": pieces}})
+    facts = {"tokens": {"code": tokens, "prose": tokens}, "layers": numbers, "experts": experts}
+    write_manifest(path, facts | {"permutations": 19})
     return path

@@ -8,7 +8,8 @@ import pytest
 from moe_parallel.analysis.report.page_file import page_of
 from moe_parallel.analysis.report.report import report_of
 from moe_parallel.analysis.report.run_entry import run_entry
-from tests.analysis.report.folders import plan_file, run_folder, scaling_folder
+from moe_parallel.analysis.report.text_entry import text_entry
+from tests.analysis.report.folders import analysis_folder, plan_file, run_folder, scaling_folder
 from tests.analysis.synthetic import synthetic_run
 from tests.browser import Browser, require_chromium
 
@@ -29,7 +30,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     starts = [{"time": "t", "command": f"python x.py --save {HOSTILE}", "versions": {"torch": "9"}}]
     sources = [
         run_folder(folder / "topk", synthetic_run(60, 3, norms=False), {"lr": 1e-3}),
-        run_folder(folder / "aoe", synthetic_run(60, 4), {"lr": 2e-3}),
+        with_analysis(run_folder(folder / "aoe", synthetic_run(60, 4), {"lr": 2e-3})),
         run_folder(folder / HOSTILE.replace("/", "|"), bad, {"lr": 3e-3}, starts),
         scaling_folder(folder / "scaling"),
         plan_file(folder / "plan.json"),
@@ -37,6 +38,11 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = folder / "report.html"
     file.write_text(report_of(sources, command=["python", "tools/report.py"]), encoding="utf-8")
     return file
+
+
+def with_analysis(run: Path) -> Path:
+    analysis_folder(run / "analysis")
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +69,8 @@ def test_nothing_failed_and_nothing_was_fetched(shown: Browser) -> None:
 def test_the_parts_of_the_page(shown: Browser) -> None:
     headings = shown.value("[...document.querySelectorAll('h2')].map(each => each.textContent)")
     assert headings == [
-        "Warnings", "Runs", "Curves", "Experts", "Scaling", "Plans", "Commands and options",
+        "Warnings", "Runs", "Curves", "Experts", "On given text", "Scaling", "Plans",
+        "Commands and options",
     ]  # fmt: skip
     links = "[...document.querySelectorAll('nav a')].map(link => document.querySelector(link.hash))"
     assert shown.value(f"{links}.every(Boolean)")
@@ -162,6 +169,27 @@ def test_maps_have_a_layer_slider_and_a_cursor(shown: Browser) -> None:
     shown.wait_for(f"{over_time}.querySelectorAll('tbody tr').length === 480")
 
 
+def test_the_token_view_by_the_keyboard(shown: Browser) -> None:
+    box = "document.querySelector('.tokens')"
+    shown.value(f"{box}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
+    shown.wait_for(f"{box}.childElementCount > 0")
+    assert shown.value(f"{box}.querySelectorAll('span').length") == 30
+    assert shown.value(f"{box}.innerText").startswith("<i>")  # a piece of text, not an element
+    choose = "[...document.querySelectorAll('#texts select')].find(e => e.value === 'used')"
+    assert shown.value(f"{choose}.labels[0].innerText").startswith("Color")
+    colors = f"[...{box}.querySelectorAll('span')].map(span => span.style.background)"
+    by_number = shown.value(colors)
+    shown.value(f"{choose}.value = 'best'; 0")
+    shown.value("document.querySelectorAll('#texts select')[3].dispatchEvent(new Event('change'))")
+    shown.wait_for(f"{colors}[0] !== {by_number[0]!r}")
+    shown.value(f"{box}.focus()")
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
+        shown.press(key)
+    reading = shown.value(f"{box}.parentNode.querySelector('[aria-live]').textContent")
+    assert reading.startswith("Token 12 of 30, <i>") and "best expert" in reading
+    assert shown.value(f"{box}.querySelectorAll('span.here').length") == 1
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("width", [360, 800, 1920])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -206,8 +234,10 @@ def test_twenty_long_runs_are_one_small_page(tmp_path: Path) -> None:
     long = run_folder(tmp_path / "long", synthetic_run(logged=2000, layers=2))
     wide = run_folder(tmp_path / "wide", synthetic_run(logged=70, layers=24, experts=64))
     entry = run_entry(long, "long") | {"routing": run_entry(wide, "wide")["routing"]}
-    assert len(entry["curves"]["train"]["x"]) > 700
+    assert len(entry["curves"]["train"]["x"]) > 500
     assert entry["routing"]["load"]["shape"] == [60, 24, 64]
+    entry["text"] = text_entry(analysis_folder(tmp_path / "analysis", layers=24, experts=64))
+    assert entry["text"]["pairs"]["shape"] == [24, 64, 64]
     runs = [entry | {"name": f"run {number}"} for number in range(20)]
     file = tmp_path / "report.html"
     content = {"runs": runs, "scaling": [], "plans": [], "command": ""}

@@ -163,11 +163,11 @@ function tokenView(runs) {
 
   function draw() {
     const { run, view } = chosen();
-    const [used, best, over] = [decoded(view.used), decoded(view.best), decoded(view.over)];
+    const [used, best, over] = [view.used, view.best, view.over].map((coded) => (coded ? decoded(coded) : null));
     const layers = run.text.layers.map((_, place) => place);
     const layer = Math.min(tokenLayer.value, layers.length - 1);
     const count = (token) => (layer >= 0 ? used.get(token, layer) : mean(layers.map((at) => used.get(token, at))));
-    const expertOf = (token, at) => (best.get(token, at) === null ? null : Math.round(best.get(token, at)) + 254 * Math.round(over.get(token, at)));
+    const expertOf = (token, at) => (best.get(token, at) === null ? null : Math.round(best.get(token, at)) + (over ? 254 * Math.round(over.get(token, at)) : 0));
     const shownLayer = Math.max(0, layer);
     const counts = view.pieces.map((_, token) => count(token));
     const [low, high] = [Math.min(...counts), Math.max(...counts)];
@@ -220,12 +220,23 @@ function tokenView(runs) {
     const token = state.spans.indexOf(event.target);
     if (token >= 0) move(token);
   });
-  if (!runs.some((run) => run.text.vocabulary.varies)) tokenMode.value = "best"; // all numbers are equal
+  if (!runs.some(({ text }) => text.view.some(hasVariedNumbers))) tokenMode.value = "best";
   const redraw = onDemand(box, draw);
   tokenRun.follow(() => { controls(); redraw(); });
   for (const shared of [tokenText, tokenMode, tokenLayer]) shared.follow(redraw);
   controls();
   return el("div", { class: "wide-card" }, choice, box, key, reading);
+}
+
+/** Whether the number of experts differs between tokens or layers. */
+function hasVariedNumbers({ used }) {
+  const numbers = decoded(used);
+  const [tokens, layers] = used.shape;
+  const first = numbers.get(0, 0);
+  for (let token = 0; token < tokens; token += 1) {
+    for (let layer = 0; layer < layers; layer += 1) if (numbers.get(token, layer) !== first) return true;
+  }
+  return false;
 }
 
 function legend(color, text) {
