@@ -47,7 +47,7 @@ function findingsSection(runs) {
 }
 
 function runName(run) {
-  return el("span", { class: "run-name" }, swatch(run.style), run.name);
+  return el("span", { class: run.name.length <= 22 ? "run-name short" : "run-name" }, swatch(run.style), run.name);
 }
 
 function runsSection(runs) {
@@ -96,8 +96,10 @@ function copyButton(text) {
   return button;
 }
 
+/** A command, whose lines break between words and not at the hyphens of flags. */
 function commandOf(text) {
-  return el("div", { class: "command" }, el("pre", { tabindex: 0 }, text), copyButton(text));
+  const words = text.split(" ").flatMap((word, place) => [place ? " " : "", el("span", { class: "word" }, word)]);
+  return el("div", { class: "command" }, el("pre", { tabindex: 0 }, words), copyButton(text));
 }
 
 function factsOf(pairs) {
@@ -123,17 +125,22 @@ function commandsSection(runs) {
     unfolding("All options", () => sortableTable([
       { name: "option", value: ([flag]) => `--${flag}` }, { name: "value", value: ([, value]) => value },
     ], Object.entries(run.options), { caption: `Options of ${run.name}`, tall: true }))));
-  return section("commands", "Commands and options", null, differences(runs), el("div", { class: "grid" }, cards));
+  return section("commands", "Commands and options", null, differences(runs), el("div", { class: "grid broad" }, cards));
 }
 
-/** The options that are not the same in all runs. */
+/** The options with several values, and those that only some of the systems have. */
 function differences(runs) {
   if (runs.length < 2) return null;
   const flags = [...new Set(runs.flatMap((run) => Object.keys(run.options)))].filter((flag) => flag !== "save");
-  const rows = flags.filter((flag) => new Set(runs.map((run) => run.options[flag])).size > 1);
-  if (!rows.length) return el("p", { class: "intro quiet" }, "All runs have the same options.");
-  return el("div", {}, el("h3", {}, "Options that differ"), el("div", { style: "height:.4rem" }), sortableTable([
+  const values = (flag) => runs.map((run) => run.options[flag]).filter((value) => value !== undefined);
+  const several = flags.filter((flag) => new Set(values(flag)).size > 1);
+  const some = flags.filter((flag) => !several.includes(flag) && values(flag).length < runs.length);
+  const table = (rows, caption) => sortableTable([
     { name: "option", value: (flag) => `--${flag}` },
     ...runs.map((run) => ({ name: run.name, value: (flag) => run.options[flag] ?? NONE })),
-  ], rows, { caption: "Options that differ between the runs", tall: rows.length > 12 }), el("div", { style: "height:1rem" }));
+  ], rows, { caption, tall: rows.length > 12 });
+  return el("div", { style: "margin-bottom:1rem" },
+    several.length ? [el("h3", { style: "margin-bottom:.4rem" }, "Options that differ"), table(several, "Options that differ between the runs")]
+      : el("p", { class: "quiet" }, "No option differs between the runs."),
+    some.length ? unfolding(`${some.length} options that only some runs have`, () => table(some, "Options that only some runs have")) : null);
 }
