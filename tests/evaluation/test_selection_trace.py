@@ -89,9 +89,19 @@ def _scores(x_D, weight):
     return numpy.linalg.norm(numpy.tensordot(weight, x_D, (axis, 0)), axis=1)
 
 
-@pytest.fixture(scope="module", params=["topk", "aoe", "top_p", "bias", "a capacity"])
-def dispatched(request):
-    return request.param, *run_distributed(1, _traced, request.param)[0]
+def _traced_all():
+    return {name: _traced(name) for name in SYSTEMS}
+
+
+@pytest.fixture(scope="module")
+def traced():
+    (found,) = run_distributed(1, _traced_all)
+    return found
+
+
+@pytest.fixture(params=["topk", "aoe", "top_p", "bias", "a capacity"])
+def dispatched(request, traced):
+    return request.param, *traced[request.param]
 
 
 def test_choices_of_each_token(dispatched):
@@ -139,8 +149,8 @@ def test_drops(dispatched):
 
 
 @pytest.mark.parametrize("name", ["lory", "smear"])
-def test_weights_of_merged_experts(name):
-    given, weights, found, same, _ = run_distributed(1, _traced, name)[0]
+def test_weights_of_merged_experts(name, traced):
+    given, weights, found, same, _ = traced[name]
     assert same
     for number, selections in enumerate(found):
         for place, layer in enumerate(selections.layers):

@@ -82,6 +82,7 @@ def test_the_report_shows_it(trained: Path, analyzed: list[str], tmp_path: Path)
     assert lines == [start]
 
 
+@pytest.mark.full
 def test_given_files_replace_the_analysis(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one two three four " * 30)
     (tmp_path / "b.jsonl").write_text('{"text": "seven seven"}\n' * 20)
