@@ -4,11 +4,13 @@
 #           `make test` uses .venv, `make test PYTHON=python3.12` uses .venv-3.12
 #   NPROC   the number of processes that `make pretrain` starts
 #   ARGS    flags that are passed to the command, e.g. make pretrain ARGS="--train-iters 20"
+#   RUNS    run folders and studies that `make report` reads
 #   JOBS    the number of test files, in the full tier of tests, that run in parallel
 PYTHON ?= python3
 NPROC ?= 2
 ARGS ?=
 JOBS ?= 2
+RUNS ?= $(patsubst %/metrics.jsonl,%,$(wildcard runs/*/metrics.jsonl))
 CONFIG ?= examples/quickstart.yaml
 
 ifeq ($(origin PYTHON),file)
@@ -34,7 +36,7 @@ set-up-now = $(call stop-if,$(shell tools/set_up.sh "$(PYTHON)" "$(VENV)"))
 dry-run = $(findstring n,$(filter-out --%,$(firstword -$(MAKEFLAGS))))
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up pretrain test test-full test-cluster bench check format clean
+.PHONY: help set-up pretrain report test test-full test-cluster bench check format clean
 
 help: ## show this list
 	@echo "usage: make COMMAND [PYTHON=python3.12] [NPROC=2] [ARGS=\"--flag value\"]"
@@ -55,6 +57,10 @@ keep-earlier-run = \
 pretrain: set-up ## train the quickstart model (about 8 minutes on 2 cores) and report its held-out loss
 	@$(if $(findstring --load,$(ARGS))$(findstring --save,$(ARGS)),:,$(keep-earlier-run))
 	@$(RUN) python pretrain_gpt_moe.py --nproc-per-node $(NPROC) --config $(CONFIG) $(ARGS)
+
+report: set-up ## write report.html about RUNS="runs/a runs/b" (default: all of runs/), one page, no network
+	@$(if $(strip $(RUNS)),,$(error RUNS is empty and runs/ holds no run: name run folders, RUNS="runs/a runs/b"))
+	@$(RUN) python tools/report.py $(RUNS) $(ARGS)
 
 # The tests of a file share fixtures that take seconds, so one worker runs the file. In the full tier
 # some files take minutes, so there a worker without work takes tests from the other.

@@ -16,6 +16,7 @@ PROGRAMS = {
     **{
         tool.replace("_", "-"): f"tools/{tool}.py"
         for tool in (
+            "analyze",
             "checkpoint",
             "convert",
             "count_parameters",
@@ -32,6 +33,7 @@ PROGRAMS = {
             "preprocess_data",
             "probe_autonomy",
             "probe_causality",
+            "report",
         )
     },
 }

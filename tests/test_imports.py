@@ -31,7 +31,7 @@ LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 
 # Training ends with a call of analysis, which reads only the files of the run.
 ANALYSIS = "analysis"
-ANALYSIS_MAY_IMPORT = ("errors", "config", "plan", "telemetry.metrics", ANALYSIS)
+ANALYSIS_MAY_IMPORT = ("errors", "optional", "config", "plan", "telemetry.metrics", ANALYSIS)
 
 # Selection rules are pure functions: `Tokens` gives them the data of other ranks.
 PURE = "selection"

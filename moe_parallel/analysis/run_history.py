@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -105,7 +106,7 @@ class RunHistory:
     def bits_per_byte(self) -> dict[str, Curve]:
         return self._by_domain("bits_per_byte")
 
-    @property
+    @cached_property
     def routing(self) -> RoutingHistory | None:
         """The routing statistics over training. None if no layer has any."""
         return _routing(self.training)

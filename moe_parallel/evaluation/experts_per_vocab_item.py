@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from moe_parallel.layers import DispatchedLayer
 from moe_parallel.model.forward import Batch
-from moe_parallel.selection.choices import Choices, Rule
+from moe_parallel.selection.choices import BiasedRule, Choices, Rule
 from moe_parallel.selection.tokens import Tokens
 
 
@@ -80,6 +80,9 @@ class _Counted:
         choices = self.rule(scores_TE, tokens)
         self.counts.append((choices.experts_TK >= 0).sum(dim=1))
         return choices
+
+    def with_bias(self, bias_E: torch.Tensor) -> _Counted:
+        return _Counted(cast(BiasedRule, self.rule).with_bias(bias_E), self.counts)
 
 
 @contextmanager

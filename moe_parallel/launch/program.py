@@ -16,6 +16,7 @@ from moe_parallel.launch import slurm
 from moe_parallel.launch.options import LaunchOptions, divide, help_text
 from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, code_of, reader_gone
 from moe_parallel.training.signals import Stopped, StopRequest
+from moe_parallel.training.starts import keep_command
 
 
 def main(script: str, arguments: Sequence[str]) -> None:
@@ -38,6 +39,7 @@ def main(script: str, arguments: Sequence[str]) -> None:
 def _run(script: str, arguments: Sequence[str], stop: StopRequest) -> int:
     if {"--help", "-h"} & set(arguments):
         return _help()
+    keep_command(script, arguments)
     options = divide(arguments)
     if options.launcher:
         return _launch(options, script, stop)

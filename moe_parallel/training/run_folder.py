@@ -22,6 +22,7 @@ from moe_parallel.training.checkpoint.background import Background
 from moe_parallel.training.checkpoint.checkpointer import Checkpointer
 from moe_parallel.training.checkpoint.record import Expected
 from moe_parallel.training.own_tokenizer import TOKENIZER
+from moe_parallel.training.starts import record_start
 
 
 def open_checkpoints(
@@ -120,7 +121,8 @@ def expected_dense(config: Config, vocab_size: int) -> Expected:
 
 
 def begin_run(config: Config, tokenizer: Tokenizer) -> None:
-    """Write config.yaml and tokenizer/ to --save, after all checks have passed. Collective."""
+    """Write config.yaml, tokenizer/ and a line of starts.jsonl to --save, after all checks have
+    passed. Collective."""
     if config.checkpoint.save is None:
         return
     folder = Path(config.checkpoint.save)
@@ -128,6 +130,7 @@ def begin_run(config: Config, tokenizer: Tokenizer) -> None:
     def begin() -> None:
         try:
             write_run_files(folder, config, tokenizer)
+            record_start(folder, dist.get_world_size(), config.checkpoint.load)
         except OSError as error:
             raise InputError(
                 f"--save {folder} cannot be written ({one_line(error)}): "

@@ -22,6 +22,7 @@ SYSTEMS = {
     "top_p": TOP_P,
     "a dense layer, another p": TOP_P | {"moe_layer_freq": "[0,1]", "moe_inference_top_p": 0.8},
     "topk": {},
+    "a balancing bias": {"moe_router_enable_expert_bias": True},
     "dense": {"num_experts": None, "moe_ffn_hidden_size": None},
 }
 

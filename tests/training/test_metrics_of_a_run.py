@@ -54,6 +54,7 @@ def test_the_files_of_a_run(run):
         "latest_checkpointed_iteration.txt",
         "metrics.jsonl",
         "run.png",
+        "starts.jsonl",
         "tensorboard",
         "tokenizer",
     }

@@ -1,0 +1,1 @@
+"""One page of HTML about runs, studies and plans, which needs no network."""

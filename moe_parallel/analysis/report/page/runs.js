@@ -1,0 +1,146 @@
+// The runs: which are shown, what to know first, their numbers, and how they were started.
+
+const shownRuns = new Shared(null); // Set of places, set in start.js
+
+function visible(runs) {
+  return runs.filter((_, place) => shownRuns.value.has(place));
+}
+
+/** The check boxes that show or hide a run in every figure. */
+function runChips(runs) {
+  const boxes = runs.map((run, place) => {
+    const box = el("input", { type: "checkbox", checked: true, onchange: () => {
+      const shown = new Set(shownRuns.value);
+      if (box.checked) shown.add(place);
+      else shown.delete(place);
+      shownRuns.set(shown);
+    } });
+    return box;
+  });
+  const all = (checked) => () => {
+    for (const box of boxes) box.checked = checked;
+    shownRuns.set(new Set(checked ? runs.keys() : []));
+  };
+  return el("div", { class: "bar", role: "group", "aria-label": "Runs in the figures" },
+    el("ul", { class: "chips" }, runs.map((run, place) =>
+      el("li", {}, el("label", {}, boxes[place], swatch(run.style), run.name)))),
+    runs.length > 3 ? el("span", {}, el("button", { type: "button", onclick: all(true) }, "All"), " ",
+      el("button", { type: "button", onclick: all(false) }, "None")) : null);
+}
+
+const LEVELS = { problem: "Problem", warning: "Warning", note: "Note" };
+
+function findingsSection(runs) {
+  const rows = runs.flatMap((run) => run.findings.map((finding) => ({ run, ...finding })));
+  const order = Object.keys(LEVELS);
+  rows.sort((one, other) => order.indexOf(one.level) - order.indexOf(other.level));
+  const counts = order.map((level) => [level, rows.filter((row) => row.level === level).length]).filter(([, count]) => count);
+  const intro = rows.length
+    ? counts.map(([level, count]) => `${count} ${LEVELS[level].toLowerCase()}${count === 1 ? "" : "s"}`).join(", ")
+    : "No loss was infinite, no expert is dead, nothing was dropped, and the load is even.";
+  const item = ({ run, level, kind, text }) => el("li", { class: level },
+    el("span", { class: `tag ${level}` }, `${LEVELS[level]}: ${kind}`), el("strong", {}, run.name), el("span", {}, text));
+  const shown = 12;
+  return section("warnings", "Warnings", intro,
+    el("ul", { class: "findings" }, rows.slice(0, shown).map(item)),
+    rows.length > shown ? unfolding(`${rows.length - shown} more`, () => el("ul", { class: "findings" }, rows.slice(shown).map(item))) : null);
+}
+
+function runName(run) {
+  return el("span", { class: run.name.length <= 22 ? "run-name short" : "run-name" }, swatch(run.style), run.name);
+}
+
+function runsSection(runs) {
+  const domains = [...new Set(runs.flatMap((run) => Object.keys(run.facts)))]
+    .filter((name) => name.includes("/")).map((name) => name.split("/")).filter(([, measure]) => ["loss", "bits_per_byte"].includes(measure));
+  const fact = (name, key, format, more = {}) => ({
+    name, number: true, value: (run) => run.facts[key] ?? null, show: (run) => format(run.facts[key] ?? null), ...more,
+  });
+  const three = (value) => fixed(value, 3);
+  const columns = [
+    { name: "run", value: (run) => run.name, show: runName },
+    { name: "system", value: (run) => run.facts.system, show: (run) => run.facts.system ?? NONE },
+    { name: "experts", number: true, title: "MoE layers × experts of a layer",
+      value: (run) => (run.facts.layers ?? 0) * (run.facts.experts ?? 0),
+      show: (run) => (run.facts.experts ? `${run.facts.layers} × ${run.facts.experts}` : NONE) },
+    fact("iterations", "iterations", whole),
+    fact("tokens", "tokens", compact),
+    fact("training loss", "train_loss", three, { title: "nats per token, last tenth", best: "low" }),
+    ...domains.map(([domain, measure]) => measure === "loss"
+      ? fact(`${domain} loss`, `${domain}/loss`, three, { title: `nats per token of held-out ${domain}`, best: "low" })
+      : fact(`${domain} bits/byte`, `${domain}/bits_per_byte`, three, { title: `held-out ${domain}`, best: "low" })),
+    fact("experts/token", "experts_per_token", (value) => fixed(value, 2), { title: "of the last evaluation, mean over layers" }),
+    fact("Ent_load", "ent_load", three, { title: "nats, mean over layers, last tenth: higher is more even" }),
+    fact("Ent_conf", "ent_conf", three, { title: "nats, mean over layers, last tenth: lower is more confident" }),
+    fact("I(expert; domain)", "mutual_information", (value) => fixed(value, 4), { title: "mutual information on held-out text, nats" }),
+    fact("dropped", "dropped_share", (value) => percent(value, 2), { title: "share of all choices in training" }),
+    fact("tokens/s", "tokens_per_second", compact, { title: "median", best: "high" }),
+    fact("peak memory", "peak_memory_bytes", bytes, { title: "of the rank that used most" }),
+    { name: "warnings", number: true, value: (run) => run.findings.filter(({ level }) => level !== "note").length },
+  ];
+  const used = columns.filter((column, place) => place < 2 || runs.some((run) => ![null, undefined].includes(column.value(run))));
+  return section("runs", "Runs", "Select a heading to sort. A dot marks the best value of a column.",
+    sortableTable(used, runs, { caption: "Runs and their numbers" }));
+}
+
+function copyButton(text) {
+  const button = el("button", { type: "button", onclick: async () => {
+    try {
+      await navigator.clipboard.writeText(text);
+      button.textContent = "Copied";
+    } catch {
+      button.textContent = "Select and copy";
+    }
+    setTimeout(() => { button.textContent = "Copy"; }, 2000);
+  } }, "Copy");
+  return button;
+}
+
+/** A command, whose lines break between words and not at the hyphens of flags. */
+function commandOf(text) {
+  const words = text.split(" ").flatMap((word, place) => [place ? " " : "", el("span", { class: "word" }, word)]);
+  return el("div", { class: "command" }, el("pre", { tabindex: 0 }, words), copyButton(text));
+}
+
+function factsOf(pairs) {
+  return el("p", { class: "facts" }, pairs.filter(([, value]) => value !== null && value !== undefined && value !== "")
+    .map(([name, value]) => el("span", {}, `${name} `, el("b", {}, String(value)))));
+}
+
+function startOf(start) {
+  const versions = Object.entries(start.versions ?? {});
+  return el("div", {},
+    start.command ? commandOf(start.command) : el("p", { class: "quiet" }, "started by another program"),
+    factsOf([["started", start.time], ["in", start.directory], ["ranks", start.ranks], ["continued from", start.load], ["on", start.platform], ...versions]));
+}
+
+function commandsSection(runs) {
+  const cards = runs.map((run) => el("div", { class: "card" }, el("h3", {}, runName(run)), el("p", { class: "about mono" }, run.path),
+    run.starts.slice(-1).map(startOf),
+    run.starts.length > 1 ? unfolding(`${run.starts.length - 1} earlier starts`, () => el("div", {}, run.starts.slice(0, -1).map(startOf))) : null,
+    run.starts.length ? null : el("div", {},
+      el("p", { class: "about" }, "The run recorded no command. This one repeats it from its configuration, on one process:"),
+      run.again ? commandOf(run.again) : el("p", { class: "about" }, "It has no config.yaml."),
+      factsOf(Object.entries(run.versions ?? {}))),
+    unfolding("All options", () => sortableTable([
+      { name: "option", value: ([flag]) => `--${flag}` }, { name: "value", value: ([, value]) => value },
+    ], Object.entries(run.options), { caption: `Options of ${run.name}`, tall: true }))));
+  return section("commands", "Commands and options", null, differences(runs), el("div", { class: "grid broad" }, cards));
+}
+
+/** The options with several values, and those that only some of the systems have. */
+function differences(runs) {
+  if (runs.length < 2) return null;
+  const flags = [...new Set(runs.flatMap((run) => Object.keys(run.options)))].filter((flag) => flag !== "save");
+  const values = (flag) => runs.map((run) => run.options[flag]).filter((value) => value !== undefined);
+  const several = flags.filter((flag) => new Set(values(flag)).size > 1);
+  const some = flags.filter((flag) => !several.includes(flag) && values(flag).length < runs.length);
+  const table = (rows, caption) => sortableTable([
+    { name: "option", value: (flag) => `--${flag}` },
+    ...runs.map((run) => ({ name: run.name, value: (flag) => run.options[flag] ?? NONE })),
+  ], rows, { caption, tall: rows.length > 12 });
+  return el("div", { style: "margin-bottom:1rem" },
+    several.length ? [el("h3", { style: "margin-bottom:.4rem" }, "Options that differ"), table(several, "Options that differ between the runs")]
+      : el("p", { class: "quiet" }, "No option differs between the runs."),
+    some.length ? unfolding(`${some.length} options that only some runs have`, () => table(some, "Options that only some runs have")) : null);
+}

@@ -1,0 +1,153 @@
+"""Collects the selections of a model while it reads text. The model is not changed.
+
+Shape suffixes: S tokens of a sequence, B sequences, T = S * B tokens (Megatron's order), E experts,
+M stretches of a sequence with one merge each, P = M * B merged experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from moe_parallel.analysis.routing.selections import (
+    ChosenExperts,
+    LayerSelections,
+    MergedExperts,
+    TextSelections,
+)
+from moe_parallel.layers import DispatchedLayer
+from moe_parallel.layers.merged import MergedLayer
+from moe_parallel.model.forward import Batch
+from moe_parallel.selection.choices import BiasedRule, Choices, Rule
+from moe_parallel.selection.segments import Merges
+from moe_parallel.selection.tokens import Tokens
+
+Record = Callable[[LayerSelections], None]
+
+
+def expert_layers(model: Any) -> list[DispatchedLayer | MergedLayer]:
+    """The layers with experts, in order."""
+    kinds = (DispatchedLayer, MergedLayer)
+    return [layer for layer in model.modules() if isinstance(layer, kinds)]
+
+
+def selections_of(model: Any, batches: Iterable[Batch], text: str) -> Iterator[TextSelections]:
+    """Run the model on the batches in evaluation mode, and yield the selections of each.
+
+    Args:
+        model: a complete GPT (Megatron-Core's) on one process; left in evaluation mode.
+        batches: tokens, position_ids and loss_mask [B, S], the sequences of one text in order.
+            Tokens outside the loss mask are left out, but seen by the model.
+        text: the name of the text.
+    """
+    device = next(model.parameters()).device
+    model.eval()
+    found: list[LayerSelections] = []
+    first = 0
+    for batch in batches:
+        found.clear()
+        with torch.no_grad(), _tracing(model, found.append):
+            model(batch["tokens"].to(device), batch["position_ids"].to(device), None)
+        yield _in_text_order(batch, text, first, found)
+        first += len(batch["tokens"])
+
+
+def _in_text_order(
+    batch: Batch, text: str, first: int, found: list[LayerSelections]
+) -> TextSelections:
+    sequences, length = batch["tokens"].shape
+    read_BS = batch["loss_mask"].numpy() > 0
+    sequence_N, position_N = np.nonzero(read_BS)
+    rows_N = position_N * sequences + sequence_N  # layers have [S, B]
+    return TextSelections(
+        text,
+        (first + sequence_N).astype(np.int64),
+        position_N.astype(np.int32),
+        batch["tokens"].numpy()[read_BS],
+        tuple(layer.of(rows_N) for layer in found),
+    )
+
+
+@dataclass(frozen=True)
+class _TracedRule:
+    """A rule that reports its choices."""
+
+    rule: Rule
+    layer: DispatchedLayer
+    record: Record
+
+    def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
+        choices = self.rule(scores_TE, tokens)
+        self.record(_chosen(choices, self.layer))
+        return choices
+
+    def with_bias(self, bias_E: torch.Tensor) -> _TracedRule:
+        return _TracedRule(cast(BiasedRule, self.rule).with_bias(bias_E), self.layer, self.record)
+
+
+def _chosen(choices: Choices, layer: DispatchedLayer) -> ChosenExperts:
+    capacity = layer.context.capacity
+    dropped_T = torch.zeros(len(choices.experts_TK), dtype=torch.int64)
+    if capacity is not None:
+        lost_TK = (choices.experts_TK >= 0) & (capacity.keep(choices).experts_TK < 0)
+        dropped_T = lost_TK.sum(dim=1)
+    probabilities_TE = torch.softmax(choices.scores_TE.float(), dim=-1)
+    return ChosenExperts(
+        layer=layer.layer_number,
+        entropy_T=torch.special.entr(probabilities_TE).sum(dim=-1).cpu().numpy(),
+        dropped_T=dropped_T.cpu().numpy(),
+        experts_TK=choices.experts_TK.cpu().numpy(),
+        probs_TK=choices.probs_TK.detach().float().cpu().numpy(),
+        experts=layer.num_experts,
+    )
+
+
+def _merged(merges: Merges, layer: MergedLayer) -> MergedExperts:
+    stretches, sequences, _ = merges.weights_MBE.shape
+    weights_PE = merges.weights_MBE.detach().float().flatten(0, 1)
+    stretch_S = np.repeat(np.arange(stretches), merges.sizes)
+    merge_T = (stretch_S[:, None] * sequences + np.arange(sequences)).ravel()
+    entropy_P = torch.special.entr(weights_PE).sum(dim=-1).cpu().numpy()
+    return MergedExperts(
+        layer=layer.layer_number,
+        entropy_T=entropy_P[merge_T],
+        dropped_T=np.zeros(len(merge_T), dtype=np.int64),
+        weights_PE=weights_PE.cpu().numpy(),
+        merge_T=merge_T,
+    )
+
+
+@contextmanager
+def _tracing(model: Any, record: Record) -> Iterator[None]:
+    """Inside, each layer with experts reports its selections. Restores the layers at the end."""
+    layers = expert_layers(model)
+    dispatched = [layer for layer in layers if isinstance(layer, DispatchedLayer)]
+    merged = [layer for layer in layers if isinstance(layer, MergedLayer)]
+    rules = [layer.evaluation_rule for layer in dispatched]
+    for layer, rule in zip(dispatched, rules, strict=True):
+        layer.evaluation_rule = _TracedRule(rule, layer, record)
+    for each in merged:
+        each.__dict__["merges"] = _traced_merges(each, record)
+    try:
+        yield
+    finally:
+        for layer, rule in zip(dispatched, rules, strict=True):
+            layer.evaluation_rule = rule
+        for each in merged:
+            del each.__dict__["merges"]
+
+
+def _traced_merges(layer: MergedLayer, record: Record) -> Callable[[torch.Tensor], Merges]:
+    original = layer.merges
+
+    def merges(x_SBD: torch.Tensor) -> Merges:
+        found = original(x_SBD)
+        record(_merged(found, layer))
+        return found
+
+    return merges

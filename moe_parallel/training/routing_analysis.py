@@ -1,0 +1,214 @@
+"""The selections of a trained model on texts, written as an analysis folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_parallel.analysis.routing.folder import (
+    MANIFEST,
+    VIEW,
+    SelectionsFile,
+    View,
+    write_manifest,
+    write_tables,
+)
+from moe_parallel.analysis.routing.specialization import Specialization, specialization
+from moe_parallel.analysis.routing.tables import tables_of
+from moe_parallel.analysis.routing.totals import RoutingTotals
+from moe_parallel.analysis.routing.vocabulary import Vocabulary
+from moe_parallel.config import Config, MergedSelection
+from moe_parallel.data.atomic_files import atomic_folder
+from moe_parallel.data.sampler import evaluation_batches
+from moe_parallel.data.tokenizer import Tokenizer
+from moe_parallel.errors import InputError
+from moe_parallel.evaluation.given_text import batches_of
+from moe_parallel.evaluation.selection_trace import expert_layers, selections_of
+from moe_parallel.model.forward import Batch
+from moe_parallel.training.checkpoint.folder import find_checkpoint
+from moe_parallel.training.own_tokenizer import own_tokenizer
+from moe_parallel.training.standalone import single_process, standalone_model, vocab_size_of
+from moe_parallel.training.text import open_text
+
+#: The name of the folder in a run.
+FOLDER = "analysis"
+
+
+@dataclass(frozen=True)
+class AnalysisOptions:
+    """What is analyzed, and what is written."""
+
+    files: dict[str, Path]  # by the name of the text; {}: the held-out text of the run
+    samples: int | None  # the most sequences of each text
+    permutations: int
+    view_tokens: int  # of each text, to be read in the report
+    selections: bool  # write selections.parquet
+    command: str  # that was given
+
+
+def named_files(words: Sequence[str]) -> dict[str, Path]:
+    """The files of --text by name: NAME=FILE, or FILE, named by its stem. Raises InputError."""
+    found: dict[str, Path] = {}
+    for word in words:
+        name, equals, file = word.partition("=")
+        path = Path(file if equals else word)
+        name = name if equals else path.stem
+        if not name:
+            raise InputError(f"--text {word}: the name before = is empty")
+        if name in found:
+            raise InputError(f"--text {word}: another text is called {name}: give NAME=FILE")
+        if not path.is_file():
+            raise InputError(f"--text {path}: there is no such file")
+        found[name] = path
+    return found
+
+
+def output_folder(given: Path | None, load: Path) -> Path:
+    """--output, or `analysis` in the run. Raises InputError if it holds something else."""
+    folder = given
+    if folder is None:
+        checkpoint = find_checkpoint(load)
+        run = checkpoint.parent if checkpoint.name.startswith("iter_") else checkpoint
+        folder = run / FOLDER
+    if folder.exists() and not (folder / MANIFEST).is_file():
+        raise InputError(f"--output {folder} exists and is no analysis: name another folder")
+    return folder
+
+
+def analyze(
+    config: Config,
+    options: AnalysisOptions,
+    folder: Path,
+    advance: Callable[[int], object] = lambda tokens: None,
+) -> list[str]:
+    """Analyze the model of --load and write `folder`; an earlier analysis there is replaced.
+
+    Returns lines for the user. `advance` is called with the tokens of each batch. Raises
+    InputError.
+    """
+    with single_process(config) as groups:
+        tokenizer, vocabulary, texts = _texts(config, options)
+        model, _ = standalone_model(config, vocabulary, groups)
+        layers = expert_layers(model)
+        totals = RoutingTotals(
+            [layer.layer_number for layer in layers],
+            layers[0].num_experts,
+            Vocabulary([_piece(tokenizer, item) for item in range(vocabulary)]),
+        )
+        view = View(options.view_tokens)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_folder(folder) as writing:
+            with ExitStack() as stack:
+                receivers = [totals.add, view.add]
+                if options.selections:
+                    receivers.append(stack.enter_context(SelectionsFile(writing)).add)
+                for name, batches in texts:
+                    for selections in selections_of(model, batches, name):
+                        for receive in receivers:
+                            receive(selections)
+                        advance(len(selections))
+            tests = _write(writing, config, options, totals, view)
+            earlier = _moved_away(folder)
+    if earlier is not None:
+        shutil.rmtree(earlier, ignore_errors=True)
+    return _lines(totals, tests)
+
+
+def _texts(
+    config: Config, options: AnalysisOptions
+) -> tuple[Tokenizer, int, Iterator[tuple[str, Iterable[Batch]]]]:
+    """(tokenizer, size of the model's vocabulary, the batches of each text)."""
+    training = config.training
+    size, length = training.micro_batch_size, training.seq_length
+    if options.files:
+        own = own_tokenizer(config.checkpoint.load, config.data)
+        tokenizer = open_text(config).tokenizer if own is None else own.tokenizer
+        files = options.files.items()
+        given = (
+            (name, batches_of(path, tokenizer, length, size, options.samples))
+            for name, path in files
+        )
+        return tokenizer, vocab_size_of(config), given
+    text = open_text(config)
+    datasets = text.datasets(config).valid
+    if not datasets:
+        raise InputError(
+            f"--split {config.data.split} leaves no validation text: name texts by --text"
+        )
+    held_out = (
+        (
+            domain,
+            evaluation_batches(
+                dataset,
+                samples=options.samples,
+                micro_batch_size=size,
+                data_parallel_rank=0,
+                data_parallel_size=1,
+            ),
+        )
+        for domain, dataset in datasets.items()
+    )
+    return text.tokenizer, text.vocab_size, held_out
+
+
+def _piece(tokenizer: Tokenizer, item: int) -> str:
+    """The text of an item; "" for one beyond the tokenizer's vocabulary."""
+    return tokenizer.detokenize([item]) if item < tokenizer.vocab_size else ""
+
+
+def _facts(config: Config, options: AnalysisOptions, totals: RoutingTotals) -> dict[str, Any]:
+    described = asdict(options) | {"files": {n: str(path) for n, path in options.files.items()}}
+    return {
+        "checkpoint": str(find_checkpoint(Path(config.checkpoint.load or ""))),
+        "system": config.selection.system,
+        "merged": isinstance(config.selection, MergedSelection),
+        "experts": totals.num_experts,
+        "layers": list(totals.layers),
+        "tokens": {name: text.tokens for name, text in totals.texts.items()},
+        "sequences_of_a_block": totals.blocks.sequences,
+        **described,
+    }
+
+
+def _write(
+    folder: Path, config: Config, options: AnalysisOptions, totals: RoutingTotals, view: View
+) -> list[Specialization]:
+    """Write everything but the selections; the result of the test of specialization."""
+    if not totals.tokens:
+        raise InputError("the texts have no tokens: name others by --text")
+    tests = specialization(totals.blocks, totals.layers, options.permutations, config.training.seed)
+    pieces = [totals.vocabulary.pieces_V[item] for item in view.columns["token"]]
+    write_tables(folder, tables_of(totals, tests) | {VIEW: {**view.columns, "piece": pieces}})
+    write_manifest(folder, _facts(config, options, totals))
+    return tests
+
+
+def _moved_away(folder: Path) -> Path | None:
+    """The new place of an earlier analysis."""
+    if not folder.exists():
+        return None
+    earlier = Path(tempfile.mkdtemp(prefix=f".{folder.name}.earlier-", dir=folder.parent))
+    os.replace(folder, earlier)
+    return earlier
+
+
+def _lines(totals: RoutingTotals, tests: Sequence[Specialization]) -> list[str]:
+    lines = [
+        f"{name}: {text.tokens:,} tokens, {text.mean_G(text.experts_G).mean():.3f} experts per "
+        f"token, Ent_load {text.ent_load_G().mean():.3f}, "
+        f"Ent_conf {text.mean_G(text.entropy_G).mean():.3f} nats"
+        for name, text in totals.texts.items()
+    ]
+    if tests:
+        mean = tests[-1]
+        lines.append(
+            f"I(expert; text) {mean.mutual_information:.4f} nats, mean over layers; by chance "
+            f"{mean.by_chance:.4f}, p = {mean.p:.3g}"
+        )
+    return lines

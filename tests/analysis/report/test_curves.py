@@ -1,0 +1,94 @@
+"""The curves and maps of a run, compared with its records."""
+
+import base64
+import json
+
+import numpy as np
+import pytest
+
+from moe_parallel.analysis.report.curves import (
+    LAYER_VALUES,
+    MAP_VALUES,
+    clock_of,
+    curves_of,
+    routing_of,
+)
+from moe_parallel.analysis.run_history import RunHistory
+from tests.analysis.synthetic import synthetic_run
+
+
+def decoded(coded):
+    values = np.frombuffer(base64.b64decode(coded["data"]), dtype=np.uint8).astype(float)
+    return np.where(values == 255, np.nan, values / 254 * coded["top"]).reshape(coded["shape"])
+
+
+def test_curves_are_the_records():
+    records = synthetic_run(logged=20, layers=2, dropped=3)
+    records[4]["grad_norm"] = None
+    records[7]["machine"] = {"mfu": 0.25}
+    for record in records:
+        for layer in record["layers"]:
+            layer["experts_per_token"], layer["utilisation"] = layer["layer"], 0.5
+    curves = curves_of(RunHistory.from_records(records))
+    iterations = [record["iteration"] for record in records]
+    assert curves["train"]["x"] == iterations
+    assert curves["train"]["y"] == pytest.approx([r["lm_loss"] for r in records], rel=1e-4)
+    assert curves["loss/code"]["x"] == [50, 100, 150, 200]
+    assert curves["grad_norm"]["y"][4] is None and curves["grad_norm"]["y"][3] == 1
+    assert curves["mfu"] == {"x": [80], "y": [0.25]}
+    assert curves["experts_per_token"]["y"] == [1.5] * 20
+    assert curves["experts_used"]["y"] == [8] * 20  # half of two layers of 8
+    layers = records[-1]["layers"]
+    assert curves["ent_load"]["y"][-1] == pytest.approx(
+        (layers[0]["ent_load"] + layers[1]["ent_load"]) / 2, rel=1e-4
+    )
+    busiest = max(8 * max(x["tokens_per_expert"]) / sum(x["tokens_per_expert"]) for x in layers)
+    assert curves["imbalance"]["y"][-1] == pytest.approx(busiest, rel=1e-4)
+    choices = sum(sum(layer["tokens_per_expert"]) for layer in layers)
+    assert curves["dropped"]["y"][-1] == pytest.approx(6 / choices, rel=1e-4)
+    json.dumps(curves, allow_nan=False)
+
+
+def test_the_clock_goes_on_when_a_run_continues():
+    records = synthetic_run(logged=6)
+    for record, seconds in zip(records, [3600, 7200, 10800, 1800, 3600, 5400], strict=True):
+        record["elapsed_seconds"] = seconds
+    clock = clock_of(RunHistory.from_records(records))
+    assert clock["hours"] == [1, 2, 3, 3.5, 4, 4.5]
+    assert clock["iterations"] == [10, 20, 30, 40, 50, 60]
+    assert clock["tokens"] == [r["consumed_tokens"] for r in records]
+
+
+def test_the_maps_are_the_loads():
+    records = synthetic_run(logged=30, layers=3, experts=4)
+    routing = routing_of(RunHistory.from_records(records))
+    assert routing["layers"] == [1, 2, 3] and routing["experts"] == 4
+    load = decoded(routing["load"])
+    assert load.shape == (30, 3, 4) and routing["iterations"][-1] == 300
+    for moment in (0, 17, 29):
+        counts = np.array([x["tokens_per_expert"] for x in records[moment]["layers"]], dtype=float)
+        expected = counts / counts.mean(axis=1, keepdims=True)
+        assert np.abs(load[moment] - expected).max() < 0.5 * 4 / 254 + 1e-9
+    last = np.sum([[x["tokens_per_expert"] for x in r["layers"]] for r in records[-3:]], axis=0)
+    assert np.allclose(routing["end"], last / last.mean(axis=1, keepdims=True), rtol=1e-4)
+    assert routing["end_from"] == 280
+    norms = decoded(routing["norms"])
+    expected = [[x["norm_per_expert"] for x in r["layers"]] for r in records]
+    assert np.abs(norms - expected).max() <= 0.5 * routing["norms"]["top"] / 254 + 1e-3
+
+
+def test_a_large_run_stays_small():
+    records = synthetic_run(logged=50, layers=48, experts=64, domains=())
+    history = RunHistory.from_records(records)
+    routing = routing_of(history)
+    for name in ("load", "norms"):
+        assert np.prod(routing[name]["shape"]) <= MAP_VALUES
+    for name in ("ent_load", "ent_conf"):
+        assert np.size(routing["by_layer"][name]) <= LAYER_VALUES
+    assert len(json.dumps([curves_of(history), routing])) < 500_000
+
+
+def test_a_dense_run_has_no_routing():
+    history = RunHistory.from_records(synthetic_run(logged=3, layers=0))
+    assert routing_of(history) is None
+    assert "ent_load" not in curves_of(history)

@@ -1,0 +1,106 @@
+"""The program: its page and its errors, without torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.analysis.report.folders import plan_file, run_folder, scaling_folder
+from tools.report import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def data_of(page: str) -> dict:
+    text = page.partition('<script type="application/json" id="data">')[2].partition("</script>")[0]
+    return json.loads(text)
+
+
+def test_a_page_about_everything(tmp_path, capsys):
+    starts = [{"command": "python a.py", "ranks": 1}, {"command": "python b.py", "ranks": 2}]
+    run = run_folder(tmp_path / "run", starts=starts)
+    old = run_folder(tmp_path / "old <b>", options={"expert-selection": "topk"})
+    checkpoint = old / "iter_0000300"
+    checkpoint.mkdir()
+    (checkpoint / "checkpoint.json").write_text(json.dumps({"versions": {"torch": "2.0"}}))
+    sources = [run, old, scaling_folder(tmp_path / "s"), plan_file(tmp_path / "p.json")]
+    output = tmp_path / "new" / "page.html"
+    assert main([*map(str, sources), "--output", str(output)]) == 0
+    assert capsys.readouterr().out.startswith(f"{output} (0.")
+    page = output.read_text(encoding="utf-8")
+    assert "old &lt;b&gt;" in page and "old <b>" not in page
+    data = data_of(page)
+    one, other = data["runs"]
+    assert (one["name"], one["facts"]["system"]) == ("run", "aoe")
+    assert [start["command"] for start in one["starts"]] == ["python a.py", "python b.py"]
+    assert one["again"] is None and other["starts"] == []
+    assert other["again"] == (
+        f"python pretrain_gpt_moe.py --config '{old}/config.yaml' --save '{old}-again'"
+    )
+    assert other["versions"] == {"torch": "2.0"}
+    assert one["options"]["train-iters"] == "300"
+    assert data["command"].startswith("python tools/report.py ")
+    assert [path.name for path in output.parent.iterdir()] == ["page.html"]
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        ({}, "has no metrics.jsonl"),
+        ({"metrics.jsonl": ""}, "is empty: let the run reach"),
+        ({"metrics.jsonl": "x\n"}, "line 1 is not JSON"),
+        ({"metrics.jsonl": '{"iteration": 1}', "config.yaml": "a: [b"}, "is not YAML"),
+        ({"metrics.jsonl": '{"iteration": 1, "lm_loss": 1}'}, "has records of another form"),
+        ({"metrics.jsonl": '{"iteration": 1, "validation": [2]}'}, "has records of another form"),
+        ({"metrics.jsonl": '{"iteration": 1}', "analysis/analysis.json": "{}"}, "fit together"),
+        ({"metrics.jsonl": '{"iteration": 1}', "analysis/x": ""}, "analysis.json cannot be read"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_code_2(tmp_path, capsys, write, message):
+    for name, text in write.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert main([str(tmp_path), "--output", str(tmp_path / "r.html")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("report.py: ") and message in said and said.count("\n") == 1
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_a_run_that_was_only_evaluated(tmp_path, capsys):
+    run = run_folder(tmp_path / "run", [{"iteration": 7, "validation": {"a": {"loss": 2.5}}}])
+    assert main([str(run), "--output", str(tmp_path / "r.html")]) == 0
+    (entry,) = data_of((tmp_path / "r.html").read_text(encoding="utf-8"))["runs"]
+    assert entry["curves"] == {"loss/a": {"x": [7], "y": [2.5]}} and entry["routing"] is None
+
+
+def test_wrong_flags(tmp_path, capsys):
+    run = run_folder(tmp_path / "run")
+    for flags, message in [
+        ([], "the following arguments are required: RUN"),
+        ([str(run), "--outptu", "x"], "--outptu"),
+        ([str(run), "--output", str(tmp_path)], "is a folder: name a file"),
+    ]:
+        assert exit_code(flags) == 2
+        said = capsys.readouterr().err
+        assert message in said and said.count("\n") == 1, said
+
+
+def exit_code(flags: list[str]) -> int:
+    try:
+        return main(flags)
+    except SystemExit as end:
+        return int(end.code)
+
+
+def test_nothing_of_torch_is_imported(tmp_path):
+    flags = [str(run_folder(tmp_path / "run")), "--output", str(tmp_path / "r.html")]
+    script = (
+        f"import sys; from tools.report import main\nassert main({flags!r}) == 0\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'megatron', 'pyarrow')])"
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr

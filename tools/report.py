@@ -1,0 +1,49 @@
+"""Write one HTML page about runs: side by side, with curves, experts, warnings and commands.
+
+    python tools/report.py RUN ... [--output report.html] [--title TEXT]
+
+RUN is the folder of a run (--save of the training), a study (all its runs), a scaling study after
+`scaling.py report`, or a file with the output of `plan.py --json`. What tools/analyze.py has found
+on a text is read from the run's folder. The page needs no network. docs/report.md describes it.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from moe_parallel.analysis.report.report import report_of
+from moe_parallel.data.atomic_files import write_atomically
+from moe_parallel.errors import InputError
+from moe_parallel.tool import Tool, progress
+
+
+def main(arguments: list[str]) -> int:
+    tool = Tool(__file__, __doc__)
+    tool.add_argument("sources", metavar="RUN", nargs="+", type=Path, help="what the page is about")
+    tool.add_argument(
+        "--output", metavar="FILE", type=Path, default=Path("report.html"),
+        help="HTML file to write (report.html)",
+    )  # fmt: skip
+    tool.add_argument("--title", metavar="TEXT", help="heading (default: the names of the runs)")
+    return tool.run(arguments, lambda own: _write(own, arguments))
+
+
+def _write(own: Namespace, arguments: list[str]) -> None:
+    if own.output.is_dir():
+        raise InputError(f"--output {own.output} is a folder: name a file")
+    with progress("runs", None, unit=" runs") as advance:
+        page = report_of(
+            own.sources,
+            title=own.title,
+            command=["python", "tools/report.py", *arguments],
+            advance=advance,
+        )
+    own.output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(own.output, page)
+    print(f"{own.output} ({own.output.stat().st_size / 2**20:.1f} MiB)")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
