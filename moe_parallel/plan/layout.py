@@ -6,6 +6,8 @@ ep, then edp, then pp.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +24,23 @@ class Group:
     stride: int
 
     def on_node(self, node_size: int) -> int:
-        """The number of its ranks on the node of each of them."""
-        return max(1, min(self.size, node_size // self.stride))
+        """The number of its ranks on a node; the fewest, if groups lie across nodes unequally."""
+        return _fewest_on_a_node(self.size, self.stride, node_size)
+
+
+@functools.cache
+def _fewest_on_a_node(size: int, stride: int, node_size: int) -> int:
+    """Of the ranks of a group, over all groups that divide the ranks among them."""
+    block = size * stride
+    first_ranks = range(0, math.lcm(block, node_size), block)
+    return min(
+        count
+        for first in first_ranks
+        for offset in range(min(stride, node_size))
+        for count in Counter(
+            (first + offset + place * stride) // node_size for place in range(size)
+        ).values()
+    )
 
 
 @dataclass(frozen=True)

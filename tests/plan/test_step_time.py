@@ -9,10 +9,10 @@ from moe_parallel.plan.layout import Group, Layout
 from moe_parallel.plan.messages import DISPATCH, Collective
 from moe_parallel.plan.shape import Shape
 from moe_parallel.plan.step_time import seconds_of, seconds_of_messages, step_time
-from moe_parallel.plan.work import LINEAR, Work, traffic
+from moe_parallel.plan.work import FP32, LINEAR, Work, product, traffic
 
 PERFECT = Efficiency(1, 1, 1, 1, 1, 1, 1)
-CLUSTER = Cluster(NODES["h100x8"], 2, PERFECT)
+CLUSTER = Cluster(replace(NODES["h100x8"], call_time=0), 2, PERFECT)
 SHAPE = Shape((False,) * 8, 1024, 8, 8, 128, 4096, 32000, False, 2048, bf16=True)
 LAYOUT = Layout(ranks=16, pp=4, micro_batch=1, global_batch=64, distributed_optimizer=True)
 
@@ -67,3 +67,27 @@ def test_overlap_hides_messages() -> None:
     assert shown.tokens_per_gpu < hidden.tokens_per_gpu
     tokens = 64 * 2048
     assert hidden.tokens_per_gpu == pytest.approx(tokens / hidden.seconds / 16)
+
+
+def test_small_kernels_wait_for_the_host() -> None:
+    """53 + 61 calls of a dense layer take longer than its few FLOPs, which they then hide."""
+    small = replace(SHAPE, seq_length=16)
+    layout = Layout(ranks=1, micro_batch=1, global_batch=4)
+    parts = step_time(small, layout, CLUSTER).parts
+    waiting = step_time(small, layout, replace(CLUSTER, node=NODES["h100x8"])).parts
+    layers = 4 * 8 * (53 + 61) * NODES["h100x8"].call_time
+    assert "host" not in parts
+    assert waiting["host"] == pytest.approx(layers - parts["attention"] - parts["dense layers"])
+    assert waiting["attention"] == parts["attention"]
+
+
+def test_products_in_fp32_do_not_use_tensor_cores() -> None:
+    router = Work("", "", FP32, 67e12, 0, 1, 1)
+    assert seconds_of(router, SHAPE, CLUSTER)[0] == 1
+
+
+def test_a_narrow_product_takes_longer_than_its_flops() -> None:
+    wide, narrow = (product("", "", LINEAR, (8192, 2**25 // k, k), 2) for k in (4096, 160))
+    assert wide.flops == pytest.approx(narrow.flops, rel=0.01)
+    ratio = seconds_of(narrow, SHAPE, CLUSTER)[0] / seconds_of(wide, SHAPE, CLUSTER)[0]
+    assert ratio == pytest.approx(2 * 4096 / (4096 + 160), rel=0.03)
