@@ -14,6 +14,7 @@ A fourth, small factors whose loads from memory take longer than the products, i
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -42,6 +43,7 @@ class Product:
     def flops(self) -> float:
         return 2.0 * self.m * self.n * self.k * self.matrices
 
+    @functools.lru_cache(maxsize=2**16)  # a search asks for few products, each very often
     def share(self, processors: int, depth: float = DEPTH) -> float:
         """Its speed, as a share of that of a large product, with the best tiles.
 

@@ -54,7 +54,7 @@ def test_memory_is_refused_by_how_much() -> None:
         ({"expert_selection": "lory"}, "--expert-selection is lory, and a plan has formulas only"),
         (
             {"expert_selection": "top_p"},
-            "--expert-selection is top_p, which gives tokens different",
+            "--expert-selection is top_p, which gives tokens",
         ),
         ({"moe_router_force_routing": "hot"}, "--moe-router-force-routing is hot, and a plan has"),
         ({"moe_activation_budget": 64}, "--moe-activation-budget is 64"),
@@ -76,7 +76,7 @@ def test_the_mean_number_of_experts_is_given_where_it_varies() -> None:
         plan_layout(config, VOCABULARY, CLUSTER, mean_choices=choices) for choices in (1.5, 3.0)
     )
     assert isinstance(few, Plan) and isinstance(many, Plan)
-    assert many.time.parts["dispatch"] == pytest.approx(2 * few.time.parts["dispatch"], rel=0.01)
+    assert many.time.parts["dispatch"] == pytest.approx(2 * few.time.parts["dispatch"], rel=0.05)
     assert many.memory.activations > few.memory.activations
 
 

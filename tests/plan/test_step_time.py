@@ -87,7 +87,9 @@ def test_products_in_fp32_do_not_use_tensor_cores() -> None:
 
 
 def test_a_narrow_product_takes_longer_than_its_flops() -> None:
-    wide, narrow = (product("", "", LINEAR, (8192, 2**25 // k, k), 2) for k in (4096, 160))
-    assert wide.flops == pytest.approx(narrow.flops, rel=0.01)
+    """Both fill 132 multiprocessors with whole tiles; 160 numbers are added to the depth."""
+    rows = 132 * 256
+    wide, narrow = (product("", "", LINEAR, (rows, k, 2**25 // k), 2) for k in (4096, 256))
+    assert wide.flops == narrow.flops == 2 * rows * 2**25
     ratio = seconds_of(narrow, SHAPE, CLUSTER)[0] / seconds_of(wide, SHAPE, CLUSTER)[0]
-    assert ratio == pytest.approx(2 * 4096 / (4096 + 160), rel=0.03)
+    assert ratio == pytest.approx(((256 + 160) / 256) / ((4096 + 160) / 4096))
