@@ -43,7 +43,6 @@ class Product:
     def flops(self) -> float:
         return 2.0 * self.m * self.n * self.k * self.matrices
 
-    @functools.lru_cache(maxsize=2**16)  # a search asks for few products, each very often
     def share(self, processors: int, depth: float = DEPTH) -> float:
         """Its speed, as a share of that of a large product, with the best tiles.
 
@@ -51,19 +50,23 @@ class Product:
             processors: the multiprocessors of the GPU.
             depth: DEPTH, or twice as much in FP8.
         """
-        tiles = [*TILES]
-        tiles += [(128, width) for width in NARROW if self.n <= width]
-        tiles += [(width, 128) for width in NARROW if self.m <= width]
-        return max(self._share(*tile, processors, depth) for tile in tiles)
+        return _share(self, processors, depth)
 
-    def _share(self, rows: int, columns: int, processors: int, depth: float) -> float:
-        tiles = self.matrices * math.ceil(self.m / rows) * math.ceil(self.n / columns)
-        splits = [split for split in SPLITS if split == 1 or tiles * split <= processors]
-        computed = min(
-            math.ceil(tiles * split / processors) * (self.k / split + depth) for split in splits
-        )
-        whole = computed * processors * rows * columns
-        return self.m * self.n * self.k * self.matrices / whole
+
+@functools.lru_cache(maxsize=2**16)  # a search asks for few products, each very often
+def _share(product: Product, processors: int, depth: float) -> float:
+    tiles = [*TILES]
+    tiles += [(128, width) for width in NARROW if product.n <= width]
+    tiles += [(width, 128) for width in NARROW if product.m <= width]
+    return max(_share_with(product, *tile, processors, depth) for tile in tiles)
+
+
+def _share_with(product: Product, rows: int, columns: int, processors: int, depth: float) -> float:
+    m, n, k, matrices = product.m, product.n, product.k, product.matrices
+    tiles = matrices * math.ceil(m / rows) * math.ceil(n / columns)
+    splits = [split for split in SPLITS if split == 1 or tiles * split <= processors]
+    computed = min(math.ceil(tiles * split / processors) * (k / split + depth) for split in splits)
+    return m * n * k * matrices / (computed * processors * rows * columns)
 
 
 def share_of(products: tuple[Product, ...], processors: int, depth: float) -> float:
