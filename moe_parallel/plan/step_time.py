@@ -150,7 +150,7 @@ def seconds_of(work: Work, shape: Shape, cluster: Cluster) -> tuple[float, float
         EXPERT_PRODUCTS: efficiency.experts,
         CORE_ATTENTION: efficiency.attention,
     }.get(work.kernel, 1.0)
-    depth = DEPTH
+    depth: float = DEPTH
     if work.fp8 and node.fp8 is not None:
         # Grouped products in FP8 are as much below dense ones as those in bf16.
         share *= efficiency.fp8 / efficiency.linear
