@@ -62,6 +62,12 @@ def main(arguments: list[str]) -> int:
         help=f"memory of a GPU that a plan leaves free ({RESERVE // GIB})",
     )
     tool.add_argument(
+        "--mean-choices",
+        metavar="X",
+        type=float,
+        help="for top_p and aoe_top_p: the mean number of experts of a token, as measured in a run",
+    )
+    tool.add_argument(
         "--measured",
         metavar="FILE",
         help="JSON with measured shares of the peaks, by the names in docs/scaling.md; they "
@@ -88,20 +94,22 @@ def _plan(own: argparse.Namespace, flags: list[str]) -> None:
     cluster, reserve = parse_cluster(own.cluster), round(own.reserve_gib * GIB)
     cluster = replace(cluster, efficiency=_efficiency(own))
     config = parse_command_line(flags)
-    beside = None if own.beside is None else parse_command_line(["--config", own.beside])
+    beside = None if own.beside is None else _beside_config(own.beside)
+    _check_mean_choices(config, own.mean_choices)
     plans: list[Plan] = []
     refused: list[Refused] = []
     if own.own_layout:
-        found = plan_layout(config, _vocabulary(config), cluster, reserve)
+        found = plan_layout(config, _vocabulary(config), cluster, reserve, own.mean_choices)
         if isinstance(found, Refused):
             raise InputError(f"the layout is not possible: {found.reason}")
         plans = [found]
     else:
-        plans, refused = search(config, _vocabulary(config), cluster, reserve)
+        plans, refused = search(config, _vocabulary(config), cluster, reserve, own.mean_choices)
     shown = plans[: own.top]
-    others = [_beside(beside, config, plan, cluster, reserve) for plan in shown]
+    others = [_beside(beside, plan, cluster, reserve, own.mean_choices) for plan in shown]
     if own.json:
-        print(json.dumps(_as_json(config, cluster, shown, others, refused)))
+        shape = shape_of(config, _vocabulary(config), own.mean_choices)
+        print(json.dumps(_as_json(shape, cluster, shown, others, refused)))
     else:
         _print(config, cluster, shown, others, refused, len(plans))
 
@@ -144,8 +152,29 @@ def _vocabulary(config: Config) -> int:
     return config.data.vocab_size
 
 
+def _check_mean_choices(config: Config, mean_choices: float | None) -> None:
+    if mean_choices is None:
+        return
+    if config.moe.num_experts is None or config.selection.mean_choices is not None:
+        raise InputError(
+            f"--mean-choices is {mean_choices}, but the configuration says how many experts a "
+            "token has: leave it out"
+        )
+    if not 1 <= mean_choices <= config.num_experts:
+        raise InputError(
+            f"--mean-choices is {mean_choices}: it must be from 1 to --num-experts "
+            f"{config.num_experts}"
+        )
+
+
+def _beside_config(file: str) -> Config:
+    if not Path(file).is_file():
+        raise InputError(f"--beside {file} does not exist: name a YAML file")
+    return parse_command_line(["--config", file])
+
+
 def _beside(
-    beside: Config | None, config: Config, plan: Plan, cluster: Cluster, reserve: int
+    beside: Config | None, plan: Plan, cluster: Cluster, reserve: int, mean_choices: float | None
 ) -> Plan | Refused | None:
     """The plan of the second configuration in the layout of a plan of the first."""
     if beside is None:
@@ -175,7 +204,7 @@ def _beside(
         recompute_modules=layout.recompute_modules or None,
     )
     same = replace(beside, parallel=parallel, training=training)
-    return plan_layout(same, _vocabulary(same), cluster, reserve)
+    return plan_layout(same, _vocabulary(same), cluster, reserve, mean_choices)
 
 
 def _recompute(layout: Layout) -> str | None:
@@ -186,7 +215,7 @@ def _recompute(layout: Layout) -> str | None:
 
 
 def _as_json(
-    config: Config,
+    shape: Shape,
     cluster: Cluster,
     plans: list[Plan],
     others: list[Plan | Refused | None],
@@ -195,15 +224,14 @@ def _as_json(
     return {
         "cluster": asdict(cluster) | {"gpus": cluster.ranks},
         "plans": [
-            _plan_json(config, cluster, plan) | ({} if other is None else {"beside": _other(other)})
+            _plan_json(shape, cluster, plan) | ({} if other is None else {"beside": _other(other)})
             for plan, other in zip(plans, others, strict=True)
         ],
         "refused": [asdict(each) for each in refused],
     }
 
 
-def _plan_json(config: Config, cluster: Cluster, plan: Plan) -> dict[str, Any]:
-    shape = shape_of(config, _vocabulary(config))
+def _plan_json(shape: Shape, cluster: Cluster, plan: Plan) -> dict[str, Any]:
     messages = messages_of_stage(shape, plan.layout, plan.stage)
     return _summary(plan) | {
         "stages": [_stage_json(shape, plan.layout, stage) for stage in range(plan.layout.pp)],

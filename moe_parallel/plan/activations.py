@@ -8,12 +8,13 @@ Loads are balanced: each rank of a dispatch receives as many rows as it sends.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moe_parallel.config import recompute
 from moe_parallel.plan.layout import Layout
-from moe_parallel.plan.shape import Experts, Scoring, Shape
-from moe_parallel.plan.weights import ATTENTION, DENSE, EMBEDDING, EXPERTS, HEAD, SCORING
+from moe_parallel.plan.shape import Experts, Scoring, Shape, SharedExpert
+from moe_parallel.plan.weights import ATTENTION, DENSE, EMBEDDING, EXPERTS, HEAD, SCORING, SHARED
 
 DISPATCH = "dispatch"
 
@@ -35,6 +36,7 @@ class Tokens:
     all: int  # t, those of the rank's share of the sequences
     between: int  # between tensor-parallel regions: t, or t / tp with sequence parallelism
     routed: int  # t / tp, which a rank routes
+    slots: int  # of the routed tokens in the tables of choices: K t / tp, or n t / tp
     sent: int  # rows of the routed tokens' choices: K t / tp
     received: int  # rows that a rank's experts compute, if loads are balanced
 
@@ -43,11 +45,12 @@ def tokens_of(shape: Shape, layout: Layout) -> Tokens:
     """The tokens of a micro-batch of a layout."""
     every = shape.seq_length // layout.cp * layout.micro_batch
     routed = every // layout.tp
-    sent = routed * (shape.experts.per_token if shape.experts else 0)
+    sent = shape.experts.rows(routed) if shape.experts else 0
     return Tokens(
         all=every,
         between=every // (layout.tp if layout.sequence_parallel else 1),
         routed=routed,
+        slots=routed * shape.experts.columns if shape.experts else 0,
         sent=sent,
         received=sent * layout.etp,
     )
@@ -90,7 +93,10 @@ def _layer_of_experts(shape: Shape, layout: Layout) -> list[Kept]:
         kept += _router(shape, t, shape.experts, alone)
     else:
         kept += _norms(shape, t, shape.experts, shape.experts.scoring, alone)
-    kept += _choices(t, shape.experts)
+    kept += _choices(t, shape.experts, layout.micro_batch, alone)
+    kept += _by_rule(t, shape.experts)
+    if shape.experts.shared is not None:
+        kept += _shared(shape, layout, t, shape.experts.shared, alone)
     if not alone:
         kept += _dispatched(shape, layout, t)
     return kept + _experts(shape, layout, t, shape.experts, alone)
@@ -172,7 +178,8 @@ def _router(shape: Shape, t: Tokens, experts: Experts, alone: bool) -> list[Kept
         Kept("router.logits", SCORING, t.routed * n * 4),
     ]
     if shape.bf16:  # in fp32 these are the weight itself and router.x
-        kept.append(Kept("w_router, fp32", SCORING, n * d * 4))
+        sizes = experts.router_sizes(d)
+        kept += [Kept("w_router, fp32", SCORING, size * 4) for size in sizes]
         if alone:
             kept.append(Kept("experts.x", EXPERTS, t.between * d * 2, of_norm=True))
     return kept
@@ -192,23 +199,64 @@ def _norms(shape: Shape, t: Tokens, experts: Experts, scoring: Scoring, alone: b
     return kept
 
 
-def _choices(t: Tokens, experts: Experts) -> list[Kept]:
+def _choices(t: Tokens, experts: Experts, sequences: int, alone: bool) -> list[Kept]:
     n = experts.number
-    kept = [
-        Kept("experts of the choices", SCORING, t.sent * 8),
-        Kept("probs of the choices", SCORING, t.sent * 4),
-    ]
+    kept = [Kept("experts of the choices", SCORING, t.slots * 8)]
+    if alone or experts.selection.columns is None:  # for the experts, or the result of a softmax
+        kept.append(Kept("probs of the choices", SCORING, t.slots * 4))
     if experts.has_loss:
+        stretches = sequences if experts.selection.loss_by_sequence else 1
         kept += [
             Kept("probabilities", SCORING, t.routed * n * 4),
-            Kept("shares and means of the loss", SCORING, 2 * n * 4),
+            Kept("shares and means of the loss", SCORING, stretches * 2 * n * 4),
             Kept("loss", SCORING, 4),
         ]
     return [
         *kept,
         Kept("row map: slots of rows", DISPATCH, t.sent * 8),
-        Kept("row map: rows of slots", DISPATCH, t.sent * 8),
+        Kept("row map: rows of slots", DISPATCH, t.slots * 8),
     ]
+
+
+def _by_rule(t: Tokens, experts: Experts) -> Iterator[Kept]:
+    """What the selection keeps beyond that of the K largest probabilities."""
+    rule, every = experts.selection, t.routed * experts.number * 4
+    if rule.sigmoid:
+        yield Kept("sigmoids", SCORING, every)
+        yield Kept("sigmoids of the choices", SCORING, t.slots * 4)
+        yield Kept("sigmoids of the choices over their sum", SCORING, t.slots * 4)
+    if rule.dynamic and experts.scoring is not None:
+        yield Kept("softmax of the norms", SCORING, every)
+    if rule.columns is not None and experts.scoring is not None:
+        yield Kept("places of the choices", SCORING, t.routed * 8)
+    if rule.entropy_loss:
+        yield Kept("logarithms of the probabilities", SCORING, every)
+    if rule.z_loss:
+        yield Kept("logsumexp of the logits", SCORING, t.routed * 4)
+    if experts.router_hidden is not None:
+        yield Kept("hidden of the router", SCORING, t.routed * experts.router_hidden * 4)
+
+
+def _shared(
+    shape: Shape, layout: Layout, t: Tokens, shared: SharedExpert, alone: bool
+) -> Iterator[Kept]:
+    """What the shared expert keeps beside what its layer keeps anyway."""
+    d, a, width = shape.hidden, shape.value, shared.width // layout.tp
+    assert shape.experts is not None
+    if shape.experts.scoring is None and shape.bf16 and not alone:
+        yield Kept("shared_fc1.x", SHARED, t.between * d * a)
+    if recompute.SHARED in layout.recompute_modules:
+        return
+    yield Kept("shared gate_up", SHARED, t.all * 2 * width * a)
+    yield Kept("shared_fc2.x", SHARED, t.all * width * a)
+    if not shared.gate:
+        return
+    yield Kept("shared y", SHARED, t.between * d * a)
+    yield Kept("gate of the shared expert", SHARED, t.between * 4)
+    if shape.bf16:
+        yield Kept("gate of the shared expert, bf16", SHARED, t.between * 2)
+        yield Kept("shared x, fp32", SHARED, t.between * d * 4)
+        yield Kept("w_shared_gate, fp32", SHARED, d * 4)
 
 
 def _dispatched(shape: Shape, layout: Layout, t: Tokens) -> list[Kept]:
@@ -225,11 +273,11 @@ def _dispatched(shape: Shape, layout: Layout, t: Tokens) -> list[Kept]:
 def _experts(shape: Shape, layout: Layout, t: Tokens, experts: Experts, alone: bool) -> list[Kept]:
     a, width = shape.value, experts.width // layout.etp
     kept = [Kept("rows of each expert", EXPERTS, experts.number // layout.ep * 8)]
-    if experts.scoring is None:
+    if experts.low_rank is None:
         return [*kept, Kept("x [W_g | W_p]", EXPERTS, t.received * 2 * width * a)]
     kept.append(Kept("x W_p", EXPERTS, t.received * width * a))
-    if not alone:  # computed here, or received
-        kept.append(Kept("C of the rows", EXPERTS, t.received * experts.scoring.rank * a))
-    if not experts.scoring.recomputes_gate:
+    if not alone or experts.scoring is None:  # computed here, or received
+        kept.append(Kept("C of the rows", EXPERTS, t.received * experts.low_rank * a))
+    if experts.scoring is not None and not experts.scoring.recomputes_gate:
         kept.append(Kept("C W_up", EXPERTS, t.received * width * a))
     return kept

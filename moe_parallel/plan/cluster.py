@@ -13,10 +13,13 @@ from moe_parallel.errors import InputError
 class Efficiency:
     """The share of a published peak that kernels reach. A plan without measurements uses these.
 
+    Those of products are for large ones; `products` lowers them for others.
+
     linear: 770 to 800 of 989 TFLOP/s, a large bf16 product on H200 (measured).
     experts: 597 of 989 TFLOP/s, a fused expert layer of width 2048 on H100 (SonicMoE, arXiv
-        2512.14080).
-    fp8: 1381 of 1979 TFLOP/s forward and for dx, 813 to 873 for dw (DeepGEMM, its README).
+        2512.14080), over the share 0.93 of a product with k = 2048.
+    fp8: 1381 of 1979 TFLOP/s forward and for dx, 813 to 873 for dw (DeepGEMM, its README), over the
+        share 0.96 of a product with k = 7168.
     attention: about half of the peak, causal, head width 128, sequences of 4,096, forward and
         backward together (FlashAttention-3, arXiv 2407.08608, figures 5 and 6).
     memory: 4.3 of 4.8 TB/s, a copy on H200 (measured).
@@ -25,8 +28,8 @@ class Efficiency:
     """
 
     linear: float = 0.79
-    experts: float = 0.60
-    fp8: float = 0.58
+    experts: float = 0.65
+    fp8: float = 0.60
     attention: float = 0.50
     memory: float = 0.90
     node: float = 0.80
@@ -41,33 +44,35 @@ class Node:
     gpus: int
     bf16: float  # FLOP/s
     fp8: float | None  # FLOP/s; None: no such instructions
-    fp32: float  # FLOP/s; on tensor cores (TF32)
+    fp32: float  # FLOP/s; not on tensor cores: torch does not round to TF32 unless it is told
     memory_size: float  # bytes of a GPU
     memory_rate: float  # bytes/s
     link_rate: float  # bytes/s of a GPU to those of its node
     network_rate: float  # bytes/s of a GPU to other nodes
+    processors: int  # multiprocessors of a GPU
     source: str
     link_latency: float = 10e-6  # seconds of a small collective of NCCL in a node; an assumption
     network_latency: float = 25e-6  # the same between nodes
+    call_time: float = 10e-6  # of the host, for a call that launches a kernel; an assumption
 
 
 NODES = {
     node.name: node
     for node in (
         Node(
-            "a100x8", 8, 312e12, None, 156e12, 80e9, 2.039e12, 300e9, 25e9,
+            "a100x8", 8, 312e12, None, 19.5e12, 80e9, 2.039e12, 300e9, 25e9, 108,
             "NVIDIA A100 80GB SXM and DGX A100 data sheets (200 Gb/s a GPU)",
         ),
         Node(
-            "h100x8", 8, 989e12, 1979e12, 494e12, 80e9, 3.35e12, 450e9, 50e9,
+            "h100x8", 8, 989e12, 1979e12, 67e12, 80e9, 3.35e12, 450e9, 50e9, 132,
             "NVIDIA H100 SXM and DGX H100 data sheets (400 Gb/s a GPU)",
         ),
         Node(
-            "h200x8", 8, 989e12, 1979e12, 494e12, 141e9, 4.8e12, 450e9, 50e9,
+            "h200x8", 8, 989e12, 1979e12, 67e12, 141e9, 4.8e12, 450e9, 50e9, 132,
             "NVIDIA H200 SXM and DGX H200 data sheets (400 Gb/s a GPU)",
         ),
         Node(
-            "b200x8", 8, 2250e12, 4500e12, 1125e12, 180e9, 8.0e12, 900e9, 50e9,
+            "b200x8", 8, 2250e12, 4500e12, 75e12, 180e9, 8.0e12, 900e9, 50e9, 148,
             "NVIDIA DGX B200 data sheet (400 Gb/s a GPU)",
         ),
     )
@@ -96,7 +101,7 @@ def parse_cluster(text: str, flag: str = "--cluster") -> Cluster:
     name, _, count = text.partition(":")
     if name not in NODES:
         raise InputError(f"{flag} {text}: {name!r} is no node; choose from {', '.join(NODES)}")
-    if not count.isdecimal() or not 1 <= int(count) <= 100_000:
+    if not (count.isascii() and count.isdecimal()) or not 1 <= int(count) <= 100_000:
         raise InputError(
             f"{flag} {text}: the number of nodes is missing or not from 1 to 100000; write for "
             f"example {name}:8 for 8 nodes"

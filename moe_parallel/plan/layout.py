@@ -6,6 +6,8 @@ etp, then ep, then edp, then pp.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +24,23 @@ class Group:
     stride: int
 
     def on_node(self, node_size: int) -> int:
-        """The number of its ranks on the node of each of them."""
-        return max(1, min(self.size, node_size // self.stride))
+        """The number of its ranks on a node; the fewest, if groups lie across nodes unequally."""
+        return _fewest_on_a_node(self.size, self.stride, node_size)
+
+
+@functools.cache
+def _fewest_on_a_node(size: int, stride: int, node_size: int) -> int:
+    """Of the ranks of a group, over all groups that divide the ranks among them."""
+    block = size * stride
+    first_ranks = range(0, math.lcm(block, node_size), block)
+    return min(
+        count
+        for first in first_ranks
+        for offset in range(min(stride, node_size))
+        for count in Counter(
+            (first + offset + place * stride) // node_size for place in range(size)
+        ).values()
+    )
 
 
 @dataclass(frozen=True)
@@ -104,11 +121,13 @@ class Layout:
         """The ranks that hold every expert once, between which tokens are dispatched."""
         return Group("etp x ep", self.etp * self.ep, 1)
 
-    @property
-    def unlike_stages(self) -> list[int]:
-        """The first stage, the second and the last; those between need no more than the second if
-        all layers are alike."""
-        return sorted({0, min(1, self.pp - 1), self.pp - 1})
+    def unlike_stages(self, moe_layers: Sequence[bool]) -> Sequence[int]:
+        """The stages among which is the one that needs most.
+
+        If all layers are alike, those between the second and the last need no more than the second.
+        """
+        alike = len(set(moe_layers)) == 1
+        return sorted({0, min(1, self.pp - 1), self.pp - 1}) if alike else range(self.pp)
 
     def weight_group(self, expert: bool) -> Group:
         """The ranks over which a weight's gradient is reduced."""

@@ -116,6 +116,8 @@ def messages_of_layer(shape: Shape, layout: Layout, is_moe: bool) -> list[Collec
         found += _dispatch(shape, layout, t, shape.experts)
     if shape.experts.scoring is not None and shape.experts.scoring.gathers_w_down:
         found += _gathered_w_down(shape, layout, shape.experts)
+    if shape.experts.shared is not None:
+        found += _divided_block(shape, layout, "shared expert")
     return found
 
 
@@ -175,14 +177,19 @@ def _routing(shape: Shape, layout: Layout, t: Tokens, experts: Experts) -> Itera
     if experts.has_loss:
         purpose = CONTEXT if layout.tp == 1 else TENSOR
         what, together = "experts: shares and means of the loss", layout.tp_cp_group
-        yield Collective(what, purpose, ALL_REDUCE, together, 2 * n * 4, backward)
+        sequences = layout.micro_batch if experts.selection.loss_by_sequence else 1
+        yield Collective(what, purpose, ALL_REDUCE, together, sequences * 2 * n * 4, backward)
     if layout.sequence_parallel:
         return
     yield over_tp("y of all tokens", ALL_GATHER, t.routed * _row(shape), forward)
     yield over_tp("dx of all tokens", ALL_GATHER, t.routed * _row(shape), backward)
     scoring = experts.scoring
     if scoring is None:
-        yield over_tp("dw of the router", ALL_REDUCE, n * shape.hidden * 4, backward)
+        for size in experts.router_sizes(shape.hidden):
+            yield over_tp("dw of the router", ALL_REDUCE, size * 4, backward)
+        if experts.rank is not None:
+            w_down = n * shape.hidden * experts.rank * shape.value
+            yield over_tp("dw of W_down", ALL_REDUCE, w_down, backward)
     elif not scoring.gathers_w_down:
         w_down = n * shape.hidden * scoring.rank * shape.value
         alone = layout.etp_ep_group.size == 1
@@ -294,8 +301,9 @@ def _shared_gradients(shape: Shape, layout: Layout, stage: int) -> Iterator[Coll
     ]
     if layout.sequence_parallel:
         whole = {"w_router", "input_layernorm", "pre_mlp_layernorm", "final_layernorm"}
+        whole.add("w_shared_gate")
         scoring = shape.experts.scoring if shape.experts else None
-        if scoring is not None and not scoring.gathers_w_down:
+        if scoring is None or not scoring.gathers_w_down:
             whole.add("w_down")
         size = 4 * sum(weight.size for weight in weights if weight.name in whole)
         name = "norms and router or W_down"

@@ -12,7 +12,7 @@ from moe_parallel.errors import InputError
 from moe_parallel.plan.cluster import Cluster
 from moe_parallel.plan.layout import Layout, layout_of
 from moe_parallel.plan.memory import Memory, memory_of_stage
-from moe_parallel.plan.shape import plannable, shape_of
+from moe_parallel.plan.shape import no_formula, plannable, shape_of
 from moe_parallel.plan.step_time import StepTime, step_time
 
 #: Of a GPU's memory, for CUDA, NCCL's buffers and fragmentation; an assumption.
@@ -42,18 +42,28 @@ class Refused:
 
 
 def plan_layout(
-    config: Config, vocab_size: int, cluster: Cluster, reserve: int = RESERVE
+    config: Config,
+    vocab_size: int,
+    cluster: Cluster,
+    reserve: int = RESERVE,
+    mean_choices: float | None = None,
 ) -> Plan | Refused:
-    """The plan of a configuration in its own layout."""
-    plannable(config)
+    """The plan of a configuration in its own layout.
+
+    Args:
+        reserve: bytes of a GPU that stay free.
+        mean_choices: the mean number of experts of a token, if the configuration does not say it.
+    """
+    plannable(config, mean_choices)
     layout = layout_of(config, cluster.ranks)
+    if reason := no_formula(config):
+        return Refused(layout, "no formula", reason)
     try:
         validate(config, cluster.ranks)
     except InputError as error:
         return Refused(layout, "sizes that do not divide each other", str(error))
-    shape = shape_of(config, vocab_size)
-    alike = len(set(shape.moe_layers)) == 1
-    stages = layout.unlike_stages if alike else range(layout.pp)
+    shape = shape_of(config, vocab_size, mean_choices)
+    stages = layout.unlike_stages(shape.moe_layers)
     memories = {stage: memory_of_stage(shape, layout, stage) for stage in stages}
     stage = max(memories, key=lambda each: memories[each].total)
     free, needed = round(cluster.node.memory_size) - reserve, memories[stage].total
@@ -68,13 +78,20 @@ def plan_layout(
 
 
 def search(
-    config: Config, vocab_size: int, cluster: Cluster, reserve: int = RESERVE
+    config: Config,
+    vocab_size: int,
+    cluster: Cluster,
+    reserve: int = RESERVE,
+    mean_choices: float | None = None,
 ) -> tuple[list[Plan], list[Refused]]:
-    """All layouts of `layouts`: those that fit, fastest first, and the others."""
-    plannable(config)
+    """All layouts of `layouts`: those that fit, fastest first, and the others.
+
+    The arguments are those of `plan_layout`.
+    """
+    plannable(config, mean_choices)
     plans, refused = [], []
     for candidate in layouts(config, cluster):
-        found = plan_layout(candidate, vocab_size, cluster, reserve)
+        found = plan_layout(candidate, vocab_size, cluster, reserve, mean_choices)
         if isinstance(found, Plan):
             plans.append(found)
         else:

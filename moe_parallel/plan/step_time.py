@@ -1,4 +1,4 @@
-"""The time of a step: computation, messages, the pipeline's bubble, and what overlaps."""
+"""The time of a step: computation, messages, the host, the bubble, and what overlaps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moe_parallel.plan.cluster import Cluster
+from moe_parallel.plan.host import calls_of_layer
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.memory import numbers_of_stage
 from moe_parallel.plan.messages import (
@@ -18,12 +19,15 @@ from moe_parallel.plan.messages import (
     W_DOWN,
     WEIGHTS,
     Collective,
+    messages_of_layer,
     messages_of_stage,
 )
+from moe_parallel.plan.products import DEPTH, Product, share_of
 from moe_parallel.plan.shape import Shape
 from moe_parallel.plan.work import (
     CORE_ATTENTION,
     EXPERT_PRODUCTS,
+    FP32,
     LINEAR,
     Work,
     is_repeated,
@@ -63,7 +67,7 @@ class StepTime:
 def step_time(shape: Shape, layout: Layout, cluster: Cluster) -> StepTime:
     """The time of a step, by the stage that is slowest in the middle of the step."""
     slowest = max(
-        (_stage(shape, layout, cluster, stage) for stage in layout.unlike_stages),
+        (_stage(shape, layout, cluster, stage) for stage in layout.unlike_stages(shape.moe_layers)),
         key=lambda parts: sum(parts.values()),
     )
     tokens = layout.global_batch * shape.seq_length
@@ -85,6 +89,7 @@ def _stage(shape: Shape, layout: Layout, cluster: Cluster, stage: int) -> dict[s
     messages = messages_of_stage(shape, layout, stage)
     for purpose in _IN_LAYERS:
         parts[purpose] += seconds_of_messages(messages, cluster, purpose)
+    parts["host"] = _seconds_of_waiting(shape, layout, cluster, stage)
     # Between micro-batches a stage computes; before the first and after the last it waits.
     busy = sum(parts.values())
     parts["bubble"] = busy * (layout.pp - 1) / (layout.virtual * passes)
@@ -102,15 +107,36 @@ def _stage(shape: Shape, layout: Layout, cluster: Cluster, stage: int) -> dict[s
     return {name: seconds for name, seconds in parts.items() if seconds}
 
 
+def _seconds_of_waiting(shape: Shape, layout: Layout, cluster: Cluster, stage: int) -> float:
+    """Seconds of a step in which a stage waits for the host to launch the kernels of its layers."""
+    total = 0.0
+    for is_moe, count in _layers(shape, layout, stage).items():
+        seconds = 0.0
+        for work in work_of_layer(shape, layout, is_moe):
+            forward, backward = seconds_of(work, shape, cluster)
+            seconds += forward * (2 if layout.recompute else 1) + backward
+        seconds *= layout.micro_batches
+        messages = [m for m in messages_of_layer(shape, layout, is_moe) if m.group.size > 1]
+        seconds += sum(seconds_of_messages(messages, cluster, purpose) for purpose in _IN_LAYERS)
+        calls = calls_of_layer(layout, is_moe) * layout.micro_batches
+        total += count * max(0.0, calls * cluster.node.call_time - seconds)
+    return total
+
+
+def _layers(shape: Shape, layout: Layout, stage: int) -> Counter[bool]:
+    """The numbers of dense (False) and of MoE layers (True) of a stage."""
+    chunks = (
+        layout.kinds_of_layer(shape.moe_layers, stage, chunk) for chunk in range(layout.virtual)
+    )
+    return sum(chunks, Counter())
+
+
 def work_of_stage(shape: Shape, layout: Layout, stage: int) -> list[Work]:
     """The operations of a stage on one micro-batch; equal layers are one entry each."""
     found: list[Work] = []
-    layers: Counter[bool] = Counter()
-    for chunk in range(layout.virtual):
-        layers += layout.kinds_of_layer(shape.moe_layers, stage, chunk)
-        if layout.ends(stage, chunk):
-            found += work_of_head(shape, layout)
-    for is_moe, count in layers.items():
+    if layout.ends(stage, layout.virtual - 1):
+        found += work_of_head(shape, layout)
+    for is_moe, count in _layers(shape, layout, stage).items():
         found += [work.times(count) for work in work_of_layer(shape, layout, is_moe)]
     return found
 
@@ -118,20 +144,26 @@ def work_of_stage(shape: Shape, layout: Layout, stage: int) -> list[Work]:
 def seconds_of(work: Work, shape: Shape, cluster: Cluster) -> tuple[float, float]:
     """Seconds forward and backward: of the FLOPs, or of the memory traffic if that takes longer."""
     node, efficiency = cluster.node, cluster.efficiency
-    peak = node.bf16 if shape.bf16 else node.fp32
+    peak = node.bf16 if shape.bf16 and work.kernel != FP32 else node.fp32
     share = {
         LINEAR: efficiency.linear,
+        FP32: efficiency.linear,
         EXPERT_PRODUCTS: efficiency.experts,
         CORE_ATTENTION: efficiency.attention,
     }.get(work.kernel, 1.0)
+    depth: float = DEPTH
     if work.fp8 and node.fp8 is not None:
         # Grouped products in FP8 are as much below dense ones as those in bf16.
         share *= efficiency.fp8 / efficiency.linear
-        peak = node.fp8
+        peak, depth = node.fp8, DEPTH * node.fp8 / node.bf16
     rate, memory = peak * share, node.memory_rate * efficiency.memory
+
+    def seconds(flops: float, nbytes: float, products: tuple[Product, ...]) -> float:
+        return max(flops / rate / share_of(products, node.processors, depth), nbytes / memory)
+
     return (
-        max(work.flops / rate, work.nbytes / memory),
-        max(work.backward_flops / rate, work.backward_bytes / memory),
+        seconds(work.flops, work.nbytes, work.products),
+        seconds(work.backward_flops, work.backward_bytes, work.backward_products),
     )
 
 

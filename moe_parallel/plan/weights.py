@@ -10,9 +10,19 @@ from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.shape import Shape
 
 #: The parts of a model by which a plan splits memory and time.
-EMBEDDING, ATTENTION, DENSE, SCORING, EXPERTS, HEAD = (
-    "embedding", "attention", "dense layers", "router or W_down", "experts", "output layer",
+EMBEDDING, ATTENTION, DENSE, SCORING, EXPERTS, SHARED, HEAD = (
+    "embedding", "attention", "dense layers", "router or W_down", "experts", "shared expert",
+    "output layer",
 )  # fmt: skip
+
+
+_PARTS = {
+    "w_router": SCORING,
+    "w_down": SCORING,
+    "w_shared_gate": SHARED,
+    "shared_fc1": SHARED,
+    "shared_fc2": SHARED,
+}
 
 
 @dataclass(frozen=True)
@@ -61,12 +71,12 @@ def _layer(shape: Shape, layout: Layout, is_moe: bool) -> list[Weight]:
     assert shape.experts is not None
     divisors = {"none": 1, "tp": tp, "experts": layout.ep * layout.etp}
     for weight in shape.experts.weights:
-        scores = weight.name in ("w_router", "w_down", "replicated")
+        part = _PARTS.get(weight.name, EXPERTS)
         expert = weight.divided_by == "experts"
         found.append(
             Weight(
                 weight.name,
-                SCORING if scores else EXPERTS,
+                part,
                 weight.size // divisors[weight.divided_by],
                 expert=expert,
                 apart=expert and layout.experts_reduce_apart,

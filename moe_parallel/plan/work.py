@@ -13,12 +13,14 @@ from moe_parallel.config import recompute
 from moe_parallel.plan.activations import tokens_of
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.memory import GRADIENT, MASTER, MOMENTS
-from moe_parallel.plan.shape import Experts, Shape
-from moe_parallel.plan.weights import ATTENTION, DENSE, EXPERTS, HEAD, SCORING
+from moe_parallel.plan.products import Product
+from moe_parallel.plan.shape import Experts, Shape, SharedExpert
+from moe_parallel.plan.weights import ATTENTION, DENSE, EXPERTS, HEAD, SCORING, SHARED
 
 #: The kernels that do the work, by which `Efficiency` and peaks are chosen.
 LINEAR, EXPERT_PRODUCTS, CORE_ATTENTION, TRAFFIC = "linear", "experts", "attention", "traffic"
 _NORM, _RESIDUAL = "RMSNorm", "residual"
+FP32 = "fp32"  # products that are fp32 in a bf16 model, too
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,9 @@ class Work:
     nbytes: float  # of memory traffic, forward
     backward_bytes: float
     fp8: bool = False
+    # By which the speed of the FLOPs is lowered; none: it is not.
+    products: tuple[Product, ...] = ()
+    backward_products: tuple[Product, ...] = ()
 
     def times(self, factor: float) -> Work:
         return replace(
@@ -73,6 +78,8 @@ def product(
         a * (x + w + y) + rounded,
         2 * a * (x + w + y) + summed + rounded_back,
         fp8,
+        (Product(m / matrices, n, k, matrices),),
+        (Product(m / matrices, k, n, matrices), Product(k, n, m / matrices, matrices)),
     )  # fmt: skip
 
 
@@ -98,7 +105,10 @@ def work_of_layer(shape: Shape, layout: Layout, is_moe: bool) -> list[Work]:
     assert shape.experts is not None
     found += _norm_and_residual(shape, layout, EXPERTS)
     found += _scores(shape, layout, shape.experts)
-    return [*found, *_experts(shape, layout, shape.experts)]
+    found += _experts(shape, layout, shape.experts)
+    if shape.experts.shared is not None:
+        found += _shared(shape, layout, shape.experts.shared)
+    return found
 
 
 def _attention(shape: Shape, layout: Layout) -> Iterator[Work]:
@@ -131,7 +141,10 @@ def _scores(shape: Shape, layout: Layout, experts: Experts) -> Iterator[Work]:
     t, d, n, a = tokens_of(shape, layout), shape.hidden, experts.number, shape.value
     if experts.scoring is None:
         yield traffic("router: x in fp32", SCORING, t.routed * d * (a + 4), t.routed * d * (a + 4))
-        yield product("router", SCORING, LINEAR, (t.routed, d, n), 4)
+        h = experts.router_hidden
+        if h is not None:
+            yield product("first layer of the router", SCORING, FP32, (t.routed, d, h), 4)
+        yield product("router", SCORING, FP32, (t.routed, h or d, n), 4)
     else:
         scoring = experts.scoring
         r, flops = scoring.rank, 2.0 * t.routed * d * n * scoring.rank
@@ -145,6 +158,8 @@ def _scores(shape: Shape, layout: Layout, experts: Experts) -> Iterator[Work]:
         yield Work(
             "norms of C", SCORING, LINEAR, flops, back,
             a * (x + w + kept), back / flops * a * (x + w + c) + (2 * a + 2 * GRADIENT) * w,
+            products=(Product(t.routed, r, d, n),),
+            backward_products=(Product(t.routed, d, r, n), Product(d, r, t.routed, n)),
         )  # fmt: skip
     yield traffic("selection", SCORING, 6 * 4 * t.routed * n, 6 * 4 * t.routed * n)
 
@@ -165,14 +180,15 @@ def _experts(shape: Shape, layout: Layout, experts: Experts) -> Iterator[Work]:
         yield traffic("sum of outputs", EXPERTS, moved, moved)
     gathered = 2 * rows * row
     yield traffic("rows by expert", EXPERTS, gathered, gathered)
-    if experts.scoring is None:
+    scoring, r = experts.scoring, experts.low_rank
+    if r is None:
         yield of_rows("x [W_g | W_p]", d, 2 * f)
     else:
-        scoring, r = experts.scoring, experts.scoring.rank
-        if layout.etp_ep_group.size > 1 and not scoring.sends_c:
+        apart = layout.etp_ep_group.size > 1 and not (scoring and scoring.sends_c)
+        if scoring is None or apart:
             yield of_rows("C of the rows", d, r)
         up = of_rows("C W_up", r, f)
-        again = up.flops if scoring.recomputes_gate else 0
+        again = up.flops if scoring is None or scoring.recomputes_gate else 0
         yield replace(up, backward_flops=up.backward_flops + again)
         yield of_rows("x W_p", d, f)
     yield traffic("SwiGLU", EXPERTS, 3 * rows * f * a, 5 * rows * f * a)
@@ -180,17 +196,38 @@ def _experts(shape: Shape, layout: Layout, experts: Experts) -> Iterator[Work]:
     yield traffic("outputs to rows", EXPERTS, gathered, gathered)
 
 
+def _shared(shape: Shape, layout: Layout, shared: SharedExpert) -> Iterator[Work]:
+    """The shared expert; a plan does not overlap it with the dispatch."""
+    t, d, a = tokens_of(shape, layout), shape.hidden, shape.value
+    f, row, fp8 = shared.width / layout.tp, t.between * d * a, shape.fp8_linear
+    yield product("shared_fc1", SHARED, LINEAR, (t.all, d, 2 * f), a, fp8=fp8)
+    yield traffic("shared SwiGLU", SHARED, 3 * t.all * f * a, 5 * t.all * f * a)
+    yield product("shared_fc2", SHARED, LINEAR, (t.all, f, d), a, fp8=fp8)
+    if shared.gate:
+        yield product("gate of the shared expert", SHARED, FP32, (t.between, d, 1), 4)
+        yield traffic("y by the gate", SHARED, 2 * row, 4 * row)
+    yield traffic("sum with the experts", SHARED, 3 * row, 0)
+
+
+#: The modules of --recompute-modules with which a part is computed again.
+_MODULES = {
+    DENSE: (recompute.DENSE,),
+    SCORING: (recompute.EXPERTS,),
+    EXPERTS: (recompute.EXPERTS,),
+    SHARED: (recompute.EXPERTS, recompute.SHARED),
+}
+
+
 def is_repeated(work: Work, layout: Layout) -> bool:
     """Whether the backward pass computes it again."""
     if layout.recompute:
         return work.part != HEAD
-    module = None
+    modules: tuple[str, ...] = ()
     if work.name in (_NORM, "attention"):
-        module = recompute.NORM if work.name == _NORM else recompute.CORE_ATTENTION
+        modules = (recompute.NORM if work.name == _NORM else recompute.CORE_ATTENTION,)
     elif work.name != _RESIDUAL:
-        of_part = {DENSE: recompute.DENSE, SCORING: recompute.EXPERTS, EXPERTS: recompute.EXPERTS}
-        module = of_part.get(work.part)
-    return module in layout.recompute_modules
+        modules = _MODULES.get(work.part, ())
+    return any(module in layout.recompute_modules for module in modules)
 
 
 def work_of_head(shape: Shape, layout: Layout) -> list[Work]:

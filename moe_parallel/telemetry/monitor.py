@@ -75,9 +75,10 @@ class Monitor:
 
 
 def over_ranks(means: Reading, device: torch.device) -> Reading:
-    """The means of all ranks, combined as QUANTITIES says; what no rank has is missing. Collective.
+    """The means of all ranks, combined as QUANTITIES says. Collective.
 
-    Two small reductions, at a log line only.
+    What no rank has is missing, and so is a sum to which a rank adds nothing: in a short interval
+    a few may have no reading. Two small reductions, at a log line only.
     """
     present = [float(name in means) for name in QUANTITIES]
     values = [means.get(name, 0.0) for name in QUANTITIES]
@@ -90,7 +91,7 @@ def over_ranks(means: Reading, device: torch.device) -> Reading:
     combined: Reading = {}
     rows = zip(QUANTITIES.items(), *sums.tolist(), *extremes.tolist(), strict=True)
     for (name, over), total, count, greatest, minus_smallest in rows:
-        if count:
+        if count == dist.get_world_size() or (count and over is not Over.SUM):
             combined[name] = {
                 Over.SUM: total,
                 Over.MEAN: total / count,

@@ -161,6 +161,7 @@ class _Beats:
         self._own = own
         self._rank, self._world_size = rank, world_size
         self._over = threading.Event()
+        self._arming = threading.Lock()  # so that nothing prints stacks after `end`
         self._seen: dict[int, tuple[Beat, float, float]] = {}  # when heard, when it had progressed
         self._latest: Beat | None = None  # of this rank
         self._answered = 0  # by the store: the number of this rank's beats
@@ -172,7 +173,10 @@ class _Beats:
             threading.Thread(target=self._watch_store, name="store-watch", daemon=True).start()
 
     def end(self) -> None:
-        self._over.set()
+        with self._arming:
+            self._over.set()
+            # The thread of the beats may never run again if the process is about to exit.
+            faulthandler.cancel_dump_traceback_later()
 
     def _beat(self) -> None:
         clock = SteadyClock(self._period)
@@ -189,7 +193,10 @@ class _Beats:
         If native code keeps this thread from going on, a thread that needs no interpreter prints
         the stacks once this rank counts as silent: before a message says so.
         """
-        faulthandler.dump_traceback_later(self._timeout / 2, file=2)
+        with self._arming:
+            if self._over.is_set():
+                return True
+            faulthandler.dump_traceback_later(self._timeout / 2, file=2)
         try:
             return self._over.wait(self._period)
         finally:

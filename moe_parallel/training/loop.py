@@ -221,9 +221,11 @@ class Loop:
         self.interval.clear()
 
     def _log_digest(self) -> None:
-        """Log the digest of the current state. Collective."""
-        digest = state_digest(self.engine.chunks, self.engine.optimizer)
+        """Log the digest of the current state, and name a rank that went astray. Collective."""
+        digest, difference = state_digest(self.engine.chunks, self.engine.optimizer)
         self.telemetry.log(self.place() | {"digest": asdict(digest)})
+        if difference is not None:
+            self.telemetry.say(f"warning: after iteration {self.state.iteration}, {difference}")
 
     def _peak_memory(self) -> int:
         """The peak memory in bytes of the rank that used most. Collective."""

@@ -47,3 +47,9 @@ def test_a_cell_that_cannot_be_trained_says_why():
     first, second = grid([1], ["expert-model-parallel-size=2,8"])
     assert first.why_not() is None
     assert "expert-model-parallel-size" in (second.why_not() or "")
+
+
+def test_wrong_options_are_no_matter_of_the_number_of_ranks():
+    (cell,) = grid([1], ["expert-model-parallel-sise=2"])
+    with pytest.raises(InputError, match="expert-model-parallel-sise"):
+        cell.why_not()

@@ -78,7 +78,7 @@ def test_the_report_leaves_out_the_warm_up(folders, tmp_path):
 
 
 def test_the_plan_and_its_error_are_in_the_table(folders, tmp_path):
-    node = Node("cpu", 1, 1e9, None, 1e9, 1e12, 1e9, 1e9, 1e9, "by hand")
+    node = Node("cpu", 1, 1e9, None, 1e9, 1e12, 1e9, 1e9, 1e9, 1, "by hand")
     for each in folders:
         finish(each, 1.0)
     rows = rows_of(folders, 1, node)

@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from moe_parallel.config import Config, make_config, validate
 from moe_parallel.parallel import initialize_groups
+from moe_parallel.plan.shape import Shape, shape_of
 from moe_parallel.training.engine import Engine
 
 VOCABULARY = 100
@@ -38,8 +39,26 @@ DENSE = {"num_experts": None, "moe_router_topk": 2, "moe_router_force_load_balan
 Options = dict[str, Any]
 
 
+#: Systems with flags of their own in place of K.
+TOP_P = {"expert_selection": "top_p", "moe_router_force_routing": "balanced"}
+EXPERT_CHOICE = {"expert_selection": "expert_choice"}
+AOE_TOP_P = AOE | TOP_P | {"expert_selection": "aoe_top_p"}
+AOE_EXPERT_CHOICE = AOE | {"expert_selection": "aoe_expert_choice"}
+#: Experts of a token: 4 probabilities are nearly equal at first, and p is 0.4 and 0.6.
+MEAN_CHOICES = {"top_p": 2.0, "aoe_top_p": 3.0}
+SHARED = {"moe_shared_expert_intermediate_size": 48}
+GATED = SHARED | {"moe_shared_expert_gate": True}
+
+
 def config_of(options: Options) -> Config:
-    return make_config(SIZES | options)
+    whole = SIZES | options
+    if whole.get("expert_selection", "topk") not in ("topk", "aoe"):
+        del whole["moe_router_topk"], whole["moe_router_force_load_balancing"]
+    return make_config(whole)
+
+
+def planned_shape(config: Config) -> Shape:
+    return shape_of(config, VOCABULARY, MEAN_CHOICES.get(config.selection.system))
 
 
 def engine_of(config: Config) -> Engine:

@@ -13,19 +13,24 @@ from moe_parallel.model.forward import share_of
 from moe_parallel.parallel import destroy_groups
 from moe_parallel.plan.layout import layout_of
 from moe_parallel.plan.memory import kept_by_chunk
-from moe_parallel.plan.shape import shape_of
 from tests.distributed import run_distributed
 from tests.plan.counting import Kept
 from tests.plan.running import (
     ALL_CHOSEN,
     AOE,
+    AOE_EXPERT_CHOICE,
+    AOE_TOP_P,
     DENSE,
-    VOCABULARY,
+    EXPERT_CHOICE,
+    GATED,
+    SHARED,
+    TOP_P,
     Options,
     batches,
     config_of,
     engine_of,
     factors_stay_bf16,
+    planned_shape,
 )
 
 #: Bytes of each tensor by plan, of each that is kept, and what is known of those.
@@ -52,7 +57,7 @@ def _kept(world_size: int, cases: dict[str, Options]) -> dict[str, Found]:
         sizes = kept.sizes()
         losses.sum().backward()
         planned = kept_by_chunk(
-            shape_of(config, VOCABULARY), layout_of(config, world_size), stage=0, chunk=0
+            planned_shape(config), layout_of(config, world_size), stage=0, chunk=0
         )
         found[name] = ([k.nbytes for k in planned], [size for *_, size in sizes], sizes)
         destroy_groups()
@@ -91,6 +96,33 @@ def test_on_one_rank(precision: str) -> None:
         "aoe, selected": AOE | ALL_CHOSEN | {"aoe_gradient": "selected", "moe_aux_loss_coeff": 0.0},
         "dense": DENSE,
         "dense and MoE layers": {"moe_layer_freq": "[0]+[1]"},
+    }
+    cases = {name: PRECISIONS[precision] | options for name, options in cases.items()}
+    _compare(run_distributed(1, _kept, 1, cases)[0])
+
+
+@of_each_precision
+def test_systems_on_one_rank(precision: str) -> None:
+    cases = {
+        "sigmoid": {"moe_router_score_function": "sigmoid"},
+        "groups, bias, by sequence": {
+            "moe_router_num_groups": 2,
+            "moe_router_group_topk": 1,
+            "moe_router_enable_expert_bias": True,
+            "moe_router_load_balancing_type": "seq_aux_loss",
+        },
+        "z-loss": {"moe_z_loss_coeff": 0.1},
+        "large router": {"moe_router_hidden_size": 24},
+        "W_g of two factors": {"moe_gate_low_rank_size": 16},
+        "shared": SHARED,
+        "shared, gated": GATED,
+        "aoe, shared": AOE | ALL_CHOSEN | GATED,
+        "aoe, softmax over all": AOE | ALL_CHOSEN | {"aoe_gate": "all"},
+        "top_p": TOP_P,
+        "aoe_top_p": AOE_TOP_P,
+        "expert_choice": EXPERT_CHOICE,
+        "expert_choice, softmax": EXPERT_CHOICE | {"moe_expert_choice_scores": "softmax"},
+        "aoe_expert_choice": AOE_EXPERT_CHOICE,
     }
     cases = {name: PRECISIONS[precision] | options for name, options in cases.items()}
     _compare(run_distributed(1, _kept, 1, cases)[0])
@@ -159,9 +191,35 @@ def test_modules_that_are_computed_again(precision: str) -> None:
         "layers": LAYERS,
         "aoe": AOE | ALL_CHOSEN | SELECTIVE | {"recompute_modules": "moe"},
         "all": LAYERS | {"recompute_modules": "core_attn layernorm mlp moe"},
+        "shared experts": GATED | SELECTIVE | {"recompute_modules": "shared_experts"},
+        "aoe, shared experts": AOE
+        | ALL_CHOSEN
+        | GATED
+        | SELECTIVE
+        | {"recompute_modules": "shared_experts"},
     }
     cases = {name: PRECISIONS[precision] | options for name, options in cases.items()}
     _compare(run_distributed(1, _kept, 1, cases)[0])
+
+
+@of_each_precision
+def test_systems_on_two_ranks(precision: str) -> None:
+    cases = {
+        "shared, gated, ep": GATED | EP,
+        "shared, gated, sp": GATED | SP,
+        "shared, gated, tp": GATED | TP,
+        "aoe, shared, gated, sp": AOE | ALL_CHOSEN | GATED | SP,
+        "sigmoid, sp": SP | {"moe_router_score_function": "sigmoid"},
+        "large router, tp": TP | {"moe_router_hidden_size": 24},
+        "W_g of two factors, ep": EP | {"moe_gate_low_rank_size": 16},
+        "top_p, ep": TOP_P | EP,
+        "aoe_top_p, ep": AOE_TOP_P | EP,
+        "expert_choice, ep": EXPERT_CHOICE | EP,
+        "aoe_expert_choice, ep": AOE_EXPERT_CHOICE | EP,
+    }
+    cases = {name: PRECISIONS[precision] | options for name, options in cases.items()}
+    for of_rank in run_distributed(2, _kept, 2, cases):
+        _compare(of_rank)
 
 
 @pytest.mark.full

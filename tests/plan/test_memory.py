@@ -8,7 +8,6 @@ import torch
 from moe_parallel.parallel import destroy_groups
 from moe_parallel.plan.layout import Layout, layout_of
 from moe_parallel.plan.memory import chunks_in_flight, memory_of_stage
-from moe_parallel.plan.shape import shape_of
 from moe_parallel.plan.weights import Weight, buckets
 from moe_parallel.training.optimizer_parts import optimizer_parts
 from tests.distributed import run_distributed
@@ -16,12 +15,13 @@ from tests.plan.counting import Kept
 from tests.plan.running import (
     AOE,
     DENSE,
-    VOCABULARY,
+    GATED,
     Options,
     batches,
     config_of,
     engine_of,
     factors_stay_bf16,
+    planned_shape,
 )
 
 Sizes = tuple[int, int, int]  # bytes of weights, gradients, optimizer state
@@ -58,7 +58,7 @@ def _sizes(world_size: int, cases: dict[str, Options]) -> dict[str, tuple[Sizes,
     for name, options in cases.items():
         config = config_of({"use_distributed_optimizer": True} | options)
         engine = engine_of(config)
-        shape, layout = shape_of(config, VOCABULARY), layout_of(config, world_size)
+        shape, layout = planned_shape(config), layout_of(config, world_size)
         groups = engine.groups
         number = groups.dp.rank() * groups.cp.size() + groups.cp.rank()
         plan = memory_of_stage(shape, layout, groups.pp.rank(), number)
@@ -86,6 +86,9 @@ def test_on_one_rank() -> None:
         "aoe": AOE | BF16,
         "odd sizes": ODD | BF16,
         "untied": {"untie_embeddings_and_output_weights": True},
+        "shared, gated": GATED | BF16,
+        "large router, W_g of two factors": {"moe_router_hidden_size": 24}
+        | {"moe_gate_low_rank_size": 16},
     }
     for name, (planned, built) in run_distributed(1, _sizes, 1, cases)[0].items():
         assert planned == built, name
@@ -97,6 +100,7 @@ QUICK = {
     "tp and ep": SP | EP | BF16 | {"expert_tensor_parallel_size": 1},
     "pp, virtual": VIRTUAL | BF16,
     "cp, odd sizes": {"context_parallel_size": 2} | ODD | BF16 | OVERLAP,
+    "shared, gated, sp, odd sizes": GATED | SP | BF16 | ODD | OVERLAP,
     "aoe, etp, gathered": AOE | SP | BF16 | {"aoe_gather_w_down": True},
 }
 MORE = {
@@ -151,7 +155,7 @@ def _most_kept(world_size: int, options: Options) -> tuple[int, int]:
         engine.step(batches(config))
     layout = layout_of(config, world_size)
     stage = engine.groups.pp.rank()
-    planned = memory_of_stage(shape_of(config, VOCABULARY), layout, stage).activations
+    planned = memory_of_stage(planned_shape(config), layout, stage).activations
     destroy_groups()
     return planned, most
 
@@ -190,7 +194,7 @@ def test_buckets_by_hand() -> None:
 
 def test_dense_model() -> None:
     config = config_of(DENSE)
-    shape = shape_of(config, VOCABULARY)
+    shape = planned_shape(config)
     plan = memory_of_stage(shape, Layout(ranks=1, micro_batch=4, global_batch=4), 0)
     d, kv, f, layers, vocabulary = 64, 32, 160, 2, 112
     numbers = layers * (2 * d + 2 * d * d + 2 * d * kv + 3 * d * f) + d + vocabulary * d

@@ -8,19 +8,22 @@ import torch.distributed as dist
 from moe_parallel.parallel import destroy_groups
 from moe_parallel.plan.layout import Group, layout_of
 from moe_parallel.plan.messages import Collective, Wire, messages_of_stage, wire_of
-from moe_parallel.plan.shape import shape_of
 from tests.distributed import run_distributed
 from tests.plan.counting import Messages
 from tests.plan.running import (
     ALL_CHOSEN,
     AOE,
+    AOE_EXPERT_CHOICE,
     DENSE,
-    VOCABULARY,
+    EXPERT_CHOICE,
+    GATED,
+    TOP_P,
     Options,
     batches,
     config_of,
     engine_of,
     factors_stay_bf16,
+    planned_shape,
 )
 
 Totals = dict[tuple[str, tuple[int, ...]], int]  # bytes by kind and ranks
@@ -43,7 +46,7 @@ def _sent(world_size: int, cases: dict[str, Options]) -> dict[str, tuple[Totals,
         layout = layout_of(config, world_size)
         planned: Counter[tuple[str, tuple[int, ...]]] = Counter()
         stage = engine.groups.pp.rank()
-        for each in messages_of_stage(shape_of(config, VOCABULARY), layout, stage):
+        for each in messages_of_stage(planned_shape(config), layout, stage):
             ranks = ranks_of(each.group, dist.get_rank())
             planned[each.kind, ranks] += each.size * each.times
         sent: Counter[tuple[str, tuple[int, ...]]] = Counter()
@@ -87,6 +90,17 @@ QUICK = {
     "dense, sp": DENSE | SP,
     "pp, virtual": VIRTUAL | BF16 | SHARDED,
 }
+SYSTEMS = {
+    "shared, gated, sp": GATED | SP | BF16 | SHARDED,
+    "shared, gated, tp": GATED | TP | BF16,
+    "by sequence, sp": SP | BF16 | {"moe_router_load_balancing_type": "seq_aux_loss"},
+    "z-loss, large router, tp": TP | {"moe_z_loss_coeff": 0.1, "moe_router_hidden_size": 24},
+    "W_g of two factors, sp": SP | BF16 | {"moe_gate_low_rank_size": 16},
+    "W_g of two factors, tp": TP | BF16 | {"moe_gate_low_rank_size": 16},
+    "top_p, ep": TOP_P | EP | BF16,
+    "aoe_expert_choice, ep": AOE_EXPERT_CHOICE | EP | BF16,
+    "expert_choice, ep": EXPERT_CHOICE | EP | BF16 | SHARDED,
+}
 MORE = {
     "cp": CP | BF16,
     "cp, recomputed": CP | BF16 | FULL,
@@ -115,7 +129,15 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("cases", [QUICK, pytest.param(MORE, marks=pytest.mark.full)], ids=len)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        QUICK,
+        pytest.param(SYSTEMS, marks=pytest.mark.full),
+        pytest.param(MORE, marks=pytest.mark.full),
+    ],
+    ids=["quick", "systems", "more"],
+)
 def test_on_two_ranks(cases: dict[str, Options]) -> None:
     for of_rank in run_distributed(2, _sent, 2, cases):
         _compare(of_rank)
@@ -149,7 +171,7 @@ def _on_links(options: Options, node_size: int) -> tuple[Wire, Wire]:
     planned = wire_of(
         (
             each
-            for each in messages_of_stage(shape_of(config, VOCABULARY), layout, stage)
+            for each in messages_of_stage(planned_shape(config), layout, stage)
             if each.kind in ("all-to-all", "send")
         ),
         node_size,
@@ -195,5 +217,5 @@ def test_links_by_hand() -> None:
 
 def test_nothing_is_sent_alone() -> None:
     config = config_of(BF16 | SHARDED)
-    assert messages_of_stage(shape_of(config, VOCABULARY), layout_of(config, 1), 0) == []
+    assert messages_of_stage(planned_shape(config), layout_of(config, 1), 0) == []
     assert wire_of([], 8) == Wire()

@@ -81,10 +81,16 @@ def test_memory_is_refused_by_how_much() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"expert_selection": "lory"}, "--expert-selection is lory, and a plan has formulas for"),
+        ({"expert_selection": "lory"}, "--expert-selection is lory, and a plan has formulas only"),
+        (
+            {"expert_selection": "top_p"},
+            "--expert-selection is top_p, which gives tokens",
+        ),
+        ({"moe_router_force_routing": "hot"}, "--moe-router-force-routing is hot, and a plan has"),
+        ({"moe_activation_budget": 64}, "--moe-activation-budget is 64"),
         ({"loss_chunk_size": 0}, "--loss-chunk-size is 0"),
         ({"attention_backend": "local"}, "--attention-backend is local"),
-        ({"moe_z_loss_coeff": 0.5}, "--moe-z-loss-coeff is 0.5, and a plan has no formula"),
+        ({"moe_importance_loss_coeff": 0.5}, "--moe-importance-loss-coeff is 0.5, and a plan has"),
         ({"moe_expert_capacity_factor": 1.5}, "--moe-expert-capacity-factor is 1.5"),
     ],
 )
@@ -92,3 +98,28 @@ def test_what_has_no_formula_is_refused(options: dict[str, object], message: str
     with pytest.raises(InputError) as told:
         plan_layout(make_config(OPTIONS | options), VOCABULARY, CLUSTER)
     assert str(told.value).startswith(message)
+
+
+def test_the_mean_number_of_experts_is_given_where_it_varies() -> None:
+    config = make_config(OPTIONS | {"expert_selection": "top_p", "expert_model_parallel_size": 4})
+    few, many = (
+        plan_layout(config, VOCABULARY, CLUSTER, mean_choices=choices) for choices in (1.5, 3.0)
+    )
+    assert isinstance(few, Plan) and isinstance(many, Plan)
+    assert many.time.parts["dispatch"] == pytest.approx(2 * few.time.parts["dispatch"], rel=0.05)
+    assert many.memory.activations > few.memory.activations
+
+
+def test_experts_that_choose_among_tokens_of_several_ranks_are_refused() -> None:
+    options = OPTIONS | {"expert_selection": "expert_choice"}
+    refused = plan_layout(
+        make_config(options | {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        VOCABULARY,
+        CLUSTER,
+    )
+    assert isinstance(refused, Refused) and refused.kind == "no formula"
+    assert refused.reason.startswith("--tensor-model-parallel-size is 2, and a plan has no formula")
+    plan = plan_layout(
+        make_config(options | {"expert_model_parallel_size": 4}), VOCABULARY, CLUSTER, reserve=0
+    )
+    assert isinstance(plan, Plan | Refused) and "formula" not in getattr(plan, "kind", "")

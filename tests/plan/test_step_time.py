@@ -7,12 +7,12 @@ import pytest
 from moe_parallel.plan.cluster import NODES, Cluster, Efficiency
 from moe_parallel.plan.layout import Group, Layout
 from moe_parallel.plan.messages import DISPATCH, Collective
-from moe_parallel.plan.shape import Shape
+from moe_parallel.plan.shape import Experts, Shape, swiglu_weights
 from moe_parallel.plan.step_time import seconds_of, seconds_of_messages, step_time
-from moe_parallel.plan.work import LINEAR, Work, traffic
+from moe_parallel.plan.work import FP32, LINEAR, Work, product, traffic
 
 PERFECT = Efficiency(1, 1, 1, 1, 1, 1, 1)
-CLUSTER = Cluster(NODES["h100x8"], 2, PERFECT)
+CLUSTER = Cluster(replace(NODES["h100x8"], call_time=0), 2, PERFECT)
 SHAPE = Shape((False,) * 8, 1024, 8, 8, 128, 4096, 32000, False, 2048, bf16=True)
 LAYOUT = Layout(ranks=16, pp=4, micro_batch=1, global_batch=64, distributed_optimizer=True)
 
@@ -67,3 +67,40 @@ def test_overlap_hides_messages() -> None:
     assert shown.tokens_per_gpu < hidden.tokens_per_gpu
     tokens = 64 * 2048
     assert hidden.tokens_per_gpu == pytest.approx(tokens / hidden.seconds / 16)
+
+
+def test_small_kernels_wait_for_the_host() -> None:
+    """53 + 61 calls of a dense layer take longer than its few FLOPs, which they then hide."""
+    small = replace(SHAPE, seq_length=16)
+    layout = Layout(ranks=1, micro_batch=1, global_batch=4)
+    parts = step_time(small, layout, CLUSTER).parts
+    waiting = step_time(small, layout, replace(CLUSTER, node=NODES["h100x8"])).parts
+    layers = 4 * 8 * (53 + 61) * NODES["h100x8"].call_time
+    assert "host" not in parts
+    assert waiting["host"] == pytest.approx(layers - parts["attention"] - parts["dense layers"])
+    assert waiting["attention"] == parts["attention"]
+
+
+def test_products_in_fp32_do_not_use_tensor_cores() -> None:
+    router = Work("", "", FP32, 67e12, 0, 1, 1)
+    assert seconds_of(router, SHAPE, CLUSTER)[0] == 1
+
+
+def test_a_narrow_product_takes_longer_than_its_flops() -> None:
+    """Both fill 132 multiprocessors with whole tiles; 160 numbers are added to the depth."""
+    rows = 132 * 256
+    wide, narrow = (product("", "", LINEAR, (rows, k, 2**25 // k), 2) for k in (4096, 256))
+    assert wide.flops == narrow.flops == 2 * rows * 2**25
+    ratio = seconds_of(narrow, SHAPE, CLUSTER)[0] / seconds_of(wide, SHAPE, CLUSTER)[0]
+    assert ratio == pytest.approx(((256 + 160) / 256) / ((4096 + 160) / 4096))
+
+
+def test_the_slowest_stage_of_unlike_layers_is_found() -> None:
+    """The third of four stages has the experts."""
+    experts = Experts(8, 2, 4096, swiglu_weights(1024, 8, 4096))
+    moe_layers = (False,) * 4 + (True,) * 2 + (False,) * 2
+    shape = replace(SHAPE, moe_layers=moe_layers, vocabulary=512, experts=experts)
+    parts = step_time(shape, LAYOUT, CLUSTER).parts
+    assert parts["experts"] > 0
+    assert LAYOUT.unlike_stages(moe_layers) == range(4)
+    assert LAYOUT.unlike_stages((True,) * 8) == [0, 1, 3]

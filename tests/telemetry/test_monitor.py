@@ -79,12 +79,14 @@ MEANS: list[Reading] = [
 ]
 
 
-def _combined() -> Reading:
-    return over_ranks(MEANS[dist.get_rank()], torch.device("cpu"))
+def _combined() -> tuple[Reading, Reading]:
+    rank, cpu = dist.get_rank(), torch.device("cpu")
+    return over_ranks(MEANS[rank], cpu), over_ranks(MEANS[0] if rank == 0 else {}, cpu)
 
 
 def test_over_ranks() -> None:
     """A mean, the most, the least, a sum; and what only one rank has."""
     expected = {"host_cpu_percent": 15, "host_load": 8, "gpu_clock_mhz": 1200, "gpu_watts": 1300}
     expected["gpu_celsius"] = 71
-    assert run_distributed(2, _combined) == [expected, expected]
+    of_one = {"host_cpu_percent": 10, "host_load": 3, "gpu_clock_mhz": 1900}  # no sum of all
+    assert run_distributed(2, _combined) == [(expected, of_one)] * 2

@@ -52,6 +52,9 @@ def test_published_runs() -> None:
         (("--cluster", "h100x8:1"), "--vocab-size is not set"),
         ((*AOE_4B, "--own-layout", "--global-batch-size", "5"), "the layout is not possible: --gl"),
         (("--published", "none.json"), "--published none.json cannot be read"),
+        ((*AOE_4B, "--beside", "none.yaml"), "--beside none.yaml does not exist"),
+        ((*AOE_4B, "--mean-choices", "2"), "the configuration says how many experts a token has"),
+        ((*AOE_4B, "--expert-selection", "top_p"), "--expert-selection is top_p"),
     ],
 )
 def test_wrong_flags_are_told_in_a_line(arguments: tuple[str, ...], message: str) -> None:

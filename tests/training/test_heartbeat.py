@@ -5,6 +5,7 @@ import ctypes
 import os
 import re
 import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -163,3 +164,29 @@ def test_no_timeout_no_threads():
     with heartbeat(Progress(), dist.HashStore(), None, None), contextlib.suppress(KeyError):
         names = {thread.name for thread in module.threading.enumerate()}
     assert not names & {"heartbeat", "store-watch"}
+
+
+class _Alarm:
+    """A replacement for the module `faulthandler`, with a heartbeat that never runs again."""
+
+    def __init__(self):
+        self.is_set, self.was_set, self.released = False, threading.Event(), threading.Event()
+
+    def dump_traceback_later(self, seconds, file):
+        self.is_set = True
+        self.was_set.set()
+
+    def cancel_dump_traceback_later(self):
+        if threading.current_thread().name == "heartbeat":
+            self.released.wait()
+        self.is_set = False
+
+
+def test_no_stacks_are_printed_after_the_end(monkeypatch):
+    """Although the thread of the beats gets no time any more, as in a process that exits."""
+    alarm = _Alarm()
+    monkeypatch.setattr(module, "faulthandler", alarm)
+    with heartbeat(Progress(), dist.HashStore(), None, TIMEOUT):
+        assert alarm.was_set.wait(60)
+    assert not alarm.is_set
+    alarm.released.set()

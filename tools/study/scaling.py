@@ -60,9 +60,10 @@ def _run(own: Namespace) -> int:
     varied = parse_vary(own.vary)
     grid = list(cells(options, own.nodes, varied, ranks_per_node=own.ranks_per_node, weak=own.weak))
     study, code = own.study.absolute(), 0
+    reasons = [cell.why_not() for cell in grid]  # a wrong flag ends the study before its first job
     queue = set() if own.local else _queue()
-    for cell in grid:
-        if reason := cell.why_not():
+    for cell, reason in zip(grid, reasons, strict=True):
+        if reason is not None:
             print(f"{cell.name}: not feasible: {reason}")
             continue
         folder = CellFolder.of(study, cell)
@@ -128,6 +129,8 @@ def _run_here(folder: CellFolder) -> int:
 def _report(own: Namespace) -> None:
     if own.warm_up < 0:
         raise InputError(f"--warm-up is {own.warm_up}: it must be at least 0")
+    if not own.study.is_dir():
+        raise InputError(f"{own.study} is no folder: name the folder of a study")
     folders = CellFolder.read_all(own.study)
     for each in folders:
         if not each.is_finished:

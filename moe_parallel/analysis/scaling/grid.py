@@ -33,9 +33,13 @@ class Cell:
         return make_config({**self.options, "save": "unused"})
 
     def why_not(self) -> str | None:
-        """Why this number of ranks cannot train the cell; None if it can."""
+        """Why this number of ranks cannot train the cell; None if it can.
+
+        Raises InputError if the options are wrong on any number of ranks.
+        """
+        config = self.config
         try:
-            validate(self.config, self.ranks)
+            validate(config, self.ranks)
         except InputError as error:
             return str(error)
         return None

@@ -13,13 +13,13 @@ one vector for each axis.
 A sum does not depend on order, and indices and keys are those of the whole model. So the parts of a
 tensor may be summed on any ranks: the digest is the same in every layout, and that of a checkpoint
 is the same as that of the run that saved it. A part that several ranks hold is counted once, on the
-rank that would save it.
+rank that would save it; `replicas` compares the copies.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from moe_parallel.training.checkpoint.optimizer import (
     moment_tensors,
     pieces,
 )
+from moe_parallel.training.checkpoint.replicas import astray
 from moe_parallel.training.checkpoint.whole import read_in_groups, tensor_entries
 from moe_parallel.training.gathered import gather_weights
 
@@ -56,15 +57,24 @@ class Digest:
     optimizer: str
 
 
-def state_digest(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> Digest:
-    """The digest of a model and its optimizer. Collective; waits for the device once."""
+def state_digest(
+    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer
+) -> tuple[Digest, str | None]:
+    """The digest of a model and its optimizer, and the line of `astray`, if a copy differs.
+
+    Collective; waits for the device a few times.
+    """
     gather_weights(chunks)
     model = model_tensors(chunks)
     held = pieces(optimizer, model)
-    states = [*moment_tensors(held).values(), *master_tensors(held).values()]
-    sums = torch.stack([_sum_of_shards(placed_tensors(model)), _sum_of_shards(states)])
-    dist.all_reduce(sums)
-    return _digest(*sums.tolist())
+    weights = placed_tensors(model)
+    tensors = [*weights, *moment_tensors(held).values(), *master_tensors(held).values()]
+    sums_N = torch.stack([_sum_of_shard(tensor) for tensor in tensors])
+    counted_N = torch.tensor([is_main_replica(t.replica_id) for t in tensors]).to(sums_N.device)
+    parts = (sums_N * counted_N).split([len(weights), len(tensors) - len(weights)])
+    totals = torch.stack([part.sum() for part in parts])
+    dist.all_reduce(totals)
+    return _digest(*totals.tolist()), astray([_name(each) for each in tensors], sums_N)
 
 
 def checkpoint_digest(checkpoint: Path) -> Digest:
@@ -130,13 +140,18 @@ def odd_numbers(axis: int, first: int, size: int, device: torch.device) -> torch
     return (x ^ _shifted(x, 31)) | 1
 
 
-def _sum_of_shards(tensors: Iterable[ShardedTensor]) -> torch.Tensor:
-    sums = [
-        tensor_sum(tensor.key, tensor.data[(None,) * tensor.prepend_axis_num], tensor.global_offset)
-        for tensor in tensors
-        if is_main_replica(tensor.replica_id)
-    ]
-    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64)
+def _sum_of_shard(tensor: ShardedTensor) -> torch.Tensor:
+    values = tensor.data[(None,) * tensor.prepend_axis_num]
+    return tensor_sum(tensor.key, values, tensor.global_offset)
+
+
+def _name(tensor: ShardedTensor) -> str:
+    """The key, and the part of the tensor unless it is the whole: `w[0:4, 8:16]`."""
+    shape = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
+    if shape == tuple(tensor.global_shape):
+        return str(tensor.key)
+    places = zip(tensor.global_offset, shape, strict=True)
+    return f"{tensor.key}[{', '.join(f'{first}:{first + size}' for first, size in places)}]"
 
 
 def _digest(weights: int, optimizer: int) -> Digest:

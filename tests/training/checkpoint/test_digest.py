@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import socket
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,9 @@ LAYOUTS = {
 
 
 def _digest_of(run: TinyRun) -> dict[str, str]:
-    return asdict(state_digest(run.engine.chunks, run.engine.optimizer))
+    digest, difference = state_digest(run.engine.chunks, run.engine.optimizer)
+    assert difference is None, difference
+    return asdict(digest)
 
 
 def _first_run(path: Path, options: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
@@ -194,3 +197,46 @@ def test_a_bit_on_one_rank_and_two_tensors_that_change_places(tmp_path: Path) ->
         assert of_moment["weights"] == state["weights"]
         assert of_moment["optimizer"] != state["optimizer"]
     assert len({each["optimizer"] for each in (state, mean, square)}) == 3
+
+
+TENSORS = {
+    "dense": (Layout(2), "decoder.layers.1.self_attention.linear_proj.weight"),
+    "distributed": (Layout(2, distributed=True), "decoder.layers.1.mlp.w_router_ED"),
+    "router of tp": (Layout(2, tp=2, etp=2), "decoder.layers.1.mlp.w_router_ED"),
+    "tied embedding": (Layout(2, pp=2), "embedding.word_embeddings.weight"),
+}
+
+
+def _lines(path: Path) -> dict[str, list[str | None]]:
+    """The lines about equal copies, a weight with one bit changed on rank 1, and two of them."""
+    lines = {}
+    for name, (layout, tensor) in TENSORS.items():
+        run = TinyRun(layout, path)
+        run.steps(1)
+
+        def line(run: TinyRun = run) -> str | None:
+            return state_digest(run.engine.chunks, run.engine.optimizer)[1]
+
+        found = [line()]
+        its = dict(run.parameters())
+        places = [place for place in its if place.endswith(tensor) or "output_layer" in place]
+        for place in (places[-1], "decoder.final_layernorm.weight"):
+            if dist.get_rank() == 1 and place in its:
+                _flip(its[place])
+            found.append(line())
+        lines[name] = found
+        run.close()
+    return lines
+
+
+def test_a_rank_whose_copy_differs_is_named(tmp_path: Path) -> None:
+    first, second = run_distributed(2, _lines, tmp_path)
+    assert first == second  # on every rank
+    host = socket.gethostname()
+    for name, (equal, one, two) in first.items():
+        tensor = TENSORS[name][1]
+        assert equal is None, name
+        assert one is not None and two is not None, name
+        assert one.startswith(f"rank 1 on {host} differs from rank 0 in {tensor}, which"), one
+        if name != "tied embedding":  # no other rank has a copy of the last norm
+            assert f" in {tensor} and 1 more, which" in two, two
