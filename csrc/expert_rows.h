@@ -166,7 +166,10 @@ class ExpertRows {
   }
 
   // The prob of each row, or 0 for a padding row.
-  at::Tensor probs_by_row(const at::Tensor& probs) const { return pick(probs, slots_); }
+  at::Tensor probs_by_row(const at::Tensor& probs) const { return values_by_row(probs); }
+
+  // The value of each row's choice, or 0 for a padding row; the inverse of values_by_choice().
+  at::Tensor values_by_row(const at::Tensor& values) const { return pick(values, slots_); }
 
   // The value of each choice's row, or 0 for a choice without a row.
   at::Tensor values_by_choice(const at::Tensor& values) const {
