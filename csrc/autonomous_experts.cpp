@@ -179,7 +179,7 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
 
   const auto blocks = map.blocks();
   const auto columns = [&](int64_t count) { return map.scratch(x, blocks, count); };
-  auto x_memory = columns(x.size(1)), dy_memory = columns(x.size(1));
+  auto row_memory = columns(x.size(1));  // the rows of dy, and then those of x
   auto dh_memory = columns(w.width()), own_h_memory = columns(w.width());
   auto dg_memory = columns(w.width()), own_g_memory = columns(w.width());
   auto dp_memory = columns(w.width());
@@ -205,7 +205,7 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
     const auto g_rows = g_products.narrow(0, 0, block.num_rows);
 
     auto h = block.part(h_memory), dg = block.part(dg_memory), dp = block.part(dp_memory);
-    const auto dy_rows = map.gather(dy_memory, gradients, block);
+    const auto dy_rows = map.gather(row_memory, gradients, block);
     const SwigluGradients to{.dgate = dg, .dup = dp, .dprobs = block.rows(dprobs_of_rows), .h = h};
     swiglu_backward_of_product(to, dy_rows, transposed(w_out), groups, g_rows, block.rows(p_2d),
                                block.rows(probs_of_rows), dh_memory);
@@ -216,7 +216,7 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
     dp = block.product(dp_memory);
     dw_up.take(block, c_rows, dg, groups);
     grouped_gemm_out(dc_rows, dg, transposed(w_up), groups);
-    const auto x_rows = map.gather(x_memory, tokens, block);
+    const auto x_rows = map.gather(row_memory, tokens, block);
     dw_p.take(block, x_rows, dp, groups);
     if (c) {
       grouped_gemm_out(dx_rows, dp, transposed(w_p), groups);
@@ -235,8 +235,8 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
       add_gradient_of_norms(dc_rows, block.rows(dc), block.rows(factors));
       dc_rows = block.product(c_memory);
       // If there is one block, its rows of x are still there.
-      const auto x_rows = blocks.size() > 1 ? map.gather(x_memory, tokens, block)
-                                            : block.product(x_memory);
+      const auto x_rows = blocks.size() > 1 ? map.gather(row_memory, tokens, block)
+                                            : block.product(row_memory);
       dw_down->take(block, x_rows, dc_rows, groups);
       grouped_gemm_out(dx_rows, dc_rows, block.experts(*w_down).transpose(1, 2), groups,
                        /*accumulate=*/true);

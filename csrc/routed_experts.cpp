@@ -80,7 +80,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
 
   const auto blocks = map.blocks();
   const auto columns = [&](int64_t count) { return map.scratch(x, blocks, count); };
-  auto x_memory = columns(x.size(1)), dy_memory = columns(x.size(1));
+  auto row_memory = columns(x.size(1));  // the rows of dy, and then those of x
   auto dh_memory = columns(width), own_h_memory = columns(width), d_memory = columns(2 * width);
   auto& h_memory = in_place(x) ? dh_memory : own_h_memory;
   for (const auto& block : blocks) {
@@ -89,7 +89,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
     const auto gate = gate_up_rows.narrow(1, 0, width), up = gate_up_rows.narrow(1, width, width);
     auto h = block.part(h_memory), d_gate_up = block.part(d_memory), dx_rows = block.product(dx);
 
-    const auto dy_rows = map.gather(dy_memory, gradients, block);
+    const auto dy_rows = map.gather(row_memory, gradients, block);
     const SwigluGradients to{.dgate = d_gate_up.narrow(1, 0, width),
                              .dup = d_gate_up.narrow(1, width, width),
                              .dprobs = block.rows(dprobs_of_rows),
@@ -98,7 +98,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
                                block.rows(probs_of_rows), dh_memory);
     dw_out.take(block, block.product(h_memory), dy_rows, groups);
     d_gate_up = block.product(d_memory);
-    dw_gate_up.take(block, map.gather(x_memory, tokens, block), d_gate_up, groups);
+    dw_gate_up.take(block, map.gather(row_memory, tokens, block), d_gate_up, groups);
     grouped_gemm_out(dx_rows, d_gate_up, block.experts(w_gate_up).transpose(1, 2), groups);
   }
   return {map.sum(map.only_rows(dx)), map.values_by_choice(dprobs_of_rows), dw_gate_up.own(),
