@@ -109,12 +109,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
   auto c_by_row = c ? x.new_empty({0, w.rank()}) : map.new_rows(x, w.rank());
   auto g = keep_g ? map.new_rows(x, w.width()) : x.new_empty({0, w.width()});
 
-  const auto blocks = map.blocks();
+  const auto& blocks = map.blocks();
   const auto columns = [&](int64_t count) { return map.scratch(x, blocks, count); };
   auto x_memory = columns(x.size(1)), h_memory = columns(w.width());
   auto c_memory = columns(w.rank()), g_memory = columns(w.width());
   for (const auto& block : blocks) {
-    const auto groups = block.experts(map.product_counts()), row_probs = block.rows(probs_of_rows);
+    const auto groups = block.product_counts, row_probs = block.rows(probs_of_rows);
     auto h = block.part(h_memory), p_rows = block.rows(p), y_rows = block.product(y);
     auto c_rows = c ? at::Tensor() : block.rows(c_by_row);
     auto g_rows = keep_g ? block.rows(g) : at::Tensor();
@@ -177,7 +177,7 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
   WeightGradient dw_up("main_up", w_up, counts, main_up), dw_p("main_p", w_p, counts, main_p);
   WeightGradient dw_out("main_out", w_out, counts, main_out);
 
-  const auto blocks = map.blocks();
+  const auto& blocks = map.blocks();
   const auto columns = [&](int64_t count) { return map.scratch(x, blocks, count); };
   auto row_memory = columns(x.size(1));  // the rows of dy, and then those of x
   auto dh_memory = columns(w.width()), own_h_memory = columns(w.width());
@@ -187,7 +187,7 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
   auto& g_memory = in_place(x) ? dg_memory : own_g_memory;
   auto c_memory = columns(w.rank()), dc_memory = columns(w.rank());
   for (const auto& block : blocks) {
-    const auto groups = block.experts(map.product_counts());
+    const auto& groups = block.product_counts;
     const auto transposed = [&](const at::Tensor& weight) {
       return block.experts(weight).transpose(1, 2);
     };
@@ -209,27 +209,26 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
     const SwigluGradients to{.dgate = dg, .dup = dp, .dprobs = block.rows(dprobs_of_rows), .h = h};
     swiglu_backward_of_product(to, dy_rows, transposed(w_out), groups, g_rows, block.rows(p_2d),
                                block.rows(probs_of_rows), dh_memory);
-    dw_out.take(block, block.product(h_memory), dy_rows, groups);
+    dw_out.take(block, block.product(h_memory), dy_rows);
 
     auto dc_rows = c ? block.product(dc) : block.product(dc_memory), dx_rows = block.product(dx);
     dg = block.product(dg_memory);
     dp = block.product(dp_memory);
-    dw_up.take(block, c_rows, dg, groups);
+    dw_up.take(block, c_rows, dg);
     grouped_gemm_out(dc_rows, dg, transposed(w_up), groups);
     const auto x_rows = map.gather(row_memory, tokens, block);
-    dw_p.take(block, x_rows, dp, groups);
+    dw_p.take(block, x_rows, dp);
     if (c) {
       grouped_gemm_out(dx_rows, dp, transposed(w_p), groups);
       continue;
     }
-    dw_down->take(block, x_rows, dc_rows, groups);
+    dw_down->take(block, x_rows, dc_rows);
     add_products(dx_rows, dp, transposed(w_p), dc_rows, transposed(*w_down), groups);
   }
   const auto dprobs = map.values_by_choice(dprobs_of_rows);
   if (norms) {
     const auto factors = map.values_by_row(norm_factors(dprobs, probs, *norms));
     for (const auto& block : blocks) {
-      const auto groups = block.experts(map.product_counts());
       map.gather_choices(c_memory, c_by_choice, block);
       auto dc_rows = block.part(c_memory), dx_rows = block.product(dx);
       add_gradient_of_norms(dc_rows, block.rows(dc), block.rows(factors));
@@ -237,9 +236,9 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
       // If there is one block, its rows of x are still there.
       const auto x_rows = blocks.size() > 1 ? map.gather(row_memory, tokens, block)
                                             : block.product(row_memory);
-      dw_down->take(block, x_rows, dc_rows, groups);
-      grouped_gemm_out(dx_rows, dc_rows, block.experts(*w_down).transpose(1, 2), groups,
-                       /*accumulate=*/true);
+      dw_down->take(block, x_rows, dc_rows);
+      grouped_gemm_out(dx_rows, dc_rows, block.experts(*w_down).transpose(1, 2),
+                       block.product_counts, /*accumulate=*/true);
     }
   }
   const bool hands_on = c && !norms;

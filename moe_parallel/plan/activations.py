@@ -73,7 +73,7 @@ def kept_by_layer(shape: Shape, layout: Layout, is_moe: bool) -> list[Kept]:
         kept += _router(shape, t, shape.experts, alone)
     else:
         kept += _norms(shape, t, shape.experts, shape.experts.scoring, alone)
-    kept += _choices(t, shape.experts)
+    kept += _choices(t, shape.experts, alone)
     if not alone:
         kept += _dispatched(shape, layout, t)
     return kept + _experts(shape, layout, t, shape.experts, alone)
@@ -145,11 +145,15 @@ def _router(shape: Shape, t: Tokens, experts: Experts, alone: bool) -> list[Kept
 
 def _norms(shape: Shape, t: Tokens, experts: Experts, scoring: Scoring, alone: bool) -> list[Kept]:
     n, r, a = experts.number, scoring.rank, shape.value
-    kept = [
-        # Without sequence parallelism it is a part of a tensor of all tokens.
-        Kept("scores.x", SCORING, t.between * shape.hidden * a),
-        Kept("scores.norms", SCORING, t.routed * n * 4),
-    ]
+    # Without sequence parallelism it is a part of a tensor of all tokens.
+    x = Kept("scores.x", SCORING, t.between * shape.hidden * a)
+    if alone and scoring.joins_norms:
+        return [
+            x,
+            Kept("norms of the choices", SCORING, t.sent * 4),
+            Kept("C of the choices", SCORING, t.sent * r * a),
+        ]
+    kept = [x, Kept("scores.norms", SCORING, t.routed * n * 4)]
     if scoring.all_norms_learn and not scoring.recomputes_scores:
         kept.append(Kept("C of all experts", SCORING, t.routed * n * r * a))
     if alone or (scoring.sends_c and not scoring.all_norms_learn):
@@ -157,12 +161,11 @@ def _norms(shape: Shape, t: Tokens, experts: Experts, scoring: Scoring, alone: b
     return kept
 
 
-def _choices(t: Tokens, experts: Experts) -> list[Kept]:
-    n = experts.number
-    kept = [
-        Kept("experts of the choices", SCORING, t.sent * 8),
-        Kept("probs of the choices", SCORING, t.sent * 4),
-    ]
+def _choices(t: Tokens, experts: Experts, alone: bool) -> list[Kept]:
+    n, scoring = experts.number, experts.scoring
+    kept = [Kept("probs of the choices", SCORING, t.sent * 4)]
+    if not (alone and scoring is not None and scoring.joins_norms):
+        kept.append(Kept("experts of the choices", SCORING, t.sent * 8))
     if experts.has_loss:
         kept += [
             Kept("probabilities", SCORING, t.routed * n * 4),

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.covering
 D, W, R = 6, 5, 3
 # Every choice has a row, and there is no padding.
 WHOLE = [r for r in ROUTINGS if r.pad_rows_per_expert is None and (r.experts >= 0).all()]
-MANY = next(routing for routing in WHOLE if routing.name == "many_tokens")
+MANY = next(routing for routing in WHOLE if routing.name == "half_to_one")
 DROPPED = next(routing for routing in ROUTINGS if routing.name == "dropped_choices")
 
 
