@@ -146,16 +146,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
-autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& probs,
-                            const at::Tensor& slots, const at::Tensor& rows,
-                            const at::Tensor& counts, const std::optional<at::Tensor>& w_down,
-                            const at::Tensor& w_up, const at::Tensor& w_p, const at::Tensor& w_out,
-                            const std::optional<at::Tensor>& c,
-                            const std::optional<at::Tensor>& norms, const at::Tensor& p,
-                            const at::Tensor& c_by_row, const at::Tensor& g,
-                            const std::optional<at::Tensor>& main_up,
-                            const std::optional<at::Tensor>& main_p,
-                            const std::optional<at::Tensor>& main_out) {
+autonomous_experts_backward(
+    const at::Tensor& dy, const at::Tensor& x, const at::Tensor& probs, const at::Tensor& slots,
+    const at::Tensor& rows, const at::Tensor& counts, const std::optional<at::Tensor>& w_down,
+    const at::Tensor& w_up, const at::Tensor& w_p, const at::Tensor& w_out,
+    const std::optional<at::Tensor>& c, const std::optional<at::Tensor>& norms, const at::Tensor& p,
+    const at::Tensor& c_by_row, const at::Tensor& g, const std::optional<at::Tensor>& main_up,
+    const std::optional<at::Tensor>& main_p, const std::optional<at::Tensor>& main_out) {
   const ExpertRows map(x, probs, slots, rows, counts);
   const Weights w{w_down, w_up, w_p, w_out};
   w.check(x, c, norms, rows, counts);
@@ -234,15 +231,16 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
       add_gradient_of_norms(dc_rows, block.rows(dc), block.rows(factors));
       dc_rows = block.product(c_memory);
       // If there is one block, its rows of x are still there.
-      const auto x_rows = blocks.size() > 1 ? map.gather(row_memory, tokens, block)
-                                            : block.product(row_memory);
+      const auto x_rows =
+          blocks.size() > 1 ? map.gather(row_memory, tokens, block) : block.product(row_memory);
       dw_down->take(block, x_rows, dc_rows);
       grouped_gemm_out(dx_rows, dc_rows, block.experts(*w_down).transpose(1, 2),
                        block.product_counts, /*accumulate=*/true);
     }
   }
   const bool hands_on = c && !norms;
-  const auto dc_by_choice = hands_on ? map.by_choice(map.only_rows(dc)) : x.new_empty({0, w.rank()});
+  const auto dc_by_choice =
+      hands_on ? map.by_choice(map.only_rows(dc)) : x.new_empty({0, w.rank()});
   return {map.sum(map.only_rows(dx)),
           dprobs,
           dw_down ? dw_down->own() : x.new_empty({0}),

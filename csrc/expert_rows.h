@@ -64,8 +64,7 @@ class ExpertRows {
  public:
   ExpertRows(const at::Tensor& x, const at::Tensor& probs, const at::Tensor& slots,
              const at::Tensor& rows, const at::Tensor& counts)
-      : slots_(slots.contiguous()),
-        rows_(rows.contiguous()) {
+      : slots_(slots.contiguous()), rows_(rows.contiguous()) {
     check_dim("x", x, 2);
     check_index("slots", slots, 1);
     check_index("rows", rows, 2);

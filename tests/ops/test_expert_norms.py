@@ -239,9 +239,7 @@ def without_a_row(ops: Ops, device: str) -> None:
     x, *weights = setting(DROPPED, torch.float32, device)
     row_map = ops.routing_map(torch.from_numpy(DROPPED.experts).to(device), 5)
     ones = torch.ones(*DROPPED.experts.shape, R, device=device)
-    ops.autonomous_experts(
-        x, ones[..., 0], row_map, *weights, c_TKR=ones, norms_TK=ones[..., 0]
-    )
+    ops.autonomous_experts(x, ones[..., 0], row_map, *weights, c_TKR=ones, norms_TK=ones[..., 0])
 
 
 REFUSED: dict[str, Callable[[Ops, str], None]] = {

@@ -94,8 +94,9 @@ def _(
     main_out: Tensor | None,
 ) -> tuple[Tensor, ...]:
     dw_down = x.new_empty(0) if w_down is None else w_down.new_empty(w_down.shape)
-    hands_on = c is not None and norms is None
-    dc = c.new_empty(c.shape) if hands_on else x.new_empty(0, w_up.size(1))
+    dc = x.new_empty(0, w_up.size(1))
+    if c is not None and norms is None:
+        dc = c.new_empty(c.shape)
     others = map(own_gradient, (w_up, w_p, w_out), (main_up, main_p, main_out))
     return x.new_empty(x.shape), probs.new_empty(probs.shape), dw_down, *others, dc
 
@@ -118,9 +119,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...
     if dy is None:
         return (None,) * 15
     saved = ctx.saved_tensors  # read once: checkpointing allows no second
-    dx, dprobs, dw_down, *dw, dc = _ops.autonomous_experts_backward(
-        dy, *saved, *ctx.main_gradients
-    )
+    dx, dprobs, dw_down, *dw, dc = _ops.autonomous_experts_backward(dy, *saved, *ctx.main_gradients)
     hands_on = saved[10] is None  # otherwise the gradients of probs and C went on to x and w_down
     needs_w_down, needs_c = ctx.needs_input_grad[5], ctx.needs_input_grad[9]
     return (
