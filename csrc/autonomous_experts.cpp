@@ -2,21 +2,26 @@
 // h = silu(C W_up) * P * prob, W_out, gather and sum.
 //
 // C = x W_down is computed here or given by the selection (`c`, [tokens, choices, rank]). If it is
-// given, its gradient flows back to the selection. The backward pass keeps x, P, the row map, and
-// C if it was computed here (`c_by_row`). G = C W_up, a small product, is recomputed or, on
-// request, kept. If a main gradient is given, the backward pass adds the weight's gradient to it.
+// given, its gradient flows back to the selection, unless `norms` of it are given too: then the
+// probs are their softmax, and the gradient goes through the norms to x and W_down here. The
+// backward pass keeps x, P, the row map, and C if it was computed here (`c_by_row`). G = C W_up, a
+// small product, is recomputed or, on request, kept. If a main gradient is given, the backward pass
+// adds the weight's gradient to it.
+#include <ATen/ops/_softmax_backward_data.h>
+
 #include <optional>
 #include <tuple>
 
 #include "expert_rows.h"
 #include "main_gradients.h"
+#include "norm_topk.h"
 #include "swiglu_tensors.h"
 
 namespace moe_parallel {
 namespace {
 
 struct Weights {
-  const std::optional<at::Tensor>& down;  // [E, D, R]; none if C is given
+  const std::optional<at::Tensor>& down;  // [E, D, R]; none if C is given without its norms
   const at::Tensor& up;                   // [E, R, W]
   const at::Tensor& p;                    // [E, D, W]
   const at::Tensor& out;                  // [E, W, D]
@@ -24,14 +29,20 @@ struct Weights {
   int64_t rank() const { return up.size(1); }
   int64_t width() const { return up.size(2); }
 
-  void check(const at::Tensor& x, const std::optional<at::Tensor>& c, const at::Tensor& rows,
+  void check(const at::Tensor& x, const std::optional<at::Tensor>& c,
+             const std::optional<at::Tensor>& norms, const at::Tensor& rows,
              const at::Tensor& counts) const {
     check_dim("w_up", up, 3);
     check_weight("w_up", up, x, {counts.size(0), rank(), width()});
     check_weight("w_p", p, x, {counts.size(0), x.size(1), width()});
     check_weight("w_out", out, x, {counts.size(0), width(), x.size(1)});
-    TORCH_CHECK_VALUE(down.has_value() != c.has_value(), "either w_down or c is needed, not ",
-                      down ? "both" : "none");
+    TORCH_CHECK_VALUE(down.has_value() == (norms.has_value() || !c.has_value()),
+                      "w_down is needed without c or with the norms of c, and only then");
+    TORCH_CHECK_VALUE(c || !norms, "norms are those of c: both are needed");
+    if (norms) {
+      check_together(x, {*norms});
+      check_sizes("norms", *norms, rows.sizes());
+    }
     if (down) check_weight("w_down", *down, x, {counts.size(0), x.size(1), rank()});
     if (c) check_weight("c", *c, x, {rows.size(0), rows.size(1), rank()});
   }
@@ -58,17 +69,39 @@ void add_products(at::Tensor& out, const at::Tensor& x, const at::Tensor& v, con
   grouped_gemm_out(out, y, w, groups, /*accumulate=*/true);
 }
 
+// dnorms / norms by choice, where the probs are the softmax of the norms; 0 if the norm is 0.
+at::Tensor norm_factors(const at::Tensor& dprobs, const at::Tensor& probs,
+                        const at::Tensor& norms) {
+  const auto dnorms = at::_softmax_backward_data(dprobs, probs, -1, probs.scalar_type());
+  return (dnorms / norms).masked_fill_(norms == 0, 0);
+}
+
+// c = dc + factors * c: the gradient of C, of which `dc` is the part that does not come from norms.
+void add_gradient_of_norms(at::Tensor& c, const at::Tensor& dc, const at::Tensor& factors) {
+  const auto experts = at::zeros({c.size(0), 1}, c.options().dtype(at::kLong));
+  launch(c, NormGradient{.type = scalar_type_of("c", c),
+                         .c = c.const_data_ptr(),
+                         .factors = factors.const_data_ptr(),
+                         .experts = experts.const_data_ptr<int64_t>(),
+                         .dc_chosen = dc.const_data_ptr(),
+                         .dc = c.mutable_data_ptr(),
+                         .tokens = c.size(0),
+                         .num_experts = 1,
+                         .rank = c.size(1),
+                         .k = 1});
+}
+
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
     const at::Tensor& x, const at::Tensor& probs, const at::Tensor& slots, const at::Tensor& rows,
     const at::Tensor& counts, const std::optional<at::Tensor>& w_down, const at::Tensor& w_up,
     const at::Tensor& w_p, const at::Tensor& w_out, const std::optional<at::Tensor>& c,
-    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
-    const std::optional<at::Tensor>&, bool keep_g) {
+    const std::optional<at::Tensor>& norms, const std::optional<at::Tensor>&,
+    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, bool keep_g) {
   const ExpertRows map(x, probs, slots, rows, counts);
   const Weights w{w_down, w_up, w_p, w_out};
-  w.check(x, c, rows, counts);
+  w.check(x, c, norms, rows, counts);
   const auto tokens = x.contiguous();
   const auto c_by_choice = c ? c->contiguous() : at::Tensor();
   const auto probs_of_rows = map.probs_by_row(probs);
@@ -76,12 +109,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
   auto c_by_row = c ? x.new_empty({0, w.rank()}) : map.new_rows(x, w.rank());
   auto g = keep_g ? map.new_rows(x, w.width()) : x.new_empty({0, w.width()});
 
-  const auto blocks = map.blocks();
+  const auto& blocks = map.blocks();
   const auto columns = [&](int64_t count) { return map.scratch(x, blocks, count); };
   auto x_memory = columns(x.size(1)), h_memory = columns(w.width());
   auto c_memory = columns(w.rank()), g_memory = columns(w.width());
   for (const auto& block : blocks) {
-    const auto groups = block.experts(map.product_counts()), row_probs = block.rows(probs_of_rows);
+    const auto groups = block.product_counts, row_probs = block.rows(probs_of_rows);
     auto h = block.part(h_memory), p_rows = block.rows(p), y_rows = block.product(y);
     auto c_rows = c ? at::Tensor() : block.rows(c_by_row);
     auto g_rows = keep_g ? block.rows(g) : at::Tensor();
@@ -113,18 +146,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
-autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& probs,
-                            const at::Tensor& slots, const at::Tensor& rows,
-                            const at::Tensor& counts, const std::optional<at::Tensor>& w_down,
-                            const at::Tensor& w_up, const at::Tensor& w_p, const at::Tensor& w_out,
-                            const std::optional<at::Tensor>& c, const at::Tensor& p,
-                            const at::Tensor& c_by_row, const at::Tensor& g,
-                            const std::optional<at::Tensor>& main_up,
-                            const std::optional<at::Tensor>& main_p,
-                            const std::optional<at::Tensor>& main_out) {
+autonomous_experts_backward(
+    const at::Tensor& dy, const at::Tensor& x, const at::Tensor& probs, const at::Tensor& slots,
+    const at::Tensor& rows, const at::Tensor& counts, const std::optional<at::Tensor>& w_down,
+    const at::Tensor& w_up, const at::Tensor& w_p, const at::Tensor& w_out,
+    const std::optional<at::Tensor>& c, const std::optional<at::Tensor>& norms, const at::Tensor& p,
+    const at::Tensor& c_by_row, const at::Tensor& g, const std::optional<at::Tensor>& main_up,
+    const std::optional<at::Tensor>& main_p, const std::optional<at::Tensor>& main_out) {
   const ExpertRows map(x, probs, slots, rows, counts);
   const Weights w{w_down, w_up, w_p, w_out};
-  w.check(x, c, rows, counts);
+  w.check(x, c, norms, rows, counts);
   check_sizes("dy", dy, x.sizes());
   check_same_type("dy", dy, "x", x);
   check_together(x, {dy, p, c_by_row, g});
@@ -143,9 +174,9 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
   WeightGradient dw_up("main_up", w_up, counts, main_up), dw_p("main_p", w_p, counts, main_p);
   WeightGradient dw_out("main_out", w_out, counts, main_out);
 
-  const auto blocks = map.blocks();
+  const auto& blocks = map.blocks();
   const auto columns = [&](int64_t count) { return map.scratch(x, blocks, count); };
-  auto x_memory = columns(x.size(1)), dy_memory = columns(x.size(1));
+  auto row_memory = columns(x.size(1));  // the rows of dy, and then those of x
   auto dh_memory = columns(w.width()), own_h_memory = columns(w.width());
   auto dg_memory = columns(w.width()), own_g_memory = columns(w.width());
   auto dp_memory = columns(w.width());
@@ -153,7 +184,7 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
   auto& g_memory = in_place(x) ? dg_memory : own_g_memory;
   auto c_memory = columns(w.rank()), dc_memory = columns(w.rank());
   for (const auto& block : blocks) {
-    const auto groups = block.experts(map.product_counts());
+    const auto& groups = block.product_counts;
     const auto transposed = [&](const at::Tensor& weight) {
       return block.experts(weight).transpose(1, 2);
     };
@@ -171,29 +202,47 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
     const auto g_rows = g_products.narrow(0, 0, block.num_rows);
 
     auto h = block.part(h_memory), dg = block.part(dg_memory), dp = block.part(dp_memory);
-    const auto dy_rows = map.gather(dy_memory, gradients, block);
+    const auto dy_rows = map.gather(row_memory, gradients, block);
     const SwigluGradients to{.dgate = dg, .dup = dp, .dprobs = block.rows(dprobs_of_rows), .h = h};
     swiglu_backward_of_product(to, dy_rows, transposed(w_out), groups, g_rows, block.rows(p_2d),
                                block.rows(probs_of_rows), dh_memory);
-    dw_out.take(block, block.product(h_memory), dy_rows, groups);
+    dw_out.take(block, block.product(h_memory), dy_rows);
 
     auto dc_rows = c ? block.product(dc) : block.product(dc_memory), dx_rows = block.product(dx);
     dg = block.product(dg_memory);
     dp = block.product(dp_memory);
-    dw_up.take(block, c_rows, dg, groups);
+    dw_up.take(block, c_rows, dg);
     grouped_gemm_out(dc_rows, dg, transposed(w_up), groups);
-    const auto x_rows = map.gather(x_memory, tokens, block);
-    dw_p.take(block, x_rows, dp, groups);
+    const auto x_rows = map.gather(row_memory, tokens, block);
+    dw_p.take(block, x_rows, dp);
     if (c) {
       grouped_gemm_out(dx_rows, dp, transposed(w_p), groups);
       continue;
     }
-    dw_down->take(block, x_rows, dc_rows, groups);
+    dw_down->take(block, x_rows, dc_rows);
     add_products(dx_rows, dp, transposed(w_p), dc_rows, transposed(*w_down), groups);
   }
-  const auto dc_by_choice = c ? map.by_choice(map.only_rows(dc)) : dc;
+  const auto dprobs = map.values_by_choice(dprobs_of_rows);
+  if (norms) {
+    const auto factors = map.values_by_row(norm_factors(dprobs, probs, *norms));
+    for (const auto& block : blocks) {
+      map.gather_choices(c_memory, c_by_choice, block);
+      auto dc_rows = block.part(c_memory), dx_rows = block.product(dx);
+      add_gradient_of_norms(dc_rows, block.rows(dc), block.rows(factors));
+      dc_rows = block.product(c_memory);
+      // If there is one block, its rows of x are still there.
+      const auto x_rows =
+          blocks.size() > 1 ? map.gather(row_memory, tokens, block) : block.product(row_memory);
+      dw_down->take(block, x_rows, dc_rows);
+      grouped_gemm_out(dx_rows, dc_rows, block.experts(*w_down).transpose(1, 2),
+                       block.product_counts, /*accumulate=*/true);
+    }
+  }
+  const bool hands_on = c && !norms;
+  const auto dc_by_choice =
+      hands_on ? map.by_choice(map.only_rows(dc)) : x.new_empty({0, w.rank()});
   return {map.sum(map.only_rows(dx)),
-          map.values_by_choice(dprobs_of_rows),
+          dprobs,
           dw_down ? dw_down->own() : x.new_empty({0}),
           dw_up.own(),
           dw_p.own(),
@@ -206,15 +255,15 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
 MOE_PARALLEL_OPERATOR(
     "autonomous_experts",
     "(Tensor x, Tensor probs, Tensor slots, Tensor rows, Tensor counts, Tensor? w_down, "
-    "Tensor w_up, Tensor w_p, Tensor w_out, Tensor? c, Tensor? main_up, Tensor? main_p, "
-    "Tensor? main_out, bool keep_g) "
+    "Tensor w_up, Tensor w_p, Tensor w_out, Tensor? c, Tensor? norms, Tensor? main_up, "
+    "Tensor? main_p, Tensor? main_out, bool keep_g) "
     "-> (Tensor y, Tensor p, Tensor c_by_row, Tensor g)",
     moe_parallel::autonomous_experts)
 MOE_PARALLEL_OPERATOR(
     "autonomous_experts_backward",
     "(Tensor dy, Tensor x, Tensor probs, Tensor slots, Tensor rows, Tensor counts, "
-    "Tensor? w_down, Tensor w_up, Tensor w_p, Tensor w_out, Tensor? c, Tensor p, "
-    "Tensor c_by_row, Tensor g, Tensor(a!)? main_up, Tensor(b!)? main_p, "
+    "Tensor? w_down, Tensor w_up, Tensor w_p, Tensor w_out, Tensor? c, Tensor? norms, "
+    "Tensor p, Tensor c_by_row, Tensor g, Tensor(a!)? main_up, Tensor(b!)? main_p, "
     "Tensor(c!)? main_out) -> (Tensor dx, Tensor dprobs, Tensor dw_down, Tensor dw_up, "
     "Tensor dw_p, Tensor dw_out, Tensor dc)",
     moe_parallel::autonomous_experts_backward)

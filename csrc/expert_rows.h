@@ -4,6 +4,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -20,7 +21,7 @@
 
 namespace moe_parallel {
 
-// Consecutive experts whose rows are computed together.
+// Consecutive experts whose rows are computed together, or a part of the rows of one expert.
 //
 // A product may have more rows than the block. In scratch memory they are zeros. In the output of
 // all rows, the next block overwrites them. The reason: oneDNN compiles a product in bf16 for its
@@ -31,6 +32,8 @@ struct RowBlock {
   int64_t first_row;
   int64_t num_rows;
   int64_t product_rows;
+  bool begins_expert;         // no block before has rows of the expert
+  at::Tensor product_counts;  // the rows of each expert in products
 
   // The block's part of a tensor with one entry per row, of a tensor with one entry per expert, and
   // of scratch memory for the largest block.
@@ -61,10 +64,7 @@ class ExpertRows {
  public:
   ExpertRows(const at::Tensor& x, const at::Tensor& probs, const at::Tensor& slots,
              const at::Tensor& rows, const at::Tensor& counts)
-      : slots_(slots.contiguous()),
-        rows_(rows.contiguous()),
-        counts_(counts),
-        product_counts_(counts) {
+      : slots_(slots.contiguous()), rows_(rows.contiguous()) {
     check_dim("x", x, 2);
     check_index("slots", slots, 1);
     check_index("rows", rows, 2);
@@ -75,13 +75,14 @@ class ExpertRows {
     TORCH_CHECK_TYPE(probs.scalar_type() == sum_type_of(x), "probs must be ", sum_type_of(x),
                      " for tokens of ", x.scalar_type(), ", not ", probs.scalar_type());
     check_groups("slots", slots.unsqueeze(1), counts);
-    if (is_compiled_for_its_sizes(x)) round_products();
+    if (counts.is_cpu()) {
+      add_blocks(x, counts.contiguous());
+    } else {
+      blocks_.push_back({0, counts.size(0), 0, size(), size(), true, counts});
+    }
   }
 
   int64_t size() const { return slots_.size(0); }
-
-  // The number of rows of each expert in products.
-  const at::Tensor& product_counts() const { return product_counts_; }
 
   // Memory for all rows, in which RowBlock::product() of every block fits.
   at::Tensor new_rows(const at::Tensor& like, int64_t columns) const {
@@ -95,19 +96,7 @@ class ExpertRows {
   // The blocks of rows to compute. On the CPU there is one block per expert, so that the
   // intermediate results stay in the caches and their memory is reused. On CUDA one block has all
   // experts, because the host does not know the counts.
-  std::vector<RowBlock> blocks() const {
-    if (!counts_.is_cpu()) return {{0, counts_.size(0), 0, size(), size()}};
-    std::vector<RowBlock> blocks;
-    const auto counts = counts_.contiguous(), of_products = product_counts_.contiguous();
-    int64_t first = 0;
-    for (int64_t e = 0; e < counts.size(0); ++e) {
-      const int64_t rows = counts.const_data_ptr<int64_t>()[e];
-      const int64_t product_rows = of_products.const_data_ptr<int64_t>()[e];
-      if (rows > 0) blocks.push_back({e, 1, first, rows, product_rows});
-      first += rows;
-    }
-    return blocks;
-  }
+  const std::vector<RowBlock>& blocks() const { return blocks_; }
 
   // Scratch memory for the rows of one block at a time.
   static ScratchRows scratch(const at::Tensor& like, const std::vector<RowBlock>& blocks,
@@ -166,7 +155,10 @@ class ExpertRows {
   }
 
   // The prob of each row, or 0 for a padding row.
-  at::Tensor probs_by_row(const at::Tensor& probs) const { return pick(probs, slots_); }
+  at::Tensor probs_by_row(const at::Tensor& probs) const { return values_by_row(probs); }
+
+  // The value of each row's choice, or 0 for a padding row; the inverse of values_by_choice().
+  at::Tensor values_by_row(const at::Tensor& values) const { return pick(values, slots_); }
 
   // The value of each choice's row, or 0 for a choice without a row.
   at::Tensor values_by_choice(const at::Tensor& values) const {
@@ -202,19 +194,34 @@ class ExpertRows {
     return block.product(memory);
   }
 
-  void round_products() {
-    product_counts_ = counts_.clone(at::MemoryFormat::Contiguous);
-    auto* count = product_counts_.mutable_data_ptr<int64_t>();
+  void add_blocks(const at::Tensor& x, const at::Tensor& counts) {
+    const int64_t experts = counts.size(0), most = most_rows_of_block(x, experts);
+    const bool rounds = is_compiled_for_its_sizes(x);
     int64_t first = 0;
-    for (int64_t e = 0; e < product_counts_.size(0); ++e) {
-      const int64_t rows = count[e];
-      count[e] = rounded_rows(rows);
-      spare_rows_ = std::max(spare_rows_, first + count[e] - size());
-      first += rows;
+    for (int64_t e = 0; e < experts; ++e) {
+      const int64_t rows = counts.const_data_ptr<int64_t>()[e], parts = (rows + most - 1) / most;
+      for (int64_t part = 0; part < parts; ++part) {
+        const int64_t own = rows / parts + (part < rows % parts);
+        const int64_t of_products = rounds ? rounded_rows(own) : own;
+        blocks_.push_back({e, 1, first, own, of_products, part == 0,
+                           at::full({1}, of_products, counts.options())});
+        spare_rows_ = std::max(spare_rows_, first + of_products - size());
+        first += own;
+      }
     }
   }
 
-  at::Tensor slots_, rows_, counts_, product_counts_;
+  // Scratch memory is as large as the largest block, so an expert with more than twice its share of
+  // the rows is computed in parts. In 16 bits, the sum of the parts' weight gradients would be
+  // rounded once more.
+  int64_t most_rows_of_block(const at::Tensor& x, int64_t experts) const {
+    constexpr int64_t kLeast = 512;  // fewer rows would slow the products down
+    if (x.element_size() < 4) return std::max<int64_t>(size(), 1);
+    return std::max(kLeast, 2 * size() / std::max<int64_t>(experts, 1));
+  }
+
+  at::Tensor slots_, rows_;
+  std::vector<RowBlock> blocks_;
   int64_t spare_rows_ = 0;  // that a product may write after the last row
 };
 

@@ -33,11 +33,11 @@ class WeightGradient {
     }
   }
 
-  // Computes x[rows of e]^T y[rows of e] for each expert e of the block.
-  void take(const RowBlock& block, const at::Tensor& x, const at::Tensor& y,
-            const at::Tensor& groups) {
+  // Computes x[rows of e]^T y[rows of e] for each expert e of the block, and adds it to that of the
+  // blocks before if they have rows of e.
+  void take(const RowBlock& block, const at::Tensor& x, const at::Tensor& y) {
     auto here = block.experts(sum_);
-    grouped_outer_out(here, x, y, groups, memory_, adds_);
+    grouped_outer_out(here, x, y, block.product_counts, memory_, adds_ || !block.begins_expert);
   }
 
   // The tensor that the operator returns. It is empty if the gradient is added to a main gradient.

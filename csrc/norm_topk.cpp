@@ -5,7 +5,6 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <optional>
@@ -19,7 +18,9 @@
 namespace moe_parallel {
 namespace {
 
-constexpr int64_t kTileBytes = int64_t{16} << 20;      // of C
+// Of C on the CPU. The backward pass also reads W again, and reads and writes dW, for each tile.
+constexpr int64_t kTileBytes = int64_t{16} << 20;
+constexpr int64_t kBackwardTileBytes = int64_t{32} << 20;
 constexpr int64_t kCudaTileBytes = int64_t{32} << 20;  // fits in the L2 cache of an A100
 constexpr int64_t kTileMinTokens = 64;                 // smaller products are no faster
 
@@ -48,8 +49,10 @@ at::Tensor concatenate(const at::Tensor& w) {
 // The tiles of tokens, and memory for the columns that are computed from one tile.
 class Tiles {
  public:
-  Tiles(const at::Tensor& x, int64_t columns)
-      : tokens_(x.size(0)), tile_(tokens_of_tile(x, columns)), memory_(x, tile_, columns) {}
+  Tiles(const at::Tensor& x, int64_t columns, int64_t bytes_on_cpu)
+      : tokens_(x.size(0)),
+        tile_(tokens_of_tile(x, columns, x.is_cuda() ? kCudaTileBytes : bytes_on_cpu)),
+        memory_(x, tile_, columns) {}
 
   // Calls body(first, tokens) for every tile.
   template <class Body>
@@ -62,9 +65,8 @@ class Tiles {
   at::Tensor columns(int64_t tokens) { return memory_.rows(tokens); }
 
  private:
-  static int64_t tokens_of_tile(const at::Tensor& x, int64_t columns) {
+  static int64_t tokens_of_tile(const at::Tensor& x, int64_t columns, int64_t tile_bytes) {
     const int64_t token_bytes = std::max<int64_t>(columns * x.element_size(), 1);
-    const int64_t tile_bytes = x.is_cuda() ? kCudaTileBytes : kTileBytes;
     const int64_t tile = std::max(tile_bytes / token_bytes, kTileMinTokens);
     return std::clamp<int64_t>(tile, 1, std::max<int64_t>(x.size(0), 1));
   }
@@ -150,7 +152,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_topk(
     }
   }
   at::Tensor w_cat;
-  Tiles tiles(x, num_experts * rank);
+  Tiles tiles(x, num_experts * rank, kTileBytes);
   tiles.for_each([&](int64_t first, int64_t tokens) {
     const auto x_tile = x.narrow(0, first, tokens);
     auto c_tile = keep_all ? c.narrow(0, first, tokens).flatten(1) : tiles.columns(tokens);
@@ -193,8 +195,9 @@ std::tuple<at::Tensor, at::Tensor> norm_topk_backward(const at::Tensor& dnorms,
   const auto experts_2d = experts.contiguous();
   auto dx = at::empty(x.sizes(), x.options());
   // The tiles are added in the type of sums, so that the result is rounded to bf16 only once.
-  auto dw_cat = at::zeros(w_cat.sizes(), w.options().dtype(sum_type_of(w)));
-  Tiles tiles(x, w_cat.size(1));
+  auto dw_cat = at::empty(w_cat.sizes(), w.options().dtype(sum_type_of(w)));
+  if (x.size(0) == 0) dw_cat.zero_();
+  Tiles tiles(x, w_cat.size(1), kBackwardTileBytes);
   tiles.for_each([&](int64_t first, int64_t tokens) {
     const auto x_tile = x.narrow(0, first, tokens);
     auto dc = tiles.columns(tokens);
@@ -214,7 +217,7 @@ std::tuple<at::Tensor, at::Tensor> norm_topk_backward(const at::Tensor& dnorms,
                            .k = experts.size(1)});
     auto dx_tile = dx.narrow(0, first, tokens);
     product_out(dx_tile, dc, w_cat.t());
-    product_out(dw_cat, x_tile.t(), dc, /*accumulate=*/true);
+    product_out(dw_cat, x_tile.t(), dc, /*accumulate=*/first > 0);
   });
   const auto dw = dw_cat.view({w.size(1), num_experts, rank}).permute({1, 0, 2});
   return {dx, dw.to(w.scalar_type()).contiguous()};

@@ -38,11 +38,11 @@ std::tuple<at::Tensor, at::Tensor> routed_experts(
   const int64_t width = w_out.size(1);
   auto gate_up = map.new_rows(x, 2 * width), y = map.new_rows(x, x.size(1));
 
-  const auto blocks = map.blocks();
+  const auto& blocks = map.blocks();
   const auto columns = [&](int64_t count) { return map.scratch(x, blocks, count); };
   auto x_memory = columns(x.size(1)), h_memory = columns(width);
   for (const auto& block : blocks) {
-    const auto groups = block.experts(map.product_counts()), w = block.experts(w_gate_up);
+    const auto groups = block.product_counts, w = block.experts(w_gate_up);
     const auto row_probs = block.rows(probs_of_rows);
     auto h = block.part(h_memory), gate_up_rows = block.rows(gate_up), y_rows = block.product(y);
     const auto gate = gate_up_rows.narrow(1, 0, width), up = gate_up_rows.narrow(1, width, width);
@@ -78,27 +78,27 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
   WeightGradient dw_gate_up("main_gate_up", w_gate_up, counts, main_gate_up);
   WeightGradient dw_out("main_out", w_out, counts, main_out);
 
-  const auto blocks = map.blocks();
+  const auto& blocks = map.blocks();
   const auto columns = [&](int64_t count) { return map.scratch(x, blocks, count); };
-  auto x_memory = columns(x.size(1)), dy_memory = columns(x.size(1));
+  auto row_memory = columns(x.size(1));  // the rows of dy, and then those of x
   auto dh_memory = columns(width), own_h_memory = columns(width), d_memory = columns(2 * width);
   auto& h_memory = in_place(x) ? dh_memory : own_h_memory;
   for (const auto& block : blocks) {
-    const auto groups = block.experts(map.product_counts());
+    const auto& groups = block.product_counts;
     const auto gate_up_rows = block.rows(saved);
     const auto gate = gate_up_rows.narrow(1, 0, width), up = gate_up_rows.narrow(1, width, width);
     auto h = block.part(h_memory), d_gate_up = block.part(d_memory), dx_rows = block.product(dx);
 
-    const auto dy_rows = map.gather(dy_memory, gradients, block);
+    const auto dy_rows = map.gather(row_memory, gradients, block);
     const SwigluGradients to{.dgate = d_gate_up.narrow(1, 0, width),
                              .dup = d_gate_up.narrow(1, width, width),
                              .dprobs = block.rows(dprobs_of_rows),
                              .h = h};
     swiglu_backward_of_product(to, dy_rows, block.experts(w_out).transpose(1, 2), groups, gate, up,
                                block.rows(probs_of_rows), dh_memory);
-    dw_out.take(block, block.product(h_memory), dy_rows, groups);
+    dw_out.take(block, block.product(h_memory), dy_rows);
     d_gate_up = block.product(d_memory);
-    dw_gate_up.take(block, map.gather(x_memory, tokens, block), d_gate_up, groups);
+    dw_gate_up.take(block, map.gather(row_memory, tokens, block), d_gate_up);
     grouped_gemm_out(dx_rows, d_gate_up, block.experts(w_gate_up).transpose(1, 2), groups);
   }
   return {map.sum(map.only_rows(dx)), map.values_by_choice(dprobs_of_rows), dw_gate_up.own(),

@@ -36,6 +36,8 @@ class AllToAllRoute:
 class AllToAllDispatcher:
     """Sends rows to experts that are spread over `group`, each split into `expert_shards`."""
 
+    takes_norms = False  # the softmax over the norms needs the outputs of experts on all ranks
+
     def __init__(
         self,
         num_experts: int,

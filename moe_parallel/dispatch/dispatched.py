@@ -29,12 +29,14 @@ class Dispatched(Generic[Route]):
     c_MJR: torch.Tensor | None  # C = x W_down of each choice; None: not sent
     route: Route  # opaque; `combine` of the same dispatcher takes it
     wire_bytes: int  # that this rank sends to others in the forward pass, outputs included
+    norms_MJ: torch.Tensor | None = None  # of c_MJR, if the experts differentiate them
 
 
 class Dispatcher(Protocol[Route]):
     """Dispatches tokens to experts and combines the outputs. Holds no state between the two."""
 
     takes_c: bool  # whether C of the choices is passed to the experts; if not, it is recomputed
+    takes_norms: bool  # whether the norms of C may be passed, too
 
     def dispatch(
         self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None

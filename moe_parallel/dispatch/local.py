@@ -13,6 +13,7 @@ class LocalDispatcher:
     """The dispatcher for a rank that holds all E experts completely."""
 
     takes_c = True
+    takes_norms = True
 
     def __init__(self, num_experts: int, ops: Ops) -> None:
         self.num_experts = num_experts
@@ -24,7 +25,15 @@ class LocalDispatcher:
         row_map = self.ops.routing_map(
             choices.experts_TK, self.num_experts, pad_rows_per_expert, choices.all_chosen
         )
-        return Dispatched(x_TD, choices.probs_TK, row_map, choices.c_TKR, route=None, wire_bytes=0)
+        return Dispatched(
+            x_TD,
+            choices.probs_TK,
+            row_map,
+            choices.c_TKR,
+            route=None,
+            wire_bytes=0,
+            norms_MJ=choices.norms_TK,
+        )
 
     def combine(self, y_MD: torch.Tensor, route: None) -> torch.Tensor:
         return y_MD

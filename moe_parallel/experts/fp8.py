@@ -78,7 +78,9 @@ class Fp8LowRankExperts(LowRankExperts):
         row_map: RowMap,
         w_down_LDR: torch.Tensor,
         c_MJR: torch.Tensor | None = None,
+        norms_MJ: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert norms_MJ is None  # AutonomousLayer differentiates the norms itself
         row_map, rows_L = aligned_rows(row_map, self.fp8.config.multiple)
         x_ND = self.ops.permute(x_MD, row_map)
         probs_N = probs_of_rows(probs_MJ, row_map)

@@ -55,10 +55,12 @@ class LowRankExperts(ExpertParameters):
         row_map: RowMap,
         w_down_LDR: torch.Tensor,
         c_MJR: torch.Tensor | None = None,
+        norms_MJ: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The sum of prob * E_i(x) over each token's choices: [M, D].
 
-        With etp > 1 it is this rank's part of the sum over W.
+        With etp > 1 it is this rank's part of the sum over W. With the norms of C, the probs are
+        their softmax, and the backward pass goes on through them to x and W_down.
         """
         weights, main = self.matrices(self.w_up_LRW, self.w_p_LDW, self.w_out_LWD)
         return self.ops.autonomous_experts(
@@ -68,6 +70,7 @@ class LowRankExperts(ExpertParameters):
             w_down_LDR,
             *weights,
             c_TKR=c_MJR,
+            norms_TK=norms_MJ,
             recompute_gate=self.recompute_gate,
             main_gradients=main,
         )

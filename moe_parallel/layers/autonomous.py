@@ -20,7 +20,7 @@ from moe_parallel.layers.system import System
 from moe_parallel.ops.types import Gradient, Keep
 from moe_parallel.selection.choices import Choices, Rule
 from moe_parallel.selection.tokens import Tokens
-from moe_parallel.selection.topk import TopK
+from moe_parallel.selection.topk import TopK, softmax_of_selected
 
 
 class AutonomousLayer(DispatchedLayer):
@@ -34,7 +34,8 @@ class AutonomousLayer(DispatchedLayer):
 
     With `--aoe-gradient selected` the first part includes only the chosen norms. If the probs are
     the softmax over these norms and there is no auxiliary loss, then the other norms have no
-    gradient, and nothing is lost. The backward pass of their E - K products with x is saved.
+    gradient, and nothing is lost. The backward pass of their E - K products with x is saved. If the
+    chosen experts are on the token's rank, their norms are differentiated together with them.
     """
 
     w_down_EDR: torch.Tensor
@@ -53,6 +54,14 @@ class AutonomousLayer(DispatchedLayer):
         self.recompute_scores = selection.aoe_recompute_scores
         self.gradient: Gradient = "all" if selection.aoe_gradient == "full" else "chosen"
         self.screening = selection.screening
+        # A loss needs norms with a gradient, and a dropped choice has a norm but no row.
+        self.joins_norms = (
+            selection.aoe_gradient == "selected"
+            and self.dispatcher.takes_norms
+            and not self.losses
+            and context.capacity is None
+            and context.fp8 is None
+        )
         rank = selection.aoe_low_rank_size
         self.w_down = scoring_weight(
             self, selection.aoe_gather_w_down, "w_down_EDR", config.hidden_size, rank
@@ -82,17 +91,22 @@ class AutonomousLayer(DispatchedLayer):
         assert rule.ranking is None and rule.groups is None
         takes_c = self.dispatcher.takes_c
         keep: Keep = "chosen" if takes_c else "nothing"
-        scores = self.context.ops.norm_topk(
-            x_TD,
-            w_down_EDR,
-            rule.k,
-            rule.bias_E,
-            keep=keep if self.recompute_scores else "all",
-            gradient=self.gradient,
-            screening=self.screening,
-        )
-        choices = rule.of(scores.norms_TE, scores.experts_TK)
-        return replace(choices, c_TKR=scores.c_TKR if takes_c else None)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.joins_norms):
+            scores = self.context.ops.norm_topk(
+                x_TD,
+                w_down_EDR,
+                rule.k,
+                rule.bias_E,
+                keep=keep if self.recompute_scores else "all",
+                gradient=self.gradient,
+                screening=self.screening,
+            )
+            choices = rule.of(scores.norms_TE, scores.experts_TK)
+        norms_TK = None
+        if self.joins_norms:
+            assert rule.probs is softmax_of_selected
+            norms_TK = scores.norms_TE.gather(1, scores.experts_TK)
+        return replace(choices, c_TKR=scores.c_TKR if takes_c else None, norms_TK=norms_TK)
 
     def _choose_by(
         self, rule: Rule, x_TD: torch.Tensor, w_down_EDR: torch.Tensor, tokens: Tokens
@@ -112,7 +126,9 @@ class AutonomousLayer(DispatchedLayer):
 
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
         with self.w_down.local() as w_down_LDR:
-            return self.experts(rows.x_MD, rows.probs_MJ, rows.row_map, w_down_LDR, rows.c_MJR)
+            return self.experts(
+                rows.x_MD, rows.probs_MJ, rows.row_map, w_down_LDR, rows.c_MJR, rows.norms_MJ
+            )
 
     def scoring_weights(self) -> Iterable[torch.Tensor]:
         return [self.w_down_EDR]

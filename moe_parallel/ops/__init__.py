@@ -89,6 +89,7 @@ class AutonomousExperts(Protocol):
         w_out_EWD: Tensor,
         *,
         c_TKR: Tensor | None = None,
+        norms_TK: Tensor | None = None,
         recompute_gate: bool = True,
         main_gradients: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor: ...

@@ -32,8 +32,8 @@ from torch.utils.checkpoint import checkpoint
 from moe_parallel.ops import Ops
 from moe_parallel.ops.types import RowMap
 
-#: (x_TD, probs_TK, row map, c_TKR or None) -> y_TD.
-Compute = Callable[[Tensor, Tensor, RowMap, Tensor | None], Tensor]
+#: (x_TD, probs_TK, row map, other tensors of the tokens) -> y_TD.
+Compute = Callable[..., Tensor]
 
 
 def within_budget(ops: Ops, budget: int | None) -> Ops:
@@ -71,13 +71,13 @@ class BoundedExperts:
         *,
         main_gradients: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        def compute(x_TD: Tensor, probs_TK: Tensor, row_map: RowMap, _: Tensor | None) -> Tensor:
+        def compute(x_TD: Tensor, probs_TK: Tensor, row_map: RowMap) -> Tensor:
             return self.ops.routed_experts(
                 x_TD, probs_TK, row_map, w_gate_up_ED2F, w_out_EFD, main_gradients=main_gradients
             )
 
         values = 6 * w_out_EFD.size(1)
-        return self._compute(compute, values, x_TD, probs_TK, row_map, None)
+        return self._compute(compute, values, x_TD, probs_TK, row_map)
 
     def autonomous_experts(
         self,
@@ -90,11 +90,16 @@ class BoundedExperts:
         w_out_EWD: Tensor,
         *,
         c_TKR: Tensor | None = None,
+        norms_TK: Tensor | None = None,
         recompute_gate: bool = True,
         main_gradients: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
         def compute(
-            x_TD: Tensor, probs_TK: Tensor, row_map: RowMap, c_TKR: Tensor | None
+            x_TD: Tensor,
+            probs_TK: Tensor,
+            row_map: RowMap,
+            c_TKR: Tensor | None,
+            norms_TK: Tensor | None,
         ) -> Tensor:
             return self.ops.autonomous_experts(
                 x_TD,
@@ -105,12 +110,14 @@ class BoundedExperts:
                 w_p_EDW,
                 w_out_EWD,
                 c_TKR=c_TKR,
+                norms_TK=norms_TK,
                 recompute_gate=recompute_gate,
                 main_gradients=main_gradients,
             )
 
         _, rank, width = w_up_ERW.shape
-        return self._compute(compute, 6 * width + 3 * rank, x_TD, probs_TK, row_map, c_TKR)
+        values = 6 * width + 3 * rank
+        return self._compute(compute, values, x_TD, probs_TK, row_map, c_TKR, norms_TK)
 
     def _compute(
         self,
@@ -119,11 +126,11 @@ class BoundedExperts:
         x_TD: Tensor,
         probs_TK: Tensor,
         row_map: RowMap,
-        c_TKR: Tensor | None,
+        *others: Tensor | None,
     ) -> Tensor:
         most_rows = max(1, self.budget // (values_per_row * x_TD.element_size()))
         if row_map.slots_N.size(0) <= most_rows:
-            return compute(x_TD, probs_TK, row_map, c_TKR)
+            return compute(x_TD, probs_TK, row_map, *others)
         sizes = tokens_of_parts(row_map, most_rows)
         experts_TK = experts_of_choices(row_map)
         # split, not slices: the gradient of a slice is as large as all of x.
@@ -131,18 +138,18 @@ class BoundedExperts:
             x_TD.split(sizes),
             probs_TK.split(sizes),
             experts_TK.split(sizes),
-            [None] * len(sizes) if c_TKR is None else c_TKR.split(sizes),
+            *([None] * len(sizes) if other is None else other.split(sizes) for other in others),
             strict=True,
         )
         all_chosen = row_map.slots_N.size(0) == row_map.rows_TK.numel()
 
         def compute_part(
-            x_TD: Tensor, probs_TK: Tensor, experts_TK: Tensor, c_TKR: Tensor | None
+            x_TD: Tensor, probs_TK: Tensor, experts_TK: Tensor, *others: Tensor | None
         ) -> Tensor:
             part_map = self.ops.routing_map(
                 experts_TK, row_map.counts_E.size(0), all_chosen=all_chosen
             )
-            return compute(x_TD, probs_TK, part_map, c_TKR)
+            return compute(x_TD, probs_TK, part_map, *others)
 
         return torch.cat(
             [

@@ -287,6 +287,7 @@ def autonomous_experts(
     w_out_EWD: Tensor,
     *,
     c_TKR: Tensor | None = None,
+    norms_TK: Tensor | None = None,
     recompute_gate: bool = True,
     main_gradients: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
@@ -296,22 +297,47 @@ def autonomous_experts(
 
     c_TKR: C = x W_down of the choices, as `norm_topk` returns it. If it is given, w_down_EDR is not
         used here, and the gradient of C flows back to the selection. None: C is computed here.
+    norms_TK: the norms of c_TKR, which must be given, where probs_TK is their softmax over the
+        choices of a token. All three are then values that need not be computed again, and get no
+        gradient. The gradient flows from the probs and C to x and w_down here, so that the backward
+        pass gathers rows and sums them once for the experts and the norms. Every choice must have a
+        row, and there is no other row. None: the gradient of the probs flows back.
     recompute_gate: recompute C W_up in the backward pass instead of keeping it. It changes only
         time and memory, and in this reference it changes nothing.
     main_gradients: one tensor for each of W_up, W_p and W_out; see `add_gradient_to`.
+
+    Raises ValueError if norms_TK is given without c_TKR or for another number of rows.
     """
+    check_norms(norms_TK, c_TKR, row_map)
     if main_gradients is not None:
         weights = (w_up_ERW, w_p_EDW, w_out_EWD)
         w_up_ERW, w_p_EDW, w_out_EWD = map(add_gradient_to, main_gradients, weights)
     counts_E = row_map.counts_E
     x_ND = permute(x_TD, row_map)
-    if c_TKR is None:
+    if norms_TK is not None:
+        c_NR = grouped_gemm(x_ND, w_down_EDR, counts_E)
+        norms_N = torch.linalg.vector_norm(c_NR.to(accumulation_dtype(c_NR.dtype)), dim=1)
+        probs_TK = norms_N[row_map.rows_TK].softmax(dim=1)
+    elif c_TKR is None:
         c_NR = grouped_gemm(x_ND, w_down_EDR, counts_E)
     else:
         c_NR = _append_zero_row(c_TKR.flatten(0, 1))[row_map.slots_N]
     g_NW, p_NW = grouped_gemm(c_NR, w_up_ERW, counts_E), grouped_gemm(x_ND, w_p_EDW, counts_E)
     h_NW = swiglu(g_NW, p_NW, _probs_of_rows(probs_TK, row_map))
     return unpermute(grouped_gemm(h_NW, w_out_EWD, counts_E), row_map)
+
+
+def check_norms(norms_TK: Tensor | None, c_TKR: Tensor | None, row_map: RowMap) -> None:
+    """Raise ValueError if `autonomous_experts` cannot differentiate these norms."""
+    if norms_TK is None:
+        return
+    if c_TKR is None:
+        raise ValueError("norms_TK are the norms of c_TKR: give both")
+    if row_map.slots_N.size(0) != row_map.rows_TK.numel():
+        raise ValueError(
+            f"with norms_TK every choice has a row: {row_map.rows_TK.numel()} choices have "
+            f"{row_map.slots_N.size(0)} rows"
+        )
 
 
 def add_gradient_to(main: Tensor, w: Tensor) -> Tensor:

@@ -187,11 +187,15 @@ def _router(shape: Shape, t: Tokens, experts: Experts, alone: bool) -> list[Kept
 
 def _norms(shape: Shape, t: Tokens, experts: Experts, scoring: Scoring, alone: bool) -> list[Kept]:
     n, r, a = experts.number, scoring.rank, shape.value
-    kept = [
-        # Without sequence parallelism it is a part of a tensor of all tokens.
-        Kept("scores.x", SCORING, t.between * shape.hidden * a, of_norm=True),
-        Kept("scores.norms", SCORING, t.routed * n * 4),
-    ]
+    # Without sequence parallelism it is a part of a tensor of all tokens.
+    x = Kept("scores.x", SCORING, t.between * shape.hidden * a, of_norm=True)
+    if alone and scoring.joins_norms:
+        return [
+            x,
+            Kept("norms of the choices", SCORING, t.sent * 4),
+            Kept("C of the choices", SCORING, t.sent * r * a),
+        ]
+    kept = [x, Kept("scores.norms", SCORING, t.routed * n * 4)]
     if scoring.all_norms_learn and not scoring.recomputes_scores:
         kept.append(Kept("C of all experts", SCORING, t.routed * n * r * a))
     if alone or (scoring.sends_c and not scoring.all_norms_learn):
@@ -200,8 +204,9 @@ def _norms(shape: Shape, t: Tokens, experts: Experts, scoring: Scoring, alone: b
 
 
 def _choices(t: Tokens, experts: Experts, sequences: int, alone: bool) -> list[Kept]:
-    n = experts.number
-    kept = [Kept("experts of the choices", SCORING, t.slots * 8)]
+    n, scoring, kept = experts.number, experts.scoring, []
+    if not (alone and scoring is not None and scoring.joins_norms):
+        kept.append(Kept("experts of the choices", SCORING, t.slots * 8))
     if alone or experts.selection.columns is None:  # for the experts, or the result of a softmax
         kept.append(Kept("probs of the choices", SCORING, t.slots * 4))
     if experts.has_loss:

@@ -30,6 +30,7 @@ class Scoring:
     recomputes_scores: bool = True
     recomputes_gate: bool = True
     all_norms_learn: bool = True  # --aoe-gradient full
+    joins_norms: bool = False  # experts on the token's rank differentiate the norms
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,7 @@ def _experts(config: Config, mean_choices: float | None) -> Experts:
             selection.aoe_recompute_scores,
             selection.aoe_recompute_gate,
             selection.aoe_gradient == "full",
+            selection.aoe_gradient == "selected" and config.fp8.fp8_format is None,
         )
     width, f = getattr(selection, "moe_shared_expert_intermediate_size", None), config.expert_width
     without_weights = Experts(

@@ -24,6 +24,7 @@ class Choices:
     probabilities_TE: torch.Tensor  # fp32, differentiable; the scores normalized to sum to 1
     c_TKR: torch.Tensor | None = None  # C = x W_down of the chosen experts, for their use
     all_chosen: bool = False  # a promise that no slot is empty, so that no wait for a GPU is needed
+    norms_TK: torch.Tensor | None = None  # of c_TKR, if the experts differentiate them
     _counts_E: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     def tokens_per_expert(self) -> torch.Tensor:

@@ -71,6 +71,7 @@ ROUTINGS = [
     Routing("capacity_zero", 5, np.full((4, 2), NOT_CHOSEN, dtype=np.int64), pad_rows_per_expert=0),
     Routing("padding_without_tokens", 3, np.zeros((0, 2), dtype=np.int64), pad_rows_per_expert=2),
     Routing("a_thousand_rows_of_one", 2, np.zeros((1100, 1), dtype=np.int64)),
+    Routing("half_to_one", 8, np.stack([np.zeros(700), 1 + np.arange(700) % 3], 1).astype(int)),
 ]
 
 

@@ -226,6 +226,14 @@ def test_products_in_bf16_have_few_sizes(native, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_an_expert_with_half_of_the_rows_is_computed_in_parts(native, kind):
+    """Scratch memory is as large as the largest part."""
+    half = next(routing for routing in ROUTINGS if routing.name == "half_to_one")
+    found = _rows_of_products(Setting(half, torch.float32, "cpu", (48, 80, 144)), native, kind)
+    assert max(found) == 350
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_traces_as_one_graph(native, device, kind):
     setting = Setting(ROUTINGS[0], torch.float32, device)
     compiled = torch.compile(

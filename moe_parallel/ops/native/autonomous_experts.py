@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_parallel.ops.native.main_gradients import gradients_not_added, own_gradient
-from moe_parallel.ops.reference import accumulation_dtype
+from moe_parallel.ops.reference import accumulation_dtype, check_norms
 from moe_parallel.ops.types import RowMap
 
 _ops = torch.ops.moe_parallel
@@ -23,19 +23,22 @@ def autonomous_experts(
     w_out_EWD: Tensor,
     *,
     c_TKR: Tensor | None = None,
+    norms_TK: Tensor | None = None,
     recompute_gate: bool = True,
     main_gradients: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
+    check_norms(norms_TK, c_TKR, row_map)
     probs_TK = probs_TK.to(accumulation_dtype(x_TD.dtype))
     y_TD, *_ = _ops.autonomous_experts(
         x_TD,
         probs_TK,
         *row_map,
-        w_down_EDR if c_TKR is None else None,
+        w_down_EDR if c_TKR is None or norms_TK is not None else None,
         w_up_ERW,
         w_p_EDW,
         w_out_EWD,
         c_TKR,
+        norms_TK,
         *(main_gradients or (None, None, None)),
         not recompute_gate,
     )
@@ -54,6 +57,7 @@ def _(
     w_p: Tensor,
     w_out: Tensor,
     c: Tensor | None,
+    norms: Tensor | None,
     main_up: Tensor | None,
     main_p: Tensor | None,
     main_out: Tensor | None,
@@ -81,6 +85,7 @@ def _(
     w_p: Tensor,
     w_out: Tensor,
     c: Tensor | None,
+    norms: Tensor | None,
     p: Tensor,
     c_by_row: Tensor,
     g: Tensor,
@@ -89,7 +94,9 @@ def _(
     main_out: Tensor | None,
 ) -> tuple[Tensor, ...]:
     dw_down = x.new_empty(0) if w_down is None else w_down.new_empty(w_down.shape)
-    dc = x.new_empty(0, w_up.size(1)) if c is None else c.new_empty(c.shape)
+    dc = x.new_empty(0, w_up.size(1))
+    if c is not None and norms is None:
+        dc = c.new_empty(c.shape)
     others = map(own_gradient, (w_up, w_p, w_out), (main_up, main_p, main_out))
     return x.new_empty(x.shape), probs.new_empty(probs.shape), dw_down, *others, dc
 
@@ -110,21 +117,21 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 @once_differentiable
 def _backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if dy is None:
-        return (None,) * 14
-    dx, dprobs, dw_down, *dw, dc = _ops.autonomous_experts_backward(
-        dy, *ctx.saved_tensors, *ctx.main_gradients
-    )
+        return (None,) * 15
+    saved = ctx.saved_tensors  # read once: checkpointing allows no second
+    dx, dprobs, dw_down, *dw, dc = _ops.autonomous_experts_backward(dy, *saved, *ctx.main_gradients)
+    hands_on = saved[10] is None  # otherwise the gradients of probs and C went on to x and w_down
     needs_w_down, needs_c = ctx.needs_input_grad[5], ctx.needs_input_grad[9]
     return (
         dx,
-        dprobs,
+        dprobs if hands_on else None,
         None,
         None,
         None,
         dw_down if needs_w_down else None,
         *gradients_not_added(dw, ctx.main_gradients),
-        dc if needs_c else None,
-        *(None,) * 4,
+        dc if hands_on and needs_c else None,
+        *(None,) * 5,
     )
 
 

@@ -111,14 +111,16 @@ def _autonomous(
 ) -> tuple[Tensor, Tensor]:
     """y_TD and experts_TK."""
     w_down = weights["w_down"]
-    scores = ours.norm_topk(
-        x_TD,
-        w_down,
-        k,
-        keep="all" if kept else "chosen",
-        gradient="chosen" if selected else "all",
-    )
-    probs_TK = scores.norms_TE.gather(1, scores.experts_TK).softmax(-1)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not selected):
+        scores = ours.norm_topk(
+            x_TD,
+            w_down,
+            k,
+            keep="all" if kept else "chosen",
+            gradient="chosen" if selected else "all",
+        )
+        norms_TK = scores.norms_TE.gather(1, scores.experts_TK)
+        probs_TK = norms_TK.softmax(-1)
     row_map = ours.routing_map(scores.experts_TK, w_down.size(0), all_chosen=True)
     y_TD = ours.autonomous_experts(
         x_TD,
@@ -126,6 +128,7 @@ def _autonomous(
         row_map,
         *weights.values(),
         c_TKR=scores.c_TKR,
+        norms_TK=norms_TK if selected else None,
     )
     return y_TD, scores.experts_TK
 
