@@ -12,7 +12,13 @@ _AUTONOMOUS = {"aoe_low_rank_size": 8, "aoe_wide_size": 20}
 #: the auxiliary losses are larger than usual, so that an error in these losses shows.
 SYSTEMS: dict[str, Options] = {
     "topk": {"moe_aux_loss_coeff": 0.05, "moe_z_loss_coeff": 0.01},
-    "topk, one expert": {"moe_router_topk": 1, "moe_aux_loss_coeff": 0.05},
+    "topk, one expert": {
+        "moe_router_topk": 1,
+        "moe_aux_loss_coeff": 0.05,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update": "id",
+        "moe_router_bias_update_rate": 0.05,
+    },
     "topk, sigmoid, groups, bias, shared expert": {
         "moe_router_score_function": "sigmoid",
         "moe_router_num_groups": 2,
@@ -42,7 +48,8 @@ SYSTEMS: dict[str, Options] = {
         "moe_aux_loss_coeff": 0.0,
         "aoe_gradient": "selected",
         "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.05,
+        "moe_router_bias_update": "quantile",
+        "moe_router_bias_ema": 0.25,
     },
     "aoe, probs over all": _AUTONOMOUS
     | {"moe_aux_loss_coeff": 0.05, "aoe_gate": "all", "moe_importance_loss_coeff": 0.02},

@@ -1,8 +1,8 @@
-"""The loads of a layer's experts in a step, and the balancing bias for the next step.
+"""The loads of a layer's experts in a step.
 
-Both are the same on every rank and in every layout, because they are computed from sums over a
-global batch and change only between steps. The routing of a micro-batch therefore does not depend
-on the other micro-batches of its step.
+They are the same on every rank and in every layout, because they are sums over a global batch, and
+they change only between steps. The routing of a micro-batch therefore does not depend on the other
+micro-batches of its step.
 
 Shape suffix: E experts.
 """
@@ -37,7 +37,7 @@ class StepLoad(nn.Module):
         self.register_buffer("counts", counts, persistent=False)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        return _keeping_dtypes(self, fn, super()._apply)
+        return keeping_dtypes(self, fn, super()._apply)
 
     @torch.no_grad()
     def count(self, choices: Choices) -> None:
@@ -59,35 +59,7 @@ class StepLoad(nn.Module):
         return counts_E
 
 
-class ExpertBias(nn.Module):
-    """Loss-free balancing (Wang et al. 2024): b_i += u * sign(mean load - load of i).
-
-    `bias_E`, fp32, is saved with the model. It is added to the values by which experts are ranked,
-    and affects neither probs nor gradients.
-    """
-
-    bias_E: torch.Tensor
-
-    def __init__(self, num_experts: int, update_rate: float) -> None:
-        super().__init__()
-        self.update_rate = update_rate
-        self.register_buffer("bias_E", torch.zeros(num_experts))
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        return _keeping_dtypes(self, fn, super()._apply)
-
-    @torch.no_grad()
-    def update(self, counts_E: torch.Tensor) -> None:
-        """Updates the bias from the number of choices per expert in a step, in fp64 [E].
-
-        The sum of the counts is compared with E times each count, which is exact. A mean would be
-        rounded, and the bias would drift even if the load were equal.
-        """
-        lacks_E = counts_E.sum() - len(counts_E) * counts_E
-        self.bias_E += self.update_rate * torch.sign(lacks_E).to(self.bias_E.dtype)
-
-
-def _keeping_dtypes(
+def keeping_dtypes(
     module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], apply: Any
 ) -> Any:
     """Moves buffers to the module's device but keeps their dtype: bf16 would lose small steps."""

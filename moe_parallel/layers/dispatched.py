@@ -20,7 +20,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from moe_parallel.balancing.load import ExpertBias, StepLoad
+from moe_parallel.balancing.bias import build_bias
+from moe_parallel.balancing.load import StepLoad
 from moe_parallel.config import DispatchedSelection
 from moe_parallel.dispatch import Dispatched, build_dispatcher
 from moe_parallel.experts.shared import OverlappedSharedExpert, SharedExpert
@@ -58,8 +59,7 @@ class DispatchedLayer(ExpertLayer):
         self.dispatcher = build_dispatcher(
             self.num_experts, context.groups, context.ops, context.progress, selection.sends_c
         )
-        rate = selection.bias_update_rate
-        self.bias = None if rate is None else ExpertBias(self.num_experts, rate)
+        self.bias = build_bias(selection, self.num_experts)
         rules = system.rules(selection)
         if context.forcing is not None:
             rules = Rules(*map(context.forcing.of, rules))
@@ -108,6 +108,9 @@ class DispatchedLayer(ExpertLayer):
             x_TD = self._with_losses(x_TD, choices, tokens)
             if self.load is not None:
                 self.load.count(choices)
+            if self.bias is not None:
+                ranked_TE = cast(BiasedRule, self.rule).ranked(choices.scores_TE)
+                self.bias.observe(ranked_TE, choices.experts_TK.shape[1], tokens)
         kept, pad_rows_per_expert = self._limit(choices, tokens)
         self._record(choices, kept)
         rows = self.dispatcher.dispatch(x_TD, kept, pad_rows_per_expert)
@@ -168,7 +171,7 @@ class DispatchedLayer(ExpertLayer):
             return
         counts_E = self.load.finish(group)
         if self.bias is not None:
-            self.bias.update(counts_E)
+            self.bias.update(counts_E, group)
 
 
 def _shared_expert(

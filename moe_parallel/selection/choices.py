@@ -61,6 +61,10 @@ class BiasedRule(Rule, Protocol):
         """The rule that adds `bias_E`, fp32, to the values by which it ranks experts."""
         ...
 
+    def ranked(self, scores_TE: torch.Tensor) -> torch.Tensor:
+        """The values by which it ranks experts, without the bias and without gradient."""
+        ...
+
 
 def slots_of(chosen_TE: torch.Tensor, probs_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Converts a mask, with any number of experts per token, to slots with K = E.

@@ -170,6 +170,10 @@ class Forced:
         """This rule, unchanged: a bias does not affect the choices of a workload."""
         return self
 
+    def ranked(self, scores_TE: torch.Tensor) -> torch.Tensor:
+        """The scores: no bias is added to them."""
+        return scores_TE.detach()
+
     def _experts(self, own: Choices, tokens: Tokens) -> torch.Tensor:
         """int64 [T, K]; empty slots (-1) come last, as many as in `own`."""
         num_tokens, k = own.experts_TK.shape

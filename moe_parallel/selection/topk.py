@@ -96,14 +96,17 @@ class TopK:
     groups: GroupLimit | None = None
 
     def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
-        ranked_TE = scores_TE.detach()
-        if self.ranking is not None:
-            ranked_TE = self.ranking(ranked_TE)
+        ranked_TE = self.ranked(scores_TE)
         if self.bias_E is not None:
             ranked_TE = ranked_TE + self.bias_E
         if self.groups is not None:
             ranked_TE = self.groups.limited(ranked_TE, self.k)
         return self.of(scores_TE, ranked_TE.topk(self.k, dim=1).indices)
+
+    def ranked(self, scores_TE: torch.Tensor) -> torch.Tensor:
+        """The values by which experts are ranked, without the bias and without gradient."""
+        ranked_TE = scores_TE.detach()
+        return ranked_TE if self.ranking is None else self.ranking(ranked_TE)
 
     def with_bias(self, bias_E: torch.Tensor) -> TopK:
         """This rule with `bias_E` added for the selection."""
@@ -128,6 +131,10 @@ class RoundRobin:
     def with_bias(self, bias_E: torch.Tensor) -> RoundRobin:
         """This rule, unchanged: neither scores nor a bias affect it."""
         return self
+
+    def ranked(self, scores_TE: torch.Tensor) -> torch.Tensor:
+        """The values by which `of` would rank experts."""
+        return self.of.ranked(scores_TE)
 
     def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
         num_tokens, num_experts = scores_TE.shape

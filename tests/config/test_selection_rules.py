@@ -21,6 +21,7 @@ SMEAR = {"expert_selection": "smear", "smear_sees_the_future": True}
 SHARED = {"moe_shared_expert_intermediate_size": 48}
 TP = {"tensor_model_parallel_size": 2}
 NO_LOSS = {"moe_aux_loss_coeff": 0.0}
+QUANTILE = {"moe_router_enable_expert_bias": True, "moe_router_bias_update": "quantile"}
 
 
 @pytest.mark.parametrize(
@@ -111,6 +112,20 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
     ({"moe_input_jitter_eps": -0.1}, 1, "--moe-input-jitter-eps is -0.1: .* at least 0"),
     ({"moe_input_jitter_eps": 1}, 1, "--moe-input-jitter-eps is 1.0: it must be below 1"),
     ({"moe_router_bias_update_rate": 0}, 1, "--moe-router-bias-update-rate is 0.0: .* above 0"),
+    ({"moe_router_bias_ema": -0.1}, 1, "--moe-router-bias-ema is -0.1: .* at least 0"),
+    ({"moe_router_bias_ema": 1}, 1, "--moe-router-bias-ema is 1.0: it must be below 1"),
+    ({"moe_router_bias_ema": 0.5}, 1, "--moe-router-bias-ema is 0.5, .*-update is sign: set it to"),
+    (
+        {"moe_router_bias_update": "id"},
+        1,
+        "-update is id, but there is no bias: set",
+    ),
+    (QUANTILE | {"moe_router_topk": 4}, 1, "is quantile, but every token takes all 4 experts"),
+    (
+        QUANTILE | {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
+        1,
+        "is quantile, which knows of no groups",
+    ),
     ({"moe_router_num_groups": 0, "moe_router_group_topk": 1}, 1, "--moe-router-num-groups is 0"),
     ({"moe_router_num_groups": 2, "moe_router_group_topk": 0}, 1, "--moe-router-group-topk is 0"),
     # top-p

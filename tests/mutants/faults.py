@@ -145,7 +145,7 @@ FAULTS = [
     ),
     Fault(
         "the bias favors the busy",
-        "moe_parallel/balancing/load.py",
+        "moe_parallel/balancing/bias.py",
         "counts_E.sum() - len(counts_E) * counts_E",
         "len(counts_E) * counts_E - counts_E.sum()",
         ("tests/balancing",),

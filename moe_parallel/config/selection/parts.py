@@ -117,17 +117,49 @@ class BiasBalancing(Selection):
         "falls for the others",
         weights=True,
     )
+    moe_router_bias_update: str = option(
+        "sign",
+        "how the bias moves after a step: by the rate, up or down (sign); by the rate times the "
+        "relative error of the load (error), and its growth (id); or to the values that would have "
+        "balanced the step (quantile)",
+        choices=("sign", "error", "id", "quantile"),
+    )
     moe_router_bias_update_rate: float = option(
-        1e-3, "change of the balancing bias per step", above=0
+        1e-3, "change of the balancing bias per step; quantile has none", above=0
+    )
+    moe_router_bias_ema: float = option(
+        0.0, "share of the bias that a quantile update keeps", least=0, below=1
     )
 
     @property
     def uses_step_load(self) -> bool:
         return self.moe_router_enable_expert_bias or super().uses_step_load
 
-    @property
-    def bias_update_rate(self) -> float | None:
-        return self.moe_router_bias_update_rate if self.moe_router_enable_expert_bias else None
+    def check(self, config: Config, world_size: int) -> None:
+        super().check(config, world_size)
+        update = self.moe_router_bias_update
+        if update != "sign" and not self.moe_router_enable_expert_bias:
+            raise InputError(
+                f"--moe-router-bias-update is {update}, but there is no bias: set "
+                "--moe-router-enable-expert-bias"
+            )
+        if update != "quantile":
+            if self.moe_router_bias_ema:
+                raise InputError(
+                    f"--moe-router-bias-ema is {self.moe_router_bias_ema}, but "
+                    f"--moe-router-bias-update is {update}: set it to quantile, or remove the EMA"
+                )
+            return
+        if self.choices_per_token == config.num_experts:
+            raise InputError(
+                "--moe-router-bias-update is quantile, but every token takes all "
+                f"{config.num_experts} experts: lower --moe-router-topk"
+            )
+        if getattr(self, "moe_router_num_groups", None) is not None:
+            raise InputError(
+                "--moe-router-bias-update is quantile, which knows of no groups: use sign, error "
+                "or id, or leave out --moe-router-num-groups"
+            )
 
 
 @dataclass(frozen=True)

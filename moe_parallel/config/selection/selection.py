@@ -94,11 +94,6 @@ class Selection(Section):
         return 0
 
     @property
-    def bias_update_rate(self) -> float | None:
-        """The change of the balancing bias per step. None: there is no bias."""
-        return None
-
-    @property
     def uses_step_load(self) -> bool:
         """Whether routing depends on the loads of the previous step."""
         return False

@@ -1,0 +1,169 @@
+"""The balancing bias: a number per expert, added to what ranks the experts, for the selection only.
+
+A bias is the same on every rank and in every layout, and changes only between steps, by what was
+counted over a whole global batch. A step selects with the bias of the step before.
+
+Shape suffixes: T tokens of this rank, A tokens of a micro-batch, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moe_parallel.balancing.load import keeping_dtypes
+from moe_parallel.config import BiasBalancing
+from moe_parallel.selection.tokens import Tokens
+
+
+class ExpertBias(nn.Module):
+    """Loss-free balancing (Wang et al. 2024): b_i += u * sign(mean load - load of i).
+
+    `bias_E`, fp32, is saved with the model. It affects neither probs nor gradients.
+    """
+
+    bias_E: torch.Tensor
+
+    def __init__(self, num_experts: int, update_rate: float) -> None:
+        super().__init__()
+        self.update_rate = update_rate
+        self.register_buffer("bias_E", torch.zeros(num_experts))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        return keeping_dtypes(self, fn, super()._apply)
+
+    def observe(self, ranked_TE: torch.Tensor, choices_per_token: int, tokens: Tokens) -> None:
+        """Sees a micro-batch of a step, on this rank. Collective over the ranks of `tokens`.
+
+        Args:
+            ranked_TE: fp32, the values that rank the experts, without the bias.
+        """
+
+    @torch.no_grad()
+    def update(self, counts_E: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Ends a step, in which each expert was chosen `counts_E` times, fp64. Collective.
+
+        The sum of the counts is compared with E times each count, which is exact. A mean would be
+        rounded, and the bias would drift even if the load were equal.
+        """
+        lacks_E = counts_E.sum() - len(counts_E) * counts_E
+        self.bias_E += self.update_rate * torch.sign(lacks_E).to(self.bias_E.dtype)
+
+
+class ProportionalBias(ExpertBias):
+    """b_i += u * e_i with e_i = (mean load - load of i) / mean load; then the mean of b is 0.
+
+    LongCat-Flash (arXiv 2509.01322) updates by shares of the load, which is this up to a factor in
+    u. A load that is nearly equal moves the bias little, where the sign moves it by u.
+    """
+
+    @torch.no_grad()
+    def update(self, counts_E: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self._move(self.update_rate * _error(counts_E))
+
+    def _move(self, step_E: torch.Tensor) -> None:
+        """Adds `step_E` to the bias and subtracts the mean, which selects nothing."""
+        bias_E = self.bias_E.double() + step_E
+        self.bias_E.copy_(bias_E - bias_E.mean())
+
+
+class IntegralDerivativeBias(ProportionalBias):
+    """b_i += u * (e_i + d_i), with d_i the growth of an error that grows (arXiv 2609.39137).
+
+    d_i = e_i - e'_i if e'_i (e_i - e'_i) > 0 and 0 otherwise, for the error e'_i of the step
+    before, so an error that shrinks by itself is not pushed back. `error_E`, fp32, is e' and is
+    saved with the model.
+    """
+
+    error_E: torch.Tensor
+
+    def __init__(self, num_experts: int, update_rate: float) -> None:
+        super().__init__(num_experts, update_rate)
+        self.register_buffer("error_E", torch.zeros(num_experts))
+
+    @torch.no_grad()
+    def update(self, counts_E: torch.Tensor, group: dist.ProcessGroup) -> None:
+        error_E, before_E = _error(counts_E), self.error_E.double()
+        growth_E = error_E - before_E
+        self._move(self.update_rate * (error_E + growth_E * (before_E * growth_E > 0)))
+        self.error_E.copy_(error_E)
+
+
+class QuantileBias(ExpertBias):
+    """The bias that would have balanced the step's micro-batches exactly (quantile balancing).
+
+    Equal loads are the constraint of an assignment problem, and -b_i are the prices of its dual. A
+    coordinate step on the dual computes the threshold a_t of each token's K-th choice under the
+    current bias, and then sets b_i so that A K / n tokens exceed it: -b_i is a quantile over t of
+    s_ti - a_t (Kimi K3, arXiv 2607.24653, appendix C; there with (K+1)-th values). Thresholds and
+    quantiles are midpoints between neighbors in the order: they solve the same problem and leave no
+    ties. `update` moves the bias by 1 - `ema` of the way to the mean over the micro-batches; the
+    mean of the bias is 0.
+    """
+
+    sums: torch.Tensor
+
+    def __init__(self, num_experts: int, ema: float) -> None:
+        super().__init__(num_experts, 0.0)
+        self.ema = ema
+        # The sum of the solved biases of this step's micro-batches, then their number.
+        sums = torch.zeros(num_experts + 1, dtype=torch.float64)
+        self.register_buffer("sums", sums, persistent=False)
+
+    @torch.no_grad()
+    def observe(self, ranked_TE: torch.Tensor, choices_per_token: int, tokens: Tokens) -> None:
+        ranked_AE = tokens.of_micro_batch(ranked_TE).double()
+        if len(ranked_AE) == 1:  # one token loads no two experts equally
+            return
+        self.sums[:-1] += self._solve(ranked_AE, choices_per_token)
+        self.sums[-1] += 1
+
+    def _solve(self, ranked_AE: torch.Tensor, k: int) -> torch.Tensor:
+        """One coordinate step on the dual: fp64 [E]."""
+        num_tokens, num_experts = ranked_AE.shape
+        threshold_A1 = midpoint(ranked_AE + self.bias_E, k, dim=1)
+        # At least one token chooses an expert and at least one does not.
+        share = min(max(num_tokens * k // num_experts, 1), num_tokens - 1)
+        return -midpoint(ranked_AE - threshold_A1, share, dim=0)[0]
+
+    @torch.no_grad()
+    def update(self, counts_E: torch.Tensor, group: dist.ProcessGroup) -> None:
+        if group.size() > 1:
+            dist.all_reduce(self.sums, group=group)
+        solved_E, number = self.sums[:-1] - self.sums[:-1].mean(), self.sums[-1]
+        moved_E = self.ema * self.bias_E + (1 - self.ema) * solved_E / number.clamp(min=1)
+        # Not by `if`, because the host would wait for the device.
+        self.bias_E.copy_(torch.where(number > 0, moved_E, self.bias_E.double()))
+        self.sums.zero_()
+
+
+def midpoint(values: torch.Tensor, k: int, dim: int) -> torch.Tensor:
+    """Halfway between the k-th and the (k+1)-th largest value along `dim`, which is kept."""
+    return values.topk(k + 1, dim=dim).values.narrow(dim, k - 1, 2).mean(dim=dim, keepdim=True)
+
+
+def _error(counts_E: torch.Tensor) -> torch.Tensor:
+    """(mean load - load) / mean load of each expert, fp64; exactly 0 for an equal load."""
+    total = counts_E.sum()
+    return (total - len(counts_E) * counts_E) / total.clamp(min=1)
+
+
+#: The class for each --moe-router-bias-update, and the option that is its second argument.
+_UPDATES: dict[str, tuple[Callable[[int, float], ExpertBias], str]] = {
+    "sign": (ExpertBias, "moe_router_bias_update_rate"),
+    "error": (ProportionalBias, "moe_router_bias_update_rate"),
+    "id": (IntegralDerivativeBias, "moe_router_bias_update_rate"),
+    "quantile": (QuantileBias, "moe_router_bias_ema"),
+}
+
+
+def build_bias(selection: object, num_experts: int) -> ExpertBias | None:
+    """The balancing bias that the options of a system ask for. None: there is no bias."""
+    if not isinstance(selection, BiasBalancing) or not selection.moe_router_enable_expert_bias:
+        return None
+    build, option = _UPDATES[selection.moe_router_bias_update]
+    return build(num_experts, getattr(selection, option))
