@@ -1,6 +1,5 @@
 """Checkpoints of models that nobody trained, what they compute, and their exports."""
 
-import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from moe_parallel.balancing.load import ExpertBias
 from moe_parallel.config import Config, parse_command_line
-from moe_parallel.evaluation.generation import generate
 from moe_parallel.huggingface.export import Exported, Options, Source, export
 from moe_parallel.model.gpt import build_model
 from moe_parallel.parallel import destroy_groups, initialize_groups
@@ -72,11 +70,17 @@ def _disturb(chunk: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def _use(model: Any, vocab_size: int) -> tuple[torch.Tensor, list[int]]:
+    """The logits of the prompt, and what follows it, always the most probable token."""
     model.eval()
-    prompt = torch.tensor([PROMPT])
-    logits = model(prompt, torch.arange(len(PROMPT))[None], None)[0, :, :vocab_size]
-    tokens = generate(model, PROMPT, vocab_size, 0.0, torch.Generator())
-    return logits.clone(), list(itertools.islice(tokens, STEPS))
+
+    def logits_of(tokens: list[int]) -> torch.Tensor:
+        positions = torch.arange(len(tokens))[None]
+        return model(torch.tensor([tokens]), positions, None)[0, :, :vocab_size]
+
+    logits, tokens = logits_of(PROMPT).clone(), list(PROMPT)
+    for _ in range(STEPS):
+        tokens.append(int(logits_of(tokens)[-1].argmax()))
+    return logits, tokens[len(PROMPT) :]
 
 
 def source_of(run: Path) -> Source:

@@ -18,7 +18,6 @@ from transformers import (
 )
 
 import moe_parallel.hf as hf
-from moe_parallel.errors import InputError
 from tests.data.small_text import small_bpe, words
 from tests.distributed import run_distributed
 from tests.huggingface.exporting import PROMPT, STEPS, export_run, save_runs
@@ -223,17 +222,3 @@ def test_the_tokenizer_is_the_runs(run, tmp_path):
     generation = json.loads((tmp_path / "out/generation_config.json").read_text())
     assert generation == {"eos_token_id": ours.eod, "pad_token_id": ours.eod}
     assert len(theirs) == json.loads((tmp_path / "out/config.json").read_text())["vocab_size"]
-
-
-@pytest.mark.parametrize(
-    ("selection", "message"),
-    [
-        ("smear", "smear is not exported: each token needs the mean of its whole sequence"),
-        ("segment_expert_choice", "segment_expert_choice is not exported: experts are chosen for"),
-    ],
-)
-def test_systems_that_see_too_much_are_refused(selection, message, tmp_path):
-    run_distributed(1, save_runs, [(tmp_path / "run", options(selection))])
-    with pytest.raises(InputError, match=message):
-        export_run(tmp_path / "run", tmp_path / "out")
-    assert not (tmp_path / "out").exists()

@@ -1,0 +1,63 @@
+"""The configuration of our own architecture: the rule of a run's evaluations, or a refusal."""
+
+import pytest
+
+from moe_parallel.config import parse_command_line
+from moe_parallel.errors import InputError
+from moe_parallel.hf import MoeParallelConfig
+from moe_parallel.huggingface.own_model import own_config_json
+from tests.program import SMALL, flags
+from tests.systems import options
+
+
+def _fields(of_run):
+    return own_config_json(parse_command_line(flags(SMALL | of_run)), 300, fold=False)
+
+
+@pytest.mark.parametrize(
+    ("of_run", "expected"),
+    [
+        (options("topk"), {"rule": "topk", "num_experts_per_tok": 2, "norm_topk_prob": True}),
+        (options("topk, one expert"), {"num_experts_per_tok": 1, "norm_topk_prob": False}),
+        (
+            options("topk") | {"moe_router_pre_softmax": True},
+            {"scoring_func": "softmax", "norm_topk_prob": False},
+        ),
+        (
+            options("top_p") | {"moe_inference_top_p": 0.3},
+            {"rule": "top_p", "top_p": 0.3, "num_experts_per_tok": 4},
+        ),
+        (
+            options("aoe_expert_choice") | {"moe_expert_choice_scores": "raw"},
+            {"scores": "norms", "scoring_func": "raw", "norm_topk_prob": False},
+        ),
+        (
+            options("expert_choice") | {"moe_expert_choice_capacity_factor": 2.5},
+            {"rule": "topk", "num_experts_per_tok": 3, "shared_expert_gate": True},
+        ),
+        (options("lory"), {"rule": "merge"}),
+        (options("lory_prefix"), {"rule": "merge", "prefix_length": 3}),
+    ],
+)
+def test_the_rule_of_evaluations(of_run, expected):
+    fields = _fields(of_run)
+    assert {name: fields[name] for name in expected} == expected
+    known = {*MoeParallelConfig().to_dict(), "auto_map"}
+    assert fields.keys() <= known  # a field that is not known would have no effect
+
+
+@pytest.mark.parametrize(
+    ("of_run", "message"),
+    [
+        (options("smear"), "smear is not exported: each token needs the mean of its whole seq"),
+        (options("segment_expert_choice"), "segment_expert_choice is not exported: experts are"),
+        (
+            options("aoe") | {"moe_router_force_routing": "hot:0.5"},
+            r"its experts are forced \(hot:0.5\), so it is a benchmark and not a model to export",
+        ),
+    ],
+)
+def test_systems_that_are_refused(of_run, message):
+    with pytest.raises(InputError, match=message) as raised:
+        _fields(of_run)
+    assert "\n" not in str(raised.value)
