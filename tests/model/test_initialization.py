@@ -7,7 +7,12 @@ from tests.distributed import run_distributed
 from tests.model.small_gpt import Options, Weights, initial_weights, whole
 
 SYSTEMS: dict[str, Options] = {
-    "topk": {"moe_layer_freq": "[0]+[1]*3"},
+    "topk": {
+        "moe_layer_freq": "[0]+[1]*3",
+        "add_qkv_bias": True,
+        "qk_layernorm": True,
+        "qk_layernorm_all_heads": True,
+    },
     "aoe": {
         "expert_selection": "aoe",
         "aoe_low_rank_size": 8,
@@ -62,7 +67,7 @@ def test_values(system):
     for key, value in first.items():
         numpy.testing.assert_array_equal(again[key], value, err_msg=key)
         if value.ndim == 1:
-            assert (value == 1).all(), f"{key} is a norm"
+            assert (value == (0 if key.endswith(".bias") else 1)).all(), f"{key} is a norm or bias"
             continue
         std = SCALED.get((system, key.partition(".mlp.")[2]), 0.1)
         assert abs(value.mean()) < 5 * std / value.size**0.5, key

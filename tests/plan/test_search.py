@@ -91,6 +91,7 @@ def test_memory_is_refused_by_how_much() -> None:
         ({"loss_chunk_size": 0}, "--loss-chunk-size is 0"),
         ({"attention_backend": "local"}, "--attention-backend is local"),
         ({"moe_importance_loss_coeff": 0.5}, "--moe-importance-loss-coeff is 0.5, and a plan has"),
+        ({"add_qkv_bias": True}, "--add-qkv-bias is true, and a plan has no formula for it"),
         ({"moe_expert_capacity_factor": 1.5}, "--moe-expert-capacity-factor is 1.5"),
     ],
 )

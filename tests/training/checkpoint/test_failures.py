@@ -195,7 +195,7 @@ def _save_on_a_full_disk(folder):
     messages = []
     for module, name in (
         (CheckpointFolder, "begin"),
-        (checkpoint_tensors, "_write_common"),
+        (checkpoint_tensors, "write_common"),
         (checkpoint_tensors._WatchedStream, "_put"),
         (checkpoint_writer, "copy_files"),
         (checkpoint_folder, "write_sealed"),
