@@ -126,22 +126,21 @@ PLAIN = {
 }
 
 
-def test_topk_runs_become_plain_architectures_and_back(tmp_path):
-    runs = [(tmp_path / kind.__name__, of_run) for kind, of_run in PLAIN.items()]
-    (results,) = run_distributed(1, save_runs, runs)
-    for kind, (run, _), (logits, tokens) in zip(PLAIN, runs, results, strict=True):
-        output, again = run / "exported", run / "again"
-        assert export_run(run, output).architecture == kind.__name__
-        assert not list(output.glob("*.py"))
-        model = AutoModelForCausalLM.from_pretrained(output)
-        assert type(model) is kind
-        _assert_same(model, logits, tokens)
-        # transformers writes the same names, so nothing was renamed or left at random.
-        model.save_pretrained(again)
-        one, other = (load_file(folder / "model.safetensors") for folder in (output, again))
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[name], other[name]) for name in one)
-        assert any(".experts.3." in name for name in one) is (kind is not LlamaForCausalLM)
+@pytest.mark.parametrize("kind", rest_in_full(PLAIN, MixtralForCausalLM, OlmoeForCausalLM))
+def test_topk_runs_become_plain_architectures_and_back(kind, tmp_path):
+    run, output, again = (tmp_path / name for name in ("run", "exported", "again"))
+    (((logits, tokens),),) = run_distributed(1, save_runs, [(run, PLAIN[kind])])
+    assert export_run(run, output).architecture == kind.__name__
+    assert not list(output.glob("*.py"))
+    model = AutoModelForCausalLM.from_pretrained(output)
+    assert type(model) is kind
+    _assert_same(model, logits, tokens)
+    # transformers writes the same names, so nothing was renamed or left at random.
+    model.save_pretrained(again)
+    one, other = (load_file(folder / "model.safetensors") for folder in (output, again))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert any(".experts.3." in name for name in one) is (kind is not LlamaForCausalLM)
 
 
 @pytest.mark.parametrize(
