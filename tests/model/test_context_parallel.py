@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_parallel.config import make_config
+from moe_parallel.config import SELECTIONS, make_config
 from moe_parallel.parallel import destroy_groups
-from tests import systems
 from tests.distributed import run_distributed
 from tests.model.small_gpt import (
     SIZES,
@@ -36,6 +35,7 @@ from tests.model.test_layouts import (
 from tests.systems import SYSTEMS
 from tests.tiers import rest_in_full
 
+STEPS = 2
 CP = {"context_parallel_size": 2}
 ALL_MODULES = {
     "recompute_granularity": "selective",
@@ -44,8 +44,7 @@ ALL_MODULES = {
 
 #: The systems, and what else reads the positions of tokens or all tokens of a micro-batch.
 MODELS: dict[str, Options] = {name: model(name) for name in SYSTEMS} | {
-    "topk, capacity": model("topk") | DROPPING | {"moe_token_drop_policy": "position"},
-    "aoe, capacity": model("aoe") | DROPPING | {"moe_pad_expert_input_to_capacity": True},
+    "topk, capacity": model("topk") | DROPPING | {"moe_pad_expert_input_to_capacity": True},
     "topk, own documents": model("topk") | {"reset_attention_mask": True},
     "topk, forced": model("topk") | {"moe_router_force_routing": "zipf:1.0"},
 }
@@ -53,16 +52,31 @@ MODELS: dict[str, Options] = {name: model(name) for name in SYSTEMS} | {
 #: What is on beside context parallelism, by the model; the others have nothing.
 BESIDE: dict[str, Options] = {
     "topk, capacity": layout(ep=2, distributed=True, overlap=True),
-    "topk, own documents": layout() | ALL_MODULES,
     "aoe": layout(ep=2) | GATHERED,
-    "aoe, capacity": layout(ep=2, recompute=True),
     "top_p": layout(etp=2, distributed=True),
-    "lory_prefix": layout(recompute=True, distributed=True),
     "expert_choice": layout(ep=2, recompute=True),
-    "aoe_expert_choice": layout(ep=2) | GATHERED,
+}
+
+#: The layouts of four ranks.
+FOUR: dict[str, Options] = {
+    "topk, own documents": layout(tp=2, ep=2, sp=True, distributed=True) | ALL_MODULES | CP,
+    "aoe, by bias": layout(pp=2, virtual=True, overlap=True, distributed=True) | CP,
+    "aoe_expert_choice": layout(tp=2, ep=4, sp=True, recompute=True) | GATHERED | CP,
+    "lory, uniform first segment": layout(tp=2, etp=2, sp=True) | CP,
+    "segment_expert_choice": layout(tp=2, etp=2) | CP,
+    "lory_prefix": layout(recompute=True, distributed=True) | {"context_parallel_size": 4},
 }
 
 QUICK = ("topk, capacity", "aoe", "lory")
+REST = (
+    "topk, sigmoid, groups, bias, shared expert",
+    "topk, large router, factorized W_g, global loss",
+    "topk, forced",
+    "top_p",
+    "expert_choice",
+    "aoe_top_p",
+    "smear",
+)
 
 Begin = Callable[[tuple[str, ...]], dict[str, Start]]
 
@@ -83,13 +97,15 @@ def begin(tmp_path_factory: pytest.TempPathFactory) -> Begin:
 def _begin(cases: dict[str, Options], folder: Path) -> dict[str, tuple[Path, Outcome]]:
     found = {}
     for number, (name, options) in enumerate(cases.items()):
-        checkpoint = save_start(options, folder / str(number))
-        found[name] = checkpoint, train(options, checkpoint)
+        checkpoint = save_start(options, folder / str(number), steps=1)
+        found[name] = checkpoint, train(options, checkpoint, STEPS)
     return found
 
 
 def _train(cases: dict[str, tuple[Path, Options]]) -> dict[str, Outcome]:
-    return {name: train(options, checkpoint) for name, (checkpoint, options) in cases.items()}
+    return {
+        name: train(options, checkpoint, STEPS) for name, (checkpoint, options) in cases.items()
+    }
 
 
 def _check(world: int, starts: dict[str, Start], layouts: dict[str, Options]) -> None:
@@ -102,28 +118,9 @@ def _check(world: int, starts: dict[str, Start], layouts: dict[str, Options]) ->
         assert differences(found, starts[name].on_one_rank) == {}
 
 
-@pytest.mark.parametrize(
-    "names",
-    rest_in_full([QUICK, tuple(name for name in MODELS if name not in QUICK)], QUICK),
-    ids=len,
-)
+@pytest.mark.parametrize("names", rest_in_full([QUICK, REST], QUICK), ids=len)
 def test_two_ranks_share_the_sequences(begin: Begin, names: tuple[str, ...]) -> None:
     _check(2, begin(names), {name: BESIDE.get(name, ONE) | CP for name in names})
-
-
-FOUR: dict[str, Options] = {
-    "topk": layout(tp=2, ep=2, sp=True, distributed=True) | CP,
-    "topk, own documents": layout(tp=2, etp=2) | CP,
-    "topk, forced": layout(ep=4) | {"context_parallel_size": 4},
-    "aoe": layout(tp=2, etp=2, sp=True) | CP,
-    "aoe, by bias": layout(pp=2, virtual=True, overlap=True, distributed=True) | CP,
-    "aoe, capacity": layout(ep=2, distributed=True) | CP,
-    "aoe_expert_choice": layout(tp=2, ep=4, sp=True, recompute=True) | CP,
-    "lory": layout(tp=2, etp=2, sp=True) | CP,
-    "lory_prefix": layout() | {"context_parallel_size": 4},
-    "smear": layout(tp=2, etp=2) | CP,
-    "segment_expert_choice": layout(tp=2, sp=True) | CP,
-}
 
 
 @pytest.mark.full
@@ -149,14 +146,11 @@ def test_ranks_that_merge_for_the_same_segment_drop_the_same_experts() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("policy", ["probs", "position"])
-def test_a_capacity_counts_over_the_stretches_of_tensor_parallelism(
-    begin: Begin, policy: str
-) -> None:
+def test_a_capacity_counts_over_the_stretches_of_tensor_parallelism(begin: Begin) -> None:
     """Layouts with the same tp drop the same choices, whatever their cp."""
     name = "topk, capacity"
-    options = MODELS[name] | {"moe_token_drop_policy": policy}
-    start = begin((name,))[name].checkpoint
+    options = MODELS[name] | {"moe_token_drop_policy": "position"}
+    start = begin(QUICK)[name].checkpoint
     whole, shared = (
         run_distributed(2 * cp, _train, {name: (start, options | spread)})
         for cp, spread in ((1, layout(tp=2, etp=2)), (2, layout(tp=2, ep=2, sp=True) | CP))
@@ -167,6 +161,5 @@ def test_a_capacity_counts_over_the_stretches_of_tensor_parallelism(
 
 
 def test_every_system_is_tried() -> None:
-    assert {systems.options(name)["expert_selection"] for name in SYSTEMS} <= {
-        options["expert_selection"] for options in MODELS.values()
-    }
+    tried = {MODELS[name]["expert_selection"] for name in (*QUICK, *REST, *FOUR)}
+    assert tried == set(SELECTIONS)
