@@ -50,8 +50,13 @@ class Browser:
 
     def __enter__(self) -> "Browser":
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        pipes = [fcntl.fcntl(end, fcntl.F_DUPFD, 20) for end in (*os.pipe(), *os.pipe())]
-        from_test, self._to, self._from, to_test = pipes
+        # High numbers, so that none of them is 3 or 4, where the browser expects its pipes.
+        ends = [*os.pipe(), *os.pipe()]
+        from_test, self._to, self._from, to_test = (
+            fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 20) for end in ends
+        )
+        for end in ends:
+            os.close(end)
         command = [
             chromium(), "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run",
             "--disable-dev-shm-usage", "--disable-extensions", "--disable-background-networking",
