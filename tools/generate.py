@@ -109,9 +109,9 @@ def _write(own: argparse.Namespace, flags: list[str]) -> None:
 
 
 def _prompts(own: argparse.Namespace) -> list[str]:
-    from moe_parallel.data.jsonl import read_jsonl
+    from moe_parallel.data.preprocess.texts import read_texts
 
-    prompts = list(read_jsonl(Path(own.input), "text")) if own.input else own.prompt or []
+    prompts = list(read_texts(Path(own.input))) if own.input else own.prompt or []
     if own.input and not prompts:
         raise InputError(f"--input {own.input} has no lines: give a prompt on each")
     if "" in prompts:

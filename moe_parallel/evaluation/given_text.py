@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from moe_parallel.data.jsonl import read_jsonl
+from moe_parallel.data.preprocess.texts import read_texts
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.model.forward import Batch
@@ -27,7 +27,7 @@ def pieces_of(path: Path, key: str = "text") -> Iterator[tuple[str, bool]]:
     """
     if path.suffix == ".jsonl":
         try:
-            yield from ((text, True) for text in read_jsonl(path, key))
+            yield from ((text, True) for text in read_texts(path, key))
         except InputError as error:
             raise InputError(str(error).replace("--input", "--text", 1)) from None
         return

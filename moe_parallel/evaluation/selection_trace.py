@@ -83,18 +83,18 @@ class _TracedRule:
 
     def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
         choices = self.rule(scores_TE, tokens)
-        self.record(_chosen(choices, self.layer))
+        self.record(_chosen(choices, tokens, self.layer))
         return choices
 
     def with_bias(self, bias_E: torch.Tensor) -> _TracedRule:
         return _TracedRule(cast(BiasedRule, self.rule).with_bias(bias_E), self.layer, self.record)
 
 
-def _chosen(choices: Choices, layer: DispatchedLayer) -> ChosenExperts:
+def _chosen(choices: Choices, tokens: Tokens, layer: DispatchedLayer) -> ChosenExperts:
     capacity = layer.context.capacity
     dropped_T = torch.zeros(len(choices.experts_TK), dtype=torch.int64)
     if capacity is not None:
-        lost_TK = (choices.experts_TK >= 0) & (capacity.keep(choices).experts_TK < 0)
+        lost_TK = (choices.experts_TK >= 0) & (capacity.keep(choices, tokens).experts_TK < 0)
         dropped_T = lost_TK.sum(dim=1)
     probabilities_TE = torch.softmax(choices.scores_TE.float(), dim=-1)
     return ChosenExperts(

@@ -13,7 +13,7 @@ from moe_parallel.collective_errors import agree, on_rank_0, rank_0_first
 from moe_parallel.config import Config
 from moe_parallel.data.atomic_files import write_atomically
 from moe_parallel.data.held_out import held_out_documents
-from moe_parallel.data.jsonl import read_jsonl
+from moe_parallel.data.preprocess.texts import read_texts
 from moe_parallel.data.sources import blend_sources
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
@@ -103,7 +103,7 @@ def _domains(asked: Evaluation, config: Config, tokenizer: Tokenizer) -> dict[st
         for source in sources:
             domains[source.domain] = list(held_out_documents(source, tokenizer.eod))
     for file in asked.inputs:
-        texts = list(read_jsonl(Path(file), "text"))
+        texts = list(read_texts(Path(file)))
         name = Path(file).name if Path(file).stem in domains else Path(file).stem
         domains[name] = [ids for ids in tokenizer.tokenize_all(texts) if ids]
     for name, documents in domains.items():

@@ -202,6 +202,7 @@ def test_modules_that_are_computed_again(precision: str) -> None:
     _compare(run_distributed(1, _kept, 1, cases)[0])
 
 
+@pytest.mark.full
 @of_each_precision
 def test_systems_on_two_ranks(precision: str) -> None:
     cases = {
