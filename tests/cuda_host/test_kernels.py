@@ -28,6 +28,12 @@ def test_the_operators_tests_pass_on_the_kernels(library):
     assert tasks and int(tasks[1]) > 100
 
 
+def test_norms_pass_on_the_kernels_inside_the_layer(library):
+    said = run(library, "tests/ops/test_expert_norms.py", "-k", "composition and plain")
+    tasks = re.search(r"csrc/cuda: (\d+)$", said, re.MULTILINE)
+    assert tasks and int(tasks[1]) > 20
+
+
 def test_layers_and_selection_pass_on_products_with_epilogues(library):
     said = run(library, "tests/ops/test_fused_products.py", "-k", "dropped or padded or norms")
     products = re.search(r"epilogues: (\d+)$", said, re.MULTILINE)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from moe_parallel.layers import AutonomousLayer
+from moe_parallel.layers.split_tokens import SplitTokens
 from tests.layers.cases import (
     BALANCE,
     BIASED,
@@ -57,6 +58,25 @@ def test_without_losses_it_equals_the_full_gradient(name):
         found = gradients_of(selected, dtype)
         for key, gradient in gradients_of(full, dtype).items():
             close(found[key], gradient, rounding, key)
+
+
+JOINS = {
+    "aoe": (EXACT["aoe"], SELECTED, True),
+    "aoe, bias": (EXACT["aoe, bias"], SELECTED, True),
+    "a dropped choice has no row": (EXACT["aoe, drop"], SELECTED, False),
+    "a loss needs the norms": (Case(aoe()), DESPITE, False),
+    "full": (EXACT["aoe"], {}, False),
+}
+
+
+@pytest.mark.parametrize("name", JOINS)
+def test_when_the_experts_differentiate_the_norms(name):
+    case, gradient, joins = JOINS[name]
+    layer = build(as_option(case, gradient), values(case), torch.float64, "reference")
+    tokens = SplitTokens(1, layer.context.groups.tp, layer=1, iteration=0)
+    choices = layer.choose(torch.from_numpy(values(case)["x"]).flatten(0, 1), tokens)
+    assert (choices.norms_TK is not None) == joins
+    assert choices.probs_TK.requires_grad != joins
 
 
 LOSSES = {

@@ -46,14 +46,28 @@ def routed(ops: Ops, dtype: torch.dtype) -> Callable[[Tensor], list[Tensor]]:
 
 def autonomous(ops: Ops, dtype: torch.dtype) -> Callable[[Tensor], list[Tensor]]:
     """The same as a function of the bias that is added to the norms for the ranking."""
+    return _autonomous(ops, dtype, joins_norms=False)
+
+
+def autonomous_with_norms(ops: Ops, dtype: torch.dtype) -> Callable[[Tensor], list[Tensor]]:
+    """The same, and the experts differentiate the norms."""
+    return _autonomous(ops, dtype, joins_norms=True)
+
+
+def _autonomous(
+    ops: Ops, dtype: torch.dtype, *, joins_norms: bool
+) -> Callable[[Tensor], list[Tensor]]:
     x, *weights = tensors(dtype, (T, D), (E, D, R), (E, R, F), (E, D, F), (E, F, D))
 
     def step(scores_TE: Tensor) -> list[Tensor]:
-        scores = ops.norm_topk(x, weights[0], K, 10 * scores_TE[0].detach(), keep="chosen")
+        with torch.set_grad_enabled(not joins_norms):
+            scores = ops.norm_topk(x, weights[0], K, 10 * scores_TE[0].detach(), keep="chosen")
+            norms_TK = scores.norms_TE.gather(1, scores.experts_TK)
+            probs_TK = norms_TK.softmax(-1)
         row_map = ops.routing_map(scores.experts_TK, E, all_chosen=True)
-        probs_TK = scores.norms_TE.gather(1, scores.experts_TK).softmax(-1)
+        norms = {"norms_TK": norms_TK} if joins_norms else {}
         c = scores.c_TKR
-        y = ops.autonomous_experts(x, probs_TK, row_map, *weights, c_TKR=c)
+        y = ops.autonomous_experts(x, probs_TK, row_map, *weights, c_TKR=c, **norms)
         return [y, *torch.autograd.grad(y.float().square().sum(), (x, *weights))]
 
     return step
@@ -72,7 +86,7 @@ def assert_close(results: list[Tensor], wanted: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layer", [routed, autonomous])
+@pytest.mark.parametrize("layer", [routed, autonomous, autonomous_with_norms])
 def test_no_step_waits(native, device, layer, dtype, request):
     step, given = layer(native, dtype), scores(0)
     wanted = step(given)  # the first call loads kernels and fills the allocator
@@ -84,7 +98,7 @@ def test_no_step_waits(native, device, layer, dtype, request):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layer", [routed, autonomous])
+@pytest.mark.parametrize("layer", [routed, autonomous, autonomous_with_norms])
 def test_a_graph_serves_other_choices(native, device, layer, dtype):
     step, given = layer(native, dtype), scores(0)
     stream = torch.cuda.Stream()
