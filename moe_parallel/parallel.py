@@ -21,17 +21,19 @@ from moe_parallel.config import ParallelConfig
 class Groups:
     """This rank's groups, over which routing and dispatch communicate.
 
-    Inside an MoE layer the tokens of a micro-batch are always split over `tp`, with or without
-    sequence parallelism. So every rank of `tp` and `dp` routes its own tokens.
+    Inside an MoE layer the tokens of a micro-batch are always split over `tp` and `cp`, with or
+    without sequence parallelism. So every rank of `tp`, `cp` and `dp` routes its own tokens.
     """
 
     tp: dist.ProcessGroup  # tensor parallel: one micro-batch, its tokens split
+    cp: dist.ProcessGroup  # context parallel: one micro-batch, its sequences split
+    tp_cp: dist.ProcessGroup  # the ranks of one micro-batch; tp varies fastest
     dp: dist.ProcessGroup  # data parallel: other micro-batches, same dense parameters
     pp: dist.ProcessGroup  # pipeline stages
     ep: dist.ProcessGroup  # ranks that share the experts
     etp: dist.ProcessGroup  # ranks that share each expert's matrices
     edp: dist.ProcessGroup  # ranks that hold the same expert shards
-    tp_dp: dist.ProcessGroup  # ranks that route tokens of the same layers: a pipeline stage
+    tp_dp_cp: dist.ProcessGroup  # ranks that route tokens of the same layers: a pipeline stage
     etp_ep: dist.ProcessGroup  # ranks that together hold every expert once; etp varies fastest
 
 
@@ -61,6 +63,7 @@ def initialize_groups(config: ParallelConfig, virtual_stages: int | None = None)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_size,
         virtual_pipeline_model_parallel_size=virtual_stages,
@@ -68,12 +71,14 @@ def initialize_groups(config: ParallelConfig, virtual_stages: int | None = None)
     )
     return Groups(
         tp=parallel_state.get_tensor_model_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
+        tp_cp=parallel_state.get_tensor_and_context_parallel_group(),
         dp=parallel_state.get_data_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
         ep=parallel_state.get_expert_model_parallel_group(),
         etp=parallel_state.get_expert_tensor_parallel_group(),
         edp=parallel_state.get_expert_data_parallel_group(),
-        tp_dp=parallel_state.get_tensor_and_data_parallel_group(),
+        tp_dp_cp=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
         etp_ep=parallel_state.get_expert_tensor_and_model_parallel_group(),
     )
 

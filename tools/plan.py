@@ -183,6 +183,7 @@ def _beside(
     parallel = replace(
         beside.parallel,
         tensor_model_parallel_size=layout.tp,
+        context_parallel_size=layout.cp,
         sequence_parallel=layout.sequence_parallel,
         pipeline_model_parallel_size=layout.pp,
         num_layers_per_virtual_pipeline_stage=(
@@ -199,10 +200,18 @@ def _beside(
         beside.training,
         micro_batch_size=layout.micro_batch,
         global_batch_size=layout.global_batch,
-        recompute_granularity="full" if layout.recompute else None,
+        recompute_granularity=_recompute(layout),
+        recompute_modules=layout.recompute_modules or None,
     )
     same = replace(beside, parallel=parallel, training=training)
     return plan_layout(same, _vocabulary(same), cluster, reserve, mean_choices)
+
+
+def _recompute(layout: Layout) -> str | None:
+    """The value of --recompute-granularity."""
+    if layout.recompute:
+        return "full"
+    return "selective" if layout.recompute_modules else None
 
 
 def _as_json(
@@ -256,7 +265,7 @@ def _other(other: Plan | Refused) -> dict[str, Any]:
 
 
 HEADER = (
-    "   tp pp vpp  ep etp   dp  mb recompute  tokens/s/GPU  TFLOP/s  step s    GiB"
+    "   tp cp pp vpp  ep etp   dp  mb recompute  tokens/s/GPU  TFLOP/s  step s    GiB"
     "  weights grads  optim   kept"
 )
 
@@ -286,16 +295,17 @@ def _print(
 def _name(refused: list[Refused], kind: str) -> str:
     layout: Layout = [each.layout for each in refused if each.kind == kind][-1]
     return (
-        f"tp {layout.tp}, pp {layout.pp}, vpp {layout.virtual}, ep {layout.ep}, etp {layout.etp}, "
-        f"micro-batch {layout.micro_batch}" + (", recompute" if layout.recompute else "")
+        f"tp {layout.tp}, cp {layout.cp}, pp {layout.pp}, vpp {layout.virtual}, ep {layout.ep}, "
+        f"etp {layout.etp}, micro-batch {layout.micro_batch}"
+        + (f", {recompute} recomputation" if (recompute := _recompute(layout)) else "")
     )
 
 
 def _line(plan: Plan) -> str:
     at, memory, time = plan.layout, plan.memory, plan.time
     return (
-        f"  {at.tp:3}{at.pp:3}{at.virtual:4}{at.ep:4}{at.etp:4}{at.dp:5}{at.micro_batch:4} "
-        f"{'full' if at.recompute else 'none':>9}{time.tokens_per_gpu:14,.0f}"
+        f"  {at.tp:3}{at.cp:3}{at.pp:3}{at.virtual:4}{at.ep:4}{at.etp:4}{at.dp:5}"
+        f"{at.micro_batch:4} {_recompute(at) or 'none':>9}{time.tokens_per_gpu:14,.0f}"
         f"{time.flops_per_gpu / 1e12:9.0f}{time.seconds:8.2f}{memory.total / GIB:7.1f}"
         f"{memory.weights / GIB:9.1f}{memory.gradients / GIB:6.1f}{memory.optimizer / GIB:7.1f}"
         f"{memory.activations / GIB:7.1f}"

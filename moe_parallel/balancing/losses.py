@@ -1,6 +1,6 @@
 """The auxiliary losses, as pure functions. Each returns an fp32 scalar.
 
-Under tensor parallelism a micro-batch is split over the `tp` group, and T counts the tokens of one
+Under tensor and context parallelism ranks share a micro-batch, and T counts the tokens of one
 rank. Every loss is the loss of the whole micro-batch, so it does not depend on the layout. The
 gradient on each rank is that of its own tokens.
 
@@ -26,7 +26,7 @@ def load_balancing_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
     """
     num_tokens, num_experts = choices.scores_TE.shape
     sums_2E = torch.stack([choices.tokens_per_expert(), choices.probabilities_TE.sum(dim=0)])
-    share_E, mean_E = tokens.sum(sums_2E) / (num_tokens * tokens.num_stretches)
+    share_E, mean_E = tokens.sum(sums_2E) / (num_tokens * tokens.num_shares)
     return num_experts * torch.sum(share_E * mean_E)
 
 
@@ -36,7 +36,7 @@ def sequence_load_balancing_loss(choices: Choices, tokens: Tokens) -> torch.Tens
     (DeepSeek-V3, Eq. 17 to 20, where f is divided by K; Huang et al. 2024, Eq. 8 to 10.)
     """
     num_tokens, num_experts = choices.scores_TE.shape
-    length = num_tokens // tokens.num_sequences * tokens.num_stretches
+    length = num_tokens // tokens.num_sequences * tokens.num_shares
     # Sequence b has the bins b E .. (b+1) E - 1; the last bin is for empty slots.
     bins = tokens.num_sequences * num_experts
     sequence_T1 = torch.arange(num_tokens, device=choices.experts_TK.device)[:, None]
@@ -61,7 +61,7 @@ def global_load_balancing_loss(
     """
     num_tokens, num_experts = choices.scores_TE.shape
     mean_E = tokens.sum(choices.probabilities_TE.sum(dim=0))
-    mean_E = mean_E / (num_tokens * tokens.num_stretches)
+    mean_E = mean_E / (num_tokens * tokens.num_shares)
     return num_experts * torch.sum(share_E * mean_E)
 
 
@@ -81,7 +81,7 @@ def z_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
     Zero logits give (ln E)^2.
     """
     total = torch.logsumexp(choices.scores_TE, dim=1).square().sum()
-    return tokens.sum(total) / (len(choices.scores_TE) * tokens.num_stretches)
+    return tokens.sum(total) / (len(choices.scores_TE) * tokens.num_shares)
 
 
 def entropy_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
@@ -92,4 +92,4 @@ def entropy_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
     # A probability that underflows to 0 adds 0. Without the clamp its gradient would be infinite.
     p_TE = choices.probabilities_TE
     total = -(p_TE * p_TE.clamp(min=torch.finfo(p_TE.dtype).tiny).log()).sum()
-    return tokens.sum(total) / (len(choices.scores_TE) * tokens.num_stretches)
+    return tokens.sum(total) / (len(choices.scores_TE) * tokens.num_shares)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from moe_parallel.config.message import flag
 from moe_parallel.config.option import option
+from moe_parallel.config.recompute import EXPERTS
 from moe_parallel.config.section import Section
 from moe_parallel.errors import InputError
 
@@ -93,11 +94,13 @@ def _check_options(fp8: Fp8Config) -> None:
 
 
 def _check_delayed(config: Config) -> None:
-    if config.training.recompute_granularity is not None:
+    training = config.training
+    if training.recompute_granularity == "full" or EXPERTS in training.recomputed_modules:
+        of_modules = f" --recompute-modules {EXPERTS}" if training.recomputed_modules else ""
         raise InputError(
             "--fp8-recipe delayed scales a second forward pass otherwise than the first, so "
-            f"--recompute-granularity {config.training.recompute_granularity} would differentiate "
-            "another function: set --fp8-recipe tensorwise or blockwise"
+            f"--recompute-granularity {training.recompute_granularity}{of_modules} would "
+            "differentiate another function: set --fp8-recipe tensorwise or blockwise"
         )
     if config.fp8.fp8_amax_compute_algo == "max" and config.virtual_stages is not None:
         raise InputError(

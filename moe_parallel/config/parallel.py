@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,9 @@ class ParallelConfig(Section):
     )
     sequence_parallel: bool = option(
         False, "split activations along the sequence between tensor-parallel layers"
+    )
+    context_parallel_size: int = option(
+        1, "number of ranks that share the tokens of every sequence (cp)", least=1
     )
     pipeline_model_parallel_size: int = option(
         1, "number of pipeline stages that share the layers (pp)", least=1
@@ -78,12 +82,17 @@ class ParallelConfig(Section):
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     def data_parallel_size(self, world_size: int) -> int:
-        """The number of data-parallel ranks: those left by tensor and pipeline parallelism."""
-        return world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
+        """The number of data-parallel ranks: those left by the other parallelisms."""
+        return world_size // (
+            self.tensor_model_parallel_size
+            * self.context_parallel_size
+            * self.pipeline_model_parallel_size
+        )
 
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
         _check_layout(self, config, world_size)
+        _check_sequence(self, config)
         _check_pipeline(self, config)
         _check_overlap(self)
 
@@ -91,10 +100,12 @@ class ParallelConfig(Section):
 def _check_layout(parallel: ParallelConfig, config: Config, world_size: int) -> None:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_size
-    if world_size % (tp * pp):
+    cp = parallel.context_parallel_size
+    if world_size % (tp * cp * pp):
+        of_cp = f"--context-parallel-size {cp} x " if cp > 1 else ""
         raise InputError(
             f"{world_size} ranks cannot be divided into --tensor-model-parallel-size {tp} x "
-            f"--pipeline-model-parallel-size {pp}: start a multiple of {tp * pp} ranks "
+            f"{of_cp}--pipeline-model-parallel-size {pp}: start a multiple of {tp * cp * pp} ranks "
             "(--nproc-per-node) or change the sizes"
         )
     if world_size % (etp * ep * pp):
@@ -103,17 +114,32 @@ def _check_layout(parallel: ParallelConfig, config: Config, world_size: int) -> 
             f"--expert-model-parallel-size {ep} x --pipeline-model-parallel-size {pp}: start a "
             f"multiple of {etp * ep * pp} ranks (--nproc-per-node) or change the sizes"
         )
-    if tp > 1:
-        divides(
-            config.training.seq_length,
-            "seq_length",
-            tp,
-            "tensor_model_parallel_size",
-        )
     if parallel.sequence_parallel and tp == 1:
         raise InputError(
             "--sequence-parallel splits activations over tensor-parallel ranks, but "
             "--tensor-model-parallel-size is 1: raise it or leave the flag out"
+        )
+
+
+def _check_sequence(parallel: ParallelConfig, config: Config) -> None:
+    """The rules on the parts into which ranks divide a sequence."""
+    length, tp = config.training.seq_length, parallel.tensor_model_parallel_size
+    cp = parallel.context_parallel_size
+    if tp > 1:
+        divides(length, "seq_length", tp, "tensor_model_parallel_size")
+    if cp == 1:
+        return
+    if length % (2 * cp) or length % (cp * tp):
+        multiple = math.lcm(2 * cp, cp * tp)
+        by_tp = f", and --tensor-model-parallel-size {tp} divides those of a rank" if tp > 1 else ""
+        raise InputError(
+            f"--seq-length is {length}. --context-parallel-size {cp} divides a sequence into "
+            f"{2 * cp} chunks{by_tp}: choose a multiple of {multiple}"
+        )
+    if config.training.attention_backend == "local":
+        raise InputError(
+            f"--attention-backend is local, Megatron-Core's, which needs whole sequences, and "
+            f"--context-parallel-size is {cp}: choose auto, flash, fused or unfused"
         )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option
+from moe_parallel.config.recompute import check_recompute, recomputed_modules
 from moe_parallel.config.section import Section
 from moe_parallel.errors import InputError
 
@@ -72,14 +73,26 @@ class TrainingConfig(Section):
     )
     recompute_granularity: str | None = option(
         None,
-        "full: recompute the activations of every layer in the backward pass; none: keep them",
-        choices=("full",),
+        "full: recompute the activations of every layer in the backward pass; selective: those of "
+        "--recompute-modules; none: keep them",
+        choices=("full", "selective"),
     )
+    recompute_modules: tuple[str, ...] | None = option(
+        None,
+        "with --recompute-granularity selective: core_attn (attention after the projections), "
+        "layernorm (the outputs of norms), mlp (dense layers), moe (layers of experts), "
+        "shared_experts; none: core_attn",
+    )
+
+    @property
+    def recomputed_modules(self) -> frozenset[str]:
+        return recomputed_modules(self.recompute_granularity, self.recompute_modules)
 
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
         if self.gradient_accumulation_fusion:
             _check_fusion(config)
+        check_recompute(config)
         if self.skip_train:
             _check_evaluation(config)
         if self.deterministic_mode and self.attention_backend == "fused":

@@ -68,7 +68,9 @@ def evaluate(
         mask_BS = batch["loss_mask"].double()
         bytes_BS = bytes_per_token_V[batch["labels"]]
         counted_3BS = torch.stack([losses_BS * mask_BS, mask_BS, bytes_BS * mask_BS])
-        later_3BS = counted_3BS[..., first_part:] if first_part is not None else counted_3BS
+        later_3BS = counted_3BS
+        if first_part is not None:
+            later_3BS = counted_3BS * (batch["positions"] >= first_part)
         sums = torch.cat([counted_3BS.sum((1, 2)), later_3BS.sum((1, 2))])
         return losses_BS.mean(), {"sums": sums}
 
@@ -84,7 +86,9 @@ def evaluate(
     stream = evaluation_batches(
         dataset, samples=samples, data_parallel_rank=groups.dp.rank(), **share
     )
-    reported = run_micro_batches(chunks, _padded(stream), training, steps, count, forward_only=True)
+    reported = run_micro_batches(
+        chunks, _padded(stream), training, steps, count, forward_only=True, cp=groups.cp
+    )
     total = torch.zeros(6, dtype=torch.float64, device=bytes_per_token_V.device)
     if reported and groups.tp.rank() == 0:  # tensor-parallel ranks report the same tokens
         total += torch.stack([report["sums"] for report in reported]).sum(0)

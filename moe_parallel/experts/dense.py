@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed import ProcessGroup
@@ -26,6 +27,7 @@ class DenseMLP(MLP):
         submodules: MLPSubmodules,
         ops: Ops,
         tp_group: ProcessGroup,
+        recomputes: bool = False,
         **_: Any,  # what versions of Megatron-Core pass to each layer
     ) -> None:
         """
@@ -34,14 +36,23 @@ class DenseMLP(MLP):
             submodules: the linear layers.
             ops: the operators.
             tp_group: the tensor-parallel ranks.
+            recomputes: keep only the input for the backward pass.
         """
         width = config.ffn_hidden_size
         super().__init__(config, submodules, ffn_hidden_size=width, tp_group=tp_group)
         self.ops = ops
+        self.recomputes = recomputes
 
     def forward(self, hidden_SBD: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         """[S, B, D] -> ([S, B, D], None); with sequence parallelism, S is this rank's share."""
+        if self.recomputes and torch.is_grad_enabled():
+            y_SBD: torch.Tensor = checkpoint(self._output, False, hidden_SBD)
+            return y_SBD, None
+        return self._output(hidden_SBD), None
+
+    def _output(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
         gate_up_SB2F, _ = self.linear_fc1(hidden_SBD)
         h_NF = self.ops.swiglu_halves(gate_up_SB2F.flatten(0, 1))
+        y_SBD: torch.Tensor
         y_SBD, _ = self.linear_fc2(h_NF.unflatten(0, gate_up_SB2F.shape[:2]))
-        return y_SBD, None
+        return y_SBD

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
@@ -29,7 +30,13 @@ class SharedExpert(MegatronModule):
     w_gate_1D: torch.Tensor | None
 
     def __init__(
-        self, config: TransformerConfig, width: int, weighed: bool, groups: Groups, ops: Ops
+        self,
+        config: TransformerConfig,
+        width: int,
+        weighed: bool,
+        groups: Groups,
+        ops: Ops,
+        recomputes: bool = False,
     ) -> None:
         """
         Args:
@@ -38,6 +45,7 @@ class SharedExpert(MegatronModule):
             weighed: multiply the output by sigmoid(x w).
             groups: the process groups.
             ops: the operators.
+            recomputes: keep only the input for the backward pass.
         """
         super().__init__(config)
         dense = copy.copy(config)  # Megatron-Core takes the width from here, whatever the argument
@@ -46,6 +54,7 @@ class SharedExpert(MegatronModule):
         if isinstance(groups.tp, OneProcess):
             linear = MLPSubmodules(linear_fc1=WholeLinear, linear_fc2=WholeLinear)
         self.dense = DenseMLP(dense, linear, ops, groups.tp)
+        self.recomputes = recomputes
         if weighed:
             weight = nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
             weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -55,6 +64,12 @@ class SharedExpert(MegatronModule):
 
     def forward(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
         """[S, B, D] -> [S, B, D]; with sequence parallelism, S is this rank's share."""
+        if self.recomputes and torch.is_grad_enabled():
+            y_SBD: torch.Tensor = checkpoint(self._output, False, hidden_SBD)
+            return y_SBD
+        return self._output(hidden_SBD)
+
+    def _output(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
         y_SBD, _ = self.dense(hidden_SBD)
         if self.w_gate_1D is None:
             return y_SBD

@@ -3,8 +3,8 @@
     tokens -> choose -> capacity -> dispatch -> experts -> combine
 
 Shape suffixes: S sequence, B batch (Megatron's order), T tokens of this rank (S * B divided by the
-number of tensor-parallel ranks), K choices per token, E all experts, D model width, M tokens that
-this rank's experts receive.
+number of tensor- and context-parallel ranks), K choices per token, E all experts, D model width, M
+tokens that this rank's experts receive.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class DispatchedLayer(ExpertLayer):
 
     Inside the layer, the tokens of a micro-batch are always split over the tensor-parallel ranks.
     If sequence parallelism is on, they arrive split; if not, this layer splits them. Capacity is
-    therefore computed from the S * B / tp tokens that one rank routes.
+    therefore computed from the S * B / tp tokens that one rank routes, or would route without
+    context parallelism.
     """
 
     rule: Rule
@@ -73,21 +74,25 @@ class DispatchedLayer(ExpertLayer):
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
         """The sum of probs * output over each token's experts on this rank: [M, D]."""
 
-    def forward(self, hidden_SBD: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+    def output(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
         if self.shared is None:
-            return self._compute_split(hidden_SBD), None
+            return self._compute_split(hidden_SBD)
         shared_SBD = self.shared.begin(hidden_SBD)
         y_SBD = self._compute_split(hidden_SBD)
-        return y_SBD + self.shared.finish(shared_SBD), None
+        return y_SBD + self.shared.finish(shared_SBD)
 
     def _compute_split(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
         """The output of the chosen experts: [S, B, D]. Splits the tokens if they are not split."""
-        tp = self.context.groups.tp
+        groups, tp = self.context.groups, self.context.groups.tp
         split_here = tp.size() > 1 and not self.config.sequence_parallel
         if split_here:
             hidden_SBD = scatter_to_sequence_parallel_region(hidden_SBD, group=tp)
         tokens = SplitTokens(
-            hidden_SBD.shape[1], tp, layer=self.layer_number, iteration=self.context.iteration()
+            hidden_SBD.shape[1],
+            groups.tp_cp,
+            cp_size=groups.cp.size(),
+            layer=self.layer_number,
+            iteration=self.context.iteration(),
         )
         y_SBD = self._compute_tokens(hidden_SBD.flatten(0, 1), tokens).view_as(hidden_SBD)
         if split_here:
@@ -102,7 +107,7 @@ class DispatchedLayer(ExpertLayer):
             x_TD = self._with_losses(x_TD, choices, tokens)
             if self.load is not None:
                 self.load.count(choices)
-        kept, pad_rows_per_expert = self._limit(choices)
+        kept, pad_rows_per_expert = self._limit(choices, tokens)
         self._record(choices, kept)
         rows = self.dispatcher.dispatch(x_TD, kept, pad_rows_per_expert)
         self.statistics.record_wire(rows.wire_bytes)
@@ -127,15 +132,16 @@ class DispatchedLayer(ExpertLayer):
         # Read on each call, because moving the module to a GPU replaces the tensor.
         return cast(BiasedRule, rule).with_bias(self.bias.bias_E)
 
-    def _limit(self, choices: Choices) -> tuple[Choices, int | None]:
+    def _limit(self, choices: Choices, tokens: Tokens) -> tuple[Choices, int | None]:
         """The choices within capacity, and the number of rows to which each expert is padded."""
         capacity = self.context.capacity
         if capacity is None:
             return choices, None
         rows = None
         if capacity.pad:
-            rows = capacity.rows_per_expert(len(choices.scores_TE), self.num_experts)
-        return capacity.keep(choices), rows
+            counted = len(choices.scores_TE) * tokens.num_shares // tokens.num_stretches
+            rows = capacity.rows_per_expert(counted, self.num_experts)
+        return capacity.keep(choices, tokens), rows
 
     def _record(self, choices: Choices, kept: Choices) -> None:
         dropped = (choices.experts_TK >= 0).sum() - (kept.experts_TK >= 0).sum()
@@ -151,7 +157,7 @@ class DispatchedLayer(ExpertLayer):
         return None
 
     def after_step(self) -> None:
-        self.balance(self.context.groups.tp_dp)
+        self.balance(self.context.groups.tp_dp_cp)
 
     def balance(self, group: dist.ProcessGroup) -> None:
         """Completes the step's loads and updates the balancing bias. Collective over `group`."""
@@ -170,4 +176,5 @@ def _shared_expert(
         return None
     overlaps = selection.moe_shared_expert_overlap and torch.cuda.is_available()
     kind = OverlappedSharedExpert if overlaps else SharedExpert
-    return kind(config, width, selection.moe_shared_expert_gate, context.groups, context.ops)
+    weighed, recomputes = selection.moe_shared_expert_gate, context.recomputes_shared
+    return kind(config, width, weighed, context.groups, context.ops, recomputes)

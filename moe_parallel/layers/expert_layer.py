@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -58,6 +59,8 @@ class LayerContext:
     progress: Progress = field(default_factory=Progress)  # of this rank
     forcing: Forcing | None = None  # None: the scores choose the experts
     iteration: Callable[[], int] = at_start  # optimizer steps so far
+    recomputes_layers: bool = False  # each keeps only its input, besides full recomputation
+    recomputes_shared: bool = False  # the same for shared experts alone
 
 
 class ExpertLayer(MegatronModule, ABC):
@@ -81,9 +84,16 @@ class ExpertLayer(MegatronModule, ABC):
         """Megatron-Core calls this with the layer's number in the whole model, from 1."""
         self.layer_number = layer_number
 
-    @abstractmethod
     def forward(self, hidden_SBD: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         """[S, B, D] -> ([S, B, D], None); with sequence parallelism, S is this rank's share."""
+        if self.context.recomputes_layers and torch.is_grad_enabled():
+            y_SBD: torch.Tensor = checkpoint(self.output, False, hidden_SBD)
+            return y_SBD, None
+        return self.output(hidden_SBD), None
+
+    @abstractmethod
+    def output(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
+        """[S, B, D] -> [S, B, D]. With recomputation it runs twice, first without gradients."""
 
     def after_step(self) -> None:
         """Called after each update of the weights. Collective over the ranks of the stage."""

@@ -9,8 +9,14 @@ layer. The gradients of the merge weights are also parts of a sum over the ranks
 gradients that follow from them. `replicated` sums the router's gradient. The gradient of the
 tokens is summed where the tokens enter the layer.
 
-Shape suffixes: S tokens of a sequence, B sequences, G segments of a sequence, M stretches with one
-merge each, E experts, D model width, P = M * B merged experts, T tokens of each merged expert.
+With context parallelism a rank sees its share of every sequence. The sums over the tokens of all
+segments are added up over the ranks, so that each rank has the merges of the whole sequence, of
+which it computes those that its tokens need. A segment of which two ranks have tokens is merged on
+both.
+
+Shape suffixes: S tokens of a sequence on this rank, B sequences, G segments of a sequence, M
+stretches with one merge each, E experts, D model width, P = M * B merged experts, T tokens of each
+merged expert.
 """
 
 from __future__ import annotations
@@ -39,9 +45,11 @@ from moe_parallel.parallel import sum_gradient_over, sum_over
 from moe_parallel.selection.segments import (
     FIRST_SEGMENT,
     Merges,
-    segment_means,
+    means_of,
     segment_sizes,
+    segment_sums_of_share,
 )
+from moe_parallel.selection.shares import Share, zigzag
 
 
 class MergedLayer(ExpertLayer):
@@ -77,18 +85,39 @@ class MergedLayer(ExpertLayer):
 
     @abstractmethod
     def merges(self, x_SBD: torch.Tensor) -> Merges:
-        """The merges for complete sequences."""
+        """The merges for this rank's tokens; S is divided over `cp` only."""
+
+    def segment_means(self, x_SBD: torch.Tensor, length: int | None) -> tuple[torch.Tensor, int]:
+        """The means of the segments of complete sequences, [G, B, D], and the length of these.
+
+        `length`: of a segment; None: that of a sequence.
+        """
+        cp = self.context.groups.cp
+        tokens = len(x_SBD) * cp.size()
+        length = length or tokens
+        sums_GBD = segment_sums_of_share(x_SBD, self._share(tokens), tokens, length)
+        # Each rank uses all sums for its own tokens.
+        sums_GBD = sum_gradient_over(sum_over(sums_GBD, cp), cp)
+        return means_of(sums_GBD, tokens, length), tokens
+
+    def of_this_rank(self, merges: Merges, tokens: int) -> Merges:
+        """Those of the merges of complete sequences of `tokens` that this rank's tokens need."""
+        return merges if self.context.groups.cp.size() == 1 else merges.within(self._share(tokens))
+
+    def _share(self, tokens: int) -> Share:
+        cp = self.context.groups.cp
+        return zigzag(tokens, cp.size(), cp.rank())
 
     def current_rule(self) -> Any:
         """The rule of this forward pass; evaluation may use a different rule."""
         return self.rule if self.training else self.evaluation_rule
 
-    def forward(self, hidden_SBD: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+    def output(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
         x_SBD = self._whole_sequences(hidden_SBD)
         merges = self.merges(x_SBD)
         self._record(merges)
         parts = [self._compute(*part) for part in merges.parts(x_SBD)]
-        return self._summed(torch.cat(parts)), None
+        return self._summed(torch.cat(parts))
 
     def _compute(self, x_MTBD: torch.Tensor, weights_MBE: torch.Tensor) -> torch.Tensor:
         """The outputs for stretches of equal size, one after another: [M * T, B, D]."""
@@ -109,7 +138,7 @@ class MergedLayer(ExpertLayer):
         return self.replicated(self.w_router_ED.to(dtype))
 
     def _whole_sequences(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
-        """All tokens of the tensor-parallel ranks. Their gradient is summed over these ranks."""
+        """The tokens of all tensor-parallel ranks. Their gradient is summed over these ranks."""
         tp = self.context.groups.tp
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(
@@ -148,16 +177,19 @@ class LoryLayer(MergedLayer):
         self.first = FIRST_SEGMENT[selection.lory_first_segment]
 
     def merges(self, x_SBD: torch.Tensor) -> Merges:
-        e_GBE = self.weights(segment_means(x_SBD, self.length))
-        return self.current_rule()(e_GBE, segment_sizes(len(x_SBD), self.length), self.first)
+        means_GBD, tokens = self.segment_means(x_SBD, self.length)
+        sizes = segment_sizes(tokens, self.length)
+        merges = self.current_rule()(self.weights(means_GBD), sizes, self.first)
+        return self.of_this_rank(merges, tokens)
 
 
 class SmearLayer(MergedLayer):
     """SMEAR: the mean of a sequence gives the merge weights for all its tokens. Not causal."""
 
     def merges(self, x_SBD: torch.Tensor) -> Merges:
-        e_1BE = self.weights(segment_means(x_SBD, len(x_SBD)))
-        return Merges([len(x_SBD)], self.current_rule()(e_1BE))
+        mean_1BD, tokens = self.segment_means(x_SBD, None)
+        merges = Merges([tokens], self.current_rule()(self.weights(mean_1BD)))
+        return self.of_this_rank(merges, tokens)
 
     def logits(self, r: torch.Tensor) -> torch.Tensor:
         """LN(r) LN(w_i) / sqrt(D): both have a variance of 1, so the logits start near N(0, 1)."""

@@ -71,7 +71,7 @@ class GatheredWeight:
     A rank gathers the rest. This is an expert weight: its gradient is reduced over edp, and its
     optimizer state is divided in the same way as the weight. Gathering over etp gives the complete
     weight of this rank's experts, and gathering that over ep gives the weight of all experts. The
-    result is not kept for the backward pass, which gathers again. With full recomputation it is
+    result is not kept for the backward pass, which gathers again. If the layer is recomputed, it is
     kept, because the backward pass then repeats the forward pass and uses it at once.
     """
 
@@ -86,7 +86,8 @@ class GatheredWeight:
         mark_expert_weight(weight, groups, self.SHARDED_AXIS)
         layer.register_parameter(name, weight)
         self._layer, self._name, self._groups = layer, name, groups
-        self._keeps = layer.config.recompute_granularity == "full"
+        full = layer.config.recompute_granularity == "full"
+        self._keeps = full or layer.context.recomputes_layers
 
     @property
     def wire_bytes(self) -> int:

@@ -166,7 +166,7 @@ class MixtureOfExperts(nn.Module):
             group: processes that train copies of this layer; the loads are summed over them.
                 None: only this process. Collective.
         """
-        self.layer.balance(groups_of_one().tp_dp if group is None else group)
+        self.layer.balance(groups_of_one().tp_dp_cp if group is None else group)
 
     def _check(self, x: torch.Tensor) -> None:
         if x.dim() == 0 or x.shape[-1] != self.hidden_size:

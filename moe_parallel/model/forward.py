@@ -1,6 +1,7 @@
 """One micro-batch through the model, in the form that Megatron-Core's schedules call.
 
-Shape suffixes: B sequences of a micro-batch, S tokens of a sequence.
+Shape suffixes: B sequences of a micro-batch, S tokens of a sequence; of a batch that a loss gets,
+those of this rank's share.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moe_parallel.config import TrainingConfig
 from moe_parallel.model.attention import own_documents
+from moe_parallel.selection.shares import positions, take, zigzag
 
 Batch = Mapping[str, torch.Tensor]
 Reported = dict[str, torch.Tensor]
@@ -28,6 +31,7 @@ def run_micro_batches(
     loss_of: Callable[[torch.Tensor, Batch], tuple[torch.Tensor, Reported]],
     *,
     forward_only: bool,
+    cp: dist.ProcessGroup | None = None,
 ) -> list[Reported]:
     """All micro-batches of a step through all pipeline stages, and backward unless `forward_only`.
 
@@ -38,8 +42,14 @@ def run_micro_batches(
             `training` says that a token attends only to its own.
         training: has the size of a micro-batch, and what a token attends to.
         num_micro_batches: number of micro-batches to run.
-        loss_of: (losses_BS fp32, batch) -> (loss of the micro-batch, values to report).
+        loss_of: (losses_BS fp32, batch) -> (loss of the micro-batch, values to report). With
+            context parallelism both are of this rank's share of the sequences, and the loss is a
+            part of the sum over the ranks. The batch has two entries more: `positions` of its
+            tokens in their sequence (int64 [S]), and `counted`, the unmasked tokens of the
+            whole micro-batch.
         forward_only: no gradients.
+        cp: the ranks that share the sequences of a micro-batch, which they all read. None: this one
+            has them alone.
 
     Returns the reported values of each micro-batch; [] except on the last pipeline stage.
     """
@@ -49,7 +59,7 @@ def run_micro_batches(
 
     def forward_step(stream: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Loss]:
         on_host = next(stream)
-        batch = {name: tensor.to(device) for name, tensor in on_host.items()}
+        batch = {name: tensor.to(device) for name, tensor in share_of(on_host, cp).items()}
         documents = own_documents(on_host["position_ids"], training)
         output = chunk(
             batch["tokens"],
@@ -72,9 +82,20 @@ def run_micro_batches(
     return reported
 
 
+def share_of(batch: Batch, cp: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
+    """This rank's part of a micro-batch, and what it has to know of the rest."""
+    length = batch["tokens"].shape[1]
+    share = zigzag(length, cp.size(), cp.rank()) if cp is not None else [range(length)]
+    mine = {name: take(x_BS, share, axis=1).contiguous() for name, x_BS in batch.items()}
+    return mine | {"positions": positions(share), "counted": batch["loss_mask"].sum()}
+
+
 def language_model_loss(losses_BS: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, Reported]:
-    """Mean loss over the unmasked tokens of a micro-batch; reports sums in fp64 (nats, tokens)."""
+    """The sum of the losses of this rank's unmasked tokens, over all those of the micro-batch.
+
+    Without context parallelism it is their mean. Reports sums in fp64 (nats, tokens).
+    """
     mask_BS = batch["loss_mask"].to(losses_BS)
     total, tokens = (losses_BS.float() * mask_BS).sum(), mask_BS.sum()
     report = torch.stack([(losses_BS.detach().double() * mask_BS).sum(), tokens.double()])
-    return total / tokens.clamp(min=1), {"sums": report}
+    return total / batch["counted"].to(tokens).clamp(min=1), {"sums": report}

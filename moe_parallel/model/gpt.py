@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from moe_parallel.config import Config
+from moe_parallel.config.recompute import DENSE, EXPERTS, SHARED
 from moe_parallel.experts.dense import DenseMLP
 from moe_parallel.experts.fp8_engine import Fp8Engine
 from moe_parallel.layers import LayerContext
@@ -81,6 +82,8 @@ def build_chunks(
         progress=progress,
         forcing=build_forcing(config),
         iteration=iteration,
+        recomputes_layers=EXPERTS in config.training.recomputed_modules,
+        recomputes_shared=SHARED in config.training.recomputed_modules,
     )
     gpt: Callable[..., GPTModel] = LanguageModel if fp8 is None else partial(Fp8GPTModel, fp8)
     stages: list[int | None] = [None]
@@ -112,7 +115,7 @@ def _block_spec(
     first = get_transformer_layer_offset(megatron, stage)
     count = get_num_layers_to_build(megatron, stage)
     layers = [
-        _layer_spec(config, _moe_spec(config, context) if is_moe else _dense_spec(context))
+        _layer_spec(config, _moe_spec(config, context) if is_moe else _dense_spec(config, context))
         for is_moe in config.moe_layers[first : first + count]
     ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
@@ -130,11 +133,15 @@ def _layer_spec(config: Config, mlp: ModuleSpec) -> ModuleSpec:
     return spec
 
 
-def _dense_spec(context: LayerContext) -> ModuleSpec:
+def _dense_spec(config: Config, context: LayerContext) -> ModuleSpec:
     return ModuleSpec(
         module=DenseMLP,
         submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
-        params={"ops": context.ops, "tp_group": context.groups.tp},
+        params={
+            "ops": context.ops,
+            "tp_group": context.groups.tp,
+            "recomputes": DENSE in config.training.recomputed_modules,
+        },
     )
 
 

@@ -67,7 +67,7 @@ def least_memory(config: Config, vocab_size: int, groups: Groups) -> int:
     """The least memory in bytes that this rank needs, to build the model or to train it."""
     held = parameters_of_rank(config, vocab_size, groups)
     both = held.dense + held.expert
-    shares = (groups.dp.size(), groups.edp.size())
+    shares = (groups.cp.size() * groups.dp.size(), groups.edp.size())
     if not config.parallel.use_distributed_optimizer:
         shares = (1, 1)
     weight = 2 if config.training.bf16 else 4
@@ -84,7 +84,8 @@ def least_memory(config: Config, vocab_size: int, groups: Groups) -> int:
 def parameters_of_rank(config: Config, vocab_size: int, groups: Groups) -> Parameters:
     """The parameters of this rank."""
     shape = shape_of(config, vocab_size)
-    layout = layout_of(config, groups.tp.size() * groups.dp.size() * groups.pp.size())
+    ranks = groups.tp_dp_cp.size() * groups.pp.size()
+    layout = layout_of(config, ranks)
     weights = [
         weight
         for chunk in range(layout.virtual)
@@ -114,7 +115,7 @@ def _activations(config: Config, vocab_size: int, groups: Groups) -> int:
     head's gradient in fp32.
     """
     training, tp = config.training, groups.tp.size()
-    tokens = training.micro_batch_size * training.seq_length
+    tokens = training.micro_batch_size * training.seq_length // groups.cp.size()
     value = 2 if training.bf16 else 4
     split = tp if config.parallel.sequence_parallel else 1
     inputs = len(_layers_of_stage(config, groups)) * tokens * config.model.hidden_size * value

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from megatron.core.tensor_parallel.random import HAVE_TE
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_parallel.config import Config
+from moe_parallel.config.recompute import CORE_ATTENTION, NORM
+from moe_parallel.errors import InputError
 
 
 def _leave(weight: torch.Tensor) -> torch.Tensor:
@@ -28,13 +33,6 @@ def transformer_config(config: Config) -> TransformerConfig:
             "expert_model_parallel_size": parallel.expert_model_parallel_size,
             "expert_tensor_parallel_size": parallel.expert_tensor_size,
         }
-    recompute = {}
-    if config.training.recompute_granularity is not None:
-        recompute = {
-            "recompute_granularity": config.training.recompute_granularity,
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -53,6 +51,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         init_method=_leave,
         output_layer_init_method=_leave,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_stages,
@@ -71,5 +70,24 @@ def transformer_config(config: Config) -> TransformerConfig:
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
         **experts,
-        **recompute,
+        **_recomputation(config),
     )
+
+
+def _recomputation(config: Config) -> dict[str, Any]:
+    """What Megatron-Core computes again. The other modules of a layer are our own."""
+    if config.training.recompute_granularity == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    modules = config.training.recomputed_modules & {CORE_ATTENTION, NORM}
+    if NORM in modules and torch.cuda.is_available() and not HAVE_TE:
+        raise InputError(
+            f"--recompute-modules {NORM}: on a GPU Megatron-Core's recomputation of norms needs "
+            "Transformer Engine: pip install --no-build-isolation -e '.[gpu]', or leave it out"
+        )
+    if not modules:
+        return {}
+    return {"recompute_granularity": "selective", "recompute_modules": sorted(modules)}

@@ -1,7 +1,8 @@
 """The tensors that a forward pass keeps for the backward pass, by name.
 
-t = S B tokens of a micro-batch, d hidden width, H query and G key/value heads of width c on all
-ranks, n experts, K per token, f their width, r = d_low. a: bytes of an activation (2 or 4).
+t = S B / cp tokens of a micro-batch on a rank, d hidden width, H query and G key/value heads of
+width c on all ranks, n experts, K per token, f their width, r = d_low. a: bytes of an activation (2
+or 4).
 Loads are balanced: each rank of a dispatch receives as many rows as it sends.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from moe_parallel.config import recompute
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.shape import Experts, Scoring, Shape, SharedExpert
 from moe_parallel.plan.weights import ATTENTION, DENSE, EMBEDDING, EXPERTS, HEAD, SCORING, SHARED
@@ -24,13 +26,14 @@ class Kept:
     name: str
     part: str
     nbytes: int
+    of_norm: bool = False  # the output of a norm, which can be computed again from its input
 
 
 @dataclass(frozen=True)
 class Tokens:
     """The numbers of tokens of a micro-batch, and of rows, that a rank has at a time."""
 
-    all: int  # t
+    all: int  # t, those of the rank's share of the sequences
     between: int  # between tensor-parallel regions: t, or t / tp with sequence parallelism
     routed: int  # t / tp, which a rank routes
     slots: int  # of the routed tokens in the tables of choices: K t / tp, or n t / tp
@@ -40,7 +43,7 @@ class Tokens:
 
 def tokens_of(shape: Shape, layout: Layout) -> Tokens:
     """The tokens of a micro-batch of a layout."""
-    every = shape.seq_length * layout.micro_batch
+    every = shape.seq_length // layout.cp * layout.micro_batch
     routed = every // layout.tp
     sent = shape.experts.rows(routed) if shape.experts else 0
     return Tokens(
@@ -54,24 +57,38 @@ def tokens_of(shape: Shape, layout: Layout) -> Tokens:
 
 
 def kept_by_layer(shape: Shape, layout: Layout, is_moe: bool) -> list[Kept]:
-    """What one layer keeps of a micro-batch without recomputation."""
-    kept = _attention(shape, layout)
+    """What one layer keeps of a micro-batch without full recomputation."""
     t, d, a = tokens_of(shape, layout), shape.hidden, shape.value
-    part = EXPERTS if is_moe else DENSE
-    kept += [
-        Kept("pre_mlp_layernorm.x", part, t.between * d * a),
-        Kept("pre_mlp_layernorm.rstd", part, t.between * 4),
-    ]
-    if not is_moe:
+    part, again = EXPERTS if is_moe else DENSE, layout.recompute_modules
+    kept = _attention(shape, layout)
+    kept += _norm("pre_mlp_layernorm", part, shape, t)
+    if (recompute.EXPERTS if is_moe else recompute.DENSE) in again:
+        kept.append(Kept("input", part, t.between * d * a, of_norm=True))
+    elif is_moe:
+        kept += _layer_of_experts(shape, layout)
+    else:
         width = shape.dense_width // layout.tp
-        return [
-            *kept,
-            Kept("linear_fc1.x", DENSE, t.between * d * a),
+        kept += [
+            Kept("linear_fc1.x", DENSE, t.between * d * a, of_norm=True),
             Kept("gate_up", DENSE, t.all * 2 * width * a),
             Kept("linear_fc2.x", DENSE, t.all * width * a),
         ]
+    if recompute.NORM in again:
+        return [each for each in kept if not each.of_norm]
+    return kept
+
+
+def _norm(name: str, part: str, shape: Shape, t: Tokens) -> list[Kept]:
+    return [
+        Kept(f"{name}.x", part, t.between * shape.hidden * shape.value),
+        Kept(f"{name}.rstd", part, t.between * 4, of_norm=True),
+    ]
+
+
+def _layer_of_experts(shape: Shape, layout: Layout) -> list[Kept]:
     assert shape.experts is not None
-    alone = layout.etp * layout.ep == 1
+    kept: list[Kept] = []
+    t, alone = tokens_of(shape, layout), layout.etp * layout.ep == 1
     if shape.experts.scoring is None:
         kept += _router(shape, t, shape.experts, alone)
     else:
@@ -112,41 +129,59 @@ def kept_by_recomputed_layer(shape: Shape, layout: Layout) -> list[Kept]:
     return [Kept("input of the layer", ATTENTION, t.between * shape.hidden * shape.value)]
 
 
-def kept_beside_recomputed_layers(shape: Shape) -> list[Kept]:
+def kept_beside_recomputed_layers(shape: Shape, layout: Layout) -> list[Kept]:
     """What a chunk keeps once if its layers are recomputed."""
-    return [Kept("rotary angles", ATTENTION, shape.seq_length * shape.head_width * 4)]
+    tokens = shape.seq_length // layout.cp
+    return [Kept("rotary angles", ATTENTION, tokens * shape.head_width * 4)]
 
 
 def _attention(shape: Shape, layout: Layout) -> list[Kept]:
     t, d, a, tp = tokens_of(shape, layout), shape.hidden, shape.value, layout.tp
     q, kv = shape.query_width, shape.groups * shape.head_width
-    return [
-        Kept("input_layernorm.x", ATTENTION, t.between * d * a),
-        Kept("input_layernorm.rstd", ATTENTION, t.between * 4),
-        Kept("linear_qkv.x", ATTENTION, t.between * d * a),
+    again = recompute.CORE_ATTENTION in layout.recompute_modules
+    kept = [
+        *_norm("input_layernorm", ATTENTION, shape, t),
+        Kept("linear_qkv.x", ATTENTION, t.between * d * a, of_norm=True),
         *(
-            Kept(f"rope.{name}", ATTENTION, shape.seq_length * shape.head_width * a)
+            Kept(f"rope.{name}", ATTENTION, shape.seq_length // layout.cp * shape.head_width * a)
             for name in ("cos of q", "sin of q", "cos of k", "sin of k")
         ),
         Kept("q after rope", ATTENTION, t.all * q * a // tp),
+        Kept("linear_proj.x", ATTENTION, t.all * q * a // tp),
+    ]
+    lse = t.all * shape.heads * 4 // tp
+    if layout.cp > 1 and not again:
+        # Of the two chunks of a share; the last rank's are neighbors, and it keeps less.
+        kept += 2 * [Kept("attention.y of a chunk", ATTENTION, t.all * q * a // tp // 2)]
+        kept += 2 * [Kept("attention.lse of a chunk", ATTENTION, lse // 2)]
+        whole = t.all * layout.cp * 2 * kv * a // tp
+        return [*kept, Kept("k and v of whole sequences", ATTENTION, whole)]
+    kept += [
         Kept("k after rope", ATTENTION, t.all * kv * a // tp),
         Kept("qkv, of which v is a view", ATTENTION, t.all * shape.qkv_width * a // tp),
-        Kept("attention.lse", ATTENTION, t.all * shape.heads * 4 // tp),
-        Kept("linear_proj.x", ATTENTION, t.all * q * a // tp),
+    ]
+    return [
+        *kept,
+        Kept("kind of mask", ATTENTION, 4) if again else Kept("attention.lse", ATTENTION, lse),
     ]
 
 
 def _router(shape: Shape, t: Tokens, experts: Experts, alone: bool) -> list[Kept]:
     n, d = experts.number, shape.hidden
     kept = [
-        Kept("router.x, fp32", SCORING, (t.routed if shape.bf16 else t.between) * d * 4),
+        Kept(
+            "router.x, fp32",
+            SCORING,
+            (t.routed if shape.bf16 else t.between) * d * 4,
+            of_norm=not shape.bf16,
+        ),
         Kept("router.logits", SCORING, t.routed * n * 4),
     ]
     if shape.bf16:  # in fp32 these are the weight itself and router.x
         sizes = experts.router_sizes(d)
         kept += [Kept("w_router, fp32", SCORING, size * 4) for size in sizes]
         if alone:
-            kept.append(Kept("experts.x", EXPERTS, t.between * d * 2))
+            kept.append(Kept("experts.x", EXPERTS, t.between * d * 2, of_norm=True))
     return kept
 
 
@@ -154,7 +189,7 @@ def _norms(shape: Shape, t: Tokens, experts: Experts, scoring: Scoring, alone: b
     n, r, a = experts.number, scoring.rank, shape.value
     kept = [
         # Without sequence parallelism it is a part of a tensor of all tokens.
-        Kept("scores.x", SCORING, t.between * shape.hidden * a),
+        Kept("scores.x", SCORING, t.between * shape.hidden * a, of_norm=True),
         Kept("scores.norms", SCORING, t.routed * n * 4),
     ]
     if scoring.all_norms_learn and not scoring.recomputes_scores:
@@ -209,7 +244,9 @@ def _shared(
     d, a, width = shape.hidden, shape.value, shared.width // layout.tp
     assert shape.experts is not None
     if shape.experts.scoring is None and shape.bf16 and not alone:
-        yield Kept("shared_fc1.x", SHARED, t.between * d * a)
+        yield Kept("shared_fc1.x", SHARED, t.between * d * a, of_norm=True)
+    if recompute.SHARED in layout.recompute_modules:
+        return
     yield Kept("shared gate_up", SHARED, t.all * 2 * width * a)
     yield Kept("shared_fc2.x", SHARED, t.all * width * a)
     if not shared.gate:

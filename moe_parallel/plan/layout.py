@@ -1,7 +1,7 @@
 """How a model is divided over ranks, and where the ranks of each group are.
 
-Ranks are numbered as in Megatron-Core: tp varies fastest, then dp, then pp; for experts etp, then
-ep, then edp, then pp.
+Ranks are numbered as in Megatron-Core: tp varies fastest, then cp, then dp, then pp; for experts
+etp, then ep, then edp, then pp.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_parallel.config import Config
+from moe_parallel.config import Config, recompute
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,18 @@ class Layout:
     micro_batch: int = 1  # sequences
     global_batch: int = 1
     recompute: bool = False  # every layer's activations
+    cp: int = 1
+    recompute_modules: tuple[str, ...] = ()  # those of --recompute-modules, one by one
+
+    @property
+    def shared_module(self) -> str:
+        """The module of --recompute-modules with which the shared expert is computed again."""
+        of_layer = recompute.EXPERTS in self.recompute_modules
+        return recompute.EXPERTS if of_layer else recompute.SHARED
 
     @property
     def dp(self) -> int:
-        return self.ranks // (self.tp * self.pp)
+        return self.ranks // (self.tp * self.cp * self.pp)
 
     @property
     def edp(self) -> int:
@@ -85,8 +93,18 @@ class Layout:
         return Group("tp", self.tp, 1)
 
     @property
+    def cp_group(self) -> Group:
+        return Group("cp", self.cp, self.tp)
+
+    @property
+    def tp_cp_group(self) -> Group:
+        """The ranks that share the tokens of a micro-batch."""
+        return Group("tp" if self.cp == 1 else "tp x cp", self.tp * self.cp, 1)
+
+    @property
     def dp_group(self) -> Group:
-        return Group("dp", self.dp, self.tp)
+        """The ranks that hold the same dense weights."""
+        return Group("dp" if self.cp == 1 else "cp x dp", self.cp * self.dp, self.tp)
 
     @property
     def edp_group(self) -> Group:
@@ -94,7 +112,7 @@ class Layout:
 
     @property
     def pp_group(self) -> Group:
-        return Group("pp", self.pp, self.tp * self.dp)
+        return Group("pp", self.pp, self.tp * self.cp * self.dp)
 
     @property
     def etp_group(self) -> Group:
@@ -157,5 +175,7 @@ def layout_of(config: Config, ranks: int) -> Layout:
         bucket_size=parallel.ddp_bucket_size,
         micro_batch=training.micro_batch_size,
         global_batch=training.global_batch_size,
-        recompute=training.recompute_granularity is not None,
+        recompute=training.recompute_granularity == "full",
+        cp=parallel.context_parallel_size,
+        recompute_modules=tuple(sorted(training.recomputed_modules)),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_parallel.plan.activations import (
     Kept,
@@ -42,7 +42,7 @@ def memory_of_stage(shape: Shape, layout: Layout, stage: int, dp_rank: int = 0) 
     """The memory of a rank of a pipeline stage.
 
     Args:
-        dp_rank: its number among the data-parallel ranks, which divide the optimizer state
+        dp_rank: its number among the ranks of cp and dp, which divide the optimizer state
             unequally where weights end.
     """
     numbers, padded, states = numbers_of_stage(shape, layout, stage, dp_rank)
@@ -101,7 +101,7 @@ def kept_by_chunk(shape: Shape, layout: Layout, stage: int, chunk: int) -> list[
     if layout.begins(stage, chunk):
         kept += kept_by_embedding(shape, layout)
     if layout.recompute:
-        kept += kept_beside_recomputed_layers(shape)
+        kept += kept_beside_recomputed_layers(shape, layout)
     for is_moe, count in layout.kinds_of_layer(shape.moe_layers, stage, chunk).items():
         if layout.recompute:
             kept += count * kept_by_recomputed_layer(shape, layout)
@@ -142,13 +142,24 @@ def activations_of_stage(shape: Shape, layout: Layout, stage: int) -> int:
         sum(count * size for count, size in zip(counts, chunks, strict=True))
         for counts in chunks_in_flight(layout, stage)
     )
-    if not layout.recompute:
-        return held
-    # One layer at a time has all of its activations again.
+    kinds, again = set(shape.moe_layers), layout.recompute_modules
+    if layout.recompute:  # one layer at a time has all of its activations again
+        return held + max(_bytes_of_layer(shape, layout, is_moe) for is_moe in kinds)
     return held + max(
-        sum(kept.nbytes for kept in kept_by_layer(shape, layout, is_moe))
-        for is_moe in set(shape.moe_layers)
+        (_bytes_of_module(shape, layout, is_moe, module) for is_moe in kinds for module in again),
+        default=0,
     )
+
+
+def _bytes_of_module(shape: Shape, layout: Layout, is_moe: bool, module: str) -> int:
+    """What a module that is computed again has for its own backward pass."""
+    others = tuple(other for other in layout.recompute_modules if other != module)
+    kept = replace(layout, recompute_modules=others)
+    return _bytes_of_layer(shape, kept, is_moe) - _bytes_of_layer(shape, layout, is_moe)
+
+
+def _bytes_of_layer(shape: Shape, layout: Layout, is_moe: bool) -> int:
+    return sum(kept.nbytes for kept in kept_by_layer(shape, layout, is_moe))
 
 
 def _working(shape: Shape, layout: Layout, stage: int) -> int:

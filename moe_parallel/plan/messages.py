@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from moe_parallel.config import recompute
 from moe_parallel.plan.activations import Tokens, tokens_of
 from moe_parallel.plan.layout import Group, Layout
 from moe_parallel.plan.shape import Experts, Shape
@@ -18,8 +19,8 @@ ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-re
 ALL_TO_ALL, SEND = "all-to-all", "send"
 
 #: What a message is for: the groups of `Collective.purpose`.
-TENSOR, DISPATCH, PIPELINE, GRADIENTS, WEIGHTS, W_DOWN = (
-    "tensor parallel", "dispatch", "pipeline", "gradients", "weights", "W_down",
+TENSOR, CONTEXT, DISPATCH, PIPELINE, GRADIENTS, WEIGHTS, W_DOWN = (
+    "tensor parallel", "context parallel", "dispatch", "pipeline", "gradients", "weights", "W_down",
 )  # fmt: skip
 
 
@@ -105,9 +106,9 @@ def _merged(found: Iterable[Collective]) -> list[Collective]:
 
 def messages_of_layer(shape: Shape, layout: Layout, is_moe: bool) -> list[Collective]:
     """The messages of one layer in all micro-batches of a step."""
-    found = list(_divided_block(shape, layout, "attention"))
+    found = [*_divided_block(shape, layout, "attention"), *_keys_and_values(shape, layout)]
     if not is_moe:
-        return [*found, *_divided_block(shape, layout, "dense layer")]
+        return [*found, *_divided_block(shape, layout, "dense layer", recompute.DENSE)]
     assert shape.experts is not None
     t = tokens_of(shape, layout)
     found += _routing(shape, layout, t, shape.experts)
@@ -116,18 +117,35 @@ def messages_of_layer(shape: Shape, layout: Layout, is_moe: bool) -> list[Collec
     if shape.experts.scoring is not None and shape.experts.scoring.gathers_w_down:
         found += _gathered_w_down(shape, layout, shape.experts)
     if shape.experts.shared is not None:
-        found += _divided_block(shape, layout, "shared expert")
+        found += _divided_block(shape, layout, "shared expert", layout.shared_module)
     return found
 
 
-def _passes(layout: Layout) -> tuple[int, int]:
-    """The numbers of forward and of backward passes of a layer in a step."""
-    return layout.micro_batches * (2 if layout.recompute else 1), layout.micro_batches
+def _passes(layout: Layout, module: str | None = None) -> tuple[int, int]:
+    """The numbers of forward and of backward passes of a module of a layer in a step.
+
+    `module`: its name in --recompute-modules; None: it has none.
+    """
+    again = layout.recompute or module in layout.recompute_modules
+    return layout.micro_batches * (2 if again else 1), layout.micro_batches
 
 
-def _divided_block(shape: Shape, layout: Layout, name: str) -> Iterator[Collective]:
+def _keys_and_values(shape: Shape, layout: Layout) -> Iterator[Collective]:
+    """Those of whole sequences for the attention of a share, and their gradients back."""
+    forward, backward = _passes(layout, recompute.CORE_ATTENTION)
+    width = 2 * shape.groups * shape.head_width // layout.tp
+    part, group = tokens_of(shape, layout).all * width * shape.value, layout.cp_group
+    yield Collective("keys and values", CONTEXT, ALL_GATHER, group, part, forward)
+    whole = part * layout.cp
+    yield Collective("dk and dv", CONTEXT, REDUCE_SCATTER, group, whole, backward)
+
+
+def _divided_block(
+    shape: Shape, layout: Layout, name: str, module: str | None = None
+) -> Iterator[Collective]:
     """Two products divided over tp: by columns, then by rows."""
-    t, row, (forward, backward) = tokens_of(shape, layout), _row(shape), _passes(layout)
+    t, row = tokens_of(shape, layout), _row(shape)
+    forward, backward = _passes(layout, module)
 
     def over_tp(what: str, kind: str, tokens: int, times: int) -> Collective:
         return Collective(f"{name}: {what}", TENSOR, kind, layout.tp_group, tokens * row, times)
@@ -149,8 +167,8 @@ def _row(shape: Shape) -> int:
 
 
 def _routing(shape: Shape, layout: Layout, t: Tokens, experts: Experts) -> Iterator[Collective]:
-    """What an expert layer sends over tp, whose ranks share the tokens of a micro-batch."""
-    forward, backward = _passes(layout)
+    """What an expert layer sends over tp and cp, whose ranks share the tokens of a micro-batch."""
+    forward, backward = _passes(layout, recompute.EXPERTS)
     n, group = experts.number, layout.tp_group
 
     def over_tp(what: str, kind: str, size: int, times: int) -> Collective:
@@ -158,7 +176,10 @@ def _routing(shape: Shape, layout: Layout, t: Tokens, experts: Experts) -> Itera
 
     if experts.has_loss:
         stretches = layout.micro_batch if experts.selection.loss_by_sequence else 1
-        yield over_tp("shares and means of the loss", ALL_REDUCE, stretches * 2 * n * 4, backward)
+        purpose = CONTEXT if layout.tp == 1 else TENSOR
+        what, together = "experts: shares and means of the loss", layout.tp_cp_group
+        size = stretches * 2 * n * 4
+        yield Collective(what, purpose, ALL_REDUCE, together, size, backward)
     if layout.sequence_parallel:
         return
     yield over_tp("y of all tokens", ALL_GATHER, t.routed * _row(shape), forward)
@@ -179,7 +200,7 @@ def _routing(shape: Shape, layout: Layout, t: Tokens, experts: Experts) -> Itera
 
 def _dispatch(shape: Shape, layout: Layout, t: Tokens, experts: Experts) -> Iterator[Collective]:
     """Rows to the experts' ranks, and outputs back; in the backward pass the other way round."""
-    forward, backward = _passes(layout)
+    forward, backward = _passes(layout, recompute.EXPERTS)
     group = layout.etp_ep_group
     rows = t.sent * layout.etp * (group.size - 1) // group.size  # that leave the rank
 
@@ -202,8 +223,8 @@ def _dispatch(shape: Shape, layout: Layout, t: Tokens, experts: Experts) -> Iter
 def _gathered_w_down(shape: Shape, layout: Layout, experts: Experts) -> Iterator[Collective]:
     """W_down of all experts for the norms, and of this rank's experts for C of the rows."""
     assert experts.scoring is not None
-    forward, backward = _passes(layout)
-    gathers = forward + (0 if layout.recompute else backward)
+    forward, backward = _passes(layout, recompute.EXPERTS)
+    gathers = 2 * backward  # a forward pass that is repeated serves the backward pass
     every = experts.number * shape.hidden * experts.scoring.rank * shape.value
     here = every // layout.ep
     part = here // layout.etp

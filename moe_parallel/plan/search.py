@@ -18,6 +18,8 @@ from moe_parallel.plan.step_time import StepTime, step_time
 #: Of a GPU's memory, for CUDA, NCCL's buffers and fragmentation; an assumption.
 RESERVE = 6 * 2**30
 MICRO_BATCHES = (1, 2, 4, 8, 16)
+#: Context parallelism leaves a rank at least so many tokens of a sequence.
+LEAST_SHARE = 4096
 
 
 @dataclass(frozen=True)
@@ -106,28 +108,32 @@ def reasons(refused: list[Refused]) -> dict[str, tuple[int, str]]:
 
 
 def layouts(config: Config, cluster: Cluster) -> Iterator[Config]:
-    """The configuration with each tp, pp, vpp, ep, etp, micro-batch and recomputation.
+    """The configuration with each tp, cp, pp, vpp, ep, etp, micro-batch and recomputation.
 
-    tp stays in a node. Sequence parallelism is on with tp. The optimizer state is divided, and
-    gradients and weights overlap. Sizes that do not divide each other are left in, so that the
-    reason is told, but no size exceeds the number of ranks.
+    tp x cp stays in a node, and a rank has LEAST_SHARE tokens of a sequence or all. Recomputation
+    is none, full, and that of the configuration. Sequence parallelism is on with tp. The optimizer
+    state is divided, and gradients and weights overlap. Sizes that do not divide each other are
+    left in, so that the reason is told, but no size exceeds the number of ranks.
     """
     layers, n = config.model.num_layers, config.moe.num_experts
+    own = config.training
+    granularities = dict.fromkeys((None, "full", own.recompute_granularity))
     sizes = product(
-        _powers(cluster.node.gpus),
+        _tp_and_cp(config, cluster),
         [pp for pp in _divisors(layers) if pp <= cluster.ranks],
         _divisors(n) if n else [1],
         (False, True) if n else (False,),
         [size for size in MICRO_BATCHES if size <= config.training.global_batch_size],
-        (None, "full"),
+        granularities,
     )
-    for tp, pp, ep, whole_experts, micro_batch, recompute in sizes:
+    for (tp, cp), pp, ep, whole_experts, micro_batch, recompute in sizes:
         if whole_experts and tp == 1:
             continue
         for each in _chunk_sizes(layers, pp):
             parallel = replace(
                 config.parallel,
                 tensor_model_parallel_size=tp,
+                context_parallel_size=cp,
                 sequence_parallel=tp > 1,
                 pipeline_model_parallel_size=pp,
                 num_layers_per_virtual_pipeline_stage=each,
@@ -137,10 +143,21 @@ def layouts(config: Config, cluster: Cluster) -> Iterator[Config]:
                 overlap_grad_reduce=True,
                 overlap_param_gather=True,
             )
+            modules = own.recompute_modules if recompute == "selective" else None
             training = replace(
-                config.training, micro_batch_size=micro_batch, recompute_granularity=recompute
+                own,
+                micro_batch_size=micro_batch,
+                recompute_granularity=recompute,
+                recompute_modules=modules,
             )
             yield replace(config, parallel=parallel, training=training)
+
+
+def _tp_and_cp(config: Config, cluster: Cluster) -> list[tuple[int, int]]:
+    most = config.training.seq_length // LEAST_SHARE
+    powers = _powers(cluster.node.gpus)
+    sizes = [(tp, cp) for tp in powers for cp in powers if tp * cp <= cluster.node.gpus]
+    return [(tp, cp) for tp, cp in sizes if cp == 1 or cp <= most]
 
 
 def _chunk_sizes(layers: int, pp: int) -> list[int | None]:

@@ -11,6 +11,7 @@ from moe_parallel.plan.host import calls_of_layer
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.memory import numbers_of_stage
 from moe_parallel.plan.messages import (
+    CONTEXT,
     DISPATCH,
     GRADIENTS,
     PIPELINE,
@@ -29,6 +30,7 @@ from moe_parallel.plan.work import (
     FP32,
     LINEAR,
     Work,
+    is_repeated,
     model_flops_per_token,
     optimizer_bytes,
     work_of_head,
@@ -36,7 +38,7 @@ from moe_parallel.plan.work import (
 )
 
 #: Messages that a layer waits for. The others overlap where the layout says so.
-_IN_LAYERS = (TENSOR, DISPATCH, W_DOWN)
+_IN_LAYERS = (TENSOR, CONTEXT, DISPATCH, W_DOWN)
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,7 @@ def _stage(shape: Shape, layout: Layout, cluster: Cluster, stage: int) -> dict[s
     first_forward = last_backward = 0.0
     for work in work_of_stage(shape, layout, stage):
         forward, backward = seconds_of(work, shape, cluster)
-        in_layer = work.part != "output layer"
-        repeated = forward if layout.recompute and in_layer else 0.0
+        repeated = forward if is_repeated(work, layout) else 0.0
         parts[work.part] += passes * (forward + backward)
         parts["recompute"] += passes * repeated
         first_forward += forward
@@ -113,7 +114,7 @@ def _seconds_of_waiting(shape: Shape, layout: Layout, cluster: Cluster, stage: i
         seconds = 0.0
         for work in work_of_layer(shape, layout, is_moe):
             forward, backward = seconds_of(work, shape, cluster)
-            seconds += forward * (2 if layout.recompute else 1) + backward
+            seconds += forward * (2 if is_repeated(work, layout) else 1) + backward
         seconds *= layout.micro_batches
         messages = [m for m in messages_of_layer(shape, layout, is_moe) if m.group.size > 1]
         seconds += sum(seconds_of_messages(messages, cluster, purpose) for purpose in _IN_LAYERS)

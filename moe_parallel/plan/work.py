@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from moe_parallel.config import recompute
 from moe_parallel.plan.activations import tokens_of
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.memory import GRADIENT, MASTER, MOMENTS
@@ -19,6 +20,7 @@ from moe_parallel.plan.weights import ATTENTION, DENSE, EXPERTS, HEAD, SCORING, 
 #: The kernels that do the work, by which `Efficiency` and peaks are chosen.
 LINEAR, EXPERT_PRODUCTS, CORE_ATTENTION, TRAFFIC = "linear", "experts", "attention", "traffic"
 FP32 = "fp32"  # products that are fp32 in a bf16 model, too
+_NORM, _RESIDUAL = "RMSNorm", "residual"
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ def _attention(shape: Shape, layout: Layout) -> Iterator[Work]:
     # Two products with the S x S scores, of which a causal mask leaves half; five in the backward
     # pass, which repeats one of them.
     scores = 2 * t.all * shape.seq_length * q / tp
-    moved = 2 * t.all * (q + shape.qkv_width) / tp * a
+    kv = shape.qkv_width - q  # of whole sequences
+    moved = 2 * t.all * (2 * q + layout.cp * kv) / tp * a
     yield Work(
         "attention", ATTENTION, CORE_ATTENTION, scores, 2.5 * scores, moved / 2, 3 * moved / 2
     )
@@ -129,8 +132,8 @@ def _attention(shape: Shape, layout: Layout) -> Iterator[Work]:
 
 def _norm_and_residual(shape: Shape, layout: Layout, part: str) -> Iterator[Work]:
     row = tokens_of(shape, layout).between * shape.hidden * shape.value
-    yield traffic("RMSNorm", part, 2 * row, 3 * row)
-    yield traffic("residual", part, 3 * row, 3 * row)
+    yield traffic(_NORM, part, 2 * row, 3 * row)
+    yield traffic(_RESIDUAL, part, 3 * row, 3 * row)
 
 
 def _scores(shape: Shape, layout: Layout, experts: Experts) -> Iterator[Work]:
@@ -204,6 +207,19 @@ def _shared(shape: Shape, layout: Layout, shared: SharedExpert) -> Iterator[Work
         yield product("gate of the shared expert", SHARED, FP32, (t.between, d, 1), 4)
         yield traffic("y by the gate", SHARED, 2 * row, 4 * row)
     yield traffic("sum with the experts", SHARED, 3 * row, 0)
+
+
+def is_repeated(work: Work, layout: Layout) -> bool:
+    """Whether the backward pass computes it again."""
+    if layout.recompute:
+        return work.part != HEAD
+    module = None
+    if work.name in (_NORM, "attention"):
+        module = recompute.NORM if work.name == _NORM else recompute.CORE_ATTENTION
+    elif work.name != _RESIDUAL:
+        of_part = {DENSE: recompute.DENSE, SCORING: recompute.EXPERTS, EXPERTS: recompute.EXPERTS}
+        module = of_part.get(work.part, layout.shared_module if work.part == SHARED else None)
+    return module in layout.recompute_modules
 
 
 def work_of_head(shape: Shape, layout: Layout) -> list[Work]:

@@ -33,8 +33,10 @@ import torch
 
 from moe_parallel.platform.gradient_norm import multi_tensor_l2_norm
 from moe_parallel.platform.megatron_version import SUPPORTED, check_megatron_version
+from moe_parallel.selection.shares import positions, zigzag
 
 CPU = torch.device("cpu")
+_RANDOM = "megatron.core.tensor_parallel.random"
 
 #: The replacements of the literals of a CUDA device on a CPU host.
 CPU_LITERALS = {
@@ -65,6 +67,17 @@ class HostEvent:
 def _counts_to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Converts the dispatcher's counts and splits as upstream does for CUDA tensors."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _checkpoint_without_fp8() -> Any:
+    """Replaces a class, whose default for `fp8` means that there is one."""
+    return importlib.import_module(_RANDOM).CheckpointWithoutOutput(fp8=None)
+
+
+def _rotary_angles_of_share(angles: torch.Tensor, axis: int, cp_group: Any) -> torch.Tensor:
+    """The angles of a context-parallel rank's tokens, as upstream selects them on a GPU."""
+    share = zigzag(angles.shape[axis], cp_group.size(), cp_group.rank())
+    return angles.index_select(axis, positions(share))
 
 
 @dataclass(frozen=True)
@@ -172,6 +185,16 @@ ADAPTATIONS: tuple[Adaptation, ...] = (
         None,
         "the stock router reads this name, left undefined without Transformer Engine",
         versions=("0.16.1",),
+    ),
+    Replace(
+        "megatron.core.tensor_parallel.CheckpointWithoutOutput",
+        _checkpoint_without_fp8,
+        "a norm whose output is recomputed asks for Transformer Engine's FP8 state",
+    ),
+    Replace(
+        "megatron.core.models.common.embeddings.rotary_pos_embedding.get_pos_emb_on_this_cp_rank",
+        _rotary_angles_of_share,
+        "with context parallelism, the places of a rank's chunks are put into pinned memory",
     ),
     Literals(
         "megatron.core.pipeline_parallel.schedules",

@@ -40,6 +40,10 @@ NOTICES = (
         category=FutureWarning,
     ),
     Notice(
+        "If you are using transformer_engine as the transformer implementation",
+        "attention is not Transformer Engine's; docs/parallelism.md says what core_attn saves",
+    ),
+    Notice(
         "Unknown MLP type",
         "our layers are given their process groups by their spec, and need no others",
         logger="megatron.core.transformer.transformer_layer",

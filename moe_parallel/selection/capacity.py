@@ -10,6 +10,7 @@ from fractions import Fraction
 import torch
 
 from moe_parallel.selection.choices import Choices
+from moe_parallel.selection.tokens import Tokens
 
 DropOrder = Callable[[Choices], torch.Tensor]
 
@@ -31,7 +32,10 @@ DROP_ORDERS: dict[str, DropOrder] = {"probs": by_probability, "position": by_pos
 
 @dataclass(frozen=True)
 class Capacity:
-    """An expert accepts at most ceil(T * k / E * factor) of the T tokens that one rank routes.
+    """An expert accepts at most ceil(T * k / E * factor) of T tokens.
+
+    These are the tokens that one rank routes. With context parallelism they are those that it would
+    route without: the ranks that share a stretch of the sequences between them drop together.
 
     Other choices are dropped. A dropped choice adds 0 to the output of the layer, so the residual
     connection alone carries the token if all its choices are dropped. The probs of a token's other
@@ -47,8 +51,24 @@ class Capacity:
         # Fractions are exact: 200 * 2 / 8 * 1.1 is 55, but slightly more in floating point.
         return math.ceil(Fraction(num_tokens * self.k, num_experts) * Fraction(str(self.factor)))
 
-    def keep(self, choices: Choices) -> Choices:
+    def keep(self, choices: Choices, tokens: Tokens) -> Choices:
         """`choices` without those beyond the capacity of an expert; their slots become -1."""
+        if tokens.num_shares == tokens.num_stretches:
+            experts_TK = self._kept(choices)
+        else:
+            stretches = (
+                tokens.of_micro_batch(x_TK).chunk(tokens.num_stretches)
+                for x_TK in (choices.experts_TK, choices.probs_TK)
+            )
+            kept = [
+                self._kept(replace(choices, experts_TK=experts_TK, probs_TK=probs_TK))
+                for experts_TK, probs_TK in zip(*stretches, strict=True)
+            ]
+            experts_TK = tokens.of_this_rank(torch.cat(kept))
+        return replace(choices, experts_TK=experts_TK, all_chosen=False)
+
+    def _kept(self, choices: Choices) -> torch.Tensor:
+        """The experts of all choices that are not dropped: int64 [T, K]. -1: the slot is empty."""
         num_tokens, k = choices.experts_TK.shape
         num_experts = choices.scores_TE.shape[1]
         limit = self.rows_per_expert(num_tokens, num_experts)
@@ -59,5 +79,4 @@ class Capacity:
         starts = torch.cumsum(counts, 0) - counts
         place = torch.arange(len(experts), device=experts.device) - starts[experts + 1]
         overflow = slots[by_expert[place >= limit]]
-        kept = choices.experts_TK.flatten().index_fill(0, overflow, -1)
-        return replace(choices, experts_TK=kept.view(num_tokens, k), all_chosen=False)
+        return choices.experts_TK.flatten().index_fill(0, overflow, -1).view(num_tokens, k)

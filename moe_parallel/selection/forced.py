@@ -35,6 +35,7 @@ import torch
 
 from moe_parallel.errors import InputError
 from moe_parallel.selection.choices import Choices, Rule
+from moe_parallel.selection.shares import positions
 from moe_parallel.selection.tokens import Tokens
 
 _ONE = 1 << 32  # shares are integers in units of 1 / _ONE
@@ -190,9 +191,8 @@ class Forced:
 
     def _offsets(self, num_tokens: int, tokens: Tokens, device: torch.device) -> torch.Tensor:
         """The offset u of each token, in units of 1 / 2^32: int64 [T]."""
-        here = num_tokens // tokens.num_sequences
-        length = here * tokens.num_stretches
-        places_S = torch.arange(here, device=device) + tokens.first_position(num_tokens)
+        length = num_tokens // tokens.num_sequences * tokens.num_shares
+        places_S = positions(tokens.share(num_tokens), device)
         start = zlib.crc32(f"{self.seed} {tokens.layer} {tokens.iteration}".encode())
         places_S = (places_S * _stride(length) + start % length) % length
         offsets_S = (2 * places_S + 1) * (_ONE // 2) // length

@@ -11,14 +11,17 @@ with one merge each, E experts, K choices, T tokens of this rank, D model width,
 
 from __future__ import annotations
 
+import functools
+import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 
 from moe_parallel.selection.choices import Choices, Rule
+from moe_parallel.selection.shares import Share, take
 from moe_parallel.selection.tokens import Tokens
 
 
@@ -39,12 +42,32 @@ def segment_sums(x_SBX: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat([sums_GBX, in_short.sum(0, keepdim=True, dtype=dtype)])
 
 
-def segment_means(x_SBX: torch.Tensor, length: int) -> torch.Tensor:
-    """The mean over the tokens of each segment, in fp32 or wider: [G, B, X]."""
-    return _means(segment_sums(x_SBX, length), len(x_SBX), length)
+def segment_sums_of_share(
+    x_SBX: torch.Tensor, share: Share, tokens: int, length: int
+) -> torch.Tensor:
+    """The sums over a share's tokens of each segment of the whole sequence: [G, B, X].
+
+    Args:
+        x_SBX: the tokens of the share.
+        share: their positions; a segment may begin or end within it, or lie outside.
+        tokens: of the whole sequence.
+        length: T_s.
+    """
+    segments = -(-tokens // length)
+    found = []
+    for run, piece in zip(share, x_SBX.split([len(run) for run in share]), strict=True):
+        # The range may begin in the middle of a segment, of which these tokens are the end.
+        end = min(-run.start % length, len(run))
+        parts = [part for part in piece.split([end, len(run) - end]) if len(part)]
+        sums_GBX = torch.cat([segment_sums(part, length) for part in parts])
+        before = run.start // length
+        after = segments - before - len(sums_GBX)
+        found.append(F.pad(sums_GBX, (0, 0, 0, 0, before, after)))
+    return functools.reduce(torch.add, found)
 
 
-def _means(sums_GBX: torch.Tensor, tokens: int, length: int) -> torch.Tensor:
+def means_of(sums_GBX: torch.Tensor, tokens: int, length: int) -> torch.Tensor:
+    """The means of segments from their sums: [G, B, X]. `tokens`: of a sequence."""
     sizes_G11 = torch.full_like(sums_GBX[:, :1, :1], length)
     sizes_G11[-1] = segment_sizes(tokens, length)[-1]
     return sums_GBX / sizes_G11
@@ -80,6 +103,17 @@ class Merges:
     sizes: list[int]  # tokens of each stretch, in order
     weights_MBE: torch.Tensor  # fp32 or wider; they sum to 1 over the experts
 
+    def within(self, share: Share) -> Merges:
+        """The merges of a share's tokens. A stretch that the share cuts is one in each part."""
+        ends = list(itertools.accumulate(self.sizes))
+        sizes, weights = [], []
+        for run in share:
+            first, last = bisect_right(ends, run.start), bisect_left(ends, run.stop)
+            cuts = [run.start, *ends[first:last], run.stop]
+            sizes += [end - begin for begin, end in itertools.pairwise(cuts)]
+            weights.append(self.weights_MBE[first : last + 1])
+        return Merges(sizes, torch.cat(weights))
+
     def tokens_MB(self) -> torch.Tensor:
         """The number of tokens that each merged expert computes: fp32 [M, B]."""
         sequences, device = self.weights_MBE.shape[1], self.weights_MBE.device
@@ -103,7 +137,7 @@ class Merges:
 
     def _runs(self) -> Iterator[tuple[int, int]]:
         """Runs of consecutive stretches of equal size: (size, number of stretches)."""
-        return ((size, len(list(run))) for size, run in groupby(self.sizes))
+        return ((size, len(list(run))) for size, run in itertools.groupby(self.sizes))
 
 
 #: A function from the weights of segments to merges. Its arguments are e_GBE, the number of tokens
@@ -140,13 +174,13 @@ class BySegment:
     length: int  # T_s
 
     def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
-        here = len(scores_TE) // tokens.num_sequences
-        first, total = tokens.first_position(len(scores_TE)), here * tokens.num_stretches
-        scores_SBE = scores_TE.unflatten(0, (here, tokens.num_sequences))
-        padded_SBE = F.pad(scores_SBE, (0, 0, 0, 0, first, total - first - here))
+        share = tokens.share(len(scores_TE))
+        total = len(scores_TE) // tokens.num_sequences * tokens.num_shares
+        scores_SBE = scores_TE.unflatten(0, (-1, tokens.num_sequences))
+        sums_GBE = segment_sums_of_share(scores_SBE, share, total, self.length)
         # Every rank needs all sums, and each sum affects the tokens of all ranks.
-        sums_GBE = tokens.sum_for_each(segment_sums(padded_SBE, self.length))
-        judged_GBE = shifted(_means(sums_GBE, total, self.length), own)
+        sums_GBE = tokens.sum_for_each(sums_GBE)
+        judged_GBE = shifted(means_of(sums_GBE, total, self.length), own)
         chosen = self.rule(judged_GBE.flatten(0, 1), Tokens(tokens.num_sequences))
 
         def of_tokens(rows_AX: torch.Tensor) -> torch.Tensor:
@@ -154,7 +188,7 @@ class BySegment:
             rows_GBX = rows_AX.unflatten(0, (len(judged_GBE), tokens.num_sequences))
             # expand and slice, because the gradient of indexing sums in no fixed order.
             rows_GSBX = rows_GBX[:, None].expand(-1, self.length, -1, -1)
-            return rows_GSBX.flatten(0, 1)[first : first + here].flatten(0, 1)
+            return take(rows_GSBX.flatten(0, 1), share).flatten(0, 1)
 
         return Choices(
             of_tokens(chosen.experts_TK),

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from moe_parallel.selection.shares import Share
+
 
 @dataclass(frozen=True)
 class Tokens:
     """The T tokens that a rank routes, in Megatron's order [S, B]. Here they are all tokens.
 
-    `layers.split_tokens` has the subclass for a rank that holds one stretch of every sequence.
+    `layers.split_tokens` has the subclass for a rank that holds a share of every sequence.
     Rules and losses get values of other ranks only from these methods, and so are pure functions.
 
     Shape suffixes: T tokens of this rank, A tokens of the whole micro-batch.
@@ -22,13 +24,18 @@ class Tokens:
     iteration: int = field(default=0, kw_only=True)  # optimizer steps so far
 
     @property
-    def num_stretches(self) -> int:
-        """The number of stretches of equal length into which every sequence is split."""
+    def num_shares(self) -> int:
+        """The number of shares of equal size into which the ranks divide every sequence."""
         return 1
 
-    def first_position(self, num_tokens: int) -> int:
-        """The position in the sequence at which this rank's stretch begins. `num_tokens`: T."""
-        return 0
+    @property
+    def num_stretches(self) -> int:
+        """The number of stretches of a sequence over whose tokens a capacity counts, one by one."""
+        return 1
+
+    def share(self, num_tokens: int) -> Share:
+        """The positions in the sequence of this rank's tokens. `num_tokens`: T."""
+        return [range(num_tokens // self.num_sequences)]
 
     def of_micro_batch(self, x_TX: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks in the order [S, B]: [A, X]. Without gradient."""

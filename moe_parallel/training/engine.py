@@ -110,6 +110,7 @@ class Engine:
             self.num_micro_batches,
             language_model_loss,
             forward_only=False,
+            cp=self.groups.cp,
         )
         with self.progress.during(Phase.REDUCE):
             loss, tokens = self.global_loss([report["sums"] for report in reported])

@@ -233,6 +233,8 @@ def _opening(config: Config, groups: Groups, stage: Stage) -> str:
     sizes = {
         "tp": groups.tp, "pp": groups.pp, "dp": groups.dp, "ep": groups.ep, "etp": groups.etp
     }  # fmt: skip
+    if groups.cp.size() > 1:
+        sizes["cp"] = groups.cp
     layout = " ".join(f"{name} {group.size()}" for name, group in sizes.items())
     tokens = config.training.global_batch_size * config.training.seq_length
     done = stage.state.iteration

@@ -43,6 +43,7 @@ def open_checkpoints(
             "dp": groups.dp.size(),
             "ep": groups.ep.size(),
             "etp": groups.etp.size(),
+            **({"cp": groups.cp.size()} if groups.cp.size() > 1 else {}),
             "virtual_stages": config.virtual_stages or 1,
             "device": device().type,  # random states are specific to the kind of device
         },

@@ -162,6 +162,26 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
         "--seq-length is 15, which --tensor-model-parallel-size 2 .* multiple of 2",
     ),
     (
+        {"seq_length": 18, "context_parallel_size": 2},
+        2,
+        "--seq-length is 18. --context-parallel-size 2 .* 4 chunks: choose a multiple of 4",
+    ),
+    (
+        {"seq_length": 12, "context_parallel_size": 2, "tensor_model_parallel_size": 4},
+        8,
+        "--seq-length is 12.* 4 chunks, and --tensor-model-parallel-size 4 .* a multiple of 8",
+    ),
+    (
+        {"context_parallel_size": 2, "attention_backend": "local"},
+        2,
+        "--attention-backend is local, .* --context-parallel-size is 2: choose auto, flash,",
+    ),
+    (
+        {"context_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        2,
+        "2 ranks cannot .* --context-parallel-size 2 x --pipeline-.* a multiple of 4 ranks",
+    ),
+    (
         {"overlap_param_gather": True},
         1,
         "--overlap-param-gather .* add --use-distributed-optimizer",
@@ -242,6 +262,7 @@ AT_LEAST_1 = """
 num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size rotary_base
 make_vocab_size_divisible_by num_experts moe_ffn_hidden_size moe_router_topk
 tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
+context_parallel_size
 expert_model_parallel_size expert_tensor_parallel_size micro_batch_size global_batch_size seq_length
 train_iters exit_interval lr_decay_iters lr_wsd_decay_iters vocab_size save_interval keep_last
 log_interval eval_interval log_digest ddp_bucket_size
@@ -291,8 +312,13 @@ def test_a_collective_that_gives_up_before_a_hang_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "tp", "pp", "dp"), [(1, 1, 1, 1), (8, 2, 1, 4), (8, 2, 2, 2), (8, 1, 8, 1)]
+    ("world", "tp", "cp", "pp", "dp"),
+    [(1, 1, 1, 1, 1), (8, 2, 1, 1, 4), (8, 2, 1, 2, 2), (8, 1, 1, 8, 1), (16, 2, 2, 2, 2)],
 )
-def test_data_parallel_size(world: int, tp: int, pp: int, dp: int) -> None:
-    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+def test_data_parallel_size(world: int, tp: int, cp: int, pp: int, dp: int) -> None:
+    sizes = {
+        "tensor_model_parallel_size": tp,
+        "context_parallel_size": cp,
+        "pipeline_model_parallel_size": pp,
+    }
     assert config(**sizes).parallel.data_parallel_size(world) == dp

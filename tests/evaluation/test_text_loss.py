@@ -26,6 +26,7 @@ LAYOUTS = {
     "dp, large micro-batches": {"micro_batch_size": 4},
     "ep": {"expert_model_parallel_size": 2, "use_distributed_optimizer": True},
     "tp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "cp": {"context_parallel_size": 2},
     "pp": {"pipeline_model_parallel_size": 2},
     "vpp": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
 }

@@ -1,5 +1,6 @@
 """Expert weights under expert and expert-tensor parallelism, and the computation of shards."""
 
+from dataclasses import fields
 from typing import Any
 
 import numpy
@@ -47,7 +48,7 @@ def given(kind: str) -> dict[str, numpy.ndarray]:
 
 
 def alone() -> Any:
-    return Groups(*[SingleRank()] * 8)  # type: ignore[list-item]
+    return Groups(*[SingleRank()] * len(fields(Groups)))  # type: ignore[list-item]
 
 
 def apply(experts: Any, kind: str, values: dict[str, Any], which: range) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Layers on one process, without process groups, and the results of the oracle for them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy
@@ -144,7 +144,7 @@ def build(case: Case, weights: Arrays, dtype: torch.dtype, backend: str) -> Expe
         bias_activation_fusion=False,
         use_cpu_initialization=True,
     )
-    groups: Any = Groups(*[SingleRank()] * 8)  # type: ignore[list-item]
+    groups: Any = Groups(*[SingleRank()] * len(fields(Groups)))  # type: ignore[list-item]
     statistics = RoutingStatistics(1, EXPERTS, torch.device("cpu"))
     context = LayerContext(
         groups,

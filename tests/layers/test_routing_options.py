@@ -172,7 +172,7 @@ def _steps(selection: Any, steps: int) -> list[tuple[Any, Any]]:
     given = values(case)
     layer = build(case, given, torch.float64, "reference")
     layer.context = replace(
-        layer.context, groups=replace(layer.context.groups, tp_dp=dist.group.WORLD)
+        layer.context, groups=replace(layer.context.groups, tp_dp_cp=dist.group.WORLD)
     )
     seen = []
     for _ in range(steps):

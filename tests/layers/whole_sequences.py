@@ -1,5 +1,6 @@
 """Layers that route segments, on one process or split over tensor-parallel ranks."""
 
+from dataclasses import fields
 from typing import Any
 
 import numpy
@@ -32,7 +33,7 @@ def values(tokens: int, sequences: int, experts: int = EXPERTS, seed: int = 0) -
 
 
 def alone() -> Any:
-    return Groups(*[SingleRank()] * 8)  # type: ignore[list-item]
+    return Groups(*[SingleRank()] * len(fields(Groups)))  # type: ignore[list-item]
 
 
 def build(

@@ -7,13 +7,15 @@ import numpy
 import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.attention import sdpa_kernel
 
 from moe_parallel.config import Config, make_config
 from moe_parallel.config.option import options
 from moe_parallel.config.training import TrainingConfig
-from moe_parallel.model.attention import BACKENDS, TorchAttention
+from moe_parallel.model.attention import BACKENDS, TorchAttention, _strip
 from moe_parallel.model.forward import run_micro_batches
 from moe_parallel.parallel import destroy_groups
+from moe_parallel.selection.shares import take, zigzag
 from tests.distributed import run_distributed
 from tests.model.small_gpt import DOCUMENTS as DOCUMENTS_OF_A_BATCH
 from tests.model.small_gpt import SIZES, Options, build, micro_batches
@@ -77,6 +79,66 @@ def test_equals_the_definition(
     expected = by_definition(q, k, v, documents or [[S]] * B)
     tolerance = 1e-12 if dtype == torch.float64 else 0.03
     numpy.testing.assert_allclose(y.double().cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+def _of_a_share(
+    cases: list[tuple[str, int, list[list[int]] | None]], length: int
+) -> list[list[numpy.ndarray]]:
+    """By case: the output for this rank's share of sequences, and the gradients of its q, k, v."""
+    found = []
+    cp = torch.distributed.group.WORLD
+    share = zigzag(length, cp.size(), cp.rank())
+    for backend, groups, documents in cases:
+        built = attention(backend, groups)
+        built.cp = cp
+        whole, dy = _inputs(groups, length)
+        mine = [take(x, share).requires_grad_() for x in whole]
+        lengths = torch.tensor(sum(documents, [])) if documents else None
+        y = built(*mine, lengths)
+        gradients = torch.autograd.grad(y, mine, take(dy, share))
+        found.append([x.detach().numpy() for x in (y, *gradients)])
+    return found
+
+
+def _inputs(groups: int, length: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """q, k, v and the gradient of the output, in fp64."""
+    rng = numpy.random.default_rng(0)
+    shapes = [(length, B, heads, C) for heads in (H, groups, groups)] + [(length, B, H * C)]
+    *qkv, dy = (torch.from_numpy(rng.normal(size=shape)) for shape in shapes)
+    return qkv, dy
+
+
+@pytest.mark.parametrize("world", rest_in_full([2, 3], 2))
+def test_ranks_share_the_sequences(world: int) -> None:
+    """Chunks longer than a strip of queries are in `test_strips_of_queries`."""
+    length = 12
+    documents = [[4, 8], [1, 6, 2, 3]]
+    cases = [("auto", 2, None), ("flash", 1, documents), ("unfused", H, documents)]
+    ranks = run_distributed(world, _of_a_share, cases, length)
+    for number, (backend, groups, own) in enumerate(cases):
+        whole, dy = _inputs(groups, length)
+        leaves = [x.requires_grad_() for x in whole]
+        lengths = torch.tensor(sum(own, [])) if own else None
+        y = attention(backend, groups)(*leaves, lengths)
+        expected = [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+        definition = by_definition(*(x.detach().numpy() for x in whole), own or [[length]] * B)
+        numpy.testing.assert_allclose(expected[0], definition, rtol=1e-12, atol=1e-12)
+        for rank, found in enumerate(ranks):
+            share = zigzag(length, world, rank)
+            for mine, every in zip(found[number], expected, strict=True):
+                numpy.testing.assert_allclose(mine, take(every, share), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("strip", [1, 3, 4, 100])
+def test_strips_of_queries(monkeypatch: pytest.MonkeyPatch, strip: int) -> None:
+    monkeypatch.setattr("moe_parallel.model.attention.STRIP", strip)
+    _strip.cache_clear()
+    q, k, v = (x.permute(1, 2, 0, 3) for x in _inputs(2, S)[0])
+    built = attention("flash", 2)
+    with sdpa_kernel(built.kernels):
+        late = built._attend(q[:, :, 2:], k, v)
+        torch.testing.assert_close(late, built._attend(q, k, v)[:, :, 2:], rtol=1e-12, atol=1e-12)
+    _strip.cache_clear()
 
 
 @pytest.mark.parametrize("native", [True, False])

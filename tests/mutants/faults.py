@@ -104,7 +104,7 @@ FAULTS = [
     Fault(
         "the aux loss is not divided by tp",
         LOSSES,
-        "tokens.sum(sums_2E) / (num_tokens * tokens.num_stretches)",
+        "tokens.sum(sums_2E) / (num_tokens * tokens.num_shares)",
         "tokens.sum(sums_2E) / num_tokens",
         ("tests/balancing", "tests/model/test_layouts.py"),
     ),
@@ -153,7 +153,7 @@ FAULTS = [
     Fault(
         "loads are summed over dp without tp",
         f"{LAYERS}/dispatched.py",
-        "self.balance(self.context.groups.tp_dp)",
+        "self.balance(self.context.groups.tp_dp_cp)",
         "self.balance(self.context.groups.dp)",
         ("tests/balancing", *OF_LAYERS),
     ),

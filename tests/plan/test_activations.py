@@ -5,7 +5,11 @@ from itertools import chain
 from unittest import mock
 
 import pytest
+import torch
 
+from moe_parallel.config import Config
+from moe_parallel.model.attention import _strip
+from moe_parallel.model.forward import share_of
 from moe_parallel.parallel import destroy_groups
 from moe_parallel.plan.layout import layout_of
 from moe_parallel.plan.memory import kept_by_chunk
@@ -40,9 +44,12 @@ def _kept(world_size: int, cases: dict[str, Options]) -> dict[str, Found]:
         config = config_of(options)
         engine = engine_of(config)
         (chunk,) = engine.chunks
-        kept = Kept(chain(chunk.module.parameters(), chunk.module.buffers()))
-        batch = next(batches(config))
-        batch.pop("position_ids")
+        # On a CPU the strips of queries of a share have a mask, which all layers have in common.
+        mask = _strip(config.training.seq_length, config_dtype(config))
+        kept = Kept(chain(chunk.module.parameters(), chunk.module.buffers(), [mask]))
+        batch = share_of(next(batches(config)), engine.groups.cp)
+        for unused in ("position_ids", "positions", "counted"):
+            batch.pop(unused)
         chunk.train()
         hooks = mock.patch("moe_parallel.layers.scoring_weight.saved_tensors_hooks", kept.within)
         with factors_stay_bf16(), hooks, kept.counting():
@@ -55,6 +62,10 @@ def _kept(world_size: int, cases: dict[str, Options]) -> dict[str, Found]:
         found[name] = ([k.nbytes for k in planned], [size for *_, size in sizes], sizes)
         destroy_groups()
     return found
+
+
+def config_dtype(config: Config) -> torch.dtype:
+    return torch.bfloat16 if config.training.bf16 else torch.float32
 
 
 def _compare(found: dict[str, Found]) -> None:
@@ -162,6 +173,48 @@ def test_systems_on_two_ranks(precision: str) -> None:
     cases = {name: PRECISIONS[precision] | options for name, options in cases.items()}
     for of_rank in run_distributed(2, _kept, 2, cases):
         _compare(of_rank)
+
+
+CP = {"context_parallel_size": 2}
+
+
+@of_each_precision
+def test_a_share_of_the_sequences(precision: str) -> None:
+    cases = {
+        "topk, cp": CP,
+        "aoe, cp and ep": AOE | ALL_CHOSEN | CP | EP,
+        "dense, cp, attention recomputed": DENSE | CP | SELECTIVE,
+        "cp, layers recomputed": CP | {"recompute_granularity": "full"},
+    }
+    cases = {name: PRECISIONS[precision] | options for name, options in cases.items()}
+    first, last = run_distributed(2, _kept, 2, cases)
+    _compare(first)
+    for name, (planned, kept, _) in last.items():
+        # Its two chunks are neighbors: their attention is one, and its output is not copied.
+        t, layers, repeated = 4 * 32 // 2, 2, "recomputed" in name
+        copied = 0 if repeated else layers * t * 64 * (2 if precision == "bf16" else 4)
+        assert sum(planned) - sum(kept) == copied, name
+
+
+SELECTIVE = {"recompute_granularity": "selective"}
+NORMS = SELECTIVE | {"recompute_modules": "layernorm"}
+LAYERS = SELECTIVE | {"recompute_modules": "mlp moe", "moe_layer_freq": "[0]+[1]"}
+
+
+@of_each_precision
+def test_modules_that_are_computed_again(precision: str) -> None:
+    cases = {
+        "attention": SELECTIVE,
+        "norms": NORMS,
+        "norms, aoe": NORMS | AOE | ALL_CHOSEN,
+        "norms, dense": NORMS | DENSE,
+        "layers": LAYERS,
+        "aoe": AOE | ALL_CHOSEN | SELECTIVE | {"recompute_modules": "moe"},
+        "shared": GATED | SELECTIVE | {"recompute_modules": "shared_experts"},
+        "all": LAYERS | {"recompute_modules": "core_attn layernorm mlp moe"},
+    }
+    cases = {name: PRECISIONS[precision] | options for name, options in cases.items()}
+    _compare(run_distributed(1, _kept, 1, cases)[0])
 
 
 @pytest.mark.full

@@ -60,7 +60,8 @@ def _sizes(world_size: int, cases: dict[str, Options]) -> dict[str, tuple[Sizes,
         engine = engine_of(config)
         shape, layout = planned_shape(config), layout_of(config, world_size)
         groups = engine.groups
-        plan = memory_of_stage(shape, layout, groups.pp.rank(), groups.dp.rank())
+        number = groups.dp.rank() * groups.cp.size() + groups.cp.rank()
+        plan = memory_of_stage(shape, layout, groups.pp.rank(), number)
         planned = (plan.weights, plan.gradients, plan.optimizer)
         found[name] = (planned, _built(engine))
         destroy_groups()
@@ -99,6 +100,7 @@ QUICK = {
     "tp and ep": SP | EP | BF16 | {"expert_tensor_parallel_size": 1},
     "pp, virtual": VIRTUAL | BF16,
     "shared, gated, sp, odd sizes": GATED | SP | BF16 | ODD | OVERLAP,
+    "cp, odd sizes": {"context_parallel_size": 2} | ODD | BF16 | OVERLAP,
     "aoe, etp, gathered": AOE | SP | BF16 | {"aoe_gather_w_down": True},
 }
 MORE = {

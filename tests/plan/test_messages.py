@@ -76,7 +76,11 @@ FULL = {"recompute_granularity": "full"}
 AOE_ALL = AOE | ALL_CHOSEN
 GATHER = {"aoe_gather_w_down": True}
 
+CP = {"context_parallel_size": 2}
+SELECTIVE = {"recompute_granularity": "selective"}
+
 QUICK = {
+    "aoe, cp and ep, attention recomputed": AOE_ALL | CP | EP | BF16 | SHARDED | SELECTIVE,
     "dp, buckets": BF16 | OVERLAP | {"ddp_bucket_size": 20_000},
     "ep": EP | BF16 | SHARDED,
     "aoe, ep, C sent": AOE_ALL | EP | BF16 | {"aoe_send_activations": True},
@@ -98,6 +102,16 @@ SYSTEMS = {
     "expert_choice, ep": EXPERT_CHOICE | EP | BF16 | SHARDED,
 }
 MORE = {
+    "cp": CP | BF16,
+    "cp, recomputed": CP | BF16 | FULL,
+    "ep, layers recomputed": EP | BF16 | SELECTIVE | {"recompute_modules": "moe"},
+    "sp, dense recomputed": DENSE | SP | SELECTIVE | {"recompute_modules": "mlp layernorm"},
+    "aoe, ep, gathered, layers recomputed": AOE_ALL
+    | EP
+    | BF16
+    | GATHER
+    | SELECTIVE
+    | {"recompute_modules": "moe"},
     "dp": BF16,
     "dp, sharded": BF16 | SHARDED,
     "ep, overlapped": EP | BF16 | OVERLAP,
@@ -133,6 +147,9 @@ def test_on_two_ranks(cases: dict[str, Options]) -> None:
 def test_on_four_ranks() -> None:
     cases = {
         "ep and edp": EP | BF16 | SHARDED,
+        "tp and cp": SP | CP | EP | BF16 | SHARDED,
+        "tp and cp, not split between": TP | CP | BF16,
+        "pp and cp": PP | CP | BF16 | SHARDED,
         "pp and ep": PP | EP | BF16 | OVERLAP,
         "tp, pp, aoe": SP | PP | AOE_ALL | BF16 | GATHER | SHARDED,
         "tp and ep": SP | EP | BF16 | SHARDED | {"expert_tensor_parallel_size": 1},

@@ -37,6 +37,36 @@ def test_layouts_are_ranked_and_the_others_have_a_reason() -> None:
     assert "--" in kinds["sizes that do not divide each other"][1]
 
 
+def test_long_sequences_are_divided() -> None:
+    def tried(**options: object) -> set[tuple[int, str | None]]:
+        found = layouts(make_config(OPTIONS | options), CLUSTER)
+        return {
+            (each.parallel.context_parallel_size, each.training.recompute_granularity)
+            for each in found
+        }
+
+    assert tried() == {(1, None), (1, "full")}
+    assert tried(seq_length=16384) == {(cp, way) for cp in (1, 2, 4) for way in (None, "full")}
+    selective = {"recompute_granularity": "selective", "recompute_modules": "moe layernorm"}
+    assert tried(**selective) == {(1, None), (1, "full"), (1, "selective")}
+
+
+def test_a_divided_sequence_needs_less_memory() -> None:
+    whole, half, again = (
+        plan_layout(make_config(OPTIONS | {"num_layers": 2} | each), VOCABULARY, CLUSTER)
+        for each in (
+            {},
+            {"context_parallel_size": 2},
+            {"recompute_granularity": "selective", "recompute_modules": "layernorm moe"},
+        )
+    )
+    assert isinstance(whole, Plan) and isinstance(half, Plan) and isinstance(again, Plan)
+    assert half.memory.activations < 0.7 * whole.memory.activations
+    assert half.time.parts["context parallel"] > 0 and half.layout.dp == 4
+    assert again.memory.activations < 0.8 * whole.memory.activations
+    assert 0 < again.time.parts["recompute"] < whole.time.seconds
+
+
 def test_memory_is_refused_by_how_much() -> None:
     config = make_config(OPTIONS | {"num_layers": 2})
     plan = plan_layout(config, VOCABULARY, CLUSTER, reserve=0)

@@ -9,6 +9,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_load_shar
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
 )
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.rerun_state_machine import (
     RerunDataIterator,
     RerunMode,
@@ -120,6 +121,32 @@ def recompute() -> None:
     assert torch.equal(plain, recomputed)
     assert torch.equal(state, state_after_recompute)
     assert (plain == 0).any() and (plain != 0).any()
+
+
+def recompute_a_norm() -> None:
+    """The output of a norm is gone after the forward pass, and has its gradient all the same."""
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    x = torch.randn(3, 4, requires_grad=True)
+    (plain,) = torch.autograd.grad(x.square().sin().sum(), x)
+    recomputed = tensor_parallel.CheckpointWithoutOutput()
+    y = recomputed.checkpoint(torch.square, x)
+    z = y.sin()
+    recomputed.discard_output_and_register_recompute(z)
+    assert y.untyped_storage().nbytes() == 0
+    z.sum().backward()
+    assert torch.equal(x.grad, plain)
+
+
+def rotary_angles_of_a_share() -> None:
+    """Rank r of 2 has the angles of chunks r and 3 - r of the positions."""
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    rotary = RotaryEmbedding(
+        4, 1.0, cp_group=parallel_state.get_context_parallel_group(), use_cpu_initialization=True
+    )
+    rank = dist.get_rank()
+    chunks = torch.arange(8.0).view(4, 2)[[rank, 3 - rank]].flatten()
+    assert torch.equal(rotary(8)[:, 0, 0, 0], chunks)
 
 
 def repeat_a_step() -> None:

@@ -65,6 +65,11 @@ NEEDED_FOR = {
         scenarios.train_expert_parallel,
     ),
     "megatron.core.transformer.moe.moe_utils.te_general_gemm": (1, scenarios.train),
+    "megatron.core.tensor_parallel.CheckpointWithoutOutput": (1, scenarios.recompute_a_norm),
+    "megatron.core.models.common.embeddings.rotary_pos_embedding.get_pos_emb_on_this_cp_rank": (
+        2,
+        scenarios.rotary_angles_of_a_share,
+    ),
     "megatron.core.pipeline_parallel.schedules": (1, scenarios.train),
     "megatron.core.optimizer.optimizer": (1, scenarios.train),
     "megatron.core.optimizer.distrib_optimizer": (2, scenarios.train_with_distributed_optimizer),

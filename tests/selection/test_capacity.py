@@ -6,6 +6,7 @@ import torch
 
 from moe_parallel.selection.capacity import DROP_ORDERS, Capacity
 from moe_parallel.selection.choices import Choices
+from moe_parallel.selection.tokens import Tokens
 from tests.oracles import layers as oracle
 
 POLICIES = ["probs", "position"]
@@ -13,7 +14,7 @@ POLICIES = ["probs", "position"]
 
 def keep(choices: Choices, factor: float, policy: str) -> Choices:
     k = choices.experts_TK.shape[1]
-    return Capacity(factor, DROP_ORDERS[policy], pad=False, k=k).keep(choices)
+    return Capacity(factor, DROP_ORDERS[policy], pad=False, k=k).keep(choices, Tokens(1))
 
 
 def choices_of(experts, probs=None, num_experts=4) -> Choices:

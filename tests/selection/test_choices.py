@@ -54,4 +54,4 @@ def test_one_rank_has_all_tokens():
     assert torch.equal(tokens.of_micro_batch(rows), rows)
     assert not tokens.of_micro_batch(rows).requires_grad
     assert torch.equal(tokens.of_this_rank(rows), rows)
-    assert tokens.first_position(6) == 0
+    assert tokens.share(6) == [range(3)]

@@ -18,6 +18,7 @@ from moe_parallel.selection.forced import (
     Zipf,
     shares_of,
 )
+from moe_parallel.selection.shares import Share
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.top_p import TopP
 from moe_parallel.selection.topk import TopK, raw_probability
@@ -155,11 +156,12 @@ class Stretch(Tokens):
     of: int = 1
 
     @property
-    def num_stretches(self) -> int:
+    def num_shares(self) -> int:
         return self.of
 
-    def first_position(self, num_tokens: int) -> int:
-        return self.number * (num_tokens // self.num_sequences)
+    def share(self, num_tokens: int) -> Share:
+        here = num_tokens // self.num_sequences
+        return [range(self.number * here, (self.number + 1) * here)]
 
 
 @pytest.mark.parametrize("rule", ["top2", "top_p"])

@@ -15,12 +15,15 @@ from moe_parallel.selection.segments import (
     Merges,
     by_first,
     by_previous,
+    means_of,
     own,
-    segment_means,
     segment_sizes,
+    segment_sums,
+    segment_sums_of_share,
     shifted,
     uniform,
 )
+from moe_parallel.selection.shares import take, zigzag
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import TopK
 from tests.distributed import run_distributed
@@ -32,6 +35,10 @@ def test_sizes():
     assert segment_sizes(10, 4) == [4, 4, 2]
     assert segment_sizes(3, 4) == [3]
     assert segment_sizes(4096, 256) == [256] * 16
+
+
+def segment_means(x_SBX: torch.Tensor, length: int) -> torch.Tensor:
+    return means_of(segment_sums(x_SBX, length), len(x_SBX), length)
 
 
 def test_a_short_segment_is_divided_by_its_own_length():
@@ -47,6 +54,27 @@ def test_means_of_bf16_are_fp32():
     assert mean.dtype == torch.float32
     assert mean.item() == 1.0
     assert segment_means(ones.double(), 257).dtype == torch.float64
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 12, 16])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_sums_of_shares_add_up(ranks: int, length: int) -> None:
+    x_SBX = torch.arange(12 * 2 * 3.0).view(12, 2, 3)
+    total = sum(
+        segment_sums_of_share(take(x_SBX, share := zigzag(12, ranks, rank)), share, 12, length)
+        for rank in range(ranks)
+    )
+    assert torch.equal(total, segment_sums(x_SBX, length))
+
+
+def test_the_merges_of_a_share() -> None:
+    w_MBE = torch.tensor([0.0, 1.0, 2.0]).view(3, 1, 1)
+    merges = Merges([5, 5, 2], w_MBE)
+    shares = [merges.within(zigzag(12, 3, rank)) for rank in range(3)]
+    # Positions 0, 1, 10, 11; then 2, 3, 8, 9; then 4 to 7, of which 4 is in the first stretch.
+    assert [share.sizes for share in shares] == [[2, 2], [2, 2], [1, 3]]
+    assert [share.weights_MBE.flatten().tolist() for share in shares] == [[0, 2], [0, 1], [0, 1]]
+    assert merges.within([range(12)]).sizes == merges.sizes
 
 
 def weights() -> torch.Tensor:

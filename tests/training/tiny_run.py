@@ -51,6 +51,7 @@ class Layout:
     etp: int = 1
     sp: bool = True  # if tp is more than 1
     distributed: bool = False
+    cp: int = 1
 
     def options(self) -> dict[str, Any]:
         virtual = {}
@@ -59,6 +60,7 @@ class Layout:
             virtual = {"num_layers_per_virtual_pipeline_stage": layers}
         return {
             "tensor_model_parallel_size": self.tp,
+            "context_parallel_size": self.cp,
             "sequence_parallel": self.sp and self.tp > 1,
             "pipeline_model_parallel_size": self.pp,
             "expert_model_parallel_size": self.ep,
@@ -68,7 +70,14 @@ class Layout:
         }
 
     def sizes(self) -> dict[str, int]:
-        return {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "ep": self.ep, "etp": self.etp}
+        return {
+            "tp": self.tp,
+            "pp": self.pp,
+            "vpp": self.vpp,
+            "ep": self.ep,
+            "etp": self.etp,
+            "cp": self.cp,
+        }
 
 
 class TinyRun:

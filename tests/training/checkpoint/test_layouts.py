@@ -130,6 +130,18 @@ def _load_all(name, sources, directory, options):
     return _load_each(LAYOUTS[name], [directory / source for source in sources], options)
 
 
+SHARING = (Layout(2, cp=2, ep=2, distributed=True), Layout(4, cp=2, tp=2, etp=2))
+
+
+@pytest.mark.parametrize("layout", rest_in_full(SHARING, SHARING[0]))
+def test_a_checkpoint_does_not_show_that_sequences_were_divided(saved, layout):
+    for source, target in ((layout, Layout()), (Layout(), layout)):
+        path, expected = saved(source, AOE)
+        loaded = run_distributed(target.world, _load_each, target, [path], AOE)
+        assert {rank[0][0] for rank in loaded} == {2}
+        _assert_equal(assemble([rank[0][1] for rank in loaded]), expected, str(source))
+
+
 GATHERING = ("ep2-distributed", "etp2", "tp2-ep2-no-sp", "pp2-ep2", "tp2-ep2-etp2-distributed")
 
 
