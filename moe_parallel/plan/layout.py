@@ -127,11 +127,13 @@ class Layout:
         """The ranks that hold every expert once, between which tokens are dispatched."""
         return Group("etp x ep", self.etp * self.ep, 1)
 
-    @property
-    def unlike_stages(self) -> list[int]:
-        """The first stage, the second and the last; those between need no more than the second if
-        all layers are alike."""
-        return sorted({0, min(1, self.pp - 1), self.pp - 1})
+    def unlike_stages(self, moe_layers: Sequence[bool]) -> Sequence[int]:
+        """The stages among which is the one that needs most.
+
+        If all layers are alike, those between the second and the last need no more than the second.
+        """
+        alike = len(set(moe_layers)) == 1
+        return sorted({0, min(1, self.pp - 1), self.pp - 1}) if alike else range(self.pp)
 
     def weight_group(self, expert: bool) -> Group:
         """The ranks over which a weight's gradient is reduced."""

@@ -63,8 +63,7 @@ def plan_layout(
     except InputError as error:
         return Refused(layout, "sizes that do not divide each other", str(error))
     shape = shape_of(config, vocab_size, mean_choices)
-    alike = len(set(shape.moe_layers)) == 1
-    stages = layout.unlike_stages if alike else range(layout.pp)
+    stages = layout.unlike_stages(shape.moe_layers)
     memories = {stage: memory_of_stage(shape, layout, stage) for stage in stages}
     stage = max(memories, key=lambda each: memories[each].total)
     free, needed = round(cluster.node.memory_size) - reserve, memories[stage].total

@@ -67,7 +67,7 @@ class StepTime:
 def step_time(shape: Shape, layout: Layout, cluster: Cluster) -> StepTime:
     """The time of a step, by the stage that is slowest in the middle of the step."""
     slowest = max(
-        (_stage(shape, layout, cluster, stage) for stage in layout.unlike_stages),
+        (_stage(shape, layout, cluster, stage) for stage in layout.unlike_stages(shape.moe_layers)),
         key=lambda parts: sum(parts.values()),
     )
     tokens = layout.global_batch * shape.seq_length

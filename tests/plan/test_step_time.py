@@ -7,7 +7,7 @@ import pytest
 from moe_parallel.plan.cluster import NODES, Cluster, Efficiency
 from moe_parallel.plan.layout import Group, Layout
 from moe_parallel.plan.messages import DISPATCH, Collective
-from moe_parallel.plan.shape import Shape
+from moe_parallel.plan.shape import Experts, Shape, swiglu_weights
 from moe_parallel.plan.step_time import seconds_of, seconds_of_messages, step_time
 from moe_parallel.plan.work import FP32, LINEAR, Work, product, traffic
 
@@ -93,3 +93,14 @@ def test_a_narrow_product_takes_longer_than_its_flops() -> None:
     assert wide.flops == narrow.flops == 2 * rows * 2**25
     ratio = seconds_of(narrow, SHAPE, CLUSTER)[0] / seconds_of(wide, SHAPE, CLUSTER)[0]
     assert ratio == pytest.approx(((256 + 160) / 256) / ((4096 + 160) / 4096))
+
+
+def test_the_slowest_stage_of_unlike_layers_is_found() -> None:
+    """The third of four stages has the experts."""
+    experts = Experts(8, 2, 4096, swiglu_weights(1024, 8, 4096))
+    moe_layers = (False,) * 4 + (True,) * 2 + (False,) * 2
+    shape = replace(SHAPE, moe_layers=moe_layers, vocabulary=512, experts=experts)
+    parts = step_time(shape, LAYOUT, CLUSTER).parts
+    assert parts["experts"] > 0
+    assert LAYOUT.unlike_stages(moe_layers) == range(4)
+    assert LAYOUT.unlike_stages((True,) * 8) == [0, 1, 3]

@@ -8,19 +8,31 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_parallel.config import parse_command_line
-from moe_parallel.model.flops import token_flops
+from moe_parallel.model.flops import TokenFlops, token_flops
 from moe_parallel.parallel import destroy_groups
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.shape import Experts, Scoring, Shape, aoe_weights, shape_of, swiglu_weights
 from moe_parallel.plan.work import model_flops_per_token, product, work_of_head, work_of_layer
 from tests.distributed import run_distributed
-from tests.plan.running import DENSE, VOCABULARY, batches, config_of, engine_of
+from tests.plan.running import (
+    AOE,
+    AOE_EXPERT_CHOICE,
+    DENSE,
+    EXPERT_CHOICE,
+    SHARED,
+    VOCABULARY,
+    Options,
+    batches,
+    config_of,
+    engine_of,
+    planned_shape,
+)
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "papers"
 D, N, K, F, R, W, S, V = 64, 8, 2, 96, 16, 80, 32, 112
 SHAPE = Shape((True,), D, 4, 2, 16, 128, V, False, S, bf16=True)
 TOPK = replace(SHAPE, experts=Experts(N, K, F, swiglu_weights(D, N, F)))
-AOE = replace(SHAPE, experts=Experts(N, K, W, aoe_weights(D, N, R, W, "none"), Scoring(R)))
+AUTONOMOUS = replace(SHAPE, experts=Experts(N, K, W, aoe_weights(D, N, R, W, "none"), Scoring(R)))
 ALONE = Layout(ranks=1, micro_batch=2)
 T = 2 * S
 
@@ -39,17 +51,17 @@ def test_a_routed_layer_by_hand() -> None:
 
 def test_aoe_adds_the_norms_of_all_experts() -> None:
     norms, up = 2 * T * N * D * R, 2 * T * K * R * W
-    assert flops(AOE)["norms of C"] == (norms, 3 * norms)
-    assert flops(AOE)["C W_up"] == (up, 3 * up)  # once more in the backward pass
-    assert "C of the rows" not in flops(AOE)
-    found = flops(AOE, replace(ALONE, ranks=2, ep=2))
+    assert flops(AUTONOMOUS)["norms of C"] == (norms, 3 * norms)
+    assert flops(AUTONOMOUS)["C W_up"] == (up, 3 * up)  # once more in the backward pass
+    assert "C of the rows" not in flops(AUTONOMOUS)
+    found = flops(AUTONOMOUS, replace(ALONE, ranks=2, ep=2))
     assert found["C of the rows"][0] == 2 * T * K * D * R
-    assert AOE.experts is not None
+    assert AUTONOMOUS.experts is not None
     for scoring, backward in (
         (Scoring(R, recomputes_scores=False), 2 * norms),
         (Scoring(R, all_norms_learn=False), 2 * norms * K / N),
     ):
-        shape = replace(AOE, experts=replace(AOE.experts, scoring=scoring))
+        shape = replace(AUTONOMOUS, experts=replace(AUTONOMOUS.experts, scoring=scoring))
         assert flops(shape)["norms of C"] == (norms, backward)
 
 
@@ -102,7 +114,30 @@ def test_a_plan_and_a_run_count_the_same_model_flops(name: str) -> None:
     vocabulary = config.padded_vocab_size(config.data.vocab_size or 0)
     choices = config.moe.num_experts and config.selection.mean_choices
     counted = token_flops(config, vocabulary, choices or 0)
+    shape = shape_of(config, config.data.vocab_size or 0)
+    _compare_with_run(shape, counted)
+
+
+def _compare_with_run(shape: Shape, counted: TokenFlops) -> None:
     # A run counts the (S + 1) / 2 keys of a mask's mean row, a plan S / 2.
-    attention = counted.attention / (config.training.seq_length + 1)
-    planned = model_flops_per_token(shape_of(config, config.data.vocab_size or 0))
-    assert planned == pytest.approx(3 * (counted.forward - attention), rel=1e-12)
+    attention = counted.attention / (shape.seq_length + 1)
+    assert model_flops_per_token(shape) == pytest.approx(3 * (counted.forward - attention))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        SHARED,
+        {"moe_router_hidden_size": 24},
+        {"moe_gate_low_rank_size": 16},
+        AOE | SHARED,
+        EXPERT_CHOICE,
+        AOE_EXPERT_CHOICE,
+    ],
+    ids=["shared", "large router", "W_g of two factors", "aoe", "expert_choice", "aoe, experts"],
+)
+def test_a_plan_and_a_run_count_the_same_flops_of_a_system(options: Options) -> None:
+    config = config_of(options)
+    vocabulary = config.padded_vocab_size(VOCABULARY)
+    counted = token_flops(config, vocabulary, config.selection.mean_choices or 0)
+    _compare_with_run(planned_shape(config), counted)
