@@ -155,6 +155,7 @@ def test_on_two_ranks(precision: str) -> None:
         _compare(of_rank)
 
 
+@pytest.mark.full
 @of_each_precision
 def test_systems_on_two_ranks(precision: str) -> None:
     cases = {
