@@ -249,7 +249,7 @@ def _shared(
     d, a, width = shape.hidden, shape.value, shared.width // layout.tp
     assert shape.experts is not None
     if shape.experts.scoring is None and shape.bf16 and not alone:
-        yield Kept("shared_fc1.x", SHARED, t.between * d * a)
+        yield Kept("shared_fc1.x", SHARED, t.between * d * a, of_norm=True)
     if recompute.SHARED in layout.recompute_modules:
         return
     yield Kept("shared gate_up", SHARED, t.all * 2 * width * a)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_parallel.config import Config
+from moe_parallel.config import Config, recompute
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,12 @@ class Layout:
     recompute: bool = False  # every layer's activations
     cp: int = 1
     recompute_modules: tuple[str, ...] = ()  # those of --recompute-modules, one by one
+
+    @property
+    def shared_module(self) -> str:
+        """The module of --recompute-modules with which the shared expert is computed again."""
+        of_layer = recompute.EXPERTS in self.recompute_modules
+        return recompute.EXPERTS if of_layer else recompute.SHARED
 
     @property
     def dp(self) -> int:

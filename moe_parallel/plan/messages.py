@@ -117,7 +117,7 @@ def messages_of_layer(shape: Shape, layout: Layout, is_moe: bool) -> list[Collec
     if shape.experts.scoring is not None and shape.experts.scoring.gathers_w_down:
         found += _gathered_w_down(shape, layout, shape.experts)
     if shape.experts.shared is not None:
-        found += _divided_block(shape, layout, "shared expert")
+        found += _divided_block(shape, layout, "shared expert", layout.shared_module)
     return found
 
 
@@ -175,10 +175,11 @@ def _routing(shape: Shape, layout: Layout, t: Tokens, experts: Experts) -> Itera
         return Collective(f"experts: {what}", TENSOR, kind, group, size, times)
 
     if experts.has_loss:
+        stretches = layout.micro_batch if experts.selection.loss_by_sequence else 1
         purpose = CONTEXT if layout.tp == 1 else TENSOR
         what, together = "experts: shares and means of the loss", layout.tp_cp_group
-        sequences = layout.micro_batch if experts.selection.loss_by_sequence else 1
-        yield Collective(what, purpose, ALL_REDUCE, together, sequences * 2 * n * 4, backward)
+        size = stretches * 2 * n * 4
+        yield Collective(what, purpose, ALL_REDUCE, together, size, backward)
     if layout.sequence_parallel:
         return
     yield over_tp("y of all tokens", ALL_GATHER, t.routed * _row(shape), forward)

@@ -114,7 +114,7 @@ def _seconds_of_waiting(shape: Shape, layout: Layout, cluster: Cluster, stage: i
         seconds = 0.0
         for work in work_of_layer(shape, layout, is_moe):
             forward, backward = seconds_of(work, shape, cluster)
-            seconds += forward * (2 if layout.recompute else 1) + backward
+            seconds += forward * (2 if is_repeated(work, layout) else 1) + backward
         seconds *= layout.micro_batches
         messages = [m for m in messages_of_layer(shape, layout, is_moe) if m.group.size > 1]
         seconds += sum(seconds_of_messages(messages, cluster, purpose) for purpose in _IN_LAYERS)

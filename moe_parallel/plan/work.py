@@ -19,8 +19,8 @@ from moe_parallel.plan.weights import ATTENTION, DENSE, EXPERTS, HEAD, SCORING, 
 
 #: The kernels that do the work, by which `Efficiency` and peaks are chosen.
 LINEAR, EXPERT_PRODUCTS, CORE_ATTENTION, TRAFFIC = "linear", "experts", "attention", "traffic"
-_NORM, _RESIDUAL = "RMSNorm", "residual"
 FP32 = "fp32"  # products that are fp32 in a bf16 model, too
+_NORM, _RESIDUAL = "RMSNorm", "residual"
 
 
 @dataclass(frozen=True)
@@ -209,25 +209,17 @@ def _shared(shape: Shape, layout: Layout, shared: SharedExpert) -> Iterator[Work
     yield traffic("sum with the experts", SHARED, 3 * row, 0)
 
 
-#: The modules of --recompute-modules with which a part is computed again.
-_MODULES = {
-    DENSE: (recompute.DENSE,),
-    SCORING: (recompute.EXPERTS,),
-    EXPERTS: (recompute.EXPERTS,),
-    SHARED: (recompute.EXPERTS, recompute.SHARED),
-}
-
-
 def is_repeated(work: Work, layout: Layout) -> bool:
     """Whether the backward pass computes it again."""
     if layout.recompute:
         return work.part != HEAD
-    modules: tuple[str, ...] = ()
+    module = None
     if work.name in (_NORM, "attention"):
-        modules = (recompute.NORM if work.name == _NORM else recompute.CORE_ATTENTION,)
+        module = recompute.NORM if work.name == _NORM else recompute.CORE_ATTENTION
     elif work.name != _RESIDUAL:
-        modules = _MODULES.get(work.part, ())
-    return any(module in layout.recompute_modules for module in modules)
+        of_part = {DENSE: recompute.DENSE, SCORING: recompute.EXPERTS, EXPERTS: recompute.EXPERTS}
+        module = of_part.get(work.part, layout.shared_module if work.part == SHARED else None)
+    return module in layout.recompute_modules
 
 
 def work_of_head(shape: Shape, layout: Layout) -> list[Work]:

@@ -155,6 +155,27 @@ def test_on_two_ranks(precision: str) -> None:
         _compare(of_rank)
 
 
+@pytest.mark.full
+@of_each_precision
+def test_systems_on_two_ranks(precision: str) -> None:
+    cases = {
+        "shared, gated, ep": GATED | EP,
+        "shared, gated, sp": GATED | SP,
+        "shared, gated, tp": GATED | TP,
+        "aoe, shared, gated, sp": AOE | ALL_CHOSEN | GATED | SP,
+        "sigmoid, sp": SP | {"moe_router_score_function": "sigmoid"},
+        "large router, tp": TP | {"moe_router_hidden_size": 24},
+        "W_g of two factors, ep": EP | {"moe_gate_low_rank_size": 16},
+        "top_p, ep": TOP_P | EP,
+        "aoe_top_p, ep": AOE_TOP_P | EP,
+        "expert_choice, ep": EXPERT_CHOICE | EP,
+        "aoe_expert_choice, ep": AOE_EXPERT_CHOICE | EP,
+    }
+    cases = {name: PRECISIONS[precision] | options for name, options in cases.items()}
+    for of_rank in run_distributed(2, _kept, 2, cases):
+        _compare(of_rank)
+
+
 CP = {"context_parallel_size": 2}
 
 
@@ -190,6 +211,7 @@ def test_modules_that_are_computed_again(precision: str) -> None:
         "norms, dense": NORMS | DENSE,
         "layers": LAYERS,
         "aoe": AOE | ALL_CHOSEN | SELECTIVE | {"recompute_modules": "moe"},
+        "shared": GATED | SELECTIVE | {"recompute_modules": "shared_experts"},
         "all": LAYERS | {"recompute_modules": "core_attn layernorm mlp moe"},
         "shared experts": GATED | SELECTIVE | {"recompute_modules": "shared_experts"},
         "aoe, shared experts": AOE
@@ -200,27 +222,6 @@ def test_modules_that_are_computed_again(precision: str) -> None:
     }
     cases = {name: PRECISIONS[precision] | options for name, options in cases.items()}
     _compare(run_distributed(1, _kept, 1, cases)[0])
-
-
-@pytest.mark.full
-@of_each_precision
-def test_systems_on_two_ranks(precision: str) -> None:
-    cases = {
-        "shared, gated, ep": GATED | EP,
-        "shared, gated, sp": GATED | SP,
-        "shared, gated, tp": GATED | TP,
-        "aoe, shared, gated, sp": AOE | ALL_CHOSEN | GATED | SP,
-        "sigmoid, sp": SP | {"moe_router_score_function": "sigmoid"},
-        "large router, tp": TP | {"moe_router_hidden_size": 24},
-        "W_g of two factors, ep": EP | {"moe_gate_low_rank_size": 16},
-        "top_p, ep": TOP_P | EP,
-        "aoe_top_p, ep": AOE_TOP_P | EP,
-        "expert_choice, ep": EXPERT_CHOICE | EP,
-        "aoe_expert_choice, ep": AOE_EXPERT_CHOICE | EP,
-    }
-    cases = {name: PRECISIONS[precision] | options for name, options in cases.items()}
-    for of_rank in run_distributed(2, _kept, 2, cases):
-        _compare(of_rank)
 
 
 @pytest.mark.full
