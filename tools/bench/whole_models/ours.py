@@ -85,6 +85,7 @@ def model_of(name: str, engine: Engine, terms: Terms) -> Contender:
     def loss() -> Tensor:
         tokens_BS, labels_BS = next(batches)
         losses_BS = model(tokens_BS, positions_BS, None, labels=labels_BS, loss_mask=mask_BS)
-        return language_model_loss(losses_BS, {"loss_mask": mask_BS})[0]
+        batch = {"loss_mask": mask_BS, "counted": mask_BS.sum()}
+        return language_model_loss(losses_BS, batch)[0]
 
     return contender_of(name, model, loss, engine.optimizer.step)
