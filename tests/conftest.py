@@ -11,6 +11,7 @@
 - `cluster`: the test is collected with `--cluster` (`make test-cluster`).
 """
 
+import signal
 from collections import defaultdict
 from typing import Any
 
@@ -31,6 +32,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="collect what needs a GPU without one")
     parser.addoption("--cluster", action="store_true", help="collect what needs a Slurm cluster")
     parser.addoption("--write-table", metavar="FILE", help="page whose table of faults is renewed")
+
+
+def pytest_configure() -> None:
+    # A shell starts background jobs with SIGINT ignored, and their children inherit that.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # -m and -k then apply to the marks that are added here

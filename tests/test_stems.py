@@ -43,6 +43,7 @@ SHARED = {
         "backends",
         "bounded_experts",
         "capability",
+        "expert_norms",
         "expert_rows",
         "fused",
         "main_gradients",

@@ -91,7 +91,7 @@ def build_chunks(
     stages: list[int | None] = [None]
     if config.virtual_stages is not None:
         stages = list(range(config.virtual_stages))
-    return [
+    chunks = [
         gpt(
             loss_chunk_size=config.training.loss_chunk_size,
             config=megatron,
@@ -111,6 +111,11 @@ def build_chunks(
         )
         for stage in stages
     ]
+    if config.model.qk_layernorm_all_heads:
+        # Otherwise Megatron-Core sums these norms' gradients over the tensor-parallel ranks, as if
+        # each had the norm of a head. A norm over all heads is divided over them.
+        megatron.qk_layernorm = False
+    return chunks
 
 
 def _block_spec(

@@ -31,9 +31,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.query_groups,
         kv_channels=model.head_width,
-        # It makes Megatron-Core sum these norms' gradients over the heads of other ranks. A norm
-        # over all heads is divided instead.
-        qk_layernorm=model.qk_layernorm and not model.qk_layernorm_all_heads,
+        qk_layernorm=model.qk_layernorm,
         add_qkv_bias=model.add_qkv_bias,
         ffn_hidden_size=model.ffn_hidden_size,
         layernorm_epsilon=model.norm_epsilon,

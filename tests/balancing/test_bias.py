@@ -18,7 +18,7 @@ from moe_parallel.selection.tokens import Tokens
 from tests.distributed import run_distributed
 
 EXPERTS = 4
-ALONE = groups_of_one().tp_dp
+ALONE = groups_of_one().tp_dp_cp
 
 
 def counts_of(*counts: int) -> torch.Tensor:

@@ -51,8 +51,8 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "words.txt").write_text("no numbers")
     for name, message in [
         ("latin.txt", "--text .*latin.txt is not UTF-8: convert it"),
-        ("latin.jsonl", "--text .*latin.jsonl line 1 is not UTF-8"),
-        ("list.jsonl", "--text .*list.jsonl line 1 is not a JSON object"),
+        ("latin.jsonl", "--text .*latin.jsonl line 1: not UTF-8"),
+        ("list.jsonl", "--text .*list.jsonl line 1: not a JSON object"),
         ("gone.txt", "--text .*gone.txt cannot be read"),
         ("words.txt", "NullTokenizer reads numbers"),
     ]:

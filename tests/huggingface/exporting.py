@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from moe_parallel.balancing.load import ExpertBias
+from moe_parallel.balancing.bias import ExpertBias
 from moe_parallel.config import Config, parse_command_line
 from moe_parallel.huggingface.export import Exported, Options, Source, export
 from moe_parallel.model.gpt import build_model

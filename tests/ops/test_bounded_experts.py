@@ -146,6 +146,7 @@ def test_beyond_the_budget_only_inputs_are_kept(ops, device, kind, dtype):
 
 
 @pytest.mark.skipif(not extension.is_built(), reason="the C++ extension is not built")
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("parts", [4, 16])
 @pytest.mark.parametrize("kind", KINDS)

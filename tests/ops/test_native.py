@@ -57,7 +57,7 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
             *(tensor(3, 5), *experts, tensor(3, 5, 4), *autonomous, None, *(None,) * 3, True),
         ),
         "autonomous_experts_backward": (
-            *(tensor(3, 5), tensor(3, 5), *experts, None, *autonomous, tensor(3, 2, 4)),
+            *(tensor(3, 5), tensor(3, 5), *experts, None, *autonomous, tensor(3, 2, 4), None),
             *(tensor(6, 2), tensor(0, 4), tensor(0, 2)),
             *(main(3, 4, 2), None, main(3, 2, 5)),
         ),
@@ -98,8 +98,11 @@ def test_opcheck_of_optional_arguments(native, device):
     x, *routing = given["autonomous_experts"][:5]
     _, *weights = given["autonomous_experts"][5:9]
     c = random_tensor(3, 2, 4, dtype=torch.float32, device=device, seed=0).requires_grad_()
-    with_c = (x, *routing, None, *weights, c, *(None,) * 3, False)
+    with_c = (x, *routing, None, *weights, c, *(None,) * 4, False)
     torch.library.opcheck(operators.autonomous_experts.default, with_c)
+    w_down, norms = given["autonomous_experts"][5], given["unpermute"][3].detach().abs()
+    with_norms = (x, *routing, w_down, *weights, c, norms, *(None,) * 3, False)
+    torch.library.opcheck(operators.autonomous_experts.default, with_norms)
 
 
 def test_every_operator_is_checked(native):

@@ -127,11 +127,11 @@ WRONG = {
     ),
     "other sizes": (
         {"load": "{}/run", "hidden_size": 64},
-        "--load {0}/run/iter_0000002: --hidden-size is 32 in the checkpoint and 64 here; .*",
+        "--load {0}/run/iter_0000002: --hidden-size is 32 in the checkpoint and 64 here, .*",
     ),
     "other sizes, from the run itself": (
         {"load": "{}/run", "save": "{}/run", "hidden_size": 64},
-        "--load {0}/run/iter_0000002: --hidden-size is 32 in the checkpoint and 64 here; .*",
+        "--load {0}/run/iter_0000002: --hidden-size is 32 in the checkpoint and 64 here, .*",
     ),
     "a tokenizer for the embedded corpus": (
         {"data_path": None, "tokenizer_model": None, "tokenizer_type": "SentencePieceTokenizer"},
