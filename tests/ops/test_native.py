@@ -54,7 +54,7 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
             *(main(3, 5, 4), main(3, 2, 5)),
         ),
         "autonomous_experts": (
-            *(tensor(3, 5), *experts, tensor(3, 5, 4), *autonomous, None, *(None,) * 3, True),
+            *(tensor(3, 5), *experts, tensor(3, 5, 4), *autonomous, *(None,) * 5, True),
         ),
         "autonomous_experts_backward": (
             *(tensor(3, 5), tensor(3, 5), *experts, None, *autonomous, tensor(3, 2, 4), None),
