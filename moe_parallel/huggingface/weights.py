@@ -21,8 +21,8 @@ from moe_parallel.optional import import_optional
 from moe_parallel.training.checkpoint.tensors import read_whole
 from moe_parallel.training.checkpoint.whole import Entries, tensor_entries
 
-#: The tensors of a checkpoint that are no weights: the optimizer's state, and loads of a step.
-_OPTIMIZER, _LOAD = "optimizer.", ".load.share_E"
+#: The tensors of a checkpoint that are no weights: the optimizer's state, and that of balancing.
+_OPTIMIZER, _BALANCING = "optimizer.", (".load.share_E", ".bias.error_E")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def checked_entries(steps: Sequence[Step], checkpoint: Path) -> Entries:
                 f"it is {list(shape)}: load another checkpoint"
             )
     for key in entries:
-        if key not in wanted and not key.startswith(_OPTIMIZER) and not key.endswith(_LOAD):
+        if key not in wanted and not key.startswith(_OPTIMIZER) and not key.endswith(_BALANCING):
             raise InputError(
                 f"--load {checkpoint}: it has {key}, which the model of its config.yaml lacks: "
                 "load another checkpoint"

@@ -69,7 +69,7 @@ class Nodes:
         ran = subprocess.run(
             self.command(name, words), capture_output=True, text=True, check=False, env=env
         )
-        assert ran.returncode == 0, f"{words} on {name}: {ran.stdout}{ran.stderr}"
+        assert ran.returncode == 0, (ran.returncode, words, name, ran.stdout, ran.stderr)
         return ran.stdout
 
     def processes(self, name: str) -> list[int]:
