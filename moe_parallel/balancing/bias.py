@@ -9,7 +9,7 @@ Shape suffixes: T tokens of this rank, A tokens of a micro-batch, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ class ExpertBias(nn.Module):
     `bias_E`, fp32, is saved with the model. It affects neither probs nor gradients.
     """
 
+    observes: ClassVar[bool] = False  # whether `observe` needs to be called
     bias_E: torch.Tensor
 
     def __init__(self, num_experts: int, update_rate: float) -> None:
@@ -105,6 +106,7 @@ class QuantileBias(ExpertBias):
     mean of the bias is 0.
     """
 
+    observes = True
     sums: torch.Tensor
 
     def __init__(self, num_experts: int, ema: float) -> None:

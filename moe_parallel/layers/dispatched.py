@@ -108,7 +108,7 @@ class DispatchedLayer(ExpertLayer):
             x_TD = self._with_losses(x_TD, choices, tokens)
             if self.load is not None:
                 self.load.count(choices)
-            if self.bias is not None:
+            if self.bias is not None and self.bias.observes:
                 ranked_TE = cast(BiasedRule, self.rule).ranked(choices.scores_TE)
                 self.bias.observe(ranked_TE, choices.experts_TK.shape[1], tokens)
         kept, pad_rows_per_expert = self._limit(choices, tokens)
