@@ -64,7 +64,7 @@ report: set-up ## write report.html about RUNS="runs/a runs/b" (default: all of 
 
 # The tests of a file share fixtures that take seconds, so one worker runs the file. In the full tier
 # some files take minutes, so there a worker without work takes tests from the other.
-test: set-up ## the quick tier of the tests: every test, not all combinations (5 to 13 minutes on 2 cores)
+test: set-up ## the quick tier of the tests: every test, not all combinations (6 to 15 minutes on 2 cores)
 	@$(PYTEST) --dist loadfile $(ARGS)
 
 test-full: set-up ## every test with all its combinations, and long runs

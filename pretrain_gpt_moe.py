@@ -6,7 +6,8 @@
 (`moe_parallel.launch`); the configuration is read and checked by `moe_parallel.config`; the run
 itself is `moe_parallel.training.pretrain`. Exit codes: 0 done, 2 a wrong flag, file or value (one
 line says which), 3 the loss is no longer finite, 75 stopped by a signal or by its time limit (start
-it again), 130 Ctrl-C before training began, 128 + N a rank was killed by signal N, 1 a bug.
+it again), 76 a rank hangs or is lost (start it again), 130 Ctrl-C before training began, 128 + N a
+rank was killed by signal N, 1 a bug.
 """
 
 import sys

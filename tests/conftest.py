@@ -11,6 +11,7 @@
 - `cluster`: the test is collected with `--cluster` (`make test-cluster`).
 """
 
+import gc
 import signal
 from collections import defaultdict
 from typing import Any
@@ -38,6 +39,17 @@ def pytest_configure() -> None:
     # A shell starts background jobs with SIGINT ignored, and their children inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """Imports and collection make a million objects, hardly any of which is garbage."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a garbage collection in a test then passes over those objects
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # -m and -k then apply to the marks that are added here

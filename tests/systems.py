@@ -11,7 +11,12 @@ _AUTONOMOUS = {"aoe_low_rank_size": 8, "aoe_wide_size": 20}
 #: The name is that of the system; the part after a comma names the variant. The coefficients of
 #: the auxiliary losses are larger than usual, so that an error in these losses shows.
 SYSTEMS: dict[str, Options] = {
-    "topk": {"moe_aux_loss_coeff": 0.05, "moe_z_loss_coeff": 0.01},
+    "topk": {
+        "moe_aux_loss_coeff": 0.05,
+        "moe_z_loss_coeff": 0.01,
+        "moe_erc_loss_coeff": 0.5,
+        "moe_erc_alpha": 0.5,
+    },
     "topk, one expert": {
         "moe_router_topk": 1,
         "moe_aux_loss_coeff": 0.05,
@@ -37,6 +42,15 @@ SYSTEMS: dict[str, Options] = {
         "moe_aux_loss_per_choice": True,
     },
     "top_p": {"moe_top_p": 0.5, "moe_entropy_loss_coeff": 0.02, "moe_aux_loss_coeff": 0.05},
+    "top_p, a moving p": {
+        "moe_top_p": 0.5,
+        "moe_top_p_target_experts": 2.5,
+        "moe_top_p_proportional_gain": 0.25,
+        "moe_top_p_integral_gain": 0.1,
+        "moe_top_p_renormalize": True,
+        "moe_aux_loss_coeff": 0.05,
+    },
+    "relu": {"moe_relu_target_experts": 1.5, "moe_relu_l1_coeff_init": 1e-4},
     "expert_choice": {
         "moe_z_loss_coeff": 0.01,
         "moe_shared_expert_intermediate_size": 32,
@@ -66,6 +80,37 @@ SYSTEMS: dict[str, Options] = {
     },
     "aoe, screened": _AUTONOMOUS
     | {"moe_aux_loss_coeff": 0.0, "aoe_gradient": "selected", "aoe_fp8_screening": 1},
+    "hash": {"moe_z_loss_coeff": 0.01},
+    "topk, free experts": {
+        "moe_zero_experts": 1,
+        "moe_copy_experts": 1,
+        "moe_constant_experts": 1,
+        "moe_free_expert_tau": 0.5,
+        "moe_aux_loss_coeff": 0.05,
+    },
+    "aoe, free experts": _AUTONOMOUS
+    | {
+        "moe_copy_experts": 2,
+        "moe_aux_loss_coeff": 0.0,
+        "aoe_gradient": "selected",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update": "error",
+        "moe_router_bias_update_rate": 0.1,
+        "moe_ffn_experts_per_token": 1.5,
+    },
+    "uoe": {
+        "moe_aux_loss_coeff": 0.05,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.05,
+    },
+    "threshold": {
+        "moe_shared_expert_intermediate_size": 32,
+        "moe_threshold_target_experts": 3.0,
+        "moe_threshold_ema": 0.0,
+    },
+    "routing_free": _AUTONOMOUS | {"routing_free_coeff_init": 0.5},
+    "aoe_threshold": _AUTONOMOUS
+    | {"moe_threshold_update": "sign", "moe_threshold_update_rate": 0.05},
 }
 
 

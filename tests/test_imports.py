@@ -5,6 +5,7 @@ a place in LAYERS; otherwise `test_every_module_has_a_layer` fails.
 """
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,7 +64,11 @@ def _modules() -> dict[str, Path]:
 
 
 MODULES = _modules()
-TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in MODULES.items()}
+
+
+@functools.cache
+def _tree(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(), str(MODULES[module]))
 
 
 def _absolute(node: ast.ImportFrom, module: str) -> str:
@@ -76,12 +81,17 @@ def _absolute(node: ast.ImportFrom, module: str) -> str:
     return ".".join([*parents, *filter(None, [node.module])])
 
 
-def _imports(module: str) -> Iterator[tuple[str, int]]:
+@functools.cache
+def _imports(module: str) -> list[tuple[str, int]]:
+    return list(_find_imports(module))
+
+
+def _find_imports(module: str) -> Iterator[tuple[str, int]]:
     """Every dotted name that a module imports, anywhere in the file, with its line.
 
     `from a.b import c` is the module `a.b.c` if there is one, and `a.b` otherwise.
     """
-    for node in ast.walk(TREES[module]):
+    for node in ast.walk(_tree(module)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -127,7 +137,7 @@ def _seen_by_type_checkers_alone(module: str) -> set[int]:
     """The lines under `if TYPE_CHECKING`."""
     blocks = [
         node.body
-        for node in ast.walk(TREES[module])
+        for node in ast.walk(_tree(module))
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     ]
     return {n for body in blocks for n in range(body[0].lineno, body[-1].end_lineno + 1)}
@@ -234,7 +244,7 @@ def test_the_circle_finder(graph: dict[str, set[str]], circle: list[str]) -> Non
 def test_transformer_engine_has_one_door() -> None:
     def names(module: str) -> Iterator[str]:
         yield from (name for name, _ in _imports(module))
-        for node in ast.walk(TREES[module]):  # import_module("transformer_engine.pytorch")
+        for node in ast.walk(_tree(module)):  # import_module("transformer_engine.pytorch")
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 if " " not in node.value:
                     yield node.value
@@ -252,10 +262,11 @@ def test_optional_packages_are_found_in_one_way() -> None:
     assert found == MAY_MISS_AN_IMPORT, "use moe_parallel.optional.import_optional"
 
 
+@functools.cache
 def _identifiers(module: str) -> set[str]:
     """Every name in a module's code: imported, read, or part of a dotted string."""
     found: set[str] = set()
-    for node in ast.walk(TREES[module]):
+    for node in ast.walk(_tree(module)):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
             found.update(part for name in names for part in name.split("."))
@@ -281,7 +292,12 @@ def _sources() -> Iterator[Path]:
     yield from sorted(ROOT.glob("*.py"))
 
 
-def _long_pieces() -> Iterator[tuple[str, int]]:
+@functools.cache
+def _long_pieces() -> dict[str, int]:
+    return dict(_find_long_pieces())
+
+
+def _find_long_pieces() -> Iterator[tuple[str, int]]:
     """Files and functions over the limit: (path or path::function, lines)."""
     for path in _sources():
         name, text = str(path.relative_to(ROOT)), path.read_text()
@@ -299,11 +315,13 @@ def _long_pieces() -> Iterator[tuple[str, int]]:
 
 
 def test_files_and_functions_are_short() -> None:
-    too_long = {name: lines for name, lines in _long_pieces() if name not in ALLOWED_TO_BE_LONG}
+    too_long = {
+        name: lines for name, lines in _long_pieces().items() if name not in ALLOWED_TO_BE_LONG
+    }
     assert not too_long, f"split, or give the reason in ALLOWED_TO_BE_LONG: {too_long}"
 
 
 def test_allowances_are_used_and_reasoned() -> None:
-    stale = set(ALLOWED_TO_BE_LONG) - {name for name, _ in _long_pieces()}
+    stale = set(ALLOWED_TO_BE_LONG) - set(_long_pieces())
     assert not stale, f"no longer long, so take them out of ALLOWED_TO_BE_LONG: {sorted(stale)}"
     assert all(reason.strip() for reason in ALLOWED_TO_BE_LONG.values())

@@ -119,7 +119,7 @@ def _describe(package: Path) -> tuple[str, str, list[str]]:
 def test_it_has_flags_rules_and_a_layer_like_any_other(package: Path) -> None:
     ((text, broken, layer),) = run_distributed(1, _describe, package)
     assert "--window-size N" in text and "[window] experts in a window (default: 2)" in text
-    assert "lory_prefix, smear, window: the system" in text
+    assert "uoe, window: the system" in text
     assert broken == "--window-size is above --num-experts"
     assert layer == ["RoutedLayer", 1]
 

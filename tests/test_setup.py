@@ -32,6 +32,7 @@ def test_no_compiler():
     assert_stops_with(build(CXX="no-such-compiler"), "'no-such-compiler'", "apt install g++", "CXX")
 
 
+@pytest.mark.full
 def test_unknown_build():
     assert_stops_with(build(MOE_PARALLEL_BUILD="gpu"), "'gpu'", "auto, cpu or cuda")
 

@@ -1,12 +1,14 @@
 """Collect what a trained model selects on given text: Parquet files, and figures in the report.
 
     python tools/analyze.py --load RUN [--text [NAME=]FILE ...] [--samples N] [--output FOLDER]
+    python tools/analyze.py --load RUN --nproc-per-node 8 [--expert-model-parallel-size 4]
 
 A text is a .jsonl file (a document per line, under "text") or a plain text file. Without --text,
-the tool reads the held-out text of each domain of the run. It runs on one process, in fp32,
-whatever layout trained the model, and does not change the model. The files go to RUN/analysis,
-where tools/report.py finds them. docs/analysis.md describes them. Besides its own flags, the tool
-accepts those of pretrain_gpt_moe.py.
+the tool reads the held-out text of each domain of the run. It computes in fp32 and does not change
+the model. Every rank has a complete model and reads other sequences, unless flags of
+pretrain_gpt_moe.py divide the model; the files are the same. They go to RUN/analysis, where
+tools/report.py finds them. docs/analysis.md describes them. Besides its own flags, the tool accepts
+those of pretrain_gpt_moe.py and of its launcher.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ from __future__ import annotations
 import shlex
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from moe_parallel.errors import InputError
-from moe_parallel.tool import Tool, check_load, check_positive, load_torch, progress
+from moe_parallel.tool import Tool, check_load, check_positive, progress
 
 
-def main(arguments: list[str]) -> int:
+def _tool() -> Tool:
     tool = Tool(__file__, __doc__)
     tool.add_argument("--load", metavar="RUN", help="run folder, or one of its checkpoints")
     tool.add_argument(
@@ -41,16 +45,30 @@ def main(arguments: list[str]) -> int:
         help="tokens of each text that the report shows as text (1000)",
     )  # fmt: skip
     tool.add_argument("--totals-only", action="store_true", help="do not write selections.parquet")
-    return tool.run_with_training_flags(
-        arguments, lambda own, flags: _analyze(own, flags, arguments)
-    )
+    return tool
 
 
-def _analyze(own: Namespace, flags: list[str], arguments: list[str]) -> None:
+def main(arguments: list[str]) -> int:
+    from moe_parallel.launch.ranks import run_on_ranks
+
+    tool = _tool()
+    if {"-h", "--help"} & set(arguments):
+        return tool.run(arguments, lambda own: None)
+    run_on_ranks(__file__, arguments, lambda words: _check(tool.parse_known_args(words)[0]), _work)
+
+
+def _check(own: Namespace) -> None:
     check_load(own)
     check_positive(own, "samples", "permutations", "view-tokens")
-    load_torch()
 
+
+def _work(arguments: Sequence[str]) -> int:
+    own, flags = _tool().parse_known_args(list(arguments))
+    _check(own)
+
+    import torch.distributed as dist
+
+    from moe_parallel.collective_errors import agree
     from moe_parallel.config.message import flag
     from moe_parallel.training.routing_analysis import (
         AnalysisOptions,
@@ -58,23 +76,27 @@ def _analyze(own: Namespace, flags: list[str], arguments: list[str]) -> None:
         named_files,
         output_folder,
     )
-    from moe_parallel.training.standalone import standalone_config
+    from moe_parallel.training.standalone import evaluation_config, standalone_config
 
-    config = standalone_config(flags, load=own.load)
+    config = agree(lambda: standalone_config(flags, load=own.load))
     if config.moe.num_experts is None:
         raise InputError(f"{flag('load')} {own.load}: the model is dense, and selects no experts")
+    on_ranks = agree(lambda: evaluation_config(flags, own.load, dist.get_world_size()))
     options = AnalysisOptions(
-        named_files(own.text or []),
+        agree(lambda: named_files(own.text or [])),
         own.samples,
         own.permutations,
         own.view_tokens,
         not own.totals_only,
         shlex.join(["python", "tools/analyze.py", *arguments]),
     )
-    folder = output_folder(own.output, Path(own.load))
-    with progress("tokens", None, unit=" tokens") as advance:
-        lines = analyze(config, options, folder, advance)
-    print("\n".join([*lines, str(folder)]))
+    folder = agree(lambda: output_folder(own.output, Path(own.load)))
+    first = dist.get_rank() == 0
+    with progress("tokens", None, " tokens") if first else nullcontext(lambda _: None) as advance:
+        lines = analyze(config, on_ranks, options, folder, advance)
+    if first:
+        print("\n".join([*lines, str(folder)]))
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Print how many parameters the model of a configuration has, as one JSON object.
+"""Print how many parameters the model of a configuration has, and its FLOPs, as one JSON object.
 
     python tools/count_parameters.py --config examples/papers/aoe/aoe_732m.yaml [--flag value ...]
 
 total           all parameters
 active          those that a token uses: its experts, and everything outside the experts
 active_compute  active and, for AoE, the down-projections of the other experts, which also compute
+flops_per_token in a forward and a backward pass, by the formulas of moe_parallel/model/flops.py
 
 Merged experts count as one expert. If training decides how many experts compute a token (top-p),
-the last two are null, unless --experts-per-token gives the number.
+the last three are null, unless --experts-per-token gives the number.
 
 The model is built as for training, but without storage: it needs no memory, no GPU, and seconds.
 Besides its own flags, the tool accepts those of pretrain_gpt_moe.py.
@@ -54,12 +55,18 @@ def _print_counts(own: argparse.Namespace, flags: list[str]) -> None:
         _check_experts_per_token(config, own.experts_per_token)
     load_torch()
 
+    from moe_parallel.model.flops import token_flops
     from moe_parallel.model.parameters import count_parameters
     from moe_parallel.training.standalone import single_process
 
     with single_process(config) as groups:
         counts = count_parameters(config, config.data.vocab_size, groups, own.experts_per_token)
-    print(json.dumps(dataclasses.asdict(counts)))
+    chosen = own.experts_per_token or config.selection.mean_choices
+    flops = None
+    if counts.active is not None:
+        vocabulary = config.padded_vocab_size(config.data.vocab_size)
+        flops = round(token_flops(config, vocabulary, chosen or 0).training)
+    print(json.dumps({**dataclasses.asdict(counts), "flops_per_token": flops}))
 
 
 def _check_experts_per_token(config: Config, experts: float) -> None:

@@ -36,7 +36,8 @@ def _tool() -> Tool:
     add("--documents", action="store_true",
         help="bits per byte and perplexity of the run's held-out documents, by domain")  # fmt: skip
     add("--input", metavar="FILE", nargs="+", default=[],
-        help="the same for texts in JSON lines (key `text`); each file is a domain")  # fmt: skip
+        help="the same for other texts, in a format of preprocess_data.py (key `text`); "
+        "each is a domain")  # fmt: skip
     add("--stride", metavar="N", type=int,
         help="tokens by which windows over a document move (default: --seq-length)")  # fmt: skip
     add("--batch-size", metavar="N", type=int, default=8,

@@ -31,7 +31,7 @@ from moe_parallel.plan.memory import activations_by_part, memory_of_stage, weigh
 from moe_parallel.plan.messages import messages_of_stage
 from moe_parallel.plan.published import read_published
 from moe_parallel.plan.search import RESERVE, Plan, Refused, plan_layout, reasons, search
-from moe_parallel.plan.shape import Shape, shape_of
+from moe_parallel.plan.shape import Shape, shape_of, target_of
 from moe_parallel.tool import Tool, check_positive
 
 GIB = 2**30
@@ -65,7 +65,8 @@ def main(arguments: list[str]) -> int:
         "--mean-choices",
         metavar="X",
         type=float,
-        help="for top_p and aoe_top_p: the mean number of experts of a token, as measured in a run",
+        help="the mean number of experts of a token, as measured in a run: for top_p and "
+        "aoe_top_p, and in place of the target of a system that has one",
     )
     tool.add_argument(
         "--measured",
@@ -109,8 +110,10 @@ def _plan(own: argparse.Namespace, flags: list[str]) -> None:
     others = [_beside(beside, plan, cluster, reserve, own.mean_choices) for plan in shown]
     if own.json:
         shape = shape_of(config, _vocabulary(config), own.mean_choices)
-        print(json.dumps(_as_json(shape, cluster, shown, others, refused)))
+        found_json = _as_json(shape, cluster, shown, others, refused)
+        print(json.dumps(found_json | {"experts_per_token": _mean_json(shape, config, own)}))
     else:
+        print(_mean(config, own.mean_choices), end="")
         _print(config, cluster, shown, others, refused, len(plans))
 
 
@@ -155,16 +158,41 @@ def _vocabulary(config: Config) -> int:
 def _check_mean_choices(config: Config, mean_choices: float | None) -> None:
     if mean_choices is None:
         return
-    if config.moe.num_experts is None or config.selection.mean_choices is not None:
+    dense = config.moe.num_experts is None
+    if dense or (config.selection.mean_choices is not None and target_of(config) is None):
         raise InputError(
             f"--mean-choices is {mean_choices}, but the configuration says how many experts a "
             "token has: leave it out"
         )
-    if not 1 <= mean_choices <= config.num_experts:
+    if not 0 < mean_choices <= config.num_experts:
         raise InputError(
-            f"--mean-choices is {mean_choices}: it must be from 1 to --num-experts "
+            f"--mean-choices is {mean_choices}: it must be above 0 and at most --num-experts "
             f"{config.num_experts}"
         )
+
+
+def _mean(config: Config, mean_choices: float | None) -> str:
+    """A line on the mean number of experts per token, if training decides it."""
+    target = target_of(config)
+    if target is None:
+        return "" if mean_choices is None else f"--mean-choices: {mean_choices:g} a token\n"
+    if mean_choices is not None:
+        return f"--mean-choices: {mean_choices:g} a token, in place of {target.flags}\n"
+    first = f"; {target.at_first}" if target.at_first else ""
+    return (
+        f"training decides the number of experts per token: the plan is for {target.mean:g}, the "
+        f"target of {target.flags}{first} (--mean-choices plans another number)\n"
+    )
+
+
+def _mean_json(shape: Shape, config: Config, own: argparse.Namespace) -> dict[str, Any] | None:
+    """The mean number of experts per token, and what says it."""
+    if shape.experts is None:
+        return None
+    target = target_of(config)
+    source = None if target is None else target.flags
+    source = source if own.mean_choices is None else "--mean-choices"
+    return {"mean": shape.experts.per_token, "target_of": source}
 
 
 def _beside_config(file: str) -> Config:

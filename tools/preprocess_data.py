@@ -1,13 +1,13 @@
 r"""Convert files of text to Megatron indexed datasets that --data-path reads.
 
-    python tools/preprocess_data.py --input my.jsonl --output-prefix data/my \
-        --tokenizer-type ByteLevelBPE --vocab-size 8192 --append-eod
+    python tools/preprocess_data.py --input my_texts --output-prefix data/my \
+        --vocab-size 8192 --append-eod
 
 writes data/my_text_document.bin and .idx, a manifest beside them and, because it trained the
 tokenizer itself, data/my_tokenizer/. The files appear at the end, all or none. The flags and the
 file names are those of Megatron's tool.
 
-The input is JSON lines, plain or as .gz or .zst, and Parquet. docs/data.md describes it.
+The input is text files (one document each), JSON lines and Parquet. docs/data.md describes it.
 """
 
 import sys
@@ -38,15 +38,17 @@ def _add_text(group: _ArgumentGroup) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files, folders and quoted patterns ('data/**/*.jsonl.gz'): JSON lines, UTF-8, plain "
-        "or as .gz or .zst, and Parquet; a folder is read at any depth, in order of the paths",
+        help="files, folders and quoted patterns ('data/**/*.jsonl.gz'): .txt, one document each, "
+        "JSON lines, both UTF-8, plain or as .gz, .zst, .bz2 or .xz, and Parquet; a folder is read "
+        "at any depth, in order of the paths, and its .txt only if it has none of the others",
     )
     group.add_argument(
         "--json-keys",
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys or columns that hold text; one dataset is written per key (default text)",
+        help="keys or columns that hold text, also nested ones (a.b); one dataset is written per "
+        "key (default text)",
     )
     group.add_argument(
         "--domain-key",

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_parallel.balancing.load import keeping_dtypes
-from moe_parallel.config import BiasBalancing
+from moe_parallel.balancing.quantile import StepMean, exceeded_by_share, midpoint
+from moe_parallel.config import BiasBalancing, FixedFreeExperts
 from moe_parallel.selection.tokens import Tokens
 
 
@@ -107,45 +108,59 @@ class QuantileBias(ExpertBias):
     """
 
     observes = True
-    sums: torch.Tensor
 
     def __init__(self, num_experts: int, ema: float) -> None:
         super().__init__(num_experts, 0.0)
         self.ema = ema
-        # The sum of the solved biases of this step's micro-batches, then their number.
-        sums = torch.zeros(num_experts + 1, dtype=torch.float64)
-        self.register_buffer("sums", sums, persistent=False)
+        self.solved = StepMean(num_experts)
 
     @torch.no_grad()
     def observe(self, ranked_TE: torch.Tensor, choices_per_token: int, tokens: Tokens) -> None:
         ranked_AE = tokens.of_micro_batch(ranked_TE).double()
         if len(ranked_AE) == 1:  # one token loads no two experts equally
             return
-        self.sums[:-1] += self._solve(ranked_AE, choices_per_token)
-        self.sums[-1] += 1
+        self.solved.add(self._solve(ranked_AE, choices_per_token))
 
     def _solve(self, ranked_AE: torch.Tensor, k: int) -> torch.Tensor:
         """One coordinate step on the dual: fp64 [E]."""
-        num_tokens, num_experts = ranked_AE.shape
         threshold_A1 = midpoint(ranked_AE + self.bias_E, k, dim=1)
-        # At least one token chooses an expert and at least one does not.
-        share = min(max(num_tokens * k // num_experts, 1), num_tokens - 1)
-        return -midpoint(ranked_AE - threshold_A1, share, dim=0)[0]
+        return -exceeded_by_share(ranked_AE - threshold_A1, k)
 
     @torch.no_grad()
     def update(self, counts_E: torch.Tensor, group: dist.ProcessGroup) -> None:
-        if group.size() > 1:
-            dist.all_reduce(self.sums, group=group)
-        solved_E, number = self.sums[:-1] - self.sums[:-1].mean(), self.sums[-1]
-        moved_E = self.ema * self.bias_E + (1 - self.ema) * solved_E / number.clamp(min=1)
+        solved_E, number = self.solved.finish(group)
+        moved_E = self.ema * self.bias_E + (1 - self.ema) * (solved_E - solved_E.mean())
         # Not by `if`, because the host would wait for the device.
         self.bias_E.copy_(torch.where(number > 0, moved_E, self.bias_E.double()))
-        self.sums.zero_()
 
 
-def midpoint(values: torch.Tensor, k: int, dim: int) -> torch.Tensor:
-    """Halfway between the k-th and the (k+1)-th largest value along `dim`, which is kept."""
-    return values.topk(k + 1, dim=dim).values.narrow(dim, k - 1, 2).mean(dim=dim, keepdim=True)
+class AnchoredBias(ExpertBias):
+    """b_i += u * (t - load of i) / t, with t = K_e tokens / n, for the n experts; 0 for free ones.
+
+    So the n experts together get K_e choices per token, equally loaded, and the free ones the rest
+    of K. LongCat-Flash (arXiv 2509.01322) updates by shares of the load, which is this up to a
+    factor in u. The mean of b is not subtracted: the zeros of the free experts are what the others
+    are measured against.
+    """
+
+    def __init__(
+        self, num_experts: int, update_rate: float, num_free: int, k: int, k_e: float
+    ) -> None:
+        """
+        Args:
+            num_experts: n.
+            k, k_e: of every k choices, k_e are to fall on the n experts.
+        """
+        super().__init__(num_experts + num_free, update_rate)
+        self.num_experts, self.k, self.k_e = num_experts, k, k_e
+
+    @torch.no_grad()
+    def update(self, counts_E: torch.Tensor, group: dist.ProcessGroup) -> None:
+        # Without divisions before the last, because an error of 0 must leave the bias as it is.
+        wanted = counts_E.sum() * self.k_e
+        error_E = wanted - self.num_experts * self.k * counts_E[: self.num_experts]
+        step_E = self.update_rate * error_E / wanted.clamp(min=1)
+        self.bias_E[: self.num_experts] += step_E.to(self.bias_E.dtype)
 
 
 def _error(counts_E: torch.Tensor) -> torch.Tensor:
@@ -167,5 +182,17 @@ def build_bias(selection: object, num_experts: int) -> ExpertBias | None:
     """The balancing bias that the options of a system ask for. None: there is no bias."""
     if not isinstance(selection, BiasBalancing) or not selection.moe_router_enable_expert_bias:
         return None
+    if isinstance(selection, FixedFreeExperts) and selection.free_experts:
+        rate = selection.moe_router_bias_update_rate
+        assert rate is not None  # `Selection.rescaled` has set it
+        return _anchored_bias(selection, rate, num_experts)
     build, option = _UPDATES[selection.moe_router_bias_update]
     return build(num_experts, getattr(selection, option))
+
+
+def _anchored_bias(selection: FixedFreeExperts, rate: float, num_experts: int) -> AnchoredBias:
+    num_free = selection.free_experts
+    k, k_e = selection.choices_per_token, selection.moe_ffn_experts_per_token
+    if k is None or k_e is None:  # all columns equally loaded
+        return AnchoredBias(num_experts, rate, num_free, num_experts + num_free, num_experts)
+    return AnchoredBias(num_experts, rate, num_free, k, k_e)

@@ -24,10 +24,8 @@ def load_balancing_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
 
     Uniform routing gives K.
     """
-    num_tokens, num_experts = choices.scores_TE.shape
-    sums_2E = torch.stack([choices.tokens_per_expert(), choices.probabilities_TE.sum(dim=0)])
-    share_E, mean_E = tokens.sum(sums_2E) / (num_tokens * tokens.num_shares)
-    return num_experts * torch.sum(share_E * mean_E)
+    num_experts = choices.scores_TE.shape[1]
+    return num_experts * _weighted_by_load(choices.probabilities_TE.sum(dim=0), choices, tokens)
 
 
 def sequence_load_balancing_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
@@ -84,6 +82,17 @@ def z_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
     return tokens.sum(total) / (len(choices.scores_TE) * tokens.num_shares)
 
 
+def l1_loss(choices: Choices, tokens: Tokens, target: float) -> torch.Tensor:
+    """mean_t sum_i f_i g_ti over the micro-batch (ReMoE, arXiv 2412.14711).
+
+    f_i: E / target * the share of the tokens that chose expert i, without gradient; 1 if an equal
+        load has `target` choices per token. It pushes harder on experts with a high load.
+    g_ti: the prob of expert i, not negative; 0 if it was not chosen.
+    """
+    num_experts = choices.scores_TE.shape[1]
+    return num_experts / target * _weighted_by_load(choices.probs_per_expert(), choices, tokens)
+
+
 def entropy_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
     """The dynamic loss: mean entropy of the probabilities, in nats (Huang et al. 2024, Eq. 7).
 
@@ -93,3 +102,30 @@ def entropy_loss(choices: Choices, tokens: Tokens) -> torch.Tensor:
     p_TE = choices.probabilities_TE
     total = -(p_TE * p_TE.clamp(min=torch.finfo(p_TE.dtype).tiny).log()).sum()
     return tokens.sum(total) / (len(choices.scores_TE) * tokens.num_shares)
+
+
+def routing_free_loss(choices: Choices, tokens: Tokens, expert_share: float) -> torch.Tensor:
+    """mu L_EB + (1 - mu) L_TB over the micro-batch (Routing-Free MoE, arXiv 2604.00801).
+
+    L_EB = mean_i (mean_t f_ti) (mean_t G_ti) and L_TB = mean_t (mean_i f_ti) (mean_i G_ti), with
+        f_ti: 1 if token t chose expert i, without gradient; G_ti: the value then, and 0 otherwise.
+    `expert_share`: mu.
+    """
+    assert choices.values_TE is not None
+    num_tokens, num_experts = choices.scores_TE.shape
+    f_TE = choices.chosen()
+    g_TE = choices.values_TE * f_TE
+    experts = _weighted_by_load(g_TE.sum(dim=0), choices, tokens) / num_experts
+    both = tokens.sum((f_TE.mean(dim=1) * g_TE.mean(dim=1)).sum())
+    return expert_share * experts + (1 - expert_share) * both / (num_tokens * tokens.num_shares)
+
+
+def _weighted_by_load(sums_E: torch.Tensor, choices: Choices, tokens: Tokens) -> torch.Tensor:
+    """sum_i f_i m_i, with f_i the share of the tokens that chose expert i.
+
+    Args:
+        sums_E: m_i times the number of tokens, summed over this rank's tokens.
+    """
+    sums_2E = torch.stack([choices.tokens_per_expert(), sums_E])
+    share_E, mean_E = tokens.sum(sums_2E) / (len(choices.scores_TE) * tokens.num_shares)
+    return torch.sum(share_E * mean_E)

@@ -23,6 +23,8 @@ from moe_parallel.config.option import Option, build, options
 from moe_parallel.config.parallel import ParallelConfig
 from moe_parallel.config.section import Section
 from moe_parallel.config.selection import SELECTIONS, Selection, TopKSelection
+from moe_parallel.config.selection.time_constant import TimeConstant
+from moe_parallel.config.selection.traced import TracedSelection
 from moe_parallel.config.training import TrainingConfig
 from moe_parallel.errors import InputError
 
@@ -97,6 +99,13 @@ class Config:
         return forced or self.moe.moe_expert_capacity_factor is not None
 
     @property
+    def time_constants(self) -> list[TimeConstant]:
+        """How fast the states of the system of expert selection move."""
+        if self.moe.num_experts is None:
+            return []
+        return self.selection.time_constants(self)
+
+    @property
     def warnings(self) -> list[str]:
         """The warnings about the losses that a run reports, and about its timeouts."""
         found = [self.selection.warning] if self.selection.warning is not None else []
@@ -104,6 +113,12 @@ class Config:
             found.append(
                 f"experts are forced ({self.selection.forced_routing}): the router does not choose "
                 "them, in evaluations neither, so this run is a benchmark and not a model to keep"
+            )
+        selection = self.selection
+        if isinstance(selection, TracedSelection) and selection.moe_router_replay is not None:
+            found.append(
+                f"experts are replayed from {selection.moe_router_replay}: in training the scores "
+                "do not choose them, in evaluations they do"
             )
         segment, length = self.selection.first_part, self.training.seq_length
         if segment is not None and segment >= length:
@@ -123,7 +138,14 @@ class Config:
                 f"--distributed-timeout-minutes {minutes:g}: a collective gives up first, and its "
                 "error does not name the rank that hangs"
             )
-        return found
+        slow = (each.warning(self.training.train_iters) for each in self.time_constants)
+        return [*found, *(text for text in slow if text is not None)]
+
+    @property
+    def notes(self) -> list[str]:
+        """What the options set for this run, to print at its start."""
+        note = None if self.moe.num_experts is None else self.selection.note(self)
+        return [] if note is None else [note]
 
     @property
     def virtual_stages(self) -> int | None:

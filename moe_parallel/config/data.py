@@ -18,12 +18,13 @@ _PART_AT_MOST = 1_000_000
 
 @dataclass(frozen=True)
 class DataConfig(Section):
-    """What the model reads. Without --data-path: the text that every Python carries."""
+    """What the model reads. Without --data-path: the text of the Python installation."""
 
     data_path: tuple[str, ...] | None = option(
         None,
         "indexed datasets (prefix of .bin/.idx) in Megatron's blend syntax: one prefix, or "
-        "weight prefix weight prefix ...; none: the embedded corpus",
+        "weight prefix weight prefix ...; none: the embedded corpus, the text of the Python "
+        "installation",
     )
     split: str = option("969,30,1", "proportions of --data-path for training, validation and test")
     tokenizer_type: str = option(

@@ -56,9 +56,9 @@ class MoEConfig(Section):
     )
     moe_activation_budget: float | None = option(
         None,
-        "MiB of experts' activations that exist at a time in an MoE layer of a rank. Beyond it the "
-        "rows that the rank receives are computed in parts, and the backward pass recomputes each "
-        "part; none: no limit",
+        "largest size, in MiB, of the experts' activations that exist at a time in an MoE layer of "
+        "a rank. If its rows need more, they are computed in parts, and the backward pass "
+        "recomputes each part; none: no limit",
         above=0,
     )
     moe_dense_warmup_percent: float = option(

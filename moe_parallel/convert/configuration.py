@@ -19,6 +19,7 @@ from moe_parallel.config import (
 )
 from moe_parallel.config.message import flag
 from moe_parallel.config.option import options
+from moe_parallel.config.selection.traced import TracedSelection
 from moe_parallel.errors import InputError
 
 SOURCES: dict[str, tuple[type[Selection], ...]] = {
@@ -28,13 +29,20 @@ SOURCES: dict[str, tuple[type[Selection], ...]] = {
 }
 #: Options that become another one: --aoe-gate.
 COUNTERPARTS = {"moe_router_pre_softmax"}
+#: Options that are refused although both systems have them: their scores are not converted.
+NOT_CONVERTED = {
+    "moe_router_enable_expert_bias",
+    "moe_zero_experts",
+    "moe_copy_experts",
+    "moe_constant_experts",
+}
 
 
 def converted_config(source: Config, to: str, save: str, flags: Sequence[str]) -> Config:
     """The configuration of `source` with another system of expert selection, changed by flags.
 
-    Options that both systems have keep their values. Raises InputError if the model cannot be
-    converted, or if the flags change its sizes.
+    Options that both systems have keep their values, except the files of a trace. Raises
+    InputError if the model cannot be converted, or if the flags change its sizes.
     """
     _check_source(source, to)
     values: dict[str, Any] = {}
@@ -42,7 +50,8 @@ def converted_config(source: Config, to: str, save: str, flags: Sequence[str]) -
         if section not in ("selection", "checkpoint"):
             values |= of_section
     values |= {"expert_selection": to, "save": save}
-    known = {each.name for each in options(SELECTIONS[to])}
+    of_run = {each.name for each in options(TracedSelection)}  # files of the run of --load
+    known = {each.name for each in options(SELECTIONS[to])} - of_run
     for each in options(type(source.selection)):
         if each.name in known:
             values[each.name] = getattr(source.selection, each.name)
@@ -87,7 +96,7 @@ def _check_source(source: Config, to: str) -> None:
         raise InputError(
             f"--to {to} takes a model of --expert-selection {wanted}, but --load is {name}"
         )
-    known = {each.name for each in options(SELECTIONS[to])} - {"moe_router_enable_expert_bias"}
+    known = {each.name for each in options(SELECTIONS[to])} - NOT_CONVERTED
     known |= COUNTERPARTS
     for each in options(type(source.selection)):
         value = getattr(source.selection, each.name)

@@ -7,7 +7,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,20 @@ def flush_to_disk(path: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a small text file under a temporary name, then give it its name."""
+    """Write a small text file under a temporary name, then give it its name.
+
+    An OSError names `path` if it has no other name; the temporary file is gone then.
+    """
     temporary = path.with_name(f"{path.name}.writing-{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    flush_to_disk(temporary)
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        flush_to_disk(temporary)
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        error.filename = error.filename or str(path)
+        raise
 
 
 @contextmanager

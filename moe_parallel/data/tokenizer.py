@@ -133,7 +133,9 @@ class FastTokenizer(Tokenizer):
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.model.save(str(folder / "tokenizer.json"))
+        # The library would raise a bare Exception for a full disk.
+        content = self.model.to_str(pretty=True)
+        (folder / "tokenizer.json").write_text(content, encoding="utf-8")
         # With this class transformers.AutoTokenizer can open the folder, too.
         write_config(
             folder,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -74,15 +74,17 @@ class _Counted:
     """A rule that records the number of experts that it chose for each token."""
 
     rule: Rule
+    layer: DispatchedLayer
     counts: list[torch.Tensor]
 
     def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
         choices = self.rule(scores_TE, tokens)
-        self.counts.append((choices.experts_TK >= 0).sum(dim=1))
+        computed_TK = self.layer.dispatched(choices).experts_TK >= 0
+        self.counts.append(computed_TK.sum(dim=1))
         return choices
 
     def with_bias(self, bias_E: torch.Tensor) -> _Counted:
-        return _Counted(cast(BiasedRule, self.rule).with_bias(bias_E), self.counts)
+        return replace(self, rule=cast(BiasedRule, self.rule).with_bias(bias_E))
 
 
 @contextmanager
@@ -93,7 +95,7 @@ def _counting(model: Any) -> Iterator[list[torch.Tensor]]:
     layers = [layer for layer in model.modules() if isinstance(layer, DispatchedLayer)]
     rules = [layer.evaluation_rule for layer in layers]
     for layer, rule in zip(layers, rules, strict=True):
-        layer.evaluation_rule = _Counted(rule, counts)
+        layer.evaluation_rule = _Counted(rule, layer, counts)
     try:
         yield counts
     finally:

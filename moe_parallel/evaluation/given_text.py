@@ -26,10 +26,7 @@ def pieces_of(path: Path, key: str = "text") -> Iterator[tuple[str, bool]]:
     InputError for a file that cannot be read or is not UTF-8.
     """
     if path.suffix == ".jsonl":
-        try:
-            yield from ((text, True) for text in read_texts(path, key))
-        except InputError as error:
-            raise InputError(str(error).replace("--input", "--text", 1)) from None
+        yield from ((text, True) for text in read_texts(path, key, flag="--text"))
         return
     try:
         with path.open(encoding="utf-8", newline="") as file:

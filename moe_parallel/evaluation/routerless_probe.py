@@ -214,6 +214,12 @@ def probing(model: Any, probe: Probe) -> Iterator[None]:
             "the model has no routers to remove: probe a run of --expert-selection topk, top_p or "
             "expert_choice"
         )
+    for _, _, layer in routed:
+        if layer.free is not None or layer.selection.reads_token_ids:
+            raise InputError(
+                "the model has free experts or chooses by token id, which no probe replaces: probe "
+                "a run of --expert-selection topk, top_p or expert_choice without them"
+            )
     try:
         for parent, name, layer in routed:
             setattr(parent, name, probe.replacement(layer))

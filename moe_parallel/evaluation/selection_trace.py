@@ -20,6 +20,7 @@ from moe_parallel.analysis.routing.selections import (
     MergedExperts,
     TextSelections,
 )
+from moe_parallel.generation.language_model import LanguageModel
 from moe_parallel.layers import DispatchedLayer
 from moe_parallel.layers.merged import MergedLayer
 from moe_parallel.model.forward import Batch
@@ -36,25 +37,28 @@ def expert_layers(model: Any) -> list[DispatchedLayer | MergedLayer]:
     return [layer for layer in model.modules() if isinstance(layer, kinds)]
 
 
-def selections_of(model: Any, batches: Iterable[Batch], text: str) -> Iterator[TextSelections]:
-    """Run the model on the batches in evaluation mode, and yield the selections of each.
+def selections_of(
+    model: LanguageModel, batches: Iterable[tuple[int, Batch]], text: str
+) -> Iterator[TextSelections]:
+    """Run the model on the batches, and yield the selections of each, in the layers of this stage.
+
+    Collective as the methods of the model: every rank passes as many batches, and the ranks of tp
+    and pp the same. The ranks of tp get the same selections.
 
     Args:
-        model: a complete GPT (Megatron-Core's) on one process; left in evaluation mode.
-        batches: tokens, position_ids and loss_mask [B, S], the sequences of one text in order.
-            Tokens outside the loss mask are left out, but seen by the model.
+        model: that reads.
+        batches: each with the number of its first sequence in the text. They have tokens and
+            loss_mask [B, S], the sequences of one text in order. Tokens outside the loss mask are
+            left out, but seen by the model.
         text: the name of the text.
     """
-    device = next(model.parameters()).device
-    model.eval()
     found: list[LayerSelections] = []
-    first = 0
-    for batch in batches:
+    for first, batch in batches:
         found.clear()
-        with torch.no_grad(), _tracing(model, found.append):
-            model(batch["tokens"].to(device), batch["position_ids"].to(device), None)
+        tokens_BS = batch["tokens"].to(model.device)
+        with _tracing(model.chunk, found.append):
+            model.losses(tokens_BS, tokens_BS)  # unlike logits, they need little memory
         yield _in_text_order(batch, text, first, found)
-        first += len(batch["tokens"])
 
 
 def _in_text_order(
@@ -91,18 +95,24 @@ class _TracedRule:
 
 
 def _chosen(choices: Choices, tokens: Tokens, layer: DispatchedLayer) -> ChosenExperts:
+    """Of the whole micro-batch, of which this rank may route a share."""
     capacity = layer.context.capacity
-    dropped_T = torch.zeros(len(choices.experts_TK), dtype=torch.int64)
+    dropped_T = choices.experts_TK.new_zeros(len(choices.experts_TK))
     if capacity is not None:
         lost_TK = (choices.experts_TK >= 0) & (capacity.keep(choices, tokens).experts_TK < 0)
         dropped_T = lost_TK.sum(dim=1)
-    probabilities_TE = torch.softmax(choices.scores_TE.float(), dim=-1)
+    entropy_T = torch.special.entr(torch.softmax(choices.scores_TE.float(), dim=-1)).sum(dim=-1)
+    dispatched = layer.dispatched(choices)
+
+    def whole(x_TX: torch.Tensor) -> np.ndarray:
+        return tokens.of_micro_batch(x_TX).cpu().numpy()
+
     return ChosenExperts(
         layer=layer.layer_number,
-        entropy_T=torch.special.entr(probabilities_TE).sum(dim=-1).cpu().numpy(),
-        dropped_T=dropped_T.cpu().numpy(),
-        experts_TK=choices.experts_TK.cpu().numpy(),
-        probs_TK=choices.probs_TK.detach().float().cpu().numpy(),
+        entropy_T=whole(entropy_T[:, None])[:, 0],
+        dropped_T=whole(dropped_T[:, None])[:, 0],
+        experts_TK=whole(dispatched.experts_TK),
+        probs_TK=whole(choices.probs_TK.float()),
         experts=layer.num_experts,
     )
 

@@ -6,6 +6,7 @@ import torch
 
 from moe_parallel.experts.parameters import ExpertParameters
 from moe_parallel.ops import Ops, RowMap
+from moe_parallel.ops.reference import add_gradient_to
 from moe_parallel.parallel import Groups
 
 
@@ -32,6 +33,15 @@ class SwiGLUExperts(ExpertParameters):
         self.ops = ops
         self.add_weight("w_gate_up_LD2F", (hidden_size, 2, ffn_hidden_size), sharded_axis=3)
         self.add_weight("w_out_LFD", (ffn_hidden_size, hidden_size), sharded_axis=1)
+
+    def gates(self) -> torch.Tensor:
+        """W_g of this rank's experts, for a loss on weights: [L, D, F]."""
+        for hook in self._forward_pre_hooks.values():  # they wait for weights that are gathered
+            hook(self, ())
+        (w_LDX,), main = self.matrices(self.w_gate_up_LD2F)
+        if main is not None:
+            w_LDX = add_gradient_to(main[0], w_LDX)
+        return w_LDX.unflatten(2, (2, -1))[:, :, 0]
 
     def forward(self, x_MD: torch.Tensor, probs_MJ: torch.Tensor, row_map: RowMap) -> torch.Tensor:
         """The sum of prob * E_i(x) over each token's choices: [M, D].

@@ -19,7 +19,6 @@ from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.evaluation.documents import DomainLoss, count_windows, evaluate_documents
 from moe_parallel.generation.language_model import LanguageModel
-from moe_parallel.harness.open_model import open_model
 from moe_parallel.harness.presets import PRESETS
 from moe_parallel.harness.tasks import (
     Wanted,
@@ -30,6 +29,7 @@ from moe_parallel.harness.tasks import (
     table_of,
 )
 from moe_parallel.tool import progress
+from moe_parallel.training.open_model import open_model
 from moe_parallel.training.standalone import evaluation_config
 from moe_parallel.training.text import open_text, open_tokenizer
 

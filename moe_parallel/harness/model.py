@@ -29,7 +29,7 @@ from moe_parallel.generation.decode import Reuse
 from moe_parallel.generation.language_model import LanguageModel
 from moe_parallel.generation.sampling import Sampling
 from moe_parallel.generation.scoring import Score, Span, score
-from moe_parallel.harness.open_model import open_alone
+from moe_parallel.training.open_model import open_alone
 
 #: The options of a generated task that are understood, besides `until` and its length.
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}

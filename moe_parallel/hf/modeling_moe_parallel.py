@@ -5,14 +5,15 @@ moe_parallel.hf` registers the same classes. vLLM's transformers backend replace
 layers and the modules `experts` whose parameters are all 3-dimensional; the selection stays here.
 
 Shape suffixes: B sequences, S tokens of each, T = B * S, E experts, K slots per token, D model
-width, F expert width, R low-rank size (d_low), H router width, G groups of experts, M experts of
-a group.
+width, F expert width, R low-rank size (d_low) or routing neurons of an expert, H router width, G
+groups of experts, M experts of a group, Z free experts, C constant experts, V token ids. In scores,
+E includes the free experts, which come last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,10 +37,13 @@ class MoeParallelConfig(PreTrainedConfig):
 
     Attributes:
         moe_layers: for each layer, whether it has experts.
-        rule: topk; top_p, with one slot for each of `num_experts_per_tok` experts at most; or merge
-            (Lory), by the mean of the prompt.
-        scores: `router` logits, or `norms` of x W_down (Autonomy-of-Experts).
-        scoring_func: softmax, sigmoid or raw: from scores to the weights of the chosen experts.
+        rule: topk; top_p or relu, with one slot for each of `num_experts_per_tok` experts at most;
+            threshold, all experts whose score plus bias is above `threshold`; hash, those that a
+            table has for the token's id; or merge (Lory), by the mean of the prompt.
+        scores: `router` logits, `norms` of x W_down (Autonomy-of-Experts), or norms of routing
+            `neurons` (Union-of-Experts).
+        scoring_func: softmax, sigmoid or raw: from scores to the weights of the chosen experts;
+            with the rule threshold, one of OF_VALUES.
         norm_topk_prob: normalize these weights over the chosen experts.
         expert_bias: rank by score (norms) or probability (router) plus a bias.
         n_group, topk_group: experts only from the best topk_group of n_group groups.
@@ -47,6 +51,15 @@ class MoeParallelConfig(PreTrainedConfig):
         folded: W_g = W_down W_up was multiplied out. False, with a low_rank_size: it was not.
         router_hidden_size: width of a router of two layers. None: one layer.
         prefix_length: merge by the first tokens of the prompt, at most these. None: by all.
+        routing_neurons: of each expert, beside the moe_intermediate_size that the choice concerns.
+            They compute every token.
+        norm_of: what their norm is taken of: `activation`, SiLU(x W_g) * (x W_p); `silu`, SiLU(x
+            W_g); or `gate`, x W_g.
+        gate_routing: the routing neurons of a chosen expert count by its weight. False: by 1.
+        zero_experts, copy_experts, constant_experts: free experts, which a token may choose beside
+            the num_experts: their output is 0, x, or a mixture of x and a learned vector.
+        zero_expert_gate: the weights beside a chosen zero expert: `keep` them, or `renormalize`
+            them without it.
         qk_norm: RMSNorm of queries and keys, per `head` or over `all` heads. None: there is none.
     """
 
@@ -101,10 +114,18 @@ class MoeParallelConfig(PreTrainedConfig):
     topk_group: int | None = None
     top_p: float = 1.0
     top_p_strict: bool = False
+    threshold: float = 0.0
     router_hidden_size: int | None = None
     low_rank_size: int | None = None
     folded: bool = False
     prefix_length: int | None = None
+    routing_neurons: int | None = None
+    norm_of: str = "activation"
+    gate_routing: bool = False
+    zero_experts: int = 0
+    copy_experts: int = 0
+    constant_experts: int = 0
+    zero_expert_gate: str = "keep"
     shared_expert_intermediate_size: int | None = None
     shared_expert_gate: bool = False
 
@@ -114,6 +135,11 @@ class MoeParallelConfig(PreTrainedConfig):
         if self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
         super().__post_init__(**kwargs)
+
+    @property
+    def free_experts(self) -> int:
+        """Z, the number of free experts of a layer."""
+        return self.zero_experts + self.copy_experts + self.constant_experts
 
 
 class MoeParallelRMSNorm(nn.Module):
@@ -278,6 +304,18 @@ WHOLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "raw": lambda scores_TE: scores_TE,
 }
 
+#: The same for a rule that adds a bias to the scores (then called values) and compares them with a
+#: threshold: from scores, values and whether an expert is chosen, all [T, E].
+OF_VALUES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda scores, values, chosen: scores.softmax(dim=-1),
+    "sigmoid": lambda scores, values, chosen: torch.sigmoid(scores),
+    "sigmoid_of_value": lambda scores, values, chosen: torch.sigmoid(values),
+    "raw_value": lambda scores, values, chosen: values,
+    "softmax_of_chosen": lambda scores, values, chosen: values.masked_fill(
+        ~chosen, torch.finfo(values.dtype).min
+    ).softmax(dim=-1),
+}
+
 Chosen = tuple[torch.Tensor, torch.Tensor]  # weights (fp32) and experts, both [T, K]
 
 
@@ -300,7 +338,10 @@ class TopK:
             ranked_TE = ranked_TE + bias_E
         if self.groups is not None:
             ranked_TE = self._of_best_groups(ranked_TE)
-        index_TK = ranked_TE.topk(self.k, dim=-1).indices
+        return self.of(scores_TE, ranked_TE.topk(self.k, dim=-1).indices)
+
+    def of(self, scores_TE: torch.Tensor, index_TK: torch.Tensor) -> Chosen:
+        """The weights of given experts."""
         if self.normalized is not None:
             return self.normalized(scores_TE.gather(1, index_TK)), index_TK
         return self.weight(scores_TE).gather(1, index_TK), index_TK
@@ -323,6 +364,7 @@ class TopP:
     def __init__(self, config: MoeParallelConfig) -> None:
         self.p, self.cap = config.top_p, config.num_experts_per_tok
         self.inclusive = config.top_p_strict or config.top_p == 1
+        self.renormalizes = config.norm_topk_prob
 
     def __call__(self, scores_TE: torch.Tensor, bias_E: torch.Tensor | None) -> Chosen:
         weights_TK, index_TK = scores_TE.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
@@ -332,10 +374,58 @@ class TopP:
         else:
             needed_TK = before_TK < self.p - self.ROUNDING
         needed_TK = needed_TK | (before_TK == 0)  # at least one
-        return (weights_TK * needed_TK)[:, : self.cap], index_TK[:, : self.cap]
+        weights_TK = (weights_TK * needed_TK)[:, : self.cap]
+        if self.renormalizes:
+            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+        return weights_TK, index_TK[:, : self.cap]
 
 
-RULES: dict[str, Callable[[MoeParallelConfig], Any]] = {"topk": TopK, "top_p": TopP}
+class Threshold:
+    """The experts whose value, score plus bias, is above the threshold.
+
+    Each expert has a slot; those that are not chosen have weight 0.
+    """
+
+    def __init__(self, config: MoeParallelConfig) -> None:
+        self.threshold, self.weight = config.threshold, OF_VALUES[config.scoring_func]
+
+    def __call__(self, scores_TE: torch.Tensor, bias_E: torch.Tensor | None) -> Chosen:
+        assert bias_E is not None
+        values_TE = scores_TE + bias_E
+        chosen_TE = values_TE > self.threshold
+        weights_TE = self.weight(scores_TE, values_TE, chosen_TE)
+        index_E = torch.arange(scores_TE.shape[-1], device=scores_TE.device)
+        return weights_TE * chosen_TE, index_E.expand_as(scores_TE)
+
+
+class ReLU:
+    """Every expert with a positive score, which is its weight; other slots have weight 0."""
+
+    def __init__(self, config: MoeParallelConfig) -> None:
+        self.slots = config.num_experts_per_tok
+
+    def __call__(self, scores_TE: torch.Tensor, bias_E: torch.Tensor | None) -> Chosen:
+        weights_TK, index_TK = F.relu(scores_TE).topk(self.slots, dim=-1)
+        return weights_TK, index_TK
+
+
+RULES: dict[str, Callable[[MoeParallelConfig], Any]] = {
+    "topk": TopK,
+    "top_p": TopP,
+    "relu": ReLU,
+    "threshold": Threshold,
+    "hash": TopK,  # of what a table has chosen
+}
+
+
+class Selected(NamedTuple):
+    """The choice for T tokens, and what a gate has computed for it that counts beside it."""
+
+    scores_TE: torch.Tensor  # fp32
+    weights_TK: torch.Tensor  # fp32
+    index_TK: torch.Tensor
+    c_TER: torch.Tensor | None = None  # x W_down, for low-rank experts
+    output_TD: torch.Tensor | None = None  # of routing neurons; it is added to the experts'
 
 
 class MoeParallelGate(nn.Module):
@@ -347,8 +437,13 @@ class MoeParallelGate(nn.Module):
         self.num_experts = config.num_experts
         self.expert_bias = None  # no buffer, because vLLM loads parameters only
         if config.expert_bias:
-            bias_E = torch.zeros(config.num_experts, dtype=torch.float32)
+            bias_E = torch.zeros(config.num_experts + config.free_experts, dtype=torch.float32)
             self.expert_bias = nn.Parameter(bias_E, requires_grad=False)
+        self.expert_table = None
+        if config.rule == "hash":
+            shape = config.vocab_size, config.num_experts_per_tok
+            table_VK = torch.zeros(shape, dtype=torch.int64)
+            self.expert_table = nn.Parameter(table_VK, requires_grad=False)
         self.computes_c = config.low_rank_size is not None and not config.folded
         self.w_down = None
         if self.computes_c or config.scores == "norms":
@@ -356,26 +451,58 @@ class MoeParallelGate(nn.Module):
             rows = config.num_experts * config.low_rank_size
             self.w_down = nn.Parameter(torch.empty(rows, config.hidden_size))
 
-    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[T, D] -> scores [T, E], weights [T, K], experts [T, K], and C for low-rank experts"""
+    def forward(
+        self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None
+    ) -> Selected:
+        """From [T, D], and ids [T] if a table chooses by them."""
         c_TER = None
         if self.w_down is not None:
             c_TER = F.linear(hidden_states, self.w_down).unflatten(-1, (self.num_experts, -1))
         scores_TE = self.scores(hidden_states, c_TER)
-        selected = (scores_TE, *self.choose(scores_TE, self.expert_bias))
-        return (*selected, c_TER) if c_TER is not None and self.computes_c else selected
+        chosen = self.choice(scores_TE, token_ids)
+        return Selected(scores_TE, *chosen, c_TER=c_TER if self.computes_c else None)
+
+    def choice(self, scores_TE: torch.Tensor, ids_T: torch.Tensor | None) -> Chosen:
+        """By the rule, or by the table."""
+        if self.expert_table is None:
+            return self.choose(scores_TE, self.expert_bias)
+        assert ids_T is not None, "the model passes no token ids"
+        _check_exact(self.expert_table, self.num_experts)
+        return self.choose.of(scores_TE, self.expert_table[ids_T].long())
 
     def scores(self, x_TD: torch.Tensor, c_TER: torch.Tensor | None) -> torch.Tensor:
         """The scores of the experts, [T, E], in fp32."""
         raise NotImplementedError
 
 
+def _check_exact(table_VK: torch.Tensor, num_experts: int) -> None:
+    """vLLM gives every parameter the dtype of the model, also a table of integers."""
+    dtype = table_VK.dtype
+    if dtype.is_floating_point and num_experts > 2 / torch.finfo(dtype).eps:
+        raise ValueError(
+            f"a table of {num_experts} experts is not exact in {dtype}: serve the model in float32"
+        )
+
+
 class MoeParallelNormGate(MoeParallelGate):
-    """Autonomy-of-Experts: the norm of C = x W_down, for every expert."""
+    """Autonomy-of-Experts: the norm of C = x W_down, for every expert.
+
+    A free expert has no C. Its score is a number, the same for all tokens.
+    """
+
+    def __init__(self, config: MoeParallelConfig) -> None:
+        super().__init__(config)
+        self.free_scores = None
+        if config.free_experts:
+            self.free_scores = nn.Parameter(torch.empty(config.free_experts, dtype=torch.float32))
 
     def scores(self, x_TD: torch.Tensor, c_TER: torch.Tensor | None) -> torch.Tensor:
         assert c_TER is not None
-        return torch.linalg.vector_norm(c_TER.float(), dim=-1)
+        norms_TE = torch.linalg.vector_norm(c_TER.float(), dim=-1)
+        if self.free_scores is None:
+            return norms_TE
+        free_TZ = self.free_scores.float().expand(norms_TE.shape[0], -1)
+        return torch.cat([norms_TE, free_TZ], dim=1)
 
 
 class MoeParallelRouter(MoeParallelGate):
@@ -383,7 +510,8 @@ class MoeParallelRouter(MoeParallelGate):
 
     def __init__(self, config: MoeParallelConfig) -> None:
         super().__init__(config)
-        e, d, h = config.num_experts, config.hidden_size, config.router_hidden_size
+        e, d = config.num_experts + config.free_experts, config.hidden_size
+        h = config.router_hidden_size
         self.router_in = None if h is None else nn.Parameter(torch.empty(h, d))
         self.router_out = nn.Parameter(torch.empty(e, d if h is None else h))
 
@@ -394,7 +522,96 @@ class MoeParallelRouter(MoeParallelGate):
         return F.linear(h_TH, self.router_out.float())
 
 
-GATES = {"router": MoeParallelRouter, "norms": MoeParallelNormGate}
+#: From x W_g and the activations of routing neurons to what their norm is taken of.
+NODES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "activation": lambda gate, activation: activation,
+    "silu": lambda gate, activation: F.silu(gate),
+    "gate": lambda gate, activation: gate,
+}
+
+
+class MoeParallelNeuronGate(MoeParallelGate):
+    """Union-of-Experts: the norm of the first neurons of each expert, whose output is kept.
+
+    Together they are a SwiGLU layer of width E * R that computes every token.
+    """
+
+    def __init__(self, config: MoeParallelConfig) -> None:
+        super().__init__(config)
+        assert config.routing_neurons is not None
+        width = config.num_experts * config.routing_neurons
+        self.neurons_in = nn.Parameter(torch.empty(2 * width, config.hidden_size))  # W_g above W_p
+        self.neurons_out = nn.Parameter(torch.empty(config.hidden_size, width))
+        self.node, self.weighs_output = NODES[config.norm_of], config.gate_routing
+
+    def forward(
+        self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None
+    ) -> Selected:
+        """From [T, D]."""
+        halves = F.linear(hidden_states, self.neurons_in).chunk(2, dim=-1)
+        gate_TER, up_TER = (x.unflatten(-1, (self.num_experts, -1)) for x in halves)
+        u_TER = (F.silu(gate_TER.float()) * up_TER.float()).to(gate_TER.dtype)
+        scores_TE = torch.linalg.vector_norm(self.node(gate_TER, u_TER).float(), dim=-1)
+        weights_TK, index_TK = self.choice(scores_TE, token_ids)
+        if self.weighs_output:
+            weight_TE = torch.ones_like(scores_TE).scatter(1, index_TK, weights_TK)
+            u_TER = u_TER * weight_TE[..., None].to(u_TER.dtype)
+        output_TD = F.linear(u_TER.flatten(1), self.neurons_out)
+        return Selected(scores_TE, weights_TK, index_TK, output_TD=output_TD)
+
+
+GATES = {
+    "router": MoeParallelRouter,
+    "norms": MoeParallelNormGate,
+    "neurons": MoeParallelNeuronGate,
+}
+
+
+class MoeParallelFreeExperts(nn.Module):
+    """Experts without matrices: 0, the input x, or a_1 x + a_2 v, (a_1, a_2) = softmax(x W_c^T).
+
+    Their scores are the last: those of zero experts, then copies, then constant experts (MoE++).
+    """
+
+    def __init__(self, config: MoeParallelConfig) -> None:
+        super().__init__()
+        self.num_experts, self.number = config.num_experts, config.free_experts
+        self.zero_experts = config.zero_experts
+        self.renormalizes = config.zero_expert_gate == "renormalize"
+        self.copies = slice(self.zero_experts, self.zero_experts + config.copy_experts)
+        self.constants = slice(self.copies.stop, self.number)
+        self.w_constant = self.v_constant = None
+        if config.constant_experts:
+            c, d = config.constant_experts, config.hidden_size
+            self.w_constant = nn.Parameter(torch.empty(c, 2, d))
+            self.v_constant = nn.Parameter(torch.empty(c, d))
+
+    def forward(
+        self, x_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The choices of the other experts, their weights, and the output of the free ones."""
+        free_TK = index_TK - self.num_experts + 1  # from 1
+        if self.renormalizes:
+            is_zero_TK = (free_TK > 0) & (free_TK <= self.zero_experts)
+            weights_TK = weights_TK.masked_fill(is_zero_TK, 0)
+            sums_T1 = weights_TK.sum(dim=-1, keepdim=True)
+            weights_TK = weights_TK / (sums_T1 + (sums_T1 == 0))
+        weights_TZ = weights_TK.new_zeros(x_TD.shape[0], 1 + self.number)  # 0: others
+        weights_TZ = weights_TZ.scatter_add(1, free_TK.clamp(min=0), weights_TK)[:, 1:]
+        # Kernels want an expert in each slot, so a free choice becomes any of them with weight 0.
+        others_TK = weights_TK.masked_fill(free_TK > 0, 0)
+        return index_TK % self.num_experts, others_TK, self._output(x_TD, weights_TZ)
+
+    def _output(self, x_TD: torch.Tensor, weights_TZ: torch.Tensor) -> torch.Tensor:
+        share_T = weights_TZ[:, self.copies].sum(dim=-1)  # of x
+        if self.w_constant is None or self.v_constant is None:
+            return (x_TD * share_T[:, None]).to(x_TD.dtype)
+        logits_TCA = torch.einsum("td,cad->tca", x_TD.float(), self.w_constant.float())
+        weights_TC = weights_TZ[:, self.constants]
+        of_x_TC, of_v_TC = (weights_TC[..., None] * logits_TCA.softmax(dim=-1)).unbind(-1)
+        share_T = share_T + of_x_TC.sum(dim=-1)
+        constant_TD = of_v_TC.to(self.v_constant.dtype) @ self.v_constant
+        return (x_TD * share_T[:, None] + constant_TD).to(x_TD.dtype)
 
 
 @use_experts_implementation
@@ -462,12 +679,13 @@ class MoeParallelLowRankExperts(nn.Module):
 
 
 class MoeParallelSparseBlock(nn.Module):
-    """The chosen experts of each token, and the shared expert if there is one."""
+    """The chosen experts, free or not, and what computes every token beside them."""
 
     def __init__(self, config: MoeParallelConfig) -> None:
         super().__init__()
         low_rank = config.low_rank_size is not None and not config.folded
         self.gate = GATES[config.scores](config)
+        self.free_experts = MoeParallelFreeExperts(config) if config.free_experts else None
         self.experts = (MoeParallelLowRankExperts if low_rank else MoeParallelExperts)(config)
         width = config.shared_expert_intermediate_size
         self.shared_expert = None if width is None else MoeParallelMLP(config, width)
@@ -475,10 +693,18 @@ class MoeParallelSparseBlock(nn.Module):
         if config.shared_expert_gate:
             self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-        _, weights_TK, index_TK, *c_TER = self.gate(x_TD)
-        y_TD = self.experts(x_TD, index_TK, weights_TK, *c_TER)
+        ids_T = None if token_ids is None else token_ids.reshape(-1)
+        _, weights_TK, index_TK, c_TER, beside_TD = self.gate(x_TD, ids_T)
+        if self.free_experts is not None:
+            index_TK, weights_TK, beside_TD = self.free_experts(x_TD, index_TK, weights_TK)
+        of_gate = () if c_TER is None else (c_TER,)
+        y_TD = self.experts(x_TD, index_TK, weights_TK, *of_gate)
+        if beside_TD is not None:
+            y_TD = y_TD + beside_TD
         if self.shared_expert is not None:
             shared_TD = self.shared_expert(x_TD)
             if self.shared_expert_gate is not None:
@@ -550,6 +776,7 @@ class MoeParallelDecoderLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         merged: dict[int, Any] | None = None,
         is_token: torch.Tensor | None = None,
+        token_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         attended, _ = self.self_attn(
@@ -561,6 +788,8 @@ class MoeParallelDecoderLayer(GradientCheckpointingLayer):
         )
         hidden_states = hidden_states + attended
         x = self.post_attention_layernorm(hidden_states)
+        if isinstance(self.mlp, MoeParallelSparseBlock):
+            return hidden_states + self.mlp(x, token_ids)
         if not isinstance(self.mlp, MoeParallelMergedExperts):
             return hidden_states + self.mlp(x)
         of_prompt = None if merged is None else merged.get(self.layer_idx)
@@ -580,7 +809,7 @@ class MoeParallelPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["MoeParallelDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
-    _keep_in_fp32_modules_strict = ["expert_bias"]
+    _keep_in_fp32_modules_strict = ["expert_bias", "free_scores"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -601,11 +830,19 @@ class MoeParallelPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
+        std = self.config.initializer_range
         for name, parameter in module.named_parameters(recurse=False):
             if name == "expert_bias":
                 init.zeros_(parameter)
+            elif name == "expert_table":  # the experts in turn
+                turns = torch.arange(parameter.numel(), device=parameter.device)
+                init.copy_(parameter, (turns % self.config.num_experts).view_as(parameter))
+            elif name == "free_scores":  # as large as the norms of C for an x of RMS 1
+                assert self.config.low_rank_size is not None
+                size = self.config.hidden_size * self.config.low_rank_size
+                init.constant_(parameter, std * size**0.5)
             elif name not in ("weight", "bias"):
-                init.normal_(parameter, mean=0.0, std=self.config.initializer_range)
+                init.normal_(parameter, mean=0.0, std=1.0 if name == "v_constant" else std)
 
 
 class MoeParallelModel(MoeParallelPreTrainedModel):
@@ -652,6 +889,8 @@ class MoeParallelModel(MoeParallelPreTrainedModel):
         )
         if self.config.rule == "merge":
             kwargs |= self._merges(attention_mask, past_key_values, int(past))
+        if self.config.rule == "hash":
+            kwargs["token_ids"] = _given(input_ids)
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         for layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = layer(
@@ -687,6 +926,15 @@ class MoeParallelModel(MoeParallelPreTrainedModel):
         if not past or not hasattr(held, "merged_experts"):
             held.merged_experts = {}
         return {"merged": held.merged_experts, "is_token": attention_mask}
+
+
+def _given(input_ids: torch.Tensor | None) -> torch.Tensor:
+    if input_ids is None:
+        raise ValueError(
+            "experts are chosen by token id, and inputs_embeds has no ids: give input_ids, or "
+            "serve the model without pipeline parallelism"
+        )
+    return input_ids
 
 
 class MoeParallelForCausalLM(MoeParallelPreTrainedModel, GenerationMixin):

@@ -10,10 +10,16 @@ from moe_parallel.config import (
     AoESelection,
     Config,
     ExpertsChoose,
+    FreeExperts,
     LoryPrefixSelection,
     MergedSelection,
 )
-from moe_parallel.huggingface.own_model import ARCHITECTURE, folded_width
+from moe_parallel.huggingface.own_model import (
+    ARCHITECTURE,
+    folded_width,
+    num_free_experts,
+    routing_neurons,
+)
 from moe_parallel.telemetry.metrics import Record
 
 
@@ -51,6 +57,11 @@ def notes(config: Config) -> list[str]:
         found.append(_merged_note(config))
     else:
         found.append("A token's output depends on this token and earlier ones.")
+    if selection.reads_token_ids:
+        found.append(
+            "The ids of the tokens choose the experts, so the model needs input_ids and refuses "
+            "inputs_embeds."
+        )
     if config.moe.moe_expert_capacity_factor is not None:
         found.append(
             "The run had a capacity: an expert that was full dropped tokens, in evaluations too. "
@@ -124,7 +135,7 @@ def _model_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
             ("experts of a token", "varies" if chosen is None else str(chosen)),
             ("layers with experts", f"{sum(config.moe_layers)} of {model.num_layers}"),
         ]
-        rows += [(name, str(size)) for name, size in _low_rank(config, facts)]
+        rows += [*_low_rank(config, facts), *_beside(config)]
     rows += [
         ("trained for", f"{facts.training['iteration']:,} iterations, "
          f"{facts.training['consumed_tokens']:,} tokens"),
@@ -140,6 +151,20 @@ def _low_rank(config: Config, facts: Facts) -> Iterable[tuple[str, str]]:
         if facts.folded:
             how += f" is multiplied out, and stored with a width of {folded_width(config)}"
         yield flag.removeprefix("--").replace("-", " "), f"{size}, {how}"
+
+
+def _beside(config: Config) -> Iterable[tuple[str, str]]:
+    """What a layer has beside the experts that tokens are dispatched to."""
+    selection = config.selection
+    if neurons := routing_neurons(config):
+        yield "routing neurons", f"{neurons} of each expert, which compute every token"
+    if num_free_experts(selection):
+        assert isinstance(selection, FreeExperts)
+        numbers = (
+            f"{selection.moe_zero_experts} zero, {selection.moe_copy_experts} copy, "
+            f"{selection.moe_constant_experts} constant"
+        )
+        yield "free experts", f"{numbers}; they count among the experts of a token"
 
 
 def _evaluation(facts: Facts) -> list[str]:
@@ -177,7 +202,7 @@ def _use(facts: Facts) -> list[str]:
     if facts.has_tokenizer:
         special = ", add_special_tokens=False" if facts.adds_special_tokens else ""
         lines += [
-            'tokenizer = AutoTokenizer.from_pretrained("PATH")',
+            f'tokenizer = AutoTokenizer.from_pretrained("PATH"{trust})',
             f'prompt = tokenizer("Once", return_tensors="pt"{special})',
             "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))",
         ]

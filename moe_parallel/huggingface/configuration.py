@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_parallel.config import Config, ModelConfig, TopKSelection
 from moe_parallel.errors import InputError
-from moe_parallel.huggingface.families import Experts, Family, renormalizes
+from moe_parallel.huggingface.families import Experts, Family
 from moe_parallel.huggingface.fields import Fields
 
 #: Fields that change what a model computes in a way that ours does not: the values that do not.
@@ -218,7 +218,7 @@ def _expert_fields(experts: Experts, config: Config) -> dict[str, Any]:
         "output_router_logits": False,
     }
     if experts.renormalizes is None:
-        fields["norm_topk_prob"] = renormalizes(selection)
+        fields["norm_topk_prob"] = selection.renormalizes
     if experts.jitter:
         fields["router_jitter_noise"] = selection.moe_input_jitter_eps
         fields["sliding_window"] = None

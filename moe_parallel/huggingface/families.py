@@ -97,12 +97,15 @@ class Experts:
             "moe_gate_low_rank_size",
             "moe_router_force_routing",
             "moe_router_force_load_balancing",
+            "moe_zero_experts",
+            "moe_copy_experts",
+            "moe_constant_experts",
         ):
             if getattr(selection, name) != getattr(expected, name):
                 return f"--{name.replace('_', '-')} {str(getattr(selection, name)).lower()}"
         if config.moe.moe_expert_capacity_factor is not None:
             return f"--moe-expert-capacity-factor {config.moe.moe_expert_capacity_factor}"
-        if self.renormalizes is not None and self.renormalizes != renormalizes(selection):
+        if self.renormalizes is not None and self.renormalizes != selection.renormalizes:
             if selection.moe_router_topk == 1:
                 return "--moe-router-topk 1"
             return f"--moe-router-pre-softmax {str(selection.moe_router_pre_softmax).lower()}"
@@ -114,11 +117,6 @@ class Experts:
         if self.shared and not selection.moe_shared_expert_gate:
             return "--moe-shared-expert-gate false"
         return None
-
-
-def renormalizes(selection: TopKSelection) -> bool:
-    """Whether the probabilities of the chosen experts are divided by their sum."""
-    return selection.moe_router_topk > 1 and not selection.moe_router_pre_softmax
 
 
 _QWEN = Experts(

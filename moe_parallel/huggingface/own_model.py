@@ -9,18 +9,25 @@ from moe_parallel.config import (
     AutonomousSelection,
     BiasBalancing,
     Config,
+    Cutoffs,
     DispatchedSelection,
+    FixedFreeExperts,
+    FreeExperts,
     LoryPrefixSelection,
     RoutedSelection,
+    RoutingFreeSelection,
     Selection,
+    UoESelection,
 )
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.configuration import rope_fields
 from moe_parallel.selection import topk
 from moe_parallel.selection.expert_dropout import ExpertDropout
+from moe_parallel.selection.relu import ReLU
 from moe_parallel.selection.segments import BySegment, by_first, by_previous
-from moe_parallel.selection.top_p import TopP
-from moe_parallel.selection.topk import TopK
+from moe_parallel.selection.threshold import Threshold
+from moe_parallel.selection.top_p import MovingTopP, TopP
+from moe_parallel.selection.topk import TopK, WithoutZeroExperts
 from moe_parallel.systems import system_of
 
 MODEL_TYPE = "moe_parallel"
@@ -77,20 +84,29 @@ def own_config_json(config: Config, vocab_size: int, *, fold: bool) -> dict[str,
     if config.moe.num_experts is None:
         return fields
     selection, n = config.selection, config.moe.num_experts
-    width = folded_width(config) if fold else config.expert_width
+    width = folded_width(config) if fold else dispatched_width(config)
     fields |= {"num_experts": n, "moe_intermediate_size": width}
     fields |= _rule_fields(selection, n)
+    fields |= _free_fields(selection)
     if low_rank_size(selection) is not None:
         fields |= {"low_rank_size": low_rank_size(selection), "folded": fold}
     if isinstance(selection, AutonomousSelection):
         fields["scores"] = "norms"
+    if isinstance(selection, UoESelection):
+        fields |= {
+            "scores": "neurons",
+            "routing_neurons": routing_neurons(config),
+            "norm_of": selection.uoe_norm_of,
+            "gate_routing": selection.uoe_gate_routing,
+        }
     if isinstance(selection, RoutedSelection):
         fields["router_hidden_size"] = selection.moe_router_hidden_size
-    if isinstance(selection, BiasBalancing):
-        fields["expert_bias"] = selection.moe_router_enable_expert_bias
+    fields["expert_bias"] = has_bias(selection)
     if isinstance(selection, DispatchedSelection):
         fields["shared_expert_intermediate_size"] = selection.moe_shared_expert_intermediate_size
         fields["shared_expert_gate"] = selection.moe_shared_expert_gate
+    if isinstance(selection, RoutingFreeSelection):
+        fields["threshold"] = selection.theta(model.hidden_size, model.init_method_std)
     if isinstance(selection, LoryPrefixSelection):
         fields["prefix_length"] = selection.lory_segment_length
     return fields
@@ -104,10 +120,35 @@ def folded_width(config: Config) -> int:
     return -(-config.expert_width // _TILE) * _TILE
 
 
+def routing_neurons(config: Config) -> int:
+    """How many neurons of an expert compute every token. 0: the system has none."""
+    selection = config.selection
+    if not isinstance(selection, UoESelection):
+        return 0
+    return selection.routing_neurons(config.expert_width, config.num_experts)
+
+
+def dispatched_width(config: Config) -> int:
+    """The width of an expert without its routing neurons."""
+    return config.expert_width - routing_neurons(config)
+
+
+def num_free_experts(selection: Selection) -> int:
+    """The number of free experts, Z."""
+    return selection.free_experts if isinstance(selection, FreeExperts) else 0
+
+
 def low_rank_size(selection: Selection) -> int | None:
     """d_low of experts with a factorized W_g. None: W_g is one matrix."""
     sizes = selection.low_rank_sizes
     return sizes[0][1] if sizes else None
+
+
+def has_bias(selection: Selection) -> bool:
+    """Whether a number per expert is added to the scores for the selection."""
+    if isinstance(selection, BiasBalancing):
+        return selection.moe_router_enable_expert_bias
+    return isinstance(selection, Cutoffs | RoutingFreeSelection)
 
 
 def _qk_norm(normed: bool, all_heads: bool) -> str | None:
@@ -130,11 +171,31 @@ def _rule_fields(selection: Selection, num_experts: int) -> dict[str, Any]:
     if fields_of is None:
         reason = _WHY_NOT.get(type(rule), "its rule has no exported form")
         raise InputError(f"--load: --expert-selection {selection.system} is not exported: {reason}")
-    return fields_of(rule, num_experts)
+    fields = fields_of(rule, num_experts + num_free_experts(selection))
+    if selection.reads_token_ids:
+        fields["rule"] = "hash"  # a table chooses, and the rule weighs
+    return fields
 
 
-def _topk(rule: TopK, num_experts: int) -> dict[str, Any]:
-    scoring, normalized = _PROBS[rule.probs]
+def _free_fields(selection: Selection) -> dict[str, Any]:
+    """The numbers of free experts of each kind, and what a chosen zero expert does."""
+    if not num_free_experts(selection):
+        return {}
+    assert isinstance(selection, FreeExperts)
+    fields: dict[str, Any] = {
+        "zero_experts": selection.moe_zero_experts,
+        "copy_experts": selection.moe_copy_experts,
+        "constant_experts": selection.moe_constant_experts,
+    }
+    if isinstance(selection, FixedFreeExperts):
+        fields["zero_expert_gate"] = selection.moe_zero_expert_gate
+    return fields
+
+
+# From a rule, and the number of scores that it sees, to its fields.
+def _topk(rule: TopK, num_scores: int) -> dict[str, Any]:
+    probs = rule.probs.probs if isinstance(rule.probs, WithoutZeroExperts) else rule.probs
+    scoring, normalized = _PROBS[probs]
     fields = {
         "rule": "topk",
         "num_experts_per_tok": rule.k,
@@ -146,19 +207,39 @@ def _topk(rule: TopK, num_experts: int) -> dict[str, Any]:
     return fields
 
 
-def _top_p(rule: TopP, num_experts: int) -> dict[str, Any]:
+def _top_p(rule: TopP, num_scores: int) -> dict[str, Any]:
     return {
         "rule": "top_p",
-        "num_experts_per_tok": rule.most or num_experts,
-        "norm_topk_prob": False,
+        "num_experts_per_tok": rule.most or num_scores,
+        "norm_topk_prob": rule.renormalizes,
         "top_p": rule.p,
         "top_p_strict": rule.strict,
     }
 
 
-_RULES: dict[type, Callable[[Any, int], dict[str, Any]]] = {TopK: _topk, TopP: _top_p}
+def _threshold(rule: Threshold, num_scores: int) -> dict[str, Any]:
+    return {
+        "rule": "threshold",
+        "num_experts_per_tok": num_scores,
+        "norm_topk_prob": False,
+        "scoring_func": rule.gate.__name__,
+    }
+
+
+def _relu(rule: ReLU, num_scores: int) -> dict[str, Any]:
+    return {"rule": "relu", "num_experts_per_tok": num_scores, "norm_topk_prob": False}
+
+
+_RULES: dict[type, Callable[[Any, int], dict[str, Any]]] = {
+    TopK: _topk,
+    TopP: _top_p,
+    Threshold: _threshold,
+    ReLU: _relu,
+}
 _WHY_NOT: dict[type, str] = {
     ExpertDropout: "each token needs the mean of its whole sequence, which a text that is being "
     "generated does not have yet",
+    MovingTopP: "its p is that of the latest step, which no configuration has; take it from "
+    "metrics.jsonl and set --moe-inference-top-p",
     BySegment: "experts are chosen for whole segments, and a generated text has no segments",
 }

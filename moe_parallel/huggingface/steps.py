@@ -1,10 +1,12 @@
 """The tensors of an exported model: which tensors of a checkpoint each is made of, and how.
 
-Shape suffixes: E experts, D model width, F expert width, R low-rank size (d_low).
+Shape suffixes: E experts, D model width, F expert width, R low-rank size (d_low) or routing neurons
+of an expert, V token ids, K experts per token, Z free experts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +16,21 @@ import torch.nn.functional as F
 
 from moe_parallel.config import (
     AutonomousSelection,
-    BiasBalancing,
     Config,
+    FreeExperts,
     MergedSelection,
     RoutedSelection,
+    RoutingFreeSelection,
+    UoESelection,
 )
-from moe_parallel.huggingface.own_model import folded_width, low_rank_size
+from moe_parallel.huggingface.own_model import (
+    dispatched_width,
+    folded_width,
+    has_bias,
+    low_rank_size,
+    num_free_experts,
+    routing_neurons,
+)
 from moe_parallel.huggingface.places import (
     ExpertNames,
     Place,
@@ -75,7 +86,8 @@ def own_steps(config: Config, vocab_size: int, *, fold: bool) -> list[Step]:
         elif isinstance(config.selection, MergedSelection):
             steps += _merged(config, layer)
         else:
-            steps += _gate(config, layer, fold) + _experts(config, layer, fold)
+            steps += _gate(config, layer, fold) + _table(config, layer, vocab_size)
+            steps += _free(config, layer) + _experts(config, layer, fold)
             steps += plain_steps(shared(config, layer, ExpertNames()))
     return steps + plain_steps(head(config, vocab_size))
 
@@ -95,17 +107,12 @@ def _names(layer: int) -> tuple[str, str]:
 
 
 def _gate(config: Config, layer: int, fold: bool) -> list[Step]:
-    """The router, W_down and the balancing bias of a layer."""
+    """The router, W_down, the routing neurons and the balancing bias of a layer."""
     (ours, theirs), selection = _names(layer), config.selection
     n, d = config.num_experts, config.model.hidden_size
-    rank, steps = low_rank_size(selection), []
+    scores = n + num_free_experts(selection)
+    rank, steps = low_rank_size(selection), _router(config, layer, scores)
     autonomous = isinstance(selection, AutonomousSelection)
-    h = selection.moe_router_hidden_size if isinstance(selection, RoutedSelection) else None
-    if h is not None:
-        steps.append(_same(f"{ours}.w_router_HD", f"{theirs}.gate.router_in", h, d))
-        steps.append(_same(f"{ours}.w_router_EH", f"{theirs}.gate.router_out", n, h))
-    elif not autonomous:
-        steps.append(_same(f"{ours}.w_router_ED", f"{theirs}.gate.router_out", n, d))
     if rank is not None and (autonomous or not fold):
         steps.append(
             _one(
@@ -116,9 +123,87 @@ def _gate(config: Config, layer: int, fold: bool) -> list[Step]:
                 lambda w_EDR: w_EDR.transpose(1, 2).flatten(0, 1),
             )
         )
-    if isinstance(selection, BiasBalancing) and selection.moe_router_enable_expert_bias:
-        key, name = f"{ours}.bias.bias_E", f"{theirs}.gate.expert_bias"
-        steps.append(_same(key, name, n, always_fp32=True))
+    name = f"{theirs}.gate.expert_bias"
+    if isinstance(selection, RoutingFreeSelection):
+        steps.append(_one(f"{ours}.b_E", (n,), name, (n,), torch.neg, always_fp32=True))
+    elif has_bias(selection):
+        steps.append(_same(f"{ours}.bias.bias_E", name, scores, always_fp32=True))
+    return steps
+
+
+def _router(config: Config, layer: int, scores: int) -> list[Step]:
+    """What gives the tokens this number of scores, unless that is W_down alone."""
+    (ours, theirs), selection = _names(layer), config.selection
+    d = config.model.hidden_size
+    if isinstance(selection, UoESelection):
+        return _neurons(config, layer)
+    if not isinstance(selection, RoutedSelection):
+        return []
+    h = selection.moe_router_hidden_size
+    if h is None:
+        return [_same(f"{ours}.w_router_ED", f"{theirs}.gate.router_out", scores, d)]
+    return [
+        _same(f"{ours}.w_router_HD", f"{theirs}.gate.router_in", h, d),
+        _same(f"{ours}.w_router_EH", f"{theirs}.gate.router_out", scores, h),
+    ]
+
+
+def _neurons(config: Config, layer: int) -> list[Step]:
+    """The routing neurons of all experts, as a SwiGLU layer of width E R."""
+    (ours, theirs), n, d = _names(layer), config.num_experts, config.model.hidden_size
+    r = routing_neurons(config)
+    return [
+        _one(
+            f"{ours}.w_gate_up_ED2R",
+            (n, d, 2, r),
+            f"{theirs}.gate.neurons_in",
+            (2 * n * r, d),
+            lambda w_ED2R: w_ED2R.permute(2, 0, 3, 1).flatten(0, 2),
+        ),
+        _one(
+            f"{ours}.w_out_ERD",
+            (n, r, d),
+            f"{theirs}.gate.neurons_out",
+            (d, n * r),
+            lambda w_ERD: w_ERD.flatten(0, 1).T,
+        ),
+    ]
+
+
+def _table(config: Config, layer: int, vocab_size: int) -> list[Step]:
+    """The experts of each token id, without those of the ids that pad the vocabulary."""
+    (ours, theirs), k = _names(layer), config.selection.choices_per_token
+    if not config.selection.reads_token_ids:
+        return []
+    assert k is not None
+    return [
+        _one(
+            f"{ours}.hash_table.experts_VK",
+            (config.padded_vocab_size(vocab_size), k),
+            f"{theirs}.gate.expert_table",
+            (vocab_size, k),
+            lambda experts_VK: experts_VK[:vocab_size],
+        )
+    ]
+
+
+def _free(config: Config, layer: int) -> list[Step]:
+    """The weights of the free experts. AoE's scores of them are stored in units of a norm."""
+    (ours, theirs), selection = _names(layer), config.selection
+    if not isinstance(selection, FreeExperts):
+        return []
+    d, z, c = config.model.hidden_size, selection.free_experts, selection.moe_constant_experts
+    steps = []
+    if z and isinstance(selection, AutonomousSelection):
+        unit = config.model.init_method_std * math.sqrt(d * selection.aoe_low_rank_size)
+        name = f"{theirs}.gate.free_scores"
+        steps.append(
+            _one(f"{ours}.w_free_Z", (z,), name, (z,), lambda w_Z: unit * w_Z.float(), True)
+        )
+    if c:
+        place = f"{theirs}.free_experts"
+        steps.append(_same(f"{ours}.w_constant_CAD", f"{place}.w_constant", c, 2, d))
+        steps.append(_same(f"{ours}.v_CD", f"{place}.v_constant", c, d))
     return steps
 
 
@@ -137,7 +222,7 @@ def _merged(config: Config, layer: int) -> list[Step]:
 
 def _swiglu(config: Config, layer: int, within: str = "experts.") -> list[Step]:
     (ours, theirs), n, d = _names(layer), config.num_experts, config.model.hidden_size
-    f = config.expert_width
+    f = dispatched_width(config)
     return [
         _one(
             f"{ours}.experts.w_gate_up_LD2F",

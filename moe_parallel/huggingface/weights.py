@@ -22,14 +22,15 @@ from moe_parallel.training.checkpoint.tensors import read_whole
 from moe_parallel.training.checkpoint.whole import Entries, tensor_entries
 
 #: The tensors of a checkpoint that are no weights: the optimizer's state, and that of balancing.
-_OPTIMIZER, _BALANCING = "optimizer.", (".load.share_E", ".bias.error_E")
+_OPTIMIZER = "optimizer."
+_BALANCING = (".load.share_E", ".bias.error_E", ".bias.weight_1", ".controller.state")
 
 
 @dataclass(frozen=True)
 class Written:
     """What was written."""
 
-    parameters: int
+    parameters: int  # without tables of integers
     size: int  # bytes of all tensors
     dtype: str  # of the embedding, as torch names it
     files: list[str]
@@ -80,7 +81,7 @@ def write_weights(
 
     Args:
         entries: what `checked_entries` returned.
-        dtype: of the written tensors. None: that of the checkpoint.
+        dtype: of the written tensors, except integers. None: that of the checkpoint.
         file_bytes: the most bytes of tensors in a file; a larger tensor is alone in its file.
         advance: called with the number of bytes of each written file.
 
@@ -101,7 +102,8 @@ def write_weights(
             tensors[expected] = _next(results, expected, shapes[expected], dtypes[expected])
         _save(tensors, folder / file)
         advance(sum(sizes[name] for name in of_file))
-    parameters, size = sum(map(math.prod, shapes.values())), sum(sizes.values())
+    weights = (shape for name, shape in shapes.items() if dtypes[name].is_floating_point)
+    parameters, size = sum(map(math.prod, weights)), sum(sizes.values())
     if len(files) > 1:
         where = {name: file for file, part in zip(names, files, strict=True) for name in part}
         index = {
@@ -127,7 +129,8 @@ def _next(
 def _dtype_of(step: Step, entries: Entries, dtype: torch.dtype | None) -> torch.dtype:
     if step.always_fp32:
         return torch.float32
-    return dtype or entries[step.keys[-1]].properties.dtype
+    stored = entries[step.keys[-1]].properties.dtype
+    return stored if dtype is None or not stored.is_floating_point else dtype
 
 
 def _divided(sizes: dict[str, int], limit: int) -> list[list[str]]:

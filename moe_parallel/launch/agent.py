@@ -18,7 +18,6 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     WorkerGroup,
@@ -63,6 +62,7 @@ class JobAgent(LocalElasticAgent):
         self._asked: list[tuple[signal.Signals, float]] = []  # signals and their times
         self._passed_on = 0  # number of these that were sent to the ranks
         self._killed = False
+        self._over = False  # whether `_end` has decided how this start of the ranks ended
         self._code_elsewhere: int | None = None  # by which ranks of other nodes ended the job
 
     def end_without_others(self, error: Exception) -> None:
@@ -93,7 +93,7 @@ class JobAgent(LocalElasticAgent):
         self._stop.began(
             lambda: "between two starts of the ranks; the same command continues the run"
         )
-        self._code_elsewhere = None
+        self._code_elsewhere, self._over = None, False
         started = super()._start_workers(worker_group)
         if self._has_other_nodes():
             watch = threading.Thread(target=self._watch_job, name="job-watch", daemon=True)
@@ -105,8 +105,7 @@ class JobAgent(LocalElasticAgent):
 
     def _watch_job(self) -> None:
         """See that the job has ended elsewhere, if no rank of this node can: all are stopped."""
-        attempt, store = os.environ[ATTEMPT], self._visited_store()
-        channel = None if store is None else FailureChannel(store)
+        attempt, channel = os.environ[ATTEMPT], self._visited_channel()
         while channel is not None and not channel.gone:
             code = channel.code_of_others()
             if os.environ[ATTEMPT] != attempt:  # the ranks have been started again
@@ -116,13 +115,14 @@ class JobAgent(LocalElasticAgent):
                 return
             time.sleep(_WATCH_SECONDS)
 
-    def _visited_store(self) -> dist.Store | None:
-        """The store of the ranks; None if it is gone."""
+    def _visited_channel(self) -> FailureChannel | None:
+        """The channel of the ranks; None if their store is gone."""
         group = self._worker_group
         with suppress(RuntimeError, OSError):
-            return visit_store(
+            store = visit_store(
                 str(group.master_addr), int(group.master_port or 0), os.environ[ATTEMPT]
             )
+            return FailureChannel(store)
         return None
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -132,7 +132,8 @@ class JobAgent(LocalElasticAgent):
         self._pass_signals_on()
         codes = self._exit_codes().values()
         if any(codes) or self._code_elsewhere is not None:
-            self._end()
+            if not self._over:  # a rank that was killed there may take a moment to be gone
+                self._end()
         elif None in codes:
             return RunResult(state=WorkerState.HEALTHY)
         result = super()._monitor_workers(worker_group)
@@ -161,6 +162,7 @@ class JobAgent(LocalElasticAgent):
 
     def _end(self) -> None:
         """Wait for the other ranks after one has failed, and decide how the job ended."""
+        self._over = True
         lost = self._lost()
         if lost and not self._killed:
             self._claim_lost(lost)
@@ -192,9 +194,9 @@ class JobAgent(LocalElasticAgent):
         """Report ranks that were killed, and tell the others that this is reported."""
         (local_rank, number), *_ = lost.items()
         self.exit_code = 128 + number
-        group, store = self._worker_group, self._visited_store()
-        if store is not None:
-            FailureChannel(store).claim(self.exit_code)
+        group, channel = self._worker_group, self._visited_channel()
+        if channel is not None:
+            channel.claim(self.exit_code)
         process = self._processes()[local_rank]
         why = ", as the kernel does when memory is full" if number == signal.SIGKILL else ""
         _tell(

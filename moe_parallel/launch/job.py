@@ -25,6 +25,9 @@ from moe_parallel.training.signals import StopRequest
 def run_job(options: LaunchOptions, script: str, stop: StopRequest) -> int:
     """Start `script` on the ranks of this node; returns the exit code of the job.
 
+    End the process with it by `training.failure.leave`. Threads that wait for the store in C++,
+    ours and torch's, would abort a process whose interpreter ends.
+
     Raises InputError for a wrong flag of the launcher, and Stopped for a signal that comes before
     the ranks exist.
     """

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 from moe_parallel.config import Config, parse_command_line, read_command_line, validate
 from moe_parallel.errors import InputError
@@ -42,7 +43,7 @@ def _run(script: str, arguments: Sequence[str], stop: StopRequest) -> int:
     keep_command(script, arguments)
     options = divide(arguments)
     if options.launcher:
-        return _launch(options, script, stop)
+        _launch(options, script, stop)
     if slurm.is_task(os.environ) and "RANK" not in os.environ:
         os.environ.update(slurm.rank_variables(os.environ))
         _warn_without_srun()
@@ -66,7 +67,7 @@ def _be_rank(arguments: Sequence[str], stop: StopRequest) -> int:
     return pretrain(arguments, stop)
 
 
-def _launch(options: LaunchOptions, script: str, stop: StopRequest) -> int:
+def _launch(options: LaunchOptions, script: str, stop: StopRequest) -> NoReturn:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise InputError(
             f"{options.launcher[0]} is for a start without torchrun, which has started this "
@@ -82,8 +83,9 @@ def _launch(options: LaunchOptions, script: str, stop: StopRequest) -> int:
         _check_restarts(options, config)
     _silence_torch()
     from moe_parallel.launch.job import run_job
+    from moe_parallel.training.failure import leave
 
-    return run_job(options, script, stop)
+    leave(run_job(options, script, stop))
 
 
 def _silence_torch() -> None:

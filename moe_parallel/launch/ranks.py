@@ -35,7 +35,7 @@ def run_on_ranks(
             options = divide(arguments)
             check(options.program)
             if options.launcher:
-                _leave(_launch(script, arguments, stop))
+                _launch(script, arguments, stop)
             if slurm.is_task(os.environ) and "RANK" not in os.environ:
                 os.environ.update(slurm.rank_variables(os.environ))
             _be_rank(options.program, work, stop)
@@ -47,7 +47,7 @@ def run_on_ranks(
         _leave(code_of(stopped))
 
 
-def _launch(script: str, arguments: Sequence[str], stop: StopRequest) -> int:
+def _launch(script: str, arguments: Sequence[str], stop: StopRequest) -> NoReturn:
     options = divide(arguments)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise InputError(
@@ -56,14 +56,16 @@ def _launch(script: str, arguments: Sequence[str], stop: StopRequest) -> int:
         )
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from moe_parallel.launch.job import run_job
+    from moe_parallel.training.failure import leave
 
-    return run_job(options, script, stop)
+    leave(run_job(options, script, stop))
 
 
 def _be_rank(
     arguments: Sequence[str], work: Callable[[Sequence[str]], int], stop: StopRequest
 ) -> NoReturn:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from moe_parallel.collective_errors import StorageError
     from moe_parallel.platform.import_megatron import import_megatron
     from moe_parallel.training.failure import FailureChannel, leave_with_launcher, run
     from moe_parallel.training.job_store import LAUNCHER, join_store
@@ -92,7 +94,10 @@ def _be_rank(
             world_size=world_size,
             timeout=timedelta(minutes=30),
         )
-        return work(arguments)
+        try:
+            return work(arguments)
+        except StorageError as error:
+            raise InputError(str(error)) from error
 
     run(body, FailureChannel(store), stop)
 

@@ -8,7 +8,9 @@ from moe_parallel.layers.dispatched import DispatchedLayer
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
 from moe_parallel.layers.merged import LoryLayer, MergedLayer, SmearLayer
 from moe_parallel.layers.routed import FactorizedRoutedLayer, RoutedLayer
+from moe_parallel.layers.routing_free import RoutingFreeLayer
 from moe_parallel.layers.system import Rules, System
+from moe_parallel.layers.union import UnionLayer
 
 __all__ = [
     "AutonomousLayer",
@@ -19,7 +21,9 @@ __all__ = [
     "LoryLayer",
     "MergedLayer",
     "RoutedLayer",
+    "RoutingFreeLayer",
     "Rules",
     "SmearLayer",
     "System",
+    "UnionLayer",
 ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from moe_parallel.layers.dispatched import DispatchedLayer
 from moe_parallel.layers.expert_layer import LayerContext
 from moe_parallel.layers.scoring_weight import scoring_weight
 from moe_parallel.layers.system import System
-from moe_parallel.ops.types import Gradient, Keep
+from moe_parallel.ops.types import Choose, Gradient, Keep
 from moe_parallel.selection.choices import Choices, Rule
+from moe_parallel.selection.replayed import Replayed
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import TopK, softmax_of_selected
 
@@ -36,9 +39,12 @@ class AutonomousLayer(DispatchedLayer):
     the softmax over these norms and there is no auxiliary loss, then the other norms have no
     gradient, and nothing is lost. The backward pass of their E - K products with x is saved. If the
     chosen experts are on the token's rank, their norms are differentiated together with them.
+
+    A free expert has no C. Its score is a learned number, a threshold that norms must exceed.
     """
 
     w_down_EDR: torch.Tensor
+    w_free_Z: torch.Tensor  # if there are free experts
     experts: LowRankExperts
 
     def __init__(
@@ -61,8 +67,13 @@ class AutonomousLayer(DispatchedLayer):
             and not self.losses
             and context.capacity is None
             and context.fp8 is None
+            and self.free is None
         )
         rank = selection.aoe_low_rank_size
+        if self.free is not None:
+            self.add_replicated_weight("w_free_Z", self.free.number)
+            # The norm of C at the start, for x of RMS 1: then the score of a free expert is near.
+            self._free_unit = config.init_method_std * math.sqrt(config.hidden_size * rank)
         self.w_down = scoring_weight(
             self, selection.aoe_gather_w_down, "w_down_EDR", config.hidden_size, rank
         )
@@ -82,12 +93,24 @@ class AutonomousLayer(DispatchedLayer):
         rule = self.current_rule()
         self.statistics.record_wire(self.w_down.wire_bytes)
         with self.w_down.whole() as w_down_EDR:
-            if isinstance(rule, TopK):
+            if isinstance(rule, TopK) and self.free is None:
                 return self._choose_greatest(x_TD, w_down_EDR, rule)
+            if isinstance(rule, Replayed) and isinstance(rule.rule, TopK) and self.free is None:
+                chosen = partial(rule.chosen, tokens=tokens)
+                return self._choose_greatest(x_TD, w_down_EDR, rule.rule, chosen)
             return self._choose_by(rule, x_TD, w_down_EDR, tokens)
 
-    def _choose_greatest(self, x_TD: torch.Tensor, w_down_EDR: torch.Tensor, rule: TopK) -> Choices:
-        """Top-K by the operator `norm_topk`, which can also return C of the chosen experts."""
+    def _choose_greatest(
+        self,
+        x_TD: torch.Tensor,
+        w_down_EDR: torch.Tensor,
+        rule: TopK,
+        chosen: Choose | None = None,
+    ) -> Choices:
+        """Top-K by the operator `norm_topk`, which can also return C of the chosen experts.
+
+        `chosen`: K other experts of each token, from the norms. None: those with the greatest.
+        """
         assert rule.ranking is None and rule.groups is None
         takes_c = self.dispatcher.takes_c
         keep: Keep = "chosen" if takes_c else "nothing"
@@ -95,10 +118,11 @@ class AutonomousLayer(DispatchedLayer):
             scores = self.context.ops.norm_topk(
                 x_TD,
                 w_down_EDR,
-                rule.k,
-                rule.bias_E,
+                rule.k if chosen is None else None,
+                rule.bias_E if chosen is None else None,
                 keep=keep if self.recompute_scores else "all",
                 gradient=self.gradient,
+                chosen=chosen,
                 screening=self.screening,
             )
             choices = rule.of(scores.norms_TE, scores.experts_TK)
@@ -114,7 +138,8 @@ class AutonomousLayer(DispatchedLayer):
         """Any other rule. C is not passed on, because a token may have as many slots as experts."""
 
         def chosen(norms_TE: torch.Tensor) -> torch.Tensor:
-            return rule(norms_TE, tokens).experts_TK
+            experts_TK = rule(self._with_free_scores(norms_TE), tokens).experts_TK
+            return experts_TK.masked_fill(experts_TK >= self.num_experts, -1)
 
         norm_topk = self.context.ops.norm_topk
         if self.gradient == "all":  # the gradient does not depend on the choice
@@ -122,7 +147,14 @@ class AutonomousLayer(DispatchedLayer):
             scores = norm_topk(x_TD, w_down_EDR, 1, keep=keep)
         else:
             scores = norm_topk(x_TD, w_down_EDR, None, gradient="chosen", chosen=chosen)
-        return rule(scores.norms_TE, tokens)
+        return rule(self._with_free_scores(scores.norms_TE), tokens)
+
+    def _with_free_scores(self, norms_TE: torch.Tensor) -> torch.Tensor:
+        """The norms, then the scores of the free experts: learned numbers, equal for all tokens."""
+        if self.free is None:
+            return norms_TE
+        score_Z = self._free_unit * self.replicated(self.w_free_Z).to(norms_TE.dtype)
+        return torch.cat([norms_TE, score_Z.expand(len(norms_TE), -1)], dim=1)
 
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
         with self.w_down.local() as w_down_LDR:

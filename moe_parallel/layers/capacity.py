@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from moe_parallel.config import Config
+from typing import Any
+
+from moe_parallel.config import Config, FreeExperts, Selection
 from moe_parallel.selection.capacity import DROP_ORDERS, Capacity
 
 
@@ -16,4 +18,11 @@ def build_capacity(config: Config) -> Capacity | None:
         DROP_ORDERS[moe.moe_token_drop_policy],
         moe.moe_pad_expert_input_to_capacity,
         config.selection.choices_per_token or 1 if moe.moe_capacity_counts_topk else 1,
+        **_free_experts(config.selection),
     )
+
+
+def _free_experts(selection: Selection) -> dict[str, Any]:
+    if not isinstance(selection, FreeExperts):
+        return {}
+    return {"num_free": selection.free_experts, "tau": selection.moe_free_expert_tau}

@@ -2,6 +2,8 @@
 
     tokens -> choose -> capacity -> dispatch -> experts -> combine
 
+A free expert is no expert of a rank: its output is added after the combination.
+
 Shape suffixes: S sequence, B batch (Megatron's order), T tokens of this rank (S * B divided by the
 number of tensor- and context-parallel ranks), K choices per token, E all experts, D model width, M
 tokens that this rank's experts receive.
@@ -20,14 +22,18 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from moe_parallel.balancing.bias import build_bias
+from moe_parallel.balancing.bias import ExpertBias, build_bias
+from moe_parallel.balancing.cutoffs import ExpertCutoffs
 from moe_parallel.balancing.load import StepLoad
 from moe_parallel.config import DispatchedSelection
 from moe_parallel.dispatch import Dispatched, build_dispatcher
 from moe_parallel.experts.shared import OverlappedSharedExpert, SharedExpert
+from moe_parallel.layers.cutoffs import build_cutoffs
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
+from moe_parallel.layers.free_experts import build_free_experts
+from moe_parallel.layers.hash_table import HashTable
 from moe_parallel.layers.past import RememberedSegments
-from moe_parallel.layers.routing_losses import RoutingLoss
+from moe_parallel.layers.routing_losses import LossContext, RoutingLoss
 from moe_parallel.layers.split_tokens import SplitTokens
 from moe_parallel.layers.system import Rules, System
 from moe_parallel.selection.choices import BiasedRule, Choices, Rule
@@ -59,15 +65,35 @@ class DispatchedLayer(ExpertLayer):
         self.dispatcher = build_dispatcher(
             self.num_experts, context.groups, context.ops, context.progress, selection.sends_c
         )
-        self.bias = build_bias(selection, self.num_experts)
-        rules = system.rules(selection)
-        if context.forcing is not None:
-            rules = Rules(*map(context.forcing.of, rules))
-        self.rule, self.evaluation_rule = rules
-        self.load = StepLoad(self.num_experts) if selection.uses_step_load else None
-        losses = [make(selection, self.load, context.num_moe_layers) for make in system.losses]
+        self.free = build_free_experts(self, selection)
+        cutoffs = build_cutoffs(selection, config, context.train_iters)
+        self.bias: ExpertBias | None = cutoffs or build_bias(selection, self.num_experts)
+        self.controller = system.controller(selection, self.num_experts, context.train_iters)
+        assert (context.hash_table_VK is not None) == selection.reads_token_ids
+        rules = self._rules(system.rules(selection))
+        self.rule, self.evaluation_rule = context.trace.rule(rules.training), rules.evaluation
+        self.load = StepLoad(self.num_scores) if selection.uses_step_load else None
+        available = LossContext(context.num_moe_layers, self.load, self.controller)
+        losses = [make(selection, available) for make in system.losses]
         self.losses: list[RoutingLoss] = [loss for loss in losses if loss.coefficient]
         self.shared = _shared_expert(config, selection, context)
+
+    def _rules(self, rules: Rules) -> Rules:
+        """The rules with what the layer holds for them."""
+        context = self.context
+        if context.hash_table_VK is not None:
+            self.hash_table = HashTable(context.hash_table_VK)
+            rules = Rules(*map(self.hash_table.of, rules))
+        if self.controller is not None:
+            rules = Rules(*map(self.controller.of, rules))
+        if context.forcing is not None:
+            rules = Rules(*map(context.forcing.of, rules))
+        return rules
+
+    @property
+    def num_scores(self) -> int:
+        """The number of scores per token: of the experts, then of the free experts."""
+        return self.num_experts + (0 if self.free is None else self.free.number)
 
     @abstractmethod
     def choose(self, x_TD: torch.Tensor, tokens: Tokens) -> Choices:
@@ -87,14 +113,13 @@ class DispatchedLayer(ExpertLayer):
     def _compute_split(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
         """The output of the chosen experts: [S, B, D]. Splits the tokens if they are not split."""
         groups, tp = self.context.groups, self.context.groups.tp
-        place = {"layer": self.layer_number, "iteration": self.context.iteration()}
         split_here = tp.size() > 1 and not self.config.sequence_parallel
         if split_here and (self.past is not None or len(hidden_SBD) % tp.size()):
-            tokens = SplitTokens(hidden_SBD.shape[1], groups.cp, cp_size=groups.cp.size(), **place)
+            tokens = self._tokens(hidden_SBD, groups.cp)
             return self._compute_tokens(hidden_SBD.flatten(0, 1), tokens).view_as(hidden_SBD)
         if split_here:
             hidden_SBD = scatter_to_sequence_parallel_region(hidden_SBD, group=tp)
-        tokens = SplitTokens(hidden_SBD.shape[1], groups.tp_cp, cp_size=groups.cp.size(), **place)
+        tokens = self._tokens(hidden_SBD, groups.tp_cp)
         y_SBD = self._compute_tokens(hidden_SBD.flatten(0, 1), tokens).view_as(hidden_SBD)
         if split_here:
             y_SBD = gather_from_sequence_parallel_region(
@@ -102,22 +127,54 @@ class DispatchedLayer(ExpertLayer):
             )
         return y_SBD
 
+    def _tokens(self, hidden_SBD: torch.Tensor, ranks: dist.ProcessGroup) -> SplitTokens:
+        """The tokens that this rank routes; `ranks` share their sequences."""
+        length, sequences, _ = hidden_SBD.shape
+        ids_T = None
+        if self.token_ids_BS is not None:
+            parts_BS = self.token_ids_BS.split(length, 1)  # one for each tensor-parallel rank
+            part = self.context.groups.tp.rank() if len(parts_BS) > 1 else 0
+            ids_T = parts_BS[part].t().flatten()
+        place = {"layer": self.layer_number, "iteration": self.context.iteration()}
+        if self.training:
+            place["micro_batch"] = self.context.trace.next_micro_batch(**place)
+        cp_size = self.context.groups.cp.size()
+        return SplitTokens(sequences, ranks, cp_size=cp_size, ids_T=ids_T, **place)
+
     def _compute_tokens(self, x_TD: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         choices = self.choose(x_TD, tokens)
         if self.routes:
             x_TD = self._with_losses(x_TD, choices, tokens)
+            self.context.trace.record(tokens, choices.experts_TK)
             if self.load is not None:
                 self.load.count(choices)
+            if self.controller is not None:
+                self.controller.count(self.dispatched(choices))
             if self.bias is not None and self.bias.observes:
                 ranked_TE = cast(BiasedRule, self.rule).ranked(choices.scores_TE)
                 self.bias.observe(ranked_TE, choices.experts_TK.shape[1], tokens)
         kept, pad_rows_per_expert = self._limit(choices, tokens)
         self._record(choices, kept)
-        rows = self.dispatcher.dispatch(x_TD, kept, pad_rows_per_expert)
+        if self.free is None:
+            return self._compute_dispatched(x_TD, kept, pad_rows_per_expert)
+        kept, probs_TZ = self.free.divided(kept)
+        y_TD = self._compute_dispatched(x_TD, kept, pad_rows_per_expert)
+        return y_TD + self.free.output(x_TD, probs_TZ)
+
+    def dispatched(self, choices: Choices) -> Choices:
+        """The choices without those of free experts, whose slots become empty."""
+        return choices if self.free is None else self.free.divided(choices)[0]
+
+    def _compute_dispatched(
+        self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None
+    ) -> torch.Tensor:
+        """The output of the experts, on whatever ranks they are: [T, D]."""
+        rows = self.dispatcher.dispatch(x_TD, choices, pad_rows_per_expert)
         self.statistics.record_wire(rows.wire_bytes)
         if self.routes:
             self.context.progress.rows += len(rows.x_MD)
-        return self.dispatcher.combine(self.compute(rows), rows.route)
+        y_TD = self.dispatcher.combine(self.compute(rows), rows.route)
+        return y_TD if choices.output_TD is None else y_TD + choices.output_TD
 
     def _with_losses(self, x_TD: torch.Tensor, choices: Choices, tokens: Tokens) -> torch.Tensor:
         """Adds the auxiliary losses. Returns `x_TD`, whose backward pass may start theirs."""
@@ -125,7 +182,7 @@ class DispatchedLayer(ExpertLayer):
             return x_TD
         values = {each.name: each.of(choices, tokens) for each in self.losses}
         self.statistics.record_losses({name: value.detach() for name, value in values.items()})
-        weighted = [each.coefficient * values[each.name] for each in self.losses]
+        weighted = [each.weighted(values[each.name]) for each in self.losses]
         return self.context.add_loss(x_TD, torch.stack(weighted).sum())
 
     def current_rule(self) -> Rule:
@@ -150,17 +207,26 @@ class DispatchedLayer(ExpertLayer):
         return capacity.keep(choices, tokens), rows
 
     def _record(self, choices: Choices, kept: Choices) -> None:
+        """Of the n experts; of the free ones only how many choices they got."""
         dropped = (choices.experts_TK >= 0).sum() - (kept.experts_TK >= 0).sum()
+        norms_TE, n = self.norms(choices), self.num_experts
+        counts_E, free_counts_Z = choices.tokens_per_expert().tensor_split([n])
         self.statistics.record(
-            tokens_per_expert_E=choices.tokens_per_expert(),
+            tokens_per_expert_E=counts_E,
             dropped=dropped,
-            scores_TE=choices.scores_TE.detach(),
-            norms_TE=self.norms(choices),
+            scores_TE=choices.scores_TE.detach()[:, :n],
+            norms_TE=None if norms_TE is None else norms_TE[:, :n],
+            cutoff_E=self.cutoffs(),
+            free_choices=free_counts_Z.sum(),
         )
 
     def norms(self, choices: Choices) -> torch.Tensor | None:
         """The norms to log. Returns None if the scores are not norms."""
         return None
+
+    def cutoffs(self) -> torch.Tensor | None:
+        """The cutoffs to log, fp32 [E]. Returns None if scores are not compared with any."""
+        return self.bias.cutoff_E if isinstance(self.bias, ExpertCutoffs) else None
 
     def after_step(self) -> None:
         self.balance(self.context.groups.tp_dp_cp)

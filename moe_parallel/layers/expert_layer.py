@@ -21,6 +21,7 @@ from moe_parallel.experts.fp8_engine import Fp8Engine
 from moe_parallel.experts.parameters import ExpertParameters
 from moe_parallel.layers.forced_routing import Forcing
 from moe_parallel.layers.past import Past
+from moe_parallel.layers.router_trace import RouterTrace
 from moe_parallel.ops import Ops
 from moe_parallel.parallel import Groups, sum_gradient_over
 from moe_parallel.selection.capacity import Capacity
@@ -28,8 +29,9 @@ from moe_parallel.telemetry.progress import Progress
 from moe_parallel.telemetry.statistics import LayerStatistics
 
 #: Takes the input of a layer and the layer's weighted auxiliary loss, a scalar, and returns the
-#: input. The backward pass of the returned tensor may start that of the loss, because a pipeline
-#: stage has no loss of its own to which this one could be added.
+#: input. In a run, the backward pass of the returned tensor also starts that of the loss, because a
+#: pipeline stage has no loss of its own to which this one could be added. The library keeps the
+#: loss instead, as `aux_loss`.
 AddLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -59,7 +61,11 @@ class LayerContext:
     add_loss: AddLoss = MoEAuxLossAutoScaler.apply
     progress: Progress = field(default_factory=Progress)  # of this rank
     forcing: Forcing | None = None  # None: the scores choose the experts
+    trace: RouterTrace = field(default_factory=RouterTrace)  # what is recorded or replayed
     iteration: Callable[[], int] = at_start  # optimizer steps so far
+    hash_table_VK: torch.Tensor | None = None  # the experts of each token id in a new model
+    seed: int = 0  # of random numbers that do not depend on the rank
+    train_iters: int | None = None  # of the run; None: no run trains the layer
     recomputes_layers: bool = False  # each keeps only its input, besides full recomputation
     recomputes_shared: bool = False  # the same for shared experts alone
 
@@ -69,6 +75,9 @@ class ExpertLayer(MegatronModule, ABC):
 
     experts: ExpertParameters  # set by the subclass
     past: Past | None = None  # the tokens that this forward pass continues, in generation
+    #: The ids of the tokens of this forward pass, int64 [B, S], if the system reads them. With
+    #: context parallelism, those of this rank's share of every sequence.
+    token_ids_BS: torch.Tensor | None = None
 
     def __init__(self, config: TransformerConfig, context: LayerContext) -> None:
         super().__init__(config)
@@ -89,9 +98,14 @@ class ExpertLayer(MegatronModule, ABC):
     def forward(self, hidden_SBD: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         """[S, B, D] -> ([S, B, D], None); with sequence parallelism, S is this rank's share."""
         if self.context.recomputes_layers and torch.is_grad_enabled():
-            y_SBD: torch.Tensor = checkpoint(self.output, False, hidden_SBD)
+            # The ids are an argument, because other tokens may pass before this is recomputed.
+            y_SBD: torch.Tensor = checkpoint(self._of_ids, False, hidden_SBD, self.token_ids_BS)
             return y_SBD, None
         return self.output(hidden_SBD), None
+
+    def _of_ids(self, hidden_SBD: torch.Tensor, token_ids_BS: torch.Tensor | None) -> torch.Tensor:
+        self.token_ids_BS = token_ids_BS
+        return self.output(hidden_SBD)
 
     @abstractmethod
     def output(self, hidden_SBD: torch.Tensor) -> torch.Tensor:

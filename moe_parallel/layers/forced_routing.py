@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from moe_parallel.config import Config, TokensChoose
-from moe_parallel.config.forced_routing import parse_forced_routing
+from moe_parallel.config.forced_routing import FLAG, parse_forced_routing
 from moe_parallel.errors import InputError
 from moe_parallel.selection.forced import (
     Balanced,
@@ -20,6 +22,7 @@ from moe_parallel.selection.forced import (
     Workload,
     Zipf,
 )
+from moe_parallel.telemetry import router_trace
 from moe_parallel.telemetry.metrics import read_metrics
 
 
@@ -47,13 +50,16 @@ def build_forcing(config: Config) -> Forcing | None:
 
 
 def read_trace(file: str) -> Trace:
-    """The loads in a metrics.jsonl, or in lines of the same form.
+    """The loads in a file of --moe-router-trace, in a metrics.jsonl, or in lines of the same form.
 
-    A record has `iteration`, the last one that it covers, and `layers`, a list of objects with
-    `layer` (from 1) and `tokens_per_expert`. Records without layers are skipped. A run with
-    --log-interval 1 records every iteration; otherwise a record holds for all iterations since the
-    one before. Raises InputError.
+    A record of a metrics.jsonl has `iteration`, the last one that it covers, and `layers`, a list
+    of objects with `layer` (from 1) and `tokens_per_expert`. Records without layers are skipped. A
+    run with --log-interval 1 records every iteration; otherwise a record holds for all iterations
+    since the one before. Raises InputError.
     """
+    if router_trace.is_trace(file):
+        choices = router_trace.read_trace(file, FLAG)
+        return Trace(choices["iteration"].tolist(), CountedLoads(choices))
     ends: list[int] = []
     loads: list[dict[int, list[float]]] = []
     for record in read_metrics(Path(file)):
@@ -81,6 +87,21 @@ def read_trace(file: str) -> Trace:
             "of a run with experts"
         )
     return Trace(ends, loads)
+
+
+class CountedLoads:
+    """The loads in the records of --moe-router-trace, counted when they are asked for."""
+
+    def __init__(self, trace: np.ndarray[Any, Any]) -> None:
+        self._trace = trace
+
+    def __getitem__(self, number: int, /) -> dict[int, list[float]]:
+        (record,) = self._trace[number : number + 1]
+        bins = int(record["num_experts"]) + 1  # the first is that of empty slots
+        return {
+            int(layer): np.bincount(experts_NSK.ravel() + 1, minlength=bins)[1:].tolist()
+            for layer, experts_NSK in zip(record["layers"], record["experts"], strict=True)
+        }
 
 
 def _load(tokens_per_expert: list[float]) -> list[float]:

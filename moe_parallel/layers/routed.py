@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from contextlib import nullcontext
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from moe_parallel.balancing.coupling import coupling, coupling_loss, with_noise
 from moe_parallel.config import RoutedSelection
 from moe_parallel.dispatch import Dispatched
 from moe_parallel.experts.fp8 import low_rank_experts, swiglu_experts
 from moe_parallel.experts.low_rank import LowRankExperts
+from moe_parallel.experts.swiglu import SwiGLUExperts
 from moe_parallel.layers.dispatched import DispatchedLayer
 from moe_parallel.layers.expert_layer import LayerContext
+from moe_parallel.layers.routing_losses import RoutingLoss
 from moe_parallel.layers.system import System
+from moe_parallel.ops.reference import accumulation_dtype
 from moe_parallel.parallel import OneProcess
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
@@ -42,7 +47,7 @@ class RoutedLayer(DispatchedLayer):
     ) -> None:
         super().__init__(config, selection, context, system)
         self.selection = selection
-        e, d, h = self.num_experts, config.hidden_size, selection.moe_router_hidden_size
+        e, d, h = self.num_scores, config.hidden_size, selection.moe_router_hidden_size
         shapes = (
             {"w_router_ED": (e, d)} if h is None else {"w_router_HD": (h, d), "w_router_EH": (e, h)}
         )
@@ -50,6 +55,8 @@ class RoutedLayer(DispatchedLayer):
             self.add_replicated_weight(name, *shape)
         self._router = tuple(shapes)
         self._add_experts(expert_width)
+        if selection.moe_erc_loss_coeff:
+            self.losses.append(self._coupling())
 
     @classmethod
     def variant(cls, selection: RoutedSelection) -> type[RoutedLayer]:
@@ -69,7 +76,7 @@ class RoutedLayer(DispatchedLayer):
         return self.current_rule()(self.logits(self._jittered(x_TD)), tokens)
 
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """The router's logits: fp32 [T, E]."""
+        """The router's logits: fp32 [T, E], those of free experts last."""
         # In fp32, because bf16 would round close logits to ties and change the selection.
         logits = x_TD.float()
         for name in self._router:
@@ -87,6 +94,25 @@ class RoutedLayer(DispatchedLayer):
             noise = torch.rand_like(x_TD, dtype=torch.float32)
         # In fp32, because bf16 has steps of 1/256 just below 1 and of 1/128 just above 1.
         return x_TD.float() * (1 + eps * (2 * noise - 1))
+
+    def _coupling(self) -> RoutingLoss:
+        """The loss that couples router and experts."""
+        # A loss on tokens leaves a part of its gradient on each rank of a micro-batch, tp x cp, and
+        # Megatron-Core adds up the parts. This one leaves a part on each rank of etp x ep.
+        groups = self.context.groups
+        share = groups.etp_ep.size() / groups.tp_cp.size()
+        coefficient = share * self.selection.moe_erc_loss_coeff
+        return RoutingLoss("erc_loss", coefficient, self._coupling_loss)
+
+    def _coupling_loss(self, choices: Choices, tokens: Tokens) -> torch.Tensor:
+        """Of the weights alone. Its noise is that of the step and the layer, on every rank."""
+        groups, router_ED = self.context.groups, self.w_router_ED
+        place = f"{self.context.seed} {self.context.iteration()} {self.layer_number}"
+        noise = torch.Generator(router_ED.device).manual_seed(zlib.crc32(place.encode()))
+        wide_ED = self.replicated(router_ED.to(accumulation_dtype(router_ED.dtype)))
+        m = coupling(with_noise(wide_ED, noise), cast(SwiGLUExperts, self.experts).gates(), groups)
+        self.statistics.record_losses({"erc_norm": m.own_E.detach().mean()})
+        return coupling_loss(m, self.selection.moe_erc_alpha, groups)
 
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
         return self.experts(rows.x_MD, rows.probs_MJ, rows.row_map)

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from moe_parallel.balancing.controller import Controller
 from moe_parallel.balancing.load import StepLoad
 from moe_parallel.balancing.losses import (
     entropy_loss,
     global_load_balancing_loss,
     importance_loss,
+    l1_loss,
     load_balancing_loss,
+    routing_free_loss,
     sequence_load_balancing_loss,
     z_loss,
 )
-from moe_parallel.config import Balancing, DynamicChoices, RoutedSelection
+from moe_parallel.config import (
+    Balancing,
+    DynamicChoices,
+    FreeExperts,
+    ReLUSelection,
+    RoutedSelection,
+    RoutingFreeSelection,
+)
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
 
@@ -27,55 +37,99 @@ Loss = Callable[[Choices, Tokens], torch.Tensor]
 
 @dataclass(frozen=True)
 class RoutingLoss:
-    """An auxiliary loss on the routing of a micro-batch, and its coefficient."""
+    """An auxiliary loss on the routing of a micro-batch, and its coefficient.
+
+    With a controller, its setting multiplies the coefficient.
+    """
 
     name: str  # one of telemetry.statistics.LOSSES
     coefficient: float
     of: Loss
+    controller: Controller | None = None
+
+    def weighted(self, value: torch.Tensor) -> torch.Tensor:
+        """The part of the total loss that a value of this loss adds."""
+        part = self.coefficient * value
+        return part if self.controller is None else self.controller.setting * part
 
 
-#: (options of a system, loads of the layer in its latest step, number of MoE layers of the whole
-#: model). The loads are None if no option needs them (`Selection.uses_step_load`).
-MakeLoss = Callable[[Any, StepLoad | None, int], RoutingLoss]
+class LossContext(NamedTuple):
+    """What a loss may use besides the options of its system."""
+
+    num_moe_layers: int  # of the whole model
+    load: StepLoad | None = None  # of the latest step; None: see `Selection.uses_step_load`
+    controller: Controller | None = None  # None: see `Selection.controlled`
 
 
-def load_balancing(selection: Balancing, load: StepLoad | None, num_moe_layers: int) -> RoutingLoss:
-    """alpha * n * sum f_i P_i, over the scope that --moe-router-load-balancing-type selects."""
+#: Takes the options of a system.
+MakeLoss = Callable[[Any, LossContext], RoutingLoss]
+
+
+def load_balancing(selection: Balancing, context: LossContext) -> RoutingLoss:
+    """alpha * n * sum f_i P_i, over the scope that --moe-router-load-balancing-type selects.
+
+    Beside free experts it is alpha * (n + Z) * sum eta_i f_i P_i, with eta_i = tau for those.
+    """
     scope = selection.moe_router_load_balancing_type
     loss: Loss = load_balancing_loss
     if scope == "seq_aux_loss":
         loss = sequence_load_balancing_loss
-    elif scope == "global_aux_loss" and load is not None:
-        loss = partial(_of_the_step_before, load)
+    elif scope == "global_aux_loss" and context.load is not None:
+        loss = partial(_of_the_step_before, context.load)
+    if isinstance(selection, FreeExperts) and selection.free_experts:
+        loss = partial(_weighing_free, loss, selection.free_experts, selection.moe_free_expert_tau)
     return RoutingLoss("load_balancing_loss", selection.moe_aux_loss_coeff, loss)
 
 
-def load_balancing_of_topk(
-    selection: Any, load: StepLoad | None, num_moe_layers: int
-) -> RoutingLoss:
+def load_balancing_of_topk(selection: Any, context: LossContext) -> RoutingLoss:
     """The same loss for a fixed K. --moe-aux-loss-per-choice divides alpha by MoE layers * K."""
-    loss = load_balancing(selection, load, num_moe_layers)
+    loss = load_balancing(selection, context)
     if not selection.moe_aux_loss_per_choice:
         return loss
-    share = loss.coefficient / (num_moe_layers * selection.moe_router_topk)
+    share = loss.coefficient / (context.num_moe_layers * selection.moe_router_topk)
     return RoutingLoss(loss.name, share, loss.of)
 
 
-def importance(selection: Balancing, load: StepLoad | None, num_moe_layers: int) -> RoutingLoss:
+def importance(selection: Balancing, context: LossContext) -> RoutingLoss:
     """(std / mean)^2, over the experts, of each expert's sum of probs."""
     return RoutingLoss("importance_loss", selection.moe_importance_loss_coeff, importance_loss)
 
 
-def z(selection: RoutedSelection, load: StepLoad | None, num_moe_layers: int) -> RoutingLoss:
+def z(selection: RoutedSelection, context: LossContext) -> RoutingLoss:
     """mean(logsumexp(router logits)^2)."""
     return RoutingLoss("z_loss", selection.moe_z_loss_coeff, z_loss)
 
 
-def entropy(selection: DynamicChoices, load: StepLoad | None, num_moe_layers: int) -> RoutingLoss:
+def entropy(selection: DynamicChoices, context: LossContext) -> RoutingLoss:
     """The mean entropy of the probabilities over all experts."""
     return RoutingLoss("entropy_loss", selection.moe_entropy_loss_coeff, entropy_loss)
+
+
+def l1(selection: ReLUSelection, context: LossContext) -> RoutingLoss:
+    """The sum of the gates weighted by load, a mean over layers; the controller is its weight."""
+    loss = partial(l1_loss, target=selection.moe_relu_target_experts)
+    return RoutingLoss("l1_loss", 1 / context.num_moe_layers, loss, context.controller)
+
+
+def routing_free(selection: RoutingFreeSelection, context: LossContext) -> RoutingLoss:
+    """Routing-Free MoE's loss, a mean over layers; the controller is its weight."""
+    loss = partial(routing_free_loss, expert_share=selection.routing_free_expert_share)
+    share = 1 / context.num_moe_layers
+    return RoutingLoss("routing_free_loss", share, loss, context.controller)
 
 
 def _of_the_step_before(load: StepLoad, choices: Choices, tokens: Tokens) -> torch.Tensor:
     """The loss with f of the previous global batch; 0 in the first step, which has none."""
     return global_load_balancing_loss(choices, tokens, load.share_E)
+
+
+def _weighing_free(
+    loss: Loss, num_free: int, tau: float, choices: Choices, tokens: Tokens
+) -> torch.Tensor:
+    """A load-balancing loss whose terms of the free experts count tau (MoE++).
+
+    At its balance, eta_i f_i is equal for all i. MoE++ leaves out the factor n + Z.
+    """
+    eta_E = torch.ones_like(choices.probabilities_TE[0])
+    eta_E[-num_free:] = tau
+    return loss(replace(choices, probabilities_TE=choices.probabilities_TE * eta_E), tokens)

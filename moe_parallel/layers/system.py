@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from moe_parallel.balancing.controller import Controller
 from moe_parallel.config import Selection
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
 from moe_parallel.layers.routing_losses import MakeLoss
@@ -15,6 +16,7 @@ from moe_parallel.layers.routing_losses import MakeLoss
 SCALED_OUTPUT = (
     "the probs of a token do not sum to 1, so the feed-forward layers' outputs are scaled"
 )
+FREE_OUTPUT = "free experts take a part of the probs, and their output is not the dense layer's"
 
 
 class Rules(NamedTuple):
@@ -34,6 +36,15 @@ def keeps_output(selection: Selection) -> str | None:
     return None
 
 
+#: (options of a system, number of experts, iterations of the run). The iterations are None if no
+#: run trains the layer. The result is None if and only if `Selection.controlled` is.
+MakeController = Callable[[Any, int, int | None], Controller | None]
+
+
+def uncontrolled(selection: Selection, num_experts: int, train_iters: int | None) -> None:
+    """No controller."""
+
+
 @dataclass(frozen=True)
 class System:
     """A system of expert selection: everything that is built from its options.
@@ -45,6 +56,7 @@ class System:
     layer: type[ExpertLayer]  # or the variant of it that the options ask for
     rules: Callable[[Any], Rules]
     losses: tuple[MakeLoss, ...] = ()  # auxiliary losses; a layer skips those with coefficient 0
+    controller: MakeController = uncontrolled  # of a number that all layers share
     # The reason why upcycled experts do not reproduce the dense layer's output. None: they do.
     upcycling: Callable[[Any], str | None] = scales_output
 

@@ -63,13 +63,14 @@ def selection_options(
         family: the common base class of the systems that the layer accepts.
         shortcuts: arguments that stand for options of the default; None: not given.
 
-    Raises InputError for a selection of another family, or if both are given.
+    Raises InputError for a selection of another family or by token id, or if both are given.
     """
     if selection is None:
         return {"expert_selection": default.system, **shortcuts}
-    if not isinstance(selection, family):
+    # A layer alone has no token ids.
+    if not isinstance(selection, family) or selection.reads_token_ids:
         kinds = (kind for kind in SELECTIONS.values() if issubclass(kind, family))
-        names = ", ".join(kind.__name__ for kind in kinds)
+        names = ", ".join(kind.__name__ for kind in kinds if not kind().reads_token_ids)
         raise InputError(
             f"selection is of type {type(selection).__name__}: {layer} takes one of {names}"
         )

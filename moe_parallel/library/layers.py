@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 
+from moe_parallel.balancing.controller import end_step
 from moe_parallel.config import (
     AoESelection,
     AutonomousSelection,
@@ -32,7 +33,7 @@ from moe_parallel.systems import system_of
 from moe_parallel.telemetry.statistics import LayerStatistics, RoutingTotals
 
 #: Beginnings of the names of weights that layers use in fp32, whatever their dtype.
-_USED_IN_FP32 = ("w_router_", "shared.w_gate_")
+_USED_IN_FP32 = ("w_router_", "w_constant_", "shared.w_gate_", "b_E")
 
 
 class LayerTotals:
@@ -90,6 +91,7 @@ class MixtureOfExperts(nn.Module):
         self.config = layer_config(sizes, options | others)
         self.hidden_size, self.num_experts = hidden_size, num_experts
         self.statistics = LayerTotals()
+        self._steps = 0
         self.aux_loss = torch.zeros(())
         self._by_sequence = self.config.selection.by_sequence
         with nullcontext() if device is None else torch.device(device):
@@ -108,9 +110,11 @@ class MixtureOfExperts(nn.Module):
             num_moe_layers=1,
             add_loss=self._set_aux_loss,
             forcing=build_forcing(config),
+            iteration=self._iteration,
         )
+        selection = config.selection.rescaled(config)
         layer = system_of(config.selection).build(
-            transformer_config(config), config.selection, config.expert_width, context
+            transformer_config(config), selection, config.expert_width, context
         )
         assert isinstance(layer, DispatchedLayer)
         layer.set_layer_number(1)
@@ -118,9 +122,13 @@ class MixtureOfExperts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw initial weights from torch's generator: N(0, init_method_std^2)."""
+        """Draw initial weights from torch's generator: N(0, init_method_std^2). Vectors are 1,
+        except the bias of `RoutingFreeSelection`, which is 0."""
         for name, weight in self.layer.named_parameters():
             std = self._init_std[name]
+            if weight.dim() == 1 and std is None:
+                weight.fill_(1.0)
+                continue
             weight.normal_(std=self.config.model.init_method_std if std is None else std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -158,15 +166,24 @@ class MixtureOfExperts(nn.Module):
         return x_TD
 
     def after_step(self, group: dist.ProcessGroup | None = None) -> None:
-        """Move the balancing bias by the loads since the last call. Call it after each step.
+        """Move the balancing bias and the controller by the loads since the last call.
 
-        It does nothing without a bias and without a loss on the loads of the previous step.
+        Call it after each step. It does nothing without them, without a loss on the loads of the
+        previous step, and without the coupling loss, whose noise changes with each call.
 
         Args:
             group: processes that train copies of this layer; the loads are summed over them.
                 None: only this process. Collective.
         """
-        self.layer.balance(groups_of_one().tp_dp_cp if group is None else group)
+        self._steps += 1
+        group = groups_of_one().tp_dp_cp if group is None else group
+        self.layer.balance(group)
+        if self.layer.controller is not None:
+            end_step([self.layer.controller], self.layer.controller.state.device, group)
+
+    def _iteration(self) -> int:
+        """The number of steps so far."""
+        return self._steps
 
     def _check(self, x: torch.Tensor) -> None:
         if x.dim() == 0 or x.shape[-1] != self.hidden_size:
@@ -236,8 +253,9 @@ class AoE(MixtureOfExperts):
                 large as x W_g would, or "normal", like all weights; scaled.
             aux_loss_coeff: weight of the load-balancing loss in aux_loss; 0.01.
             expert_bias: balance the load by a bias that `after_step` moves; False.
-            selection: instead of the arguments above, an AoESelection, AoETopPSelection or
-                AoEExpertChoiceSelection of moe_parallel.config, with all its options.
+            selection: instead of the arguments above, an AoESelection, AoETopPSelection,
+                AoEThresholdSelection, RoutingFreeSelection or AoEExpertChoiceSelection of
+                moe_parallel.config, with all its options.
             capacity_factor: an expert accepts at most ceil(tokens * K / E * factor) of the tokens
                 of a forward pass; None: dropless.
             init_method_std: standard deviation of initial weights; 0.02.
@@ -301,8 +319,8 @@ class RoutedMoE(MixtureOfExperts):
         Args:
             ffn_hidden_size: F, the width of an expert; 4 * hidden_size.
             selection: instead of top_k, aux_loss_coeff and expert_bias, a TopKSelection,
-                TopPSelection, ExpertChoiceSelection or SegmentExpertChoiceSelection of
-                moe_parallel.config, with all its options.
+                TopPSelection, ReLUSelection, ThresholdSelection, ExpertChoiceSelection or
+                SegmentExpertChoiceSelection of moe_parallel.config, with all its options.
             others: the same as in AoE.
 
         Raises InputError, a ValueError whose message is one line.

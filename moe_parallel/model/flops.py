@@ -9,18 +9,23 @@ sequence, n experts, K of them chosen, and V the padded vocabulary:
                                                              average (S + 1) / 2 keys
     dense         6 d d_ffn                                  SwiGLU of a layer without experts
     scores        2 n d                                      a linear router; AoE: 2 n d d_low, C of
-                                                             all experts
+                                                             all experts; with free experts also
+                                                             2 FLOPs for each of their weights;
+                                                             UoE: 6 n d N_s, the routing neurons
+                                                             and their output
     experts       K * 6 d f                                  SwiGLU of width f; AoE, which has C
-                                                             already: K * 2 (d_low + 2 d) d_wide
+                                                             already: K * 2 (d_low + 2 d) d_wide;
+                                                             UoE: K * 6 d (f - N_s)
     shared        6 d * width                                of the shared expert
     merging       2 * weights of all experts / T             T tokens share a merged expert, and the
                                                              scores for it
     logits        2 d V                                      once a model, not once a layer
 
 A backward pass takes twice the FLOPs of the forward pass, so a training step takes three times.
-Nothing that is computed again is counted (recompute, C for another rank), nor padding, nor what is
-not a matrix product. These are the model's FLOPs of the PaLM paper (Chowdhery et al. 2022, arXiv
-2204.02311, appendix B), whose share of the peak is MFU, except that the mask halves attention.
+Nothing that is computed again is counted (recompute, C for another rank), nor padding, nor losses
+on weights, nor what is not a matrix product. These are the model's FLOPs of the PaLM paper
+(Chowdhery et al. 2022, arXiv 2204.02311, appendix B), whose share of the peak is MFU, except that
+the mask halves attention.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from moe_parallel.config import AutonomousSelection, Config
+from moe_parallel.config import AutonomousSelection, Config, FreeExperts
 from moe_parallel.config.selection import MergedSelection, Segments
 
 FORWARD_AND_BACKWARD = 3
@@ -100,7 +105,9 @@ def expert_layer_flops(config: Config) -> ExpertLayerFlops:
     scoring, experts = weights.replicated, weights.expert_parallel
     if isinstance(selection, AutonomousSelection):
         scoring = n * d * selection.aoe_low_rank_size  # W_down of all experts, wherever it is held
-        experts += weights.replicated - scoring
+        if selection.aoe_gather_w_down:
+            experts -= scoring
+        scoring += selection.free_weights(d) if isinstance(selection, FreeExperts) else 0
     elif (rank := getattr(selection, "moe_gate_low_rank_size", None)) is not None:
         held_with_experts = n * d * rank  # the first factor of W_g, which only chosen experts use
         scoring, experts = scoring - held_with_experts, experts + held_with_experts

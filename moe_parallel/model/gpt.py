@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -27,11 +28,14 @@ from moe_parallel.layers import LayerContext
 from moe_parallel.layers.capacity import build_capacity
 from moe_parallel.layers.expert_layer import at_start
 from moe_parallel.layers.forced_routing import build_forcing
+from moe_parallel.layers.hash_table import build_hash_table
+from moe_parallel.layers.router_trace import RouterTrace
 from moe_parallel.model.attention import BACKENDS
 from moe_parallel.model.fp8_gpt import Fp8GPTModel
 from moe_parallel.model.heads_norm import over
 from moe_parallel.model.initialization import initialize_weights
 from moe_parallel.model.language_model import LanguageModel
+from moe_parallel.model.token_ids import TransformerLayerWithIds
 from moe_parallel.model.transformer_config import transformer_config
 from moe_parallel.ops import select_backend
 from moe_parallel.ops.bounded_experts import within_budget
@@ -49,13 +53,19 @@ def build_model(
     statistics: RoutingStatistics,
     progress: Progress | None = None,
     iteration: Callable[[], int] = at_start,
+    trace: RouterTrace | None = None,
+    token_counts: Sequence[int] = (),
 ) -> list[GPTModel]:
     """This rank's chunks of the model: one, or one per virtual pipeline stage.
 
     Weights are initialized and are the same in every parallel layout. `progress` is told what the
-    model does; `iteration` returns the number of optimizer steps so far.
+    model does; `iteration` returns the number of optimizer steps so far; `trace` records the
+    choices of the layers, or replays others; `token_counts` is how often each token id occurs in
+    the training text, as far as that was counted.
     """
-    chunks = build_chunks(config, padded_vocab_size, groups, statistics, progress, iteration)
+    chunks = build_chunks(
+        config, padded_vocab_size, groups, statistics, progress, iteration, trace, token_counts
+    )
     for chunk in chunks:
         initialize_weights(chunk, config.training.seed, config.model.init_method_std)
     return chunks
@@ -68,11 +78,15 @@ def build_chunks(
     statistics: RoutingStatistics,
     progress: Progress | None = None,
     iteration: Callable[[], int] = at_start,
+    trace: RouterTrace | None = None,
+    token_counts: Sequence[int] = (),
 ) -> list[GPTModel]:
     """The chunks of `build_model` before their weights have values."""
+    config = replace(config, selection=config.selection.rescaled(config))
     megatron = transformer_config(config)
     progress = progress or Progress()
     megatron.timers = Timers(progress)
+    hash_table_VK = build_hash_table(config, padded_vocab_size, token_counts)
     fp8 = None if config.fp8.fp8_format is None else Fp8Engine(config.fp8, groups.edp)
     context = LayerContext(
         groups,
@@ -83,7 +97,11 @@ def build_chunks(
         fp8=fp8,
         progress=progress,
         forcing=build_forcing(config),
+        trace=trace or RouterTrace(),
         iteration=iteration,
+        hash_table_VK=hash_table_VK,
+        seed=config.training.seed,
+        train_iters=config.training.train_iters,
         recomputes_layers=EXPERTS in config.training.recomputed_modules,
         recomputes_shared=SHARED in config.training.recomputed_modules,
     )
@@ -94,20 +112,13 @@ def build_chunks(
     chunks = [
         gpt(
             loss_chunk_size=config.training.loss_chunk_size,
+            passes_token_ids=hash_table_VK is not None,
             config=megatron,
             transformer_layer_spec=_block_spec(config, megatron, context, stage),
-            vocab_size=padded_vocab_size,
-            max_sequence_length=config.training.seq_length,
             pre_process=groups.pp.rank() == 0 and stage == stages[0],
             post_process=groups.pp.rank() == groups.pp.size() - 1 and stage == stages[-1],
-            share_embeddings_and_output_weights=(
-                not config.model.untie_embeddings_and_output_weights
-            ),
-            position_embedding_type="rope",
-            rotary_base=config.model.rotary_base,
-            rope_scaling=config.model.use_rope_scaling,
-            rope_scaling_factor=config.model.rope_scaling_factor,
             vp_stage=stage,
+            **_embeddings(config, padded_vocab_size),
         )
         for stage in stages
     ]
@@ -116,6 +127,20 @@ def build_chunks(
         # each had the norm of a head. A norm over all heads is divided over them.
         megatron.qk_layernorm = False
     return chunks
+
+
+def _embeddings(config: Config, padded_vocab_size: int) -> dict[str, Any]:
+    """What the model is told of its tokens and their positions."""
+    model = config.model
+    return {
+        "vocab_size": padded_vocab_size,
+        "max_sequence_length": config.training.seq_length,
+        "share_embeddings_and_output_weights": not model.untie_embeddings_and_output_weights,
+        "position_embedding_type": "rope",
+        "rotary_base": model.rotary_base,
+        "rope_scaling": model.use_rope_scaling,
+        "rope_scaling_factor": model.rope_scaling_factor,
+    }
 
 
 def _block_spec(
@@ -136,6 +161,8 @@ def _block_spec(
 
 def _layer_spec(config: Config, context: LayerContext, mlp: ModuleSpec) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    if context.hash_table_VK is not None and mlp.module is not DenseMLP:
+        spec.module = TransformerLayerWithIds
     attention = spec.submodules.self_attention
     attention.submodules = replace(
         attention.submodules,

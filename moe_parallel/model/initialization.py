@@ -17,7 +17,8 @@ def initialize_weights(model: Any, seed: int, std: float) -> None:
 
     Norms start at 1, biases at 0, matrices with N(0, std^2).
 
-    A parameter with an attribute `init_std` that is not None has that standard deviation instead.
+    A parameter with an attribute `init_std` that is not None has that standard deviation instead; a
+    vector with 0 is a bias.
 
     The sharded state dict names each parameter in the complete model and gives this rank's part of
     it. A complete matrix is drawn from a generator seeded by its name, and the part is copied.
@@ -27,7 +28,7 @@ def initialize_weights(model: Any, seed: int, std: float) -> None:
         own_std = getattr(shard.data, "init_std", None)
         scale = std if own_std is None else own_std
         if len(shard.global_shape) == 1:
-            shard.data.fill_(0.0 if shard.key.endswith(".bias") else 1.0)
+            shard.data.fill_(0.0 if shard.key.endswith(".bias") or own_std == 0 else 1.0)
         elif len(shard.global_shape) == 2:
             shard.data.copy_(_part(shard, _normal(shard, seed, shard.key), 0) * scale)
         else:

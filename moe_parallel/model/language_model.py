@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel import (
 )
 
 from moe_parallel.model.linear_cross_entropy import linear_cross_entropy
+from moe_parallel.model.token_ids import CONTEXT
 
 
 class LanguageModel(GPTModel):
@@ -21,13 +22,24 @@ class LanguageModel(GPTModel):
     masked sum of the losses. Without it, every token counts.
     """
 
-    def __init__(self, loss_chunk_size: int, **arguments: Any) -> None:
-        """`loss_chunk_size`: tokens whose logits exist at a time; 0: GPTModel's own loss.
-
-        `arguments`: of GPTModel.
+    def __init__(
+        self, loss_chunk_size: int, passes_token_ids: bool = False, **arguments: Any
+    ) -> None:
+        """
+        Args:
+            loss_chunk_size: tokens whose logits exist at a time; 0: GPTModel's own loss.
+            passes_token_ids: to the layers, on every pipeline stage.
+            arguments: of GPTModel.
         """
         super().__init__(**arguments)
         self.loss_chunk_size = loss_chunk_size
+        self.passes_token_ids = passes_token_ids
+
+    def forward(self, input_ids: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        if self.passes_token_ids:
+            named["extra_block_kwargs"] = {CONTEXT: input_ids}
+        output: torch.Tensor = super().forward(input_ids, *arguments, **named)
+        return output
 
     def _postprocess(  # the part of GPTModel.forward that follows the decoder
         self,

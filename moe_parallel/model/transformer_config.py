@@ -35,6 +35,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         add_qkv_bias=model.add_qkv_bias,
         ffn_hidden_size=model.ffn_hidden_size,
         layernorm_epsilon=model.norm_epsilon,
+        init_method_std=model.init_method_std,  # only for sizes that follow from it
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,

@@ -9,51 +9,14 @@ Loads are balanced: each rank of a dispatch receives as many rows as it sends.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from moe_parallel.config import recompute
+from moe_parallel.plan.experts import Experts, SharedExpert
 from moe_parallel.plan.layout import Layout
-from moe_parallel.plan.shape import Experts, Scoring, Shape, SharedExpert
-from moe_parallel.plan.weights import ATTENTION, DENSE, EMBEDDING, EXPERTS, HEAD, SCORING, SHARED
-
-DISPATCH = "dispatch"
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A tensor that is kept for the backward pass."""
-
-    name: str
-    part: str
-    nbytes: int
-    of_norm: bool = False  # the output of a norm, which can be computed again from its input
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The numbers of tokens of a micro-batch, and of rows, that a rank has at a time."""
-
-    all: int  # t, those of the rank's share of the sequences
-    between: int  # between tensor-parallel regions: t, or t / tp with sequence parallelism
-    routed: int  # t / tp, which a rank routes
-    slots: int  # of the routed tokens in the tables of choices: K t / tp, or n t / tp
-    sent: int  # rows of the routed tokens' choices: K t / tp
-    received: int  # rows that a rank's experts compute, if loads are balanced
-
-
-def tokens_of(shape: Shape, layout: Layout) -> Tokens:
-    """The tokens of a micro-batch of a layout."""
-    every = shape.seq_length // layout.cp * layout.micro_batch
-    routed = every // layout.tp
-    sent = shape.experts.rows(routed) if shape.experts else 0
-    return Tokens(
-        all=every,
-        between=every // (layout.tp if layout.sequence_parallel else 1),
-        routed=routed,
-        slots=routed * shape.experts.columns if shape.experts else 0,
-        sent=sent,
-        received=sent * layout.etp,
-    )
+from moe_parallel.plan.routing import DISPATCH, kept_by_routing
+from moe_parallel.plan.shape import Shape
+from moe_parallel.plan.tokens import Kept, Tokens, tokens_of
+from moe_parallel.plan.weights import ATTENTION, DENSE, EMBEDDING, EXPERTS, HEAD, SHARED
 
 
 def kept_by_layer(shape: Shape, layout: Layout, is_moe: bool) -> list[Kept]:
@@ -87,14 +50,8 @@ def _norm(name: str, part: str, shape: Shape, t: Tokens) -> list[Kept]:
 
 def _layer_of_experts(shape: Shape, layout: Layout) -> list[Kept]:
     assert shape.experts is not None
-    kept: list[Kept] = []
     t, alone = tokens_of(shape, layout), layout.etp * layout.ep == 1
-    if shape.experts.scoring is None:
-        kept += _router(shape, t, shape.experts, alone)
-    else:
-        kept += _norms(shape, t, shape.experts, shape.experts.scoring, alone)
-    kept += _choices(t, shape.experts, layout.micro_batch, alone)
-    kept += _by_rule(t, shape.experts)
+    kept = kept_by_routing(shape, layout)
     if shape.experts.shared is not None:
         kept += _shared(shape, layout, t, shape.experts.shared, alone)
     if not alone:
@@ -166,89 +123,13 @@ def _attention(shape: Shape, layout: Layout) -> list[Kept]:
     ]
 
 
-def _router(shape: Shape, t: Tokens, experts: Experts, alone: bool) -> list[Kept]:
-    n, d = experts.number, shape.hidden
-    kept = [
-        Kept(
-            "router.x, fp32",
-            SCORING,
-            (t.routed if shape.bf16 else t.between) * d * 4,
-            of_norm=not shape.bf16,
-        ),
-        Kept("router.logits", SCORING, t.routed * n * 4),
-    ]
-    if shape.bf16:  # in fp32 these are the weight itself and router.x
-        sizes = experts.router_sizes(d)
-        kept += [Kept("w_router, fp32", SCORING, size * 4) for size in sizes]
-        if alone:
-            kept.append(Kept("experts.x", EXPERTS, t.between * d * 2, of_norm=True))
-    return kept
-
-
-def _norms(shape: Shape, t: Tokens, experts: Experts, scoring: Scoring, alone: bool) -> list[Kept]:
-    n, r, a = experts.number, scoring.rank, shape.value
-    # Without sequence parallelism it is a part of a tensor of all tokens.
-    x = Kept("scores.x", SCORING, t.between * shape.hidden * a, of_norm=True)
-    if alone and scoring.joins_norms:
-        return [
-            x,
-            Kept("norms of the choices", SCORING, t.sent * 4),
-            Kept("C of the choices", SCORING, t.sent * r * a),
-        ]
-    kept = [x, Kept("scores.norms", SCORING, t.routed * n * 4)]
-    if scoring.all_norms_learn and not scoring.recomputes_scores:
-        kept.append(Kept("C of all experts", SCORING, t.routed * n * r * a))
-    if alone or (scoring.sends_c and not scoring.all_norms_learn):
-        kept.append(Kept("C of the choices", SCORING, t.sent * r * a))
-    return kept
-
-
-def _choices(t: Tokens, experts: Experts, sequences: int, alone: bool) -> list[Kept]:
-    n, scoring, kept = experts.number, experts.scoring, []
-    if not (alone and scoring is not None and scoring.joins_norms):
-        kept.append(Kept("experts of the choices", SCORING, t.slots * 8))
-    if alone or experts.selection.columns is None:  # for the experts, or the result of a softmax
-        kept.append(Kept("probs of the choices", SCORING, t.slots * 4))
-    if experts.has_loss:
-        stretches = sequences if experts.selection.loss_by_sequence else 1
-        kept += [
-            Kept("probabilities", SCORING, t.routed * n * 4),
-            Kept("shares and means of the loss", SCORING, stretches * 2 * n * 4),
-            Kept("loss", SCORING, 4),
-        ]
-    return [
-        *kept,
-        Kept("row map: slots of rows", DISPATCH, t.sent * 8),
-        Kept("row map: rows of slots", DISPATCH, t.slots * 8),
-    ]
-
-
-def _by_rule(t: Tokens, experts: Experts) -> Iterator[Kept]:
-    """What the selection keeps beyond that of the K largest probabilities."""
-    rule, every = experts.selection, t.routed * experts.number * 4
-    if rule.sigmoid:
-        yield Kept("sigmoids", SCORING, every)
-        yield Kept("sigmoids of the choices", SCORING, t.slots * 4)
-        yield Kept("sigmoids of the choices over their sum", SCORING, t.slots * 4)
-    if rule.dynamic and experts.scoring is not None:
-        yield Kept("softmax of the norms", SCORING, every)
-    if rule.columns is not None and experts.scoring is not None:
-        yield Kept("places of the choices", SCORING, t.routed * 8)
-    if rule.entropy_loss:
-        yield Kept("logarithms of the probabilities", SCORING, every)
-    if rule.z_loss:
-        yield Kept("logsumexp of the logits", SCORING, t.routed * 4)
-    if experts.router_hidden is not None:
-        yield Kept("hidden of the router", SCORING, t.routed * experts.router_hidden * 4)
-
-
 def _shared(
     shape: Shape, layout: Layout, t: Tokens, shared: SharedExpert, alone: bool
 ) -> Iterator[Kept]:
     """What the shared expert keeps beside what its layer keeps anyway."""
     d, a, width = shape.hidden, shape.value, shared.width // layout.tp
     assert shape.experts is not None
-    if shape.experts.scoring is None and shape.bf16 and not alone:
+    if shape.experts.scoring is None and shape.experts.free is None and shape.bf16 and not alone:
         yield Kept("shared_fc1.x", SHARED, t.between * d * a, of_norm=True)
     if recompute.SHARED in layout.recompute_modules:
         return
@@ -281,8 +162,8 @@ def _experts(shape: Shape, layout: Layout, t: Tokens, experts: Experts, alone: b
     if experts.low_rank is None:
         return [*kept, Kept("x [W_g | W_p]", EXPERTS, t.received * 2 * width * a)]
     kept.append(Kept("x W_p", EXPERTS, t.received * width * a))
-    if not alone or experts.scoring is None:  # computed here, or received
+    if not (alone and experts.norms and experts.norms.hands_on_c):  # computed here, or received
         kept.append(Kept("C of the rows", EXPERTS, t.received * experts.low_rank * a))
-    if experts.scoring is not None and not experts.scoring.recomputes_gate:
+    if experts.norms is not None and not experts.norms.recomputes_gate:
         kept.append(Kept("C W_up", EXPERTS, t.received * width * a))
     return kept

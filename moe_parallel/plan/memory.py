@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from moe_parallel.config import recompute
 from moe_parallel.plan.activations import (
-    Kept,
     kept_beside_recomputed_layers,
     kept_by_embedding,
     kept_by_head,
     kept_by_layer,
     kept_by_recomputed_layer,
-    tokens_of,
 )
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.shape import Shape
-from moe_parallel.plan.weights import Buffer, buffers_of_chunk, weights_of_chunk
+from moe_parallel.plan.tokens import Kept, tokens_of
+from moe_parallel.plan.weights import EMBEDDING, Buffer, buffers_of_chunk, weights_of_chunk
 
 GRADIENT = 4  # bytes: sums over micro-batches are fp32
 MOMENTS = 8  # two fp32 numbers of Adam
@@ -32,10 +32,12 @@ class Memory:
     optimizer: int
     activations: int  # kept for the backward passes of all micro-batches in flight
     working: int  # an estimate: the largest intermediate results of one operation
+    state: int = 0  # numbers of the selection that are no weights: cutoffs, the table of hash
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.working
+        trained = self.weights + self.gradients + self.optimizer + self.state
+        return trained + self.activations + self.working
 
 
 def memory_of_stage(shape: Shape, layout: Layout, stage: int, dp_rank: int = 0) -> Memory:
@@ -53,6 +55,7 @@ def memory_of_stage(shape: Shape, layout: Layout, stage: int, dp_rank: int = 0) 
         optimizer=states * (MOMENTS + (MASTER if shape.bf16 else 0)),
         activations=activations_of_stage(shape, layout, stage),
         working=_working(shape, layout, stage),
+        state=_state_of_stage(shape, layout, stage),
     )
 
 
@@ -67,6 +70,16 @@ def numbers_of_stage(
         sum(buffer.size for buffer in buffers),
         sum(_states(buffer, layout, dp_rank) for buffer in buffers),
     )
+
+
+def _state_of_stage(shape: Shape, layout: Layout, stage: int) -> int:
+    if shape.experts is None:
+        return 0
+    moe_layers = sum(
+        layout.kinds_of_layer(shape.moe_layers, stage, chunk)[True]
+        for chunk in range(layout.virtual)
+    )
+    return moe_layers * shape.experts.routing.state
 
 
 def _states(buffer: Buffer, layout: Layout, dp_rank: int) -> int:
@@ -102,7 +115,10 @@ def kept_by_chunk(shape: Shape, layout: Layout, stage: int, chunk: int) -> list[
         kept += kept_by_embedding(shape, layout)
     if layout.recompute:
         kept += kept_beside_recomputed_layers(shape, layout)
-    for is_moe, count in layout.kinds_of_layer(shape.moe_layers, stage, chunk).items():
+    kinds = layout.kinds_of_layer(shape.moe_layers, stage, chunk)
+    if _keeps_token_ids(shape, layout, stage, chunk):
+        kept.append(Kept("token ids for the layers", EMBEDDING, tokens_of(shape, layout).all * 8))
+    for is_moe, count in kinds.items():
         if layout.recompute:
             kept += count * kept_by_recomputed_layer(shape, layout)
         else:
@@ -110,6 +126,16 @@ def kept_by_chunk(shape: Shape, layout: Layout, stage: int, chunk: int) -> list[
     if layout.ends(stage, chunk):
         kept += kept_by_head(shape, layout)
     return kept
+
+
+def _keeps_token_ids(shape: Shape, layout: Layout, stage: int, chunk: int) -> bool:
+    """Whether layers keep the ids of the tokens to be computed again, besides the embedding."""
+    if shape.experts is None or not shape.experts.routing.reads_token_ids:
+        return False
+    of_experts = layout.kinds_of_layer(shape.moe_layers, stage, chunk)[True] > 0
+    again = layout.recompute or (of_experts and recompute.EXPERTS in layout.recompute_modules)
+    # With tp, the embedding keeps other numbers: those of its part of the vocabulary.
+    return again and not (layout.begins(stage, chunk) and layout.tp == 1)
 
 
 def chunks_in_flight(layout: Layout, stage: int) -> set[tuple[int, ...]]:

@@ -10,18 +10,23 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from moe_parallel.config import recompute
-from moe_parallel.plan.activations import Tokens, tokens_of
+from moe_parallel.plan.experts import Experts, LayerWeight
 from moe_parallel.plan.layout import Group, Layout
-from moe_parallel.plan.shape import Experts, Shape
+from moe_parallel.plan.shape import Shape
+from moe_parallel.plan.tokens import Tokens, tokens_of
 from moe_parallel.plan.weights import buffers_of_chunk, weights_of_chunk
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 ALL_TO_ALL, SEND = "all-to-all", "send"
 
 #: What a message is for: the groups of `Collective.purpose`.
-TENSOR, CONTEXT, DISPATCH, PIPELINE, GRADIENTS, WEIGHTS, W_DOWN = (
+TENSOR, CONTEXT, DISPATCH, PIPELINE, GRADIENTS, WEIGHTS, W_DOWN, COUPLING, LOADS = (
     "tensor parallel", "context parallel", "dispatch", "pipeline", "gradients", "weights", "W_down",
+    "coupling loss", "loads",
 )  # fmt: skip
+
+SMALL = 16  # bytes of messages that are left out
+SHARED_GATE = "w_shared_gate"
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,7 @@ def messages_of_stage(shape: Shape, layout: Layout, stage: int) -> list[Collecti
             found += _embedding(shape, layout)
         for is_moe, count in layout.kinds_of_layer(shape.moe_layers, stage, chunk).items():
             of_layer = messages_of_layer(shape, layout, is_moe)
+            of_layer += _loads(shape, layout, is_moe)
             found += [replace(each, times=each.times * count) for each in of_layer]
         if layout.ends(stage, chunk):
             found += _head(shape, layout)
@@ -114,8 +120,10 @@ def messages_of_layer(shape: Shape, layout: Layout, is_moe: bool) -> list[Collec
     found += _routing(shape, layout, t, shape.experts)
     if layout.etp_ep_group.size > 1:
         found += _dispatch(shape, layout, t, shape.experts)
-    if shape.experts.scoring is not None and shape.experts.scoring.gathers_w_down:
+    if shape.experts.norms is not None and shape.experts.norms.gathers_w_down:
         found += _gathered_w_down(shape, layout, shape.experts)
+    if shape.experts.routing.coupled:
+        found += _coupling(shape, layout, shape.experts)
     if shape.experts.shared is not None:
         found += _divided_block(shape, layout, "shared expert", layout.shared_module)
     return found
@@ -169,33 +177,61 @@ def _row(shape: Shape) -> int:
 def _routing(shape: Shape, layout: Layout, t: Tokens, experts: Experts) -> Iterator[Collective]:
     """What an expert layer sends over tp and cp, whose ranks share the tokens of a micro-batch."""
     forward, backward = _passes(layout, recompute.EXPERTS)
-    n, group = experts.number, layout.tp_group
+    group, together = layout.tp_group, layout.tp_cp_group
 
     def over_tp(what: str, kind: str, size: int, times: int) -> Collective:
         return Collective(f"experts: {what}", TENSOR, kind, group, size, times)
 
-    if experts.has_loss:
-        stretches = layout.micro_batch if experts.selection.loss_by_sequence else 1
-        purpose = CONTEXT if layout.tp == 1 else TENSOR
-        what, together = "experts: shares and means of the loss", layout.tp_cp_group
-        size = stretches * 2 * n * 4
-        yield Collective(what, purpose, ALL_REDUCE, together, size, backward)
+    purpose = CONTEXT if layout.tp == 1 else TENSOR
+    for kept in experts.routing.kept:
+        if kept.summed:
+            size = kept.nbytes(t.routed, t.slots, experts.scores, layout.micro_batch)
+            what = f"experts: {kept.name}"
+            yield Collective(what, purpose, ALL_REDUCE, together, size, backward)
+    if experts.routing.gathers_scores:
+        size = t.routed * experts.scores * 4
+        yield Collective("experts: scores", purpose, ALL_GATHER, together, size, backward)
     if layout.sequence_parallel:
         return
     yield over_tp("y of all tokens", ALL_GATHER, t.routed * _row(shape), forward)
     yield over_tp("dx of all tokens", ALL_GATHER, t.routed * _row(shape), backward)
-    scoring = experts.scoring
-    if scoring is None:
-        for size in experts.router_sizes(shape.hidden):
-            yield over_tp("dw of the router", ALL_REDUCE, size * 4, backward)
-        if experts.rank is not None:
-            w_down = n * shape.hidden * experts.rank * shape.value
-            yield over_tp("dw of W_down", ALL_REDUCE, w_down, backward)
-    elif not scoring.gathers_w_down:
-        w_down = n * shape.hidden * scoring.rank * shape.value
-        alone = layout.etp_ep_group.size == 1
-        uses = 1 if alone or scoring.sends_c else 2  # for the norms, and for C of the rows
-        yield over_tp("dw of W_down", ALL_REDUCE, w_down, uses * backward)
+    for weight in experts.replicated:
+        if weight.name == SHARED_GATE:  # its tokens are not split
+            continue
+        size = weight.size * (4 if weight.in_fp32 else shape.value)
+        if size > SMALL:
+            times = _uses(weight, layout, experts) * backward
+            yield over_tp(f"dw of {weight.name}", ALL_REDUCE, size, times)
+
+
+def _uses(weight: LayerWeight, layout: Layout, experts: Experts) -> int:
+    """How often a layer uses a weight that every rank holds, each time with a gradient."""
+    if weight.in_fp32:
+        return 2 if experts.routing.coupled else 1
+    if weight.name != "w_down" or experts.norms is None:
+        return 1
+    alone = layout.etp_ep_group.size == 1
+    # For the norms, and for C of the rows.
+    return 1 if experts.norms.sends_c or (alone and experts.norms.hands_on_c) else 2
+
+
+def _coupling(shape: Shape, layout: Layout, experts: Experts) -> Iterator[Collective]:
+    """Of --moe-erc-loss-coeff, whose first forward pass of two has no loss."""
+    times, n = layout.micro_batches, experts.number
+    local, ep, etp = n // layout.ep, layout.ep_group, layout.etp_group
+    yield Collective("squares of norms", COUPLING, ALL_REDUCE, etp, local * n * 4, times)
+    yield Collective("norms of own rows", COUPLING, ALL_GATHER, ep, local * 4, times)
+    yield Collective("gradients of these", COUPLING, REDUCE_SCATTER, ep, n * 4, times)
+
+
+def _loads(shape: Shape, layout: Layout, is_moe: bool) -> Iterator[Collective]:
+    """What ranks that route in a layer add up after a step, to move biases and cutoffs."""
+    if not is_moe or shape.experts is None:
+        return
+    group = Group("stage", layout.tp * layout.cp * layout.dp, 1)
+    for size in shape.experts.routing.step_sums:
+        if size > SMALL:
+            yield Collective("loads of the experts", LOADS, ALL_REDUCE, group, size, 1)
 
 
 def _dispatch(shape: Shape, layout: Layout, t: Tokens, experts: Experts) -> Iterator[Collective]:
@@ -215,22 +251,22 @@ def _dispatch(shape: Shape, layout: Layout, t: Tokens, experts: Experts) -> Iter
     yield over_ep("dy", rows * _row(shape), backward)
     yield over_ep("dprobs", rows * 4, backward)
     yield over_ep("dx", rows * _row(shape), backward)
-    if experts.scoring is not None and experts.scoring.sends_c:
-        yield over_ep("C", rows * experts.scoring.rank * shape.value, forward)
-        yield over_ep("dC", rows * experts.scoring.rank * shape.value, backward)
+    if experts.norms is not None and experts.norms.sends_c:
+        yield over_ep("C", rows * experts.norms.rank * shape.value, forward)
+        yield over_ep("dC", rows * experts.norms.rank * shape.value, backward)
 
 
 def _gathered_w_down(shape: Shape, layout: Layout, experts: Experts) -> Iterator[Collective]:
     """W_down of all experts for the norms, and of this rank's experts for C of the rows."""
-    assert experts.scoring is not None
+    assert experts.norms is not None
     forward, backward = _passes(layout, recompute.EXPERTS)
     gathers = 2 * backward  # a forward pass that is repeated serves the backward pass
-    every = experts.number * shape.hidden * experts.scoring.rank * shape.value
+    every = experts.number * shape.hidden * experts.norms.rank * shape.value
     here = every // layout.ep
     part = here // layout.etp
     ep, etp = layout.ep_group, layout.etp_group
     # C that is sent is not computed again: W_down is then gathered for it, but not used.
-    of_rows, back = (forward, 0) if experts.scoring.sends_c else (gathers, backward)
+    of_rows, back = (forward, 0) if experts.norms.sends_c else (gathers, backward)
     yield Collective("W_down for the norms", W_DOWN, ALL_GATHER, etp, part, gathers)
     yield Collective("W_down for the norms", W_DOWN, ALL_GATHER, ep, here, gathers)
     yield Collective("W_down of the rows", W_DOWN, ALL_GATHER, etp, part, of_rows)
@@ -301,13 +337,11 @@ def _shared_gradients(shape: Shape, layout: Layout, stage: int) -> Iterator[Coll
         for weight in weights_of_chunk(shape, layout, stage, chunk)
     ]
     if layout.sequence_parallel:
-        whole = {"w_router", "input_layernorm", "pre_mlp_layernorm", "final_layernorm"}
-        whole.add("w_shared_gate")
-        scoring = shape.experts.scoring if shape.experts else None
-        if scoring is None or not scoring.gathers_w_down:
-            whole.add("w_down")
+        whole = {"input_layernorm", "pre_mlp_layernorm", "final_layernorm"}
+        if shape.experts is not None:
+            whole |= {weight.name for weight in shape.experts.replicated}
         size = 4 * sum(weight.size for weight in weights if weight.name in whole)
-        name = "norms and router or W_down"
+        name = "norms and weights that score"
         yield Collective(name, GRADIENTS, ALL_REDUCE, layout.tp_group, size, 1)
     for weight in weights:
         if weight.shared_embedding:

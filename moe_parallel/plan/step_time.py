@@ -12,8 +12,10 @@ from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.memory import numbers_of_stage
 from moe_parallel.plan.messages import (
     CONTEXT,
+    COUPLING,
     DISPATCH,
     GRADIENTS,
+    LOADS,
     PIPELINE,
     TENSOR,
     W_DOWN,
@@ -38,7 +40,7 @@ from moe_parallel.plan.work import (
 )
 
 #: Messages that a layer waits for. The others overlap where the layout says so.
-_IN_LAYERS = (TENSOR, CONTEXT, DISPATCH, W_DOWN)
+_IN_LAYERS = (TENSOR, CONTEXT, DISPATCH, W_DOWN, COUPLING)
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ def _stage(shape: Shape, layout: Layout, cluster: Cluster, stage: int) -> dict[s
     gradients = seconds_of_messages(messages, cluster, GRADIENTS)
     hidden = last_backward if layout.overlap_grad_reduce else 0.0
     parts[GRADIENTS] = max(0.0, gradients - hidden)
+    parts[LOADS] = seconds_of_messages(messages, cluster, LOADS)
     gathers = seconds_of_messages(messages, cluster, WEIGHTS)
     hidden = first_forward if layout.overlap_param_gather else 0.0
     parts[WEIGHTS] = max(0.0, gathers - hidden)

@@ -19,6 +19,10 @@ EMBEDDING, ATTENTION, DENSE, SCORING, EXPERTS, SHARED, HEAD = (
 _PARTS = {
     "w_router": SCORING,
     "w_down": SCORING,
+    "w_free": SCORING,
+    "b": SCORING,
+    "w_neurons_gate_up": SCORING,
+    "w_neurons_out": SCORING,
     "w_shared_gate": SHARED,
     "shared_fc1": SHARED,
     "shared_fc2": SHARED,

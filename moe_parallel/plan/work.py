@@ -10,17 +10,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moe_parallel.config import recompute
-from moe_parallel.plan.activations import tokens_of
+from moe_parallel.plan.experts import Experts, Free, Neurons, Scoring, SharedExpert
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.memory import GRADIENT, MASTER, MOMENTS
 from moe_parallel.plan.products import Product
-from moe_parallel.plan.shape import Experts, Shape, SharedExpert
+from moe_parallel.plan.shape import Shape
+from moe_parallel.plan.tokens import tokens_of
 from moe_parallel.plan.weights import ATTENTION, DENSE, EXPERTS, HEAD, SCORING, SHARED
 
 #: The kernels that do the work, by which `Efficiency` and peaks are chosen.
 LINEAR, EXPERT_PRODUCTS, CORE_ATTENTION, TRAFFIC = "linear", "experts", "attention", "traffic"
 FP32 = "fp32"  # products that are fp32 in a bf16 model, too
-_NORM, _RESIDUAL = "RMSNorm", "residual"
+_NORM, _RESIDUAL, _COUPLING = "RMSNorm", "residual", "coupling loss"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Work:
     # By which the speed of the FLOPs is lowered; none: it is not.
     products: tuple[Product, ...] = ()
     backward_products: tuple[Product, ...] = ()
+    of_model: bool = True  # not computed again, nor a loss on weights
 
     def times(self, factor: float) -> Work:
         return replace(
@@ -106,6 +108,10 @@ def work_of_layer(shape: Shape, layout: Layout, is_moe: bool) -> list[Work]:
     found += _norm_and_residual(shape, layout, EXPERTS)
     found += _scores(shape, layout, shape.experts)
     found += _experts(shape, layout, shape.experts)
+    if shape.experts.free is not None:
+        found += _free(shape, layout, shape.experts.free)
+    if shape.experts.routing.coupled:
+        found.append(_coupling(shape, layout, shape.experts))
     if shape.experts.shared is not None:
         found += _shared(shape, layout, shape.experts.shared)
     return found
@@ -138,30 +144,74 @@ def _norm_and_residual(shape: Shape, layout: Layout, part: str) -> Iterator[Work
 
 def _scores(shape: Shape, layout: Layout, experts: Experts) -> Iterator[Work]:
     """The router, or the norms of C = x W_down of all experts."""
-    t, d, n, a = tokens_of(shape, layout), shape.hidden, experts.number, shape.value
-    if experts.scoring is None:
+    t, d, n = tokens_of(shape, layout), shape.hidden, experts.scores
+    if isinstance(experts.scoring, Scoring):
+        yield _norms(shape, layout, experts, experts.scoring)
+    elif isinstance(experts.scoring, Neurons):
+        yield from _neurons(shape, layout, experts, experts.scoring)
+    else:
+        a = shape.value
         yield traffic("router: x in fp32", SCORING, t.routed * d * (a + 4), t.routed * d * (a + 4))
         h = experts.router_hidden
         if h is not None:
             yield product("first layer of the router", SCORING, FP32, (t.routed, d, h), 4)
         yield product("router", SCORING, FP32, (t.routed, h or d, n), 4)
-    else:
-        scoring = experts.scoring
-        r, flops = scoring.rank, 2.0 * t.routed * d * n * scoring.rank
-        if scoring.all_norms_learn:  # dx and dw, and C once more
-            back = flops * (3 if scoring.recomputes_scores else 2)
-        else:
-            alone = layout.etp_ep_group.size == 1 or scoring.sends_c
-            back = flops * experts.per_token / n * (2 if alone else 3)
-        x, w, c = t.routed * d, n * d * r, t.routed * n * r
-        kept = 0 if scoring.recomputes_scores else c
-        yield Work(
-            "norms of C", SCORING, LINEAR, flops, back,
-            a * (x + w + kept), back / flops * a * (x + w + c) + (2 * a + 2 * GRADIENT) * w,
-            products=(Product(t.routed, r, d, n),),
-            backward_products=(Product(t.routed, d, r, n), Product(d, r, t.routed, n)),
-        )  # fmt: skip
     yield traffic("selection", SCORING, 6 * 4 * t.routed * n, 6 * 4 * t.routed * n)
+
+
+def _norms(shape: Shape, layout: Layout, experts: Experts, scoring: Scoring) -> Work:
+    t, d, n, a = tokens_of(shape, layout), shape.hidden, experts.number, shape.value
+    r, flops = scoring.rank, 2.0 * t.routed * d * n * scoring.rank
+    if scoring.all_norms_learn:  # dx and dw, and C once more
+        back = flops * (3 if scoring.recomputes_scores else 2)
+    else:
+        has_c = scoring.hands_on_c and (layout.etp_ep_group.size == 1 or scoring.sends_c)
+        back = flops * experts.per_token / n * (2 if has_c else 3)
+    x, w, c = t.routed * d, n * d * r, t.routed * n * r
+    kept = 0 if scoring.recomputes_scores else c
+    return Work(
+        "norms of C", SCORING, LINEAR, flops, back,
+        a * (x + w + kept), back / flops * a * (x + w + c) + (2 * a + 2 * GRADIENT) * w,
+        products=(Product(t.routed, r, d, n),),
+        backward_products=(Product(t.routed, d, r, n), Product(d, r, t.routed, n)),
+    )  # fmt: skip
+
+
+def _neurons(shape: Shape, layout: Layout, experts: Experts, neurons: Neurons) -> Iterator[Work]:
+    """UoE's routing neurons of all experts: one dense layer, whose activations have norms."""
+    t, d, a = tokens_of(shape, layout), shape.hidden, shape.value
+    f = experts.number * neurons.each
+    size, copied = t.routed * f, 2 * GRADIENT if neurons.copied else 0
+    yield product("routing neurons", SCORING, LINEAR, (t.routed, d, 2 * f), a)
+    yield traffic("SwiGLU of routing neurons", SCORING, 3 * size * a, 5 * size * a)
+    yield traffic("norms of routing neurons", SCORING, size * (a + copied), size * (2 * a + copied))
+    if neurons.gated:
+        yield traffic("u by the probs", SCORING, 2 * size * a, 4 * size * a)
+    yield product("output of routing neurons", SCORING, LINEAR, (t.routed, f, d), a)
+
+
+def _free(shape: Shape, layout: Layout, free: Free) -> Iterator[Work]:
+    """The outputs of free experts, for a rank's own tokens."""
+    t, d, constants = tokens_of(shape, layout), shape.hidden, free.constants
+    row = d * shape.value
+    if constants:
+        x = t.routed * d * (shape.value + 4)
+        yield traffic("constant experts: x in fp32", EXPERTS, x, x)
+        yield product("constant experts: W_c x", EXPERTS, FP32, (t.routed, d, 2 * constants), 4)
+        sizes = (t.routed, constants, d)
+        yield product("constant experts: v", EXPERTS, LINEAR, sizes, shape.value)
+    # x by its share in fp32, rounded, and added to the output of the experts.
+    moved = t.routed * (4 * row + 2 * d * 4)
+    yield traffic("outputs of free experts", EXPERTS, moved, moved)
+
+
+def _coupling(shape: Shape, layout: Layout, experts: Experts) -> Work:
+    """The rows of the router by W_g of this rank's experts: a loss on weights."""
+    n, d, a = experts.number, shape.hidden, shape.value
+    local, f = n // layout.ep, experts.width / layout.etp
+    work = product(_COUPLING, SCORING, LINEAR, (local * n, d, f), a, matrices=local)
+    w = local * d * f * a
+    return replace(work, nbytes=work.nbytes + 2 * w, of_model=False)  # W_g is transposed
 
 
 def _experts(shape: Shape, layout: Layout, experts: Experts) -> Iterator[Work]:
@@ -180,15 +230,16 @@ def _experts(shape: Shape, layout: Layout, experts: Experts) -> Iterator[Work]:
         yield traffic("sum of outputs", EXPERTS, moved, moved)
     gathered = 2 * rows * row
     yield traffic("rows by expert", EXPERTS, gathered, gathered)
-    scoring, r = experts.scoring, experts.low_rank
+    norms, r = experts.norms, experts.low_rank
     if r is None:
         yield of_rows("x [W_g | W_p]", d, 2 * f)
     else:
-        apart = layout.etp_ep_group.size > 1 and not (scoring and scoring.sends_c)
-        if scoring is None or apart:
-            yield of_rows("C of the rows", d, r)
+        alone = layout.etp_ep_group.size == 1
+        has_c = norms is not None and (norms.sends_c or (alone and norms.hands_on_c))
+        if not has_c:
+            yield replace(of_rows("C of the rows", d, r), of_model=norms is None)
         up = of_rows("C W_up", r, f)
-        again = up.flops if scoring is None or scoring.recomputes_gate else 0
+        again = up.flops if norms is None or norms.recomputes_gate else 0
         yield replace(up, backward_flops=up.backward_flops + again)
         yield of_rows("x W_p", d, f)
     yield traffic("SwiGLU", EXPERTS, 3 * rows * f * a, 5 * rows * f * a)
@@ -211,6 +262,8 @@ def _shared(shape: Shape, layout: Layout, shared: SharedExpert) -> Iterator[Work
 
 def is_repeated(work: Work, layout: Layout) -> bool:
     """Whether the backward pass computes it again."""
+    if work.name == _COUPLING:  # a pass that is computed again has its loss in the second one
+        return False
     if layout.recompute:
         return work.part != HEAD
     module = None
@@ -257,5 +310,6 @@ def model_flops_per_token(shape: Shape) -> float:
     alone = Layout(ranks=1)
     forward = sum(work.flops for work in work_of_head(shape, alone))
     for is_moe, count in Counter(shape.moe_layers).items():
-        forward += count * sum(work.flops for work in work_of_layer(shape, alone, is_moe))
+        of_layer = work_of_layer(shape, alone, is_moe)
+        forward += count * sum(work.flops for work in of_layer if work.of_model)
     return 3 * forward / shape.seq_length

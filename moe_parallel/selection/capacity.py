@@ -34,6 +34,9 @@ DROP_ORDERS: dict[str, DropOrder] = {"probs": by_probability, "position": by_pos
 class Capacity:
     """An expert accepts at most ceil(T * k / E * factor) of T tokens.
 
+    Beside Z free experts it is ceil(T * k * tau / (tau E + Z) * factor), and for a free expert the
+    same without the first tau (MoE++). With the factor 1 they hold all T * k choices.
+
     These are the tokens that one rank routes. With context parallelism they are those that it would
     route without: the ranks that share a stretch of the sequences between them drop together.
 
@@ -46,10 +49,17 @@ class Capacity:
     order: DropOrder
     pad: bool  # fill every expert's input with zero rows up to its capacity
     k: int = 1  # experts per token; 1 if their number varies or must not count
+    num_free: int = 0  # Z
+    tau: float = 1.0  # the share of a free expert is 1 / tau times that of another
 
     def rows_per_expert(self, num_tokens: int, num_experts: int) -> int:
+        """The limit of an expert that is not free."""
+        return self._limit(num_tokens, num_experts, Fraction(str(self.tau)))
+
+    def _limit(self, num_tokens: int, num_experts: int, share: Fraction) -> int:
         # Fractions are exact: 200 * 2 / 8 * 1.1 is 55, but slightly more in floating point.
-        return math.ceil(Fraction(num_tokens * self.k, num_experts) * Fraction(str(self.factor)))
+        share /= Fraction(str(self.tau)) * num_experts + self.num_free
+        return math.ceil(Fraction(num_tokens * self.k) * share * Fraction(str(self.factor)))
 
     def keep(self, choices: Choices, tokens: Tokens) -> Choices:
         """`choices` without those beyond the capacity of an expert; their slots become -1."""
@@ -70,13 +80,16 @@ class Capacity:
     def _kept(self, choices: Choices) -> torch.Tensor:
         """The experts of all choices that are not dropped: int64 [T, K]. -1: the slot is empty."""
         num_tokens, k = choices.experts_TK.shape
-        num_experts = choices.scores_TE.shape[1]
-        limit = self.rows_per_expert(num_tokens, num_experts)
+        num_scores = choices.scores_TE.shape[1]
         slots = self.order(choices)
         # A stable sort by expert keeps the order inside each expert; empty slots (-1) come first.
         experts, by_expert = torch.sort(choices.experts_TK.flatten()[slots], stable=True)
-        counts = torch.bincount(experts + 1, minlength=num_experts + 1)
+        counts = torch.bincount(experts + 1, minlength=num_scores + 1)
         starts = torch.cumsum(counts, 0) - counts
         place = torch.arange(len(experts), device=experts.device) - starts[experts + 1]
+        limit: torch.Tensor | int = self.rows_per_expert(num_tokens, num_scores - self.num_free)
+        if self.num_free:
+            of_free = self._limit(num_tokens, num_scores - self.num_free, Fraction(1))
+            limit = torch.where(experts < num_scores - self.num_free, limit, of_free)
         overflow = slots[by_expert[place >= limit]]
         return choices.experts_TK.flatten().index_fill(0, overflow, -1).view(num_tokens, k)

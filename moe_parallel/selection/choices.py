@@ -15,7 +15,7 @@ class Choices:
     """The experts that compute each token, and their probs.
 
     Shape suffixes: T tokens on this rank, K slots per token (first choice first), E all experts,
-    R low-rank size.
+    R low-rank size, D model width.
     """
 
     experts_TK: torch.Tensor  # int64; -1: the slot is empty (not chosen, or dropped)
@@ -25,6 +25,8 @@ class Choices:
     c_TKR: torch.Tensor | None = None  # C = x W_down of the chosen experts, for their use
     all_chosen: bool = False  # a promise that no slot is empty, so that no wait for a GPU is needed
     norms_TK: torch.Tensor | None = None  # of c_TKR, if the experts differentiate them
+    output_TD: torch.Tensor | None = None  # of neurons that compute every token; it is added
+    values_TE: torch.Tensor | None = None  # differentiable; what a threshold compares
     _counts_E: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     def tokens_per_expert(self) -> torch.Tensor:
@@ -34,6 +36,10 @@ class Choices:
             object.__setattr__(self, "_counts_E", counts_E)
             return counts_E
         return self._counts_E
+
+    def chosen(self) -> torch.Tensor:
+        """1 where a token chose an expert, otherwise 0: in the dtype of the scores, [T, E]."""
+        return chosen_of(self.experts_TK, self.scores_TE)
 
     def probs_per_expert(self) -> torch.Tensor:
         """The sum of the probs of each expert, differentiable: float32 [E]."""
@@ -66,6 +72,13 @@ class BiasedRule(Rule, Protocol):
         ...
 
 
+def chosen_of(experts_TK: torch.Tensor, scores_TE: torch.Tensor) -> torch.Tensor:
+    """1 where an expert is in a slot of a token, otherwise 0: [T, E], in the scores' dtype."""
+    num_tokens, num_experts = scores_TE.shape
+    chosen_TE = scores_TE.new_zeros(num_tokens, num_experts + 1)  # 0: empty slots
+    return chosen_TE.scatter_(1, experts_TK + 1, 1.0)[:, 1:]
+
+
 def slots_of(chosen_TE: torch.Tensor, probs_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Converts a mask, with any number of experts per token, to slots with K = E.
 
@@ -79,3 +92,10 @@ def slots_of(chosen_TE: torch.Tensor, probs_TE: torch.Tensor) -> tuple[torch.Ten
     experts_TE = torch.argsort(ranked_TE, dim=1, descending=True, stable=True)
     filled_TE = chosen_TE.gather(1, experts_TE)
     return experts_TE.masked_fill(~filled_TE, -1), probs_TE.gather(1, experts_TE)
+
+
+def best_first(scores_TE: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
+    """The experts of each token by score, largest first; empty slots (-1) come last."""
+    ranked_TK = scores_TE.detach().gather(1, experts_TK.clamp(min=0))
+    ranked_TK = ranked_TK.masked_fill(experts_TK < 0, -torch.inf)
+    return experts_TK.gather(1, ranked_TK.argsort(dim=1, descending=True, stable=True))

@@ -43,3 +43,8 @@ class ExpertChoice:
         chosen_AE.scatter_(0, order_AE[:taken], True)
         experts_TK, probs_TK = slots_of(tokens.of_this_rank(chosen_AE), probs_TE)
         return Choices(experts_TK, probs_TK, scores_TE, torch.softmax(scores_TE, dim=1))
+
+    def of(self, scores_TE: torch.Tensor, experts_TK: torch.Tensor) -> Choices:
+        """The choices for given experts: int64 [T, K]; -1: the slot is empty."""
+        probs_TK = self.ranking(scores_TE).gather(1, experts_TK.clamp(min=0))
+        return Choices(experts_TK, probs_TK, scores_TE, torch.softmax(scores_TE, dim=1))

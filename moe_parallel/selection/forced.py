@@ -29,12 +29,12 @@ import math
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from moe_parallel.errors import InputError
-from moe_parallel.selection.choices import Choices, Rule
+from moe_parallel.selection.choices import Choices, Rule, best_first
 from moe_parallel.selection.shares import positions
 from moe_parallel.selection.tokens import Tokens
 
@@ -92,17 +92,23 @@ class WarmUp:
         return law.weights(layer, iteration, num_experts, k)
 
 
+class Loads(Protocol):
+    """For each record of a trace, the tokens per expert by layer, from 1."""
+
+    def __getitem__(self, number: int, /) -> Mapping[int, Sequence[float]]: ...
+
+
 @dataclass(frozen=True, eq=False)  # hashed by identity, because its records are many
 class Trace:
     """Recorded loads. After the last record, the first follows again.
 
     Attributes:
         ends: the number of iterations up to the end of each record, rising.
-        loads: for each record, the tokens per expert by layer, from 1.
+        loads: the loads of each record.
     """
 
     ends: Sequence[int]
-    loads: Sequence[Mapping[int, Sequence[float]]]
+    loads: Loads
 
     def weights(self, layer: int, iteration: int, num_experts: int, k: int) -> Sequence[float]:
         """Raises InputError if the trace has no such layer or another number of experts."""
@@ -159,12 +165,8 @@ class Forced:
 
     def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
         own = self.rule(scores_TE, tokens)
-        experts_TK = self._experts(own, tokens)
-        # Slots are in the order of the scores, best choice first, as in every rule.
-        ranked_TK = scores_TE.detach().gather(1, experts_TK.clamp(min=0))
-        ranked_TK = ranked_TK.masked_fill(experts_TK < 0, -torch.inf)
-        order_TK = ranked_TK.argsort(dim=1, descending=True, stable=True)
-        return self.rule.of(scores_TE, experts_TK.gather(1, order_TK))
+        # Slots are in the order of the scores, as in every rule.
+        return self.rule.of(scores_TE, best_first(scores_TE, self._experts(own, tokens)))
 
     def with_bias(self, bias_E: torch.Tensor) -> Forced:
         """This rule, unchanged: a bias does not affect the choices of a workload."""
@@ -211,6 +213,7 @@ def _ends(
     return tuple(itertools.accumulate(shares_E))
 
 
+@runtime_checkable
 class ForcibleRule(Rule, Protocol):
     """A rule that can give the probs of other choices than its own."""
 

@@ -181,7 +181,13 @@ class BySegment:
         # Every rank needs all sums, and each sum affects the tokens of all ranks.
         sums_GBE = tokens.sum_for_each(sums_GBE)
         judged_GBE = shifted(means_of(sums_GBE, total, self.length), own)
-        chosen = self.rule(judged_GBE.flatten(0, 1), Tokens(tokens.num_sequences))
+        segments = Tokens(
+            tokens.num_sequences,
+            layer=tokens.layer,
+            iteration=tokens.iteration,
+            micro_batch=tokens.micro_batch,
+        )
+        chosen = self.rule(judged_GBE.flatten(0, 1), segments)
 
         def of_tokens(rows_AX: torch.Tensor) -> torch.Tensor:
             """Converts rows per segment, [G * B, X], to rows per token of this rank: [T, X]."""

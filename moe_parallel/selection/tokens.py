@@ -22,6 +22,9 @@ class Tokens:
     num_sequences: int  # B
     layer: int = field(default=1, kw_only=True)  # that routes them; its number in the model, from 1
     iteration: int = field(default=0, kw_only=True)  # optimizer steps so far
+    micro_batch: int = field(default=0, kw_only=True)  # of this rank in its step, from 0
+    #: int64: the ids of the T tokens, if the system reads them.
+    ids_T: torch.Tensor | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     @property
     def num_shares(self) -> int:

@@ -66,6 +66,28 @@ def sigmoid_of_selected(
 
 
 @dataclass(frozen=True)
+class WithoutZeroExperts:
+    """`probs`, but 0 for a chosen zero expert; the others are divided by their sum (MoE++, code).
+
+    If all choices of a token are zero experts, or the other probs underflow beside a zero expert's,
+    all its probs are 0.
+    """
+
+    probs: ProbsOf
+    num_free: int  # the last columns of the scores
+    num_zero: int  # the first of these
+
+    def __call__(
+        self, scores_TE: torch.Tensor, probabilities_TE: torch.Tensor, experts_TK: torch.Tensor
+    ) -> torch.Tensor:
+        first = scores_TE.shape[1] - self.num_free
+        is_zero_TK = (experts_TK >= first) & (experts_TK < first + self.num_zero)
+        probs_TK = self.probs(scores_TE, probabilities_TE, experts_TK).masked_fill(is_zero_TK, 0)
+        sums_T1 = probs_TK.sum(dim=1, keepdim=True)
+        return probs_TK / (sums_T1 + (sums_T1 == 0))
+
+
+@dataclass(frozen=True)
 class GroupLimit:
     """Experts are chosen only from the groups with the highest scores (DeepSeek-V3, 2.1.2).
 

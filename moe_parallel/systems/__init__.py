@@ -11,10 +11,15 @@ from moe_parallel.layers.system import Rules, System
 from moe_parallel.systems import (  # each registers its records
     aoe,
     expert_choice,
+    hash_routing,
     lory,
+    relu,
+    routing_free,
     smear,
+    threshold,
     top_p,
     topk,
+    uoe,
 )
 from moe_parallel.systems.registry import register, system_of
 
@@ -23,10 +28,15 @@ __all__ = [
     "System",
     "aoe",
     "expert_choice",
+    "hash_routing",
     "lory",
     "register",
+    "routing_free",
+    "relu",
     "smear",
     "system_of",
+    "threshold",
     "top_p",
     "topk",
+    "uoe",
 ]

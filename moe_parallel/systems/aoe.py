@@ -5,19 +5,21 @@ from __future__ import annotations
 from moe_parallel.config import AoESelection
 from moe_parallel.layers import AutonomousLayer, Rules, System
 from moe_parallel.layers.routing_losses import importance, load_balancing_of_topk
-from moe_parallel.layers.system import SCALED_OUTPUT
+from moe_parallel.layers.system import FREE_OUTPUT, SCALED_OUTPUT
 from moe_parallel.selection import topk
 from moe_parallel.selection.topk import TopK
 from moe_parallel.systems.registry import register
-from moe_parallel.systems.topk import same_rules
+from moe_parallel.systems.topk import beside_free, same_rules
 
 
 def rules(selection: AoESelection) -> Rules:
     probs = topk.raw_probability if selection.probs_over_all else topk.softmax_of_selected
-    return same_rules(selection, TopK(selection.moe_router_topk, probs))
+    return same_rules(selection, TopK(selection.moe_router_topk, beside_free(selection, probs)))
 
 
 def upcycling(selection: AoESelection) -> str | None:
+    if selection.free_experts:
+        return FREE_OUTPUT
     return SCALED_OUTPUT if selection.probs_over_all else None
 
 

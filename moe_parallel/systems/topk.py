@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from moe_parallel.config import FixedChoices, TopKSelection
+from moe_parallel.config import FixedChoices, FixedFreeExperts, TopKSelection
 from moe_parallel.layers import RoutedLayer, Rules, System
 from moe_parallel.layers.routing_losses import importance, load_balancing_of_topk, z
-from moe_parallel.layers.system import SCALED_OUTPUT
+from moe_parallel.layers.system import FREE_OUTPUT, SCALED_OUTPUT
 from moe_parallel.selection import topk
-from moe_parallel.selection.topk import GroupLimit, RoundRobin, TopK
+from moe_parallel.selection.topk import GroupLimit, ProbsOf, RoundRobin, TopK, WithoutZeroExperts
 from moe_parallel.systems.registry import register
 
 
@@ -30,19 +30,29 @@ def _rule(selection: TopKSelection) -> TopK:
         assert selection.moe_router_group_topk is not None
         groups = GroupLimit(selection.moe_router_num_groups, selection.moe_router_group_topk)
     if selection.moe_router_score_function == "sigmoid":
-        probs = topk.sigmoid_of_selected if k == 1 else topk.sigmoid_share_of_selected
+        share = topk.sigmoid_of_selected if k == 1 else topk.sigmoid_share_of_selected
+        probs = beside_free(selection, share)
         return TopK(k, probs, topk.sigmoid_shares, torch.sigmoid, groups=groups)
     whole = k == 1 or selection.moe_router_pre_softmax
-    probs = topk.raw_probability if whole else topk.softmax_of_selected
+    share = topk.raw_probability if whole else topk.softmax_of_selected
+    probs = beside_free(selection, share)
     # Logits and their softmax give the same order; only a bias or groups need the probabilities.
     by_probability = selection.moe_router_enable_expert_bias or groups is not None
     return TopK(k, probs, topk.softmax, topk.softmax if by_probability else None, groups=groups)
 
 
+def beside_free(selection: FixedFreeExperts, probs: ProbsOf) -> ProbsOf:
+    """`probs` as --moe-zero-expert-gate asks."""
+    if selection.moe_zero_expert_gate == "keep":
+        return probs
+    return WithoutZeroExperts(probs, selection.free_experts, selection.moe_zero_experts)
+
+
 def upcycling(selection: TopKSelection) -> str | None:
     """With K = 1, the prob is the probability of the chosen expert, which is below 1."""
-    sums_to_one = selection.moe_router_topk > 1 and not selection.moe_router_pre_softmax
-    return None if sums_to_one else SCALED_OUTPUT
+    if selection.free_experts:
+        return FREE_OUTPUT
+    return None if selection.renormalizes else SCALED_OUTPUT
 
 
 TOPK = register(

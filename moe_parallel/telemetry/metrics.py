@@ -10,8 +10,10 @@ Evaluations have `validation`: {domain: {loss, bits_per_byte, layers}}, where `l
 routing statistics of that domain's text. With --eval-first-part, or if the system routes segments,
 they also have loss_after_first_part. With --log-digest, records have `digest`: {weights,
 optimizer}, 16 hexadecimal digits each. If a workload chooses the experts, every record has
-forced_routing, its name. Losses are in nats per token. A number that is not finite is written as
-null: JSON has no NaN.
+forced_routing, its name. If a controller sets a number for all layers, every logged iteration has
+it for the next step (l1_coefficient of relu, balance_coefficient of routing_free, top_p of top_p
+with --moe-top-p-target-experts), and experts_per_token, the mean over the layers. Losses are in
+nats per token. A number that is not finite is written as null: JSON has no NaN.
 """
 
 from __future__ import annotations

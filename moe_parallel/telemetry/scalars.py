@@ -17,12 +17,17 @@ MEASURES = (
     "experts_per_token",
     "utilisation",
     "wire_bytes_per_token",
+    "output_rms",
     *LOSSES,
 )
 
 
 #: The values that a layer reports per expert, by their names in a record: the names in charts.
-PER_EXPERT = {"norm_per_expert": "norm", "routing_weight_per_expert": "routing_weight"}
+PER_EXPERT = {
+    "norm_per_expert": "norm",
+    "cutoff_per_expert": "cutoff",
+    "routing_weight_per_expert": "routing_weight",
+}
 
 
 def scalars(record: Record) -> dict[str, float]:
@@ -61,8 +66,8 @@ def histograms(record: Record) -> dict[str, list[float]]:
     """One finite number per expert of a layer, by name.
 
     moe/layer_03/load (choices over the mean of the experts: 1 is even), and if the layer has them
-    moe/layer_03/norm and moe/layer_03/routing_weight. One chart per expert would be thousands of
-    charts.
+    moe/layer_03/norm, moe/layer_03/cutoff and moe/layer_03/routing_weight. One chart per expert
+    would be thousands of charts.
     """
     named: dict[str, list[Any]] = {}
     for layer in record.get("layers", []):

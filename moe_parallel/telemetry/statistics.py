@@ -34,7 +34,16 @@ import torch
 import torch.distributed as dist
 
 #: The auxiliary losses that a layer may have, by their names in a record.
-LOSSES = ("load_balancing_loss", "importance_loss", "z_loss", "entropy_loss")
+LOSSES = (
+    "load_balancing_loss",
+    "importance_loss",
+    "z_loss",
+    "entropy_loss",
+    "erc_loss",
+    "erc_norm",  # not a loss: the mean norm that erc_loss compares with others
+    "l1_loss",
+    "routing_free_loss",
+)
 
 
 def load_shares(tokens_per_expert: Sequence[float]) -> list[float]:
@@ -81,12 +90,15 @@ class RoutingTotals:
 
     A pipeline stage fills the rows of its own layers and leaves the others at zero, so adding over
     ranks also gathers the stages. The columns are: choices per expert (E), norms per expert (E),
-    each of LOSSES and the number of its values, then tokens, tokens with a norm, entropy of the
-    scores, dropped choices, merged experts, bytes sent. In a merged layer a token is divided
-    among the experts by their weights, and `peaks_GE` is the largest weight of each expert.
+    cutoffs per expert times tokens (E), each of LOSSES and the number of its values, then tokens,
+    tokens with a norm, tokens with cutoffs, entropy of the scores, dropped choices, merged experts,
+    bytes sent, choices of free experts, squares of the numbers in the outputs of the layer, and how
+    many these are. In a merged layer a token is divided among the experts by their weights, and
+    `peaks_GE` is the largest weight of each expert.
     """
 
-    TOKENS, NORMED_TOKENS, ENTROPY, DROPPED, MERGES, WIRE_BYTES = range(-6, 0)
+    TOKENS, NORMED_TOKENS, CUT_TOKENS, ENTROPY, DROPPED, MERGES = range(-10, -4)
+    WIRE_BYTES, FREE, SQUARES, OUTPUTS = range(-4, 0)
 
     def __init__(self, sums_GC: torch.Tensor, peaks_GE: torch.Tensor) -> None:
         self.sums_GC = sums_GC
@@ -94,7 +106,7 @@ class RoutingTotals:
 
     @classmethod
     def zeros(cls, num_layers: int, num_experts: int, device: torch.device) -> RoutingTotals:
-        columns = 2 * num_experts + 2 * len(LOSSES) + 6
+        columns = 3 * num_experts + 2 * len(LOSSES) + 10
         return cls(
             torch.zeros(num_layers, columns, dtype=torch.float64, device=device),
             torch.zeros(num_layers, num_experts, dtype=torch.float64, device=device),
@@ -108,6 +120,8 @@ class RoutingTotals:
         dropped: torch.Tensor | int,
         scores_TE: torch.Tensor,
         norms_TE: torch.Tensor | None,
+        cutoff_E: torch.Tensor | None,
+        free_choices: torch.Tensor | int,
     ) -> None:
         """Adds one micro-batch of a layer (counted from 1). Does not wait for the device."""
         tokens, num_experts = scores_TE.shape
@@ -116,9 +130,13 @@ class RoutingTotals:
         row_C[self.TOKENS] += tokens
         row_C[self.ENTROPY] += ent_conf_sum(scores_TE)
         row_C[self.DROPPED] += dropped
+        row_C[self.FREE] += free_choices
         if norms_TE is not None:
             row_C[num_experts : 2 * num_experts] += norms_TE.sum(dim=0, dtype=torch.float64)
             row_C[self.NORMED_TOKENS] += tokens
+        if cutoff_E is not None:
+            row_C[2 * num_experts : 3 * num_experts] += tokens * cutoff_E
+            row_C[self.CUT_TOKENS] += tokens
 
     @torch.no_grad()
     def add_merges(
@@ -139,7 +157,7 @@ class RoutingTotals:
     def add_losses(self, layer_number: int, losses: Mapping[str, torch.Tensor]) -> None:
         """Adds the auxiliary losses of one micro-batch of a layer, by their names in LOSSES."""
         row_C = self.sums_GC[layer_number - 1]
-        first = 2 * self.peaks_GE.shape[1]
+        first = 3 * self.peaks_GE.shape[1]
         for name, loss in losses.items():
             column = first + 2 * LOSSES.index(name)
             row_C[column] += loss
@@ -149,6 +167,13 @@ class RoutingTotals:
     def add_wire(self, layer_number: int, sent_bytes: int) -> None:
         """Adds the bytes that one rank sent to others for one micro-batch of a layer."""
         self.sums_GC[layer_number - 1, self.WIRE_BYTES] += sent_bytes
+
+    @torch.no_grad()
+    def add_output(self, layer_number: int, y: torch.Tensor) -> None:
+        """Adds the output of a layer for one micro-batch, of any shape."""
+        row_C = self.sums_GC[layer_number - 1]
+        row_C[self.SQUARES] += torch.linalg.vector_norm(y, dtype=torch.float64).square()
+        row_C[self.OUTPUTS] += y.numel()
 
     def reduced(self, groups: Iterable[dist.ProcessGroup | None]) -> RoutingTotals:
         """The totals over the ranks of each group in turn, as a new object; this one is unchanged.
@@ -178,9 +203,16 @@ class RoutingTotals:
         return {"sums": self.sums_GC.tolist(), "peaks": self.peaks_GE.tolist()}
 
     def load_state(self, state: Mapping[str, list[list[float]]]) -> None:
-        """Restores the result of `state`, of a model with as many layers and experts."""
-        for mine, values in ((self.sums_GC, state["sums"]), (self.peaks_GE, state["peaks"])):
-            mine.copy_(torch.tensor(values, dtype=torch.float64).view_as(mine))
+        """Restores the result of `state`, of a model with as many layers and experts.
+
+        Another version may have had other columns. Its sums are left out, so the next record has
+        only what follows.
+        """
+        sums_GC = torch.tensor(state["sums"], dtype=torch.float64).view(len(self.sums_GC), -1)
+        peaks_GE = torch.tensor(state["peaks"], dtype=torch.float64).view_as(self.peaks_GE)
+        if sums_GC.shape == self.sums_GC.shape:
+            self.sums_GC.copy_(sums_GC)
+            self.peaks_GE.copy_(peaks_GE)
 
     def clear(self) -> None:
         self.sums_GC.zero_()
@@ -192,11 +224,13 @@ class RoutingTotals:
         Each has layer (from 1), tokens_per_expert (choices made, before dropping; in merged layers
         tokens times weights), experts_per_token, tokens_dropped (choices), ent_load and ent_conf
         (nats), max_minus_min_load (share of choices), and those of LOSSES that were recorded (mean
-        over micro-batches, without their coefficients). Layers with norms have norm_per_expert
-        (mean over all tokens). Merged layers have routing_weight_per_expert (mean over tokens) and
-        utilisation (share of the experts whose weight was above 2 / E at least once). Layers that
-        dispatch tokens have wire_bytes_per_token (sent to other ranks in the forward pass,
-        results and gathered weights included).
+        over micro-batches, without their coefficients). Layers with norms have norm_per_expert, and
+        layers with cutoffs cutoff_per_expert (means over all tokens). Merged layers have
+        routing_weight_per_expert (mean over tokens) and utilisation (share of the experts whose
+        weight was above 2 / E at least once). Layers that dispatch tokens have wire_bytes_per_token
+        (sent to other ranks in the forward pass, results and gathered weights included). Where free
+        experts were chosen there is free_share (the share of all choices that fell on them; all
+        else is about the other experts). Layers whose output was measured have output_rms.
         """
         rows = zip(self.sums_GC.tolist(), self.peaks_GE.tolist(), strict=True)
         return [
@@ -209,8 +243,12 @@ class RoutingTotals:
 def _summary(layer_number: int, row: list[float], peaks: list[float]) -> dict[str, Any]:
     num_experts = len(peaks)
     counts, norms = row[:num_experts], row[num_experts : 2 * num_experts]
-    losses = row[2 * num_experts : RoutingTotals.TOKENS]
-    tokens, normed_tokens, entropy, dropped, merges, wire_bytes = row[RoutingTotals.TOKENS :]
+    cutoffs = row[2 * num_experts : 3 * num_experts]
+    losses = row[3 * num_experts : RoutingTotals.TOKENS]
+    tokens, normed_tokens, cut_tokens, entropy, dropped, merges = row[
+        RoutingTotals.TOKENS : RoutingTotals.WIRE_BYTES
+    ]
+    wire_bytes, free, squares, outputs = row[RoutingTotals.WIRE_BYTES :]
     summary: dict[str, Any] = {
         "layer": layer_number,
         "tokens_per_expert": [round(count) for count in counts],
@@ -225,12 +263,18 @@ def _summary(layer_number: int, row: list[float], peaks: list[float]) -> dict[st
             summary[name] = total / times
     if normed_tokens:
         summary["norm_per_expert"] = [norm / normed_tokens for norm in norms]
+    if cut_tokens:
+        summary["cutoff_per_expert"] = [cutoff / cut_tokens for cutoff in cutoffs]
     if merges:
         summary["routing_weight_per_expert"] = [count / tokens for count in counts]
         used = sum(peak > 2 / num_experts for peak in peaks)
         summary["utilisation"] = used / num_experts
     if wire_bytes:
         summary["wire_bytes_per_token"] = wire_bytes / tokens
+    if free:
+        summary["free_share"] = free / (free + sum(counts))
+    if outputs:
+        summary["output_rms"] = math.sqrt(squares / outputs)
     return summary
 
 
@@ -256,16 +300,27 @@ class LayerStatistics:
         dropped: torch.Tensor | int,
         scores_TE: torch.Tensor,
         norms_TE: torch.Tensor | None = None,
+        cutoff_E: torch.Tensor | None = None,
+        free_choices: torch.Tensor | int = 0,
     ) -> None:
         """Adds one micro-batch of this rank's tokens, without gradients or a host sync.
 
         `tokens_per_expert_E`: choices of each expert before dropping, integer or float.
         `dropped`: choices over capacity, a 0-d tensor or an int. `scores_TE`: router logits or
-        norms. `norms_TE`: AoE's norms.
+        norms. `norms_TE`: AoE's norms. `cutoff_E`: what a score must exceed. `free_choices`:
+        choices of free experts, which have no columns in the others.
         """
         totals = self._owner.recipient()
         if totals is not None:
-            totals.add(self._layer_number, tokens_per_expert_E, dropped, scores_TE, norms_TE)
+            totals.add(
+                self._layer_number,
+                tokens_per_expert_E,
+                dropped,
+                scores_TE,
+                norms_TE,
+                cutoff_E,
+                free_choices,
+            )
 
     def record_merges(self, weights_ME: torch.Tensor, tokens_M: torch.Tensor) -> None:
         """Adds one micro-batch of merged experts. Each token is counted on one rank only.
@@ -287,6 +342,12 @@ class LayerStatistics:
         totals = self._owner.recipient()
         if totals is not None and sent_bytes:
             totals.add_wire(self._layer_number, sent_bytes)
+
+    def record_output(self, y: torch.Tensor) -> None:
+        """Adds the output of the layer for one micro-batch, on this rank."""
+        totals = self._owner.recipient()
+        if totals is not None:
+            totals.add_output(self._layer_number, y)
 
 
 class RoutingStatistics:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 
+from moe_parallel.balancing.controller import end_step, setting_of
 from moe_parallel.config import Config
-from moe_parallel.layers import ExpertLayer
+from moe_parallel.layers import DispatchedLayer, ExpertLayer
 from moe_parallel.model.forward import Batch, language_model_loss, run_micro_batches
 from moe_parallel.model.gpt import build_model
 from moe_parallel.parallel import Groups
@@ -29,6 +31,7 @@ from moe_parallel.platform.device import device
 from moe_parallel.telemetry.progress import Phase, Progress, Timers
 from moe_parallel.telemetry.statistics import RoutingStatistics
 from moe_parallel.training.optimizer_parts import optimizer_parts
+from moe_parallel.training.router_trace import RunTrace, run_trace
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Engine:
         groups: Groups,
         progress: Progress | None = None,
         before_update: Callable[[], object] | None = None,
+        token_counts: Sequence[int] = (),
     ) -> None:
         """Build everything, with initial weights.
 
@@ -63,6 +67,7 @@ class Engine:
             progress: is told the phases of a step.
             before_update: called in every step after the backward pass, before the optimizer
                 changes its state and the weights.
+            token_counts: how often each token id occurs in the training text, if it was counted.
         """
         self._before_update = before_update
         self.config = config
@@ -73,12 +78,27 @@ class Engine:
             config.model.num_layers, config.moe.num_experts or 1, self.device
         )
         padded = config.padded_vocab_size(vocab_size)
+        self._trace = run_trace(config, groups)
         with self.device:
             chunks = build_model(
-                config, padded, groups, self.statistics, self.progress, self._iteration
+                config,
+                padded,
+                groups,
+                self.statistics,
+                self.progress,
+                self._iteration,
+                None if self._trace is None else self._trace.layers,
+                token_counts,
             )
         self._expert_layers = [
             layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, ExpertLayer)
+        ]
+        for layer in self._expert_layers:
+            layer.register_forward_hook(self._measure_start)
+        self._controllers = [
+            layer.controller
+            for layer in self._expert_layers
+            if isinstance(layer, DispatchedLayer) and layer.controller is not None
         ]
         self.chunks = _parallelize(config, chunks)
         if config.training.gradient_accumulation_fusion:
@@ -98,7 +118,11 @@ class Engine:
         Raises NonFinite on every rank. If the loss is not finite, the weights are unchanged. If the
         gradient norm is not finite, the weights have changed and must not be saved. With
         --overlap-param-gather they are complete on a rank only after `gather_weights`.
+
+        Raises InputError on every rank, if a trace cannot be written or replayed.
         """
+        if self._trace is not None:
+            batches = self._traced(self._trace, batches)
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -124,9 +148,35 @@ class Engine:
         with self.progress.during(Phase.REDUCE):
             for layer in self._expert_layers:
                 layer.after_step()
+            if self._controlled is not None:
+                end_step(self._controllers, self.device)
+        if self._trace is not None:
+            self._trace.end_step(self.device)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(increment=1)
         return StepResult(loss, float(grad_norm or 0.0), learning_rate, tokens)
+
+    def _traced(self, trace: RunTrace, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The micro-batches of the step, all read; the trace sees them before the layers do."""
+        of_step = list(islice(batches, self.num_micro_batches))
+        trace.begin_step(self._iteration(), of_step)
+        return iter(of_step)
+
+    def _measure_start(self, layer: Any, _: Any, output: tuple[torch.Tensor, None]) -> None:
+        """Record the size of the layer's output in the first step of a run."""
+        if layer.routes and self._iteration() == 0:
+            layer.statistics.record_output(output[0])
+
+    @property
+    def _controlled(self) -> str | None:
+        """The name of what controllers move. It is the same on ranks that hold no controller."""
+        return self.config.selection.controlled if any(self.config.moe_layers) else None
+
+    def controlled(self) -> dict[str, float]:
+        """The number that controllers move, by its name; {}: there is none. Collective."""
+        if self._controlled is None:
+            return {}
+        return {self._controlled: setting_of(self._controllers, self.device)}
 
     def _iteration(self) -> int:
         """The number of steps so far, also those before a checkpoint that was loaded."""

@@ -59,6 +59,7 @@ class FailureChannel:
         # created, blocks all other requests until it has the key.
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # stubs lack it
         self._code: int | None = None
+        self._reading = threading.Lock()  # of the thread that watches, and the main thread
         self._tells = False  # whether this rank prints the error
         self.gone = False  # whether the store is no longer served
 
@@ -119,11 +120,12 @@ class FailureChannel:
         threading.Thread(target=poll, name="failure-watch", daemon=True).start()
 
     def _read_code(self) -> int | None:
-        if self._code is None and self._store.check([_CODE]):
-            self._code = int(self._store.get(_CODE))
-            if not self._tells:
-                self._store.add(_SEEN, 1)
-        return self._code
+        with self._reading:
+            if self._code is None and self._store.check([_CODE]):
+                self._code = int(self._store.get(_CODE))
+                if not self._tells:
+                    self._store.add(_SEEN, 1)
+            return self._code
 
 
 def leave_with_launcher(launcher: int, stop: StopRequest) -> None:
@@ -197,6 +199,7 @@ def lost_connection(error: RuntimeError) -> str | None:
 
 def _fail(channel: FailureChannel, code: int, message: str) -> int:
     if not channel.claim(code):
+        channel.wait_for_others()  # who claims the error sets its code a moment later
         return channel.code_of_others() or code
     # Without a store the ranks cannot agree on who prints. When the launcher is gone, each rank
     # stops by its own watch, or fails because another one has left: rank 0 prints for all.

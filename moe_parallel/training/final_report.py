@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_parallel.config import Config, FixedChoices
+from moe_parallel.config import Config, FixedNumber
 from moe_parallel.data.datasets import Datasets, texts
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.evaluation.baselines import (
@@ -108,7 +108,7 @@ def _model_line(config: Config, parameters: int) -> str:
     line += f"{model.num_layers} layers x {model.hidden_size}"
     if config.moe.num_experts is not None:
         line += f", {config.moe.num_experts} experts"
-        if isinstance(config.selection, FixedChoices):
+        if isinstance(config.selection, FixedNumber):
             line += f", {config.selection.moe_router_topk} a token"
     return line
 

@@ -81,6 +81,8 @@ class Loop:
         with self._stop.finishing(self.whereabouts) as stop:
             while self.state.iteration < self.stage.until:
                 result = self._step(stream)
+                if self.state.iteration == 1:
+                    self._tell_start()
                 # The checkpoint comes last, so that every record up to it is in the log.
                 self._log(result)
                 if self._due(self.config.logging.log_digest):
@@ -192,6 +194,15 @@ class Loop:
         )
         return result
 
+    def _tell_start(self) -> None:
+        """Say how large the outputs of the layers of experts are at the start."""
+        sizes = [layer["output_rms"] for layer in self.interval.layers()]
+        if sizes:
+            self.telemetry.say(
+                f"RMS of the MoE layers' outputs at the start: {sum(sizes) / len(sizes):.3g} "
+                f"({min(sizes):.3g} to {max(sizes):.3g})"
+            )
+
     def _log(self, result: StepResult) -> None:
         """Log the iterations since the last line if a line is due or the stage ends. Collective."""
         logging = self.config.logging
@@ -205,6 +216,7 @@ class Loop:
             self.place()
             | averages
             | ({} if load is None else {"rank_load": load})
+            | self._controlled(layers)
             | {
                 "grad_norm": result.grad_norm,
                 "learning_rate": result.learning_rate,
@@ -219,6 +231,17 @@ class Loop:
         if news is not None:
             self.telemetry.say(news)
         self.interval.clear()
+
+    def _controlled(self, layers: list[dict[str, Any]]) -> dict[str, float]:
+        """What controllers set for the next step, and the mean of the layers that it controls.
+
+        Collective. {}: there is no controller.
+        """
+        found = self.engine.controlled()
+        if found:
+            numbers = [layer["experts_per_token"] for layer in layers]
+            found["experts_per_token"] = sum(numbers) / len(numbers)
+        return found
 
     def _log_digest(self) -> None:
         """Log the digest of the current state, and name a rank that went astray. Collective."""

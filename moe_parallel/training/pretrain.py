@@ -122,8 +122,9 @@ def _pretrain(
     text = open_text(config, tokenizer_given=tokenizer_given)
     check_memory(config, text.vocab_size, groups)
     checkpoints = open_checkpoints(config, text.vocab_size, groups, text.tokenizer)
-    stages = Stages(config, text.vocab_size, groups, checkpoints, progress)
     datasets = text.datasets(config)
+    counts = text.token_counts(config, datasets)
+    stages = Stages(config, text.vocab_size, groups, checkpoints, progress, counts)
     stage = stages.first()
     if is_finished(config, stage.state.iteration):
         _tell_finished(config, stage)
@@ -136,8 +137,10 @@ def _pretrain(
         open_instruments(config, text.vocab_size) as instruments,
     ):
         telemetry.say(_opening(config, groups, stage))
-        if note is not None:
-            telemetry.say(note)
+        for each in (*([] if note is None else [note]), *config.notes):
+            telemetry.say(each)
+        for state in config.time_constants:
+            telemetry.say(state.note(config.training.train_iters))
         for warning in (
             *warnings,
             *damage,

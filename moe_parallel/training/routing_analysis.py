@@ -6,8 +6,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ from moe_parallel.analysis.routing.folder import (
     write_manifest,
     write_tables,
 )
+from moe_parallel.analysis.routing.selections import TextSelections
 from moe_parallel.analysis.routing.specialization import Specialization, specialization
 from moe_parallel.analysis.routing.tables import tables_of
 from moe_parallel.analysis.routing.totals import RoutingTotals
 from moe_parallel.analysis.routing.vocabulary import Vocabulary
+from moe_parallel.collective_errors import StorageError, agree, exchange, on_rank_0
 from moe_parallel.config import Config, MergedSelection
 from moe_parallel.data.atomic_files import atomic_folder
 from moe_parallel.data.sampler import evaluation_batches
@@ -30,14 +34,17 @@ from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.evaluation.given_text import batches_of
 from moe_parallel.evaluation.selection_trace import expert_layers, selections_of
+from moe_parallel.evaluation.selections_of_ranks import batches_of_rank, on_all_layers
 from moe_parallel.model.forward import Batch
 from moe_parallel.training.checkpoint.folder import find_checkpoint
-from moe_parallel.training.own_tokenizer import own_tokenizer
-from moe_parallel.training.standalone import single_process, standalone_model, vocab_size_of
-from moe_parallel.training.text import open_text
+from moe_parallel.training.open_model import open_model
+from moe_parallel.training.standalone import vocab_size_of
+from moe_parallel.training.text import open_text, open_tokenizer
 
 #: The name of the folder in a run.
 FOLDER = "analysis"
+
+Receive = Callable[[TextSelections], None]
 
 
 @dataclass(frozen=True)
@@ -83,41 +90,88 @@ def output_folder(given: Path | None, load: Path) -> Path:
 
 def analyze(
     config: Config,
+    on_ranks: Config,
     options: AnalysisOptions,
     folder: Path,
     advance: Callable[[int], object] = lambda tokens: None,
 ) -> list[str]:
     """Analyze the model of --load and write `folder`; an earlier analysis there is replaced.
 
-    Returns lines for the user. `advance` is called with the tokens of each batch. Raises
-    InputError.
+    Collective over all ranks; torch.distributed is initialized, and its groups are not. Rank 0
+    writes.
+
+    Args:
+        config: of the run, on one process.
+        on_ranks: of the same model on these ranks, which compute it in fp32.
+        options: what is analyzed, and what is written.
+        folder: to write.
+        advance: called on rank 0 with the tokens of each batch.
+
+    Returns lines for the user. Raises InputError.
     """
-    with single_process(config) as groups:
-        tokenizer, vocabulary, texts = _texts(config, options)
-        model, _ = standalone_model(config, vocabulary, groups)
-        layers = expert_layers(model)
+    tokenizer, vocab_size, texts = _texts(config, options)
+    in_fp32 = replace(on_ranks, training=replace(on_ranks.training, bf16=False))
+    with open_model(in_fp32, tokenizer) as model, _disk_of(folder), ExitStack() as stack:
+        numbers = exchange([layer.layer_number for layer in expert_layers(model.chunk)])
         totals = RoutingTotals(
-            [layer.layer_number for layer in layers],
-            layers[0].num_experts,
-            Vocabulary([_piece(tokenizer, item) for item in range(vocabulary)]),
+            sorted(set(chain.from_iterable(numbers))),
+            config.num_experts,
+            Vocabulary([_piece(tokenizer, item) for item in range(vocab_size)]),
         )
-        view = View(options.view_tokens)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_folder(folder) as writing:
-            with ExitStack() as stack:
-                receivers = [totals.add, view.add]
-                if options.selections:
-                    receivers.append(stack.enter_context(SelectionsFile(writing)).add)
-                for name, batches in texts:
-                    for selections in selections_of(model, batches, name):
-                        for receive in receivers:
-                            receive(selections)
-                        advance(len(selections))
-            tests = _write(writing, config, options, totals, view)
-            earlier = _moved_away(folder)
+        tests: list[Specialization] = []
+        receivers: list[Receive] = []
+        on_rank_0(
+            lambda: receivers.extend(
+                stack.enter_context(_written(folder, config, options, totals, tests))
+            )
+        )
+
+        def receive(batches: Sequence[TextSelections]) -> None:
+            for selections in batches:
+                for receiver in receivers:
+                    receiver(selections)
+                advance(len(selections))
+
+        for name, batches in texts:
+            for part in selections_of(model, batches_of_rank(batches, model.groups.dp), name):
+                found = on_all_layers(part, model.groups)
+                on_rank_0(partial(receive, found))
+        on_rank_0(stack.close)
+    return _lines(totals, tests)
+
+
+@contextmanager
+def _disk_of(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except StorageError as error:
+        raise InputError(
+            f"--output {folder} cannot be written ({error}): name a folder on a disk with room"
+        ) from error
+
+
+@contextmanager
+def _written(
+    folder: Path,
+    config: Config,
+    options: AnalysisOptions,
+    totals: RoutingTotals,
+    tests: list[Specialization],
+) -> Iterator[list[Receive]]:
+    """The functions that take the selections. At the end the folder is complete, and `tests` has
+    the results of the test of specialization."""
+    view = View(options.view_tokens)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_folder(folder) as writing:
+        with ExitStack() as stack:
+            receivers: list[Receive] = [totals.add, view.add]
+            if options.selections:
+                receivers.append(stack.enter_context(SelectionsFile(writing)).add)
+            yield receivers
+        tests += _write(writing, config, options, totals, view)
+        earlier = _moved_away(folder)
     if earlier is not None:
         shutil.rmtree(earlier, ignore_errors=True)
-    return _lines(totals, tests)
 
 
 def _texts(
@@ -127,15 +181,14 @@ def _texts(
     training = config.training
     size, length = training.micro_batch_size, training.seq_length
     if options.files:
-        own = own_tokenizer(config.checkpoint.load, config.data)
-        tokenizer = open_text(config).tokenizer if own is None else own.tokenizer
+        tokenizer = agree(lambda: open_tokenizer(config))
         files = options.files.items()
         given = (
             (name, batches_of(path, tokenizer, length, size, options.samples))
             for name, path in files
         )
         return tokenizer, vocab_size_of(config), given
-    text = open_text(config)
+    text = agree(lambda: open_text(config))
     datasets = text.datasets(config).valid
     if not datasets:
         raise InputError(

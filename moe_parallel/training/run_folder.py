@@ -199,5 +199,7 @@ def _fingerprint(config: Config, vocab_size: int) -> dict[str, object]:
     for each in options(type(selection)):
         if each.weights:
             facts[each.flag] = getattr(selection, each.name)
+    if selection.depends_on_init_std:
+        facts["--init-method-std"] = model.init_method_std
     facts[selection.width_flag] = config.expert_width
     return facts

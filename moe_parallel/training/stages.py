@@ -7,6 +7,7 @@ with experts, after one upcycling. Most runs have only one stage.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,8 +47,12 @@ class Stages:
         groups: Groups,
         checkpoints: Checkpointer,
         progress: Progress | None = None,
+        token_counts: Sequence[int] = (),
     ) -> None:
-        """Raises InputError if the configuration lacks what dense warm-up needs."""
+        """Raises InputError if the configuration lacks what dense warm-up needs.
+
+        `token_counts`: how often each token id occurs in the training text, if that is needed.
+        """
         moe, checkpoint = config.moe, config.checkpoint
         if moe.moe_use_upcycling and checkpoint.load is None:
             raise InputError(
@@ -63,6 +68,7 @@ class Stages:
         self.groups = groups
         self.checkpoints = checkpoints
         self.progress = progress
+        self.token_counts = token_counts
 
     def first(self) -> Stage:
         """The stage in which the run starts, or continues from --load. Raises InputError."""
@@ -109,7 +115,14 @@ class Stages:
     def _engine(self, config: Config) -> Engine:
         background = self.checkpoints.background
         before_update = None if background is None else background.wait_for_copy
-        return Engine(config, self.vocab_size, self.groups, self.progress, before_update)
+        return Engine(
+            config,
+            self.vocab_size,
+            self.groups,
+            self.progress,
+            before_update,
+            self.token_counts,
+        )
 
     def _take_weights(self, load: str, engine: Engine) -> str:
         """Start a new run with the weights of `load`; returns a note that names it."""

@@ -84,6 +84,11 @@ def evaluation_config(flags: Sequence[str], load: str, world_size: int) -> Confi
     config = parse_command_line([*flags, "--config", str(file)])
     given = {field.name for field in fields(ParallelConfig)} & set(line.given)
     layout = {name: getattr(config.parallel, name) for name in given}
+    if layout.get("context_parallel_size", 1) > 1:
+        raise InputError(
+            f"--context-parallel-size is {config.parallel.context_parallel_size}, but here no "
+            "sequence is divided: leave it out"
+        )
     # Sequences of any length, and one token at a time, could not be split over tp.
     layout |= {"sequence_parallel": False, "num_layers_per_virtual_pipeline_stage": None}
     backend = config.training.attention_backend

@@ -13,6 +13,7 @@ from moe_parallel.config.message import flag
 from moe_parallel.data.datasets import Datasets, build_datasets
 from moe_parallel.data.default_corpus import DefaultCorpus, prepare_default_corpus
 from moe_parallel.data.sources import Source, blend_sources, corpus_sources
+from moe_parallel.data.token_counts import token_counts
 from moe_parallel.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.training.own_tokenizer import OwnTokenizer, own_tokenizer
@@ -42,6 +43,12 @@ class Text:
             # A mask needs the documents' beginnings; the positions have no other reader.
             restart_positions=training.reset_position_ids or training.reset_attention_mask,
         )
+
+    def token_counts(self, config: Config, datasets: Datasets) -> list[int]:
+        """How often each token id occurs in the training data; [] if no system of the run asks."""
+        if config.moe.num_experts is None or not config.selection.reads_token_ids:
+            return []
+        return token_counts(datasets.train, self.vocab_size)
 
     def bytes_per_token(self, device: torch.device) -> torch.Tensor:
         """UTF-8 bytes of each token: int64 [V]; 0 for ids beyond the tokenizer's vocabulary."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from moe_parallel.analysis.study.contenders import SharedFile, choose_contenders
+from moe_parallel.analysis.study.design import StudyDesign
 from moe_parallel.analysis.study.folder import MANIFEST, Cell, StudyFolder, StudyManifest
 
 SHARED: dict[str, Any] = {
@@ -39,22 +40,26 @@ def make_study(
     path: Path,
     selections: Sequence[str],
     *,
-    seeds: Sequence[int] = (1, 2),
+    seeds: Sequence[int] | Mapping[str, Sequence[int]] = (1, 2),
     shared: Mapping[str, Any] | None = None,
     overrides: Mapping[str, dict[str, Any]] | None = None,
     parameters: Mapping[str, dict[str, Any]] | None = None,
+    design: Mapping[str, Any] | None = None,
 ) -> StudyFolder:
-    """A study whose runs have not started."""
+    """A study whose runs have not started. `seeds`: the same for all, or by contender."""
     contenders = choose_contenders(
         selections, SharedFile.from_raw({**SHARED, **(shared or {})}), overrides or {}
     )
     counts = {"total": 1000, "active": 600, "active_compute": 700}
+    names = [contender.name for contender in contenders]
+    of_each = seeds if isinstance(seeds, Mapping) else dict.fromkeys(names, seeds)
     manifest = StudyManifest(
         {contender.name: contender for contender in contenders},
-        list(seeds),
+        {name: list(its) for name, its in of_each.items()},
         processes=1,
         threads=2,
         parameters={c.name: (parameters or {}).get(c.name, counts) for c in contenders},
+        design=StudyDesign.from_raw(design),
     )
     path.mkdir()
     (path / MANIFEST).write_text(manifest.to_json())

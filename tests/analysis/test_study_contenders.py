@@ -56,9 +56,12 @@ def test_the_dense_contender_is_as_wide_as_the_experts_of_a_token():
     assert own.model.ffn_hidden_size == 40
 
 
-def test_a_cell_has_its_seed_and_folder():
-    config = choose(["topk"], seed=5)["topk"].cell_config(7, "some/folder")
-    assert (config.training.seed, config.checkpoint.save) == (7, "some/folder")
+def test_a_file_has_lines_for_all_contenders_of_its_design():
+    file = SharedFile.from_raw({**SHARED, "variant:lr": 1e-3})
+    with pytest.raises(InputError, match="a line for variant, which is no contender"):
+        choose_contenders(["topk"], file, {})
+    (topk,) = choose_contenders(["topk"], file, {}, ["topk", "variant=aoe"])
+    assert topk.alone == {}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from moe_parallel.analysis.study.contenders import SharedFile, choose_contenders, parse_overrides
+from moe_parallel.analysis.study.design import StudyDesign
 from moe_parallel.analysis.study.folder import StudyFolder, StudyManifest
 from moe_parallel.errors import InputError
 from tests.analysis.study_folder import SHARED, make_study
@@ -15,7 +16,8 @@ from tests.analysis.study_folder import SHARED, make_study
 def asked(words, seeds=(1, 2), overrides=(), **shared) -> tuple[StudyManifest, SharedFile]:
     file = SharedFile.from_raw({**SHARED, **shared})
     chosen = choose_contenders(words, file, parse_overrides(overrides))
-    return StudyManifest({c.name: c for c in chosen}, list(seeds), 1, 2, {}), file
+    of_each = {c.name: list(seeds) for c in chosen}
+    return StudyManifest({c.name: c for c in chosen}, of_each, 1, 2, {}), file
 
 
 def test_the_manifest_is_read_back_as_it_was_written(tmp_path: Path):
@@ -23,12 +25,37 @@ def test_the_manifest_is_read_back_as_it_was_written(tmp_path: Path):
     manifest = study.manifest()
     assert StudyManifest.from_json(manifest.to_json()) == manifest
     assert manifest.contenders["topk"].config.optimizer.lr == 1e-3
-    assert (manifest.seeds, manifest.train_iters) == ([1, 2], 40)
+    assert manifest.seeds == {"topk": [1, 2], "dense": [1, 2]}
+
+
+def test_a_run_has_its_seed_and_folder_and_what_the_study_has_set(tmp_path: Path):
+    study = make_study(tmp_path / "study", ["topk"], shared={"lr": 1e-3, "min_lr": 1e-4})
+    options = {"fitted": {"topk": {"train_iters": 30}}, "tuned": {"topk": {"lr": 2e-3}}}
+    manifest = replace(study.manifest(), **options)
+    compared, pilot = study.cell("topk", 7), study.pilot("topk", 9, 0.01)
+    config = manifest.config_of(compared)
+    assert (config.training.seed, config.checkpoint.save) == (7, str(compared.folder))
+    assert (config.training.train_iters, config.optimizer.lr) == (30, 2e-3)
+    config = manifest.config_of(pilot)
+    assert (config.training.seed, config.checkpoint.save) == (9, str(pilot.folder))
+    assert (config.training.train_iters, config.optimizer.lr) == (30, 0.01)
+    assert (config.optimizer.min_lr, pilot.folder.name) == (1e-3, "lr-0.01")
+    assert StudyManifest.from_json(manifest.to_json()) == manifest
+
+
+def test_a_manifest_without_a_design_is_read(tmp_path: Path):
+    manifest = make_study(tmp_path / "study", ["topk"]).manifest()
+    content = json.loads(manifest.to_json())
+    for name in ("design", "fitted", "tuned", "python"):
+        del content[name]
+    content["seeds"] = [1, 2]
+    assert StudyManifest.from_json(json.dumps(content)) == manifest
 
 
 def test_cells_go_seed_by_seed(tmp_path: Path):
-    cells = StudyFolder(tmp_path).cells(["a", "b"], [1, 2])
-    assert [(c.contender, c.seed) for c in cells] == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+    cells = StudyFolder(tmp_path).cells({"a": [1, 2, 3], "b": [1, 2]})
+    order = [("a", 1), ("b", 1), ("a", 2), ("b", 2), ("a", 3)]
+    assert [(c.contender, c.seed) for c in cells] == order
 
 
 @pytest.mark.parametrize(
@@ -56,7 +83,7 @@ def test_systems_and_seeds_may_be_added(tmp_path: Path):
     now, file = asked(["dense", "topk"], seeds=(1, 2, 3))
     joined = now.joined_to(earlier, file)
     assert list(joined.contenders) == ["topk", "aoe", "dense"]
-    assert joined.seeds == [1, 2, 3]
+    assert joined.seeds == {"topk": [1, 2, 3], "aoe": [1, 2], "dense": [1, 2, 3]}
     assert joined.parameters == earlier.parameters
 
 
@@ -88,6 +115,43 @@ def test_another_number_of_processes_is_another_study(tmp_path: Path):
     now, file = asked(["topk"])
     with pytest.raises(InputError, match="a study of processes 1, and now it is 2"):
         replace(now, processes=2).joined_to(earlier, file)
+
+
+def test_the_text_of_another_python_is_another_study(tmp_path: Path):
+    """The embedded corpus is the sources of the Python that runs."""
+    earlier = replace(make_study(tmp_path / "study", ["topk"]).manifest(), python="3.11.7")
+    now, file = asked(["topk"])
+    with pytest.raises(InputError, match="of the sources of Python '3.11.7', and now it is '3.12"):
+        replace(now, python="3.12.1").joined_to(earlier, file)
+    assert now.joined_to(earlier, file).python == "3.11.7"
+
+
+def test_the_runs_of_two_folders_are_one_study(tmp_path: Path):
+    one, _ = asked(["topk", "aoe"], seeds=(1, 2))
+    other, _ = asked(["topk", "dense"], seeds=(3,))
+    tuned = {"topk": {"lr": 0.01}}
+    merged = replace(one, tuned=tuned).merged_with(replace(other, fitted={"dense": {"lr": 1}}))
+    assert merged.seeds == {"topk": [1, 2, 3], "aoe": [1, 2], "dense": [3]}
+    assert list(merged.contenders) == ["topk", "aoe", "dense"]
+    assert (merged.tuned, merged.fitted) == (tuned, {"dense": {"lr": 1}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"tuned": {"topk": {"lr": 0.02}}},
+            "has topk tuned to {'lr': 0.02}, and this one {'lr': 0.01}",
+        ),
+        ({"threads": 4}, "has threads 4, and this one 2"),
+        ({"design": StudyDesign(margin=0.5)}, "has margin 0.5, and this one None"),
+    ],
+)
+def test_the_runs_of_two_designs_are_not_one_study(changes, message):
+    one, _ = asked(["topk"])
+    other, _ = asked(["topk"])
+    with pytest.raises(InputError, match=message):
+        replace(one, tuned={"topk": {"lr": 0.01}}).merged_with(replace(other, **changes))
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path):

@@ -9,9 +9,9 @@ from moe_parallel.balancing.bias import (
     IntegralDerivativeBias,
     ProportionalBias,
     QuantileBias,
-    midpoint,
 )
 from moe_parallel.balancing.load import StepLoad
+from moe_parallel.balancing.quantile import midpoint
 from moe_parallel.parallel import groups_of_one
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens

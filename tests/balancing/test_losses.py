@@ -12,6 +12,7 @@ from moe_parallel.balancing.losses import (
     entropy_loss,
     global_load_balancing_loss,
     importance_loss,
+    l1_loss,
     load_balancing_loss,
     sequence_load_balancing_loss,
     z_loss,
@@ -19,6 +20,7 @@ from moe_parallel.balancing.losses import (
 from moe_parallel.layers.split_tokens import SplitTokens
 from moe_parallel.selection import topk
 from moe_parallel.selection.choices import Choices
+from moe_parallel.selection.relu import ReLU
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.top_p import TopP
 from moe_parallel.selection.topk import TopK
@@ -37,6 +39,7 @@ LOSSES = {
     "importance": importance_loss,
     "z": z_loss,
     "entropy": entropy_loss,
+    "l1": partial(l1_loss, target=1.5),
 }
 ORACLES = {
     "load balancing": oracle.load_balancing,
@@ -45,6 +48,7 @@ ORACLES = {
     "importance": oracle.importance,
     "z": lambda routing: oracle.z(routing.scores),
     "entropy": oracle.entropy,
+    "l1": partial(oracle.l1, target=1.5),
 }
 RULES = {
     "top-1": (TopK(1, topk.raw_probability), partial(routing.top_k, k=1, gate="all")),
@@ -55,6 +59,7 @@ RULES = {
         partial(routing.top_k, k=2, score_function="sigmoid", rank_by="probabilities"),
     ),
     "top-p": (TopP(0.5), partial(routing.top_p, p=0.5)),
+    "relu": (ReLU(), routing.relu),
 }
 
 
@@ -96,6 +101,32 @@ def test_fp32_for_fp32_scores(loss):
     assert found.dtype == logits.grad.dtype == torch.float32
     exact = LOSSES[loss](TopK(2)(_logits(dtype=torch.float32).double(), ALONE), ALONE)
     assert found.item() == pytest.approx(exact.item(), rel=1e-5)
+
+
+def test_the_l1_loss_by_hand():
+    # 4 tokens have both of 2 experts with prob 1, at K = 1: f = 2, and the loss is n^2 / K.
+    ones = ReLU()(torch.ones(4, 2), Tokens(1))
+    assert l1_loss(ones, Tokens(1), 1).item() == 4
+    # Each of 2 experts has half of 4 tokens, one each: f = 1, and the loss is the mean prob.
+    scores_TE = torch.tensor([[1.0, -1], [2, -1], [-1, 3], [0, 4]], requires_grad=True)
+    even = l1_loss(ReLU()(scores_TE, Tokens(1)), Tokens(1), 1)
+    assert even.item() == 2.5
+    even.backward()
+    assert scores_TE.grad.tolist() == [[0.25, 0], [0.25, 0], [0, 0.25], [0, 0.25]]  # f / T
+
+
+def test_the_l1_loss_alone_makes_all_gates_zero():
+    generator = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(16, 32, generator=generator)
+    router_ED = 0.1 * torch.randn(4, 32, generator=generator)
+    shares = []
+    for _ in range(300):
+        router_ED.requires_grad_()
+        choices = ReLU()(x_TD @ router_ED.T, Tokens(1))
+        shares.append(choices.tokens_per_expert().sum().item() / 64)
+        (gradient,) = torch.autograd.grad(l1_loss(choices, Tokens(1), 2), router_ED)
+        router_ED = (router_ED - 0.5 * gradient).detach()
+    assert 0.3 < shares[0] < 0.7 and shares[-1] == 0
 
 
 @pytest.mark.parametrize("experts", [2, 8])

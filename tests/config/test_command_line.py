@@ -164,8 +164,11 @@ def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
     groups_text = dict(zip(groups, re.split(r"^[a-z ]+:$", text, flags=re.M)[1:], strict=True))
     assert "--num-layers" in groups_text["model"]
     selection = " ".join(groups_text["expert selection"].split())
-    assert "[aoe, aoe_top_p, aoe_expert_choice] d_low, the rank of W_g" in selection
-    assert "[topk, aoe] number of experts per token" in selection
+    assert (
+        "[aoe, aoe_top_p, aoe_threshold, aoe_expert_choice, routing_free] d_low, the rank of W_g"
+        in selection
+    )
+    assert "[topk, hash, aoe, uoe] number of experts per token" in selection
     assert "sum to p (default: 0.4; aoe_top_p: 0.6)" in " ".join(text.split())
 
 
@@ -248,11 +251,15 @@ def test_a_line_that_cannot_be_cut(arguments: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("system", "flag", "owners"),
     [
-        ("topk", "--aoe-low-rank-size", "aoe or aoe_top_p or aoe_expert_choice"),
+        (
+            "topk",
+            "--aoe-low-rank-size",
+            "aoe or aoe_top_p or aoe_threshold or aoe_expert_choice or routing_free",
+        ),
         ("lory", "--aoe-gate", "aoe"),
         ("aoe", "--moe-router-num-groups", "topk"),
         ("aoe", "--moe-top-p", "top_p or aoe_top_p"),
-        ("expert_choice", "--moe-router-topk", "topk or aoe"),
+        ("expert_choice", "--moe-router-topk", "topk or hash or aoe or uoe"),
         ("top_p", "--lory-segment-length", "segment_expert_choice or lory or lory_prefix"),
         ("lory", "--smear-expert-dropout", "smear"),
     ],

@@ -15,14 +15,21 @@ from moe_parallel.config import (
 )
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-# study.yaml is not the configuration of a run: it contains options of several systems.
-OTHERS = {"study.yaml", "copy.yaml", "word_sums.yaml"}  # a study, and tasks of the harness
+# Studies are no configurations of a run: they contain options of several systems.
+OTHERS = {
+    "study.yaml",
+    "selections.yaml",
+    "selections_short.yaml",
+    "copy.yaml",
+    "word_sums.yaml",
+}  # and tasks of the harness
 FILES = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name not in OTHERS)
 PAPERS = [path for path in FILES if path.is_relative_to(EXAMPLES / "papers")]
 SYSTEMS = [path for path in FILES if path.is_relative_to(EXAMPLES / "systems")]
 AOE = [path for path in PAPERS if path.parent.name == "aoe"]
 DYNAMIC = [path for path in PAPERS if path.parent.name == "dynamic"]
 LORY = [path for path in PAPERS if path.parent.name == "lory"]
+ERC = [path for path in PAPERS if path.parent.name == "erc"]
 
 
 def name_of(path: Path) -> str:
@@ -105,6 +112,8 @@ def test_notable_variants_are_what_they_are_called() -> None:
     assert (balanced.moe_aux_loss_coeff, balanced.aoe_gradient) == (0, "selected")
     assert balanced.moe_router_enable_expert_bias
     assert read(EXAMPLES / "systems/lory_warmup.yaml").moe.moe_dense_warmup_percent == 5
+    coupled = read(EXAMPLES / "systems/topk_erc.yaml").selection
+    assert (coupled.moe_erc_loss_coeff, coupled.moe_erc_alpha) == (1, 1)
 
 
 # The papers
@@ -214,3 +223,21 @@ def test_training_is_that_of_the_lory_paper(path: Path) -> None:
             5,
             256,
         )
+
+
+@pytest.mark.parametrize("path", ERC, ids=name_of)
+def test_model_and_training_are_those_of_the_erc_paper(path: Path) -> None:
+    config = read(path)
+    model, training, optimizer = config.model, config.training, config.optimizer
+    assert (model.num_layers, model.hidden_size, config.num_experts) == (12, 1536, 64)
+    assert (config.expert_width, config.selection.moe_router_topk) == (768, 8)
+    batch = training.global_batch_size * training.seq_length
+    assert (round(batch / 1e6), round(batch * training.train_iters / 1e9, 1)) == (3, 500.0)
+    assert (optimizer.lr, optimizer.min_lr) == (4e-4, 4e-5)
+    assert config.selection.moe_aux_loss_coeff == 0.01
+    if path.stem == "aoe_3b":
+        assert config.selection.aoe_low_rank_size == 1536 * 768 // (1536 + 768)
+    else:
+        coupled = path.stem == "erc_3b"
+        assert config.selection.moe_erc_loss_coeff == coupled
+        assert config.selection.moe_erc_alpha == 1

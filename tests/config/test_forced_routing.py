@@ -77,7 +77,7 @@ def test_a_wrong_workload_is_refused(options: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize("system", SELECTIONS)
 def test_it_is_for_systems_in_which_tokens_choose(system: str) -> None:
     options = EXPERTS | {"expert_selection": system, "moe_router_force_routing": "hot"}
-    if system in ("topk", "top_p", "aoe", "aoe_top_p"):
+    if system in ("topk", "top_p", "aoe", "aoe_top_p", "uoe"):
         assert make_config(options).selection.forced_routing == "hot"
     else:
         with pytest.raises(InputError, match=f"{FORCED} belongs to .* but {system} is selected"):

@@ -4,7 +4,15 @@ from typing import Any
 
 import pytest
 
-from moe_parallel.config import SELECTIONS, Selection, aoe_wide_size, make_config
+from moe_parallel.config import (
+    SELECTIONS,
+    AutonomousSelection,
+    ReLUSelection,
+    RoutedSelection,
+    Selection,
+    aoe_wide_size,
+    make_config,
+)
 from moe_parallel.config.config import selection_options
 
 SCALED = {"aoe_up_init_method": "scaled"}
@@ -66,6 +74,36 @@ def test_how_w_up_starts(options: dict[str, Any], std: float | None) -> None:
     assert make_config(options).selection.up_std == std
 
 
+RELU = {"expert_selection": "relu", "num_experts": 8}
+
+
+@pytest.mark.parametrize(
+    ("options", "initial"),
+    [
+        ({"train_iters": 200}, 1e-3 / 1.2**10),
+        ({"train_iters": 60_000}, 1e-8),
+        ({"train_iters": 200, "moe_relu_l1_coeff_multiplier": 2.0}, 1e-3 / 2**10),
+    ],
+)
+def test_the_first_coefficient_of_relu_depends_on_the_run(
+    options: dict[str, Any], initial: float
+) -> None:
+    config = make_config(RELU | options)
+    selection = config.selection
+    assert isinstance(selection, ReLUSelection)
+    assert selection.initial_coefficient(config.training.train_iters) == pytest.approx(initial)
+    (note,) = config.notes
+    assert f"begins at {initial:.3g} in a run of {options['train_iters']} iterations" in note
+
+
+def test_a_given_coefficient_of_relu_is_not_rescaled() -> None:
+    config = make_config(RELU | {"moe_relu_l1_coeff_init": 0.5})
+    assert isinstance(config.selection, ReLUSelection)
+    assert config.selection.initial_coefficient(10) == 0.5
+    assert config.notes == []
+    assert ReLUSelection().initial_coefficient(None) == 1e-8
+
+
 def test_a_checkpoint_loads_whichever_way_its_weights_started() -> None:
     found = [
         option
@@ -73,5 +111,6 @@ def test_a_checkpoint_loads_whichever_way_its_weights_started() -> None:
         for option in known.values()
         if option.name.endswith("_init_method")
     ]
-    assert len(found) == 7  # four systems with a router, three without
+    families = (RoutedSelection, AutonomousSelection)
+    assert len(found) == sum(issubclass(kind, families) for kind in SELECTIONS.values())
     assert not any(option.weights for option in found)  # not in a checkpoint's fingerprint

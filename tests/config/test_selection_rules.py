@@ -7,20 +7,30 @@ import pytest
 from moe_parallel.config import SELECTIONS, make_config, validate
 from moe_parallel.config.config import common_options, selection_options
 from moe_parallel.errors import InputError
-from tests.config import test_fp8, test_validate
+from tests.config import dynamic_rules, test_fp8, test_validate
+from tests.config.dynamic_rules import (
+    AOE_THRESHOLD,
+    AOE_TOP_P,
+    EXPERT_CHOICE,
+    RELU,
+    ROUTING_FREE,
+    SEGMENTS,
+    THRESHOLD,
+    TOP_P,
+)
 from tests.config.test_validate import AOE, VALID
 
-TOP_P = {"expert_selection": "top_p"}
-AOE_TOP_P = AOE | {"expert_selection": "aoe_top_p"}
-EXPERT_CHOICE = {"expert_selection": "expert_choice"}
 AOE_EXPERT_CHOICE = AOE | {"expert_selection": "aoe_expert_choice"}
-SEGMENTS = {"expert_selection": "segment_expert_choice", "lory_segment_length": 4}
 LORY = {"expert_selection": "lory", "lory_segment_length": 4}
 PREFIX = {"expert_selection": "lory_prefix", "lory_segment_length": 4}
+UOE = {"expert_selection": "uoe"}
+ERC = {"moe_erc_loss_coeff": 1.0}
 SMEAR = {"expert_selection": "smear", "smear_sees_the_future": True}
 SHARED = {"moe_shared_expert_intermediate_size": 48}
 TP = {"tensor_model_parallel_size": 2}
 NO_LOSS = {"moe_aux_loss_coeff": 0.0}
+COPIES = {"moe_copy_experts": 2}
+ANCHORED = {"moe_router_enable_expert_bias": True, "moe_router_bias_update": "error"}
 QUANTILE = {"moe_router_enable_expert_bias": True, "moe_router_bias_update": "quantile"}
 
 
@@ -31,18 +41,30 @@ QUANTILE = {"moe_router_enable_expert_bias": True, "moe_router_bias_update": "qu
         ({"moe_router_num_groups": 2, "moe_router_group_topk": 1}, 1),
         ({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}, 1),
         ({"moe_router_hidden_size": 7, "moe_gate_low_rank_size": 8}, 1),
+        ({"expert_selection": "hash", "moe_gate_low_rank_size": 8}, 1),
+        (COPIES | {"moe_zero_experts": 1, "moe_zero_expert_gate": "renormalize"}, 1),
+        (COPIES | ANCHORED | {"moe_ffn_experts_per_token": 1.5}, 1),
+        (TOP_P | {"moe_constant_experts": 1, "moe_free_expert_tau": 0.5}, 1),
+        (AOE | COPIES | ANCHORED, 1),
         ({"moe_input_jitter_eps": 0.01, "moe_importance_loss_coeff": 0.1}, 1),
         (SHARED, 1),
         (SHARED | {"moe_shared_expert_gate": True, "moe_shared_expert_overlap": True}, 1),
         (SHARED | TP | {"moe_shared_expert_intermediate_size": 192}, 2),
         (TOP_P | {"moe_top_p": 1.0, "moe_inference_max_experts": 4, "moe_inference_top_p": 0.1}, 1),
         (AOE_TOP_P, 1),
+        (AOE_TOP_P | {"moe_top_p_target_experts": 1.5, "moe_top_p_integral_gain": 0.1}, 1),
+        (RELU | {"moe_relu_target_experts": 0.5, "moe_input_jitter_eps": 0.01}, 1),
+        (RELU | SHARED | {"moe_gate_low_rank_size": 8}, 1),
         (AOE_TOP_P | {"aoe_gradient": "selected_despite_aux"}, 1),
         (AOE | {"aoe_gradient": "selected"} | NO_LOSS, 1),
         (AOE | {"aoe_gradient": "selected_despite_aux", "aoe_gate": "all"}, 1),
         (AOE | {"moe_router_enable_expert_bias": True} | NO_LOSS, 1),
         (AOE | {"aoe_fp8_screening": 1, "aoe_gradient": "selected"} | NO_LOSS, 1),
         (AOE | {"aoe_fp8_screening": 1, "aoe_gradient": "selected_despite_aux"}, 1),
+        (THRESHOLD | {"moe_threshold_ema": 0.0, "moe_threshold_target_experts": 3.9}, 1),
+        (AOE_THRESHOLD | {"moe_threshold_update": "sign"}, 1),
+        (ROUTING_FREE | {"aoe_gradient": "full", "routing_free_gate": "softmax"}, 1),
+        (AOE_THRESHOLD | {"aoe_threshold_gate": "sigmoid", "aoe_gradient": "selected"}, 1),
         (EXPERT_CHOICE | {"expert_model_parallel_size": 4}, 4),
         (AOE_EXPERT_CHOICE | {"aoe_gradient": "selected"}, 1),
         (SEGMENTS, 1),
@@ -50,6 +72,10 @@ QUANTILE = {"moe_router_enable_expert_bias": True, "moe_router_bias_update": "qu
         (LORY | TP, 2),
         (LORY | {"lory_segment_length": 16, "lory_inference": "prompt"}, 1),
         (PREFIX | {"lory_first_segment": "uniform"}, 1),
+        (UOE, 1),
+        (UOE | TP | {"uoe_routing_neurons": 8, "uoe_norm_of": "gate"}, 2),
+        (ERC | {"moe_erc_alpha": 0.0}, 1),
+        (ERC | TOP_P, 1),
         (SMEAR, 1),
         (SMEAR | {"pipeline_model_parallel_size": 2}, 2),
     ],
@@ -122,37 +148,39 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
     ),
     (QUANTILE | {"moe_router_topk": 4}, 1, "is quantile, but every token takes all 4 experts"),
     (
+        QUANTILE | {"moe_router_bias_update_rate": 0.5},
+        1,
+        "--moe-router-bias-update-rate is 0.5, but --moe-router-bias-update is quantile, which has",
+    ),
+    (
         QUANTILE | {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
         1,
         "is quantile, which knows of no groups",
     ),
     ({"moe_router_num_groups": 0, "moe_router_group_topk": 1}, 1, "--moe-router-num-groups is 0"),
     ({"moe_router_num_groups": 2, "moe_router_group_topk": 0}, 1, "--moe-router-group-topk is 0"),
-    # top-p
-    (TOP_P | {"moe_top_p": 0}, 1, "--moe-top-p is 0.0: it must be above 0"),
-    (TOP_P | {"moe_top_p": 1.01}, 1, "--moe-top-p is 1.01: it must be at most 1"),
-    (AOE_TOP_P | {"moe_top_p": -1}, 1, "--moe-top-p is -1.0: it must be above 0"),
-    (TOP_P | {"moe_inference_top_p": 0}, 1, "--moe-inference-top-p is 0.0: it must be above 0"),
-    (TOP_P | {"moe_inference_top_p": 2}, 1, "--moe-inference-top-p is 2.0: it must be at most 1"),
-    (TOP_P | {"moe_inference_max_experts": 0}, 1, "--moe-inference-max-experts is 0: .* least 1"),
+    ({"moe_erc_loss_coeff": -1}, 1, "--moe-erc-loss-coeff is -1.0: it must be at least 0"),
+    (ERC | {"moe_erc_alpha": -0.1}, 1, "--moe-erc-alpha is -0.1: it must be at least 0"),
+    (ERC | {"moe_erc_alpha": 1.1}, 1, "--moe-erc-alpha is 1.1: it must be at most 1"),
+    ({"moe_erc_alpha": 0.5}, 1, "--moe-erc-alpha is 0.5, but there is no coupling loss: set"),
+    (ERC | {"moe_router_hidden_size": 8}, 1, "one matrix .*: leave out --moe-router-hidden-size"),
+    (ERC | {"moe_gate_low_rank_size": 8}, 1, "one W_g .*: leave out --moe-gate-low-rank-size"),
     (
-        TOP_P | {"moe_inference_max_experts": 5},
+        ERC | {"num_experts": 1, "moe_router_topk": 1},
         1,
-        "--moe-inference-max-experts is 5, above --num-experts 4: choose at most 4, or none",
+        "--moe-erc-loss-coeff is 1.0, which compares experts, and --num-experts is 1: raise it",
     ),
-    (TOP_P | {"moe_entropy_loss_coeff": -1}, 1, "--moe-entropy-loss-coeff is -1.0: .* at least 0"),
-    # experts choose
+    # UoE
+    (UOE | {"uoe_routing_neurons": 0}, 1, "--uoe-routing-neurons is 0: it must be at least 1"),
+    (UOE | {"uoe_routing_neurons": 48}, 1, "is 48 of the 48 neurons .* to select: choose fewer"),
     (
-        EXPERT_CHOICE | {"moe_expert_choice_capacity_factor": 0},
-        1,
-        "--moe-expert-choice-capacity-factor is 0.0: it must be above 0",
+        UOE | {"expert_tensor_parallel_size": 2, "uoe_routing_neurons": 7},
+        2,
+        "-neurons is 7, which leaves 41 of the 48 neurons .* no multiple of 2 .*: choose another",
     ),
-    (
-        EXPERT_CHOICE | {"moe_expert_choice_capacity_factor": 4.5},
-        1,
-        "--moe-expert-choice-capacity-factor is 4.5, above --num-experts 4: .* already",
-    ),
-    (SEGMENTS | {"lory_segment_length": 17}, 1, "--lory-segment-length is 17, above --seq-length"),
+    (UOE | {"moe_use_upcycling": True}, 1, "uoe does not start from dense layers: .*: leave out"),
+    (UOE | {"moe_dense_warmup_percent": 5}, 1, "uoe does not start from dense layers: .*: leave"),
+    *dynamic_rules.BROKEN,
     # autonomous
     (
         AOE | {"aoe_gradient": "selected"},
@@ -208,6 +236,54 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
         | {"hidden_size": 30, "num_attention_heads": 3, "num_query_groups": 3},
         4,
         "--aoe-gather-w-down cuts W_down along --hidden-size 30, which --expert-tensor-parallel",
+    ),
+    # free experts
+    ({"moe_copy_experts": -1}, 1, "--moe-copy-experts is -1: it must be at least 0"),
+    ({"moe_zero_experts": -1}, 1, "--moe-zero-experts is -1: it must be at least 0"),
+    ({"moe_constant_experts": -1}, 1, "--moe-constant-experts is -1: it must be at least 0"),
+    (COPIES | {"moe_free_expert_tau": 0}, 1, "--moe-free-expert-tau is 0.0: .* above 0"),
+    (COPIES | {"moe_free_expert_tau": 2}, 1, "--moe-free-expert-tau is 2.0: .* at most 1"),
+    ({"moe_free_expert_tau": 0.5}, 1, "--moe-free-expert-tau is 0.5, but there are no free exper"),
+    (
+        COPIES | {"moe_importance_loss_coeff": 0.1},
+        1,
+        "--moe-importance-loss-coeff is 0.1, and it knows no free experts: leave it out, or --moe-",
+    ),
+    (COPIES | {"moe_erc_loss_coeff": 1}, 1, "--moe-erc-loss-coeff is 1.0, and it knows no free ex"),
+    (
+        COPIES | {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
+        1,
+        "--moe-router-num-groups is 2, and it knows no free experts",
+    ),
+    (
+        COPIES | {"moe_router_enable_expert_bias": True},
+        1,
+        "--moe-router-bias-update is sign, which would balance free experts .*: set it to error",
+    ),
+    (
+        COPIES | {"moe_ffn_experts_per_token": 1.0},
+        1,
+        "--moe-ffn-experts-per-token is 1.0, but without a bias nothing holds it: set --moe-router",
+    ),
+    (
+        COPIES | ANCHORED | {"moe_ffn_experts_per_token": 0},
+        1,
+        "--moe-ffn-experts-per-token is 0.0: it must be above 0",
+    ),
+    (
+        COPIES | ANCHORED | {"moe_ffn_experts_per_token": 3},
+        1,
+        "--moe-ffn-experts-per-token is 3.0, above --moe-router-topk 2: choose at most 2",
+    ),
+    (
+        COPIES | {"moe_zero_expert_gate": "renormalize"},
+        1,
+        "--moe-zero-expert-gate is renormalize, but there are no zero experts: set --moe-zero-exp",
+    ),
+    (
+        {"moe_router_topk": 1, "moe_zero_experts": 1, "moe_zero_expert_gate": "renormalize"},
+        1,
+        "--moe-zero-expert-gate is renormalize, but these .* are not divided .*: set it to keep",
     ),
     # shared experts
     (
@@ -293,9 +369,9 @@ def test_no_number_is_without_a_rule() -> None:
 
 def test_what_makes_a_loss_no_likelihood_is_said() -> None:
     def warnings(**options: Any) -> list[str]:
-        return make_config(VALID | options).warnings
+        return make_config(VALID | {"train_iters": 1000} | options).warnings
 
-    assert warnings() == warnings(**AOE) == warnings(**TOP_P) == []
+    assert warnings() == warnings(**AOE) == warnings(**TOP_P) == warnings(**THRESHOLD) == []
     assert warnings(**LORY, lory_first_segment="uniform") == []
     for options in (LORY, PREFIX, SMEAR, EXPERT_CHOICE, AOE_EXPERT_CHOICE, SEGMENTS):
         assert len(warnings(**options)) == 1

@@ -48,7 +48,8 @@ def test_norms_weigh_as_the_router_did(source, gate):
 
 
 def test_a_routed_model_may_start_again():
-    config = converted_config(topk(lr=0.1), "topk", "new", ["--train-iters", "7"])
+    source = topk(lr=0.1, moe_router_trace="old.npy", moe_router_replay="older.npy")
+    config = converted_config(source, "topk", "new", ["--train-iters", "7"])
     assert (config.training.train_iters, config.optimizer.lr) == (7, 0.1)
     assert config.selection == topk().selection
 
@@ -79,6 +80,7 @@ def test_merged_to_topk(system):
             "knows no --moe-router-enable-expert-bias True",
         ),
         ({"moe_router_hidden_size": 9}, "aoe", [], "knows no --moe-router-hidden-size 9"),
+        ({"moe_copy_experts": 2}, "aoe", [], "knows no --moe-copy-experts 2"),
         ({}, "aoe", ["--hidden-size", "64"], "--hidden-size is 64, but 32 in --load"),
         ({}, "aoe", ["--num-experts", "8"], "--num-experts is 8, but 4 in --load"),
         ({}, "aoe", ["--moe-router-topk", "1"], "--moe-router-topk is 1, but 2 in --load"),

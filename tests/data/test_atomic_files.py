@@ -1,10 +1,12 @@
+import errno
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from moe_parallel.data.atomic_files import staging, uninterrupted
+from moe_parallel.data import atomic_files
+from moe_parallel.data.atomic_files import staging, uninterrupted, write_atomically
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -31,3 +33,18 @@ def test_renames_are_not_interrupted(number: signal.Signals) -> None:
     with uninterrupted():
         os.kill(os.getpid(), number)
     assert signal.getsignal(number) == before
+
+
+def test_a_full_disk_leaves_the_earlier_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "file"
+    write_atomically(path, "earlier")
+    monkeypatch.setattr(atomic_files, "flush_to_disk", fail)
+    with pytest.raises(OSError, match="No space left") as raised:
+        write_atomically(path, "later")
+    assert raised.value.filename == str(path)
+    assert list(tmp_path.iterdir()) == [path] and path.read_text() == "earlier"

@@ -83,6 +83,12 @@ def test_a_saved_tokenizer_opens_again(tmp_path: Path) -> None:
         np.testing.assert_array_equal(again.bytes_per_token, bpe.bytes_per_token)
 
 
+def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises(OSError, match="tokenizer.json"):
+        small_bpe().save(tmp_path)
+
+
 def test_megatron_can_name_its_cache_after_a_tokenizer() -> None:
     assert json.dumps(small_bpe().unique_identifiers)
 

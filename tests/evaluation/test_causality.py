@@ -79,9 +79,19 @@ SYSTEMS = {
     "top1": System({"moe_router_topk": 1}, SOUND, SOUND),
     "topk": System({}, SOUND, SOUND),
     "topk and its options": System(OPTIONS_OF_TOPK, SOUND, SOUND),
+    "topk, free experts": System({"moe_copy_experts": 1, "moe_zero_experts": 1}, SOUND, SOUND),
+    "hash": System({"expert_selection": "hash"}, SOUND, SOUND),
     "top_p": System({"expert_selection": "top_p"}, SOUND, SOUND),
+    "top_p, a moving p": System(
+        {"expert_selection": "top_p", "moe_top_p_target_experts": 2.0}, SOUND, SOUND
+    ),
+    "relu": System({"expert_selection": "relu"}, SOUND, SOUND),
     "aoe": System(AOE, SOUND, SOUND),
     "aoe_top_p": System({"expert_selection": "aoe_top_p"} | LOW_RANK, SOUND, SOUND),
+    "uoe": System({"expert_selection": "uoe"}, SOUND, SOUND),
+    "threshold": System({"expert_selection": "threshold"}, SOUND, SOUND),
+    "aoe_threshold": System({"expert_selection": "aoe_threshold"} | LOW_RANK, SOUND, SOUND),
+    "routing_free": System({"expert_selection": "routing_free"} | LOW_RANK, SOUND, SOUND),
     # The first segment merges for itself; the mean over the segment affects all its tokens.
     "lory": System(LORY, AHEAD, AHEAD),
     "lory, uniform first segment": System(LORY | UNIFORM, SOUND, SOUND),

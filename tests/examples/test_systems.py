@@ -15,6 +15,7 @@ SYSTEMS = sorted((Path(__file__).parents[2] / "examples" / "systems").glob("*.ya
 #: The sizes come from tests.program.SMALL; the options of the system come from the file.
 SIZES = {name: value for name, value in SMALL.items() if name != "num_experts"} | {
     "train_iters": 2,
+    "global_batch_size": 4,
     "lr_warmup_iters": 1,
 }
 
@@ -26,6 +27,8 @@ def overrides(path: Path) -> dict[str, Any]:
         smaller["lory_segment_length"] = 8
     if "aoe-low-rank-size" in text:
         smaller["aoe_low_rank_size"] = 8
+    if "uoe-routing-neurons" in text:
+        smaller["uoe_routing_neurons"] = 8
     return SIZES | smaller
 
 
@@ -51,3 +54,7 @@ def test_trains_two_steps(path: Path, folder: Path) -> None:
     trained = parse_command_line(["--config", str(save / "config.yaml")])
     given = {"config": path, **overrides(path)}
     assert trained.selection == parse_command_line(flags(given)).selection
+    controlled = trained.selection.controlled
+    if controlled is not None:
+        assert all(record[controlled] > 0 for record in records if "lm_loss" in record)
+        assert all(record["experts_per_token"] > 0 for record in records if "lm_loss" in record)

@@ -43,6 +43,49 @@ VARIANTS = {
         "moe_layers": [True, False],
     },
     "merge": {"rule": "merge"},
+    "relu": {"rule": "relu", "num_experts_per_tok": 4, "norm_topk_prob": False},
+    "threshold": {
+        "rule": "threshold",
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
+        "scoring_func": "sigmoid",
+        "expert_bias": True,
+    },
+    "norms, threshold": {
+        "rule": "threshold",
+        "scores": "norms",
+        "low_rank_size": 6,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+        "expert_bias": True,
+        "threshold": 3.5,
+    },
+    "norms, margins": {
+        "rule": "threshold",
+        "scores": "norms",
+        "low_rank_size": 6,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
+        "scoring_func": "raw_value",
+        "expert_bias": True,
+        "threshold": 3.5,
+    },
+    "hash": {"rule": "hash"},
+    "neurons": {"scores": "neurons", "routing_neurons": 3, "expert_bias": True},
+    "free": {
+        "num_experts_per_tok": 3,  # so that a token of each layer takes the constant expert
+        "zero_experts": 1,
+        "copy_experts": 1,
+        "constant_experts": 1,
+        "zero_expert_gate": "renormalize",
+    },
+    "norms, free": {
+        "scores": "norms",
+        "low_rank_size": 6,
+        "copy_experts": 2,
+        "expert_bias": True,
+    },
 }
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7]])
 
@@ -55,10 +98,15 @@ def build(variant: str, **more: object) -> hf.MoeParallelForCausalLM:
         for name, parameter in model.named_parameters():
             if name.endswith("expert_bias"):
                 parameter.copy_(torch.linspace(-0.2, 0.2, len(parameter)))
+            if name.endswith("expert_table"):  # another one than that of a new model
+                parameter.copy_((3 * parameter + torch.arange(len(parameter))[:, None] // 3) % 4)
     return model
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    rest_in_full(VARIANTS, "norms", "merge", "relu", "threshold", "hash", "neurons", "free"),
+)
 @torch.no_grad()
 def test_a_cache_gives_what_one_pass_gives(variant):
     model = build(variant)
@@ -78,7 +126,7 @@ def test_a_cache_gives_what_one_pass_gives(variant):
         torch.testing.assert_close(stepwise, whole, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", rest_in_full(VARIANTS, "norms", "merge"))
+@pytest.mark.parametrize("variant", rest_in_full(VARIANTS, "norms", "merge", "hash"))
 def test_padding_on_the_left_changes_nothing(variant):
     model = build(variant)
     short = TOKENS[:, :4]
@@ -123,7 +171,7 @@ def test_a_merge_of_the_first_tokens_of_the_prompt():
 
 @torch.no_grad()
 def test_the_kernels_of_transformers_compute_the_same():
-    for variant in ("norms, folded", "top-p"):
+    for variant in ("norms, folded", "top-p", "neurons", "free"):
         model = build(variant)
         assert model.config._experts_implementation == "grouped_mm"
         expected = model(TOKENS).logits
@@ -146,7 +194,7 @@ def test_low_rank_experts_compile_without_sizes_that_depend_on_data():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("variant", ["norms", "norms, folded"])
+@pytest.mark.parametrize("variant", ["norms", "norms, folded", "hash", "neurons", "free"])
 @torch.no_grad()
 def test_the_base_model_compiles_as_one_graph(variant):
     model = build(variant).model
@@ -157,7 +205,7 @@ def test_the_base_model_compiles_as_one_graph(variant):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", rest_in_full(VARIANTS, "norms", "top-p"))
+@pytest.mark.parametrize("variant", rest_in_full(VARIANTS, "norms", "top-p", "free"))
 def test_gradients_reach_every_weight_and_scores_are_recorded(variant):
     model = build(variant).train()
     output = model(TOKENS, labels=TOKENS, output_router_logits=True, output_hidden_states=True)
@@ -171,11 +219,12 @@ def test_gradients_reach_every_weight_and_scores_are_recorded(variant):
     model(TOKENS, labels=TOKENS).loss.backward()
     torch.testing.assert_close(model.model.embed_tokens.weight.grad, gradient)
     assert len(output.hidden_states) == 3
-    expected = [] if variant == "merge" else [(10, 4)] * sum(model.config.moe_layers)
+    scores = 4 + model.config.free_experts
+    expected = [] if variant == "merge" else [(10, scores)] * sum(model.config.moe_layers)
     assert [tuple(scores.shape) for scores in output.router_logits] == expected
 
 
-@pytest.mark.parametrize("variant", rest_in_full(VARIANTS, "norms", "factorized"))
+@pytest.mark.parametrize("variant", rest_in_full(VARIANTS, "norms", "factorized", "hash"))
 def test_saved_and_loaded(variant, tmp_path):
     model = build(variant)
     model.save_pretrained(tmp_path)
@@ -185,7 +234,10 @@ def test_saved_and_loaded(variant, tmp_path):
         # Not only the buffers of positions are the same: they are filled although none is stored.
         base = AutoModel.from_pretrained(tmp_path)
         assert torch.equal(base(TOKENS)[0], model.model(TOKENS)[0])
-    assert type(AutoConfig.from_pretrained(tmp_path)) is hf.MoeParallelConfig
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert type(config) is hf.MoeParallelConfig
+    values, known = config.to_dict(), hf.MoeParallelConfig(**SHAPE | VARIANTS[variant]).to_dict()
+    assert all(values[name] == known[name] for name in SHAPE | VARIANTS[variant])
 
 
 def test_a_merged_model_refuses_what_has_no_prompt():
@@ -195,6 +247,13 @@ def test_a_merged_model_refuses_what_has_no_prompt():
     model.config._attn_implementation = "vllm"
     with pytest.raises(ValueError, match="merges the experts for each prompt"):
         model.model(TOKENS)
+
+
+def test_a_table_refuses_what_has_no_ids():
+    model = build("hash")
+    embedded = model.model.embed_tokens(TOKENS)
+    with pytest.raises(ValueError, match="inputs_embeds has no ids: give input_ids, or serve"):
+        model(inputs_embeds=embedded)
 
 
 def test_the_file_needs_torch_and_transformers_alone():
@@ -224,6 +283,15 @@ def test_the_file_needs_torch_and_transformers_alone():
         ("factorized", {"rms_norm_eps": 0.5}),
         ("factorized", {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
         ("merge", {"prefix_length": 2}),
+        ("threshold", {"threshold": 0.7}),
+        ("norms, margins", {"scoring_func": "sigmoid_of_value"}),
+        ("norms, threshold", {"scoring_func": "softmax_of_chosen"}),
+        ("neurons", {"norm_of": "silu"}),
+        ("neurons", {"norm_of": "gate"}),
+        ("neurons", {"gate_routing": True}),
+        ("free", {"zero_expert_gate": "keep"}),
+        ("free", {"zero_experts": 0, "copy_experts": 2}),
+        ("norms, free", {"zero_experts": 1, "copy_experts": 1}),
     ],
 )
 @torch.no_grad()
@@ -239,11 +307,34 @@ def test_each_field_counts(variant, change):
 def test_a_bias_changes_the_choice_and_no_weight():
     gate = build("router").model.layers[0].mlp.gate
     x = torch.randn(50, 16, generator=torch.Generator().manual_seed(0))
-    logits, weights, chosen = gate(x)
+    logits, weights, chosen, *_ = gate(x)
     shares = torch.sigmoid(logits).gather(1, chosen)
     torch.testing.assert_close(weights, shares / shares.sum(1, keepdim=True))
     gate.expert_bias += torch.tensor([100.0, 100.0, 0.0, 0.0])
-    _, weights, chosen = gate(x)
+    _, weights, chosen, *_ = gate(x)
     assert (chosen.sort().values == torch.tensor([0, 1])).all()
     shares = torch.sigmoid(logits).gather(1, chosen)
     torch.testing.assert_close(weights, shares / shares.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("gate", "weights"),
+    [
+        ("softmax", [0.7311, 0.2689]),
+        ("sigmoid", [0.8808, 0.7311]),
+        ("sigmoid_of_value", [0.7311, 0.6225]),
+        ("raw_value", [1.0, 0.5]),
+        ("softmax_of_chosen", [0.6225, 0.3775]),
+    ],
+)
+def test_gates_of_a_threshold_by_hand(gate, weights):
+    """Scores 2 and 1, values 1 and 0.5; above 0.7 is the first alone."""
+    scores, bias = torch.tensor([[2.0, 1.0]]), torch.tensor([-1.0, -0.5])
+    for threshold, chosen in ((0.0, [1, 1]), (0.7, [1, 0])):
+        config = hf.MoeParallelConfig(rule="threshold", scoring_func=gate, threshold=threshold)
+        found, index = modeling.Threshold(config)(scores, bias)
+        wanted = [weight * is_chosen for weight, is_chosen in zip(weights, chosen, strict=True)]
+        if gate == "softmax_of_chosen" and threshold > 0:
+            wanted = [1.0, 0.0]
+        assert index.tolist() == [[0, 1]]
+        assert found[0].tolist() == pytest.approx(wanted, abs=1e-4)

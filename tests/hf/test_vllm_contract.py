@@ -143,7 +143,9 @@ class Server:
             parameter = wanted.pop(name)
             assert parameter.shape == tensor.shape, name
             owner, _, last = name.removeprefix("model.").rpartition(".")
-            self.model.get_submodule(owner)._parameters[last] = nn.Parameter(tensor, False)
+            # vLLM gives each parameter the dtype of the model, also a table of integers.
+            parameter = nn.Parameter(tensor.to(torch.float32), False)
+            self.model.get_submodule(owner)._parameters[last] = parameter
         assert not wanted, f"no values for {sorted(wanted)}"
 
     @torch.no_grad()
@@ -169,18 +171,32 @@ class Server:
         return {request: int(logits[row].argmax()) for request, row in last.items()}
 
 
+#: Options of the run, whether W_g is folded, and in how many layers vLLM computes the experts.
 RUNS = {
     "aoe, folded": (options("aoe, by bias"), True, 2),
     "aoe": (options("aoe, by bias"), False, 0),
     "top_p": (options("top_p") | {"moe_inference_max_experts": 3}, False, 2),
     "topk, sigmoid": (options("topk, sigmoid, groups, bias, shared expert"), False, 2),
+    "hash": (options("hash"), False, 2),
+    "uoe": (options("uoe"), False, 2),
+    "topk, free": (options("topk, free experts"), False, 2),
+}
+MORE = {
+    "relu": (options("relu"), False, 2),
+    "threshold": (options("threshold"), False, 2),
+    "aoe_threshold, folded": (options("aoe_threshold"), True, 2),
+    "routing_free": (options("routing_free"), False, 0),
+    "aoe, free": (options("aoe, free experts"), False, 0),
+    "aoe, free, folded": (options("aoe, free experts"), True, 2),
+    "top_p, free": (options("top_p") | {"moe_copy_experts": 1}, False, 2),
 }
 
 
-def test_requests_in_one_row_get_the_runs_tokens(tmp_path):
-    runs = [(tmp_path / name, of_run) for name, (of_run, _, _) in RUNS.items()]
+@pytest.mark.parametrize("cases", [RUNS, pytest.param(MORE, marks=pytest.mark.full)])
+def test_requests_in_one_row_get_the_runs_tokens(cases, tmp_path):
+    runs = [(tmp_path / name, of_run) for name, (of_run, _, _) in cases.items()]
     (results,) = run_distributed(1, save_runs, runs)
-    for (name, (_, fold, fused)), (_, tokens) in zip(RUNS.items(), results, strict=True):
+    for (name, (_, fold, fused)), (_, tokens) in zip(cases.items(), results, strict=True):
         export_run(tmp_path / name, tmp_path / name / "out", architecture="own", fold=fold)
         server = Server(tmp_path / name / "out")
         assert len(server.replaced) == fused, name

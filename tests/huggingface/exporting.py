@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from moe_parallel.balancing.bias import ExpertBias
 from moe_parallel.config import Config, parse_command_line
 from moe_parallel.huggingface.export import Exported, Options, Source, export
+from moe_parallel.layers.hash_table import HashTable
 from moe_parallel.model.gpt import build_model
 from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.platform.device import device
@@ -57,7 +58,7 @@ def _save_run(folder: Path, options: dict[str, Any]) -> tuple[torch.Tensor, list
 
 @torch.no_grad()
 def _disturb(chunk: torch.nn.Module) -> None:
-    """Give norms and balancing biases values that show whether they are exported."""
+    """Give norms, biases and tables values that show whether they are exported."""
     for name, parameter in chunk.named_parameters():
         if parameter.dim() == 1:
             parameter.copy_(1 + 0.3 * torch.arange(len(parameter)).sin())
@@ -65,7 +66,11 @@ def _disturb(chunk: torch.nn.Module) -> None:
             parameter.copy_(0.3 * torch.arange(len(parameter)).cos())
     for module in chunk.modules():
         if isinstance(module, ExpertBias):
-            module.bias_E.copy_(0.5 * torch.arange(len(module.bias_E)).cos())
+            module.bias_E += 0.5 * torch.arange(len(module.bias_E)).cos()  # cutoffs start elsewhere
+    tables = [module.experts_VK for module in chunk.modules() if isinstance(module, HashTable)]
+    for number, table in enumerate(tables, 1):
+        turns_V1 = torch.arange(len(table))[:, None] // 5  # so that the rows do not repeat soon
+        table.copy_((table + turns_V1 + number) % SMALL["num_experts"])
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ PAST = "A token's output depends on this token and earlier ones."
         (options("aoe_top_p") | {"moe_expert_capacity_factor": 1.5}, [PAST, "The run had a cap"]),
         (options("aoe, screened"), [PAST, "The run compared norms in FP8 first."]),
         (options("expert_choice"), ["In training each expert chose among all tokens of a micro-"]),
+        (options("hash"), [PAST, "The ids of the tokens choose the experts, so the model needs"]),
         (options("lory"), ["The mean of the prompt merges the experts, once in each layer, for"]),
         (options("lory_prefix"), ["The mean of the first 3 tokens of the prompt merges the"]),
     ],
@@ -29,7 +30,7 @@ def test_notes(of_run, beginnings):
         assert note.startswith(beginning) and "\n" not in note
 
 
-def _card(**facts):
+def _card(of_run="topk", **facts):
     known = {
         "name": "my",
         "architecture": "MixtralForCausalLM",
@@ -41,7 +42,7 @@ def _card(**facts):
         "has_tokenizer": True,
         "adds_special_tokens": False,
     }
-    config = parse_command_line(flags(SMALL | options("topk")))
+    config = parse_command_line(flags(SMALL | options(of_run)))
     return model_card(config, Facts(**known | facts)).splitlines()
 
 
@@ -53,6 +54,13 @@ def test_a_card():
     assert "| all | 1.5000 | - |" in card
     assert 'prompt = tokenizer("Once", return_tensors="pt")' in card
     assert not any("trust_remote_code" in line for line in card)
+
+
+def test_what_a_card_says_of_neurons_and_free_experts():
+    assert "| routing neurons | 8 of each expert, which compute every token |" in _card("uoe")
+    free = "| free experts | 0 zero, 2 copy, 0 constant; they count among the experts of a token |"
+    assert free in _card("aoe, free experts")
+    assert not any(line.startswith("| free") for line in _card())
 
 
 def test_what_a_card_says_of_the_tokenizer():

@@ -36,6 +36,7 @@ ODD = {
     "use_rope_scaling": True,
     "rope_scaling_factor": 4.0,
 }
+FREE = {"moe_zero_experts": 1, "moe_copy_experts": 1, "moe_constant_experts": 1}
 #: Options of the run.
 RUNS = {
     name: options(name)
@@ -44,15 +45,44 @@ RUNS = {
         "topk, one expert",
         "topk, sigmoid, groups, bias, shared expert",
         "topk, large router, factorized W_g, global loss",
+        "relu",
         "expert_choice",
         "aoe",
         "aoe, by bias",
         "aoe, probs over all",
         "aoe_expert_choice",
         "aoe, screened",
+        "threshold",
+        "aoe_threshold",
+        "routing_free",
+        "hash",
+        "uoe",
+        "topk, free experts",
+        "aoe, free experts",
     )
 } | {
+    "hash, one expert, large router": options("hash")
+    | {"moe_router_topk": 1, "moe_router_hidden_size": 12},
+    "uoe, norms of SiLU": options("uoe") | {"uoe_norm_of": "silu", "moe_router_topk": 1},
+    "uoe, norms of x W_g, weighed": options("uoe")
+    | {"uoe_norm_of": "gate", "uoe_gate_routing": True, "uoe_routing_neurons": 5}
+    | {"moe_shared_expert_intermediate_size": 32},
+    "top_p, free experts": options("top_p") | FREE | {"moe_top_p": 0.9},
+    "topk, a zero expert renormalizes": options("topk, free experts")
+    | {"moe_zero_experts": 3, "moe_zero_expert_gate": "renormalize"},
+    "topk, factorized W_g, sigmoid, bias, free experts": {"expert_selection": "topk"}
+    | FREE
+    | {
+        "moe_gate_low_rank_size": 8,
+        "moe_router_hidden_size": 12,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update": "error",
+    },
+    "aoe_threshold, gate of the margin": options("aoe_threshold")
+    | {"aoe_threshold_gate": "sigmoid"},
     "top_p, capped": options("top_p") | {"moe_top_p": 0.9, "moe_inference_max_experts": 3},
+    "top_p, renormalized": options("top_p, a moving p") | {"moe_inference_top_p": 0.7},
     "aoe_top_p": options("aoe_top_p") | {"moe_top_p": 0.8, "moe_top_p_strict": True},
     "aoe, odd": options("aoe") | ODD,
     "topk, norms of all heads, shared gate": options("expert_choice")
@@ -67,6 +97,11 @@ QUICK = (
     "top_p, capped",
     "aoe, odd",
     "lory",
+    "threshold",
+    "hash",
+    "uoe",
+    "topk, free experts",
+    "aoe, free experts",
 )
 
 
@@ -108,7 +143,9 @@ def test_logits_and_greedy_generation_are_the_runs(name, used, tmp_path):
         model = AutoModelForCausalLM.from_pretrained(output)
         assert type(model) is hf.MoeParallelForCausalLM
         assert done.written.parameters == sum(
-            parameter.numel() for parameter in {*model.parameters()}
+            parameter.numel()
+            for parameter in {*model.parameters()}
+            if parameter.is_floating_point()
         )
         _assert_same(model, logits, tokens)
 
@@ -207,6 +244,22 @@ def test_files_of_limited_size(run, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "several", dtype="auto")
     assert model.dtype == torch.bfloat16
     assert model.model.layers[0].mlp.gate.expert_bias.dtype == torch.float32
+
+
+def test_an_export_in_bf16_keeps_tables_whole(tmp_path):
+    runs = [(tmp_path / name, options(name)) for name in ("hash", "aoe, free experts")]
+    run_distributed(1, save_runs, runs)
+    for (run, _), name in zip(runs, ("expert_table", "free_scores"), strict=True):
+        stored = []
+        for dtype in ("auto", "bfloat16"):
+            export_run(run, run / dtype, dtype=dtype, architecture="own")
+            tensors = load_file(run / dtype / "model.safetensors")
+            assert tensors["model.embed_tokens.weight"].dtype == (
+                torch.float32 if dtype == "auto" else torch.bfloat16
+            )
+            stored.append(tensors[f"model.layers.1.mlp.gate.{name}"])
+        assert stored[0].dtype == (torch.int64 if name == "expert_table" else torch.float32)
+        assert stored[0].dtype == stored[1].dtype and torch.equal(*stored)
 
 
 def test_the_tokenizer_is_the_runs(run, tmp_path):

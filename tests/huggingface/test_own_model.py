@@ -35,10 +35,37 @@ def _fields(of_run):
             options("expert_choice") | {"moe_expert_choice_capacity_factor": 2.5},
             {"rule": "topk", "num_experts_per_tok": 3, "shared_expert_gate": True},
         ),
+        (
+            options("threshold"),
+            {"rule": "threshold", "scoring_func": "sigmoid", "expert_bias": True},
+        ),
+        (
+            options("top_p, a moving p") | {"moe_inference_top_p": 0.3},
+            {"rule": "top_p", "top_p": 0.3, "norm_topk_prob": True},
+        ),
+        (options("relu"), {"rule": "relu", "num_experts_per_tok": 4}),
+        (options("hash"), {"rule": "hash", "num_experts_per_tok": 2, "norm_topk_prob": True}),
+        (options("hash") | {"moe_router_topk": 1}, {"rule": "hash", "norm_topk_prob": False}),
+        (
+            options("uoe"),
+            {"rule": "topk", "scores": "neurons", "routing_neurons": 8, "norm_of": "activation",
+             "gate_routing": False, "moe_intermediate_size": 24, "expert_bias": True},
+        ),
+        (
+            options("topk, free experts")
+            | {"moe_zero_experts": 2, "moe_zero_expert_gate": "renormalize"},
+            {"rule": "topk", "num_experts": 4, "zero_experts": 2, "copy_experts": 1,
+             "constant_experts": 1, "zero_expert_gate": "renormalize", "norm_topk_prob": True},
+        ),
+        (options("aoe, free experts"), {"scores": "norms", "copy_experts": 2, "expert_bias": True}),
+        (
+            options("top_p") | {"moe_copy_experts": 3},
+            {"rule": "top_p", "num_experts": 4, "num_experts_per_tok": 7, "copy_experts": 3},
+        ),
         (options("lory"), {"rule": "merge"}),
         (options("lory_prefix"), {"rule": "merge", "prefix_length": 3}),
     ],
-)
+)  # fmt: skip
 def test_the_rule_of_evaluations(of_run, expected):
     fields = _fields(of_run)
     assert {name: fields[name] for name in expected} == expected
@@ -50,6 +77,7 @@ def test_the_rule_of_evaluations(of_run, expected):
     ("of_run", "message"),
     [
         (options("smear"), "smear is not exported: each token needs the mean of its whole seq"),
+        (options("top_p, a moving p"), "top_p is not exported: its p is that of the latest step"),
         (options("segment_expert_choice"), "segment_expert_choice is not exported: experts are"),
         (
             options("aoe") | {"moe_router_force_routing": "hot:0.5"},

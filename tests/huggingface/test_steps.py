@@ -48,8 +48,26 @@ def test_a_tensor_of_all_experts_is_read_once() -> None:
         assert torch.equal(results[f"{name}.up_proj.weight"], tensor[expert, :, 1].T)
 
 
+def test_the_bias_of_routing_free_is_subtracted_from_norms() -> None:
+    """An exported gate adds its bias, as to the scores of systems with cutoffs."""
+    config = parse_command_line(flags(SMALL | options("routing_free")))
+    steps = own_steps(config, 300, fold=False)
+    (step,) = (step for step in steps if step.keys == ("decoder.layers.0.mlp.b_E",))
+    (bias,) = step.make(torch.tensor([0.5, 0.0, -2.0, 1.0]))
+    assert step.results == (("model.layers.0.mlp.gate.expert_bias", (4,)),)
+    assert bias.tolist() == [-0.5, 0.0, 2.0, -1.0]
+
+
 @pytest.mark.parametrize(
-    ("system", "fold", "width"), [("aoe", False, 20), ("aoe", True, 32), ("topk", False, 32)]
+    ("system", "fold", "width"),
+    [
+        ("aoe", False, 20),
+        ("aoe", True, 32),
+        ("topk", False, 32),
+        ("uoe", False, 24),
+        ("hash", False, 32),
+        ("aoe, free experts", True, 32),
+    ],
 )
 def test_names_shapes_and_width(system: str, fold: bool, width: int) -> None:
     config = parse_command_line(flags(SMALL | options(system)))
@@ -61,6 +79,22 @@ def test_names_shapes_and_width(system: str, fold: bool, width: int) -> None:
     shapes = dict(pair for step in steps for pair in step.results)
     assert shapes["model.layers.1.mlp.experts.down_proj"] == (4, 32, width)
     assert shapes["model.embed_tokens.weight"] == (300, 32)
+
+
+def test_routing_neurons_stand_expert_by_expert() -> None:
+    config = parse_command_line(flags(SMALL | options("uoe")))
+    names = {name: step for step in own_steps(config, 300, fold=False) for name, _ in step.results}
+    (w_in,) = names["model.layers.0.mlp.gate.neurons_in"].make(
+        torch.arange(4 * 32 * 2 * 8).view(4, 32, 2, 8)
+    )
+    (w_out,) = names["model.layers.0.mlp.gate.neurons_out"].make(
+        torch.arange(4 * 8 * 32).view(4, 8, 32)
+    )
+    expert, width, half, neuron = 2, 5, 1, 3
+    assert (
+        w_in[half * 32 + expert * 8 + neuron, width] == ((expert * 32 + width) * 2 + half) * 8 + 3
+    )
+    assert w_out[width, expert * 8 + neuron] == (expert * 8 + neuron) * 32 + width
 
 
 def test_the_width_of_folded_experts() -> None:

@@ -21,7 +21,7 @@ from moe_parallel.errors import InputError
 from moe_parallel.launch.job import run_job
 from moe_parallel.launch.options import divide
 from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_INTERRUPTED, code_of
-from moe_parallel.training.failure import FailureChannel, run
+from moe_parallel.training.failure import FailureChannel, leave, run
 from moe_parallel.training.job_store import join_store
 from moe_parallel.training.signals import Stopped, StopRequest
 
@@ -98,4 +98,4 @@ def main(arguments: Sequence[str]) -> int:
 if __name__ == "__main__":
     if "RANK" in os.environ:
         be_rank(sys.argv[1], int(sys.argv[2]))
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -60,7 +60,7 @@ def test_a_rank_that_sleeps(tmp_path, data, disturb):
 def test_a_rank_that_is_stopped(tmp_path, data, rank):
     endless = _run(tmp_path, data, train_iters=100_000)
     with Program(tmp_path, 2, endless) as job:
-        job.wait_for("iteration      3")
+        job.wait_for("iteration    100")  # after many beats; the first say `set-up`
         os.kill(job.rank(rank), signal.SIGSTOP)
         assert job.finish(SECONDS) == 76, job.output
         error = _one_error(job.output)
@@ -114,7 +114,7 @@ def test_a_stopped_task_that_serves_the_store(tmp_path, data):
     endless = _run(tmp_path, data, train_iters=100_000)
     first, second = (Task(tmp_path, task, port, endless) for task in range(2))
     with first, second:
-        first.wait_for("iteration      3")
+        first.wait_for("iteration    100")
         os.kill(first.pid, signal.SIGSTOP)
         assert second.finish(SECONDS) == 76
         error = _one_error(second.output)

@@ -61,6 +61,13 @@ def test_a_lost_rank_or_a_bug_is_started_again(tmp_path):
     assert _end(tmp_path / "bug", "--max-restarts", "1", "bug", "1") == (0, AGAIN)
 
 
+def test_each_lost_rank_is_told(tmp_path):
+    code, output = _end(tmp_path, "--max-restarts", "2", "die_twice", "1")
+    assert code == 0
+    again = [f"starting again: restart {number} of 2\n" for number in (1, 2)]
+    assert re.fullmatch(KILLED + again[0] + KILLED + again[1], output)
+
+
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])
 def test_a_signal_reaches_the_ranks(tmp_path, number):
     with Launched(tmp_path, "--max-restarts", "1", "wait", "0") as job:
@@ -103,6 +110,19 @@ def test_ranks_that_do_not_leave_are_killed(tmp_path):
         assert not any(rank.is_running() for rank in ranks)
 
 
+def test_signals_that_are_repeated_give_no_more_time(tmp_path):
+    with Launched(tmp_path, "--shutdown-timeout", "1", "hang", "0") as job:
+        job.wait_for(WAIT)
+        for _ in range(200):  # ten times as long as the ranks have
+            os.kill(job.pid, signal.SIGTERM)
+            time.sleep(0.05)
+            if "were killed" in job.output:
+                break
+        else:
+            pytest.fail("the ranks run as long as signals come")
+        assert job.finish() == 137
+
+
 def test_a_second_ctrl_c_does_not_wait(tmp_path):
     with Launched(tmp_path, "hang", "0") as job:
         job.wait_for(WAIT)
@@ -128,6 +148,7 @@ class TorchrunOnce(Torchrun):
 WHOLE = "".join(f"step {step}\n" for step in range(1, 7))
 
 
+@pytest.mark.full
 def test_a_process_group_finds_no_trace_of_a_lost_one(tmp_path):
     with Program(tmp_path, 2, ["--max-restarts", "1", "die", "1"], script=SMALL_JOB) as job:
         assert job.finish() == 0

@@ -11,6 +11,7 @@ from moe_parallel.config import make_config
 from moe_parallel.errors import InputError
 from moe_parallel.layers.forced_routing import Forcing, build_forcing, read_trace
 from moe_parallel.selection.forced import Balanced, Hot, Trace, WarmUp, Zipf
+from moe_parallel.telemetry.router_trace import TraceShape, TraceWriter
 from tests.layers.cases import top_p, topk
 from tests.layers.single import Case, build, values
 
@@ -52,6 +53,20 @@ def test_a_trace_is_the_metrics_of_a_run(tmp_path: Path) -> None:
     read = forcing(f"trace:{file}")
     assert read is not None and isinstance(read.workload, Trace)
     assert read.workload.weights(4, 12, 2, 1) == [2, 2]
+
+
+def test_a_trace_may_be_that_of_choices(tmp_path: Path) -> None:
+    shape = TraceShape(layers=(2, 4), num_experts=3, sequences=1, length=2, slots=2)
+    writer = TraceWriter(tmp_path / "trace.npy", shape, 6, goes_on=False)
+    for iteration, experts in ((7, [[[[[0, 1], [1, -1]]], [[[2, 0], [2, 1]]]]]), (8, -1)):
+        recorded = shape.record(iteration)
+        recorded["experts"] = experts
+        writer.append(recorded)
+    trace = read_trace(str(tmp_path / "trace.npy"))
+    assert trace.ends == [7, 8]
+    assert trace.loads[0] == {2: [1, 2, 0], 4: [1, 1, 2]}
+    assert trace.loads[1] == {2: [0, 0, 0], 4: [0, 0, 0]}
+    assert trace.weights(4, 6, 3, 2) == [1, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,13 @@ from tests.layers.whole_sequences import (
     build,
     close,
     direction,
-    numeric_gradients,
+    expected_slopes,
     pairs_seen,
     run,
     values,
 )
 from tests.oracles import merging as oracle
+from tests.oracles.layers import slopes
 
 
 def lory(length: int = 3, first: str = "own", inference: str = "segment") -> LorySelection:
@@ -95,17 +96,17 @@ def expected(name: str) -> tuple[numpy.ndarray, Arrays]:
     def output(moved: Arrays) -> numpy.ndarray:
         return merged(moved, weights_of(selection, moved, first))
 
-    return output(given), numeric_gradients(output, given)
+    return output(given), expected_slopes(output, given)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_transcription(name):
     given = CASES[name].given
     output, gradients = run(build(CASES[name].selection, given), given["x"], direction(given["x"]))
-    wanted, wanted_gradients = expected(name)
+    wanted, wanted_slopes = expected(name)
     close(output, wanted, 1e-12, "output")
-    for key, gradient in wanted_gradients.items():
-        close(gradients[key], gradient, 1e-7, key)
+    for key, slope in wanted_slopes.items():
+        close(slopes(gradients[key]), slope, 1e-7, key)
 
 
 @pytest.mark.parametrize("name", ["lory, a short last segment", "prefix", "smear"])
@@ -113,10 +114,10 @@ def test_fp32(name):
     given = CASES[name].given
     layer = build(CASES[name].selection, given, torch.float32)
     output, gradients = run(layer, given["x"], direction(given["x"]))
-    wanted, wanted_gradients = expected(name)
+    wanted, wanted_slopes = expected(name)
     close(output, wanted, 2e-6, "output")
-    for key, gradient in wanted_gradients.items():
-        close(gradients[key], gradient, 2e-5, key)
+    for key, slope in wanted_slopes.items():
+        close(slopes(gradients[key]), slope, 2e-5, key)
 
 
 @pytest.mark.parametrize("name", ["lory, a short last segment", "prefix", "smear"])

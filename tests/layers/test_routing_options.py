@@ -26,15 +26,8 @@ from tests.layers.cases import (
     top_p,
     topk,
 )
-from tests.layers.single import (
-    EXPERTS,
-    WIDTH,
-    Case,
-    build,
-    expected_routing,
-    run,
-    values,
-)
+from tests.layers.expected import expected_routing
+from tests.layers.single import EXPERTS, WIDTH, Case, build, run, values
 from tests.oracles import layers as oracle
 from tests.oracles import losses
 from tests.oracles.layers import softmax, swiglu_expert

@@ -19,16 +19,9 @@ from tests.layers.cases import (
     close,
     direction,
 )
-from tests.layers.single import (
-    Case,
-    build,
-    expected_choices,
-    expected_gradients,
-    expected_scores,
-    run,
-    unchosen,
-    values,
-)
+from tests.layers.expected import expected_choices, expected_scores, expected_slopes, unchosen
+from tests.layers.single import Case, build, run, values
+from tests.oracles.layers import slopes
 
 EXACT = {
     "aoe": Case(aoe(aux=0.0)),
@@ -93,10 +86,11 @@ def test_what_it_drops_goes_through_the_norms_of_the_unchosen(name):
     given = values(case)
     full, selected = gradients_of(case), gradients_of(as_option(case, DESPITE))
     idle = unchosen(expected_choices(case, expected_scores(case, given)))
-    by_unchosen = expected_gradients(case, given, direction(case), fixed=~idle)
-    by_no_score = expected_gradients(case, given, direction(case), fixed=idle | ~idle)
+    by_unchosen = expected_slopes(case, given, direction(case), fixed=~idle)
+    by_no_score = expected_slopes(case, given, direction(case), fixed=idle | ~idle)
     for key in full:
-        close(full[key] - selected[key], by_unchosen[key] - by_no_score[key], 1e-6, key)
+        lost = slopes(full[key] - selected[key])
+        close(lost, by_unchosen[key] - by_no_score[key], 1e-6, key)
         if key.startswith("experts."):
             assert (full[key] == selected[key]).all()
     assert abs(full["w_down_EDR"] - selected["w_down_EDR"]).max() > 1e-3

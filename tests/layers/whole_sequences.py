@@ -14,7 +14,7 @@ from moe_parallel.parallel import Groups
 from moe_parallel.systems import system_of
 from moe_parallel.telemetry.statistics import RoutingStatistics
 from tests.layers.single import SingleRank
-from tests.oracles.layers import numeric_gradient
+from tests.oracles.layers import numeric_slopes
 
 EXPERTS, WIDTH, EXPERT_WIDTH = 4, 6, 4
 Arrays = dict[str, numpy.ndarray]
@@ -93,10 +93,10 @@ def direction(x: numpy.ndarray) -> numpy.ndarray:
     return numpy.random.default_rng(1).normal(size=x.shape)
 
 
-def numeric_gradients(output: Any, given: Arrays) -> Arrays:
-    """Gradients by finite differences of `output`, a function of such arrays."""
+def expected_slopes(output: Any, given: Arrays) -> Arrays:
+    """What `slopes` gives of the gradients of `output`, a function of such arrays."""
     weights = direction(given["x"])
-    return numeric_gradient(lambda moved: float((output(moved) * weights).sum()), given)
+    return numeric_slopes(lambda moved: float((output(moved) * weights).sum()), given)
 
 
 def close(found: Any, wanted: Any, tolerance: float, name: str) -> None:

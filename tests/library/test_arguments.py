@@ -9,10 +9,14 @@ from moe_parallel import AoE, RoutedMoE
 from moe_parallel.config import (
     AoEExpertChoiceSelection,
     AoESelection,
+    AoEThresholdSelection,
     AoETopPSelection,
     ExpertChoiceSelection,
+    HashSelection,
     LorySelection,
+    RoutingFreeSelection,
     SegmentExpertChoiceSelection,
+    ThresholdSelection,
     TopKSelection,
     TopPSelection,
 )
@@ -23,9 +27,14 @@ SELECTIONS = [
     (AoE, AoESelection(aoe_low_rank_size=4, aoe_gradient="selected", moe_aux_loss_coeff=0.0)),
     (AoE, AoETopPSelection(aoe_low_rank_size=4)),
     (AoE, AoEExpertChoiceSelection(aoe_low_rank_size=4)),
+    (AoE, AoEThresholdSelection(aoe_low_rank_size=4)),
+    (AoE, RoutingFreeSelection(aoe_low_rank_size=4)),
     (RoutedMoE, TopKSelection(moe_router_num_groups=2, moe_router_group_topk=1)),
     (RoutedMoE, TopKSelection(moe_gate_low_rank_size=4, moe_input_jitter_eps=0.1)),
+    (RoutedMoE, TopKSelection(moe_zero_experts=1, moe_copy_experts=1, moe_constant_experts=2)),
+    (AoE, AoESelection(aoe_low_rank_size=4, moe_copy_experts=2)),
     (RoutedMoE, TopPSelection()),
+    (RoutedMoE, ThresholdSelection()),
     (RoutedMoE, ExpertChoiceSelection()),
     (RoutedMoE, SegmentExpertChoiceSelection(lory_segment_length=2)),
 ]
@@ -85,6 +94,11 @@ def test_options_by_name_are_those_of_the_selection() -> None:
             RoutedMoE,
             {"selection": LorySelection()},
             "selection is of type LorySelection: RoutedMoE takes one of TopKSelection, .*",
+        ),
+        (
+            RoutedMoE,
+            {"selection": HashSelection()},
+            "selection is of type HashSelection: RoutedMoE takes one of TopKSelection, .*",
         ),
     ],
 )

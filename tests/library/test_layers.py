@@ -10,7 +10,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from moe_parallel import AoE, RoutedMoE
-from moe_parallel.config import TopKSelection
+from moe_parallel.config import RoutingFreeSelection, TopKSelection
 from tests.library.small import KINDS, small
 
 
@@ -62,6 +62,11 @@ def test_initial_weights(kind: str) -> None:
     assert all(map(torch.equal, before, moe.parameters()))
     moe.reset_parameters()
     assert not any(map(torch.equal, before, moe.parameters()))
+
+
+def test_the_biases_of_routing_free_start_at_0() -> None:
+    moe = AoE(16, 4, selection=RoutingFreeSelection(aoe_low_rank_size=4))
+    assert moe.layer.b_E.tolist() == [0.0] * 4
 
 
 def test_default_widths() -> None:

@@ -29,7 +29,7 @@ SIZES = {
     "num_query_groups": 2,
     "ffn_hidden_size": 48,
     "num_experts": 4,
-    "init_method_std": 0.1,  # larger than usual, so that three steps change the choices
+    "init_method_std": 0.1,  # larger than usual, so that a step changes the choices
     "make_vocab_size_divisible_by": 8,
     "micro_batch_size": 2,
     "global_batch_size": 8,
@@ -59,7 +59,7 @@ class Outcome:
     pieces: list[Piece]
 
 
-def save_start(options: Options, directory: Path, steps: int = 2) -> Path:
+def save_start(options: Options, directory: Path, steps: int = 1) -> Path:
     """Train the model of `options` from its initial weights; returns the checkpoint's path."""
     config = make_config(SIZES | options)
     engine = build(config)
@@ -73,7 +73,7 @@ def save_start(options: Options, directory: Path, steps: int = 2) -> Path:
     return path
 
 
-def train(options: Options, start: Path, steps: int = 3) -> Outcome:
+def train(options: Options, start: Path, steps: int = 2) -> Outcome:
     """Load a checkpoint into the model of `options` in the current world, and train it."""
     config = make_config(SIZES | options)
     engine = build(config)
@@ -97,6 +97,20 @@ def train(options: Options, start: Path, steps: int = 3) -> Outcome:
         layers,
         pieces,
     )
+
+
+def begin_each(models: dict[str, Options], directory: Path) -> dict[str, tuple[Path, Outcome]]:
+    """For each model a checkpoint, and what follows from it in the same world."""
+    found = {}
+    for number, (name, options) in enumerate(models.items()):
+        checkpoint = save_start(options, directory / str(number))
+        found[name] = checkpoint, train(options, checkpoint)
+    return found
+
+
+def train_each(cases: dict[str, tuple[Path, Options]]) -> dict[str, Outcome]:
+    """What follows from a checkpoint, for each model."""
+    return {name: train(options, checkpoint) for name, (checkpoint, options) in cases.items()}
 
 
 def build(config: Config) -> Engine:
@@ -167,7 +181,8 @@ def whole(ranks: list[list[Piece]]) -> Weights:
     """Assemble whole tensors from the parts of all ranks; copies on several ranks must be equal."""
     weights: Weights = {}
     for name, shape, offset, values in (piece for pieces in ranks for piece in pieces):
-        tensor = weights.setdefault(name, numpy.full(shape, numpy.nan, values.dtype))
+        kind = numpy.result_type(values, numpy.float32)  # of integers too, one with a NaN
+        tensor = weights.setdefault(name, numpy.full(shape, numpy.nan, kind))
         place = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
         before = tensor[place]
         assert (numpy.isnan(before) | (before == values)).all(), f"copies of {name} differ"

@@ -1,5 +1,7 @@
 """Experts that compute in parts: the same run in every layout, and a bounded worst case."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +14,9 @@ from moe_parallel.layers import DispatchedLayer
 from moe_parallel.ops import extension
 from moe_parallel.parallel import destroy_groups
 from tests.distributed import run_distributed
+from tests.model.comparison import Start, differences, make_start, run_all
 from tests.model.small_gpt import SIZES, Options, build
-from tests.model.test_layouts import ONE, differences, layout, make_start, model, run_all
+from tests.model.test_layouts import ONE, layout, model
 from tests.tiers import rest_in_full
 from tools.bench.contender import Contender
 from tools.bench.memory import peak_bytes, saved_bytes
@@ -34,17 +37,28 @@ LAYOUTS: dict[str, tuple[int, Options]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Start]:
+
+    @functools.cache
+    def of(system: str, backend: str) -> Start:
+        options = model(system) | {"moe_backend": backend} | ONE
+        return make_start(options, tmp_path_factory.mktemp("start"))
+
+    return of
+
+
 @pytest.mark.parametrize("name", rest_in_full(LAYOUTS, "tp2, ep2", "ep2, main gradients"))
 @pytest.mark.parametrize("backend", rest_in_full(BACKENDS, BACKENDS[-1]))
 @pytest.mark.parametrize("system", rest_in_full(SYSTEMS, "aoe"))
 def test_a_run_within_a_budget_is_the_same_run(
-    tmp_path: Path, system: str, backend: str, name: str
+    start: Callable[[str, str], Start], system: str, backend: str, name: str
 ) -> None:
     world, spread = LAYOUTS[name]
     options = model(system) | {"moe_backend": backend}
-    start = make_start(options | ONE, tmp_path)
-    found = run_all(world, start, {name: options | BUDGET | spread})
-    assert differences(found, start.on_one_rank) == {}
+    begun = start(system, backend)
+    found = run_all(world, begun, {name: options | BUDGET | spread})
+    assert differences(found, begun.on_one_rank) == {}
 
 
 #: Every token of both ranks goes to the first expert, which is on the first rank.

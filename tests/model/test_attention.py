@@ -17,16 +17,15 @@ from moe_parallel.model.forward import run_micro_batches
 from moe_parallel.parallel import destroy_groups
 from moe_parallel.selection.shares import take, zigzag
 from tests.distributed import run_distributed
+from tests.model.comparison import differences, make_start, run_all
 from tests.model.small_gpt import DOCUMENTS as DOCUMENTS_OF_A_BATCH
 from tests.model.small_gpt import SIZES, Options, build, micro_batches
 from tests.model.test_layouts import (
     LAYOUTS,
     ONE,
     Starts,
-    differences,
-    make_start,
+    asked,  # noqa: F401  a fixture
     model,
-    run_all,
     start,  # noqa: F401  a fixture
 )
 from tests.tiers import rest_in_full

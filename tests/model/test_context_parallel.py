@@ -6,41 +6,35 @@ inside of chunks and reach over several ranks.
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from moe_parallel.config import SELECTIONS, make_config
 from moe_parallel.parallel import destroy_groups
 from tests.distributed import run_distributed
+from tests.model.comparison import TOLERANCE, Start, differences, make_starts, run_each
 from tests.model.small_gpt import (
     SIZES,
     Options,
-    Outcome,
     build,
     micro_batches,
-    save_start,
-    train,
 )
 from tests.model.test_layouts import (
     DROPPING,
     GATHERED,
     ONE,
-    TOLERANCE,
-    Start,
-    differences,
     layout,
     model,
 )
 from tests.systems import SYSTEMS
 from tests.tiers import rest_in_full
 
-STEPS = 2
 CP = {"context_parallel_size": 2}
 ALL_MODULES = {
     "recompute_granularity": "selective",
     "recompute_modules": "core_attn layernorm mlp moe",
 }
+EXPERTS_AGAIN = {"recompute_granularity": "selective", "recompute_modules": "moe"}
 
 #: The systems, and what else reads the positions of tokens or all tokens of a micro-batch.
 MODELS: dict[str, Options] = {name: model(name) for name in SYSTEMS} | {
@@ -64,6 +58,8 @@ FOUR: dict[str, Options] = {
     "aoe_expert_choice": layout(tp=2, ep=4, sp=True, recompute=True) | GATHERED | CP,
     "lory, uniform first segment": layout(tp=2, etp=2, sp=True) | CP,
     "segment_expert_choice": layout(tp=2, etp=2) | CP,
+    "hash": layout(pp=2) | EXPERTS_AGAIN | CP,
+    "aoe, free experts": layout(tp=2, ep=2, sp=True, distributed=True) | CP,
     "lory_prefix": layout(recompute=True, distributed=True) | {"context_parallel_size": 4},
 }
 
@@ -75,7 +71,14 @@ REST = (
     "top_p",
     "expert_choice",
     "aoe_top_p",
+    "topk, free experts",
+    "hash",
     "smear",
+    "uoe",
+    "relu",
+    "threshold",
+    "aoe_threshold",
+    "routing_free",
 )
 
 Begin = Callable[[tuple[str, ...]], dict[str, Start]]
@@ -87,35 +90,16 @@ def begin(tmp_path_factory: pytest.TempPathFactory) -> Begin:
 
     @functools.cache
     def of(names: tuple[str, ...]) -> dict[str, Start]:
-        cases = {name: MODELS[name] | ONE for name in names}
-        (made,) = run_distributed(1, _begin, cases, tmp_path_factory.mktemp("start"))
-        return {name: Start(path, [outcome]) for name, (path, outcome) in made.items()}
+        models = {name: MODELS[name] | ONE for name in names}
+        return make_starts(models, tmp_path_factory.mktemp("start"))
 
     return of
 
 
-def _begin(cases: dict[str, Options], folder: Path) -> dict[str, tuple[Path, Outcome]]:
-    found = {}
-    for number, (name, options) in enumerate(cases.items()):
-        checkpoint = save_start(options, folder / str(number), steps=1)
-        found[name] = checkpoint, train(options, checkpoint, STEPS)
-    return found
-
-
-def _train(cases: dict[str, tuple[Path, Options]]) -> dict[str, Outcome]:
-    return {
-        name: train(options, checkpoint, STEPS) for name, (checkpoint, options) in cases.items()
-    }
-
-
 def _check(world: int, starts: dict[str, Start], layouts: dict[str, Options]) -> None:
-    cases = {
-        name: (starts[name].checkpoint, MODELS[name] | spread) for name, spread in layouts.items()
-    }
-    ranks = run_distributed(world, _train, cases)
-    for name in cases:
-        found = {name: [rank[name] for rank in ranks]}
-        assert differences(found, starts[name].on_one_rank) == {}
+    cases = {name: (starts[name], MODELS[name] | spread) for name, spread in layouts.items()}
+    for name, ranks in run_each(world, cases).items():
+        assert differences({name: ranks}, starts[name].on_one_rank) == {}
 
 
 @pytest.mark.parametrize("names", rest_in_full([QUICK, REST], QUICK), ids=len)
@@ -150,14 +134,13 @@ def test_a_capacity_counts_over_the_stretches_of_tensor_parallelism(begin: Begin
     """Layouts with the same tp drop the same choices, whatever their cp."""
     name = "topk, capacity"
     options = MODELS[name] | {"moe_token_drop_policy": "position"}
-    start = begin(QUICK)[name].checkpoint
+    start = begin(QUICK)[name]
     whole, shared = (
-        run_distributed(2 * cp, _train, {name: (start, options | spread)})
+        run_each(2 * cp, {name: (start, options | spread)})
         for cp, spread in ((1, layout(tp=2, etp=2)), (2, layout(tp=2, ep=2, sp=True) | CP))
     )
-    assert all(layer["tokens_dropped"] > 0 for layer in whole[0][name].layers)
-    found = {name: [rank[name] for rank in shared]}
-    assert differences(found, [rank[name] for rank in whole]) == {}
+    assert all(layer["tokens_dropped"] > 0 for layer in whole[name][0].layers)
+    assert differences(shared, whole[name]) == {}
 
 
 def test_every_system_is_tried() -> None:

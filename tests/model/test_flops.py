@@ -21,12 +21,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": {"num_experts": None, "moe_layer_freq": "1", "kv_channels": 12},
     "shared expert": SHARED,
     "large router": {"moe_router_hidden_size": 20},
+    "hash": {"expert_selection": "hash"},
     "factorized W_g": {"moe_gate_low_rank_size": 8},
     "AoE": AOE,
     "AoE, shared expert": AOE | SHARED,
     "AoE, W_down gathered": AOE | {"aoe_gather_w_down": True},
     "Lory": {"expert_selection": "lory", "lory_segment_length": 8},
     "SMEAR": {"expert_selection": "smear", "smear_sees_the_future": True},
+    "UoE": {"expert_selection": "uoe", "uoe_routing_neurons": 3},
 }
 
 

@@ -1,13 +1,17 @@
 """A forced run is the same run in every layout, after a resumption too."""
 
-from pathlib import Path
+import functools
+from collections.abc import Callable
 
 import pytest
 
+from tests.model.comparison import Start, differences, make_start, run_all
 from tests.model.small_gpt import Options
-from tests.model.test_layouts import ONE, differences, layout, make_start, model, run_all
+from tests.model.test_layouts import ONE, layout, model
 from tests.tiers import rest_in_full
 
+#: The start has the first step of the warm-up; its last step and one more follow.
+WARM_UP = {"moe_router_force_routing": "warmup:2"}
 SYSTEMS = ["topk", "topk, sigmoid, groups, bias, shared expert", "top_p", "aoe", "aoe_top_p"]
 #: The number of ranks, and their layout.
 LAYOUTS: dict[str, tuple[int, Options]] = {
@@ -19,11 +23,19 @@ LAYOUTS: dict[str, tuple[int, Options]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Start]:
+
+    @functools.cache
+    def of(system: str) -> Start:
+        return make_start(model(system) | WARM_UP | ONE, tmp_path_factory.mktemp("start"))
+
+    return of
+
+
 @pytest.mark.parametrize("name", rest_in_full(LAYOUTS, "tp2, sp", "pp2, virtual, recompute"))
 @pytest.mark.parametrize("system", rest_in_full(SYSTEMS, "aoe_top_p"))
-def test_layouts_agree(tmp_path: Path, system: str, name: str) -> None:
+def test_layouts_agree(start: Callable[[str], Start], system: str, name: str) -> None:
     world, spread = LAYOUTS[name]
-    options = model(system) | {"moe_router_force_routing": "warmup:4"}
-    start = make_start(options | ONE, tmp_path)  # two steps of the warm-up; three follow
-    found = run_all(world, start, {name: options | spread})
-    assert differences(found, start.on_one_rank) == {}
+    found = run_all(world, start(system), {name: model(system) | WARM_UP | spread})
+    assert differences(found, start(system).on_one_rank) == {}

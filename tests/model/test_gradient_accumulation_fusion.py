@@ -9,8 +9,9 @@ from moe_parallel.config import make_config
 from moe_parallel.ops import extension
 from moe_parallel.parallel import destroy_groups
 from tests.distributed import run_distributed
+from tests.model.comparison import differences, make_start, run_all
 from tests.model.small_gpt import SIZES, Options, build, micro_batches
-from tests.model.test_layouts import ONE, differences, layout, make_start, model, run_all
+from tests.model.test_layouts import ONE, layout, model
 from tests.tiers import rest_in_full
 
 BACKENDS = ["reference"] + ["native"] * extension.is_built()
@@ -44,24 +45,37 @@ def test_a_fused_run_is_the_same_run(tmp_path: Path, system: str, backend: str) 
         assert differences(run_all(world, start, cases), start.on_one_rank) == {}
 
 
-def _added(options: Options) -> dict[str, bool]:
-    """For each weight after a step, whether its gradient was added before the hook ran."""
-    config = make_config(SIZES | options)
-    engine = build(config)
-    engine.step(micro_batches(config, 0, engine))
-    added = {
-        name: weight.grad_added_to_main_grad
-        for chunk in unwrap_model(engine.chunks)
-        for name, weight in chunk.named_parameters()
-    }
-    destroy_groups()
-    return added
+def _added(cases: list[Options]) -> list[dict[str, bool]]:
+    """By model, for each weight after a step: whether its gradient was added before the hook."""
+    found = []
+    for options in cases:
+        config = make_config(SIZES | options)
+        engine = build(config)
+        engine.step(micro_batches(config, 0, engine))
+        added = {
+            name: weight.grad_added_to_main_grad
+            for chunk in unwrap_model(engine.chunks)
+            for name, weight in chunk.named_parameters()
+        }
+        destroy_groups()
+        found.append(added)
+    return found
+
+
+@pytest.fixture(scope="module")
+def added() -> dict[tuple[str, bool], dict[str, bool]]:
+    """By system, and by whether the gradients are added."""
+    keys = [(system, fused) for system in SYSTEMS for fused in (True, False)]
+    cases = [model(system) | {"gradient_accumulation_fusion": fused} for system, fused in keys]
+    (found,) = run_distributed(1, _added, cases)
+    return dict(zip(keys, found, strict=True))
 
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_the_experts_weights_are_those_that_are_added(system: str, fused: bool) -> None:
-    options = model(system) | {"gradient_accumulation_fusion": fused}
-    (added,) = run_distributed(1, _added, options)
-    assert any(".experts." in name for name in added)
-    assert added == {name: fused and ".experts." in name for name in added}
+def test_the_experts_weights_are_those_that_are_added(
+    added: dict[tuple[str, bool], dict[str, bool]], system: str, fused: bool
+) -> None:
+    of_weight = added[system, fused]
+    assert any(".experts." in name for name in of_weight)
+    assert of_weight == {name: fused and ".experts." in name for name in of_weight}

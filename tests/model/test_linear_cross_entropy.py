@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_parallel.model.linear_cross_entropy import linear_cross_entropy
 from tests.distributed import run_distributed
-from tests.model.test_layouts import LAYOUTS, ONE, differences, make_start, model, run_all
+from tests.model.comparison import differences, make_start, run_all
+from tests.model.test_layouts import LAYOUTS, ONE, model
 from tests.tiers import rest_in_full
 
 T, D, V = 7, 5, 6

@@ -39,6 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "factorized W_g": {**MOE, "moe_gate_low_rank_size": 128},
     "shared expert": {**MOE, **SHARED},
     "gated shared expert": {**MOE, **SHARED, "moe_shared_expert_gate": True},
+    "hash": {**MOE, "expert_selection": "hash"},
     "bias, and load of the step before": {**MOE, **BIAS},
     "expert choice": {**MOE, **EXPERT_CHOICE},
     "aoe": AOE,
@@ -52,13 +53,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "prefix routing": {**MOE, "expert_selection": "lory_prefix"},
     "smear": {**MOE, "expert_selection": "smear"},
     "segment expert choice": {**MOE, "expert_selection": "segment_expert_choice"},
+    "uoe": {**MOE, "expert_selection": "uoe"},
+    "uoe, narrow experts": {**MOE, "expert_selection": "uoe", "moe_ffn_hidden_size": 100},
 }
 #: The average number of experts that compute a token, by system and its options.
 CHOSEN = {
     "topk": 2,
+    "hash": 2,
     "expert_choice": 1.5,
     "aoe": 2,
     "aoe_expert_choice": 2,
+    "uoe": 2,
     "lory": 1,
     "lory_prefix": 1,
     "smear": 1,
@@ -106,12 +111,15 @@ def closed_formula(options: dict[str, Any]) -> Count:
         return always, always, always
     always += 3 * d * get("moe_shared_expert_intermediate_size", 0) * moe_layers
     always += (d if get("moe_shared_expert_gate") else 0) * moe_layers
-    if not system.startswith("aoe"):
+    if not system.startswith(("aoe", "uoe")):
         hidden = get("moe_router_hidden_size")
         always += (hidden * (d + n) if hidden else n * d) * moe_layers
     width = get("moe_ffn_hidden_size") or options["ffn_hidden_size"]
     low = get("aoe_low_rank_size") or get("moe_gate_low_rank_size")
     down, rest = 0, 3 * d * width
+    if system == "uoe":  # the routing neurons of all experts compute a token
+        routing = 3 * d * round(width / n)
+        always, rest = always + n * routing * moe_layers, rest - routing
     if low:
         wide = get("aoe_wide_size") or round((3 * d * width - low * d) / (low + 2 * d))
         down, rest = d * low, low * wide + 2 * d * wide
@@ -169,3 +177,24 @@ def test_a_named_device_becomes_meta() -> None:
     with parameters._NamedDevicesAreMeta(), torch.device("meta"):
         assert torch.empty(1 << 50, device="cpu").is_meta
         assert torch.empty(1 << 50).is_meta
+
+
+FREE = {"moe_zero_experts": 1, "moe_copy_experts": 2, "moe_constant_experts": 1}
+#: Models with them, and the number of weights that they add to a layer.
+WITH_FREE = {
+    "moe": 4 * 768 + 3 * 768,
+    "large router": 4 * 1012 + 3 * 768,
+    "aoe": 4 + 3 * 768,
+}
+
+
+def test_free_experts_have_the_weights_that_their_options_say(counts: dict[str, Count]) -> None:
+    models = {name: MODELS[name] | FREE for name in WITH_FREE}
+    (built,) = run_distributed(1, count_all, models)
+    for name, more in WITH_FREE.items():
+        said, without = (
+            make_config(options).selection.layer_weights(768, 8, 3072)
+            for options in (models[name], MODELS[name])
+        )
+        assert said == without._replace(replicated=without.replicated + more)
+        assert built[name][0] - counts[name][0] == 12 * more

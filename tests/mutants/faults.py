@@ -5,6 +5,8 @@ every fault whose `old` is no longer found.
 """
 
 from tests.mutants.fault import Fault
+from tests.mutants.faults_of_models import FAULTS_OF_MODELS
+from tests.mutants.faults_of_routing import FAULTS_OF_ROUTING
 from tests.mutants.faults_of_runs import FAULTS_OF_RUNS
 
 SELECTION, LOSSES = "moe_parallel/selection", "moe_parallel/balancing/losses.py"
@@ -12,6 +14,7 @@ LAYERS, KERNELS = "moe_parallel/layers", "csrc/cpu/kernels"
 A_TO_A = "moe_parallel/dispatch/all_to_all.py"
 TRAINING = "moe_parallel/training"
 OF_LAYERS = ("tests/layers", "tests/model/test_layouts.py")
+OF_SHARES = ("tests/model/test_context_parallel.py", "tests/model/test_attention.py")
 OF_OPS = ("tests/ops",)
 
 FAULTS = [
@@ -104,8 +107,8 @@ FAULTS = [
     Fault(
         "the aux loss is not divided by tp",
         LOSSES,
-        "tokens.sum(sums_2E) / (num_tokens * tokens.num_shares)",
-        "tokens.sum(sums_2E) / num_tokens",
+        "tokens.sum(sums_2E) / (len(choices.scores_TE) * tokens.num_shares)",
+        "tokens.sum(sums_2E) / len(choices.scores_TE)",
         ("tests/balancing", "tests/model/test_layouts.py"),
     ),
     Fault(
@@ -132,8 +135,8 @@ FAULTS = [
     Fault(
         "the aux loss per choice is divided by layers alone",
         f"{LAYERS}/routing_losses.py",
-        "(num_moe_layers * selection.moe_router_topk)",
-        "num_moe_layers",
+        "(context.num_moe_layers * selection.moe_router_topk)",
+        "context.num_moe_layers",
         OF_LAYERS,
     ),
     Fault(
@@ -149,6 +152,34 @@ FAULTS = [
         "counts_E.sum() - len(counts_E) * counts_E",
         "len(counts_E) * counts_E - counts_E.sum()",
         ("tests/balancing",),
+    ),
+    Fault(
+        "the mean of a bias drifts",
+        "moe_parallel/balancing/bias.py",
+        "self.bias_E.copy_(bias_E - bias_E.mean())",
+        "self.bias_E.copy_(bias_E)",
+        ("tests/balancing",),
+    ),
+    Fault(
+        "an error that shrinks is pushed back too",
+        "moe_parallel/balancing/bias.py",
+        "growth_E * (before_E * growth_E > 0)",
+        "growth_E",
+        ("tests/balancing",),
+    ),
+    Fault(
+        "the quantile bias keeps what it should replace",
+        "moe_parallel/balancing/bias.py",
+        "self.ema * self.bias_E + (1 - self.ema) * (solved_E",
+        "(1 - self.ema) * self.bias_E + self.ema * (solved_E",
+        ("tests/balancing",),
+    ),
+    Fault(
+        "each rank has a quantile bias of its own",
+        "moe_parallel/balancing/quantile.py",
+        "            dist.all_reduce(self.sums, group=group)\n",
+        "            pass\n",
+        ("tests/balancing", "tests/model/test_layouts.py"),
     ),
     Fault(
         "loads are summed over dp without tp",
@@ -221,6 +252,36 @@ FAULTS = [
         "sent * there",
         ("tests/dispatch", "tests/layers"),
     ),
+    Fault(
+        "keys of whole sequences stay in the order of their ranks",
+        f"{SELECTION}/shares.py",
+        "torch.cat([piece for _, piece in by_position], axis)",
+        "torch.cat(pieces, axis)",
+        ("tests/selection/test_shares.py", *OF_SHARES),
+    ),
+    Fault(
+        "the angles of a share begin at the first position",
+        "moe_parallel/platform/cpu_host.py",
+        "angles.index_select(axis, positions(share))",
+        "angles.narrow(axis, 0, len(positions(share)))",
+        OF_SHARES,
+    ),
+    Fault(
+        "a share's loss is divided by its own tokens",
+        "moe_parallel/model/forward.py",
+        '"counted": batch["loss_mask"].sum()',
+        '"counted": mine["loss_mask"].sum()',
+        OF_SHARES,
+    ),
+    Fault(
+        "a document ends where a range of a share does",
+        "moe_parallel/model/attention.py",
+        "inside.stop - first",
+        "len(inside)",
+        OF_SHARES,
+    ),
+    *FAULTS_OF_ROUTING,
+    *FAULTS_OF_MODELS,
     *FAULTS_OF_RUNS,
     # Kernels: the extension is built anew for each.
     Fault(

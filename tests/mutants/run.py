@@ -1,11 +1,12 @@
 """Find the tier and the test that detect each fault.
 
-    python -m tests.mutants.run [--only WORD] [--near] [--jobs N] [OPTION OF PYTEST]...
+    python -m tests.mutants.run [--only WORD...] [--near] [--quick] [--jobs N] [OPTION OF PYTEST]...
 
 Works in a copy of the tree, one fault after the other. A fault in C++ first needs a build. Then the
 tests nearest to the fault, the quick tier, the nearest tests of the full tier, and the full tier
 run until one fails. Prints a table for CONTRIBUTING.md. Most faults are detected within seconds; an
-undetected one costs both tiers. All tests must pass without a fault; `--deselect` omits a test.
+undetected one costs both tiers, unless --near or --quick leaves tests out. All tests must pass
+without a fault; `--deselect` omits a test.
 """
 
 import argparse
@@ -29,23 +30,30 @@ NOBODY = "-"
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", help="faults whose name or file has this in it")
+    parser.add_argument("--only", nargs="+", default=[""], help="faults with one of these words")
     parser.add_argument("--near", action="store_true", help="the tests nearest to a fault alone")
+    parser.add_argument("--quick", action="store_true", help="the quick tier alone")
     parser.add_argument("--jobs", type=int, default=1, help="tests side by side")
     given, options = parser.parse_known_args(arguments)
-    chosen = [fault for fault in FAULTS if given.only in f"{fault.name} {fault.file}"]
+    chosen = [fault for fault in FAULTS if any(word in _words(fault) for word in given.only)]
     seen = []
     with tempfile.TemporaryDirectory() as folder:
         tree = copy_tree(Path(folder))
         print("| fault | file | tier | first test that fails |\n|---|---|---|---|", flush=True)
         # Faults in kernels are last, so that each build starts from the previous one.
         for fault in sorted(chosen, key=is_compiled):
-            tier, test = judge(tree, fault, list(steps(fault, given.near, given.jobs)), options)
+            tiers = ("quick",) if given.quick else ("quick", "full")
+            planned = [step for step in steps(fault, given.near, given.jobs) if step[0] in tiers]
+            tier, test = judge(tree, fault, planned, options)
             seen.append(tier)
             print(f"| {fault.name} | `{fault.file}` | {tier} | {test} |", flush=True)
     print(f"\n{len(seen)} faults: {seen.count('quick')} seen by the quick tier, ", end="")
     print(f"{seen.count('full')} more by the full one, {seen.count(NOBODY)} by none")
     return 0
+
+
+def _words(fault: Fault) -> str:
+    return f"{fault.name} {fault.file}"
 
 
 def copy_tree(folder: Path) -> Path:

@@ -43,14 +43,10 @@ def test_operators_equal_their_oracles(capability):
     assert " passed" in done.stdout.splitlines()[-1]
 
 
-def test_the_best_is_chosen_by_default():
+def test_the_best_is_chosen_by_default_and_an_unknown_name_is_an_input_error():
     chosen = run("-c", SHOW, capability="").stdout
     refused = run("-c", SHOW, capability="avx1024").stderr.splitlines()[-1]
+    assert "InputError: MOE_PARALLEL_CPU is 'avx1024': this processor has " in refused
+    assert refused.endswith("portable")
     best = refused.partition("this processor has ")[2].partition(",")[0]
     assert f"'cpu_capability': '{best}'" in chosen
-
-
-def test_an_unknown_name_is_an_input_error():
-    last = run("-c", SHOW, capability="avx1024").stderr.splitlines()[-1]
-    assert "InputError: MOE_PARALLEL_CPU is 'avx1024': this processor has " in last
-    assert last.endswith("portable")

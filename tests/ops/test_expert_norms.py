@@ -92,6 +92,7 @@ def test_gradcheck(ops, device, routing, recompute_gate):
     assert torch.autograd.gradcheck(
         lambda *inputs: compute(ops, routing, *inputs, recompute_gate=recompute_gate),
         setting(routing, torch.float64, device),
+        fast_mode=True,
     )
 
 

@@ -68,8 +68,10 @@ def capacity(tokens: int, k: int, num_experts: int, factor: float) -> int:
     return math.ceil(tokens * k / num_experts * factor)
 
 
-def drop(routing: Routing, limit: int, policy: str) -> Routing:
+def drop(routing: Routing, limit: int | list[int], policy: str) -> Routing:
     """Experts accept choices one by one until they have `limit`; the other choices become None.
+
+    A list has a limit for each expert.
 
     probs: in the order of decreasing probs; position: all first choices, then all second choices.
     Ties are resolved in the order of tokens, then of choices.
@@ -80,12 +82,13 @@ def drop(routing: Routing, limit: int, policy: str) -> Routing:
     else:
         slots.sort(key=lambda slot: slot[1])
     taken = [0] * routing.scores.shape[1]
+    limits = limit if isinstance(limit, list) else [limit] * len(taken)
     kept: list[list[int | None]] = [list(row) for row in routing.experts]
     for token, choice in slots:
         expert = kept[token][choice]
         if expert is None:
             continue
-        if taken[expert] == limit:
+        if taken[expert] == limits[expert]:
             kept[token][choice] = None
         else:
             taken[expert] += 1
@@ -102,6 +105,34 @@ def autonomous_expert(
 ) -> Array:
     """(SiLU(C W_up) * (x W_p)) W_o with C = x W_down (AoE, Algorithm 2, line 11)."""
     return (silu((x_D @ w_down_DR) @ w_up_RW) * (x_D @ w_p_DW)) @ w_o_WD
+
+
+def routing_neurons(x_D: Array, w_gate_up_D2R: Array) -> Array:
+    """u = SiLU(x W_g) * (x W_p) of the neurons by which UoE ranks an expert."""
+    return silu(x_D @ w_gate_up_D2R[:, 0]) * (x_D @ w_gate_up_D2R[:, 1])
+
+
+def union_scores(x_TD: Array, w_gate_up_ED2R: Array, norm_of: str) -> Array:
+    """The norm of each expert's routing neurons: of u, of SiLU(x W_g), or of x W_g."""
+
+    def score(x_D: Array, w_D2R: Array) -> float:
+        gate = x_D @ w_D2R[:, 0]
+        of = {"activation": routing_neurons(x_D, w_D2R), "silu": silu(gate), "gate": gate}
+        return math.sqrt(sum(value * value for value in of[norm_of]))
+
+    return numpy.array([[score(x_D, w_D2R) for w_D2R in w_gate_up_ED2R] for x_D in x_TD])
+
+
+def union_output(
+    x_TD: Array, w_gate_up_ED2R: Array, w_out_ERD: Array, choices: Routing, gated: bool
+) -> Array:
+    """sum_i u_i W_o^i over all experts. If `gated`, those that are chosen count with their prob."""
+    y_TD = numpy.zeros_like(x_TD)
+    for t, x_D in enumerate(x_TD):
+        probs = dict(zip(choices.experts[t], choices.probs[t], strict=True)) if gated else {}
+        for expert, (w_D2R, w_RD) in enumerate(zip(w_gate_up_ED2R, w_out_ERD, strict=True)):
+            y_TD[t] += probs.get(expert, 1.0) * (routing_neurons(x_D, w_D2R) @ w_RD)
+    return y_TD
 
 
 def combine(x_TD: Array, routing: Routing, experts: list[Any]) -> Array:
@@ -128,3 +159,39 @@ def numeric_gradient(function: Any, values: dict[str, Array], step: float = 1e-6
             gradient[index] = (sides[0] - sides[1]) / (2 * step)
         gradients[name] = gradient
     return gradients
+
+
+def constant_expert(x_D: Array, w_AD: Array, v_D: Array) -> Array:
+    """a_1 x + a_2 v with (a_1, a_2) = softmax(W_c x) (MoE++)."""
+    a = softmax(w_AD @ x_D)
+    return a[0] * x_D + a[1] * v_D
+
+
+DIRECTIONS = 4
+
+
+def directions(shape: tuple[int, ...]) -> Array:
+    """Random directions in which an array of this shape is moved: [DIRECTIONS, *shape]."""
+    return numpy.random.default_rng(2).normal(size=(DIRECTIONS, *shape))
+
+
+def slopes(gradient: Array) -> Array:
+    """The derivatives along `directions`, from a gradient: [DIRECTIONS]."""
+    return numpy.tensordot(directions(gradient.shape), gradient, gradient.ndim)
+
+
+def numeric_slopes(function: Any, values: dict[str, Array], step: float = 1e-6) -> dict[str, Array]:
+    """The derivatives of function(values) along `directions` of each array, by differences.
+
+    Every wrong entry of a gradient changes every slope. A gradient by differences would take two
+    calls for each entry.
+    """
+
+    def slope(name: str, way: Array) -> float:
+        sides = [function({**values, name: values[name] + size * way}) for size in (step, -step)]
+        return (sides[0] - sides[1]) / (2 * step)
+
+    return {
+        name: numpy.array([slope(name, way) for way in directions(array.shape)])
+        for name, array in values.items()
+    }

@@ -1,6 +1,6 @@
 """Build and run a small model on the ranks of a test, and compare it with its plan."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -9,8 +9,9 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from moe_parallel.config import Config, make_config, validate
+from moe_parallel.layers import DispatchedLayer, RoutingFreeLayer
 from moe_parallel.parallel import initialize_groups
-from moe_parallel.plan.shape import Shape, shape_of
+from moe_parallel.plan.shape import Shape, shape_of, target_of
 from moe_parallel.training.engine import Engine
 
 VOCABULARY = 100
@@ -44,6 +45,25 @@ TOP_P = {"expert_selection": "top_p", "moe_router_force_routing": "balanced"}
 EXPERT_CHOICE = {"expert_selection": "expert_choice"}
 AOE_TOP_P = AOE | TOP_P | {"expert_selection": "aoe_top_p"}
 AOE_EXPERT_CHOICE = AOE | {"expert_selection": "aoe_expert_choice"}
+UOE = {"expert_selection": "uoe", "uoe_routing_neurons": 16}
+HASH = {"expert_selection": "hash", "moe_router_topk": 4}
+RELU = {"expert_selection": "relu"}
+THRESHOLD = {"expert_selection": "threshold"}
+AOE_THRESHOLD = AOE | {"expert_selection": "aoe_threshold"}
+ROUTING_FREE = AOE | {"expert_selection": "routing_free"}
+#: Of three choices, one falls on a free expert.
+TO_FREE = {
+    "moe_router_topk": 3,
+    "moe_router_force_load_balancing": False,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update": "error",
+    "moe_ffn_experts_per_token": 2.0,
+}
+FREE = TO_FREE | {"moe_copy_experts": 1, "moe_zero_experts": 2}
+CONSTANT = TO_FREE | {"moe_copy_experts": 1, "moe_constant_experts": 2}
+#: All experts and all free experts.
+TOP_P_FREE = {"expert_selection": "top_p", "moe_top_p": 1.0, "moe_copy_experts": 2}
+ERC = {"moe_erc_loss_coeff": 1.0, "moe_router_pre_softmax": True}
 #: Experts of a token: 4 probabilities are nearly equal at first, and p is 0.4 and 0.6.
 MEAN_CHOICES = {"top_p": 2.0, "aoe_top_p": 3.0}
 SHARED = {"moe_shared_expert_intermediate_size": 48}
@@ -52,25 +72,73 @@ GATED = SHARED | {"moe_shared_expert_gate": True}
 
 def config_of(options: Options) -> Config:
     whole = SIZES | options
-    if whole.get("expert_selection", "topk") not in ("topk", "aoe"):
-        del whole["moe_router_topk"], whole["moe_router_force_load_balancing"]
+    if whole.get("expert_selection", "topk") not in ("topk", "aoe", "uoe"):
+        for name in {"moe_router_topk", "moe_router_force_load_balancing"} - set(options):
+            del whole[name]
     return make_config(whole)
 
 
 def planned_shape(config: Config) -> Shape:
-    return shape_of(config, VOCABULARY, MEAN_CHOICES.get(config.selection.system))
+    selection = config.selection
+    mean = 4.0 if selection.free_experts else MEAN_CHOICES.get(selection.system)
+    return shape_of(config, VOCABULARY, None if _target(config) else mean)
+
+
+def _target(config: Config) -> bool:
+    return config.moe.num_experts is not None and target_of(config) is not None
 
 
 def engine_of(config: Config) -> Engine:
     validate(config, dist.get_world_size())
     groups = initialize_groups(config.parallel, config.virtual_stages)
     model_parallel_cuda_manual_seed(1)
-    return Engine(config, VOCABULARY, groups)
+    engine = Engine(config, VOCABULARY, groups)
+    for layer in engine._expert_layers:
+        if isinstance(layer, DispatchedLayer):
+            _take(layer, config)
+    if config.selection.system == "relu":
+        _make_loud(engine)
+    return engine
+
+
+#: The experts of every token where a test decides: one of each of two ranks.
+TAKEN = (0, 2)
+
+
+@torch.no_grad()
+def _take(layer: DispatchedLayer, config: Config) -> None:
+    """Lets every token take the experts TAKEN, and with free experts the last one of these."""
+    if isinstance(layer, RoutingFreeLayer):
+        layer.b_E.copy_(-_far(layer.num_experts, TAKEN))
+    elif layer.cutoffs() is not None or (layer.free is not None and layer.bias is not None):
+        last = [] if layer.free is None else [layer.num_scores - 1]
+        assert layer.bias is not None
+        layer.bias.bias_E.copy_(_far(layer.num_scores, [*TAKEN, *last]))
+    elif config.selection.system == "relu":
+        weight = layer.w_router_ED
+        weight.zero_()
+        weight[:, 0] = _far(layer.num_experts, TAKEN) / 20
+
+
+def _far(number: int, chosen: Sequence[int]) -> torch.Tensor:
+    """10 for the chosen ones, -10 for the others."""
+    return torch.tensor([10.0 if each in chosen else -10.0 for each in range(number)])
+
+
+@torch.no_grad()
+def _make_loud(engine: Engine) -> None:
+    """Makes the first number of every token large, so that a router may go by it alone."""
+    for chunk in engine.chunks:
+        for name, weight in chunk.named_parameters():
+            if "word_embeddings" in name:
+                weight[:, 0] = 10.0
 
 
 def batches(config: Config) -> Iterator[dict[str, torch.Tensor]]:
     sequences, length = config.training.micro_batch_size, config.training.seq_length
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    parallel = config.parallel
+    share = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    generator = torch.Generator().manual_seed(dist.get_rank() // share)  # they have one text
     while True:
         text = torch.randint(VOCABULARY, (sequences, length + 1), generator=generator)
         yield {

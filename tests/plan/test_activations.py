@@ -19,12 +19,22 @@ from tests.plan.running import (
     ALL_CHOSEN,
     AOE,
     AOE_EXPERT_CHOICE,
+    AOE_THRESHOLD,
     AOE_TOP_P,
+    CONSTANT,
     DENSE,
+    ERC,
     EXPERT_CHOICE,
+    FREE,
     GATED,
+    HASH,
+    RELU,
+    ROUTING_FREE,
     SHARED,
+    THRESHOLD,
     TOP_P,
+    TOP_P_FREE,
+    UOE,
     Options,
     batches,
     config_of,
@@ -128,6 +138,39 @@ def test_systems_on_one_rank(precision: str) -> None:
     _compare(run_distributed(1, _kept, 1, cases)[0])
 
 
+@of_each_precision
+def test_newer_systems_on_one_rank(precision: str) -> None:
+    cases = {
+        "relu": RELU,
+        "threshold": THRESHOLD,
+        "aoe_threshold": AOE_THRESHOLD,
+        "aoe_threshold, selected": AOE_THRESHOLD
+        | {"aoe_threshold_gate": "sigmoid", "aoe_gradient": "selected"},
+        "routing_free": ROUTING_FREE,
+        "routing_free, softmax": ROUTING_FREE | {"routing_free_gate": "softmax"},
+        "uoe": UOE,
+        "uoe, silu": UOE | {"uoe_norm_of": "silu", "moe_aux_loss_coeff": 0.0},
+        "uoe, gate of W_g, gated": UOE | {"uoe_norm_of": "gate", "uoe_gate_routing": True},
+        "hash": HASH,
+        "hash, one expert, recomputed": HASH
+        | SELECTIVE
+        | {"recompute_modules": "moe", "moe_router_topk": 1},
+        "free": FREE,
+        "constant": CONSTANT,
+        "zero experts without a weight": FREE | {"moe_zero_expert_gate": "renormalize"},
+        "aoe, free": AOE | FREE,
+        "aoe, constant, selected": AOE
+        | CONSTANT
+        | {"aoe_gradient": "selected", "moe_aux_loss_coeff": 0.0},
+        "top_p, free": TOP_P_FREE,
+        "top_p, renormalized": TOP_P | {"moe_top_p_renormalize": True},
+        "one expert": {"moe_router_topk": 1},
+        "coupling loss": ERC,
+    }
+    cases = {name: PRECISIONS[precision] | options for name, options in cases.items()}
+    _compare(run_distributed(1, _kept, 1, cases)[0])
+
+
 EP, TP = {"expert_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}
 SP = TP | {"sequence_parallel": True}
 
@@ -170,6 +213,32 @@ def test_systems_on_two_ranks(precision: str) -> None:
         "aoe_top_p, ep": AOE_TOP_P | EP,
         "expert_choice, ep": EXPERT_CHOICE | EP,
         "aoe_expert_choice, ep": AOE_EXPERT_CHOICE | EP,
+    }
+    cases = {name: PRECISIONS[precision] | options for name, options in cases.items()}
+    for of_rank in run_distributed(2, _kept, 2, cases):
+        _compare(of_rank)
+
+
+@pytest.mark.full
+@of_each_precision
+def test_newer_systems_on_two_ranks(precision: str) -> None:
+    cases = {
+        "relu, ep": RELU | EP,
+        "relu, sp": RELU | SP,
+        "threshold, ep": THRESHOLD | EP,
+        "aoe_threshold, sp": AOE_THRESHOLD | SP,
+        "routing_free, ep": ROUTING_FREE | EP,
+        "routing_free, tp": ROUTING_FREE | TP,
+        "uoe, ep": UOE | EP,
+        "uoe, shared, gated, sp": UOE | GATED | SP,
+        "hash, ep": HASH | EP,
+        "hash, sp, recomputed": HASH | SP | SELECTIVE | {"recompute_modules": "moe"},
+        "free, ep": FREE | EP,
+        "constant, shared, sp": CONSTANT | SHARED | SP,
+        "constant, tp": CONSTANT | TP,
+        "aoe, free, ep": AOE | FREE | EP,
+        "coupling loss, ep": ERC | EP,
+        "coupling loss, sp": ERC | SP,
     }
     cases = {name: PRECISIONS[precision] | options for name, options in cases.items()}
     for of_rank in run_distributed(2, _kept, 2, cases):

@@ -18,7 +18,7 @@ from moe_parallel.model import parameters
 from moe_parallel.parallel import initialize_groups
 from moe_parallel.plan.layout import layout_of
 from moe_parallel.plan.memory import memory_of_stage
-from moe_parallel.plan.messages import messages_of_stage
+from moe_parallel.plan.messages import SMALL, messages_of_stage
 from moe_parallel.plan.shape import shape_of
 from moe_parallel.training import engine as engine_module
 from tests.distributed import run_distributed
@@ -26,6 +26,7 @@ from tests.plan.counting import Messages
 from tests.plan.running import (
     ALL_CHOSEN,
     AOE,
+    UOE,
     VOCABULARY,
     Options,
     batches,
@@ -33,7 +34,7 @@ from tests.plan.running import (
     engine_of,
     factors_stay_bf16,
 )
-from tests.plan.test_messages import SMALL, ranks_of
+from tests.plan.test_messages import ranks_of
 
 RANKS = 1024
 
@@ -87,8 +88,13 @@ BF16 = {"bf16": True, "use_distributed_optimizer": True, "micro_batch_size": 4}
             },
             marks=pytest.mark.full,
         ),
+        pytest.param(
+            13,
+            BF16 | UOE | {"expert_model_parallel_size": 4, "global_batch_size": 8192},
+            marks=pytest.mark.full,
+        ),
     ],
-    ids=["topk, ep 4", "aoe, tp 2, ep 4, gathered"],
+    ids=["topk, ep 4", "aoe, tp 2, ep 4, gathered", "uoe, ep 4"],
 )
 def test_messages(rank: int, options: Options) -> None:
     planned, sent = run_distributed(1, _sent, rank, options)[0]
@@ -116,18 +122,21 @@ def _allocated(rank: int, flags: list[str]) -> tuple[tuple[int, int], tuple[int,
     return (plan.weights, plan.gradients), allocated
 
 
-@pytest.mark.parametrize("name", ["aoe_4b", "moe_4b"])
+@pytest.mark.parametrize(
+    "name", ["aoe/aoe_4b", "aoe/moe_4b", pytest.param("erc/erc_3b", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize(
     "layout",
     [
         [],
         ["--aoe-gather-w-down", "--overlap-grad-reduce"],
-        ["--pipeline-model-parallel-size", "4", "--num-layers-per-virtual-pipeline-stage", "2"],
+        ["--pipeline-model-parallel-size", "4", "--num-layers-per-virtual-pipeline-stage", "1"],
     ],
     ids=["ep 8", "gathered, buckets", "pp 4, virtual"],
 )
 def test_a_model_of_4_billion_weights(name: str, layout: list[str]) -> None:
-    layout = [flag for flag in layout if name == "aoe_4b" or "aoe" not in flag]
-    flags = ["--config", f"examples/papers/aoe/{name}.yaml", *layout]
+    layout = [flag for flag in layout if name == "aoe/aoe_4b" or "aoe" not in flag]
+    flags = ["--config", f"examples/papers/{name}.yaml", *layout]
+    flags += ["--global-batch-size", "4096"]  # a multiple of a micro-batch on every rank
     planned, allocated = run_distributed(1, _allocated, 777, flags)[0]
     assert planned == allocated

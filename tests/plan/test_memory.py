@@ -14,8 +14,17 @@ from tests.distributed import run_distributed
 from tests.plan.counting import Kept
 from tests.plan.running import (
     AOE,
+    AOE_THRESHOLD,
+    CONSTANT,
     DENSE,
+    FREE,
     GATED,
+    HASH,
+    RELU,
+    ROUTING_FREE,
+    THRESHOLD,
+    TOP_P,
+    UOE,
     Options,
     batches,
     config_of,
@@ -24,7 +33,7 @@ from tests.plan.running import (
     planned_shape,
 )
 
-Sizes = tuple[int, int, int]  # bytes of weights, gradients, optimizer state
+Sizes = tuple[int, int, int, int]  # bytes of weights, gradients, optimizer, other state
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
@@ -49,7 +58,8 @@ def _built(engine: Any) -> Sizes:
             if weight.untyped_storage().data_ptr() not in held:
                 numbers.append(weight)  # the fp32 copy of a bf16 weight
             states += sum(t.numel() * t.element_size() for t in numbers)
-    return _bytes(weights), _bytes(gradients), states
+    buffers = [buffer for layer in engine._expert_layers for buffer in layer.buffers()]
+    return _bytes(weights), _bytes(gradients), states, _bytes(buffers)
 
 
 def _sizes(world_size: int, cases: dict[str, Options]) -> dict[str, tuple[Sizes, Sizes]]:
@@ -62,7 +72,7 @@ def _sizes(world_size: int, cases: dict[str, Options]) -> dict[str, tuple[Sizes,
         groups = engine.groups
         number = groups.dp.rank() * groups.cp.size() + groups.cp.rank()
         plan = memory_of_stage(shape, layout, groups.pp.rank(), number)
-        planned = (plan.weights, plan.gradients, plan.optimizer)
+        planned = (plan.weights, plan.gradients, plan.optimizer, plan.state)
         found[name] = (planned, _built(engine))
         destroy_groups()
     return found
@@ -94,6 +104,27 @@ def test_on_one_rank() -> None:
         assert planned == built, name
 
 
+def test_newer_systems_on_one_rank() -> None:
+    bias = {"moe_router_enable_expert_bias": True}
+    cases = {
+        "relu": RELU,
+        "threshold": THRESHOLD,
+        "aoe_threshold, by sign": AOE_THRESHOLD | {"moe_threshold_update": "sign"},
+        "routing_free, shared": ROUTING_FREE | GATED,
+        "uoe": UOE,
+        "hash": HASH,
+        "constant, shared, odd sizes": CONSTANT | GATED | ODD,
+        "aoe, free": AOE | FREE,
+        "aoe, constant": AOE | CONSTANT,
+        "top_p with a target": TOP_P | {"moe_top_p_target_experts": 2.0},
+        "bias by quantiles": bias | {"moe_router_bias_update": "quantile"},
+        "bias by id": bias | {"moe_router_bias_update": "id"},
+    }
+    cases = {name: BF16 | options for name, options in cases.items()}
+    for name, (planned, built) in run_distributed(1, _sizes, 1, cases)[0].items():
+        assert planned == built, name
+
+
 QUICK = {
     "dp, odd sizes": ODD | BF16 | OVERLAP,
     "ep, buckets": EP | BF16 | OVERLAP,
@@ -102,6 +133,15 @@ QUICK = {
     "cp, odd sizes": {"context_parallel_size": 2} | ODD | BF16 | OVERLAP,
     "shared, gated, sp, odd sizes": GATED | SP | BF16 | ODD | OVERLAP,
     "aoe, etp, gathered": AOE | SP | BF16 | {"aoe_gather_w_down": True},
+}
+NEWER = {
+    "relu, ep": RELU | EP | BF16,
+    "routing_free, sp, odd sizes": ROUTING_FREE | SP | BF16 | ODD | OVERLAP,
+    "aoe_threshold, etp, gathered": AOE_THRESHOLD | SP | BF16 | {"aoe_gather_w_down": True},
+    "uoe, ep, buckets": UOE | EP | BF16 | OVERLAP,
+    "hash, pp": HASH | PP | BF16,
+    "constant, dp, odd sizes": CONSTANT | ODD | BF16 | OVERLAP,
+    "aoe, free, sp": AOE | FREE | SP | BF16,
 }
 MORE = {
     "dp": BF16,
@@ -118,7 +158,15 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("cases", [QUICK, pytest.param(MORE, marks=pytest.mark.full)], ids=len)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        QUICK,
+        pytest.param(NEWER, marks=pytest.mark.full),
+        pytest.param(MORE, marks=pytest.mark.full),
+    ],
+    ids=["quick", "newer systems", "more"],
+)
 def test_on_two_ranks(cases: dict[str, Options]) -> None:
     for of_rank in run_distributed(2, _sizes, 2, cases):
         for name, (planned, built) in of_rank.items():

@@ -7,17 +7,27 @@ import torch.distributed as dist
 
 from moe_parallel.parallel import destroy_groups
 from moe_parallel.plan.layout import Group, layout_of
-from moe_parallel.plan.messages import Collective, Wire, messages_of_stage, wire_of
+from moe_parallel.plan.messages import SMALL, Collective, Wire, messages_of_stage, wire_of
 from tests.distributed import run_distributed
 from tests.plan.counting import Messages
 from tests.plan.running import (
     ALL_CHOSEN,
     AOE,
     AOE_EXPERT_CHOICE,
+    AOE_THRESHOLD,
+    CONSTANT,
     DENSE,
+    ERC,
     EXPERT_CHOICE,
+    FREE,
     GATED,
+    HASH,
+    RELU,
+    ROUTING_FREE,
+    THRESHOLD,
     TOP_P,
+    TOP_P_FREE,
+    UOE,
     Options,
     batches,
     config_of,
@@ -27,7 +37,6 @@ from tests.plan.running import (
 )
 
 Totals = dict[tuple[str, tuple[int, ...]], int]  # bytes by kind and ranks
-SMALL = 16  # bytes: the plan leaves out the norm of the gradients and the reported loss
 
 
 def ranks_of(group: Group, rank: int) -> tuple[int, ...]:
@@ -101,6 +110,36 @@ SYSTEMS = {
     "aoe_expert_choice, ep": AOE_EXPERT_CHOICE | EP | BF16,
     "expert_choice, ep": EXPERT_CHOICE | EP | BF16 | SHARDED,
 }
+NEWER_QUICK = {
+    "threshold, sp": THRESHOLD | SP | BF16,
+    "routing_free, ep": ROUTING_FREE | EP | BF16 | SHARDED,
+    "uoe, tp": UOE | TP | BF16,
+    "constant, ep": CONSTANT | EP | BF16,
+    "coupling loss, ep": ERC | EP | BF16,
+}
+NEWER = {
+    "relu, ep": RELU | EP | BF16 | SHARDED,
+    "relu, tp": RELU | TP | BF16,
+    "threshold, ep, by sign": THRESHOLD | EP | BF16 | {"moe_threshold_update": "sign"},
+    "threshold, cp": THRESHOLD | CP | BF16,
+    "aoe_threshold, tp": AOE_THRESHOLD | TP | BF16,
+    "aoe_threshold, ep, gathered, recomputed": AOE_THRESHOLD | EP | BF16 | GATHER | FULL,
+    "routing_free, tp": ROUTING_FREE | TP | BF16,
+    "routing_free, sp": ROUTING_FREE | SP | BF16,
+    "uoe, sp": UOE | SP | BF16 | SHARDED,
+    "uoe, ep, layers recomputed": UOE | EP | BF16 | SELECTIVE | {"recompute_modules": "moe"},
+    "hash, pp": HASH | PP | BF16 | SHARDED,
+    "hash, ep": HASH | EP | BF16,
+    "free, sp": FREE | SP | BF16,
+    "constant, tp": CONSTANT | TP | BF16,
+    "aoe, constant, tp": AOE | CONSTANT | TP | BF16,
+    "top_p, free, ep": TOP_P_FREE | EP | BF16,
+    "coupling loss, tp": ERC | TP | BF16,
+    "coupling loss, sp": ERC | SP | BF16 | SHARDED,
+    "bias by quantiles, cp": CP
+    | BF16
+    | {"moe_router_enable_expert_bias": True, "moe_router_bias_update": "quantile"},
+}
 MORE = {
     "cp": CP | BF16,
     "cp, recomputed": CP | BF16 | FULL,
@@ -133,10 +172,12 @@ MORE = {
     "cases",
     [
         QUICK,
+        NEWER_QUICK,
+        pytest.param(NEWER, marks=pytest.mark.full),
         pytest.param(SYSTEMS, marks=pytest.mark.full),
         pytest.param(MORE, marks=pytest.mark.full),
     ],
-    ids=["quick", "systems", "more"],
+    ids=["quick", "newer, quick", "newer", "systems", "more"],
 )
 def test_on_two_ranks(cases: dict[str, Options]) -> None:
     for of_rank in run_distributed(2, _sent, 2, cases):
@@ -154,6 +195,9 @@ def test_on_four_ranks() -> None:
         "tp, pp, aoe": SP | PP | AOE_ALL | BF16 | GATHER | SHARDED,
         "tp and ep": SP | EP | BF16 | SHARDED | {"expert_tensor_parallel_size": 1},
         "ep and etp": SP | EP | BF16,
+        "threshold, ep and etp": THRESHOLD | SP | EP | BF16,
+        "coupling loss, ep and etp": ERC | SP | EP | BF16,
+        "uoe, pp and ep": UOE | PP | EP | BF16 | OVERLAP,
         "ep and etp, gathered": SP | EP | BF16 | AOE_ALL | GATHER,
     }
     for of_rank in run_distributed(4, _sent, 4, cases):

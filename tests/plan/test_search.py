@@ -6,6 +6,7 @@ from moe_parallel.config import make_config
 from moe_parallel.errors import InputError
 from moe_parallel.plan.cluster import parse_cluster
 from moe_parallel.plan.search import Plan, Refused, layouts, plan_layout, reasons, search
+from moe_parallel.plan.shape import shape_of, target_of
 
 OPTIONS = {
     "num_layers": 10,
@@ -83,6 +84,14 @@ def test_memory_is_refused_by_how_much() -> None:
     [
         ({"expert_selection": "lory"}, "--expert-selection is lory, and a plan has formulas only"),
         (
+            {"expert_selection": "segment_expert_choice"},
+            "--expert-selection is segment_expert_choice, and a plan has formulas only for",
+        ),
+        (
+            {"moe_copy_experts": 2, "moe_aux_loss_coeff": 0.0},
+            "--expert-selection is topk, which gives tokens different numbers of experts",
+        ),
+        (
             {"expert_selection": "top_p"},
             "--expert-selection is top_p, which gives tokens",
         ),
@@ -109,6 +118,45 @@ def test_the_mean_number_of_experts_is_given_where_it_varies() -> None:
     assert isinstance(few, Plan) and isinstance(many, Plan)
     assert many.time.parts["dispatch"] == pytest.approx(2 * few.time.parts["dispatch"], rel=0.05)
     assert many.memory.activations > few.memory.activations
+
+
+@pytest.mark.parametrize(
+    ("options", "flags", "mean"),
+    [
+        ({"expert_selection": "relu"}, "--moe-relu-target-experts", 2.0),
+        ({"expert_selection": "threshold"}, "--moe-threshold-target-experts", 2.0),
+        ({"expert_selection": "routing_free"}, "--routing-free-target-experts", 2.0),
+        # 4 experts and 2 free ones share 2 choices; tau 0.75 makes 3 of 5 shares of them.
+        ({"moe_copy_experts": 2}, "--moe-router-topk and --moe-free-expert-tau", 2 * 3 / 5),
+        (
+            {
+                "moe_copy_experts": 2,
+                "moe_router_enable_expert_bias": True,
+                "moe_router_bias_update": "error",
+            },
+            "--moe-router-topk, with equal loads of all columns",
+            2 * 4 / 6,
+        ),
+    ],
+)
+def test_a_number_that_training_decides_is_planned_at_its_target(
+    options: dict[str, object], flags: str, mean: float
+) -> None:
+    config = make_config(OPTIONS | options | {"expert_model_parallel_size": 4})
+    target = target_of(config)
+    assert target is not None and (target.flags, target.mean) == (flags, pytest.approx(mean))
+    experts = shape_of(config, VOCABULARY).experts
+    assert experts is not None and experts.per_token == target.mean
+    plan, more = (
+        plan_layout(config, VOCABULARY, CLUSTER, 0, choices) for choices in (None, 2 * mean)
+    )
+    assert isinstance(plan, Plan) and isinstance(more, Plan)
+    assert more.time.parts["experts"] > 1.5 * plan.time.parts["experts"]
+
+
+def test_a_fixed_number_of_experts_stays() -> None:
+    experts = shape_of(make_config(OPTIONS), VOCABULARY, mean_choices=1.5).experts
+    assert experts is not None and experts.per_token == 2
 
 
 def test_experts_that_choose_among_tokens_of_several_ranks_are_refused() -> None:

@@ -69,15 +69,20 @@ def test_overlap_hides_messages() -> None:
     assert hidden.tokens_per_gpu == pytest.approx(tokens / hidden.seconds / 16)
 
 
-def test_small_kernels_wait_for_the_host() -> None:
-    """53 + 61 calls of a dense layer take longer than its few FLOPs, which they then hide."""
+@pytest.mark.parametrize("recompute", [False, True])
+def test_small_kernels_wait_for_the_host(recompute: bool) -> None:
+    """53 + 61 calls of a dense layer take longer than its few FLOPs, which they then hide.
+
+    With recomputation there are 53 more, and the FLOPs of another forward pass.
+    """
     small = replace(SHAPE, seq_length=16)
-    layout = Layout(ranks=1, micro_batch=1, global_batch=4)
+    layout = Layout(ranks=1, micro_batch=1, global_batch=4, recompute=recompute)
     parts = step_time(small, layout, CLUSTER).parts
     waiting = step_time(small, layout, replace(CLUSTER, node=NODES["h100x8"])).parts
-    layers = 4 * 8 * (53 + 61) * NODES["h100x8"].call_time
+    layers = 4 * 8 * (53 * (2 if recompute else 1) + 61) * NODES["h100x8"].call_time
+    busy = parts["attention"] + parts["dense layers"] + parts.get("recompute", 0.0)
     assert "host" not in parts
-    assert waiting["host"] == pytest.approx(layers - parts["attention"] - parts["dense layers"])
+    assert waiting["host"] == pytest.approx(layers - busy)
     assert waiting["attention"] == parts["attention"]
 
 

@@ -10,16 +10,31 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe_parallel.config import parse_command_line
 from moe_parallel.model.flops import TokenFlops, token_flops
 from moe_parallel.parallel import destroy_groups
+from moe_parallel.plan.experts import Neurons, Routing
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.shape import Experts, Scoring, Shape, aoe_weights, shape_of, swiglu_weights
-from moe_parallel.plan.work import model_flops_per_token, product, work_of_head, work_of_layer
+from moe_parallel.plan.work import (
+    model_flops_per_token,
+    optimizer_bytes,
+    product,
+    work_of_head,
+    work_of_layer,
+)
 from tests.distributed import run_distributed
 from tests.plan.running import (
     AOE,
     AOE_EXPERT_CHOICE,
+    AOE_THRESHOLD,
+    CONSTANT,
     DENSE,
+    ERC,
     EXPERT_CHOICE,
+    HASH,
+    RELU,
+    ROUTING_FREE,
     SHARED,
+    TOP_P_FREE,
+    UOE,
     VOCABULARY,
     Options,
     batches,
@@ -65,6 +80,26 @@ def test_aoe_adds_the_norms_of_all_experts() -> None:
         assert flops(shape)["norms of C"] == (norms, backward)
 
 
+def test_routing_neurons_compute_every_token() -> None:
+    neurons = 4
+    shape = replace(
+        SHAPE, experts=Experts(N, K, F - neurons, swiglu_weights(D, N, F), Neurons(neurons))
+    )
+    found, width = flops(shape), N * neurons
+    assert found["routing neurons"] == (2 * T * D * 2 * width, 4 * T * D * 2 * width)
+    assert found["output of routing neurons"][0] == 2 * T * width * D
+    assert found["h W_out"][0] == 2 * T * K * (F - neurons) * D
+
+
+def test_the_coupling_loss_costs_what_its_products_cost() -> None:
+    """The paper: 2 n^2 d F a layer and pass, whatever the tokens."""
+    assert TOPK.experts is not None
+    shape = replace(TOPK, experts=replace(TOPK.experts, routing=Routing(coupled=True)))
+    assert flops(shape)["coupling loss"][0] == 2 * N**2 * D * F
+    assert flops(shape, replace(ALONE, ranks=2, ep=2))["coupling loss"][0] == N**2 * D * F
+    assert model_flops_per_token(shape) == model_flops_per_token(TOPK)
+
+
 def test_a_layout_divides_the_flops() -> None:
     """tp divides all but what each rank computes for its own tokens, which are fewer."""
     whole, part = flops(TOPK), flops(TOPK, replace(ALONE, ranks=2, tp=2, etp=2))
@@ -76,6 +111,14 @@ def test_memory_traffic_of_a_product_by_hand() -> None:
     work = product("", "", "", (10, 3, 5), 2, matrices=2)
     x, w, y = 10 * 3, 2 * 3 * 5, 10 * 5
     assert (work.nbytes, work.backward_bytes) == (2 * (x + w + y), 4 * (x + w + y) + 12 * w)
+
+
+def test_memory_traffic_of_an_update_by_hand() -> None:
+    """The gradient is read for its norm and set to 0. Adam reads it, and reads and writes two
+    moments and an fp32 weight; in bf16 it also writes the weight."""
+    assert optimizer_bytes(1, 0, SHAPE) == optimizer_bytes(1, 0, replace(SHAPE, bf16=False)) == 8
+    assert optimizer_bytes(0, 1, SHAPE) == 4 + 2 * (4 + 4 + 4) + 2
+    assert optimizer_bytes(0, 1, replace(SHAPE, bf16=False)) == 4 + 2 * (4 + 4 + 4)
 
 
 def test_model_flops_are_three_forward_passes() -> None:
@@ -133,11 +176,36 @@ def _compare_with_run(shape: Shape, counted: TokenFlops) -> None:
         AOE | SHARED,
         EXPERT_CHOICE,
         AOE_EXPERT_CHOICE,
+        AOE_THRESHOLD,
+        RELU,
+        ROUTING_FREE,
+        UOE,
+        HASH,
+        CONSTANT,
+        TOP_P_FREE,
+        ERC,
     ],
-    ids=["shared", "large router", "W_g of two factors", "aoe", "expert_choice", "aoe, experts"],
+    ids=[
+        "shared",
+        "large router",
+        "W_g of two factors",
+        "aoe",
+        "expert_choice",
+        "aoe, experts",
+        "aoe_threshold",
+        "relu",
+        "routing_free",
+        "uoe",
+        "hash",
+        "constant",
+        "top_p, free",
+        "coupling loss",
+    ],  # fmt: skip
 )
 def test_a_plan_and_a_run_count_the_same_flops_of_a_system(options: Options) -> None:
     config = config_of(options)
     vocabulary = config.padded_vocab_size(VOCABULARY)
-    counted = token_flops(config, vocabulary, config.selection.mean_choices or 0)
-    _compare_with_run(planned_shape(config), counted)
+    shape = planned_shape(config)
+    assert shape.experts is not None
+    counted = token_flops(config, vocabulary, shape.experts.per_token)
+    _compare_with_run(shape, counted)

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
@@ -20,6 +22,7 @@ assert double(torch.ones(1)).item() == 2
 """
 
 
+@pytest.mark.full  # Inductor would cost each process a second, and no more
 def test_inductor_is_not_imported() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=300

@@ -139,3 +139,12 @@ def test_counts_leave_empty_slots_out():
     assert choices.probs_per_expert().tolist() == [0.5, 0.0, 7.0, 0.0]
     none = Choices(torch.full((3, 2), -1), probs, torch.ones(3, 4), torch.ones(3, 4))
     assert none.tokens_per_expert().tolist() == [0.0] * 4
+
+
+def test_probs_that_underflow_beside_a_zero_expert_are_0() -> None:
+    probs = topk.WithoutZeroExperts(topk.softmax_of_selected, num_free=1, num_zero=1)
+    scores_TE = torch.tensor([[0.0, 1.0, 200.0]], requires_grad=True)
+    probs_TK = probs(scores_TE, torch.softmax(scores_TE, dim=1), torch.tensor([[2, 1]]))
+    assert probs_TK.tolist() == [[0, 0]]
+    probs_TK.sum().backward()
+    assert torch.isfinite(scores_TE.grad).all()

@@ -76,10 +76,11 @@ def last_fifth(records: list[Layers]) -> Layers:
 
 
 def _mean(records: tuple[dict[str, Any], ...]) -> dict[str, Any]:
-    first = records[0]
+    # A key that only some have, as output_rms, which is of a run's first step, has no mean.
+    keys = [key for key in records[0] if all(key in record for record in records)]
     return {
         key: [statistics.mean(each) for each in zip(*(r[key] for r in records), strict=True)]
-        if isinstance(value, list)
+        if isinstance(records[0][key], list)
         else statistics.mean(r[key] for r in records)
-        for key, value in first.items()
+        for key in keys
     }

@@ -1,5 +1,6 @@
 """Routing statistics: closed forms, accumulation, recompute, evaluation, sums over ranks."""
 
+import json
 import math
 
 import pytest
@@ -133,6 +134,18 @@ def test_bytes_sent_to_other_ranks_are_told_by_the_token():
     first, second = statistics.training.summaries()
     assert first["wire_bytes_per_token"] == 120 / 8
     assert "wire_bytes_per_token" not in second
+
+
+def test_the_size_of_an_output_is_the_root_of_its_mean_square():
+    statistics = RoutingStatistics(2, 2, CPU)
+    batch = {"tokens_per_expert_E": torch.ones(2), "dropped": 0, "scores_TE": torch.zeros(1, 2)}
+    for layer in (1, 2):
+        statistics.layer(layer).record(**batch)
+    for output in (torch.tensor([[3.0, 4.0]], dtype=torch.bfloat16), torch.full((1, 2, 1), 5.0)):
+        statistics.layer(2).record_output(output.requires_grad_())
+    first, second = statistics.training.summaries()
+    assert second["output_rms"] == pytest.approx(math.sqrt((9 + 16 + 25 + 25) / 4))
+    assert "output_rms" not in first
 
 
 def test_counts_beyond_float32_stay_exact():
@@ -274,3 +287,15 @@ def test_merges_of_all_ranks():
         weights = [(0.5 + 2 * 0.9) / 3, (0.5 + 2 * 0.1) / 3]
         assert summary["routing_weight_per_expert"] == pytest.approx(weights)
         assert summary["utilisation"] == 0.0  # none above 2 / 2
+
+
+def test_a_checkpoint_keeps_what_the_next_line_needs():
+    statistics, again = RoutingStatistics(2, 4, CPU), RoutingStatistics(2, 4, CPU)
+    statistics.layer(1).record(**micro_batch(torch.Generator().manual_seed(0), tokens=7))
+    merged = torch.tensor([[0.7, 0.1, 0.1, 0.1]])
+    statistics.layer(2).record_merges(merged, torch.tensor([5]))
+    again.training.load_state(json.loads(json.dumps(statistics.training.state())))
+    assert again.training.summaries() == statistics.training.summaries()
+    for each in (statistics, again):
+        each.layer(2).record_merges(torch.full((1, 4), 0.25), torch.tensor([5]))
+        assert each.training.summaries()[1]["utilisation"] == 0.25  # the first was above 2 / 4

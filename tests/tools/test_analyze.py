@@ -6,13 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from moe_parallel.analysis.report.text_entry import text_entry
 from moe_parallel.analysis.routing.folder import read_manifest, read_table
 from moe_parallel.data.tokenizer import load_tokenizer
+from moe_parallel.training.routing_analysis import AnalysisOptions, analyze
+from moe_parallel.training.standalone import evaluation_config, standalone_config
 from tests.distributed import run_distributed
-from tests.program import SMALL, pretrain_here, small_data
-from tests.tools.running import run_tool_forked
+from tests.program import SMALL, Program, flags, pretrain_here, small_data
+from tests.systems import merges, options
+from tests.tiers import rest_in_full
+from tests.tools.running import ROOT, run_tool_forked
 from tests.tools.test_report import data_of
 from tools.analyze import main
 from tools.report import main as report
@@ -23,8 +28,8 @@ run = partial(run_tool_forked, "analyze.py")
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("analyze")
-    options = SMALL | small_data(folder) | {"save": folder / "run", "expert_selection": "top_p"}
-    run_distributed(1, pretrain_here, [options])
+    of_run = SMALL | small_data(folder) | {"save": folder / "run", "expert_selection": "top_p"}
+    run_distributed(1, pretrain_here, [of_run])
     return folder / "run"
 
 
@@ -82,47 +87,126 @@ def test_the_report_shows_it(trained: Path, analyzed: list[str], tmp_path: Path)
     assert lines == [start]
 
 
+LAYOUTS = {
+    "dp": {},
+    "pp": {"pipeline_model_parallel_size": 2},
+    "tp": {"tensor_model_parallel_size": 2},
+    "ep": {"expert_model_parallel_size": 2},
+    "tp, ep": {
+        "tensor_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+        "expert_model_parallel_size": 2,
+    },
+}
+
+
+def _analyze_in(load: Path, folders: dict[str, Path]) -> list[list[str]]:
+    """As the tool does on each rank, for each layout."""
+    config = standalone_config([], load=str(load))
+    options = AnalysisOptions({}, None, 19, 40, True, "")
+    lines = []
+    for layout, folder in folders.items():
+        line = flags(LAYOUTS[layout])
+        on_ranks = evaluation_config(line, str(load), dist.get_world_size())
+        lines.append(analyze(config, on_ranks, options, folder))
+    return lines
+
+
+def assert_same(found: Path, expected: Path) -> None:
+    assert read_manifest(found) | {"command": ""} == read_manifest(expected) | {"command": ""}
+    for path in expected.glob("*.parquet"):
+        table = read_table(found, path.stem)
+        for name, column in read_table(expected, path.stem).items():
+            if name == "weights":
+                column = [pytest.approx(each, rel=1e-4) for each in column]
+            elif isinstance(column[0], float):
+                column = pytest.approx(column, rel=1e-4, abs=1e-6)
+            assert table[name] == column, (path.stem, name)
+
+
+@pytest.fixture(scope="module")
+def in_layouts(
+    request: pytest.FixtureRequest, trained: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A folder with the analysis in each layout whose test runs."""
+    names = {item.name for item in request.session.items}
+    folder = tmp_path_factory.mktemp("layouts")
+    wanted = {name: folder / name for name in LAYOUTS if f"test_layouts[{name}]" in names}
+    lines, of_rank_1 = run_distributed(2, _analyze_in, trained, wanted)
+    assert all(lines) and of_rank_1 == [[]] * len(wanted)
+    return folder
+
+
+@pytest.mark.parametrize("layout", rest_in_full(LAYOUTS, "dp", "pp"))
+def test_layouts(layout: str, in_layouts: Path, trained: Path, analyzed: list[str]) -> None:
+    assert_same(in_layouts / layout, trained / "analysis")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["aoe_expert_choice", "lory", "segment_expert_choice"])
+def test_layouts_of_other_systems(name: str, tmp_path: Path) -> None:
+    of_run = SMALL | small_data(tmp_path) | options(name) | {"save": tmp_path / "run"}
+    run_distributed(1, pretrain_here, [of_run])
+    run_distributed(1, _analyze_in, tmp_path / "run", {"dp": tmp_path / "alone"})
+    wanted = {each: tmp_path / each for each in LAYOUTS if "ep" not in each or not merges(name)}
+    run_distributed(2, _analyze_in, tmp_path / "run", wanted)
+    for folder in wanted.values():
+        assert_same(folder, tmp_path / "alone")
+
+
+@pytest.mark.full
+def test_the_program_on_two_ranks(trained: Path, analyzed: list[str], tmp_path: Path) -> None:
+    line = ["--load", trained, "--permutations", 19, "--view-tokens", 40]
+    line += ["--expert-model-parallel-size", 2, "--output", tmp_path / "out"]
+    script = ROOT / "tools/analyze.py"
+    with Program(tmp_path, 2, [str(word) for word in line], script=script) as program:
+        assert program.finish() == 0, program.output
+    assert program.output.splitlines() == [*analyzed[:-1], str(tmp_path / "out")]
+    assert_same(tmp_path / "out", trained / "analysis")
+
+
 @pytest.mark.full
 def test_given_files_replace_the_analysis(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one two three four " * 30)
     (tmp_path / "b.jsonl").write_text('{"text": "seven seven"}\n' * 20)
     output = tmp_path / "new" / "analysis"
-    flags = ["--load", trained, "--output", output, "--totals-only", "--permutations", 9]
-    done = run(*flags, "--text", tmp_path / "a.txt", f"letters={tmp_path / 'b.jsonl'}")
+    line = ["--load", trained, "--output", output, "--totals-only", "--permutations", 9]
+    done = run(*line, "--text", tmp_path / "a.txt", f"letters={tmp_path / 'b.jsonl'}")
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert list(read_manifest(output)["tokens"]) == ["a", "letters"]
     assert not (output / "selections.parquet").exists()
-    done = run(*flags, "--samples", 1, "--text", tmp_path / "a.txt")
+    done = run(*line, "--samples", 1, "--text", tmp_path / "a.txt")
     assert done.returncode == 0, done.stderr
     assert read_manifest(output)["tokens"] == {"a": SMALL["seq_length"]}
     assert text_entry(output)["tests"] == []
     assert [path.name for path in output.parent.iterdir()] == ["analysis"]
     empty = tmp_path / "broken.txt"
     empty.write_bytes(b"\xff")
-    done = run(*flags, "--text", empty)
+    done = run(*line, "--text", empty)
     assert done.returncode == 2 and "broken.txt is not UTF-8" in done.stderr
     assert done.stderr.count("\n") == 1
     assert read_manifest(output)["tokens"] == {"a": SMALL["seq_length"]}  # the earlier one is whole
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("words", "message"),
     [
         ([], "--load is not set"),
         (["--load", "x", "--samples", "0"], "--samples is 0: it must be at least 1"),
         (["--load", "x", "--permutations", "few"], "--permutations: invalid int value"),
-        (["--load", "nowhere"], "--load nowhere: there is no such folder"),
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(flags) == 2
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert said.startswith("analyze.py: ") and message in said and said.count("\n") == 1
+    assert said.startswith("error: ") and message in said and said.count("\n") == 1
 
 
-def test_wrong_texts_and_folders(trained: Path, tmp_path: Path, capsys) -> None:
+def test_wrong_texts_and_folders(trained: Path, tmp_path: Path) -> None:
     full = tmp_path / "full"
     full.mkdir()
     (full / "mine").touch()
@@ -130,13 +214,15 @@ def test_wrong_texts_and_folders(trained: Path, tmp_path: Path, capsys) -> None:
     other.parent.mkdir()
     for file in (one, other):
         file.write_text("one")
-    for flags, message in [
+    nowhere = tmp_path / "nowhere"
+    for words, message in [
+        (["--load", nowhere], "nowhere: there is no such folder"),
         (["--text", tmp_path / "gone.txt"], "gone.txt: there is no such file"),
         (["--text", one, other], "another text is called a: give NAME=FILE"),
         (["--text", f"={one}"], "the name before = is empty"),
         (["--output", full], "exists and is no analysis: name another folder"),
     ]:
-        assert main(["--load", str(trained), *map(str, flags)]) == 2
-        said = capsys.readouterr().err
-        assert message in said and said.count("\n") == 1, said
+        done = run("--load", trained, *words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert [path.name for path in full.iterdir()] == ["mine"]

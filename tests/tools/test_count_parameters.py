@@ -6,20 +6,23 @@ from functools import partial
 
 import pytest
 
-from tests.tools.running import run_tool, run_tool_forked
+from tests.tools.running import RunTool, run_tool, run_tool_forked
 
 TOP_P = "--config examples/papers/dynamic/top_p_3.5b.yaml --moe-backend reference".split()
 run = partial(run_tool, "count_parameters.py")
 run_forked = partial(run_tool_forked, "count_parameters.py")
 
 
-def test_prints_one_json_object_and_nothing_else() -> None:
-    result = run("--config", "examples/papers/aoe/aoe_732m.yaml", "--moe-backend", "reference")
+def test_prints_one_json_object_and_nothing_else(start: RunTool) -> None:
+    model = "--config examples/papers/aoe/aoe_732m.yaml --moe-backend reference".split()
+    result = start("count_parameters.py", *model)
     assert (result.returncode, result.stderr) == (0, "")
     assert json.loads(result.stdout) == {
         "total": 732_384_000,
         "active": 222_776_064,
         "active_compute": 236_931_840,
+        # 3 (12 (2 * 4 d d + 2 * 2049 d + 2 * 8 * 256 d + 2 * 2 (256 + 2 d) 3840) + 2 * 32000 d)
+        "flops_per_token": 1_534_777_344,
     }
 
 
@@ -30,6 +33,7 @@ def test_what_only_training_tells_is_null() -> None:
         "total": 3_488_531_456,
         "active": None,
         "active_compute": None,
+        "flops_per_token": None,
     }
 
 
@@ -40,6 +44,7 @@ def test_experts_per_token_say_what_training_told() -> None:
         "total": 3_488_531_456,
         "active": 581_878_784,
         "active_compute": 581_878_784,
+        "flops_per_token": 3_596_500_992,
     }
 
 

@@ -27,6 +27,7 @@ def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluated")
     options = SMALL | small_data(folder) | {"save": folder / "run", "train_iters": 120}
     options |= {"data_path": [folder / "cycle"], "eval_iters": 0}
+    options |= {"make_vocab_size_divisible_by": 4}  # no padding, which an export leaves out
     run_distributed(1, pretrain_here, [options])
     return folder / "run"
 
@@ -94,6 +95,14 @@ def test_two_ranks_print_once(counting: Path, tmp_path: Path) -> None:
         assert program.finish() == 0, program.output
     alone = run_forked(*line)
     assert program.output == alone.stdout
+
+
+def test_results_that_cannot_be_written_are_one_line(counting: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    done = run_forked("--load", counting, "--documents", "--output", tmp_path / "taken")
+    assert done.returncode == 2 and "cycle" in done.stdout
+    assert done.stderr.startswith(f"error: {tmp_path}/taken") and done.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 def test_bad_input_that_a_rank_finds(counting: Path) -> None:
@@ -179,3 +188,51 @@ def test_generated_answers_that_are_known(copying: Path, tmp_path: Path) -> None
     results = json.loads(output.read_text())["results"]
     assert results["word_sums"]["exact_match,strip"] >= 0.8
     assert results["copy"]["exact_match,strip"] >= 0.8
+
+
+def _answers(
+    model: str, options: dict[str, object], tasks: list[str], folder: Path
+) -> list[object]:
+    """What a model of the harness answers, in order; numbers, truth values and texts."""
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    import moe_parallel.harness.model
+    import moe_parallel.hf  # noqa: F401  both register models
+
+    results = simple_evaluate(
+        model=model,
+        model_args=options,
+        tasks=tasks,
+        num_fewshot=2 if "copy" in tasks else None,
+        batch_size=4,
+        bootstrap_iters=0,
+        log_samples=True,
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+    )
+    samples = [each for task in tasks for each in results["samples"][task]]
+    return [answer for each in samples for request in each["resps"] for answer in request]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("tasks", "folder", "architecture"),
+    [
+        (TASKS, FOLDER, "MixtralForCausalLM"),
+        (["copy", "word_sums"], ROOT / "examples/tasks", "own"),
+    ],
+)
+def test_the_harness_own_model_gives_the_same_answers(
+    tasks: list[str], folder: Path, architecture: str, counting: Path, tmp_path: Path
+) -> None:
+    export = tmp_path / "exported"
+    line = ["--load", counting, "--output", export, "--architecture", architecture]
+    assert run_tool_forked("export_hf.py", *line).returncode == 0
+    (ours,) = run_distributed(1, _answers, "moe_parallel", {"load": str(counting)}, tasks, folder)
+    theirs = _answers("hf", {"pretrained": str(export), "device": "cpu"}, tasks, folder)
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        if isinstance(other, tuple):  # ln p, whether greedy
+            assert mine == (pytest.approx(other[0], rel=1e-5, abs=2e-6), other[1])
+        else:  # ln p, or a text
+            assert mine == (other if isinstance(other, str) else pytest.approx(other, rel=1e-5))

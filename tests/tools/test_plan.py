@@ -35,6 +35,27 @@ def test_the_table() -> None:
     assert "layouts fit" in result.stdout and "sizes that do not divide" in result.stdout
 
 
+def test_a_number_of_experts_that_training_decides_is_named() -> None:
+    relu = (
+        "--config",
+        "examples/systems/relu.yaml",
+        "--cluster",
+        "h100x8:1",
+        "--vocab-size",
+        "512",
+    )
+    result = run(*relu, "--own-layout", "--global-batch-size", "64")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "the plan is for 2, the target of --moe-relu-target-experts; in the first" in (
+        result.stdout
+    )
+    more = run(*relu, "--own-layout", "--global-batch-size", "64", "--mean-choices", "3", "--json")
+    assert json.loads(more.stdout)["experts_per_token"] == {
+        "mean": 3.0,
+        "target_of": "--mean-choices",
+    }
+
+
 def test_published_runs() -> None:
     result = run("--published", "docs/results/planner/published_runs.json")
     assert (result.returncode, result.stderr) == (0, "")

@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 from datetime import timedelta
 
@@ -22,8 +23,11 @@ from moe_parallel.training.exit_codes import (
     EXIT_LOST,
 )
 from moe_parallel.training.failure import (
+    _CLAIM,
+    _CODE,
     Diverged,
     FailureChannel,
+    _fail,
     leave_with_launcher,
     lost_connection,
     run,
@@ -228,6 +232,15 @@ def test_the_first_claim_wins():
     assert first.claim(2)
     assert not second.claim(1)
     assert first.code_of_others() == second.code_of_others() == 2
+
+
+def test_a_rank_that_fails_second_waits_for_the_code_of_the_first():
+    store = dist.HashStore()
+    store.add(_CLAIM, 1)
+    first = threading.Timer(0.5, store.set, (_CODE, "3"))
+    first.start()
+    assert _fail(FailureChannel(store), 2, "not printed") == 3
+    first.join()
 
 
 def _main_with_poison(value, rank, step_number, arguments):

@@ -47,7 +47,7 @@ def _job(trouble, at):
                 progress.begin_step(step)
                 with progress.during(Phase.FORWARD):
                     if rank == at and step == STEPS:
-                        time.sleep(TIMEOUT / 10)  # two beats
+                        time.sleep(TIMEOUT / 4)  # five beats
                         trouble(progress)
                 with progress.during(Phase.REDUCE):
                     dist.all_reduce(torch.ones(1))

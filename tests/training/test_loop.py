@@ -14,6 +14,7 @@ ITERATIONS = 8
 SHORT = {"train_iters": 10, "exit_interval": ITERATIONS}
 LR, MIN_LR, WARMUP = SMALL["lr"], SMALL["min_lr"], SMALL["lr_warmup_iters"]
 
+ONE_MICRO_BATCH = {"global_batch_size": 2}  # for what does not depend on the loss
 RUNS = {
     "plain": {},
     "saving": {"save_interval": 1, "keep_last": 2},
@@ -25,13 +26,13 @@ RUNS = {
     "2 x 4": {"micro_batch_size": 2, "moe_aux_loss_coeff": 0},
     "4 x 2": {"micro_batch_size": 4, "moe_aux_loss_coeff": 0},
     "8 x 1": {"micro_batch_size": 8, "moe_aux_loss_coeff": 0},
-    "linear": {"lr_decay_style": "linear"},
-    "constant": {"lr_decay_style": "constant"},
-    "WSD": {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 5},
-    "decay in 4": {"lr_decay_iters": 4},
-    "first": {"exit_interval": 1},
-    "second": {"exit_interval": 2, "weight_decay": 0},
-    "second, decayed": {"exit_interval": 2, "weight_decay": 0.5},
+    "linear": {"lr_decay_style": "linear"} | ONE_MICRO_BATCH,
+    "constant": {"lr_decay_style": "constant"} | ONE_MICRO_BATCH,
+    "WSD": {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 5} | ONE_MICRO_BATCH,
+    "decay in 4": {"lr_decay_iters": 4} | ONE_MICRO_BATCH,
+    "first": {"exit_interval": 1} | ONE_MICRO_BATCH,
+    "second": {"exit_interval": 2, "weight_decay": 0} | ONE_MICRO_BATCH,
+    "second, decayed": {"exit_interval": 2, "weight_decay": 0.5} | ONE_MICRO_BATCH,
 }
 LEARNING = {"train_iters": 100, "exit_interval": 60, "log_interval": 1}
 

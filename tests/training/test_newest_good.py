@@ -7,6 +7,7 @@ import pytest
 
 from tests.distributed import RankError, run_distributed
 from tests.program import SMALL, pretrain_here, same_bytes, small_data, stored_tensors
+from tests.tiers import rest_in_full
 
 
 def _run_each(commands):
@@ -40,22 +41,26 @@ DAMAGES = {
     "the record": (lambda at: (at / "checkpoint.json").write_text("{"), "checkpoint.json is"),
     "the configuration": (lambda at: _flip(at / "config.yaml"), "config.yaml is damaged"),
 }
+QUICK = ("a bit of a shard", "the configuration")
+REST = tuple(name for name in DAMAGES if name not in QUICK)
 
 
-def test_a_run_continues_from_the_newest_good_checkpoint(command, tmp_path):
+@pytest.mark.parametrize("damages", rest_in_full([QUICK, REST], QUICK), ids=len)
+def test_a_run_continues_from_the_newest_good_checkpoint(command, tmp_path, damages):
     command, whole, stopped = command
-    runs = [tmp_path / str(i) for i in range(len(DAMAGES))]
-    for run, (damage, _) in zip(runs, DAMAGES.values(), strict=True):
+    runs = [tmp_path / str(i) for i in range(len(damages))]
+    for run, name in zip(runs, damages, strict=True):
         shutil.copytree(stopped, run)
-        damage(run / "iter_0000003")
+        DAMAGES[name][0](run / "iter_0000003")
     commands = [command | {"save": run, "load": run} for run in runs]
     commands[-1] = {"load": runs[-1], "exit_interval": "none"}  # the rest is in the checkpoint
     ends, others = run_distributed(2, _run_each, commands, timeout=600)
     assert [code for code, _ in ends + others] == [0] * 2 * len(runs)
-    for run, (_, output), (_, what) in zip(runs, ends, DAMAGES.values(), strict=True):
+    for run, (_, output), name in zip(runs, ends, damages, strict=True):
         (line,) = [line for line in output.splitlines() if line.startswith("warning: --load")]
         assert line.startswith(
-            f"warning: --load {run}/iter_0000003: the checkpoint is incomplete or damaged: {what}"
+            f"warning: --load {run}/iter_0000003: the checkpoint is incomplete or damaged: "
+            + DAMAGES[name][1]
         )
         assert line.endswith("; the run continues from iter_0000002")
         assert "going on after iteration 2" in output

@@ -32,7 +32,11 @@ TARGETS = {
     "tp2-etp2": Layout(2, tp=2, etp=2),
     "pp2": Layout(2, pp=2),
 }
-FEW = {"lory": ("dp2-distributed", "tp2-etp2", "pp2"), "factorized": ("ep2", "etp2")}
+#: Instead of every target from every source, each source once.
+FEW = {
+    "lory": ("dp2-distributed", "tp2-etp2", "pp2"),
+    "factorized": ("ep2", "etp2", "ep2-distributed"),
+}
 SYSTEMS = {
     "topk": {},
     "aoe": AOE,
@@ -142,8 +146,9 @@ def _assert_rest_is(found, source, initial, system, what):
 @pytest.mark.parametrize("system", rest_in_full(SYSTEMS, "lory"))
 def test_experts_hold_the_dense_weights_and_moments_in_every_layout(tmp_path, dense, system):
     options = SYSTEMS[system]
-    targets = FEW.get(system, TARGETS)
-    places = [(target, source) for source in SOURCES for target in targets]
+    places = [(target, source) for source in SOURCES for target in TARGETS]
+    if system in FEW:
+        places = list(zip(FEW[system], SOURCES, strict=True))
     jobs = [(TARGETS[target], options, dense[source][0]) for target, source in places]
     ranks = run_distributed(2, _upcycle_each, jobs, tmp_path, timeout=300)
     factors = {}
@@ -232,7 +237,8 @@ def _compare_models(folder):
         run.engine.statistics.training.clear()
         loss = run.steps(1)[0][0]
         layers = run.engine.statistics.training.summaries()
-        run.steps(3)
+        if system in PARTING:
+            run.steps(3)
         weights = {name: weight.detach().numpy() for name, weight in run.parameters()}
         upcycled[system] = logits, loss, layers, weights
         run.close()

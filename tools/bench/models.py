@@ -7,17 +7,20 @@
 It uses the CPU, one thread and process CPU time, even if there is a GPU. All models have the same
 layers and widths, and nearly as many parameters. A forward pass, forward and backward pass
 together, and a step of the optimizer are timed. docs/performance/README.md explains the columns.
-Exit codes: 0 done, whatever was measured; 2 a wrong flag; 130 interrupted, after the measurements
-so far have been written.
+Exit codes: 0 done, whatever was measured; 2 a wrong flag, or a model that was killed; 130
+interrupted, after the measurements so far have been written.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +31,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from moe_parallel.errors import InputError
+from moe_parallel.platform.suppress_warnings import suppress_warnings
 from moe_parallel.tool import Tool, check_positive, load_torch
 from tools.bench import benchmark
 from tools.bench.about import about
@@ -42,7 +47,7 @@ from tools.bench.table import format_model_row, format_row
 from tools.bench.whole_models.sizes import SIZES, ModelSize
 
 if TYPE_CHECKING:
-    from moe_parallel.parallel import Groups
+    from tools.bench.whole_models.model import Terms
 
 SECONDS_OF_A_ROW = 20.0
 DTYPES = ["float32", "bfloat16"]
@@ -67,39 +72,49 @@ def _time(arguments: list[str], options: argparse.Namespace) -> int:
     check_positive(options, "batches")
     benchmark.check(options)
     load_torch()
-    torch.set_num_threads(1)
-    keep_freed_memory()
     instructions = torch.backends.cpu.get_cpu_capability()
     facts = about("models.py", arguments) | {"instructions": instructions, "threads": 1}
     return benchmark.run(facts, lambda rows: _measure_all(options, rows), json=options.json)
 
 
 def _measure_all(options: argparse.Namespace, rows: list[Row]) -> None:
-    from tools.bench.whole_models.model import number_of_weights
-
-    patience = Patience(SECONDS_OF_A_ROW, options.turns)
-    with one_rank() as groups:
-        for bench, size in _benches(options, groups):
-            present = [one for one in (*bench.ours, *bench.peers) if isinstance(one, Contender)]
-            weights = {one.name: number_of_weights(one) for one in present}
-            for row in measure(bench, clock_of("cpu"), "cpu", patience):
-                rows.append(row)
-                of_step = row.timed == STEP
-                text = format_row(row) if of_step else format_model_row(row, size.tokens, weights)
-                print(f"\n{text}", flush=True)
-
-
-def _benches(options: argparse.Namespace, groups: Groups) -> Iterator[tuple[Bench, ModelSize]]:
-    """One at a time, because the models of a bench take memory."""
+    """Each bench in a process of its own: Megatron-Core's hooks and oneDNN's compiled products keep
+    memory for as long as a process lives, up to several GiB for a bench."""
+    suppress_warnings()  # before Megatron-Core is imported
     from tools.bench.whole_models.benches import BENCHES
-    from tools.bench.whole_models.model import Terms
 
-    for name in options.sizes:
-        for dtype in (getattr(torch, dtype) for dtype in options.dtype):
-            for size in SIZES[name]:
-                for build in BENCHES[name]:
-                    yield build(Terms(size, dtype, groups, options.batches)), size
-                    gc.collect()
+    for name, dtype in product(options.sizes, options.dtype):
+        for size, build in product(SIZES[name], BENCHES[name]):
+            with ProcessPoolExecutor(1, get_context("spawn"), suppress_warnings) as pool:
+                bench = pool.submit(_measure, build, size, dtype, options.batches, options.turns)
+                try:
+                    rows += bench.result()
+                except BrokenProcessPool:
+                    raise InputError(
+                        f"{size}, {dtype}: the process was killed, perhaps for its memory: choose "
+                        "other --sizes"
+                    ) from None
+
+
+def _measure(
+    build: Callable[[Terms], Bench], size: ModelSize, dtype: str, batches: int, turns: int | None
+) -> list[Row]:
+    """Measures and prints the rows of one bench."""
+    from tools.bench.whole_models.model import Terms, number_of_weights
+
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    rows = []
+    with one_rank() as groups:
+        bench = build(Terms(size, getattr(torch, dtype), groups, batches))
+        present = [one for one in (*bench.ours, *bench.peers) if isinstance(one, Contender)]
+        weights = {one.name: number_of_weights(one) for one in present}
+        for row in measure(bench, clock_of("cpu"), "cpu", Patience(SECONDS_OF_A_ROW, turns)):
+            rows.append(row)
+            of_step = row.timed == STEP
+            text = format_row(row) if of_step else format_model_row(row, size.tokens, weights)
+            print(f"\n{text}", flush=True)
+    return rows
 
 
 if __name__ == "__main__":

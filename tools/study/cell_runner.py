@@ -1,4 +1,4 @@
-"""Starts a run of a study in its own process and waits until it ends."""
+"""Starts runs of a study, each in its own process, and waits until they end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
@@ -28,15 +28,16 @@ _OF_ANOTHER_JOB = (
 
 
 class StopRequest:
-    """Records Ctrl-C, SIGTERM and SIGUSR1. The current run then receives a signal to stop.
+    """Records Ctrl-C, SIGTERM and SIGUSR1. The current runs then receive a signal to stop.
 
-    Only a second Ctrl-C kills it: a batch system may send a signal several times.
+    Only a second Ctrl-C kills them: a batch system may send a signal several times. Runs are
+    watched from several threads, and signals arrive in the first.
     """
 
     def __init__(self) -> None:
         self.asked = 0
         self._ctrl_c: float | None = None  # the time of the first
-        self._process: subprocess.Popen[bytes] | None = None
+        self._processes: set[subprocess.Popen[bytes]] = set()
 
     @contextmanager
     def listening(self) -> Iterator[StopRequest]:
@@ -51,33 +52,44 @@ class StopRequest:
 
     @contextmanager
     def watching(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
-        self._process = process
+        self._processes.add(process)
         try:
-            if self.asked:  # between two runs
-                process.terminate()
+            if self.asked:  # before the process was watched
+                _terminate(process)
             yield
         finally:
-            self._process = None
+            self._processes.discard(process)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked += 1
-        if self._process is None:
+        current = self._processes.copy()
+        if not current:
             return
         if self.asked == 1:
-            print("\nstopping: the run saves after its step (Ctrl-C again: at once)", flush=True)
-            self._process.terminate()
+            which = "the run saves after its step" if len(current) == 1 else "the runs save"
+            print(f"\nstopping: {which} (Ctrl-C again: at once)", flush=True)
+            for process in current:
+                _terminate(process)
         if number == signal.SIGINT:
             now = time.monotonic()
             if self._ctrl_c is not None and now - self._ctrl_c > _ONE_CTRL_C_SECONDS:
-                os.killpg(self._process.pid, signal.SIGKILL)
+                for process in current:
+                    with suppress(ProcessLookupError):  # it has just ended
+                        os.killpg(process.pid, signal.SIGKILL)
             self._ctrl_c = self._ctrl_c or now
 
 
-class CellRunner:
-    """Starts runs, one at a time, and records how each ends."""
+def _terminate(process: subprocess.Popen[bytes]) -> None:
+    # Not Popen.terminate, which may reap the process that another thread waits for.
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGTERM)
 
-    def __init__(self, processes: int, threads: int) -> None:
-        self._processes, self._threads = processes, threads
+
+class CellRunner:
+    """Starts runs and records how each ends. `jobs`: the number of runs side by side."""
+
+    def __init__(self, processes: int, threads: int, jobs: int = 1) -> None:
+        self._processes, self._threads, self.jobs = processes, threads, jobs
         self._machine, self._software = machine.machine(), machine.software(ROOT)
 
     def run(self, cell: Cell, config: Config, stop: StopRequest) -> int:
@@ -93,6 +105,7 @@ class CellRunner:
             "machine": self._machine,
             "software": self._software,
             "load_average": os.getloadavg()[0],
+            "jobs": self.jobs,
         }
         begin, busy = time.monotonic(), machine.busy_seconds()
         with cell.output.open("ab") as output:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import platform
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 
 from cell_runner import ROOT
@@ -18,7 +21,9 @@ from moe_parallel.analysis.study.contenders import (
     choose_contenders,
     parse_overrides,
 )
-from moe_parallel.analysis.study.folder import MANIFEST, Cell, StudyFolder, StudyManifest
+from moe_parallel.analysis.study.design import SECTION, StudyDesign
+from moe_parallel.analysis.study.folder import MANIFEST, StudyFolder, StudyManifest
+from moe_parallel.analysis.study.inference import student
 from moe_parallel.analysis.study.notes import MOST_TOTALS_DIFFER, total_difference
 from moe_parallel.analysis.study.results import MEASURED, StudyResults
 from moe_parallel.analysis.study.table import parameter_table
@@ -30,33 +35,81 @@ UNUSED_FOLDER = {"save": "unused"}  # checkpoint options need a folder; nothing 
 COUNT = ROOT / "tools" / "count_parameters.py"
 
 
-def plan(options: Namespace, folder: StudyFolder) -> tuple[StudyManifest, list[Cell]]:
-    """The complete study, including its earlier parts, and the runs that this command requests.
+def plan(options: Namespace, folder: StudyFolder) -> tuple[StudyManifest, dict[str, list[int]]]:
+    """The complete study, including its earlier parts, and the seeds that this command requests, by
+    contender.
 
     Raises InputError if something cannot be trained or cannot be compared.
     """
     raw = read_yaml(options.config)
+    design = _design(raw.pop(SECTION, None), options)
     file, overrides = SharedFile.from_raw(raw), parse_overrides(options.override)
-    contenders = {
-        each.name: each for each in choose_contenders(options.selections, file, overrides)
-    }
+    words = _selections(options, design)
+    chosen = choose_contenders(words, file, overrides, design.selections)
+    contenders = {each.name: each for each in chosen}
     for contender in contenders.values():
         check_trainable(contender, options.nproc)
     first = next(iter(contenders.values())).config.training.seed
-    seeds = list(range(first, first + options.seeds))
-    manifest = StudyManifest(contenders, seeds, options.nproc, options.threads, {})
+    seeds = {
+        name: list(range(first, first + (options.seeds or design.seeds_for(name))))
+        for name in contenders
+    }
+    design.check_seeds(max(seeds.values(), key=len))
+    its_text = next(iter(contenders.values())).config.data.data_path
+    python = platform.python_version() if its_text is None else None
+    manifest = StudyManifest(
+        contenders, seeds, options.nproc, options.threads, {}, design, python=python
+    )
     earlier = folder.manifest()
     if earlier is not None:
         manifest = manifest.joined_to(earlier, file)
+    _fit(manifest, options.nproc)
+    return manifest, seeds
+
+
+def _design(section: Any, options: Namespace) -> StudyDesign:
+    """The design of the file, with the terms of the command line. Raises InputError."""
+    design = StudyDesign.from_raw(section)
+    if options.equal is not None:
+        design = dataclasses.replace(design, equal=options.equal)
+    if design.margin is not None:
+        student()  # a missing package is reported before the first run, not after the last
+    return design
+
+
+def _selections(options: Namespace, design: StudyDesign) -> Sequence[str]:
+    if not (words := options.selections or design.selections):
+        raise InputError(
+            f"--selections is not set: name systems, or give the section {SECTION} of --config "
+            "a line selections"
+        )
+    return words
+
+
+def _fit(manifest: StudyManifest, processes: int) -> None:
+    """Make the contenders equal on the study's terms, and count their parameters."""
+    counted: dict[str, dict[str, Any]] = {}
+
+    def count(contender: Contender) -> dict[str, Any]:
+        key = json.dumps([contender.name, contender.options], default=str)
+        if key not in counted:
+            counted[key] = count_parameters(contender)
+        return counted[key]
+
     for name, contender in manifest.contenders.items():
         if name not in manifest.parameters:
-            manifest.parameters[name] = count_parameters(contender)
-    return manifest, list(folder.cells(list(contenders), seeds))
+            fitted = manifest.design.terms.fit(contender, manifest.reference, count)
+            if fitted:
+                manifest.fitted[name] = fitted
+                check_trainable(manifest.settled(name), processes)
+            manifest.parameters[name] = count(manifest.settled(name))
 
 
 def check_totals(manifest: StudyManifest, allow_unequal: bool) -> None:
     """Print the table of parameters. Raises InputError if the comparison is not fair."""
     print(parameter_table(manifest.parameters))
+    if not manifest.design.terms.equal_totals:
+        return
     totals = {
         name: counts["total"]
         for name, counts in manifest.parameters.items()

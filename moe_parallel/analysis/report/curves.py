@@ -30,9 +30,15 @@ TOP_LOAD = 4.0
 Curves = dict[str, dict[str, list[Any]]]
 
 #: Fields of a record and of its `machine` that are curves by themselves.
-FIELDS = ("grad_norm", "learning_rate", "tokens_per_second", "peak_memory_bytes")
+FIELDS = (
+    "grad_norm", "learning_rate", "tokens_per_second", "peak_memory_bytes",
+    "l1_coefficient", "balance_coefficient", "top_p",
+)  # fmt: skip
 MACHINE = ("tflops_per_device", "mfu", "joules_per_token", "gpu_watts")
-LOSSES = ("load_balancing_loss", "importance_loss", "z_loss", "entropy_loss")
+LOSSES = (
+    "load_balancing_loss", "importance_loss", "z_loss", "entropy_loss", "erc_loss", "erc_norm",
+    "l1_loss", "routing_free_loss",
+)  # fmt: skip
 
 
 def curves_of(history: RunHistory) -> Curves:

@@ -77,7 +77,7 @@ def _unknown(path: Path) -> str:
 def _cells(study: Path) -> list[Path]:
     manifest = StudyFolder(study).manifest()
     assert manifest is not None
-    cells = StudyFolder(study).cells(list(manifest.contenders), manifest.seeds)
+    cells = StudyFolder(study).cells(manifest.seeds)
     found = [cell.folder for cell in cells if (cell.folder / FILE_NAME).is_file()]
     if not found:
         raise InputError(f"{study}: no run of the study has metrics yet: let one begin")

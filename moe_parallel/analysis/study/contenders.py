@@ -2,14 +2,15 @@
 
 The file contains flags, like any configuration. An option that only some systems have applies to
 the contenders that have it, so one file may contain `lory-segment-length: 64` and
-`moe-router-topk: 2`. A key `NAME:flag` applies only to the contender NAME.
+`moe-router-topk: 2`. A key `NAME:flag` applies only to the contender NAME. The section `study`, if
+there is one, is the design of the study (design.py).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_parallel.config import CheckpointConfig, DataConfig, LoggingConfig
@@ -65,9 +66,9 @@ class Contender:
     def config(self) -> Config:
         return make_config(self.options)
 
-    def cell_config(self, seed: int, folder: str) -> Config:
-        """The configuration of the run with this seed that is saved in `folder`."""
-        return make_config(self.options | {"seed": seed, "save": folder})
+    def with_options(self, options: Options) -> Contender:
+        """The contender with further options of its own."""
+        return replace(self, options=self.options | options, alone=self.alone | options)
 
 
 @dataclass(frozen=True)
@@ -133,9 +134,15 @@ def parse_overrides(words: Iterable[str]) -> dict[str, Options]:
 
 
 def choose_contenders(
-    words: Sequence[str], file: SharedFile, overrides: Mapping[str, Options]
+    words: Sequence[str],
+    file: SharedFile,
+    overrides: Mapping[str, Options],
+    of_design: Sequence[str] = (),
 ) -> list[Contender]:
-    """The contenders that --selections names: a system, or NAME=SYSTEM for a variant of one."""
+    """The contenders that --selections names: a system, or NAME=SYSTEM for a variant of one.
+
+    The file may also have lines for those that its design names (`of_design`).
+    """
     chosen: dict[str, Contender] = {}
     for word in words:
         name, _, system = word.partition("=")
@@ -157,7 +164,8 @@ def choose_contenders(
         chosen[name] = file.contender(name, system, overrides.get(name, {}))
     for name in overrides.keys() - chosen.keys():
         raise InputError(f"--override is for {as_typed(name)}, which --selections does not name")
-    for name in file.alone.keys() - chosen.keys() - set(SYSTEMS):
+    others = {word.partition("=")[0] for word in of_design}
+    for name in file.alone.keys() - chosen.keys() - others - set(SYSTEMS):
         raise InputError(f"--config has a line for {as_typed(name)}, which is no contender")
     return list(chosen.values())
 

@@ -31,13 +31,12 @@ def draw_losses(study: StudyResults) -> Figure:
     """Draw the figure. Its columns are training, then the held-out domains."""
     columns: list[str | None] = [None, *study.domains]
     rows = 2 if len(study.results) > 1 else 1
-    seeds = f"{len(study.seeds)} seed{'s' if len(study.seeds) > 1 else ''}"
     with matplotlib.rc_context(STYLE):
         figure = new_figure(
             4.4 * len(columns) + 1.6,
             3.6 * rows + 0.8,
             f"{study.name}: loss",
-            f"Lines: mean over {seeds}; bands: lowest to highest. "
+            f"Lines: mean over {study.seeds_told}; bands: lowest to highest. "
             f"Differences are between runs with the same seed.",
         )
         panels = figure.subplots(rows, len(columns), sharex=True, squeeze=False)

@@ -68,6 +68,13 @@ def paired_differences(
     return Spread.of(differences) if differences else None
 
 
+def judged_loss(numbers: Measures, loss: str) -> float | None:
+    """The held-out loss by which a run is judged: the mean over domains of the evaluation's `loss`,
+    in nats per token. None: the run does not have it, or it is not finite."""
+    found = [value for name, value in numbers.items() if name.partition("/")[2] == loss]
+    return statistics.fmean(found) if found else None
+
+
 def measures(history: RunHistory) -> Measures:
     """The measures of a run, without those that are not finite or not recorded."""
     values: dict[str, float | None] = {

@@ -46,12 +46,11 @@ def _size(study: StudyResults) -> str:
     total = study.reference.parameters.get("total")
     size = f"{total / 1e6:.2f}M parameters" if total else "models"
     rate = f" ({tokens / total:.2g} a parameter)" if total else ""
-    runs = _number(len(study.seeds), "seed", "seeds")
     return (
-        f"{size}, {tokens:,} tokens{rate}, {runs}: what holds here need not hold at another size "
-        "or later in training, and a difference within the spread over seeds is none. A seed sets "
-        "the initial weights and the order of the text; contenders share that order, and the "
-        "spread has both."
+        f"{size}, {tokens:,} tokens{rate}, {study.seeds_told}: what holds here need not hold at "
+        "another size or later in training, and a difference within the spread over seeds is "
+        "not shown. A seed sets the initial weights and the order of the text; contenders share "
+        "that order, and the spread has both."
     )
 
 
@@ -60,7 +59,10 @@ def _parameters(study: StudyResults) -> str:
     parts = []
     if len(totals) > 1:
         difference = total_difference(totals)
-        equal = "" if difference <= MOST_TOTALS_DIFFER else ": NOT an equal comparison"
+        told = (
+            ": NOT an equal comparison" if study.design.terms.equal_totals else ", on these terms"
+        )
+        equal = "" if difference <= MOST_TOTALS_DIFFER else told
         parts.append(f"Total parameters differ by at most {difference:.2%}{equal}.")
     if dense := [result.name for result in study.results if result.is_dense]:
         parts.append(
@@ -110,7 +112,9 @@ def _tokens(study: StudyResults) -> list[str]:
     read = {run.measures["consumed_tokens"] for run in _runs(study)}
     if len(read) == 1:
         return []
-    return [f"Runs read between {min(read):,} and {max(read):,} tokens: NOT an equal comparison."]
+    terms = study.design.terms
+    why = ": NOT an equal comparison" if terms.equal_tokens else f", for equal {terms.told}"
+    return [f"Runs read between {min(read):,} and {max(read):,} tokens{why}."]
 
 
 def _machines(study: StudyResults) -> list[str]:
@@ -120,9 +124,11 @@ def _machines(study: StudyResults) -> list[str]:
         versions = [f"{name} {version}" for name, version in attempt["software"].items()]
         text = f"{attempt['machine']}; {', '.join(versions)}"
         found[text] = found.get(text, 0) + 1
+    jobs = max((attempt.get("jobs", 1) for attempt in _attempts(study)), default=1)
     how = (
         f"{_number(study.processes, 'process', 'processes')} a run, "
-        f"{_number(study.threads, 'thread', 'threads')} each, one run at a time"
+        f"{_number(study.threads, 'thread', 'threads')} each, "
+        + ("one run at a time" if jobs == 1 else f"up to {jobs} runs side by side")
     )
     if len(found) > 1:
         told = "; ".join(f"{text} ({count} starts)" for text, count in found.items())
@@ -143,6 +149,8 @@ def _other_work(study: StudyResults) -> list[str]:
             f" Other work took {mean:.2f} cores on average and {max(others):.2f} during one run: "
             "speeds suffered from it, losses did not."
         )
+        if any(attempt.get("jobs", 1) > 1 for attempt in attempts):
+            text += " The runs of the study that were side by side count as such work."
     else:
         text += f" Other work took at most {max(others):.2f} cores during a run."
     return [text]

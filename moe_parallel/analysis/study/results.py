@@ -8,8 +8,11 @@ from typing import Any
 
 from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.analysis.study.contenders import DENSE, Contender
-from moe_parallel.analysis.study.folder import Cell, StudyFolder
+from moe_parallel.analysis.study.design import StudyDesign
+from moe_parallel.analysis.study.folder import Cell, StudyFolder, StudyManifest
 from moe_parallel.analysis.study.measures import Measures, Spread, measures, spreads
+from moe_parallel.analysis.study.pilots import read_sweep
+from moe_parallel.analysis.study.sweep import Sweep
 from moe_parallel.errors import InputError
 
 #: Key in a contender's parameters: the experts per token with which its active parameters are
@@ -34,7 +37,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """The results of a contender. `parameters`: total, active and active_compute."""
+    """The results of a contender. `parameters`: what count_parameters.py prints."""
 
     contender: Contender
     parameters: dict[str, Any]
@@ -70,14 +73,16 @@ class Result:
 @dataclass(frozen=True)
 class StudyResults:
     """The results of a study. `results`: those of the contenders with a finished run; `missing`:
-    the runs that are not finished."""
+    the runs that are not finished; `sweeps`: the learning-rate sweeps by contender, if there are
+    any."""
 
     name: str
     results: list[Result]
     missing: list[Cell]
-    seeds: list[int]
     processes: int
     threads: int
+    design: StudyDesign
+    sweeps: dict[str, Sweep]
 
     @classmethod
     def read(cls, folder: StudyFolder) -> StudyResults:
@@ -85,21 +90,35 @@ class StudyResults:
         manifest = folder.manifest()
         if manifest is None:
             raise InputError(f"{folder.path} holds no study: name the folder of --output")
-        cells = list(folder.cells(list(manifest.contenders), manifest.seeds))
-        finished = [cell for cell in cells if cell.is_finished(manifest.train_iters)]
+        cells = list(folder.cells(manifest.seeds))
+        finished = [cell for cell in cells if manifest.is_finished(cell)]
         if not finished:
             raise InputError(f"{folder.path} has no finished run yet: let the study train one")
         runs: dict[str, dict[int, Run]] = {}
         for cell in finished:
             runs.setdefault(cell.contender, {})[cell.seed] = Run.read(cell)
         results = [
-            Result(contender, manifest.parameters.get(name, {}), runs[name])
-            for name, contender in manifest.contenders.items()
+            Result(manifest.settled(name), manifest.parameters.get(name, {}), runs[name])
+            for name in manifest.contenders
             if name in runs
         ]
         missing = [cell for cell in cells if cell not in finished]
-        seeds, processes = manifest.seeds, manifest.processes
-        return cls(folder.name, results, missing, seeds, processes, manifest.threads)
+        return cls(
+            folder.name, results, missing, manifest.processes, manifest.threads,
+            manifest.design, _sweeps(folder, manifest),
+        )  # fmt: skip
+
+    @property
+    def numbers_of_seeds(self) -> list[int]:
+        """The different numbers of finished runs that contenders have, in rising order."""
+        return sorted({len(result.runs) for result in self.results})
+
+    @property
+    def seeds_told(self) -> str:
+        """`5 seeds`, or `2 to 5 seeds`."""
+        fewest, most = self.numbers_of_seeds[0], self.numbers_of_seeds[-1]
+        told = f"{most}" if fewest == most else f"{fewest} to {most}"
+        return f"{told} seed{'s' if most > 1 else ''}"
 
     @property
     def reference(self) -> Result:
@@ -110,3 +129,9 @@ class StudyResults:
     def domains(self) -> list[str]:
         """The domains of the held-out text."""
         return list(self.reference.first.final)
+
+
+def _sweeps(folder: StudyFolder, manifest: StudyManifest) -> dict[str, Sweep]:
+    if not manifest.design.lr_grid:
+        return {}
+    return {name: read_sweep(folder, manifest, name) for name in manifest.contenders}

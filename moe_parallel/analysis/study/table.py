@@ -10,6 +10,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from moe_parallel.analysis.study.comparison import Comparisons
+from moe_parallel.analysis.study.comparison_tables import comparison_sections, sweep_section
+from moe_parallel.analysis.study.markdown import NONE, Row, fixed, table
 from moe_parallel.analysis.study.measures import Spread, paired_differences
 from moe_parallel.analysis.study.notes import notes
 from moe_parallel.analysis.study.results import Result, StudyResults
@@ -18,24 +21,22 @@ PARAMETERS = {
     "total": "parameters",
     "active": "active",
     "active_compute": "active, all that computes",
+    "flops_per_token": "FLOPs per token",
 }
-NONE = "–"
-MINUS = "−"
 MARK = " †"
-
-Row = Sequence[str]
 
 
 def markdown(study: StudyResults) -> str:
     """The report as a page."""
-    runs = f"{len(study.seeds)} seed{'s' if len(study.seeds) > 1 else ''}"
     parts = [
         f"# {study.name}\n",
-        f"Mean ± standard deviation over {runs} (lowest to highest); {NONE}: the system does not "
-        "have it.\n",
+        f"Mean ± standard deviation over {study.seeds_told} (lowest to highest); {NONE}: the "
+        "system does not have it.\n",
         "## Held-out text\n",
         _held_out(study),
         *_differences(study),
+        *comparison_sections(study),
+        *sweep_section(study),
         "## Size and speed\n",
         _costs(study),
         "## Routing\n",
@@ -101,7 +102,15 @@ def as_json(study: StudyResults) -> str:
         }
         for result in study.results
     }
-    content = {"study": study.name, "contenders": contenders, "notes": notes(study)}
+    comparisons = Comparisons.of(study)
+    content = {
+        "study": study.name,
+        "design": dataclasses.asdict(study.design),
+        "contenders": contenders,
+        "comparisons": None if comparisons is None else dataclasses.asdict(comparisons),
+        "sweeps": {name: sweep.as_json() for name, sweep in study.sweeps.items()},
+        "notes": notes(study),
+    }
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
@@ -122,7 +131,7 @@ def _held_out(study: StudyResults) -> str:
         ]
         for result in study.results
     ]
-    text = _table(["", *heads], rows)
+    text = _with_numbers(heads, rows, [len(result.runs) for result in study.results])
     if any(result.warnings for result in study.results):
         text += (
             f"\n{MARK.strip()} Read what stands below of this system before comparing its loss.\n"
@@ -140,12 +149,21 @@ def _differences(study: StudyResults) -> list[str]:
     if len(study.results) < 2:
         return []
     columns = [f"{domain}/loss" for domain in study.domains]
-    rows = []
+    rows, numbers = [], []
     for result in study.results[1:]:
         differences = [_minus_reference(study, result, name) for name in columns]
         rows.append([result.name, *(_with_range(each, 3, sign="+") for each in differences)])
+        numbers.append(len(result.runs.keys() & study.reference.runs.keys()))
     title = f"## Loss minus that of {study.reference.name} with the same seed\n"
-    return [title, _table(["", *map(_held_out_title, columns)], rows)]
+    return [title, _with_numbers([_held_out_title(name) for name in columns], rows, numbers)]
+
+
+def _with_numbers(heads: list[str], rows: list[list[str]], seeds: Sequence[int]) -> str:
+    """The table; with a last column for the numbers of seeds of its rows, if they differ."""
+    if len(set(seeds)) > 1:
+        heads = [*heads, "seeds"]
+        rows = [[*row, str(number)] for row, number in zip(rows, seeds, strict=True)]
+    return table(["", *heads], rows)
 
 
 def _minus_reference(study: StudyResults, result: Result, measure: str) -> Spread | None:
@@ -166,7 +184,7 @@ def _costs(study: StudyResults) -> str:
         ]
 
     rows = [[result.name, *cells(result)] for result in study.results]
-    return _table(["", *PARAMETERS.values(), *heads], rows)
+    return table(["", *PARAMETERS.values(), *heads], rows)
 
 
 def _routing(study: StudyResults) -> str:
@@ -184,13 +202,12 @@ def _routing(study: StudyResults) -> str:
         for result in study.results
     ]
     limit = f"The entropies are at most {' or '.join(ceilings)}.\n" if ceilings else ""
-    return _table(["", *columns.values()], rows) + ("\n" + limit if limit else "")
+    return table(["", *columns.values()], rows) + ("\n" + limit if limit else "")
 
 
 def _with_range(spread: Spread | None, places: int, sign: str = "") -> str:
     def number(value: float) -> str:
-        rounded = round(value, places) + 0.0  # never -0.000
-        return f"{rounded:{sign}.{places}f}".replace("-", MINUS)
+        return fixed(value, places, sign)
 
     if spread is None:
         return NONE
@@ -210,11 +227,6 @@ def _plain(spread: Spread | None, shown: Callable[[float], str]) -> str:
 
 def _count(number: Any) -> str:
     return NONE if number is None else f"{number:,}"
-
-
-def _table(heads: Row, rows: Sequence[Row]) -> str:
-    rule = ["---", *["---:"] * (len(heads) - 1)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [heads, rule, *rows]) + "\n"
 
 
 def _csv(rows: Iterable[Mapping[str, Any]]) -> str:

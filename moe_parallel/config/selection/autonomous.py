@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from moe_parallel.config.option import option, with_default
+from moe_parallel.config.selection.balancing import Balancing, BiasBalancing
 from moe_parallel.config.selection.factorized import UP_INIT_METHODS, aoe_wide_size, up_std
+from moe_parallel.config.selection.free_experts import FixedFreeExperts
+from moe_parallel.config.selection.kept import OwnWeight
 from moe_parallel.config.selection.parts import (
-    Balancing,
-    BiasBalancing,
     DispatchedSelection,
     DynamicChoices,
     ExpertsChoose,
     FixedChoices,
 )
 from moe_parallel.config.selection.selection import LayerWeights
+from moe_parallel.config.selection.threshold import Cutoffs, exceeded_norm
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
@@ -86,6 +89,12 @@ class AutonomousSelection(DispatchedSelection):
             hidden_size, ffn_hidden_size, self.aoe_low_rank_size
         )
 
+    def own_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> list[OwnWeight]:
+        own = [OwnWeight("w_free", self.free_experts)] if self.free_experts else []
+        w_down = num_experts * hidden_size * self.aoe_low_rank_size
+        own.append(OwnWeight("w_down", w_down, gathered=self.aoe_gather_w_down))
+        return own + super().own_weights(hidden_size, num_experts, expert_width)
+
     def layer_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> LayerWeights:
         rank = self.aoe_low_rank_size
         down = num_experts * hidden_size * rank
@@ -94,9 +103,17 @@ class AutonomousSelection(DispatchedSelection):
         weights = super().layer_weights(hidden_size, num_experts, expert_width)
         return weights._replace(replicated=replicated, expert_parallel=expert)
 
+    def weights_per_score(self, hidden_size: int) -> int:
+        """A free expert has no norm: its score is a number of its own."""
+        return 1
+
     @property
     def low_rank_sizes(self) -> list[tuple[str, int]]:
         return [("--aoe-low-rank-size", self.aoe_low_rank_size)]
+
+    def score_range(self, config: Config) -> float:
+        """Eight standard deviations of the initial norms over experts, each s sqrt(d / 2)."""
+        return 8 * config.model.init_method_std * math.sqrt(config.model.hidden_size / 2)
 
     @property
     def sends_c(self) -> bool:
@@ -139,11 +156,13 @@ class AutonomousSelection(DispatchedSelection):
 
 
 @dataclass(frozen=True)
-class AoESelection(BiasBalancing, Balancing, FixedChoices, AutonomousSelection, system="aoe"):
+class AoESelection(
+    FixedFreeExperts, BiasBalancing, Balancing, FixedChoices, AutonomousSelection, system="aoe"
+):
     """Autonomy-of-Experts: the K experts with the largest norms; there is no router."""
 
     # Larger than for probabilities: norms differ by tenths, probabilities by hundredths.
-    moe_router_bias_update_rate: float = with_default(
+    moe_router_bias_update_rate: float | None = with_default(
         BiasBalancing, "moe_router_bias_update_rate", 1e-2
     )
     aoe_gate: str = option(
@@ -161,8 +180,16 @@ class AoESelection(BiasBalancing, Balancing, FixedChoices, AutonomousSelection, 
     )
 
     @property
+    def depends_on_init_std(self) -> bool:
+        return self.free_experts > 0  # the unit of their scores
+
+    @property
     def probs_over_all(self) -> bool:
         return self.aoe_gate == "all"
+
+    @property
+    def renormalizes(self) -> bool:
+        return not self.probs_over_all
 
     @property
     def screening(self) -> int:
@@ -189,6 +216,10 @@ class AoESelection(BiasBalancing, Balancing, FixedChoices, AutonomousSelection, 
                 f"{chosen}, but --moe-router-force-{forcing} chooses without norms: remove one of "
                 "them"
             )
+        if self.moe_router_replay is not None:
+            raise InputError(
+                f"{chosen}, but --moe-router-replay chooses without norms: remove one of them"
+            )
         most = config.num_experts - self.moe_router_topk - 1
         if self.aoe_fp8_screening > most:
             raise InputError(
@@ -206,6 +237,27 @@ class AoETopPSelection(DynamicChoices, Balancing, AutonomousSelection, system="a
     @property
     def probs_over_all(self) -> bool:
         return True
+
+
+@dataclass(frozen=True)
+class AoEThresholdSelection(Cutoffs, AutonomousSelection, system="aoe_threshold"):
+    """AoE with expert thresholds: each expert takes the tokens whose norm exceeds its cutoff."""
+
+    aoe_threshold_gate: str = option(
+        "softmax",
+        "routing probabilities: softmax over the norms of all experts, not renormalized (softmax), "
+        "or the sigmoid of the norm minus the cutoff (sigmoid)",
+        choices=("softmax", "sigmoid"),
+        weights=True,
+    )
+
+    @property
+    def probs_over_all(self) -> bool:
+        return self.aoe_threshold_gate == "softmax"
+
+    def first_cutoff(self, hidden_size: int, num_experts: int, init_std: float) -> float:
+        std = init_std * math.sqrt(hidden_size)
+        return exceeded_norm(self.mean_choices / num_experts, std, self.aoe_low_rank_size)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_parallel.config.forced_routing import FORMS, parse_forced_routing
+from moe_parallel.config.message import flag
 from moe_parallel.config.option import option
+from moe_parallel.config.selection.kept import (
+    EXPERTS,
+    LOSS,
+    PROBABILITIES,
+    PROBS,
+    SCORES,
+    KeptTensor,
+    Target,
+)
 from moe_parallel.config.selection.selection import LayerWeights, Selection
+from moe_parallel.config.selection.time_constant import TimeConstant
+from moe_parallel.config.selection.traced import TracedSelection
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
@@ -15,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DispatchedSelection(Selection):
+class DispatchedSelection(TracedSelection):
     """The options of all systems that dispatch tokens to experts."""
 
     moe_shared_expert_intermediate_size: int | None = option(
@@ -38,6 +50,10 @@ class DispatchedSelection(Selection):
     def sends_c(self) -> bool:
         """Whether C = x W_down is sent with a token to its expert."""
         return False
+
+    def weights_per_score(self, hidden_size: int) -> int:
+        """The number of weights that score one expert, where its own matrices do not."""
+        return hidden_size
 
     def layer_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> LayerWeights:
         weights = super().layer_weights(hidden_size, num_experts, expert_width)
@@ -74,102 +90,13 @@ class DispatchedSelection(Selection):
 
 
 @dataclass(frozen=True)
-class Balancing(Selection):
-    """Auxiliary losses that balance the load."""
-
-    moe_aux_loss_coeff: float = option(
-        0.01,
-        "coefficient alpha of the load-balancing loss, alpha * n * sum f_i P_i, with f_i the share "
-        "of tokens that chose expert i and P_i its mean probability; 0: off",
-        least=0,
-    )
-    moe_router_load_balancing_type: str = option(
-        "aux_loss",
-        "scope of f and P in the load-balancing loss: a micro-batch (aux_loss), each sequence "
-        "(seq_aux_loss), or f over the previous global batch (global_aux_loss)",
-        choices=("aux_loss", "seq_aux_loss", "global_aux_loss"),
-    )
-    moe_importance_loss_coeff: float = option(
-        0.0,
-        "coefficient of the importance loss, (std / mean)^2 over the experts of their summed "
-        "routing probabilities; 0: off",
-        least=0,
-    )
-
-    @property
-    def by_sequence(self) -> bool:
-        return self.moe_router_load_balancing_type == "seq_aux_loss" or super().by_sequence
-
-    @property
-    def uses_step_load(self) -> bool:
-        of_the_step_before = self.moe_router_load_balancing_type == "global_aux_loss"
-        return (of_the_step_before and self.moe_aux_loss_coeff != 0) or super().uses_step_load
-
-
-@dataclass(frozen=True)
-class BiasBalancing(Selection):
-    """Load balance without a loss (Wang et al. 2024): a bias for the selection only."""
-
-    moe_router_enable_expert_bias: bool = option(
-        False,
-        "balance the load without a loss: add a bias to the probabilities (AoE: to the norms) for "
-        "the selection only; after each step it rises for experts chosen less than the mean and "
-        "falls for the others",
-        weights=True,
-    )
-    moe_router_bias_update: str = option(
-        "sign",
-        "how the bias moves after a step: by the rate, up or down (sign); by the rate times the "
-        "relative error of the load (error), and its growth (id); or to the values that would have "
-        "balanced the step (quantile)",
-        choices=("sign", "error", "id", "quantile"),
-    )
-    moe_router_bias_update_rate: float = option(
-        1e-3, "change of the balancing bias per step; quantile has none", above=0
-    )
-    moe_router_bias_ema: float = option(
-        0.0, "share of the bias that a quantile update keeps", least=0, below=1
-    )
-
-    @property
-    def uses_step_load(self) -> bool:
-        return self.moe_router_enable_expert_bias or super().uses_step_load
-
-    def check(self, config: Config, world_size: int) -> None:
-        super().check(config, world_size)
-        update = self.moe_router_bias_update
-        if update != "sign" and not self.moe_router_enable_expert_bias:
-            raise InputError(
-                f"--moe-router-bias-update is {update}, but there is no bias: set "
-                "--moe-router-enable-expert-bias"
-            )
-        if update != "quantile":
-            if self.moe_router_bias_ema:
-                raise InputError(
-                    f"--moe-router-bias-ema is {self.moe_router_bias_ema}, but "
-                    f"--moe-router-bias-update is {update}: set it to quantile, or remove the EMA"
-                )
-            return
-        if self.choices_per_token == config.num_experts:
-            raise InputError(
-                "--moe-router-bias-update is quantile, but every token takes all "
-                f"{config.num_experts} experts: lower --moe-router-topk"
-            )
-        if getattr(self, "moe_router_num_groups", None) is not None:
-            raise InputError(
-                "--moe-router-bias-update is quantile, which knows of no groups: use sign, error "
-                "or id, or leave out --moe-router-num-groups"
-            )
-
-
-@dataclass(frozen=True)
 class TokensChoose(Selection):
     """Each token chooses its experts, so a benchmark can choose others for it."""
 
     moe_router_force_routing: str | None = option(
         None,
-        "for benchmarks: which experts compute a token, whatever its scores; probabilities come "
-        f"from the scores. {FORMS}; without a number hot is 0.5, zipf 1, warmup 100. none: off",
+        "for benchmarks: the load of the experts, whatever the scores are; probabilities come from "
+        f"the scores. {FORMS}; without a number hot is 0.5, zipf 1, warmup 100. none: off",
     )
 
     @property
@@ -183,25 +110,22 @@ class TokensChoose(Selection):
 
 
 @dataclass(frozen=True)
-class FixedChoices(TokensChoose):
+class FixedNumber(Selection):
     """A fixed number of experts per token."""
 
     moe_router_topk: int = option(2, "number of experts per token (K)", weights=True, least=1)
-    moe_aux_loss_per_choice: bool = option(
-        False,
-        "divide the load-balancing loss by (MoE layers * K), so that uniform routing gives alpha",
-    )
-    moe_router_force_load_balancing: bool = option(
-        False, "for benchmarks: choose the experts in turn, whatever the scores"
-    )
 
     @property
     def choices_per_token(self) -> int:
         return self.moe_router_topk
 
     @property
-    def forced_routing(self) -> str | None:
-        return "in turn" if self.moe_router_force_load_balancing else super().forced_routing
+    def renormalizes(self) -> bool:
+        """Whether the routing probabilities of the chosen experts are divided by their sum."""
+        return True
+
+    def kept_by_rule(self) -> list[KeptTensor] | None:
+        return [SCORES, EXPERTS, PROBS] if self.renormalizes else [PROBABILITIES, EXPERTS]
 
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
@@ -211,6 +135,26 @@ class FixedChoices(TokensChoose):
                 f"--moe-router-topk is {self.moe_router_topk}, above --num-experts {n}: choose at "
                 f"most {n}"
             )
+
+
+@dataclass(frozen=True)
+class FixedChoices(FixedNumber, TokensChoose):
+    """A token chooses a fixed number of experts."""
+
+    moe_aux_loss_per_choice: bool = option(
+        False,
+        "divide the load-balancing loss by (MoE layers * K), so that uniform routing gives alpha",
+    )
+    moe_router_force_load_balancing: bool = option(
+        False, "for benchmarks: choose the experts in turn, whatever the scores"
+    )
+
+    @property
+    def forced_routing(self) -> str | None:
+        return "in turn" if self.moe_router_force_load_balancing else super().forced_routing
+
+    def check(self, config: Config, world_size: int) -> None:
+        super().check(config, world_size)
         if self.moe_router_force_load_balancing and self.moe_router_force_routing is not None:
             raise InputError(
                 "--moe-router-force-load-balancing chooses the experts in turn, and "
@@ -233,11 +177,29 @@ class DynamicChoices(TokensChoose):
         False,
         "stop when the sum exceeds p (the authors' code) instead of when it reaches p (the paper)",
     )
+    moe_top_p_renormalize: bool = option(
+        False,
+        "divide the probabilities of the chosen experts by their sum (DTop-p); false: weigh by the "
+        "probabilities as they are (Huang et al.)",
+        weights=True,
+    )
     moe_inference_top_p: float | None = option(
         None, "p in evaluation; none: --moe-top-p", above=0, most=1
     )
     moe_inference_max_experts: int | None = option(
         None, "maximum number of experts per token in evaluation; none: no limit", least=1
+    )
+    moe_top_p_target_experts: float | None = option(
+        None,
+        "move p after each step so that tokens have this number of experts (K) on average over all "
+        "layers; --moe-top-p is then the p of the first step. none: p is fixed",
+        least=1,
+    )
+    moe_top_p_proportional_gain: float = option(
+        0.5, "how much p follows the error (K - mean number) / n of the latest step", least=0
+    )
+    moe_top_p_integral_gain: float = option(
+        0.2, "how much p follows the sum of the errors of all steps", above=0
     )
     moe_entropy_loss_coeff: float = option(
         1e-4,
@@ -245,14 +207,68 @@ class DynamicChoices(TokensChoose):
         least=0,
     )
 
+    @property
+    def mean_choices(self) -> float | None:
+        return self.moe_top_p_target_experts
+
+    @property
+    def controlled(self) -> str | None:
+        return None if self.moe_top_p_target_experts is None else "top_p"
+
+    def target_choices(self, num_experts: int) -> Target | None:
+        k = self.moe_top_p_target_experts
+        return None if k is None else Target("--moe-top-p-target-experts", k)
+
+    def kept_by_rule(self) -> list[KeptTensor]:
+        kept = [PROBABILITIES, EXPERTS]
+        if self.moe_top_p_renormalize:
+            kept += [
+                KeptTensor("empty slots", slot=1),
+                KeptTensor("probs before division", slot=4),
+                KeptTensor("sums of the probs", token=4),
+            ]
+        return kept
+
+    def kept_by_losses(self) -> list[KeptTensor]:
+        kept = super().kept_by_losses()
+        if self.moe_entropy_loss_coeff:
+            above_0 = KeptTensor("probabilities above 0", score=4)
+            logarithms = KeptTensor("logarithms of the probabilities", score=4)
+            kept += [PROBABILITIES, above_0, logarithms, LOSS]
+        return kept
+
+    def state_bytes(self, num_experts: int, vocabulary: int) -> int:
+        of_integral = 0 if self.controlled is None else 4
+        return super().state_bytes(num_experts, vocabulary) + of_integral
+
+    def time_constants(self, config: Config) -> list[TimeConstant]:
+        """That of p is (1 + K_p) / K_i, where the experts are equally probable."""
+        found = super().time_constants(config)
+        if self.moe_top_p_target_experts is None:
+            return found
+        steps = (1 + self.moe_top_p_proportional_gain) / self.moe_top_p_integral_gain
+        return [*found, TimeConstant("controlled p", steps, "raise --moe-top-p-integral-gain")]
+
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
-        most, n = self.moe_inference_max_experts, config.num_experts
-        if most is not None and most > n:
-            raise InputError(
-                f"--moe-inference-max-experts is {most}, above --num-experts {n}: choose at most "
-                f"{n}, or none"
-            )
+        n = config.num_experts
+        for name in ("moe_inference_max_experts", "moe_top_p_target_experts"):
+            value = getattr(self, name)
+            if value is not None and value > n:
+                raise InputError(
+                    f"{flag(name)} is {value}, above --num-experts {n}: choose at most {n}, or none"
+                )
+        if self.moe_top_p_target_experts is None:
+            self._check_fixed_p()
+
+    def _check_fixed_p(self) -> None:
+        for name in ("moe_top_p_proportional_gain", "moe_top_p_integral_gain"):
+            value = getattr(self, name)
+            if value != getattr(DynamicChoices, name):
+                raise InputError(
+                    f"{flag(name)} is {value}, but p is fixed: set --moe-top-p-target-experts, or "
+                    "leave it out"
+                )
 
 
 @dataclass(frozen=True)
@@ -264,14 +280,17 @@ class ExpertsChoose(Selection):
     )
     moe_expert_choice_scores: str = option(
         "raw",
-        "scores by which experts rank tokens and weight their outputs: raw, or softmax over "
-        "experts",
+        "scores by which experts rank tokens and weigh their outputs: as they are (raw), or their "
+        "softmax over experts (softmax)",
         choices=("raw", "softmax"),
     )
 
     @property
     def mean_choices(self) -> float:
         return self.moe_expert_choice_capacity_factor
+
+    def kept_by_rule(self) -> list[KeptTensor] | None:
+        return [SCORES if self.moe_expert_choice_scores == "raw" else PROBABILITIES, EXPERTS]
 
     @property
     def warning(self) -> str:

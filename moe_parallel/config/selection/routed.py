@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moe_parallel.config.message import flag
 from moe_parallel.config.option import option, with_default
+from moe_parallel.config.selection.balancing import Balancing, BiasBalancing
 from moe_parallel.config.selection.factorized import UP_INIT_METHODS, aoe_wide_size, up_std
+from moe_parallel.config.selection.free_experts import FixedFreeExperts, FreeExperts
+from moe_parallel.config.selection.kept import (
+    EXPERTS,
+    LOSS,
+    PROBS,
+    SCORES,
+    KeptTensor,
+    OwnWeight,
+)
 from moe_parallel.config.selection.parts import (
-    Balancing,
-    BiasBalancing,
     DispatchedSelection,
     DynamicChoices,
     ExpertsChoose,
     FixedChoices,
+    FixedNumber,
 )
 from moe_parallel.config.selection.segments import Segments
 from moe_parallel.config.selection.selection import LayerWeights
+from moe_parallel.config.selection.threshold import Cutoffs, exceeded_normal
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
@@ -51,6 +63,21 @@ class RoutedSelection(DispatchedSelection):
         "coefficient of the z-loss, mean(logsumexp(router logits)^2); usually about 1e-3; 0: off",
         least=0,
     )
+    moe_erc_loss_coeff: float = option(
+        0.0,
+        "coefficient of the expert-router coupling loss. It takes each row of the router as an "
+        "input of all experts: its own expert should respond to it most, and should respond less "
+        "to the other rows; 1 in the paper; 0: off",
+        least=0,
+    )
+    moe_erc_alpha: float = option(
+        1.0,
+        "alpha of the coupling loss: another expert may respond to a row at most alpha times as "
+        "strongly as its own expert does (norm of x W_g); with a smaller alpha experts specialize "
+        "more",
+        least=0,
+        most=1,
+    )
     moe_input_jitter_eps: float = option(
         0.0,
         "in training, multiply the router's input by uniform noise from [1 - eps, 1 + eps]; 0: off",
@@ -65,10 +92,30 @@ class RoutedSelection(DispatchedSelection):
             return None
         return up_std(self.moe_gate_up_init_method, self.moe_gate_low_rank_size)
 
+    def weights_per_score(self, hidden_size: int) -> int:
+        return self.moe_router_hidden_size or hidden_size
+
     def expert_width(self, hidden_size: int, ffn_hidden_size: int) -> int:
         if self.moe_gate_low_rank_size is None:
             return ffn_hidden_size
         return aoe_wide_size(hidden_size, ffn_hidden_size, self.moe_gate_low_rank_size)
+
+    def own_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> list[OwnWeight]:
+        scores, h = num_experts + self.free_experts, self.moe_router_hidden_size
+        sizes = [scores * hidden_size] if h is None else [h * hidden_size, scores * h]
+        own = [OwnWeight("w_router", size, in_fp32=True) for size in sizes]
+        if self.moe_gate_low_rank_size is not None:
+            w_down = num_experts * hidden_size * self.moe_gate_low_rank_size
+            own.append(OwnWeight("w_down", w_down))
+        return own + super().own_weights(hidden_size, num_experts, expert_width)
+
+    def kept_by_losses(self) -> list[KeptTensor]:
+        kept = super().kept_by_losses()
+        if self.moe_z_loss_coeff:
+            kept += [SCORES, KeptTensor("logsumexp of the scores", token=4), LOSS]
+        if self.moe_erc_loss_coeff:
+            kept.append(LOSS)
+        return kept
 
     def layer_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> LayerWeights:
         weights = super().layer_weights(hidden_size, num_experts, expert_width)
@@ -95,10 +142,34 @@ class RoutedSelection(DispatchedSelection):
                 f"--moe-gate-up-init-method is {method}, but W_g is whole: set "
                 "--moe-gate-low-rank-size, or leave it out"
             )
+        self._check_coupling(config.num_experts)
+
+    def _check_coupling(self, num_experts: int) -> None:
+        coefficient, alpha = self.moe_erc_loss_coeff, self.moe_erc_alpha
+        if not coefficient:
+            if alpha != RoutedSelection.moe_erc_alpha:
+                raise InputError(
+                    f"--moe-erc-alpha is {alpha}, but there is no coupling loss: set "
+                    "--moe-erc-loss-coeff, or leave it out"
+                )
+            return
+        for name in ("moe_router_hidden_size", "moe_gate_low_rank_size"):
+            if getattr(self, name) is not None:
+                raise InputError(
+                    f"--moe-erc-loss-coeff is {coefficient}, which needs one matrix for the router "
+                    f"and one W_g for an expert: leave out {flag(name)}"
+                )
+        if num_experts == 1:
+            raise InputError(
+                f"--moe-erc-loss-coeff is {coefficient}, which compares experts, and --num-experts "
+                "is 1: raise it, or leave the loss out"
+            )
 
 
 @dataclass(frozen=True)
-class TopKSelection(BiasBalancing, Balancing, FixedChoices, RoutedSelection, system="topk"):
+class TopKSelection(
+    FixedFreeExperts, BiasBalancing, Balancing, FixedChoices, RoutedSelection, system="topk"
+):
     """A linear router selects the K most probable experts (Shazeer 2017; Switch for K = 1)."""
 
     moe_router_score_function: str = option(
@@ -123,6 +194,30 @@ class TopKSelection(BiasBalancing, Balancing, FixedChoices, RoutedSelection, sys
         weights=True,
         least=1,
     )
+
+    @property
+    def renormalizes(self) -> bool:
+        return self.moe_router_topk > 1 and not self.moe_router_pre_softmax
+
+    def kept_by_rule(self) -> list[KeptTensor] | None:
+        if self.moe_router_score_function == "softmax":
+            return super().kept_by_rule()
+        return self._without_zero_experts([SCORES, EXPERTS, PROBS, *self._logarithms()])
+
+    def _logarithms(self) -> list[KeptTensor]:
+        """What the logarithms of the sigmoids of several choices keep."""
+        if self.moe_router_topk == 1:
+            return []
+        return [
+            KeptTensor("scores of the choices", slot=4),
+            KeptTensor("exponentials of the scores of the choices", slot=4),
+        ]
+
+    def kept_by_losses(self) -> list[KeptTensor]:
+        kept = super().kept_by_losses()
+        if self.moe_router_score_function == "sigmoid" and self.moe_aux_loss_coeff:
+            kept += [SCORES, KeptTensor("exponentials of the scores", score=4)]
+        return kept
 
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
@@ -161,12 +256,40 @@ class TopKSelection(BiasBalancing, Balancing, FixedChoices, RoutedSelection, sys
 
 
 @dataclass(frozen=True)
-class TopPSelection(DynamicChoices, Balancing, RoutedSelection, system="top_p"):
+class TopPSelection(FreeExperts, DynamicChoices, Balancing, RoutedSelection, system="top_p"):
     """Dynamic routing: the fewest experts whose probabilities sum to p (Huang et al. 2024)."""
 
     moe_router_load_balancing_type: str = with_default(
         Balancing, "moe_router_load_balancing_type", "seq_aux_loss"
     )
+
+
+@dataclass(frozen=True)
+class ThresholdSelection(Cutoffs, RoutedSelection, system="threshold"):
+    """Each expert takes the tokens whose score exceeds its own cutoff (Sun et al. 2026)."""
+
+    def first_cutoff(self, hidden_size: int, num_experts: int, init_std: float) -> float:
+        std = self._initial_std(hidden_size, init_std)
+        return exceeded_normal(self.mean_choices / num_experts, std)
+
+    def score_range(self, config: Config) -> float:
+        """Eight standard deviations of the initial logits."""
+        return 8 * self._initial_std(config.model.hidden_size, config.model.init_method_std)
+
+    def _initial_std(self, hidden_size: int, init_std: float) -> float:
+        """The standard deviation of the initial logits, for tokens of RMS 1."""
+        std = init_std * math.sqrt(hidden_size)
+        if self.moe_router_hidden_size is not None:
+            std *= init_std * math.sqrt(self.moe_router_hidden_size)
+        return std
+
+    def check(self, config: Config, world_size: int) -> None:
+        super().check(config, world_size)
+        if self.moe_z_loss_coeff:
+            raise InputError(
+                f"--moe-z-loss-coeff is {self.moe_z_loss_coeff}, but --expert-selection threshold "
+                "has no softmax whose logits it could bound: leave it out"
+            )
 
 
 @dataclass(frozen=True)
@@ -188,6 +311,9 @@ class SegmentExpertChoiceSelection(
         ExpertsChoose, "moe_expert_choice_scores", "softmax"
     )
 
+    def kept_by_rule(self) -> None:
+        return None
+
     @property
     def warning(self) -> str:
         return (
@@ -196,3 +322,20 @@ class SegmentExpertChoiceSelection(
             "text; in evaluations each segment chooses its experts: judge by the loss after the "
             "first"
         )
+
+
+@dataclass(frozen=True)
+class HashSelection(FixedNumber, RoutedSelection, system="hash"):
+    """A frozen table gives each token id K experts, and a router weighs them: a control."""
+
+    @property
+    def renormalizes(self) -> bool:
+        return self.moe_router_topk > 1
+
+    def state_bytes(self, num_experts: int, vocabulary: int) -> int:
+        table = 8 * vocabulary * self.moe_router_topk
+        return super().state_bytes(num_experts, vocabulary) + table
+
+    @property
+    def reads_token_ids(self) -> bool:
+        return True

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from moe_parallel.config.section import Section
+from moe_parallel.config.selection.kept import KeptTensor, OwnWeight, Target
+from moe_parallel.config.selection.time_constant import TimeConstant
+
+if TYPE_CHECKING:
+    from moe_parallel.config.config import Config
 
 #: The configuration classes, by name for `--expert-selection`. `Selection` adds each subclass.
 SELECTIONS: dict[str, type[Selection]] = {}
@@ -56,6 +61,36 @@ class Selection(Section):
             expert_parallel=num_experts * 3 * hidden_size * expert_width,
         )
 
+    def own_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> list[OwnWeight]:
+        """The weights that a layer holds beside its experts, in the order of its parameters."""
+        return []
+
+    def dispatched_width(self, expert_width: int, num_experts: int) -> int:
+        """The inner width of the part of an expert that computes the chosen tokens."""
+        return expert_width
+
+    def kept_by_rule(self) -> list[KeptTensor] | None:
+        """What the rule keeps for the backward pass. None: plans do not know the system."""
+        return None
+
+    def kept_by_losses(self) -> list[KeptTensor]:
+        """What the losses on the routing keep for the backward pass."""
+        return []
+
+    def target_choices(self, num_experts: int) -> Target | None:
+        """The mean number of experts per token at which training aims. None: no such aim."""
+        return None
+
+    def step_sums(self, num_experts: int) -> list[int]:
+        """Bytes of the sums over all ranks of a pipeline stage after each step, for a layer."""
+        return [8 * (num_experts + self.free_experts + 1)] if self.uses_step_load else []
+
+    def state_bytes(self, num_experts: int, vocabulary: int) -> int:
+        """Bytes of the numbers of a layer that are no weights and remain from step to step."""
+        scores = num_experts + self.free_experts
+        load = 4 * scores + 8 * (scores + 1) if self.uses_step_load else 0
+        return load + (0 if self.controlled is None else 4 + 16)
+
     @property
     def low_rank_sizes(self) -> list[tuple[str, int]]:
         """The low-rank sizes of an expert, each with its flag."""
@@ -65,6 +100,11 @@ class Selection(Section):
     def choices_per_token(self) -> int | None:
         """K. None: it varies."""
         return None
+
+    @property
+    def free_experts(self) -> int:
+        """The number of free experts, which have scores and no rows."""
+        return 0
 
     @property
     def mean_choices(self) -> float | None:
@@ -94,13 +134,52 @@ class Selection(Section):
         return 0
 
     @property
+    def depends_on_init_std(self) -> bool:
+        """Whether a fixed number of the model follows from --init-method-std."""
+        return False
+
+    @property
     def uses_step_load(self) -> bool:
         """Whether routing depends on the loads of the previous step."""
         return False
 
+    def score_range(self, config: Config) -> float:
+        """The range over which a balancing bias has to shift the scores: that of probabilities."""
+        return 0.6
+
+    def time_constants(self, config: Config) -> list[TimeConstant]:
+        """How fast the states of the system move. []: it has none."""
+        return []
+
+    def rescaled(self, config: Config) -> Selection:
+        """The same options, where those that the length of the run decides have their values."""
+        return self
+
+    @property
+    def reads_token_ids(self) -> bool:
+        """Whether the ids of the tokens choose the experts."""
+        return False
+
+    @property
+    def gathers_scores(self) -> bool:
+        """Whether what moves after a step needs the scores of whole micro-batches."""
+        return False
+
+    @property
+    def controlled(self) -> str | None:
+        """The name, in metrics.jsonl, of the number that a controller moves after each step.
+
+        None: the system has no controller.
+        """
+        return None
+
     @property
     def forced_routing(self) -> str | None:
         """The workload that chooses the experts, in place of the scores. None: the scores do."""
+        return None
+
+    def note(self, config: Config) -> str | None:
+        """What the system sets by the other options of a run, to print at its start."""
         return None
 
     @property

@@ -2,27 +2,34 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from moe_parallel.data.manifest import SourceFile
 from moe_parallel.data.preprocess.compressed import PARQUET, DigestedFile, blocks
 from moe_parallel.data.preprocess.inputs import InputFile
 from moe_parallel.data.preprocess.parquet import read_columns
-from moe_parallel.data.preprocess.records import LONGEST, Columns, Lines, Rows, TooLong
+from moe_parallel.data.preprocess.records import (
+    LONGEST,
+    Columns,
+    Lines,
+    PlainText,
+    Rows,
+    TooLong,
+)
+from moe_parallel.errors import InputError
 
 # Lines of about this many bytes go to a worker together. It does not change the result.
 _BATCH = 2**19
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
-Batch = Lines | Rows | TooLong
+Batch = Lines | PlainText | Rows | TooLong
 
 
 class ReadBatch(NamedTuple):
     """A batch, the file it is from, and the bytes that were read from the disk for it."""
 
-    path: Path
+    file: InputFile
     batch: Batch
     read: int
 
@@ -49,26 +56,48 @@ class Reader:
             InputError: a file that cannot be read, is damaged, or lacks a column.
         """
         for file in self.files:
-            with DigestedFile(file.path) as raw:
+            self._check_keys(file)
+        for file in self.files:
+            with DigestedFile(file) as raw:
                 if raw.head == PARQUET:
                     yield from self._of_parquet(file, raw)
                     continue
                 before = 0
-                for batch in _lines(blocks(raw), file.domain):
-                    yield ReadBatch(file.path, batch, raw.count - before)
+                read = _whole if file.is_plain_text else _lines
+                for batch in read(blocks(raw), file.domain):
+                    yield ReadBatch(file, batch, raw.count - before)
                     before = raw.count
                 digest = raw.sha256()
             self.sources.append(SourceFile(str(file.path), raw.count, digest))
 
     def _of_parquet(self, file: InputFile, raw: DigestedFile) -> Iterator[ReadBatch]:
         size, row, done = os.path.getsize(file.path), 0, 0
-        for values, share in read_columns(file.path, self.columns.names):
+        for values, share in read_columns(file, self.columns.names):
             read = int(share * size)
-            yield ReadBatch(file.path, Rows(row + 1, file.domain, values), read - done)
+            yield ReadBatch(file, Rows(row + 1, file.domain, values), read - done)
             row, done = row + len(values[0]), read
         if self._digest:
             digest = raw.sha256()
             self.sources.append(SourceFile(str(file.path), raw.count, digest))
+
+    def _check_keys(self, file: InputFile) -> None:
+        keys = self.columns.texts
+        if file.is_plain_text and len(keys) > 1:
+            raise InputError(
+                f"{file} is plain text, which has no keys, and --json-keys names {len(keys)}: name "
+                "one, or leave the file out"
+            )
+
+
+def _whole(content: Iterator[bytes], domain: str) -> Iterator[PlainText]:
+    """The one document of a file; of a longer one than is accepted, so much that this is seen."""
+    kept: list[bytes] = []
+    length = 0
+    for block in content:
+        if length <= LONGEST:
+            kept.append(block)
+            length += len(block)
+    yield PlainText(domain, b"".join(kept).removeprefix(_BYTE_ORDER_MARK))
 
 
 def _lines(content: Iterator[bytes], domain: str) -> Iterator[Lines | TooLong]:

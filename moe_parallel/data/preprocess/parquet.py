@@ -1,9 +1,9 @@
 """Reads columns of text of a Parquet file, some rows at a time."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
+from moe_parallel.data.preprocess.inputs import InputFile
 from moe_parallel.data.preprocess.records import shown
 from moe_parallel.errors import InputError
 from moe_parallel.optional import import_optional
@@ -15,9 +15,11 @@ _BUFFER = 2**20
 
 
 def read_columns(
-    path: Path, names: Sequence[str]
+    file: InputFile, names: Sequence[str]
 ) -> Iterator[tuple[list[list[bytes | None]], float]]:
     """Yields the values of some rows, column by column, and the share of rows read so far.
+
+    `names`: of columns; "a.b" is also the field b of the column a.
 
     The memory is that of some pages of the file, not of a row group. Values are not checked to be
     UTF-8; None is null.
@@ -25,41 +27,56 @@ def read_columns(
     Raises:
         InputError: pyarrow is not installed; the file is damaged, or lacks a column with text.
     """
-    parquet = import_optional("pyarrow.parquet", f"--input {path}")
-    arrow = import_optional("pyarrow", f"--input {path}")
+    parquet = import_optional("pyarrow.parquet", str(file))
+    arrow = import_optional("pyarrow", str(file))
     try:
-        with parquet.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False) as file:
+        with parquet.ParquetFile(file.path, buffer_size=_BUFFER, pre_buffer=False) as opened:
             for name in names:
-                _check_column(arrow, file.schema_arrow, name, path)
-            done, rows = 0, file.metadata.num_rows
-            batches = file.iter_batches(
-                batch_size=_rows_at_a_time(file.metadata), columns=list(names), use_threads=False
+                _check_column(arrow, opened.schema_arrow, name, file)
+            done, rows = 0, opened.metadata.num_rows
+            batches = opened.iter_batches(
+                batch_size=_rows_at_a_time(opened.metadata), columns=list(names), use_threads=False
             )
             for batch in batches:
                 done += batch.num_rows
                 if batch.num_rows:
-                    yield [_values(arrow, batch.column(name)) for name in names], done / rows
+                    yield [_values(arrow, _column(batch, name)) for name in names], done / rows
             if done != rows:
-                raise InputError(f"--input {path} is damaged ({done:,} rows of {rows:,})")
+                raise InputError(f"{file} is damaged ({done:,} rows of {rows:,})")
     except (arrow.ArrowException, OSError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"--input {path} is damaged ({reason}): get it again") from None
+        raise InputError(f"{file} is damaged ({reason}): get it again") from None
 
 
-def _check_column(arrow: Any, schema: Any, name: str, path: Path) -> None:
-    texts = [field.name for field in schema if _is_text(arrow, field.type)]
+def _check_column(arrow: Any, schema: Any, name: str, file: InputFile) -> None:
+    types = dict(_types(arrow, schema))
+    texts = [each for each, kind in types.items() if _is_text(arrow, kind)]
     if name in texts:
         return
-    if name in schema.names:
-        kind = schema.field(name).type
-        raise InputError(
-            f"--input {path} has {kind} in column {name!r}, not text (columns with text: "
-            f"{shown(texts)}): see --json-keys"
-        )
-    raise InputError(
-        f"--input {path} has no column {name!r} (columns with text: {shown(texts)}): "
-        "see --json-keys"
-    )
+    known = f"(columns with text: {shown(texts)}): see --json-keys"
+    if name in types:
+        raise InputError(f"{file} has {types[name]} in column {name!r}, not text {known}")
+    raise InputError(f"{file} has no column {name!r} {known}")
+
+
+def _types(arrow: Any, fields: Any, outer: str = "") -> Iterator[tuple[str, Any]]:
+    """The names and types of columns, and those of the fields in them: "column.field"."""
+    for field in fields:
+        if not outer or "." not in field.name:
+            yield outer + field.name, field.type
+        if arrow.types.is_struct(field.type) and "." not in field.name:
+            yield from _types(arrow, field.type, f"{outer}{field.name}.")
+
+
+def _column(batch: Any, name: str) -> Any:
+    if name in batch.schema.names:
+        return batch.column(name)
+    outer, *fields = name.split(".")
+    column = batch.column(outer)
+    for field in fields:
+        index = column.type.get_field_index(field)
+        column = column.flatten()[index]  # null where the column is
+    return column
 
 
 def _is_text(arrow: Any, kind: Any) -> bool:

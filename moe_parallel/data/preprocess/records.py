@@ -82,6 +82,26 @@ class Lines:
 
 
 @dataclass(frozen=True)
+class PlainText:
+    """A file of plain text, which is one document under every key, and has no other."""
+
+    domain: str
+    data: bytes
+
+    unit = "document"
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def records(self, columns: Columns) -> Iterator[Record | Bad]:
+        try:
+            yield Record(1, [_utf8(self.data)], self.domain)
+        except InputError as error:
+            yield Bad(1, str(error))
+
+
+@dataclass(frozen=True)
 class Rows:
     """Some rows of a Parquet file: for each of `Columns.names`, the UTF-8 values; None is null."""
 
@@ -123,10 +143,9 @@ class TooLong:
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
+    text = _utf8(line)
     try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise InputError(f"not UTF-8 (byte {error.start + 1})") from None
+        record = json.loads(text)
     except json.JSONDecodeError as error:
         raise InputError(f"not JSON ({error.msg}, column {error.colno})") from None
     except ValueError:
@@ -139,24 +158,39 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 
 def _text(record: dict[str, Any], key: str) -> str:
-    if key not in record:
-        raise InputError(f"no key {key!r} (its keys: {shown(list(record))}): see --json-keys")
-    text = record[key]
+    text = _value(record, key)
     if not isinstance(text, str):
         raise InputError(f"{type(text).__name__}, not text, under {key!r}")
     # Half of a surrogate pair, which JSON can contain but UTF-8 cannot, becomes "?".
     return text if text.isascii() else text.encode("utf-8", errors="replace").decode("utf-8")
 
 
+def _value(record: dict[str, Any], key: str) -> Any:
+    """What is under the key, or, under "a.b", what is under b in the object under a."""
+    if key in record:
+        return record[key]
+    value: Any = record
+    for part in key.split("."):
+        if not isinstance(value, dict) or part not in value:
+            known = shown(list(record))
+            raise InputError(f"no key {key!r} (its keys: {known}): see --json-keys")
+        value = value[part]
+    return value
+
+
 def _decoded(value: bytes | None, column: str) -> str:
     if value is None:
         raise InputError(f"no text under {column!r} (null)")
+    return _utf8(value, f" under {column!r}")
+
+
+def _utf8(value: bytes, where: str = "") -> str:
     if len(value) > LONGEST:
         raise InputError(_TOO_LONG)
     try:
         return value.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"not UTF-8 under {column!r} (byte {error.start + 1})") from None
+        raise InputError(f"not UTF-8{where} (byte {error.start + 1})") from None
 
 
 def shown(names: Sequence[str]) -> str:

@@ -32,7 +32,7 @@ class Preprocessing:
 
     Attributes:
         input: files, folders and patterns.
-        json_keys: keys or columns with text; each becomes a dataset.
+        json_keys: keys or columns with text; each becomes a dataset. The only one takes plain text.
         output_prefix: of the datasets, PREFIX_KEY_document.
         tokenizer_type, tokenizer_model: of the tokenizer; ByteLevelBPE without a model is trained.
         vocab_size: of a tokenizer that is trained, or of NullTokenizer.
@@ -102,14 +102,14 @@ class BadRecords:
         self._most = most
         self._path = path
 
-    def add(self, path: Path, unit: str, bad: Bad) -> None:
+    def add(self, file: InputFile, unit: str, bad: Bad) -> None:
         """Raises InputError if it is one too many."""
         self.count += 1
         if self.count > self._most:
             many = f"more than --max-bad {self._most} bad records: " if self._most else ""
-            raise InputError(f"{many}--input {path} {unit} {bad.number}: {bad.reason}")
+            raise InputError(f"{many}{file} {unit} {bad.number}: {bad.reason}")
         if self._path is not None:
-            entry = {"file": str(path), unit: bad.number, "reason": bad.reason}
+            entry = {"file": str(file.path), unit: bad.number, "reason": bad.reason}
             with self._path.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(entry) + "\n")
 
@@ -154,7 +154,7 @@ def _tokenizer(work: Preprocessing, files: Sequence[InputFile], progress: Progre
     for file in files:
         if file.size is None:
             raise InputError(
-                f"--input {file.path} is not a file that can be read twice, for the tokenizer and "
+                f"{file} is not a file that can be read twice, for the tokenizer and "
                 "for the data: give --tokenizer-model"
             )
     with progress("training the tokenizer", _size(files)) as advance:
@@ -165,10 +165,10 @@ def _texts(
     work: Preprocessing, files: Sequence[InputFile], advance: Callable[[int], object]
 ) -> Iterator[str]:
     bad = BadRecords(work.max_bad)
-    for path, batch, read in Reader(files, work.columns, digest=False).batches():
+    for file, batch, read in Reader(files, work.columns, digest=False).batches():
         for record in batch.records(work.columns):
             if isinstance(record, Bad):
-                bad.add(path, batch.unit, record)
+                bad.add(file, batch.unit, record)
             else:
                 yield from record.texts
         advance(read)
@@ -213,7 +213,7 @@ def _write(
         advance = stack.enter_context(progress("tokenizing", _size(files)))
         for each, encoded in encode(reader.batches()):
             for record in encoded.bad:
-                bad.add(each.path, each.batch.unit, record)
+                bad.add(each.file, each.batch.unit, record)
             for dataset, documents in zip(datasets.values(), encoded.documents, strict=True):
                 dataset.writer.add(documents.lengths_N, documents.ids_T)
                 dataset.empty += documents.empty

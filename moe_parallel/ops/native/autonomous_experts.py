@@ -102,10 +102,10 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, *kept = output
+    _, *kept = output  # p, then by row C if c_TKR did not give it, and C W_up if it is to be kept
     ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)  # otherwise autograd makes zeros as large as what is kept
-    *given, main_up, main_p, main_out, _ = inputs
+    *given, main_up, main_p, main_out, _ = inputs  # given: with C of the chosen experts, c_TKR
     ctx.save_for_backward(*given, *kept)
     ctx.main_gradients = (
         main_up,

@@ -66,6 +66,10 @@ def test_nothing_failed_and_nothing_was_fetched(shown: Browser) -> None:
     assert shown.value("document.scripts.length") == 2
 
 
+def test_a_constant_stays_constant_when_it_is_smoothed(shown: Browser) -> None:
+    assert shown.value("smoothed([4, 4, null, 4], 0.5)") == [4, 4, None, 4]
+
+
 def test_the_parts_of_the_page(shown: Browser) -> None:
     headings = shown.value("[...document.querySelectorAll('h2')].map(each => each.textContent)")
     assert headings == [
@@ -125,9 +129,9 @@ def test_curves_zoom_and_read(shown: Browser) -> None:
     box = shown.value(f"{LOSS}.querySelector('svg').getBoundingClientRect().toJSON()")
     middle = box["y"] + box["height"] / 2
     shown.drag((box["x"] + 0.5 * box["width"], middle), (box["x"] + 0.7 * box["width"], middle))
-    shown.wait_for(f"JSON.stringify({ticks}) !== {repr(before)!r}.replaceAll(\"'\", '\"')")
-    zoomed = shown.value(ticks)
-    assert "400" in zoomed and "200" not in zoomed and "200" in before
+    assert "200" in before
+    shown.wait_for(f"!{ticks}.includes('200')")
+    assert "400" in shown.value(ticks)
     shown.value(f"{LOSS}.querySelector('svg').focus()")
     shown.press("End")
     at_end = shown.value(spoken)

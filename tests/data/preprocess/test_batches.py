@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from moe_parallel.data.manifest import SourceFile
-from moe_parallel.data.preprocess import batches
+from moe_parallel.data.preprocess import batches, records
 from moe_parallel.data.preprocess.batches import Reader
 from moe_parallel.data.preprocess.inputs import find_inputs
 from moe_parallel.data.preprocess.records import Bad, Columns, Record
+from moe_parallel.errors import InputError
 
 COLUMNS = Columns(("text",))
 LIMIT = 24
@@ -71,3 +72,31 @@ def test_sources_are_the_files_as_they_are_on_the_disk(tmp_path: Path) -> None:
         SourceFile(str(path), path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
         for path in paths
     ]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.TXT.gz"])
+def test_plain_text_is_one_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(batches, "LONGEST", LIMIT)
+    monkeypatch.setattr(records, "LONGEST", LIMIT)
+    pack = gzip.compress if name.endswith("gz") else bytes
+    for text in ("", "one\n\ntwo \r\n", "x" * LIMIT, "x" * (LIMIT + 1), "x" * 4 * 2**20):
+        (tmp_path / name).write_bytes(pack(text.encode()))
+        (record,), (size,) = read(tmp_path / name)
+        assert size == (tmp_path / name).stat().st_size
+        if len(text) <= LIMIT:
+            assert record == Record(1, [text], tmp_path.name)
+        else:
+            assert isinstance(record, Bad) and record.reason.startswith("longer than")
+    (tmp_path / name).write_bytes(pack(b"\xef\xbb\xbf1"))
+    assert read(tmp_path / name)[0] == [Record(1, ["1"], tmp_path.name)]
+
+
+def test_plain_text_under_two_keys_is_told_at_once(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.txt"):
+        (tmp_path / name).write_text('{"text": "1", "title": "2"}\n')
+    files = find_inputs([str(tmp_path / name) for name in ("a.jsonl", "b.txt")])
+    reader = Reader(files, Columns(("text", "title")))
+    with pytest.raises(InputError, match="b.txt is plain text, which has no keys, and --json-keys"):
+        next(reader.batches())

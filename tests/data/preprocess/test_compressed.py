@@ -1,5 +1,7 @@
+import bz2
 import gzip
 import hashlib
+import lzma
 import random
 import sys
 from collections.abc import Callable
@@ -9,6 +11,7 @@ import pytest
 import zstandard
 
 from moe_parallel.data.preprocess.compressed import DigestedFile, blocks
+from moe_parallel.data.preprocess.inputs import InputFile
 from moe_parallel.errors import InputError
 
 TEXT = b"".join(b'{"text": "%d"}\n' % random.Random(i).getrandbits(40) for i in range(60))
@@ -27,26 +30,33 @@ def parts(pack: Callable[[bytes], bytes]) -> bytes:
     return pack(TEXT[:500]) + pack(TEXT[500:])
 
 
+def digested(path: Path) -> DigestedFile:
+    return DigestedFile(InputFile(path, "text", None, "--input"))
+
+
 def read(path: Path) -> bytes:
-    with DigestedFile(path) as file:
+    with digested(path) as file:
         return b"".join(blocks(file))
 
 
-FORMATS = {"": lambda: TEXT, ".gz": lambda: parts(gz), ".zst": lambda: parts(zst)}
+PACKERS = {".gz": gz, ".zst": zst, ".bz2": bz2.compress, ".xz": lzma.compress}
+FORMATS = {"": TEXT, **{suffix: parts(pack) for suffix, pack in PACKERS.items()}}
+
+every_packer = pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
 @pytest.mark.parametrize("named", [True, False])
 def test_the_content_is_read_whatever_the_name(tmp_path: Path, suffix: str, named: bool) -> None:
     path = tmp_path / f"in.jsonl{suffix * named}"
-    path.write_bytes(FORMATS[suffix]())
-    with DigestedFile(path) as file:
+    path.write_bytes(FORMATS[suffix])
+    with digested(path) as file:
         assert b"".join(blocks(file)) == TEXT
         assert file.sha256() == hashlib.sha256(path.read_bytes()).hexdigest()
         assert file.count == path.stat().st_size
 
 
-@pytest.mark.parametrize("pack", [gz, zst])
+@every_packer
 def test_every_cut_is_told(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
     path = tmp_path / "in"
     whole, boundary = parts(pack), len(pack(TEXT[:500]))
@@ -59,12 +69,10 @@ def test_every_cut_is_told(tmp_path: Path, pack: Callable[[bytes], bytes]) -> No
             read(path)
 
 
-@pytest.mark.parametrize("pack", [gz, zst])
-def test_a_bit_that_flips_is_told_or_changes_nothing(
-    tmp_path: Path, pack: Callable[[bytes], bytes]
-) -> None:
-    path = tmp_path / f"in.{pack.__name__}"
-    whole = pack(TEXT)
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_a_bit_that_flips_is_told_or_changes_nothing(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"in{suffix}"
+    whole = PACKERS[suffix](TEXT)
     for bit in random.Random(0).sample(range(8 * len(whole)), 250):
         content = bytearray(whole)
         content[bit // 8] ^= 1 << bit % 8
@@ -75,38 +83,37 @@ def test_a_bit_that_flips_is_told_or_changes_nothing(
             assert "\n" not in str(error)
 
 
-@pytest.mark.parametrize("pack", [gz, zst])
+@every_packer
 def test_a_small_file_with_much_in_it_comes_in_blocks(
     tmp_path: Path, pack: Callable[[bytes], bytes]
 ) -> None:
     path = tmp_path / "bomb"
     path.write_bytes(pack(bytes(60 * 2**20)))
     assert path.stat().st_size < 2**18
-    with DigestedFile(path) as file:
+    with digested(path) as file:
         sizes = [len(block) for block in blocks(file)]
     assert sum(sizes) == 60 * 2**20 and max(sizes) <= 32 * 2**20
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst", ".parquet"])
-@pytest.mark.parametrize("content", [b"", b"{}\n", gz(TEXT), zst(TEXT)])
+@pytest.mark.parametrize("suffix", [*PACKERS, ".parquet"])
+@pytest.mark.parametrize("content", [b"", b"{}\n", *(pack(TEXT) for pack in PACKERS.values())])
 def test_a_file_that_is_not_what_its_name_says_is_told(
     tmp_path: Path, suffix: str, content: bytes
 ) -> None:
     path = tmp_path / f"in{suffix}"
     path.write_bytes(content)
-    kind = {gz(TEXT): ".gz", zst(TEXT): ".zst"}.get(content)
-    if suffix == kind:
+    if suffix in PACKERS and content == PACKERS[suffix](TEXT):
         assert read(path) == TEXT
         return
     with pytest.raises(InputError, match=rf"in{suffix} is not a {suffix} file"):
-        DigestedFile(path)
+        digested(path)
 
 
 def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot be read \(No such file or directory\)"):
-        DigestedFile(tmp_path / "none")
+        digested(tmp_path / "none")
     with pytest.raises(InputError, match=r"cannot be read \(Is a directory\)"):
-        DigestedFile(tmp_path)
+        digested(tmp_path)
 
 
 def test_without_zstandard_its_installation_is_told(

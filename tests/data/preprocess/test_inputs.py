@@ -16,7 +16,11 @@ FILES = (
     "prose/1.json.gz",
     "prose/2.JSONL.ZST",
     "prose/old.json",
-    "empty/notes.txt",
+    "code/notes.txt",
+    "books/part/2.txt",
+    "books/1.TXT.xz",
+    "books/cover.png",
+    "empty/notes.md",
     "odd[1].jsonl",
 )
 
@@ -43,6 +47,22 @@ def test_a_folder_is_read_at_any_depth_in_order_of_the_paths() -> None:
         ("data/code/b.jsonl", "code"),
     ]
     assert {domain for _, domain in found("data/../data/.")} == {"data"}
+
+
+def test_plain_text_is_taken_from_a_folder_without_records() -> None:
+    expected = ["data/books/1.TXT.xz", "data/books/part/2.txt"]
+    assert found("data/books") == [(path, "books") for path in expected]
+    assert [each.is_plain_text for each in find_inputs(["data/books"])] == [True, True]
+    records, notes = find_inputs(["data/code/[bn]*.*"])
+    assert notes.is_plain_text and not records.is_plain_text
+
+
+def test_the_flag_is_an_argument() -> None:
+    (file,) = find_inputs(["data/books/part"], "--text")
+    assert str(file) == "--text data/books/part/2.txt"
+    for words in (["gone"], ["*.gone"], ["data/empty"], ["data/books", "data/books/1.TXT.xz"]):
+        with pytest.raises(InputError, match="^--text "):
+            find_inputs(words, "--text")
 
 
 def test_a_file_has_the_domain_of_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from moe_parallel.data.preprocess import parquet as ours
+from moe_parallel.data.preprocess.inputs import InputFile
 from moe_parallel.data.preprocess.parquet import read_columns
 from moe_parallel.errors import InputError
 
@@ -19,9 +20,13 @@ def write(path: Path, table: dict[str, Any], **options: Any) -> Path:
     return path
 
 
+def opened(path: Path) -> InputFile:
+    return InputFile(path, "text", path.stat().st_size, "--input")
+
+
 def read(path: Path, *names: str) -> list[list[bytes | None]]:
     columns: list[list[bytes | None]] = [[] for _ in names]
-    for values, _ in read_columns(path, names):
+    for values, _ in read_columns(opened(path), names):
         for column, some in zip(columns, values, strict=True):
             column += some
     return columns
@@ -53,6 +58,19 @@ def test_columns_of_text_come_as_they_were_written(
     assert titles == [f"t{i}".encode() for i in numbers]
 
 
+def test_fields_in_columns_have_dotted_names(tmp_path: Path) -> None:
+    inner = [{"b": "1"}, None, {"b": None}, {"b": "4"}]
+    rows = [{"source": f"s{i}", "of": each} for i, each in enumerate(inner)]
+    table = {"meta": [*rows, None], "meta.source": list("vwxyz"), "text": list("abcde")}
+    path = write(tmp_path / "in", table, row_group_size=2)
+    letters = [[each.encode() for each in word] for word in ("vwxyz", "abcde")]
+    expected = [[b"1", None, None, b"4", None], *letters]
+    assert read(path, "meta.of.b", "meta.source", "text") == expected
+    del table["meta.source"]
+    path = write(tmp_path / "other", table, row_group_size=2)
+    assert read(path, "meta.source") == [[b"s0", b"s1", b"s2", b"s3", None]]
+
+
 @pytest.mark.parametrize("rows", [1, 7, 64, 1000])
 def test_rows_come_in_order_some_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
@@ -60,7 +78,7 @@ def test_rows_come_in_order_some_at_a_time(
     monkeypatch.setattr(ours, "_ROWS", rows)
     path = write(tmp_path / "in", {"text": [str(i) for i in range(300)]}, row_group_size=64)
     found, shares = [], []
-    for (values,), share in read_columns(path, ["text"]):
+    for (values,), share in read_columns(opened(path), ["text"]):
         assert 1 <= len(values) <= rows
         found += values
         shares.append(share)
@@ -71,7 +89,7 @@ def test_rows_come_in_order_some_at_a_time(
 def test_long_texts_come_a_few_at_a_time(tmp_path: Path) -> None:
     texts = [random.Random(i).randbytes(100_000) for i in range(40)]
     path = write(tmp_path / "in", {"text": texts})
-    batches = [values for (values,), _ in read_columns(path, ["text"])]
+    batches = [values for (values,), _ in read_columns(opened(path), ["text"])]
     assert [text for batch in batches for text in batch] == texts
     assert max(map(len, batches)) <= 5
 
@@ -85,13 +103,17 @@ def test_an_empty_file_has_no_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("body", r"in has no column 'body' \(columns with text: 'text', 'title'\): see --json-"),
-        ("id", r"in has int64 in column 'id', not text \(columns with text: 'text', 'title'\)"),
+        ("body", r"in has no column 'body' \(columns with text: 'text', .*\): see --json-keys"),
+        ("id", r"in has int64 in column 'id', not text \(columns with text: 'text', "),
+        ("meta", r"in has struct<.*> in column 'meta', not text .*: 'text', 'meta.a', 'title'\)"),
+        ("meta.n", r"in has int64 in column 'meta.n', not text"),
+        ("meta.list.a", r"in has no column 'meta.list.a'"),
         ("list", r"in has list<.*string> in column 'list', not text"),
     ],
 )
 def test_a_column_without_text_is_told(tmp_path: Path, name: str, message: str) -> None:
-    table = {"text": ["a"], "id": [1], "list": [["a"]], "title": ["b"]}
+    meta = {"a": "c", "n": 1, "list": [{"a": "d"}]}
+    table = {"text": ["a"], "id": [1], "list": [["a"]], "meta": [meta], "title": ["b"]}
     with pytest.raises(InputError, match=message):
         read(write(tmp_path / "in", table), "text", name)
 

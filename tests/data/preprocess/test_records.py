@@ -1,6 +1,6 @@
 import pytest
 
-from moe_parallel.data.preprocess.records import Bad, Columns, Lines, Record, Rows
+from moe_parallel.data.preprocess.records import Bad, Columns, Lines, PlainText, Record, Rows
 
 TEXT = Columns(("text",))
 
@@ -54,3 +54,19 @@ def test_a_domain_is_a_text() -> None:
     assert list(Rows(1, "d", [[b"a"], [None]]).records(columns)) == [
         Bad(1, "no text under 'source' (null)")
     ]
+
+
+def test_keys_of_inner_objects() -> None:
+    line = b'{"meta": {"of": {"web": "a"}, "n": 1}, "meta.n": "b", "text": "c"}'
+    columns = Columns(("meta.of.web", "meta.n", "text"))
+    assert list(Lines(1, "d", line).records(columns)) == [Record(1, ["a", "b", "c"], "d")]
+    for key in ("meta.off", "text.a", "meta.of.web.a"):
+        (bad,) = Lines(1, "d", line).records(Columns((key,)))
+        keys = "'meta', 'meta.n', 'text'"
+        assert bad == Bad(1, f"no key {key!r} (its keys: {keys}): see --json-keys")
+
+
+def test_plain_text_is_one_document_under_any_key() -> None:
+    columns = Columns(("body",), domain="source")
+    assert list(PlainText("d", b"a\r\nb\n").records(columns)) == [Record(1, ["a\r\nb\n"], "d")]
+    assert list(PlainText("d", b"ab\xff").records(columns)) == [Bad(1, "not UTF-8 (byte 3)")]

@@ -1,8 +1,10 @@
 """Whole runs in this process; the flags of the tool are in tests/tools."""
 
+import bz2
 import errno
 import gzip
 import json
+import lzma
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
@@ -101,6 +103,13 @@ def as_parquet(path: Path, records: list[dict[str, object]]) -> Path:
     return path
 
 
+def as_files(folder: Path) -> Path:
+    folder.mkdir()
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number:03}.txt").write_bytes(text.encode())
+    return folder
+
+
 def packed(path: Path, pack: Callable[[bytes], bytes], source: Path) -> Path:
     path.write_bytes(pack(source.read_bytes()))
     return path
@@ -116,6 +125,9 @@ def test_every_format_gives_the_same_documents(tmp_path: Path) -> None:
     inputs = {
         "plain": plain,
         "gz": packed(tmp_path / "in.jsonl.gz", gzip.compress, plain),
+        "bz2": packed(tmp_path / "in.jsonl.bz2", bz2.compress, plain),
+        "xz": packed(tmp_path / "in.jsonl.xz", lzma.compress, plain),
+        "text": as_files(tmp_path / "texts"),
         "zst": packed(tmp_path / "in.jsonl.zst", zstandard.ZstdCompressor().compress, plain),
         "parquet": as_parquet(tmp_path / "in.parquet", RECORDS),
         "folder": halves,
@@ -127,7 +139,8 @@ def test_every_format_gives_the_same_documents(tmp_path: Path) -> None:
         prefix = tmp_path / name / "my_text_document"
         found[name] = [Path(f"{prefix}.{suffix}").read_bytes() for suffix in ("bin", "idx")]
         manifest = manifest_of(prefix)
-        sources = [path] if path.is_file() else sorted(halves.iterdir())
+        folder = path if path.is_dir() else halves
+        sources = [path] if path.is_file() else sorted(folder.iterdir())
         assert manifest.sources is not None
         assert [(source.path, source.bytes, source.sha256) for source in manifest.sources] == [
             (str(each), each.stat().st_size, file_digest(each)) for each in sources
@@ -197,6 +210,17 @@ def test_bad_records_are_left_out_and_listed(tmp_path: Path) -> None:
         preprocess(work(tmp_path, source), no_progress)
     preprocess(work(tmp_path, source, overwrite=True), no_progress)
     assert not bad.exists()
+
+
+def test_a_record_is_bad_if_one_of_its_texts_is(tmp_path: Path) -> None:
+    texts = ["1 2", "3"], ["4", "x"], ["y", "5"], ["6", "7 8"]
+    source = write(tmp_path / "in.jsonl", *({"a": a, "b": b} for a, b in texts))
+    numbers = {"tokenizer_type": "NullTokenizer", "tokenizer_model": None, "vocab_size": 10}
+    preprocess(work(tmp_path, source, json_keys=["a", "b"], max_bad=2, **numbers), no_progress)
+    listed = (tmp_path / "out" / "my_bad.jsonl").read_text().splitlines()
+    assert [json.loads(line)["line"] for line in listed] == [2, 3]
+    assert documents(tmp_path / "out" / "my_a_document") == [[1, 2, 9], [6, 9]]
+    assert documents(tmp_path / "out" / "my_b_document") == [[3, 9], [7, 8, 9]]
 
 
 @pytest.mark.parametrize("trained", [True, False])

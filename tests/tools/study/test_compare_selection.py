@@ -1,109 +1,23 @@
 """The tool that trains a study: what it trains, skips and rejects, and how it ends."""
 
 import csv
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 
-from moe_parallel.analysis.study import study_report
 from moe_parallel.analysis.study.contenders import SYSTEMS, SharedFile, choose_contenders
 from moe_parallel.analysis.study.folder import Cell, StudyFolder
-from moe_parallel.config import Config, read_yaml
-from tests.analysis.study_folder import ATTEMPT, layer
+from moe_parallel.config import read_yaml
 from tests.program import SMALL, flags, small_data
-
-ROOT = Path(__file__).resolve().parents[3]
-TOOL = ROOT / "tools" / "study" / "compare_selection.py"
-
-STUDY = {
-    "num-layers": 2,
-    "num-experts": 4,
-    "moe-ffn-hidden-size": 32,
-    "aoe-low-rank-size": 8,
-    "vocab-size": 300,
-    "train-iters": 40,
-    "seed": 7,
-}
-TOTALS = {"topk": 1000, "top_p": 1000, "aoe": 1009, "dense": 500, "wide": 1011}
-
-
-def study_file(folder: Path, **changes: Any) -> Path:
-    path = folder / "study.yaml"
-    content = {k.replace("_", "-"): v for k, v in {**STUDY, **changes}.items()}
-    path.write_text(yaml.safe_dump(content))
-    return path
-
-
-def evaluation(loss: float) -> list[dict[str, Any]]:
-    """The records of a finished run."""
-    place = {"iteration": 40, "consumed_tokens": 4000}
-    layers = [layer(1, [1, 1], experts_per_token=2.25)]
-    return [
-        {**place, "lm_loss": loss, "tokens_per_second": 100.0, "layers": layers},
-        {**place, "validation": {"prose": {"loss": loss, "layers": layers}}},
-    ]
-
-
-class FakeRuns:
-    """Replaces CellRunner: records what is run, and calls `act` for the result."""
-
-    def __init__(self, act: Callable[[Cell, Any], int]) -> None:
-        self.act = act
-        self.ran: list[tuple[str, int]] = []
-        self.configs: list[Config] = []
-
-    def __call__(self, processes: int, threads: int) -> "FakeRuns":
-        return self
-
-    def run(self, cell: Cell, config: Config, stop: Any) -> int:
-        self.ran.append((cell.contender, cell.seed))
-        self.configs.append(config)
-        cell.folder.mkdir(parents=True, exist_ok=True)
-        cell.output.write_text("what it printed\n")
-        code = self.act(cell, stop)
-        cell.add_attempt(ATTEMPT | {"exit_code": code})
-        return code
-
-
-def finish(cell: Cell, stop: Any = None) -> int:
-    lines = [json.dumps(record) + "\n" for record in evaluation(4.0 + cell.seed / 100)]
-    (cell.folder / "metrics.jsonl").write_text("".join(lines))
-    return 0
-
-
-@pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(TOOL.parent)
-    import compare_selection
-    import study_plan
-
-    def count(contender: Any, experts_per_token: float | None = None) -> dict[str, int | None]:
-        total = TOTALS[contender.name]
-        active: int | None = total // 2
-        if contender.system == "top_p":
-            active = None if experts_per_token is None else round(100 * experts_per_token)
-        return {"total": total, "active": active, "active_compute": active}
-
-    monkeypatch.setattr(study_plan, "count_parameters", count)
-    monkeypatch.setattr(study_report, "FIGURES", {})  # tests/analysis tests them
-    return compare_selection
-
-
-def compare(tool: ModuleType, folder: Path, runs: FakeRuns, *arguments: str, **changes: Any) -> int:
-    tool.CellRunner = runs
-    line = ["--config", str(study_file(folder, **changes)), "--output", str(folder / "study")]
-    return tool.main([*line, *arguments])
+from tests.tools.study.fake_runs import ROOT, TOOL, FakeRuns, compare, finish
 
 
 def test_trains_every_system_with_every_seed_and_reports(tool, tmp_path, capsys):
@@ -167,7 +81,68 @@ def test_goes_on_where_it_stopped_and_takes_more(tool, tmp_path, capsys):
     assert more.ran == [("dense", 7)]
     page = (tmp_path / "study" / "table.md").read_text()
     assert [f"| {name} | 4.0" in page for name in ("topk", "aoe", "dense")] == [True] * 3
-    assert "Not finished, and not in the tables: dense (seed 8)." in page
+    assert "Not finished" not in page and "over 1 to 2 seeds (" in page
+
+
+def test_seeds_by_contender(tool, tmp_path, capsys):
+    design = {"selections": ["topk", "aoe", "dense"], "seeds": {"default": 1, "topk": 3, "aoe": 2}}
+    runs = FakeRuns(finish)
+    assert compare(tool, tmp_path, runs, study=design) == 0
+    assert runs.ran == [
+        ("topk", 7), ("aoe", 7), ("dense", 7), ("topk", 8), ("aoe", 8), ("topk", 9)
+    ]  # fmt: skip
+    more = FakeRuns(finish)
+    line = ("--selections", "topk,dense", "--seeds", "2")
+    assert compare(tool, tmp_path, more, *line, study=design) == 0
+    assert more.ran == [("dense", 8)]
+
+
+def test_progress_after_each_run(tool, tmp_path, capsys, monkeypatch):
+    """A run takes 90 s; two of four are done after 3 minutes, so the others take 3 more."""
+    import train_cells
+
+    clock = [0.0]
+    monkeypatch.setattr(train_cells, "monotonic", lambda: clock[0])
+
+    def in_90_seconds(cell: Cell, stop: Any) -> int:
+        clock[0] += 90
+        return 1 if cell.contender == "aoe" and cell.seed == 7 else finish(cell)
+
+    line = ("--selections", "topk,aoe", "--seeds", "2")
+    assert compare(tool, tmp_path, FakeRuns(in_90_seconds), *line) == 1
+    told = [each for each in capsys.readouterr().out.splitlines() if "runs done" in each]
+    begin = [each.partition(", until")[0] for each in told]
+    assert begin == [
+        "1 of 4 runs done, 0 running, 3 left: 270 s",
+        "1 of 4 runs done, 1 failed, 0 running, 2 left: 180 s",
+        "2 of 4 runs done, 1 failed, 0 running, 1 left: 90 s",
+    ]
+    assert re.fullmatch(r".*, until \d{4}-\d\d-\d\d \d\d:\d\d", told[0])
+
+
+def test_no_run_starts_after_the_minutes(tool, tmp_path, capsys, monkeypatch):
+    """Runs take 50 s: the third starts after 100 s, and a fourth would after 150."""
+    import train_cells
+
+    clock = [0.0]
+    monkeypatch.setattr(train_cells, "monotonic", lambda: clock[0])
+
+    def in_50_seconds(cell: Cell, stop: Any) -> int:
+        clock[0] += 50
+        return finish(cell)
+
+    line = ("--selections", "topk,aoe", "--seeds", "2", "--minutes", "2")
+    runs = FakeRuns(in_50_seconds)
+    assert compare(tool, tmp_path, runs, *line) == 75
+    assert runs.ran == [("topk", 7), ("aoe", 7), ("topk", 8)]
+    assert (
+        capsys.readouterr()
+        .out.rstrip()
+        .endswith("--minutes 2 are over; the same command continues from here")
+    )
+    again = FakeRuns(in_50_seconds)
+    assert compare(tool, tmp_path, again, *line) == 0
+    assert again.ran == [("aoe", 8)]
 
 
 def test_a_failed_run_is_told_and_the_others_go_on(tool, tmp_path, capsys):
@@ -204,10 +179,10 @@ def test_unequal_totals_are_refused_unless_asked_for(tool, tmp_path, capsys):
 def test_active_parameters_where_training_decides_the_experts_per_token(tool, tmp_path, capsys):
     line = ("--selections", "top_p,topk", "--seeds", "1")
     assert compare(tool, tmp_path, FakeRuns(finish), *line) == 0
-    assert re.search(r"top_p +1,000 +– +–\n", capsys.readouterr().out)
+    assert re.search(r"top_p +1,000 +– +– +–\n", capsys.readouterr().out)
     page = (tmp_path / "study" / "table.md").read_text()
-    assert "| top_p | 1,000 | 225 | 225 | 2.25 |" in page
-    assert "| topk | 1,000 | 500 | 500 | 2.25 |" in page
+    assert "| top_p | 1,000 | 225 | 225 | – | 2.25 |" in page
+    assert "| topk | 1,000 | 500 | 500 | – | 2.25 |" in page
     assert "Active parameters of top_p are those at the experts per token that were meas" in page
 
 
@@ -226,9 +201,14 @@ def test_two_commands_in_one_folder(tool, tmp_path, capsys):
     [
         (["--selections", "topk,topq"], {}, "--selections names topq: there are topk, "),
         (["--selections", "topk", "--seeds", "0"], {}, "--seeds: 0 is not a number from 1 on"),
+        (["--selections", "topk", "--minutes", "0"], {}, "--minutes: 0 is not a number from 1 on"),
         (["--selections", "topk", "--nproc", "x"], {}, "--nproc: x is not a number from 1 on"),
         (["--selections", "topk", "--seed", "1"], {}, "unrecognized arguments: --seed 1"),
-        ([], {}, "the following arguments are required: --selections"),
+        ([], {}, "--selections is not set: name systems, or give the section study"),
+        (["--selections", "topk"], {"study": {"margin": -1}}, "study: margin has -1"),
+        (["--selections", "topk", "--equal", "loss"], {}, "--equal"),
+        (["--selections", "topk", "--equal", "time"], {}, "equal: time needs lr-grid"),
+        (["--selections", "topk", "--stage", "grid"], {}, "--stage grid needs lr-grid"),
         (["--selections", "topk"], {"lr": "x"}, "contender topk: --lr is 'x'"),
         (["--selections", "topk"], {"num_experts": 1}, "topk: --moe-router-topk is 2, above"),
         (["--selections", "topk"], {"vocab_size": None}, "--config has no vocab-size"),
@@ -313,7 +293,7 @@ def test_a_study_of_two_systems_and_two_seeds(tmp_path: Path):
     assert {cell["consumed_tokens"] for cell in cells} == {str(4 * 8 * 32)}
     assert len({cell["cycle/loss"] for cell in cells}) == 4
     assert all(float(cell["peak_memory_bytes"]) > 100 * 2**20 for cell in cells)
-    for cell in study.cells(["topk", "aoe"], [1234, 1235]):
+    for cell in study.cells(manifest.seeds):
         (attempt,) = cell.attempts()
         assert attempt["exit_code"] == 0 and attempt["software"]["torch"]
     page = (study.path / "table.md").read_text()

@@ -71,6 +71,13 @@ function chartsOf(runs) {
     ["importance_loss", "Importance loss", "without its coefficient, mean over layers", significant],
     ["z_loss", "Router z-loss", "without its coefficient, mean over layers", significant],
     ["entropy_loss", "Entropy loss", "without its coefficient, mean over layers", significant],
+    ["erc_loss", "Coupling loss (ERC)", "without its coefficient, mean over layers", significant],
+    ["erc_norm", "Norm in the coupling loss", "of a row of the router times its own expert's W_g, mean over experts and layers", significant],
+    ["l1_loss", "L1 loss", "without its coefficient, mean over layers", significant],
+    ["routing_free_loss", "Loss of Routing-Free MoE", "without its coefficient, mean over layers", significant],
+    ["l1_coefficient", "Coefficient of the L1 loss", "set after each step for the mean number of experts", significant],
+    ["balance_coefficient", "Coefficient of Routing-Free MoE", "of its loss, set after each step for the mean number of experts", significant],
+    ["top_p", "p of top-p", "set after each step for the mean number of experts", three],
   ].filter(([name]) => runs.some((run) => run.curves[name]));
 }
 

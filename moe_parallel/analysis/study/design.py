@@ -1,0 +1,195 @@
+"""The design of a study: what it holds equal, tunes and tests, stated before its first run.
+
+It is the section `study` of the study's file:
+
+    study:
+      selections: [topk, aoe, dense]
+      seeds: {default: 3, topk: 5, aoe: 5}
+      equal: experts
+      lr-grid: [1/3, 1, 3]
+      pilot-seed: 99
+      margin: 0.01
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from moe_parallel.analysis.study.terms import TERMS, Terms
+from moe_parallel.config.message import as_typed, shown
+from moe_parallel.errors import InputError
+
+SECTION = "study"
+#: The losses of an evaluation by which contenders may be judged.
+LOSSES = ("loss", "loss_after_first_part")
+_FACTOR_MOST = 1000
+_DEFAULT = "default"  # of the numbers of seeds: that of the contenders without one of their own
+
+
+@dataclass(frozen=True)
+class StudyDesign:
+    """The design of a study.
+
+    selections: the contenders, as --selections names them; () : --selections must.
+    seeds: runs per contender; seeds_of: those of contenders that have another number, by name.
+    equal: the terms of the comparison, a key of TERMS.
+    judged_by: the held-out loss that is compared, one of LOSSES, mean over domains.
+    margin: two losses that differ by less, in nats per token, are equivalent. None: no tests.
+    lr_grid: multiples of a contender's learning rate that its pilot runs try. (): none.
+    pilot_seed: of the pilot runs; no other run has it.
+    """
+
+    selections: tuple[str, ...] = field(default=(), compare=False)  # these three may grow
+    seeds: int = field(default=3, compare=False)
+    seeds_of: Mapping[str, int] = field(default_factory=dict, compare=False)
+    equal: str = "experts"
+    judged_by: str = LOSSES[0]
+    margin: float | None = None
+    lr_grid: tuple[float, ...] = ()
+    pilot_seed: int | None = None
+
+    @property
+    def terms(self) -> Terms:
+        return TERMS[self.equal]
+
+    @classmethod
+    def from_raw(cls, raw: Any) -> StudyDesign:
+        """`raw`: the content of the section; None: there is none. Raises InputError."""
+        if raw is None:
+            return cls()
+        if not isinstance(raw, Mapping):
+            raise InputError(f"{SECTION}: {shown(raw)} holds no lines of the form `key: value`")
+        values: dict[str, Any] = {}
+        for key, value in raw.items():
+            name = str(key).replace("-", "_")
+            if name not in _PARSERS:
+                known = ", ".join(each.replace("_", "-") for each in _PARSERS)
+                raise InputError(f"{SECTION}: {as_typed(str(key))} is not known; there are {known}")
+            values[name] = _PARSERS[name](f"{SECTION}: {key}", value)
+        if "seeds" in values:
+            values["seeds_of"] = values["seeds"]
+            values["seeds"] = values["seeds_of"].pop(_DEFAULT, cls.seeds)
+        return cls(**values)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> StudyDesign:
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in content.items()
+        }
+        return cls(**values)
+
+    def seeds_for(self, contender: str) -> int:
+        """The number of runs of the contender."""
+        return self.seeds_of.get(contender, self.seeds)
+
+    def check_seeds(self, seeds: Sequence[int]) -> None:
+        """Raises InputError if a run that is compared would repeat a pilot run."""
+        if self.pilot_seed in seeds:
+            raise InputError(
+                f"{SECTION}: pilot-seed is {self.pilot_seed}, also the seed of a run that is "
+                f"compared ({seeds[0]} to {seeds[-1]}): choose another"
+            )
+
+    def difference_from(self, earlier: StudyDesign) -> tuple[str, Any, Any] | None:
+        """The first value that differs and may not: (name, its, ours)."""
+        for each in dataclasses.fields(self):
+            its, ours = getattr(earlier, each.name), getattr(self, each.name)
+            if each.compare and its != ours:
+                return each.name.replace("_", "-"), its, ours
+        return None
+
+    def __post_init__(self) -> None:
+        if bool(self.lr_grid) != (self.pilot_seed is not None):
+            raise InputError(
+                f"{SECTION}: lr-grid and pilot-seed need each other: give both, or neither"
+            )
+        if self.terms.timed and not self.lr_grid:
+            raise InputError(
+                f"{SECTION}: equal: {self.equal} needs lr-grid, whose pilot runs are timed"
+            )
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        """Raises InputError if a number of seeds is of nobody, or cannot be paired."""
+        names = [word.partition("=")[0] for word in self.selections]
+        for name in self.seeds_of:
+            if name not in names:
+                raise InputError(
+                    f"{SECTION}: seeds has {as_typed(name)}, which selections does not name: "
+                    f"there are {', '.join([_DEFAULT, *names])}"
+                )
+        most = max(names, key=self.seeds_for, default=None)
+        if most is not None and self.seeds_for(most) > self.seeds_for(names[0]):
+            raise InputError(
+                f"{SECTION}: seeds gives {most} {self.seeds_for(most)} and the reference "
+                f"{names[0]} {self.seeds_for(names[0])}: a difference needs a run of both with "
+                "the same seed, so give the reference as many"
+            )
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        number = float(Fraction(value) if isinstance(value, str) else value)
+    except (TypeError, ValueError, ZeroDivisionError):
+        raise InputError(f"{name} has {shown(value)}, which is not a number") from None
+    if isinstance(value, bool) or not (math.isfinite(number) and number > 0):
+        raise InputError(f"{name} has {shown(value)}: it must be a number above 0")
+    return number
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name} is {shown(value)}: it must be a whole number from 1 on")
+    return value
+
+
+def _numbers(name: str, value: Any) -> dict[str, int]:
+    """A number for all contenders, or one for each name."""
+    if not isinstance(value, Mapping):
+        return {_DEFAULT: _count(name, value)}
+    return {str(key): _count(f"{name}: {key}", number) for key, number in value.items()}
+
+
+def _words(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise InputError(f"{name} is {shown(value)}: give a list of names, such as [topk, aoe]")
+    return tuple(value)
+
+
+def _grid(name: str, value: Any) -> tuple[float, ...]:
+    if not isinstance(value, list) or len(value) < 2:
+        raise InputError(f"{name} is {shown(value)}: give at least two factors, as [1/3, 1, 3]")
+    factors = tuple(_number(name, each) for each in value)
+    if list(factors) != sorted(set(factors)) or 1.0 not in factors:
+        raise InputError(f"{name} is {shown(value)}: give rising factors, 1 among them")
+    if not 1 / _FACTOR_MOST <= factors[0] <= factors[-1] <= _FACTOR_MOST:
+        raise InputError(f"{name} is {shown(value)}: choose from 1/{_FACTOR_MOST} to "
+                         f"{_FACTOR_MOST}")  # fmt: skip
+    return factors
+
+
+def _one_of(choices: Sequence[str]) -> Callable[[str, Any], str]:
+    def parse(name: str, value: Any) -> str:
+        text = str(value).replace("-", "_")
+        if text not in choices:
+            raise InputError(f"{name} is {shown(value)}: there are {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+_PARSERS: dict[str, Callable[[str, Any], Any]] = {
+    "selections": _words,
+    "seeds": _numbers,
+    "equal": _one_of(tuple(TERMS)),
+    "judged_by": _one_of(LOSSES),
+    "margin": _number,
+    "lr_grid": _grid,
+    "pilot_seed": _count,
+}

@@ -1,0 +1,110 @@
+"""ReMoE: a router whose positive logits select the experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moe_parallel.config.option import option
+from moe_parallel.config.selection.kept import EXPERTS, GATES, LOAD, LOSS, KeptTensor, Target
+from moe_parallel.config.selection.routed import RoutedSelection
+from moe_parallel.config.selection.time_constant import TimeConstant, steps_between
+from moe_parallel.errors import InputError
+
+if TYPE_CHECKING:
+    from moe_parallel.config.config import Config
+
+_PAPER = 1e-8  # the coefficient that the paper starts with, for 60,000 steps
+_REACHED = 1e-3  # the coefficient that a run should reach early
+_WITHIN = 0.05  # the share of the run in which it should
+
+
+@dataclass(frozen=True)
+class ReLUSelection(RoutedSelection, system="relu"):
+    """A token takes every expert with a positive router logit (Wang et al. 2025, ReMoE)."""
+
+    moe_relu_target_experts: float = option(
+        2.0,
+        "mean number of experts per token (K) that the coefficient of the L1 loss is to reach",
+        above=0,
+    )
+    moe_relu_l1_coeff_init: float | None = option(
+        None,
+        "initial coefficient lambda of the L1 loss; none: the value from which it can grow to 1e-3 "
+        "in the first 5 percent of --train-iters, but at least the paper's 1e-8",
+        above=0,
+    )
+    moe_relu_l1_coeff_multiplier: float = option(
+        1.2,
+        "after each step, multiply lambda by this if tokens had more than K experts on average, "
+        "and divide it by this if they had fewer",
+        above=1,
+    )
+
+    @property
+    def mean_choices(self) -> float:
+        return self.moe_relu_target_experts
+
+    @property
+    def controlled(self) -> str:
+        return "l1_coefficient"
+
+    def target_choices(self, num_experts: int) -> Target:
+        at_first = "in the first steps tokens have about half of all experts"
+        return Target("--moe-relu-target-experts", self.moe_relu_target_experts, at_first)
+
+    def kept_by_rule(self) -> list[KeptTensor]:
+        return [GATES, EXPERTS]
+
+    def kept_by_losses(self) -> list[KeptTensor]:
+        bins = KeptTensor("experts of the choices, from 1", slot=8)
+        return [*super().kept_by_losses(), bins, LOAD, LOSS]
+
+    def initial_coefficient(self, train_iters: int | None) -> float:
+        """lambda in the first step of a run of so many iterations. None: no run."""
+        if self.moe_relu_l1_coeff_init is not None:
+            return self.moe_relu_l1_coeff_init
+        if train_iters is None:
+            return _PAPER
+        growth = self.moe_relu_l1_coeff_multiplier ** -(_WITHIN * train_iters)
+        return max(_PAPER, _REACHED * growth)
+
+    def time_constants(self, config: Config) -> list[TimeConstant]:
+        initial = self.initial_coefficient(config.training.train_iters)
+        steps = steps_between(initial, _REACHED, self.moe_relu_l1_coeff_multiplier)
+        remedy = (
+            f"set --moe-relu-l1-coeff-init (now {initial:.3g}) nearer to {_REACHED:g} (none: by "
+            "the length of the run) or raise --moe-relu-l1-coeff-multiplier"
+        )
+        own = TimeConstant("coefficient of the L1 loss", steps, remedy)
+        return [*super().time_constants(config), own]
+
+    def note(self, config: Config) -> str | None:
+        if self.moe_relu_l1_coeff_init is not None:
+            return None
+        initial = self.initial_coefficient(config.training.train_iters)
+        return (
+            f"--moe-relu-l1-coeff-init is none: the coefficient of the L1 loss begins at "
+            f"{initial:.3g} in a run of {config.training.train_iters} iterations"
+        )
+
+    def check(self, config: Config, world_size: int) -> None:
+        super().check(config, world_size)
+        target, n = self.moe_relu_target_experts, config.num_experts
+        if target > n:
+            raise InputError(
+                f"--moe-relu-target-experts is {target}, above --num-experts {n}: choose at most "
+                f"{n}"
+            )
+        if self.moe_z_loss_coeff:
+            raise InputError(
+                f"--moe-z-loss-coeff is {self.moe_z_loss_coeff}, but --expert-selection relu has "
+                "no softmax whose logits it could bound: leave it out"
+            )
+        factor = config.moe.moe_expert_capacity_factor
+        if factor is not None:
+            raise InputError(
+                f"--moe-expert-capacity-factor is {factor}, but with --expert-selection relu a "
+                "token starts with half of all experts, most of which a capacity would drop: "
+                "leave it out"
+            )

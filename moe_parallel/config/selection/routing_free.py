@@ -1,0 +1,157 @@
+"""Routing-Free MoE: AoE's norms, less a learned bias, above one threshold."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moe_parallel.config.option import option, with_default
+from moe_parallel.config.selection.autonomous import AutonomousSelection
+from moe_parallel.config.selection.kept import (
+    EXPERTS,
+    GATES,
+    LOAD,
+    LOSS,
+    KeptTensor,
+    OwnWeight,
+    Target,
+)
+from moe_parallel.config.selection.selection import LayerWeights
+from moe_parallel.config.selection.threshold import check_no_capacity
+from moe_parallel.config.selection.time_constant import TimeConstant, steps_between
+from moe_parallel.errors import InputError
+
+if TYPE_CHECKING:
+    from moe_parallel.config.config import Config
+
+_OF_INITIAL_NORM = 0.39  # the paper's threshold of 1, over its typical initial norm of 2.56
+_PAPER = 1e-10  # the coefficient that the paper starts with
+_REACHED = 1e-3  # the coefficient that a run should reach early
+_WITHIN = 0.05  # the share of the run in which it should
+
+
+@dataclass(frozen=True)
+class RoutingFreeSelection(AutonomousSelection, system="routing_free"):
+    """Every expert whose norm, less a learned bias, exceeds a threshold (Liu et al. 2026)."""
+
+    # Exact: only the chosen experts' norms have a gradient.
+    aoe_gradient: str = with_default(AutonomousSelection, "aoe_gradient", "selected")
+    routing_free_target_experts: float = option(
+        2.0,
+        "mean number of experts per token (K) that the coefficient of the loss is to reach",
+        above=0,
+    )
+    routing_free_threshold: float | None = option(
+        None,
+        "theta; none: 0.39 --init-method-std sqrt(--hidden-size --aoe-low-rank-size), the paper's "
+        "share of the initial norm",
+        above=0,
+    )
+    routing_free_gate: str = option(
+        "norm",
+        "routing probabilities: the norm less the bias, as it is (norm), or its softmax over the "
+        "chosen experts, as in AoE (softmax)",
+        choices=("norm", "softmax"),
+        weights=True,
+    )
+    routing_free_expert_share: float = option(
+        0.5,
+        "mu, the share of the loss that balances experts; the rest balances tokens",
+        least=0,
+        most=1,
+    )
+    routing_free_coeff_init: float | None = option(
+        None,
+        "initial coefficient lambda of the loss; none: the value from which it can grow to 1e-3 in "
+        "the first 5 percent of --train-iters, but at least the paper's 1e-10",
+        above=0,
+        most=1,
+    )
+    routing_free_coeff_multiplier: float = option(
+        1.02,
+        "1 + eta: after each step, multiply lambda by this if tokens had more than K experts on "
+        "average, and divide it by this if they had fewer; it stays below 1",
+        above=1,
+    )
+
+    @property
+    def mean_choices(self) -> float:
+        return self.routing_free_target_experts
+
+    @property
+    def controlled(self) -> str:
+        return "balance_coefficient"
+
+    def target_choices(self, num_experts: int) -> Target:
+        at_first = "in the first steps tokens have all experts"
+        return Target("--routing-free-target-experts", self.routing_free_target_experts, at_first)
+
+    def own_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> list[OwnWeight]:
+        own = super().own_weights(hidden_size, num_experts, expert_width)
+        return [*own, OwnWeight("b", num_experts)]
+
+    def kept_by_rule(self) -> list[KeptTensor]:
+        if self.routing_free_gate == "norm":
+            return [KeptTensor("norms less the biases", score=4), EXPERTS]
+        return [GATES, KeptTensor("experts that are not chosen", score=1), EXPERTS]
+
+    def kept_by_losses(self) -> list[KeptTensor]:
+        return [
+            *super().kept_by_losses(),
+            KeptTensor("choices as 0 and 1", score=4, token=4),  # a column for empty slots
+            KeptTensor("mean choices of the tokens", token=4),
+            LOAD,
+            LOSS,
+        ]
+
+    @property
+    def depends_on_init_std(self) -> bool:
+        return self.routing_free_threshold is None
+
+    def theta(self, hidden_size: int, init_std: float) -> float:
+        """The threshold of a model of this width and these initial weights."""
+        if self.routing_free_threshold is not None:
+            return self.routing_free_threshold
+        return _OF_INITIAL_NORM * init_std * math.sqrt(hidden_size * self.aoe_low_rank_size)
+
+    def initial_coefficient(self, train_iters: int | None) -> float:
+        """lambda in the first step of a run of so many iterations. None: no run."""
+        if self.routing_free_coeff_init is not None:
+            return self.routing_free_coeff_init
+        if train_iters is None:
+            return _PAPER
+        growth = self.routing_free_coeff_multiplier ** -(_WITHIN * train_iters)
+        return max(_PAPER, _REACHED * growth)
+
+    def time_constants(self, config: Config) -> list[TimeConstant]:
+        initial = self.initial_coefficient(config.training.train_iters)
+        steps = steps_between(initial, _REACHED, self.routing_free_coeff_multiplier)
+        remedy = (
+            f"set --routing-free-coeff-init (now {initial:.3g}) nearer to {_REACHED:g} (none: by "
+            "the length of the run) or raise --routing-free-coeff-multiplier"
+        )
+        own = TimeConstant("coefficient of the balancing loss", steps, remedy)
+        return [*super().time_constants(config), own]
+
+    def note(self, config: Config) -> str:
+        theta = self.theta(config.model.hidden_size, config.model.init_method_std)
+        initial = self.initial_coefficient(config.training.train_iters)
+        return (
+            f"the threshold of Routing-Free MoE is {theta:.4g}; the coefficient of its loss begins "
+            f"at {initial:.3g} in a run of {config.training.train_iters} iterations"
+        )
+
+    def layer_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> LayerWeights:
+        weights = super().layer_weights(hidden_size, num_experts, expert_width)
+        return weights._replace(replicated=weights.replicated + num_experts)
+
+    def check(self, config: Config, world_size: int) -> None:
+        super().check(config, world_size)
+        target, n = self.routing_free_target_experts, config.num_experts
+        if target > n:
+            raise InputError(
+                f"--routing-free-target-experts is {target}, above --num-experts {n}: choose at "
+                f"most {n}"
+            )
+        check_no_capacity(self, config)

@@ -1,0 +1,132 @@
+"""The choices of a run: the layers record them, or replay those of an earlier run.
+
+Shape suffixes: T tokens of this rank, S their positions in a sequence, B sequences of a
+micro-batch, N sequences of a global batch, L MoE layers, K slots per token.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe_parallel.errors import InputError
+from moe_parallel.selection.choices import Rule
+from moe_parallel.selection.forced import ForcibleRule
+from moe_parallel.selection.replayed import Replayed
+from moe_parallel.selection.segments import BySegment
+from moe_parallel.selection.shares import positions
+from moe_parallel.selection.tokens import Tokens
+from moe_parallel.telemetry.router_trace import REPLAY
+
+
+class MicroBatches:
+    """Numbers the micro-batches of a step, separately for each layer, from 0.
+
+    A layer meets them in their order, whatever the schedule of the pipeline. With recomputation it
+    meets each twice, first without gradients; the two passes are counted separately.
+    """
+
+    def __init__(self) -> None:
+        self._iteration = -1
+        self._met: Counter[tuple[int, bool]] = Counter()
+
+    def next(self, layer: int, iteration: int) -> int:
+        """The number of the micro-batch that a layer of this rank meets now, in training."""
+        if iteration != self._iteration:
+            self._met.clear()
+            self._iteration = iteration
+        place = layer, torch.is_grad_enabled()
+        self._met[place] += 1
+        return self._met[place] - 1
+
+
+def first_sequence(tokens: Tokens, dp: dist.ProcessGroup) -> int:
+    """The place in the global batch of the first sequence of a micro-batch of this rank."""
+    return (tokens.micro_batch * dp.size() + dp.rank()) * tokens.num_sequences
+
+
+class Recorder:
+    """Collects the choices of this rank's layers in a step."""
+
+    def __init__(self, dp: dist.ProcessGroup) -> None:
+        self._dp = dp
+        self._added: dict[int, list[tuple[Tokens, torch.Tensor]]] = defaultdict(list)
+
+    def add(self, tokens: Tokens, experts_TK: torch.Tensor) -> None:
+        """Adds the choices of a micro-batch in one layer. Does not wait for the device."""
+        self._added[tokens.layer].append((tokens, experts_TK.to(torch.int16)))
+
+    def take(self, layer: int, experts_NSK: torch.Tensor) -> None:
+        """Moves a layer's choices of the step into `experts_NSK`, with 1 added to each."""
+        for tokens, experts_TK in self._added.pop(layer, ()):
+            first = first_sequence(tokens, self._dp)
+            places_S = positions(tokens.share(len(experts_TK)), experts_NSK.device)
+            experts_SBK = experts_TK.unflatten(0, (-1, tokens.num_sequences))
+            experts_BSK = experts_SBK.transpose(0, 1).to(experts_NSK) + 1
+            experts_NSK[first : first + tokens.num_sequences, places_S] = experts_BSK
+
+
+class Replay:
+    """Gives the recorded choices of the step under way to the rules of this rank's layers."""
+
+    def __init__(self, dp: dist.ProcessGroup) -> None:
+        self._dp = dp
+        self._layers: list[int] = []
+        self._experts_LNSK: np.ndarray[Any, Any] | None = None
+
+    def begin_step(self, record: np.ndarray[Any, Any]) -> None:
+        """`record`: of the step that begins, an array of one element."""
+        self._layers = record["layers"][0].tolist()
+        self._experts_LNSK = record["experts"][0]
+
+    def rule(self, rule: Rule) -> Rule:
+        """`rule` with the recorded choices. Raises InputError if it has no probs for them."""
+        if isinstance(rule, BySegment):  # all tokens of a segment have the choices of its first
+            return replace(rule, rule=self._replayed(rule.rule, rule.length))
+        return self._replayed(rule, 1)
+
+    def _replayed(self, rule: Rule, every: int) -> Replayed:
+        if not isinstance(rule, ForcibleRule):
+            raise InputError(
+                f"{REPLAY} is set, but {type(rule).__name__} gives no probabilities to experts "
+                "that it does not choose itself: leave the flag out, or use another system"
+            )
+        return Replayed(rule, self.choices, every)
+
+    def choices(self, tokens: Tokens, num_tokens: int, every: int) -> torch.Tensor:
+        """The recorded choices of tokens of a micro-batch: see `selection.replayed.Recorded`."""
+        assert self._experts_LNSK is not None
+        experts_NSK = self._experts_LNSK[self._layers.index(tokens.layer)]
+        first = first_sequence(tokens, self._dp)
+        places_S = every * positions(tokens.share(num_tokens)).numpy()
+        experts_BSK = experts_NSK[first : first + tokens.num_sequences, places_S]
+        return torch.from_numpy(experts_BSK.astype(np.int64)).transpose(0, 1).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class RouterTrace:
+    """What the layers of this rank record and replay; None: nothing."""
+
+    recorder: Recorder | None = None
+    replay: Replay | None = None
+    _micro_batches: MicroBatches = field(default_factory=MicroBatches, init=False)
+
+    def rule(self, rule: Rule) -> Rule:
+        """The rule of training."""
+        return rule if self.replay is None else self.replay.rule(rule)
+
+    def next_micro_batch(self, layer: int, iteration: int) -> int:
+        """The number of the micro-batch that a layer meets now, in training; 0 if nobody asks."""
+        if self.recorder is None and self.replay is None:
+            return 0
+        return self._micro_batches.next(layer, iteration)
+
+    def record(self, tokens: Tokens, experts_TK: torch.Tensor) -> None:
+        """Called with the choices of each micro-batch of each layer."""
+        if self.recorder is not None:
+            self.recorder.add(tokens, experts_TK)

@@ -1,0 +1,187 @@
+"""--moe-router-trace and --moe-router-replay of a run.
+
+The trace is the same in every layout: each rank fills in the choices of its tokens, rank 0 receives
+one layer after another, and holds one step in memory.
+
+Shape suffixes: N sequences of a global batch, S tokens of a sequence, K slots per token.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe_parallel.collective_errors import StorageError, agree, on_rank_0
+from moe_parallel.config import Config, DispatchedSelection
+from moe_parallel.errors import InputError
+from moe_parallel.layers.router_trace import Recorder, Replay, RouterTrace
+from moe_parallel.model.forward import Batch
+from moe_parallel.parallel import Groups
+from moe_parallel.telemetry.router_trace import (
+    REPLAY,
+    TRACE,
+    TraceShape,
+    TraceWriter,
+    check_shape,
+    read_trace,
+    shape_of,
+)
+from moe_parallel.training.run_folder import goes_on_here
+
+
+def trace_shape(config: Config) -> TraceShape:
+    """The sizes of the trace of a run with experts."""
+    num_scores = config.num_experts + config.selection.free_experts
+    return TraceShape(
+        tuple(number for number, moe in enumerate(config.moe_layers, start=1) if moe),
+        num_scores,
+        config.training.global_batch_size,
+        config.training.seq_length,
+        config.selection.choices_per_token or num_scores,
+    )
+
+
+class RunTrace:
+    """Records the choices of a run, or replays earlier ones. All ranks call each method together.
+
+    `layers` is what the layers of this rank use. The files are opened at the first step, because a
+    run that only evaluates needs none.
+    """
+
+    def __init__(self, config: Config, selection: DispatchedSelection, groups: Groups) -> None:
+        self._config = config
+        self._shape = trace_shape(config)
+        self._groups = groups
+        self._trace, self._replay = selection.moe_router_trace, selection.moe_router_replay
+        self.layers = RouterTrace(
+            None if self._trace is None else Recorder(groups.dp),
+            None if self._replay is None else Replay(groups.dp),
+        )
+        self._begun = False
+        self._done = 0
+        self._writer: TraceWriter | None = None
+        self._recorded: np.ndarray[Any, Any] | None = None
+        self._text_N = torch.zeros(0)
+
+    def begin_step(self, done: int, batches: Sequence[Batch]) -> None:
+        """Called before a step.
+
+        Args:
+            done: the number of steps before it.
+            batches: all micro-batches of this rank.
+
+        Raises InputError on every rank, if a file is not of a run like this one.
+        """
+        if not self._begun:
+            agree(lambda: self._open(done))
+            self._begun = True
+        self._done = done
+        self._text_N = self._text_of(batches)
+        if self._recorded is not None and self.layers.replay is not None:
+            number = done + 1 - int(self._recorded["iteration"][0])
+            record = self._recorded[number : number + 1]
+            agree(lambda: self._check(record))
+            self.layers.replay.begin_step(record)
+
+    def end_step(self, device: torch.device) -> None:
+        """Called after a step: its record is in the file on return. Raises InputError."""
+        if self.layers.recorder is None:
+            return
+        shape, on_rank = self._shape, dist.get_rank()
+        record = shape.record(self._done + 1) if on_rank == 0 else None
+        text_N = _greatest(self._text_N.to(device))
+        for number, layer in enumerate(shape.layers):
+            size = (shape.sequences, shape.length, shape.slots)
+            experts_NSK = torch.zeros(size, dtype=torch.int32, device=device)
+            self.layers.recorder.take(layer, experts_NSK)
+            experts_NSK = _greatest(experts_NSK)
+            if record is not None:
+                record["experts"][0, number] = experts_NSK.cpu().numpy() - 1
+        try:
+            on_rank_0(lambda: self._append(record, text_N))
+        except StorageError as error:
+            raise InputError(
+                f"{TRACE} {self._trace} cannot be written ({error}): make room and continue with "
+                "--load, or leave it out"
+            ) from error
+
+    def _append(self, record: np.ndarray[Any, Any] | None, text_N: torch.Tensor) -> None:
+        assert record is not None and self._writer is not None
+        record["text"] = text_N.cpu().numpy()
+        self._writer.append(record)
+
+    def _open(self, done: int) -> None:
+        if self._replay is not None:
+            self._recorded = read_trace(self._replay, REPLAY)
+            check_shape(self._replay, REPLAY, shape_of(self._recorded), self._shape)
+            self._check_steps(self._recorded["iteration"], done)
+        if self._trace is not None and dist.get_rank() == 0:
+            self._writer = TraceWriter(
+                Path(self._trace), self._shape, done, goes_on=goes_on_here(self._config)
+            )
+
+    def _check_steps(self, iterations: np.ndarray[Any, Any], done: int) -> None:
+        """Raise InputError unless the replay has all steps that this run trains."""
+        last, leaves = self._config.training.train_iters, self._config.training.exit_interval
+        if leaves is not None:
+            last = min(last, (done // leaves + 1) * leaves)
+        first_there, last_there = int(iterations[0]), int(iterations[-1])
+        if first_there > done + 1 or last_there < last:
+            raise InputError(
+                f"{REPLAY} {self._replay} has the iterations {first_there} to {last_there}, and "
+                f"this run trains {done + 1} to {last}: record those too, or leave earlier by "
+                "--exit-interval"
+            )
+
+    def _text_of(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """The CRC-32 of this rank's sequences, and 0 for those of other ranks: int64 [N]."""
+        dp = self._groups.dp
+        text_N = torch.zeros(self._shape.sequences, dtype=torch.int64)
+        for number, batch in enumerate(batches):
+            tokens_BS = batch["tokens"]
+            first = (number * dp.size() + dp.rank()) * len(tokens_BS)
+            for place, tokens_S in enumerate(tokens_BS.numpy(), start=first):
+                text_N[place] = zlib.crc32(tokens_S.astype("<i8").tobytes())
+        return text_N
+
+    def _check(self, record: np.ndarray[Any, Any]) -> None:
+        """Raise InputError if this rank's sequences of the step have another text or no experts."""
+        text_N = self._text_N.numpy()
+        ours_N = np.flatnonzero(text_N)
+        others_N = ours_N[record["text"][0, ours_N] != text_N[ours_N]]
+        if len(others_N):
+            raise InputError(
+                f"{REPLAY} {self._replay}: sequence {others_N[0] + 1} of iteration "
+                f"{self._done + 1} has another text than in this run: use the --data-path, "
+                "--split, --seed and --train-iters of the run that was recorded"
+            )
+        experts_LNSK = record["experts"][0][:, ours_N]
+        least = -1 if self._config.selection.choices_per_token is None else 0
+        if experts_LNSK.min() < least or experts_LNSK.max() >= self._shape.num_experts:
+            raise InputError(
+                f"{REPLAY} {self._replay}: tokens of iteration {self._done + 1} have choices "
+                f"that --expert-selection {self._config.selection.system} cannot make: record a "
+                "run of the same system"
+            )
+
+
+def run_trace(config: Config, groups: Groups) -> RunTrace | None:
+    """The trace and the replay that a configuration asks for. None: neither."""
+    selection = config.selection
+    if config.moe.num_experts is None or not isinstance(selection, DispatchedSelection):
+        return None
+    if selection.moe_router_trace is None and selection.moe_router_replay is None:
+        return None
+    return RunTrace(config, selection, groups)
+
+
+def _greatest(x: torch.Tensor) -> torch.Tensor:
+    """On rank 0: the greatest of all ranks' values. Each value is not 0 on some ranks only."""
+    dist.reduce(x, 0, dist.ReduceOp.MAX)
+    return x

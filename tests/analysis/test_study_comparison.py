@@ -1,0 +1,200 @@
+"""Who is compared, what the tests say in words, and the sections of the page."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moe_parallel.analysis.study.comparison import Comparisons
+from moe_parallel.analysis.study.folder import StudyFolder
+from moe_parallel.analysis.study.results import StudyResults
+from moe_parallel.analysis.study.study_report import write_report
+from moe_parallel.analysis.study.table import markdown
+from tests.analysis.study_folder import layer, make_study, write_cell
+
+SEEDS = (1, 2, 3, 4, 5)
+DESIGN = {"margin": 0.01}
+EVEN = (0.0, 0.001, -0.001, 0.002, -0.002)  # mean 0, deviation .00158
+
+
+def records(loss: float, experts: float = 2.0, tokens: int = 5120, speed: float = 100.0):
+    place = {"iteration": 40, "consumed_tokens": tokens}
+    layers = [layer(1, [1, 1], experts_per_token=experts)]
+    text = {"loss": loss, "loss_after_first_part": loss - 0.5, "layers": layers}
+    other = {**text, "loss": loss + 1}
+    return [
+        {**place, "lm_loss": loss, "tokens_per_second": speed, "layers": layers},
+        {**place, "validation": {"code": text, "prose": other}},
+    ]
+
+
+def study(path: Path, offsets, design=DESIGN, shared=None, **runs) -> StudyResults:
+    """`offsets`: of each contender's loss from 4 + seed, by seed, or one for all. `runs`: further
+    arguments of `records` by system."""
+    folder = make_study(path / "study", list(offsets), seeds=SEEDS, design=design, shared=shared)
+    for name, its in offsets.items():
+        values = its if isinstance(its, tuple) else [its + each for each in EVEN]
+        for seed, offset in zip(SEEDS, values, strict=False):
+            more = runs.get(name.rpartition("=")[2], {})
+            cell = folder.cell(name.partition("=")[0], seed)
+            write_cell(cell, records(4 + seed + offset, **more))
+    return StudyResults.read(folder)
+
+
+def of(*arguments, **runs) -> Comparisons:
+    comparisons = Comparisons.of(study(*arguments, **runs))
+    assert comparisons is not None
+    return comparisons
+
+
+def test_verdicts(tmp_path: Path):
+    """Offsets of the reference are 0, so differences have the deviation of EVEN, and a 95 %
+    interval is +-.00196."""
+    wide = (0.02, -0.02, 0.03, -0.03, 0.0)
+    offsets = {"topk": (0.0,) * 5, "a=topk": 0.0, "b=topk": -0.03, "c=topk": 0.005, "d=topk": wide}
+    offsets |= {"e=topk": 0.0105}
+    found = of(tmp_path, offsets)
+    assert {name: each.verdict for name, each in found.compared.items()} == {
+        "a": "equivalent",
+        "b": "better by more than the margin",
+        "c": "worse by less than the margin",
+        "d": "not decided",
+        "e": "worse",
+    }
+    first = found.compared["a"].test
+    assert (first.low, first.high) == pytest.approx((-0.00196, 0.00196), abs=1e-5)
+    assert ("topk", "a") in found.equivalent_pairs and ("a", "b") not in found.equivalent_pairs
+    assert found.pairs == 15
+
+
+def test_p_values_are_corrected_for_the_number_of_contenders(tmp_path: Path):
+    found = of(tmp_path, {"topk": (0.0,) * 5, "a=topk": 0.001, "b=topk": -0.03})
+    a, b = found.compared["a"], found.compared["b"]
+    assert b.p == pytest.approx(2 * b.test.p) and a.p == pytest.approx(max(a.test.p, b.p))
+
+
+def test_who_is_only_reported(tmp_path: Path):
+    offsets = {"topk": 0.0, "lory": 0.0, "smear": 0.0, "top_p": 0.0, "expert_choice": 0.0}
+    found = of(
+        tmp_path, offsets,
+        top_p={"experts": 2.05}, expert_choice={"experts": 1.9}, lory={"experts": 1.0},
+        shared={"lory_segment_length": 16},
+    )  # fmt: skip
+    assert found.compared == {}
+    assert found.only_reported["top_p"] == (
+        "its experts per token are 2.05, 2.5% above those of topk"
+    )
+    assert found.only_reported["expert_choice"] == (
+        "it uses 1.900 experts per token on held-out text, 5.0% below the 2 of its configuration"
+    )
+    assert found.only_reported["lory"].startswith("its loss on the first 16 tokens of a sequence")
+    assert found.only_reported["smear"].startswith("its loss depends on later tokens")
+
+
+def test_a_loss_after_the_first_part_makes_segments_comparable(tmp_path: Path):
+    design = {**DESIGN, "judged-by": "loss_after_first_part", "equal": "active"}
+    shared = {"lory_segment_length": 16, "eval_first_part": 16}
+    found = of(tmp_path, {"topk": 0.0, "lory": 0.0}, design, shared, lory={"experts": 1.0})
+    assert found.compared["lory"].verdict == "equivalent" and not found.only_reported
+
+
+def test_terms_are_measured_after_training(tmp_path: Path):
+    grid = {"lr-grid": [1, 3], "pilot-seed": 9}
+    design = {**DESIGN, **grid, "equal": "time"}
+    found = of(tmp_path, {"topk": 0.0, "aoe": 0.0}, design, aoe={"speed": 90.0})
+    assert found.only_reported["aoe"] == (
+        "its seconds of training are 56.89, 11.1% above those of topk"
+    )
+
+
+def test_a_reference_that_cannot_be_compared(tmp_path: Path):
+    found = of(tmp_path, {"smear": 0.0, "topk": 0.0})
+    assert found.only_reported["topk"] == (
+        "smear, with which it would be compared, is itself only reported"
+    )
+
+
+def test_one_seed_is_no_sample(tmp_path: Path):
+    found = of(tmp_path, {"topk": 0.0, "aoe": (0.1,)})
+    assert found.only_reported == {
+        "aoe": "it and topk have fewer than two finished seeds in common"
+    }
+
+
+def test_the_page_says_it_in_words(tmp_path: Path):
+    results = study(tmp_path, {"topk": (0.0,) * 5, "a=topk": 0.0, "b=topk": -0.03, "smear": 0.0})
+    page = markdown(results)
+    for sentence in (
+        "**a** is equivalent to topk (+0.0000 nats per token on average, 95 % interval −0.0020 to "
+        "+0.0020, corrected p = 1).",
+        "**b** is better than topk, by more than the margin (−0.0300 nats",
+        "**smear** is reported, not compared: its loss depends on later tokens",
+        "1 of 3 pairs are equivalent (topk and a; each by itself, not together).",
+        "With 5 seeds an interval of 95 % is ±1.24 and one of 90 % ±0.95 standard deviations",
+        "differences below 0.0020 cannot be told from none, and no margin below 0.0015 can be met",
+        "The margin of 0.01 could be met by 2 of 2 contenders",
+        "minus that of topk with the same seed. That one of 2 differs is tested at 0.05",
+        "| b | 2 | 100.0% | yes |",
+        "| smear | 2 | 100.0% | no |",
+    ):
+        assert sentence in page
+
+
+def test_contenders_with_different_numbers_of_seeds(tmp_path: Path):
+    """Differences are those of common seeds. c has the first three: 0.01 above .000, .001, -.001,
+    of deviation .001; a 95 % interval of three is 4.303 / sqrt(3) = 2.48 deviations."""
+    short = (0.01, 0.011, 0.009)
+    results = study(tmp_path, {"topk": (0.0,) * 5, "b=topk": 0.0, "c=topk": short})
+    found = Comparisons.of(results)
+    assert found is not None
+    assert {name: each.test.runs for name, each in found.compared.items()} == {"b": 5, "c": 3}
+    test = found.compared["c"].test
+    assert (test.mean, test.deviation) == pytest.approx((0.01, 0.001))
+    assert test.high - test.mean == pytest.approx(2.484 * 0.001, rel=1e-3)
+    page = markdown(results)
+    for sentence in (
+        "Mean ± standard deviation over 3 to 5 seeds (lowest",
+        "With 3 seeds an interval of 95 % is ±2.48 and one of 90 % ±1.69 standard deviations",
+        "With 5 seeds an interval of 95 % is ±1.24",
+        "| c | +0.010 ± 0.001 (+0.009 to +0.011) | +0.010 ± 0.001 (+0.009 to +0.011) | 3 |",
+    ):
+        assert sentence in page
+
+
+def test_that_all_pairs_are_equivalent_is_said_without_a_correction(tmp_path: Path):
+    alike = study(tmp_path, {"topk": (0.0,) * 5, "a=topk": 0.0, "b=topk": 0.001})
+    page = markdown(alike)
+    assert "All 3 pairs of compared contenders are equivalent: each 90 % interval lies" in page
+
+
+def test_without_a_margin_nothing_is_tested(tmp_path: Path):
+    results = study(tmp_path, {"topk": 0.0, "aoe": 0.0}, {})
+    assert Comparisons.of(results) is None
+    assert "What the numbers allow" not in markdown(results)
+
+
+def test_the_whole_grid_is_on_the_page_and_in_the_json(tmp_path: Path):
+    design = {"margin": 0.01, "lr-grid": ["1/3", 1, 3], "pilot-seed": 9}
+    shared = {"lr": 3e-3, "min_lr": 3e-4}
+    folder = make_study(
+        tmp_path / "study", ["topk", "aoe"], seeds=[1], design=design, shared=shared
+    )
+    _pilots(folder, "topk", {0.001: 4.2, 0.003: 4.0, 0.009: 4.1, 0.005196: 3.95})
+    _pilots(folder, "aoe", {0.001: 4.2, 0.003: 4.1, 0.009: None, 0.001732: 4.05})
+    for cell in folder.cells({"topk": [1], "aoe": [1]}):
+        write_cell(cell, records(4.0))
+    page = write_report(folder).read_text()
+    # Losses are means of `code` and `prose`, which is 1 above.
+    assert "| topk | 4.7000 | 4.5000 | 4.6000 | **4.4500** at 0.005196 | 0.005196 |" in page
+    assert "| aoe | 4.7000 | 4.6000 | diverged | **4.5500** at 0.001732 | 0.001732 |" in page
+    sweeps = json.loads((folder.path / "table.json").read_text())["sweeps"]
+    assert sweeps["aoe"]["losses"]["0.009"] is None and sweeps["aoe"]["best"] == 0.001732
+
+
+def _pilots(folder: StudyFolder, name: str, losses) -> None:
+    for lr, loss in losses.items():
+        cell = folder.pilot(name, 9, lr)
+        if loss is None:
+            write_cell(cell, records(9.0)[:1], exit_code=3)
+        else:
+            write_cell(cell, records(loss))

@@ -1,0 +1,88 @@
+"""The section `study` of a study's file."""
+
+import dataclasses
+import json
+
+import pytest
+
+from moe_parallel.analysis.study.design import StudyDesign
+from moe_parallel.errors import InputError
+
+WHOLE = {
+    "selections": ["topk", "aoe"],
+    "seeds": 5,
+    "equal": "flops",
+    "judged-by": "loss_after_first_part",
+    "margin": 0.01,
+    "lr-grid": ["1/3", 1, 3],
+    "pilot-seed": 99,
+}
+
+
+def test_a_section_is_read_and_survives_json():
+    design = StudyDesign.from_raw(WHOLE)
+    assert design.lr_grid == (1 / 3, 1.0, 3.0)
+    assert (design.equal, design.margin, design.pilot_seed) == ("flops", 0.01, 99)
+    content = json.loads(json.dumps(dataclasses.asdict(design)))
+    again = StudyDesign.from_json(content)
+    assert again == design and again.difference_from(design) is None
+    assert StudyDesign.from_raw(None) == StudyDesign()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"margins": 1}, "study: margins is not known; there are selections, seeds"),
+        ({"seeds": 0}, "study: seeds is 0: it must be a whole number from 1 on"),
+        ({"seeds": {"default": 0}}, "study: seeds: default is 0: it must be a whole number from 1"),
+        ({"seeds": {"smear": 2}}, "seeds has smear, which selections does not name: there are def"),
+        ({"seeds": {"aoe": 4}}, "seeds gives aoe 4 and the reference topk 3: a difference needs"),
+        ({"selections": [], "seeds": {"aoe": 2}}, "seeds has aoe, which selections does not name"),
+        ({"margin": 0}, "study: margin has 0: it must be a number above 0"),
+        ({"margin": True}, "study: margin has True: it must be"),
+        ({"margin": "x"}, "study: margin has 'x', which is not a number"),
+        ({"equal": "loss"}, "study: equal is 'loss': there are experts, active, "),
+        ({"lr-grid": [1]}, "at least two factors"),
+        ({"lr-grid": [1, 0.3]}, "rising factors, 1 among them"),
+        ({"lr-grid": [0.3, 3]}, "rising factors, 1 among them"),
+        ({"lr-grid": ["1/0", 1]}, "has '1/0', which is not a number"),
+        ({"lr-grid": [1, 2000]}, "choose from 1/1000 to 1000"),
+        ({"selections": "topk"}, "give a list of names"),
+        ({"pilot-seed": None}, "pilot-seed is None"),
+    ],
+)
+def test_wrong_values_are_named(changes, message):
+    with pytest.raises(InputError, match=message):
+        StudyDesign.from_raw({**WHOLE, **changes})
+
+
+def test_each_contender_may_have_its_own_number_of_seeds():
+    selections = ["topk", "aoe", "small=topk", "dense"]
+    numbers = {"default": 2, "topk": 5, "aoe": 5}
+    design = StudyDesign.from_raw({"selections": selections, "seeds": numbers})
+    names = ("topk", "aoe", "small", "dense")
+    assert [design.seeds_for(name) for name in names] == [5, 5, 2, 2]
+    content = json.loads(json.dumps(dataclasses.asdict(design)))
+    assert StudyDesign.from_json(content).seeds_for("aoe") == 5
+    without = StudyDesign.from_raw({"selections": ["topk", "aoe"], "seeds": {"aoe": 1}})
+    assert (without.seeds_for("topk"), without.seeds_for("aoe")) == (3, 1)
+
+
+def test_what_belongs_together():
+    without = {name: value for name, value in WHOLE.items() if name != "pilot-seed"}
+    with pytest.raises(InputError, match="lr-grid and pilot-seed need each other"):
+        StudyDesign.from_raw(without)
+    with pytest.raises(InputError, match="equal: time needs lr-grid"):
+        StudyDesign.from_raw({"equal": "time"})
+    with pytest.raises(InputError, match="holds no lines"):
+        StudyDesign.from_raw([1])
+    with pytest.raises(InputError, match="pilot-seed is 99, also the seed"):
+        StudyDesign.from_raw(WHOLE).check_seeds([98, 99])
+
+
+def test_a_margin_cannot_be_changed_after_the_first_run_but_seeds_can():
+    earlier = StudyDesign.from_raw(WHOLE)
+    more = StudyDesign.from_raw({**WHOLE, "seeds": 9, "selections": ["dense"]})
+    assert more.difference_from(earlier) is None
+    wider = StudyDesign.from_raw({**WHOLE, "margin": 0.02})
+    assert wider.difference_from(earlier) == ("margin", 0.01, 0.02)

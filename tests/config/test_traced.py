@@ -1,0 +1,58 @@
+"""--moe-router-trace and --moe-router-replay: which systems have them, and with what."""
+
+from typing import Any
+
+import pytest
+
+from moe_parallel.config import SELECTIONS, MergedSelection, make_config, validate
+from moe_parallel.errors import InputError
+
+EXPERTS = {"num_experts": 4}
+
+
+@pytest.mark.parametrize("system", SELECTIONS)
+def test_systems_without_choices_are_refused(system: str) -> None:
+    for name in ("moe_router_trace", "moe_router_replay"):
+        options = EXPERTS | {"expert_selection": system, name: "trace.npy"}
+        if issubclass(SELECTIONS[system], MergedSelection):
+            flag = f"--{name.replace('_', '-')} belongs to --expert-selection topk or "
+            with pytest.raises(InputError, match=flag):
+                make_config(options)
+        else:
+            validate(make_config(options), 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"moe_router_force_routing": "zipf"},
+            r"--moe-router-replay is r.npy, but experts are forced \(zipf\): remove one of them",
+        ),
+        (
+            {"moe_router_force_load_balancing": True},
+            r"--moe-router-replay is r.npy, but experts are forced \(in turn\): remove one",
+        ),
+        (
+            {"moe_router_trace": "r.npy"},
+            "--moe-router-replay and --moe-router-trace are both r.npy, so that the run would",
+        ),
+        (
+            {"expert_selection": "aoe", "aoe_gradient": "selected", "moe_aux_loss_coeff": 0}
+            | {"aoe_fp8_screening": 1},
+            "--aoe-fp8-screening is 1, but --moe-router-replay chooses without norms: remove one",
+        ),
+        (
+            {"num_experts": None},
+            "--moe-router-replay is 'r.npy', but the model is dense: set --num-experts, or leave",
+        ),
+    ],
+)
+def test_what_excludes_a_replay(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        validate(make_config(EXPERTS | {"moe_router_replay": "r.npy"} | options), 1)
+
+
+def test_a_replay_says_so() -> None:
+    (warning,) = make_config(EXPERTS | {"moe_router_replay": "r.npy"}).warnings
+    assert warning.startswith("experts are replayed from r.npy: in training")

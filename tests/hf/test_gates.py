@@ -1,0 +1,108 @@
+"""What chooses experts in the modeling file, and what counts beside them, by hand."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+import moe_parallel.hf as hf
+from moe_parallel.hf import modeling_moe_parallel as modeling
+from tests.hf.test_modeling_moe_parallel import SHAPE, TOKENS, build
+
+
+def test_a_table_of_more_experts_than_a_dtype_counts():
+    config = hf.MoeParallelConfig(**SHAPE | {"rule": "hash", "num_experts": 257})
+    gate = modeling.MoeParallelRouter(config)
+    torch.nn.init.normal_(gate.router_out)
+    x, ids = torch.randn(3, 16), torch.tensor([5, 6, 39])
+    table = torch.arange(80).view(40, 2) + 177
+    for dtype in (torch.int64, torch.float32, torch.float16):
+        gate.expert_table = torch.nn.Parameter(table.to(dtype), requires_grad=False)
+        assert torch.equal(gate(x, ids).index_TK, table[ids])
+    gate.expert_table = torch.nn.Parameter(table.bfloat16(), requires_grad=False)
+    with pytest.raises(ValueError, match="a table of 257 experts is not exact in torch.bfloat16"):
+        gate(x, ids)
+
+
+@torch.no_grad()
+def test_a_table_chooses_by_id_and_the_router_weighs():
+    model = build("hash")
+    gate = model.model.layers[1].mlp.gate
+    x, ids = torch.randn(5, 16), torch.tensor([0, 3, 39, 3, 7])
+    scores, weights, chosen, *_ = gate(x, ids)
+    for token, item in enumerate(ids.tolist()):
+        experts = gate.expert_table[item].tolist()
+        assert len({*experts}) == 2 and chosen[token].tolist() == experts
+        logits = torch.stack([gate.router_out[expert] @ x[token] for expert in experts])
+        torch.testing.assert_close(weights[token], logits.softmax(0))
+    assert scores.shape == (5, 4)
+
+
+@pytest.mark.parametrize(
+    ("norm_of", "gate_routing"), [("activation", False), ("silu", True), ("gate", True)]
+)
+@torch.no_grad()
+def test_routing_neurons_by_hand(norm_of, gate_routing):
+    """A loop over tokens and experts, whose first three neurons compute every token."""
+    block = build("neurons", norm_of=norm_of, gate_routing=gate_routing).model.layers[0].mlp
+    gate, experts = block.gate, block.experts
+    x_TD = torch.randn(6, 16, generator=torch.Generator().manual_seed(2))
+    w_in, w_out = gate.neurons_in.view(2, 4, 3, 16), gate.neurons_out.view(16, 4, 3)
+    for x, found in zip(x_TD, block(x_TD[None])[0], strict=True):
+        hidden = [w_in[0, e] @ x for e in range(4)]
+        u = [F.silu(hidden[e]) * (w_in[1, e] @ x) for e in range(4)]
+        nodes = {"activation": u, "silu": [F.silu(h) for h in hidden], "gate": hidden}[norm_of]
+        norms = torch.stack([node.square().sum().sqrt() for node in nodes])
+        chosen = sorted(range(4), key=lambda e: -float(norms[e] + gate.expert_bias[e]))[:2]
+        weights = dict(zip(chosen, norms[chosen].softmax(0), strict=True))
+        expected = torch.zeros(16)
+        for e in range(4):
+            expected += w_out[:, e] @ u[e] * (weights.get(e, 1) if gate_routing else 1)
+            if e in weights:
+                left, right = (experts.gate_up_proj[e] @ x).chunk(2)
+                expected += weights[e] * (experts.down_proj[e] @ (F.silu(left) * right))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("gate", "of_x"), [("keep", [0.0, 0.0, 0.75, 0.25]), ("renormalize", [0.0, 0.0, 0.75, 1.0])]
+)
+@torch.no_grad()
+def test_free_experts_by_hand(gate, of_x):
+    """Two experts, then two zero experts, a copy, and a constant expert that mixes 1 : 3."""
+    config = hf.MoeParallelConfig(
+        **SHAPE | {"num_experts": 2, "hidden_size": 2},
+        zero_experts=2,
+        copy_experts=1,
+        constant_experts=1,
+        zero_expert_gate=gate,
+    )
+    free = modeling.MoeParallelFreeExperts(config)
+    free.w_constant.copy_(torch.tensor([[[0.0, 0.0], [math.log(3), 0.0]]]))  # for x_0 = 1
+    free.v_constant.copy_(torch.tensor([[0.0, 8.0]]))
+    x = torch.tensor([[1.0, 5.0]] * 4)
+    index = torch.tensor([[0, 1], [2, 3], [4, 5], [3, 4]])
+    weights = torch.tensor([[0.5, 0.5], [0.6, 0.4], [2 / 3, 1 / 3], [0.75, 0.25]])
+    others, kept, y = free(x, index, weights)
+    of_v = torch.tensor([0.0, 0.0, 0.25, 0.0])
+    torch.testing.assert_close(y, torch.tensor(of_x)[:, None] * x + of_v[:, None] * free.v_constant)
+    assert kept.tolist() == [[0.5, 0.5], [0, 0], [0, 0], [0, 0]]
+    assert others[0].tolist() == [0, 1] and ((others >= 0) & (others < 2)).all()
+
+
+@pytest.mark.full
+def test_what_a_model_in_bf16_keeps_exact(tmp_path):
+    for variant, name, dtype in (
+        ("hash", "expert_table", torch.int64),
+        ("norms, free", "free_scores", torch.float32),
+        ("norms, free", "expert_bias", torch.float32),
+    ):
+        model = build(variant)
+        model.save_pretrained(tmp_path / name)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.bfloat16)
+        kept = getattr(loaded.model.layers[0].mlp.gate, name)
+        assert loaded.dtype == torch.bfloat16 and kept.dtype == dtype
+        assert torch.equal(kept, getattr(model.model.layers[0].mlp.gate, name))
+        assert loaded(TOKENS).logits.isfinite().all()

@@ -1,0 +1,114 @@
+"""Union-of-Experts: what follows from its formula for special weights, sizes and neurons.
+
+test_expert_layers.py compares it with a loop over tokens; the layouts of tests/model, with one
+process.
+"""
+
+from dataclasses import replace
+
+import numpy
+import pytest
+import torch
+
+from moe_parallel.config import make_config
+from moe_parallel.selection.tokens import Tokens
+from tests.layers.cases import CASES, close, direction, uoe
+from tests.layers.single import EXPERT_WIDTH, EXPERTS, Case, build, run, values
+from tests.oracles import layers as oracle
+
+GATE_UP, OUT = "w_gate_up_ED2R", "w_out_ERD"
+REST_GATE_UP, REST_OUT = "experts.w_gate_up_LD2F", "experts.w_out_LFD"
+TWO = Case(uoe(aux=0.0, uoe_routing_neurons=2))
+
+
+def output(case, given):
+    return run(build(case, given, torch.float64, "reference"), given, direction(case))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_with_routing_neurons_alone_it_is_one_dense_layer_of_all_experts(k):
+    case = Case(uoe(k=k, uoe_routing_neurons=EXPERT_WIDTH))
+    given = values(case)
+    w_gate, w_up = (numpy.concatenate(list(given[GATE_UP][:, :, i]), axis=1) for i in (0, 1))
+    w_out = given[OUT].reshape(EXPERTS * EXPERT_WIDTH, -1)
+    wanted = oracle.swiglu_expert(given["x"], w_gate, w_up, w_out)
+    found, _ = output(case, given)
+    close(found, wanted, 1e-12, "output")
+
+
+def test_by_hand():
+    """Of x only the first number is not 0; it is 1. Each expert has one routing neuron, with
+    u = SiLU(1) (2, 1, 0, 0), so the first expert is chosen with the probability 1."""
+    case = Case(uoe(k=1, aux=0.0), tokens=1)
+    given = {name: numpy.zeros_like(array) for name, array in values(case).items()}
+    given["x"][..., 0] = 1
+    given[GATE_UP][:, 0, 0, 0], given[GATE_UP][:, 0, 1, 0] = 1, (2, 1, 0, 0)
+    given[OUT][:, 0, 0] = (1, 10, 100, 100)
+    given[REST_GATE_UP][0, 0, :, 0], given[REST_OUT][0, 0, 0] = 1, 3
+    y, _ = output(case, given)
+    silu = 0.731059
+    assert y[0, 0].tolist() == pytest.approx([silu * (2 * 1 + 1 * 10 + 3), 0, 0, 0, 0], rel=1e-5)
+
+
+def test_norms_and_loads_of_a_bf16_layer_are_fp32():
+    """In bf16, 256 and 1 are 256, and close norms would tie."""
+    case = Case(uoe(k=EXPERTS), tokens=300)
+    given = values(case)
+    layer = build(case, given, torch.bfloat16, "reference")
+    x_TD = torch.from_numpy(given["x"]).flatten(0, 1).bfloat16()
+    choices = layer.choose(x_TD, Tokens(1))
+    assert choices.scores_TE.dtype == choices.probs_TK.dtype == torch.float32
+    assert choices.tokens_per_expert().tolist() == [300] * EXPERTS
+
+
+def test_an_expert_that_is_never_chosen_learns_to_route():
+    case = CASES["uoe, an idle expert"]
+    given = values(case)
+    given[OUT] *= 1e3  # the idle expert's activations are small
+    _, gradients = output(case, given)
+    for routing in (GATE_UP, OUT):
+        assert (gradients[routing] != 0).all()
+    for rest in (REST_GATE_UP, REST_OUT):
+        assert (gradients[rest][0] == 0).all() and (gradients[rest][1:] != 0).all()
+
+
+def test_the_order_of_routing_neurons_does_not_matter_but_which_they_are():
+    given = values(TWO)
+    before, _ = output(TWO, given)
+    turned = given | {
+        GATE_UP: numpy.roll(given[GATE_UP], 1, axis=3),
+        OUT: numpy.roll(given[OUT], 1, axis=1),
+    }
+    close(output(TWO, turned)[0], before, 1e-12, "routing neurons in another order")
+    swapped = {name: array.copy() for name, array in given.items()}
+    swapped[GATE_UP][..., 0], swapped[REST_GATE_UP][..., 0] = (
+        given[REST_GATE_UP][..., 0],
+        given[GATE_UP][..., 0],
+    )
+    swapped[OUT][:, 0], swapped[REST_OUT][:, 0] = given[REST_OUT][:, 0], given[OUT][:, 0]
+    assert abs(output(TWO, swapped)[0] - before).max() > 0.1
+
+
+def test_only_the_gradient_of_chosen_norms_passes_through_the_probs():
+    """If W_o of the routing neurons is 0, they learn through their norms alone."""
+    case = replace(TWO, tokens=1)
+    given = values(case)
+    given[OUT] *= 0
+    layer = build(case, given, torch.float64, "reference")
+    _, gradients = run(layer, given, direction(case))
+    (summary,) = layer.context.statistics.training.summaries()
+    moved = [int((gradient != 0).any()) for gradient in gradients[GATE_UP]]
+    assert moved == summary["tokens_per_expert"]
+
+
+@pytest.mark.parametrize(
+    ("options", "neurons"),
+    [({}, 12), ({"moe_ffn_hidden_size": 50}, 12), ({"uoe_routing_neurons": 5}, 5)],
+)
+def test_routing_neurons_of_all_experts_are_as_wide_as_one_expert(options, neurons):
+    sizes = {"hidden_size": 32, "ffn_hidden_size": 48, "num_experts": 4}
+    config = make_config(sizes | {"expert_selection": "uoe"} | options)
+    width = config.expert_width
+    assert config.selection.routing_neurons(width, 4) == neurons
+    weights = config.selection.layer_weights(32, 4, width)
+    assert weights == (4 * 3 * 32 * neurons, 0, 4 * 3 * 32 * (width - neurons))

@@ -1,0 +1,147 @@
+"""Realistic faults of rules, controllers, cutoffs, free experts, coupling and traces."""
+
+from tests.mutants.fault import Fault
+
+SELECTION, BALANCING = "moe_parallel/selection", "moe_parallel/balancing"
+LAYERS = "moe_parallel/layers"
+OF_LAYERS = ("tests/layers/test_expert_layers.py",)
+
+FAULTS_OF_ROUTING = [
+    # Rules that give a token any number of experts, and the table of token ids.
+    Fault(
+        "a replayed ReLU weighs by scores below 0",
+        f"{SELECTION}/relu.py",
+        "torch.relu(scores_TE).gather(1,",
+        "scores_TE.gather(1,",
+        ("tests/selection/test_relu.py", "tests/selection/test_replayed.py"),
+    ),
+    Fault(
+        "a replayed softmax is over the choices that the threshold would make",
+        f"{SELECTION}/threshold.py",
+        "chosen_of(experts_TK, scores_TE) > 0)",
+        "values_TE > self.level)",
+        ("tests/selection/test_threshold.py", "tests/selection/test_replayed.py"),
+    ),
+    Fault(
+        "the softmax of the chosen leaves out their biases",
+        f"{SELECTION}/threshold.py",
+        "values_TE.masked_fill(~chosen_TE, lowest)",
+        "scores_TE.masked_fill(~chosen_TE, lowest)",
+        ("tests/selection/test_threshold.py", *OF_LAYERS),
+    ),
+    Fault(
+        "all free experts are taken for zero experts",
+        f"{SELECTION}/topk.py",
+        "(experts_TK < first + self.num_zero)",
+        "(experts_TK < first + self.num_free)",
+        ("tests/layers/test_free_experts.py", *OF_LAYERS),
+    ),
+    Fault(
+        "the ids of several sequences are in another order than their tokens",
+        f"{LAYERS}/dispatched.py",
+        "parts_BS[part].t().flatten()",
+        "parts_BS[part].flatten()",
+        OF_LAYERS,
+    ),
+    Fault(
+        "the table of token ids is not saved",
+        f"{LAYERS}/hash_table.py",
+        'self.register_buffer("experts_VK", experts_VK.clone())',
+        'self.register_buffer("experts_VK", experts_VK.clone(), persistent=False)',
+        ("tests/layers/test_hash_table.py", "tests/selection/test_hash_routing.py"),
+    ),
+    Fault(
+        "UoE's norms and loads are in bf16",
+        f"{LAYERS}/union.py",
+        "torch.linalg.vector_norm(node_TER.to(dtype), dim=2)",
+        "torch.linalg.vector_norm(node_TER, dim=2)",
+        ("tests/layers/test_union.py", *OF_LAYERS),
+    ),
+    Fault(
+        "the cutoffs that Routing-Free logs fall as its biases rise",
+        f"{LAYERS}/routing_free.py",
+        "self.theta + self.b_E.detach().float()",
+        "self.theta - self.b_E.detach().float()",
+        ("tests/layers/test_routing_free.py", *OF_LAYERS),
+    ),
+    Fault(
+        "constant experts share one softmax",
+        f"{LAYERS}/free_experts.py",
+        "logits_TCA.softmax(-1)",
+        "logits_TCA.softmax(1)",
+        ("tests/layers/test_free_experts.py", *OF_LAYERS),
+    ),
+    # What moves between steps.
+    Fault(
+        "a controller follows the choices of its own rank",
+        f"{BALANCING}/controller.py",
+        "        dist.all_reduce(counts, group=group)\n",
+        "        pass\n",
+        ("tests/balancing/test_controller.py",),
+    ),
+    Fault(
+        "the proportional part of p stays in the sum of its errors",
+        f"{BALANCING}/top_p_controller.py",
+        "self.state[1].double()",
+        "self.state[0].double()",
+        ("tests/balancing/test_controller.py",),
+    ),
+    Fault(
+        "a quantile bias is solved as if there were none yet",
+        f"{BALANCING}/bias.py",
+        "midpoint(ranked_AE + self.bias_E, k, dim=1)",
+        "midpoint(ranked_AE, k, dim=1)",
+        ("tests/balancing/test_bias.py",),
+    ),
+    Fault(
+        "quantiles of micro-batches are divided by the number of ranks",
+        f"{BALANCING}/quantile.py",
+        "self.sums[:-1] / number.clamp(min=1)",
+        "self.sums[:-1] / group.size()",
+        ("tests/balancing/test_bias.py", "tests/balancing/test_cutoffs.py"),
+    ),
+    Fault(
+        "all choices are compared with the tokens of one rank",
+        f"{BALANCING}/cutoffs.py",
+        "            dist.all_reduce(self.tokens_1, group=group)\n",
+        "            pass\n",
+        ("tests/balancing/test_cutoffs.py",),
+    ),
+    # The coupling loss on several ranks.
+    Fault(
+        "the coupling loss is divided by the experts of one rank",
+        f"{BALANCING}/coupling.py",
+        "/ len(m.own_E) ** 2",
+        "/ len(m.norms_LE) ** 2",
+        ("tests/balancing/test_coupling.py",),
+    ),
+    Fault(
+        "norms of the coupling are summed over ranks with other experts",
+        f"{BALANCING}/coupling.py",
+        ".square().sum(dim=2), groups.etp)",
+        ".square().sum(dim=2), groups.ep)",
+        ("tests/balancing/test_coupling.py",),
+    ),
+    Fault(
+        "the coupling loss grows with the ranks that share its gradient",
+        f"{LAYERS}/routed.py",
+        "share = groups.etp_ep.size() / groups.tp_cp.size()",
+        "share = 1.0",
+        ("tests/balancing/test_coupling.py", "tests/model/test_layouts.py"),
+    ),
+    # Traces and replays.
+    Fault(
+        "a trace has no experts beyond the first 128",
+        f"{LAYERS}/router_trace.py",
+        "experts_TK.to(torch.int16)",
+        "experts_TK.to(torch.int8)",
+        ("tests/layers/test_router_trace.py", "tests/telemetry/test_router_trace.py"),
+    ),
+    Fault(
+        "a replay asks for steps after the next exit",
+        "moe_parallel/training/router_trace.py",
+        "(done // leaves + 1) * leaves",
+        "done + leaves",
+        ("tests/training/test_router_trace.py",),
+    ),
+]

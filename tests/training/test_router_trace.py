@@ -1,0 +1,165 @@
+"""A trace in the program: its resumption, its replay, its loads, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moe_parallel.config import parse_command_line
+from moe_parallel.errors import InputError
+from moe_parallel.layers.forced_routing import read_trace
+from moe_parallel.parallel import groups_of_one
+from moe_parallel.telemetry.metrics import read_metrics, untimed
+from moe_parallel.training.router_trace import run_trace
+from tests.distributed import run_distributed
+from tests.program import SMALL, flags, pretrain_here, small_data
+
+RUN = {"train_iters": 4, "eval_interval": 2}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The folder of the runs and their ends: whole, stopped and continued, replayed, forced."""
+    folder = tmp_path_factory.mktemp("traced")
+    options = SMALL | small_data(folder) | RUN
+    trace = {"moe_router_trace": folder / "whole.npy"}
+    cut = {"moe_router_trace": folder / "cut.npy", "save": folder / "cut"}
+    given = [
+        options | trace | {"save": folder / "whole"},
+        options | cut | {"exit_interval": 2},
+        options | cut | {"load": folder / "cut"},
+        options | {"moe_router_replay": folder / "whole.npy", "save": folder / "replayed"},
+        options
+        | {"moe_router_force_routing": f"trace:{folder / 'whole.npy'}", "save": folder / "forced"},
+    ]
+    (ended,) = run_distributed(1, pretrain_here, given)
+    return folder, ended
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [untimed(record) for record in read_metrics(folder / "metrics.jsonl")]
+
+
+def test_the_runs_end_well(runs: Any) -> None:
+    folder, ended = runs
+    assert [code for code, _ in ended] == [0] * 5
+    assert f"warning: experts are replayed from {folder / 'whole.npy'}: in tra" in ended[3][1]
+
+
+def test_a_continued_run_goes_on_with_the_file(runs: Any) -> None:
+    folder, _ = runs
+    assert (folder / "cut.npy").read_bytes() == (folder / "whole.npy").read_bytes()
+
+
+def test_the_replay_is_the_same_run(runs: Any) -> None:
+    folder, _ = runs
+    assert records(folder / "replayed") == records(folder / "whole")
+
+
+def test_the_trace_has_the_loads_of_the_log(runs: Any) -> None:
+    folder, _ = runs
+    trace = read_trace(str(folder / "whole.npy"))
+    assert trace.ends == [1, 2, 3, 4]
+    logged = [record["layers"] for record in records(folder / "whole") if "layers" in record]
+    for number, layers in enumerate(logged):
+        loads = {layer["layer"]: layer["tokens_per_expert"] for layer in layers}
+        assert trace.loads[number] == loads
+
+
+def test_a_benchmark_takes_the_same_file(runs: Any) -> None:
+    folder, _ = runs
+    sequences = SMALL["global_batch_size"]
+    for ours, theirs in zip(records(folder / "forced"), records(folder / "whole"), strict=True):
+        for layer, other in zip(ours.get("layers", []), theirs.get("layers", []), strict=True):
+            assert layer["tokens_per_expert"] == pytest.approx(
+                other["tokens_per_expert"], abs=sequences
+            )
+
+
+def test_the_size_of_the_outputs_at_the_start_is_in_the_log(runs: Any) -> None:
+    folder, ended = runs
+    first, *later = [each["layers"] for each in records(folder / "whole") if "layers" in each]
+    sizes = [layer["output_rms"] for layer in first]
+    assert len(sizes) == 2 and min(sizes) > 0
+    assert not any("output_rms" in layer for layers in later for layer in layers)
+    line = f"RMS of the MoE layers' outputs at the start: {sum(sizes) / 2:.3g} "
+    assert line + f"({min(sizes):.3g} to {max(sizes):.3g})" in ended[0][1]
+    assert "at the start" not in ended[2][1]  # which continued
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another seed": (
+        {"seed": 4},
+        "FILE: sequence 1 of iteration 1 has another text than in this run: use the --data-path, "
+        "--split, --seed and --train-iters of the run that was recorded",
+    ),
+    "more steps": (
+        {"train_iters": 6},
+        "FILE has the iterations 1 to 4, and this run trains 1 to 6: record those too, or leave "
+        "earlier by --exit-interval",
+    ),
+    "more experts": (
+        {"num_experts": 8},
+        "FILE is of a run with --num-experts 4, and this run has 8: use the same, or another file",
+    ),
+    "another batch": (
+        {"global_batch_size": 4},
+        "FILE is of a run with --global-batch-size 8, and this run has 4: use the same, or another "
+        "file",
+    ),
+}
+
+
+def refused_here(cases: list[dict[str, Any]]) -> list[str]:
+    found = []
+    for options in cases:
+        with pytest.raises(InputError) as caught:
+            pretrain_here([options])
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_is_refused_is_said_in_a_line(runs: Any, tmp_path: Path) -> None:
+    folder, _ = runs
+    options = SMALL | small_data(tmp_path) | RUN | {"moe_router_replay": folder / "whole.npy"}
+    for number, (changes, words) in enumerate(REFUSED.values()):
+        case = options | {"save": tmp_path / str(number)} | changes
+        ((message,),) = run_distributed(1, refused_here, [case])
+        assert message.replace(str(folder / "whole.npy"), "FILE") == f"--moe-router-replay {words}"
+
+
+def test_every_rank_refuses_a_text_that_one_of_them_reads(runs: Any, tmp_path: Path) -> None:
+    folder, _ = runs
+    trace = np.load(folder / "whole.npy")
+    trace["text"][0, 6] += 1  # of the second rank
+    np.save(tmp_path / "other.npy", trace)
+    case = SMALL | small_data(folder) | RUN | {"moe_router_replay": tmp_path / "other.npy"}
+    for (message,) in run_distributed(2, refused_here, [case]):
+        assert "other.npy: sequence 7 of iteration 1 has another text" in message
+
+
+def test_choices_that_the_system_cannot_make_are_refused(runs: Any, tmp_path: Path) -> None:
+    """A token without an expert in top-K, which damages memory where it is believed."""
+    folder, _ = runs
+    trace = np.load(folder / "whole.npy")
+    trace["experts"][0, 1, 3, 2, 1] = -1
+    np.save(tmp_path / "other.npy", trace)
+    case = SMALL | small_data(folder) | RUN | {"moe_router_replay": tmp_path / "other.npy"}
+    ((message,),) = run_distributed(1, refused_here, [case])
+    assert message.endswith(
+        "other.npy: tokens of iteration 1 have choices that --expert-selection topk cannot make: "
+        "record a run of the same system"
+    )
+
+
+@pytest.mark.parametrize("done", [0, 1, 3])
+def test_a_replay_needs_the_steps_until_the_run_leaves(done: int) -> None:
+    """With --exit-interval 4 that is after iterations 4 and 8, wherever the run continues."""
+    options = {"train_iters": 10, "exit_interval": 4, "moe_router_replay": "trace.npy"}
+    trace = run_trace(parse_command_line(flags(SMALL | options)), groups_of_one())
+    assert trace is not None
+    trace._check_steps(np.arange(1, 5), done)
+    trace._check_steps(np.arange(1, 9), done + 4)
+    with pytest.raises(InputError, match=rf"1 to 7, and this run trains {done + 5} to 8"):
+        trace._check_steps(np.arange(1, 8), done + 4)
