@@ -169,38 +169,39 @@ class _Beats:
     def begin(self) -> None:
         self._send(0.0)  # so that this rank is known, whatever happens to it
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        watch = threading.Thread(target=self._watch_interpreter, name="gil-watch", daemon=True)
+        watch.start()
         if self._world_size > 1:
             threading.Thread(target=self._watch_store, name="store-watch", daemon=True).start()
 
     def end(self) -> None:
         with self._arming:
             self._over.set()
-            # The thread of the beats may never run again if the process is about to exit.
+            # The thread that watches may never run again if the process is about to exit.
             faulthandler.cancel_dump_traceback_later()
 
     def _beat(self) -> None:
         clock = SteadyClock(self._period)
         with contextlib.suppress(RuntimeError, OSError):  # FailureChannel.watch acts on a lost one
-            while not self._pause():
+            while not self._over.wait(self._period):
                 now = clock.read()
                 self._send(now)
                 if self._rank in (0, self._world_size - 1):
                     self._judge(self._look(now))
 
-    def _pause(self) -> bool:
-        """Wait until the next beat; returns whether there is none.
+    def _watch_interpreter(self) -> None:
+        """If native code keeps Python's threads from going on, show the stacks.
 
-        If native code keeps this thread from going on, a thread that needs no interpreter prints
-        the stacks once this rank counts as silent: before a message says so.
+        A thread that needs no interpreter prints them once this rank counts as silent: before a
+        message says so. The thread that sends the beats cannot set that one's alarm, because the
+        interpreter may be taken while it waits for the store.
         """
-        with self._arming:
-            if self._over.is_set():
-                return True
-            faulthandler.dump_traceback_later(self._timeout / 2, file=2)
-        try:
-            return self._over.wait(self._period)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+        while True:
+            with self._arming:
+                if self._over.is_set():
+                    return
+                faulthandler.dump_traceback_later(self._timeout / 2, file=2)
+            self._over.wait(self._period)
 
     def _send(self, now: float) -> None:
         self._latest = self._own.make(now)

@@ -163,30 +163,56 @@ def test_a_steady_clock_does_not_count_the_time_that_its_process_was_stopped(mon
 def test_no_timeout_no_threads():
     with heartbeat(Progress(), dist.HashStore(), None, None), contextlib.suppress(KeyError):
         names = {thread.name for thread in module.threading.enumerate()}
-    assert not names & {"heartbeat", "store-watch"}
+    assert not names & {"heartbeat", "gil-watch", "store-watch"}
 
 
 class _Alarm:
-    """A replacement for the module `faulthandler`, with a heartbeat that never runs again."""
+    """A replacement for the module `faulthandler`."""
 
     def __init__(self):
-        self.is_set, self.was_set, self.released = False, threading.Event(), threading.Event()
+        self.is_set, self.times, self.was_set_often = False, 0, threading.Event()
 
     def dump_traceback_later(self, seconds, file):
         self.is_set = True
-        self.was_set.set()
+        self.times += 1
+        if self.times == 3:
+            self.was_set_often.set()
 
     def cancel_dump_traceback_later(self):
-        if threading.current_thread().name == "heartbeat":
-            self.released.wait()
         self.is_set = False
 
 
-def test_no_stacks_are_printed_after_the_end(monkeypatch):
-    """Although the thread of the beats gets no time any more, as in a process that exits."""
-    alarm = _Alarm()
+class _SilentStore:
+    """A store that answers the first beat only."""
+
+    def __init__(self):
+        self.answers, self.sets = threading.Event(), 0
+
+    def clone(self):
+        return self
+
+    def set(self, key, value):
+        self.sets += 1
+        if self.sets > 1:
+            self.answers.wait()
+
+    def check(self, keys):
+        return False
+
+    def multi_get(self, keys):
+        return []
+
+
+def test_the_alarm_goes_on_while_the_store_does_not_answer_and_not_after_the_end(monkeypatch):
+    """Stacks are printed if native code holds the interpreter, whatever a beat waits for then."""
+    alarm, store = _Alarm(), _SilentStore()
     monkeypatch.setattr(module, "faulthandler", alarm)
-    with heartbeat(Progress(), dist.HashStore(), None, TIMEOUT):
-        assert alarm.was_set.wait(60)
+    with heartbeat(Progress(), store, None, TIMEOUT):
+        assert alarm.was_set_often.wait(60)
+        assert alarm.is_set
     assert not alarm.is_set
-    alarm.released.set()
+    watch = [thread for thread in threading.enumerate() if thread.name == "gil-watch"]
+    for thread in watch:
+        thread.join()
+    assert not alarm.is_set
+    store.answers.set()
