@@ -4,6 +4,7 @@
 #include "build_config.h"  // written by setup.py
 #include "cpu/capability.h"
 #include "fused_gemm.h"
+#include "onednn_product.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "Native operators of moe_parallel, registered as torch.ops.moe_parallel.*";
@@ -28,5 +29,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_fusing", &moe_parallel::set_fusing,
         "Whether products on CUDA run in one kernel with the steps around them, for this process: "
         "never, where that is faster (default), or wherever a kernel takes them. Returns what held "
+        "before.");
+  pybind11::enum_<moe_parallel::Fp32Products>(m, "Fp32Products")
+      .value("BLAS", moe_parallel::Fp32Products::kBlas)
+      .value("WHERE_FASTER", moe_parallel::Fp32Products::kWhereFaster)
+      .value("ONEDNN", moe_parallel::Fp32Products::kOneDnn);
+  m.def("set_fp32_products", &moe_parallel::set_fp32_products,
+        "Which library computes large products in fp32 on the CPU, for this process: that of "
+        "torch.mm, the faster one for this processor (default), or oneDNN. Returns what held "
         "before.");
 }

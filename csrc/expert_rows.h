@@ -25,7 +25,8 @@ namespace moe_parallel {
 //
 // A product may have more rows than the block. In scratch memory they are zeros. In the output of
 // all rows, the next block overwrites them. The reason: oneDNN compiles a product in bf16 for its
-// exact sizes, which takes 3 ms, and each expert has another number of rows in each step.
+// exact sizes, which takes 3 ms (0.5 ms in fp32), and each expert has another number of rows in
+// each step.
 struct RowBlock {
   int64_t first_expert;
   int64_t num_experts;

@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "onednn_product.h"
+
 extern "C" {
 // oneMKL's cblas_gemm_bf16bf16f32 with 32-bit sizes: c = alpha a b + beta c.
 __attribute__((weak)) void cblas_gemm_bf16bf16f32(int layout, int transa, int transb, int m, int n,
@@ -60,7 +62,8 @@ bool is_slow_in_bf16(const at::Tensor& a) {
 }
 
 bool is_compiled_for_its_sizes(const at::Tensor& a) {
-  return a.is_cpu() && a.scalar_type() == at::kBFloat16 && !is_slow_in_bf16(a);
+  const bool in_bf16 = a.is_cpu() && a.scalar_type() == at::kBFloat16;
+  return (in_bf16 && !is_slow_in_bf16(a)) || is_fp32_by_onednn(a);
 }
 
 void product_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate) {
@@ -70,6 +73,8 @@ void product_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool
   } else if (is_slow_in_bf16(a)) {
     const auto left = a.to(at::kFloat), right = b.to(at::kFloat);
     out.copy_(accumulate ? at::addmm(out.to(at::kFloat), left, right) : at::mm(left, right));
+  } else if (onednn_product_out(out, a, b, accumulate)) {
+    return;
   } else if (accumulate) {
     at::addmm_out(out, out, a, b);
   } else {

@@ -81,7 +81,7 @@ void transpose_columns(const Matrix& from, uint16_t* to, int64_t to_stride, int6
 
 at::Tensor TransposedRows::of(const at::Tensor& x) {
 #ifdef __SSE2__
-  if (!is_compiled_for_its_sizes(x)) return x.t();
+  if (x.scalar_type() != at::kBFloat16 || !is_compiled_for_its_sizes(x)) return x.t();
   const int64_t rows = x.size(0), columns = x.size(1);
   // An odd number of cache lines: rows that are a power of two apart would share cache sets.
   const int64_t stride = ((rows + 31) / 32 | 1) * 32;

@@ -30,6 +30,7 @@ SHARED = {
         "fused",  # products in one kernel with the operations around them
         "launch",
         "main_gradients",
+        "onednn",  # products in fp32 by another library
         "scalar_type",
         "scratch_rows",
         "transposed_rows",

@@ -18,7 +18,7 @@ a matrix at a time, N = P * T.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,8 +31,6 @@ from moe_parallel.platform.device import fast_factors
 
 #: With a larger number, the experts' matrices are read less often, and more memory is needed.
 MERGED_AT_ONCE = 8
-
-Merge = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # `expert_merge` of a backend
 
 
 class MergedExperts(ExpertParameters):
@@ -70,13 +68,12 @@ class MergedExperts(ExpertParameters):
             x_PTD: in the dtype of the experts' matrices.
             weights_PE: the weight of each expert in each merge; fp32, or fp64 for fp64 experts.
         """
-        merge = self.ops.expert_merge
         (w_in_LDF, w_out_LFD), main = self.matrices(self.w_gate_up_LD2F, self.w_out_LFD)
         main_in_LDF, main_out_LFD = main or (None, None)
-        gate_up_PTF = merged_linear(x_PTD, weights_PE, w_in_LDF, merge, main_in_LDF)
+        gate_up_PTF = merged_linear(x_PTD, weights_PE, w_in_LDF, self.ops, main_in_LDF)
         h_NF = self.ops.swiglu_halves(gate_up_PTF.flatten(0, 1))
         h_PTF = h_NF.view(*gate_up_PTF.shape[:2], -1)
-        return merged_linear(h_PTF, weights_PE, w_out_LFD, merge, main_out_LFD)
+        return merged_linear(h_PTF, weights_PE, w_out_LFD, self.ops, main_out_LFD)
 
     def merged(self, weights_PE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The matrices of merged experts, to keep: [P, D, 2F] and [P, F, D]. Without gradient."""
@@ -89,24 +86,24 @@ class MergedExperts(ExpertParameters):
     ) -> torch.Tensor:
         """What `forward` returns, by matrices that `merged` returned."""
         w_in_PDF, w_out_PFD = merged
-        gate_up_PTF = torch.bmm(*fast_factors(x_PTD, w_in_PDF)).to(x_PTD.dtype)
+        gate_up_PTF = self.ops.product(*fast_factors(x_PTD, w_in_PDF)).to(x_PTD.dtype)
         h_NF = self.ops.swiglu_halves(gate_up_PTF.flatten(0, 1))
         h_PTF = h_NF.view(*gate_up_PTF.shape[:2], -1)
-        return torch.bmm(*fast_factors(h_PTF, w_out_PFD)).to(x_PTD.dtype)
+        return self.ops.product(*fast_factors(h_PTF, w_out_PFD)).to(x_PTD.dtype)
 
 
 def merged_linear(
     x_PTI: torch.Tensor,
     weights_PE: torch.Tensor,
     w_EIO: torch.Tensor,
-    merge: Merge,
+    ops: Ops,
     main_EIO: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x_p (sum_i e_pi W_i) for each p: [P, T, O].
 
     `main_EIO`: the backward pass adds the gradient of w_EIO to it, and returns none.
     """
-    return _MergedLinear.apply(x_PTI, weights_PE, w_EIO, merge, main_EIO)
+    return _MergedLinear.apply(x_PTI, weights_PE, w_EIO, ops, main_EIO)
 
 
 class _MergedLinear(torch.autograd.Function):
@@ -118,14 +115,15 @@ class _MergedLinear(torch.autograd.Function):
         x_PTI: torch.Tensor,
         weights_PE: torch.Tensor,
         w_EIO: torch.Tensor,
-        merge: Merge,
+        ops: Ops,
         main_EIO: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x_PTI, weights_PE, w_EIO)
-        ctx.merge, ctx.main_EIO = merge, main_EIO
+        ctx.ops, ctx.main_EIO = ops, main_EIO
         y_PTO = x_PTI.new_empty(*x_PTI.shape[:2], w_EIO.shape[2])
         for some in _blocks(len(x_PTI), MERGED_AT_ONCE):
-            _multiply(x_PTI[some], merge(weights_PE[some], w_EIO), y_PTO[some])
+            w_CIO = ops.expert_merge(weights_PE[some], w_EIO)
+            _multiply(x_PTI[some], w_CIO, y_PTO[some], ops)
         return y_PTO
 
     @staticmethod
@@ -134,12 +132,13 @@ class _MergedLinear(torch.autograd.Function):
         (dy_PTO,), (x_PTI, weights_PE, w_EIO) = gradients, ctx.saved_tensors
         dx_PTI = x_PTI.new_empty(x_PTI.shape)
         for some in _blocks(len(x_PTI), MERGED_AT_ONCE):
-            w_COI = ctx.merge(weights_PE[some], w_EIO).transpose(1, 2)
-            _multiply(dy_PTO[some], w_COI, dx_PTI[some])
+            w_COI = ctx.ops.expert_merge(weights_PE[some], w_EIO).transpose(1, 2)
+            _multiply(dy_PTO[some], w_COI, dx_PTI[some], ctx.ops)
         dweights_PE, dw_EIO = torch.zeros_like(weights_PE), None
         if ctx.main_EIO is None:
             dw_EIO = torch.empty_like(w_EIO)
-        for rows, dw_ERO in _weight_gradients(dy_PTO, x_PTI, weights_PE, w_EIO, dweights_PE):
+        given = dy_PTO, x_PTI, weights_PE, w_EIO
+        for rows, dw_ERO in _weight_gradients(*given, dweights_PE, ctx.ops):
             if dw_EIO is None:
                 ctx.main_EIO[:, rows] += dw_ERO
             else:
@@ -153,6 +152,7 @@ def _weight_gradients(
     weights_PE: torch.Tensor,
     w_EIO: torch.Tensor,
     dweights_PE: torch.Tensor,
+    ops: Ops,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """With dW_p = x_p^T dy_p: yields dW_i = sum_p e_pi dW_p in blocks of rows, [E, R, O] in the
     dtype of the weights e, and adds de_pi = <W_i, dW_p> to `dweights_PE`."""
@@ -160,20 +160,20 @@ def _weight_gradients(
         total_EX = torch.zeros_like(w_EX)
         for some in _blocks(len(x_PTI), MERGED_AT_ONCE):
             x_CRT = x_PTI[some, :, rows].transpose(1, 2)
-            d_CRO = torch.bmm(*fast_factors(x_CRT, dy_PTO[some]))
+            d_CRO = ops.product(*fast_factors(x_CRT, dy_PTO[some]))
             d_CX = d_CRO.flatten(1).to(weights_PE.dtype)
             dweights_PE[some].addmm_(d_CX, w_EX.T)
             total_EX.addmm_(weights_PE[some].T, d_CX)
         yield rows, total_EX.unflatten(1, (-1, w_EIO.shape[2]))
 
 
-def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, ops: Ops) -> None:
     """out = a b for each merge."""
     a, b = fast_factors(a, b)
     if a.dtype == out.dtype:
-        torch.bmm(a, b, out=out)
+        ops.product(a, b, out)
     else:
-        out.copy_(torch.bmm(a, b))
+        out.copy_(ops.product(a, b))
 
 
 def _blocks(size: int, block: int) -> Iterator[slice]:

@@ -73,8 +73,9 @@ class SharedExpert(MegatronModule):
         y_SBD, _ = self.dense(hidden_SBD)
         if self.w_gate_1D is None:
             return y_SBD
-        gate_SB1 = torch.sigmoid(F.linear(hidden_SBD.float(), self.w_gate_1D.float()))
-        return y_SBD * gate_SB1.to(y_SBD.dtype)
+        # No product with one column: on AMD processors the bits of MKL's depend on the address of x.
+        logits_SB1 = (hidden_SBD.float() * self.w_gate_1D.float()).sum(2, keepdim=True)
+        return y_SBD * torch.sigmoid(logits_SB1).to(y_SBD.dtype)
 
     def begin(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
         """Starts the computation, before the tokens are dispatched. Returns input for `finish`."""

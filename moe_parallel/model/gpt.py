@@ -111,6 +111,7 @@ def build_chunks(
         stages = list(range(config.virtual_stages))
     chunks = [
         gpt(
+            ops=context.ops,
             loss_chunk_size=config.training.loss_chunk_size,
             passes_token_ids=hash_table_VK is not None,
             config=megatron,

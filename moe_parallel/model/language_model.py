@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import (
 
 from moe_parallel.model.linear_cross_entropy import linear_cross_entropy
 from moe_parallel.model.token_ids import CONTEXT
+from moe_parallel.ops import Ops
 
 
 class LanguageModel(GPTModel):
@@ -23,15 +24,17 @@ class LanguageModel(GPTModel):
     """
 
     def __init__(
-        self, loss_chunk_size: int, passes_token_ids: bool = False, **arguments: Any
+        self, ops: Ops, loss_chunk_size: int, passes_token_ids: bool = False, **arguments: Any
     ) -> None:
         """
         Args:
+            ops: the operators.
             loss_chunk_size: tokens whose logits exist at a time; 0: GPTModel's own loss.
             passes_token_ids: to the layers, on every pipeline stage.
             arguments: of GPTModel.
         """
         super().__init__(**arguments)
+        self.ops = ops
         self.loss_chunk_size = loss_chunk_size
         self.passes_token_ids = passes_token_ids
 
@@ -74,5 +77,6 @@ class LanguageModel(GPTModel):
             mask_BS.t().flatten().float(),
             tp,
             self.loss_chunk_size,
+            self.ops.product,
         )
         return losses_T.view(h_SBD.shape[:2]).t().contiguous()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_parallel.ops import Product
 from moe_parallel.platform.device import fast_factors
 
 
@@ -21,6 +22,7 @@ def linear_cross_entropy(
     weights_T: torch.Tensor,
     group: dist.ProcessGroup,
     chunk_size: int,
+    product: Product,
 ) -> torch.Tensor:
     """-log softmax(h W^T)[label] for each token, fp32 [T]; the vocabulary is divided over `group`.
 
@@ -37,13 +39,14 @@ def linear_cross_entropy(
         weights_T: fp32, the weight of each loss, up to one factor.
         group: the tensor-parallel ranks.
         chunk_size: tokens whose logits exist at a time, >= 1.
+        product: of a backend's operators.
 
     Raises RuntimeError in the backward pass, on a CPU, if the gradient of the losses is not
     proportional to the weights. (On a GPU the check would wait for the device.)
     """
     h_TD, w_VD = fast_factors(h_TD, w_VD)
     losses_T: torch.Tensor = _LinearCrossEntropy.apply(
-        h_TD, w_VD, labels_T, weights_T, group, chunk_size
+        h_TD, w_VD, labels_T, weights_T, group, chunk_size, product
     )
     return losses_T
 
@@ -58,6 +61,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weights_T: torch.Tensor,
         group: dist.ProcessGroup,
         chunk_size: int,
+        product: Product,
     ) -> torch.Tensor:
         first = group.rank() * w_VD.shape[0]  # of this rank's vocabulary entries
         losses_T = h_TD.new_empty(len(h_TD), dtype=torch.float32)
@@ -67,7 +71,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dw_VD = torch.zeros_like(w_VD, dtype=torch.float32)
         for start in range(0, len(h_TD), chunk_size):
             rows = slice(start, start + chunk_size)
-            p_RV = (h_TD[rows] @ w_VD.t()).float()
+            p_RV = product(h_TD[rows], w_VD.t()).float()
             label_R = labels_T[rows] - first
             here_R1 = ((label_R >= 0) & (label_R < p_RV.shape[1])).float()[:, None]
             label_R1 = label_R.clamp(0, p_RV.shape[1] - 1)[:, None]
@@ -76,12 +80,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 continue
             p_RV.scatter_add_(1, label_R1, -here_R1)
             dlogits_RV = p_RV.to(h_TD.dtype)
-            torch.mm(dlogits_RV, w_VD, out=dh_TD[rows])
+            product(dlogits_RV, w_VD, dh_TD[rows])
             weighted_RD = h_TD[rows] * weights_T[rows, None].to(h_TD.dtype)
             if dw_VD.dtype == h_TD.dtype:
-                dw_VD.addmm_(dlogits_RV.t(), weighted_RD)
+                product(dlogits_RV.t(), weighted_RD, dw_VD, accumulate=True)
             else:
-                dw_VD += dlogits_RV.t() @ weighted_RD
+                dw_VD += product(dlogits_RV.t(), weighted_RD)
         if learns:
             ctx.save_for_backward(dh_TD, dw_VD, weights_T)
             ctx.dtype = w_VD.dtype
@@ -97,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ):
             raise RuntimeError("the gradient of the losses is not proportional to their weights")
         dh_TD = dh_TD * dlosses_T[:, None].to(dh_TD.dtype)
-        return dh_TD, (dw_VD * factor).to(ctx.dtype), None, None, None, None
+        return dh_TD, (dw_VD * factor).to(ctx.dtype), None, None, None, None, None
 
 
 def _softmax_(

@@ -49,6 +49,17 @@ class Swiglu(Protocol):
     def __call__(self, gate_NF: Tensor, up_NF: Tensor, probs_N: Tensor | None = None) -> Tensor: ...
 
 
+class Product(Protocol):
+    def __call__(
+        self,
+        a_NI: Tensor,
+        b_IO: Tensor,
+        out_NO: Tensor | None = None,
+        *,
+        accumulate: bool = False,
+    ) -> Tensor: ...
+
+
 class NormTopK(Protocol):
     def __call__(
         self,
@@ -106,6 +117,7 @@ class Ops:
     grouped_gemm: Callable[[Tensor, Tensor, Tensor], Tensor]
     swiglu: Swiglu
     swiglu_halves: Callable[[Tensor], Tensor]
+    product: Product
     norm_topk: NormTopK
     expert_merge: Callable[[Tensor, Tensor], Tensor]
     routed_experts: RoutedExperts

@@ -136,6 +136,19 @@ def swiglu_halves(gate_up_N2F: Tensor) -> Tensor:
     return swiglu(gate_NF, up_NF)
 
 
+def product(
+    a_NI: Tensor, b_IO: Tensor, out_NO: Tensor | None = None, *, accumulate: bool = False
+) -> Tensor:
+    """a b, without a gradient; in `out`, if it is given, to which `accumulate` adds.
+
+    All may have one more dimension in front: the product for each of its indices.
+    """
+    y_NO = a_NI.detach() @ b_IO.detach()
+    if out_NO is None:
+        return y_NO
+    return out_NO.add_(y_NO) if accumulate else out_NO.copy_(y_NO)
+
+
 def expert_merge(weights_PE: Tensor, w_EIO: Tensor) -> Tensor:
     """merged_PIO = sum_e weights_PE[p, e] w_EIO[e] (Lory, arXiv 2405.03133, Eq. 2 and 3).
 

@@ -73,8 +73,8 @@ def test_each_merged_expert_is_the_oracle_s(merges, backend):
 @pytest.mark.parametrize("merges", [2, MANY])
 def test_gradients(merges, backend):
     given = [draw(merges, 2, D, seed=5), routing(merges), draw(E, D, F)]
-    merge = select_backend(backend).expert_merge
-    assert torch.autograd.gradcheck(merged_linear, [*(x.requires_grad_() for x in given), merge])
+    ops = select_backend(backend)
+    assert torch.autograd.gradcheck(merged_linear, [*(x.requires_grad_() for x in given), ops])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -9,6 +9,7 @@ from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_parallel.model.linear_cross_entropy import linear_cross_entropy
+from moe_parallel.ops import select_backend
 from tests.distributed import run_distributed
 from tests.model.comparison import differences, make_start, run_all
 from tests.model.test_layouts import LAYOUTS, ONE, model
@@ -16,6 +17,7 @@ from tests.tiers import rest_in_full
 
 T, D, V = 7, 5, 6
 FACTOR = 0.25
+PRODUCT = select_backend("auto").product
 
 
 class Alone:
@@ -53,7 +55,7 @@ def results(group: object, first: int, count: int, chunk: int, dtype: torch.dtyp
     h_TD, w_VD, labels_T, weights_T = inputs(dtype)
     mine_VD = w_VD[first : first + count].clone().requires_grad_()
     h_TD.requires_grad_()
-    losses_T = linear_cross_entropy(h_TD, mine_VD, labels_T, weights_T, group, chunk)
+    losses_T = linear_cross_entropy(h_TD, mine_VD, labels_T, weights_T, group, chunk, PRODUCT)
     assert losses_T.dtype == torch.float32
     (FACTOR * (losses_T * weights_T).sum()).backward()
     assert h_TD.grad is not None and mine_VD.grad is not None
@@ -85,13 +87,16 @@ def test_a_divided_vocabulary() -> None:
 def test_large_logits_do_not_overflow() -> None:
     h_TD = torch.full((2, 1), 1e3)
     w_VD = torch.tensor([[1.0], [-1.0]])
-    losses_T = linear_cross_entropy(h_TD, w_VD, torch.tensor([0, 1]), torch.ones(2), Alone(), 2)
+    losses_T = linear_cross_entropy(
+        h_TD, w_VD, torch.tensor([0, 1]), torch.ones(2), Alone(), 2, PRODUCT
+    )
     assert losses_T.tolist() == [0.0, 2000.0]
 
 
 def test_other_gradients_than_announced_are_refused() -> None:
     h_TD, w_VD, labels_T, weights_T = inputs(torch.float32)
-    losses_T = linear_cross_entropy(h_TD.requires_grad_(), w_VD, labels_T, weights_T, Alone(), 4)
+    h_TD.requires_grad_()
+    losses_T = linear_cross_entropy(h_TD, w_VD, labels_T, weights_T, Alone(), 4, PRODUCT)
     with pytest.raises(RuntimeError, match="not proportional"):
         losses_T.mean().backward()
 
@@ -115,7 +120,9 @@ def test_no_tensor_has_the_logits_of_all_tokens() -> None:
     w_VD = torch.randn(vocabulary, width, requires_grad=True)
     labels_T = torch.arange(tokens)
     with Largest() as largest:
-        losses_T = linear_cross_entropy(h_TD, w_VD, labels_T, torch.ones(tokens), Alone(), chunk)
+        losses_T = linear_cross_entropy(
+            h_TD, w_VD, labels_T, torch.ones(tokens), Alone(), chunk, PRODUCT
+        )
         losses_T.sum().backward()
     assert largest.elements == chunk * vocabulary
 

@@ -32,6 +32,7 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
         "grouped_gemm": (tensor(6, 5), tensor(3, 5, 2), counts),
         "grouped_outer": (tensor(6, 5), tensor(6, 2), counts),
         "grouped_outer_add": (tensor(3, 5, 2), tensor(6, 5), tensor(6, 2), counts),
+        "product": (tensor(6, 2), tensor(6, 5), tensor(5, 2), True),
         "swiglu": (tensor(3, 5), tensor(3, 5), probs[:, 0]),
         "swiglu_backward": (tensor(3, 5), tensor(3, 5), tensor(3, 5), probs[:, 0]),
         "swiglu_halves": (tensor(3, 6),),
@@ -63,7 +64,11 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
         ),
     }
     # They have no gradient of their own; the gradient of norm_topk is the Python function's.
-    once = [name for name in given if name == "norm_topk" or name.endswith(("backward", "add"))]
+    once = [
+        name
+        for name in given
+        if name in ("norm_topk", "product") or name.endswith(("backward", "add"))
+    ]
     return given | {name: tuple(map(_detached, given[name])) for name in once}
 
 

@@ -14,6 +14,7 @@ from moe_parallel.ops.native.expert_merge import expert_merge  # noqa: E402
 from moe_parallel.ops.native.grouped_gemm import grouped_gemm  # noqa: E402
 from moe_parallel.ops.native.norm_topk import norm_topk  # noqa: E402
 from moe_parallel.ops.native.permute import permute  # noqa: E402
+from moe_parallel.ops.native.product import product  # noqa: E402
 from moe_parallel.ops.native.routed_experts import routed_experts  # noqa: E402
 from moe_parallel.ops.native.routing_map import routing_map  # noqa: E402
 from moe_parallel.ops.native.swiglu import swiglu, swiglu_halves  # noqa: E402
@@ -25,6 +26,7 @@ __all__ = [
     "grouped_gemm",
     "norm_topk",
     "permute",
+    "product",
     "routed_experts",
     "routing_map",
     "swiglu",

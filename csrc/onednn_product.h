@@ -1,0 +1,24 @@
+// Products in fp32 by oneDNN, which builds of torch contain.
+//
+// On x86-64 ATen gives products in fp32 to MKL, and MKL uses its AVX-512 kernels on processors of
+// Intel only. On an AMD EPYC of the Zen 5 generation oneDNN is about twice as fast.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace moe_parallel {
+
+enum class Fp32Products { kBlas, kWhereFaster, kOneDnn };
+
+// Which library computes products in fp32 on the CPU, for this process. Returns what held before.
+Fp32Products set_fp32_products(Fp32Products products);
+
+// Whether oneDNN computes large products of this factor in fp32.
+bool is_fp32_by_onednn(const at::Tensor& a);
+
+// out = a b, or out += a b if `accumulate`. Returns false, and computes nothing, if the product is
+// ATen's: `a` is not such a factor, the product is small, or `out` has no dense rows.
+bool onednn_product_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                        bool accumulate);
+
+}  // namespace moe_parallel

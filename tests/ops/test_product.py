@@ -1,0 +1,94 @@
+import numpy as np
+import pytest
+import torch
+
+from moe_parallel.ops import extension
+from tests.ops.cases import DTYPES, LAYOUTS, assert_close, float64, random_tensor
+
+pytestmark = pytest.mark.covering
+
+LARGE = (128, 160, 96)  # more than 2^20 multiplications, which oneDNN takes in fp32
+
+
+@pytest.fixture(params=["BLAS", "ONEDNN", "WHERE_FASTER"])
+def library(request, native):
+    module = extension.load()
+    before = module.set_fp32_products(getattr(module.Fp32Products, request.param))
+    yield request.param
+    module.set_fp32_products(before)
+
+
+def factors(sizes, dtype, device, batch=()):
+    rows, inner, columns = sizes
+    a = random_tensor(*batch, rows, inner, dtype=dtype, device=device, seed=0)
+    b = random_tensor(*batch, inner, columns, dtype=dtype, device=device, seed=1)
+    return a, b
+
+
+def wanted(a, b):
+    return np.einsum("...ni,...io->...no", float64(a), float64(b))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (7, 5, 3), (0, 4, 2), LARGE], ids=str)
+@pytest.mark.parametrize("batch", [(), (3,)], ids=str)
+def test_equals_the_oracle(ops, device, sizes, dtype, batch):
+    a, b = factors(sizes, dtype, device, batch)
+    y = ops.product(a, b)
+    assert y.dtype == dtype and not y.requires_grad
+    assert_close(y, wanted(a, b), dtype)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("sizes", [(7, 5, 3), LARGE], ids=str)
+def test_each_library_writes_the_rows_of_out_and_nothing_else(
+    library, native, device, layout, sizes, accumulate
+):
+    a, b = (LAYOUTS[layout](each) for each in factors(sizes, torch.float32, device))
+    rows, _, columns = sizes
+    memory = torch.full((rows, columns + 9), 0.5 if accumulate else torch.nan, device=device)
+    memory[:, :4] = memory[:, -5:] = 7
+    out = memory[:, 4:-5]
+    assert native.product(a, b, out, accumulate=accumulate) is out
+    assert_close(out, wanted(a, b) + 0.5 * accumulate, torch.float32)
+    assert bool((memory[:, :4] == 7).all()) and bool((memory[:, -5:] == 7).all())
+
+
+def test_a_transposed_out(library, native, device):
+    a, b = factors(LARGE, torch.float32, device)
+    out = torch.empty(LARGE[2], LARGE[0], device=device).t()
+    native.product(a, b, out)
+    assert_close(out, wanted(a, b), torch.float32)
+
+
+def test_layers_are_the_same_with_each_library(library, native, reference, device):
+    """Their products have more rows than an expert has."""
+    x = random_tensor(150, 96, device=device, dtype=torch.float32, seed=0)
+    w = random_tensor(2, 96, 192, device=device, dtype=torch.float32, seed=1)
+    counts_E = torch.tensor([70, 80], device=device)
+    x.requires_grad_(), w.requires_grad_()
+    found = native.grouped_gemm(x, w, counts_E)
+    dy = random_tensor(150, 192, device=device, dtype=torch.float32, seed=2)
+    gradients = torch.autograd.grad(found, (x, w), dy)
+    again = reference.grouped_gemm(x, w, counts_E)
+    for each, other in zip(
+        (found, *gradients), (again, *torch.autograd.grad(again, (x, w), dy)), strict=True
+    ):
+        assert_close(each, float64(other), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"a": (7,)}, "a must have 2 or 3 dimensions"),
+        ({"b": (3, 5, 3)}, "b must have 2 dimensions"),
+        ({"b": (4, 3)}, "a has 5 columns, but b takes 4"),
+        ({"out": (7, 4)}, r"out must have shape \[7, 3\]"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(native, change, message):
+    shapes = {"out": (7, 3), "a": (7, 5), "b": (5, 3)} | change
+    given = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match=message):
+        torch.ops.moe_parallel.product(given["out"], given["a"], given["b"], False)
