@@ -171,6 +171,28 @@ def test_a_quantile_bias_by_hand():
     assert load_of(ranked_TE, bias, 1) == [2, 2]
 
 
+def test_loads_of_4_3_1_and_0_become_equal_in_a_step():
+    """Thresholds: .55 .55 .55 .45 .6 .625 .5 .6. Prices between the second and the third margin of
+    the experts: .1, .1125, -.075, -.1875, with the mean -.0125."""
+    ranked_TE = torch.tensor(
+        [
+            [0.8, 0.3, 0.2, 0.1],
+            [0.7, 0.4, 0.1, 0.3],
+            [0.6, 0.2, 0.5, 0.1],
+            [0.5, 0.1, 0.2, 0.4],
+            [0.3, 0.9, 0.2, 0.1],
+            [0.2, 0.75, 0.1, 0.5],
+            [0.1, 0.6, 0.4, 0.2],
+            [0.2, 0.1, 0.9, 0.3],
+        ]
+    )
+    bias = QuantileBias(4, ema=0.0)
+    assert load_of(ranked_TE, bias, 1) == [4, 3, 1, 0]
+    solve(bias, ranked_TE, k=1)
+    assert values(bias) == [-0.1125, -0.125, 0.0625, 0.175]
+    assert load_of(ranked_TE, bias, 1) == [2, 2, 2, 2]
+
+
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_a_share_of_the_tokens_exceeds_the_price_of_each_expert(k):
     """What one coordinate step solves exactly, before the mean is subtracted."""
