@@ -24,6 +24,9 @@ from moe_parallel.selection.tokens import Tokens
 class ExpertBias(nn.Module):
     """Loss-free balancing (Wang et al. 2024): b_i += u * sign(mean load - load of i).
 
+    Then the mean of b is 0. It selects nothing, but the signs of a step do not sum to 0, so it
+    would grow with the steps until fp32 rounds the scores away.
+
     `bias_E`, fp32, is saved with the model. It affects neither probs nor gradients.
     """
 
@@ -53,7 +56,12 @@ class ExpertBias(nn.Module):
         rounded, and the bias would drift even if the load were equal.
         """
         lacks_E = counts_E.sum() - len(counts_E) * counts_E
-        self.bias_E += self.update_rate * torch.sign(lacks_E).to(self.bias_E.dtype)
+        self._move(self.update_rate * torch.sign(lacks_E))
+
+    def _move(self, step_E: torch.Tensor) -> None:
+        """Adds `step_E` to the bias and subtracts the mean, which selects nothing."""
+        bias_E = self.bias_E.double() + step_E
+        self.bias_E.copy_(bias_E - bias_E.mean())
 
 
 class ProportionalBias(ExpertBias):
@@ -66,11 +74,6 @@ class ProportionalBias(ExpertBias):
     @torch.no_grad()
     def update(self, counts_E: torch.Tensor, group: dist.ProcessGroup) -> None:
         self._move(self.update_rate * _error(counts_E))
-
-    def _move(self, step_E: torch.Tensor) -> None:
-        """Adds `step_E` to the bias and subtracts the mean, which selects nothing."""
-        bias_E = self.bias_E.double() + step_E
-        self.bias_E.copy_(bias_E - bias_E.mean())
 
 
 class IntegralDerivativeBias(ProportionalBias):

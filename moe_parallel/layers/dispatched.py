@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from moe_parallel.balancing.bias import ExpertBias, build_bias
 from moe_parallel.balancing.cutoffs import ExpertCutoffs
 from moe_parallel.balancing.load import StepLoad
-from moe_parallel.config import DispatchedSelection
+from moe_parallel.config import BiasBalancing, DispatchedSelection
 from moe_parallel.dispatch import Dispatched, build_dispatcher
 from moe_parallel.experts.shared import OverlappedSharedExpert, SharedExpert
 from moe_parallel.layers.cutoffs import build_cutoffs
@@ -68,6 +68,7 @@ class DispatchedLayer(ExpertLayer):
         self.free = build_free_experts(self, selection)
         cutoffs = build_cutoffs(selection, config, context.train_iters)
         self.bias: ExpertBias | None = cutoffs or build_bias(selection, self.num_experts)
+        self._balancing = selection if isinstance(selection, BiasBalancing) else None
         self.controller = system.controller(selection, self.num_experts, context.train_iters)
         assert (context.hash_table_VK is not None) == selection.reads_token_ids
         rules = self._rules(system.rules(selection))
@@ -150,7 +151,7 @@ class DispatchedLayer(ExpertLayer):
                 self.load.count(choices)
             if self.controller is not None:
                 self.controller.count(self.dispatched(choices))
-            if self.bias is not None and self.bias.observes:
+            if self.bias is not None and self.bias.observes and self._bias_moves:
                 ranked_TE = cast(BiasedRule, self.rule).ranked(choices.scores_TE)
                 self.bias.observe(ranked_TE, choices.experts_TK.shape[1], tokens)
         kept, pad_rows_per_expert = self._limit(choices, tokens)
@@ -236,8 +237,15 @@ class DispatchedLayer(ExpertLayer):
         if self.load is None:
             return
         counts_E = self.load.finish(group)
-        if self.bias is not None:
+        if self.bias is not None and self._bias_moves:
             self.bias.update(counts_E, group)
+
+    @property
+    def _bias_moves(self) -> bool:
+        """Whether the bias or the cutoffs move after this step; the same on every rank."""
+        if self._balancing is None:
+            return True
+        return self._balancing.bias_moves(self.context.iteration(), self.context.train_iters)
 
 
 def _shared_expert(

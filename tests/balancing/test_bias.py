@@ -47,7 +47,15 @@ def test_one_choice_more_or_less_moves_the_bias():
     counts[0] += 1
     bias = ExpertBias(8, update_rate=1.0)
     bias.update(counts_of(*counts), ALONE)
-    assert bias.bias_E.tolist() == [-1.0] + [1.0] * 7
+    assert bias.bias_E.tolist() == [-1.75] + [0.25] * 7  # -1 and 1, less the mean of 3/4
+
+
+def test_the_signs_of_a_step_do_not_shift_all_biases():
+    """Loads 4, 4, 4, 0: the signs are -1, -1, -1, 1, and their mean is -1/2."""
+    bias = ExpertBias(EXPERTS, update_rate=0.25)
+    for steps in range(1, 4):
+        bias.update(counts_of(4, 4, 4, 0), ALONE)
+        assert bias.bias_E.tolist() == [-0.125 * steps] * 3 + [0.375 * steps]
 
 
 def _biases_of_even_loads(experts, tokens_of_steps):
@@ -80,15 +88,15 @@ def test_even_loads_of_all_ranks_leave_the_bias(world):
 def test_bf16_models_keep_fp32_biases_and_loads():
     """In bf16 a bias of 1 would not change in a step of 0.001."""
     bias, load = ExpertBias(EXPERTS, 1e-3), StepLoad(EXPERTS)
-    bias.bias_E.fill_(1.0)
+    bias.bias_E.copy_(torch.tensor([1.0, -1.0, 1.0, -1.0]))
     before = bias.bias_E
     model = torch.nn.ModuleList([bias, load, torch.nn.Linear(2, 2)]).bfloat16()
     assert model[2].weight.dtype == torch.bfloat16
     assert bias.bias_E.dtype == load.share_E.dtype == torch.float32
     assert load.counts.dtype == torch.float64
     assert bias.bias_E is before  # rules keep a reference to it
-    bias.update(counts_of(0, 1, 1, 1), ALONE)
-    torch.testing.assert_close(bias.bias_E, torch.tensor([1.001, 0.999, 0.999, 0.999]))
+    bias.update(counts_of(0, 1, 1, 0), ALONE)
+    torch.testing.assert_close(bias.bias_E, torch.tensor([1.001, -1.001, 0.999, -0.999]))
 
 
 def test_the_bias_is_saved():
@@ -97,7 +105,7 @@ def test_the_bias_is_saved():
     other = ExpertBias(EXPERTS, 0.5)
     held = other.bias_E
     other.load_state_dict(bias.state_dict())
-    assert held.tolist() == [-0.5, 0.5, 0.5, 0.5]
+    assert held.tolist() == [-0.75, 0.25, 0.25, 0.25]
 
 
 def values(bias: ExpertBias) -> list[float]:
@@ -161,6 +169,28 @@ def test_a_quantile_bias_by_hand():
     assert load_of(ranked_TE, bias, 1) == [2, 2]
     solve(bias, ranked_TE, k=1)
     assert load_of(ranked_TE, bias, 1) == [2, 2]
+
+
+def test_loads_of_4_3_1_and_0_become_equal_in_a_step():
+    """Thresholds: .55 .55 .55 .45 .6 .625 .5 .6. Prices between the second and the third margin of
+    the experts: .1, .1125, -.075, -.1875, with the mean -.0125."""
+    ranked_TE = torch.tensor(
+        [
+            [0.8, 0.3, 0.2, 0.1],
+            [0.7, 0.4, 0.1, 0.3],
+            [0.6, 0.2, 0.5, 0.1],
+            [0.5, 0.1, 0.2, 0.4],
+            [0.3, 0.9, 0.2, 0.1],
+            [0.2, 0.75, 0.1, 0.5],
+            [0.1, 0.6, 0.4, 0.2],
+            [0.2, 0.1, 0.9, 0.3],
+        ]
+    )
+    bias = QuantileBias(4, ema=0.0)
+    assert load_of(ranked_TE, bias, 1) == [4, 3, 1, 0]
+    solve(bias, ranked_TE, k=1)
+    assert values(bias) == [-0.1125, -0.125, 0.0625, 0.175]
+    assert load_of(ranked_TE, bias, 1) == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])

@@ -161,6 +161,14 @@ def test_p_leaves_its_limit_soon_after_the_target_has_changed():
     assert choices / tokens == pytest.approx(2, abs=0.1)
 
 
+def test_layers_with_fewer_and_more_experts_than_the_target_leave_the_p_that_they_share():
+    layers = [TopPController(0.5, 2, 4, 0.5, 0.2) for _ in range(2)]
+    layers[0].count(choices_of([[0, -1, -1], [3, -1, -1]]))
+    layers[1].count(choices_of([[0, 1, 2], [1, 2, 3]]))
+    end_step(layers, CPU, ALONE)
+    assert [layer.state.tolist() for layer in layers] == [[0.5, 0.5]] * 2
+
+
 def test_p_stays_within_its_limits():
     controller = TopPController(0.5, 1, 4, proportional_gain=10.0, integral_gain=0.1)
     controller.move(counts_of(400, 100))

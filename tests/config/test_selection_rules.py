@@ -157,6 +157,18 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
         1,
         "is quantile, which knows of no groups",
     ),
+    (
+        QUANTILE | {"moe_expert_capacity_factor": 1.5},
+        1,
+        "--moe-expert-capacity-factor is 1.5, but --moe-router-bias-update is quantile, .* later "
+        "tokens: leave it out",
+    ),
+    (
+        {"moe_router_bias_frozen_share": 0.1},
+        1,
+        "--moe-router-bias-frozen-share is 0.1, but there is no bias: set --moe-router-enable-ex",
+    ),
+    ({"moe_router_bias_frozen_share": 1.5}, 1, "--moe-router-bias-frozen-share is 1.5: .* most 1"),
     ({"moe_router_num_groups": 0, "moe_router_group_topk": 1}, 1, "--moe-router-num-groups is 0"),
     ({"moe_router_num_groups": 2, "moe_router_group_topk": 0}, 1, "--moe-router-group-topk is 0"),
     ({"moe_erc_loss_coeff": -1}, 1, "--moe-erc-loss-coeff is -1.0: it must be at least 0"),

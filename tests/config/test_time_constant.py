@@ -51,6 +51,25 @@ def test_cutoffs(system: str) -> None:
     assert only_state(**sign).state == "cutoffs (sign)"
 
 
+@pytest.mark.parametrize("norm_of", ["activation", "silu", "gate"])
+@pytest.mark.parametrize("width", [64, 768])
+def test_the_range_of_the_norms_of_routing_neurons(width: int, norm_of: str) -> None:
+    """Eight times the spread over experts of the norms of random neurons."""
+    generator = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(64, width, generator=generator)
+    x_TD /= x_TD.square().mean(1, keepdim=True).sqrt()
+    gate_TER, up_TER = (
+        (x_TD @ (0.02 * torch.randn(width, 32 * 256, generator=generator))).view(64, 32, 256)
+        for _ in range(2)
+    )
+    silu_TER = torch.nn.functional.silu(gate_TER)
+    node_TER = {"activation": silu_TER * up_TER, "silu": silu_TER, "gate": gate_TER}[norm_of]
+    spread = node_TER.norm(dim=2).std(dim=1).mean().item()
+    own = {"expert_selection": "uoe", "hidden_size": width, "init_method_std": 0.02}
+    found = steps(**own, uoe_norm_of=norm_of, moe_router_bias_update_rate=0.01)
+    assert found == pytest.approx(8 * spread / 0.01, rel=0.08)
+
+
 def test_the_range_of_logits_of_a_large_router() -> None:
     own = {"expert_selection": "threshold", "hidden_size": 100, "init_method_std": 0.02}
     sign = own | {"moe_threshold_update": "sign", "moe_router_hidden_size": 400}

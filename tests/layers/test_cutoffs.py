@@ -1,10 +1,13 @@
-"""What moves the cutoffs of a layer: the steps of training, and nothing else."""
+"""What moves the cutoffs or the bias of a layer: the steps of training, and nothing else."""
+
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from moe_parallel.config import Selection
-from tests.layers.cases import aoe_threshold, direction, threshold
+from tests.layers.cases import aoe, aoe_threshold, direction, threshold, topk, uoe
 from tests.layers.single import Case, build, run, values
 
 
@@ -27,3 +30,44 @@ def test_only_forward_passes_of_training_move_the_cutoffs(selection: Selection) 
     assert torch.equal(layer.bias.cutoff_E, start_E)  # a step selects with those before it
     layer.after_step()
     assert not torch.equal(layer.bias.cutoff_E, start_E)
+
+
+QUANTILE = {"moe_router_enable_expert_bias": True, "moe_router_bias_update": "quantile"}
+SIGN = {"moe_router_enable_expert_bias": True}
+
+
+@pytest.mark.parametrize("select", [topk, aoe, uoe])
+def test_a_micro_batch_counts_once_in_a_quantile_bias(select: Callable[..., Selection]) -> None:
+    """The micro-batch by itself, also before it is recomputed, and between evaluations."""
+    case = Case(select(k=1, **QUANTILE))
+    given = values(case)
+    other = given | {"x": 3 * given["x"][::-1]}
+    once, repeated = (build(case, given, torch.float32, "reference") for _ in range(2))
+    run(once.train(), given, direction(case))
+    once.after_step()
+    run(repeated.eval(), other, direction(case))
+    with torch.no_grad():
+        repeated.train()(torch.from_numpy(given["x"]).float())
+    run(repeated, given, direction(case))
+    run(repeated.eval(), other, direction(case))
+    repeated.after_step()
+    assert (once.bias.bias_E != 0).any()
+    assert torch.equal(once.bias.bias_E, repeated.bias.bias_E)
+
+
+@pytest.mark.parametrize("options", [SIGN, QUANTILE])
+def test_a_frozen_bias_keeps_its_bits(options: dict[str, object]) -> None:
+    """Of 8 steps the last quarter: 7 and 8. The loads are still counted."""
+    case = Case(topk(moe_router_bias_frozen_share=0.25, **options))
+    given = values(case)
+    layer = build(case, given, torch.float32, "reference")
+    moved = []
+    for done in range(8):
+        context = replace(layer.context, iteration=lambda done=done: done, train_iters=8)
+        layer.context = context
+        before_E = layer.bias.bias_E.clone()
+        run(layer.train(), given | {"x": (done + 1) * given["x"]}, direction(case))
+        layer.after_step()
+        moved.append(not torch.equal(before_E, layer.bias.bias_E))
+        assert layer.load.share_E.sum() == 2
+    assert moved == [True] * 6 + [False] * 2

@@ -5,17 +5,25 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import distributed as dist
 
 from moe_parallel.balancing.bias import AnchoredBias
 from moe_parallel.balancing.losses import load_balancing_loss
+from moe_parallel.config import make_config
+from moe_parallel.layers import LayerContext
 from moe_parallel.layers.routing_losses import LossContext, load_balancing
-from moe_parallel.parallel import groups_of_one
+from moe_parallel.ops import select_backend
+from moe_parallel.parallel import destroy_groups, groups_of_one, initialize_groups
 from moe_parallel.selection.capacity import DROP_ORDERS, Capacity
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
+from moe_parallel.systems import system_of
+from moe_parallel.telemetry.statistics import RoutingStatistics
+from tests.distributed import run_distributed
 from tests.layers.cases import ANCHORED, CASES, COPIES, direction, top_p, topk
 from tests.layers.expected import expected_routing
-from tests.layers.single import EXPERTS, Case, build, run, values
+from tests.layers.single import EXPERT_WIDTH, EXPERTS, WIDTH, Case, build, run, values
 
 ALONE = groups_of_one().tp_dp_cp
 
@@ -156,3 +164,37 @@ def test_free_choices_are_not_dispatched():
     kept = layer.dispatched(choices).experts_TK
     assert (kept >= 0).sum() == sum(expert < EXPERTS for expert in chosen)
     assert kept.max() < EXPERTS
+
+
+def _bytes_sent(choices: list[tuple[int, int]]) -> list[float]:
+    """By pair of choices of every token, what this rank sends. Experts 2 and 3 are on rank 1, and
+    two copies have the numbers after them."""
+    groups = initialize_groups(make_config({"expert_model_parallel_size": 2}).parallel)
+    selection = topk(aux=0.0, z=0.0, **COPIES)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=WIDTH, num_attention_heads=1, num_moe_experts=EXPERTS
+    )
+    found = []
+    for pair in choices:
+        statistics = RoutingStatistics(1, EXPERTS, torch.device("cpu"))
+        context = LayerContext(groups, select_backend("reference"), statistics, None, 1)
+        layer = system_of(selection).build(config, selection, EXPERT_WIDTH, context)
+        layer.set_layer_number(1)
+        with torch.no_grad():
+            for weight in layer.parameters():
+                weight.fill_(0.1)
+            layer.w_router_ED[list(pair)] = 1.0
+        layer(torch.ones(8, 1, WIDTH))
+        (summary,) = statistics.training.summaries()
+        found.append(summary.get("wire_bytes_per_token", 0.0))
+    dist.barrier()
+    destroy_groups()
+    return found
+
+
+def test_less_is_sent_where_free_experts_are_chosen():
+    """A row is 5 numbers and its prob, 24 bytes, and comes back as 5 numbers, 20 bytes. Of two
+    choices on different ranks each rank sends one row and returns one; of one choice on rank 1
+    rank 0 sends and rank 1 returns; of two free experts nobody sends anything."""
+    sent = run_distributed(2, _bytes_sent, [(0, 2), (2, 4), (4, 5)])
+    assert sent == [[44, 24, 0], [44, 20, 0]]

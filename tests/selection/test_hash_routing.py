@@ -47,3 +47,16 @@ def test_ids_choose_and_scores_weigh():
     torch.testing.assert_close(choices.probs_TK, shares_TK)
     choices.probs_TK[0, 0].backward()
     assert (scores_TE.grad[0] != 0).tolist() == [False, True, True]
+
+
+def test_neither_place_nor_batch_nor_scores_change_the_experts_of_an_id():
+    table_VK = greedy_table([5, 1, 0, 7, 2], num_experts=3, k=2)
+    rule = ByTokenId(TopK(2), lambda ids_T: table_VK[ids_T])
+    generator = torch.Generator().manual_seed(0)
+    for sequences in (1, 2, 5):
+        ids_T = torch.randint(0, 5, (20,), generator=generator)
+        scores_TE = 9 * torch.randn(20, 3, generator=generator)
+        chosen_TK = rule(scores_TE, Tokens(sequences, ids_T=ids_T)).experts_TK
+        assert [set(row) for row in chosen_TK.tolist()] == [
+            set(table_VK[item].tolist()) for item in ids_T.tolist()
+        ]

@@ -1,6 +1,7 @@
 """A goal is compared with the row that it names, and only with values measured in that row."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -107,3 +108,17 @@ def test_equal_parameters() -> None:
         autonomous = 768 * low + size.wide * (2 * 768 + low)
         assert abs(autonomous - 3 * 768 * 3072) <= 32 * (2 * 768 + low)
         assert size.wide % 64 == 0
+
+
+def test_the_layer_of_the_coupling_paper_is_that_of_its_model() -> None:
+    from moe_parallel.config import parse_command_line
+    from tools.bench.sizes import ERC, sizes_of
+
+    (size,) = sizes_of(ERC, "cpu")["aoe_layer"]
+    file = Path(__file__).parents[2] / "examples" / "papers" / "erc" / "aoe_3b.yaml"
+    model = parse_command_line(["--config", str(file)])
+    selection = model.selection
+    assert (size.d, size.n, size.K) == (1536, 64, 8)
+    assert (size.d, size.n) == (model.model.hidden_size, model.num_experts)
+    assert (size.K, size.l) == (selection.choices_per_token, selection.aoe_low_rank_size)
+    assert size.f == model.model.ffn_hidden_size and size.wide == model.expert_width

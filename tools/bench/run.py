@@ -39,10 +39,10 @@ from tools.bench.measurement import Patience, measure
 from tools.bench.peers import megatron
 from tools.bench.results import Row
 from tools.bench.rows import BENCHES
-from tools.bench.sizes import GOALS, SMALL, sizes_of
+from tools.bench.sizes import ERC, GOALS, SMALL, sizes_of
 from tools.bench.table import format_row
 
-SECONDS_OF_A_ROW = {SMALL: 1.0, GOALS: 15.0}
+SECONDS_OF_A_ROW = {SMALL: 1.0, GOALS: 15.0, ERC: 15.0}
 PEERS = (
     "transformers", "transformer-engine", "grouped-gemm", "megablocks", "scattermoe", "sonic-moe",
 )  # fmt: skip
@@ -112,8 +112,9 @@ def _print_verdicts(options: argparse.Namespace, rows: list[Row]) -> None:
 def _add_flags(tool: Tool) -> None:
     add = tool.add_argument
     add("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
-    add("--sizes", choices=[SMALL, GOALS], default=SMALL,
-        help="small: a quick check; goals: the sizes of the goals (default: small)")  # fmt: skip
+    add("--sizes", choices=[SMALL, GOALS, ERC], default=SMALL,
+        help="small: a quick check; goals: the sizes of the goals; erc: the layer of "
+        "examples/papers/erc (default: small)")  # fmt: skip
     add("--ops", type=words, metavar="A,B,...", help=f"of {', '.join(BENCHES)} (default: all)")
     add("--dtype", type=words, metavar="A,B,...",
         help="float32, bfloat16, float16 (default: the first two; GPU: bfloat16)")  # fmt: skip

@@ -1,10 +1,11 @@
-"""The measured sizes: `small` for a look of a minute, `goals` for the project's goals."""
+"""The measured sizes: `small` for a look of a minute, `goals` for the project's goals, `erc` for
+the layer in which the paper of the coupling loss reports what AoE costs (docs/papers.md)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-SMALL, GOALS = "small", "goals"
+SMALL, GOALS, ERC = "small", "goals", "erc"
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ SIZES: dict[tuple[str, str], dict[str, tuple[Size, ...]]] = {
         "routed_layer": (replace(_SMALL, f=256), _SMALL_FINE),
         "aoe_layer": (replace(_SMALL, f=256, l=64),),
     },
+    (ERC, "any"): {"aoe_layer": (Size(T=2048, d=1536, n=64, K=8, f=768, l=512),)},
     (GOALS, "cpu"): {
         "permute": (_MOVED,),
         "unpermute": (_MOVED,),
@@ -86,4 +88,4 @@ SIZES: dict[tuple[str, str], dict[str, tuple[Size, ...]]] = {
 
 def sizes_of(name: str, device: str) -> dict[str, tuple[Size, ...]]:
     """The sizes of each op, in the order in which they are measured."""
-    return SIZES[(name, "any" if name == SMALL else device)]
+    return SIZES[(name, device if name == GOALS else "any")]

@@ -102,9 +102,26 @@ class BiasBalancing(Selection):
         below=1,
     )
 
+    moe_router_bias_frozen_share: float = option(
+        0.0,
+        "share of --train-iters, the last of them, in which the balancing bias stays as it is; "
+        "0.034 in DeepSeek-V3",
+        least=0,
+        most=1,
+    )
+
     @property
     def uses_step_load(self) -> bool:
         return self.moe_router_enable_expert_bias or super().uses_step_load
+
+    def bias_moves(self, iteration: int, train_iters: int | None) -> bool:
+        """Whether the bias moves after the step that follows `iteration` others.
+
+        `train_iters`: of the run; None: no run trains the layer.
+        """
+        if train_iters is None:
+            return True
+        return iteration < round((1 - self.moe_router_bias_frozen_share) * train_iters)
 
     def time_constants(self, config: Config) -> list[TimeConstant]:
         found = super().time_constants(config)
@@ -160,6 +177,12 @@ class BiasBalancing(Selection):
                 f"--moe-router-bias-update is {update}, but there is no bias: set "
                 "--moe-router-enable-expert-bias"
             )
+        frozen = self.moe_router_bias_frozen_share
+        if frozen and not self.moe_router_enable_expert_bias:
+            raise InputError(
+                f"--moe-router-bias-frozen-share is {frozen}, but there is no bias: set "
+                "--moe-router-enable-expert-bias"
+            )
         if update != "quantile":
             if self.moe_router_bias_ema != 0:
                 raise InputError(
@@ -182,4 +205,11 @@ class BiasBalancing(Selection):
             raise InputError(
                 "--moe-router-bias-update is quantile, which knows of no groups: use sign, error "
                 "or id, or leave out --moe-router-num-groups"
+            )
+        factor = config.moe.moe_expert_capacity_factor
+        if factor is not None:
+            raise InputError(
+                f"--moe-expert-capacity-factor is {factor}, but --moe-router-bias-update is "
+                "quantile, which keeps loads equal by itself, and what a full expert drops depends "
+                "on later tokens: leave it out, or use sign, error or id"
             )

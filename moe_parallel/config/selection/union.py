@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from statistics import NormalDist, fmean
 from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option
@@ -48,6 +50,28 @@ class UoESelection(BiasBalancing, Balancing, FixedChoices, DispatchedSelection, 
     def routing_neurons(self, expert_width: int, num_experts: int) -> int:
         """N_s of an expert of this width."""
         return self.uoe_routing_neurons or max(1, round(expert_width / num_experts))
+
+    def score_range(self, config: Config) -> float:
+        """Eight standard deviations of the initial norms over experts, for tokens of RMS 1.
+
+        A norm is the root of a sum of N_s equally distributed squares. If they are many, its
+        standard deviation is that of a square, over twice the root of the mean square.
+        """
+        std = config.model.init_method_std * math.sqrt(config.model.hidden_size)
+        second, fourth = (self._initial_moment(power, std) for power in (2, 4))
+        return 8 * math.sqrt((fourth - second**2) / (4 * second))
+
+    def _initial_moment(self, power: int, std: float) -> float:
+        """The mean of a power, 2 or 4, of a number of which the norm is taken.
+
+        `std`: the standard deviation of x W_g and x W_p.
+        """
+        of_normal = {2: std**2, 4: 3 * std**4}[power]
+        if self.uoe_norm_of == "gate":
+            return of_normal
+        gates = (NormalDist(0, std).inv_cdf((place + 0.5) / 1000) for place in range(1000))
+        of_silu = fmean((gate / (1 + math.exp(-gate))) ** power for gate in gates)
+        return of_silu * of_normal if self.uoe_norm_of == "activation" else of_silu
 
     def own_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> list[OwnWeight]:
         of_one_matrix = num_experts * hidden_size * self.routing_neurons(expert_width, num_experts)
