@@ -73,7 +73,7 @@ class SharedExpert(MegatronModule):
         y_SBD, _ = self.dense(hidden_SBD)
         if self.w_gate_1D is None:
             return y_SBD
-        # No product with one column: on AMD processors the bits of MKL's depend on the address of x.
+        # Not a product: on AMD processors MKL's bits for one column depend on the address of x.
         logits_SB1 = (hidden_SBD.float() * self.w_gate_1D.float()).sum(2, keepdim=True)
         return y_SBD * torch.sigmoid(logits_SB1).to(y_SBD.dtype)
 

@@ -27,6 +27,7 @@ from moe_parallel.config import TrainingConfig
 from moe_parallel.layers.past import Past
 from moe_parallel.parallel import gather_over
 from moe_parallel.platform.device import device, fast_factors
+from moe_parallel.selection.copies import copied_to
 from moe_parallel.selection.shares import Share, in_order, zigzag
 
 #: On a CPU, queries with more keys before them are computed in strips of this many rows, whose mask
@@ -287,4 +288,4 @@ def own_documents(position_ids_BS: torch.Tensor, training: TrainingConfig) -> to
         return torch.diff(begins_N, append=begins_N.new_tensor([begins_BS.numel()]))
     document_BS = begins_BS.cumsum(1)
     of_another_BSS = document_BS[:, :, None] != document_BS[:, None, :]
-    return (of_another_BSS | torch.ones_like(of_another_BSS).triu(1))[:, None].to(device())
+    return copied_to(device(), (of_another_BSS | torch.ones_like(of_another_BSS).triu(1))[:, None])

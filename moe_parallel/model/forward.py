@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moe_parallel.config import TrainingConfig
 from moe_parallel.model.attention import own_documents
+from moe_parallel.selection.copies import copied_to
 from moe_parallel.selection.shares import positions, take, zigzag
 
 Batch = Mapping[str, torch.Tensor]
@@ -59,7 +60,8 @@ def run_micro_batches(
 
     def forward_step(stream: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Loss]:
         on_host = next(stream)
-        batch = {name: tensor.to(device) for name, tensor in share_of(on_host, cp).items()}
+        mine = share_of(on_host, cp)
+        batch = {name: copied_to(device, tensor) for name, tensor in mine.items()}
         documents = own_documents(on_host["position_ids"], training)
         output = chunk(
             batch["tokens"],

@@ -84,12 +84,15 @@ class Capacity:
         slots = self.order(choices)
         # A stable sort by expert keeps the order inside each expert; empty slots (-1) come first.
         experts, by_expert = torch.sort(choices.experts_TK.flatten()[slots], stable=True)
-        counts = torch.bincount(experts + 1, minlength=num_scores + 1)
+        # No size may depend on data, because the host would wait for a GPU.
+        bins = experts + 1
+        counts = bins.new_zeros(num_scores + 1).scatter_add_(0, bins, torch.ones_like(bins))
         starts = torch.cumsum(counts, 0) - counts
-        place = torch.arange(len(experts), device=experts.device) - starts[experts + 1]
+        place = torch.arange(len(experts), device=experts.device) - starts[bins]
         limit: torch.Tensor | int = self.rows_per_expert(num_tokens, num_scores - self.num_free)
         if self.num_free:
             of_free = self._limit(num_tokens, num_scores - self.num_free, Fraction(1))
             limit = torch.where(experts < num_scores - self.num_free, limit, of_free)
-        overflow = slots[by_expert[place >= limit]]
-        return choices.experts_TK.flatten().index_fill(0, overflow, -1).view(num_tokens, k)
+        kept = torch.empty_like(experts)
+        kept[slots[by_expert]] = experts.masked_fill(place >= limit, -1)
+        return kept.view(num_tokens, k)

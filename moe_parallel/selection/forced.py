@@ -27,7 +27,7 @@ import functools
 import itertools
 import math
 import zlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -35,6 +35,7 @@ import torch
 
 from moe_parallel.errors import InputError
 from moe_parallel.selection.choices import Choices, Rule, best_first
+from moe_parallel.selection.copies import copied_to
 from moe_parallel.selection.shares import positions
 from moe_parallel.selection.tokens import Tokens
 
@@ -183,17 +184,19 @@ class Forced:
         slots_K = torch.arange(k, device=device)
         points_TK = self._offsets(num_tokens, tokens, device)[:, None] + slots_K * _ONE
         if own.all_chosen:
-            ends_E = self._ends(k, num_experts, tokens).to(device)
+            (ends_E,) = self._ends([k], num_experts, tokens, device)
             return torch.searchsorted(ends_E, points_TK, right=True)
         number_T = (own.experts_TK >= 0).sum(dim=1)
-        ends = [self._ends(n, num_experts, tokens) for n in range(num_experts + 1)]
-        ends_TE = torch.stack(ends).to(device)[number_T]
+        ends_TE = self._ends(range(num_experts + 1), num_experts, tokens, device)[number_T]
         experts_TK = torch.searchsorted(ends_TE, points_TK, right=True)
         return experts_TK.masked_fill(slots_K >= number_T[:, None], -1)
 
-    def _ends(self, k: int, num_experts: int, tokens: Tokens) -> torch.Tensor:
-        """The end of each expert's interval for tokens with k experts: int64 [E], on the host."""
-        return torch.tensor(_ends(self.workload, tokens.layer, tokens.iteration, num_experts, k))
+    def _ends(
+        self, numbers: Iterable[int], num_experts: int, tokens: Tokens, device: torch.device
+    ) -> torch.Tensor:
+        """The ends of the experts' intervals, by number of experts per token: int64 [N, E]."""
+        place = self.workload, tokens.layer, tokens.iteration, num_experts
+        return copied_to(device, torch.tensor([_ends(*place, k) for k in numbers]))
 
     def _offsets(self, num_tokens: int, tokens: Tokens, device: torch.device) -> torch.Tensor:
         """The offset u of each token, in units of 1 / 2^32: int64 [T]."""

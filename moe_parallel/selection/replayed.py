@@ -12,6 +12,7 @@ from typing import cast
 import torch
 
 from moe_parallel.selection.choices import BiasedRule, Choices
+from moe_parallel.selection.copies import copied_to
 from moe_parallel.selection.forced import ForcibleRule
 from moe_parallel.selection.threshold import Threshold
 from moe_parallel.selection.tokens import Tokens
@@ -38,7 +39,8 @@ class Replayed:
 
     def chosen(self, scores_TE: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """The recorded choices of tokens with these scores: int64 [T, K]."""
-        return self.recorded(tokens, len(scores_TE), self.every).to(scores_TE.device)
+        recorded_TK = self.recorded(tokens, len(scores_TE), self.every)
+        return copied_to(scores_TE.device, recorded_TK)
 
     def with_bias(self, bias_E: torch.Tensor) -> Replayed:
         """A bias changes no recorded choice, but the probs of a threshold may depend on it."""

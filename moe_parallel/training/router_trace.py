@@ -23,6 +23,7 @@ from moe_parallel.errors import InputError
 from moe_parallel.layers.router_trace import Recorder, Replay, RouterTrace
 from moe_parallel.model.forward import Batch
 from moe_parallel.parallel import Groups
+from moe_parallel.selection.copies import copied_to
 from moe_parallel.telemetry.router_trace import (
     REPLAY,
     TRACE,
@@ -95,7 +96,7 @@ class RunTrace:
             return
         shape, on_rank = self._shape, dist.get_rank()
         record = shape.record(self._done + 1) if on_rank == 0 else None
-        text_N = _greatest(self._text_N.to(device))
+        text_N = _greatest(copied_to(device, self._text_N))
         for number, layer in enumerate(shape.layers):
             size = (shape.sequences, shape.length, shape.slots)
             experts_NSK = torch.zeros(size, dtype=torch.int32, device=device)

@@ -9,24 +9,21 @@ import collections
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests import systems
 from tests.distributed import run_distributed
+from tests.systems import SYSTEMS
 from tests.tiers import rest_in_full
-from tests.training.tiny_run import AOE, BATCH, LENGTH, Layout, TinyRun
+from tests.training.tiny_run import BATCH, LENGTH, Layout, TinyRun
 
 NATIVE = {"moe_backend": "native"}
-LORY = {"expert_selection": "lory", "lory_segment_length": LENGTH // 2}
-SYSTEMS = {
-    "topk": {},
-    "aoe": AOE,
-    "top_p": {"expert_selection": "top_p"},
-    "expert_choice": {"expert_selection": "expert_choice"},
-    "lory": LORY,
-}
+#: Every step clips, because clipping has operators of its own.
+STEP = NATIVE | {"clip_grad": 1e-6}
 GROWN = {
     "experts": {"num_experts": 16},
     "tokens": {"seq_length": 4 * LENGTH},
 }
 CHOICES = {"choices": {"moe_router_topk": 4}}
+HAVE_K = ("topk", "aoe", "hash", "uoe")
 MOE_LAYERS = 3
 
 
@@ -51,7 +48,7 @@ def _of_steps(cases, path):
     """On a rank: (operators, messages) of a training step of each case."""
     found = {}
     for name, (layout, options) in cases.items():
-        run = TinyRun(layout, path, options=options | NATIVE)
+        run = TinyRun(layout, path, options=options | STEP)
         run.steps(2)  # they make what later steps reuse
         with Counts() as counts:
             run.steps(1)
@@ -64,18 +61,42 @@ def _cases(layout, options, grown):
     return {name: (layout, options | more) for name, more in {"as it is": {}, **grown}.items()}
 
 
-@pytest.mark.parametrize("system", rest_in_full(SYSTEMS, "topk", "aoe"))
+def _of_system(name):
+    options = systems.options(name)
+    if options["expert_selection"] == "lory":  # so many merges that all are of one round
+        options |= {"lory_segment_length": LENGTH // 2}
+    return options
+
+
+@pytest.mark.parametrize("system", rest_in_full(SYSTEMS, "topk", "aoe", "topk, free experts"))
 def test_operators_do_not_grow_with_experts_choices_or_tokens(tmp_path, system):
-    grown = GROWN | (CHOICES if system in ("topk", "aoe") else {})
-    cases = _cases(Layout(), SYSTEMS[system], grown)
+    grown = GROWN | (CHOICES if system in HAVE_K else {})
+    cases = _cases(Layout(), _of_system(system), grown)
     (found,) = run_distributed(1, _of_steps, cases, tmp_path)
     assert {operators for operators, _ in found.values()} == {found["as it is"][0]}, found
 
 
-@pytest.mark.parametrize("system", rest_in_full(["topk", "aoe"], "aoe"))
+FORCED = {
+    "topk, forced": {"moe_router_force_routing": "hot:1"},
+    "top_p, forced": {"expert_selection": "top_p", "moe_router_force_routing": "hot:1"},
+    "capacity": {"moe_expert_capacity_factor": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", rest_in_full(FORCED, "top_p, forced"))
+def test_neither_do_those_of_a_workload_or_a_capacity(tmp_path, name):
+    (found,) = run_distributed(1, _of_steps, _cases(Layout(), FORCED[name], GROWN), tmp_path)
+    assert {operators for operators, _ in found.values()} == {found["as it is"][0]}, found
+
+
+DIVIDED = [name for name in SYSTEMS if not systems.merges(name)]
+
+
+@pytest.mark.parametrize("system", rest_in_full(DIVIDED, "aoe", "topk, free experts"))
 def test_messages_are_seven_per_layer_and_micro_batch(tmp_path, system):
     """Rows that each expert gets; tokens, probs and outputs, and their three gradients."""
-    cases = _cases(Layout(2, ep=2), SYSTEMS[system], GROWN | CHOICES)
+    grown = GROWN | (CHOICES if system in HAVE_K else {})
+    cases = _cases(Layout(2, ep=2), _of_system(system), grown)
     for found in run_distributed(2, _of_steps, cases, tmp_path):
         for _, messages in found.values():
             assert messages == found["as it is"][1]

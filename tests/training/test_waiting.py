@@ -1,5 +1,8 @@
-"""How often the host waits for the device in a training step, counted by a stand-in: each method of
-a tensor that returns a number to Python waits on a GPU."""
+"""How often the host waits for the device in a training step, counted by a stand-in on a CPU.
+
+On a GPU these wait: the methods of a tensor that return a number to Python, operators whose result
+has a size that depends on values, and copies to a device that are not queued.
+"""
 
 import collections
 import sys
@@ -9,16 +12,22 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests import systems
 from tests.distributed import run_distributed
+from tests.systems import SYSTEMS
 from tests.tiers import rest_in_full
-from tests.training.tiny_run import AOE, Layout, TinyRun
+from tests.training.tiny_run import AOE, BATCH, Layout, TinyRun
 
-WAITING = (
-    "item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__",
+RETURNS_A_NUMBER = (
+    "item", "tolist", "cpu", "__bool__", "__float__", "__int__", "__index__",
 )  # fmt: skip
+SIZED_BY_VALUES = (
+    "nonzero", "masked_select", "bincount", "_unique2", "unique_dim", "unique_consecutive", "equal",
+)  # fmt: skip
+INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 NATIVE = {"moe_backend": "native"}
-LORY = {"expert_selection": "lory", "lory_segment_length": 4}
 MOE_LAYERS = 3
 
 #: The loss of the step, which decides whether it is applied.
@@ -31,14 +40,40 @@ def _sizes_of_messages(micro_batches):
     return {"tolist in all_to_all.dispatch": MOE_LAYERS * micro_batches}
 
 
-STEPS = {
-    "topk": (Layout(), {}, LOSS | NORM),
-    "top_p": (Layout(), {"expert_selection": "top_p"}, LOSS | NORM),
-    "expert_choice": (Layout(), {"expert_selection": "expert_choice"}, LOSS | NORM),
-    "aoe": (Layout(), AOE, LOSS | NORM),
-    "lory": (Layout(), LORY, LOSS | NORM),
+def _number_of_rows(micro_batches):
+    """Of all experts together, if a token may have fewer choices than slots."""
+    return {"routing_map in routing_map.routing_map": MOE_LAYERS * micro_batches}
+
+
+#: Their gradients through the chosen norms need the number again.
+SELECTED_GRADIENT = ("aoe, free experts", "routing_free")
+FILLS_ALL_SLOTS = (
+    "topk", "topk, one expert", "topk, sigmoid, groups, bias, shared expert",
+    "topk, large router, factorized W_g, global loss", "aoe", "aoe, by bias", "aoe, screened",
+    "aoe, probs over all", "hash", "uoe",
+)  # fmt: skip
+
+
+def _of_system(name):
+    rows = _number_of_rows(BATCH * (2 if name in SELECTED_GRADIENT else 1))
+    if name in FILLS_ALL_SLOTS or systems.merges(name):
+        rows = {}
+    return Layout(), systems.options(name), LOSS | NORM | rows
+
+
+CAPACITY = {"moe_expert_capacity_factor": 1.0}
+PADDED = CAPACITY | {"moe_pad_expert_input_to_capacity": True}
+STEPS = {name: _of_system(name) for name in SYSTEMS} | {
+    "capacity": (Layout(), CAPACITY, LOSS | NORM | _number_of_rows(BATCH)),
+    "capacity, padded": (Layout(), PADDED, LOSS | NORM),
+    "forced": (Layout(), {"moe_router_force_routing": "hot:1"}, LOSS | NORM),
     "topk, ep2": (Layout(2, ep=2), {}, LOSS | TWO_NORMS | _sizes_of_messages(2)),
     "aoe, ep2": (Layout(2, ep=2), AOE, LOSS | TWO_NORMS | _sizes_of_messages(2)),
+    "threshold, ep2": (
+        Layout(2, ep=2),
+        systems.options("threshold"),
+        LOSS | TWO_NORMS | _sizes_of_messages(2) | _number_of_rows(2),
+    ),
     "aoe, ep2, recompute": (
         Layout(2, ep=2),
         AOE | {"recompute_granularity": "full"},
@@ -47,30 +82,63 @@ STEPS = {
 }
 
 
-class Waits:
-    """Counts the calls of `WAITING` methods by their callers while the context is open."""
+class Waits(TorchDispatchMode):
+    """Counts what waits by its caller while the context is open."""
 
     def __init__(self):
+        super().__init__()
         self.of = collections.Counter()
+        self._patches = ExitStack()
 
     def __enter__(self):
-        self._patches = ExitStack()
-        for name in WAITING:
-            self._patches.enter_context(mock.patch.object(torch.Tensor, name, self._counted(name)))
-        return self
+        for name in RETURNS_A_NUMBER:
+            self._patch(name, lambda *arguments, **named: True)
+        self._patch("to", _is_copy_to_a_device)
+        return super().__enter__()
 
     def __exit__(self, *error):
         self._patches.close()
+        return super().__exit__(*error)
 
-    def _counted(self, name):
+    def _patch(self, name, waits):
         original = getattr(torch.Tensor, name)
 
         def method(tensor, *arguments, **named):
-            code = sys._getframe(1).f_code
-            self.of[f"{name} in {Path(code.co_filename).stem}.{code.co_name}"] += 1
+            if waits(*arguments, **named):
+                self._count(name)
             return original(tensor, *arguments, **named)
 
-        return method
+        self._patches.enter_context(mock.patch.object(torch.Tensor, name, method))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.name().split("::")[1].split(".")[0]
+        if _is_sized_by_values(name, func, args, kwargs):
+            self._count(name)
+        return func(*args, **kwargs)
+
+    def _count(self, name):
+        frame = sys._getframe(2)
+        while Path(frame.f_code.co_filename).is_relative_to(Path(torch.__file__).parent):
+            frame = frame.f_back
+        self.of[f"{name} in {Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"] += 1
+
+
+def _is_copy_to_a_device(*arguments, non_blocking=False, device=None, **_):
+    return not non_blocking and (
+        device is not None or any(isinstance(each, torch.device | str) for each in arguments)
+    )
+
+
+def _is_sized_by_values(name, func, args, kwargs):
+    if name in INDEXING:
+        return any(index is not None and index.dtype == torch.bool for index in args[1])
+    if name == "repeat_interleave":
+        return "repeats" in str(func._schema).split(",")[0] and kwargs.get("output_size") is None
+    if name == "routing_map":
+        _, _, pad_rows_per_expert, all_chosen = args
+        return pad_rows_per_expert is None and not all_chosen
+    return name in SIZED_BY_VALUES
 
 
 def _waits_of_a_step(layout, options, path):
@@ -78,10 +146,14 @@ def _waits_of_a_step(layout, options, path):
     run.steps(1)  # the first step makes what the others reuse
     with Waits() as waits:
         run.steps(1)
+    run.close()
     return dict(waits.of)
 
 
-@pytest.mark.parametrize("name", rest_in_full(STEPS, "topk", "aoe, ep2"))
+QUICK = ("topk", "aoe, ep2", "threshold, ep2", "capacity", "topk, free experts")
+
+
+@pytest.mark.parametrize("name", rest_in_full(STEPS, *QUICK))
 def test_the_host_waits_as_rarely_as_it_can(tmp_path, name):
     layout, options, expected = STEPS[name]
     for waits in run_distributed(layout.world, _waits_of_a_step, layout, options, tmp_path):
