@@ -71,8 +71,8 @@ FAULTS = [
     Fault(
         "capacity takes one token too many",
         f"{SELECTION}/capacity.py",
-        "[place >= limit]",
-        "[place > limit]",
+        "place >= limit, -1",
+        "place > limit, -1",
         ("tests/selection", "tests/layers"),
     ),
     Fault(
