@@ -1,12 +1,14 @@
-"""List, verify, show, compare and delete the checkpoints of a run.
+"""List, verify, show, compare, delete and rewrite the checkpoints of a run.
 
     python tools/checkpoint.py list runs/my
     python tools/checkpoint.py verify runs/my
     python tools/checkpoint.py show runs/my/iter_0000200 --tensors --digest
     python tools/checkpoint.py diff runs/my/iter_0000200 runs/other/iter_0000200
     python tools/checkpoint.py prune runs/my --keep-last 2
+    python tools/checkpoint.py reshard runs/my/iter_0000200 runs/moved --files 64
 
-A checkpoint needs no conversion for another layout: --load reads it in any. Exit codes: 0 done; 1
+A checkpoint needs no conversion for another layout: --load reads it in any. `reshard` only changes
+the number of files and the sizes of the parts that a rank reads. Exit codes: 0 done; 1
 `diff` found differences; 2 a wrong flag, or `verify` found a damaged checkpoint.
 """
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 DIFFERENT = 1
 SHOWN = 20  # differences
+MEANINGS = {"run": "run folder", "target": "run folder to write to, without this iteration"}
 
 
 def main(arguments: list[str]) -> int:
@@ -37,10 +40,11 @@ def main(arguments: list[str]) -> int:
         ("show", ["checkpoint"], "what a checkpoint holds"),
         ("diff", ["one", "other"], "the tensors that differ, to the bit"),
         ("prune", ["run"], "delete all checkpoints but the latest N"),
+        ("reshard", ["checkpoint", "target"], "write a checkpoint anew in other files"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         for path in paths:
-            meaning = "run folder" if path == "run" else "checkpoint, or run folder for its latest"
+            meaning = MEANINGS.get(path, "checkpoint, or run folder for its latest")
             command.add_argument(path, type=Path, metavar=path.upper(), help=meaning)
         if name == "show":
             command.add_argument("--tensors", action="store_true", help="list the tensors too")
@@ -53,12 +57,19 @@ def main(arguments: list[str]) -> int:
             command.add_argument("--keep-last", type=int, required=True, metavar="N",
                 help="number of checkpoints to keep; if the run went back to an earlier "
                 "iteration, those of the course that it left are deleted first")  # fmt: skip
+        if name == "reshard":
+            command.add_argument("--files", type=int, required=True, metavar="N",
+                help="the most files of tensors, and the most parts of a tensor; such as the "
+                "number of ranks that will load it. Weights and optimizer state stay the same to "
+                "the bit; the random states and FP8 scales of the ranks are left out")  # fmt: skip
     return tool.run(arguments, _run)
 
 
 def _run(own: argparse.Namespace) -> int | None:
     if own.command == "prune":
         check_positive(own, "keep-last")
+    if own.command == "reshard":
+        check_positive(own, "files")
     load_torch()
     from moe_parallel.collective_errors import StorageError
 
@@ -171,7 +182,26 @@ def _prune(own: argparse.Namespace) -> None:
             print(f"deleted {path.name}")
 
 
-COMMANDS = {"list": _list, "verify": _verify, "show": _show, "diff": _diff, "prune": _prune}
+def _reshard(own: argparse.Namespace) -> None:
+    from moe_parallel.training.checkpoint.folder import CheckpointFolder, find_checkpoint
+    from moe_parallel.training.checkpoint.reshard import reshard
+    from moe_parallel.training.run_lock import run_lock
+
+    checkpoint = find_checkpoint(own.checkpoint)
+    with run_lock(own.target):
+        written = reshard(checkpoint, CheckpointFolder(own.target), own.files)
+    number = len(list(written.glob("*.distcp")))
+    print(f"wrote {written}, {number} files of tensors")
+
+
+COMMANDS = {
+    "list": _list,
+    "verify": _verify,
+    "show": _show,
+    "diff": _diff,
+    "prune": _prune,
+    "reshard": _reshard,
+}
 
 
 def _folder(run: Path) -> CheckpointFolder:

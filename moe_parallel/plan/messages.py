@@ -89,12 +89,16 @@ def messages_of_stage(shape: Shape, layout: Layout, stage: int) -> list[Collecti
     for chunk in range(layout.virtual):
         if layout.begins(stage, chunk):
             found += _embedding(shape, layout)
-        for is_moe, count in layout.kinds_of_layer(shape.moe_layers, stage, chunk).items():
+        ends = layout.ends(stage, chunk)
+        kinds = layout.kinds_of_layer(shape.moe_layers, stage, chunk)
+        if ends and shape.further:
+            kinds[shape.moe_layers[-1]] += shape.further
+        for is_moe, count in kinds.items():
             of_layer = messages_of_layer(shape, layout, is_moe)
             of_layer += _loads(shape, layout, is_moe)
             found += [replace(each, times=each.times * count) for each in of_layer]
-        if layout.ends(stage, chunk):
-            found += _head(shape, layout)
+        if ends:
+            found += list(_head(shape, layout)) * (1 + shape.further)
         found += _reduction(shape, layout, stage, chunk)
     found += _pipeline(shape, layout, stage)
     found += _shared_gradients(shape, layout, stage)
@@ -112,7 +116,10 @@ def _merged(found: Iterable[Collective]) -> list[Collective]:
 
 def messages_of_layer(shape: Shape, layout: Layout, is_moe: bool) -> list[Collective]:
     """The messages of one layer in all micro-batches of a step."""
-    found = [*_divided_block(shape, layout, "attention"), *_keys_and_values(shape, layout)]
+    # Latent attention gathers what is between its two products.
+    inner = None if shape.latent is None else shape.latent.inner * shape.value
+    found = [*_divided_block(shape, layout, "attention", gathered=inner)]
+    found += _keys_and_values(shape, layout)
     if not is_moe:
         return [*found, *_divided_block(shape, layout, "dense layer", recompute.DENSE)]
     assert shape.experts is not None
@@ -149,24 +156,28 @@ def _keys_and_values(shape: Shape, layout: Layout) -> Iterator[Collective]:
 
 
 def _divided_block(
-    shape: Shape, layout: Layout, name: str, module: str | None = None
+    shape: Shape, layout: Layout, name: str, module: str | None = None, gathered: int | None = None
 ) -> Iterator[Collective]:
-    """Two products divided over tp: by columns, then by rows."""
-    t, row = tokens_of(shape, layout), _row(shape)
+    """Two products divided over tp: by columns, then by rows.
+
+    `gathered`: bytes of a token's input to the first product; None: those of an activation.
+    """
+    t, y = tokens_of(shape, layout), _row(shape)
+    x = y if gathered is None else gathered
     forward, backward = _passes(layout, module)
 
-    def over_tp(what: str, kind: str, tokens: int, times: int) -> Collective:
-        return Collective(f"{name}: {what}", TENSOR, kind, layout.tp_group, tokens * row, times)
+    def over_tp(what: str, kind: str, size: int, times: int) -> Collective:
+        return Collective(f"{name}: {what}", TENSOR, kind, layout.tp_group, size, times)
 
     if layout.sequence_parallel:
-        yield over_tp("x", ALL_GATHER, t.between, forward)
-        yield over_tp("x, again for the weight's gradient", ALL_GATHER, t.between, backward)
-        yield over_tp("dy", ALL_GATHER, t.between, backward)
-        yield over_tp("y", REDUCE_SCATTER, t.all, forward)
-        yield over_tp("dx", REDUCE_SCATTER, t.all, backward)
+        yield over_tp("x", ALL_GATHER, t.between * x, forward)
+        yield over_tp("x, again for the weight's gradient", ALL_GATHER, t.between * x, backward)
+        yield over_tp("dy", ALL_GATHER, t.between * y, backward)
+        yield over_tp("y", REDUCE_SCATTER, t.all * y, forward)
+        yield over_tp("dx", REDUCE_SCATTER, t.all * x, backward)
     else:
-        yield over_tp("y", ALL_REDUCE, t.all, forward)
-        yield over_tp("dx", ALL_REDUCE, t.all, backward)
+        yield over_tp("y", ALL_REDUCE, t.all * y, forward)
+        yield over_tp("dx", ALL_REDUCE, t.all * x, backward)
 
 
 def _row(shape: Shape) -> int:

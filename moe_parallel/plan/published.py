@@ -9,8 +9,10 @@ from typing import Any
 
 from moe_parallel.errors import InputError
 from moe_parallel.plan.cluster import Cluster, Efficiency, parse_cluster
+from moe_parallel.plan.experts import LayerWeight, SharedExpert
 from moe_parallel.plan.layout import Layout
-from moe_parallel.plan.shape import Experts, Shape, swiglu_weights
+from moe_parallel.plan.shape import Experts, Latent, Shape, swiglu_weights
+from moe_parallel.plan.software import Software
 from moe_parallel.plan.step_time import StepTime, step_time
 
 
@@ -21,6 +23,7 @@ class Run:
     name: str
     shape: Shape
     layout: Layout
+    software: Software
     cluster: Cluster
     tokens_per_gpu: float  # per second
     source: str
@@ -28,7 +31,7 @@ class Run:
 
     def planned(self, efficiency: Efficiency) -> StepTime:
         cluster = Cluster(self.cluster.node, self.cluster.nodes, efficiency)
-        return step_time(self.shape, self.layout, cluster)
+        return step_time(self.shape, self.layout, cluster, self.software)
 
 
 def read_published(path: Path) -> list[Run]:
@@ -45,30 +48,40 @@ def read_published(path: Path) -> list[Run]:
 def _run(entry: dict[str, Any]) -> Run:
     cluster = parse_cluster(entry["nodes"], "--published: nodes")
     shape = _shape(entry["model"], entry["seq_length"], entry["fp8"])
-    sizes = {"etp": entry["layout"].get("tp", 1)} | entry["layout"]
-    layout = Layout(
-        ranks=cluster.ranks,
-        sequence_parallel=sizes.get("tp", 1) > 1,
-        distributed_optimizer=True,
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
-        **sizes,
-    )
+    sizes = {
+        "etp": entry["layout"].get("tp", 1),
+        "sequence_parallel": entry["layout"].get("tp", 1) > 1,
+        "distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    } | {name: _hashable(value) for name, value in entry["layout"].items()}
+    layout = Layout(ranks=cluster.ranks, **sizes)
+    software = Software(**entry.get("software", {}))
     figure = entry["figure"]
     speed = figure.get("tokens_per_second_and_gpu")
     if speed is None:
         speed = figure["megatron_tflops_per_gpu"] * 1e12 / _megatron_flops_per_token(shape)
-    return Run(entry["name"], shape, layout, cluster, speed, entry["source"], entry["differs"])
+    texts = entry["source"], entry["differs"]
+    return Run(entry["name"], shape, layout, software, cluster, speed, *texts)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _shape(model: dict[str, Any], seq_length: int, fp8: bool) -> Shape:
     d, n = model["hidden"], model.get("experts")
     experts = None
     if n is not None:
-        f = model["width"]
-        experts = Experts(n, model["per_token"], f, swiglu_weights(d, n, f))
+        f, width = model["width"], model.get("shared_width")
+        shared = None if width is None else SharedExpert(width)
+        weights = (*swiglu_weights(d, n, f), *_shared_weights(d, width))
+        experts = Experts(n, model["per_token"], f, weights, shared=shared)
+    dense_layers = model["layers"] if n is None else model.get("dense_layers", 0)
+    moe_layers = (False,) * dense_layers + (True,) * (model["layers"] - dense_layers)
+    latent = Latent(**model["latent"]) if "latent" in model else None
     return Shape(
-        moe_layers=(n is not None,) * model["layers"],
+        moe_layers=moe_layers,
         hidden=d,
         heads=model["heads"],
         groups=model["groups"],
@@ -82,7 +95,27 @@ def _shape(model: dict[str, Any], seq_length: int, fp8: bool) -> Shape:
         loss_chunk=seq_length,
         fp8_linear=fp8,
         fp8_experts=fp8,
+        latent=latent,
+        further=model.get("further", 0),
+        seen=_seen(seq_length, model.get("window")),
     )
+
+
+def _shared_weights(d: int, width: int | None) -> tuple[LayerWeight, ...]:
+    if width is None:
+        return ()
+    return (
+        LayerWeight("shared_fc1", 2 * width * d, "tp"),
+        LayerWeight("shared_fc2", width * d, "tp"),
+    )
+
+
+def _seen(seq_length: int, window: int | None) -> float:
+    """The share of causal scores if every second layer sees `window` tokens before each only."""
+    if window is None:
+        return 1.0
+    in_window = window - window**2 / (2 * seq_length)  # mean of a token; less at the beginning
+    return (1 + in_window / (seq_length / 2)) / 2
 
 
 def _megatron_flops_per_token(shape: Shape) -> float:

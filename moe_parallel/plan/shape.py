@@ -18,6 +18,26 @@ __all__ = [
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). This program does not train it.
+
+    Queries, and keys with values, are products of two matrices each. A part of a head's query and
+    key is turned by RoPE, and this part of the keys is the same for all heads.
+    """
+
+    queries: int  # inner width of the queries
+    keys: int  # inner width of keys and values
+    plain: int  # of a head's query and key, without RoPE
+    turned: int  # with RoPE
+    values: int  # of a head
+
+    @property
+    def inner(self) -> int:
+        """The numbers of a token between the two products."""
+        return self.queries + self.keys + self.turned
+
+
+@dataclass(frozen=True)
 class Shape:
     """A GPT with RMSNorm, RoPE, SwiGLU and no biases, and its sequences."""
 
@@ -35,6 +55,10 @@ class Shape:
     loss_chunk: int = 512  # tokens whose logits exist at a time
     fp8_linear: bool = False  # attention's and dense products in FP8
     fp8_experts: bool = False  # experts' products in FP8
+    # In software other than this program:
+    latent: Latent | None = None  # latent attention
+    further: int = 0  # layers like the last one that predict a further token, each with a head
+    seen: float = 1.0  # the share of the causal S x S scores that windows leave
 
     @property
     def value(self) -> int:

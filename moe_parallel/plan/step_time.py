@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from moe_parallel.plan.cluster import Cluster
@@ -21,11 +21,14 @@ from moe_parallel.plan.messages import (
     W_DOWN,
     WEIGHTS,
     Collective,
+    Wire,
     messages_of_layer,
     messages_of_stage,
 )
 from moe_parallel.plan.products import DEPTH, Product, share_of
 from moe_parallel.plan.shape import Shape
+from moe_parallel.plan.software import Software, exposed_dispatch
+from moe_parallel.plan.weights import HEAD
 from moe_parallel.plan.work import (
     CORE_ATTENTION,
     EXPERT_PRODUCTS,
@@ -35,10 +38,12 @@ from moe_parallel.plan.work import (
     is_repeated,
     model_flops_per_token,
     optimizer_bytes,
+    work_of_further_layers,
     work_of_head,
     work_of_layer,
 )
 
+THIS = Software()  # this program
 #: Messages that a layer waits for. The others overlap where the layout says so.
 _IN_LAYERS = (TENSOR, CONTEXT, DISPATCH, W_DOWN, COUPLING)
 
@@ -66,22 +71,27 @@ class StepTime:
         return self.model_flops / self.seconds / self.ranks
 
 
-def step_time(shape: Shape, layout: Layout, cluster: Cluster) -> StepTime:
+def step_time(
+    shape: Shape, layout: Layout, cluster: Cluster, software: Software = THIS
+) -> StepTime:
     """The time of a step, by the stage that is slowest in the middle of the step."""
+    stages = layout.unlike_stages(shape.moe_layers)
     slowest = max(
-        (_stage(shape, layout, cluster, stage) for stage in layout.unlike_stages(shape.moe_layers)),
+        (_stage(shape, layout, cluster, stage, software) for stage in stages),
         key=lambda parts: sum(parts.values()),
     )
     tokens = layout.global_batch * shape.seq_length
     return StepTime(slowest, tokens, layout.ranks, tokens * model_flops_per_token(shape))
 
 
-def _stage(shape: Shape, layout: Layout, cluster: Cluster, stage: int) -> dict[str, float]:
+def _stage(
+    shape: Shape, layout: Layout, cluster: Cluster, stage: int, software: Software
+) -> dict[str, float]:
     """Seconds of a step by part, as the ranks of a stage spend them."""
-    passes = layout.micro_batches
+    passes, gpus = layout.micro_batches, cluster.node.gpus
     parts: defaultdict[str, float] = defaultdict(float)
     first_forward = last_backward = 0.0
-    for work in work_of_stage(shape, layout, stage):
+    for work in work_of_stage(shape, layout, stage, software):
         forward, backward = seconds_of(work, shape, cluster)
         repeated = forward if is_repeated(work, layout) else 0.0
         parts[work.part] += passes * (forward + backward)
@@ -89,8 +99,13 @@ def _stage(shape: Shape, layout: Layout, cluster: Cluster, stage: int) -> dict[s
         first_forward += forward
         last_backward += backward + repeated
     messages = messages_of_stage(shape, layout, stage)
+    in_layers = sum(seconds for part, seconds in parts.items() if part != HEAD)
     for purpose in _IN_LAYERS:
-        parts[purpose] += seconds_of_messages(messages, cluster, purpose)
+        parts[purpose] += seconds_of_messages(
+            messages, cluster, purpose, lambda each: software.wire(each, shape, layout, gpus)
+        )
+    hides = software.hides_dispatch
+    parts[DISPATCH] = exposed_dispatch(parts[DISPATCH], in_layers, layout, hides)
     parts["host"] = _seconds_of_waiting(shape, layout, cluster, stage)
     # Between micro-batches a stage computes; before the first and after the last it waits.
     busy = sum(parts.values())
@@ -131,16 +146,25 @@ def _layers(shape: Shape, layout: Layout, stage: int) -> Counter[bool]:
     chunks = (
         layout.kinds_of_layer(shape.moe_layers, stage, chunk) for chunk in range(layout.virtual)
     )
-    return sum(chunks, Counter())
+    kinds = sum(chunks, Counter())
+    if shape.further and layout.ends(stage, layout.virtual - 1):
+        kinds[shape.moe_layers[-1]] += shape.further
+    return kinds
 
 
-def work_of_stage(shape: Shape, layout: Layout, stage: int) -> list[Work]:
+def work_of_stage(
+    shape: Shape, layout: Layout, stage: int, software: Software = THIS
+) -> list[Work]:
     """The operations of a stage on one micro-batch; equal layers are one entry each."""
     found: list[Work] = []
     if layout.ends(stage, layout.virtual - 1):
-        found += work_of_head(shape, layout)
+        heads = 1 + shape.further
+        found += [work.times(heads) for work in work_of_head(shape, layout)]
+        found += work_of_further_layers(shape, layout)
     for is_moe, count in _layers(shape, layout, stage).items():
-        found += [work.times(count) for work in work_of_layer(shape, layout, is_moe)]
+        of_layer = work_of_layer(shape, layout, is_moe)
+        of_layer += software.work_of_layer(shape, layout, is_moe)
+        found += [work.times(count) for work in of_layer]
     return found
 
 
@@ -170,14 +194,22 @@ def seconds_of(work: Work, shape: Shape, cluster: Cluster) -> tuple[float, float
     )
 
 
-def seconds_of_messages(messages: Iterable[Collective], cluster: Cluster, purpose: str) -> float:
-    """Seconds of all messages for one purpose; the two kinds of link work at the same time."""
+def seconds_of_messages(
+    messages: Iterable[Collective],
+    cluster: Cluster,
+    purpose: str,
+    wire_of: Callable[[Collective], Wire] | None = None,
+) -> float:
+    """Seconds of all messages for one purpose; the two kinds of link work at the same time.
+
+    `wire_of`: the bytes that a rank sends in an operation; None: those of this program.
+    """
     node, efficiency = cluster.node, cluster.efficiency
     total = 0.0
     for each in messages:
         if each.purpose != purpose:
             continue
-        wire = each.wire(node.gpus)
+        wire = each.wire(node.gpus) if wire_of is None else wire_of(each)
         latency = node.network_latency if wire.network else node.link_latency
         total += each.times * max(
             latency,

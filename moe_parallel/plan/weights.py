@@ -51,10 +51,24 @@ def weights_of_chunk(shape: Shape, layout: Layout, stage: int, chunk: int) -> li
     for layer in layout.chunk_layers(len(shape.moe_layers), stage, chunk):
         found += _layer(shape, layout, shape.moe_layers[layer])
     if ends:
+        found += _further(shape, layout)
         found.append(Weight("final_layernorm", HEAD, shape.hidden))
         if not shape.tied or not begins:
             found.append(Weight("output_layer", HEAD, table, shared_embedding=copied))
     return found
+
+
+def _further(shape: Shape, layout: Layout) -> list[Weight]:
+    """Layers that predict a further token, from the last layer's output and the next embedding."""
+    d = shape.hidden
+    if not shape.further:
+        return []
+    each = [
+        Weight("further_layernorm", HEAD, 3 * d),  # of both inputs, and the final one
+        Weight("further_proj", HEAD, 2 * d * d // layout.tp),
+        *_layer(shape, layout, shape.moe_layers[-1]),
+    ]
+    return each * shape.further
 
 
 def _layer(shape: Shape, layout: Layout, is_moe: bool) -> list[Weight]:
@@ -62,8 +76,7 @@ def _layer(shape: Shape, layout: Layout, is_moe: bool) -> list[Weight]:
     part = EXPERTS if is_moe else DENSE
     found = [
         Weight("input_layernorm", ATTENTION, d),
-        Weight("linear_proj", ATTENTION, shape.query_width * d // tp),
-        Weight("linear_qkv", ATTENTION, d * shape.qkv_width // tp),
+        *_attention(shape, tp),
         Weight("pre_mlp_layernorm", part, d),
     ]
     if not is_moe:
@@ -87,6 +100,23 @@ def _layer(shape: Shape, layout: Layout, is_moe: bool) -> list[Weight]:
             )
         )
     return found
+
+
+def _attention(shape: Shape, tp: int) -> list[Weight]:
+    d, latent = shape.hidden, shape.latent
+    if latent is None:
+        return [
+            Weight("linear_proj", ATTENTION, shape.query_width * d // tp),
+            Weight("linear_qkv", ATTENTION, d * shape.qkv_width // tp),
+        ]
+    heads = shape.heads // tp
+    return [
+        Weight("linear_proj", ATTENTION, heads * latent.values * d),
+        Weight("linear_down", ATTENTION, d * latent.inner),  # every rank of tp has all of it
+        Weight("latent_layernorm", ATTENTION, latent.queries + latent.keys),
+        Weight("linear_q_up", ATTENTION, latent.queries * heads * (latent.plain + latent.turned)),
+        Weight("linear_kv_up", ATTENTION, latent.keys * heads * (latent.plain + latent.values)),
+    ]
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,18 @@ from moe_parallel.plan.experts import Experts, Free, Neurons, Scoring, SharedExp
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.memory import GRADIENT, MASTER, MOMENTS
 from moe_parallel.plan.products import Product
-from moe_parallel.plan.shape import Shape
+from moe_parallel.plan.shape import Latent, Shape
 from moe_parallel.plan.tokens import tokens_of
 from moe_parallel.plan.weights import ATTENTION, DENSE, EXPERTS, HEAD, SCORING, SHARED
 
 #: The kernels that do the work, by which `Efficiency` and peaks are chosen.
 LINEAR, EXPERT_PRODUCTS, CORE_ATTENTION, TRAFFIC = "linear", "experts", "attention", "traffic"
 FP32 = "fp32"  # products that are fp32 in a bf16 model, too
+#: Modules that Megatron-Core recomputes and this program does not know, with their operations.
+_MODULES = {
+    "mla_up_proj": ((ATTENTION, "linear_q_up"), (ATTENTION, "linear_kv_up")),
+    "moe_act": ((EXPERTS, "SwiGLU"),),
+}
 _NORM, _RESIDUAL, _COUPLING = "RMSNorm", "residual", "coupling loss"
 
 
@@ -121,19 +126,62 @@ def _attention(shape: Shape, layout: Layout) -> Iterator[Work]:
     t, d, a, tp = tokens_of(shape, layout), shape.hidden, shape.value, layout.tp
     q, fp8 = shape.query_width, shape.fp8_linear
     yield from _norm_and_residual(shape, layout, ATTENTION)
+    if shape.latent is not None:
+        yield from _latent_attention(shape, layout, shape.latent)
+        return
     qkv = (t.all, d, shape.qkv_width / tp)
     yield product("linear_qkv", ATTENTION, LINEAR, qkv, a, fp8=fp8)
     turned = t.all * (q + shape.groups * shape.head_width) / tp * a
     yield traffic("rope", ATTENTION, 2 * turned, 2 * turned)
     # Two products with the S x S scores, of which a causal mask leaves half; five in the backward
     # pass, which repeats one of them.
-    scores = 2 * t.all * shape.seq_length * q / tp
+    scores = 2 * t.all * shape.seq_length * q / tp * shape.seen
     kv = shape.qkv_width - q  # of whole sequences
     moved = 2 * t.all * (2 * q + layout.cp * kv) / tp * a
     yield Work(
         "attention", ATTENTION, CORE_ATTENTION, scores, 2.5 * scores, moved / 2, 3 * moved / 2
     )
     yield product("linear_proj", ATTENTION, LINEAR, (t.all, q / tp, d), a, fp8=fp8)
+
+
+def _latent_attention(shape: Shape, layout: Layout, latent: Latent) -> Iterator[Work]:
+    """In the unfolded form, which training uses: every head has keys and values of its own."""
+    t, d, a = tokens_of(shape, layout), shape.hidden, shape.value
+    heads, head = shape.heads / layout.tp, latent.plain + latent.turned
+
+    def of(name: str, tokens: float, k: float, n: float) -> Work:
+        return product(name, ATTENTION, LINEAR, (tokens, k, n), a, fp8=shape.fp8_linear)
+
+    yield of("linear_q_down", t.between, d, latent.queries)
+    yield of("linear_kv_down", t.between, d, latent.keys + latent.turned)
+    normed = t.between * (latent.queries + latent.keys) * a
+    yield traffic("norms of the latents", ATTENTION, 2 * normed, 3 * normed)
+    yield of("linear_q_up", t.all, latent.queries, heads * head)
+    yield of("linear_kv_up", t.all, latent.keys, heads * (latent.plain + latent.values))
+    # A part of q and k is turned; k is copied beside the part that all heads share.
+    turned = t.all * heads * (2 * latent.turned + head + latent.plain) * a
+    yield traffic("rope", ATTENTION, turned, turned)
+    # Two products forward, five backward, of which three are as wide as the keys.
+    scores = t.all * shape.seq_length * heads * shape.seen
+    forward = scores * (head + latent.values)
+    backward = scores * (3 * head + 2 * latent.values)
+    moved = t.all * heads * 2 * (head + latent.values) * a
+    yield Work("attention", ATTENTION, CORE_ATTENTION, forward, backward, moved, 3 * moved)
+    yield of("linear_proj", t.all, heads * latent.values, d)
+
+
+def work_of_further_layers(shape: Shape, layout: Layout) -> list[Work]:
+    """What layers that predict a further token compute besides a layer and the head."""
+    t, d, count = tokens_of(shape, layout), shape.hidden, shape.further
+    if not count:
+        return []
+    row = t.between * d * shape.value
+    sizes = (t.all, 2 * d, d / layout.tp)
+    found = [
+        traffic("norms of a further token", HEAD, 6 * row, 9 * row),
+        product("further_proj", HEAD, LINEAR, sizes, shape.value, fp8=shape.fp8_linear),
+    ]
+    return [work.times(count) for work in found]
 
 
 def _norm_and_residual(shape: Shape, layout: Layout, part: str) -> Iterator[Work]:
@@ -266,6 +314,9 @@ def is_repeated(work: Work, layout: Layout) -> bool:
         return False
     if layout.recompute:
         return work.part != HEAD
+    place = (work.part, work.name)
+    if any(place in _MODULES.get(module, ()) for module in layout.recompute_modules):
+        return True
     module = None
     if work.name in (_NORM, "attention"):
         module = recompute.NORM if work.name == _NORM else recompute.CORE_ATTENTION

@@ -11,14 +11,17 @@ from moe_parallel.plan.weights import weights_of_chunk
 
 FILE = Path(__file__).parents[2] / "docs/results/planner/published_runs.json"
 
-#: Billions of parameters by their model cards. Qwen3-235B is planned with two layers more.
+#: Billions of parameters by their model cards; of DeepSeek-V3 with the layer that predicts a
+#: further token (its report: 671 and 14, of which 2 are copies of the embedding and the head).
 BILLIONS = {
     "Mixtral 8x7B": 46.7,
     "Mixtral 8x22B": 140.6,
     "Qwen3-30B-A3B, EP 8": 30.5,
     "Qwen3-30B-A3B, EP 8, choices dropped": 30.5,
     "Qwen3-30B-A3B, EP 16": 30.5,
-    "Qwen3-235B-A22B": 235.1 * 96 / 94,
+    "Qwen3-30B-A3B, EP 16, later": 30.5,
+    "Qwen3-235B-A22B": 235.1,
+    "DeepSeek-V3": 671 + 14 - 2,
     "GPT-OSS-120B": 116.8,
     "Llama 3 70B": 70.6,
 }
@@ -34,13 +37,33 @@ def test_the_runs_have_the_sizes_of_their_models() -> None:
             for chunk in range(layout.virtual):
                 for weight in weights_of_chunk(run.shape, layout, stage, chunk):
                     experts = layout.ep * layout.etp
-                    whole = weight.name == "w_router" or "layernorm" in weight.name
+                    whole = weight.name in ("w_router", "linear_down")
+                    whole = whole or "layernorm" in weight.name
                     copies = 1 if whole else experts if weight.expert else layout.tp
                     parameters += weight.size * copies
         assert parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.005), name
         assert run.cluster.ranks == layout.dp * layout.tp * layout.pp
         assert layout.global_batch % (layout.micro_batch * layout.dp) == 0
         assert run.source and run.planned(Efficiency()).tokens_per_gpu > 0
+
+
+def test_every_layer_of_a_run_is_on_one_chunk() -> None:
+    for run in read_published(FILE):
+        layout, layers = run.layout, run.shape.moe_layers
+        found = [
+            layer
+            for chunk in range(layout.virtual)
+            for stage in range(layout.pp)
+            for layer in layout.chunk_layers(len(layers), stage, chunk)
+        ]
+        assert found == list(range(len(layers))), run.name
+
+
+def test_windows_leave_a_share_of_the_scores() -> None:
+    """Every second layer sees 128 tokens: the pairs of both kinds of layer, counted."""
+    (gpt_oss,) = [run for run in read_published(FILE) if run.name == "GPT-OSS-120B"]
+    pairs = [sum(min(token + 1, window) for token in range(4096)) for window in (4096, 128)]
+    assert gpt_oss.shape.seen == pytest.approx(sum(pairs) / (2 * pairs[0]), rel=0.001)
 
 
 def test_megatrons_tflops_become_tokens() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moe_parallel.training.checkpoint.compare import compare, how_values_differ
+from moe_parallel.training.checkpoint.index import read_index
 from moe_parallel.training.run_lock import run_lock
 from tests.distributed import run_distributed
 from tests.training.tiny_run import AOE, Layout, TinyRun
@@ -127,6 +128,51 @@ def _dense_head(path: Path) -> None:
     run.save()
 
 
+@pytest.mark.parametrize("files", [1, 3])
+def test_reshard_changes_the_files_only(
+    runs: Path, tmp_path: Path, files: int, capsys: Any
+) -> None:
+    source, target = runs / "run" / "iter_0000002", tmp_path / "moved"
+    (line,) = said(capsys, "reshard", source, target, "--files", files)
+    written = target / "iter_0000002"
+    assert line == f"wrote {written}, {files} files of tensors"
+    assert len(list(written.glob("*.distcp"))) == files
+    parts = read_index(written).state_dict_metadata["embedding.word_embeddings.weight"].chunks
+    assert len(parts) == files
+    (whole,) = said(capsys, "verify", target)
+    assert "  whole: " in whole
+    (same,) = said(capsys, "diff", source, written)
+    assert same.endswith(", 0 differ")
+    (line,) = said(capsys, "reshard", source, target, "--files", files, code=2)
+    assert line.endswith("iter_0000002 exists already: name another folder")
+
+
+def _two_steps_from(checkpoint: Path, save: Path) -> list[tuple[float, float]]:
+    run = TinyRun(Layout(2, ep=2, distributed=True), save, options=AOE)
+    run.load(checkpoint)
+    measured = run.steps(2)
+    run.close()
+    return measured
+
+
+def test_training_goes_on_from_other_files(runs: Path, tmp_path: Path, capsys: Any) -> None:
+    source = runs / "run" / "iter_0000002"
+    said(capsys, "reshard", source, tmp_path / "moved", "--files", 5)
+    before = run_distributed(2, _two_steps_from, source, tmp_path / "one")
+    after = run_distributed(2, _two_steps_from, tmp_path / "moved", tmp_path / "other")
+    assert before == after
+
+
+def test_a_damaged_checkpoint_is_not_resharded(run: Path, tmp_path: Path, capsys: Any) -> None:
+    damaged = next((run / "iter_0000003").glob("*.distcp"))
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    (line,) = said(capsys, "reshard", run, tmp_path / "moved", "--files", 2, code=2)
+    assert f"{damaged.name} is damaged" in line
+    assert not list((tmp_path / "moved").glob("*iter*"))
+
+
 def test_prune_keeps_the_latest(run: Path, capsys: Any) -> None:
     assert said(capsys, "prune", run, "--keep-last", 1) == [
         "deleted iter_0000001",
@@ -177,6 +223,7 @@ def test_prune_waits_for_no_run(run: Path, capsys: Any) -> None:
     [
         (["list", "none"], "none: there is no such folder; check the path"),
         (["prune", "{run}", "--keep-last", "0"], "--keep-last is 0: it must be at least 1"),
+        (["reshard", "{run}", "{run}", "--files", "0"], "--files is 0: it must be at least 1"),
         (["prune", "{run}"], "the following arguments are required: --keep-last; --help lists"),
         (["list", "{run}/iter_0000001"], "iter_0000001 is one checkpoint: name the folder of its"),
         (["tidy", "{run}"], "COMMAND: invalid choice: 'tidy'"),

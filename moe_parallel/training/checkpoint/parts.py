@@ -92,19 +92,41 @@ def write_weights(
         raise
 
 
-def write_parts(parts: Iterable[StoredPart], folder: Path) -> None:
-    """Write parts of tensors, and their index, into an empty folder. Raises OSError."""
+def write_parts(
+    parts: Iterable[StoredPart],
+    folder: Path,
+    states: Mapping[str, bytes] | None = None,
+    file_bytes: int = FILE_BYTES,
+    most_files: int | None = None,
+) -> None:
+    """Write parts of tensors, and their index, into an empty folder.
+
+    Args:
+        parts: of all tensors.
+        folder: the folder.
+        states: by key, the objects to store beside the tensors, as another checkpoint has them.
+            None: those of Megatron-Core's linear layers.
+        file_bytes: the size at which another file begins.
+        most_files: the number of files, of which the last one has all that remains.
+
+    Raises OSError.
+    """
     entries: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
-    values = _values(parts, entries)
+    values = _values(parts, entries, states)
     value, number = next(values, None), 0
     while value is not None:
         name = f"__0_{number}.distcp"
         with WatchedFileSystem().create_stream(folder / name, "wb") as stream:
-            while value is not None and stream.tell() < FILE_BYTES:
+            is_last = number + 1 == most_files
+            while value is not None and (is_last or stream.tell() < file_bytes):
                 index, read = value
                 begin = stream.tell()
-                torch.save(read(), stream)
+                content = read()
+                if isinstance(content, bytes):
+                    stream.write(content)
+                else:
+                    torch.save(content, stream)
                 if stream.failure is not None:
                     raise stream.failure
                 places[index] = _StorageInfo(name, begin, stream.tell() - begin)
@@ -115,7 +137,7 @@ def write_parts(parts: Iterable[StoredPart], folder: Path) -> None:
 
 
 def _values(
-    parts: Iterable[StoredPart], entries: dict[str, Any]
+    parts: Iterable[StoredPart], entries: dict[str, Any], states: Mapping[str, bytes] | None
 ) -> Iterator[tuple[MetadataIndex, Callable[[], Any]]]:
     """Each value to be stored, by its place, not yet read; describes it in `entries`."""
     for part in parts:
@@ -127,12 +149,23 @@ def _values(
         offset = torch.Size(part.offset)
         entry.chunks.append(ChunkStorageMetadata(offset, torch.Size(part.sizes)))
         yield MetadataIndex(part.key, offset), partial(_as_stored, part)
-    for key in list(entries):
-        module, _, name = key.rpartition(".")
-        if name == "weight" and module.endswith(_LINEAR):
-            state = f"{module}._extra_state/shard_0_1"
-            entries[state] = BytesStorageMetadata()
-            yield MetadataIndex(state), lambda: _NO_STATE
+    stored: Mapping[str, Any] = _states_of_linear_layers(entries) if states is None else states
+    for key, content in stored.items():
+        entries[key] = BytesStorageMetadata()
+        yield MetadataIndex(key), partial(_same, content)
+
+
+def _same(content: Any) -> Any:
+    return content
+
+
+def _states_of_linear_layers(keys: Iterable[str]) -> dict[str, list[None]]:
+    split = (key.rpartition(".") for key in keys)
+    return {
+        f"{module}._extra_state/shard_0_1": _NO_STATE
+        for module, _, name in split
+        if name == "weight" and module.endswith(_LINEAR)
+    }
 
 
 def _as_stored(part: StoredPart) -> torch.Tensor:

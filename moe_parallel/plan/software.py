@@ -1,0 +1,103 @@
+"""In what other software differs from this program, as far as it changes the time of a step.
+
+This program does none of it. A published run is planned with what its software does.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from moe_parallel.plan.layout import Layout
+from moe_parallel.plan.messages import DISPATCH, Collective, Wire
+from moe_parallel.plan.shape import Experts, Shape
+from moe_parallel.plan.tokens import tokens_of
+from moe_parallel.plan.weights import EXPERTS
+from moe_parallel.plan.work import Work, traffic
+
+#: The share of the multiprocessors that messages take while products run: 20 of 132 (DeepSeek-V3's
+#: report, arXiv 2412.19437, section 3.2.2).
+SHARE_OF_MESSAGES = 20 / 132
+
+#: Bytes of traffic for each number of the experts' outputs, forward and backward, of their biases.
+#: Counted in `TEGroupedMLP._apply_bias` of Megatron-Core 0.16, operator by operator: the bias by
+#: the probability in fp32 (4), its sum with the output (10), their concatenation over experts (8),
+#: rounded to bf16 (6); back: to fp32 (6), to bf16 (6), the gradients of biases (12) and of
+#: probabilities (12), concatenation (4).
+BIAS_BYTES = (28, 40)
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a program does otherwise than this one."""
+
+    #: Dispatch of one micro-batch runs while another one computes (Megatron-Core's
+    #: overlap_moe_expert_parallel_comm).
+    hides_dispatch: bool = False
+    #: A row crosses the network once for each node, and reaches each rank once, whatever the number
+    #: of its experts there (DeepEP, HybridEP).
+    once_per_node: bool = False
+    #: The most nodes with experts of a token, if its routing limits them.
+    most_nodes: int | None = None
+    #: Outputs of experts have biases, by `BIAS_BYTES`.
+    expert_biases: bool = False
+
+    def work_of_layer(self, shape: Shape, layout: Layout, is_moe: bool) -> list[Work]:
+        """What a layer computes beyond this program's."""
+        if not (is_moe and self.expert_biases):
+            return []
+        numbers = tokens_of(shape, layout).received * shape.hidden
+        forward, backward = (each * numbers for each in BIAS_BYTES)
+        return [traffic("biases of the experts", EXPERTS, forward, backward)]
+
+    def wire(self, message: Collective, shape: Shape, layout: Layout, node_size: int) -> Wire:
+        """The bytes that a rank sends in one operation."""
+        if not self.once_per_node or message.purpose != DISPATCH:
+            return message.wire(node_size)
+        assert shape.experts is not None
+        group = message.group
+        rows = tokens_of(shape, layout).sent * layout.etp * (group.size - 1) / group.size
+        row = message.size / rows  # bytes of a choice
+        tokens = tokens_of(shape, layout).routed
+        here = group.on_node(node_size)
+        nodes, ranks = self._places(shape.experts, group.size, group.size // here)
+        # A copy for a node arrives at one of its ranks, and goes on to those that need it.
+        on_node = tokens * ranks * row * (here - 1) / here
+        network = tokens * nodes * row * (1 - here / group.size)
+        return Wire(on_node, network)
+
+    def _places(self, experts: Experts, ranks: int, nodes: int) -> tuple[float, float]:
+        """The mean numbers of nodes and of ranks with experts of a token, if loads are balanced."""
+        allowed = min(nodes, self.most_nodes or nodes)
+        n, k = experts.number * allowed // nodes, round(experts.per_token)
+        return taken_places(n, k, allowed), taken_places(n, k, ranks * allowed // nodes)
+
+
+def taken_places(experts: int, choices: int, places: int) -> float:
+    """The mean number of equal places that hold one of some different experts chosen at random."""
+    without = experts - experts // places
+    return places * (1 - math.comb(without, choices) / math.comb(experts, choices))
+
+
+def exposed_dispatch(dispatch: float, computed: float, layout: Layout, hides: bool) -> float:
+    """Seconds by which dispatch makes a step longer.
+
+    Where a forward and a backward pass of different micro-batches alternate, dispatch runs beside
+    the products, from which it takes multiprocessors. The first forward passes of a step have no
+    such partner, nor have the last backward passes.
+
+    Args:
+        dispatch: seconds of all of a step's dispatch.
+        computed: seconds of a step's computation in layers.
+        layout: of the run.
+        hides: whether dispatch runs beside computation.
+    """
+    if not hides:
+        return dispatch
+    passes = layout.virtual * layout.micro_batches
+    first = layout.pp - 1
+    if layout.virtual > 1:  # Megatron-Core's interleaved schedule
+        first = 2 * first + (layout.virtual - 1) * layout.pp
+    beside = max(0.0, 1 - first / passes)
+    within = max(beside * dispatch * SHARE_OF_MESSAGES, beside * (dispatch - computed))
+    return (1 - beside) * dispatch + within
