@@ -1,7 +1,10 @@
 """A product of two matrices, or of pairs of matrices, without a gradient."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 _ops = torch.ops.moe_parallel
 
@@ -19,3 +22,9 @@ def product(
 @torch.library.register_fake("moe_parallel::product")
 def _(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
     return None
+
+
+@register_flop_formula(torch.ops.moe_parallel.product)
+def _flops(out: torch.Size, a: torch.Size, *_: Any, **__: Any) -> int:
+    """Of these shapes, for torch's FlopCounterMode."""
+    return 2 * out.numel() * a[-1]
