@@ -173,7 +173,7 @@ def _rule_fields(selection: Selection, num_experts: int) -> dict[str, Any]:
         raise InputError(f"--load: --expert-selection {selection.system} is not exported: {reason}")
     fields = fields_of(rule, num_experts + num_free_experts(selection))
     if selection.reads_token_ids:
-        fields["rule"] = "hash"  # a table chooses, and the rule weighs
+        fields["rule"] = "hash"  # a table chooses, and the rule weights
     return fields
 
 

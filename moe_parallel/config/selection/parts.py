@@ -179,8 +179,8 @@ class DynamicChoices(TokensChoose):
     )
     moe_top_p_renormalize: bool = option(
         False,
-        "divide the probabilities of the chosen experts by their sum (DTop-p); false: weigh by the "
-        "probabilities as they are (Huang et al.)",
+        "divide the probabilities of the chosen experts by their sum (DTop-p); false: weight by "
+        "the probabilities as they are (Huang et al.)",
         weights=True,
     )
     moe_inference_top_p: float | None = option(
@@ -280,7 +280,7 @@ class ExpertsChoose(Selection):
     )
     moe_expert_choice_scores: str = option(
         "raw",
-        "scores by which experts rank tokens and weigh their outputs: as they are (raw), or their "
+        "scores by which experts rank tokens and weight their outputs: as they are (raw), or their "
         "softmax over experts (softmax)",
         choices=("raw", "softmax"),
     )
