@@ -22,7 +22,7 @@ from moe_parallel.huggingface.configuration import fields_of
 from moe_parallel.huggingface.families import FAMILIES, Family
 from moe_parallel.huggingface.own_model import (
     ARCHITECTURE,
-    MODELING,
+    CODE,
     low_rank_size,
     own_config_json,
 )
@@ -105,8 +105,8 @@ def export(
                 folder / "generation_config.json", {"eos_token_id": eos, "pad_token_id": eos}
             )
             if family is None:
-                code = Path(__file__).parents[1] / "hf" / f"{MODELING}.py"
-                shutil.copyfile(code, folder / code.name)
+                for code in (Path(__file__).parents[1] / "hf").glob(CODE):
+                    shutil.copyfile(code, folder / code.name)
             facts = Facts(
                 name=output.resolve().name,
                 architecture=architecture,
