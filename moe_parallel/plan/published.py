@@ -9,13 +9,14 @@ from typing import Any
 
 from moe_parallel.errors import InputError
 from moe_parallel.plan.cluster import Cluster, Efficiency, parse_cluster
+from moe_parallel.plan.experts import PlannedExperts
 from moe_parallel.plan.layout import Layout
-from moe_parallel.plan.shape import Experts, Shape, swiglu_weights
+from moe_parallel.plan.shape import Shape, swiglu_weights
 from moe_parallel.plan.step_time import StepTime, step_time
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """A run whose speed is published."""
 
     name: str
@@ -31,7 +32,7 @@ class Run:
         return step_time(self.shape, self.layout, cluster)
 
 
-def read_published(path: Path) -> list[Run]:
+def read_published(path: Path) -> list[PublishedRun]:
     """The runs of a JSON file such as docs/results/planner/published_runs.json.
 
     Raises InputError if it cannot be read.
@@ -42,7 +43,7 @@ def read_published(path: Path) -> list[Run]:
         raise InputError(f"--published {path} cannot be read: {error!r}") from None
 
 
-def _run(entry: dict[str, Any]) -> Run:
+def _run(entry: dict[str, Any]) -> PublishedRun:
     cluster = parse_cluster(entry["nodes"], "--published: nodes")
     shape = _shape(entry["model"], entry["seq_length"], entry["fp8"])
     sizes = {"etp": entry["layout"].get("tp", 1)} | entry["layout"]
@@ -58,7 +59,9 @@ def _run(entry: dict[str, Any]) -> Run:
     speed = figure.get("tokens_per_second_and_gpu")
     if speed is None:
         speed = figure["megatron_tflops_per_gpu"] * 1e12 / _megatron_flops_per_token(shape)
-    return Run(entry["name"], shape, layout, cluster, speed, entry["source"], entry["differs"])
+    return PublishedRun(
+        entry["name"], shape, layout, cluster, speed, entry["source"], entry["differs"]
+    )
 
 
 def _shape(model: dict[str, Any], seq_length: int, fp8: bool) -> Shape:
@@ -66,7 +69,7 @@ def _shape(model: dict[str, Any], seq_length: int, fp8: bool) -> Shape:
     experts = None
     if n is not None:
         f = model["width"]
-        experts = Experts(n, model["per_token"], f, swiglu_weights(d, n, f))
+        experts = PlannedExperts(n, model["per_token"], f, swiglu_weights(d, n, f))
     return Shape(
         moe_layers=(n is not None,) * model["layers"],
         hidden=d,
