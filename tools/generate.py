@@ -24,7 +24,7 @@ from moe_parallel.errors import InputError
 from moe_parallel.tool import Tool, check_load, check_output, check_positive, load_torch, progress
 
 if TYPE_CHECKING:
-    from moe_parallel.generation.continuation import Writer
+    from moe_parallel.generation.continuation import TextWriter
     from moe_parallel.generation.sampling import Sampling
 
 
@@ -81,9 +81,9 @@ def _write(own: argparse.Namespace, flags: list[str]) -> None:
     prompts = _prompts(own)
     load_torch()
 
-    from moe_parallel.generation.continuation import Writer
+    from moe_parallel.generation.continuation import TextWriter
     from moe_parallel.generation.decode import Reuse, generation_config
-    from moe_parallel.generation.language_model import LanguageModel
+    from moe_parallel.generation.language_model import GenerationModel
     from moe_parallel.training.standalone import (
         single_process,
         standalone_config,
@@ -99,9 +99,9 @@ def _write(own: argparse.Namespace, flags: list[str]) -> None:
         vocab_size = vocab_size_of(config)
         chunk, _ = standalone_model(config, vocab_size, groups)
         chunk.eval()
-        model = LanguageModel(chunk, groups, tokenizer.vocab_size, config, vocab_size)
+        model = GenerationModel(chunk, groups, tokenizer.vocab_size, config, vocab_size)
         reuse = Reuse.of(config, cache=not own.no_cache)
-        writer = Writer(model, tokenizer, sampling, reuse, config.training.seed)
+        writer = TextWriter(model, tokenizer, sampling, reuse, config.training.seed)
         if own.chat:
             _chat(own, writer)
         else:
@@ -119,7 +119,7 @@ def _prompts(own: argparse.Namespace) -> list[str]:
     return list(prompts)
 
 
-def _continue(own: argparse.Namespace, prompts: list[str], writer: Writer) -> None:
+def _continue(own: argparse.Namespace, prompts: list[str], writer: TextWriter) -> None:
     from moe_parallel.data.atomic_files import write_atomically
     from moe_parallel.generation.continuation import Continuation
 
@@ -147,7 +147,7 @@ def _continue(own: argparse.Namespace, prompts: list[str], writer: Writer) -> No
         print("\n\n".join(prompt + text for prompt, text in pairs))
 
 
-def _chat(own: argparse.Namespace, writer: Writer) -> None:
+def _chat(own: argparse.Namespace, writer: TextWriter) -> None:
     from moe_parallel.generation.chat import Chat, converse
     from moe_parallel.generation.continuation import Continuation
 

@@ -26,7 +26,7 @@ from megatron.core.datasets.indexed_dataset import DType
 from moe_parallel.data.indexed_writer import (
     HEADER,
     MAGIC,
-    Written,
+    WrittenDataset,
     check_new,
     move_indexed,
     write_indexed,
@@ -37,7 +37,7 @@ from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 
 __all__ = [
-    "Written",
+    "WrittenDataset",
     "check_indexed",
     "check_new",
     "move_indexed",

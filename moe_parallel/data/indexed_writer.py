@@ -31,7 +31,7 @@ _SPAN = 2**18
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenDataset:
     """The numbers of documents and tokens in a written dataset."""
 
     documents: int
@@ -96,7 +96,7 @@ class IndexedWriter:
         seq_length: int | None = None,
         sources: Sequence[SourceFile] | None = None,
         domains: Mapping[str, Size] | None = None,
-    ) -> Written:
+    ) -> WrittenDataset:
         """Write the index and the manifest, and flush all to the disk. See Manifest for the rest.
 
         Raises:
@@ -125,7 +125,7 @@ class IndexedWriter:
             domains=None if domains is None else dict(domains),
         )
         write_manifest(self._prefix, manifest)
-        return Written(self.documents, self.tokens)
+        return WrittenDataset(self.documents, self.tokens)
 
     def _write_index(self, stream: BinaryIO) -> None:
         count = self.documents
@@ -154,7 +154,7 @@ def write_indexed(
     tokenizer: str | None = None,
     seq_length: int | None = None,
     sources: Sequence[SourceFile] | None = None,
-) -> Written:
+) -> WrittenDataset:
     """Write documents (token ids, end of document included) as PREFIX.bin and PREFIX.idx.
 
     Memory does not grow with the text. The files are written in a temporary folder and the index is

@@ -42,7 +42,7 @@ TOLERANCE = {
 }
 
 
-class Place(NamedTuple):
+class TokenPlace(NamedTuple):
     """The place of a token and its output in a micro-batch. Both numbers count from 0."""
 
     instance: int
@@ -52,8 +52,8 @@ class Place(NamedTuple):
 class Leak(NamedTuple):
     """An output that a token changed but must not change."""
 
-    source: Place  # the token
-    target: Place  # the output
+    source: TokenPlace  # the token
+    target: TokenPlace  # the output
     change: float  # of the logit that changed most
 
 
@@ -61,7 +61,7 @@ class Leak(NamedTuple):
 class Influence:
     """How much each perturbed token changed each output."""
 
-    places: tuple[Place, ...]  # P: the perturbed places
+    places: tuple[TokenPlace, ...]  # P: the perturbed places
     changes_PBS: torch.Tensor  # fp64: the largest change of a logit, over the replacements
     tolerance: float  # a larger change is a leak or, where it is permitted, an effect
 
@@ -106,7 +106,8 @@ class Influence:
     def _changed(self) -> list[Leak]:
         found = (self.changes_PBS > self.tolerance).nonzero().tolist()
         return [
-            Leak(self.places[p], Place(b, s), float(self.changes_PBS[p, b, s])) for p, b, s in found
+            Leak(self.places[p], TokenPlace(b, s), float(self.changes_PBS[p, b, s]))
+            for p, b, s in found
         ]
 
 
@@ -125,7 +126,7 @@ def measure_influence(
     tokens_BS: torch.Tensor,
     vocab_size: int,
     *,
-    places: Sequence[Place] | None = None,
+    places: Sequence[TokenPlace] | None = None,
     replacements: int = 2,
     seed: int = 0,
 ) -> Influence:
@@ -146,7 +147,7 @@ def measure_influence(
     """
     if places is None:
         instances, positions = tokens_BS.shape
-        places = [Place(b, s) for b in range(instances) for s in range(positions)]
+        places = [TokenPlace(b, s) for b in range(instances) for s in range(positions)]
 
     def run(perturbed_BS: torch.Tensor) -> torch.Tensor:
         with torch.random.fork_rng():
@@ -173,9 +174,9 @@ def measure_influence(
     return Influence(tuple(places), torch.stack(changes), tolerance)
 
 
-def sample_places(instances: int, positions: int, count: int, seed: int = 0) -> list[Place]:
+def sample_places(instances: int, positions: int, count: int, seed: int = 0) -> list[TokenPlace]:
     """`count` places of a micro-batch, drawn without replacement, in order; all if fewer exist."""
-    everywhere = [Place(b, s) for b in range(instances) for s in range(positions)]
+    everywhere = [TokenPlace(b, s) for b in range(instances) for s in range(positions)]
     return sorted(random.Random(seed).sample(everywhere, min(count, len(everywhere))))
 
 
@@ -202,7 +203,7 @@ def _others(token: int, vocab_size: int, count: int, draw: random.Random) -> lis
     return [other + (other >= token) for other in drawn]
 
 
-def _with(tokens_BS: torch.Tensor, place: Place, token: int) -> torch.Tensor:
+def _with(tokens_BS: torch.Tensor, place: TokenPlace, token: int) -> torch.Tensor:
     perturbed_BS = tokens_BS.clone()
     perturbed_BS[place] = token
     return perturbed_BS

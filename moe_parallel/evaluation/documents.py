@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moe_parallel.evaluation.text_loss import TextLoss
-from moe_parallel.generation.language_model import LanguageModel
+from moe_parallel.generation.language_model import GenerationModel
 from moe_parallel.generation.scoring import Span, score
 
 #: The quantile of the normal distribution that belongs to intervals of 95 %.
@@ -98,7 +98,7 @@ def windows(tokens: int, length: int, stride: int) -> list[tuple[int, int, int]]
 
 
 def evaluate_documents(
-    model: LanguageModel,
+    model: GenerationModel,
     documents: Sequence[Sequence[int]],
     bytes_per_token: Sequence[int],
     end_of_document: int,

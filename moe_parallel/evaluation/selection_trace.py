@@ -17,10 +17,10 @@ import torch
 from moe_parallel.analysis.routing.selections import (
     ChosenExperts,
     LayerSelections,
-    MergedExperts,
+    MergedSelections,
     TextSelections,
 )
-from moe_parallel.generation.language_model import LanguageModel
+from moe_parallel.generation.language_model import GenerationModel
 from moe_parallel.layers import DispatchedLayer
 from moe_parallel.layers.merged import MergedLayer
 from moe_parallel.model.forward import Batch
@@ -38,7 +38,7 @@ def expert_layers(model: Any) -> list[DispatchedLayer | MergedLayer]:
 
 
 def selections_of(
-    model: LanguageModel, batches: Iterable[tuple[int, Batch]], text: str
+    model: GenerationModel, batches: Iterable[tuple[int, Batch]], text: str
 ) -> Iterator[TextSelections]:
     """Run the model on the batches, and yield the selections of each, in the layers of this stage.
 
@@ -117,13 +117,13 @@ def _chosen(choices: Choices, tokens: Tokens, layer: DispatchedLayer) -> ChosenE
     )
 
 
-def _merged(merges: Merges, layer: MergedLayer) -> MergedExperts:
+def _merged(merges: Merges, layer: MergedLayer) -> MergedSelections:
     stretches, sequences, _ = merges.weights_MBE.shape
     weights_PE = merges.weights_MBE.detach().float().flatten(0, 1)
     stretch_S = np.repeat(np.arange(stretches), merges.sizes)
     merge_T = (stretch_S[:, None] * sequences + np.arange(sequences)).ravel()
     entropy_P = torch.special.entr(weights_PE).sum(dim=-1).cpu().numpy()
-    return MergedExperts(
+    return MergedSelections(
         layer=layer.layer_number,
         entropy_T=entropy_P[merge_T],
         dropped_T=np.zeros(len(merge_T), dtype=np.int64),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.generation.decode import Generation, Reuse
-from moe_parallel.generation.language_model import LanguageModel
+from moe_parallel.generation.language_model import GenerationModel
 from moe_parallel.generation.sampling import Sampler, Sampling
 from moe_parallel.generation.text_stream import TextStream
 
@@ -27,12 +27,12 @@ class Continuation:
     stops: tuple[str, ...] = ()
 
 
-class Writer:
+class TextWriter:
     """Continues texts with one model."""
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: GenerationModel,
         tokenizer: Tokenizer,
         sampling: Sampling,
         reuse: Reuse,

@@ -15,7 +15,7 @@ from itertools import groupby
 import torch
 
 from moe_parallel.config import Config, LorySelection
-from moe_parallel.generation.language_model import LanguageModel
+from moe_parallel.generation.language_model import GenerationModel
 from moe_parallel.generation.sampling import Sampler
 from moe_parallel.layers.past import Past
 
@@ -55,7 +55,7 @@ class Reuse:
 
 
 @dataclass
-class Text:
+class ContinuedText:
     """A sequence that is continued."""
 
     number: int
@@ -68,7 +68,7 @@ class Generation:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: GenerationModel,
         prompts: Sequence[Sequence[int]],
         sampler: Sampler,
         reuse: Reuse,
@@ -83,8 +83,10 @@ class Generation:
         self.sampler = sampler
         self.reuse = reuse
         self.places = places
-        self.waiting = [Text(i, list(tokens), len(tokens)) for i, tokens in enumerate(prompts)]
-        self.settled: list[Text] = []  # in the order of the rows of `past`
+        self.waiting = [
+            ContinuedText(i, list(tokens), len(tokens)) for i, tokens in enumerate(prompts)
+        ]
+        self.settled: list[ContinuedText] = []  # in the order of the rows of `past`
         self.past: Past | None = None
 
     def __bool__(self) -> bool:
@@ -118,12 +120,12 @@ class Generation:
         if not rows:
             self.past = None
 
-    def _logits(self) -> Iterator[tuple[list[Text], torch.Tensor]]:
+    def _logits(self) -> Iterator[tuple[list[ContinuedText], torch.Tensor]]:
         """The logits of the next token: of the settled texts, and of groups of the others."""
         if self.past is not None:
             last = [[text.tokens[-1]] for text in self.settled]
             yield list(self.settled), self.model.next_logits(self._tensor(last), self.past)
-        joining: list[tuple[list[Text], Past]] = []
+        joining: list[tuple[list[ContinuedText], Past]] = []
         for group in list(self._groups()):
             first, length = group[0], len(group[0].tokens)
             settles = self.reuse.settles(length)
@@ -135,17 +137,17 @@ class Generation:
                 joining.append((group, past))
         self._join(joining)
 
-    def _groups(self) -> Iterator[list[Text]]:
+    def _groups(self) -> Iterator[list[ContinuedText]]:
         """Waiting texts of equal length, which need no padding."""
 
-        def key(text: Text) -> tuple[int, ...]:
+        def key(text: ContinuedText) -> tuple[int, ...]:
             own = text.number if self.reuse.alone else 0
             return len(text.tokens), text.prompt_length if self.reuse.by_prompt else 0, own
 
         for _, group in groupby(sorted(self.waiting, key=key), key):
             yield list(group)
 
-    def _join(self, joining: list[tuple[list[Text], Past]]) -> None:
+    def _join(self, joining: list[tuple[list[ContinuedText], Past]]) -> None:
         if not joining:
             return
         pasts = [past for _, past in joining]

@@ -21,7 +21,7 @@ from moe_parallel.parallel import Groups
 
 
 @dataclass(frozen=True)
-class LanguageModel:
+class GenerationModel:
     """This rank's chunk of a model, one per pipeline stage, without sequence parallelism.
 
     Every method is collective over tp and pp, and over the ranks that share the experts. The

@@ -45,7 +45,7 @@ class Temperature:
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopKFilter:
     """Only the k most probable tokens, and those that tie with the last of them."""
 
     k: int
@@ -57,7 +57,7 @@ class TopK:
 
 
 @dataclass(frozen=True)
-class TopP:
+class TopPFilter:
     """Only the most probable tokens whose probabilities together reach p (Holtzman et al. 2020)."""
 
     p: float
@@ -116,9 +116,9 @@ class Sampling:
         if self.temperature != 1:
             found.append(Temperature(self.temperature))
         if self.top_k is not None:
-            found.append(TopK(self.top_k))
+            found.append(TopKFilter(self.top_k))
         if self.top_p < 1:
-            found.append(TopP(self.top_p))
+            found.append(TopPFilter(self.top_p))
         if self.min_p > 0:
             found.append(MinP(self.min_p))
         return found

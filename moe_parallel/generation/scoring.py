@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moe_parallel.config import Config
-from moe_parallel.generation.language_model import LanguageModel
+from moe_parallel.generation.language_model import GenerationModel
 from moe_parallel.layers.past import Past
 
 _T = TypeVar("_T")
@@ -43,7 +43,7 @@ class Score:
 
 
 def score(
-    model: LanguageModel,
+    model: GenerationModel,
     spans: Sequence[Span],
     batch_size: int,
     *,
@@ -96,7 +96,7 @@ def batches_of(spans: Sequence[Span], batch_size: int, config: Config) -> Iterat
             yield group[first : first + batch_size]
 
 
-def _padded(model: LanguageModel, spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(model: GenerationModel, spans: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels: int64 [B, S], filled up with zeros."""
     longest = max(span.inputs for span in spans)
     rows = [[*span.tokens, *[0] * (longest - span.inputs)] for span in spans]
@@ -104,7 +104,7 @@ def _padded(model: LanguageModel, spans: Sequence[Span]) -> tuple[torch.Tensor, 
     return whole[:, :-1], whole[:, 1:]
 
 
-def _nats_only(model: LanguageModel, spans: Sequence[Span]) -> list[Score]:
+def _nats_only(model: GenerationModel, spans: Sequence[Span]) -> list[Score]:
     tokens_BS, labels_BS = _padded(model, spans)
     losses_BS = model.losses(tokens_BS, labels_BS).double()
     return [
@@ -113,7 +113,7 @@ def _nats_only(model: LanguageModel, spans: Sequence[Span]) -> list[Score]:
     ]
 
 
-def _with_greedy(model: LanguageModel, spans: Sequence[Span]) -> list[Score]:
+def _with_greedy(model: GenerationModel, spans: Sequence[Span]) -> list[Score]:
     tokens_BS, labels_BS = _padded(model, spans)
     prompt_length = spans[0].prompt_length
     past = None if prompt_length is None else Past(tokens_BS.shape[1], prompt_length)

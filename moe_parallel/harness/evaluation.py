@@ -18,7 +18,7 @@ from moe_parallel.data.sources import blend_sources
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.evaluation.documents import DomainLoss, count_windows, evaluate_documents
-from moe_parallel.generation.language_model import LanguageModel
+from moe_parallel.generation.language_model import GenerationModel
 from moe_parallel.harness.presets import PRESETS
 from moe_parallel.harness.tasks import (
     Wanted,
@@ -114,7 +114,7 @@ def _domains(asked: Evaluation, config: Config, tokenizer: Tokenizer) -> dict[st
 
 def _losses(
     asked: Evaluation,
-    model: LanguageModel,
+    model: GenerationModel,
     tokenizer: Tokenizer,
     domains: dict[str, list[list[int]]],
 ) -> dict[str, DomainLoss]:
@@ -137,7 +137,7 @@ def _losses(
 
 
 def _harness(
-    asked: Evaluation, model: LanguageModel, tokenizer: Tokenizer, tasks: Any
+    asked: Evaluation, model: GenerationModel, tokenizer: Tokenizer, tasks: Any
 ) -> dict[str, Any]:
     from moe_parallel.harness.model import HarnessModel  # needs lm_eval
 

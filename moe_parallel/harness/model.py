@@ -24,9 +24,9 @@ from tqdm import tqdm
 from moe_parallel.config import LorySelection
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
-from moe_parallel.generation.continuation import Continuation, Writer
+from moe_parallel.generation.continuation import Continuation, TextWriter
 from moe_parallel.generation.decode import Reuse
-from moe_parallel.generation.language_model import LanguageModel
+from moe_parallel.generation.language_model import GenerationModel
 from moe_parallel.generation.sampling import Sampling
 from moe_parallel.generation.scoring import Score, Span, score
 from moe_parallel.training.open_model import open_alone
@@ -46,7 +46,7 @@ class HarnessModel(TemplateLM):
     """
 
     def __init__(
-        self, model: LanguageModel, tokenizer: Tokenizer, batch_size: int = 1, seed: int = 0
+        self, model: GenerationModel, tokenizer: Tokenizer, batch_size: int = 1, seed: int = 0
     ) -> None:
         super().__init__()
         self.model = model
@@ -170,7 +170,7 @@ class HarnessModel(TemplateLM):
             groups.setdefault(sampling, []).append(number)
         with tqdm(total=len(requests), desc="texts", disable=self._hides_bars) as bar:
             for sampling, numbers in groups.items():
-                writer = Writer(
+                writer = TextWriter(
                     self.model, self.own_tokenizer, sampling, Reuse.of(self.model.config), self.seed
                 )
                 prompts = [self._prompt(requests[i].args[0], limits[i]) for i in numbers]
@@ -213,6 +213,6 @@ class HarnessModel(TemplateLM):
         return tokens[-(self.max_length - limit.max_tokens) :]
 
 
-def _by_prompt(model: LanguageModel) -> bool:
+def _by_prompt(model: GenerationModel) -> bool:
     selection = model.config.selection
     return isinstance(selection, LorySelection) and selection.lory_inference == "prompt"

@@ -15,8 +15,8 @@ import_optional("transformers", "moe_parallel.hf")
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
 
+from moe_parallel.hf.configuration_moe_parallel import MoeParallelConfig  # noqa: E402
 from moe_parallel.hf.modeling_moe_parallel import (  # noqa: E402
-    MoeParallelConfig,
     MoeParallelForCausalLM,
     MoeParallelModel,
 )

@@ -209,7 +209,7 @@ def _use(facts: Facts) -> list[str]:
     lines += ["```", ""]
     if own:
         lines.append(
-            "The code of the model is `modeling_moe_parallel.py` beside the weights, which "
+            "The code of the model is in the files `*_moe_parallel.py` beside the weights, which "
             "`trust_remote_code=True` runs. After `import moe_parallel.hf` the installed code is "
             "used and the flag is not needed."
         )

@@ -22,7 +22,7 @@ from moe_parallel.huggingface.configuration import fields_of
 from moe_parallel.huggingface.families import FAMILIES, Family
 from moe_parallel.huggingface.own_model import (
     ARCHITECTURE,
-    MODELING,
+    CODE,
     low_rank_size,
     own_config_json,
 )
@@ -52,7 +52,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     """A checkpoint, and what is known of it."""
 
     checkpoint: Path
@@ -71,7 +71,7 @@ class Exported:
 
 
 def export(
-    source: Source,
+    source: ExportSource,
     output: Path,
     options: Options,
     advance: Callable[[int], object] = lambda _: None,
@@ -105,8 +105,8 @@ def export(
                 folder / "generation_config.json", {"eos_token_id": eos, "pad_token_id": eos}
             )
             if family is None:
-                code = Path(__file__).parents[1] / "hf" / f"{MODELING}.py"
-                shutil.copyfile(code, folder / code.name)
+                for code in (Path(__file__).parents[1] / "hf").glob(CODE):
+                    shutil.copyfile(code, folder / code.name)
             facts = Facts(
                 name=output.resolve().name,
                 architecture=architecture,
@@ -149,7 +149,7 @@ def _family(config: Config, options: Options) -> Family | None:
     return None
 
 
-def _steps(source: Source, options: Options, family: Family | None) -> list[Step]:
+def _steps(source: ExportSource, options: Options, family: Family | None) -> list[Step]:
     config, size = source.config, source.vocab_size
     if family is not None:
         return plain_steps(family.places(config, size))
@@ -158,7 +158,7 @@ def _steps(source: Source, options: Options, family: Family | None) -> list[Step
 
 
 def _config_json(
-    source: Source, options: Options, family: Family | None, dtype: str, eos: int
+    source: ExportSource, options: Options, family: Family | None, dtype: str, eos: int
 ) -> dict[str, Any]:
     config, size = source.config, source.vocab_size
     if family is not None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from moe_parallel.config import Config, TopKSelection
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.fields import Fields
-from moe_parallel.huggingface.places import ExpertNames, Place, plain
+from moe_parallel.huggingface.places import ExpertNames, TensorPlace, plain
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Family:
     slides: bool = False  # sliding_window counts if there is no use_sliding_window
     experts: Experts | None = None  # None: a dense model
 
-    def places(self, config: Config, vocab_size: int) -> Iterator[Place]:
+    def places(self, config: Config, vocab_size: int) -> Iterator[TensorPlace]:
         """The tensors of a model of this family, ours and theirs, layer by layer.
 
         `vocab_size`: of config.json; ours is padded to a multiple.

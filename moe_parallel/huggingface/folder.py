@@ -20,7 +20,7 @@ import torch
 from moe_parallel.config.message import shown
 from moe_parallel.data.sealed import parse_json
 from moe_parallel.errors import InputError
-from moe_parallel.huggingface.places import Place, Shape
+from moe_parallel.huggingface.places import Shape, TensorPlace
 from moe_parallel.optional import import_optional
 
 ONE_FILE = "model.safetensors"
@@ -87,7 +87,7 @@ class TensorFolder:
             raise InputError(f"{self.folder / file}: {name} cannot be read ({error})") from None
         return tensor
 
-    def check(self, places: Iterable[Place]) -> None:
+    def check(self, places: Iterable[TensorPlace]) -> None:
         """Compare the tensors with those that a model needs.
 
         Raises InputError for the first that is missing, of another shape, or not of the model.

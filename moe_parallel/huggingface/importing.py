@@ -23,7 +23,7 @@ from moe_parallel.huggingface.families import Family, family_of_folder
 from moe_parallel.huggingface.fields import Fields, read_fields
 from moe_parallel.huggingface.folder import TensorFolder
 from moe_parallel.huggingface.folder_tokenizer import tokenizer_of_folder
-from moe_parallel.huggingface.places import Place
+from moe_parallel.huggingface.places import TensorPlace
 from moe_parallel.training.checkpoint.folder import CheckpointFolder
 from moe_parallel.training.checkpoint.parts import StoredPart, write_weights
 from moe_parallel.training.run_folder import fingerprint, stored_files, write_run_files
@@ -31,7 +31,7 @@ from moe_parallel.training.standalone import on_one_process
 
 
 @dataclass(frozen=True)
-class Plan:
+class CheckedImport:
     """An import whose configuration and tokenizer have been checked."""
 
     folder: Path
@@ -51,7 +51,9 @@ class Imported:
     dtypes: tuple[str, ...]
 
 
-def plan_import(folder: Path, flags: Sequence[str], *, trust_remote_code: bool = False) -> Plan:
+def plan_import(
+    folder: Path, flags: Sequence[str], *, trust_remote_code: bool = False
+) -> CheckedImport:
     """Check everything but the tensors.
 
     Args:
@@ -80,13 +82,13 @@ def plan_import(folder: Path, flags: Sequence[str], *, trust_remote_code: bool =
     _check_unchanged(fields, make_config(options), config, vocab_size)
     config = replace(config, checkpoint=replace(config.checkpoint, load=None, save=None))
     validate(on_one_process(config), world_size=1)
-    return Plan(
+    return CheckedImport(
         folder, family, config, vocab_size, tokenizer_of_folder(folder, fields, config.data)
     )
 
 
 def import_folder(
-    plan: Plan, output: Path, advance: Callable[[int], object] = lambda _: None
+    plan: CheckedImport, output: Path, advance: Callable[[int], object] = lambda _: None
 ) -> Imported:
     """Write the run folder `output`, which appears under this name when it is complete.
 
@@ -136,7 +138,7 @@ def _check_new(output: Path) -> None:
         raise InputError(f"--output {output} exists already: name a new folder")
 
 
-def _dtypes(plan: Plan, tensors: TensorFolder) -> dict[str, torch.dtype]:
+def _dtypes(plan: CheckedImport, tensors: TensorFolder) -> dict[str, torch.dtype]:
     """The dtype of each of our tensors: that of theirs, or the wider one."""
     found: dict[str, torch.dtype] = {}
     for place in plan.family.places(plan.config, plan.vocab_size):
@@ -146,7 +148,7 @@ def _dtypes(plan: Plan, tensors: TensorFolder) -> dict[str, torch.dtype]:
 
 
 def _parts(
-    plan: Plan,
+    plan: CheckedImport,
     tensors: TensorFolder,
     dtypes: dict[str, torch.dtype],
     advance: Callable[[int], object],
@@ -163,7 +165,7 @@ def _parts(
 
 
 def _reader(
-    place: Place, tensors: TensorFolder, advance: Callable[[int], object]
+    place: TensorPlace, tensors: TensorFolder, advance: Callable[[int], object]
 ) -> Callable[[], torch.Tensor]:
     def read() -> torch.Tensor:
         theirs = [tensors.read(name) for name in place.names]
@@ -207,7 +209,7 @@ def _check_room(output: Path, needed: int) -> None:
         )
 
 
-def summary(plan: Plan, imported: Imported) -> dict[str, Any]:
+def summary(plan: CheckedImport, imported: Imported) -> dict[str, Any]:
     """What was imported, for the user, by name."""
     return {
         "family": plan.family.architecture,

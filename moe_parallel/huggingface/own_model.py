@@ -32,11 +32,12 @@ from moe_parallel.systems import system_of
 
 MODEL_TYPE = "moe_parallel"
 ARCHITECTURE = "MoeParallelForCausalLM"
-MODELING = "modeling_moe_parallel"  # the module beside the weights
+CODE = "*_moe_parallel.py"  # the files of moe_parallel/hf that are copied beside the weights
+_MODELING = "modeling_moe_parallel"
 AUTO_MAP = {
-    "AutoConfig": f"{MODELING}.MoeParallelConfig",
-    "AutoModel": f"{MODELING}.MoeParallelModel",
-    "AutoModelForCausalLM": f"{MODELING}.{ARCHITECTURE}",
+    "AutoConfig": "configuration_moe_parallel.MoeParallelConfig",
+    "AutoModel": f"{_MODELING}.MoeParallelModel",
+    "AutoModelForCausalLM": f"{_MODELING}.{ARCHITECTURE}",
 }
 
 _TILE = 16  # Eq. 5 of AoE gives any width, and kernels want rows of a multiple of 16 bytes or more
@@ -173,7 +174,7 @@ def _rule_fields(selection: Selection, num_experts: int) -> dict[str, Any]:
         raise InputError(f"--load: --expert-selection {selection.system} is not exported: {reason}")
     fields = fields_of(rule, num_experts + num_free_experts(selection))
     if selection.reads_token_ids:
-        fields["rule"] = "hash"  # a table chooses, and the rule weighs
+        fields["rule"] = "hash"  # a table chooses, and the rule weights
     return fields
 
 

@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """A part of one of our tensors, and the tensors of transformers that it consists of."""
 
     key: str  # of our tensor in a checkpoint
@@ -45,37 +45,37 @@ class ExpertNames:
     down: str = "down_proj"  # W_o
 
 
-def whole(key: str, shape: Shape, names: Sequence[tuple[str, Shape]], form: Form) -> Place:
+def whole(key: str, shape: Shape, names: Sequence[tuple[str, Shape]], form: Form) -> TensorPlace:
     """The place of a complete tensor."""
     their_names, shapes = zip(*names, strict=True)
-    return Place(key, shape, (0,) * len(shape), shape, their_names, shapes, form)
+    return TensorPlace(key, shape, (0,) * len(shape), shape, their_names, shapes, form)
 
 
-def same(key: str, name: str, *shape: int) -> Place:
+def same(key: str, name: str, *shape: int) -> TensorPlace:
     """The place of a tensor that is the same in both."""
     return whole(key, shape, [(name, shape)], Same())
 
 
-def embedding(config: Config, vocab_size: int) -> Iterator[Place]:
+def embedding(config: Config, vocab_size: int) -> Iterator[TensorPlace]:
     """The embedding."""
     key = "embedding.word_embeddings.weight"
     yield _table(key, "model.embed_tokens.weight", config, vocab_size)
 
 
-def head(config: Config, vocab_size: int) -> Iterator[Place]:
+def head(config: Config, vocab_size: int) -> Iterator[TensorPlace]:
     """The last norm, and the output layer if it has a matrix of its own."""
     yield same("decoder.final_layernorm.weight", "model.norm.weight", config.model.hidden_size)
     if config.model.untie_embeddings_and_output_weights:
         yield _table("output_layer.weight", "lm_head.weight", config, vocab_size)
 
 
-def _table(key: str, name: str, config: Config, vocab_size: int) -> Place:
+def _table(key: str, name: str, config: Config, vocab_size: int) -> TensorPlace:
     width, padded = config.model.hidden_size, config.padded_vocab_size(vocab_size)
     form = PaddedRows(vocab_size, padded)
     return whole(key, (padded, width), [(name, (vocab_size, width))], form)
 
 
-def attention(model: ModelConfig, layer: int) -> Iterator[Place]:
+def attention(model: ModelConfig, layer: int) -> Iterator[TensorPlace]:
     """The two norms of a layer, and its attention."""
     d, c, g = model.hidden_size, model.head_width, model.query_groups
     q, kv = model.num_attention_heads * c, g * c
@@ -102,27 +102,27 @@ def attention(model: ModelConfig, layer: int) -> Iterator[Place]:
     )
 
 
-def swiglu(ours: str, theirs: str, d: int, f: int) -> Iterator[Place]:
+def swiglu(ours: str, theirs: str, d: int, f: int) -> Iterator[TensorPlace]:
     """A dense SwiGLU layer of width f; the first two arguments begin the names."""
     halves = [(f"{theirs}.{name}.weight", (f, d)) for name in ("gate_proj", "up_proj")]
     yield whole(f"{ours}.linear_fc1.weight", (2 * f, d), halves, Halves())
     yield same(f"{ours}.linear_fc2.weight", f"{theirs}.down_proj.weight", d, f)
 
 
-def dense(config: Config, layer: int) -> Iterator[Place]:
+def dense(config: Config, layer: int) -> Iterator[TensorPlace]:
     """The feed-forward layer of a layer without experts."""
     d, f = config.model.hidden_size, config.model.ffn_hidden_size
     yield from swiglu(f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp", d, f)
 
 
-def routed(config: Config, layer: int, named: ExpertNames) -> Iterator[Place]:
+def routed(config: Config, layer: int, named: ExpertNames) -> Iterator[TensorPlace]:
     """The router and the experts of a layer."""
     d, f, n = config.model.hidden_size, config.expert_width, config.num_experts
     ours, theirs = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.{named.block}"
     yield same(f"{ours}.w_router_ED", f"{theirs}.gate.weight", n, d)
     for e in range(n):
         expert = f"{theirs}.experts.{e}"
-        yield Place(
+        yield TensorPlace(
             f"{ours}.experts.w_gate_up_LD2F",
             (n, d, 2, f),
             (e, 0, 0, 0),
@@ -131,7 +131,7 @@ def routed(config: Config, layer: int, named: ExpertNames) -> Iterator[Place]:
             ((f, d), (f, d)),
             ExpertHalves(),
         )
-        yield Place(
+        yield TensorPlace(
             f"{ours}.experts.w_out_LFD",
             (n, f, d),
             (e, 0, 0),
@@ -142,7 +142,7 @@ def routed(config: Config, layer: int, named: ExpertNames) -> Iterator[Place]:
         )
 
 
-def shared(config: Config, layer: int, named: ExpertNames) -> Iterator[Place]:
+def shared(config: Config, layer: int, named: ExpertNames) -> Iterator[TensorPlace]:
     """The shared expert of a layer and its gate, if there are any."""
     selection, d = config.selection, config.model.hidden_size
     assert isinstance(selection, DispatchedSelection)
@@ -155,7 +155,7 @@ def shared(config: Config, layer: int, named: ExpertNames) -> Iterator[Place]:
         yield same(f"{ours}.w_gate_1D", f"{theirs}.shared_expert_gate.weight", 1, d)
 
 
-def plain(config: Config, vocab_size: int, named: ExpertNames) -> Iterator[Place]:
+def plain(config: Config, vocab_size: int, named: ExpertNames) -> Iterator[TensorPlace]:
     """Every tensor of a dense model, or of a top-k model with a linear router, layer by layer."""
     yield from embedding(config, vocab_size)
     for layer, is_moe in enumerate(config.moe_layers):

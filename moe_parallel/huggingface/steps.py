@@ -33,8 +33,8 @@ from moe_parallel.huggingface.own_model import (
 )
 from moe_parallel.huggingface.places import (
     ExpertNames,
-    Place,
     Shape,
+    TensorPlace,
     attention,
     dense,
     embedding,
@@ -56,15 +56,15 @@ class Step:
     always_fp32: bool = False  # whatever the dtype of the export
 
 
-def plain_steps(places: Iterable[Place]) -> list[Step]:
+def plain_steps(places: Iterable[TensorPlace]) -> list[Step]:
     """The steps of a plain architecture. Each tensor of the checkpoint is read once."""
-    by_key: dict[str, list[Place]] = {}
+    by_key: dict[str, list[TensorPlace]] = {}
     for place in places:
         by_key.setdefault(place.key, []).append(place)
     return [_of_places(parts) for parts in by_key.values()]
 
 
-def _of_places(places: Sequence[Place]) -> Step:
+def _of_places(places: Sequence[TensorPlace]) -> Step:
     def make(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         for place in places:
             part = tensor

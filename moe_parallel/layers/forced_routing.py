@@ -49,7 +49,7 @@ def build_forcing(config: Config) -> Forcing | None:
     return Forcing(_WORKLOADS[given.workload](given.argument), config.training.seed)
 
 
-def read_trace(file: str) -> Trace:
+def read_loads(file: str) -> Trace:
     """The loads in a file of --moe-router-trace, in a metrics.jsonl, or in lines of the same form.
 
     A record of a metrics.jsonl has `iteration`, the last one that it covers, and `layers`, a list
@@ -117,5 +117,5 @@ _WORKLOADS: dict[str, Callable[[Any], Workload]] = {
     "hot": Hot,
     "zipf": Zipf,
     "warmup": WarmUp,
-    "trace": read_trace,
+    "trace": read_loads,
 }

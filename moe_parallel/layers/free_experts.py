@@ -15,16 +15,15 @@ from dataclasses import replace
 
 import torch
 
-from moe_parallel.config import FreeExperts as FreeExpertsOptions
-from moe_parallel.config import Selection
+from moe_parallel.config import FreeExperts, Selection
 from moe_parallel.layers.expert_layer import ExpertLayer
 from moe_parallel.selection.choices import Choices
 
 
-class FreeExperts:
+class LayerFreeExperts:
     """The free experts of a layer, which has their weights: w_constant_CAD [C, 2, D], v_CD."""
 
-    def __init__(self, layer: ExpertLayer, selection: FreeExpertsOptions) -> None:
+    def __init__(self, layer: ExpertLayer, selection: FreeExperts) -> None:
         self._layer = layer
         self.number = selection.free_experts
         self._copies = slice(
@@ -66,8 +65,8 @@ class FreeExperts:
         return (x_TD * share_T[:, None] + constant_TD).to(x_TD.dtype)
 
 
-def build_free_experts(layer: ExpertLayer, selection: Selection) -> FreeExperts | None:
+def build_free_experts(layer: ExpertLayer, selection: Selection) -> LayerFreeExperts | None:
     """The free experts that the options of a system ask for. None: there are none."""
-    if not isinstance(selection, FreeExpertsOptions) or not selection.free_experts:
+    if not isinstance(selection, FreeExperts) or not selection.free_experts:
         return None
-    return FreeExperts(layer, selection)
+    return LayerFreeExperts(layer, selection)

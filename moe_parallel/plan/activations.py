@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_parallel.config import recompute
-from moe_parallel.plan.experts import Experts, SharedExpert
+from moe_parallel.plan.experts import PlannedExperts, PlannedSharedExpert
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.routing import DISPATCH, kept_by_routing
 from moe_parallel.plan.shape import Shape
-from moe_parallel.plan.tokens import Kept, Tokens, tokens_of
+from moe_parallel.plan.tokens import Kept, TokenCounts, tokens_of
 from moe_parallel.plan.weights import ATTENTION, DENSE, EMBEDDING, EXPERTS, HEAD, SHARED
 
 
@@ -41,7 +41,7 @@ def kept_by_layer(shape: Shape, layout: Layout, is_moe: bool) -> list[Kept]:
     return kept
 
 
-def _norm(name: str, part: str, shape: Shape, t: Tokens) -> list[Kept]:
+def _norm(name: str, part: str, shape: Shape, t: TokenCounts) -> list[Kept]:
     return [
         Kept(f"{name}.x", part, t.between * shape.hidden * shape.value),
         Kept(f"{name}.rstd", part, t.between * 4, of_norm=True),
@@ -124,7 +124,7 @@ def _attention(shape: Shape, layout: Layout) -> list[Kept]:
 
 
 def _shared(
-    shape: Shape, layout: Layout, t: Tokens, shared: SharedExpert, alone: bool
+    shape: Shape, layout: Layout, t: TokenCounts, shared: PlannedSharedExpert, alone: bool
 ) -> Iterator[Kept]:
     """What the shared expert keeps beside what its layer keeps anyway."""
     d, a, width = shape.hidden, shape.value, shared.width // layout.tp
@@ -145,7 +145,7 @@ def _shared(
         yield Kept("w_shared_gate, fp32", SHARED, d * 4)
 
 
-def _dispatched(shape: Shape, layout: Layout, t: Tokens) -> list[Kept]:
+def _dispatched(shape: Shape, layout: Layout, t: TokenCounts) -> list[Kept]:
     return [
         Kept("slots of the sent probs", DISPATCH, t.sent * 8),
         Kept("mask of the sent probs", DISPATCH, t.sent * 1),
@@ -156,7 +156,9 @@ def _dispatched(shape: Shape, layout: Layout, t: Tokens) -> list[Kept]:
     ]
 
 
-def _experts(shape: Shape, layout: Layout, t: Tokens, experts: Experts, alone: bool) -> list[Kept]:
+def _experts(
+    shape: Shape, layout: Layout, t: TokenCounts, experts: PlannedExperts, alone: bool
+) -> list[Kept]:
     a, width = shape.value, experts.width // layout.etp
     kept = [Kept("rows of each expert", EXPERTS, experts.number // layout.ep * 8)]
     if experts.low_rank is None:

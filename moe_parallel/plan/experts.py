@@ -54,7 +54,7 @@ class Neurons:
 
 
 @dataclass(frozen=True)
-class SharedExpert:
+class PlannedSharedExpert:
     """A dense SwiGLU layer that computes every token beside its experts."""
 
     width: int
@@ -70,7 +70,7 @@ class Free:
 
 
 @dataclass(frozen=True)
-class Routing:
+class PlannedRouting:
     """What the rule of selection and its losses keep and send. The default is top-K's."""
 
     kept: tuple[KeptTensor, ...] = (SCORES, EXPERTS, PROBS, PROBABILITIES, LOAD, LOSS)
@@ -84,7 +84,7 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class Experts:
+class PlannedExperts:
     """The experts of a layer."""
 
     number: int  # n
@@ -92,10 +92,10 @@ class Experts:
     width: int  # f of a SwiGLU expert, d_wide of AoE; of UoE, without the routing neurons
     weights: tuple[LayerWeight, ...]  # in the order in which the layer registers them
     scoring: Scoring | Neurons | None = None  # None: a linear router
-    routing: Routing = Routing()
+    routing: PlannedRouting = PlannedRouting()
     rank: int | None = None  # of W_g = W_down W_up in experts with a router; None: it is whole
     router_hidden: int | None = None  # inner width of a router of two layers; None: one layer
-    shared: SharedExpert | None = None
+    shared: PlannedSharedExpert | None = None
     free: Free | None = None
 
     @property
@@ -132,7 +132,7 @@ class Experts:
         return self.number * min(tokens, max(1, each))
 
 
-def experts_of(config: Config, vocabulary: int, mean_choices: float | None) -> Experts:
+def experts_of(config: Config, vocabulary: int, mean_choices: float | None) -> PlannedExperts:
     """The experts of a configuration.
 
     `mean_choices`: the mean number of experts of a token, if the configuration says none or a
@@ -145,11 +145,11 @@ def experts_of(config: Config, vocabulary: int, mean_choices: float | None) -> E
     width = getattr(selection, "moe_shared_expert_intermediate_size", None)
     shared = None
     if width is not None:
-        shared = SharedExpert(width, getattr(selection, "moe_shared_expert_gate", False))
+        shared = PlannedSharedExpert(width, getattr(selection, "moe_shared_expert_gate", False))
     free = None
     if isinstance(selection, FreeExperts) and selection.free_experts:
         free = Free(selection.free_experts, selection.moe_constant_experts)
-    return Experts(
+    return PlannedExperts(
         number=n,
         per_token=mean or 1,
         width=selection.dispatched_width(config.expert_width, n),
@@ -188,9 +188,9 @@ def _scoring(config: Config) -> Scoring | Neurons | None:
     )
 
 
-def _routing(selection: Selection, n: int, vocabulary: int) -> Routing:
+def _routing(selection: Selection, n: int, vocabulary: int) -> PlannedRouting:
     kept = [*(selection.kept_by_rule() or []), *selection.kept_by_losses()]
-    return Routing(
+    return PlannedRouting(
         kept=tuple(dict.fromkeys(kept)),
         slots=selection.choices_per_token or n + selection.free_experts,
         experts_take=getattr(selection, "moe_expert_choice_capacity_factor", None),
@@ -203,7 +203,7 @@ def _routing(selection: Selection, n: int, vocabulary: int) -> Routing:
 
 
 def _weights(
-    selection: Selection, d: int, n: int, f: int, shared: SharedExpert | None
+    selection: Selection, d: int, n: int, f: int, shared: PlannedSharedExpert | None
 ) -> tuple[LayerWeight, ...]:
     """Of a layer of experts: its own, those of the shared expert, those of the experts."""
     if selection.merges:

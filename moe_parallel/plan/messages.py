@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from moe_parallel.config import recompute
-from moe_parallel.plan.experts import Experts, LayerWeight
+from moe_parallel.plan.experts import LayerWeight, PlannedExperts
 from moe_parallel.plan.layout import Group, Layout
 from moe_parallel.plan.shape import Shape
-from moe_parallel.plan.tokens import Tokens, tokens_of
+from moe_parallel.plan.tokens import TokenCounts, tokens_of
 from moe_parallel.plan.weights import buffers_of_chunk, weights_of_chunk
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
@@ -185,7 +185,9 @@ def _row(shape: Shape) -> int:
     return shape.hidden * shape.value
 
 
-def _routing(shape: Shape, layout: Layout, t: Tokens, experts: Experts) -> Iterator[Collective]:
+def _routing(
+    shape: Shape, layout: Layout, t: TokenCounts, experts: PlannedExperts
+) -> Iterator[Collective]:
     """What an expert layer sends over tp and cp, whose ranks share the tokens of a micro-batch."""
     forward, backward = _passes(layout, recompute.EXPERTS)
     group, together = layout.tp_group, layout.tp_cp_group
@@ -215,7 +217,7 @@ def _routing(shape: Shape, layout: Layout, t: Tokens, experts: Experts) -> Itera
             yield over_tp(f"dw of {weight.name}", ALL_REDUCE, size, times)
 
 
-def _uses(weight: LayerWeight, layout: Layout, experts: Experts) -> int:
+def _uses(weight: LayerWeight, layout: Layout, experts: PlannedExperts) -> int:
     """How often a layer uses a weight that every rank holds, each time with a gradient."""
     if weight.in_fp32:
         return 2 if experts.routing.coupled else 1
@@ -226,7 +228,7 @@ def _uses(weight: LayerWeight, layout: Layout, experts: Experts) -> int:
     return 1 if experts.norms.sends_c or (alone and experts.norms.hands_on_c) else 2
 
 
-def _coupling(shape: Shape, layout: Layout, experts: Experts) -> Iterator[Collective]:
+def _coupling(shape: Shape, layout: Layout, experts: PlannedExperts) -> Iterator[Collective]:
     """Of --moe-erc-loss-coeff, whose first forward pass of two has no loss."""
     times, n = layout.micro_batches, experts.number
     local, ep, etp = n // layout.ep, layout.ep_group, layout.etp_group
@@ -245,7 +247,9 @@ def _loads(shape: Shape, layout: Layout, is_moe: bool) -> Iterator[Collective]:
             yield Collective("loads of the experts", LOADS, ALL_REDUCE, group, size, 1)
 
 
-def _dispatch(shape: Shape, layout: Layout, t: Tokens, experts: Experts) -> Iterator[Collective]:
+def _dispatch(
+    shape: Shape, layout: Layout, t: TokenCounts, experts: PlannedExperts
+) -> Iterator[Collective]:
     """Rows to the experts' ranks, and outputs back; in the backward pass the other way round."""
     forward, backward = _passes(layout, recompute.EXPERTS)
     group = layout.etp_ep_group
@@ -267,7 +271,7 @@ def _dispatch(shape: Shape, layout: Layout, t: Tokens, experts: Experts) -> Iter
         yield over_ep("dC", rows * experts.norms.rank * shape.value, backward)
 
 
-def _gathered_w_down(shape: Shape, layout: Layout, experts: Experts) -> Iterator[Collective]:
+def _gathered_w_down(shape: Shape, layout: Layout, experts: PlannedExperts) -> Iterator[Collective]:
     """W_down of all experts for the norms, and of this rank's experts for C of the rows."""
     assert experts.norms is not None
     forward, backward = _passes(layout, recompute.EXPERTS)

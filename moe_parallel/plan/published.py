@@ -9,15 +9,15 @@ from typing import Any
 
 from moe_parallel.errors import InputError
 from moe_parallel.plan.cluster import Cluster, Efficiency, parse_cluster
-from moe_parallel.plan.experts import LayerWeight, SharedExpert
+from moe_parallel.plan.experts import LayerWeight, PlannedExperts, PlannedSharedExpert
 from moe_parallel.plan.layout import Layout
-from moe_parallel.plan.shape import Experts, Latent, Shape, swiglu_weights
+from moe_parallel.plan.shape import Latent, Shape, swiglu_weights
 from moe_parallel.plan.software import Software
 from moe_parallel.plan.step_time import StepTime, step_time
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """A run whose speed is published."""
 
     name: str
@@ -34,7 +34,7 @@ class Run:
         return step_time(self.shape, self.layout, cluster, self.software)
 
 
-def read_published(path: Path) -> list[Run]:
+def read_published(path: Path) -> list[PublishedRun]:
     """The runs of a JSON file such as docs/results/planner/published_runs.json.
 
     Raises InputError if it cannot be read.
@@ -45,7 +45,7 @@ def read_published(path: Path) -> list[Run]:
         raise InputError(f"--published {path} cannot be read: {error!r}") from None
 
 
-def _run(entry: dict[str, Any]) -> Run:
+def _run(entry: dict[str, Any]) -> PublishedRun:
     cluster = parse_cluster(entry["nodes"], "--published: nodes")
     shape = _shape(entry["model"], entry["seq_length"], entry["fp8"])
     sizes = {
@@ -62,7 +62,7 @@ def _run(entry: dict[str, Any]) -> Run:
     if speed is None:
         speed = figure["megatron_tflops_per_gpu"] * 1e12 / _megatron_flops_per_token(shape)
     texts = entry["source"], entry["differs"]
-    return Run(entry["name"], shape, layout, software, cluster, speed, *texts)
+    return PublishedRun(entry["name"], shape, layout, software, cluster, speed, *texts)
 
 
 def _hashable(value: Any) -> Any:
@@ -74,9 +74,9 @@ def _shape(model: dict[str, Any], seq_length: int, fp8: bool) -> Shape:
     experts = None
     if n is not None:
         f, width = model["width"], model.get("shared_width")
-        shared = None if width is None else SharedExpert(width)
+        shared = None if width is None else PlannedSharedExpert(width)
         weights = (*swiglu_weights(d, n, f), *_shared_weights(d, width))
-        experts = Experts(n, model["per_token"], f, weights, shared=shared)
+        experts = PlannedExperts(n, model["per_token"], f, weights, shared=shared)
     dense_layers = model["layers"] if n is None else model.get("dense_layers", 0)
     moe_layers = (False,) * dense_layers + (True,) * (model["layers"] - dense_layers)
     latent = Latent(**model["latent"]) if "latent" in model else None

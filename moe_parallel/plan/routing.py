@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 from moe_parallel.config.selection.kept import EXPERTS as CHOSEN
 from moe_parallel.config.selection.kept import PROBS, SCORES
-from moe_parallel.plan.experts import Experts, Free, Neurons, Scoring
+from moe_parallel.plan.experts import Free, Neurons, PlannedExperts, Scoring
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.shape import Shape
-from moe_parallel.plan.tokens import Kept, Tokens, tokens_of
+from moe_parallel.plan.tokens import Kept, TokenCounts, tokens_of
 from moe_parallel.plan.weights import EXPERTS, SCORING
 
 DISPATCH = "dispatch"
@@ -39,7 +39,7 @@ def kept_by_routing(shape: Shape, layout: Layout) -> list[Kept]:
     return kept
 
 
-def _router(shape: Shape, t: Tokens, experts: Experts, alone: bool) -> Iterator[Kept]:
+def _router(shape: Shape, t: TokenCounts, experts: PlannedExperts, alone: bool) -> Iterator[Kept]:
     d, of_norm = shape.hidden, not shape.bf16
     x = (t.routed if shape.bf16 else t.between) * d * 4
     yield Kept("router.x, fp32", SCORING, x, of_norm=of_norm)
@@ -55,7 +55,7 @@ def _router(shape: Shape, t: Tokens, experts: Experts, alone: bool) -> Iterator[
 
 
 def _norms(
-    shape: Shape, t: Tokens, experts: Experts, scoring: Scoring, alone: bool
+    shape: Shape, t: TokenCounts, experts: PlannedExperts, scoring: Scoring, alone: bool
 ) -> Iterator[Kept]:
     n, r, a = experts.number, scoring.rank, shape.value
     # Without sequence parallelism it is a part of a tensor of all tokens.
@@ -74,7 +74,9 @@ def _norms(
         yield Kept("C of the choices", SCORING, t.sent * r * a)
 
 
-def _neurons(shape: Shape, t: Tokens, experts: Experts, neurons: Neurons) -> Iterator[Kept]:
+def _neurons(
+    shape: Shape, t: TokenCounts, experts: PlannedExperts, neurons: Neurons
+) -> Iterator[Kept]:
     d, a, n = shape.hidden, shape.value, experts.number
     width = n * neurons.each
     yield Kept("scores.x", SCORING, t.between * d * a, of_norm=True)
@@ -89,7 +91,9 @@ def _neurons(shape: Shape, t: Tokens, experts: Experts, neurons: Neurons) -> Ite
         yield Kept("u by the probs", SCORING, t.routed * width * a)
 
 
-def _selection(t: Tokens, experts: Experts, sequences: int, alone: bool) -> Iterator[Kept]:
+def _selection(
+    t: TokenCounts, experts: PlannedExperts, sequences: int, alone: bool
+) -> Iterator[Kept]:
     """What the rule and its losses keep, and the rows of the choices."""
     kept, norms = dict.fromkeys(experts.routing.kept), experts.norms
     if alone:  # the experts keep the probs
@@ -105,7 +109,7 @@ def _selection(t: Tokens, experts: Experts, sequences: int, alone: bool) -> Iter
     yield Kept("row map: rows of slots", DISPATCH, t.slots * 8)
 
 
-def _free(shape: Shape, t: Tokens, free: Free) -> Iterator[Kept]:
+def _free(shape: Shape, t: TokenCounts, free: Free) -> Iterator[Kept]:
     """What free experts keep beside x, with which their probs are multiplied."""
     yield Kept("free experts of the choices", SCORING, t.slots * 8)
     yield Kept("shares of x", SCORING, t.routed * 4)
@@ -121,7 +125,7 @@ def _free(shape: Shape, t: Tokens, free: Free) -> Iterator[Kept]:
     yield Kept("weights of the constants", SCORING, numbers * (a if shape.bf16 else 2 * a))
 
 
-def _coupling(shape: Shape, layout: Layout, experts: Experts) -> Iterator[Kept]:
+def _coupling(shape: Shape, layout: Layout, experts: PlannedExperts) -> Iterator[Kept]:
     """Of --moe-erc-loss-coeff: a loss on weights, whatever the tokens."""
     n, d, a = experts.number, shape.hidden, shape.value
     local, width = n // layout.ep, experts.width // layout.etp

@@ -9,10 +9,16 @@ from moe_parallel.config import selection as selections
 from moe_parallel.config.selection import ExpertsChoose
 from moe_parallel.config.selection.kept import Target
 from moe_parallel.errors import InputError
-from moe_parallel.plan.experts import Experts, Scoring, aoe_weights, experts_of, swiglu_weights
+from moe_parallel.plan.experts import (
+    PlannedExperts,
+    Scoring,
+    aoe_weights,
+    experts_of,
+    swiglu_weights,
+)
 
 __all__ = [
-    "Experts", "Scoring", "Shape", "aoe_weights", "no_formula", "plannable", "shape_of",
+    "PlannedExperts", "Scoring", "Shape", "aoe_weights", "no_formula", "plannable", "shape_of",
     "swiglu_weights", "target_of",
 ]  # fmt: skip
 
@@ -51,7 +57,7 @@ class Shape:
     tied: bool  # embedding and output layer are one matrix
     seq_length: int
     bf16: bool  # otherwise fp32
-    experts: Experts | None = None
+    experts: PlannedExperts | None = None
     loss_chunk: int = 512  # tokens whose logits exist at a time
     fp8_linear: bool = False  # attention's and dense products in FP8
     fp8_experts: bool = False  # experts' products in FP8

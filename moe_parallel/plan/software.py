@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.messages import DISPATCH, Collective, Wire
-from moe_parallel.plan.shape import Experts, Shape
+from moe_parallel.plan.shape import PlannedExperts, Shape
 from moe_parallel.plan.tokens import tokens_of
 from moe_parallel.plan.weights import EXPERTS
 from moe_parallel.plan.work import Work, traffic
@@ -66,7 +66,7 @@ class Software:
         network = tokens * nodes * row * (1 - here / group.size)
         return Wire(on_node, network)
 
-    def _places(self, experts: Experts, ranks: int, nodes: int) -> tuple[float, float]:
+    def _places(self, experts: PlannedExperts, ranks: int, nodes: int) -> tuple[float, float]:
         """The mean numbers of nodes and of ranks with experts of a token, if loads are balanced."""
         allowed = min(nodes, self.most_nodes or nodes)
         n, k = experts.number * allowed // nodes, round(experts.per_token)

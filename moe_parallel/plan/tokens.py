@@ -19,7 +19,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenCounts:
     """The numbers of tokens of a micro-batch, and of rows, that a rank has at a time."""
 
     all: int  # t, those of the rank's share of the sequences
@@ -30,12 +30,12 @@ class Tokens:
     received: int  # rows that a rank's experts compute, if loads are balanced
 
 
-def tokens_of(shape: Shape, layout: Layout) -> Tokens:
+def tokens_of(shape: Shape, layout: Layout) -> TokenCounts:
     """The tokens of a micro-batch of a layout."""
     every = shape.seq_length // layout.cp * layout.micro_batch
     routed = every // layout.tp
     sent = shape.experts.rows(routed) if shape.experts else 0
-    return Tokens(
+    return TokenCounts(
         all=every,
         between=every // (layout.tp if layout.sequence_parallel else 1),
         routed=routed,

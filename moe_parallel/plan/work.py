@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moe_parallel.config import recompute
-from moe_parallel.plan.experts import Experts, Free, Neurons, Scoring, SharedExpert
+from moe_parallel.plan.experts import Free, Neurons, PlannedExperts, PlannedSharedExpert, Scoring
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.memory import GRADIENT, MASTER, MOMENTS
 from moe_parallel.plan.products import Product
@@ -190,7 +190,7 @@ def _norm_and_residual(shape: Shape, layout: Layout, part: str) -> Iterator[Work
     yield traffic(_RESIDUAL, part, 3 * row, 3 * row)
 
 
-def _scores(shape: Shape, layout: Layout, experts: Experts) -> Iterator[Work]:
+def _scores(shape: Shape, layout: Layout, experts: PlannedExperts) -> Iterator[Work]:
     """The router, or the norms of C = x W_down of all experts."""
     t, d, n = tokens_of(shape, layout), shape.hidden, experts.scores
     if isinstance(experts.scoring, Scoring):
@@ -207,7 +207,7 @@ def _scores(shape: Shape, layout: Layout, experts: Experts) -> Iterator[Work]:
     yield traffic("selection", SCORING, 6 * 4 * t.routed * n, 6 * 4 * t.routed * n)
 
 
-def _norms(shape: Shape, layout: Layout, experts: Experts, scoring: Scoring) -> Work:
+def _norms(shape: Shape, layout: Layout, experts: PlannedExperts, scoring: Scoring) -> Work:
     t, d, n, a = tokens_of(shape, layout), shape.hidden, experts.number, shape.value
     r, flops = scoring.rank, 2.0 * t.routed * d * n * scoring.rank
     if scoring.all_norms_learn:  # dx and dw, and C once more
@@ -225,7 +225,9 @@ def _norms(shape: Shape, layout: Layout, experts: Experts, scoring: Scoring) -> 
     )  # fmt: skip
 
 
-def _neurons(shape: Shape, layout: Layout, experts: Experts, neurons: Neurons) -> Iterator[Work]:
+def _neurons(
+    shape: Shape, layout: Layout, experts: PlannedExperts, neurons: Neurons
+) -> Iterator[Work]:
     """UoE's routing neurons of all experts: one dense layer, whose activations have norms."""
     t, d, a = tokens_of(shape, layout), shape.hidden, shape.value
     f = experts.number * neurons.each
@@ -253,7 +255,7 @@ def _free(shape: Shape, layout: Layout, free: Free) -> Iterator[Work]:
     yield traffic("outputs of free experts", EXPERTS, moved, moved)
 
 
-def _coupling(shape: Shape, layout: Layout, experts: Experts) -> Work:
+def _coupling(shape: Shape, layout: Layout, experts: PlannedExperts) -> Work:
     """The rows of the router by W_g of this rank's experts: a loss on weights."""
     n, d, a = experts.number, shape.hidden, shape.value
     local, f = n // layout.ep, experts.width / layout.etp
@@ -262,7 +264,7 @@ def _coupling(shape: Shape, layout: Layout, experts: Experts) -> Work:
     return replace(work, nbytes=work.nbytes + 2 * w, of_model=False)  # W_g is transposed
 
 
-def _experts(shape: Shape, layout: Layout, experts: Experts) -> Iterator[Work]:
+def _experts(shape: Shape, layout: Layout, experts: PlannedExperts) -> Iterator[Work]:
     t, d, a = tokens_of(shape, layout), shape.hidden, shape.value
     f, local = experts.width / layout.etp, experts.number // layout.ep
     rows, fp8 = t.received, shape.fp8_experts
@@ -295,7 +297,7 @@ def _experts(shape: Shape, layout: Layout, experts: Experts) -> Iterator[Work]:
     yield traffic("outputs to rows", EXPERTS, gathered, gathered)
 
 
-def _shared(shape: Shape, layout: Layout, shared: SharedExpert) -> Iterator[Work]:
+def _shared(shape: Shape, layout: Layout, shared: PlannedSharedExpert) -> Iterator[Work]:
     """The shared expert; a plan does not overlap it with the dispatch."""
     t, d, a = tokens_of(shape, layout), shape.hidden, shape.value
     f, row, fp8 = shared.width / layout.tp, t.between * d * a, shape.fp8_linear

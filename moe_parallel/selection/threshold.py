@@ -46,7 +46,7 @@ def raw_value(
 def softmax_of_chosen(
     scores_TE: torch.Tensor, values_TE: torch.Tensor, chosen_TE: torch.Tensor
 ) -> torch.Tensor:
-    """The softmax over the values of the chosen experts, as AoE weighs them."""
+    """The softmax over the values of the chosen experts, as AoE weights them."""
     # Not by -inf, of which a token without an expert would make NaN.
     lowest = torch.finfo(values_TE.dtype).min
     return torch.softmax(values_TE.masked_fill(~chosen_TE, lowest), dim=1)

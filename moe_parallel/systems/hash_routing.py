@@ -12,7 +12,7 @@ from moe_parallel.systems.registry import register
 
 
 def rules(selection: HashSelection) -> Rules:
-    """The rule that weighs the experts; the layer's table chooses them."""
+    """The rule that weights the experts; the layer's table chooses them."""
     k = selection.moe_router_topk
     rule = TopK(k, topk.raw_probability if k == 1 else topk.softmax_of_selected)
     return Rules(rule, rule)

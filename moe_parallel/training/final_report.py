@@ -25,7 +25,7 @@ TRAIN_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ByteComparison:
     """Bits per byte by text and model.
 
     Attributes:
@@ -43,7 +43,7 @@ def compare_with_baselines(
     datasets: Datasets,
     tokenizer: Tokenizer,
     train_bytes: int = TRAIN_BYTES,
-) -> Comparison:
+) -> ByteComparison:
     """The model beside a unigram and a trigram model of bytes and beside xz, on held-out text.
 
     The byte models are trained on the training text of every domain. If that is more than
@@ -72,10 +72,10 @@ def compare_with_baselines(
     }
     of_each = " of each domain" if len(train) > 1 else ""
     note = f"unigram, trigram: of the first {_mebibytes(share)} of training text{of_each}"
-    return Comparison(rows, note if left_out else "")
+    return ByteComparison(rows, note if left_out else "")
 
 
-def format_table(comparison: Comparison) -> str:
+def format_table(comparison: ByteComparison) -> str:
     """The comparison as lines for a terminal, the note last."""
     table = comparison.rows
     columns = list(next(iter(table.values())))

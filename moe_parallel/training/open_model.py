@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from moe_parallel.config import Config
 from moe_parallel.data.tokenizer import Tokenizer
-from moe_parallel.generation.language_model import LanguageModel
+from moe_parallel.generation.language_model import GenerationModel
 from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
 from moe_parallel.training.standalone import evaluation_config, standalone_model, vocab_size_of
@@ -19,7 +19,7 @@ from moe_parallel.training.text import open_tokenizer
 
 
 @contextmanager
-def open_model(config: Config, tokenizer: Tokenizer) -> Iterator[LanguageModel]:
+def open_model(config: Config, tokenizer: Tokenizer) -> Iterator[GenerationModel]:
     """This rank's part of the model. Collective; torch.distributed is initialized.
 
     In the context the process groups of the layout exist. Raises InputError.
@@ -31,13 +31,13 @@ def open_model(config: Config, tokenizer: Tokenizer) -> Iterator[LanguageModel]:
         vocab_size = vocab_size_of(config)
         chunk, _ = standalone_model(config, vocab_size, groups)
         chunk.eval()
-        yield LanguageModel(chunk, groups, tokenizer.vocab_size, config, vocab_size)
+        yield GenerationModel(chunk, groups, tokenizer.vocab_size, config, vocab_size)
     finally:
         destroy_groups()
 
 
 @contextmanager
-def open_alone(load: str) -> Iterator[tuple[LanguageModel, Tokenizer]]:
+def open_alone(load: str) -> Iterator[tuple[GenerationModel, Tokenizer]]:
     """The complete model of a checkpoint, and its tokenizer, on this process.
 
     Raises InputError.

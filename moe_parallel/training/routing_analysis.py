@@ -24,7 +24,7 @@ from moe_parallel.analysis.routing.folder import (
 from moe_parallel.analysis.routing.selections import TextSelections
 from moe_parallel.analysis.routing.specialization import Specialization, specialization
 from moe_parallel.analysis.routing.tables import tables_of
-from moe_parallel.analysis.routing.totals import RoutingTotals
+from moe_parallel.analysis.routing.totals import AnalysisTotals
 from moe_parallel.analysis.routing.vocabulary import Vocabulary
 from moe_parallel.collective_errors import StorageError, agree, exchange, on_rank_0
 from moe_parallel.config import Config, MergedSelection
@@ -113,7 +113,7 @@ def analyze(
     in_fp32 = replace(on_ranks, training=replace(on_ranks.training, bf16=False))
     with open_model(in_fp32, tokenizer) as model, _disk_of(folder), ExitStack() as stack:
         numbers = exchange([layer.layer_number for layer in expert_layers(model.chunk)])
-        totals = RoutingTotals(
+        totals = AnalysisTotals(
             sorted(set(chain.from_iterable(numbers))),
             config.num_experts,
             Vocabulary([_piece(tokenizer, item) for item in range(vocab_size)]),
@@ -155,7 +155,7 @@ def _written(
     folder: Path,
     config: Config,
     options: AnalysisOptions,
-    totals: RoutingTotals,
+    totals: AnalysisTotals,
     tests: list[Specialization],
 ) -> Iterator[list[Receive]]:
     """The functions that take the selections. At the end the folder is complete, and `tests` has
@@ -215,7 +215,7 @@ def _piece(tokenizer: Tokenizer, item: int) -> str:
     return tokenizer.detokenize([item]) if item < tokenizer.vocab_size else ""
 
 
-def _facts(config: Config, options: AnalysisOptions, totals: RoutingTotals) -> dict[str, Any]:
+def _facts(config: Config, options: AnalysisOptions, totals: AnalysisTotals) -> dict[str, Any]:
     described = asdict(options) | {"files": {n: str(path) for n, path in options.files.items()}}
     return {
         "checkpoint": str(find_checkpoint(Path(config.checkpoint.load or ""))),
@@ -230,7 +230,7 @@ def _facts(config: Config, options: AnalysisOptions, totals: RoutingTotals) -> d
 
 
 def _write(
-    folder: Path, config: Config, options: AnalysisOptions, totals: RoutingTotals, view: View
+    folder: Path, config: Config, options: AnalysisOptions, totals: AnalysisTotals, view: View
 ) -> list[Specialization]:
     """Write everything but the selections; the result of the test of specialization."""
     if not totals.tokens:
@@ -251,7 +251,7 @@ def _moved_away(folder: Path) -> Path | None:
     return earlier
 
 
-def _lines(totals: RoutingTotals, tests: Sequence[Specialization]) -> list[str]:
+def _lines(totals: AnalysisTotals, tests: Sequence[Specialization]) -> list[str]:
     lines = [
         f"{name}: {text.tokens:,} tokens, {text.mean_G(text.experts_G).mean():.3f} experts per "
         f"token, Ent_load {text.ent_load_G().mean():.3f}, "

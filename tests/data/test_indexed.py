@@ -11,7 +11,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from moe_parallel.data.indexed import (
-    Written,
+    WrittenDataset,
     check_indexed,
     check_new,
     move_indexed,
@@ -29,7 +29,7 @@ DOCUMENTS = [[5, 1, 2], [9], [3, 3, 3, 0]]
 def test_megatron_reads_what_was_written(tmp_path: Path, vocab_size: int, itemsize: int) -> None:
     prefix = tmp_path / "a.b" / "data"
     written = write_indexed(prefix, [*DOCUMENTS, []], vocab_size)
-    assert written == Written(documents=3, tokens=8)
+    assert written == WrittenDataset(documents=3, tokens=8)
     dataset = IndexedDataset(str(prefix))
     assert [dataset[i].tolist() for i in range(len(dataset))] == DOCUMENTS
     assert dataset.document_indices.tolist() == [0, 1, 2, 3]

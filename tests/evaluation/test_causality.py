@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from moe_parallel.errors import InputError
 from moe_parallel.evaluation.causality import (
     Influence,
-    Place,
+    TokenPlace,
     logits_of_gpt,
     measure_influence,
     sample_places,
@@ -241,13 +241,13 @@ def test_a_leak_says_from_where_to_where_and_how_much() -> None:
     tokens_BS = torch.zeros(1, 3, dtype=torch.int64)
     (leak,) = measure_influence(
         lambda tokens: past(tokens) + 0.25 * one_hot(tokens).roll(-1, dims=1),
-        tokens_BS, VOCABULARY, places=[Place(0, 2)],
+        tokens_BS, VOCABULARY, places=[TokenPlace(0, 2)],
     ).future  # fmt: skip
-    assert leak == (Place(0, 2), Place(0, 1), 0.25)
+    assert leak == (TokenPlace(0, 2), TokenPlace(0, 1), 0.25)
 
 
 def test_changes_of_all_outputs_are_there() -> None:
-    influence = measure_influence(past, random_tokens(), VOCABULARY, places=[Place(1, 3)])
+    influence = measure_influence(past, random_tokens(), VOCABULARY, places=[TokenPlace(1, 3)])
     expected_BS = torch.zeros(INSTANCES, POSITIONS, dtype=torch.float64)
     expected_BS[1, 3:] = 1.0
     assert torch.equal(influence.changes_PBS, expected_BS[None])
@@ -309,7 +309,7 @@ def test_replacements_are_other_tokens() -> None:
         return past(tokens_BS)
 
     tokens_BS = torch.full((1, 2), 1)
-    measure_influence(remember, tokens_BS, vocab_size=3, places=[Place(0, 0)], replacements=9)
+    measure_influence(remember, tokens_BS, vocab_size=3, places=[TokenPlace(0, 0)], replacements=9)
     assert asked[0] == asked[-1] == 1
     assert sorted(asked[1:-1]) == [0, 2]
 
@@ -317,4 +317,4 @@ def test_replacements_are_other_tokens() -> None:
 def test_places_are_drawn_without_replacement() -> None:
     drawn = sample_places(2, 5, count=7)
     assert len(set(drawn)) == 7 and drawn == sorted(drawn)
-    assert sample_places(2, 5, count=99) == [Place(b, s) for b in range(2) for s in range(5)]
+    assert sample_places(2, 5, count=99) == [TokenPlace(b, s) for b in range(2) for s in range(5)]

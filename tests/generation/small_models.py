@@ -5,7 +5,7 @@ from typing import Any
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from moe_parallel.config import Config, parse_command_line, validate
-from moe_parallel.generation.language_model import LanguageModel
+from moe_parallel.generation.language_model import GenerationModel
 from moe_parallel.parallel import Groups, initialize_groups
 from moe_parallel.training.standalone import standalone_model
 from tests.program import SMALL, flags
@@ -16,7 +16,7 @@ PROMPTS = [[3, 7], [5, 1, 19, 4, 2], [6, 6, 0, 8, 11], [9, 2, 14, 3, 7, 1, 19, 4
 Options = dict[str, Any]
 
 
-def small_model(options: Options) -> LanguageModel:
+def small_model(options: Options) -> GenerationModel:
     """An untrained model on the ranks of `run_distributed`; call destroy_groups() afterwards."""
     import torch
 
@@ -26,8 +26,8 @@ def small_model(options: Options) -> LanguageModel:
     return on_groups(config, initialize_groups(config.parallel))
 
 
-def on_groups(config: Config, groups: Groups) -> LanguageModel:
+def on_groups(config: Config, groups: Groups) -> GenerationModel:
     model_parallel_cuda_manual_seed(config.training.seed)
     chunk, _ = standalone_model(config, VOCABULARY, groups)
     chunk.eval()
-    return LanguageModel(chunk, groups, VOCABULARY, config, VOCABULARY)
+    return GenerationModel(chunk, groups, VOCABULARY, config, VOCABULARY)

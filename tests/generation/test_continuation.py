@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_parallel.data.tokenizer import NullTokenizer
-from moe_parallel.generation.continuation import Continuation, Writer
+from moe_parallel.generation.continuation import Continuation, TextWriter
 from moe_parallel.generation.decode import Reuse
 from moe_parallel.generation.sampling import Sampling
 from moe_parallel.layers.past import Past
@@ -29,12 +29,12 @@ class Unknowing:
         return tokens
 
 
-def writer() -> Writer:
+def writer() -> TextWriter:
     model: Any = Unknowing()
-    return Writer(model, NullTokenizer(VOCABULARY), Sampling(), Reuse(None), seed=0)
+    return TextWriter(model, NullTokenizer(VOCABULARY), Sampling(), Reuse(None), seed=0)
 
 
-def write(with_one: Writer, prompts: int) -> list[str]:
+def write(with_one: TextWriter, prompts: int) -> list[str]:
     return with_one.write([PROMPT] * prompts, [Continuation(4)] * prompts, batch_size=2)
 
 

@@ -20,8 +20,8 @@ from moe_parallel.generation.sampling import (
     Sampler,
     Sampling,
     Temperature,
-    TopK,
-    TopP,
+    TopKFilter,
+    TopPFilter,
 )
 
 TOKENS = [[1, 5, 5], [2, 0, 9]]
@@ -33,10 +33,10 @@ def some_logits(seed: int = 0) -> torch.Tensor:
 
 PEERS = [
     (Temperature(0.7), TemperatureLogitsWarper(0.7)),
-    (TopK(4), TopKLogitsWarper(4)),
-    (TopK(50), TopKLogitsWarper(50)),
-    (TopP(0.6), TopPLogitsWarper(0.6)),
-    (TopP(0.001), TopPLogitsWarper(0.001)),
+    (TopKFilter(4), TopKLogitsWarper(4)),
+    (TopKFilter(50), TopKLogitsWarper(50)),
+    (TopPFilter(0.6), TopPLogitsWarper(0.6)),
+    (TopPFilter(0.001), TopPLogitsWarper(0.001)),
     (MinP(0.2), MinPLogitsWarper(0.2)),
     (RepetitionPenalty(1.3), RepetitionPenaltyLogitsProcessor(1.3)),
 ]
@@ -76,10 +76,10 @@ def kept(logits: torch.Tensor) -> list[int]:
 def test_by_hand() -> None:
     # Probabilities 0.5, 0.25, 0.15 and 0.1, in another order.
     logits = torch.tensor([[0.25, 0.1, 0.5, 0.15]]).log()
-    assert kept(TopK(2)(logits, [[]])) == [0, 2]
-    assert kept(TopP(0.5)(logits, [[]])) == [2]
-    assert kept(TopP(0.7)(logits, [[]])) == [0, 2]
-    assert kept(TopP(0.8)(logits, [[]])) == [0, 2, 3]
+    assert kept(TopKFilter(2)(logits, [[]])) == [0, 2]
+    assert kept(TopPFilter(0.5)(logits, [[]])) == [2]
+    assert kept(TopPFilter(0.7)(logits, [[]])) == [0, 2]
+    assert kept(TopPFilter(0.8)(logits, [[]])) == [0, 2, 3]
     assert kept(MinP(0.4)(logits, [[]])) == [0, 2]
     penalized = RepetitionPenalty(2.0)(torch.tensor([[3.0, -1.0, 0.5]]), [[0, 1, 1]])
     assert penalized.tolist() == [[1.5, -2.0, 0.5]]

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from moe_parallel.generation.language_model import LanguageModel
+from moe_parallel.generation.language_model import GenerationModel
 
 
-def as_mixtral(model: LanguageModel) -> MixtralForCausalLM:
+def as_mixtral(model: GenerationModel) -> MixtralForCausalLM:
     """For `topk` with K = 2 and tied embeddings, complete on one process."""
     config = model.config
     weights = {name: w for name, w in model.chunk.state_dict().items() if w is not None}

@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 import moe_parallel.hf as hf
-from moe_parallel.hf import modeling_moe_parallel as modeling
+from moe_parallel.hf import experts_moe_parallel as experts
+from moe_parallel.hf import gates_moe_parallel as gates
 from tests.hf.test_modeling_moe_parallel import SHAPE, TOKENS, build
 
 
 def test_a_table_of_more_experts_than_a_dtype_counts():
     config = hf.MoeParallelConfig(**SHAPE | {"rule": "hash", "num_experts": 257})
-    gate = modeling.MoeParallelRouter(config)
+    gate = gates.MoeParallelRouter(config)
     torch.nn.init.normal_(gate.router_out)
     x, ids = torch.randn(3, 16), torch.tensor([5, 6, 39])
     table = torch.arange(80).view(40, 2) + 177
@@ -79,7 +80,7 @@ def test_free_experts_by_hand(gate, of_x):
         constant_experts=1,
         zero_expert_gate=gate,
     )
-    free = modeling.MoeParallelFreeExperts(config)
+    free = experts.MoeParallelFreeExperts(config)
     free.w_constant.copy_(torch.tensor([[[0.0, 0.0], [math.log(3), 0.0]]]))  # for x_0 = 1
     free.v_constant.copy_(torch.tensor([[0.0, 8.0]]))
     x = torch.tensor([[1.0, 5.0]] * 4)

@@ -12,6 +12,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCac
 
 import moe_parallel.hf as hf
 from moe_parallel.hf import modeling_moe_parallel as modeling
+from moe_parallel.hf.experts_moe_parallel import MoeParallelMergedExperts
+from moe_parallel.hf.gates_moe_parallel import Threshold
+from moe_parallel.huggingface.own_model import CODE
 from tests.tiers import rest_in_full
 
 SHAPE = {
@@ -144,7 +147,7 @@ def test_a_merge_is_that_of_the_prompts_mean():
     """One layer, by hand: SwiGLU of the sum of e_i W_i, with e = softmax(R mean)."""
     config = hf.MoeParallelConfig(**SHAPE, rule="merge")
     torch.manual_seed(0)
-    experts = modeling.MoeParallelMergedExperts(config).double()
+    experts = MoeParallelMergedExperts(config).double()
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter)
     x = torch.randn(2, 5, 16).double()
@@ -224,15 +227,23 @@ def test_gradients_reach_every_weight_and_scores_are_recorded(variant):
     assert [tuple(scores.shape) for scores in output.router_logits] == expected
 
 
+def aligned(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with weights in memory of their own: products by MKL round by the alignment of
+    their operands, and weights that were loaded begin anywhere in the file."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
+
+
 @pytest.mark.parametrize("variant", rest_in_full(VARIANTS, "norms", "factorized", "hash"))
 def test_saved_and_loaded(variant, tmp_path):
     model = build(variant)
     model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    again = aligned(AutoModelForCausalLM.from_pretrained(tmp_path))
     with torch.no_grad():
         assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
         # Not only the buffers of positions are the same: they are filled although none is stored.
-        base = AutoModel.from_pretrained(tmp_path)
+        base = aligned(AutoModel.from_pretrained(tmp_path))
         assert torch.equal(base(TOKENS)[0], model.model(TOKENS)[0])
     config = AutoConfig.from_pretrained(tmp_path)
     assert type(config) is hf.MoeParallelConfig
@@ -256,17 +267,26 @@ def test_a_table_refuses_what_has_no_ids():
         model(inputs_embeds=embedded)
 
 
-def test_the_file_needs_torch_and_transformers_alone():
-    tree = ast.parse(Path(modeling.__file__).read_text())
-    imported = set()
-    for node in ast.walk(tree):
+def imports(file: Path) -> tuple[set[str], set[str]]:
+    """The packages, and the files beside it, that a file of the model imports."""
+    packages, beside = set(), set()
+    for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            imported |= {alias.name for alias in node.names}
+            packages |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "the file is copied alone"
-            imported.add(node.module or "")
-    outside = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
-    assert outside == {"torch", "transformers"}
+            assert node.module is not None and node.level in (0, 1)
+            (beside if node.level else packages).add(node.module.partition(".")[0])
+    return packages - sys.stdlib_module_names, beside
+
+
+def test_the_files_need_torch_and_transformers_alone():
+    """The modeling file names the others itself: transformers may copy no further ones."""
+    file = Path(modeling.__file__)
+    others = {path.stem for path in file.parent.glob(CODE)} - {file.stem}
+    assert len(others) > 3 and imports(file)[1] == others
+    for path in file.parent.glob(CODE):
+        packages, beside = imports(path)
+        assert packages <= {"torch", "transformers"} and beside <= others
 
 
 @pytest.mark.parametrize(
@@ -332,7 +352,7 @@ def test_gates_of_a_threshold_by_hand(gate, weights):
     scores, bias = torch.tensor([[2.0, 1.0]]), torch.tensor([-1.0, -0.5])
     for threshold, chosen in ((0.0, [1, 1]), (0.7, [1, 0])):
         config = hf.MoeParallelConfig(rule="threshold", scoring_func=gate, threshold=threshold)
-        found, index = modeling.Threshold(config)(scores, bias)
+        found, index = Threshold(config)(scores, bias)
         wanted = [weight * is_chosen for weight, is_chosen in zip(weights, chosen, strict=True)]
         if gate == "softmax_of_chosen" and threshold > 0:
             wanted = [1.0, 0.0]

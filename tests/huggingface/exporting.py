@@ -9,7 +9,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from moe_parallel.balancing.bias import ExpertBias
 from moe_parallel.config import Config, parse_command_line
-from moe_parallel.huggingface.export import Exported, Options, Source, export
+from moe_parallel.huggingface.export import Exported, ExportSource, Options, export
 from moe_parallel.layers.hash_table import HashTable
 from moe_parallel.model.gpt import build_model
 from moe_parallel.parallel import destroy_groups, initialize_groups
@@ -88,11 +88,11 @@ def _use(model: Any, vocab_size: int) -> tuple[torch.Tensor, list[int]]:
     return logits, tokens[len(PROMPT) :]
 
 
-def source_of(run: Path) -> Source:
+def source_of(run: Path) -> ExportSource:
     """The newest checkpoint of a run."""
     config: Config = standalone_config([], load=str(run))
     (checkpoint,) = run.glob("iter_*")
-    return Source(checkpoint, config, vocab_size_of(config), open_tokenizer(config))
+    return ExportSource(checkpoint, config, vocab_size_of(config), open_tokenizer(config))
 
 
 def export_run(run: Path, output: Path, **options: Any) -> Exported:

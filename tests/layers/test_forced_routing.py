@@ -9,7 +9,7 @@ import torch
 
 from moe_parallel.config import make_config
 from moe_parallel.errors import InputError
-from moe_parallel.layers.forced_routing import Forcing, build_forcing, read_trace
+from moe_parallel.layers.forced_routing import Forcing, build_forcing, read_loads
 from moe_parallel.selection.forced import Balanced, Hot, Trace, WarmUp, Zipf
 from moe_parallel.telemetry.router_trace import TraceShape, TraceWriter
 from tests.layers.cases import top_p, topk
@@ -47,7 +47,7 @@ def test_a_trace_is_the_metrics_of_a_run(tmp_path: Path) -> None:
         validation,
         record(15, l2=[1.0, 3.0], l4=[2.0, 2.0]),
     )
-    trace = read_trace(file)
+    trace = read_loads(file)
     assert trace.ends == [10, 15]
     assert trace.loads == [{2: [3, 1], 4: [0, 4]}, {2: [1, 3], 4: [2, 2]}]
     read = forcing(f"trace:{file}")
@@ -62,7 +62,7 @@ def test_a_trace_may_be_that_of_choices(tmp_path: Path) -> None:
         recorded = shape.record(iteration)
         recorded["experts"] = experts
         writer.append(recorded)
-    trace = read_trace(str(tmp_path / "trace.npy"))
+    trace = read_loads(str(tmp_path / "trace.npy"))
     assert trace.ends == [7, 8]
     assert trace.loads[0] == {2: [1, 2, 0], 4: [1, 1, 2]}
     assert trace.loads[1] == {2: [0, 0, 0], 4: [0, 0, 0]}
@@ -84,7 +84,7 @@ def test_a_trace_may_be_that_of_choices(tmp_path: Path) -> None:
 )
 def test_a_file_without_loads_is_refused(tmp_path: Path, lines: list[Any], message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
-        read_trace(write(tmp_path / "trace.jsonl", *lines))
+        read_loads(write(tmp_path / "trace.jsonl", *lines))
     assert "\n" not in str(caught.value)
 
 

@@ -86,7 +86,7 @@ FAULTS_OF_MODELS = [
     ),
     Fault(
         "an exported gate of the margin is that of the score",
-        "moe_parallel/hf/modeling_moe_parallel.py",
+        "moe_parallel/hf/gates_moe_parallel.py",
         '"sigmoid_of_value": lambda scores, values, chosen: torch.sigmoid(values)',
         '"sigmoid_of_value": lambda scores, values, chosen: torch.sigmoid(scores)',
         ("tests/hf/test_modeling_moe_parallel.py", "tests/huggingface/test_export.py"),

@@ -9,14 +9,14 @@ import pytest
 from moe_parallel.plan.cluster import NODES, Cluster, Efficiency
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.messages import messages_of_layer, messages_of_stage
-from moe_parallel.plan.shape import Experts, Latent, Shape, swiglu_weights
+from moe_parallel.plan.shape import Latent, PlannedExperts, Shape, swiglu_weights
 from moe_parallel.plan.software import Software, exposed_dispatch, taken_places
 from moe_parallel.plan.step_time import step_time, work_of_stage
 from moe_parallel.plan.weights import weights_of_chunk
 from moe_parallel.plan.work import is_repeated, work_of_layer
 
 D, S = 1024, 512
-EXPERTS = Experts(16, 4, 256, swiglu_weights(D, 16, 256))
+EXPERTS = PlannedExperts(16, 4, 256, swiglu_weights(D, 16, 256))
 SHAPE = Shape((True,) * 4, D, 8, 8, 128, 4096, 32000, False, S, bf16=True, experts=EXPERTS)
 LAYOUT = Layout(ranks=16, ep=16, micro_batch=1, global_batch=64)
 LATENT = Latent(queries=96, keys=64, plain=32, turned=16, values=24)

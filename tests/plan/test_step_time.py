@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from moe_parallel.plan.cluster import NODES, Cluster, Efficiency
+from moe_parallel.plan.experts import PlannedExperts
 from moe_parallel.plan.layout import Group, Layout
 from moe_parallel.plan.messages import DISPATCH, Collective
-from moe_parallel.plan.shape import Experts, Shape, swiglu_weights
+from moe_parallel.plan.shape import Shape, swiglu_weights
 from moe_parallel.plan.step_time import seconds_of, seconds_of_messages, step_time
 from moe_parallel.plan.work import FP32, LINEAR, Work, product, traffic
 
@@ -102,7 +103,7 @@ def test_a_narrow_product_takes_longer_than_its_flops() -> None:
 
 def test_the_slowest_stage_of_unlike_layers_is_found() -> None:
     """The third of four stages has the experts."""
-    experts = Experts(8, 2, 4096, swiglu_weights(1024, 8, 4096))
+    experts = PlannedExperts(8, 2, 4096, swiglu_weights(1024, 8, 4096))
     moe_layers = (False,) * 4 + (True,) * 2 + (False,) * 2
     shape = replace(SHAPE, moe_layers=moe_layers, vocabulary=512, experts=experts)
     parts = step_time(shape, LAYOUT, CLUSTER).parts

@@ -9,9 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe_parallel.config import parse_command_line
 from moe_parallel.model.flops import TokenFlops, token_flops
 from moe_parallel.parallel import destroy_groups
-from moe_parallel.plan.experts import Neurons, Routing
+from moe_parallel.plan.experts import Neurons, PlannedExperts, PlannedRouting
 from moe_parallel.plan.layout import Layout
-from moe_parallel.plan.shape import Experts, Scoring, Shape, aoe_weights, shape_of, swiglu_weights
+from moe_parallel.plan.shape import Scoring, Shape, aoe_weights, shape_of, swiglu_weights
 from moe_parallel.plan.work import (
     model_flops_per_token,
     optimizer_bytes,
@@ -45,8 +45,10 @@ from tests.plan.running import (
 EXAMPLES = Path(__file__).parents[2] / "examples" / "papers"
 D, N, K, F, R, W, S, V = 64, 8, 2, 96, 16, 80, 32, 112
 SHAPE = Shape((True,), D, 4, 2, 16, 128, V, False, S, bf16=True)
-TOPK = replace(SHAPE, experts=Experts(N, K, F, swiglu_weights(D, N, F)))
-AUTONOMOUS = replace(SHAPE, experts=Experts(N, K, W, aoe_weights(D, N, R, W, "none"), Scoring(R)))
+TOPK = replace(SHAPE, experts=PlannedExperts(N, K, F, swiglu_weights(D, N, F)))
+AUTONOMOUS = replace(
+    SHAPE, experts=PlannedExperts(N, K, W, aoe_weights(D, N, R, W, "none"), Scoring(R))
+)
 ALONE = Layout(ranks=1, micro_batch=2)
 T = 2 * S
 
@@ -82,7 +84,7 @@ def test_aoe_adds_the_norms_of_all_experts() -> None:
 def test_routing_neurons_compute_every_token() -> None:
     neurons = 4
     shape = replace(
-        SHAPE, experts=Experts(N, K, F - neurons, swiglu_weights(D, N, F), Neurons(neurons))
+        SHAPE, experts=PlannedExperts(N, K, F - neurons, swiglu_weights(D, N, F), Neurons(neurons))
     )
     found, width = flops(shape), N * neurons
     assert found["routing neurons"] == (2 * T * D * 2 * width, 4 * T * D * 2 * width)
@@ -93,7 +95,7 @@ def test_routing_neurons_compute_every_token() -> None:
 def test_the_coupling_loss_costs_what_its_products_cost() -> None:
     """The paper: 2 n^2 d F a layer and pass, whatever the tokens."""
     assert TOPK.experts is not None
-    shape = replace(TOPK, experts=replace(TOPK.experts, routing=Routing(coupled=True)))
+    shape = replace(TOPK, experts=replace(TOPK.experts, routing=PlannedRouting(coupled=True)))
     assert flops(shape)["coupling loss"][0] == 2 * N**2 * D * F
     assert flops(shape, replace(ALONE, ranks=2, ep=2))["coupling loss"][0] == N**2 * D * F
     assert model_flops_per_token(shape) == model_flops_per_token(TOPK)

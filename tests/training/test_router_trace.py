@@ -8,7 +8,7 @@ import pytest
 
 from moe_parallel.config import parse_command_line
 from moe_parallel.errors import InputError
-from moe_parallel.layers.forced_routing import read_trace
+from moe_parallel.layers.forced_routing import read_loads
 from moe_parallel.parallel import groups_of_one
 from moe_parallel.telemetry.metrics import read_metrics, untimed
 from moe_parallel.training.router_trace import run_trace
@@ -59,7 +59,7 @@ def test_the_replay_is_the_same_run(runs: Any) -> None:
 
 def test_the_trace_has_the_loads_of_the_log(runs: Any) -> None:
     folder, _ = runs
-    trace = read_trace(str(folder / "whole.npy"))
+    trace = read_loads(str(folder / "whole.npy"))
     assert trace.ends == [1, 2, 3, 4]
     logged = [record["layers"] for record in records(folder / "whole") if "layers" in record]
     for number, layers in enumerate(logged):

@@ -92,7 +92,7 @@ class ChosenExperts(LayerSelections):
 
 
 @dataclass(frozen=True)
-class MergedExperts(LayerSelections):
+class MergedSelections(LayerSelections):
     """The weights of a layer that merges experts. An expert is used if its weight is above 2 / E,
     as in Lory's Appendix."""
 
@@ -103,7 +103,7 @@ class MergedExperts(LayerSelections):
     def num_experts(self) -> int:
         return self.weights_PE.shape[1]
 
-    def of(self, rows_N: np.ndarray) -> MergedExperts:
+    def of(self, rows_N: np.ndarray) -> MergedSelections:
         return replace(
             self,
             merge_T=self.merge_T[rows_N],

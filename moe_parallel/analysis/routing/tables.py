@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from moe_parallel.analysis.routing.specialization import Specialization
-from moe_parallel.analysis.routing.totals import RoutingTotals
+from moe_parallel.analysis.routing.totals import AnalysisTotals
 
 Columns = dict[str, Any]
 
 
-def tables_of(totals: RoutingTotals, tests: Sequence[Specialization]) -> dict[str, Columns]:
+def tables_of(totals: AnalysisTotals, tests: Sequence[Specialization]) -> dict[str, Columns]:
     """The tables by name."""
     return {
         "loads": _loads(totals),
@@ -37,7 +37,7 @@ def tables_of(totals: RoutingTotals, tests: Sequence[Specialization]) -> dict[st
     }
 
 
-def _loads(totals: RoutingTotals) -> Columns:
+def _loads(totals: AnalysisTotals) -> Columns:
     layers, experts, texts = len(totals.layers), totals.num_experts, totals.texts.values()
     size = layers * experts
     return {
@@ -49,7 +49,7 @@ def _loads(totals: RoutingTotals) -> Columns:
     }
 
 
-def _layers(totals: RoutingTotals) -> Columns:
+def _layers(totals: AnalysisTotals) -> Columns:
     texts = totals.texts.values()
     return {
         "text": [name for name in totals.texts for _ in totals.layers],
@@ -62,7 +62,7 @@ def _layers(totals: RoutingTotals) -> Columns:
     }
 
 
-def _pairs(totals: RoutingTotals) -> Columns:
+def _pairs(totals: AnalysisTotals) -> Columns:
     one_N, other_N = np.triu_indices(totals.num_experts)
     layers = np.array(totals.layers, dtype=np.int16)
     return {
@@ -73,7 +73,7 @@ def _pairs(totals: RoutingTotals) -> Columns:
     }
 
 
-def _vocabulary(totals: RoutingTotals) -> Columns:
+def _vocabulary(totals: AnalysisTotals) -> Columns:
     vocabulary = totals.vocabulary
     items = vocabulary.ranked(1)
     return {

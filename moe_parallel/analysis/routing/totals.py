@@ -46,7 +46,7 @@ class TextTotals:
 
 
 @dataclass
-class RoutingTotals:
+class AnalysisTotals:
     """All totals of an analysis.
 
     `pairs_GEE[g, i, j]`: tokens that use both experts i and j of a layer; i = j: that use i.

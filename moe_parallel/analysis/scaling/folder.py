@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from moe_parallel.analysis.scaling.grid import Cell
+from moe_parallel.analysis.scaling.grid import ScalingCell
 from moe_parallel.errors import InputError
 from moe_parallel.telemetry.metrics import FILE_NAME, Record, read_metrics
 
@@ -21,17 +21,17 @@ class CellFolder:
     """`path`/cell.json, cell.yaml, job (the number of its last job), job.out and run/."""
 
     path: Path
-    cell: Cell
+    cell: ScalingCell
 
     @staticmethod
-    def of(study: Path, cell: Cell) -> CellFolder:
+    def of(study: Path, cell: ScalingCell) -> CellFolder:
         return CellFolder(study / cell.name, cell)
 
     @staticmethod
     def read_all(study: Path) -> list[CellFolder]:
         """The cells that were ever written, by number of nodes."""
         found = [
-            CellFolder(file.parent, Cell(**json.loads(file.read_text())))
+            CellFolder(file.parent, ScalingCell(**json.loads(file.read_text())))
             for file in study.glob("*/cell.json")
         ]
         return sorted(found, key=lambda each: (each.cell.nodes, each.cell.name))

@@ -14,7 +14,7 @@ from moe_parallel.errors import InputError
 
 
 @dataclass(frozen=True)
-class Cell:
+class ScalingCell:
     """One run: a number of nodes and the options of its training."""
 
     nodes: int
@@ -69,7 +69,7 @@ def cells(
     *,
     ranks_per_node: int,
     weak: bool,
-) -> Iterator[Cell]:
+) -> Iterator[ScalingCell]:
     """Every number of nodes with every combination of values.
 
     Args:
@@ -87,4 +87,4 @@ def cells(
                 if not isinstance(batch, int):
                     raise InputError("--weak: --config has no global-batch-size: give one node's")
                 its_own["global_batch_size"] = batch * count
-            yield Cell(count, count * ranks_per_node, chosen, its_own)
+            yield ScalingCell(count, count * ranks_per_node, chosen, its_own)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_parallel.analysis.scaling.folder import CellFolder
-from moe_parallel.analysis.scaling.grid import Cell
+from moe_parallel.analysis.scaling.grid import ScalingCell
 from moe_parallel.analysis.scaling.measures import Measures
 from moe_parallel.analysis.study.figure_style import contender_style, domain_color, new_figure
 from moe_parallel.errors import InputError
@@ -20,7 +20,7 @@ from moe_parallel.plan.search import Refused, plan_layout
 class Row:
     """A finished cell: its measures, its efficiency, and the plan's tokens a second."""
 
-    cell: Cell
+    cell: ScalingCell
     measures: Measures
     efficiency: float  # tokens a second and node, over those of the smallest cell of its line
     planned: float | None
@@ -75,7 +75,7 @@ def rows_of(folders: Sequence[CellFolder], warm_up: int, node: Node | None) -> l
     return rows
 
 
-def _planned(cell: Cell, node: Node | None) -> float | None:
+def _planned(cell: ScalingCell, node: Node | None) -> float | None:
     """The plan's tokens a second; None without a node, or if the plan refuses the cell."""
     vocabulary = cell.config.data.vocab_size
     if node is None or vocabulary is None or node.gpus * cell.nodes != cell.ranks:

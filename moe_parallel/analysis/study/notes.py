@@ -26,7 +26,7 @@ def notes(study: StudyResults) -> list[str]:
         "Losses are of all held-out tokens that an evaluation reads, the same for every run. The "
         "end is the last tenth of the logged iterations; Ent_load, Ent_conf and loads are those of "
         "training there, means over layers; experts per token and I(expert; domain) are of the "
-        "held-out text, domains weighed equally.",
+        "held-out text, domains weighted equally.",
         "tokens/s is the median of the logged intervals, without the first tenth; evaluations and "
         "checkpoints are not in it. Peak RSS is the most memory that the largest process of a run "
         "held at once (of the host, not of a GPU).",

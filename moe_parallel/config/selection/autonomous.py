@@ -207,8 +207,8 @@ class AoESelection(
             )
         if self.aoe_gate == "all":
             raise InputError(
-                f"{chosen}, but --aoe-gate all weighs by all norms, most of which would be rounded "
-                "to FP8: set --aoe-gate selected"
+                f"{chosen}, but --aoe-gate all weights by all norms, most of which would be "
+                "rounded to FP8: set --aoe-gate selected"
             )
         if self.forced_routing is not None:
             forcing = "load-balancing" if self.moe_router_force_load_balancing else "routing"

@@ -17,7 +17,7 @@ from moe_parallel.config.selection.kept import (
     KeptTensor,
     Target,
 )
-from moe_parallel.config.selection.selection import LayerWeights, Selection
+from moe_parallel.config.selection.selection import LayerWeights, Selection, check_at_most_all
 from moe_parallel.config.selection.time_constant import TimeConstant
 from moe_parallel.config.selection.traced import TracedSelection
 from moe_parallel.errors import InputError
@@ -129,12 +129,7 @@ class FixedNumber(Selection):
 
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
-        n = config.num_experts
-        if self.moe_router_topk > n:
-            raise InputError(
-                f"--moe-router-topk is {self.moe_router_topk}, above --num-experts {n}: choose at "
-                f"most {n}"
-            )
+        check_at_most_all(self, "moe_router_topk", config)
 
 
 @dataclass(frozen=True)
@@ -179,8 +174,8 @@ class DynamicChoices(TokensChoose):
     )
     moe_top_p_renormalize: bool = option(
         False,
-        "divide the probabilities of the chosen experts by their sum (DTop-p); false: weigh by the "
-        "probabilities as they are (Huang et al.)",
+        "divide the probabilities of the chosen experts by their sum (DTop-p); false: weight by "
+        "the probabilities as they are (Huang et al.)",
         weights=True,
     )
     moe_inference_top_p: float | None = option(
@@ -251,13 +246,9 @@ class DynamicChoices(TokensChoose):
 
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
-        n = config.num_experts
         for name in ("moe_inference_max_experts", "moe_top_p_target_experts"):
-            value = getattr(self, name)
-            if value is not None and value > n:
-                raise InputError(
-                    f"{flag(name)} is {value}, above --num-experts {n}: choose at most {n}, or none"
-                )
+            if getattr(self, name) is not None:
+                check_at_most_all(self, name, config, or_else=", or none")
         if self.moe_top_p_target_experts is None:
             self._check_fixed_p()
 
@@ -280,7 +271,7 @@ class ExpertsChoose(Selection):
     )
     moe_expert_choice_scores: str = option(
         "raw",
-        "scores by which experts rank tokens and weigh their outputs: as they are (raw), or their "
+        "scores by which experts rank tokens and weight their outputs: as they are (raw), or their "
         "softmax over experts (softmax)",
         choices=("raw", "softmax"),
     )

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option
 from moe_parallel.config.selection.kept import EXPERTS, GATES, LOAD, LOSS, KeptTensor, Target
+from moe_parallel.config.selection.moving_coefficient import MovingCoefficient
 from moe_parallel.config.selection.routed import RoutedSelection
-from moe_parallel.config.selection.time_constant import TimeConstant, steps_between
+from moe_parallel.config.selection.selection import check_at_most_all
+from moe_parallel.config.selection.time_constant import TimeConstant
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
     from moe_parallel.config.config import Config
 
 _PAPER = 1e-8  # the coefficient that the paper starts with, for 60,000 steps
-_REACHED = 1e-3  # the coefficient that a run should reach early
-_WITHIN = 0.05  # the share of the run in which it should
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,15 @@ class ReLUSelection(RoutedSelection, system="relu"):
 
     def initial_coefficient(self, train_iters: int | None) -> float:
         """lambda in the first step of a run of so many iterations. None: no run."""
-        if self.moe_relu_l1_coeff_init is not None:
-            return self.moe_relu_l1_coeff_init
-        if train_iters is None:
-            return _PAPER
-        growth = self.moe_relu_l1_coeff_multiplier ** -(_WITHIN * train_iters)
-        return max(_PAPER, _REACHED * growth)
+        return self._coefficient.initial(train_iters)
+
+    @property
+    def _coefficient(self) -> MovingCoefficient:
+        init, multiplier = self.moe_relu_l1_coeff_init, self.moe_relu_l1_coeff_multiplier
+        return MovingCoefficient("L1 loss", "--moe-relu-l1-coeff", init, multiplier, _PAPER)
 
     def time_constants(self, config: Config) -> list[TimeConstant]:
-        initial = self.initial_coefficient(config.training.train_iters)
-        steps = steps_between(initial, _REACHED, self.moe_relu_l1_coeff_multiplier)
-        remedy = (
-            f"set --moe-relu-l1-coeff-init (now {initial:.3g}) nearer to {_REACHED:g} (none: by "
-            "the length of the run) or raise --moe-relu-l1-coeff-multiplier"
-        )
-        own = TimeConstant("coefficient of the L1 loss", steps, remedy)
+        own = self._coefficient.time_constant(config.training.train_iters)
         return [*super().time_constants(config), own]
 
     def note(self, config: Config) -> str | None:
@@ -90,12 +84,7 @@ class ReLUSelection(RoutedSelection, system="relu"):
 
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
-        target, n = self.moe_relu_target_experts, config.num_experts
-        if target > n:
-            raise InputError(
-                f"--moe-relu-target-experts is {target}, above --num-experts {n}: choose at most "
-                f"{n}"
-            )
+        check_at_most_all(self, "moe_relu_target_experts", config)
         if self.moe_z_loss_coeff:
             raise InputError(
                 f"--moe-z-loss-coeff is {self.moe_z_loss_coeff}, but --expert-selection relu has "

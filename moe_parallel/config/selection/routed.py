@@ -181,7 +181,7 @@ class TopKSelection(
     )
     moe_router_pre_softmax: bool = option(
         False,
-        "weigh the chosen experts by their softmax over all experts, as it is; false: renormalize "
+        "weight the chosen experts by their softmax over all experts, as it is; false: renormalize "
         "it over the chosen ones. Needs softmax scores; with one expert per token it is always so",
         weights=True,
     )
@@ -326,7 +326,7 @@ class SegmentExpertChoiceSelection(
 
 @dataclass(frozen=True)
 class HashSelection(FixedNumber, RoutedSelection, system="hash"):
-    """A frozen table gives each token id K experts, and a router weighs them: a control."""
+    """A frozen table gives each token id K experts, and a router weights them: a control."""
 
     @property
     def renormalizes(self) -> bool:

@@ -17,18 +17,16 @@ from moe_parallel.config.selection.kept import (
     OwnWeight,
     Target,
 )
-from moe_parallel.config.selection.selection import LayerWeights
+from moe_parallel.config.selection.moving_coefficient import MovingCoefficient
+from moe_parallel.config.selection.selection import LayerWeights, check_at_most_all
 from moe_parallel.config.selection.threshold import check_no_capacity
-from moe_parallel.config.selection.time_constant import TimeConstant, steps_between
-from moe_parallel.errors import InputError
+from moe_parallel.config.selection.time_constant import TimeConstant
 
 if TYPE_CHECKING:
     from moe_parallel.config.config import Config
 
 _OF_INITIAL_NORM = 0.39  # the paper's threshold of 1, over its typical initial norm of 2.56
 _PAPER = 1e-10  # the coefficient that the paper starts with
-_REACHED = 1e-3  # the coefficient that a run should reach early
-_WITHIN = 0.05  # the share of the run in which it should
 
 
 @dataclass(frozen=True)
@@ -117,21 +115,15 @@ class RoutingFreeSelection(AutonomousSelection, system="routing_free"):
 
     def initial_coefficient(self, train_iters: int | None) -> float:
         """lambda in the first step of a run of so many iterations. None: no run."""
-        if self.routing_free_coeff_init is not None:
-            return self.routing_free_coeff_init
-        if train_iters is None:
-            return _PAPER
-        growth = self.routing_free_coeff_multiplier ** -(_WITHIN * train_iters)
-        return max(_PAPER, _REACHED * growth)
+        return self._coefficient.initial(train_iters)
+
+    @property
+    def _coefficient(self) -> MovingCoefficient:
+        init, multiplier = self.routing_free_coeff_init, self.routing_free_coeff_multiplier
+        return MovingCoefficient("balancing loss", "--routing-free-coeff", init, multiplier, _PAPER)
 
     def time_constants(self, config: Config) -> list[TimeConstant]:
-        initial = self.initial_coefficient(config.training.train_iters)
-        steps = steps_between(initial, _REACHED, self.routing_free_coeff_multiplier)
-        remedy = (
-            f"set --routing-free-coeff-init (now {initial:.3g}) nearer to {_REACHED:g} (none: by "
-            "the length of the run) or raise --routing-free-coeff-multiplier"
-        )
-        own = TimeConstant("coefficient of the balancing loss", steps, remedy)
+        own = self._coefficient.time_constant(config.training.train_iters)
         return [*super().time_constants(config), own]
 
     def note(self, config: Config) -> str:
@@ -148,10 +140,5 @@ class RoutingFreeSelection(AutonomousSelection, system="routing_free"):
 
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
-        target, n = self.routing_free_target_experts, config.num_experts
-        if target > n:
-            raise InputError(
-                f"--routing-free-target-experts is {target}, above --num-experts {n}: choose at "
-                f"most {n}"
-            )
+        check_at_most_all(self, "routing_free_target_experts", config)
         check_no_capacity(self, config)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from moe_parallel.config.message import flag
 from moe_parallel.config.section import Section
 from moe_parallel.config.selection.kept import KeptTensor, OwnWeight, Target
 from moe_parallel.config.selection.time_constant import TimeConstant
+from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
     from moe_parallel.config.config import Config
@@ -186,3 +188,15 @@ class Selection(Section):
     def warning(self) -> str | None:
         """A warning about the training loss. None: the loss is the likelihood of the text."""
         return None
+
+
+def check_at_most_all(selection: Selection, name: str, config: Config, or_else: str = "") -> None:
+    """Raise InputError if an option, a number of experts per token, is above that of all experts.
+
+    `or_else`: the end of the message, with another remedy.
+    """
+    value, n = getattr(selection, name), config.num_experts
+    if value > n:
+        raise InputError(
+            f"{flag(name)} is {value}, above --num-experts {n}: choose at most {n}{or_else}"
+        )

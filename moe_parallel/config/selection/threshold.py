@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING
 from moe_parallel.config.option import option
 from moe_parallel.config.selection.kept import EXPERTS, GATES, KeptTensor, Target
 from moe_parallel.config.selection.selection import Selection
-from moe_parallel.config.selection.time_constant import MEMORY_OF_A_RUN, TimeConstant
+from moe_parallel.config.selection.time_constant import (
+    MEMORY_OF_A_RUN,
+    TimeConstant,
+    kept_share,
+)
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
@@ -81,7 +85,7 @@ class Cutoffs(Selection):
             return self.moe_threshold_ema
         if train_iters is None:
             return _LEAST_EMA
-        return max(_LEAST_EMA, 1 - 1 / (MEMORY_OF_A_RUN * train_iters))
+        return max(_LEAST_EMA, kept_share(MEMORY_OF_A_RUN * train_iters))
 
     def first_cutoff(self, hidden_size: int, num_experts: int, init_std: float) -> float:
         """The number that K / n of the scores exceed with initial weights, for tokens of RMS 1."""

@@ -14,10 +14,10 @@ from moe_parallel.errors import InputError
 
 
 @dataclass
-class Documents:
+class EncodedDocuments:
     """The documents of a batch under one key: int32 lengths [N], and the ids of all of them [T].
 
-    Documents without a token are left out and counted as `empty`.
+    EncodedDocuments without a token are left out and counted as `empty`.
     """
 
     lengths_N: np.ndarray
@@ -30,7 +30,7 @@ class Documents:
 class Encoded:
     """The result of a batch: documents for each of `Columns.texts`, and the unusable records."""
 
-    documents: list[Documents]
+    documents: list[EncodedDocuments]
     bad: list[Bad] = field(default_factory=list)
 
 
@@ -62,7 +62,7 @@ class Encoder:
                 column.append(text)
         return Encoded([self._documents(column, domains) for column in texts], bad)
 
-    def _documents(self, texts: list[str], domains: list[str]) -> Documents:
+    def _documents(self, texts: list[str], domains: list[str]) -> EncodedDocuments:
         all_ids = self._tokenizer.tokenize_all(texts)
         kept = [ids + self._ending for ids in all_ids if ids]
         sizes: dict[str, Size] = {}
@@ -73,4 +73,4 @@ class Encoder:
                 sizes[domain] = Size(size.documents + 1, tokens)
         lengths_N = np.array([len(ids) for ids in kept], dtype=np.int32)
         ids_T = np.fromiter(chain.from_iterable(kept), self._dtype, int(lengths_N.sum()))
-        return Documents(lengths_N, ids_T, sizes, len(texts) - len(kept))
+        return EncodedDocuments(lengths_N, ids_T, sizes, len(texts) - len(kept))

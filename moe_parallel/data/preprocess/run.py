@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_parallel.data.atomic_files import staging, uninterrupted
-from moe_parallel.data.indexed_writer import IndexedWriter, Written, check_new, move_indexed
+from moe_parallel.data.indexed_writer import IndexedWriter, WrittenDataset, check_new, move_indexed
 from moe_parallel.data.manifest import Size
 from moe_parallel.data.preprocess.batches import Reader
 from moe_parallel.data.preprocess.inputs import InputFile, find_inputs
@@ -194,7 +194,7 @@ def _write(
     tokenizer: Tokenizer,
     folder: Path,
     progress: Progress,
-) -> tuple[dict[str, tuple[Written, int]], int]:
+) -> tuple[dict[str, tuple[WrittenDataset, int]], int]:
     """Writes the datasets to `folder`.
 
     Returns:
@@ -254,7 +254,10 @@ def _publish(work: Preprocessing, folder: Path) -> None:
 
 
 def _summary(
-    work: Preprocessing, tokenizer: Tokenizer, written: dict[str, tuple[Written, int]], bad: int
+    work: Preprocessing,
+    tokenizer: Tokenizer,
+    written: dict[str, tuple[WrittenDataset, int]],
+    bad: int,
 ) -> list[str]:
     lines = []
     if work.trains:

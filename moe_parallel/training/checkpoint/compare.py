@@ -22,14 +22,14 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TensorComparison:
     """equal: the number of tensors that are the same to the bit."""
 
     equal: int
     differences: list[Difference]  # in the order of the model's layers
 
 
-def compare(one: Path, other: Path) -> Comparison:
+def compare(one: Path, other: Path) -> TensorComparison:
     """Compares all tensors of two checkpoints: weights, Adam's moments, and master weights.
 
     The random states are not compared: each rank has its own. Two groups of tensors are in memory
@@ -57,7 +57,7 @@ def compare(one: Path, other: Path) -> Comparison:
         equal += len(values) - len(found)
         differences += found
     differences.sort(key=lambda difference: _natural(difference.key))
-    return Comparison(equal, differences)
+    return TensorComparison(equal, differences)
 
 
 def _name(dtype: torch.dtype) -> str:

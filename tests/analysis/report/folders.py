@@ -7,7 +7,7 @@ from typing import Any
 from moe_parallel.analysis.routing.folder import View, write_manifest, write_tables
 from moe_parallel.analysis.routing.specialization import specialization
 from moe_parallel.analysis.routing.tables import tables_of
-from moe_parallel.analysis.routing.totals import RoutingTotals
+from moe_parallel.analysis.routing.totals import AnalysisTotals
 from moe_parallel.analysis.routing.vocabulary import Vocabulary
 from tests.analysis.routing.selections import random_selections
 from tests.analysis.synthetic import synthetic_run
@@ -75,7 +75,7 @@ def analysis_folder(path: Path, *, layers: int = 2, experts: int = 4) -> Path:
     path.mkdir()
     tokens = 30 if layers < 10 else 600
     numbers = list(range(1, layers + 1))
-    totals = RoutingTotals(numbers, experts, Vocabulary(["<i>"] * 7))
+    totals = AnalysisTotals(numbers, experts, Vocabulary(["<i>"] * 7))
     view = View(tokens)
     for favorite, text in enumerate(("code", "prose")):
         selections = random_selections(

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from moe_parallel.analysis.routing.selections import ChosenExperts, MergedExperts
+from moe_parallel.analysis.routing.selections import ChosenExperts, MergedSelections
 
 CHOSEN = ChosenExperts(
     layer=1,
@@ -13,7 +13,7 @@ CHOSEN = ChosenExperts(
     experts=4,
 )
 # Four experts: a weight above 1/2 is used.
-MERGED = MergedExperts(
+MERGED = MergedSelections(
     layer=2,
     entropy_T=np.zeros(3, dtype=np.float32),
     dropped_T=np.zeros(3, dtype=int),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moe_parallel.analysis.routing.tables import tables_of
-from moe_parallel.analysis.routing.totals import RoutingTotals
+from moe_parallel.analysis.routing.totals import AnalysisTotals
 from moe_parallel.analysis.routing.vocabulary import Vocabulary
 from tests.analysis.routing.selections import random_selections
 
@@ -19,8 +19,8 @@ PARTS = [
 
 
 @pytest.fixture(scope="module")
-def totals() -> RoutingTotals:
-    found = RoutingTotals([1, 2], 4, Vocabulary([str(item) for item in range(7)]))
+def totals() -> AnalysisTotals:
+    found = AnalysisTotals([1, 2], 4, Vocabulary([str(item) for item in range(7)]))
     for part in PARTS:
         found.add(part)
     return found
@@ -103,7 +103,7 @@ def test_the_size_does_not_grow_with_the_tokens():
     """The arrays of the totals after 100 sequences, and after 6,000: more than blocks."""
 
     def size(sequences: int) -> int:
-        found = RoutingTotals([1, 2], 4, Vocabulary(["a"] * 7))
+        found = AnalysisTotals([1, 2], 4, Vocabulary(["a"] * 7))
         for first in range(0, sequences, 100):
             found.add(random_selections("t", first, sequences=100, length=2))
         _, labels_N, counts_NGE = found.blocks.arrays()
