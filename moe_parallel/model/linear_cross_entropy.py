@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_parallel.ops import Product
+from moe_parallel.ops import Multiply
 from moe_parallel.platform.device import fast_factors
 
 
@@ -22,7 +22,7 @@ def linear_cross_entropy(
     weights_T: torch.Tensor,
     group: dist.ProcessGroup,
     chunk_size: int,
-    product: Product,
+    product: Multiply,
 ) -> torch.Tensor:
     """-log softmax(h W^T)[label] for each token, fp32 [T]; the vocabulary is divided over `group`.
 
@@ -61,7 +61,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weights_T: torch.Tensor,
         group: dist.ProcessGroup,
         chunk_size: int,
-        product: Product,
+        product: Multiply,
     ) -> torch.Tensor:
         first = group.rank() * w_VD.shape[0]  # of this rank's vocabulary entries
         losses_T = h_TD.new_empty(len(h_TD), dtype=torch.float32)

@@ -49,7 +49,7 @@ class Swiglu(Protocol):
     def __call__(self, gate_NF: Tensor, up_NF: Tensor, probs_N: Tensor | None = None) -> Tensor: ...
 
 
-class Product(Protocol):
+class Multiply(Protocol):
     def __call__(
         self,
         a_NI: Tensor,
@@ -117,7 +117,7 @@ class Ops:
     grouped_gemm: Callable[[Tensor, Tensor, Tensor], Tensor]
     swiglu: Swiglu
     swiglu_halves: Callable[[Tensor], Tensor]
-    product: Product
+    product: Multiply
     norm_topk: NormTopK
     expert_merge: Callable[[Tensor, Tensor], Tensor]
     routed_experts: RoutedExperts
