@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,7 +105,8 @@ def export(
             )
             if family is None:
                 code = Path(__file__).parents[1] / "hf" / f"{MODELING}.py"
-                shutil.copyfile(code, folder / code.name)
+                # copyfile would name this file, and not the new one, if the disk is full.
+                (folder / code.name).write_bytes(code.read_bytes())
             facts = Facts(
                 name=output.resolve().name,
                 architecture=architecture,
