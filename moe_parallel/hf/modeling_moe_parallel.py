@@ -89,6 +89,7 @@ class MoeParallelSparseBlock(nn.Module):
     ) -> torch.Tensor:
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         ids_T = None if token_ids is None else token_ids.reshape(-1)
+        # Two arguments always: vLLM would do the selection of a gate that takes the states alone.
         _, weights_TK, index_TK, c_TER, beside_TD = self.gate(x_TD, ids_T)
         if self.free_experts is not None:
             index_TK, weights_TK, beside_TD = self.free_experts(x_TD, index_TK, weights_TK)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,8 +104,9 @@ def export(
                 folder / "generation_config.json", {"eos_token_id": eos, "pad_token_id": eos}
             )
             if family is None:
+                # copyfile would name these files, and not the new ones, if the disk is full.
                 for code in (Path(__file__).parents[1] / "hf").glob(CODE):
-                    shutil.copyfile(code, folder / code.name)
+                    (folder / code.name).write_bytes(code.read_bytes())
             facts = Facts(
                 name=output.resolve().name,
                 architecture=architecture,

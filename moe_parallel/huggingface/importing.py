@@ -204,8 +204,8 @@ def _check_room(output: Path, needed: int) -> None:
     free = shutil.disk_usage(output.parent).free
     if needed > free:
         raise InputError(
-            f"--output {output}: the weights take {needed / 2**30:,.1f} GiB, and "
-            f"{free / 2**30:,.1f} GiB of the disk are free: name a folder on another disk"
+            f"--output {output}: the weights take {needed / 2**20:,.1f} MiB, and "
+            f"{free / 2**20:,.1f} MiB of the disk are free: name a folder on another disk"
         )
 
 

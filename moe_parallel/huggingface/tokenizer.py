@@ -8,6 +8,7 @@ from pathlib import Path
 
 from moe_parallel.data.tokenizer import FastTokenizer, SentencePiece, Tokenizer
 from moe_parallel.data.tokenizer_files import CONFIG_FILE, read_config
+from moe_parallel.huggingface.sentence_piece import converted
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,17 @@ class ExportedTokenizer:
 def write_tokenizer(tokenizer: Tokenizer, length: int, folder: Path) -> ExportedTokenizer:
     """Write `tokenizer` to `folder`. `length`: the most tokens that the model reads.
 
-    transformers opens a tokenizer of the `tokenizers` library. The file of another one is copied.
+    transformers opens a tokenizer of the `tokenizers` library. A SentencePiece model is converted
+    to one if that gives the same tokens; otherwise its file is copied.
     """
-    if not isinstance(tokenizer, FastTokenizer):
-        if isinstance(tokenizer, SentencePiece):
+    if isinstance(tokenizer, SentencePiece):
+        fast = converted(tokenizer)
+        if fast is None:
             tokenizer.save(folder)
+            return ExportedTokenizer(tokenizer.eod, opens=False)
+        end = tokenizer.model.id_to_piece(tokenizer.eod)
+        tokenizer = FastTokenizer(fast, end, "HuggingFaceTokenizer")
+    if not isinstance(tokenizer, FastTokenizer):
         return ExportedTokenizer(tokenizer.eod, opens=False)
     tokenizer.save(folder)
     fields = read_config(folder) | {

@@ -1,15 +1,20 @@
 """What vLLM's transformers backend asks of a model with custom code, and does with it.
 
 vLLM is not installed here, so this file takes the steps that its documentation ("Writing custom
-models") and its source (vllm/model_executor/models/transformers) describe: it builds the base
-model of `auto_map` without storage, replaces modules by its own, fills the parameters by name from
-the safetensors, and computes tokens of several requests in one row, with attention of its own that
-holds the keys and values. The stand-ins here compute the same as vLLM's layers, in plain torch.
+models") and its source (vllm/model_executor/models/transformers of 0.33.0) describe: it builds the
+base model of `auto_map` without storage, replaces modules by its own, finds the attention of each
+layer in the text of the code, fills the parameters by name from the safetensors, and computes
+tokens of several requests in one row, with attention of its own that holds the keys and values.
+The stand-ins here compute the same as vLLM's layers, in plain torch.
 """
 
-import importlib.util
+import ast
+import inspect
 import json
+import os
 import re
+import subprocess
+import textwrap
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -31,30 +36,51 @@ from tests.systems import options
 OTHER = PROMPT[::-1]
 
 
-class Attention:
+class Attention(nn.Module):
     """One layer's keys and values of every request; `batch` says whose the tokens of a row are."""
 
     batch: list[int] = []  # the request of each token of the row
 
-    def __init__(self) -> None:
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
         self.held: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
 
-    def forward(self, q_THC, k_TGC, v_TGC, scale):
+    def forward(self, q_THC, k_TGC, v_TGC):
         rows = []
         for request, q_HC, k_GC, v_GC in zip(self.batch, q_THC, k_TGC, v_TGC, strict=True):
             self.held[request].append((k_GC, v_GC))
             k_SGC, v_SGC = (torch.stack(each) for each in zip(*self.held[request], strict=True))
             group = len(q_HC) // k_SGC.shape[1]
             k_SHC, v_SHC = (x.repeat_interleave(group, dim=1) for x in (k_SGC, v_SGC))
-            weights_HS = (torch.einsum("hc,shc->hs", q_HC, k_SHC) * scale).softmax(-1)
+            weights_HS = (torch.einsum("hc,shc->hs", q_HC, k_SHC) * self.scale).softmax(-1)
             rows.append(torch.einsum("hs,shc->hc", weights_HS, v_SHC).flatten())
         return torch.stack(rows)
 
 
 def vllm_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    instance = kwargs["attention_instances"][module.layer_idx]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return instance.forward(q, k, v, scaling), None
+    return module.attn(q, k, v), None
+
+
+def calls_of_the_interface(module: nn.Module) -> list[ast.Call]:
+    """The calls, in a forward, of names that were read from ALL_ATTENTION_FUNCTIONS."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(type(module).forward)))
+    names = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        and ast.unparse(node.value or node).startswith("ALL_ATTENTION_FUNCTIONS")
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    }
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in names]
+
+
+def states_are_not_all(gate: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+    """vLLM replaces a block whose gate takes the hidden states alone, its selection included."""
+    assert len(given) > 1
 
 
 class Linear(nn.Module):
@@ -109,8 +135,20 @@ class Server:
         self._fill_buffers()
         self.replaced: list[str] = []
         self._replace(self.model, "model")
+        self._attach_attention()
         self._load(folder)
-        self.attention = {i: Attention() for i in range(self.config.num_hidden_layers)}
+
+    def _attach_attention(self) -> None:
+        """To the module of each layer that calls the interface once, with a scale of its own."""
+        layers = []
+        for module in list(self.model.modules()):
+            if len(calls := calls_of_the_interface(module)) != 1:
+                continue
+            (scaling,) = (each.value for each in calls[0].keywords if each.arg == "scaling")
+            name = ast.unparse(scaling).removeprefix("self.")
+            module.attn = Attention(float(getattr(module, name)))
+            layers.append(module.layer_idx)
+        assert layers == list(range(self.config.num_hidden_layers))
 
     def _fill_buffers(self) -> None:
         """vLLM makes buffers as the class does, and leaves the parameters without storage."""
@@ -125,6 +163,7 @@ class Server:
             all_3d = bool(parameters) and all(each.dim() == 3 for each in parameters)
             if name == "experts" and (isinstance(child, nn.ModuleList) or all_3d):
                 setattr(module, name, FusedExperts(self.config))
+                module.gate.register_forward_pre_hook(states_are_not_all)
                 self.replaced.append(f"{prefix}.{name}")
             elif isinstance(child, nn.Linear):
                 setattr(module, name, Linear(child))
@@ -163,7 +202,6 @@ class Server:
             inputs_embeds=None,
             use_cache=False,
             position_ids=torch.tensor([positions]),
-            attention_instances=self.attention,
             return_dict=False,
         )
         logits = outputs[0][0] @ self.head.T
@@ -228,22 +266,29 @@ def test_the_configuration_has_the_names_that_vllm_reads(tmp_path):
     assert not any("experts" in name for name in config.base_model_tp_plan)
 
 
+WITH_VLLM = """
+import json, sys
+import vllm
+folder, prompt, steps = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+server = vllm.LLM(model=folder, trust_remote_code=True, dtype="float32",
+                  model_impl="transformers", enforce_eager=True)
+sampling = vllm.SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
+(written,) = server.generate([{"prompt_token_ids": prompt}], sampling)
+print(json.dumps(list(written.outputs[0].token_ids)))
+"""
+
+
 @pytest.mark.full
 @pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vLLM is not installed; the steps it takes are tested above",
+    "VLLM_PYTHON" not in os.environ,
+    reason="VLLM_PYTHON does not name the Python of an environment that has vLLM",
 )
 def test_vllm_itself(tmp_path):
     (((_, tokens),),) = run_distributed(1, save_runs, [(tmp_path / "run", options("aoe"))])
     export_run(tmp_path / "run", tmp_path / "out", fold=True)
-    vllm = importlib.import_module("vllm")
-    server = vllm.LLM(
-        model=str(tmp_path / "out"),
-        trust_remote_code=True,
-        dtype="float32",
-        model_impl="transformers",
-        enforce_eager=True,
+    line = [os.environ["VLLM_PYTHON"], "-c", WITH_VLLM, tmp_path / "out"]
+    done = subprocess.run(
+        [*line, json.dumps(PROMPT), str(STEPS)], capture_output=True, text=True, timeout=600
     )
-    sampling = vllm.SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
-    (written,) = server.generate([{"prompt_token_ids": PROMPT}], sampling)
-    assert list(written.outputs[0].token_ids) == tokens
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == tokens

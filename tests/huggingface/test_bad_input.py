@@ -251,8 +251,8 @@ def test_a_disk_without_room_is_refused_at_once(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(InputError, match="the weights take 0.0 GiB, and 0.0 GiB of the disk are"):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000))
+    with pytest.raises(InputError, match=r"weights take 0\.[1-9] MiB, and 0\.0 MiB of the"):
         import_folder(plan_import(good, []), tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
 

@@ -1,5 +1,6 @@
 """The documented path: Mixtral of transformers -> topk -> AoE -> healed -> transformers."""
 
+import json
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from safetensors.torch import load_file
 
 from moe_parallel.huggingface.importing import import_folder, plan_import
 from tests.convert.converting import convert_here
+from tests.data.small_text import words
 from tests.distributed import run_distributed
 from tests.huggingface.exporting import export_run
 from tests.huggingface.models import save_with_text, text_tokenizer
 from tests.program import flags, pretrain_here, small_data
+from tests.test_readme import ROOT, run_block
 from tests.tiers import rest_in_full
 from tests.tools.running import run_tool_forked
 
@@ -27,6 +30,15 @@ TRAINING = {
     "tensorboard": False,
 }
 HEALING = {"train_iters": 30, "lr": 1e-2, "min_lr": 1e-3, "aoe_low_rank_size": 24}
+
+SECTION = (ROOT / "docs/huggingface.md").read_text().split("## From Mixtral to AoE and back\n")[1]
+COMMANDS = "".join(line for line in SECTION.split("\n#")[0].splitlines(True) if line[:4] == " " * 4)
+#: The numbers that are others here: the length of the sequences and of the training, and the rank.
+SMALLER = {
+    "--seq-length 4096": "--seq-length 32",
+    "--train-iters 2000": "--train-iters 12",
+    "--aoe-low-rank-size 256": "--aoe-low-rank-size 16",
+}
 
 
 def _converted(run: Path, aoe: Path, options: dict[str, Any]) -> tuple[Any, Any]:
@@ -83,6 +95,28 @@ def test_mixtral_becomes_aoe_heals_and_answers_in_generate(tmp_path: Path) -> No
     answer = _asked(healed, prompt)
     assert answer == _generated(model, prompt)
     assert answer.startswith(f"{prompt} four five")  # it has learned to count
+
+
+@pytest.mark.full
+def test_the_documented_commands(tmp_path: Path) -> None:
+    for name in ("tools", "pretrain_gpt_moe.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    # Eight experts, as many as the commands have ranks.
+    save_with_text("mixtral", tmp_path / "models/mixtral", num_local_experts=8)
+    records = [json.dumps({"text": words(100, seed)}) + "\n" for seed in range(60)]
+    (tmp_path / "my.jsonl").write_text("".join(records))
+    commands = COMMANDS
+    for documented, here in SMALLER.items():
+        assert commands.count(documented) == 1, documented
+        commands = commands.replace(documented, here)
+    printed = run_block(commands, "", tmp_path)
+    assert "iteration 12/12" in printed
+    assert "saved exported/aoe: MoeParallelForCausalLM, " in printed
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "exported/aoe", trust_remote_code=True
+    )
+    prompt = "the expert reads"
+    assert _asked(tmp_path / "runs/healed", prompt) == _generated(model, prompt)
 
 
 def _asked(run: Path, prompt: str) -> str:

@@ -1,6 +1,7 @@
 """The tensors of our own architecture: the folded product by hand, and each tensor once."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -95,6 +96,19 @@ def test_routing_neurons_stand_expert_by_expert() -> None:
         w_in[half * 32 + expert * 8 + neuron, width] == ((expert * 32 + width) * 2 + half) * 8 + 3
     )
     assert w_out[width, expert * 8 + neuron] == (expert * 8 + neuron) * 32 + width
+
+
+def test_how_much_larger_folded_experts_are() -> None:
+    """docs/huggingface.md: by 1.43 at d = 768, d_low = 64 and d_wide = 2048."""
+    sizes = {"hidden_size": 768, "aoe_low_rank_size": 64, "aoe_wide_size": 2048}
+    config = parse_command_line(flags(SMALL | options("aoe") | sizes))
+
+    def size(fold: bool) -> int:
+        """Of all experts, W_down included, which both forms keep in the gate."""
+        results = (result for step in own_steps(config, 300, fold=fold) for result in step.results)
+        return sum(math.prod(shape) for name, shape in results if ".mlp." in name)
+
+    assert round(size(True) / size(False), 2) == 1.43
 
 
 def test_the_width_of_folded_experts() -> None:
