@@ -96,7 +96,7 @@ def write_parts(
     parts: Iterable[StoredPart],
     folder: Path,
     states: Mapping[str, bytes] | None = None,
-    file_bytes: int = FILE_BYTES,
+    file_bytes: int | None = None,
     most_files: int | None = None,
 ) -> None:
     """Write parts of tensors, and their index, into an empty folder.
@@ -106,11 +106,13 @@ def write_parts(
         folder: the folder.
         states: by key, the objects to store beside the tensors, as another checkpoint has them.
             None: those of Megatron-Core's linear layers.
-        file_bytes: the size at which another file begins.
+        file_bytes: the size at which another file begins. None: FILE_BYTES.
         most_files: the number of files, of which the last one has all that remains.
 
     Raises OSError.
     """
+    if file_bytes is None:
+        file_bytes = FILE_BYTES
     entries: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     values = _values(parts, entries, states)
