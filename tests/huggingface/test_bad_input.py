@@ -252,9 +252,7 @@ def test_a_disk_without_room_is_refused_at_once(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000))
-    with pytest.raises(
-        InputError, match=r"weights take 0\.[1-9] MiB, and 0\.0 MiB of the"
-    ):
+    with pytest.raises(InputError, match=r"weights take 0\.[1-9] MiB, and 0\.0 MiB of the"):
         import_folder(plan_import(good, []), tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
 
