@@ -130,7 +130,8 @@ def texts(dataset: GPTDataset, tokenizer: Tokenizer) -> Iterator[str]:
 
 def _check_source(source: Source, tokenizer: Tokenizer, seq_length: int) -> _Sizes:
     for prefix in (source.train_prefix, source.valid_prefix):
-        _check_origin(prefix, tokenizer, seq_length)
+        check_tokenizer(prefix, tokenizer)
+        _check_length(prefix, seq_length)
     sizes = _sizes(source, tokenizer)
     if sizes.train < seq_length + 1:
         raise InputError(
@@ -146,17 +147,20 @@ def _check_source(source: Source, tokenizer: Tokenizer, seq_length: int) -> _Siz
     return sizes
 
 
-def _check_origin(prefix: str, tokenizer: Tokenizer, seq_length: int) -> None:
+def check_tokenizer(prefix: str, tokenizer: Tokenizer) -> None:
+    """Raise InputError if the manifest of PREFIX, where there is one, names another tokenizer."""
     manifest = read_manifest(prefix)
-    if manifest is None:
-        return
-    if manifest.tokenizer not in (None, tokenizer.fingerprint):
+    if manifest is not None and manifest.tokenizer not in (None, tokenizer.fingerprint):
         raise InputError(
             f"--data-path {prefix} was written with another tokenizer than this run's, by their "
             f"fingerprints {_short(manifest.tokenizer)} and {_short(tokenizer.fingerprint)}: give "
             "the tokenizer that wrote it (--tokenizer-model), or write it again with this one"
         )
-    if manifest.seq_length not in (None, seq_length):
+
+
+def _check_length(prefix: str, seq_length: int) -> None:
+    manifest = read_manifest(prefix)
+    if manifest is not None and manifest.seq_length not in (None, seq_length):
         raise InputError(
             f"--data-path {prefix} was ordered for --seq-length {manifest.seq_length}, and "
             f"--seq-length is {seq_length}: instances would not match; order it again for "

@@ -11,19 +11,26 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 )
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from moe_parallel.data.datasets import check_tokenizer
+from moe_parallel.data.indexed import check_indexed
 from moe_parallel.data.sources import Source
+from moe_parallel.data.tokenizer import Tokenizer
 
 
-def held_out_documents(source: Source, end_of_document: int) -> Iterator[list[int]]:
+def held_out_documents(source: Source, tokenizer: Tokenizer) -> Iterator[list[int]]:
     """The tokens of each document in the validation part of a source, without its end.
 
     They are those of `Datasets.valid`, in the order of the file. An empty document is left out.
+
+    Raises InputError for data of another tokenizer, and for files as in check_indexed.
     """
+    check_tokenizer(source.valid_prefix, tokenizer)
+    check_indexed(source.valid_prefix, tokenizer.vocab_size)
     dataset = IndexedDataset(source.valid_prefix)
     for number in range(*_part(source, len(dataset.document_indices) - 1)):
         first, last = dataset.document_indices[number : number + 2]
         ids = np.concatenate([dataset[i] for i in range(first, last)])
-        ids = ids[ids != end_of_document]
+        ids = ids[ids != tokenizer.eod]
         if len(ids):
             yield ids.tolist()
 

@@ -60,7 +60,8 @@ def evaluate(asked: Evaluation) -> dict[str, Any]:
     _check_stride(asked, config)
     tasks = _tasks(asked)
     tokenizer = agree(lambda: open_tokenizer(config))
-    domains = agree(lambda: _domains(asked, config, tokenizer))
+    # Rank 0 scans the token ids; the others read the ranges that it recorded.
+    domains = rank_0_first(lambda: _domains(asked, config, tokenizer))
     found: dict[str, Any] = {"load": asked.load}
     with open_model(config, tokenizer) as model:
         if domains:
@@ -101,7 +102,7 @@ def _domains(asked: Evaluation, config: Config, tokenizer: Tokenizer) -> dict[st
             paths, config.data.split
         )  # fmt: skip
         for source in sources:
-            domains[source.domain] = list(held_out_documents(source, tokenizer.eod))
+            domains[source.domain] = list(held_out_documents(source, tokenizer))
     for file in asked.inputs:
         texts = list(read_texts(Path(file)))
         name = Path(file).name if Path(file).stem in domains else Path(file).stem

@@ -21,6 +21,7 @@ class MoeParallelConfig(PreTrainedConfig):
             with the rule threshold, one of OF_VALUES.
         norm_topk_prob: normalize these weights over the chosen experts.
         expert_bias: rank by score (norms) or probability (router) plus a bias.
+        moe_top_p: p of the rule top_p. moe_top_p_strict: a sum of exactly p is not yet enough.
         n_group, topk_group: experts only from the best topk_group of n_group groups.
         low_rank_size: d_low. None: the scores are no norms, and W_g is whole.
         folded: W_g = W_down W_up was multiplied out. False, with a low_rank_size: it was not.
@@ -87,8 +88,8 @@ class MoeParallelConfig(PreTrainedConfig):
     expert_bias: bool = False
     n_group: int | None = None
     topk_group: int | None = None
-    top_p: float = 1.0
-    top_p_strict: bool = False
+    moe_top_p: float = 1.0
+    moe_top_p_strict: bool = False
     threshold: float = 0.0
     router_hidden_size: int | None = None
     low_rank_size: int | None = None

@@ -87,8 +87,8 @@ class TopP:
     ROUNDING = 1e-6  # fp32 probabilities sum to 1 only within it
 
     def __init__(self, config: MoeParallelConfig) -> None:
-        self.p, self.cap = config.top_p, config.num_experts_per_tok
-        self.inclusive = config.top_p_strict or config.top_p == 1
+        self.p, self.cap = config.moe_top_p, config.num_experts_per_tok
+        self.inclusive = config.moe_top_p_strict or config.moe_top_p == 1
         self.renormalizes = config.norm_topk_prob
 
     def __call__(self, scores_TE: torch.Tensor, bias_E: torch.Tensor | None) -> Chosen:

@@ -213,8 +213,8 @@ def _top_p(rule: TopP, num_scores: int) -> dict[str, Any]:
         "rule": "top_p",
         "num_experts_per_tok": rule.most or num_scores,
         "norm_topk_prob": rule.renormalizes,
-        "top_p": rule.p,
-        "top_p_strict": rule.strict,
+        "moe_top_p": rule.p,
+        "moe_top_p_strict": rule.strict,
     }
 
 

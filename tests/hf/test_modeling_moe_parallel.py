@@ -8,7 +8,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    StaticCache,
+)
 
 import moe_parallel.hf as hf
 from moe_parallel.hf import modeling_moe_parallel as modeling
@@ -35,7 +42,7 @@ VARIANTS = {
     "router": {"n_group": 2, "topk_group": 1, "scoring_func": "sigmoid", "expert_bias": True},
     "norms": {"scores": "norms", "low_rank_size": 6},
     "norms, folded": {"scores": "norms", "low_rank_size": 6, "folded": True},
-    "top-p": {"rule": "top_p", "top_p": 0.7, "num_experts_per_tok": 3, "norm_topk_prob": False},
+    "top-p": {"rule": "top_p", "moe_top_p": 0.7, "num_experts_per_tok": 3, "norm_topk_prob": False},
     "factorized": {
         "low_rank_size": 6,
         "router_hidden_size": 10,
@@ -251,6 +258,14 @@ def test_saved_and_loaded(variant, tmp_path):
     assert all(values[name] == known[name] for name in SHAPE | VARIANTS[variant])
 
 
+def test_no_field_is_taken_for_an_option_of_generation():
+    """transformers moves such fields into the generation config, and complains of them there."""
+    shared = {*hf.MoeParallelConfig().to_dict()} & {*vars(GenerationConfig())}
+    of_every_model = {"bos_token_id", "eos_token_id", "pad_token_id", "use_cache"}
+    of_every_model |= {"output_attentions", "output_hidden_states", "transformers_version"}
+    assert shared <= of_every_model
+
+
 def test_a_merged_model_refuses_what_has_no_prompt():
     model = build("merge")
     with pytest.raises(ValueError, match="leave out use_cache=False"):
@@ -298,7 +313,7 @@ def test_the_files_need_torch_and_transformers_alone():
         ("router", {"num_experts_per_tok": 1}),
         ("norms", {"norm_topk_prob": False}),
         ("norms", {"scoring_func": "raw", "norm_topk_prob": False}),
-        ("top-p", {"top_p": 0.2}),
+        ("top-p", {"moe_top_p": 0.2}),
         ("top-p", {"num_experts_per_tok": 1}),
         ("factorized", {"rms_norm_eps": 0.5}),
         ("factorized", {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),

@@ -261,7 +261,8 @@ def test_the_configuration_has_the_names_that_vllm_reads(tmp_path):
     assert config.num_experts_per_tok == 2
     assert config.rope_parameters["rope_type"] == "default"
     assert set(config.base_model_pp_plan) == {"embed_tokens", "layers", "norm"}
-    styles = set(config.base_model_tp_plan.values())
+    plan = config.base_model_tp_plan  # some versions of transformers add embed_tokens to it
+    styles = {style for name, style in plan.items() if name != "embed_tokens"}
     assert styles == {"colwise", "rowwise"}  # the only ones that it knows
     assert not any("experts" in name for name in config.base_model_tp_plan)
 

@@ -25,7 +25,7 @@ def _fields(of_run):
         ),
         (
             options("top_p") | {"moe_inference_top_p": 0.3},
-            {"rule": "top_p", "top_p": 0.3, "num_experts_per_tok": 4},
+            {"rule": "top_p", "moe_top_p": 0.3, "num_experts_per_tok": 4},
         ),
         (
             options("aoe_expert_choice") | {"moe_expert_choice_scores": "raw"},
@@ -41,7 +41,7 @@ def _fields(of_run):
         ),
         (
             options("top_p, a moving p") | {"moe_inference_top_p": 0.3},
-            {"rule": "top_p", "top_p": 0.3, "norm_topk_prob": True},
+            {"rule": "top_p", "moe_top_p": 0.3, "norm_topk_prob": True},
         ),
         (options("relu"), {"rule": "relu", "num_experts_per_tok": 4}),
         (options("hash"), {"rule": "hash", "num_experts_per_tok": 2, "norm_topk_prob": True}),
