@@ -14,7 +14,7 @@ TOP_P = {"expert_selection": "top_p", "num_layers": 2, "train_iters": 400}
 SYSTEMS = {
     "1e-4": TOP_P,  # the default
     "1e-2": TOP_P | {"moe_entropy_loss_coeff": 1e-2},
-    "1e-1": TOP_P | {"moe_entropy_loss_coeff": 1e-1, "train_iters": 150},
+    "1e-1": TOP_P | {"moe_entropy_loss_coeff": 1e-1, "train_iters": 180},
 }
 
 
@@ -30,4 +30,6 @@ def test_the_dynamic_loss_lowers_the_number_of_experts(tmp_path):
     assert early > 3.0  # 3.35 to 3.44; equal probabilities would take 4
     assert late["1e-4"] < early - 0.6  # 2.04 to 2.44: at least 1.00 less
     assert late["1e-2"] < late["1e-4"] - 0.1  # 1.53 to 1.76: at least 0.29 less
-    assert late["1e-1"] < 1.7  # 1.07 to 1.34, in less than half of the steps
+    assert (
+        late["1e-1"] < 1.7
+    )  # 1.00 to 1.05 with MKL and with oneDNN, in less than half of the steps
