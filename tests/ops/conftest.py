@@ -31,6 +31,15 @@ def ops(request: pytest.FixtureRequest) -> Ops:
     return request.getfixturevalue(request.param)
 
 
+@pytest.fixture(params=["BLAS", "ONEDNN", "WHERE_FASTER"])
+def library(request: pytest.FixtureRequest, native: Ops):
+    """What computes products in fp32 on the CPU."""
+    module = extension.load()
+    before = module.set_fp32_products(getattr(module.Fp32Products, request.param))
+    yield request.param
+    module.set_fp32_products(before)
+
+
 @pytest.fixture
 def two_threads():
     before = torch.get_num_threads()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_parallel.ops import Ops, extension
+from moe_parallel.ops import Ops
 from tests.ops.cases import (
     DTYPES,
     LAYOUTS,
@@ -212,15 +212,7 @@ def _rows_of_products(setting: Setting, ops: Ops, kind: str) -> set[int]:
     return {size for pair in shapes for shape in pair for size in shape} - widths
 
 
-@pytest.fixture(params=["BLAS", "ONEDNN"])
-def library(request, native):
-    """That of products in fp32."""
-    module = extension.load()
-    before = module.set_fp32_products(getattr(module.Fp32Products, request.param))
-    yield request.param
-    module.set_fp32_products(before)
-
-
+@pytest.mark.parametrize("library", ["BLAS", "ONEDNN"], indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_by_onednn_have_few_sizes(native, library, kind):
     """It compiles a product for its sizes, in up to milliseconds."""

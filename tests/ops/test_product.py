@@ -2,20 +2,11 @@ import numpy as np
 import pytest
 import torch
 
-from moe_parallel.ops import extension
 from tests.ops.cases import DTYPES, LAYOUTS, assert_close, float64, random_tensor
 
 pytestmark = pytest.mark.covering
 
 LARGE = (128, 160, 96)  # more than 2^20 multiplications, which oneDNN takes in fp32
-
-
-@pytest.fixture(params=["BLAS", "ONEDNN", "WHERE_FASTER"])
-def library(request, native):
-    module = extension.load()
-    before = module.set_fp32_products(getattr(module.Fp32Products, request.param))
-    yield request.param
-    module.set_fp32_products(before)
 
 
 def factors(sizes, dtype, device, batch=()):
