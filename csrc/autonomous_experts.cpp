@@ -1,12 +1,12 @@
 // The autonomous layer after its selection, as one operator: gather, C and P,
 // h = silu(C W_up) * P * prob, W_out, gather and sum.
 //
-// C = x W_down is computed here or given by the selection (`c`, [tokens, choices, rank]). If it is
-// given, its gradient flows back to the selection, unless `norms` of it are given too: then the
-// probs are their softmax, and the gradient goes through the norms to x and W_down here. The
-// backward pass keeps x, P, the row map, and C if it was computed here (`c_by_row`). G = C W_up, a
-// small product, is recomputed or, on request, kept. If a main gradient is given, the backward pass
-// adds the weight's gradient to it.
+// C = x W_down is computed here or given by the selection (`c_TKR`). If it is given, its gradient
+// flows back to the selection, unless `norms` of it are given too: then the probs are their
+// softmax, and the gradient goes through the norms to x and W_down here. The backward pass keeps x,
+// P, the row map, and C if it was computed here (`c_NR`). G = C W_up, a small product, is
+// recomputed or, on request, kept. If a main gradient is given, the backward pass adds the weight's
+// gradient to it.
 #include <ATen/ops/_softmax_backward_data.h>
 
 #include <optional>
@@ -14,14 +14,14 @@
 
 #include "expert_rows.h"
 #include "main_gradients.h"
-#include "norm_topk.h"
+#include "norm_topk_gradient.h"
 #include "swiglu_tensors.h"
 
 namespace moe_parallel {
 namespace {
 
 struct Weights {
-  const std::optional<at::Tensor>& down;  // [E, D, R]; none if C is given without its norms
+  const std::optional<at::Tensor>& down;  // [E, D, R]; none if c_TKR is given without its norms
   const at::Tensor& up;                   // [E, R, W]
   const at::Tensor& p;                    // [E, D, W]
   const at::Tensor& out;                  // [E, W, D]
@@ -29,22 +29,22 @@ struct Weights {
   int64_t rank() const { return up.size(1); }
   int64_t width() const { return up.size(2); }
 
-  void check(const at::Tensor& x, const std::optional<at::Tensor>& c,
+  void check(const at::Tensor& x, const std::optional<at::Tensor>& c_TKR,
              const std::optional<at::Tensor>& norms, const at::Tensor& rows,
              const at::Tensor& counts) const {
     check_dim("w_up", up, 3);
     check_weight("w_up", up, x, {counts.size(0), rank(), width()});
     check_weight("w_p", p, x, {counts.size(0), x.size(1), width()});
     check_weight("w_out", out, x, {counts.size(0), width(), x.size(1)});
-    TORCH_CHECK_VALUE(down.has_value() == (norms.has_value() || !c.has_value()),
-                      "w_down is needed without c or with the norms of c, and only then");
-    TORCH_CHECK_VALUE(c || !norms, "norms are those of c: both are needed");
+    TORCH_CHECK_VALUE(down.has_value() == (norms.has_value() || !c_TKR.has_value()),
+                      "w_down is needed without c_TKR or with its norms, and only then");
+    TORCH_CHECK_VALUE(c_TKR || !norms, "norms are those of c_TKR: both are needed");
     if (norms) {
       check_together(x, {*norms});
       check_sizes("norms", *norms, rows.sizes());
     }
     if (down) check_weight("w_down", *down, x, {counts.size(0), x.size(1), rank()});
-    if (c) check_weight("c", *c, x, {rows.size(0), rows.size(1), rank()});
+    if (c_TKR) check_weight("c_TKR", *c_TKR, x, {rows.size(0), rows.size(1), rank()});
   }
 
  private:
@@ -69,26 +69,10 @@ void add_products(at::Tensor& out, const at::Tensor& x, const at::Tensor& v, con
   grouped_gemm_out(out, y, w, groups, /*accumulate=*/true);
 }
 
-// dnorms / norms by choice, where the probs are the softmax of the norms; 0 if the norm is 0.
-at::Tensor norm_factors(const at::Tensor& dprobs, const at::Tensor& probs,
-                        const at::Tensor& norms) {
-  const auto dnorms = at::_softmax_backward_data(dprobs, probs, -1, probs.scalar_type());
-  return (dnorms / norms).masked_fill_(norms == 0, 0);
-}
-
-// c = dc + factors * c: the gradient of C, of which `dc` is the part that does not come from norms.
-void add_gradient_of_norms(at::Tensor& c, const at::Tensor& dc, const at::Tensor& factors) {
-  const auto experts = at::zeros({c.size(0), 1}, c.options().dtype(at::kLong));
-  launch(c, NormGradient{.type = scalar_type_of("c", c),
-                         .c = c.const_data_ptr(),
-                         .factors = factors.const_data_ptr(),
-                         .experts = experts.const_data_ptr<int64_t>(),
-                         .dc_chosen = dc.const_data_ptr(),
-                         .dc = c.mutable_data_ptr(),
-                         .tokens = c.size(0),
-                         .num_experts = 1,
-                         .rank = c.size(1),
-                         .k = 1});
+// dL/dp / p by choice, where the probs are the softmax of the norms p.
+at::Tensor factors_of_probs(const at::Tensor& dprobs, const at::Tensor& probs,
+                            const at::Tensor& norms) {
+  return norm_factors(at::_softmax_backward_data(dprobs, probs, -1, probs.scalar_type()), norms);
 }
 
 }  // namespace
@@ -96,17 +80,17 @@ void add_gradient_of_norms(at::Tensor& c, const at::Tensor& dc, const at::Tensor
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
     const at::Tensor& x, const at::Tensor& probs, const at::Tensor& slots, const at::Tensor& rows,
     const at::Tensor& counts, const std::optional<at::Tensor>& w_down, const at::Tensor& w_up,
-    const at::Tensor& w_p, const at::Tensor& w_out, const std::optional<at::Tensor>& c,
+    const at::Tensor& w_p, const at::Tensor& w_out, const std::optional<at::Tensor>& c_TKR,
     const std::optional<at::Tensor>& norms, const std::optional<at::Tensor>&,
     const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, bool keep_g) {
   const ExpertRows map(x, probs, slots, rows, counts);
   const Weights w{w_down, w_up, w_p, w_out};
-  w.check(x, c, norms, rows, counts);
+  w.check(x, c_TKR, norms, rows, counts);
   const auto tokens = x.contiguous();
-  const auto c_by_choice = c ? c->contiguous() : at::Tensor();
+  const auto c_3d = c_TKR ? c_TKR->contiguous() : at::Tensor();
   const auto probs_of_rows = map.probs_by_row(probs);
   auto p = map.new_rows(x, w.width()), y = map.new_rows(x, x.size(1));
-  auto c_by_row = c ? x.new_empty({0, w.rank()}) : map.new_rows(x, w.rank());
+  auto c_NR = c_TKR ? x.new_empty({0, w.rank()}) : map.new_rows(x, w.rank());
   auto g = keep_g ? map.new_rows(x, w.width()) : x.new_empty({0, w.width()});
 
   const auto& blocks = map.blocks();
@@ -116,14 +100,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
   for (const auto& block : blocks) {
     const auto groups = block.product_counts, row_probs = block.rows(probs_of_rows);
     auto h = block.part(h_memory), p_rows = block.rows(p), y_rows = block.product(y);
-    auto c_rows = c ? at::Tensor() : block.rows(c_by_row);
+    auto c_rows = c_TKR ? at::Tensor() : block.rows(c_NR);
     auto g_rows = keep_g ? block.rows(g) : at::Tensor();
 
     const auto on_load = map.gathered(tokens, block);
-    const auto c_on_load = c ? map.gathered_choices(c_by_choice, block) : rows_of(c_rows);
+    const auto c_on_load = c_TKR ? map.gathered_choices(c_3d, block) : rows_of(c_rows);
     const bool is_fused =
-        (c || fused_gemm({{on_load, block.experts(*w_down), block.experts(*w_down)}}, groups,
-                         block.num_rows, rows_to(c_rows))) &&
+        (c_TKR || fused_gemm({{on_load, block.experts(*w_down), block.experts(*w_down)}}, groups,
+                             block.num_rows, rows_to(c_rows))) &&
         fused_gemm({{c_on_load, block.experts(w_up), {}}, {on_load, {}, block.experts(w_p)}},
                    groups, block.num_rows, activate_rows(h, g_rows, p_rows, row_probs));
     if (!is_fused) {
@@ -131,10 +115,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
       auto p_products = block.product(p);
       auto g_products = keep_g ? block.product(g) : block.product(g_memory);
       grouped_gemm_out(p_products, x_rows, block.experts(w_p), groups);
-      if (c) {
-        c_rows = map.gather_choices(c_memory, c_by_choice, block);
+      if (c_TKR) {
+        c_rows = map.gather_choices(c_memory, c_3d, block);
       } else {
-        c_rows = block.product(c_by_row);
+        c_rows = block.product(c_NR);
         grouped_gemm_out(c_rows, x_rows, block.experts(*w_down), groups);
       }
       grouped_gemm_out(g_products, c_rows, block.experts(w_up), groups);
@@ -142,33 +126,36 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
     }
     grouped_gemm_out(y_rows, block.product(h_memory), block.experts(w_out), groups);
   }
-  return {map.sum(map.only_rows(y)), map.only_rows(p), map.only_rows(c_by_row), map.only_rows(g)};
+  return {map.sum(map.only_rows(y)), map.only_rows(p), map.only_rows(c_NR), map.only_rows(g)};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
-autonomous_experts_backward(
-    const at::Tensor& dy, const at::Tensor& x, const at::Tensor& probs, const at::Tensor& slots,
-    const at::Tensor& rows, const at::Tensor& counts, const std::optional<at::Tensor>& w_down,
-    const at::Tensor& w_up, const at::Tensor& w_p, const at::Tensor& w_out,
-    const std::optional<at::Tensor>& c, const std::optional<at::Tensor>& norms, const at::Tensor& p,
-    const at::Tensor& c_by_row, const at::Tensor& g, const std::optional<at::Tensor>& main_up,
-    const std::optional<at::Tensor>& main_p, const std::optional<at::Tensor>& main_out) {
+autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& probs,
+                            const at::Tensor& slots, const at::Tensor& rows,
+                            const at::Tensor& counts, const std::optional<at::Tensor>& w_down,
+                            const at::Tensor& w_up, const at::Tensor& w_p, const at::Tensor& w_out,
+                            const std::optional<at::Tensor>& c_TKR,
+                            const std::optional<at::Tensor>& norms, const at::Tensor& p,
+                            const at::Tensor& c_NR, const at::Tensor& g,
+                            const std::optional<at::Tensor>& main_up,
+                            const std::optional<at::Tensor>& main_p,
+                            const std::optional<at::Tensor>& main_out) {
   const ExpertRows map(x, probs, slots, rows, counts);
   const Weights w{w_down, w_up, w_p, w_out};
-  w.check(x, c, norms, rows, counts);
+  w.check(x, c_TKR, norms, rows, counts);
   check_sizes("dy", dy, x.sizes());
   check_same_type("dy", dy, "x", x);
-  check_together(x, {dy, p, c_by_row, g});
+  check_together(x, {dy, p, c_NR, g});
   check_sizes("p", p, {map.size(), w.width()});
   const bool has_g = g.numel() > 0;
   if (has_g) check_sizes("g", g, p.sizes());
-  if (!c) check_sizes("c_by_row", c_by_row, {map.size(), w.rank()});
+  if (!c_TKR) check_sizes("c_NR", c_NR, {map.size(), w.rank()});
   const auto tokens = x.contiguous(), gradients = dy.contiguous(), p_2d = p.contiguous();
-  const auto c_by_choice = c ? c->contiguous() : at::Tensor();
+  const auto c_3d = c_TKR ? c_TKR->contiguous() : at::Tensor();
   const auto probs_of_rows = map.probs_by_row(probs);
   auto dprobs_of_rows = at::empty_like(probs_of_rows);
   auto dx = map.new_rows(x, x.size(1));
-  auto dc = c ? map.new_rows(x, w.rank()) : x.new_empty({0, w.rank()});
+  auto dc_NR = c_TKR ? map.new_rows(x, w.rank()) : x.new_empty({0, w.rank()});
   std::optional<WeightGradient> dw_down;
   if (w_down) dw_down.emplace("w_down", *w_down, counts);
   WeightGradient dw_up("main_up", w_up, counts, main_up), dw_p("main_p", w_p, counts, main_p);
@@ -189,13 +176,13 @@ autonomous_experts_backward(
       return block.experts(weight).transpose(1, 2);
     };
     at::Tensor c_rows;
-    if (c) {
-      c_rows = map.gather_choices(c_memory, c_by_choice, block);
+    if (c_TKR) {
+      c_rows = map.gather_choices(c_memory, c_3d, block);
     } else if (block.product_rows > block.num_rows) {
-      block.part(c_memory).copy_(block.rows(c_by_row));
+      block.part(c_memory).copy_(block.rows(c_NR));
       c_rows = block.product(c_memory);
     } else {
-      c_rows = block.rows(c_by_row);
+      c_rows = block.rows(c_NR);
     }
     auto g_products = has_g ? block.rows(g) : block.product(g_memory);
     if (!has_g) grouped_gemm_out(g_products, c_rows, block.experts(w_up), groups);
@@ -208,14 +195,15 @@ autonomous_experts_backward(
                                block.rows(probs_of_rows), dh_memory);
     dw_out.take(block, block.product(h_memory), dy_rows);
 
-    auto dc_rows = c ? block.product(dc) : block.product(dc_memory), dx_rows = block.product(dx);
+    auto dc_rows = c_TKR ? block.product(dc_NR) : block.product(dc_memory),
+         dx_rows = block.product(dx);
     dg = block.product(dg_memory);
     dp = block.product(dp_memory);
     dw_up.take(block, c_rows, dg);
     grouped_gemm_out(dc_rows, dg, transposed(w_up), groups);
     const auto x_rows = map.gather(row_memory, tokens, block);
     dw_p.take(block, x_rows, dp);
-    if (c) {
+    if (c_TKR) {
       grouped_gemm_out(dx_rows, dp, transposed(w_p), groups);
       continue;
     }
@@ -224,30 +212,27 @@ autonomous_experts_backward(
   }
   const auto dprobs = map.values_by_choice(dprobs_of_rows);
   if (norms) {
-    const auto factors = map.values_by_row(norm_factors(dprobs, probs, *norms));
+    const auto factors_N = map.values_by_row(factors_of_probs(dprobs, probs, *norms));
+    const ProductsOfGradient products{*w_down, *dw_down, dx, /*adds_to_dx=*/true};
     for (const auto& block : blocks) {
-      map.gather_choices(c_memory, c_by_choice, block);
-      auto dc_rows = block.part(c_memory), dx_rows = block.product(dx);
-      add_gradient_of_norms(dc_rows, block.rows(dc), block.rows(factors));
-      dc_rows = block.product(c_memory);
+      map.gather_choices(c_memory, c_3d, block);
+      auto c_rows = block.part(c_memory);
+      to_norm_gradient(c_rows, block.rows(dc_NR), block.rows(factors_N));
       // If there is one block, its rows of x are still there.
-      const auto x_rows =
-          blocks.size() > 1 ? map.gather(row_memory, tokens, block) : block.product(row_memory);
-      dw_down->take(block, x_rows, dc_rows);
-      grouped_gemm_out(dx_rows, dc_rows, block.experts(*w_down).transpose(1, 2),
-                       block.product_counts, /*accumulate=*/true);
+      products.take(
+          block, c_memory,
+          blocks.size() > 1 ? map.gather(row_memory, tokens, block) : block.product(row_memory));
     }
   }
-  const bool hands_on = c && !norms;
-  const auto dc_by_choice =
-      hands_on ? map.by_choice(map.only_rows(dc)) : x.new_empty({0, w.rank()});
+  const bool hands_on = c_TKR && !norms;
+  const auto dc_TKR = hands_on ? map.by_choice(map.only_rows(dc_NR)) : x.new_empty({0, w.rank()});
   return {map.sum(map.only_rows(dx)),
           dprobs,
           dw_down ? dw_down->own() : x.new_empty({0}),
           dw_up.own(),
           dw_p.own(),
           dw_out.own(),
-          dc_by_choice};
+          dc_TKR};
 }
 
 }  // namespace moe_parallel
@@ -255,15 +240,15 @@ autonomous_experts_backward(
 MOE_PARALLEL_OPERATOR(
     "autonomous_experts",
     "(Tensor x, Tensor probs, Tensor slots, Tensor rows, Tensor counts, Tensor? w_down, "
-    "Tensor w_up, Tensor w_p, Tensor w_out, Tensor? c, Tensor? norms, Tensor? main_up, "
+    "Tensor w_up, Tensor w_p, Tensor w_out, Tensor? c_TKR, Tensor? norms, Tensor? main_up, "
     "Tensor? main_p, Tensor? main_out, bool keep_g) "
-    "-> (Tensor y, Tensor p, Tensor c_by_row, Tensor g)",
+    "-> (Tensor y, Tensor p, Tensor c_NR, Tensor g)",
     moe_parallel::autonomous_experts)
 MOE_PARALLEL_OPERATOR(
     "autonomous_experts_backward",
     "(Tensor dy, Tensor x, Tensor probs, Tensor slots, Tensor rows, Tensor counts, "
-    "Tensor? w_down, Tensor w_up, Tensor w_p, Tensor w_out, Tensor? c, Tensor? norms, "
-    "Tensor p, Tensor c_by_row, Tensor g, Tensor(a!)? main_up, Tensor(b!)? main_p, "
+    "Tensor? w_down, Tensor w_up, Tensor w_p, Tensor w_out, Tensor? c_TKR, Tensor? norms, "
+    "Tensor p, Tensor c_NR, Tensor g, Tensor(a!)? main_up, Tensor(b!)? main_p, "
     "Tensor(c!)? main_out) -> (Tensor dx, Tensor dprobs, Tensor dw_down, Tensor dw_up, "
-    "Tensor dw_p, Tensor dw_out, Tensor dc)",
+    "Tensor dw_p, Tensor dw_out, Tensor dc_TKR)",
     moe_parallel::autonomous_experts_backward)

@@ -4,6 +4,7 @@
 #include "build_config.h"  // written by setup.py
 #include "cpu/capability.h"
 #include "fused_gemm.h"
+#include "grouped_gemm_tiling.h"
 #include "onednn_product.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -30,6 +31,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "Whether products on CUDA run in one kernel with the steps around them, for this process: "
         "never, where that is faster (default), or wherever a kernel takes them. Returns what held "
         "before.");
+  pybind11::enum_<moe_parallel::Tiling>(m, "Tiling")
+      .value("WHERE_FASTER", moe_parallel::Tiling::kWhereFaster)
+      .value("SQUARE", moe_parallel::Tiling::kSquare)
+      .value("WIDE", moe_parallel::Tiling::kWide)
+      .value("NARROW", moe_parallel::Tiling::kNarrow);
+  m.def("set_tiling", &moe_parallel::set_tiling,
+        "Which tiles compute grouped products in bf16 on Hopper, for this process: the fastest "
+        "(default), 128 x 128, 128 x 256 for at least 256 columns, or 128 x 64 for at most 256 "
+        "columns or rows. Returns what held before.");
   pybind11::enum_<moe_parallel::Fp32Products>(m, "Fp32Products")
       .value("BLAS", moe_parallel::Fp32Products::kBlas)
       .value("WHERE_FASTER", moe_parallel::Fp32Products::kWhereFaster)
@@ -38,4 +48,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "Which library computes large products in fp32 on the CPU, for this process: that of "
         "torch.mm, the faster one for this processor (default), or oneDNN. Returns what held "
         "before.");
+  m.def("multiplies_blocks_by_onednn", &moe_parallel::multiplies_blocks_by_onednn,
+        "Whether oneDNN's kernel for blocks multiplies factors in fp32 and bf16 here.");
 }

@@ -1,6 +1,6 @@
 // On the CPU, ATen's products round to the type of their factors. MKL has a product that does not,
-// and torch's x86-64 builds contain and export it. Without it, the factors are converted to the
-// wider type. They are as well on processors whose products in bf16 are slow.
+// and so has oneDNN; torch's x86-64 builds contain and export both. Without them, the factors are
+// converted to the wider type. They are as well on processors whose products in bf16 are slow.
 #include "grouped_gemm_wide.h"
 
 #include <ATen/ops/addmm.h>
@@ -83,6 +83,7 @@ void product_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool
 }
 
 void add_wide_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
+  if (onednn_add_wide_product(out, a, b)) return;
   if (mkl_takes(out, a, b)) {
     const Factor left(a), right(b);
     cblas_gemm_bf16bf16f32(kRowMajor, left.transposed, right.transposed,

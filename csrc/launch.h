@@ -86,15 +86,16 @@ void launch(const at::Tensor& where, const Task& task) {
 
 }  // namespace moe_parallel
 
-// Declares the operator `name schema`. One function implements it on every device for which this
-// build has kernels. The macro belongs at the end of the file that has the function.
-#ifdef MOE_PARALLEL_CUDA
-#define MOE_PARALLEL_OPERATOR(name, schema, function)                            \
-  TORCH_LIBRARY_FRAGMENT(moe_parallel, m) { m.def(name schema); }                \
-  TORCH_LIBRARY_IMPL(moe_parallel, CPU, m) { m.impl(name, TORCH_FN(function)); } \
-  TORCH_LIBRARY_IMPL(moe_parallel, CUDA, m) { m.impl(name, TORCH_FN(function)); }
-#else
-#define MOE_PARALLEL_OPERATOR(name, schema, function)             \
+// Declares the operator `name schema`, for the CPU alone or for every device for which this build
+// has kernels. One function implements it. The macro belongs at the end of the file that has the
+// function.
+#define MOE_PARALLEL_CPU_OPERATOR(name, schema, function)         \
   TORCH_LIBRARY_FRAGMENT(moe_parallel, m) { m.def(name schema); } \
   TORCH_LIBRARY_IMPL(moe_parallel, CPU, m) { m.impl(name, TORCH_FN(function)); }
+#ifdef MOE_PARALLEL_CUDA
+#define MOE_PARALLEL_OPERATOR(name, schema, function) \
+  MOE_PARALLEL_CPU_OPERATOR(name, schema, function)   \
+  TORCH_LIBRARY_IMPL(moe_parallel, CUDA, m) { m.impl(name, TORCH_FN(function)); }
+#else
+#define MOE_PARALLEL_OPERATOR MOE_PARALLEL_CPU_OPERATOR
 #endif

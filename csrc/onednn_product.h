@@ -1,7 +1,8 @@
-// Products in fp32 by oneDNN, which builds of torch contain.
+// Products with results in fp32 by oneDNN, which builds of torch contain.
 //
 // On x86-64 ATen gives products in fp32 to MKL, and MKL uses its AVX-512 kernels on processors of
-// Intel only. On an AMD EPYC of the Zen 5 generation oneDNN is about twice as fast.
+// Intel only. On an AMD EPYC of the Zen 5 generation oneDNN is about twice as fast with factors in
+// fp32, and four times with factors in bf16.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,15 +11,24 @@ namespace moe_parallel {
 
 enum class Fp32Products { kBlas, kWhereFaster, kOneDnn };
 
-// Which library computes products in fp32 on the CPU, for this process. Returns what held before.
+// Which library computes products with results in fp32 on the CPU, for this process. Returns what
+// held before.
 Fp32Products set_fp32_products(Fp32Products products);
 
 // Whether oneDNN computes large products of this factor in fp32.
 bool is_fp32_by_onednn(const at::Tensor& a);
 
+// Whether oneDNN's kernel for blocks multiplies factors in fp32 and bf16.
+bool multiplies_blocks_by_onednn();
+
 // out = a b, or out += a b if `accumulate`. Returns false, and computes nothing, if the product is
 // ATen's: `a` is not such a factor, the product is small, or `out` has no dense rows.
 bool onednn_product_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
                         bool accumulate);
+
+// out += a b, where out is fp32, a and b are bf16, and a is a transposed view, as in the gradient
+// of a weight. The product is not rounded to bf16. Returns false, and computes nothing, if the
+// product is not of this kind, or is MKL's.
+bool onednn_add_wide_product(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b);
 
 }  // namespace moe_parallel

@@ -20,6 +20,7 @@ struct Permute {
   // The inverse map, [tokens, choices]: the row of each choice. Null: not available. With it, CUDA
   // reads each token once, however many rows the token has.
   const int64_t* row_of_choice = nullptr;
+  bool past_caches = false;  // y is stored past the CPU's caches; rows are whole cache lines
 };
 
 void run_on_cpu(const Permute& task);

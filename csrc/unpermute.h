@@ -21,6 +21,7 @@ struct Unpermute {
   int64_t choices;
   int64_t num_rows;
   int64_t width;
+  bool past_caches = false;  // out is stored past the CPU's caches; rows are whole cache lines
 };
 
 // dy[rows[t, k]] = probs[t, k] * dout[t], and zeros in padding rows (slots[n] < 0).
@@ -38,6 +39,7 @@ struct UnpermuteBackward {
   int64_t choices;
   int64_t num_rows;
   int64_t width;
+  bool past_caches = false;  // as above, for dy
 };
 
 void run_on_cpu(const Unpermute& task);

@@ -7,8 +7,10 @@
 #include "../expert_merge.h"
 #include "../norm_topk.h"
 #include "../permute.h"
+#include "../rms_norm.h"
 #include "../swiglu.h"
 #include "../unpermute.h"
+#include "attention_blocks.h"
 
 namespace moe_parallel {
 
@@ -29,6 +31,13 @@ struct Kernels {
   Kernel<UnpermuteBackward> unpermute_backward;
   Kernel<Swiglu> swiglu;
   Kernel<SwigluBackward> swiglu_backward;
+  Kernel<RmsNorm> rms_norm;
+  Kernel<RmsNormBackward> rms_norm_backward;
+  Kernel<AttentionWeights> attention_weights;
+  Kernel<AttentionOutput> attention_output;
+  Kernel<AttentionRows> attention_rows;
+  Kernel<AttentionDots> attention_dots;
+  Kernel<AttentionScoreGradient> attention_score_gradient;
   Kernel<GroupNorms> group_norms;
   Kernel<SelectTopK> select_topk;
   Kernel<NormGradient> norm_gradient;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "capability.h"
+#include "large_output.h"
 #include "parts.h"
 
 namespace moe_parallel {

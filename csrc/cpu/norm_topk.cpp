@@ -14,12 +14,13 @@ void run_on_cpu(const GroupNorms& task) {
 }
 
 void run_on_cpu(const SelectTopK& task) {
+  if (task.k == 0) return;
   in_parts(task.tokens, task.num_experts * task.k, kernels().select_topk, task);
 }
 
 void run_on_cpu(const PickChosen& task) {
-  const auto* c = static_cast<const char*>(task.c);
-  auto* c_chosen = static_cast<char*>(task.c_chosen);
+  const auto* c = static_cast<const char*>(task.c_TER);
+  auto* c_TKR = static_cast<char*>(task.c_TKR);
   const int64_t grain = grain_of(task.k * task.row_bytes);
   at::parallel_for(0, task.tokens, grain, [&](int64_t begin, int64_t end) {
     for (int64_t choice = begin * task.k; choice < end * task.k; ++choice) {
@@ -27,14 +28,14 @@ void run_on_cpu(const PickChosen& task) {
       TORCH_CHECK_INDEX(0 <= expert && expert < task.num_experts, "expert ", expert, " is none of ",
                         task.num_experts, " experts");
       const int64_t group = choice / task.k * task.num_experts + expert;
-      std::memcpy(c_chosen + choice * task.row_bytes, c + group * task.row_bytes, task.row_bytes);
+      std::memcpy(c_TKR + choice * task.row_bytes, c + group * task.row_bytes, task.row_bytes);
     }
   });
 }
 
 void run_on_cpu(const ScoreTokens& task) {
   run_on_cpu(GroupNorms{.type = task.type,
-                        .c = task.c,
+                        .c_TER = task.c_TER,
                         .norms = task.norms,
                         .tokens = task.tokens,
                         .num_experts = task.num_experts,
@@ -47,10 +48,10 @@ void run_on_cpu(const ScoreTokens& task) {
                         .tokens = task.tokens,
                         .num_experts = task.num_experts,
                         .k = task.k});
-  if (!task.c_chosen) return;
-  run_on_cpu(PickChosen{.c = task.c,
+  if (!task.c_TKR) return;
+  run_on_cpu(PickChosen{.c_TER = task.c_TER,
                         .experts = task.experts,
-                        .c_chosen = task.c_chosen,
+                        .c_TKR = task.c_TKR,
                         .tokens = task.tokens,
                         .num_experts = task.num_experts,
                         .k = task.k,

@@ -4,10 +4,6 @@
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
 #include <algorithm>
 #include <cstdint>
 
@@ -40,18 +36,6 @@ inline int64_t bytes_of(ScalarType type) {
       return 2;
   }
   return 0;
-}
-
-// The operating system has just allocated a large output, and each of its pages causes a page fault
-// when it is first written. With pages of 2 MiB instead of 4 KiB, a permute takes half the time.
-inline void advise_huge_pages(void* output, int64_t bytes) {
-#ifdef MADV_HUGEPAGE
-  constexpr int64_t kHuge = 2 << 20, kWorthwhile = 8 << 20;
-  if (bytes < kWorthwhile) return;
-  const auto first = (reinterpret_cast<uintptr_t>(output) + kHuge - 1) & ~uintptr_t{kHuge - 1};
-  const auto end = (reinterpret_cast<uintptr_t>(output) + bytes) & ~uintptr_t{kHuge - 1};
-  madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);  // a refusal is harmless
-#endif
 }
 
 }  // namespace moe_parallel

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "capability.h"
+#include "large_output.h"
 #include "parts.h"
 
 namespace moe_parallel {
@@ -60,9 +61,11 @@ void run_on_cpu(const Permute& task) {
     return;
   }
   const InverseMap map = invert(task);
+  Permute by_token = task;
+  by_token.past_caches = stores_past_caches(task.y, task.rows, task.row_bytes);
   at::parallel_for(0, task.tokens, grain_of(task.choices * task.row_bytes),
                    [&](int64_t begin, int64_t end) {
-                     kernels().permute(task, map.row_of_slot.data(), begin, end);
+                     kernels().permute(by_token, map.row_of_slot.data(), begin, end);
                    });
   for (const int64_t row : map.other_rows) copy_to(row, task);
 }

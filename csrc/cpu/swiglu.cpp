@@ -1,6 +1,7 @@
 #include "../swiglu.h"
 
 #include "capability.h"
+#include "large_output.h"
 #include "parts.h"
 
 namespace moe_parallel {

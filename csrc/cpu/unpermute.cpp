@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "capability.h"
+#include "large_output.h"
 #include "parts.h"
 
 namespace moe_parallel {
@@ -20,16 +21,21 @@ void check_rows(const Task& task) {
 
 }  // namespace
 
-void run_on_cpu(const Unpermute& task) {
+void run_on_cpu(const Unpermute& given) {
+  Unpermute task = given;
   check_rows(task);
-  advise_huge_pages(task.out, task.tokens * task.width * bytes_of(task.type));
+  const int64_t row_bytes = task.width * bytes_of(task.type);
+  advise_huge_pages(task.out, task.tokens * row_bytes);
+  task.past_caches = stores_past_caches(task.out, task.tokens, row_bytes);
   in_parts(task.tokens, task.choices * task.width, kernels().unpermute, task);
 }
 
-void run_on_cpu(const UnpermuteBackward& task) {
+void run_on_cpu(const UnpermuteBackward& given) {
+  UnpermuteBackward task = given;
   check_rows(task);
   const int64_t row_bytes = task.width * bytes_of(task.type);
   advise_huge_pages(task.dy, task.num_rows * row_bytes);
+  task.past_caches = stores_past_caches(task.dy, task.num_rows, row_bytes);
   in_parts(task.tokens, task.choices * task.width, kernels().unpermute_backward, task);
   at::parallel_for(0, task.num_rows, grain_of(task.width), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {

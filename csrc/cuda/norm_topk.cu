@@ -26,7 +26,7 @@ template <class Scalar, int kSize>
 __device__ inline void write_norms(const ScoreTokens& task, int64_t token, int thread, int team,
                                    int lanes) {
   using Sum = sum_t<Scalar>;
-  const auto* c = static_cast<const Scalar*>(task.c) + token * task.num_experts * task.rank;
+  const auto* c = static_cast<const Scalar*>(task.c_TER) + token * task.num_experts * task.rank;
   auto* norms = static_cast<Sum*>(task.norms) + token * task.num_experts;
   const int experts_of_warp = kWarp / lanes;
   for (int64_t first = thread / kWarp * experts_of_warp; first < task.num_experts;
@@ -56,6 +56,17 @@ __device__ inline void add_squares(const ScoreTokens& task, int64_t token, int t
     for (int64_t i = 0; i < task.squares_per_norm; ++i) sum += squares[i];
     norms[expert] = sqrt(sum);
   }
+}
+
+// Whether p comes before q in descending order. The order is total: NaN counts as the largest, as
+// in torch.sort, and in a tie the lower index comes first.
+template <class Norm>
+__device__ inline bool ranks_before(Norm p, int64_t p_index, Norm q, int64_t q_index) {
+  const bool p_is_nan = p != p;
+  const bool q_is_nan = q != q;
+  if (p_is_nan != q_is_nan) return p_is_nan;
+  if (!p_is_nan && p != q) return p > q;
+  return p_index < q_index;
 }
 
 template <class Norm>
@@ -114,12 +125,12 @@ __device__ inline void write_choices(const ScoreTokens& task, int64_t token) {
 
 template <class Scalar, int kSize>
 __device__ inline void pick_chosen(const ScoreTokens& task, int64_t token, int thread, int team) {
-  const auto* c = static_cast<const Scalar*>(task.c) + token * task.num_experts * task.rank;
-  auto* c_chosen = static_cast<Scalar*>(task.c_chosen) + token * task.k * task.rank;
+  const auto* c = static_cast<const Scalar*>(task.c_TER) + token * task.num_experts * task.rank;
+  auto* c_TKR = static_cast<Scalar*>(task.c_TKR) + token * task.k * task.rank;
   const int64_t vectors = task.rank / kSize;
   for (int64_t i = thread; i < task.k * vectors; i += team) {
     const int64_t expert = task.experts[token * task.k + i / vectors];
-    store(load<Scalar, kSize>(c + expert * task.rank, i % vectors), c_chosen, i);
+    store(load<Scalar, kSize>(c + expert * task.rank, i % vectors), c_TKR, i);
   }
 }
 
@@ -136,13 +147,13 @@ __global__ void score_tokens(ScoreTokens task, int lanes) {
     }
     wait_for_team<kWarps>();
     if (thread < kWarp) write_choices<sum_t<Scalar>>(task, token);
-    if (!task.c_chosen) continue;
+    if (!task.c_TKR) continue;
     wait_for_team<kWarps>();
     pick_chosen<Scalar, kSize>(task, token, thread, kTeam);
   }
 }
 
-// The row of dc_chosen that belongs to a group, or -1.
+// The row of dc_TKR that belongs to a group, or -1.
 __device__ inline int64_t chosen_row(const NormGradient& task, int64_t group) {
   const int64_t token = group / task.num_experts, expert = group % task.num_experts;
   int64_t row = -1;
@@ -157,19 +168,19 @@ __device__ inline int64_t chosen_row(const NormGradient& task, int64_t group) {
 template <class Scalar, int kSize>
 __global__ void norm_gradient(NormGradient task, int lanes) {
   using Sum = sum_t<Scalar>;
-  const auto* c = static_cast<const Scalar*>(task.c);
-  const auto* dc_chosen = static_cast<const Scalar*>(task.dc_chosen);
-  auto* dc = static_cast<Scalar*>(task.dc);
+  const auto* c = static_cast<const Scalar*>(task.c_TER);
+  const auto* dc_TKR = static_cast<const Scalar*>(task.dc_TKR);
+  auto* dc = static_cast<Scalar*>(task.dc_TER);
   const int64_t groups = task.tokens * task.num_experts;
   const int64_t stride = num_threads() / lanes;
   for (int64_t group = first_thread() / lanes; group < groups; group += stride) {
     const Sum factor = static_cast<const Sum*>(task.factors)[group];
-    const int64_t row = dc_chosen ? chosen_row(task, group) : -1;
+    const int64_t row = dc_TKR ? chosen_row(task, group) : -1;
 #pragma unroll 2
     for (int64_t i = lane_index() % lanes; i < task.rank / kSize; i += lanes) {
       Sum sums[kSize] = {};
       add_scaled(load<Scalar, kSize>(c + group * task.rank, i), factor, sums);
-      if (row >= 0) add_scaled(load<Scalar, kSize>(dc_chosen + row * task.rank, i), Sum{1}, sums);
+      if (row >= 0) add_scaled(load<Scalar, kSize>(dc_TKR + row * task.rank, i), Sum{1}, sums);
       store(round_to<Scalar>(sums), dc + group * task.rank, i);
     }
   }
@@ -179,7 +190,7 @@ __global__ void norm_gradient(NormGradient task, int lanes) {
 
 void run_on_cuda(const ScoreTokens& task, cudaStream_t stream) {
   if (task.tokens == 0) return;
-  with_vectors(task.type, {task.c, task.c_chosen}, {task.rank}, [&](auto scalar, auto size) {
+  with_vectors(task.type, {task.c_TER, task.c_TKR}, {task.rank}, [&](auto scalar, auto size) {
     using Scalar = decltype(scalar);
     const int lanes = lanes_for(task.rank / size());
     if (task.squares || task.num_experts * task.row_bytes <= kBytesOfWarp) {
@@ -195,7 +206,7 @@ void run_on_cuda(const ScoreTokens& task, cudaStream_t stream) {
 void run_on_cuda(const NormGradient& task, cudaStream_t stream) {
   const int64_t groups = task.tokens * task.num_experts;
   if (groups == 0 || task.rank == 0) return;
-  with_vectors(task.type, {task.c, task.dc_chosen, task.dc}, {task.rank},
+  with_vectors(task.type, {task.c_TER, task.dc_TKR, task.dc_TER}, {task.rank},
                [&](auto scalar, auto size) {
                  const int lanes = lanes_for(task.rank / size());
                  launch_kernel(norm_gradient<decltype(scalar), size()>,

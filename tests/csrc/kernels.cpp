@@ -2,6 +2,7 @@
 // under an emulator (tools/check_aarch64.sh). Every number is a small multiple of 1/4, so that sums
 // and products are exact in all types. Results with a root or an exponential are compared with a
 // tolerance.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -15,6 +16,7 @@ namespace {
 using namespace moe_parallel;
 
 constexpr int64_t kTokens = 5, kChoices = 3, kRows = kTokens * kChoices, kWidth = 531;
+constexpr int64_t kWholeLines = 544;  // numbers of any type that fill cache lines
 int failures = 0;
 
 uint32_t bits_of(float value) {
@@ -32,17 +34,23 @@ float float_of(uint32_t bits) {
 struct Matrix {
   ScalarType type;
   int64_t width;
-  std::vector<char> bytes;
+  struct alignas(64) Line {
+    char bytes[64];
+  };
+  std::vector<Line> lines;
 
   Matrix(ScalarType type, int64_t rows, int64_t width)
-      : type(type), width(width), bytes(rows * width * size()) {}
+      : type(type), width(width), lines(rows * width * size() / 64 + 1) {}
+
+  const char* data() const { return lines.data()->bytes; }
+  char* data() { return lines.data()->bytes; }
 
   int64_t size() const {
     return type == ScalarType::kFloat64 ? 8 : type == ScalarType::kFloat32 ? 4 : 2;
   }
 
   double at(int64_t row, int64_t column) const {
-    const char* p = bytes.data() + (row * width + column) * size();
+    const char* p = data() + (row * width + column) * size();
     if (type == ScalarType::kFloat64) return *reinterpret_cast<const double*>(p);
     if (type == ScalarType::kFloat32) return *reinterpret_cast<const float*>(p);
     const uint32_t bits = *reinterpret_cast<const uint16_t*>(p);
@@ -53,7 +61,7 @@ struct Matrix {
   }
 
   void set(int64_t row, int64_t column, double value) {
-    char* p = bytes.data() + (row * width + column) * size();
+    char* p = data() + (row * width + column) * size();
     const uint32_t bits = bits_of(static_cast<float>(value));
     if (type == ScalarType::kFloat64) {
       *reinterpret_cast<double*>(p) = value;
@@ -106,55 +114,58 @@ std::vector<int64_t> rows_of_slots() {
   return rows;
 }
 
-void check_permute(ScalarType type) {
+void check_permute(ScalarType type, int64_t width, bool past_caches) {
   const auto map = slots(), rows = rows_of_slots();
-  const Matrix x = quarters(type, kTokens, kWidth, 0);
-  Matrix y(type, kRows, kWidth);
-  kernels().permute({.x = x.bytes.data(),
+  const Matrix x = quarters(type, kTokens, width, 0);
+  Matrix y(type, kRows, width);
+  kernels().permute({.x = x.data(),
                      .slots = map.data(),
-                     .y = y.bytes.data(),
+                     .y = y.data(),
                      .tokens = kTokens,
                      .choices = kChoices,
                      .rows = kRows,
-                     .row_bytes = kWidth * x.size()},
+                     .row_bytes = width * x.size(),
+                     .past_caches = past_caches},
                     rows.data(), 0, kTokens);
   for (int64_t n = 0; n < kRows; ++n) {
-    for (int64_t i = 0; i < kWidth; ++i) {
+    for (int64_t i = 0; i < width; ++i) {
       expect("permute", type, y.at(n, i), x.at(map[n] / kChoices, i));
     }
   }
 }
 
-void check_unpermute(ScalarType type) {
+void check_unpermute(ScalarType type, int64_t width, bool past_caches) {
   const auto map = slots(), rows = rows_of_slots();
-  const Matrix y = quarters(type, kRows, kWidth, 1), dout = quarters(type, kTokens, kWidth, 2);
+  const Matrix y = quarters(type, kRows, width, 1), dout = quarters(type, kTokens, width, 2);
   const Matrix probs = quarters(sums_of(type), kTokens, kChoices, 3);
-  Matrix out(type, kTokens, kWidth), dy(type, kRows, kWidth), dprobs(probs);
+  Matrix out(type, kTokens, width), dy(type, kRows, width), dprobs(probs);
   kernels().unpermute({.type = type,
-                       .y = y.bytes.data(),
+                       .y = y.data(),
                        .rows = rows.data(),
-                       .probs = probs.bytes.data(),
-                       .out = out.bytes.data(),
+                       .probs = probs.data(),
+                       .out = out.data(),
                        .tokens = kTokens,
                        .choices = kChoices,
                        .num_rows = kRows,
-                       .width = kWidth},
+                       .width = width,
+                       .past_caches = past_caches},
                       0, kTokens);
   kernels().unpermute_backward({.type = type,
-                                .dout = dout.bytes.data(),
-                                .y = y.bytes.data(),
+                                .dout = dout.data(),
+                                .y = y.data(),
                                 .slots = map.data(),
                                 .rows = rows.data(),
-                                .probs = probs.bytes.data(),
-                                .dy = dy.bytes.data(),
-                                .dprobs = dprobs.bytes.data(),
+                                .probs = probs.data(),
+                                .dy = dy.data(),
+                                .dprobs = dprobs.data(),
                                 .tokens = kTokens,
                                 .choices = kChoices,
                                 .num_rows = kRows,
-                                .width = kWidth},
+                                .width = width,
+                                .past_caches = past_caches},
                                0, kTokens);
   for (int64_t t = 0; t < kTokens; ++t) {
-    for (int64_t i = 0; i < kWidth; ++i) {
+    for (int64_t i = 0; i < width; ++i) {
       double sum = 0;
       for (int64_t k = 0; k < kChoices; ++k) {
         const int64_t row = rows[t * kChoices + k];
@@ -165,7 +176,7 @@ void check_unpermute(ScalarType type) {
     }
     for (int64_t k = 0; k < kChoices; ++k) {
       double product = 0;
-      for (int64_t i = 0; i < kWidth; ++i) {
+      for (int64_t i = 0; i < width; ++i) {
         product += dout.at(t, i) * y.at(rows[t * kChoices + k], i);
       }
       expect("dprobs", type, dprobs.at(t, k), product);
@@ -178,24 +189,24 @@ void check_swiglu(ScalarType type) {
   const Matrix dh = quarters(type, 1, kWidth, 6), p = quarters(sums_of(type), 1, 1, 2);
   Matrix h(gate), again(gate), dgate(gate), dup(gate), dp(p);
   kernels().swiglu({.type = type,
-                    .gate = gate.bytes.data(),
-                    .up = up.bytes.data(),
-                    .probs = p.bytes.data(),
-                    .h = h.bytes.data(),
+                    .gate = gate.data(),
+                    .up = up.data(),
+                    .probs = p.data(),
+                    .h = h.data(),
                     .rows = 1,
                     .width = kWidth,
                     .gate_stride = kWidth,
                     .up_stride = kWidth},
                    0, 1);
   kernels().swiglu_backward({.type = type,
-                             .dh = dh.bytes.data(),
-                             .gate = gate.bytes.data(),
-                             .up = up.bytes.data(),
-                             .probs = p.bytes.data(),
-                             .dgate = dgate.bytes.data(),
-                             .dup = dup.bytes.data(),
-                             .dprobs = dp.bytes.data(),
-                             .h = again.bytes.data(),
+                             .dh = dh.data(),
+                             .gate = gate.data(),
+                             .up = up.data(),
+                             .probs = p.data(),
+                             .dgate = dgate.data(),
+                             .dup = dup.data(),
+                             .dprobs = dp.data(),
+                             .h = again.data(),
                              .rows = 1,
                              .width = kWidth,
                              .gate_stride = kWidth,
@@ -227,23 +238,23 @@ void check_merge(ScalarType type) {
   alignas(
       64) static char scratch[(kMerges + kExperts) * kMergeStride * 8 + kMerges * kExperts * 64];
   kernels().expert_merge({.type = type,
-                          .weights = weights.bytes.data(),
-                          .w = w.bytes.data(),
-                          .merged = merged.bytes.data(),
+                          .weights = weights.data(),
+                          .w = w.data(),
+                          .merged = merged.data(),
                           .merges = kMerges,
                           .num_experts = kExperts,
                           .size = kWidth},
                          0, kWidth, scratch);
   kernels().expert_merge_backward({.type = type,
-                                   .dmerged = dmerged.bytes.data(),
-                                   .weights = weights.bytes.data(),
-                                   .w = w.bytes.data(),
-                                   .dweights = dweights.bytes.data(),
-                                   .dw = dw.bytes.data(),
+                                   .dmerged = dmerged.data(),
+                                   .weights = weights.data(),
+                                   .w = w.data(),
+                                   .dweights = dweights.data(),
+                                   .dw = dw.data(),
                                    .merges = kMerges,
                                    .num_experts = kExperts,
                                    .size = kWidth},
-                                  0, kWidth, scratch, dweights.bytes.data());
+                                  0, kWidth, scratch, dweights.data());
   for (int64_t i = 0; i < kWidth; ++i) {
     for (int64_t m = 0; m < kMerges; ++m) {
       double sum = 0;
@@ -265,23 +276,152 @@ void check_merge(ScalarType type) {
   }
 }
 
+void check_rms_norm(ScalarType type) {
+  constexpr double kEps = 0.25;
+  const Matrix x = quarters(type, kTokens, kWidth, 2), dy = quarters(type, kTokens, kWidth, 3);
+  const Matrix weight = quarters(sums_of(type), 1, kWidth, 4);
+  Matrix y(x), dx(x), dweight(weight), r(sums_of(type), kTokens, 1);
+  kernels().rms_norm({.type = type,
+                      .x = x.data(),
+                      .weight = weight.data(),
+                      .y = y.data(),
+                      .r = r.data(),
+                      .rows = kTokens,
+                      .width = kWidth,
+                      .eps = kEps},
+                     0, kTokens);
+  kernels().rms_norm_backward({.type = type,
+                               .dy = dy.data(),
+                               .x = x.data(),
+                               .weight = weight.data(),
+                               .r = r.data(),
+                               .dx = dx.data(),
+                               .dweights = dweight.data(),
+                               .rows = kTokens,
+                               .width = kWidth},
+                              0, 1);
+  const double rounding = rounding_of(type), of_sums = rounding_of(sums_of(type));
+  double roots[kTokens];
+  for (int64_t t = 0; t < kTokens; ++t) {
+    double squares = 0, product = 0;
+    for (int64_t i = 0; i < kWidth; ++i) squares += x.at(t, i) * x.at(t, i);
+    roots[t] = 1 / std::sqrt(squares / kWidth + kEps);
+    expect("r", type, r.at(t, 0), roots[t], of_sums);
+    for (int64_t i = 0; i < kWidth; ++i) {
+      product += dy.at(t, i) * weight.at(0, i) * x.at(t, i) * roots[t];
+    }
+    for (int64_t i = 0; i < kWidth; ++i) {
+      const double z = x.at(t, i) * roots[t], g = dy.at(t, i) * weight.at(0, i);
+      expect("rms_norm", type, y.at(t, i), z * weight.at(0, i), rounding);
+      // 8 is larger than all gradients: what cancels is compared with what it came from.
+      expect("dx", type, dx.at(t, i) + 8, roots[t] * (g - z * product / kWidth) + 8, rounding);
+    }
+  }
+  for (int64_t i = 0; i < kWidth; ++i) {
+    double sum = 0;
+    for (int64_t t = 0; t < kTokens; ++t) sum += dy.at(t, i) * x.at(t, i) * roots[t];
+    expect("dweight", type, dweight.at(0, i) + 8, sum + 8, of_sums);
+  }
+}
+
+// Three queries that see all of a first block of keys, and of a second one 1, 2 and 3.
+void check_attention(ScalarType type) {
+  constexpr int64_t kQueries = 3, kKeys = 32, kHead = 5;
+  const auto sums = sums_of(type);
+  Matrix weights(type, kQueries, kKeys), largest(sums, kQueries, 1), total(largest),
+      sum = quarters(sums, kQueries, kHead, 1), logsumexp(largest), out(type, kQueries, kHead);
+  const Matrix given(sum),
+      blocks[] = {quarters(sums, kQueries, kKeys, 2), quarters(sums, kQueries, kKeys, 4)};
+  for (int64_t block = 0; block < 2; ++block) {
+    kernels().attention_weights({.type = type,
+                                 .scores = blocks[block].data(),
+                                 .weights = weights.data(),
+                                 .largest = largest.data(),
+                                 .total = total.data(),
+                                 .out = sum.data(),
+                                 .stride = kKeys,
+                                 .keys = kKeys,
+                                 .width = kHead,
+                                 .seen = block == 0 ? kKeys : 1,
+                                 .scale = 2,
+                                 .is_first = block == 0},
+                                0, kQueries);
+  }
+  kernels().attention_output({.type = type,
+                              .largest = largest.data(),
+                              .total = total.data(),
+                              .sum = sum.data(),
+                              .out = out.data(),
+                              .logsumexp = logsumexp.data(),
+                              .width = kHead,
+                              .out_stride = kHead},
+                             0, kQueries);
+  for (int64_t q = 0; q < kQueries; ++q) {
+    double first = -INFINITY, most = -INFINITY, all = 0;
+    for (int64_t k = 0; k < kKeys; ++k) first = std::max(first, 2 * blocks[0].at(q, k));
+    for (int64_t k = 0; k <= q; ++k) most = std::max(most, 2 * blocks[1].at(q, k));
+    most = std::max(first, most);
+    for (int64_t k = 0; k < kKeys; ++k) {
+      const double weight = k <= q ? std::exp(2 * blocks[1].at(q, k) - most) : 0;
+      expect("weight", type, weights.at(q, k), weight, rounding_of(type));
+      all += weight + std::exp(2 * blocks[0].at(q, k) - most);
+    }
+    expect("logsumexp", type, logsumexp.at(q, 0), most + std::log(all), rounding_of(sums));
+    for (int64_t i = 0; i < kHead; ++i) {
+      expect("out", type, out.at(q, i), given.at(q, i) * std::exp(first - most) / all,
+             rounding_of(type));
+    }
+  }
+}
+
+// Two keys, of which the first 3 and 4 queries see nothing.
+void check_attention_gradient(ScalarType type) {
+  constexpr int64_t kQueries = 32;
+  const auto sums = sums_of(type);
+  const Matrix scores = quarters(sums, 2, kQueries, 1), dweights = quarters(sums, 2, kQueries, 2),
+               logsumexp = quarters(sums, 1, kQueries, 3), dots = quarters(sums, 1, kQueries, 4);
+  Matrix weights(type, 2, kQueries), dscores(weights), pairs(type, 1, 2 * kQueries);
+  kernels().attention_score_gradient({.type = type,
+                                      .scores = scores.data(),
+                                      .dweights = dweights.data(),
+                                      .logsumexp = logsumexp.data(),
+                                      .dots = dots.data(),
+                                      .weights = weights.data(),
+                                      .dscores = dscores.data(),
+                                      .dscore_pairs = pairs.data(),
+                                      .stride = kQueries,
+                                      .queries = kQueries,
+                                      .unseeing = 3,
+                                      .scale = 2},
+                                     0, 1);
+  for (int64_t k = 0; k < 2; ++k) {
+    for (int64_t q = 0; q < kQueries; ++q) {
+      const double weight = q < 3 + k ? 0 : std::exp(2 * scores.at(k, q) - logsumexp.at(0, q));
+      const double dscore = weight * (dweights.at(k, q) - dots.at(0, q));
+      expect("weight of backward", type, weights.at(k, q), weight, rounding_of(type));
+      expect("dscore", type, dscores.at(k, q), dscore, rounding_of(type));
+      if (pairs.size() == 2) expect("pair", type, pairs.at(0, 2 * q + k), dscores.at(k, q));
+    }
+  }
+}
+
 void check_norms(ScalarType type) {
   const Matrix c = quarters(type, kTokens, kWidth, 1);
   Matrix norms(sums_of(type), kTokens, 1), dc(c);
   kernels().group_norms({.type = type,
-                         .c = c.bytes.data(),
-                         .norms = norms.bytes.data(),
+                         .c_TER = c.data(),
+                         .norms = norms.data(),
                          .tokens = kTokens,
                          .num_experts = 1,
                          .rank = kWidth},
                         0, kTokens);
   const Matrix factors = quarters(sums_of(type), kTokens, 1, 5);
   kernels().norm_gradient({.type = type,
-                           .c = c.bytes.data(),
-                           .factors = factors.bytes.data(),
+                           .c_TER = c.data(),
+                           .factors = factors.data(),
                            .experts = nullptr,
-                           .dc_chosen = nullptr,
-                           .dc = dc.bytes.data(),
+                           .dc_TKR = nullptr,
+                           .dc_TER = dc.data(),
                            .tokens = kTokens,
                            .num_experts = 1,
                            .rank = kWidth,
@@ -317,10 +457,15 @@ void check_topk() {
 int main() {
   for (const auto type :
        {ScalarType::kFloat32, ScalarType::kFloat64, ScalarType::kBFloat16, ScalarType::kFloat16}) {
-    check_permute(type);
-    check_unpermute(type);
+    check_permute(type, kWidth, false);
+    check_permute(type, kWholeLines, true);
+    check_unpermute(type, kWidth, false);
+    check_unpermute(type, kWholeLines, true);
     check_swiglu(type);
     check_merge(type);
+    check_rms_norm(type);
+    check_attention(type);
+    check_attention_gradient(type);
     check_norms(type);
   }
   check_topk();

@@ -116,7 +116,7 @@ SharedAddress shared_address(const void* pointer) {
 
 void copy_async(SharedAddress to, const void* from, bool is_there) {
   if (reinterpret_cast<uintptr_t>(from) % 16 != 0) {
-    std::fputs("cuda_host: cp.async from an address that is no multiple of 16\n", stderr);
+    std::fputs("cuda_host: cp.async from an address that is not a multiple of 16\n", stderr);
     std::abort();
   }
   // An invalid address ends the process, even if nothing is copied from it.

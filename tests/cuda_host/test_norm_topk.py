@@ -14,11 +14,11 @@ FLOAT64 = 1  # ScalarType in csrc/scalar_type.h
 
 ScoreTokens = structure(
     type=c_int,
-    c=c_void_p,
+    c_TER=c_void_p,
     bias=c_void_p,
     norms=c_void_p,
     experts=c_void_p,
-    c_chosen=c_void_p,
+    c_TKR=c_void_p,
     tokens=c_int64,
     num_experts=c_int64,
     rank=c_int64,
@@ -40,14 +40,14 @@ def test_equals_sorting(kernels, tokens, num_experts, rank, k, has_bias):
     c[:, num_experts // 2] = c[:, 0]  # equal norms are ranked by index
     bias[num_experts // 2] = bias[0]
     norms, experts = np.zeros((tokens, num_experts)), np.full((tokens, k), -7)
-    c_chosen = np.zeros((tokens, k, rank))
+    c_TKR = np.zeros((tokens, k, rank))
     task = ScoreTokens(
         type=FLOAT64,
-        c=c.ctypes.data,
+        c_TER=c.ctypes.data,
         bias=bias.ctypes.data if has_bias else None,
         norms=norms.ctypes.data,
         experts=experts.ctypes.data,
-        c_chosen=c_chosen.ctypes.data,
+        c_TKR=c_TKR.ctypes.data,
         tokens=tokens,
         num_experts=num_experts,
         rank=rank,
@@ -59,4 +59,4 @@ def test_equals_sorting(kernels, tokens, num_experts, rank, k, has_bias):
     ranks = norms + (bias if has_bias else 0)
     wanted = np.argsort(-ranks, axis=1, kind="stable")[:, :k]
     np.testing.assert_array_equal(experts, wanted)
-    np.testing.assert_array_equal(c_chosen, np.take_along_axis(c, wanted[:, :, None], axis=1))
+    np.testing.assert_array_equal(c_TKR, np.take_along_axis(c, wanted[:, :, None], axis=1))

@@ -11,7 +11,7 @@ inline void group_norms(const GroupNorms& task, int64_t begin, int64_t end) {
     using Scalar = decltype(scalar);
     using Sum = sum_t<Scalar>;
     for (int64_t group = begin; group < end; ++group) {
-      const auto* row = static_cast<const Scalar*>(task.c) + group * task.rank;
+      const auto* row = static_cast<const Scalar*>(task.c_TER) + group * task.rank;
       Vector<Sum> squares = {};
       for_columns<Sum>(task.rank, [&](int64_t i, auto lanes) {
         const Vector<Sum> v = lanes.load(row + i);
@@ -22,7 +22,7 @@ inline void group_norms(const GroupNorms& task, int64_t begin, int64_t end) {
   });
 }
 
-// An integer with the same order as ranks_before(): NaN is the largest, and -0 equals 0.
+// An integer in the order of the norms: NaN is the largest, as in torch.sort, and -0 equals 0.
 inline int32_t order_of(float norm) {
   const auto bits = bits_as<int32_t>(norm + 0.0f);
   return norm != norm ? INT32_MAX : bits < 0 ? bits ^ INT32_MAX : bits;
@@ -59,17 +59,17 @@ inline void select_topk(const SelectTopK& task, int64_t begin, int64_t end) {
   }
 }
 
-// The row of dc_chosen for expert e of the token, or null.
+// The row of dc_TKR for expert e of the token, or null.
 template <class Scalar>
 inline const Scalar* gradient_of_chosen(const NormGradient& task, int64_t token, int64_t e) {
-  const Scalar* dc_chosen = nullptr;
-  for (int64_t j = 0; task.dc_chosen && j < task.k; ++j) {
+  const Scalar* dc_TKR = nullptr;
+  for (int64_t j = 0; task.dc_TKR && j < task.k; ++j) {
     const int64_t choice = token * task.k + j;
     if (task.experts[choice] == e) {
-      dc_chosen = static_cast<const Scalar*>(task.dc_chosen) + choice * task.rank;
+      dc_TKR = static_cast<const Scalar*>(task.dc_TKR) + choice * task.rank;
     }
   }
-  return dc_chosen;
+  return dc_TKR;
 }
 
 inline void norm_gradient(const NormGradient& task, int64_t begin, int64_t end) {
@@ -77,14 +77,14 @@ inline void norm_gradient(const NormGradient& task, int64_t begin, int64_t end) 
     using Scalar = decltype(scalar);
     using Sum = sum_t<Scalar>;
     for (int64_t group = begin * task.num_experts; group < end * task.num_experts; ++group) {
-      const auto* c = static_cast<const Scalar*>(task.c) + group * task.rank;
-      auto* dc = static_cast<Scalar*>(task.dc) + group * task.rank;
+      const auto* c = static_cast<const Scalar*>(task.c_TER) + group * task.rank;
+      auto* dc = static_cast<Scalar*>(task.dc_TER) + group * task.rank;
       const Sum factor = static_cast<const Sum*>(task.factors)[group];
-      const auto* dc_chosen =
+      const auto* dc_TKR =
           gradient_of_chosen<Scalar>(task, group / task.num_experts, group % task.num_experts);
       for_columns<Sum>(task.rank, [&](int64_t i, auto lanes) {
         Vector<Sum> sum = factor * lanes.load(c + i);
-        if (dc_chosen) sum += lanes.load(dc_chosen + i);
+        if (dc_TKR) sum += lanes.load(dc_TKR + i);
         lanes.store(dc + i, sum);
       });
     }

@@ -13,23 +13,31 @@ struct Target {
 };
 
 // Copies one row to `kTargets` other rows. It is read once, however many targets there are.
-template <int kTargets>
+template <int kTargets, bool kPastCaches>
 inline void copy_row(const char* source, const Target* targets, int64_t bytes) {
   constexpr int64_t kLine = 64;
   int64_t i = 0;
   for (; i + kLine <= bytes; i += kLine) {
-    for (int t = 0; t < kTargets; ++t) __builtin_prefetch(targets[t].ahead + i, /*to write=*/1);
+    if constexpr (!kPastCaches) {
+      for (int t = 0; t < kTargets; ++t) __builtin_prefetch(targets[t].ahead + i, /*to write=*/1);
+    }
     for (int64_t j = i; j < i + kLine; j += kVectorBytes) {
       const auto block = read<Vector<uint8_t>>(source + j);
-      for (int t = 0; t < kTargets; ++t) write(targets[t].row + j, block);
+      for (int t = 0; t < kTargets; ++t) {
+        if constexpr (kPastCaches) {
+          stream(targets[t].row + j, block);
+        } else {
+          write(targets[t].row + j, block);
+        }
+      }
     }
   }
   for (int t = 0; t < kTargets; ++t) std::memcpy(targets[t].row + i, source + i, bytes - i);
 }
 
-// Copies the tokens begin..end to the rows of their slots. row_of_slot is negative for a slot
-// without a row.
-inline void permute(const Permute& task, const int64_t* row_of_slot, int64_t begin, int64_t end) {
+template <bool kPastCaches>
+inline void copy_tokens(const Permute& task, const int64_t* row_of_slot, int64_t begin,
+                        int64_t end) {
   constexpr int kTargetsMax = 4;
   const auto* x = static_cast<const char*>(task.x);
   auto* y = static_cast<char*>(task.y);
@@ -43,14 +51,22 @@ inline void permute(const Permute& task, const int64_t* row_of_slot, int64_t beg
       if (row < 0) continue;
       targets[count++] = {y + row * task.row_bytes, y + (next < 0 ? row : next) * task.row_bytes};
       if (count == kTargetsMax) {
-        copy_row<kTargetsMax>(source, targets, task.row_bytes);
+        copy_row<kTargetsMax, kPastCaches>(source, targets, task.row_bytes);
         count = 0;
       }
     }
-    if (count == 3) copy_row<3>(source, targets, task.row_bytes);
-    if (count == 2) copy_row<2>(source, targets, task.row_bytes);
-    if (count == 1) copy_row<1>(source, targets, task.row_bytes);
+    if (count == 3) copy_row<3, kPastCaches>(source, targets, task.row_bytes);
+    if (count == 2) copy_row<2, kPastCaches>(source, targets, task.row_bytes);
+    if (count == 1) copy_row<1, kPastCaches>(source, targets, task.row_bytes);
   }
+}
+
+// Copies the tokens begin..end to the rows of their slots. row_of_slot is negative for a slot
+// without a row.
+inline void permute(const Permute& task, const int64_t* row_of_slot, int64_t begin, int64_t end) {
+  if (!task.past_caches) return copy_tokens<false>(task, row_of_slot, begin, end);
+  copy_tokens<true>(task, row_of_slot, begin, end);
+  end_stream();
 }
 
 }  // namespace moe_parallel::MOE_PARALLEL_CAPABILITY

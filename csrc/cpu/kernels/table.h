@@ -5,9 +5,11 @@
 #pragma once
 
 #include "../capability.h"
+#include "attention.h"
 #include "expert_merge.h"
 #include "norm_topk.h"
 #include "permute.h"
+#include "rms_norm.h"
 #include "swiglu.h"
 #include "unpermute.h"
 
@@ -19,6 +21,13 @@ extern const Kernels kKernels = {
     .unpermute_backward = unpermute_backward,
     .swiglu = swiglu,
     .swiglu_backward = swiglu_backward,
+    .rms_norm = rms_norm,
+    .rms_norm_backward = rms_norm_backward,
+    .attention_weights = attention_weights,
+    .attention_output = attention_output,
+    .attention_rows = attention_rows,
+    .attention_dots = attention_dots,
+    .attention_score_gradient = attention_score_gradient,
     .group_norms = group_norms,
     .select_topk = select_topk,
     .norm_gradient = norm_gradient,

@@ -5,56 +5,111 @@
 
 namespace moe_parallel::MOE_PARALLEL_CAPABILITY {
 
-// The row of the next token's choice with the same index. It is negative if there is none.
-template <class Task>
+// The row of a later token's choice with the same index. It is negative if there is none. Without
+// stores that first read their lines, the reads get through sooner, and are asked for two tokens
+// ahead.
+template <class Lanes, class Task>
 inline int64_t next_row(const Task& task, int64_t choice) {
-  const int64_t next = choice + task.choices;
+  const int64_t next = choice + (Lanes::kPastCaches ? 2 : 1) * task.choices;
   return next < task.tokens * task.choices ? task.rows[next] : -1;
 }
 
-// Adds up the rows of one token in registers, kVectors vectors of columns at a time. The rows of
-// the next token can be anywhere, so they are prefetched.
+template <class Sum, class Task>
+inline Sum prob_of(const Task& task, int64_t choice) {
+  return task.probs ? static_cast<const Sum*>(task.probs)[choice] : Sum{1};
+}
+
+// Adds up the kRows rows of `choices`, which all exist. The rows of later tokens can be anywhere,
+// so they are prefetched.
+template <int kRows, class Scalar, class Lanes>
+inline void sum_few_rows(const Unpermute& task, int64_t token, const int64_t* choices) {
+  using Sum = sum_t<Scalar>;
+  const auto* y = static_cast<const Scalar*>(task.y);
+  auto* out = static_cast<Scalar*>(task.out) + token * task.width;
+  const Scalar* row[kRows];
+  const Scalar* ahead[kRows];
+  Sum prob[kRows];
+  for (int j = 0; j < kRows; ++j) {
+    const int64_t next = next_row<Lanes>(task, choices[j]);
+    row[j] = y + task.rows[choices[j]] * task.width;
+    ahead[j] = next < 0 ? row[j] : y + next * task.width;
+    prob[j] = prob_of<Sum>(task, choices[j]);
+  }
+  for_columns<Sum, Lanes>(task.width, [&](int64_t i, auto lanes) {
+    Vector<Sum> sum = {};
+    for (int j = 0; j < kRows; ++j) {
+      prefetch<1>(ahead[j] + i);
+      sum += prob[j] * lanes.load(row[j] + i);
+    }
+    lanes.store(out + i, sum);
+  });
+}
+
+// Adds up any number of rows of one token, kVectors vectors of columns at a time.
 template <int kVectors, class Scalar, class Lanes>
 inline void sum_rows(const Unpermute& task, int64_t token, int64_t column, Lanes lanes) {
   using Sum = sum_t<Scalar>;
   const auto* y = static_cast<const Scalar*>(task.y) + column;
-  const auto* probs = static_cast<const Sum*>(task.probs);
   auto* out = static_cast<Scalar*>(task.out) + token * task.width + column;
   Vector<Sum> sums[kVectors] = {};
-  prefetch<kVectors>(out + task.width);
+  if constexpr (!Lanes::kPastCaches) prefetch<kVectors>(out + task.width);
   for (int64_t k = 0; k < task.choices; ++k) {
     const int64_t choice = token * task.choices + k;
     const int64_t row = task.rows[choice];
     if (row < 0) continue;
-    const Sum prob = probs ? probs[choice] : Sum{1};
+    const Sum prob = prob_of<Sum>(task, choice);
     const Scalar* source = y + row * task.width;
-    const int64_t next = next_row(task, choice);
+    const int64_t next = next_row<Lanes>(task, choice);
     if (next >= 0) prefetch<kVectors>(y + next * task.width);
     for (int i = 0; i < kVectors; ++i) sums[i] += prob * lanes.load(source + i * kLanes<Sum>);
   }
   for (int i = 0; i < kVectors; ++i) lanes.store(out + i * kLanes<Sum>, sums[i]);
 }
 
+template <class Scalar, class Lanes>
+inline void sum_many_rows(const Unpermute& task, int64_t token) {
+  constexpr int64_t kLanesOfRow = kLanes<sum_t<Scalar>>;
+  constexpr int kVectors = 4;
+  int64_t i = 0;
+  for (; i + kVectors * kLanesOfRow <= task.width; i += kVectors * kLanesOfRow) {
+    sum_rows<kVectors, Scalar>(task, token, i, Lanes{});
+  }
+  for_columns<sum_t<Scalar>, Lanes>(task.width - i, [&](int64_t column, auto lanes) {
+    sum_rows<1, Scalar>(task, token, i + column, lanes);
+  });
+}
+
+// Few rows of a token are added up together. This was measured only for outputs that are stored
+// past the caches.
+template <class Scalar, class Lanes>
+inline void sum_token(const Unpermute& task, int64_t token) {
+  constexpr int64_t kFew = 4;
+  if (!Lanes::kPastCaches || task.choices > kFew) return sum_many_rows<Scalar, Lanes>(task, token);
+  int64_t choices[kFew];
+  int count = 0;
+  for (int64_t choice = token * task.choices; choice < (token + 1) * task.choices; ++choice) {
+    if (task.rows[choice] >= 0) choices[count++] = choice;
+  }
+  if (count == 0) sum_many_rows<Scalar, Lanes>(task, token);
+  if (count == 1) sum_few_rows<1, Scalar, Lanes>(task, token, choices);
+  if (count == 2) sum_few_rows<2, Scalar, Lanes>(task, token, choices);
+  if (count == 3) sum_few_rows<3, Scalar, Lanes>(task, token, choices);
+  if (count == 4) sum_few_rows<4, Scalar, Lanes>(task, token, choices);
+}
+
 inline void unpermute(const Unpermute& task, int64_t begin, int64_t end) {
   with_scalar(task.type, [&](auto scalar) {
-    using Scalar = decltype(scalar);
-    constexpr int64_t kLanesOfRow = kLanes<sum_t<Scalar>>;
-    constexpr int kVectors = 4;
-    for (int64_t token = begin; token < end; ++token) {
-      int64_t i = 0;
-      for (; i + kVectors * kLanesOfRow <= task.width; i += kVectors * kLanesOfRow) {
-        sum_rows<kVectors, Scalar>(task, token, i, AllLanes{});
+    with_stores(task.past_caches, [&](auto lanes) {
+      for (int64_t token = begin; token < end; ++token) {
+        sum_token<decltype(scalar), decltype(lanes)>(task, token);
       }
-      for_columns<sum_t<Scalar>>(task.width - i, [&](int64_t column, auto lanes) {
-        sum_rows<1, Scalar>(task, token, i + column, lanes);
-      });
-    }
+    });
   });
 }
 
 // Computes dy and dprobs for kRows rows of one token. The token's gradient is read once for all of
-// them. The rows of the next token are prefetched.
-template <int kRows, class Scalar>
+// them. The rows of a later token are prefetched.
+template <int kRows, class Scalar, class Lanes>
 inline void differentiate_rows(const UnpermuteBackward& task, int64_t token,
                                const int64_t* choices) {
   using Sum = sum_t<Scalar>;
@@ -65,18 +120,18 @@ inline void differentiate_rows(const UnpermuteBackward& task, int64_t token,
   Sum probs[kRows];
   for (int j = 0; j < kRows; ++j) {
     const int64_t first = task.rows[choices[j]] * task.width;
-    const int64_t next = next_row(task, choices[j]);
+    const int64_t next = next_row<Lanes>(task, choices[j]);
     to_next[j] = next < 0 ? 0 : next * task.width - first;
     y[j] = static_cast<const Scalar*>(task.y) + first;
     dy[j] = static_cast<Scalar*>(task.dy) + first;
     probs[j] = static_cast<const Sum*>(task.probs)[choices[j]];
   }
   Vector<Sum> products[kRows] = {};
-  for_columns<Sum>(task.width, [&](int64_t i, auto lanes) {
+  for_columns<Sum, Lanes>(task.width, [&](int64_t i, auto lanes) {
     const Vector<Sum> d = lanes.load(dout + i);
     for (int j = 0; j < kRows; ++j) {
       prefetch<1>(y[j] + to_next[j] + i);
-      prefetch<1>(dy[j] + to_next[j] + i);
+      if constexpr (!Lanes::kPastCaches) prefetch<1>(dy[j] + to_next[j] + i);
       products[j] += d * lanes.load(y[j] + i);
       lanes.store(dy[j] + i, probs[j] * d);
     }
@@ -85,29 +140,35 @@ inline void differentiate_rows(const UnpermuteBackward& task, int64_t token,
   for (int j = 0; j < kRows; ++j) dprobs[choices[j]] = sum_of_lanes<Sum>(products[j]);
 }
 
+template <class Scalar, class Lanes>
+inline void differentiate_tokens(const UnpermuteBackward& task, int64_t begin, int64_t end) {
+  constexpr int kRowsMax = 4;
+  auto* dprobs = static_cast<sum_t<Scalar>*>(task.dprobs);
+  for (int64_t token = begin; token < end; ++token) {
+    int64_t choices[kRowsMax];
+    int count = 0;
+    for (int64_t choice = token * task.choices; choice < (token + 1) * task.choices; ++choice) {
+      if (task.rows[choice] < 0) {
+        dprobs[choice] = 0;
+      } else {
+        choices[count++] = choice;
+      }
+      if (count == kRowsMax) {
+        differentiate_rows<kRowsMax, Scalar, Lanes>(task, token, choices);
+        count = 0;
+      }
+    }
+    if (count == 3) differentiate_rows<3, Scalar, Lanes>(task, token, choices);
+    if (count == 2) differentiate_rows<2, Scalar, Lanes>(task, token, choices);
+    if (count == 1) differentiate_rows<1, Scalar, Lanes>(task, token, choices);
+  }
+}
+
 inline void unpermute_backward(const UnpermuteBackward& task, int64_t begin, int64_t end) {
   with_scalar(task.type, [&](auto scalar) {
-    using Scalar = decltype(scalar);
-    constexpr int kRowsMax = 4;
-    auto* dprobs = static_cast<sum_t<Scalar>*>(task.dprobs);
-    for (int64_t token = begin; token < end; ++token) {
-      int64_t choices[kRowsMax];
-      int count = 0;
-      for (int64_t choice = token * task.choices; choice < (token + 1) * task.choices; ++choice) {
-        if (task.rows[choice] < 0) {
-          dprobs[choice] = 0;
-        } else {
-          choices[count++] = choice;
-        }
-        if (count == kRowsMax) {
-          differentiate_rows<kRowsMax, Scalar>(task, token, choices);
-          count = 0;
-        }
-      }
-      if (count == 3) differentiate_rows<3, Scalar>(task, token, choices);
-      if (count == 2) differentiate_rows<2, Scalar>(task, token, choices);
-      if (count == 1) differentiate_rows<1, Scalar>(task, token, choices);
-    }
+    with_stores(task.past_caches, [&](auto lanes) {
+      differentiate_tokens<decltype(scalar), decltype(lanes)>(task, begin, end);
+    });
   });
 }
 

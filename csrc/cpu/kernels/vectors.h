@@ -78,10 +78,42 @@ inline Vector<Sum> broadcast(Sum value) {
   return value - Vector<Sum>{};  // not +, which would turn -0 into 0
 }
 
+#if MOE_PARALLEL_VECTOR_BYTES > 16
+
+// Stores past the caches: a line of 64 bytes that consecutive stores fill goes to memory without
+// being read first. `p` is aligned to the size of the value.
+template <class Value>
+inline void stream(void* p, Value value) {
+  if constexpr (sizeof(Value) == 64) {
+    _mm512_stream_si512(static_cast<__m512i*>(p), bits_as<__m512i>(value));
+  } else if constexpr (sizeof(Value) == 32) {
+    _mm256_stream_si256(static_cast<__m256i*>(p), bits_as<__m256i>(value));
+  } else {
+    _mm_stream_si128(static_cast<__m128i*>(p), bits_as<__m128i>(value));
+  }
+}
+
+// Other threads see what was streamed before what is stored after this call.
+inline void end_stream() { _mm_sfence(); }
+
+#else
+
+template <class Value>
+inline void stream(void* p, Value value) {
+  write(p, value);
+}
+inline void end_stream() {}
+
+#endif
+
 inline Vector<float> load(const float* p) { return read<Vector<float>>(p); }
 inline Vector<double> load(const double* p) { return read<Vector<double>>(p); }
 inline void store(float* p, Vector<float> v) { write(p, v); }
 inline void store(double* p, Vector<double> v) { write(p, v); }
+
+inline Words wide(const void* half_words) {
+  return __builtin_convertvector(read<HalfWords>(half_words), Words);
+}
 
 // The words must be below 2^16.
 inline HalfWords narrow(Words words) {
@@ -93,9 +125,7 @@ inline HalfWords narrow(Words words) {
 #endif
 }
 
-inline Vector<float> load(const BFloat16* p) {
-  return bits_as<Vector<float>>(__builtin_convertvector(read<HalfWords>(p), Words) << 16);
-}
+inline Vector<float> load(const BFloat16* p) { return bits_as<Vector<float>>(wide(p) << 16); }
 
 #ifdef MOE_PARALLEL_ROUNDS_TO_BF16
 
@@ -137,7 +167,7 @@ inline void store(Float16* p, Vector<float> v) {
 // exponent, with a bias of 127, and 23 bits of fraction. A product with 2^(127 - 15) corrects the
 // bias, for subnormal numbers too.
 inline Vector<float> load(const Float16* p) {
-  const Words half = __builtin_convertvector(read<HalfWords>(p), Words);
+  const Words half = wide(p);
   const Words magnitude = (half & 0x7fff) << 13;
   const Words finite = bits_as<Words>(bits_as<Vector<float>>(magnitude) * 0x1p112f);
   const Words value = magnitude >= 0x7c00 << 13 ? magnitude | 0x7f800000 : finite;
@@ -169,6 +199,8 @@ inline void prefetch(const Scalar* p) {
 
 // The lanes of a vector that a step of for_columns() works on: all lanes, or the first ones.
 struct AllLanes {
+  static constexpr bool kPastCaches = false;
+
   template <class Scalar>
   Vector<sum_t<Scalar>> load(const Scalar* p) const {
     return MOE_PARALLEL_CAPABILITY::load(p);
@@ -179,7 +211,30 @@ struct AllLanes {
   }
 };
 
+// All lanes, stored past the caches.
+struct StreamedLanes : AllLanes {
+  static constexpr bool kPastCaches = true;
+
+  template <class Scalar>
+  void store(Scalar* p, Vector<sum_t<Scalar>> v) const {
+    constexpr int64_t kBytes = kLanes<sum_t<Scalar>> * static_cast<int64_t>(sizeof(Scalar));
+    Scalar lanes[kLanes<sum_t<Scalar>>];
+    MOE_PARALLEL_CAPABILITY::store(lanes, v);
+    stream(p, read<typename VectorOf<uint8_t, kBytes>::type>(lanes));
+  }
+};
+
+// Calls body(StreamedLanes{}) or body(AllLanes{}).
+template <class Body>
+inline void with_stores(bool past_caches, const Body& body) {
+  if (!past_caches) return body(AllLanes{});
+  body(StreamedLanes{});
+  end_stream();
+}
+
 struct FirstLanes {
+  static constexpr bool kPastCaches = false;
+
   int64_t count;
 
   template <class Scalar>
@@ -197,10 +252,10 @@ struct FirstLanes {
 };
 
 // Calls body(i, lanes) for every vector of columns. It begins at column i.
-template <class Sum, class Body>
+template <class Sum, class Lanes = AllLanes, class Body>
 inline void for_columns(int64_t columns, const Body& body) {
   int64_t i = 0;
-  for (; i + kLanes<Sum> <= columns; i += kLanes<Sum>) body(i, AllLanes{});
+  for (; i + kLanes<Sum> <= columns; i += kLanes<Sum>) body(i, Lanes{});
   if (i < columns) body(i, FirstLanes{columns - i});
 }
 

@@ -1,6 +1,5 @@
-// Grouped products for sm_90a. TMA fills shared memory, and wgmma multiplies. Two consumer
-// warpgroups alternate (ping-pong), so that the epilogue of one overlaps with the products of the
-// other. The blocks are persistent: each computes tile after tile, whatever the sizes of the
+// Grouped products for sm_90a. TMA fills shared memory, and two consumer warpgroups multiply
+// (wgmma). The blocks are persistent: each computes tile after tile, whatever the sizes of the
 // groups.
 #pragma once
 
@@ -17,26 +16,50 @@
 
 namespace moe_parallel {
 
-template <class Element, class Out, class LayoutA, class LayoutB>
+// The warpgroups alternate, so that the epilogue of one overlaps with the products of the other.
+struct PingPong {
+  using Mainloop = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpong;
+  using Epilogue = cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong;
+};
+
+struct SquareTile : PingPong {
+  using Shape = cute::Shape<cute::_128, cute::_128, cute::_64>;
+  using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;  // two tiles share the loads of b
+};
+
+// For a dimension of 64 to 256. Without a cluster, no second tile of rows is computed in vain.
+struct NarrowTile : PingPong {
+  using Shape = cute::Shape<cute::_128, cute::_64, cute::_64>;
+  using Cluster = cute::Shape<cute::_1, cute::_1, cute::_1>;
+};
+
+// Both warpgroups multiply one tile, 64 rows each. For as many products, two thirds as many bytes
+// are read from L2 as for square tiles, but nothing overlaps with the epilogue.
+struct WideTile {
+  using Shape = cute::Shape<cute::_128, cute::_256, cute::_64>;
+  using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;
+  using Mainloop = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative;
+  using Epilogue = cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative;
+};
+
+template <class Element, class Out, class LayoutA, class LayoutB, class Of = SquareTile>
 struct HopperProduct {
   using Problem = cute::Shape<int, int, int>;
   using Problems = cutlass::gemm::GroupProblemShape<Problem>;
-  using Tile = cute::Shape<cute::_128, cute::_128, cute::_64>;
-  using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;  // two tiles share the loads of b
+  using Tile = typename Of::Shape;
+  using Cluster = typename Of::Cluster;
   using LayoutD = cutlass::layout::RowMajor;
   static constexpr int kAlignment = 16 / sizeof(Element), kOutAlignment = 16 / sizeof(Out);
 
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
       cutlass::epilogue::collective::EpilogueTileAuto, float, float, Out, LayoutD*, kOutAlignment,
-      Out, LayoutD*, kOutAlignment,
-      cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong>::CollectiveOp;
+      Out, LayoutD*, kOutAlignment, typename Of::Epilogue>::CollectiveOp;
   using Stages = cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
       sizeof(typename Epilogue::SharedStorage))>;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, LayoutA*, kAlignment, Element,
-      LayoutB*, kAlignment, float, Tile, Cluster, Stages,
-      cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpong>::CollectiveOp;
+      LayoutB*, kAlignment, float, Tile, Cluster, Stages, typename Of::Mainloop>::CollectiveOp;
   using Kernel = cutlass::gemm::kernel::GemmUniversal<Problems, Mainloop, Epilogue>;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
   using StrideA = typename Kernel::InternalStrideA;
@@ -63,6 +86,11 @@ struct HopperProduct {
     to.epilogue.dC = to.epilogue.dD;
     to.hw_info.device_id = device.index;
     to.hw_info.sm_count = device.multiprocessors;
+    // Tile after tile down the rows of a group, then the next column of tiles: the rows of a group
+    // stay in L2, and its matrix is read once. A larger swizzle would have no effect, because the
+    // host does not know the sizes of the groups.
+    to.scheduler.raster_order = cutlass::gemm::kernel::detail::RasterOrderOptions::AlongM;
+    to.scheduler.max_swizzle_size = 1;
     return to;
   }
 

@@ -1,5 +1,6 @@
-// The kernels of this build. The compiler needs most of a minute and gigabytes of memory for an
-// instantiation for Hopper, so each has a file of its own.
+// The kernels of this build. The compiler needs gigabytes of memory for an instantiation for
+// Hopper, and most of its time for CUTLASS's headers. So the tiles in use have a file for each
+// layout, and the other tiles another one.
 #pragma once
 
 #include "products.h"
@@ -16,14 +17,16 @@ constexpr Instantiation instantiation_of() {
   return {Product::workspace, Product::run};
 }
 
-// The kernels of one element type, by the layouts of a and b: row-major and row-major (x w),
-// row-major and column-major (x w^T), column-major and row-major (x^T y), and the last with a float
-// result.
+// The kernels of one element type and tile, by ProductKind.
 struct Instantiations {
   Instantiation product, by_transposed, outer, outer_in_float;
 };
 
 extern const Instantiation kHopperProduct, kHopperByTransposed, kHopperOuter, kHopperOuterInFloat;
+extern const Instantiation kHopperProductWide, kHopperByTransposedWide, kHopperOuterWide,
+    kHopperOuterInFloatWide;
+extern const Instantiation kHopperProductNarrow, kHopperByTransposedNarrow, kHopperOuterNarrow,
+    kHopperOuterInFloatNarrow;
 extern const Instantiations kAmpereBFloat16, kAmpereFloat16, kAmpereTf32;
 
 }  // namespace moe_parallel

@@ -4,6 +4,7 @@
 #include "group_arguments.cuh"
 #include "instantiations.h"
 #include "products.h"
+#include "tiles.h"
 
 namespace moe_parallel {
 namespace {
@@ -23,26 +24,43 @@ bool has_aligned_matrices(const GroupedProduct& task) {
          is_aligned(task.d, task.out_type, task.n);
 }
 
-const Instantiation* select(const Instantiations& of_type, const GroupedProduct& task) {
-  const bool in_float = task.out_type != task.type;
-  if (task.a.by_columns && task.b.by_columns) return nullptr;
-  if (task.a.by_columns) return in_float ? &of_type.outer_in_float : &of_type.outer;
-  if (in_float) return nullptr;
-  return task.b.by_columns ? &of_type.by_transposed : &of_type.product;
+const Instantiation& select(const Instantiations& from, ProductKind kind) {
+  switch (kind) {
+    case ProductKind::kProduct:
+      return from.product;
+    case ProductKind::kByTransposed:
+      return from.by_transposed;
+    case ProductKind::kOuter:
+      return from.outer;
+    case ProductKind::kOuterInFloat:
+      break;
+  }
+  return from.outer_in_float;
+}
+
+const Instantiations& hopper_instantiations(Tile tile) {
+  static const Instantiations square{kHopperProduct, kHopperByTransposed, kHopperOuter,
+                                     kHopperOuterInFloat};
+  static const Instantiations wide{kHopperProductWide, kHopperByTransposedWide, kHopperOuterWide,
+                                   kHopperOuterInFloatWide};
+  static const Instantiations narrow{kHopperProductNarrow, kHopperByTransposedNarrow,
+                                     kHopperOuterNarrow, kHopperOuterInFloatNarrow};
+  return tile == Tile::kWide ? wide : tile == Tile::kNarrow ? narrow : square;
 }
 
 // A type without an instantiation for Hopper uses the kernels for Ampere there.
 const Instantiation* find(const GroupedProduct& task, const Device& device) {
-  static const Instantiations hopper{kHopperProduct, kHopperByTransposed, kHopperOuter,
-                                     kHopperOuterInFloat};
-  if (!device.runs_ampere) return nullptr;
+  const auto kind = kind_of(task);
+  if (!device.runs_ampere || !kind) return nullptr;
   switch (task.type) {
     case ScalarType::kBFloat16:
-      return select(device.runs_hopper ? hopper : kAmpereBFloat16, task);
+      return &select(device.runs_hopper ? hopper_instantiations(tile_of(*kind, task, device.tiling))
+                                        : kAmpereBFloat16,
+                     *kind);
     case ScalarType::kFloat16:
-      return select(kAmpereFloat16, task);
+      return &select(kAmpereFloat16, *kind);
     case ScalarType::kFloat32:
-      return select(kAmpereTf32, task);
+      return &select(kAmpereTf32, *kind);
     case ScalarType::kFloat64:
       return nullptr;
   }

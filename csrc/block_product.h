@@ -1,0 +1,59 @@
+// Products of small dense matrices that stay in the caches, on one thread: c = a b or c += a b.
+//
+// oneDNN's kernel for blocks computes them where oneDNN's products are faster than MKL's
+// (onednn_product.h), and at::mm elsewhere. The kernel wants the right factor in bf16 with two rows
+// side by side, number by number. It is compiled for each size, so sizes should be multiples of
+// kBlockUnit, and their number small.
+#pragma once
+
+#include <cstdint>
+
+#include "scalar_type.h"
+
+namespace moe_parallel {
+
+constexpr int64_t kBlockUnit = 32;
+
+// Whether factors of this type can be multiplied. fp32 and fp64 always can.
+bool has_block_products(ScalarType type);
+
+// [m, k] x [k, n] -> [m, n]. Rows are dense. Distances between rows are in elements; in bf16, two
+// rows of b that lie side by side count as one row of b_stride pairs.
+struct BlockProduct {
+  ScalarType type;  // of a and b; c has the type of sums
+  int64_t m, n, k;  // k is even
+  const void* a;
+  int64_t a_stride;
+  const void* b;  // packed
+  int64_t b_stride;
+  void* c;
+  int64_t c_stride;
+  bool accumulate;
+};
+
+void multiply_blocks(const BlockProduct& product);
+
+// To be called on a thread after its last product.
+void end_block_products();
+
+// Rows of a tensor. Packing adds rows of zeros up to `padded`, which is even.
+struct PackedRows {
+  ScalarType type;
+  const void* rows;
+  int64_t stride;
+  int64_t count, padded;
+  int64_t width;  // even
+};
+
+// The four factors of rows x: x as left factor, [padded, width], and as right factor; x^T as left
+// factor, [width, to_stride], and as right factor. The distance between rows of x is their width.
+void pack_left(const PackedRows& x, void* to);
+void pack_right(const PackedRows& x, void* to);
+void pack_left_transposed(const PackedRows& x, void* to, int64_t to_stride);
+void pack_right_transposed(const PackedRows& x, void* to, int64_t to_stride);
+
+// Two rows side by side, number by number, for every two rows: bf16 [rows, columns].
+void pack_pairs(const uint16_t* rows, int64_t stride, int64_t count, int64_t padded, int64_t width,
+                uint32_t* to);
+
+}  // namespace moe_parallel

@@ -1,0 +1,32 @@
+// What is asked of the processor besides its capabilities. Torch-free.
+#pragma once
+
+namespace moe_parallel {
+
+#ifdef __x86_64__
+
+inline bool has_avx512() {
+  static const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return has;
+}
+
+inline bool is_intel() {
+  static const bool is = __builtin_cpu_is("intel");
+  return is;
+}
+
+inline bool is_amd() {
+  static const bool is = __builtin_cpu_is("amd");
+  return is;
+}
+
+#else
+
+inline bool has_avx512() { return false; }
+inline bool is_intel() { return false; }
+inline bool is_amd() { return false; }
+
+#endif
+
+}  // namespace moe_parallel

@@ -1,0 +1,84 @@
+// The rules by which a grouped product on Hopper gets its tile. Torch-free, and without CUDA.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <optional>
+
+#include "../../grouped_gemm_product.h"
+#include "../../grouped_gemm_tiling.h"
+
+namespace moe_parallel {
+
+// kSquare: 128 x 128, clusters of two, ping-pong. kWide: 128 x 256, clusters of two, cooperative.
+// kNarrow: 128 x 64, no clusters, ping-pong. Each is 64 deep.
+enum class Tile { kSquare, kWide, kNarrow };
+
+// a b, by the layouts of a and b: row-major and row-major (x w), row-major and column-major
+// (x w^T), column-major and row-major (x^T y), and the last with a float result.
+enum class ProductKind { kProduct, kByTransposed, kOuter, kOuterInFloat };
+
+// Returns nullopt for a product that CUTLASS's kernels do not compute.
+inline std::optional<ProductKind> kind_of(const GroupedProduct& task) {
+  const bool in_float = task.out_type != task.type;
+  if (task.a.by_columns && task.b.by_columns) return std::nullopt;
+  if (task.a.by_columns) return in_float ? ProductKind::kOuterInFloat : ProductKind::kOuter;
+  if (in_float) return std::nullopt;
+  return task.b.by_columns ? ProductKind::kByTransposed : ProductKind::kProduct;
+}
+
+struct SizeRange {
+  int64_t least = 0, most = std::numeric_limits<int64_t>::max();
+
+  constexpr bool has(int64_t size) const { return least <= size && size <= most; }
+};
+
+// `m`, `n` and `k` are the sizes in one group. A ragged size counts as the mean over the groups.
+struct TileRule {
+  ProductKind kind;
+  SizeRange m, n, k;
+  Tile tile;
+};
+
+// The first rule that fits holds. No tile has been measured on a GPU, so each product has the
+// square one. tools/bench/tiles.py prints the lines that a measurement gives.
+inline constexpr SizeRange kAnySize;
+inline constexpr TileRule kFastestTiles[] = {
+    {ProductKind::kProduct, kAnySize, kAnySize, kAnySize, Tile::kSquare},
+    {ProductKind::kByTransposed, kAnySize, kAnySize, kAnySize, Tile::kSquare},
+    {ProductKind::kOuter, kAnySize, kAnySize, kAnySize, Tile::kSquare},
+    {ProductKind::kOuterInFloat, kAnySize, kAnySize, kAnySize, Tile::kSquare},
+};
+
+constexpr int64_t kLeastWide = 256;   // columns, those of a wide tile
+constexpr int64_t kMostNarrow = 256;  // the largest d_low for which narrow tiles are considered
+
+inline Tile fastest_tile(ProductKind kind, const GroupedProduct& task) {
+  const int64_t mean = task.groups > 0 ? task.rows / task.groups : 0;
+  const auto size = [&](int64_t wanted) { return wanted == kRagged ? mean : wanted; };
+  for (const TileRule& rule : kFastestTiles) {
+    if (rule.kind == kind && rule.m.has(size(task.m)) && rule.n.has(size(task.n)) &&
+        rule.k.has(size(task.k))) {
+      return rule.tile;
+    }
+  }
+  return Tile::kSquare;
+}
+
+// The tile of a product in bf16 on Hopper.
+inline Tile tile_of(ProductKind kind, const GroupedProduct& task, Tiling tiling) {
+  const bool is_small = task.n <= kMostNarrow || (task.m != kRagged && task.m <= kMostNarrow);
+  switch (tiling) {
+    case Tiling::kWhereFaster:
+      return fastest_tile(kind, task);
+    case Tiling::kWide:
+      return task.n >= kLeastWide ? Tile::kWide : Tile::kSquare;
+    case Tiling::kNarrow:
+      return is_small ? Tile::kNarrow : Tile::kSquare;
+    case Tiling::kSquare:
+      break;
+  }
+  return Tile::kSquare;
+}
+
+}  // namespace moe_parallel
