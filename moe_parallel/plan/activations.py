@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_parallel.config import recompute
-from moe_parallel.plan.experts import PlannedExperts, PlannedSharedExpert
+from moe_parallel.config.selection import SharedExpertSize
+from moe_parallel.plan.experts import PlannedExperts
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.routing import DISPATCH, kept_by_routing
 from moe_parallel.plan.shape import Shape
@@ -124,9 +125,9 @@ def _attention(shape: Shape, layout: Layout) -> list[Kept]:
 
 
 def _shared(
-    shape: Shape, layout: Layout, t: TokenCounts, shared: PlannedSharedExpert, alone: bool
+    shape: Shape, layout: Layout, t: TokenCounts, shared: SharedExpertSize, alone: bool
 ) -> Iterator[Kept]:
-    """What the shared expert keeps beside what its layer keeps anyway."""
+    """What the shared expert keeps in addition to what its layer keeps anyway."""
     d, a, width = shape.hidden, shape.value, shared.width // layout.tp
     assert shape.experts is not None
     if shape.experts.scoring is None and shape.experts.free is None and shape.bf16 and not alone:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from moe_parallel.errors import InputError
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The share of a published peak that kernels reach. A plan without measurements uses these.
+    """The share of a peak that kernels reach. A plan without other measurements uses these.
 
+    Five are published figures; `linear` and `memory` were measured by this project on an H200.
     Those of products are for large ones; `products` lowers them for others.
 
     linear: 770 to 800 of 989 TFLOP/s, a large bf16 product on H200 (measured).
@@ -54,6 +56,8 @@ class Node:
     link_latency: float = 10e-6  # seconds of a small collective of NCCL in a node; an assumption
     network_latency: float = 25e-6  # the same between nodes
     call_time: float = 10e-6  # of the host, for a call that launches a kernel; an assumption
+    # What a kernel takes besides its FLOPs or its traffic. Not known without a measurement.
+    kernel_time: float = 0.0
 
 
 NODES = {
@@ -100,7 +104,7 @@ def parse_cluster(text: str, flag: str = "--cluster") -> Cluster:
     """`h100x8:64` is 64 nodes of 8 H100 GPUs. Raises InputError."""
     name, _, count = text.partition(":")
     if name not in NODES:
-        raise InputError(f"{flag} {text}: {name!r} is no node; choose from {', '.join(NODES)}")
+        raise InputError(f"{flag} {text}: {name!r} is not known; choose from {', '.join(NODES)}")
     if not (count.isascii() and count.isdecimal()) or not 1 <= int(count) <= 100_000:
         raise InputError(
             f"{flag} {text}: the number of nodes is missing or not from 1 to 100000; write for "
@@ -109,21 +113,61 @@ def parse_cluster(text: str, flag: str = "--cluster") -> Cluster:
     return Cluster(NODES[name], int(count))
 
 
+def one_node(text: str, flag: str = "--node") -> Cluster:
+    """A known kind of node by its name, or the node that a JSON file describes.
+
+    The file has the fields of `Node` and, under `efficiency`, those of `Efficiency`, as
+    tools/study/measure_node.py writes it. Raises InputError.
+    """
+    if text in NODES:
+        return Cluster(NODES[text], 1)
+    try:
+        described = json.loads(Path(text).read_text())
+        efficiency = Efficiency(**described.pop("efficiency", {}))
+        return Cluster(Node(**described), 1, efficiency)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{flag} {text}: it is neither one of {', '.join(NODES)} nor a file with the fields of "
+            f"Node in moe_parallel/plan/cluster.py: {error}"
+        ) from None
+
+
+#: Seconds of a node that can be measured, and the most that they can be.
+TIMES, LONGEST = ("call_time", "kernel_time"), 0.01
+
+
 def measured(path: Path, efficiency: Efficiency) -> Efficiency:
     """The efficiencies with those of a JSON file in place of the published ones.
 
-    Raises InputError if the file is not an object of known names and shares above 0, up to 1.
+    Raises InputError if the file is not an object of known names with shares above 0, up to 1, and
+    with seconds from 0 to LONGEST.
     """
+    found = _measured_of(path)
+    return replace(efficiency, **{name: found[name] for name in found if name not in TIMES})
+
+
+def measured_node(path: Path, node: Node) -> Node:
+    """The node with the seconds of such a file."""
+    found = _measured_of(path)
+    return replace(node, **{name: found[name] for name in found if name in TIMES})
+
+
+def _measured_of(path: Path) -> dict[str, Any]:
     try:
-        shares = json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"--measured {path} cannot be read as JSON: {error}") from None
-    names = [field.name for field in fields(Efficiency)]
-    if not isinstance(shares, dict) or set(shares) - set(names):
+    names = [*(field.name for field in fields(Efficiency)), *TIMES]
+    if not isinstance(found, dict) or set(found) - set(names):
         raise InputError(f"--measured {path} must be an object with some of {', '.join(names)}")
-    for name, share in shares.items():
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+    for name, value in found.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name in TIMES and not (number and 0 <= value <= LONGEST):
             raise InputError(
-                f"--measured {path}: {name} is {share!r}; give a share of the peak above 0, up to 1"
+                f"--measured {path}: {name} is {value!r}; give seconds from 0 to {LONGEST}"
             )
-    return replace(efficiency, **shares)
+        if name not in TIMES and not (number and 0 < value <= 1):
+            raise InputError(
+                f"--measured {path}: {name} is {value!r}; give a share of the peak above 0, up to 1"
+            )
+    return found

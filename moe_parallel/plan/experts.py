@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from moe_parallel.config import AutonomousSelection, Config, FreeExperts, UoESelection
-from moe_parallel.config.selection import LayerWeights, Selection
+from moe_parallel.config import Config
+from moe_parallel.config.selection import LayerWeights, Selection, SharedExpertSize
 from moe_parallel.config.selection.kept import (
     EXPERTS,
     LOAD,
@@ -17,6 +17,8 @@ from moe_parallel.config.selection.kept import (
     SCORES,
     KeptTensor,
     OwnWeight,
+    PlannedScores,
+    Scoring,
 )
 
 
@@ -28,37 +30,6 @@ class LayerWeight:
     size: int  # in numbers, over all ranks
     divided_by: str  # "none", "tp", or "experts": by ep and etp
     in_fp32: bool = False  # used in fp32
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """AoE's scores: the norms of C = x W_down of all n experts."""
-
-    rank: int  # d_low
-    gathers_w_down: bool = False
-    sends_c: bool = False
-    recomputes_scores: bool = True
-    recomputes_gate: bool = True
-    all_norms_learn: bool = True  # --aoe-gradient full
-    joins_norms: bool = False  # experts on the token's rank differentiate the norms
-    hands_on_c: bool = True  # C of the choices is not computed again on the token's rank
-
-
-@dataclass(frozen=True)
-class Neurons:
-    """UoE's scores: the norms of the routing neurons of all n experts."""
-
-    each: int  # of an expert
-    gated: bool = False  # their outputs are multiplied by the probs
-    copied: bool = True  # the norms are of a tensor in fp32 that exists for them alone
-
-
-@dataclass(frozen=True)
-class PlannedSharedExpert:
-    """A dense SwiGLU layer that computes every token beside its experts."""
-
-    width: int
-    gate: bool = False  # its output is multiplied by sigmoid(x w)
 
 
 @dataclass(frozen=True)
@@ -78,7 +49,7 @@ class PlannedRouting:
     experts_take: float | None = None  # the tokens that experts choose, as a multiple of all / n
     gathers_scores: bool = False  # of the whole micro-batch
     step_sums: tuple[int, ...] = ()  # bytes of the sums over the ranks of a stage after a step
-    state: int = 0  # bytes of numbers that are no weights
+    state: int = 0  # bytes of numbers that are not weights
     reads_token_ids: bool = False
     coupled: bool = False  # --moe-erc-loss-coeff
 
@@ -91,11 +62,11 @@ class PlannedExperts:
     per_token: float  # K, or the mean number of experts of a token
     width: int  # f of a SwiGLU expert, d_wide of AoE; of UoE, without the routing neurons
     weights: tuple[LayerWeight, ...]  # in the order in which the layer registers them
-    scoring: Scoring | Neurons | None = None  # None: a linear router
+    scoring: PlannedScores | None = None  # None: a linear router
     routing: PlannedRouting = PlannedRouting()
     rank: int | None = None  # of W_g = W_down W_up in experts with a router; None: it is whole
     router_hidden: int | None = None  # inner width of a router of two layers; None: one layer
-    shared: PlannedSharedExpert | None = None
+    shared: SharedExpertSize | None = None
     free: Free | None = None
 
     @property
@@ -142,49 +113,20 @@ def experts_of(config: Config, vocabulary: int, mean_choices: float | None) -> P
     target = selection.target_choices(n)
     fixed = selection.mean_choices if target is None else None
     mean = fixed or mean_choices or (None if target is None else target.mean)
-    width = getattr(selection, "moe_shared_expert_intermediate_size", None)
-    shared = None
-    if width is not None:
-        shared = PlannedSharedExpert(width, getattr(selection, "moe_shared_expert_gate", False))
     free = None
-    if isinstance(selection, FreeExperts) and selection.free_experts:
-        free = Free(selection.free_experts, selection.moe_constant_experts)
+    if selection.free_experts:
+        free = Free(selection.free_experts, selection.free_kinds.constant)
     return PlannedExperts(
         number=n,
         per_token=mean or 1,
         width=selection.dispatched_width(config.expert_width, n),
-        weights=_weights(selection, d, n, config.expert_width, shared),
-        scoring=_scoring(config),
+        weights=_weights(selection, d, n, config.expert_width),
+        scoring=selection.planned_scores(config),
         routing=_routing(selection, n, vocabulary),
         rank=getattr(selection, "moe_gate_low_rank_size", None),
         router_hidden=getattr(selection, "moe_router_hidden_size", None),
-        shared=shared,
+        shared=selection.shared_expert,
         free=free,
-    )
-
-
-def _scoring(config: Config) -> Scoring | Neurons | None:
-    selection = config.selection
-    if isinstance(selection, UoESelection):
-        return Neurons(
-            selection.routing_neurons(config.expert_width, config.num_experts),
-            selection.uoe_gate_routing,
-            copied=config.training.bf16 or selection.uoe_norm_of == "silu",
-        )
-    if not isinstance(selection, AutonomousSelection):
-        return None
-    # Only the K greatest norms are chosen where they are computed, and C with them.
-    greatest = selection.choices_per_token is not None and not selection.free_experts
-    selected = selection.aoe_gradient == "selected"
-    return Scoring(
-        selection.aoe_low_rank_size,
-        selection.aoe_gather_w_down,
-        selection.aoe_send_activations and greatest,
-        selection.aoe_recompute_scores,
-        selection.aoe_recompute_gate,
-        selection.aoe_gradient == "full",
-        joins_norms=selected and greatest and config.fp8.fp8_format is None,
-        hands_on_c=greatest,
     )
 
 
@@ -193,7 +135,7 @@ def _routing(selection: Selection, n: int, vocabulary: int) -> PlannedRouting:
     return PlannedRouting(
         kept=tuple(dict.fromkeys(kept)),
         slots=selection.choices_per_token or n + selection.free_experts,
-        experts_take=getattr(selection, "moe_expert_choice_capacity_factor", None),
+        experts_take=selection.experts_take,
         gathers_scores=selection.gathers_scores,
         step_sums=tuple(selection.step_sums(n)),
         state=selection.state_bytes(n, vocabulary),
@@ -202,13 +144,12 @@ def _routing(selection: Selection, n: int, vocabulary: int) -> PlannedRouting:
     )
 
 
-def _weights(
-    selection: Selection, d: int, n: int, f: int, shared: PlannedSharedExpert | None
-) -> tuple[LayerWeight, ...]:
+def _weights(selection: Selection, d: int, n: int, f: int) -> tuple[LayerWeight, ...]:
     """Of a layer of experts: its own, those of the shared expert, those of the experts."""
     if selection.merges:
         return _sums(selection.layer_weights(d, n, f))
     of_shared: list[LayerWeight] = []
+    shared = selection.shared_expert
     if shared is not None:
         if shared.gate:
             of_shared.append(LayerWeight("w_shared_gate", d, "none"))

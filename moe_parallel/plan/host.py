@@ -11,10 +11,27 @@ from moe_parallel.plan.layout import Layout
 
 #: Calls of torch's dispatcher that launch a kernel, of a micro-batch: (forward, backward). They
 #: were counted in this program's layers on a CPU, where a few kernels differ from a GPU's.
-DENSE_LAYER = (53, 61)
-OF_EXPERTS = (39, 14)  # more than in a dense layer: scores, selection, statistics, losses
-OF_DISPATCH = (22, 10)
+DENSE_LAYER = (35, 36)
+OF_EXPERTS = (49, 15)  # more than in a dense layer: scores, selection, statistics, losses
+#: Of OF_EXPERTS, forward: statistics and losses. The first of two forward passes has none.
+OF_LOSSES = 32
+OF_DISPATCH = (22, 9)
 OF_TENSOR_PARALLELISM = (6, 9)
+#: Of DENSE_LAYER, in the attention with its norm and its residual. The share of the backward pass
+#: is that of the forward pass, which was counted.
+OF_ATTENTION = (30, 31)
+
+#: Software that computes the experts of a rank one by one launches for each, forward and backward
+#: together: 6 products; the roundings of x, h, dy and dh to FP8, in one call each (MXFP8) or in 4
+#: (a scale for each tensor: zero the maximum, find it, compute the scale, round); and the operators
+#: on a bias. Counted in the source of Transformer Engine 2.12 (`general_grouped_gemm`,
+#: `split_quantize`, `Float8CurrentScalingQuantizer`) and of Megatron-Core 0.16
+#: (`TEGroupedMLP._apply_bias`).
+PRODUCTS_OF_EXPERT = 6
+ROUNDINGS_OF_EXPERT = 4
+OF_EXPERT_BIAS = 8
+#: Rounded by each linear layer of the attention, or of a dense layer besides: x and dy.
+ROUNDINGS_OF_LINEAR = 2
 
 
 def calls_of_layer(layout: Layout, is_moe: bool) -> int:
@@ -27,4 +44,7 @@ def calls_of_layer(layout: Layout, is_moe: bool) -> int:
     if layout.tp > 1:
         parts.append(OF_TENSOR_PARALLELISM)
     forward, backward = (sum(part) for part in zip(*parts, strict=True))
-    return forward * (2 if layout.recompute else 1) + backward
+    if not layout.recompute:
+        return forward + backward
+    first = forward - (OF_LOSSES if is_moe else 0)
+    return first + forward + backward

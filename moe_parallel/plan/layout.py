@@ -73,6 +73,13 @@ class Layout:
         return recompute.EXPERTS if of_layer else recompute.SHARED
 
     @property
+    def recompute_granularity(self) -> str | None:
+        """The value of --recompute-granularity."""
+        if self.recompute:
+            return "full"
+        return "selective" if self.recompute_modules else None
+
+    @property
     def dp(self) -> int:
         return self.ranks // (self.tp * self.cp * self.pp)
 

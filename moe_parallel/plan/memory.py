@@ -32,7 +32,7 @@ class Memory:
     optimizer: int
     activations: int  # kept for the backward passes of all micro-batches in flight
     working: int  # an estimate: the largest intermediate results of one operation
-    state: int = 0  # numbers of the selection that are no weights: cutoffs, the table of hash
+    state: int = 0  # numbers of the selection that are not weights: cutoffs, the table of hash
 
     @property
     def total(self) -> int:

@@ -26,7 +26,7 @@ NARROW = (64, 32, 16)
 SPLITS = (1, 2, 4, 8, 16)
 #: In bf16. Derived, not from the runs that check a plan: DeepGEMM on H800 (its pull request 168)
 #: reaches 938, 1263, 1424 and 1484 TFLOP/s with m = 4096 and k = 512, 1536, 7168 and 16384 in FP8,
-#: within 2 % of 1513 k / (k + 320). A number of the sum takes twice as long in bf16.
+#: within 2% of 1513 k / (k + 320). A number of the sum takes twice as long in bf16.
 DEPTH = 160
 
 
@@ -69,7 +69,7 @@ def _share_with(product: Product, rows: int, columns: int, processors: int, dept
     return m * n * k * matrices / (computed * processors * rows * columns)
 
 
-def share_of(products: tuple[Product, ...], processors: int, depth: float) -> float:
+def serial_share(products: tuple[Product, ...], processors: int, depth: float) -> float:
     """The share of products that run one after the other; 1 if there are none."""
     whole = sum(each.flops for each in products)
     if not whole:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from moe_parallel.config.selection import SharedExpertSize
 from moe_parallel.errors import InputError
 from moe_parallel.plan.cluster import Cluster, Efficiency, parse_cluster
-from moe_parallel.plan.experts import LayerWeight, PlannedExperts, PlannedSharedExpert
+from moe_parallel.plan.experts import LayerWeight, PlannedExperts
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.shape import Latent, Shape, swiglu_weights
 from moe_parallel.plan.software import Software
 from moe_parallel.plan.step_time import StepTime, step_time
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Seconds of a node: `Node` has their meaning."""
+
+    call_time: float
+    kernel_time: float
 
 
 @dataclass(frozen=True)
@@ -28,9 +37,13 @@ class PublishedRun:
     tokens_per_gpu: float  # per second
     source: str
     differs: str  # in what the plan does not describe it
+    calibrates: str | None = None  # the constant that is fitted to it, by `calibration`
 
-    def planned(self, efficiency: Efficiency) -> StepTime:
-        cluster = Cluster(self.cluster.node, self.cluster.nodes, efficiency)
+    def planned(self, efficiency: Efficiency, times: KernelTimes | None = None) -> StepTime:
+        node = self.cluster.node
+        if times is not None:
+            node = replace(node, call_time=times.call_time, kernel_time=times.kernel_time)
+        cluster = Cluster(node, self.cluster.nodes, efficiency)
         return step_time(self.shape, self.layout, cluster, self.software)
 
 
@@ -61,7 +74,7 @@ def _run(entry: dict[str, Any]) -> PublishedRun:
     speed = figure.get("tokens_per_second_and_gpu")
     if speed is None:
         speed = figure["megatron_tflops_per_gpu"] * 1e12 / _megatron_flops_per_token(shape)
-    texts = entry["source"], entry["differs"]
+    texts = entry["source"], entry["differs"], entry.get("calibrates")
     return PublishedRun(entry["name"], shape, layout, software, cluster, speed, *texts)
 
 
@@ -74,7 +87,7 @@ def _shape(model: dict[str, Any], seq_length: int, fp8: bool) -> Shape:
     experts = None
     if n is not None:
         f, width = model["width"], model.get("shared_width")
-        shared = None if width is None else PlannedSharedExpert(width)
+        shared = None if width is None else SharedExpertSize(width)
         weights = (*swiglu_weights(d, n, f), *_shared_weights(d, width))
         experts = PlannedExperts(n, model["per_token"], f, weights, shared=shared)
     dense_layers = model["layers"] if n is None else model.get("dense_layers", 0)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_parallel.config.selection.kept import EXPERTS as CHOSEN
-from moe_parallel.config.selection.kept import PROBS, SCORES
-from moe_parallel.plan.experts import Free, Neurons, PlannedExperts, Scoring
+from moe_parallel.config.selection.kept import PROBS, SCORES, Neurons, Scoring
+from moe_parallel.plan.experts import Free, PlannedExperts
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.shape import Shape
 from moe_parallel.plan.tokens import Kept, TokenCounts, tokens_of
@@ -110,7 +110,7 @@ def _selection(
 
 
 def _free(shape: Shape, t: TokenCounts, free: Free) -> Iterator[Kept]:
-    """What free experts keep beside x, with which their probs are multiplied."""
+    """What free experts keep besides x, with which their probs are multiplied."""
     yield Kept("free experts of the choices", SCORING, t.slots * 8)
     yield Kept("shares of x", SCORING, t.routed * 4)
     if not free.constants:

@@ -71,7 +71,7 @@ def plan_layout(
         over = (needed - free) / 2**30
         reason = (
             f"stage {stage} needs {needed / 2**30:.1f} GiB, {over:.1f} more than the "
-            f"{free / 2**30:.1f} that a GPU has beside its reserve"
+            f"{free / 2**30:.1f} that a GPU has after its reserve"
         )
         return Refused(layout, "more memory than a GPU has", reason)
     return Plan(layout, memories[stage], stage, step_time(shape, layout, cluster))

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 
 from moe_parallel.config import Config
 from moe_parallel.config import selection as selections
-from moe_parallel.config.selection import ExpertsChoose
-from moe_parallel.config.selection.kept import Target
+from moe_parallel.config.selection.kept import Scoring, Target
 from moe_parallel.errors import InputError
 from moe_parallel.plan.experts import (
     PlannedExperts,
-    Scoring,
     aoe_weights,
     experts_of,
     swiglu_weights,
@@ -161,6 +159,13 @@ def _plannable_system(selection: selections.Selection) -> None:
         )
 
 
+def vocabulary_of(config: Config) -> int:
+    """--vocab-size. Raises InputError if it is not set, because a plan reads no tokenizer."""
+    if config.data.vocab_size is None:
+        raise InputError("--vocab-size is not set: give the size of the tokenizer")
+    return config.data.vocab_size
+
+
 def target_of(config: Config) -> Target | None:
     """The mean number of experts per token at which training aims.
 
@@ -175,7 +180,7 @@ def no_formula(config: Config) -> str | None:
     """Why a plan does not describe the configuration's layout, where it describes others."""
     tp = config.parallel.tensor_model_parallel_size
     dense = config.moe.num_experts is None
-    if tp > 1 and not dense and isinstance(config.selection, ExpertsChoose):
+    if tp > 1 and not dense and config.selection.experts_take is not None:
         return (
             f"--tensor-model-parallel-size is {tp}, and a plan has no formula for experts that "
             "choose among the tokens of several ranks: choose 1"

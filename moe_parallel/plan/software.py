@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from moe_parallel.plan import host
 from moe_parallel.plan.layout import Layout
-from moe_parallel.plan.messages import DISPATCH, Collective, Wire
+from moe_parallel.plan.messages import DISPATCH, REDUCE_SCATTER, TENSOR, Collective, Wire
 from moe_parallel.plan.shape import PlannedExperts, Shape
 from moe_parallel.plan.tokens import tokens_of
 from moe_parallel.plan.weights import EXPERTS
@@ -27,9 +28,13 @@ SHARE_OF_MESSAGES = 20 / 132
 BIAS_BYTES = (28, 40)
 
 
+#: Parts of a layer that a program may run as CUDA graphs, without calls of the host.
+WHOLE_LAYER, ATTENTION_GRAPH, ROUTER_GRAPH = "layer", "attention", "router"
+
+
 @dataclass(frozen=True)
 class Software:
-    """What a program does otherwise than this one."""
+    """What a program does differently from this one."""
 
     #: Dispatch of one micro-batch runs while another one computes (Megatron-Core's
     #: overlap_moe_expert_parallel_comm).
@@ -41,6 +46,44 @@ class Software:
     most_nodes: int | None = None
     #: Outputs of experts have biases, by `BIAS_BYTES`.
     expert_biases: bool = False
+    #: Tensor-parallel messages run during the products whose factor or result they are, in as many
+    #: pieces as ranks (Transformer Engine's userbuffers). The first piece of a gathered factor is
+    #: at hand; the last one of a result that is reduced is sent when the product is over.
+    hides_tensor: bool = False
+    #: Kernels of the experts of a rank are launched one by one.
+    expert_by_expert: bool = False
+    #: Calls that round a tensor to FP8, where these are not part of another kernel.
+    rounding_calls: int = 0
+    #: The parts of a layer that are CUDA graphs.
+    graphs: tuple[str, ...] = ()
+
+    def kernels_of_layer(self, shape: Shape, layout: Layout, is_moe: bool) -> int:
+        """The kernels of a layer for a micro-batch, forward and backward."""
+        kernels = host.calls_of_layer(layout, is_moe) + self._roundings
+        if not is_moe:
+            return kernels + self._roundings
+        if self.expert_by_expert:
+            assert shape.experts is not None
+            of_expert = host.PRODUCTS_OF_EXPERT + host.ROUNDINGS_OF_EXPERT * self.rounding_calls
+            of_expert += host.OF_EXPERT_BIAS * self.expert_biases
+            kernels += of_expert * shape.experts.number // layout.ep
+        return kernels
+
+    def calls_of_layer(self, shape: Shape, layout: Layout, is_moe: bool) -> int:
+        """The calls by which the host launches these kernels: those outside of CUDA graphs."""
+        if WHOLE_LAYER in self.graphs:
+            return 0
+        calls = self.kernels_of_layer(shape, layout, is_moe)
+        if ATTENTION_GRAPH in self.graphs:
+            calls -= sum(host.OF_ATTENTION) + self._roundings
+        if ROUTER_GRAPH in self.graphs and is_moe:
+            calls -= sum(host.OF_EXPERTS)
+        return calls
+
+    @property
+    def _roundings(self) -> int:
+        """The kernels that round for the two linear layers of attention, or of a dense layer."""
+        return 2 * host.ROUNDINGS_OF_LINEAR * self.rounding_calls
 
     def work_of_layer(self, shape: Shape, layout: Layout, is_moe: bool) -> list[Work]:
         """What a layer computes beyond this program's."""
@@ -52,6 +95,10 @@ class Software:
 
     def wire(self, message: Collective, shape: Shape, layout: Layout, node_size: int) -> Wire:
         """The bytes that a rank sends in one operation."""
+        if self.hides_tensor and message.purpose == TENSOR:
+            return message.wire(node_size).times(
+                1 / layout.tp if message.kind == REDUCE_SCATTER else 0.0
+            )
         if not self.once_per_node or message.purpose != DISPATCH:
             return message.wire(node_size)
         assert shape.experts is not None
@@ -82,7 +129,7 @@ def taken_places(experts: int, choices: int, places: int) -> float:
 def exposed_dispatch(dispatch: float, computed: float, layout: Layout, hides: bool) -> float:
     """Seconds by which dispatch makes a step longer.
 
-    Where a forward and a backward pass of different micro-batches alternate, dispatch runs beside
+    Where a forward and a backward pass of different micro-batches alternate, dispatch runs during
     the products, from which it takes multiprocessors. The first forward passes of a step have no
     such partner, nor have the last backward passes.
 
@@ -90,7 +137,7 @@ def exposed_dispatch(dispatch: float, computed: float, layout: Layout, hides: bo
         dispatch: seconds of all of a step's dispatch.
         computed: seconds of a step's computation in layers.
         layout: of the run.
-        hides: whether dispatch runs beside computation.
+        hides: whether dispatch runs during computation.
     """
     if not hides:
         return dispatch

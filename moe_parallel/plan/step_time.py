@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from moe_parallel.plan.cluster import Cluster
-from moe_parallel.plan.host import calls_of_layer
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.memory import numbers_of_stage
 from moe_parallel.plan.messages import (
@@ -25,7 +24,7 @@ from moe_parallel.plan.messages import (
     messages_of_layer,
     messages_of_stage,
 )
-from moe_parallel.plan.products import DEPTH, Product, share_of
+from moe_parallel.plan.products import DEPTH, Product, serial_share
 from moe_parallel.plan.shape import Shape
 from moe_parallel.plan.software import Software, exposed_dispatch
 from moe_parallel.plan.weights import HEAD
@@ -98,6 +97,7 @@ def _stage(
         parts["recompute"] += passes * repeated
         first_forward += forward
         last_backward += backward + repeated
+    parts["kernels"] = passes * _seconds_of_kernels(shape, layout, cluster, stage, software)
     messages = messages_of_stage(shape, layout, stage)
     in_layers = sum(seconds for part, seconds in parts.items() if part != HEAD)
     for purpose in _IN_LAYERS:
@@ -105,8 +105,10 @@ def _stage(
             messages, cluster, purpose, lambda each: software.wire(each, shape, layout, gpus)
         )
     hides = software.hides_dispatch
-    parts[DISPATCH] = exposed_dispatch(parts[DISPATCH], in_layers, layout, hides)
-    parts["host"] = _seconds_of_waiting(shape, layout, cluster, stage)
+    exposed = exposed_dispatch(parts[DISPATCH], in_layers, layout, hides)
+    shown = exposed / parts[DISPATCH] if parts[DISPATCH] else 1.0
+    parts[DISPATCH] = exposed
+    parts["host"] = _seconds_of_waiting(shape, layout, cluster, stage, software, shown)
     # Between micro-batches a stage computes; before the first and after the last it waits.
     busy = sum(parts.values())
     parts["bubble"] = busy * (layout.pp - 1) / (layout.virtual * passes)
@@ -125,18 +127,40 @@ def _stage(
     return {name: seconds for name, seconds in parts.items() if seconds}
 
 
-def _seconds_of_waiting(shape: Shape, layout: Layout, cluster: Cluster, stage: int) -> float:
-    """Seconds of a step in which a stage waits for the host to launch the kernels of its layers."""
-    total = 0.0
+def _seconds_of_kernels(
+    shape: Shape, layout: Layout, cluster: Cluster, stage: int, software: Software
+) -> float:
+    """What the kernels of a stage take for a micro-batch besides their FLOPs or traffic."""
+    kernels = sum(
+        count * software.kernels_of_layer(shape, layout, is_moe)
+        for is_moe, count in _layers(shape, layout, stage).items()
+    )
+    return kernels * cluster.node.kernel_time
+
+
+def _seconds_of_waiting(
+    shape: Shape, layout: Layout, cluster: Cluster, stage: int, software: Software, shown: float
+) -> float:
+    """Seconds of a step in which a stage waits for the host to launch the kernels of its layers.
+
+    `shown`: the share of the dispatch that does not run during products.
+    """
+    total, gpus = 0.0, cluster.node.gpus
     for is_moe, count in _layers(shape, layout, stage).items():
-        seconds = 0.0
-        for work in work_of_layer(shape, layout, is_moe):
+        kernels = software.kernels_of_layer(shape, layout, is_moe)
+        seconds = kernels * cluster.node.kernel_time
+        extra = software.work_of_layer(shape, layout, is_moe)
+        for work in [*work_of_layer(shape, layout, is_moe), *extra]:
             forward, backward = seconds_of(work, shape, cluster)
             seconds += forward * (2 if is_repeated(work, layout) else 1) + backward
         seconds *= layout.micro_batches
         messages = [m for m in messages_of_layer(shape, layout, is_moe) if m.group.size > 1]
-        seconds += sum(seconds_of_messages(messages, cluster, purpose) for purpose in _IN_LAYERS)
-        calls = calls_of_layer(layout, is_moe) * layout.micro_batches
+        for purpose in _IN_LAYERS:
+            share = shown if purpose == DISPATCH else 1.0
+            seconds += share * seconds_of_messages(
+                messages, cluster, purpose, lambda each: software.wire(each, shape, layout, gpus)
+            )
+        calls = software.calls_of_layer(shape, layout, is_moe) * layout.micro_batches
         total += count * max(0.0, calls * cluster.node.call_time - seconds)
     return total
 
@@ -186,7 +210,7 @@ def seconds_of(work: Work, shape: Shape, cluster: Cluster) -> tuple[float, float
     rate, memory = peak * share, node.memory_rate * efficiency.memory
 
     def seconds(flops: float, nbytes: float, products: tuple[Product, ...]) -> float:
-        return max(flops / rate / share_of(products, node.processors, depth), nbytes / memory)
+        return max(flops / rate / serial_share(products, node.processors, depth), nbytes / memory)
 
     return (
         seconds(work.flops, work.nbytes, work.products),

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moe_parallel.config import recompute
-from moe_parallel.plan.experts import Free, Neurons, PlannedExperts, PlannedSharedExpert, Scoring
+from moe_parallel.config.selection import SharedExpertSize
+from moe_parallel.config.selection.kept import Neurons, Scoring
+from moe_parallel.plan.experts import Free, PlannedExperts
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.memory import GRADIENT, MASTER, MOMENTS
 from moe_parallel.plan.products import Product
@@ -56,7 +58,7 @@ class Work:
         )
 
 
-def product(
+def planned_product(
     name: str,
     part: str,
     kernel: str,
@@ -105,9 +107,9 @@ def work_of_layer(shape: Shape, layout: Layout, is_moe: bool) -> list[Work]:
         return [
             *found,
             *_norm_and_residual(shape, layout, DENSE),
-            product("linear_fc1", DENSE, LINEAR, gate_up, a, fp8=fp8),
+            planned_product("linear_fc1", DENSE, LINEAR, gate_up, a, fp8=fp8),
             traffic("SwiGLU", DENSE, 3 * t.all * f / tp * a, 5 * t.all * f / tp * a),
-            product("linear_fc2", DENSE, LINEAR, down, a, fp8=fp8),
+            planned_product("linear_fc2", DENSE, LINEAR, down, a, fp8=fp8),
         ]
     assert shape.experts is not None
     found += _norm_and_residual(shape, layout, EXPERTS)
@@ -130,7 +132,7 @@ def _attention(shape: Shape, layout: Layout) -> Iterator[Work]:
         yield from _latent_attention(shape, layout, shape.latent)
         return
     qkv = (t.all, d, shape.qkv_width / tp)
-    yield product("linear_qkv", ATTENTION, LINEAR, qkv, a, fp8=fp8)
+    yield planned_product("linear_qkv", ATTENTION, LINEAR, qkv, a, fp8=fp8)
     turned = t.all * (q + shape.groups * shape.head_width) / tp * a
     yield traffic("rope", ATTENTION, 2 * turned, 2 * turned)
     # Two products with the S x S scores, of which a causal mask leaves half; five in the backward
@@ -141,7 +143,7 @@ def _attention(shape: Shape, layout: Layout) -> Iterator[Work]:
     yield Work(
         "attention", ATTENTION, CORE_ATTENTION, scores, 2.5 * scores, moved / 2, 3 * moved / 2
     )
-    yield product("linear_proj", ATTENTION, LINEAR, (t.all, q / tp, d), a, fp8=fp8)
+    yield planned_product("linear_proj", ATTENTION, LINEAR, (t.all, q / tp, d), a, fp8=fp8)
 
 
 def _latent_attention(shape: Shape, layout: Layout, latent: Latent) -> Iterator[Work]:
@@ -150,7 +152,7 @@ def _latent_attention(shape: Shape, layout: Layout, latent: Latent) -> Iterator[
     heads, head = shape.heads / layout.tp, latent.plain + latent.turned
 
     def of(name: str, tokens: float, k: float, n: float) -> Work:
-        return product(name, ATTENTION, LINEAR, (tokens, k, n), a, fp8=shape.fp8_linear)
+        return planned_product(name, ATTENTION, LINEAR, (tokens, k, n), a, fp8=shape.fp8_linear)
 
     yield of("linear_q_down", t.between, d, latent.queries)
     yield of("linear_kv_down", t.between, d, latent.keys + latent.turned)
@@ -158,7 +160,7 @@ def _latent_attention(shape: Shape, layout: Layout, latent: Latent) -> Iterator[
     yield traffic("norms of the latents", ATTENTION, 2 * normed, 3 * normed)
     yield of("linear_q_up", t.all, latent.queries, heads * head)
     yield of("linear_kv_up", t.all, latent.keys, heads * (latent.plain + latent.values))
-    # A part of q and k is turned; k is copied beside the part that all heads share.
+    # A part of q and k is turned; k is copied next to the part that all heads share.
     turned = t.all * heads * (2 * latent.turned + head + latent.plain) * a
     yield traffic("rope", ATTENTION, turned, turned)
     # Two products forward, five backward, of which three are as wide as the keys.
@@ -179,7 +181,7 @@ def work_of_further_layers(shape: Shape, layout: Layout) -> list[Work]:
     sizes = (t.all, 2 * d, d / layout.tp)
     found = [
         traffic("norms of a further token", HEAD, 6 * row, 9 * row),
-        product("further_proj", HEAD, LINEAR, sizes, shape.value, fp8=shape.fp8_linear),
+        planned_product("further_proj", HEAD, LINEAR, sizes, shape.value, fp8=shape.fp8_linear),
     ]
     return [work.times(count) for work in found]
 
@@ -202,8 +204,8 @@ def _scores(shape: Shape, layout: Layout, experts: PlannedExperts) -> Iterator[W
         yield traffic("router: x in fp32", SCORING, t.routed * d * (a + 4), t.routed * d * (a + 4))
         h = experts.router_hidden
         if h is not None:
-            yield product("first layer of the router", SCORING, FP32, (t.routed, d, h), 4)
-        yield product("router", SCORING, FP32, (t.routed, h or d, n), 4)
+            yield planned_product("first layer of the router", SCORING, FP32, (t.routed, d, h), 4)
+        yield planned_product("router", SCORING, FP32, (t.routed, h or d, n), 4)
     yield traffic("selection", SCORING, 6 * 4 * t.routed * n, 6 * 4 * t.routed * n)
 
 
@@ -232,12 +234,12 @@ def _neurons(
     t, d, a = tokens_of(shape, layout), shape.hidden, shape.value
     f = experts.number * neurons.each
     size, copied = t.routed * f, 2 * GRADIENT if neurons.copied else 0
-    yield product("routing neurons", SCORING, LINEAR, (t.routed, d, 2 * f), a)
+    yield planned_product("routing neurons", SCORING, LINEAR, (t.routed, d, 2 * f), a)
     yield traffic("SwiGLU of routing neurons", SCORING, 3 * size * a, 5 * size * a)
     yield traffic("norms of routing neurons", SCORING, size * (a + copied), size * (2 * a + copied))
     if neurons.gated:
         yield traffic("u by the probs", SCORING, 2 * size * a, 4 * size * a)
-    yield product("output of routing neurons", SCORING, LINEAR, (t.routed, f, d), a)
+    yield planned_product("output of routing neurons", SCORING, LINEAR, (t.routed, f, d), a)
 
 
 def _free(shape: Shape, layout: Layout, free: Free) -> Iterator[Work]:
@@ -247,9 +249,11 @@ def _free(shape: Shape, layout: Layout, free: Free) -> Iterator[Work]:
     if constants:
         x = t.routed * d * (shape.value + 4)
         yield traffic("constant experts: x in fp32", EXPERTS, x, x)
-        yield product("constant experts: W_c x", EXPERTS, FP32, (t.routed, d, 2 * constants), 4)
+        yield planned_product(
+            "constant experts: W_c x", EXPERTS, FP32, (t.routed, d, 2 * constants), 4
+        )
         sizes = (t.routed, constants, d)
-        yield product("constant experts: v", EXPERTS, LINEAR, sizes, shape.value)
+        yield planned_product("constant experts: v", EXPERTS, LINEAR, sizes, shape.value)
     # x by its share in fp32, rounded, and added to the output of the experts.
     moved = t.routed * (4 * row + 2 * d * 4)
     yield traffic("outputs of free experts", EXPERTS, moved, moved)
@@ -259,7 +263,7 @@ def _coupling(shape: Shape, layout: Layout, experts: PlannedExperts) -> Work:
     """The rows of the router by W_g of this rank's experts: a loss on weights."""
     n, d, a = experts.number, shape.hidden, shape.value
     local, f = n // layout.ep, experts.width / layout.etp
-    work = product(_COUPLING, SCORING, LINEAR, (local * n, d, f), a, matrices=local)
+    work = planned_product(_COUPLING, SCORING, LINEAR, (local * n, d, f), a, matrices=local)
     w = local * d * f * a
     return replace(work, nbytes=work.nbytes + 2 * w, of_model=False)  # W_g is transposed
 
@@ -272,7 +276,7 @@ def _experts(shape: Shape, layout: Layout, experts: PlannedExperts) -> Iterator[
 
     def of_rows(name: str, k: float, n: float) -> Work:
         sizes = (rows, k, n)
-        return product(name, EXPERTS, EXPERT_PRODUCTS, sizes, a, matrices=local, fp8=fp8)
+        return planned_product(name, EXPERTS, EXPERT_PRODUCTS, sizes, a, matrices=local, fp8=fp8)
 
     if layout.etp_ep_group.size > 1:  # rows are copied to be sent, and outputs summed per token
         moved = (t.routed + t.sent * layout.etp) * row
@@ -297,15 +301,15 @@ def _experts(shape: Shape, layout: Layout, experts: PlannedExperts) -> Iterator[
     yield traffic("outputs to rows", EXPERTS, gathered, gathered)
 
 
-def _shared(shape: Shape, layout: Layout, shared: PlannedSharedExpert) -> Iterator[Work]:
+def _shared(shape: Shape, layout: Layout, shared: SharedExpertSize) -> Iterator[Work]:
     """The shared expert; a plan does not overlap it with the dispatch."""
     t, d, a = tokens_of(shape, layout), shape.hidden, shape.value
     f, row, fp8 = shared.width / layout.tp, t.between * d * a, shape.fp8_linear
-    yield product("shared_fc1", SHARED, LINEAR, (t.all, d, 2 * f), a, fp8=fp8)
+    yield planned_product("shared_fc1", SHARED, LINEAR, (t.all, d, 2 * f), a, fp8=fp8)
     yield traffic("shared SwiGLU", SHARED, 3 * t.all * f * a, 5 * t.all * f * a)
-    yield product("shared_fc2", SHARED, LINEAR, (t.all, f, d), a, fp8=fp8)
+    yield planned_product("shared_fc2", SHARED, LINEAR, (t.all, f, d), a, fp8=fp8)
     if shared.gate:
-        yield product("gate of the shared expert", SHARED, FP32, (t.between, d, 1), 4)
+        yield planned_product("gate of the shared expert", SHARED, FP32, (t.between, d, 1), 4)
         yield traffic("y by the gate", SHARED, 2 * row, 4 * row)
     yield traffic("sum with the experts", SHARED, 3 * row, 0)
 
@@ -332,7 +336,7 @@ def work_of_head(shape: Shape, layout: Layout) -> list[Work]:
     """The output layer and the loss. Both gradients are computed with the forward pass."""
     t, d, a = tokens_of(shape, layout), shape.hidden, shape.value
     vocabulary = shape.vocabulary / layout.tp
-    logits = product("logits", HEAD, LINEAR, (t.all, d, vocabulary), a)
+    logits = planned_product("logits", HEAD, LINEAR, (t.all, d, vocabulary), a)
     chunks = -(-t.all // shape.loss_chunk)
     # Each chunk of tokens adds its dw to a sum in fp32.
     summed = chunks * (2 * a + 2 * GRADIENT) * d * vocabulary

@@ -1,12 +1,21 @@
 """The names of clusters, and measured shares in place of published ones."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from moe_parallel.errors import InputError
-from moe_parallel.plan.cluster import NODES, Efficiency, measured, parse_cluster
+from moe_parallel.plan.cluster import (
+    NODES,
+    Cluster,
+    Efficiency,
+    measured,
+    measured_node,
+    one_node,
+    parse_cluster,
+)
 
 
 def test_a_cluster_is_nodes_of_a_kind() -> None:
@@ -18,7 +27,7 @@ def test_a_cluster_is_nodes_of_a_kind() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("h101x8:4", "--cluster h101x8:4: 'h101x8' is no node; choose from a100x8, h100x8, "),
+        ("h101x8:4", "--cluster h101x8:4: 'h101x8' is not known; choose from a100x8, h100x8, "),
         ("h100x8", "--cluster h100x8: the number of nodes is missing or not from 1 to 100000"),
         ("h100x8:0", "not from 1 to 100000; write for example h100x8:8"),
         ("h100x8:-1", "not from 1 to 100000"),
@@ -31,14 +40,51 @@ def test_a_wrong_cluster_is_told(text: str, message: str) -> None:
     assert message in str(told.value)
 
 
+def test_one_node_is_known_or_described(tmp_path: Path) -> None:
+    assert one_node("h200x8") == Cluster(NODES["h200x8"], 1)
+    path = tmp_path / "node.json"
+    path.write_text(json.dumps(asdict(NODES["a100x8"]) | {"efficiency": {"linear": 1.0}}))
+    assert one_node(str(path)) == Cluster(NODES["a100x8"], 1, Efficiency(linear=1.0))
+
+
+@pytest.mark.parametrize(
+    "content", [None, "[]", '{"name": "small"}', '{"efficiency": {"liner": 1}}']
+)
+def test_a_node_that_is_not_described_is_told(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "node.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InputError, match=f"^--node {path}: it is neither one of a100x8, .* nor a"):
+        one_node(str(path))
+
+
 def test_measured_shares_replace_published_ones(tmp_path: Path) -> None:
     path = tmp_path / "node.json"
     path.write_text('{"linear": 0.7, "network": 1}')
     assert measured(path, Efficiency()) == Efficiency(linear=0.7, network=1)
 
 
+def test_measured_seconds_are_of_the_node(tmp_path: Path) -> None:
+    path = tmp_path / "node.json"
+    path.write_text('{"linear": 0.7, "call_time": 2.8e-5, "kernel_time": 0}')
+    node = measured_node(path, NODES["h100x8"])
+    assert (node.call_time, node.kernel_time) == (2.8e-5, 0)
+    assert node.bf16 == NODES["h100x8"].bf16
+    assert measured(path, Efficiency()) == Efficiency(linear=0.7)
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"linear": 0}, {"linear": 1.1}, {"liner": 0.5}, [], {"fp8": "1"}]
+    "wrong",
+    [
+        {"linear": 0},
+        {"linear": 1.1},
+        {"liner": 0.5},
+        [],
+        {"fp8": "1"},
+        {"call_time": 0.02},
+        {"kernel_time": -1e-6},
+        {"call_time": True},
+    ],
 )
 def test_wrong_shares_are_told(tmp_path: Path, wrong: object) -> None:
     path = tmp_path / "node.json"

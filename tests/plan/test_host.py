@@ -6,7 +6,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_parallel.parallel import destroy_groups
-from moe_parallel.plan.host import calls_of_layer
+from moe_parallel.plan.host import DENSE_LAYER, OF_ATTENTION, calls_of_layer
 from moe_parallel.plan.layout import layout_of
 from tests.distributed import run_distributed
 from tests.plan.running import (
@@ -82,3 +82,39 @@ def test_on_two_ranks() -> None:
         "aoe, sp": AOE | ALL_CHOSEN | sequence_parallel,
     }
     _compare(run_distributed(2, _calls, 2, cases)[0])
+
+
+def _calls_of_attention() -> int:
+    """Of the forward pass, in one layer, without the residual."""
+    config = config_of({"bf16": True} | DENSE)
+    engine = engine_of(config)
+    (chunk,) = engine.chunks
+    counted = 0
+    calls = Calls()
+
+    def before(*_: Any) -> None:
+        nonlocal counted
+        counted -= calls.number
+
+    def after(*_: Any) -> None:
+        nonlocal counted
+        counted += calls.number
+
+    (layer,) = [m for name, m in chunk.named_modules() if name.endswith("decoder.layers.0")]
+    for module in (layer.input_layernorm, layer.self_attention):
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+    batch = next(batches(config))
+    batch.pop("position_ids")
+    with factors_stay_bf16(), calls:
+        chunk(batch.pop("tokens"), None, None, **batch)
+    destroy_groups()
+    return counted
+
+
+@pytest.mark.full
+def test_the_calls_of_attention() -> None:
+    (counted,) = run_distributed(1, _calls_of_attention)
+    assert OF_ATTENTION[0] == pytest.approx(counted + 1, rel=0.1)
+    share = OF_ATTENTION[0] / DENSE_LAYER[0]
+    assert OF_ATTENTION[1] == pytest.approx(share * DENSE_LAYER[1], rel=0.1)

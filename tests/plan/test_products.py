@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_parallel.plan.products import DEPTH, Product, share_of
+from moe_parallel.plan.products import DEPTH, Product, serial_share
 
 SMS = 132  # of an H100
 
@@ -28,10 +28,10 @@ def test_the_depth_by_hand() -> None:
 
 def test_products_one_after_the_other() -> None:
     whole, half = Product(512, 256, 160), Product(512, 256, 160 * 3)
-    assert share_of((whole,), 4, 160) == 0.5
+    assert serial_share((whole,), 4, 160) == 0.5
     # 1 and 3 parts of the FLOPs at 1/2 and 3/4 of the speed: 2 and 4 parts of the time.
-    assert share_of((whole, half), 4, 160) == pytest.approx(4 / 6)
-    assert share_of((), 4, 160) == 1
+    assert serial_share((whole, half), 4, 160) == pytest.approx(4 / 6)
+    assert serial_share((), 4, 160) == 1
 
 
 #: m, n, k, matrices, and TFLOP/s in FP8 on H800, of DeepGEMM's pull requests 168 and 74. DEPTH

@@ -14,6 +14,19 @@ FILE = Path(__file__).parents[2] / "docs/results/planner/published_runs.json"
 #: Billions of parameters by their model cards; of DeepSeek-V3 with the layer that predicts a
 #: further token (its report: 671 and 14, of which 2 are copies of the embedding and the head).
 BILLIONS = {
+    "Llama 3 8B, 8 H100": 8.03,
+    "Llama 3 8B, 8 H100, later": 8.03,
+    "Llama 3 8B, 8 B200": 8.03,
+    "Qwen3-30B-A3B, 8 B200": 30.5,
+    "Qwen3-30B-A3B, 8 B200, earlier": 30.5,
+    "Qwen3-30B-A3B, 8 B200, choices dropped": 30.5,
+    "Qwen3-30B-A3B, 8 B200, MBS 4": 30.5,
+    "Qwen3-235B-A22B, 64 B200": 235.1,
+    "Qwen3-235B-A22B, 64 B200, dropped": 235.1,
+    "Qwen3-235B-A22B, 64 B200, dropped, MXFP8": 235.1,
+    "Qwen3-235B-A22B, 256 B200": 235.1,
+    "GPT-OSS-120B, 64 B200, EP 64": 116.8,
+    "GPT-OSS-120B, 64 B200, EP 8": 116.8,
     "Mixtral 8x7B": 46.7,
     "Mixtral 8x22B": 140.6,
     "Qwen3-30B-A3B, EP 8": 30.5,
@@ -67,7 +80,7 @@ def test_windows_leave_a_share_of_the_scores() -> None:
 
 
 def test_megatrons_tflops_become_tokens() -> None:
-    run = read_published(FILE)[0]
+    (run,) = [run for run in read_published(FILE) if run.name == "Mixtral 8x7B"]
     # 12 L d^2 (1 + 8 / 32 + 4096 / 4096 + 3 x 14336 / 4096) + 6 d V, as in Megatron-LM.
     flops = 12 * 32 * 4096**2 * (1 + 8 / 32 + 1 + 3 * 14336 / 4096) + 6 * 4096 * 32000
     assert run.tokens_per_gpu == pytest.approx(468e12 / flops)

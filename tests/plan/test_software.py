@@ -1,4 +1,4 @@
-"""What other software does otherwise than this program, by hand."""
+"""What other software does differently from this program, by hand."""
 
 import itertools
 from dataclasses import replace
@@ -133,3 +133,65 @@ def test_chunks_of_unequal_layers() -> None:
         (1, 1): range(4, 4),
     }
     assert layout.unlike_stages(SHAPE.moe_layers) == range(2)
+
+
+def test_calls_of_experts_that_are_launched_one_by_one() -> None:
+    """16 experts on 2 ranks: 8 on each, 6 products and 4 roundings each; two linear layers."""
+    layout = replace(LAYOUT, ranks=2, ep=2)
+    plain = Software().calls_of_layer(SHAPE, layout, True)
+    each = Software(expert_by_expert=True)
+    assert each.calls_of_layer(SHAPE, layout, True) == plain + 8 * 6
+    mxfp8 = replace(each, rounding_calls=1)
+    assert mxfp8.calls_of_layer(SHAPE, layout, True) == plain + 8 * (6 + 4) + 4
+    scaled = replace(each, rounding_calls=4)
+    assert scaled.calls_of_layer(SHAPE, layout, True) == plain + 8 * (6 + 16) + 16
+    biased = replace(each, expert_biases=True)
+    assert biased.calls_of_layer(SHAPE, layout, True) == plain + 8 * (6 + 8)
+    dense = Software(rounding_calls=1).calls_of_layer(SHAPE, layout, False)
+    assert dense == Software().calls_of_layer(SHAPE, layout, False) + 8
+
+
+def test_graphs_need_no_calls_and_have_the_same_kernels() -> None:
+    eager = Software(expert_by_expert=True, rounding_calls=1)
+
+    def calls(*graphs: str, is_moe: bool = True) -> int:
+        software = replace(eager, graphs=graphs)
+        kernels = eager.kernels_of_layer(SHAPE, LAYOUT, is_moe)
+        assert software.kernels_of_layer(SHAPE, LAYOUT, is_moe) == kernels
+        return software.calls_of_layer(SHAPE, LAYOUT, is_moe)
+
+    assert calls("layer") == calls("layer", is_moe=False) == 0
+    assert calls() - calls("attention") == 30 + 31 + 4
+    assert calls() - calls("router") == 49 + 15
+    assert calls(is_moe=False) == calls("router", is_moe=False)
+
+
+def test_kernels_take_their_time_beside_the_host() -> None:
+    """A step takes the calls of the host, or the GPU with what each kernel takes besides."""
+    software = Software(expert_by_expert=True)
+    kernels = 4 * LAYOUT.micro_batches * software.kernels_of_layer(SHAPE, LAYOUT, True)
+
+    def parts(call_time: float, kernel_time: float) -> dict[str, float]:
+        node = replace(NODES["h100x8"], call_time=call_time, kernel_time=kernel_time)
+        return step_time(SHAPE, LAYOUT, Cluster(node, 2, Efficiency()), software).parts
+
+    gpu, slow = parts(0, 0), parts(0, 1e-3)
+    assert "host" not in gpu and "kernels" not in gpu
+    assert slow["kernels"] == pytest.approx(kernels * 1e-3)
+    assert "host" not in slow
+    head = gpu["output layer"] + gpu["optimizer"]
+    both = parts(2e-3, 1e-3)
+    layers = sum(both.values()) - head - gpu.get("gradients", 0) - gpu.get("weights", 0)
+    assert layers == pytest.approx(kernels * 2e-3, rel=1e-6)
+
+
+def test_tensor_parallel_messages_beside_products() -> None:
+    """What is gathered is hidden; a quarter of what is reduced on 4 ranks is not."""
+    layout = Layout(ranks=8, tp=4, sequence_parallel=True)
+    messages = {m.name: m for m in messages_of_layer(SHAPE, layout, True)}
+    hides = Software(hides_tensor=True)
+    gathered, reduced = messages["attention: x"], messages["attention: y"]
+    assert (gathered.kind, reduced.kind) == ("all-gather", "reduce-scatter")
+    assert hides.wire(gathered, SHAPE, layout, 8).node == 0
+    whole = reduced.wire(8).node
+    assert hides.wire(reduced, SHAPE, layout, 8).node == pytest.approx(whole / 4)

@@ -10,7 +10,7 @@ from moe_parallel.plan.layout import Group, Layout
 from moe_parallel.plan.messages import DISPATCH, Collective
 from moe_parallel.plan.shape import Shape, swiglu_weights
 from moe_parallel.plan.step_time import seconds_of, seconds_of_messages, step_time
-from moe_parallel.plan.work import FP32, LINEAR, Work, product, traffic
+from moe_parallel.plan.work import FP32, LINEAR, Work, planned_product, traffic
 
 PERFECT = Efficiency(1, 1, 1, 1, 1, 1, 1)
 CLUSTER = Cluster(replace(NODES["h100x8"], call_time=0), 2, PERFECT)
@@ -72,15 +72,15 @@ def test_overlap_hides_messages() -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_small_kernels_wait_for_the_host(recompute: bool) -> None:
-    """53 + 61 calls of a dense layer take longer than its few FLOPs, which they then hide.
+    """35 + 36 calls of a dense layer take longer than its few FLOPs, which they then hide.
 
-    With recomputation there are 53 more, and the FLOPs of another forward pass.
+    With recomputation there are 35 more, and the FLOPs of another forward pass.
     """
     small = replace(SHAPE, seq_length=16)
     layout = Layout(ranks=1, micro_batch=1, global_batch=4, recompute=recompute)
     parts = step_time(small, layout, CLUSTER).parts
     waiting = step_time(small, layout, replace(CLUSTER, node=NODES["h100x8"])).parts
-    layers = 4 * 8 * (53 * (2 if recompute else 1) + 61) * NODES["h100x8"].call_time
+    layers = 4 * 8 * (35 * (2 if recompute else 1) + 36) * NODES["h100x8"].call_time
     busy = parts["attention"] + parts["dense layers"] + parts.get("recompute", 0.0)
     assert "host" not in parts
     assert waiting["host"] == pytest.approx(layers - busy)
@@ -95,7 +95,7 @@ def test_products_in_fp32_do_not_use_tensor_cores() -> None:
 def test_a_narrow_product_takes_longer_than_its_flops() -> None:
     """Both fill 132 multiprocessors with whole tiles; 160 numbers are added to the depth."""
     rows = 132 * 256
-    wide, narrow = (product("", "", LINEAR, (rows, k, 2**25 // k), 2) for k in (4096, 256))
+    wide, narrow = (planned_product("", "", LINEAR, (rows, k, 2**25 // k), 2) for k in (4096, 256))
     assert wide.flops == narrow.flops == 2 * rows * 2**25
     ratio = seconds_of(narrow, SHAPE, CLUSTER)[0] / seconds_of(wide, SHAPE, CLUSTER)[0]
     assert ratio == pytest.approx(((256 + 160) / 256) / ((4096 + 160) / 4096))

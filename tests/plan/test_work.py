@@ -7,15 +7,16 @@ import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_parallel.config import parse_command_line
+from moe_parallel.config.selection.kept import Neurons
 from moe_parallel.model.flops import TokenFlops, token_flops
 from moe_parallel.parallel import destroy_groups
-from moe_parallel.plan.experts import Neurons, PlannedExperts, PlannedRouting
+from moe_parallel.plan.experts import PlannedExperts, PlannedRouting
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.shape import Scoring, Shape, aoe_weights, shape_of, swiglu_weights
 from moe_parallel.plan.work import (
     model_flops_per_token,
     optimizer_bytes,
-    product,
+    planned_product,
     work_of_head,
     work_of_layer,
 )
@@ -109,7 +110,7 @@ def test_a_layout_divides_the_flops() -> None:
 
 
 def test_memory_traffic_of_a_product_by_hand() -> None:
-    work = product("", "", "", (10, 3, 5), 2, matrices=2)
+    work = planned_product("", "", "", (10, 3, 5), 2, matrices=2)
     x, w, y = 10 * 3, 2 * 3 * 5, 10 * 5
     assert (work.nbytes, work.backward_bytes) == (2 * (x + w + y), 4 * (x + w + y) + 12 * w)
 

@@ -66,7 +66,7 @@ def test_published_runs() -> None:
     ("arguments", "message"),
     [
         ((), "--cluster is not set: give nodes and their number, as in h100x8:64"),
-        (("--cluster", "x:1"), "--cluster x:1: 'x' is no node"),
+        (("--cluster", "x:1"), "--cluster x:1: 'x' is not known"),
         (("--cluster", "h100x8:1", "--top", "0"), "--top is 0: it must be at least 1"),
         (("--cluster", "h100x8:1", "--reserve-gib", "-1"), "--reserve-gib is -1.0"),
         (("--cluster", "h100x8:1", "--reserve-gib", "nan"), "--reserve-gib is nan"),
