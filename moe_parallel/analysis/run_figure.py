@@ -23,7 +23,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from moe_parallel.analysis.run_history import Curve, RoutingHistory, RunHistory, interval_start
 from moe_parallel.errors import InputError
-from moe_parallel.telemetry.metrics import FILE_NAME, Record, read_metrics
+from moe_parallel.telemetry.metrics import FILE_NAME, MetricsLine, read_metrics
 
 FIGURE_NAME = "run.png"
 
@@ -51,7 +51,7 @@ STYLE: Any = {
 def plot_run(
     run_directory: Path | str, output: Path | str | None = None, model_line: str = ""
 ) -> Path:
-    """Draw `run_directory`/metrics.jsonl into `output` (default: run.png beside it).
+    """Draw `run_directory`/metrics.jsonl into `output` (default: run.png next to it).
 
     `model_line` is printed under the title. Raises InputError if there is nothing to draw, or if
     the figure cannot be written.
@@ -59,10 +59,10 @@ def plot_run(
     directory = Path(run_directory)
     metrics = directory / FILE_NAME
     if not metrics.is_file():
-        raise InputError(f"{directory}: has no {FILE_NAME}: give the folder that --save named")
+        raise InputError(f"{directory} has no {FILE_NAME}: give the folder that --save named")
     records = read_metrics(metrics)
     if not records:
-        raise InputError(f"{metrics}: is empty: let the run reach its first logged iteration")
+        raise InputError(f"{metrics} is empty: let the run reach its first logged iteration")
     path = directory / FIGURE_NAME if output is None else Path(output)
     figure = draw_run(records, directory.resolve().name, model_line)
     try:
@@ -74,7 +74,7 @@ def plot_run(
     return path
 
 
-def draw_run(records: Sequence[Record], name: str, model_line: str = "") -> Figure:
+def draw_run(records: Sequence[MetricsLine], name: str, model_line: str = "") -> Figure:
     """The figure of at least one record of metrics.jsonl."""
     history = RunHistory.from_records(records)
     with matplotlib.rc_context(STYLE):

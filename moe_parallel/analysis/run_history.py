@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_parallel.telemetry.metrics import Record
+from moe_parallel.telemetry.metrics import MetricsLine
 
 Layers = list[dict[str, Any]]
 
@@ -66,13 +66,13 @@ class RunHistory:
     A measure that a system does not have is None, or has no entry.
     """
 
-    training: list[Record]  # the logged iterations
-    evaluations: list[Record]
+    training: list[MetricsLine]  # the logged iterations
+    evaluations: list[MetricsLine]
     start: int  # where the first measurement began
     last_iteration: int
 
     @classmethod
-    def from_records(cls, records: Sequence[Record]) -> RunHistory:
+    def from_records(cls, records: Sequence[MetricsLine]) -> RunHistory:
         """`records`: at least one record of a metrics.jsonl, in any order. If an iteration has
         several (a run was resumed without cutting its file), the last one counts."""
         iterations = sorted({record["iteration"] for record in records})
@@ -117,7 +117,7 @@ class RunHistory:
         return self.evaluations[-1]["validation"] if self.evaluations else {}
 
     @property
-    def end(self) -> list[Record]:
+    def end(self) -> list[MetricsLine]:
         """The logged iterations that are "the end"."""
         return self.training[-last_tenth(len(self.training)) :] if self.training else []
 
@@ -145,7 +145,7 @@ class RunHistory:
         return {name: values for name, values in found.items() if values is not None}
 
     def _by_domain(self, measure: str) -> dict[str, Curve]:
-        points: dict[str, list[tuple[Record, float | None]]] = {}
+        points: dict[str, list[tuple[MetricsLine, float | None]]] = {}
         for record in self.evaluations:
             for domain, measures in record["validation"].items():
                 if measure in measures:
@@ -182,13 +182,13 @@ def _relative(tokens_per_expert: np.ndarray) -> np.ndarray:
     return tokens_per_expert / np.where(mean > 0, mean, 1)
 
 
-def _latest(records: Sequence[Record], kind: str) -> list[Record]:
+def _latest(records: Sequence[MetricsLine], kind: str) -> list[MetricsLine]:
     """The last record of each iteration that has `kind`, in order of iteration."""
     found = {record["iteration"]: record for record in records if kind in record}
     return [found[iteration] for iteration in sorted(found)]
 
 
-def _curve(points: Sequence[tuple[Record, float | None]]) -> Curve:
+def _curve(points: Sequence[tuple[MetricsLine, float | None]]) -> Curve:
     return Curve(
         np.array([record["iteration"] for record, _ in points], dtype=np.int64),
         np.array([record.get("consumed_tokens") or 0 for record, _ in points], dtype=np.int64),
@@ -196,7 +196,7 @@ def _curve(points: Sequence[tuple[Record, float | None]]) -> Curve:
     )
 
 
-def _routing(records: list[Record]) -> RoutingHistory | None:
+def _routing(records: list[MetricsLine]) -> RoutingHistory | None:
     """The routing history of the records that have the same layers as the last one."""
     routed = [record for record in records if record.get("layers")]
     if not routed:

@@ -5,22 +5,29 @@ import json
 
 import pytest
 
+from moe_parallel.analysis.scaling.figure import draw
 from moe_parallel.analysis.scaling.folder import FAILED, FINISHED, NEW, QUEUED, CellFolder
 from moe_parallel.analysis.scaling.grid import cells
-from moe_parallel.analysis.scaling.report import rows_of, write_report
+from moe_parallel.analysis.scaling.report import write_report
+from moe_parallel.analysis.scaling.rows import axis_of, rows_of
 from moe_parallel.errors import InputError
 from moe_parallel.plan.cluster import Cluster, Node
 from moe_parallel.plan.search import plan_layout
 from tests.program import SMALL
 
+NODE = Node("cpu", 1, 1e9, None, 1e9, 1e12, 1e9, 1e9, 1e9, 1, "by hand")
 OPTIONS = SMALL | {"data_path": ["data"], "vocab_size": 64}
 
 
 @pytest.fixture
 def folders(tmp_path):
     """The folders of the cells of 1 and 2 nodes, without runs."""
-    found = cells(OPTIONS, [1, 2], {}, ranks_per_node=1, weak=False)
-    folders = [CellFolder.of(tmp_path, cell) for cell in found]
+    return written(tmp_path, [1, 2], {})
+
+
+def written(study, nodes, varied):
+    found = cells(OPTIONS, nodes, varied, ranks_per_node=1, weak=False)
+    folders = [CellFolder.of(study, cell) for cell in found]
     for each in folders:
         each.write()
     return folders
@@ -32,7 +39,7 @@ def finish(folder, step_seconds):
     with (folder.run / "metrics.jsonl").open("w") as file:
         for iteration in range(1, 5):
             seconds = step_seconds * (10 if iteration == 1 else 1)
-            shares = {"own": 0.5, "dispatch": 0.2, "pipeline": 0.0, "reduce": 0.1}
+            shares = {"own": 0.5, "data": 0.125, "dispatch": 0.2, "pipeline": 0.0, "reduce": 0.1}
             ranks = {
                 f"{name}_seconds": [share * seconds] * folder.cell.ranks
                 for name, share in shares.items()
@@ -67,9 +74,11 @@ def test_a_cell_is_not_replaced_by_another(folders, tmp_path):
 def test_the_report_leaves_out_the_warm_up(folders, tmp_path):
     finish(folders[0], 1.0)
     finish(folders[1], 0.8)
-    write_report(rows_of(CellFolder.read_all(tmp_path), 1, None), tmp_path)
+    write_report(rows_of(CellFolder.read_all(tmp_path), 1), tmp_path)
     one, two = csv.DictReader((tmp_path / "scaling.csv").open())
     assert float(one["tokens_per_second"]) == pytest.approx(256)
+    assert float(one["compute_seconds"]) == pytest.approx(0.375)
+    assert float(one["data_seconds"]) == pytest.approx(0.125)
     assert float(one["rest_seconds"]) == pytest.approx(0.2)
     assert float(one["between_seconds"]) == pytest.approx(0.25)
     assert float(two["efficiency"]) == pytest.approx(1 / 0.8 / 2)
@@ -77,13 +86,18 @@ def test_the_report_leaves_out_the_warm_up(folders, tmp_path):
     assert (tmp_path / "scaling.png").stat().st_size > 1000
 
 
+def test_a_slow_first_step_is_no_time_between_steps(folders):
+    finish(folders[0], 1.0)
+    (row,) = rows_of(folders, 0)
+    assert row.measures.between_seconds == pytest.approx(0.25)
+
+
 def test_the_plan_and_its_error_are_in_the_table(folders, tmp_path):
-    node = Node("cpu", 1, 1e9, None, 1e9, 1e12, 1e9, 1e9, 1e9, 1, "by hand")
     for each in folders:
         finish(each, 1.0)
-    rows = rows_of(folders, 1, node)
+    rows = rows_of(folders, 1, Cluster(NODE, 1))
     for row in rows:
-        plan = plan_layout(row.cell.config, 64, Cluster(node, row.cell.nodes))
+        plan = plan_layout(row.cell.config, 64, Cluster(NODE, row.cell.nodes))
         assert row.planned == plan.time.tokens_per_gpu * row.cell.nodes
     write_report(rows, tmp_path)
     for line in csv.DictReader((tmp_path / "scaling.csv").open()):
@@ -91,12 +105,61 @@ def test_the_plan_and_its_error_are_in_the_table(folders, tmp_path):
         assert float(line["plan_error"]) == pytest.approx(planned / 256 - 1, abs=1e-4)
 
 
+def test_a_figure_shows_the_plan_and_its_error(folders):
+    for each in folders:
+        finish(each, 1.0)
+    rows = rows_of(folders, 1, Cluster(NODE, 1))
+    speed, _, split, error = draw(rows).axes
+    measured, planned = [list(speed.lines[place].get_ydata()) for place in (0, 2)]
+    assert (measured, planned) == ([256, 256], [row.planned for row in rows])
+    assert list(error.lines[0].get_ydata()) == [row.plan_error for row in rows]
+    assert [text.get_text() for text in split.texts] == [f"{row.plan_error:+.0%}" for row in rows]
+    tops = {round(bar.get_y() + bar.get_height(), 6) for bar in split.patches}
+    assert max(tops) == pytest.approx(1.25)  # a step, and 0.25 s between two steps
+
+
+def test_a_figure_without_a_plan_says_why(folders):
+    for each in folders:
+        finish(each, 1.0)
+    other = Node("pair", 2, 1e9, None, 1e9, 1e12, 1e9, 1e9, 1e9, 1, "by hand")
+    rows = rows_of(folders, 1, Cluster(other, 1))
+    assert [row.no_plan for row in rows] == [
+        "it has 1 ranks on 1 nodes, and pair has 2",
+        "it has 2 ranks on 2 nodes, and pair has 2",
+    ]
+    (text,) = draw(rows).axes[3].texts
+    assert "pair has 2" in text.get_text()
+
+
+def test_a_study_of_a_flag_has_the_flag_as_its_axis(tmp_path):
+    folders = written(tmp_path, [2], {"num_experts": [8, 2], "seed": [1, 2]})
+    for each in folders:
+        varied = each.cell.varied
+        finish(each, varied["num_experts"] / varied["seed"])
+    rows = rows_of(CellFolder.read_all(tmp_path), 1)
+    assert {row.axis for row in rows} == {"num_experts"}
+    assert [(row.place, row.line) for row in rows] == [
+        (2, "nodes 2, seed 1"), (2, "nodes 2, seed 2"), (8, "nodes 2, seed 1"),
+        (8, "nodes 2, seed 2"),
+    ]  # fmt: skip
+    assert [row.efficiency for row in rows] == pytest.approx([1, 1, 0.25, 0.25])
+    labels = [label.get_text() for label in draw(rows).axes[0].get_xticklabels()]
+    assert labels == ["2", "8"]
+
+
+def test_the_axis_can_be_named(folders, tmp_path):
+    cells = [each.cell for each in written(tmp_path / "two", [1, 2], {"seed": [1, 2]})]
+    assert (axis_of(cells, None), axis_of(cells, "--seed")) == ("nodes", "seed")
+    with pytest.raises(InputError, match="--over micro-batch-size: the cells have nodes, seed"):
+        axis_of(cells, "micro-batch-size")
+
+
 def test_no_record_after_the_warm_up_is_an_error(folders):
     finish(folders[0], 1.0)
     with pytest.raises(InputError, match="--warm-up 4"):
-        rows_of(folders, 4, None)
+        rows_of(folders, 4)
 
 
 def test_an_empty_study_is_an_error(folders):
     with pytest.raises(InputError, match="no finished cell"):
-        rows_of(folders, 1, None)
+        rows_of(folders, 1)

@@ -48,7 +48,7 @@ def of(*arguments, **runs) -> Comparisons:
 
 
 def test_verdicts(tmp_path: Path):
-    """Offsets of the reference are 0, so differences have the deviation of EVEN, and a 95 %
+    """Offsets of the reference are 0, so differences have the deviation of EVEN, and a 95%
     interval is +-.00196."""
     wide = (0.02, -0.02, 0.03, -0.03, 0.0)
     offsets = {"topk": (0.0,) * 5, "a=topk": 0.0, "b=topk": -0.03, "c=topk": 0.005, "d=topk": wide}
@@ -125,15 +125,15 @@ def test_the_page_says_it_in_words(tmp_path: Path):
     results = study(tmp_path, {"topk": (0.0,) * 5, "a=topk": 0.0, "b=topk": -0.03, "smear": 0.0})
     page = markdown(results)
     for sentence in (
-        "**a** is equivalent to topk (+0.0000 nats per token on average, 95 % interval −0.0020 to "
+        "**a** is equivalent to topk (+0.0000 nats per token on average, 95% interval −0.0020 to "
         "+0.0020, corrected p = 1).",
         "**b** is better than topk, by more than the margin (−0.0300 nats",
         "**smear** is reported, not compared: its loss depends on later tokens",
         "1 of 3 pairs are equivalent (topk and a; each by itself, not together).",
-        "With 5 seeds an interval of 95 % is ±1.24 and one of 90 % ±0.95 standard deviations",
-        "differences below 0.0020 cannot be told from none, and no margin below 0.0015 can be met",
-        "The margin of 0.01 could be met by 2 of 2 contenders",
-        "minus that of topk with the same seed. That one of 2 differs is tested at 0.05",
+        "With 5 seeds a 95% interval is ±1.24 and a 90% interval ±0.95 standard deviations",
+        "differences below 0.0020 cannot be distinguished from 0, and no margin below 0.0015 can "
+        "be met. 2 of 2 contenders could meet the margin of 0.01",
+        "with that of topk with the same seed. Differences of the 2 contenders are tested at 0.05",
         "| b | 2 | 100.0% | yes |",
         "| smear | 2 | 100.0% | no |",
     ):
@@ -142,7 +142,7 @@ def test_the_page_says_it_in_words(tmp_path: Path):
 
 def test_contenders_with_different_numbers_of_seeds(tmp_path: Path):
     """Differences are those of common seeds. c has the first three: 0.01 above .000, .001, -.001,
-    of deviation .001; a 95 % interval of three is 4.303 / sqrt(3) = 2.48 deviations."""
+    of deviation .001; a 95% interval of three is 4.303 / sqrt(3) = 2.48 deviations."""
     short = (0.01, 0.011, 0.009)
     results = study(tmp_path, {"topk": (0.0,) * 5, "b=topk": 0.0, "c=topk": short})
     found = Comparisons.of(results)
@@ -154,8 +154,8 @@ def test_contenders_with_different_numbers_of_seeds(tmp_path: Path):
     page = markdown(results)
     for sentence in (
         "Mean ± standard deviation over 3 to 5 seeds (lowest",
-        "With 3 seeds an interval of 95 % is ±2.48 and one of 90 % ±1.69 standard deviations",
-        "With 5 seeds an interval of 95 % is ±1.24",
+        "With 3 seeds a 95% interval is ±2.48 and a 90% interval ±1.69 standard deviations",
+        "With 5 seeds a 95% interval is ±1.24",
         "| c | +0.010 ± 0.001 (+0.009 to +0.011) | +0.010 ± 0.001 (+0.009 to +0.011) | 3 |",
     ):
         assert sentence in page
@@ -164,13 +164,13 @@ def test_contenders_with_different_numbers_of_seeds(tmp_path: Path):
 def test_that_all_pairs_are_equivalent_is_said_without_a_correction(tmp_path: Path):
     alike = study(tmp_path, {"topk": (0.0,) * 5, "a=topk": 0.0, "b=topk": 0.001})
     page = markdown(alike)
-    assert "All 3 pairs of compared contenders are equivalent: each 90 % interval lies" in page
+    assert "All 3 pairs of compared contenders are equivalent: each 90% interval lies" in page
 
 
 def test_without_a_margin_nothing_is_tested(tmp_path: Path):
     results = study(tmp_path, {"topk": 0.0, "aoe": 0.0}, {})
     assert Comparisons.of(results) is None
-    assert "What the numbers allow" not in markdown(results)
+    assert "What the numbers show" not in markdown(results)
 
 
 def test_the_whole_grid_is_on_the_page_and_in_the_json(tmp_path: Path):

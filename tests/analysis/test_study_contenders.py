@@ -58,7 +58,7 @@ def test_the_dense_contender_is_as_wide_as_the_experts_of_a_token():
 
 def test_a_file_has_lines_for_all_contenders_of_its_design():
     file = SharedFile.from_raw({**SHARED, "variant:lr": 1e-3})
-    with pytest.raises(InputError, match="a line for variant, which is no contender"):
+    with pytest.raises(InputError, match="a line for variant, which is not a contender"):
         choose_contenders(["topk"], file, {})
     (topk,) = choose_contenders(["topk"], file, {}, ["topk", "variant=aoe"])
     assert topk.alone == {}
@@ -67,18 +67,23 @@ def test_a_file_has_lines_for_all_contenders_of_its_design():
 @pytest.mark.parametrize(
     ("words", "overrides", "shared", "message"),
     [
-        (["topq"], [], {}, "--selections names topq: there are topk, .*dense"),
+        (["topq"], [], {}, "--selections names topq: choose from topk, .*dense"),
         ([""], [], {}, "--selections names"),
         (["a/b=topk"], [], {}, "a name has up to 40"),
         (["topk", "topk"], [], {}, "names topk twice: .*topk2=topk"),
         (["topk"], ["aoe:lr=1"], {}, "--override is for aoe, which --selections does not name"),
         (["topk"], ["topk:lr"], {}, "--override topk:lr is not NAME:flag=value"),
-        (["topk"], ["topk:aoe-gate=all"], {}, "contender topk: --aoe-gate belongs to .*aoe"),
+        (
+            ["topk"],
+            ["topk:aoe-gate=all"],
+            {},
+            "contender topk: --aoe-gate is all, but it belongs to .*aoe",
+        ),
         (["topk"], ["topk:lrr=1"], {}, "contender topk: --lrr is not a flag.*--lr"),
         (["topk"], ["topk:lr=high"], {}, "contender topk: --lr is 'high': it takes"),
         (["topk"], ["topk:train-iters=9"], {}, "--train-iters cannot be set for topk alone"),
         (["topk"], [], {"topk:data_path": "x"}, "--data-path cannot be set for topk alone"),
-        (["topk"], [], {"topq:lr": 1}, "--config has a line for topq, which is no contender"),
+        (["topk"], [], {"topq:lr": 1}, "--config has a line for topq, which is not a contender"),
         (["topk"], [], {"load": "runs/x"}, "--config sets --load"),
         (["topk"], [], {"num_experts": None}, "contender topk: --num-experts is not set"),
         (["topk"], [], {"num_layer": 2}, "contender topk: --num-layer is not a flag"),

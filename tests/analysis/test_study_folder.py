@@ -159,7 +159,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path):
     (tmp_path / ".lock").touch()
     assert StudyFolder(tmp_path).manifest() is None
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(InputError, match="holds files, but no study.json: name a new folder"):
+    with pytest.raises(InputError, match="contains files, but no study.json: name a new folder"):
         StudyFolder(tmp_path).manifest()
     (tmp_path / "study.json").write_text("{}")
     with pytest.raises(InputError, match="study.json cannot be read"):

@@ -83,7 +83,7 @@ def test_the_page_of_two_systems_and_two_seeds(two_by_two: StudyFolder):
         "": ["prose, nats/token"],
         "aoe": ["+0.000 ± 0.141 (−0.100 to +0.100)"],
     }
-    # With one seed 8 of 80 choices were dropped, with the other none: 5 % on average.
+    # With one seed 8 of 80 choices were dropped, with the other none: 5% on average.
     costs = rows(page, "Size and speed")
     assert costs["topk"] == [
         "1,000", "600", "700", "–", "2.00 ± 0.00", "5.00% ± 7.07%", "1,100 ± 141", "512 ± 0"
@@ -123,9 +123,9 @@ def test_files_for_computing(two_by_two: StudyFolder):
 
 def test_notes_of_an_ordinary_study(two_by_two: StudyFolder):
     said = "\n".join(notes(StudyResults.read(two_by_two)))
-    assert "0.00M parameters, 5,120 tokens (5.1 a parameter), 2 seeds: " in said
+    assert "0.00M parameters, 5,120 tokens (5.1 a parameter), 2 seeds. " in said
     assert "Total parameters differ by at most 0.80%. " in said
-    assert "options of the study's file, the learning rate with them: none was tuned" in said
+    assert "options of the study's file, including the learning rate: none was tuned" in said
     assert "Python 3.11.1, torch 2.0; 1 process a run, 2 threads each, one run at a time." in said
     assert "Load average when the first run began: 0.25. Other work took at most 0.03 " in said
     for absent in ("NOT an equal", "Not finished", "More than one machine"):
@@ -149,8 +149,8 @@ def test_notes_of_a_study_with_flaws(tmp_path: Path):
         "smear: every token sees the mean of its whole sequence",
         "Not finished, and not in the tables: dense (seed 1), topk (seed 2), smear (seed 2).",
         "Runs read between 4,000 and 5,120 tokens: NOT an equal comparison.",
-        "More than one machine or version, so speeds do not compare: a processor, 2 cores, 8 GiB; "
-        "Python 3.11.1, torch 2.0 (2 starts); another; ",
+        "More than one machine or version, so speeds cannot be compared: a processor, 2 cores, 8 "
+        "GiB; Python 3.11.1, torch 2.0 (2 starts); another; ",
         "Load average when the first run began: 3.50. Other work took 0.52 cores on average and "
         "1.50 during one run",
     ):
@@ -188,7 +188,7 @@ def test_a_capacity_is_a_warning_for_all_but_the_dense(tmp_path: Path):
 
 
 def test_a_study_without_a_finished_run(tmp_path: Path):
-    with pytest.raises(InputError, match="holds no study"):
+    with pytest.raises(InputError, match="does not contain a study"):
         write_report(StudyFolder(tmp_path))
     with pytest.raises(InputError, match="has no finished run yet"):
         write_report(make_study(tmp_path / "study", ["topk"]))

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from moe_parallel.analysis.report.text_entry import text_entry
-from moe_parallel.analysis.routing.folder import read_manifest, read_table
+from moe_parallel.analysis.routing.folder import read_facts, read_table
 from moe_parallel.data.tokenizer import load_tokenizer
 from moe_parallel.training.routing_analysis import AnalysisOptions, analyze
 from moe_parallel.training.standalone import evaluation_config, standalone_config
@@ -50,7 +50,7 @@ def test_the_files_agree(trained: Path, analyzed: list[str]) -> None:
         "analysis.json", "layers.parquet", "loads.parquet", "pairs.parquet", "selections.parquet",
         "specialization.parquet", "view.parquet", "vocabulary.parquet",
     }  # fmt: skip
-    facts = read_manifest(folder)
+    facts = read_facts(folder)
     assert list(facts["tokens"]) == ["cycle", "noise"] and facts["layers"] == [1, 2]
     rows = read_table(folder, "selections")
     assert len(rows["text"]) == 2 * sum(facts["tokens"].values())
@@ -113,7 +113,7 @@ def _analyze_in(load: Path, folders: dict[str, Path]) -> list[list[str]]:
 
 
 def assert_same(found: Path, expected: Path) -> None:
-    assert read_manifest(found) | {"command": ""} == read_manifest(expected) | {"command": ""}
+    assert read_facts(found) | {"command": ""} == read_facts(expected) | {"command": ""}
     for path in expected.glob("*.parquet"):
         table = read_table(found, path.stem)
         for name, column in read_table(expected, path.stem).items():
@@ -173,11 +173,11 @@ def test_given_files_replace_the_analysis(trained: Path, tmp_path: Path) -> None
     line = ["--load", trained, "--output", output, "--totals-only", "--permutations", 9]
     done = run(*line, "--text", tmp_path / "a.txt", f"letters={tmp_path / 'b.jsonl'}")
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert list(read_manifest(output)["tokens"]) == ["a", "letters"]
+    assert list(read_facts(output)["tokens"]) == ["a", "letters"]
     assert not (output / "selections.parquet").exists()
     done = run(*line, "--samples", 1, "--text", tmp_path / "a.txt")
     assert done.returncode == 0, done.stderr
-    assert read_manifest(output)["tokens"] == {"a": SMALL["seq_length"]}
+    assert read_facts(output)["tokens"] == {"a": SMALL["seq_length"]}
     assert text_entry(output)["tests"] == []
     assert [path.name for path in output.parent.iterdir()] == ["analysis"]
     empty = tmp_path / "broken.txt"
@@ -185,7 +185,7 @@ def test_given_files_replace_the_analysis(trained: Path, tmp_path: Path) -> None
     done = run(*line, "--text", empty)
     assert done.returncode == 2 and "broken.txt is not UTF-8" in done.stderr
     assert done.stderr.count("\n") == 1
-    assert read_manifest(output)["tokens"] == {"a": SMALL["seq_length"]}  # the earlier one is whole
+    assert read_facts(output)["tokens"] == {"a": SMALL["seq_length"]}  # the earlier one is whole
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_wrong_texts_and_folders(trained: Path, tmp_path: Path) -> None:
         (["--text", tmp_path / "gone.txt"], "gone.txt: there is no such file"),
         (["--text", one, other], "another text is called a: give NAME=FILE"),
         (["--text", f"={one}"], "the name before = is empty"),
-        (["--output", full], "exists and is no analysis: name another folder"),
+        (["--output", full], "exists and is not an analysis: name another folder"),
     ]:
         done = run("--load", trained, *words)
         assert (done.returncode, done.stdout) == (2, "")

@@ -27,7 +27,7 @@ _OF_ANOTHER_JOB = (
 )  # fmt: skip
 
 
-class StopRequest:
+class CellStop:
     """Records Ctrl-C, SIGTERM and SIGUSR1. The current runs then receive a signal to stop.
 
     Only a second Ctrl-C kills them: a batch system may send a signal several times. Runs are
@@ -40,7 +40,7 @@ class StopRequest:
         self._processes: set[subprocess.Popen[bytes]] = set()
 
     @contextmanager
-    def listening(self) -> Iterator[StopRequest]:
+    def listening(self) -> Iterator[CellStop]:
         """Inside, the signals are passed to the run and do not end this process."""
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         before = {number: signal.signal(number, self._note) for number in numbers}
@@ -92,7 +92,7 @@ class CellRunner:
         self._processes, self._threads, self.jobs = processes, threads, jobs
         self._machine, self._software = machine.machine(), machine.software(ROOT)
 
-    def run(self, cell: Cell, config: Config, stop: StopRequest) -> int:
+    def run(self, cell: Cell, config: Config, stop: CellStop) -> int:
         """Train `cell`, from its checkpoint if it has one; returns the exit code of the program.
 
         Appends the output to `cell.output`, and a line to the attempts of the cell.

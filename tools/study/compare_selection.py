@@ -7,7 +7,7 @@ Each system is trained with each seed in its own process. A section `study` of t
 pilot runs for the learning rate, the terms of the comparison, and tests with a margin. To continue
 after an interruption, start the same command again. Finished runs are not repeated, and further
 systems and seeds may be added. Exit codes: 0 done, 1 a run failed, 2 a wrong flag, file or value,
-75 interrupted or --minutes are over, 76 a run was lost and would go on. study_archive.py carries
+75 interrupted or --minutes are over, 76 a run was lost and can continue. study_archive.py carries
 finished runs to another machine. docs/study.md explains the result.
 """
 
@@ -18,7 +18,7 @@ import os
 import sys
 from pathlib import Path
 
-from cell_runner import CellRunner, StopRequest
+from cell_runner import CellRunner, CellStop
 from folder_lock import alone
 from schedule import STAGES, Part, Schedule
 from study_plan import check_totals, count_active, plan
@@ -52,7 +52,7 @@ def compare(options: argparse.Namespace) -> int:
         write_atomically(folder.path / MANIFEST, manifest.to_json())
         runner = CellRunner(options.nproc, options.threads, options.jobs)
         schedule = Schedule(folder, manifest, seeds, stages, options.part)
-        with StopRequest().listening() as stop:
+        with CellStop().listening() as stop:
             failed = train(manifest, schedule, runner, stop, limit)
         if stop.asked or limit.was_reached:
             reason = "interrupted" if stop.asked else f"--minutes {options.minutes} are over"
@@ -78,7 +78,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def may_continue(code: int) -> bool:
-    """Whether a run that ended with this code would go on if it was started again."""
+    """Whether a run that ended with this code would continue if it was started again."""
     return code in (EXIT_INTERRUPTED, EXIT_LOST) or code < 0 or code > 128
 
 
@@ -112,31 +112,33 @@ def _add_flags(tool: Tool) -> None:
         help="runs of each contender, from the seed of the file on (default: those of the section "
         "study, or 3)")  # fmt: skip
     add("--equal", choices=tuple(TERMS),
-        help="terms of the comparison, in place of those of the section study")  # fmt: skip
+        help="terms of the comparison (default: those of the section study, or "
+        "experts)")  # fmt: skip
     add("--override", nargs="+", action="extend", default=[], metavar="NAME:flag=value",
         help="an option for one contender only")  # fmt: skip
     add("--part", type=Part.parse, metavar="I/N",
-        help="train only every N-th run, from run I on (0/N is the first part), beside commands "
-        "with the other parts; report_study.py then writes the report")  # fmt: skip
+        help="train only every N-th run, from run I on (0/N is the first part); commands with the "
+        "other parts train the rest, and report_study.py writes the report")  # fmt: skip
     add("--stage", choices=STAGES,
-        help="train only the grids of pilot runs, the further ones, or the compared "
-        "runs")  # fmt: skip
+        help="train only the grids of pilot runs, the further ones, or the compared runs "
+        "(default: all)")  # fmt: skip
     add("--jobs", type=_at_least_one, default=1, metavar="N",
-        help="number of runs side by side (default: 1)")  # fmt: skip
+        help="number of runs at a time (default: 1)")  # fmt: skip
     add("--minutes", type=_at_least_one, metavar="N",
-        help="start no run later than N minutes after the command, and end with code 75 if runs "
-        "are left (default: no limit)")  # fmt: skip
-    add("--nproc", type=_at_least_one, default=1, metavar="N", help="number of processes per run")
+        help="begin no run later than N minutes after the start, and end with code 75 if runs are "
+        "left (default: no limit)")  # fmt: skip
+    add("--nproc", type=_at_least_one, default=1, metavar="N",
+        help="number of processes per run (default: 1)")  # fmt: skip
     add("--threads", type=_at_least_one, metavar="N",
         help="number of threads per process (default: the cores divided by --nproc and "
         "--jobs)")  # fmt: skip
     add("--allow-unequal", action="store_true",
-        help="train even if total parameters differ by more than 1 %%")  # fmt: skip
+        help="train even if total parameters differ by more than 1%%")  # fmt: skip
 
 
 def _at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return int(text)
 
 

@@ -29,5 +29,6 @@ def alone(folder: StudyFolder, part: Part | None = None) -> Iterator[None]:
                 yield
     except BlockingIOError:
         raise InputError(
-            f"--output {folder.path} is at work: wait for that command, or name another folder"
+            f"--output {folder.path} is in use by another command: wait for it, or name another "
+            "folder"
         ) from None

@@ -65,7 +65,7 @@ def pack(folder: StudyFolder, archive: Path) -> int:
     work. Raises InputError if there is no such run."""
     manifest = folder.manifest()
     if manifest is None:
-        raise InputError(f"{folder.path} holds no study: name the folder of --output")
+        raise InputError(f"{folder.path} does not contain a study: name the folder of --output")
     ended = [cell for cell in _cells(folder, manifest) if _has_ended(manifest, cell)]
     if not ended:
         raise InputError(f"{folder.path} has no finished run yet: let the study train one")
@@ -105,7 +105,7 @@ def unpack(archive: Path, folder: StudyFolder) -> tuple[int, int]:
                 manifest = ours.merged_with(manifest)
             except InputError as error:
                 raise InputError(f"{archive}: {error}") from None
-        # First the manifest: a folder of runs without one is no study.
+        # First the manifest: a folder of runs without one is not a study.
         write_atomically(folder.path / MANIFEST, manifest.to_json())
         added = known = 0
         for cell in _cells(theirs, manifest):
@@ -130,7 +130,7 @@ def _extract(archive: Path, place: StudyFolder) -> StudyManifest:
                 known = member.name == MANIFEST or _MEMBER.fullmatch(member.name)
                 if not known or not member.isfile() or member.size > _MEMBER_BYTES_MAX:
                     raise InputError(
-                        f"{archive} has a member {member.name!r}: it is no archive of a study"
+                        f"{archive} has a member {member.name!r}: it is not an archive of a study"
                     )
                 file = tar.extractfile(member)
                 assert file is not None  # it is a regular file

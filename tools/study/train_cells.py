@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import datetime, timedelta
 from time import monotonic
 
-from cell_runner import CellRunner, StopRequest
+from cell_runner import CellRunner, CellStop
 from schedule import Schedule
 
 from moe_parallel.analysis.run_history import RunHistory
@@ -35,7 +35,7 @@ def train(
     manifest: StudyManifest,
     schedule: Schedule,
     runner: CellRunner,
-    stop: StopRequest,
+    stop: CellStop,
     limit: TimeLimit,
 ) -> dict[Cell, int]:
     """Run the cells of the schedule that are not finished, until a stop is requested or the time is

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from moe_parallel.analysis.report.numbers import as_bytes, shorts
-from moe_parallel.analysis.report.thinning import bucket_means, buckets, thinned
+from moe_parallel.analysis.report.thinning import bucket_means, slices_of, thinned
 from moe_parallel.analysis.run_history import RoutingHistory, RunHistory, last_tenth
-from moe_parallel.telemetry.metrics import Record
+from moe_parallel.telemetry.metrics import MetricsLine
 
 CLOCK_POINTS = 200
 #: The most values of a map of a run over time, of one byte each; it limits the number of moments.
@@ -63,7 +63,7 @@ def _curve(iterations_R: np.ndarray, values_R: np.ndarray) -> dict[str, list[Any
     return {"x": iterations_R[places].tolist(), "y": shorts(values_R[places])}
 
 
-def _numbers(record: Record) -> dict[str, float]:
+def _numbers(record: MetricsLine) -> dict[str, float]:
     """The single numbers of a record, by the names of their curves."""
     machine, rank_load = record.get("machine") or {}, record.get("rank_load") or {}
     # null stands for a number that was not finite, and stays visible as a gap.
@@ -78,12 +78,12 @@ def _numbers(record: Record) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _mean_of_layers(record: Record, measure: str) -> float | None:
+def _mean_of_layers(record: MetricsLine, measure: str) -> float | None:
     found = [layer[measure] for layer in record.get("layers", []) if measure in layer]
     return float(np.mean(found)) if found and None not in found else None
 
 
-def _experts_used(record: Record) -> float | None:
+def _experts_used(record: MetricsLine) -> float | None:
     """Merged experts, of all layers, with a weight above 2 / E. [Lory, Fig. 9]"""
     used = [
         layer["utilisation"] * len(layer["tokens_per_expert"])
@@ -105,7 +105,7 @@ def _routing_curves(routing: RoutingHistory) -> Curves:
     return {name: _curve(routing.iterations_R, values_R) for name, values_R in values.items()}
 
 
-def clock_of(history: RunHistory) -> dict[str, list[Any]]:
+def tokens_and_hours(history: RunHistory) -> dict[str, list[Any]]:
     """Tokens read and hours trained at some iterations, to convert between them.
 
     The hours are of training alone: a continued run counts from its new start, and the time between
@@ -135,7 +135,7 @@ def routing_of(history: RunHistory) -> dict[str, Any] | None:
         return None
     layers, experts = len(routing.layers), routing.num_experts
     moments = max(1, min(MOST_MOMENTS, MAP_VALUES // (layers * experts)))
-    parts = buckets(len(routing.iterations_R), moments)
+    parts = slices_of(len(routing.iterations_R), moments)
     load_RGE = routing.relative_load_RGE()
     found = {
         "layers": routing.layers,
@@ -152,10 +152,10 @@ def routing_of(history: RunHistory) -> dict[str, Any] | None:
     }
     norms = history.norms_RGE()
     if norms is not None and norms[1].shape[1:] == (layers, experts):
-        means = bucket_means(norms[1], buckets(len(norms[1]), moments))
+        means = bucket_means(norms[1], slices_of(len(norms[1]), moments))
         tokens_R = norms[0]
         found["norms"] = as_bytes(means, float(np.nanmax(means))) | {
-            "tokens": [int(tokens_R[p.stop - 1]) for p in buckets(len(tokens_R), moments)]
+            "tokens": [int(tokens_R[p.stop - 1]) for p in slices_of(len(tokens_R), moments)]
         }
     return found
 
@@ -163,7 +163,7 @@ def routing_of(history: RunHistory) -> dict[str, Any] | None:
 def _by_layer(history: RunHistory, routing: RoutingHistory) -> dict[str, Any]:
     """Measures of each layer over the run: {iterations, measure: rows by moment}."""
     moments = min(CLOCK_POINTS, max(2, LAYER_VALUES // len(routing.layers)))
-    parts = buckets(len(routing.iterations_R), moments)
+    parts = slices_of(len(routing.iterations_R), moments)
     experts_RG = _per_layer(history, routing, "experts_per_token")
     values = {
         "ent_load": routing.ent_load_RG,

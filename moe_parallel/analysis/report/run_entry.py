@@ -10,18 +10,18 @@ from typing import Any
 
 import yaml
 
-from moe_parallel.analysis.report.curves import clock_of, curves_of, routing_of
+from moe_parallel.analysis.report.curves import curves_of, routing_of, tokens_and_hours
 from moe_parallel.analysis.report.findings import findings_of
 from moe_parallel.analysis.report.numbers import short
 from moe_parallel.analysis.report.text_entry import ANALYSIS, text_entry
 from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.analysis.study.measures import measures
 from moe_parallel.errors import InputError
-from moe_parallel.telemetry.metrics import FILE_NAME, Record, read_metrics
+from moe_parallel.telemetry.metrics import FILE_NAME, MetricsLine, read_metrics
 
 CONFIG, STARTS = "config.yaml", "starts.jsonl"
 
-Options = dict[str, Any]
+RunOptions = dict[str, Any]
 
 
 def run_entry(folder: Path, name: str) -> dict[str, Any]:
@@ -29,14 +29,14 @@ def run_entry(folder: Path, name: str) -> dict[str, Any]:
     metrics = folder / FILE_NAME
     records = read_metrics(metrics)
     if not records:
-        raise InputError(f"{metrics}: is empty: let the run reach its first logged iteration")
+        raise InputError(f"{metrics} is empty: let the run reach its first logged iteration")
     options, starts = _options(folder), _starts(folder)
     try:
         measured = _measured(records, options)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(
-            f"{metrics}: has records of another form ({type(error).__name__}: {error}): is it of "
-            "this program?"
+            f"{metrics} has lines in another form ({type(error).__name__}: {error}): did "
+            "this program write it?"
         ) from error
     return {
         "name": name,
@@ -50,7 +50,7 @@ def run_entry(folder: Path, name: str) -> dict[str, Any]:
     }
 
 
-def _measured(records: list[Record], options: Options) -> dict[str, Any]:
+def _measured(records: list[MetricsLine], options: RunOptions) -> dict[str, Any]:
     """What the records show."""
     history = RunHistory.from_records(records)
     train_iters = options.get("train-iters")
@@ -58,13 +58,13 @@ def _measured(records: list[Record], options: Options) -> dict[str, Any]:
     return {
         "facts": _facts(history, options),
         "findings": [asdict(finding) for finding in findings],
-        "clock": clock_of(history),
+        "clock": tokens_and_hours(history),
         "curves": curves_of(history),
         "routing": routing_of(history),
     }
 
 
-def _facts(history: RunHistory, options: Options) -> dict[str, Any]:
+def _facts(history: RunHistory, options: RunOptions) -> dict[str, Any]:
     routing = history.routing
     numbers = {name: short(value) for name, value in measures(history).items()}
     return {
@@ -77,7 +77,7 @@ def _facts(history: RunHistory, options: Options) -> dict[str, Any]:
     }
 
 
-def _options(folder: Path) -> Options:
+def _options(folder: Path) -> RunOptions:
     """config.yaml; {} if there is none. A file that is not YAML raises InputError."""
     path = folder / CONFIG
     if not path.is_file():
@@ -85,7 +85,7 @@ def _options(folder: Path) -> Options:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError):
-        raise InputError(f"{path} is not YAML: mend it, or move it away") from None
+        raise InputError(f"{path} is not YAML: repair it, or move it away") from None
     return {str(k): v for k, v in content.items()} if isinstance(content, dict) else {}
 
 

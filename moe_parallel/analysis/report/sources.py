@@ -88,7 +88,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     with path.open(newline="", encoding="utf-8") as file:
         rows = [{key: _number(value) for key, value in row.items()} for row in csv.DictReader(file)]
     if not rows or "tokens_per_second" not in rows[0] or "nodes" not in rows[0]:
-        raise InputError(f"{path} is no table of tools/study/scaling.py report: write it again")
+        raise InputError(f"{path} is not a table of tools/study/scaling.py report: write it again")
     return rows
 
 
@@ -109,7 +109,7 @@ def _plan(path: Path) -> dict[str, Any]:
         }
     except (ValueError, OSError, LookupError, TypeError):
         raise InputError(
-            f"{path}: is no plan with layouts: give what tools/plan.py --json printed"
+            f"{path} is not a plan: give a file with the output of tools/plan.py --json"
         ) from None
 
 

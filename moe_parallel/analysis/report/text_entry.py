@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from moe_parallel.analysis.report.numbers import as_bytes, short, shorts
-from moe_parallel.analysis.routing.folder import VIEW, read_manifest, read_table
+from moe_parallel.analysis.routing.folder import VIEW, read_facts, read_table
+from moe_parallel.analysis.routing.tables import TableColumns
 from moe_parallel.errors import InputError
 
 #: The name of the folder in a run.
@@ -26,12 +27,10 @@ MOST_ITEMS = 100
 #: The expected number of rare items among those with extreme means is bounded by this.
 AT_LEAST = 20
 
-Columns = dict[str, Any]
-
 
 def text_entry(folder: Path) -> dict[str, Any]:
     """The entry of an analysis folder. Raises InputError if it cannot be read."""
-    facts = read_manifest(folder)
+    facts = read_facts(folder)
     try:
         return _entry(folder, facts)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -74,13 +73,13 @@ def _entry(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tests(table: Columns) -> list[dict[str, Any]]:
+def _tests(table: TableColumns) -> list[dict[str, Any]]:
     names = list(table)
     rows = [dict(zip(names, row, strict=True)) for row in zip(*table.values(), strict=True)]
     return [row | {name: short(row[name]) for name in names if name != "layer"} for row in rows]
 
 
-def _pairs(table: Columns, layers: list[int], experts: int) -> dict[str, Any]:
+def _pairs(table: TableColumns, layers: list[int], experts: int) -> dict[str, Any]:
     """The share of expert i's tokens that also use expert j: P(j | i), by layer."""
     counts_GEE = np.zeros((len(layers), experts, experts))
     places = np.searchsorted(layers, table["layer"])
@@ -98,7 +97,7 @@ def _pairs(table: Columns, layers: list[int], experts: int) -> dict[str, Any]:
     return as_bytes(found, top or 1.0) | {"layers": [layers[place] for place in shown]}
 
 
-def _vocabulary(table: Columns) -> dict[str, Any]:
+def _vocabulary(table: TableColumns) -> dict[str, Any]:
     """The items with the most and the fewest experts, and the complete words among them."""
     rows = [
         {"piece": text, "times": times, "experts": short(experts), "word": 2 * words > times}
@@ -123,7 +122,7 @@ def _vocabulary(table: Columns) -> dict[str, Any]:
     }
 
 
-def _view(table: Columns, texts: list[str]) -> list[dict[str, Any]]:
+def _view(table: TableColumns, texts: list[str]) -> list[dict[str, Any]]:
     """The first tokens of each text: pieces, and by token and layer the best expert and the number
     of experts. The best expert is in two arrays of digits in base 254, of which the second, `over`,
     is there only for layers with more experts; no value in the first: none."""

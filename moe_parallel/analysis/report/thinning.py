@@ -33,7 +33,7 @@ def thinned(values_R: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
     return np.array(sorted(kept))
 
 
-def buckets(count: int, most: int) -> list[slice]:
+def slices_of(count: int, most: int) -> list[slice]:
     """At most `most` runs of consecutive places that cover 0 to `count` - 1."""
     edges = np.linspace(0, count, min(count, most) + 1).round().astype(int)
     return [slice(low, high) for low, high in zip(edges[:-1], edges[1:], strict=True)]

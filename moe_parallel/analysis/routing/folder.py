@@ -38,11 +38,11 @@ def write_tables(folder: Path, tables: Mapping[str, Mapping[str, Any]]) -> None:
         parquet.write_table(pa.table(dict(columns)), folder / f"{name}.parquet", compression="zstd")
 
 
-def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
+def write_facts(folder: Path, facts: Mapping[str, Any]) -> None:
     (folder / MANIFEST).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_facts(folder: Path) -> dict[str, Any]:
     """analysis.json. Raises InputError if it cannot be read."""
     path = folder / MANIFEST
     try:

@@ -107,7 +107,7 @@ def specialization(
     for _ in range(permutations):
         values = measured(generator.permutation(labels_N))
         total += values
-        # What differs by rounding only is equal.
+        # Values that differ only by rounding count as equal.
         reached += values >= actual * (1 - 1e-12)
     return [
         Specialization(layer, float(value), float(mean), float(p))

@@ -20,10 +20,10 @@ import numpy as np
 from moe_parallel.analysis.routing.specialization import Specialization
 from moe_parallel.analysis.routing.totals import AnalysisTotals
 
-Columns = dict[str, Any]
+TableColumns = dict[str, Any]
 
 
-def tables_of(totals: AnalysisTotals, tests: Sequence[Specialization]) -> dict[str, Columns]:
+def tables_of(totals: AnalysisTotals, tests: Sequence[Specialization]) -> dict[str, TableColumns]:
     """The tables by name."""
     return {
         "loads": _loads(totals),
@@ -37,7 +37,7 @@ def tables_of(totals: AnalysisTotals, tests: Sequence[Specialization]) -> dict[s
     }
 
 
-def _loads(totals: AnalysisTotals) -> Columns:
+def _loads(totals: AnalysisTotals) -> TableColumns:
     layers, experts, texts = len(totals.layers), totals.num_experts, totals.texts.values()
     size = layers * experts
     return {
@@ -49,7 +49,7 @@ def _loads(totals: AnalysisTotals) -> Columns:
     }
 
 
-def _layers(totals: AnalysisTotals) -> Columns:
+def _layers(totals: AnalysisTotals) -> TableColumns:
     texts = totals.texts.values()
     return {
         "text": [name for name in totals.texts for _ in totals.layers],
@@ -62,7 +62,7 @@ def _layers(totals: AnalysisTotals) -> Columns:
     }
 
 
-def _pairs(totals: AnalysisTotals) -> Columns:
+def _pairs(totals: AnalysisTotals) -> TableColumns:
     one_N, other_N = np.triu_indices(totals.num_experts)
     layers = np.array(totals.layers, dtype=np.int16)
     return {
@@ -73,7 +73,7 @@ def _pairs(totals: AnalysisTotals) -> Columns:
     }
 
 
-def _vocabulary(totals: AnalysisTotals) -> Columns:
+def _vocabulary(totals: AnalysisTotals) -> TableColumns:
     vocabulary = totals.vocabulary
     items = vocabulary.ranked(1)
     return {

@@ -11,7 +11,7 @@ import yaml
 
 from moe_parallel.analysis.scaling.grid import ScalingCell
 from moe_parallel.errors import InputError
-from moe_parallel.telemetry.metrics import FILE_NAME, Record, read_metrics
+from moe_parallel.telemetry.metrics import FILE_NAME, MetricsLine, read_metrics
 
 FINISHED, QUEUED, FAILED, NEW = "finished", "in the queue", "failed", "new"
 
@@ -66,7 +66,7 @@ class CellFolder:
         self.config_file.write_text(yaml.safe_dump(options, sort_keys=False))
 
     @property
-    def records(self) -> list[Record]:
+    def records(self) -> list[MetricsLine]:
         """The records of the run; none before the first."""
         file = self.run / FILE_NAME
         return read_metrics(file) if file.exists() else []

@@ -10,7 +10,7 @@ import numpy as np
 
 from moe_parallel.errors import InputError
 
-PHASES = ("own", "dispatch", "pipeline", "reduce")
+EXCHANGES = ("dispatch", "pipeline", "reduce")
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Measures:
 
     tokens_per_second: float
     step_seconds: float
-    phases: dict[str, float]  # PHASES, means over the ranks, and `rest`
+    phases: dict[str, float]  # compute, data, EXCHANGES, rest: means over the ranks
     between_seconds: float | None  # steps: saves, evaluations, log lines; None: one logged step
 
     @staticmethod
@@ -30,20 +30,30 @@ class Measures:
             raise InputError(
                 f"--warm-up {warm_up} leaves no logged step: lower it, or train for longer"
             )
-        step = float(np.mean([tokens_per_step / each["tokens_per_second"] for each in kept]))
-        phases = {
-            name: float(np.mean([each["ranks"][f"{name}_seconds"] for each in kept]))
-            for name in PHASES
-        }
+        steps = [tokens_per_step / each["tokens_per_second"] for each in kept]
+        step = float(np.mean(steps))
+
+        def mean(name: str) -> float:
+            return float(np.mean([each["ranks"][f"{name}_seconds"] for each in kept]))
+
+        phases = {"compute": mean("own")}
+        if all("data_seconds" in each["ranks"] for each in kept):  # those of older runs have none
+            phases["data"] = mean("data")
+            phases["compute"] -= phases["data"]
+        phases |= {name: mean(name) for name in EXCHANGES}
         # `own` is a median of the steps of a log line: the rest may be a little below zero.
         phases["rest"] = step - sum(phases.values())
-        return Measures(tokens_per_step / step, step, phases, _between(kept, step))
+        return Measures(tokens_per_step / step, step, phases, _between(kept, steps))
 
 
-def _between(records: Sequence[dict[str, Any]], step: float) -> float | None:
-    """The mean time between two steps, in seconds a step."""
+def _between(records: Sequence[dict[str, Any]], steps: Sequence[float]) -> float | None:
+    """The mean time between two steps, in seconds a step.
+
+    `steps`: the mean step of each record. The steps of the first record precede its time.
+    """
     first, last = records[0], records[-1]
-    steps = last["iteration"] - first["iteration"]
-    if steps == 0:
+    number = last["iteration"] - first["iteration"]
+    if number == 0:
         return None
-    return (last["elapsed_seconds"] - first["elapsed_seconds"]) / steps - step
+    elapsed = last["elapsed_seconds"] - first["elapsed_seconds"]
+    return elapsed / number - float(np.mean(steps[1:]))

@@ -6,17 +6,17 @@ import math
 
 from moe_parallel.analysis.study.comparison import Comparison, Comparisons, term_values
 from moe_parallel.analysis.study.conclusions import conclusions
-from moe_parallel.analysis.study.markdown import NONE, Row, fixed, signed, table
+from moe_parallel.analysis.study.markdown import NONE, Cells, fixed, signed, table
 from moe_parallel.analysis.study.results import StudyResults
 from moe_parallel.analysis.study.sweep import Sweep
 
 
 def comparison_sections(study: StudyResults) -> list[str]:
-    """The terms, the tests, and what they allow to say. None of it without a margin."""
+    """The terms, the tests, and the conclusions. Without a margin there are none."""
     if (comparisons := Comparisons.of(study)) is None:
         return []
     return [
-        "## What the numbers allow to say\n",
+        "## What the numbers show\n",
         "\n".join(f"- {sentence}" for sentence in conclusions(study, comparisons)) + "\n",
         f"## Equal terms: {study.design.terms.told}\n",
         _terms(study, comparisons),
@@ -34,11 +34,11 @@ def sweep_section(study: StudyResults) -> list[str]:
     return [
         "## Learning rates\n",
         table(heads, [[name, *_sweep(sweep)] for name, sweep in study.sweeps.items()]),
-        "Held-out loss of the pilot runs, one for each rate, with a seed that no compared run has; "
-        "the column × 1 is the comparison at the rate of the file. Every contender has the same "
-        "number of pilot runs. The further run is beyond the edge of the grid if the best rate is "
-        "at it, otherwise between the best rate and the better of its neighbors. ‡: the chosen "
-        "rate is at the edge of all that was tried, so another may be better.\n",
+        "Held-out loss of the pilot runs, one for each rate, with a seed that no compared run has. "
+        "The column × 1 compares the contenders at the rate of the file. Every contender has the "
+        "same number of pilot runs. If the best rate is at the edge of the grid, the further run "
+        "is beyond that edge, otherwise between the best rate and the better of its neighbors. ‡: "
+        "the chosen rate is the lowest or the highest that was tried, so another may be better.\n",
     ]
 
 
@@ -55,18 +55,18 @@ def _terms(study: StudyResults, comparisons: Comparisons) -> str:
         rows.append([name, shown, ratio, compared])
     told, tolerance = study.design.terms.told, study.design.terms.tolerance
     return table(["", told, f"of {study.reference.name}'s", "compared"], rows) + (
-        f"\nMeasured after training. A contender that is off by more than {tolerance:.0%} is "
+        f"\nMeasured after training. A contender that differs by more than {tolerance:.0%} is "
         "reported and not compared.\n"
     )
 
 
 def _tests(comparisons: Comparisons) -> str:
-    heads = ["", "mean", "95 % interval", "90 % interval", "standard deviation", "seeds"]
+    heads = ["", "mean", "95% interval", "90% interval", "standard deviation", "seeds"]
     heads += ["p of no difference, corrected", f"p of one ≥ {comparisons.margin:g}", "verdict"]
     return table(heads, [_test(each) for each in comparisons.compared.values()])
 
 
-def _test(comparison: Comparison) -> Row:
+def _test(comparison: Comparison) -> Cells:
     test = comparison.test
     return [
         comparison.name,
@@ -81,7 +81,7 @@ def _test(comparison: Comparison) -> Row:
     ]
 
 
-def _sweep(sweep: Sweep) -> Row:
+def _sweep(sweep: Sweep) -> Cells:
     further = NONE
     if sweep.further is not None:
         further = f"{_loss(sweep, sweep.further)} at {sweep.further:g}"

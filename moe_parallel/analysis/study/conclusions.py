@@ -1,4 +1,4 @@
-"""What the numbers of a study allow to say, and what not, in words."""
+"""What the numbers of a study show, and what they do not show, in words."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ def conclusions(study: StudyResults, comparisons: Comparisons) -> list[str]:
         *_pairs(comparisons),
         *_resolution(comparisons),
         _what_was_tested(study, comparisons),
-        "A seed is the unit: it sets weights and order of the text. Domains, layers and "
-        "evaluations of one run are no repetitions. Intervals hold for this model size, text and "
-        "number of tokens, and for other seeds; for nothing else.",
+        "The unit is a seed, which sets the weights and the order of the text. Domains, layers and "
+        "evaluations of one run are not repetitions. Intervals hold for other seeds, and only for "
+        "this model size, text and number of tokens.",
     ]
 
 
 def _verdict(comparison: Comparison, first: str) -> str:
     test, verdict = comparison.test, comparison.verdict
     numbers = (
-        f"{signed(test.mean)} nats per token on average, 95 % interval {signed(test.low)} to "
+        f"{signed(test.mean)} nats per token on average, 95% interval {signed(test.low)} to "
         f"{signed(test.high)}, corrected p = {comparison.p:.3g}"
     )
     if verdict == "equivalent":
         said = f"is equivalent to {first}"
     elif verdict == "not decided":
         said = (
-            f"and {first}: neither a difference nor equivalence is shown. That no difference was "
-            "found does not make them equal"
+            f"and {first}: neither a difference nor equivalence is shown. They may differ, "
+            "although no difference was found"
         )
     else:
         direction, _, size = verdict.partition(" by ")
@@ -51,14 +51,14 @@ def _pairs(comparisons: Comparisons) -> list[str]:
     margin, found = f"{comparisons.margin:g}", len(comparisons.equivalent_pairs)
     if found == comparisons.pairs:
         return [
-            f"All {found} pairs of compared contenders are equivalent: each 90 % interval lies "
+            f"All {found} pairs of compared contenders are equivalent: each 90% interval lies "
             f"inside ±{margin}. This claim needs no correction, because every test must succeed."
         ]
     names = ", ".join(f"{one} and {other}" for one, other in comparisons.equivalent_pairs)
     which = f" ({names}; each by itself, not together)" if found else ""
     return [
-        f"{found} of {comparisons.pairs} pairs are equivalent{which}. That all rules are "
-        "equivalent may not be said."
+        f"{found} of {comparisons.pairs} pairs are equivalent{which}. The study does not show that "
+        "all systems are equivalent."
     ]
 
 
@@ -76,21 +76,22 @@ def _resolved(runs: int, tests: list[PairedTest], margin: float) -> str:
     middle = deviations[len(deviations) // 2]
     able = sum(narrow * deviation < margin for deviation in deviations)
     return (
-        f"With {runs} seeds an interval of 95 % is ±{wide:.2f} and one of 90 % ±{narrow:.2f} "
+        f"With {runs} seeds a 95% interval is ±{wide:.2f} and a 90% interval ±{narrow:.2f} "
         "standard deviations of a difference. Here a difference has a standard deviation of "
-        f"{deviations[0]:.4f} to {deviations[-1]:.4f} nats, {middle:.4f} in the middle: in the "
-        f"middle, differences below {wide * middle:.4f} cannot be told from none, and no margin "
-        f"below {narrow * middle:.4f} can be met. The margin of {margin:g} could be met by {able} "
-        f"of {len(tests)} contenders, if their mean difference were 0."
+        f"{deviations[0]:.4f} to {deviations[-1]:.4f} nats (median {middle:.4f}). At the median, "
+        f"differences below {wide * middle:.4f} cannot be distinguished from 0, and no margin "
+        f"below {narrow * middle:.4f} can be met. {able} of {len(tests)} contenders could meet the "
+        f"margin of {margin:g} if their mean difference were 0."
     )
 
 
 def _what_was_tested(study: StudyResults, comparisons: Comparisons) -> str:
     text = "loss" if study.design.judged_by == "loss" else "loss after the first part"
     return (
-        f"Tested is the held-out {text}, mean over domains, minus that of {study.reference.name} "
-        f"with the same seed. That one of {len(comparisons.compared)} differs is tested at "
-        f"{LEVEL:g} for all together (Holm). Equivalent means within ±{comparisons.margin:g} nats "
-        f"per token, stated before the first run: two one-sided tests at {LEVEL:g}, for each "
-        "contender by itself."
+        f"The tests compare the held-out {text}, mean over domains, with that of "
+        f"{study.reference.name} with the same seed. Differences of the "
+        f"{len(comparisons.compared)} contenders are tested at {LEVEL:g} for all together (Holm). "
+        f"Equivalent means within ±{comparisons.margin:g} nats per token, a margin stated before "
+        "the first run. Equivalence is tested for each contender by itself, by two one-sided tests "
+        f"at {LEVEL:g}."
     )

@@ -149,7 +149,7 @@ def choose_contenders(
         system = system or name
         if system not in SYSTEMS:
             raise InputError(
-                f"--selections names {as_typed(word)}: there are {', '.join(SYSTEMS)}, and "
+                f"--selections names {as_typed(word)}: choose from {', '.join(SYSTEMS)}, or "
                 "NAME=SYSTEM for a variant of one"
             )
         if not _NAME.fullmatch(name):
@@ -166,7 +166,7 @@ def choose_contenders(
         raise InputError(f"--override is for {as_typed(name)}, which --selections does not name")
     others = {word.partition("=")[0] for word in of_design}
     for name in file.alone.keys() - chosen.keys() - others - set(SYSTEMS):
-        raise InputError(f"--config has a line for {as_typed(name)}, which is no contender")
+        raise InputError(f"--config has a line for {as_typed(name)}, which is not a contender")
     return list(chosen.values())
 
 
@@ -198,8 +198,8 @@ def _active_width(shared: Options) -> int:
 
     if value("moe_layer_freq") != "1":
         raise InputError(
-            f"with --moe-layer-freq {value('moe_layer_freq')} no single width stands for the "
-            "experts that a token meets: give it --override NAME:ffn-hidden-size=N"
+            f"with --moe-layer-freq {value('moe_layer_freq')} no single width is that of the "
+            "experts that a token uses: set one by --override NAME:ffn-hidden-size=N"
         )
     width = value("moe_ffn_hidden_size") or value("ffn_hidden_size")
     shared_width = value("moe_shared_expert_intermediate_size") or 0

@@ -69,7 +69,9 @@ class StudyDesign:
             name = str(key).replace("-", "_")
             if name not in _PARSERS:
                 known = ", ".join(each.replace("_", "-") for each in _PARSERS)
-                raise InputError(f"{SECTION}: {as_typed(str(key))} is not known; there are {known}")
+                raise InputError(
+                    f"{SECTION}: {as_typed(str(key))} is not known; choose from {known}"
+                )
             values[name] = _PARSERS[name](f"{SECTION}: {key}", value)
         if "seeds" in values:
             values["seeds_of"] = values["seeds"]
@@ -116,13 +118,13 @@ class StudyDesign:
         self._check_numbers()
 
     def _check_numbers(self) -> None:
-        """Raises InputError if a number of seeds is of nobody, or cannot be paired."""
+        """Raises InputError if seeds are given for an unknown name, or cannot be paired."""
         names = [word.partition("=")[0] for word in self.selections]
         for name in self.seeds_of:
             if name not in names:
                 raise InputError(
                     f"{SECTION}: seeds has {as_typed(name)}, which selections does not name: "
-                    f"there are {', '.join([_DEFAULT, *names])}"
+                    f"choose from {', '.join([_DEFAULT, *names])}"
                 )
         most = max(names, key=self.seeds_for, default=None)
         if most is not None and self.seeds_for(most) > self.seeds_for(names[0]):
@@ -145,7 +147,7 @@ def _number(name: str, value: Any) -> float:
 
 def _count(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name} is {shown(value)}: it must be a whole number from 1 on")
+        raise InputError(f"{name} is {shown(value)}: it must be a whole number of at least 1")
     return value
 
 
@@ -178,7 +180,7 @@ def _one_of(choices: Sequence[str]) -> Callable[[str, Any], str]:
     def parse(name: str, value: Any) -> str:
         text = str(value).replace("-", "_")
         if text not in choices:
-            raise InputError(f"{name} is {shown(value)}: there are {', '.join(choices)}")
+            raise InputError(f"{name} is {shown(value)}: choose from {', '.join(choices)}")
         return text
 
     return parse

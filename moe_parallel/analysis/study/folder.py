@@ -24,10 +24,10 @@ from moe_parallel.analysis.study.sweep import lr_options
 from moe_parallel.config.config import Config, make_config
 from moe_parallel.config.message import flag, shown
 from moe_parallel.errors import InputError
-from moe_parallel.telemetry.metrics import FILE_NAME, Record, read_metrics
+from moe_parallel.telemetry.metrics import FILE_NAME, MetricsLine, read_metrics
 
 MANIFEST = "study.json"
-Difference = tuple[str, Any, Any]  # what differs, before, now
+Change = tuple[str, Any, Any]  # what differs, before, now
 DIVERGED = 3  # the exit code of a run whose loss became NaN or infinite (training/exit_codes.py)
 
 
@@ -127,7 +127,7 @@ class StudyManifest:
             python=self.python or other.python,
         )
 
-    def _difference_from(self, earlier: StudyManifest) -> Difference | None:
+    def _difference_from(self, earlier: StudyManifest) -> Change | None:
         """The first value in which a run would be another one: (name, its, ours)."""
         for name in ("processes", "threads"):
             if getattr(earlier, name) != getattr(self, name):
@@ -140,7 +140,7 @@ class StudyManifest:
         pairs = (_difference(earlier.contenders[name], self.contenders[name]) for name in both)
         return next(filter(None, pairs), None)
 
-    def _difference_of_options(self, earlier: StudyManifest) -> Difference | None:
+    def _difference_of_options(self, earlier: StudyManifest) -> Change | None:
         """The reference, or the first options that were fitted or tuned, if they differ."""
         if earlier.reference.name != self.reference.name:
             return "the reference", earlier.reference.name, self.reference.name
@@ -185,7 +185,7 @@ class Cell:
     def output(self) -> Path:
         return self.folder / "output.txt"
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[MetricsLine]:
         metrics = self.folder / FILE_NAME
         return read_metrics(metrics) if metrics.is_file() else []
 
@@ -228,13 +228,13 @@ class StudyFolder:
         if not path.is_file():
             if self.path.is_dir() and any(p for p in self.path.iterdir() if p.name[0] != "."):
                 raise InputError(
-                    f"--output {self.path} holds files, but no {MANIFEST}: name a new folder"
+                    f"--output {self.path} contains files, but no {MANIFEST}: name a new folder"
                 )
             return None
         try:
             return StudyManifest.from_json(path.read_text(encoding="utf-8"))
         except (ValueError, TypeError, KeyError, OSError):
-            raise InputError(f"{path} cannot be read: name another folder, or mend it") from None
+            raise InputError(f"{path} cannot be read: name another folder, or repair it") from None
 
     def cell(self, contender: str, seed: int) -> Cell:
         return Cell(contender, seed, self.path / "cells" / contender / f"seed-{seed}")
@@ -254,7 +254,7 @@ def _united(one: Mapping[str, list[int]], other: Mapping[str, list[int]]) -> dic
     return {n: sorted({*one.get(n, []), *other.get(n, [])}) for n in {**one, **other}}
 
 
-def _difference(before: Contender, now: Contender) -> Difference | None:
+def _difference(before: Contender, now: Contender) -> Change | None:
     if before.system != now.system:
         return f"{before.name} =", before.system, now.system
     one, other = (

@@ -1,4 +1,4 @@
-"""What paired differences allow to say: t intervals, tests of equivalence, Holm's correction.
+"""What paired differences show: t intervals, tests of equivalence, Holm's correction.
 
 The unit is a seed. D_j is a contender's loss minus the reference's with seed j, j = 1..m, with
 mean D and sample standard deviation s; t has m - 1 degrees of freedom.
@@ -6,7 +6,7 @@ mean D and sample standard deviation s; t has m - 1 degrees of freedom.
     interval      D -+ t_(1 + level) / 2 * s / sqrt(m)
     difference    p = P(|t| >= |D| sqrt(m) / s), two-sided. Beyond the margin M: with |D| - M
     equivalence   two one-sided tests (TOST; Schuirmann 1987) of D <= -M and D >= M. p is the larger
-                  of the two, and p < .05 exactly if the 90 % interval lies inside (-M, M)
+                  of the two, and p < .05 exactly if the 90% interval lies inside (-M, M)
     Holm (1979)   of k sorted p-values the i-th (from 1) times k - i + 1, at most 1, never below the
                   one before: below .05, the chance of any false difference among all k is < .05
 
@@ -36,7 +36,7 @@ def student() -> Any:
 class PairedTest:
     """The statistics of at least two paired differences, in nats per token.
 
-    low, high: the 95 % interval; low_90, high_90: the 90 % interval. The p-values, not corrected:
+    low, high: the 95% interval; low_90, high_90: the 90% interval. The p-values, not corrected:
     `p` of no difference, `p_beyond` of a difference of at most the margin, `p_equivalent` of one of
     at least the margin.
     """
@@ -86,7 +86,7 @@ def _tail(distance: float, deviation: float, runs: int) -> float:
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """The p-values, by name, corrected for being several."""
+    """The p-values, by name, corrected for multiple comparisons."""
     corrected: dict[str, float] = {}
     largest = 0.0
     for place, name in enumerate(sorted(p_values, key=p_values.__getitem__)):

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 NONE = "–"
 MINUS = "−"
 
-Row = Sequence[str]
+Cells = Sequence[str]
 
 
-def table(heads: Row, rows: Sequence[Row]) -> str:
+def table(heads: Cells, rows: Sequence[Cells]) -> str:
     """A table whose first column is aligned to the left, the others to the right."""
     rule = ["---", *["---:"] * (len(heads) - 1)]
     return "\n".join("| " + " | ".join(row) + " |" for row in [heads, rule, *rows]) + "\n"

@@ -28,7 +28,7 @@ import numpy as np
 
 from moe_parallel.analysis.run_history import RunHistory, per_layer
 
-Measures = dict[str, float]
+RunMeasures = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Spread:
         return cls(statistics.fmean(values), deviation, min(values), max(values), len(values))
 
 
-def spreads(runs: Sequence[Measures]) -> dict[str, Spread]:
+def spreads(runs: Sequence[RunMeasures]) -> dict[str, Spread]:
     """The spread of each measure over the runs that have it."""
     names = dict.fromkeys(name for run in runs for name in run)
     return {name: Spread.of([run[name] for run in runs if name in run]) for name in names}
 
 
 def paired_differences(
-    runs: Mapping[int, Measures], reference: Mapping[int, Measures], measure: str
+    runs: Mapping[int, RunMeasures], reference: Mapping[int, RunMeasures], measure: str
 ) -> Spread | None:
     """The spread of the differences between runs with the same seed, which read the same text in
     the same order. None if there are none."""
@@ -68,14 +68,14 @@ def paired_differences(
     return Spread.of(differences) if differences else None
 
 
-def judged_loss(numbers: Measures, loss: str) -> float | None:
+def judged_loss(numbers: RunMeasures, loss: str) -> float | None:
     """The held-out loss by which a run is judged: the mean over domains of the evaluation's `loss`,
     in nats per token. None: the run does not have it, or it is not finite."""
     found = [value for name, value in numbers.items() if name.partition("/")[2] == loss]
     return statistics.fmean(found) if found else None
 
 
-def measures(history: RunHistory) -> Measures:
+def measures(history: RunHistory) -> RunMeasures:
     """The measures of a run, without those that are not finite or not recorded."""
     values: dict[str, float | None] = {
         f"{domain}/{name}": value

@@ -23,13 +23,13 @@ def notes(study: StudyResults) -> list[str]:
         *_tokens(study),
         *_machines(study),
         *_other_work(study),
-        "Losses are of all held-out tokens that an evaluation reads, the same for every run. The "
-        "end is the last tenth of the logged iterations; Ent_load, Ent_conf and loads are those of "
-        "training there, means over layers; experts per token and I(expert; domain) are of the "
-        "held-out text, domains weighted equally.",
-        "tokens/s is the median of the logged intervals, without the first tenth; evaluations and "
-        "checkpoints are not in it. Peak RSS is the most memory that the largest process of a run "
-        "held at once (of the host, not of a GPU).",
+        "Losses are means over all held-out tokens that an evaluation reads, which are the same "
+        "for every run. Ent_load, Ent_conf and loads are means over layers, in training, over the "
+        "end of the run: the last tenth of the logged iterations. Experts per token and "
+        "I(expert; domain) are measured on the held-out text, with domains weighted equally.",
+        "tokens/s is the median of the logged intervals, without the first tenth, and without "
+        "evaluations and checkpoints. Peak RSS is the most memory of the host that the largest "
+        "process of a run held at once.",
     ]
 
 
@@ -47,10 +47,10 @@ def _size(study: StudyResults) -> str:
     size = f"{total / 1e6:.2f}M parameters" if total else "models"
     rate = f" ({tokens / total:.2g} a parameter)" if total else ""
     return (
-        f"{size}, {tokens:,} tokens{rate}, {study.seeds_told}: what holds here need not hold at "
-        "another size or later in training, and a difference within the spread over seeds is "
-        "not shown. A seed sets the initial weights and the order of the text; contenders share "
-        "that order, and the spread has both."
+        f"{size}, {tokens:,} tokens{rate}, {study.seeds_told}. These results may not hold at "
+        "another size or later in training, and a difference within the spread over seeds proves "
+        "nothing. A seed sets the initial weights and the order of the text. Contenders read the "
+        "text in the same order; the spread includes both effects."
     )
 
 
@@ -67,7 +67,7 @@ def _parameters(study: StudyResults) -> str:
     if dense := [result.name for result in study.results if result.is_dense]:
         parts.append(
             f"{' and '.join(dense)} has no experts: it is as wide as the experts that a token "
-            "meets, so it is equal in active and not in total parameters."
+            "uses, so it is equal in active but not in total parameters."
         )
     if decided := [r.name for r in study.results if r.parameters.get(MEASURED) is not None]:
         parts.append(
@@ -75,8 +75,8 @@ def _parameters(study: StudyResults) -> str:
             "were measured."
         )
     parts.append(
-        "Of the two readings of active parameters, the second adds what computes for every token "
-        "although few experts are chosen."
+        "Active parameters are counted in two ways. The second adds the parameters that compute "
+        "for every token, although only some of their experts are chosen."
     )
     return " ".join(parts)
 
@@ -90,7 +90,7 @@ def _options(study: StudyResults) -> list[str]:
     text = "Every contender has the options of the study's file"
     if told:
         return [f"{text}; different for {'; '.join(told)}."]
-    return [f"{text}, the learning rate with them: none was tuned for one system."]
+    return [f"{text}, including the learning rate: none was tuned for one system."]
 
 
 def _warnings(study: StudyResults) -> list[str]:
@@ -132,7 +132,7 @@ def _machines(study: StudyResults) -> list[str]:
     )
     if len(found) > 1:
         told = "; ".join(f"{text} ({count} starts)" for text, count in found.items())
-        return [f"More than one machine or version, so speeds do not compare: {told}. {how}."]
+        return [f"More than one machine or version, so speeds cannot be compared: {told}. {how}."]
     return [f"{'; '.join([*found, how])}."]
 
 
@@ -147,10 +147,10 @@ def _other_work(study: StudyResults) -> list[str]:
         mean = sum(others) / len(others)
         text += (
             f" Other work took {mean:.2f} cores on average and {max(others):.2f} during one run: "
-            "speeds suffered from it, losses did not."
+            "it lowered the speeds, but did not change the losses."
         )
         if any(attempt.get("jobs", 1) > 1 for attempt in attempts):
-            text += " The runs of the study that were side by side count as such work."
+            text += " Other runs of the study at the same time count as such work."
     else:
         text += f" Other work took at most {max(others):.2f} cores during a run."
     return [text]

@@ -8,7 +8,7 @@ import statistics
 from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.analysis.study.contenders import Options
 from moe_parallel.analysis.study.folder import Cell, StudyFolder, StudyManifest
-from moe_parallel.analysis.study.measures import Measures, judged_loss, measures
+from moe_parallel.analysis.study.measures import RunMeasures, judged_loss, measures
 from moe_parallel.analysis.study.sweep import Sweep, grid_of, lr_options
 from moe_parallel.analysis.study.terms import fitted_iterations
 
@@ -71,7 +71,7 @@ def _speed(folder: StudyFolder, manifest: StudyManifest, name: str, sweep: Sweep
     return statistics.median(_measures(cell)["tokens_per_second"] for cell in finished)
 
 
-def _measures(cell: Cell) -> Measures:
+def _measures(cell: Cell) -> RunMeasures:
     return measures(RunHistory.from_records(cell.records()))
 
 

@@ -10,7 +10,7 @@ from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.analysis.study.contenders import DENSE, Contender
 from moe_parallel.analysis.study.design import StudyDesign
 from moe_parallel.analysis.study.folder import Cell, StudyFolder, StudyManifest
-from moe_parallel.analysis.study.measures import Measures, Spread, measures, spreads
+from moe_parallel.analysis.study.measures import RunMeasures, Spread, measures, spreads
 from moe_parallel.analysis.study.pilots import read_sweep
 from moe_parallel.analysis.study.sweep import Sweep
 from moe_parallel.errors import InputError
@@ -26,7 +26,7 @@ class Run:
 
     seed: int
     history: RunHistory
-    measures: Measures
+    measures: RunMeasures
     attempts: list[dict[str, Any]]
 
     @classmethod
@@ -57,7 +57,7 @@ class Result:
         return [] if self.is_dense else self.contender.config.warnings
 
     @cached_property
-    def measures(self) -> dict[int, Measures]:
+    def measures(self) -> dict[int, RunMeasures]:
         return {seed: run.measures for seed, run in self.runs.items()}
 
     @cached_property
@@ -89,7 +89,7 @@ class StudyResults:
         """Read the folder. Raises InputError if it has no study, or no finished run."""
         manifest = folder.manifest()
         if manifest is None:
-            raise InputError(f"{folder.path} holds no study: name the folder of --output")
+            raise InputError(f"{folder.path} does not contain a study: name the folder of --output")
         cells = list(folder.cells(manifest.seeds))
         finished = [cell for cell in cells if manifest.is_finished(cell)]
         if not finished:

@@ -49,7 +49,7 @@ def write_report(folder: StudyFolder) -> Path:
         _save(pictures, folder.path / "figures")
     except OSError as error:
         raise InputError(
-            f"{error.filename}: cannot be written ({error.strerror}): free space, or mend the "
+            f"{error.filename}: cannot be written ({error.strerror}): free space, or change the "
             "permissions"
         ) from error
     return folder.path / "table.md"

@@ -48,8 +48,10 @@ class Sweep:
 
     @property
     def best(self) -> float | None:
-        """The rate of the lowest loss; the lowest of several. None: a run is not finished, or all
-        diverged."""
+        """The rate with the lowest loss; of several, the lowest rate.
+
+        None: a run is not finished, or all diverged.
+        """
         if not self.is_finished:
             return None
         best = self.rates[self._place_of_the_best(self.rates)]
@@ -78,7 +80,7 @@ def grid_of(contender: Contender, factors: Sequence[float]) -> tuple[float, ...]
     """The rates of the contender's grid: multiples of its own rate. Raises InputError if that is
     0."""
     if not (own := contender.config.optimizer.lr):
-        raise InputError(f"contender {contender.name}: --lr is 0, of which no grid can be made")
+        raise InputError(f"contender {contender.name}: --lr is 0, and a grid needs a rate above 0")
     return tuple(rounded(own * factor) for factor in factors)
 
 

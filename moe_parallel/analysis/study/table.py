@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_parallel.analysis.study.comparison import Comparisons
 from moe_parallel.analysis.study.comparison_tables import comparison_sections, sweep_section
-from moe_parallel.analysis.study.markdown import NONE, Row, fixed, table
+from moe_parallel.analysis.study.markdown import NONE, Cells, fixed, table
 from moe_parallel.analysis.study.measures import Spread, paired_differences
 from moe_parallel.analysis.study.notes import notes
 from moe_parallel.analysis.study.results import Result, StudyResults
@@ -134,7 +134,7 @@ def _held_out(study: StudyResults) -> str:
     text = _with_numbers(heads, rows, [len(result.runs) for result in study.results])
     if any(result.warnings for result in study.results):
         text += (
-            f"\n{MARK.strip()} Read what stands below of this system before comparing its loss.\n"
+            f"\n{MARK.strip()} Read the note on this system below before you compare its loss.\n"
         )
     return text
 
@@ -173,7 +173,7 @@ def _minus_reference(study: StudyResults, result: Result, measure: str) -> Sprea
 def _costs(study: StudyResults) -> str:
     heads = ["experts per token", "choices dropped", "tokens/s", "peak memory, MiB"]
 
-    def cells(result: Result) -> Row:
+    def cells(result: Result) -> Cells:
         of = result.spreads.get
         return [
             *(_count(result.parameters.get(key)) for key in PARAMETERS),
@@ -193,7 +193,7 @@ def _routing(study: StudyResults) -> str:
         "ent_conf": "Ent_conf, nats",
         "max_minus_min_load_sum": "max − min load, summed over layers",
         "mutual_information": "I(expert; domain), nats",
-        "utilisation": "utilisation",
+        "utilisation": "utilization",
     }
     experts = {r.contender.config.moe.num_experts for r in study.results if not r.is_dense}
     ceilings = [f"ln {n} = {math.log(n):.3f}" for n in sorted(filter(None, experts))]

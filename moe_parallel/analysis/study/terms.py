@@ -7,7 +7,7 @@ afterwards.
     flops            FLOPs of the whole training; the number of iterations is fitted
     time             seconds of training; likewise, by the speed of the pilot runs
 
-A contender whose measured value is off by more than the tolerance is reported and not compared.
+A contender whose measured value differs by more than the tolerance is reported, not compared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_parallel.analysis.study.contenders import DENSE, Contender, Options
-from moe_parallel.analysis.study.measures import Measures
+from moe_parallel.analysis.study.measures import RunMeasures
 from moe_parallel.errors import InputError
 
 Counts = Mapping[str, Any]  # what tools/count_parameters.py prints
@@ -43,13 +43,13 @@ class Terms(ABC):
         return {}
 
     @abstractmethod
-    def value(self, contender: Contender, parameters: Counts, means: Measures) -> float | None:
+    def value(self, contender: Contender, parameters: Counts, means: RunMeasures) -> float | None:
         """What is equal, as measured: from the counts at the measured experts per token, and the
         means over runs. None: the contender has no such number."""
 
 
 class EqualExperts(Terms):
-    def value(self, contender: Contender, parameters: Counts, means: Measures) -> float | None:
+    def value(self, contender: Contender, parameters: Counts, means: RunMeasures) -> float | None:
         return None if contender.system == DENSE else means.get("experts_per_token")
 
 
@@ -81,7 +81,7 @@ class EqualActive(Terms):
             f"{self.told} of {reference.name}: leave it out"
         )
 
-    def value(self, contender: Contender, parameters: Counts, means: Measures) -> float | None:
+    def value(self, contender: Contender, parameters: Counts, means: RunMeasures) -> float | None:
         return parameters.get(self.reading)
 
 
@@ -90,13 +90,13 @@ class EqualFlops(Terms):
         ours, its = (_known(count(c), "flops_per_token", c) for c in (contender, reference))
         return fitted_iterations(contender, its / ours)
 
-    def value(self, contender: Contender, parameters: Counts, means: Measures) -> float | None:
+    def value(self, contender: Contender, parameters: Counts, means: RunMeasures) -> float | None:
         flops = parameters.get("flops_per_token")
         return None if flops is None else flops * means["consumed_tokens"]
 
 
 class EqualTime(Terms):
-    def value(self, contender: Contender, parameters: Counts, means: Measures) -> float | None:
+    def value(self, contender: Contender, parameters: Counts, means: RunMeasures) -> float | None:
         return means["consumed_tokens"] / means["tokens_per_second"]
 
 
@@ -115,7 +115,7 @@ def _known(counts: Counts, name: str, contender: Contender) -> int:
     if counts[name] is None:
         raise InputError(
             f"contender {contender.name}: training decides its experts per token, so it cannot be "
-            "made equal before: control their mean, or leave it out"
+            "made equal before training: control their mean, or leave it out"
         )
     return int(counts[name])
 

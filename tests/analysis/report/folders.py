@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moe_parallel.analysis.routing.folder import View, write_manifest, write_tables
+from moe_parallel.analysis.routing.folder import View, write_facts, write_tables
 from moe_parallel.analysis.routing.specialization import specialization
 from moe_parallel.analysis.routing.tables import tables_of
 from moe_parallel.analysis.routing.totals import AnalysisTotals
@@ -88,5 +88,5 @@ def analysis_folder(path: Path, *, layers: int = 2, experts: int = 4) -> Path:
     pieces = ["<i>"] * len(view.columns["token"])
     write_tables(path, tables_of(totals, tests) | {"view": {**view.columns, "piece": pieces}})
     facts = {"tokens": {"code": tokens, "prose": tokens}, "layers": numbers, "experts": experts}
-    write_manifest(path, facts | {"permutations": 19})
+    write_facts(path, facts | {"permutations": 19})
     return path

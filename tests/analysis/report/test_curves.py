@@ -9,9 +9,9 @@ import pytest
 from moe_parallel.analysis.report.curves import (
     LAYER_VALUES,
     MAP_VALUES,
-    clock_of,
     curves_of,
     routing_of,
+    tokens_and_hours,
 )
 from moe_parallel.analysis.run_history import RunHistory
 from tests.analysis.synthetic import synthetic_run
@@ -54,7 +54,7 @@ def test_the_clock_goes_on_when_a_run_continues():
     elapsed = [3600, 7200, 1800, 3600, 1800, 3600]  # of three starts
     for record, seconds in zip(records, elapsed, strict=True):
         record["elapsed_seconds"] = seconds
-    clock = clock_of(RunHistory.from_records(records))
+    clock = tokens_and_hours(RunHistory.from_records(records))
     assert clock["hours"] == [1, 2, 2.5, 3, 3.5, 4]
     assert clock["iterations"] == [10, 20, 30, 40, 50, 60]
     assert clock["tokens"] == [r["consumed_tokens"] for r in records]

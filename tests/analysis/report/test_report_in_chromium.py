@@ -253,3 +253,21 @@ def test_twenty_long_runs_are_one_small_page(tmp_path: Path) -> None:
         scroll_to(browser, LOSS)
         assert browser.value(f"{LOSS}.querySelectorAll('path.curve').length") == 20
         assert browser.messages == [] and browser.requests == []
+
+
+def test_a_study_of_a_flag_has_the_flag_on_its_axis(tmp_path):
+    require_chromium()
+    study = tmp_path / "ep"
+    study.mkdir()
+    head = "nodes,ranks,ep,tokens_per_second,efficiency,step_seconds,compute_seconds"
+    cells = "".join(f"2,4,{ep},{900 + 10 * ep}.0,1.0,0.5,0.5\n" for ep in (1, 2, 4))
+    (study / "scaling.csv").write_text(f"{head}\n{cells}")
+    file = tmp_path / "report.html"
+    file.write_text(report_of([study], command=["python"]), encoding="utf-8")
+    with Browser(file) as browser:
+        browser.wait_for("document.documentElement.dataset.ready")
+        speed = "document.querySelector('#scaling figure')"
+        scroll_to(browser, speed)
+        words = browser.value(f"[...{speed}.querySelectorAll('svg text')].map(t => t.textContent)")
+        assert {"1", "2", "4", "ep"} <= set(words)
+        assert browser.value(f"{speed}.querySelectorAll('path.curve').length") == 1  # no ideal

@@ -63,8 +63,8 @@ def test_wrong_sources(tmp_path):
     for path, message in [
         (tmp_path / "gone", "there is no such folder or file"),
         (tmp_path / "empty", "has no metrics.jsonl, study.json or scaling.csv"),
-        (torn, "is no table of tools/study/scaling.py report"),
-        *((tmp_path / name, "is no plan with layouts") for name in texts),
+        (torn, "is not a table of tools/study/scaling.py report"),
+        *((tmp_path / name, "is not a plan: give a file") for name in texts),
     ]:
         with pytest.raises(InputError, match=message) as error:
             find_sources([path])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moe_parallel.analysis.report.thinning import bucket_means, buckets, thinned
+from moe_parallel.analysis.report.thinning import bucket_means, slices_of, thinned
 
 
 def test_a_short_curve_keeps_every_point():
@@ -34,7 +34,7 @@ def test_each_bucket_keeps_its_extremes():
 
 def test_buckets_cover_everything_once():
     for count, most in [(1, 5), (5, 5), (7, 3), (1000, 60)]:
-        parts = buckets(count, most)
+        parts = slices_of(count, most)
         covered = [place for part in parts for place in range(part.start, part.stop)]
         assert covered == list(range(count)) and len(parts) == min(count, most)
 

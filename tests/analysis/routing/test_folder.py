@@ -6,9 +6,9 @@ from moe_parallel.analysis.routing import folder as files
 from moe_parallel.analysis.routing.folder import (
     SelectionsFile,
     View,
-    read_manifest,
+    read_facts,
     read_table,
-    write_manifest,
+    write_facts,
     write_tables,
 )
 from moe_parallel.errors import InputError
@@ -55,8 +55,8 @@ def test_the_view_keeps_the_first_tokens_of_each_text():
 def test_tables_and_facts(tmp_path):
     write_tables(tmp_path, {"one": {"a": [1, 2], "b": ["x", None]}})
     assert read_table(tmp_path, "one") == {"a": [1, 2], "b": ["x", None]}
-    write_manifest(tmp_path, {"tokens": {"t": 3}})
-    assert read_manifest(tmp_path) == {"tokens": {"t": 3}}
+    write_facts(tmp_path, {"tokens": {"t": 3}})
+    assert read_facts(tmp_path) == {"tokens": {"t": 3}}
 
 
 def test_what_is_missing_or_damaged(tmp_path):
@@ -66,10 +66,10 @@ def test_what_is_missing_or_damaged(tmp_path):
         with pytest.raises(InputError, match=f"{name}.parquet is missing or damaged: repeat"):
             read_table(tmp_path, name)
     with pytest.raises(InputError, match=r"analysis.json cannot be read: repeat"):
-        read_manifest(tmp_path)
+        read_facts(tmp_path)
     (tmp_path / "analysis.json").write_text("[]")
     with pytest.raises(InputError, match=r"analysis.json cannot be read: repeat"):
-        read_manifest(tmp_path)
+        read_facts(tmp_path)
 
 
 def test_without_pyarrow(tmp_path, monkeypatch):

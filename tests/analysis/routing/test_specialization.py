@@ -48,7 +48,7 @@ def test_texts_that_differ():
 
 
 def test_texts_that_do_not_differ_are_rarely_found_to():
-    """p is uniform then: 5 % of many texts have p up to 0.05, and no fewer than a few."""
+    """p is uniform then: 5% of many texts have p up to 0.05, and no fewer than a few."""
     same = [0.4, 0.35, 0.25]
     found = [
         specialization(blocks_of({"a": same, "b": same}, seed=seed), [1], 49, seed=seed)[0].p

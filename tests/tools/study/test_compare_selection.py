@@ -189,7 +189,7 @@ def test_active_parameters_where_training_decides_the_experts_per_token(tool, tm
 def test_two_commands_in_one_folder(tool, tmp_path, capsys):
     def second(cell: Cell, stop: Any) -> int:
         assert compare(tool, tmp_path, FakeRuns(finish), "--selections", "topk") == 2
-        assert "study is at work: wait" in capsys.readouterr().err
+        assert "study is in use by another command: wait" in capsys.readouterr().err
         return finish(cell)
 
     runs = FakeRuns(second)
@@ -199,10 +199,22 @@ def test_two_commands_in_one_folder(tool, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "changes", "message"),
     [
-        (["--selections", "topk,topq"], {}, "--selections names topq: there are topk, "),
-        (["--selections", "topk", "--seeds", "0"], {}, "--seeds: 0 is not a number from 1 on"),
-        (["--selections", "topk", "--minutes", "0"], {}, "--minutes: 0 is not a number from 1 on"),
-        (["--selections", "topk", "--nproc", "x"], {}, "--nproc: x is not a number from 1 on"),
+        (["--selections", "topk,topq"], {}, "--selections names topq: choose from topk, "),
+        (
+            ["--selections", "topk", "--seeds", "0"],
+            {},
+            "--seeds: 0 is not a whole number of at least 1",
+        ),
+        (
+            ["--selections", "topk", "--minutes", "0"],
+            {},
+            "--minutes: 0 is not a whole number of at least 1",
+        ),
+        (
+            ["--selections", "topk", "--nproc", "x"],
+            {},
+            "--nproc: x is not a whole number of at least 1",
+        ),
         (["--selections", "topk", "--seed", "1"], {}, "unrecognized arguments: --seed 1"),
         ([], {}, "--selections is not set: name systems, or give the section study"),
         (["--selections", "topk"], {"study": {"margin": -1}}, "study: margin has -1"),
@@ -213,7 +225,7 @@ def test_two_commands_in_one_folder(tool, tmp_path, capsys):
         (["--selections", "topk"], {"num_experts": 1}, "topk: --moe-router-topk is 2, above"),
         (["--selections", "topk"], {"vocab_size": None}, "--config has no vocab-size"),
         (["--selections", "topk", "--nproc", "3"], {}, "contender topk: --global-batch-size"),
-        (["--selections", "topk", "--output", "."], {}, "--output . holds files, but no study"),
+        (["--selections", "topk", "--output", "."], {}, "--output . contains files, but no study"),
         (["--selections", "topk", "--config", "no"], {}, "--config no does not exist"),
     ],
 )

@@ -198,7 +198,7 @@ def test_equal_flops_are_fitted_before_training(tool, tmp_path, monkeypatch, cap
 def test_what_is_stated_before_cannot_be_changed_after(tool, tmp_path, capsys):
     stated = {**OPTIONS, "study": {**SECTION, "margin": 0.01}}
     assert compare(tool, tmp_path, FakeRuns(by_rate), **stated) == 0
-    assert "What the numbers allow to say" in (tmp_path / "study" / "table.md").read_text()
+    assert "What the numbers show" in (tmp_path / "study" / "table.md").read_text()
     wider = {**OPTIONS, "study": {**SECTION, "margin": 0.5}}
     assert compare(tool, tmp_path, FakeRuns(by_rate), **wider) == 2
     assert "a study of margin 0.01, and now it is 0.5" in capsys.readouterr().err
@@ -209,7 +209,7 @@ def test_a_whole_study_beside_a_part_of_it_is_refused(tool, tmp_path, capsys):
     def second(cell: Cell, stop: Any) -> int:
         for line in ([], ["--stage", "grid", "--part", "0/2"]):
             assert compare(tool, tmp_path, FakeRuns(finish), *line, **OPTIONS) == 2
-            assert "study is at work: wait" in capsys.readouterr().err
+            assert "study is in use by another command: wait" in capsys.readouterr().err
         return 1
 
     line = ["--stage", "grid", "--part", "0/2"]

@@ -162,7 +162,7 @@ def test_a_study_at_work_takes_no_archive(tool, archive, places, capsys):
         if cell.seed == 8:
             file = packed(archive, one)
             assert archive.main(["unpack", str(file), str(one / "study")]) == 2
-            assert "study is at work" in capsys.readouterr().err
+            assert "study is in use by another command" in capsys.readouterr().err
         return train(cell)
 
     assert compare(tool, one, FakeRuns(in_between), **OPTIONS) == 0
@@ -171,7 +171,7 @@ def test_a_study_at_work_takes_no_archive(tool, archive, places, capsys):
 def test_nothing_to_pack(tool, archive, places, capsys):
     one, _ = places
     assert archive.main(["pack", str(one / "study"), str(one / "x.tar.gz")]) == 2
-    assert "holds no study" in capsys.readouterr().err
+    assert "does not contain a study" in capsys.readouterr().err
     assert compare(tool, one, stop_after(0), **OPTIONS) == 75
     assert archive.main(["pack", str(one / "study"), str(one / "x.tar.gz")]) == 2
     assert "has no finished run yet" in capsys.readouterr().err

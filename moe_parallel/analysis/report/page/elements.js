@@ -132,7 +132,7 @@ function selectOf(label, options, shared) {
   return labeled(label, select);
 }
 
-/** A slider over the places 0 to count - 1. `text`: place -> what is shown beside it. */
+/** A slider over the places 0 to count - 1. `text`: place -> what is shown next to it. */
 function sliderOf(label, count, shared, text) {
   const shown = el("output", {}, text(shared.value));
   const input = el("input", {

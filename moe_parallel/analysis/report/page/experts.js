@@ -113,7 +113,7 @@ function expertsSection(all) {
   const heading = (text, about) => el("div", { class: "wide-card" }, el("h3", {}, text), el("p", { class: "small quiet" }, about));
   return section("experts", "Experts", "The load of an expert in multiples of an even share: 1 is perfect balance, 0 is a dead expert.",
     el("div", { class: "bar" },
-      sliderOf("Moment of the run", 1001, moment, (value) => (value === 1000 ? "end" : `${fixed(value / 10, 0)} %`)),
+      sliderOf("Moment of the run", 1001, moment, (value) => (value === 1000 ? "end" : `${fixed(value / 10, 0)}%`)),
       scaleLegend("load", "0", "4 or more", "times an even share")),
     el("div", { class: "grid" }, heading("Load of each expert of each layer (AoE, Fig. 3)", ""), runs.map(loadByLayer),
       el("div", { class: "wide-card bar", style: "margin:0" }, selectOf("Measure by layer", measures.map(([name, [text, about]]) => [name, `${text}: ${about}`]), layerMeasure)),

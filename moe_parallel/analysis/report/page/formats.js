@@ -29,8 +29,8 @@ function whole(value) {
 
 function percent(value, places = 1) {
   if (value === null || value === undefined) return NONE;
-  if (value > 0 && value < 0.5 * 10 ** (-places - 2)) return `< ${fixed(10 ** -places, places)} %`;
-  return `${fixed(100 * value, places)} %`;
+  if (value > 0 && value < 0.5 * 10 ** (-places - 2)) return `< ${fixed(10 ** -places, places)}%`;
+  return `${fixed(100 * value, places)}%`;
 }
 
 const UNITS = [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "K"]];

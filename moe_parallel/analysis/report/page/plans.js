@@ -1,6 +1,6 @@
 // Scaling studies and the planner.
 
-const PHASES = ["own", "dispatch", "pipeline", "reduce", "rest"];
+const PHASES = ["own", "compute", "data", "dispatch", "pipeline", "reduce", "rest"];
 
 function scalingSection(studies) {
   if (!studies.length) return null;
@@ -9,19 +9,24 @@ function scalingSection(studies) {
       const known = new Set(["nodes", "ranks", "global_batch_size", "tokens_per_second", "efficiency", "step_seconds", "between_seconds",
         "planned_tokens_per_second", "plan_error", ...PHASES.map((phase) => `${phase}_seconds`)]);
       const varied = Object.keys(rows[0]).filter((key) => !known.has(key));
-      const lineOf = (row) => varied.map((key) => `${key} ${row[key]}`).join(", ") || name;
+      // The axis is what the study varies: the nodes or, with one number of nodes, a flag.
+      const different = (key) => [...new Set(rows.map((row) => row[key]))];
+      const axis = ["nodes", ...varied].find((key) => different(key).length > 1) ?? "nodes";
+      const overNodes = axis === "nodes", places = different(axis);
+      const at = (row) => (overNodes ? Math.log2(row.nodes) : places.indexOf(row[axis]));
+      const lineOf = (row) => varied.filter((key) => key !== axis).map((key) => `${key} ${row[key]}`).join(", ") || name;
       const lines = [...new Set(rows.map(lineOf))];
       const curve = (key, style) => lines.map((line, place) => {
-        const cells = rows.filter((row) => lineOf(row) === line && row[key] !== null);
-        return { name: line, ...styleOf(place), ...style, x: cells.map((row) => Math.log2(row.nodes)), y: cells.map((row) => row[key]) };
+        const cells = rows.filter((row) => lineOf(row) === line && ![null, undefined].includes(row[key]));
+        return { name: line, ...styleOf(place), ...style, x: cells.map(at), y: cells.map((row) => row[key]) };
       });
-      const ideal = () => lines.map((line, place) => {
+      const ideal = () => (overNodes ? lines : []).map((line, place) => {
         const cells = rows.filter((row) => lineOf(row) === line);
-        return { name: `${line}, ideal`, color: styleOf(place).color, dash: "2 5", x: cells.map((row) => Math.log2(row.nodes)),
+        return { name: `${line}, ideal`, color: styleOf(place).color, dash: "2 5", x: cells.map(at),
           y: cells.map((row) => (cells[0].tokens_per_second / cells[0].nodes) * row.nodes) };
       });
-      const planned = () => curve("planned_tokens_per_second", { dash: "7 4" }).map((one) => ({ ...one, name: `${one.name}, planned` }));
-      const shared = { xLabel: () => "nodes", xFormat: () => (power) => whole(2 ** power), integers: true };
+      const planned = () => curve("planned_tokens_per_second", { dash: "7 4" }).filter((one) => one.x.length).map((one) => ({ ...one, name: `${one.name}, planned` }));
+      const shared = { xLabel: () => axis.replaceAll("_", " "), xFormat: () => (place) => (overNodes ? whole(2 ** place) : `${places[place] ?? ""}`), integers: true };
       const number = (title, key, format, more = {}) => ({ name: title, number: true, value: (row) => row[key], show: (row) => format(row[key]), ...more });
       const table = sortableTable([
         { name: "nodes", value: (row) => row.nodes, number: true },
@@ -33,8 +38,8 @@ function scalingSection(studies) {
       ].filter((column) => rows.some((row) => ![null, undefined].includes(column.value(row)))), rows, { caption: `Cells of ${name}` });
       return el("div", {}, el("h3", {}, name), el("div", { class: "grid", style: "margin:.6rem 0 1rem" },
         new Chart({ title: "Tokens a second", yFormat: compact, log: new Shared(true), ...shared, series: () => [...curve("tokens_per_second", {}), ...planned(), ...ideal()] }).card,
-        new Chart({ title: "Efficiency", about: "tokens a second and node, over those of the smallest cell", yFormat: (value) => percent(value), yTick: (value) => percent(value, 0), ...shared,
-          references: () => [{ y: 1, text: "ideal" }], series: () => curve("efficiency", {}) }).card), table);
+        new Chart({ title: "Efficiency", about: "tokens a second and node, over those of the first cell", yFormat: (value) => percent(value), yTick: (value) => percent(value, 0), ...shared,
+          references: () => (overNodes ? [{ y: 1, text: "ideal" }] : []), series: () => curve("efficiency", {}) }).card), table);
     }));
 }
 

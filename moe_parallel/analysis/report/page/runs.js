@@ -37,7 +37,7 @@ function findingsSection(runs) {
   const counts = order.map((level) => [level, rows.filter((row) => row.level === level).length]).filter(([, count]) => count);
   const intro = rows.length
     ? counts.map(([level, count]) => `${count} ${LEVELS[level].toLowerCase()}${count === 1 ? "" : "s"}`).join(", ")
-    : "No loss was infinite, no expert is dead, nothing was dropped, and the load is even.";
+    : "No loss was infinite, no expert is dead, none took twice an even share, and nothing was dropped.";
   const item = ({ run, level, kind, text }) => el("li", { class: level },
     el("span", { class: `tag ${level}` }, `${LEVELS[level]}: ${kind}`), el("strong", {}, run.name), el("span", {}, text));
   const shown = 12;
