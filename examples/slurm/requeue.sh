@@ -6,11 +6,11 @@
 #   0    complete                                  ends
 #   75   stopped by a signal or a time limit,      is requeued; after SIGTERM, which scancel and
 #        saved                                     preemption send, Slurm decides
-#   76, 128 + N   a rank hung or was killed        is requeued if there is a newer checkpoint than at
-#                                                  its start; otherwise it would fail for ever
+#   76, 128 + N   a rank hung or was killed        is requeued
 #   else an error that would come again            ends with this code
 #
-# MAX_REQUEUES (100) limits the number of starts.
+# A start that leaves no newer checkpoint is requeued once. If the next start leaves none either, the job
+# ends with the code of the command: it would fail forever. MAX_REQUEUES (100) limits the number of starts.
 run_and_requeue() {
     local folder=$1 signal="" before code
     shift
@@ -25,25 +25,32 @@ run_and_requeue() {
     wait "$command"
     code=$?
 
+    # The number of one task of an array may be that of the whole array.
+    local job=$SLURM_JOB_ID
+    [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+    local unchanged="" mark="$folder/requeued_without_checkpoint.$job"
+    [ "$(newest_checkpoint "$folder")" != "$before" ] || unchanged=yes
+    if [ "$code" -eq 0 ] || [ -z "$unchanged" ]; then rm -f "$mark"; fi
+
     if [ "$code" -eq 0 ]; then
         exit 0
     elif [ "$code" -eq 75 ]; then
         [ "$signal" != TERM ] || exit "$code"
-    elif [ "$code" -eq 76 ] || [ "$code" -gt 128 ]; then
-        if [ "$(newest_checkpoint "$folder")" = "$before" ]; then
-            echo "not requeued: exit code $code, and no checkpoint since the start"
-            exit "$code"
-        fi
-    else
+    elif [ "$code" -ne 76 ] && [ "$code" -le 128 ]; then
         exit "$code"
     fi
     if [ "${SLURM_RESTART_COUNT:-0}" -ge "${MAX_REQUEUES:-100}" ]; then
         echo "not requeued: MAX_REQUEUES is ${MAX_REQUEUES:-100}"
         exit "$code"
     fi
-    # The number of one task of an array may be that of the whole array.
-    local job=$SLURM_JOB_ID
-    [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+    if [ -n "$unchanged" ] && [ -e "$mark" ]; then
+        rm -f "$mark"
+        echo "not requeued: exit code $code, and no new checkpoint in this start and in the one before it"
+        exit "$code"
+    elif [ -n "$unchanged" ] && ! { mkdir -p "$folder" && touch "$mark"; }; then
+        echo "not requeued: exit code $code, no new checkpoint, and $folder cannot be written"
+        exit "$code"
+    fi
     echo "exit code $code: job $job is requeued"
     # Slurm now ends this script. If it left by itself first, the job could count as failed.
     trap - USR1 TERM

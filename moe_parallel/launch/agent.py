@@ -104,7 +104,7 @@ class JobAgent(LocalElasticAgent):
         return (self._worker_group.group_world_size or 1) > 1
 
     def _watch_job(self) -> None:
-        """See that the job has ended elsewhere, if no rank of this node can: all are stopped."""
+        """Notice that the job has ended elsewhere, if all ranks of this node are stopped."""
         attempt, channel = os.environ[ATTEMPT], self._visited_channel()
         while channel is not None and not channel.gone:
             code = channel.code_of_others()

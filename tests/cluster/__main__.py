@@ -2,6 +2,7 @@
 
     python -m tests.cluster 2 bash
     python -m tests.cluster 4 sinfo -N
+    python -m tests.cluster --rate 100mbit 4 bash       # of each node's link, in tc's words
 
 As root. The command gets SLURM_CONF, so sbatch, squeue and scontrol use this cluster.
 """
@@ -16,6 +17,9 @@ from tests.cluster.slurm import Cluster, why_not
 
 
 def main(arguments: list[str]) -> int:
+    rate = None
+    if arguments[:1] == ["--rate"]:
+        rate, arguments = "".join(arguments[1:2]), arguments[2:]
     if len(arguments) < 2 or not arguments[0].isdecimal():
         print(__doc__, file=sys.stderr)
         return 2
@@ -26,6 +30,8 @@ def main(arguments: list[str]) -> int:
         tempfile.TemporaryDirectory(prefix="cluster-") as folder,
         Cluster(int(arguments[0]), Path(folder)) as cluster,
     ):
+        for name in cluster.nodes.names if rate is not None else []:
+            cluster.nodes.limit_rate(name, rate)
         command = cluster.nodes.command(HUB, arguments[1:])
         return subprocess.run(command, env=cluster.environment, check=False).returncode
 

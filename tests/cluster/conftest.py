@@ -29,9 +29,9 @@ def undisturbed(tmp_path_factory):
     return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def table(pytestconfig):
-    """The rows that the tests of faults have seen; --write-table puts them into a page."""
+    """The row that a test of a fault has seen; --write-table puts it into a page."""
     table = FaultTable()
     yield table
     if page := pytestconfig.getoption("--write-table"):

@@ -128,7 +128,7 @@ class SlurmJob:
 
     def ended(self) -> bool:
         """Whether neither the job nor a task of its array runs or waits."""
-        return not self.cluster.run("squeue", "--noheader", "--jobs", str(self.id)).strip()
+        return not self.cluster.ask("squeue", "--noheader", "--jobs", str(self.id)).strip()
 
     def check_whole(self, undisturbed: Undisturbed) -> None:
         """The tensors have the same bytes, and the records are the same."""

@@ -24,13 +24,19 @@ _NUMBERS = itertools.count(1)  # of the clusters of this process
 _FILES = Path("/etc/netns")  # `ip netns exec` puts the files of NAME over those in /etc
 
 
-def what_is_missing(programs: Sequence[str]) -> str | None:
-    """The reason why this machine cannot have such nodes; None if it can."""
+def what_is_missing(packages: Mapping[str, str]) -> str | None:
+    """The reason why this machine cannot have such nodes, and the remedy; None if it can.
+
+    `packages`: Debian's package of every program that is needed.
+    """
+    if absent := [name for name in packages if shutil.which(name) is None]:
+        needed = " ".join(sorted({packages[name] for name in absent}))
+        return (
+            f"not installed: {', '.join(absent)}; as root on Debian or Ubuntu: apt-get install "
+            f"--no-install-recommends {needed}"
+        )
     if os.geteuid() != 0:
         return "network namespaces need root"
-    absent = [name for name in programs if shutil.which(name) is None]
-    if absent:
-        return f"not installed: {', '.join(absent)}"
     probe = subprocess.run(["unshare", "--net", "--uts", "true"], capture_output=True, text=True)
     if probe.returncode != 0:
         return f"this machine allows no namespaces ({probe.stderr.strip()})"
@@ -66,11 +72,17 @@ class Nodes:
 
     def run(self, name: str, *words: str, env: Mapping[str, str] | None = None) -> str:
         """Run a command on a node and return what it printed. Raises if it fails."""
-        ran = subprocess.run(
-            self.command(name, words), capture_output=True, text=True, check=False, env=env
-        )
+        ran = self.call(name, words, env)
         assert ran.returncode == 0, (ran.returncode, words, name, ran.stdout, ran.stderr)
         return ran.stdout
+
+    def call(
+        self, name: str, words: Sequence[str], env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on a node, whatever comes of it."""
+        return subprocess.run(
+            self.command(name, words), capture_output=True, text=True, check=False, env=env
+        )
 
     def processes(self, name: str) -> list[int]:
         """The ids of all processes of a node."""

@@ -10,25 +10,47 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from tests.cluster.nodes import HUB, Nodes, what_is_missing
 
-PROGRAMS = ("ip", "munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
-INSTALL = "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge iproute2"
+#: Debian's package of each program that the tests start.
+PACKAGES = {
+    **dict.fromkeys(("ip", "tc"), "iproute2"),
+    **dict.fromkeys(("mount", "umount"), "mount"),
+    **dict.fromkeys(("sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel"), "slurm-client"),
+    "hostname": "hostname",
+    "munged": "munge",
+    "nft": "nftables",
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "unshare": "util-linux",
+}
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE")
 
 # Every node claims CPUs and GPUs that it does not have, so that scripts for real nodes fit.
+URGENT = "urgent"  # the partition whose jobs take the nodes of others
 CPUS, GPUS, MEMORY = 64, 8, 1_000_000
 
 
 def why_not() -> str | None:
     """The reason why this machine cannot have a cluster, and the remedy; None if it can."""
-    missing = what_is_missing(PROGRAMS)
-    return missing and f"{missing}; as root on Debian or Ubuntu: {INSTALL}"
+    return what_is_missing(PACKAGES)
+
+
+def _belongs_to(pid: int, job: str) -> bool:
+    try:
+        process = psutil.Process(pid)
+        of_job = process.environ().get("SLURM_JOB_ID") == job
+        return of_job or " ".join(process.cmdline()).startswith(f"slurmstepd: [{job}.")
+    except psutil.Error:  # it has ended
+        return False
 
 
 class Cluster:
@@ -41,6 +63,8 @@ class Cluster:
         self.nodes = Nodes(number)
         self.outputs: list[Path] = []  # of jobs, for the message of a test that fails
         self._pid_files: list[Path] = []
+        # Slurm makes sockets in them, and the path of a socket has at most 108 bytes.
+        self._spool = tempfile.TemporaryDirectory(prefix="spool", ignore_cleanup_errors=True)
 
     def __enter__(self) -> Cluster:
         try:
@@ -58,10 +82,24 @@ class Cluster:
         self.nodes.down()
         if self.small_disk.is_mount():
             subprocess.run(["umount", "--lazy", str(self.small_disk)], check=True)
+        self._spool.cleanup()
 
     def run(self, *words: str, env: Mapping[str, str] | None = None) -> str:
         """Run one of Slurm's commands as a user would; returns what it printed."""
         return self.nodes.run(HUB, *words, env={**self.environment, **(env or {})})
+
+    def ask(self, *words: str) -> str:
+        """Run a command that changes nothing.
+
+        The controller may close the connection of a command that was slow, which SIGPIPE then ends:
+        it is asked again.
+        """
+        for _ in range(3):
+            asked = self.nodes.call(HUB, words, self.environment)
+            if asked.returncode != -signal.SIGPIPE:
+                break
+        assert asked.returncode == 0, (asked.returncode, words, asked.stdout, asked.stderr)
+        return asked.stdout
 
     def sbatch(self, *words: str, env: Mapping[str, str] | None = None) -> int:
         """Submit a job: flags, script and its arguments. `env`: variables the user has exported."""
@@ -69,7 +107,7 @@ class Cluster:
 
     def facts(self, job: int) -> dict[str, str]:
         """What `scontrol show job` says, by name."""
-        words = self.run("scontrol", "--oneliner", "show", "job", str(job)).split()
+        words = self.ask("scontrol", "--oneliner", "show", "job", str(job)).split()
         return {name: value for name, _, value in (word.partition("=") for word in words)}
 
     def state(self, job: int) -> str:
@@ -110,9 +148,24 @@ class Cluster:
         """
         needed = len(self.nodes.names) if nodes is None else nodes
         self.wait_until(lambda: len(self.idle_nodes()) >= needed, 120, f"{needed} nodes are idle")
-        time.sleep(2)  # a node refuses a job that starts in the second in which it ended there
+        # A node on which the job has a process refuses it, and Slurm drains the node. It also
+        # refuses a job that starts in the second in which it ended there.
+        self.wait_until(lambda: not self.processes_of(job), 120, f"all of job {job} has ended")
+        time.sleep(2)
+        if "held" in self.ask("squeue", "--noheader", f"--jobs={job}", "--format=%r"):
+            # The controller holds a job whose start a node refused, until somebody releases it.
+            self.run("scontrol", "release", str(job))
         with suppress(AssertionError):  # it has started by itself
             self.run("scontrol", "update", f"jobid={job}", "StartTime=now")
+
+    def processes_of(self, job: int | str) -> list[int]:
+        """The processes of a job, and of Slurm's daemons for it, on all nodes."""
+        return [
+            pid
+            for name in self.nodes.names
+            for pid in self.nodes.processes(name)
+            if _belongs_to(pid, str(job))
+        ]
 
     def kill_node(self, name: str) -> None:
         """Kill all of a node: slurmd, launchers, ranks."""
@@ -120,19 +173,29 @@ class Cluster:
 
     def start_node(self, name: str) -> None:
         """Start slurmd on a node, as a node does that boots."""
-        spool = self.folder / f"spool.{name}"
-        spool.mkdir(exist_ok=True)
+        (Path(self._spool.name) / name).mkdir(exist_ok=True)
         self._daemon(name, "slurmd", "-f", str(self._config), pid=f"slurmd.{name}.pid")
 
     def wait_for_nodes(self, timeout: float = 60) -> None:
+        """Wait until all nodes are idle, after an administrator has looked at drained ones."""
+        for name in self._listed("-t", "drain"):
+            self.run("scontrol", "update", f"nodename={name}", "state=resume")
         self.wait_until(self.idle, timeout, "all nodes are idle")
 
     def idle(self) -> bool:
         """Whether every node waits for a job."""
         return len(self.idle_nodes()) == len(self.nodes.names)
 
+    def nodes_that_answer(self) -> list[str]:
+        """Those that Slurm does not take for lost."""
+        return self._listed("-r")
+
     def idle_nodes(self) -> list[str]:
-        return self.run("sinfo", "--noheader", "-N", "-t", "idle", "-o", "%N").split()
+        return self._listed("-t", "idle")
+
+    def _listed(self, *flags: str) -> list[str]:
+        """The nodes that sinfo lists with these flags; it has a line for each of its partitions."""
+        return sorted(set(self.ask("sinfo", "--noheader", "-N", "-o", "%N", *flags).split()))
 
     def logs(self) -> str:
         """The last lines of the controller and of every file that a job wrote."""
@@ -206,7 +269,8 @@ class Cluster:
             "".join(f"{name}={value}\n" for name, value in self._options().items())
             + f"NodeName=node[1-{len(self.nodes.names)}] CPUs={CPUS} RealMemory={MEMORY} "
             f"Gres=gpu:{GPUS} State=UNKNOWN\n"
-            "PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
+            "PartitionName=debug Nodes=ALL Default=YES PriorityTier=1 GraceTime=30\n"
+            f"PartitionName={URGENT} Nodes=ALL PriorityTier=2\n"
         )
 
     def _options(self) -> dict[str, object]:
@@ -225,6 +289,8 @@ class Cluster:
             "AccountingStorageType": "accounting_storage/none",
             "MpiDefault": "none",
             "SwitchType": "switch/none",
+            "PreemptType": "preempt/partition_prio",
+            "PreemptMode": "REQUEUE",
             "SelectType": "select/cons_tres",
             "SelectTypeParameters": "CR_CPU",
             "GresTypes": "gpu",
@@ -236,7 +302,7 @@ class Cluster:
             "KillWait": 5,
             "ReturnToService": 2,  # a node that answers again is used again
             "StateSaveLocation": folder / "state",
-            "SlurmdSpoolDir": f"{folder}/spool.%n",
+            "SlurmdSpoolDir": f"{self._spool.name}/%n",
             "SlurmctldPidFile": folder / "slurmctld.pid",
             "SlurmdPidFile": f"{folder}/slurmd.%n.pid",
             "SlurmctldLogFile": folder / "slurmctld.log",

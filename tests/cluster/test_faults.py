@@ -1,149 +1,63 @@
 """Faults at moments of a run on two nodes: what the user sees, and the undisturbed run's bytes.
 
-Every case ends with a complete run. `--write-table docs/reliability.md` writes there what was seen.
+Every case ends with a complete run. `--write-table docs/reliability.md` writes there what was seen,
+after each test. tests/cluster/fault_cases.py lists the cases.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
 
-import psutil
 import pytest
 
+from tests.cluster import disturbances as do
+from tests.cluster.disturbances import DISTURBED
+from tests.cluster.fault_cases import (
+    LOST_NODE,
+    NAN,
+    NAN_WITHIN,
+    NODE_LOST,
+    POISONED,
+    REAL_LIMIT,
+    cases,
+    name_of,
+)
 from tests.cluster.job import EVERY_2, SlurmJob
-from tests.cluster.slurm import Cluster
 from tests.program import SMALL
 
 pytestmark = pytest.mark.cluster
 
-SECOND = "node2"  # rank 0 and the batch script are on node1
-
-
-# --- moments: each is true when the run is there
-
-
-def at_start(job: SlurmJob) -> bool:
-    """The launchers have started ranks, which import torch and Megatron-Core."""
-    return len(ranks_on(job.cluster, SECOND)) == 1
-
-
-def in_a_step(job: SlurmJob) -> bool:
-    return "iteration  5/12" in job.output
-
-
-def in_a_save(job: SlurmJob) -> bool:
-    return any(job.run.glob(".iter_*.writing"))
-
-
-def in_an_evaluation(job: SlurmJob) -> bool:
-    return "iteration  3/12" in job.output
-
-
-def ranks_on(cluster: Cluster, node: str) -> list[int]:
-    return [pid for pid in cluster.nodes.processes(node) if "RANK" in variables_of(pid)]
-
-
-def launcher_on(cluster: Cluster, node: str) -> int:
-    """The process that started the rank of a node."""
-    (rank,) = ranks_on(cluster, node)
-    return psutil.Process(rank).ppid()
-
-
-def variables_of(pid: int) -> dict[str, str]:
-    try:
-        return psutil.Process(pid).environ()
-    except psutil.Error:
-        return {}
-
-
-# --- faults: each returns when it has done its damage
-
-
-def kill_the_node(job: SlurmJob) -> None:
-    job.cluster.kill_node(SECOND)
-
-
-def kill_a_rank(job: SlurmJob) -> None:
-    for pid in ranks_on(job.cluster, SECOND):
-        os.kill(pid, signal.SIGKILL)
-
-
-def kill_a_launcher(job: SlurmJob) -> None:
-    os.kill(launcher_on(job.cluster, SECOND), signal.SIGKILL)
-
-
-def kill_slurmd(job: SlurmJob) -> None:
-    os.kill(int((job.cluster.folder / f"slurmd.{SECOND}.pid").read_text()), signal.SIGKILL)
-
-
-def cut_the_link(job: SlurmJob) -> None:
-    job.cluster.nodes.set_link(SECOND, up=False)
-
-
-def reach_the_time_limit(job: SlurmJob) -> None:
-    job.cluster.run("scancel", "--signal=USR1", "--batch", str(job.id))
-
-
-def preempt(job: SlurmJob) -> None:
-    """SIGTERM to the ranks, as from a scheduler that takes the nodes for another job."""
-    for node in job.cluster.nodes.names:
-        for pid in ranks_on(job.cluster, node):
-            os.kill(pid, signal.SIGTERM)
-
-
-# --- repairs: what an administrator or time does
-
-
-def nothing(job: SlurmJob) -> None:
-    pass
-
-
-def start_slurmd(job: SlurmJob) -> None:
-    """The node comes back after Slurm has noticed that it was gone."""
-    job.cluster.wait_until(
-        lambda: job.cluster.state(job.id) != "RUNNING", 120, "Slurm has noticed the lost node"
-    )
-    job.cluster.start_node(SECOND)
-
-
-def mend_the_link(job: SlurmJob) -> None:
-    job.cluster.wait_until(
-        lambda: job.cluster.state(job.id) != "RUNNING", 120, "Slurm has noticed the lost node"
-    )
-    job.cluster.nodes.set_link(SECOND, up=True)
-
-
-@dataclass(frozen=True)
-class Fault:
-    do: Callable[[SlurmJob], None]
-    repair: Callable[[SlurmJob], None]
-    restarts: int | None  # of the job by Slurm; None: if Slurm notices in time
-    seen: str  # a pattern in a line that the user sees
-
-    @property
-    def name(self) -> str:
-        return self.do.__name__.replace("_", " ")
-
-
-REQUEUED = "is requeued"
-NODE_LOST = r"DUE TO NODE FAILURE|NODE_FAIL|nodes? .*(failed|not responding)|Node failure"
-MOMENTS = (at_start, in_a_step, in_a_save, in_an_evaluation)
-FAULTS = [
-    (Fault(kill_the_node, start_slurmd, 1, NODE_LOST), MOMENTS),
-    (Fault(kill_a_rank, nothing, 0, r"starting again: restart 1 of 3"), (in_a_step, in_a_save)),
-    (Fault(kill_a_launcher, nothing, 1, REQUEUED), (in_a_step, in_a_save)),
-    # The run goes on; Slurm ends it if it still runs after SlurmdTimeout.
-    (Fault(kill_slurmd, start_slurmd, None, r"^iteration 12/12"), (in_a_step,)),
-    (Fault(cut_the_link, mend_the_link, 1, NODE_LOST), (in_a_step, in_a_save)),
-    (Fault(reach_the_time_limit, nothing, 1, REQUEUED), MOMENTS),
-    (Fault(preempt, nothing, 1, REQUEUED), (in_a_step,)),
+QUICK = [
+    ("kill the node", "in a save"),
+    ("reach the time limit", "in a step"),
 ]
-QUICK = [(kill_the_node, in_a_save), (reach_the_time_limit, in_a_step)]
+
+
+def disturbed(folder: Path, disturb: str | None) -> dict[str, str]:
+    """The variable with which the job's program disturbs itself."""
+    if disturb is None:
+        return {}
+    enter = folder / "enter"
+    enter.write_text(
+        f"#!/bin/sh\ncd {folder}\nexport DISTURB='{disturb}'\n"
+        f'python=$1\nshift 2\nexec "$python" {DISTURBED} "$@"\n'
+    )
+    enter.chmod(0o755)
+    return {"RUN_IN": str(enter)}
+
+
+def started_again_by(job: SlurmJob) -> str:
+    return "Slurm" if job.restarts else "the launchers" if "restart 1" in job.output else "-"
+
+
+def line_with(job: SlurmJob, pattern: str) -> str:
+    """The first line of the output in which the pattern is; no line has a traceback."""
+    lines = [line for line in job.output.splitlines() if re.search(pattern, line)]
+    assert lines, job.output
+    assert "Traceback" not in job.output
+    return lines[0]
 
 
 @pytest.mark.parametrize(
@@ -152,28 +66,90 @@ QUICK = [(kill_the_node, in_a_save), (reach_the_time_limit, in_a_step)]
         pytest.param(
             fault,
             moment,
-            id=f"{fault.do.__name__}-{moment.__name__}",
-            marks=[] if (fault.do, moment) in QUICK else pytest.mark.full,
+            id=f"{fault.name}-{name_of(moment)}".replace(", ", "_").replace(" ", "_"),
+            marks=[] if (fault.name, name_of(moment)) in QUICK else pytest.mark.full,
         )
-        for fault, moments in FAULTS
-        for moment in moments
+        for fault, moment in cases()
     ],
 )
 def test_a_fault(cluster, tmp_path, undisturbed, table, fault, moment):
-    job = SlurmJob(cluster, tmp_path, SMALL | undisturbed.data | EVERY_2)
-    cluster.wait_until(lambda: moment(job), 120, moment.__name__)
-    fault.do(job)
+    options = SMALL | undisturbed.data | EVERY_2 | fault.options
+    variables = disturbed(tmp_path, fault.disturb)
+    assert undisturbed.tensors
+    job = SlurmJob(cluster, tmp_path, options, variables=variables)
+    if fault.disturb is None:
+        cluster.wait_until(lambda: moment(job), 120, moment.__name__)
+    else:
+        cluster.wait_until((tmp_path / "started").exists, 120, "the rank is disturbed")
     began = time.monotonic()
-    job.check_published()
-    fault.repair(job)
-    job.complete()
+    fault.do(job, fault.node)
+    if not fault.damages:
+        job.check_published()
+    fault.repair(job, fault.node)
+    job.complete(fault.within - (time.monotonic() - began))
     seconds = time.monotonic() - began
-    lines = [line for line in job.output.splitlines() if re.search(fault.seen, line)]
-    assert lines, job.output
-    assert "Traceback" not in job.output
+    line = line_with(job, fault.seen)
     if fault.restarts is not None:
         assert job.restarts == fault.restarts
     job.check_published()
     job.check_whole(undisturbed)
-    again = "Slurm" if job.restarts else "the launchers" if "restart 1" in job.output else "-"
-    table.add(fault.name, moment.__name__.replace("_", " "), lines[0], again, seconds)
+    table.add((fault.name, name_of(moment)), line, started_again_by(job), seconds, fault.within)
+
+
+@pytest.mark.full
+def test_a_node_is_lost_before_the_start(cluster, tmp_path, undisturbed, table):
+    """The job comes when Slurm has not yet noticed that a node is gone."""
+    within, node = 180, do.SECOND
+    assert undisturbed.tensors
+    cluster.wait_for_nodes()
+    cluster.kill_node(node)
+    began = time.monotonic()
+    job = SlurmJob(cluster, tmp_path, SMALL | undisturbed.data | EVERY_2, when_idle=False)
+    cluster.wait_until(lambda: node not in cluster.nodes_that_answer(), 120, "the loss is noticed")
+    cluster.start_node(node)
+    job.complete(within - (time.monotonic() - began))
+    seconds = time.monotonic() - began
+    line = line_with(job, NODE_LOST + "|^iteration 12/12")
+    job.check_whole(undisturbed)
+    table.add(LOST_NODE, line, started_again_by(job), seconds, within)
+
+
+@pytest.mark.full
+def test_slurm_itself_sends_the_signal_before_the_limit(cluster, tmp_path, undisturbed, table):
+    """`--time=1 --signal=B:USR1@45`: Slurm sends SIGUSR1 after 15 to 75 seconds."""
+    within = 240
+    options = SMALL | undisturbed.data | EVERY_2 | {"train_iters": 12}
+    variables = disturbed(tmp_path, "slower_steps 1")
+    job = SlurmJob(
+        cluster, tmp_path, options, variables=variables, slurm=["--time=1", "--signal=B:USR1@45"]
+    )
+    job.wait_for_output("is requeued", 150)
+    began = time.monotonic()
+    job.complete(within)
+    seconds = time.monotonic() - began
+    line = line_with(job, r"exit code 75: job \d+ is requeued")
+    assert "stopped by a signal after iteration" in job.output
+    assert job.restarts >= 1
+    job.check_published()
+    job.check_whole(undisturbed)
+    table.add(REAL_LIMIT, line, started_again_by(job), seconds, within)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("moment", POISONED)
+def test_a_weight_of_one_rank_becomes_nan(cluster, tmp_path, undisturbed, table, moment):
+    """It would happen again without an end: Slurm leaves it to the user to start the job again."""
+    variables = disturbed(tmp_path, f"nan_{moment} 1")
+    job = SlurmJob(cluster, tmp_path, SMALL | undisturbed.data | EVERY_2, variables=variables)
+    cluster.wait_for(job.id, "FAILED", NAN_WITHIN)
+    began = time.monotonic()
+    assert job.exit_code == 3
+    (line,) = [line for line in job.output.splitlines() if line.startswith("error: ")]
+    assert re.search(POISONED[moment], line)
+    assert "Traceback" not in job.output and "requeued" not in job.output
+    job.check_published()
+    job.submit()
+    job.complete(NAN_WITHIN)
+    job.check_whole(undisturbed)
+    seconds = time.monotonic() - began
+    table.add((NAN, name_of(moment)), line, "the user", seconds, NAN_WITHIN)

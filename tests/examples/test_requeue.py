@@ -58,15 +58,34 @@ def test_a_run_that_has_saved_is_requeued(folder):
     assert _end(_start(folder, "exit 75")) == (75, expected)
 
 
-@pytest.mark.parametrize("code", [76, 137])
+@pytest.mark.parametrize("code", [75, 76, 137])
 @pytest.mark.parametrize("name", [".", "cells/topk/seed-1"])
-def test_a_lost_rank_is_requeued_only_after_a_checkpoint(folder, code, name):
-    ended, printed = _end(_start(folder, f"exit {code}"))
-    assert (ended, printed.startswith("not requeued: ")) == (code, True)
-    ended, printed = _end(_start(folder, f"{_saved(folder, name)}; exit {code}"))
-    assert (ended, printed.endswith("scontrol requeue 7\n")) == (code, True)
-    ended, printed = _end(_start(folder, f"exit {code}"))  # the same checkpoint as at its start
-    assert (ended, printed.startswith("not requeued: ")) == (code, True)
+def test_a_job_without_a_new_checkpoint_is_requeued_once(folder, code, name):
+    requeued = (code, f"exit code {code}: job 7 is requeued\nscontrol requeue 7\n")
+    ended = (
+        code,
+        f"not requeued: exit code {code}, and no new checkpoint in this start and in the one "
+        "before it\n",
+    )
+    fails, saves = f"exit {code}", f"{_saved(folder, name)}; exit {code}"
+    ends = [_end(_start(folder, command)) for command in (fails, saves, fails, fails, fails)]
+    assert ends == [requeued, requeued, requeued, ended, requeued]
+
+
+def test_the_requeues_of_another_job_do_not_count(folder):
+    _end(_start(folder, "exit 76"))
+    assert "is requeued" in _end(_start(folder, "exit 76", SLURM_JOB_ID="8"))[1]
+    assert "not requeued" in _end(_start(folder, "exit 76"))[1]
+    _end(_start(folder, "exit 0", SLURM_JOB_ID="8"))
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_ends_the_job(folder):
+    folder.rmdir()
+    folder.write_text("in the way")
+    ended, printed = _end(_start(folder, "exit 137"))
+    assert (ended, "requeue 7" in printed) == (137, False)
+    assert "cannot be written" in printed
 
 
 def test_a_task_of_an_array_requeues_itself_alone(folder):

@@ -4,12 +4,15 @@ DISTURB names a function of this file and a rank. It is called once on that rank
 of a job, in a folder that contains `started` afterwards.
 """
 
+import gc
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from moe_parallel.launch.program import main
 
@@ -64,6 +67,35 @@ def save() -> None:
     replace(writer, "write_tensors", 1, sleep_for_ever)
 
 
+def evaluation() -> None:
+    from moe_parallel.evaluation import text_loss
+
+    replace(text_loss, "_padded", 1, sleep_for_ever)
+
+
+def slow_steps() -> None:
+    """Every micro-batch of this rank takes half a second more."""
+    be_slower(0.5)
+
+
+def slower_steps() -> None:
+    """A run of the tests on a cluster then takes longer than a limit of 15 seconds."""
+    be_slower(2)
+
+
+def be_slower(seconds: float) -> None:
+    from moe_parallel.model import forward
+
+    plain = forward.own_documents
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        Path("started").touch()
+        time.sleep(seconds)
+        return plain(*args, **kwargs)
+
+    forward.own_documents = slowly
+
+
 def long_save() -> None:
     from moe_parallel.training.checkpoint import writer
 
@@ -81,6 +113,31 @@ def slow_evaluation() -> None:
             yield batch
 
     text_loss._padded = slowly
+
+
+def poison() -> None:
+    """Make a weight of this rank NaN, as a faulty memory can."""
+    weights = [each for each in gc.get_objects() if isinstance(each, torch.nn.Parameter)]
+    with torch.no_grad():
+        weights[0].fill_(torch.nan)
+
+
+def nan_in_a_step() -> None:
+    from moe_parallel.model import forward
+
+    replace(forward, "own_documents", 2 * 2 + 1, poison)
+
+
+def nan_in_a_save() -> None:
+    from moe_parallel.training import saves
+
+    replace(saves.Saves, "save", 2, poison)
+
+
+def nan_in_an_evaluation() -> None:
+    from moe_parallel.evaluation import text_loss
+
+    replace(text_loss, "_padded", 1, poison)
 
 
 if __name__ == "__main__":
