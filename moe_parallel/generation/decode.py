@@ -14,7 +14,7 @@ from itertools import groupby
 
 import torch
 
-from moe_parallel.config import Config, LorySelection
+from moe_parallel.config import Config
 from moe_parallel.generation.language_model import GenerationModel
 from moe_parallel.generation.sampling import Sampler
 from moe_parallel.layers.past import Past
@@ -26,9 +26,7 @@ def generation_config(config: Config, *, by_prompt: bool) -> Config:
     `by_prompt`: a Lory model merges its experts by the mean of the prompt.
     """
     training = replace(config.training, attention_backend="auto")
-    selection = config.selection
-    if by_prompt and isinstance(selection, LorySelection):
-        selection = replace(selection, lory_inference="prompt")
+    selection = config.selection.routed_by_prompt() if by_prompt else config.selection
     return replace(config, training=training, selection=selection)
 
 
@@ -43,10 +41,7 @@ class Reuse:
     @classmethod
     def of(cls, config: Config, *, cache: bool = True) -> Reuse:
         """The most that a model allows; without `cache`, nothing."""
-        by_prompt = (
-            isinstance(config.selection, LorySelection)
-            and config.selection.lory_inference == "prompt"
-        )
+        by_prompt = config.selection.by_prompt
         settled = 0 if by_prompt else config.settled_after
         return cls(settled if cache else None, config.instances_mix, by_prompt)
 

@@ -46,7 +46,7 @@ class TextStream:
             self.stopped = True
             return self._give(whole[: min(found)])
         complete = whole.rstrip(_UNFINISHED)
-        # A character has at most four bytes: more than three of these are no beginning of one.
+        # A character has at most four bytes: more than three of these do not begin one.
         certain = complete if len(whole) - len(complete) < 4 else whole
         return self._give(certain[: len(certain) - self._held_back(certain)])
 
@@ -61,7 +61,7 @@ class TextStream:
         return self.tokenizer.detokenize([*self._context, *self._tokens])[self._start :]
 
     def _held_back(self, text: str) -> int:
-        """The length of the longest end of the text with which a stop string begins."""
+        """The length of the longest end of the text that is the beginning of a stop string."""
         longest = max((len(stop) - 1 for stop in self.stops), default=0)
         for length in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self.stops):

@@ -153,7 +153,7 @@ def _harness(
 
 def table_of_documents(losses: dict[str, DomainLoss]) -> str:
     """A line for each domain."""
-    rows = [("domain", "documents", "tokens", "bits/byte", "nats/token", "perplexity (95 %)")]
+    rows = [("domain", "documents", "tokens", "bits/byte", "nats/token", "perplexity (95%)")]
     for name, each in losses.items():
         perplexity, low, high = each.perplexity
         rows.append(

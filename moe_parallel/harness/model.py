@@ -21,7 +21,6 @@ from lm_eval.utils import (
 )
 from tqdm import tqdm
 
-from moe_parallel.config import LorySelection
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.generation.continuation import Continuation, TextWriter
@@ -54,7 +53,7 @@ class HarnessModel(TemplateLM):
         self.batch_size = batch_size
         self.max_length = model.config.training.seq_length
         self.seed = seed
-        self._by_prompt = _by_prompt(model)
+        self._by_prompt = model.config.selection.by_prompt
         self._until_exit: ExitStack | None = None
         self._hides_bars = None if dist.get_rank() == 0 else True  # None: not on a terminal
 
@@ -211,8 +210,3 @@ class HarnessModel(TemplateLM):
         """The end of the context that leaves room for the answer."""
         tokens = self.tok_encode(context) or [self.prefix_token_id]
         return tokens[-(self.max_length - limit.max_tokens) :]
-
-
-def _by_prompt(model: GenerationModel) -> bool:
-    selection = model.config.selection
-    return isinstance(selection, LorySelection) and selection.lory_inference == "prompt"

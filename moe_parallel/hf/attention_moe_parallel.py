@@ -123,6 +123,11 @@ class MoeParallelAttention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.norms_all_heads and getattr(self.q_proj, "tp_size", 1) > 1:  # a layer of vLLM
+            raise ValueError(
+                "the norm of queries and keys spans all heads, and vLLM divides the heads over its "
+                f"ranks: set tensor_parallel_size to 1 instead of {self.q_proj.tp_size}"
+            )
         query = _rotated(self._heads(self.q_proj(hidden_states), self.q_norm), *position_embeddings)
         key = _rotated(self._heads(self.k_proj(hidden_states), self.k_norm), *position_embeddings)
         value = self._heads(self.v_proj(hidden_states), None)

@@ -6,6 +6,13 @@ from typing import Any, ClassVar
 
 from transformers.configuration_utils import PreTrainedConfig
 
+#: A norm over all heads needs the outputs of all ranks, as in OLMoE. Each rank then attends to all
+#: heads, and o_proj takes its part of them.
+_ALL_HEADS_TP_PLAN = {
+    **{f"layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"},
+    "layers.*.self_attn.o_proj": "rowwise_split_input",
+}
+
 
 class MoeParallelConfig(PreTrainedConfig):
     """The shape of a model, and how it selects experts in inference.
@@ -23,19 +30,20 @@ class MoeParallelConfig(PreTrainedConfig):
         expert_bias: rank by score (norms) or probability (router) plus a bias.
         moe_top_p: p of the rule top_p. moe_top_p_strict: a sum of exactly p is not yet enough.
         n_group, topk_group: experts only from the best topk_group of n_group groups.
-        low_rank_size: d_low. None: the scores are no norms, and W_g is whole.
+        low_rank_size: d_low. None: the scores are not norms, and W_g is one matrix.
         folded: W_g = W_down W_up was multiplied out. False, with a low_rank_size: it was not.
         router_hidden_size: width of a router of two layers. None: one layer.
         prefix_length: merge by the first tokens of the prompt, at most these. None: by all.
-        routing_neurons: of each expert, beside the moe_intermediate_size that the choice concerns.
-            They compute every token.
+        routing_neurons: of each expert, in addition to the moe_intermediate_size that the choice
+            concerns. They compute every token.
         norm_of: what their norm is taken of: `activation`, SiLU(x W_g) * (x W_p); `silu`, SiLU(x
             W_g); or `gate`, x W_g.
         gate_routing: the routing neurons of a chosen expert count by its weight. False: by 1.
-        zero_experts, copy_experts, constant_experts: free experts, which a token may choose beside
-            the num_experts: their output is 0, x, or a mixture of x and a learned vector.
-        zero_expert_gate: the weights beside a chosen zero expert: `keep` them, or `renormalize`
-            them without it.
+        zero_experts, copy_experts, constant_experts: free experts, which a token may choose in
+            addition to the num_experts: their output is 0, x, or a mixture of x and a learned
+            vector.
+        zero_expert_gate: the weights of experts chosen with a zero expert: `keep` them, or
+            `renormalize` them without it.
         qk_norm: RMSNorm of queries and keys, per `head` or over `all` heads. None: there is none.
     """
 
@@ -110,6 +118,9 @@ class MoeParallelConfig(PreTrainedConfig):
             self.moe_layers = [True] * self.num_hidden_layers
         if self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+        if self.qk_norm == "all":  # config.json does not keep the plan
+            plan = {**self.base_model_tp_plan, **_ALL_HEADS_TP_PLAN}
+            self.base_model_tp_plan = plan  # type: ignore[misc]
         super().__post_init__(**kwargs)
 
     @property

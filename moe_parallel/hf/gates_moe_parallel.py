@@ -144,7 +144,7 @@ RULES: dict[str, Callable[[MoeParallelConfig], Any]] = {
 
 
 class Selected(NamedTuple):
-    """The choice for T tokens, and what a gate has computed for it that counts beside it."""
+    """The choice for T tokens, and what a gate computed for it that others use too."""
 
     scores_TE: torch.Tensor  # fp32
     weights_TK: torch.Tensor  # fp32

@@ -1,6 +1,6 @@
 """The models of moe_parallel for transformers 5, in inference. They need torch and transformers.
 
-tools/export_hf.py copies this file, and the files from which it imports, beside the weights, for
+tools/export_hf.py copies this file, and the files from which it imports, next to the weights, for
 `trust_remote_code`. `import moe_parallel.hf` registers the same classes. vLLM's transformers
 backend replaces attention, linear layers and the modules `experts` whose parameters are all
 3-dimensional; the selection stays here.
@@ -70,7 +70,7 @@ class MoeParallelExperts(nn.Module):
 
 
 class MoeParallelSparseBlock(nn.Module):
-    """The chosen experts, free or not, and what computes every token beside them."""
+    """The chosen experts, free or not, and what computes every token in addition to them."""
 
     def __init__(self, config: MoeParallelConfig) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class MoeParallelSparseBlock(nn.Module):
 
 
 class MoeParallelDecoderLayer(GradientCheckpointingLayer):
-    """Attention, then a dense layer or experts; each after a norm and beside a residual."""
+    """Attention, then a dense layer or experts; each after a norm and with a residual."""
 
     def __init__(self, config: MoeParallelConfig, layer_idx: int) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class MoeParallelModel(MoeParallelPreTrainedModel):
             )
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(
-                "Lory takes an attention mask [batch, tokens], which tells the padding"
+                "Lory takes an attention mask [batch, tokens], which shows the padding"
             )
         held: Any = cache
         if held is None:

@@ -6,21 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_parallel.config import (
-    AoESelection,
-    Config,
-    ExpertsChoose,
-    FreeExperts,
-    LoryPrefixSelection,
-    MergedSelection,
-)
-from moe_parallel.huggingface.own_model import (
-    ARCHITECTURE,
-    folded_width,
-    num_free_experts,
-    routing_neurons,
-)
-from moe_parallel.telemetry.metrics import Record
+from moe_parallel.config import Config
+from moe_parallel.huggingface.own_layers import EARLIER_TOKENS, exported_layer
+from moe_parallel.huggingface.own_model import ARCHITECTURE
+from moe_parallel.huggingface.own_steps import folded_width, routing_neurons
+from moe_parallel.telemetry.metrics import MetricsLine
 
 
 @dataclass(frozen=True)
@@ -32,7 +22,7 @@ class Facts:
     parameters: int
     dtype: str
     training: dict[str, int]  # iteration, consumed_tokens, consumed_samples
-    validation: Record | None  # of that iteration, by domain
+    validation: MetricsLine | None  # of that iteration, by domain
     folded: bool
     has_tokenizer: bool
     adds_special_tokens: bool  # the tokenizer, to each text, unless it is told not to
@@ -43,20 +33,10 @@ def notes(config: Config) -> list[str]:
 
     Sentences for the user; none is specific to a format.
     """
-    selection, found = config.selection, []
     if config.moe.num_experts is None:
-        return ["A token's output depends on this token and earlier ones."]
-    if isinstance(selection, ExpertsChoose):
-        found.append(
-            "In training each expert chose among all tokens of a micro-batch, later ones too, so "
-            "the training loss is not the likelihood of the text. Here each token chooses its "
-            "experts, as in the run's evaluations, and its output depends on this token and "
-            "earlier ones."
-        )
-    elif isinstance(selection, MergedSelection):
-        found.append(_merged_note(config))
-    else:
-        found.append("A token's output depends on this token and earlier ones.")
+        return [EARLIER_TOKENS]
+    selection, layer = config.selection, exported_layer(config)
+    found = [layer.depends_on(config)]
     if selection.reads_token_ids:
         found.append(
             "The ids of the tokens choose the experts, so the model needs input_ids and refuses "
@@ -67,24 +47,7 @@ def notes(config: Config) -> list[str]:
             "The run had a capacity: an expert that was full dropped tokens, in evaluations too. "
             "Here none is dropped, so outputs and losses may differ from the run's."
         )
-    if isinstance(selection, AoESelection) and selection.aoe_fp8_screening:
-        found.append(
-            "The run compared norms in FP8 first. Here all norms are exact, so a few choices may "
-            "differ from the run's."
-        )
-    return found
-
-
-def _merged_note(config: Config) -> str:
-    selection = config.selection
-    by = "mean of the prompt"
-    if isinstance(selection, LoryPrefixSelection):
-        by = f"mean of the first {selection.lory_segment_length} tokens of the prompt"
-    return (
-        f"The {by} merges the experts, once in each layer, for the prompt and all that is "
-        "generated. In the prompt a token's output therefore depends on later tokens too. A loss "
-        "over a text that is given at once is not its likelihood; use the run's own evaluation."
-    )
+    return found + layer.differs(config)
 
 
 def model_card(config: Config, facts: Facts) -> str:
@@ -154,16 +117,13 @@ def _low_rank(config: Config, facts: Facts) -> Iterable[tuple[str, str]]:
 
 
 def _beside(config: Config) -> Iterable[tuple[str, str]]:
-    """What a layer has beside the experts that tokens are dispatched to."""
+    """What a layer has besides the experts that tokens are dispatched to."""
     selection = config.selection
     if neurons := routing_neurons(config):
         yield "routing neurons", f"{neurons} of each expert, which compute every token"
-    if num_free_experts(selection):
-        assert isinstance(selection, FreeExperts)
-        numbers = (
-            f"{selection.moe_zero_experts} zero, {selection.moe_copy_experts} copy, "
-            f"{selection.moe_constant_experts} constant"
-        )
+    if selection.free_experts:
+        kinds = selection.free_kinds._asdict()
+        numbers = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
         yield "free experts", f"{numbers}; they count among the experts of a token"
 
 
@@ -209,7 +169,7 @@ def _use(facts: Facts) -> list[str]:
     lines += ["```", ""]
     if own:
         lines.append(
-            "The code of the model is in the files `*_moe_parallel.py` beside the weights, which "
+            "The code of the model is in the files `*_moe_parallel.py` next to the weights, which "
             "`trust_remote_code=True` runs. After `import moe_parallel.hf` the installed code is "
             "used and the flag is not needed."
         )

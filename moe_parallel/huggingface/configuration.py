@@ -170,7 +170,7 @@ def _experts(experts: Experts, fields: Fields, layers: int) -> dict[str, Any]:
     if k == 1 and normed:
         raise InputError(
             f"{fields.file}: num_experts_per_tok is 1 and its probability is renormalized to 1, "
-            "with which no router learns: it cannot be imported"
+            "so its router would not learn: it cannot be imported"
         )
     options = {
         "expert_selection": "topk",
@@ -193,7 +193,7 @@ def _experts(experts: Experts, fields: Fields, layers: int) -> dict[str, Any]:
 
 
 def _layer_freq(fields: Fields, layers: int) -> str:
-    """--moe-layer-freq: a layer is dense if it is listed, or if its number is no multiple."""
+    """--moe-layer-freq: a layer is dense if it is listed, or if its number is not a multiple."""
     step, dense = fields.integer("decoder_sparse_step", default=1), fields.integers(_DENSE)
     moe = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)]
     if not any(moe):

@@ -19,16 +19,12 @@ from moe_parallel.errors import InputError
 from moe_parallel.huggingface.card import Facts, model_card, notes
 from moe_parallel.huggingface.configuration import fields_of
 from moe_parallel.huggingface.families import FAMILIES, Family
-from moe_parallel.huggingface.own_model import (
-    ARCHITECTURE,
-    CODE,
-    low_rank_size,
-    own_config_json,
-)
-from moe_parallel.huggingface.steps import Step, own_steps, plain_steps
+from moe_parallel.huggingface.own_model import ARCHITECTURE, CODE, own_config_json, own_steps
+from moe_parallel.huggingface.own_steps import low_rank_size
+from moe_parallel.huggingface.steps import Step, plain_steps
 from moe_parallel.huggingface.tokenizer import write_tokenizer
 from moe_parallel.huggingface.weights import Written, checked_entries, write_weights
-from moe_parallel.telemetry.metrics import FILE_NAME, Record, read_metrics
+from moe_parallel.telemetry.metrics import FILE_NAME, MetricsLine, read_metrics
 from moe_parallel.training.checkpoint.files import check_content
 from moe_parallel.training.checkpoint.record import read_record
 
@@ -41,7 +37,7 @@ DTYPES: dict[str, torch.dtype | None] = {
 
 
 @dataclass(frozen=True)
-class Options:
+class ExportOptions:
     """How a checkpoint is exported."""
 
     architecture: str = AUTO  # the first that is equal; `own`; or a class of transformers
@@ -72,7 +68,7 @@ class Exported:
 def export(
     source: ExportSource,
     output: Path,
-    options: Options,
+    options: ExportOptions,
     advance: Callable[[int], object] = lambda _: None,
 ) -> Exported:
     """Write a checkpoint to the new folder `output`, completely or not at all.
@@ -124,7 +120,7 @@ def export(
     return Exported(architecture, written, notes(source.config))
 
 
-def _family(config: Config, options: Options) -> Family | None:
+def _family(config: Config, options: ExportOptions) -> Family | None:
     """The plain architecture to write. None: our own."""
     if options.fold and low_rank_size(config.selection) is None:
         raise InputError("--fold: W_g of the run's experts is one matrix already, so leave it out")
@@ -149,7 +145,7 @@ def _family(config: Config, options: Options) -> Family | None:
     return None
 
 
-def _steps(source: ExportSource, options: Options, family: Family | None) -> list[Step]:
+def _steps(source: ExportSource, options: ExportOptions, family: Family | None) -> list[Step]:
     config, size = source.config, source.vocab_size
     if family is not None:
         return plain_steps(family.places(config, size))
@@ -158,7 +154,7 @@ def _steps(source: ExportSource, options: Options, family: Family | None) -> lis
 
 
 def _config_json(
-    source: ExportSource, options: Options, family: Family | None, dtype: str, eos: int
+    source: ExportSource, options: ExportOptions, family: Family | None, dtype: str, eos: int
 ) -> dict[str, Any]:
     config, size = source.config, source.vocab_size
     if family is not None:
@@ -171,12 +167,12 @@ def _write_json(path: Path, fields: dict[str, Any]) -> None:
     path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _validation(checkpoint: Path, iteration: int) -> Record | None:
+def _validation(checkpoint: Path, iteration: int) -> MetricsLine | None:
     """The run's evaluation of this iteration, by domain. None: there is none."""
     path = checkpoint.parent / FILE_NAME
     if not path.is_file():
         return None
-    found: Record | None = None
+    found: MetricsLine | None = None
     for record in read_metrics(path):
         if record.get("iteration") == iteration and "validation" in record:
             found = record["validation"]

@@ -104,5 +104,5 @@ def read_fields(file: Path) -> Fields:
     except ValueError as error:
         raise InputError(f"{file} is damaged ({error}): fetch it again") from None
     if not isinstance(values, dict):
-        raise InputError(f"{file} is no configuration: it holds no object")
+        raise InputError(f"{file} is not a configuration: it is not a JSON object")
     return Fields(file, values)

@@ -20,7 +20,7 @@ import torch
 from moe_parallel.config.message import shown
 from moe_parallel.data.sealed import parse_json
 from moe_parallel.errors import InputError
-from moe_parallel.huggingface.places import Shape, TensorPlace
+from moe_parallel.huggingface.places import TensorPlace, TensorShape
 from moe_parallel.optional import import_optional
 
 ONE_FILE = "model.safetensors"
@@ -36,7 +36,7 @@ class Described:
     """A tensor as the header of its file describes it."""
 
     file: str
-    shape: Shape
+    shape: TensorShape
     dtype: torch.dtype
 
     @property
@@ -92,7 +92,7 @@ class TensorFolder:
 
         Raises InputError for the first that is missing, of another shape, or not of the model.
         """
-        needed: dict[str, Shape] = {}
+        needed: dict[str, TensorShape] = {}
         for place in places:
             needed |= zip(place.names, place.shapes, strict=True)
         for name, shape in needed.items():
@@ -115,7 +115,7 @@ class TensorFolder:
                 )
 
     def _is_computed(self, name: str) -> bool:
-        """Whether a tensor is no weight of its own."""
+        """Whether a tensor is not a weight of its own."""
         if name.endswith(_COMPUTED):
             return True
         embedding = "model.embed_tokens.weight"
@@ -185,7 +185,7 @@ def _read_index(path: Path) -> dict[str, str]:
     for file in names.values():
         # A name with a folder in it could be any file of this machine.
         if not isinstance(file, str) or Path(file).name != file or not file:
-            raise InputError(f"{path} names the file {shown(file)}: it must be one beside it")
+            raise InputError(f"{path} names the file {shown(file)}: it must be one next to it")
         if not (path.parent / file).is_file():
             raise InputError(f"{path.parent / file} is missing, which {path.name} names: fetch it")
     return names
@@ -199,5 +199,5 @@ def _opened(path: Path) -> Any:
         raise InputError(f"{path} cannot be read ({error.strerror or error})") from None
     except Exception as error:  # the library's own class is not one of a kind
         raise InputError(
-            f"{path} is incomplete or no file of safetensors ({error}): fetch it again"
+            f"{path} is incomplete or not a file of safetensors ({error}): fetch it again"
         ) from None

@@ -177,7 +177,7 @@ def _reader(
 
 @contextmanager
 def _published(output: Path, tensors: TensorFolder) -> Iterator[Path]:
-    """A folder beside `output` that gets its name at the end.
+    """A folder next to `output` that gets its name at the end.
 
     Raises InputError if there is no room, or if another process has made `output` meanwhile.
     """
@@ -209,7 +209,7 @@ def _check_room(output: Path, needed: int) -> None:
         )
 
 
-def summary(plan: CheckedImport, imported: Imported) -> dict[str, Any]:
+def import_summary(plan: CheckedImport, imported: Imported) -> dict[str, Any]:
     """What was imported, for the user, by name."""
     return {
         "family": plan.family.architecture,

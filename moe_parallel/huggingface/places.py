@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from moe_parallel.config import Config, DispatchedSelection, ModelConfig
+from moe_parallel.config import Config, ModelConfig
 from moe_parallel.huggingface.forms import (
     ExpertHalves,
     ExpertOut,
@@ -19,7 +19,7 @@ from moe_parallel.huggingface.forms import (
     Same,
 )
 
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class TensorPlace:
     """A part of one of our tensors, and the tensors of transformers that it consists of."""
 
     key: str  # of our tensor in a checkpoint
-    shape: Shape  # of the whole tensor
-    offset: Shape  # of the part's first element in the whole tensor
-    sizes: Shape  # of the part
+    shape: TensorShape  # of the whole tensor
+    offset: TensorShape  # of the part's first element in the whole tensor
+    sizes: TensorShape  # of the part
     names: tuple[str, ...]  # of their tensors
-    shapes: tuple[Shape, ...]  # of their tensors, in the order of `names`
+    shapes: tuple[TensorShape, ...]  # of their tensors, in the order of `names`
     form: Form
 
 
@@ -45,7 +45,9 @@ class ExpertNames:
     down: str = "down_proj"  # W_o
 
 
-def whole(key: str, shape: Shape, names: Sequence[tuple[str, Shape]], form: Form) -> TensorPlace:
+def whole(
+    key: str, shape: TensorShape, names: Sequence[tuple[str, TensorShape]], form: Form
+) -> TensorPlace:
     """The place of a complete tensor."""
     their_names, shapes = zip(*names, strict=True)
     return TensorPlace(key, shape, (0,) * len(shape), shape, their_names, shapes, form)
@@ -144,14 +146,12 @@ def routed(config: Config, layer: int, named: ExpertNames) -> Iterator[TensorPla
 
 def shared(config: Config, layer: int, named: ExpertNames) -> Iterator[TensorPlace]:
     """The shared expert of a layer and its gate, if there are any."""
-    selection, d = config.selection, config.model.hidden_size
-    assert isinstance(selection, DispatchedSelection)
-    width = selection.moe_shared_expert_intermediate_size
-    if width is None:
+    of_run, d = config.selection.shared_expert, config.model.hidden_size
+    if of_run is None:
         return
     ours, theirs = f"decoder.layers.{layer}.mlp.shared", f"model.layers.{layer}.{named.block}"
-    yield from swiglu(f"{ours}.dense", f"{theirs}.shared_expert", d, width)
-    if selection.moe_shared_expert_gate:
+    yield from swiglu(f"{ours}.dense", f"{theirs}.shared_expert", d, of_run.width)
+    if of_run.gate:
         yield same(f"{ours}.w_gate_1D", f"{theirs}.shared_expert_gate.weight", 1, d)
 
 

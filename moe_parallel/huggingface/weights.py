@@ -21,7 +21,7 @@ from moe_parallel.optional import import_optional
 from moe_parallel.training.checkpoint.tensors import read_whole
 from moe_parallel.training.checkpoint.whole import Entries, tensor_entries
 
-#: The tensors of a checkpoint that are no weights: the optimizer's state, and that of balancing.
+#: The tensors of a checkpoint that are not weights: the optimizer's state, and that of balancing.
 _OPTIMIZER = "optimizer."
 _BALANCING = (".load.share_E", ".bias.error_E", ".bias.weight_1", ".controller.state")
 

@@ -17,7 +17,7 @@ GREEDY = Sampling(temperature=0)
 SAMPLED = Sampling(temperature=1.5, top_k=12, repetition_penalty=1.2)
 
 LORY = {"expert_selection": "lory", "lory_segment_length": 4}
-#: Models beside those of tests/systems.py.
+#: Models besides those of tests/systems.py.
 MORE = {
     "dense": {"num_experts": None, "moe_ffn_hidden_size": None},
     "lory, by the prompt": LORY | {"lory_inference": "prompt"},

@@ -1,4 +1,4 @@
-"""What chooses experts in the modeling file, and what counts beside them, by hand."""
+"""What chooses experts in the modeling file, and what else they return, by hand."""
 
 import math
 

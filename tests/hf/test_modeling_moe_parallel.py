@@ -283,7 +283,7 @@ def test_a_table_refuses_what_has_no_ids():
 
 
 def imports(file: Path) -> tuple[set[str], set[str]]:
-    """The packages, and the files beside it, that a file of the model imports."""
+    """The packages, and the files next to it, that a file of the model imports."""
     packages, beside = set(), set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):

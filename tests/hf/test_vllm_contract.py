@@ -267,29 +267,58 @@ def test_the_configuration_has_the_names_that_vllm_reads(tmp_path):
     assert not any("experts" in name for name in config.base_model_tp_plan)
 
 
+def test_vllm_divides_heads_only_where_no_norm_spans_them(tmp_path):
+    """With several ranks, q_proj is a layer of vLLM that knows how many they are."""
+    qk = {"qk_layernorm": True, "qk_layernorm_all_heads": True}
+    run_distributed(1, save_runs, [(tmp_path / "run", options("aoe") | qk)])
+    export_run(tmp_path / "run", tmp_path / "out", fold=True)
+    server = Server(tmp_path / "out")
+    server.model.layers[1].self_attn.q_proj.tp_size = 2
+    with pytest.raises(ValueError, match="spans all heads.* set tensor_parallel_size to 1 instead"):
+        server.step({0: PROMPT}, {0: 0})
+
+
 WITH_VLLM = """
 import json, sys
 import vllm
-folder, prompt, steps = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
-server = vllm.LLM(model=folder, trust_remote_code=True, dtype="float32",
-                  model_impl="transformers", enforce_eager=True)
+folders, prompts, steps = json.loads(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
 sampling = vllm.SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
-(written,) = server.generate([{"prompt_token_ids": prompt}], sampling)
-print(json.dumps(list(written.outputs[0].token_ids)))
+for folder in folders:
+    server = vllm.LLM(model=folder, trust_remote_code=True, dtype="float32",
+                      model_impl="transformers", enforce_eager=True, max_model_len=32,
+                      max_num_batched_tokens=32)
+    written = server.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling)
+    print("TOKENS", json.dumps([list(each.outputs[0].token_ids) for each in written]))
+    del server
 """
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(
     "VLLM_PYTHON" not in os.environ,
     reason="VLLM_PYTHON does not name the Python of an environment that has vLLM",
 )
 def test_vllm_itself(tmp_path):
-    (((_, tokens),),) = run_distributed(1, save_runs, [(tmp_path / "run", options("aoe"))])
-    export_run(tmp_path / "run", tmp_path / "out", fold=True)
-    line = [os.environ["VLLM_PYTHON"], "-c", WITH_VLLM, tmp_path / "out"]
+    cases = RUNS | MORE
+    wide = {"kv_channels": 32}  # attention of vLLM on a CPU has kernels for heads of 32 and more
+    runs = [(tmp_path / name, of_run | wide) for name, (of_run, _, _) in cases.items()]
+    (results,) = run_distributed(1, save_runs, runs)
+    for name, (_, fold, _) in cases.items():
+        export_run(tmp_path / name, tmp_path / name / "out", architecture="own", fold=fold)
+    folders = json.dumps([str(tmp_path / name / "out") for name in cases])
+    line = [os.environ["VLLM_PYTHON"], "-c", WITH_VLLM, folders]
+    variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     done = subprocess.run(
-        [*line, json.dumps(PROMPT), str(STEPS)], capture_output=True, text=True, timeout=600
+        [*line, json.dumps([PROMPT, PROMPT]), str(STEPS)],
+        env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")} | variables,
+        capture_output=True,
+        text=True,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == tokens
+    lines = [each for each in done.stdout.splitlines() if each.startswith("TOKENS ")]
+    written = [json.loads(each.removeprefix("TOKENS ")) for each in lines]
+    assert dict(zip(cases, written, strict=True)) == {
+        name: [tokens, tokens] for name, (_, tokens) in zip(cases, results, strict=True)
+    }

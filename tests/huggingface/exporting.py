@@ -9,7 +9,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from moe_parallel.balancing.bias import ExpertBias
 from moe_parallel.config import Config, parse_command_line
-from moe_parallel.huggingface.export import Exported, ExportSource, Options, export
+from moe_parallel.huggingface.export import Exported, ExportOptions, ExportSource, export
 from moe_parallel.layers.hash_table import HashTable
 from moe_parallel.model.gpt import build_model
 from moe_parallel.parallel import destroy_groups, initialize_groups
@@ -97,4 +97,4 @@ def source_of(run: Path) -> ExportSource:
 
 def export_run(run: Path, output: Path, **options: Any) -> Exported:
     """As tools/export_hf.py does."""
-    return export(source_of(run), output, Options(**options))
+    return export(source_of(run), output, ExportOptions(**options))

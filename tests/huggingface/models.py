@@ -40,7 +40,7 @@ LLAMA3: dict[str, Any] = {
     "original_max_position_embeddings": 8192,
 }
 
-#: By model_type: the options beside SIZES, each of which differs from its default.
+#: By model_type: the options besides SIZES, each of which differs from its default.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 16, "rms_norm_eps": 1e-3, "tie_word_embeddings": True},
     "qwen2": {"rope_theta": 500.0},

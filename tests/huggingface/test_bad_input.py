@@ -101,7 +101,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "config.json: there is no such file: name a folder that"),
     "no config.json": (_remove("config.json"), "config.json: there is no such file"),
     "config.json cut": (_write("config.json", b'{"model_'), "config.json is damaged .not JSON"),
-    "config.json a list": (_write("config.json", b"[]"), "config.json is no configuration"),
+    "config.json a list": (_write("config.json", b"[]"), "config.json is not a configuration"),
     "another family": (_change_json("config.json", model_type="gpt2"), "model_type is gpt2: it"),
     "another number of layers": (
         _change_json("config.json", num_hidden_layers=3),
@@ -123,14 +123,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "score.weight is a tensor that the model of its config.json does not have",
     ),
     "integers": (_change_tensors(_of_integers), f"{NORM} is of type I64: only F32, BF16 and F16"),
-    "a cut file": (_cut, "model.safetensors is incomplete or no file of safetensors"),
-    "a header without end": (_an_endless_header, "model.safetensors is incomplete or no file of"),
+    "a cut file": (_cut, "model.safetensors is incomplete or not a file of safetensors"),
+    "a header without end": (_an_endless_header, "model.safetensors is incomplete or not a file"),
     "pickles": (_pickles, "its weights are pickles, which may run code and are not read"),
     "no weights": (_remove("model.safetensors"), "it has neither model.safetensors nor model.saf"),
     "an index of nothing": (_index(), "index.json is damaged .it has no weight_map"),
     "an index of a missing file": (_index(a="b.safetensors"), "b.safetensors is missing, which"),
     "an index of another folder": (
-        _index(a="../theirs/model.safetensors"), "names the file .*: it must be one beside it"
+        _index(a="../theirs/model.safetensors"), "names the file .*: it must be one next to it"
     ),
     "an index of a missing tensor": (
         _index(a="model.safetensors"), "model.safetensors has no a, which model.safetensors.index"

@@ -1,0 +1,125 @@
+"""The fields of config.json for the rule of a system in evaluation, in our own architecture.
+
+`moe_parallel.hf` knows the rules topk, top_p, threshold, relu, hash and merge. A rule of another
+class is refused, because a subclass may choose differently. `register_rule` adds one that equals a
+known rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from moe_parallel.config import Selection
+from moe_parallel.errors import InputError
+from moe_parallel.selection import topk
+from moe_parallel.selection.expert_dropout import ExpertDropout
+from moe_parallel.selection.relu import ReLU
+from moe_parallel.selection.segments import BySegment, by_first, by_previous
+from moe_parallel.selection.threshold import Threshold
+from moe_parallel.selection.top_p import MovingTopP, TopP
+from moe_parallel.selection.topk import TopK, WithoutZeroExperts
+from moe_parallel.systems import system_of
+
+#: From a rule, and the number of scores that it sees, to its fields.
+RuleFields = Callable[[Any, int], dict[str, Any]]
+
+#: From the function that gives the probs of chosen experts: scoring_func and norm_topk_prob.
+_PROBS: dict[Any, tuple[str, bool]] = {
+    topk.softmax_of_selected: ("softmax", True),
+    topk.raw_probability: ("softmax", False),
+    topk.raw_score: ("raw", False),
+    topk.sigmoid_share_of_selected: ("sigmoid", True),
+    topk.sigmoid_of_selected: ("sigmoid", False),
+}
+
+
+def rule_fields(selection: Selection, num_scores: int) -> dict[str, Any]:
+    """The fields of the rule that the system uses in evaluation.
+
+    Raises InputError for a rule without an exported form.
+    """
+    rule = system_of(selection).rules(selection).evaluation
+    if selection.forced_routing is not None:
+        raise InputError(
+            f"--load: its experts are forced ({selection.forced_routing}), so it is a benchmark "
+            "and not a model to export"
+        )
+    kind = rule if isinstance(rule, FunctionType) else type(rule)
+    fields_of = _RULES.get(kind)
+    if fields_of is None:
+        reason = _WHY_NOT.get(kind, f"its rule, {kind.__name__}, has no exported form")
+        raise InputError(f"--load: --expert-selection {selection.system} is not exported: {reason}")
+    fields = fields_of(rule, num_scores)
+    if selection.reads_token_ids:
+        fields["rule"] = "hash"  # a table chooses, and the rule weights
+    return fields
+
+
+def register_rule(kind: Any, fields_of: RuleFields) -> None:
+    """Let rules of the class `kind`, or the function `kind`, be exported.
+
+    Raises ValueError for one that is known.
+    """
+    if kind in _RULES or kind in _WHY_NOT:
+        raise ValueError(f"{kind.__name__} is already registered for exports")
+    _RULES[kind] = fields_of
+
+
+def _topk(rule: TopK, num_scores: int) -> dict[str, Any]:
+    probs = rule.probs.probs if isinstance(rule.probs, WithoutZeroExperts) else rule.probs
+    scoring, normalized = _PROBS[probs]
+    fields = {
+        "rule": "topk",
+        "num_experts_per_tok": rule.k,
+        "scoring_func": scoring,
+        "norm_topk_prob": normalized,
+    }
+    if rule.groups is not None:
+        fields |= {"n_group": rule.groups.num_groups, "topk_group": rule.groups.topk}
+    return fields
+
+
+def _top_p(rule: TopP, num_scores: int) -> dict[str, Any]:
+    return {
+        "rule": "top_p",
+        "num_experts_per_tok": rule.most or num_scores,
+        "norm_topk_prob": rule.renormalizes,
+        "moe_top_p": rule.p,
+        "moe_top_p_strict": rule.strict,
+    }
+
+
+def _threshold(rule: Threshold, num_scores: int) -> dict[str, Any]:
+    return {
+        "rule": "threshold",
+        "num_experts_per_tok": num_scores,
+        "norm_topk_prob": False,
+        "scoring_func": rule.gate.__name__,
+    }
+
+
+def _relu(rule: ReLU, num_scores: int) -> dict[str, Any]:
+    return {"rule": "relu", "num_experts_per_tok": num_scores, "norm_topk_prob": False}
+
+
+def _merge(rule: Any, num_scores: int) -> dict[str, Any]:
+    return {"rule": "merge"}
+
+
+_RULES: dict[Any, RuleFields] = {
+    TopK: _topk,
+    TopP: _top_p,
+    Threshold: _threshold,
+    ReLU: _relu,
+    by_previous: _merge,
+    by_first: _merge,
+}
+_WHY_NOT: dict[Any, str] = {
+    ExpertDropout: "each token needs the mean of its whole sequence, which a text that is being "
+    "generated does not have yet",
+    MovingTopP: "its p is that of the latest step, which no configuration has; take it from "
+    "metrics.jsonl and set --moe-inference-top-p",
+    BySegment: "experts are chosen for whole segments, and a generated text has no segments",
+}
