@@ -1,15 +1,15 @@
 """Rows as from a run, without any timing."""
 
-from tools.bench.results import Result, Row
+from tools.bench.results import BenchResult, BenchRow
 
 MILLISECOND = 1e-3
 
 
-def result(name: str, *milliseconds: float, **fields: object) -> Result:
-    return Result(name, [value * MILLISECOND for value in milliseconds], **fields)
+def result(name: str, *milliseconds: float, **fields: object) -> BenchResult:
+    return BenchResult(name, [value * MILLISECOND for value in milliseconds], **fields)
 
 
-def row(*results: Result, ceiling: tuple[float, ...] = (), **fields: object) -> Row:
+def row(*results: BenchResult, ceiling: tuple[float, ...] = (), **fields: object) -> BenchRow:
     """A row whose ceiling takes 1 ms in every turn by default."""
     ceiling = ceiling or (1.0,) * len(results[0].samples)
     about: dict[str, object] = {
@@ -20,4 +20,4 @@ def row(*results: Result, ceiling: tuple[float, ...] = (), **fields: object) -> 
         "unit": "GB/s",
         "amount": 2e6,
     }
-    return Row(ceiling=result("copy", *ceiling), results=list(results), **about | fields)
+    return BenchRow(ceiling=result("copy", *ceiling), results=list(results), **about | fields)

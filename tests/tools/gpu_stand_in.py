@@ -14,7 +14,12 @@ from types import ModuleType, SimpleNamespace
 
 NAMES = ["torch", "megatron", "megatron.core", "pytest", "xdist", "moe_parallel._C"]
 LACKS = os.environ.get("STAND_IN_LACKS", "").split(",")
-BUILT = {"cuda": "extension" not in LACKS, "cutlass": "cutlass" not in LACKS}
+VERSION = "2.11.0"
+BUILT = {
+    "cuda": "extension" not in LACKS,
+    "cutlass": "cutlass" not in LACKS,
+    "torch": "2.13.0" if "fitting" in LACKS else VERSION,
+}
 CARD = SimpleNamespace(name="NVIDIA Stand-in", total_memory=2**37, major=9, minor=0)
 
 
@@ -24,7 +29,7 @@ def answer(code: str) -> None:
     if "cutlass" in LACKS:
         sys.modules["cutlass_library"] = None
     if torch := sys.modules["torch"]:
-        torch.__version__, torch.version = "0", SimpleNamespace(cuda="0")
+        torch.__version__, torch.version = VERSION, SimpleNamespace(cuda="13.0")
         torch.cuda = SimpleNamespace(
             is_available=lambda: "gpu" not in LACKS,
             get_device_name=lambda: CARD.name,
@@ -37,7 +42,7 @@ def answer(code: str) -> None:
 
 def run(arguments: list[str]) -> int:
     if "pytest" in arguments:
-        arguments += ["--collect-only", "-n", "0", "--gpu"]
+        arguments += ["--collect-only", "-n", "0", "--gpu", "-p", "no:timeout"]
     if "tools/bench/training.py" in arguments:  # it would train a large model on the CPU
         arguments += ["--turns", "0"]
     return subprocess.run([sys.executable, *arguments]).returncode

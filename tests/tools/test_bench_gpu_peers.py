@@ -16,9 +16,9 @@ from tools.bench.inputs import Draw
 from tools.bench.peers import gpu_packages, transformer_engine
 from tools.bench.rows import BENCHES
 from tools.bench.same_results import disagreement
-from tools.bench.sizes import Size
+from tools.bench.sizes import BenchSize
 
-SIZE = Size(T=12, d=8, n=4, K=2, f=6)
+SIZE = BenchSize(T=12, d=8, n=4, K=2, f=6)
 
 
 def routed(

@@ -1,18 +1,19 @@
 """The contenders of a measurement and their turns; the clock here only counts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from tools.bench.clock import WorkTimer
 from tools.bench.contender import (
     BACKWARD,
     BOTH,
     FORWARD,
     Absent,
     Bench,
-    Contender,
+    BenchContender,
     Measure,
     Moved,
     Products,
@@ -20,8 +21,8 @@ from tools.bench.contender import (
     invite,
 )
 from tools.bench.measurement import FEWEST_TURNS, MOST_TURNS, Patience, measure, take_turns
-from tools.bench.results import Row
-from tools.bench.sizes import Size
+from tools.bench.results import BenchRow
+from tools.bench.sizes import BenchSize
 
 ONCE = Patience(0.0, turns=1)
 
@@ -32,23 +33,32 @@ class Counter:
     def __init__(self) -> None:
         self.results: list[Any] = []
 
-    def seconds(self, work: Callable[[], object]) -> tuple[float, Any]:
-        self.results.append(work())
-        return 1.0, self.results[-1]
+    def timer(
+        self, work: Callable[..., object], prepare: Callable[[], Sequence[Any]] = tuple
+    ) -> WorkTimer:
+        def seconds() -> float:
+            self.results.append(work(*prepare()))
+            return 1.0
+
+        return WorkTimer(seconds, "a reason")
 
 
 X = torch.ones(3, requires_grad=True)
 
 
-def double(name: str, factor: float = 2.0, **options: Any) -> Contender:
-    return Contender(name, lambda: [X * factor], {"x": X}, upstream=(torch.ones(3),), **options)
+def double(name: str, factor: float = 2.0, **options: Any) -> BenchContender:
+    return BenchContender(
+        name, lambda: [X * factor], {"x": X}, upstream=(torch.ones(3),), **options
+    )
 
 
 def rows_of(
-    ours: Contender, *peers: Contender | Absent, timed: str = BOTH
-) -> tuple[Counter, list[Row]]:
+    ours: BenchContender, *peers: BenchContender | Absent, timed: str = BOTH
+) -> tuple[Counter, list[BenchRow]]:
     clock = Counter()
-    bench = Bench("double", Size(T=3), torch.float32, [ours], peers, (Measure(timed, Moved(24)),))
+    bench = Bench(
+        "double", BenchSize(T=3), torch.float32, [ours], peers, (Measure(timed, Moved(24)),)
+    )
     return clock, measure(bench, clock, "cpu", ONCE)
 
 
@@ -77,6 +87,12 @@ def test_a_contender_that_differs_is_marked_and_timed() -> None:
     assert row.result("other").samples == [1.0]
 
 
+def test_what_was_no_replay_is_recorded_with_the_reason() -> None:
+    _, (row,) = rows_of(double("ours"), double("same"), Absent("gone", "needs a GPU"))
+    reasons = {one.name: one.without_graph for one in (row.ceiling, *row.results)}
+    assert reasons == {"copy": "a reason", "ours": "a reason", "same": "a reason", "gone": None}
+
+
 def test_another_model_is_no_difference() -> None:
     _, (row,) = rows_of(double("ours"), double("yardstick", 3.0, answer="another model"))
     assert row.result("yardstick").differs is None
@@ -86,7 +102,9 @@ def test_peers_that_cannot_take_part_are_absent_with_the_reason() -> None:
     def fail() -> list[torch.Tensor]:
         raise RuntimeError("no kernel for this\nand a long trace")
 
-    _, (row,) = rows_of(double("ours"), Absent("gone", "needs a GPU"), Contender("broken", fail))
+    _, (row,) = rows_of(
+        double("ours"), Absent("gone", "needs a GPU"), BenchContender("broken", fail)
+    )
     assert row.result("gone").absent == "needs a GPU"
     assert row.result("broken").absent == "failed: RuntimeError: no kernel for this"
     assert row.result("broken").samples == []
@@ -97,7 +115,7 @@ def test_our_own_failure_is_no_absence() -> None:
         raise RuntimeError("broken kernel")
 
     with pytest.raises(RuntimeError, match="broken kernel"):
-        rows_of(Contender("ours", fail), double("peer"))
+        rows_of(BenchContender("ours", fail), double("peer"))
 
 
 @pytest.mark.parametrize("timed", [FORWARD, BACKWARD, BOTH])
@@ -115,12 +133,12 @@ def test_the_pass_that_is_timed(timed: str) -> None:
 
 
 def test_absence_on_invitation() -> None:
-    def without_package() -> Contender:
+    def without_package() -> BenchContender:
         import no_such_package_at_all  # noqa: F401
 
         raise AssertionError
 
-    def without_gpu() -> Contender:
+    def without_gpu() -> BenchContender:
         raise Unavailable("needs a CUDA GPU")
 
     assert invite("a", without_package) == Absent("a", "no_such_package_at_all is not installed")

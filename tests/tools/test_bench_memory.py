@@ -2,7 +2,7 @@
 
 import torch
 
-from tools.bench.contender import Contender
+from tools.bench.contender import BenchContender
 from tools.bench.memory import peak_bytes, saved_bytes
 
 KIB = 1024
@@ -15,17 +15,21 @@ def kib(amount: int) -> torch.Tensor:
 
 def test_each_storage_counts_once_and_parameters_do_not() -> None:
     x, w = kib(4), kib(4)
-    product = Contender(
+    product = BenchContender(
         "product", lambda: [x * w], {"x": x, "w": w}, frozenset({"w"}), (torch.ones(KIB),)
     )
     assert saved_bytes(product) == 4 * KIB  # x for the gradient of w; w is a parameter
-    square = Contender("square", lambda: [x[:512] * x[512:]], {"x": x}, upstream=(torch.ones(512),))
+    square = BenchContender(
+        "square", lambda: [x[:512] * x[512:]], {"x": x}, upstream=(torch.ones(512),)
+    )
     assert saved_bytes(square) == 4 * KIB  # two views of one storage
 
 
 def test_what_is_not_needed_again_is_not_saved() -> None:
     x = kib(4)
-    assert saved_bytes(Contender("sum", lambda: [x + x], {"x": x}, upstream=(x.detach(),))) == 0
+    assert (
+        saved_bytes(BenchContender("sum", lambda: [x + x], {"x": x}, upstream=(x.detach(),))) == 0
+    )
 
 
 def test_the_peak_is_what_was_held_at_once() -> None:
@@ -37,13 +41,13 @@ def test_the_peak_is_what_was_held_at_once() -> None:
         b = x.detach() + 2
         return [b + 3]  # two at the same time
 
-    peak = peak_bytes(Contender("sums", forward), "cpu")
+    peak = peak_bytes(BenchContender("sums", forward), "cpu")
     assert 2 * 1024 * KIB <= peak <= 2 * 1024 * KIB + SCALARS
 
 
 def test_gradients_count_among_the_peak() -> None:
     x = kib(1024)
     upstream = torch.ones_like(x)
-    doubled = Contender("doubled", lambda: [x * 2.0], {"x": x}, upstream=(upstream,))
+    doubled = BenchContender("doubled", lambda: [x * 2.0], {"x": x}, upstream=(upstream,))
     peak = peak_bytes(doubled, "cpu")  # the output and the gradient
     assert 2 * 1024 * KIB <= peak <= 2 * 1024 * KIB + SCALARS

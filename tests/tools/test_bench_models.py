@@ -1,5 +1,6 @@
 """Whole models side by side: equal sizes and work, and the program that times them."""
 
+import os
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from tests.distributed import run_distributed
 from tests.tiers import rest_in_full
 from tests.tools.bench_rows import result, row
 from tests.tools.running import run_tool_forked
+from tools.bench import models
 from tools.bench.models import main
 from tools.bench.results import read_json
 from tools.bench.sizes import SMALL
 from tools.bench.table import format_model_row
 from tools.bench.whole_models.benches import BENCHES
-from tools.bench.whole_models.model import Terms, number_of_weights
+from tools.bench.whole_models.huggingface import hugging_face_model
+from tools.bench.whole_models.model import ModelTerms, number_of_weights
 from tools.bench.whole_models.sizes import ModelSize
 
 SIZES = {
@@ -33,7 +36,7 @@ def _measured(size: ModelSize) -> tuple[dict[str, int], dict[str, int], dict[str
     """On a rank: weights, FLOPs of a forward pass, and the loss, by contender."""
     groups = initialize_groups(ParallelConfig())
     model_parallel_cuda_manual_seed(1)
-    terms = Terms(size, torch.float32, groups)
+    terms = ModelTerms(size, torch.float32, groups)
     every = [c for build in BENCHES[SMALL] for b in [build(terms)] for c in (*b.ours, *b.peers)]
     flops, losses = {}, {}
     for contender in every:
@@ -63,9 +66,11 @@ def test_models_are_as_large_and_do_the_stated_work(name: str) -> None:
 
 def test_batches_take_turns() -> None:
     size = SIZES["few experts"]
-    tokens = [ids.tolist() for ids, _ in islice(Terms(size, torch.float32, None, 2).batches(), 5)]
+    tokens = [
+        ids.tolist() for ids, _ in islice(ModelTerms(size, torch.float32, None, 2).batches(), 5)
+    ]
     assert tokens[0] == tokens[2] == tokens[4] != tokens[1] == tokens[3]
-    ids, labels = next(Terms(size, torch.float32, None).batches())
+    ids, labels = next(ModelTerms(size, torch.float32, None).batches())
     assert ids.tolist() == tokens[0] and ids[:, 1:].equal(labels[:, :-1])
 
 
@@ -78,9 +83,41 @@ def test_a_row_of_models() -> None:
     title, head, ours, other = text.splitlines()
     assert title == "permute forward, T=8 d=4, float32   (copy 2.0 GB/s)"
     assert head.split()[:4] == ["params", "ms", "quartiles", "tokens/s"]
-    assert ours.split() == ["ours", "1.25M", "2", "[2", "..", "2]", "2,000,000", "50.0", "%",
+    assert ours.split() == ["ours", "1.25M", "2", "[2", "..", "2]", "2,000,000", "50.0%",
                             "3.00", "0.50"]  # fmt: skip
     assert other.split()[-1] == "1.50x"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtypes", "hidden"),
+    [("cpu", ["float32", "bfloat16"], ""), ("cuda", ["bfloat16"], None)],
+)
+def test_a_gpu_is_used_only_on_request(
+    device: str, dtypes: list[str], hidden: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for torch.cuda, until the processes that measure would start."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA Stand-in")
+    monkeypatch.setattr("moe_parallel.ops.extension.has_cuda", lambda: True)
+    seen = []
+    monkeypatch.setattr(models, "_measure_all", lambda options, rows: seen.append(options))
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    assert models.main(["--device", device, "--sizes", "gpu"]) == 0
+    (options,) = seen
+    assert (options.device, options.dtype, options.sizes) == (device, dtypes, ["gpu"])
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == hidden
+
+
+def test_a_model_and_its_tokens_are_on_the_device() -> None:
+    terms = ModelTerms(SIZES["few experts"], torch.bfloat16, None, 2, "meta")
+    for ids, labels in islice(terms.batches(), 2):
+        assert ids.is_meta and labels.is_meta
+    model = hugging_face_model(terms, "eager")
+    assert all(
+        weight.is_meta and weight.dtype == torch.bfloat16 for weight in model.leaves.values()
+    )
+    assert [gradient.is_meta for gradient in model.upstream] == [True]
 
 
 @pytest.mark.full
@@ -99,14 +136,21 @@ def test_the_program(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--sizes", "large"], "--sizes 'large' is unknown: choose of small, goals, sequence"),
-        (["--dtype", "float16"], "--dtype 'float16' is unknown: choose of float32, bfloat16"),
+        (
+            ["--sizes", "large"],
+            "--sizes 'large' is unknown: choose from small, goals, gpu, sequence",
+        ),
+        (["--dtype", "float16"], "--dtype 'float16' is unknown: choose from float32, bfloat16"),
         (["--turns", "0"], "--turns is 0: it must be at least 1"),
         (["--batches", "0"], "--batches is 0: it must be at least 1"),
         (["--json", "/"], "--json / is a folder: name a file"),
+        (["--device", "cuda"], "--device cuda: torch sees no CUDA GPU here; use --device cpu"),
     ],
 )
-def test_wrong_flags(flags: list[str], message: str, capsys: Any) -> None:
+def test_wrong_flags(
+    flags: list[str], message: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(flags) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"models.py: {message}")

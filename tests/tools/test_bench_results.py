@@ -45,10 +45,10 @@ def test_json_keeps_everything(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no file of `run.py --json`"),
-        ("[]", "is no file of `run.py --json`"),
-        ('{"rows": []}', "is no file of `run.py --json`"),
-        ('{"format": 1, "rows": [{"op": "permute"}]}', "is no file of `run.py --json`"),
+        ("{", "is not a file of `run.py --json`"),
+        ("[]", "is not a file of `run.py --json`"),
+        ('{"rows": []}', "is not a file of `run.py --json`"),
+        ('{"format": 1, "rows": [{"op": "permute"}]}', "is not a file of `run.py --json`"),
         ('{"format": 2, "rows": []}', "has format 2; this tool reads 1"),
     ],
 )

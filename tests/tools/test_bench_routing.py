@@ -9,9 +9,13 @@ from tests.distributed import run_distributed
 from tests.tools.running import run_tool_forked
 from tools.bench.routing import main
 from tools.bench.whole_models.forced import measure_workloads
-from tools.bench.workloads import Measured, Task, Workload, format_workloads
+from tools.bench.workloads import ForcedWorkload, Measured, Task, format_workloads
 
-WORKLOADS = (Workload("balanced", None), Workload("hot:1", None), Workload("hot:1", 0.1))
+WORKLOADS = (
+    ForcedWorkload("balanced", None),
+    ForcedWorkload("hot:1", None),
+    ForcedWorkload("hot:1", 0.1),
+)
 
 
 def test_a_table_worked_by_hand() -> None:
@@ -40,9 +44,11 @@ def test_a_table_worked_by_hand() -> None:
 @pytest.mark.skipif(not extension.is_built(), reason="the C++ extension is not built")
 @pytest.mark.parametrize("system", ["topk", pytest.param("aoe", marks=pytest.mark.full)])
 def test_a_hot_expert_fills_its_rank_unless_there_is_a_budget(system: str) -> None:
-    task = Task(system, WORKLOADS, hidden_size=64, seq_length=56, turns=1)
+    # When gloo's threads free a message varies, and with it the peak: the experts' activations are
+    # made much larger than the messages.
+    task = Task(system, WORKLOADS, hidden_size=64, seq_length=224, turns=1)
     ranks = run_distributed(2, measure_workloads, task)
-    tokens, layers = 2 * 2 * 56, 2
+    tokens, layers = 2 * 2 * 224, 2
     for balanced, hot, _ in ranks:
         assert balanced.rows == layers * tokens  # of two choices, half on each rank
         assert len(hot.seconds) == 1 and hot.seconds[0] > 0
@@ -52,7 +58,7 @@ def test_a_hot_expert_fills_its_rank_unless_there_is_a_budget(system: str) -> No
     assert hot.rows + cold.rows == 2 * balanced.rows
     assert hot.peak_bytes > 1.1 * balanced.peak_bytes
     assert hot.saved_bytes > 1.1 * balanced.saved_bytes
-    assert bounded.peak_bytes < 0.95 * hot.peak_bytes
+    assert bounded.peak_bytes < 0.8 * hot.peak_bytes
     assert bounded.saved_bytes < balanced.saved_bytes
 
 

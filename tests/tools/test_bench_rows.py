@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from moe_parallel.ops import Ops, select_backend
-from tools.bench.contender import Absent, Bench, Contender
+from tools.bench.contender import Absent, Bench, BenchContender
 from tools.bench.inputs import LEAST_MARGIN, Draw
 from tools.bench.peers import huggingface, megatron
 from tools.bench.rows import BENCHES
 from tools.bench.same_results import disagreement
-from tools.bench.sizes import GOALS, SMALL, Size, sizes_of
+from tools.bench.sizes import GOALS, SMALL, BenchSize, sizes_of
 
-TINY = Size(T=24, d=16, n=4, K=2)
+TINY = BenchSize(T=24, d=16, n=4, K=2)
 SIZES = {
     "routing_map": TINY,
     "permute": TINY,
@@ -23,7 +23,8 @@ SIZES = {
     "grouped_gemm": replace(TINY, f=24),
     "swiglu": replace(TINY, f=24),
     "norm_topk": replace(TINY, l=8),
-    "expert_merge": Size(T=3, d=16, n=4, f=24),
+    "expert_merge": BenchSize(T=3, d=16, n=4, f=24),
+    "attention": BenchSize(T=40, d=32),
     "routed_layer": replace(TINY, f=24),
     "aoe_layer": replace(TINY, f=24, l=8),
 }
@@ -41,7 +42,7 @@ def ops(request: pytest.FixtureRequest) -> Ops:
     return select_backend(request.param)
 
 
-def bench_of(op: str, ops: Ops, dtype: torch.dtype, size: Size | None = None) -> Bench:
+def bench_of(op: str, ops: Ops, dtype: torch.dtype, size: BenchSize | None = None) -> Bench:
     return BENCHES[op](size or SIZES[op], Draw(dtype, "cpu"), ops)
 
 
@@ -50,7 +51,7 @@ def bench_of(op: str, ops: Ops, dtype: torch.dtype, size: Size | None = None) ->
 def test_contenders_agree(op: str, dtype: torch.dtype, ops: Ops) -> None:
     bench = bench_of(op, ops, dtype)
     expected = bench.ours[0].values()
-    peers = [peer for peer in bench.peers if isinstance(peer, Contender)]
+    peers = [peer for peer in bench.peers if isinstance(peer, BenchContender)]
     for contender in [*bench.ours[1:], *peers]:
         if contender.answer or contender.name.endswith(("deepgemm", "sonicmoe")):
             continue  # another model; kernels for GPUs, which report it when they run
@@ -60,7 +61,7 @@ def test_contenders_agree(op: str, dtype: torch.dtype, ops: Ops) -> None:
 
 def test_a_fine_grained_layer_has_qwens_experts() -> None:
     bench = bench_of("routed_layer", select_backend("native"), torch.float32,
-                     Size(T=12, d=8, n=16, K=3, f=8))  # fmt: skip
+                     BenchSize(T=12, d=8, n=16, K=3, f=8))  # fmt: skip
     by_name = {peer.name: peer for peer in bench.peers}
     expected = bench.ours[0].values()
     for implementation in ("eager", "grouped_mm", "batched_mm"):

@@ -68,8 +68,8 @@ def test_an_interruption_keeps_what_was_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ops", "permut"], "--ops 'permut' is unknown: choose of routing_map, permute"),
-        (["--dtype", "int8"], "--dtype 'int8' is unknown: choose of float32, bfloat16"),
+        (["--ops", "permut"], "--ops 'permut' is unknown: choose from routing_map, permute"),
+        (["--dtype", "int8"], "--dtype 'int8' is unknown: choose from float32, bfloat16"),
         (["--sizes", "large"], "--sizes: invalid choice: 'large'"),
         (["--turns", "0"], "--turns is 0: it must be at least 1"),
         (["--turns", "many"], "--turns: invalid int value: 'many'"),

@@ -1,7 +1,7 @@
 """The printed form of a row."""
 
 from tests.tools.bench_rows import result, row
-from tools.bench.table import format_absent, format_row
+from tools.bench.table import format_absent, format_launched, format_row
 
 
 def test_a_row() -> None:
@@ -16,7 +16,7 @@ def test_a_row() -> None:
     title, head, ours, loop, wrong, why = text.splitlines()
     assert title == "permute forward, T=8 d=4, float32   (copy 2.0 GB/s)"
     assert head.split()[:4] == ["us", "quartiles", "GB/s", "of"]
-    assert ours.split() == ["ours", "2,000.0", "[2,000", "..", "2,000]", "1.0", "50.0", "%",
+    assert ours.split() == ["ours", "2,000.0", "[2,000", "..", "2,000]", "1.0", "50.0%",
                             "3.00", "0.50"]  # fmt: skip
     assert loop.split()[-1] == "1.50x"
     assert wrong.split()[-1] == "DIFFERS"
@@ -35,3 +35,19 @@ def test_the_absent_are_listed_once_by_reason() -> None:
         "  package: failed: RuntimeError: no",
     ]
     assert format_absent([row(result("ours", 1))]) == ""
+
+
+def test_what_had_no_graph_is_listed_once_by_reason() -> None:
+    waits, long = "RuntimeError: called a synchronizing CUDA operation", "it takes more than 5 ms"
+    ours, loop = result("ours", 1), result("loop", 1, without_graph=waits)
+    rows = [
+        row(ours, loop),
+        row(ours, loop),
+        row(result("ours", 1, without_graph=long), op="swiglu"),
+    ]
+    assert format_launched(rows).splitlines() == [
+        "timed without a CUDA graph:",
+        f"  {waits}: permute loop",
+        f"  {long}: swiglu ours",
+    ]
+    assert format_launched([row(ours)]) == ""

@@ -8,7 +8,7 @@ import pytest
 from moe_parallel.errors import InputError
 from tests.tools.running import run_tool_forked
 from tools.bench import training
-from tools.bench.twins import Contender, Run, contenders, ratios, table
+from tools.bench.twins import TwinContender, TwinRun, contenders, ratios, table
 
 MIB = 2**20
 
@@ -23,7 +23,7 @@ def test_a_run_ends_after_its_iterations_and_saves_nothing(tmp_path: Path) -> No
     assert [record["iteration"] for record in records] == [1, 2, 3]
     assert records[-1]["consumed_tokens"] == 3 * 16 * 64
     assert not list((tmp_path / "run").glob("iter_*"))
-    assert len(Run.of(records).tokens_per_second) == 1  # the first two are skipped
+    assert len(TwinRun.of(records).tokens_per_second) == 1  # the first two are skipped
 
 
 def test_a_run_that_ends_by_itself_is_told_with_its_last_line(tmp_path: Path) -> None:
@@ -43,8 +43,8 @@ def test_a_run_finds_packages_where_this_process_does(
 
 def test_speed_and_memory_are_compared_within_turns() -> None:
     """The second turn ran on a machine at half its speed: both runs have half."""
-    twins = [Run([100.0, 90.0, 110.0], 100 * MIB), Run([50.0], 100 * MIB)]
-    ours = [Run([98.0, 20.0, 99.0], 90 * MIB), Run([49.0], 110 * MIB)]
+    twins = [TwinRun([100.0, 90.0, 110.0], 100 * MIB), TwinRun([50.0], 100 * MIB)]
+    ours = [TwinRun([98.0, 20.0, 99.0], 90 * MIB), TwinRun([49.0], 110 * MIB)]
     assert ratios(ours, twins) == pytest.approx((0.98, 1.0))
 
 
@@ -53,10 +53,10 @@ def test_speed_and_memory_are_compared_within_turns() -> None:
 )
 def test_a_goal_is_met_in_speed_and_memory(speed: int, memory: int, verdict: str) -> None:
     field = [
-        Contender("twin", ""),
-        Contender("ours", "", twin="twin", least_speed=0.98, most_memory=1),
+        TwinContender("twin", ""),
+        TwinContender("ours", "", twin="twin", least_speed=0.98, most_memory=1),
     ]
-    runs = {"twin": [Run([100.0], 100 * MIB)], "ours": [Run([float(speed)], memory * MIB)]}
+    runs = {"twin": [TwinRun([100.0], 100 * MIB)], "ours": [TwinRun([float(speed)], memory * MIB)]}
     assert f" {verdict} (goal >= 0.98x, <= 1.00x)" in table(field, runs, judged=True)[-1]
     assert table(field, runs, judged=False)[-1].endswith(f"{memory / 100:.3f}x")
 

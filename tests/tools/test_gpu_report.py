@@ -3,8 +3,10 @@ step until a kernel would start."""
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -14,6 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = ROOT / "tools" / "gpu" / "report.sh"
 STAND_IN = ROOT / "tests" / "tools" / "gpu_stand_in.py"
+BARE = ROOT / "tests" / "tools" / "gpu_host"  # hides packages
+OFFLINE = ["unshare", "--map-root-user", "--net"]
 CALLS = ["tests", "operators", "models"]
 LONGEST_CALL = 540  # seconds
 
@@ -29,10 +33,12 @@ EXPECTED = {
     "operators": {
         "bench": "torch sees no CUDA GPU here",
         "bench-fused": "torch sees no CUDA GPU here",
+        "tiles": "torch sees no CUDA GPU here",
         "fused-against-unfused": "bench.json",
     },
     "models": {
         "training": "--turns is 0: it must be at least 1",
+        "whole-models": "torch sees no CUDA GPU here",
         "memcheck": "passed",
         "racecheck": "passed",
         "synccheck": "passed",
@@ -63,7 +69,9 @@ def run(*command: object, **environment: object) -> subprocess.CompletedProcess[
 def test_a_call_that_is_none(call: str) -> None:
     done = run(REPORT, call)
     assert done.returncode == 2
-    assert done.stdout.endswith("is no call: tools/gpu/report.sh tests, operators or models\n")
+    assert done.stdout.endswith(
+        "is not a command: use tools/gpu/report.sh tests, operators or models\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,6 +83,7 @@ def test_a_call_that_is_none(call: str) -> None:
         ("torch", "has no torch"),
         ("extension,cutlass", "no CUTLASS headers to build with"),
         ("cutlass", "no CUTLASS headers to build with"),
+        ("fitting,cutlass", "no CUTLASS headers to build with"),  # built for another torch
     ],
 )
 def test_what_is_missing_is_said_before_anything_runs(
@@ -98,15 +107,28 @@ def test_the_steps_of_a_call_fit_into_it(call: str) -> None:
     assert sum(limits) < LONGEST_CALL
 
 
+@pytest.fixture(scope="module")
+def offline() -> list[str]:
+    """The beginning of a command without a network, if the kernel permits it."""
+    try:
+        subprocess.run([*OFFLINE, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return OFFLINE
+
+
 @pytest.mark.full  # collects all tests
 @pytest.mark.parametrize("call", CALLS)
-def test_every_step_up_to_its_first_kernel(python: Path, tmp_path: Path, call: str) -> None:
+def test_every_step_up_to_its_first_kernel(
+    python: Path, offline: list[str], tmp_path: Path, call: str
+) -> None:
     sanitizer = tmp_path / "compute-sanitizer"
     sanitizer.write_text('#!/bin/sh\nshift 4\nexec "$@"\n')
     sanitizer.chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
     folder = tmp_path / "seen"
-    done = run(REPORT, call, folder, PYTHON=python, PATH=path, MINUTES=60)
+    given = {"PYTHON": python, "PYTHONPATH": BARE, "PATH": path, "MINUTES": 60}
+    done = run(*offline, REPORT, call, folder, **given)
     steps = dict(re.findall(r"^\| (\S+) \| (.+ \|) `", done.stdout, re.MULTILINE))
     assert steps.keys() == EXPECTED[call].keys(), done.stdout + done.stderr
     for name, result in EXPECTED[call].items():
@@ -157,6 +179,46 @@ def test_what_is_carried(tmp_path: Path, wheels: dict[str, str]) -> None:
         ".carried/cutlass_library/source/include/cutlass/cutlass.h",
     } <= names
     assert ".carried/cutlass_library/source/big.cu" not in names
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A checkout with an extension for torch 2.11.0+cu130, and one file of each kind."""
+    root = tmp_path / "tree"
+    for name in ("tools/gpu/pack.sh", "tools/find_python.sh", "pyproject.toml", "setup.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    (root / "csrc").mkdir()
+    (root / "moe_parallel").mkdir()
+    (root / "moe_parallel" / "__init__.py").touch()
+    extension = root / "moe_parallel" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    extension.write_bytes(b"\x7fELF\0torch\x002.11.0+cu130\0")
+    later = max(path.stat().st_mtime for path in root.rglob("*")) + 1
+    os.utime(extension, (later, later))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("given", "said", "is_carried"),
+    [
+        ({"TORCH": "2.11.0+cu130"}, "", True),
+        ({"TORCH": ""}, "pack: the extension stays here", False),
+        ({"TORCH": "2.13.0+cu130"}, "was not built for torch 2.13.0+cu130: build it", None),
+        ({"TORCH": "", "MIB": "0"}, "more than 0 MiB", None),
+    ],
+)
+def test_only_an_extension_for_that_torch_is_carried(
+    tree: Path, wheels: dict[str, str], given: dict[str, str], said: str, is_carried: bool | None
+) -> None:
+    pack = tree / "build" / "gpu-pack.tar.gz"
+    done = run(tree / "tools" / "gpu" / "pack.sh", PYTHON=sys.executable, **wheels, **given)
+    assert (done.returncode, done.stderr) == (2 if is_carried is None else 0, "")
+    assert said in done.stdout
+    assert pack.exists() == (is_carried is not None)
+    if is_carried is not None:
+        with tarfile.open(pack) as archive:
+            carried = [name for name in archive.getnames() if name.endswith(".so")]
+        assert len(carried) == is_carried
 
 
 def test_a_wheel_that_is_nowhere(tmp_path: Path, wheels: dict[str, str]) -> None:

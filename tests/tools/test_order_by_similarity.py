@@ -173,7 +173,7 @@ def test_an_interruption_leaves_what_was_there(
         (["--instances-per-document", 2**30], "more tokens than a document can hold"),
         (["--duplicate-threshold", 0], r"--duplicate-threshold 0.0 must be above 0 and at most 1"),
         (["--duplicate-threshold", "nan"], r"--duplicate-threshold nan must be above 0"),
-        (["--eod-id", -3], "--eod-id -3 is no token"),
+        (["--eod-id", -3], "--eod-id -3 is not a token id"),
         (["--data-path", "no/such"], r"--data-path no/such: no/such.idx is missing"),
         (["--encoder", "x"], "ByteLevelBPE needs --tokenizer-model"),
     ],

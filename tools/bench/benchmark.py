@@ -1,4 +1,4 @@
-"""What the benchmarks run.py and models.py share: flags, their checks, and the record of a run."""
+"""What the benchmarks share: flags, their checks, and the record of a run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moe_parallel.errors import InputError
 from moe_parallel.ops import extension
 from moe_parallel.tool import Tool, check_positive
 from moe_parallel.training.exit_codes import EXIT_CTRL_C
-from tools.bench.results import Row, write_json
-from tools.bench.table import format_absent
+from tools.bench.results import BenchRow, write_json
+from tools.bench.table import format_absent, format_launched
 
 
 def words(text: str) -> list[str]:
@@ -25,7 +27,7 @@ def chosen(flag: str, words: list[str] | None, known: list[str], default: list[s
     """The words, in the order of `known`."""
     for word in words or ():
         if word not in known:
-            raise InputError(f"{flag} {word!r} is unknown: choose of {', '.join(known)}")
+            raise InputError(f"{flag} {word!r} is unknown: choose from {', '.join(known)}")
     return default if words is None else [word for word in known if word in words]
 
 
@@ -56,10 +58,17 @@ def check(options: argparse.Namespace) -> None:
         raise InputError(f"--json {path} cannot be written there: name another file")
 
 
+def check_device(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: torch sees no CUDA GPU here; use --device cpu")
+    if device == "cuda" and not extension.has_cuda():
+        raise InputError("--device cuda: the extension was built without CUDA; build it with nvcc")
+
+
 def run(
     facts: dict[str, Any],
-    measure: Callable[[list[Row]], None],
-    print_verdicts: Callable[[list[Row]], None] = lambda rows: None,
+    measure: Callable[[list[BenchRow]], None],
+    print_verdicts: Callable[[list[BenchRow]], None] = lambda rows: None,
     json: Path | None = None,
 ) -> int:
     """Measures all rows, prints what belongs to all of them, and returns the exit code.
@@ -70,7 +79,7 @@ def run(
         print_verdicts: is called after the rows, also after an interruption.
         json: the file for the facts and all samples.
     """
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     interrupted = False
     try:
         _print_about(facts)
@@ -79,8 +88,8 @@ def run(
         interrupted = True
         print(f"\ninterrupted after {len(rows)} rows", file=sys.stderr)
     facts |= {"load_after": os.getloadavg(), "interrupted": interrupted}
-    if absent := format_absent(rows):
-        print(f"\n{absent}")
+    for text in filter(None, (format_absent(rows), format_launched(rows))):
+        print(f"\n{text}")
     print_verdicts(rows)
     print(f"\nload {_load_of(facts['load_after'])} after")
     if json is not None:

@@ -1,4 +1,5 @@
-"""The clocks: process CPU time on a CPU, events on a GPU. Caches are emptied before each timing.
+"""The clocks: process CPU time on a CPU, events on a GPU (tools/bench/cuda_clock.py). Caches are
+emptied before each timing.
 
 On a shared machine, wall time says little, but the CPU time of one thread measures the work.
 """
@@ -7,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,9 +20,26 @@ LARGEST_SCRATCH = 512 * MIB
 LAST_LEVEL_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
 
-class Clock(Protocol):
-    def seconds(self, work: Callable[[], object]) -> tuple[float, Any]:
-        """The time of the work, which starts with an empty cache, and its result."""
+@dataclass(frozen=True)
+class WorkTimer:
+    """Times the same work at every call.
+
+    without_graph: the reason why it is no replay of a CUDA graph; None for a replay, and where none
+        was wanted.
+    """
+
+    seconds: Callable[[], float]
+    without_graph: str | None = None
+
+    def __call__(self) -> float:
+        return self.seconds()
+
+
+class WorkClock(Protocol):
+    def timer(
+        self, work: Callable[..., object], prepare: Callable[[], Sequence[Any]] = tuple
+    ) -> WorkTimer:
+        """Times `work(*prepare())`. Only the work counts, and it starts with an empty cache."""
 
 
 class CpuClock:
@@ -29,31 +48,28 @@ class CpuClock:
     def __init__(self) -> None:
         self.scratch = torch.ones(_cache_to_empty() // 4)
 
-    def seconds(self, work: Callable[[], object]) -> tuple[float, Any]:
-        self.scratch.sum()  # read, not written: write-back of the cache would slow the work
-        before = time.process_time()
-        result = work()
-        return time.process_time() - before, result
+    def timer(
+        self, work: Callable[..., object], prepare: Callable[[], Sequence[Any]] = tuple
+    ) -> WorkTimer:
+        def seconds() -> float:
+            given = prepare()
+            self.scratch.sum()  # read, not written: write-back of the cache would slow the work
+            before = time.process_time()
+            result = work(*given)
+            after = time.process_time()
+            del result  # freeing it is no part of the work
+            return after - before
+
+        return WorkTimer(seconds)
 
 
-class CudaClock:
-    """Time between two events on the current stream."""
+def work_clock_of(device: str, *, replays: bool = True) -> WorkClock:
+    """`replays`: on a GPU, short work is captured as a CUDA graph, and its replay is timed."""
+    if device == "cpu":
+        return CpuClock()
+    from tools.bench.cuda_clock import CudaClock
 
-    def __init__(self) -> None:
-        self.scratch = torch.zeros(256 * MIB // 4, device="cuda")
-
-    def seconds(self, work: Callable[[], object]) -> tuple[float, Any]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.scratch.zero_()
-        start.record()
-        result = work()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3, result
-
-
-def clock_of(device: str) -> Clock:
-    return CudaClock() if device == "cuda" else CpuClock()
+    return CudaClock(replays)
 
 
 def _cache_to_empty() -> int:

@@ -2,7 +2,7 @@
 
     python tools/bench/compare.py before.json after.json
 
-The speed of a contender after is compared with its speed before. If the machines or their load
+The table has each contender's speed before and after, and the ratio. If the machines or their load
 differ, compare the shares of the ceiling, because each run measured its own ceiling. `~` marks a
 change within the spread: the quartiles overlap. Exit codes: 0 compared, 2 a wrong flag or file.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from moe_parallel.tool import Tool
-from tools.bench.results import Result, Row, read_json
+from tools.bench.results import BenchResult, BenchRow, read_json
 from tools.bench.table import DIFFERS
 
 _LINE = "  {:<28}{:>12}{:>12}{:>9} {:1}{:>9}{:>9}{:>11}{:>11}"
@@ -24,8 +24,8 @@ _LINE = "  {:<28}{:>12}{:>12}{:>9} {:1}{:>9}{:>9}{:>11}{:>11}"
 
 def main(arguments: list[str]) -> int:
     tool = Tool(__file__, __doc__)
-    tool.add_argument("before", type=Path, metavar="BEFORE.json")
-    tool.add_argument("after", type=Path, metavar="AFTER.json")
+    tool.add_argument("before", type=Path, metavar="BEFORE.json", help="the earlier results")
+    tool.add_argument("after", type=Path, metavar="AFTER.json", help="the later results")
     return tool.run(arguments, _print_comparison)
 
 
@@ -36,7 +36,7 @@ def _print_comparison(own: argparse.Namespace) -> None:
     print(compare(before[1], after[1]))
 
 
-def compare(before: list[Row], after: list[Row]) -> str:
+def compare(before: list[BenchRow], after: list[BenchRow]) -> str:
     """The change of each row and contender that both files have, and the names of the others."""
     earlier = {row.key: row for row in before}
     later = {row.key: row for row in after}
@@ -48,7 +48,7 @@ def compare(before: list[Row], after: list[Row]) -> str:
     return "\n".join(["", *parts]) if parts else "\nno rows"
 
 
-def _compare_row(before: Row, after: Row) -> str:
+def _compare_row(before: BenchRow, after: BenchRow) -> str:
     head = _LINE.format("", "us before", "after", "speed", "", "of max", "after", "peak", "saved")
     lines = [
         _line(result.name, before, result, after, after.result(result.name))
@@ -59,7 +59,9 @@ def _compare_row(before: Row, after: Row) -> str:
     return "\n".join([before.title, head.rstrip(), *filter(None, lines)]) + "\n"
 
 
-def _line(name: str, row: Row, was: Result, row_now: Row, now: Result | None) -> str | None:
+def _line(
+    name: str, row: BenchRow, was: BenchResult, row_now: BenchRow, now: BenchResult | None
+) -> str | None:
     """The line of a contender. None if neither run has it."""
     gone = now is None or now.absent is not None
     if was.absent is not None or gone:
@@ -74,14 +76,14 @@ def _line(name: str, row: Row, was: Result, row_now: Row, now: Result | None) ->
         f"{now.median * 1e6:,.1f}",
         f"{was.median / now.median:.2f}x",
         "~" if _overlap(was, now) else "",
-        f"{100 * row.share(was):.1f} %",
-        f"{100 * row_now.share(now):.1f} %",
+        f"{100 * row.share(was):.1f}%",
+        f"{100 * row_now.share(now):.1f}%",
         _change(was.peak_bytes, now.peak_bytes),
         _change(was.saved_bytes, now.saved_bytes),
     ).rstrip()
 
 
-def _overlap(one: Result, other: Result) -> bool:
+def _overlap(one: BenchResult, other: BenchResult) -> bool:
     (first, third), (other_first, other_third) = one.quartiles, other.quartiles
     return first <= other_third and other_first <= third
 
@@ -90,7 +92,7 @@ def _change(before: int | None, after: int | None) -> str:
     """The change of a number of bytes in percent; empty if there were none."""
     if not before or after is None:
         return ""
-    return "=" if before == after else f"{100 * (after / before - 1):+.1f} %"
+    return "=" if before == after else f"{100 * (after / before - 1):+.1f}%"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tools.bench.sizes import Size
+from tools.bench.sizes import BenchSize
 
 if TYPE_CHECKING:
     from tools.bench.whole_models.sizes import ModelSize
@@ -67,7 +67,7 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Contender:
+class BenchContender:
     """One way to do the work of a bench.
 
     leaves: the tensors whose gradients are computed, by name.
@@ -115,10 +115,10 @@ class Bench:
     """The contenders of a bench. Peers and further variants of ours are compared with our first."""
 
     op: str
-    size: Size | ModelSize
+    size: BenchSize | ModelSize
     dtype: torch.dtype
-    ours: Sequence[Contender]
-    peers: Sequence[Contender | Absent]
+    ours: Sequence[BenchContender]
+    peers: Sequence[BenchContender | Absent]
     measures: tuple[Measure, ...]
 
 
@@ -126,7 +126,7 @@ class Unavailable(Exception):
     """Raised by a peer that cannot take part in a bench. The message is the reason."""
 
 
-def invite(name: str, build: Callable[[], Contender]) -> Contender | Absent:
+def invite(name: str, build: Callable[[], BenchContender]) -> BenchContender | Absent:
     """The peer that `build` returns, or the reason for its absence.
 
     Another package may raise any error, on import or on construction.

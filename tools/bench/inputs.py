@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tools.bench.sizes import Size
+from tools.bench.sizes import BenchSize
 
 LEAST_MARGIN = 2e-3  # far above the change of a norm when C is rounded to bf16
 
@@ -31,21 +31,21 @@ class Draw:
         """A matrix for each expert, [.., in, out], that keeps the size of what it multiplies."""
         return self.normal(*shape, seed=seed, scale=shape[-2] ** -0.5)
 
-    def experts(self, size: Size) -> Tensor:
+    def experts(self, size: BenchSize) -> Tensor:
         """experts_TK: distinct experts for each token, without a pattern."""
         generator = torch.Generator().manual_seed(0)
         scores_TE = torch.rand(size.T, size.n, generator=generator)
         return scores_TE.topk(size.K).indices.to(self.device)
 
-    def probs(self, size: Size) -> Tensor:
+    def probs(self, size: BenchSize) -> Tensor:
         """probs_TK, fp32, with values that are exact in the dtype, because some peers use it."""
         scores_TK = self.normal(size.T, size.K, seed=7, dtype=torch.float32)
         return scores_TK.softmax(-1).to(self.dtype).float()
 
-    def tokens_with_margin(self, size: Size, w_EDR: Tensor) -> Tensor:
+    def tokens_with_margin(self, size: BenchSize, w_EDR: Tensor) -> Tensor:
         """x_TD whose K largest norms ||x W_e|| are clearly larger than the others.
 
-        Rounding may decide near-ties either way, which is no error. Without near-ties, every
+        Rounding may decide near-ties either way, which is not an error. Without near-ties, every
         contender chooses the same experts.
         """
         w_DER = w_EDR.permute(1, 0, 2).flatten(1).float()
@@ -55,7 +55,7 @@ class Draw:
             kept.append(x_TD[self._margins(x_TD, w_DER, size) > LEAST_MARGIN])
         return torch.cat(kept)[: size.T].clone()
 
-    def _margins(self, x_TD: Tensor, w_DER: Tensor, size: Size) -> Tensor:
+    def _margins(self, x_TD: Tensor, w_DER: Tensor, size: BenchSize) -> Tensor:
         """The relative difference between the K-th norm and the next one: [T]."""
         if size.K == size.n:
             return x_TD.new_full((size.T,), float("inf"))

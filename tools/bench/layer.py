@@ -8,22 +8,22 @@ from functools import cached_property
 
 from torch import Tensor, stack
 
-from tools.bench.contender import Contender, Forward, Values
+from tools.bench.contender import BenchContender, Forward, Values
 from tools.bench.inputs import Draw, leaf
-from tools.bench.sizes import Size
+from tools.bench.sizes import BenchSize
 
 WEIGHTS = frozenset({"w_gate_up", "w_out"})
 
 
 @dataclass(frozen=True, eq=False)
-class RoutedLayer:
+class RoutedLayerWork:
     """One set of tokens, weights, probs and choices, and the gradient of the output.
 
     The router's small product is left out, because selection is not compared. A contender takes
     weights in the layout here, or in that of torch.nn.Linear; both are contiguous.
     """
 
-    size: Size
+    size: BenchSize
     x_TD: Tensor
     probs_TK: Tensor  # fp32
     experts_TK: Tensor
@@ -32,7 +32,7 @@ class RoutedLayer:
     dy_TD: Tensor
 
     @classmethod
-    def drawn(cls, size: Size, draw: Draw) -> RoutedLayer:
+    def drawn(cls, size: BenchSize, draw: Draw) -> RoutedLayerWork:
         return cls(
             size=size,
             x_TD=leaf(draw.normal(size.T, size.d, seed=1)),
@@ -51,7 +51,7 @@ class RoutedLayer:
     def linear_out_EDF(self) -> Tensor:
         return leaf(self.w_out_EFD.detach().transpose(1, 2).contiguous())
 
-    def contender(self, name: str, forward: Forward) -> Contender:
+    def contender(self, name: str, forward: Forward) -> BenchContender:
         """A contender that takes the weights in the layout here."""
         leaves = {
             "x": self.x_TD,
@@ -59,7 +59,7 @@ class RoutedLayer:
             "w_gate_up": self.w_gate_up_ED2F,
             "w_out": self.w_out_EFD,
         }
-        return Contender(name, forward, leaves, WEIGHTS, (self.dy_TD,))
+        return BenchContender(name, forward, leaves, WEIGHTS, (self.dy_TD,))
 
     def linear_contender(
         self,
@@ -68,7 +68,7 @@ class RoutedLayer:
         w_gate_up_E2FD: Tensor,
         w_out_EDF: Tensor,
         probs_TK: Tensor | None = None,
-    ) -> Contender:
+    ) -> BenchContender:
         """A contender with stacked weights in the layout of torch.nn.Linear."""
         leaves = {
             "x": self.x_TD,
@@ -80,7 +80,7 @@ class RoutedLayer:
         def canonical(gradients: Values) -> Values:
             return gradients | {w: gradients[w].transpose(1, 2) for w in WEIGHTS}
 
-        return Contender(name, forward, leaves, WEIGHTS, (self.dy_TD,), canonical)
+        return BenchContender(name, forward, leaves, WEIGHTS, (self.dy_TD,), canonical)
 
     def matrices_contender(
         self,
@@ -88,7 +88,7 @@ class RoutedLayer:
         forward: Forward,
         gate_up: Sequence[Tensor],
         out: Sequence[Tensor],
-    ) -> Contender:
+    ) -> BenchContender:
         """A contender with two matrices per expert, in the layout of torch.nn.Linear."""
         named = {f"w_gate_up {e}": w for e, w in enumerate(gate_up)}
         named |= {f"w_out {e}": w for e, w in enumerate(out)}
@@ -102,4 +102,4 @@ class RoutedLayer:
             }
 
         leaves = {"x": self.x_TD, "probs": self.probs_TK} | named
-        return Contender(name, forward, leaves, frozenset(named), (self.dy_TD,), canonical)
+        return BenchContender(name, forward, leaves, frozenset(named), (self.dy_TD,), canonical)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from tools.bench.ceilings import ceiling_of
-from tools.bench.clock import Clock
+from tools.bench.clock import WorkClock, WorkTimer
 from tools.bench.contender import (
     BACKWARD,
     FORWARD,
     STEP,
     Absent,
     Bench,
-    Contender,
+    BenchContender,
     Measure,
     Values,
     one_line,
 )
 from tools.bench.memory import peak_bytes, saved_bytes
-from tools.bench.results import Result, Row
+from tools.bench.results import BenchResult, BenchRow
 from tools.bench.same_results import disagreement
 
 FEWEST_TURNS, MOST_TURNS = 5, 25
@@ -40,7 +40,7 @@ class Patience:
         return min(MOST_TURNS, max(FEWEST_TURNS, int(self.seconds / max(one_turn, 1e-9))))
 
 
-def measure(bench: Bench, clock: Clock, device: str, patience: Patience) -> list[Row]:
+def measure(bench: Bench, clock: WorkClock, device: str, patience: Patience) -> list[BenchRow]:
     """A row for each measure of the bench."""
     results = _judge(bench, device)
     able = {result.name for result in results if result.absent is None}
@@ -50,32 +50,32 @@ def measure(bench: Bench, clock: Clock, device: str, patience: Patience) -> list
     ]
 
 
-def _judge(bench: Bench, device: str) -> list[Result]:
+def _judge(bench: Bench, device: str) -> list[BenchResult]:
     """Run each contender once, compare its results, and measure its memory.
 
     A peer that fails is absent, with its error. A failure of our own operator is raised.
     """
     expected: dict[str, Values] = {}
 
-    def judged(contender: Contender) -> Result:
+    def judged(contender: BenchContender) -> BenchResult:
         values = contender.values()
         first = expected.setdefault(contender.answer, values)
         differs = None if values is first else disagreement(values, first, bench.dtype)
         del values, first
-        return Result(
+        return BenchResult(
             contender.name,
             differs=differs,
             saved_bytes=saved_bytes(contender),
             peak_bytes=peak_bytes(contender, device),
         )
 
-    def judged_peer(peer: Contender | Absent) -> Result:
+    def judged_peer(peer: BenchContender | Absent) -> BenchResult:
         if isinstance(peer, Absent):
-            return Result(peer.name, absent=peer.reason)
+            return BenchResult(peer.name, absent=peer.reason)
         try:
             return judged(peer)
         except Exception as error:  # another package may raise anything
-            return Result(peer.name, absent=f"failed: {one_line(error)}")
+            return BenchResult(peer.name, absent=f"failed: {one_line(error)}")
 
     return [*map(judged, bench.ours), *map(judged_peer, bench.peers)]
 
@@ -83,31 +83,38 @@ def _judge(bench: Bench, device: str) -> list[Result]:
 def _row(
     bench: Bench,
     one: Measure,
-    contenders: list[Contender],
-    results: list[Result],
-    clock: Clock,
+    contenders: list[BenchContender],
+    results: list[BenchResult],
+    clock: WorkClock,
     device: str,
     patience: Patience,
-) -> Row:
+) -> BenchRow:
     ceiling = ceiling_of(one.work, bench.dtype, device)
-    hands: dict[str, Callable[[], float]] = {
-        one.work.ceiling: lambda: clock.seconds(ceiling)[0],
-        **{c.name: lambda c=c: _time(c, one.timed, clock) for c in contenders},
+    timers = {
+        one.work.ceiling: clock.timer(ceiling),
+        **{c.name: _timer(c, one.timed, clock) for c in contenders},
     }
-    samples = take_turns(hands, patience)
-    return Row(
+    samples = take_turns(timers, patience)
+
+    def with_samples(result: BenchResult) -> BenchResult:
+        reason = timers[result.name].without_graph if result.name in timers else None
+        return replace(result, samples=samples.get(result.name, []), without_graph=reason)
+
+    return BenchRow(
         op=bench.op,
         timed=one.timed,
         size=str(bench.size),
         dtype=str(bench.dtype).removeprefix("torch."),
         unit=one.work.unit,
         amount=one.work.amount,
-        ceiling=Result(one.work.ceiling, samples=samples[one.work.ceiling]),
-        results=[result.with_samples(samples.get(result.name, [])) for result in results],
+        ceiling=with_samples(BenchResult(one.work.ceiling)),
+        results=[with_samples(result) for result in results],
     )
 
 
-def take_turns(hands: dict[str, Callable[[], float]], patience: Patience) -> dict[str, list[float]]:
+def take_turns(
+    hands: Mapping[str, Callable[[], float]], patience: Patience
+) -> dict[str, list[float]]:
     """The seconds of each contender in each turn: A B C, A B C, ... An extra first turn warms
     up."""
     gc.collect()
@@ -126,12 +133,11 @@ def take_turns(hands: dict[str, Callable[[], float]], patience: Patience) -> dic
     return samples
 
 
-def _time(contender: Contender, timed: str, clock: Clock) -> float:
+def _timer(contender: BenchContender, timed: str, clock: WorkClock) -> WorkTimer:
     if timed == FORWARD:
-        return clock.seconds(contender.forward)[0]
+        return clock.timer(contender.forward)
     if timed == BACKWARD:
-        outputs = contender.forward()
-        return clock.seconds(lambda: contender.backward(outputs))[0]
+        return clock.timer(contender.backward, lambda: (contender.forward(),))
     if timed == STEP:
-        return clock.seconds(contender.step)[0]
-    return clock.seconds(contender.run)[0]
+        return clock.timer(contender.step)
+    return clock.timer(contender.run)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from tools.bench.contender import Contender
+from tools.bench.contender import BenchContender
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs its start and stop
 
 
-def saved_bytes(contender: Contender) -> int:
+def saved_bytes(contender: BenchContender) -> int:
     """Bytes that the forward pass keeps for the backward pass. Each storage counts once.
 
     Parameters do not count: they exist anyway. The tokens count, because they are activations.
@@ -34,7 +34,7 @@ def saved_bytes(contender: Contender) -> int:
     return sum(kept.values())
 
 
-def peak_bytes(contender: Contender, device: str) -> int:
+def peak_bytes(contender: BenchContender, device: str) -> int:
     """The most bytes allocated at one time beyond those before, including gradients."""
     if device == "cuda":
         torch.cuda.synchronize()

@@ -3,8 +3,9 @@
     make bench ARGS="--models"                                  # a look, in about a minute
     make bench ARGS="--models --sizes goals --json models.json" # the sizes of the project's goals
     python tools/bench/models.py --sizes sequence,experts,micro-batch
+    python tools/bench/models.py --device cuda --sizes gpu      # on a GPU of 80 GB
 
-It uses the CPU, one thread and process CPU time, even if there is a GPU. All models have the same
+On a CPU, it uses one thread and process CPU time; on a GPU, CUDA events. All models have the same
 layers and widths, and nearly as many parameters. A forward pass, forward and backward pass
 together, and a step of the optimizer are timed. docs/performance/README.md explains the columns.
 Exit codes: 0 done, whatever was measured; 2 a wrong flag, or a model that was killed; 130
@@ -26,7 +27,6 @@ from typing import TYPE_CHECKING
 
 # Otherwise torch logs once that a peer frees what it kept from its last pass.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron-Core would use a GPU
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -37,28 +37,32 @@ from moe_parallel.tool import Tool, check_positive, load_torch
 from tools.bench import benchmark
 from tools.bench.about import about
 from tools.bench.benchmark import chosen, words
-from tools.bench.clock import clock_of, keep_freed_memory
-from tools.bench.contender import STEP, Bench, Contender
+from tools.bench.clock import keep_freed_memory, work_clock_of
+from tools.bench.contender import STEP, Bench, BenchContender
+from tools.bench.goal import format_verdicts, judge
 from tools.bench.measurement import Patience, measure
 from tools.bench.peers.megatron import one_rank
-from tools.bench.results import Row
-from tools.bench.sizes import SMALL
+from tools.bench.results import BenchRow
+from tools.bench.sizes import GOALS, SMALL
 from tools.bench.table import format_model_row, format_row
+from tools.bench.whole_models.goals import model_goals
 from tools.bench.whole_models.sizes import SIZES, ModelSize
 
 if TYPE_CHECKING:
-    from tools.bench.whole_models.model import Terms
+    from tools.bench.whole_models.model import ModelTerms
 
-SECONDS_OF_A_ROW = 20.0
-DTYPES = ["float32", "bfloat16"]
+SECONDS_OF_A_ROW = {"cpu": 20.0, "cuda": 5.0}
+DTYPES = {"cpu": ["float32", "bfloat16"], "cuda": ["bfloat16", "float32"]}
 
 
 def main(arguments: list[str]) -> int:
     tool = Tool(__file__, __doc__)
+    tool.add_argument("--device", choices=list(DTYPES), default="cpu",
+        help="where to run (default: cpu)")  # fmt: skip
     tool.add_argument("--sizes", type=words, metavar="A,B,...", default=[SMALL],
         help=f"of {', '.join(SIZES)}; the last three are curves (default: {SMALL})")  # fmt: skip
     tool.add_argument("--dtype", type=words, metavar="A,B,...",
-        help="float32, bfloat16 (default: both)")  # fmt: skip
+        help="float32, bfloat16 (default: both; GPU: bfloat16)")  # fmt: skip
     tool.add_argument("--batches", type=int, default=1, metavar="N",
         help="number of different batches, which take turns: with more than one, the number of "
         "rows of an expert changes, as it does in training (default: 1)")  # fmt: skip
@@ -68,16 +72,37 @@ def main(arguments: list[str]) -> int:
 
 def _time(arguments: list[str], options: argparse.Namespace) -> int:
     options.sizes = chosen("--sizes", options.sizes, list(SIZES), [SMALL])
-    options.dtype = chosen("--dtype", options.dtype, DTYPES, DTYPES)
+    on_cpu = options.device == "cpu"
+    dtypes = DTYPES[options.device]
+    options.dtype = chosen("--dtype", options.dtype, dtypes, dtypes if on_cpu else dtypes[:1])
     check_positive(options, "batches")
     benchmark.check(options)
+    if on_cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron-Core would use a GPU
+    benchmark.check_device(options.device)
     load_torch()
-    instructions = torch.backends.cpu.get_cpu_capability()
-    facts = about("models.py", arguments) | {"instructions": instructions, "threads": 1}
-    return benchmark.run(facts, lambda rows: _measure_all(options, rows), json=options.json)
+    facts = about("models.py", arguments) | {
+        "instructions": torch.backends.cpu.get_cpu_capability()
+        if on_cpu
+        else torch.cuda.get_device_name(),
+        "device": options.device,
+        "threads": 1,
+    }
+    return benchmark.run(
+        facts,
+        lambda rows: _measure_all(options, rows),
+        lambda rows: _print_verdicts(options, rows),
+        options.json,
+    )
 
 
-def _measure_all(options: argparse.Namespace, rows: list[Row]) -> None:
+def _print_verdicts(options: argparse.Namespace, rows: list[BenchRow]) -> None:
+    if GOALS in options.sizes and options.device == "cpu":
+        goals = [goal for dtype in options.dtype for goal in model_goals(dtype)]
+        print(f"\ngoals:\n{format_verdicts(judge(goal, rows) for goal in goals)}")
+
+
+def _measure_all(options: argparse.Namespace, rows: list[BenchRow]) -> None:
     """Each bench in a process of its own: Megatron-Core's hooks and oneDNN's compiled products keep
     memory for as long as a process lives, up to several GiB for a bench."""
     suppress_warnings()  # before Megatron-Core is imported
@@ -86,7 +111,7 @@ def _measure_all(options: argparse.Namespace, rows: list[Row]) -> None:
     for name, dtype in product(options.sizes, options.dtype):
         for size, build in product(SIZES[name], BENCHES[name]):
             with ProcessPoolExecutor(1, get_context("spawn"), suppress_warnings) as pool:
-                bench = pool.submit(_measure, build, size, dtype, options.batches, options.turns)
+                bench = pool.submit(_measure, build, size, dtype, options)
                 try:
                     rows += bench.result()
                 except BrokenProcessPool:
@@ -94,22 +119,33 @@ def _measure_all(options: argparse.Namespace, rows: list[Row]) -> None:
                         f"{size}, {dtype}: the process was killed, perhaps for its memory: choose "
                         "other --sizes"
                     ) from None
+                except torch.OutOfMemoryError:
+                    raise InputError(
+                        f"{size}, {dtype}: the GPU has too little memory: choose other --sizes"
+                    ) from None
 
 
 def _measure(
-    build: Callable[[Terms], Bench], size: ModelSize, dtype: str, batches: int, turns: int | None
-) -> list[Row]:
+    build: Callable[[ModelTerms], Bench],
+    size: ModelSize,
+    dtype: str,
+    options: argparse.Namespace,
+) -> list[BenchRow]:
     """Measures and prints the rows of one bench."""
-    from tools.bench.whole_models.model import Terms, number_of_weights
+    from tools.bench.whole_models.model import ModelTerms, number_of_weights
 
     torch.set_num_threads(1)
     keep_freed_memory()
-    rows = []
-    with one_rank() as groups:
-        bench = build(Terms(size, getattr(torch, dtype), groups, batches))
-        present = [one for one in (*bench.ours, *bench.peers) if isinstance(one, Contender)]
+    device, rows = options.device, []
+    # A model is launched as in training: its statistics would outlive the memory of a graph.
+    clock = work_clock_of(device, replays=False)
+    patience = Patience(SECONDS_OF_A_ROW[device], options.turns)
+    with one_rank(device) as groups:
+        terms = ModelTerms(size, getattr(torch, dtype), groups, options.batches, device)
+        bench = build(terms)
+        present = [one for one in (*bench.ours, *bench.peers) if isinstance(one, BenchContender)]
         weights = {one.name: number_of_weights(one) for one in present}
-        for row in measure(bench, clock_of("cpu"), "cpu", Patience(SECONDS_OF_A_ROW, turns)):
+        for row in measure(bench, clock, device, patience):
             rows.append(row)
             of_step = row.timed == STEP
             text = format_row(row) if of_step else format_model_row(row, size.tokens, weights)

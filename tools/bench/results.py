@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ FORMAT = 1  # version of the JSON file's layout
 
 
 @dataclass(frozen=True)
-class Result:
+class BenchResult:
     """One contender of a row. An absent one has only the reason."""
 
     name: str
@@ -24,9 +24,7 @@ class Result:
     saved_bytes: int | None = None
     differs: str | None = None
     absent: str | None = None
-
-    def with_samples(self, samples: list[float]) -> Result:
-        return replace(self, samples=samples)
+    without_graph: str | None = None  # on a GPU: the reason why no CUDA graph was replayed
 
     @property
     def median(self) -> float:
@@ -41,7 +39,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Place:
+class BenchPlace:
     """One operator, pass, size and dtype."""
 
     op: str
@@ -59,36 +57,36 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Row(Place):
+class BenchRow(BenchPlace):
     """The measurements at one place. Ours is the first result."""
 
     unit: str
     amount: float  # bytes or FLOPs that the work needs at least
-    ceiling: Result
-    results: list[Result]
+    ceiling: BenchResult
+    results: list[BenchResult]
 
     @property
-    def ours(self) -> Result:
+    def ours(self) -> BenchResult:
         return self.results[0]
 
-    def result(self, name: str) -> Result | None:
+    def result(self, name: str) -> BenchResult | None:
         return next((result for result in self.results if result.name == name), None)
 
-    def rate(self, result: Result) -> float:
+    def rate(self, result: BenchResult) -> float:
         """The rate in `unit`: GB/s or GFLOP/s."""
         return self.amount / result.median / 1e9
 
-    def share(self, result: Result) -> float:
+    def share(self, result: BenchResult) -> float:
         """The share of the ceiling's rate; 1 is as fast as the machine copies or multiplies."""
         return times_as_fast(result, self.ceiling)
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Row:
-        results = [Result(**result) for result in fields["results"]]
-        return cls(**fields | {"ceiling": Result(**fields["ceiling"]), "results": results})
+    def from_json(cls, fields: dict[str, Any]) -> BenchRow:
+        results = [BenchResult(**result) for result in fields["results"]]
+        return cls(**fields | {"ceiling": BenchResult(**fields["ceiling"]), "results": results})
 
 
-def times_as_fast(one: Result, other: Result) -> float:
+def times_as_fast(one: BenchResult, other: BenchResult) -> float:
     """How many times as fast `one` is as `other`: the median of the ratios of their turns.
 
     Both were measured next to each other in a turn, so a slow minute of the machine cancels.
@@ -96,22 +94,22 @@ def times_as_fast(one: Result, other: Result) -> float:
     return statistics.median(b / a for a, b in zip(one.samples, other.samples, strict=True))
 
 
-def write_json(path: Path, about: dict[str, Any], rows: Iterable[Row]) -> None:
+def write_json(path: Path, about: dict[str, Any], rows: Iterable[BenchRow]) -> None:
     content = {"format": FORMAT, **about, "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> tuple[dict[str, Any], list[Row]]:
+def read_json(path: Path) -> tuple[dict[str, Any], list[BenchRow]]:
     """Read a file of `write_json`. Raises InputError for any other file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise InputError(f"{path} has format {content['format']}; this tool reads {FORMAT}")
-        rows = [Row.from_json(row) for row in content.pop("rows")]
+        rows = [BenchRow.from_json(row) for row in content.pop("rows")]
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{path} is no file of `run.py --json`") from None
+        raise InputError(f"{path} is not a file of `run.py --json`") from None
     return content, rows

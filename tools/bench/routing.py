@@ -1,15 +1,15 @@
 """Time a model under imbalance: the same model, with the load of its experts forced.
 
-    make bench ARGS="--routing hot:1,zipf"             # beside balanced, in about a minute
+    make bench ARGS="--routing hot:1,zipf"             # and balanced, in about a minute
     make bench ARGS="--routing hot:1 --budget 8"       # also with --moe-activation-budget 8
     python tools/bench/routing.py --routing trace:runs/x/metrics.jsonl --expert-selection aoe
 
-The experts are divided over --ranks processes of this machine, so a busy expert is a busy rank.
-Each line is a workload of --moe-router-force-routing: the rows of the busiest rank over the mean,
-the CPU time of a forward and backward pass on the slowest rank, the most memory that one rank
-allocates in it, and the activations that one rank keeps. The ratios are to balanced. The passes of
-the workloads take turns. It uses the CPU, one thread for each rank. Exit codes: 0 done, 2 a wrong
-flag, 130 interrupted.
+The experts are divided over --ranks processes of this machine, so a busy expert makes a busy rank.
+Each line is a workload of --moe-router-force-routing. The columns are: the rows of the busiest rank
+over the mean; the CPU time of a forward and backward pass on the slowest rank; the most memory that
+one rank allocates in it; and the activations that one rank keeps. Ratios compare with balanced. The
+passes of the workloads take turns. The tool uses the CPU, with one thread for each rank. Exit
+codes: 0 done, 2 a wrong flag, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moe_parallel.platform.suppress_warnings import suppress_warnings
 from moe_parallel.tool import Tool, check_positive
 from tools.bench.about import about
 from tools.bench.benchmark import words
-from tools.bench.workloads import SYSTEMS, Measured, Task, Workload, format_workloads
+from tools.bench.workloads import SYSTEMS, ForcedWorkload, Measured, Task, format_workloads
 
 BALANCED = "balanced"
 
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     tool = Tool(__file__, __doc__)
     add = tool.add_argument
     add("--routing", type=words, metavar="A,B,...", default=["hot:1", "zipf"],
-        help="of --moe-router-force-routing (default: hot:1,zipf)")  # fmt: skip
+        help="workloads, as in --moe-router-force-routing (default: hot:1,zipf)")  # fmt: skip
     add("--expert-selection", choices=SYSTEMS, default=SYSTEMS[0],
         help="the system (default: %(default)s)")  # fmt: skip
     add("--budget", type=float, metavar="MIB",
@@ -68,7 +68,7 @@ def _run(arguments: list[str], own: argparse.Namespace) -> int:
     budgets = [None] if own.budget is None else [None, own.budget]
     task = Task(
         own.expert_selection,
-        tuple(Workload(name, budget) for name in names for budget in budgets),
+        tuple(ForcedWorkload(name, budget) for name in names for budget in budgets),
         own.hidden_size,
         own.seq_length,
         own.turns,

@@ -32,12 +32,13 @@ from moe_parallel.tool import Tool
 from tools.bench import benchmark
 from tools.bench.about import about
 from tools.bench.benchmark import chosen, words
-from tools.bench.clock import clock_of, keep_freed_memory
-from tools.bench.goals import format_verdicts, goals_of, judge
+from tools.bench.clock import keep_freed_memory, work_clock_of
+from tools.bench.goal import format_verdicts, judge
+from tools.bench.goals import goals_of
 from tools.bench.inputs import Draw
 from tools.bench.measurement import Patience, measure
 from tools.bench.peers import megatron
-from tools.bench.results import Row
+from tools.bench.results import BenchRow
 from tools.bench.rows import BENCHES
 from tools.bench.sizes import ERC, GOALS, SMALL, sizes_of
 from tools.bench.table import format_row
@@ -47,6 +48,7 @@ PEERS = (
     "transformers", "transformer-engine", "grouped-gemm", "megablocks", "scattermoe", "sonic-moe",
 )  # fmt: skip
 FUSING = ["never", "where-faster", "always"]
+TILING = ["where-faster", "square", "wide", "narrow"]
 DTYPES = {"cpu": ["float32", "bfloat16"], "cuda": ["bfloat16", "float16", "float32"]}
 
 
@@ -65,14 +67,15 @@ def _time(arguments: list[str], options: argparse.Namespace) -> int:
     )
 
 
-def _measure_all(options: argparse.Namespace, rows: list[Row]) -> None:
+def _measure_all(options: argparse.Namespace, rows: list[BenchRow]) -> None:
     if options.device == "cpu":
         torch.set_num_threads(1)
         if not keep_freed_memory():
             print("this C library has no mallopt: page faults of new memory count", flush=True)
     module = extension.load()
     module.set_fusing(getattr(module.Fusing, options.fusing.upper().replace("-", "_")))
-    ours, clock = select_backend("native"), clock_of(options.device)
+    module.set_tiling(getattr(module.Tiling, options.tiling.upper().replace("-", "_")))
+    ours, clock = select_backend("native"), work_clock_of(options.device)
     sizes = sizes_of(options.sizes, options.device)
     needs_megatron = options.device == "cpu" and "routed_layer" in options.ops
     patience = Patience(SECONDS_OF_A_ROW[options.sizes], options.turns)
@@ -99,7 +102,7 @@ def _about(arguments: list[str], options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _print_verdicts(options: argparse.Namespace, rows: list[Row]) -> None:
+def _print_verdicts(options: argparse.Namespace, rows: list[BenchRow]) -> None:
     if options.sizes == GOALS:
         goals = [
             goal
@@ -111,23 +114,27 @@ def _print_verdicts(options: argparse.Namespace, rows: list[Row]) -> None:
 
 def _add_flags(tool: Tool) -> None:
     add = tool.add_argument
-    add("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="where to run (default: cpu)")
     add("--sizes", choices=[SMALL, GOALS, ERC], default=SMALL,
         help="small: a quick check; goals: the sizes of the goals; erc: the layer of "
         "examples/papers/erc (default: small)")  # fmt: skip
-    add("--ops", type=words, metavar="A,B,...", help=f"of {', '.join(BENCHES)} (default: all)")
+    add("--ops", type=words, metavar="A,B,...", help=f"some of {', '.join(BENCHES)} (default: all)")
     add("--dtype", type=words, metavar="A,B,...",
-        help="float32, bfloat16, float16 (default: the first two; GPU: bfloat16)")  # fmt: skip
+        help="some of float32, bfloat16, float16 (default: the first two; GPU: "
+        "bfloat16)")  # fmt: skip
     add("--fusing", choices=FUSING, default=FUSING[1],
         help="fuse products with the steps around them in our layers and norm_topk, on a GPU "
         "(default: %(default)s)")  # fmt: skip
+    add("--tiling", choices=TILING, default=TILING[0],
+        help="tiles of grouped products in bf16 on an H100 or H200: 128 x 128 (square), 128 x 256 "
+        "(wide) or 128 x 64 (narrow) where they fit (default: %(default)s)")  # fmt: skip
     benchmark.add_flags(tool)
 
 
 def _checked(options: argparse.Namespace) -> argparse.Namespace:
     """The options, checked and with defaults filled in."""
     benchmark.check(options)
-    _check_device(options.device)
+    benchmark.check_device(options.device)
     measured = list(sizes_of(options.sizes, options.device))
     options.ops = chosen("--ops", options.ops, list(BENCHES), measured)
     dtypes = DTYPES[options.device]
@@ -136,13 +143,6 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
     if missing := [op for op in options.ops if op not in measured]:
         raise InputError(f"--ops {','.join(missing)}: no goal is set for it; use --sizes {SMALL}")
     return options
-
-
-def _check_device(device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda: torch sees no CUDA GPU here; use --device cpu")
-    if device == "cuda" and not extension.has_cuda():
-        raise InputError("--device cuda: the extension was built without CUDA; build it with nvcc")
 
 
 if __name__ == "__main__":

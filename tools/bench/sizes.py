@@ -1,4 +1,4 @@
-"""The measured sizes: `small` for a look of a minute, `goals` for the project's goals, `erc` for
+"""The measured sizes: `small` for a quick check, `goals` for the project's goals, `erc` for
 the layer in which the paper of the coupling loss reports what AoE costs (docs/papers.md)."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ SMALL, GOALS, ERC = "small", "goals", "erc"
 
 
 @dataclass(frozen=True)
-class Size:
+class BenchSize:
     """A size, with the letters of the AoE paper and docs/performance/README.md; 0: not used."""
 
     T: int = 0  # tokens
@@ -37,18 +37,20 @@ class Size:
         return " ".join(f"{a}={getattr(self, a)}" for a in letters if getattr(self, a))
 
 
-_SMALL = Size(T=512, d=128, n=8, K=2)
-_SMALL_FINE = Size(T=256, d=128, n=16, K=4, f=64)
-_COARSE = Size(T=4096, d=768, n=8, K=2, f=3072)
-_FINE = Size(T=2048, d=768, n=64, K=8, f=384)
-_MOVED = Size(T=16384, d=768, n=8, K=2)
+_SMALL = BenchSize(T=512, d=128, n=8, K=2)
+_SMALL_FINE = BenchSize(T=256, d=128, n=16, K=4, f=64)
+_COARSE = BenchSize(T=4096, d=768, n=8, K=2, f=3072)
+_FINE = BenchSize(T=2048, d=768, n=64, K=8, f=384)
+_MOVED = BenchSize(T=16384, d=768, n=8, K=2)
 
-_GPU_MOVED = Size(T=16384, d=2048, n=64, K=8)
-_GPU_COARSE = Size(T=8192, d=4096, n=8, K=2, f=14336)
-_GPU_FINE = Size(T=16384, d=2048, n=64, K=8, f=1024)
-_GPU_PAPER = Size(T=16384, d=768, n=8, K=2, f=3072)
+_ATTENTION = (BenchSize(T=1024, d=512), BenchSize(T=4096, d=512))  # on the CPU only
 
-SIZES: dict[tuple[str, str], dict[str, tuple[Size, ...]]] = {
+_GPU_MOVED = BenchSize(T=16384, d=2048, n=64, K=8)
+_GPU_COARSE = BenchSize(T=8192, d=4096, n=8, K=2, f=14336)
+_GPU_FINE = BenchSize(T=16384, d=2048, n=64, K=8, f=1024)
+_GPU_PAPER = BenchSize(T=16384, d=768, n=8, K=2, f=3072)
+
+SIZES: dict[tuple[str, str], dict[str, tuple[BenchSize, ...]]] = {
     (SMALL, "any"): {
         "routing_map": (_SMALL,),
         "permute": (_SMALL,),
@@ -56,12 +58,13 @@ SIZES: dict[tuple[str, str], dict[str, tuple[Size, ...]]] = {
         "grouped_gemm": (replace(_SMALL, f=256),),
         "swiglu": (replace(_SMALL, f=256),),
         "norm_topk": (replace(_SMALL, l=64),),
-        "expert_merge": (Size(T=16, d=128, n=8, f=256),),
+        "expert_merge": (BenchSize(T=16, d=128, n=8, f=256),),
         "routed_layer": (replace(_SMALL, f=256), _SMALL_FINE),
         "aoe_layer": (replace(_SMALL, f=256, l=64),),
     },
-    (ERC, "any"): {"aoe_layer": (Size(T=2048, d=1536, n=64, K=8, f=768, l=512),)},
+    (ERC, "any"): {"aoe_layer": (BenchSize(T=2048, d=1536, n=64, K=8, f=768, l=512),)},
     (GOALS, "cpu"): {
+        "attention": _ATTENTION,
         "permute": (_MOVED,),
         "unpermute": (_MOVED,),
         "routed_layer": (_COARSE, _FINE),
@@ -84,8 +87,9 @@ SIZES: dict[tuple[str, str], dict[str, tuple[Size, ...]]] = {
         ),
     },
 }
+SIZES[SMALL, "cpu"] = SIZES[SMALL, "any"] | {"attention": _ATTENTION[:1]}
 
 
-def sizes_of(name: str, device: str) -> dict[str, tuple[Size, ...]]:
+def sizes_of(name: str, device: str) -> dict[str, tuple[BenchSize, ...]]:
     """The sizes of each op, in the order in which they are measured."""
-    return SIZES[(name, device if name == GOALS else "any")]
+    return SIZES.get((name, device)) or SIZES[(name, "any")]

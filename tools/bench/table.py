@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from tools.bench.results import Result, Row, times_as_fast
+from tools.bench.results import BenchResult, BenchRow, times_as_fast
 
 DIFFERS = "DIFFERS"
 _LAST = "{:>9}{:>9}{:>10}{:>10}"
@@ -13,14 +13,14 @@ _LINE = "  {:<28}{:>12}  {:<21}{:>9}" + _LAST
 _MODEL_LINE = "  {:<32}{:>8}{:>9}  {:<18}{:>9}" + _LAST
 
 
-def format_row(row: Row) -> str:
+def format_row(row: BenchRow) -> str:
     """A title, and a line for each contender that was measured."""
     head = _LINE.format("", "us", "quartiles", row.unit, *_LAST_HEADS)
     lines = [_line(row, result) for result in row.results if result.absent is None]
     return "\n".join([_title(row), head, *lines])
 
 
-def format_model_row(row: Row, tokens: int, weights: Mapping[str, int]) -> str:
+def format_model_row(row: BenchRow, tokens: int, weights: Mapping[str, int]) -> str:
     """The same for whole models, with their parameters and the speed in tokens."""
     head = _MODEL_LINE.format("", "params", "ms", "quartiles", "tokens/s", *_LAST_HEADS)
     lines = [
@@ -38,7 +38,7 @@ def format_model_row(row: Row, tokens: int, weights: Mapping[str, int]) -> str:
     return "\n".join([_title(row), head, *lines])
 
 
-def format_absent(rows: Iterable[Row]) -> str:
+def format_absent(rows: Iterable[BenchRow]) -> str:
     """The absent contenders, a line for each reason; empty if there are none."""
     names: dict[str, dict[str, None]] = {}
     for row in rows:
@@ -49,18 +49,29 @@ def format_absent(rows: Iterable[Row]) -> str:
     return "\n".join(["absent:", *lines]) if lines else ""
 
 
-def ratio(row: Row, result: Result) -> str:
+def format_launched(rows: Iterable[BenchRow]) -> str:
+    """What was timed without a CUDA graph, a line for each reason; empty if there is nothing."""
+    names: dict[str, dict[str, None]] = {}
+    for row in rows:
+        for result in (row.ceiling, *row.results):
+            if result.without_graph is not None:
+                names.setdefault(result.without_graph, {})[f"{row.op} {result.name}"] = None
+    lines = [f"  {reason}: {', '.join(who)}" for reason, who in names.items()]
+    return "\n".join(["timed without a CUDA graph:", *lines]) if lines else ""
+
+
+def speed_of_ours(row: BenchRow, result: BenchResult) -> str:
     """How many times as fast ours is; empty for ours itself, and if outputs disagree."""
     if result.differs is not None:
         return DIFFERS
     return "" if result is row.ours else f"{times_as_fast(row.ours, result):.2f}x"
 
 
-def _title(row: Row) -> str:
+def _title(row: BenchRow) -> str:
     return f"{row.title}   ({row.ceiling.name} {row.rate(row.ceiling):,.1f} {row.unit})"
 
 
-def _line(row: Row, result: Result) -> str:
+def _line(row: BenchRow, result: BenchResult) -> str:
     line = _LINE.format(
         result.name,
         f"{result.median * 1e6:,.1f}",
@@ -71,16 +82,16 @@ def _line(row: Row, result: Result) -> str:
     return line if result.differs is None else f"{line}\n    {result.differs}"
 
 
-def _quartiles(result: Result, scale: float) -> str:
+def _quartiles(result: BenchResult, scale: float) -> str:
     first, third = (f"{value * scale:,.0f}" for value in result.quartiles)
     return f"[{first} .. {third}]"
 
 
-def _last(row: Row, result: Result) -> tuple[str, str, str, str]:
+def _last(row: BenchRow, result: BenchResult) -> tuple[str, str, str, str]:
     """The last columns, `_LAST_HEADS`."""
     return (
-        f"{100 * row.share(result):.1f} %",
-        ratio(row, result),
+        f"{100 * row.share(result):.1f}%",
+        speed_of_ours(row, result),
         _mebibytes(result.peak_bytes),
         _mebibytes(result.saved_bytes),
     )

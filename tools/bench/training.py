@@ -32,11 +32,11 @@ suppress_warnings()  # before Megatron-Core is imported
 
 from moe_parallel.data.indexed import write_indexed  # noqa: E402
 from moe_parallel.errors import InputError  # noqa: E402
-from moe_parallel.telemetry.metrics import FILE_NAME, Record, read_metrics  # noqa: E402
+from moe_parallel.telemetry.metrics import FILE_NAME, MetricsLine, read_metrics  # noqa: E402
 from moe_parallel.tool import Tool, check_positive  # noqa: E402
 from tools.bench.about import ROOT, about  # noqa: E402
 from tools.bench.sizes import GOALS, SMALL  # noqa: E402
-from tools.bench.twins import LEFT_OUT, Contender, Run, contenders, table  # noqa: E402
+from tools.bench.twins import LEFT_OUT, TwinContender, TwinRun, contenders, table  # noqa: E402
 
 PAPERS = ROOT / "examples" / "papers" / "aoe"
 VOCABULARY = 32000  # the paper's
@@ -68,7 +68,7 @@ def main(options: argparse.Namespace, flags: list[str]) -> int:
     print(f"{facts['command']}   ({facts['date']})\nmachine   {facts['machine']}", flush=True)
     is_small = options.sizes == SMALL
     field_of = contenders(16 if is_small else 64)
-    runs: dict[str, list[Run]] = {contender.name: [] for contender in field_of}
+    runs: dict[str, list[TwinRun]] = {contender.name: [] for contender in field_of}
     with tempfile.TemporaryDirectory() as folder:
         data = random_data(Path(folder))
         common = ONE_DEVICE | data | (SMALL_MODEL if is_small else {}) | backend()
@@ -77,7 +77,7 @@ def main(options: argparse.Namespace, flags: list[str]) -> int:
                 run_folder = Path(folder) / f"{turn}-{contender.name}"
                 command = command_of(contender, common, run_folder, flags)
                 records = train(command, run_folder, options.iterations + LEFT_OUT)
-                runs[contender.name].append(Run.of(records))
+                runs[contender.name].append(TwinRun.of(records))
     print("\n".join(table(field_of, runs, judged=not is_small)))
     if options.json is not None:
         samples = {name: [vars(run) for run in of_name] for name, of_name in runs.items()}
@@ -99,7 +99,7 @@ def backend() -> dict[str, str]:
 
 
 def command_of(
-    contender: Contender, common: dict[str, str], folder: Path, flags: Iterable[str]
+    contender: TwinContender, common: dict[str, str], folder: Path, flags: Iterable[str]
 ) -> list[str]:
     command = [sys.executable, str(ROOT / "pretrain_gpt_moe.py")]
     command += ["--config", str(PAPERS / contender.file), "--save", str(folder)]
@@ -108,7 +108,7 @@ def command_of(
     return [*command, *flags]
 
 
-def train(command: list[str], folder: Path, iterations: int) -> list[Record]:
+def train(command: list[str], folder: Path, iterations: int) -> list[MetricsLine]:
     """The records of `iterations` iterations. Then the run is ended, before it saves."""
     output = folder.with_suffix(".log")
     before = filter(None, [os.environ.get("PYTHONPATH")])
@@ -130,7 +130,7 @@ def train(command: list[str], folder: Path, iterations: int) -> list[Record]:
     raise InputError(f"a run ended by itself: {said[-1] if said else 'it said nothing'}")
 
 
-def training_records(folder: Path) -> list[Record]:
+def training_records(folder: Path) -> list[MetricsLine]:
     path = folder / FILE_NAME
     if not path.exists():
         return []

@@ -5,14 +5,14 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
-from moe_parallel.telemetry.metrics import Record
+from moe_parallel.telemetry.metrics import MetricsLine
 
 LEFT_OUT = 2  # iterations at the beginning of a run
 BY_BIAS = {"moe-aux-loss-coeff": "0", "moe-router-enable-expert-bias": "true"}
 
 
 @dataclass(frozen=True)
-class Contender:
+class TwinContender:
     """A configuration of the paper with its own flags. The others are compared with the twin;
     `least_speed` and `most_memory` are the goals, as multiples of the twin's values."""
 
@@ -29,15 +29,15 @@ class Contender:
         return f"{'met' if met else 'missed'} ({goal})"
 
 
-def contenders(rank: int) -> list[Contender]:
+def contenders(rank: int) -> list[TwinContender]:
     """The contenders. `rank`: d_low of AoE; d_wide follows from it by Eq. 5."""
     low_rank = {"aoe-low-rank-size": str(rank)}
     moe, moe_by_bias = "MoE, aux loss", "MoE, by bias"
     return [
-        Contender(moe, "moe_732m.yaml"),
-        Contender("AoE, aux loss, full gradient", "aoe_732m.yaml", low_rank, moe, 0.98, 1.0),
-        Contender(moe_by_bias, "moe_732m.yaml", BY_BIAS),
-        Contender(
+        TwinContender(moe, "moe_732m.yaml"),
+        TwinContender("AoE, aux loss, full gradient", "aoe_732m.yaml", low_rank, moe, 0.98, 1.0),
+        TwinContender(moe_by_bias, "moe_732m.yaml", BY_BIAS),
+        TwinContender(
             "AoE, by bias, selected gradient", "aoe_732m.yaml",
             low_rank | BY_BIAS | {"aoe-gradient": "selected"}, moe_by_bias, 0.99, 1.0,
         ),
@@ -45,14 +45,14 @@ def contenders(rank: int) -> list[Contender]:
 
 
 @dataclass(frozen=True)
-class Run:
+class TwinRun:
     """The measurements of a run: tokens per second of each counted iteration, and peak memory."""
 
     tokens_per_second: list[float]
     peak_memory_bytes: int
 
     @classmethod
-    def of(cls, records: list[Record]) -> Run:
+    def of(cls, records: list[MetricsLine]) -> TwinRun:
         counted = records[LEFT_OUT:]
         return cls(
             [record["tokens_per_second"] for record in counted],
@@ -60,7 +60,7 @@ class Run:
         )
 
 
-def table(field_of: list[Contender], runs: dict[str, list[Run]], judged: bool) -> list[str]:
+def table(field_of: list[TwinContender], runs: dict[str, list[TwinRun]], judged: bool) -> list[str]:
     """The table. Each ratio is the median over turns of the ratio of two runs in a turn."""
     head = f"  {'':<34}{'tokens/s':>10}  {'speed':>8}  {'peak MiB':>10}  {'memory':>8}"
     lines = ["", head]
@@ -78,7 +78,7 @@ def table(field_of: list[Contender], runs: dict[str, list[Run]], judged: bool) -
     return lines
 
 
-def ratios(ours: list[Run], twins: list[Run]) -> tuple[float, float]:
+def ratios(ours: list[TwinRun], twins: list[TwinRun]) -> tuple[float, float]:
     """The speed and the memory of our runs, as multiples of the twin's."""
     speeds = [
         statistics.median(run.tokens_per_second) / statistics.median(twin.tokens_per_second)

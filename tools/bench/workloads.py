@@ -12,7 +12,7 @@ _HEADS = ("workload", "max/mean", "CPU ms", "x balanced", "peak MiB", "x balance
 
 
 @dataclass(frozen=True)
-class Workload:
+class ForcedWorkload:
     """A forced routing, with or without a limit on the experts' activations."""
 
     name: str  # as --moe-router-force-routing takes it
@@ -34,7 +34,7 @@ class Task:
     """What is measured; the first workload is the one that all are compared with."""
 
     system: str
-    workloads: tuple[Workload, ...]
+    workloads: tuple[ForcedWorkload, ...]
     hidden_size: int
     seq_length: int
     turns: int

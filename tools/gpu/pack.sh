@@ -6,12 +6,19 @@
 #     mkdir tree && tar -xzf gpu-pack.tar.gz -C tree && tree/tools/gpu/report.sh tests /tmp/seen
 #
 #   PYTHON    the Python of that machine, which selects the wheels; default: python3.12
+#   TORCH     the torch of that machine, such as 2.11.0+cu130; needed to carry an extension
+#   MIB       the most that the pack may have; default: 64
 #
 # The pack contains the files that git tracks or would track, in their current state; in .carried/
 # megatron-core and the headers of CUTLASS, in the versions of pyproject.toml, and the commit; and
-# the extension, if one was built here for that Python or copied back from there (it is in a report's
-# FOLDER). The last lines print the content and the size. Exit codes: 0 packed, 2 something is
-# missing, explained in one line.
+# the extension for that Python, which is in a report's FOLDER once it was built there. It can also
+# be built here, without a GPU, in an environment of that Python with that torch, setuptools, ninja
+# and nvcc:
+#
+#     MOE_PARALLEL_BUILD=cuda TORCH_CUDA_ARCH_LIST=9.0a python setup.py build_ext --inplace
+#
+# The last lines print the content and the sizes. Exit codes: 0 packed, 2 something is missing,
+# too large, or was built for another torch, explained in one line.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit 2
 
@@ -73,12 +80,20 @@ carry megatron-core '*'
 carry nvidia-cutlass 'cutlass_library/__init__.py' 'cutlass_library/source/include/*'
 suffix=$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
 extension=moe_parallel/_C$suffix
-if [ -f "$extension" ] && [ -z "$(find setup.py csrc -newer "$extension" -print -quit)" ]; then
-    cp "$extension" "$tree/moe_parallel/"
-else
+if [ ! -f "$extension" ] || [ -n "$(find setup.py csrc -newer "$extension" -print -quit)" ]; then
     echo "pack: no extension for $name that is newer than csrc: it is built there (minutes)"
+elif [ -z "${TORCH:-}" ]; then
+    echo "pack: the extension stays here, and is built there (minutes): TORCH does not say for which"
+else
+    grep -qaF "$TORCH" "$extension" || stop "$extension was not built for torch $TORCH: build it" \
+        "with that torch, or delete it, and it is built there"
+    cp "$extension" "$tree/moe_parallel/"
 fi
 
-tar -czf "$file" -C "$tree" . || stop "$file could not be written"
+tar -czf "$work/pack" -C "$tree" . || stop "the pack could not be written"
 (cd "$tree" && du -sh .carried/* moe_parallel/*.so 2>/dev/null)
-echo "pack: $file, $(($(stat -c %s "$file") / 1024)) KiB"
+kib=$(($(stat -c %s "$work/pack") / 1024))
+[ "$kib" -le $((${MIB:-64} * 1024)) ] || stop "the pack has $kib KiB, more than ${MIB:-64} MiB:" \
+    "move large files that git does not ignore out of the tree"
+mv "$work/pack" "$file" || stop "$file could not be written"
+echo "pack: $file, $kib KiB"

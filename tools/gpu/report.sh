@@ -3,8 +3,10 @@
 # each:
 #
 #     tools/gpu/report.sh tests [FOLDER]      the tests marked gpu, and two models that train
-#     tools/gpu/report.sh operators [FOLDER]  their benchmark, with and without our fused products
-#     tools/gpu/report.sh models [FOLDER]     AoE of 732M parameters against its twin; sanitizers
+#     tools/gpu/report.sh operators [FOLDER]  their benchmark, with and without our fused products;
+#                                             tiles of grouped products beside each other
+#     tools/gpu/report.sh models [FOLDER]     AoE of 732M parameters against its twin; whole models
+#                                             against others; sanitizers
 #
 #   FOLDER    default: docs/performance/results/CARD-DATE; packed as FOLDER.tar.gz at the end
 #   PYTHON    the interpreter with torch; default: .venv-3.12/bin/python if it exists, else python3
@@ -12,10 +14,10 @@
 #             limit, which grows with MINUTES
 #
 # It needs a GPU, torch, megatron-core, pytest, and CUTLASS's headers to build: tools/gpu/pack.sh
-# packs what a machine without a network lacks. An existing extension with CUDA and CUTLASS that can
-# be imported is used; one that is built here is copied to FOLDER for the next call. A failed step
-# does not stop the others: FOLDER/CALL.md says how each ended. Exit codes: 0 all passed, 1 a step
-# failed, 2 nothing could be run, explained in one line.
+# packs what a machine without a network lacks. An existing extension with CUDA and CUTLASS that was
+# built for this torch is used; one that is built here is copied to FOLDER for the next call. A
+# failed step does not stop the others: FOLDER/CALL.md says how each ended. Exit codes: 0 all
+# passed, 1 a step failed, 2 nothing could be run, explained in one line.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit 2
 
@@ -39,7 +41,9 @@ check_machine() {
 
 is_built() {
     "$python" -c 'import sys, torch, moe_parallel._C as c
-info = c.build_info(); sys.exit(not (info["cuda"] and info["cutlass"]))' 2>/dev/null
+info = c.build_info()
+fits = info["torch"] == torch.__version__
+sys.exit(not (fits and info["cuda"] and info["cutlass"]))' 2>/dev/null
 }
 
 build() {
@@ -115,14 +119,17 @@ train() {
         --lr-warmup-iters 2 --save "$work/$1"
 }
 
-# Tests that could wait forever run first, each file in its own process.
+# Tests that could wait forever run first, each file in its own process. Of the folders, only those
+# with a test for a GPU are read, because tests of others import packages that may be missing here.
 tests() {
+    local folders
+    mapfile -t folders < <(grep -rl --include='*.py' 'mark\.gpu' tests | xargs dirname | sort -u)
     gpu_tests grouped-gemm 60 tests/ops/test_grouped_gemm.py
     gpu_tests fused-products 60 tests/ops/test_fused_products.py
     gpu_tests no-waiting 30 tests/ops/test_no_waiting.py
     train topk
     train aoe
-    gpu_tests others 150 tests --deselect tests/ops/test_grouped_gemm.py \
+    gpu_tests others 150 "${folders[@]}" --deselect tests/ops/test_grouped_gemm.py \
         --deselect tests/ops/test_fused_products.py --deselect tests/ops/test_no_waiting.py
 }
 
@@ -132,6 +139,8 @@ operators() {
     # The same with fused kernels, to measure the gain of gathering on load and of epilogues.
     step bench-fused 120 "$python" tools/bench/run.py --device cuda --sizes goals --fusing always \
         --ops norm_topk,routed_layer,aoe_layer --json "$folder/bench-fused.json"
+    # The tiles of grouped products side by side, for the rules in csrc/cuda/cutlass/tiles.h.
+    step tiles 80 "$python" tools/bench/tiles.py --json "$folder/tiles.json"
     step fused-against-unfused 10 "$python" tools/bench/compare.py "$folder/bench.json" \
         "$folder/bench-fused.json"
 }
@@ -139,6 +148,9 @@ operators() {
 models() {
     step training 240 "$python" tools/bench/training.py --sizes goals --turns 1 --iterations 6 \
         --json "$folder/training.json"
+    # Ours, Megatron-Core's and Hugging Face's, forward and backward.
+    step whole-models 110 "$python" tools/bench/models.py --device cuda --sizes gpu --turns 5 \
+        --json "$folder/models.json"
     command -v compute-sanitizer >/dev/null || return
     local tool some
     some="native and (plain and 7 or several_tiles or oracle and (swiglu or merge or norm))"
@@ -152,7 +164,7 @@ models() {
 call=${1:-}
 case $call in
     tests | operators | models) ;;
-    *) stop "${call:-nothing} is no call: tools/gpu/report.sh tests, operators or models" ;;
+    *) stop "${call:-nothing} is not a command: use tools/gpu/report.sh tests, operators or models" ;;
 esac
 check_machine
 card=$("$python" -c 'import torch; print(torch.cuda.get_device_name().split()[-1].lower())')

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_parallel.ops import RowMap
-from tools.bench.contender import Absent, Contender, Unavailable, Values, invite
+from tools.bench.contender import Absent, BenchContender, Unavailable, Values, invite
 from tools.bench.inputs import leaf
-from tools.bench.layer import RoutedLayer
+from tools.bench.layer import RoutedLayerWork
 
 GROUPED_GEMM, MEGABLOCKS = "grouped_gemm", "MegaBlocks"
 SCATTERMOE, SONICMOE = "ScatterMoE", "SonicMoE"
@@ -25,11 +25,11 @@ SCATTERMOE, SONICMOE = "ScatterMoE", "SonicMoE"
 
 def grouped_gemm_peers(
     x_NI: Tensor, w_EIO: Tensor, row_map: RowMap, dy_NO: Tensor
-) -> list[Contender | Absent]:
-    def build() -> Contender:
+) -> list[BenchContender | Absent]:
+    def build() -> BenchContender:
         gmm = _package("grouped_gemm", x_NI).ops.gmm
         counts_E = row_map.counts_E
-        return Contender(
+        return BenchContender(
             GROUPED_GEMM,
             lambda: [gmm(x_NI, w_EIO, counts_E)],
             {"x": x_NI, "w": w_EIO},
@@ -40,7 +40,7 @@ def grouped_gemm_peers(
     return [invite(GROUPED_GEMM, build)]
 
 
-def routed_layer_peers(layer: RoutedLayer) -> list[Contender | Absent]:
+def routed_layer_peers(layer: RoutedLayerWork) -> list[BenchContender | Absent]:
     return [
         invite(MEGABLOCKS, lambda: _megablocks(layer)),
         invite(SCATTERMOE, lambda: _scattermoe(layer)),
@@ -48,7 +48,7 @@ def routed_layer_peers(layer: RoutedLayer) -> list[Contender | Absent]:
     ]
 
 
-def _megablocks(layer: RoutedLayer) -> Contender:
+def _megablocks(layer: RoutedLayerWork) -> BenchContender:
     _package("megablocks", layer.x_TD)
     from megablocks.layers.arguments import Arguments
     from megablocks.layers.dmoe import ParallelDroplessMLP
@@ -83,10 +83,12 @@ def _megablocks(layer: RoutedLayer) -> Contender:
         }
 
     leaves = {"x": layer.x_TD, "probs": probs_TK} | weights
-    return Contender(MEGABLOCKS, forward, leaves, frozenset(weights), (layer.dy_TD,), canonical)
+    return BenchContender(
+        MEGABLOCKS, forward, leaves, frozenset(weights), (layer.dy_TD,), canonical
+    )
 
 
-def _scattermoe(layer: RoutedLayer) -> Contender:
+def _scattermoe(layer: RoutedLayerWork) -> BenchContender:
     _package("scattermoe", layer.x_TD)
     from scattermoe.mlp import GLUMLP
 
@@ -112,7 +114,7 @@ def _scattermoe(layer: RoutedLayer) -> Contender:
     return replace(plain, canonical=canonical)
 
 
-def _sonicmoe(layer: RoutedLayer) -> Contender:
+def _sonicmoe(layer: RoutedLayerWork) -> BenchContender:
     sonicmoe = _package("sonicmoe", layer.x_TD)
     size = layer.size
     # In its first matrix, gate and up rows alternate, and the experts are the last axis.

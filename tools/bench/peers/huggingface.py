@@ -7,9 +7,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from tools.bench.contender import Absent, Contender, Unavailable, invite
+from tools.bench.contender import Absent, BenchContender, Unavailable, invite
 from tools.bench.inputs import leaf
-from tools.bench.layer import RoutedLayer
+from tools.bench.layer import RoutedLayerWork
 
 FINE_GRAINED = 16  # from this number of experts on, a size is compared with Qwen3-MoE
 
@@ -20,7 +20,7 @@ def model_of(num_experts: int) -> str:
     return "HF Qwen3-MoE" if num_experts >= FINE_GRAINED else "HF Mixtral"
 
 
-def routed_layer_peers(layer: RoutedLayer) -> list[Contender | Absent]:
+def routed_layer_peers(layer: RoutedLayerWork) -> list[BenchContender | Absent]:
     model = model_of(layer.size.n)
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -33,7 +33,7 @@ def routed_layer_peers(layer: RoutedLayer) -> list[Contender | Absent]:
     ]
 
 
-def _peer(name: str, implementation: str, layer: RoutedLayer) -> Contender:
+def _peer(name: str, implementation: str, layer: RoutedLayerWork) -> BenchContender:
     if implementation == "batched_mm":
         _check_memory(layer)
     with torch.device("meta"):
@@ -48,7 +48,7 @@ def _peer(name: str, implementation: str, layer: RoutedLayer) -> Contender:
     return layer.linear_contender(name, forward, experts.gate_up_proj, experts.down_proj, probs_TK)
 
 
-def _experts(implementation: str, layer: RoutedLayer) -> tuple[torch.nn.Module, torch.dtype]:
+def _experts(implementation: str, layer: RoutedLayerWork) -> tuple[torch.nn.Module, torch.dtype]:
     """The module, and the dtype of the probs that its model's router returns."""
     size = layer.size
     if size.n >= FINE_GRAINED:
@@ -71,7 +71,7 @@ def _experts(implementation: str, layer: RoutedLayer) -> tuple[torch.nn.Module, 
     return mixtral.MixtralExperts(config), torch.float32
 
 
-def _check_memory(layer: RoutedLayer) -> None:
+def _check_memory(layer: RoutedLayerWork) -> None:
     """Check the memory for batched_mm, which copies the weights and their gradients per row."""
     weights = (layer.linear_gate_up_E2FD.nbytes + layer.linear_out_EDF.nbytes) // layer.size.n
     needed = 2 * layer.size.rows * weights

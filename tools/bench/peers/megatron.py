@@ -12,30 +12,32 @@ from torch.nn import functional
 
 from moe_parallel.config import Config
 from moe_parallel.platform.suppress_warnings import suppress_warnings
-from tools.bench.contender import Absent, Contender, Unavailable, invite
-from tools.bench.layer import RoutedLayer
+from tools.bench.contender import Absent, BenchContender, Unavailable, invite
+from tools.bench.layer import RoutedLayerWork
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from moe_parallel.parallel import Groups
-    from tools.bench.sizes import Size
+    from tools.bench.sizes import BenchSize
     from tools.bench.whole_models.sizes import ModelSize
 
 NAME = "Megatron SequentialMLP"
 
 
 @contextmanager
-def one_rank() -> Iterator[Groups]:
-    """Inside, Megatron-Core works on this CPU, with process groups of this process only."""
+def one_rank(device: str = "cpu") -> Iterator[Groups]:
+    """Inside, Megatron-Core works on the device, with process groups of this process only."""
     suppress_warnings()  # before Megatron-Core is imported
     from moe_parallel.training.standalone import single_process
 
-    with single_process(Config()) as groups:
+    with single_process(Config(), "nccl" if device == "cuda" else "gloo") as groups:
         yield groups
 
 
-def moe_config(size: Size | ModelSize, dtype: torch.dtype, **options: Any) -> TransformerConfig:
+def moe_config(
+    size: BenchSize | ModelSize, dtype: torch.dtype, **options: Any
+) -> TransformerConfig:
     """Megatron-Core's configuration of SwiGLU experts without an auxiliary loss."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -56,14 +58,14 @@ def moe_config(size: Size | ModelSize, dtype: torch.dtype, **options: Any) -> Tr
     )
 
 
-def routed_layer_peers(layer: RoutedLayer) -> list[Contender | Absent]:
+def routed_layer_peers(layer: RoutedLayerWork) -> list[BenchContender | Absent]:
     return [invite(NAME, lambda: _peer(layer))]
 
 
 class GivenRouting(torch.nn.Module):
     """Replaces Megatron's router: it returns the probs and choices that all contenders get."""
 
-    def __init__(self, layer: RoutedLayer) -> None:
+    def __init__(self, layer: RoutedLayerWork) -> None:
         super().__init__()
         self.layer = layer
         chosen = torch.zeros(layer.size.T, layer.size.n, dtype=torch.bool)
@@ -74,7 +76,7 @@ class GivenRouting(torch.nn.Module):
         return zeros_TE.scatter(1, self.layer.experts_TK, self.layer.probs_TK), self.chosen_TE
 
 
-def _peer(layer: RoutedLayer) -> Contender:
+def _peer(layer: RoutedLayerWork) -> BenchContender:
     if torch.cuda.is_available():  # then Megatron-Core works only on the GPU
         raise Unavailable("a peer on hosts without a GPU")
     if not torch.distributed.is_initialized():

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_parallel.ops import RowMap
-from tools.bench.contender import Absent, Contender
+from tools.bench.contender import Absent, BenchContender
 from tools.bench.inputs import leaf
-from tools.bench.layer import RoutedLayer
+from tools.bench.layer import RoutedLayerWork
 
 GROUPED_MM = "torch grouped_mm"
 LIST_OF_EXPERTS = "list of experts"
@@ -68,11 +68,11 @@ def autonomous_layer(
     return y_TD, experts_TK
 
 
-def routed_layer_peers(layer: RoutedLayer) -> list[Contender | Absent]:
+def routed_layer_peers(layer: RoutedLayerWork) -> list[BenchContender | Absent]:
     return [_list_of_experts(layer), _grouped_mm(layer)]
 
 
-def _list_of_experts(layer: RoutedLayer) -> Contender:
+def _list_of_experts(layer: RoutedLayerWork) -> BenchContender:
     """One expert after the other: `where`, two linear layers, `index_add`."""
     gate_up = [leaf(w) for w in layer.linear_gate_up_E2FD.detach().unbind()]
     out = [leaf(w) for w in layer.linear_out_EDF.detach().unbind()]
@@ -89,7 +89,7 @@ def _list_of_experts(layer: RoutedLayer) -> Contender:
     return layer.matrices_contender(LIST_OF_EXPERTS, forward, gate_up, out)
 
 
-def _grouped_mm(layer: RoutedLayer) -> Contender | Absent:
+def _grouped_mm(layer: RoutedLayerWork) -> BenchContender | Absent:
     if not hasattr(functional, "grouped_mm"):
         return Absent(GROUPED_MM, f"torch {torch.__version__} has no grouped_mm")
 

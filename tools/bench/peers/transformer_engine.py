@@ -9,30 +9,30 @@ import torch
 from torch import Tensor
 
 from moe_parallel.ops import RowMap
-from tools.bench.contender import Absent, Contender, Unavailable, Values, invite
+from tools.bench.contender import Absent, BenchContender, Unavailable, Values, invite
 
 PERMUTE, UNPERMUTE, GROUPED_LINEAR = "TE moe_permute", "TE moe_unpermute", "TE GroupedLinear"
 
 
 def permute_peers(
     x_TD: Tensor, experts_TK: Tensor, rows: int, dy_ND: Tensor
-) -> list[Contender | Absent]:
-    def build() -> Contender:
+) -> list[BenchContender | Absent]:
+    def build() -> BenchContender:
         te = _transformer_engine(x_TD)
         choices_TK = experts_TK.int()
 
         def forward() -> list[Tensor]:
             return [te.moe_permute(x_TD, choices_TK, rows, map_type="index")[0]]
 
-        return Contender(PERMUTE, forward, {"x": x_TD}, upstream=(dy_ND,))
+        return BenchContender(PERMUTE, forward, {"x": x_TD}, upstream=(dy_ND,))
 
     return [invite(PERMUTE, build)]
 
 
 def unpermute_peers(
     y_ND: Tensor, experts_TK: Tensor, probs_TK: Tensor, dout_TD: Tensor
-) -> list[Contender | Absent]:
-    def build() -> Contender:
+) -> list[BenchContender | Absent]:
+    def build() -> BenchContender:
         te = _transformer_engine(y_ND)
         x_TD = torch.zeros_like(dout_TD)  # TE builds its row map while it permutes
         _, row_id_map = te.moe_permute(x_TD, experts_TK.int(), y_ND.size(0), map_type="index")
@@ -40,15 +40,17 @@ def unpermute_peers(
         def forward() -> list[Tensor]:
             return [te.moe_unpermute(y_ND, row_id_map, probs_TK, map_type="index")]
 
-        return Contender(UNPERMUTE, forward, {"y": y_ND, "probs": probs_TK}, upstream=(dout_TD,))
+        return BenchContender(
+            UNPERMUTE, forward, {"y": y_ND, "probs": probs_TK}, upstream=(dout_TD,)
+        )
 
     return [invite(UNPERMUTE, build)]
 
 
 def grouped_gemm_peers(
     x_NI: Tensor, w_EIO: Tensor, row_map: RowMap, dy_NO: Tensor
-) -> list[Contender | Absent]:
-    def build() -> Contender:
+) -> list[BenchContender | Absent]:
+    def build() -> BenchContender:
         te = _transformer_engine(x_NI)
         experts, inner, columns = w_EIO.shape
         linear = te.GroupedLinear(
@@ -63,7 +65,7 @@ def grouped_gemm_peers(
         def canonical(gradients: Values) -> Values:
             return {"x": gradients["x"], "w": torch.stack([gradients[n].t() for n in names])}
 
-        return Contender(
+        return BenchContender(
             GROUPED_LINEAR,
             lambda: [linear(x_NI, counts)],
             {"x": x_NI} | dict(zip(names, weights, strict=True)),

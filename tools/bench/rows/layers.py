@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from moe_parallel.ops import Ops
-from tools.bench.contender import BOTH, OURS, Bench, Contender, Forward, Measure, Products
+from tools.bench.contender import (
+    BOTH,
+    OURS,
+    Absent,
+    Bench,
+    BenchContender,
+    Forward,
+    Measure,
+    Products,
+    Values,
+)
 from tools.bench.inputs import Draw, leaf
-from tools.bench.layer import RoutedLayer
+from tools.bench.layer import RoutedLayerWork
 from tools.bench.peers import gpu_packages, huggingface, megatron, torch_ops
-from tools.bench.sizes import Size
+from tools.bench.sizes import BenchSize
 
 UNFUSED = "ours, op by op"
 TWIN = "our routed layer"
@@ -21,10 +32,12 @@ TWIN = "our routed layer"
 FULL_KEPT, FULL_RECOMPUTED = "ours, full, kept", "ours, full, recomputed"
 SELECTED = "ours, selected"
 AUTONOMOUS = (FULL_KEPT, FULL_RECOMPUTED, SELECTED)
+# Numbers. With the 226 million of the size `erc`, the record of memory filled a host of 24 GiB.
+MOST_WEIGHTS_OF_COMPOSITION = 100_000_000
 
 
-def routed_layer(size: Size, draw: Draw, ours: Ops) -> Bench:
-    layer = RoutedLayer.drawn(size, draw)
+def routed_layer(size: BenchSize, draw: Draw, ours: Ops) -> Bench:
+    layer = RoutedLayerWork.drawn(size, draw)
     products = Products(((size.rows, size.d, 2 * size.f), (size.rows, size.f, size.d)))
     return Bench(
         "routed_layer",
@@ -44,14 +57,14 @@ def routed_layer(size: Size, draw: Draw, ours: Ops) -> Bench:
     )
 
 
-def _routed(layer: RoutedLayer, ours: Ops) -> Tensor:
+def _routed(layer: RoutedLayerWork, ours: Ops) -> Tensor:
     row_map = ours.routing_map(layer.experts_TK, layer.size.n, all_chosen=True)
     return ours.routed_experts(
         layer.x_TD, layer.probs_TK, row_map, layer.w_gate_up_ED2F, layer.w_out_EFD
     )
 
 
-def _op_by_op(layer: RoutedLayer, ours: Ops) -> Tensor:
+def _op_by_op(layer: RoutedLayerWork, ours: Ops) -> Tensor:
     """The same layer of single operators. The difference is the gain of fusing them."""
     row_map = ours.routing_map(layer.experts_TK, layer.size.n, all_chosen=True)
     x_ND = ours.permute(layer.x_TD, row_map)
@@ -62,7 +75,7 @@ def _op_by_op(layer: RoutedLayer, ours: Ops) -> Tensor:
     return ours.unpermute(y_ND, row_map)
 
 
-def aoe_layer(size: Size, draw: Draw, ours: Ops) -> Bench:
+def aoe_layer(size: BenchSize, draw: Draw, ours: Ops) -> Bench:
     """The bench of the AoE layer, including the selection. The yardstick is our routed layer of as
     many parameters, with the same tokens and the choices of the norms."""
     weights = {
@@ -74,10 +87,10 @@ def aoe_layer(size: Size, draw: Draw, ours: Ops) -> Bench:
     x_TD = leaf(draw.tokens_with_margin(size, weights["w_down"].detach()))
     dy_TD = draw.normal(size.T, size.d, seed=6)
 
-    def contender(name: str, forward: Forward) -> Contender:
-        return Contender(name, forward, {"x": x_TD} | weights, frozenset(weights), (dy_TD,))
+    def contender(name: str, forward: Forward) -> BenchContender:
+        return BenchContender(name, forward, {"x": x_TD} | weights, frozenset(weights), (dy_TD,))
 
-    def autonomous(name: str, *, selected: bool = False, kept: bool = False) -> Contender:
+    def autonomous(name: str, *, selected: bool = False, kept: bool = False) -> BenchContender:
         return contender(name, lambda: _autonomous(x_TD, weights, size.K, ours, selected, kept))
 
     products = Products((
@@ -96,14 +109,21 @@ def aoe_layer(size: Size, draw: Draw, ours: Ops) -> Bench:
             autonomous(SELECTED, selected=True),
             _twin(size, draw, ours, x_TD, weights["w_down"], dy_TD),
         ],
-        [
-            contender(
-                "torch composition",
-                lambda: torch_ops.autonomous_layer(x_TD, *weights.values(), size.K),
-            ),
-        ],
+        [_composition(size, contender, x_TD, weights)],
         (Measure(BOTH, products.with_gradients()),),
     )
+
+
+def _composition(
+    size: BenchSize,
+    contender: Callable[[str, Forward], BenchContender],
+    x_TD: Tensor,
+    weights: Values,
+) -> BenchContender | Absent:
+    name = "torch composition"
+    if sum(weight.numel() for weight in weights.values()) > MOST_WEIGHTS_OF_COMPOSITION:
+        return Absent(name, "at this size the record of its memory takes more than 20 GiB")
+    return contender(name, lambda: torch_ops.autonomous_layer(x_TD, *weights.values(), size.K))
 
 
 def _autonomous(
@@ -134,10 +154,10 @@ def _autonomous(
 
 
 def _twin(
-    size: Size, draw: Draw, ours: Ops, x_TD: Tensor, w_down_EDR: Tensor, dy_TD: Tensor
-) -> Contender:
+    size: BenchSize, draw: Draw, ours: Ops, x_TD: Tensor, w_down_EDR: Tensor, dy_TD: Tensor
+) -> BenchContender:
     with torch.no_grad():
         experts_TK = ours.norm_topk(x_TD, w_down_EDR, size.K)[1]
-    drawn = RoutedLayer.drawn(size, draw)
+    drawn = RoutedLayerWork.drawn(size, draw)
     layer = replace(drawn, x_TD=x_TD, experts_TK=experts_TK, dy_TD=dy_TD)
     return replace(layer.contender(TWIN, lambda: [_routed(layer, ours)]), answer="routed")

@@ -13,7 +13,7 @@ from tools.bench.contender import (
     OURS,
     Absent,
     Bench,
-    Contender,
+    BenchContender,
     Forward,
     Measure,
     Moved,
@@ -21,20 +21,20 @@ from tools.bench.contender import (
 )
 from tools.bench.inputs import Draw, leaf
 from tools.bench.peers import gpu_packages, torch_ops, transformer_engine
-from tools.bench.sizes import Size
+from tools.bench.sizes import BenchSize
 
 
-def grouped_gemm(size: Size, draw: Draw, ours: Ops) -> Bench:
+def grouped_gemm(size: BenchSize, draw: Draw, ours: Ops) -> Bench:
     row_map = ours.routing_map(draw.experts(size), size.n)
     counts_E = row_map.counts_E
     x_NI = leaf(draw.normal(size.rows, size.d, seed=1))
     w_EIO = leaf(draw.weight(size.n, size.d, size.f, seed=2))
     dy_NO = draw.normal(size.rows, size.f, seed=3)
 
-    def contender(name: str, forward: Forward) -> Contender:
-        return Contender(name, forward, {"x": x_NI, "w": w_EIO}, frozenset({"w"}), (dy_NO,))
+    def contender(name: str, forward: Forward) -> BenchContender:
+        return BenchContender(name, forward, {"x": x_NI, "w": w_EIO}, frozenset({"w"}), (dy_NO,))
 
-    def grouped_mm() -> Contender | Absent:
+    def grouped_mm() -> BenchContender | Absent:
         if not hasattr(functional, "grouped_mm"):
             return Absent(torch_ops.GROUPED_MM, f"torch {torch.__version__} has no grouped_mm")
         ends_E = counts_E.cumsum(0).int()
@@ -64,15 +64,15 @@ def grouped_gemm(size: Size, draw: Draw, ours: Ops) -> Bench:
     )
 
 
-def swiglu(size: Size, draw: Draw, ours: Ops) -> Bench:
+def swiglu(size: BenchSize, draw: Draw, ours: Ops) -> Bench:
     gate_NF = leaf(draw.normal(size.rows, size.f, seed=1))
     up_NF = leaf(draw.normal(size.rows, size.f, seed=2))
     probs_N = leaf(draw.probs(size).flatten())
     dh_NF = draw.normal(size.rows, size.f, seed=3)
 
-    def contender(name: str, forward: Forward) -> Contender:
+    def contender(name: str, forward: Forward) -> BenchContender:
         leaves = {"gate": gate_NF, "up": up_NF, "probs": probs_N}
-        return Contender(name, forward, leaves, upstream=(dh_NF,))
+        return BenchContender(name, forward, leaves, upstream=(dh_NF,))
 
     forward = 3 * gate_NF.nbytes + probs_N.nbytes
     backward = 5 * gate_NF.nbytes + 2 * probs_N.nbytes
@@ -86,7 +86,7 @@ def swiglu(size: Size, draw: Draw, ours: Ops) -> Bench:
     )
 
 
-def expert_merge(size: Size, draw: Draw, ours: Ops) -> Bench:
+def expert_merge(size: BenchSize, draw: Draw, ours: Ops) -> Bench:
     """T mixtures of n matrices (d, f), as Lory merges experts per segment."""
     w_EIO = leaf(draw.weight(size.n, size.d, size.f, seed=1))
     weights_PE = leaf(draw.normal(size.T, size.n, seed=2, dtype=torch.float32).softmax(-1))
@@ -96,9 +96,9 @@ def expert_merge(size: Size, draw: Draw, ours: Ops) -> Bench:
         merged_PM = weights_PE.to(w_EIO.dtype) @ w_EIO.flatten(1)
         return [merged_PM.unflatten(1, w_EIO.shape[1:])]
 
-    def contender(name: str, forward: Forward) -> Contender:
+    def contender(name: str, forward: Forward) -> BenchContender:
         leaves = {"weights": weights_PE, "w": w_EIO}
-        return Contender(name, forward, leaves, frozenset({"w"}), (dmerged_PIO,))
+        return BenchContender(name, forward, leaves, frozenset({"w"}), (dmerged_PIO,))
 
     forward = w_EIO.nbytes + dmerged_PIO.nbytes + weights_PE.nbytes
     backward = 2 * w_EIO.nbytes + dmerged_PIO.nbytes + 2 * weights_PE.nbytes

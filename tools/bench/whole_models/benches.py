@@ -1,4 +1,4 @@
-"""The benches: which models stand beside each other, and what is timed."""
+"""The benches: which models are compared, and what is timed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from tools.bench.contender import (
     STEP,
     Absent,
     Bench,
-    Contender,
+    BenchContender,
     Measure,
     Moved,
     invite,
 )
 from tools.bench.sizes import GOALS, SMALL
 from tools.bench.whole_models import huggingface, stock
-from tools.bench.whole_models.model import Terms, number_of_weights
+from tools.bench.whole_models.model import ModelTerms, number_of_weights
 from tools.bench.whole_models.ours import BY_BIAS, NO_LOSSES, aoe, lory, our_model, top_p, topk
+from tools.bench.whole_models.sizes import GPU
 
 
-def against_others(terms: Terms) -> Bench:
+def against_others(terms: ModelTerms) -> Bench:
     """Our systems, Megatron-Core's stock model, and Hugging Face's; no auxiliary losses."""
     size = terms.size
     systems = {
@@ -39,8 +40,8 @@ def against_others(terms: Terms) -> Bench:
     return _bench("model", terms, ours, peers)
 
 
-def curve(terms: Terms) -> Bench:
-    """Ours beside the fastest peer."""
+def curve(terms: ModelTerms) -> Bench:
+    """Ours and the fastest peer."""
     ours = [
         our_model("ours, topk", topk(terms.size, *NO_LOSSES), terms),
         our_model("ours, aoe", aoe(terms.size, *NO_LOSSES), terms),
@@ -49,17 +50,19 @@ def curve(terms: Terms) -> Bench:
     return _bench("model", terms, ours, peers)
 
 
-def aoe_with_losses(terms: Terms) -> Bench:
-    """AoE beside topk of as many parameters, both with the auxiliary loss."""
+def aoe_with_losses(terms: ModelTerms) -> Bench:
+    """AoE and topk of as many parameters, both with the auxiliary loss."""
     loss = ("--moe-aux-loss-coeff", "0.01")
+    kept = aoe(terms.size, *loss, "--aoe-recompute-scores", "false")
     ours = [
         our_model("topk, aux loss", topk(terms.size, *loss), terms),
         our_model("aoe, aux loss, full gradient", aoe(terms.size, *loss), terms),
+        our_model("aoe, aux loss, full gradient, scores kept", kept, terms),
     ]
     return _bench("model with aux loss", terms, ours, [])
 
 
-def aoe_by_bias(terms: Terms) -> Bench:
+def aoe_by_bias(terms: ModelTerms) -> Bench:
     """The same balanced by bias, where the selected gradient is exact."""
     selected = aoe(terms.size, *BY_BIAS, "--aoe-gradient", "selected")
     ours = [
@@ -69,16 +72,20 @@ def aoe_by_bias(terms: Terms) -> Bench:
     return _bench("model balanced by bias", terms, ours, [])
 
 
-BENCHES: dict[str, list[Callable[[Terms], Bench]]] = {
-    SMALL: [against_others, aoe_with_losses, aoe_by_bias],
-    GOALS: [against_others, aoe_with_losses, aoe_by_bias],
+_EVERY = [against_others, aoe_with_losses, aoe_by_bias]
+BENCHES: dict[str, list[Callable[[ModelTerms], Bench]]] = {
+    SMALL: _EVERY,
+    GOALS: _EVERY,
+    GPU: _EVERY,
     "sequence": [curve],
     "experts": [curve],
     "micro-batch": [curve],
 }
 
 
-def _hugging_face(terms: Terms, implementations: tuple[str, ...]) -> list[Contender | Absent]:
+def _hugging_face(
+    terms: ModelTerms, implementations: tuple[str, ...]
+) -> list[BenchContender | Absent]:
     return [
         invite(
             huggingface.name_of(terms, implementation),
@@ -90,9 +97,9 @@ def _hugging_face(terms: Terms, implementations: tuple[str, ...]) -> list[Conten
 
 def _bench(
     op: str,
-    terms: Terms,
-    ours: list[Contender],
-    peers: list[Contender | Absent],
+    terms: ModelTerms,
+    ours: list[BenchContender],
+    peers: list[BenchContender | Absent],
 ) -> Bench:
     products = terms.size.products()
     measures = [Measure(FORWARD, products), Measure(BOTH, products.with_gradients())]

@@ -13,11 +13,11 @@ from moe_parallel.config import ParallelConfig
 from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
 from moe_parallel.training.engine import Engine
-from tools.bench.clock import clock_of
-from tools.bench.contender import Contender
+from tools.bench.clock import WorkTimer, work_clock_of
+from tools.bench.contender import BenchContender
 from tools.bench.measurement import Patience, take_turns
 from tools.bench.memory import peak_bytes, saved_bytes
-from tools.bench.whole_models.model import Terms
+from tools.bench.whole_models.model import ModelTerms
 from tools.bench.whole_models.ours import engine_of, model_of
 from tools.bench.whole_models.sizes import ModelSize
 from tools.bench.workloads import Measured, Task
@@ -48,7 +48,7 @@ def measure_workloads(task: Task) -> list[Measured]:
     groups = initialize_groups(ParallelConfig(expert_model_parallel_size=ranks))
     model_parallel_cuda_manual_seed(SEED)
     size = ModelSize(d=task.hidden_size, f=4 * task.hidden_size, S=task.seq_length, V=512)
-    terms = Terms(size, torch.float32, groups)
+    terms = ModelTerms(size, torch.float32, groups)
     system = ["--expert-selection", task.system, "--moe-aux-loss-coeff", "0"]
     system += ["--expert-model-parallel-size", str(ranks)]
     engines = [engine_of([*system, *each.flags], terms) for each in task.workloads]
@@ -58,13 +58,13 @@ def measure_workloads(task: Task) -> list[Measured]:
     ]
     rows = [_rows(engine, model) for engine, model in zip(engines, models, strict=True)]
     memory = [(peak_bytes(model, "cpu"), saved_bytes(model)) for model in models]
-    clock = clock_of("cpu")
+    clock = work_clock_of("cpu")
 
-    def timed(model: Contender) -> float:
+    def timed(timer: WorkTimer) -> float:
         dist.barrier()
-        return clock.seconds(model.run)[0]
+        return timer()
 
-    hands = {str(number): partial(timed, model) for number, model in enumerate(models)}
+    hands = {str(number): partial(timed, clock.timer(m.run)) for number, m in enumerate(models)}
     seconds = take_turns(hands, Patience(0, task.turns))
     destroy_groups()
     return [
@@ -73,7 +73,7 @@ def measure_workloads(task: Task) -> list[Measured]:
     ]
 
 
-def _rows(engine: Engine, model: Contender) -> float:
+def _rows(engine: Engine, model: BenchContender) -> float:
     """The rows that this rank's experts receive in a pass, over all layers. Collective."""
     engine.statistics.training.clear()
     model.forward()

@@ -7,19 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.bench.contender import Contender
+from tools.bench.contender import BenchContender
 from tools.bench.peers.huggingface import FINE_GRAINED, model_of
-from tools.bench.whole_models.model import Terms, contender_of
+from tools.bench.whole_models.model import ModelTerms, contender_of
 
 IMPLEMENTATIONS = ("grouped_mm", "eager")
 
 
-def name_of(terms: Terms, implementation: str) -> str:
+def name_of(terms: ModelTerms, implementation: str) -> str:
     return f"{model_of(terms.size.n)} {implementation}"
 
 
-def hugging_face_model(terms: Terms, implementation: str) -> Contender:
-    model = _model(terms, implementation).to(terms.dtype)
+def hugging_face_model(terms: ModelTerms, implementation: str) -> BenchContender:
+    with torch.device(terms.device):
+        model = _model(terms, implementation).to(terms.dtype)
     model.train()
     adam = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
@@ -41,7 +42,7 @@ def hugging_face_model(terms: Terms, implementation: str) -> Contender:
     return contender_of(name_of(terms, implementation), model, loss, step)
 
 
-def _model(terms: Terms, implementation: str) -> Any:
+def _model(terms: ModelTerms, implementation: str) -> Any:
     size = terms.size
     common = {
         "num_hidden_layers": size.layers,

@@ -10,18 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from moe_parallel.parallel import Groups
-from tools.bench.contender import Contender
+from tools.bench.contender import BenchContender
 from tools.bench.whole_models.sizes import ModelSize
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What all models of a bench share: sizes, precision, and the tokens with their labels."""
+class ModelTerms:
+    """What all models of a bench share: sizes, precision, device, the tokens and their labels."""
 
     size: ModelSize
     dtype: torch.dtype
     groups: Groups
     number_of_batches: int = 1
+    device: str = "cpu"
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Tokens and labels, [B, S] each, in turns: the same for each model."""
@@ -29,29 +30,30 @@ class Terms:
         shape = (self.size.B, self.size.S + 1)
         batches = []
         for _ in range(self.number_of_batches):
-            ids = torch.randint(self.size.V, shape, generator=generator)
+            ids = torch.randint(self.size.V, shape, generator=generator).to(self.device)
             batches.append((ids[:, :-1].contiguous(), ids[:, 1:].contiguous()))
         return itertools.cycle(batches)
 
 
 def contender_of(
     name: str, model: nn.Module, loss: Callable[[], Tensor], step: Callable[[], object]
-) -> Contender:
+) -> BenchContender:
     """`loss` runs the forward pass; `step` is a step of the optimizer on gradients that exist.
 
     Each model is its own answer: initial weights differ, so losses do.
     """
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    return Contender(
+    device = next(iter(weights.values())).device
+    return BenchContender(
         name,
         forward=lambda: [loss()],
         leaves=weights,
         weights=frozenset(weights),
-        upstream=(torch.ones(()),),
+        upstream=(torch.ones((), device=device),),
         answer=name,
         step=step,
     )
 
 
-def number_of_weights(contender: Contender) -> int:
+def number_of_weights(contender: BenchContender) -> int:
     return sum(weight.numel() for weight in contender.leaves.values())

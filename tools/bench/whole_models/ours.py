@@ -9,8 +9,8 @@ from torch import Tensor
 from moe_parallel.config import parse_command_line, validate
 from moe_parallel.model.forward import language_model_loss
 from moe_parallel.training.engine import Engine
-from tools.bench.contender import Contender
-from tools.bench.whole_models.model import Terms, contender_of
+from tools.bench.contender import BenchContender
+from tools.bench.whole_models.model import ModelTerms, contender_of
 from tools.bench.whole_models.sizes import ModelSize
 
 NO_LOSSES = ["--moe-aux-loss-coeff", "0"]
@@ -60,12 +60,12 @@ def lory(size: ModelSize) -> list[str]:
     return ["--expert-selection", "lory", "--lory-segment-length", str(segment)]
 
 
-def our_model(name: str, selection: list[str], terms: Terms) -> Contender:
+def our_model(name: str, selection: list[str], terms: ModelTerms) -> BenchContender:
     """Trains with every default of the program, except the layout of one process."""
     return model_of(name, engine_of(selection, terms), terms)
 
 
-def engine_of(selection: list[str], terms: Terms) -> Engine:
+def engine_of(selection: list[str], terms: ModelTerms) -> Engine:
     """Our model in the layout of `terms`, with the flags of its selection."""
     dp = terms.groups.dp.size()
     config = parse_command_line([*flags_of(terms.size, terms.dtype, dp), *selection])
@@ -73,14 +73,14 @@ def engine_of(selection: list[str], terms: Terms) -> Engine:
     return Engine(config, terms.size.V, terms.groups)
 
 
-def model_of(name: str, engine: Engine, terms: Terms) -> Contender:
+def model_of(name: str, engine: Engine, terms: ModelTerms) -> BenchContender:
     """An engine's model on this rank."""
     size = terms.size
     (model,) = engine.chunks
     model.train()
     batches = terms.batches()
-    mask_BS = torch.ones(size.B, size.S)
-    positions_BS = torch.arange(size.S).expand(size.B, -1)
+    mask_BS = torch.ones(size.B, size.S, device=terms.device)
+    positions_BS = torch.arange(size.S, device=terms.device).expand(size.B, -1)
 
     def loss() -> Tensor:
         tokens_BS, labels_BS = next(batches)

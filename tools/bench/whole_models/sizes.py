@@ -1,4 +1,5 @@
-"""The measured models: `small` for a look, `goals` for the project's goals, and three curves."""
+"""The measured models: `small` for a look, `goals` for the project's goals on a CPU, `gpu`, and
+three curves."""
 
 from __future__ import annotations
 
@@ -55,12 +56,16 @@ class ModelSize:
         )
 
 
+GPU = "gpu"
+
 _TWO_OF_1024 = ModelSize()
 _ONE_OF_4096 = ModelSize(layers=1, B=1, S=4096)
 
 SIZES: dict[str, tuple[ModelSize, ...]] = {
     SMALL: (ModelSize(d=128, f=128, S=128, V=512),),
     GOALS: (_TWO_OF_1024, _ONE_OF_4096),
+    # 0.56 B weights. All contenders of a row together need about 40 GB.
+    GPU: (ModelSize(d=2048, n=64, K=8, f=512, S=2048, B=4, V=32000),),
     "sequence": tuple(replace(_ONE_OF_4096, S=512 << i) for i in range(5)),
     # Equal FLOPs: K experts of width f do the same work for a token.
     "experts": tuple(replace(_TWO_OF_1024, n=8 << i, K=1 << i, f=1024 >> i) for i in range(5)),

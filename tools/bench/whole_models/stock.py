@@ -10,14 +10,15 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from tools.bench.contender import Contender
+from tools.bench.contender import BenchContender
 from tools.bench.peers.megatron import moe_config
-from tools.bench.whole_models.model import Terms, contender_of
+from tools.bench.whole_models.goals import STOCK
+from tools.bench.whole_models.model import ModelTerms, contender_of
 
-NAME = "Megatron GPTModel"
+NAME = STOCK
 
 
-def stock_model(terms: Terms) -> Contender:
+def stock_model(terms: ModelTerms) -> BenchContender:
     size = terms.size
     config = moe_config(
         size,
@@ -41,6 +42,7 @@ def stock_model(terms: Terms) -> Contender:
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )
+    gpt.to(terms.device)  # the norms are made on the CPU
     chunk = Float16Module(config, gpt) if config.bf16 else gpt
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     model = DistributedDataParallel(config, ddp, chunk)
@@ -50,8 +52,9 @@ def stock_model(terms: Terms) -> Contender:
         ),
         [model],
     )
-    positions_BS = torch.arange(size.S).expand(size.B, -1)
-    causal_SS = torch.ones(1, 1, size.S, size.S, dtype=torch.bool).triu(1)  # True: is not seen
+    positions_BS = torch.arange(size.S, device=terms.device).expand(size.B, -1)
+    square = torch.ones(1, 1, size.S, size.S, dtype=torch.bool, device=terms.device)
+    causal_SS = square.triu(1)  # True: is not seen
 
     batches = terms.batches()
 
