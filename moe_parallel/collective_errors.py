@@ -10,26 +10,27 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from moe_parallel.errors import Damaged, InputError
+from moe_parallel.errors import Busy, Damaged, InputError
 
-Result = TypeVar("Result")
+Returned = TypeVar("Returned")
 
 
 class StorageError(Exception):
     """A file could not be written or read. The message is one line: the path and the reason."""
 
 
-def exchange(value: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
+def exchange(value: Returned, group: dist.ProcessGroup | None = None) -> list[Returned]:
     """Every rank's picklable `value`, in rank order.
 
-    `group`: contains all ranks; None: the default group. A thread beside training needs its own.
+    `group`: contains all ranks; None: the default group. A thread that runs during training needs
+    its own.
     """
     gathered: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group)
     return gathered
 
 
-def agree(action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+def agree(action: Callable[[], Returned], group: dist.ProcessGroup | None = None) -> Returned:
     """Call `action` on every rank and return this rank's result.
 
     Every rank must call this. If `action` fails on any rank, every rank raises. An InputError or
@@ -37,7 +38,7 @@ def agree(action: Callable[[], Result], group: dist.ProcessGroup | None = None) 
     raises any other exception unchanged, and the others raise a RuntimeError that names that rank.
     `group`: see `exchange`.
     """
-    result: Result
+    result: Returned
     own: Exception | None = None
     try:
         result = action()
@@ -58,7 +59,7 @@ def on_rank_0(action: Callable[[], object], group: dist.ProcessGroup | None = No
     agree(action if dist.get_rank() == 0 else lambda: None, group)
 
 
-def rank_0_first(action: Callable[[], Result]) -> Result:
+def rank_0_first(action: Callable[[], Returned]) -> Returned:
     """Call `action` on rank 0, then on the others, which find the files that rank 0 has written.
 
     The rules of `agree` apply. Without a process group, `action` is called once.
@@ -77,7 +78,7 @@ def one_line(error: OSError) -> str:
 
 def _note(error: Exception) -> tuple[type[Exception], str]:
     """The type and message for the other ranks; not all exceptions of libraries pickle."""
-    shared = (Damaged, InputError, StorageError)  # a class after its subclasses
+    shared = (Busy, Damaged, InputError, StorageError)  # a class after its subclasses
     kind = next((kind for kind in shared if isinstance(error, kind)), RuntimeError)
     return kind, str(error)
 

@@ -8,5 +8,9 @@ class InputError(ValueError):
     """
 
 
+class Busy(InputError):
+    """Another run uses a folder, and may soon leave it. The program exits with code 75."""
+
+
 class Damaged(InputError):
     """A file is not what was saved. The last clause of the message, after `; `, is the remedy."""

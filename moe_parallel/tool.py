@@ -28,6 +28,14 @@ from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_CTRL_C, reader
 _SECONDS_BETWEEN_LINES = 30
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """The description as it is written; a value is N, X, PATH or TEXT, by its type."""
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        names: dict[object, str] = {int: "N", float: "X", Path: "PATH"}
+        return names.get(action.type, "TEXT")
+
+
 class Tool(OneLineParser):
     """The command line of a program, which ends with the exit code that `run` returns."""
 
@@ -48,7 +56,7 @@ class Tool(OneLineParser):
             when_interrupted: the message after Ctrl-C.
             options: further arguments of argparse.ArgumentParser.
         """
-        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options.setdefault("formatter_class", _Help)
         # No abbreviations: a flag of the training program may begin like a flag of this program.
         super().__init__(prog=Path(file).name, description=docstring, allow_abbrev=False, **options)
         self._speaks_as = speaks_as or self.prog

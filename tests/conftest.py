@@ -12,6 +12,7 @@
 """
 
 import gc
+import os
 import signal
 from collections import defaultdict
 from typing import Any
@@ -28,7 +29,9 @@ WHY = {
 }
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    if not pluginmanager.hasplugin("timeout"):  # a GPU host may lack pytest-timeout
+        parser.addini("timeout", "seconds; has no effect without pytest-timeout")
     parser.addoption("--full", action="store_true", help="run the full tier as well")
     parser.addoption("--gpu", action="store_true", help="collect what needs a GPU without one")
     parser.addoption("--cluster", action="store_true", help="collect what needs a Slurm cluster")
@@ -39,6 +42,8 @@ def pytest_configure() -> None:
     # A shell starts background jobs with SIGINT ignored, and their children inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # torch asks the name server for the name of each peer, 127.0.0.1. A lost answer takes 5 s.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 
 @pytest.hookimpl(tryfirst=True)

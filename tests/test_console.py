@@ -78,7 +78,7 @@ def test_examples_are_where_the_command_says(commands: Path) -> None:
 
 @pytest.mark.full
 def test_an_installed_wheel(tmp_path: Path) -> None:
-    """The wheel is built, installed beside this environment's packages, and run elsewhere."""
+    """The wheel is built, installed next to this environment's packages, and run elsewhere."""
     source, wheels, venv = (tmp_path / name for name in ("source", "wheels", "venv"))
     left_behind = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "*.so", "__pycache__")
     shutil.copytree(ROOT, source, ignore=left_behind)

@@ -54,7 +54,7 @@ def test_from_a_folder_of_text_to_a_report(tmp_path: Path) -> None:
     assert "data/my_text_document: 20 documents, " in data
     assert "iteration 2/2" in training
     table, _, text = looked.partition("Once upon a time")
-    assert "perplexity (95 %)" in table and "my_text_document          2" in table and text
+    assert "perplexity (95%)" in table and "my_text_document          2" in table and text
     assert "saved exported/my: MoeParallelForCausalLM, " in export
     assert generated.startswith("Once upon a time") and len(generated) > 40
     assert (tmp_path / "runs/my/analysis/selections.parquet").is_file()

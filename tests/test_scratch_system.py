@@ -2,16 +2,24 @@
 
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.distributed import run_distributed
+from tests.generation.small_models import PROMPTS, VOCABULARY, small_model
+from tests.huggingface.exporting import export_run, save_runs
+from tests.plan.test_activations import Found, _compare, _kept
 from tests.training.tiny_run import Layout, TinyRun
 
 PACKAGE = '''
-"""Nearest: a token goes to the expert of greatest score within a window that turns with it."""
+"""Window: in training a token has the expert of greatest score within a window of experts.
+
+The window turns from token to token. In evaluation it has all experts.
+"""
 
 from dataclasses import dataclass
 
@@ -19,9 +27,12 @@ import torch
 
 from moe_parallel.config import Balancing, RoutedSelection
 from moe_parallel.config.option import option
+from moe_parallel.config.selection.kept import EXPERTS, PROBABILITIES
 from moe_parallel.layers import RoutedLayer
 from moe_parallel.layers.routing_losses import load_balancing
+from moe_parallel.selection import topk
 from moe_parallel.selection.choices import Choices
+from moe_parallel.selection.topk import TopK
 from moe_parallel.systems import Rules, System, register
 
 
@@ -30,6 +41,14 @@ class WindowSelection(Balancing, RoutedSelection, system="window"):
     """The expert of greatest logit among those of a window."""
 
     window_size: int = option(2, "experts in a window", least=1, weights=True)
+    window_in_evaluation: bool = option(False, "use the window in evaluation, too")
+
+    @property
+    def choices_per_token(self):
+        return 1
+
+    def kept_by_rule(self):
+        return [PROBABILITIES, EXPERTS]
 
     def check(self, config, world_size):
         super().check(config, world_size)
@@ -53,7 +72,9 @@ class Window:
 
 
 def rules(selection):
-    return Rules(Window(selection.window_size), Window(selection.window_size))
+    window = Window(selection.window_size)
+    whole = TopK(1, topk.raw_probability)
+    return Rules(window, window if selection.window_in_evaluation else whole)
 
 
 register(System(WindowSelection, layer=RoutedLayer, rules=rules, losses=(load_balancing,)))
@@ -124,6 +145,203 @@ def test_it_has_flags_rules_and_a_layer_like_any_other(package: Path) -> None:
     assert layer == ["RoutedLayer", 1]
 
 
+def _export(package: Path, folder: Path) -> tuple[float, bool, str]:
+    """How far the exported logits are from the run's, and the reason for a refusal."""
+    sys.path.insert(0, str(package))
+    import window_system  # noqa: F401
+    from transformers import AutoModelForCausalLM
+
+    import moe_parallel.hf  # noqa: F401  registers the architecture
+    from moe_parallel.errors import InputError
+    from tests.huggingface.exporting import PROMPT, STEPS
+
+    ((logits, tokens),) = save_runs([(folder / "run", OPTIONS)])
+    export_run(folder / "run", folder / "exported")
+    model = AutoModelForCausalLM.from_pretrained(folder / "exported").eval()
+    prompt = torch.tensor([PROMPT])
+    with torch.no_grad():
+        found = model(prompt).logits[0]
+        written = model.generate(
+            prompt, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False
+        )
+    save_runs([(folder / "refused", OPTIONS | {"window_in_evaluation": True})])
+    with pytest.raises(InputError) as refused:
+        export_run(folder / "refused", folder / "nothing")
+    distance = float((found - logits).abs().max() / logits.abs().max())
+    return distance, written[0, len(PROMPT) :].tolist() == tokens, str(refused.value)
+
+
+def test_it_is_exported_if_transformers_can_compute_it(package: Path, tmp_path: Path) -> None:
+    ((distance, same_text, refused),) = run_distributed(1, _export, package, tmp_path)
+    assert distance <= 1e-5 and same_text
+    assert refused == (
+        "--load: --expert-selection window is not exported: its rule, Window, has no exported form"
+    )
+
+
+def _layers_of_its_own(package: Path) -> tuple[str, list[str]]:
+    """The refusal of a layer that exports do not know, and how another package makes it known."""
+    sys.path.insert(0, str(package))
+    import window_system
+
+    from moe_parallel.config import make_config
+    from moe_parallel.errors import InputError
+    from moe_parallel.huggingface import own_layers, own_steps
+    from moe_parallel.huggingface.own_model import own_config_json
+    from moe_parallel.huggingface.own_model import own_steps as steps_of
+    from moe_parallel.layers import RoutedLayer
+    from moe_parallel.systems import System, register
+
+    class MirrorLayer(RoutedLayer):
+        pass
+
+    class MirrorSelection(window_system.WindowSelection, system="mirror"):
+        pass
+
+    register(System(MirrorSelection, layer=MirrorLayer, rules=window_system.rules))
+    config = make_config({"expert_selection": "mirror", "num_experts": 4, "num_layers": 1})
+    with pytest.raises(InputError) as refused:
+        own_config_json(config, VOCABULARY, fold=False)
+    exported = own_layers.ExportedLayer(
+        lambda config: {"router_hidden_size": None}, own_steps.routed_steps
+    )
+    own_layers.register_layer(MirrorLayer, exported)
+    fields = own_config_json(config, VOCABULARY, fold=False)
+    assert fields["rule"] == "topk" and fields["num_experts_per_tok"] == 1
+    names = [name for step in steps_of(config, VOCABULARY, fold=False) for name, _ in step.results]
+    return str(refused.value), [name for name in names if ".mlp." in name]
+
+
+def test_a_layer_of_its_own_is_refused_until_it_is_registered(package: Path) -> None:
+    ((refused, names),) = run_distributed(1, _layers_of_its_own, package)
+    assert refused.endswith("mirror is not exported: its layer, MirrorLayer, has no exported form")
+    mlp = "model.layers.0.mlp"
+    assert names == [
+        f"{mlp}.gate.router_out",
+        f"{mlp}.experts.gate_up_proj",
+        f"{mlp}.experts.down_proj",
+    ]
+
+
+def _keep(package: Path) -> dict[str, Found]:
+    sys.path.insert(0, str(package))
+    import window_system  # noqa: F401
+
+    # A window of one expert gives all experts the same load, as the plan assumes.
+    return _kept(1, {"window": OPTIONS})
+
+
+def test_its_plan_has_what_autograd_keeps(package: Path) -> None:
+    (found,) = run_distributed(1, _keep, package)
+    _compare(found)
+
+
+def _count(package: Path) -> tuple[float, float, str]:
+    """FLOPs of scores and experts, and why a system that declares nothing has no plan."""
+    sys.path.insert(0, str(package))
+    import window_system
+
+    from moe_parallel.config import make_config
+    from moe_parallel.errors import InputError
+    from moe_parallel.model.flops import token_flops
+    from moe_parallel.plan.shape import plannable
+    from moe_parallel.systems import System, register
+
+    sizes = {"num_experts": 4, "num_layers": 2, "hidden_size": 64, "moe_ffn_hidden_size": 96}
+    config = make_config(OPTIONS | sizes)
+    plannable(config)
+    flops = token_flops(config, 128, 1)
+
+    class SilentSelection(window_system.WindowSelection, system="silent"):
+        def kept_by_rule(self):
+            return None
+
+    register(System(SilentSelection, window_system.RoutedLayer, window_system.rules))
+    with pytest.raises(InputError) as refused:
+        plannable(make_config(OPTIONS | sizes | {"expert_selection": "silent"}))
+    return flops.scores, flops.experts, str(refused.value)
+
+
+def test_its_flops_are_counted(package: Path) -> None:
+    ((scores, experts, refused),) = run_distributed(1, _count, package)
+    layers, n, d, f = 2, 4, 64, 96
+    assert (scores, experts) == (layers * 2 * n * d, layers * 6 * d * f)
+    assert refused.startswith("--expert-selection is silent, and a plan has formulas only for")
+
+
+def _generate(package: Path) -> list[list[int]]:
+    """Two continuations of each prompt: with a cache and without."""
+    sys.path.insert(0, str(package))
+    import window_system  # noqa: F401
+
+    from moe_parallel.generation.decode import Generation, Reuse
+    from moe_parallel.generation.sampling import Sampler, Sampling
+
+    model = small_model(OPTIONS)
+    texts = []
+    for cache in (True, False):
+        reuse = Reuse.of(model.config, cache=cache)
+        assert (reuse.settled_after is not None) is cache
+        sampler = Sampler(Sampling(temperature=0), seed=1, numbers=range(len(PROMPTS)))
+        generation = Generation(model, PROMPTS, sampler, reuse, places=max(map(len, PROMPTS)) + 5)
+        written: list[list[int]] = [[] for _ in PROMPTS]
+        for _ in range(5):
+            for number, token in generation.step():
+                written[number].append(token)
+        texts.append(written)
+    return texts
+
+
+def test_it_generates_with_a_cache_as_without(package: Path) -> None:
+    ((cached, whole),) = run_distributed(1, _generate, package)
+    assert cached == whole
+    assert len({tuple(text) for text in whole}) > 1  # the prompts matter
+
+
+def _balance() -> list[tuple[str, str, bool]]:
+    """The refusal of a record without a bias; what a layer of the completed record holds."""
+    from moe_parallel import RoutedMoE
+    from moe_parallel.config import ThresholdSelection, TopKSelection
+    from moe_parallel.layers import RoutedLayer
+    from moe_parallel.layers.bias import balancing_bias, expert_cutoffs
+    from moe_parallel.systems import System, register, threshold, topk
+
+    class OtherTopK(TopKSelection, system="other_topk"):
+        pass
+
+    class OtherThreshold(ThresholdSelection, system="other_threshold"):
+        pass
+
+    by_errors = {"moe_router_enable_expert_bias": True, "moe_router_bias_update": "error"}
+    found = []
+    for record, bias, options in (
+        (System(OtherTopK, RoutedLayer, topk.rules), balancing_bias, by_errors),
+        (System(OtherThreshold, RoutedLayer, threshold.rules), expert_cutoffs, {}),
+    ):
+        with pytest.raises(ValueError) as refused:
+            register(record)
+        register(replace(record, bias=bias))
+        moe = RoutedMoE(8, 4, selection=record.selection(**options), backend="reference")
+        held = moe.layer.bias
+        before_E = held.bias_E.clone()
+        moe(torch.randn(6, 8, generator=torch.Generator().manual_seed(1)))
+        moe.after_step()
+        moved = not torch.equal(before_E, held.bias_E)
+        found.append((str(refused.value), type(held).__name__, moved))
+    return found
+
+
+def test_a_record_names_what_makes_its_bias_or_cutoffs() -> None:
+    ((of_topk, of_threshold),) = run_distributed(1, _balance)
+    assert of_topk[1:] == ("ProportionalBias", True)
+    assert of_topk[0].startswith(
+        "OtherTopK has the options of BiasBalancing, but its record names no bias: add "
+        "bias=balancing_bias of moe_parallel.layers.bias"
+    )
+    assert of_threshold[1:] == ("QuantileCutoffs", True)
+    assert "add bias=expert_cutoffs of moe_parallel.layers.bias" in of_threshold[0]
+
+
 def _register_twice() -> list[str]:
     from moe_parallel.config import RoutedSelection, TopKSelection
     from moe_parallel.layers import RoutedLayer
@@ -146,5 +364,5 @@ def test_a_word_and_a_configuration_stand_for_one_system() -> None:
     ((twice, nameless, taken, unknown),) = run_distributed(1, _register_twice)
     assert twice == "TopKSelection has a record already"
     assert nameless.startswith("RoutedSelection has no word of its own for --expert-selection")
-    assert taken == "system 'topk' is TopKSelection already"
+    assert taken == "the name 'topk' already belongs to TopKSelection"
     assert unknown.startswith("RoutedSelection has no record: register a System for it")

@@ -26,6 +26,7 @@ SHARED = {
     CSRC: {
         "alignment",
         "bindings",
+        "block_product",  # for attention, and sums in fp32 by oneDNN
         "expert_rows",  # for routed_experts and autonomous_experts
         "fused",  # products in one kernel with the operations around them
         "launch",
@@ -35,7 +36,15 @@ SHARED = {
         "scratch_rows",
         "transposed_rows",
     },
-    CSRC / "cpu": {"avx2", "avx512", "capability", "parts", "portable"},
+    CSRC / "cpu": {
+        "avx2",
+        "avx512",
+        "capability",
+        "large_output",
+        "parts",
+        "portable",
+        "processor",
+    },
     CSRC / "cpu" / "kernels": {"table", "vectors"},
     CSRC / "cuda": {"cutlass", "fused", "launch", "reduce", "rows", "scalar", "vector"},
     NATIVE: {"main_gradients"},
@@ -64,12 +73,17 @@ def _stem(name: str, stems: set[str]) -> str | None:
     return max((s for s in stems if _begins_with(name, s)), key=len, default=None)
 
 
+REGISTERED = re.compile(r'^MOE_PARALLEL_(?:CPU_)?OPERATOR\(\s*"(\w+)"', re.MULTILINE)
+
+
 def _operators() -> dict[str, str]:
     """Operator -> the name of the file that registers it."""
     return {
         name: path.stem
         for path in sorted(CSRC.glob("*.cpp"))
-        for name in re.findall(r'^MOE_PARALLEL_OPERATOR\(\s*"(\w+)"', path.read_text(), re.M)
+        for name in re.findall(
+            r'^MOE_PARALLEL_(?:CPU_)?OPERATOR\(\s*"(\w+)"', path.read_text(), re.M
+        )
     }
 
 

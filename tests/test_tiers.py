@@ -1,5 +1,7 @@
 """The selection of cases for the quick tier."""
 
+import subprocess
+import sys
 from itertools import combinations, product
 
 import pytest
@@ -57,3 +59,10 @@ def test_what_is_not_named_is_left_to_the_full_tier():
 def test_a_name_that_is_not_there_is_seen():
     with pytest.raises(AssertionError, match="not all among"):
         rest_in_full("abc", "d")
+
+
+def test_tests_start_without_the_plugin_for_time_limits():
+    """A GPU host may have pytest alone, and unknown settings are errors (--strict-config)."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:timeout", "--collect-only", "-q"]
+    done = subprocess.run([*command, "tests/test_optional.py"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -129,3 +129,14 @@ PROGRAMS = [path for path in sorted(TOOLS.rglob("*.py")) if "__main__" in path.r
 def test_every_program_is_a_tool(program):
     names = {node.id for node in ast.walk(ast.parse(program.read_text())) if hasattr(node, "id")}
     assert "Tool" in names and not names & {"ArgumentParser", "OneLineParser"}
+
+
+def test_help_names_values_by_their_types(capsys):
+    tool = Tool("/somewhere/a_tool.py", "Does a thing.")
+    for flag, kind in (("--number", int), ("--share", float), ("--file", Path), ("--name", str)):
+        tool.add_argument(flag, type=kind)
+    with pytest.raises(SystemExit):
+        tool.run(["--help"], lambda own: None)
+    said = capsys.readouterr().out
+    for words in ("--number N\n", "--share X\n", "--file PATH\n", "--name TEXT\n"):
+        assert words in said

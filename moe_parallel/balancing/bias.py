@@ -17,15 +17,14 @@ from torch import nn
 
 from moe_parallel.balancing.load import keeping_dtypes
 from moe_parallel.balancing.quantile import StepMean, exceeded_by_share, midpoint
-from moe_parallel.config import BiasBalancing, FixedFreeExperts
 from moe_parallel.selection.tokens import Tokens
 
 
 class ExpertBias(nn.Module):
     """Loss-free balancing (Wang et al. 2024): b_i += u * sign(mean load - load of i).
 
-    Then the mean of b is 0. It selects nothing, but the signs of a step do not sum to 0, so it
-    would grow with the steps until fp32 rounds the scores away.
+    Then the mean of b is subtracted, which does not change the selection. Otherwise the mean would
+    grow, because the signs of a step do not sum to 0, until fp32 rounds the scores away.
 
     `bias_E`, fp32, is saved with the model. It affects neither probs nor gradients.
     """
@@ -37,6 +36,11 @@ class ExpertBias(nn.Module):
         super().__init__()
         self.update_rate = update_rate
         self.register_buffer("bias_E", torch.zeros(num_experts))
+
+    @property
+    def cutoff_E(self) -> torch.Tensor | None:
+        """What each score must exceed, fp32 [E]. None: scores are only ranked."""
+        return None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         return keeping_dtypes(self, fn, super()._apply)
@@ -170,32 +174,3 @@ def _error(counts_E: torch.Tensor) -> torch.Tensor:
     """(mean load - load) / mean load of each expert, fp64; exactly 0 for an equal load."""
     total = counts_E.sum()
     return (total - len(counts_E) * counts_E) / total.clamp(min=1)
-
-
-#: The class for each --moe-router-bias-update, and the option that is its second argument.
-_UPDATES: dict[str, tuple[Callable[[int, float], ExpertBias], str]] = {
-    "sign": (ExpertBias, "moe_router_bias_update_rate"),
-    "error": (ProportionalBias, "moe_router_bias_update_rate"),
-    "id": (IntegralDerivativeBias, "moe_router_bias_update_rate"),
-    "quantile": (QuantileBias, "moe_router_bias_ema"),
-}
-
-
-def build_bias(selection: object, num_experts: int) -> ExpertBias | None:
-    """The balancing bias that the options of a system ask for. None: there is no bias."""
-    if not isinstance(selection, BiasBalancing) or not selection.moe_router_enable_expert_bias:
-        return None
-    if isinstance(selection, FixedFreeExperts) and selection.free_experts:
-        rate = selection.moe_router_bias_update_rate
-        assert rate is not None  # `Selection.rescaled` has set it
-        return _anchored_bias(selection, rate, num_experts)
-    build, option = _UPDATES[selection.moe_router_bias_update]
-    return build(num_experts, getattr(selection, option))
-
-
-def _anchored_bias(selection: FixedFreeExperts, rate: float, num_experts: int) -> AnchoredBias:
-    num_free = selection.free_experts
-    k, k_e = selection.choices_per_token, selection.moe_ffn_experts_per_token
-    if k is None or k_e is None:  # all columns equally loaded
-        return AnchoredBias(num_experts, rate, num_free, num_experts + num_free, num_experts)
-    return AnchoredBias(num_experts, rate, num_free, k, k_e)

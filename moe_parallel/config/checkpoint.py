@@ -43,7 +43,7 @@ class CheckpointConfig(Section):
     )
     async_save: bool = option(
         False,
-        "write periodic checkpoints beside training, from a copy of the state in host memory. The "
+        "write periodic checkpoints during training, from a copy of the state in host memory. The "
         "last checkpoint, and that on a signal, are written as without this flag. If the host "
         "lacks memory for the copy, a warning says so and training waits for the checkpoint",
     )

@@ -15,7 +15,7 @@ from moe_parallel.config.data import DataConfig
 from moe_parallel.config.fp8 import Fp8Config
 from moe_parallel.config.layer_pattern import moe_layer_pattern
 from moe_parallel.config.logging import LoggingConfig
-from moe_parallel.config.message import as_typed, flag
+from moe_parallel.config.message import as_typed, flag, shown
 from moe_parallel.config.model import ModelConfig
 from moe_parallel.config.moe import MoEConfig
 from moe_parallel.config.optimizer import OptimizerConfig
@@ -24,7 +24,6 @@ from moe_parallel.config.parallel import ParallelConfig
 from moe_parallel.config.section import Section
 from moe_parallel.config.selection import SELECTIONS, Selection, TopKSelection
 from moe_parallel.config.selection.time_constant import TimeConstant
-from moe_parallel.config.selection.traced import TracedSelection
 from moe_parallel.config.training import TrainingConfig
 from moe_parallel.errors import InputError
 
@@ -114,10 +113,9 @@ class Config:
                 f"experts are forced ({self.selection.forced_routing}): the router does not choose "
                 "them, in evaluations neither, so this run is a benchmark and not a model to keep"
             )
-        selection = self.selection
-        if isinstance(selection, TracedSelection) and selection.moe_router_replay is not None:
+        if self.selection.replay_file is not None:
             found.append(
-                f"experts are replayed from {selection.moe_router_replay}: in training the scores "
+                f"experts are replayed from {self.selection.replay_file}: in training the scores "
                 "do not choose them, in evaluations they do"
             )
         segment, length = self.selection.first_part, self.training.seq_length
@@ -222,20 +220,26 @@ def make_config(raw: Mapping[str, Any]) -> Config:
     known = common | by_system[system]
     for name in raw:
         if name not in known:
-            raise _unknown(name, system, known, by_system)
+            raise _unknown(name, raw[name], system, known, by_system)
     values = {name: known[name].parse(value) for name, value in raw.items()}
     parts = {name: build(section, values) for name, section in common_sections().items()}
     return Config(selection=build(SELECTIONS[system], values), **parts)
 
 
 def _unknown(
-    name: str, system: str, known: Mapping[str, Option], by_system: dict[str, dict[str, Option]]
+    name: str,
+    value: Any,
+    system: str,
+    known: Mapping[str, Option],
+    by_system: dict[str, dict[str, Option]],
 ) -> InputError:
     owners = [other for other, its_options in by_system.items() if name in its_options]
     if owners:
+        given = as_typed(value) if isinstance(value, str) else shown(value)
         return InputError(
-            f"{flag(name)} belongs to --expert-selection {' or '.join(owners)}, but "
-            f"{system} is selected: remove it or change --expert-selection"
+            f"{flag(name)} is {given}, but it belongs to --expert-selection "
+            f"{' or '.join(owners)}, and {system} is selected: remove {flag(name)}, or change "
+            "--expert-selection"
         )
     near = difflib.get_close_matches(name, [*known, EXPERT_SELECTION], n=1)
     hint = f"did you mean {flag(near[0])}?" if near else "--help lists all flags"

@@ -14,13 +14,12 @@ from moe_parallel.config.upcycling import dense_width
 def dense_twin(config: Config) -> Config:
     """The model of `config` with a dense layer, as wide as one expert, for each MoE layer.
 
-    All other options are the same; those for experts only have their defaults.
+    All other options are the same, except that options only for experts have their defaults.
     """
     return replace(
         config,
         model=replace(config.model, ffn_hidden_size=dense_width(config)),
         moe=MoEConfig(moe_backend=config.moe.moe_backend),
         selection=TopKSelection(),
-        training=replace(config.training, gradient_accumulation_fusion=False),
         fp8=Fp8Config(),
     )

@@ -98,7 +98,7 @@ def _check_delayed(config: Config) -> None:
     if training.recompute_granularity == "full" or EXPERTS in training.recomputed_modules:
         of_modules = f" --recompute-modules {EXPERTS}" if training.recomputed_modules else ""
         raise InputError(
-            "--fp8-recipe delayed scales a second forward pass otherwise than the first, so "
+            "--fp8-recipe delayed scales a second forward pass differently from the first, so "
             f"--recompute-granularity {training.recompute_granularity}{of_modules} would "
             "differentiate another function: set --fp8-recipe tensorwise or blockwise"
         )

@@ -51,7 +51,7 @@ class ModelConfig(Section):
         "longer than 8192 tokens",
     )
     rope_scaling_factor: float = option(
-        8.0, "what --use-rope-scaling divides them by; Llama 3.2: 32", above=0
+        8.0, "number by which --use-rope-scaling divides; Llama 3.2: 32", above=0
     )
     init_method_std: float = option(
         0.02, "standard deviation of every initial weight matrix; norm weights start at 1", above=0

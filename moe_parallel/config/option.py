@@ -30,6 +30,7 @@ def option(
     *,
     choices: tuple[str, ...] = (),
     weights: bool = False,
+    state: bool = False,
     least: float | None = None,
     above: float | None = None,
     most: float | None = None,
@@ -43,10 +44,14 @@ def option(
         choices: the words that a text may be; empty: any text.
         weights: whether it affects which weights a model has, or their meaning. A checkpoint fits
             only if all such options are the same.
+        state: whether it affects which numbers that move after a step a checkpoint has. Only its
+            message needs this: it names the option if a checkpoint has other numbers.
         least, above, most, below: the bounds of a number.
     """
     bounds = Bounds(least, above, most, below)
-    metadata = {"help": help, "choices": choices, "weights": weights, "bounds": bounds}
+    metadata = {
+        "help": help, "choices": choices, "weights": weights, "state": state, "bounds": bounds,
+    }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -68,6 +73,7 @@ class Option:
     help: str
     choices: tuple[str, ...]
     weights: bool = False  # whether a checkpoint fits only if this is the same
+    state: bool = False  # whether numbers that a checkpoint has depend on it
     bounds: Bounds = Bounds()
 
     @property
@@ -196,6 +202,7 @@ def _option(field: dataclasses.Field[Any], annotation: Any) -> Option:
         help=field.metadata["help"],
         choices=field.metadata["choices"],
         weights=field.metadata["weights"],
+        state=field.metadata["state"],
         bounds=field.metadata["bounds"],
     )
 

@@ -71,7 +71,7 @@ class ParallelConfig(Section):
     )
     hang_timeout: float | None = option(
         300.0,
-        "seconds without progress of any rank after which the job names the rank that hangs and "
+        "if no rank makes progress for this many seconds, the job names the rank that hangs and "
         "ends with code 76; none: never",
         above=0,
         most=1_000_000,

@@ -62,15 +62,14 @@ def check_recompute(config: Config) -> None:
 
 def _check_shared(config: Config, modules: tuple[str, ...]) -> None:
     asked = f"--recompute-modules {SHARED}"
-    width = getattr(config.selection, "moe_shared_expert_intermediate_size", None)
-    if width is None or not any(config.moe_layers):
+    if config.selection.shared_expert is None or not any(config.moe_layers):
         raise InputError(
             f"{asked}: there is no shared expert; set --moe-shared-expert-intermediate-size or "
             "leave it out"
         )
     if config.selection.moe_shared_expert_overlap:  # type: ignore[attr-defined]
         raise InputError(
-            f"{asked} cannot run beside the dispatch as --moe-shared-expert-overlap does; leave "
+            f"{asked} cannot run during the dispatch as --moe-shared-expert-overlap does; leave "
             "one of them out"
         )
     if EXPERTS in modules:

@@ -46,14 +46,16 @@ class TrainingConfig(Section):
     )
     gradient_accumulation_fusion: bool = option(
         False,
-        "let the experts' backward passes add weight gradients directly to the fp32 sum over "
-        "micro-batches, instead of rounding them and adding them afterwards",
+        "let the backward passes of experts and linear layers add weight gradients directly to the "
+        "fp32 sum over micro-batches, instead of rounding them and adding them afterwards",
     )
     attention_backend: str = option(
         "auto",
-        "kernel of attention; auto: the kernel that torch selects, without S x S scores where it "
-        "can; flash, fused (cuDNN), unfused: that kernel of torch, or an error; local: "
-        "Megatron-Core's, which keeps S x S scores per head",
+        "kernel of attention; auto: our own on a CPU with AVX-512 that is not Intel's, where a "
+        "token attends to all before it and --context-parallel-size is 1, and otherwise the kernel "
+        "that torch selects, without S x S scores where it can; flash, fused (cuDNN), unfused: "
+        "that kernel of torch, or an error; local: Megatron-Core's, which keeps S x S scores per "
+        "head",
         choices=("auto", "flash", "fused", "unfused", "local"),
     )
     reset_attention_mask: bool = option(
@@ -104,13 +106,11 @@ class TrainingConfig(Section):
 
 
 def _check_fusion(config: Config) -> None:
-    asked = "--gradient-accumulation-fusion is for the kernels of experts"
-    if config.moe.num_experts is None:
-        raise InputError(f"{asked}, but the model is dense: set --num-experts, or leave it out")
     if config.fp8.fp8_format is not None:
         raise InputError(
-            f"{asked}, and --fp8-format {config.fp8.fp8_format} leaves their products to "
-            "Transformer Engine: remove one of them"
+            "--gradient-accumulation-fusion is for products of our own, and --fp8-format "
+            f"{config.fp8.fp8_format} leaves those of experts to Transformer Engine: remove one of "
+            "them"
         )
 
 

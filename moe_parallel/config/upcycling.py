@@ -19,7 +19,7 @@ def dense_width(config: Config) -> int:
 
 def dense_warmup_iters(config: Config) -> int:
     """The number of iterations of the dense warm-up: its share of --train-iters, rounded up."""
-    # In floating point, 7 % of 100 iterations is slightly more than 7 and would become 8.
+    # In floating point, 7% of 100 iterations is slightly more than 7 and would become 8.
     share = Fraction(str(config.moe.moe_dense_warmup_percent)) / 100
     return math.ceil(share * config.training.train_iters)
 
@@ -62,7 +62,7 @@ def _widths(config: Config) -> None:
     if not all(config.moe_layers) and width != model.ffn_hidden_size:
         raise InputError(
             f"--moe-layer-freq {config.moe.moe_layer_freq} keeps dense layers of "
-            f"--ffn-hidden-size {model.ffn_hidden_size} beside experts of --moe-ffn-hidden-size "
+            f"--ffn-hidden-size {model.ffn_hidden_size} next to experts of --moe-ffn-hidden-size "
             f"{width}, and the dense model that they start from has one width: make them equal"
         )
     if config.expert_width < width:

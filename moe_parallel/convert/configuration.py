@@ -27,7 +27,7 @@ SOURCES: dict[str, tuple[type[Selection], ...]] = {
     # For a top-k model this is a new start: fresh optimizer state, another schedule.
     "topk": (TopKSelection, LorySelection, LoryPrefixSelection),
 }
-#: Options that become another one: --aoe-gate.
+#: Options that are converted to another option, --aoe-gate.
 COUNTERPARTS = {"moe_router_pre_softmax"}
 #: Options that are refused although both systems have them: their scores are not converted.
 NOT_CONVERTED = {
@@ -58,20 +58,11 @@ def converted_config(source: Config, to: str, save: str, flags: Sequence[str]) -
     if to == "aoe":
         # W_p and W_o stay as they are.
         values["aoe_wide_size"] = source.expert_width
-        values["aoe_gate"] = "all" if _weighs_by_softmax_over_all(source) else "selected"
+        # With K = 1 a top-k model does not renormalize: the result would always be 1.
+        values["aoe_gate"] = "selected" if source.selection.renormalizes else "all"
     config = _with_flags(make_config(_listed(values)), flags)
     _check_unchanged(source, config, to)
     return config
-
-
-def _weighs_by_softmax_over_all(source: Config) -> bool:
-    """Whether a top-k model does not renormalize the probabilities of the chosen experts.
-
-    With K = 1 it does not either: the result would always be 1.
-    """
-    selection = source.selection
-    assert isinstance(selection, TopKSelection)
-    return selection.moe_router_topk == 1 or selection.moe_router_pre_softmax
 
 
 def left_out(source: Config, to: str) -> list[str]:
@@ -102,8 +93,8 @@ def _check_source(source: Config, to: str) -> None:
         value = getattr(source.selection, each.name)
         if each.weights and each.name not in known and value != each.default:
             raise InputError(
-                f"--to {to} knows no {each.flag} {value}, which the model of --load has: convert "
-                "one without"
+                f"--to {to} does not support {each.flag} {value}, which the model of --load has: "
+                "convert a model without it"
             )
 
 
@@ -118,7 +109,7 @@ def _check_unchanged(source: Config, config: Config, to: str) -> None:
         if old != new:
             raise InputError(f"{each.flag} is {new}, but {old} in --load: leave it out")
     if config.selection.system != to:
-        raise InputError(f"--expert-selection is for --to to say, which is {to}: leave it out")
+        raise InputError(f"--expert-selection follows from --to {to}: leave it out")
     for each in options(type(config.selection)):
         new = getattr(config.selection, each.name)
         old = getattr(source.selection, each.name, new)

@@ -53,7 +53,7 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `target`; on success it is renamed to `target`.
+    """Yield a temporary folder next to `target`; on success it is renamed to `target`.
 
     The caller holds a lock, so incomplete folders of killed processes can be deleted here.
     """
@@ -75,7 +75,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def staging(beside: Path) -> Iterator[Path]:
-    """A hidden temporary folder beside a path, so on the same disk, for files to be renamed.
+    """A hidden temporary folder next to a path, so on the same disk, for files to be renamed.
 
     At the end it is removed with everything that is still in it. Meanwhile SIGTERM raises
     KeyboardInterrupt, as Ctrl-C does, so that it removes the folder, too. SIGKILL leaves it.

@@ -88,7 +88,7 @@ def python_corpus(
     for (domain, side), texts in corpus.items():
         if not texts:
             raise InputError(
-                f"the Python at {folder} carries no {side} text for the domain {domain!r} "
+                f"the Python at {folder} has no {side} text for the domain {domain!r} "
                 "(its sources are missing): use another --python, or give --data-path"
             )
     return corpus

@@ -97,7 +97,7 @@ def build_datasets(
     # Rank 0 scans the token ids; the others read the ranges that it recorded.
     sizes = rank_0_first(lambda: [_check_source(each, tokenizer, seq_length) for each in sources])
     weights = _weights(sources, sizes)
-    # 0.5 % more than the share, as in Megatron, because a blend of complete samples overshoots.
+    # 0.5% more than the share, as in Megatron, because a blend of complete samples overshoots.
     shares = [1 + math.ceil(1.005 * weight * train_samples) for weight in weights]
     key = _cache_key(sources, tokenizer, seq_length, shares, seed)
     train_domains: dict[str, GPTDataset] = {}
@@ -178,7 +178,7 @@ def _unchecked(sources: Sequence[Source]) -> str | None:
     if not prefixes:
         return None
     return (
-        f"no manifest beside {', '.join(prefixes)} (Megatron writes none): whether the content is "
+        f"no manifest next to {', '.join(prefixes)} (Megatron writes none): whether the content is "
         "what was written, and this run's tokenizer the one that wrote it, is not checked"
     )
 

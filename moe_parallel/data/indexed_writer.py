@@ -46,7 +46,7 @@ def id_type(vocab_size: int) -> np.dtype:
 class IndexedWriter:
     """Writes PREFIX.bin, .idx and .manifest.json. `finish` completes them.
 
-    The files have their names from the start, so the prefix belongs into a temporary folder
+    The files have their names from the start, so the prefix should be in a temporary folder
     (atomic_files.staging).
     """
 

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from moe_parallel.data.indexed import check_indexed, type_of_ids
 from moe_parallel.data.manifest import Manifest, read_manifest
+from moe_parallel.data.progress import ShowProgress
 from moe_parallel.data.sealed import file_digest
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
@@ -20,9 +20,6 @@ _ANY_VOCABULARY = 2**31
 _QUANTILES = (0, 0.01, 0.25, 0.5, 0.75, 0.99, 1)
 _BAR = 40
 _MOST_SOURCES = 10
-
-# A label and the amount of work -> a context that gives the function to call with progress.
-Progress = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
 
 
 class Inspected:
@@ -190,7 +187,7 @@ class Samples:
 
 
 def inspected(
-    prefixes: Sequence[str], tokenizer: Tokenizer | None, samples: Samples, progress: Progress
+    prefixes: Sequence[str], tokenizer: Tokenizer | None, samples: Samples, progress: ShowProgress
 ) -> Iterator[tuple[Inspected, list[str]]]:
     """Each dataset and the lines of its report.
 

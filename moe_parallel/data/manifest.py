@@ -1,4 +1,4 @@
-"""`PREFIX.manifest.json`, a record of an indexed dataset when it was written, beside .bin and .idx.
+"""`PREFIX.manifest.json`, next to .bin and .idx: what an indexed dataset was when it was written.
 
 The same documents from the same files give the same manifest. Datasets that Megatron's own tools
 wrote have none and are used unchecked.

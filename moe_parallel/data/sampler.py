@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-Batch = dict[str, torch.Tensor]
+NamedTensors = dict[str, torch.Tensor]
 
 _FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -24,7 +24,7 @@ def batches(
     micro_batch_size: int,
     data_parallel_rank: int,
     data_parallel_size: int,
-) -> Iterator[Batch]:
+) -> Iterator[NamedTensors]:
     """Micro-batches of this rank, starting after the samples that all ranks have consumed.
 
     Args:
@@ -51,7 +51,7 @@ def evaluation_batches(
     micro_batch_size: int,
     data_parallel_rank: int,
     data_parallel_size: int,
-) -> Iterator[Batch]:
+) -> Iterator[NamedTensors]:
     """Samples 0 to samples - 1, once each, distributed over the ranks; by default all samples.
 
     Every rank yields evaluation_steps(...) batches, because the model contains collectives. Places
@@ -81,9 +81,9 @@ def _count(dataset: Any, samples: int | None) -> int:
     return len(dataset) if samples is None else min(samples, len(dataset))
 
 
-def _masked(sample: Batch) -> Batch:
+def _masked(sample: NamedTensors) -> NamedTensors:
     return {**sample, "loss_mask": torch.zeros_like(sample["loss_mask"])}
 
 
-def _stack(samples: Sequence[Batch]) -> Batch:
+def _stack(samples: Sequence[NamedTensors]) -> NamedTensors:
     return {field: torch.stack([sample[field] for sample in samples]) for field in _FIELDS}

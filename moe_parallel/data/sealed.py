@@ -29,7 +29,7 @@ def parse_json(data: bytes) -> Any:
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON at line {error.lineno}, column {error.colno}") from None
     except RecursionError:
-        raise ValueError("nested too deep") from None
+        raise ValueError("nested too deeply") from None
 
 
 def write_sealed(path: Path, content: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Tokenizers: text to token ids and back, and the number of bytes of text per token.
 
 Megatron-Core's own wrappers (megatron.core.tokenizers) are not used. They need a metadata file
-beside each tokenizer, import every tokenizer library at once, differ between the two supported
+next to each tokenizer, import every tokenizer library at once, differ between the two supported
 versions, and do not know the bytes of a token. Its datasets need only `vocab_size`, `eod` and
 `unique_identifiers`, which every tokenizer here has.
 """

@@ -116,7 +116,7 @@ def find_end_of_document(model: tokenizers.Tokenizer, folder: Path, name: object
             return token
     raise InputError(
         f"--tokenizer-model {name} has no token that ends a document: "
-        f"name it as eos_token in {CONFIG_FILE} beside it"
+        f"name it as eos_token in {CONFIG_FILE} next to it"
     )
 
 

@@ -16,13 +16,13 @@ from moe_parallel.evaluation.text_loss import TextLoss
 from moe_parallel.generation.language_model import GenerationModel
 from moe_parallel.generation.scoring import Span, score
 
-#: The quantile of the normal distribution that belongs to intervals of 95 %.
+#: The quantile of the normal distribution that belongs to intervals of 95%.
 Z_95 = 1.959964
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A ratio, and half the width of its interval of 95 %; None: one document has none."""
+    """A ratio, and half the width of its interval of 95%; None: one document has none."""
 
     value: float
     margin: float | None

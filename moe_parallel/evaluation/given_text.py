@@ -53,7 +53,7 @@ def sequences_of(path: Path, tokenizer: Tokenizer, length: int) -> Iterator[list
         yield ids
 
 
-def batches_of(
+def text_batches(
     path: Path, tokenizer: Tokenizer, length: int, batch_size: int, samples: int | None = None
 ) -> Iterator[Batch]:
     """Batches of a file: tokens, position_ids, loss_mask [B, S].

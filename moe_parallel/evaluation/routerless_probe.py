@@ -36,7 +36,8 @@ class Expert(NamedTuple):
     w_out_FD: torch.Tensor
 
 
-Node = Callable[[torch.Tensor, Expert], torch.Tensor]  # (x_TD, expert) -> activation [T, X]
+#: (x_TD, expert) -> the activation at a node of the expert, [T, X].
+NodeActivation = Callable[[torch.Tensor, Expert], torch.Tensor]
 
 
 def _gate(x_TD: torch.Tensor, expert: Expert) -> torch.Tensor:
@@ -59,7 +60,7 @@ def _output(x_TD: torch.Tensor, expert: Expert) -> torch.Tensor:
     return _product(x_TD, expert) @ expert.w_out_FD
 
 
-NODES: dict[str, Node] = {
+NODES: dict[str, NodeActivation] = {
     "x W_g": _gate,
     "x W_p": _up,
     "SiLU(x W_g)": _activated,
@@ -117,7 +118,7 @@ class ProbedLayer(DispatchedLayer):
         return self._compute(rows)
 
 
-def experts_of(layer: RoutedLayer) -> list[Expert]:
+def matrices_of_experts(layer: RoutedLayer) -> list[Expert]:
     """The matrices of each expert, views of the layer's weights. The factors of W_g are
     multiplied."""
     if isinstance(layer, FactorizedRoutedLayer):
@@ -132,7 +133,7 @@ def experts_of(layer: RoutedLayer) -> list[Expert]:
     return [Expert(*each) for each in matrices]
 
 
-def norms_at(node: Node, order: float, experts: list[Expert]) -> Scores:
+def norms_at(node: NodeActivation, order: float, experts: list[Expert]) -> Scores:
     """A function that gives the fp32 norm of each expert's activation at a node. `order` is 1, 2 or
     inf."""
 
@@ -179,8 +180,12 @@ def probes(k: int, seed: int = 0) -> list[Probe]:
     ]
 
 
-def _by_norm(node: Node, order: float, rule: Rule) -> Callable[[RoutedLayer], ProbedLayer]:
-    return lambda routed: ProbedLayer(routed, norms_at(node, order, experts_of(routed)), rule)
+def _by_norm(
+    node: NodeActivation, order: float, rule: Rule
+) -> Callable[[RoutedLayer], ProbedLayer]:
+    return lambda routed: ProbedLayer(
+        routed, norms_at(node, order, matrices_of_experts(routed)), rule
+    )
 
 
 def _router_with_uniform_probs(routed: RoutedLayer) -> ProbedLayer:
@@ -234,8 +239,8 @@ class Table:
     """The lines of a report, one at a time, because each needs an evaluation of the model.
 
     Each text has a column with the loss in nats per token. The column "kept" is the part of the
-    router's advantage over random selection that remains on the last text. The router keeps 100 %,
-    random selection 0 %.
+    router's advantage over random selection that remains on the last text. The router keeps 100%,
+    random selection 0%.
     """
 
     router: Mapping[str, float]  # loss by text

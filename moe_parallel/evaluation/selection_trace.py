@@ -28,7 +28,7 @@ from moe_parallel.selection.choices import BiasedRule, Choices, Rule
 from moe_parallel.selection.segments import Merges
 from moe_parallel.selection.tokens import Tokens
 
-Record = Callable[[LayerSelections], None]
+RecordSelections = Callable[[LayerSelections], None]
 
 
 def expert_layers(model: Any) -> list[DispatchedLayer | MergedLayer]:
@@ -83,7 +83,7 @@ class _TracedRule:
 
     rule: Rule
     layer: DispatchedLayer
-    record: Record
+    record: RecordSelections
 
     def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
         choices = self.rule(scores_TE, tokens)
@@ -133,7 +133,7 @@ def _merged(merges: Merges, layer: MergedLayer) -> MergedSelections:
 
 
 @contextmanager
-def _tracing(model: Any, record: Record) -> Iterator[None]:
+def _tracing(model: Any, record: RecordSelections) -> Iterator[None]:
     """Inside, each layer with experts reports its selections. Restores the layers at the end."""
     layers = expert_layers(model)
     dispatched = [layer for layer in layers if isinstance(layer, DispatchedLayer)]
@@ -152,7 +152,9 @@ def _tracing(model: Any, record: Record) -> Iterator[None]:
             del each.__dict__["merges"]
 
 
-def _traced_merges(layer: MergedLayer, record: Record) -> Callable[[torch.Tensor], Merges]:
+def _traced_merges(
+    layer: MergedLayer, record: RecordSelections
+) -> Callable[[torch.Tensor], Merges]:
     original = layer.merges
 
     def merges(x_SBD: torch.Tensor) -> Merges:

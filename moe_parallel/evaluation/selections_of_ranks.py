@@ -29,7 +29,7 @@ def batches_of_rank(batches: Iterable[Batch], dp: dist.ProcessGroup) -> Iterator
 
 
 def on_all_layers(part: TextSelections, groups: Groups) -> list[TextSelections]:
-    """From the selections in the layers of each rank those in all layers, in the order of the text.
+    """Joins the selections of each rank's layers to those of all layers, in the order of the text.
 
     One for each data-parallel rank, on rank 0; [] elsewhere. Collective over all ranks.
     """

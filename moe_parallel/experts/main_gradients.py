@@ -13,6 +13,16 @@ from typing import Any
 import torch
 
 
+class AddsToMainGradients:
+    """A module whose backward pass can add weight gradients to `main_grad` of its weights."""
+
+    adds_to_main_gradients = False
+
+    def add_to_main_gradients(self) -> None:
+        """From now on, backward passes add to each weight's `main_grad`, made by Megatron-Core."""
+        self.adds_to_main_gradients = True
+
+
 def gradient_in_main_grad(weight: torch.Tensor) -> torch.Tensor:
     """`weight`, for an operator that adds its gradient to `weight.main_grad` and returns none."""
     return _GradientInMainGrad.apply(weight)

@@ -8,13 +8,13 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from torch import nn
 
-from moe_parallel.experts.main_gradients import gradient_in_main_grad
+from moe_parallel.experts.main_gradients import AddsToMainGradients, gradient_in_main_grad
 from moe_parallel.parallel import Groups
 
 ShardedStateDict = dict[str, Any]
 
 
-class ExpertParameters(nn.Module):
+class ExpertParameters(AddsToMainGradients, nn.Module):
     """The stacked weights of this rank's experts. Axis 0 counts experts; another axis is sharded.
 
     A subclass declares its weights with `add_weight` and computes with them. The weights are not
@@ -33,7 +33,6 @@ class ExpertParameters(nn.Module):
         self.groups = groups
         self.num_local_experts = num_experts // groups.ep.size()
         self.dtype = dtype
-        self.adds_to_main_gradients = False
         self._sharded_axis: dict[str, int] = {}
 
     def add_weight(
@@ -62,10 +61,6 @@ class ExpertParameters(nn.Module):
         """The part [L, ...], for this rank's experts, of a weight [E, ...] of all experts."""
         first = self.groups.ep.rank() * self.num_local_experts
         return weight[first : first + self.num_local_experts]
-
-    def add_to_main_gradients(self) -> None:
-        """From now on, backward passes add to each weight's `main_grad`, made by Megatron-Core."""
-        self.adds_to_main_gradients = True
 
     def matrices(self, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
         """The weights as [L, I, O], for operators, and their main gradients (None: not used)."""

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import checkpoint
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from moe_parallel.experts.dense import DenseMLP
+from moe_parallel.experts.linear import linear_by
 from moe_parallel.ops import Ops
 from moe_parallel.parallel import Groups, OneProcess
 
@@ -50,7 +50,8 @@ class SharedExpert(MegatronModule):
         super().__init__(config)
         dense = copy.copy(config)  # Megatron-Core takes the width from here, whatever the argument
         dense.ffn_hidden_size = width
-        linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        column, row = linear_by(ops)
+        linear = MLPSubmodules(linear_fc1=column, linear_fc2=row)
         if isinstance(groups.tp, OneProcess):
             linear = MLPSubmodules(linear_fc1=WholeLinear, linear_fc2=WholeLinear)
         self.dense = DenseMLP(dense, linear, ops, groups.tp)

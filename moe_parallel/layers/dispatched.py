@@ -2,7 +2,7 @@
 
     tokens -> choose -> capacity -> dispatch -> experts -> combine
 
-A free expert is no expert of a rank: its output is added after the combination.
+A free expert belongs to no rank: its output is added after the combination.
 
 Shape suffixes: S sequence, B batch (Megatron's order), T tokens of this rank (S * B divided by the
 number of tensor- and context-parallel ranks), K choices per token, E all experts, D model width, M
@@ -22,13 +22,11 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from moe_parallel.balancing.bias import ExpertBias, build_bias
-from moe_parallel.balancing.cutoffs import ExpertCutoffs
+from moe_parallel.balancing.bias import ExpertBias
 from moe_parallel.balancing.load import StepLoad
-from moe_parallel.config import BiasBalancing, DispatchedSelection
+from moe_parallel.config import DispatchedSelection
 from moe_parallel.dispatch import Dispatched, build_dispatcher
 from moe_parallel.experts.shared import OverlappedSharedExpert, SharedExpert
-from moe_parallel.layers.cutoffs import build_cutoffs
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
 from moe_parallel.layers.free_experts import build_free_experts
 from moe_parallel.layers.hash_table import HashTable
@@ -66,9 +64,8 @@ class DispatchedLayer(ExpertLayer):
             self.num_experts, context.groups, context.ops, context.progress, selection.sends_c
         )
         self.free = build_free_experts(self, selection)
-        cutoffs = build_cutoffs(selection, config, context.train_iters)
-        self.bias: ExpertBias | None = cutoffs or build_bias(selection, self.num_experts)
-        self._balancing = selection if isinstance(selection, BiasBalancing) else None
+        self.bias = system.bias(selection, config, context.train_iters)
+        self._bias_moves = selection.bias_moves
         self.controller = system.controller(selection, self.num_experts, context.train_iters)
         assert (context.hash_table_VK is not None) == selection.reads_token_ids
         rules = self._rules(system.rules(selection))
@@ -151,9 +148,10 @@ class DispatchedLayer(ExpertLayer):
                 self.load.count(choices)
             if self.controller is not None:
                 self.controller.count(self.dispatched(choices))
-            if self.bias is not None and self.bias.observes and self._bias_moves:
+            bias = self._moving_bias()
+            if bias is not None and bias.observes:
                 ranked_TE = cast(BiasedRule, self.rule).ranked(choices.scores_TE)
-                self.bias.observe(ranked_TE, choices.experts_TK.shape[1], tokens)
+                bias.observe(ranked_TE, choices.experts_TK.shape[1], tokens)
         kept, pad_rows_per_expert = self._limit(choices, tokens)
         self._record(choices, kept)
         if self.free is None:
@@ -227,7 +225,7 @@ class DispatchedLayer(ExpertLayer):
 
     def cutoffs(self) -> torch.Tensor | None:
         """The cutoffs to log, fp32 [E]. Returns None if scores are not compared with any."""
-        return self.bias.cutoff_E if isinstance(self.bias, ExpertCutoffs) else None
+        return None if self.bias is None else self.bias.cutoff_E
 
     def after_step(self) -> None:
         self.balance(self.context.groups.tp_dp_cp)
@@ -237,15 +235,14 @@ class DispatchedLayer(ExpertLayer):
         if self.load is None:
             return
         counts_E = self.load.finish(group)
-        if self.bias is not None and self._bias_moves:
-            self.bias.update(counts_E, group)
+        bias = self._moving_bias()
+        if bias is not None:
+            bias.update(counts_E, group)
 
-    @property
-    def _bias_moves(self) -> bool:
-        """Whether the bias or the cutoffs move after this step; the same on every rank."""
-        if self._balancing is None:
-            return True
-        return self._balancing.bias_moves(self.context.iteration(), self.context.train_iters)
+    def _moving_bias(self) -> ExpertBias | None:
+        """The bias or the cutoffs, if they move after this step; the same on every rank."""
+        moves = self._bias_moves(self.context.iteration(), self.context.train_iters)
+        return self.bias if moves else None
 
 
 def _shared_expert(

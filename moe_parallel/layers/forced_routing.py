@@ -58,8 +58,8 @@ def read_loads(file: str) -> Trace:
     since the one before. Raises InputError.
     """
     if router_trace.is_trace(file):
-        choices = router_trace.read_trace(file, FLAG)
-        return Trace(choices["iteration"].tolist(), CountedLoads(choices))
+        recorded = router_trace.read_trace(file, FLAG)
+        return Trace(recorded.records["iteration"].tolist(), CountedLoads(recorded))
     ends: list[int] = []
     loads: list[dict[int, list[float]]] = []
     for record in read_metrics(Path(file)):
@@ -71,19 +71,19 @@ def read_loads(file: str) -> Trace:
             load = {int(layer["layer"]): _load(layer["tokens_per_expert"]) for layer in layers}
         except (LookupError, TypeError, ValueError) as error:
             raise InputError(
-                f"--moe-router-force-routing: a record in {file} has no loads: each of its layers "
+                f"--moe-router-force-routing: a line in {file} has no loads: each of its layers "
                 "needs `layer` and `tokens_per_expert`"
             ) from error
         if end <= (ends[-1] if ends else 0):
             raise InputError(
                 f"--moe-router-force-routing: in {file} iteration {end} is not after "
-                f"{ends[-1] if ends else 0}: sort its records and count from 1"
+                f"{ends[-1] if ends else 0}: sort its lines and count from 1"
             )
         ends.append(end)
         loads.append(load)
     if not ends:
         raise InputError(
-            f"--moe-router-force-routing: {file} has no record with layers: name the metrics.jsonl "
+            f"--moe-router-force-routing: {file} has no line with layers: name the metrics.jsonl "
             "of a run with experts"
         )
     return Trace(ends, loads)
@@ -92,15 +92,15 @@ def read_loads(file: str) -> Trace:
 class CountedLoads:
     """The loads in the records of --moe-router-trace, counted when they are asked for."""
 
-    def __init__(self, trace: np.ndarray[Any, Any]) -> None:
+    def __init__(self, trace: router_trace.RecordedTrace) -> None:
         self._trace = trace
 
     def __getitem__(self, number: int, /) -> dict[int, list[float]]:
-        (record,) = self._trace[number : number + 1]
-        bins = int(record["num_experts"]) + 1  # the first is that of empty slots
+        shape, experts_LNSK = self._trace.shape, self._trace.records[number]["experts"]
+        bins = shape.num_experts + 1  # the first is that of empty slots
         return {
-            int(layer): np.bincount(experts_NSK.ravel() + 1, minlength=bins)[1:].tolist()
-            for layer, experts_NSK in zip(record["layers"], record["experts"], strict=True)
+            layer: np.bincount(experts_NSK.ravel() + 1, minlength=bins)[1:].tolist()
+            for layer, experts_NSK in zip(shape.layers, experts_LNSK, strict=True)
         }
 
 

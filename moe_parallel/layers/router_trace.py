@@ -7,6 +7,7 @@ micro-batch, N sequences of a global batch, L MoE layers, K slots per token.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -79,10 +80,9 @@ class Replay:
         self._layers: list[int] = []
         self._experts_LNSK: np.ndarray[Any, Any] | None = None
 
-    def begin_step(self, record: np.ndarray[Any, Any]) -> None:
-        """`record`: of the step that begins, an array of one element."""
-        self._layers = record["layers"][0].tolist()
-        self._experts_LNSK = record["experts"][0]
+    def begin_step(self, layers: Sequence[int], experts_LNSK: np.ndarray[Any, Any]) -> None:
+        """Takes the numbers of the MoE layers and the choices of the step that begins."""
+        self._layers, self._experts_LNSK = list(layers), experts_LNSK
 
     def rule(self, rule: Rule) -> Rule:
         """`rule` with the recorded choices. Raises InputError if it has no probs for them."""

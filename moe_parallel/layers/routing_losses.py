@@ -32,7 +32,7 @@ from moe_parallel.config import (
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
 
-Loss = Callable[[Choices, Tokens], torch.Tensor]
+LossOfChoices = Callable[[Choices, Tokens], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class RoutingLoss:
 
     name: str  # one of telemetry.statistics.LOSSES
     coefficient: float
-    of: Loss
+    of: LossOfChoices
     controller: Controller | None = None
 
     def weighted(self, value: torch.Tensor) -> torch.Tensor:
@@ -68,10 +68,10 @@ MakeLoss = Callable[[Any, LossContext], RoutingLoss]
 def load_balancing(selection: Balancing, context: LossContext) -> RoutingLoss:
     """alpha * n * sum f_i P_i, over the scope that --moe-router-load-balancing-type selects.
 
-    Beside free experts it is alpha * (n + Z) * sum eta_i f_i P_i, with eta_i = tau for those.
+    With free experts it is alpha * (n + Z) * sum eta_i f_i P_i, with eta_i = tau for those.
     """
     scope = selection.moe_router_load_balancing_type
-    loss: Loss = load_balancing_loss
+    loss: LossOfChoices = load_balancing_loss
     if scope == "seq_aux_loss":
         loss = sequence_load_balancing_loss
     elif scope == "global_aux_loss" and context.load is not None:
@@ -106,7 +106,7 @@ def entropy(selection: DynamicChoices, context: LossContext) -> RoutingLoss:
 
 
 def l1(selection: ReLUSelection, context: LossContext) -> RoutingLoss:
-    """The sum of the gates weighted by load, a mean over layers; the controller is its weight."""
+    """The sum of the probs weighted by load, a mean over layers; the controller is its weight."""
     loss = partial(l1_loss, target=selection.moe_relu_target_experts)
     return RoutingLoss("l1_loss", 1 / context.num_moe_layers, loss, context.controller)
 
@@ -124,7 +124,7 @@ def _of_the_step_before(load: StepLoad, choices: Choices, tokens: Tokens) -> tor
 
 
 def _weighing_free(
-    loss: Loss, num_free: int, tau: float, choices: Choices, tokens: Tokens
+    loss: LossOfChoices, num_free: int, tau: float, choices: Choices, tokens: Tokens
 ) -> torch.Tensor:
     """A load-balancing loss whose terms of the free experts count tau (MoE++).
 

@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_parallel.balancing.controller import Controller
 from moe_parallel.config import Selection
+from moe_parallel.layers.bias import MakeBias, no_bias
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
 from moe_parallel.layers.routing_losses import MakeLoss
 
@@ -56,6 +57,7 @@ class System:
     layer: type[ExpertLayer]  # or the variant of it that the options ask for
     rules: Callable[[Any], Rules]
     losses: tuple[MakeLoss, ...] = ()  # auxiliary losses; a layer skips those with coefficient 0
+    bias: MakeBias = no_bias  # the balancing bias or the cutoffs
     controller: MakeController = uncontrolled  # of a number that all layers share
     # The reason why upcycled experts do not reproduce the dense layer's output. None: they do.
     upcycling: Callable[[Any], str | None] = scales_output

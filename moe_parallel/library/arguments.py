@@ -48,7 +48,7 @@ def layer_config(sizes: Mapping[str, Any], others: Mapping[str, Any]) -> Config:
     return config
 
 
-def selection_options(
+def options_of_layer(
     layer: str,
     default: type[Selection],
     family: type[Selection],
@@ -77,8 +77,8 @@ def selection_options(
     for name, value in shortcuts.items():
         if value is not None:
             raise InputError(
-                f"{name} is given beside selection: leave it out, and set {OPTIONS[name]} of "
-                f"{type(selection).__name__}"
+                f"{name} and selection are both given: leave {name} out, and set {OPTIONS[name]} "
+                f"of {type(selection).__name__}"
             )
     fields = dataclasses.fields(selection)
     options = {field.name: getattr(selection, field.name) for field in fields}

@@ -25,7 +25,7 @@ from moe_parallel.errors import InputError
 from moe_parallel.layers import DispatchedLayer, LayerContext
 from moe_parallel.layers.capacity import build_capacity
 from moe_parallel.layers.forced_routing import build_forcing
-from moe_parallel.library.arguments import layer_config, selection_options
+from moe_parallel.library.arguments import layer_config, options_of_layer
 from moe_parallel.model.transformer_config import transformer_config
 from moe_parallel.ops import select_backend
 from moe_parallel.parallel import groups_of_one
@@ -80,7 +80,7 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         super().__init__()
         kinds = type(self).__name__, self.DEFAULT, self.SYSTEMS
-        options = selection_options(*kinds, selection, shortcuts)
+        options = options_of_layer(*kinds, selection, shortcuts)
         others = {
             "ffn_hidden_size": ffn_hidden_size,
             "capacity_factor": capacity_factor,
@@ -132,7 +132,7 @@ class MixtureOfExperts(nn.Module):
             weight.normal_(std=self.config.model.init_method_std if std is None else std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., D] -> [..., D]. With more than two axes, the last but one is the sequence.
+        """[..., D] -> [..., D]. With more than two axes, the second to last is the sequence.
 
         Under autocast the layer computes in autocast's dtype, and routers compute in fp32.
 

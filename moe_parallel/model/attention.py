@@ -1,5 +1,8 @@
 """Core attention whose memory grows with S, not with S x S: torch's scaled_dot_product_attention.
 
+On processors on which torch's kernel is slow, `auto` is an operator of our own
+(moe_parallel/ops/causal_attention.py) for whole sequences.
+
 With context parallelism a rank has the queries of its share of every sequence. It gathers the keys
 and values of the whole sequences, by one all-gather, and keeps them for the backward pass, which
 adds up the gradients of all ranks by one reduce-scatter.
@@ -25,6 +28,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from moe_parallel.config import TrainingConfig
 from moe_parallel.layers.past import Past
+from moe_parallel.ops import select_backend
+from moe_parallel.ops.causal_attention import serves
 from moe_parallel.parallel import gather_over
 from moe_parallel.platform.device import device, fast_factors
 from moe_parallel.selection.copies import copied_to
@@ -115,7 +120,7 @@ class TorchAttention(MegatronModule):
         """Attention to the tokens before these and to these: [S, B, H * C]."""
         kept = past.extend(self.layer_number, k_SBGC, v_SBGC)
         if past.length_B is None:
-            return self.forward(q_SBHC, k_SBGC, v_SBGC, None)
+            return TorchAttention.forward(self, q_SBHC, k_SBGC, v_SBGC, None)
         q_BSHC, k_BPGC, v_BPGC = fast_factors(q_SBHC.transpose(0, 1), *kept)
         places_P = torch.arange(k_BPGC.shape[1], device=q_BSHC.device)
         sees_B11P = (places_P <= past.length_B[:, None])[:, None, None]
@@ -240,6 +245,24 @@ def _strip(keys: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(STRIP, keys, dtype=dtype).masked_fill_(later, -torch.inf)
 
 
+class AutoAttention(TorchAttention):
+    """The native operator where it serves whole sequences faster than torch's kernels."""
+
+    def forward(
+        self,
+        q_SBHC: torch.Tensor,
+        k_SBGC: torch.Tensor,
+        v_SBGC: torch.Tensor,
+        attends_to: torch.Tensor | Past | None,
+        **_: Any,
+    ) -> torch.Tensor:
+        has_whole_sequences = self.cp is None or self.cp.size() == 1
+        if attends_to is None and has_whole_sequences and serves(q_SBHC, k_SBGC, v_SBGC):
+            y_SBHC = select_backend("native").attention(q_SBHC, k_SBGC, v_SBGC, self.scale)
+            return y_SBHC.flatten(2)
+        return super().forward(q_SBHC, k_SBGC, v_SBGC, attends_to)
+
+
 class FlashAttention(TorchAttention):
     """A flash kernel, or an error."""
 
@@ -261,7 +284,7 @@ class UnfusedAttention(TorchAttention):
 #: The values of --attention-backend. `local` is Megatron-Core's own module, which writes and keeps
 #: S x S scores.
 BACKENDS: dict[str, type[MegatronModule]] = {
-    "auto": TorchAttention,
+    "auto": AutoAttention,
     "flash": FlashAttention,
     "fused": FusedAttention,
     "unfused": UnfusedAttention,

@@ -33,8 +33,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from moe_parallel.config import AutonomousSelection, Config, FreeExperts
-from moe_parallel.config.selection import MergedSelection, Segments
+from moe_parallel.config import Config
 
 FORWARD_AND_BACKWARD = 3
 
@@ -101,26 +100,9 @@ def token_flops(config: Config, padded_vocab_size: int, choices_per_token: float
 def expert_layer_flops(config: Config) -> ExpertLayerFlops:
     """The FLOPs of a layer of experts, from the weights that its system says it has."""
     selection, n, d = config.selection, config.num_experts, config.model.hidden_size
-    weights = selection.layer_weights(d, n, config.expert_width)
-    scoring, experts = weights.replicated, weights.expert_parallel
-    if isinstance(selection, AutonomousSelection):
-        scoring = n * d * selection.aoe_low_rank_size  # W_down of all experts, wherever it is held
-        if selection.aoe_gather_w_down:
-            experts -= scoring
-        scoring += selection.free_weights(d) if isinstance(selection, FreeExperts) else 0
-    elif (rank := getattr(selection, "moe_gate_low_rank_size", None)) is not None:
-        held_with_experts = n * d * rank  # the first factor of W_g, which only chosen experts use
-        scoring, experts = scoring - held_with_experts, experts + held_with_experts
-    shared = 2 * weights.tensor_parallel
-    if isinstance(selection, MergedSelection):
-        tokens = _tokens_of_a_merge(config)
-        return ExpertLayerFlops(2 * scoring / tokens, 2 * experts / n, shared, 2 * experts / tokens)
-    return ExpertLayerFlops(2 * scoring, 2 * experts / n, shared, merging=0)
-
-
-def _tokens_of_a_merge(config: Config) -> int:
-    """The tokens that have a merged expert in common: a segment, or a sequence."""
-    length = config.training.seq_length
-    if isinstance(config.selection, Segments):
-        return min(length, config.selection.lory_segment_length)
-    return length
+    scores, experts = selection.product_weights(d, n, config.expert_width)
+    shared = 2 * selection.layer_weights(d, n, config.expert_width).tensor_parallel
+    tokens = selection.tokens_per_merge(config.training.seq_length)
+    if tokens is not None:
+        return ExpertLayerFlops(2 * scores / tokens, 2 * experts / n, shared, 2 * experts / tokens)
+    return ExpertLayerFlops(2 * scores, 2 * experts / n, shared, merging=0)

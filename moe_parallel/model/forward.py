@@ -21,7 +21,7 @@ from moe_parallel.selection.shares import positions, take, zigzag
 
 Batch = Mapping[str, torch.Tensor]
 Reported = dict[str, torch.Tensor]
-Loss = Callable[[torch.Tensor], tuple[torch.Tensor, Reported]]
+LossOfOutput = Callable[[torch.Tensor], tuple[torch.Tensor, Reported]]
 
 
 def run_micro_batches(
@@ -58,7 +58,7 @@ def run_micro_batches(
     # Every virtual stage reads the same micro-batches at its own pace.
     streams = itertools.tee(batches, len(chunks))
 
-    def forward_step(stream: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Loss]:
+    def forward_step(stream: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, LossOfOutput]:
         on_host = next(stream)
         mine = share_of(on_host, cp)
         batch = {name: copied_to(device, tensor) for name, tensor in mine.items()}

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -24,6 +23,7 @@ from moe_parallel.config import Config, ModelConfig
 from moe_parallel.config.recompute import DENSE, EXPERTS, SHARED
 from moe_parallel.experts.dense import DenseMLP
 from moe_parallel.experts.fp8_engine import Fp8Engine
+from moe_parallel.experts.linear import linear_by
 from moe_parallel.layers import LayerContext
 from moe_parallel.layers.capacity import build_capacity
 from moe_parallel.layers.expert_layer import at_start
@@ -40,7 +40,7 @@ from moe_parallel.model.transformer_config import transformer_config
 from moe_parallel.ops import select_backend
 from moe_parallel.ops.bounded_experts import within_budget
 from moe_parallel.parallel import Groups
-from moe_parallel.platform.norm import RMSNorm
+from moe_parallel.platform.norm import norm_by
 from moe_parallel.systems import system_of
 from moe_parallel.telemetry.progress import Progress, Timers
 from moe_parallel.telemetry.statistics import RoutingStatistics
@@ -157,7 +157,7 @@ def _block_spec(
         )
         for is_moe in config.moe_layers[first : first + count]
     ]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_by(context.ops))
 
 
 def _layer_spec(config: Config, context: LayerContext, mlp: ModuleSpec) -> ModuleSpec:
@@ -165,33 +165,39 @@ def _layer_spec(config: Config, context: LayerContext, mlp: ModuleSpec) -> Modul
     if context.hash_table_VK is not None and mlp.module is not DenseMLP:
         spec.module = TransformerLayerWithIds
     attention = spec.submodules.self_attention
+    column, row = linear_by(context.ops)
     attention.submodules = replace(
         attention.submodules,
+        linear_qkv=column,
         core_attention=BACKENDS[config.training.attention_backend],
-        **_head_norms(config.model, context.groups),
+        linear_proj=row,
+        **_head_norms(config.model, context),
     )
+    norm = norm_by(context.ops)
     spec.submodules = replace(
-        spec.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm, mlp=mlp
+        spec.submodules, input_layernorm=norm, pre_mlp_layernorm=norm, mlp=mlp
     )
     return spec
 
 
-def _head_norms(model: ModelConfig, groups: Groups) -> dict[str, type[torch.nn.Module]]:
+def _head_norms(model: ModelConfig, context: LayerContext) -> dict[str, type[torch.nn.Module]]:
     """The norms of queries and keys; {}: there are none."""
     if not model.qk_layernorm:
         return {}
     if not model.qk_layernorm_all_heads:
-        return {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm}
+        norm = norm_by(context.ops)
+        return {"q_layernorm": norm, "k_layernorm": norm}
     return {
-        "q_layernorm": over(model.num_attention_heads, groups.tp),
-        "k_layernorm": over(model.query_groups, groups.tp),
+        "q_layernorm": over(model.num_attention_heads, context.groups.tp),
+        "k_layernorm": over(model.query_groups, context.groups.tp),
     }
 
 
 def _dense_spec(config: Config, context: LayerContext) -> ModuleSpec:
+    column, row = linear_by(context.ops)
     return ModuleSpec(
         module=DenseMLP,
-        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+        submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row),
         params={
             "ops": context.ops,
             "tp_group": context.groups.tp,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_parallel.ops import Multiply
+from moe_parallel.ops.types import Multiply
 from moe_parallel.platform.device import fast_factors
 
 
@@ -26,7 +26,7 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """-log softmax(h W^T)[label] for each token, fp32 [T]; the vocabulary is divided over `group`.
 
-    Logits exist for `chunk_size` tokens at a time. Both gradients are computed beside them in the
+    Logits exist for `chunk_size` tokens at a time. Both gradients are computed with them in the
     forward pass, so nothing is computed twice (as in Liger Kernel, arXiv 2410.10989). The gradient
     of W needs the gradient of each loss, which the forward pass does not have; it is taken to be
     proportional to `weights_T`, as in a weighted mean of the losses.
@@ -82,10 +82,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dlogits_RV = p_RV.to(h_TD.dtype)
             product(dlogits_RV, w_VD, dh_TD[rows])
             weighted_RD = h_TD[rows] * weights_T[rows, None].to(h_TD.dtype)
-            if dw_VD.dtype == h_TD.dtype:
-                product(dlogits_RV.t(), weighted_RD, dw_VD, accumulate=True)
-            else:
-                dw_VD += product(dlogits_RV.t(), weighted_RD)
+            product(dlogits_RV.t(), weighted_RD, dw_VD, accumulate=True)
         if learns:
             ctx.save_for_backward(dh_TD, dw_VD, weights_T)
             ctx.dtype = w_VD.dtype

@@ -111,8 +111,8 @@ def _layers_of_stage(config: Config, groups: Groups) -> list[bool]:
 def _activations(config: Config, vocab_size: int, groups: Groups) -> int:
     """The input of each layer for the backward pass, and on the last stage fp32 logits.
 
-    If the loss is computed in chunks of tokens, they are those of a chunk, and beside them is the
-    head's gradient in fp32.
+    If the loss is computed in chunks of tokens, they are those of a chunk, and the head's
+    gradient in fp32 is kept too.
     """
     training, tp = config.training, groups.tp.size()
     tokens = training.micro_batch_size * training.seq_length // groups.cp.size()

@@ -130,7 +130,7 @@ class GateFactors:
 
 
 #: Returns the parts to compute from dense matrices; a rule itself writes the zeros.
-Rule = Callable[[ExpertPart, DenseLayer], list[Start]]
+StartRule = Callable[[ExpertPart, DenseLayer], list[Start]]
 
 
 def _copied(target_LAB: torch.Tensor, matrix: DenseMatrix, row: int, column: int) -> list[Start]:
@@ -196,7 +196,7 @@ def _w_up(part: ExpertPart, dense: DenseLayer) -> list[Start]:
 
 
 #: How the weights of experts start, by their names without the shape suffix.
-STARTS: dict[str, Rule] = {
+STARTS: dict[str, StartRule] = {
     "w_gate_up": _w_gate_up,
     "w_p": _w_p,
     "w_out": _w_out,

@@ -14,114 +14,18 @@ which is the same as
 `reference.py` is the specification. It documents shapes, dtypes and gradients.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from types import ModuleType
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from moe_parallel.errors import InputError
 from moe_parallel.ops import extension, reference
-from moe_parallel.ops.types import Choose, Gradient, Keep, NormScores, RowMap
+from moe_parallel.ops.types import NormScores, Ops, RowMap
 
 __all__ = ["BACKENDS", "Ops", "RowMap", "NormScores", "select_backend"]
 
 BACKENDS = ("reference", "native", "auto")
-
-
-class RoutingMap(Protocol):
-    def __call__(
-        self,
-        experts_TK: Tensor,
-        num_experts: int,
-        pad_rows_per_expert: int | None = None,
-        all_chosen: bool = False,
-    ) -> RowMap: ...
-
-
-class Unpermute(Protocol):
-    def __call__(self, y_ND: Tensor, row_map: RowMap, probs_TK: Tensor | None = None) -> Tensor: ...
-
-
-class Swiglu(Protocol):
-    def __call__(self, gate_NF: Tensor, up_NF: Tensor, probs_N: Tensor | None = None) -> Tensor: ...
-
-
-class Multiply(Protocol):
-    def __call__(
-        self,
-        a_NI: Tensor,
-        b_IO: Tensor,
-        out_NO: Tensor | None = None,
-        *,
-        accumulate: bool = False,
-    ) -> Tensor: ...
-
-
-class NormTopK(Protocol):
-    def __call__(
-        self,
-        x_TD: Tensor,
-        w_EDR: Tensor,
-        k: int | None,
-        bias_E: Tensor | None = None,
-        *,
-        keep: Keep = "nothing",
-        gradient: Gradient = "all",
-        chosen: Choose | None = None,
-        screening: int = 0,
-    ) -> NormScores: ...
-
-
-class RoutedExperts(Protocol):
-    def __call__(
-        self,
-        x_TD: Tensor,
-        probs_TK: Tensor,
-        row_map: RowMap,
-        w_gate_up_ED2F: Tensor,
-        w_out_EFD: Tensor,
-        *,
-        main_gradients: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor: ...
-
-
-class AutonomousExperts(Protocol):
-    def __call__(
-        self,
-        x_TD: Tensor,
-        probs_TK: Tensor,
-        row_map: RowMap,
-        w_down_EDR: Tensor,
-        w_up_ERW: Tensor,
-        w_p_EDW: Tensor,
-        w_out_EWD: Tensor,
-        *,
-        c_TKR: Tensor | None = None,
-        norms_TK: Tensor | None = None,
-        recompute_gate: bool = True,
-        main_gradients: tuple[Tensor, Tensor, Tensor] | None = None,
-    ) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class Ops:
-    """The operators of one backend; `reference.py` specifies each of them."""
-
-    name: str
-    routing_map: RoutingMap
-    permute: Callable[[Tensor, RowMap], Tensor]
-    unpermute: Unpermute
-    grouped_gemm: Callable[[Tensor, Tensor, Tensor], Tensor]
-    swiglu: Swiglu
-    swiglu_halves: Callable[[Tensor], Tensor]
-    product: Multiply
-    norm_topk: NormTopK
-    expert_merge: Callable[[Tensor, Tensor], Tensor]
-    routed_experts: RoutedExperts
-    autonomous_experts: AutonomousExperts
 
 
 def select_backend(name: str) -> Ops:

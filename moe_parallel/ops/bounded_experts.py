@@ -8,7 +8,7 @@ activations of one part exist, and they fit into the budget:
     rows of a part  = budget / (bytes of the activations of a row)
     SwiGLU experts    6 F values per row: W_g x, W_p x, SwiGLU's output, and the three gradients
     AoE's experts     6 W + 3 R values per row: the same with W = d_wide, and C, its copy, gradient
-    beside the budget the rows themselves: inputs, outputs and their gradients, D values per row
+    in addition       the rows themselves: inputs, outputs and their gradients, D values per row
 
 The counts are those of the native operators with all rows at one expert, which is the most. A
 token's output is the same sum as without a budget, in the same order. Gradients of weights are sums

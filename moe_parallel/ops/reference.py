@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moe_parallel.ops.causal_attention import attention as attention
 from moe_parallel.ops.fp8_norms import fp8_norms
+from moe_parallel.ops.rms_norm import rms_norm as rms_norm
 from moe_parallel.ops.types import Choose, Gradient, Keep, NormScores, RowMap
 
 
@@ -141,9 +143,11 @@ def product(
 ) -> Tensor:
     """a b, without a gradient; in `out`, if it is given, to which `accumulate` adds.
 
-    All may have one more dimension in front: the product for each of its indices.
+    All may have one more dimension in front: the product for each of its indices. `out` may have a
+    wider type than a and b; then the product is not rounded to theirs.
     """
-    y_NO = a_NI.detach() @ b_IO.detach()
+    wide = a_NI.dtype if out_NO is None else out_NO.dtype
+    y_NO = a_NI.detach().to(wide) @ b_IO.detach().to(wide)
     if out_NO is None:
         return y_NO
     return out_NO.add_(y_NO) if accumulate else out_NO.copy_(y_NO)
@@ -239,7 +243,9 @@ def check_choice(
             raise ValueError(f"{name} must be one of {', '.join(get_args(values))}, not {value!r}")
     if chosen is not None:
         if k is not None or bias_E is not None or screening != 0:
-            raise ValueError("k, bias_E and screening are of top K: with chosen leave them out")
+            raise ValueError(
+                "k, bias_E and screening belong to top-K: omit them when chosen is given"
+            )
         return
     if k is None or not 1 <= k <= num_experts:
         raise ValueError(f"k must lie in 1..{num_experts} (the number of experts), not {k}")

@@ -1,7 +1,8 @@
-"""The arguments and results of the operators that are not single tensors."""
+"""The types of the operators: signatures, and the arguments and results beside tensors."""
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -44,3 +45,98 @@ Gradient = Literal["all", "chosen"]
 
 #: norms_TE -> experts_TK, int64; -1 is an empty slot.
 Choose = Callable[[Tensor], Tensor]
+
+
+class RoutingMap(Protocol):
+    def __call__(
+        self,
+        experts_TK: Tensor,
+        num_experts: int,
+        pad_rows_per_expert: int | None = None,
+        all_chosen: bool = False,
+    ) -> RowMap: ...
+
+
+class Unpermute(Protocol):
+    def __call__(self, y_ND: Tensor, row_map: RowMap, probs_TK: Tensor | None = None) -> Tensor: ...
+
+
+class Swiglu(Protocol):
+    def __call__(self, gate_NF: Tensor, up_NF: Tensor, probs_N: Tensor | None = None) -> Tensor: ...
+
+
+class Multiply(Protocol):
+    def __call__(
+        self,
+        a_NI: Tensor,
+        b_IO: Tensor,
+        out_NO: Tensor | None = None,
+        *,
+        accumulate: bool = False,
+    ) -> Tensor: ...
+
+
+class NormTopK(Protocol):
+    def __call__(
+        self,
+        x_TD: Tensor,
+        w_EDR: Tensor,
+        k: int | None,
+        bias_E: Tensor | None = None,
+        *,
+        keep: Keep = "nothing",
+        gradient: Gradient = "all",
+        chosen: Choose | None = None,
+        screening: int = 0,
+    ) -> NormScores: ...
+
+
+class RoutedExperts(Protocol):
+    def __call__(
+        self,
+        x_TD: Tensor,
+        probs_TK: Tensor,
+        row_map: RowMap,
+        w_gate_up_ED2F: Tensor,
+        w_out_EFD: Tensor,
+        *,
+        main_gradients: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor: ...
+
+
+class AutonomousExperts(Protocol):
+    def __call__(
+        self,
+        x_TD: Tensor,
+        probs_TK: Tensor,
+        row_map: RowMap,
+        w_down_EDR: Tensor,
+        w_up_ERW: Tensor,
+        w_p_EDW: Tensor,
+        w_out_EWD: Tensor,
+        *,
+        c_TKR: Tensor | None = None,
+        norms_TK: Tensor | None = None,
+        recompute_gate: bool = True,
+        main_gradients: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The operators of one backend; `reference.py` specifies each of them."""
+
+    name: str
+    routing_map: RoutingMap
+    permute: Callable[[Tensor, RowMap], Tensor]
+    unpermute: Unpermute
+    grouped_gemm: Callable[[Tensor, Tensor, Tensor], Tensor]
+    swiglu: Swiglu
+    swiglu_halves: Callable[[Tensor], Tensor]
+    attention: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    product: Multiply
+    norm_topk: NormTopK
+    expert_merge: Callable[[Tensor, Tensor], Tensor]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    routed_experts: RoutedExperts
+    autonomous_experts: AutonomousExperts

@@ -34,7 +34,7 @@ DROP_ORDERS: dict[str, DropOrder] = {"probs": by_probability, "position": by_pos
 class Capacity:
     """An expert accepts at most ceil(T * k / E * factor) of T tokens.
 
-    Beside Z free experts it is ceil(T * k * tau / (tau E + Z) * factor), and for a free expert the
+    With Z free experts it is ceil(T * k * tau / (tau E + Z) * factor), and for a free expert the
     same without the first tau (MoE++). With the factor 1 they hold all T * k choices.
 
     These are the tokens that one rank routes. With context parallelism they are those that it would

@@ -69,8 +69,8 @@ def sigmoid_of_selected(
 class WithoutZeroExperts:
     """`probs`, but 0 for a chosen zero expert; the others are divided by their sum (MoE++, code).
 
-    If all choices of a token are zero experts, or the other probs underflow beside a zero expert's,
-    all its probs are 0.
+    If all choices of a token are zero experts, or the other probs underflow next to that of a zero
+    expert, all its probs are 0.
     """
 
     probs: ProbsOf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_parallel.config import AoESelection
 from moe_parallel.layers import AutonomousLayer, Rules, System
+from moe_parallel.layers.bias import balancing_bias
 from moe_parallel.layers.routing_losses import importance, load_balancing_of_topk
 from moe_parallel.layers.system import FREE_OUTPUT, SCALED_OUTPUT
 from moe_parallel.selection import topk
@@ -29,6 +30,7 @@ AOE = register(
         layer=AutonomousLayer,
         rules=rules,
         losses=(load_balancing_of_topk, importance),
+        bias=balancing_bias,
         upcycling=upcycling,
     )
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_parallel.config import AoEThresholdSelection, ThresholdSelection
 from moe_parallel.layers import AutonomousLayer, RoutedLayer, Rules, System
+from moe_parallel.layers.bias import expert_cutoffs
 from moe_parallel.selection import threshold
 from moe_parallel.selection.threshold import Threshold
 from moe_parallel.systems.registry import register
@@ -21,5 +22,9 @@ def rules_of_norms(selection: AoEThresholdSelection) -> Rules:
     return Rules(rule, rule)
 
 
-THRESHOLD = register(System(ThresholdSelection, layer=RoutedLayer, rules=rules))
-AOE_THRESHOLD = register(System(AoEThresholdSelection, layer=AutonomousLayer, rules=rules_of_norms))
+THRESHOLD = register(
+    System(ThresholdSelection, layer=RoutedLayer, rules=rules, bias=expert_cutoffs)
+)
+AOE_THRESHOLD = register(
+    System(AoEThresholdSelection, layer=AutonomousLayer, rules=rules_of_norms, bias=expert_cutoffs)
+)

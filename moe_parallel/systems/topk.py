@@ -6,6 +6,7 @@ import torch
 
 from moe_parallel.config import FixedChoices, FixedFreeExperts, TopKSelection
 from moe_parallel.layers import RoutedLayer, Rules, System
+from moe_parallel.layers.bias import balancing_bias
 from moe_parallel.layers.routing_losses import importance, load_balancing_of_topk, z
 from moe_parallel.layers.system import FREE_OUTPUT, SCALED_OUTPUT
 from moe_parallel.selection import topk
@@ -61,6 +62,7 @@ TOPK = register(
         layer=RoutedLayer,
         rules=rules,
         losses=(load_balancing_of_topk, importance, z),
+        bias=balancing_bias,
         upcycling=upcycling,
     )
 )

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from moe_parallel.telemetry.metrics import Record
+from moe_parallel.telemetry.metrics import MetricsLine
 
 
 class PlainConsole:
@@ -29,7 +29,7 @@ class PlainConsole:
     def say(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
 
-    def log(self, record: Record) -> None:
+    def log(self, record: MetricsLine) -> None:
         if "lm_loss" in record:
             place, left = _place(record, self._train_iters), self._time_left(record)
             self.say(" | ".join([place, *_measures(record), *left]))
@@ -39,7 +39,7 @@ class PlainConsole:
     def close(self) -> None:
         """Nothing needs closing."""
 
-    def _time_left(self, record: Record) -> list[str]:
+    def _time_left(self, record: MetricsLine) -> list[str]:
         done = record["iteration"] - self._first
         if done <= 0:
             return []
@@ -80,7 +80,7 @@ class LiveConsole:
     def say(self, text: str) -> None:
         self._bar.write(text, file=self._bar.fp)
 
-    def log(self, record: Record) -> None:
+    def log(self, record: MetricsLine) -> None:
         if "lm_loss" in record:
             self._bar.set_postfix_str("  ".join(_measures(record)[:2]), refresh=False)
         if "validation" in record:
@@ -103,7 +103,7 @@ def open_console(train_iters: int, first: int = 0, stream: TextIO | None = None)
     return kind(train_iters, first, stream)
 
 
-def validation_line(record: Record, train_iters: int) -> str:
+def validation_line(record: MetricsLine, train_iters: int) -> str:
     domains = [
         f"{domain} {_number(measures.get('loss'), '.4f')} nats/token, "
         f"{_number(measures.get('bits_per_byte'), '.4f')} bits/byte"
@@ -119,11 +119,11 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
-def _place(record: Record, train_iters: int) -> str:
+def _place(record: MetricsLine, train_iters: int) -> str:
     return f"iteration {record['iteration']:>{len(str(train_iters))}}/{train_iters}"
 
 
-def _measures(record: Record) -> list[str]:
+def _measures(record: MetricsLine) -> list[str]:
     """Loss and speed first; values that the record lacks are left out."""
     formats = {
         "lm_loss": ("loss {}", ".4f"),

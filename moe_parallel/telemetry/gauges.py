@@ -87,7 +87,7 @@ class GpuGauge:
 
         Raises:
             InputError: nvidia-ml-py is not installed.
-            OSError: NVML does not work here, or knows no such GPU.
+            OSError: NVML does not work here, or does not know this GPU.
         """
         self._nvml = nvml = import_optional("pynvml", "--machine-sample-seconds on a GPU")
         try:

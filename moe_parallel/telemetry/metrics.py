@@ -34,10 +34,10 @@ PREVIOUS_NAME = "metrics.previous.jsonl"
 #: The fields of a record that depend on the machine and differ between any two runs.
 TIMING = ("elapsed_seconds", "tokens_per_second", "peak_memory_bytes", "ranks", "machine")
 
-Record = dict[str, Any]
+MetricsLine = dict[str, Any]
 
 
-def read_metrics(path: Path | str) -> list[Record]:
+def read_metrics(path: Path | str) -> list[MetricsLine]:
     """The records of a metrics.jsonl, in the order written.
 
     An incomplete last line, left by a crash, is left out. An incomplete line anywhere else, or a
@@ -54,7 +54,7 @@ def has_evaluation(directory: Path | str, iteration: int) -> bool:
     )
 
 
-def untimed(record: Record) -> Record:
+def untimed(record: MetricsLine) -> MetricsLine:
     """The fields that a continued run logs again exactly, as read from the file."""
     return {key: _finite(value) for key, value in record.items() if key not in TIMING}
 
@@ -68,8 +68,8 @@ class Resumed:
         cut: the later records, which the run will produce again.
     """
 
-    last: Sequence[Record] = ()
-    cut: Sequence[Record] = ()
+    last: Sequence[MetricsLine] = ()
+    cut: Sequence[MetricsLine] = ()
 
 
 class MetricsWriter:
@@ -94,7 +94,7 @@ class MetricsWriter:
                 self.resumed = _cut_after(path, resumed_from)
         self._journal = Journal(path)
 
-    def log(self, record: Record) -> None:
+    def log(self, record: MetricsLine) -> None:
         """Raises OSError if the record has to wait; see `Journal`."""
         self._journal.append((json.dumps(_finite(record), allow_nan=False) + "\n").encode())
 
@@ -105,7 +105,7 @@ class MetricsWriter:
         self._journal.close()
 
 
-def _records(path: Path) -> Iterator[tuple[Record, int]]:
+def _records(path: Path) -> Iterator[tuple[MetricsLine, int]]:
     """Each record, and the number of bytes up to the end of its line."""
     end = 0
     try:
@@ -119,7 +119,7 @@ def _records(path: Path) -> Iterator[tuple[Record, int]]:
         raise InputError(f"{path}: {error.strerror}: name the folder of a run") from error
 
 
-def _record(line: bytes, place: str) -> Record | None:
+def _record(line: bytes, place: str) -> MetricsLine | None:
     """The record; None if the line has no end, so was being written. `place`: for messages."""
     try:
         record = json.loads(line)
@@ -137,8 +137,8 @@ def _cut_after(path: Path, iteration: int) -> Resumed:
 
     The file is cut in place, in one step, which needs no disk space.
     """
-    last: list[Record] = []
-    cut: list[Record] = []
+    last: list[MetricsLine] = []
+    cut: list[MetricsLine] = []
     kept = 0
     for record, end in _records(path):
         if record["iteration"] > iteration or cut:

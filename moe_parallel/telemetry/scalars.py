@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from moe_parallel.telemetry.metrics import Record
+from moe_parallel.telemetry.metrics import MetricsLine
 from moe_parallel.telemetry.statistics import LOSSES, load_shares
 
 #: The single numbers that a layer may report.
@@ -30,7 +30,7 @@ PER_EXPERT = {
 }
 
 
-def scalars(record: Record) -> dict[str, float]:
+def scalars(record: MetricsLine) -> dict[str, float]:
     """The finite numbers of a record by name, grouped by the part before the first slash.
 
     train/lm_loss, machine/mfu, validation/code/bits_per_byte, moe/layer_03/ent_load,
@@ -62,7 +62,7 @@ def scalars(record: Record) -> dict[str, float]:
     }
 
 
-def histograms(record: Record) -> dict[str, list[float]]:
+def histograms(record: MetricsLine) -> dict[str, list[float]]:
     """One finite number per expert of a layer, by name.
 
     moe/layer_03/load (choices over the mean of the experts: 1 is even), and if the layer has them

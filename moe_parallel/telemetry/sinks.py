@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from moe_parallel.collective_errors import one_line
 from moe_parallel.errors import InputError
 from moe_parallel.telemetry.console import Console, open_console
-from moe_parallel.telemetry.metrics import MetricsWriter, Record
+from moe_parallel.telemetry.metrics import MetricsLine, MetricsWriter
 from moe_parallel.telemetry.wandb_sink import WandbSink
 
 CONSOLE = "standard output"
@@ -25,7 +25,7 @@ class Sink(Protocol):
 
     name: str
 
-    def log(self, record: Record) -> None: ...
+    def log(self, record: MetricsLine) -> None: ...
 
     def sync(self) -> None:
         """Returns when everything is on the disk."""
@@ -58,7 +58,7 @@ class Telemetry:
         if self._console is not None:
             self._attempt(CONSOLE, self._console.say, text)
 
-    def log(self, record: Record) -> None:
+    def log(self, record: MetricsLine) -> None:
         for sink in self._sinks:
             self._attempt(sink.name, sink.log, record)
         if self._console is not None:

@@ -4,7 +4,7 @@ A rank's own time is a step without the phases in which it only exchanges data (
 a fast rank waits for a slow one, so every rank's step takes equally long. A rank is compared with
 its peers, the other ranks of its pipeline stage, because other stages have other layers.
 
-Two causes are told apart. A rank whose experts receive more rows has at most as many times the
+Two causes are distinguished. A rank whose experts receive more rows has at most as many times the
 peers' own time as it has times their rows, because only a part of its work grows with the rows. A
 rank that is slower than that is on a slow host.
 """
@@ -65,17 +65,17 @@ class RankTimes:
 def summary(ranks: Sequence[RankTimes], members: Sequence[Member]) -> dict[str, Any]:
     """The field `ranks` of a metrics record.
 
-    By rank: own_seconds, dispatch_seconds (of waiting for other ranks' rows and sending them),
-    reduce_seconds, pipeline_seconds, and rows. slowest is None if no rank has a peer. Otherwise it
-    has rank, host, own_seconds, over_median (own_seconds over the median of the peers), phase (in
-    which it loses most), rows, rows_of_others (their median), and cause: null, or `tokens` or
-    `host` if the rank is clearly slower.
+    By rank: own_seconds, data_seconds (of these), dispatch_seconds (of waiting for other ranks'
+    rows and sending them), reduce_seconds, pipeline_seconds, and rows. slowest is None if no rank
+    has a peer. Otherwise it has rank, host, own_seconds, over_median (own_seconds over the median
+    of the peers), phase (in which it loses most), rows, rows_of_others (their median), and cause:
+    null, or `tokens` or `host` if the rank is clearly slower.
     """
     return {
         "own_seconds": [round(each.own, 6) for each in ranks],
         **{
             f"{phase.value}_seconds": [round(each.phases[phase], 6) for each in ranks]
-            for phase in EXCHANGES
+            for phase in (Phase.DATA, *EXCHANGES)
         },
         "rows": [round(each.rows) for each in ranks],
         "slowest": _slowest(ranks, members),

@@ -16,7 +16,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignor
 from torch.utils.tensorboard import summary
 
 from moe_parallel.telemetry.journal import Journal
-from moe_parallel.telemetry.metrics import Record
+from moe_parallel.telemetry.metrics import MetricsLine
 from moe_parallel.telemetry.scalars import histograms, scalars
 
 BINS = 30
@@ -34,7 +34,7 @@ class TensorBoardSink:
         self,
         directory: Path | str,
         resumed_from: int | None = None,
-        last: Sequence[Record] = (),
+        last: Sequence[MetricsLine] = (),
     ) -> None:
         """`resumed_from`: as in MetricsWriter. TensorBoard hides the folder's values from that
         iteration on and shows `last` instead, the records of that iteration in metrics.jsonl. So
@@ -53,7 +53,7 @@ class TensorBoardSink:
         for record in last:
             self.log(record)
 
-    def log(self, record: Record) -> None:
+    def log(self, record: MetricsLine) -> None:
         """Raises OSError if the record has to wait; see `Journal`."""
         values = [Summary.Value(tag=tag, simple_value=x) for tag, x in scalars(record).items()]
         for tag, numbers in histograms(record).items():

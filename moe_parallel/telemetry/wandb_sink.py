@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_parallel.errors import InputError
 from moe_parallel.optional import import_optional
-from moe_parallel.telemetry.metrics import Record, untimed
+from moe_parallel.telemetry.metrics import MetricsLine, untimed
 from moe_parallel.telemetry.scalars import histograms, scalars
 
 RUN_ID_FILE = "wandb_run_id.txt"
@@ -29,7 +29,7 @@ class WandbSink:
         directory: Path | str,
         project: str,
         mode: str,
-        told: Sequence[Record] | None,
+        told: Sequence[MetricsLine] | None,
         config: dict[str, Any],
     ) -> None:
         """`mode`: online, offline (upload later with `wandb sync`) or disabled.
@@ -62,7 +62,7 @@ class WandbSink:
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
 
-    def log(self, record: Record) -> None:
+    def log(self, record: MetricsLine) -> None:
         """Raises OSError for every error of wandb."""
         if untimed(record) in self._told:
             return

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import (
-    DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
@@ -23,6 +22,7 @@ from megatron.core.utils import get_model_config
 
 from moe_parallel.balancing.controller import end_step, setting_of
 from moe_parallel.config import Config
+from moe_parallel.experts.main_gradients import AddsToMainGradients
 from moe_parallel.layers import DispatchedLayer, ExpertLayer
 from moe_parallel.model.forward import Batch, language_model_loss, run_micro_batches
 from moe_parallel.model.gpt import build_model
@@ -30,7 +30,8 @@ from moe_parallel.parallel import Groups
 from moe_parallel.platform.device import device
 from moe_parallel.telemetry.progress import Phase, Progress, Timers
 from moe_parallel.telemetry.statistics import RoutingStatistics
-from moe_parallel.training.optimizer_parts import optimizer_parts
+from moe_parallel.training.data_parallel import DataParallel
+from moe_parallel.training.optimizer_parts import fuse_adam
 from moe_parallel.training.router_trace import RunTrace, run_trace
 
 
@@ -102,8 +103,9 @@ class Engine:
         ]
         self.chunks = _parallelize(config, chunks)
         if config.training.gradient_accumulation_fusion:
-            for layer in self._expert_layers:
-                layer.experts.add_to_main_gradients()
+            for module in (module for chunk in chunks for module in chunk.modules()):
+                if isinstance(module, AddsToMainGradients):
+                    module.add_to_main_gradients()
         self.optimizer = _optimizer(config, self.chunks, Timers(self.progress))
         self.scheduler = _scheduler(config, self.optimizer)
         _wire(get_model_config(self.chunks[0]), self.chunks, self.optimizer)
@@ -216,7 +218,7 @@ def _parallelize(config: Config, chunks: list[Any]) -> list[Any]:
     )
     # The communication of later virtual stages overlaps with the first one's computation anyway.
     wrapped = [
-        DistributedDataParallel(megatron, ddp, chunk, disable_bucketing=stage > 0)
+        DataParallel(megatron, ddp, chunk, disable_bucketing=stage > 0)
         for stage, chunk in enumerate(chunks)
     ]
     for chunk in wrapped:
@@ -243,19 +245,8 @@ def _optimizer(config: Config, chunks: list[Any], timers: Timers) -> Any:
     )
     # The overrides exempt norm weights (1-dimensional) from weight decay.
     optimizer = get_megatron_optimizer(megatron, chunks, get_standard_config_overrides(megatron))
-    for part in optimizer_parts(optimizer):
-        if isinstance(part.optimizer, torch.optim.AdamW) and not torch.cuda.is_available():
-            part.optimizer.register_step_pre_hook(_in_one_pass)
+    fuse_adam(optimizer)
     return optimizer
-
-
-def _in_one_pass(adam: torch.optim.Optimizer, *_: Any) -> None:
-    """Let torch's Adam read and write the weights and moments once, instead of ten times.
-
-    The choice is set before each step, because a loaded state brings that of its run.
-    """
-    for group in adam.param_groups:
-        group["fused"] = True
 
 
 def _scheduler(config: Config, optimizer: Any) -> OptimizerParamScheduler:

@@ -22,7 +22,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from moe_parallel.errors import InputError
+from moe_parallel.errors import Busy, InputError
+from moe_parallel.platform.bus_error import on_bus_error
 from moe_parallel.training.exit_codes import (
     EXIT_BAD_INPUT,
     EXIT_DIVERGED,
@@ -138,14 +139,15 @@ def leave_with_launcher(launcher: int, stop: StopRequest) -> None:
     def poll() -> None:
         while os.getppid() == launcher:
             time.sleep(_POLL_SECONDS)
-        if stop.in_training:
+        end = time.monotonic() + 2 * _GRACE_SECONDS  # until then the main thread can exit by itself
+        while not stop.in_training and time.monotonic() < end:
+            time.sleep(0.1)  # a short run could train to its end within the grace
+        if stop.in_training:  # perhaps only since then
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        time.sleep(2 * _GRACE_SECONDS)  # so that the main thread can exit by itself
-        if not stop.in_training:
-            if _rank() == 0:
-                print(f"the launcher is gone {BEFORE_TRAINING}", file=sys.stderr, flush=True)
-            leave(EXIT_INTERRUPTED)
+        if _rank() == 0:
+            print(f"the launcher is gone {BEFORE_TRAINING}", file=sys.stderr, flush=True)
+        leave(EXIT_INTERRUPTED)
 
     threading.Thread(target=poll, name="launcher-watch", daemon=True).start()
 
@@ -155,12 +157,16 @@ def run(
 ) -> NoReturn:
     """Call `main`, then end the process with its exit code or with that of the job's error.
 
-    For InputError, Diverged and a signal one line is printed, for anything else the traceback; only
-    the rank that fails first prints. `stop` receives signals while `main` runs.
+    For InputError, Diverged, a lost page of a mapped file and a signal one line is printed, for
+    anything else the traceback; only the rank that fails first prints. `stop` receives signals
+    while `main` runs.
     """
+    on_bus_error(lambda why: leave(_fail(channel, EXIT_BAD_INPUT, f"error: {why}")))
     try:
         with stop.listening():
             code = main(channel)
+    except Busy as error:
+        code = _fail(channel, EXIT_INTERRUPTED, f"error: {error}")
     except InputError as error:
         code = _fail(channel, EXIT_BAD_INPUT, f"error: {error}")
     except Diverged as error:

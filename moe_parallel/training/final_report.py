@@ -1,4 +1,4 @@
-"""The report of a finished run: held-out bits per byte, beside simple models, and the figure."""
+"""The report of a finished run: held-out bits per byte, also of simple models, and the figure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def compare_with_baselines(
     tokenizer: Tokenizer,
     train_bytes: int = TRAIN_BYTES,
 ) -> ByteComparison:
-    """The model beside a unigram and a trigram model of bytes and beside xz, on held-out text.
+    """The model, a unigram and a trigram model of bytes, and xz, on held-out text.
 
     The byte models are trained on the training text of every domain. If that is more than
     `train_bytes` bytes of UTF-8 in all, they are trained on the first documents only, with as many

@@ -1,4 +1,4 @@
-"""The heartbeat of a rank: what it does, sent to the other ranks by a thread, and who looks at it.
+"""The heartbeat of a rank: what it does, which a thread sends, and the ranks that watch it.
 
 Every rank sends its beat to the job's store. Rank 0 and the last rank look at all beats, so that
 one is left if a host is lost. Progress is a change of phase. In what may last long (the set-up, a
@@ -42,7 +42,7 @@ _COLLECTIVES = (
     # On a GPU a collective returns at once, and the host waits where it reads the result.
     os.path.join("moe_parallel", "dispatch", "all_to_all.py"),
 )
-#: Where it is while training waits for a checkpoint that is written beside it.
+#: Where it is while training waits for a checkpoint that another thread writes.
 _BACKGROUND = os.path.join("checkpoint", "background.py")
 
 
@@ -278,7 +278,7 @@ def _calls(innermost: FrameType | None, file: str) -> bool:
 
 
 def _writers() -> list[int]:
-    """The threads that write a checkpoint beside training."""
+    """The threads that write a checkpoint during training."""
     threads = threading.enumerate()
     return [each.ident for each in threads if each.ident and each.name.startswith(WRITER)]
 

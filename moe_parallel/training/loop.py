@@ -117,7 +117,7 @@ class Loop:
         """Write a checkpoint of the current state, unless it exists already. Collective.
 
         With `can_wait`, a failed write does not end the run: a later checkpoint may succeed. With
-        --async-save it is then written beside training.
+        --async-save it is then written during training.
         """
         if self.config.checkpoint.save is None:
             return
@@ -274,7 +274,7 @@ class Loop:
         """Whether any rank was asked to stop, and whether any is near its deadline. Collective.
 
         All ranks then stop after the same step. A run that is done needs no more time. In the same
-        exchange they learn whether all have written a checkpoint beside training.
+        exchange they learn whether all have written a checkpoint during training.
         """
         late = self._deadline.is_near() and not self.done
         mine = [stop.signal is not None, late, self.saves.is_writing()]

@@ -38,7 +38,7 @@ from moe_parallel.training.loop import Loop
 from moe_parallel.training.own_tokenizer import names_tokenizer
 from moe_parallel.training.run_config import begins_in, run_config
 from moe_parallel.training.run_folder import begin_run, goes_on_here, is_finished, open_checkpoints
-from moe_parallel.training.run_lock import locked_folder
+from moe_parallel.training.run_lock import locked_folder, patience
 from moe_parallel.training.signals import StopRequest
 from moe_parallel.training.stages import Stage, Stages
 from moe_parallel.training.text import open_text
@@ -101,7 +101,8 @@ def pretrain(
         tokenizer_given: whether the command line names the tokenizer.
         progress: told what this rank does.
     """
-    with locked_folder(config.checkpoint.save) as lock_warnings:
+    wait = patience(os.environ, config.parallel.hang_timeout)
+    with locked_folder(config.checkpoint.save, wait) as lock_warnings:
         warnings = (*warnings, *lock_warnings)
         stop, progress = stop or StopRequest(), progress or Progress()
         return _pretrain(config, groups, stop, warnings, tokenizer_given, progress)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from moe_parallel.collective_errors import StorageError, agree, on_rank_0
-from moe_parallel.config import Config, DispatchedSelection
+from moe_parallel.config import Config, Selection
 from moe_parallel.errors import InputError
 from moe_parallel.layers.router_trace import Recorder, Replay, RouterTrace
 from moe_parallel.model.forward import Batch
@@ -27,11 +27,11 @@ from moe_parallel.selection.copies import copied_to
 from moe_parallel.telemetry.router_trace import (
     REPLAY,
     TRACE,
+    RecordedTrace,
     TraceShape,
     TraceWriter,
     check_shape,
     read_trace,
-    shape_of,
 )
 from moe_parallel.training.run_folder import goes_on_here
 
@@ -55,11 +55,11 @@ class RunTrace:
     run that only evaluates needs none.
     """
 
-    def __init__(self, config: Config, selection: DispatchedSelection, groups: Groups) -> None:
+    def __init__(self, config: Config, selection: Selection, groups: Groups) -> None:
         self._config = config
         self._shape = trace_shape(config)
         self._groups = groups
-        self._trace, self._replay = selection.moe_router_trace, selection.moe_router_replay
+        self._trace, self._replay = selection.trace_file, selection.replay_file
         self.layers = RouterTrace(
             None if self._trace is None else Recorder(groups.dp),
             None if self._replay is None else Replay(groups.dp),
@@ -67,7 +67,7 @@ class RunTrace:
         self._begun = False
         self._done = 0
         self._writer: TraceWriter | None = None
-        self._recorded: np.ndarray[Any, Any] | None = None
+        self._recorded: RecordedTrace | None = None
         self._text_N = torch.zeros(0)
 
     def begin_step(self, done: int, batches: Sequence[Batch]) -> None:
@@ -85,10 +85,11 @@ class RunTrace:
         self._done = done
         self._text_N = self._text_of(batches)
         if self._recorded is not None and self.layers.replay is not None:
-            number = done + 1 - int(self._recorded["iteration"][0])
-            record = self._recorded[number : number + 1]
+            records = self._recorded.records
+            number = done + 1 - int(records["iteration"][0])
+            record = records[number : number + 1]
             agree(lambda: self._check(record))
-            self.layers.replay.begin_step(record)
+            self.layers.replay.begin_step(self._shape.layers, record["experts"][0])
 
     def end_step(self, device: torch.device) -> None:
         """Called after a step: its record is in the file on return. Raises InputError."""
@@ -120,8 +121,8 @@ class RunTrace:
     def _open(self, done: int) -> None:
         if self._replay is not None:
             self._recorded = read_trace(self._replay, REPLAY)
-            check_shape(self._replay, REPLAY, shape_of(self._recorded), self._shape)
-            self._check_steps(self._recorded["iteration"], done)
+            check_shape(self._replay, REPLAY, self._recorded.shape, self._shape)
+            self._check_steps(self._recorded.records["iteration"], done)
         if self._trace is not None and dist.get_rank() == 0:
             self._writer = TraceWriter(
                 Path(self._trace), self._shape, done, goes_on=goes_on_here(self._config)
@@ -136,7 +137,7 @@ class RunTrace:
         if first_there > done + 1 or last_there < last:
             raise InputError(
                 f"{REPLAY} {self._replay} has the iterations {first_there} to {last_there}, and "
-                f"this run trains {done + 1} to {last}: record those too, or leave earlier by "
+                f"this run trains {done + 1} to {last}: record those too, or end earlier with "
                 "--exit-interval"
             )
 
@@ -175,9 +176,9 @@ class RunTrace:
 def run_trace(config: Config, groups: Groups) -> RunTrace | None:
     """The trace and the replay that a configuration asks for. None: neither."""
     selection = config.selection
-    if config.moe.num_experts is None or not isinstance(selection, DispatchedSelection):
+    if config.moe.num_experts is None:
         return None
-    if selection.moe_router_trace is None and selection.moe_router_replay is None:
+    if selection.trace_file is None and selection.replay_file is None:
         return None
     return RunTrace(config, selection, groups)
 

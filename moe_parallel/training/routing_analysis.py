@@ -18,7 +18,7 @@ from moe_parallel.analysis.routing.folder import (
     VIEW,
     SelectionsFile,
     View,
-    write_manifest,
+    write_facts,
     write_tables,
 )
 from moe_parallel.analysis.routing.selections import TextSelections
@@ -27,12 +27,12 @@ from moe_parallel.analysis.routing.tables import tables_of
 from moe_parallel.analysis.routing.totals import AnalysisTotals
 from moe_parallel.analysis.routing.vocabulary import Vocabulary
 from moe_parallel.collective_errors import StorageError, agree, exchange, on_rank_0
-from moe_parallel.config import Config, MergedSelection
+from moe_parallel.config import Config
 from moe_parallel.data.atomic_files import atomic_folder
 from moe_parallel.data.sampler import evaluation_batches
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
-from moe_parallel.evaluation.given_text import batches_of
+from moe_parallel.evaluation.given_text import text_batches
 from moe_parallel.evaluation.selection_trace import expert_layers, selections_of
 from moe_parallel.evaluation.selections_of_ranks import batches_of_rank, on_all_layers
 from moe_parallel.model.forward import Batch
@@ -84,7 +84,7 @@ def output_folder(given: Path | None, load: Path) -> Path:
         run = checkpoint.parent if checkpoint.name.startswith("iter_") else checkpoint
         folder = run / FOLDER
     if folder.exists() and not (folder / MANIFEST).is_file():
-        raise InputError(f"--output {folder} exists and is no analysis: name another folder")
+        raise InputError(f"--output {folder} exists and is not an analysis: name another folder")
     return folder
 
 
@@ -184,7 +184,7 @@ def _texts(
         tokenizer = agree(lambda: open_tokenizer(config))
         files = options.files.items()
         given = (
-            (name, batches_of(path, tokenizer, length, size, options.samples))
+            (name, text_batches(path, tokenizer, length, size, options.samples))
             for name, path in files
         )
         return tokenizer, vocab_size_of(config), given
@@ -220,7 +220,7 @@ def _facts(config: Config, options: AnalysisOptions, totals: AnalysisTotals) -> 
     return {
         "checkpoint": str(find_checkpoint(Path(config.checkpoint.load or ""))),
         "system": config.selection.system,
-        "merged": isinstance(config.selection, MergedSelection),
+        "merged": config.selection.merges,
         "experts": totals.num_experts,
         "layers": list(totals.layers),
         "tokens": {name: text.tokens for name, text in totals.texts.items()},
@@ -238,7 +238,7 @@ def _write(
     tests = specialization(totals.blocks, totals.layers, options.permutations, config.training.seed)
     pieces = [totals.vocabulary.pieces_V[item] for item in view.columns["token"]]
     write_tables(folder, tables_of(totals, tests) | {VIEW: {**view.columns, "piece": pieces}})
-    write_manifest(folder, _facts(config, options, totals))
+    write_facts(folder, _facts(config, options, totals))
     return tests
 
 

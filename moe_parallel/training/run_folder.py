@@ -49,6 +49,7 @@ def open_checkpoints(
             "device": device().type,  # random states are specific to the kind of device
         },
         files=stored_files(folder, config),
+        states=_states(config),
         same_schedule=not config.checkpoint.override_opt_param_scheduler,
         background=_background(config),
     )
@@ -203,3 +204,9 @@ def _fingerprint(config: Config, vocab_size: int) -> dict[str, object]:
         facts["--init-method-std"] = model.init_method_std
     facts[selection.width_flag] = config.expert_width
     return facts
+
+
+def _states(config: Config) -> dict[str, object]:
+    """By flag, the options that decide which numbers move after a step."""
+    selection = config.selection
+    return {o.flag: getattr(selection, o.name) for o in options(type(selection)) if o.state}

@@ -2,7 +2,8 @@
 
 Two runs would publish checkpoints under the same names and delete each other's. The lock is
 flock's. The kernel (on NFS the server) releases it when its process ends for any reason, so no
-lock is left behind, and a restarted run can take it again.
+lock is left behind, and a restarted run can take it again. A job that was started again may come
+while its predecessor is still ending, for example on a node that Slurm cannot reach: it waits.
 """
 
 from __future__ import annotations
@@ -12,43 +13,66 @@ import errno
 import fcntl
 import os
 import socket
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
 from moe_parallel.collective_errors import on_rank_0, one_line
-from moe_parallel.errors import InputError
+from moe_parallel.errors import Busy, InputError
 
 LOCK = "run.lock"  # contains the host and the process of the run that has the lock
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
+#: Counts of earlier starts: of a job by Slurm, of its ranks by a launcher.
+_RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+_PATIENCE_SECONDS, _LOOK_SECONDS = 60.0, 0.5
+
+
+def patience(environment: Mapping[str, str], hang_timeout: float | None) -> float:
+    """How long this start waits for the lock, in seconds; 0 unless the job was started again.
+
+    Other ranks wait meanwhile, so it is at most half of --hang-timeout (None: no limit).
+    """
+    if not any(int(environment.get(name) or 0) for name in _RESTARTS):
+        return 0.0
+    return min(_PATIENCE_SECONDS, hang_timeout / 2 if hang_timeout else _PATIENCE_SECONDS)
+
+
 @contextmanager
-def locked_folder(save: str | None) -> Iterator[list[str]]:
+def locked_folder(save: str | None, patience: float = 0.0) -> Iterator[list[str]]:
     """Lock --save against other runs; yields warnings to print. Collective.
 
     Rank 0 holds the lock for all ranks, from before the first file is written until the end.
 
+    `patience`: seconds to wait for another run to leave the folder.
+
     Raises:
+        Busy: on every rank, if another run still uses the folder after a wait.
         InputError: on every rank, if another run uses the folder or it cannot be written.
     """
     warnings: list[str] = []
     with ExitStack() as held:
         if save is not None:
-            on_rank_0(lambda: warnings.extend(held.enter_context(run_lock(Path(save)))))
+            on_rank_0(lambda: warnings.extend(held.enter_context(run_lock(Path(save), patience))))
         yield warnings
 
 
 @contextmanager
-def run_lock(folder: Path) -> Iterator[list[str]]:
-    """Lock a folder from this process alone; yields warnings to print. Raises InputError."""
+def run_lock(folder: Path, patience: float = 0.0) -> Iterator[list[str]]:
+    """Lock a folder from this process alone; yields warnings to print.
+
+    Raises InputError, or Busy after a wait; see `locked_folder`.
+    """
     is_new = not folder.exists()
     path = folder / LOCK
     try:
         _check_no_file_in_the_way(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        file, has_lock = _take(path)
+        file, has_lock = _take(path, patience)
     except OSError as error:
         raise InputError(
             f"--save {folder} cannot be written ({one_line(error)}): "
@@ -77,8 +101,9 @@ def _check_no_file_in_the_way(folder: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, "it is a file", str(there))
 
 
-def _take(path: Path) -> tuple[IO[str], bool]:
-    """The lock file, and whether it could be locked; raises InputError if another run has it."""
+def _take(path: Path, patience: float) -> tuple[IO[str], bool]:
+    """The lock file, and whether it could be locked; raises InputError if another run keeps it."""
+    deadline, told = time.monotonic() + patience, patience == 0
     while True:
         file = path.open("a+")
         try:
@@ -94,14 +119,31 @@ def _take(path: Path) -> tuple[IO[str], bool]:
             file.seek(0)
             holder = " ".join(file.read(300).split()) or "it has just begun"
             file.close()
-            raise InputError(
-                f"--save {path.parent}: another run is writing there ({holder}): end it, wait for "
-                "it, or name another folder"
-            ) from None
+            if time.monotonic() >= deadline:
+                raise _in_use(path.parent, holder, patience) from None
+            if not told:
+                _tell_wait(path.parent, holder, patience)
+            told = True
+            time.sleep(_LOOK_SECONDS)
+            continue
         except BaseException:
             file.close()
             raise
         return file, has_lock
+
+
+def _in_use(folder: Path, holder: str, patience: float) -> InputError:
+    wrong = f"--save {folder}: another run is writing there ({holder})"
+    if patience == 0:
+        return InputError(f"{wrong}: end it, wait for it, or name another folder")
+    return Busy(f"{wrong} and has not ended in {patience:.0f} s: start the same command again")
+
+
+def _tell_wait(folder: Path, holder: str, patience: float) -> None:
+    message = (
+        f"--save {folder}: waiting for an earlier start to end ({holder}), at most {patience:.0f} s"
+    )
+    print(message, file=sys.stderr, flush=True)
 
 
 def _lock(file: IO[str]) -> bool:

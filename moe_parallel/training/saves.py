@@ -34,7 +34,7 @@ class Saves:
         """Write a checkpoint, unless it exists already.
 
         With `can_wait`, a failed write is only a warning, and with --async-save the checkpoint is
-        written beside training. Only one is written at a time: this waits for the one before.
+        written during training. Only one is written at a time: this waits for the one before.
         """
         if can_wait and self._background is not None and self._background.pending is not None:
             self._say_once(
@@ -62,11 +62,11 @@ class Saves:
         self._telemetry.say(f"saved {path}")
 
     def is_writing(self) -> bool:
-        """Whether this rank is writing a checkpoint beside training."""
+        """Whether this rank is writing a checkpoint during training."""
         return self._background is not None and self._background.is_writing()
 
     def finish(self, iteration: int) -> None:
-        """Wait for the checkpoint that is written beside training, if there is one.
+        """Wait for the checkpoint that is written during training, if there is one.
 
         `iteration`: the number of steps with a finite loss so far.
         """
@@ -90,7 +90,7 @@ class Saves:
             self._checkpoints.confirm(iteration)
 
     def _begin(self, *content: Any) -> bool:
-        """Begin to write a checkpoint beside training; returns whether it has begun."""
+        """Begin to write a checkpoint during training; returns whether it has begun."""
         if self._background is None:
             return False
         try:

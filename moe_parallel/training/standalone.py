@@ -111,11 +111,11 @@ def evaluation_config(flags: Sequence[str], load: str, world_size: int) -> Confi
 
 
 @contextmanager
-def single_process(config: Config) -> Iterator[Groups]:
+def single_process(config: Config, backend: str = "gloo") -> Iterator[Groups]:
     """Process groups of size 1 and seeded generators, destroyed when the context ends."""
     if not torch.cuda.is_available():
         adapt_megatron_to_cpu()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         groups = initialize_groups(config.parallel)
         torch.manual_seed(config.training.seed)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moe_parallel.config import Config, parse_command_line
+from moe_parallel.config import Config, make_config, parse_command_line
 from moe_parallel.config.config import common_options, expert_selection, selection_options
 from moe_parallel.config.option import Option
 from moe_parallel.errors import InputError
@@ -266,8 +266,22 @@ def test_a_line_that_cannot_be_cut(arguments: list[str], message: str) -> None:
 )
 def test_an_option_of_another_selection(system: str, flag: str, owners: str) -> None:
     assert message_of("--expert-selection", system, flag, "1") == (
-        f"{flag} belongs to --expert-selection {owners}, but {system} is selected: "
-        "remove it or change --expert-selection"
+        f"{flag} is 1, but it belongs to --expert-selection {owners}, and {system} is selected: "
+        f"remove {flag}, or change --expert-selection"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("0.25", "0.25"), (0.25, "0.25"), (True, "True"), ("a\nb", r"'a\nb'"), ([1, 2], "[1, 2]")],
+)
+def test_its_value_is_named_in_a_line(value: Any, words: str) -> None:
+    """Of the command line and of a YAML file."""
+    with pytest.raises(InputError) as caught:
+        make_config({"num_experts": 4, "moe_relu_target_experts": value})
+    assert str(caught.value) == (
+        f"--moe-relu-target-experts is {words}, but it belongs to --expert-selection relu, and "
+        "topk is selected: remove --moe-relu-target-experts, or change --expert-selection"
     )
 
 

@@ -1,5 +1,6 @@
 """The files in examples/ are valid on the ranks that they name; the recipes match the papers."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from moe_parallel.config import (
 )
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-# Studies are no configurations of a run: they contain options of several systems.
+# Studies are not configurations of a run: they contain options of several systems.
 OTHERS = {
     "study.yaml",
     "selections.yaml",
@@ -36,6 +37,7 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(EXAMPLES).with_suffix(""))
 
 
+@functools.cache
 def read(path: Path) -> Config:
     return parse_command_line(["--config", str(path)])
 
@@ -114,6 +116,9 @@ def test_notable_variants_are_what_they_are_called() -> None:
     assert read(EXAMPLES / "systems/lory_warmup.yaml").moe.moe_dense_warmup_percent == 5
     coupled = read(EXAMPLES / "systems/topk_erc.yaml").selection
     assert (coupled.moe_erc_loss_coeff, coupled.moe_erc_alpha) == (1, 1)
+    solved = read(EXAMPLES / "systems/topk_quantile.yaml").selection
+    assert (solved.moe_aux_loss_coeff, solved.moe_router_bias_update) == (0, "quantile")
+    assert solved.moe_router_enable_expert_bias
 
 
 # The papers

@@ -53,7 +53,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
 BROKEN += [
     (
         {"moe_router_force_routing": "zipf", "moe_router_force_load_balancing": True},
-        f"--moe-router-force-load-balancing .* {FORCED} zipf otherwise: remove one of them",
+        f"--moe-router-force-load-balancing .* {FORCED} zipf differently: remove one of them",
     ),
     (
         {**AOE, "moe_router_force_routing": "zipf", "aoe_fp8_screening": 1}
@@ -80,7 +80,9 @@ def test_it_is_for_systems_in_which_tokens_choose(system: str) -> None:
     if system in ("topk", "top_p", "aoe", "aoe_top_p", "uoe"):
         assert make_config(options).selection.forced_routing == "hot"
     else:
-        with pytest.raises(InputError, match=f"{FORCED} belongs to .* but {system} is selected"):
+        with pytest.raises(
+            InputError, match=f"{FORCED} is .*, but it belongs to .* and {system} is selected"
+        ):
             make_config(options)
 
 

@@ -155,7 +155,7 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
     (
         QUANTILE | {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
         1,
-        "is quantile, which knows of no groups",
+        "is quantile, which does not support groups",
     ),
     (
         QUANTILE | {"moe_expert_capacity_factor": 1.5},
@@ -188,7 +188,7 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
     (
         UOE | {"expert_tensor_parallel_size": 2, "uoe_routing_neurons": 7},
         2,
-        "-neurons is 7, which leaves 41 of the 48 neurons .* no multiple of 2 .*: choose another",
+        "-neurons is 7, which leaves 41 of the 48 .* not a multiple of 2 .*: choose another",
     ),
     (UOE | {"moe_use_upcycling": True}, 1, "uoe does not start from dense layers: .*: leave out"),
     (UOE | {"moe_dense_warmup_percent": 5}, 1, "uoe does not start from dense layers: .*: leave"),
@@ -259,13 +259,13 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
     (
         COPIES | {"moe_importance_loss_coeff": 0.1},
         1,
-        "--moe-importance-loss-coeff is 0.1, and it knows no free experts: leave it out, or --moe-",
+        "--moe-importance-loss-coeff is 0.1, which does not support free experts: leave it out, or",
     ),
-    (COPIES | {"moe_erc_loss_coeff": 1}, 1, "--moe-erc-loss-coeff is 1.0, and it knows no free ex"),
+    (COPIES | {"moe_erc_loss_coeff": 1}, 1, "--moe-erc-loss-coeff is 1.0, which does not support"),
     (
         COPIES | {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
         1,
-        "--moe-router-num-groups is 2, and it knows no free experts",
+        "--moe-router-num-groups is 2, which does not support free experts",
     ),
     (
         COPIES | {"moe_router_enable_expert_bias": True},

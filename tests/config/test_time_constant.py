@@ -37,7 +37,7 @@ def only_state(**options: Any) -> TimeConstant:
 
 @pytest.mark.parametrize("system", ["threshold", "aoe_threshold"])
 def test_cutoffs(system: str) -> None:
-    """None: 5 % of the steps, but at least 10 of them."""
+    """None: 5% of the steps, but at least 10 of them."""
     own = {"expert_selection": system, "hidden_size": 128, "init_method_std": 0.02}
     assert only_state(**own).state == "cutoffs (quantile)"
     assert only_state(**own).steps == pytest.approx(50)
@@ -78,7 +78,7 @@ def test_the_range_of_logits_of_a_large_router() -> None:
 
 
 def test_coefficients_of_losses() -> None:
-    """By default 1e-3 is 5 % of the run away, or as far as it is from the paper's start."""
+    """By default 1e-3 is 5% of the run away, or as far as it is from the paper's start."""
     relu = {"expert_selection": "relu"}
     assert only_state(**relu).steps == pytest.approx(50)
     assert only_state(**relu, train_iters=60_000).steps == pytest.approx(63.1, abs=0.1)

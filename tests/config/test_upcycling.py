@@ -21,14 +21,18 @@ def test_iterations_of_the_warm_up(percent, train_iters, iterations):
     assert dense_warmup_iters(make_config(EXPERTS | given)) == iterations
 
 
-@pytest.mark.parametrize(
-    "selection", [{}, AOE, {"moe_z_loss_coeff": 0.1}, {"gradient_accumulation_fusion": True}]
-)
+@pytest.mark.parametrize("selection", [{}, AOE, {"moe_z_loss_coeff": 0.1}])
 def test_the_twin_is_dense_and_as_wide_as_an_expert(selection):
     config = make_config(EXPERTS | WARM_UP | selection | {"moe_ffn_hidden_size": 40, "lr": 0.1})
     twin = dense_twin(config)
     plain = {"hidden_size": 32, "ffn_hidden_size": 40, "num_layers": 2, "lr": 0.1}
     assert twin == make_config(plain)
+    validate(twin, world_size=1)
+
+
+def test_the_twin_keeps_what_is_not_only_for_experts():
+    twin = dense_twin(make_config(EXPERTS | WARM_UP | {"gradient_accumulation_fusion": True}))
+    assert twin.training.gradient_accumulation_fusion
     validate(twin, world_size=1)
 
 
@@ -46,7 +50,7 @@ WRONG = {
     ),
     "two widths": (
         WARM_UP | {"moe_layer_freq": "[0]+[1]", "moe_ffn_hidden_size": 32},
-        r"--moe-layer-freq \[0\]\+\[1\] keeps dense layers of --ffn-hidden-size 48 beside experts "
+        r"--moe-layer-freq \[0\]\+\[1\] keeps dense layers of --ffn-hidden-size 48 next to experts "
         "of --moe-ffn-hidden-size 32, .*: make them equal",
     ),
     "narrow": (

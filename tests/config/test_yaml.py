@@ -166,8 +166,16 @@ def test_what_goes_with_both_selections_stays(file: Path) -> None:
     ("text", "flags", "start"),
     [
         # On the command line, and in a file that contradicts itself, it is still an error.
-        (AOE, ["topk", "--aoe-low-rank-size", "8"], "--aoe-low-rank-size belongs to .* aoe"),
-        (AOE + "\nmoe-top-p: 0.3", ["topk"], "--moe-top-p belongs to .* topk is selected"),
+        (
+            AOE,
+            ["topk", "--aoe-low-rank-size", "8"],
+            "--aoe-low-rank-size is 8, but it belongs to .* aoe",
+        ),
+        (
+            AOE + "\nmoe-top-p: 0.3",
+            ["topk"],
+            "--moe-top-p is 0.3, but it belongs to .* topk is selected",
+        ),
         (AOE + "\naoe-rank: 8", ["topk"], "--aoe-rank is not a flag"),
         (AOE, ["tokp"], "--expert-selection is 'tokp': it takes one of"),
         ("expert-selection: [aoe]", ["tokp"], "--expert-selection is 'tokp': it takes one of"),
@@ -194,7 +202,10 @@ def test_what_does_not_go_with_either_selection(
         ("1: 2", "--1 is not a flag"),
         ("null: 2", "--None is not a flag"),
         ('"two\\nlines": 2', "'--two.nlines' is not a flag"),
-        ("moe-z-loss-coeff: 1\nexpert-selection: aoe", "--moe-z-loss-coeff belongs to .* topk"),
+        (
+            "moe-z-loss-coeff: 1\nexpert-selection: aoe",
+            "--moe-z-loss-coeff is 1, but it belongs to .* topk",
+        ),
         ("expert-selection: aeo", "--expert-selection is 'aeo': it takes one of topk, top_p"),
         ("expert-selection: [aoe]", "--expert-selection is .'aoe'.: it takes one of"),
         ("expert-selection:", "--expert-selection needs a value"),

@@ -48,7 +48,7 @@ def test_norms_weigh_as_the_router_did(source, gate):
 
 
 def test_a_routed_model_may_start_again():
-    source = topk(lr=0.1, moe_router_trace="old.npy", moe_router_replay="older.npy")
+    source = topk(lr=0.1, moe_router_trace="old.npz", moe_router_replay="older.npz")
     config = converted_config(source, "topk", "new", ["--train-iters", "7"])
     assert (config.training.train_iters, config.optimizer.lr) == (7, 0.1)
     assert config.selection == topk().selection
@@ -71,21 +71,21 @@ def test_merged_to_topk(system):
             {"moe_router_score_function": "sigmoid"},
             "aoe",
             [],
-            "--to aoe knows no --moe-router-score-function sigmoid",
+            "--to aoe does not support --moe-router-score-function sigmoid",
         ),
         (
             {"moe_router_enable_expert_bias": True},
             "aoe",
             [],
-            "knows no --moe-router-enable-expert-bias True",
+            "does not support --moe-router-enable-expert-bias True",
         ),
-        ({"moe_router_hidden_size": 9}, "aoe", [], "knows no --moe-router-hidden-size 9"),
-        ({"moe_copy_experts": 2}, "aoe", [], "knows no --moe-copy-experts 2"),
+        ({"moe_router_hidden_size": 9}, "aoe", [], "does not support --moe-router-hidden-size 9"),
+        ({"moe_copy_experts": 2}, "aoe", [], "does not support --moe-copy-experts 2"),
         ({}, "aoe", ["--hidden-size", "64"], "--hidden-size is 64, but 32 in --load"),
         ({}, "aoe", ["--num-experts", "8"], "--num-experts is 8, but 4 in --load"),
         ({}, "aoe", ["--moe-router-topk", "1"], "--moe-router-topk is 1, but 2 in --load"),
         ({}, "aoe", ["--aoe-wide-size", "50"], "--aoe-wide-size is 50, but .* width of 48"),
-        ({}, "aoe", ["--moe-top-p", "0.4"], "--moe-top-p belongs to"),
+        ({}, "aoe", ["--moe-top-p", "0.4"], "--moe-top-p is 0.4, but it belongs to"),
     ],
 )
 def test_refused(source, to, flags, message):

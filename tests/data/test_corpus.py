@@ -149,7 +149,7 @@ def test_the_order_of_the_corpus_is_fixed(stdlib: Path, tmp_path: Path) -> None:
 
 
 def test_a_python_without_sources_is_told(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"carries no train text.*give --data-path"):
+    with pytest.raises(InputError, match=r"has no train text.*give --data-path"):
         python_corpus(0.04, tmp_path)
     with pytest.raises(InputError, match=r"fraction 1\.5 must lie between 0 and 1"):
         python_corpus(1.5, tmp_path)

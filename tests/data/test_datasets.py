@@ -266,7 +266,7 @@ def test_data_without_a_manifest_are_taken_with_a_warning(tmp_path: Path) -> Non
     (tmp_path / "mine.manifest.json").unlink()
     unknown = build_from(source, tmp_path)
     assert torch.equal(stream(unknown, 30), stream(known, 30))
-    assert len(unknown.warnings) == 1 and "no manifest beside" in unknown.warnings[0]
+    assert len(unknown.warnings) == 1 and "no manifest next to" in unknown.warnings[0]
 
 
 def notes_written(sources: list[Source], folder: Path) -> int:

@@ -146,7 +146,7 @@ def test_the_prefix_that_was_probably_meant_is_named(tmp_path: Path) -> None:
 def test_token_ids_beyond_the_vocabulary_are_told(tmp_path: Path) -> None:
     prefix = str(tmp_path / "data")
     write_indexed(Path(prefix), DOCUMENTS, 10)
-    for _ in range(2):  # the second time from the note beside the file
+    for _ in range(2):  # the second time from the note next to the file
         with pytest.raises(InputError, match=r"document 1 holds token id 9, outside .* of 9;"):
             check_indexed(prefix, 9)
     # The same number of bytes, but a later time: the note is not valid.

@@ -31,7 +31,7 @@ def test_a_flipped_bit_is_seen_wherever_it_is(tmp_path: Path) -> None:
     [
         (b"\xff{}", "not UTF-8 at byte 1"),
         (b'{"a": ', "not JSON at line 1, column"),
-        (b"[" * 100_000, "nested too deep"),
+        (b"[" * 100_000, "nested too deeply"),
         (b"9" * 5_000, "digits"),
     ],
 )

@@ -74,12 +74,25 @@ OPTIONS_OF_TOPK = {
     "moe_shared_expert_intermediate_size": 16,
 }
 
+FREE = {"moe_copy_experts": 1, "moe_zero_experts": 1, "moe_constant_experts": 1}
+SOLVED = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update": "quantile",
+    "moe_aux_loss_coeff": 0.0,
+}
+
 SYSTEMS = {
     "dense": System({"num_experts": None}, SOUND, SOUND),
     "top1": System({"moe_router_topk": 1}, SOUND, SOUND),
     "topk": System({}, SOUND, SOUND),
     "topk and its options": System(OPTIONS_OF_TOPK, SOUND, SOUND),
-    "topk, free experts": System({"moe_copy_experts": 1, "moe_zero_experts": 1}, SOUND, SOUND),
+    "topk, free experts": System(FREE, SOUND, SOUND),
+    "topk, coupled": System({"moe_erc_loss_coeff": 1.0}, SOUND, SOUND),
+    # A bias is that of the step before, however it is found.
+    "topk, solved bias": System(SOLVED, SOUND, SOUND),
+    "topk, bias by errors and their growth": System(
+        {"moe_router_enable_expert_bias": True, "moe_router_bias_update": "id"}, SOUND, SOUND
+    ),
     "hash": System({"expert_selection": "hash"}, SOUND, SOUND),
     "top_p": System({"expert_selection": "top_p"}, SOUND, SOUND),
     "top_p, a moving p": System(
@@ -87,6 +100,8 @@ SYSTEMS = {
     ),
     "relu": System({"expert_selection": "relu"}, SOUND, SOUND),
     "aoe": System(AOE, SOUND, SOUND),
+    "aoe, free experts": System(AOE | {"moe_copy_experts": 2}, SOUND, SOUND),
+    "aoe, solved bias": System(AOE | SOLVED, SOUND, SOUND),
     "aoe_top_p": System({"expert_selection": "aoe_top_p"} | LOW_RANK, SOUND, SOUND),
     "uoe": System({"expert_selection": "uoe"}, SOUND, SOUND),
     "threshold": System({"expert_selection": "threshold"}, SOUND, SOUND),

@@ -7,7 +7,7 @@ import pytest
 from moe_parallel.data.tokenizer import NullTokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.evaluation import given_text
-from moe_parallel.evaluation.given_text import batches_of, sequences_of
+from moe_parallel.evaluation.given_text import sequences_of, text_batches
 
 TOKENIZER = NullTokenizer(100)  # a text is numbers; 99 ends a document
 END = 99
@@ -33,14 +33,14 @@ def test_a_text_file_is_one_document(tmp_path, monkeypatch, piece):
 def test_batches_are_filled_and_masked(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("1 2 3 4 5 6 7 8")
-    one, two = batches_of(file, TOKENIZER, 3, 2)
+    one, two = text_batches(file, TOKENIZER, 3, 2)
     assert one["tokens"].tolist() == [[1, 2, 3], [4, 5, 6]]
     assert one["loss_mask"].tolist() == [[1, 1, 1], [1, 1, 1]]
     assert two["tokens"].tolist() == [[7, 8, END], [END, END, END]]
     assert two["loss_mask"].tolist() == [[1, 1, 1], [0, 0, 0]]
     assert two["position_ids"].tolist() == [[0, 1, 2], [0, 1, 2]]
-    assert len(list(batches_of(file, TOKENIZER, 3, 2, samples=2))) == 1
-    (only,) = batches_of(file, TOKENIZER, 3, 2, samples=1)
+    assert len(list(text_batches(file, TOKENIZER, 3, 2, samples=2))) == 1
+    (only,) = text_batches(file, TOKENIZER, 3, 2, samples=1)
     assert only["loss_mask"].tolist() == [[1, 1, 1], [0, 0, 0]]
 
 

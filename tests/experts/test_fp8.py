@@ -24,8 +24,8 @@ E, D, F, R, TOKENS, K = 4, 128, 256, 128, 50, 2
 RECIPES = ("delayed", "tensorwise", "blockwise")
 BACKENDS = ["reference"] + ["native"] * extension.is_built()
 KINDS = ("swiglu", "low_rank", "low_rank with C")
-# Rounding to e4m3 moves values by about 3 % (root mean square), to e5m2 by 5 %. The gradient with
-# the longest path contains a dozen roundings. Wrong matrices would be off by 100 %.
+# Rounding to e4m3 moves values by about 3% (root mean square), to e5m2 by 5%. The gradient with
+# the longest path contains a dozen roundings. Wrong matrices would be off by 100%.
 ROUNDED, CLOSE = 1e-3, 0.05 * 12**0.5
 
 

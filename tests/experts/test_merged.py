@@ -141,7 +141,7 @@ def test_gradients_are_added_to_main_gradients_without_rounding_their_sum(dtype)
 
 @pytest.mark.parametrize("e, tokens", [(4, 8), (8, 256), (32, 256)])
 def test_merging_costs_e_over_t_of_the_layer(e, tokens):
-    """Lory, Appendix B: 3.1 % with 8 experts and segments of 256 tokens, 12.5 % with 32."""
+    """Lory, Appendix B: 3.1% with 8 experts and segments of 256 tokens, 12.5% with 32."""
     made = experts(torch.float32, e=e, backend="reference")  # its products can be counted
     x_PTD = draw(3, tokens, D, dtype=torch.float32)
     with FlopCounterMode(display=False) as counter, torch.no_grad():

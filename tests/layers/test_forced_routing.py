@@ -57,12 +57,12 @@ def test_a_trace_is_the_metrics_of_a_run(tmp_path: Path) -> None:
 
 def test_a_trace_may_be_that_of_choices(tmp_path: Path) -> None:
     shape = TraceShape(layers=(2, 4), num_experts=3, sequences=1, length=2, slots=2)
-    writer = TraceWriter(tmp_path / "trace.npy", shape, 6, goes_on=False)
+    writer = TraceWriter(tmp_path / "trace.npz", shape, 6, goes_on=False)
     for iteration, experts in ((7, [[[[[0, 1], [1, -1]]], [[[2, 0], [2, 1]]]]]), (8, -1)):
         recorded = shape.record(iteration)
         recorded["experts"] = experts
         writer.append(recorded)
-    trace = read_loads(str(tmp_path / "trace.npy"))
+    trace = read_loads(str(tmp_path / "trace.npz"))
     assert trace.ends == [7, 8]
     assert trace.loads[0] == {2: [1, 2, 0], 4: [1, 1, 2]}
     assert trace.loads[1] == {2: [0, 0, 0], 4: [0, 0, 0]}
@@ -72,13 +72,13 @@ def test_a_trace_may_be_that_of_choices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([], "has no record with layers: name the metrics.jsonl of a run with experts"),
-        ([{"iteration": 3, "validation": {}}], "has no record with layers"),
-        ([{"iteration": 3, "layers": [{"layer": 1}]}], "a record .* has no loads: each of its lay"),
-        ([{"iteration": 3, "layers": [7]}], "a record .* has no loads"),
-        ([record(2, l1=[])], "a record .* has no loads"),
-        ([record(2, l1=[1.0, -1.0])], "a record .* has no loads"),
-        ([record(0, l1=[1.0])], "iteration 0 is not after 0: sort its records and count from 1"),
+        ([], "has no line with layers: name the metrics.jsonl of a run with experts"),
+        ([{"iteration": 3, "validation": {}}], "has no line with layers"),
+        ([{"iteration": 3, "layers": [{"layer": 1}]}], "a line .* has no loads: each of its lay"),
+        ([{"iteration": 3, "layers": [7]}], "a line .* has no loads"),
+        ([record(2, l1=[])], "a line .* has no loads"),
+        ([record(2, l1=[1.0, -1.0])], "a line .* has no loads"),
+        ([record(0, l1=[1.0])], "iteration 0 is not after 0: sort its lines and count from 1"),
         ([record(4, l1=[1.0]), record(4, l1=[1.0])], "iteration 4 is not after 4: sort its"),
     ],
 )

@@ -14,7 +14,6 @@ from moe_parallel.selection.segments import BySegment
 from moe_parallel.selection.shares import Share
 from moe_parallel.selection.tokens import Tokens
 from moe_parallel.selection.topk import TopK
-from moe_parallel.telemetry.router_trace import TraceShape
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,9 @@ def test_experts_have_numbers_of_several_digits() -> None:
 def replay(rank: int = 1) -> Replay:
     """Of two data-parallel ranks; the choice of a token is 100 layers, 10 sequences, position."""
     made = Replay(Group(rank, 2))  # type: ignore[arg-type]
-    record: Any = TraceShape((2, 4), 1000, 8, 4, 1).record(1)
     layer, sequence, position = np.ogrid[:2, :8, :4]
-    record["experts"][0, ..., 0] = 100 * layer + 10 * sequence + position
-    made.begin_step(record)
+    experts_LNS = 100 * layer + 10 * sequence + position
+    made.begin_step((2, 4), experts_LNS.astype(np.int16)[..., None])
     return made
 
 

@@ -1,4 +1,4 @@
-"""Effects beside the output: jitter, forced balance, bias and load of a step, records."""
+"""Effects besides the output: jitter, forced balance, bias and load of a step, records."""
 
 import functools
 from dataclasses import replace

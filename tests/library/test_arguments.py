@@ -88,7 +88,7 @@ def test_options_by_name_are_those_of_the_selection() -> None:
         (
             AoE,
             {"selection": AoESelection(), "top_k": 1},
-            "top_k is given beside selection: leave it out, and set moe_router_topk of .*",
+            "top_k and selection are both given: leave top_k out, and set moe_router_topk of .*",
         ),
         (
             RoutedMoE,

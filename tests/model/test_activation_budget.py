@@ -18,7 +18,7 @@ from tests.model.comparison import Start, differences, make_start, run_all
 from tests.model.small_gpt import SIZES, Options, build
 from tests.model.test_layouts import ONE, layout, model
 from tests.tiers import rest_in_full
-from tools.bench.contender import Contender
+from tools.bench.contender import BenchContender
 from tools.bench.memory import peak_bytes, saved_bytes
 
 BACKENDS = ["reference"] + ["native"] * extension.is_built()
@@ -98,7 +98,7 @@ def _pass(options: Options) -> Pass:
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     x = torch.randn(S, B, D, generator=generator).requires_grad_()
     weights = dict(layer.named_parameters())
-    contender = Contender(
+    contender = BenchContender(
         "layer",
         lambda: [layer(x)[0]],
         {"x": x, **weights},
@@ -138,7 +138,7 @@ def test_all_tokens_at_one_expert_of_one_rank_fit(kind: str) -> None:
     first = ranks[0][0]  # the rank of the expert
     width = 4 * D  # bytes
     numbers = 8 * 8 * (rows + TOKENS)  # a few per token and row: the row maps, scores, probs
-    # Beside the budget: the tokens, what is sent and received, the outputs, and their gradients.
+    # In addition to the budget: tokens, what is sent and received, outputs, and their gradients.
     assert first.kept <= width * (rows + TOKENS) + numbers
     avoidable = first.peak - 4 * width * (rows + TOKENS) - 2 * first.weights - numbers
     assert avoidable <= budget

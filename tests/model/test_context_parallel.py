@@ -43,7 +43,7 @@ MODELS: dict[str, Options] = {name: model(name) for name in SYSTEMS} | {
     "topk, forced": model("topk") | {"moe_router_force_routing": "zipf:1.0"},
 }
 
-#: What is on beside context parallelism, by the model; the others have nothing.
+#: What is on together with context parallelism, by the model; the others have nothing.
 BESIDE: dict[str, Options] = {
     "topk, capacity": layout(ep=2, distributed=True, overlap=True),
     "aoe": layout(ep=2) | GATHERED,

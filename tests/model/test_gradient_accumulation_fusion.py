@@ -1,4 +1,4 @@
-"""A run whose experts add to main gradients equals a run that adds gradients afterwards."""
+"""A run whose backward passes add to main gradients equals a run that adds gradients afterwards."""
 
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from tests.tiers import rest_in_full
 
 BACKENDS = ["reference"] + ["native"] * extension.is_built()
 SYSTEMS = ["topk", "aoe", "aoe_top_p", "lory"]
+WITH_DENSE = {"moe_layer_freq": "[0]+[1]*3"}
+SHARED = {"topk": {"moe_shared_expert_intermediate_size": 16}}
 FUSED = {"gradient_accumulation_fusion": True}
 
 #: Layouts by the number of ranks.
@@ -25,6 +27,7 @@ LAYOUTS: dict[int, dict[str, Options]] = {
         "dp2, distributed optimizer": layout(distributed=True),
         "ep2, distributed optimizer, recompute": layout(ep=2, distributed=True, recompute=True),
         "tp2, etp2": layout(tp=2, etp=2),
+        "tp2, ep2, sequence parallel": layout(tp=2, ep=2, sp=True),
         "pp2, virtual": layout(pp=2, virtual=True),
     },
     4: {"ep2 in dp4, distributed optimizer": layout(ep=2, distributed=True)},
@@ -66,16 +69,28 @@ def _added(cases: list[Options]) -> list[dict[str, bool]]:
 def added() -> dict[tuple[str, bool], dict[str, bool]]:
     """By system, and by whether the gradients are added."""
     keys = [(system, fused) for system in SYSTEMS for fused in (True, False)]
-    cases = [model(system) | {"gradient_accumulation_fusion": fused} for system, fused in keys]
+    cases = [
+        model(system)
+        | WITH_DENSE
+        | SHARED.get(system, {})
+        | {"gradient_accumulation_fusion": fused}
+        for system, fused in keys
+    ]
     (found,) = run_distributed(1, _added, cases)
     return dict(zip(keys, found, strict=True))
 
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_the_experts_weights_are_those_that_are_added(
+def test_weights_of_experts_and_linear_layers_are_those_that_are_added(
     added: dict[tuple[str, bool], dict[str, bool]], system: str, fused: bool
 ) -> None:
     of_weight = added[system, fused]
-    assert any(".experts." in name for name in of_weight)
-    assert of_weight == {name: fused and ".experts." in name for name in of_weight}
+    adds = {
+        name: ".experts." in name or (".linear_" in name and name.endswith(".weight"))
+        for name in of_weight
+    }
+    shared = [".dense.linear_fc1"] * (system in SHARED)
+    for part in (".experts.", ".mlp.linear_fc2", ".linear_qkv", *shared):
+        assert any(part in name for name in adds), part
+    assert of_weight == {name: fused and adds[name] for name in of_weight}

@@ -66,7 +66,7 @@ def layout(
 
     Args:
         virtual: one layer in each virtual pipeline stage.
-        overlap: communication of data parallelism beside computation, in several buckets.
+        overlap: communication of data parallelism during computation, in several buckets.
     """
     return {
         "tensor_model_parallel_size": tp,

@@ -3,7 +3,7 @@
 The counts are compared with the sums that follow from each section of the papers and with the
 table in docs/papers.md, to the digits that are written there.
 
-The AoE paper's "732M with 247M active" is no single model: 732M is the total with tied embeddings,
+The AoE paper's "732M with 247M active" is not one model: 732M is the total with tied embeddings,
 and 247M the active count with untied ones (for AoE, without the down-projections of other
 experts). Its 4B and 1.18B, and the dense 374M and 570M of the other papers, have untied embeddings.
 """

@@ -72,14 +72,14 @@ FAULTS_OF_MODELS = [
     ),
     Fault(
         "an export says that shares of sigmoids do not sum to 1",
-        f"{HUGGINGFACE}/own_model.py",
+        f"{HUGGINGFACE}/own_rules.py",
         'topk.sigmoid_share_of_selected: ("sigmoid", True)',
         'topk.sigmoid_share_of_selected: ("sigmoid", False)',
         ("tests/huggingface/test_own_model.py", "tests/huggingface/test_export.py"),
     ),
     Fault(
         "an export adds Routing-Free's biases to its norms",
-        f"{HUGGINGFACE}/steps.py",
+        f"{HUGGINGFACE}/own_steps.py",
         "(n,), torch.neg, always_fp32",
         "(n,), torch.clone, always_fp32",
         ("tests/huggingface/test_steps.py", "tests/huggingface/test_export.py"),

@@ -14,7 +14,7 @@ from moe_parallel.ops.bounded_experts import (
 from tests.ops.cases import ROUTINGS, Routing, assert_close
 from tests.ops.test_expert_rows import KINDS, SOME, F, R, Setting
 from tests.ops.test_main_gradients import starts
-from tools.bench.contender import Contender
+from tools.bench.contender import BenchContender
 from tools.bench.memory import peak_bytes, saved_bytes
 
 BY_NAME = {routing.name: routing for routing in ROUTINGS}
@@ -109,11 +109,11 @@ class Sized:
         inputs = self.setting.inputs(self.kind)
         return [each for each in inputs if each.dim() == 3 and each is not self.setting.c]
 
-    def contender(self, ops: Ops) -> Contender:
+    def contender(self, ops: Ops) -> BenchContender:
         setting, kind = self.setting, self.kind
         leaves = {str(i): each for i, each in enumerate(setting.inputs(kind))}
         weights = {id(each) for each in self.weights}
-        return Contender(
+        return BenchContender(
             "experts",
             lambda: [setting.compute(ops, kind)],
             leaves,

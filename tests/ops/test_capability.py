@@ -9,7 +9,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CAPABILITIES = ["portable", "avx2", "avx512", "avx512_bf16"]
-OPERATORS = ["permute", "unpermute", "swiglu", "expert_merge", "norm_topk"]
+OPERATORS = [
+    "permute",
+    "unpermute",
+    "rms_norm",
+    "swiglu",
+    "attention",
+    "expert_merge",
+    "norm_topk",
+]
 SHOW = "from moe_parallel.ops import extension; print(extension.load().build_info())"
 
 

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from moe_parallel.ops import extension
 from tests.ops.cases import (
     DTYPES,
     LAYOUTS,
@@ -117,6 +118,15 @@ def tf32_allowed():
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
+@pytest.fixture
+def tiling(request):
+    """The tiles of grouped products in bf16 on Hopper."""
+    module = extension.load()
+    before = module.set_tiling(getattr(module.Tiling, request.param))
+    yield request.param
+    module.set_tiling(before)
+
+
 def assert_rounded(actual: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
     difference = (actual.double() - wanted).abs().max()
     assert difference <= TILED_ROUNDING[dtype] * wanted.abs().max()
@@ -126,6 +136,18 @@ def assert_rounded(actual: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtyp
 @pytest.mark.parametrize("inner, outer", [(72, 136), (256, 128)])
 @pytest.mark.parametrize("counts", TILED_COUNTS.values(), ids=TILED_COUNTS.keys())
 def test_sizes_of_tensor_cores(native, device, tf32_allowed, counts, inner, outer, dtype):
+    check_tensor_cores(native, device, counts, inner, outer, dtype)
+
+
+@pytest.mark.parametrize("tiling", ["SQUARE", "WIDE", "NARROW"], indirect=True)
+@pytest.mark.parametrize("inner, outer", [(64, 520), (520, 64), (256, 264), (72, 136)])
+@pytest.mark.parametrize("counts", TILED_COUNTS.values(), ids=TILED_COUNTS.keys())
+def test_every_tile_of_tensor_cores(native, device, tiling, counts, inner, outer):
+    check_tensor_cores(native, device, counts, inner, outer, torch.bfloat16)
+
+
+def check_tensor_cores(native, device, counts, inner, outer, dtype) -> None:
+    """y, dx, dw and a main gradient against products of each group in fp64."""
     x, w, counts_E, dy = setting(counts, inner, outer, dtype, device)
     wide_x, wide_w, wide_dy = (tensor.detach().double() for tensor in (x, w, dy))
     groups = list(zip(wide_x.split(counts), wide_dy.split(counts), wide_w, strict=True))

@@ -1,5 +1,6 @@
 """The requirements of torch.library for an operator: schema, gradient, fake, tracing."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,6 +9,19 @@ import torch
 from tests.ops.cases import random_tensor
 
 DTYPES = [torch.float32, torch.bfloat16]
+
+
+def _of_rows(tensor: Callable[..., torch.Tensor], numbers: torch.Tensor) -> dict[str, tuple]:
+    """The operators on rows, with a number for each."""
+    x, weight = tensor(3, 5), tensor(5)
+    return {
+        "rms_norm": (x, weight, 1e-5),
+        "rms_norm_backward": (x, x, weight, numbers),
+        "swiglu": (x, x, numbers),
+        "swiglu_backward": (x, x, x, numbers),
+        "swiglu_halves": (tensor(3, 6),),
+        "swiglu_halves_backward": (tensor(3, 3), tensor(3, 6)),
+    }
 
 
 def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
@@ -32,23 +46,12 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
         "grouped_gemm": (tensor(6, 5), tensor(3, 5, 2), counts),
         "grouped_outer": (tensor(6, 5), tensor(6, 2), counts),
         "grouped_outer_add": (tensor(3, 5, 2), tensor(6, 5), tensor(6, 2), counts),
+        **_of_attention(tensor(3, 2, 4, 2), tensor(3, 2, 2, 2), main(2, 4, 3)),
         "product": (tensor(6, 2), tensor(6, 5), tensor(5, 2), True),
-        "swiglu": (tensor(3, 5), tensor(3, 5), probs[:, 0]),
-        "swiglu_backward": (tensor(3, 5), tensor(3, 5), tensor(3, 5), probs[:, 0]),
-        "swiglu_halves": (tensor(3, 6),),
-        "swiglu_halves_backward": (tensor(3, 3), tensor(3, 6)),
+        **_of_rows(tensor, probs[:, 0]),
         "expert_merge": merging,
         "expert_merge_backward": (tensor(2, 5, 2), *merging),
-        "norm_topk": (tensor(3, 5), tensor(4, 5, 2), 2, norms[0], True, True),
-        "norm_topk_backward": (
-            norms,
-            tensor(3, 2, 2),
-            tensor(3, 5),
-            tensor(4, 5, 2),
-            norms.abs(),
-            rows.clamp(min=0, max=3),
-            tensor(3, 4, 2),
-        ),
+        **_of_norm_topk(tensor, norms, slots, rows),
         "routed_experts": (tensor(3, 5), *experts, *routed, None, None),
         "routed_experts_backward": (
             *(tensor(3, 5), tensor(3, 5), *experts, *routed, tensor(6, 4)),
@@ -72,6 +75,41 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
     return given | {name: tuple(map(_detached, given[name])) for name in once}
 
 
+def _of_attention(q: torch.Tensor, k: torch.Tensor, logsumexp: torch.Tensor) -> dict[str, tuple]:
+    v, out = k.detach().clone().requires_grad_(), q.detach().clone().requires_grad_()
+    return {
+        "attention": (q, k, v, 0.5),
+        "attention_backward": (out, q, k, v, out, logsumexp, 0.5),
+    }
+
+
+def _of_norm_topk(
+    tensor: Callable[..., torch.Tensor],
+    norms: torch.Tensor,
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+) -> dict[str, tuple]:
+    x, w, c_TKR = tensor(3, 5), tensor(4, 5, 2), tensor(3, 2, 2)
+    counts = torch.tensor([3, 0, 3, 0], device=x.device)
+    experts = rows.clamp(max=3)
+    return {
+        "norm_topk": (x, w, 2, norms[0], "all"),
+        "norm_topk_backward": (
+            norms,
+            c_TKR,
+            x,
+            w,
+            norms.abs(),
+            experts.clamp(min=0),
+            tensor(3, 4, 2),
+        ),
+        "norm_topk_chosen_backward": (
+            *(norms, c_TKR, x, w, norms.abs(), experts, c_TKR),
+            *(slots, rows, counts),
+        ),
+    }
+
+
 def _detached(argument: Any) -> Any:
     return argument.detach() if isinstance(argument, torch.Tensor) else argument
 
@@ -92,10 +130,15 @@ def test_opcheck_of_optional_arguments(native, device):
     torch.library.opcheck(operators.unpermute.default, (y, slots, rows, None))
     torch.library.opcheck(operators.swiglu.default, (*given["swiglu"][:2], None))
     x, w, k, *_ = given["norm_topk"]
-    torch.library.opcheck(operators.norm_topk.default, (x, w, k, None, False, False))
+    torch.library.opcheck(operators.norm_topk.default, (x, w, k, None, "nothing"))
     torch.library.opcheck(
         operators.norm_topk_backward.default,
         (given["norm_topk_backward"][0], None, *given["norm_topk_backward"][2:6], None),
+    )
+    of_chosen = given["norm_topk_chosen_backward"]
+    torch.library.opcheck(
+        operators.norm_topk_chosen_backward.default,
+        (of_chosen[0], None, *of_chosen[2:6], None, *of_chosen[7:]),
     )
     main = tuple(torch.zeros(3, *sizes, device=device) for sizes in ((5, 4), (2, 5)))
     routed = given["routed_experts"][:-2]

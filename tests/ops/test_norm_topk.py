@@ -248,7 +248,7 @@ def test_another_rule_chooses(ops, device, gradient, keep, dtype):
 REFUSED = {
     "one of nothing, chosen, all, not 'some'": {"keep": "some"},
     "one of all, chosen, not 'selected'": {"gradient": "selected"},
-    "with chosen leave them out": {"chosen": lambda norms_TE: norms_TE.argsort()},
+    "omit them when chosen is given": {"chosen": lambda norms_TE: norms_TE.argsort()},
 }
 
 
@@ -324,3 +324,12 @@ def test_a_bias_of_another_size_is_refused(native, device):
     x, w, _ = setting((3, 4, 4, 2, 2), torch.float32, device)
     with pytest.raises(ValueError, match=r"bias must have shape \[4\], not \[3\]"):
         native.norm_topk(x, w, 2, torch.zeros(3, device=device))
+
+
+def test_what_the_operator_keeps_is_one_of_three_words(native, device):
+    x, w, _ = setting((3, 4, 4, 2, 2), torch.float32, device)
+    x, w, operator = x.detach(), w.detach(), torch.ops.moe_parallel.norm_topk
+    kept = {keep: operator(x, w, 2, None, keep)[2:] for keep in ("nothing", "chosen", "all")}
+    assert [[c.size(0) for c in kept[keep]] for keep in kept] == [[0, 0], [3, 0], [3, 3]]
+    with pytest.raises(ValueError, match="keep must be nothing, chosen or all, not some"):
+        operator(x, w, 2, None, "some")

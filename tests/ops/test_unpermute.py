@@ -64,6 +64,27 @@ def test_more_columns_than_are_summed_at_a_time(ops, device):
     assert_close(out, oracle.unpermute(float64(y), slots, float64(probs)), torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("choices", [2, 6])
+def test_large_outputs_of_whole_cache_lines(reference, native, device, choices, dtype):
+    """On some processors their rows are stored past the caches. Some choices are dropped."""
+    tokens, width = 4200, 1056  # more than 8 MiB, and not a multiple of four vectors
+    experts = torch.arange(tokens * choices, device=device).view(tokens, choices) % 7
+    experts[::5, 0] = -1
+    experts[::35] = -1
+    row_map = native.routing_map(experts, 7)
+    y = random_tensor(row_map.slots_N.numel(), width, dtype=dtype, device=device, seed=0)
+    probs = random_tensor(tokens, choices, dtype=torch.float32, device=device, seed=1)
+    dout = random_tensor(tokens, width, dtype=dtype, device=device, seed=2)
+    found = []
+    for ops in (reference, native):
+        inputs = y.clone().requires_grad_(), probs.clone().requires_grad_()
+        out = ops.unpermute(inputs[0], row_map, inputs[1])
+        found.append([out, *gradients(out, dout, *inputs)])
+    for wanted, actual in zip(*found, strict=True):
+        assert_close(actual, float64(wanted), dtype)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_of_inputs_and_gradients(ops, device, layout):
     row_map, y, probs, dout = setting(ops, ROUTINGS[12], 6, torch.float64, device)

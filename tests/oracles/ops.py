@@ -22,6 +22,25 @@ def routing_map(experts, num_experts, pad_rows_per_expert=None):
     return np.array(slots, dtype=np.int64), rows, np.array(counts, dtype=np.int64)
 
 
+def rms_norm(x, weight, eps):
+    y = np.zeros(x.shape)
+    for n, row in enumerate(x):
+        y[n] = weight * row / np.sqrt(np.mean(row**2) + eps)
+    return y
+
+
+def rms_norm_gradient(dy, x, weight, eps):
+    """By the matrix of a row's derivatives: dz_i/dx_j = r (i == j) - r^3 x_i x_j / D."""
+    dx, dweight = np.zeros(x.shape), np.zeros(weight.shape)
+    width = len(weight)
+    for n, row in enumerate(x):
+        r = 1 / np.sqrt(np.mean(row**2) + eps)
+        derivatives = r * np.eye(width) - r**3 * np.outer(row, row) / width
+        dx[n] = (dy[n] * weight) @ derivatives
+        dweight += dy[n] * row * r
+    return dx, dweight
+
+
 def permute(x, slots, choices):
     y = np.zeros((len(slots), x.shape[1]))
     for n, slot in enumerate(slots):

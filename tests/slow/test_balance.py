@@ -1,6 +1,6 @@
 """Loads with and without balancing: a byte model with 3 layers, 8 experts, 2 per token.
 
-The measured values beside each threshold are the extremes over the seeds 1, 2 and 3, of which the
+The measured values next to each threshold are the extremes over the seeds 1, 2 and 3, of which the
 test runs the first, and, unless stated otherwise, over three layers. They are means of the last 50
 of 250 steps. The ceiling of Ent_load and Ent_conf is ln 8 = 2.079.
 """
@@ -47,7 +47,9 @@ def test_balance(tmp_path):
     # The auxiliary loss balances every layer; without it, loads are uneven.
     assert min(loads(runs["topk"])) > 1.85  # 1.93
     assert min(loads(runs["aoe"])) > 1.85  # 1.97
-    assert sum(loads(runs["topk, no loss"])) / 3 < 1.65  # 1.50; single layers 1.11 to 1.84
+    # Of seeds 1 to 6: 1.66, 1.38 to 1.48. Rounding decides: the reference operators have 1.49 with
+    # seed 1. Single layers 0.89 to 1.87.
+    assert sum(loads(runs["topk, no loss"])) / 3 < 1.75
     assert max(loads(runs["aoe, no loss"])) < 1.6  # 1.43
 
     # The bias balances too, without a loss.

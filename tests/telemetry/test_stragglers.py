@@ -8,11 +8,12 @@ from moe_parallel.telemetry.progress import Phase
 from moe_parallel.telemetry.stragglers import Member, News, RankTimes, summary
 
 
-def _rank(forward, rows=100, *, least=None, dispatch=0.5, reduce=0.25):
+def _rank(forward, rows=100, *, least=None, dispatch=0.5, reduce=0.25, data=0.0):
     """A rank that computes `forward` seconds in each of two steps, or `least` in the first."""
     steps = [
         dict.fromkeys(Phase, 0.0)
-        | {Phase.FORWARD: own, Phase.DISPATCH: dispatch, Phase.REDUCE: reduce}
+        | {Phase.DATA: data, Phase.FORWARD: own - data}
+        | {Phase.DISPATCH: dispatch, Phase.REDUCE: reduce}
         for own in (forward if least is None else least, forward)
     ]
     return RankTimes.of(steps, 2 * rows)
@@ -38,10 +39,11 @@ def test_the_times_of_a_rank():
 
 
 def test_a_summary_is_json_by_rank():
-    ranks = [_rank(1.0, 100, dispatch=0.5), _rank(1.25, 150, dispatch=0.25)]
+    ranks = [_rank(1.0, 100, dispatch=0.5, data=0.125), _rank(1.25, 150, dispatch=0.25)]
     found = summary(ranks, [Member("a", 0), Member("b", 0)])
     assert found == {
         "own_seconds": [1.0, 1.25],
+        "data_seconds": [0.125, 0.0],
         "dispatch_seconds": [0.5, 0.25],
         "pipeline_seconds": [0.0, 0.0],
         "reduce_seconds": [0.25, 0.25],

@@ -1,4 +1,4 @@
-"""Checkpoints written beside training, as slowly as a test needs.
+"""Checkpoints written during training, as slowly as a test needs.
 
 with slow_writer():          # the thread does nothing before somebody waits for it
     ...
@@ -16,7 +16,7 @@ from moe_parallel.training.checkpoint.tensors import _WatchedStream
 
 
 def in_writer() -> bool:
-    """Whether this is the thread that writes beside training."""
+    """Whether this is the thread that writes during training."""
     return threading.current_thread().name.startswith("checkpoint-writer")
 
 

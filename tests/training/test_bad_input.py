@@ -78,11 +78,11 @@ WRONG = {
     ),
     "aoe with z-loss": (
         AOE | {"moe_z_loss_coeff": 0.1},
-        "--moe-z-loss-coeff belongs to --expert-selection topk or .*, but aoe is selected: .*",
+        "--moe-z-loss-coeff is 0.1, but it belongs to --expert-selection topk or .*, and aoe is .*",
     ),
     "top-k with rank": (
         {"aoe_low_rank_size": 8},
-        "--aoe-low-rank-size belongs to --expert-selection aoe or .*, but topk is selected: .*",
+        "--aoe-low-rank-size is 8, but it belongs to --expert-selection aoe or .*, and topk is .*",
     ),
     "world size": (
         {"tensor_model_parallel_size": 4, "num_query_groups": 4},

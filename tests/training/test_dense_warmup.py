@@ -180,7 +180,7 @@ def test_nothing_left_to_train_is_a_conversion(run, tmp_path):
         assert torch.equal(expert[: w_o.shape[1]], w_o.T)
 
 
-#: Options beside those of a model of experts, and the one-line error.
+#: Options besides those of a model of experts, and the one-line error.
 WRONG = {
     "nothing to load": (
         {"moe_use_upcycling": True},

@@ -34,7 +34,7 @@ from moe_parallel.training.failure import (
 )
 from moe_parallel.training.job_store import join_store
 from moe_parallel.training.pretrain import main
-from moe_parallel.training.signals import StopRequest
+from moe_parallel.training.signals import Stopped, StopRequest
 from tests.program import SMALL, Ranks, flags, small_data, stored_tensors
 
 
@@ -223,6 +223,27 @@ def test_a_launcher_that_is_gone_before_there_is_a_store(tmp_path):
         assert ranks.finish() == [EXIT_INTERRUPTED]
         last = ranks.output.splitlines()[-1]
     assert last == "the launcher is gone before training began; there was nothing to save"
+
+
+def _main_that_begins_without_launcher(rank):
+    """Act as a rank whose launcher is killed while it imports; then a short training begins."""
+    stop = StopRequest()
+    with stop.listening():
+        leave_with_launcher(1 if os.getppid() != 1 else 2, stop)
+        time.sleep(2)
+        try:
+            stop.began(lambda: "after iteration 1")
+            time.sleep(3)
+            os._exit(0)
+        except Stopped as stopped:
+            print(stopped, flush=True)
+            os._exit(EXIT_INTERRUPTED)
+
+
+def test_a_launcher_that_is_gone_before_training_which_then_begins(tmp_path):
+    with Ranks(tmp_path, 1, _main_that_begins_without_launcher, 0) as ranks:
+        assert ranks.finish() == [EXIT_INTERRUPTED]
+        assert ranks.output.splitlines()[-1] == "stopped by SIGTERM after iteration 1"
 
 
 def test_the_first_claim_wins():

@@ -1,5 +1,7 @@
 """A trace in the program: its resumption, its replay, its loads, and what is refused."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from moe_parallel.config import parse_command_line
 from moe_parallel.errors import InputError
 from moe_parallel.layers.forced_routing import read_loads
 from moe_parallel.parallel import groups_of_one
+from moe_parallel.telemetry import growing_npz
 from moe_parallel.telemetry.metrics import read_metrics, untimed
 from moe_parallel.training.router_trace import run_trace
 from tests.distributed import run_distributed
@@ -23,15 +26,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """The folder of the runs and their ends: whole, stopped and continued, replayed, forced."""
     folder = tmp_path_factory.mktemp("traced")
     options = SMALL | small_data(folder) | RUN
-    trace = {"moe_router_trace": folder / "whole.npy"}
-    cut = {"moe_router_trace": folder / "cut.npy", "save": folder / "cut"}
+    trace = {"moe_router_trace": folder / "whole.npz"}
+    cut = {"moe_router_trace": folder / "cut.npz", "save": folder / "cut"}
     given = [
         options | trace | {"save": folder / "whole"},
         options | cut | {"exit_interval": 2},
         options | cut | {"load": folder / "cut"},
-        options | {"moe_router_replay": folder / "whole.npy", "save": folder / "replayed"},
+        options | {"moe_router_replay": folder / "whole.npz", "save": folder / "replayed"},
         options
-        | {"moe_router_force_routing": f"trace:{folder / 'whole.npy'}", "save": folder / "forced"},
+        | {"moe_router_force_routing": f"trace:{folder / 'whole.npz'}", "save": folder / "forced"},
     ]
     (ended,) = run_distributed(1, pretrain_here, given)
     return folder, ended
@@ -44,12 +47,12 @@ def records(folder: Path) -> list[dict[str, Any]]:
 def test_the_runs_end_well(runs: Any) -> None:
     folder, ended = runs
     assert [code for code, _ in ended] == [0] * 5
-    assert f"warning: experts are replayed from {folder / 'whole.npy'}: in tra" in ended[3][1]
+    assert f"warning: experts are replayed from {folder / 'whole.npz'}: in tra" in ended[3][1]
 
 
 def test_a_continued_run_goes_on_with_the_file(runs: Any) -> None:
     folder, _ = runs
-    assert (folder / "cut.npy").read_bytes() == (folder / "whole.npy").read_bytes()
+    assert (folder / "cut.npz").read_bytes() == (folder / "whole.npz").read_bytes()
 
 
 def test_the_replay_is_the_same_run(runs: Any) -> None:
@@ -59,7 +62,7 @@ def test_the_replay_is_the_same_run(runs: Any) -> None:
 
 def test_the_trace_has_the_loads_of_the_log(runs: Any) -> None:
     folder, _ = runs
-    trace = read_loads(str(folder / "whole.npy"))
+    trace = read_loads(str(folder / "whole.npz"))
     assert trace.ends == [1, 2, 3, 4]
     logged = [record["layers"] for record in records(folder / "whole") if "layers" in record]
     for number, layers in enumerate(logged):
@@ -96,8 +99,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "more steps": (
         {"train_iters": 6},
-        "FILE has the iterations 1 to 4, and this run trains 1 to 6: record those too, or leave "
-        "earlier by --exit-interval",
+        "FILE has the iterations 1 to 4, and this run trains 1 to 6: record those too, or end "
+        "earlier with --exit-interval",
     ),
     "more experts": (
         {"num_experts": 8},
@@ -122,33 +125,69 @@ def refused_here(cases: list[dict[str, Any]]) -> list[str]:
 
 def test_what_is_refused_is_said_in_a_line(runs: Any, tmp_path: Path) -> None:
     folder, _ = runs
-    options = SMALL | small_data(tmp_path) | RUN | {"moe_router_replay": folder / "whole.npy"}
+    options = SMALL | small_data(tmp_path) | RUN | {"moe_router_replay": folder / "whole.npz"}
     for number, (changes, words) in enumerate(REFUSED.values()):
         case = options | {"save": tmp_path / str(number)} | changes
         ((message,),) = run_distributed(1, refused_here, [case])
-        assert message.replace(str(folder / "whole.npy"), "FILE") == f"--moe-router-replay {words}"
+        assert message.replace(str(folder / "whole.npz"), "FILE") == f"--moe-router-replay {words}"
+
+
+def filled_here(options: dict[str, Any], writes: int) -> str:
+    """The message of a run whose disk is full after a number of writes to the trace."""
+    left, write = [writes], growing_npz._write
+
+    def write_while_there_is_room(*given: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(growing_npz, "_write", write_while_there_is_room)
+        (message,) = refused_here([options])
+    return message
+
+
+def test_a_full_disk_ends_the_run_in_a_line(tmp_path: Path) -> None:
+    """All complete steps remain, and the run goes on from its checkpoint when there is room."""
+    options = SMALL | small_data(tmp_path) | RUN | {"save_interval": 1}
+    traced = options | {"moe_router_trace": tmp_path / "cut.npz", "save": tmp_path / "cut"}
+    # The file, two steps of four writes each, and the second write of the third step.
+    (message,) = run_distributed(1, filled_here, traced, 1 + 2 * 4 + 2)
+    words = (
+        "cut.npz cannot be written (No space left on device): make room and continue with --load"
+    )
+    assert words in message and "\n" not in message
+    assert np.load(tmp_path / "cut.npz")["steps"]["iteration"].tolist() == [1, 2]
+    given = [
+        traced | {"load": tmp_path / "cut"},
+        options | {"moe_router_trace": tmp_path / "whole.npz", "save": tmp_path / "whole"},
+    ]
+    (ended,) = run_distributed(1, pretrain_here, given)
+    assert [code for code, _ in ended] == [0, 0]
+    assert (tmp_path / "cut.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
 
 
 def test_every_rank_refuses_a_text_that_one_of_them_reads(runs: Any, tmp_path: Path) -> None:
     folder, _ = runs
-    trace = np.load(folder / "whole.npy")
-    trace["text"][0, 6] += 1  # of the second rank
-    np.save(tmp_path / "other.npy", trace)
-    case = SMALL | small_data(folder) | RUN | {"moe_router_replay": tmp_path / "other.npy"}
+    arrays = dict(np.load(folder / "whole.npz"))
+    arrays["steps"]["text"][0, 6] += 1  # of the second rank
+    np.savez(tmp_path / "other.npz", **arrays)  # type: ignore[arg-type]
+    case = SMALL | small_data(folder) | RUN | {"moe_router_replay": tmp_path / "other.npz"}
     for (message,) in run_distributed(2, refused_here, [case]):
-        assert "other.npy: sequence 7 of iteration 1 has another text" in message
+        assert "other.npz: sequence 7 of iteration 1 has another text" in message
 
 
 def test_choices_that_the_system_cannot_make_are_refused(runs: Any, tmp_path: Path) -> None:
     """A token without an expert in top-K, which damages memory where it is believed."""
     folder, _ = runs
-    trace = np.load(folder / "whole.npy")
-    trace["experts"][0, 1, 3, 2, 1] = -1
-    np.save(tmp_path / "other.npy", trace)
-    case = SMALL | small_data(folder) | RUN | {"moe_router_replay": tmp_path / "other.npy"}
+    arrays = dict(np.load(folder / "whole.npz"))
+    arrays["steps"]["experts"][0, 1, 3, 2, 1] = -1
+    np.savez(tmp_path / "other.npz", **arrays)  # type: ignore[arg-type]
+    case = SMALL | small_data(folder) | RUN | {"moe_router_replay": tmp_path / "other.npz"}
     ((message,),) = run_distributed(1, refused_here, [case])
     assert message.endswith(
-        "other.npy: tokens of iteration 1 have choices that --expert-selection topk cannot make: "
+        "other.npz: tokens of iteration 1 have choices that --expert-selection topk cannot make: "
         "record a run of the same system"
     )
 
@@ -156,7 +195,7 @@ def test_choices_that_the_system_cannot_make_are_refused(runs: Any, tmp_path: Pa
 @pytest.mark.parametrize("done", [0, 1, 3])
 def test_a_replay_needs_the_steps_until_the_run_leaves(done: int) -> None:
     """With --exit-interval 4 that is after iterations 4 and 8, wherever the run continues."""
-    options = {"train_iters": 10, "exit_interval": 4, "moe_router_replay": "trace.npy"}
+    options = {"train_iters": 10, "exit_interval": 4, "moe_router_replay": "trace.npz"}
     trace = run_trace(parse_command_line(flags(SMALL | options)), groups_of_one())
     assert trace is not None
     trace._check_steps(np.arange(1, 5), done)

@@ -11,8 +11,10 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from moe_parallel.errors import InputError
-from moe_parallel.training.run_lock import LOCK, locked_folder
+from moe_parallel.errors import Busy, InputError
+from moe_parallel.training import run_lock
+from moe_parallel.training.run_lock import LOCK, locked_folder, patience
+from tests.program import SMALL, Program, flags, small_data
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +68,61 @@ def test_a_second_run_is_told_who_is_there(tmp_path, other_run):
     process.join()
     assert _take(folder) == []
     assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_start_waits_for_the_one_before_it(tmp_path, other_run, monkeypatch, capsys):
+    process, _, pid = other_run
+    waits = []
+
+    def end_it(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            os.kill(pid, signal.SIGKILL)
+            process.join()
+
+    monkeypatch.setattr(run_lock.time, "sleep", end_it)
+    with locked_folder(str(tmp_path / "run"), 100.0) as warnings:
+        assert warnings == [] and len(waits) == 3
+        assert f"process {os.getpid()} " in (tmp_path / "run" / LOCK).read_text()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        f"--save {tmp_path}/run: waiting for an earlier start to end (process {pid} on "
+        f"{socket.gethostname()}), at most 100 s"
+    )
+
+
+def test_a_start_that_has_waited_asks_to_be_started_again(tmp_path, other_run):
+    _, _, pid = other_run
+    with pytest.raises(Busy, match=rf"process {pid} on \S+\) and has not ended in 1 s: start"):
+        with locked_folder(str(tmp_path / "run"), 1.0):
+            pass
+    assert (tmp_path / "run" / LOCK).read_text().startswith(f"process {pid} ")
+
+
+@pytest.mark.parametrize(
+    ("environment", "hang_timeout", "seconds"),
+    [
+        ({}, 300.0, 0),
+        ({"SLURM_RESTART_COUNT": "0", "TORCHELASTIC_RESTART_COUNT": "0"}, 300.0, 0),
+        ({"SLURM_RESTART_COUNT": "2"}, 300.0, 60),
+        ({"TORCHELASTIC_RESTART_COUNT": "1"}, None, 60),
+        ({"SLURM_RESTART_COUNT": "1"}, 6.0, 3),
+    ],
+)
+def test_only_a_job_that_was_started_again_waits(environment, hang_timeout, seconds):
+    assert patience(environment, hang_timeout) == seconds
+
+
+@pytest.mark.full
+def test_a_restarted_program_ends_with_code_75(tmp_path, other_run):
+    run = {"save": tmp_path / "run", "hang_timeout": 20}
+    restarted = {"SLURM_RESTART_COUNT": "1"}
+    command = flags(SMALL | small_data(tmp_path) | run)
+    with Program(tmp_path, 2, command, restarted) as job:
+        assert job.finish(120) == 75, job.output
+    lines = [line for line in job.output.splitlines() if "--save" in line]
+    assert len(lines) == 2 and "waiting" in lines[0] and lines[1].startswith("error: ")
+    assert "Traceback" not in job.output
 
 
 def test_a_killed_run_leaves_no_lock(tmp_path, other_run):

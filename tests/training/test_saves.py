@@ -34,7 +34,7 @@ WAITS = (
 
 
 def _runs(folder, data):
-    """The same run three times: waiting, beside training, and resumed from what that wrote."""
+    """The same run three times: waiting, during training, and resumed from what that wrote."""
     run = RUN | data | {"expert_model_parallel_size": 2}
     beside = run | BESIDE
     ends = pretrain_here([run | {"save": folder / "waiting"}])
@@ -245,7 +245,7 @@ def test_without_memory_training_waits_for_each_checkpoint(troubled):
     assert code == 0 and _saved(folder, "no memory") == [2, 4, 6]
     (warning,) = [line for line in printed.splitlines() if "--async-save" in line]
     assert re.fullmatch(
-        r"warning: --async-save: a copy of the state beside training takes \d+\.\d GiB of host "
+        r"warning: --async-save: a copy of the state during training takes \d+\.\d GiB of host "
         r"memory, and 0.0 GiB are free; training waits for the checkpoint",
         warning,
     )

@@ -42,7 +42,13 @@ from moe_parallel.config.selection.parts import (
 )
 from moe_parallel.config.selection.routing_free import RoutingFreeSelection
 from moe_parallel.config.selection.segments import Segments
-from moe_parallel.config.selection.selection import SELECTIONS, LayerWeights, Selection
+from moe_parallel.config.selection.selection import (
+    SELECTIONS,
+    LayerWeights,
+    ProductWeights,
+    Selection,
+    SharedExpertSize,
+)
 from moe_parallel.config.selection.threshold import Cutoffs
 from moe_parallel.config.selection.union import UoESelection
 
@@ -69,12 +75,14 @@ __all__ = [
     "LoryPrefixSelection",
     "LorySelection",
     "MergedSelection",
+    "ProductWeights",
     "ReLUSelection",
     "RoutedSelection",
     "RoutingFreeSelection",
     "SegmentExpertChoiceSelection",
     "Segments",
     "Selection",
+    "SharedExpertSize",
     "SmearSelection",
     "ThresholdSelection",
     "TokensChoose",

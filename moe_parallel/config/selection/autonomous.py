@@ -10,14 +10,14 @@ from moe_parallel.config.option import option, with_default
 from moe_parallel.config.selection.balancing import Balancing, BiasBalancing
 from moe_parallel.config.selection.factorized import UP_INIT_METHODS, aoe_wide_size, up_std
 from moe_parallel.config.selection.free_experts import FixedFreeExperts
-from moe_parallel.config.selection.kept import OwnWeight
+from moe_parallel.config.selection.kept import OwnWeight, Scoring
 from moe_parallel.config.selection.parts import (
     DispatchedSelection,
     DynamicChoices,
     ExpertsChoose,
     FixedChoices,
 )
-from moe_parallel.config.selection.selection import LayerWeights
+from moe_parallel.config.selection.selection import LayerWeights, ProductWeights
 from moe_parallel.config.selection.threshold import Cutoffs, exceeded_norm
 from moe_parallel.errors import InputError
 
@@ -103,6 +103,29 @@ class AutonomousSelection(DispatchedSelection):
         weights = super().layer_weights(hidden_size, num_experts, expert_width)
         return weights._replace(replicated=replicated, expert_parallel=expert)
 
+    def product_weights(
+        self, hidden_size: int, num_experts: int, expert_width: int
+    ) -> ProductWeights:
+        """W_down of all experts computes the scores, whichever rank holds it."""
+        scores, experts = super().product_weights(hidden_size, num_experts, expert_width)
+        gathered = self.aoe_gather_w_down * num_experts * hidden_size * self.aoe_low_rank_size
+        return ProductWeights(scores + gathered, experts - gathered)
+
+    def planned_scores(self, config: Config) -> Scoring:
+        # Only the K greatest norms are chosen where they are computed, and C with them.
+        greatest = self.choices_per_token is not None and not self.free_experts
+        selected = self.aoe_gradient == "selected"
+        return Scoring(
+            self.aoe_low_rank_size,
+            self.aoe_gather_w_down,
+            self.aoe_send_activations and greatest,
+            self.aoe_recompute_scores,
+            self.aoe_recompute_gate,
+            self.aoe_gradient == "full",
+            joins_norms=selected and greatest and config.fp8.fp8_format is None,
+            hands_on_c=greatest,
+        )
+
     def weights_per_score(self, hidden_size: int) -> int:
         """A free expert has no norm: its score is a number of its own."""
         return 1
@@ -175,7 +198,7 @@ class AoESelection(
     aoe_fp8_screening: int = option(
         0,
         "compute the norms of all experts in FP8 and only those of the best K + M candidates "
-        "exactly; the exact norms select. Needs a selected --aoe-gradient; 0: off",
+        "exactly; the exact norms select. --aoe-gradient must not be full; 0: off",
         least=0,
     )
 

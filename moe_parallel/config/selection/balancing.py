@@ -42,6 +42,7 @@ class Balancing(Selection):
         "scope of f and P in the load-balancing loss: a micro-batch (aux_loss), each sequence "
         "(seq_aux_loss), or f over the previous global batch (global_aux_loss)",
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss"),
+        state=True,
     )
     moe_importance_loss_coeff: float = option(
         0.0,
@@ -87,6 +88,7 @@ class BiasBalancing(Selection):
         "relative error of the load (error); by the rate times that error and its growth (id); or "
         "to the values that would have balanced the step (quantile)",
         choices=("sign", "error", "id", "quantile"),
+        state=True,
     )
     moe_router_bias_update_rate: float | None = option(
         1e-3,
@@ -111,14 +113,14 @@ class BiasBalancing(Selection):
     )
 
     @property
+    def adds_bias(self) -> bool:
+        return self.moe_router_enable_expert_bias or super().adds_bias
+
+    @property
     def uses_step_load(self) -> bool:
         return self.moe_router_enable_expert_bias or super().uses_step_load
 
     def bias_moves(self, iteration: int, train_iters: int | None) -> bool:
-        """Whether the bias moves after the step that follows `iteration` others.
-
-        `train_iters`: of the run; None: no run trains the layer.
-        """
         if train_iters is None:
             return True
         return iteration < round((1 - self.moe_router_bias_frozen_share) * train_iters)
@@ -203,8 +205,8 @@ class BiasBalancing(Selection):
             )
         if getattr(self, "moe_router_num_groups", None) is not None:
             raise InputError(
-                "--moe-router-bias-update is quantile, which knows of no groups: use sign, error "
-                "or id, or leave out --moe-router-num-groups"
+                "--moe-router-bias-update is quantile, which does not support groups: use sign, "
+                "error or id, or leave out --moe-router-num-groups"
             )
         factor = config.moe.moe_expert_capacity_factor
         if factor is not None:

@@ -1,4 +1,4 @@
-"""The options of zero-computation experts, which stand beside the n experts of a layer."""
+"""The options of zero-computation experts, which a layer has in addition to its n experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_parallel.config.message import flag, shown
 from moe_parallel.config.option import option
 from moe_parallel.config.selection.kept import PROBS, KeptTensor, OwnWeight, Target
 from moe_parallel.config.selection.parts import DispatchedSelection
-from moe_parallel.config.selection.selection import LayerWeights
+from moe_parallel.config.selection.selection import FreeKinds, LayerWeights
 from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
@@ -54,9 +54,8 @@ class FreeExperts(DispatchedSelection):
     )
 
     @property
-    def free_experts(self) -> int:
-        """The number of free experts, Z."""
-        return self.moe_zero_experts + self.moe_copy_experts + self.moe_constant_experts
+    def free_kinds(self) -> FreeKinds:
+        return FreeKinds(self.moe_zero_experts, self.moe_copy_experts, self.moe_constant_experts)
 
     def free_weights(self, hidden_size: int) -> int:
         """The number of weights of the free experts of one layer, those of their scores too."""
@@ -84,8 +83,8 @@ class FreeExperts(DispatchedSelection):
             value = getattr(self, name, allowed)
             if value != allowed:
                 raise InputError(
-                    f"{flag(name)} is {shown(value)}, and it knows no free experts: leave it out, "
-                    "or --moe-zero-experts, --moe-copy-experts and --moe-constant-experts"
+                    f"{flag(name)} is {shown(value)}, which does not support free experts: leave "
+                    "it out, or --moe-zero-experts, --moe-copy-experts and --moe-constant-experts"
                 )
 
     def _check_none_is_meant(self) -> None:
@@ -114,21 +113,20 @@ class FixedFreeExperts(FreeExperts):
     )
     moe_zero_expert_gate: str = option(
         "keep",
-        "routing probabilities of the experts chosen beside a zero expert: as they are (keep, the "
+        "routing probabilities of experts chosen with a zero expert: as they are (keep, the "
         "MoE++ paper), or divided by their sum without the zero expert (renormalize, its code)",
         choices=("keep", "renormalize"),
         weights=True,
     )
 
     @property
+    def zero_expert_gate(self) -> str:
+        return self.moe_zero_expert_gate
+
+    @property
     def mean_choices(self) -> float | None:
         """K_e; None: free experts take a share that is known only in training."""
         return self.moe_ffn_experts_per_token if self.free_experts else super().mean_choices
-
-    @property
-    def renormalizes(self) -> bool:
-        """Whether the routing probabilities of the chosen experts are divided by their sum."""
-        return False
 
     def target_choices(self, num_experts: int) -> Target | None:
         """Where the bias or the load-balancing loss holds the choices of free experts."""

@@ -57,8 +57,34 @@ LOAD_OF_SEQUENCES = KeptTensor(
 LOSS = KeptTensor("loss", layer=4)
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """AoE's scores: the norms of C = x W_down of all n experts."""
+
+    rank: int  # d_low
+    gathers_w_down: bool = False
+    sends_c: bool = False
+    recomputes_scores: bool = True
+    recomputes_gate: bool = True
+    all_norms_learn: bool = True  # --aoe-gradient full
+    joins_norms: bool = False  # experts on the token's rank differentiate the norms
+    hands_on_c: bool = True  # C of the choices is not computed again on the token's rank
+
+
+@dataclass(frozen=True)
+class Neurons:
+    """UoE's scores: the norms of the routing neurons of all n experts."""
+
+    each: int  # of an expert
+    gated: bool = False  # their outputs are multiplied by the probs
+    copied: bool = True  # the norms are of a tensor in fp32 that exists for them alone
+
+
+PlannedScores = Scoring | Neurons
+
+
 class OwnWeight(NamedTuple):
-    """A weight that a layer itself holds, beside those of its experts."""
+    """A weight that a layer itself holds, in addition to those of its experts."""
 
     name: str
     size: int  # in numbers, of all experts

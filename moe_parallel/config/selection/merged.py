@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from moe_parallel.config.option import option
@@ -24,6 +24,14 @@ class MergedSelection(Selection):
     """A softmax router weights the matrices of all experts, and their sum computes the tokens."""
 
     merges: ClassVar[bool] = True
+
+    @property
+    def merging_prefix(self) -> int | None:
+        """The number of first tokens that merge the experts for a whole text. None: others do."""
+        return None
+
+    def tokens_per_merge(self, seq_length: int) -> int:
+        return seq_length
 
     @property
     def choices_per_token(self) -> int:
@@ -68,6 +76,9 @@ class SegmentMergedSelection(Segments, MergedSelection):
         choices=("own", "uniform"),
     )
 
+    def tokens_per_merge(self, seq_length: int) -> int:
+        return min(seq_length, self.lory_segment_length)
+
     @property
     def settled_after(self) -> int | None:
         return 0 if self.lory_first_segment == "uniform" else super().settled_after
@@ -88,10 +99,21 @@ class LorySelection(SegmentMergedSelection, system="lory"):
         choices=("segment", "prompt"),
     )
 
+    @property
+    def by_prompt(self) -> bool:
+        return self.lory_inference == "prompt"
+
+    def routed_by_prompt(self) -> LorySelection:
+        return replace(self, lory_inference="prompt")
+
 
 @dataclass(frozen=True)
 class LoryPrefixSelection(SegmentMergedSelection, system="lory_prefix"):
     """Prefix routing (Lory, section 5.1): the first segment gives the merge weights of all."""
+
+    @property
+    def merging_prefix(self) -> int:
+        return self.lory_segment_length
 
 
 @dataclass(frozen=True)
@@ -122,6 +144,6 @@ class SmearSelection(MergedSelection, system="smear"):
         super().check(config, world_size)
         if not self.smear_sees_the_future:
             raise InputError(
-                "--expert-selection smear lets every token see its whole sequence, which is no "
-                "language model: use lory, or add --smear-sees-the-future to train it all the same"
+                "--expert-selection smear lets every token see its whole sequence, so it is not a "
+                "language model: use lory, or add --smear-sees-the-future to train it anyway"
             )

@@ -17,7 +17,12 @@ from moe_parallel.config.selection.kept import (
     KeptTensor,
     Target,
 )
-from moe_parallel.config.selection.selection import LayerWeights, Selection, check_at_most_all
+from moe_parallel.config.selection.selection import (
+    LayerWeights,
+    Selection,
+    SharedExpertSize,
+    check_at_most_all,
+)
 from moe_parallel.config.selection.time_constant import TimeConstant
 from moe_parallel.config.selection.traced import TracedSelection
 from moe_parallel.errors import InputError
@@ -45,6 +50,11 @@ class DispatchedSelection(TracedSelection):
     moe_shared_expert_overlap: bool = option(
         False, "run the shared expert on its own CUDA stream while tokens are dispatched"
     )
+
+    @property
+    def shared_expert(self) -> SharedExpertSize | None:
+        width = self.moe_shared_expert_intermediate_size
+        return None if width is None else SharedExpertSize(width, self.moe_shared_expert_gate)
 
     @property
     def sends_c(self) -> bool:
@@ -121,7 +131,6 @@ class FixedNumber(Selection):
 
     @property
     def renormalizes(self) -> bool:
-        """Whether the routing probabilities of the chosen experts are divided by their sum."""
         return True
 
     def kept_by_rule(self) -> list[KeptTensor] | None:
@@ -153,8 +162,8 @@ class FixedChoices(FixedNumber, TokensChoose):
         if self.moe_router_force_load_balancing and self.moe_router_force_routing is not None:
             raise InputError(
                 "--moe-router-force-load-balancing chooses the experts in turn, and "
-                f"--moe-router-force-routing {self.moe_router_force_routing} otherwise: remove one "
-                "of them"
+                f"--moe-router-force-routing {self.moe_router_force_routing} differently: remove "
+                "one of them"
             )
 
 
@@ -188,6 +197,7 @@ class DynamicChoices(TokensChoose):
         None,
         "move p after each step so that tokens have this number of experts (K) on average over all "
         "layers; --moe-top-p is then the p of the first step. none: p is fixed",
+        state=True,
         least=1,
     )
     moe_top_p_proportional_gain: float = option(
@@ -205,6 +215,10 @@ class DynamicChoices(TokensChoose):
     @property
     def mean_choices(self) -> float | None:
         return self.moe_top_p_target_experts
+
+    @property
+    def renormalizes(self) -> bool:
+        return self.moe_top_p_renormalize
 
     @property
     def controlled(self) -> str | None:
@@ -278,6 +292,10 @@ class ExpertsChoose(Selection):
 
     @property
     def mean_choices(self) -> float:
+        return self.moe_expert_choice_capacity_factor
+
+    @property
+    def experts_take(self) -> float:
         return self.moe_expert_choice_capacity_factor
 
     def kept_by_rule(self) -> list[KeptTensor] | None:

@@ -25,13 +25,13 @@ class ReLUSelection(RoutedSelection, system="relu"):
 
     moe_relu_target_experts: float = option(
         2.0,
-        "mean number of experts per token (K) that the coefficient of the L1 loss is to reach",
+        "mean number of experts per token (K) at which the controller of the L1 loss aims",
         above=0,
     )
     moe_relu_l1_coeff_init: float | None = option(
         None,
         "initial coefficient lambda of the L1 loss; none: the value from which it can grow to 1e-3 "
-        "in the first 5 percent of --train-iters, but at least the paper's 1e-8",
+        "in the first 5% of --train-iters, but at least the paper's 1e-8",
         above=0,
     )
     moe_relu_l1_coeff_multiplier: float = option(

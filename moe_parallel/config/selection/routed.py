@@ -27,7 +27,7 @@ from moe_parallel.config.selection.parts import (
     FixedNumber,
 )
 from moe_parallel.config.selection.segments import Segments
-from moe_parallel.config.selection.selection import LayerWeights
+from moe_parallel.config.selection.selection import LayerWeights, ProductWeights
 from moe_parallel.config.selection.threshold import Cutoffs, exceeded_normal
 from moe_parallel.errors import InputError
 
@@ -129,6 +129,14 @@ class RoutedSelection(DispatchedSelection):
             )
         return weights
 
+    def product_weights(
+        self, hidden_size: int, num_experts: int, expert_width: int
+    ) -> ProductWeights:
+        """The first factor of W_g, which every rank holds, is a part of the experts."""
+        scores, experts = super().product_weights(hidden_size, num_experts, expert_width)
+        w_down = num_experts * hidden_size * (self.moe_gate_low_rank_size or 0)
+        return ProductWeights(scores - w_down, experts + w_down)
+
     @property
     def low_rank_sizes(self) -> list[tuple[str, int]]:
         rank = self.moe_gate_low_rank_size
@@ -182,7 +190,7 @@ class TopKSelection(
     moe_router_pre_softmax: bool = option(
         False,
         "weight the chosen experts by their softmax over all experts, as it is; false: renormalize "
-        "it over the chosen ones. Needs softmax scores; with one expert per token it is always so",
+        "it over the chosen ones. Needs softmax scores. With one expert per token it is always on",
         weights=True,
     )
     moe_router_num_groups: int | None = option(

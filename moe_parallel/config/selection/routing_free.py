@@ -18,7 +18,7 @@ from moe_parallel.config.selection.kept import (
     Target,
 )
 from moe_parallel.config.selection.moving_coefficient import MovingCoefficient
-from moe_parallel.config.selection.selection import LayerWeights, check_at_most_all
+from moe_parallel.config.selection.selection import LayerWeights, ProductWeights, check_at_most_all
 from moe_parallel.config.selection.threshold import check_no_capacity
 from moe_parallel.config.selection.time_constant import TimeConstant
 
@@ -37,7 +37,7 @@ class RoutingFreeSelection(AutonomousSelection, system="routing_free"):
     aoe_gradient: str = with_default(AutonomousSelection, "aoe_gradient", "selected")
     routing_free_target_experts: float = option(
         2.0,
-        "mean number of experts per token (K) that the coefficient of the loss is to reach",
+        "mean number of experts per token (K) at which the controller of the loss aims",
         above=0,
     )
     routing_free_threshold: float | None = option(
@@ -62,7 +62,7 @@ class RoutingFreeSelection(AutonomousSelection, system="routing_free"):
     routing_free_coeff_init: float | None = option(
         None,
         "initial coefficient lambda of the loss; none: the value from which it can grow to 1e-3 in "
-        "the first 5 percent of --train-iters, but at least the paper's 1e-10",
+        "the first 5% of --train-iters, but at least the paper's 1e-10",
         above=0,
         most=1,
     )
@@ -102,6 +102,16 @@ class RoutingFreeSelection(AutonomousSelection, system="routing_free"):
             LOAD,
             LOSS,
         ]
+
+    def product_weights(
+        self, hidden_size: int, num_experts: int, expert_width: int
+    ) -> ProductWeights:
+        scores, experts = super().product_weights(hidden_size, num_experts, expert_width)
+        return ProductWeights(scores - num_experts, experts)  # without the biases
+
+    @property
+    def adds_bias(self) -> bool:
+        return True
 
     @property
     def depends_on_init_std(self) -> bool:

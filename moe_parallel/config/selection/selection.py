@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from moe_parallel.config.message import flag
 from moe_parallel.config.section import Section
-from moe_parallel.config.selection.kept import KeptTensor, OwnWeight, Target
+from moe_parallel.config.selection.kept import KeptTensor, OwnWeight, PlannedScores, Target
 from moe_parallel.config.selection.time_constant import TimeConstant
 from moe_parallel.errors import InputError
 
@@ -24,6 +24,28 @@ class LayerWeights(NamedTuple):
     replicated: int  # on every rank of the stage
     tensor_parallel: int  # divided over tp
     expert_parallel: int  # divided over ep and etp
+
+
+class ProductWeights(NamedTuple):
+    """The number of weights of a layer of experts that tokens are multiplied by, on all ranks."""
+
+    scores: int  # those that score the experts, and those of free experts
+    experts: int
+
+
+class FreeKinds(NamedTuple):
+    """The number of free experts of each kind."""
+
+    zero: int = 0  # output 0
+    copy: int = 0  # their input
+    constant: int = 0  # a mixture of their input and a learned vector
+
+
+class SharedExpertSize(NamedTuple):
+    """A dense SwiGLU network that computes every token, in addition to the experts."""
+
+    width: int
+    gate: bool = False  # its output is multiplied by sigmoid(x w)
 
 
 @dataclass(frozen=True)
@@ -47,7 +69,9 @@ class Selection(Section):
         if system is None:
             return
         if system in SELECTIONS:
-            raise ValueError(f"system {system!r} is {SELECTIONS[system].__name__} already")
+            raise ValueError(
+                f"the name {system!r} already belongs to {SELECTIONS[system].__name__}"
+            )
         cls.system = system
         SELECTIONS[system] = cls
 
@@ -63,13 +87,33 @@ class Selection(Section):
             expert_parallel=num_experts * 3 * hidden_size * expert_width,
         )
 
+    def product_weights(
+        self, hidden_size: int, num_experts: int, expert_width: int
+    ) -> ProductWeights:
+        """The weights whose products with a token are the FLOPs of scores and of experts."""
+        weights = self.layer_weights(hidden_size, num_experts, expert_width)
+        return ProductWeights(weights.replicated, weights.expert_parallel)
+
+    def tokens_per_merge(self, seq_length: int) -> int | None:
+        """The number of tokens that a merged expert computes. None: no experts are merged."""
+        return None
+
+    @property
+    def shared_expert(self) -> SharedExpertSize | None:
+        """The shared expert. None: there is none."""
+        return None
+
     def own_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> list[OwnWeight]:
-        """The weights that a layer holds beside its experts, in the order of its parameters."""
+        """The weights that a layer holds besides its experts, in the order of its parameters."""
         return []
 
     def dispatched_width(self, expert_width: int, num_experts: int) -> int:
         """The inner width of the part of an expert that computes the chosen tokens."""
         return expert_width
+
+    def planned_scores(self, config: Config) -> PlannedScores | None:
+        """How the experts compute their scores. None: a router does."""
+        return None
 
     def kept_by_rule(self) -> list[KeptTensor] | None:
         """What the rule keeps for the backward pass. None: plans do not know the system."""
@@ -88,7 +132,7 @@ class Selection(Section):
         return [8 * (num_experts + self.free_experts + 1)] if self.uses_step_load else []
 
     def state_bytes(self, num_experts: int, vocabulary: int) -> int:
-        """Bytes of the numbers of a layer that are no weights and remain from step to step."""
+        """Bytes of the numbers of a layer that are not weights and remain from step to step."""
         scores = num_experts + self.free_experts
         load = 4 * scores + 8 * (scores + 1) if self.uses_step_load else 0
         return load + (0 if self.controlled is None else 4 + 16)
@@ -104,9 +148,41 @@ class Selection(Section):
         return None
 
     @property
+    def experts_take(self) -> float | None:
+        """The number of tokens that an expert chooses, over tokens / n. None: tokens choose."""
+        return None
+
+    @property
+    def renormalizes(self) -> bool:
+        """Whether the routing probabilities of the chosen experts are divided by their sum."""
+        return False
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether a number per expert, a bias or a cutoff, shifts its scores for the selection."""
+        return False
+
+    def bias_moves(self, iteration: int, train_iters: int | None) -> bool:
+        """Whether that bias or cutoff moves after the step that follows `iteration` others.
+
+        `train_iters`: of the run; None: no run trains the layer.
+        """
+        return True
+
+    @property
+    def free_kinds(self) -> FreeKinds:
+        """The number of free experts of each kind. Free experts have scores and no rows."""
+        return FreeKinds()
+
+    @property
     def free_experts(self) -> int:
-        """The number of free experts, which have scores and no rows."""
-        return 0
+        """The number of free experts, Z."""
+        return sum(self.free_kinds)
+
+    @property
+    def zero_expert_gate(self) -> str | None:
+        """--moe-zero-expert-gate. None: the system has no such option."""
+        return None
 
     @property
     def mean_choices(self) -> float | None:
@@ -136,6 +212,15 @@ class Selection(Section):
         return 0
 
     @property
+    def by_prompt(self) -> bool:
+        """Whether evaluation merges the experts once, by the prompt of a text that is continued."""
+        return False
+
+    def routed_by_prompt(self) -> Selection:
+        """The same options, with `by_prompt` if the system has it."""
+        return self
+
+    @property
     def depends_on_init_std(self) -> bool:
         """Whether a fixed number of the model follows from --init-method-std."""
         return False
@@ -154,13 +239,23 @@ class Selection(Section):
         return []
 
     def rescaled(self, config: Config) -> Selection:
-        """The same options, where those that the length of the run decides have their values."""
+        """The same options, with values for those that follow the length of the run."""
         return self
 
     @property
     def reads_token_ids(self) -> bool:
         """Whether the ids of the tokens choose the experts."""
         return False
+
+    @property
+    def trace_file(self) -> str | None:
+        """The file to which training writes the choices. None: they are not recorded."""
+        return None
+
+    @property
+    def replay_file(self) -> str | None:
+        """The file whose choices training takes. None: the rule chooses."""
+        return None
 
     @property
     def gathers_scores(self) -> bool:

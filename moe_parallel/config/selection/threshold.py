@@ -37,6 +37,7 @@ class Cutoffs(Selection):
         "how the cutoffs move after a step: a running mean of the scores' quantiles (quantile), or "
         "by a rate, up if more than K / n of the tokens exceeded it and down if fewer (sign)",
         choices=("quantile", "sign"),
+        state=True,
     )
     moe_threshold_ema: float | None = option(
         None,
@@ -55,6 +56,10 @@ class Cutoffs(Selection):
 
     @property
     def uses_step_load(self) -> bool:
+        return True
+
+    @property
+    def adds_bias(self) -> bool:
         return True
 
     @property
@@ -142,8 +147,8 @@ def check_no_capacity(selection: Selection, config: Config) -> None:
     factor = config.moe.moe_expert_capacity_factor
     if factor is not None:
         raise InputError(
-            f"--moe-expert-capacity-factor is {factor}, but which choices a full expert drops "
-            f"depends on later tokens, and --expert-selection {selection.system} lets none matter: "
+            f"--moe-expert-capacity-factor is {factor}, but what a full expert drops depends on "
+            f"later tokens, and with --expert-selection {selection.system} it must not: "
             "leave it out"
         )
 

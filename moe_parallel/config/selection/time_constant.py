@@ -18,7 +18,7 @@ MEMORY_OF_A_RUN = 0.05
 
 @dataclass(frozen=True)
 class TimeConstant:
-    """How many steps a state needs to come to its value."""
+    """How many steps a state needs to reach its value."""
 
     state: str  # its name for users
     steps: float

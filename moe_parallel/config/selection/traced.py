@@ -19,7 +19,7 @@ class TracedSelection(Selection):
 
     moe_router_trace: str | None = option(
         None,
-        "file (.npy) to which training writes which experts each token takes, in every layer and "
+        "file (.npz) to which training writes which experts each token takes, in every layer and "
         "step; none: off",
     )
     moe_router_replay: str | None = option(
@@ -28,9 +28,22 @@ class TracedSelection(Selection):
         "probabilities come from the current scores. none: off",
     )
 
+    @property
+    def trace_file(self) -> str | None:
+        return self.moe_router_trace
+
+    @property
+    def replay_file(self) -> str | None:
+        return self.moe_router_replay
+
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
-        replay = self.moe_router_replay
+        trace, replay = self.moe_router_trace, self.moe_router_replay
+        if trace is not None and not trace.endswith(".npz"):
+            raise InputError(
+                f"--moe-router-trace is {trace}, but a trace is an .npz file: name one that ends "
+                "in .npz"
+            )
         if replay is None:
             return
         if self.forced_routing is not None:
@@ -38,7 +51,7 @@ class TracedSelection(Selection):
                 f"--moe-router-replay is {replay}, but experts are forced ({self.forced_routing}): "
                 "remove one of them"
             )
-        if replay == self.moe_router_trace:
+        if replay == trace:
             raise InputError(
                 f"--moe-router-replay and --moe-router-trace are both {replay}, so that the run "
                 "would overwrite what it replays: name another file for the trace"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option
 from moe_parallel.config.selection.balancing import Balancing, BiasBalancing
-from moe_parallel.config.selection.kept import OwnWeight
+from moe_parallel.config.selection.kept import Neurons, OwnWeight
 from moe_parallel.config.selection.parts import (
     DispatchedSelection,
     FixedChoices,
@@ -81,6 +81,13 @@ class UoESelection(BiasBalancing, Balancing, FixedChoices, DispatchedSelection, 
         ]
         return own + super().own_weights(hidden_size, num_experts, expert_width)
 
+    def planned_scores(self, config: Config) -> Neurons:
+        return Neurons(
+            self.routing_neurons(config.expert_width, config.num_experts),
+            self.uoe_gate_routing,
+            copied=config.training.bf16 or self.uoe_norm_of == "silu",
+        )
+
     def dispatched_width(self, expert_width: int, num_experts: int) -> int:
         return expert_width - self.routing_neurons(expert_width, num_experts)
 
@@ -107,7 +114,7 @@ class UoESelection(BiasBalancing, Balancing, FixedChoices, DispatchedSelection, 
         if (width - neurons) % multiple:
             raise InputError(
                 f"--uoe-routing-neurons is {neurons}, which leaves {width - neurons} of the "
-                f"{width} neurons of an expert, no multiple of {multiple} "
+                f"{width} neurons of an expert, which is not a multiple of {multiple} "
                 "(--expert-tensor-parallel-size, times the multiple of --fp8-format): choose "
                 "another number"
             )

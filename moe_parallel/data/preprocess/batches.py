@@ -23,14 +23,14 @@ _BATCH = 2**19
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
-Batch = Lines | PlainText | Rows | TooLong
+RawBatch = Lines | PlainText | Rows | TooLong
 
 
 class ReadBatch(NamedTuple):
     """A batch, the file it is from, and the bytes that were read from the disk for it."""
 
     file: InputFile
-    batch: Batch
+    batch: RawBatch
     read: int
 
 
@@ -90,7 +90,7 @@ class Reader:
 
 
 def _whole(content: Iterator[bytes], domain: str) -> Iterator[PlainText]:
-    """The one document of a file; of a longer one than is accepted, so much that this is seen."""
+    """The one document of a file; of a file that is too long, only enough to see this."""
     kept: list[bytes] = []
     length = 0
     for block in content:

@@ -108,8 +108,11 @@ def _gz_blocks(file: DigestedFile) -> Iterator[bytes]:
 def _stream_blocks(
     file: DigestedFile, begin: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]
 ) -> Iterator[bytes]:
-    """bz2.BZ2File and lzma.LZMAFile would leave out, unnoticed, all after a damaged beginning of a
-    stream that follows another."""
+    """The content of the streams in a file, one after another.
+
+    If the beginning of a later stream is damaged, bz2.BZ2File and lzma.LZMAFile would leave out the
+    rest of the file without an error.
+    """
     unpack, data = begin(), file.read(_BLOCK)
     begun = False  # a stream has begun and has not ended
     try:

@@ -7,7 +7,7 @@ import numpy as np
 
 from moe_parallel.data.indexed_writer import id_type
 from moe_parallel.data.manifest import Size
-from moe_parallel.data.preprocess.batches import Batch
+from moe_parallel.data.preprocess.batches import RawBatch
 from moe_parallel.data.preprocess.records import Bad, Columns
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
@@ -43,7 +43,7 @@ class Encoder:
         self._ending = [tokenizer.eod] if append_eod else []
         self._dtype = id_type(tokenizer.vocab_size)
 
-    def __call__(self, batch: Batch) -> Encoded:
+    def __call__(self, batch: RawBatch) -> Encoded:
         texts: list[list[str]] = [[] for _ in self._columns.texts]
         domains: list[str] = []
         bad: list[Bad] = []

@@ -49,7 +49,7 @@ def find_inputs(words: Sequence[str], flag: str = "--input") -> list[InputFile]:
 
     A word is a file; a folder, from which all files with the suffix of a known format are taken,
     at any depth, hidden ones excepted; or a pattern with `*`, `?`, `[...]` and `**`. Plain text is
-    taken from a folder only if it has no records, because text beside these describes them.
+    taken from a folder only if it has no records, because text next to records describes them.
 
     Raises:
         InputError: a word that names nothing, a folder without text, or a file that is named twice.

@@ -149,11 +149,11 @@ def _parsed(line: bytes) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise InputError(f"not JSON ({error.msg}, column {error.colno})") from None
     except ValueError:
-        raise InputError("a number of too many digits") from None
+        raise InputError("a number with too many digits") from None
     except RecursionError:
-        raise InputError("nested too deep") from None
+        raise InputError("nested too deeply") from None
     if not isinstance(record, dict):
-        raise InputError("not a JSON object: one {...} a line is expected")
+        raise InputError("not a JSON object: expected one {...} per line")
     return record
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,15 +15,12 @@ from moe_parallel.data.preprocess.batches import Reader
 from moe_parallel.data.preprocess.inputs import InputFile, find_inputs
 from moe_parallel.data.preprocess.records import Bad, Columns
 from moe_parallel.data.preprocess.workers import encoding
+from moe_parallel.data.progress import ShowProgress
 from moe_parallel.data.tokenizer import Tokenizer, build_tokenizer, train_byte_bpe
 from moe_parallel.errors import InputError
 
 # Domains are counted in memory and listed in the manifest.
 _MOST_DOMAINS = 1000
-
-# A label and a number of bytes (None: unknown) -> a context that gives the function to call with
-# the number of bytes that were read.
-Progress = Callable[[str, int | None], AbstractContextManager[Callable[[int], object]]]
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ class Preprocessing:
         return Path(f"{self.output_prefix}_{key}_document")
 
     def check(self) -> None:
-        """Raises InputError for an unusable value, or a file that exists and is to stay."""
+        """Raises InputError for an unusable value, or a file that must not be replaced."""
         if self.max_bad < 0:
             raise InputError(f"--max-bad is {self.max_bad}: it must be at least 0")
         for key in self.json_keys:
@@ -103,7 +100,7 @@ class BadRecords:
         self._path = path
 
     def add(self, file: InputFile, unit: str, bad: Bad) -> None:
-        """Raises InputError if it is one too many."""
+        """Raises InputError if there are then more than `most`."""
         self.count += 1
         if self.count > self._most:
             many = f"more than --max-bad {self._most} bad records: " if self._most else ""
@@ -114,7 +111,7 @@ class BadRecords:
                 stream.write(json.dumps(entry) + "\n")
 
 
-def preprocess(work: Preprocessing, progress: Progress) -> list[str]:
+def preprocess(work: Preprocessing, progress: ShowProgress) -> list[str]:
     """Writes the datasets, and the tokenizer if it is new: all of them, or nothing.
 
     Memory does not grow with the text, except for that of a tokenizer that is trained, which grows
@@ -146,7 +143,9 @@ def preprocess(work: Preprocessing, progress: Progress) -> list[str]:
     return _summary(work, tokenizer, written, bad)
 
 
-def _tokenizer(work: Preprocessing, files: Sequence[InputFile], progress: Progress) -> Tokenizer:
+def _tokenizer(
+    work: Preprocessing, files: Sequence[InputFile], progress: ShowProgress
+) -> Tokenizer:
     """Opens the tokenizer that the flags name, or trains one on the input."""
     if not work.trains:
         return build_tokenizer(work.tokenizer_type, work.tokenizer_model, work.vocab_size)
@@ -193,7 +192,7 @@ def _write(
     files: Sequence[InputFile],
     tokenizer: Tokenizer,
     folder: Path,
-    progress: Progress,
+    progress: ShowProgress,
 ) -> tuple[dict[str, tuple[WrittenDataset, int]], int]:
     """Writes the datasets to `folder`.
 

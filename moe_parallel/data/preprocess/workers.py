@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 
-from moe_parallel.data.preprocess.batches import Batch, ReadBatch
+from moe_parallel.data.preprocess.batches import RawBatch, ReadBatch
 from moe_parallel.data.preprocess.encoder import Encoded, Encoder
 from moe_parallel.data.preprocess.records import Columns
 from moe_parallel.data.tokenizer import Tokenizer, load_tokenizer
@@ -32,7 +32,7 @@ Encode = Callable[[Iterable[ReadBatch]], Iterator[tuple[ReadBatch, Encoded]]]
 def encoding(
     tokenizer: Tokenizer, columns: Columns, append_eod: bool, workers: int, folder: Path
 ) -> Iterator[Encode]:
-    """A function that encodes batches, with `workers` processes beside this one if more than one.
+    """A function that encodes batches, with `workers` further processes if more than one.
 
     Args:
         tokenizer: of the documents.
@@ -57,7 +57,7 @@ def encoding(
         yield lambda batches: _in_order(pool, batches, workers)
     except BrokenProcessPool:
         raise InputError(
-            f"--workers {workers}: a worker was killed, perhaps for want of memory: give fewer"
+            f"--workers {workers}: a worker was killed, perhaps for lack of memory: give fewer"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -97,12 +97,12 @@ def _begin(folder: Path, fingerprint: str, columns: Columns, append_eod: bool) -
 
 
 def _end_with_parent() -> None:
-    """A worker would wait for ever for the next batch of a parent that was killed."""
+    """A worker would wait forever for the next batch of a parent that was killed."""
     parent = parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])
     os._exit(1)
 
 
-def _encode(batch: Batch) -> Encoded:
+def _encode(batch: RawBatch) -> Encoded:
     return _encoder(batch)

@@ -1,13 +1,12 @@
 """Documents into vectors whose inner products are their cosines."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
+from moe_parallel.data.progress import Advance
 from moe_parallel.data.similarity.documents import Documents
-
-Advance = Callable[[int], object]  # receives the amount of work done, for a progress bar
 
 
 class Embedder(ABC):

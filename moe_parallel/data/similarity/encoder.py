@@ -49,8 +49,8 @@ class HuggingFaceEncoder(Embedder):
             model = library.AutoModel.from_pretrained(name, weights_only=True, **safely)
         except Exception as error:  # a download can fail with many kinds of errors
             raise InputError(
-                f"--encoder {name} is no encoder that transformers can open without running code "
-                f"of its own ({first_line(error)}); give its folder or its name on the hub"
+                f"--encoder {name} is not an encoder that transformers can open without running "
+                f"code of its own ({first_line(error)}); give its folder or its name on the hub"
             ) from None
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = model.float().to(self._device).eval()

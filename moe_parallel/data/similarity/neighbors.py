@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_parallel.data.similarity.embedding import Advance
+from moe_parallel.data.progress import Advance
 from moe_parallel.optional import import_optional
 
 BuildIndex = Callable[[np.ndarray], Any]  # float32 [M, D] -> an index of its rows

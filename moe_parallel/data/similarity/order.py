@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_parallel.data.indexed import check_new
+from moe_parallel.data.progress import ShowProgress
 from moe_parallel.data.similarity.documents import Documents
 from moe_parallel.data.similarity.embedding import Embedder
 from moe_parallel.data.similarity.encoder import HuggingFaceEncoder
 from moe_parallel.data.similarity.neighbors import BuildIndex, ExactIndex, InvertedIndex, faiss
-from moe_parallel.data.similarity.rewrite import Ordering, Progress, Summary, rewrite
+from moe_parallel.data.similarity.rewrite import Ordering, Summary, rewrite
 from moe_parallel.data.similarity.scratch import scratch
 from moe_parallel.data.similarity.tf_idf import HashedTfIdf
 from moe_parallel.data.tokenizer import build_tokenizer
@@ -58,7 +59,7 @@ class Order:
         if self.seed < 0:
             raise InputError(f"--seed is {self.seed}: it must be at least 0")
         if self.eod_id is not None and not 0 <= self.eod_id < 2**31:
-            raise InputError(f"--eod-id {self.eod_id} is no token: give one from 0 up")
+            raise InputError(f"--eod-id {self.eod_id} is not a token id: give 0 or more")
         if not 0 < self.duplicate_threshold <= 1:
             raise InputError(
                 f"--duplicate-threshold {self.duplicate_threshold} must be above 0 and at most 1 "
@@ -75,7 +76,7 @@ class Order:
             )
 
 
-def order_by_similarity(flags: Order, progress: Progress) -> str:
+def order_by_similarity(flags: Order, progress: ShowProgress) -> str:
     """Reads the dataset, orders its documents, and writes the result.
 
     Returns:
@@ -114,7 +115,7 @@ def _embedder(flags: Order, documents: Documents) -> Embedder:
     if documents.tokenizer not in (None, tokenizer.fingerprint):
         raise InputError(
             f"--tokenizer-model {flags.tokenizer_model} is not the tokenizer that wrote "
-            f"{flags.data_path}: name that one, or the encoder reads other words"
+            f"{flags.data_path}: name that one, because the encoder would read other words"
         )
     return HuggingFaceEncoder(flags.encoder, tokenizer, flags.encoder_batch_size)
 

@@ -1,14 +1,14 @@
 """Rewrites an indexed dataset so that similar documents are adjacent in training."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from moe_parallel.data.indexed import write_indexed
+from moe_parallel.data.progress import Advance, ShowProgress
 from moe_parallel.data.sealed import file_digest
 from moe_parallel.data.similarity.document_order import (
     adjacent_cosine,
@@ -17,7 +17,7 @@ from moe_parallel.data.similarity.document_order import (
     lonely_first,
 )
 from moe_parallel.data.similarity.documents import Documents
-from moe_parallel.data.similarity.embedding import Advance, Embedder, embed_all
+from moe_parallel.data.similarity.embedding import Embedder, embed_all
 from moe_parallel.data.similarity.instances import Instances
 from moe_parallel.data.similarity.neighbors import (
     BuildIndex,
@@ -26,9 +26,6 @@ from moe_parallel.data.similarity.neighbors import (
     mean_neighbors,
 )
 from moe_parallel.data.similarity.scratch import Scratch
-
-# A label and the amount of work -> a context that gives the function to call with progress.
-Progress = Callable[[str, int], AbstractContextManager[Advance]]
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ def rewrite(
     embedder: Embedder,
     ordering: Ordering,
     work: Scratch,
-    progress: Progress,
+    progress: ShowProgress,
 ) -> Summary:
     """Order the documents of `prefix` by similarity and write their instances to `output`.
 
@@ -145,7 +142,7 @@ def _find(
     embedder: Embedder,
     ordering: Ordering,
     work: Scratch,
-    progress: Progress,
+    progress: ShowProgress,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Vectors [N, D], neighbors and their cosines [N, K], as memory maps; computed or found."""
     count = len(documents)

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moe_parallel.data.progress import Advance
 from moe_parallel.data.similarity.documents import Documents
-from moe_parallel.data.similarity.embedding import Advance, Embedder, normalized
+from moe_parallel.data.similarity.embedding import Embedder, normalized
 
 _COPIES = 8
 

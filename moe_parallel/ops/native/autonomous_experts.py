@@ -56,7 +56,7 @@ def _(
     w_up: Tensor,
     w_p: Tensor,
     w_out: Tensor,
-    c: Tensor | None,
+    c_TKR: Tensor | None,
     norms: Tensor | None,
     main_up: Tensor | None,
     main_p: Tensor | None,
@@ -67,7 +67,7 @@ def _(
     return (
         x.new_empty(x.shape),
         x.new_empty(num_rows, width),
-        x.new_empty(num_rows if c is None else 0, rank),
+        x.new_empty(num_rows if c_TKR is None else 0, rank),
         x.new_empty(num_rows if keep_g else 0, width),
     )
 
@@ -84,28 +84,29 @@ def _(
     w_up: Tensor,
     w_p: Tensor,
     w_out: Tensor,
-    c: Tensor | None,
+    c_TKR: Tensor | None,
     norms: Tensor | None,
     p: Tensor,
-    c_by_row: Tensor,
+    c_NR: Tensor,
     g: Tensor,
     main_up: Tensor | None,
     main_p: Tensor | None,
     main_out: Tensor | None,
 ) -> tuple[Tensor, ...]:
     dw_down = x.new_empty(0) if w_down is None else w_down.new_empty(w_down.shape)
-    dc = x.new_empty(0, w_up.size(1))
-    if c is not None and norms is None:
-        dc = c.new_empty(c.shape)
+    dc_TKR = x.new_empty(0, w_up.size(1))
+    if c_TKR is not None and norms is None:
+        dc_TKR = c_TKR.new_empty(c_TKR.shape)
     others = map(own_gradient, (w_up, w_p, w_out), (main_up, main_p, main_out))
-    return x.new_empty(x.shape), probs.new_empty(probs.shape), dw_down, *others, dc
+    return x.new_empty(x.shape), probs.new_empty(probs.shape), dw_down, *others, dc_TKR
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, *kept = output  # p, then by row C if c_TKR did not give it, and C W_up if it is to be kept
+    # kept: P = x W_p; c_NR, empty if c_TKR was given; C W_up, empty if it is recomputed.
+    _, *kept = output
     ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)  # otherwise autograd makes zeros as large as what is kept
-    *given, main_up, main_p, main_out, _ = inputs  # given: with C of the chosen experts, c_TKR
+    *given, main_up, main_p, main_out, _ = inputs  # c_TKR is among those given
     ctx.save_for_backward(*given, *kept)
     ctx.main_gradients = (
         main_up,
@@ -119,7 +120,9 @@ def _backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...
     if dy is None:
         return (None,) * 15
     saved = ctx.saved_tensors  # read once: checkpointing allows no second
-    dx, dprobs, dw_down, *dw, dc = _ops.autonomous_experts_backward(dy, *saved, *ctx.main_gradients)
+    dx, dprobs, dw_down, *dw, dc_TKR = _ops.autonomous_experts_backward(
+        dy, *saved, *ctx.main_gradients
+    )
     hands_on = saved[10] is None  # otherwise the gradients of probs and C went on to x and w_down
     needs_w_down, needs_c = ctx.needs_input_grad[5], ctx.needs_input_grad[9]
     return (
@@ -130,7 +133,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...
         None,
         dw_down if needs_w_down else None,
         *gradients_not_added(dw, ctx.main_gradients),
-        dc if hands_on and needs_c else None,
+        dc_TKR if hands_on and needs_c else None,
         *(None,) * 5,
     )
 

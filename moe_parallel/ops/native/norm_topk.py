@@ -31,30 +31,30 @@ def norm_topk(
     screening: int = 0,
 ) -> NormScores:
     check_choice(w_EDR.size(0), k, bias_E, keep, gradient, chosen, screening)
-    # With gradient="chosen" the backward pass needs only C of the chosen experts.
-    keep_all = keep == "all" and gradient == "all" and torch.is_grad_enabled()
+    # A backward pass that needs C of the chosen experts only, or none, keeps no more.
+    if keep == "all" and not (gradient == "all" and torch.is_grad_enabled()):
+        keep = "chosen"
+    c_TER = None
     with torch.no_grad():
         if chosen is not None:
-            scores, c_TER = _chosen_by(chosen, x_TD, w_EDR, keep, keep_all)
+            scores, c_TER = _chosen_by(chosen, x_TD, w_EDR, keep)
         elif screening > 0:
             assert k is not None
-            scores, c_TER = _screened(x_TD, w_EDR, k, bias_E, keep, screening), None
+            scores = _screened(x_TD, w_EDR, k, bias_E, keep, screening)
         else:
-            norms_TE, experts_TK, c_TKR, c_TER = _ops.norm_topk(
-                x_TD, w_EDR, k, bias_E, keep != "nothing", keep_all
-            )
+            norms_TE, experts_TK, c_TKR, c_TER = _ops.norm_topk(x_TD, w_EDR, k, bias_E, keep)
             scores = NormScores(norms_TE, experts_TK, c_TKR if keep != "nothing" else None)
-    c_TER = c_TER if keep_all else None
+    c_TER = c_TER if keep == "all" else None
     norms_TE, c_TKR = _Gradient.apply(x_TD, w_EDR, *scores, c_TER, gradient, chosen is None)
     return NormScores(norms_TE, scores.experts_TK, c_TKR)
 
 
 def _chosen_by(
-    chosen: Choose, x_TD: Tensor, w_EDR: Tensor, keep: Keep, keep_all: bool
+    chosen: Choose, x_TD: Tensor, w_EDR: Tensor, keep: Keep
 ) -> tuple[NormScores, Tensor]:
-    """The scores by the rule `chosen`, and C of all experts if it is kept."""
-    keep_all = keep_all or keep != "nothing"
-    norms_TE, _, _, c_TER = _ops.norm_topk(x_TD, w_EDR, 1, None, False, keep_all)
+    """The scores by the rule `chosen`, and C of all experts unless nothing is kept."""
+    of_all: Keep = "nothing" if keep == "nothing" else "all"
+    norms_TE, _, _, c_TER = _ops.norm_topk(x_TD, w_EDR, 0, None, of_all)
     experts_TK = chosen(norms_TE)
     c_TKR = c_of_chosen(c_TER, experts_TK) if keep != "nothing" else None
     return NormScores(norms_TE, experts_TK, c_TKR), c_TER
@@ -81,26 +81,42 @@ def _screened(
 
 @torch.library.register_fake("moe_parallel::norm_topk")
 def _(
-    x: Tensor, w: Tensor, k: int, bias: Tensor | None, keep_chosen: bool, keep_all: bool
+    x: Tensor, w: Tensor, k: int, bias: Tensor | None, keep: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, (experts, _, rank) = x.size(0), w.shape
     return (
         x.new_empty(tokens, experts, dtype=accumulation_dtype(x.dtype)),
         x.new_empty(tokens, k, dtype=torch.int64),
-        x.new_empty(tokens if keep_chosen else 0, k, rank),
-        x.new_empty(tokens if keep_all else 0, experts, rank),
+        x.new_empty(0 if keep == "nothing" else tokens, k, rank),
+        x.new_empty(tokens if keep == "all" else 0, experts, rank),
     )
 
 
 @torch.library.register_fake("moe_parallel::norm_topk_backward")
 def _(
     dnorms: Tensor,
-    dc_chosen: Tensor | None,
+    dc_TKR: Tensor | None,
     x: Tensor,
     w: Tensor,
     norms: Tensor,
     experts: Tensor,
-    c: Tensor | None,
+    c_TER: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), w.new_empty(w.shape)
+
+
+@torch.library.register_fake("moe_parallel::norm_topk_chosen_backward")
+def _(
+    dnorms: Tensor,
+    dc_TKR: Tensor | None,
+    x: Tensor,
+    w: Tensor,
+    norms: Tensor,
+    experts: Tensor,
+    c_TKR: Tensor | None,
+    slots: Tensor,
+    rows: Tensor,
+    counts: Tensor,
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), w.new_empty(w.shape)
 
@@ -108,7 +124,7 @@ def _(
 class _Gradient(torch.autograd.Function):
     """Makes the norms and C of the chosen, computed without gradient, functions of x and w.
 
-    `c_chosen` and `c`: C of the chosen experts and of all experts. None: the backward pass
+    c_TKR and c_TER: C of the chosen experts and of all experts. None: the backward pass
     recomputes it.
     """
 
@@ -119,59 +135,29 @@ class _Gradient(torch.autograd.Function):
         w: Tensor,
         norms: Tensor,
         experts: Tensor,
-        c_chosen: Tensor | None,
-        c: Tensor | None,
+        c_TKR: Tensor | None,
+        c_TER: Tensor | None,
         gradient: Gradient,
         all_chosen: bool,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)  # otherwise autograd makes zeros as large as C
-        ctx.gradient, ctx.all_chosen, ctx.hands_on = gradient, all_chosen, c_chosen is not None
-        ctx.save_for_backward(x, w, norms, experts, c if gradient == "all" else c_chosen)
-        return norms.view_as(norms), None if c_chosen is None else c_chosen.view_as(c_chosen)
+        ctx.gradient, ctx.all_chosen, ctx.hands_on = gradient, all_chosen, c_TKR is not None
+        ctx.save_for_backward(x, w, norms, experts, c_TER if gradient == "all" else c_TKR)
+        return norms.view_as(norms), None if c_TKR is None else c_TKR.view_as(c_TKR)
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, dnorms: Tensor | None, dc_chosen: Tensor | None
+        ctx: Any, dnorms: Tensor | None, dc_TKR: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         x, w, norms, experts, c = ctx.saved_tensors  # read once: checkpointing allows no second
         dnorms = torch.zeros_like(norms) if dnorms is None else dnorms
-        dc_chosen = dc_chosen if ctx.hands_on else None  # torch.compile passes an empty tensor
+        dc_TKR = dc_TKR if ctx.hands_on else None  # torch.compile passes an empty tensor
         if ctx.gradient == "all":
-            dx, dw = _ops.norm_topk_backward(dnorms, dc_chosen, x, w, norms, experts, c)
+            dx, dw = _ops.norm_topk_backward(dnorms, dc_TKR, x, w, norms, experts, c)
         else:
             slots, rows, counts = routing_map(experts, w.size(0), all_chosen=ctx.all_chosen)
-            dx, dw = _through_chosen(
-                dnorms, dc_chosen, x, w, norms, experts, c, slots, rows, counts
+            dx, dw = _ops.norm_topk_chosen_backward(
+                dnorms, dc_TKR, x, w, norms, experts, c, slots, rows, counts
             )
         return dx, dw, *(None,) * 6
-
-
-def _through_chosen(
-    dnorms: Tensor,
-    dc_chosen: Tensor | None,
-    x: Tensor,
-    w: Tensor,
-    norms: Tensor,
-    experts: Tensor,
-    c_chosen: Tensor | None,
-    slots: Tensor,
-    rows: Tensor,
-    counts: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """dx and dw of `norm_topk` through the chosen norms only: K products with x instead of E.
-
-    With a = dL/dp / p for the norm p = ||C|| of a chosen expert, dC += a C (0 if p is 0).
-    """
-    x_rows = _ops.permute(x, slots, rows)
-    factors = (dnorms / norms).masked_fill(norms == 0, 0)
-    factors = factors.gather(1, experts.clamp(min=0)).unsqueeze(-1)  # empty slots have no row
-    if c_chosen is not None:
-        dc = factors * c_chosen if dc_chosen is None else factors * c_chosen + dc_chosen
-        dc_rows = _ops.permute(dc.to(x.dtype).flatten(0, 1), slots, rows.view(-1, 1))
-    else:
-        c_rows = _ops.grouped_gemm(x_rows, w, counts)
-        dc_rows = (factors.flatten()[slots].unsqueeze(-1) * c_rows).to(x.dtype)
-    dw = _ops.grouped_outer(x_rows, dc_rows, counts)
-    dx_rows = _ops.grouped_gemm(dc_rows, w.transpose(1, 2), counts)
-    return _ops.unpermute(dx_rows, slots, rows, None), dw

@@ -6,7 +6,7 @@ checksum need no interpreter lock, so the thread leaves training its time.
 
 torch's `async_save` writes only the tensors. Here the thread does all of a save: the copy, the
 search for values that are not finite, the files, their checksums, the publication. The copy of the
-weights and of the optimizer's state is made beside the next forward and backward pass, which do not
+weights and of the optimizer's state is made during the next forward and backward pass, which do not
 change them; only the update waits for it.
 """
 
@@ -29,7 +29,7 @@ WRITER = "checkpoint-writer"  # begins the name of the thread
 
 
 class Background:
-    """Writes one checkpoint at a time beside training. All ranks call each method together."""
+    """Writes one checkpoint at a time during training. All ranks call each method together."""
 
     def __init__(self, timeout: timedelta) -> None:
         """`timeout`: of the collectives, in which ranks wait for the one that writes longest."""

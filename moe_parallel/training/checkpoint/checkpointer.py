@@ -92,6 +92,7 @@ class Checkpointer:
         fingerprint: Mapping[str, object],
         layout: Mapping[str, int | str],
         files: Mapping[str, str | Path],
+        states: Mapping[str, object] | None = None,
         same_schedule: bool = True,
         background: Background | None = None,
     ):
@@ -104,6 +105,8 @@ class Checkpointer:
             layout: sizes of the parallel groups and the kind of device. Random states are restored
                 only if the layout is equal.
             files: by name, the text of a small file or the path of a file or folder to copy.
+            states: by flag, the values of the options that decide which numbers move after a step;
+                for the message if a checkpoint has other numbers.
             same_schedule: whether a checkpoint's schedule must equal the configured one.
                 Otherwise the configured schedule continues at the checkpoint's step.
             background: writes the checkpoints of `begin_save`; None: they cannot be asked for.
@@ -117,6 +120,7 @@ class Checkpointer:
         self.keep_last = keep_last
         self.fingerprint = as_json(fingerprint)
         self.layout = {**layout, "world_size": dist.get_world_size()}
+        self.states = dict(states or {})
         self.same_schedule = same_schedule
         self.background = background
         self._writer = Writer(self.folder, dict(files), keep_last)
@@ -238,7 +242,7 @@ class Checkpointer:
                     content["random"] = of_this_rank("random_state", None)
                 content |= fp8_state_to_read(model_chunks, record)
             stored = agree(lambda: stored_tensors(checkpoint))
-            check_tensors(checkpoint, content, stored)
+            check_tensors(checkpoint, content, stored, self.states)
 
             content["model"] = most_precise(model, stored)
             loaded = read_tensors(content, checkpoint)
@@ -283,7 +287,7 @@ class Checkpointer:
             same = reader.same([*weights, *moment_tensors(held).values()])
             masters = reader.same(masters_to_read(held, stored).values())
             content: dict[str, Any] = {"same": numbered(same), "parts": numbered(reader.parts())}
-            check_tensors(checkpoint, content, stored)
+            check_tensors(checkpoint, content, stored, self.states)
 
             if record["layout"] == self.layout and optimizer is not None:
                 content["random"] = of_this_rank("random_state", None)

@@ -125,6 +125,10 @@ class CheckpointFolder:
         found = (_NAME.fullmatch(path.name) for path in self.directory.glob("iter_*"))
         return sorted(int(match[1]) for match in found if match)
 
+    def paths(self) -> list[Path]:
+        """The published checkpoints, in the order of their iterations."""
+        return [self.published_path(iteration) for iteration in self.iterations()]
+
     def _old_path(self, iteration: int) -> Path:
         return self.directory / f".{checkpoint_name(iteration)}.old"
 
@@ -152,7 +156,7 @@ class CheckpointFolder:
     def delete_oldest(self, newest: int, keep_last: int) -> None:
         """Delete all but the checkpoint of iteration `newest` and `keep_last - 1` others.
 
-        If the run went back to an earlier iteration, checkpoints of the abandoned course, which
+        If the run went back to an earlier iteration, checkpoints of the abandoned iterations, which
         have higher iterations, are deleted first. A checkpoint is renamed before it is deleted, so
         that a kill leaves no incomplete one.
         """

@@ -58,7 +58,7 @@ class _Unpickler(pickle.Unpickler):
             return _PARTS[module, name]
         except KeyError:
             raise pickle.UnpicklingError(
-                f"it names {module}.{name}, which is no part of an index and was not run"
+                f"it names {module}.{name}, which is not part of an index and was not run"
             ) from None
 
 
@@ -109,7 +109,7 @@ def _check(index: Any) -> None:
         _demand(_are_sizes((piece.offset, piece.length)), f"{place.fqn} has no place")
         _demand(not piece.transform_descriptors, f"{place.fqn} is transformed")
     for key, entry in index.state_dict_metadata.items():
-        _demand(type(key) is str, f"{key!r} is no key")
+        _demand(type(key) is str, f"{key!r} is not a key")
         if type(entry) is TensorStorageMetadata:
             _check_tensor(key, entry, index.storage_data)
         else:

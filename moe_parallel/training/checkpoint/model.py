@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.utils import unwrap_model
 
 from moe_parallel.collective_errors import exchange
+from moe_parallel.config import read_yaml
+from moe_parallel.config.message import flag
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint.optimizer import MASTER
 
@@ -35,11 +37,17 @@ def placed_tensors(content: dict[str, Any]) -> list[ShardedTensor]:
 
 
 def check_tensors(
-    checkpoint: Path, content: dict[str, Any], stored: dict[str, tuple[int, ...]]
+    checkpoint: Path,
+    content: dict[str, Any],
+    stored: dict[str, tuple[int, ...]],
+    states: Mapping[str, object],
 ) -> None:
     """Compare the tensors to be read, on any rank, with the stored ones.
 
+    `states`: by flag, the options that decide which numbers move after a step.
+
     Raises InputError on every rank for the first that is missing, unexpected, or of another shape.
+    It names the options of `states` that differ in the checkpoint's config.yaml.
     """
     wanted = {
         tensor.key: (tuple(tensor.global_shape), tensor.allow_shape_mismatch)
@@ -47,8 +55,27 @@ def check_tensors(
     }
     everywhere = {key: value for of_rank in exchange(wanted) for key, value in of_rank.items()}
     reason = _difference(everywhere, stored)
-    if reason:
-        raise InputError(f"--load {checkpoint}: {reason}; use the checkpoint's config.yaml")
+    if not reason:
+        return
+    others = ", ".join(_other_values(checkpoint, states))
+    if others:
+        raise InputError(
+            f"--load {checkpoint}: {others}, which needs other numbers ({reason}); use the values "
+            "of its config.yaml, or load another checkpoint"
+        )
+    raise InputError(f"--load {checkpoint}: {reason}; use the checkpoint's config.yaml")
+
+
+def _other_values(checkpoint: Path, states: Mapping[str, object]) -> list[str]:
+    file = checkpoint / "config.yaml"
+    recorded = (
+        {flag(name): value for name, value in read_yaml(file).items()} if file.is_file() else {}
+    )
+    return [
+        f"{name} is {recorded[name]} in the checkpoint and {value} here"
+        for name, value in states.items()
+        if name in recorded and recorded[name] != value
+    ]
 
 
 def _difference(

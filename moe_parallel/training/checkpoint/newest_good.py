@@ -2,7 +2,7 @@
 
 Whatever has a checkpoint's name was complete when it got it. Later a disk can damage it, or someone
 can copy a folder in part. A run that continues in its own folder, as a requeued job does, then
-takes the checkpoint before. Who names one checkpoint gets that one or an error.
+takes the checkpoint before. A user who names one checkpoint gets that one or an error.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def write_parts(
     Args:
         parts: of all tensors.
         folder: the folder.
-        states: by key, the objects to store beside the tensors, as another checkpoint has them.
+        states: by key, the objects to store with the tensors, as another checkpoint has them.
             None: those of Megatron-Core's linear layers.
         file_bytes: the size at which another file begins. None: FILE_BYTES.
         most_files: the number of files, of which the last one has all that remains.

@@ -94,7 +94,7 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
             f"{UNSEALED} and {FORMAT}; load it with the version that wrote it"
         )
     if not _is_record(record):
-        raise torn(checkpoint, f"{RECORD} is no record of a checkpoint")
+        raise torn(checkpoint, f"{RECORD} is not the record of a checkpoint")
     saved, named = record["training"]["iteration"], iteration_in_name(checkpoint)
     if named is not None and named != saved:
         raise InputError(
@@ -132,7 +132,7 @@ def _read(path: Path) -> dict[str, Any]:
     if not is_unsealed:
         record = read_sealed(path)
     if type(record.get("format")) is not int:
-        raise ValueError("no record of a checkpoint")
+        raise ValueError("not the record of a checkpoint")
     return record
 
 

@@ -100,7 +100,7 @@ def _cut(key: str, tensor: torch.Tensor, files: int) -> Iterator[StoredPart]:
 
 
 def _states(checkpoint: Path, index: Metadata) -> dict[str, bytes]:
-    """The objects beside the tensors that belong to no rank, as they are stored."""
+    """The objects stored with the tensors that belong to no rank, as they are stored."""
     found = {}
     for key, entry in index.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata) and not key.startswith(_OF_RANKS):

@@ -50,7 +50,7 @@ class HostCopy:
             StagingOptions(
                 use_pinned_memory=with_gpu,
                 use_shared_memory=False,
-                use_async_staging=with_gpu,  # on a stream of its own, beside the computation
+                use_async_staging=with_gpu,  # on a stream of its own, during the computation
                 use_non_blocking_copy=with_gpu,
             )
         )
@@ -71,7 +71,7 @@ class HostCopy:
             free = min(free for other, _, free in ranks if other == owner)
             if total > free:
                 raise NoMemory(
-                    f"a copy of the state beside training takes {total / 2**30:,.1f} GiB of host "
+                    f"a copy of the state during training takes {total / 2**30:,.1f} GiB of host "
                     f"memory, and {free / 2**30:,.1f} GiB are free"
                 )
 

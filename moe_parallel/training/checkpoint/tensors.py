@@ -2,7 +2,7 @@
 
 Writing takes the same steps as `megatron.core.dist_checkpointing.save`, with torch's own writer
 instead of Megatron's. Megatron's starts processes (a spawned manager and forked writers, which hang
-a script without a __main__ guard and are unsafe beside gloo's threads), and if one rank fails to
+a script without a __main__ guard and are unsafe with gloo's threads), and if one rank fails to
 write, the others wait. The files are the same.
 
 Reading takes the same steps as its `load`, but unpickles only tensors and plain values.
@@ -233,7 +233,9 @@ def _unreadable(error: BaseException) -> StorageError:
     if isinstance(failure, OSError):
         return StorageError(one_line(failure))
     if isinstance(failure, pickle.UnpicklingError):
-        return StorageError("it holds something else than tensors and values, which was not run")
+        return StorageError(
+            "it contains something other than tensors and values, which was not run"
+        )
     reason = str(failure).partition("\n")[0]
     return StorageError(f"{type(failure).__name__}: {reason}")
 
@@ -269,7 +271,7 @@ class _TensorPlanner(DefaultLoadPlanner):
     """Reads no objects."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise StorageError(f"{read_item.dest_index.fqn} is no tensor")
+        raise StorageError(f"{read_item.dest_index.fqn} is not a tensor")
 
 
 class _Writer(FileSystemWriter):

@@ -1,4 +1,4 @@
-"""How a snapshot becomes a published checkpoint, on the main thread or on one beside training."""
+"""How a snapshot becomes a published checkpoint, on the main thread or on one during training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NotSaved(InputError):
 class Writer:
     """Writes checkpoints to a folder.
 
-    The `group` of a method contains all ranks; None: the default group. A thread beside training
+    The `group` of a method contains all ranks; None: the default group. A thread during training
     needs a group of its own.
     """
 

@@ -9,15 +9,15 @@ TEXT = Columns(("text",))
     ("line", "reason"),
     [
         (b'{"text": "a"', "not JSON (Expecting ',' delimiter, column 13)"),
-        (b"[1]", "not a JSON object: one {...} a line is expected"),
+        (b"[1]", "not a JSON object: expected one {...} per line"),
         (b'{"body": "a", "id": 1}', "no key 'text' (its keys: 'body', 'id'): see --json-keys"),
         (b"{}", "no key 'text' (its keys: none): see --json-keys"),
         (b'{"text": 7}', "int, not text, under 'text'"),
         (b'{"text": null}', "NoneType, not text, under 'text'"),
         (b'{"text": "\xff"}', "not UTF-8 (byte 11)"),
         ('{"text": "a"}'.encode("utf-16"), "not UTF-8 (byte 1)"),
-        (b'{"text": ' + b"[" * 100_000, "nested too deep"),
-        (b'{"text": ' + b"9" * 5_000 + b"}", "a number of too many digits"),
+        (b'{"text": ' + b"[" * 100_000, "nested too deeply"),
+        (b'{"text": ' + b"9" * 5_000 + b"}", "a number with too many digits"),
     ],
 )
 def test_a_bad_line_has_its_number_and_a_reason(line: bytes, reason: str) -> None:

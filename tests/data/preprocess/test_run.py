@@ -197,7 +197,7 @@ def test_bad_records_are_left_out_and_listed(tmp_path: Path) -> None:
     assert lines[-1] == f"{bad}: 3 bad records, left out"
     assert [json.loads(line) for line in bad.read_text().splitlines()] == [
         {"file": str(source), "line": 2,
-         "reason": "not a JSON object: one {...} a line is expected"},
+         "reason": "not a JSON object: expected one {...} per line"},
         {"file": str(source), "line": 4,
          "reason": "no key 'text' (its keys: 'body'): see --json-keys"},
         {"file": str(rows), "row": 2, "reason": "no text under 'text' (null)"},
@@ -294,7 +294,7 @@ def test_a_killed_worker_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         yield kill
 
     source = write(tmp_path / "in.jsonl", *RECORDS)
-    with pytest.raises(InputError, match="--workers 2: a worker was killed, perhaps for want of"):
+    with pytest.raises(InputError, match="--workers 2: a worker was killed, perhaps for lack of"):
         preprocess(work(tmp_path, source, workers=2), killing)
     assert list((tmp_path / "out").iterdir()) == []
 

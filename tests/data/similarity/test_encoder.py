@@ -80,7 +80,9 @@ def test_no_such_encoder_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     library = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=fail))
     monkeypatch.setitem(sys.modules, "transformers", library)
     monkeypatch.setattr("moe_parallel.data.similarity.encoder.ask_hub", lambda name, file: None)
-    expected = r"^--encoder no/such is no encoder .*\(no/such is not a folder\); give its folder"
+    expected = (
+        r"^--encoder no/such is not an encoder .*\(no/such is not a folder\); give its folder"
+    )
     with pytest.raises(InputError, match=expected) as told:
         HuggingFaceEncoder("no/such", NullTokenizer(9))
     assert "\n" not in str(told.value)
@@ -134,6 +136,6 @@ def test_a_pickle_in_the_place_of_weights_is_not_run(tmp_path: Path) -> None:
     transformers.BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
     transformers.BertConfig(hidden_size=16, num_attention_heads=2).save_pretrained(tmp_path)
     torch.save({"weights": Payload(tmp_path / "marker")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(InputError, match="--encoder .* is no encoder") as told:
+    with pytest.raises(InputError, match="--encoder .* is not an encoder") as told:
         HuggingFaceEncoder(str(tmp_path), NullTokenizer(9))
     assert "\n" not in str(told.value) and not (tmp_path / "marker").exists()

@@ -1,10 +1,11 @@
-"""Checkpoints that are written beside training, on two ranks."""
+"""Checkpoints that are written during training, on two ranks."""
 
 import errno
 import os
 import re
 import resource
 import signal
+import time
 from datetime import timedelta
 from unittest import mock
 
@@ -38,7 +39,7 @@ RUNS = {
 
 
 def _open(path, layout=EP2, options=None, **more):
-    """A run whose checkpoints can be written beside training."""
+    """A run whose checkpoints can be written during training."""
     background = Background(timedelta(seconds=200))
     return TinyRun(layout, path, options=options, background=background, **more)
 
@@ -52,7 +53,7 @@ def _finish(run):
 
 
 def _save_in_both_ways(path, layout, options):
-    """Saves every second iteration in `sync`, and beside training in `async`."""
+    """Saves every second iteration in `sync`, and during training in `async`."""
     with slow_writer():
         run = _open(path / "async", layout, options)
         waiting = Checkpointer(
@@ -134,7 +135,7 @@ def test_kill_9_is_as_if_the_save_had_not_begun(tmp_path, arm):
 
 
 def _full_in_the_writer(module, name):
-    """A disk that is full for the thread beside training, at one step of a save."""
+    """A disk that is full for the thread that writes during training, at one step of a save."""
     plain = getattr(module, name)
 
     def full(*args, **kwargs):
@@ -146,7 +147,7 @@ def _full_in_the_writer(module, name):
 
 
 def _save_on_a_full_disk(path):
-    """The error of a save beside training at each place where a full disk may stop it."""
+    """The error of a save during training at each place where a full disk may stop it."""
     run = _open(path)
     run.save()
     messages = []
@@ -238,7 +239,7 @@ def _fail_on_rank_1(path):
         checkpoint_writer.describe_files = broken
     _begin(run)
     while run.checkpointer.background.is_writing():
-        pass
+        time.sleep(0.01)
 
 
 def test_an_unknown_error_is_not_lost(tmp_path):
@@ -269,7 +270,7 @@ def test_the_memory_of_the_copy_is_checked_before_and_kept(tmp_path):
     assert found[0] == found[1]
     refused, first, second = found[0]
     assert re.fullmatch(
-        r"a copy of the state beside training takes 0.0 GiB of host memory, and 0.0 GiB are free",
+        r"a copy of the state during training takes 0.0 GiB of host memory, and 0.0 GiB are free",
         refused,
     )
     assert first == second == "iter_0000001"  # the second has the memory of the first

@@ -41,12 +41,12 @@ def test_nothing_in_a_checkpoint_is_run(loaded):
 
 
 REASONS = {
-    "index": r".metadata is not the index of a checkpoint: it names posix.mkdir, which is no part "
+    "index": r".metadata is not the index of a checkpoint: it names posix.mkdir, which is not part "
     "of an index and was not run",
-    "index_with_one_more_entry": "it names posix.mkdir, which is no part of an index",
-    "random_state": "it holds something else than tensors and values, which was not run",
-    "extra_state": "it holds something else than tensors and values, which was not run",
-    "tensor": "it holds something else than tensors and values, which was not run",
+    "index_with_one_more_entry": "it names posix.mkdir, which is not part of an index",
+    "random_state": "it contains something other than tensors and values, which was not run",
+    "extra_state": "it contains something other than tensors and values, which was not run",
+    "tensor": "it contains something other than tensors and values, which was not run",
     "tensor_elsewhere": "it names the file '../../elsewhere'",
     "random_state_that_is_none": "its random states are of another kind",
 }
@@ -97,7 +97,7 @@ def test_an_index_of_anything_else(tmp_path):
     ],
 )
 def test_an_index_names_only_its_own_parts(tmp_path, call):
-    assert "which is no part of an index and was not run" in _refused(tmp_path, call)
+    assert "which is not part of an index and was not run" in _refused(tmp_path, call)
 
 
 def _may_run_code(call):

@@ -143,7 +143,7 @@ def test_a_sealed_record_of_wrong_kinds_is_one_line(tmp_path, wrong):
     path = _checkpoint(tmp_path)
     record = RECORD | {"files": describe_files(path, ["weights"])}
     write_sealed(path / "checkpoint.json", record | wrong)
-    assert "checkpoint.json is no record of a checkpoint" in _error(path)
+    assert "checkpoint.json is not the record of a checkpoint" in _error(path)
 
 
 def test_the_format_before_is_read_without_a_checksum(tmp_path):

@@ -1,0 +1,45 @@
+"""Causal attention on the CPU, in blocks that stay in its caches."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_parallel.ops.reference import accumulation_dtype
+
+_ops = torch.ops.moe_parallel
+
+
+def attention(q_SBHC: Tensor, k_SBGC: Tensor, v_SBGC: Tensor, scale: float) -> Tensor:
+    return _ops.attention(q_SBHC, k_SBGC, v_SBGC, scale)[0]
+
+
+@torch.library.register_fake("moe_parallel::attention")
+def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    length, batch, heads, _ = q.shape
+    logsumexp = q.new_empty(batch, heads, length, dtype=accumulation_dtype(q.dtype))
+    return q.new_empty(q.shape), logsumexp
+
+
+@torch.library.register_fake("moe_parallel::attention_backward")
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(
+    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float], output: tuple[Tensor, Tensor]
+) -> None:
+    *qkv, ctx.scale = inputs
+    ctx.save_for_backward(*qkv, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+@once_differentiable
+def _backward(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None]:
+    return *_ops.attention_backward(dout, *ctx.saved_tensors, ctx.scale), None
+
+
+torch.library.register_autograd("moe_parallel::attention", _backward, setup_context=_save)

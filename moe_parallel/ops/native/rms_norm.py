@@ -1,0 +1,49 @@
+"""RMSNorm, without a copy of x in fp32."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from moe_parallel.ops.reference import accumulation_dtype
+
+_ops = torch.ops.moe_parallel
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    width = x.size(-1)
+    if x.is_cuda:
+        return functional.rms_norm(x, (width,), weight.to(x.dtype), eps)
+    y, _ = _ops.rms_norm(x.reshape(x.numel() // width, width), weight, eps)
+    return y.view(x.shape)
+
+
+@torch.library.register_fake("moe_parallel::rms_norm")
+def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.size(0), dtype=accumulation_dtype(x.dtype))
+
+
+@torch.library.register_fake("moe_parallel::rms_norm_backward")
+def _(dy: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, _ = inputs
+    r = output[1]
+    ctx.mark_non_differentiable(r)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weight, r)
+
+
+@once_differentiable
+def _backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return None, None, None
+    dx, dweight = _ops.rms_norm_backward(dy, *ctx.saved_tensors)
+    return dx, dweight, None
+
+
+torch.library.register_autograd("moe_parallel::rms_norm", _backward, setup_context=_save)

@@ -1,0 +1,54 @@
+"""torch's Adam in one pass, on every device."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from moe_parallel.training.optimizer_parts import fuse_adam
+
+
+def optimizer_of(*weights: Parameter, kind: type = torch.optim.AdamW) -> SimpleNamespace:
+    """A stand-in for Megatron-Core's optimizer."""
+    return SimpleNamespace(optimizer=kind(weights, lr=0.1, weight_decay=0.01))
+
+
+def stepped(*, fused: bool, steps: int = 3) -> torch.Tensor:
+    weight = Parameter(torch.linspace(-1, 1, 9))
+    optimizer = optimizer_of(weight)
+    if fused:
+        fuse_adam(optimizer)
+    for step in range(steps):
+        weight.grad = torch.linspace(1, 2, 9) ** step
+        optimizer.optimizer.step()
+    assert [bool(group["fused"]) for group in optimizer.optimizer.param_groups] == [fused]
+    return weight.detach()
+
+
+def test_a_step_is_the_same() -> None:
+    torch.testing.assert_close(stepped(fused=True), stepped(fused=False))
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_loaded_number_of_steps_goes_to_the_device_of_the_weights(chained: bool) -> None:
+    weight, unused = (Parameter(torch.zeros(3, device="meta")) for _ in range(2))  # like a GPU
+    part = optimizer_of(weight, unused)
+    part.optimizer.state[weight] = {
+        "step": torch.tensor(5.0),  # as torch counts on a CPU, and as a checkpoint is loaded
+        "exp_avg": torch.zeros_like(weight),
+        "exp_avg_sq": torch.zeros_like(weight),
+    }
+    fuse_adam(SimpleNamespace(chained_optimizers=[part]) if chained else part)
+    weight.grad = torch.zeros_like(weight)
+    part.optimizer.step()
+    assert part.optimizer.state[weight]["step"].device == weight.device
+    assert unused not in part.optimizer.state
+
+
+def test_other_optimizers_keep_their_kernel() -> None:
+    part = optimizer_of(Parameter(torch.ones(3)), kind=torch.optim.Adagrad)
+    part.optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
+    fuse_adam(part)
+    part.optimizer.step()
+    assert not part.optimizer.param_groups[0].get("fused")
