@@ -5,11 +5,14 @@
 #   NPROC   the number of processes that `make pretrain` starts
 #   ARGS    flags that are passed to the command, e.g. make pretrain ARGS="--train-iters 20"
 #   RUNS    run folders and studies that `make report` reads
-#   JOBS    the number of test files, in the full tier of tests, that run in parallel
+#   JOBS    the number of tests that run in parallel; more than the cores, because tests also wait
+#   CLUSTERS
+#           the number of Slurm clusters on which test-cluster runs tests in parallel
 PYTHON ?= python3
 NPROC ?= 2
 ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
+CLUSTERS ?= 2
 RUNS ?= $(patsubst %/metrics.jsonl,%,$(wildcard runs/*/metrics.jsonl))
 CONFIG ?= examples/quickstart.yaml
 
@@ -62,16 +65,16 @@ report: set-up ## write report.html about RUNS="runs/a runs/b" (default: all of 
 	@$(if $(strip $(RUNS)),,$(error RUNS is empty and runs/ holds no run: name run folders, RUNS="runs/a runs/b"))
 	@$(RUN) python tools/report.py $(RUNS) $(ARGS)
 
-# The tests of a file share fixtures that take seconds, so one worker runs the file. In the full tier
-# some files take minutes, so there a worker without work takes tests from the other.
-test: set-up ## the quick tier of the tests: every test, not all combinations (6 to 15 minutes on 2 cores)
-	@$(PYTEST) --dist loadfile $(ARGS)
+# One worker runs a whole file, because its tests share fixtures that take seconds. In the full tier
+# some files take minutes, so there a worker without work takes tests from another.
+test: set-up ## run the quick tier of the tests: every test, but not all combinations (about 6 minutes on 2 idle cores)
+	@$(PYTEST) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-full: set-up ## every test with all its combinations, and long runs
+test-full: set-up ## run every test with all its combinations, and the long runs
 	@$(PYTEST) --dist worksteal --full $(ARGS)
 
-test-cluster: set-up ## the job scripts on a Slurm cluster of namespaces (root and Slurm's packages; 20 minutes)
-	@$(RUN) python -m pytest --cluster --full tests/cluster $(ARGS)
+test-cluster: set-up ## run the job scripts on a Slurm cluster of namespaces (root and Slurm's packages; 20 minutes)
+	@$(RUN) python -m pytest -n $(CLUSTERS) --dist worksteal --cluster --full tests/cluster $(ARGS)
 
 bench-program = $(if $(findstring --routing,$(ARGS)),routing,$(if $(findstring --models,$(ARGS)),models,run))
 

@@ -28,21 +28,24 @@ def _tool() -> Tool:
     tool = Tool(__file__, __doc__)
     tool.add_argument("--load", metavar="RUN", help="run folder, or one of its checkpoints")
     tool.add_argument(
-        "--text", metavar="[NAME=]FILE", nargs="+", help="texts (default: held-out text of the run)"
+        "--text", metavar="[NAME=]FILE", nargs="+", help="texts (default: the run's held-out text)"
     )
     tool.add_argument(
-        "--samples", metavar="N", type=int, help="most sequences of each text (default: all)"
+        "--samples",
+        metavar="N",
+        type=int,
+        help="maximum number of sequences of each text (default: all)",
     )
     tool.add_argument(
         "--output", metavar="FOLDER", type=Path, help="folder to write (default: RUN/analysis)"
     )
     tool.add_argument(
         "--permutations", metavar="N", type=int, default=1000,
-        help="permutations of the test of specialization (1000)",
+        help="number of permutations in the test of specialization (default: 1000)",
     )  # fmt: skip
     tool.add_argument(
         "--view-tokens", metavar="N", type=int, default=1000,
-        help="tokens of each text that the report shows as text (1000)",
+        help="number of tokens of each text that the report shows as text (default: 1000)",
     )  # fmt: skip
     tool.add_argument("--totals-only", action="store_true", help="do not write selections.parquet")
     return tool
@@ -80,7 +83,9 @@ def _work(arguments: Sequence[str]) -> int:
 
     config = agree(lambda: standalone_config(flags, load=own.load))
     if config.moe.num_experts is None:
-        raise InputError(f"{flag('load')} {own.load}: the model is dense, and selects no experts")
+        raise InputError(
+            f"{flag('load')} {own.load}: the model is dense and has no experts to select"
+        )
     on_ranks = agree(lambda: evaluation_config(flags, own.load, dist.get_world_size()))
     options = AnalysisOptions(
         agree(lambda: named_files(own.text or [])),

@@ -15,16 +15,11 @@ the number of files and the sizes of the parts that a rank reads. Exit codes: 0 
 from __future__ import annotations
 
 import argparse
-import datetime
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from moe_parallel.errors import InputError
 from moe_parallel.tool import Tool, check_positive, load_torch
-
-if TYPE_CHECKING:
-    from moe_parallel.training.checkpoint.folder import CheckpointFolder
 
 DIFFERENT = 1
 SHOWN = 20  # differences
@@ -55,11 +50,11 @@ def main(arguments: list[str]) -> int:
             )
         if name == "prune":
             command.add_argument("--keep-last", type=int, required=True, metavar="N",
-                help="number of checkpoints to keep; if the run went back to an earlier "
-                "iteration, those of the course that it left are deleted first")  # fmt: skip
+                help="number of newest checkpoints to keep; if the run went back to an earlier "
+                "iteration, those of the abandoned iterations are deleted first")  # fmt: skip
         if name == "reshard":
             command.add_argument("--files", type=int, required=True, metavar="N",
-                help="the most files of tensors, and the most parts of a tensor; such as the "
+                help="maximum number of files, and of parts of a tensor, such as the "
                 "number of ranks that will load it. Weights and optimizer state stay the same to "
                 "the bit; the random states and FP8 scales of the ranks are left out")  # fmt: skip
     return tool.run(arguments, _run)
@@ -82,71 +77,50 @@ def _run(own: argparse.Namespace) -> int | None:
 
 
 def _list(own: argparse.Namespace) -> None:
-    from moe_parallel.training.checkpoint.record import is_whole
+    from moe_parallel.training.checkpoint import inventory
 
-    folder = _folder(own.run)
+    folder = inventory.run_checkpoints(own.run)
     latest = None
     try:
         latest = folder.latest()
     except InputError as error:
         print(f"warning: {_without_flag(error)}", file=sys.stderr)
-    for path in _paths(folder):
-        notes = ["latest"] * (path == latest) + ["incomplete or damaged"] * (not is_whole(path))
-        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        written = datetime.datetime.fromtimestamp(path.stat().st_mtime)
-        print(
-            f"{path.name}  {_size(size):>10}  {written:%Y-%m-%d %H:%M}  {', '.join(notes)}".rstrip()
-        )
+    for found in map(inventory.StoredCheckpoint.of, folder.paths()):
+        notes = ["latest"] * (found.path == latest)
+        notes += ["incomplete or damaged"] * (not found.is_whole)
+        size = inventory.size_text(found.size)
+        line = f"{found.path.name}  {size:>10}  {found.written:%Y-%m-%d %H:%M}  {', '.join(notes)}"
+        print(line.rstrip())
 
 
 def _verify(own: argparse.Namespace) -> None:
-    from moe_parallel.training.checkpoint.files import check_content
-    from moe_parallel.training.checkpoint.record import read_record
+    from moe_parallel.training.checkpoint import inventory
 
-    paths = _paths(_folder(own.run))
+    paths = inventory.run_checkpoints(own.run).paths()
     damaged = 0
     for path in paths:
         try:
-            files = read_record(path)["files"]
-            check_content(path, files, slice(None))
+            files, size = inventory.verify(path)
         except InputError as error:
             damaged += 1
             reason = _without_flag(error).removeprefix(f"{path}: ")
             print(f"{path.name}  {reason}", flush=True)
         else:
-            size = sum(facts["bytes"] for facts in files.values())
-            print(f"{path.name}  whole: {len(files)} files, {_size(size)}", flush=True)
+            print(f"{path.name}  whole: {files} files, {inventory.size_text(size)}", flush=True)
     if damaged:
         raise InputError(f"{own.run}: {damaged} of {len(paths)} checkpoints are damaged")
 
 
 def _show(own: argparse.Namespace) -> None:
+    from moe_parallel.training.checkpoint import inventory
     from moe_parallel.training.checkpoint.folder import find_checkpoint
-    from moe_parallel.training.checkpoint.record import read_record
     from moe_parallel.training.checkpoint.tensors import stored_tensors
 
     checkpoint = find_checkpoint(own.checkpoint)
-    record = read_record(checkpoint)
-    tensors = stored_tensors(checkpoint)
-    facts: dict[str, Any] = {
-        "checkpoint": checkpoint,
-        **{name.replace("_", " "): f"{record['training'][name]:,}"
-           for name in ("iteration", "consumed_samples", "consumed_tokens")},
-        "layout": " ".join(f"{name} {size}" for name, size in record["layout"].items()) or "none",
-        "optimizer state": "no, weights only" if record["adam_step"] is None else "yes",
-        "versions": ", ".join(f"{name} {v}" for name, v in record.get("versions", {}).items()),
-        "tensors": len(tensors),
-        "size": _size(sum(file["bytes"] for file in record["files"].values())),
-    }  # fmt: skip
-    if own.digest:
-        from moe_parallel.training.checkpoint.digest import checkpoint_digest
-
-        digest = checkpoint_digest(checkpoint)
-        facts |= {"digest, weights": digest.weights, "digest, optimizer": digest.optimizer}
-    for name, value in facts.items():
+    for name, value in list(inventory.checkpoint_facts(checkpoint, digest=own.digest)):
         print(f"{name:<18}{value}")
     if own.tensors:
-        for key, shape in sorted(tensors.items()):
+        for key, shape in sorted(stored_tensors(checkpoint).items()):
             print(f"  {key}  {list(shape)}")
 
 
@@ -164,22 +138,10 @@ def _diff(own: argparse.Namespace) -> int:
 
 
 def _prune(own: argparse.Namespace) -> None:
-    from moe_parallel.training.checkpoint.record import is_whole
-    from moe_parallel.training.run_lock import run_lock
+    from moe_parallel.training.checkpoint.pruning import prune
 
-    folder = _folder(own.run)
-    with run_lock(own.run) as warnings:
-        if warnings:  # a run may be writing there, and nothing would tell
-            raise InputError(f"{own.run}: its file system has no locks: delete folders by hand")
-        before, latest = _paths(folder), folder.latest()
-        if latest not in before or latest.is_symlink() or not is_whole(latest):
-            raise InputError(
-                f"{own.run}: the latest checkpoint is damaged, so nothing is deleted; "
-                "`verify` says what is whole"
-            )
-        folder.delete_oldest(folder.iterations()[before.index(latest)], own.keep_last)
-        for path in sorted(set(before) - set(_paths(folder))):
-            print(f"deleted {path.name}")
+    for path in prune(own.run, own.keep_last):
+        print(f"deleted {path.name}")
 
 
 def _reshard(own: argparse.Namespace) -> None:
@@ -204,33 +166,9 @@ COMMANDS = {
 }
 
 
-def _folder(run: Path) -> CheckpointFolder:
-    """The folder of a run that has checkpoints."""
-    from moe_parallel.training.checkpoint.folder import RECORD, CheckpointFolder
-
-    if not run.is_dir():
-        raise InputError(f"{run}: there is no such folder; check the path")
-    if (run / RECORD).exists():
-        raise InputError(f"{run} is one checkpoint: name the folder of its run, {run.parent}")
-    folder = CheckpointFolder(run)
-    if not folder.iterations():
-        raise InputError(f"{run}: there is no checkpoint; name the folder given to --save")
-    return folder
-
-
-def _paths(folder: CheckpointFolder) -> list[Path]:
-    from moe_parallel.training.checkpoint.folder import checkpoint_name
-
-    return [folder.directory / checkpoint_name(i) for i in folder.iterations()]
-
-
 def _without_flag(error: InputError) -> str:
     """The message of a run, which names --load or --save; this tool has neither."""
     return str(error).removeprefix("--load ").removeprefix("--save ")
-
-
-def _size(amount: int) -> str:
-    return f"{amount / 2**20:,.1f} MiB" if amount < 2**30 else f"{amount / 2**30:,.1f} GiB"
 
 
 if __name__ == "__main__":

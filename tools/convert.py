@@ -12,7 +12,7 @@ topk   from lory and lory_prefix: weights are copied, and the router now routes 
 The tool runs on one process, in fp32, whatever layout and precision trained the model. Besides its
 own flags, it accepts those of pretrain_gpt_moe.py. They change the new configuration, which is
 otherwise the model's. The new run starts at iteration 0 with fresh optimizer state and the schedule
-given here. The tool prints a table and writes the same data to conversion.json beside the
+given here. The tool prints a table and writes the same data to conversion.json next to the
 checkpoint.
 """
 
@@ -37,28 +37,28 @@ def main(arguments: list[str]) -> int:
         type=int,
         default=128,
         help="number of training sequences to fit to; a third as many are held out for "
-        "measurements "
-        "(default 128)",
+        "measurements (default: 128)",
     )
     aoe.add_argument(
         "--svd",
         metavar="weighted|plain",
         default="weighted",
         help="truncate the SVD that minimizes the error of x W_g on those sequences (weighted), or "
-        "of W_g itself (plain) (default weighted)",
+        "of W_g itself (plain) (default: weighted)",
     )
     aoe.add_argument(
         "--ranking-columns",
         type=int,
         default=4,
-        help="columns of W_down to fit to the router; 0: fit one scale per expert (default 4)",
+        help="number of columns of W_down to fit to the router; 0: fit one scale per expert "
+        "(default: 4)",
     )
     aoe.add_argument(
         "--condition",
         type=float,
         default=20.0,
         help="maximum ratio of the first column's gain to the others'; a higher value ranks "
-        "better, a lower one keeps W_up smaller (default 20)",
+        "better, a lower one keeps W_up smaller (default: 20)",
     )
     return tool.run_with_training_flags(arguments, _convert)
 

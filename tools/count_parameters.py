@@ -75,7 +75,7 @@ def _check_experts_per_token(config: Config, experts: float) -> None:
     if config.selection.mean_choices is not None:
         raise InputError(
             f"--experts-per-token is {experts}, but --expert-selection "
-            f"{config.selection.system} itself says that it is "
+            f"{config.selection.system} fixes it at "
             f"{config.selection.mean_choices}: leave it out"
         )
     if not 1 <= experts <= config.moe.num_experts:

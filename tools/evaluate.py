@@ -30,18 +30,25 @@ def _tool() -> Tool:
     add("--preset", metavar="NAME",
         help="the tasks and shots of a paper: aoe-paper, dynamic-paper or lory-paper")  # fmt: skip
     add("--shots", metavar="N", type=int,
-        help="examples in the prompt (default: those of the task or preset)")  # fmt: skip
+        help="number of examples in the prompt (default: that of the task or preset)")  # fmt: skip
     add("--include-path", metavar="FOLDER", nargs="+", default=[], help="folders with task files")
-    add("--limit", metavar="N", type=int, help="only the first N documents of each task or domain")
+    add(
+        "--limit",
+        metavar="N",
+        type=int,
+        help="use only the first N documents of each task or domain",
+    )
     add("--documents", action="store_true",
-        help="bits per byte and perplexity of the run's held-out documents, by domain")  # fmt: skip
+        help="print bits per byte and perplexity of the run's held-out documents, by "
+        "domain")  # fmt: skip
     add("--input", metavar="FILE", nargs="+", default=[],
-        help="the same for other texts, in a format of preprocess_data.py (key `text`); "
-        "each is a domain")  # fmt: skip
+        help="print the same for the texts in these files, in a format of preprocess_data.py "
+        "(key `text`); each file is a domain")  # fmt: skip
     add("--stride", metavar="N", type=int,
-        help="tokens by which windows over a document move (default: --seq-length)")  # fmt: skip
+        help="number of tokens by which windows over a document move "
+        "(default: --seq-length)")  # fmt: skip
     add("--batch-size", metavar="N", type=int, default=8,
-        help="sequences that a rank computes at a time (default: 8)")  # fmt: skip
+        help="number of sequences that a rank computes at a time (default: 8)")  # fmt: skip
     add("--output", metavar="FILE", help="write the results to this file, as JSON")
     return tool
 

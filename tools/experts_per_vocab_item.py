@@ -31,10 +31,14 @@ def main(arguments: list[str]) -> int:
         metavar="N",
         type=int,
         default=10_000,
-        help="minimum number of occurrences of an item",
+        help="leave out items that occur less often (default: 10000)",
     )
     tool.add_argument(
-        "--items", metavar="N", type=int, default=100, help="number of items to list at each end"
+        "--items",
+        metavar="N",
+        type=int,
+        default=100,
+        help="number of items to list at each end (default: 100)",
     )
     tool.add_argument(
         "--samples", metavar="N", type=int, help="number of samples per domain (default: all)"

@@ -6,7 +6,7 @@
 The tool reads a checkpoint of any layout, a few tensors at a time, and writes safetensors, the
 tokenizer, and a model card. A dense or top-k model becomes a plain architecture of transformers if
 one computes the same (Llama, Mixtral, Qwen2-MoE, ...). Any other becomes MoeParallelForCausalLM,
-whose code is copied beside the weights for trust_remote_code=True; `import moe_parallel.hf`
+whose code is copied next to the weights for trust_remote_code=True; `import moe_parallel.hf`
 registers the same code.
 """
 
@@ -30,27 +30,30 @@ def main(arguments: list[str]) -> int:
         "--architecture",
         metavar="NAME",
         default="auto",
-        help="a class of transformers (MixtralForCausalLM, ...), own, or auto: the first of "
-        "transformers that computes the same, else own (default auto)",
+        help="a class of transformers (MixtralForCausalLM, ...), own (MoeParallelForCausalLM), or "
+        "auto: the first class of transformers that computes the same, otherwise own "
+        "(default: auto)",
     )
     tool.add_argument(
         "--fold",
         action="store_true",
-        help="multiply W_g = W_down W_up of each expert out, so that fused kernels for SwiGLU "
-        "experts compute it; AoE's selection keeps its W_down. The experts become larger",
+        help="store the product W_g = W_down W_up of each expert in place of W_up, so that fused "
+        "kernels for SwiGLU experts compute it. AoE keeps W_down for the selection, and the "
+        "experts become larger",
     )
     tool.add_argument(
         "--dtype",
         metavar="auto|float32|bfloat16",
         default="auto",
-        help="of the exported weights; auto: as in the checkpoint (default auto)",
+        help="data type of the exported weights; auto: as in the checkpoint (default: auto)",
     )
     tool.add_argument(
         "--max-file-size",
         metavar="GIB",
         type=float,
         default=4.0,
-        help="most GiB of weights in a file, and in memory besides two tensors (default 4)",
+        help="maximum size of a file, in GiB; the tool needs this much memory and that of two "
+        "tensors (default: 4)",
     )
     return tool.run(arguments, _export)
 
@@ -69,7 +72,7 @@ def _export(own: argparse.Namespace) -> None:
     _check(own)
     load_torch()
 
-    from moe_parallel.huggingface.export import ExportSource, Options, export
+    from moe_parallel.huggingface.export import ExportOptions, ExportSource, export
     from moe_parallel.training.checkpoint.folder import find_checkpoint
     from moe_parallel.training.standalone import standalone_config, vocab_size_of
     from moe_parallel.training.text import open_tokenizer
@@ -77,7 +80,7 @@ def _export(own: argparse.Namespace) -> None:
     checkpoint = find_checkpoint(Path(own.load))
     config = standalone_config([], load=str(checkpoint))
     source = ExportSource(checkpoint, config, vocab_size_of(config), open_tokenizer(config))
-    options = Options(own.architecture, own.dtype, own.fold, int(own.max_file_size * GIB))
+    options = ExportOptions(own.architecture, own.dtype, own.fold, int(own.max_file_size * GIB))
     with progress("weights", None, "B") as advance:
         done = export(source, Path(own.output), options, advance)
     for note in done.notes:

@@ -5,9 +5,9 @@
     python tools/generate.py --load runs/my --chat
 
 The tool runs on one process, in fp32, whatever layout trained the model. A Lory model merges its
-experts once, by the mean of the prompt, for the prompt and all that follows. With --lory-inference
-segment it routes as in training. Besides its own flags, the tool accepts those of
-pretrain_gpt_moe.py.
+experts once, by the mean of the prompt, and uses them for the prompt and the new text. With
+--lory-inference segment it routes each segment, as in training. Besides its own flags, the tool
+accepts those of pretrain_gpt_moe.py.
 """
 
 from __future__ import annotations
@@ -35,22 +35,29 @@ def main(arguments: list[str]) -> int:
     add("--prompt", metavar="TEXT", nargs="+", help="texts that the model continues")
     add("--input", metavar="FILE", help="JSON lines with a prompt under the key `text`")
     add("--output", metavar="FILE", help="write JSON lines with `prompt` and `text` to this file")
-    add("--chat", action="store_true", help="a chat in the terminal")
+    add("--chat", action="store_true", help="talk to the model in the terminal")
     add("--system", metavar="TEXT", default="", help="the text that begins a chat")
     add("--names", metavar="NAME", nargs=2, default=["User", "Model"],
         help="the speakers of a chat (default: User Model)")  # fmt: skip
-    add("--tokens", metavar="N", type=int, default=100, help="most tokens of a text")
+    add("--tokens", metavar="N", type=int, default=100,
+        help="maximum number of tokens to add to a text (default: 100)")  # fmt: skip
     add("--stop", metavar="TEXT", nargs="+", default=[], help="end a text before one of these")
     add("--temperature", metavar="X", type=float, default=0.8,
-        help="divides the logits; 0: always the most probable token (default: 0.8)")  # fmt: skip
-    add("--top-k", metavar="N", type=int, help="draw from the N most probable tokens")
+        help="number that divides the logits; 0: always the most probable token "
+        "(default: 0.8)")  # fmt: skip
+    add("--top-k", metavar="N", type=int,
+        help="draw from the N most probable tokens (default: all)")  # fmt: skip
     add("--top-p", metavar="P", type=float, default=1.0,
-        help="draw from the most probable tokens that together have probability P")  # fmt: skip
+        help="draw from the most probable tokens that together have probability P "
+        "(default: 1, all)")  # fmt: skip
     add("--min-p", metavar="P", type=float, default=0.0,
-        help="draw from tokens at least P times as probable as the most probable one")  # fmt: skip
+        help="draw from tokens at least P times as probable as the most probable one "
+        "(default: 0, all)")  # fmt: skip
     add("--repetition-penalty", metavar="X", type=float, default=1.0,
-        help="above 1: makes tokens that occurred less probable")  # fmt: skip
-    add("--batch-size", metavar="N", type=int, default=8, help="texts at a time (default: 8)")
+        help="number above 1 that makes repeated tokens less probable "
+        "(default: 1, off)")  # fmt: skip
+    add("--batch-size", metavar="N", type=int, default=8,
+        help="number of texts at a time (default: 8)")  # fmt: skip
     add("--no-cache", action="store_true", help="compute all tokens again for each new one")
     return tool.run_with_training_flags(arguments, _write)
 

@@ -43,12 +43,12 @@ def _import(own: argparse.Namespace, flags: list[str]) -> None:
             raise InputError(f"--{name} is not set: name a folder")
     load_torch()
 
-    from moe_parallel.huggingface.importing import import_folder, plan_import, summary
+    from moe_parallel.huggingface.importing import import_folder, import_summary, plan_import
 
     plan = plan_import(Path(own.input), flags, trust_remote_code=own.trust_remote_code)
     with progress("import", None, "B") as advance:
         imported = import_folder(plan, Path(own.output), advance)
-    for name, value in summary(plan, imported).items():
+    for name, value in import_summary(plan, imported).items():
         print(f"{name}: {value}")
     print(f"train on: --load {own.output} --finetune --save ANOTHER --data-path ...")
 

@@ -2,10 +2,10 @@ r"""Show what indexed datasets contain: documents as text, lengths, duplicates, 
 
     python tools/inspect_data.py data/my_text_document --tokenizer-model data/my_tokenizer
 
-checks the files as training does, and prints the sources and domains of the manifest, how long the
-documents are, how many repeat an earlier one, and some documents, decoded. With several datasets
-it also counts the documents of each that occur in one before it, such as validation text that is
-also trained on.
+This command checks the files as training does. It prints the sources and domains of the manifest,
+the lengths of the documents, how many repeat an earlier one, and some documents as text. With
+several datasets it also counts the documents of each that occur in one before it, such as
+validation text that is also trained on.
 """
 
 import argparse
@@ -28,12 +28,12 @@ def main(arguments: list[str]) -> int:
     )
     tool.add_argument(
         "--tokenizer-model",
-        help="tokenizer that wrote the data: file, folder or hub name (default: none, and token "
-        "ids are shown)",
+        help="tokenizer that wrote the data: file, folder or hub name (default: none; token ids "
+        "are shown)",
     )
     tool.add_argument("--vocab-size", type=int, help="vocabulary size of NullTokenizer")
     tool.add_argument(
-        "--samples", type=int, default=3, help="number of random documents to show (default 3)"
+        "--samples", type=int, default=3, help="number of random documents to show (default: 3)"
     )
     tool.add_argument(
         "--documents",
@@ -43,13 +43,16 @@ def main(arguments: list[str]) -> int:
         help="show these documents instead, counted from 0",
     )
     tool.add_argument(
-        "--characters", type=int, default=400, help="characters of each to show (default 400)"
+        "--characters",
+        type=int,
+        default=400,
+        help="number of characters of each document to show (default: 400)",
     )
-    tool.add_argument("--seed", type=int, default=1234, help="of the samples (default 1234)")
+    tool.add_argument("--seed", type=int, default=1234, help="seed of the samples (default: 1234)")
     tool.add_argument(
         "--check-sources",
         action="store_true",
-        help="read the source files again, and end with 1 if one is not what the manifest says",
+        help="read the source files again; the exit code is 1 if one differs from the manifest",
     )
     return tool.run(arguments, inspect)
 

@@ -3,8 +3,8 @@ r"""Rewrite an indexed dataset so that training instances consist of similar doc
     python tools/order_by_similarity.py --data-path data/my_text_document \
         --output-prefix data/my_similar --seq-length 4096
 
-writes data/my_similar.bin and .idx. Training on them needs the same --seq-length: their manifest
-contains it, and training refuses another:
+This command writes data/my_similar.bin and .idx. Training must use the same --seq-length, which
+their manifest contains:
 
     python pretrain_gpt_moe.py --nproc-per-node 2 --expert-selection lory \
         --data-path data/my_similar --seq-length 4096 ...
@@ -42,8 +42,9 @@ def main(arguments: list[str]) -> int:
     files.add_argument(
         "--work-folder",
         type=Path,
+        metavar="FOLDER",
         help="folder in which embeddings and neighbors are kept for reuse (default: a temporary "
-        "folder beside the output)",
+        "folder next to the output)",
     )
     _add_embedding(tool.add_argument_group("embeddings"))
     _add_neighbors(tool.add_argument_group("neighbors"))
@@ -53,14 +54,14 @@ def main(arguments: list[str]) -> int:
         "--instances-per-document",
         type=int,
         default=8,
-        help="number of instances per written document; the last label of each document belongs to "
-        "another instance; --split divides documents (default 8)",
+        help="number of instances per written document. --split divides the written documents; "
+        "the last label of each belongs to another instance (default: 8)",
     )
     instances.add_argument(
         "--seed",
         type=int,
         default=1234,
-        help="seed of the projection, the starts and the shuffle (default 1234)",
+        help="seed of the projection, the starts and the shuffle (default: 1234)",
     )
     return tool.run(arguments, order)
 
@@ -75,7 +76,7 @@ def _add_embedding(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--tokenizer-type",
         default="ByteLevelBPE",
-        help="tokenizer type of the data (for --encoder, which reads text)",
+        help="tokenizer type of the data (for --encoder, which reads text; default: ByteLevelBPE)",
     )
     group.add_argument("--tokenizer-model", help="tokenizer of the data: file, folder or hub name")
     group.add_argument("--vocab-size", type=int, help="vocabulary size of NullTokenizer")
@@ -83,17 +84,22 @@ def _add_embedding(group: argparse._ArgumentGroup) -> None:
         "--encoder-batch-size",
         type=int,
         default=32,
-        help="number of documents per batch of the encoder (default 32)",
+        help="number of documents per batch of the encoder (default: 32)",
     )
     group.add_argument(
-        "--embedding-size", type=int, default=512, help="size of the TF-IDF vectors (default 512)"
+        "--embedding-size",
+        type=int,
+        default=512,
+        help="number of values of a TF-IDF vector (default: 512)",
     )
-    group.add_argument("--ngram", type=int, default=1, help="longest n-gram of TF-IDF (default 1)")
+    group.add_argument(
+        "--ngram", type=int, default=1, help="tokens of the longest n-gram of TF-IDF (default: 1)"
+    )
 
 
 def _add_neighbors(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--neighbors", type=int, default=10, help="number of neighbors per document (default 10)"
+        "--neighbors", type=int, default=10, help="number of neighbors per document (default: 10)"
     )
     group.add_argument(  # as it was called
         "--neighbours",
@@ -106,21 +112,24 @@ def _add_neighbors(group: argparse._ArgumentGroup) -> None:
         "--index",
         choices=("auto", "exact", "ivf"),
         default="auto",
-        help="auto: exact up to 100,000 documents, inverted lists (ivf) above",
+        help="how neighbors are found: by comparing all pairs (exact), with inverted lists (ivf), "
+        "or exact up to 100,000 documents and ivf above (default: auto)",
     )
-    group.add_argument("--probes", type=int, default=64, help="lists searched by ivf (default 64)")
+    group.add_argument(
+        "--probes", type=int, default=64, help="number of lists that ivf searches (default: 64)"
+    )
     group.add_argument(
         "--shard-size",
         type=int,
         default=1_000_000,
-        help="documents in memory at once (default 1,000,000)",
+        help="number of documents in memory at once (default: 1,000,000)",
     )
     group.add_argument(
         "--duplicate-threshold",
         type=float,
         default=0.95,
         help="leave out a document whose cosine with the previous one is at least this "
-        "(default 0.95)",
+        "(default: 0.95)",
     )
     group.add_argument("--keep-duplicates", action="store_true", help="keep near duplicates")
 

@@ -16,7 +16,10 @@ def main(arguments: list[str]) -> int:
     tool = Tool(__file__, __doc__.splitlines()[0])
     tool.add_argument("run_directory", type=Path, help="run folder (--save of the training)")
     tool.add_argument(
-        "--output", type=Path, help=f"PNG file to write (default: RUN_DIRECTORY/{FIGURE_NAME})"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"PNG file to write (default: RUN_DIRECTORY/{FIGURE_NAME})",
     )
     return tool.run(arguments, lambda own: print(plot_run(own.run_directory, own.output)))
 

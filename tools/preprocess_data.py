@@ -3,9 +3,9 @@ r"""Convert files of text to Megatron indexed datasets that --data-path reads.
     python tools/preprocess_data.py --input my_texts --output-prefix data/my \
         --vocab-size 8192 --append-eod
 
-writes data/my_text_document.bin and .idx, a manifest beside them and, because it trained the
-tokenizer itself, data/my_tokenizer/. The files appear at the end, all or none. The flags and the
-file names are those of Megatron's tool.
+This command writes data/my_text_document.bin and .idx, and a manifest next to them. It also writes
+data/my_tokenizer/, because it trains the tokenizer itself. The files appear at the end, all or
+none. The flags and the file names are those of Megatron's tool.
 
 The input is text files (one document each), JSON lines and Parquet. docs/data.md describes it.
 """
@@ -38,9 +38,10 @@ def _add_text(group: _ArgumentGroup) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files, folders and quoted patterns ('data/**/*.jsonl.gz'): .txt, one document each, "
-        "JSON lines, both UTF-8, plain or as .gz, .zst, .bz2 or .xz, and Parquet; a folder is read "
-        "at any depth, in order of the paths, and its .txt only if it has none of the others",
+        help="files, folders and quoted patterns ('data/**/*.jsonl.gz'). The files are .txt (one "
+        "document each) or JSON lines, in UTF-8 and possibly compressed as .gz, .zst, .bz2 or .xz, "
+        "or Parquet. A folder is read at any depth, in order of the paths; its .txt files are read "
+        "only if it has none of the others",
     )
     group.add_argument(
         "--json-keys",
@@ -48,12 +49,12 @@ def _add_text(group: _ArgumentGroup) -> None:
         default=["text"],
         metavar="KEY",
         help="keys or columns that hold text, also nested ones (a.b); one dataset is written per "
-        "key (default text)",
+        "key (default: text)",
     )
     group.add_argument(
         "--domain-key",
         metavar="KEY",
-        help="key or column with the domain of a record, by which the manifest counts (default: "
+        help="key or column with the domain of a record; the manifest counts by domain (default: "
         "the name of the --input folder, or of the folder that the file is in)",
     )
     group.add_argument(
@@ -62,7 +63,7 @@ def _add_text(group: _ArgumentGroup) -> None:
         default=0,
         metavar="N",
         help="leave out up to N records that cannot be used, and list them with reasons in "
-        "PREFIX_bad.jsonl (default 0: the first one ends the program)",
+        "PREFIX_bad.jsonl (default: 0; the first one ends the program)",
     )
 
 
@@ -101,7 +102,7 @@ def _add_output(group: _ArgumentGroup) -> None:
         "--workers",
         type=int,
         default=1,
-        help="number of processes that tokenize; it does not change the output (default 1)",
+        help="number of processes that tokenize; it does not change the output (default: 1)",
     )
 
 

@@ -2,11 +2,12 @@
 
     python tools/probe_autonomy.py --load runs/my [--eval-iters 10]
 
-This is the probe of the AoE paper, section 3.1: five nodes x three norms x two kinds of probs,
-compared with the router and with random selection. It prints the held-out loss in nats per token on
---eval-iters global batches of each domain. The tool runs on one process, in fp32, whatever layout
-trained the model, and changes and writes nothing. Besides its own flags, it accepts those of
-pretrain_gpt_moe.py.
+This is the *routerless probe* (moe_parallel/evaluation/routerless_probe.py), the experiment in
+section 3.1 of the AoE paper. The norm of an expert's activation is taken at five nodes of the
+expert, as three norms, with two kinds of routing probabilities, and compared with the router and
+with random selection. The tool prints the held-out loss in nats per token on --eval-iters global
+batches of each domain. It runs on one process, in fp32, whatever layout trained the model, and
+changes and writes nothing. Besides its own flags, it accepts those of pretrain_gpt_moe.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 def main(arguments: list[str]) -> int:
     tool = Tool(__file__, __doc__)
     tool.add_argument("--load", metavar="RUN", help="run folder, or one of its checkpoints")
-    tool.add_argument("--config", metavar="FILE.yaml", help="default: the checkpoint's own")
+    tool.add_argument(
+        "--config", metavar="FILE.yaml", help="configuration (default: the checkpoint's own)"
+    )
     tool.add_argument(
         "--topk", metavar="K", type=int, help="experts per token (default: the checkpoint's K)"
     )

@@ -1,4 +1,4 @@
-"""Test whether a later token changes an earlier output, or one instance of a batch another.
+"""Test whether a token changes an earlier output, or an output of another sequence.
 
     python tools/probe_causality.py --config examples/quickstart.yaml --seq-length 32
     python tools/probe_causality.py --load runs/quickstart

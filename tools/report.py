@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     tool.add_argument("sources", metavar="RUN", nargs="+", type=Path, help="what the page is about")
     tool.add_argument(
         "--output", metavar="FILE", type=Path, default=Path("report.html"),
-        help="HTML file to write (report.html)",
+        help="HTML file to write (default: report.html)",
     )  # fmt: skip
     tool.add_argument("--title", metavar="TEXT", help="heading (default: the names of the runs)")
     return tool.run(arguments, lambda own: _write(own, arguments))
