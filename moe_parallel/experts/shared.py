@@ -68,7 +68,9 @@ class SharedExpert(MegatronModule):
         if self.recomputes and torch.is_grad_enabled():
             y_SBD: torch.Tensor = checkpoint(self._output, False, hidden_SBD)
             return y_SBD
-        return self._output(hidden_SBD)
+        # As with recomputation, the expert's gradients of its input are added to each other first,
+        # and then to those of the other experts: the same bits.
+        return self._output(hidden_SBD.view_as(hidden_SBD))
 
     def _output(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
         y_SBD, _ = self.dense(hidden_SBD)

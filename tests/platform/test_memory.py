@@ -55,7 +55,8 @@ def test_a_host_without_control_groups(tmp_path: Path) -> None:
 
 
 def test_released_memory_can_be_needed_again() -> None:
-    # A map of its own. An allocator may keep what is freed, or place it in memory that the process already has.
+    # A map of its own: an allocator may keep what is freed, or place it in memory that the process
+    # already has.
     held = mmap.mmap(-1, 2**26)
     for page in range(0, 2**26, mmap.PAGESIZE):
         held[page] = 1
