@@ -48,6 +48,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "Which library computes large products in fp32 on the CPU, for this process: that of "
         "torch.mm, the faster one for this processor (default), or oneDNN. Returns what held "
         "before.");
-  m.def("multiplies_blocks_by_onednn", &moe_parallel::multiplies_blocks_by_onednn,
-        "Whether oneDNN's kernel for blocks multiplies factors in fp32 and bf16 here.");
+  m.def(
+      "multiplies_blocks_by_onednn",
+      [](bool in_bf16) {
+        using moe_parallel::ScalarType;
+        return moe_parallel::multiplies_blocks_by_onednn(in_bf16 ? ScalarType::kBFloat16
+                                                                 : ScalarType::kFloat32);
+      },
+      pybind11::arg("in_bf16"),
+      "Whether oneDNN's kernel for blocks multiplies factors in fp32, or in bf16, here.");
 }

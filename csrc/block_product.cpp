@@ -21,8 +21,7 @@ namespace {
 
 bool is_onednn(ScalarType type) {
 #ifdef CPUBLAS_BRGEMM_F32F32F32
-  return (type == ScalarType::kFloat32 || type == ScalarType::kBFloat16) &&
-         multiplies_blocks_by_onednn();
+  return multiplies_blocks_by_onednn(type);
 #else
   return false;
 #endif

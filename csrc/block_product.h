@@ -1,7 +1,7 @@
 // Products of small dense matrices that stay in the caches, on one thread: c = a b or c += a b.
 //
-// oneDNN's kernel for blocks computes them where oneDNN's products are faster than MKL's
-// (onednn_product.h), and at::mm elsewhere. The kernel wants the right factor in bf16 with two rows
+// oneDNN's kernel for blocks computes them where it is faster (onednn_product.h), and at::mm
+// elsewhere. The kernel wants the right factor in bf16 with two rows
 // side by side, number by number. It is compiled for each size, so sizes should be multiples of
 // kBlockUnit, and their number small.
 #pragma once

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "cpu/processor.h"
 #include "onednn_product.h"
 
 extern "C" {
@@ -52,10 +53,7 @@ bool mkl_takes(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b) 
 
 bool is_slow_in_bf16(const at::Tensor& a) {
 #ifdef __x86_64__
-  static const bool has_avx512 = __builtin_cpu_supports("avx512bw") &&
-                                 __builtin_cpu_supports("avx512dq") &&
-                                 __builtin_cpu_supports("avx512vl");
-  return !has_avx512 && a.is_cpu() && a.scalar_type() == at::kBFloat16;
+  return !has_avx512() && a.is_cpu() && a.scalar_type() == at::kBFloat16;
 #else
   return false;
 #endif

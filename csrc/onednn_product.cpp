@@ -27,11 +27,13 @@ constexpr int64_t kLeast = int64_t{1} << 20;
 
 std::atomic<Fp32Products> chosen{Fp32Products::kWhereFaster};
 
-bool is_chosen() {
+// Whether oneDNN is chosen for products in which it is, or is not, the faster library.
+bool is_chosen(bool is_faster) {
   const auto products = chosen.load();
-  return products == Fp32Products::kOneDnn ||
-         (products == Fp32Products::kWhereFaster && has_avx512() && !is_intel());
+  return products == Fp32Products::kOneDnn || (products == Fp32Products::kWhereFaster && is_faster);
 }
+
+bool has_blocks() { return has_avx512() && at::globalContext().userEnabledMkldnn(); }
 
 #ifdef CPUBLAS_BRGEMM_BF16BF16F32
 
@@ -79,11 +81,18 @@ bool is_fp32_by_onednn(const at::Tensor& a) {
       !at::globalContext().userEnabledMkldnn()) {
     return false;
   }
-  return is_chosen();
+  return is_chosen(has_avx512() && !is_intel());
 }
 
-bool multiplies_blocks_by_onednn() {
-  return is_chosen() && has_avx512() && at::globalContext().userEnabledMkldnn();
+bool multiplies_blocks_by_onednn(ScalarType type) {
+  switch (type) {
+    case ScalarType::kFloat32:
+      return has_blocks() && is_chosen(true);
+    case ScalarType::kBFloat16:  // not measured on Intel's processors without AMX
+      return has_blocks() && is_chosen(!is_intel() || has_amx());
+    default:
+      return false;
+  }
 }
 
 bool onednn_product_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
@@ -101,7 +110,7 @@ bool onednn_add_wide_product(const at::Tensor& out, const at::Tensor& a, const a
   const bool fits = a.is_cpu() && a.scalar_type() == at::kBFloat16 &&
                     out.scalar_type() == at::kFloat && out.stride(1) == 1 && a.stride(0) == 1 &&
                     b.stride(1) == 1;
-  if (!fits || !multiplies_blocks_by_onednn()) return false;
+  if (!fits || !has_blocks() || !is_chosen(!is_intel())) return false;
   const auto x = a.t();
   TransposedRows memory;
   for (int64_t k = 0; k < x.size(0); k += kBlockK) {

@@ -2,10 +2,14 @@
 //
 // On x86-64 ATen gives products in fp32 to MKL, and MKL uses its AVX-512 kernels on processors of
 // Intel only. On an AMD EPYC of the Zen 5 generation oneDNN is about twice as fast with factors in
-// fp32, and four times with factors in bf16.
+// fp32, and four times with factors in bf16. On Intel's processors MKL computes the large products.
+// Blocks that stay in the caches are oneDNN's there too: its kernel takes a factor that was
+// packed once for many products.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+
+#include "scalar_type.h"
 
 namespace moe_parallel {
 
@@ -18,8 +22,9 @@ Fp32Products set_fp32_products(Fp32Products products);
 // Whether oneDNN computes large products of this factor in fp32.
 bool is_fp32_by_onednn(const at::Tensor& a);
 
-// Whether oneDNN's kernel for blocks multiplies factors in fp32 and bf16.
-bool multiplies_blocks_by_onednn();
+// Whether oneDNN's kernel multiplies blocks that stay in the caches, with factors of this type,
+// which is fp32 or bf16.
+bool multiplies_blocks_by_onednn(ScalarType type);
 
 // out = a b, or out += a b if `accumulate`. Returns false, and computes nothing, if the product is
 // ATen's: `a` is not such a factor, the product is small, or `out` has no dense rows.

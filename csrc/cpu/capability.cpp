@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "processor.h"
+
 namespace moe_parallel {
 
 namespace portable {
@@ -32,12 +34,11 @@ std::vector<Capability> capabilities() {
 #ifdef __x86_64__
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                         __builtin_cpu_supports("f16c");
-  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
-                          __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  const bool has_avx512_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16");
-  if (has_avx512_bf16) all.push_back({"avx512_bf16", avx512_bf16::kKernels});
-  if (has_avx512) all.push_back({"avx512", avx512::kKernels});
+  const bool has_both = has_avx2 && has_avx512();
+  if (has_both && __builtin_cpu_supports("avx512bf16")) {
+    all.push_back({"avx512_bf16", avx512_bf16::kKernels});
+  }
+  if (has_both) all.push_back({"avx512", avx512::kKernels});
   if (has_avx2) all.push_back({"avx2", avx2::kKernels});
 #endif
   all.push_back({"portable", portable::kKernels});

@@ -8,6 +8,7 @@
 #include "../norm_topk.h"
 #include "../permute.h"
 #include "../rms_norm.h"
+#include "../softmax.h"
 #include "../swiglu.h"
 #include "../unpermute.h"
 #include "attention_blocks.h"
@@ -33,6 +34,8 @@ struct Kernels {
   Kernel<SwigluBackward> swiglu_backward;
   Kernel<RmsNorm> rms_norm;
   Kernel<RmsNormBackward> rms_norm_backward;
+  Kernel<SoftmaxSums> softmax_sums;
+  Kernel<SoftmaxGradient> softmax_gradient;
   Kernel<AttentionWeights> attention_weights;
   Kernel<AttentionOutput> attention_output;
   Kernel<AttentionRows> attention_rows;

@@ -1,6 +1,10 @@
 // What is asked of the processor besides its capabilities. Torch-free.
 #pragma once
 
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
+
 namespace moe_parallel {
 
 #ifdef __x86_64__
@@ -8,6 +12,15 @@ namespace moe_parallel {
 inline bool has_avx512() {
   static const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return has;
+}
+
+// Products of bf16 in tiles of registers: Intel's Xeons since Sapphire Rapids.
+inline bool has_amx() {
+  static const bool has = [] {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & bit_AMX_BF16) != 0;
+  }();
   return has;
 }
 
@@ -24,6 +37,7 @@ inline bool is_amd() {
 #else
 
 inline bool has_avx512() { return false; }
+inline bool has_amx() { return false; }
 inline bool is_intel() { return false; }
 inline bool is_amd() { return false; }
 

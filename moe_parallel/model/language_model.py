@@ -77,6 +77,6 @@ class LanguageModel(GPTModel):
             mask_BS.t().flatten().float(),
             tp,
             self.loss_chunk_size,
-            self.ops.product,
+            self.ops,
         )
         return losses_T.view(h_SBD.shape[:2]).t().contiguous()

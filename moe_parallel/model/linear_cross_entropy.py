@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_parallel.ops.types import Multiply
+from moe_parallel.ops import Ops
 from moe_parallel.platform.device import fast_factors
 
 
@@ -22,7 +22,7 @@ def linear_cross_entropy(
     weights_T: torch.Tensor,
     group: dist.ProcessGroup,
     chunk_size: int,
-    product: Multiply,
+    ops: Ops,
 ) -> torch.Tensor:
     """-log softmax(h W^T)[label] for each token, fp32 [T]; the vocabulary is divided over `group`.
 
@@ -39,14 +39,14 @@ def linear_cross_entropy(
         weights_T: fp32, the weight of each loss, up to one factor.
         group: the tensor-parallel ranks.
         chunk_size: tokens whose logits exist at a time, >= 1.
-        product: of a backend's operators.
+        ops: the operators.
 
     Raises RuntimeError in the backward pass, on a CPU, if the gradient of the losses is not
     proportional to the weights. (On a GPU the check would wait for the device.)
     """
     h_TD, w_VD = fast_factors(h_TD, w_VD)
     losses_T: torch.Tensor = _LinearCrossEntropy.apply(
-        h_TD, w_VD, labels_T, weights_T, group, chunk_size, product
+        h_TD, w_VD, labels_T, weights_T, group, chunk_size, ops
     )
     return losses_T
 
@@ -61,7 +61,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weights_T: torch.Tensor,
         group: dist.ProcessGroup,
         chunk_size: int,
-        product: Multiply,
+        ops: Ops,
     ) -> torch.Tensor:
         first = group.rank() * w_VD.shape[0]  # of this rank's vocabulary entries
         losses_T = h_TD.new_empty(len(h_TD), dtype=torch.float32)
@@ -71,18 +71,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dw_VD = torch.zeros_like(w_VD, dtype=torch.float32)
         for start in range(0, len(h_TD), chunk_size):
             rows = slice(start, start + chunk_size)
-            p_RV = product(h_TD[rows], w_VD.t()).float()
+            logits_RV = ops.product(h_TD[rows], w_VD.t())
             label_R = labels_T[rows] - first
-            here_R1 = ((label_R >= 0) & (label_R < p_RV.shape[1])).float()[:, None]
-            label_R1 = label_R.clamp(0, p_RV.shape[1] - 1)[:, None]
-            losses_T[rows] = _softmax_(p_RV, label_R1, here_R1, group)
+            losses_T[rows], most_R, sums_R = _losses(logits_RV, label_R, group, ops)
             if not learns:
                 continue
-            p_RV.scatter_add_(1, label_R1, -here_R1)
-            dlogits_RV = p_RV.to(h_TD.dtype)
-            product(dlogits_RV, w_VD, dh_TD[rows])
+            ops.softmax_gradient(logits_RV, label_R, most_R, sums_R)
+            dlogits_RV = logits_RV
+            ops.product(dlogits_RV, w_VD, dh_TD[rows])
             weighted_RD = h_TD[rows] * weights_T[rows, None].to(h_TD.dtype)
-            product(dlogits_RV.t(), weighted_RD, dw_VD, accumulate=True)
+            ops.product(dlogits_RV.t(), weighted_RD, dw_VD, accumulate=True)
         if learns:
             ctx.save_for_backward(dh_TD, dw_VD, weights_T)
             ctx.dtype = w_VD.dtype
@@ -101,21 +99,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dh_TD, (dw_VD * factor).to(ctx.dtype), None, None, None, None, None
 
 
-def _softmax_(
-    logits_RV: torch.Tensor,
-    label_R1: torch.Tensor,
-    here_R1: torch.Tensor,
-    group: dist.ProcessGroup,
-) -> torch.Tensor:
-    """The losses, fp32 [R]; the logits become probabilities. `here`: 1 for labels of this rank."""
+def _losses(
+    logits_RV: torch.Tensor, label_R: torch.Tensor, group: dist.ProcessGroup, ops: Ops
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The losses, and the largest logits and sums of the whole vocabulary: fp32 [R]."""
     divided = group.size() > 1
-    most_R = logits_RV.amax(1)
+    most_R, sums_R = ops.softmax_sums(logits_RV)
     if divided:
+        own_R = most_R.clone()
         dist.all_reduce(most_R, dist.ReduceOp.MAX, group)
-    logits_RV -= most_R[:, None]
-    of_label_R = (logits_RV.gather(1, label_R1) * here_R1)[:, 0]
-    sums_2R = torch.stack([logits_RV.exp_().sum(1), of_label_R])
+        sums_R *= (own_R - most_R).exp_()
+    width = logits_RV.shape[1]
+    here_R = (label_R >= 0) & (label_R < width)
+    of_label_R = logits_RV.gather(1, label_R.clamp(0, width - 1)[:, None])[:, 0] - most_R
+    sums_2R = torch.stack([sums_R, of_label_R * here_R])
     if divided:
         dist.all_reduce(sums_2R, group=group)
-    logits_RV /= sums_2R[0, :, None]
-    return sums_2R[0].log() - sums_2R[1]
+    return sums_2R[0].log() - sums_2R[1], most_R, sums_2R[0]

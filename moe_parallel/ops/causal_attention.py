@@ -39,8 +39,8 @@ def attention(q_SBHC: Tensor, k_SBGC: Tensor, v_SBGC: Tensor, scale: float) -> T
 def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the native operator computes attention of these tensors, and faster than torch.
 
-    It is faster where the blocks of torch's kernel are products of MKL without AVX-512: on an
-    x86-64 processor that has AVX-512 and is not Intel's.
+    It is on an x86-64 processor with AVX-512, where oneDNN's kernel multiplies its blocks; in bf16
+    on Intel's only with AMX, because others were not measured.
     """
     width = q.shape[-1]
     fits = (
@@ -54,7 +54,9 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and width <= WIDEST_HEAD
     )
     module = _extension() if fits else None
-    return module is not None and module.multiplies_blocks_by_onednn()
+    return module is not None and module.multiplies_blocks_by_onednn(
+        in_bf16=q.dtype == torch.bfloat16
+    )
 
 
 @functools.cache

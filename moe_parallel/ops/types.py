@@ -138,5 +138,7 @@ class Ops:
     norm_topk: NormTopK
     expert_merge: Callable[[Tensor, Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    softmax_sums: Callable[[Tensor], tuple[Tensor, Tensor]]
+    softmax_gradient: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     routed_experts: RoutedExperts
     autonomous_experts: AutonomousExperts

@@ -324,6 +324,38 @@ void check_rms_norm(ScalarType type) {
   }
 }
 
+// The last row has no label among its columns.
+void check_softmax(ScalarType type) {
+  constexpr int64_t kLabels[kTokens] = {0, 17, kWidth - 1, 256, kWidth};
+  const auto of_sums = sums_of(type);
+  const Matrix logits = quarters(type, kTokens, kWidth, 5);
+  Matrix dlogits(logits), most(of_sums, kTokens, 1), sums(most);
+  kernels().softmax_sums({.type = type,
+                          .logits = logits.data(),
+                          .most = most.data(),
+                          .sums = sums.data(),
+                          .width = kWidth},
+                         0, kTokens);
+  kernels().softmax_gradient({.type = type,
+                              .logits = dlogits.data(),
+                              .labels = kLabels,
+                              .most = most.data(),
+                              .sums = sums.data(),
+                              .width = kWidth},
+                             0, kTokens);
+  for (int64_t t = 0; t < kTokens; ++t) {
+    double largest = -INFINITY, sum = 0;
+    for (int64_t i = 0; i < kWidth; ++i) largest = std::max(largest, logits.at(t, i));
+    for (int64_t i = 0; i < kWidth; ++i) sum += std::exp(logits.at(t, i) - largest);
+    expect("largest logit", type, most.at(t, 0), largest);
+    expect("sum of exponentials", type, sums.at(t, 0), sum, rounding_of(of_sums));
+    for (int64_t i = 0; i < kWidth; ++i) {
+      const double p = std::exp(logits.at(t, i) - largest) / sum;
+      expect("dlogits", type, dlogits.at(t, i), p - (i == kLabels[t]), rounding_of(type));
+    }
+  }
+}
+
 // Three queries that see all of a first block of keys, and of a second one 1, 2 and 3.
 void check_attention(ScalarType type) {
   constexpr int64_t kQueries = 3, kKeys = 32, kHead = 5;
@@ -464,6 +496,7 @@ int main() {
     check_swiglu(type);
     check_merge(type);
     check_rms_norm(type);
+    check_softmax(type);
     check_attention(type);
     check_attention_gradient(type);
     check_norms(type);

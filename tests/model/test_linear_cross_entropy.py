@@ -17,7 +17,7 @@ from tests.tiers import rest_in_full
 
 T, D, V = 7, 5, 6
 FACTOR = 0.25
-PRODUCT = select_backend("auto").product
+OPS = select_backend("auto")
 
 
 class Alone:
@@ -55,7 +55,7 @@ def results(group: object, first: int, count: int, chunk: int, dtype: torch.dtyp
     h_TD, w_VD, labels_T, weights_T = inputs(dtype)
     mine_VD = w_VD[first : first + count].clone().requires_grad_()
     h_TD.requires_grad_()
-    losses_T = linear_cross_entropy(h_TD, mine_VD, labels_T, weights_T, group, chunk, PRODUCT)
+    losses_T = linear_cross_entropy(h_TD, mine_VD, labels_T, weights_T, group, chunk, OPS)
     assert losses_T.dtype == torch.float32
     (FACTOR * (losses_T * weights_T).sum()).backward()
     assert h_TD.grad is not None and mine_VD.grad is not None
@@ -88,7 +88,7 @@ def test_large_logits_do_not_overflow() -> None:
     h_TD = torch.full((2, 1), 1e3)
     w_VD = torch.tensor([[1.0], [-1.0]])
     losses_T = linear_cross_entropy(
-        h_TD, w_VD, torch.tensor([0, 1]), torch.ones(2), Alone(), 2, PRODUCT
+        h_TD, w_VD, torch.tensor([0, 1]), torch.ones(2), Alone(), 2, OPS
     )
     assert losses_T.tolist() == [0.0, 2000.0]
 
@@ -96,7 +96,7 @@ def test_large_logits_do_not_overflow() -> None:
 def test_other_gradients_than_announced_are_refused() -> None:
     h_TD, w_VD, labels_T, weights_T = inputs(torch.float32)
     h_TD.requires_grad_()
-    losses_T = linear_cross_entropy(h_TD, w_VD, labels_T, weights_T, Alone(), 4, PRODUCT)
+    losses_T = linear_cross_entropy(h_TD, w_VD, labels_T, weights_T, Alone(), 4, OPS)
     with pytest.raises(RuntimeError, match="not proportional"):
         losses_T.mean().backward()
 
@@ -121,7 +121,7 @@ def test_no_tensor_has_the_logits_of_all_tokens() -> None:
     labels_T = torch.arange(tokens)
     with Largest() as largest:
         losses_T = linear_cross_entropy(
-            h_TD, w_VD, labels_T, torch.ones(tokens), Alone(), chunk, PRODUCT
+            h_TD, w_VD, labels_T, torch.ones(tokens), Alone(), chunk, OPS
         )
         losses_T.sum().backward()
     assert largest.elements == chunk * vocabulary

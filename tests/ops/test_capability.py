@@ -13,6 +13,7 @@ OPERATORS = [
     "permute",
     "unpermute",
     "rms_norm",
+    "softmax",
     "swiglu",
     "attention",
     "expert_merge",

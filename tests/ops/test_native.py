@@ -17,6 +17,8 @@ def _of_rows(tensor: Callable[..., torch.Tensor], numbers: torch.Tensor) -> dict
     return {
         "rms_norm": (x, weight, 1e-5),
         "rms_norm_backward": (x, x, weight, numbers),
+        "softmax_sums": (x.detach(),),
+        "softmax_gradient": (x.detach(), torch.tensor([0, 4, -1]), numbers.detach(), numbers),
         "swiglu": (x, x, numbers),
         "swiglu_backward": (x, x, x, numbers),
         "swiglu_halves": (tensor(3, 6),),
@@ -70,7 +72,7 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
     once = [
         name
         for name in given
-        if name in ("norm_topk", "product") or name.endswith(("backward", "add"))
+        if name in ("norm_topk", "product") or name.endswith(("backward", "add", "gradient"))
     ]
     return given | {name: tuple(map(_detached, given[name])) for name in once}
 

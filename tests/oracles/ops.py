@@ -41,6 +41,15 @@ def rms_norm_gradient(dy, x, weight, eps):
     return dx, dweight
 
 
+def softmax(logits):
+    """Of each row, without the shift by the largest logit."""
+    p = np.zeros(logits.shape)
+    for n, row in enumerate(logits):
+        exponentials = [np.exp(logit) for logit in row]
+        p[n] = np.array(exponentials) / sum(exponentials)
+    return p
+
+
 def permute(x, slots, choices):
     y = np.zeros((len(slots), x.shape[1]))
     for n, slot in enumerate(slots):

@@ -7,27 +7,6 @@
 
 namespace moe_parallel::MOE_PARALLEL_CAPABILITY {
 
-// Lane i of the result is first + i.
-template <class Sum>
-inline Vector<Sum> counted_from(int64_t first) {
-  Vector<Sum> numbers;
-  for (int64_t i = 0; i < kLanes<Sum>; ++i) numbers[i] = static_cast<Sum>(first + i);
-  return numbers;
-}
-
-template <class Sum>
-inline Sum largest_of_lanes(Vector<Sum> v) {
-  Sum largest = v[0];
-  for (int64_t i = 1; i < kLanes<Sum>; ++i) largest = v[i] > largest ? v[i] : largest;
-  return largest;
-}
-
-// Lane by lane the larger number; that of b if either is NaN.
-template <class Sum>
-inline Vector<Sum> larger_lanes(Vector<Sum> a, Vector<Sum> b) {
-  return a > b ? a : b;
-}
-
 // The largest of the first `count` numbers, NaN aside: the weight of a NaN is NaN all the same.
 template <class Sum>
 inline Sum largest_of(const Sum* x, int64_t count) {

@@ -273,6 +273,27 @@ inline Sum sum_of_lanes(typename VectorOf<Sum, kBytes>::type v) {
   }
 }
 
+// Lane i of the result is first + i.
+template <class Sum>
+inline Vector<Sum> counted_from(int64_t first) {
+  Vector<Sum> numbers;
+  for (int64_t i = 0; i < kLanes<Sum>; ++i) numbers[i] = static_cast<Sum>(first + i);
+  return numbers;
+}
+
+template <class Sum>
+inline Sum largest_of_lanes(Vector<Sum> v) {
+  Sum largest = v[0];
+  for (int64_t i = 1; i < kLanes<Sum>; ++i) largest = v[i] > largest ? v[i] : largest;
+  return largest;
+}
+
+// Lane by lane the larger number; that of b if either is NaN.
+template <class Sum>
+inline Vector<Sum> larger_lanes(Vector<Sum> a, Vector<Sum> b) {
+  return a > b ? a : b;
+}
+
 // e^x within 1 ulp. The result is infinity if e^x exceeds the largest float. Below -86 it is e^-86,
 // which equals 0 once 1 is added. With x = n ln 2 + r, e^x is 2^n e^r, and e^r is approximated by a
 // polynomial (minimax in relative error, 5e-9, for |r| <= ln 2 / 2).

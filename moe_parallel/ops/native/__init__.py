@@ -19,6 +19,7 @@ from moe_parallel.ops.native.product import product  # noqa: E402
 from moe_parallel.ops.native.rms_norm import rms_norm  # noqa: E402
 from moe_parallel.ops.native.routed_experts import routed_experts  # noqa: E402
 from moe_parallel.ops.native.routing_map import routing_map  # noqa: E402
+from moe_parallel.ops.native.softmax import softmax_gradient, softmax_sums  # noqa: E402
 from moe_parallel.ops.native.swiglu import swiglu, swiglu_halves  # noqa: E402
 from moe_parallel.ops.native.unpermute import unpermute  # noqa: E402
 
@@ -33,6 +34,8 @@ __all__ = [
     "rms_norm",
     "routed_experts",
     "routing_map",
+    "softmax_gradient",
+    "softmax_sums",
     "swiglu",
     "swiglu_halves",
     "unpermute",

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cstdint>
+
+#include "scalar_type.h"
+
+namespace moe_parallel {
+
+// most[n] = max(logits[n]) and sums[n] = sum(exp(logits[n] - most[n])).
+struct SoftmaxSums {
+  ScalarType type;     // of logits
+  const void* logits;  // [rows, width]
+  void* most;          // [rows] in the type of sums
+  void* sums;          // [rows] in the type of sums
+  int64_t width;
+};
+
+// logits[n] = exp(logits[n] - most[n]) / sums[n], less 1 at the label, if it is one of the columns.
+struct SoftmaxGradient {
+  ScalarType type;        // of logits
+  void* logits;           // [rows, width]
+  const int64_t* labels;  // [rows]
+  const void* most;       // [rows] in the type of sums
+  const void* sums;       // [rows] in the type of sums
+  int64_t width;
+};
+
+void run_on_cpu(const SoftmaxSums& task, int64_t rows);
+void run_on_cpu(const SoftmaxGradient& task, int64_t rows);
+
+}  // namespace moe_parallel
