@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 from moe_parallel.dispatch.all_to_all import AllToAllDispatcher, AllToAllRoute, row_bytes
 from moe_parallel.dispatch.dispatched import Dispatched, probs_of_rows, rows_of_choices
-from moe_parallel.dispatch.side_stream import Pending, Side, side_of
+from moe_parallel.dispatch.side_stream import Pending, WorkPlace, side_of
 from moe_parallel.ops import RowMap
 from moe_parallel.selection.choices import Choices
 from moe_parallel.telemetry.progress import Phase
@@ -40,7 +40,7 @@ class Departed:
 
     parts: Iterator[Dispatched[AllToAllRoute]]  # each waits for its own rows alone
     routes_C: list[AllToAllRoute]
-    side: Side
+    side: WorkPlace
     row_map: RowMap  # the rows of this rank's own tokens, by part
     rows: int  # that this rank receives
     wire_bytes: int  # that this rank sends to others in the forward pass, outputs included

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 #: Takes one tensor and returns one.
-Work = Callable[[Tensor], Tensor]
+Errand = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Pending:
         return self.result
 
 
-class Side(Protocol):
+class WorkPlace(Protocol):
     """Where work runs."""
 
-    def start(self, work: Work, given: Tensor) -> Pending:
+    def start(self, work: Errand, given: Tensor) -> Pending:
         """Starts `work` on a tensor that the current stream computes."""
         ...
 
@@ -46,7 +46,7 @@ class Side(Protocol):
 class AtOnce:
     """A CPU has no streams."""
 
-    def start(self, work: Work, given: Tensor) -> Pending:
+    def start(self, work: Errand, given: Tensor) -> Pending:
         return Pending(work(given))
 
 
@@ -56,7 +56,7 @@ class SideStream:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
 
-    def start(self, work: Work, given: Tensor) -> Pending:
+    def start(self, work: Errand, given: Tensor) -> Pending:
         self.stream.wait_stream(torch.cuda.current_stream())
         given.record_stream(self.stream)
         with torch.cuda.stream(self.stream):
@@ -65,6 +65,6 @@ class SideStream:
 
 
 @functools.cache
-def side_of(device: torch.device) -> Side:
+def side_of(device: torch.device) -> WorkPlace:
     """One stream for all layers, because the allocator keeps the memory of each stream apart."""
     return SideStream(torch.cuda.Stream(device)) if device.type == "cuda" else AtOnce()

@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 from torch import distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_parallel.dispatch import AllToAllDispatcher, AllToAllInParts, in_parts
 from moe_parallel.dispatch.side_stream import SideStream
@@ -131,6 +132,43 @@ def test_a_part_waits_for_its_own_rows_and_the_streams_share_memory_safely(takes
         assert len(set(waited)) == 2
         for seen, over, after in zip(waited, dispatched, exchanged[kinds::kinds], strict=False):
             assert over <= seen < after
+
+
+class Order(TorchDispatchMode):
+    """Logs exchanges and, by `sin` and its gradient `cos`, what the experts compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if name.startswith("c10d::alltoall"):
+            self.log.append("exchange")
+        elif name in ("aten::sin", "aten::cos"):
+            self.log.append("experts" if name == "aten::sin" else "their gradient")
+        return func(*args, **(kwargs or {}))
+
+
+def _order() -> tuple[list[str], list[str]]:
+    task, rank = problem("some dropped", dist.get_world_size()), dist.get_rank()
+    x, probs = task.x[rank].requires_grad_(), task.probs[rank].requires_grad_()
+    dispatcher = AllToAllInParts(2, EXPERTS, dist.group.WORLD, 1, select_backend("reference"))
+    with Order() as forward:
+        departed = dispatcher.dispatch_parts(x, choices_of(task.experts[rank], probs), None)
+        outputs = (rows.x_MD.sin() * rows.probs_MJ for rows in departed.parts)
+        y = dispatcher.combine_parts(outputs, departed)
+    with Order() as backward:
+        y.sum().backward()
+    return forward.log, backward.log
+
+
+def test_both_passes_start_exchanges_before_what_can_hide_them():
+    """Nothing that the side stream does first waits for what the current stream does later."""
+    for forward, backward in run_distributed(2, _order):
+        send = ["exchange"]
+        assert forward == 5 * send + 2 * ["experts", *send]  # the sizes; x and probs of each part
+        assert backward == 2 * [*send, "their gradient"] + 4 * send
 
 
 def test_the_stand_in_sees_a_missing_wait_and_a_missing_record():
