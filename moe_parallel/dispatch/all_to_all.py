@@ -86,19 +86,18 @@ class AllToAllDispatcher:
         if c_TKR is not None:
             c_NR = self.ops.permute(c_TKR.flatten(0, 1), rows_of_choices(row_map))
             c_MR = self._to_experts(c_NR, route)
-        row_bytes = sum(_row_bytes(rows) for rows in (x_MD, probs_M, c_MR) if rows is not None)
+        there = sum(row_bytes(rows) for rows in (x_MD, probs_M, c_MR) if rows is not None)
         return Dispatched(
             x_MD,
             probs_M.unsqueeze(1),
             self._row_map_of_arrivals(received_RL, len(x_MD)),
             None if c_MR is None else c_MR.unsqueeze(1),
             route,
-            self._wire_bytes(route, row_bytes, _row_bytes(x_MD)),
+            self._wire_bytes(route, there, row_bytes(x_MD)),
         )
 
     def combine(self, y_MD: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
-        partial = self._exchange(y_MD, route.sent_R, route.received_R)
-        return self.ops.unpermute(self._sum_of_shards(partial, route), route.row_map)
+        return self.ops.unpermute(self._to_tokens(y_MD, route), route.row_map)
 
     @property
     def _experts_per_rank(self) -> int:
@@ -126,6 +125,11 @@ class AllToAllDispatcher:
             rows = torch.cat([chunk for chunk in chunks for _ in range(self.expert_shards)])
         return self._exchange(rows, route.received_R, route.sent_R)
 
+    def _to_tokens(self, y_MD: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
+        """Returns outputs to the ranks of their tokens, and sums those of an expert's shards."""
+        partial = self._exchange(y_MD, route.sent_R, route.received_R)
+        return self._sum_of_shards(partial, route)
+
     def _exchange(
         self, rows: torch.Tensor, received_R: list[int], sent_R: list[int]
     ) -> torch.Tensor:
@@ -152,5 +156,6 @@ class AllToAllDispatcher:
         )
 
 
-def _row_bytes(rows: torch.Tensor) -> int:
+def row_bytes(rows: torch.Tensor) -> int:
+    """The bytes of one row."""
     return rows.shape[1:].numel() * rows.element_size()

@@ -17,6 +17,7 @@ import torch
 from moe_parallel.dispatch.dispatched import probs_of_rows, rows_of_choices
 from moe_parallel.experts.fp8_engine import Fp8Engine
 from moe_parallel.experts.low_rank import LowRankExperts
+from moe_parallel.experts.parameters import Matrices
 from moe_parallel.experts.swiglu import SwiGLUExperts
 from moe_parallel.ops import RowMap
 from moe_parallel.ops.aligned_rows import aligned_rows
@@ -43,7 +44,14 @@ class Fp8SwiGLUExperts(SwiGLUExperts):
         self._gate_up = fp8.grouped_linear(experts, d, two * f)
         self._out = fp8.grouped_linear(experts, f, d)
 
-    def forward(self, x_MD: torch.Tensor, probs_MJ: torch.Tensor, row_map: RowMap) -> torch.Tensor:
+    def forward(
+        self,
+        x_MD: torch.Tensor,
+        probs_MJ: torch.Tensor,
+        row_map: RowMap,
+        of_part: Matrices | None = None,
+    ) -> torch.Tensor:
+        assert of_part is None  # one FP8 layer holds the scales of all experts
         row_map, rows_L = aligned_rows(row_map, self.fp8.config.multiple)
         x_ND = self.ops.permute(x_MD, row_map)
         probs_N = probs_of_rows(probs_MJ, row_map)
@@ -79,7 +87,9 @@ class Fp8LowRankExperts(LowRankExperts):
         w_down_LDR: torch.Tensor,
         c_MJR: torch.Tensor | None = None,
         norms_MJ: torch.Tensor | None = None,
+        of_part: Matrices | None = None,
     ) -> torch.Tensor:
+        assert of_part is None  # one FP8 layer holds the scales of all experts
         assert norms_MJ is None  # AutonomousLayer differentiates the norms itself
         row_map, rows_L = aligned_rows(row_map, self.fp8.config.multiple)
         x_ND = self.ops.permute(x_MD, row_map)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 import torch
 
-from moe_parallel.experts.parameters import ExpertParameters
+from moe_parallel.dispatch.dispatched import Dispatched
+from moe_parallel.experts.parameters import ExpertParameters, Matrices, split_experts
 from moe_parallel.ops import Ops, RowMap
 from moe_parallel.parallel import Groups
 
@@ -48,6 +52,16 @@ class LowRankExperts(ExpertParameters):
         self.add_weight("w_p_LDW", (hidden_size, wide_size), sharded_axis=2)
         self.add_weight("w_out_LWD", (wide_size, hidden_size), sharded_axis=1)
 
+    def outputs_of_parts(
+        self, rows: Iterable[Dispatched[Any]], w_down_LDR: torch.Tensor, parts: int
+    ) -> Iterator[torch.Tensor]:
+        """`forward` for one of `parts` parts of the experts after the other."""
+        weights = self.matrices_of_parts(parts, self.w_up_LRW, self.w_p_LDW, self.w_out_LWD)
+        down = split_experts(w_down_LDR, parts)
+        for each, w_down, of_part in zip(rows, down, weights, strict=True):
+            assert each.norms_MJ is None  # only the local dispatcher passes them on
+            yield self(each.x_MD, each.probs_MJ, each.row_map, w_down, each.c_MJR, of_part=of_part)
+
     def forward(
         self,
         x_MD: torch.Tensor,
@@ -56,13 +70,15 @@ class LowRankExperts(ExpertParameters):
         w_down_LDR: torch.Tensor,
         c_MJR: torch.Tensor | None = None,
         norms_MJ: torch.Tensor | None = None,
+        of_part: Matrices | None = None,
     ) -> torch.Tensor:
         """The sum of prob * E_i(x) over each token's choices: [M, D].
 
         With etp > 1 it is this rank's part of the sum over W. With the norms of C, the probs are
-        their softmax, and the backward pass goes on through them to x and W_down.
+        their softmax, and the backward pass goes on through them to x and W_down. `of_part`: the
+        weights, but W_down, of the part of the experts whose rows these are; None: all.
         """
-        weights, main = self.matrices(self.w_up_LRW, self.w_p_LDW, self.w_out_LWD)
+        weights, main = of_part or self.matrices(self.w_up_LRW, self.w_p_LDW, self.w_out_LWD)
         return self.ops.autonomous_experts(
             x_MD,
             probs_MJ,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 import torch
 
-from moe_parallel.experts.parameters import ExpertParameters
+from moe_parallel.dispatch.dispatched import Dispatched
+from moe_parallel.experts.parameters import ExpertParameters, Matrices
 from moe_parallel.ops import Ops, RowMap
 from moe_parallel.ops.reference import add_gradient_to
 from moe_parallel.parallel import Groups
@@ -43,10 +47,25 @@ class SwiGLUExperts(ExpertParameters):
             w_LDX = add_gradient_to(main[0], w_LDX)
         return w_LDX.unflatten(2, (2, -1))[:, :, 0]
 
-    def forward(self, x_MD: torch.Tensor, probs_MJ: torch.Tensor, row_map: RowMap) -> torch.Tensor:
+    def outputs_of_parts(
+        self, rows: Iterable[Dispatched[Any]], parts: int
+    ) -> Iterator[torch.Tensor]:
+        """`forward` for one of `parts` parts of the experts after the other."""
+        weights = self.matrices_of_parts(parts, self.w_gate_up_LD2F, self.w_out_LFD)
+        for each, of_part in zip(rows, weights, strict=True):
+            yield self(each.x_MD, each.probs_MJ, each.row_map, of_part)
+
+    def forward(
+        self,
+        x_MD: torch.Tensor,
+        probs_MJ: torch.Tensor,
+        row_map: RowMap,
+        of_part: Matrices | None = None,
+    ) -> torch.Tensor:
         """The sum of prob * E_i(x) over each token's choices: [M, D].
 
-        With etp > 1 it is this rank's part of the sum over F.
+        With etp > 1 it is this rank's part of the sum over F. `of_part`: the weights of the part of
+        the experts whose rows these are; None: all.
         """
-        weights, main = self.matrices(self.w_gate_up_LD2F, self.w_out_LFD)
+        weights, main = of_part or self.matrices(self.w_gate_up_LD2F, self.w_out_LFD)
         return self.ops.routed_experts(x_MD, probs_MJ, row_map, *weights, main_gradients=main)

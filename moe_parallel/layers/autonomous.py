@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -161,6 +161,10 @@ class AutonomousLayer(DispatchedLayer):
             return self.experts(
                 rows.x_MD, rows.probs_MJ, rows.row_map, w_down_LDR, rows.c_MJR, rows.norms_MJ
             )
+
+    def compute_parts(self, rows: Iterator[Dispatched[Any]], parts: int) -> Iterator[torch.Tensor]:
+        with self.w_down.local() as w_down_LDR:  # gathered once for all parts
+            yield from self.experts.outputs_of_parts(rows, w_down_LDR, parts)
 
     def scoring_weights(self) -> Iterable[torch.Tensor]:
         return [self.w_down_EDR]

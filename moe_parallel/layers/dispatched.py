@@ -12,6 +12,7 @@ tokens that this rank's experts receive.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -25,8 +26,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from moe_parallel.balancing.bias import ExpertBias
 from moe_parallel.balancing.load import StepLoad
 from moe_parallel.config import DispatchedSelection
-from moe_parallel.dispatch import Dispatched, build_dispatcher
+from moe_parallel.dispatch import AllToAllInParts, Dispatched, build_dispatcher
 from moe_parallel.experts.shared import OverlappedSharedExpert, SharedExpert
+from moe_parallel.experts.swiglu import SwiGLUExperts
 from moe_parallel.layers.expert_layer import ExpertLayer, LayerContext
 from moe_parallel.layers.free_experts import build_free_experts
 from moe_parallel.layers.hash_table import HashTable
@@ -61,7 +63,12 @@ class DispatchedLayer(ExpertLayer):
     ) -> None:
         super().__init__(config, context)
         self.dispatcher = build_dispatcher(
-            self.num_experts, context.groups, context.ops, context.progress, selection.sends_c
+            self.num_experts,
+            context.groups,
+            context.ops,
+            context.progress,
+            selection.sends_c,
+            context.dispatch_parts,
         )
         self.free = build_free_experts(self, selection)
         self.bias = system.bias(selection, config, context.train_iters)
@@ -100,6 +107,14 @@ class DispatchedLayer(ExpertLayer):
     @abstractmethod
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
         """The sum of probs * output over each token's experts on this rank: [M, D]."""
+
+    def compute_parts(self, rows: Iterator[Dispatched[Any]], parts: int) -> Iterator[torch.Tensor]:
+        """The same for one of `parts` parts of the experts after the other.
+
+        It takes the rows of a part only when it is about to compute them, and yields the output at
+        once, because other parts travel meanwhile.
+        """
+        return cast(SwiGLUExperts, self.experts).outputs_of_parts(rows, parts)
 
     def output(self, hidden_SBD: torch.Tensor) -> torch.Tensor:
         if self.shared is None:
@@ -168,11 +183,28 @@ class DispatchedLayer(ExpertLayer):
         self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None
     ) -> torch.Tensor:
         """The output of the experts, on whatever ranks they are: [T, D]."""
+        if isinstance(self.dispatcher, AllToAllInParts):
+            return self._compute_in_parts(self.dispatcher, x_TD, choices, pad_rows_per_expert)
         rows = self.dispatcher.dispatch(x_TD, choices, pad_rows_per_expert)
         self.statistics.record_wire(rows.wire_bytes)
         if self.routes:
             self.context.progress.rows += len(rows.x_MD)
         y_TD = self.dispatcher.combine(self.compute(rows), rows.route)
+        return y_TD if choices.output_TD is None else y_TD + choices.output_TD
+
+    def _compute_in_parts(
+        self,
+        dispatcher: AllToAllInParts,
+        x_TD: torch.Tensor,
+        choices: Choices,
+        pad_rows_per_expert: int | None,
+    ) -> torch.Tensor:
+        departed = dispatcher.dispatch_parts(x_TD, choices, pad_rows_per_expert)
+        self.statistics.record_wire(departed.wire_bytes)
+        if self.routes:
+            self.context.progress.rows += departed.rows
+        outputs = self.compute_parts(departed.parts, dispatcher.parts)
+        y_TD = dispatcher.combine_parts(outputs, departed)
         return y_TD if choices.output_TD is None else y_TD + choices.output_TD
 
     def _with_losses(self, x_TD: torch.Tensor, choices: Choices, tokens: Tokens) -> torch.Tensor:

@@ -66,6 +66,7 @@ class LayerContext:
     hash_table_VK: torch.Tensor | None = None  # the experts of each token id in a new model
     seed: int = 0  # of random numbers that do not depend on the rank
     train_iters: int | None = None  # of the run; None: no run trains the layer
+    dispatch_parts: int = 1  # of the experts of a rank, whose rows are sent by themselves
     recomputes_layers: bool = False  # each keeps only its input, besides full recomputation
     recomputes_shared: bool = False  # the same for shared experts alone
 

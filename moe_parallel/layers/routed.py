@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from itertools import chain
 from typing import Any, cast
@@ -146,6 +146,10 @@ class FactorizedRoutedLayer(RoutedLayer):
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
         w_down_LDR = self.experts.local(self.replicated(self.w_down_EDR))
         return self.experts(rows.x_MD, rows.probs_MJ, rows.row_map, w_down_LDR)
+
+    def compute_parts(self, rows: Iterator[Dispatched[Any]], parts: int) -> Iterator[torch.Tensor]:
+        w_down_LDR = self.experts.local(self.replicated(self.w_down_EDR))
+        yield from self.experts.outputs_of_parts(rows, w_down_LDR, parts)
 
     def expert_weights(self) -> Iterable[torch.Tensor]:
         return chain(super().expert_weights(), [self.w_down_EDR])

@@ -41,6 +41,10 @@ REFUSED = {
         FP8 | {"moe_activation_budget": 8.0},
         "--fp8-format hybrid has no bound .*: remove --moe-activation-budget 8.0 or --fp8-format",
     ),
+    "in parts": (
+        FP8 | {"expert_model_parallel_size": 2, "moe_dispatch_parts": 2},
+        "--fp8-format hybrid computes all .* at once: remove --moe-dispatch-parts 2 or --fp8-f.*",
+    ),
     "recomputed": (
         FP8 | {"recompute_granularity": "full"},
         "--fp8-recipe delayed .* --recompute-granularity full .*: set --fp8-recipe tensorwise .*",

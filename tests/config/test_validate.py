@@ -39,6 +39,8 @@ def config(**options: Any) -> Config:
         ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, 2),
         ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, 4),
         ({"expert_model_parallel_size": 4}, 4),
+        ({"expert_model_parallel_size": 2, "moe_dispatch_parts": 2}, 2),
+        ({"expert_tensor_parallel_size": 2, "moe_dispatch_parts": 4}, 2),
         ({"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}, 4),
         ({"pipeline_model_parallel_size": 4}, 4),
         (VIRTUAL, 2),
@@ -113,6 +115,30 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
         {"num_experts": 6, "expert_model_parallel_size": 4},
         4,
         "--num-experts is 6, which --expert-model-parallel-size 4 .* multiple of 4",
+    ),
+    (
+        {"moe_dispatch_parts": 2},
+        1,
+        "--moe-dispatch-parts is 2, but --expert-model-parallel-size is 1, .*: raise it or leave",
+    ),
+    (
+        {"moe_dispatch_parts": 4, "expert_model_parallel_size": 2},
+        2,
+        "--moe-dispatch-parts is 4, which does not divide the 2 experts of a rank .*: choose a d",
+    ),
+    (
+        {
+            "moe_dispatch_parts": 2,
+            "expert_selection": "smear",
+            "tensor_model_parallel_size": 2,
+        },
+        2,
+        "--moe-dispatch-parts is 2, but --expert-selection smear merges .*: leave the parts out",
+    ),
+    (
+        {"num_experts": None, "moe_dispatch_parts": 2},
+        1,
+        "--moe-dispatch-parts is 2, but the model is dense: set --num-experts",
     ),
     (
         {"moe_ffn_hidden_size": 47, "expert_tensor_parallel_size": 2},
@@ -269,7 +295,7 @@ tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_p
 context_parallel_size
 expert_model_parallel_size expert_tensor_parallel_size micro_batch_size global_batch_size seq_length
 train_iters exit_interval lr_decay_iters lr_wsd_decay_iters vocab_size save_interval keep_last
-log_interval eval_interval log_digest ddp_bucket_size
+moe_dispatch_parts log_interval eval_interval log_digest ddp_bucket_size
 """.split()
 ABOVE_0 = """
 norm_epsilon rope_scaling_factor init_method_std moe_expert_capacity_factor moe_activation_budget

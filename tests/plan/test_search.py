@@ -97,6 +97,7 @@ def test_memory_is_refused_by_how_much() -> None:
         ),
         ({"moe_router_force_routing": "hot"}, "--moe-router-force-routing is hot, and a plan has"),
         ({"moe_activation_budget": 64}, "--moe-activation-budget is 64"),
+        ({"moe_dispatch_parts": 2}, "--moe-dispatch-parts is 2, and a plan has no formula"),
         ({"loss_chunk_size": 0}, "--loss-chunk-size is 0"),
         ({"attention_backend": "local"}, "--attention-backend is local"),
         ({"moe_importance_loss_coeff": 0.5}, "--moe-importance-loss-coeff is 0.5, and a plan has"),

@@ -101,3 +101,13 @@ def test_messages_are_seven_per_layer_and_micro_batch(tmp_path, system):
         for _, messages in found.values():
             assert messages == found["as it is"][1]
         assert messages["alltoall_base_"] == 7 * MOE_LAYERS * BATCH // 2, messages
+
+
+@pytest.mark.parametrize("parts", rest_in_full([2, 4], 4))
+def test_in_parts_all_but_the_numbers_of_rows_travel_part_by_part(tmp_path, parts):
+    options = GROWN["experts"] | {"moe_dispatch_parts": parts}
+    cases = _cases(Layout(2, ep=2), options, {"tokens": GROWN["tokens"]})
+    for found in run_distributed(2, _of_steps, cases, tmp_path):
+        assert found["tokens"] == found["as it is"]
+        _, messages = found["tokens"]
+        assert messages["alltoall_base_"] == (1 + 6 * parts) * MOE_LAYERS * BATCH // 2, messages

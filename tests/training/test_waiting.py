@@ -36,8 +36,8 @@ LOSS = {"tolist in engine.global_loss": 1}
 NORM, TWO_NORMS = ({"item in clip_grads.get_grad_norm_fp32": number} for number in (1, 2))
 
 
-def _sizes_of_messages(micro_batches):
-    return {"tolist in all_to_all.dispatch": MOE_LAYERS * micro_batches}
+def _sizes_of_messages(micro_batches, reader="all_to_all.dispatch"):
+    return {f"tolist in {reader}": MOE_LAYERS * micro_batches}
 
 
 def _number_of_rows(micro_batches):
@@ -69,6 +69,11 @@ STEPS = {name: _of_system(name) for name in SYSTEMS} | {
     "forced": (Layout(), {"moe_router_force_routing": "hot:1"}, LOSS | NORM),
     "topk, ep2": (Layout(2, ep=2), {}, LOSS | TWO_NORMS | _sizes_of_messages(2)),
     "aoe, ep2": (Layout(2, ep=2), AOE, LOSS | TWO_NORMS | _sizes_of_messages(2)),
+    "aoe, ep2, two parts": (
+        Layout(2, ep=2),
+        AOE | {"moe_dispatch_parts": 2},
+        LOSS | TWO_NORMS | _sizes_of_messages(2, "in_parts._routes"),
+    ),
     "threshold, ep2": (
         Layout(2, ep=2),
         systems.options("threshold"),
@@ -150,7 +155,14 @@ def _waits_of_a_step(layout, options, path):
     return dict(waits.of)
 
 
-QUICK = ("topk", "aoe, ep2", "threshold, ep2", "capacity", "topk, free experts")
+QUICK = (
+    "topk",
+    "aoe, ep2",
+    "aoe, ep2, two parts",
+    "threshold, ep2",
+    "capacity",
+    "topk, free experts",
+)
 
 
 @pytest.mark.parametrize("name", rest_in_full(STEPS, *QUICK))
