@@ -67,10 +67,10 @@ class Fp8Config(Section):
                 f"{chosen} has no bound on the experts' activations: remove "
                 f"--moe-activation-budget {config.moe.moe_activation_budget} or --fp8-format"
             )
-        if config.moe.moe_dispatch_parts > 1:
+        if config.parallel.moe_dispatch_parts > 1:
             raise InputError(
                 f"{chosen} computes all experts of a rank at once: remove --moe-dispatch-parts "
-                f"{config.moe.moe_dispatch_parts} or --fp8-format"
+                f"{config.parallel.moe_dispatch_parts} or --fp8-format"
             )
         if not config.training.bf16:
             raise InputError(f"{chosen} computes everything else in bfloat16: set --bf16")

@@ -61,12 +61,6 @@ class MoEConfig(Section):
         "recomputes each part; none: no limit",
         above=0,
     )
-    moe_dispatch_parts: int = option(
-        1,
-        "divide the experts of each rank into this many parts; on GPUs the tokens of a part travel "
-        "while another part computes; 1: send all tokens at once",
-        least=1,
-    )
     moe_dense_warmup_percent: float = option(
         0.0,
         "train a dense model for this percentage of --train-iters, then copy its feed-forward "
@@ -95,7 +89,6 @@ class MoEConfig(Section):
             _check_dense(config)
             return
         _check_experts(self, config)
-        _check_parts(self, config)
         _check_capacity(self)
         check_upcycling(config)
 
@@ -123,29 +116,6 @@ def _check_experts(moe: MoEConfig, config: Config) -> None:
         raise InputError(
             f"--moe-layer-freq {moe.moe_layer_freq} leaves no MoE layer: for a dense model "
             "remove --num-experts"
-        )
-
-
-def _check_parts(moe: MoEConfig, config: Config) -> None:
-    parts, ep = moe.moe_dispatch_parts, config.parallel.expert_model_parallel_size
-    if parts == 1:
-        return
-    if ep == 1 and config.parallel.expert_tensor_size == 1:
-        raise InputError(
-            f"--moe-dispatch-parts is {parts}, but --expert-model-parallel-size is 1, so no token "
-            "is sent to another rank: raise it or leave the parts out"
-        )
-    if config.selection.merges:
-        raise InputError(
-            f"--moe-dispatch-parts is {parts}, but --expert-selection {config.selection.system} "
-            "merges its experts and sends no tokens: leave the parts out"
-        )
-    experts = config.num_experts // ep
-    if experts % parts:
-        raise InputError(
-            f"--moe-dispatch-parts is {parts}, which does not divide the {experts} experts of a "
-            f"rank (--num-experts {config.num_experts} / --expert-model-parallel-size {ep}): "
-            "choose a divisor"
         )
 
 

@@ -45,6 +45,12 @@ class ParallelConfig(Section):
         "matrices (tp)",
         least=1,
     )
+    moe_dispatch_parts: int = option(
+        1,
+        "divide the experts of each rank into this many parts; on GPUs the tokens of a part travel "
+        "while another part computes; 1: send all tokens at once",
+        least=1,
+    )
     use_distributed_optimizer: bool = option(
         False, "shard the optimizer state over data-parallel ranks"
     )
@@ -95,6 +101,7 @@ class ParallelConfig(Section):
         _check_sequence(self, config)
         _check_pipeline(self, config)
         _check_overlap(self)
+        _check_parts(self, config)
 
 
 def _check_layout(parallel: ParallelConfig, config: Config, world_size: int) -> None:
@@ -159,6 +166,34 @@ def _check_overlap(parallel: ParallelConfig) -> None:
         raise InputError(
             f"--ddp-bucket-size is {parallel.ddp_bucket_size}, but without --overlap-grad-reduce "
             "all gradients are one bucket: add that flag or leave this one out"
+        )
+
+
+def _check_parts(parallel: ParallelConfig, config: Config) -> None:
+    parts, ep = parallel.moe_dispatch_parts, parallel.expert_model_parallel_size
+    if parts == 1:
+        return
+    if config.moe.num_experts is None:
+        raise InputError(
+            f"--moe-dispatch-parts is {parts}, but the model is dense: set --num-experts, or leave "
+            "the parts out"
+        )
+    if ep == 1 and parallel.expert_tensor_size == 1:
+        raise InputError(
+            f"--moe-dispatch-parts is {parts}, but --expert-model-parallel-size is 1, so no token "
+            "is sent to another rank: raise it or leave the parts out"
+        )
+    if config.selection.merges:
+        raise InputError(
+            f"--moe-dispatch-parts is {parts}, but --expert-selection {config.selection.system} "
+            "merges its experts and sends no tokens: leave the parts out"
+        )
+    experts = config.num_experts // ep
+    if experts % parts:
+        raise InputError(
+            f"--moe-dispatch-parts is {parts}, which does not divide the {experts} experts of a "
+            f"rank (--num-experts {config.num_experts} / --expert-model-parallel-size {ep}): "
+            "choose a divisor"
         )
 
 

@@ -106,7 +106,10 @@ class DispatchedLayer(ExpertLayer):
 
     @abstractmethod
     def compute(self, rows: Dispatched[Any]) -> torch.Tensor:
-        """The sum of probs * output over each token's experts on this rank: [M, D]."""
+        """The sum of probs * output over each token's experts on this rank: [M, D].
+
+        A subclass whose experts compute something else overrides `compute_parts`, too.
+        """
 
     def compute_parts(self, rows: Iterator[Dispatched[Any]], parts: int) -> Iterator[torch.Tensor]:
         """The same for one of `parts` parts of the experts after the other.

@@ -102,7 +102,7 @@ def build_chunks(
         hash_table_VK=hash_table_VK,
         seed=config.training.seed,
         train_iters=config.training.train_iters,
-        dispatch_parts=config.moe.moe_dispatch_parts,
+        dispatch_parts=config.parallel.moe_dispatch_parts,
         recomputes_layers=EXPERTS in config.training.recomputed_modules,
         recomputes_shared=SHARED in config.training.recomputed_modules,
     )

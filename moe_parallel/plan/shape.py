@@ -125,7 +125,7 @@ def plannable(config: Config, mean_choices: float | None = None) -> None:
             )
     if config.moe.num_experts is None:
         return
-    selection = config.selection
+    selection, parts = config.selection, config.parallel.moe_dispatch_parts
     _plannable_system(selection)
     without: dict[str, object] = {
         "--moe-input-jitter-eps": getattr(selection, "moe_input_jitter_eps", None),
@@ -133,7 +133,7 @@ def plannable(config: Config, mean_choices: float | None = None) -> None:
         "--aoe-fp8-screening": getattr(selection, "aoe_fp8_screening", None),
         "--moe-expert-capacity-factor": config.moe.moe_expert_capacity_factor,
         "--moe-activation-budget": config.moe.moe_activation_budget,
-        "--moe-dispatch-parts": config.moe.moe_dispatch_parts > 1 and config.moe.moe_dispatch_parts,
+        "--moe-dispatch-parts": parts if parts > 1 else None,
         "--moe-router-force-routing": getattr(selection, "moe_router_force_routing", None),
         "--moe-router-replay": getattr(selection, "moe_router_replay", None),
     }
