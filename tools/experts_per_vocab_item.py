@@ -55,7 +55,6 @@ def _print_items(own: argparse.Namespace, flags: list[str]) -> None:
     _check(own)
     load_torch()
 
-    from moe_parallel.config import MergedSelection
     from moe_parallel.data.sampler import evaluation_batches
     from moe_parallel.evaluation.experts_per_vocab_item import experts_per_vocab_item
     from moe_parallel.training.standalone import (
@@ -66,7 +65,7 @@ def _print_items(own: argparse.Namespace, flags: list[str]) -> None:
     from moe_parallel.training.text import open_text
 
     config = standalone_config(flags, load=own.load)
-    if config.moe.num_experts is None or isinstance(config.selection, MergedSelection):
+    if config.moe.num_experts is None or config.selection.merges:
         raise InputError(f"--load {own.load}: no token of this model is sent to experts")
     text = open_text(config)
     with single_process(config) as groups:

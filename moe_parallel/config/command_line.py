@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from moe_parallel.config.message import as_typed
 from moe_parallel.config.one_line_parser import OneLineParser, dashed, help_of_terminal_width
 from moe_parallel.config.option import Option, options
 from moe_parallel.config.replaced import without_replaced
+from moe_parallel.config.selection import SELECTIONS
 from moe_parallel.config.yaml_file import read_yaml
 from moe_parallel.errors import InputError
 
@@ -111,7 +112,7 @@ def _parser() -> _Parser:
 
 def _add_selections(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "expert selection", "Each option lists the systems that have it."
+        "expert selection", "Brackets name the systems that have an option."
     )
     which = expert_selection()
     _add(group, which, f"{which.help} (default: {which.default})")
@@ -121,8 +122,16 @@ def _add_selections(parser: argparse.ArgumentParser) -> None:
             owners.setdefault(name, {})[system] = each
     for systems in owners.values():
         first, *_ = systems.values()
-        text = f"[{', '.join(systems)}] {first.help} (default: {_defaults(systems)})"
+        text = f"[{_named(systems)}] {first.help} (default: {_defaults(systems)})"
         _add(group, first, text)
+
+
+def _named(systems: Collection[str]) -> str:
+    """The systems that have an option, or those that do not if they are fewer."""
+    others = [system for system in SELECTIONS if system not in systems]
+    if not others:
+        return "all"
+    return f"all but {', '.join(others)}" if len(others) < len(systems) else ", ".join(systems)
 
 
 def _defaults(systems: dict[str, Option]) -> str:

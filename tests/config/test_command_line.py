@@ -169,6 +169,7 @@ def test_help_is_grouped(capsys: pytest.CaptureFixture[str]) -> None:
         in selection
     )
     assert "[topk, hash, aoe, uoe] number of experts per token" in selection
+    assert "[all but lory, lory_prefix, smear] total width of the shared expert" in selection
     assert "sum to p (default: 0.4; aoe_top_p: 0.6)" in " ".join(text.split())
 
 

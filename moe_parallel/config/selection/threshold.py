@@ -35,7 +35,8 @@ class Cutoffs(Selection):
     moe_threshold_update: str = option(
         "quantile",
         "how the cutoffs move after a step: a running mean of the scores' quantiles (quantile), or "
-        "by a rate, up if more than K / n of the tokens exceeded it and down if fewer (sign)",
+        "by a rate: a cutoff rises if more than K / n of the tokens exceeded it, and falls if "
+        "fewer did (sign)",
         choices=("quantile", "sign"),
         state=True,
     )
