@@ -11,6 +11,7 @@ import pytest
 
 from tests.launch.launched import Launched
 from tests.program import Program, Torchrun, free_port
+from tests.tiers import rest_in_full
 
 SMALL_JOB = Path(__file__).with_name("small_job.py")
 KILLED = (
@@ -68,7 +69,10 @@ def test_each_lost_rank_is_told(tmp_path):
     assert re.fullmatch(KILLED + again[0] + KILLED + again[1], output)
 
 
-@pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"])
+SIGNALS = ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"]
+
+
+@pytest.mark.parametrize("number", rest_in_full(SIGNALS, "SIGUSR1", "SIGINT"))
 def test_a_signal_reaches_the_ranks(tmp_path, number):
     with Launched(tmp_path, "--max-restarts", "1", "wait", "0") as job:
         job.wait_for(WAIT)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moe_parallel.errors import InputError
-from moe_parallel.plan.calibration import CALL_TIME, FP8, KERNEL_TIME, calibrations
+from moe_parallel.plan.calibration import CALL_TIME, FP8, KERNEL_TIME, NodeCalibration, calibrations
 from moe_parallel.plan.cluster import NODES, Cluster, Efficiency
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.published import KernelTimes, PublishedRun, read_published
@@ -88,9 +88,14 @@ def test_runs_that_cannot_calibrate_are_told() -> None:
         calibrations([fast], Efficiency())
 
 
-def test_the_published_runs_calibrate_both_kinds_of_node() -> None:
+@pytest.fixture(scope="module")
+def published() -> tuple[list[PublishedRun], dict[str, NodeCalibration]]:
     runs = read_published(FILE)
-    found = calibrations(runs, Efficiency())
+    return runs, calibrations(runs, Efficiency())
+
+
+def test_the_published_runs_calibrate_both_kinds_of_node(published) -> None:
+    runs, found = published
     assert set(found["b200x8"].runs) == set(found["h100x8"].runs) == {FP8, CALL_TIME, KERNEL_TIME}
     for run in runs:
         if run.calibrates:
@@ -99,10 +104,9 @@ def test_the_published_runs_calibrate_both_kinds_of_node() -> None:
     assert sum(run.cluster.nodes > 1 for run in runs) == 16
 
 
-def test_the_page_has_the_errors_of_every_run() -> None:
+def test_the_page_has_the_errors_of_every_run(published) -> None:
     page = (FILE.parents[2] / "scaling.md").read_text(encoding="utf-8")
-    runs = read_published(FILE)
-    found = calibrations(runs, Efficiency())
+    runs, found = published
     for run in runs:
         planned = run.planned(Efficiency()).tokens_per_gpu
         error = 100 * (planned / run.tokens_per_gpu - 1)

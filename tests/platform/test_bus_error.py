@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from moe_parallel.platform.bus_error import file_at, on_bus_error
+from tests.distributed import PRELOADED
 from tests.program import SMALL, Program, flags, small_data
 
 MAPS = """\
@@ -65,7 +66,9 @@ def ended(tmp_path):
     np.arange(4096, dtype=np.int64).tofile(path)
 
     def run(function):
-        child = multiprocessing.get_context("spawn").Process(target=function, args=(path, output))
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        child = context.Process(target=function, args=(path, output))
         child.start()
         child.join(120)
         return child.exitcode, output.read_text() if output.exists() else None

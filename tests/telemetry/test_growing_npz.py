@@ -172,6 +172,7 @@ def test_the_crc_of_two_pieces(length: int) -> None:
     assert joined == zlib.crc32(first + second)
 
 
+@pytest.mark.full
 def test_the_crc_of_pieces_above_4_gib() -> None:
     zeros, whole, behind = bytes(1 << 24), zlib.crc32(b"first"), 0
     for _ in range(257):

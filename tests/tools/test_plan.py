@@ -56,6 +56,7 @@ def test_a_number_of_experts_that_training_decides_is_named() -> None:
     }
 
 
+@pytest.mark.full
 def test_published_runs() -> None:
     result = run("--published", "docs/results/planner/published_runs.json")
     assert (result.returncode, result.stderr) == (0, "")

@@ -36,6 +36,7 @@ from moe_parallel.training.job_store import join_store
 from moe_parallel.training.pretrain import main
 from moe_parallel.training.signals import Stopped, StopRequest
 from tests.program import SMALL, Ranks, flags, small_data, stored_tensors
+from tests.tiers import rest_in_full
 
 
 def _job(trouble, before_groups=False):
@@ -120,7 +121,9 @@ def _end(folder, trouble, before_groups=False):
         return codes, ranks.output
 
 
-@pytest.mark.parametrize("waiting", [_wait_in_collective, _wait_elsewhere])
+@pytest.mark.parametrize(
+    "waiting", rest_in_full([_wait_in_collective, _wait_elsewhere], _wait_in_collective)
+)
 def test_bad_input_on_one_rank_is_one_line_and_code_2(tmp_path, waiting):
     codes, output = _end(tmp_path, On1(_bad_input, waiting))
     assert codes == [2, 2]
@@ -152,7 +155,10 @@ def test_divergence_is_one_line_and_code_3(tmp_path):
     assert output == "error: iteration 3: the loss is nan\n"
 
 
-@pytest.mark.parametrize(("gone", "its_code"), [(_leave, 5), (_die, -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("gone", "its_code"),
+    [pytest.param(_leave, 5, marks=pytest.mark.full), (_die, -signal.SIGKILL)],
+)
 def test_a_rank_that_is_gone_without_a_word(tmp_path, gone, its_code):
     codes, output = _end(tmp_path, On1(gone, _wait_in_collective))
     assert codes == [EXIT_LOST, its_code]
@@ -167,7 +173,10 @@ def test_another_runtime_error_is_no_lost_connection():
 
 @pytest.mark.parametrize(
     ("ask", "name", "code"),
-    [(_interrupt, "SIGINT", EXIT_CTRL_C), (_terminate, "SIGTERM", EXIT_INTERRUPTED)],
+    [
+        (_interrupt, "SIGINT", EXIT_CTRL_C),
+        pytest.param(_terminate, "SIGTERM", EXIT_INTERRUPTED, marks=pytest.mark.full),
+    ],
 )
 def test_a_signal_before_training(tmp_path, ask, name, code):
     codes, output = _end(tmp_path, On1(ask, _wait_elsewhere))
