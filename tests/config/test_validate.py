@@ -129,11 +129,11 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
     (
         {
             "moe_dispatch_parts": 2,
-            "expert_selection": "smear",
+            "expert_selection": "lory",
             "tensor_model_parallel_size": 2,
         },
         2,
-        "--moe-dispatch-parts is 2, but --expert-selection smear merges .*: leave the parts out",
+        "--moe-dispatch-parts is 2, but --expert-selection lory merges .*: leave the parts out",
     ),
     (
         {"num_experts": None, "moe_dispatch_parts": 2},
