@@ -130,6 +130,7 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
         {
             "moe_dispatch_parts": 2,
             "expert_selection": "lory",
+            "lory_segment_length": 8,
             "tensor_model_parallel_size": 2,
         },
         2,
