@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from moe_parallel.config import read_command_line
 from moe_parallel.errors import InputError
 from moe_parallel.harness.tasks import Wanted, check_folders, wanted_tasks
 from moe_parallel.tool import Tool, check_load, check_output, check_positive
@@ -64,6 +65,7 @@ def main(arguments: list[str]) -> int:
 
 def _check(own: argparse.Namespace, flags: Sequence[str]) -> Wanted:
     check_load(own)
+    read_command_line(flags)  # an unknown flag is told first
     tasks = wanted_tasks(own.tasks, own.preset, own.shots)
     if not (tasks or own.documents or own.input):
         raise InputError("--tasks is not set: name tasks, or a --preset, --documents or --input")

@@ -119,6 +119,8 @@ def test_bad_input_that_a_rank_finds(counting: Path) -> None:
     [
         ([], "--load is not set"),
         (["--load", "x"], "--tasks is not set: name tasks, or a --preset"),
+        (["--load", "x", "--task", "a"], "--task is not a flag of this program"),
+        (["--load", "x", "--documents", "--stide", "2"], "--stide is not a flag of this program"),
         (["--load", "x", "--preset", "paper"], "--preset paper is unknown"),
         (["--load", "x", "--tasks", "a", "--shots", "-1"], "--shots is -1: it must be at least 0"),
         (["--load", "x", "--tasks", "a", "--limit", "0"], "--limit is 0: it must be at least 1"),
