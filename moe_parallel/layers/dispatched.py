@@ -186,29 +186,22 @@ class DispatchedLayer(ExpertLayer):
         self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None
     ) -> torch.Tensor:
         """The output of the experts, on whatever ranks they are: [T, D]."""
-        if isinstance(self.dispatcher, AllToAllInParts):
-            return self._compute_in_parts(self.dispatcher, x_TD, choices, pad_rows_per_expert)
-        rows = self.dispatcher.dispatch(x_TD, choices, pad_rows_per_expert)
-        self.statistics.record_wire(rows.wire_bytes)
-        if self.routes:
-            self.context.progress.rows += len(rows.x_MD)
-        y_TD = self.dispatcher.combine(self.compute(rows), rows.route)
+        dispatcher = self.dispatcher
+        if isinstance(dispatcher, AllToAllInParts):
+            departed = dispatcher.dispatch_parts(x_TD, choices, pad_rows_per_expert)
+            self._record_messages(departed.wire_bytes, departed.rows)
+            outputs = self.compute_parts(departed.parts, dispatcher.parts)
+            y_TD = dispatcher.combine_parts(outputs, departed)
+        else:
+            rows = dispatcher.dispatch(x_TD, choices, pad_rows_per_expert)
+            self._record_messages(rows.wire_bytes, len(rows.x_MD))
+            y_TD = dispatcher.combine(self.compute(rows), rows.route)
         return y_TD if choices.output_TD is None else y_TD + choices.output_TD
 
-    def _compute_in_parts(
-        self,
-        dispatcher: AllToAllInParts,
-        x_TD: torch.Tensor,
-        choices: Choices,
-        pad_rows_per_expert: int | None,
-    ) -> torch.Tensor:
-        departed = dispatcher.dispatch_parts(x_TD, choices, pad_rows_per_expert)
-        self.statistics.record_wire(departed.wire_bytes)
+    def _record_messages(self, wire_bytes: int, received_rows: int) -> None:
+        self.statistics.record_wire(wire_bytes)
         if self.routes:
-            self.context.progress.rows += departed.rows
-        outputs = self.compute_parts(departed.parts, dispatcher.parts)
-        y_TD = dispatcher.combine_parts(outputs, departed)
-        return y_TD if choices.output_TD is None else y_TD + choices.output_TD
+            self.context.progress.rows += received_rows
 
     def _with_losses(self, x_TD: torch.Tensor, choices: Choices, tokens: Tokens) -> torch.Tensor:
         """Adds the auxiliary losses. Returns `x_TD`, whose backward pass may start theirs."""
