@@ -1,5 +1,7 @@
 """Each file of examples/systems trains its own system with its own options, at small sizes."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,11 @@ from moe_parallel.config import parse_command_line
 from moe_parallel.telemetry.metrics import read_metrics
 from tests.distributed import run_distributed
 from tests.program import SMALL, flags, pretrain_here, small_data
+from tests.tiers import rest_in_full
 
 SYSTEMS = sorted((Path(__file__).parents[2] / "examples" / "systems").glob("*.yaml"))
+#: In the quick tier; tests/config/test_examples.py reads every file there.
+QUICK = SYSTEMS[::2]
 
 #: The sizes come from tests.program.SMALL; the options of the system come from the file.
 SIZES = {name: value for name, value in SMALL.items() if name != "num_experts"} | {
@@ -18,6 +23,8 @@ SIZES = {name: value for name, value in SMALL.items() if name != "num_experts"} 
     "global_batch_size": 4,
     "lr_warmup_iters": 1,
 }
+
+RunFolder = Callable[[Path], Path]
 
 
 def overrides(path: Path) -> dict[str, Any]:
@@ -33,20 +40,28 @@ def overrides(path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of each file, by the name of the file."""
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """The folder of a file's run. The files of a tier train in one world of processes."""
     folder = tmp_path_factory.mktemp("runs")
     data = small_data(folder)
-    runs = [{"config": path, **overrides(path), "save": folder / path.stem, **data}
-            for path in SYSTEMS]  # fmt: skip
-    for ends in run_distributed(2, pretrain_here, runs, timeout=300):
-        assert [code for code, _ in ends] == [0] * len(SYSTEMS)
-    return folder
+
+    @functools.cache
+    def train(paths: tuple[Path, ...]) -> None:
+        runs = [{"config": path, **overrides(path), "save": folder / path.stem, **data}
+                for path in paths]  # fmt: skip
+        for ends in run_distributed(2, pretrain_here, runs, timeout=300):
+            assert [code for code, _ in ends] == [0] * len(paths)
+
+    def of_file(path: Path) -> Path:
+        train(tuple(file for file in SYSTEMS if (file in QUICK) == (path in QUICK)))
+        return folder / path.stem
+
+    return of_file
 
 
-@pytest.mark.parametrize("path", SYSTEMS, ids=lambda path: path.stem)
-def test_trains_two_steps(path: Path, folder: Path) -> None:
-    save = folder / path.stem
+@pytest.mark.parametrize("path", rest_in_full(SYSTEMS, *QUICK), ids=lambda path: path.stem)
+def test_trains_two_steps(path: Path, run_folder: RunFolder) -> None:
+    save = run_folder(path)
     records = read_metrics(save / "metrics.jsonl")
     losses = [record["lm_loss"] for record in records if "lm_loss" in record]
     assert len(losses) == 2

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 from transformers import DistributedConfig
 
@@ -32,35 +31,48 @@ VARIANTS = {
 }
 
 
+Answers = tuple[torch.Tensor, list[int]]
+
+
 @torch.no_grad()
-def answers(model: hf.MoeParallelForCausalLM) -> tuple[torch.Tensor, list[int]]:
+def answers(model: hf.MoeParallelForCausalLM) -> Answers:
     ids = torch.tensor(IDS)
     written = model.generate(ids, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False)
     return model(ids).logits, written[0].tolist()
 
 
-def answers_of_a_rank(folder: Path) -> tuple[torch.Tensor, list[int], int]:
-    model = hf.MoeParallelForCausalLM.from_pretrained(
-        folder, distributed_config=DistributedConfig(tp_plan="auto")
-    ).eval()
-    logits, written = answers(model)
-    return logits, written, len(model.model.layers[0].self_attn.q_proj.weight.to_local())
+def answers_of_a_rank(folders: list[Path]) -> list[tuple[Answers, int]]:
+    """By folder, and the rows of the first layer's W_q that the rank has."""
+    found = []
+    for folder in folders:
+        model = hf.MoeParallelForCausalLM.from_pretrained(
+            folder, distributed_config=DistributedConfig(tp_plan="auto")
+        ).eval()
+        rows = len(model.model.layers[0].self_attn.q_proj.weight.to_local())
+        found.append((answers(model), rows))
+    return found
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_two_ranks_compute_what_one_computes(variant: str, tmp_path: Path) -> None:
+def save(variant: str, folder: Path) -> Answers:
     torch.manual_seed(2)
     model = hf.MoeParallelForCausalLM(hf.MoeParallelConfig(**SHAPE | VARIANTS[variant])).eval()
     for parameter in model.parameters():
         if parameter.dim() == 1:  # norms whose elements differ
             parameter.data = 1 + 0.3 * torch.arange(len(parameter)).sin()
-    model.save_pretrained(tmp_path)
-    assert "tp_plan" not in (tmp_path / "config.json").read_text()
-    logits, written = answers(model)
-    for theirs, texts, rows in run_distributed(2, answers_of_a_rank, tmp_path):
-        assert rows == 16  # of 32, those of two of four heads
-        torch.testing.assert_close(theirs, logits, rtol=0, atol=1e-5 * logits.abs().max().item())
-        assert texts == written
+    model.save_pretrained(folder)
+    assert "tp_plan" not in (folder / "config.json").read_text()
+    return answers(model)
+
+
+def test_two_ranks_compute_what_one_computes(tmp_path: Path) -> None:
+    folders = [tmp_path / variant for variant in VARIANTS]
+    on_one = [save(folder.name, folder) for folder in folders]
+    for of_rank in run_distributed(2, answers_of_a_rank, folders):
+        for ((theirs, texts), rows), (logits, written) in zip(of_rank, on_one, strict=True):
+            assert rows == 16  # of 32, those of two of four heads
+            tolerance = 1e-5 * logits.abs().max().item()
+            torch.testing.assert_close(theirs, logits, rtol=0, atol=tolerance)
+            assert texts == written
 
 
 def test_the_plan_of_a_configuration_leaves_that_of_others_alone() -> None:

@@ -173,6 +173,8 @@ def test_the_other_layouts_agree(start: Starts, world: int, system: str) -> None
 
 
 OTHERS = [name for name in SYSTEMS if name not in ("topk", "aoe")]
+#: Variants of a system are left to the full tier.
+PLAIN = [name for name in OTHERS if "," not in name]
 
 
 #: A system runs in every fourth layout of two ranks, and in two of four ranks.
@@ -206,7 +208,7 @@ def in_some_layout(start: Starts, asked: list[str]) -> Runs:
     return run_each(2, cases)
 
 
-@pytest.mark.parametrize("system", OTHERS)
+@pytest.mark.parametrize("system", rest_in_full(OTHERS, *PLAIN))
 def test_every_system_agrees_in_some_layout(
     start: Starts, in_some_layout: Runs, system: str
 ) -> None:

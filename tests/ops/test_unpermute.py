@@ -14,6 +14,7 @@ from tests.ops.cases import (
     random_tensor,
 )
 from tests.oracles import ops as oracle
+from tests.tiers import rest_in_full
 
 pytestmark = pytest.mark.covering
 
@@ -65,7 +66,7 @@ def test_more_columns_than_are_summed_at_a_time(ops, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("choices", [2, 6])
+@pytest.mark.parametrize("choices", rest_in_full([2, 6], 2))
 def test_large_outputs_of_whole_cache_lines(reference, native, device, choices, dtype):
     """On some processors their rows are stored past the caches. Some choices are dropped."""
     tokens, width = 4200, 1056  # more than 8 MiB, and not a multiple of four vectors
