@@ -14,9 +14,9 @@ from tests.training.tiny_run import GATHERED, OVERLAP, Layout, TinyRun
 Options = dict[str, Any]
 
 EP2, NATIVE = Layout(2, ep=2), {"moe_backend": "native"}
-# The rows of an expert begin elsewhere in a part than in the whole, and a product of a CPU's library
-# can depend on where its rows begin in a line of 64 bytes. In these widths all begin with a line,
-# halved by etp2 and in bf16 too.
+# The rows of an expert begin elsewhere in a part than in the whole, and on a CPU the last bit of a
+# product can depend on where its rows begin in a line of 64 bytes. In these widths all rows begin
+# with a line, if etp2 halves them and in bf16 too.
 ALIGNED = {"moe_ffn_hidden_size": 64}
 ALIGNED_AOE = {"aoe_low_rank_size": 32, "aoe_wide_size": 64}
 FUSED = {"gradient_accumulation_fusion": True}
