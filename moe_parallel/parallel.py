@@ -16,6 +16,12 @@ from megatron.core import parallel_state
 
 from moe_parallel.config import ParallelConfig
 
+# torch 2.13 has new names for them. A GPU host may have an older torch than pyproject.toml names.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -151,12 +157,12 @@ class _GatherOver(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, axis: int, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.axis, ctx.group = axis, group
         parts = x.new_empty(group.size(), *x.shape)
-        dist.all_gather_single(parts.flatten(0, 1), x.contiguous(), group=group)
+        all_gather_single(parts.flatten(0, 1), x.contiguous(), group=group)
         return parts.movedim(0, axis).flatten(axis, axis + 1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         parts = gradients[0].unflatten(ctx.axis, (ctx.group.size(), -1)).movedim(ctx.axis, 0)
         total = parts.new_empty(parts.shape[1:])
-        dist.reduce_scatter_single(total, parts.flatten(0, 1).contiguous(), group=ctx.group)
+        reduce_scatter_single(total, parts.flatten(0, 1).contiguous(), group=ctx.group)
         return total, None, None

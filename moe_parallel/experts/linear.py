@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from moe_parallel.experts.main_gradients import AddsToMainGradients, gradient_in_main_grad
 from moe_parallel.ops import Ops, select_backend
+from moe_parallel.parallel import all_gather_single, reduce_scatter_single
 
 
 class OwnLinear(AddsToMainGradients):
@@ -125,10 +126,10 @@ def _add_dweight(ctx: Any, dy_NO: Tensor, x_NI: Tensor) -> Tensor | None:
 def _gather(x_SBI: Tensor, group: Any) -> tuple[Tensor, dist.Work]:
     """The shares of all ranks, along the first dimension, once the message has arrived."""
     whole = x_SBI.new_empty(x_SBI.shape[0] * group.size(), *x_SBI.shape[1:])
-    return whole, dist.all_gather_into_tensor(whole, x_SBI.contiguous(), group, async_op=True)
+    return whole, all_gather_single(whole, x_SBI.contiguous(), group, async_op=True)
 
 
 def _reduce_scatter(x_SBI: Tensor, group: Any) -> tuple[Tensor, dist.Work]:
     """This rank's share of the sum, once the message has arrived."""
     share = x_SBI.new_empty(x_SBI.shape[0] // group.size(), *x_SBI.shape[1:])
-    return share, dist.reduce_scatter_tensor(share, x_SBI, group=group, async_op=True)
+    return share, reduce_scatter_single(share, x_SBI, group=group, async_op=True)

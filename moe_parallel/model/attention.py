@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from moe_parallel.config import TrainingConfig
+from moe_parallel.errors import InputError
 from moe_parallel.layers.past import Past
 from moe_parallel.ops import select_backend
 from moe_parallel.ops.causal_attention import serves
@@ -268,11 +269,34 @@ class FlashAttention(TorchAttention):
 
     kernels = [SDPBackend.FLASH_ATTENTION]
 
+    def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
+        """Raises InputError on a GPU in fp32."""
+        _check_bf16("flash", config)
+        super().__init__(config, *args, **options)
+
 
 class FusedAttention(TorchAttention):
     """cuDNN's kernel, or an error."""
 
     kernels = [SDPBackend.CUDNN_ATTENTION]
+
+    def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
+        """Raises InputError on a CPU, and on a GPU in fp32."""
+        if device().type == "cpu":
+            raise InputError(
+                "--attention-backend fused is cuDNN, which needs a GPU: "
+                "use --attention-backend auto"
+            )
+        _check_bf16("fused", config)
+        super().__init__(config, *args, **options)
+
+
+def _check_bf16(backend: str, config: TransformerConfig) -> None:
+    if device().type == "cuda" and config.params_dtype == torch.float32:
+        raise InputError(
+            f"--attention-backend {backend} computes no fp32 on a GPU: set --bf16, or use "
+            "--attention-backend auto"
+        )
 
 
 class UnfusedAttention(TorchAttention):

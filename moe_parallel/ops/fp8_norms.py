@@ -36,7 +36,10 @@ def fp8_norms(x_TD: Tensor, w_EDR: Tensor) -> Tensor:
 
 def _scale(values: Tensor, dims: tuple[int, ...]) -> Tensor:
     """The divisors that scale the values to e4m3; 1 for zeros."""
-    scale = values.abs().amax(dims, keepdim=True) / torch.finfo(E4M3).max
+    # Not by a number: a GPU would multiply by its reciprocal, and numbers between two of e4m3 would
+    # be rounded to the other one.
+    largest = torch.full((), torch.finfo(E4M3).max, device=values.device)
+    scale = values.abs().amax(dims, keepdim=True) / largest
     return torch.where(scale == 0, 1, scale)
 
 

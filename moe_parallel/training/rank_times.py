@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from moe_parallel.collective_errors import exchange
+from moe_parallel.parallel import all_gather_single
 from moe_parallel.telemetry.progress import Progress
 from moe_parallel.telemetry.stragglers import Member, News, RankTimes, summary
 
@@ -34,7 +35,7 @@ class GatheredTimes:
             RankTimes.of(steps, rows).numbers(), dtype=torch.float64, device=self._device
         )
         gathered = mine.new_empty(dist.get_world_size(), len(mine))
-        dist.all_gather_single(gathered.flatten(), mine)
+        all_gather_single(gathered.flatten(), mine)
         ranks = [RankTimes.from_numbers(numbers) for numbers in gathered.tolist()]
         found = summary(ranks, self._members)
         return found, self._news.of(found["slowest"], len(steps), time.monotonic())

@@ -133,6 +133,7 @@ def _on_gpu(kind: type, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     expert = kind.__new__(kind)
     torch.nn.Module.__init__(expert)
     expert.w_gate_1D = None
+    expert.recomputes = False
     expert.dense = _Dense(values)
     x = values["x"].clone().requires_grad_()
     begun = expert.begin(x)

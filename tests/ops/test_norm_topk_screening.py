@@ -30,6 +30,14 @@ def candidates(x, w, count, bias=0.0):
     return chosen
 
 
+def assert_close_in_fp8(actual: torch.Tensor, expected: np.ndarray) -> None:
+    """The tensor cores of a GPU add products of FP8 in about 14 bits, not in fp32."""
+    if actual.is_cuda:
+        np.testing.assert_allclose(float64(actual), expected, rtol=0, atol=2**-12 * expected.max())
+    else:
+        assert_close(actual, expected, torch.float32)
+
+
 def all_norms(x, w):
     return np.linalg.norm(np.einsum("td,edr->ter", float64(x), float64(w)), axis=-1)
 
@@ -39,7 +47,7 @@ def test_norms_in_fp8(device, dtype):
     x, w = setting(8, dtype, device)
     found = fp8_norms(x, w)
     assert found.dtype == torch.float32 and not found.requires_grad
-    assert_close(found, fp8.norms(float64(x), float64(w)), torch.float32)
+    assert_close_in_fp8(found, fp8.norms(float64(x), float64(w)))
 
 
 def test_norms_in_fp8_of_zeros_and_of_nothing(device):
@@ -72,11 +80,8 @@ def test_the_greatest_of_the_candidates_are_chosen(ops, device, size):
     assert among.mean() > 0.9
 
     assert_close(scores.norms_TE[torch.from_numpy(known)], exact[known], torch.float64)
-    assert_close(
-        scores.norms_TE[torch.from_numpy(~known)],
-        fp8.norms(float64(x), float64(w))[~known],
-        torch.float32,
-    )
+    screened = scores.norms_TE[torch.from_numpy(~known)]
+    assert_close_in_fp8(screened, fp8.norms(float64(x), float64(w))[~known])
 
 
 def test_too_few_candidates_miss_some(ops, device):

@@ -8,6 +8,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from moe_parallel.ops.reference import accumulation_dtype
+from moe_parallel.ops.rms_norm import rms_norm as plain_rms_norm
 
 _ops = torch.ops.moe_parallel
 
@@ -15,7 +16,9 @@ _ops = torch.ops.moe_parallel
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     width = x.size(-1)
     if x.is_cuda:
-        return functional.rms_norm(x, (width,), weight.to(x.dtype), eps)
+        if weight.dtype != x.dtype:  # torch's would round the gradient of the weight to x's dtype
+            return plain_rms_norm(x, weight, eps)
+        return functional.rms_norm(x, (width,), weight, eps)
     y, _ = _ops.rms_norm(x.reshape(x.numel() // width, width), weight, eps)
     return y.view(x.shape)
 

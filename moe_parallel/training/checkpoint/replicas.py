@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from moe_parallel.collective_errors import exchange
+from moe_parallel.parallel import all_gather_single
 
 
 def astray(names: Sequence[str], sums_N: torch.Tensor) -> str | None:
@@ -60,7 +61,7 @@ def _gathered(names: Sequence[str], sums_N: torch.Tensor) -> tuple[torch.Tensor,
     mine[0, : len(names)] = torch.tensor(_ids(names), device=device)
     mine[1, : len(names)] = sums_N
     every = mine.new_empty(dist.get_world_size(), *mine.shape)
-    dist.all_gather_single(every.flatten(), mine.flatten())
+    all_gather_single(every.flatten(), mine.flatten())
     ids, sums = every.cpu().unbind(1)
     return ids, sums
 
