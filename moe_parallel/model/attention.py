@@ -182,6 +182,8 @@ class TorchAttention(MegatronModule):
     ) -> torch.Tensor:
         """Causal attention of the last Q of K tokens: [B, H, Q, C]."""
         queries, keys = q_BHQC.shape[2], k_BGKC.shape[2]
+        if keys == 1:  # the softmax of one score is 1; cuDNN has no kernel for it
+            return v_BGKC.repeat_interleave(q_BHQC.shape[1] // v_BGKC.shape[1], 1)
         if queries == keys:
             return self._kernel(q_BHQC, k_BGKC, v_BGKC, is_causal=True)
         if q_BHQC.is_cuda:

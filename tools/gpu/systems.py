@@ -30,8 +30,9 @@ from moe_parallel.tool import Tool, check_positive
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEMS = ROOT / "examples" / "systems"
 ON_ONE_DEVICE = (
-    "--expert-model-parallel-size", "1", "--global-batch-size", "8", "--lr-warmup-iters", "2",
-    "--log-interval", "1", "--eval-interval", "100000",
+    "--expert-model-parallel-size", "1", "--tensor-model-parallel-size", "1",
+    "--global-batch-size", "8", "--lr-warmup-iters", "2", "--log-interval", "1",
+    "--eval-interval", "100000",
 )  # fmt: skip
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -94,8 +95,8 @@ def main(arguments: list[str]) -> int:
 
 def _work(own: Namespace) -> int:
     check_positive(own, "jobs", "bf16-iterations")
-    if own.iterations < 2:
-        raise InputError(f"--iterations is {own.iterations}: it must be at least 2")
+    if own.iterations < 3:  # two of warm-up
+        raise InputError(f"--iterations is {own.iterations}: it must be at least 3")
     systems = own.only or sorted(path.stem for path in SYSTEMS.glob("*.yaml"))
     for name in systems:
         if not (SYSTEMS / f"{name}.yaml").is_file():
