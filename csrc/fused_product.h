@@ -109,7 +109,7 @@ bool can_fuse(const FusedProduct& product, const DifferentiateRows& epilogue);
 
 // Whether these kernels were measured to be faster on the current GPU than CUTLASS's kernels and
 // the separate steps around them.
-bool is_faster_fused();
+bool is_faster_fused(const Epilogue& epilogue);
 
 void run_on_cuda(const FusedProduct& product, const StoreRows& epilogue, cudaStream_t stream);
 void run_on_cuda(const FusedProduct& product, const ActivateRows& epilogue, cudaStream_t stream);

@@ -36,12 +36,51 @@ def test_layouts_without_a_kernel(kernels):
     assert tile(kernels, sizes, WHERE_FASTER, a=True, out=FLOAT32) != NONE
 
 
-@pytest.mark.parametrize("tiling", [WHERE_FASTER, ALL_SQUARE])
-def test_nothing_is_measured_so_every_product_has_the_square_tile(kernels, tiling):
+def test_the_square_tile_of_every_product(kernels):
     for n, k, groups, b in product(SIZES, SIZES, (0, 1, 64), (False, True)):
-        assert tile(kernels, (RAGGED, n, k), tiling, b=b, groups=groups) == SQUARE
+        assert tile(kernels, (RAGGED, n, k), ALL_SQUARE, b=b, groups=groups) == SQUARE
     for m, n, out in product(SIZES, SIZES, (BFLOAT16, FLOAT32)):
-        assert tile(kernels, (m, n, RAGGED), tiling, a=True, out=out) == SQUARE
+        assert tile(kernels, (m, n, RAGGED), ALL_SQUARE, a=True, out=out) == SQUARE
+
+
+# Products of a layer of 8 experts, d=768, and of one of 64 experts, d=2048.
+MEASURED_RAGGED = [  # columns, depth
+    (6144, 768, SQUARE),
+    (768, 3072, WIDE),
+    (4416, 64, WIDE),
+    (4416, 768, SQUARE),
+    (64, 4416, NARROW),
+    (128, 4224, SQUARE),
+    (1024, 2048, SQUARE),
+    (2048, 256, WIDE),
+]
+MEASURED_OUTER = [  # rows and columns of the result; in bf16, and in fp32
+    (768, 64, NARROW, NARROW),
+    (128, 4224, NARROW, NARROW),
+    (4416, 768, WIDE, SQUARE),
+    (768, 4416, SQUARE, SQUARE),
+    (2048, 1024, SQUARE, SQUARE),
+    (256, 3840, SQUARE, SQUARE),
+]
+
+
+@pytest.mark.parametrize(("n", "k", "wanted"), MEASURED_RAGGED)
+def test_the_fastest_tile_of_a_measured_product(kernels, n, k, wanted):
+    for b in (False, True):
+        assert tile(kernels, (RAGGED, n, k), WHERE_FASTER, b=b) == wanted
+
+
+@pytest.mark.parametrize(("m", "n", "short", "in_float"), MEASURED_OUTER)
+def test_the_fastest_tile_of_a_measured_outer_product(kernels, m, n, short, in_float):
+    assert tile(kernels, (m, n, RAGGED), WHERE_FASTER, a=True) == short
+    assert tile(kernels, (m, n, RAGGED), WHERE_FASTER, a=True, out=FLOAT32) == in_float
+
+
+def test_no_rule_gives_a_wide_tile_to_a_narrower_result(kernels):
+    for n, k, b in product(SIZES, SIZES, (False, True)):
+        assert n >= 256 or tile(kernels, (RAGGED, n, k), WHERE_FASTER, b=b) != WIDE
+    for m, n, out in product(SIZES, SIZES, (BFLOAT16, FLOAT32)):
+        assert n >= 256 or tile(kernels, (m, n, RAGGED), WHERE_FASTER, a=True, out=out) != WIDE
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -153,3 +153,25 @@ def test_other_main_gradients_are_refused(native, device):
         y = setting.compute(native, "routed", main_gradients=main)
         with pytest.raises(error_type, match=message):
             y.sum().backward()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "routed"])
+def test_of_experts_padded_for_tensor_cores(native, kind, monkeypatch):
+    """A GPU computes 16-bit experts with columns up to the next multiple of 8."""
+    setting = Setting(ROUTINGS[0], torch.float64, "cpu")
+    width = weights(setting, kind)[0].size(2)
+    assert width % 8 != 0
+    wanted = starts(setting, kind, torch.float64)
+    expected = added(native, setting, kind, wanted)
+    separate = unfused(native, setting, kind)
+
+    missing = "moe_parallel.ops.native.padding.missing_columns"
+    monkeypatch.setattr(missing, lambda x, width: -width % 8)
+    found = starts(setting, kind, torch.float64)
+    for actual, exact in zip(added(native, setting, kind, found), expected, strict=True):
+        assert_close(actual, float64(exact), torch.float64)
+    for actual, exact in zip(found, wanted, strict=True):
+        assert_close(actual, float64(exact), torch.float64)
+    for actual, exact in zip(unfused(native, setting, kind), separate, strict=True):
+        for one, other in zip(actual, exact, strict=True):
+            assert_close(one, float64(other), torch.float64)

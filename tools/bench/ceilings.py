@@ -25,8 +25,11 @@ def _copy(work: Moved, device: str) -> Callable[[], object]:
 
 
 def _products(work: Products, dtype: torch.dtype, device: str) -> Callable[[], object]:
+    # Not the device's own generator: a capture of a graph that fails leaves that one unusable.
+    generator = torch.Generator(device)
+
     def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, device=device).to(dtype)
+        return torch.randn(rows, columns, device=device, generator=generator).to(dtype)
 
     # Equal shapes share their matrices. The cache does not hold them anyway.
     operands = {

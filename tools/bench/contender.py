@@ -75,6 +75,7 @@ class BenchContender:
     upstream: the gradients of the first outputs; empty if nothing is differentiated.
     canonical: converts gradients (by leaf) to the layout of our own operator.
     answer: contenders with the same answer must agree; another model as a yardstick has its own.
+    unordered: the outputs of choices whose order may differ, because it is that of near-ties.
     step: a step of the optimizer of a whole model, on gradients that exist.
     """
 
@@ -85,6 +86,7 @@ class BenchContender:
     upstream: tuple[Tensor, ...] = ()
     canonical: Callable[[Values], Values] = lambda gradients: gradients
     answer: str = ""
+    unordered: frozenset[str] = frozenset()
     step: Callable[[], object] = lambda: None
 
     def backward(self, outputs: Sequence[Tensor]) -> Values:
@@ -101,6 +103,7 @@ class BenchContender:
         """The values on which contenders must agree, in one layout and detached."""
         outputs, gradients = self.run()
         named = {f"output {index}": output.detach() for index, output in enumerate(outputs)}
+        named |= {name: named[name].sort(-1).values for name in self.unordered}
         return named | {f"gradient of {n}": g for n, g in self.canonical(gradients).items()}
 
 

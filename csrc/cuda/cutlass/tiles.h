@@ -40,18 +40,28 @@ struct TileRule {
   Tile tile;
 };
 
-// The first rule that fits holds. No tile has been measured on a GPU, so each product has the
-// square one. tools/bench/tiles.py prints the lines that a measurement gives.
-inline constexpr SizeRange kAnySize;
-inline constexpr TileRule kFastestTiles[] = {
-    {ProductKind::kProduct, kAnySize, kAnySize, kAnySize, Tile::kSquare},
-    {ProductKind::kByTransposed, kAnySize, kAnySize, kAnySize, Tile::kSquare},
-    {ProductKind::kOuter, kAnySize, kAnySize, kAnySize, Tile::kSquare},
-    {ProductKind::kOuterInFloat, kAnySize, kAnySize, kAnySize, Tile::kSquare},
-};
-
 constexpr int64_t kLeastWide = 256;   // columns, those of a wide tile
 constexpr int64_t kMostNarrow = 256;  // the largest d_low for which narrow tiles are considered
+
+// The first rule that fits holds; without one the tile is square. They are read off the times of
+// tools/bench/tiles.py on an H200 (docs/performance/results/h200-2026-11-26). Times of the square
+// tile by those of the other, as the geometric mean (and the least) of the measured products that a
+// rule is for: few columns 1.08 (0.99), a low depth 1.09 (0.97), 64 columns 1.09 (1.07), outer
+// products of a low rank 1.27 (1.08), tall ones 1.06 (0.99).
+inline constexpr SizeRange kAnySize, kLow{0, 128}, kFewColumns{kLeastWide, 768};
+inline constexpr TileRule kFastestTiles[] = {
+    {ProductKind::kProduct, kAnySize, kFewColumns, kAnySize, Tile::kWide},
+    {ProductKind::kByTransposed, kAnySize, kFewColumns, kAnySize, Tile::kWide},
+    {ProductKind::kProduct, kAnySize, {kLeastWide}, {0, 256}, Tile::kWide},
+    {ProductKind::kByTransposed, kAnySize, {kLeastWide}, {0, 256}, Tile::kWide},
+    {ProductKind::kProduct, kAnySize, {0, 64}, kAnySize, Tile::kNarrow},
+    {ProductKind::kByTransposed, kAnySize, {0, 64}, kAnySize, Tile::kNarrow},
+    {ProductKind::kOuter, kLow, kAnySize, kAnySize, Tile::kNarrow},
+    {ProductKind::kOuter, kAnySize, kLow, kAnySize, Tile::kNarrow},
+    {ProductKind::kOuterInFloat, kLow, kAnySize, kAnySize, Tile::kNarrow},
+    {ProductKind::kOuterInFloat, kAnySize, kLow, kAnySize, Tile::kNarrow},
+    {ProductKind::kOuter, {3072}, {kLeastWide, 1024}, kAnySize, Tile::kWide},
+};
 
 inline Tile fastest_tile(ProductKind kind, const GroupedProduct& task) {
   const int64_t mean = task.groups > 0 ? task.rows / task.groups : 0;

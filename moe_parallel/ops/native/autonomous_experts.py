@@ -1,11 +1,13 @@
 """The autonomous layer after its selection, as one operator."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_parallel.ops.native import padding
 from moe_parallel.ops.native.main_gradients import gradients_not_added, own_gradient
 from moe_parallel.ops.reference import accumulation_dtype, check_norms
 from moe_parallel.ops.types import RowMap
@@ -29,7 +31,7 @@ def autonomous_experts(
 ) -> Tensor:
     check_norms(norms_TK, c_TKR, row_map)
     probs_TK = probs_TK.to(accumulation_dtype(x_TD.dtype))
-    y_TD, *_ = _ops.autonomous_experts(
+    inputs = (
         x_TD,
         probs_TK,
         *row_map,
@@ -42,6 +44,10 @@ def autonomous_experts(
         *(main_gradients or (None, None, None)),
         not recompute_gate,
     )
+    if missing := padding.missing_columns(x_TD, w_out_EWD.size(1)):
+        y_TD, *_ = _Padded.apply(*inputs, missing)
+    else:
+        y_TD, *_ = _ops.autonomous_experts(*inputs)
     return y_TD
 
 
@@ -106,7 +112,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     _, *kept = output
     ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)  # otherwise autograd makes zeros as large as what is kept
-    *given, main_up, main_p, main_out, _ = inputs  # c_TKR is among those given
+    *given, main_up, main_p, main_out, _ = inputs  # c_TKR and norms are the last of those given
+    ctx.hands_on = given[-1] is None
     ctx.save_for_backward(*given, *kept)
     ctx.main_gradients = (
         main_up,
@@ -115,15 +122,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     )  # not by save_for_backward, because other passes add to them
 
 
-@once_differentiable
-def _backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return (None,) * 15
-    saved = ctx.saved_tensors  # read once: checkpointing allows no second
-    dx, dprobs, dw_down, *dw, dc_TKR = _ops.autonomous_experts_backward(
-        dy, *saved, *ctx.main_gradients
-    )
-    hands_on = saved[10] is None  # otherwise the gradients of probs and C went on to x and w_down
+def _for_autograd(ctx: Any, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """What the C++ operator for the backward pass returns, by input; None: not needed."""
+    dx, dprobs, dw_down, *dw, dc_TKR = gradients
+    hands_on = ctx.hands_on  # otherwise the gradients of probs and C went on to x and w_down
     needs_w_down, needs_c = ctx.needs_input_grad[5], ctx.needs_input_grad[9]
     return (
         dx,
@@ -138,4 +140,49 @@ def _backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...
     )
 
 
+@once_differentiable
+def _backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 15
+    saved = ctx.saved_tensors  # read once: checkpointing allows no second
+    gradients = _ops.autonomous_experts_backward(dy, *saved, *ctx.main_gradients)
+    return _for_autograd(ctx, gradients)
+
+
 torch.library.register_autograd("moe_parallel::autonomous_experts", _backward, setup_context=_save)
+
+
+class _Padded(torch.autograd.Function):
+    """The operator on padded weights, of which no copy is kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        *given, ctx.missing = inputs
+        weights = _padded(given[6:9], ctx.missing)
+        outputs = _ops.autonomous_experts(*given[:6], *weights, *given[9:])
+        _save(ctx, tuple(given), outputs)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * 16
+        saved, main = ctx.saved_tensors, ctx.main_gradients
+        weights = _padded(saved[6:9], ctx.missing)
+        sums = [*map(padding.zeros_for, main, weights)]
+        dx, dprobs, dw_down, *dw, dc_TKR = _ops.autonomous_experts_backward(
+            dy, *saved[:6], *weights, *saved[9:], *sums
+        )
+        for i, (to, added) in enumerate(zip(main, sums, strict=True)):
+            if to is None or added is None:
+                dw[i] = padding.without_padding(dw[i], saved[6 + i])
+            else:
+                to += padding.without_padding(added, to)
+        return *_for_autograd(ctx, (dx, dprobs, dw_down, *dw, dc_TKR)), None
+
+
+def _padded(weights: Sequence[Tensor], missing: int) -> list[Tensor]:
+    w_up, w_p, w_out = weights
+    columns = [padding.padded_columns(w, missing) for w in (w_up, w_p)]
+    return [*columns, padding.padded_rows(w_out, missing)]
