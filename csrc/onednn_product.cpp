@@ -77,11 +77,12 @@ void add_block(const at::Tensor& out, const at::Tensor& x, const at::Tensor& y,
 Fp32Products set_fp32_products(Fp32Products products) { return chosen.exchange(products); }
 
 bool is_fp32_by_onednn(const at::Tensor& a) {
+  // Without AVX-512, torch refuses the product in any type.
   if (!a.is_cpu() || a.scalar_type() != at::kFloat || at::native::mkldnn_matmul == nullptr ||
-      !at::globalContext().userEnabledMkldnn()) {
+      !has_blocks()) {
     return false;
   }
-  return is_chosen(has_avx512() && !is_intel());
+  return is_chosen(!is_intel());
 }
 
 bool multiplies_blocks_by_onednn(ScalarType type) {

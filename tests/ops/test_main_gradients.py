@@ -165,7 +165,7 @@ def test_of_experts_padded_for_tensor_cores(native, kind, monkeypatch):
     expected = added(native, setting, kind, wanted)
     separate = unfused(native, setting, kind)
 
-    missing = "moe_parallel.ops.native.padding.missing_columns"
+    missing = "moe_parallel.ops.padding.missing_columns"
     monkeypatch.setattr(missing, lambda x, width: -width % 8)
     found = starts(setting, kind, torch.float64)
     for actual, exact in zip(added(native, setting, kind, found), expected, strict=True):

@@ -18,7 +18,7 @@ REPORT = ROOT / "tools" / "gpu" / "report.sh"
 STAND_IN = ROOT / "tests" / "tools" / "gpu_stand_in.py"
 BARE = ROOT / "tests" / "tools" / "gpu_host"  # hides packages
 OFFLINE = ["unshare", "--map-root-user", "--net"]
-CALLS = ["tests", "operators", "models"]
+CALLS = ["tests", "operators", "models", "systems"]
 LONGEST_CALL = 540  # seconds
 
 EXPECTED = {
@@ -43,6 +43,7 @@ EXPECTED = {
         "racecheck": "passed",
         "synccheck": "passed",
     },
+    "systems": {"systems": "torch sees no CUDA GPU here"},
 }
 
 
@@ -70,7 +71,7 @@ def test_a_call_that_is_none(call: str) -> None:
     done = run(REPORT, call)
     assert done.returncode == 2
     assert done.stdout.endswith(
-        "is not a command: use tools/gpu/report.sh tests, operators or models\n"
+        "is not a command: use tools/gpu/report.sh tests, operators, models or systems\n"
     )
 
 

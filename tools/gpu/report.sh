@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests and measures on a machine with a GPU, in three independent calls of less than ten minutes
+# Tests and measures on a machine with a GPU, in four independent calls of less than ten minutes
 # each:
 #
 #     tools/gpu/report.sh tests [FOLDER]      the tests marked gpu, and two models that train
@@ -7,6 +7,7 @@
 #                                             tiles of grouped products beside each other
 #     tools/gpu/report.sh models [FOLDER]     AoE of 732M parameters against its twin; whole models
 #                                             against others; sanitizers
+#     tools/gpu/report.sh systems [FOLDER]    every system of examples/systems against the CPU
 #
 #   FOLDER    default: docs/performance/results/CARD-DATE; packed as FOLDER.tar.gz at the end
 #   PYTHON    the interpreter with torch; default: .venv-3.12/bin/python if it exists, else python3
@@ -161,10 +162,15 @@ models() {
     done
 }
 
+systems() {
+    step systems 520 "$python" tools/gpu/systems.py --json "$folder/systems.json"
+}
+
 call=${1:-}
 case $call in
-    tests | operators | models) ;;
-    *) stop "${call:-nothing} is not a command: use tools/gpu/report.sh tests, operators or models" ;;
+    tests | operators | models | systems) ;;
+    *) stop "${call:-nothing} is not a command: use tools/gpu/report.sh tests, operators, models" \
+        "or systems" ;;
 esac
 check_machine
 card=$("$python" -c 'import torch; print(torch.cuda.get_device_name().split()[-1].lower())')

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from moe_parallel.errors import InputError
 from moe_parallel.telemetry.metrics import FILE_NAME, read_metrics
 from moe_parallel.tool import Tool, check_positive
+from tools.bench.benchmark import check_device
 
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEMS = ROOT / "examples" / "systems"
@@ -101,7 +102,7 @@ def _work(own: Namespace) -> int:
     for name in systems:
         if not (SYSTEMS / f"{name}.yaml").is_file():
             raise InputError(f"--only {name}: there is no {SYSTEMS / name}.yaml")
-    _check_gpu()
+    check_device("cuda")
     rows = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(own.jobs) as pool:
         print("| system | iterations | largest difference | loss in bf16, first to last | |")
@@ -114,13 +115,6 @@ def _work(own: Namespace) -> int:
     agreeing = sum(row.agrees(own.tolerance) for row in rows)
     print(f"{agreeing} of {len(rows)} systems train on the GPU with the losses of the CPU")
     return 0 if agreeing == len(rows) else 1
-
-
-def _check_gpu() -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise InputError("torch sees no GPU: run this on a host that has one")
 
 
 def _compare(system: str, folder: Path, own: Namespace) -> SystemRow:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_parallel.ops.native import padding
+from moe_parallel.ops import padding
 from moe_parallel.ops.native.main_gradients import gradients_not_added, own_gradient
 from moe_parallel.ops.reference import accumulation_dtype, check_norms
 from moe_parallel.ops.types import RowMap
