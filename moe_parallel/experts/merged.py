@@ -7,9 +7,10 @@ warm-up, the merged expert is therefore equal to them bit for bit, whatever the 
 Memory: merged matrices are computed when they are needed, at most MERGED_AT_ONCE at a time, and
 none is kept; the backward pass recomputes them. The layer needs this memory in addition to the
 activations of a dense layer. For weights narrower than fp32, the backward pass also needs an fp32
-copy of one E-th of the experts' matrix, of its gradient and of those merged matrices. None of this
-grows with the number of segments. (The reference operators copy more. On a processor without
-products in bf16, merged matrices in bf16 are also copied to fp32.)
+copy of one E-th of the experts' matrix, of its gradient and of those merged matrices; on a GPU of
+as much of them as COPIED_ON_GPUS. None of this grows with the number of segments. (The reference
+operators copy more. On a processor without products in bf16, merged matrices in bf16 are also
+copied to fp32.)
 
 Shape suffixes: P merged experts, T tokens of each, E experts, D model width, F expert width here
 (divided by etp), I and O input and output width of a matrix, C merged experts at a time, R rows of
@@ -31,6 +32,10 @@ from moe_parallel.platform.device import fast_factors
 
 #: With a larger number, the experts' matrices are read less often, and more memory is needed.
 MERGED_AT_ONCE = 8
+
+#: Bytes of a matrix's rows that the backward pass copies to fp32 on a GPU at a time, unless an E-th
+#: of the matrix is more. With an E-th the products are small, and launches take most of the time.
+COPIED_ON_GPUS = 128 << 20
 
 
 class MergedExperts(ExpertParameters):
@@ -181,11 +186,17 @@ def _blocks(size: int, block: int) -> Iterator[slice]:
 
 
 def _row_blocks(w_EIO: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yields blocks of rows I of all experts, in `dtype`: [E, R * O], about as large as one expert.
+    """Yields blocks of rows I of all experts, in `dtype`: [E, R * O].
 
     If the dtype is the same, all rows are one block, and nothing is copied.
     """
-    experts, width = w_EIO.shape[:2]
-    block = width if w_EIO.dtype == dtype else -(-width // experts)
-    for rows in _blocks(width, block):
+    rows_at_once = len(w_EIO[0]) if w_EIO.dtype == dtype else _rows_at_once(w_EIO, dtype)
+    for rows in _blocks(len(w_EIO[0]), rows_at_once):
         yield rows, w_EIO[:, rows].to(dtype).flatten(1)
+
+
+def _rows_at_once(w_EIO: torch.Tensor, dtype: torch.dtype) -> int:
+    """As many rows as make one expert's matrix; on a GPU at least COPIED_ON_GPUS bytes of them."""
+    experts, width, columns = w_EIO.shape
+    least = COPIED_ON_GPUS // (experts * columns * dtype.itemsize) if w_EIO.is_cuda else 0
+    return max(-(-width // experts), least)

@@ -106,7 +106,12 @@ def test_bf16_is_rounded_once(backend):
     assert (merged_CIO == exact_CIO.bfloat16()).float().mean() > 0.99
 
 
-def test_bf16_gradients_are_close_to_those_of_fp32():
+@pytest.mark.parametrize("rows_at_once", [None, 1, 4, 100])
+def test_bf16_gradients_are_close_to_those_of_fp32(rows_at_once, monkeypatch):
+    """Whatever the number of rows in a block, which is larger on a GPU."""
+    if rows_at_once is not None:
+        module = "moe_parallel.experts.merged"
+        monkeypatch.setattr(f"{module}._rows_at_once", lambda w_EIO, dtype: rows_at_once)
     x_PTD, e_PE = draw(MANY, T, D, seed=5).bfloat16(), routing(MANY, torch.float32)
     direction = draw(MANY, T, D, seed=6).bfloat16()
     found = []
