@@ -26,6 +26,11 @@ class _Abridged(reprlib.Repr):
         return super().repr_int(x, level) if x.bit_length() < 1000 else hex(x)[:20] + "..."
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `1,200 ranks`; for nouns whose plural ends in s."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def as_typed(word: str) -> str:
     """A flag or key as the user typed it, unless it would break the line of the message."""
     return word if word.isprintable() and len(word) <= 80 else shown(word)

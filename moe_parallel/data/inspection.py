@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from moe_parallel.config.message import counted
 from moe_parallel.data.indexed import check_indexed, type_of_ids
 from moe_parallel.data.manifest import Manifest, read_manifest
 from moe_parallel.data.progress import ShowProgress
@@ -205,7 +206,8 @@ def inspected(
         report = [*_described(data), *_repeated(digests_N)]
         for other, others_N in before:
             count = int(np.isin(digests_N, others_N).sum())
-            report.append(f"{count:,} documents ({count / len(data):.1%}) occur in {other}")
+            share = count / len(data)
+            report.append(f"{counted(count, 'document')} ({share:.1%}) also in {other}")
         for i in shown:
             report.append(f"document {i:,}, {data.lengths_N[i]:,} tokens:")
             report += [f"  | {line}" for line in data.text(i, samples.characters).split("\n")]
@@ -215,8 +217,8 @@ def inspected(
 
 def _repeated(digests_N: np.ndarray) -> Iterator[str]:
     found = repeats(digests_N)
-    line = f"{found.documents:,} documents ({found.documents / len(digests_N):.1%}) repeat an "
-    line += "earlier one"
+    share = found.documents / len(digests_N)
+    line = f"{counted(found.documents, 'repeated document')} ({share:.1%})"
     if found.documents:
         line += f"; document {found.example:,} occurs {found.most:,} times"
     yield line
@@ -226,7 +228,8 @@ def _described(data: Inspected) -> Iterator[str]:
     """Lines about the whole dataset, without reading its tokens."""
     lengths_N, manifest = data.lengths_N, data.manifest
     tokens = int(lengths_N.sum(dtype=np.int64))
-    yield f"{len(data):,} documents, {tokens:,} tokens of type {data.id_type}"
+    size = f"{counted(len(data), 'document')}, {counted(tokens, 'token')}"
+    yield f"{size} of type {data.id_type}"
     if manifest is None:
         yield "no manifest: the tokenizer, the sources and the domains are unknown"
     else:
@@ -234,7 +237,7 @@ def _described(data: Inspected) -> Iterator[str]:
     end, count = data.last_tokens()
     known = data.tokenizer is not None and end == data.tokenizer.eod
     name = ", the end of document" if known else ""
-    yield f"{count:,} documents end with token {end}{name}"
+    yield f"last token {end}{name}: {counted(count, 'document')}"
     quantiles = np.quantile(lengths_N, _QUANTILES, method="nearest")
     names = ("shortest", "1%", "25%", "median", "75%", "99%", "longest")
     yield f"tokens per document: mean {tokens / len(data):,.1f}, " + ", ".join(
@@ -249,7 +252,8 @@ def _origin(manifest: Manifest) -> Iterator[str]:
     )
     if manifest.sources is not None:
         size = sum(source.bytes for source in manifest.sources)
-        yield f"{len(manifest.sources):,} source files, {size:,} bytes (SHA-256, bytes, path)"
+        files = counted(len(manifest.sources), "source file")
+        yield f"{files}, {size:,} bytes (SHA-256, bytes, path)"
         for source in manifest.sources[:_MOST_SOURCES]:
             yield f"  {source.sha256[:12]}  {source.bytes:>15,}  {printable(source.path)}"
         if len(manifest.sources) > _MOST_SOURCES:
@@ -257,6 +261,6 @@ def _origin(manifest: Manifest) -> Iterator[str]:
     for name, part in (manifest.domains or {}).items():
         share = part.tokens / manifest.tokens
         yield (
-            f"domain {printable(name)}: {part.documents:,} documents, {part.tokens:,} tokens "
-            f"({share:.1%})"
+            f"domain {printable(name)}: {counted(part.documents, 'document')}, "
+            f"{counted(part.tokens, 'token')} ({share:.1%})"
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from moe_parallel.config.message import counted
 from moe_parallel.errors import InputError
 
 
@@ -97,7 +98,7 @@ class Cluster:
 
     @property
     def text(self) -> str:
-        return f"{self.nodes} nodes of {self.node.name}, {self.ranks} GPUs"
+        return f"{counted(self.nodes, 'node')} of {self.node.name}, {counted(self.ranks, 'GPU')}"
 
 
 def parse_cluster(text: str, flag: str = "--cluster") -> Cluster:

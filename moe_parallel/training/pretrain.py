@@ -19,6 +19,7 @@ from megatron.core.utils import unwrap_model
 
 from moe_parallel.collective_errors import agree
 from moe_parallel.config import Config, validate
+from moe_parallel.config.message import counted
 from moe_parallel.model.memory import check_memory
 from moe_parallel.model.shards import total_parameters
 from moe_parallel.parallel import Groups, initialize_groups
@@ -232,8 +233,9 @@ def _opening(config: Config, groups: Groups, stage: Stage) -> str:
     tokens = config.training.global_batch_size * config.training.seq_length
     done = stage.state.iteration
     start = f", going on after iteration {done}" if done else ""
+    ranks = counted(dist.get_world_size(), "rank")
     return (
-        f"{parameters / 1e6:.2f}M parameters on {dist.get_world_size()} ranks ({layout}); "
+        f"{parameters / 1e6:.2f}M parameters on {ranks} ({layout}); "
         f"{config.training.train_iters} iterations of {tokens:,} tokens{start}"
     )
 

@@ -124,7 +124,7 @@ def test_a_figure_without_a_plan_says_why(folders):
     other = Node("pair", 2, 1e9, None, 1e9, 1e12, 1e9, 1e9, 1e9, 1, "by hand")
     rows = rows_of(folders, 1, Cluster(other, 1))
     assert [row.no_plan for row in rows] == [
-        "it has 1 ranks on 1 nodes, and pair has 2",
+        "it has 1 rank on 1 node, and pair has 2",
         "it has 2 ranks on 2 nodes, and pair has 2",
     ]
     (text,) = draw(rows).axes[3].texts

@@ -56,7 +56,7 @@ def test_lengths_and_ends_are_counted(tmp_path: Path) -> None:
                   NUMBERS.vocab_size, tokenizer=NUMBERS.fingerprint)  # fmt: skip
     lines = report(NUMBERS, tmp_path / "data")
     assert lines[0] == "100 documents, 1,375 tokens of type uint16"
-    assert "99 documents end with token 999, the end of document" in lines
+    assert "last token 999, the end of document: 99 documents" in lines
     assert (
         "tokens per document: mean 13.8, shortest 1, 1% 1, 25% 1, median 3, 75% 3, 99% 10, "
         "longest 1,000"
@@ -82,11 +82,9 @@ def test_repeats_are_found_with_and_without_the_end_and_in_any_type(tmp_path: Pa
     write_indexed(tmp_path / "a", [[1, 2, 9], [3, 9], [1, 2], [3, 9], [3, 9], [2, 1, 9]], 10)
     write_indexed(tmp_path / "b", [[5, 99_999], [3, 99_999]], big.vocab_size)
     lines = report(None, tmp_path / "a", tmp_path / "b")
-    assert "0 documents (0.0%) repeat an earlier one" in lines
-    assert f"1 documents (50.0%) occur in {tmp_path / 'a'}" in lines
-    assert "3 documents (50.0%) repeat an earlier one; document 1 occurs 3 times" in report(
-        None, tmp_path / "a"
-    )
+    assert "0 repeated documents (0.0%)" in lines
+    assert f"1 document (50.0%) also in {tmp_path / 'a'}" in lines
+    assert "3 repeated documents (50.0%); document 1 occurs 3 times" in report(None, tmp_path / "a")
 
 
 def test_repeats_of_nothing() -> None:

@@ -43,7 +43,7 @@ def test_the_report(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split(":")[0] for line in lines if line.startswith("domain ")] == [
         "domain code", "domain prose",
     ]  # fmt: skip
-    assert "1 documents (5.0%) repeat an earlier one; document 3 occurs 2 times" in lines
+    assert "1 repeated document (5.0%); document 3 occurs 2 times" in lines
     first, *rest = words(10, 3).split("\n")
     assert f"  document 3, {len(small_bpe().tokenize(words(10, 3))) + 1} tokens:\n" in printed
     assert f"    | {first}".replace("\t", "\\t") in printed

@@ -9,6 +9,7 @@ from typing import Any
 from moe_parallel.analysis.scaling.folder import CellFolder
 from moe_parallel.analysis.scaling.grid import ScalingCell
 from moe_parallel.analysis.scaling.measures import Measures
+from moe_parallel.config.message import counted
 from moe_parallel.errors import InputError
 from moe_parallel.plan.cluster import Cluster
 from moe_parallel.plan.search import Refused, plan_layout
@@ -141,7 +142,8 @@ def _planned(cell: ScalingCell, cluster: Cluster | None) -> float | str:
         return "its configuration has no vocab-size"
     node = cluster.node
     if node.gpus * cell.nodes != cell.ranks:
-        return f"it has {cell.ranks} ranks on {cell.nodes} nodes, and {node.name} has {node.gpus}"
+        has = f"{counted(cell.ranks, 'rank')} on {counted(cell.nodes, 'node')}"
+        return f"it has {has}, and {node.name} has {node.gpus}"
     try:
         plan = plan_layout(cell.config, vocabulary, replace(cluster, nodes=cell.nodes))
     except InputError as error:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_parallel.config.message import counted
 from moe_parallel.data.atomic_files import staging, uninterrupted
 from moe_parallel.data.indexed_writer import IndexedWriter, WrittenDataset, check_new, move_indexed
 from moe_parallel.data.manifest import Size
@@ -266,8 +267,9 @@ def _summary(
             size += "to merge"
         lines.append(f"{work.tokenizer_folder}: {size}")
     for key, (done, empty) in written.items():
-        text = f"{work.dataset(key)}: {done.documents:,} documents, {done.tokens:,} tokens"
-        lines.append(text + (f"; {empty:,} empty texts left out" if empty else ""))
+        text = f"{work.dataset(key)}: {counted(done.documents, 'document')}, "
+        text += counted(done.tokens, "token")
+        lines.append(text + (f"; {counted(empty, 'empty text')} left out" if empty else ""))
     if bad:
-        lines.append(f"{work.bad_file}: {bad:,} bad records, left out")
+        lines.append(f"{work.bad_file}: {counted(bad, 'bad record')}, left out")
     return lines

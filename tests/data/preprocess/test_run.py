@@ -182,7 +182,7 @@ def test_empty_texts_are_left_out_and_counted(tmp_path: Path) -> None:
     lines = preprocess(work(tmp_path, source, json_keys=["text", "title"]), no_progress)
     assert lines == [
         f"{tmp_path}/out/my_text_document: 2 documents, 4 tokens",
-        f"{tmp_path}/out/my_title_document: 1 documents, 2 tokens; 1 empty texts left out",
+        f"{tmp_path}/out/my_title_document: 1 document, 2 tokens; 1 empty text left out",
     ]
 
 
