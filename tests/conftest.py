@@ -14,6 +14,7 @@
 import gc
 import os
 import signal
+import time
 from collections import defaultdict
 from typing import Any
 
@@ -35,6 +36,12 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     parser.addoption("--full", action="store_true", help="run the full tier as well")
     parser.addoption("--gpu", action="store_true", help="collect what needs a GPU without one")
     parser.addoption("--cluster", action="store_true", help="collect what needs a Slurm cluster")
+    parser.addoption(
+        "--no-start-after",
+        type=float,
+        metavar="TIME",
+        help="skip the tests that would begin after this time, in seconds since 1970",
+    )
     parser.addoption("--write-table", metavar="FILE", help="page whose table of faults is renewed")
 
 
@@ -76,6 +83,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _mark_combinations(items)
     if not (config.getoption("--full") or any("::" in name for name in config.args)):
         leave_out("full")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    last = item.config.getoption("--no-start-after")
+    if last is not None and time.time() > last:
+        pytest.skip("no time was left for it")
 
 
 def _has_gpu(items: list[pytest.Item]) -> bool:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from itertools import combinations, product
 
 import pytest
@@ -54,6 +55,17 @@ def test_what_is_not_named_is_left_to_the_full_tier():
         (("b",), "full"),
         (("c",), "full"),
     ]
+
+
+@pytest.mark.parametrize(("after", "ended"), [(-60, "1 skipped"), (60, "1 passed")])
+def test_no_test_begins_when_the_time_is_over(after, ended):
+    name = "tests/test_tiers.py::test_a_full_cross_needs_few_rows"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name]
+    command += ["--no-start-after", str(time.time() + after)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert ended in done.stdout.splitlines()[-1]
+    assert ("no time was left for it" in done.stdout) == (after < 0)
 
 
 def test_a_name_that_is_not_there_is_seen():
