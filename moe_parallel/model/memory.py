@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from moe_parallel.collective_errors import agree, exchange
 from moe_parallel.config import Config
+from moe_parallel.config.message import counted
 from moe_parallel.errors import InputError
 from moe_parallel.parallel import Groups
 from moe_parallel.plan.layout import layout_of
@@ -42,12 +43,12 @@ def check_memory(config: Config, vocab_size: int, groups: Groups) -> None:
         needs = [need for other, need, _ in ranks if other == owner]
         free = max(free for other, _, free in ranks if other == owner)
         if sum(needs) > free:
-            number = "1 rank" if len(needs) == 1 else f"{len(needs)} ranks"
             raise InputError(
                 f"the model, its gradients and optimizer state take {_gib(sum(needs))} or more on "
-                f"{number}, and {_gib(free)} are free there: lower --num-layers, --hidden-size, "
-                "--num-experts, --ffn-hidden-size, --moe-ffn-hidden-size, --micro-batch-size or "
-                "--seq-length, or divide it over more ranks"
+                f"{counted(len(needs), 'rank')}, and {_gib(free)} are free there: lower "
+                "--num-layers, --hidden-size, --num-experts, --ffn-hidden-size, "
+                "--moe-ffn-hidden-size, --micro-batch-size or --seq-length, or divide it over more "
+                "ranks"
             )
 
 

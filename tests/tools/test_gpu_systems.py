@@ -60,6 +60,7 @@ def test_all_systems_are_compared(trains, capsys):
     ("flags", "message"),
     [
         (["--iterations", "2"], "--iterations is 2: it must be at least 3"),
+        (["--bf16-iterations", "2"], "--bf16-iterations is 2: it must be at least 3"),
         (["--jobs", "0"], "--jobs is 0: it must be at least 1"),
         (["--only", "no_system"], "--only no_system: there is no "),
     ],

@@ -109,7 +109,7 @@ step() {
 # test does not keep the GPU busy.
 gpu_tests() {
     local side_by_side=()
-    "$python" -c 'import xdist' 2>/dev/null && side_by_side=(-n "$((($(nproc) + 1) / 2))")
+    "$python" -c 'import xdist' 2>/dev/null && side_by_side=(-n "$((($(getconf _NPROCESSORS_ONLN) + 1) / 2))")
     step "$1" "$2" "$python" -m pytest -q --full -m gpu -p no:cacheprovider \
         "${side_by_side[@]}" "${@:3}"
 }

@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from moe_parallel.errors import InputError
 from moe_parallel.telemetry.metrics import FILE_NAME, read_metrics
 from moe_parallel.tool import Tool, check_positive
+from tools.bench.about import ROOT
 from tools.bench.benchmark import check_device
 
-ROOT = Path(__file__).resolve().parents[2]
 SYSTEMS = ROOT / "examples" / "systems"
 ON_ONE_DEVICE = (
     "--expert-model-parallel-size", "1", "--tensor-model-parallel-size", "1",
@@ -95,9 +95,13 @@ def main(arguments: list[str]) -> int:
 
 
 def _work(own: Namespace) -> int:
-    check_positive(own, "jobs", "bf16-iterations")
-    if own.iterations < 3:  # two of warm-up
-        raise InputError(f"--iterations is {own.iterations}: it must be at least 3")
+    check_positive(own, "jobs")
+    for flag, number in (
+        ("--iterations", own.iterations),
+        ("--bf16-iterations", own.bf16_iterations),
+    ):
+        if number < 3:  # two of warm-up
+            raise InputError(f"{flag} is {number}: it must be at least 3")
     systems = own.only or sorted(path.stem for path in SYSTEMS.glob("*.yaml"))
     for name in systems:
         if not (SYSTEMS / f"{name}.yaml").is_file():
