@@ -4,8 +4,8 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <optional>
@@ -167,10 +167,18 @@ class ExpertRows {
   }
 
  private:
+  // values[index[n]], or 0 where the index is negative. To the kernel a value is a row.
   static at::Tensor pick(const at::Tensor& values, const at::Tensor& index) {
-    if (values.numel() == 0) return at::zeros(index.sizes(), values.options());
-    const auto picked = values.flatten().index_select(0, index.clamp_min(0));
-    return picked.masked_fill(index < 0, 0);
+    auto picked = at::empty(index.sizes(), values.options());
+    const auto flat = values.contiguous();
+    launch(values, Permute{.x = flat.const_data_ptr(),
+                           .slots = index.const_data_ptr<int64_t>(),
+                           .y = picked.mutable_data_ptr(),
+                           .tokens = flat.numel(),
+                           .choices = 1,
+                           .rows = index.numel(),
+                           .row_bytes = static_cast<int64_t>(flat.element_size())});
+    return picked;
   }
 
   GatheredRows on_load(const at::Tensor& x, const RowBlock& block, int64_t choices) const {

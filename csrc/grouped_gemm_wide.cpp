@@ -91,7 +91,7 @@ void add_wide_product(at::Tensor& out, const at::Tensor& a, const at::Tensor& b)
                            static_cast<int>(right.stride), 1, out.mutable_data_ptr<float>(),
                            static_cast<int>(out.stride(0)));
   } else if (a.is_cuda() && out.scalar_type() == at::kFloat && a.element_size() == 2) {
-    out.add_(at::mm(a, b, at::kFloat));
+    at::addmm_out(out, out, a, b, at::kFloat);  // cuBLAS adds to out itself
   } else {
     at::addmm_out(out, out, a.to(out.scalar_type()), b.to(out.scalar_type()));
   }

@@ -1,4 +1,4 @@
-// The softmax of logits and the gradient of its logarithm on the CPU.
+// The softmax of logits and the gradient of its logarithm.
 #include "softmax.h"
 
 #include <ATen/ops/empty.h>
@@ -18,12 +18,12 @@ std::tuple<at::Tensor, at::Tensor> softmax_sums(const at::Tensor& logits) {
   const auto logits_2d = logits.contiguous();
   auto most = at::empty({logits.size(0)}, logits.options().dtype(sum_type_of(logits)));
   auto sums = at::empty_like(most);
-  run_on_cpu(SoftmaxSums{.type = type,
-                         .logits = logits_2d.const_data_ptr(),
-                         .most = most.mutable_data_ptr(),
-                         .sums = sums.mutable_data_ptr(),
-                         .width = logits.size(1)},
-             logits.size(0));
+  launch(logits, SoftmaxSums{.type = type,
+                             .logits = logits_2d.const_data_ptr(),
+                             .most = most.mutable_data_ptr(),
+                             .sums = sums.mutable_data_ptr(),
+                             .rows = logits.size(0),
+                             .width = logits.size(1)});
   return {most, sums};
 }
 
@@ -43,20 +43,20 @@ void softmax_gradient(at::Tensor& logits, const at::Tensor& labels, const at::Te
   }
   const auto labels_1d = labels.contiguous(), most_1d = most.contiguous(),
              sums_1d = sums.contiguous();
-  run_on_cpu(SoftmaxGradient{.type = type,
-                             .logits = logits.mutable_data_ptr(),
-                             .labels = labels_1d.const_data_ptr<int64_t>(),
-                             .most = most_1d.const_data_ptr(),
-                             .sums = sums_1d.const_data_ptr(),
-                             .width = logits.size(1)},
-             logits.size(0));
+  launch(logits, SoftmaxGradient{.type = type,
+                                 .logits = logits.mutable_data_ptr(),
+                                 .labels = labels_1d.const_data_ptr<int64_t>(),
+                                 .most = most_1d.const_data_ptr(),
+                                 .sums = sums_1d.const_data_ptr(),
+                                 .rows = logits.size(0),
+                                 .width = logits.size(1)});
 }
 
 }  // namespace
 }  // namespace moe_parallel
 
-MOE_PARALLEL_CPU_OPERATOR("softmax_sums", "(Tensor logits) -> (Tensor most, Tensor sums)",
-                          moe_parallel::softmax_sums)
-MOE_PARALLEL_CPU_OPERATOR("softmax_gradient",
-                          "(Tensor(a!) logits, Tensor labels, Tensor most, Tensor sums) -> ()",
-                          moe_parallel::softmax_gradient)
+MOE_PARALLEL_OPERATOR("softmax_sums", "(Tensor logits) -> (Tensor most, Tensor sums)",
+                      moe_parallel::softmax_sums)
+MOE_PARALLEL_OPERATOR("softmax_gradient",
+                      "(Tensor(a!) logits, Tensor labels, Tensor most, Tensor sums) -> ()",
+                      moe_parallel::softmax_gradient)

@@ -8,6 +8,7 @@
 #include "../norm_topk.h"
 #include "../permute.h"
 #include "../rms_norm.h"
+#include "../rotary.h"
 #include "../softmax.h"
 #include "../swiglu.h"
 #include "../unpermute.h"
@@ -34,6 +35,7 @@ struct Kernels {
   Kernel<SwigluBackward> swiglu_backward;
   Kernel<RmsNorm> rms_norm;
   Kernel<RmsNormBackward> rms_norm_backward;
+  Kernel<Rotary> rotary;
   Kernel<SoftmaxSums> softmax_sums;
   Kernel<SoftmaxGradient> softmax_gradient;
   Kernel<AttentionWeights> attention_weights;

@@ -52,6 +52,16 @@ class LoggingConfig(Section):
         "peak TFLOP/s of one device, for MFU; none: that of known GPUs in bf16",
         above=0,
     )
+    profile: bool = option(
+        False,
+        "record --profile-step-start to --profile-step-end with torch's profiler, and write traces "
+        "and tables to SAVE/profile",
+    )
+    profile_step_start: int = option(10, "first iteration that --profile records", least=1)
+    profile_step_end: int = option(
+        12, "iteration before which --profile stops; its memory grows with the iterations", least=2
+    )
+    profile_ranks: tuple[int, ...] = option((0,), "ranks that --profile records", least=0)
     tensorboard: bool = option(True, "write TensorBoard event files under --save")
     wandb_project: str | None = option(
         None, "log to this Weights & Biases project (pip install wandb); none: off"
@@ -69,4 +79,26 @@ class LoggingConfig(Section):
             raise InputError(
                 f"--eval-first-part is {first}, which leaves nothing of --seq-length {length}: "
                 f"choose at most {length - 1}"
+            )
+        if self.profile:
+            self._check_profile(config, world_size)
+
+    def _check_profile(self, config: Config, world_size: int) -> None:
+        start, end = self.profile_step_start, self.profile_step_end
+        if config.checkpoint.save is None:
+            raise InputError("--profile writes its files under --save: name a folder there")
+        if not start < end:
+            raise InputError(
+                f"--profile-step-end is {end}, and no iteration from --profile-step-start {start} "
+                f"on comes before it: choose at least {start + 1}"
+            )
+        if start > config.training.train_iters:
+            raise InputError(
+                f"--profile-step-start is {start}, after the last of --train-iters "
+                f"{config.training.train_iters}: choose an earlier one"
+            )
+        absent = [rank for rank in self.profile_ranks if rank >= world_size]
+        if absent:
+            raise InputError(
+                f"--profile-ranks has {absent[0]}, but the ranks are 0 to {world_size - 1}"
             )

@@ -82,7 +82,8 @@ class Option:
 
     def check(self, value: Any) -> None:
         """Raise InputError for a number out of bounds."""
-        self.bounds.check(self.flag, value)
+        for number in value if self.many and value is not None else (value,):
+            self.bounds.check(self.flag, number)
 
     def parse(self, raw: Any) -> Any:
         """`raw` (a string of the command line or a YAML scalar or list) as a value of this option.
@@ -108,7 +109,8 @@ class Option:
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.many:
-            return "words on one line, or a YAML list of them"
+            words = "integers" if self.kind is int else "words"
+            return f"{words} on one line, or a YAML list of them"
         return {
             int: "an integer",
             float: "a finite number",

@@ -67,10 +67,10 @@ class TrainingConfig(Section):
         "positions begin at 0 in every document; as in Megatron, this changes no result with "
         "rotary embeddings, which are relative",
     )
-    loss_chunk_size: int = option(
-        512,
-        "number of tokens whose logits exist at a time; 0: all of a micro-batch, and the loss is "
-        "Megatron-Core's",
+    loss_chunk_size: int | None = option(
+        None,
+        "number of tokens whose logits exist at a time; none: 2048 on a GPU, 512 on a CPU; 0: all "
+        "of a micro-batch, and the loss is Megatron-Core's",
         least=0,
     )
     recompute_granularity: str | None = option(
@@ -85,6 +85,13 @@ class TrainingConfig(Section):
         "layernorm (the outputs of norms), mlp (dense layers), moe (layers of experts), "
         "shared_experts; none: core_attn",
     )
+
+    def tokens_of_loss_chunk(self, device_type: str) -> int:
+        """--loss-chunk-size on a device of the type `cuda` or `cpu`."""
+        if self.loss_chunk_size is not None:
+            return self.loss_chunk_size
+        # Fewer tokens are in the caches of a CPU; on a GPU their products would not fill it.
+        return 2048 if device_type == "cuda" else 512
 
     @property
     def recomputed_modules(self) -> frozenset[str]:

@@ -235,7 +235,9 @@ class DispatchedLayer(ExpertLayer):
 
     def _record(self, choices: Choices, kept: Choices) -> None:
         """Of the n experts; of the free ones only how many choices they got."""
-        dropped = (choices.experts_TK >= 0).sum() - (kept.experts_TK >= 0).sum()
+        dropped: torch.Tensor | int = 0
+        if kept is not choices:
+            dropped = (choices.experts_TK >= 0).sum() - (kept.experts_TK >= 0).sum()
         norms_TE, n = self.norms(choices), self.num_experts
         counts_E, free_counts_Z = choices.tokens_per_expert().tensor_split([n])
         self.statistics.record(
@@ -244,7 +246,7 @@ class DispatchedLayer(ExpertLayer):
             scores_TE=choices.scores_TE.detach()[:, :n],
             norms_TE=None if norms_TE is None else norms_TE[:, :n],
             cutoff_E=self.cutoffs(),
-            free_choices=free_counts_Z.sum(),
+            free_choices=0 if self.free is None else free_counts_Z.sum(),
         )
 
     def norms(self, choices: Choices) -> torch.Tensor | None:

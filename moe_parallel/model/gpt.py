@@ -35,11 +35,13 @@ from moe_parallel.model.fp8_gpt import Fp8GPTModel
 from moe_parallel.model.heads_norm import over
 from moe_parallel.model.initialization import initialize_weights
 from moe_parallel.model.language_model import LanguageModel
+from moe_parallel.model.self_attention import RotarySelfAttention
 from moe_parallel.model.token_ids import TransformerLayerWithIds
 from moe_parallel.model.transformer_config import transformer_config
 from moe_parallel.ops import select_backend
 from moe_parallel.ops.bounded_experts import within_budget
 from moe_parallel.parallel import Groups
+from moe_parallel.platform.device import device
 from moe_parallel.platform.norm import norm_by
 from moe_parallel.systems import system_of
 from moe_parallel.telemetry.progress import Progress, Timers
@@ -113,7 +115,7 @@ def build_chunks(
     chunks = [
         gpt(
             ops=context.ops,
-            loss_chunk_size=config.training.loss_chunk_size,
+            loss_chunk_size=config.training.tokens_of_loss_chunk(device().type),
             passes_token_ids=hash_table_VK is not None,
             config=megatron,
             transformer_layer_spec=_block_spec(config, megatron, context, stage),
@@ -166,6 +168,8 @@ def _layer_spec(config: Config, context: LayerContext, mlp: ModuleSpec) -> Modul
     if context.hash_table_VK is not None and mlp.module is not DenseMLP:
         spec.module = TransformerLayerWithIds
     attention = spec.submodules.self_attention
+    attention.module = RotarySelfAttention
+    attention.params = {**attention.params, "ops": context.ops}
     column, row = linear_by(context.ops)
     attention.submodules = replace(
         attention.submodules,

@@ -17,6 +17,7 @@ from moe_parallel.parallel import Groups
 from moe_parallel.plan.layout import layout_of
 from moe_parallel.plan.shape import shape_of
 from moe_parallel.plan.weights import weights_of_chunk
+from moe_parallel.platform.device import device
 from moe_parallel.platform.memory import free_host_memory, free_memory, memory_owner
 
 
@@ -121,7 +122,8 @@ def _activations(config: Config, vocab_size: int, groups: Groups) -> int:
     split = tp if config.parallel.sequence_parallel else 1
     inputs = len(_layers_of_stage(config, groups)) * tokens * config.model.hidden_size * value
     last = groups.pp.rank() == groups.pp.size() - 1
-    rows, chunk = config.padded_vocab_size(vocab_size) // tp, training.loss_chunk_size
+    rows = config.padded_vocab_size(vocab_size) // tp
+    chunk = training.tokens_of_loss_chunk(device().type)
     head = min(tokens, chunk) + config.model.hidden_size if chunk else tokens
     return inputs // split + (4 * head * rows if last else 0)
 

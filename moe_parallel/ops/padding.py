@@ -13,6 +13,20 @@ from torch.nn.functional import pad
 LANES = 8  # 16-bit numbers in 16 bytes
 
 
+def width_warning(width: int, *, is_padded: bool) -> str | None:
+    """What to tell the user of experts of this width in 16 bits on a GPU; None: nothing.
+
+    `is_padded`: whether the layer pads them.
+    """
+    if width % LANES == 0:
+        return None
+    what = f"experts are {width} wide, which is no multiple of {LANES}"
+    if is_padded:
+        fits = max(width - width % LANES, LANES)
+        return f"{what}: each pass copies their weights; --aoe-wide-size {fits} needs no copy"
+    return f"{what}: tensor cores cannot read them, so they are several times slower"
+
+
 def missing_columns(x: Tensor, width: int) -> int:
     """How many columns an expert lacks for tensor cores; 0 where they do not compute."""
     return -width % LANES if x.is_cuda and x.element_size() == 2 else 0

@@ -138,6 +138,7 @@ class Ops:
     norm_topk: NormTopK
     expert_merge: Callable[[Tensor, Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    rotary: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     softmax_sums: Callable[[Tensor], tuple[Tensor, Tensor]]
     softmax_gradient: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     routed_experts: RoutedExperts

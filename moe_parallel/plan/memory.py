@@ -189,11 +189,11 @@ def _bytes_of_layer(shape: Shape, layout: Layout, is_moe: bool) -> int:
 
 
 def _working(shape: Shape, layout: Layout, stage: int) -> int:
-    """The largest of: a chunk of logits with its gradient; the gradients inside an expert layer."""
+    """The larger of: a chunk of logits; the gradients inside an expert layer."""
     t, a = tokens_of(shape, layout), shape.value
     logits = 0
     if stage == layout.pp - 1:
-        logits = min(t.all, shape.loss_chunk) * shape.vocabulary // layout.tp * (4 + 2 * a)
+        logits = min(t.all, shape.loss_chunk) * shape.vocabulary // layout.tp * a
     width = 2 * shape.dense_width // layout.tp
     inside = t.all * width * a if not all(shape.moe_layers) else 0
     if shape.experts is not None:

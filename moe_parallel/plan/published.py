@@ -11,6 +11,7 @@ from moe_parallel.config.selection import SharedExpertSize
 from moe_parallel.errors import InputError
 from moe_parallel.plan.cluster import Cluster, Efficiency, parse_cluster
 from moe_parallel.plan.experts import LayerWeight, PlannedExperts
+from moe_parallel.plan.host import MEGATRON
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.shape import Latent, Shape, swiglu_weights
 from moe_parallel.plan.software import Software
@@ -69,7 +70,7 @@ def _run(entry: dict[str, Any]) -> PublishedRun:
         "overlap_param_gather": True,
     } | {name: _hashable(value) for name, value in entry["layout"].items()}
     layout = Layout(ranks=cluster.ranks, **sizes)
-    software = Software(**entry.get("software", {}))
+    software = Software(**entry.get("software", {}), host_calls=MEGATRON)
     figure = entry["figure"]
     speed = figure.get("tokens_per_second_and_gpu")
     if speed is None:

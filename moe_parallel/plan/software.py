@@ -56,10 +56,12 @@ class Software:
     rounding_calls: int = 0
     #: The parts of a layer that are CUDA graphs.
     graphs: tuple[str, ...] = ()
+    #: Calls of the host for the parts of a layer.
+    host_calls: host.HostCalls = host.THIS
 
     def kernels_of_layer(self, shape: Shape, layout: Layout, is_moe: bool) -> int:
         """The kernels of a layer for a micro-batch, forward and backward."""
-        kernels = host.calls_of_layer(layout, is_moe) + self._roundings
+        kernels = host.calls_of_layer(layout, is_moe, self.host_calls) + self._roundings
         if not is_moe:
             return kernels + self._roundings
         if self.expert_by_expert:
@@ -75,9 +77,9 @@ class Software:
             return 0
         calls = self.kernels_of_layer(shape, layout, is_moe)
         if ATTENTION_GRAPH in self.graphs:
-            calls -= sum(host.OF_ATTENTION) + self._roundings
+            calls -= sum(self.host_calls.attention) + self._roundings
         if ROUTER_GRAPH in self.graphs and is_moe:
-            calls -= sum(host.OF_EXPERTS)
+            calls -= sum(self.host_calls.experts)
         return calls
 
     @property

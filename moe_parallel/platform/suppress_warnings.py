@@ -43,6 +43,29 @@ NOTICES = (
         "If you are using transformer_engine as the transformer implementation",
         "attention is not Transformer Engine's; docs/parallelism.md says what core_attn saves",
     ),
+    Notice("Apex is not installed", "norms and products are our own"),
+    Notice(
+        "Transformer Engine and Apex are not installed",
+        "torch's fused Adam serves; --fp8-format says itself what it needs",
+    ),
+    Notice(
+        "Using a large number of experts",
+        "routers compute in fp32 here, whatever the option of Megatron-Core's own router is",
+    ),
+    Notice(
+        r"barrier\(\): using the device under current context",
+        "each rank has chosen its GPU before",
+    ),
+    Notice(
+        "invalid escape sequence",
+        "in a file of Megatron-Core, when Python compiles it first",
+        category=SyntaxWarning,
+    ),
+    Notice(
+        "DistributedDataParallel: full_param_layout not provided",
+        "Megatron-Core computes the layout itself",
+        logger="megatron.core.distributed.distributed_data_parallel",
+    ),
     Notice(
         "Unknown MLP type",
         "our layers are given their process groups by their spec, and need no others",
@@ -55,10 +78,8 @@ NOTICES = (
     ),
 )
 
-#: Apex and Transformer Engine are GPU software: on a GPU users should see that they are missing.
+#: They say what a host without a GPU lacks.
 NOTICES_ABOUT_GPUS = (
-    Notice("Apex is not installed", "there is no GPU"),
-    Notice("Transformer Engine and Apex are not installed", "there is no GPU"),
     Notice("No CUDA runtime is found", "there is no GPU", logger="torch.utils.cpp_extension"),
 )
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -101,8 +102,27 @@ class RoutingTotals:
     WIRE_BYTES, FREE, SQUARES, OUTPUTS = range(-4, 0)
 
     def __init__(self, sums_GC: torch.Tensor, peaks_GE: torch.Tensor) -> None:
-        self.sums_GC = sums_GC
+        self._sums_GC = sums_GC
         self.peaks_GE = peaks_GE
+        # Numbers that the host knows, by layer and column. They would cost a kernel each.
+        self._from_host: defaultdict[tuple[int, int], float] = defaultdict(float)
+
+    @property
+    def sums_GC(self) -> torch.Tensor:
+        """fp64 [G, C], with all that was added."""
+        if self._from_host:
+            from_host_GC = torch.zeros(self._sums_GC.shape, dtype=torch.float64)
+            for (row, column), number in self._from_host.items():
+                from_host_GC[row, column] = number
+            self._sums_GC += from_host_GC.to(self._sums_GC.device)
+            self._from_host.clear()
+        return self._sums_GC
+
+    def _add(self, layer_number: int, column: int, number: torch.Tensor | float) -> None:
+        if isinstance(number, torch.Tensor):
+            self._sums_GC[layer_number - 1, column] += number
+        else:
+            self._from_host[layer_number - 1, column] += number
 
     @classmethod
     def zeros(cls, num_layers: int, num_experts: int, device: torch.device) -> RoutingTotals:
@@ -125,18 +145,18 @@ class RoutingTotals:
     ) -> None:
         """Adds one micro-batch of a layer (counted from 1). Does not wait for the device."""
         tokens, num_experts = scores_TE.shape
-        row_C = self.sums_GC[layer_number - 1]
+        row_C = self._sums_GC[layer_number - 1]
         row_C[:num_experts] += tokens_per_expert_E
-        row_C[self.TOKENS] += tokens
-        row_C[self.ENTROPY] += ent_conf_sum(scores_TE)
-        row_C[self.DROPPED] += dropped
-        row_C[self.FREE] += free_choices
+        self._add(layer_number, self.TOKENS, tokens)
+        self._add(layer_number, self.ENTROPY, ent_conf_sum(scores_TE))
+        self._add(layer_number, self.DROPPED, dropped)
+        self._add(layer_number, self.FREE, free_choices)
         if norms_TE is not None:
             row_C[num_experts : 2 * num_experts] += norms_TE.sum(dim=0, dtype=torch.float64)
-            row_C[self.NORMED_TOKENS] += tokens
+            self._add(layer_number, self.NORMED_TOKENS, tokens)
         if cutoff_E is not None:
             row_C[2 * num_experts : 3 * num_experts] += tokens * cutoff_E
-            row_C[self.CUT_TOKENS] += tokens
+            self._add(layer_number, self.CUT_TOKENS, tokens)
 
     @torch.no_grad()
     def add_merges(
@@ -145,35 +165,34 @@ class RoutingTotals:
         """Adds the merged experts of one micro-batch of a layer."""
         merges, num_experts = weights_ME.shape
         weights_ME, tokens_M = weights_ME.double(), tokens_M.double()
-        row_C = self.sums_GC[layer_number - 1]
-        row_C[:num_experts] += tokens_M @ weights_ME
-        row_C[self.TOKENS] += tokens_M.sum()
-        row_C[self.ENTROPY] += tokens_M @ torch.special.entr(weights_ME).sum(dim=1)
-        row_C[self.MERGES] += merges
+        self._sums_GC[layer_number - 1, :num_experts] += tokens_M @ weights_ME
+        self._add(layer_number, self.TOKENS, tokens_M.sum())
+        entropies_M = torch.special.entr(weights_ME).sum(dim=1)
+        self._add(layer_number, self.ENTROPY, tokens_M @ entropies_M)
+        self._add(layer_number, self.MERGES, merges)
         peaks_E = self.peaks_GE[layer_number - 1]
         torch.maximum(peaks_E, weights_ME.amax(dim=0), out=peaks_E)
 
     @torch.no_grad()
     def add_losses(self, layer_number: int, losses: Mapping[str, torch.Tensor]) -> None:
         """Adds the auxiliary losses of one micro-batch of a layer, by their names in LOSSES."""
-        row_C = self.sums_GC[layer_number - 1]
         first = 3 * self.peaks_GE.shape[1]
         for name, loss in losses.items():
             column = first + 2 * LOSSES.index(name)
-            row_C[column] += loss
-            row_C[column + 1] += 1
+            self._add(layer_number, column, loss)
+            self._add(layer_number, column + 1, 1)
 
     @torch.no_grad()
     def add_wire(self, layer_number: int, sent_bytes: int) -> None:
         """Adds the bytes that one rank sent to others for one micro-batch of a layer."""
-        self.sums_GC[layer_number - 1, self.WIRE_BYTES] += sent_bytes
+        self._add(layer_number, self.WIRE_BYTES, sent_bytes)
 
     @torch.no_grad()
     def add_output(self, layer_number: int, y: torch.Tensor) -> None:
         """Adds the output of a layer for one micro-batch, of any shape."""
-        row_C = self.sums_GC[layer_number - 1]
-        row_C[self.SQUARES] += torch.linalg.vector_norm(y, dtype=torch.float64).square()
-        row_C[self.OUTPUTS] += y.numel()
+        squares = torch.linalg.vector_norm(y, dtype=torch.float64).square()
+        self._add(layer_number, self.SQUARES, squares)
+        self._add(layer_number, self.OUTPUTS, y.numel())
 
     def reduced(self, groups: Iterable[dist.ProcessGroup | None]) -> RoutingTotals:
         """The totals over the ranks of each group in turn, as a new object; this one is unchanged.
@@ -195,7 +214,7 @@ class RoutingTotals:
     @torch.no_grad()
     def add_totals(self, other: RoutingTotals) -> None:
         """Adds other totals of the same model. Does not wait for the device."""
-        self.sums_GC += other.sums_GC
+        self._sums_GC += other.sums_GC
         torch.maximum(self.peaks_GE, other.peaks_GE, out=self.peaks_GE)
 
     def state(self) -> dict[str, list[list[float]]]:
@@ -211,11 +230,13 @@ class RoutingTotals:
         sums_GC = torch.tensor(state["sums"], dtype=torch.float64).view(len(self.sums_GC), -1)
         peaks_GE = torch.tensor(state["peaks"], dtype=torch.float64).view_as(self.peaks_GE)
         if sums_GC.shape == self.sums_GC.shape:
-            self.sums_GC.copy_(sums_GC)
+            self._from_host.clear()
+            self._sums_GC.copy_(sums_GC)
             self.peaks_GE.copy_(peaks_GE)
 
     def clear(self) -> None:
-        self.sums_GC.zero_()
+        self._sums_GC.zero_()
+        self._from_host.clear()
         self.peaks_GE.zero_()
 
     def summaries(self) -> list[dict[str, Any]]:

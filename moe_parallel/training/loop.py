@@ -28,6 +28,7 @@ from moe_parallel.training.exit_codes import EXIT_INTERRUPTED
 from moe_parallel.training.failure import Diverged
 from moe_parallel.training.instruments import Instruments
 from moe_parallel.training.interval import Interval
+from moe_parallel.training.profile import Profile
 from moe_parallel.training.rank_times import GatheredTimes
 from moe_parallel.training.saves import Saves
 from moe_parallel.training.signals import StopRequest
@@ -64,6 +65,7 @@ class Loop:
         )
         self.asked_to_leave = False  # by a signal, --exit-interval or --exit-duration-in-mins
         self.bytes_per_token_V = text.bytes_per_token(stage.engine.device)
+        self.profile = Profile(config, dist.get_rank())
         self.saves = Saves(stage, telemetry, has_folder=config.checkpoint.save is not None)
         self._began = began
         self._stop = stop
@@ -75,8 +77,7 @@ class Loop:
         Raises:
             Diverged: the loss or the gradient norm is no longer finite.
         """
-        if self.stage.note is not None:
-            self.telemetry.say(self.stage.note)
+        self._say_if(self.stage.note)
         stream = self._stream()
         with self._stop.finishing(self.whereabouts) as stop:
             while self.state.iteration < self.stage.until:
@@ -92,6 +93,8 @@ class Loop:
                 stopping, late = self._agreed(stop)
                 leaving = self._due(self.config.training.exit_interval)
                 self.asked_to_leave = stopping or late or leaving
+                if self.asked_to_leave:
+                    self._say_if(self.profile.finish())
                 if self._due(self.config.checkpoint.save_interval) or self.asked_to_leave:
                     self.save(can_wait=not self.asked_to_leave)
                 if stopping:
@@ -179,6 +182,7 @@ class Loop:
 
     def _step(self, stream: Iterator[Batch]) -> StepResult:
         begin = time.monotonic()
+        self.profile.begin_step(self.state.iteration + 1)
         self.progress.begin_step(self.state.iteration + 1)
         try:
             result = self.engine.step(stream)
@@ -192,7 +196,13 @@ class Loop:
             consumed_samples=self.state.consumed_samples + self.config.training.global_batch_size,
             consumed_tokens=self.state.consumed_tokens + result.tokens,
         )
+        iteration = self.state.iteration
+        self._say_if(self.profile.end_step(iteration, is_last=iteration == self.stage.until))
         return result
+
+    def _say_if(self, text: str | None) -> None:
+        if text is not None:
+            self.telemetry.say(text)
 
     def _tell_start(self) -> None:
         """Say how large the outputs of the layers of experts are at the start."""
@@ -228,8 +238,7 @@ class Loop:
                 "layers": layers,
             }
         )
-        if news is not None:
-            self.telemetry.say(news)
+        self._say_if(news)
         self.interval.clear()
 
     def _controlled(self, layers: list[dict[str, Any]]) -> dict[str, float]:

@@ -18,10 +18,11 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.utils import unwrap_model
 
 from moe_parallel.collective_errors import agree
-from moe_parallel.config import Config, validate
+from moe_parallel.config import AutonomousSelection, Config, validate
 from moe_parallel.config.message import counted
 from moe_parallel.model.memory import check_memory
 from moe_parallel.model.shards import total_parameters
+from moe_parallel.ops.padding import width_warning
 from moe_parallel.parallel import Groups, initialize_groups
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
 from moe_parallel.platform.determinism import be_deterministic
@@ -150,6 +151,7 @@ def _pretrain(
             *text.warnings,
             *datasets.warnings,
             *instruments.warnings,
+            *_width_warnings(config),
         ):
             telemetry.say(f"warning: {warning}")
         began = time.monotonic()
@@ -220,6 +222,14 @@ def _telemetry(config: Config, done: int) -> Telemetry:
         wandb_mode=config.logging.wandb_mode,
         config=dict(config.values()),
     )
+
+
+def _width_warnings(config: Config) -> list[str]:
+    if not (torch.cuda.is_available() and config.training.bf16 and any(config.moe_layers)):
+        return []
+    width = config.expert_width // (config.parallel.expert_tensor_size)
+    warning = width_warning(width, is_padded=isinstance(config.selection, AutonomousSelection))
+    return [] if warning is None else [warning]
 
 
 def _opening(config: Config, groups: Groups, stage: Stage) -> str:

@@ -21,6 +21,7 @@ VALID: dict[str, Any] = {
     "lr_warmup_iters": 2,
 }
 AOE = {"expert_selection": "aoe", "aoe_low_rank_size": 8}
+PROFILE = {"profile": True, "save": "run"}
 FUSED = {"gradient_accumulation_fusion": True}
 VIRTUAL = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
 
@@ -279,6 +280,19 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
     ({"keep_last": 2}, 1, "--keep-last .*: also set --save"),
     ({"save_interval": 2}, 1, "--save-interval .*: set --save too"),
     ({"async_save": True}, 1, "--async-save needs a folder to save in: set --save too"),
+    ({"profile": True}, 1, "--profile writes its files under --save: name a folder there"),
+    (
+        {**PROFILE, "profile_step_start": 4, "profile_step_end": 4},
+        1,
+        "--profile-step-end is 4, .* --profile-step-start 4 .*: choose at least 5",
+    ),
+    (
+        {**PROFILE, "profile_step_start": 21, "profile_step_end": 22},
+        1,
+        "--profile-step-start is 21, after the last of --train-iters 20",
+    ),
+    ({**PROFILE, "profile_ranks": [0, 1]}, 1, "--profile-ranks has 1, but the ranks are 0 to 0"),
+    ({**PROFILE, "profile_ranks": [0, -1]}, 1, "--profile-ranks is -1: it must be at least 0"),
     # ranges
     ({"num_layers": 10_001}, 1, "--num-layers is 10001: it must be at most 10000"),
     ({"vocab_size": 2**31}, 1, "--vocab-size is 2147483648: it must be at most 2147483647"),
@@ -296,7 +310,7 @@ tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_p
 context_parallel_size
 expert_model_parallel_size expert_tensor_parallel_size micro_batch_size global_batch_size seq_length
 train_iters exit_interval lr_decay_iters lr_wsd_decay_iters vocab_size save_interval keep_last
-moe_dispatch_parts log_interval eval_interval log_digest ddp_bucket_size
+moe_dispatch_parts log_interval eval_interval log_digest ddp_bucket_size profile_step_start
 """.split()
 ABOVE_0 = """
 norm_epsilon rope_scaling_factor init_method_std moe_expert_capacity_factor moe_activation_budget

@@ -41,6 +41,8 @@ def random_value(option: Option, rng: random.Random) -> Any:
     if option.optional and rng.random() < 0.2:
         return None
     word = rng.choice(["a", "run 1", "true", "null", "12", "1e3", "0.5", "a~", "é/ü", "a: b", "#x"])
+    if option.many and option.kind is int:
+        return tuple(rng.choice([0, -7, 2**40]) for _ in range(rng.randint(1, 4)))
     if option.many:
         return tuple(rng.choice([word, "x", "0.3"]) for _ in range(rng.randint(1, 4)))
     if option.choices:

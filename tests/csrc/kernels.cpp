@@ -334,6 +334,7 @@ void check_softmax(ScalarType type) {
                           .logits = logits.data(),
                           .most = most.data(),
                           .sums = sums.data(),
+                          .rows = kTokens,
                           .width = kWidth},
                          0, kTokens);
   kernels().softmax_gradient({.type = type,
@@ -341,6 +342,7 @@ void check_softmax(ScalarType type) {
                               .labels = kLabels,
                               .most = most.data(),
                               .sums = sums.data(),
+                              .rows = kTokens,
                               .width = kWidth},
                              0, kTokens);
   for (int64_t t = 0; t < kTokens; ++t) {
@@ -352,6 +354,50 @@ void check_softmax(ScalarType type) {
     for (int64_t i = 0; i < kWidth; ++i) {
       const double p = std::exp(logits.at(t, i) - largest) / sum;
       expect("dlogits", type, dlogits.at(t, i), p - (i == kLabels[t]), rounding_of(type));
+    }
+  }
+}
+
+// Heads of two sequences, which have the same table. Its numbers need not be a cosine and a sine.
+void check_rotary(ScalarType type) {
+  constexpr int64_t kLength = 2, kBatch = 2, kHeads = 3, kHalf = 21, kRows = 12;
+  const auto sums = sums_of(type);
+  const Matrix x = quarters(type, kRows, 2 * kHalf, 3);
+  const Matrix cos = quarters(sums, kLength, kHalf, 1), sin = quarters(sums, kLength, kHalf, 2);
+  Matrix y(x), z(x);
+  const auto turn = [&](Matrix& to, bool inverse) {
+    constexpr int64_t kRow = 2 * kHalf;
+    kernels().rotary({.type = type,
+                      .x = x.data(),
+                      .angles = nullptr,
+                      .cos = cos.data(),
+                      .sin = sin.data(),
+                      .y = to.data(),
+                      .length = kLength,
+                      .batch = kBatch,
+                      .heads = kHeads,
+                      .half = kHalf,
+                      .place_stride = kBatch * kHeads * kRow,
+                      .sequence_stride = kHeads * kRow,
+                      .head_stride = kRow,
+                      .angles_place_stride = 0,
+                      .angles_sequence_stride = 0,
+                      .table_place_stride = kHalf,
+                      .table_sequence_stride = 0,
+                      .inverse = inverse},
+                     0, kLength * kBatch);
+  };
+  turn(y, false);
+  turn(z, true);
+  for (int64_t row = 0; row < kRows; ++row) {
+    const int64_t s = row / (kBatch * kHeads);
+    for (int64_t i = 0; i < kHalf; ++i) {
+      const double c = cos.at(s, i), d = sin.at(s, i);
+      const double first = x.at(row, i), second = x.at(row, kHalf + i);
+      expect("first of a pair", type, y.at(row, i), first * c - second * d);
+      expect("second of a pair", type, y.at(row, kHalf + i), second * c + first * d);
+      expect("first, inverse", type, z.at(row, i), first * c + second * d);
+      expect("second, inverse", type, z.at(row, kHalf + i), second * c - first * d);
     }
   }
 }
@@ -497,6 +543,7 @@ int main() {
     check_merge(type);
     check_rms_norm(type);
     check_softmax(type);
+    check_rotary(type);
     check_attention(type);
     check_attention_gradient(type);
     check_norms(type);

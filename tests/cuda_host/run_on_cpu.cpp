@@ -5,7 +5,9 @@
 #include "grouped_gemm_product.h"
 #include "norm_topk.h"
 #include "permute.h"
+#include "rotary.h"
 #include "routing_map.h"
+#include "softmax.h"
 #include "swiglu.h"
 #include "unpermute.h"
 
@@ -40,7 +42,10 @@ void run_on_cpu(const FindRows& task) { run(task); }
 void run_on_cpu(const NormGradient& task) { run(task); }
 void run_on_cpu(const Permute& task) { run(task); }
 void run_on_cpu(const PlaceChoices& task) { run(task); }
+void run_on_cpu(const Rotary& task) { run(task); }
 void run_on_cpu(const ScoreTokens& task) { run(task); }
+void run_on_cpu(const SoftmaxGradient& task) { run(task); }
+void run_on_cpu(const SoftmaxSums& task) { run(task); }
 void run_on_cpu(const Swiglu& task) { run(task); }
 void run_on_cpu(const SwigluBackward& task) { run(task); }
 void run_on_cpu(const Unpermute& task) { run(task); }

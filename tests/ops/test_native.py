@@ -18,7 +18,12 @@ def _of_rows(tensor: Callable[..., torch.Tensor], numbers: torch.Tensor) -> dict
         "rms_norm": (x, weight, 1e-5),
         "rms_norm_backward": (x, x, weight, numbers),
         "softmax_sums": (x.detach(),),
-        "softmax_gradient": (x.detach(), torch.tensor([0, 4, -1]), numbers.detach(), numbers),
+        "softmax_gradient": (
+            x.detach(),
+            torch.tensor([0, 4, -1], device=x.device),
+            numbers.detach(),
+            numbers,
+        ),
         "swiglu": (x, x, numbers),
         "swiglu_backward": (x, x, x, numbers),
         "swiglu_halves": (tensor(3, 6),),
@@ -51,6 +56,7 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
         **_of_attention(tensor(3, 2, 4, 2), tensor(3, 2, 2, 2), main(2, 4, 3)),
         "product": (tensor(6, 2), tensor(6, 5), tensor(5, 2), True),
         **_of_rows(tensor, probs[:, 0]),
+        "rotary": (tensor(3, 2, 4, 6), tensor(3, 2, 1, 6), main(3, 1, 1, 6), False),
         "expert_merge": merging,
         "expert_merge_backward": (tensor(2, 5, 2), *merging),
         **_of_norm_topk(tensor, norms, slots, rows),
@@ -122,8 +128,6 @@ ON_CPUS_ONLY = (
     "attention_backward",
     "rms_norm",
     "rms_norm_backward",
-    "softmax_sums",
-    "softmax_gradient",
 )
 OPERATORS = tuple(arguments(torch.float32, "cpu"))
 ON_GPUS = [name for name in OPERATORS if name not in ON_CPUS_ONLY]

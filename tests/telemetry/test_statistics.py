@@ -230,7 +230,7 @@ def summaries_over_ranks() -> list[list[dict]]:
 def test_sum_over_ranks_equals_one_process():
     alone = RoutingStatistics(2, 4, CPU)
     for rank in range(4):
-        alone.training.sums_GC += two_stages_of_two_ranks(rank).training.sums_GC
+        alone.training.add_totals(two_stages_of_two_ranks(rank).training)
     expected = alone.training.summaries()
     assert [summary["layer"] for summary in expected] == [1, 2]
     for summaries in run_distributed(4, summaries_over_ranks):

@@ -55,6 +55,7 @@ class CudaClock:
                 torch.cuda.set_sync_debug_mode(before)
             seconds = self._seconds(work, prepare)
         torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.empty_cache()  # no other stream can use the memory of that one
         return seconds
 
     def _seconds(self, work: TimedWork, prepare: Preparation) -> float:

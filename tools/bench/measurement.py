@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from tools.bench.ceilings import ceiling_of
 from tools.bench.clock import WorkClock, WorkTimer
 from tools.bench.contender import (
@@ -43,11 +45,21 @@ class Patience:
 def measure(bench: Bench, clock: WorkClock, device: str, patience: Patience) -> list[BenchRow]:
     """A row for each measure of the bench."""
     results = _judge(bench, device)
+    return_memory(device)
     able = {result.name for result in results if result.absent is None}
     contenders = [contender for contender in [*bench.ours, *bench.peers] if contender.name in able]
-    return [
-        _row(bench, one, contenders, results, clock, device, patience) for one in bench.measures
-    ]
+    rows = []
+    for one in bench.measures:
+        rows.append(_row(bench, one, contenders, results, clock, device, patience))
+        return_memory(device)
+    return rows
+
+
+def return_memory(device: str) -> None:
+    """Give the memory that nothing uses back to the GPU: what a graph has had, no other may use."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _judge(bench: Bench, device: str) -> list[BenchResult]:

@@ -29,9 +29,11 @@ class TwinContender:
         return f"{'met' if met else 'missed'} ({goal})"
 
 
-def contenders(rank: int) -> list[TwinContender]:
-    """The contenders. `rank`: d_low of AoE; d_wide follows from it by Eq. 5."""
+def contenders(rank: int, width: int | None = None) -> list[TwinContender]:
+    """The contenders. `rank`: d_low of AoE; `width`: d_wide; None: as it follows by Eq. 5."""
     low_rank = {"aoe-low-rank-size": str(rank)}
+    if width is not None:
+        low_rank["aoe-wide-size"] = str(width)
     moe, moe_by_bias = "MoE, aux loss", "MoE, by bias"
     return [
         TwinContender(moe, "moe_732m.yaml"),

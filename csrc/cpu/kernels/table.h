@@ -10,6 +10,7 @@
 #include "norm_topk.h"
 #include "permute.h"
 #include "rms_norm.h"
+#include "rotary.h"
 #include "softmax.h"
 #include "swiglu.h"
 #include "unpermute.h"
@@ -24,6 +25,7 @@ extern const Kernels kKernels = {
     .swiglu_backward = swiglu_backward,
     .rms_norm = rms_norm,
     .rms_norm_backward = rms_norm_backward,
+    .rotary = rotary,
     .softmax_sums = softmax_sums,
     .softmax_gradient = softmax_gradient,
     .attention_weights = attention_weights,

@@ -3,22 +3,17 @@
 import torch
 from torch import Tensor
 
-from moe_parallel.ops import softmax as plain
 from moe_parallel.ops.reference import accumulation_dtype
 
 _ops = torch.ops.moe_parallel
 
 
 def softmax_sums(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-    if logits_RV.is_cuda:
-        return plain.softmax_sums(logits_RV)
     most_R, sums_R = _ops.softmax_sums(logits_RV.detach())
     return most_R, sums_R
 
 
 def softmax_gradient(logits_RV: Tensor, labels_R: Tensor, most_R: Tensor, sums_R: Tensor) -> None:
-    if logits_RV.is_cuda:
-        return plain.softmax_gradient(logits_RV, labels_R, most_R, sums_R)
     _ops.softmax_gradient(logits_RV.detach(), labels_R, most_R, sums_R)
 
 

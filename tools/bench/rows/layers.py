@@ -88,7 +88,10 @@ def aoe_layer(size: BenchSize, draw: Draw, ours: Ops) -> Bench:
     dy_TD = draw.normal(size.T, size.d, seed=6)
 
     def contender(name: str, forward: Forward) -> BenchContender:
-        return BenchContender(name, forward, {"x": x_TD} | weights, frozenset(weights), (dy_TD,))
+        return BenchContender(
+            name, forward, {"x": x_TD} | weights, frozenset(weights), (dy_TD,),
+            unordered=frozenset({"output 1"}),
+        )  # fmt: skip
 
     def autonomous(name: str, *, selected: bool = False, kept: bool = False) -> BenchContender:
         return contender(name, lambda: _autonomous(x_TD, weights, size.K, ours, selected, kept))

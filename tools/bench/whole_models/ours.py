@@ -7,7 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_parallel.config import parse_command_line, validate
+from moe_parallel.config.selection import aoe_wide_size
 from moe_parallel.model.forward import language_model_loss
+from moe_parallel.ops.padding import LANES
 from moe_parallel.training.engine import Engine
 from tools.bench.contender import BenchContender
 from tools.bench.whole_models.model import ModelTerms, contender_of
@@ -47,6 +49,9 @@ def topk(size: ModelSize, *flags: str) -> list[str]:
 def aoe(size: ModelSize, *flags: str) -> list[str]:
     """AoE of as many parameters: d_wide follows from d_low by Eq. 5 of the paper."""
     low_rank = ["--aoe-low-rank-size", str(LOW_RANK)]
+    if size.readable_widths:
+        wide = aoe_wide_size(size.d, size.f, LOW_RANK)
+        low_rank += ["--aoe-wide-size", str(wide - wide % LANES)]
     chosen = ["--moe-router-topk", str(size.K)]
     return ["--expert-selection", "aoe", *low_rank, *chosen, *flags]
 

@@ -24,6 +24,7 @@ class ModelSize:
     S: int = 1024  # tokens of a sequence
     B: int = 2  # sequences
     V: int = 8192  # vocabulary
+    readable_widths: bool = False  # AoE's d_wide is a multiple of 8, for tensor cores
 
     @property
     def heads(self) -> int:
@@ -65,7 +66,7 @@ SIZES: dict[str, tuple[ModelSize, ...]] = {
     SMALL: (ModelSize(d=128, f=128, S=128, V=512),),
     GOALS: (_TWO_OF_1024, _ONE_OF_4096),
     # 0.56 B weights. All contenders of a row together need about 40 GB.
-    GPU: (ModelSize(d=2048, n=64, K=8, f=512, S=2048, B=4, V=32000),),
+    GPU: (ModelSize(d=2048, n=64, K=8, f=512, S=2048, B=4, V=32000, readable_widths=True),),
     "sequence": tuple(replace(_ONE_OF_4096, S=512 << i) for i in range(5)),
     # Equal FLOPs: K experts of width f do the same work for a token.
     "experts": tuple(replace(_TWO_OF_1024, n=8 << i, K=1 << i, f=1024 >> i) for i in range(5)),

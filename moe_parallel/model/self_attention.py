@@ -1,0 +1,49 @@
+"""Megatron-Core's self-attention with the operator of rotary position embeddings.
+
+Megatron-Core turns queries and keys by some twenty operators a layer. On a GPU the host starts each
+of them, and training of small layers is as fast as the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.transformer.attention import SelfAttention
+
+from moe_parallel.ops import Ops
+
+
+class RotarySelfAttention(SelfAttention):
+    """Turns queries and keys when they are made, so that the rest of the layer gets no angles."""
+
+    def __init__(self, *arguments: Any, ops: Ops, **named: Any) -> None:
+        """`ops`: the operators; all else is Megatron-Core's."""
+        super().__init__(*arguments, **named)
+        self._ops = ops
+        self._angles: torch.Tensor | None = None  # only within a forward pass
+
+    def forward(
+        self, *arguments: Any, rotary_pos_emb: torch.Tensor | None = None, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As in Megatron-Core. `rotary_pos_emb`: the angles, [S, 1 or B, 1, C]."""
+        with self._turning_by(rotary_pos_emb):
+            output: tuple[torch.Tensor, torch.Tensor | None] = super().forward(*arguments, **named)
+        return output
+
+    def get_query_key_value_tensors(self, *arguments: Any, **named: Any) -> tuple[Any, ...]:
+        """The queries and keys, turned, and the values: [S, B, heads, C] each."""
+        q_SBHC, k_SBGC, *others = super().get_query_key_value_tensors(*arguments, **named)
+        if self._angles is not None:
+            q_SBHC, k_SBGC = self._ops.rotary(q_SBHC, k_SBGC, self._angles)
+        return q_SBHC, k_SBGC, *others
+
+    @contextlib.contextmanager
+    def _turning_by(self, angles: torch.Tensor | None) -> Iterator[None]:
+        self._angles = angles
+        try:
+            yield
+        finally:
+            self._angles = None
