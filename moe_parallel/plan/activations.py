@@ -87,8 +87,8 @@ def kept_by_recomputed_layer(shape: Shape, layout: Layout) -> list[Kept]:
     return [Kept("input of the layer", ATTENTION, t.between * shape.hidden * shape.value)]
 
 
-def kept_beside_recomputed_layers(shape: Shape, layout: Layout) -> list[Kept]:
-    """What a chunk keeps once if its layers are recomputed."""
+def kept_beside_layers(shape: Shape, layout: Layout) -> list[Kept]:
+    """What a chunk keeps once for all its layers, and for all micro-batches in flight."""
     tokens = shape.seq_length // layout.cp
     return [Kept("rotary angles", ATTENTION, tokens * shape.head_width * 4)]
 
@@ -100,10 +100,6 @@ def _attention(shape: Shape, layout: Layout) -> list[Kept]:
     kept = [
         *_norm("input_layernorm", ATTENTION, shape, t),
         Kept("linear_qkv.x", ATTENTION, t.between * d * a, of_norm=True),
-        *(
-            Kept(f"rope.{name}", ATTENTION, shape.seq_length // layout.cp * shape.head_width * a)
-            for name in ("cos of q", "sin of q", "cos of k", "sin of k")
-        ),
         Kept("q after rope", ATTENTION, t.all * q * a // tp),
         Kept("linear_proj.x", ATTENTION, t.all * q * a // tp),
     ]

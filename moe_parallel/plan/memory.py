@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from moe_parallel.config import recompute
 from moe_parallel.plan.activations import (
-    kept_beside_recomputed_layers,
+    kept_beside_layers,
     kept_by_embedding,
     kept_by_head,
     kept_by_layer,
@@ -113,8 +113,7 @@ def kept_by_chunk(shape: Shape, layout: Layout, stage: int, chunk: int) -> list[
     kept: list[Kept] = []
     if layout.begins(stage, chunk):
         kept += kept_by_embedding(shape, layout)
-    if layout.recompute:
-        kept += kept_beside_recomputed_layers(shape, layout)
+    kept += kept_beside_layers(shape, layout)
     kinds = layout.kinds_of_layer(shape.moe_layers, stage, chunk)
     if _keeps_token_ids(shape, layout, stage, chunk):
         kept.append(Kept("token ids for the layers", EMBEDDING, tokens_of(shape, layout).all * 8))
@@ -164,10 +163,12 @@ def activations_of_stage(shape: Shape, layout: Layout, stage: int) -> int:
         sum(kept.nbytes for kept in kept_by_chunk(shape, layout, stage, chunk))
         for chunk in range(layout.virtual)
     ]
+    shared = sum(kept.nbytes for kept in kept_beside_layers(shape, layout))
     held = max(
-        sum(count * size for count, size in zip(counts, chunks, strict=True))
+        sum(count * (size - shared) + (shared if count else 0)
+            for count, size in zip(counts, chunks, strict=True))
         for counts in chunks_in_flight(layout, stage)
-    )
+    )  # fmt: skip
     kinds, again = set(shape.moe_layers), layout.recompute_modules
     if layout.recompute:  # one layer at a time has all of its activations again
         return held + max(_bytes_of_layer(shape, layout, is_moe) for is_moe in kinds)

@@ -382,7 +382,7 @@ class RoutingStatistics:
 
     def layer(self, layer_number: int) -> LayerStatistics:
         """The statistics of the layer with this global number (from 1, as in Megatron-Core)."""
-        assert 1 <= layer_number <= len(self.training.sums_GC), layer_number
+        assert 1 <= layer_number <= len(self.training.peaks_GE), layer_number
         return LayerStatistics(self, layer_number)
 
     def recipient(self) -> RoutingTotals | None:

@@ -161,8 +161,8 @@ def test_graphs_need_no_calls_and_have_the_same_kernels() -> None:
         return software.calls_of_layer(SHAPE, LAYOUT, is_moe)
 
     assert calls("layer") == calls("layer", is_moe=False) == 0
-    assert calls() - calls("attention") == 30 + 31 + 4
-    assert calls() - calls("router") == 49 + 15
+    assert calls() - calls("attention") == 7 + 13 + 4
+    assert calls() - calls("router") == 33 + 15
     assert calls(is_moe=False) == calls("router", is_moe=False)
 
 

@@ -56,6 +56,7 @@ class Device:
             Event=lambda enable_timing: Event(self),
             Stream=Stream,
             current_stream=Stream,
+            empty_cache=lambda: None,
             graph=graph,
             get_sync_debug_mode=lambda: self.debug,
             set_sync_debug_mode=set_mode,

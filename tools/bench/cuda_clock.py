@@ -39,6 +39,8 @@ class CudaClock:
         except Exception as error:  # another package may raise anything
             reason = one_line(error)
             return WorkTimer(lambda: self._seconds(work, prepare), reason)
+        finally:
+            torch.cuda.empty_cache()  # no other stream can use the memory of the warm-up's
         return WorkTimer(lambda: self._seconds(replay_work, replay_prepare))
 
     def _warm_up(self, work: TimedWork, prepare: Preparation) -> float:
@@ -55,7 +57,6 @@ class CudaClock:
                 torch.cuda.set_sync_debug_mode(before)
             seconds = self._seconds(work, prepare)
         torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.empty_cache()  # no other stream can use the memory of that one
         return seconds
 
     def _seconds(self, work: TimedWork, prepare: Preparation) -> float:
