@@ -364,3 +364,10 @@ def test_data_parallel_size(world: int, tp: int, cp: int, pp: int, dp: int) -> N
         "pipeline_model_parallel_size": pp,
     }
     assert config(**sizes).parallel.data_parallel_size(world) == dp
+
+
+def test_the_tokens_of_a_loss_chunk_depend_on_the_device_unless_they_are_set() -> None:
+    default, given = config().training, config(loss_chunk_size=7).training
+    assert default.tokens_of_loss_chunk("cuda") > default.tokens_of_loss_chunk("cpu") > 0
+    assert given.tokens_of_loss_chunk("cuda") == given.tokens_of_loss_chunk("cpu") == 7
+    assert config(loss_chunk_size=0).training.tokens_of_loss_chunk("cpu") == 0

@@ -5,6 +5,7 @@ import torch
 
 from moe_parallel.ops import extension, reference, select_backend
 from moe_parallel.ops.aligned_rows import aligned_rows
+from moe_parallel.ops.padding import width_warning
 
 BACKENDS = ["reference"] + ["native"] * extension.is_built()
 
@@ -71,3 +72,11 @@ def test_on_a_gpu_as_on_the_cpu():
     assert sizes == same
     for mine, its in zip(here, there, strict=True):
         assert torch.equal(mine, its.cpu())
+
+
+def test_a_width_that_tensor_cores_cannot_read_is_told():
+    assert width_warning(4392, is_padded=True) is width_warning(8, is_padded=False) is None
+    padded, plain = width_warning(4393, is_padded=True), width_warning(4393, is_padded=False)
+    assert padded is not None and padded.endswith("--aoe-wide-size 4392 needs no copy")
+    assert plain is not None and "4393 wide" in plain and "tensor cores cannot read" in plain
+    assert "--aoe-wide-size 8 " in str(width_warning(5, is_padded=True))
