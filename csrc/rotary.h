@@ -10,7 +10,7 @@
 
 namespace moe_parallel {
 
-// Turns each pair (x[i], x[half + i]) of a head by an angle of its token.
+// Rotates each pair (x[i], x[half + i]) of a head by an angle of its token.
 struct Rotary {
   ScalarType type;  // of x and y
   const void* x;    // [length, batch, heads, 2 * half], with the strides below; columns are dense

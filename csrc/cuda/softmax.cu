@@ -6,8 +6,8 @@
 namespace moe_parallel {
 namespace {
 
-// exp(x) for a result that is rounded to Scalar. The error of the fast exponential is smaller than
-// the rounding of 16-bit elements.
+// exp(x). The relative error of the fast exponential is small against the rounding of 16-bit
+// logits.
 template <class Scalar>
 __device__ inline sum_t<Scalar> exponential(sum_t<Scalar> x) {
   if constexpr (sizeof(Scalar) == 2) {

@@ -108,6 +108,8 @@ class Config:
     def warnings(self) -> list[str]:
         """The warnings about the losses that a run reports, and about its timeouts."""
         found = [self.selection.warning] if self.selection.warning is not None else []
+        if self.selection.balancing_warning is not None:
+            found.append(self.selection.balancing_warning)
         if self.selection.forced_routing is not None:
             found.append(
                 f"experts are forced ({self.selection.forced_routing}): the router does not choose "

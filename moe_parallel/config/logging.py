@@ -59,7 +59,9 @@ class LoggingConfig(Section):
     )
     profile_step_start: int = option(10, "first iteration that --profile records", least=1)
     profile_step_end: int = option(
-        12, "iteration before which --profile stops; its memory grows with the iterations", least=2
+        12,
+        "first iteration that --profile no longer records; the memory of a profile grows with each",
+        least=2,
     )
     profile_ranks: tuple[int, ...] = option((0,), "ranks that --profile records", least=0)
     tensorboard: bool = option(True, "write TensorBoard event files under --save")
@@ -86,11 +88,11 @@ class LoggingConfig(Section):
     def _check_profile(self, config: Config, world_size: int) -> None:
         start, end = self.profile_step_start, self.profile_step_end
         if config.checkpoint.save is None:
-            raise InputError("--profile writes its files under --save: name a folder there")
+            raise InputError("--profile needs a folder to write to: set --save")
         if not start < end:
             raise InputError(
-                f"--profile-step-end is {end}, and no iteration from --profile-step-start {start} "
-                f"on comes before it: choose at least {start + 1}"
+                f"--profile-step-end is {end}: it must be greater than --profile-step-start, which "
+                f"is {start}"
             )
         if start > config.training.train_iters:
             raise InputError(

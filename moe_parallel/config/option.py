@@ -82,7 +82,8 @@ class Option:
 
     def check(self, value: Any) -> None:
         """Raise InputError for a number out of bounds."""
-        for number in value if self.many and value is not None else (value,):
+        numbers = value if self.many and value is not None else (value,)
+        for number in numbers:
             self.bounds.check(self.flag, number)
 
     def parse(self, raw: Any) -> Any:

@@ -1,7 +1,7 @@
 """Megatron-Core's self-attention with the operator of rotary position embeddings.
 
-Megatron-Core turns queries and keys by some twenty operators a layer. On a GPU the host starts each
-of them, and training of small layers is as fast as the host.
+Megatron-Core rotates queries and keys with some twenty operators in each layer. On a GPU the host
+launches each of them, and small layers train no faster than the host launches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moe_parallel.ops import Ops
 
 
 class RotarySelfAttention(SelfAttention):
-    """Turns queries and keys when they are made, so that the rest of the layer gets no angles."""
+    """Rotates queries and keys as soon as they are computed; the rest gets no angles."""
 
     def __init__(self, *arguments: Any, ops: Ops, **named: Any) -> None:
         """`ops`: the operators; all else is Megatron-Core's."""
@@ -29,19 +29,19 @@ class RotarySelfAttention(SelfAttention):
         self, *arguments: Any, rotary_pos_emb: torch.Tensor | None = None, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As in Megatron-Core. `rotary_pos_emb`: the angles, [S, 1 or B, 1, C]."""
-        with self._turning_by(rotary_pos_emb):
+        with self._rotating_by(rotary_pos_emb):
             output: tuple[torch.Tensor, torch.Tensor | None] = super().forward(*arguments, **named)
         return output
 
     def get_query_key_value_tensors(self, *arguments: Any, **named: Any) -> tuple[Any, ...]:
-        """The queries and keys, turned, and the values: [S, B, heads, C] each."""
+        """The queries and keys, rotated, and the values: [S, B, heads, C] each."""
         q_SBHC, k_SBGC, *others = super().get_query_key_value_tensors(*arguments, **named)
         if self._angles is not None:
             q_SBHC, k_SBGC = self._ops.rotary(q_SBHC, k_SBGC, self._angles)
         return q_SBHC, k_SBGC, *others
 
     @contextlib.contextmanager
-    def _turning_by(self, angles: torch.Tensor | None) -> Iterator[None]:
+    def _rotating_by(self, angles: torch.Tensor | None) -> Iterator[None]:
         self._angles = angles
         try:
             yield

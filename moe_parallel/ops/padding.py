@@ -13,17 +13,21 @@ from torch.nn.functional import pad
 LANES = 8  # 16-bit numbers in 16 bytes
 
 
-def width_warning(width: int, *, is_padded: bool) -> str | None:
+def width_warning(width: int, etp: int, *, is_padded: bool) -> str | None:
     """What to tell the user of experts of this width in 16 bits on a GPU; None: nothing.
 
-    `is_padded`: whether the layer pads them.
+    Args:
+        width: of a whole expert.
+        etp: the ranks over which it is divided.
+        is_padded: whether the layer pads them.
     """
-    if width % LANES == 0:
+    step = LANES * etp
+    if width % step == 0:
         return None
-    what = f"experts are {width} wide, which is no multiple of {LANES}"
+    what = f"experts are {width} wide, which is not a multiple of {step}"
     if is_padded:
-        fits = max(width - width % LANES, LANES)
-        return f"{what}: each pass copies their weights; --aoe-wide-size {fits} needs no copy"
+        fits = max(width - width % step, step)
+        return f"{what}: each pass pads a copy of their weights; --aoe-wide-size {fits} needs none"
     return f"{what}: tensor cores cannot read them, so they are several times slower"
 
 

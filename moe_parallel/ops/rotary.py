@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def rotary(q_SBHC: Tensor, k_SBGC: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Turns each pair (x[i], x[C/2 + i]) of a head by the angle [i] of its token.
+    """Rotates each pair (x[i], x[C/2 + i]) of a head by the angle [i] of its token.
 
     Computed in fp32 for bf16 and fp16, and rounded once to the dtype of q and k. The angles have no
     gradient.
@@ -17,13 +17,13 @@ def rotary(q_SBHC: Tensor, k_SBGC: Tensor, angles: Tensor) -> tuple[Tensor, Tens
     angles: [S, 1, 1, C], or [S, B, 1, C] if the sequences have their own; in Megatron-Core's layout
         the second half of C repeats the first.
     """
-    return _turned(q_SBHC, angles), _turned(k_SBGC, angles)
+    return _rotated(q_SBHC, angles), _rotated(k_SBGC, angles)
 
 
-def _turned(x: Tensor, angles: Tensor) -> Tensor:
+def _rotated(x: Tensor, angles: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     half = angles[..., : angles.shape[-1] // 2].to(wide)
     cos, sin = half.cos(), half.sin()
     first, second = x.to(wide).chunk(2, dim=-1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return turned.to(x.dtype)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return rotated.to(x.dtype)

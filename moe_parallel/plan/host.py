@@ -31,8 +31,8 @@ class HostCalls:
     attention: tuple[int, int]
 
 
-THIS = HostCalls((12, 23), (33, 15), 22, (20, 9), (5, 8), (7, 13))
-#: Of published runs. They were counted in this program when Megatron-Core's operators turned its
+OURS = HostCalls((12, 23), (33, 15), 22, (20, 9), (5, 8), (7, 13))
+#: Of published runs. They were counted in this program when Megatron-Core's operators rotated its
 #: queries and keys, and statistics were summed number by number.
 MEGATRON = HostCalls((35, 36), (49, 15), 32, (22, 9), (6, 9), (30, 31))
 
@@ -49,7 +49,7 @@ OF_EXPERT_BIAS = 8
 ROUNDINGS_OF_LINEAR = 2
 
 
-def calls_of_layer(layout: Layout, is_moe: bool, calls: HostCalls = THIS) -> int:
+def calls_of_layer(layout: Layout, is_moe: bool, calls: HostCalls = OURS) -> int:
     """The calls for a micro-batch in a layer, forward and backward, with recomputation."""
     parts = [calls.dense_layer]
     if is_moe:

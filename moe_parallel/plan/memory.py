@@ -164,11 +164,12 @@ def activations_of_stage(shape: Shape, layout: Layout, stage: int) -> int:
         for chunk in range(layout.virtual)
     ]
     shared = sum(kept.nbytes for kept in kept_beside_layers(shape, layout))
-    held = max(
-        sum(count * (size - shared) + (shared if count else 0)
-            for count, size in zip(counts, chunks, strict=True))
-        for counts in chunks_in_flight(layout, stage)
-    )  # fmt: skip
+
+    def held_by(counts: tuple[int, ...]) -> int:
+        sizes = zip(counts, chunks, strict=True)
+        return sum(shared + count * (size - shared) for count, size in sizes if count)
+
+    held = max(map(held_by, chunks_in_flight(layout, stage)))
     kinds, again = set(shape.moe_layers), layout.recompute_modules
     if layout.recompute:  # one layer at a time has all of its activations again
         return held + max(_bytes_of_layer(shape, layout, is_moe) for is_moe in kinds)
@@ -190,11 +191,12 @@ def _bytes_of_layer(shape: Shape, layout: Layout, is_moe: bool) -> int:
 
 
 def _working(shape: Shape, layout: Layout, stage: int) -> int:
-    """The larger of: a chunk of logits; the gradients inside an expert layer."""
+    """The larger of: a chunk of logits with its gradient; the gradients inside an expert layer."""
     t, a = tokens_of(shape, layout), shape.value
     logits = 0
     if stage == layout.pp - 1:
-        logits = min(t.all, shape.loss_chunk) * shape.vocabulary // layout.tp * a
+        of_logit = a if shape.fused_softmax else 4 + 2 * a  # the gradient is written over them
+        logits = min(t.all, shape.loss_chunk) * shape.vocabulary // layout.tp * of_logit
     width = 2 * shape.dense_width // layout.tp
     inside = t.all * width * a if not all(shape.moe_layers) else 0
     if shape.experts is not None:

@@ -56,9 +56,7 @@ class Shape:
     seq_length: int
     bf16: bool  # otherwise fp32
     experts: PlannedExperts | None = None
-    #: Bytes that the softmax of the loss reads and writes for each logit; by default those of an
-    #: implementation in fp32.
-    softmax_bytes: int = 24
+    fused_softmax: bool = False  # the loss's softmax has no copy of the logits in fp32
     loss_chunk: int = 2048  # tokens whose logits exist at a time
     fp8_linear: bool = False  # attention's and dense products in FP8
     fp8_experts: bool = False  # experts' products in FP8
@@ -103,7 +101,7 @@ def shape_of(config: Config, vocab_size: int, mean_choices: float | None = None)
         experts=None
         if config.moe.num_experts is None
         else experts_of(config, vocabulary, mean_choices),
-        softmax_bytes=3 * (2 if training.bf16 else 4),  # read twice, written once
+        fused_softmax=True,
         loss_chunk=training.tokens_of_loss_chunk("cuda"),
         fp8_experts=config.fp8.fp8_format is not None,
     )

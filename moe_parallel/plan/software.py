@@ -57,7 +57,7 @@ class Software:
     #: The parts of a layer that are CUDA graphs.
     graphs: tuple[str, ...] = ()
     #: Calls of the host for the parts of a layer.
-    host_calls: host.HostCalls = host.THIS
+    host_calls: host.HostCalls = host.OURS
 
     def kernels_of_layer(self, shape: Shape, layout: Layout, is_moe: bool) -> int:
         """The kernels of a layer for a micro-batch, forward and backward."""

@@ -342,7 +342,7 @@ def work_of_head(shape: Shape, layout: Layout) -> list[Work]:
     summed = chunks * (2 * a + 2 * GRADIENT) * d * vocabulary
     return [
         logits,
-        traffic("softmax", HEAD, 0, shape.softmax_bytes * t.all * vocabulary),
+        traffic("softmax", HEAD, 0, (3 * a if shape.fused_softmax else 24) * t.all * vocabulary),
         traffic("dw of the chunks", HEAD, 0, summed),
     ]
 

@@ -111,10 +111,11 @@ class RoutingTotals:
     def sums_GC(self) -> torch.Tensor:
         """fp64 [G, C], with all that was added."""
         if self._from_host:
-            from_host_GC = torch.zeros(self._sums_GC.shape, dtype=torch.float64)
+            on_gpu = self._sums_GC.is_cuda
+            from_host_GC = torch.zeros(self._sums_GC.shape, dtype=torch.float64, pin_memory=on_gpu)
             for (row, column), number in self._from_host.items():
                 from_host_GC[row, column] = number
-            self._sums_GC += from_host_GC.to(self._sums_GC.device)
+            self._sums_GC += from_host_GC.to(self._sums_GC.device, non_blocking=True)
             self._from_host.clear()
         return self._sums_GC
 

@@ -181,8 +181,8 @@ class Loop:
         return self.progress.through(Phase.DATA, stream)
 
     def _step(self, stream: Iterator[Batch]) -> StepResult:
-        begin = time.monotonic()
         self.profile.begin_step(self.state.iteration + 1)
+        begin = time.monotonic()
         self.progress.begin_step(self.state.iteration + 1)
         try:
             result = self.engine.step(stream)

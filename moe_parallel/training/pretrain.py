@@ -227,8 +227,10 @@ def _telemetry(config: Config, done: int) -> Telemetry:
 def _width_warnings(config: Config) -> list[str]:
     if not (torch.cuda.is_available() and config.training.bf16 and any(config.moe_layers)):
         return []
-    width = config.expert_width // (config.parallel.expert_tensor_size)
-    warning = width_warning(width, is_padded=isinstance(config.selection, AutonomousSelection))
+    assert config.moe.num_experts is not None
+    width = config.selection.dispatched_width(config.expert_width, config.moe.num_experts)
+    is_padded = isinstance(config.selection, AutonomousSelection)
+    warning = width_warning(width, config.parallel.expert_tensor_size, is_padded=is_padded)
     return [] if warning is None else [warning]
 
 

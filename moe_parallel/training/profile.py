@@ -2,13 +2,15 @@
 
 torch's profiler records every operator, kernel and copy of the steps that --profile-step-start and
 --profile-step-end choose, on the ranks of --profile-ranks. SAVE/profile then has, for each of these
-ranks, `rank0.json.gz` (open it at https://ui.perfetto.dev) and `rank0.txt` (the operators and
-kernels that took most time). Recording makes the steps slower, mostly those that the host bounds.
+ranks, `iter_0000010_rank0.json.gz` (open it at https://ui.perfetto.dev) and a `.txt` with the
+operators and kernels that took most time. Recording makes the steps slower, mostly those that the
+host bounds.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,7 +27,9 @@ FOLDER = "profile"
 _ROWS = 40  # of a table
 
 #: Calls of the CUDA runtime and driver that start work, and those that wait for the device.
-_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")
+_LAUNCHES = (
+    "cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync",
+)  # fmt: skip
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
@@ -39,7 +43,7 @@ class Profile:
         self._folder = Path(config.checkpoint.save or ".") / FOLDER
         self._rank = rank
         self._profiler: torch.profiler.profile | None = None
-        self._began, self._steps = 0.0, 0
+        self._began, self._steps, self._iteration = 0.0, 0, 0
 
     def begin_step(self, iteration: int) -> None:
         """The step `iteration` (from 1 on) begins."""
@@ -52,7 +56,7 @@ class Profile:
             torch.cuda.synchronize()
         self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
         self._profiler.start()
-        self._began, self._steps = time.perf_counter(), 0
+        self._began, self._steps, self._iteration = time.perf_counter(), 0, iteration
 
     def end_step(self, iteration: int, *, is_last: bool) -> str | None:
         """The step is over, and `is_last` if no other follows.
@@ -70,15 +74,18 @@ class Profile:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self._began
-        profiler.stop()
-        summary = summarize(profiler.events() or [], seconds, self._steps)
+        path = self._folder / f"iter_{self._iteration:07d}_rank{self._rank}"
         try:
-            self._folder.mkdir(exist_ok=True)
-            profiler.export_chrome_trace(str(self._folder / f"rank{self._rank}.json.gz"))
-            tables = "\n".join([summary, *_tables(profiler)])
-            (self._folder / f"rank{self._rank}.txt").write_text(tables + "\n")
+            profiler.stop()
+            summary = summarize(profiler.events() or [], seconds, self._steps)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(f"{path}.json.gz")
+            Path(f"{path}.txt").write_text("\n".join([summary, *_tables(profiler)]) + "\n")
         except (OSError, RuntimeError) as error:  # a run does not need its profile
-            return f"warning: the profile was not written to {self._folder}: {error}"
+            warning = f"warning: the profile was not written to {path}.*: {error}"
+            if self._rank != 0:  # whose notes are not printed
+                print(f"rank {self._rank}: {warning}", file=sys.stderr, flush=True)
+            return warning
         return f"{summary}; see {self._folder}"
 
 
@@ -87,12 +94,14 @@ def summarize(events: Iterable[Any], seconds: float, steps: int) -> str:
 
     Args:
         events: of torch's profiler; their times are in microseconds.
+        seconds: with what lies between the steps.
     """
     kernels, launches, waits, waited = [], 0, 0, 0.0
     for event in events:
         begin, end = event.time_range.start, event.time_range.end
         if event.device_type == DeviceType.CUDA:
-            kernels.append((begin, end))
+            if not event.is_user_annotation:  # a range of the program, with gaps between kernels
+                kernels.append((begin, end))
         elif event.name.startswith(_LAUNCHES):
             launches += 1
         elif event.name in _WAITS:
@@ -104,8 +113,8 @@ def summarize(events: Iterable[Any], seconds: float, steps: int) -> str:
     busy = covered(kernels) / 1e6
     return (
         f"{line}; the device works {busy / steps * 1e3:,.1f} ms of them ({busy / seconds:.0%}); "
-        f"kernels and copies a step: {launches / steps:,.0f}; waits of the host: "
-        f"{waited / steps * 1e3:,.1f} ms in {waits / steps:,.0f}"
+        f"kernels and copies a step: {launches / steps:,.0f}; the host waits "
+        f"{waited / steps * 1e3:,.1f} ms in {waits / steps:,.0f} calls"
     )
 
 

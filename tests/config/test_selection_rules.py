@@ -390,3 +390,14 @@ def test_what_makes_a_loss_no_likelihood_is_said() -> None:
     (drops,) = warnings(moe_expert_capacity_factor=1.0)
     assert "where choices are dropped, losses are not the likelihood" in drops
     assert len(warnings(**EXPERT_CHOICE, moe_expert_capacity_factor=1.0)) == 2
+
+
+def test_a_solved_bias_and_a_balancing_loss_are_told_to_work_against_each_other() -> None:
+    solved = VALID | {
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update": "quantile",
+        "train_iters": 2400,
+    }
+    assert make_config(solved | {"moe_aux_loss_coeff": 0.0}).warnings == []
+    (told,) = make_config(solved | {"moe_aux_loss_coeff": 0.01}).warnings
+    assert "--moe-aux-loss-coeff 0.01" in told and "set the coefficient to 0" in told

@@ -9,6 +9,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from moe_parallel.config import SELECTIONS
 from moe_parallel.errors import InputError
 from moe_parallel.evaluation.causality import (
     Influence,
@@ -165,6 +166,12 @@ def influences() -> dict[str, dict[str, Influence]]:
     options = [system.options for system in SYSTEMS.values()]
     (found,) = run_distributed(1, measure_systems, options)
     return dict(zip(SYSTEMS, found, strict=True))
+
+
+def test_every_system_is_probed() -> None:
+    assert {each.options.get("expert_selection", "topk") for each in SYSTEMS.values()} == set(
+        SELECTIONS
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)

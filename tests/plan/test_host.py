@@ -6,7 +6,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_parallel.parallel import destroy_groups
-from moe_parallel.plan.host import THIS, calls_of_layer
+from moe_parallel.plan.host import OURS, calls_of_layer
 from moe_parallel.plan.layout import layout_of
 from tests.distributed import run_distributed
 from tests.plan.running import (
@@ -115,6 +115,6 @@ def _calls_of_attention() -> int:
 @pytest.mark.full
 def test_the_calls_of_attention() -> None:
     (counted,) = run_distributed(1, _calls_of_attention)
-    assert THIS.attention[0] == pytest.approx(counted + 1, rel=0.1)
-    share = THIS.attention[0] / THIS.dense_layer[0]
-    assert THIS.attention[1] == pytest.approx(share * THIS.dense_layer[1], rel=0.1)
+    assert OURS.attention[0] == pytest.approx(counted + 1, rel=0.1)
+    share = OURS.attention[0] / OURS.dense_layer[0]
+    assert OURS.attention[1] == pytest.approx(share * OURS.dense_layer[1], rel=0.1)

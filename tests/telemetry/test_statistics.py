@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_parallel.telemetry.statistics import (
     RoutingStatistics,
+    RoutingTotals,
     ent_conf_sum,
     ent_load,
     load_shares,
@@ -299,3 +300,22 @@ def test_a_checkpoint_keeps_what_the_next_line_needs():
     for each in (statistics, again):
         each.layer(2).record_merges(torch.full((1, 4), 0.25), torch.tensor([5]))
         assert each.training.summaries()[1]["utilisation"] == 0.25  # the first was above 2 / 4
+
+
+def test_numbers_of_the_host_are_in_the_state_and_go_with_it():
+    """Tokens and wire bytes are added on the host; a state holds them, and a restored one only
+    its own."""
+    statistics = RoutingStatistics(2, 4, CPU)
+    batch = micro_batch(torch.Generator().manual_seed(0), tokens=6)
+    statistics.layer(2).record(**batch)
+    statistics.layer(2).record_wire(100)
+    state = statistics.training.state()
+    assert sum(row[RoutingTotals.TOKENS] for row in state["sums"]) == 6
+    statistics.layer(2).record(**batch)
+    statistics.training.load_state(state)
+    (summary,) = statistics.training.summaries()
+    assert summary["layer"] == 2 and summary["wire_bytes_per_token"] == pytest.approx(100 / 6)
+    assert statistics.training.state() == state
+    statistics.layer(1).record_wire(7)
+    statistics.training.clear()
+    assert not statistics.training.sums_GC.any()

@@ -46,7 +46,9 @@ POLL_SECONDS = 0.2
 
 ONE_DEVICE = {
     "expert-model-parallel-size": "1",
+    # In one micro-batch, because a GPU waits for the host in small ones.
     "global-batch-size": "16",
+    "micro-batch-size": "16",
     "train-iters": "100000",
     "lr-warmup-iters": "10",
     "log-interval": "1",

@@ -5,7 +5,7 @@
 
 namespace moe_parallel::MOE_PARALLEL_CAPABILITY {
 
-// Turns the heads of the tokens begin..end.
+// Rotates the heads of the tokens begin..end.
 inline void rotary(const Rotary& task, int64_t begin, int64_t end) {
   with_scalar(task.type, [&](auto scalar) {
     using Scalar = decltype(scalar);

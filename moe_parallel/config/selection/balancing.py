@@ -125,6 +125,17 @@ class BiasBalancing(Selection):
             return True
         return iteration < round((1 - self.moe_router_bias_frozen_share) * train_iters)
 
+    @property
+    def balancing_warning(self) -> str | None:
+        coefficient = getattr(self, "moe_aux_loss_coeff", 0.0)
+        if not (self._solves and coefficient):
+            return super().balancing_warning
+        return (
+            "a quantile update of the bias balances every step, and the loss of "
+            f"--moe-aux-loss-coeff {coefficient} moves the scores on which it is based: set the "
+            "coefficient to 0 unless you compare the two"
+        )
+
     def time_constants(self, config: Config) -> list[TimeConstant]:
         found = super().time_constants(config)
         if not self.moe_router_enable_expert_bias:

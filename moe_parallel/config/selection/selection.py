@@ -280,6 +280,11 @@ class Selection(Section):
         return None
 
     @property
+    def balancing_warning(self) -> str | None:
+        """A warning about two ways of balancing the load that work against each other."""
+        return None
+
+    @property
     def warning(self) -> str | None:
         """A warning about the training loss. None: the loss is the likelihood of the text."""
         return None

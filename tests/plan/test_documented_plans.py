@@ -1,0 +1,44 @@
+"""The plans of docs/papers.md and docs/scaling.md are what the planner gives today."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tools.running import ROOT, run_tool_forked
+
+OWN = (
+    "--own-layout", "--overlap-grad-reduce", "true", "--overlap-param-gather", "true",
+    "--use-distributed-optimizer", "true", "--json",
+)  # fmt: skip
+ERC = ("--cluster", "h100x8:4")
+ALONE = ("--expert-model-parallel-size", "1", "--micro-batch-size", "2")
+EIGHT = ("--cluster", "h100x8:8", "--expert-model-parallel-size", "8", "--micro-batch-size", "2")
+FINE = ("--num-experts", "64", "--moe-router-topk", "8", "--ffn-hidden-size", "640")
+
+#: Page, configuration, flags, and the cells that the page has before the planned tokens/s/GPU.
+CASES = [
+    ("papers", "erc/moe_3b", ERC, "| planned tokens/s/GPU | {} |"),
+    ("papers", "erc/moe_3b", (*ERC, *ALONE), "| with ep 1, micro-batch 2: tokens/s/GPU | {} |"),
+    ("papers", "erc/aoe_3b", (*ERC, *ALONE), "| {} | 1 / 1.76 |"),
+    (
+        "papers",
+        "erc/aoe_3b",
+        (*ERC, "--aoe-recompute-scores", "false"),
+        "| {} | 1 / 1.47 |",
+    ),
+    ("papers", "erc/erc_3b", ERC, "`erc_3b.yaml` in the same way: {} tokens/s/GPU"),
+    ("scaling", "aoe/moe_4b", EIGHT, "| MoE, tokens/s/GPU | {} |"),
+    ("scaling", "aoe/moe_4b", (*EIGHT, *FINE), "| 0 / 26.3 | {} |"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("page", "file", "flags", "row"), CASES)
+def test_the_page_has_the_plan(page: str, file: str, flags: tuple[str, ...], row: str) -> None:
+    config = ROOT / "examples" / "papers" / f"{file}.yaml"
+    told = run_tool_forked("plan.py", "--config", config, *OWN, *flags)
+    assert told.returncode == 0, told.stderr
+    (plan,) = json.loads(told.stdout)["plans"]
+    text = (Path(ROOT) / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    assert row.format(f"{plan['tokens_per_second_and_gpu']:,.0f}") in text
