@@ -292,3 +292,42 @@ def test_any_shape_is_drawn(tmp_path: Path, shape: tuple[int, int, int]):
     pictures = {path.name: path.read_bytes() for path in (study.path / "figures").iterdir()}
     assert len(pictures) == 5
     assert all(picture.startswith(b"\x89PNG") for picture in pictures.values())
+
+
+def started(rms: tuple[float, float], loss: float = 4.0):
+    """A run of two layers, whose outputs had this RMS in the first iteration."""
+    records = short_run(loss, 1000.0)
+    first = [layer(number, [30, 10], output_rms=size) for number, size in enumerate(rms, start=1)]
+    return [{**records[0], "layers": first}, *records[1:]]
+
+
+def test_starts_and_states(tmp_path: Path):
+    """Means of 0.02 and 0.05 over layers, and of 0.01 over layers and seeds: 2.5 and 0.2 times."""
+    overrides = {"aoe_threshold": {"moe_threshold_ema": 0.9}}
+    study = make_study(
+        tmp_path / "study", ["topk", "aoe", "aoe_threshold", "dense"], overrides=overrides
+    )
+    for seed in (1, 2):
+        write_cell(study.cell("topk", seed), started((0.01, 0.03)))
+        write_cell(study.cell("aoe", seed), started((0.05, 0.05)))
+        write_cell(study.cell("aoe_threshold", seed), started((0.002, 0.006)))
+        write_cell(study.cell("dense", seed), started(()))
+    results = StudyResults.read(study)
+    steps = results.reference.contender.config.training.train_iters
+    assert rows(markdown(results), "Starts and states") == {
+        "": [
+            "RMS of the MoE layers' outputs at the start", "times that of topk",
+            "time constants, in runs",
+        ],
+        "topk": ["0.02", "1.00", "–"],
+        "aoe": ["0.05", "2.50", "–"],
+        "aoe_threshold": ["0.004", "0.20", f"cutoffs (quantile) {10 / steps:.2g}"],
+    }  # fmt: skip
+    (told,) = [note for note in notes(results) if "starts with outputs" in note]
+    assert told.startswith("**aoe_threshold** starts with outputs of its MoE layers 0.2 times as")
+
+
+def test_a_study_that_recorded_no_start_has_no_such_section(two_by_two: StudyFolder):
+    results = StudyResults.read(two_by_two)
+    assert "Starts and states" not in markdown(results)
+    assert not any("starts with outputs" in note for note in notes(results))

@@ -6,6 +6,8 @@
     experts_per_token                mean over layers and domains of the last evaluation
     ent_load, ent_conf               nats, mean over layers, in training at the end
     max_minus_min_load_sum           shares of choices, summed over layers, in training at the end
+    output_rms                       of the MoE layers' outputs in the first iteration, mean over
+                                     layers
     utilisation                      share of experts above a weight of 2 / E, mean over layers
     dropped_share                    share of all choices in training that were dropped
     mutual_information               of expert and domain, nats, mean over layers, last evaluation
@@ -100,6 +102,8 @@ def _of_training(history: RunHistory) -> dict[str, float | None]:
     }
     peaks = [r["peak_memory_bytes"] for r in history.training if "peak_memory_bytes" in r]
     values["peak_memory_bytes"] = max(peaks, default=None)
+    first = per_layer(history.training[0]["layers"], "output_rms")
+    values["output_rms"] = None if first is None else float(first.mean())
     for name in ("ent_load", "ent_conf", "utilisation"):
         values[name] = _mean(_at_the_end(history, name))
     gaps = [gaps_G.sum() for gaps_G in _at_the_end(history, "max_minus_min_load")]

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from moe_parallel.analysis.study.results import MEASURED, Run, StudyResults
+from moe_parallel.analysis.study.starts import unequal_starts
 from moe_parallel.config.message import flag
 
 MOST_TOTALS_DIFFER = 0.01
@@ -19,6 +20,7 @@ def notes(study: StudyResults) -> list[str]:
         _parameters(study),
         *_options(study),
         *_warnings(study),
+        *unequal_starts(study),
         *_missing(study),
         *_tokens(study),
         *_machines(study),

@@ -16,6 +16,7 @@ from moe_parallel.analysis.study.markdown import NONE, Cells, fixed, table
 from moe_parallel.analysis.study.measures import Spread, paired_differences
 from moe_parallel.analysis.study.notes import notes
 from moe_parallel.analysis.study.results import Result, StudyResults
+from moe_parallel.analysis.study.starts import starts_section
 
 PARAMETERS = {
     "total": "parameters",
@@ -41,6 +42,7 @@ def markdown(study: StudyResults) -> str:
         _costs(study),
         "## Routing\n",
         _routing(study),
+        *starts_section(study),
         "## What was compared, and what this cannot show\n",
         "\n".join(f"- {note}" for note in notes(study)) + "\n",
     ]
