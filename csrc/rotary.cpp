@@ -24,7 +24,8 @@ at::Tensor half_of(const at::Tensor& angles, const at::Tensor& x) {
   TORCH_CHECK_VALUE(width % 2 == 0, "heads must have an even width, not ", width);
   check_together(x, {angles});
   const auto half = angles.select(2, 0).narrow(2, 0, width / 2).to(sum_type_of(x));
-  return half.stride(2) == 1 ? half : half.contiguous();
+  // On the CPU dense, so that their cosines and sines have the same strides.
+  return half.stride(2) == 1 && !x.is_cpu() ? half : half.contiguous();
 }
 
 struct Angles {
@@ -32,8 +33,8 @@ struct Angles {
 
   Angles(const at::Tensor& given, const at::Tensor& x) : angles(half_of(given, x)) {
     if (!x.is_cpu()) return;
-    cos = angles.cos().contiguous();
-    sin = angles.sin().contiguous();
+    cos = angles.cos();
+    sin = angles.sin();
   }
 };
 
@@ -42,9 +43,6 @@ at::Tensor rotate(const char* name, const at::Tensor& x, const Angles& angles, b
   auto y = at::empty(x.sizes(), x.options());
   const auto data_of = [](const at::Tensor& t) {
     return t.defined() ? t.const_data_ptr() : nullptr;
-  };
-  const auto stride_of_table = [&](int64_t dim) {
-    return angles.cos.defined() ? stride_of(angles.cos, dim) : 0;
   };
   launch(x, Rotary{.type = scalar_type_of(name, x),
                    .x = with_dense_heads.const_data_ptr(),
@@ -61,8 +59,6 @@ at::Tensor rotate(const char* name, const at::Tensor& x, const Angles& angles, b
                    .head_stride = with_dense_heads.stride(2),
                    .angles_place_stride = stride_of(angles.angles, 0),
                    .angles_sequence_stride = stride_of(angles.angles, 1),
-                   .table_place_stride = stride_of_table(0),
-                   .table_sequence_stride = stride_of_table(1),
                    .inverse = inverse});
   return y;
 }

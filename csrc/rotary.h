@@ -15,7 +15,7 @@ struct Rotary {
   ScalarType type;  // of x and y
   const void* x;    // [length, batch, heads, 2 * half], with the strides below; columns are dense
   const void* angles;  // [length, batch, half] in the type of sums, with the strides below
-  const void* cos;     // of the angles, [length, batch, half]; used on the CPU
+  const void* cos;     // of the angles, with their strides; used on the CPU
   const void* sin;     // the same
   void* y;             // [length, batch, heads, 2 * half]
   int64_t length;
@@ -24,8 +24,7 @@ struct Rotary {
   int64_t half;
   int64_t place_stride, sequence_stride, head_stride;  // of x, in elements
   int64_t angles_place_stride, angles_sequence_stride;
-  int64_t table_place_stride, table_sequence_stride;  // of cos and sin
-  bool inverse;                                       // by the negative angles
+  bool inverse;  // by the negative angles
 };
 
 void run_on_cpu(const Rotary& task);

@@ -228,9 +228,9 @@ class RoutingTotals:
         Another version may have had other columns. Its sums are left out, so the next record has
         only what follows.
         """
-        sums_GC = torch.tensor(state["sums"], dtype=torch.float64).view(len(self.sums_GC), -1)
+        sums_GC = torch.tensor(state["sums"], dtype=torch.float64).view(len(self._sums_GC), -1)
         peaks_GE = torch.tensor(state["peaks"], dtype=torch.float64).view_as(self.peaks_GE)
-        if sums_GC.shape == self.sums_GC.shape:
+        if sums_GC.shape == self._sums_GC.shape:
             self._from_host.clear()
             self._sums_GC.copy_(sums_GC)
             self.peaks_GE.copy_(peaks_GE)

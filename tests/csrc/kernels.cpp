@@ -380,10 +380,8 @@ void check_rotary(ScalarType type) {
                       .place_stride = kBatch * kHeads * kRow,
                       .sequence_stride = kHeads * kRow,
                       .head_stride = kRow,
-                      .angles_place_stride = 0,
+                      .angles_place_stride = kHalf,
                       .angles_sequence_stride = 0,
-                      .table_place_stride = kHalf,
-                      .table_sequence_stride = 0,
                       .inverse = inverse},
                      0, kLength * kBatch);
   };

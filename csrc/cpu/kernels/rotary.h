@@ -13,10 +13,10 @@ inline void rotary(const Rotary& task, int64_t begin, int64_t end) {
     const Sum sign = static_cast<Sum>(task.inverse ? -1 : 1);
     for (int64_t token = begin; token < end; ++token) {
       const int64_t place = token / task.batch, sequence = token % task.batch;
-      const int64_t of_table =
-          place * task.table_place_stride + sequence * task.table_sequence_stride;
-      const auto* cos = static_cast<const Sum*>(task.cos) + of_table;
-      const auto* sin = static_cast<const Sum*>(task.sin) + of_table;
+      const int64_t of_token =
+          place * task.angles_place_stride + sequence * task.angles_sequence_stride;
+      const auto* cos = static_cast<const Sum*>(task.cos) + of_token;
+      const auto* sin = static_cast<const Sum*>(task.sin) + of_token;
       for (int64_t head = 0; head < task.heads; ++head) {
         const auto* x = static_cast<const Scalar*>(task.x) + place * task.place_stride +
                         sequence * task.sequence_stride + head * task.head_stride;
