@@ -37,6 +37,11 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     parser.addoption("--gpu", action="store_true", help="collect what needs a GPU without one")
     parser.addoption("--cluster", action="store_true", help="collect what needs a Slurm cluster")
     parser.addoption(
+        "--every-layout",
+        action="store_true",
+        help="run each system in every parallel layout, not in its share of them",
+    )
+    parser.addoption(
         "--no-start-after",
         type=float,
         metavar="TIME",

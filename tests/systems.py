@@ -111,6 +111,31 @@ SYSTEMS: dict[str, Options] = {
     "routing_free": _AUTONOMOUS | {"routing_free_coeff_init": 0.5},
     "aoe_threshold": _AUTONOMOUS
     | {"moe_threshold_update": "sign", "moe_threshold_update_rate": 0.05},
+    "topk, by quantiles": {
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update": "quantile",
+        "moe_router_bias_ema": 0.25,
+    },
+    "topk, a free expert, by error": {
+        "moe_zero_experts": 1,
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update": "error",
+        "moe_router_bias_update_rate": 0.1,
+    },
+    "threshold, by sign": {
+        "moe_threshold_target_experts": 1.5,
+        "moe_threshold_update": "sign",
+        "moe_threshold_update_rate": 0.05,
+    },
+    "aoe_top_p, a moving p": _AUTONOMOUS
+    | {
+        "moe_top_p_target_experts": 2.5,
+        "moe_top_p_proportional_gain": 0.25,
+        "moe_top_p_integral_gain": 0.1,
+        "moe_aux_loss_coeff": 0.05,
+    },
 }
 
 

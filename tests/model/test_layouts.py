@@ -180,15 +180,29 @@ PLAIN = [name for name in OTHERS if "," not in name]
 #: A system runs in every fourth layout of two ranks, and in two of four ranks.
 STEPS = {2: 4, 4: 7}
 
+Share = Callable[[int, str], list[str]]  # the layouts of a system, by number of ranks
+
+
+@pytest.fixture(scope="module")
+def share(request: pytest.FixtureRequest) -> Share:
+    """With `--every-layout` they are all that the system can have, those of one rank included."""
+    return _possible if request.config.getoption("--every-layout") else _share
+
 
 def _share(world: int, system: str) -> list[str]:
-    possible = [
+    if world == 1:
+        return []
+    possible = _possible(world, system)
+    step = min(STEPS[world], len(possible) // 2)
+    return possible[list(SYSTEMS).index(system) % step :: step]
+
+
+def _possible(world: int, system: str) -> list[str]:
+    return [
         name
         for name, spread in LAYOUTS[world].items()
         if not systems.merges(system) or _divides_matrices_alone(spread)
     ]
-    step = min(STEPS[world], len(possible) // 2)
-    return possible[list(SYSTEMS).index(system) % step :: step]
 
 
 def _divides_matrices_alone(spread: Options) -> bool:
@@ -198,10 +212,10 @@ def _divides_matrices_alone(spread: Options) -> bool:
 
 
 @pytest.fixture(scope="module")
-def in_some_layout(start: Starts, asked: list[str]) -> Runs:
+def in_some_layout(start: Starts, share: Share, asked: list[str]) -> Runs:
     """Each system in the first layout of its share; the systems' shares differ."""
     cases = {
-        system: (start(system), model(system) | LAYOUTS[2][_share(2, system)[0]])
+        system: (start(system), model(system) | LAYOUTS[2][share(2, system)[0]])
         for system in asked
         if system in OTHERS
     }
@@ -218,11 +232,12 @@ def test_every_system_agrees_in_some_layout(
 
 @pytest.mark.full
 @pytest.mark.parametrize("system", OTHERS)
-def test_every_system_agrees_in_more_layouts(start: Starts, system: str) -> None:
+def test_every_system_agrees_in_more_layouts(start: Starts, share: Share, system: str) -> None:
     """The other layouts of its share, and its share of those on four ranks."""
-    if more := set(_share(2, system)[1:]):
-        _check(2, start(system), model(system), more)
-    _check(4, start(system), model(system), set(_share(4, system)))
+    first = share(2, system)[0]
+    for world in LAYOUTS:
+        if more := set(share(world, system)) - {first}:
+            _check(world, start(system), model(system), more)
 
 
 def _check(world: int, start: Start, options: Options, names: set[str]) -> None:
