@@ -73,6 +73,29 @@ def test_p_values_are_corrected_for_the_number_of_contenders(tmp_path: Path):
     assert b.p == pytest.approx(2 * b.test.p) and a.p == pytest.approx(max(a.test.p, b.p))
 
 
+def test_pairs_of_the_design_are_tested_like_contenders(tmp_path: Path):
+    """b - a is 0.02 for every seed but for EVEN's doubled; Holm's correction counts the pair."""
+    selections = ["topk", "a=topk", "b=topk", "smear"]
+    design = {**DESIGN, "selections": selections, "pairs": [["b", "a"], ["smear", "a"]]}
+    offsets = {"topk": 0.0, "a=topk": (0.1,) * 5, "b=topk": 0.12, "smear": 0.0}
+    results = study(tmp_path, offsets, design)
+    found = Comparisons.of(results)
+    assert found is not None
+    (pair,) = found.of_pairs  # smear is not compared
+    assert (pair.name, pair.other, pair.verdict) == ("b", "a", "worse by more than the margin")
+    assert pair.test.mean == pytest.approx(0.02)
+    p = sorted(each.test.p for each in (pair, *found.compared.values()))
+    assert sorted(each.p for each in (pair, *found.compared.values()))[0] == pytest.approx(3 * p[0])
+    assert found.pairs == 3  # of which none is counted twice
+    page = markdown(results)
+    assert "**b** is worse than a, by more than the margin (+0.0200 nats" in page
+    assert "| b against a | +0.0200 | " in page
+    assert (
+        "with the same seed, and between the pairs that the design states. The 3 differences"
+        in (page)
+    )
+
+
 def test_who_is_only_reported(tmp_path: Path):
     offsets = {"topk": 0.0, "lory": 0.0, "smear": 0.0, "top_p": 0.0, "expert_choice": 0.0}
     found = of(
@@ -132,8 +155,8 @@ def test_the_page_says_it_in_words(tmp_path: Path):
         "1 of 3 pairs are equivalent (topk and a; each by itself, not together).",
         "With 5 seeds a 95% interval is ±1.24 and a 90% interval ±0.95 standard deviations",
         "differences below 0.0020 cannot be distinguished from 0, and no margin below 0.0015 can "
-        "be met. 2 of 2 contenders could meet the margin of 0.01",
-        "with that of topk with the same seed. Differences of the 2 contenders are tested at 0.05",
+        "be met. 2 of 2 differences could meet the margin of 0.01",
+        "with that of topk with the same seed. The 2 differences are tested at 0.05",
         "| b | 2 | 100.0% | yes |",
         "| smear | 2 | 100.0% | no |",
     ):

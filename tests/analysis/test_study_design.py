@@ -9,7 +9,8 @@ from moe_parallel.analysis.study.design import StudyDesign
 from moe_parallel.errors import InputError
 
 WHOLE = {
-    "selections": ["topk", "aoe"],
+    "selections": ["topk", "aoe", "small=aoe"],
+    "pairs": [["small", "aoe"]],
     "seeds": 5,
     "equal": "flops",
     "judged-by": "loss_after_first_part",
@@ -22,6 +23,7 @@ WHOLE = {
 def test_a_section_is_read_and_survives_json():
     design = StudyDesign.from_raw(WHOLE)
     assert design.lr_grid == (1 / 3, 1.0, 3.0)
+    assert design.pairs == (("small", "aoe"),)
     assert (design.equal, design.margin, design.pilot_seed) == ("flops", 0.01, 99)
     content = json.loads(json.dumps(dataclasses.asdict(design)))
     again = StudyDesign.from_json(content)
@@ -49,6 +51,13 @@ def test_a_section_is_read_and_survives_json():
         ({"lr-grid": [1, 2000]}, "choose from 1/1000 to 1000"),
         ({"selections": "topk"}, "give a list of names"),
         ({"pilot-seed": None}, "pilot-seed is None"),
+        (
+            {"pairs": ["aoe"]},
+            r"study: pairs is \['aoe'\]: give pairs of names, such as \[\[a, b\]\]",
+        ),
+        ({"pairs": [["aoe", "smear"]]}, "pairs has smear, which selections does not name: choose"),
+        ({"pairs": [["aoe", "topk"]]}, r"pairs has \[aoe, topk\]: give two contenders, neither of"),
+        ({"pairs": [["aoe", "aoe"]]}, r"pairs has \[aoe, aoe\]: give two contenders"),
     ],
 )
 def test_wrong_values_are_named(changes, message):
@@ -72,6 +81,9 @@ def test_what_belongs_together():
     without = {name: value for name, value in WHOLE.items() if name != "pilot-seed"}
     with pytest.raises(InputError, match="lr-grid and pilot-seed need each other"):
         StudyDesign.from_raw(without)
+    untested = {name: value for name, value in WHOLE.items() if name != "margin"}
+    with pytest.raises(InputError, match="pairs needs margin, without which nothing is tested"):
+        StudyDesign.from_raw(untested)
     with pytest.raises(InputError, match="equal: time needs lr-grid"):
         StudyDesign.from_raw({"equal": "time"})
     with pytest.raises(InputError, match="holds no lines"):
@@ -82,7 +94,9 @@ def test_what_belongs_together():
 
 def test_a_margin_cannot_be_changed_after_the_first_run_but_seeds_can():
     earlier = StudyDesign.from_raw(WHOLE)
-    more = StudyDesign.from_raw({**WHOLE, "seeds": 9, "selections": ["dense"]})
+    more = StudyDesign.from_raw(
+        {**WHOLE, "seeds": 9, "selections": [*WHOLE["selections"], "dense"]}
+    )
     assert more.difference_from(earlier) is None
     wider = StudyDesign.from_raw({**WHOLE, "margin": 0.02})
     assert wider.difference_from(earlier) == ("margin", 0.01, 0.02)

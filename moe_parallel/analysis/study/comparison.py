@@ -15,10 +15,11 @@ CONTROL_WITHIN = 0.02  # of the experts per token that the configuration asks fo
 
 @dataclass(frozen=True)
 class Comparison:
-    """A contender's losses minus the reference's, seed by seed. `p` and `p_beyond`: those of the
-    test, corrected for the number of contenders (Holm)."""
+    """A contender's losses minus those of another, seed by seed. `p` and `p_beyond`: those of the
+    test, corrected for the number of comparisons (Holm)."""
 
     name: str
+    other: str
     test: PairedTest
     p: float
     p_beyond: float
@@ -40,6 +41,7 @@ class Comparisons:
 
     margin: of the design, in nats per token.
     compared: those with the reference, in order. only_reported: why others are not. By name.
+    of_pairs: those of the pairs that the design states, in order.
     equivalent_pairs, pairs: the equivalent ones among all pairs of contenders that are compared,
     the reference included, and the number of all.
     """
@@ -47,6 +49,7 @@ class Comparisons:
     margin: float
     compared: dict[str, Comparison]
     only_reported: dict[str, str]
+    of_pairs: list[Comparison]
     equivalent_pairs: list[tuple[str, str]]
     pairs: int
 
@@ -57,25 +60,33 @@ class Comparisons:
             return None
         told = _reasons(study)
         losses = {r.name: _losses(study, r) for r in study.results if r.name not in told}
-        tests: dict[tuple[str, str], PairedTest] = {}
-        for one, other in itertools.combinations(losses, 2):
-            seeds = losses[one].keys() & losses[other].keys()
-            differences = [losses[other][seed] - losses[one][seed] for seed in sorted(seeds)]
-            if len(differences) > 1:
-                tests[one, other] = PairedTest.of(differences, margin)
         first = study.reference.name
-        of_reference = {other: test for (one, other), test in tests.items() if one == first}
-        for name in losses.keys() - of_reference.keys() - {first}:
+        all_pairs = list(itertools.combinations(losses, 2))
+        stated = [(other, one) for one, other in study.design.pairs if {one, other} <= {*losses}]
+        tests = {}  # of the losses of b minus those of a, by (a, b)
+        for a, b in (*all_pairs, *stated):
+            seeds = sorted(losses[a].keys() & losses[b].keys())
+            if len(seeds) > 1:
+                tests[a, b] = PairedTest.of([losses[b][s] - losses[a][s] for s in seeds], margin)
+        with_first = {b: (a, b) for a, b in all_pairs if a == first and (a, b) in tests}
+        for name in losses.keys() - with_first.keys() - {first}:
             told[name] = f"it and {first} have fewer than two finished seeds in common"
-        p = holm({name: test.p for name, test in of_reference.items()})
-        beyond = holm({name: test.p_beyond for name, test in of_reference.items()})
+        found = _corrected({p: tests[p] for p in (*with_first.values(), *stated) if p in tests})
+        tested = [pair for pair in all_pairs if pair in tests]
         return cls(
             margin,
-            {n: Comparison(n, test, p[n], beyond[n]) for n, test in of_reference.items()},
+            {name: found[pair] for name, pair in with_first.items()},
             told,
-            [pair for pair, test in tests.items() if test.is_equivalent],
-            len(tests),
+            [found[pair] for pair in stated if pair in found],
+            [pair for pair in tested if tests[pair].is_equivalent],
+            len(tested),
         )
+
+
+def _corrected(tests: dict[tuple[str, str], PairedTest]) -> dict[tuple[str, str], Comparison]:
+    p = holm({pair: test.p for pair, test in tests.items()})
+    beyond = holm({pair: test.p_beyond for pair, test in tests.items()})
+    return {(a, b): Comparison(b, a, test, p[a, b], beyond[a, b]) for (a, b), test in tests.items()}
 
 
 def term_values(study: StudyResults) -> dict[str, float | None]:

@@ -63,13 +63,15 @@ def _terms(study: StudyResults, comparisons: Comparisons) -> str:
 def _tests(comparisons: Comparisons) -> str:
     heads = ["", "mean", "95% interval", "90% interval", "standard deviation", "seeds"]
     heads += ["p of no difference, corrected", f"p of one ≥ {comparisons.margin:g}", "verdict"]
-    return table(heads, [_test(each) for each in comparisons.compared.values()])
+    rows = [_test(each.name, each) for each in comparisons.compared.values()]
+    rows += [_test(f"{each.name} against {each.other}", each) for each in comparisons.of_pairs]
+    return table(heads, rows)
 
 
-def _test(comparison: Comparison) -> Cells:
+def _test(name: str, comparison: Comparison) -> Cells:
     test = comparison.test
     return [
-        comparison.name,
+        name,
         signed(test.mean),
         f"{signed(test.low)} to {signed(test.high)}",
         f"{signed(test.low_90)} to {signed(test.high_90)}",

@@ -11,7 +11,7 @@ from moe_parallel.analysis.study.results import StudyResults
 def conclusions(study: StudyResults, comparisons: Comparisons) -> list[str]:
     """Sentences, those that answer the study's question first."""
     return [
-        *(_verdict(each, study.reference.name) for each in comparisons.compared.values()),
+        *(_verdict(each) for each in (*comparisons.compared.values(), *comparisons.of_pairs)),
         *(
             f"**{name}** is reported, not compared: {reason}."
             for name, reason in comparisons.only_reported.items()
@@ -25,22 +25,22 @@ def conclusions(study: StudyResults, comparisons: Comparisons) -> list[str]:
     ]
 
 
-def _verdict(comparison: Comparison, first: str) -> str:
-    test, verdict = comparison.test, comparison.verdict
+def _verdict(comparison: Comparison) -> str:
+    test, verdict, other = comparison.test, comparison.verdict, comparison.other
     numbers = (
         f"{signed(test.mean)} nats per token on average, 95% interval {signed(test.low)} to "
         f"{signed(test.high)}, corrected p = {comparison.p:.3g}"
     )
     if verdict == "equivalent":
-        said = f"is equivalent to {first}"
+        said = f"is equivalent to {other}"
     elif verdict == "not decided":
         said = (
-            f"and {first}: neither a difference nor equivalence is shown. They may differ, "
+            f"and {other}: neither a difference nor equivalence is shown. They may differ, "
             "although no difference was found"
         )
     else:
         direction, _, size = verdict.partition(" by ")
-        said = f"is {direction} than {first}"
+        said = f"is {direction} than {other}"
         said += f", by {size}" if size else "; whether by more than the margin is not decided"
     return f"**{comparison.name}** {said} ({numbers})."
 
@@ -65,7 +65,7 @@ def _pairs(comparisons: Comparisons) -> list[str]:
 def _resolution(comparisons: Comparisons) -> list[str]:
     """What the numbers of seeds could resolve: a sentence for each number."""
     by_number: dict[int, list[PairedTest]] = {}
-    for each in comparisons.compared.values():
+    for each in (*comparisons.compared.values(), *comparisons.of_pairs):
         by_number.setdefault(each.test.runs, []).append(each.test)
     return [_resolved(runs, by_number[runs], comparisons.margin) for runs in sorted(by_number)]
 
@@ -80,18 +80,20 @@ def _resolved(runs: int, tests: list[PairedTest], margin: float) -> str:
         "standard deviations of a difference. Here a difference has a standard deviation of "
         f"{deviations[0]:.4f} to {deviations[-1]:.4f} nats (median {middle:.4f}). At the median, "
         f"differences below {wide * middle:.4f} cannot be distinguished from 0, and no margin "
-        f"below {narrow * middle:.4f} can be met. {able} of {len(tests)} contenders could meet the "
-        f"margin of {margin:g} if their mean difference were 0."
+        f"below {narrow * middle:.4f} can be met. {able} of {len(tests)} differences could meet "
+        f"the margin of {margin:g} if their mean were 0."
     )
 
 
 def _what_was_tested(study: StudyResults, comparisons: Comparisons) -> str:
     text = "loss" if study.design.judged_by == "loss" else "loss after the first part"
+    number = len(comparisons.compared) + len(comparisons.of_pairs)
+    pairs = ", and between the pairs that the design states" if comparisons.of_pairs else ""
     return (
         f"The tests compare the held-out {text}, mean over domains, with that of "
-        f"{study.reference.name} with the same seed. Differences of the "
-        f"{len(comparisons.compared)} contenders are tested at {LEVEL:g} for all together (Holm). "
+        f"{study.reference.name} with the same seed{pairs}. The {number} differences are tested "
+        f"at {LEVEL:g} for all together (Holm). "
         f"Equivalent means within ±{comparisons.margin:g} nats per token, a margin stated before "
-        "the first run. Equivalence is tested for each contender by itself, by two one-sided tests "
+        "the first run. Equivalence is tested for each of them by itself, by two one-sided tests "
         f"at {LEVEL:g}."
     )

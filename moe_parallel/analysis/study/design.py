@@ -40,6 +40,7 @@ class StudyDesign:
     equal: the terms of the comparison, a key of TERMS.
     judged_by: the held-out loss that is compared, one of LOSSES, mean over domains.
     margin: two losses that differ by less, in nats per token, are equivalent. None: no tests.
+    pairs: contenders that are tested against each other, besides all against the reference.
     lr_grid: multiples of a contender's learning rate that its pilot runs try. (): none.
     pilot_seed: of the pilot runs; no other run has it.
     """
@@ -50,6 +51,7 @@ class StudyDesign:
     equal: str = "experts"
     judged_by: str = LOSSES[0]
     margin: float | None = None
+    pairs: tuple[tuple[str, str], ...] = ()
     lr_grid: tuple[float, ...] = ()
     pilot_seed: int | None = None
 
@@ -80,11 +82,7 @@ class StudyDesign:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> StudyDesign:
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in content.items()
-        }
-        return cls(**values)
+        return cls(**{name: _as_tuples(value) for name, value in content.items()})
 
     def seeds_for(self, contender: str) -> int:
         """The number of runs of the contender."""
@@ -116,6 +114,7 @@ class StudyDesign:
                 f"{SECTION}: equal: {self.equal} needs lr-grid, whose pilot runs are timed"
             )
         self._check_numbers()
+        self._check_pairs()
 
     def _check_numbers(self) -> None:
         """Raises InputError if seeds are given for an unknown name, or cannot be paired."""
@@ -133,6 +132,28 @@ class StudyDesign:
                 f"{names[0]} {self.seeds_for(names[0])}: a difference needs a run of both with "
                 "the same seed, so give the reference as many"
             )
+
+    def _check_pairs(self) -> None:
+        """Raises InputError for pairs that are not, or could not be, tested."""
+        if self.pairs and self.margin is None:
+            raise InputError(f"{SECTION}: pairs needs margin, without which nothing is tested")
+        names = [word.partition("=")[0] for word in self.selections]
+        for one, other in self.pairs:
+            for name in (one, other):
+                if name not in names:
+                    raise InputError(
+                        f"{SECTION}: pairs has {as_typed(name)}, which selections does not name: "
+                        f"choose from {', '.join(names)}"
+                    )
+            if one == other or names[0] in (one, other):
+                raise InputError(
+                    f"{SECTION}: pairs has [{one}, {other}]: give two contenders, neither of them "
+                    f"the reference {names[0]}, with which each is compared anyway"
+                )
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 def _number(name: str, value: Any) -> float:
@@ -164,6 +185,15 @@ def _words(name: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _pairs(name: str, value: Any) -> tuple[tuple[str, str], ...]:
+    if not isinstance(value, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(each, str) for each in pair)
+        for pair in value
+    ):
+        raise InputError(f"{name} is {shown(value)}: give pairs of names, such as [[a, b]]")
+    return tuple((one, other) for one, other in value)
+
+
 def _grid(name: str, value: Any) -> tuple[float, ...]:
     if not isinstance(value, list) or len(value) < 2:
         raise InputError(f"{name} is {shown(value)}: give at least two factors, as [1/3, 1, 3]")
@@ -192,6 +222,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "equal": _one_of(tuple(TERMS)),
     "judged_by": _one_of(LOSSES),
     "margin": _number,
+    "pairs": _pairs,
     "lr_grid": _grid,
     "pilot_seed": _count,
 }

@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from moe_parallel.optional import import_optional
 
 LEVEL = 0.05  # of every test
 _WANTED_BY = "study: margin"
+_Name = TypeVar("_Name", bound=Hashable)
 
 
 def student() -> Any:
@@ -85,9 +86,9 @@ def _tail(distance: float, deviation: float, runs: int) -> float:
     return float(student().sf(distance * math.sqrt(runs) / deviation, runs - 1))
 
 
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+def holm(p_values: Mapping[_Name, float]) -> dict[_Name, float]:
     """The p-values, by name, corrected for multiple comparisons."""
-    corrected: dict[str, float] = {}
+    corrected: dict[_Name, float] = {}
     largest = 0.0
     for place, name in enumerate(sorted(p_values, key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (len(p_values) - place) * p_values[name]))
