@@ -32,6 +32,7 @@ from moe_parallel.training.exit_codes import (
     EXIT_LOST,
     code_of,
 )
+from moe_parallel.training.job_store import ATTEMPT, visit_store
 from moe_parallel.training.signals import BEFORE_TRAINING, Stopped, StopRequest
 
 _CLAIM, _CODE = "moe_parallel/failures", "moe_parallel/exit_code"
@@ -145,11 +146,25 @@ def leave_with_launcher(launcher: int, stop: StopRequest) -> None:
         if stop.in_training:  # perhaps only since then
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        if _rank() == 0:
-            print(f"the launcher is gone {BEFORE_TRAINING}", file=sys.stderr, flush=True)
+        if _tells_other_nodes(EXIT_INTERRUPTED):
+            where = f" on {socket.gethostname()}" if _node() else ""
+            print(f"the launcher{where} is gone {BEFORE_TRAINING}", file=sys.stderr, flush=True)
         leave(EXIT_INTERRUPTED)
 
     threading.Thread(target=poll, name="launcher-watch", daemon=True).start()
+
+
+def _tells_other_nodes(code: int) -> bool:
+    """End the ranks of other nodes, which wait for this one to join them; returns whether this rank
+    prints. The launcher of the first node serves the store: if it is gone, the others notice."""
+    if _node() == 0:
+        return _rank() == 0
+    with contextlib.suppress(RuntimeError, OSError):
+        store = visit_store(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ[ATTEMPT]
+        )
+        return FailureChannel(store).claim(code)
+    return False
 
 
 def run(
@@ -224,6 +239,11 @@ def _launcher_serves() -> bool:
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
+
+
+def _node() -> int:
+    """The number of this node among those of the job."""
+    return int(os.environ.get("GROUP_RANK", "0"))
 
 
 def leave(code: int) -> NoReturn:
