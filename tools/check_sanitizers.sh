@@ -25,7 +25,8 @@ rm -f moe_parallel/*.so
 
 sanitize=-fsanitize=address,undefined
 CFLAGS="$sanitize -fno-sanitize-recover=all -fno-omit-frame-pointer" LDFLAGS=$sanitize \
-    MOE_PARALLEL_BUILD=cpu PATH="$(dirname "$python"):$PATH" "$python" setup.py -q build_ext --inplace
+    MOE_PARALLEL_BUILD=cpu MOE_PARALLEL_OPTIMIZATION=-O1 PATH="$(dirname "$python"):$PATH" \
+    "$python" setup.py -q build_ext --inplace >"$work/build.log" 2>&1 || { cat "$work/build.log"; exit 1; }
 
 # Leak detection is off, because Python frees nothing at its end. Tests that start interpreters or
 # compilers are left out; they test other things.
