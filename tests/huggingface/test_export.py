@@ -91,6 +91,9 @@ RUNS = {
     "lory_prefix": options("lory_prefix") | {"lory_segment_length": 6},
     "dense": DENSE | {"qk_layernorm": True, "qk_layernorm_all_heads": True},
 }
+#: The segment ends three tokens after the prompt.
+SHORT = "lory_prefix, a long segment"
+SHORT_RUNS = {SHORT: options("lory_prefix") | {"lory_segment_length": len(PROMPT) + 3}}
 QUICK = (
     "topk, sigmoid, groups, bias, shared expert",
     "aoe, by bias",
@@ -112,7 +115,8 @@ def used(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
               if item.path == request.path and hasattr(item, "callspec")
               and "name" in item.callspec.params}  # fmt: skip
     folder = tmp_path_factory.mktemp("runs")
-    runs = [(folder / str(n), RUNS[name]) for n, name in enumerate(sorted(wanted))]
+    known = RUNS | SHORT_RUNS
+    runs = [(folder / str(n), known[name]) for n, name in enumerate(sorted(wanted))]
     (results,) = run_distributed(1, save_runs, runs)
     return {
         name: (run, *result)
@@ -148,6 +152,25 @@ def test_logits_and_greedy_generation_are_the_runs(name, used, tmp_path):
             if parameter.is_floating_point()
         )
         _assert_same(model, logits, tokens)
+
+
+@pytest.mark.parametrize("name", [SHORT])
+@torch.no_grad()
+def test_a_prompt_shorter_than_the_prefix(name, used, tmp_path):
+    """The mean of the prompt stays, as the card says; the run's mean grows with the text."""
+    run, logits, tokens = used[name]
+    export_run(run, tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    text, anew = list(PROMPT), []
+    for _ in range(STEPS):
+        text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+        anew.append(model(torch.tensor([text])).logits[0, -1])
+    assert text[len(PROMPT) :] == tokens
+    of_prompt = model(torch.tensor([PROMPT]))
+    assert (of_prompt.logits[0] - logits).abs().max() <= 1e-5 * logits.abs().max()
+    past = of_prompt.past_key_values
+    kept = model(torch.tensor([tokens[:1]]), past_key_values=past).logits[0, -1]
+    assert (kept - anew[0]).abs().max() > 1e-3 * logits.abs().max()
 
 
 PLAIN = {
