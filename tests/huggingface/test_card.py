@@ -20,7 +20,10 @@ PROMPT = "The mean of the prompt merges the experts, once in each layer, for"
         (options("aoe, screened"), [PAST, "The run compared norms in FP8 first."]),
         (options("expert_choice"), ["In training each expert chose among all tokens of a micro-"]),
         (options("hash"), [PAST, "The ids of the tokens choose the experts, so the model needs"]),
-        (options("lory"), [PROMPT, "The run's evaluations merge the experts anew for each segment."]),
+        (
+            options("lory"),
+            [PROMPT, "The run's evaluations merge the experts anew for each segment."],
+        ),
         (options("lory") | {"lory_inference": "prompt"}, [PROMPT]),
         (options("lory, uniform first segment") | {"lory_inference": "prompt"}, [PROMPT]),
         (
