@@ -13,7 +13,9 @@ from transformers import (
     LlamaForCausalLM,
     MixtralForCausalLM,
     OlmoeForCausalLM,
+    Qwen2ForCausalLM,
     Qwen2MoeForCausalLM,
+    Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
 )
 
@@ -175,6 +177,8 @@ def test_a_prompt_shorter_than_the_prefix(name, used, tmp_path):
 
 PLAIN = {
     LlamaForCausalLM: DENSE | {"use_rope_scaling": True, "rotary_base": 1_000_000},
+    Qwen2ForCausalLM: DENSE | {"add_qkv_bias": True},
+    Qwen3ForCausalLM: DENSE | {"qk_layernorm": True, "kv_channels": 12},
     MixtralForCausalLM: options("topk"),
     Qwen3MoeForCausalLM: options("topk")
     | {"qk_layernorm": True, "moe_layer_freq": "[0]+[1]", "kv_channels": 12},
@@ -200,7 +204,8 @@ def test_topk_runs_become_plain_architectures_and_back(kind, tmp_path):
     one, other = (load_file(folder / "model.safetensors") for folder in (output, again))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert any(".experts.3." in name for name in one) is (kind is not LlamaForCausalLM)
+    is_dense = PLAIN[kind].get("num_experts", 4) is None
+    assert any(".experts.3." in name for name in one) is not is_dense
 
 
 @pytest.mark.parametrize(
