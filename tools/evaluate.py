@@ -29,7 +29,8 @@ def _tool() -> Tool:
     add("--load", metavar="RUN", help="run folder, or one of its checkpoints")
     add("--tasks", metavar="TASK", nargs="+", default=[], help="tasks and groups of the harness")
     add("--preset", metavar="NAME",
-        help="the tasks and shots of a paper: aoe-paper, dynamic-paper or lory-paper")  # fmt: skip
+        help="the tasks and shots of a paper: aoe-paper, dynamic-paper or, without the tasks that "
+        "the harness lacks, lory-paper")  # fmt: skip
     add("--shots", metavar="N", type=int,
         help="number of examples in the prompt (default: that of the task or preset)")  # fmt: skip
     add("--include-path", metavar="FOLDER", nargs="+", default=[], help="folders with task files")

@@ -15,12 +15,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from moe_parallel.data.tokenizer_extras import Extras, read_extras
 from moe_parallel.data.tokenizer_files import (
     CONFIG_FILE,
     END_OF_DOCUMENT,
@@ -36,6 +37,8 @@ from moe_parallel.data.tokenizer_files import (
 from moe_parallel.errors import InputError
 from moe_parallel.optional import import_optional
 
+_T = TypeVar("_T", bound="Tokenizer")
+
 # The limit for a tokenizer that is trained here.
 _LARGEST_VOCABULARY = 2**24
 
@@ -46,10 +49,12 @@ class Tokenizer(ABC):
     Attributes:
         eod: id of the token that ends a document.
         vocab_size: number of ids, special tokens included.
+        extras: what its folder says to transformers alone; `save` writes it again.
     """
 
     eod: int
     vocab_size: int
+    extras = Extras()
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
@@ -142,7 +147,9 @@ class FastTokenizer(Tokenizer):
             self.kind,
             tokenizer_class="PreTrainedTokenizerFast",
             eos_token=self.end_of_document,
+            **self.extras.fields,
         )
+        self.extras.write_generation(folder)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -194,7 +201,8 @@ class SentencePiece(Tokenizer):
         folder.mkdir(parents=True, exist_ok=True)
         if self.file.resolve() != (folder / "tokenizer.model").resolve():
             shutil.copyfile(self.file, folder / "tokenizer.model")
-        write_config(folder, "SentencePieceTokenizer")
+        write_config(folder, "SentencePieceTokenizer", **self.extras.fields)
+        self.extras.write_generation(folder)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -320,7 +328,8 @@ def _open_byte_bpe(name: str | None, vocab_size: int | None) -> FastTokenizer:
             f"--tokenizer-model {file} is not a byte-level BPE: "
             "open it with --tokenizer-type HuggingFaceTokenizer"
         )
-    return FastTokenizer(model, find_end_of_document(model, file.parent, file), "ByteLevelBPE")
+    end = find_end_of_document(model, file.parent, file)
+    return _with_extras(FastTokenizer(model, end, "ByteLevelBPE"), file.parent)
 
 
 def _open_hugging_face(name: str | None, vocab_size: int | None) -> FastTokenizer:
@@ -337,11 +346,18 @@ def _open_hugging_face(name: str | None, vocab_size: int | None) -> FastTokenize
         model = read_fast(path / "tokenizer.json" if path.is_dir() else path)
     else:
         model = fetch_from_hub(name)
-    return FastTokenizer(model, find_end_of_document(model, folder, name), "HuggingFaceTokenizer")
+    end = find_end_of_document(model, folder, name)
+    return _with_extras(FastTokenizer(model, end, "HuggingFaceTokenizer"), folder)
 
 
 def _open_sentence_piece(name: str | None, vocab_size: int | None) -> SentencePiece:
-    return SentencePiece(existing(name, "SentencePieceTokenizer", "tokenizer.model"))
+    file = existing(name, "SentencePieceTokenizer", "tokenizer.model")
+    return _with_extras(SentencePiece(file), file.parent)
+
+
+def _with_extras(tokenizer: _T, folder: Path) -> _T:
+    tokenizer.extras = read_extras(folder)
+    return tokenizer
 
 
 def _open_null(name: str | None, vocab_size: int | None) -> NullTokenizer:

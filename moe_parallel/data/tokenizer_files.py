@@ -112,12 +112,17 @@ def find_end_of_document(model: tokenizers.Tokenizer, folder: Path, name: object
     if isinstance(declared, dict):
         declared = declared.get("content")
     for token in (declared, *_KNOWN_ENDS):
-        if isinstance(token, str) and model.token_to_id(token) is not None:
+        if isinstance(token, str) and is_text(token) and model.token_to_id(token) is not None:
             return token
     raise InputError(
         f"--tokenizer-model {name} has no token that ends a document: "
         f"name it as eos_token in {CONFIG_FILE} next to it"
     )
+
+
+def is_text(string: str) -> bool:
+    """Whether a string of JSON is Unicode text: it may have halves of surrogate pairs."""
+    return not any("\ud800" <= character <= "\udfff" for character in string)
 
 
 def write_config(folder: Path, tokenizer_type: str, **fields: object) -> None:

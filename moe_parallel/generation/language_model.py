@@ -28,11 +28,11 @@ class GenerationModel:
     ranks of tp and pp pass the same tokens and get the same result.
     """
 
-    chunk: Any  # Megatron-Core's GPTModel, in evaluation mode
+    chunk: Any  # a LanguageModel, in evaluation mode
     groups: Groups
     vocab_size: int  # of the tokenizer
     config: Config
-    model_vocab_size: int  # at least that of the tokenizer; padding makes the model's larger
+    model_vocab_size: int  # at least that of the tokenizer, without padding
 
     @property
     def device(self) -> torch.device:
@@ -42,7 +42,8 @@ class GenerationModel:
     def logits(self, tokens_BS: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         """The logits of the token after each token: fp32 [B, S, V], on every rank.
 
-        V is the vocabulary of the model, with its padding, as in the loss of training.
+        V is the vocabulary of the model with its padding, whose logits are -inf: the probabilities
+        are those of a model without padding.
         """
         return self._run(tokens_BS, past, tokens_BS.shape[1])
 
@@ -57,8 +58,15 @@ class GenerationModel:
         return logits_BV[:, : self.vocab_size]
 
     def losses(self, tokens_BS: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
-        """-ln p of each label, in nats: fp32 [B, S], on every rank. Never holds all logits."""
-        losses_BS = self._through_stages(tokens_BS, None, labels=labels_BS)
+        """-ln p of each label, in nats: fp32 [B, S], on every rank. Never holds all logits.
+
+        As in `logits`, padding of the vocabulary has probability 0.
+        """
+        self.chunk.vocab_size_of_losses = self.model_vocab_size
+        try:
+            losses_BS = self._through_stages(tokens_BS, None, labels=labels_BS)
+        finally:
+            self.chunk.vocab_size_of_losses = None
         return self._from_last_stage(losses_BS, tokens_BS.shape)
 
     def agree(self, tokens: list[int]) -> list[int]:
@@ -79,6 +87,8 @@ class GenerationModel:
                 positions = _positions(past.length_B, past.places)
                 stack.enter_context(_hook(self.chunk.rotary_pos_emb, positions))
             logits = self._through_stages(tokens_BS, past, runtime_gather_output=True)
+        if logits is not None:
+            logits[..., self.model_vocab_size :] = -torch.inf
         vocab_size = self.config.padded_vocab_size(self.model_vocab_size)
         return self._from_last_stage(logits, (len(tokens_BS), places, vocab_size))
 

@@ -29,6 +29,8 @@ from moe_parallel.harness.tasks import (
     table_of,
 )
 from moe_parallel.tool import progress
+from moe_parallel.training.checkpoint.folder import find_checkpoint
+from moe_parallel.training.checkpoint.record import read_record
 from moe_parallel.training.open_model import open_model
 from moe_parallel.training.standalone import evaluation_config
 from moe_parallel.training.text import open_text, open_tokenizer
@@ -62,10 +64,11 @@ def evaluate(asked: Evaluation) -> dict[str, Any]:
     tokenizer = agree(lambda: open_tokenizer(config))
     # Rank 0 scans the token ids; the others read the ranges that it recorded.
     domains = rank_0_first(lambda: _domains(asked, config, tokenizer))
-    found: dict[str, Any] = {"load": asked.load}
+    found: dict[str, Any] = {"load": asked.load, "iteration": agree(lambda: _iteration(asked.load))}
     with open_model(config, tokenizer) as model:
         if domains:
             losses = _losses(asked, model, tokenizer, domains)
+            found["stride"] = asked.stride or config.training.seq_length
             found["documents"] = {name: _numbers(each) for name, each in losses.items()}
             _say(table_of_documents(losses))
         if tasks is not None:
@@ -74,6 +77,12 @@ def evaluate(asked: Evaluation) -> dict[str, Any]:
         output = Path(asked.output)
         on_rank_0(lambda: write_atomically(output, json.dumps(found, indent=2, default=str) + "\n"))
     return found
+
+
+def _iteration(load: str) -> int:
+    """The iteration of the checkpoint. Raises InputError."""
+    iteration: int = read_record(find_checkpoint(Path(load)))["training"]["iteration"]
+    return iteration
 
 
 def _check_stride(asked: Evaluation, config: Config) -> None:
@@ -182,6 +191,8 @@ def _with_margin(value: float, margin: float | None) -> str:
 
 def _numbers(loss: DomainLoss) -> dict[str, Any]:
     whole = loss.whole
+    perplexity, low, high = loss.perplexity
+    interval = [low, high] if low < high else None  # one document has none
     return {
         "documents": len(loss.documents),
         "tokens": whole.tokens,
@@ -190,7 +201,8 @@ def _numbers(loss: DomainLoss) -> dict[str, Any]:
         "bits_per_byte_margin": loss.bits_per_byte.margin,
         "nats_per_token": loss.nats_per_token.value,
         "nats_per_token_margin": loss.nats_per_token.margin,
-        "perplexity": loss.perplexity[0],
+        "perplexity": perplexity,
+        "perplexity_interval": interval,
     }
 
 

@@ -72,14 +72,14 @@ def fields_of(
     *,
     dtype: str = "float32",
     bos_token_id: int | None = None,
-    eos_token_id: int | None = None,
+    eos_token_id: int | list[int] | None = None,
 ) -> dict[str, Any]:
     """The config.json of a model of ours that `family` computes.
 
     Args:
         vocab_size: of the tensors that are written, without our padding.
         dtype: of the tensors that are written, by torch's name.
-        bos_token_id, eos_token_id: of the tokenizer.
+        bos_token_id, eos_token_id: of the tokenizer; several tokens may end a text.
     """
     model = config.model
     fields: dict[str, Any] = {

@@ -15,6 +15,7 @@ from moe_parallel.collective_errors import StorageError, one_line
 from moe_parallel.config import Config
 from moe_parallel.data.atomic_files import atomic_folder, locked
 from moe_parallel.data.tokenizer import Tokenizer
+from moe_parallel.data.tokenizer_extras import GENERATION_FILE
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.card import Facts, model_card, notes
 from moe_parallel.huggingface.configuration import fields_of
@@ -92,13 +93,11 @@ def export(
                 steps, source.checkpoint, entries, folder, DTYPES[options.dtype],
                 options.file_bytes, advance,
             )  # fmt: skip
-            eos = tokenizer.eos_token_id
             _write_json(
-                folder / "config.json", _config_json(source, options, family, written.dtype, eos)
+                folder / "config.json",
+                _config_json(source, options, family, written.dtype, tokenizer.ids),
             )
-            _write_json(
-                folder / "generation_config.json", {"eos_token_id": eos, "pad_token_id": eos}
-            )
+            _write_json(folder / GENERATION_FILE, tokenizer.generation)
             if family is None:
                 # copyfile would name these files, and not the new ones, if the disk is full.
                 for code in (Path(__file__).parents[1] / "hf").glob(CODE):
@@ -113,6 +112,7 @@ def export(
                 folded=options.fold,
                 has_tokenizer=tokenizer.opens,
                 adds_special_tokens=tokenizer.adds_special_tokens,
+                left_out=tokenizer.left_out,
             )
             (folder / "README.md").write_text(model_card(source.config, facts), encoding="utf-8")
     except StorageError as error:
@@ -154,13 +154,17 @@ def _steps(source: ExportSource, options: ExportOptions, family: Family | None) 
 
 
 def _config_json(
-    source: ExportSource, options: ExportOptions, family: Family | None, dtype: str, eos: int
+    source: ExportSource,
+    options: ExportOptions,
+    family: Family | None,
+    dtype: str,
+    ids: dict[str, Any],
 ) -> dict[str, Any]:
     config, size = source.config, source.vocab_size
     if family is not None:
-        return fields_of(family, config, size, dtype=dtype, eos_token_id=eos)
+        return fields_of(family, config, size, dtype=dtype, **ids)
     fields = own_config_json(config, size, fold=options.fold)
-    return fields | {"dtype": dtype, "eos_token_id": eos, "pad_token_id": eos}
+    return fields | ids | {"dtype": dtype, "pad_token_id": source.tokenizer.eod}
 
 
 def _write_json(path: Path, fields: dict[str, Any]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from moe_parallel.config import DataConfig
 from moe_parallel.data.tokenizer import NullTokenizer, Tokenizer, build_tokenizer
+from moe_parallel.data.tokenizer_extras import GENERATION_FILE
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.fields import Fields, read_fields
 
@@ -54,7 +57,9 @@ def tokenizer_of_folder(folder: Path, fields: Fields, data: DataConfig) -> Token
             f"has {vocab_size}: they are of different models"
         )
     if not isinstance(tokenizer, NullTokenizer):
-        _check_end(folder, fields, tokenizer)
+        generation = _generation(folder, fields)
+        _check_end(folder, fields, tokenizer, generation)
+        tokenizer.extras = replace(tokenizer.extras, generation=generation or None)
     return tokenizer
 
 
@@ -65,12 +70,28 @@ def _own(folder: Path) -> Tokenizer | None:
     return None
 
 
-def _check_end(folder: Path, fields: Fields, tokenizer: Tokenizer) -> None:
+def _generation(folder: Path, fields: Fields) -> dict[str, Any]:
+    """generation_config.json; without it, the ids of config.json from which transformers makes it.
+
+    Raises InputError for ids that are no integers.
+    """
+    file = folder / GENERATION_FILE
+    generation = read_fields(file) if file.is_file() else fields
+    generation.integers("eos_token_id")
+    generation.integer("bos_token_id", default=None, least=0)
+    if generation is not fields:
+        return dict(generation.values)
+    ids = {name: fields.values.get(name) for name in ("bos_token_id", "eos_token_id")}
+    return {name: value for name, value in ids.items() if value is not None}
+
+
+def _check_end(
+    folder: Path, fields: Fields, tokenizer: Tokenizer, generation: dict[str, Any]
+) -> None:
     """Check that the model and the tokenizer end a text with the same token."""
-    generation = folder / "generation_config.json"
-    ends = fields.integers("eos_token_id")
-    if generation.is_file():
-        ends = ends + read_fields(generation).integers("eos_token_id")
+    ends = fields.integers("eos_token_id") + Fields(folder / GENERATION_FILE, generation).integers(
+        "eos_token_id"
+    )
     if ends and tokenizer.eod not in ends:
         raise InputError(
             f"--input {folder}: the tokenizer ends a text with token {tokenizer.eod}, and "

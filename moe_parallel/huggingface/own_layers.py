@@ -126,7 +126,14 @@ def _union(config: Config) -> dict[str, Any]:
 def _merged(config: Config) -> dict[str, Any]:
     selection: Any = config.selection
     prefix = selection.merging_prefix
-    return {} if prefix is None else {"prefix_length": prefix}
+    if prefix is None:
+        return {}
+    if selection.lory_first_segment == "uniform":
+        raise InputError(
+            "--lory-first-segment is uniform, which an export of lory_prefix lacks: one mean "
+            "merges the experts for the first segment and for all later ones; export a run with own"
+        )
+    return {"prefix_length": prefix}
 
 
 def _depends_on_prompt(config: Config) -> str:
@@ -141,10 +148,27 @@ def _depends_on_prompt(config: Config) -> str:
     )
 
 
+def _merged_once(config: Config) -> list[str]:
+    selection: Any = config.selection
+    prefix = selection.merging_prefix
+    if prefix is not None:
+        return [
+            f"If a prompt has fewer than {prefix} tokens, the run's generation merges the experts "
+            f"anew for each token until the text has {prefix}. Here the mean of the prompt stays, "
+            "so such a text may differ from the run's."
+        ]
+    if selection.by_prompt:
+        return []
+    return [
+        "The run's evaluations merge the experts anew for each segment. Here they are merged once, "
+        "as in the run's generation, so losses differ from the run's."
+    ]
+
+
 _LAYERS: dict[type[ExpertLayer], ExportedLayer] = {
     RoutedLayer: ExportedLayer(_routed, own_steps.routed_steps),
     AutonomousLayer: ExportedLayer(_autonomous, own_steps.autonomous_steps, differs=_screened),
     RoutingFreeLayer: ExportedLayer(_routing_free, own_steps.routing_free_steps),
     UnionLayer: ExportedLayer(_union, own_steps.union_steps),
-    LoryLayer: ExportedLayer(_merged, own_steps.merged_steps, _depends_on_prompt),
+    LoryLayer: ExportedLayer(_merged, own_steps.merged_steps, _depends_on_prompt, _merged_once),
 }

@@ -21,7 +21,12 @@ class LanguageModel(GPTModel):
 
     Training also needs `loss_mask`, [B, S]: the loss that is minimized must be a multiple of the
     masked sum of the losses. Without it, every token counts.
+
+    `vocab_size_of_losses`: entries of the vocabulary from this number on have probability 0 in the
+    losses. None, as in training: the entries that pad the vocabulary take part.
     """
+
+    vocab_size_of_losses: int | None = None
 
     def __init__(
         self, ops: Ops, loss_chunk_size: int, passes_token_ids: bool = False, **arguments: Any
@@ -51,7 +56,10 @@ class LanguageModel(GPTModel):
         loss_mask: torch.Tensor | None = None,
         **named: Any,
     ) -> torch.Tensor:
-        if labels is None or not (self.post_process and self.loss_chunk_size):
+        chunk_size = self.loss_chunk_size
+        if self.vocab_size_of_losses is not None:  # GPTModel's own loss does not know it
+            chunk_size = chunk_size or hidden_states.shape[:2].numel()
+        if labels is None or not (self.post_process and chunk_size):
             output: torch.Tensor = super()._postprocess(
                 hidden_states=hidden_states, labels=labels, loss_mask=loss_mask, **named
             )
@@ -76,7 +84,8 @@ class LanguageModel(GPTModel):
             labels.t().flatten(),
             mask_BS.t().flatten().float(),
             tp,
-            self.loss_chunk_size,
+            chunk_size,
             self.ops,
+            self.vocab_size_of_losses,
         )
         return losses_T.view(h_SBD.shape[:2]).t().contiguous()

@@ -23,6 +23,7 @@ def linear_cross_entropy(
     group: dist.ProcessGroup,
     chunk_size: int,
     ops: Ops,
+    vocab_size: int | None = None,
 ) -> torch.Tensor:
     """-log softmax(h W^T)[label] for each token, fp32 [T]; the vocabulary is divided over `group`.
 
@@ -40,13 +41,14 @@ def linear_cross_entropy(
         group: the tensor-parallel ranks.
         chunk_size: tokens whose logits exist at a time, >= 1.
         ops: the operators.
+        vocab_size: entries from this number on have probability 0; None: there are none.
 
     Raises RuntimeError in the backward pass, on a CPU, if the gradient of the losses is not
     proportional to the weights. (On a GPU the check would wait for the device.)
     """
     h_TD, w_VD = fast_factors(h_TD, w_VD)
     losses_T: torch.Tensor = _LinearCrossEntropy.apply(
-        h_TD, w_VD, labels_T, weights_T, group, chunk_size, ops
+        h_TD, w_VD, labels_T, weights_T, group, chunk_size, ops, vocab_size
     )
     return losses_T
 
@@ -62,9 +64,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup,
         chunk_size: int,
         ops: Ops,
+        vocab_size: int | None,
     ) -> torch.Tensor:
         first = group.rank() * w_VD.shape[0]  # of this rank's vocabulary entries
         losses_T = h_TD.new_empty(len(h_TD), dtype=torch.float32)
+        known = len(w_VD) if vocab_size is None else max(vocab_size - first, 0)
         learns = any(ctx.needs_input_grad[:2])
         if learns:
             dh_TD = torch.empty_like(h_TD)
@@ -72,6 +76,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(h_TD), chunk_size):
             rows = slice(start, start + chunk_size)
             logits_RV = ops.product(h_TD[rows], w_VD.t())
+            # Not -inf: a rank may have none but such entries, and -inf minus -inf is no number.
+            if known < len(w_VD):
+                logits_RV[:, known:] = torch.finfo(logits_RV.dtype).min
             label_R = labels_T[rows] - first
             losses_T[rows], most_R, sums_R = _losses(logits_RV, label_R, group, ops)
             if not learns:
@@ -96,7 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ):
             raise RuntimeError("the gradient of the losses is not proportional to their weights")
         dh_TD = dh_TD * dlosses_T[:, None].to(dh_TD.dtype)
-        return dh_TD, (dw_VD * factor).to(ctx.dtype), None, None, None, None, None
+        return dh_TD, (dw_VD * factor).to(ctx.dtype), *[None] * 6
 
 
 def _losses(

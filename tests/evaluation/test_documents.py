@@ -93,6 +93,7 @@ def _directly(model, document, stride):
         tokens = torch.tensor([whole[start:place]])
         with torch.no_grad():
             logits = model.chunk(tokens, torch.arange(place - start)[None], None)[0, -1]
+            logits = logits[:VOCABULARY]  # without padding
         total -= logits.double().log_softmax(-1)[whole[place]].item()
     return total
 

@@ -7,6 +7,7 @@ import torch
 
 from moe_parallel.errors import InputError
 from moe_parallel.parallel import destroy_groups
+from tests import systems
 from tests.distributed import run_distributed
 from tests.generation.small_models import small_model
 from tests.generation.test_decode import LAYOUTS, MODELS
@@ -26,14 +27,17 @@ def harness_model(options, batch_size=2):
 
 
 class Alone:
-    """Answers by whole sequences without padding, one at a time, from logits of a function."""
+    """Answers by whole sequences without padding, one at a time, from logits of a function.
+
+    The vocabulary is that of the tokenizer, without padding either.
+    """
 
     def __init__(self, logits_of):
         self.logits_of = logits_of
 
     def log_p(self, tokens, first):
         """ln p of the tokens from `first` on, and whether each is the most probable."""
-        logits = self.logits_of(torch.tensor([tokens[:-1]]))[0]
+        logits = self.logits_of(torch.tensor([tokens[:-1]]))[0, :, : TOKENIZER.vocab_size]
         log_p = logits.double().log_softmax(-1)[first - 1 :]
         labels = torch.tensor(tokens[first:])
         greedy = bool((log_p.argmax(-1) == labels).all())
@@ -186,6 +190,23 @@ def on_two_ranks(request):
 )
 def test_layouts(on_one_rank, on_two_ranks, case):
     assert_same(on_two_ranks[case], on_one_rank[case[0]])
+
+
+def _in_turn():
+    """Each system in one of the layouts that it allows, in turn."""
+    for number, name in enumerate(systems.SYSTEMS):
+        allowed = [layout for layout in WITH_DP if fits(name, layout)]
+        yield name, allowed[number % len(allowed)]
+
+
+@pytest.mark.full
+def test_every_system_in_a_layout():
+    cases = list(_in_turn())
+    assert {layout for _, layout in cases} == set(WITH_DP)
+    (alone,) = run_distributed(1, _of_two_ranks, [(name, "dp") for name, _ in cases])
+    spread = _of_layout(cases)
+    for case, expected in zip(cases, alone, strict=True):
+        assert_same(spread[case], expected)
 
 
 def _bad_requests():

@@ -9,11 +9,13 @@ The stand-ins here compute the same as vLLM's layers, in plain torch.
 """
 
 import ast
+import importlib.util
 import inspect
 import json
 import os
 import re
 import subprocess
+import sys
 import textwrap
 from collections import defaultdict
 from pathlib import Path
@@ -293,11 +295,17 @@ for folder in folders:
 """
 
 
+#: This one where vLLM imports; otherwise that of an environment of its own, if there is one.
+PYTHON_WITH_VLLM = (
+    sys.executable if importlib.util.find_spec("vllm") else os.environ.get("VLLM_PYTHON")
+)
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(
-    "VLLM_PYTHON" not in os.environ,
-    reason="VLLM_PYTHON does not name the Python of an environment that has vLLM",
+    PYTHON_WITH_VLLM is None,
+    reason="vLLM is not installed, and VLLM_PYTHON names no Python of an environment that has it",
 )
 def test_vllm_itself(tmp_path):
     cases = RUNS | MORE
@@ -307,7 +315,7 @@ def test_vllm_itself(tmp_path):
     for name, (_, fold, _) in cases.items():
         export_run(tmp_path / name, tmp_path / name / "out", architecture="own", fold=fold)
     folders = json.dumps([str(tmp_path / name / "out") for name in cases])
-    line = [os.environ["VLLM_PYTHON"], "-c", WITH_VLLM, folders]
+    line = [str(PYTHON_WITH_VLLM), "-c", WITH_VLLM, folders]
     variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     done = subprocess.run(
         [*line, json.dumps([PROMPT, PROMPT]), str(STEPS)],

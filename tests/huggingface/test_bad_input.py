@@ -142,6 +142,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no tokenizer": (_remove("tokenizer.json"), "it has no tokenizer: name one by"),
     "a damaged tokenizer": (_write("tokenizer.json", b"{}"), "is not a tokenizer.json"),
+    "a chat template that is a number": (
+        _change_json(CONFIG_FILE, chat_template=7), "chat_template is 7: it must be a text"
+    ),
+    "a token that is a list": (
+        _change_json(CONFIG_FILE, pad_token=["a"]), "pad_token is .'a'.: it must be a token"
+    ),
+    "a damaged configuration of generation": (
+        _write("generation_config.json", b'{"eos'), "generation_config.json is damaged .not JSON"
+    ),
+    "a beginning that is a text": (
+        _change_json("generation_config.json", bos_token_id="a"), "bos_token_id is 'a': it must be"
+    ),
     "a larger tokenizer": (
         _change_json("config.json", vocab_size=100), "the tokenizer has .* tokens, and the model"
     ),

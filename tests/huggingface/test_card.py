@@ -8,6 +8,7 @@ from tests.program import SMALL, flags
 from tests.systems import options
 
 PAST = "A token's output depends on this token and earlier ones."
+PROMPT = "The mean of the prompt merges the experts, once in each layer, for"
 
 
 @pytest.mark.parametrize(
@@ -19,8 +20,19 @@ PAST = "A token's output depends on this token and earlier ones."
         (options("aoe, screened"), [PAST, "The run compared norms in FP8 first."]),
         (options("expert_choice"), ["In training each expert chose among all tokens of a micro-"]),
         (options("hash"), [PAST, "The ids of the tokens choose the experts, so the model needs"]),
-        (options("lory"), ["The mean of the prompt merges the experts, once in each layer, for"]),
-        (options("lory_prefix"), ["The mean of the first 3 tokens of the prompt merges the"]),
+        (
+            options("lory"),
+            [PROMPT, "The run's evaluations merge the experts anew for each segment."],
+        ),
+        (options("lory") | {"lory_inference": "prompt"}, [PROMPT]),
+        (options("lory, uniform first segment") | {"lory_inference": "prompt"}, [PROMPT]),
+        (
+            options("lory_prefix"),
+            [
+                "The mean of the first 3 tokens of the prompt merges the",
+                "If a prompt has fewer than 3 tokens, the run's generation merges the experts anew",
+            ],
+        ),
     ],
 )
 def test_notes(of_run, beginnings):

@@ -13,7 +13,9 @@ from transformers import (
     LlamaForCausalLM,
     MixtralForCausalLM,
     OlmoeForCausalLM,
+    Qwen2ForCausalLM,
     Qwen2MoeForCausalLM,
+    Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
 )
 
@@ -91,6 +93,9 @@ RUNS = {
     "lory_prefix": options("lory_prefix") | {"lory_segment_length": 6},
     "dense": DENSE | {"qk_layernorm": True, "qk_layernorm_all_heads": True},
 }
+#: The segment ends three tokens after the prompt.
+SHORT = "lory_prefix, a long segment"
+SHORT_RUNS = {SHORT: options("lory_prefix") | {"lory_segment_length": len(PROMPT) + 3}}
 QUICK = (
     "topk, sigmoid, groups, bias, shared expert",
     "aoe, by bias",
@@ -112,7 +117,8 @@ def used(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
               if item.path == request.path and hasattr(item, "callspec")
               and "name" in item.callspec.params}  # fmt: skip
     folder = tmp_path_factory.mktemp("runs")
-    runs = [(folder / str(n), RUNS[name]) for n, name in enumerate(sorted(wanted))]
+    known = RUNS | SHORT_RUNS
+    runs = [(folder / str(n), known[name]) for n, name in enumerate(sorted(wanted))]
     (results,) = run_distributed(1, save_runs, runs)
     return {
         name: (run, *result)
@@ -150,8 +156,29 @@ def test_logits_and_greedy_generation_are_the_runs(name, used, tmp_path):
         _assert_same(model, logits, tokens)
 
 
+@pytest.mark.parametrize("name", [SHORT])
+@torch.no_grad()
+def test_a_prompt_shorter_than_the_prefix(name, used, tmp_path):
+    """The mean of the prompt stays, as the card says; the run's mean grows with the text."""
+    run, logits, tokens = used[name]
+    export_run(run, tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    text, anew = list(PROMPT), []
+    for _ in range(STEPS):
+        text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+        anew.append(model(torch.tensor([text])).logits[0, -1])
+    assert text[len(PROMPT) :] == tokens
+    of_prompt = model(torch.tensor([PROMPT]))
+    assert (of_prompt.logits[0] - logits).abs().max() <= 1e-5 * logits.abs().max()
+    past = of_prompt.past_key_values
+    kept = model(torch.tensor([tokens[:1]]), past_key_values=past).logits[0, -1]
+    assert (kept - anew[0]).abs().max() > 1e-3 * logits.abs().max()
+
+
 PLAIN = {
     LlamaForCausalLM: DENSE | {"use_rope_scaling": True, "rotary_base": 1_000_000},
+    Qwen2ForCausalLM: DENSE | {"add_qkv_bias": True},
+    Qwen3ForCausalLM: DENSE | {"qk_layernorm": True, "kv_channels": 12},
     MixtralForCausalLM: options("topk"),
     Qwen3MoeForCausalLM: options("topk")
     | {"qk_layernorm": True, "moe_layer_freq": "[0]+[1]", "kv_channels": 12},
@@ -177,7 +204,8 @@ def test_topk_runs_become_plain_architectures_and_back(kind, tmp_path):
     one, other = (load_file(folder / "model.safetensors") for folder in (output, again))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert any(".experts.3." in name for name in one) is (kind is not LlamaForCausalLM)
+    is_dense = PLAIN[kind].get("num_experts", 4) is None
+    assert any(".experts.3." in name for name in one) is not is_dense
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.convert.converting import convert_here
 from tests.data.small_text import words
 from tests.distributed import run_distributed
 from tests.huggingface.exporting import export_run
-from tests.huggingface.models import save_with_text, text_tokenizer
+from tests.huggingface.models import MODELS, save_with_text, text_tokenizer
 from tests.program import flags, pretrain_here, small_data
 from tests.test_readme import ROOT, run_block
 from tests.tiers import rest_in_full
@@ -29,7 +29,7 @@ TRAINING = {
     "eval_iters": 1,
     "tensorboard": False,
 }
-HEALING = {"train_iters": 30, "lr": 1e-2, "min_lr": 1e-3, "aoe_low_rank_size": 24}
+HEALING = {"train_iters": 30, "lr": 1e-2, "min_lr": 1e-3}
 
 SECTION = (ROOT / "docs/huggingface.md").read_text().split("## From Mixtral to AoE and back\n")[1]
 COMMANDS = "".join(line for line in SECTION.split("\n#")[0].splitlines(True) if line[:4] == " " * 4)
@@ -38,16 +38,18 @@ SMALLER = {
     "--seq-length 4096": "--seq-length 32",
     "--train-iters 2000": "--train-iters 12",
     "--aoe-low-rank-size 256": "--aoe-low-rank-size 16",
+    "    vllm serve exported/aoe --trust-remote-code\n": "",
 }
 
 
-def _converted(run: Path, aoe: Path, options: dict[str, Any]) -> tuple[Any, Any]:
-    done = convert_here(run, aoe, "aoe", options, {"rank": 24, "ranking_columns": 2}, samples=8)
+def _converted(run: Path, aoe: Path, options: dict[str, Any], rank: int) -> tuple[Any, Any]:
+    options = options | {"aoe_low_rank_size": rank}
+    done = convert_here(run, aoe, "aoe", options, {"rank": rank, "ranking_columns": 2}, samples=8)
     return [layer.number for layer in done.layers], dict(done.losses)
 
 
 @pytest.mark.parametrize(
-    "model_type", rest_in_full(["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "llama"], "qwen2_moe")
+    "model_type", rest_in_full(list(MODELS), "qwen2_moe")
 )
 def test_in_and_out_again_has_the_same_bits(model_type: str, tmp_path: Path) -> None:
     saved = save_with_text(model_type, tmp_path / "theirs", torch.bfloat16)
@@ -62,9 +64,22 @@ def test_in_and_out_again_has_the_same_bits(model_type: str, tmp_path: Path) -> 
         assert torch.equal(tensor.view(torch.int16), again[name].view(torch.int16)), name
 
 
+#: By model_type: the layers of experts, and the rank of W_g, below the width of the experts.
+FAMILIES = {
+    "mixtral": ([1, 2], 24),
+    "qwen2_moe": ([2], 12),
+    "qwen3_moe": ([1, 2], 12),
+    "olmoe": ([1, 2], 24),
+}
+
+
 @pytest.mark.full
-def test_mixtral_becomes_aoe_heals_and_answers_in_generate(tmp_path: Path) -> None:
-    saved = save_with_text("mixtral", tmp_path / "theirs", max_position_embeddings=32)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_family_becomes_aoe_heals_and_answers_in_generate(
+    model_type: str, tmp_path: Path
+) -> None:
+    moe_layers, rank = FAMILIES[model_type]
+    saved = save_with_text(model_type, tmp_path / "theirs", max_position_embeddings=32)
     data = small_data(tmp_path)
     data["data_path"] = [tmp_path / "cycle"]
     data["tokenizer_model"] = None  # the run's own
@@ -72,13 +87,13 @@ def test_mixtral_becomes_aoe_heals_and_answers_in_generate(tmp_path: Path) -> No
 
     # In: the same answer as transformers' own.
     prompt = "zero one two three"
-    theirs = transformers.MixtralForCausalLM.from_pretrained(saved.folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(saved.folder)
     assert _asked(tmp_path / "run", prompt) == _generated(theirs, prompt)
 
     # To AoE, and healed in another layout.
     aoe, healed = tmp_path / "aoe", tmp_path / "healed"
-    ((layers, losses),) = run_distributed(1, _converted, tmp_path / "run", aoe, data | HEALING)
-    assert layers == [1, 2]
+    ((layers, losses),) = run_distributed(1, _converted, tmp_path / "run", aoe, data | HEALING, rank)
+    assert layers == moe_layers
     new = {"config": aoe / "config.yaml", "load": aoe, "save": healed}
     new |= {"expert_model_parallel_size": 2}
     ((code, printed),) = run_distributed(2, pretrain_here, [new])[0]
@@ -95,6 +110,27 @@ def test_mixtral_becomes_aoe_heals_and_answers_in_generate(tmp_path: Path) -> No
     answer = _asked(healed, prompt)
     assert answer == _generated(model, prompt)
     assert answer.startswith(f"{prompt} four five")  # it has learned to count
+
+
+@pytest.mark.full
+def test_a_dense_llama_becomes_experts_and_answers_in_generate(tmp_path: Path) -> None:
+    saved = save_with_text("llama", tmp_path / "theirs", max_position_embeddings=32)
+    data = small_data(tmp_path)
+    data["data_path"] = [tmp_path / "cycle"]
+    data["tokenizer_model"] = None
+    import_folder(plan_import(saved.folder, []), tmp_path / "run")
+    run, experts = tmp_path / "run", tmp_path / "experts"
+    new = TRAINING | HEALING | data | {"config": run / "config.yaml", "load": run, "save": experts}
+    new |= {"finetune": True, "moe_use_upcycling": True, "expert_selection": "topk"}
+    new |= {"num_experts": 4, "expert_model_parallel_size": 2}
+    ((code, printed),) = run_distributed(2, pretrain_here, [new])[0]
+    assert code == 0, printed
+    assert export_run(experts, tmp_path / "out").architecture == "MixtralForCausalLM"
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    prompt = "zero one two three"
+    answer = _asked(experts, prompt)
+    assert answer == _generated(model, prompt)
+    assert answer.startswith(f"{prompt} four five")
 
 
 @pytest.mark.full

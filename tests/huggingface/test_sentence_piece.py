@@ -8,7 +8,7 @@ import pytest
 import sentencepiece
 from transformers import AutoTokenizer
 
-from moe_parallel.data.tokenizer import SentencePiece
+from moe_parallel.data.tokenizer import SentencePiece, build_tokenizer, load_tokenizer
 from moe_parallel.huggingface.sentence_piece import converted
 from moe_parallel.huggingface.tokenizer import write_tokenizer
 from tests.data.small_text import words
@@ -85,6 +85,18 @@ def test_a_model_that_would_give_other_tokens_is_copied(options: Any, tmp_path: 
     copy = tmp_path / "out" / "tokenizer.model"
     assert copy.read_bytes() == (tmp_path / "tokenizer.model").read_bytes()
     assert not (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_special_tokens_and_templates_are_kept(tmp_path: Path) -> None:
+    trained(tmp_path, **LLAMA)
+    fields = {"bos_token": "<s>", "chat_template": "{{ bos_token }}{{ messages[0]['content'] }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    build_tokenizer("SentencePieceTokenizer", str(tmp_path)).save(tmp_path / "run")
+    written = write_tokenizer(load_tokenizer(tmp_path / "run"), 64, tmp_path / "out")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    talk = [{"role": "user", "content": "the expert"}]
+    assert theirs.apply_chat_template(talk, tokenize=False) == "<s>the expert"
+    assert written.generation == {"eos_token_id": 2, "pad_token_id": 2, "bos_token_id": 1}
 
 
 def test_the_files_of_a_converted_model(tmp_path: Path) -> None:

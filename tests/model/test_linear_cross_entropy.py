@@ -84,6 +84,34 @@ def test_a_divided_vocabulary() -> None:
     numpy.testing.assert_allclose(numpy.concatenate([first[2], second[2]]), dw, atol=1e-6)
 
 
+def _padded(rank: int, ranks: int, group: object) -> list:
+    """As `results`, for a rank's part of a W with V rows of padding, whose logits are large."""
+    h_TD, w_VD, labels_T, weights_T = inputs(torch.float32)
+    mine_VD = torch.cat([w_VD, 9 * w_VD]).chunk(ranks)[rank].clone().requires_grad_()
+    h_TD.requires_grad_()
+    losses_T = linear_cross_entropy(h_TD, mine_VD, labels_T, weights_T, group, 3, OPS, V)
+    (FACTOR * (losses_T * weights_T).sum()).backward()
+    assert h_TD.grad is not None and mine_VD.grad is not None
+    return [each.detach().double().numpy() for each in (losses_T, h_TD.grad, mine_VD.grad)]
+
+
+def _padded_in_world() -> list:
+    return _padded(dist.get_rank(), 2, dist.group.WORLD)
+
+
+def test_padding_has_no_probability() -> None:
+    """On one rank; and on two, of which the second has nothing but padding."""
+    losses, dh, dw = by_definition()
+    parts = [[_padded(0, 1, Alone())], run_distributed(2, _padded_in_world)]
+    for ranks in parts:
+        for each in ranks:
+            numpy.testing.assert_allclose(each[0], losses, rtol=1e-5)
+        numpy.testing.assert_allclose(sum(each[1] for each in ranks), dh, rtol=1e-5, atol=1e-6)
+        found = numpy.concatenate([each[2] for each in ranks])
+        numpy.testing.assert_allclose(found[:V], dw, atol=1e-6)
+        assert abs(found[V:]).max() < 1e-30
+
+
 def test_large_logits_do_not_overflow() -> None:
     h_TD = torch.full((2, 1), 1e3)
     w_VD = torch.tensor([[1.0], [-1.0]])

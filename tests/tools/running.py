@@ -2,7 +2,9 @@
 
 import multiprocessing
 import os
+import resource
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,11 +32,12 @@ def run_tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def run_tool_forked(
-    name: str, *arguments: object, given: str = ""
+    name: str, *arguments: object, given: str = "", file_bytes: int | None = None
 ) -> subprocess.CompletedProcess[str]:
     """The same in a fork of a process that has imported torch and Megatron-Core, which is faster.
 
-    The output of these imports is not captured. `given` is the tool's standard input.
+    The output of these imports is not captured. `given` is the tool's standard input. A write that
+    makes a file larger than `file_bytes` fails, as on a full disk.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -42,7 +45,7 @@ def run_tool_forked(
     with tempfile.TemporaryDirectory() as folder:
         streams = [Path(folder) / stream for stream in ("stdin", "stdout", "stderr")]
         streams[0].write_text(given)
-        process = context.Process(target=_be_tool, args=(line, streams))
+        process = context.Process(target=_be_tool, args=(line, streams, file_bytes))
         with mock.patch.dict(os.environ, environment()):  # for a fork server that starts now
             process.start()
         process.join(240)
@@ -53,12 +56,15 @@ def run_tool_forked(
         return subprocess.CompletedProcess(line, process.exitcode, stdout, stderr)
 
 
-def _be_tool(line: list[str], streams: list[Path]) -> None:
+def _be_tool(line: list[str], streams: list[Path], file_bytes: int | None) -> None:
     for number, stream in enumerate(streams):
         os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT if number else os.O_RDONLY), number)
     sys.stdin = open(0)  # multiprocessing has replaced it
     os.chdir(ROOT)
     os.environ.update(environment())
     sys.argv[:] = line
+    if file_bytes is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.RLIM_INFINITY))
     sys.path.insert(0, str(ROOT / Path(line[0]).parent))
     runpy.run_path(line[0], run_name="__main__")

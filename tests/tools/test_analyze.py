@@ -9,10 +9,13 @@ import pytest
 import torch.distributed as dist
 
 from moe_parallel.analysis.report.text_entry import text_entry
+from moe_parallel.analysis.routing import folder as written
 from moe_parallel.analysis.routing.folder import read_facts, read_table
 from moe_parallel.data.tokenizer import load_tokenizer
+from moe_parallel.evaluation import given_text
 from moe_parallel.training.routing_analysis import AnalysisOptions, analyze
 from moe_parallel.training.standalone import evaluation_config, standalone_config
+from tests.data import small_text
 from tests.distributed import run_distributed
 from tests.program import SMALL, Program, flags, pretrain_here, small_data
 from tests.systems import merges, options
@@ -186,6 +189,30 @@ def test_given_files_replace_the_analysis(trained: Path, tmp_path: Path) -> None
     assert done.returncode == 2 and "broken.txt is not UTF-8" in done.stderr
     assert done.stderr.count("\n") == 1
     assert read_facts(output)["tokens"] == {"a": SMALL["seq_length"]}  # the earlier one is whole
+
+
+def _peak(load: Path, text: Path, output: Path) -> int:
+    """The most memory of an analysis in this process, in bytes. What is read and written at a time
+    is small, so that it would show if more were kept."""
+    written.ROWS_OF_A_GROUP, given_text.PIECE = 2_000, 1 << 13
+    config = standalone_config([], load=str(load))
+    files = AnalysisOptions({"long": text}, None, 9, 40, True, "")
+    analyze(config, evaluation_config([], str(load), 1), files, output)
+    (line,) = [line for line in Path("/proc/self/status").open() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.full
+def test_memory_does_not_grow_with_the_text(trained: Path, tmp_path: Path) -> None:
+    peaks, tokens = [], []
+    for repeats in (1, 4):
+        text, output = tmp_path / f"{repeats}.txt", tmp_path / str(repeats)
+        text.write_text(small_text.words(8_000, 1) * repeats)  # one line
+        (peak,) = run_distributed(1, _peak, trained, text, output)
+        peaks.append(peak)
+        tokens.append(sum(read_facts(output)["tokens"].values()))
+    assert tokens[1] > 3.9 * tokens[0]
+    assert peaks[1] - peaks[0] < 4 * 2**20, (peaks, tokens)
 
 
 @pytest.mark.parametrize(

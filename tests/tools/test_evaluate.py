@@ -1,14 +1,17 @@
 """The program: tasks of each type on a trained model, documents, and wrong flags."""
 
 import json
+import math
 import random
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moe_parallel.data.tokenizer import train_byte_bpe
 from moe_parallel.errors import InputError
+from tests import systems
 from tests.data.small_text import write_texts
 from tests.distributed import run_distributed
 from tests.program import SMALL, Program, pretrain_here, small_data
@@ -21,15 +24,22 @@ FOLDER = ROOT / "tests/harness/tasks"
 WORDS = "zero one two three four five six seven eight nine".split()
 
 
-@pytest.fixture(scope="module")
-def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _counts(folder: Path, **more: Any) -> Path:
     """A run that has learned to count in a circle."""
-    folder = tmp_path_factory.mktemp("evaluated")
     options = SMALL | small_data(folder) | {"save": folder / "run", "train_iters": 120}
-    options |= {"data_path": [folder / "cycle"], "eval_iters": 0}
-    options |= {"make_vocab_size_divisible_by": 4}  # no padding, which an export leaves out
+    options |= {"data_path": [folder / "cycle"], "eval_iters": 0} | more
     run_distributed(1, pretrain_here, [options])
     return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _counts(tmp_path_factory.mktemp("evaluated"))
+
+
+@pytest.fixture(scope="module")
+def counting_aoe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _counts(tmp_path_factory.mktemp("aoe"), **systems.options("aoe"))
 
 
 def counted(n: int) -> str:
@@ -55,6 +65,12 @@ def test_tasks_of_each_type(counting: Path, tmp_path: Path) -> None:
     assert results["count_text"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
     assert found["documents"]["texts"]["bytes"] == sum(len(counted(n)) for n in range(8))
     assert found["documents"]["cycle"]["documents"] == 2
+    assert (found["iteration"], found["stride"]) == (120, 16)
+    texts_found = found["documents"]["texts"]
+    low, high = texts_found["perplexity_interval"]
+    nats, margin = texts_found["nats_per_token"], texts_found["nats_per_token_margin"]
+    assert texts_found["perplexity"] == pytest.approx(math.exp(nats))
+    assert [low, high] == pytest.approx([math.exp(nats - margin), math.exp(nats + margin)])
     assert "count_choice" in done.stdout
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("texts")]
     assert f"{bits:.4f} ± {found['documents']['texts']['bits_per_byte_margin']:.4f}" in line
@@ -192,15 +208,19 @@ def test_generated_answers_that_are_known(copying: Path, tmp_path: Path) -> None
     assert results["copy"]["exact_match,strip"] >= 0.8
 
 
-def _answers(
-    model: str, options: dict[str, object], tasks: list[str], folder: Path
-) -> list[object]:
+def _answers(model: str, options: dict[str, Any], tasks: list[str], folder: Path) -> list[Any]:
     """What a model of the harness answers, in order; numbers, truth values and texts."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     import moe_parallel.harness.model
-    import moe_parallel.hf  # noqa: F401  both register models
+
+    if "modules" in options:  # the export's own code is run, which transformers copies there
+        from transformers import dynamic_module_utils
+
+        dynamic_module_utils.HF_MODULES_CACHE = str(options.pop("modules"))
+    else:
+        import moe_parallel.hf  # noqa: F401  registers the installed code
 
     results = simple_evaluate(
         model=model,
@@ -218,20 +238,32 @@ def _answers(
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("tasks", "folder", "architecture"),
+    ("name", "tasks", "folder", "architecture", "trust"),
     [
-        (TASKS, FOLDER, "MixtralForCausalLM"),
-        (["copy", "word_sums"], ROOT / "examples/tasks", "own"),
+        ("counting", TASKS, FOLDER, "MixtralForCausalLM", False),
+        ("counting", ["copy", "word_sums"], ROOT / "examples/tasks", "own", False),
+        ("counting_aoe", TASKS, FOLDER, "own", True),
     ],
 )
 def test_the_harness_own_model_gives_the_same_answers(
-    tasks: list[str], folder: Path, architecture: str, counting: Path, tmp_path: Path
+    name: str,
+    tasks: list[str],
+    folder: Path,
+    architecture: str,
+    trust: bool,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
 ) -> None:
-    export = tmp_path / "exported"
-    line = ["--load", counting, "--output", export, "--architecture", architecture]
+    """With the padded vocabulary of the run, which an export does not have."""
+    run, export = request.getfixturevalue(name), tmp_path / "exported"
+    line = ["--load", run, "--output", export, "--architecture", architecture]
     assert run_tool_forked("export_hf.py", *line).returncode == 0
-    (ours,) = run_distributed(1, _answers, "moe_parallel", {"load": str(counting)}, tasks, folder)
-    theirs = _answers("hf", {"pretrained": str(export), "device": "cpu"}, tasks, folder)
+    (ours,) = run_distributed(1, _answers, "moe_parallel", {"load": str(run)}, tasks, folder)
+    options: dict[str, Any] = {"pretrained": str(export), "device": "cpu"}
+    if trust:
+        options |= {"trust_remote_code": True, "modules": tmp_path / "modules"}
+    (theirs,) = run_distributed(1, _answers, "hf", options, tasks, folder)
+    assert list(tmp_path.glob("modules/**/modeling_moe_parallel.py")) or not trust
     assert len(ours) == len(theirs)
     for mine, other in zip(ours, theirs, strict=True):
         if isinstance(other, tuple):  # ln p, whether greedy

@@ -26,6 +26,7 @@ RUNS = {
     "aoe": options("aoe"),
     "topk": options("topk"),
     "smear": options("smear"),
+    "uniform": options("lory_prefix") | {"lory_first_segment": "uniform"},
     "forced": options("topk") | {"moe_router_force_load_balancing": True},
 }
 
@@ -140,6 +141,7 @@ def test_a_plain_architecture_and_what_is_said(
             "--fold is for own alone",
         ),
         ("smear", ["--output", "OUT"], "--expert-selection smear is not exported: each token"),
+        ("uniform", ["--output", "OUT"], "--lory-first-segment is uniform, which an export of"),
         ("forced", ["--output", "OUT"], "its experts are forced (in turn), so it is a benchmark"),
         ("aoe", ["--output", "/sys/out"], "--output /sys/out cannot be written ("),
     ],
