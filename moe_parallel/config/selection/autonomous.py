@@ -70,7 +70,8 @@ class AutonomousSelection(DispatchedSelection):
     aoe_send_activations: bool = option(
         False,
         "send C = x W_down with each token to other ranks instead of recomputing it there; "
-        "adds d_low / d to the traffic, so it pays only if the link is faster than the product",
+        "adds d_low / d to the traffic, so it pays only if the link is faster than the product. "
+        "Only with --expert-selection aoe",
     )
     aoe_gather_w_down: bool = option(
         False,
@@ -88,6 +89,10 @@ class AutonomousSelection(DispatchedSelection):
         return self.aoe_wide_size or aoe_wide_size(
             hidden_size, ffn_hidden_size, self.aoe_low_rank_size
         )
+
+    def narrower(self, hidden_size: int, ffn_hidden_size: int, multiple: int) -> str:
+        width = self.expert_width(hidden_size, ffn_hidden_size)
+        return f"{self.width_flag} {max(width - width % multiple, multiple)}"
 
     def own_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> list[OwnWeight]:
         own = [OwnWeight("w_free", self.free_experts)] if self.free_experts else []
@@ -160,6 +165,11 @@ class AutonomousSelection(DispatchedSelection):
                 f"--aoe-gather-w-down cuts W_down along --hidden-size {width}, which "
                 f"--expert-tensor-parallel-size {etp} does not divide: choose a multiple of {etp}, "
                 "or leave it out"
+            )
+        if self.aoe_send_activations and self.choices_per_token is None:
+            raise InputError(
+                f"--aoe-send-activations is true, but --expert-selection {self.system} does not "
+                "pass C on with its choices: leave it out"
             )
         if self.aoe_gradient == "selected":
             self._check_selected_gradient()
