@@ -1,4 +1,4 @@
-// Checks whether memory can be read and written 16 bytes at a time. Torch-free.
+// How memory is aligned, and whether it can be read and written 16 bytes at a time. Torch-free.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,7 @@
 namespace moe_parallel {
 
 constexpr int64_t kVectorBytes = 16;
+constexpr int64_t kCacheLine = 64;  // bytes, on every processor that has kernels of its own
 
 // Whether every address and every distance, which is given in elements, is a multiple of `bytes`. A
 // null pointer stands for an absent tensor and counts as aligned.

@@ -69,7 +69,8 @@ void add_products(at::Tensor& out, const at::Tensor& x, const at::Tensor& v, con
   grouped_gemm_out(out, y, w, groups, /*accumulate=*/true);
 }
 
-// dL/dp / p by choice, where the probs are the softmax of the norms p.
+// dL/dp / p by choice, where the probs are the softmax of the norms p: `softmax_of_selected` of
+// selection/topk.py. The autonomous layer asserts that rule before it gives norms.
 at::Tensor factors_of_probs(const at::Tensor& dprobs, const at::Tensor& probs,
                             const at::Tensor& norms) {
   return norm_factors(at::_softmax_backward_data(dprobs, probs, -1, probs.scalar_type()), norms);
@@ -213,19 +214,17 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
   const auto dprobs = map.values_by_choice(dprobs_of_rows);
   if (norms) {
     const auto factors_N = map.values_by_row(factors_of_probs(dprobs, probs, *norms));
-    const ProductsOfGradient products{*w_down, *dw_down, dx, /*adds_to_dx=*/true};
-    for (const auto& block : blocks) {
-      map.gather_choices(c_memory, c_3d, block);
-      auto c_rows = block.part(c_memory);
-      to_norm_gradient(c_rows, block.rows(dc_NR), block.rows(factors_N));
-      // If there is one block, its rows of x are still there.
-      products.take(
-          block, c_memory,
-          blocks.size() > 1 ? map.gather(row_memory, tokens, block) : block.product(row_memory));
-    }
+    // If there is one block, its rows of x are still there.
+    const auto x_of = [&](const RowBlock& block) {
+      return blocks.size() > 1 ? map.gather(row_memory, tokens, block) : block.product(row_memory);
+    };
+    const auto c_of = [&](const RowBlock& block) { map.gather_choices(c_memory, c_3d, block); };
+    const auto dc_of = [&](const RowBlock& block) { return block.rows(dc_NR); };
+    ChosenNormGradient{*w_down, *dw_down, dx, /*adds_to_dx=*/true, /*rounds_before_adding=*/false}
+        .take(blocks, factors_N, c_memory, x_of, c_of, dc_of);
   }
-  const bool hands_on = c_TKR && !norms;
-  const auto dc_TKR = hands_on ? map.by_choice(map.only_rows(dc_NR)) : x.new_empty({0, w.rank()});
+  const bool returns_dc = c_TKR && !norms;
+  const auto dc_TKR = returns_dc ? map.by_choice(map.only_rows(dc_NR)) : x.new_empty({0, w.rank()});
   return {map.sum(map.only_rows(dx)),
           dprobs,
           dw_down ? dw_down->own() : x.new_empty({0}),

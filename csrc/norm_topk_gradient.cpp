@@ -97,27 +97,29 @@ std::tuple<at::Tensor, at::Tensor> norm_topk_chosen_backward(
   const auto factors_TK = factors.to(sum_type_of(x));
   const ExpertRows map(x, factors_TK, slots, rows, counts);
   const RowBlock all{0, w.size(0), 0, map.size(), map.size(), true, counts};
-  ScratchRows x_memory(x, map.size(), x.size(1)), c_memory(x, map.size(), w.size(2));
-  const auto x_rows = map.gather(x_memory, x.contiguous(), all);
-  auto c_rows = all.part(c_memory);
-  if (c_TKR) {
-    map.gather_choices(c_memory, c_TKR->contiguous(), all);
-  } else {
-    grouped_gemm_out(c_rows, x_rows, w, counts);
-  }
-  // The gradient through the norms is rounded to the type of sums before dc_TKR is added. A kernel
-  // that did both would leave this rounding out, and runs of earlier versions would not continue
-  // bit for bit.
-  auto dc_rows = c_rows.to(sum_type_of(x));
-  to_norm_gradient(dc_rows, {}, map.values_by_row(factors_TK));
-  if (dc_TKR) {
-    ScratchRows memory(x, map.size(), w.size(2));
-    dc_rows.add_(map.gather_choices(memory, dc_TKR->contiguous(), all));
-  }
-  c_rows.copy_(dc_rows);
+  const auto memory_of = [&](int64_t columns) { return ScratchRows(x, map.size(), columns); };
+  auto x_memory = memory_of(x.size(1)), c_memory = memory_of(w.size(2));
+  auto dc_memory = memory_of(w.size(2));
+  const auto x_of = [&](const RowBlock& block) {
+    return map.gather(x_memory, x.contiguous(), block);
+  };
+  const auto c_of = [&](const RowBlock& block) {
+    if (c_TKR) {
+      map.gather_choices(c_memory, c_TKR->contiguous(), block);
+    } else {
+      auto c_rows = block.part(c_memory);
+      grouped_gemm_out(c_rows, block.product(x_memory), w, counts);
+    }
+  };
+  const auto dc_of = [&](const RowBlock& block) {
+    return dc_TKR ? map.gather_choices(dc_memory, dc_TKR->contiguous(), block) : at::Tensor();
+  };
   WeightGradient dw("w", w, counts);
   auto dx = x.new_empty({map.size(), x.size(1)});
-  ProductsOfGradient{w, dw, dx, /*adds_to_dx=*/false}.take(all, c_memory, x_rows);
+  // A kernel that added dc_TKR at once would leave a rounding out, and runs of earlier versions
+  // would not continue bit for bit.
+  ChosenNormGradient{w, dw, dx, /*adds_to_dx=*/false, /*rounds_before_adding=*/true}.take(
+      {all}, map.values_by_row(factors_TK), c_memory, x_of, c_of, dc_of);
   return {map.sum(dx), dw.own()};
 }
 

@@ -7,6 +7,7 @@
 
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "expert_rows.h"
 #include "main_gradients.h"
@@ -38,19 +39,44 @@ inline void to_norm_gradient(at::Tensor& c_NR, const at::Tensor& dc_NR,
                             .k = adds ? 1 : 0});
 }
 
-// dW = x^T dC and dx (+)= dC W^T for a block whose rows of dC are in `dc_memory`.
-struct ProductsOfGradient {
+// The gradient through the norms of the chosen experts, for their rows: C becomes dC, which is then
+// multiplied by x and W. One block may have all rows.
+struct ChosenNormGradient {
   const at::Tensor& w;  // [E, D, R]
-  WeightGradient& dw;
-  at::Tensor& dx;  // of ExpertRows::new_rows()
-  bool adds_to_dx;
+  WeightGradient& dw;   // dW = x^T dC
+  at::Tensor& dx;       // of ExpertRows::new_rows()
+  bool adds_to_dx;      // dx += dC W^T, or dx = dC W^T
+  // Whether the part through the norms is rounded to the type of sums before the rest is added.
+  bool rounds_before_adding;
 
-  void take(const RowBlock& block, ScratchRows& dc_memory, const at::Tensor& x_rows) const {
-    const auto dc_rows = block.product(dc_memory);
-    auto dx_rows = block.product(dx);
-    dw.take(block, x_rows, dc_rows);
-    grouped_gemm_out(dx_rows, dc_rows, block.experts(w).transpose(1, 2), block.product_counts,
-                     adds_to_dx);
+  // Of a block, x_of() returns the rows of x for products, c_of() writes C to `c_memory` after
+  // that, and dc_of() returns the part of dC that does not come from norms; undefined: there is
+  // none. `factors_N` is dL/dp / p of each row.
+  template <class X, class C, class DC>
+  void take(const std::vector<RowBlock>& blocks, const at::Tensor& factors_N, ScratchRows& c_memory,
+            const X& x_of, const C& c_of, const DC& dc_of) const {
+    for (const auto& block : blocks) {
+      const auto x_rows = x_of(block);
+      c_of(block);
+      to_gradient(block.part(c_memory), dc_of(block), block.rows(factors_N));
+      const auto dc_rows = block.product(c_memory);
+      auto dx_rows = block.product(dx);
+      dw.take(block, x_rows, dc_rows);
+      grouped_gemm_out(dx_rows, dc_rows, block.experts(w).transpose(1, 2), block.product_counts,
+                       adds_to_dx);
+    }
+  }
+
+ private:
+  void to_gradient(at::Tensor c_rows, const at::Tensor& dc_rows,
+                   const at::Tensor& factors_of_rows) const {
+    if (!rounds_before_adding || !dc_rows.defined()) {
+      to_norm_gradient(c_rows, dc_rows, factors_of_rows);
+      return;
+    }
+    auto sums = c_rows.to(sum_type_of(c_rows));
+    to_norm_gradient(sums, {}, factors_of_rows);
+    c_rows.copy_(sums.add_(dc_rows));
   }
 };
 

@@ -85,14 +85,12 @@ at::Tensor TransposedRows::of(const at::Tensor& x) {
   const int64_t rows = x.size(0), columns = x.size(1);
   // An odd number of cache lines: rows that are a power of two apart would share cache sets.
   const int64_t stride = ((rows + 31) / 32 | 1) * 32;
-  if (!memory_.defined() || memory_.numel() < columns * stride) {
-    memory_ = at::Tensor();  // before the larger one is allocated
-    memory_ = x.new_empty({columns * stride});
-  }
+  if (!memory_) memory_.emplace(x, 0, 1);
+  const auto transposed = memory_->rows(columns * stride);
   const auto dense = x.stride(1) == 1 ? x : x.contiguous();
   const Matrix from{static_cast<const uint16_t*>(dense.const_data_ptr()), rows, columns,
                     dense.stride(0)};
-  auto* to = static_cast<uint16_t*>(memory_.mutable_data_ptr());
+  auto* to = static_cast<uint16_t*>(transposed.mutable_data_ptr());
   const int64_t blocks = (columns + kBlock - 1) / kBlock;
   at::parallel_for(0, blocks, std::max<int64_t>(1, 32768 / (kBlock * std::max<int64_t>(rows, 1))),
                    [&](int64_t begin, int64_t end) {
@@ -101,7 +99,7 @@ at::Tensor TransposedRows::of(const at::Tensor& x) {
                                          std::min(columns, (block + 1) * kBlock));
                      }
                    });
-  return memory_.as_strided({columns, rows}, {stride, 1});
+  return transposed.as_strided({columns, rows}, {stride, 1});
 #else
   return x.t();
 #endif

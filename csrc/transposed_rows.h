@@ -3,6 +3,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
+#include "scratch_rows.h"
+
 namespace moe_parallel {
 
 // Memory for one transposed copy at a time. oneDNN multiplies x^T y in bf16 at half of its speed if
@@ -14,7 +18,7 @@ class TransposedRows {
   at::Tensor of(const at::Tensor& x);
 
  private:
-  at::Tensor memory_;
+  std::optional<ScratchRows> memory_;
 };
 
 }  // namespace moe_parallel

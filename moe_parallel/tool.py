@@ -96,6 +96,15 @@ class Tool(OneLineParser):
         return code
 
 
+def last_line(said: str, otherwise: str = "it printed nothing") -> str:
+    """The last line of what a program printed, which is its error if it failed.
+
+    `otherwise`: if it printed nothing.
+    """
+    lines = said.strip().splitlines()
+    return lines[-1] if lines else otherwise
+
+
 def load_torch() -> None:
     """Imports torch and Megatron-Core, which takes seconds.
 

@@ -39,6 +39,7 @@ SHARED = {
     CSRC / "cpu": {
         "avx2",
         "avx512",
+        "cache_lines",
         "capability",
         "large_output",
         "parts",
@@ -53,7 +54,6 @@ SHARED = {
         "backends",
         "bounded_experts",
         "capability",
-        "expert_norms",
         "expert_rows",
         "fused",
         "main_gradients",
@@ -81,9 +81,7 @@ def _operators() -> dict[str, str]:
     return {
         name: path.stem
         for path in sorted(CSRC.glob("*.cpp"))
-        for name in re.findall(
-            r'^MOE_PARALLEL_(?:CPU_)?OPERATOR\(\s*"(\w+)"', path.read_text(), re.M
-        )
+        for name in REGISTERED.findall(path.read_text())
     }
 
 

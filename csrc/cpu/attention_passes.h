@@ -7,15 +7,13 @@
 #pragma once
 
 #include <ATen/Parallel.h>
-#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
 
 #include "../attention.h"
 #include "../block_product.h"
+#include "cache_lines.h"
 #include "parts.h"
 
 namespace moe_parallel {
@@ -26,24 +24,6 @@ constexpr int64_t kQueryBlock = 64, kKeyBlock = 256;
 inline int64_t bytes_of_sum(ScalarType type) { return type == ScalarType::kFloat64 ? 8 : 4; }
 
 inline int64_t padded(int64_t count) { return (count + kBlockUnit - 1) / kBlockUnit * kBlockUnit; }
-
-// Memory that begins on a cache line.
-class CacheLines {
- public:
-  explicit CacheLines(int64_t bytes)
-      : memory_(std::aligned_alloc(kLine, (bytes / kLine + 1) * kLine)) {
-    TORCH_CHECK(memory_ != nullptr, "attention: no memory for ", bytes, " bytes");
-  }
-  char* at(int64_t bytes) const { return static_cast<char*>(memory_.get()) + bytes; }
-  operator void*() const { return memory_.get(); }
-
- private:
-  static constexpr int64_t kLine = 64;
-  struct Free {
-    void operator()(void* memory) const { std::free(memory); }
-  };
-  std::unique_ptr<void, Free> memory_;
-};
 
 // Some queries or keys. `size` is `count`, rounded up to a multiple of kBlockUnit.
 struct TokenRange {

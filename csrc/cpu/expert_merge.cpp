@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "cache_lines.h"
 #include "capability.h"
 #include "large_output.h"
 #include "parts.h"
@@ -16,13 +17,10 @@ namespace {
 // of every sum is fixed.
 constexpr int64_t kColumns = 8 * kMergeColumns;
 
-struct alignas(64) CacheLine {
-  char bytes[64];
-};
-
-std::vector<CacheLine> scratch_of(int64_t rows, int64_t products) {
-  const int64_t bytes = rows * kMergeStride * static_cast<int64_t>(sizeof(double));
-  return std::vector<CacheLine>(bytes / 64 + products);
+// Memory for packed rows and for the sums of products, each of at most a register.
+CacheLines scratch_of(int64_t rows, int64_t products) {
+  const int64_t of_rows = rows * kMergeStride * static_cast<int64_t>(sizeof(double));
+  return CacheLines(of_rows + products * kCacheLine);
 }
 
 // Calls body(block, begin, end, scratch) for every block of columns.
@@ -30,10 +28,10 @@ template <class Body>
 void for_each_block(int64_t size, int64_t rows, int64_t products, const Body& body) {
   const int64_t blocks = (size + kColumns - 1) / kColumns;
   at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-    auto scratch = scratch_of(rows, products);
+    const auto scratch = scratch_of(rows, products);
     for (int64_t block = begin; block < end; ++block) {
       const int64_t first = block * kColumns;
-      body(block, first, std::min(first + kColumns, size), scratch.data());
+      body(block, first, std::min(first + kColumns, size), scratch);
     }
   });
 }

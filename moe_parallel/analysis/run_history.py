@@ -5,6 +5,7 @@ Shape suffixes: R records that have the array's quantity, G layers with experts,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,6 +89,19 @@ class RunHistory:
         """The tokens read in training by the end. None if no record contains them."""
         records = [*self.training, *self.evaluations]
         return max((r.get("consumed_tokens") or 0 for r in records), default=0) or None
+
+    @property
+    def processes(self) -> list[list[MetricsLine]]:
+        """The logged iterations by the process that trained them, whose clock began at 0."""
+        found: list[list[MetricsLine]] = []
+        last = math.inf
+        for record in self.training:
+            elapsed = record.get("elapsed_seconds") or 0.0
+            if elapsed < last:
+                found.append([])
+            found[-1].append(record)
+            last = elapsed
+        return found
 
     @property
     def train_loss(self) -> Curve:

@@ -67,8 +67,12 @@ class Config:
     @property
     def expert_width(self) -> int:
         """d_ffn of one expert; for AoE, d_wide (by Eq. 5 unless it is set)."""
-        width = self.moe.moe_ffn_hidden_size or self.model.ffn_hidden_size
-        return self.selection.expert_width(self.model.hidden_size, width)
+        return self.selection.expert_width(self.model.hidden_size, self.moe_ffn_size)
+
+    @property
+    def moe_ffn_size(self) -> int:
+        """--moe-ffn-hidden-size, or its default."""
+        return self.moe.moe_ffn_hidden_size or self.model.ffn_hidden_size
 
     @property
     def first_part(self) -> int | None:

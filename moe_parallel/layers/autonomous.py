@@ -60,15 +60,15 @@ class AutonomousLayer(DispatchedLayer):
         self.recompute_scores = selection.aoe_recompute_scores
         self.gradient: Gradient = "all" if selection.aoe_gradient == "full" else "chosen"
         self.screening = selection.screening
-        # A loss needs norms with a gradient, and a dropped choice has a norm but no row.
-        self.joins_norms = (
-            selection.aoe_gradient == "selected"
-            and self.dispatcher.takes_norms
-            and not self.losses
-            and context.capacity is None
-            and context.fp8 is None
-            and self.free is None
+        if selection.aoe_gradient == "selected":
+            for loss in self.losses:
+                if loss.through_all:
+                    selection.refuse_selected_gradient(loss.name)
+        may_join = selection.may_join_norms(
+            fp8=context.fp8 is not None, capacity=context.capacity is not None
         )
+        # A loss needs norms with a gradient of their own.
+        self.joins_norms = may_join and self.dispatcher.takes_norms and not self.losses
         rank = selection.aoe_low_rank_size
         if self.free is not None:
             self.add_replicated_weight("w_free_Z", self.free.number)

@@ -78,7 +78,7 @@ class DispatchedLayer(ExpertLayer):
         rules = self._rules(system.rules(selection))
         self.rule, self.evaluation_rule = context.trace.rule(rules.training), rules.evaluation
         self.load = StepLoad(self.num_scores) if selection.uses_step_load else None
-        available = LossContext(context.num_moe_layers, self.load, self.controller)
+        available = LossContext(context.num_moe_layers, self.load, self.controller, self)
         losses = [make(selection, available) for make in system.losses]
         self.losses: list[RoutingLoss] = [loss for loss in losses if loss.coefficient]
         self.shared = _shared_expert(config, selection, context)

@@ -219,8 +219,10 @@ class SmearLayer(MergedLayer):
 
     def merges(self, x_SBD: torch.Tensor) -> Merges:
         mean_1BD, tokens = self.segment_means(x_SBD, None)
-        merges = Merges([tokens], self.current_rule()(self.weights(mean_1BD)))
-        return self.of_this_rank(merges, tokens)
+        e_1BE, dropout = self.weights(mean_1BD), self.current_rule()
+        # Tensor-parallel ranks must agree: the device's default generator is the same on all.
+        uniform_1BE = torch.rand_like(e_1BE) if dropout.probability else None
+        return self.of_this_rank(Merges([tokens], dropout(e_1BE, uniform_1BE)), tokens)
 
     def logits(self, r: torch.Tensor) -> torch.Tensor:
         """LN(r) LN(w_i) / sqrt(D): both have a variance of 1, so the logits start near N(0, 1)."""

@@ -19,9 +19,9 @@ from moe_parallel.dispatch import Dispatched
 from moe_parallel.experts.fp8 import low_rank_experts, swiglu_experts
 from moe_parallel.experts.low_rank import LowRankExperts
 from moe_parallel.experts.swiglu import SwiGLUExperts
+from moe_parallel.layers import routing_losses
 from moe_parallel.layers.dispatched import DispatchedLayer
 from moe_parallel.layers.expert_layer import LayerContext
-from moe_parallel.layers.routing_losses import RoutingLoss
 from moe_parallel.layers.system import System
 from moe_parallel.ops.reference import accumulation_dtype
 from moe_parallel.parallel import OneProcess
@@ -55,8 +55,11 @@ class RoutedLayer(DispatchedLayer):
             self.add_replicated_weight(name, *shape)
         self._router = tuple(shapes)
         self._add_experts(expert_width)
-        if selection.moe_erc_loss_coeff:
-            self.losses.append(self._coupling())
+        if selection.moe_erc_loss_coeff and routing_losses.coupling not in system.losses:
+            raise ValueError(
+                f"--moe-erc-loss-coeff is {selection.moe_erc_loss_coeff}, but the record of "
+                f"{selection.system} has no such loss: add {routing_losses.__name__}.coupling"
+            )
 
     @classmethod
     def variant(cls, selection: RoutedSelection) -> type[RoutedLayer]:
@@ -95,22 +98,14 @@ class RoutedLayer(DispatchedLayer):
         # In fp32, because bf16 has steps of 1/256 just below 1 and of 1/128 just above 1.
         return x_TD.float() * (1 + eps * (2 * noise - 1))
 
-    def _coupling(self) -> RoutingLoss:
-        """The loss that couples router and experts."""
-        # A loss on tokens leaves a part of its gradient on each rank of a micro-batch, tp x cp, and
-        # Megatron-Core adds up the parts. This one leaves a part on each rank of etp x ep.
-        groups = self.context.groups
-        share = groups.etp_ep.size() / groups.tp_cp.size()
-        coefficient = share * self.selection.moe_erc_loss_coeff
-        return RoutingLoss("erc_loss", coefficient, self._coupling_loss)
-
-    def _coupling_loss(self, choices: Choices, tokens: Tokens) -> torch.Tensor:
+    def coupling_loss(self, choices: Choices, tokens: Tokens) -> torch.Tensor:
         """Of the weights alone. Its noise is that of the step and the layer, on every rank."""
         groups, router_ED = self.context.groups, self.w_router_ED
         place = f"{self.context.seed} {self.context.iteration()} {self.layer_number}"
         noise = torch.Generator(router_ED.device).manual_seed(zlib.crc32(place.encode()))
         wide_ED = self.replicated(router_ED.to(accumulation_dtype(router_ED.dtype)))
-        m = coupling(with_noise(wide_ED, noise), cast(SwiGLUExperts, self.experts).gates(), groups)
+        gates_LDF = cast(SwiGLUExperts, self.experts).gates()
+        m = coupling(with_noise(wide_ED, noise), gates_LDF, groups)
         self.statistics.record_losses({"erc_norm": m.own_E.detach().mean()})
         return coupling_loss(m, self.selection.moe_erc_alpha, groups)
 

@@ -31,6 +31,7 @@ from moe_parallel.config import (
 )
 from moe_parallel.selection.choices import Choices
 from moe_parallel.selection.tokens import Tokens
+from moe_parallel.telemetry.metrics import loss_names, register_loss
 
 LossOfChoices = Callable[[Choices, Tokens], torch.Tensor]
 
@@ -42,10 +43,18 @@ class RoutingLoss:
     With a controller, its setting multiplies the coefficient.
     """
 
-    name: str  # one of telemetry.statistics.LOSSES
+    name: str  # in metrics.jsonl
     coefficient: float
     of: LossOfChoices
     controller: Controller | None = None
+    through_all: bool = True  # whether scores of experts that are not chosen have a gradient
+
+    def __post_init__(self) -> None:
+        if self.name not in loss_names():
+            raise ValueError(
+                f"no auxiliary loss is called {self.name!r}: call {register_loss.__module__}."
+                f"register_loss({self.name!r}) where the system is registered"
+            )
 
     def weighted(self, value: torch.Tensor) -> torch.Tensor:
         """The part of the total loss that a value of this loss adds."""
@@ -59,6 +68,7 @@ class LossContext(NamedTuple):
     num_moe_layers: int  # of the whole model
     load: StepLoad | None = None  # of the latest step; None: see `Selection.uses_step_load`
     controller: Controller | None = None  # None: see `Selection.controlled`
+    layer: Any = None  # of the record; it has its weights when the loss is computed
 
 
 #: Takes the options of a system.
@@ -100,6 +110,16 @@ def z(selection: RoutedSelection, context: LossContext) -> RoutingLoss:
     return RoutingLoss("z_loss", selection.moe_z_loss_coeff, z_loss)
 
 
+def coupling(selection: RoutedSelection, context: LossContext) -> RoutingLoss:
+    """ERC: couples router and experts. It is a loss on the weights, whatever the tokens are."""
+    groups = context.layer.context.groups
+    # A loss on tokens leaves a part of its gradient on each rank of a micro-batch, tp x cp, and
+    # Megatron-Core adds up the parts. This one leaves a part on each rank of etp x ep.
+    share = groups.etp_ep.size() / groups.tp_cp.size()
+    coefficient = share * selection.moe_erc_loss_coeff
+    return RoutingLoss("erc_loss", coefficient, context.layer.coupling_loss)
+
+
 def entropy(selection: DynamicChoices, context: LossContext) -> RoutingLoss:
     """The mean entropy of the probabilities over all experts."""
     return RoutingLoss("entropy_loss", selection.moe_entropy_loss_coeff, entropy_loss)
@@ -115,7 +135,8 @@ def routing_free(selection: RoutingFreeSelection, context: LossContext) -> Routi
     """Routing-Free MoE's loss, a mean over layers; the controller is its weight."""
     loss = partial(routing_free_loss, expert_share=selection.routing_free_expert_share)
     share = 1 / context.num_moe_layers
-    return RoutingLoss("routing_free_loss", share, loss, context.controller)
+    # Its gradient passes through the scores of the chosen experts alone.
+    return RoutingLoss("routing_free_loss", share, loss, context.controller, through_all=False)
 
 
 def _of_the_step_before(load: StepLoad, choices: Choices, tokens: Tokens) -> torch.Tensor:

@@ -27,13 +27,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from moe_parallel.config import TrainingConfig
+from moe_parallel.copies import copied_to
 from moe_parallel.errors import InputError
 from moe_parallel.layers.past import Past
 from moe_parallel.ops import select_backend
 from moe_parallel.ops.causal_attention import serves
 from moe_parallel.parallel import gather_over
 from moe_parallel.platform.device import device, fast_factors
-from moe_parallel.selection.copies import copied_to
 from moe_parallel.selection.shares import Share, in_order, zigzag
 
 #: On a CPU, queries with more keys before them are computed in strips of this many rows, whose mask

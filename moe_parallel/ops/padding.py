@@ -13,21 +13,21 @@ from torch.nn.functional import pad
 LANES = 8  # 16-bit numbers in 16 bytes
 
 
-def width_warning(width: int, etp: int, *, is_padded: bool) -> str | None:
+def width_warning(width: int, step: int, *, is_padded: bool, remedy: str = "") -> str | None:
     """What to tell the user of experts of this width in 16 bits on a GPU; None: nothing.
 
     Args:
         width: of a whole expert.
-        etp: the ranks over which it is divided.
+        step: `LANES` times the ranks over which an expert is divided.
         is_padded: whether the layer pads them.
+        remedy: the option with which it need not; empty: there is none.
     """
-    step = LANES * etp
     if width % step == 0:
         return None
     what = f"experts are {width} wide, which is not a multiple of {step}"
     if is_padded:
-        fits = max(width - width % step, step)
-        return f"{what}: each pass pads a copy of their weights; --aoe-wide-size {fits} needs none"
+        unless = f"; {remedy} needs none" if remedy else ""
+        return f"{what}: each pass pads a copy of their weights{unless}"
     return f"{what}: tensor cores cannot read them, so they are several times slower"
 
 

@@ -161,7 +161,7 @@ def _experts(
     if experts.low_rank is None:
         return [*kept, Kept("x [W_g | W_p]", EXPERTS, t.received * 2 * width * a)]
     kept.append(Kept("x W_p", EXPERTS, t.received * width * a))
-    if not (alone and experts.norms and experts.norms.hands_on_c):  # computed here, or received
+    if not (alone and experts.norms and experts.norms.passes_on_c):  # computed here, or received
         kept.append(Kept("C of the rows", EXPERTS, t.received * experts.low_rank * a))
     if experts.norms is not None and not experts.norms.recomputes_gate:
         kept.append(Kept("C W_up", EXPERTS, t.received * width * a))

@@ -225,7 +225,7 @@ def _uses(weight: LayerWeight, layout: Layout, experts: PlannedExperts) -> int:
         return 1
     alone = layout.etp_ep_group.size == 1
     # For the norms, and for C of the rows.
-    return 1 if experts.norms.sends_c or (alone and experts.norms.hands_on_c) else 2
+    return 1 if experts.norms.sends_c or (alone and experts.norms.passes_on_c) else 2
 
 
 def _coupling(shape: Shape, layout: Layout, experts: PlannedExperts) -> Iterator[Collective]:

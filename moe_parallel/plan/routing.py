@@ -67,7 +67,7 @@ def _norms(
     yield Kept("scores.norms", SCORING, t.routed * n * 4)
     if scoring.all_norms_learn and not scoring.recomputes_scores:
         yield Kept("C of all experts", SCORING, t.routed * n * r * a)
-    if not scoring.hands_on_c:  # the rule chooses after the operator
+    if not scoring.passes_on_c:  # the rule chooses after the operator
         places = t.routed if scoring.all_norms_learn else t.slots
         yield Kept("places of the choices", SCORING, places * 8)
     elif alone or (scoring.sends_c and not scoring.all_norms_learn):

@@ -215,7 +215,7 @@ def _norms(shape: Shape, layout: Layout, experts: PlannedExperts, scoring: Scori
     if scoring.all_norms_learn:  # dx and dw, and C once more
         back = flops * (3 if scoring.recomputes_scores else 2)
     else:
-        has_c = scoring.hands_on_c and (layout.etp_ep_group.size == 1 or scoring.sends_c)
+        has_c = scoring.passes_on_c and (layout.etp_ep_group.size == 1 or scoring.sends_c)
         back = flops * experts.per_token / n * (2 if has_c else 3)
     x, w, c = t.routed * d, n * d * r, t.routed * n * r
     kept = 0 if scoring.recomputes_scores else c
@@ -289,7 +289,7 @@ def _experts(shape: Shape, layout: Layout, experts: PlannedExperts) -> Iterator[
         yield of_rows("x [W_g | W_p]", d, 2 * f)
     else:
         alone = layout.etp_ep_group.size == 1
-        has_c = norms is not None and (norms.sends_c or (alone and norms.hands_on_c))
+        has_c = norms is not None and (norms.sends_c or (alone and norms.passes_on_c))
         if not has_c:
             yield replace(of_rows("C of the rows", d, r), of_model=norms is None)
         up = of_rows("C W_up", r, f)

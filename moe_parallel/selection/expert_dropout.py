@@ -16,12 +16,15 @@ class ExpertDropout:
 
     probability: float
 
-    def __call__(self, e_GBE: torch.Tensor) -> torch.Tensor:
-        """The merge weights after dropout, normalized to sum to 1: [G, B, E]."""
+    def __call__(self, e_GBE: torch.Tensor, uniform_GBE: torch.Tensor | None) -> torch.Tensor:
+        """The merge weights after dropout, normalized to sum to 1: [G, B, E].
+
+        `uniform_GBE`: random numbers of [0, 1), equal on all ranks; None if the probability is 0.
+        """
         if not self.probability:
             return e_GBE
-        # Tensor-parallel ranks must agree: the device's default generator is the same on all.
-        kept_GBE = e_GBE * (torch.rand_like(e_GBE) >= self.probability)
+        assert uniform_GBE is not None
+        kept_GBE = e_GBE * (uniform_GBE >= self.probability)
         sums_GB1 = kept_GBE.sum(-1, keepdim=True)
         some_GB1 = sums_GB1 > 0
         return torch.where(some_GB1, kept_GBE / sums_GB1.where(some_GB1, 1), e_GBE)

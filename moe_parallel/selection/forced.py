@@ -33,9 +33,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from moe_parallel.copies import copied_to
 from moe_parallel.errors import InputError
 from moe_parallel.selection.choices import Choices, Rule, best_first
-from moe_parallel.selection.copies import copied_to
 from moe_parallel.selection.shares import positions
 from moe_parallel.selection.tokens import Tokens
 

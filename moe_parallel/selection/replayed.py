@@ -11,8 +11,8 @@ from typing import cast
 
 import torch
 
+from moe_parallel.copies import copied_to
 from moe_parallel.selection.choices import BiasedRule, Choices
-from moe_parallel.selection.copies import copied_to
 from moe_parallel.selection.forced import ForcibleRule
 from moe_parallel.selection.threshold import Threshold
 from moe_parallel.selection.tokens import Tokens

@@ -14,7 +14,7 @@ from moe_parallel.config import (
     SegmentExpertChoiceSelection,
 )
 from moe_parallel.layers import AutonomousLayer, RoutedLayer, Rules, System
-from moe_parallel.layers.routing_losses import z
+from moe_parallel.layers.routing_losses import coupling, z
 from moe_parallel.selection import topk
 from moe_parallel.selection.expert_choice import ExpertChoice, raw
 from moe_parallel.selection.segments import BySegment
@@ -37,8 +37,15 @@ def rules_by_segment(selection: SegmentExpertChoiceSelection) -> Rules:
     return Rules(BySegment(training, length), BySegment(evaluation, length))
 
 
-EXPERT_CHOICE = register(System(ExpertChoiceSelection, layer=RoutedLayer, rules=rules, losses=(z,)))
+EXPERT_CHOICE = register(
+    System(ExpertChoiceSelection, layer=RoutedLayer, rules=rules, losses=(z, coupling))
+)
 SEGMENT_EXPERT_CHOICE = register(
-    System(SegmentExpertChoiceSelection, layer=RoutedLayer, rules=rules_by_segment, losses=(z,))
+    System(
+        SegmentExpertChoiceSelection,
+        layer=RoutedLayer,
+        rules=rules_by_segment,
+        losses=(z, coupling),
+    )
 )
 AOE_EXPERT_CHOICE = register(System(AoEExpertChoiceSelection, layer=AutonomousLayer, rules=rules))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_parallel.config import HashSelection
 from moe_parallel.layers import RoutedLayer, Rules, System
-from moe_parallel.layers.routing_losses import z
+from moe_parallel.layers.routing_losses import coupling, z
 from moe_parallel.layers.system import SCALED_OUTPUT
 from moe_parallel.selection import topk
 from moe_parallel.selection.topk import TopK
@@ -23,5 +23,11 @@ def upcycling(selection: HashSelection) -> str | None:
 
 
 HASH = register(
-    System(HashSelection, layer=RoutedLayer, rules=rules, losses=(z,), upcycling=upcycling)
+    System(
+        HashSelection,
+        layer=RoutedLayer,
+        rules=rules,
+        losses=(z, coupling),
+        upcycling=upcycling,
+    )
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe_parallel.balancing.controller import LossCoefficient
 from moe_parallel.config import ReLUSelection
 from moe_parallel.layers import RoutedLayer, Rules, System
-from moe_parallel.layers.routing_losses import l1
+from moe_parallel.layers.routing_losses import coupling, l1
 from moe_parallel.selection.relu import ReLU
 from moe_parallel.systems.registry import register
 
@@ -25,5 +25,11 @@ def controller(
 
 
 RELU = register(
-    System(ReLUSelection, layer=RoutedLayer, rules=rules, losses=(l1,), controller=controller)
+    System(
+        ReLUSelection,
+        layer=RoutedLayer,
+        rules=rules,
+        losses=(l1, coupling),
+        controller=controller,
+    )
 )

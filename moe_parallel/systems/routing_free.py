@@ -10,12 +10,12 @@ from moe_parallel.selection import threshold
 from moe_parallel.selection.threshold import Threshold
 from moe_parallel.systems.registry import register
 
-_GATES = {"norm": threshold.raw_value, "softmax": threshold.softmax_of_chosen}
+_PROBS = {"norm": threshold.raw_value, "softmax": threshold.softmax_of_chosen}
 
 
 def rules(selection: RoutingFreeSelection) -> Rules:
     """The rules, before the layer gives them its threshold."""
-    rule = Threshold(_GATES[selection.routing_free_gate])
+    rule = Threshold(_PROBS[selection.routing_free_gate])
     return Rules(rule, rule)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from moe_parallel.config import AoEThresholdSelection, ThresholdSelection
 from moe_parallel.layers import AutonomousLayer, RoutedLayer, Rules, System
 from moe_parallel.layers.bias import expert_cutoffs
+from moe_parallel.layers.routing_losses import coupling
 from moe_parallel.selection import threshold
 from moe_parallel.selection.threshold import Threshold
 from moe_parallel.systems.registry import register
 
-_GATES = {"softmax": threshold.softmax, "sigmoid": threshold.sigmoid_of_value}
+_PROBS = {"softmax": threshold.softmax, "sigmoid": threshold.sigmoid_of_value}
 
 
 def rules(selection: ThresholdSelection) -> Rules:
@@ -18,12 +19,18 @@ def rules(selection: ThresholdSelection) -> Rules:
 
 
 def rules_of_norms(selection: AoEThresholdSelection) -> Rules:
-    rule = Threshold(_GATES[selection.aoe_threshold_gate])
+    rule = Threshold(_PROBS[selection.aoe_threshold_gate])
     return Rules(rule, rule)
 
 
 THRESHOLD = register(
-    System(ThresholdSelection, layer=RoutedLayer, rules=rules, bias=expert_cutoffs)
+    System(
+        ThresholdSelection,
+        layer=RoutedLayer,
+        rules=rules,
+        losses=(coupling,),
+        bias=expert_cutoffs,
+    )
 )
 AOE_THRESHOLD = register(
     System(AoEThresholdSelection, layer=AutonomousLayer, rules=rules_of_norms, bias=expert_cutoffs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe_parallel.balancing.top_p_controller import TopPController
 from moe_parallel.config import AoETopPSelection, DynamicChoices, TopPSelection
 from moe_parallel.layers import AutonomousLayer, RoutedLayer, Rules, System
-from moe_parallel.layers.routing_losses import entropy, importance, load_balancing, z
+from moe_parallel.layers.routing_losses import coupling, entropy, importance, load_balancing, z
 from moe_parallel.layers.system import SCALED_OUTPUT
 from moe_parallel.selection.top_p import MovingTopP, TopP
 from moe_parallel.systems.registry import register
@@ -49,7 +49,7 @@ TOP_P = register(
         TopPSelection,
         layer=RoutedLayer,
         rules=rules,
-        losses=(load_balancing, importance, z, entropy),
+        losses=(load_balancing, importance, z, entropy, coupling),
         controller=controller,
         upcycling=upcycling,
     )

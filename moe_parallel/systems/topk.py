@@ -7,7 +7,7 @@ import torch
 from moe_parallel.config import FixedChoices, FixedFreeExperts, TopKSelection
 from moe_parallel.layers import RoutedLayer, Rules, System
 from moe_parallel.layers.bias import balancing_bias
-from moe_parallel.layers.routing_losses import importance, load_balancing_of_topk, z
+from moe_parallel.layers.routing_losses import coupling, importance, load_balancing_of_topk, z
 from moe_parallel.layers.system import FREE_OUTPUT, SCALED_OUTPUT
 from moe_parallel.selection import topk
 from moe_parallel.selection.topk import GroupLimit, ProbsOf, RoundRobin, TopK, WithoutZeroExperts
@@ -61,7 +61,7 @@ TOPK = register(
         TopKSelection,
         layer=RoutedLayer,
         rules=rules,
-        losses=(load_balancing_of_topk, importance, z),
+        losses=(load_balancing_of_topk, importance, z, coupling),
         bias=balancing_bias,
         upcycling=upcycling,
     )

@@ -36,6 +36,37 @@ TIMING = ("elapsed_seconds", "tokens_per_second", "peak_memory_bytes", "ranks", 
 
 MetricsLine = dict[str, Any]
 
+#: The auxiliary losses that a layer may have, by their names in `layers`.
+_LOSSES = [
+    "load_balancing_loss",
+    "importance_loss",
+    "z_loss",
+    "entropy_loss",
+    "erc_loss",
+    "erc_norm",  # not a loss: the mean norm that erc_loss compares with others
+    "l1_loss",
+    "routing_free_loss",
+]
+
+
+def loss_names() -> tuple[str, ...]:
+    """The names of all auxiliary losses, those of `register_loss` last."""
+    return tuple(_LOSSES)
+
+
+def register_loss(name: str) -> str:
+    """Add an auxiliary loss to those that `layers` may have; returns its name.
+
+    Call it when the system is registered, before a model is built. Raises ValueError if another
+    loss has the name, or if the name does not end in `_loss`, by which reports know a loss.
+    """
+    if not name.endswith("_loss"):
+        raise ValueError(f"{name!r} is not the name of a loss: let it end in _loss")
+    if name in _LOSSES:
+        raise ValueError(f"the name {name!r} already belongs to another loss: choose another")
+    _LOSSES.append(name)
+    return name
+
 
 def read_metrics(path: Path | str) -> list[MetricsLine]:
     """The records of a metrics.jsonl, in the order written.

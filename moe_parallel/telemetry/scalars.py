@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from moe_parallel.telemetry.metrics import MetricsLine
-from moe_parallel.telemetry.statistics import LOSSES, load_shares
+from moe_parallel.telemetry.metrics import MetricsLine, loss_names
+from moe_parallel.telemetry.statistics import load_shares
 
-#: The single numbers that a layer may report.
+#: The single numbers that a layer may report, besides its losses.
 MEASURES = (
     "ent_load",
     "ent_conf",
@@ -18,7 +18,6 @@ MEASURES = (
     "utilisation",
     "wire_bytes_per_token",
     "output_rms",
-    *LOSSES,
 )
 
 
@@ -51,7 +50,8 @@ def scalars(record: MetricsLine) -> dict[str, float]:
     layers = record.get("layers", [])
     for layer in layers:
         place = _place(layer)
-        named |= {f"{place}/{measure}": layer[measure] for measure in MEASURES if measure in layer}
+        measures = [measure for measure in (*MEASURES, *loss_names()) if measure in layer]
+        named |= {f"{place}/{measure}": layer[measure] for measure in measures}
         named[f"{place}/imbalance"] = max(_relative_load(layer))
     if layers:
         named.update(_totals(layers))

@@ -34,17 +34,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-#: The auxiliary losses that a layer may have, by their names in a record.
-LOSSES = (
-    "load_balancing_loss",
-    "importance_loss",
-    "z_loss",
-    "entropy_loss",
-    "erc_loss",
-    "erc_norm",  # not a loss: the mean norm that erc_loss compares with others
-    "l1_loss",
-    "routing_free_loss",
-)
+from moe_parallel.telemetry.metrics import loss_names
 
 
 def load_shares(tokens_per_expert: Sequence[float]) -> list[float]:
@@ -91,7 +81,7 @@ class RoutingTotals:
 
     A pipeline stage fills the rows of its own layers and leaves the others at zero, so adding over
     ranks also gathers the stages. The columns are: choices per expert (E), norms per expert (E),
-    cutoffs per expert times tokens (E), each of LOSSES and the number of its values, then tokens,
+    cutoffs per expert times tokens (E), each loss and the number of its values, then tokens,
     tokens with a norm, tokens with cutoffs, entropy of the scores, dropped choices, merged experts,
     bytes sent, choices of free experts, squares of the numbers in the outputs of the layer, and how
     many these are. In a merged layer a token is divided among the experts by their weights, and
@@ -104,6 +94,9 @@ class RoutingTotals:
     def __init__(self, sums_GC: torch.Tensor, peaks_GE: torch.Tensor) -> None:
         self._sums_GC = sums_GC
         self.peaks_GE = peaks_GE
+        # A loss that is registered later has no columns.
+        columns = sums_GC.shape[1] - 3 * peaks_GE.shape[1] + self.TOKENS
+        self._losses = loss_names()[: columns // 2]
         # Numbers that the host knows, by layer and column. They would cost a kernel each.
         self._from_host: defaultdict[tuple[int, int], float] = defaultdict(float)
 
@@ -127,7 +120,7 @@ class RoutingTotals:
 
     @classmethod
     def zeros(cls, num_layers: int, num_experts: int, device: torch.device) -> RoutingTotals:
-        columns = 3 * num_experts + 2 * len(LOSSES) + 10
+        columns = 3 * num_experts + 2 * len(loss_names()) - cls.TOKENS
         return cls(
             torch.zeros(num_layers, columns, dtype=torch.float64, device=device),
             torch.zeros(num_layers, num_experts, dtype=torch.float64, device=device),
@@ -176,10 +169,10 @@ class RoutingTotals:
 
     @torch.no_grad()
     def add_losses(self, layer_number: int, losses: Mapping[str, torch.Tensor]) -> None:
-        """Adds the auxiliary losses of one micro-batch of a layer, by their names in LOSSES."""
+        """Adds the auxiliary losses of one micro-batch of a layer, by their names."""
         first = 3 * self.peaks_GE.shape[1]
         for name, loss in losses.items():
-            column = first + 2 * LOSSES.index(name)
+            column = first + 2 * self._losses.index(name)
             self._add(layer_number, column, loss)
             self._add(layer_number, column + 1, 1)
 
@@ -245,24 +238,27 @@ class RoutingTotals:
 
         Each has layer (from 1), tokens_per_expert (choices made, before dropping; in merged layers
         tokens times weights), experts_per_token, tokens_dropped (choices), ent_load and ent_conf
-        (nats), max_minus_min_load (share of choices), and those of LOSSES that were recorded (mean
-        over micro-batches, without their coefficients). Layers with norms have norm_per_expert, and
-        layers with cutoffs cutoff_per_expert (means over all tokens). Merged layers have
-        routing_weight_per_expert (mean over tokens) and utilisation (share of the experts whose
-        weight was above 2 / E at least once). Layers that dispatch tokens have wire_bytes_per_token
-        (sent to other ranks in the forward pass, results and gathered weights included). Where free
-        experts were chosen there is free_share (the share of all choices that fell on them; all
-        else is about the other experts). Layers whose output was measured have output_rms.
+        (nats), max_minus_min_load (share of choices), and the auxiliary losses that were recorded
+        (mean over micro-batches, without their coefficients). Layers with norms have
+        norm_per_expert, and layers with cutoffs cutoff_per_expert (means over all tokens). Merged
+        layers have routing_weight_per_expert (mean over tokens) and utilisation (share of the
+        experts whose weight was above 2 / E at least once). Layers that dispatch tokens have
+        wire_bytes_per_token (sent to other ranks in the forward pass, results and gathered weights
+        included). Where free experts were chosen there is free_share (the share of all choices that
+        fell on them; all else is about the other experts). Layers whose output was measured have
+        output_rms.
         """
         rows = zip(self.sums_GC.tolist(), self.peaks_GE.tolist(), strict=True)
         return [
-            _summary(number, row, peaks)
+            _summary(number, row, peaks, self._losses)
             for number, (row, peaks) in enumerate(rows, start=1)
             if row[self.TOKENS] > 0
         ]
 
 
-def _summary(layer_number: int, row: list[float], peaks: list[float]) -> dict[str, Any]:
+def _summary(
+    layer_number: int, row: list[float], peaks: list[float], names: Sequence[str]
+) -> dict[str, Any]:
     num_experts = len(peaks)
     counts, norms = row[:num_experts], row[num_experts : 2 * num_experts]
     cutoffs = row[2 * num_experts : 3 * num_experts]
@@ -280,7 +276,7 @@ def _summary(layer_number: int, row: list[float], peaks: list[float]) -> dict[st
         "ent_conf": entropy / tokens,
         "max_minus_min_load": max_minus_min_load(counts),
     }
-    for name, total, times in zip(LOSSES, losses[::2], losses[1::2], strict=True):
+    for name, total, times in zip(names, losses[::2], losses[1::2], strict=True):
         if times:
             summary[name] = total / times
     if normed_tokens:

@@ -18,11 +18,11 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.utils import unwrap_model
 
 from moe_parallel.collective_errors import agree
-from moe_parallel.config import AutonomousSelection, Config, validate
+from moe_parallel.config import Config, validate
 from moe_parallel.config.message import counted
 from moe_parallel.model.memory import check_memory
 from moe_parallel.model.shards import total_parameters
-from moe_parallel.ops.padding import width_warning
+from moe_parallel.ops.padding import LANES, width_warning
 from moe_parallel.parallel import Groups, initialize_groups
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
 from moe_parallel.platform.determinism import be_deterministic
@@ -230,9 +230,12 @@ def _width_warnings(config: Config) -> list[str]:
     if not (torch.cuda.is_available() and config.training.bf16 and any(config.moe_layers)):
         return []
     assert config.moe.num_experts is not None
-    width = config.selection.dispatched_width(config.expert_width, config.moe.num_experts)
-    is_padded = isinstance(config.selection, AutonomousSelection)
-    warning = width_warning(width, config.parallel.expert_tensor_size, is_padded=is_padded)
+    selection, step = config.selection, LANES * config.parallel.expert_tensor_size
+    width = selection.dispatched_width(config.expert_width, config.moe.num_experts)
+    # The experts with low-rank factors are those that are padded: `autonomous_experts`.
+    is_padded = bool(selection.low_rank_sizes)
+    remedy = selection.narrower(config.model.hidden_size, config.moe_ffn_size, step)
+    warning = width_warning(width, step, is_padded=is_padded, remedy=remedy)
     return [] if warning is None else [warning]
 
 

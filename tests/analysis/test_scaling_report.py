@@ -33,11 +33,15 @@ def written(study, nodes, varied):
     return folders
 
 
-def finish(folder, step_seconds):
-    """Write records of 4 steps, of which the first is ten times as slow."""
+def finish(folder, step_seconds, processes=((1, 2, 3, 4),)):
+    """Write records of 4 steps, of which the first is ten times as slow.
+
+    `processes`: the iterations that each process of the run logged.
+    """
     folder.run.mkdir()
+    places = [(n, place) for of in processes for place, n in enumerate(of, start=1)]
     with (folder.run / "metrics.jsonl").open("w") as file:
-        for iteration in range(1, 5):
+        for iteration, place in places:
             seconds = step_seconds * (10 if iteration == 1 else 1)
             shares = {"own": 0.5, "data": 0.125, "dispatch": 0.2, "pipeline": 0.0, "reduce": 0.1}
             ranks = {
@@ -46,9 +50,10 @@ def finish(folder, step_seconds):
             }
             record = {
                 "iteration": iteration,
+                "lm_loss": 3.0,
                 "tokens_per_second": 8 * 32 / seconds,
                 "ranks": ranks,
-                "elapsed_seconds": (step_seconds + 0.25) * iteration,
+                "elapsed_seconds": (step_seconds + 0.25) * place,
             }
             file.write(json.dumps(record) + "\n")
 
@@ -129,6 +134,15 @@ def test_a_figure_without_a_plan_says_why(folders):
     ]
     (text,) = draw(rows).axes[3].texts
     assert "pair has 2" in text.get_text()
+
+
+def test_a_restarted_run_counts_each_step_once_and_no_time_between_processes(folders):
+    whole, restarted = folders
+    finish(whole, 1.0)
+    finish(restarted, 1.0, processes=((1, 2, 3), (3, 4)))
+    one, two = (row.measures for row in rows_of(folders, 1))
+    assert two.between_seconds == pytest.approx(one.between_seconds) == 0.25
+    assert (two.step_seconds, two.phases) == (one.step_seconds, pytest.approx(one.phases))
 
 
 def test_a_study_of_a_flag_has_the_flag_as_its_axis(tmp_path):

@@ -112,7 +112,7 @@ def test_the_noise_is_that_of_the_step_and_the_layer():
     found = []
     for number in (1, 1, 1, 2):
         layer.set_layer_number(number)
-        found.append(float(layer._coupling_loss(None, None).detach()))
+        found.append(float(layer.coupling_loss(None, None).detach()))
     first, again, later, in_the_second_layer = found
     assert first == again and len({first, later, in_the_second_layer}) == 3
 

@@ -32,7 +32,7 @@ def test_the_operators_tests_pass_on_the_kernels(library):
 
 
 def test_norms_pass_on_the_kernels_inside_the_layer(library):
-    said = run(library, "tests/ops/test_expert_norms.py", "-k", "composition and plain")
+    said = run(library, "tests/ops/test_autonomous_experts_norms.py", "-k", "composition and plain")
     tasks = re.search(r"csrc/cuda: (\d+)$", said, re.MULTILINE)
     assert tasks and int(tasks[1]) > 20
 

@@ -124,7 +124,7 @@ FAULTS_OF_ROUTING = [
     ),
     Fault(
         "the coupling loss grows with the ranks that share its gradient",
-        f"{LAYERS}/routed.py",
+        f"{LAYERS}/routing_losses.py",
         "share = groups.etp_ep.size() / groups.tp_cp.size()",
         "share = 1.0",
         ("tests/balancing/test_coupling.py", "tests/model/test_layouts.py"),

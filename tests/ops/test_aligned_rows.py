@@ -75,14 +75,9 @@ def test_on_a_gpu_as_on_the_cpu():
 
 
 def test_a_width_that_tensor_cores_cannot_read_is_told():
-    assert width_warning(4392, 1, is_padded=True) is width_warning(8, 1, is_padded=False) is None
-    padded, plain = (width_warning(4393, 1, is_padded=pads) for pads in (True, False))
-    assert padded is not None and padded.endswith("--aoe-wide-size 4392 needs none")
+    assert width_warning(4392, 8, is_padded=True) is width_warning(8, 8, is_padded=False) is None
+    plain = width_warning(4393, 8, is_padded=False, remedy="--width 4392")
     assert plain is not None and "4393 wide" in plain and "tensor cores cannot read" in plain
-    assert "--aoe-wide-size 8 " in str(width_warning(5, 1, is_padded=True))
-
-
-def test_each_part_of_a_divided_expert_must_have_such_a_width():
-    assert width_warning(8784, 2, is_padded=True) is None
-    told = str(width_warning(8786, 2, is_padded=True))
-    assert "8786 wide, which is not a multiple of 16" in told and "--aoe-wide-size 8784 " in told
+    padded = width_warning(4393, 8, is_padded=True, remedy="--width 4392")
+    assert padded is not None and padded.endswith("weights; --width 4392 needs none")
+    assert str(width_warning(4393, 8, is_padded=True)).endswith("their weights")

@@ -17,8 +17,8 @@ from tools.bench.contender import (
     Measure,
     Moved,
     Products,
-    Unavailable,
     invite,
+    peer_package,
 )
 from tools.bench.measurement import FEWEST_TURNS, MOST_TURNS, Patience, measure, take_turns
 from tools.bench.results import BenchRow
@@ -133,16 +133,14 @@ def test_the_pass_that_is_timed(timed: str) -> None:
 
 
 def test_absence_on_invitation() -> None:
-    def without_package() -> BenchContender:
-        import no_such_package_at_all  # noqa: F401
+    def peer(name: str, *like: torch.Tensor) -> BenchContender | Absent:
+        return invite("a", lambda: peer_package(name, *like).no_such_peer)
 
-        raise AssertionError
-
-    def without_gpu() -> BenchContender:
-        raise Unavailable("needs a CUDA GPU")
-
-    assert invite("a", without_package) == Absent("a", "no_such_package_at_all is not installed")
-    assert invite("b", without_gpu) == Absent("b", "needs a CUDA GPU")
+    missing = "this peer needs no_such_package, which is not installed: pip install no_such_package"
+    assert peer("no_such_package") == Absent("a", missing)
+    assert peer("no_such_package", torch.zeros(1)) == Absent("a", "needs a CUDA GPU")
+    other = "AttributeError: module 'json' has no attribute 'no_such_peer'"
+    assert peer("json") == Absent("a", other)
 
 
 def test_flops_of_products_and_their_gradients() -> None:

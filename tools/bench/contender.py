@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from moe_parallel.errors import InputError
+from moe_parallel.optional import import_optional
 from tools.bench.sizes import BenchSize
 
 if TYPE_CHECKING:
@@ -129,6 +132,19 @@ class Unavailable(Exception):
     """Raised by a peer that cannot take part in a bench. The message is the reason."""
 
 
+def peer_package(name: str, like: Tensor | None = None) -> ModuleType:
+    """A module of a peer's package. Raises Unavailable, or the error of a broken installation.
+
+    `like`: a tensor of the bench, for a package that needs a GPU.
+    """
+    if like is not None and not like.is_cuda:
+        raise Unavailable("needs a CUDA GPU")
+    try:
+        return import_optional(name, "this peer")
+    except InputError as error:
+        raise Unavailable(str(error)) from error
+
+
 def invite(name: str, build: Callable[[], BenchContender]) -> BenchContender | Absent:
     """The peer that `build` returns, or the reason for its absence.
 
@@ -138,13 +154,11 @@ def invite(name: str, build: Callable[[], BenchContender]) -> BenchContender | A
         return build()
     except Unavailable as error:
         return Absent(name, str(error))
-    except (ImportError, OSError, RuntimeError, AttributeError, TypeError, ValueError) as error:
+    except Exception as error:
         return Absent(name, one_line(error))
 
 
 def one_line(error: BaseException) -> str:
     """The first line of the error."""
     lines = str(error).strip().splitlines()
-    if isinstance(error, ModuleNotFoundError):
-        return f"{error.name} is not installed"
     return f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__

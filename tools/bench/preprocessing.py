@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from moe_parallel.data.corpus import DOMAINS, python_corpus
 from moe_parallel.data.tokenizer import train_byte_bpe
 from moe_parallel.errors import InputError
-from moe_parallel.tool import Tool, check_positive
+from moe_parallel.tool import Tool, check_positive, last_line
 from tools.bench.about import ROOT, about
 from tools.bench.preprocessors import Cost, Preprocessor, TextRun, same_bytes, table
 
@@ -136,8 +136,8 @@ def run_script(contender: Preprocessor, text: Path, prefix: Path, workers: int) 
         ).returncode  # fmt: skip
     cost = Cost(_cpu_seconds() - before, time.monotonic() - begun)
     if code != 0:
-        said = output.read_text(errors="replace").strip().splitlines()
-        raise InputError(f"{contender.name} failed: {said[-1] if said else f'exit code {code}'}")
+        reason = last_line(output.read_text(errors="replace"), f"exit code {code}")
+        raise InputError(f"{contender.name} failed: {reason}")
     return cost
 
 

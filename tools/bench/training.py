@@ -33,7 +33,7 @@ suppress_warnings()  # before Megatron-Core is imported
 from moe_parallel.data.indexed import write_indexed  # noqa: E402
 from moe_parallel.errors import InputError  # noqa: E402
 from moe_parallel.telemetry.metrics import FILE_NAME, MetricsLine, read_metrics  # noqa: E402
-from moe_parallel.tool import Tool, check_positive  # noqa: E402
+from moe_parallel.tool import Tool, check_positive, last_line  # noqa: E402
 from tools.bench.about import ROOT, about  # noqa: E402
 from tools.bench.sizes import GOALS, SMALL  # noqa: E402
 from tools.bench.twins import LEFT_OUT, TwinContender, TwinRun, contenders, table  # noqa: E402
@@ -129,8 +129,7 @@ def train(command: list[str], folder: Path, iterations: int) -> list[MetricsLine
     finally:
         process.kill()
         process.wait()
-    said = output.read_text(errors="replace").strip().splitlines()
-    raise InputError(f"a run ended by itself: {said[-1] if said else 'it said nothing'}")
+    raise InputError(f"a run ended by itself: {last_line(output.read_text(errors='replace'))}")
 
 
 def training_records(folder: Path) -> list[MetricsLine]:

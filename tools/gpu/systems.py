@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from moe_parallel.errors import InputError
 from moe_parallel.telemetry.metrics import FILE_NAME, read_metrics
-from moe_parallel.tool import Tool, check_positive
+from moe_parallel.tool import Tool, check_positive, last_line
 from tools.bench.about import ROOT
 from tools.bench.benchmark import check_device
 
@@ -148,8 +148,8 @@ def _train(system: str, save: Path, *flags: str, **environment: str) -> list[flo
         command, env=os.environ | environment, capture_output=True, text=True, cwd=ROOT
     )
     if ended.returncode:
-        words = (ended.stderr or ended.stdout).strip().splitlines() or ["it printed nothing"]
-        raise RunFailed(f"{save.name.removeprefix(system + '-')}: {words[-1]}")
+        reason = last_line(ended.stderr or ended.stdout)
+        raise RunFailed(f"{save.name.removeprefix(system + '-')}: {reason}")
     return [line["lm_loss"] for line in read_metrics(save / FILE_NAME) if "lm_loss" in line]
 
 

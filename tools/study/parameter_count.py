@@ -13,6 +13,7 @@ from cell_runner import ROOT
 from moe_parallel.analysis.study.contenders import Contender
 from moe_parallel.config.message import flag
 from moe_parallel.errors import InputError
+from moe_parallel.tool import last_line
 
 UNUSED_FOLDER = {"save": "unused"}  # checkpoint options need a folder; nothing is written to it
 COUNT = ROOT / "tools" / "count_parameters.py"
@@ -38,6 +39,6 @@ def count_parameters(
     }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        reason = last_line(done.stderr, "no reason given")
         raise InputError(f"contender {contender.name}: {reason.removeprefix(f'{COUNT.name}: ')}")
     return json.loads(done.stdout)

@@ -11,6 +11,7 @@ from cell_runner import ROOT, SCRIPT
 
 from moe_parallel.analysis.scaling.folder import CellFolder
 from moe_parallel.errors import InputError
+from moe_parallel.tool import last_line
 
 JOB = ROOT / "examples" / "slurm" / "pretrain_srun.sbatch"
 
@@ -44,8 +45,7 @@ def _slurm(words: list[str], ranks_per_node: int | None = None) -> str:
             f"{words[0]} was not found: run this on a login node, or give --local"
         ) from None
     if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise InputError(f"{words[0]}: {reason}")
+        raise InputError(f"{words[0]}: {last_line(done.stderr, 'no reason given')}")
     return done.stdout
 
 

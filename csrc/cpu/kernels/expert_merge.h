@@ -27,7 +27,7 @@ struct Weights {
 };
 
 constexpr int kTileRows = 4;
-constexpr int kTileVectors = kVectorBytes == 64 ? 4 : 2;  // a tile's sums stay in registers
+constexpr int kTileVectors = kRegisterBytes == 64 ? 4 : 2;  // a tile's sums stay in registers
 
 // Copies columns of all rows side by side, converted to the type of sums, in complete vectors. Rows
 // whose distance is a power of two, as in weights, share cache sets, so the caches hold only a few
@@ -176,7 +176,7 @@ inline void expert_merge_backward(const ExpertMergeBackward& task, int64_t begin
     auto* for_w = for_dmerged + task.merges * kMergeStride;
     auto* sums = for_w + task.num_experts * kMergeStride;
     const int64_t num_products = task.merges * task.num_experts;
-    std::memset(sums, 0, num_products * kVectorBytes);
+    std::memset(sums, 0, num_products * kRegisterBytes);
     for_blocks(begin, end, [&](int64_t column, int64_t columns) {
       const auto packed = pack(dmerged, column, columns, for_dmerged);
       const Rows<Scalar> out = {dw + column, task.num_experts, task.size};

@@ -15,13 +15,12 @@ struct Target {
 // Copies one row to `kTargets` other rows. It is read once, however many targets there are.
 template <int kTargets, bool kPastCaches>
 inline void copy_row(const char* source, const Target* targets, int64_t bytes) {
-  constexpr int64_t kLine = 64;
   int64_t i = 0;
-  for (; i + kLine <= bytes; i += kLine) {
+  for (; i + kCacheLine <= bytes; i += kCacheLine) {
     if constexpr (!kPastCaches) {
       for (int t = 0; t < kTargets; ++t) __builtin_prefetch(targets[t].ahead + i, /*to write=*/1);
     }
-    for (int64_t j = i; j < i + kLine; j += kVectorBytes) {
+    for (int64_t j = i; j < i + kCacheLine; j += kRegisterBytes) {
       const auto block = read<Vector<uint8_t>>(source + j);
       for (int t = 0; t < kTargets; ++t) {
         if constexpr (kPastCaches) {

@@ -13,11 +13,12 @@
 #include <immintrin.h>
 #endif
 
+#include "../../alignment.h"
 #include "../../scalar_type.h"
 
 namespace moe_parallel::MOE_PARALLEL_CAPABILITY {
 
-constexpr int64_t kVectorBytes = MOE_PARALLEL_VECTOR_BYTES;
+constexpr int64_t kRegisterBytes = MOE_PARALLEL_VECTOR_BYTES;
 
 struct BFloat16 {
   uint16_t bits;
@@ -46,12 +47,12 @@ struct VectorOf {
   typedef Element type __attribute__((vector_size(kBytes)));
 };
 template <class Sum>
-using Vector = typename VectorOf<Sum, kVectorBytes>::type;
+using Vector = typename VectorOf<Sum, kRegisterBytes>::type;
 using Words = Vector<uint32_t>;
-using HalfWords = typename VectorOf<uint16_t, kVectorBytes / 2>::type;
+using HalfWords = typename VectorOf<uint16_t, kRegisterBytes / 2>::type;
 
 template <class Sum>
-constexpr int64_t kLanes = kVectorBytes / static_cast<int64_t>(sizeof(Sum));
+constexpr int64_t kLanes = kRegisterBytes / static_cast<int64_t>(sizeof(Sum));
 
 template <class To, class From>
 inline To bits_as(From from) {
@@ -193,7 +194,7 @@ inline void store(Float16* p, Vector<float> v) {
 // Prefetches the memory of kVectors vectors.
 template <int kVectors, class Scalar>
 inline void prefetch(const Scalar* p) {
-  constexpr int64_t kLine = 64 / sizeof(Scalar);
+  constexpr int64_t kLine = kCacheLine / sizeof(Scalar);
   for (int64_t i = 0; i < kVectors * kLanes<sum_t<Scalar>>; i += kLine) __builtin_prefetch(p + i);
 }
 
@@ -260,7 +261,7 @@ inline void for_columns(int64_t columns, const Body& body) {
 }
 
 // The sum of the lanes. The two halves of the vector are added first.
-template <class Sum, int64_t kBytes = kVectorBytes>
+template <class Sum, int64_t kBytes = kRegisterBytes>
 inline Sum sum_of_lanes(typename VectorOf<Sum, kBytes>::type v) {
   if constexpr (kBytes == sizeof(Sum)) {
     return v[0];

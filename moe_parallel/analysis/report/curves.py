@@ -16,7 +16,7 @@ import numpy as np
 from moe_parallel.analysis.report.numbers import as_bytes, shorts
 from moe_parallel.analysis.report.thinning import bucket_means, slices_of, thinned
 from moe_parallel.analysis.run_history import RoutingHistory, RunHistory, last_tenth
-from moe_parallel.telemetry.metrics import MetricsLine
+from moe_parallel.telemetry.metrics import MetricsLine, loss_names
 
 CLOCK_POINTS = 200
 #: The most values of a map of a run over time, of one byte each; it limits the number of moments.
@@ -35,10 +35,6 @@ FIELDS = (
     "l1_coefficient", "balance_coefficient", "top_p",
 )  # fmt: skip
 MACHINE = ("tflops_per_device", "mfu", "joules_per_token", "gpu_watts")
-LOSSES = (
-    "load_balancing_loss", "importance_loss", "z_loss", "entropy_loss", "erc_loss", "erc_norm",
-    "l1_loss", "routing_free_loss",
-)  # fmt: skip
 
 
 def curves_of(history: RunHistory) -> Curves:
@@ -71,11 +67,17 @@ def _numbers(record: MetricsLine) -> dict[str, float]:
     values = {
         **{name: math.nan if value is None else value for name, value in fields.items()},
         **{name: machine.get(name) for name in MACHINE},
-        **{name: _mean_of_layers(record, name) for name in (*LOSSES, "experts_per_token")},
+        **{name: _mean_of_layers(record, name) for name in (*_losses(record), "experts_per_token")},
         "rank_overload": rank_load.get("overload"),
         "experts_used": _experts_used(record),
     }
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _losses(record: MetricsLine) -> list[str]:
+    """The names of auxiliary losses, also of systems that are not registered in this process."""
+    others = (key for layer in record.get("layers", []) for key in layer if key.endswith("_loss"))
+    return list(dict.fromkeys([*loss_names(), *others]))
 
 
 def _mean_of_layers(record: MetricsLine, measure: str) -> float | None:
@@ -113,13 +115,10 @@ def tokens_and_hours(history: RunHistory) -> dict[str, list[Any]]:
     """
     records = history.training
     places = np.unique(np.linspace(0, len(records) - 1, min(len(records), CLOCK_POINTS)).round())
-    seconds, before, last = [], 0.0, 0.0
-    for record in records:
-        elapsed = record.get("elapsed_seconds") or 0.0
-        if elapsed < last:
-            before += last
-        last = elapsed
-        seconds.append(before + elapsed)
+    seconds, before = [], 0.0
+    for of_process in history.processes:
+        seconds += [before + (record.get("elapsed_seconds") or 0.0) for record in of_process]
+        before = seconds[-1]
     chosen = places.astype(int).tolist() if records else []
     return {
         "iterations": [records[place]["iteration"] for place in chosen],

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import yaml
 
+from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.analysis.scaling.grid import ScalingCell
 from moe_parallel.errors import InputError
-from moe_parallel.telemetry.metrics import FILE_NAME, MetricsLine, read_metrics
+from moe_parallel.telemetry.metrics import FILE_NAME, read_metrics
 
 FINISHED, QUEUED, FAILED, NEW = "finished", "in the queue", "failed", "new"
 
@@ -66,16 +67,16 @@ class CellFolder:
         self.config_file.write_text(yaml.safe_dump(options, sort_keys=False))
 
     @property
-    def records(self) -> list[MetricsLine]:
-        """The records of the run; none before the first."""
+    def history(self) -> RunHistory | None:
+        """The history of the run. None: it has no record yet."""
         file = self.run / FILE_NAME
-        return read_metrics(file) if file.exists() else []
+        records = read_metrics(file) if file.exists() else []
+        return RunHistory.from_records(records) if records else None
 
     @property
     def is_finished(self) -> bool:
-        records = self.records
-        last = self.cell.config.training.train_iters
-        return bool(records) and last is not None and records[-1]["iteration"] >= last
+        history, last = self.history, self.cell.config.training.train_iters
+        return history is not None and last is not None and history.last_iteration >= last
 
     def state(self, queue: Collection[str]) -> str:
         """FINISHED, QUEUED, FAILED or NEW. `queue`: the numbers of the jobs in Slurm's queue."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.errors import InputError
+from moe_parallel.telemetry.metrics import MetricsLine
 
 EXCHANGES = ("dispatch", "pipeline", "reduce")
 
@@ -23,15 +24,19 @@ class Measures:
     between_seconds: float | None  # steps: saves, evaluations, log lines; None: one logged step
 
     @staticmethod
-    def of(records: Sequence[dict[str, Any]], tokens_per_step: int, warm_up: int) -> Measures:
-        """The measures of a run's records. Raises InputError if none is left after the warm-up."""
-        kept = [each for each in records if each["iteration"] > warm_up and "ranks" in each]
+    def of(history: RunHistory, tokens_per_step: int, warm_up: int) -> Measures:
+        """The measures of a run. Raises InputError if no step is left after the warm-up."""
+
+        def counts(record: MetricsLine) -> bool:
+            return record["iteration"] > warm_up and "ranks" in record
+
+        processes = [list(filter(counts, of_process)) for of_process in history.processes]
+        kept = [record for of_process in processes for record in of_process]
         if not kept:
             raise InputError(
                 f"--warm-up {warm_up} leaves no logged step: lower it, or train for longer"
             )
-        steps = [tokens_per_step / each["tokens_per_second"] for each in kept]
-        step = float(np.mean(steps))
+        step = float(np.mean([_seconds(each, tokens_per_step) for each in kept]))
 
         def mean(name: str) -> float:
             return float(np.mean([each["ranks"][f"{name}_seconds"] for each in kept]))
@@ -43,17 +48,22 @@ class Measures:
         phases |= {name: mean(name) for name in EXCHANGES}
         # `own` is a median of the steps of a log line: the rest may be a little below zero.
         phases["rest"] = step - sum(phases.values())
-        return Measures(tokens_per_step / step, step, phases, _between(kept, steps))
+        between = _between(processes, tokens_per_step)
+        return Measures(tokens_per_step / step, step, phases, between)
 
 
-def _between(records: Sequence[dict[str, Any]], steps: Sequence[float]) -> float | None:
-    """The mean time between two steps, in seconds a step.
+def _seconds(record: MetricsLine, tokens_per_step: int) -> float:
+    """The mean step of a record."""
+    return float(tokens_per_step / record["tokens_per_second"])
 
-    `steps`: the mean step of each record. The steps of the first record precede its time.
-    """
-    first, last = records[0], records[-1]
-    number = last["iteration"] - first["iteration"]
-    if number == 0:
-        return None
-    elapsed = last["elapsed_seconds"] - first["elapsed_seconds"]
-    return elapsed / number - float(np.mean(steps[1:]))
+
+def _between(processes: Sequence[Sequence[MetricsLine]], tokens_per_step: int) -> float | None:
+    """The mean time between two steps of one process, in seconds a step."""
+    number, elapsed = 0, 0.0
+    steps: list[float] = []
+    for records in filter(None, processes):
+        first, *later = records  # the steps of the first precede its time
+        number += records[-1]["iteration"] - first["iteration"]
+        elapsed += records[-1]["elapsed_seconds"] - first["elapsed_seconds"]
+        steps += [_seconds(each, tokens_per_step) for each in later]
+    return elapsed / number - float(np.mean(steps)) if number else None

@@ -117,7 +117,9 @@ def rows_of(
     for each in finished:
         cell, training = each.cell, each.cell.config.training
         tokens = training.global_batch_size * training.seq_length
-        measures = Measures.of(each.records, tokens, warm_up)
+        history = each.history
+        assert history is not None  # it is finished
+        measures = Measures.of(history, tokens, warm_up)
         per_node = measures.tokens_per_second / cell.nodes
         efficiency = per_node / first.setdefault(line_of(cell, axis), per_node)
         plan = _planned(cell, cluster)

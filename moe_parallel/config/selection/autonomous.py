@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
+from moe_parallel.config.message import flag
 from moe_parallel.config.option import option, with_default
 from moe_parallel.config.selection.balancing import Balancing, BiasBalancing
 from moe_parallel.config.selection.factorized import UP_INIT_METHODS, aoe_wide_size, up_std
@@ -23,8 +24,6 @@ from moe_parallel.errors import InputError
 
 if TYPE_CHECKING:
     from moe_parallel.config.config import Config
-
-_LOSSES = ("moe_aux_loss_coeff", "moe_importance_loss_coeff", "moe_entropy_loss_coeff")
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,8 @@ class AutonomousSelection(DispatchedSelection):
     aoe_send_activations: bool = option(
         False,
         "send C = x W_down with each token to other ranks instead of recomputing it there; "
-        "adds d_low / d to the traffic, so it pays only if the link is faster than the product",
+        "adds d_low / d to the traffic, so it pays only if the link is faster than the product. "
+        "Only with --expert-selection aoe",
     )
     aoe_gather_w_down: bool = option(
         False,
@@ -88,6 +88,10 @@ class AutonomousSelection(DispatchedSelection):
         return self.aoe_wide_size or aoe_wide_size(
             hidden_size, ffn_hidden_size, self.aoe_low_rank_size
         )
+
+    def narrower(self, hidden_size: int, ffn_hidden_size: int, multiple: int) -> str:
+        width = self.expert_width(hidden_size, ffn_hidden_size)
+        return f"{self.width_flag} {max(width - width % multiple, multiple)}"
 
     def own_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> list[OwnWeight]:
         own = [OwnWeight("w_free", self.free_experts)] if self.free_experts else []
@@ -112,9 +116,7 @@ class AutonomousSelection(DispatchedSelection):
         return ProductWeights(scores + gathered, experts - gathered)
 
     def planned_scores(self, config: Config) -> Scoring:
-        # Only the K greatest norms are chosen where they are computed, and C with them.
-        greatest = self.choices_per_token is not None and not self.free_experts
-        selected = self.aoe_gradient == "selected"
+        greatest = self.chooses_greatest
         return Scoring(
             self.aoe_low_rank_size,
             self.aoe_gather_w_down,
@@ -122,9 +124,31 @@ class AutonomousSelection(DispatchedSelection):
             self.aoe_recompute_scores,
             self.aoe_recompute_gate,
             self.aoe_gradient == "full",
-            joins_norms=selected and greatest and config.fp8.fp8_format is None,
-            hands_on_c=greatest,
+            joins_norms=self.may_join_norms(
+                fp8=config.fp8.fp8_format is not None,
+                capacity=config.moe.moe_expert_capacity_factor is not None,
+            ),
+            passes_on_c=greatest,
         )
+
+    @property
+    def chooses_greatest(self) -> bool:
+        """Whether the K greatest norms are chosen where they are computed, and C with them."""
+        by_norms = self.forced_routing is None and not self.free_experts
+        return by_norms and self.choices_per_token is not None
+
+    def may_join_norms(self, *, fp8: bool, capacity: bool) -> bool:
+        """Whether experts on the token's rank can differentiate the norms of their rows, too.
+
+        The norms then have no other gradient, so no loss may need one. A choice that a capacity
+        dropped has a norm but no row, and experts in FP8 do not do it.
+
+        Args:
+            fp8: whether the experts compute in FP8.
+            capacity: whether each accepts a limited number of rows.
+        """
+        exact = self.aoe_gradient == "selected" and not self.probs_over_all
+        return exact and self.chooses_greatest and not (fp8 or capacity)
 
     def weights_per_score(self, hidden_size: int) -> int:
         """A free expert has no norm: its score is a number of its own."""
@@ -161,21 +185,28 @@ class AutonomousSelection(DispatchedSelection):
                 f"--expert-tensor-parallel-size {etp} does not divide: choose a multiple of {etp}, "
                 "or leave it out"
             )
+        if self.aoe_send_activations and self.choices_per_token is None:
+            raise InputError(
+                f"--aoe-send-activations is true, but --expert-selection {self.system} does not "
+                "pass C on with its choices: leave it out"
+            )
         if self.aoe_gradient == "selected":
             self._check_selected_gradient()
 
     def _check_selected_gradient(self) -> None:
-        reason = None
-        for name in _LOSSES:
-            if getattr(self, name, 0):
-                reason = f"--{name.replace('_', '-')} {getattr(self, name)}"
+        reasons = [f"{flag(name)} {getattr(self, name)}" for name in self.losses_of_all_scores]
         if self.probs_over_all:
-            reason = "probs that are a softmax over all norms"
-        if reason is not None:
-            raise InputError(
-                f"--aoe-gradient is selected, but {reason} has a gradient through the norms of "
-                "experts that are not selected: use full, or selected_despite_aux to drop that part"
-            )
+            reasons.append("probs that are a softmax over all norms")
+        if reasons:
+            self.refuse_selected_gradient(reasons[-1])
+
+    @staticmethod
+    def refuse_selected_gradient(reason: str) -> NoReturn:
+        """`reason`: what needs the gradient of the other norms."""
+        raise InputError(
+            f"--aoe-gradient is selected, but {reason} has a gradient through the norms of "
+            "experts that are not selected: use full, or selected_despite_aux to drop that part"
+        )
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,11 @@ class Balancing(Selection):
     )
 
     @property
+    def losses_of_all_scores(self) -> list[str]:
+        own = ("moe_aux_loss_coeff", "moe_importance_loss_coeff")
+        return super().losses_of_all_scores + [name for name in own if getattr(self, name)]
+
+    @property
     def by_sequence(self) -> bool:
         return self.moe_router_load_balancing_type == "seq_aux_loss" or super().by_sequence
 

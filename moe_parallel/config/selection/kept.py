@@ -45,7 +45,7 @@ SCORES = KeptTensor("scores", score=4)
 #: Their softmax, or sigmoids divided by the sum.
 PROBABILITIES = KeptTensor("probabilities of all experts", score=4)
 #: Of all experts; those of the chosen ones become their probs.
-GATES = KeptTensor("gates of all experts", score=4)
+PROBS_OF_ALL = KeptTensor("probs of all experts", score=4)
 EXPERTS = KeptTensor("experts of the choices", slot=8)
 PROBS = KeptTensor("probs of the choices", slot=4)
 #: A loss on the load: the share of each expert and the mean of its probabilities.
@@ -68,7 +68,7 @@ class Scoring:
     recomputes_gate: bool = True
     all_norms_learn: bool = True  # --aoe-gradient full
     joins_norms: bool = False  # experts on the token's rank differentiate the norms
-    hands_on_c: bool = True  # C of the choices is not computed again on the token's rank
+    passes_on_c: bool = True  # C of the choices is not computed again on the token's rank
 
 
 @dataclass(frozen=True)

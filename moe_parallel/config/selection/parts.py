@@ -238,6 +238,11 @@ class DynamicChoices(TokensChoose):
             ]
         return kept
 
+    @property
+    def losses_of_all_scores(self) -> list[str]:
+        own = ["moe_entropy_loss_coeff"] if self.moe_entropy_loss_coeff else []
+        return super().losses_of_all_scores + own
+
     def kept_by_losses(self) -> list[KeptTensor]:
         kept = super().kept_by_losses()
         if self.moe_entropy_loss_coeff:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option
-from moe_parallel.config.selection.kept import EXPERTS, GATES, LOAD, LOSS, KeptTensor, Target
+from moe_parallel.config.selection.kept import EXPERTS, LOAD, LOSS, PROBS_OF_ALL, KeptTensor, Target
 from moe_parallel.config.selection.moving_coefficient import MovingCoefficient
 from moe_parallel.config.selection.routed import RoutedSelection
 from moe_parallel.config.selection.selection import check_at_most_all
@@ -54,7 +54,7 @@ class ReLUSelection(RoutedSelection, system="relu"):
         return Target("--moe-relu-target-experts", self.moe_relu_target_experts, at_first)
 
     def kept_by_rule(self) -> list[KeptTensor]:
-        return [GATES, EXPERTS]
+        return [PROBS_OF_ALL, EXPERTS]
 
     def kept_by_losses(self) -> list[KeptTensor]:
         bins = KeptTensor("experts of the choices, from 1", slot=8)

@@ -10,9 +10,9 @@ from moe_parallel.config.option import option, with_default
 from moe_parallel.config.selection.autonomous import AutonomousSelection
 from moe_parallel.config.selection.kept import (
     EXPERTS,
-    GATES,
     LOAD,
     LOSS,
+    PROBS_OF_ALL,
     KeptTensor,
     OwnWeight,
     Target,
@@ -92,7 +92,7 @@ class RoutingFreeSelection(AutonomousSelection, system="routing_free"):
     def kept_by_rule(self) -> list[KeptTensor]:
         if self.routing_free_gate == "norm":
             return [KeptTensor("norms less the biases", score=4), EXPERTS]
-        return [GATES, KeptTensor("experts that are not chosen", score=1), EXPERTS]
+        return [PROBS_OF_ALL, KeptTensor("experts that are not chosen", score=1), EXPERTS]
 
     def kept_by_losses(self) -> list[KeptTensor]:
         return [

@@ -79,6 +79,14 @@ class Selection(Section):
         """The inner width of an expert: d_ffn for a SwiGLU expert."""
         return ffn_hidden_size
 
+    def narrower(self, hidden_size: int, ffn_hidden_size: int, multiple: int) -> str:
+        """The option that makes experts narrower, to the next multiple in width. Empty: none."""
+        for size in range(ffn_hidden_size, 0, -1):
+            width = self.expert_width(hidden_size, size)
+            if width > 0 and width % multiple == 0:
+                return f"--moe-ffn-hidden-size {size}"
+        return ""
+
     def layer_weights(self, hidden_size: int, num_experts: int, expert_width: int) -> LayerWeights:
         """The number of weights of one layer; here with a linear router and SwiGLU experts."""
         return LayerWeights(
@@ -121,6 +129,12 @@ class Selection(Section):
 
     def kept_by_losses(self) -> list[KeptTensor]:
         """What the losses on the routing keep for the backward pass."""
+        return []
+
+    @property
+    def losses_of_all_scores(self) -> list[str]:
+        """The options of losses that are on and have a gradient through scores of other experts
+        than the chosen ones."""
         return []
 
     def target_choices(self, num_experts: int) -> Target | None:

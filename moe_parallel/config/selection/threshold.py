@@ -8,7 +8,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from moe_parallel.config.option import option
-from moe_parallel.config.selection.kept import EXPERTS, GATES, KeptTensor, Target
+from moe_parallel.config.selection.kept import EXPERTS, PROBS_OF_ALL, KeptTensor, Target
 from moe_parallel.config.selection.selection import Selection
 from moe_parallel.config.selection.time_constant import (
     MEMORY_OF_A_RUN,
@@ -71,7 +71,7 @@ class Cutoffs(Selection):
         return Target("--moe-threshold-target-experts", self.moe_threshold_target_experts)
 
     def kept_by_rule(self) -> list[KeptTensor]:
-        return [GATES, EXPERTS]
+        return [PROBS_OF_ALL, EXPERTS]
 
     def step_sums(self, num_experts: int) -> list[int]:
         return [*super().step_sums(num_experts), self._mean_bytes(num_experts)]

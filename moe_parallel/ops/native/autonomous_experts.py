@@ -113,7 +113,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)  # otherwise autograd makes zeros as large as what is kept
     *given, main_up, main_p, main_out, _ = inputs  # c_TKR and norms are the last of those given
-    ctx.hands_on = given[-1] is None
+    ctx.joins_norms = given[-1] is not None
     ctx.save_for_backward(*given, *kept)
     ctx.main_gradients = (
         main_up,
@@ -125,17 +125,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _for_autograd(ctx: Any, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     """What the C++ operator for the backward pass returns, by input; None: not needed."""
     dx, dprobs, dw_down, *dw, dc_TKR = gradients
-    hands_on = ctx.hands_on  # otherwise the gradients of probs and C went on to x and w_down
+    apart = not ctx.joins_norms  # otherwise the gradients of probs and C went on to x and w_down
     needs_w_down, needs_c = ctx.needs_input_grad[5], ctx.needs_input_grad[9]
     return (
         dx,
-        dprobs if hands_on else None,
+        dprobs if apart else None,
         None,
         None,
         None,
         dw_down if needs_w_down else None,
         *gradients_not_added(dw, ctx.main_gradients),
-        dc_TKR if hands_on and needs_c else None,
+        dc_TKR if apart and needs_c else None,
         *(None,) * 5,
     )
 

@@ -141,7 +141,7 @@ class _Gradient(torch.autograd.Function):
         all_chosen: bool,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)  # otherwise autograd makes zeros as large as C
-        ctx.gradient, ctx.all_chosen, ctx.hands_on = gradient, all_chosen, c_TKR is not None
+        ctx.gradient, ctx.all_chosen, ctx.passes_on_c = gradient, all_chosen, c_TKR is not None
         ctx.save_for_backward(x, w, norms, experts, c_TER if gradient == "all" else c_TKR)
         return norms.view_as(norms), None if c_TKR is None else c_TKR.view_as(c_TKR)
 
@@ -152,7 +152,7 @@ class _Gradient(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         x, w, norms, experts, c = ctx.saved_tensors  # read once: checkpointing allows no second
         dnorms = torch.zeros_like(norms) if dnorms is None else dnorms
-        dc_TKR = dc_TKR if ctx.hands_on else None  # torch.compile passes an empty tensor
+        dc_TKR = dc_TKR if ctx.passes_on_c else None  # torch.compile passes an empty tensor
         if ctx.gradient == "all":
             dx, dw = _ops.norm_topk_backward(dnorms, dc_TKR, x, w, norms, experts, c)
         else:

@@ -29,6 +29,7 @@ def test_curves_are_the_records():
     for record in records:
         for layer in record["layers"]:
             layer["experts_per_token"], layer["utilisation"] = layer["layer"], 0.5
+            layer["drawn_loss"] = layer["layer"]  # of a system that is not registered here
     curves = curves_of(RunHistory.from_records(records))
     iterations = [record["iteration"] for record in records]
     assert curves["train"]["x"] == iterations
@@ -36,7 +37,7 @@ def test_curves_are_the_records():
     assert curves["loss/code"]["x"] == [50, 100, 150, 200]
     assert curves["grad_norm"]["y"][4] is None and curves["grad_norm"]["y"][3] == 1
     assert curves["mfu"] == {"x": [80], "y": [0.25]}
-    assert curves["experts_per_token"]["y"] == [1.5] * 20
+    assert curves["experts_per_token"]["y"] == curves["drawn_loss"]["y"] == [1.5] * 20
     assert curves["experts_used"]["y"] == [8] * 20  # half of two layers of 8
     layers = records[-1]["layers"]
     assert curves["ent_load"]["y"][-1] == pytest.approx(

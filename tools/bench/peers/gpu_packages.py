@@ -6,16 +6,14 @@ listed as absent, with its error.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
-from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from moe_parallel.ops import RowMap
-from tools.bench.contender import Absent, BenchContender, Unavailable, Values, invite
+from tools.bench.contender import Absent, BenchContender, Values, invite, peer_package
 from tools.bench.inputs import leaf
 from tools.bench.layer import RoutedLayerWork
 
@@ -27,7 +25,7 @@ def grouped_gemm_peers(
     x_NI: Tensor, w_EIO: Tensor, row_map: RowMap, dy_NO: Tensor
 ) -> list[BenchContender | Absent]:
     def build() -> BenchContender:
-        gmm = _package("grouped_gemm", x_NI).ops.gmm
+        gmm = peer_package("grouped_gemm", x_NI).ops.gmm
         counts_E = row_map.counts_E
         return BenchContender(
             GROUPED_GEMM,
@@ -49,7 +47,7 @@ def routed_layer_peers(layer: RoutedLayerWork) -> list[BenchContender | Absent]:
 
 
 def _megablocks(layer: RoutedLayerWork) -> BenchContender:
-    _package("megablocks", layer.x_TD)
+    peer_package("megablocks", layer.x_TD)
     from megablocks.layers.arguments import Arguments
     from megablocks.layers.dmoe import ParallelDroplessMLP
 
@@ -89,7 +87,7 @@ def _megablocks(layer: RoutedLayerWork) -> BenchContender:
 
 
 def _scattermoe(layer: RoutedLayerWork) -> BenchContender:
-    _package("scattermoe", layer.x_TD)
+    peer_package("scattermoe", layer.x_TD)
     from scattermoe.mlp import GLUMLP
 
     size = layer.size
@@ -115,7 +113,7 @@ def _scattermoe(layer: RoutedLayerWork) -> BenchContender:
 
 
 def _sonicmoe(layer: RoutedLayerWork) -> BenchContender:
-    sonicmoe = _package("sonicmoe", layer.x_TD)
+    sonicmoe = peer_package("sonicmoe", layer.x_TD)
     size = layer.size
     # In its first matrix, gate and up rows alternate, and the experts are the last axis.
     interleaved_E2FD = (
@@ -144,10 +142,3 @@ def _sonicmoe(layer: RoutedLayerWork) -> BenchContender:
         return plain.canonical(gradients | {"w_gate_up": apart})
 
     return replace(plain, canonical=canonical)
-
-
-def _package(name: str, like: Tensor) -> ModuleType:
-    """The module. Raises Unavailable, ImportError, or the error of a broken installation."""
-    if not like.is_cuda:
-        raise Unavailable("needs a CUDA GPU")
-    return importlib.import_module(name)

@@ -7,7 +7,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from tools.bench.contender import Absent, BenchContender, Unavailable, invite
+from tools.bench.contender import Absent, BenchContender, Unavailable, invite, peer_package
 from tools.bench.inputs import leaf
 from tools.bench.layer import RoutedLayerWork
 
@@ -23,10 +23,10 @@ def model_of(num_experts: int) -> str:
 def routed_layer_peers(layer: RoutedLayerWork) -> list[BenchContender | Absent]:
     model = model_of(layer.size.n)
     try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    except ImportError as error:
-        return [Absent(model, f"{error}: pip install -e '.[dev]'")]
-    implementations = ["eager", *sorted(ALL_EXPERTS_FUNCTIONS.valid_keys())]
+        functions = peer_package("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
+    except Unavailable as error:
+        return [Absent(model, str(error))]
+    implementations = ["eager", *sorted(functions.valid_keys())]
     return [
         invite(f"{model} {name}", lambda name=name: _peer(f"{model} {name}", name, layer))
         for name in implementations

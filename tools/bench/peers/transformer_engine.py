@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from moe_parallel.ops import RowMap
-from tools.bench.contender import Absent, BenchContender, Unavailable, Values, invite
+from tools.bench.contender import Absent, BenchContender, Values, invite, peer_package
 
 PERMUTE, UNPERMUTE, GROUPED_LINEAR = "TE moe_permute", "TE moe_unpermute", "TE GroupedLinear"
 
@@ -18,7 +15,7 @@ def permute_peers(
     x_TD: Tensor, experts_TK: Tensor, rows: int, dy_ND: Tensor
 ) -> list[BenchContender | Absent]:
     def build() -> BenchContender:
-        te = _transformer_engine(x_TD)
+        te = peer_package("transformer_engine.pytorch", x_TD)
         choices_TK = experts_TK.int()
 
         def forward() -> list[Tensor]:
@@ -33,7 +30,7 @@ def unpermute_peers(
     y_ND: Tensor, experts_TK: Tensor, probs_TK: Tensor, dout_TD: Tensor
 ) -> list[BenchContender | Absent]:
     def build() -> BenchContender:
-        te = _transformer_engine(y_ND)
+        te = peer_package("transformer_engine.pytorch", y_ND)
         x_TD = torch.zeros_like(dout_TD)  # TE builds its row map while it permutes
         _, row_id_map = te.moe_permute(x_TD, experts_TK.int(), y_ND.size(0), map_type="index")
 
@@ -51,7 +48,7 @@ def grouped_gemm_peers(
     x_NI: Tensor, w_EIO: Tensor, row_map: RowMap, dy_NO: Tensor
 ) -> list[BenchContender | Absent]:
     def build() -> BenchContender:
-        te = _transformer_engine(x_NI)
+        te = peer_package("transformer_engine.pytorch", x_NI)
         experts, inner, columns = w_EIO.shape
         linear = te.GroupedLinear(
             experts, inner, columns, bias=False, params_dtype=x_NI.dtype, device=x_NI.device
@@ -75,10 +72,3 @@ def grouped_gemm_peers(
         )
 
     return [invite(GROUPED_LINEAR, build)]
-
-
-def _transformer_engine(like: Tensor) -> ModuleType:
-    """The module. Raises Unavailable, ImportError, or the error of a broken installation."""
-    if not like.is_cuda:
-        raise Unavailable("needs a CUDA GPU")
-    return importlib.import_module("transformer_engine.pytorch")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_parallel.selection.copies import copied_to
+from moe_parallel.copies import copied_to
 
 
 def test_on_a_cpu_nothing_is_copied():
