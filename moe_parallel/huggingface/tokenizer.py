@@ -95,7 +95,7 @@ def _known(
     return found
 
 
-def _generation(extras: Extras, end: int, **ids: int) -> dict[str, Any]:
+def _generation(extras: Extras, end: int, **ids: int | None) -> dict[str, Any]:
     """generation_config.json: the original's, in which `end` ends a text too.
 
     `ids`: of tokens, for fields that it does not have.
@@ -106,7 +106,7 @@ def _generation(extras: Extras, end: int, **ids: int) -> dict[str, Any]:
     if end not in several:
         several = [*several, end]
     fields["eos_token_id"] = several[0] if len(several) == 1 else several
-    for name, value in ({"pad_token_id": end} | ids).items():
+    for name, value in {"pad_token_id": end, **ids}.items():
         if fields.get(name) is None:
             fields[name] = value
     return fields

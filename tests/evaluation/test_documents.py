@@ -98,9 +98,9 @@ def _directly(model, document, stride):
     return total
 
 
-@pytest.mark.parametrize("stride", [32, 5])
-def test_losses_are_what_the_model_says_of_each_token(stride: int) -> None:
-    ((found, direct),) = run_distributed(1, _by_model, {}, stride)
+@pytest.mark.parametrize(("stride", "options"), [(32, {}), (5, {}), (5, {"loss_chunk_size": 0})])
+def test_losses_are_what_the_model_says_of_each_token(stride: int, options) -> None:
+    ((found, direct),) = run_distributed(1, _by_model, options, stride)
     for (nats, tokens, num_bytes), expected, document in zip(found, direct, DOCUMENTS, strict=True):
         assert nats == pytest.approx(expected, rel=1e-5)
         assert (tokens, num_bytes) == (len(document), sum(document))

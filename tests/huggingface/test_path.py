@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from moe_parallel.data.tokenizer_files import CONFIG_FILE
 from moe_parallel.huggingface.importing import import_folder, plan_import
 from tests.convert.converting import convert_here
 from tests.data.small_text import words
@@ -31,6 +32,7 @@ TRAINING = {
 }
 HEALING = {"train_iters": 30, "lr": 1e-2, "min_lr": 1e-3}
 
+TEMPLATE = "{{ messages[0]['content'] }}"
 SECTION = (ROOT / "docs/huggingface.md").read_text().split("## From Mixtral to AoE and back\n")[1]
 COMMANDS = "".join(line for line in SECTION.split("\n#")[0].splitlines(True) if line[:4] == " " * 4)
 #: The numbers that are others here: the length of the sequences and of the training, and the rank.
@@ -48,9 +50,7 @@ def _converted(run: Path, aoe: Path, options: dict[str, Any], rank: int) -> tupl
     return [layer.number for layer in done.layers], dict(done.losses)
 
 
-@pytest.mark.parametrize(
-    "model_type", rest_in_full(list(MODELS), "qwen2_moe")
-)
+@pytest.mark.parametrize("model_type", rest_in_full(list(MODELS), "qwen2_moe"))
 def test_in_and_out_again_has_the_same_bits(model_type: str, tmp_path: Path) -> None:
     saved = save_with_text(model_type, tmp_path / "theirs", torch.bfloat16)
     import_folder(plan_import(saved.folder, []), tmp_path / "run")
@@ -80,6 +80,7 @@ def test_a_family_becomes_aoe_heals_and_answers_in_generate(
 ) -> None:
     moe_layers, rank = FAMILIES[model_type]
     saved = save_with_text(model_type, tmp_path / "theirs", max_position_embeddings=32)
+    _with_template(saved.folder)
     data = small_data(tmp_path)
     data["data_path"] = [tmp_path / "cycle"]
     data["tokenizer_model"] = None  # the run's own
@@ -92,7 +93,9 @@ def test_a_family_becomes_aoe_heals_and_answers_in_generate(
 
     # To AoE, and healed in another layout.
     aoe, healed = tmp_path / "aoe", tmp_path / "healed"
-    ((layers, losses),) = run_distributed(1, _converted, tmp_path / "run", aoe, data | HEALING, rank)
+    ((layers, losses),) = run_distributed(
+        1, _converted, tmp_path / "run", aoe, data | HEALING, rank
+    )
     assert layers == moe_layers
     new = {"config": aoe / "config.yaml", "load": aoe, "save": healed}
     new |= {"expert_model_parallel_size": 2}
@@ -110,6 +113,9 @@ def test_a_family_becomes_aoe_heals_and_answers_in_generate(
     answer = _asked(healed, prompt)
     assert answer == _generated(model, prompt)
     assert answer.startswith(f"{prompt} four five")  # it has learned to count
+    # The template came along through the conversion and the training.
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported, trust_remote_code=True)
+    assert tokenizer.chat_template == TEMPLATE
 
 
 @pytest.mark.full
@@ -153,6 +159,11 @@ def test_the_documented_commands(tmp_path: Path) -> None:
     )
     prompt = "the expert reads"
     assert _asked(tmp_path / "runs/healed", prompt) == _generated(model, prompt)
+
+
+def _with_template(folder: Path) -> None:
+    file = folder / CONFIG_FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
 
 
 def _asked(run: Path, prompt: str) -> str:
