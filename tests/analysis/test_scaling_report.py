@@ -33,8 +33,11 @@ def written(study, nodes, varied):
     return folders
 
 
-def finish(folder, step_seconds):
-    """Write records of 4 steps, of which the first is ten times as slow."""
+def finish(folder, step_seconds, save_seconds=None):
+    """Write records of 4 steps, of which the first is ten times as slow.
+
+    Each step is followed by 0.25 s, of which the next record gives `save_seconds` to saves.
+    """
     folder.run.mkdir()
     with (folder.run / "metrics.jsonl").open("w") as file:
         for iteration in range(1, 5):
@@ -49,6 +52,7 @@ def finish(folder, step_seconds):
                 "tokens_per_second": 8 * 32 / seconds,
                 "ranks": ranks,
                 "elapsed_seconds": (step_seconds + 0.25) * iteration,
+                **({} if save_seconds is None else {"save_seconds": save_seconds}),
             }
             file.write(json.dumps(record) + "\n")
 
@@ -90,6 +94,16 @@ def test_a_slow_first_step_is_no_time_between_steps(folders):
     finish(folders[0], 1.0)
     (row,) = rows_of(folders, 0)
     assert row.measures.between_seconds == pytest.approx(0.25)
+    assert row.measures.save_seconds is None
+
+
+def test_saves_are_apart_from_the_other_time_between_steps(folders):
+    finish(folders[0], 1.0, save_seconds=0.2)
+    (row,) = rows_of(folders, 0)
+    assert row.measures.save_seconds == pytest.approx(0.2)
+    assert row.measures.between_seconds == pytest.approx(0.05)
+    split = draw([row]).axes[2]
+    assert "save" in [text.get_text() for text in split.get_legend().get_texts()]
 
 
 def test_the_plan_and_its_error_are_in_the_table(folders, tmp_path):

@@ -20,7 +20,10 @@ class Measures:
     tokens_per_second: float
     step_seconds: float
     phases: dict[str, float]  # compute, data, EXCHANGES, rest: means over the ranks
-    between_seconds: float | None  # steps: saves, evaluations, log lines; None: one logged step
+    # Between two steps, where there are several: saves; then evaluations, log lines and, of runs
+    # whose records have no save_seconds, saves.
+    save_seconds: float | None
+    between_seconds: float | None
 
     @staticmethod
     def of(records: Sequence[dict[str, Any]], tokens_per_step: int, warm_up: int) -> Measures:
@@ -43,17 +46,23 @@ class Measures:
         phases |= {name: mean(name) for name in EXCHANGES}
         # `own` is a median of the steps of a log line: the rest may be a little below zero.
         phases["rest"] = step - sum(phases.values())
-        return Measures(tokens_per_step / step, step, phases, _between(kept, steps))
+        return Measures(tokens_per_step / step, step, phases, *_between(kept, steps))
 
 
-def _between(records: Sequence[dict[str, Any]], steps: Sequence[float]) -> float | None:
-    """The mean time between two steps, in seconds a step.
+def _between(
+    records: Sequence[dict[str, Any]], steps: Sequence[float]
+) -> tuple[float | None, float | None]:
+    """The mean time of saves and that of all else between two steps, in seconds a step.
 
     `steps`: the mean step of each record. The steps of the first record precede its time.
     """
     first, last = records[0], records[-1]
     number = last["iteration"] - first["iteration"]
     if number == 0:
-        return None
+        return None, None
     elapsed = last["elapsed_seconds"] - first["elapsed_seconds"]
-    return elapsed / number - float(np.mean(steps[1:]))
+    between = elapsed / number - float(np.mean(steps[1:]))
+    if not all("save_seconds" in each for each in records):
+        return None, between
+    save = sum(each["save_seconds"] for each in records[1:]) / number
+    return save, between - save
