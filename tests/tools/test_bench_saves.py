@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools.running import run_tool_forked
-from tools.bench.save_stalls import Record, Save, ratios, table
+from tools.bench.save_stalls import Save, SaveTimes, ratios, table
 
 SMALL = (
     "--num-layers", 1, "--hidden-size", 32, "--moe-ffn-hidden-size", 32, "--num-experts", 2,
@@ -37,9 +37,13 @@ def test_a_wrong_flag_is_one_line() -> None:
 
 
 def test_the_ratio_is_that_of_the_medians_of_the_slowest_rank() -> None:
-    fast = Record([Save(False, 0.9, 0.1), Save(True, 0.11, 0.1, 0.01)], [(1.0, False), (1.0, True)])
-    slow = Record([Save(False, 1.1, 0.1), Save(True, 0.12, 0.1, 0.03)], [(2.0, False), (3.0, True)])
-    record = Record.slowest([fast, slow])
+    fast = SaveTimes(
+        [Save(False, 0.9, 0.1), Save(True, 0.11, 0.1, 0.01)], [(1.0, False), (1.0, True)]
+    )
+    slow = SaveTimes(
+        [Save(False, 1.1, 0.1), Save(True, 0.12, 0.1, 0.03)], [(2.0, False), (3.0, True)]
+    )
+    record = SaveTimes.slowest([fast, slow])
     assert [each.stall for each in record.saves] == pytest.approx([1.0, 0.05])
     assert ratios(record) == pytest.approx((0.05, 0.15 / 1.1))
     said = table(record)

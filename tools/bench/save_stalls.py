@@ -29,14 +29,14 @@ class Save:
 
 
 @dataclass
-class Record:
+class SaveTimes:
     """What this rank has seen."""
 
     saves: list[Save] = field(default_factory=list)
     steps: list[tuple[float, bool]] = field(default_factory=list)  # seconds; during a write?
 
     @staticmethod
-    def slowest(ranks: Sequence[Record]) -> Record:
+    def slowest(ranks: Sequence[SaveTimes]) -> SaveTimes:
         """Of all ranks: of each number the largest."""
         saves = [
             Save(
@@ -51,11 +51,11 @@ class Record:
             (max(seconds for seconds, _ in mine), any(writing for _, writing in mine))
             for mine in zip(*(rank.steps for rank in ranks), strict=True)
         ]
-        return Record(saves, steps)
+        return SaveTimes(saves, steps)
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[Record]:
+def recording() -> Iterator[SaveTimes]:
     """Inside this context a run's periodic saves are synchronous and asynchronous in turns.
 
     The run needs --async-save. Before each of them the one before is finished, which is not timed.
@@ -65,7 +65,7 @@ def recording() -> Iterator[Record]:
     from moe_parallel.training.engine import Engine
     from moe_parallel.training.saves import Saves
 
-    record = Record()
+    record = SaveTimes()
     save, sync, step = Saves.save, Telemetry.sync, Engine.step
     wait_for_copy = Background.wait_for_copy
     writers: list[Saves] = []
@@ -112,7 +112,7 @@ def recording() -> Iterator[Record]:
         yield record
 
 
-def table(record: Record) -> str:
+def table(record: SaveTimes) -> str:
     """The medians of both kinds, their ratio beside the goal, and what a write costs the steps."""
     waited = [each for each in record.saves if not each.is_async]
     beside = [each for each in record.saves if each.is_async]
@@ -138,7 +138,7 @@ def table(record: Record) -> str:
     return "\n".join(lines)
 
 
-def ratios(record: Record) -> tuple[float, float]:
+def ratios(record: SaveTimes) -> tuple[float, float]:
     """Asynchronous over synchronous medians: of the stall, and of the stall with the flush."""
     halves = [[each for each in record.saves if each.is_async is kind] for kind in (True, False)]
     stall = [statistics.median(each.stall for each in half) for half in halves]

@@ -35,7 +35,7 @@ from moe_parallel.errors import InputError
 from moe_parallel.launch.ranks import run_on_ranks
 from moe_parallel.tool import Tool, check_positive
 from tools.bench.about import about
-from tools.bench.save_stalls import Record, ratios, recording, table
+from tools.bench.save_stalls import SaveTimes, ratios, recording, table
 
 VOCABULARY, TOKENS = 8192, 400_000
 MODEL = {
@@ -101,7 +101,7 @@ def _work(arguments: Sequence[str]) -> int:
         line["data-cache-path"] = str(folder / "cache")
         line["train-iters"] = str(4 * own.pairs + 1)  # no save at the last one is periodic
         words = [word for name, value in line.items() for word in (f"--{name}", value)]
-        record = Record.slowest(exchange(train([*words, *flags])))
+        record = SaveTimes.slowest(exchange(train([*words, *flags])))
         newest = max((folder / "run").glob("iter_*"))
         size = sum(each.stat().st_size for each in newest.glob("*.distcp"))
         dist.barrier()
@@ -124,7 +124,7 @@ def write_random(prefix: Path) -> None:
     write_indexed(prefix, documents, VOCABULARY)
 
 
-def train(flags: Sequence[str]) -> Record:
+def train(flags: Sequence[str]) -> SaveTimes:
     """The record of a run. Raises InputError if the host has no memory for a copy."""
     import torch.distributed as dist
 
