@@ -23,6 +23,7 @@ def disturbed(folder: Path, disturb: str) -> dict[str, str]:
     enter = folder / "enter"
     enter.write_text(
         f"#!/bin/sh\ncd {folder}\nexport DISTURB='{disturb}'\n"
+        f"export PYTHONPATH={DISTURBED.parents[2]}${{PYTHONPATH:+:$PYTHONPATH}}\n"
         f'python=$1\nshift 2\nexec "$python" {DISTURBED} "$@"\n'
     )
     enter.chmod(0o755)
@@ -143,7 +144,7 @@ def sleep(job: SlurmJob, node: str) -> None:
 
 
 def be_slow(job: SlurmJob, node: str) -> None:
-    """The program has disturbed itself: one rank sleeps for 0.5 s in each micro-batch."""
+    """The program has disturbed itself: one rank sleeps for 0.2 s in each micro-batch."""
 
 
 # --- repairs: what an administrator or time does
