@@ -106,7 +106,7 @@ def preempt(job: SlurmJob, node: str) -> None:
 
 def _wait_for_the_signal(job: SlurmJob) -> None:
     """The rank that pauses is asked to stop."""
-    job.cluster.wait_until(lambda: job.left_its_pause, 50, "the rank is asked to stop")
+    job.cluster.wait_until(lambda: job.left_its_pause, 100, "the rank is asked to stop")
 
 
 def stop_a_rank(job: SlurmJob, node: str) -> None:

@@ -4,7 +4,7 @@ DISTURB names a function of this file and a rank. It is called once on that rank
 of a job, in a folder that contains `started` as soon as the rank behaves badly.
 
 A rank that pauses waits at a moment for what a test then does to the job: until the folder contains
-`go_on`, or until the rank is asked to stop, but at most a minute. `left` says which it was.
+`go_on`, or until the rank is asked to stop, but at most two minutes. `left` says which it was.
 """
 
 import gc
@@ -18,7 +18,7 @@ from typing import Any
 
 from moe_parallel.launch.program import main
 
-PAUSE_SECONDS = 60  # at most
+PAUSE_SECONDS = 120  # at most
 
 
 def sleep_for_ever() -> None:
