@@ -1,4 +1,4 @@
-"""Errors that a user can correct."""
+"""Errors that a user can correct, or that go away at another start."""
 
 
 class InputError(ValueError):
@@ -10,6 +10,10 @@ class InputError(ValueError):
 
 class Busy(InputError):
     """Another run uses a folder, and may soon leave it. The program exits with code 75."""
+
+
+class Unmet(RuntimeError):
+    """The ranks of a job did not find each other in time. The program exits with code 76."""
 
 
 class Damaged(InputError):

@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import NoReturn
 
 from moe_parallel.config import Config, parse_command_line, read_command_line, validate
-from moe_parallel.errors import InputError
+from moe_parallel.errors import InputError, Unmet
 from moe_parallel.launch import slurm
 from moe_parallel.launch.options import LaunchOptions, divide, help_text
-from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, code_of, reader_gone
+from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_LOST, code_of, reader_gone
 from moe_parallel.training.signals import Stopped, StopRequest
 from moe_parallel.training.starts import keep_command
 
@@ -28,6 +28,9 @@ def main(script: str, arguments: Sequence[str]) -> None:
             code = _run(script, arguments, stop)
     except InputError as error:
         code = EXIT_BAD_INPUT
+        _tell(f"error: {error}")
+    except Unmet as error:
+        code = EXIT_LOST
         _tell(f"error: {error}")
     except Stopped as stopped:
         code = code_of(stopped)

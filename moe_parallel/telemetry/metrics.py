@@ -2,7 +2,8 @@
 
 Every logged iteration has: iteration, lm_loss, grad_norm, learning_rate, tokens_per_second,
 peak_memory_bytes (so far, of the rank that used most: on its GPU, or resident on the host),
-consumed_tokens, consumed_samples, elapsed_seconds (since this process began to train), `ranks` (the
+consumed_tokens, consumed_samples, elapsed_seconds (since this process began to train),
+save_seconds (for which rank 0 stood still for checkpoints since the line before), `ranks` (the
 times of all ranks: `stragglers.summary`), `layers`, the list of `RoutingTotals.summaries()`,
 `machine`: {tflops_per_device, mfu, joules_per_token, and the QUANTITIES of gauges.py}, in which
 what is not known is missing, and with expert parallelism `rank_load` (`rank_load.rank_load`).
@@ -32,7 +33,9 @@ FILE_NAME = "metrics.jsonl"
 PREVIOUS_NAME = "metrics.previous.jsonl"
 
 #: The fields of a record that depend on the machine and differ between any two runs.
-TIMING = ("elapsed_seconds", "tokens_per_second", "peak_memory_bytes", "ranks", "machine")
+TIMING = (
+    "elapsed_seconds", "save_seconds", "tokens_per_second", "peak_memory_bytes", "ranks", "machine",
+)  # fmt: skip
 
 MetricsLine = dict[str, Any]
 

@@ -13,7 +13,7 @@ EXIT_BAD_INPUT = 2  # a wrong flag, file or value: one line is printed
 EXIT_DIVERGED = 3  # the loss became NaN or infinite
 #: A signal or --exit-duration-in-mins: everything is saved, or nothing yet; start it again.
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL
-EXIT_LOST = 76  # a rank hangs (--hang-timeout) or cannot be reached any more; start again
+EXIT_LOST = 76  # a rank hangs (--hang-timeout), has not come or is out of reach; start again
 EXIT_CTRL_C = 128 + signal.SIGINT  # before training began, or a second Ctrl-C
 EXIT_KILLED = 128 + signal.SIGKILL  # a rank was killed; any other signal likewise
 

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from moe_parallel.errors import Busy, InputError
+from moe_parallel.errors import Busy, InputError, Unmet
 from moe_parallel.platform.bus_error import on_bus_error
 from moe_parallel.training.exit_codes import (
     EXIT_BAD_INPUT,
@@ -172,8 +172,8 @@ def run(
 ) -> NoReturn:
     """Call `main`, then end the process with its exit code or with that of the job's error.
 
-    For InputError, Diverged, a lost page of a mapped file and a signal one line is printed, for
-    anything else the traceback; only the rank that fails first prints. `stop` receives signals
+    For InputError, Unmet, Diverged, a lost page of a mapped file and a signal one line is printed,
+    for anything else the traceback; only the rank that fails first prints. `stop` receives signals
     while `main` runs.
     """
     on_bus_error(lambda why: leave(_fail(channel, EXIT_BAD_INPUT, f"error: {why}")))
@@ -188,6 +188,8 @@ def run(
         code = _fail(channel, EXIT_DIVERGED, f"error: {error}")
     except Stopped as stopped:
         code = _fail(channel, code_of(stopped), str(stopped))
+    except Unmet as error:
+        code = _fail(channel, EXIT_LOST, f"error: {error}")
     except RuntimeError as error:  # perhaps of a collective: another rank is gone
         trace = traceback.format_exc()
         channel.wait_for_others()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from moe_parallel.errors import InputError
+from moe_parallel.errors import InputError, Unmet
 
 #: Set by our own launcher: the name of this start of the ranks, equal on every node.
 ATTEMPT = "MOE_PARALLEL_ATTEMPT"
@@ -20,6 +22,10 @@ def join_store(rank: int, world_size: int) -> dist.Store:
 
     Launchers that restart the ranks after a failure keep their store. Each start has separate keys
     in it, because the keys of earlier ranks lead to addresses that are no longer served.
+
+    Raises:
+        InputError: the store cannot be reached.
+        Unmet: this rank serves the store, and not all others have come in time.
     """
     if "RANK" not in os.environ:  # MASTER_ADDR may be set for other jobs of the same script
         return dist.HashStore()
@@ -31,8 +37,36 @@ def join_store(rank: int, world_size: int) -> dist.Store:
             f"MASTER_ADDR:MASTER_PORT is {place}, where the ranks cannot connect "
             f"({' '.join(str(error).split())[:200]}): choose a host that all reach and a free port"
         ) from error
+    except dist.DistStoreError as error:
+        raise Unmet(_unmet(rank, str(error))) from error
     attempt = os.environ.get(ATTEMPT) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt_{attempt}", store)
+
+
+def connect_ranks(
+    backend: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta
+) -> None:
+    """Initialize torch.distributed, whose default group has all ranks of the job. Collective.
+
+    Raises Unmet if the other ranks have not come within `timeout`, which every collective has.
+    """
+    try:
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("groups", store), rank=rank,
+            world_size=world_size, timeout=timeout,
+        )  # fmt: skip
+    except RuntimeError as error:  # of the store, or of gloo, which connects the ranks
+        if re.search("time(d )?out", str(error), re.IGNORECASE) is None:
+            raise
+        limit = f"--distributed-timeout-minutes {timeout.total_seconds() / 60:.3g}"
+        raise Unmet(_unmet(rank, f"{limit}: {error}")) from error
+
+
+def _unmet(rank: int, why: str) -> str:
+    return (
+        f"rank {rank} on {socket.gethostname()} has waited in vain for other ranks to start "
+        f"({' '.join(why.split())[:200]}): one is slow, stopped or lost with its host; start again"
+    )
 
 
 def visit_store(address: str, port: int, attempt: str) -> dist.Store:

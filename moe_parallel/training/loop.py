@@ -67,6 +67,7 @@ class Loop:
         self.bytes_per_token_V = text.bytes_per_token(stage.engine.device)
         self.profile = Profile(config, dist.get_rank())
         self.saves = Saves(stage, telemetry, has_folder=config.checkpoint.save is not None)
+        self._save_seconds = 0.0  # since the last log line
         self._began = began
         self._stop = stop
         self._deadline = Deadline(config.training.exit_duration_in_mins)
@@ -125,8 +126,10 @@ class Loop:
         if self.config.checkpoint.save is None:
             return
         can_wait = can_wait and self.state.iteration < self.stage.until
+        begin = time.monotonic()
         with self.progress.activity(Phase.SAVE):
             self.saves.save(replace(self.state, unlogged=self.interval.state()), can_wait=can_wait)
+        self._save_seconds += time.monotonic() - begin
 
     def evaluate(self, *, everything: bool = False) -> dict[str, TextLoss]:
         """Evaluate on each domain's validation text; log and return the results. Collective.
@@ -231,6 +234,7 @@ class Loop:
                 "grad_norm": result.grad_norm,
                 "learning_rate": result.learning_rate,
                 "peak_memory_bytes": self._peak_memory(),
+                "save_seconds": round(self._save_seconds, 6),
                 "ranks": times,
                 "machine": self.instruments.record(
                     self.engine.config, averages["tokens_per_second"], layers
@@ -239,6 +243,7 @@ class Loop:
             }
         )
         self._say_if(news)
+        self._save_seconds = 0.0
         self.interval.clear()
 
     def _controlled(self, layers: list[dict[str, Any]]) -> dict[str, float]:

@@ -36,7 +36,7 @@ from moe_parallel.training.failure import FailureChannel, run
 from moe_parallel.training.final_report import compare_with_baselines, draw, format_table
 from moe_parallel.training.heartbeat import heartbeat
 from moe_parallel.training.instruments import open_instruments
-from moe_parallel.training.job_store import join_store
+from moe_parallel.training.job_store import connect_ranks, join_store
 from moe_parallel.training.loop import Loop
 from moe_parallel.training.own_tokenizer import names_tokenizer
 from moe_parallel.training.run_config import begins_in, run_config
@@ -70,10 +70,7 @@ def main(arguments: Sequence[str], stop: StopRequest | None = None) -> NoReturn:
             adapt_megatron_to_cpu()
         channel.watch()
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
-        dist.init_process_group(
-            backend, store=dist.PrefixStore("groups", store), rank=rank,
-            world_size=world_size, timeout=timeout,
-        )  # fmt: skip
+        connect_ranks(backend, store, rank, world_size, timeout)
         progress = Progress(clock_of(device()))
         with heartbeat(progress, store, channel, config.parallel.hang_timeout):
             return pretrain(

@@ -33,9 +33,10 @@ def written(study, nodes, varied):
     return folders
 
 
-def finish(folder, step_seconds, processes=((1, 2, 3, 4),)):
+def finish(folder, step_seconds, save_seconds=None, processes=((1, 2, 3, 4),)):
     """Write records of 4 steps, of which the first is ten times as slow.
 
+    Each step is followed by 0.25 s, of which the next record gives `save_seconds` to saves.
     `processes`: the iterations that each process of the run logged.
     """
     folder.run.mkdir()
@@ -54,6 +55,7 @@ def finish(folder, step_seconds, processes=((1, 2, 3, 4),)):
                 "tokens_per_second": 8 * 32 / seconds,
                 "ranks": ranks,
                 "elapsed_seconds": (step_seconds + 0.25) * place,
+                **({} if save_seconds is None else {"save_seconds": save_seconds}),
             }
             file.write(json.dumps(record) + "\n")
 
@@ -95,6 +97,16 @@ def test_a_slow_first_step_is_no_time_between_steps(folders):
     finish(folders[0], 1.0)
     (row,) = rows_of(folders, 0)
     assert row.measures.between_seconds == pytest.approx(0.25)
+    assert row.measures.save_seconds is None
+
+
+def test_saves_are_apart_from_the_other_time_between_steps(folders):
+    finish(folders[0], 1.0, save_seconds=0.2)
+    (row,) = rows_of(folders, 0)
+    assert row.measures.save_seconds == pytest.approx(0.2)
+    assert row.measures.between_seconds == pytest.approx(0.05)
+    split = draw([row]).axes[2]
+    assert "save" in [text.get_text() for text in split.get_legend().get_texts()]
 
 
 def test_the_plan_and_its_error_are_in_the_table(folders, tmp_path):

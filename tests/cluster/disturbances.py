@@ -1,4 +1,4 @@
-"""What a test does to a running job on two nodes: moments, faults and repairs."""
+"""What a test does to a running job on two nodes: faults and repairs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -17,46 +18,37 @@ DISTURBED = Path(__file__).parents[1] / "launch" / "disturbed.py"
 FIRST, SECOND = "node1", "node2"  # rank 0 and the batch script are on the first
 
 
-# --- moments: each is true when the run is there
-
-
-def before_the_start(job: SlurmJob) -> bool:
-    """The job is in the queue, and may be starting."""
-    return True
-
-
-def at_start(job: SlurmJob) -> bool:
-    """The launchers have started ranks, which import torch and Megatron-Core."""
-    return all(len(ranks_on(job.cluster, node)) == 1 for node in (FIRST, SECOND))
-
-
-def in_a_step(job: SlurmJob) -> bool:
-    return "iteration  5/12" in job.output
-
-
-def in_a_save(job: SlurmJob) -> bool:
-    return any(job.run.glob(".iter_*.writing"))
-
-
-def in_an_evaluation(job: SlurmJob) -> bool:
-    return "iteration  3/12" in job.output
+def disturbed(folder: Path, disturb: str) -> dict[str, str]:
+    """The variable with which the job's program disturbs itself."""
+    enter = folder / "enter"
+    enter.write_text(
+        f"#!/bin/sh\ncd {folder}\nexport DISTURB='{disturb}'\n"
+        f"export PYTHONPATH={DISTURBED.parents[2]}${{PYTHONPATH:+:$PYTHONPATH}}\n"
+        f'python=$1\nshift 2\nexec "$python" {DISTURBED} "$@"\n'
+    )
+    enter.chmod(0o755)
+    return {"RUN_IN": str(enter)}
 
 
 def ranks_on(cluster: Cluster, node: str) -> list[int]:
-    return [pid for pid in cluster.nodes.processes(node) if "RANK" in variables_of(pid)]
+    return [pid for pid in cluster.nodes.processes(node) if _is_rank(pid)]
+
+
+def _is_rank(pid: int) -> bool:
+    """Whether a launcher has started it as a rank, or srun, which tells it otherwise."""
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        variables = process.environ()
+        return "RANK" in variables or (
+            "SLURM_STEP_ID" in variables and "--nproc-per-node" not in process.cmdline()
+        )
+    return False
 
 
 def launcher_on(cluster: Cluster, node: str) -> int:
     """The process that started the rank of a node."""
     (rank,) = ranks_on(cluster, node)
     return psutil.Process(rank).ppid()
-
-
-def variables_of(pid: int) -> dict[str, str]:
-    try:
-        return psutil.Process(pid).environ()
-    except psutil.Error:
-        return {}
 
 
 # --- faults: each returns when it has done its damage
@@ -67,7 +59,9 @@ def kill_the_node(job: SlurmJob, node: str) -> None:
 
 
 def kill_a_rank(job: SlurmJob, node: str) -> None:
-    for pid in ranks_on(job.cluster, node):
+    ranks = ranks_on(job.cluster, node)
+    assert ranks
+    for pid in ranks:
         os.kill(pid, signal.SIGKILL)
 
 
@@ -79,19 +73,27 @@ def kill_slurmd(job: SlurmJob, node: str) -> None:
     os.kill(int((job.cluster.folder / f"slurmd.{node}.pid").read_text()), signal.SIGKILL)
 
 
+def lose_slurmd(job: SlurmJob, node: str) -> None:
+    """It is gone, in the middle of a long step, until Slurm ends the job."""
+    kill_slurmd(job, node)
+    _wait_for_loss(job, node)
+
+
 def cut_the_link(job: SlurmJob, node: str) -> None:
     job.cluster.nodes.set_link(node, up=False)
 
 
 def interrupt_the_link(job: SlurmJob, node: str) -> None:
-    """For three seconds, as when a switch starts again."""
+    """For three seconds, as when a switch starts again. A rank that pauses goes on without it."""
     job.cluster.nodes.set_link(node, up=False)
+    job.go_on()
     time.sleep(3)
     job.cluster.nodes.set_link(node, up=True)
 
 
 def reach_the_time_limit(job: SlurmJob, node: str) -> None:
     job.cluster.run("scancel", "--signal=USR1", "--batch", str(job.id))
+    _wait_for_the_signal(job)
 
 
 def preempt(job: SlurmJob, node: str) -> None:
@@ -99,11 +101,20 @@ def preempt(job: SlurmJob, node: str) -> None:
     job.cluster.sbatch(
         f"--partition={URGENT}", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"
     )
+    _wait_for_the_signal(job)
+
+
+def _wait_for_the_signal(job: SlurmJob) -> None:
+    """The rank that pauses is asked to stop."""
+    job.cluster.wait_until(lambda: job.left_its_pause, 100, "the rank is asked to stop")
 
 
 def stop_a_rank(job: SlurmJob, node: str) -> None:
-    """It hangs: it neither goes on nor ends."""
-    for pid in ranks_on(job.cluster, node):
+    """It hangs: it neither goes on nor ends. Its heartbeat has told where it is."""
+    time.sleep(1)
+    ranks = ranks_on(job.cluster, node)
+    assert ranks
+    for pid in ranks:
         os.kill(pid, signal.SIGSTOP)
 
 
@@ -128,12 +139,12 @@ def _damage(job: SlurmJob, damage: Callable[[Path], None]) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def hang(job: SlurmJob, node: str) -> None:
+def sleep(job: SlurmJob, node: str) -> None:
     """The program has disturbed itself: one rank sleeps forever."""
 
 
 def be_slow(job: SlurmJob, node: str) -> None:
-    """The program has disturbed itself: one rank sleeps for 0.5 s in each micro-batch."""
+    """The program has disturbed itself: one rank sleeps for 0.2 s in each micro-batch."""
 
 
 # --- repairs: what an administrator or time does

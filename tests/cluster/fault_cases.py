@@ -6,7 +6,7 @@ for each of them; tests/cluster/test_fault_table.py compares.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tests.cluster import disturbances as do
@@ -14,9 +14,8 @@ from tests.cluster.disturbances import FIRST, SECOND
 from tests.cluster.job import SlurmJob
 from tests.program import Options
 
-Moment = Callable[[SlurmJob], bool]
 START, STEP, SAVE, EVALUATION = MOMENTS = (
-    do.at_start, do.in_a_step, do.in_a_save, do.in_an_evaluation,
+    "at start", "in a step", "in a save", "in an evaluation",
 )  # fmt: skip
 
 
@@ -27,22 +26,27 @@ class Fault:
     restarts: int | None  # of the job by Slurm; None: depends on who is faster
     seen: str  # a pattern in a line that the user sees
     within: int  # seconds from the fault to the complete run; more fails the test
-    moments: tuple[Moment, ...] = MOMENTS
+    moments: tuple[str, ...] = MOMENTS
     untested: str = ""  # why it does not meet the other moments
     node: str = SECOND
     options: Options = field(default_factory=dict)
-    disturb: str | None = None  # the function of tests/launch/disturbed.py that does it
+    disturb: str | None = None  # the function of tests/launch/disturbed.py that is the fault
     damages: bool = False  # whether it damages a checkpoint on purpose
     label: str = ""  # replaces the name of `do`
+    script: str = "pretrain.sbatch"
+    variables: Mapping[str, str] = field(default_factory=dict)  # that the user has exported
 
     @property
     def name(self) -> str:
         name = self.label or self.do.__name__.replace("_", " ")
-        return f"{name}, node 1" if self.node == FIRST else name
+        place = ", node 1" if self.node == FIRST else ""
+        return f"{name}{place}" + ("" if self.script == "pretrain.sbatch" else ", by srun")
 
-
-def name_of(moment: Moment | str) -> str:
-    return (moment if isinstance(moment, str) else moment.__name__).replace("_", " ")
+    def disturbance(self, moment: str) -> str:
+        """DISTURB of tests/launch/disturbed.py. Where the fault is not the program's own, a rank of
+        the node that it hits pauses at the moment."""
+        rank = 0 if self.node == FIRST else 1
+        return self.disturb or f"pause_{moment.replace(' ', '_')} {rank}"
 
 
 REQUEUED = "is requeued"
@@ -50,13 +54,24 @@ NODE_LOST = r"DUE TO NODE FAILURE|NODE_FAIL|nodes? .*(failed|not responding)|Nod
 GOES_ON = r"going on after iteration"  # of the next start: srun and the script were on the node
 COMPLETE = r"^iteration 12/12"
 AGAIN = r"starting again: restart 1 of 3"
-SILENT = r"^error: rank 1 on node2 .* (hangs|is silent)"
+SILENT = r"^error: rank 1 on node2 .* (hangs in|is silent for \d+ s, last in) "
 HANGS = r"^error: rank 1 on node2 .* hangs in "
 DAMAGED = r"^warning: .*; the run continues from iter_"
 HANG = {"hang_timeout": 6}
 
+#: Where a rank that pauses is, in the words of a heartbeat.
+WHERE = {
+    STEP: "forward of iteration 5", SAVE: "save after iteration 4",
+    EVALUATION: r"evaluate \(forward\) after iteration 3",
+}  # fmt: skip
+
 ONE_MOMENT = "one moment is tested on node 1, all on node 2"
-NO_HEARTBEAT = "no heartbeat yet: torch's limit of 10 minutes ends the start"
+NO_HEARTBEAT = (
+    "no heartbeat yet: `--distributed-timeout-minutes` (10) ends the start with code 76; without "
+    "Slurm: tests/training/test_failure.py"
+)
+LONG = "one moment is tested: Slurm ends the job, whatever it does"
+BY_SRUN = "one moment is tested by `pretrain_srun.sbatch`, all by `pretrain.sbatch`"
 NEEDS_CHECKPOINT = "read only at a start, whatever the moment of the damage"
 
 FAULTS = [
@@ -66,22 +81,34 @@ FAULTS = [
     ),
     Fault(do.kill_a_rank, do.nothing, 0, AGAIN, 120),
     Fault(do.kill_a_rank, do.nothing, 0, AGAIN, 120, (STEP,), ONE_MOMENT, FIRST),
+    Fault(
+        do.kill_a_rank, do.nothing, 1, REQUEUED, 120, (SAVE,), BY_SRUN,
+        script="pretrain_srun.sbatch",
+    ),
     Fault(do.kill_a_launcher, do.nothing, 1, REQUEUED, 120),
     Fault(do.kill_a_launcher, do.nothing, 1, REQUEUED, 120, (STEP,), ONE_MOMENT, FIRST),
-    # The run goes on; Slurm ends it if it still runs after SlurmdTimeout.
+    # The run is complete before SlurmdTimeout. If it still runs then, Slurm ends the job.
     Fault(do.kill_slurmd, do.start_slurmd, None, COMPLETE, 180),
+    Fault(do.lose_slurmd, do.start_slurmd, 1, NODE_LOST, 180, (STEP,), LONG),
     Fault(do.cut_the_link, do.mend_the_link, 1, NODE_LOST, 180),
     Fault(do.cut_the_link, do.mend_the_link, 1, GOES_ON, 180, (STEP,), ONE_MOMENT, FIRST),
     Fault(do.interrupt_the_link, do.nothing, 0, COMPLETE, 120),
     Fault(do.reach_the_time_limit, do.nothing, 1, REQUEUED, 120),
     Fault(do.preempt, do.nothing, 1, REQUEUED, 120),
+    *(
+        Fault(
+            do.stop_a_rank, do.nothing, 0, SILENT + where, 120, (moment,), NO_HEARTBEAT,
+            options=HANG,
+        )
+        for moment, where in WHERE.items()
+    ),
     Fault(
-        do.stop_a_rank, do.nothing, 0, SILENT, 120, (STEP, SAVE, EVALUATION), NO_HEARTBEAT,
-        options=HANG,
+        do.stop_a_rank, do.nothing, 1, REQUEUED, 120, (STEP,), BY_SRUN,
+        options=HANG, script="pretrain_srun.sbatch", variables={"SRUN_FLAGS": "--wait=10"},
     ),
     *(
         Fault(
-            do.hang, do.nothing, 0, HANGS, 120, (moment,), options=HANG, disturb=f"{what} 1",
+            do.sleep, do.nothing, 0, HANGS, 120, (moment,), options=HANG, disturb=f"{what} 1",
             label="a rank sleeps",
         )
         for moment, what in zip(MOMENTS, ("set_up", "forward", "save", "evaluation"), strict=True)
@@ -96,11 +123,7 @@ FAULTS = [
 ]  # fmt: skip
 
 #: What a message names when a weight becomes NaN at this moment.
-POISONED = {
-    "in_a_step": r"rank.* 1\b",
-    "in_a_save": "iteration 4",
-    "in_an_evaluation": "validation text",
-}
+POISONED = {STEP: r"rank.* 1\b", SAVE: "iteration 4", EVALUATION: "validation text"}
 NAN, NAN_WITHIN = "NaN on a rank", 120
 
 #: Combinations that other tests prove, and these tests.
@@ -110,32 +133,30 @@ ELSEWHERE = {
     "tests/training/checkpoint/test_failures.py",
     ("a save torn at any byte", "in a save"): "without Slurm: tests/training/test_stopped_runs.py, "
     "tests/training/checkpoint/test_record.py, tests/slow/test_checkpoint_corruption.py",
-    ("a data file disappears", "at start"): "tests/cluster/test_disk_and_network.py",
+    ("a data file disappears", "at start, in a step"): "tests/cluster/test_disk_and_network.py",
     ("a data file is cut", "in a step"): "without Slurm: tests/platform/test_bus_error.py",
 }
 
 
-def cases() -> list[tuple[Fault, Moment]]:
+def cases() -> list[tuple[Fault, str]]:
     return [(fault, moment) for fault in FAULTS for moment in fault.moments]
 
 
 def bounds() -> dict[tuple[str, str], int]:
     """(fault, moment) and the seconds within which its run must be complete."""
-    return {(fault.name, name_of(moment)): fault.within for fault, moment in cases()}
+    return {(fault.name, moment): fault.within for fault, moment in cases()}
 
 
 def proven() -> set[tuple[str, str]]:
     """(fault, moment) of each row that a test writes."""
-    rows = {(fault.name, name_of(moment)) for fault, moment in cases()}
-    return rows | {(NAN, name_of(moment)) for moment in POISONED} | {LOST_NODE, REAL_LIMIT}
+    rows = {(fault.name, moment) for fault, moment in cases()}
+    return rows | {(NAN, moment) for moment in POISONED} | {LOST_NODE, REAL_LIMIT}
 
 
 def not_tested() -> dict[tuple[str, str], str]:
     """(fault, moment) of each other combination, and the reason."""
-    reasons = {
-        (fault.name, name_of(moment)): fault.untested for fault in FAULTS for moment in MOMENTS
-    }
-    reasons[NAN, name_of(START)] = "there are no weights yet"
+    reasons = {(fault.name, moment): fault.untested for fault in FAULTS for moment in MOMENTS}
+    reasons[NAN, START] = "there are no weights yet"
     return {row: reason for row, reason in reasons.items() if row not in proven()}
 
 

@@ -17,7 +17,10 @@ from tests.program import SMALL, Options, Program, flags, same_bytes, small_data
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "slurm"
 LAST = 12
-EVERY_2: Options = {"train_iters": LAST, "save_interval": 2, "eval_interval": 3, "eval_iters": 20}
+EVERY_2: Options = {
+    "train_iters": LAST, "save_interval": 2, "eval_interval": 3, "eval_iters": 20,
+    "use_distributed_optimizer": True,  # so that every rank has tensors to write
+}  # fmt: skip
 
 
 class Undisturbed:
@@ -76,6 +79,7 @@ class SlurmJob:
             run: the script's first word, in place of `folder`/run.
         """
         self.cluster = cluster
+        self.folder = folder
         self.run = run or folder / "run"
         self.output_file = folder / "job.out"
         self._words = (
@@ -104,6 +108,16 @@ class SlurmJob:
             return ""
         text = self.output_file.read_text(errors="replace")
         return re.sub(r"(?m)^\[default\d+\]:", "", text)
+
+    def go_on(self) -> None:
+        """End the pause of a rank; see tests/launch/disturbed.py."""
+        (self.folder / "go_on").touch()
+
+    @property
+    def left_its_pause(self) -> str:
+        """Why a rank ended its pause; empty: it has not, or never paused."""
+        left = self.folder / "left"
+        return left.read_text() if left.exists() else ""
 
     @property
     def restarts(self) -> int:

@@ -1,10 +1,11 @@
 """Two nodes with a slow or lossy network, a full disk, and data that disappears."""
 
-import os
 import shutil
+import subprocess
 
 import pytest
 
+from tests.cluster.disturbances import disturbed
 from tests.cluster.job import EVERY_2, LAST, SlurmJob
 from tests.program import SMALL
 
@@ -43,7 +44,7 @@ def test_a_slow_link_changes_no_result(cluster, tmp_path, options, undisturbed, 
     job.check_whole(undisturbed)
 
 
-def test_a_full_disk_ends_the_job_with_code_2(cluster, tmp_path, options):
+def test_a_full_disk_ends_the_job_with_code_2(cluster, tmp_path, options, undisturbed):
     if not cluster.small_disk.is_mount():
         pytest.skip("this machine does not permit to mount a small disk")
     job = SlurmJob(cluster, tmp_path, options, run=cluster.small_disk / "run")
@@ -54,15 +55,40 @@ def test_a_full_disk_ends_the_job_with_code_2(cluster, tmp_path, options):
     assert f"cannot write the checkpoint of iteration {LAST}" in last
     assert "requeued" not in job.output
     job.check_published()
+    enlarge = ["mount", "-o", "remount,size=64m", str(cluster.small_disk)]
+    subprocess.run(enlarge, check=True)
+    job.submit()
+    job.complete()
+    job.check_whole(undisturbed)
+
+
+def _copied(data, folder):
+    """The prefixes of a copy of the data in a folder."""
+    folder.mkdir()
+    for prefix in data:
+        for path in prefix.parent.glob(prefix.name + ".*"):
+            shutil.copy(path, folder)
+    return [folder / prefix.name for prefix in data]
+
+
+def test_data_that_disappears_during_a_run_stays_mapped(cluster, tmp_path, options, undisturbed):
+    """On a local disk. A network disk may take the pages away: tests/platform/test_bus_error.py."""
+    paths = _copied(options["data_path"], tmp_path / "data")
+    job = SlurmJob(
+        cluster, tmp_path, options | {"data_path": paths},
+        variables=disturbed(tmp_path, "pause_in_a_step 1"),
+    )  # fmt: skip
+    cluster.wait_until((tmp_path / "started").exists, 120, "a rank pauses in a step")
+    shutil.rmtree(tmp_path / "data")
+    assert job.left_its_pause == ""
+    job.go_on()
+    job.complete()
+    assert job.restarts == 0
+    job.check_whole(undisturbed)
 
 
 def test_data_that_disappears_between_two_starts(cluster, tmp_path, options, undisturbed):
-    copy = tmp_path / "data"
-    copy.mkdir()
-    for path in undisturbed.folder.glob("*.*"):
-        if path.is_file():
-            shutil.copy(path, copy)
-    paths = [copy / os.path.basename(prefix) for prefix in options["data_path"]]
+    paths = _copied(options["data_path"], tmp_path / "data")
     job = SlurmJob(cluster, tmp_path, options | {"data_path": paths})
     job.wait_for_output("iteration  3/12")
     cluster.run("scancel", str(job.id))

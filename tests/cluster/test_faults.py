@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.cluster import disturbances as do
-from tests.cluster.disturbances import DISTURBED
+from tests.cluster.disturbances import disturbed
 from tests.cluster.fault_cases import (
     LOST_NODE,
     NAN,
@@ -21,8 +20,8 @@ from tests.cluster.fault_cases import (
     NODE_LOST,
     POISONED,
     REAL_LIMIT,
+    SAVE,
     cases,
-    name_of,
 )
 from tests.cluster.job import EVERY_2, SlurmJob
 from tests.program import SMALL
@@ -33,19 +32,6 @@ QUICK = [
     ("kill the node", "in a save"),
     ("reach the time limit", "in a step"),
 ]
-
-
-def disturbed(folder: Path, disturb: str | None) -> dict[str, str]:
-    """The variable with which the job's program disturbs itself."""
-    if disturb is None:
-        return {}
-    enter = folder / "enter"
-    enter.write_text(
-        f"#!/bin/sh\ncd {folder}\nexport DISTURB='{disturb}'\n"
-        f'python=$1\nshift 2\nexec "$python" {DISTURBED} "$@"\n'
-    )
-    enter.chmod(0o755)
-    return {"RUN_IN": str(enter)}
 
 
 def started_again_by(job: SlurmJob) -> str:
@@ -66,23 +52,27 @@ def line_with(job: SlurmJob, pattern: str) -> str:
         pytest.param(
             fault,
             moment,
-            id=f"{fault.name}-{name_of(moment)}".replace(", ", "_").replace(" ", "_"),
-            marks=[] if (fault.name, name_of(moment)) in QUICK else pytest.mark.full,
+            id=f"{fault.name}-{moment}".replace(", ", "_").replace(" ", "_"),
+            marks=[] if (fault.name, moment) in QUICK else pytest.mark.full,
         )
         for fault, moment in cases()
     ],
 )
 def test_a_fault(cluster, tmp_path, undisturbed, table, fault, moment):
     options = SMALL | undisturbed.data | EVERY_2 | fault.options
-    variables = disturbed(tmp_path, fault.disturb)
+    variables = {**fault.variables, **disturbed(tmp_path, fault.disturbance(moment))}
     assert undisturbed.tensors
-    job = SlurmJob(cluster, tmp_path, options, variables=variables)
-    if fault.disturb is None:
-        cluster.wait_until(lambda: moment(job), 120, moment.__name__)
-    else:
-        cluster.wait_until((tmp_path / "started").exists, 120, "the rank is disturbed")
+    job = SlurmJob(cluster, tmp_path, options, script=fault.script, variables=variables)
+    cluster.wait_until((tmp_path / "started").exists, 180, f"a rank is disturbed {moment}")
+    in_a_save = moment == SAVE and fault.disturb is None
+    if in_a_save:
+        assert (job.run / ".iter_0000004.writing" / "__1_0.distcp").stat().st_size > 0
     began = time.monotonic()
     fault.do(job, fault.node)
+    assert job.left_its_pause != "late"
+    if in_a_save and not job.left_its_pause:
+        assert not (job.run / "iter_0000004").exists()
+    job.go_on()
     if not fault.damages:
         job.check_published()
     fault.repair(job, fault.node)
@@ -93,7 +83,7 @@ def test_a_fault(cluster, tmp_path, undisturbed, table, fault, moment):
         assert job.restarts == fault.restarts
     job.check_published()
     job.check_whole(undisturbed)
-    table.add((fault.name, name_of(moment)), line, started_again_by(job), seconds, fault.within)
+    table.add((fault.name, moment), line, started_again_by(job), seconds, fault.within)
 
 
 @pytest.mark.full
@@ -139,7 +129,7 @@ def test_slurm_itself_sends_the_signal_before_the_limit(cluster, tmp_path, undis
 @pytest.mark.parametrize("moment", POISONED)
 def test_a_weight_of_one_rank_becomes_nan(cluster, tmp_path, undisturbed, table, moment):
     """It would happen again without an end: Slurm leaves it to the user to start the job again."""
-    variables = disturbed(tmp_path, f"nan_{moment} 1")
+    variables = disturbed(tmp_path, f"nan_{moment.replace(' ', '_')} 1")
     job = SlurmJob(cluster, tmp_path, SMALL | undisturbed.data | EVERY_2, variables=variables)
     cluster.wait_for(job.id, "FAILED", NAN_WITHIN)
     began = time.monotonic()
@@ -152,4 +142,4 @@ def test_a_weight_of_one_rank_becomes_nan(cluster, tmp_path, undisturbed, table,
     job.complete(NAN_WITHIN)
     job.check_whole(undisturbed)
     seconds = time.monotonic() - began
-    table.add((NAN, name_of(moment)), line, "the user", seconds, NAN_WITHIN)
+    table.add((NAN, moment), line, "the user", seconds, NAN_WITHIN)

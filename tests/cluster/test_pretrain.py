@@ -37,20 +37,6 @@ def test_four_ranks_on_two_nodes_split_the_experts(cluster, tmp_path, options):
     )
 
 
-def test_the_time_limit_requeues_until_train_iters_are_done(
-    cluster, tmp_path, options, undisturbed
-):
-    # What `--signal=B:USR1@300` does, without waiting for a real limit.
-    job = SlurmJob(cluster, tmp_path, options)
-    job.wait_for_output("iteration  3/12")
-    cluster.run("scancel", "--signal=USR1", "--batch", str(job.id))
-    job.complete()
-    assert job.restarts == 1
-    assert job.output.count(f"exit code 75: job {job.id} is requeued") == 1
-    assert job.output.count("stopped by a signal after iteration") == 1
-    job.check_whole(undisturbed)
-
-
 def test_a_canceled_job_saves_and_stays_canceled(cluster, tmp_path, options, undisturbed):
     job = SlurmJob(cluster, tmp_path, options)
     job.wait_for_output("iteration  3/12")

@@ -4,15 +4,28 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.program import SMALL, Program, flags, same_bytes, small_data, stored_tensors
+from tests.program import (
+    SCRIPT,
+    SMALL,
+    Program,
+    flags,
+    same_bytes,
+    small_data,
+    stored_tensors,
+)
 
 LAST = 12
 ENDS = ("error", "stopped", "the launcher is gone")
-EVERY_2 = {"train_iters": LAST, "save_interval": 2, "eval_interval": 3, "eval_iters": 20}
+EVERY_2 = {
+    "train_iters": LAST, "save_interval": 2, "eval_interval": 3, "eval_iters": 20,
+    "use_distributed_optimizer": True,  # so that every rank has tensors to write
+}  # fmt: skip
+DISTURBED = Path(__file__).with_name("disturbed.py")
 
 
 @pytest.fixture(scope="module")
@@ -61,22 +74,6 @@ def test_a_job_that_lost_a_rank_starts_again_and_ends_the_same(tmp_path, data, u
     _check_whole(tmp_path, undisturbed)
 
 
-def _start(job, folder):
-    return len(job.ranks()) == 2
-
-
-def _step(job, folder):
-    return "iteration  5/12" in job.output
-
-
-def _save(job, folder):
-    return any((folder / "run").glob(".iter_*.writing"))
-
-
-def _evaluation(job, folder):
-    return "iteration  3/12" in job.output
-
-
 def _last_evaluation(job, folder):
     return f"iter_{LAST:07d}" in job.output
 
@@ -86,12 +83,15 @@ def _report(job, folder):
 
 
 LAUNCHER = None
+SAVE = "pause_in_a_save"
+#: A moment is a pause of the rank that is killed, or of rank 0 (tests/launch/disturbed.py), or what
+#: has been printed.
 KILLS = [
-    (_start, LAUNCHER, "SIGTERM", 75),
-    (_start, 1, "SIGKILL", 137),
-    (_step, LAUNCHER, "SIGKILL", -9),
-    (_save, LAUNCHER, "SIGUSR1", 75),
-    (_evaluation, 0, "SIGKILL", 137),
+    ("pause_at_start", LAUNCHER, "SIGTERM", 75),
+    ("pause_at_start", 1, "SIGKILL", 137),
+    ("pause_in_a_step", LAUNCHER, "SIGKILL", -9),
+    (SAVE, LAUNCHER, "SIGUSR1", 75),
+    ("pause_in_an_evaluation", 0, "SIGKILL", 137),
     (_last_evaluation, LAUNCHER, "SIGINT", 75),
     (_report, LAUNCHER, "SIGTERM", 75),
 ]
@@ -115,15 +115,19 @@ def test_a_kill_while_a_checkpoint_is_written_beside_training(
     tmp_path, data, undisturbed, whom, name, code
 ):
     arguments = [*_run(tmp_path, data), "--async-save"]
-    _kill_and_go_on(tmp_path, undisturbed, arguments, _save, whom, name, code)
+    _kill_and_go_on(tmp_path, undisturbed, arguments, SAVE, whom, name, code)
 
 
 def _kill_and_go_on(tmp_path, undisturbed, arguments, moment, whom, name, code):
     """The run is killed at a moment; the same command then ends as the undisturbed run."""
-    with Program(tmp_path, 2, arguments) as job:
-        while not moment(job, tmp_path):
+    rank = 0 if whom is LAUNCHER else whom
+    disturb = {"DISTURB": f"{moment} {rank}"} if isinstance(moment, str) else {}
+    with Program(tmp_path, 2, arguments, disturb, DISTURBED if disturb else SCRIPT) as job:
+        while not ((tmp_path / "started").exists() if disturb else moment(job, tmp_path)):
             assert job.running(), job.output
             time.sleep(0.005)
+        written = tmp_path / "run" / ".iter_0000004.writing" / f"__{rank}_0.distcp"
+        assert moment != SAVE or written.stat().st_size > 0
         os.kill(job.pid if whom is LAUNCHER else job.rank(whom), getattr(signal, name))
         assert job.finish(600) == code
         _wait_for_nobody_in(tmp_path)
@@ -132,6 +136,10 @@ def _kill_and_go_on(tmp_path, undisturbed, arguments, moment, whom, name, code):
         done = name == "SIGKILL" and whom is LAUNCHER and "figure: " in job.output
         assert len(ends) == 1 - done, job.output
         assert "Traceback" not in job.output
+    left = tmp_path / "left"  # says how a pause ended; a killed rank says nothing
+    assert not left.exists() or left.read_text() == "asked to stop"
+    if moment == SAVE and name == "SIGKILL":
+        assert not (tmp_path / "run" / "iter_0000004").exists()
     _check_published(tmp_path / "run")
     with Program(tmp_path, 2, arguments) as job:
         assert job.finish(600) == 0, job.output

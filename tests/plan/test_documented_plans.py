@@ -14,6 +14,7 @@ OWN = (
 ERC = ("--cluster", "h100x8:4")
 ALONE = ("--expert-model-parallel-size", "1", "--micro-batch-size", "2")
 EIGHT = ("--cluster", "h100x8:8", "--expert-model-parallel-size", "8", "--micro-batch-size", "2")
+NO_EP = ("--expert-model-parallel-size", "1")
 FINE = ("--num-experts", "64", "--moe-router-topk", "8", "--ffn-hidden-size", "640")
 
 #: Page, configuration, flags, and the cells that the page has before the planned tokens/s/GPU.
@@ -30,6 +31,15 @@ CASES = [
     ("papers", "erc/erc_3b", ERC, "`erc_3b.yaml` in the same way: {} tokens/s/GPU"),
     ("scaling", "aoe/moe_4b", EIGHT, "| MoE, tokens/s/GPU | {} |"),
     ("scaling", "aoe/moe_4b", (*EIGHT, *FINE), "| 0 / 26.3 | {} |"),
+    *(
+        ("scaling", f"aoe/{model}_4b", ("--cluster", f"h100x8:{nodes}", *layout), row)
+        for nodes, model, layout, row in (
+            (8, "aoe", (*NO_EP, "--micro-batch-size", "16"), "| 1, 1, 1, 64 | 16 | {} (-10.5%) |"),
+            (8, "moe", (*NO_EP, "--micro-batch-size", "8"), "| 1, 1, 1, 64 | 8 | {} |"),
+            (32, "aoe", (*NO_EP, "--micro-batch-size", "8"), "| 1, 1, 1, 256 | 8 | {} (-11.0%) |"),
+            (128, "aoe", ("--micro-batch-size", "2"), "| 1, 1, 8, 1024 | 2 | {} (-6.4%) |"),
+        )
+    ),
 ]
 
 

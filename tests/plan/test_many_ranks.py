@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -37,6 +38,7 @@ from tests.plan.running import (
 from tests.plan.test_messages import ranks_of
 
 RANKS = 1024
+ADAM_BYTES = 12  # two moments and, with bf16, a master weight
 
 
 def _become(rank: int) -> None:
@@ -101,8 +103,9 @@ def test_messages(rank: int, options: Options) -> None:
     assert planned == sent
 
 
-def _allocated(rank: int, flags: list[str]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(by plan, allocated on the meta device): bytes of weights and of gradients."""
+def _allocated(rank: int, flags: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(by plan, by the real code): bytes of weights and gradients, which it allocates on the meta
+    device, and of the optimizer state, of which it computes the rank's ranges of each weight."""
     _become(rank)
     config: Config = parse_command_line(flags)
     validate(config, RANKS)
@@ -116,10 +119,20 @@ def _allocated(rank: int, flags: list[str]) -> tuple[tuple[int, int], tuple[int,
     allocated = (
         sum(b.param_data.numel() * b.param_data.element_size() for b in buffers),
         sum(b.grad_data.numel() * b.grad_data.element_size() for b in buffers),
+        sum(map(_updated, buffers)) * ADAM_BYTES,
     )
-    layout = layout_of(config, RANKS)
-    plan = memory_of_stage(shape_of(config, config.data.vocab_size), layout, groups.pp.rank())
-    return (plan.weights, plan.gradients), allocated
+    layout, shape = layout_of(config, RANKS), shape_of(config, config.data.vocab_size)
+    plan = memory_of_stage(shape, layout, groups.pp.rank(), groups.dp.rank())
+    return (plan.weights, plan.gradients, plan.optimizer), allocated
+
+
+def _updated(buffer: Any) -> int:
+    """The number of weights of a buffer that the distributed optimizer of this rank updates."""
+    ranges = (
+        DistributedOptimizer._build_model_gbuf_range(buffer, bucket)["param_map"]
+        for bucket in range(len(buffer.buckets))
+    )
+    return sum(each["param"].size for of_bucket in ranges for each in of_bucket.values())
 
 
 @pytest.mark.parametrize(

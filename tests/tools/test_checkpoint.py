@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_parallel.training.checkpoint.compare import compare, how_values_differ
+from moe_parallel.training.checkpoint.compare import compare, how_values_differ, place_in_model
 from moe_parallel.training.checkpoint.index import read_index
 from moe_parallel.training.run_lock import run_lock
 from tests.distributed import run_distributed
@@ -202,6 +202,23 @@ def test_an_index_that_is_none(run: Path, capsys: Any) -> None:
     index.write_bytes(bytes(index.stat().st_size))
     (line,) = said(capsys, "show", run, code=2)
     assert line.startswith("checkpoint.py: .metadata is not the index of a checkpoint")
+
+
+def test_differences_are_in_the_order_of_the_model() -> None:
+    ordered = [
+        "embedding.word_embeddings.weight",
+        "optimizer.state.fp32_param.embedding.word_embeddings.weight",
+        "optimizer.state.exp_avg.embedding.word_embeddings.weight",
+        "optimizer.state.exp_avg_sq.embedding.word_embeddings.weight",
+        "decoder.layers.2.self_attention.linear_qkv.weight",
+        "decoder.layers.2.mlp.w_router_ED",
+        "optimizer.state.exp_avg.decoder.layers.2.mlp.w_router_ED",
+        "decoder.layers.10.self_attention.linear_proj.weight",
+        "decoder.final_layernorm.weight",
+        "output_layer.weight",
+        "optimizer.state.exp_avg.output_layer.weight",
+    ]
+    assert sorted(sorted(ordered), key=place_in_model) == ordered
 
 
 def test_values_are_compared_by_their_bits() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from moe_parallel.errors import InputError
+from moe_parallel.errors import InputError, Unmet
 from moe_parallel.training.engine import Engine
 from moe_parallel.training.exit_codes import (
     EXIT_CTRL_C,
@@ -32,15 +32,16 @@ from moe_parallel.training.failure import (
     lost_connection,
     run,
 )
-from moe_parallel.training.job_store import ATTEMPT, join_store
+from moe_parallel.training.job_store import ATTEMPT, connect_ranks, join_store
 from moe_parallel.training.pretrain import main
 from moe_parallel.training.signals import Stopped, StopRequest
 from tests.program import SMALL, Ranks, flags, small_data, stored_tensors
 from tests.tiers import rest_in_full
 
 
-def _job(trouble, before_groups=False):
-    """A program like ours: it creates groups and calls `trouble(rank)`."""
+def _job(trouble, before_groups=False, seconds=600):
+    """A program like ours: it creates groups, for which it waits for `seconds`, and calls
+    `trouble(rank)`."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = join_store(rank, world_size)
 
@@ -48,13 +49,7 @@ def _job(trouble, before_groups=False):
         channel.watch()
         if before_groups:
             trouble(rank)
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore("groups", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(minutes=10),  # far longer than a test waits
-        )
+        connect_ranks("gloo", store, rank, world_size, timedelta(seconds=seconds))
         dist.barrier()
         trouble(rank)
         return 0
@@ -114,9 +109,9 @@ class On1:
         (self.on_1 if rank == 1 else self.on_0)(rank)
 
 
-def _end(folder, trouble, before_groups=False):
+def _end(folder, trouble, *job):
     """(exit codes, complete output) of a job of two ranks."""
-    with Ranks(folder, 2, _job, trouble, before_groups) as ranks:
+    with Ranks(folder, 2, _job, trouble, *job) as ranks:
         codes = ranks.finish()
         return codes, ranks.output
 
@@ -137,9 +132,26 @@ def test_bad_input_on_every_rank_is_one_line(tmp_path):
 
 
 def test_a_rank_that_fails_before_there_are_groups(tmp_path):
-    codes, output = _end(tmp_path, On1(_bad_input_late, int), before_groups=True)
+    codes, output = _end(tmp_path, On1(_bad_input_late, int), True)
     assert codes == [2, 2]
     assert output == "error: --flag is 3: it must be 4\n"
+
+
+@pytest.mark.full
+def test_a_rank_that_does_not_come_is_one_line_and_code_76(tmp_path):
+    codes, output = _end(tmp_path, On1(_wait_elsewhere, int), True, 1)
+    assert codes == [EXIT_LOST, EXIT_LOST]
+    assert re.fullmatch(
+        rf"error: rank 0 on {socket.gethostname()} has waited in vain for other ranks to start "
+        r"\(--distributed-timeout-minutes 0.0167: .*\): one is slow, .*; start again",
+        output.splitlines()[-1],  # torch's own warnings, which the program silences, come before
+    )
+
+
+def test_a_store_without_the_other_ranks():
+    with pytest.raises(Unmet, match="rank 0 .* waited in vain .*-minutes 0.005: [Ww]ait timeout"):
+        connect_ranks("gloo", dist.HashStore(), 0, 2, timedelta(seconds=0.3))
+    assert not dist.is_initialized()
 
 
 def test_a_bug_is_one_traceback_and_code_1(tmp_path):

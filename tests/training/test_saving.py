@@ -115,7 +115,10 @@ def test_the_checkpoint_that_led_to_the_divergence_is_not_called_good(runs):
 
     kind, message = ends["diverges at once"]
     assert kind == "Diverged"
-    assert message.endswith(f"; there is no good checkpoint in {folder}/diverges_at_once")
+    assert message.endswith(
+        f"; there is no good checkpoint in {folder}/diverges_at_once: iter_0000002 is finite, but "
+        "no finite loss has followed it"
+    )
 
 
 def test_weights_that_are_not_finite_are_not_saved(runs):

@@ -13,7 +13,8 @@ from moe_parallel.analysis.scaling.rows import NODES, Row
 from moe_parallel.analysis.study.figure_style import contender_style, domain_color, new_figure
 
 IDEAL = "#bbbbbb"
-BETWEEN = "between steps"  # saves, evaluations, log lines
+#: Evaluations and log lines; in older runs also saves.
+BETWEEN = "between steps"
 
 
 def draw(rows: Sequence[Row]) -> Figure:
@@ -88,16 +89,25 @@ def _draw_line(
     error.plot(where, errors, **style)
 
 
+def _split(row: Row) -> dict[str, float]:
+    """The seconds of a step, and of what lies between two steps, by part."""
+    measures = row.measures
+    saves = {} if measures.save_seconds is None else {"save": measures.save_seconds}
+    return {**measures.phases, **saves, BETWEEN: measures.between_seconds or 0.0}
+
+
 def _draw_split(axes: Axes, rows: Sequence[Row]) -> None:
     """A bar for each cell: the phases of a step and, above it, what lies between two steps."""
     several = len({row.line for row in rows}) > 1
     names = [f"{row.place}" + (f"\n{row.line}" if several else "") for row in rows]
-    stacks = [{**row.measures.phases, BETWEEN: row.measures.between_seconds or 0.0} for row in rows]
+    stacks = [_split(row) for row in rows]
     bottom = [0.0] * len(rows)
     for place, phase in enumerate(dict.fromkeys(name for stack in stacks for name in stack)):
         heights = [max(0.0, stack.get(phase, 0.0)) for stack in stacks]
-        color = IDEAL if phase == BETWEEN else domain_color(place)
-        axes.bar(range(len(rows)), heights, bottom=bottom, label=phase, color=color)
+        style: dict[str, Any] = {"color": domain_color(place)}
+        if phase == BETWEEN:
+            style = {"facecolor": "white", "edgecolor": IDEAL, "hatch": "////"}
+        axes.bar(range(len(rows)), heights, bottom=bottom, label=phase, **style)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     for place, row in enumerate(rows):
         if row.planned is not None and row.plan_error is not None:

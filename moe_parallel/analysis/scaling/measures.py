@@ -21,7 +21,10 @@ class Measures:
     tokens_per_second: float
     step_seconds: float
     phases: dict[str, float]  # compute, data, EXCHANGES, rest: means over the ranks
-    between_seconds: float | None  # steps: saves, evaluations, log lines; None: one logged step
+    # Between two steps, where there are several: saves; then evaluations, log lines and, of runs
+    # whose records have no save_seconds, saves.
+    save_seconds: float | None
+    between_seconds: float | None
 
     @staticmethod
     def of(history: RunHistory, tokens_per_step: int, warm_up: int) -> Measures:
@@ -48,8 +51,12 @@ class Measures:
         phases |= {name: mean(name) for name in EXCHANGES}
         # `own` is a median of the steps of a log line: the rest may be a little below zero.
         phases["rest"] = step - sum(phases.values())
-        between = _between(processes, tokens_per_step)
-        return Measures(tokens_per_step / step, step, phases, between)
+        return Measures(
+            tokens_per_second=tokens_per_step / step,
+            step_seconds=step,
+            phases=phases,
+            **_between(processes, tokens_per_step),
+        )
 
 
 def _seconds(record: MetricsLine, tokens_per_step: int) -> float:
@@ -57,13 +64,20 @@ def _seconds(record: MetricsLine, tokens_per_step: int) -> float:
     return float(tokens_per_step / record["tokens_per_second"])
 
 
-def _between(processes: Sequence[Sequence[MetricsLine]], tokens_per_step: int) -> float | None:
-    """The mean time between two steps of one process, in seconds a step."""
+def _between(
+    processes: Sequence[Sequence[MetricsLine]], tokens_per_step: int
+) -> dict[str, float | None]:
+    """The mean time of saves, and of all else, between two steps of one process, a step."""
     number, elapsed = 0, 0.0
-    steps: list[float] = []
-    for records in filter(None, processes):
-        first, *later = records  # the steps of the first precede its time
-        number += records[-1]["iteration"] - first["iteration"]
-        elapsed += records[-1]["elapsed_seconds"] - first["elapsed_seconds"]
-        steps += [_seconds(each, tokens_per_step) for each in later]
-    return elapsed / number - float(np.mean(steps)) if number else None
+    later: list[MetricsLine] = []
+    for records in filter(None, processes):  # the steps of the first record precede its time
+        number += records[-1]["iteration"] - records[0]["iteration"]
+        elapsed += records[-1]["elapsed_seconds"] - records[0]["elapsed_seconds"]
+        later += records[1:]
+    if not number:
+        return {"save_seconds": None, "between_seconds": None}
+    between = elapsed / number - float(np.mean([_seconds(each, tokens_per_step) for each in later]))
+    if not all("save_seconds" in record for records in processes for record in records):
+        return {"save_seconds": None, "between_seconds": between}
+    saves = sum(record["save_seconds"] for record in later) / number
+    return {"save_seconds": saves, "between_seconds": between - saves}

@@ -47,7 +47,7 @@ class Row:
     def values(self) -> dict[str, object]:
         """The columns of the CSV."""
         planned, measured = self.planned, self.measures.tokens_per_second
-        between = self.measures.between_seconds
+        save, between = self.measures.save_seconds, self.measures.between_seconds
         return {
             "nodes": self.cell.nodes,
             "ranks": self.cell.ranks,
@@ -57,6 +57,7 @@ class Row:
             "efficiency": round(self.efficiency, 4),
             "step_seconds": round(self.measures.step_seconds, 6),
             **{f"{name}_seconds": round(s, 6) for name, s in self.measures.phases.items()},
+            "save_seconds": None if save is None else round(save, 6),
             "between_seconds": None if between is None else round(between, 6),
             "planned_tokens_per_second": None if planned is None else round(planned, 2),
             "plan_error": None if self.plan_error is None else round(self.plan_error, 4),

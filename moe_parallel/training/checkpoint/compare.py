@@ -8,9 +8,12 @@ from pathlib import Path
 
 import torch
 
+from moe_parallel.training.checkpoint.optimizer import MASTER, MOMENTS, PREFIX
 from moe_parallel.training.checkpoint.whole import read_in_groups, tensor_entries
 
 COMPARED_AT_ONCE = 2**22  # values
+_PARTS = ("embedding.", "decoder.layers.", "decoder.", "output_layer.")
+_STATES = ("", MASTER.removeprefix(PREFIX).rstrip("."), *MOMENTS)
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ def compare(one: Path, other: Path) -> TensorComparison:
         ]
         equal += len(values) - len(found)
         differences += found
-    differences.sort(key=lambda difference: _natural(difference.key))
+    differences.sort(key=lambda difference: place_in_model(difference.key))
     return TensorComparison(equal, differences)
 
 
@@ -77,6 +80,17 @@ def how_values_differ(one: torch.Tensor, other: torch.Tensor) -> str | None:
     if count == 0:
         return None
     return f"{count:,} of {one.numel():,} values, largest difference {largest:.2e}"
+
+
+def place_in_model(key: str) -> tuple[int, list[tuple[bool, int, str]], int]:
+    """A key for sorting in the order in which the model computes: embedding, layers, final norm,
+    output layer. The optimizer state of a weight follows the weight."""
+    state, weight = "", key
+    if key.startswith(PREFIX):
+        state, _, weight = key.removeprefix(PREFIX).partition(".")
+    part = next((i for i, part in enumerate(_PARTS) if weight.startswith(part)), len(_PARTS))
+    # In the alphabet, too, `attention` and `input_layernorm` come before `mlp`.
+    return part, _natural(weight.replace(".self_attention.", ".attention.")), _STATES.index(state)
 
 
 def _natural(key: str) -> list[tuple[bool, int, str]]:

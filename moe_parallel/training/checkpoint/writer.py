@@ -11,7 +11,11 @@ import torch.distributed as dist
 from moe_parallel.collective_errors import StorageError, agree, exchange, on_rank_0
 from moe_parallel.errors import InputError
 from moe_parallel.training.checkpoint.files import check_complete, describe_files, list_files
-from moe_parallel.training.checkpoint.folder import CheckpointFolder, copy_files
+from moe_parallel.training.checkpoint.folder import (
+    CheckpointFolder,
+    checkpoint_name,
+    copy_files,
+)
 from moe_parallel.training.checkpoint.record import is_whole
 from moe_parallel.training.checkpoint.snapshot import Snapshot
 from moe_parallel.training.checkpoint.tensors import not_finite, write_tensors
@@ -105,7 +109,10 @@ def last_good(folder: CheckpointFolder, iteration: int) -> str:
         path = folder.published_path(before)
         if before < iteration and is_whole(path):
             return f"the last good checkpoint is {path}"
-    return f"there is no good checkpoint in {folder.directory}"
+    none = f"there is no good checkpoint in {folder.directory}"
+    if is_whole(folder.published_path(iteration)):
+        return f"{none}: {checkpoint_name(iteration)} is finite, but no finite loss has followed it"
+    return none
 
 
 def rank_share() -> slice:

@@ -77,7 +77,12 @@ def test_the_last_good_checkpoint_is_whole_and_before_what_diverged(tmp_path):
         assert checkpoints.last_good(diverged).endswith(f" is {tmp_path}/iter_00000{good}")
     (tmp_path / "iter_0000020" / "weights").unlink()
     assert checkpoints.last_good(30).endswith("iter_0000010")
-    assert checkpoints.last_good(10) == f"there is no good checkpoint in {tmp_path}"
+    none = f"there is no good checkpoint in {tmp_path}"
+    assert checkpoints.last_good(10) == (
+        f"{none}: iter_0000010 is finite, but no finite loss has followed it"
+    )
+    (tmp_path / "iter_0000010" / "weights").unlink()
+    assert checkpoints.last_good(10) == none
 
 
 def test_iterations_beyond_seven_digits_sort_by_number(tmp_path):
