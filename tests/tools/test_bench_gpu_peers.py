@@ -138,9 +138,10 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         module = ModuleType(name)
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(gpu_packages, "_package", lambda name, like: sys.modules[name])
     engine = TransformerEngine("transformer_engine.pytorch")
-    monkeypatch.setattr(transformer_engine, "_transformer_engine", lambda like: engine)
+    monkeypatch.setitem(sys.modules, engine.__name__, engine)
+    for peers in (gpu_packages, transformer_engine):
+        monkeypatch.setattr(peers, "peer_package", lambda name, like: sys.modules[name])
     stream = SimpleNamespace(cuda_stream=0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
 
