@@ -105,12 +105,12 @@ class Cluster:
         """Submit a job: flags, script and its arguments. `env`: variables the user has exported."""
         return int(self.run("sbatch", "--parsable", *words, env=env).split(";")[0])
 
-    def facts(self, job: int) -> dict[str, str]:
+    def facts(self, job: int | str) -> dict[str, str]:
         """What `scontrol show job` says, by name."""
         words = self.ask("scontrol", "--oneliner", "show", "job", str(job)).split()
         return {name: value for name, _, value in (word.partition("=") for word in words)}
 
-    def state(self, job: int) -> str:
+    def state(self, job: int | str) -> str:
         return self.facts(job)["JobState"]
 
     def wait_for(self, job: int, state: str, timeout: float = 300) -> None:
@@ -142,12 +142,22 @@ class Cluster:
         return wait
 
     def start_now(self, job: int | str, nodes: int | None = None) -> None:
-        """Start a requeued job at once; Slurm waits about two minutes before it starts it again.
+        """Start a requeued job, which is pending, at once; Slurm waits about two minutes.
 
         `nodes`: the number that it needs, which must be idle first; None: all.
         """
         needed = len(self.nodes.names) if nodes is None else nodes
-        self.wait_until(lambda: len(self.idle_nodes()) >= needed, 120, f"{needed} nodes are idle")
+
+        def has_started() -> bool:  # by itself, and then its nodes may be busy for long
+            return self.state(job) == "RUNNING"
+
+        self.wait_until(
+            lambda: len(self.idle_nodes()) >= needed or has_started(),
+            120,
+            f"{needed} nodes are idle",
+        )
+        if has_started():
+            return
         # A node on which the job has a process refuses it, and Slurm drains the node. It also
         # refuses a job that starts in the second in which it ended there.
         self.wait_until(lambda: not self.processes_of(job), 120, f"all of job {job} has ended")

@@ -94,7 +94,9 @@ def test_an_array_of_jobs_trains_a_study(cluster, tmp_path, undisturbed):
     cluster.wait_until(second.exists, 240, "the second run trains")
     cluster.run("scancel", "--signal=USR1", "--batch", f"{job.id}_1")
     job.wait_for_output(f"job {job.id}_1 is requeued", 240)
-    cluster.start_now(f"{job.id}_1", nodes=1)
+    task = f"{job.id}_1"
+    cluster.wait_until(lambda: cluster.state(task) == "PENDING", 60, "the task is in the queue")
+    cluster.start_now(task, nodes=1)
     cluster.wait_until(job.ended, 400, "every task of the array has ended")
     assert job.output.count("DUE TO JOB REQUEUE") == 1  # not of the whole array
     cluster.nodes.run("node1", sys.executable, "tools/study/report_study.py", str(job.run))
