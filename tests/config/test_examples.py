@@ -17,14 +17,9 @@ from moe_parallel.config import (
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Studies are not configurations of a run: they contain options of several systems.
-OTHERS = {
-    "study.yaml",
-    "selections.yaml",
-    "selections_short.yaml",
-    "copy.yaml",
-    "word_sums.yaml",
-}  # and tasks of the harness
-FILES = sorted(path for path in EXAMPLES.rglob("*.yaml") if path.name not in OTHERS)
+STUDIES = {EXAMPLES / "study.yaml", *(EXAMPLES / "studies").glob("*.yaml")}
+TASKS = set((EXAMPLES / "tasks").rglob("*.yaml"))  # of the harness
+FILES = sorted(set(EXAMPLES.rglob("*.yaml")) - STUDIES - TASKS)
 PAPERS = [path for path in FILES if path.is_relative_to(EXAMPLES / "papers")]
 SYSTEMS = [path for path in FILES if path.is_relative_to(EXAMPLES / "systems")]
 AOE = [path for path in PAPERS if path.parent.name == "aoe"]

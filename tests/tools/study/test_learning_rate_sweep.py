@@ -218,7 +218,12 @@ def test_a_whole_study_beside_a_part_of_it_is_refused(tool, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "total"), [("selections.yaml", 509_248), ("selections_short.yaml", 312_640)]
+    ("name", "total"),
+    [
+        ("selections.yaml", 509_248),
+        ("selections_short.yaml", 312_640),
+        ("selections_options.yaml", 312_640),
+    ],
 )
 def test_a_planned_study_is_valid_and_sees_eight_tokens_a_parameter(tool, name, total):
     """Parameters of topk: the embedding; per layer two norms, attention, router and experts."""
