@@ -23,7 +23,7 @@ MORE = ["<s>", "<pad>", "<unk>", "<|turn|>"]
 
 
 def _chat_folder(folder: Path, template: str = TEMPLATE) -> tuple[Path, dict[str, int]]:
-    """A small Mixtral with a tokenizer for dialogues; and the ids of its special tokens."""
+    """A small Mixtral with a tokenizer for dialogs; and the ids of its special tokens."""
     model = text_tokenizer().model
     backend = type(model).from_str(model.to_str())
     backend.add_special_tokens([AddedToken(token, special=True) for token in MORE])
