@@ -58,6 +58,7 @@ SILENT = r"^error: rank 1 on node2 .* (hangs in|is silent for \d+ s, last in) "
 HANGS = r"^error: rank 1 on node2 .* hangs in "
 DAMAGED = r"^warning: .*; the run continues from iter_"
 HANG = {"hang_timeout": 6}
+LATE = {"hang_timeout": 15}  # after a signal that the test sends while the rank pauses
 
 #: Where a rank that pauses is, in the words of a heartbeat.
 WHERE = {
@@ -98,13 +99,13 @@ FAULTS = [
     *(
         Fault(
             do.stop_a_rank, do.nothing, 0, SILENT + where, 120, (moment,), NO_HEARTBEAT,
-            options=HANG,
+            options=LATE,
         )
         for moment, where in WHERE.items()
     ),
     Fault(
         do.stop_a_rank, do.nothing, 1, REQUEUED, 120, (STEP,), BY_SRUN,
-        options=HANG, script="pretrain_srun.sbatch", variables={"SRUN_FLAGS": "--wait=10"},
+        options=LATE, script="pretrain_srun.sbatch", variables={"SRUN_FLAGS": "--wait=10"},
     ),
     *(
         Fault(

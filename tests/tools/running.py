@@ -65,6 +65,7 @@ def _be_tool(line: list[str], streams: list[Path], file_bytes: int | None) -> No
     sys.argv[:] = line
     if file_bytes is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        sys.dont_write_bytecode = True  # Python would not notice that a .pyc is cut
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.RLIM_INFINITY))
     sys.path.insert(0, str(ROOT / Path(line[0]).parent))
     runpy.run_path(line[0], run_name="__main__")

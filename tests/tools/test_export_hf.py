@@ -228,6 +228,7 @@ def test_a_checkpoint_that_is_not_of_its_configuration(
 
 def _on_a_full_disk(load: Path, output: Path) -> tuple[int, str]:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then a write fails, as on a full disk
+    sys.dont_write_bytecode = True  # Python would not notice that a .pyc is cut
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
     with contextlib.redirect_stderr(io.StringIO()) as said:
         code = main(["--load", str(load), "--output", str(output)])
