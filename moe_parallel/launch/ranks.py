@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import NoReturn
 
-from moe_parallel.errors import InputError
+from moe_parallel.errors import InputError, Unmet
 from moe_parallel.launch import slurm
 from moe_parallel.launch.options import divide
-from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, code_of
+from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_LOST, code_of
 from moe_parallel.training.signals import Stopped, StopRequest
 
 
@@ -42,6 +41,9 @@ def run_on_ranks(
     except InputError as error:
         _tell(f"error: {error}")
         _leave(EXIT_BAD_INPUT)
+    except Unmet as error:
+        _tell(f"error: {error}")
+        _leave(EXIT_LOST)
     except Stopped as stopped:
         _tell(str(stopped))
         _leave(code_of(stopped))
@@ -68,7 +70,7 @@ def _be_rank(
     from moe_parallel.collective_errors import StorageError
     from moe_parallel.platform.import_megatron import import_megatron
     from moe_parallel.training.failure import FailureChannel, leave_with_launcher, run
-    from moe_parallel.training.job_store import LAUNCHER, join_store
+    from moe_parallel.training.job_store import LAUNCHER, MEETING, connect_ranks, join_store
 
     if LAUNCHER in os.environ:
         leave_with_launcher(int(os.environ[LAUNCHER]), stop)
@@ -77,8 +79,6 @@ def _be_rank(
     store = join_store(rank, world_size)
 
     def body(channel: FailureChannel) -> int:
-        import torch.distributed as dist
-
         from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
         from moe_parallel.platform.device import default_backend, take_gpu
 
@@ -87,13 +87,7 @@ def _be_rank(
         else:
             adapt_megatron_to_cpu()
         channel.watch()
-        dist.init_process_group(
-            default_backend(),
-            store=dist.PrefixStore("groups", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(minutes=30),
-        )
+        connect_ranks(default_backend(), store, rank, world_size, MEETING)
         try:
             return work(arguments)
         except StorageError as error:

@@ -15,6 +15,8 @@ from moe_parallel.model.linear_cross_entropy import linear_cross_entropy
 from moe_parallel.model.token_ids import CONTEXT
 from moe_parallel.ops import Ops
 
+_CHUNK_OF_LOSSES = 1024  # tokens, where --loss-chunk-size is 0
+
 
 class LanguageModel(GPTModel):
     """With labels it returns the losses, otherwise the logits, as GPTModel does.
@@ -58,7 +60,7 @@ class LanguageModel(GPTModel):
     ) -> torch.Tensor:
         chunk_size = self.loss_chunk_size
         if self.vocab_size_of_losses is not None:  # GPTModel's own loss does not know it
-            chunk_size = chunk_size or hidden_states.shape[:2].numel()
+            chunk_size = chunk_size or _CHUNK_OF_LOSSES
         if labels is None or not (self.post_process and chunk_size):
             output: torch.Tensor = super()._postprocess(
                 hidden_states=hidden_states, labels=labels, loss_mask=loss_mask, **named

@@ -15,13 +15,16 @@ from moe_parallel.errors import InputError, Unmet
 ATTEMPT = "MOE_PARALLEL_ATTEMPT"
 #: Set by our own launcher: its process id.
 LAUNCHER = "MOE_PARALLEL_LAUNCHER"
+#: How long ranks wait for each other; torch's own limit.
+MEETING = timedelta(minutes=30)
 
 
-def join_store(rank: int, world_size: int) -> dist.Store:
+def join_store(rank: int, world_size: int, timeout: timedelta = MEETING) -> dist.Store:
     """The store that a launcher or rank 0 serves, or a new store for a single process.
 
     Launchers that restart the ranks after a failure keep their store. Each start has separate keys
-    in it, because the keys of earlier ranks lead to addresses that are no longer served.
+    in it, because the keys of earlier ranks lead to addresses that are no longer served. If rank 0
+    serves the store, it waits for the others for `timeout`.
 
     Raises:
         InputError: the store cannot be reached.
@@ -30,7 +33,7 @@ def join_store(rank: int, world_size: int) -> dist.Store:
     if "RANK" not in os.environ:  # MASTER_ADDR may be set for other jobs of the same script
         return dist.HashStore()
     try:
-        store, _, _ = next(dist.rendezvous("env://", rank, world_size))
+        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
     except dist.DistNetworkError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
         raise InputError(
@@ -44,11 +47,17 @@ def join_store(rank: int, world_size: int) -> dist.Store:
 
 
 def connect_ranks(
-    backend: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta
+    backend: str,
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    limited_by: str = "minutes:",
 ) -> None:
     """Initialize torch.distributed, whose default group has all ranks of the job. Collective.
 
     Raises Unmet if the other ranks have not come within `timeout`, which every collective has.
+    `limited_by`: the flag that sets it, for the message.
     """
     try:
         dist.init_process_group(
@@ -58,14 +67,15 @@ def connect_ranks(
     except RuntimeError as error:  # of the store, or of gloo, which connects the ranks
         if re.search("time(d )?out", str(error), re.IGNORECASE) is None:
             raise
-        limit = f"--distributed-timeout-minutes {timeout.total_seconds() / 60:.3g}"
+        limit = f"{limited_by} {timeout.total_seconds() / 60:.3g}"
         raise Unmet(_unmet(rank, f"{limit}: {error}")) from error
 
 
 def _unmet(rank: int, why: str) -> str:
     return (
         f"rank {rank} on {socket.gethostname()} has waited in vain for other ranks to start "
-        f"({' '.join(why.split())[:200]}): one is slow, stopped or lost with its host; start again"
+        f"({' '.join(why.split())[:200]}): one is slow, stopped, lost with its host, or out of "
+        "reach (firewall, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); start again"
     )
 
 

@@ -70,7 +70,8 @@ def main(arguments: Sequence[str], stop: StopRequest | None = None) -> NoReturn:
             adapt_megatron_to_cpu()
         channel.watch()
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
-        connect_ranks(backend, store, rank, world_size, timeout)
+        flag = "--distributed-timeout-minutes"
+        connect_ranks(backend, store, rank, world_size, timeout, flag)
         progress = Progress(clock_of(device()))
         with heartbeat(progress, store, channel, config.parallel.hang_timeout):
             return pretrain(
@@ -231,7 +232,7 @@ def _width_warnings(config: Config) -> list[str]:
     width = selection.dispatched_width(config.expert_width, config.moe.num_experts)
     # The experts with low-rank factors are those that are padded: `autonomous_experts`.
     is_padded = bool(selection.low_rank_sizes)
-    remedy = selection.narrower(config.model.hidden_size, config.moe_ffn_size, step)
+    remedy = selection.fitting_width(config.model.hidden_size, config.moe_ffn_size, step)
     warning = width_warning(width, step, is_padded=is_padded, remedy=remedy)
     return [] if warning is None else [warning]
 

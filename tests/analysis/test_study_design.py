@@ -57,6 +57,7 @@ def test_a_section_is_read_and_survives_json():
         ),
         ({"pairs": [["aoe", "smear"]]}, "pairs has smear, which selections does not name: choose"),
         ({"pairs": [["aoe", "topk"]]}, r"pairs has \[aoe, topk\]: give two contenders, neither of"),
+        ({"pairs": [["small", "aoe"], ["aoe", "small"]]}, "pairs names two contenders twice"),
         ({"pairs": [["aoe", "aoe"]]}, r"pairs has \[aoe, aoe\]: give two contenders"),
     ],
 )

@@ -205,14 +205,14 @@ def _peak(load: Path, text: Path, output: Path) -> int:
 @pytest.mark.full
 def test_memory_does_not_grow_with_the_text(trained: Path, tmp_path: Path) -> None:
     peaks, tokens = [], []
-    for repeats in (1, 4):
+    for repeats in (1, 8):
         text, output = tmp_path / f"{repeats}.txt", tmp_path / str(repeats)
         text.write_text(small_text.words(8_000, 1) * repeats)  # one line
         (peak,) = run_distributed(1, _peak, trained, text, output)
         peaks.append(peak)
         tokens.append(sum(read_facts(output)["tokens"].values()))
-    assert tokens[1] > 3.9 * tokens[0]
-    assert peaks[1] - peaks[0] < 4 * 2**20, (peaks, tokens)
+    assert tokens[1] > 7.8 * tokens[0]
+    assert peaks[1] - peaks[0] < 16 * 2**20, (peaks, tokens)  # 90 MB if all rows were kept
 
 
 @pytest.mark.parametrize(

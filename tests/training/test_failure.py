@@ -143,15 +143,23 @@ def test_a_rank_that_does_not_come_is_one_line_and_code_76(tmp_path):
     assert codes == [EXIT_LOST, EXIT_LOST]
     assert re.fullmatch(
         rf"error: rank 0 on {socket.gethostname()} has waited in vain for other ranks to start "
-        r"\(--distributed-timeout-minutes 0.0167: .*\): one is slow, .*; start again",
+        r"\(minutes: 0.0167: .*\): one is slow, .*; start again",
         output.splitlines()[-1],  # torch's own warnings, which the program silences, come before
     )
 
 
 def test_a_store_without_the_other_ranks():
-    with pytest.raises(Unmet, match="rank 0 .* waited in vain .*-minutes 0.005: [Ww]ait timeout"):
-        connect_ranks("gloo", dist.HashStore(), 0, 2, timedelta(seconds=0.3))
+    with pytest.raises(Unmet, match="rank 0 .* waited in vain .*--a-flag 0.005: [Ww]ait timeout"):
+        connect_ranks("gloo", dist.HashStore(), 0, 2, timedelta(seconds=0.3), "--a-flag")
     assert not dist.is_initialized()
+
+
+def test_rank_0_serves_a_store_to_which_no_rank_comes(monkeypatch):
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Unmet, match=f"rank 0 on {socket.gethostname()} has waited in vain"):
+        join_store(0, 2, timedelta(seconds=0.5))
 
 
 def test_a_bug_is_one_traceback_and_code_1(tmp_path):

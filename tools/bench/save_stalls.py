@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -69,6 +70,7 @@ def recording() -> Iterator[SaveTimes]:
     save, sync, step = Saves.save, Telemetry.sync, Engine.step
     wait_for_copy = Background.wait_for_copy
     writers: list[Saves] = []
+    timing: list[Save] = []  # the save whose call is timed now
 
     def timed(function: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
         begin = time.perf_counter()
@@ -81,15 +83,15 @@ def recording() -> Iterator[SaveTimes]:
             return save(self, state, can_wait=False)
         is_async = len(record.saves) % 2 == 1
         record.saves.append(Save(is_async))
-        begin = time.perf_counter()
-        save(self, state, can_wait=is_async)
-        record.saves[-1].call = time.perf_counter() - begin
+        timing[:] = record.saves[-1:]
+        _, record.saves[-1].call = timed(partial(save, can_wait=is_async), self, state)
+        timing.clear()
         return None
 
     def timed_sync(self: Telemetry) -> None:
         _, seconds = timed(sync, self)
-        if record.saves:
-            record.saves[-1].flush += seconds
+        for each in timing:
+            each.flush += seconds
 
     def timed_wait(self: Background) -> None:
         is_first = self.pending is not None and record.saves[-1].wait == 0

@@ -71,6 +71,9 @@ class Comparisons:
         with_first = {b: (a, b) for a, b in all_pairs if a == first and (a, b) in tests}
         for name in losses.keys() - with_first.keys() - {first}:
             told[name] = f"it and {first} have fewer than two finished seeds in common"
+        for a, b in stated:
+            if (a, b) not in tests:
+                told[f"{b} against {a}"] = "they have fewer than two finished seeds in common"
         found = _corrected({p: tests[p] for p in (*with_first.values(), *stated) if p in tests})
         tested = [pair for pair in all_pairs if pair in tests]
         return cls(

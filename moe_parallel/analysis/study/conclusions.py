@@ -6,6 +6,7 @@ from moe_parallel.analysis.study.comparison import Comparison, Comparisons
 from moe_parallel.analysis.study.inference import LEVEL, PairedTest, half_width
 from moe_parallel.analysis.study.markdown import signed
 from moe_parallel.analysis.study.results import StudyResults
+from moe_parallel.config.message import counted
 
 
 def conclusions(study: StudyResults, comparisons: Comparisons) -> list[str]:
@@ -91,8 +92,8 @@ def _what_was_tested(study: StudyResults, comparisons: Comparisons) -> str:
     pairs = ", and between the pairs that the design states" if comparisons.of_pairs else ""
     return (
         f"The tests compare the held-out {text}, mean over domains, with that of "
-        f"{study.reference.name} with the same seed{pairs}. The {number} differences are tested "
-        f"at {LEVEL:g} for all together (Holm). "
+        f"{study.reference.name} with the same seed{pairs}. Differences are tested "
+        f"at {LEVEL:g}, with Holm's correction for {counted(number, 'test')}. "
         f"Equivalent means within ±{comparisons.margin:g} nats per token, a margin stated before "
         "the first run. Equivalence is tested for each of them by itself, by two one-sided tests "
         f"at {LEVEL:g}."

@@ -138,6 +138,8 @@ class StudyDesign:
         if self.pairs and self.margin is None:
             raise InputError(f"{SECTION}: pairs needs margin, without which nothing is tested")
         names = [word.partition("=")[0] for word in self.selections]
+        if len(set(map(frozenset, self.pairs))) < len(self.pairs):
+            raise InputError(f"{SECTION}: pairs names two contenders twice: name each pair once")
         for one, other in self.pairs:
             for name in (one, other):
                 if name not in names:

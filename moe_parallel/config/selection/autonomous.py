@@ -89,7 +89,7 @@ class AutonomousSelection(DispatchedSelection):
             hidden_size, ffn_hidden_size, self.aoe_low_rank_size
         )
 
-    def narrower(self, hidden_size: int, ffn_hidden_size: int, multiple: int) -> str:
+    def fitting_width(self, hidden_size: int, ffn_hidden_size: int, multiple: int) -> str:
         width = self.expert_width(hidden_size, ffn_hidden_size)
         return f"{self.width_flag} {max(width - width % multiple, multiple)}"
 

@@ -79,8 +79,8 @@ class Selection(Section):
         """The inner width of an expert: d_ffn for a SwiGLU expert."""
         return ffn_hidden_size
 
-    def narrower(self, hidden_size: int, ffn_hidden_size: int, multiple: int) -> str:
-        """The option that makes experts narrower, to the next multiple in width. Empty: none."""
+    def fitting_width(self, hidden_size: int, ffn_hidden_size: int, multiple: int) -> str:
+        """The option for experts whose width is a multiple; the next smaller one. Empty: none."""
         for size in range(ffn_hidden_size, 0, -1):
             width = self.expert_width(hidden_size, size)
             if width > 0 and width % multiple == 0:
