@@ -49,8 +49,8 @@ def _number_of_rows(micro_batches):
 SELECTED_GRADIENT = ("aoe, free experts", "routing_free")
 FILLS_ALL_SLOTS = (
     "topk", "topk, one expert", "topk, sigmoid, groups, bias, shared expert",
-    "topk, large router, factorized W_g, global loss", "aoe", "aoe, by bias", "aoe, screened",
-    "aoe, probs over all", "hash", "uoe",
+    "topk, large router, factorized W_g, global loss", "topk, by quantiles", "aoe", "aoe, by bias",
+    "aoe, screened", "aoe, probs over all", "hash", "uoe",
 )  # fmt: skip
 
 
