@@ -69,6 +69,13 @@ SMALL: dict[str, Any] = {
 }
 AOE = {"expert_selection": "aoe", "aoe_low_rank_size": 8}
 
+#: A run long enough to be disturbed: its last iteration, and its options besides SMALL.
+LAST = 12
+EVERY_2: Options = {
+    "train_iters": LAST, "save_interval": 2, "eval_interval": 3, "eval_iters": 20,
+    "use_distributed_optimizer": True,  # so that every rank has tensors to write
+}  # fmt: skip
+
 
 def small_data(folder: Path) -> dict[str, Any]:
     """Write a tokenizer and two domains, `cycle` (easy to learn) and `noise`; the data flags."""

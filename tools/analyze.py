@@ -52,12 +52,9 @@ def _tool() -> Tool:
 
 
 def main(arguments: list[str]) -> int:
-    from moe_parallel.launch.ranks import run_on_ranks
+    from moe_parallel.launch.ranks import run_tool_on_ranks
 
-    tool = _tool()
-    if {"-h", "--help"} & set(arguments):
-        return tool.run(arguments, lambda own: None)
-    run_on_ranks(__file__, arguments, lambda words: _check(tool.parse_known_args(words)[0]), _work)
+    return run_tool_on_ranks(_tool(), __file__, arguments, lambda own, _: _check(own), _work)
 
 
 def _check(own: Namespace) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_parallel.data.atomic_files import write_atomically
+from moe_parallel.errors import InputError
 
 _CHECKSUM = "checksum"
 
@@ -30,6 +31,19 @@ def parse_json(data: bytes) -> Any:
         raise ValueError(f"not JSON at line {error.lineno}, column {error.colno}") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def read_json(file: Path, remedy: str) -> Any:
+    """The value of a JSON file that a user names, or that is next to one.
+
+    Raises InputError for a file that cannot be read or is damaged; `remedy` ends that message.
+    """
+    try:
+        return parse_json(file.read_bytes())
+    except ValueError as error:
+        raise InputError(f"{file} is damaged ({error}){remedy}") from None
+    except OSError as error:
+        raise InputError(f"{file} cannot be read ({error.strerror})") from None
 
 
 def write_sealed(path: Path, content: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_parallel.config.message import shown
-from moe_parallel.data.sealed import parse_json
+from moe_parallel.data.sealed import read_json
 from moe_parallel.data.tokenizer_files import CONFIG_FILE, is_text, read_config
 from moe_parallel.errors import InputError
 
@@ -123,19 +123,19 @@ def _text(path: Path) -> str:
 def _generation(file: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
-    try:
-        fields = parse_json(file.read_bytes())
-    except ValueError as error:
-        raise InputError(f"{file} is damaged ({error}): fetch it again") from None
-    except OSError as error:
-        raise InputError(f"{file} cannot be read ({error.strerror})") from None
+    fields = read_json(file, ": fetch it again")
     if not isinstance(fields, dict):
         raise InputError(f"{file} is not a configuration: it is not a JSON object")
-    ends = fields.get("eos_token_id")
-    several = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if not all(type(each) is int for each in several):
-        raise _wrong(file, "eos_token_id", ends, "an integer, or a list of integers")
+    if not all(type(each) is int for each in ends_of(fields)):
+        wrong = fields["eos_token_id"]
+        raise _wrong(file, "eos_token_id", wrong, "an integer, or a list of integers")
     return fields
+
+
+def ends_of(generation: Mapping[str, Any]) -> list[Any]:
+    """The ids of the tokens that end a text, by the fields of generation_config.json."""
+    ends = generation.get("eos_token_id")
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def _wrong(file: Path, name: str, value: Any, expected: str) -> InputError:

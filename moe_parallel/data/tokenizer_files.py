@@ -10,7 +10,7 @@ from typing import Any
 
 import tokenizers
 
-from moe_parallel.data.sealed import parse_json
+from moe_parallel.data.sealed import read_json
 from moe_parallel.errors import InputError
 from moe_parallel.optional import import_optional
 
@@ -136,10 +136,5 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG_FILE
     if not file.is_file():
         return {}
-    try:
-        config = parse_json(file.read_bytes())
-    except ValueError as error:
-        raise InputError(f"{file} is damaged ({error}); restore it") from None
-    except OSError as error:
-        raise InputError(f"{file} cannot be read ({error.strerror})") from None
+    config = read_json(file, "; restore it")
     return config if isinstance(config, dict) else {}

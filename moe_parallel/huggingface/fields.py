@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_parallel.config.message import shown
-from moe_parallel.data.sealed import parse_json
+from moe_parallel.data.sealed import read_json
 from moe_parallel.errors import InputError
 
 #: Stands for "the field must be there".
@@ -93,16 +93,9 @@ class Fields:
 
 def read_fields(file: Path) -> Fields:
     """The fields of a config.json. Raises InputError for a file that is missing or damaged."""
-    try:
-        values = parse_json(file.read_bytes())
-    except FileNotFoundError:
-        raise InputError(
-            f"{file}: there is no such file: name a folder that save_pretrained wrote"
-        ) from None
-    except OSError as error:
-        raise InputError(f"{file} cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise InputError(f"{file} is damaged ({error}): fetch it again") from None
+    if not file.exists():
+        raise InputError(f"{file}: there is no such file: name a folder that save_pretrained wrote")
+    values = read_json(file, ": fetch it again")
     if not isinstance(values, dict):
         raise InputError(f"{file} is not a configuration: it is not a JSON object")
     return Fields(file, values)

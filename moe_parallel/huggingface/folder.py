@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from moe_parallel.config.message import shown
-from moe_parallel.data.sealed import parse_json
+from moe_parallel.data.sealed import read_json
 from moe_parallel.errors import InputError
 from moe_parallel.huggingface.places import TensorPlace, TensorShape
 from moe_parallel.optional import import_optional
@@ -175,10 +175,7 @@ def _files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    try:
-        content = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise InputError(f"{path} is damaged ({error}): fetch it again") from None
+    content = read_json(path, ": fetch it again")
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not names:
         raise InputError(f"{path} is damaged (it has no weight_map): fetch it again")

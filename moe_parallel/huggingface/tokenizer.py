@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 
 from moe_parallel.data.tokenizer import FastTokenizer, SentencePiece, Tokenizer
-from moe_parallel.data.tokenizer_extras import Extras, SpecialToken
+from moe_parallel.data.tokenizer_extras import Extras, SpecialToken, ends_of
 from moe_parallel.data.tokenizer_files import CONFIG_FILE, read_config
 from moe_parallel.huggingface.sentence_piece import converted
 
@@ -101,8 +101,7 @@ def _generation(extras: Extras, end: int, **ids: int | None) -> dict[str, Any]:
     `ids`: of tokens, for fields that it does not have.
     """
     fields = dict(extras.generation or {})
-    ends = fields.get("eos_token_id")
-    several = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    several = ends_of(fields)
     if end not in several:
         several = [*several, end]
     fields["eos_token_id"] = several[0] if len(several) == 1 else several

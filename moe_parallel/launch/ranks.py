@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from moe_parallel.errors import InputError, Unmet
 from moe_parallel.launch import slurm
 from moe_parallel.launch.options import divide
+from moe_parallel.tool import Tool
 from moe_parallel.training.exit_codes import EXIT_BAD_INPUT, EXIT_LOST, code_of
 from moe_parallel.training.signals import Stopped, StopRequest
 
@@ -47,6 +49,22 @@ def run_on_ranks(
     except Stopped as stopped:
         _tell(str(stopped))
         _leave(code_of(stopped))
+
+
+def run_tool_on_ranks(
+    tool: Tool,
+    script: str,
+    arguments: list[str],
+    check: Callable[[Namespace, list[str]], object],
+    work: Callable[[Sequence[str]], int],
+) -> int:
+    """The same for a tool. `check` is called with its own flags and those of the training program.
+
+    Returns only after --help, with the exit code.
+    """
+    if {"-h", "--help"} & set(arguments):
+        return tool.run(arguments, lambda own: None)
+    run_on_ranks(script, arguments, lambda words: check(*tool.parse_known_args(words)), work)
 
 
 def _launch(script: str, arguments: Sequence[str], stop: StopRequest) -> NoReturn:

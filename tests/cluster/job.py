@@ -13,14 +13,19 @@ import torch
 
 from moe_parallel.telemetry.metrics import TIMING
 from tests.cluster.slurm import Cluster
-from tests.program import SMALL, Options, Program, flags, same_bytes, small_data, stored_tensors
+from tests.program import (
+    EVERY_2,
+    LAST,
+    SMALL,
+    Options,
+    Program,
+    flags,
+    same_bytes,
+    small_data,
+    stored_tensors,
+)
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "slurm"
-LAST = 12
-EVERY_2: Options = {
-    "train_iters": LAST, "save_interval": 2, "eval_interval": 3, "eval_iters": 20,
-    "use_distributed_optimizer": True,  # so that every rank has tensors to write
-}  # fmt: skip
 
 
 class Undisturbed:

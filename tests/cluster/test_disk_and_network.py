@@ -6,8 +6,8 @@ import subprocess
 import pytest
 
 from tests.cluster.disturbances import disturbed
-from tests.cluster.job import EVERY_2, LAST, SlurmJob
-from tests.program import SMALL
+from tests.cluster.job import SlurmJob
+from tests.program import EVERY_2, LAST, SMALL
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full]
 

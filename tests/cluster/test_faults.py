@@ -23,8 +23,8 @@ from tests.cluster.fault_cases import (
     SAVE,
     cases,
 )
-from tests.cluster.job import EVERY_2, SlurmJob
-from tests.program import SMALL
+from tests.cluster.job import SlurmJob
+from tests.program import EVERY_2, SMALL
 
 pytestmark = pytest.mark.cluster
 

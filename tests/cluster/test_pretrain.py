@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from tests.cluster.job import EVERY_2, SlurmJob
+from tests.cluster.job import SlurmJob
 from tests.cluster.slurm import Cluster
-from tests.program import SMALL
+from tests.program import EVERY_2, SMALL
 
 pytestmark = pytest.mark.cluster
 

@@ -10,6 +10,8 @@ import psutil
 import pytest
 
 from tests.program import (
+    EVERY_2,
+    LAST,
     SCRIPT,
     SMALL,
     Program,
@@ -19,12 +21,7 @@ from tests.program import (
     stored_tensors,
 )
 
-LAST = 12
 ENDS = ("error", "stopped", "the launcher is gone")
-EVERY_2 = {
-    "train_iters": LAST, "save_interval": 2, "eval_interval": 3, "eval_iters": 20,
-    "use_distributed_optimizer": True,  # so that every rank has tensors to write
-}  # fmt: skip
 DISTURBED = Path(__file__).with_name("disturbed.py")
 
 

@@ -32,7 +32,7 @@ from moe_parallel.config import read_command_line
 from moe_parallel.config.message import counted
 from moe_parallel.data.indexed import write_indexed
 from moe_parallel.errors import InputError
-from moe_parallel.launch.ranks import run_on_ranks
+from moe_parallel.launch.ranks import run_tool_on_ranks
 from moe_parallel.tool import Tool, check_positive
 from tools.bench.about import about
 from tools.bench.save_stalls import SaveTimes, ratios, recording, table
@@ -72,10 +72,7 @@ def _tool() -> Tool:
 
 
 def main(arguments: list[str]) -> int:
-    tool = _tool()
-    if {"-h", "--help"} & set(arguments):
-        return tool.run(arguments, lambda own: None)
-    run_on_ranks(__file__, arguments, lambda words: _check(*tool.parse_known_args(words)), _work)
+    return run_tool_on_ranks(_tool(), __file__, arguments, _check, _work)
 
 
 def _check(own: argparse.Namespace, flags: Sequence[str]) -> None:
