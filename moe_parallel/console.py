@@ -8,7 +8,7 @@ import runpy
 import sys
 from pathlib import Path
 
-PREFIX = "moe-parallel-"
+COMMAND_PREFIX = "moe-parallel-"
 
 #: From the command, without its prefix, to the program.
 PROGRAMS = {
@@ -48,7 +48,7 @@ def programs_folder() -> Path:
 
 def main() -> None:
     """Runs the program that belongs to the command of this process."""
-    command = Path(sys.argv[0]).stem.removeprefix(PREFIX)
+    command = Path(sys.argv[0]).stem.removeprefix(COMMAND_PREFIX)
     runpy.run_path(str(programs_folder() / PROGRAMS[command]), run_name="__main__")
 
 

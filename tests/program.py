@@ -122,8 +122,8 @@ def pretrain_here(
     first on each rank and may replace parts of the program. Without `figures` the figure is an
     empty file, because drawing takes longer than all else that a small run does.
     """
-    if not figures and main_module.draw is final_report.draw:
-        main_module.draw = _empty_figure
+    if not figures and main_module.write_figure is final_report.write_figure:
+        main_module.write_figure = _empty_figure
     if before is not None:
         before()
     ends = []

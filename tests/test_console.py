@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_parallel.console import PREFIX, PROGRAMS
+from moe_parallel.console import COMMAND_PREFIX, PROGRAMS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -24,7 +24,7 @@ def command(folder: Path, name: str, *arguments: object) -> subprocess.Completed
     """Run a command of `folder` from another directory, with the installed package."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     return subprocess.run(
-        [folder / (PREFIX + name), *map(str, arguments)],
+        [folder / (COMMAND_PREFIX + name), *map(str, arguments)],
         cwd=folder,
         env={**environment, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -34,8 +34,8 @@ def command(folder: Path, name: str, *arguments: object) -> subprocess.Completed
 
 
 def test_every_program_has_its_command() -> None:
-    declared = {name.removeprefix(PREFIX) for name in SCRIPTS}
-    assert all(name.startswith(PREFIX) for name in SCRIPTS)
+    declared = {name.removeprefix(COMMAND_PREFIX) for name in SCRIPTS}
+    assert all(name.startswith(COMMAND_PREFIX) for name in SCRIPTS)
     assert declared == {*PROGRAMS, "examples"}
     tools = {f"tools/{path.name}" for path in ROOT.glob("tools/*.py")}
     assert {*PROGRAMS.values()} == {"pretrain_gpt_moe.py", *tools}

@@ -1,4 +1,4 @@
-"""The import order, the few readers of global state, the names of types, the size of files.
+"""The import order, the few readers of global state, the size of files.
 
 The tests read only the source (`ast`); they import nothing. A new package or top-level module needs
 a place in LAYERS; otherwise `test_every_module_has_a_layer` fails.
@@ -288,49 +288,6 @@ def _identifiers_of(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.update(node.value.split("."))
     return found
-
-
-def _types_of(source: str) -> Iterator[str]:
-    """The classes and the public type aliases that the source of a module defines at its top.
-
-    By convention only types have names in CamelCase, so an alias is such a name with a value.
-    """
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef):
-            yield node.name
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        if isinstance(node, ast.AnnAssign) and node.value is not None:
-            targets = [node.target]
-        for name in (target.id for target in targets if isinstance(target, ast.Name)):
-            if name[0].isupper() and not name.isupper():
-                yield name
-
-
-@pytest.mark.parametrize(
-    ("source", "types"),
-    [
-        ("class Batch: pass", ["Batch"]),
-        ("class _Part(Batch): pass", ["_Part"]),
-        ("Batch = dict[str, Tensor]", ["Batch"]),
-        ('Item = TypeVar("Item")', ["Item"]),
-        ("Batch: TypeAlias = Mapping[str, Tensor]", ["Batch"]),
-        ("MOST = 3\nN = 4\n_Batch = int\nwords = Batch\nname: Batch", []),
-        ("def f():\n    Batch = int", []),
-    ],
-)
-def test_the_finder_of_types(source: str, types: list[str]) -> None:
-    assert list(_types_of(source)) == types
-
-
-def test_no_two_types_have_the_same_name() -> None:
-    """Of the model in `hf`, which imports nothing of ours, some rules repeat those of selection."""
-    found: dict[str, list[str]] = {}
-    of_package = [path for module, path in MODULES.items() if _unit(module) != "hf"]
-    for path in (*of_package, *sorted((ROOT / "tools").rglob("*.py"))):
-        for name in _types_of(path.read_text(encoding="utf-8")):
-            found.setdefault(name, []).append(str(path.relative_to(ROOT)))
-    same = {name: files for name, files in found.items() if len(files) > 1}
-    assert not same, f"rename all but one: {same}"
 
 
 def test_parallel_state_has_one_reader() -> None:

@@ -80,7 +80,7 @@ def _convert(own: argparse.Namespace, flags: list[str]) -> None:
     from moe_parallel.config import AoESelection, parse_command_line
     from moe_parallel.convert.configuration import converted_config, left_out
     from moe_parallel.convert.conversion import convert
-    from moe_parallel.convert.conversion_report import as_json, table
+    from moe_parallel.convert.conversion_report import conversion_json, conversion_table
     from moe_parallel.convert.gate import GateOptions
     from moe_parallel.data.atomic_files import write_atomically
     from moe_parallel.training.checkpoint.folder import find_checkpoint
@@ -103,9 +103,9 @@ def _convert(own: argparse.Namespace, flags: list[str]) -> None:
         print(f"{option}: left out, {own.to} has no such option")
     with single_process(source) as groups, locked_folder(own.save):
         done = convert(source, target, groups, gate, own.calibration_samples, print)
-    print(table(done, source.selection.choices_per_token, source.moe.num_experts))
+    print(conversion_table(done, source.selection.choices_per_token, source.moe.num_experts))
     facts = {"from": str(checkpoint), "to": own.to, "options": vars(own), "flags": flags}
-    write_atomically(Path(own.save) / "conversion.json", as_json(done, **facts))
+    write_atomically(Path(own.save) / "conversion.json", conversion_json(done, **facts))
     print(f"saved {done.checkpoint}")
     print(f"train on: --config {own.save}/config.yaml --load {own.save} --save ANOTHER")
 

@@ -91,7 +91,7 @@ def _evaluation(
     """A function that measures the model in its current state: nats/token by domain, and over all
     domains if there are several."""
     from moe_parallel.config import LoggingConfig
-    from moe_parallel.evaluation.text_loss import evaluate
+    from moe_parallel.evaluation.text_loss import measure_text_loss
     from moe_parallel.platform.device import device
 
     datasets = text.datasets(config).valid
@@ -104,7 +104,7 @@ def _evaluation(
 
     def losses() -> dict[str, float]:
         found = {
-            domain: evaluate([model], dataset, sizes, config.training, groups, samples)
+            domain: measure_text_loss([model], dataset, sizes, config.training, groups, samples)
             for domain, dataset in datasets.items()
         }
         by_text = {domain: each.loss for domain, each in found.items()}

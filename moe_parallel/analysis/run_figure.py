@@ -23,7 +23,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from moe_parallel.analysis.run_history import Curve, RoutingHistory, RunHistory, interval_start
 from moe_parallel.errors import InputError
-from moe_parallel.telemetry.metrics import FILE_NAME, MetricsLine, read_metrics
+from moe_parallel.telemetry.metrics import METRICS_FILE, MetricsLine, read_metrics
 
 FIGURE_NAME = "run.png"
 
@@ -57,9 +57,9 @@ def plot_run(
     the figure cannot be written.
     """
     directory = Path(run_directory)
-    metrics = directory / FILE_NAME
+    metrics = directory / METRICS_FILE
     if not metrics.is_file():
-        raise InputError(f"{directory} has no {FILE_NAME}: give the folder that --save named")
+        raise InputError(f"{directory} has no {METRICS_FILE}: give the folder that --save named")
     records = read_metrics(metrics)
     if not records:
         raise InputError(f"{metrics} is empty: let the run reach its first logged iteration")

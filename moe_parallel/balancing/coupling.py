@@ -51,7 +51,7 @@ def with_noise(router_ED: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
     return router_ED * (1 + bound_E1 * (2 * uniform_ED - 1))
 
 
-def coupling(rows_ED: torch.Tensor, w_g_LDF: torch.Tensor, groups: Groups) -> Coupling:
+def measured_coupling(rows_ED: torch.Tensor, w_g_LDF: torch.Tensor, groups: Groups) -> Coupling:
     """The norms of a layer, in the dtype of `rows_ED`. Collective over ep and etp.
 
     Args:

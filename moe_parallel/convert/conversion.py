@@ -20,7 +20,7 @@ from moe_parallel.convert.to_aoe import ConvertedLayer, convert_layers
 from moe_parallel.convert.weights import copy_weights
 from moe_parallel.data.datasets import Datasets
 from moe_parallel.errors import InputError
-from moe_parallel.evaluation.text_loss import evaluate
+from moe_parallel.evaluation.text_loss import measure_text_loss
 from moe_parallel.parallel import Groups
 from moe_parallel.training.checkpoint.checkpointer import TrainingState
 from moe_parallel.training.engine import Engine
@@ -131,7 +131,7 @@ def _losses(
     def of_domain(dataset: Any) -> Callable[[Any], float]:
         def loss(model: Any) -> float:
             sizes = text.bytes_per_token(next(model.parameters()).device)
-            return evaluate([model], dataset, sizes, config.training, groups, samples).loss
+            return measure_text_loss([model], dataset, sizes, config.training, groups, samples).loss
 
         return loss
 

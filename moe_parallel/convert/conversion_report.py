@@ -11,7 +11,7 @@ from moe_parallel.convert.conversion import Conversion
 COLUMNS = ("layer", "choices", "before", "all K", "first", "probs off", "x W_g off", "condition")
 
 
-def table(conversion: Conversion, k: int | None, num_experts: int | None) -> str:
+def conversion_table(conversion: Conversion, k: int | None, num_experts: int | None) -> str:
     """The table, as lines for a terminal."""
     lines = []
     if conversion.layers and k and num_experts:
@@ -40,7 +40,7 @@ def table(conversion: Conversion, k: int | None, num_experts: int | None) -> str
     return "\n".join(lines)
 
 
-def as_json(conversion: Conversion, **facts: Any) -> str:
+def conversion_json(conversion: Conversion, **facts: Any) -> str:
     """The complete result and further `facts` about the conversion, as JSON."""
     fitted, held_out = conversion.tokens
     content = facts | {

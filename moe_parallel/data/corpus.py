@@ -84,7 +84,9 @@ def python_corpus(
     prose = drop_near_copies([*_docstrings(code, valid_fraction), *_topics(folder)])
     corpus: dict[tuple[Domain, Side], list[str]] = {(d, s): [] for d in DOMAINS for s in SIDES}
     for document in (*code, *prose):
-        corpus[document.domain, side_of(document.key, valid_fraction)].append(document.text)
+        corpus[document.domain, side_of_document(document.key, valid_fraction)].append(
+            document.text
+        )
     for (domain, side), texts in corpus.items():
         if not texts:
             raise InputError(
@@ -94,7 +96,7 @@ def python_corpus(
     return corpus
 
 
-def side_of(key: str, valid_fraction: float) -> Side:
+def side_of_document(key: str, valid_fraction: float) -> Side:
     """The side of a hexadecimal sha256: validation for `valid_fraction` of all hashes."""
     return "valid" if int(key[:12], 16) < valid_fraction * 16**12 else "train"
 
@@ -174,7 +176,7 @@ def _docstrings(sources: list[Document], valid_fraction: float) -> Iterator[Docu
     sides: dict[str, set[Side]] = {}
     for source, found in zip(sources, by_file, strict=True):
         for _, docstring in found:
-            sides.setdefault(docstring, set()).add(side_of(source.key, valid_fraction))
+            sides.setdefault(docstring, set()).add(side_of_document(source.key, valid_fraction))
     used: set[str] = set()
     for source, found in zip(sources, by_file, strict=True):
         parts = []

@@ -24,7 +24,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType
 
 from moe_parallel.data.indexed_writer import (
-    HEADER,
+    INDEX_HEADER,
     MAGIC,
     WrittenDataset,
     check_new,
@@ -127,7 +127,7 @@ def _check_index(prefix: str, lengths: np.ndarray, manifest: Manifest) -> None:
 def type_of_ids(prefix: str) -> np.dtype:
     """The type, from a checked index: Megatron's reader warns if torch.distributed is missing."""
     with open(f"{prefix}.idx", "rb") as stream:
-        code = HEADER.unpack(stream.read(HEADER.size))[2]
+        code = INDEX_HEADER.unpack(stream.read(INDEX_HEADER.size))[2]
     return np.dtype(DType.dtype_from_code(code))
 
 
@@ -149,25 +149,25 @@ def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray]:
     wrong = f"--data-path {prefix}: {path} is"
     size = os.path.getsize(path)
     with open(path, "rb") as stream:
-        header = stream.read(HEADER.size)
+        header = stream.read(INDEX_HEADER.size)
     if not header.startswith(MAGIC) and header[: len(MAGIC)] != MAGIC[: len(header)]:
         raise InputError(f"{wrong} not an index of Megatron's (its first bytes differ)")
-    if len(header) < HEADER.size:
+    if len(header) < INDEX_HEADER.size:
         raise InputError(f"{wrong} truncated at {size} bytes; write the dataset again")
-    _, version, code, sequences, boundaries = HEADER.unpack(header)
+    _, version, code, sequences, boundaries = INDEX_HEADER.unpack(header)
     try:
         dtype = np.dtype(DType.dtype_from_code(code))
     except ValueError:
         raise InputError(f"{wrong} of an unknown type of token (code {code})") from None
     if version != 1 or dtype.kind not in "iu":
         raise InputError(f"{wrong} of version {version} and type {dtype}; version 1 holds integers")
-    expected = HEADER.size + 12 * sequences + 8 * boundaries
+    expected = INDEX_HEADER.size + 12 * sequences + 8 * boundaries
     if size not in (expected, expected + sequences):  # multimodal data have a mode per sequence
         raise InputError(
             f"{wrong} {size:,} bytes long where its header describes {expected:,}; "
             "it is truncated or damaged, write the dataset again"
         )
-    content = np.memmap(path, mode="r", offset=HEADER.size, dtype=np.uint8)
+    content = np.memmap(path, mode="r", offset=INDEX_HEADER.size, dtype=np.uint8)
     lengths = content[: 4 * sequences].view(np.int32).copy()
     offsets = content[4 * sequences : 12 * sequences].view(np.int64)
     ends = content[12 * sequences : 12 * sequences + 8 * boundaries].view(np.int64)

@@ -21,7 +21,7 @@ from moe_parallel.data.sealed import file_digest
 from moe_parallel.errors import InputError
 
 MAGIC = b"MMIDIDX\x00\x00"
-HEADER = struct.Struct("<9sQBQQ")
+INDEX_HEADER = struct.Struct("<9sQBQQ")
 
 # Codes of the types of ids in an index.
 _CODES = {np.dtype(np.uint16): 8, np.dtype(np.int32): 4}
@@ -129,7 +129,7 @@ class IndexedWriter:
 
     def _write_index(self, stream: BinaryIO) -> None:
         count = self.documents
-        stream.write(HEADER.pack(MAGIC, 1, _CODES[self._dtype], count, count + 1))
+        stream.write(INDEX_HEADER.pack(MAGIC, 1, _CODES[self._dtype], count, count + 1))
         for lengths_N in self._written_lengths():
             stream.write(lengths_N.data)
         offset = 0

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 from moe_parallel.dispatch.all_to_all import AllToAllDispatcher, AllToAllRoute, row_bytes
 from moe_parallel.dispatch.dispatched import Dispatched, probs_of_rows, rows_of_choices
-from moe_parallel.dispatch.side_stream import Pending, WorkPlace, side_of
+from moe_parallel.dispatch.side_stream import Pending, WorkPlace, work_place_of
 from moe_parallel.ops import RowMap
 from moe_parallel.selection.choices import Choices
 from moe_parallel.telemetry.progress import Phase
@@ -75,7 +75,7 @@ class AllToAllInParts(AllToAllDispatcher):
             kinds.append(self.ops.permute(choices.c_TKR.flatten(0, 1), rows_of_choices(row_map)))
         # The rows of a part are sent to `expert_shards` ranks.
         sizes_C = [sum(route.sent_R) // self.expert_shards for route in routes_C]
-        side = side_of(x_TD.device)
+        side = work_place_of(x_TD.device)
         sent = [
             [side.start(partial(self._to_experts, route=route), rows) for rows in of_part]
             for route, *of_part in zip(

@@ -65,6 +65,6 @@ class SideStream:
 
 
 @functools.cache
-def side_of(device: torch.device) -> WorkPlace:
+def work_place_of(device: torch.device) -> WorkPlace:
     """One stream for all layers, because the allocator keeps the memory of each stream apart."""
     return SideStream(torch.cuda.Stream(device)) if device.type == "cuda" else AtOnce()

@@ -17,7 +17,7 @@ from moe_parallel.model.forward import Batch
 
 #: A text file is read by this many characters. The pieces that are cut from them have at most three
 #: times as many.
-PIECE = 1 << 20
+TEXT_PIECE = 1 << 20
 
 
 def pieces_of(path: Path, key: str = "text") -> Iterator[tuple[str, bool]]:
@@ -33,7 +33,7 @@ def pieces_of(path: Path, key: str = "text") -> Iterator[tuple[str, bool]]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rest = ""
-            while block := file.read(PIECE):
+            while block := file.read(TEXT_PIECE):
                 text = rest + block
                 cut = _last_cut(text)
                 yield text[:cut], False

@@ -60,14 +60,14 @@ def _output(x_TD: torch.Tensor, expert: Expert) -> torch.Tensor:
     return _product(x_TD, expert) @ expert.w_out_FD
 
 
-NODES: dict[str, NodeActivation] = {
+PROBE_NODES: dict[str, NodeActivation] = {
     "x W_g": _gate,
     "x W_p": _up,
     "SiLU(x W_g)": _activated,
     "SiLU(x W_g) * x W_p": _product,
     "output": _output,
 }
-NORMS = {"L1": 1.0, "L2": 2.0, "Linf": math.inf}
+PROBE_NORMS = {"L1": 1.0, "L2": 2.0, "Linf": math.inf}
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class UniformProbs:
         return replace(choices, probs_TK=probs_TK)
 
 
-GATES: dict[str, Callable[[int], Rule]] = {
+PROBE_GATES: dict[str, Callable[[int], Rule]] = {
     "softmax": TopK,
     "uniform": lambda k: UniformProbs(TopK(k)),
 }
@@ -167,10 +167,12 @@ def probes(k: int, seed: int = 0) -> list[Probe]:
         seed: the seed of the random selection.
     """
     by_norm = [
-        Probe(node, norm, gate, _by_norm(NODES[node], NORMS[norm], GATES[gate](k)))
-        for node in NODES
-        for norm in NORMS
-        for gate in GATES
+        Probe(
+            node, norm, gate, _by_norm(PROBE_NODES[node], PROBE_NORMS[norm], PROBE_GATES[gate](k))
+        )
+        for node in PROBE_NODES
+        for norm in PROBE_NORMS
+        for gate in PROBE_GATES
     ]
     return [
         Probe("router", "", "its own", lambda routed: routed),

@@ -40,7 +40,7 @@ class TextLoss:
 
 
 @torch.no_grad()
-def evaluate(
+def measure_text_loss(
     chunks: list[Any],
     dataset: Any,
     bytes_per_token_V: torch.Tensor,

@@ -80,8 +80,8 @@ def load_tasks(wanted: Wanted) -> Any:
             found = manager.load([task.name])
         except Exception as error:
             raise InputError(
-                f"--tasks {task.name} cannot be loaded ({first_line(error)}): without a network, "
-                "name a folder with the task and its data by --include-path"
+                f"--tasks {task.name} cannot be loaded ({class_and_line(error)}): without a "
+                "network, name a folder with the task and its data by --include-path"
             ) from error
         for each in found["tasks"].values():
             if task.shots is not None:
@@ -102,7 +102,7 @@ def _manager(wanted: Wanted) -> Any:
             return manager
         return TaskManager(include_path=folders) if folders else manager
     except Exception as error:
-        raise InputError(f"--include-path {' '.join(folders)}: {first_line(error)}") from error
+        raise InputError(f"--include-path {' '.join(folders)}: {class_and_line(error)}") from error
 
 
 def _unknown(name: str, known: Sequence[str]) -> str:
@@ -161,7 +161,7 @@ def results_of(results: dict[str, Any]) -> dict[str, Any]:
     return {name: results[name] for name in kept if results.get(name)}
 
 
-def first_line(error: BaseException) -> str:
+def class_and_line(error: BaseException) -> str:
     """The class and the first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -248,7 +248,7 @@ class MoeParallelRouter(MoeParallelGate):
 
 
 #: From x W_g and the activations of routing neurons to what their norm is taken of.
-NODES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+NORM_NODES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "activation": lambda gate, activation: activation,
     "silu": lambda gate, activation: F.silu(gate),
     "gate": lambda gate, activation: gate,
@@ -267,7 +267,7 @@ class MoeParallelNeuronGate(MoeParallelGate):
         width = config.num_experts * config.routing_neurons
         self.neurons_in = nn.Parameter(torch.empty(2 * width, config.hidden_size))  # W_g above W_p
         self.neurons_out = nn.Parameter(torch.empty(config.hidden_size, width))
-        self.node, self.weighs_output = NODES[config.norm_of], config.gate_routing
+        self.node, self.weighs_output = NORM_NODES[config.norm_of], config.gate_routing
 
     def forward(
         self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None

@@ -29,7 +29,7 @@ class Facts:
     left_out: Sequence[str] = ()  # fields of special tokens that its vocabulary lacks
 
 
-def notes(config: Config) -> list[str]:
+def export_notes(config: Config) -> list[str]:
     """What differs between the exported model and the run, and what a token's output depends on.
 
     Sentences for the user; none is specific to a format.
@@ -74,7 +74,7 @@ def model_card(config: Config, facts: Facts) -> str:
         "",
         "## What a token's output depends on",
         "",
-        *notes(config),
+        *export_notes(config),
         "",
         "## Use",
         "",

@@ -17,15 +17,15 @@ from moe_parallel.data.atomic_files import atomic_folder, locked
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.data.tokenizer_extras import GENERATION_FILE
 from moe_parallel.errors import InputError
-from moe_parallel.huggingface.card import Facts, model_card, notes
+from moe_parallel.huggingface.card import Facts, export_notes, model_card
 from moe_parallel.huggingface.configuration import fields_of
 from moe_parallel.huggingface.families import FAMILIES, Family
 from moe_parallel.huggingface.own_model import ARCHITECTURE, CODE, own_config_json, own_steps
 from moe_parallel.huggingface.own_steps import low_rank_size
 from moe_parallel.huggingface.steps import Step, plain_steps
 from moe_parallel.huggingface.tokenizer import write_tokenizer
-from moe_parallel.huggingface.weights import Written, checked_entries, write_weights
-from moe_parallel.telemetry.metrics import FILE_NAME, MetricsLine, read_metrics
+from moe_parallel.huggingface.weights import Written, checked_entries, write_safetensors
+from moe_parallel.telemetry.metrics import METRICS_FILE, MetricsLine, read_metrics
 from moe_parallel.training.checkpoint.files import check_content
 from moe_parallel.training.checkpoint.record import read_record
 
@@ -89,7 +89,7 @@ def export(
         with _new_folder(output) as folder:
             length = source.config.training.seq_length
             tokenizer = write_tokenizer(source.tokenizer, length, folder)
-            written = write_weights(
+            written = write_safetensors(
                 steps, source.checkpoint, entries, folder, DTYPES[options.dtype],
                 options.file_bytes, advance,
             )  # fmt: skip
@@ -117,7 +117,7 @@ def export(
             (folder / "README.md").write_text(model_card(source.config, facts), encoding="utf-8")
     except StorageError as error:
         raise InputError(f"--load {source.checkpoint}: {error}") from error
-    return Exported(architecture, written, notes(source.config))
+    return Exported(architecture, written, export_notes(source.config))
 
 
 def _family(config: Config, options: ExportOptions) -> Family | None:
@@ -173,7 +173,7 @@ def _write_json(path: Path, fields: dict[str, Any]) -> None:
 
 def _validation(checkpoint: Path, iteration: int) -> MetricsLine | None:
     """The run's evaluation of this iteration, by domain. None: there is none."""
-    path = checkpoint.parent / FILE_NAME
+    path = checkpoint.parent / METRICS_FILE
     if not path.is_file():
         return None
     found: MetricsLine | None = None

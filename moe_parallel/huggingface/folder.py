@@ -24,7 +24,7 @@ from moe_parallel.huggingface.places import TensorPlace, TensorShape
 from moe_parallel.optional import import_optional
 
 ONE_FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+WEIGHT_INDEX = "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 #: Tensors of old versions that a model computes itself.
 _COMPUTED = (".rotary_emb.inv_freq",)
@@ -149,8 +149,8 @@ class TensorFolder:
         for name, file in indexed.items():
             if name not in self.described or self.described[name].file != file:
                 raise InputError(
-                    f"{self.folder / file} has no {name[:200]}, which {INDEX} says: fetch the "
-                    "folder again"
+                    f"{self.folder / file} has no {name[:200]}, which {WEIGHT_INDEX} says: fetch "
+                    "the folder again"
                 )
 
 
@@ -158,8 +158,8 @@ def _files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
     """The files of tensors, and from each name in the index its file."""
     if not folder.is_dir():
         raise InputError(f"--input {folder}: there is no such folder; check the path")
-    if (folder / INDEX).is_file():
-        indexed = _read_index(folder / INDEX)
+    if (folder / WEIGHT_INDEX).is_file():
+        indexed = _read_index(folder / WEIGHT_INDEX)
         return sorted(set(indexed.values())), indexed
     if (folder / ONE_FILE).is_file():
         return [ONE_FILE], {}
@@ -169,7 +169,7 @@ def _files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
             "save them with save_pretrained, which writes safetensors"
         )
     raise InputError(
-        f"--input {folder}: it has neither {ONE_FILE} nor {INDEX}: name a folder that "
+        f"--input {folder}: it has neither {ONE_FILE} nor {WEIGHT_INDEX}: name a folder that "
         "save_pretrained wrote"
     )
 

@@ -14,7 +14,12 @@ from moe_parallel.huggingface.own_steps import (
     folded_width,
     low_rank_size,
 )
-from moe_parallel.huggingface.places import attention, dense, embedding, head
+from moe_parallel.huggingface.places import (
+    attention_places,
+    dense_places,
+    embedding_places,
+    head_places,
+)
 from moe_parallel.huggingface.steps import Step, plain_steps
 
 MODEL_TYPE = "moe_parallel"
@@ -73,14 +78,14 @@ def own_config_json(config: Config, vocab_size: int, *, fold: bool) -> dict[str,
 
 def own_steps(config: Config, vocab_size: int, *, fold: bool) -> list[Step]:
     """The steps of our own architecture, layer by layer. `fold`: multiply W_down W_up out."""
-    steps = plain_steps(embedding(config, vocab_size))
+    steps = plain_steps(embedding_places(config, vocab_size))
     for layer, is_moe in enumerate(config.moe_layers):
-        steps += plain_steps(attention(config.model, layer))
+        steps += plain_steps(attention_places(config.model, layer))
         if is_moe:
             steps += exported_layer(config).steps(LayerSource(config, layer, vocab_size, fold))
         else:
-            steps += plain_steps(dense(config, layer))
-    return steps + plain_steps(head(config, vocab_size))
+            steps += plain_steps(dense_places(config, layer))
+    return steps + plain_steps(head_places(config, vocab_size))
 
 
 def _qk_norm(normed: bool, all_heads: bool) -> str | None:

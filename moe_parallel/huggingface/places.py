@@ -58,13 +58,13 @@ def same(key: str, name: str, *shape: int) -> TensorPlace:
     return whole(key, shape, [(name, shape)], Same())
 
 
-def embedding(config: Config, vocab_size: int) -> Iterator[TensorPlace]:
+def embedding_places(config: Config, vocab_size: int) -> Iterator[TensorPlace]:
     """The embedding."""
     key = "embedding.word_embeddings.weight"
     yield _table(key, "model.embed_tokens.weight", config, vocab_size)
 
 
-def head(config: Config, vocab_size: int) -> Iterator[TensorPlace]:
+def head_places(config: Config, vocab_size: int) -> Iterator[TensorPlace]:
     """The last norm, and the output layer if it has a matrix of its own."""
     yield same("decoder.final_layernorm.weight", "model.norm.weight", config.model.hidden_size)
     if config.model.untie_embeddings_and_output_weights:
@@ -77,7 +77,7 @@ def _table(key: str, name: str, config: Config, vocab_size: int) -> TensorPlace:
     return whole(key, (padded, width), [(name, (vocab_size, width))], form)
 
 
-def attention(model: ModelConfig, layer: int) -> Iterator[TensorPlace]:
+def attention_places(model: ModelConfig, layer: int) -> Iterator[TensorPlace]:
     """The two norms of a layer, and its attention."""
     d, c, g = model.hidden_size, model.head_width, model.query_groups
     q, kv = model.num_attention_heads * c, g * c
@@ -104,17 +104,17 @@ def attention(model: ModelConfig, layer: int) -> Iterator[TensorPlace]:
     )
 
 
-def swiglu(ours: str, theirs: str, d: int, f: int) -> Iterator[TensorPlace]:
+def swiglu_places(ours: str, theirs: str, d: int, f: int) -> Iterator[TensorPlace]:
     """A dense SwiGLU layer of width f; the first two arguments begin the names."""
     halves = [(f"{theirs}.{name}.weight", (f, d)) for name in ("gate_proj", "up_proj")]
     yield whole(f"{ours}.linear_fc1.weight", (2 * f, d), halves, Halves())
     yield same(f"{ours}.linear_fc2.weight", f"{theirs}.down_proj.weight", d, f)
 
 
-def dense(config: Config, layer: int) -> Iterator[TensorPlace]:
+def dense_places(config: Config, layer: int) -> Iterator[TensorPlace]:
     """The feed-forward layer of a layer without experts."""
     d, f = config.model.hidden_size, config.model.ffn_hidden_size
-    yield from swiglu(f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp", d, f)
+    yield from swiglu_places(f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp", d, f)
 
 
 def routed(config: Config, layer: int, named: ExpertNames) -> Iterator[TensorPlace]:
@@ -150,19 +150,19 @@ def shared(config: Config, layer: int, named: ExpertNames) -> Iterator[TensorPla
     if of_run is None:
         return
     ours, theirs = f"decoder.layers.{layer}.mlp.shared", f"model.layers.{layer}.{named.block}"
-    yield from swiglu(f"{ours}.dense", f"{theirs}.shared_expert", d, of_run.width)
+    yield from swiglu_places(f"{ours}.dense", f"{theirs}.shared_expert", d, of_run.width)
     if of_run.gate:
         yield same(f"{ours}.w_gate_1D", f"{theirs}.shared_expert_gate.weight", 1, d)
 
 
 def plain(config: Config, vocab_size: int, named: ExpertNames) -> Iterator[TensorPlace]:
     """Every tensor of a dense model, or of a top-k model with a linear router, layer by layer."""
-    yield from embedding(config, vocab_size)
+    yield from embedding_places(config, vocab_size)
     for layer, is_moe in enumerate(config.moe_layers):
-        yield from attention(config.model, layer)
+        yield from attention_places(config.model, layer)
         if is_moe:
             yield from routed(config, layer, named)
             yield from shared(config, layer, named)
         else:
-            yield from dense(config, layer)
-    yield from head(config, vocab_size)
+            yield from dense_places(config, layer)
+    yield from head_places(config, vocab_size)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from moe_parallel.errors import InputError
-from moe_parallel.huggingface.folder import INDEX, ONE_FILE
+from moe_parallel.huggingface.folder import ONE_FILE, WEIGHT_INDEX
 from moe_parallel.huggingface.steps import Step
 from moe_parallel.optional import import_optional
 from moe_parallel.training.checkpoint.tensors import read_whole
@@ -66,7 +66,7 @@ def checked_entries(steps: Sequence[Step], checkpoint: Path) -> Entries:
     return entries
 
 
-def write_weights(
+def write_safetensors(
     steps: Sequence[Step],
     checkpoint: Path,
     entries: Entries,
@@ -110,7 +110,7 @@ def write_weights(
             "metadata": {"total_parameters": parameters, "total_size": size},
             "weight_map": where,
         }
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (folder / WEIGHT_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     first = str(next(iter(dtypes.values()))).removeprefix("torch.")
     return Written(parameters, size, first, names)
 

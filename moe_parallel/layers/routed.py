@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from moe_parallel.balancing.coupling import coupling, coupling_loss, with_noise
+from moe_parallel.balancing.coupling import coupling_loss, measured_coupling, with_noise
 from moe_parallel.config import RoutedSelection
 from moe_parallel.dispatch import Dispatched
 from moe_parallel.experts.fp8 import low_rank_experts, swiglu_experts
@@ -105,7 +105,7 @@ class RoutedLayer(DispatchedLayer):
         noise = torch.Generator(router_ED.device).manual_seed(zlib.crc32(place.encode()))
         wide_ED = self.replicated(router_ED.to(accumulation_dtype(router_ED.dtype)))
         gates_LDF = cast(SwiGLUExperts, self.experts).gates()
-        m = coupling(with_noise(wide_ED, noise), gates_LDF, groups)
+        m = measured_coupling(with_noise(wide_ED, noise), gates_LDF, groups)
         self.statistics.record_losses({"erc_norm": m.own_E.detach().mean()})
         return coupling_loss(m, self.selection.moe_erc_alpha, groups)
 

@@ -309,7 +309,7 @@ class UnfusedAttention(TorchAttention):
 
 #: The values of --attention-backend. `local` is Megatron-Core's own module, which writes and keeps
 #: S x S scores.
-BACKENDS: dict[str, type[MegatronModule]] = {
+CORE_ATTENTIONS: dict[str, type[MegatronModule]] = {
     "auto": AutoAttention,
     "flash": FlashAttention,
     "fused": FusedAttention,

@@ -11,11 +11,11 @@ from moe_parallel.plan.search import Plan, Refused, reasons
 
 GIB = 2**30
 
-HEADER = (
+TABLE_HEADER = (
     "   tp cp pp vpp  ep etp   dp  mb recompute  tokens/s/GPU  TFLOP/s  step s    GiB"
     "  weights grads  optim   kept"
 )
-HEADER_BESIDE = "   beside: tokens/s/GPU    GiB"
+TABLE_HEADER_BESIDE = "   beside: tokens/s/GPU    GiB"
 
 
 def listing_table(listing: Listing) -> str:
@@ -32,7 +32,7 @@ def _lines(listing: Listing) -> Iterator[str]:
         f"{training.seq_length} tokens a step\n"
     )
     if plans:
-        yield HEADER + ("" if listing.beside[0] is None else HEADER_BESIDE)
+        yield TABLE_HEADER + ("" if listing.beside[0] is None else TABLE_HEADER_BESIDE)
     for plan, other in zip(plans, listing.beside, strict=True):
         yield _row(plan) + _beside(plan, other)
     if plans:

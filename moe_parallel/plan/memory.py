@@ -18,9 +18,9 @@ from moe_parallel.plan.shape import Shape
 from moe_parallel.plan.tokens import Kept, tokens_of
 from moe_parallel.plan.weights import EMBEDDING, Buffer, buffers_of_chunk, weights_of_chunk
 
-GRADIENT = 4  # bytes: sums over micro-batches are fp32
-MOMENTS = 8  # two fp32 numbers of Adam
-MASTER = 4  # an fp32 copy of a bf16 weight
+GRADIENT_BYTES = 4  # bytes: sums over micro-batches are fp32
+MOMENT_BYTES = 8  # two fp32 numbers of Adam
+MASTER_BYTES = 4  # an fp32 copy of a bf16 weight
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def memory_of_stage(shape: Shape, layout: Layout, stage: int, dp_rank: int = 0) 
     return Memory(
         # The distributed optimizer gathers weights in a buffer that is padded like the gradients'.
         weights=shape.value * (padded if layout.distributed_optimizer else numbers),
-        gradients=GRADIENT * padded,
-        optimizer=states * (MOMENTS + (MASTER if shape.bf16 else 0)),
+        gradients=GRADIENT_BYTES * padded,
+        optimizer=states * (MOMENT_BYTES + (MASTER_BYTES if shape.bf16 else 0)),
         activations=activations_of_stage(shape, layout, stage),
         working=_working(shape, layout, stage),
         state=_state_of_stage(shape, layout, stage),

@@ -14,7 +14,7 @@ from moe_parallel.config.selection import SharedExpertSize
 from moe_parallel.config.selection.kept import Neurons, Scoring
 from moe_parallel.plan.experts import Free, PlannedExperts
 from moe_parallel.plan.layout import Layout
-from moe_parallel.plan.memory import GRADIENT, MASTER, MOMENTS
+from moe_parallel.plan.memory import GRADIENT_BYTES, MASTER_BYTES, MOMENT_BYTES
 from moe_parallel.plan.products import Product
 from moe_parallel.plan.shape import Latent, Shape
 from moe_parallel.plan.tokens import tokens_of
@@ -80,7 +80,7 @@ def planned_product(
     """
     m, k, n = sizes
     flops, x, w, y = 2 * m * k * n, m * k, matrices * k * n, m * n
-    summed = (2 * a + 2 * GRADIENT) * w
+    summed = (2 * a + 2 * GRADIENT_BYTES) * w
     rounded, rounded_back = (3 * (x + w), 3 * (x + 2 * y)) if fp8 else (0, 0)
     return Work(
         name, part, kernel, flops, 2 * flops,
@@ -221,7 +221,7 @@ def _norms(shape: Shape, layout: Layout, experts: PlannedExperts, scoring: Scori
     kept = 0 if scoring.recomputes_scores else c
     return Work(
         "norms of C", SCORING, LINEAR, flops, back,
-        a * (x + w + kept), back / flops * a * (x + w + c) + (2 * a + 2 * GRADIENT) * w,
+        a * (x + w + kept), back / flops * a * (x + w + c) + (2 * a + 2 * GRADIENT_BYTES) * w,
         products=(Product(t.routed, r, d, n),),
         backward_products=(Product(t.routed, d, r, n), Product(d, r, t.routed, n)),
     )  # fmt: skip
@@ -233,7 +233,7 @@ def _neurons(
     """UoE's routing neurons of all experts: one dense layer, whose activations have norms."""
     t, d, a = tokens_of(shape, layout), shape.hidden, shape.value
     f = experts.number * neurons.each
-    size, copied = t.routed * f, 2 * GRADIENT if neurons.copied else 0
+    size, copied = t.routed * f, 2 * GRADIENT_BYTES if neurons.copied else 0
     yield planned_product("routing neurons", SCORING, LINEAR, (t.routed, d, 2 * f), a)
     yield traffic("SwiGLU of routing neurons", SCORING, 3 * size * a, 5 * size * a)
     yield traffic("norms of routing neurons", SCORING, size * (a + copied), size * (2 * a + copied))
@@ -339,7 +339,7 @@ def work_of_head(shape: Shape, layout: Layout) -> list[Work]:
     logits = planned_product("logits", HEAD, LINEAR, (t.all, d, vocabulary), a)
     chunks = -(-t.all // shape.loss_chunk)
     # Each chunk of tokens adds its dw to a sum in fp32.
-    summed = chunks * (2 * a + 2 * GRADIENT) * d * vocabulary
+    summed = chunks * (2 * a + 2 * GRADIENT_BYTES) * d * vocabulary
     return [
         logits,
         traffic("softmax", HEAD, 0, (3 * a if shape.fused_softmax else 24) * t.all * vocabulary),
@@ -354,9 +354,10 @@ def optimizer_bytes(weights: float, states: float, shape: Shape) -> float:
         weights: the numbers of weights on the rank.
         states: those that it updates.
     """
-    master = MASTER if shape.bf16 else 0
-    adam = GRADIENT + 2 * (MOMENTS + (master or shape.value)) + (shape.value if master else 0)
-    return 2 * GRADIENT * weights + adam * states
+    master = MASTER_BYTES if shape.bf16 else 0
+    read_and_written = MOMENT_BYTES + (master or shape.value)
+    adam = GRADIENT_BYTES + 2 * read_and_written + (shape.value if master else 0)
+    return 2 * GRADIENT_BYTES * weights + adam * states
 
 
 def model_flops_per_token(shape: Shape) -> float:

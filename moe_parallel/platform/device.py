@@ -5,7 +5,7 @@ import torch
 from moe_parallel.errors import InputError
 from moe_parallel.platform.memory import peak_host_memory
 
-BACKENDS = ("gloo", "nccl")
+DISTRIBUTED_BACKENDS = ("gloo", "nccl")
 
 
 def device() -> torch.device:
@@ -62,9 +62,10 @@ def choose_backend(requested: str | None) -> str:
         InputError: an unknown backend, or nccl on a host without CUDA.
     """
     backend = requested or default_backend()
-    if backend not in BACKENDS:
+    if backend not in DISTRIBUTED_BACKENDS:
         raise InputError(
-            f"--distributed-backend {backend} is unknown: choose from {', '.join(BACKENDS)}"
+            f"--distributed-backend {backend} is unknown: choose from "
+            f"{', '.join(DISTRIBUTED_BACKENDS)}"
         )
     if backend == "nccl" and not torch.cuda.is_available():
         raise InputError(

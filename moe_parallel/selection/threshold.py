@@ -29,7 +29,7 @@ def sigmoid_of_value(
     return torch.sigmoid(values_TE)
 
 
-def softmax(
+def softmax_of_scores(
     scores_TE: torch.Tensor, values_TE: torch.Tensor, chosen_TE: torch.Tensor
 ) -> torch.Tensor:
     """The softmax over the scores of all experts, not renormalized over the chosen ones."""

@@ -10,7 +10,7 @@ from moe_parallel.selection import threshold
 from moe_parallel.selection.threshold import Threshold
 from moe_parallel.systems.registry import register
 
-_PROBS = {"softmax": threshold.softmax, "sigmoid": threshold.sigmoid_of_value}
+_PROBS = {"softmax": threshold.softmax_of_scores, "sigmoid": threshold.sigmoid_of_value}
 
 
 def rules(selection: ThresholdSelection) -> Rules:

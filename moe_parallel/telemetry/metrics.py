@@ -29,7 +29,7 @@ from typing import Any
 from moe_parallel.errors import InputError
 from moe_parallel.telemetry.journal import Journal
 
-FILE_NAME = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 PREVIOUS_NAME = "metrics.previous.jsonl"
 
 #: The fields of a record that depend on the machine and differ between any two runs.
@@ -82,7 +82,7 @@ def read_metrics(path: Path | str) -> list[MetricsLine]:
 
 def has_evaluation(directory: Path | str, iteration: int) -> bool:
     """Whether the metrics in a run's folder have an evaluation of this iteration."""
-    path = Path(directory) / FILE_NAME
+    path = Path(directory) / METRICS_FILE
     return path.is_file() and any(
         record["iteration"] == iteration and "validation" in record for record, _ in _records(path)
     )
@@ -117,7 +117,7 @@ class MetricsWriter:
         later records. None: a new run; the metrics of another run in the same folder are moved to
         metrics.previous.jsonl. Raises OSError, and InputError if the file is not a log.
         """
-        path = Path(directory) / FILE_NAME
+        path = Path(directory) / METRICS_FILE
         self.name = str(path)
         self.resumed = Resumed()
         path.parent.mkdir(parents=True, exist_ok=True)

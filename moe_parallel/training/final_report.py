@@ -88,7 +88,7 @@ def format_table(comparison: ByteComparison) -> str:
     return "\n".join([head, *rows, *filter(None, [comparison.note])])
 
 
-def draw(config: Config, parameters: int) -> str:
+def write_figure(config: Config, parameters: int) -> str:
     """Draw the figure of the run in --save; returns a line with its path or why there is none."""
     # Here, because only one rank draws, and the import of Matplotlib takes a second on each.
     from moe_parallel.analysis.run_figure import plot_run

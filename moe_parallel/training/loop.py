@@ -14,7 +14,7 @@ import torch.distributed as dist
 from moe_parallel.config import Config
 from moe_parallel.data.datasets import Datasets
 from moe_parallel.data.sampler import batches
-from moe_parallel.evaluation.text_loss import TextLoss, evaluate
+from moe_parallel.evaluation.text_loss import TextLoss, measure_text_loss
 from moe_parallel.model.forward import Batch
 from moe_parallel.platform.device import peak_memory
 from moe_parallel.telemetry.progress import Phase
@@ -148,7 +148,7 @@ class Loop:
                 self.progress.activity(Phase.EVALUATE),
                 self.engine.statistics.evaluating() as routing,
             ):
-                text = evaluate(
+                text = measure_text_loss(
                     self.engine.chunks,
                     dataset,
                     self.bytes_per_token_V,

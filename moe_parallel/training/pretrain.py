@@ -33,7 +33,7 @@ from moe_parallel.telemetry.progress import Phase, Progress, clock_of
 from moe_parallel.telemetry.sinks import Telemetry, open_telemetry
 from moe_parallel.training.checkpoint.newest_good import newest_good
 from moe_parallel.training.failure import FailureChannel, run
-from moe_parallel.training.final_report import compare_with_baselines, draw, format_table
+from moe_parallel.training.final_report import compare_with_baselines, format_table, write_figure
 from moe_parallel.training.heartbeat import heartbeat
 from moe_parallel.training.instruments import open_instruments
 from moe_parallel.training.job_store import connect_ranks, join_store
@@ -270,7 +270,7 @@ def _tell_finished(config: Config, stage: Stage) -> None:
         flush=True,
     )
     if done == train_iters and goes_on_here(config):
-        print(draw(config, parameters), flush=True)
+        print(write_figure(config, parameters), flush=True)
 
 
 def _report(loop: Loop, telemetry: Telemetry, tokenizer: Any) -> None:
@@ -284,4 +284,4 @@ def _report(loop: Loop, telemetry: Telemetry, tokenizer: Any) -> None:
         table = compare_with_baselines(text_losses, loop.datasets, tokenizer)
         telemetry.say("\nheld-out text, every token:\n" + format_table(table))
     if loop.config.checkpoint.save is not None:
-        telemetry.say(draw(loop.config, parameters))
+        telemetry.say(write_figure(loop.config, parameters))

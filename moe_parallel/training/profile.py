@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity
 from moe_parallel.config import Config
 from moe_parallel.config.message import counted
 
-FOLDER = "profile"
+PROFILE_FOLDER = "profile"
 _ROWS = 40  # of a table
 
 #: Calls of the CUDA runtime and driver that start work, and those that wait for the device.
@@ -40,7 +40,7 @@ class Profile:
         logging = config.logging
         self._first, self._end = logging.profile_step_start, logging.profile_step_end
         self._is_on = logging.profile and rank in logging.profile_ranks
-        self._folder = Path(config.checkpoint.save or ".") / FOLDER
+        self._folder = Path(config.checkpoint.save or ".") / PROFILE_FOLDER
         self._rank = rank
         self._profiler: torch.profiler.profile | None = None
         self._began, self._steps, self._iteration = 0.0, 0, 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_parallel.analysis.routing.folder import (
-    MANIFEST,
+    ANALYSIS_MANIFEST,
     VIEW,
     SelectionsFile,
     View,
@@ -42,7 +42,7 @@ from moe_parallel.training.standalone import vocab_size_of
 from moe_parallel.training.text import open_text, open_tokenizer
 
 #: The name of the folder in a run.
-FOLDER = "analysis"
+ANALYSIS_FOLDER = "analysis"
 
 Receive = Callable[[TextSelections], None]
 
@@ -82,8 +82,8 @@ def output_folder(given: Path | None, load: Path) -> Path:
     if folder is None:
         checkpoint = find_checkpoint(load)
         run = checkpoint.parent if checkpoint.name.startswith("iter_") else checkpoint
-        folder = run / FOLDER
-    if folder.exists() and not (folder / MANIFEST).is_file():
+        folder = run / ANALYSIS_FOLDER
+    if folder.exists() and not (folder / ANALYSIS_MANIFEST).is_file():
         raise InputError(f"--output {folder} exists and is not an analysis: name another folder")
     return folder
 

@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import moe_parallel
+from moe_parallel.platform.machine import PACKAGES
 
-FILE_NAME = "starts.jsonl"
+STARTS_FILE = "starts.jsonl"
 
 #: The variable in which the first process of a start hands the command to its ranks.
 COMMAND = "MOE_PARALLEL_COMMAND"
-
-PACKAGES = ("torch", "megatron-core", "numpy")
 
 
 def keep_command(script: str, arguments: Sequence[str]) -> None:
@@ -39,7 +38,7 @@ def keep_command(script: str, arguments: Sequence[str]) -> None:
 
 def record_start(folder: Path, ranks: int, load: str | None) -> None:
     """Append a line to the folder's starts.jsonl. Raises OSError."""
-    with (folder / FILE_NAME).open("a", encoding="utf-8") as file:
+    with (folder / STARTS_FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(_start(ranks, load)) + "\n")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from moe_parallel.analysis.study.contenders import SharedFile, choose_contenders
 from moe_parallel.analysis.study.design import StudyDesign
-from moe_parallel.analysis.study.folder import MANIFEST, Cell, StudyFolder, StudyManifest
+from moe_parallel.analysis.study.folder import STUDY_MANIFEST, Cell, StudyFolder, StudyManifest
 
 SHARED: dict[str, Any] = {
     "num_layers": 2,
@@ -62,7 +62,7 @@ def make_study(
         design=StudyDesign.from_raw(design),
     )
     path.mkdir()
-    (path / MANIFEST).write_text(manifest.to_json())
+    (path / STUDY_MANIFEST).write_text(manifest.to_json())
     return StudyFolder(path)
 
 

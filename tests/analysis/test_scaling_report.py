@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from moe_parallel.analysis.scaling.figure import draw
+from moe_parallel.analysis.scaling.figure import scaling_figure
 from moe_parallel.analysis.scaling.folder import FAILED, FINISHED, NEW, QUEUED, CellFolder
 from moe_parallel.analysis.scaling.grid import cells
-from moe_parallel.analysis.scaling.report import write_report
+from moe_parallel.analysis.scaling.report import write_scaling_report
 from moe_parallel.analysis.scaling.rows import axis_of, rows_of
 from moe_parallel.errors import InputError
 from moe_parallel.plan.cluster import Cluster, Node
@@ -81,7 +81,7 @@ def test_a_cell_is_not_replaced_by_another(folders, tmp_path):
 def test_the_report_leaves_out_the_warm_up(folders, tmp_path):
     finish(folders[0], 1.0)
     finish(folders[1], 0.8)
-    write_report(rows_of(CellFolder.read_all(tmp_path), 1), tmp_path)
+    write_scaling_report(rows_of(CellFolder.read_all(tmp_path), 1), tmp_path)
     one, two = csv.DictReader((tmp_path / "scaling.csv").open())
     assert float(one["tokens_per_second"]) == pytest.approx(256)
     assert float(one["compute_seconds"]) == pytest.approx(0.375)
@@ -105,7 +105,7 @@ def test_saves_are_apart_from_the_other_time_between_steps(folders):
     (row,) = rows_of(folders, 0)
     assert row.measures.save_seconds == pytest.approx(0.2)
     assert row.measures.between_seconds == pytest.approx(0.05)
-    split = draw([row]).axes[2]
+    split = scaling_figure([row]).axes[2]
     assert "save" in [text.get_text() for text in split.get_legend().get_texts()]
 
 
@@ -116,7 +116,7 @@ def test_the_plan_and_its_error_are_in_the_table(folders, tmp_path):
     for row in rows:
         plan = plan_layout(row.cell.config, 64, Cluster(NODE, row.cell.nodes))
         assert row.planned == plan.time.tokens_per_gpu * row.cell.nodes
-    write_report(rows, tmp_path)
+    write_scaling_report(rows, tmp_path)
     for line in csv.DictReader((tmp_path / "scaling.csv").open()):
         planned = float(line["planned_tokens_per_second"])
         assert float(line["plan_error"]) == pytest.approx(planned / 256 - 1, abs=1e-4)
@@ -126,7 +126,7 @@ def test_a_figure_shows_the_plan_and_its_error(folders):
     for each in folders:
         finish(each, 1.0)
     rows = rows_of(folders, 1, Cluster(NODE, 1))
-    speed, _, split, error = draw(rows).axes
+    speed, _, split, error = scaling_figure(rows).axes
     measured, planned = [list(speed.lines[place].get_ydata()) for place in (0, 2)]
     assert (measured, planned) == ([256, 256], [row.planned for row in rows])
     assert list(error.lines[0].get_ydata()) == [row.plan_error for row in rows]
@@ -144,7 +144,7 @@ def test_a_figure_without_a_plan_says_why(folders):
         "it has 1 rank on 1 node, and pair has 2",
         "it has 2 ranks on 2 nodes, and pair has 2",
     ]
-    (text,) = draw(rows).axes[3].texts
+    (text,) = scaling_figure(rows).axes[3].texts
     assert "pair has 2" in text.get_text()
 
 
@@ -169,7 +169,7 @@ def test_a_study_of_a_flag_has_the_flag_as_its_axis(tmp_path):
         (8, "nodes 2, seed 2"),
     ]  # fmt: skip
     assert [row.efficiency for row in rows] == pytest.approx([1, 1, 0.25, 0.25])
-    labels = [label.get_text() for label in draw(rows).axes[0].get_xticklabels()]
+    labels = [label.get_text() for label in scaling_figure(rows).axes[0].get_xticklabels()]
     assert labels == ["2", "8"]
 
 

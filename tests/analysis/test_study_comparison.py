@@ -8,7 +8,7 @@ import pytest
 from moe_parallel.analysis.study.comparison import Comparisons
 from moe_parallel.analysis.study.folder import StudyFolder
 from moe_parallel.analysis.study.results import StudyResults
-from moe_parallel.analysis.study.study_report import write_report
+from moe_parallel.analysis.study.study_report import write_study_report
 from moe_parallel.analysis.study.table import markdown
 from tests.analysis.study_folder import layer, make_study, write_cell
 
@@ -204,7 +204,7 @@ def test_the_whole_grid_is_on_the_page_and_in_the_json(tmp_path: Path):
     _pilots(folder, "aoe", {0.001: 4.2, 0.003: 4.1, 0.009: None, 0.001732: 4.05})
     for cell in folder.cells({"topk": [1], "aoe": [1]}):
         write_cell(cell, records(4.0))
-    page = write_report(folder).read_text()
+    page = write_study_report(folder).read_text()
     # Losses are means of `code` and `prose`, which is 1 above.
     assert "| topk | 4.7000 | 4.5000 | 4.6000 | **4.4500** at 0.005196 | 0.005196 |" in page
     assert "| aoe | 4.7000 | 4.6000 | diverged | **4.5500** at 0.001732 | 0.001732 |" in page

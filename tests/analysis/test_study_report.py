@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from moe_parallel.analysis.study.folder import StudyFolder
 from moe_parallel.analysis.study.loss_figure import draw_losses
-from moe_parallel.analysis.study.notes import notes
+from moe_parallel.analysis.study.notes import study_notes
 from moe_parallel.analysis.study.results import StudyResults
 from moe_parallel.analysis.study.routing_figures import (
     draw_domain_weights,
@@ -20,7 +20,7 @@ from moe_parallel.analysis.study.routing_figures import (
     draw_loads,
     draw_norms,
 )
-from moe_parallel.analysis.study.study_report import write_report
+from moe_parallel.analysis.study.study_report import write_study_report
 from moe_parallel.analysis.study.table import markdown
 from moe_parallel.errors import InputError
 from tests.analysis.study_folder import TOKENS, layer, make_study, plausible_records, write_cell
@@ -105,7 +105,7 @@ def test_one_seed_has_no_spread(tmp_path: Path):
 
 
 def test_files_for_computing(two_by_two: StudyFolder):
-    write_report(two_by_two)
+    write_study_report(two_by_two)
     with (two_by_two.path / "table.csv").open() as file:
         topk, aoe = csv.DictReader(file)
     assert (topk["contender"], topk["runs"], topk["parameters_total"]) == ("topk", "2", "1000")
@@ -122,7 +122,7 @@ def test_files_for_computing(two_by_two: StudyFolder):
 
 
 def test_notes_of_an_ordinary_study(two_by_two: StudyFolder):
-    said = "\n".join(notes(StudyResults.read(two_by_two)))
+    said = "\n".join(study_notes(StudyResults.read(two_by_two)))
     assert "0.00M parameters, 5,120 tokens (5.1 a parameter), 2 seeds. " in said
     assert "Total parameters differ by at most 0.80%. " in said
     assert "options of the study's file, including the learning rate: none was tuned" in said
@@ -142,7 +142,7 @@ def test_notes_of_a_study_with_flaws(tmp_path: Path):
     write_cell(study.cell("topk", 1), short_run(4.0, 1.0), load_average=3.5, other_cores=1.5)
     write_cell(study.cell("smear", 1), short_run(4.0, 1.0, tokens=4000), machine="another")
     write_cell(study.cell("dense", 2), short_run(4.0, 1.0))
-    said = "\n".join(notes(StudyResults.read(study)))
+    said = "\n".join(study_notes(StudyResults.read(study)))
     for sentence in (
         "Total parameters differ by at most 10.00%: NOT an equal comparison. dense has no experts",
         "different for topk: `--lr 1e-3`.",
@@ -168,7 +168,7 @@ def test_what_one_contender_has_alone_is_told_wherever_it_stood(tmp_path: Path):
     )
     for name in ("topk", "aoe", "dense"):
         write_cell(study.cell(name, 1), short_run(4.0, 1.0))
-    said = "\n".join(notes(StudyResults.read(study)))
+    said = "\n".join(study_notes(StudyResults.read(study)))
     assert (
         "different for topk: `--weight-decay 0.0`; aoe: `--aoe-gate all`; dense: `--lr 1e-3`."
         in said
@@ -183,15 +183,15 @@ def test_a_capacity_is_a_warning_for_all_but_the_dense(tmp_path: Path):
     for name in ("topk", "aoe", "dense"):
         write_cell(study.cell(name, 1), short_run(4.0, 1.0))
     results = StudyResults.read(study)
-    assert "topk, aoe: which choices an over-full expert drops" in "\n".join(notes(results))
+    assert "topk, aoe: which choices an over-full expert drops" in "\n".join(study_notes(results))
     assert list(rows(markdown(results), "Held-out text")) == ["", "topk †", "aoe †", "dense"]
 
 
 def test_a_study_without_a_finished_run(tmp_path: Path):
     with pytest.raises(InputError, match="does not contain a study"):
-        write_report(StudyFolder(tmp_path))
+        write_study_report(StudyFolder(tmp_path))
     with pytest.raises(InputError, match="has no finished run yet"):
-        write_report(make_study(tmp_path / "study", ["topk"]))
+        write_study_report(make_study(tmp_path / "study", ["topk"]))
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +273,7 @@ def test_pictures_that_show_nothing_are_not_drawn(tmp_path: Path):
     write_cell(study.cell("dense", 1), plausible_records("dense", 1))
     (study.path / "figures").mkdir()
     (study.path / "figures" / "norms.png").write_text("of an earlier report")
-    page = write_report(study).read_text()
+    page = write_study_report(study).read_text()
     assert [p.name for p in (study.path / "figures").iterdir()] == ["loss.png"]
     assert page.endswith("\n![loss](figures/loss.png)\n")
     assert "–" in rows(page, "Routing")["dense"]
@@ -288,7 +288,7 @@ def test_any_shape_is_drawn(tmp_path: Path, shape: tuple[int, int, int]):
             KINDS[cell.contender], 1, layers=layers, experts=experts, logged=logged, every=1
         )
         write_cell(cell, records)
-    write_report(study)
+    write_study_report(study)
     pictures = {path.name: path.read_bytes() for path in (study.path / "figures").iterdir()}
     assert len(pictures) == 5
     assert all(picture.startswith(b"\x89PNG") for picture in pictures.values())
@@ -323,11 +323,11 @@ def test_starts_and_states(tmp_path: Path):
         "aoe": ["0.05", "2.50", "–"],
         "aoe_threshold": ["0.004", "0.20", f"cutoffs (quantile) {10 / steps:.2g}"],
     }  # fmt: skip
-    (told,) = [note for note in notes(results) if "starts with outputs" in note]
+    (told,) = [note for note in study_notes(results) if "starts with outputs" in note]
     assert told.startswith("**aoe_threshold** starts with outputs of its MoE layers 0.2 times as")
 
 
 def test_a_study_that_recorded_no_start_has_no_such_section(two_by_two: StudyFolder):
     results = StudyResults.read(two_by_two)
     assert "Starts and states" not in markdown(results)
-    assert not any("starts with outputs" in note for note in notes(results))
+    assert not any("starts with outputs" in note for note in study_notes(results))

@@ -10,8 +10,8 @@ from torch import distributed as dist
 
 from moe_parallel.balancing.coupling import (
     Coupling,
-    coupling,
     coupling_loss,
+    measured_coupling,
     noise_bound,
     with_noise,
 )
@@ -39,7 +39,7 @@ def loss_of(norms, alpha):
 def test_by_hand():
     w_g = EYE.unsqueeze(2)  # W_g^1 = e_1, W_g^2 = e_2
     for experts, wanted in ((w_g, 0.0), (w_g.flip(0), 1.0)):
-        m = coupling(EYE, experts, ALONE)
+        m = measured_coupling(EYE, experts, ALONE)
         assert float(coupling_loss(m, 1.0, ALONE)) == wanted
     assert loss_of([[1.0, 0.8], [0.8, 1.0]], 1.0) == 0
     assert loss_of([[1.0, 0.8], [0.8, 1.0]], 0.5) == pytest.approx(0.3)
@@ -49,7 +49,7 @@ def test_by_hand():
 def test_equals_the_papers_sum(alpha):
     rng = numpy.random.default_rng(0)
     rows, w_g = rng.normal(size=(5, 4)), rng.normal(size=(5, 4, 3))
-    m = coupling(torch.from_numpy(rows), torch.from_numpy(w_g), ALONE)
+    m = measured_coupling(torch.from_numpy(rows), torch.from_numpy(w_g), ALONE)
     norms = oracle.coupling_norms(rows, w_g)
     numpy.testing.assert_allclose(m.norms_LE.T, norms, rtol=1e-12)
     numpy.testing.assert_allclose(m.own_E, norms.diagonal(), rtol=1e-12)
@@ -71,7 +71,9 @@ def test_equal_rows_and_rows_of_zeros_have_no_noise_and_finite_gradients():
     router = torch.tensor([[1.0, 2.0], [1.0, 2.0], [0.0, 0.0]], requires_grad=True)
     assert noise_bound(router.detach()).tolist() == [0, 0, 0]
     w_g = torch.zeros(3, 2, 2, requires_grad=True)
-    coupling_loss(coupling(with_noise(router, generator()), w_g, ALONE), 1.0, ALONE).backward()
+    coupling_loss(
+        measured_coupling(with_noise(router, generator()), w_g, ALONE), 1.0, ALONE
+    ).backward()
     assert torch.isfinite(router.grad).all() and torch.isfinite(w_g.grad).all()
 
 
@@ -81,14 +83,14 @@ def test_at_the_start():
     router = std * torch.randn(n, d, generator=generator(1))
     w_g = std * torch.randn(n, d, f, generator=generator(2))
     rows = with_noise(router, generator(3))
-    m = coupling(rows, w_g, ALONE)
+    m = measured_coupling(rows, w_g, ALONE)
     assert float(noise_bound(router).mean()) == pytest.approx(0.67, abs=0.03)
     size = std**2 * math.sqrt(d * f) * math.sqrt(1 + 0.67**2 / 3)  # delta has the variance e^2 / 3
     assert float(m.norms_LE.mean()) == pytest.approx(size, rel=0.05)
     share = float(coupling_loss(m, 1.0, ALONE) / m.own_E.mean())
     assert share == pytest.approx(0.057, abs=0.02)
     # The loss has units: halving W_g halves it.
-    half = coupling_loss(coupling(rows, w_g / 2, ALONE), 1.0, ALONE)
+    half = coupling_loss(measured_coupling(rows, w_g / 2, ALONE), 1.0, ALONE)
     assert float(half / m.own_E.mean()) == pytest.approx(share / 2, rel=1e-5)
 
 
@@ -128,7 +130,7 @@ def _parts(ep: int, etp: int):
     whole = torch.randn(E, D, F, generator=generator(1), dtype=torch.float64)
     here = whole.chunk(ep)[groups.ep.rank()].chunk(etp, dim=2)[groups.etp.rank()]
     w_g = here.clone().requires_grad_()
-    loss = coupling_loss(coupling(router, w_g, groups), 0.5, groups)
+    loss = coupling_loss(measured_coupling(router, w_g, groups), 0.5, groups)
     loss.backward()
     found = float(loss), router.grad.numpy(), w_g.grad.numpy(), groups.ep.rank(), groups.etp.rank()
     dist.barrier()

@@ -12,7 +12,7 @@ from moe_parallel.data.corpus import (
     drop_near_copies,
     python_corpus,
     shared_lines,
-    side_of,
+    side_of_document,
 )
 from moe_parallel.errors import InputError
 from tests.data.small_text import words
@@ -57,14 +57,14 @@ def test_the_corpus_of_this_python_has_text_on_every_side() -> None:
 
 def test_the_fraction_is_the_share_of_hashes_held_out() -> None:
     keys = [content_key(str(i)) for i in range(20_000)]
-    held_out = sum(side_of(key, 0.1) == "valid" for key in keys)
+    held_out = sum(side_of_document(key, 0.1) == "valid" for key in keys)
     assert held_out == pytest.approx(2000, abs=5 * (20_000 * 0.1 * 0.9) ** 0.5)
 
 
 def test_a_larger_fraction_only_moves_texts_from_training_to_validation() -> None:
     keys = [content_key(str(i)) for i in range(2000)]
-    few = {key for key in keys if side_of(key, 0.02) == "valid"}
-    many = {key for key in keys if side_of(key, 0.05) == "valid"}
+    few = {key for key in keys if side_of_document(key, 0.02) == "valid"}
+    many = {key for key in keys if side_of_document(key, 0.05) == "valid"}
     assert few < many
 
 

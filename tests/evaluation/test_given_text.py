@@ -25,7 +25,7 @@ def test_documents_follow_one_another(tmp_path):
 @pytest.mark.parametrize("piece", [6, 9, 1 << 20])
 def test_a_text_file_is_one_document(tmp_path, monkeypatch, piece, between):
     """Also if it has no line breaks. No number is cut, because none is longer than a piece."""
-    monkeypatch.setattr(given_text, "PIECE", piece)
+    monkeypatch.setattr(given_text, "TEXT_PIECE", piece)
     file = tmp_path / "a.txt"
     numbers = [number % 90 for number in range(200)]
     file.write_text(between.join(map(str, numbers)))
@@ -35,7 +35,7 @@ def test_a_text_file_is_one_document(tmp_path, monkeypatch, piece, between):
 
 @pytest.mark.parametrize("unit", ["a", "a ", " a", "é", "\n", "a\nbcdefghij", " abcdefghij"])
 def test_pieces_are_bounded(tmp_path, monkeypatch, unit):
-    monkeypatch.setattr(given_text, "PIECE", 8)
+    monkeypatch.setattr(given_text, "TEXT_PIECE", 8)
     file = tmp_path / "a.txt"
     file.write_text(unit * 100)
     pieces = list(pieces_of(file))

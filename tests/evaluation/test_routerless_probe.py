@@ -11,9 +11,9 @@ from torch import nn
 from moe_parallel.config import AoESelection, TopKSelection, TopPSelection
 from moe_parallel.errors import InputError
 from moe_parallel.evaluation.routerless_probe import (
-    GATES,
-    NODES,
-    NORMS,
+    PROBE_GATES,
+    PROBE_NODES,
+    PROBE_NORMS,
     Probe,
     ProbedLayer,
     Table,
@@ -102,9 +102,9 @@ def swiglu_matrices(given: dict[str, Array]) -> list[tuple[Array, Array, Array]]
 
 
 @pytest.mark.parametrize("k", [1, K])
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("node", NODES)
+@pytest.mark.parametrize("gate", PROBE_GATES)
+@pytest.mark.parametrize("norm", PROBE_NORMS)
+@pytest.mark.parametrize("node", PROBE_NODES)
 def test_the_greatest_activations_compute(node: str, norm: str, gate: str, k: int) -> None:
     given = values(ROUTED)
     model = nn.Sequential(layer_of(ROUTED, given))
@@ -119,14 +119,14 @@ def test_nodes_and_norms_disagree() -> None:
     given = values(ROUTED)
     outputs = [
         expected(swiglu_matrices(given), given["x"], node, norm, "uniform", 1)
-        for node in NODES
-        for norm in NORMS
+        for node in PROBE_NODES
+        for norm in PROBE_NORMS
     ]
     alike = sum(numpy.allclose(a, b) for i, a in enumerate(outputs) for b in outputs[:i])
     assert alike < 30  # of 105 pairs; norms of few numbers often rank alike
 
 
-@pytest.mark.parametrize("node", NODES)
+@pytest.mark.parametrize("node", PROBE_NODES)
 def test_a_factorized_gate_is_multiplied_out(node: str) -> None:
     rng = numpy.random.default_rng(3)
     e, d, w, r = EXPERTS, WIDTH, EXPERT_WIDTH, 2

@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from moe_parallel.config import parse_command_line, validate
 from moe_parallel.data.datasets import texts
-from moe_parallel.evaluation.text_loss import TextLoss, evaluate
+from moe_parallel.evaluation.text_loss import TextLoss, measure_text_loss
 from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.training.engine import Engine
 from moe_parallel.training.pretrain import seed_everything
@@ -54,7 +54,7 @@ class _Model:
         destroy_num_microbatches_calculator()
 
     def evaluate(self, domain, samples):
-        found = evaluate(
+        found = measure_text_loss(
             self.engine.chunks,
             self.datasets.valid[domain],
             self.text.bytes_per_token(self.engine.device),

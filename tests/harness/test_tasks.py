@@ -12,7 +12,7 @@ from moe_parallel.harness.presets import PRESETS, PresetTask
 from moe_parallel.harness.tasks import (
     Wanted,
     check_folders,
-    first_line,
+    class_and_line,
     load_tasks,
     require_harness,
     wanted_tasks,
@@ -136,5 +136,5 @@ def test_without_the_harness(monkeypatch):
 
 
 def test_the_first_line_of_an_error():
-    assert first_line(ValueError("one\ntwo")) == "ValueError: one"
-    assert first_line(KeyError()) == "KeyError"
+    assert class_and_line(ValueError("one\ntwo")) == "ValueError: one"
+    assert class_and_line(KeyError()) == "KeyError"

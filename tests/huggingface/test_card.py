@@ -3,7 +3,7 @@
 import pytest
 
 from moe_parallel.config import parse_command_line
-from moe_parallel.huggingface.card import Facts, model_card, notes
+from moe_parallel.huggingface.card import Facts, export_notes, model_card
 from tests.program import SMALL, flags
 from tests.systems import options
 
@@ -36,7 +36,7 @@ PROMPT = "The mean of the prompt merges the experts, once in each layer, for"
     ],
 )
 def test_notes(of_run, beginnings):
-    found = notes(parse_command_line(flags(SMALL | of_run)))
+    found = export_notes(parse_command_line(flags(SMALL | of_run)))
     assert len(found) == len(beginnings)
     for note, beginning in zip(found, beginnings, strict=True):
         assert note.startswith(beginning) and "\n" not in note

@@ -12,7 +12,7 @@ from torch.nn.attention import sdpa_kernel
 from moe_parallel.config import Config, make_config
 from moe_parallel.config.option import options
 from moe_parallel.config.training import TrainingConfig
-from moe_parallel.model.attention import BACKENDS, TorchAttention, _strip
+from moe_parallel.model.attention import CORE_ATTENTIONS, TorchAttention, _strip
 from moe_parallel.model.forward import run_micro_batches
 from moe_parallel.parallel import destroy_groups
 from moe_parallel.selection.shares import take, zigzag
@@ -66,7 +66,9 @@ def attention(
         num_query_groups=groups,
         params_dtype=dtype,
     )
-    built = BACKENDS[backend](config, layer_number=1, attn_mask_type=None, attention_type="self")
+    built = CORE_ATTENTIONS[backend](
+        config, layer_number=1, attn_mask_type=None, attention_type="self"
+    )
     assert isinstance(built, TorchAttention)
     return built
 
@@ -184,7 +186,7 @@ def test_nothing_of_size_s_by_s_is_kept(
 
 def test_every_value_of_the_flag_has_a_module() -> None:
     (of_the_flag,) = (o for o in options(TrainingConfig) if o.name == "attention_backend")
-    assert of_the_flag.choices == tuple(BACKENDS)
+    assert of_the_flag.choices == tuple(CORE_ATTENTIONS)
 
 
 CASES: dict[int, dict[str, Options]] = {

@@ -240,8 +240,8 @@ FAULTS_OF_RUNS = [
     Fault(
         "a plan reads Adam's moments and does not write them",
         "moe_parallel/plan/work.py",
-        "GRADIENT + 2 * (MOMENTS",
-        "GRADIENT + (MOMENTS",
+        "GRADIENT_BYTES + 2 * read_and_written",
+        "GRADIENT_BYTES + read_and_written",
         ("tests/plan/test_work.py", "tests/plan/test_step_time.py"),
     ),
     Fault(

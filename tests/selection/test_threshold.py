@@ -29,7 +29,7 @@ def test_by_hand() -> None:
 def test_a_score_at_the_cutoff_is_not_above_it() -> None:
     """Scores that all tie choose nobody: no tie is broken by the number of an expert."""
     assert experts_of(Threshold(threshold.sigmoid), [0.0, 0.0]) == [[]]
-    rule = Threshold(threshold.softmax).with_bias(torch.full((3,), -0.1))
+    rule = Threshold(threshold.softmax_of_scores).with_bias(torch.full((3,), -0.1))
     assert experts_of(rule, [0.1, 0.1, 0.1], [0.1, 0.2, 0.0]) == [[], [1]]
 
 
@@ -37,10 +37,10 @@ def test_a_score_at_the_cutoff_is_not_above_it() -> None:
     ("gate", "expected"),
     [
         (threshold.sigmoid, [0.8808, 0.7311]),
-        (threshold.softmax, [0.7311, 0.2689]),
+        (threshold.softmax_of_scores, [0.7311, 0.2689]),
         (threshold.sigmoid_of_value, [0.7311, 0.6225]),
         (threshold.raw_value, [1.0, 0.5]),
-        (threshold.softmax_of_chosen, [0.6225, 0.3775]),
+        (threshold.softmax_of_scores_of_chosen, [0.6225, 0.3775]),
     ],
 )
 def test_gates_by_hand(gate: Gate, expected: list[float]) -> None:

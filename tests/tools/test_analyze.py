@@ -194,7 +194,7 @@ def test_given_files_replace_the_analysis(trained: Path, tmp_path: Path) -> None
 def _peak(load: Path, text: Path, output: Path) -> int:
     """The most memory of an analysis in this process, in bytes. What is read and written at a time
     is small, so that it would show if more were kept."""
-    written.ROWS_OF_A_GROUP, given_text.PIECE = 2_000, 1 << 13
+    written.ROWS_OF_A_GROUP, given_text.TEXT_PIECE = 2_000, 1 << 13
     config = standalone_config([], load=str(load))
     files = AnalysisOptions({"long": text}, None, 9, 40, True, "")
     analyze(config, evaluation_config([], str(load), 1), files, output)

@@ -63,7 +63,7 @@ class Moments:
             write = Journal._write_whole
 
             def write_in_two(journal: Journal, entry: bytes) -> None:
-                if journal._file.name.endswith(metrics.FILE_NAME):
+                if journal._file.name.endswith(metrics.METRICS_FILE):
                     half = len(entry) // 2
                     write(journal, entry[:half])
                     self.pass_by("half a line")

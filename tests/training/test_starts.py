@@ -4,11 +4,12 @@ import json
 
 import pytest
 
+from moe_parallel.platform.machine import PACKAGES
 from moe_parallel.training import starts
 
 
 def lines(folder):
-    return [json.loads(line) for line in (folder / starts.FILE_NAME).read_text().splitlines()]
+    return [json.loads(line) for line in (folder / starts.STARTS_FILE).read_text().splitlines()]
 
 
 def test_the_launcher_keeps_its_command_for_the_ranks(tmp_path, monkeypatch):
@@ -23,7 +24,7 @@ def test_the_launcher_keeps_its_command_for_the_ranks(tmp_path, monkeypatch):
     assert library["command"] is None
     assert launched["command"] == ("python pretrain_gpt_moe.py --nproc-per-node 2 --save 'my run'")
     assert (launched["ranks"], launched["load"]) == (2, "my run")
-    assert set(launched["versions"]) == {"python", "moe-parallel", *starts.PACKAGES}
+    assert set(launched["versions"]) == {"python", "moe-parallel", *PACKAGES}
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

@@ -32,7 +32,7 @@ suppress_warnings()  # before Megatron-Core is imported
 
 from moe_parallel.data.indexed import write_indexed  # noqa: E402
 from moe_parallel.errors import InputError  # noqa: E402
-from moe_parallel.telemetry.metrics import FILE_NAME, MetricsLine, read_metrics  # noqa: E402
+from moe_parallel.telemetry.metrics import METRICS_FILE, MetricsLine, read_metrics  # noqa: E402
 from moe_parallel.tool import Tool, check_positive, last_line  # noqa: E402
 from tools.bench.about import ROOT, about  # noqa: E402
 from tools.bench.sizes import GOALS, SMALL  # noqa: E402
@@ -133,7 +133,7 @@ def train(command: list[str], folder: Path, iterations: int) -> list[MetricsLine
 
 
 def training_records(folder: Path) -> list[MetricsLine]:
-    path = folder / FILE_NAME
+    path = folder / METRICS_FILE
     if not path.exists():
         return []
     return [record for record in read_metrics(path) if "tokens_per_second" in record]

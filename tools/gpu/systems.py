@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from moe_parallel.errors import InputError
-from moe_parallel.telemetry.metrics import FILE_NAME, read_metrics
+from moe_parallel.telemetry.metrics import METRICS_FILE, read_metrics
 from moe_parallel.tool import Tool, check_positive, last_line
 from tools.bench.about import ROOT
 from tools.bench.benchmark import check_device
@@ -150,7 +150,7 @@ def _train(system: str, save: Path, *flags: str, **environment: str) -> list[flo
     if ended.returncode:
         reason = last_line(ended.stderr or ended.stdout)
         raise RunFailed(f"{save.name.removeprefix(system + '-')}: {reason}")
-    return [line["lm_loss"] for line in read_metrics(save / FILE_NAME) if "lm_loss" in line]
+    return [line["lm_loss"] for line in read_metrics(save / METRICS_FILE) if "lm_loss" in line]
 
 
 def _line(row: SystemRow, tolerance: float) -> str:

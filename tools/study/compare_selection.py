@@ -24,7 +24,7 @@ from schedule import STAGES, Part, Schedule
 from study_plan import check_totals, count_active, plan
 from train_cells import TimeLimit, train
 
-from moe_parallel.analysis.study.folder import MANIFEST, StudyFolder
+from moe_parallel.analysis.study.folder import STUDY_MANIFEST, StudyFolder
 from moe_parallel.analysis.study.terms import TERMS
 from moe_parallel.data.atomic_files import write_atomically
 from moe_parallel.errors import InputError
@@ -49,7 +49,7 @@ def compare(options: argparse.Namespace) -> int:
     stages = _stages(options, bool(manifest.design.lr_grid))
     check_totals(manifest, options.allow_unequal)
     with alone(folder, options.part):
-        write_atomically(folder.path / MANIFEST, manifest.to_json())
+        write_atomically(folder.path / STUDY_MANIFEST, manifest.to_json())
         runner = CellRunner(options.nproc, options.threads, options.jobs)
         schedule = Schedule(folder, manifest, seeds, stages, options.part)
         with CellStop().listening() as stop:
@@ -61,11 +61,11 @@ def compare(options: argparse.Namespace) -> int:
         compared = folder.cells(seeds)
         if stages == STAGES and options.part is None and any(map(manifest.is_finished, compared)):
             from moe_parallel.analysis.study.study_report import (
-                write_report,  # matplotlib takes a second
+                write_study_report,  # matplotlib takes a second
             )
 
             count_active(manifest, folder)
-            print(f"report: {write_report(folder)}")
+            print(f"report: {write_study_report(folder)}")
     undecided = schedule.undecided()
     for cell in failed:
         print(f"failed: {cell.label}; see {cell.output}", file=sys.stderr)

@@ -18,7 +18,7 @@ from scaling_jobs import queue, run_here, submit
 
 from moe_parallel.analysis.scaling.folder import FAILED, FINISHED, QUEUED, CellFolder
 from moe_parallel.analysis.scaling.grid import cells, parse_vary
-from moe_parallel.analysis.scaling.report import write_report
+from moe_parallel.analysis.scaling.report import write_scaling_report
 from moe_parallel.analysis.scaling.rows import rows_of
 from moe_parallel.config import read_yaml
 from moe_parallel.errors import InputError
@@ -121,7 +121,7 @@ def _report(own: Namespace) -> None:
     for row in rows if cluster is not None else []:
         if row.no_plan is not None:
             print(f"no plan: {row.cell.name}: {row.no_plan}")
-    for file in write_report(rows, own.study):
+    for file in write_scaling_report(rows, own.study):
         print(file)
 
 

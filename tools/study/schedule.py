@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_parallel.analysis.study.folder import MANIFEST, Cell, StudyFolder, StudyManifest
+from moe_parallel.analysis.study.folder import STUDY_MANIFEST, Cell, StudyFolder, StudyManifest
 from moe_parallel.analysis.study.pilots import pilot_cells, read_sweep, tuned_options
 from moe_parallel.analysis.study.sweep import Sweep
 from moe_parallel.data.atomic_files import write_atomically
@@ -126,5 +126,5 @@ class Schedule:
             if options is None:
                 return False
             tuned[name] = options
-            write_atomically(self._folder.path / MANIFEST, self._manifest.to_json())
+            write_atomically(self._folder.path / STUDY_MANIFEST, self._manifest.to_json())
         return True

@@ -22,15 +22,15 @@ from pathlib import Path
 
 from folder_lock import alone
 
-from moe_parallel.analysis.study.folder import MANIFEST, Cell, StudyFolder, StudyManifest
+from moe_parallel.analysis.study.folder import STUDY_MANIFEST, Cell, StudyFolder, StudyManifest
 from moe_parallel.analysis.study.pilots import pilot_cells, read_sweep
 from moe_parallel.data.atomic_files import staging, write_atomically
 from moe_parallel.errors import InputError
-from moe_parallel.telemetry.metrics import FILE_NAME
+from moe_parallel.telemetry.metrics import METRICS_FILE
 from moe_parallel.tool import Tool
 
 #: The files of a run that reports read, and its output.
-KEPT = (FILE_NAME, "attempts.jsonl", "starts.jsonl", "config.yaml", "cell.yaml", "output.txt")
+KEPT = (METRICS_FILE, "attempts.jsonl", "starts.jsonl", "config.yaml", "cell.yaml", "output.txt")
 #: The members that are read from an archive: no other path is ever written.
 _WORD = r"[A-Za-z0-9][A-Za-z0-9_.+-]*"
 _MEMBER = re.compile(rf"(cells|pilots)/{_WORD}/{_WORD}/({'|'.join(map(re.escape, KEPT))})")
@@ -73,7 +73,7 @@ def pack(folder: StudyFolder, archive: Path) -> int:
     try:
         with tarfile.open(temporary, "w:gz") as tar:
             text = manifest.to_json().encode()
-            entry = tarfile.TarInfo(MANIFEST)
+            entry = tarfile.TarInfo(STUDY_MANIFEST)
             entry.size = len(text)
             tar.addfile(entry, io.BytesIO(text))
             for cell in ended:
@@ -106,7 +106,7 @@ def unpack(archive: Path, folder: StudyFolder) -> tuple[int, int]:
             except InputError as error:
                 raise InputError(f"{archive}: {error}") from None
         # First the manifest: a folder of runs without one is not a study.
-        write_atomically(folder.path / MANIFEST, manifest.to_json())
+        write_atomically(folder.path / STUDY_MANIFEST, manifest.to_json())
         added = known = 0
         for cell in _cells(theirs, manifest):
             if not cell.folder.is_dir():
@@ -127,7 +127,7 @@ def _extract(archive: Path, place: StudyFolder) -> StudyManifest:
     try:
         with tarfile.open(archive, "r:gz") as tar:
             for member in tar:
-                known = member.name == MANIFEST or _MEMBER.fullmatch(member.name)
+                known = member.name == STUDY_MANIFEST or _MEMBER.fullmatch(member.name)
                 if not known or not member.isfile() or member.size > _MEMBER_BYTES_MAX:
                     raise InputError(
                         f"{archive} has a member {member.name!r}: it is not an archive of a study"
@@ -141,8 +141,8 @@ def _extract(archive: Path, place: StudyFolder) -> StudyManifest:
         raise InputError(
             f"{archive} cannot be read ({error}): name a file that `pack` wrote"
         ) from None
-    if not (place.path / MANIFEST).is_file():
-        raise InputError(f"{archive} has no {MANIFEST}: name a file that `pack` wrote")
+    if not (place.path / STUDY_MANIFEST).is_file():
+        raise InputError(f"{archive} has no {STUDY_MANIFEST}: name a file that `pack` wrote")
     manifest = place.manifest()
     assert manifest is not None
     return manifest

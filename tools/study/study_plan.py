@@ -19,7 +19,7 @@ from moe_parallel.analysis.study.contenders import (
     parse_overrides,
 )
 from moe_parallel.analysis.study.design import SECTION, StudyDesign
-from moe_parallel.analysis.study.folder import MANIFEST, StudyFolder, StudyManifest
+from moe_parallel.analysis.study.folder import STUDY_MANIFEST, StudyFolder, StudyManifest
 from moe_parallel.analysis.study.inference import student
 from moe_parallel.analysis.study.notes import MOST_TOTALS_DIFFER, total_difference
 from moe_parallel.analysis.study.results import MEASURED, StudyResults
@@ -129,7 +129,7 @@ def count_active(manifest: StudyManifest, folder: StudyFolder) -> None:
         if decided and measured is not None:
             counts = count_parameters(result.contender, measured.mean)
             manifest.parameters[result.name] = counts | {MEASURED: measured.mean}
-    (folder.path / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    (folder.path / STUDY_MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
 
 
 def check_trainable(contender: Contender, processes: int) -> None:

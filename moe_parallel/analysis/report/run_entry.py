@@ -17,7 +17,7 @@ from moe_parallel.analysis.report.text_entry import ANALYSIS, text_entry
 from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.analysis.study.measures import measures
 from moe_parallel.errors import InputError
-from moe_parallel.telemetry.metrics import FILE_NAME, MetricsLine, read_metrics
+from moe_parallel.telemetry.metrics import METRICS_FILE, MetricsLine, read_metrics
 
 CONFIG, STARTS = "config.yaml", "starts.jsonl"
 
@@ -26,7 +26,7 @@ RunOptions = dict[str, Any]
 
 def run_entry(folder: Path, name: str) -> dict[str, Any]:
     """The entry of the run in `folder`. Raises InputError if it has no readable metrics."""
-    metrics = folder / FILE_NAME
+    metrics = folder / METRICS_FILE
     records = read_metrics(metrics)
     if not records:
         raise InputError(f"{metrics} is empty: let the run reach its first logged iteration")

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_parallel.analysis.study.folder import MANIFEST, StudyFolder
+from moe_parallel.analysis.study.folder import STUDY_MANIFEST, StudyFolder
 from moe_parallel.errors import InputError
-from moe_parallel.telemetry.metrics import FILE_NAME
+from moe_parallel.telemetry.metrics import METRICS_FILE
 
 SCALING = "scaling.csv"
 
@@ -52,9 +52,9 @@ def find_sources(paths: Sequence[Path]) -> Sources:
     for path in paths:
         if path.is_file():
             sources.plans.append({"name": path.stem, "plan": _plan(path)})
-        elif (path / FILE_NAME).is_file():
+        elif (path / METRICS_FILE).is_file():
             folders.setdefault(path, 1)
-        elif (path / MANIFEST).is_file():
+        elif (path / STUDY_MANIFEST).is_file():
             folders |= dict.fromkeys(_cells(path), 2)  # contender/seed
         elif (path / SCALING).is_file():
             sources.scaling.append({"name": path.resolve().name, "rows": _rows(path / SCALING)})
@@ -69,8 +69,8 @@ def _unknown(path: Path) -> str:
     if not path.exists():
         return f"{path}: there is no such folder or file: name the folder that --save named"
     return (
-        f"{path}: has no {FILE_NAME}, {MANIFEST} or {SCALING}: name a run, a study, or a .json "
-        "file of tools/plan.py --json"
+        f"{path}: has no {METRICS_FILE}, {STUDY_MANIFEST} or {SCALING}: name a run, a study, or a "
+        ".json file of tools/plan.py --json"
     )
 
 
@@ -78,7 +78,7 @@ def _cells(study: Path) -> list[Path]:
     manifest = StudyFolder(study).manifest()
     assert manifest is not None
     cells = StudyFolder(study).cells(manifest.seeds)
-    found = [cell.folder for cell in cells if (cell.folder / FILE_NAME).is_file()]
+    found = [cell.folder for cell in cells if (cell.folder / METRICS_FILE).is_file()]
     if not found:
         raise InputError(f"{study}: no run of the study has metrics yet: let one begin")
     return found

@@ -24,7 +24,7 @@ from moe_parallel.analysis.routing.selections import TextSelections
 from moe_parallel.errors import InputError
 from moe_parallel.optional import import_optional
 
-MANIFEST = "analysis.json"
+ANALYSIS_MANIFEST = "analysis.json"
 SELECTIONS, VIEW = "selections", "view"
 
 #: Rows that are collected before they are written, which bounds the memory.
@@ -39,12 +39,12 @@ def write_tables(folder: Path, tables: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def write_facts(folder: Path, facts: Mapping[str, Any]) -> None:
-    (folder / MANIFEST).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (folder / ANALYSIS_MANIFEST).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
     """analysis.json. Raises InputError if it cannot be read."""
-    path = folder / MANIFEST
+    path = folder / ANALYSIS_MANIFEST
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

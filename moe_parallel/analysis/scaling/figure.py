@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from moe_parallel.analysis.scaling.rows import NODES, Row
+from moe_parallel.analysis.scaling.rows import NODES_AXIS, Row
 from moe_parallel.analysis.study.figure_style import contender_style, domain_color, new_figure
 
 IDEAL = "#bbbbbb"
@@ -17,7 +17,7 @@ IDEAL = "#bbbbbb"
 BETWEEN = "between steps"
 
 
-def draw(rows: Sequence[Row]) -> Figure:
+def scaling_figure(rows: Sequence[Row]) -> Figure:
     """The figure of rows of one axis. With no plan, the panel of errors says why."""
     axis = rows[0].axis
     figure = new_figure(
@@ -35,7 +35,7 @@ def draw(rows: Sequence[Row]) -> Figure:
     _draw_split(split, rows)
     titles = {
         speed: "tokens a second",
-        efficiency: "efficiency" if axis == NODES else "speed, over that of the first",
+        efficiency: "efficiency" if axis == NODES_AXIS else "speed, over that of the first",
         error: "error of the plan: planned / measured tokens a second - 1",
     }
     for axes, title in titles.items():
@@ -57,7 +57,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 def _positions(rows: Sequence[Row]) -> dict[Any, float]:
     """Where each value is on the axis: numbers of nodes by logarithm, others side by side."""
     values = list(dict.fromkeys(row.place for row in rows))
-    if rows[0].axis == NODES:
+    if rows[0].axis == NODES_AXIS:
         return {value: math.log2(value) for value in values}
     return {value: float(place) for place, value in enumerate(values)}
 
@@ -71,7 +71,7 @@ def _draw_line(
     measured = [row.measures.tokens_per_second for row in rows]
     speed.plot(at, measured, label=first.line or "measured", **style)
     efficiency.plot(at, [row.efficiency for row in rows], **style)
-    if first.axis == NODES:
+    if first.axis == NODES_AXIS:
         ideal = [measured[0] / first.cell.nodes * row.cell.nodes for row in rows]
         speed.plot(at, ideal, color=IDEAL, lw=1, zorder=0)
         efficiency.axhline(1, color=IDEAL, lw=1, zorder=0)

@@ -12,7 +12,7 @@ import yaml
 from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.analysis.scaling.grid import ScalingCell
 from moe_parallel.errors import InputError
-from moe_parallel.telemetry.metrics import FILE_NAME, read_metrics
+from moe_parallel.telemetry.metrics import METRICS_FILE, read_metrics
 
 FINISHED, QUEUED, FAILED, NEW = "finished", "in the queue", "failed", "new"
 
@@ -69,7 +69,7 @@ class CellFolder:
     @property
     def history(self) -> RunHistory | None:
         """The history of the run. None: it has no record yet."""
-        file = self.run / FILE_NAME
+        file = self.run / METRICS_FILE
         records = read_metrics(file) if file.exists() else []
         return RunHistory.from_records(records) if records else None
 

@@ -11,7 +11,7 @@ from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.errors import InputError
 from moe_parallel.telemetry.metrics import MetricsLine
 
-EXCHANGES = ("dispatch", "pipeline", "reduce")
+EXCHANGE_COLUMNS = ("dispatch", "pipeline", "reduce")
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Measures:
 
     tokens_per_second: float
     step_seconds: float
-    phases: dict[str, float]  # compute, data, EXCHANGES, rest: means over the ranks
+    phases: dict[str, float]  # compute, data, EXCHANGE_COLUMNS, rest: means over the ranks
     # Between two steps, where there are several: saves; then evaluations, log lines and, of runs
     # whose records have no save_seconds, saves.
     save_seconds: float | None
@@ -48,7 +48,7 @@ class Measures:
         if all("data_seconds" in each["ranks"] for each in kept):  # those of older runs have none
             phases["data"] = mean("data")
             phases["compute"] -= phases["data"]
-        phases |= {name: mean(name) for name in EXCHANGES}
+        phases |= {name: mean(name) for name in EXCHANGE_COLUMNS}
         # `own` is a median of the steps of a log line: the rest may be a little below zero.
         phases["rest"] = step - sum(phases.values())
         return Measures(

@@ -6,11 +6,11 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_parallel.analysis.scaling.figure import draw
+from moe_parallel.analysis.scaling.figure import scaling_figure
 from moe_parallel.analysis.scaling.rows import Row
 
 
-def write_report(rows: Sequence[Row], folder: Path) -> list[Path]:
+def write_scaling_report(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write scaling.csv and scaling.png; the files."""
     table, figure = folder / "scaling.csv", folder / "scaling.png"
     with table.open("w", newline="") as file:
@@ -18,5 +18,5 @@ def write_report(rows: Sequence[Row], folder: Path) -> list[Path]:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(row.values for row in rows)
-    draw(rows).savefig(figure, dpi=110)
+    scaling_figure(rows).savefig(figure, dpi=110)
     return [table, figure]

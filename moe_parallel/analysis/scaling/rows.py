@@ -14,7 +14,7 @@ from moe_parallel.errors import InputError
 from moe_parallel.plan.cluster import Cluster
 from moe_parallel.plan.search import Refused, plan_layout
 
-NODES = "nodes"  # the axis that every study has; the others are varied flags
+NODES_AXIS = "nodes"  # the axis that every study has; the others are varied flags
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Row:
 
 def factors_of(cell: ScalingCell) -> Mapping[str, Any]:
     """What cells differ in: the number of nodes and the varied flags."""
-    return {NODES: cell.nodes, **cell.varied}
+    return {NODES_AXIS: cell.nodes, **cell.varied}
 
 
 def line_of(cell: ScalingCell, axis: str) -> str:
@@ -89,7 +89,7 @@ def axis_of(cells: Sequence[ScalingCell], named: str | None) -> str:
             raise InputError(f"--over {named}: the cells have {', '.join(common)}")
         return name
     several = [name for name in common if len({str(factors_of(c)[name]) for c in cells}) > 1]
-    return (several or [NODES])[0]
+    return (several or [NODES_AXIS])[0]
 
 
 def rows_of(

@@ -6,7 +6,7 @@ import math
 
 from moe_parallel.analysis.study.comparison import Comparison, Comparisons, term_values
 from moe_parallel.analysis.study.conclusions import conclusions
-from moe_parallel.analysis.study.markdown import NONE, Cells, fixed, signed, table
+from moe_parallel.analysis.study.markdown import NONE, Cells, fixed, markdown_table, signed
 from moe_parallel.analysis.study.results import StudyResults
 from moe_parallel.analysis.study.sweep import Sweep
 
@@ -33,7 +33,7 @@ def sweep_section(study: StudyResults) -> list[str]:
     heads = ["", *factors, "further run", "chosen lr"]
     return [
         "## Learning rates\n",
-        table(heads, [[name, *_sweep(sweep)] for name, sweep in study.sweeps.items()]),
+        markdown_table(heads, [[name, *_sweep(sweep)] for name, sweep in study.sweeps.items()]),
         "Held-out loss of the pilot runs, one for each rate, with a seed that no compared run has. "
         "The column × 1 compares the contenders at the rate of the file. Every contender has the "
         "same number of pilot runs. If the best rate is at the edge of the grid, the further run "
@@ -54,7 +54,7 @@ def _terms(study: StudyResults, comparisons: Comparisons) -> str:
         compared = "no" if name in comparisons.only_reported else "yes"
         rows.append([name, shown, ratio, compared])
     told, tolerance = study.design.terms.told, study.design.terms.tolerance
-    return table(["", told, f"of {study.reference.name}'s", "compared"], rows) + (
+    return markdown_table(["", told, f"of {study.reference.name}'s", "compared"], rows) + (
         f"\nMeasured after training. A contender that differs by more than {tolerance:.0%} is "
         "reported and not compared.\n"
     )
@@ -65,7 +65,7 @@ def _tests(comparisons: Comparisons) -> str:
     heads += ["p of no difference, corrected", f"p of one ≥ {comparisons.margin:g}", "verdict"]
     rows = [_test(each.name, each) for each in comparisons.compared.values()]
     rows += [_test(f"{each.name} against {each.other}", each) for each in comparisons.of_pairs]
-    return table(heads, rows)
+    return markdown_table(heads, rows)
 
 
 def _test(name: str, comparison: Comparison) -> Cells:

@@ -24,9 +24,9 @@ from moe_parallel.analysis.study.sweep import lr_options
 from moe_parallel.config.config import Config, make_config
 from moe_parallel.config.message import flag, shown
 from moe_parallel.errors import InputError
-from moe_parallel.telemetry.metrics import FILE_NAME, MetricsLine, read_metrics
+from moe_parallel.telemetry.metrics import METRICS_FILE, MetricsLine, read_metrics
 
-MANIFEST = "study.json"
+STUDY_MANIFEST = "study.json"
 Change = tuple[str, Any, Any]  # what differs, before, now
 DIVERGED = 3  # the exit code of a run whose loss became NaN or infinite (training/exit_codes.py)
 
@@ -186,7 +186,7 @@ class Cell:
         return self.folder / "output.txt"
 
     def records(self) -> list[MetricsLine]:
-        metrics = self.folder / FILE_NAME
+        metrics = self.folder / METRICS_FILE
         return read_metrics(metrics) if metrics.is_file() else []
 
     def is_finished(self, train_iters: int) -> bool:
@@ -224,11 +224,12 @@ class StudyFolder:
     def manifest(self) -> StudyManifest | None:
         """The manifest. None if no study has begun. Raises InputError if the folder contains
         something else."""
-        path = self.path / MANIFEST
+        path = self.path / STUDY_MANIFEST
         if not path.is_file():
             if self.path.is_dir() and any(p for p in self.path.iterdir() if p.name[0] != "."):
                 raise InputError(
-                    f"--output {self.path} contains files, but no {MANIFEST}: name a new folder"
+                    f"--output {self.path} contains files, but no {STUDY_MANIFEST}: name a new "
+                    "folder"
                 )
             return None
         try:

@@ -23,7 +23,7 @@ from moe_parallel.analysis.study.figure_style import (
 )
 from moe_parallel.analysis.study.results import Result, StudyResults
 
-MOST_POINTS = 20  # points of a training curve, each the mean of several logged points
+CURVE_POINTS = 20  # points of a training curve, each the mean of several logged points
 SHOWN_FROM = 0.3  # the range of the panel is that of the losses after this part of the run
 
 
@@ -117,8 +117,8 @@ def _losses(
 
 
 def _thinned(tokens_R: np.ndarray, losses_SR: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Means over groups of neighbors of equal size, so that a curve has at most MOST_POINTS."""
-    pieces = min(MOST_POINTS, len(tokens_R))
+    """Means over groups of neighbors of equal size, so that a curve has at most CURVE_POINTS."""
+    pieces = min(CURVE_POINTS, len(tokens_R))
     if pieces == len(tokens_R):
         return tokens_R, losses_SR
     places = np.array_split(np.arange(len(tokens_R)), pieces)

@@ -10,7 +10,7 @@ MINUS = "−"
 Cells = Sequence[str]
 
 
-def table(heads: Cells, rows: Sequence[Cells]) -> str:
+def markdown_table(heads: Cells, rows: Sequence[Cells]) -> str:
     """A table whose first column is aligned to the left, the others to the right."""
     rule = ["---", *["---:"] * (len(heads) - 1)]
     return "\n".join("| " + " | ".join(row) + " |" for row in [heads, rule, *rows]) + "\n"

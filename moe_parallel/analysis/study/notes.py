@@ -13,7 +13,7 @@ MOST_TOTALS_DIFFER = 0.01
 IDLE_CORES = 0.1  # a smaller load by other processes is not reported
 
 
-def notes(study: StudyResults) -> list[str]:
+def study_notes(study: StudyResults) -> list[str]:
     """The notes as sentences, the general ones first."""
     return [
         _size(study),

@@ -6,7 +6,7 @@ those of another, or if a state that balances or controls it needs a large part 
 
 from __future__ import annotations
 
-from moe_parallel.analysis.study.markdown import NONE, table
+from moe_parallel.analysis.study.markdown import NONE, markdown_table
 from moe_parallel.analysis.study.results import Result, StudyResults
 
 OUTPUT_RMS = "output_rms"  # the measure
@@ -28,7 +28,7 @@ def starts_section(study: StudyResults) -> list[str]:
         f"times that of {study.reference.name}",
         "time constants, in runs",
     ]
-    return ["## Starts and states\n", table(heads, rows)]
+    return ["## Starts and states\n", markdown_table(heads, rows)]
 
 
 def unequal_starts(study: StudyResults) -> list[str]:

@@ -15,7 +15,7 @@ from moe_parallel.analysis.study.routing_figures import (
     draw_loads,
     draw_norms,
 )
-from moe_parallel.analysis.study.table import as_json, cell_csv, contender_csv, markdown
+from moe_parallel.analysis.study.table import cell_csv, contender_csv, markdown, study_json
 from moe_parallel.errors import InputError
 
 FIGURES = {
@@ -27,7 +27,7 @@ FIGURES = {
 }
 
 
-def write_report(folder: StudyFolder) -> Path:
+def write_study_report(folder: StudyFolder) -> Path:
     """Write the tables and figures of the finished runs. Returns the page to read, table.md.
 
     Raises InputError if no run is finished, or if the folder cannot be written.
@@ -41,7 +41,7 @@ def write_report(folder: StudyFolder) -> Path:
         "table.md": page,
         "table.csv": contender_csv(study),
         "cells.csv": cell_csv(study),
-        "table.json": as_json(study),
+        "table.json": study_json(study),
     }
     try:
         for name, text in texts.items():

@@ -12,9 +12,9 @@ from typing import Any
 
 from moe_parallel.analysis.study.comparison import Comparisons
 from moe_parallel.analysis.study.comparison_tables import comparison_sections, sweep_section
-from moe_parallel.analysis.study.markdown import NONE, Cells, fixed, table
+from moe_parallel.analysis.study.markdown import NONE, Cells, fixed, markdown_table
 from moe_parallel.analysis.study.measures import Spread, paired_differences
-from moe_parallel.analysis.study.notes import notes
+from moe_parallel.analysis.study.notes import study_notes
 from moe_parallel.analysis.study.results import Result, StudyResults
 from moe_parallel.analysis.study.starts import starts_section
 
@@ -44,7 +44,7 @@ def markdown(study: StudyResults) -> str:
         _routing(study),
         *starts_section(study),
         "## What was compared, and what this cannot show\n",
-        "\n".join(f"- {note}" for note in notes(study)) + "\n",
+        "\n".join(f"- {note}" for note in study_notes(study)) + "\n",
     ]
     return "\n".join(parts)
 
@@ -84,7 +84,7 @@ def cell_csv(study: StudyResults) -> str:
     )
 
 
-def as_json(study: StudyResults) -> str:
+def study_json(study: StudyResults) -> str:
     """The content of the tables, and each run, as JSON."""
     contenders = {
         result.name: {
@@ -111,7 +111,7 @@ def as_json(study: StudyResults) -> str:
         "contenders": contenders,
         "comparisons": None if comparisons is None else dataclasses.asdict(comparisons),
         "sweeps": {name: sweep.as_json() for name, sweep in study.sweeps.items()},
-        "notes": notes(study),
+        "notes": study_notes(study),
     }
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
@@ -165,7 +165,7 @@ def _with_numbers(heads: list[str], rows: list[list[str]], seeds: Sequence[int])
     if len(set(seeds)) > 1:
         heads = [*heads, "seeds"]
         rows = [[*row, str(number)] for row, number in zip(rows, seeds, strict=True)]
-    return table(["", *heads], rows)
+    return markdown_table(["", *heads], rows)
 
 
 def _minus_reference(study: StudyResults, result: Result, measure: str) -> Spread | None:
@@ -186,7 +186,7 @@ def _costs(study: StudyResults) -> str:
         ]
 
     rows = [[result.name, *cells(result)] for result in study.results]
-    return table(["", *PARAMETERS.values(), *heads], rows)
+    return markdown_table(["", *PARAMETERS.values(), *heads], rows)
 
 
 def _routing(study: StudyResults) -> str:
@@ -204,7 +204,7 @@ def _routing(study: StudyResults) -> str:
         for result in study.results
     ]
     limit = f"The entropies are at most {' or '.join(ceilings)}.\n" if ceilings else ""
-    return table(["", *columns.values()], rows) + ("\n" + limit if limit else "")
+    return markdown_table(["", *columns.values()], rows) + ("\n" + limit if limit else "")
 
 
 def _with_range(spread: Spread | None, places: int, sign: str = "") -> str:

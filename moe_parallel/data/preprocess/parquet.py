@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moe_parallel.data.preprocess.inputs import InputFile
-from moe_parallel.data.preprocess.records import shown
+from moe_parallel.data.preprocess.records import quoted_names
 from moe_parallel.errors import InputError
 from moe_parallel.optional import import_optional
 
@@ -53,7 +53,7 @@ def _check_column(arrow: Any, schema: Any, name: str, file: InputFile) -> None:
     texts = [each for each, kind in types.items() if _is_text(arrow, kind)]
     if name in texts:
         return
-    known = f"(columns with text: {shown(texts)}): see --json-keys"
+    known = f"(columns with text: {quoted_names(texts)}): see --json-keys"
     if name in types:
         raise InputError(f"{file} has {types[name]} in column {name!r}, not text {known}")
     raise InputError(f"{file} has no column {name!r} {known}")

@@ -172,7 +172,7 @@ def _value(record: dict[str, Any], key: str) -> Any:
     value: Any = record
     for part in key.split("."):
         if not isinstance(value, dict) or part not in value:
-            known = shown(list(record))
+            known = quoted_names(list(record))
             raise InputError(f"no key {key!r} (its keys: {known}): see --json-keys")
         value = value[part]
     return value
@@ -193,7 +193,7 @@ def _utf8(value: bytes, where: str = "") -> str:
         raise InputError(f"not UTF-8{where} (byte {error.start + 1})") from None
 
 
-def shown(names: Sequence[str]) -> str:
+def quoted_names(names: Sequence[str]) -> str:
     """Some names for an error message: the first ten, shortened."""
     listed = [repr(name[:40]) for name in names[:10]] + ["..."] * (len(names) > 10)
     return ", ".join(listed) or "none"

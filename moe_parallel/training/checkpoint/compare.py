@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from moe_parallel.training.checkpoint.optimizer import MASTER, MOMENTS, PREFIX
+from moe_parallel.training.checkpoint.optimizer import MASTER, MOMENTS, STATE_PREFIX
 from moe_parallel.training.checkpoint.whole import read_in_groups, tensor_entries
 
 COMPARED_AT_ONCE = 2**22  # values
 _PARTS = ("embedding.", "decoder.layers.", "decoder.", "output_layer.")
-_STATES = ("", MASTER.removeprefix(PREFIX).rstrip("."), *MOMENTS)
+_STATES = ("", MASTER.removeprefix(STATE_PREFIX).rstrip("."), *MOMENTS)
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ def place_in_model(key: str) -> tuple[int, list[tuple[bool, int, str]], int]:
     """A key for sorting in the order in which the model computes: embedding, layers, final norm,
     output layer. The optimizer state of a weight follows the weight."""
     state, weight = "", key
-    if key.startswith(PREFIX):
-        state, _, weight = key.removeprefix(PREFIX).partition(".")
+    if key.startswith(STATE_PREFIX):
+        state, _, weight = key.removeprefix(STATE_PREFIX).partition(".")
     part = next((i for i, part in enumerate(_PARTS) if weight.startswith(part)), len(_PARTS))
     # In the alphabet, too, `attention` and `input_layernorm` come before `mlp`.
     return part, _natural(weight.replace(".self_attention.", ".attention.")), _STATES.index(state)

@@ -30,7 +30,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from moe_parallel.training.checkpoint.model import model_tensors, placed_tensors
 from moe_parallel.training.checkpoint.optimizer import (
-    PREFIX,
+    STATE_PREFIX,
     master_tensors,
     moment_tensors,
     pieces,
@@ -87,7 +87,7 @@ def checkpoint_digest(checkpoint: Path) -> Digest:
     for (group,) in read_in_groups(entries, entries, checkpoint):
         for key, values in group.items():
             amount = int(tensor_sum(key, values, (0,) * values.dim()))
-            if key.startswith(PREFIX):
+            if key.startswith(STATE_PREFIX):
                 optimizer += amount
             else:
                 weights += amount

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from moe_parallel.collective_errors import StorageError
 from moe_parallel.errors import Damaged
 from moe_parallel.training.checkpoint.folder import RECORD, other_checkpoints
-from moe_parallel.training.checkpoint.index import INDEX, data_files, read_index
+from moe_parallel.training.checkpoint.index import TENSOR_INDEX, data_files, read_index
 from moe_parallel.training.checkpoint.tensors import COMMON
 
 Files: TypeAlias = Mapping[str, Mapping[str, int]]  # by path in the checkpoint: bytes, crc32
@@ -39,8 +39,8 @@ def check_complete(folder: Path, files: Files) -> None:
     Raises:
         StorageError: another process removed a file, or ranks wrote to different folders.
     """
-    needed = {INDEX: 0, COMMON: 0}
-    if INDEX in files:
+    needed = {TENSOR_INDEX: 0, COMMON: 0}
+    if TENSOR_INDEX in files:
         needed |= data_files(read_index(folder))
     for name, size in needed.items():
         if name not in files:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from moe_parallel.collective_errors import StorageError
 
-INDEX = ".metadata"
+TENSOR_INDEX = ".metadata"
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 # Everything that an index may refer to, by module and name.
@@ -68,7 +68,7 @@ def read_index(folder: Path) -> Metadata:
     Raises:
         StorageError: it cannot be read, or is not an index.
     """
-    with (folder / INDEX).open("rb") as file:
+    with (folder / TENSOR_INDEX).open("rb") as file:
         try:
             index = _Unpickler(file).load()
             _check(index)
@@ -76,7 +76,9 @@ def read_index(folder: Path) -> Metadata:
             raise
         except Exception as error:  # arbitrary bytes may cause any error
             reason = str(error).partition("\n")[0] or type(error).__name__
-            raise StorageError(f"{INDEX} is not the index of a checkpoint: {reason}") from error
+            raise StorageError(
+                f"{TENSOR_INDEX} is not the index of a checkpoint: {reason}"
+            ) from error
     return index
 
 

@@ -33,8 +33,8 @@ from megatron.core.optimizer.optimizer import (
 from moe_parallel.training.optimizer_parts import optimizer_parts
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-PREFIX = "optimizer.state."
-MASTER = f"{PREFIX}fp32_param."
+STATE_PREFIX = "optimizer.state."
+MASTER = f"{STATE_PREFIX}fp32_param."
 
 
 Placement: TypeAlias = ShardedTensor | ShardedTensorFactory
@@ -109,7 +109,7 @@ def moment_tensors(held: list[Piece]) -> dict[str, ShardedTensor]:
         tensor
         for piece in held
         for name in MOMENTS
-        for tensor in _place(piece, _moment(piece, name), f"{PREFIX}{name}.")
+        for tensor in _place(piece, _moment(piece, name), f"{STATE_PREFIX}{name}.")
     )
 
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from moe_parallel.platform.megatron_version import installed_version
 from moe_parallel.training.checkpoint.files import check_complete, describe_files, list_files
 from moe_parallel.training.checkpoint.folder import CheckpointFolder, copy_files
-from moe_parallel.training.checkpoint.index import INDEX
+from moe_parallel.training.checkpoint.index import TENSOR_INDEX
 from moe_parallel.training.checkpoint.record import FORMAT, as_json
 from moe_parallel.training.checkpoint.tensors import WatchedFileSystem, write_common
 
@@ -135,7 +135,7 @@ def write_parts(
                 value = next(values, None)
         number += 1
     index_of_all = Metadata(entries, storage_data=places, version=CURRENT_DCP_VERSION)
-    (folder / INDEX).write_bytes(pickle.dumps(index_of_all))
+    (folder / TENSOR_INDEX).write_bytes(pickle.dumps(index_of_all))
 
 
 def _values(

@@ -29,7 +29,7 @@ from moe_parallel.training.checkpoint.files import (
     list_files,
 )
 from moe_parallel.training.checkpoint.folder import CheckpointFolder, copy_files
-from moe_parallel.training.checkpoint.index import INDEX, data_files, read_index
+from moe_parallel.training.checkpoint.index import TENSOR_INDEX, data_files, read_index
 from moe_parallel.training.checkpoint.parts import StoredPart, write_parts
 from moe_parallel.training.checkpoint.record import FORMAT, read_record
 from moe_parallel.training.checkpoint.whole import Entries, read_in_groups
@@ -115,7 +115,7 @@ def _other_files(
     checkpoint: Path, record: dict[str, Any], index: Metadata
 ) -> dict[str, str | Path]:
     """The files without tensors, by their names."""
-    of_tensors = {INDEX, *data_files(index)}
+    of_tensors = {TENSOR_INDEX, *data_files(index)}
     names = [name for name in record["files"] if name not in of_tensors]
     # A rank that holds no tensor may have written an empty file.
     return {name: checkpoint / name for name in names if not name.endswith(".distcp")}

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from moe_parallel.collective_errors import exchange
 from moe_parallel.platform.memory import free_host_memory, host_memory_owner, memory_to_regain
-from moe_parallel.training.checkpoint.optimizer import PREFIX
+from moe_parallel.training.checkpoint.optimizer import STATE_PREFIX
 from moe_parallel.training.checkpoint.tensors import Shards
 
 
@@ -103,7 +103,7 @@ def with_own_buffers(shards: Shards) -> Shards:
 def _only_updates_change(shard: Any) -> bool:
     """Whether only an optimizer step changes it: a weight, or a part of the optimizer's state."""
     return isinstance(shard, ShardedTensor) and (
-        shard.data.requires_grad or shard.key.startswith(PREFIX)
+        shard.data.requires_grad or shard.key.startswith(STATE_PREFIX)
     )
 
 
