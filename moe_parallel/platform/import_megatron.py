@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -16,13 +19,31 @@ def import_megatron() -> None:
     Megatron-Core decorates small functions with torch.compile, which imports torch's Inductor for
     more than a second. No model here calls these functions (every fusion in
     `model.transformer_config` is off), so without a GPU they stay as they are.
+
+    Megatron-Core's own logging and inference import wandb, if it is installed, for almost a second.
+    Neither is used here: `telemetry` imports wandb when a run asks for it.
     """
     suppress_warnings()
-    if torch.cuda.is_available():
-        return
-    with mock.patch.object(torch, "compile", _as_it_is):
-        from megatron.core.jit import disable_jit_fuser
+    with _hidden("wandb"):
+        if torch.cuda.is_available():
+            import megatron.core
+            return
+        with mock.patch.object(torch, "compile", _as_it_is):
+            from megatron.core.jit import disable_jit_fuser
     disable_jit_fuser()  # for the modules that are imported later
+
+
+@contextmanager
+def _hidden(package: str) -> Iterator[None]:
+    """The package cannot be imported, unless it has been before."""
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[package]
 
 
 def _as_it_is(function: Any = None, **options: Any) -> Any:
