@@ -106,12 +106,15 @@ def test_a_node_is_lost_before_the_start(cluster, tmp_path, undisturbed, table):
 
 @pytest.mark.full
 def test_slurm_itself_sends_the_signal_before_the_limit(cluster, tmp_path, undisturbed, table):
-    """`--time=1 --signal=B:USR1@45`: Slurm sends SIGUSR1 after 15 to 75 seconds."""
+    """`--time=2 --signal=B:USR1@60`: Slurm sends SIGUSR1 after 30 to 60 seconds.
+
+    Every 30 seconds, it signals the jobs that reach `--signal` within the next 30 seconds.
+    """
     within = 240
     options = SMALL | undisturbed.data | EVERY_2 | {"train_iters": 12}
     variables = disturbed(tmp_path, "slower_steps 1")
     job = SlurmJob(
-        cluster, tmp_path, options, variables=variables, slurm=["--time=1", "--signal=B:USR1@45"]
+        cluster, tmp_path, options, variables=variables, slurm=["--time=2", "--signal=B:USR1@60"]
     )
     job.wait_for_output("is requeued", 150)
     began = time.monotonic()
