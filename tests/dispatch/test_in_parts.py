@@ -105,7 +105,7 @@ def _waits(takes_c: bool) -> tuple[list[int], list[int]]:
     waited = []
     with (
         Streams() as streams,
-        mock.patch.object(in_parts, "side_of", lambda device: SideStream(streams.side)),
+        mock.patch.object(in_parts, "work_place_of", lambda device: SideStream(streams.side)),
     ):
         dispatcher = AllToAllInParts(2, *build)
         departed = dispatcher.dispatch_parts(

@@ -40,7 +40,7 @@ def test_a_score_at_the_cutoff_is_not_above_it() -> None:
         (threshold.softmax_of_scores, [0.7311, 0.2689]),
         (threshold.sigmoid_of_value, [0.7311, 0.6225]),
         (threshold.raw_value, [1.0, 0.5]),
-        (threshold.softmax_of_scores_of_chosen, [0.6225, 0.3775]),
+        (threshold.softmax_of_chosen, [0.6225, 0.3775]),
     ],
 )
 def test_gates_by_hand(gate: Gate, expected: list[float]) -> None:

@@ -29,10 +29,10 @@ PLACES = [
     (Engine, "step"),
     (MetricsWriter, "log"),
     (TensorBoardSink, "log"),
-    (loop, "evaluate"),
+    (loop, "measure_text_loss"),
     (Checkpointer, "save"),
     (CheckpointFolder, "publish"),
-    (pretrain, "draw"),
+    (pretrain, "write_figure"),
 ]
 
 

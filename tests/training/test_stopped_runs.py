@@ -115,7 +115,7 @@ def last_of_kind(names: list[str]) -> dict[int, str]:
 #: Between a record and the checkpoint after it; the slow tests use every moment.
 CRITICAL = (
     "half a line",
-    "before loop.evaluate",
+    "before loop.measure_text_loss",
     "before CheckpointFolder.publish",
     "after CheckpointFolder.publish",
 )
@@ -126,7 +126,7 @@ def test_kill_when_it_evaluates_and_saves_and_at_the_end(straight, tmp_path):
     options, save, names = straight
     second_save = {name: number for number, name in moments_of(names, 8).items()}
     chosen = {second_save[name]: name for name in CRITICAL}
-    ends = ("before loop.evaluate", "before pretrain.draw")
+    ends = ("before loop.measure_text_loss", "before pretrain.write_figure")
     chosen |= {number: name for number, name in last_of_kind(names).items() if name in ends}
     run_distributed(1, disturb, options, save, tmp_path, chosen, timeout=600)
 
@@ -134,7 +134,7 @@ def test_kill_when_it_evaluates_and_saves_and_at_the_end(straight, tmp_path):
 def test_signal_when_it_evaluates_and_at_the_end(straight, tmp_path):
     options, save, names = straight
     first_save = {name: number for number, name in moments_of(names, 4).items()}
-    chosen = {first_save["before loop.evaluate"]: "before loop.evaluate"}
+    chosen = {first_save["before loop.measure_text_loss"]: "before loop.measure_text_loss"}
     chosen |= {n: name for n, name in last_of_kind(names).items() if name in chosen.values()}
     run_distributed(1, disturb, options, save, tmp_path, chosen, terminate, timeout=600)
 
