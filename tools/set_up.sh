@@ -106,7 +106,7 @@ check_interpreter
 environment="$base $version $PWD"
 packages=$({ echo "$environment"; cat pyproject.toml; } | digest)
 choices="${CXX:-} ${CUDA_HOME:-} ${MOE_PARALLEL_BUILD:-} ${TORCH_CUDA_ARCH_LIST:-}
-${CUTLASS_PATH:-}"
+${CUTLASS_PATH:-} ${MOE_PARALLEL_OPTIMIZATION:-}"
 cuda=$(nvcc --version 2>/dev/null)
 extension=$({ echo "$packages $choices $cuda"; find setup.py csrc -type f -print0 |
     LC_ALL=C sort -z | xargs -0 sha256sum; } | digest)

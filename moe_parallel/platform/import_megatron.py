@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -26,7 +27,7 @@ def import_megatron() -> None:
     suppress_warnings()
     with _hidden("wandb"):
         if torch.cuda.is_available():
-            import megatron.core
+            import_module("megatron.core")
             return
         with mock.patch.object(torch, "compile", _as_it_is):
             from megatron.core.jit import disable_jit_fuser

@@ -84,6 +84,7 @@ def test_a_container_is_the_words_before_python(cluster, tmp_path, options, undi
     job.check_whole(undisturbed)
 
 
+@pytest.mark.full
 def test_an_array_of_jobs_trains_a_study(cluster, tmp_path, undisturbed):
     config = tmp_path / "study.yaml"
     options = SMALL | undisturbed.data | {"train_iters": 150, "vocab_size": 300}

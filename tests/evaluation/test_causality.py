@@ -22,6 +22,7 @@ from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.training.standalone import standalone_config, standalone_model
 from tests.distributed import run_distributed
 from tests.program import flags
+from tests.tiers import rest_in_full
 
 VOCABULARY, INSTANCES, POSITIONS = 50, 2, 8
 INSIDE = INSTANCES * POSITIONS * (POSITIONS - 1) // 2  # (later, earlier) pairs
@@ -161,11 +162,26 @@ def measure_systems(systems: list[dict[str, Any]]) -> list[dict[str, Influence]]
     return found
 
 
+# A system of each kind of selection, and each way to see what is ahead or beside.
+QUICK = (
+    "topk and its options", "top_p, a moving p", "hash", "aoe, free experts", "aoe_top_p", "uoe",
+    "threshold", "routing_free", "lory", "lory_prefix", "segment_expert_choice", "expert_choice",
+    "smear", "topk, drop by position", "top1, drop by position", "aoe, drop by gate",
+    "topk, room for all",
+)  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def influences() -> dict[str, dict[str, Influence]]:
-    options = [system.options for system in SYSTEMS.values()]
-    (found,) = run_distributed(1, measure_systems, options)
-    return dict(zip(SYSTEMS, found, strict=True))
+def influences(request: pytest.FixtureRequest) -> dict[str, dict[str, Influence]]:
+    """By system, of those that this session tests."""
+    tests = {item.name for item in request.session.items}
+    names = [
+        name
+        for name in SYSTEMS
+        if name in QUICK or f"test_a_system_leaks_as_it_must[{name}-training]" in tests
+    ]
+    (found,) = run_distributed(1, measure_systems, [SYSTEMS[name].options for name in names])
+    return dict(zip(names, found, strict=True))
 
 
 def test_every_system_is_probed() -> None:
@@ -175,7 +191,7 @@ def test_every_system_is_probed() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", rest_in_full(SYSTEMS, *QUICK))
 def test_a_system_leaks_as_it_must(
     influences: dict[str, dict[str, Influence]], name: str, mode: str
 ) -> None:

@@ -20,7 +20,7 @@ parser.add_argument("--append-eod", action="store_true")
 own = parser.parse_args()
 assert own.tokenizer_type == "HuggingFaceTokenizer"
 sys.path.insert(0, PROJECT)
-from moe_parallel.data.indexed import write_indexed
+from moe_parallel.data.indexed_writer import write_indexed
 from moe_parallel.data.tokenizer import load_tokenizer
 from pathlib import Path
 import json
