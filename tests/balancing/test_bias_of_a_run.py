@@ -38,6 +38,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_each_step_moves_it_by_the_rate_against_the_load(folder, system):
     lines = (folder / system / "metrics.jsonl").read_text().splitlines()

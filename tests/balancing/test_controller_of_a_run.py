@@ -61,7 +61,7 @@ def _train(system: str, world: int, start: Path | None) -> dict[str, tuple[State
     return found
 
 
-@pytest.mark.parametrize("system", rest_in_full(SYSTEMS, "relu"))
+@pytest.mark.parametrize("system", rest_in_full(SYSTEMS))
 def test_every_layout_and_a_resumed_run_set_the_same(system, tmp_path):
     (alone,) = run_distributed(1, _train, system, 1, tmp_path)
     first, last, logged = alone["one rank"]

@@ -162,6 +162,7 @@ def on_two_ranks(options, on_one_rank):
     return run_distributed(2, _on_two_ranks, layouts)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_layout_does_not_matter(on_one_rank, on_two_ranks, name):
     place = list(LAYOUTS).index(name)

@@ -156,7 +156,6 @@ def fits(name, layout):
 
 CASES = [(name, layout) for name in NAMES for layout in WITH_DP if fits(name, layout)]
 QUICK = [
-    ("topk", "dp"),
     ("topk", "pp"),
     ("aoe", "ep"),
     ("segment_expert_choice", "tp, ep"),

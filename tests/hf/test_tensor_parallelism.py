@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import DistributedConfig
 
@@ -64,6 +65,7 @@ def save(variant: str, folder: Path) -> Answers:
     return answers(model)
 
 
+@pytest.mark.full
 def test_two_ranks_compute_what_one_computes(tmp_path: Path) -> None:
     folders = [tmp_path / variant for variant in VARIANTS]
     on_one = [save(folder.name, folder) for folder in folders]

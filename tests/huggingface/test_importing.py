@@ -83,7 +83,7 @@ def _losses_of_each(jobs):
     return [losses_here(run, saved.tokens_BS, layout) for saved, run, layout in jobs]
 
 
-@pytest.mark.parametrize("ranks", rest_in_full(LAYOUTS, 2))
+@pytest.mark.parametrize("ranks", rest_in_full(LAYOUTS))
 def test_it_loads_in_any_layout(ranks: int, models: Models) -> None:
     jobs = [(*models(model_type), layout) for model_type, layout in LAYOUTS[ranks]]
     for (model_type, layout), (saved, *_), found in zip(

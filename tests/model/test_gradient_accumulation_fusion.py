@@ -35,7 +35,7 @@ LAYOUTS: dict[int, dict[str, Options]] = {
 
 
 @pytest.mark.parametrize("backend", rest_in_full(BACKENDS, BACKENDS[-1]))
-@pytest.mark.parametrize("system", rest_in_full(SYSTEMS, "aoe"))
+@pytest.mark.parametrize("system", rest_in_full(SYSTEMS))
 def test_a_fused_run_is_the_same_run(tmp_path: Path, system: str, backend: str) -> None:
     options = model(system) | {"moe_backend": backend}
     start = make_start(options | ONE, tmp_path)

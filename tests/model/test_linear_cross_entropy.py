@@ -155,7 +155,7 @@ def test_no_tensor_has_the_logits_of_all_tokens() -> None:
     assert largest.elements == chunk * vocabulary
 
 
-@pytest.mark.parametrize("system", rest_in_full(["topk, one expert", "lory"], "lory"))
+@pytest.mark.parametrize("system", rest_in_full(["topk, one expert", "lory"]))
 def test_models_train_as_with_megatrons_loss(tmp_path: Path, system: str) -> None:
     """The head of one has its own weights, that of the other is the embedding."""
     options = model(system)

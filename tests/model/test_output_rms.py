@@ -50,6 +50,7 @@ def sizes(cases: list[Options]) -> list[tuple[list[float], list[Any]]]:
     return found
 
 
+@pytest.mark.full
 def test_it_is_the_root_of_the_mean_square_in_every_layout() -> None:
     systems = sorted({system for system, _ in CASES.values()})
     (alone,) = run_distributed(1, sizes, [model(system) | ONE for system in systems])

@@ -92,7 +92,7 @@ def one_rank(tmp_path_factory):
     return folder, steps
 
 
-@pytest.mark.parametrize("name", rest_in_full(EXACT, "tensor and expert parallel"))
+@pytest.mark.parametrize("name", rest_in_full(EXACT))
 def test_trains_like_one_rank(name, one_rank):
     folder, expected = one_rank
     for steps in _train_in(EXACT[name], folder):

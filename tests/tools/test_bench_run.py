@@ -47,6 +47,7 @@ def test_a_row_is_printed_and_written(tmp_path: Path) -> None:
     assert about["threads"] == 1
 
 
+@pytest.mark.full
 def test_an_interruption_keeps_what_was_measured(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     process = start("--ops", "permute,unpermute", "--json", path, "--turns", 100_000)

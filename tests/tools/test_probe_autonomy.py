@@ -22,6 +22,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.full
 def test_thirty_selections_beside_the_router_and_chance(trained: Path, start: RunTool) -> None:
     run = partial(start, "probe_autonomy.py")
     result = run("--load", trained)

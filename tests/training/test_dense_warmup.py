@@ -122,6 +122,7 @@ def test_kill_9_before_the_experts_are_saved(run, tmp_path):
     _assert_same(tmp_path, folder / "warm")
 
 
+@pytest.mark.full
 def test_across_runs(run, tmp_path):
     """From the checkpoint of the dense run, with a later stop; then the flag has no effect."""
     options, folder = run

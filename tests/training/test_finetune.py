@@ -65,6 +65,7 @@ def _first_step(options, place):
     return torch.load(place / "rank0.pt", weights_only=False)
 
 
+@pytest.mark.full
 def test_weights_alone(run, tmp_path):
     options, folder = run
     fresh = _first_step(options, tmp_path / "fresh")
@@ -110,6 +111,7 @@ def _assert_same_weights(found, wanted):
         torch.testing.assert_close(found[name], wanted[name], rtol=2**-7, atol=1e-6, msg=name)
 
 
+@pytest.mark.full
 def test_another_schedule(run, tmp_path):
     options, folder = run
     longer = options | {"load": folder, "save": tmp_path / "longer", "train_iters": 6, "lr": 2e-2}

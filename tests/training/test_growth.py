@@ -68,7 +68,7 @@ def _of_system(name):
     return options
 
 
-@pytest.mark.parametrize("system", rest_in_full(SYSTEMS, "topk", "aoe", "topk, free experts"))
+@pytest.mark.parametrize("system", rest_in_full(SYSTEMS, "aoe", "topk, free experts"))
 def test_operators_do_not_grow_with_experts_choices_or_tokens(tmp_path, system):
     grown = GROWN | (CHOICES if system in HAVE_K else {})
     cases = _cases(Layout(), _of_system(system), grown)
@@ -92,7 +92,7 @@ def test_neither_do_those_of_a_workload_or_a_capacity(tmp_path, name):
 DIVIDED = [name for name in SYSTEMS if not systems.merges(name)]
 
 
-@pytest.mark.parametrize("system", rest_in_full(DIVIDED, "aoe", "topk, free experts"))
+@pytest.mark.parametrize("system", rest_in_full(DIVIDED, "aoe"))
 def test_messages_are_seven_per_layer_and_micro_batch(tmp_path, system):
     """Rows that each expert gets; tokens, probs and outputs, and their three gradients."""
     grown = GROWN | (CHOICES if system in HAVE_K else {})

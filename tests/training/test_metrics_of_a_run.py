@@ -158,6 +158,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.full
 def test_tokens_and_choices_are_counted_once_in_every_layout(tmp_path):
     common = SMALL | small_data(tmp_path) | {"exit_interval": 2, "log_interval": 2}
     runs = [common | layout | {"save": tmp_path / name} for name, layout in LAYOUTS.items()]

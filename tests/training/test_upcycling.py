@@ -143,7 +143,7 @@ def _assert_rest_is(found, source, initial, system, what):
             numpy.testing.assert_array_equal(found[name, what], initial[name, "weight"])
 
 
-@pytest.mark.parametrize("system", rest_in_full(SYSTEMS, "lory"))
+@pytest.mark.parametrize("system", rest_in_full(SYSTEMS))
 def test_experts_hold_the_dense_weights_and_moments_in_every_layout(tmp_path, dense, system):
     options = SYSTEMS[system]
     places = [(target, source) for source in SOURCES for target in TARGETS]

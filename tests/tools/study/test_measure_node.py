@@ -54,6 +54,7 @@ def test_ranks_that_fill_no_nodes_are_refused() -> None:
     assert "the job has 2 ranks" in run_distributed(2, _refused, 3)[0]
 
 
+@pytest.mark.full
 def test_a_process_without_a_job_says_how_to_start() -> None:
     result = run_tool("study/measure_node.py", "unused.json")
     assert result.returncode == 2

@@ -147,7 +147,9 @@ def _loaded(path: Path, options: dict[str, Any], layouts: list[tuple[Layout, dic
     return digests
 
 
-@pytest.mark.parametrize("options", [AOE, {"bf16": True}], ids=["AoE", "bf16"])
+@pytest.mark.parametrize(
+    "options", [AOE, pytest.param({"bf16": True}, marks=pytest.mark.full)], ids=["AoE", "bf16"]
+)
 def test_every_layout_has_the_digest_of_the_checkpoint(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:

@@ -64,7 +64,7 @@ def _straight_and_resumed(layout, path, options):
     assert _same(_weights(run), weights)
 
 
-@pytest.mark.parametrize("name", rest_in_full(RUNS, "delayed-aoe-ep2", "delayed-dp2-distributed"))
+@pytest.mark.parametrize("name", rest_in_full(RUNS, "delayed-aoe-ep2"))
 def test_a_run_goes_on_bit_for_bit(tmp_path, name):
     layout, options = RUNS[name]
     run_distributed(layout.world, _straight_and_resumed, layout, tmp_path, options)
