@@ -3,8 +3,8 @@
 //
 // C = x W_down is computed here or given by the selection (`c_TKR`). If it is given, its gradient
 // flows back to the selection, unless `norms` of it are given too: then the probs are their
-// softmax, and the gradient goes through the norms to x and W_down here. The backward pass keeps x,
-// P, the row map, and C if it was computed here (`c_NR`). G = C W_up, a small product, is
+// softmax, and the gradient goes through the norms to x and W_down here. For the backward pass x,
+// P, the row map and C are kept, C as `c_TKR` or as `c_NR`. G = C W_up, a small product, is
 // recomputed or, on request, kept. If a main gradient is given, the backward pass adds the weight's
 // gradient to it.
 #include <ATen/ops/_softmax_backward_data.h>

@@ -46,7 +46,7 @@ struct PackedRows {
 };
 
 // The four factors of rows x: x as left factor, [padded, width], and as right factor; x^T as left
-// factor, [width, to_stride], and as right factor. The distance between rows of x is their width.
+// factor, [width, to_stride], and as right factor. In a packed x, rows are `width` apart.
 void pack_left(const PackedRows& x, void* to);
 void pack_right(const PackedRows& x, void* to);
 void pack_left_transposed(const PackedRows& x, void* to, int64_t to_stride);

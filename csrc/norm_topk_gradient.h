@@ -1,4 +1,5 @@
-// The gradient of C through its norms p, which exists once: dC += dL/dp / p C, and 0 where p is 0.
+// The gradient of C through its norms p, for all operators that need it: dC += (dL/dp / p) C, and 0
+// where p is 0.
 #pragma once
 
 #include <ATen/TensorOperators.h>

@@ -27,8 +27,10 @@ reduce_scatter_single: Any = (
 class Groups:
     """This rank's groups, over which routing and dispatch communicate.
 
-    Inside an MoE layer the tokens of a micro-batch are always split over `tp` and `cp`, with or
-    without sequence parallelism. So every rank of `tp`, `cp` and `dp` routes its own tokens.
+    Inside a layer that dispatches tokens, those of a micro-batch are split over `tp` and `cp`, with
+    or without sequence parallelism. So every rank of `tp`, `cp` and `dp` routes its own tokens.
+    Without sequence parallelism they are not split over `tp` in generation with a cache, and where
+    tp does not divide the sequence length of an evaluation or a generation.
     """
 
     tp: dist.ProcessGroup  # tensor parallel: one micro-batch, its tokens split

@@ -28,6 +28,7 @@ import torch
 from moe_parallel.config import Balancing, RoutedSelection
 from moe_parallel.config.option import option
 from moe_parallel.config.selection.kept import EXPERTS, PROBABILITIES
+from moe_parallel.errors import InputError
 from moe_parallel.layers import RoutedLayer
 from moe_parallel.layers.routing_losses import load_balancing
 from moe_parallel.selection import topk
@@ -53,7 +54,10 @@ class WindowSelection(Balancing, RoutedSelection, system="window"):
     def check(self, config, world_size):
         super().check(config, world_size)
         if self.window_size > config.num_experts:
-            raise ValueError("--window-size is above --num-experts")
+            raise InputError(
+                f"--window-size is {self.window_size}, above --num-experts {config.num_experts}: "
+                f"choose at most {config.num_experts}"
+            )
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,9 @@ class Window:
     size: int
 
     def __call__(self, scores_TE, tokens):
-        first_TE = torch.arange(len(scores_TE))[:, None] % scores_TE.shape[1]
-        distance_TE = (torch.arange(scores_TE.shape[1]) - first_TE) % scores_TE.shape[1]
+        tokens_T = torch.arange(len(scores_TE), device=scores_TE.device)
+        experts_E = torch.arange(scores_TE.shape[1], device=scores_TE.device)
+        distance_TE = (experts_E - tokens_T[:, None]) % len(experts_E)
         logits_TE = scores_TE.masked_fill(distance_TE >= self.size, -torch.inf)
         experts_TK = logits_TE.argmax(dim=1, keepdim=True)
         probabilities_TE = torch.softmax(scores_TE, dim=1)
@@ -123,11 +128,12 @@ def _describe(package: Path) -> tuple[str, str, list[str]]:
     from moe_parallel import RoutedMoE
     from moe_parallel.config import SELECTIONS, make_config, validate
     from moe_parallel.config.command_line import read_command_line
+    from moe_parallel.errors import InputError
 
     with redirect_stdout(StringIO()) as text, pytest.raises(SystemExit):
         read_command_line(["--help"])
     config = make_config(OPTIONS | {"num_experts": 4, "window_size": 5})
-    with pytest.raises(ValueError) as broken:
+    with pytest.raises(InputError) as broken:
         validate(config, 1)
     moe = RoutedMoE(8, 4, selection=SELECTIONS["window"](window_size=1), backend="reference")
     return (
@@ -141,7 +147,7 @@ def test_it_has_flags_rules_and_a_layer_like_any_other(package: Path) -> None:
     ((text, broken, layer),) = run_distributed(1, _describe, package)
     assert "--window-size N" in text and "[window] experts in a window (default: 2)" in text
     assert "uoe, window: the system" in text
-    assert broken == "--window-size is above --num-experts"
+    assert broken == "--window-size is 5, above --num-experts 4: choose at most 4"
     assert layer == ["RoutedLayer", 1]
 
 

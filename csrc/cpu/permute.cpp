@@ -15,7 +15,7 @@ namespace {
 void check_slots(const Permute& task) {
   for (int64_t row = 0; row < task.rows; ++row) {
     TORCH_CHECK_INDEX(task.slots[row] < task.tokens * task.choices, "slot ", task.slots[row],
-                      " lies beyond ", task.tokens, " tokens");
+                      " lies beyond ", task.tokens, " tokens of ", task.choices, " slots");
   }
 }
 

@@ -85,7 +85,7 @@ def end_step(
     Args:
         controllers: of this rank's layers; a pipeline stage without experts has none.
         device: of the process group.
-        group: all ranks of the model; None: all ranks.
+        group: the ranks that train the model; None: torch's default group.
     """
     counts = torch.zeros(2, dtype=torch.float64, device=device)
     for controller in controllers:

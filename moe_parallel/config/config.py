@@ -116,7 +116,7 @@ class Config:
             found.append(self.selection.balancing_warning)
         if self.selection.forced_routing is not None:
             found.append(
-                f"experts are forced ({self.selection.forced_routing}): the router does not choose "
+                f"experts are forced ({self.selection.forced_routing}): the scores do not choose "
                 "them, in evaluations neither, so this run is a benchmark and not a model to keep"
             )
         if self.selection.replay_file is not None:

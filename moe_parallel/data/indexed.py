@@ -99,7 +99,9 @@ def check_indexed(prefix: str, vocab_size: int) -> np.ndarray:
             "again"
         )
     if size == 0:
-        raise InputError(f"--data-path {prefix}: there is no token in {prefix}.bin")
+        raise InputError(
+            f"--data-path {prefix}: there is no token in {prefix}.bin: name a dataset with text"
+        )
     if manifest is not None:
         _check_index(prefix, lengths, manifest)
     found = _scanned(prefix, dtype)

@@ -36,7 +36,9 @@ class AllToAllRoute:
 class AllToAllDispatcher:
     """Sends rows to experts that are spread over `group`, each split into `expert_shards`."""
 
-    takes_norms = False  # the softmax over the norms needs the outputs of experts on all ranks
+    # The gradient of the softmax over the norms needs the gradients of all probs of a token, which
+    # arise on several ranks.
+    takes_norms = False
 
     def __init__(
         self,

@@ -20,7 +20,8 @@ class Dispatched(Generic[Route]):
     The tokens are not sorted by expert. The experts gather their rows with `row_map` and sum their
     outputs back into the same order.
 
-    Shape suffixes: M tokens received, J choices of each, D model width, R low-rank size.
+    Shape suffixes: M rows received (without dispatch: the tokens of this rank), J choices of each,
+    D model width, R low-rank size.
     """
 
     x_MD: torch.Tensor  # 0 in padding

@@ -20,7 +20,7 @@ class LowRankExperts(ExpertParameters):
     given, it is used. Otherwise it is recomputed from x: the row of x (d numbers) is sent anyway,
     C would add d_low numbers, and the product is small.
 
-    Shape suffixes: M tokens received, J choices of each, L experts here, D model width, R low-rank
+    Shape suffixes: M rows received, J choices of each, L experts here, D model width, R low-rank
     size (d_low), W wide size here (d_wide divided by etp).
     """
 

@@ -17,7 +17,7 @@ from moe_parallel.parallel import Groups
 class SwiGLUExperts(ExpertParameters):
     """The routed experts of this rank. W_g and W_p are one tensor, so that x is read once.
 
-    Shape suffixes: M tokens received, J choices of each, L experts here, D model width, F expert
+    Shape suffixes: M rows received, J choices of each, L experts here, D model width, F expert
     width here (divided by etp).
     """
 

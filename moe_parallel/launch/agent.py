@@ -73,7 +73,8 @@ class JobAgent(LocalElasticAgent):
             self.exit_code = self._code_elsewhere
         elif self.exit_code <= 0:
             self.exit_code = EXIT_FAILED
-            _tell(f"error: the nodes cannot meet, or no longer: {' '.join(str(error).split())}")
+            reason = " ".join(str(error).split())
+            _tell(f"error: the nodes cannot meet, or have lost each other: {reason}")
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other nodes and agree on a name for this start of the ranks."""

@@ -5,8 +5,8 @@
 A free expert belongs to no rank: its output is added after the combination.
 
 Shape suffixes: S sequence, B batch (Megatron's order), T tokens of this rank (S * B divided by the
-number of tensor- and context-parallel ranks), K choices per token, E all experts, D model width, M
-tokens that this rank's experts receive.
+number of tensor- and context-parallel ranks), K slots per token, E all experts, D model width, M
+rows that this rank receives (without dispatch: its tokens).
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class LossContext(NamedTuple):
     num_moe_layers: int  # of the whole model
     load: StepLoad | None = None  # of the latest step; None: see `Selection.uses_step_load`
     controller: Controller | None = None  # None: see `Selection.controlled`
-    layer: Any = None  # of the record; it has its weights when the loss is computed
+    layer: Any = None  # the layer that will compute the loss; its weights exist by then
 
 
 #: Takes the options of a system.

@@ -54,8 +54,8 @@ class MixtureOfExperts(nn.Module):
 
     Attributes:
         aux_loss: fp32 [], the weighted sum of the auxiliary losses of the latest forward pass, to
-            be added to the loss of the model. It is 0 in evaluation, without gradients, and if
-            all coefficients are 0.
+            be added to the loss of the model. It is 0 in evaluation mode, under torch.no_grad(),
+            and if all coefficients are 0.
         config: the training configuration of the layer.
     """
 
@@ -168,8 +168,8 @@ class MixtureOfExperts(nn.Module):
     def after_step(self, group: dist.ProcessGroup | None = None) -> None:
         """Move the balancing bias and the controller by the loads since the last call.
 
-        Call it after each step. It does nothing without them, without a loss on the loads of the
-        previous step, and without the coupling loss, whose noise changes with each call.
+        Call it after each optimizer step. It changes something only with a balancing bias, cutoffs,
+        a controller, `global_aux_loss`, the coupling loss or forced experts.
 
         Args:
             group: processes that train copies of this layer; the loads are summed over them.
@@ -321,7 +321,8 @@ class RoutedMoE(MixtureOfExperts):
             selection: instead of top_k, aux_loss_coeff and expert_bias, a TopKSelection,
                 TopPSelection, ReLUSelection, ThresholdSelection, ExpertChoiceSelection or
                 SegmentExpertChoiceSelection of moe_parallel.config, with all its options.
-            others: the same as in AoE.
+
+        The other arguments are those of AoE.
 
         Raises InputError, a ValueError whose message is one line.
         """

@@ -1,4 +1,4 @@
-"""Norms of x W_e with x and W_e rounded to FP8: they select the norms to compute exactly.
+"""Norms of x W_down with x and W_down rounded to FP8: they select the norms to compute exactly.
 
 Shape suffixes are those of reference.py; X counts the columns of all experts, E R.
 """
@@ -13,7 +13,7 @@ TILE_BYTES = 32 << 20  # bytes of products in memory at a time
 
 
 def fp8_norms(x_TD: Tensor, w_EDR: Tensor) -> Tensor:
-    """||x W_e|| with x and W_e rounded to e4m3, summed in fp32: fp32 [T, E], without gradient.
+    """||x W_down||, x and W_down rounded to e4m3, summed in fp32: fp32 [T, E], without gradient.
 
     Each token and each expert is scaled so that its largest entry becomes the largest e4m3 number.
     With one scale for all tokens, one token could change the choices of another.

@@ -177,7 +177,7 @@ def norm_topk(
     chosen: Choose | None = None,
     screening: int = 0,
 ) -> NormScores:
-    """AoE's selection (arXiv 2501.13074, Algorithm 2): C = x W_e, `p_e = ||C||_2`, `topK(p)`.
+    """AoE's selection (arXiv 2501.13074, Algorithm 2): C = x W_down, `p = ||C||_2`, `topK(p)`.
 
     The chosen experts are sorted by norm plus bias, largest first. On a tie, the lower index comes
     first. The gradient of a norm that is 0 is 0.
@@ -287,7 +287,8 @@ def routed_experts(
 ) -> Tensor:
     """y_TD = sum over each token's experts of prob * (silu(x W_g) * (x W_p)) W_o.
 
-    w_gate_up_ED2F: [W_g | W_p] side by side, [E, D, 2F].
+    w_gate_up_ED2F: [E, D, 2F], W_g then W_p; the experts' parameter [L, D, 2, F] with its last two
+        axes flattened.
     main_gradients: one tensor for each weight; see `add_gradient_to`.
     """
     if main_gradients is not None:
@@ -317,13 +318,13 @@ def autonomous_experts(
 
     AoE's experts (arXiv 2501.13074, Algorithm 2).
 
-    c_TKR: C = x W_down of the choices, as `norm_topk` returns it. If it is given, w_down_EDR is not
-        used here, and the gradient of C flows back to the selection. None: C is computed here.
-    norms_TK: the norms of c_TKR, which must be given, where probs_TK is their softmax over the
-        choices of a token. All three are then values that need not be computed again, and get no
-        gradient. The gradient flows from the probs and C to x and w_down here, so that the backward
-        pass gathers rows and sums them once for the experts and the norms. Every choice must have a
-        row, and there is no other row. None: the gradient of the probs flows back.
+    c_TKR: C = x W_down of the choices, as `norm_topk` returns it. If it is given, w_down_EDR is
+        used only with norms_TK, and without norms_TK the gradient of C flows back to the selection.
+        None: C is computed here.
+    norms_TK: the norms of c_TKR, which is then required. probs_TK must be their softmax over a
+        token's choices. c_TKR, norms_TK and probs_TK are then constants: their gradient goes to x
+        and w_down here, in the same pass as that of the experts. Every choice has exactly one row,
+        and there are no other rows. None: the gradient of the probs flows back.
     recompute_gate: recompute C W_up in the backward pass instead of keeping it. It changes only
         time and memory, and in this reference it changes nothing.
     main_gradients: one tensor for each of W_up, W_p and W_out; see `add_gradient_to`.

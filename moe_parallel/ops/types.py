@@ -29,7 +29,7 @@ class NormScores(NamedTuple):
     norms_TE: fp32 (fp64 for fp64 inputs), differentiable.
     experts_TK: int64, the chosen experts: by norm plus bias, largest first, or in the order that
         `chosen` returns.
-    c_TKR: C = x W_e of the chosen experts, differentiable. None: nothing was kept.
+    c_TKR: C = x W_down of the chosen experts, differentiable. None: nothing was kept.
     """
 
     norms_TE: Tensor
@@ -37,7 +37,7 @@ class NormScores(NamedTuple):
     c_TKR: Tensor | None = None
 
 
-#: How much of C = x W_e `norm_topk` keeps: nothing, C of the chosen experts, or C of all experts.
+#: How much of C = x W_down `norm_topk` keeps: nothing, C of the chosen experts, or C of all.
 Keep = Literal["nothing", "chosen", "all"]
 
 #: The norms of `norm_topk` through which a gradient flows: all, or those of the chosen experts.

@@ -1,6 +1,7 @@
-"""In what other software differs from this program, as far as it changes the time of a step.
+"""Features of other training software that change the time of a step.
 
-This program does none of it. A published run is planned with what its software does.
+They are used to plan published runs of that software. The defaults of `Software` describe this
+program.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ class TopP:
 
     A token takes experts in order of probability, largest first, until the sum is at least p. It
     also takes the expert that crosses p, so it always has at least one. The probs are the
-    probabilities, or these divided by their sum over the chosen experts.
+    probabilities, or these divided by their sum over the chosen experts. The choices have E slots
+    per token (K = E); those after the last expert taken hold -1.
     """
 
     p: float

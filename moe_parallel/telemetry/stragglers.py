@@ -4,9 +4,9 @@ A rank's own time is a step without the phases in which it only exchanges data (
 a fast rank waits for a slow one, so every rank's step takes equally long. A rank is compared with
 its peers, the other ranks of its pipeline stage, because other stages have other layers.
 
-Two causes are distinguished. A rank whose experts receive more rows has at most as many times the
-peers' own time as it has times their rows, because only a part of its work grows with the rows. A
-rank that is slower than that is on a slow host.
+Two causes are distinguished. If a rank receives r times the rows of its peers, the rows can explain
+at most r times their own time, because only part of the work grows with rows. A rank slower than
+that is on a slow host.
 """
 
 from __future__ import annotations

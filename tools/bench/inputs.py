@@ -43,7 +43,7 @@ class Draw:
         return scores_TK.softmax(-1).to(self.dtype).float()
 
     def tokens_with_margin(self, size: BenchSize, w_EDR: Tensor) -> Tensor:
-        """x_TD whose K largest norms ||x W_e|| are clearly larger than the others.
+        """x_TD whose K largest norms ||x W_down|| are clearly larger than the others.
 
         Rounding may decide near-ties either way, which is not an error. Without near-ties, every
         contender chooses the same experts.

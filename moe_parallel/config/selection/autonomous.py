@@ -59,8 +59,9 @@ class AutonomousSelection(DispatchedSelection):
 
     aoe_recompute_scores: bool = option(
         True,
-        "in the backward pass, recompute C = x W_down of the experts that were not chosen; false: "
-        "keep C of all experts, n d_low values per token, which is faster",
+        "in the backward pass of the norms, recompute C = x W_down; without --aoe-gradient full, "
+        "only if it was not kept for the chosen experts. false: with --aoe-gradient full, keep C "
+        "of all experts, n d_low values per token, which is faster",
     )
     aoe_recompute_gate: bool = option(
         True,

@@ -42,7 +42,7 @@ def read_columns(
                 if batch.num_rows:
                     yield [_values(arrow, _column(batch, name)) for name in names], done / rows
             if done != rows:
-                raise InputError(f"{file} is damaged ({done:,} rows of {rows:,})")
+                raise InputError(f"{file} is damaged ({done:,} rows of {rows:,}): get it again")
     except (arrow.ArrowException, OSError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"{file} is damaged ({reason}): get it again") from None
