@@ -13,7 +13,7 @@ from typing import Any
 
 from moe_parallel.config import Selection
 from moe_parallel.errors import InputError
-from moe_parallel.selection import topk
+from moe_parallel.selection import threshold, topk
 from moe_parallel.selection.expert_dropout import ExpertDropout
 from moe_parallel.selection.relu import ReLU
 from moe_parallel.selection.segments import BySegment, by_first, by_previous
@@ -32,6 +32,15 @@ _PROBS: dict[Any, tuple[str, bool]] = {
     topk.raw_score: ("raw", False),
     topk.sigmoid_share_of_selected: ("sigmoid", True),
     topk.sigmoid_of_selected: ("sigmoid", False),
+}
+
+#: The same for a threshold: scoring_func.
+_PROBS_OF_VALUES: dict[Any, str] = {
+    threshold.softmax_of_scores: "softmax",
+    threshold.sigmoid: "sigmoid",
+    threshold.sigmoid_of_value: "sigmoid_of_value",
+    threshold.raw_value: "raw_value",
+    threshold.softmax_of_chosen: "softmax_of_chosen",
 }
 
 
@@ -96,7 +105,7 @@ def _threshold(rule: Threshold, num_scores: int) -> dict[str, Any]:
         "rule": "threshold",
         "num_experts_per_tok": num_scores,
         "norm_topk_prob": False,
-        "scoring_func": rule.gate.__name__,
+        "scoring_func": _PROBS_OF_VALUES[rule.gate],
     }
 
 

@@ -35,10 +35,13 @@ HEALING = {"train_iters": 30, "lr": 1e-2, "min_lr": 1e-3}
 TEMPLATE = "{{ messages[0]['content'] }}"
 SECTION = (ROOT / "docs/huggingface.md").read_text().split("## From Mixtral to AoE and back\n")[1]
 COMMANDS = "".join(line for line in SECTION.split("\n#")[0].splitlines(True) if line[:4] == " " * 4)
-#: The numbers that are others here: the length of the sequences and of the training, and the rank.
+#: The numbers that are others here: the length of the sequences and of the training, the rank, the
+#: size of the batch, and the number of processes.
 SMALLER = {
     "--seq-length 4096": "--seq-length 32",
-    "--train-iters 2000": "--train-iters 12",
+    "--train-iters 2000 --global-batch-size 64": "--train-iters 12 --global-batch-size 16",
+    "--nproc-per-node 8": "--nproc-per-node 2",
+    "--expert-model-parallel-size 8": "--expert-model-parallel-size 2",
     "--aoe-low-rank-size 256": "--aoe-low-rank-size 16",
     "    vllm serve exported/aoe --trust-remote-code\n": "",
 }
@@ -143,8 +146,7 @@ def test_a_dense_llama_becomes_experts_and_answers_in_generate(tmp_path: Path) -
 def test_the_documented_commands(tmp_path: Path) -> None:
     for name in ("tools", "pretrain_gpt_moe.py"):
         (tmp_path / name).symlink_to(ROOT / name)
-    # Eight experts, as many as the commands have ranks.
-    save_with_text("mixtral", tmp_path / "models/mixtral", num_local_experts=8)
+    save_with_text("mixtral", tmp_path / "models/mixtral")
     records = [json.dumps({"text": words(100, seed)}) + "\n" for seed in range(60)]
     (tmp_path / "my.jsonl").write_text("".join(records))
     commands = COMMANDS
