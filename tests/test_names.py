@@ -93,7 +93,7 @@ PARTS_OF_A_SYSTEM = {"rules", "controller", "upcycling"}
 
 
 def test_no_two_functions_or_constants_have_the_same_name() -> None:
-    """In `ops`, the implementations of an operator have the operator's name."""
+    """In `ops`, the implementations of an operator have its name; a program begins at `main`."""
     found: dict[str, list[str]] = {}
     for path in (path for path in FILES if _unit(path) not in ("hf", "ops")):
         names = set(_functions_and_constants_of(path.read_text(encoding="utf-8"))) - {"main"}

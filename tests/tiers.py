@@ -1,4 +1,7 @@
-"""Selects the cases of the quick tier (tests/conftest.py): a covering subset or named cases."""
+"""Selects the cases of the quick tier (tests/conftest.py): a covering subset or named cases.
+
+`selected_values` tells a fixture which cases will run.
+"""
 
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import combinations
@@ -32,3 +35,12 @@ def rest_in_full(values: Iterable[Any], *quick: Any) -> list[Any]:
     return [
         value if value in quick else pytest.param(value, marks=pytest.mark.full) for value in values
     ]
+
+
+def selected_values(
+    request: pytest.FixtureRequest, parameter: str, values: Iterable[Any]
+) -> list[Any]:
+    """Those of `values` that the selected tests of the fixture's file have as this parameter."""
+    items = [item for item in request.session.items if item.path == request.path]
+    named = {item.callspec.params.get(parameter) for item in items if hasattr(item, "callspec")}
+    return [value for value in values if value in named]

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import moe_parallel
-from moe_parallel.platform.machine import PACKAGES
 
 STARTS_FILE = "starts.jsonl"
 
@@ -43,6 +42,8 @@ def record_start(folder: Path, ranks: int, load: str | None) -> None:
 
 
 def _start(ranks: int, load: str | None) -> dict[str, Any]:
+    from moe_parallel.platform.machine import PACKAGES  # psutil, which a launcher does not need
+
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": os.environ.get(COMMAND),

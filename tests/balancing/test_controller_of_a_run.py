@@ -8,7 +8,6 @@ import torch
 
 from moe_parallel.layers import DispatchedLayer
 from tests.distributed import run_distributed
-from tests.tiers import rest_in_full
 from tests.training.tiny_run import Layout, TinyRun
 
 SYSTEMS = {
@@ -61,7 +60,8 @@ def _train(system: str, world: int, start: Path | None) -> dict[str, tuple[State
     return found
 
 
-@pytest.mark.parametrize("system", rest_in_full(SYSTEMS))
+@pytest.mark.full
+@pytest.mark.parametrize("system", SYSTEMS)
 def test_every_layout_and_a_resumed_run_set_the_same(system, tmp_path):
     (alone,) = run_distributed(1, _train, system, 1, tmp_path)
     first, last, logged = alone["one rank"]

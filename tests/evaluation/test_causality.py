@@ -22,7 +22,7 @@ from moe_parallel.parallel import destroy_groups, initialize_groups
 from moe_parallel.training.standalone import standalone_config, standalone_model
 from tests.distributed import run_distributed
 from tests.program import flags
-from tests.tiers import rest_in_full
+from tests.tiers import rest_in_full, selected_values
 
 VOCABULARY, INSTANCES, POSITIONS = 50, 2, 8
 INSIDE = INSTANCES * POSITIONS * (POSITIONS - 1) // 2  # (later, earlier) pairs
@@ -174,12 +174,7 @@ QUICK = (
 @pytest.fixture(scope="module")
 def influences(request: pytest.FixtureRequest) -> dict[str, dict[str, Influence]]:
     """By system, of those that this session tests."""
-    tests = {item.name for item in request.session.items}
-    names = [
-        name
-        for name in SYSTEMS
-        if name in QUICK or f"test_a_system_leaks_as_it_must[{name}-training]" in tests
-    ]
+    names = sorted({*QUICK, *selected_values(request, "name", SYSTEMS)})
     (found,) = run_distributed(1, measure_systems, [SYSTEMS[name].options for name in names])
     return dict(zip(names, found, strict=True))
 

@@ -10,7 +10,7 @@ from moe_parallel.parallel import destroy_groups
 from tests import systems
 from tests.distributed import run_distributed
 from tests.generation.small_models import PROMPTS, VOCABULARY, small_model
-from tests.tiers import rest_in_full
+from tests.tiers import rest_in_full, selected_values
 
 NEW = 6
 GREEDY = Sampling(temperature=0)
@@ -107,9 +107,8 @@ def _every_way(names):
 @pytest.fixture(scope="module")
 def ways(request):
     """By model; models of the full tier are left out if none of their tests runs."""
-    tests = {item.name for item in request.session.items}
-    names = [name for name in MODELS if f"test_the_cache_changes_no_token[{name}]" in tests]
-    (found,) = run_distributed(1, _every_way, sorted({*QUICK, *names}))
+    names = sorted({*QUICK, *selected_values(request, "name", MODELS)})
+    (found,) = run_distributed(1, _every_way, names)
     return found
 
 

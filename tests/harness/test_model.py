@@ -14,7 +14,7 @@ from tests.generation.test_decode import LAYOUTS, MODELS
 from tests.harness import requests
 from tests.harness.mixtral import as_mixtral
 from tests.harness.requests import PAIRS, PROMPTS, SEQ_LENGTH, TEXTS, TOKENIZER
-from tests.tiers import rest_in_full
+from tests.tiers import rest_in_full, selected_values
 
 #: Each kind of layer, and each reason for which sequences are not padded.
 NAMES = ["topk", "aoe", "segment_expert_choice", "lory", "lory, by the prompt", "smear", "capacity"]
@@ -179,9 +179,7 @@ def _of_layout(cases):
 
 @pytest.fixture(scope="module")
 def on_two_ranks(request):
-    names = {item.name for item in request.session.items}
-    cases = [each for each in CASES if f"test_layouts[{each[0]}-{each[1]}]" in names]
-    return _of_layout(cases)
+    return _of_layout(selected_values(request, "case", CASES))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tests.data.small_text import small_bpe, words
 from tests.distributed import run_distributed
 from tests.huggingface.exporting import PROMPT, STEPS, export_run, save_runs
 from tests.systems import options
-from tests.tiers import rest_in_full
+from tests.tiers import rest_in_full, selected_values
 
 DENSE = {"num_experts": None, "moe_ffn_hidden_size": None}
 LORY = {"lory_segment_length": len(PROMPT), "lory_inference": "prompt"}  # as tools/generate.py does
@@ -113,16 +113,13 @@ QUICK = (
 @pytest.fixture(scope="module")
 def used(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """The runs that the selected tests need, by name: folder, logits, generated tokens."""
-    wanted = {item.callspec.params["name"] for item in request.session.items
-              if item.path == request.path and hasattr(item, "callspec")
-              and "name" in item.callspec.params}  # fmt: skip
     folder = tmp_path_factory.mktemp("runs")
     known = RUNS | SHORT_RUNS
-    runs = [(folder / str(n), known[name]) for n, name in enumerate(sorted(wanted))]
+    wanted = sorted(selected_values(request, "name", known))
+    runs = [(folder / str(n), known[name]) for n, name in enumerate(wanted)]
     (results,) = run_distributed(1, save_runs, runs)
     return {
-        name: (run, *result)
-        for name, (run, _), result in zip(sorted(wanted), runs, results, strict=True)
+        name: (run, *result) for name, (run, _), result in zip(wanted, runs, results, strict=True)
     }
 
 

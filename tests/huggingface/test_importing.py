@@ -17,7 +17,6 @@ from moe_parallel.training.checkpoint.record import read_record
 from tests.distributed import run_distributed
 from tests.huggingface.imported import WITHOUT_TEXT, logits_here, losses_here, run_of
 from tests.huggingface.models import MODELS, Saved, build, save, save_with_text, text_tokenizer
-from tests.tiers import rest_in_full
 
 TOLERANCE = 1e-5  # absolute, in fp32; logits are up to 5, and measured differences up to 4e-6
 
@@ -83,7 +82,8 @@ def _losses_of_each(jobs):
     return [losses_here(run, saved.tokens_BS, layout) for saved, run, layout in jobs]
 
 
-@pytest.mark.parametrize("ranks", rest_in_full(LAYOUTS))
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", LAYOUTS)
 def test_it_loads_in_any_layout(ranks: int, models: Models) -> None:
     jobs = [(*models(model_type), layout) for model_type, layout in LAYOUTS[ranks]]
     for (model_type, layout), (saved, *_), found in zip(

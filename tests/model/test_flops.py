@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe_parallel.config import make_config
 from moe_parallel.model.flops import token_flops
 from tests.distributed import run_distributed
-from tests.tiers import rest_in_full
+from tests.tiers import rest_in_full, selected_values
 from tests.training.tiny_run import BATCH, LENGTH, TINY, VOCABULARY, Layout, TinyRun
 
 # Every product is an operator of torch, and none is repeated in the backward pass.
@@ -53,10 +53,7 @@ def counts(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, int]:
     """By model, of those that this session tests."""
-    names = {item.name for item in request.session.items}
-    models = [
-        name for name in MODELS if f"test_the_formula_is_what_a_step_computes[{name}]" in names
-    ]
+    models = selected_values(request, "model", MODELS)
     folder = tmp_path_factory.mktemp("flops")
     ((*found,),) = run_distributed(1, _count, folder, [MODELS[name] for name in models])
     return dict(zip(models, found, strict=True))

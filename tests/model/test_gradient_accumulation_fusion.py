@@ -12,7 +12,6 @@ from tests.distributed import run_distributed
 from tests.model.comparison import differences, make_start, run_all
 from tests.model.small_gpt import SIZES, Options, build, micro_batches
 from tests.model.test_layouts import ONE, layout, model
-from tests.tiers import rest_in_full
 
 BACKENDS = ["reference"] + ["native"] * extension.is_built()
 SYSTEMS = ["topk", "aoe", "aoe_top_p", "lory"]
@@ -34,8 +33,9 @@ LAYOUTS: dict[int, dict[str, Options]] = {
 }
 
 
-@pytest.mark.parametrize("backend", rest_in_full(BACKENDS, BACKENDS[-1]))
-@pytest.mark.parametrize("system", rest_in_full(SYSTEMS))
+@pytest.mark.full
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("system", SYSTEMS)
 def test_a_fused_run_is_the_same_run(tmp_path: Path, system: str, backend: str) -> None:
     options = model(system) | {"moe_backend": backend}
     start = make_start(options | ONE, tmp_path)

@@ -24,7 +24,7 @@ from tests.model.comparison import (
 )
 from tests.model.small_gpt import Options
 from tests.systems import SYSTEMS
-from tests.tiers import covering, rest_in_full
+from tests.tiers import covering, rest_in_full, selected_values
 
 #: Options of the model besides its system, for variety.
 MODELS: dict[str, Options] = {
@@ -154,9 +154,7 @@ def start(tmp_path_factory: pytest.TempPathFactory, asked: list[str]) -> Starts:
 @pytest.fixture(scope="module")
 def asked(request: pytest.FixtureRequest) -> list[str]:
     """The systems that the tests of a file name."""
-    items = [item for item in request.session.items if item.path == request.path]
-    named = {item.callspec.params.get("system") for item in items if hasattr(item, "callspec")}
-    return [system for system in SYSTEMS if system in named]
+    return selected_values(request, "system", SYSTEMS)
 
 
 @pytest.mark.parametrize("system", ["topk", "aoe"])

@@ -13,7 +13,6 @@ from moe_parallel.ops import select_backend
 from tests.distributed import run_distributed
 from tests.model.comparison import differences, make_start, run_all
 from tests.model.test_layouts import LAYOUTS, ONE, model
-from tests.tiers import rest_in_full
 
 T, D, V = 7, 5, 6
 FACTOR = 0.25
@@ -155,7 +154,8 @@ def test_no_tensor_has_the_logits_of_all_tokens() -> None:
     assert largest.elements == chunk * vocabulary
 
 
-@pytest.mark.parametrize("system", rest_in_full(["topk, one expert", "lory"]))
+@pytest.mark.full
+@pytest.mark.parametrize("system", ["topk, one expert", "lory"])
 def test_models_train_as_with_megatrons_loss(tmp_path: Path, system: str) -> None:
     """The head of one has its own weights, that of the other is the embedding."""
     options = model(system)

@@ -89,7 +89,8 @@ CASES = {"topk": ("topk", QUICK_LAYOUTS), "topk, the others": ("topk", OTHER_LAY
 }
 
 
-@pytest.mark.parametrize("case", rest_in_full(CASES))
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
 def test_layouts_write_the_same_file_and_replay_it(tmp_path: Path, case: str) -> None:
     system, layouts = CASES[case]
     options = options_of(system)

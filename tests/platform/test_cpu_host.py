@@ -20,7 +20,6 @@ from moe_parallel.platform.megatron_version import SUPPORTED, installed_version
 from tests.distributed import RankError, run_distributed
 from tests.platform import scenarios
 from tests.platform.layout import Layout
-from tests.tiers import rest_in_full
 
 #: Layouts that train exactly like one rank.
 EXACT = {
@@ -92,14 +91,16 @@ def one_rank(tmp_path_factory):
     return folder, steps
 
 
-@pytest.mark.parametrize("name", rest_in_full(EXACT))
+@pytest.mark.full
+@pytest.mark.parametrize("name", EXACT)
 def test_trains_like_one_rank(name, one_rank):
     folder, expected = one_rank
     for steps in _train_in(EXACT[name], folder):
         torch.testing.assert_close(torch.tensor(steps), torch.tensor(expected), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("name", rest_in_full(INEXACT))
+@pytest.mark.full
+@pytest.mark.parametrize("name", INEXACT)
 def test_trains(name):
     for steps in _train_in(INEXACT[name]):
         _check_that_it_learns(steps)

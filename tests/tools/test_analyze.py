@@ -19,7 +19,7 @@ from tests.data import small_text
 from tests.distributed import run_distributed
 from tests.program import SMALL, Program, flags, pretrain_here, small_data
 from tests.systems import merges, options
-from tests.tiers import rest_in_full
+from tests.tiers import rest_in_full, selected_values
 from tests.tools.running import ROOT, run_tool_forked
 from tests.tools.test_report import data_of
 from tools.analyze import main
@@ -132,9 +132,8 @@ def in_layouts(
     request: pytest.FixtureRequest, trained: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """A folder with the analysis in each layout whose test runs."""
-    names = {item.name for item in request.session.items}
     folder = tmp_path_factory.mktemp("layouts")
-    wanted = {name: folder / name for name in LAYOUTS if f"test_layouts[{name}]" in names}
+    wanted = {name: folder / name for name in selected_values(request, "layout", LAYOUTS)}
     lines, of_rank_1 = run_distributed(2, _analyze_in, trained, wanted)
     assert all(lines) and of_rank_1 == [[]] * len(wanted)
     return folder

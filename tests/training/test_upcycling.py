@@ -9,7 +9,6 @@ from moe_parallel.config import make_config
 from moe_parallel.model.upcycling import change_by_upcycling
 from moe_parallel.training.checkpoint.record import Expected
 from tests.distributed import run_distributed
-from tests.tiers import rest_in_full
 from tests.training.tiny_run import AOE, TINY, Layout, TinyRun
 from tests.training.whole_state import assemble, held
 
@@ -143,7 +142,8 @@ def _assert_rest_is(found, source, initial, system, what):
             numpy.testing.assert_array_equal(found[name, what], initial[name, "weight"])
 
 
-@pytest.mark.parametrize("system", rest_in_full(SYSTEMS))
+@pytest.mark.full
+@pytest.mark.parametrize("system", SYSTEMS)
 def test_experts_hold_the_dense_weights_and_moments_in_every_layout(tmp_path, dense, system):
     options = SYSTEMS[system]
     places = [(target, source) for source in SOURCES for target in TARGETS]
