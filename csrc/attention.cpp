@@ -6,7 +6,9 @@
 #include <tuple>
 
 #include "block_product.h"
+#include "cpu/processor.h"
 #include "launch.h"
+#include "onednn_product.h"
 
 namespace moe_parallel {
 namespace {
@@ -108,6 +110,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward(
 }
 
 }  // namespace
+
+bool has_fast_attention(ScalarType type) {
+  if (has_avx512()) return multiplies_blocks_by_onednn(type);
+  return has_avx2() && is_amd();  // at::mm multiplies its blocks, in fp32
+}
+
 }  // namespace moe_parallel
 
 MOE_PARALLEL_CPU_OPERATOR("attention",

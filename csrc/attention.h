@@ -41,6 +41,10 @@ struct AttentionBackward {
   const void* logsumexp;  // as in Attention
 };
 
+// Whether attention in this type, fp32 or bf16, was measured to be faster than torch's on
+// processors of this kind.
+bool has_fast_attention(ScalarType type);
+
 void run_on_cpu(const Attention& task);
 void run_on_cpu(const AttentionBackward& task);
 

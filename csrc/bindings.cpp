@@ -1,6 +1,7 @@
 // The Python module. Each operator is declared in the file that implements it (launch.h).
 #include <pybind11/pybind11.h>
 
+#include "attention.h"
 #include "build_config.h"  // written by setup.py
 #include "cpu/capability.h"
 #include "fused_gemm.h"
@@ -49,12 +50,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "torch.mm, the faster one for this processor (default), or oneDNN. Returns what held "
         "before.");
   m.def(
-      "multiplies_blocks_by_onednn",
+      "has_fast_attention",
       [](bool in_bf16) {
         using moe_parallel::ScalarType;
-        return moe_parallel::multiplies_blocks_by_onednn(in_bf16 ? ScalarType::kBFloat16
-                                                                 : ScalarType::kFloat32);
+        return moe_parallel::has_fast_attention(in_bf16 ? ScalarType::kBFloat16
+                                                        : ScalarType::kFloat32);
       },
       pybind11::arg("in_bf16"),
-      "Whether oneDNN's kernel for blocks multiplies factors in fp32, or in bf16, here.");
+      "Whether attention in fp32, or in bf16, was measured to be faster than torch's on processors "
+      "of this kind.");
 }

@@ -32,14 +32,12 @@ constexpr const char* kVariable = "MOE_PARALLEL_CPU";
 std::vector<Capability> capabilities() {
   std::vector<Capability> all;
 #ifdef __x86_64__
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                        __builtin_cpu_supports("f16c");
-  const bool has_both = has_avx2 && has_avx512();
+  const bool has_both = has_avx2() && has_avx512();
   if (has_both && __builtin_cpu_supports("avx512bf16")) {
     all.push_back({"avx512_bf16", avx512_bf16::kKernels});
   }
   if (has_both) all.push_back({"avx512", avx512::kKernels});
-  if (has_avx2) all.push_back({"avx2", avx2::kKernels});
+  if (has_avx2()) all.push_back({"avx2", avx2::kKernels});
 #endif
   all.push_back({"portable", portable::kKernels});
   return all;

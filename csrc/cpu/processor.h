@@ -9,6 +9,12 @@ namespace moe_parallel {
 
 #ifdef __x86_64__
 
+inline bool has_avx2() {
+  static const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                          __builtin_cpu_supports("f16c");
+  return has;
+}
+
 inline bool has_avx512() {
   static const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
@@ -36,6 +42,7 @@ inline bool is_amd() {
 
 #else
 
+inline bool has_avx2() { return false; }
 inline bool has_avx512() { return false; }
 inline bool has_amx() { return false; }
 inline bool is_intel() { return false; }

@@ -39,8 +39,9 @@ def attention(q_SBHC: Tensor, k_SBGC: Tensor, v_SBGC: Tensor, scale: float) -> T
 def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the native operator computes attention of these tensors, and faster than torch.
 
-    It is on an x86-64 processor with AVX-512, where oneDNN's kernel multiplies its blocks; in bf16
-    on Intel's only with AMX, because others were not measured.
+    It is on an x86-64 processor with AVX-512, where oneDNN's kernel multiplies its blocks, and on
+    AMD's with AVX2. Not measured, so left to torch: Intel's without AVX-512, and in bf16 Intel's
+    without AMX.
     """
     width = q.shape[-1]
     fits = (
@@ -54,9 +55,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and width <= WIDEST_HEAD
     )
     module = _extension() if fits else None
-    return module is not None and module.multiplies_blocks_by_onednn(
-        in_bf16=q.dtype == torch.bfloat16
-    )
+    return module is not None and module.has_fast_attention(in_bf16=q.dtype == torch.bfloat16)
 
 
 @functools.cache
