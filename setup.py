@@ -123,32 +123,46 @@ def find_cutlass() -> Path | None:
 
 
 def write_build_config(cuda: bool, cutlass: bool) -> Path:
-    """Write the header that records what is built. If it changes, old objects are recompiled."""
+    """Write the header that records what is built."""
     architectures = os.environ["TORCH_CUDA_ARCH_LIST"] if cuda else ""
-    header = ROOT / "build" / f"config-{sysconfig.get_config_var('SOABI')}" / "build_config.h"
-    text = (
+    return write_if_changed(
+        "build_config.h",
         "#pragma once\n"
         f"#define MOE_PARALLEL_BUILT_WITH_CUDA {str(cuda).lower()}\n"
         f"#define MOE_PARALLEL_BUILT_WITH_CUTLASS {str(cutlass).lower()}\n"
         f'#define MOE_PARALLEL_BUILT_FOR_TORCH "{torch.__version__}"\n'
-        f'#define MOE_PARALLEL_CUDA_ARCHITECTURES "{architectures}"\n'
+        f'#define MOE_PARALLEL_CUDA_ARCHITECTURES "{architectures}"\n',
     )
-    if not header.exists() or header.read_text() != text:
-        header.parent.mkdir(parents=True, exist_ok=True)
-        header.write_text(text)
-    return header
+
+
+def write_operators(parts: list[Path]) -> Path:
+    """Write the file that includes all operators. Each includes torch's headers, which take longer
+    to parse than an operator to compile: together they compile in a seventh of the time. The names
+    in their unnamed namespaces must therefore differ."""
+    return write_if_changed("operators.cpp", "".join(f'#include "{part}"\n' for part in parts))
+
+
+def write_if_changed(name: str, text: str) -> Path:
+    """Write a file of the build folder. If it changes, old objects are recompiled."""
+    path = ROOT / "build" / f"config-{sysconfig.get_config_var('SOABI')}" / name
+    if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return path
 
 
 def describe_extension(home: Path | None, cutlass: Path | None):
     cuda = home is not None
     header = write_build_config(cuda, cutlass is not None)
     csrc = ROOT / "csrc"
-    patterns = ["*.cpp", "cpu/*.cpp"]
+    operators, kernels = ["*.cpp"], ["cpu/*.cpp"]
     if cuda:
-        patterns += ["cuda/*.cpp", "cuda/*.cu", "cuda/fused/*.cu"]
+        operators += ["cuda/*.cpp"]
+        kernels += ["cuda/*.cu", "cuda/fused/*.cu"]
     if cutlass:
-        patterns += ["cuda/cutlass/*.cu"]
-    sources = sorted(p for pattern in patterns for p in csrc.glob(pattern))
+        kernels += ["cuda/cutlass/*.cu"]
+    parts = [p for pattern in operators for p in sorted(csrc.glob(pattern))]
+    sources = [write_operators(parts), *(p for pattern in kernels for p in csrc.glob(pattern))]
     headers = [*csrc.rglob("*.h"), *csrc.rglob("*.cuh"), header]
     warnings = ["-Wall", "-Wextra"]
     # Torch's headers are system headers, so that our warnings do not apply to them. OpenMP is
@@ -167,9 +181,9 @@ def describe_extension(home: Path | None, cutlass: Path | None):
     kind = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
     return kind(
         EXTENSION,
-        [str(p.relative_to(ROOT)) for p in sources],
+        sorted(str(p.relative_to(ROOT)) for p in sources),
         include_dirs=[str(header.parent), *(cuda_wheel_headers(home) if home else [])],
-        depends=[str(p) for p in [*headers, ROOT / "setup.py"]],
+        depends=[str(p) for p in [*parts, *headers, ROOT / "setup.py"]],
         extra_compile_args=flags,
     )
 

@@ -50,7 +50,7 @@ at::Tensor with_dense_heads(const at::Tensor& tensor, at::ScalarType type) {
   return converted.stride(3) == 1 ? converted : converted.contiguous();
 }
 
-HeadRows rows_of(const at::Tensor& tensor) {
+HeadRows head_rows(const at::Tensor& tensor) {
   return {.data = const_cast<void*>(tensor.const_data_ptr()),
           .token_stride = tensor.stride(0),
           .batch_stride = tensor.stride(1),
@@ -68,10 +68,10 @@ std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const at::Tens
       at::empty({q.size(1), q.size(2), q.size(0)}, q.options().dtype(sum_type_of(q)));
   run_on_cpu(Attention{.type = scalar_type_of("q", q_rows),
                        .shape = shape_of(q, k, scale),
-                       .q = rows_of(q_rows),
-                       .k = rows_of(k_rows),
-                       .v = rows_of(v_rows),
-                       .out = rows_of(out),
+                       .q = head_rows(q_rows),
+                       .k = head_rows(k_rows),
+                       .v = head_rows(v_rows),
+                       .out = head_rows(out),
                        .logsumexp = logsumexp.mutable_data_ptr()});
   return {out.to(q.scalar_type()), logsumexp};
 }
@@ -97,14 +97,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward(
   const auto dv = at::empty(v.sizes(), q_rows.options());
   run_on_cpu(AttentionBackward{.type = scalar_type_of("q", q_rows),
                                .shape = shape_of(q, k, scale),
-                               .dout = rows_of(dout_rows),
-                               .q = rows_of(q_rows),
-                               .k = rows_of(k_rows),
-                               .v = rows_of(v_rows),
-                               .out = rows_of(out_rows),
-                               .dq = rows_of(dq),
-                               .dk = rows_of(dk),
-                               .dv = rows_of(dv),
+                               .dout = head_rows(dout_rows),
+                               .q = head_rows(q_rows),
+                               .k = head_rows(k_rows),
+                               .v = head_rows(v_rows),
+                               .out = head_rows(out_rows),
+                               .dq = head_rows(dq),
+                               .dk = head_rows(dk),
+                               .dv = head_rows(dv),
                                .logsumexp = sums.const_data_ptr()});
   return {dq.to(q.scalar_type()), dk.to(q.scalar_type()), dv.to(q.scalar_type())};
 }

@@ -11,7 +11,7 @@ namespace {
 
 // Of dC on the CPU: twice as many as in the forward pass, because each tile also reads and writes
 // dW.
-constexpr int64_t kTileBytes = int64_t{32} << 20;
+constexpr int64_t kGradientTileBytes = int64_t{32} << 20;
 
 // Checks the C of some experts of each token, or its gradient.
 void check_product_of(const char* name, const at::Tensor& c, const at::Tensor& x, int64_t experts,
@@ -57,7 +57,7 @@ std::tuple<at::Tensor, at::Tensor> norm_topk_backward(const at::Tensor& dnorms,
   // The tiles are added in the type of sums, so that the result is rounded to bf16 only once.
   auto dw_cat = at::empty(w_cat.sizes(), w.options().dtype(sum_type_of(w)));
   if (x.size(0) == 0) dw_cat.zero_();
-  Tiles tiles(x, w_cat.size(1), kTileBytes);
+  Tiles tiles(x, w_cat.size(1), kGradientTileBytes);
   tiles.for_each([&](int64_t first, int64_t tokens) {
     const auto x_tile = x.narrow(0, first, tokens);
     auto dc = tiles.columns(tokens);

@@ -10,7 +10,7 @@
 namespace moe_parallel {
 namespace {
 
-void check_inputs(const at::Tensor& x, const at::Tensor& weight) {
+void check_rows(const at::Tensor& x, const at::Tensor& weight) {
   check_dim("x", x, 2);
   check_sizes("weight", weight, {x.size(1)});
   check_together(x, {weight});
@@ -22,7 +22,7 @@ at::Tensor in_type_of_sums(const at::Tensor& weight, const at::Tensor& x) {
 
 std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x, const at::Tensor& weight,
                                             double eps) {
-  check_inputs(x, weight);
+  check_rows(x, weight);
   const auto x_2d = x.contiguous();
   const auto weight_1d = in_type_of_sums(weight, x);
   auto y = at::empty(x.sizes(), x.options());
@@ -41,7 +41,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x, const at::Tenso
 std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& dy, const at::Tensor& x,
                                                      const at::Tensor& weight,
                                                      const at::Tensor& r) {
-  check_inputs(x, weight);
+  check_rows(x, weight);
   check_sizes("dy", dy, x.sizes());
   check_same_type("dy", dy, "x", x);
   check_sizes("r", r, {x.size(0)});

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+LIBRARY = "libcuda_host.so"
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
 # A misaligned vector, an index outside a shared array, an overflow and similar errors end the
@@ -37,7 +38,7 @@ def build(folder: Path) -> Path:
     for source in [*sorted(kernels), *sorted(HERE.glob("*.cpp"))]:
         objects.append(folder / f"{source.name}.o")
         _run(compiler(), *FLAGS, "-x", "c++", "-c", source, "-o", objects[-1])
-    library = folder / "libcuda_host.so"
+    library = folder / LIBRARY
     _run(compiler(), "-shared", *objects, "-o", library)
     return library
 
