@@ -1,4 +1,5 @@
 // Runs the threads of a block as fibers, each until it waits for others.
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstdio>
@@ -26,9 +27,11 @@ struct Warp {
   std::array<std::array<Words, kWarp>, 2> given{};
 };
 
+// Runs a thread of one block after another. To switch, swapcontext() would call the kernel for the
+// mask of signals each time, so it only creates a fiber; _longjmp() does not.
 struct Fiber {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack{new char[kStack]};
+  jmp_buf place;
+  std::unique_ptr<char[]> stack;  // null: not created
   const std::function<bool()>* waits_for = nullptr;
   int exchanges = 0;
   bool is_done = true;
@@ -36,7 +39,8 @@ struct Fiber {
   bool can_run() const { return !is_done && (waits_for == nullptr || (*waits_for)()); }
 };
 
-ucontext_t scheduler;
+jmp_buf scheduler;
+ucontext_t creator;
 std::vector<Fiber> fibers;
 std::vector<Warp> warps;
 Barrier block;
@@ -45,18 +49,35 @@ std::size_t shared_bytes_of_kernel;
 
 Fiber& this_fiber() { return fibers[threadIdx.x]; }
 
-void run_fiber() {
-  (*body_of_fibers)();
-  expect_no_copies_under_way();
-  this_fiber().is_done = true;
+void jump(jmp_buf& from, jmp_buf& to) {
+  if (_setjmp(from) == 0) _longjmp(to, 1);
 }
 
-void start(Fiber& fiber) {
-  getcontext(&fiber.context);
-  fiber.context.uc_stack.ss_sp = fiber.stack.get();
-  fiber.context.uc_stack.ss_size = kStack;
-  fiber.context.uc_link = &scheduler;
-  makecontext(&fiber.context, run_fiber, 0);
+void run_fiber() {
+  if (_setjmp(this_fiber().place) == 0) setcontext(&creator);
+  while (true) {
+    (*body_of_fibers)();
+    expect_no_copies_under_way();
+    Fiber& fiber = this_fiber();
+    fiber.is_done = true;
+    jump(fiber.place, scheduler);
+  }
+}
+
+void create(Fiber& fiber) {
+  fiber.stack.reset(new char[kStack]);
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = fiber.stack.get();
+  context.uc_stack.ss_size = kStack;
+  makecontext(&context, run_fiber, 0);
+  swapcontext(&creator, &context);
+}
+
+void start(unsigned thread) {
+  Fiber& fiber = fibers[thread];
+  threadIdx.x = thread;
+  if (!fiber.stack) create(fiber);
   fiber.waits_for = nullptr;
   fiber.exchanges = 0;
   fiber.is_done = false;
@@ -82,7 +103,7 @@ bool run_warp(unsigned warp, unsigned& left) {
       if (!fibers[i].can_run()) continue;
       again = any = true;
       threadIdx.x = i;
-      swapcontext(&scheduler, &fibers[i].context);
+      jump(scheduler, fibers[i].place);
       left -= fibers[i].is_done;
     }
   }
@@ -93,7 +114,7 @@ bool run_warp(unsigned warp, unsigned& left) {
 // Every other block begins with its last warp.
 void run_block(unsigned threads) {
   forget_copies();
-  for (auto& fiber : fibers) start(fiber);
+  for (unsigned thread = 0; thread < threads; ++thread) start(thread);
   const unsigned count = threads / kWarp;
   for (unsigned left = threads; left > 0;) {
     bool is_stuck = true;
@@ -120,7 +141,7 @@ void run_blocks(dim3 blocks, dim3 threads, std::size_t shared_bytes,
   blockDim = threads;
   body_of_fibers = &body;
   shared_bytes_of_kernel = shared_bytes;
-  fibers.resize(threads.x);
+  if (fibers.size() < threads.x) fibers.resize(threads.x);
   block = {.size = static_cast<int>(threads.x)};
   warps.assign(threads.x / kWarp, Warp{.barrier = {.size = kWarp}});
   for (blockIdx.x = 0; blockIdx.x < blocks.x; ++blockIdx.x) run_block(threads.x);
@@ -129,7 +150,7 @@ void run_blocks(dim3 blocks, dim3 threads, std::size_t shared_bytes,
 void wait_until(const std::function<bool()>& condition) {
   Fiber& fiber = this_fiber();
   fiber.waits_for = &condition;
-  if (!condition()) swapcontext(&fiber.context, &scheduler);
+  if (!condition()) jump(fiber.place, scheduler);
   fiber.waits_for = nullptr;
 }
 

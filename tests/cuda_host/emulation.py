@@ -23,6 +23,7 @@ SANITIZERS = "-fsanitize=alignment,bounds,shift,signed-integer-overflow"
 FLAGS = [
     *("-std=c++20", "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
     *(SANITIZERS, "-fsanitize-undefined-trap-on-error"),
+    "-U_FORTIFY_SOURCE",  # it forbids the jumps from one fiber's stack to another's
     *("-DMOE_PARALLEL_CUDA", f"-I{HERE / 'include'}", f"-I{CSRC}"),
 ]
 
