@@ -42,7 +42,7 @@ struct WideTile {
   using Epilogue = cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative;
 };
 
-template <class Element, class Out, class LayoutA, class LayoutB, class Of = SquareTile>
+template <class Element, class Out, class LayoutA, class LayoutB, class Of>
 struct HopperProduct {
   using Problem = cute::Shape<int, int, int>;
   using Problems = cutlass::gemm::GroupProblemShape<Problem>;

@@ -1,6 +1,5 @@
 // The kernels of this build. The compiler needs gigabytes of memory for an instantiation for
-// Hopper, and most of its time for CUTLASS's headers. So the tiles in use have a file for each
-// layout, and the other tiles another one.
+// Hopper, and half of its time for CUTLASS's headers. So each layout has a file, with all tiles.
 #pragma once
 
 #include "products.h"
