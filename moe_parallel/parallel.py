@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from moe_parallel.config import ParallelConfig
+from moe_parallel.platform.gloo_device import share_gloo_device
 
 # torch 2.13 has new names for them. A GPU host may have an older torch than pyproject.toml names.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -68,15 +69,16 @@ def initialize_groups(config: ParallelConfig, virtual_stages: int | None = None)
         config: the sizes of the groups.
         virtual_stages: the number of virtual pipeline stages per rank. None: the plain schedule.
     """
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=config.tensor_model_parallel_size,
-        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
-        context_parallel_size=config.context_parallel_size,
-        expert_model_parallel_size=config.expert_model_parallel_size,
-        expert_tensor_parallel_size=config.expert_tensor_size,
-        virtual_pipeline_model_parallel_size=virtual_stages,
-        distributed_timeout_minutes=config.distributed_timeout_minutes,
-    )
+    with share_gloo_device():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor_model_parallel_size,
+            pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+            context_parallel_size=config.context_parallel_size,
+            expert_model_parallel_size=config.expert_model_parallel_size,
+            expert_tensor_parallel_size=config.expert_tensor_size,
+            virtual_pipeline_model_parallel_size=virtual_stages,
+            distributed_timeout_minutes=config.distributed_timeout_minutes,
+        )
     return Groups(
         tp=parallel_state.get_tensor_model_parallel_group(),
         cp=parallel_state.get_context_parallel_group(),
