@@ -64,20 +64,21 @@ void run_fiber() {
   }
 }
 
-void create(Fiber& fiber) {
-  fiber.stack.reset(new char[kStack]);
+void create(unsigned thread) {
+  char* stack = new char[kStack];
+  fibers[thread].stack.reset(stack);
   ucontext_t context;
   getcontext(&context);
-  context.uc_stack.ss_sp = fiber.stack.get();
+  context.uc_stack.ss_sp = stack;
   context.uc_stack.ss_size = kStack;
   makecontext(&context, run_fiber, 0);
+  threadIdx.x = thread;
   swapcontext(&creator, &context);
 }
 
 void start(unsigned thread) {
   Fiber& fiber = fibers[thread];
-  threadIdx.x = thread;
-  if (!fiber.stack) create(fiber);
+  if (!fiber.stack) create(thread);
   fiber.waits_for = nullptr;
   fiber.exchanges = 0;
   fiber.is_done = false;
