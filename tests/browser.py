@@ -77,7 +77,9 @@ class Browser:
         for domain in ("Page", "Runtime", "Network", "Log"):
             self._call(f"{domain}.enable")
         scheme = {"name": "prefers-color-scheme", "value": "dark" if self._dark else "light"}
-        self._call("Emulation.setEmulatedMedia", features=[scheme])
+        # A smooth scroll that still runs, of an element that got the focus, undoes a later one.
+        motion = {"name": "prefers-reduced-motion", "value": "reduce"}
+        self._call("Emulation.setEmulatedMedia", features=[scheme, motion])
         self.resize(*self._size)
         self._call("Page.navigate", url=self._file.resolve().as_uri())
         self.wait_for("document.readyState === 'complete' && location.protocol === 'file:'")
