@@ -20,6 +20,7 @@ class _Loader(yaml.SafeLoader):
     """PyYAML's loader with the numbers of the command line.
 
     In YAML 1.1 010 is 8, 1:30 is 90 and 1_0 is 10. Here, anything but a decimal number is text.
+    PyYAML's loader in C is faster, but a file that is nested too deeply ends the process there.
     """
 
 

@@ -1,20 +1,22 @@
 """A model of this project as Hugging Face's Mixtral: same weights, other code."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM
+import transformers  # its models are imported at use, not by every rank that imports this module
 
 from moe_parallel.generation.language_model import GenerationModel
 
 
-def as_mixtral(model: GenerationModel) -> MixtralForCausalLM:
+def as_mixtral(model: GenerationModel) -> transformers.MixtralForCausalLM:
     """For `topk` with K = 2 and tied embeddings, complete on one process."""
     config = model.config
     weights = {name: w for name, w in model.chunk.state_dict().items() if w is not None}
     embedding = weights["embedding.word_embeddings.weight"]
-    peer = MixtralForCausalLM(
-        MixtralConfig(
+    peer = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
             vocab_size=len(embedding),
             hidden_size=config.model.hidden_size,
             intermediate_size=config.expert_width,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers  # its models are imported at use, not by every rank that imports this module
 from torch.nn.functional import cross_entropy
-from transformers import MixtralForCausalLM
 
 from moe_parallel.huggingface.folder import TensorFolder
 from moe_parallel.huggingface.importing import import_folder, plan_import
@@ -105,7 +105,9 @@ def test_a_folder_of_several_files_in_bf16(tmp_path: Path) -> None:
     model = build("mixtral").to(torch.bfloat16)
     saved = save(model, tmp_path / "theirs", max_shard_size="20KB")
     # transformers in fp32, with the rounded weights.
-    model = MixtralForCausalLM.from_pretrained(saved.folder, dtype=torch.float32).eval()
+    model = transformers.MixtralForCausalLM.from_pretrained(
+        saved.folder, dtype=torch.float32
+    ).eval()
     assert len(list(saved.folder.glob("*.safetensors"))) > 2
     plan = plan_import(saved.folder, WITHOUT_TEXT)
     assert plan.config.training.bf16
