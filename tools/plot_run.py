@@ -1,4 +1,4 @@
-"""Draw the figure of a run from its metrics.jsonl, during training or afterwards.
+"""Draw the figure of a run from its metrics.jsonl, during training or afterward.
 
 python tools/plot_run.py runs/quickstart
 """

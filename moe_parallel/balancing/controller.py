@@ -1,4 +1,4 @@
-"""Controllers: after each step, a number that all layers share moves towards a mean of K experts.
+"""Controllers: after each step, a number that all layers share moves toward a mean of K experts.
 
 Each layer holds a copy of the number and counts its own choices. At the end of a step, the counts
 of all layers, micro-batches and ranks are added, in one collective of the whole model, and every

@@ -47,7 +47,7 @@ class TrainingConfig(Section):
     gradient_accumulation_fusion: bool = option(
         False,
         "let the backward passes of experts and linear layers add weight gradients directly to the "
-        "fp32 sum over micro-batches, instead of rounding them and adding them afterwards",
+        "fp32 sum over micro-batches, instead of rounding them and adding them afterward",
     )
     attention_backend: str = option(
         "auto",

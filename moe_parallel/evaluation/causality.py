@@ -133,7 +133,7 @@ def measure_influence(
     """Perturb tokens one at a time and compare all outputs with the unperturbed ones.
 
     Runs the model P * replacements + 2 times. Torch's random generators start each run in the same
-    state, and are restored afterwards.
+    state, and are restored afterward.
 
     Args:
         logits_of: tokens [B, S] -> logits [B, S, V] of any float dtype.

@@ -93,9 +93,10 @@ class AutonomousLayer(DispatchedLayer):
         rule = self.current_rule()
         self.statistics.record_wire(self.w_down.wire_bytes)
         with self.w_down.whole() as w_down_EDR:
-            if isinstance(rule, TopK) and self.free is None:
+            # A rule derived from TopK may choose otherwise, so the operator must not choose for it.
+            if type(rule) is TopK and self.free is None:
                 return self._choose_greatest(x_TD, w_down_EDR, rule)
-            if isinstance(rule, Replayed) and isinstance(rule.rule, TopK) and self.free is None:
+            if isinstance(rule, Replayed) and type(rule.rule) is TopK and self.free is None:
                 chosen = partial(rule.chosen, tokens=tokens)
                 return self._choose_greatest(x_TD, w_down_EDR, rule.rule, chosen)
             return self._choose_by(rule, x_TD, w_down_EDR, tokens)

@@ -19,8 +19,8 @@ class ReLU:
     """
 
     def __call__(self, scores_TE: torch.Tensor, tokens: Tokens) -> Choices:
-        gates_TE = torch.relu(scores_TE)
-        experts_TK, probs_TK = slots_of(gates_TE > 0, gates_TE)
+        probs_TE = torch.relu(scores_TE)
+        experts_TK, probs_TK = slots_of(probs_TE > 0, probs_TE)
         return Choices(experts_TK, probs_TK, scores_TE, torch.softmax(scores_TE, dim=1))
 
     def of(self, scores_TE: torch.Tensor, experts_TK: torch.Tensor) -> Choices:

@@ -84,7 +84,7 @@ def test_an_expert_whose_scores_fall_chooses_nobody_and_comes_back_without_gradi
     assert load() == pytest.approx([0.25] * 4, abs=0.08)
 
 
-def test_the_sign_moves_a_cutoff_by_the_rate_towards_the_load() -> None:
+def test_the_sign_moves_a_cutoff_by_the_rate_toward_the_load() -> None:
     cutoffs = SignCutoffs(2, start=0.0, mean_choices=1, rate=0.25)
     # Of 4 tokens an expert is to compute 2: the first computes 3, the second 1.
     assert step(cutoffs, column(1.0, 2.0, 3.0, -1.0)) == [0.25, -0.25]

@@ -55,7 +55,7 @@ def structure(**fields: type) -> type[ctypes.Structure]:
 
 
 def load(library: Path | str, *, in_front: bool = False) -> ctypes.CDLL:
-    """`in_front`: an extension that is loaded afterwards calls these kernels instead of its own."""
+    """`in_front`: an extension that is loaded afterward calls these kernels instead of its own."""
     scope = os.RTLD_GLOBAL if in_front else os.RTLD_LOCAL
     loaded = ctypes.CDLL(str(library), mode=scope | os.RTLD_NOW)
     for count in (loaded.tasks_run, loaded.products_fused, loaded.bank_conflicts):

@@ -16,7 +16,7 @@ AWKWARD = [
     "\r\n\t  def f():\n        return 1\n",
     "naïve façade 漢字 🙂\u200d e\u0301",
     "\x00\x7f\x85\u2028",
-    "ends with the words <|endoftext|> spelt out",
+    "ends with the words <|endoftext|> spelled out",
 ]
 
 

@@ -208,7 +208,7 @@ def test_chance_takes_k_experts_with_equal_probs_anew_for_each_token() -> None:
     assert not torch.equal(elsewhere.experts_TK, choices.experts_TK)
 
 
-def test_afterwards_the_model_is_as_it_was() -> None:
+def test_afterward_the_model_is_as_it_was() -> None:
     given = values(ROUTED)
     model = nn.Sequential(layer_of(ROUTED, given), layer_of(ROUTED, values(ROUTED, seed=1)))
     layers, state = list(model), {name: w.clone() for name, w in model.state_dict().items()}
@@ -279,7 +279,7 @@ def _whole_models() -> dict[str, Any]:
         both, shared = probed(x_SBD)[0], layer.shared(x_SBD)
         found["layer"] = (both - shared).numpy(), x_SBD.numpy()
     found["weights"] = {name: w.detach().numpy() for name, w in layer.named_parameters()}
-    found["afterwards"] = logits()
+    found["afterward"] = logits()
     destroy_groups()
     return found
 
@@ -291,7 +291,7 @@ def whole_models() -> dict[str, Any]:
 
 def test_a_whole_model_probed_by_its_own_rule_is_unchanged(whole_models: dict[str, Any]) -> None:
     assert numpy.array_equal(whole_models["own rule"], whole_models["as it is"])
-    assert numpy.array_equal(whole_models["afterwards"], whole_models["as it is"])
+    assert numpy.array_equal(whole_models["afterward"], whole_models["as it is"])
     assert numpy.abs(whole_models["random"] - whole_models["as it is"]).max() > 1e-3
 
 

@@ -17,7 +17,7 @@ Options = dict[str, Any]
 
 
 def small_model(options: Options) -> GenerationModel:
-    """An untrained model on the ranks of `run_distributed`; call destroy_groups() afterwards."""
+    """An untrained model on the ranks of `run_distributed`; call destroy_groups() afterward."""
     import torch
 
     # Large weights, so that no two tokens are almost equally probable.

@@ -114,7 +114,7 @@ def train_each(cases: dict[str, tuple[Path, Options]]) -> dict[str, Outcome]:
 
 
 def build(config: Config) -> Engine:
-    """An engine on its own groups; call destroy_groups() afterwards."""
+    """An engine on its own groups; call destroy_groups() afterward."""
     validate(config, torch.distributed.get_world_size())
     groups = initialize_groups(config.parallel, config.virtual_stages)
     model_parallel_cuda_manual_seed(config.training.seed)

@@ -1,4 +1,4 @@
-"""A run whose backward passes add to main gradients equals a run that adds gradients afterwards."""
+"""A run whose backward passes add to main gradients equals a run that adds gradients afterward."""
 
 from pathlib import Path
 

@@ -213,7 +213,7 @@ def test_torch_itself_still_knows_that_there_is_no_gpu():
 
 
 @pytest.mark.full
-def test_megatron_may_be_imported_afterwards():
+def test_megatron_may_be_imported_afterward():
     program = (
         "import moe_parallel.platform.cpu_host as host, torch.distributed as dist\n"
         "host.adapt_megatron_to_cpu()\n"

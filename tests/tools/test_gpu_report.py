@@ -140,6 +140,16 @@ def test_every_step_up_to_its_first_kernel(
     assert {f"seen/{call}.md", *(f"seen/{name}.log" for name in steps)} <= names
 
 
+def test_sanitizers_that_are_missing_are_a_row(python: Path, tmp_path: Path) -> None:
+    folders = os.environ["PATH"].split(":")
+    path = ":".join(each for each in folders if not Path(each, "compute-sanitizer").exists())
+    given = {"PYTHON": python, "PYTHONPATH": BARE, "PATH": path, "MINUTES": 0}
+    run(REPORT, "models", tmp_path / "seen", **given)
+    written = (tmp_path / "seen" / "models.md").read_text()
+    assert "| sanitizers | not run: no compute-sanitizer in PATH |" in written
+    assert "| whole-models | not run: the time was over |" in written
+
+
 def wheel(folder: Path, name: str, version: str, files: list[str]) -> None:
     info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:

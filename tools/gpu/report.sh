@@ -152,7 +152,10 @@ models() {
     # Ours, Megatron-Core's and Hugging Face's, forward and backward.
     step whole-models 110 "$python" tools/bench/models.py --device cuda --sizes gpu --turns 5 \
         --json "$folder/models.json"
-    command -v compute-sanitizer >/dev/null || return
+    if ! command -v compute-sanitizer >/dev/null; then
+        echo "| sanitizers | not run: no compute-sanitizer in PATH | 0 s | | |" | tee -a "$folder/$call.md"
+        return
+    fi
     local tool some
     some="native and (plain and 7 or several_tiles or oracle and (swiglu or merge or norm))"
     some="$some or as_exact_as_step_by_step and plain and bfloat16 or norms_and_choices"

@@ -1,4 +1,4 @@
-"""Write the tables and figures of a study again, during training or afterwards.
+"""Write the tables and figures of a study again, during training or afterward.
 
 python tools/study/report_study.py studies/first
 """

@@ -1,5 +1,5 @@
 """The terms on which contenders are equal: what a study makes equal before training, and measures
-afterwards.
+afterward.
 
     experts          experts per token, total parameters, tokens (the default)
     active           active parameters of the chosen experts; the experts' width is fitted
