@@ -115,7 +115,7 @@ FAULTS_OF_RUNS = [
         f"{TRAINING}/checkpoint/newest_good.py",
         '    agree(lambda: check_content(checkpoint, record["files"], rank_share()))\n',
         "",
-        ("tests/training/test_newest_good.py",),
+        ("tests/training/checkpoint/test_newest_good.py",),
     ),
     Fault(
         "a hang is blamed on the rank that is furthest ahead",
