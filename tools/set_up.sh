@@ -78,7 +78,8 @@ install_packages() {
 # code, which is not used here.
 install_cutlass() {
     { command -v nvcc && [ -z "${CUTLASS_PATH:-}" ]; } >/dev/null || return 0
-    "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || return 0
+    # torch warns that numpy is missing, which is installed next.
+    "$venv/bin/python" -W ignore -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || return 0
     run -m pip install --no-deps "$(sed -n 's/^cutlass = \["\(.*\)"\]$/\1/p' pyproject.toml)" ||
         explain
 }
