@@ -79,7 +79,8 @@ install_packages() {
 install_cutlass() {
     { command -v nvcc && [ -z "${CUTLASS_PATH:-}" ]; } >/dev/null || return 0
     # torch warns that numpy is missing, which is installed next.
-    "$venv/bin/python" -W ignore -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || return 0
+    "$venv/bin/python" -W ignore -c 'import sys, torch; sys.exit(torch.version.cuda is None)' ||
+        return 0
     run -m pip install --no-deps "$(sed -n 's/^cutlass = \["\(.*\)"\]$/\1/p' pyproject.toml)" ||
         explain
 }

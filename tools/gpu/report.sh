@@ -153,7 +153,8 @@ models() {
     step whole-models 110 "$python" tools/bench/models.py --device cuda --sizes gpu --turns 5 \
         --json "$folder/models.json"
     if ! command -v compute-sanitizer >/dev/null; then
-        echo "| sanitizers | not run: no compute-sanitizer in PATH | 0 s | | |" | tee -a "$folder/$call.md"
+        echo "| sanitizers | not run: no compute-sanitizer in PATH | 0 s | | |" |
+            tee -a "$folder/$call.md"
         return
     fi
     local tool some
