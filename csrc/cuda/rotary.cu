@@ -14,21 +14,36 @@ __device__ inline void sine_and_cosine(double angle, double* sin, double* cos) {
 
 // One thread per vector of pairs.
 template <class Scalar, int kSize>
-__global__ void rotate(Rotary task) {
+__global__ void rotate(Rotary task, int64_t heads_of_token) {
   using Sum = sum_t<Scalar>;
   const int64_t vectors = task.half / kSize;
-  const int64_t items = task.length * task.batch * task.heads * vectors;
+  const int64_t items = task.length * task.batch * heads_of_token * vectors;
   for (int64_t item = first_thread(); item < items; item += num_threads()) {
     const int64_t i = item % vectors, row = item / vectors;
-    const int64_t head = row % task.heads, token = row / task.heads;
+    const int64_t token = row / heads_of_token;
     const int64_t place = token / task.batch, sequence = token % task.batch;
-    const auto* x = static_cast<const Scalar*>(task.x) + place * task.place_stride +
-                    sequence * task.sequence_stride + head * task.head_stride;
-    const auto* angles = static_cast<const Sum*>(task.angles) + place * task.angles_place_stride +
-                         sequence * task.angles_sequence_stride + i * kSize;
-    auto* y = static_cast<Scalar*>(task.y) + row * 2 * task.half;
+    int64_t number = row % heads_of_token;
+    int kind = 0;
+    while (number >= task.heads[kind].groups * task.heads[kind].per_group) {
+      number -= task.heads[kind].groups * task.heads[kind].per_group;
+      ++kind;
+    }
+    const Heads& heads = task.heads[kind];
+    const int64_t group = number / heads.per_group, head = number % heads.per_group;
+    const auto* x = static_cast<const Scalar*>(heads.x) + place * heads.of_x.place +
+                    sequence * heads.of_x.sequence + group * heads.of_x.group +
+                    head * heads.of_x.head;
+    auto* y = static_cast<Scalar*>(heads.y) + place * heads.of_y.place +
+              sequence * heads.of_y.sequence + group * heads.of_y.group + head * heads.of_y.head;
     const auto first = load<Scalar, kSize>(x, i);
     const auto second = load<Scalar, kSize>(x + task.half, i);
+    if (!heads.are_rotated) {
+      store(first, y, i);
+      store(second, y + task.half, i);
+      continue;
+    }
+    const auto* angles = static_cast<const Sum*>(task.angles) + place * task.angles_place_stride +
+                         sequence * task.angles_sequence_stride + i * kSize;
     Sum firsts[kSize], seconds[kSize];
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
@@ -46,13 +61,16 @@ __global__ void rotate(Rotary task) {
 }  // namespace
 
 void run_on_cuda(const Rotary& task, cudaStream_t stream) {
-  const int64_t pairs = task.length * task.batch * task.heads * task.half;
+  const int64_t heads = task.heads_of_token();
+  const int64_t pairs = task.length * task.batch * heads * task.half;
   if (pairs == 0) return;
-  with_vectors(task.type, {task.x, task.y},
-               {task.half, task.place_stride, task.sequence_stride, task.head_stride},
+  const Heads &q = task.heads[0], &k = task.heads[1], &v = task.heads[2];
+  with_vectors(task.type, {q.x, q.y, k.x, k.y, v.x, v.y},
+               {task.half, q.of_x.joint(), q.of_y.joint(), k.of_x.joint(), k.of_y.joint(),
+                v.of_x.joint(), v.of_y.joint()},
                [&](auto scalar, auto size) {
                  launch_kernel(rotate<decltype(scalar), size()>,
-                               blocks_for(pairs / size(), kThreads), stream, task);
+                               blocks_for(pairs / size(), kThreads), stream, task, heads);
                });
 }
 

@@ -18,6 +18,7 @@ from moe_parallel.ops.causal_attention import attention as attention
 from moe_parallel.ops.fp8_norms import fp8_norms
 from moe_parallel.ops.rms_norm import rms_norm as rms_norm
 from moe_parallel.ops.rotary import rotary as rotary
+from moe_parallel.ops.rotary import split_and_rotate as split_and_rotate
 from moe_parallel.ops.softmax import softmax_gradient as softmax_gradient
 from moe_parallel.ops.softmax import softmax_sums as softmax_sums
 from moe_parallel.ops.types import Choose, Gradient, Keep, NormScores, RowMap

@@ -1,7 +1,7 @@
 """Rotary position embeddings of queries and keys, in plain torch (arXiv 2104.09864).
 
 Shape suffixes: S sequence, B batch (Megatron's order), H and G heads of queries and of keys, C
-width of a head.
+width of a head, X = (H / G + 2) C.
 """
 
 import torch
@@ -18,6 +18,20 @@ def rotary(q_SBHC: Tensor, k_SBGC: Tensor, angles: Tensor) -> tuple[Tensor, Tens
         the second half of C repeats the first.
     """
     return _rotated(q_SBHC, angles), _rotated(k_SBGC, angles)
+
+
+def split_and_rotate(qkv_SBGX: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, rotated as by `rotary`, and values: q_SBHC, k_SBGC, v_SBGC.
+
+    qkv_SBGX: the output of one linear layer, in Megatron-Core's order: for each head of keys the
+        H / G heads of queries that share it, the head of keys, and that of values.
+
+    None of the results is a view, so that nothing keeps qkv for the backward pass.
+    """
+    width = angles.shape[-1]
+    q_SBGX, k_SBGC, v_SBGC = qkv_SBGX.split([qkv_SBGX.shape[-1] - 2 * width, width, width], dim=-1)
+    q_SBHC = q_SBGX.unflatten(-1, (-1, width)).flatten(2, 3)
+    return *rotary(q_SBHC, k_SBGC, angles), v_SBGC.clone(memory_format=torch.contiguous_format)
 
 
 def _rotated(x: Tensor, angles: Tensor) -> Tensor:

@@ -139,6 +139,7 @@ class Ops:
     expert_merge: Callable[[Tensor, Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rotary: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    split_and_rotate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     softmax_sums: Callable[[Tensor], tuple[Tensor, Tensor]]
     softmax_gradient: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     routed_experts: RoutedExperts

@@ -112,7 +112,7 @@ def _attention(shape: Shape, layout: Layout) -> list[Kept]:
         return [*kept, Kept("k and v of whole sequences", ATTENTION, whole)]
     kept += [
         Kept("k after rope", ATTENTION, t.all * kv * a // tp),
-        Kept("qkv, of which v is a view", ATTENTION, t.all * shape.qkv_width * a // tp),
+        Kept("v", ATTENTION, t.all * kv * a // tp),
     ]
     return [
         *kept,

@@ -57,6 +57,10 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
         "product": (tensor(6, 2), tensor(6, 5), tensor(5, 2), True),
         **_of_rows(tensor, probs[:, 0]),
         "rotary": (tensor(3, 2, 4, 6), tensor(3, 2, 1, 6), main(3, 1, 1, 6), False),
+        "split_and_rotate": (tensor(3, 2, 2, 24), main(3, 1, 1, 6)),
+        "split_and_rotate_backward": (
+            *(tensor(3, 2, 4, 6), tensor(3, 2, 2, 6), tensor(3, 2, 2, 6), main(3, 1, 1, 6)),
+        ),
         "expert_merge": merging,
         "expert_merge_backward": (tensor(2, 5, 2), *merging),
         **_of_norm_topk(tensor, norms, slots, rows),

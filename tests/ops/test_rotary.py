@@ -80,6 +80,76 @@ def test_views_of_one_product(ops, device, dtype):
         assert_close(y, turned(float64(x), float64(angles)), dtype)
 
 
+def mixed(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str, batch: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output of a layer for queries, keys and values, with several queries to a key."""
+    length, sequences, heads, groups, width = shape
+    columns = (heads // groups + 2) * width
+    qkv = random_tensor(length, sequences, groups, columns, dtype=dtype, device=device, seed=4)
+    return qkv, angles_of(length, batch or 1, width, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_queries_keys_and_values_of_one_product(ops, device, shape, dtype):
+    """Entry by entry: head h of the queries is number h % r of group h / r."""
+    qkv, angles = mixed(shape, dtype, device)
+    q, k, v = ops.split_and_rotate(qkv, angles)
+    _, _, heads, groups, width = shape
+    per_group = heads // groups
+    by_head = float64(qkv).reshape(*qkv.shape[:3], per_group + 2, width)
+    for head in range(heads):
+        of_head = by_head[:, :, head // per_group, head % per_group]
+        assert_close(q[:, :, head], turned(of_head, float64(angles)[:, :, 0]), dtype)
+    assert_close(k, turned(by_head[:, :, :, per_group], float64(angles)), dtype)
+    assert np.array_equal(float64(v), by_head[:, :, :, per_group + 1])
+    assert all(x.dtype == dtype and x.is_contiguous() for x in (q, k, v))
+    assert q.shape[2] == heads
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_split_and_rotated_are_the_bits_of_rotary(ops, device, dtype, batch):
+    qkv, angles = mixed((5, 3, 6, 2, 16), dtype, device, batch)
+    q, k, v = qkv.split([48, 16, 16], dim=-1)
+    rotated = ops.rotary(q.reshape(5, 3, 6, 16), k, angles)
+    for one, other in zip(ops.split_and_rotate(qkv, angles), (*rotated, v), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_nothing_keeps_the_product(ops, device):
+    """Values that were a view would keep the memory of all columns for the backward pass."""
+    qkv, angles = mixed((4, 2, 4, 2, 8), torch.float32, device)
+    addresses = {x.untyped_storage().data_ptr() for x in ops.split_and_rotate(qkv, angles)}
+    assert len(addresses) == 3 and qkv.untyped_storage().data_ptr() not in addresses
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_gradients_of_the_product(ops, device, batch):
+    qkv, angles = mixed((3, 2, 4, 2, 6), torch.float64, device, batch)
+    qkv.requires_grad_()
+    assert torch.autograd.gradcheck(lambda qkv: ops.split_and_rotate(qkv, angles), (qkv,))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layouts_of_the_product_and_of_gradients(ops, device, dtype):
+    """A slice of a wider product, as tensor parallelism takes it, and gradients in attention's
+    order."""
+    qkv, angles = mixed((5, 2, 4, 2, 8), dtype, device)
+    wide = torch.cat([qkv, qkv], dim=-1)[..., : qkv.shape[-1]]
+    given = [wide.requires_grad_(), qkv.clone().requires_grad_()]
+    found = []
+    for mine in given:
+        outputs = ops.split_and_rotate(mine, angles)
+        upstream = [torch.ones_like(x).cumsum(0) for x in outputs]
+        if mine is wide:
+            upstream = [x.transpose(0, 2).contiguous().transpose(0, 2) for x in upstream]
+        found.append((*outputs, *torch.autograd.grad(outputs, mine, upstream)))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_columns_that_are_apart(ops, device):
     q, k, angles = setting((4, 2, 2, 2, 8), torch.float32, device)
     apart = q.transpose(2, 3).contiguous().transpose(2, 3)
@@ -108,6 +178,7 @@ def test_threads_do_not_change_a_bit(native, two_threads):
     for threads in (2, 1):
         torch.set_num_threads(threads)
         results.append(native.rotary(*setting((300, 2, 4, 2, 64), torch.float32, "cpu")))
+        results[-1] += native.split_and_rotate(*mixed((300, 2, 4, 2, 64), torch.float32, "cpu"))
     for two, one in zip(*results, strict=True):
         assert torch.equal(two, one)
 
@@ -126,3 +197,10 @@ def test_other_shapes_are_refused(native):
         native.rotary(q[..., :5], k[..., :5], angles[..., :5])
     with pytest.raises(TypeError, match="k is Double, q is Float"):
         native.rotary(q, k.double(), angles)
+    mixed_heads, angles = mixed((5, 2, 4, 2, 6), torch.float32, "cpu")
+    with pytest.raises(ValueError, match=r"must be r \+ 2 heads of 6, not 12"):
+        native.split_and_rotate(mixed_heads[..., :12], angles)
+    with pytest.raises(ValueError, match=r"must be r \+ 2 heads of 6, not 23"):
+        native.split_and_rotate(mixed_heads[..., :23], angles)
+    with pytest.raises(ValueError, match="angles must have shape"):
+        native.split_and_rotate(mixed_heads, angles[:4])

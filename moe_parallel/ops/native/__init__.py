@@ -17,7 +17,7 @@ from moe_parallel.ops.native.norm_topk import norm_topk  # noqa: E402
 from moe_parallel.ops.native.permute import permute  # noqa: E402
 from moe_parallel.ops.native.product import product  # noqa: E402
 from moe_parallel.ops.native.rms_norm import rms_norm  # noqa: E402
-from moe_parallel.ops.native.rotary import rotary  # noqa: E402
+from moe_parallel.ops.native.rotary import rotary, split_and_rotate  # noqa: E402
 from moe_parallel.ops.native.routed_experts import routed_experts  # noqa: E402
 from moe_parallel.ops.native.routing_map import routing_map  # noqa: E402
 from moe_parallel.ops.native.softmax import softmax_gradient, softmax_sums  # noqa: E402
@@ -38,6 +38,7 @@ __all__ = [
     "routing_map",
     "softmax_gradient",
     "softmax_sums",
+    "split_and_rotate",
     "swiglu",
     "swiglu_halves",
     "unpermute",

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: one kernel for the queries and one for the keys."""
+"""Rotary position embeddings: one kernel for queries and keys, which may also split them off."""
 
 from typing import Any
 
@@ -29,3 +29,34 @@ def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
 
 
 torch.library.register_autograd("moe_parallel::rotary", _backward, setup_context=_save)
+
+
+def split_and_rotate(qkv_SBGX: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = _ops.split_and_rotate(qkv_SBGX, angles)
+    return q, k, v
+
+
+@torch.library.register_fake("moe_parallel::split_and_rotate")
+def _(qkv: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    width, (length, batch, groups, _) = angles.size(3), qkv.shape
+    heads = (qkv.size(3) // width - 2) * groups
+    return tuple(qkv.new_empty(length, batch, n, width) for n in (heads, groups, groups))
+
+
+@torch.library.register_fake("moe_parallel::split_and_rotate_backward")
+def _(dq: Tensor, dk: Tensor, dv: Tensor, angles: Tensor) -> Tensor:
+    length, batch, groups, width = dk.shape
+    return dq.new_empty(length, batch, groups, (dq.size(2) // groups + 2) * width)
+
+
+def _save_angles(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _backward_of_all(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    return _ops.split_and_rotate_backward(*gradients, *ctx.saved_tensors), None
+
+
+torch.library.register_autograd(
+    "moe_parallel::split_and_rotate", _backward_of_all, setup_context=_save_angles
+)
