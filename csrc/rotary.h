@@ -35,7 +35,7 @@ struct Heads {
 struct Rotary {
   static constexpr int kMost = 3;  // queries, keys and values
 
-  ScalarType type;  // of x and y
+  ScalarType type;     // of x and y
   Heads heads[kMost];  // zeros if there are fewer kinds
   int kinds;           // of heads
   const void* angles;  // [length, batch, half] in the type of sums, with the strides below

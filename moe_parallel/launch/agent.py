@@ -56,7 +56,8 @@ class JobAgent(LocalElasticAgent):
     ) -> None:
         """`shutdown_timeout`: seconds for the ranks to exit after a signal. `stop` receives signals
         while there are no ranks."""
-        super().__init__(spec, logs_specs, shutdown_timeout=shutdown_timeout)
+        super().__init__(spec, logs_specs)
+        self._shutdown_timeout = shutdown_timeout  # an argument since torch 2.13
         self.exit_code = EXIT_FAILED
         self._stop = stop
         self._asked: list[tuple[signal.Signals, float]] = []  # signals and their times
@@ -127,7 +128,9 @@ class JobAgent(LocalElasticAgent):
         return None
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._shutdown(timeout=self._shutdown_timeout)
+        if self._pcontext is not None:
+            self._pcontext.close(signal.SIGTERM, self._shutdown_timeout)
+        self._shutdown()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._pass_signals_on()

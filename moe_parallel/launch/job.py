@@ -49,7 +49,7 @@ def _configuration(options: LaunchOptions, script: str) -> tuple[LaunchConfig, S
     """torchrun's configuration for these flags, and the command of a rank."""
     try:
         args = torchrun.parse_args([*options.launcher, script, *options.program])
-        _choose_rendezvous(args)
+        _choose_rendezvous(args, "--master-port" in options.launcher)
         _share_cores(torchrun.determine_local_world_size(args.nproc_per_node))
         if not (
             args.log_dir or args.local_ranks_filter or (args.tee, args.redirects) != ("0", "0")
@@ -62,10 +62,10 @@ def _configuration(options: LaunchOptions, script: str) -> tuple[LaunchConfig, S
     return config, [python, *words]
 
 
-def _choose_rendezvous(args: Any) -> None:
-    """Choose the rendezvous as torchrun does; without one, a node starts alone."""
+def _choose_rendezvous(args: Any, has_port: bool) -> None:
+    """Choose the rendezvous as torchrun does since 2.13; without one, a node starts alone."""
     _, nodes = torchrun.parse_min_max_nnodes(args.nnodes)
-    named = args.rdzv_endpoint or args.master_port is not None
+    named = args.rdzv_endpoint or has_port
     if args.standalone or (args.rdzv_backend == "static" and not named and nodes == 1):
         args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
         args.rdzv_id, args.local_addr = uuid.uuid4().hex, args.local_addr or "localhost"

@@ -40,6 +40,7 @@ def divide(arguments: Sequence[str]) -> LaunchOptions:
     launcher = [
         word
         for name, value in given.items()
+        if name != "shutdown_timeout"  # older torchruns do not know it, and our agent has it
         for word in (_flag(name), *([] if value is True else [str(value)]))
     ]
     return LaunchOptions(

@@ -39,8 +39,9 @@ def split_and_rotate(qkv_SBGX: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, 
 @torch.library.register_fake("moe_parallel::split_and_rotate")
 def _(qkv: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     width, (length, batch, groups, _) = angles.size(3), qkv.shape
-    heads = (qkv.size(3) // width - 2) * groups
-    return tuple(qkv.new_empty(length, batch, n, width) for n in (heads, groups, groups))
+    q = qkv.new_empty(length, batch, (qkv.size(3) // width - 2) * groups, width)
+    k, v = (qkv.new_empty(length, batch, groups, width) for _ in range(2))
+    return q, k, v
 
 
 @torch.library.register_fake("moe_parallel::split_and_rotate_backward")

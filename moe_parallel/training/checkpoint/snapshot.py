@@ -1,20 +1,19 @@
 """A snapshot: what a checkpoint of one iteration will contain, and its copy in host memory.
 
 A snapshot refers to the tensors of the model and the optimizer, which training changes. `HostCopy`
-copies them with torch's stager for asynchronous checkpoints.
+copies them. (torch has a stager for this; that of torch 2.11 does not keep its memory, and copies
+nothing the second time.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils.weak import WeakIdKeyDictionary
 
 from moe_parallel.collective_errors import exchange
@@ -41,20 +40,13 @@ class HostCopy:
     """The memory of a host for a copy of what this rank writes.
 
     It is kept between copies: allocating it takes longer than copying, and no later copy can then
-    run out of memory. With a GPU it is pinned. A new copy overwrites the one before.
+    run out of memory. With a GPU it is pinned, and is written on a stream of its own, during the
+    computation. A new copy overwrites the one before.
     """
 
     def __init__(self) -> None:
-        with_gpu = torch.cuda.is_available()
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=with_gpu,
-                use_shared_memory=False,
-                use_async_staging=with_gpu,  # on a stream of its own, during the computation
-                use_non_blocking_copy=with_gpu,
-            )
-        )
-        self._copied = WeakIdKeyDictionary()  # the storages for which the stager has memory
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self._memory = WeakIdKeyDictionary()  # the bytes of the copy of each storage
 
     def check_memory(self, shards: Shards) -> None:
         """Check that the ranks of each host can copy their shards. Collective.
@@ -62,7 +54,7 @@ class HostCopy:
         Raises:
             NoMemory: on every rank, if a host has too little memory.
         """
-        needed = sum(each.nbytes() for each in _storages(shards) if each not in self._copied)
+        needed = sum(each.nbytes() for each in _storages(shards) if each not in self._memory)
         if needed:  # the next step allocates again what the last one has released
             needed += memory_to_regain()
         ranks = exchange((host_memory_owner(), needed, free_host_memory()))
@@ -77,17 +69,38 @@ class HostCopy:
 
     def copy(self, shards: Shards) -> Shards:
         """The shards, with copies of the weights and of the optimizer's state."""
-        chosen = {
-            key: [replace(each, data=each.data.detach()) for each in of_key]  # without its gradient
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # None: nothing changes
+            for storage in _storages(shards):
+                self._bytes_of(storage).copy_(_as_bytes(storage), non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+        copied = {
+            key: [replace(each, data=self._view(each.data)) for each in of_key]
             for key, of_key in shards.main.items()
             if _only_updates_change(of_key[0])
         }
-        staged: Any = self._stager.stage(chosen)
-        if isinstance(staged, Future):
-            staged = staged.result()
-        for storage in _storages(shards):
-            self._copied[storage] = None
-        return replace(shards, main=shards.main | staged)
+        return replace(shards, main=shards.main | copied)
+
+    def _bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The memory for the copy of a storage."""
+        if storage not in self._memory:
+            self._memory[storage] = torch.empty(
+                storage.nbytes(), dtype=torch.uint8, pin_memory=self._stream is not None
+            )
+        memory: torch.Tensor = self._memory[storage]
+        return memory
+
+    def _view(self, data: torch.Tensor) -> torch.Tensor:
+        """The same part of the copy of a tensor's storage."""
+        memory = self._bytes_of(data.untyped_storage()).untyped_storage()
+        copied = torch.empty(0, dtype=data.dtype)
+        return copied.set_(memory, data.storage_offset(), data.size(), data.stride())
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def with_own_buffers(shards: Shards) -> Shards:
