@@ -87,8 +87,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
   const ExpertRows map(x, probs, slots, rows, counts);
   const Weights w{w_down, w_up, w_p, w_out};
   w.check(x, c_TKR, norms, rows, counts);
-  const auto tokens = x.contiguous();
-  const auto c_3d = c_TKR ? c_TKR->contiguous() : at::Tensor();
+  const auto tokens = with_dense_rows(x);
+  const auto c_2d = c_TKR ? with_dense_rows(c_TKR->flatten(0, 1)) : at::Tensor();
   const auto probs_of_rows = map.probs_by_row(probs);
   auto p = map.new_rows(x, w.width()), y = map.new_rows(x, x.size(1));
   auto c_NR = c_TKR ? x.new_empty({0, w.rank()}) : map.new_rows(x, w.rank());
@@ -105,7 +105,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
     auto g_rows = keep_g ? block.rows(g) : at::Tensor();
 
     const auto on_load = map.gathered(tokens, block);
-    const auto c_on_load = c_TKR ? map.gathered_choices(c_3d, block) : rows_of(c_rows);
+    const auto c_on_load = c_TKR ? map.gathered_choices(c_2d, block) : rows_of(c_rows);
     const bool is_fused =
         (c_TKR || fused_gemm({{on_load, block.experts(*w_down), block.experts(*w_down)}}, groups,
                              block.num_rows, rows_to(c_rows))) &&
@@ -117,7 +117,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
       auto g_products = keep_g ? block.product(g) : block.product(g_memory);
       grouped_gemm_out(p_products, x_rows, block.experts(w_p), groups);
       if (c_TKR) {
-        c_rows = map.gather_choices(c_memory, c_3d, block);
+        c_rows = map.gather_choices(c_memory, c_2d, block);
       } else {
         c_rows = block.product(c_NR);
         grouped_gemm_out(c_rows, x_rows, block.experts(*w_down), groups);
@@ -151,8 +151,8 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
   const bool has_g = g.numel() > 0;
   if (has_g) check_sizes("g", g, p.sizes());
   if (!c_TKR) check_sizes("c_NR", c_NR, {map.size(), w.rank()});
-  const auto tokens = x.contiguous(), gradients = dy.contiguous(), p_2d = p.contiguous();
-  const auto c_3d = c_TKR ? c_TKR->contiguous() : at::Tensor();
+  const auto tokens = with_dense_rows(x), gradients = dy.contiguous(), p_2d = p.contiguous();
+  const auto c_2d = c_TKR ? with_dense_rows(c_TKR->flatten(0, 1)) : at::Tensor();
   const auto probs_of_rows = map.probs_by_row(probs);
   auto dprobs_of_rows = at::empty_like(probs_of_rows);
   auto dx = map.new_rows(x, x.size(1));
@@ -178,7 +178,7 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
     };
     at::Tensor c_rows;
     if (c_TKR) {
-      c_rows = map.gather_choices(c_memory, c_3d, block);
+      c_rows = map.gather_choices(c_memory, c_2d, block);
     } else if (block.product_rows > block.num_rows) {
       block.part(c_memory).copy_(block.rows(c_NR));
       c_rows = block.product(c_memory);
@@ -218,14 +218,14 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
     const auto x_of = [&](const RowBlock& block) {
       return blocks.size() > 1 ? map.gather(row_memory, tokens, block) : block.product(row_memory);
     };
-    const auto c_of = [&](const RowBlock& block) { map.gather_choices(c_memory, c_3d, block); };
+    const auto c_of = [&](const RowBlock& block) { map.gather_choices(c_memory, c_2d, block); };
     const auto dc_of = [&](const RowBlock& block) { return block.rows(dc_NR); };
     ChosenNormGradient{*w_down, *dw_down, dx, /*adds_to_dx=*/true, /*rounds_before_adding=*/false}
         .take(blocks, factors_N, c_memory, x_of, c_of, dc_of);
   }
   const bool returns_dc = c_TKR && !norms;
   const auto dc_TKR = returns_dc ? map.by_choice(map.only_rows(dc_NR)) : x.new_empty({0, w.rank()});
-  return {map.sum(map.only_rows(dx)),
+  return {map.sum_like(tokens, map.only_rows(dx)),
           dprobs,
           dw_down ? dw_down->own() : x.new_empty({0}),
           dw_up.own(),

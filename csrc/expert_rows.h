@@ -112,10 +112,11 @@ class ExpertRows {
     return gather_slots(memory, x, block, rows_.size(1));
   }
 
-  // The same of choices[slot of row n]. `choices` has one row per choice: [tokens, choices, width].
+  // The same of choices[slot of row n]. `choices` has one row per choice: [tokens * choices,
+  // width].
   at::Tensor gather_choices(ScratchRows& memory, const at::Tensor& choices,
                             const RowBlock& block) const {
-    return gather_slots(memory, choices.flatten(0, 1), block, 1);
+    return gather_slots(memory, choices, block, 1);
   }
 
   // The same rows for a kernel that gathers them while it loads them. x must have dense rows.
@@ -123,11 +124,11 @@ class ExpertRows {
     return on_load(x, block, rows_.size(1));
   }
   GatheredRows gathered_choices(const at::Tensor& choices, const RowBlock& block) const {
-    return on_load(choices.flatten(0, 1), block, 1);
+    return on_load(choices, block, 1);
   }
 
-  // The inverse of gather_choices(): the row of each choice, [tokens, choices, width], or zeros for
-  // a choice without a row.
+  // The inverse of gather_choices() as [tokens, choices, width], with zeros for a choice without a
+  // row.
   at::Tensor by_choice(const at::Tensor& y) const {
     auto out = y.new_empty({rows_.size(0), rows_.size(1), y.size(1)});
     launch(y, Permute{.x = y.const_data_ptr(),
@@ -136,23 +137,21 @@ class ExpertRows {
                       .tokens = y.size(0),
                       .choices = 1,
                       .rows = rows_.numel(),
-                      .row_bytes = y.size(1) * static_cast<int64_t>(y.element_size())});
+                      .row_bytes = y.size(1) * bytes_of_element(y),
+                      .x_stride = y.stride(0) * bytes_of_element(y),
+                      .y_stride = y.size(1) * bytes_of_element(y)});
     return out;
   }
 
   // The sum of each token's rows.
   at::Tensor sum(const at::Tensor& y) const {
-    auto out = y.new_empty({rows_.size(0), y.size(1)});
-    launch(y, Unpermute{.type = scalar_type_of("y", y),
-                        .y = y.const_data_ptr(),
-                        .rows = rows_.const_data_ptr<int64_t>(),
-                        .probs = nullptr,
-                        .out = out.mutable_data_ptr(),
-                        .tokens = rows_.size(0),
-                        .choices = rows_.size(1),
-                        .num_rows = y.size(0),
-                        .width = y.size(1)});
-    return out;
+    return sum_to(y.new_empty({rows_.size(0), y.size(1)}), y);
+  }
+
+  // The same as a tensor whose rows are as far apart as those of the tokens x.
+  at::Tensor sum_like(const at::Tensor& x, const at::Tensor& y) const {
+    const int64_t columns = x.size(1), apart = std::max(x.stride(0), columns);
+    return sum_to(y.new_empty({rows_.size(0), apart}).narrow(1, 0, columns), y);
   }
 
   // The prob of each row, or 0 for a padding row.
@@ -167,6 +166,21 @@ class ExpertRows {
   }
 
  private:
+  at::Tensor sum_to(at::Tensor out, const at::Tensor& y) const {
+    launch(y, Unpermute{.type = scalar_type_of("y", y),
+                        .y = y.const_data_ptr(),
+                        .rows = rows_.const_data_ptr<int64_t>(),
+                        .probs = nullptr,
+                        .out = out.mutable_data_ptr(),
+                        .tokens = rows_.size(0),
+                        .choices = rows_.size(1),
+                        .num_rows = y.size(0),
+                        .width = y.size(1),
+                        .y_stride = y.stride(0),
+                        .out_stride = out.stride(0)});
+    return out;
+  }
+
   // values[index[n]], or 0 where the index is negative. To the kernel a value is a row.
   static at::Tensor pick(const at::Tensor& values, const at::Tensor& index) {
     auto picked = at::empty(index.sizes(), values.options());
@@ -177,7 +191,9 @@ class ExpertRows {
                            .tokens = flat.numel(),
                            .choices = 1,
                            .rows = index.numel(),
-                           .row_bytes = static_cast<int64_t>(flat.element_size())});
+                           .row_bytes = bytes_of_element(flat),
+                           .x_stride = bytes_of_element(flat),
+                           .y_stride = bytes_of_element(flat)});
     return picked;
   }
 
@@ -198,7 +214,9 @@ class ExpertRows {
                       .tokens = x.size(0),
                       .choices = choices,
                       .rows = block.num_rows,
-                      .row_bytes = x.size(1) * static_cast<int64_t>(x.element_size()),
+                      .row_bytes = x.size(1) * bytes_of_element(x),
+                      .x_stride = x.stride(0) * bytes_of_element(x),
+                      .y_stride = out.stride(0) * bytes_of_element(out),
                       .row_of_choice = all ? rows_.const_data_ptr<int64_t>() : nullptr});
     return block.product(memory);
   }

@@ -61,6 +61,17 @@ inline void check_sizes(const char* name, const at::Tensor& tensor, at::IntArray
                     tensor.sizes());
 }
 
+inline int64_t bytes_of_element(const at::Tensor& tensor) {
+  return static_cast<int64_t>(tensor.element_size());
+}
+
+// Returns the tensor with dense rows: there may be gaps between rows, but not between the elements
+// of a row.
+inline at::Tensor with_dense_rows(const at::Tensor& tensor) {
+  const bool dense = tensor.size(1) <= 1 || tensor.stride(1) == 1;
+  return dense ? tensor : tensor.contiguous();
+}
+
 // Kernels use raw pointers, so all tensors must be on one device.
 inline void check_together(const at::Tensor& first, at::TensorList others) {
   for (const auto& other : others) {

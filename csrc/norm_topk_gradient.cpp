@@ -105,14 +105,15 @@ std::tuple<at::Tensor, at::Tensor> norm_topk_chosen_backward(
   };
   const auto c_of = [&](const RowBlock& block) {
     if (c_TKR) {
-      map.gather_choices(c_memory, c_TKR->contiguous(), block);
+      map.gather_choices(c_memory, with_dense_rows(c_TKR->flatten(0, 1)), block);
     } else {
       auto c_rows = block.part(c_memory);
       grouped_gemm_out(c_rows, block.product(x_memory), w, counts);
     }
   };
   const auto dc_of = [&](const RowBlock& block) {
-    return dc_TKR ? map.gather_choices(dc_memory, dc_TKR->contiguous(), block) : at::Tensor();
+    return dc_TKR ? map.gather_choices(dc_memory, with_dense_rows(dc_TKR->flatten(0, 1)), block)
+                  : at::Tensor();
   };
   WeightGradient dw("w", w, counts);
   auto dx = x.new_empty({map.size(), x.size(1)});

@@ -13,7 +13,7 @@ at::Tensor permute(const at::Tensor& x, const at::Tensor& slots, const at::Tenso
   TORCH_CHECK_VALUE(rows.size(0) == x.size(0), "x has ", x.size(0), " tokens, the row map ",
                     rows.size(0));
 
-  const auto x_rows = x.contiguous();
+  const auto x_rows = with_dense_rows(x);
   const auto slots_1d = slots.contiguous();
   const auto rows_2d = rows.contiguous();
   auto y = x.new_empty({slots.size(0), x.size(1)});
@@ -23,7 +23,9 @@ at::Tensor permute(const at::Tensor& x, const at::Tensor& slots, const at::Tenso
                     .tokens = x.size(0),
                     .choices = rows.size(1),
                     .rows = slots.size(0),
-                    .row_bytes = x.size(1) * static_cast<int64_t>(x.element_size()),
+                    .row_bytes = x.size(1) * bytes_of_element(x),
+                    .x_stride = x_rows.stride(0) * bytes_of_element(x),
+                    .y_stride = x.size(1) * bytes_of_element(x),
                     .row_of_choice = rows_2d.const_data_ptr<int64_t>()});
   return y;
 }

@@ -33,7 +33,7 @@ std::tuple<at::Tensor, at::Tensor> routed_experts(
     const std::optional<at::Tensor>&, const std::optional<at::Tensor>&) {
   const ExpertRows map(x, probs, slots, rows, counts);
   check_weights(x, w_gate_up, w_out, counts);
-  const auto tokens = x.contiguous();
+  const auto tokens = with_dense_rows(x);
   const auto probs_of_rows = map.probs_by_row(probs);
   const int64_t width = w_out.size(1);
   auto gate_up = map.new_rows(x, 2 * width), y = map.new_rows(x, x.size(1));
@@ -71,7 +71,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
   check_sizes("gate_up", gate_up, {map.size(), 2 * width});
   check_same_type("gate_up", gate_up, "x", x);
   check_together(x, {dy, gate_up});
-  const auto tokens = x.contiguous(), gradients = dy.contiguous(), saved = gate_up.contiguous();
+  const auto tokens = with_dense_rows(x), gradients = dy.contiguous(), saved = gate_up.contiguous();
   const auto probs_of_rows = map.probs_by_row(probs);
   auto dprobs_of_rows = at::empty_like(probs_of_rows);
   auto dx = map.new_rows(x, x.size(1));
@@ -101,8 +101,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
     dw_gate_up.take(block, map.gather(row_memory, tokens, block), d_gate_up);
     grouped_gemm_out(dx_rows, d_gate_up, block.experts(w_gate_up).transpose(1, 2), groups);
   }
-  return {map.sum(map.only_rows(dx)), map.values_by_choice(dprobs_of_rows), dw_gate_up.own(),
-          dw_out.own()};
+  return {map.sum_like(tokens, map.only_rows(dx)), map.values_by_choice(dprobs_of_rows),
+          dw_gate_up.own(), dw_out.own()};
 }
 
 }  // namespace moe_parallel

@@ -15,13 +15,6 @@
 
 namespace moe_parallel {
 
-// Returns the tensor with dense rows: there may be gaps between rows, but not between the elements
-// of a row.
-inline at::Tensor with_dense_rows(const at::Tensor& tensor) {
-  const bool dense = tensor.size(1) <= 1 || tensor.stride(1) == 1;
-  return dense ? tensor : tensor.contiguous();
-}
-
 inline const void* data_of(const std::optional<at::Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }

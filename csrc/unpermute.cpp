@@ -37,7 +37,7 @@ at::Tensor unpermute(const at::Tensor& y, const at::Tensor& slots, const at::Ten
     check_probs(*probs, y, rows);
     probs_2d = probs->contiguous();
   }
-  const auto y_rows = y.contiguous();
+  const auto y_rows = with_dense_rows(y);
   const auto rows_2d = rows.contiguous();
   auto out = y.new_empty({rows.size(0), y.size(1)});
   launch(y, Unpermute{.type = scalar_type_of("y", y),
@@ -48,7 +48,9 @@ at::Tensor unpermute(const at::Tensor& y, const at::Tensor& slots, const at::Ten
                       .tokens = rows.size(0),
                       .choices = rows.size(1),
                       .num_rows = y.size(0),
-                      .width = y.size(1)});
+                      .width = y.size(1),
+                      .y_stride = y_rows.stride(0),
+                      .out_stride = y.size(1)});
   return out;
 }
 

@@ -13,14 +13,16 @@ namespace moe_parallel {
 // out[t] = sum over k of probs[t, k] * y[rows[t, k]]. Choices with rows[t, k] < 0 are left out.
 struct Unpermute {
   ScalarType type;      // of y and out
-  const void* y;        // [num_rows, width]
+  const void* y;        // [num_rows, width], rows y_stride elements apart
   const int64_t* rows;  // [tokens, choices]
   const void* probs;    // [tokens, choices] in the type of sums; null for probs of 1
-  void* out;            // [tokens, width]
+  void* out;            // [tokens, width], rows out_stride elements apart
   int64_t tokens;
   int64_t choices;
   int64_t num_rows;
   int64_t width;
+  int64_t y_stride;
+  int64_t out_stride;
   bool past_caches = false;  // out is stored past the CPU's caches; rows are whole cache lines
 };
 

@@ -20,12 +20,12 @@ void check_slots(const Permute& task) {
 }
 
 void copy_to(int64_t row, const Permute& task) {
-  auto* target = static_cast<char*>(task.y) + row * task.row_bytes;
+  auto* target = static_cast<char*>(task.y) + row * task.y_stride;
   if (task.slots[row] < 0) {
     std::memset(target, 0, task.row_bytes);
   } else {
     const int64_t token = task.slots[row] / task.choices;
-    std::memcpy(target, static_cast<const char*>(task.x) + token * task.row_bytes, task.row_bytes);
+    std::memcpy(target, static_cast<const char*>(task.x) + token * task.x_stride, task.row_bytes);
   }
 }
 
@@ -53,7 +53,7 @@ InverseMap invert(const Permute& task) {
 // order.
 void run_on_cpu(const Permute& task) {
   check_slots(task);
-  advise_huge_pages(task.y, task.rows * task.row_bytes);
+  advise_huge_pages(task.y, task.rows * task.y_stride);
   if (task.rows <= task.tokens) {
     at::parallel_for(0, task.rows, grain_of(task.row_bytes), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) copy_to(row, task);
@@ -62,7 +62,7 @@ void run_on_cpu(const Permute& task) {
   }
   const InverseMap map = invert(task);
   Permute by_token = task;
-  by_token.past_caches = stores_past_caches(task.y, task.rows, task.row_bytes);
+  by_token.past_caches = stores_past_caches(task.y, task.rows, task.row_bytes, task.y_stride);
   at::parallel_for(0, task.tokens, grain_of(task.choices * task.row_bytes),
                    [&](int64_t begin, int64_t end) {
                      kernels().permute(by_token, map.row_of_slot.data(), begin, end);

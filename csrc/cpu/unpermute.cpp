@@ -24,9 +24,9 @@ void check_rows(const Task& task) {
 void run_on_cpu(const Unpermute& given) {
   Unpermute task = given;
   check_rows(task);
-  const int64_t row_bytes = task.width * bytes_of(task.type);
-  advise_huge_pages(task.out, task.tokens * row_bytes);
-  task.past_caches = stores_past_caches(task.out, task.tokens, row_bytes);
+  const int64_t bytes = bytes_of(task.type), stride = task.out_stride * bytes;
+  advise_huge_pages(task.out, task.tokens * stride);
+  task.past_caches = stores_past_caches(task.out, task.tokens, task.width * bytes, stride);
   in_parts(task.tokens, task.choices * task.width, kernels().unpermute, task);
 }
 
@@ -35,7 +35,7 @@ void run_on_cpu(const UnpermuteBackward& given) {
   check_rows(task);
   const int64_t row_bytes = task.width * bytes_of(task.type);
   advise_huge_pages(task.dy, task.num_rows * row_bytes);
-  task.past_caches = stores_past_caches(task.dy, task.num_rows, row_bytes);
+  task.past_caches = stores_past_caches(task.dy, task.num_rows, row_bytes, row_bytes);
   in_parts(task.tokens, task.choices * task.width, kernels().unpermute_backward, task);
   at::parallel_for(0, task.num_rows, grain_of(task.width), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {

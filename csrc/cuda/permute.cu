@@ -26,14 +26,13 @@ __device__ inline bool belongs(const Permute& task, int64_t row, int64_t choice)
 
 // One warp per token. The token's row is read once and written once per choice.
 template <class Word>
-__device__ inline void spread_token(const Permute& task, int64_t token, int64_t words) {
-  const auto* x = static_cast<const Word*>(task.x) + token * words;
-  auto* y = static_cast<Word*>(task.y);
-  for (int64_t first = lane_index(); first < words; first += kWordsInFlight * kWarp) {
+__device__ inline void spread_token(const Permute& task, int64_t token, WordRows<const Word> x,
+                                    WordRows<Word> y) {
+  for (int64_t first = lane_index(); first < x.words; first += kWordsInFlight * kWarp) {
     Word word[kWordsInFlight];
 #pragma unroll
     for (int j = 0; j < kWordsInFlight; ++j) {
-      if (first + j * kWarp < words) word[j] = x[first + j * kWarp];
+      if (first + j * kWarp < x.words) word[j] = x[token][first + j * kWarp];
     }
     for (int64_t k = 0; k < task.choices; ++k) {
       const int64_t choice = token * task.choices + k, row = task.row_of_choice[choice];
@@ -41,7 +40,7 @@ __device__ inline void spread_token(const Permute& task, int64_t token, int64_t 
 #pragma unroll
       for (int j = 0; j < kWordsInFlight; ++j) {
         const int64_t i = first + j * kWarp;
-        if (i < words) y[row * words + i] = word[j];
+        if (i < x.words) y[row][i] = word[j];
       }
     }
   }
@@ -50,9 +49,7 @@ __device__ inline void spread_token(const Permute& task, int64_t token, int64_t 
 // Writes the rows that belong to no choice: padding, and rows whose slot has another row in the
 // inverse map. A warp checks 32 rows at a time.
 template <class Word>
-__device__ inline void fill_rows(const Permute& task, int64_t words) {
-  const auto* x = static_cast<const Word*>(task.x);
-  auto* y = static_cast<Word*>(task.y);
+__device__ inline void fill_rows(const Permute& task, WordRows<const Word> x, WordRows<Word> y) {
   const TokenOfRow token_of_row{task.slots, task.tokens, task.choices};
   for (int64_t first = first_warp() * kWarp; first < task.rows; first += num_warps() * kWarp) {
     const int64_t mine = first + lane_index();
@@ -61,37 +58,41 @@ __device__ inline void fill_rows(const Permute& task, int64_t words) {
     for (int j = 0; j < kWarp; ++j) {
       if (!(left >> j & 1)) continue;
       const int64_t token = token_of_row(first + j);
-      for (int64_t i = lane_index(); i < words; i += kWarp) {
-        y[(first + j) * words + i] = token < 0 ? Word{} : x[token * words + i];
+      for (int64_t i = lane_index(); i < y.words; i += kWarp) {
+        y[first + j][i] = token < 0 ? Word{} : x[token][i];
       }
     }
   }
 }
 
 template <class Word>
-__global__ void spread_rows(Permute task, int64_t words) {
+__global__ void spread_rows(Permute task, WordRows<const Word> x, WordRows<Word> y) {
   for (int64_t token = first_warp(); token < task.tokens; token += num_warps()) {
-    spread_token<Word>(task, token, words);
+    spread_token(task, token, x, y);
   }
-  fill_rows<Word>(task, words);
-}
-
-void launch_spread(const Permute& task, cudaStream_t stream) {
-  const int64_t warps = std::max(task.tokens, (task.rows + kWarp - 1) / kWarp);
-  with_words(task.x, task.y, task.row_bytes, [&](auto word) {
-    using Word = decltype(word);
-    launch_kernel(spread_rows<Word>, blocks_for(warps, kWarpsPerBlock), stream, task,
-                  task.row_bytes / static_cast<int64_t>(sizeof(Word)));
-  });
+  fill_rows(task, x, y);
 }
 
 }  // namespace
 
 void run_on_cuda(const Permute& task, cudaStream_t stream) {
   if (task.rows == 0 || task.row_bytes == 0) return;
-  if (task.row_of_choice && task.choices > 1) return launch_spread(task, stream);
-  launch_gather(task.x, task.y, task.rows, task.row_bytes,
-                TokenOfRow{task.slots, task.tokens, task.choices}, stream);
+  with_words({task.x, task.y}, {task.row_bytes, task.x_stride, task.y_stride}, [&](auto word) {
+    using Word = decltype(word);
+    constexpr auto kBytes = static_cast<int64_t>(sizeof(Word));
+    const int64_t words = task.row_bytes / kBytes;
+    const WordRows<const Word> x{static_cast<const Word*>(task.x), words, task.x_stride / kBytes};
+    const WordRows<Word> y{static_cast<Word*>(task.y), words, task.y_stride / kBytes};
+    if (task.row_of_choice && task.choices > 1) {
+      const int64_t warps = std::max(task.tokens, (task.rows + kWarp - 1) / kWarp);
+      launch_kernel(spread_rows<Word>, blocks_for(warps, kWarpsPerBlock), stream, task, x, y);
+      return;
+    }
+    const TokenOfRow token_of_row{task.slots, task.tokens, task.choices};
+    launch_kernel(gather_rows<Word, TokenOfRow>,
+                  blocks_for(task.rows, kWarpsPerBlock * kRowsInFlight), stream, x, y, task.rows,
+                  token_of_row);
+  });
 }
 
 }  // namespace moe_parallel

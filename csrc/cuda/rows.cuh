@@ -8,11 +8,12 @@ namespace moe_parallel {
 
 constexpr int kRowsInFlight = 4;  // rows of a warp at a time, so that their loads overlap
 
-// Calls body(Word{}) with the widest word whose size divides the addresses and the rows. uint16_t
-// always fits, because every element type has an even size.
+// Calls body(Word{}) with the widest word whose size divides the addresses and the distances, which
+// are in bytes. uint16_t always fits, because every element type has an even size.
 template <class Body>
-void with_words(const void* x, const void* y, int64_t row_bytes, const Body& body) {
-  const auto takes = [&](int64_t bytes) { return are_aligned({x, y}, {row_bytes}, 1, bytes); };
+void with_words(std::initializer_list<const void*> addresses,
+                std::initializer_list<int64_t> distances, const Body& body) {
+  const auto takes = [&](int64_t bytes) { return are_aligned(addresses, distances, 1, bytes); };
   if (takes(sizeof(uint4))) {
     body(uint4{});
   } else if (takes(sizeof(uint32_t))) {
@@ -22,38 +23,36 @@ void with_words(const void* x, const void* y, int64_t row_bytes, const Body& bod
   }
 }
 
-// y[n] = x[row_of(n)], or zeros if row_of(n) < 0. A row has `words` words.
+// The rows of a matrix, `words` words each and `stride` words apart.
+template <class Word>
+struct WordRows {
+  Word* data;
+  int64_t words;
+  int64_t stride;
+
+  __device__ Word* operator[](int64_t row) const { return data + row * stride; }
+};
+
+// y[n] = x[row_of(n)], or zeros if row_of(n) < 0.
 template <class Word, class RowOf>
-__global__ void gather_rows(const Word* x, Word* y, int64_t rows, int64_t words, RowOf row_of) {
+__global__ void gather_rows(WordRows<const Word> x, WordRows<Word> y, int64_t rows, RowOf row_of) {
   for (int64_t first = first_warp() * kRowsInFlight; first < rows;
        first += num_warps() * kRowsInFlight) {
     int64_t source[kRowsInFlight];
 #pragma unroll
     for (int j = 0; j < kRowsInFlight; ++j) source[j] = first + j < rows ? row_of(first + j) : -1;
-    for (int64_t i = lane_index(); i < words; i += kWarp) {
+    for (int64_t i = lane_index(); i < y.words; i += kWarp) {
       Word word[kRowsInFlight];
 #pragma unroll
       for (int j = 0; j < kRowsInFlight; ++j) {
-        word[j] = source[j] < 0 ? Word{} : x[source[j] * words + i];
+        word[j] = source[j] < 0 ? Word{} : x[source[j]][i];
       }
 #pragma unroll
       for (int j = 0; j < kRowsInFlight; ++j) {
-        if (first + j < rows) y[(first + j) * words + i] = word[j];
+        if (first + j < rows) y[first + j][i] = word[j];
       }
     }
   }
-}
-
-template <class RowOf>
-void launch_gather(const void* x, void* y, int64_t rows, int64_t row_bytes, RowOf row_of,
-                   cudaStream_t stream) {
-  if (rows == 0 || row_bytes == 0) return;
-  with_words(x, y, row_bytes, [&](auto word) {
-    using Word = decltype(word);
-    launch_kernel(gather_rows<Word, RowOf>, blocks_for(rows, kWarpsPerBlock * kRowsInFlight),
-                  stream, static_cast<const Word*>(x), static_cast<Word*>(y), rows,
-                  row_bytes / static_cast<int64_t>(sizeof(Word)), row_of);
-  });
 }
 
 // y[n] = 0 if slots[n] names none of the `choices`. A warp checks 32 rows at a time.

@@ -34,12 +34,12 @@ __global__ void sum_rows(Unpermute task) {
           x[j] = {};
           if (!has_row(task, row)) continue;
           prob[j] = probs ? probs[k + j] : Sum{1};
-          x[j] = load<Scalar, kSize>(y + row * task.width, i);
+          x[j] = load<Scalar, kSize>(y + row * task.y_stride, i);
         }
 #pragma unroll
         for (int j = 0; j < kChoicesInFlight; ++j) add_scaled(x[j], prob[j], sums);
       }
-      store(round_to<Scalar>(sums), out + token * task.width, i);
+      store(round_to<Scalar>(sums), out + token * task.out_stride, i);
     }
   }
 }
@@ -101,10 +101,11 @@ __global__ void spread_gradient(UnpermuteBackward task) {
 
 void run_on_cuda(const Unpermute& task, cudaStream_t stream) {
   if (task.tokens == 0 || task.width == 0) return;
-  with_vectors(task.type, {task.y, task.out}, {task.width}, [&](auto scalar, auto size) {
-    launch_kernel(sum_rows<decltype(scalar), size()>, blocks_for(task.tokens, kWarpsPerBlock),
-                  stream, task);
-  });
+  with_vectors(task.type, {task.y, task.out}, {task.width, task.y_stride, task.out_stride},
+               [&](auto scalar, auto size) {
+                 launch_kernel(sum_rows<decltype(scalar), size()>,
+                               blocks_for(task.tokens, kWarpsPerBlock), stream, task);
+               });
 }
 
 void run_on_cuda(const UnpermuteBackward& task, cudaStream_t stream) {

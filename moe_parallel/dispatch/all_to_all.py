@@ -1,13 +1,17 @@
 """Dispatch over expert-parallel and expert-tensor-parallel ranks, by all-to-all in each direction.
 
 The group holds every expert exactly once. Rank (e, t) holds shard t of the matrices of the experts
-e L .. (e+1) L - 1, and t varies fastest. A token's row is sent to all shards of its expert. Each
-shard computes a partial result, and the partial results are summed on the token's own rank.
+e L .. (e+1) L - 1, and t varies fastest. A token's row is sent to all shards of its expert: to the
+row map each shard is an expert of its own, and a choice is as many choices. Each shard computes a
+partial result, and the token's own rank sums the results of all choices and shards at once.
+
+A row is one message: the token, the prob of the choice and, if it is sent, C (ops/packed_rows.py).
 Received rows are in the order of the sending ranks. The experts find their rows with a row map, and
 nothing is sorted in memory.
 
 Shape suffixes: R ranks of the group (in `sent_R`, `*_RL`) or the low-rank size (in `c_*R`), L
-experts on this rank, N rows sent, M rows received; others as in `dispatched`.
+experts on this rank, J choices of a token, one for each shard of an expert, N rows sent, M rows
+received, W elements of a packed row; others as in `dispatched`.
 """
 
 from __future__ import annotations
@@ -16,10 +20,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import all_to_all
 
-from moe_parallel.dispatch.dispatched import Dispatched, probs_of_rows, rows_of_choices
+from moe_parallel.dispatch.dispatched import Dispatched
 from moe_parallel.ops import Ops, RowMap
+from moe_parallel.ops.packed_rows import unpack_rows
 from moe_parallel.selection.choices import Choices
 from moe_parallel.telemetry.progress import Phase, Progress
 
@@ -28,9 +34,21 @@ from moe_parallel.telemetry.progress import Phase, Progress
 class AllToAllRoute:
     """The route of the rows, which `combine` needs to return the outputs."""
 
-    row_map: RowMap  # the rows of this rank's own tokens, by global expert
+    row_map: RowMap  # the rows of this rank's own tokens, as they are sent
     sent_R: list[int]  # rows sent to each rank
     received_R: list[int]  # rows received from each rank
+
+
+@dataclass(frozen=True)
+class PackedSizes:
+    """The elements of a token, and of its C, in a packed row."""
+
+    width: int
+    rank: int  # 0: C is not sent
+
+    @classmethod
+    def of(cls, x_TD: torch.Tensor, choices: Choices) -> PackedSizes:
+        return cls(x_TD.shape[1], 0 if choices.c_TKR is None else choices.c_TKR.shape[2])
 
 
 class AllToAllDispatcher:
@@ -66,14 +84,13 @@ class AllToAllDispatcher:
         self.ops = ops
         self.takes_c = takes_c
         self.progress = progress or Progress()
+        self.parts = 1  # into which the experts of a rank are divided; see in_parts
 
     def dispatch(
         self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None
     ) -> Dispatched[AllToAllRoute]:
-        row_map = self.ops.routing_map(
-            choices.experts_TK, self.num_experts, pad_rows_per_expert, choices.all_chosen
-        )
-        sent_RL = self._for_every_shard(row_map.counts_E.view(-1, self._experts_per_rank))
+        row_map = self._row_map(choices, pad_rows_per_expert)
+        sent_RL = row_map.counts_E.view(-1, self._experts_per_rank)
         received_RL = torch.empty_like(sent_RL)
         with self.progress.during(Phase.DISPATCH):
             dist.all_to_all_single(received_RL, sent_RL, group=self.group)
@@ -82,32 +99,59 @@ class AllToAllDispatcher:
             sent_R, received_R = torch.stack([sent_RL.sum(1), received_RL.sum(1)]).tolist()
         route = AllToAllRoute(row_map, sent_R, received_R)
 
-        x_MD = self._to_experts(self.ops.permute(x_TD, row_map), route)
-        probs_M = self._to_experts(probs_of_rows(choices.probs_TK, row_map), route)
-        c_TKR, c_MR = choices.c_TKR, None
-        if c_TKR is not None:
-            c_NR = self.ops.permute(c_TKR.flatten(0, 1), rows_of_choices(row_map))
-            c_MR = self._to_experts(c_NR, route)
-        there = sum(row_bytes(rows) for rows in (x_MD, probs_M, c_MR) if rows is not None)
-        return Dispatched(
-            x_MD,
-            probs_M.unsqueeze(1),
-            self._row_map_of_arrivals(received_RL, len(x_MD)),
-            None if c_MR is None else c_MR.unsqueeze(1),
-            route,
-            self._wire_bytes(route, there, row_bytes(x_MD)),
-        )
+        packed_NW = self._pack(x_TD, choices, row_map)
+        packed_MW = self._exchange(packed_NW, received_R, sent_R)
+        wire_bytes = self._wire_bytes(route, row_bytes(packed_NW), row_bytes(x_TD))
+        sizes = PackedSizes.of(x_TD, choices)
+        return self._arrived(packed_MW, sizes, received_RL, route, wire_bytes)
 
     def combine(self, y_MD: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
-        return self.ops.unpermute(self._to_tokens(y_MD, route), route.row_map)
+        y_ND = self._exchange(y_MD, route.sent_R, route.received_R)
+        return self.ops.unpermute(y_ND, route.row_map)
 
     @property
     def _experts_per_rank(self) -> int:
         return self.num_experts * self.expert_shards // self.group.size()
 
-    def _for_every_shard(self, counts_XL: torch.Tensor) -> torch.Tensor:
-        """The counts repeated for every rank that holds a shard of the expert: [R, L]."""
-        return counts_XL.repeat_interleave(self.expert_shards, dim=0)
+    def _row_map(self, choices: Choices, pad_rows_per_expert: int | None) -> RowMap:
+        """The rows of this rank's tokens, in the order in which they are sent."""
+        experts_TJ = choices.experts_TK
+        if self.expert_shards > 1 or self.parts > 1:
+            numbers_ES = self._numbers_of_shards(experts_TJ.device)
+            numbers_ES = F.pad(numbers_ES, (0, 0, 0, 1), value=-1)  # -1 is the last entry
+            experts_TJ = numbers_ES[experts_TJ].flatten(1)
+        count = self.num_experts * self.expert_shards
+        return self.ops.routing_map(experts_TJ, count, pad_rows_per_expert, choices.all_chosen)
+
+    def _numbers_of_shards(self, device: torch.device) -> torch.Tensor:
+        """The shards of each expert, numbered by part, by rank, then by expert: [E, shards]."""
+        of_part = self._experts_per_rank // self.parts
+        sizes = (self.parts, -1, self.expert_shards, of_part)
+        numbers = torch.arange(self.num_experts * self.expert_shards, device=device).view(sizes)
+        return numbers.permute(1, 0, 3, 2).reshape(self.num_experts, self.expert_shards)
+
+    def _pack(self, x_TD: torch.Tensor, choices: Choices, row_map: RowMap) -> torch.Tensor:
+        """The rows of `row_map` as they are sent."""
+        probs_TJ, c_TJR = choices.probs_TK, choices.c_TKR
+        if self.expert_shards > 1:
+            probs_TJ = probs_TJ.repeat_interleave(self.expert_shards, dim=1)
+        if self.expert_shards > 1 and c_TJR is not None:
+            c_TJR = c_TJR.repeat_interleave(self.expert_shards, dim=1)
+        return self.ops.pack_rows(x_TD, probs_TJ, row_map, c_TJR)
+
+    def _arrived(
+        self,
+        packed_MW: torch.Tensor,
+        sizes: PackedSizes,
+        received_RL: torch.Tensor,
+        route: AllToAllRoute,
+        wire_bytes: int,
+    ) -> Dispatched[AllToAllRoute]:
+        """What the experts here compute with."""
+        x_MD, probs_M, c_MR = unpack_rows(packed_MW, sizes.width, sizes.rank)
+        row_map = self._row_map_of_arrivals(received_RL, len(x_MD))
+        c_MJR = None if c_MR is None else c_MR.unsqueeze(1)
+        return Dispatched(x_MD, probs_M.unsqueeze(1), row_map, c_MJR, route, wire_bytes)
 
     def _row_map_of_arrivals(self, received_RL: torch.Tensor, rows: int) -> RowMap:
         """The row map of the local experts. Received rows are sorted by sender, then by expert."""
@@ -115,22 +159,6 @@ class AllToAllDispatcher:
         experts_X = torch.arange(received_RL.numel(), device=received_RL.device) % num_local
         experts_M = experts_X.repeat_interleave(received_RL.flatten(), output_size=rows)
         return self.ops.routing_map(experts_M.unsqueeze(1), num_local, all_chosen=True)
-
-    def _to_experts(self, rows: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
-        """Sends rows, sorted by global expert, to the experts' ranks, and receives those sent here.
-
-        The received rows are in the order of the sending ranks.
-        """
-        if self.expert_shards > 1:
-            sizes_X = route.sent_R[:: self.expert_shards]
-            chunks = torch.split(rows, sizes_X)
-            rows = torch.cat([chunk for chunk in chunks for _ in range(self.expert_shards)])
-        return self._exchange(rows, route.received_R, route.sent_R)
-
-    def _to_tokens(self, y_MD: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
-        """Returns outputs to the ranks of their tokens, and sums those of an expert's shards."""
-        partial = self._exchange(y_MD, route.sent_R, route.received_R)
-        return self._sum_of_shards(partial, route)
 
     def _exchange(
         self, rows: torch.Tensor, received_R: list[int], sent_R: list[int]
@@ -146,16 +174,6 @@ class AllToAllDispatcher:
         sent = sum(route.sent_R) - route.sent_R[here]
         received = sum(route.received_R) - route.received_R[here]
         return sent * there + received * back
-
-    def _sum_of_shards(self, partial: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
-        """Sums the partial results of an expert's shards: rows in the order of `row_map`."""
-        if self.expert_shards == 1:
-            return partial
-        chunks = torch.split(partial, route.sent_R)
-        shards = self.expert_shards
-        return torch.cat(
-            [torch.stack(chunks[i : i + shards]).sum(0) for i in range(0, len(chunks), shards)]
-        )
 
 
 def row_bytes(rows: torch.Tensor) -> int:

@@ -11,8 +11,8 @@ Part i waits for dispatch i alone, and combine i for part i. All dispatches star
 combine, because nothing needs the outputs before the end. A token's outputs are summed in the order
 of its choices, as they are without parts: the results are the same bits.
 
-Shape suffixes: C parts, X ranks of experts, R ranks of the group, L experts on this rank, P of them
-in a part; others as in `all_to_all`.
+Shape suffixes: C parts, R ranks of the group, P experts of a rank in a part; others as in
+`all_to_all`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
-from moe_parallel.dispatch.all_to_all import AllToAllDispatcher, AllToAllRoute, row_bytes
-from moe_parallel.dispatch.dispatched import Dispatched, probs_of_rows, rows_of_choices
+from moe_parallel.dispatch.all_to_all import (
+    AllToAllDispatcher,
+    AllToAllRoute,
+    PackedSizes,
+    row_bytes,
+)
+from moe_parallel.dispatch.dispatched import Dispatched
 from moe_parallel.dispatch.side_stream import Pending, WorkPlace, work_place_of
 from moe_parallel.ops import RowMap
 from moe_parallel.selection.choices import Choices
@@ -63,55 +67,45 @@ class AllToAllInParts(AllToAllDispatcher):
         self, x_TD: torch.Tensor, choices: Choices, pad_rows_per_expert: int | None
     ) -> Departed:
         """As `dispatch`, but the rows of each part are sent by themselves."""
-        row_map = self.ops.routing_map(
-            self._by_part(choices.experts_TK),
-            self.num_experts,
-            pad_rows_per_expert,
-            choices.all_chosen,
-        )
+        row_map = self._row_map(choices, pad_rows_per_expert)
         routes_C, received_CRP = self._routes(row_map)
-        kinds = [self.ops.permute(x_TD, row_map), probs_of_rows(choices.probs_TK, row_map)]
-        if choices.c_TKR is not None:
-            kinds.append(self.ops.permute(choices.c_TKR.flatten(0, 1), rows_of_choices(row_map)))
-        # The rows of a part are sent to `expert_shards` ranks.
-        sizes_C = [sum(route.sent_R) // self.expert_shards for route in routes_C]
+        packed_NW = self._pack(x_TD, choices, row_map)
+        rows_of_parts = packed_NW.split([sum(route.sent_R) for route in routes_C])
         side = work_place_of(x_TD.device)
         sent = [
-            [side.start(partial(self._to_experts, route=route), rows) for rows in of_part]
-            for route, *of_part in zip(
-                routes_C, *(rows.split(sizes_C) for rows in kinds), strict=True
-            )
+            side.start(partial(self._exchange_there, route=route), rows)
+            for route, rows in zip(routes_C, rows_of_parts, strict=True)
         ]
-        there = sum(row_bytes(rows) for rows in kinds)
+        arrived = partial(self._arrived_part, PackedSizes.of(x_TD, choices))
+        there, back = row_bytes(packed_NW), row_bytes(x_TD)
         return Departed(
-            map(self._arrived, sent, received_CRP, routes_C),
+            map(arrived, sent, received_CRP, routes_C),
             routes_C,
             side,
             row_map,
             sum(sum(route.received_R) for route in routes_C),
-            sum(self._wire_bytes(route, there, row_bytes(kinds[0])) for route in routes_C),
+            sum(self._wire_bytes(route, there, back) for route in routes_C),
         )
 
     def combine_parts(self, outputs: Iterable[torch.Tensor], departed: Departed) -> torch.Tensor:
         """As `combine`. `outputs` yields those of each part; each is returned when it is there."""
         returned = [
-            departed.side.start(partial(self._to_tokens, route=route), y_MD)
+            departed.side.start(partial(self._exchange_back, route=route), y_MD)
             for y_MD, route in zip(outputs, departed.routes_C, strict=True)
         ]
         y_ND = torch.cat([each.wait() for each in returned])
         return self.ops.unpermute(y_ND, departed.row_map)
 
-    def _by_part(self, experts_TK: torch.Tensor) -> torch.Tensor:
-        """The experts numbered by part, then by rank; -1 stays -1."""
-        of_part = self._experts_per_rank // self.parts
-        numbers_E = torch.arange(self.num_experts, device=experts_TK.device)
-        numbers_E = numbers_E.view(self.parts, -1, of_part).transpose(0, 1).flatten()
-        return F.pad(numbers_E, (0, 1), value=-1)[experts_TK]  # -1 is the last entry
+    def _exchange_there(self, rows: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
+        return self._exchange(rows, route.received_R, route.sent_R)
+
+    def _exchange_back(self, y_MD: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
+        return self._exchange(y_MD, route.sent_R, route.received_R)
 
     def _routes(self, row_map: RowMap) -> tuple[list[AllToAllRoute], torch.Tensor]:
         """The route of each part, and the rows that each rank sends to the experts here."""
-        counts_CXP = row_map.counts_E.view(self.parts, -1, self._experts_per_rank // self.parts)
-        sent_RCP = self._for_every_shard(counts_CXP.transpose(0, 1)).contiguous()
+        counts_CRP = row_map.counts_E.view(self.parts, -1, self._experts_per_rank // self.parts)
+        sent_RCP = counts_CRP.transpose(0, 1).contiguous()
         received_RCP = torch.empty_like(sent_RCP)
         with self.progress.during(Phase.DISPATCH):
             dist.all_to_all_single(received_RCP, sent_RCP, group=self.group)
@@ -120,10 +114,7 @@ class AllToAllInParts(AllToAllDispatcher):
         routes_C = [AllToAllRoute(row_map, *of_part) for of_part in zip(*sizes, strict=True)]
         return routes_C, received_RCP.transpose(0, 1)
 
-    def _arrived(
-        self, sent: list[Pending], received_RP: torch.Tensor, route: AllToAllRoute
+    def _arrived_part(
+        self, sizes: PackedSizes, sent: Pending, received_RP: torch.Tensor, route: AllToAllRoute
     ) -> Dispatched[AllToAllRoute]:
-        x_MD, probs_M, *c_MR = (each.wait() for each in sent)
-        row_map = self._row_map_of_arrivals(received_RP, len(x_MD))
-        c_MJR = c_MR[0].unsqueeze(1) if c_MR else None
-        return Dispatched(x_MD, probs_M.unsqueeze(1), row_map, c_MJR, route, wire_bytes=0)
+        return self._arrived(sent.wait(), sizes, received_RP, route, wire_bytes=0)

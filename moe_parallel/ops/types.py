@@ -61,6 +61,12 @@ class Unpermute(Protocol):
     def __call__(self, y_ND: Tensor, row_map: RowMap, probs_TK: Tensor | None = None) -> Tensor: ...
 
 
+class PackRows(Protocol):
+    def __call__(
+        self, x_TD: Tensor, probs_TK: Tensor, row_map: RowMap, c_TKR: Tensor | None = None
+    ) -> Tensor: ...
+
+
 class Swiglu(Protocol):
     def __call__(self, gate_NF: Tensor, up_NF: Tensor, probs_N: Tensor | None = None) -> Tensor: ...
 
@@ -130,6 +136,7 @@ class Ops:
     routing_map: RoutingMap
     permute: Callable[[Tensor, RowMap], Tensor]
     unpermute: Unpermute
+    pack_rows: PackRows
     grouped_gemm: Callable[[Tensor, Tensor, Tensor], Tensor]
     swiglu: Swiglu
     swiglu_halves: Callable[[Tensor], Tensor]

@@ -144,9 +144,7 @@ def _shared(
 
 def _dispatched(shape: Shape, layout: Layout, t: TokenCounts) -> list[Kept]:
     return [
-        Kept("slots of the sent probs", DISPATCH, t.sent * 8),
-        Kept("mask of the sent probs", DISPATCH, t.sent * 1),
-        Kept("received x", DISPATCH, t.received * shape.hidden * shape.value),
+        Kept("received rows", DISPATCH, t.received * shape.packed_row),
         Kept("received probs", DISPATCH, t.received * 4),
         Kept("received row map: slots of rows", DISPATCH, t.received * 8),
         Kept("received row map: rows of slots", DISPATCH, t.received * 8),
@@ -161,7 +159,9 @@ def _experts(
     if experts.low_rank is None:
         return [*kept, Kept("x [W_g | W_p]", EXPERTS, t.received * 2 * width * a)]
     kept.append(Kept("x W_p", EXPERTS, t.received * width * a))
-    if not (alone and experts.norms and experts.norms.passes_on_c):  # computed here, or received
+    norms = experts.norms
+    has_c = norms is not None and (norms.passes_on_c if alone else norms.sends_c)
+    if not has_c:  # of the choices, or in the received rows
         kept.append(Kept("C of the rows", EXPERTS, t.received * experts.low_rank * a))
     if experts.norms is not None and not experts.norms.recomputes_gate:
         kept.append(Kept("C W_up", EXPERTS, t.received * width * a))

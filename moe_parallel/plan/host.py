@@ -31,7 +31,7 @@ class HostCalls:
     attention: tuple[int, int]
 
 
-OURS = HostCalls((11, 22), (33, 15), 22, (20, 9), (5, 8), (6, 12))
+OURS = HostCalls((11, 22), (33, 15), 22, (16, 8), (5, 8), (6, 12))
 #: Of published runs. They were counted in this program when Megatron-Core's operators rotated its
 #: queries and keys, and statistics were summed number by number.
 MEGATRON = HostCalls((35, 36), (49, 15), 32, (22, 9), (6, 9), (30, 31))

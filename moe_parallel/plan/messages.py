@@ -259,16 +259,13 @@ def _dispatch(
         return Collective(f"dispatch: {what}", DISPATCH, ALL_TO_ALL, group, size, times)
 
     counts = experts.number * layout.etp * 8
+    sends_c = experts.norms is not None and experts.norms.sends_c
+    there, what = shape.packed_row, ", C" if sends_c else ""
     yield over_ep("rows of each expert", counts * (group.size - 1) // group.size, forward)
-    yield over_ep("x", rows * _row(shape), forward)
-    yield over_ep("probs", rows * 4, forward)
+    yield over_ep(f"x{what} and probs", rows * there, forward)
     yield over_ep("y", rows * _row(shape), forward)
     yield over_ep("dy", rows * _row(shape), backward)
-    yield over_ep("dprobs", rows * 4, backward)
-    yield over_ep("dx", rows * _row(shape), backward)
-    if experts.norms is not None and experts.norms.sends_c:
-        yield over_ep("C", rows * experts.norms.rank * shape.value, forward)
-        yield over_ep("dC", rows * experts.norms.rank * shape.value, backward)
+    yield over_ep(f"dx{what.replace('C', 'dC')} and dprobs", rows * there, backward)
 
 
 def _gathered_w_down(shape: Shape, layout: Layout, experts: PlannedExperts) -> Iterator[Collective]:

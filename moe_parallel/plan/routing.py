@@ -31,7 +31,7 @@ def kept_by_routing(shape: Shape, layout: Layout) -> list[Kept]:
         kept += _neurons(shape, t, experts, experts.scoring)
     else:
         kept += _router(shape, t, experts, alone)
-    kept += _selection(t, experts, layout.micro_batch, alone)
+    kept += _selection(t, experts, layout, alone)
     if experts.free is not None:
         kept += _free(shape, t, experts.free)
     if experts.routing.coupled:
@@ -92,7 +92,7 @@ def _neurons(
 
 
 def _selection(
-    t: TokenCounts, experts: PlannedExperts, sequences: int, alone: bool
+    t: TokenCounts, experts: PlannedExperts, layout: Layout, alone: bool
 ) -> Iterator[Kept]:
     """What the rule and its losses keep, and the rows of the choices."""
     kept, norms = dict.fromkeys(experts.routing.kept), experts.norms
@@ -103,10 +103,11 @@ def _selection(
     if alone and norms is not None and norms.joins_norms:
         kept.pop(CHOSEN, None)
     for each in kept:
-        size = each.nbytes(t.routed, t.slots, experts.scores, sequences)
+        size = each.nbytes(t.routed, t.slots, experts.scores, layout.micro_batch)
         yield Kept(each.name, SCORING, size)
-    yield Kept("row map: slots of rows", DISPATCH, t.sent * 8)
-    yield Kept("row map: rows of slots", DISPATCH, t.slots * 8)
+    # A choice has a row for each shard of its expert.
+    yield Kept("row map: slots of rows", DISPATCH, t.sent * layout.etp * 8)
+    yield Kept("row map: rows of slots", DISPATCH, t.slots * layout.etp * 8)
 
 
 def _free(shape: Shape, t: TokenCounts, free: Free) -> Iterator[Kept]:

@@ -71,6 +71,14 @@ class Shape:
         return 2 if self.bf16 else 4
 
     @property
+    def packed_row(self) -> int:
+        """The bytes of a token that is sent to an expert: with its prob and, if it is sent, C, in
+        multiples of 16 (ops/packed_rows.py)."""
+        norms = None if self.experts is None else self.experts.norms
+        of_c = norms.rank if norms is not None and norms.sends_c else 0
+        return -(-((self.hidden + of_c) * self.value + 4) // 16) * 16
+
+    @property
     def query_width(self) -> int:
         return self.heads * self.head_width
 

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).parents[2]
 OPS = (
-    "permute", "unpermute", "routing_map", "norm_topk", "swiglu", "expert_merge", "rotary",
-    "softmax",
+    "permute", "unpermute", "packed_rows", "routing_map", "norm_topk", "swiglu", "expert_merge",
+    "rotary", "softmax",
 )  # fmt: skip
 # Cases that CUDA drops silently but the CPU rejects, and tests that run no kernel of ours.
 LEFT_OUT = "refused or reference or threads"

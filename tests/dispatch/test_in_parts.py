@@ -124,13 +124,11 @@ def _waits(takes_c: bool) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("takes_c", [False, True])
 def test_a_part_waits_for_its_own_rows_and_the_streams_share_memory_safely(takes_c):
     """The sizes are exchanged first, then all rows; `Streams` checks each use of memory."""
-    kinds = 3 if takes_c else 2
     for waited, (sizes, *exchanged) in run_distributed(2, _waits, takes_c):
         assert sizes == 0  # on the current stream
-        assert len(exchanged) == 2 * kinds + 2
-        dispatched = exchanged[kinds - 1 : 2 * kinds : kinds]  # the last exchange of each part
+        assert len(exchanged) == 4  # the rows of two parts, and their outputs
         assert len(set(waited)) == 2
-        for seen, over, after in zip(waited, dispatched, exchanged[kinds::kinds], strict=False):
+        for seen, over, after in zip(waited, exchanged[:2], exchanged[1:3], strict=True):
             assert over <= seen < after
 
 
@@ -167,8 +165,8 @@ def test_both_passes_start_exchanges_before_what_can_hide_them():
     """Nothing that the side stream does first waits for what the current stream does later."""
     for forward, backward in run_distributed(2, _order):
         send = ["exchange"]
-        assert forward == 5 * send + 2 * ["experts", *send]  # the sizes; x and probs of each part
-        assert backward == 2 * [*send, "their gradient"] + 4 * send
+        assert forward == 3 * send + 2 * ["experts", *send]  # the sizes; the rows of each part
+        assert backward == 2 * [*send, "their gradient"] + 2 * send
 
 
 def test_the_stand_in_sees_a_missing_wait_and_a_missing_record():

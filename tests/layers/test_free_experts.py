@@ -193,8 +193,8 @@ def _bytes_sent(choices: list[tuple[int, int]]) -> list[float]:
 
 
 def test_less_is_sent_where_free_experts_are_chosen():
-    """A row is 5 numbers and its prob, 24 bytes, and comes back as 5 numbers, 20 bytes. Of two
+    """A row is 5 numbers and its prob, in 32 bytes, and comes back as 5 numbers, 20 bytes. Of two
     choices on different ranks each rank sends one row and returns one; of one choice on rank 1
     rank 0 sends and rank 1 returns; of two free experts nobody sends anything."""
     sent = run_distributed(2, _bytes_sent, [(0, 2), (2, 4), (4, 5)])
-    assert sent == [[44, 24, 0], [44, 20, 0]]
+    assert sent == [[52, 32, 0], [52, 20, 0]]

@@ -50,6 +50,12 @@ def arguments(dtype: torch.dtype, device: str) -> dict[str, tuple]:
         "permute": (tensor(3, 5), slots, rows),
         "unpermute": (tensor(6, 5), slots, rows, probs),
         "unpermute_backward": (tensor(3, 5), tensor(6, 5), slots, rows, probs),
+        # Rows that the prob ends, so that nothing in them is undefined.
+        "pack_rows": (
+            *(tensor(3, 4), probs, slots, rows, tensor(3, 2, 2)),
+            6 + probs.element_size() // dtype.itemsize,
+        ),
+        "pack_rows_backward": (tensor(6, 24), slots, rows, 5, 2),
         "grouped_gemm": (tensor(6, 5), tensor(3, 5, 2), counts),
         "grouped_outer": (tensor(6, 5), tensor(6, 2), counts),
         "grouped_outer_add": (tensor(3, 5, 2), tensor(6, 5), tensor(6, 2), counts),

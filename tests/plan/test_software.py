@@ -33,7 +33,7 @@ def test_places_are_those_of_all_choices() -> None:
 def test_a_row_crosses_once_for_each_node() -> None:
     """16 experts, one on each of 16 ranks, on 2 nodes: 4 choices are on 4 ranks."""
     software = Software(once_per_node=True)
-    (x,) = [m for m in messages_of_layer(SHAPE, LAYOUT, True) if m.name == "dispatch: x"]
+    (x,) = [m for m in messages_of_layer(SHAPE, LAYOUT, True) if m.name == "dispatch: y"]
     wire, plain = software.wire(x, SHAPE, LAYOUT, 8), x.wire(8)
     row = D * 2
     assert plain.network == pytest.approx(S * 4 * 8 / 16 * row)
@@ -161,7 +161,7 @@ def test_graphs_need_no_calls_and_have_the_same_kernels() -> None:
         return software.calls_of_layer(SHAPE, LAYOUT, is_moe)
 
     assert calls("layer") == calls("layer", is_moe=False) == 0
-    assert calls() - calls("attention") == 7 + 13 + 4
+    assert calls() - calls("attention") == 6 + 12 + 4
     assert calls() - calls("router") == 33 + 15
     assert calls(is_moe=False) == calls("router", is_moe=False)
 

@@ -72,15 +72,15 @@ def test_overlap_hides_messages() -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_small_kernels_wait_for_the_host(recompute: bool) -> None:
-    """12 + 23 calls of a dense layer take longer than its few FLOPs, which they then hide.
+    """11 + 22 calls of a dense layer take longer than its few FLOPs, which they then hide.
 
-    With recomputation there are 12 more, and the FLOPs of another forward pass.
+    With recomputation there are 11 more, and the FLOPs of another forward pass.
     """
     small = replace(SHAPE, seq_length=16)
     layout = Layout(ranks=1, micro_batch=1, global_batch=4, recompute=recompute)
     parts = step_time(small, layout, CLUSTER).parts
     waiting = step_time(small, layout, replace(CLUSTER, node=NODES["h100x8"])).parts
-    layers = 4 * 8 * (12 * (2 if recompute else 1) + 23) * NODES["h100x8"].call_time
+    layers = 4 * 8 * (11 * (2 if recompute else 1) + 22) * NODES["h100x8"].call_time
     busy = parts["attention"] + parts["dense layers"] + parts.get("recompute", 0.0)
     assert "host" not in parts
     assert waiting["host"] == pytest.approx(layers - busy)

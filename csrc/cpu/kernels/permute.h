@@ -41,14 +41,14 @@ inline void copy_tokens(const Permute& task, const int64_t* row_of_slot, int64_t
   const auto* x = static_cast<const char*>(task.x);
   auto* y = static_cast<char*>(task.y);
   for (int64_t token = begin; token < end; ++token) {
-    const char* source = x + token * task.row_bytes;
+    const char* source = x + token * task.x_stride;
     const int64_t to_next = token + 1 < end ? task.choices : 0;
     Target targets[kTargetsMax];
     int count = 0;
     for (int64_t slot = token * task.choices; slot < (token + 1) * task.choices; ++slot) {
       const int64_t row = row_of_slot[slot], next = row_of_slot[slot + to_next];
       if (row < 0) continue;
-      targets[count++] = {y + row * task.row_bytes, y + (next < 0 ? row : next) * task.row_bytes};
+      targets[count++] = {y + row * task.y_stride, y + (next < 0 ? row : next) * task.y_stride};
       if (count == kTargetsMax) {
         copy_row<kTargetsMax, kPastCaches>(source, targets, task.row_bytes);
         count = 0;

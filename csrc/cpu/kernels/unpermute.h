@@ -25,14 +25,14 @@ template <int kRows, class Scalar, class Lanes>
 inline void sum_few_rows(const Unpermute& task, int64_t token, const int64_t* choices) {
   using Sum = sum_t<Scalar>;
   const auto* y = static_cast<const Scalar*>(task.y);
-  auto* out = static_cast<Scalar*>(task.out) + token * task.width;
+  auto* out = static_cast<Scalar*>(task.out) + token * task.out_stride;
   const Scalar* row[kRows];
   const Scalar* ahead[kRows];
   Sum prob[kRows];
   for (int j = 0; j < kRows; ++j) {
     const int64_t next = next_row<Lanes>(task, choices[j]);
-    row[j] = y + task.rows[choices[j]] * task.width;
-    ahead[j] = next < 0 ? row[j] : y + next * task.width;
+    row[j] = y + task.rows[choices[j]] * task.y_stride;
+    ahead[j] = next < 0 ? row[j] : y + next * task.y_stride;
     prob[j] = prob_of<Sum>(task, choices[j]);
   }
   for_columns<Sum, Lanes>(task.width, [&](int64_t i, auto lanes) {
@@ -50,17 +50,17 @@ template <int kVectors, class Scalar, class Lanes>
 inline void sum_rows(const Unpermute& task, int64_t token, int64_t column, Lanes lanes) {
   using Sum = sum_t<Scalar>;
   const auto* y = static_cast<const Scalar*>(task.y) + column;
-  auto* out = static_cast<Scalar*>(task.out) + token * task.width + column;
+  auto* out = static_cast<Scalar*>(task.out) + token * task.out_stride + column;
   Vector<Sum> sums[kVectors] = {};
-  if constexpr (!Lanes::kPastCaches) prefetch<kVectors>(out + task.width);
+  if constexpr (!Lanes::kPastCaches) prefetch<kVectors>(out + task.out_stride);
   for (int64_t k = 0; k < task.choices; ++k) {
     const int64_t choice = token * task.choices + k;
     const int64_t row = task.rows[choice];
     if (row < 0) continue;
     const Sum prob = prob_of<Sum>(task, choice);
-    const Scalar* source = y + row * task.width;
+    const Scalar* source = y + row * task.y_stride;
     const int64_t next = next_row<Lanes>(task, choice);
-    if (next >= 0) prefetch<kVectors>(y + next * task.width);
+    if (next >= 0) prefetch<kVectors>(y + next * task.y_stride);
     for (int i = 0; i < kVectors; ++i) sums[i] += prob * lanes.load(source + i * kLanes<Sum>);
   }
   for (int i = 0; i < kVectors; ++i) lanes.store(out + i * kLanes<Sum>, sums[i]);

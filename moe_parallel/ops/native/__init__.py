@@ -14,6 +14,7 @@ from moe_parallel.ops.native.autonomous_experts import autonomous_experts  # noq
 from moe_parallel.ops.native.expert_merge import expert_merge  # noqa: E402
 from moe_parallel.ops.native.grouped_gemm import grouped_gemm  # noqa: E402
 from moe_parallel.ops.native.norm_topk import norm_topk  # noqa: E402
+from moe_parallel.ops.native.packed_rows import pack_rows  # noqa: E402
 from moe_parallel.ops.native.permute import permute  # noqa: E402
 from moe_parallel.ops.native.product import product  # noqa: E402
 from moe_parallel.ops.native.rms_norm import rms_norm  # noqa: E402
@@ -30,6 +31,7 @@ __all__ = [
     "expert_merge",
     "grouped_gemm",
     "norm_topk",
+    "pack_rows",
     "permute",
     "product",
     "rms_norm",

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_parallel.ops import padding
 from moe_parallel.ops.native.main_gradients import gradients_not_added, own_gradient
+from moe_parallel.ops.native.packed_rows import rows_like
 from moe_parallel.ops.reference import accumulation_dtype, check_norms
 from moe_parallel.ops.types import RowMap
 
@@ -104,7 +105,7 @@ def _(
     if c_TKR is not None and norms is None:
         dc_TKR = c_TKR.new_empty(c_TKR.shape)
     others = map(own_gradient, (w_up, w_p, w_out), (main_up, main_p, main_out))
-    return x.new_empty(x.shape), probs.new_empty(probs.shape), dw_down, *others, dc_TKR
+    return rows_like(x), probs.new_empty(probs.shape), dw_down, *others, dc_TKR
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_parallel.ops.native.main_gradients import gradients_not_added, own_gradient
+from moe_parallel.ops.native.packed_rows import rows_like
 from moe_parallel.ops.reference import accumulation_dtype
 from moe_parallel.ops.types import RowMap
 
@@ -59,7 +60,7 @@ def _(
     main_out: Tensor | None,
 ) -> tuple[Tensor, ...]:
     return (
-        x.new_empty(x.shape),
+        rows_like(x),
         probs.new_empty(probs.shape),
         own_gradient(w_gate_up, main_gate_up),
         own_gradient(w_out, main_out),
