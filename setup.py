@@ -45,7 +45,8 @@ except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise BuildError(
-        "torch is needed to build the C++ extension: `pip install torch==2.13.0`, "
+        "torch is needed to build the C++ extension: "
+        f"`pip install torch=={'2.13.0' if sys.version_info < (3, 12) else '2.11.0'}`, "
         "then `pip install --no-build-isolation -e .`"
     ) from None
 

@@ -17,7 +17,14 @@ CSRC, NATIVE, TESTS = (
 )
 
 # Operators that are the gradient of another one, in the other one's files.
-STEM_OF = {"grouped_outer": "grouped_gemm", "grouped_outer_add": "grouped_gemm"}
+STEM_OF = {
+    "grouped_outer": "grouped_gemm",
+    "grouped_outer_add": "grouped_gemm",
+    "pack_rows": "packed_rows",
+    "pack_rows_backward": "packed_rows",
+    "split_and_rotate": "rotary",
+    "split_and_rotate_backward": "rotary",
+}
 # Tests that run the cases of two operators.
 TESTED_IN = {"routed_experts": "expert_rows", "autonomous_experts": "expert_rows"}
 

@@ -66,9 +66,8 @@ install_packages() {
     say "installing torch, megatron-core and the rest, then compiling (minutes; log in $log)"
     # The build requirements, pyproject.toml's `requires`, are installed first. Then the extension
     # is compiled against this torch, not against a second copy in a temporary environment.
-    requires=$(sed -n 's/^requires = \[\(.*\)\]$/\1/p' pyproject.toml | tr -d '",')
-    # shellcheck disable=SC2086  # a list of words
-    run -m pip install $requires || explain
+    sed -n '/^requires = \[/,/^\]/s/^ *"\(.*\)",$/\1/p' pyproject.toml >"$venv/.build-requires"
+    run -m pip install -r "$venv/.build-requires" || explain
     install_cutlass
     run -m pip install --no-build-isolation --editable '.[dev]' || explain
     record packages "$packages"

@@ -62,6 +62,10 @@ NOTICES = (
         category=SyntaxWarning,
     ),
     Notice(
+        "Could not determine rank from torch.distributed",
+        "a tool of one process has no rank",
+    ),
+    Notice(
         "DistributedDataParallel: full_param_layout not provided",
         "Megatron-Core computes the layout itself",
         logger="megatron.core.distributed.distributed_data_parallel",

@@ -114,10 +114,20 @@ std::vector<int64_t> rows_of_slots() {
   return rows;
 }
 
+// Columns after those of a row, which a kernel must neither use nor write. Stores past the caches
+// have none, because their rows are whole cache lines.
+int64_t gap(bool past_caches) { return past_caches ? 0 : 5; }
+
+void expect_gaps(const char* what, const Matrix& matrix, int64_t rows, int64_t width) {
+  for (int64_t n = 0; n < rows; ++n) {
+    for (int64_t i = width; i < matrix.width; ++i) expect(what, matrix.type, matrix.at(n, i), 0);
+  }
+}
+
 void check_permute(ScalarType type, int64_t width, bool past_caches) {
   const auto map = slots(), rows = rows_of_slots();
-  const Matrix x = quarters(type, kTokens, width, 0);
-  Matrix y(type, kRows, width);
+  const Matrix x = quarters(type, kTokens, width + 2 * gap(past_caches), 0);
+  Matrix y(type, kRows, width + gap(past_caches));
   kernels().permute({.x = x.data(),
                      .slots = map.data(),
                      .y = y.data(),
@@ -125,6 +135,8 @@ void check_permute(ScalarType type, int64_t width, bool past_caches) {
                      .choices = kChoices,
                      .rows = kRows,
                      .row_bytes = width * x.size(),
+                     .x_stride = x.width * x.size(),
+                     .y_stride = y.width * y.size(),
                      .past_caches = past_caches},
                     rows.data(), 0, kTokens);
   for (int64_t n = 0; n < kRows; ++n) {
@@ -132,15 +144,20 @@ void check_permute(ScalarType type, int64_t width, bool past_caches) {
       expect("permute", type, y.at(n, i), x.at(map[n] / kChoices, i));
     }
   }
+  expect_gaps("gap of permute", y, kRows, width);
 }
 
 void check_unpermute(ScalarType type, int64_t width, bool past_caches) {
   const auto map = slots(), rows = rows_of_slots();
   const Matrix y = quarters(type, kRows, width, 1), dout = quarters(type, kTokens, width, 2);
   const Matrix probs = quarters(sums_of(type), kTokens, kChoices, 3);
-  Matrix out(type, kTokens, width), dy(type, kRows, width), dprobs(probs);
+  Matrix out(type, kTokens, width + gap(past_caches)), dy(type, kRows, width), dprobs(probs);
+  Matrix apart(type, kRows, width + 2 * gap(past_caches));
+  for (int64_t n = 0; n < kRows; ++n) {
+    for (int64_t i = 0; i < width; ++i) apart.set(n, i, y.at(n, i));
+  }
   kernels().unpermute({.type = type,
-                       .y = y.data(),
+                       .y = apart.data(),
                        .rows = rows.data(),
                        .probs = probs.data(),
                        .out = out.data(),
@@ -148,6 +165,8 @@ void check_unpermute(ScalarType type, int64_t width, bool past_caches) {
                        .choices = kChoices,
                        .num_rows = kRows,
                        .width = width,
+                       .y_stride = apart.width,
+                       .out_stride = out.width,
                        .past_caches = past_caches},
                       0, kTokens);
   kernels().unpermute_backward({.type = type,
@@ -182,6 +201,7 @@ void check_unpermute(ScalarType type, int64_t width, bool past_caches) {
       expect("dprobs", type, dprobs.at(t, k), product);
     }
   }
+  expect_gaps("gap of unpermute", out, kTokens, width);
 }
 
 void check_swiglu(ScalarType type) {
@@ -358,39 +378,47 @@ void check_softmax(ScalarType type) {
   }
 }
 
-// Heads of two sequences, which have the same table. Its numbers need not be a cosine and a sine.
+// Two groups of two heads to rotate and one to copy, of two sequences, which have the same table.
+// Its numbers need not be a cosine and a sine.
 void check_rotary(ScalarType type) {
-  constexpr int64_t kLength = 2, kBatch = 2, kHeads = 3, kHalf = 21, kRows = 12;
+  constexpr int64_t kLength = 2, kBatch = 2, kGroups = 2, kPerGroup = 3, kHalf = 21;
+  constexpr int64_t kRow = 2 * kHalf, kHeads = kGroups * kPerGroup;
+  constexpr int64_t kAll = kLength * kBatch * kHeads;
   const auto sums = sums_of(type);
-  const Matrix x = quarters(type, kRows, 2 * kHalf, 3);
+  const Matrix x = quarters(type, kAll, kRow, 3);
   const Matrix cos = quarters(sums, kLength, kHalf, 1), sin = quarters(sums, kLength, kHalf, 2);
-  Matrix y(x), z(x);
+  Matrix y(type, kAll, kRow), z(type, kAll, kRow);
+  const HeadStrides strides{
+      .place = kBatch * kHeads * kRow,
+      .sequence = kHeads * kRow,
+      .group = kPerGroup * kRow,
+      .head = kRow,
+  };
   const auto turn = [&](Matrix& to, bool inverse) {
-    constexpr int64_t kRow = 2 * kHalf;
+    const Heads rotated{x.data(), to.data(), strides, strides, kGroups, kPerGroup - 1, true};
+    const int64_t last = (kPerGroup - 1) * kRow * x.size();
+    const Heads copied{x.data() + last, to.data() + last, strides, strides, kGroups, 1, false};
     kernels().rotary({.type = type,
-                      .x = x.data(),
+                      .heads = {rotated, copied},
+                      .kinds = 2,
                       .angles = nullptr,
                       .cos = cos.data(),
                       .sin = sin.data(),
-                      .y = to.data(),
-                      .length = kLength,
-                      .batch = kBatch,
-                      .heads = kHeads,
-                      .half = kHalf,
-                      .place_stride = kBatch * kHeads * kRow,
-                      .sequence_stride = kHeads * kRow,
-                      .head_stride = kRow,
                       .angles_place_stride = kHalf,
                       .angles_sequence_stride = 0,
+                      .length = kLength,
+                      .batch = kBatch,
+                      .half = kHalf,
                       .inverse = inverse},
                      0, kLength * kBatch);
   };
   turn(y, false);
   turn(z, true);
-  for (int64_t row = 0; row < kRows; ++row) {
+  for (int64_t row = 0; row < kAll; ++row) {
     const int64_t s = row / (kBatch * kHeads);
+    const bool is_copied = row % kPerGroup == kPerGroup - 1;
     for (int64_t i = 0; i < kHalf; ++i) {
-      const double c = cos.at(s, i), d = sin.at(s, i);
+      const double c = is_copied ? 1 : cos.at(s, i), d = is_copied ? 0 : sin.at(s, i);
       const double first = x.at(row, i), second = x.at(row, kHalf + i);
       expect("first of a pair", type, y.at(row, i), first * c - second * d);
       expect("second of a pair", type, y.at(row, kHalf + i), second * c + first * d);

@@ -44,7 +44,8 @@ def peak_bytes(contender: BenchContender, device: str) -> int:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     gc.collect()  # otherwise memory that is freed during the pass would reduce the peak
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    cpu = [ProfilerActivity.CPU]
+    with profile(activities=cpu, profile_memory=True, acc_events=True) as profiled:
         contender.run()
     return _peak(profiled)
 
