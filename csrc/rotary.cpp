@@ -51,7 +51,6 @@ class MixedHeads {
   MixedHeads(const at::Tensor& mixed, int64_t width)
       : mixed_(mixed), width_(width), per_group_(mixed.size(3) / width - 2) {}
 
-  int64_t queries_per_group() const { return per_group_; }
   int64_t heads(int kind) const { return mixed_.size(2) * (kind == 0 ? per_group_ : 1); }
 
   // The heads of a kind (queries, keys, values) here, and in a tensor of their own.

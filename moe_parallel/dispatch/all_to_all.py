@@ -2,16 +2,18 @@
 
 The group holds every expert exactly once. Rank (e, t) holds shard t of the matrices of the experts
 e L .. (e+1) L - 1, and t varies fastest. A token's row is sent to all shards of its expert: to the
-row map each shard is an expert of its own, and a choice is as many choices. Each shard computes a
-partial result, and the token's own rank sums the results of all choices and shards at once.
+row map each shard is an expert of its own, so the choice of an expert is one choice of each of its
+shards. Each shard computes a partial result, and the token's own rank sums the results of all
+choices and shards at once.
 
 A row is one message: the token, the prob of the choice and, if it is sent, C (ops/packed_rows.py).
 Received rows are in the order of the sending ranks. The experts find their rows with a row map, and
 nothing is sorted in memory.
 
 Shape suffixes: R ranks of the group (in `sent_R`, `*_RL`) or the low-rank size (in `c_*R`), L
-experts on this rank, J choices of a token, one for each shard of an expert, N rows sent, M rows
-received, W elements of a packed row; others as in `dispatched`.
+experts on this rank, T tokens of this rank, K choices of each, J = K S choices of shards, E all
+experts, S shards of each, N rows sent, M rows received, W elements of a packed row; others as in
+`dispatched`.
 """
 
 from __future__ import annotations

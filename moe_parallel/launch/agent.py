@@ -127,10 +127,11 @@ class JobAgent(LocalElasticAgent):
             return FailureChannel(store)
         return None
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
+        """End the ranks within the time of the flag, which torch 2.11 would not give them."""
         if self._pcontext is not None:
-            self._pcontext.close(signal.SIGTERM, self._shutdown_timeout)
-        self._shutdown()
+            self._pcontext.close(death_sig, self._shutdown_timeout)
+        super()._shutdown(death_sig)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._pass_signals_on()

@@ -49,7 +49,8 @@ def _configuration(options: LaunchOptions, script: str) -> tuple[LaunchConfig, S
     """torchrun's configuration for these flags, and the command of a rank."""
     try:
         args = torchrun.parse_args([*options.launcher, script, *options.program])
-        _choose_rendezvous(args, "--master-port" in options.launcher)
+        has_port = "--master-port" in options.launcher or "PET_MASTER_PORT" in os.environ
+        _choose_rendezvous(args, has_port)
         _share_cores(torchrun.determine_local_world_size(args.nproc_per_node))
         if not (
             args.log_dir or args.local_ranks_filter or (args.tee, args.redirects) != ("0", "0")

@@ -57,7 +57,9 @@ def unpack_rows(packed_NW: Tensor, width: int, rank: int) -> tuple[Tensor, Tenso
     """x_ND and c_NR (None if `rank` is 0), which are views of the packed rows, and probs_N.
 
     In the backward pass, a gradient of x whose rows are as far apart as those of x becomes the
-    packed gradient itself: nothing but the probs' gradient, and that of C, is then copied.
+    packed gradient itself: nothing but the probs' gradient, and that of C, is then copied. So x may
+    be used only by operators that allocate its gradient, because the memory between the rows of
+    that gradient is written.
     """
     x_ND, probs_N, c_NR = _Unpack.apply(packed_NW, width, rank)
     return x_ND, probs_N, c_NR if rank else None

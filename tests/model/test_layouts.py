@@ -254,7 +254,11 @@ def test_what_is_kept_and_sent_changes_no_result(start: Starts, system: str) -> 
     options = model(system)
     expected = start(system).on_one_rank
     found = run_all(1, start(system), {"one, kept": options | KEPT | ONE})
-    cases = {"ep2, sent": LAYOUTS[2]["ep2"], "tp2, sp, ep2, kept, sent": LAYOUTS[2]["tp2, sp, ep2"]}
+    cases = {
+        "ep2, sent": LAYOUTS[2]["ep2"],
+        "etp2, sent": LAYOUTS[2]["etp2"],
+        "tp2, sp, ep2, kept, sent": LAYOUTS[2]["tp2, sp, ep2"],
+    }
     found |= run_all(
         2,
         start(system),

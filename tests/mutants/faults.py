@@ -246,6 +246,13 @@ FAULTS = [
         ("tests/dispatch", "tests/model/test_layouts.py"),
     ),
     Fault(
+        "shards get C of other choices",
+        A_TO_A,
+        "c_TJR.repeat_interleave(self.expert_shards, dim=1)",
+        "c_TJR.repeat(1, self.expert_shards, 1)",
+        ("tests/dispatch", "tests/model/test_layouts.py"),
+    ),
+    Fault(
         "the gradients of probs do not return",
         "moe_parallel/ops/packed_rows.py",
         "_probs(dpacked_NW)[:, 0] = dprobs_N",

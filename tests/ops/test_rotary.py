@@ -142,7 +142,10 @@ def test_layouts_of_the_product_and_of_gradients(ops, device, dtype):
     found = []
     for mine in given:
         outputs = ops.split_and_rotate(mine, angles)
-        upstream = [torch.ones_like(x).cumsum(0) for x in outputs]
+        upstream = [
+            random_tensor(*x.shape, dtype=dtype, device=device, seed=seed)
+            for seed, x in enumerate(outputs)
+        ]
         if mine is wide:
             upstream = [x.transpose(0, 2).contiguous().transpose(0, 2) for x in upstream]
         found.append((*outputs, *torch.autograd.grad(outputs, mine, upstream)))

@@ -7,6 +7,7 @@ nothing the second time.)
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.utils.weak import WeakIdKeyDictionary
 
 from moe_parallel.collective_errors import exchange
@@ -86,17 +88,25 @@ class HostCopy:
     def _bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The memory for the copy of a storage."""
         if storage not in self._memory:
-            self._memory[storage] = torch.empty(
-                storage.nbytes(), dtype=torch.uint8, pin_memory=self._stream is not None
-            )
-        memory: torch.Tensor = self._memory[storage]
-        return memory
+            memory = torch.empty(storage.nbytes(), dtype=torch.uint8)
+            if self._stream is not None and len(memory):
+                _pin(memory)
+            self._memory[storage] = memory
+        found: torch.Tensor = self._memory[storage]
+        return found
 
     def _view(self, data: torch.Tensor) -> torch.Tensor:
         """The same part of the copy of a tensor's storage."""
         memory = self._bytes_of(data.untyped_storage()).untyped_storage()
         copied = torch.empty(0, dtype=data.dtype)
         return copied.set_(memory, data.storage_offset(), data.size(), data.stride())
+
+
+def _pin(memory: torch.Tensor) -> None:
+    """Pin memory in place. torch's own pinned memory has the size of the next power of two."""
+    pin_memory(memory.data_ptr(), len(memory))
+    end = weakref.finalize(memory.untyped_storage(), unpin_memory, memory.data_ptr())
+    end.atexit = False  # the process ends, and CUDA may be gone
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
