@@ -15,9 +15,8 @@
 #include "grouped_gemm.h"
 #include "grouped_gemm_wide.h"
 #include "launch.h"
-#include "permute.h"
+#include "permute_tensors.h"
 #include "scratch_rows.h"
-#include "unpermute.h"
 
 namespace moe_parallel {
 
@@ -131,15 +130,7 @@ class ExpertRows {
   // row.
   at::Tensor by_choice(const at::Tensor& y) const {
     auto out = y.new_empty({rows_.size(0), rows_.size(1), y.size(1)});
-    launch(y, Permute{.x = y.const_data_ptr(),
-                      .slots = rows_.const_data_ptr<int64_t>(),
-                      .y = out.mutable_data_ptr(),
-                      .tokens = y.size(0),
-                      .choices = 1,
-                      .rows = rows_.numel(),
-                      .row_bytes = y.size(1) * bytes_of_element(y),
-                      .x_stride = y.stride(0) * bytes_of_element(y),
-                      .y_stride = y.size(1) * bytes_of_element(y)});
+    gather_rows_out(out.flatten(0, 1), y, rows_, 1);
     return out;
   }
 
@@ -167,33 +158,14 @@ class ExpertRows {
 
  private:
   at::Tensor sum_to(at::Tensor out, const at::Tensor& y) const {
-    launch(y, Unpermute{.type = scalar_type_of("y", y),
-                        .y = y.const_data_ptr(),
-                        .rows = rows_.const_data_ptr<int64_t>(),
-                        .probs = nullptr,
-                        .out = out.mutable_data_ptr(),
-                        .tokens = rows_.size(0),
-                        .choices = rows_.size(1),
-                        .num_rows = y.size(0),
-                        .width = y.size(1),
-                        .y_stride = y.stride(0),
-                        .out_stride = out.stride(0)});
+    sum_rows_out(out, y, rows_);
     return out;
   }
 
   // values[index[n]], or 0 where the index is negative. To the kernel a value is a row.
   static at::Tensor pick(const at::Tensor& values, const at::Tensor& index) {
     auto picked = at::empty(index.sizes(), values.options());
-    const auto flat = values.contiguous();
-    launch(values, Permute{.x = flat.const_data_ptr(),
-                           .slots = index.const_data_ptr<int64_t>(),
-                           .y = picked.mutable_data_ptr(),
-                           .tokens = flat.numel(),
-                           .choices = 1,
-                           .rows = index.numel(),
-                           .row_bytes = bytes_of_element(flat),
-                           .x_stride = bytes_of_element(flat),
-                           .y_stride = bytes_of_element(flat)});
+    gather_rows_out(picked.view({-1, 1}), values.contiguous().view({-1, 1}), index, 1);
     return picked;
   }
 
@@ -208,16 +180,8 @@ class ExpertRows {
                           int64_t choices) const {
     auto out = block.part(memory);
     const bool all = block.num_rows == size() && choices == rows_.size(1);
-    launch(x, Permute{.x = x.const_data_ptr(),
-                      .slots = slots_.const_data_ptr<int64_t>() + block.first_row,
-                      .y = out.mutable_data_ptr(),
-                      .tokens = x.size(0),
-                      .choices = choices,
-                      .rows = block.num_rows,
-                      .row_bytes = x.size(1) * bytes_of_element(x),
-                      .x_stride = x.stride(0) * bytes_of_element(x),
-                      .y_stride = out.stride(0) * bytes_of_element(out),
-                      .row_of_choice = all ? rows_.const_data_ptr<int64_t>() : nullptr});
+    gather_rows_out(out, x, block.rows(slots_), choices,
+                    all ? rows_.const_data_ptr<int64_t>() : nullptr);
     return block.product(memory);
   }
 

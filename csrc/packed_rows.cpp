@@ -9,66 +9,35 @@
 #include <optional>
 #include <tuple>
 
-#include "launch.h"
-#include "permute.h"
-#include "unpermute.h"
+#include "permute_tensors.h"
 
 namespace moe_parallel {
 namespace {
 
-// The columns of rows `stride` bytes apart.
-struct Columns {
-  char* first;
-  int64_t bytes;
-  int64_t stride;
-};
-
+// Views of the columns of packed rows.
 class MessageRows {
  public:
   MessageRows(const at::Tensor& packed, int64_t token_width, int64_t rank)
-      : data_(static_cast<char*>(packed.data_ptr())),
-        stride_(packed.stride(0) * bytes_of_element(packed)),
-        row_bytes_(packed.size(1) * bytes_of_element(packed)),
-        element_(bytes_of_element(packed)),
-        x_bytes_(token_width * element_),
-        c_bytes_(rank * element_),
-        prob_bytes_(static_cast<int64_t>(c10::elementSize(sum_type_of(packed)))) {
+      : packed_(packed), token_width_(token_width), rank_(rank) {
+    const auto prob_bytes = static_cast<int64_t>(c10::elementSize(sum_type_of(packed)));
+    const int64_t bytes = bytes_of_element(packed), row_bytes = packed.size(1) * bytes;
     TORCH_CHECK_VALUE(
-        x_bytes_ + c_bytes_ + prob_bytes_ <= row_bytes_ && row_bytes_ % prob_bytes_ == 0,
+        (token_width + rank) * bytes + prob_bytes <= row_bytes && row_bytes % prob_bytes == 0,
         "a packed row of ", packed.size(1), " elements cannot hold ", token_width, " of x, ", rank,
         " of C and a prob");
   }
 
-  Columns x() const { return {data_, x_bytes_, stride_}; }
-  Columns c() const { return {data_ + x_bytes_, c_bytes_, stride_}; }
-  Columns prob() const { return {data_ + row_bytes_ - prob_bytes_, prob_bytes_, stride_}; }
-  int64_t stride_in_elements() const { return stride_ / element_; }
+  at::Tensor x() const { return packed_.narrow(1, 0, token_width_); }
+  at::Tensor c() const { return packed_.narrow(1, token_width_, rank_); }
+  at::Tensor prob() const {
+    const auto probs = packed_.view(sum_type_of(packed_));
+    return probs.narrow(1, probs.size(1) - 1, 1);
+  }
 
  private:
-  char* data_;
-  int64_t stride_, row_bytes_, element_, x_bytes_, c_bytes_, prob_bytes_;
+  const at::Tensor& packed_;
+  int64_t token_width_, rank_;
 };
-
-// A matrix with dense rows.
-Columns columns_of(const at::Tensor& t) {
-  const int64_t bytes = bytes_of_element(t);
-  return {static_cast<char*>(t.data_ptr()), t.size(1) * bytes, t.stride(0) * bytes};
-}
-
-// to[n] = from[index[n] / choices], or zeros if the index is negative.
-void gather(const at::Tensor& where, Columns from, int64_t tokens, int64_t choices,
-            const at::Tensor& index, Columns to, const int64_t* row_of_choice = nullptr) {
-  launch(where, Permute{.x = from.first,
-                        .slots = index.const_data_ptr<int64_t>(),
-                        .y = to.first,
-                        .tokens = tokens,
-                        .choices = choices,
-                        .rows = index.numel(),
-                        .row_bytes = to.bytes,
-                        .x_stride = from.stride,
-                        .y_stride = to.stride,
-                        .row_of_choice = row_of_choice});
-}
 
 void check_message(const at::Tensor& x, const at::Tensor& slots, const at::Tensor& rows) {
   check_dim("x", x, 2);
@@ -99,14 +68,9 @@ at::Tensor pack_rows(const at::Tensor& x, const at::Tensor& probs, const at::Ten
   const auto tokens = with_dense_rows(x), slots_1d = slots.contiguous(), map = rows.contiguous();
   auto packed = x.new_empty({slots.size(0), width});
   const MessageRows to(packed, x.size(1), rank);
-  gather(x, columns_of(tokens), x.size(0), rows.size(1), slots_1d, to.x(),
-         map.const_data_ptr<int64_t>());
-  if (c_TKR) {
-    const auto c = with_dense_rows(c_TKR->flatten(0, 1));
-    gather(x, columns_of(c), c.size(0), 1, slots_1d, to.c());
-  }
-  const auto flat_probs = probs.contiguous().view({-1, 1});
-  gather(x, columns_of(flat_probs), flat_probs.size(0), 1, slots_1d, to.prob());
+  gather_rows_out(to.x(), tokens, slots_1d, rows.size(1), map.const_data_ptr<int64_t>());
+  if (c_TKR) gather_rows_out(to.c(), with_dense_rows(c_TKR->flatten(0, 1)), slots_1d, 1);
+  gather_rows_out(to.prob(), probs.contiguous().view({-1, 1}), slots_1d, 1);
   return packed;
 }
 
@@ -118,25 +82,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> pack_rows_backward(const at::Tens
   check_message(dpacked, slots, rows);
   TORCH_CHECK_VALUE(slots.size(0) == dpacked.size(0), "there are ", dpacked.size(0),
                     " packed rows, the row map has ", slots.size(0));
-  const auto given = with_dense_rows(dpacked), map = rows.contiguous();
+  const auto given = dpacked.contiguous(), map = rows.contiguous();
   const MessageRows from(given, token_width, rank);
   const int64_t tokens = rows.size(0), choices = rows.size(1);
   auto dx = dpacked.new_empty({tokens, token_width});
-  launch(dpacked, Unpermute{.type = scalar_type_of("dpacked", dpacked),
-                            .y = from.x().first,
-                            .rows = map.const_data_ptr<int64_t>(),
-                            .probs = nullptr,
-                            .out = dx.mutable_data_ptr(),
-                            .tokens = tokens,
-                            .choices = choices,
-                            .num_rows = dpacked.size(0),
-                            .width = token_width,
-                            .y_stride = from.stride_in_elements(),
-                            .out_stride = token_width});
+  sum_rows_out(dx, from.x(), map);
   auto dprobs = at::empty({tokens * choices, 1}, dpacked.options().dtype(sum_type_of(dpacked)));
-  gather(dpacked, from.prob(), dpacked.size(0), 1, map, columns_of(dprobs));
+  gather_rows_out(dprobs, from.prob(), map, 1);
   auto dc = dpacked.new_empty({rank > 0 ? tokens * choices : 0, rank});
-  if (rank > 0) gather(dpacked, from.c(), dpacked.size(0), 1, map, columns_of(dc));
+  if (rank > 0) gather_rows_out(dc, from.c(), map, 1);
   return {dx, dprobs.view(rows.sizes()), dc.view({rank > 0 ? tokens : 0, choices, rank})};
 }
 

@@ -1,6 +1,4 @@
-#include "permute.h"
-
-#include "launch.h"
+#include "permute_tensors.h"
 
 namespace moe_parallel {
 
@@ -17,16 +15,7 @@ at::Tensor permute(const at::Tensor& x, const at::Tensor& slots, const at::Tenso
   const auto slots_1d = slots.contiguous();
   const auto rows_2d = rows.contiguous();
   auto y = x.new_empty({slots.size(0), x.size(1)});
-  launch(x, Permute{.x = x_rows.const_data_ptr(),
-                    .slots = slots_1d.const_data_ptr<int64_t>(),
-                    .y = y.mutable_data_ptr(),
-                    .tokens = x.size(0),
-                    .choices = rows.size(1),
-                    .rows = slots.size(0),
-                    .row_bytes = x.size(1) * bytes_of_element(x),
-                    .x_stride = x_rows.stride(0) * bytes_of_element(x),
-                    .y_stride = x.size(1) * bytes_of_element(x),
-                    .row_of_choice = rows_2d.const_data_ptr<int64_t>()});
+  gather_rows_out(y, x_rows, slots_1d, rows.size(1), rows_2d.const_data_ptr<int64_t>());
   return y;
 }
 

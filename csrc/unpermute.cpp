@@ -5,7 +5,7 @@
 #include <optional>
 #include <tuple>
 
-#include "launch.h"
+#include "permute_tensors.h"
 
 namespace moe_parallel {
 namespace {
@@ -40,17 +40,7 @@ at::Tensor unpermute(const at::Tensor& y, const at::Tensor& slots, const at::Ten
   const auto y_rows = with_dense_rows(y);
   const auto rows_2d = rows.contiguous();
   auto out = y.new_empty({rows.size(0), y.size(1)});
-  launch(y, Unpermute{.type = scalar_type_of("y", y),
-                      .y = y_rows.const_data_ptr(),
-                      .rows = rows_2d.const_data_ptr<int64_t>(),
-                      .probs = probs ? probs_2d.const_data_ptr() : nullptr,
-                      .out = out.mutable_data_ptr(),
-                      .tokens = rows.size(0),
-                      .choices = rows.size(1),
-                      .num_rows = y.size(0),
-                      .width = y.size(1),
-                      .y_stride = y_rows.stride(0),
-                      .out_stride = y.size(1)});
+  sum_rows_out(out, y_rows, rows_2d, probs_2d);
   return out;
 }
 

@@ -73,7 +73,9 @@ class AllToAllInParts(AllToAllDispatcher):
         rows_of_parts = packed_NW.split([sum(route.sent_R) for route in routes_C])
         side = work_place_of(x_TD.device)
         sent = [
-            side.start(partial(self._exchange_there, route=route), rows)
+            side.start(
+                partial(self._exchange, received_R=route.received_R, sent_R=route.sent_R), rows
+            )
             for route, rows in zip(routes_C, rows_of_parts, strict=True)
         ]
         arrived = partial(self._arrived_part, PackedSizes.of(x_TD, choices))
@@ -90,17 +92,13 @@ class AllToAllInParts(AllToAllDispatcher):
     def combine_parts(self, outputs: Iterable[torch.Tensor], departed: Departed) -> torch.Tensor:
         """As `combine`. `outputs` yields those of each part; each is returned when it is there."""
         returned = [
-            departed.side.start(partial(self._exchange_back, route=route), y_MD)
+            departed.side.start(
+                partial(self._exchange, received_R=route.sent_R, sent_R=route.received_R), y_MD
+            )
             for y_MD, route in zip(outputs, departed.routes_C, strict=True)
         ]
         y_ND = torch.cat([each.wait() for each in returned])
         return self.ops.unpermute(y_ND, departed.row_map)
-
-    def _exchange_there(self, rows: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
-        return self._exchange(rows, route.received_R, route.sent_R)
-
-    def _exchange_back(self, y_MD: torch.Tensor, route: AllToAllRoute) -> torch.Tensor:
-        return self._exchange(y_MD, route.sent_R, route.received_R)
 
     def _routes(self, row_map: RowMap) -> tuple[list[AllToAllRoute], torch.Tensor]:
         """The route of each part, and the rows that each rank sends to the experts here."""

@@ -15,6 +15,7 @@ packed row.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -31,15 +32,10 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def packed_bytes(row: int, prob: int = 4) -> int:
-    """The bytes of a packed row, of which x and C take `row` and the prob takes `prob`."""
-    return -(-(row + prob) // ALIGNMENT) * ALIGNMENT
-
-
 def packed_width(x: Tensor, rank: int) -> int:
     """W for the tokens `x` and C of `rank` elements, in elements of x's dtype."""
-    prob = sum_dtype(x.dtype).itemsize
-    return packed_bytes((x.shape[1] + rank) * x.element_size(), prob) // x.element_size()
+    used = (x.shape[1] + rank) * x.element_size() + sum_dtype(x.dtype).itemsize
+    return math.ceil(used / ALIGNMENT) * ALIGNMENT // x.element_size()
 
 
 def pack_rows(
