@@ -203,12 +203,12 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
     dw_up.take(block, c_rows, dg);
     grouped_gemm_out(dc_rows, dg, transposed(w_up), groups);
     const auto x_rows = map.gather(row_memory, tokens, block);
-    dw_p.take(block, x_rows, dp);
     if (c_TKR) {
+      dw_p.take(block, x_rows, dp);
       grouped_gemm_out(dx_rows, dp, transposed(w_p), groups);
       continue;
     }
-    dw_down->take(block, x_rows, dc_rows);
+    dw_p.take_with(*dw_down, block, x_rows, dp, dc_rows);
     add_products(dx_rows, dp, transposed(w_p), dc_rows, transposed(*w_down), groups);
   }
   const auto dprobs = map.values_by_choice(dprobs_of_rows);

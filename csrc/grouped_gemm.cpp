@@ -5,6 +5,8 @@
 
 #include <ATen/core/Formatting.h>
 
+#include <vector>
+
 #include "grouped_gemm_wide.h"
 #include "launch.h"
 
@@ -52,21 +54,32 @@ void grouped_gemm_out(at::Tensor& out, const at::Tensor& x, const at::Tensor& w,
   });
 }
 
-void grouped_outer_out(at::Tensor& out, const at::Tensor& x, const at::Tensor& y,
-                       const at::Tensor& counts, TransposedRows& memory, bool accumulate) {
+void grouped_outer_out(std::initializer_list<OuterProduct> products, const at::Tensor& x,
+                       const at::Tensor& counts, TransposedRows& memory) {
+  std::vector<OuterProduct> left;  // what no kernel computed
+  bool copies = false;             // a wide product reads x^T as a view
+  for (auto product : products) {
 #ifdef MOE_PARALLEL_CUDA
-  if (x.is_cuda() && grouped_outer_on_cuda(out, x, y, counts, accumulate)) return;
+    if (x.is_cuda() && grouped_outer_on_cuda(product.out, x, product.y, counts, product.accumulate))
+      continue;
 #endif
+    copies |= product.out.scalar_type() == x.scalar_type();
+    left.push_back(product);
+  }
+  if (left.empty()) return;
   for_each_group(counts, [&](int64_t e, int64_t first, int64_t rows) {
-    auto out_expert = out.select(0, e);
-    if (rows == 0) {
-      if (!accumulate) out_expert.zero_();
-      return;
-    }
     const auto x_group = x.narrow(0, first, rows);
-    const bool same_type = out.scalar_type() == x.scalar_type();
-    product_out(out_expert, same_type ? memory.of(x_group) : x_group.t(), y.narrow(0, first, rows),
-                accumulate);
+    const auto x_t = copies && rows > 0 ? memory.of(x_group) : x_group.t();
+    for (const auto& product : left) {
+      auto out = product.out.select(0, e);
+      if (rows == 0) {
+        if (!product.accumulate) out.zero_();
+        continue;
+      }
+      const bool is_wide = out.scalar_type() != x.scalar_type();
+      product_out(out, is_wide ? x_group.t() : x_t, product.y.narrow(0, first, rows),
+                  product.accumulate);
+    }
   });
 }
 
@@ -95,7 +108,7 @@ at::Tensor grouped_outer(const at::Tensor& x, const at::Tensor& y, const at::Ten
   check_same_type("y", y, "x", x);
   auto w = x.new_empty({counts.size(0), x.size(1), y.size(1)});
   TransposedRows memory;
-  grouped_outer_out(w, x.contiguous(), y.contiguous(), counts, memory);
+  grouped_outer_out({{w, y.contiguous(), false}}, x.contiguous(), counts, memory);
   return w;
 }
 
@@ -109,7 +122,7 @@ void grouped_outer_add(at::Tensor& total, const at::Tensor& x, const at::Tensor&
   check_same_type("y", y, "x", x);
   check_sizes("total", total, {counts.size(0), x.size(1), y.size(1)});
   TransposedRows memory;
-  grouped_outer_out(total, x.contiguous(), y.contiguous(), counts, memory, true);
+  grouped_outer_out({{total, y.contiguous(), true}}, x.contiguous(), counts, memory);
 }
 
 }  // namespace

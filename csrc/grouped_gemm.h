@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <vector>
+#include <initializer_list>
 
 #include "transposed_rows.h"
 
@@ -18,8 +18,15 @@ void grouped_gemm_out(at::Tensor& out, const at::Tensor& x, const at::Tensor& w,
 
 // out[e] (+)= x[rows of e]^T y[rows of e]. For an empty group, out[e] keeps its value if
 // `accumulate` is true and becomes zero otherwise. out may have a wider type than x, as a main
-// gradient does. `memory` is reused by all groups.
-void grouped_outer_out(at::Tensor& out, const at::Tensor& x, const at::Tensor& y,
-                       const at::Tensor& counts, TransposedRows& memory, bool accumulate = false);
+// gradient does.
+struct OuterProduct {
+  at::Tensor out;
+  at::Tensor y;
+  bool accumulate;
+};
+
+// Products with the same x: x^T is copied once, if it is copied. `memory` is reused by all groups.
+void grouped_outer_out(std::initializer_list<OuterProduct> products, const at::Tensor& x,
+                       const at::Tensor& counts, TransposedRows& memory);
 
 }  // namespace moe_parallel

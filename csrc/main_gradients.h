@@ -33,11 +33,21 @@ class WeightGradient {
     }
   }
 
-  // Computes x[rows of e]^T y[rows of e] for each expert e of the block, and adds it to that of the
+  // x[rows of e]^T y[rows of e] for each expert e of the block, which is added to that of the
   // blocks before if they have rows of e.
+  OuterProduct product(const RowBlock& block, const at::Tensor& y) const {
+    return {block.experts(sum_), y, adds_ || !block.begins_expert};
+  }
+
   void take(const RowBlock& block, const at::Tensor& x, const at::Tensor& y) {
-    auto here = block.experts(sum_);
-    grouped_outer_out(here, x, y, block.product_counts, memory_, adds_ || !block.begins_expert);
+    grouped_outer_out({product(block, y)}, x, block.product_counts, memory_);
+  }
+
+  // [dV | dW] = x^T [y | z], where dV is this gradient and dW another one.
+  void take_with(const WeightGradient& other, const RowBlock& block, const at::Tensor& x,
+                 const at::Tensor& y, const at::Tensor& z) {
+    grouped_outer_out({product(block, y), other.product(block, z)}, x, block.product_counts,
+                      memory_);
   }
 
   // The tensor that the operator returns. It is empty if the gradient is added to a main gradient.

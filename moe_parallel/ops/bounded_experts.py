@@ -22,6 +22,7 @@ low-rank size, N rows.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -178,11 +179,10 @@ def tokens_of_parts(row_map: RowMap, most_rows: int) -> list[int]:
         parts = math.ceil(num_tokens / max(1, most_rows // k))
         first, longer = divmod(num_tokens, parts)
         return [first + (part < longer) for part in range(parts)]
-    sizes, rows = [0], 0
-    for of_token in (row_map.rows_TK >= 0).sum(dim=1).tolist():
-        if sizes[-1] and rows + of_token > most_rows:
-            sizes.append(0)
-            rows = 0
-        sizes[-1] += 1
-        rows += of_token
+    ends_T = (row_map.rows_TK >= 0).sum(dim=1).cumsum(0).tolist()  # rows of the tokens up to each
+    sizes, first, rows_before = [], 0, 0
+    while first < num_tokens:
+        end = max(bisect_right(ends_T, rows_before + most_rows, lo=first), first + 1)
+        sizes.append(end - first)
+        first, rows_before = end, ends_T[end - 1]
     return sizes

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moe_parallel.config import Config
+from moe_parallel.copies import copied_to
 from moe_parallel.data.datasets import Datasets
 from moe_parallel.data.sampler import batches
 from moe_parallel.evaluation.text_loss import TextLoss, measure_text_loss
@@ -292,7 +293,7 @@ class Loop:
         """
         late = self._deadline.is_near() and not self.done
         mine = [stop.signal is not None, late, self.saves.is_writing()]
-        anywhere = torch.tensor(mine, dtype=torch.int32, device=self.engine.device)
+        anywhere = copied_to(self.engine.device, torch.tensor(mine, dtype=torch.int32))
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
         stopping, late, writing = anywhere.bool().tolist()
         if not writing:

@@ -20,14 +20,7 @@ from tests.distributed import run_distributed
 from tests.model.comparison import differences, make_start, run_all
 from tests.model.small_gpt import DOCUMENTS as DOCUMENTS_OF_A_BATCH
 from tests.model.small_gpt import SIZES, Options, build, micro_batches
-from tests.model.test_layouts import (
-    LAYOUTS,
-    ONE,
-    Starts,
-    asked,  # noqa: F401  a fixture
-    model,
-    start,  # noqa: F401  a fixture
-)
+from tests.model.test_layouts import LAYOUTS, ONE, model
 from tests.tiers import rest_in_full
 
 S, B, H, C = 9, 2, 4, 6
@@ -196,13 +189,11 @@ CASES: dict[int, dict[str, Options]] = {
 
 
 @pytest.mark.parametrize("world", rest_in_full(CASES, 1))
-def test_a_model_trains_as_with_megatrons_attention(
-    start: Starts,  # noqa: F811
-    world: int,
-) -> None:
-    begun = start("aoe")
+def test_a_model_trains_as_with_megatrons_attention(tmp_path: Path, world: int) -> None:
+    options = model("aoe")
+    begun = make_start(options | {"attention_backend": "local"} | ONE, tmp_path)
     cases = {
-        f"{backend}, {name}": model("aoe") | {"attention_backend": backend} | spread
+        f"{backend}, {name}": options | {"attention_backend": backend} | spread
         for name, spread in CASES[world].items()
         for backend in ON_CPU
     }

@@ -166,6 +166,18 @@ def test_bf16_is_as_exact_as_torchs(reference, native, device):
         assert_no_worse_than_twice(of_native, of_reference, wanted)
 
 
+def test_the_gradient_of_w_is_rounded_to_bf16_once(native, device):
+    """Its sum over nine tiles of tokens stays in fp32. All terms have one sign, so the rounding of
+    C's gradient in bf16 averages out."""
+    x, w, dnorms = setting((2200, 3, 16, 4096, 1), torch.bfloat16, device)
+    x, w, dnorms = (t.detach().abs() for t in (x, w, dnorms))
+    exact = oracle.norms_gradient(float64(dnorms), float64(x), float64(w))[1]
+    x.requires_grad_(), w.requires_grad_()
+    _, dw = gradients(native.norm_topk(x, w, 1)[0], dnorms, x, w)
+    error = np.abs(float64(dw) - exact) / exact
+    assert error.max() < 1.1 * torch.finfo(torch.bfloat16).eps / 2
+
+
 @pytest.mark.parametrize("k", [0, 5])
 def test_a_k_out_of_range_is_refused(ops, device, k):
     x, w, _ = setting((3, 4, 4, 2, 2), torch.float32, device)

@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_parallel.training.loop import Loop
 from tests import systems
 from tests.distributed import run_distributed
+from tests.program import SMALL, pretrain_here, small_data
 from tests.systems import SYSTEMS
 from tests.tiers import rest_in_full
 from tests.training.tiny_run import AOE, BATCH, Layout, TinyRun
@@ -27,6 +29,7 @@ SIZED_BY_VALUES = (
     "nonzero", "masked_select", "bincount", "_unique2", "unique_dim", "unique_consecutive", "equal",
 )  # fmt: skip
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
+TENSOR = torch.tensor
 NATIVE = {"moe_backend": "native"}
 MOE_LAYERS = 3
 
@@ -99,6 +102,7 @@ class Waits(TorchDispatchMode):
         for name in RETURNS_A_NUMBER:
             self._patch(name, lambda *arguments, **named: True)
         self._patch("to", _is_copy_to_a_device)
+        self._patches.enter_context(mock.patch.object(torch, "tensor", self._tensor))
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -114,6 +118,12 @@ class Waits(TorchDispatchMode):
             return original(tensor, *arguments, **named)
 
         self._patches.enter_context(mock.patch.object(torch.Tensor, name, method))
+
+    def _tensor(self, data, *, device=None, **named):
+        """`torch.tensor`: Python's numbers on a device are copied there, and not queued."""
+        if device is not None:
+            self._count("tensor")
+        return TENSOR(data, device=device, **named)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -153,6 +163,29 @@ def _waits_of_a_step(layout, options, path):
         run.steps(1)
     run.close()
     return dict(waits.of)
+
+
+def _waits_of_an_iteration(options):
+    """Those of the third iteration of a run: its step, and what the loop does around it."""
+    step, waits = Loop._step, Waits()
+
+    def watched(loop, stream):
+        if loop.state.iteration == 3:
+            waits.__exit__(None, None, None)
+        elif loop.state.iteration == 2:
+            waits.__enter__()
+        return step(loop, stream)
+
+    with mock.patch.object(Loop, "_step", watched):
+        pretrain_here([options])
+    # Samples are read from files, into tensors of the host.
+    return {wait: number for wait, number in waits.of.items() if "gpt_dataset" not in wait}
+
+
+def test_the_loop_adds_one_wait_to_a_step(tmp_path):
+    options = SMALL | small_data(tmp_path) | NATIVE | {"exit_interval": 4, "log_interval": 10}
+    (found,) = run_distributed(1, _waits_of_an_iteration, options)
+    assert found == LOSS | NORM | {"tolist in loop._agreed": 1}
 
 
 QUICK = (

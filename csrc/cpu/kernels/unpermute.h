@@ -5,14 +5,20 @@
 
 namespace moe_parallel::MOE_PARALLEL_CAPABILITY {
 
-// The row of a later token's choice with the same index. It is negative if there is none. Without
-// stores that first read their lines, the reads get through sooner, and are asked for two tokens
-// ahead.
-template <class Lanes, class Task>
+// The row of the choice with the same index of the token kAhead later. It is negative if there is
+// none.
+template <int64_t kAhead, class Task>
 inline int64_t next_row(const Task& task, int64_t choice) {
-  const int64_t next = choice + (Lanes::kPastCaches ? 2 : 1) * task.choices;
+  const int64_t next = choice + kAhead * task.choices;
   return next < task.tokens * task.choices ? task.rows[next] : -1;
 }
+
+// Prefetches of the rows that are summed. Beside stores past the caches, which are AMD's, reads are
+// the limit, and more of them are under way at a time if they end in the L2 cache.
+template <class Lanes>
+constexpr int64_t kSumsAhead = Lanes::kPastCaches ? 4 : 1;
+template <class Lanes>
+constexpr int kSumsWhere = Lanes::kPastCaches ? kToL2 : kToL1;
 
 template <class Sum, class Task>
 inline Sum prob_of(const Task& task, int64_t choice) {
@@ -30,7 +36,7 @@ inline void sum_few_rows(const Unpermute& task, int64_t token, const int64_t* ch
   const Scalar* ahead[kRows];
   Sum prob[kRows];
   for (int j = 0; j < kRows; ++j) {
-    const int64_t next = next_row<Lanes>(task, choices[j]);
+    const int64_t next = next_row<kSumsAhead<Lanes>>(task, choices[j]);
     row[j] = y + task.rows[choices[j]] * task.y_stride;
     ahead[j] = next < 0 ? row[j] : y + next * task.y_stride;
     prob[j] = prob_of<Sum>(task, choices[j]);
@@ -38,7 +44,7 @@ inline void sum_few_rows(const Unpermute& task, int64_t token, const int64_t* ch
   for_columns<Sum, Lanes>(task.width, [&](int64_t i, auto lanes) {
     Vector<Sum> sum = {};
     for (int j = 0; j < kRows; ++j) {
-      prefetch<1>(ahead[j] + i);
+      prefetch<1, kSumsWhere<Lanes>>(ahead[j] + i);
       sum += prob[j] * lanes.load(row[j] + i);
     }
     lanes.store(out + i, sum);
@@ -59,8 +65,8 @@ inline void sum_rows(const Unpermute& task, int64_t token, int64_t column, Lanes
     if (row < 0) continue;
     const Sum prob = prob_of<Sum>(task, choice);
     const Scalar* source = y + row * task.y_stride;
-    const int64_t next = next_row<Lanes>(task, choice);
-    if (next >= 0) prefetch<kVectors>(y + next * task.y_stride);
+    const int64_t next = next_row<kSumsAhead<Lanes>>(task, choice);
+    if (next >= 0) prefetch<kVectors, kSumsWhere<Lanes>>(y + next * task.y_stride);
     for (int i = 0; i < kVectors; ++i) sums[i] += prob * lanes.load(source + i * kLanes<Sum>);
   }
   for (int i = 0; i < kVectors; ++i) lanes.store(out + i * kLanes<Sum>, sums[i]);
@@ -120,7 +126,7 @@ inline void differentiate_rows(const UnpermuteBackward& task, int64_t token,
   Sum probs[kRows];
   for (int j = 0; j < kRows; ++j) {
     const int64_t first = task.rows[choices[j]] * task.width;
-    const int64_t next = next_row<Lanes>(task, choices[j]);
+    const int64_t next = next_row<Lanes::kPastCaches ? 2 : 1>(task, choices[j]);
     to_next[j] = next < 0 ? 0 : next * task.width - first;
     y[j] = static_cast<const Scalar*>(task.y) + first;
     dy[j] = static_cast<Scalar*>(task.dy) + first;

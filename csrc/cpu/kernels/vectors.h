@@ -191,13 +191,6 @@ inline void store(Float16* p, Vector<float> v) {
 
 #endif
 
-// Prefetches the memory of kVectors vectors.
-template <int kVectors, class Scalar>
-inline void prefetch(const Scalar* p) {
-  constexpr int64_t kLine = kCacheLine / sizeof(Scalar);
-  for (int64_t i = 0; i < kVectors * kLanes<sum_t<Scalar>>; i += kLine) __builtin_prefetch(p + i);
-}
-
 // The lanes of a vector that a step of for_columns() works on: all lanes, or the first ones.
 struct AllLanes {
   static constexpr bool kPastCaches = false;
@@ -224,6 +217,17 @@ struct StreamedLanes : AllLanes {
     stream(p, read<typename VectorOf<uint8_t, kBytes>::type>(lanes));
   }
 };
+
+constexpr int kToL1 = 3, kToL2 = 2;  // where a prefetch ends
+
+// Prefetches the memory of kVectors vectors.
+template <int kVectors, int kWhere = kToL1, class Scalar>
+inline void prefetch(const Scalar* p) {
+  constexpr int64_t kLine = kCacheLine / sizeof(Scalar);
+  for (int64_t i = 0; i < kVectors * kLanes<sum_t<Scalar>>; i += kLine) {
+    __builtin_prefetch(p + i, /*to write=*/0, kWhere);
+  }
+}
 
 // Calls body(StreamedLanes{}) or body(AllLanes{}).
 template <class Body>
