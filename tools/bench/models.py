@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from tools.bench.whole_models.model import ModelTerms
 
 SECONDS_OF_A_ROW = {"cpu": 20.0, "cuda": 5.0}
+KEPT_PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 DTYPES = {"cpu": ["float32", "bfloat16"], "cuda": ["bfloat16", "float32"]}
 
 
@@ -88,12 +89,25 @@ def _time(arguments: list[str], options: argparse.Namespace) -> int:
         "device": options.device,
         "threads": 1,
     }
+    if on_cpu:
+        facts |= _kept_products(options.batches)
     return benchmark.run(
         facts,
         lambda rows: _measure_all(options, rows),
         lambda rows: _print_verdicts(options, rows),
         options.json,
     )
+
+
+def _kept_products(batches: int) -> dict[str, str]:
+    """How many products oneDNN keeps compiled, for the processes of the benches.
+
+    By default, contenders whose experts are many would evict one another's. New batches always
+    bring new sizes, and more of them would only take memory.
+    """
+    if batches == 1:
+        os.environ.setdefault(KEPT_PRODUCTS, "4096")
+    return {KEPT_PRODUCTS: os.environ.get(KEPT_PRODUCTS, "1024")}
 
 
 def _print_verdicts(options: argparse.Namespace, rows: list[BenchRow]) -> None:
