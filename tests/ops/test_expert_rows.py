@@ -300,3 +300,19 @@ def test_other_shapes_are_refused(native, device):
             setting.compute(native, "autonomous", *inputs)
     with pytest.raises(TypeError, match="w_p is Double, x is Float"):
         setting.compute(native, "autonomous", x, probs, w_down, w_up, w_p.double(), w_out)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_without_rows_have_no_products(native, kind):
+    """Sixty experts of which five have rows: as many products as five experts. In fp64 on a CPU
+    each product of an expert is one of ATen's."""
+
+    def products(spread: int) -> int:
+        routing = Routing("spread", 5 * spread, spread * ROUTINGS[0].experts)
+        setting = Setting(routing, torch.float64, "cpu")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            gradients(setting.compute(native, kind), setting.dy, *setting.inputs(kind))
+        events = seen.key_averages()
+        return sum(event.count for event in events if event.key in ("aten::mm", "aten::addmm"))
+
+    assert products(spread=12) == products(spread=1) > 0
