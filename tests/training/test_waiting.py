@@ -69,14 +69,7 @@ PADDED = CAPACITY | {"moe_pad_expert_input_to_capacity": True}
 STEPS = {name: _of_system(name) for name in SYSTEMS} | {
     "capacity": (Layout(), CAPACITY, LOSS | NORM | _number_of_rows(BATCH)),
     "capacity, padded": (Layout(), PADDED, LOSS | NORM),
-    "threshold, within a budget": (
-        Layout(),
-        systems.options("threshold") | {"moe_activation_budget": 0.01},
-        LOSS
-        | NORM
-        | _number_of_rows(BATCH)
-        | {"tolist in bounded_experts.tokens_of_parts": MOE_LAYERS * BATCH},
-    ),
+    "aoe, within a budget": (Layout(), AOE | {"moe_activation_budget": 0.01}, LOSS | NORM),
     "forced": (Layout(), {"moe_router_force_routing": "hot:1"}, LOSS | NORM),
     "topk, ep2": (Layout(2, ep=2), {}, LOSS | TWO_NORMS | _sizes_of_messages(2)),
     "aoe, ep2": (Layout(2, ep=2), AOE, LOSS | TWO_NORMS | _sizes_of_messages(2)),
