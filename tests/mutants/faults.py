@@ -378,7 +378,7 @@ FAULTS = [
     Fault(
         "C++: an expert without rows keeps what lay in its gradient",
         "csrc/grouped_gemm.cpp",
-        "      if (!accumulate) out_expert.zero_();\n",
+        "        if (!product.accumulate) out.zero_();\n",
         "",
         OF_OPS,
     ),
