@@ -37,6 +37,10 @@ def test_every_value_that_there_is_is_covered(rows):
         assert {row[column] for row in chosen} == {row[column] for row in rows}
 
 
+def test_rows_of_one_value_are_covered():
+    assert covering(CROSSES[3]) == [0, 1]
+
+
 def test_a_full_cross_needs_few_rows():
     rows = CROSSES[0]
     assert len(rows) == 512

@@ -13,11 +13,12 @@ import pytest
 def covering(rows: Sequence[Sequence[Hashable]], strength: int = 2) -> list[int]:
     """The positions of a subset of `rows`, one value per column, that covers its combinations.
 
-    Any `strength` values that occur together in `rows` occur together in the subset. The row with
-    the most new combinations is added, the first among equals, until no row adds one. The same
-    rows always give the same subset. A smaller subset may exist.
+    Any `strength` values that occur together in `rows` occur together in the subset; all values of
+    a row, if it has fewer. The row with the most new combinations is added, the first among equals,
+    until no row adds one. The same rows always give the same subset. A smaller subset may exist.
     """
-    columns = list(combinations(range(len(rows[0]) if rows else 0), strength))
+    width = len(rows[0]) if rows else 0
+    columns = list(combinations(range(width), min(strength, width)))
     held = [{(of, *(row[column] for column in of)) for of in columns} for row in rows]
     missing = set().union(*held)
     chosen = []
