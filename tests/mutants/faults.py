@@ -383,6 +383,13 @@ FAULTS = [
         OF_OPS,
     ),
     Fault(
+        "C++: the gradient of W_down is rounded after each tile of tokens",
+        "csrc/norm_topk_gradient.cpp",
+        "w.options().dtype(sum_type_of(w))",
+        "w.options()",
+        OF_OPS,
+    ),
+    Fault(
         "C++: the rows that round a product up keep what lay there",
         "csrc/expert_rows.h",
         "product_rows - num_rows).zero_();",

@@ -29,7 +29,6 @@ SIZED_BY_VALUES = (
     "nonzero", "masked_select", "bincount", "_unique2", "unique_dim", "unique_consecutive", "equal",
 )  # fmt: skip
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
-TENSOR = torch.tensor
 NATIVE = {"moe_backend": "native"}
 MOE_LAYERS = 3
 
@@ -101,30 +100,24 @@ class Waits(TorchDispatchMode):
 
     def __enter__(self):
         for name in RETURNS_A_NUMBER:
-            self._patch(name, lambda *arguments, **named: True)
-        self._patch("to", _is_copy_to_a_device)
-        self._patches.enter_context(mock.patch.object(torch, "tensor", self._tensor))
+            self._patch(torch.Tensor, name, lambda *arguments, **named: True)
+        self._patch(torch.Tensor, "to", _is_copy_to_a_device)
+        self._patch(torch, "tensor", _is_made_on_a_device)
         return super().__enter__()
 
     def __exit__(self, *error):
         self._patches.close()
         return super().__exit__(*error)
 
-    def _patch(self, name, waits):
-        original = getattr(torch.Tensor, name)
+    def _patch(self, owner, name, waits):
+        original = getattr(owner, name)
 
-        def method(tensor, *arguments, **named):
+        def counted(*arguments, **named):
             if waits(*arguments, **named):
                 self._count(name)
-            return original(tensor, *arguments, **named)
+            return original(*arguments, **named)
 
-        self._patches.enter_context(mock.patch.object(torch.Tensor, name, method))
-
-    def _tensor(self, data, *, device=None, **named):
-        """`torch.tensor`: Python's numbers on a device are copied there, and not queued."""
-        if device is not None:
-            self._count("tensor")
-        return TENSOR(data, device=device, **named)
+        self._patches.enter_context(mock.patch.object(owner, name, counted))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -144,6 +137,11 @@ def _is_copy_to_a_device(*arguments, non_blocking=False, device=None, **_):
     return not non_blocking and (
         device is not None or any(isinstance(each, torch.device | str) for each in arguments)
     )
+
+
+def _is_made_on_a_device(*_, device=None, **__):
+    """`torch.tensor` copies Python's numbers to the device, and does not queue the copy."""
+    return device is not None
 
 
 def _is_sized_by_values(name, func, args, kwargs):
