@@ -41,7 +41,7 @@ COMMUNICATION = {"distributed", "megatron"}
 RANDOM = {"Generator", "bernoulli", "manual_seed", "multinomial", "random"}
 
 NEVER_IMPORTED = {"pretrain_gpt_moe", "tools", "tests"}
-TRANSFORMER_ENGINE_FILES_MAX = 2
+TRANSFORMER_ENGINE_FILES = {"experts.fp8_engine", "model.attention_backends"}
 # Modules whose import may fail: optional packages, our extension, two Megatron-Core versions.
 FAILED_IMPORT = {"ImportError", "ModuleNotFoundError"}
 MAY_MISS_AN_IMPORT = {"optional", "ops.extension", "platform.cpu_host"}
@@ -246,16 +246,21 @@ def test_the_circle_finder(graph: dict[str, set[str]], circle: list[str]) -> Non
     assert _circle(graph) == circle
 
 
-def test_transformer_engine_has_one_door() -> None:
+def test_transformer_engine_has_two_doors() -> None:
     def names(module: str) -> Iterator[str]:
         yield from (name for name, _ in _imports(module))
-        for node in ast.walk(_tree(module)):  # import_module("transformer_engine.pytorch")
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                if " " not in node.value:
-                    yield node.value
+        for node in ast.walk(_tree(module)):  # import_optional("transformer_engine.pytorch", ...)
+            if isinstance(node, ast.Call) and node.args:
+                first = node.args[0]
+                if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                    yield first.value
 
-    files = [m for m in MODULES if any("transformer_engine" in n.split(".") for n in names(m))]
-    assert len(files) <= TRANSFORMER_ENGINE_FILES_MAX, files
+    files = {
+        module.partition(".")[2]
+        for module in MODULES
+        if any(name.partition(".")[0] == "transformer_engine" for name in names(module))
+    }
+    assert files == TRANSFORMER_ENGINE_FILES
 
 
 def test_optional_packages_are_found_in_one_way() -> None:

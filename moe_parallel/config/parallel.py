@@ -143,9 +143,10 @@ def _check_sequence(parallel: ParallelConfig, config: Config) -> None:
             f"--seq-length is {length}. --context-parallel-size {cp} divides a sequence into "
             f"{2 * cp} chunks{by_tp}: choose a multiple of {multiple}"
         )
-    if config.training.attention_backend == "local":
+    backend = config.training.attention_backend
+    if backend in ("local", "transformer_engine"):
         raise InputError(
-            f"--attention-backend is local, Megatron-Core's, which needs whole sequences, and "
+            f"--attention-backend is {backend}, which gets whole sequences here, and "
             f"--context-parallel-size is {cp}: choose auto, flash, fused or unfused"
         )
 

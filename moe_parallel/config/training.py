@@ -55,8 +55,9 @@ class TrainingConfig(Section):
         "or AMD's with AVX2, where a token attends to all before it and "
         "--context-parallel-size is 1, and otherwise the kernel that torch selects, without S x S "
         "scores where it can; flash, fused (cuDNN), unfused: that kernel of torch, or an "
-        "error; local: Megatron-Core's, which keeps S x S scores per head",
-        choices=("auto", "flash", "fused", "unfused", "local"),
+        "error; transformer_engine: its DotProductAttention, on a GPU in bf16; local: "
+        "Megatron-Core's, which keeps S x S scores per head",
+        choices=("auto", "flash", "fused", "unfused", "transformer_engine", "local"),
     )
     reset_attention_mask: bool = option(
         False,

@@ -1,4 +1,4 @@
-"""Grouped linear layers that compute in FP8. Only this module uses Transformer Engine.
+"""Grouped linear layers that compute in FP8, by Transformer Engine.
 
 Shape suffixes: L experts of this rank, N rows sorted by expert, I and O the widths of a matrix.
 """

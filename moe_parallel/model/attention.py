@@ -1,8 +1,5 @@
 """Core attention whose memory grows with S, not with S x S: torch's scaled_dot_product_attention.
 
-On processors on which torch's kernel is slow, `auto` is an operator of our own
-(moe_parallel/ops/causal_attention.py) for whole sequences.
-
 With context parallelism a rank has the queries of its share of every sequence. It gathers the keys
 and values of the whole sequences, by one all-gather, and keeps them for the backward pass, which
 adds up the gradients of all ranks by one reduce-scatter.
@@ -20,7 +17,6 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -28,10 +24,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from moe_parallel.config import TrainingConfig
 from moe_parallel.copies import copied_to
-from moe_parallel.errors import InputError
 from moe_parallel.layers.past import Past
-from moe_parallel.ops import select_backend
-from moe_parallel.ops.causal_attention import serves
 from moe_parallel.parallel import gather_over
 from moe_parallel.platform.device import device, fast_factors
 from moe_parallel.selection.shares import Share, in_order, zigzag
@@ -246,76 +239,6 @@ def _mask_of_strip(queries: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
 def _strip(keys: int, dtype: torch.dtype) -> torch.Tensor:
     later = torch.ones(STRIP, keys, dtype=torch.bool).triu(keys - STRIP + 1)
     return torch.zeros(STRIP, keys, dtype=dtype).masked_fill_(later, -torch.inf)
-
-
-class AutoAttention(TorchAttention):
-    """The native operator where it serves whole sequences faster than torch's kernels."""
-
-    def forward(
-        self,
-        q_SBHC: torch.Tensor,
-        k_SBGC: torch.Tensor,
-        v_SBGC: torch.Tensor,
-        attends_to: torch.Tensor | Past | None,
-        **_: Any,
-    ) -> torch.Tensor:
-        has_whole_sequences = self.cp is None or self.cp.size() == 1
-        if attends_to is None and has_whole_sequences and serves(q_SBHC, k_SBGC, v_SBGC):
-            y_SBHC = select_backend("native").attention(q_SBHC, k_SBGC, v_SBGC, self.scale)
-            return y_SBHC.flatten(2)
-        return super().forward(q_SBHC, k_SBGC, v_SBGC, attends_to)
-
-
-class FlashAttention(TorchAttention):
-    """A flash kernel, or an error."""
-
-    kernels = [SDPBackend.FLASH_ATTENTION]
-
-    def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
-        """Raises InputError on a GPU in fp32."""
-        _check_bf16("flash", config)
-        super().__init__(config, *args, **options)
-
-
-class FusedAttention(TorchAttention):
-    """cuDNN's kernel, or an error."""
-
-    kernels = [SDPBackend.CUDNN_ATTENTION]
-
-    def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
-        """Raises InputError on a CPU, and on a GPU in fp32."""
-        if device().type == "cpu":
-            raise InputError(
-                "--attention-backend fused is cuDNN, which needs a GPU: "
-                "use --attention-backend auto"
-            )
-        _check_bf16("fused", config)
-        super().__init__(config, *args, **options)
-
-
-def _check_bf16(backend: str, config: TransformerConfig) -> None:
-    if device().type == "cuda" and config.params_dtype == torch.float32:
-        raise InputError(
-            f"--attention-backend {backend} computes no fp32 on a GPU: set --bf16, or use "
-            "--attention-backend auto"
-        )
-
-
-class UnfusedAttention(TorchAttention):
-    """torch operators that write S x S scores; the numbers are those of the definition."""
-
-    kernels = [SDPBackend.MATH]
-
-
-#: The values of --attention-backend. `local` is Megatron-Core's own module, which writes and keeps
-#: S x S scores.
-CORE_ATTENTIONS: dict[str, type[MegatronModule]] = {
-    "auto": AutoAttention,
-    "flash": FlashAttention,
-    "fused": FusedAttention,
-    "unfused": UnfusedAttention,
-    "local": DotProductAttention,
-}
 
 
 def own_documents(position_ids_BS: torch.Tensor, training: TrainingConfig) -> torch.Tensor | None:

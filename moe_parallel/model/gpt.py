@@ -30,7 +30,7 @@ from moe_parallel.layers.expert_layer import at_start
 from moe_parallel.layers.forced_routing import build_forcing
 from moe_parallel.layers.hash_table import build_hash_table
 from moe_parallel.layers.router_trace import RouterTrace
-from moe_parallel.model.attention import CORE_ATTENTIONS
+from moe_parallel.model.attention_backends import CORE_ATTENTIONS
 from moe_parallel.model.fp8_gpt import Fp8GPTModel
 from moe_parallel.model.heads_norm import over
 from moe_parallel.model.initialization import initialize_weights

@@ -209,6 +209,11 @@ BROKEN: list[tuple[dict[str, Any], int, str]] = [
         "--attention-backend is local, .* --context-parallel-size is 2: choose auto, flash,",
     ),
     (
+        {"context_parallel_size": 2, "attention_backend": "transformer_engine"},
+        2,
+        "--attention-backend is transformer_engine, .* --context-parallel-size is 2: choose auto,",
+    ),
+    (
         {"context_parallel_size": 2, "pipeline_model_parallel_size": 2},
         2,
         "2 ranks cannot .* --context-parallel-size 2 x --pipeline-.* a multiple of 4 ranks",

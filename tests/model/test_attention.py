@@ -12,7 +12,8 @@ from torch.nn.attention import sdpa_kernel
 from moe_parallel.config import Config, make_config
 from moe_parallel.config.option import options
 from moe_parallel.config.training import TrainingConfig
-from moe_parallel.model.attention import CORE_ATTENTIONS, TorchAttention, _strip
+from moe_parallel.model.attention import TorchAttention, _strip
+from moe_parallel.model.attention_backends import CORE_ATTENTIONS
 from moe_parallel.model.forward import run_micro_batches
 from moe_parallel.parallel import destroy_groups
 from moe_parallel.selection.shares import take, zigzag

@@ -1,0 +1,176 @@
+"""The values of --attention-backend: a kernel of torch, or a module of somebody else.
+
+Shape suffixes: S sequence, B batch (Megatron's order), T = B * S tokens, N documents in them, H
+attention heads of this rank, G key/value heads of this rank, C width of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.attention import SDPBackend
+
+from moe_parallel.copies import copied_to
+from moe_parallel.errors import InputError
+from moe_parallel.layers.past import Past
+from moe_parallel.model.attention import TorchAttention
+from moe_parallel.ops import select_backend
+from moe_parallel.ops.causal_attention import serves
+from moe_parallel.optional import import_optional
+from moe_parallel.platform.device import device
+
+
+class AutoAttention(TorchAttention):
+    """The native operator where it serves whole sequences faster than torch's kernels."""
+
+    def forward(
+        self,
+        q_SBHC: torch.Tensor,
+        k_SBGC: torch.Tensor,
+        v_SBGC: torch.Tensor,
+        attends_to: torch.Tensor | Past | None,
+        **_: Any,
+    ) -> torch.Tensor:
+        has_whole_sequences = self.cp is None or self.cp.size() == 1
+        if attends_to is None and has_whole_sequences and serves(q_SBHC, k_SBGC, v_SBGC):
+            y_SBHC = select_backend("native").attention(q_SBHC, k_SBGC, v_SBGC, self.scale)
+            return y_SBHC.flatten(2)
+        return super().forward(q_SBHC, k_SBGC, v_SBGC, attends_to)
+
+
+class FlashAttention(TorchAttention):
+    """A flash kernel, or an error."""
+
+    kernels = [SDPBackend.FLASH_ATTENTION]
+
+    def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
+        """Raises InputError on a GPU in fp32."""
+        _check_bf16("flash", config)
+        super().__init__(config, *args, **options)
+
+
+class FusedAttention(TorchAttention):
+    """cuDNN's kernel, or an error."""
+
+    kernels = [SDPBackend.CUDNN_ATTENTION]
+
+    def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
+        """Raises InputError on a CPU, and on a GPU in fp32."""
+        _check_gpu("fused")
+        _check_bf16("fused", config)
+        super().__init__(config, *args, **options)
+
+
+class UnfusedAttention(TorchAttention):
+    """torch operators that write S x S scores; the numbers are those of the definition."""
+
+    kernels = [SDPBackend.MATH]
+
+
+class TransformerEngineAttention(MegatronModule):
+    """Transformer Engine's DotProductAttention, which chooses a kernel of flash-attn or cuDNN.
+
+    Documents that do not see each other are one launch, however many they are. Transformer Engine
+    obeys its own environment variables (NVTE_FLASH_ATTN, NVTE_FUSED_ATTN).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int = 1,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        """The arguments are those of TorchAttention.
+
+        Raises InputError on a CPU, in fp32 and without Transformer Engine.
+        """
+        super().__init__(config)
+        _check_gpu("transformer_engine")
+        _check_bf16("transformer_engine", config)
+        engine = import_optional(
+            "transformer_engine.pytorch", "--attention-backend transformer_engine"
+        )
+        tp = getattr(pg_collection, "tp", None)
+        ranks = 1 if tp is None else tp.size()
+        assert config.num_query_groups is not None and config.kv_channels is not None
+        # Not a child module: it has no weights, but would add an entry to every checkpoint.
+        self._engines = (
+            engine.DotProductAttention(
+                num_attention_heads=config.num_attention_heads // ranks,
+                kv_channels=config.kv_channels,
+                num_gqa_groups=config.num_query_groups // ranks,
+                attention_dropout=0.0,
+                attn_mask_type="causal",
+                layer_number=layer_number,
+                softmax_scale=softmax_scale,
+            ),
+        )
+
+    def forward(
+        self,
+        q_SBHC: torch.Tensor,
+        k_SBGC: torch.Tensor,
+        v_SBGC: torch.Tensor,
+        attends_to: torch.Tensor | None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """[S, B, H, C], twice [S, B, G, C] -> [S, B, H * C], in the dtype of q.
+
+        Args:
+            attends_to: None, or the lengths of the documents of all sequences, as in
+                TorchAttention.
+        """
+        (engine,) = self._engines
+        if attends_to is None:
+            y_SBD: torch.Tensor = engine(q_SBHC, k_SBGC, v_SBGC, qkv_format="sbhd")
+            return y_SBD
+        qkv = (x.transpose(0, 1).flatten(0, 1) for x in (q_SBHC, k_SBGC, v_SBGC))
+        begins_N = F.pad(attends_to.cumsum(0), (1, 0)).int()  # and the end of the last
+        begins_N, longest = copied_to(q_SBHC.device, begins_N), int(attends_to.max())
+        y_TD = engine(
+            *qkv,
+            qkv_format="thd",
+            attn_mask_type="padding_causal",
+            cu_seqlens_q=begins_N,
+            cu_seqlens_kv=begins_N,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+        y_BSD = y_TD.unflatten(0, (q_SBHC.shape[1], -1))
+        return y_BSD.transpose(0, 1).contiguous()
+
+
+def _check_gpu(backend: str) -> None:
+    if device().type == "cpu":
+        whose = {"fused": "cuDNN", "transformer_engine": "Transformer Engine"}[backend]
+        raise InputError(
+            f"--attention-backend {backend} is {whose}, which needs a GPU: "
+            "use --attention-backend auto"
+        )
+
+
+def _check_bf16(backend: str, config: TransformerConfig) -> None:
+    if device().type == "cuda" and config.params_dtype == torch.float32:
+        raise InputError(
+            f"--attention-backend {backend} computes no fp32 on a GPU: set --bf16, or use "
+            "--attention-backend auto"
+        )
+
+
+#: The values of --attention-backend. `local` is Megatron-Core's own module, which writes and keeps
+#: S x S scores.
+CORE_ATTENTIONS: dict[str, type[MegatronModule]] = {
+    "auto": AutoAttention,
+    "flash": FlashAttention,
+    "fused": FusedAttention,
+    "unfused": UnfusedAttention,
+    "transformer_engine": TransformerEngineAttention,
+    "local": DotProductAttention,
+}
