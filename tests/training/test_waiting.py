@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_parallel.ops.bounded_experts import tokens_of_parts
 from moe_parallel.training.loop import Loop
 from tests import systems
 from tests.distributed import run_distributed
+from tests.experts.fp8_stand_in import stand_in_modules
 from tests.program import SMALL, pretrain_here, small_data
 from tests.systems import SYSTEMS
 from tests.tiers import rest_in_full
@@ -65,10 +67,17 @@ def _of_system(name):
 
 CAPACITY = {"moe_expert_capacity_factor": 1.0}
 PADDED = CAPACITY | {"moe_pad_expert_input_to_capacity": True}
+BUDGET = {"moe_activation_budget": 0.01}
+FP8 = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise", "bf16": True}
 STEPS = {name: _of_system(name) for name in SYSTEMS} | {
     "capacity": (Layout(), CAPACITY, LOSS | NORM | _number_of_rows(BATCH)),
     "capacity, padded": (Layout(), PADDED, LOSS | NORM),
-    "aoe, within a budget": (Layout(), AOE | {"moe_activation_budget": 0.01}, LOSS | NORM),
+    "aoe, within a budget": (Layout(), AOE | BUDGET, LOSS | NORM),
+    "fp8": (
+        Layout(),
+        FP8,
+        LOSS | NORM | {"tolist in aligned_rows.aligned_rows": MOE_LAYERS * BATCH},
+    ),
     "forced": (Layout(), {"moe_router_force_routing": "hot:1"}, LOSS | NORM),
     "topk, ep2": (Layout(2, ep=2), {}, LOSS | TWO_NORMS | _sizes_of_messages(2)),
     "aoe, ep2": (Layout(2, ep=2), AOE, LOSS | TWO_NORMS | _sizes_of_messages(2)),
@@ -156,12 +165,27 @@ def _is_sized_by_values(name, func, args, kwargs):
 
 
 def _waits_of_a_step(layout, options, path):
-    run = TinyRun(layout, path, options=options | NATIVE)
-    run.steps(1)  # the first step makes what the others reuse
-    with Waits() as waits:
-        run.steps(1)
-    run.close()
+    with mock.patch.dict(sys.modules, stand_in_modules() if "fp8_format" in options else {}):
+        run = TinyRun(layout, path, options=options | NATIVE)
+        run.steps(1)  # the first step makes what the others reuse
+        with Waits() as waits:
+            run.steps(1)
+        run.close()
     return dict(waits.of)
+
+
+def _waits_and_parts_of_a_step(options, path):
+    """Of a layer within a budget: also into how many parts the tokens of all its calls are cut."""
+    cuts = []
+
+    def cut(*arguments):
+        cuts.append(tokens_of_parts(*arguments))
+        return cuts[-1]
+
+    with mock.patch("moe_parallel.ops.bounded_experts.tokens_of_parts", cut):
+        waits = _waits_of_a_step(Layout(), options, path)
+    in_step = cuts[len(cuts) // 2 :]  # after those of the first step
+    return waits, len(in_step), sum(map(len, in_step))
 
 
 def _waits_of_an_iteration(options):
@@ -181,10 +205,43 @@ def _waits_of_an_iteration(options):
     return {wait: number for wait, number in waits.of.items() if "gpt_dataset" not in wait}
 
 
+LOOP = NATIVE | {"exit_interval": 4, "log_interval": 10}
+
+
 def test_the_loop_adds_one_wait_to_a_step(tmp_path):
-    options = SMALL | small_data(tmp_path) | NATIVE | {"exit_interval": 4, "log_interval": 10}
-    (found,) = run_distributed(1, _waits_of_an_iteration, options)
+    (found,) = run_distributed(1, _waits_of_an_iteration, SMALL | small_data(tmp_path) | LOOP)
     assert found == LOSS | NORM | {"tolist in loop._agreed": 1}
+
+
+def _waits_of_a_trace_and_its_replay(options, path):
+    trace, replay = ({f"moe_router_{what}": path} for what in ("trace", "replay"))
+    return [_waits_of_an_iteration(options | each) for each in (trace, replay)]
+
+
+def test_a_trace_adds_waits_and_its_replay_an_exchange(tmp_path):
+    options = SMALL | small_data(tmp_path) | LOOP
+    path = str(tmp_path / "trace.npz")
+    (found,) = run_distributed(1, _waits_of_a_trace_and_its_replay, options, path)
+    layers = SMALL["num_layers"]
+    of_trace = {"cpu in router_trace.end_step": layers, "cpu in router_trace._append": 1}
+    for waits, of_files in zip(found, (of_trace, {}), strict=True):
+        # All ranks hear whether the trace could be written, or has their text.
+        exchange = {wait for wait in waits if wait.endswith("in collective_errors.exchange")}
+        assert exchange
+        of_others = {wait: number for wait, number in waits.items() if wait not in exchange}
+        assert of_others == LOSS | NORM | {"tolist in loop._agreed": 1} | of_files
+
+
+def test_a_budget_waits_for_the_sizes_of_parts_and_for_the_rows_of_each(tmp_path):
+    """Where the number of rows varies."""
+    options = systems.options("threshold") | BUDGET
+    ((found, cuts, parts),) = run_distributed(1, _waits_and_parts_of_a_step, options, tmp_path)
+    assert cuts == MOE_LAYERS * BATCH and parts > 2 * cuts
+    of_layers = _number_of_rows(BATCH)["routing_map in routing_map.routing_map"]
+    assert found == LOSS | NORM | {
+        "tolist in bounded_experts.tokens_of_parts": cuts,
+        "routing_map in routing_map.routing_map": of_layers + 2 * parts,
+    }
 
 
 QUICK = (
