@@ -7,9 +7,21 @@ import pytest
 
 from tests.tools.bench_rows import result, row
 from tools.bench.contender import BACKWARD, BOTH, FORWARD
-from tools.bench.goal import BEST, PEAK, SAVED, SHARE, SPEED, Goal, format_verdicts, judge
+from tools.bench.goal import (
+    BEST,
+    PEAK,
+    SAVED,
+    SHARE,
+    SPEED,
+    TOKEN_SAVED,
+    TOKEN_TIME,
+    Goal,
+    GrowthGoal,
+    format_verdicts,
+    judge,
+)
 from tools.bench.goals import goals_of
-from tools.bench.results import read_json
+from tools.bench.results import BenchResult, read_json
 from tools.bench.rows import layers
 from tools.bench.sizes import BenchSize
 from tools.bench.whole_models.goals import model_goals
@@ -151,6 +163,61 @@ def test_the_goals_of_models_name_rows_that_were_measured() -> None:
     _, rows = read_json(RESULTS / "xeon_models_fp32.json")
     verdicts = [judge(goal, rows) for goal in model_goals("float32")]
     assert [verdict.reason for verdict in verdicts if verdict.value is None] == []
+
+
+GROWTH = GrowthGoal(
+    op="permute",
+    timed=FORWARD,
+    size="T=8 d=4",
+    dtype="float32",
+    figure=TOKEN_TIME,
+    bound=1.3,
+    before="T=2 d=4",
+    tokens=8,
+    before_tokens=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("figure", "long", "met", "said"),
+    [
+        (TOKEN_TIME, result("ours", 5), True, "ours: 1.250x the time of a token at T=2 d=4 (goal"),
+        (TOKEN_TIME, result("ours", 6), False, "1.500x the time of a token at T=2 d=4 (goal <= 1."),
+        (TOKEN_SAVED, result("ours", 9, saved_bytes=96), True, "1.200x the saved bytes of a token"),
+        (TOKEN_SAVED, result("ours", 9, saved_bytes=112), False, "(goal <= 1.300x: 7.7% over)"),
+        (TOKEN_TIME, result("ours", absent="no GPU"), None, "ours is absent: no GPU"),
+    ],
+)
+def test_what_a_token_takes_in_two_rows(
+    figure: str, long: BenchResult, met: bool | None, said: str
+) -> None:
+    short = row(result("ours", 1, saved_bytes=20), size="T=2 d=4")
+    verdict = judge(replace(GROWTH, figure=figure), [short, row(long)])
+    assert verdict.met is met and said in str(verdict)
+
+
+def test_growth_needs_both_rows() -> None:
+    verdict = judge(GROWTH, [row(result("ours", 5))])
+    assert verdict.met is None and verdict.reason == "the other row was not part of this run"
+
+
+@pytest.mark.parametrize(
+    ("curve", "dtype", "value"),
+    [
+        ("sequence", "float32", 0.72),
+        ("sequence", "bfloat16", 0.60),
+        ("experts", "float32", 1.22),
+        ("experts", "bfloat16", 1.12),
+    ],
+)
+def test_the_goals_of_curves_have_the_values_of_the_page(
+    curve: str, dtype: str, value: float
+) -> None:
+    _, rows = read_json(RESULTS / f"amd_zen4_models_{curve}.json")
+    (goal,) = model_goals(dtype, [curve])
+    verdict = judge(goal, rows)
+    assert verdict.met and verdict.value == pytest.approx(value, abs=0.005)
+    assert {"sequence": 1.05, "experts": 1.3}[curve] == goal.bound
 
 
 def test_every_goal_names_a_row_that_is_measured() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from tools.bench.contender import OURS
@@ -11,6 +11,7 @@ from tools.bench.results import BenchPlace, BenchResult, BenchRow, times_as_fast
 
 SHARE, SPEED = "of the ceiling", "as fast as"
 SAVED, PEAK = "the saved bytes of", "the peak memory of"
+TOKEN_TIME, TOKEN_SAVED = "the time of a token", "the saved bytes of a token"
 BEST = "the fastest peer"
 
 
@@ -29,7 +30,7 @@ class Goal(BenchPlace):
 
     @property
     def at_most(self) -> bool:
-        return self.figure in (SAVED, PEAK)
+        return self.figure not in (SHARE, SPEED)
 
     @property
     def sign(self) -> str:
@@ -37,6 +38,19 @@ class Goal(BenchPlace):
 
     def shown(self, value: float) -> str:
         return f"{100 * value:.1f}%" if self.figure == SHARE else f"{value:.3f}x"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowthGoal(Goal):
+    """TOKEN_TIME or TOKEN_SAVED of `contender` may be at most `bound` times that of the same
+    contender in the row of another size.
+
+    tokens, before_tokens: the tokens of a pass in this row, and in the other one.
+    """
+
+    before: str
+    tokens: int
+    before_tokens: int
 
 
 @dataclass(frozen=True)
@@ -61,7 +75,8 @@ class Verdict:
         """The verdict without the row, which `format_verdicts` names."""
         goal = self.goal
         best = f" ({self.best})" if self.best else ""
-        figure = f"{goal.figure} {goal.other}".rstrip() + best
+        other = f"at {goal.before}" if isinstance(goal, GrowthGoal) else goal.other
+        figure = f"{goal.figure} {other}".rstrip() + best
         bound = f"{goal.sign} {goal.shown(goal.bound)}"
         if self.value is None:
             return f"{'not measured':<14}{goal.contender}: {figure} {bound}: {self.reason}"
@@ -81,12 +96,19 @@ def format_verdicts(verdicts: Iterable[Verdict]) -> str:
 
 
 def judge(goal: Goal, rows: Iterable[BenchRow]) -> Verdict:
-    row = next((row for row in rows if row.key == goal.key), None)
+    by_key = {row.key: row for row in rows}
+    row = by_key.get(goal.key)
     if row is None:
         return Verdict(goal, reason="the row was not part of this run")
     one = row.result(goal.contender)
-    other = _other(goal, row)
-    for name, result in ((goal.contender, one), (goal.other, other)):
+    if isinstance(goal, GrowthGoal):
+        before = by_key.get(replace(goal, size=goal.before).key)
+        if before is None:
+            return Verdict(goal, reason="the other row was not part of this run")
+        other, other_name = before.result(goal.contender), goal.contender
+    else:
+        other, other_name = _other(goal, row), goal.other
+    for name, result in ((goal.contender, one), (other_name, other)):
         if result is None:
             return Verdict(goal, reason=f"{name} took no part")
         if result.absent is not None:
@@ -94,7 +116,7 @@ def judge(goal: Goal, rows: Iterable[BenchRow]) -> Verdict:
         if result.differs is not None:
             return Verdict(goal, reason=f"{name} DIFFERS: {result.differs}")
     best = other.name if goal.other == BEST else ""
-    return Verdict(goal, _figure(goal.figure, one, other), best=best)
+    return Verdict(goal, _value(goal, one, other), best=best)
 
 
 def _other(goal: Goal, row: BenchRow) -> BenchResult | None:
@@ -107,9 +129,15 @@ def _other(goal: Goal, row: BenchRow) -> BenchResult | None:
     return min(measured, key=lambda peer: peer.median, default=None)
 
 
-def _figure(figure: str, one: BenchResult, other: BenchResult) -> float:
-    if figure == SAVED:
+def _value(goal: Goal, one: BenchResult, other: BenchResult) -> float:
+    if isinstance(goal, GrowthGoal):
+        # The rows were not measured in turns.
+        grown = one.median / other.median
+        if goal.figure == TOKEN_SAVED:
+            grown = one.saved_bytes / other.saved_bytes
+        return grown * goal.before_tokens / goal.tokens
+    if goal.figure == SAVED:
         return one.saved_bytes / other.saved_bytes
-    if figure == PEAK:
+    if goal.figure == PEAK:
         return one.peak_bytes / other.peak_bytes
     return times_as_fast(one, other)  # a share is the speed against the ceiling

@@ -43,7 +43,7 @@ from tools.bench.goal import format_verdicts, judge
 from tools.bench.measurement import Patience, measure
 from tools.bench.peers.megatron import one_rank
 from tools.bench.results import BenchRow
-from tools.bench.sizes import GOALS, SMALL
+from tools.bench.sizes import SMALL
 from tools.bench.table import format_model_row, format_row
 from tools.bench.whole_models.goals import model_goals
 from tools.bench.whole_models.sizes import SIZES, ModelSize
@@ -111,8 +111,8 @@ def _kept_products(batches: int) -> dict[str, str]:
 
 
 def _print_verdicts(options: argparse.Namespace, rows: list[BenchRow]) -> None:
-    if GOALS in options.sizes and options.device == "cpu":
-        goals = [goal for dtype in options.dtype for goal in model_goals(dtype)]
+    goals = [goal for dtype in options.dtype for goal in model_goals(dtype, options.sizes)]
+    if goals and options.device == "cpu":
         print(f"\ngoals:\n{format_verdicts(judge(goal, rows) for goal in goals)}")
 
 

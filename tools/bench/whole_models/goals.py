@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from tools.bench.contender import BOTH
-from tools.bench.goal import PEAK, SAVED, SPEED, Goal
+from tools.bench.goal import PEAK, SAVED, SPEED, TOKEN_SAVED, TOKEN_TIME, Goal, GrowthGoal
 from tools.bench.peers.huggingface import model_of
 from tools.bench.sizes import GOALS
 from tools.bench.whole_models.sizes import SIZES
@@ -21,8 +22,38 @@ AUTONOMOUS = (
 )
 
 
-def model_goals(dtype: str) -> list[Goal]:
-    """The goals for forward and backward passes in `dtype`, for each size of `--sizes goals`."""
+#: By the name of a curve: (its last size, the one before which it is put, figure, at most)
+GROWTH = {
+    "sequence": (8192, 1024, TOKEN_SAVED, 1.05),
+    "experts": (128, 8, TOKEN_TIME, 1.3),
+}
+
+
+def model_goals(dtype: str, sizes: Iterable[str] = (GOALS,)) -> list[Goal]:
+    """The goals for forward and backward passes in `dtype`, for the sizes named in `--sizes`."""
+    goals: list[Goal] = _goals_of_sizes(dtype) if GOALS in sizes else []
+    return goals + [_goal_of_curve(name, dtype) for name in GROWTH if name in sizes]
+
+
+def _goal_of_curve(name: str, dtype: str) -> GrowthGoal:
+    last, first, figure, bound = GROWTH[name]
+    by_place = {size.S if name == "sequence" else size.n: size for size in SIZES[name]}
+    long, short = by_place[last], by_place[first]
+    return GrowthGoal(
+        op="model",
+        timed=BOTH,
+        size=str(long),
+        dtype=dtype,
+        figure=figure,
+        bound=bound,
+        contender=TOPK,
+        before=str(short),
+        tokens=long.tokens,
+        before_tokens=short.tokens,
+    )
+
+
+def _goals_of_sizes(dtype: str) -> list[Goal]:
     goals = []
     for size in SIZES[GOALS]:
         theirs = f"{model_of(size.n)} grouped_mm"
