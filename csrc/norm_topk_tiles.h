@@ -10,8 +10,7 @@
 
 namespace moe_parallel {
 
-constexpr int64_t kCudaTileBytes = int64_t{32} << 20;  // fits in the L2 cache of an A100
-constexpr int64_t kTileMinTokens = 64;                 // smaller products are no faster
+constexpr int64_t kTileMinTokens = 64;  // smaller products are no faster
 
 inline void check_product(const at::Tensor& x, const at::Tensor& w) {
   check_dim("x", x, 2);
@@ -30,10 +29,9 @@ inline at::Tensor concatenate(const at::Tensor& w) {
 // The tiles of tokens, and memory for the columns that are computed from one tile.
 class Tiles {
  public:
-  Tiles(const at::Tensor& x, int64_t columns, int64_t bytes_on_cpu)
-      : tokens_(x.size(0)),
-        tile_(tokens_of_tile(x, columns, x.is_cuda() ? kCudaTileBytes : bytes_on_cpu)),
-        memory_(x, tile_, columns) {}
+  // `bytes`: the most that the columns of a tile may take.
+  Tiles(const at::Tensor& x, int64_t columns, int64_t bytes)
+      : tokens_(x.size(0)), tile_(tokens_of_tile(x, columns, bytes)), memory_(x, tile_, columns) {}
 
   // Calls body(first, tokens) for every tile.
   template <class Body>

@@ -108,7 +108,8 @@ class TrainingConfig(Section):
         if self.deterministic_mode and self.attention_backend == "fused":
             raise InputError(
                 "--deterministic-mode: --attention-backend fused is cuDNN's kernel, whose backward "
-                "pass is not deterministic: choose auto, flash, unfused or local"
+                "pass is not deterministic: choose auto, flash, unfused, transformer_engine or "
+                "local"
             )
         _check_batch(self, config, world_size)
 

@@ -125,7 +125,7 @@ def plannable(config: Config, mean_choices: float | None = None) -> None:
     if config.training.attention_backend in ("local", "unfused"):
         raise InputError(
             f"--attention-backend is {config.training.attention_backend}, and a plan has no "
-            "formula for S x S scores: choose auto, flash or fused"
+            "formula for S x S scores: choose auto, flash, fused or transformer_engine"
         )
     for flag in ("qk_layernorm", "add_qkv_bias"):
         if getattr(config.model, flag):

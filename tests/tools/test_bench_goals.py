@@ -196,6 +196,12 @@ def test_what_a_token_takes_in_two_rows(
     assert verdict.met is met and said in str(verdict)
 
 
+def test_of_two_rows_at_one_place_the_first_counts() -> None:
+    first = row(result("ours", 1, 1, 1), result("loop", 4, 4, 4))
+    of_curve = row(result("ours", 3, 3, 3))
+    assert judge(SPEED_GOAL, [first, of_curve]).value == pytest.approx(4)
+
+
 def test_growth_needs_both_rows() -> None:
     verdict = judge(GROWTH, [row(result("ours", 5))])
     assert verdict.met is None and verdict.reason == "the other row was not part of this run"
