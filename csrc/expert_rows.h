@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "cpu/processor.h"
 #include "fused_gemm.h"
 #include "grouped_gemm.h"
 #include "grouped_gemm_wide.h"
@@ -51,10 +52,10 @@ struct RowBlock {
   }
 };
 
-// The number of rows of a product: a multiple of 16 up to 1,024, and then one of 32 numbers for
-// each doubling.
+// The number of rows of a product: a multiple of 8 up to 512, and then one of 32 numbers for each
+// doubling. With AMX, a multiple of 16, which are the rows of a tile, up to 1,024.
 inline int64_t rounded_rows(int64_t rows) {
-  int64_t step = 16;  // the rows of a tile of AMX
+  int64_t step = has_amx() ? 16 : 8;
   while (rows > 64 * step) step *= 2;
   return (rows + step - 1) / step * step;
 }
