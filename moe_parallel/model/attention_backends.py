@@ -75,8 +75,8 @@ class UnfusedAttention(TorchAttention):
 class TransformerEngineAttention(MegatronModule):
     """Transformer Engine's DotProductAttention, which chooses a kernel of flash-attn or cuDNN.
 
-    Documents that do not see each other are one launch, however many they are. Transformer Engine
-    obeys its own environment variables (NVTE_FLASH_ATTN, NVTE_FUSED_ATTN).
+    Documents that do not see each other are one launch, however many they are. If neither package
+    has a kernel for the shapes, Transformer Engine takes its own, which writes S x S scores.
     """
 
     def __init__(
