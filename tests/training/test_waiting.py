@@ -227,7 +227,7 @@ def test_a_trace_adds_waits_and_its_replay_an_exchange(tmp_path):
     for waits, of_files in zip(found, (of_trace, {}), strict=True):
         # All ranks hear whether the trace could be written, or has their text.
         exchange = {wait for wait in waits if wait.endswith("in collective_errors.exchange")}
-        assert exchange
+        assert 0 < sum(waits[wait] for wait in exchange) <= 5
         of_others = {wait: number for wait, number in waits.items() if wait not in exchange}
         assert of_others == LOSS | NORM | {"tolist in loop._agreed": 1} | of_files
 

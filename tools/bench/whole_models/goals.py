@@ -22,7 +22,7 @@ AUTONOMOUS = (
 )
 
 
-#: By the name of a curve: (its last size, the one before which it is put, figure, at most)
+#: By the name of a curve: (a size, the smaller one to compare with, figure, at most)
 GROWTH = {
     "sequence": (8192, 1024, TOKEN_SAVED, 1.05),
     "experts": (128, 8, TOKEN_TIME, 1.3),
@@ -36,20 +36,20 @@ def model_goals(dtype: str, sizes: Iterable[str] = (GOALS,)) -> list[Goal]:
 
 
 def _goal_of_curve(name: str, dtype: str) -> GrowthGoal:
-    last, first, figure, bound = GROWTH[name]
+    large, small, figure, bound = GROWTH[name]
     by_place = {size.S if name == "sequence" else size.n: size for size in SIZES[name]}
-    long, short = by_place[last], by_place[first]
+    after, before = by_place[large], by_place[small]
     return GrowthGoal(
         op="model",
         timed=BOTH,
-        size=str(long),
+        size=str(after),
         dtype=dtype,
         figure=figure,
         bound=bound,
         contender=TOPK,
-        before=str(short),
-        tokens=long.tokens,
-        before_tokens=short.tokens,
+        before=str(before),
+        tokens=after.tokens,
+        before_tokens=before.tokens,
     )
 
 
