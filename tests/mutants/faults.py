@@ -315,6 +315,13 @@ FAULTS = [
         "len(inside)",
         OF_SHARES,
     ),
+    Fault(
+        "Transformer Engine gets tokens by position, and documents by sequence",
+        "moe_parallel/model/attention_backends.py",
+        "qkv = (x.transpose(0, 1).flatten(0, 1)",
+        "qkv = (x.flatten(0, 1)",
+        ("tests/model/test_transformer_engine_attention.py",),
+    ),
     *FAULTS_OF_ROUTING,
     *FAULTS_OF_MODELS,
     *FAULTS_OF_RUNS,

@@ -1,5 +1,6 @@
 """The program: its files, their part of the report, and its errors."""
 
+import ctypes
 import json
 import os
 from functools import partial
@@ -191,11 +192,19 @@ def test_given_files_replace_the_analysis(trained: Path, tmp_path: Path) -> None
     assert read_facts(output)["tokens"] == {"a": SMALL["seq_length"]}  # the earlier one is whole
 
 
+M_ARENA_MAX, M_MMAP_THRESHOLD = -8, -3  # of malloc.h
+MOST_GROWTH = 16 * 2**20  # 33 to 45 MiB if all rows are kept
+
+
 def _peak(load: Path, text: Path, output: Path) -> int:
     """The most memory of an analysis in this process, in bytes. What is read and written at a time
     is small, so that it would show if more were kept."""
-    # Arrow's own allocator returns memory after a delay, which is longer on a busy machine.
+    # Arrow's own allocator returns memory after a delay, which is longer on a busy machine. glibc's
+    # keeps what a thread freed in that thread's arena, and how many threads there are depends on
+    # what else runs: one arena for all, and large blocks that are returned at once.
     os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"
+    for parameter, value in ((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, 1 << 17)):
+        assert ctypes.CDLL(None).mallopt(parameter, value) == 1
     written.ROWS_OF_A_GROUP, given_text.TEXT_PIECE = 2_000, 1 << 13
     config = standalone_config([], load=str(load))
     files = AnalysisOptions({"long": text}, None, 9, 40, True, "")
@@ -206,15 +215,25 @@ def _peak(load: Path, text: Path, output: Path) -> int:
 
 @pytest.mark.full
 def test_memory_does_not_grow_with_the_text(trained: Path, tmp_path: Path) -> None:
+    # What an allocator keeps is sometimes 30 MB more. Rows that are kept are there in every run.
+    grown = [_grown(trained, tmp_path / "first")]
+    if grown[0] >= MOST_GROWTH:
+        grown += [_grown(trained, tmp_path / again) for again in ("second", "third")]
+    assert min(grown) < MOST_GROWTH, grown
+
+
+def _grown(load: Path, folder: Path) -> int:
+    """How many bytes more an analysis takes of a text that is eight times as long."""
+    folder.mkdir()
     peaks, tokens = [], []
     for repeats in (1, 8):
-        text, output = tmp_path / f"{repeats}.txt", tmp_path / str(repeats)
+        text, output = folder / f"{repeats}.txt", folder / str(repeats)
         text.write_text(small_text.words(8_000, 1) * repeats)  # one line
-        (peak,) = run_distributed(1, _peak, trained, text, output)
+        (peak,) = run_distributed(1, _peak, load, text, output)
         peaks.append(peak)
         tokens.append(sum(read_facts(output)["tokens"].values()))
     assert tokens[1] > 7.8 * tokens[0]
-    assert peaks[1] - peaks[0] < 16 * 2**20, (peaks, tokens)  # 90 MB if all rows were kept
+    return peaks[1] - peaks[0]
 
 
 @pytest.mark.parametrize(
