@@ -6,10 +6,10 @@ attention heads of this rank, G key/value heads of this rank, C width of a head.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -18,11 +18,12 @@ from torch.nn.attention import SDPBackend
 from moe_parallel.copies import copied_to
 from moe_parallel.errors import InputError
 from moe_parallel.layers.past import Past
-from moe_parallel.model.attention import TorchAttention
+from moe_parallel.model.attention import TorchAttention, by_position, by_sequence
 from moe_parallel.ops import select_backend
 from moe_parallel.ops.causal_attention import serves
 from moe_parallel.optional import import_optional
 from moe_parallel.platform.device import device
+from moe_parallel.selection.shares import Share
 
 
 class AutoAttention(TorchAttention):
@@ -61,7 +62,7 @@ class FusedAttention(TorchAttention):
 
     def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
         """Raises InputError on a CPU, and on a GPU in fp32."""
-        _check_gpu("fused")
+        _check_gpu("fused", "cuDNN")
         _check_bf16("fused", config)
         super().__init__(config, *args, **options)
 
@@ -72,32 +73,22 @@ class UnfusedAttention(TorchAttention):
     kernels = [SDPBackend.MATH]
 
 
-class TransformerEngineAttention(MegatronModule):
+class TransformerEngineAttention(TorchAttention):
     """Transformer Engine's DotProductAttention, which chooses a kernel of flash-attn or cuDNN.
 
     Documents that do not see each other are one launch, however many they are. If neither package
     has a kernel for the shapes, Transformer Engine takes its own, which writes S x S scores.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int = 1,
-        softmax_scale: float | None = None,
-        pg_collection: Any = None,
-        **_: Any,
-    ) -> None:
-        """The arguments are those of TorchAttention.
-
-        Raises InputError on a CPU, in fp32 and without Transformer Engine.
-        """
-        super().__init__(config)
-        _check_gpu("transformer_engine")
+    def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
+        """Raises InputError on a CPU, in fp32 and without Transformer Engine."""
+        _check_gpu("transformer_engine", "Transformer Engine")
         _check_bf16("transformer_engine", config)
+        super().__init__(config, *args, **options)
         engine = import_optional(
             "transformer_engine.pytorch", "--attention-backend transformer_engine"
         )
-        tp = getattr(pg_collection, "tp", None)
+        tp = getattr(options.get("pg_collection"), "tp", None)
         ranks = 1 if tp is None else tp.size()
         assert config.num_query_groups is not None and config.kv_channels is not None
         # Not a child module: it has no weights, but would add an entry to every checkpoint.
@@ -108,48 +99,43 @@ class TransformerEngineAttention(MegatronModule):
                 num_gqa_groups=config.num_query_groups // ranks,
                 attention_dropout=0.0,
                 attn_mask_type="causal",
-                layer_number=layer_number,
-                softmax_scale=softmax_scale,
+                layer_number=self.layer_number,
+                softmax_scale=self.scale,
             ),
         )
 
-    def forward(
+    def _attend_to_all(
+        self, q_SBHC: torch.Tensor, k_SBGC: torch.Tensor, v_SBGC: torch.Tensor, share: Share
+    ) -> torch.Tensor:
+        (engine,) = self._engines
+        y_SBD: torch.Tensor = engine(q_SBHC, k_SBGC, v_SBGC, qkv_format="sbhd")
+        return y_SBD
+
+    def _attend_to_own(
         self,
         q_SBHC: torch.Tensor,
         k_SBGC: torch.Tensor,
         v_SBGC: torch.Tensor,
-        attends_to: torch.Tensor | None,
-        **_: Any,
+        share: Share,
+        lengths: list[int],
     ) -> torch.Tensor:
-        """[S, B, H, C], twice [S, B, G, C] -> [S, B, H * C], in the dtype of q.
-
-        Args:
-            attends_to: None, or the lengths of the documents of all sequences, as in
-                TorchAttention.
-        """
         (engine,) = self._engines
-        if attends_to is None:
-            y_SBD: torch.Tensor = engine(q_SBHC, k_SBGC, v_SBGC, qkv_format="sbhd")
-            return y_SBD
-        qkv = (x.transpose(0, 1).flatten(0, 1) for x in (q_SBHC, k_SBGC, v_SBGC))
-        begins_N = F.pad(attends_to.cumsum(0), (1, 0)).int()  # and the end of the last
-        begins_N, longest = copied_to(q_SBHC.device, begins_N), int(attends_to.max())
+        begins_N = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)  # and the last end
+        begins_N = copied_to(q_SBHC.device, begins_N)
         y_TD = engine(
-            *qkv,
+            *map(by_sequence, (q_SBHC, k_SBGC, v_SBGC)),
             qkv_format="thd",
             attn_mask_type="padding_causal",
             cu_seqlens_q=begins_N,
             cu_seqlens_kv=begins_N,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
         )
-        y_BSD = y_TD.unflatten(0, (q_SBHC.shape[1], -1))
-        return y_BSD.transpose(0, 1).contiguous()
+        return by_position(y_TD, q_SBHC.shape[1])
 
 
-def _check_gpu(backend: str) -> None:
+def _check_gpu(backend: str, whose: str) -> None:
     if device().type == "cpu":
-        whose = {"fused": "cuDNN", "transformer_engine": "Transformer Engine"}[backend]
         raise InputError(
             f"--attention-backend {backend} is {whose}, which needs a GPU: "
             "use --attention-backend auto"

@@ -73,6 +73,12 @@ def attention(
 def test_equals_the_definition(
     device: str, backend: str, groups: int, documents: list[list[int]] | None
 ) -> None:
+    assert_equals_the_definition(device, backend, groups, documents)
+
+
+def assert_equals_the_definition(
+    device: str, backend: str, groups: int, documents: list[list[int]] | None
+) -> None:
     # On a GPU the fast kernels compute bf16 with heads of a multiple of 8 channels.
     channels, dtype = (8, torch.bfloat16) if device == "cuda" else (C, torch.float64)
     rng = numpy.random.default_rng(0)

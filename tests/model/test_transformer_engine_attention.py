@@ -3,58 +3,33 @@
 import sys
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_parallel.errors import InputError
-from moe_parallel.model.attention_backends import TransformerEngineAttention
 from moe_parallel.optional import INSTALL
 from tests.distributed import run_distributed
 from tests.model.attention_stand_in import BACKENDS, stand_in
 from tests.model.comparison import differences, make_start
 from tests.model.small_gpt import Options, Outcome, train_each
-from tests.model.test_attention import DOCUMENTS, B, H, S, by_definition
+from tests.model.test_attention import DOCUMENTS, H, assert_equals_the_definition, attention
 from tests.model.test_layouts import LAYOUTS, ONE, model
 
 NAME = "transformer_engine"
 OWN = {"reset_attention_mask": True}
-C = 8
-
-
-def attention(groups: int, dtype: torch.dtype = torch.bfloat16) -> TransformerEngineAttention:
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=H * C,
-        num_attention_heads=H,
-        num_query_groups=groups,
-        params_dtype=dtype,
-    )
-    return TransformerEngineAttention(config, layer_number=1, attn_mask_type=None)
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "several"])
 @pytest.mark.parametrize("groups", [H, 2, 1])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_equals_the_definition(device: str, groups: int, documents: list[list[int]] | None) -> None:
-    dtype, tolerance = torch.float64, 1e-12
     if device == "cuda":
         pytest.importorskip(f"{NAME}.pytorch", reason=f"Transformer Engine: {INSTALL[NAME]}")
-        dtype, tolerance = torch.bfloat16, 0.03
-    rng = numpy.random.default_rng(0)
-    q, k, v = (rng.normal(size=(S, B, heads, C)) for heads in (H, groups, groups))
-    given = [torch.from_numpy(each).to(device, dtype) for each in (q, k, v)]
-    lengths = torch.tensor(sum(documents, [])) if documents else None
-    if device == "cuda":
-        y = attention(groups)(*given, lengths)
+        assert_equals_the_definition(device, NAME, groups, documents)
     else:
         with stand_in() as engine:
-            y = attention(groups)(*given, lengths)
+            assert_equals_the_definition(device, NAME, groups, documents)
             assert engine.calls == 1  # for all documents
-    assert y.dtype == dtype and y.is_contiguous()
-    expected = by_definition(q, k, v, documents or [[S]] * B)
-    numpy.testing.assert_allclose(y.double().cpu(), expected, rtol=tolerance, atol=tolerance)
 
 
 def _train_with_the_stand_in(cases: dict[str, tuple[Path, Options]]) -> dict[str, Outcome]:
@@ -80,20 +55,20 @@ def test_a_model_trains_as_with_megatrons_attention(tmp_path: Path) -> None:
 
 def test_a_checkpoint_has_nothing_of_it() -> None:
     with stand_in():
-        assert attention(2).state_dict() == {}
+        assert attention(NAME, 2).state_dict() == {}
 
 
 def test_a_cpu_is_refused() -> None:
     with pytest.raises(
         InputError, match=f"^--attention-backend {NAME} is .* needs a GPU: use .*au"
     ):
-        attention(2)
+        attention(NAME, 2, dtype=torch.bfloat16)
 
 
 def test_fp32_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{BACKENDS}.device", lambda: torch.device("cuda"))
     with pytest.raises(InputError, match=f"^--attention-backend {NAME} .* no fp32 .*: set --bf16"):
-        attention(2, torch.float32)
+        attention(NAME, 2)
 
 
 def test_where_it_is_missing_the_error_says_how_to_install_it(
@@ -102,4 +77,4 @@ def test_where_it_is_missing_the_error_says_how_to_install_it(
     monkeypatch.setattr(f"{BACKENDS}.device", lambda: torch.device("cuda"))
     monkeypatch.setitem(sys.modules, NAME, None)
     with pytest.raises(InputError, match=f"^--attention-backend {NAME} needs {NAME}, which is not"):
-        attention(2)
+        attention(NAME, 2, dtype=torch.bfloat16)

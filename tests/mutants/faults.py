@@ -318,8 +318,8 @@ FAULTS = [
     Fault(
         "Transformer Engine gets tokens by position, and documents by sequence",
         "moe_parallel/model/attention_backends.py",
-        "qkv = (x.transpose(0, 1).flatten(0, 1)",
-        "qkv = (x.flatten(0, 1)",
+        "*map(by_sequence, (q_SBHC, k_SBGC, v_SBGC)),",
+        "*(x.flatten(0, 1) for x in (q_SBHC, k_SBGC, v_SBGC)),",
         ("tests/model/test_transformer_engine_attention.py",),
     ),
     *FAULTS_OF_ROUTING,

@@ -172,6 +172,7 @@ GROWTH = GrowthGoal(
     dtype="float32",
     figure=TOKEN_TIME,
     bound=1.3,
+    other="ours",
     before="T=2 d=4",
     tokens=8,
     before_tokens=2,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -29,6 +29,23 @@ class Goal(BenchPlace):
     contender: str = OURS
 
     @property
+    def other_key(self) -> tuple[str, str, str, str]:
+        """The key of the row in which `other` is."""
+        return self.key
+
+    @property
+    def against(self) -> str:
+        """What follows `figure` in words."""
+        return self.other
+
+    def value(self, one: BenchResult, other: BenchResult) -> float:
+        if self.figure == SAVED:
+            return one.saved_bytes / other.saved_bytes
+        if self.figure == PEAK:
+            return one.peak_bytes / other.peak_bytes
+        return times_as_fast(one, other)  # a share is the speed against the ceiling
+
+    @property
     def at_most(self) -> bool:
         return self.figure not in (SHARE, SPEED)
 
@@ -42,8 +59,8 @@ class Goal(BenchPlace):
 
 @dataclass(frozen=True, kw_only=True)
 class GrowthGoal(Goal):
-    """TOKEN_TIME or TOKEN_SAVED of `contender` may be at most `bound` times that of the same
-    contender in the row of another size.
+    """TOKEN_TIME or TOKEN_SAVED of `contender` may be at most `bound` times that of `other`, the
+    same contender, in the row of the size `before`.
 
     tokens, before_tokens: the tokens of a pass in this row, and in the other one.
     """
@@ -51,6 +68,21 @@ class GrowthGoal(Goal):
     before: str
     tokens: int
     before_tokens: int
+
+    @property
+    def other_key(self) -> tuple[str, str, str, str]:
+        return replace(self, size=self.before).key
+
+    @property
+    def against(self) -> str:
+        return f"at {self.before}"
+
+    def value(self, one: BenchResult, other: BenchResult) -> float:
+        if self.figure == TOKEN_SAVED:
+            grown = one.saved_bytes / other.saved_bytes
+        else:  # the rows were not measured in turns
+            grown = one.median / other.median
+        return grown * self.before_tokens / self.tokens
 
 
 @dataclass(frozen=True)
@@ -75,8 +107,7 @@ class Verdict:
         """The verdict without the row, which `format_verdicts` names."""
         goal = self.goal
         best = f" ({self.best})" if self.best else ""
-        other = f"at {goal.before}" if isinstance(goal, GrowthGoal) else goal.other
-        figure = f"{goal.figure} {other}".rstrip() + best
+        figure = f"{goal.figure} {goal.against}".rstrip() + best
         bound = f"{goal.sign} {goal.shown(goal.bound)}"
         if self.value is None:
             return f"{'not measured':<14}{goal.contender}: {figure} {bound}: {self.reason}"
@@ -95,22 +126,15 @@ def format_verdicts(verdicts: Iterable[Verdict]) -> str:
     return "\n".join(lines)
 
 
-def judge(goal: Goal, rows: Iterable[BenchRow]) -> Verdict:
-    by_key: dict[tuple[str, str, str, str], BenchRow] = {}
-    for each in rows:  # a size of the goals may be in a curve, too, with other contenders
-        by_key.setdefault(each.key, each)
-    row = by_key.get(goal.key)
+def judge(goal: Goal, rows: Sequence[BenchRow]) -> Verdict:
+    row, other_row = _at(goal.key, rows), _at(goal.other_key, rows)
     if row is None:
         return Verdict(goal, reason="the row was not part of this run")
+    if other_row is None:
+        return Verdict(goal, reason="the other row was not part of this run")
     one = row.result(goal.contender)
-    if isinstance(goal, GrowthGoal):
-        before = by_key.get(replace(goal, size=goal.before).key)
-        if before is None:
-            return Verdict(goal, reason="the other row was not part of this run")
-        other, other_name = before.result(goal.contender), goal.contender
-    else:
-        other, other_name = _other(goal, row), goal.other
-    for name, result in ((goal.contender, one), (other_name, other)):
+    other = _other(goal, other_row)
+    for name, result in ((goal.contender, one), (goal.other, other)):
         if result is None:
             return Verdict(goal, reason=f"{name} took no part")
         if result.absent is not None:
@@ -118,7 +142,12 @@ def judge(goal: Goal, rows: Iterable[BenchRow]) -> Verdict:
         if result.differs is not None:
             return Verdict(goal, reason=f"{name} DIFFERS: {result.differs}")
     best = other.name if goal.other == BEST else ""
-    return Verdict(goal, _value(goal, one, other), best=best)
+    return Verdict(goal, goal.value(one, other), best=best)
+
+
+def _at(key: tuple[str, str, str, str], rows: Sequence[BenchRow]) -> BenchRow | None:
+    """The first: a size of the goals may be in a curve, too, with other contenders."""
+    return next((row for row in rows if row.key == key), None)
 
 
 def _other(goal: Goal, row: BenchRow) -> BenchResult | None:
@@ -129,17 +158,3 @@ def _other(goal: Goal, row: BenchRow) -> BenchResult | None:
     peers = [result for result in row.results if not result.name.startswith(OURS)]
     measured = [peer for peer in peers if peer.absent is None and peer.differs is None]
     return min(measured, key=lambda peer: peer.median, default=None)
-
-
-def _value(goal: Goal, one: BenchResult, other: BenchResult) -> float:
-    if isinstance(goal, GrowthGoal):
-        # The rows were not measured in turns.
-        grown = one.median / other.median
-        if goal.figure == TOKEN_SAVED:
-            grown = one.saved_bytes / other.saved_bytes
-        return grown * goal.before_tokens / goal.tokens
-    if goal.figure == SAVED:
-        return one.saved_bytes / other.saved_bytes
-    if goal.figure == PEAK:
-        return one.peak_bytes / other.peak_bytes
-    return times_as_fast(one, other)  # a share is the speed against the ceiling

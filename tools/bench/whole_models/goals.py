@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import replace
 
 from tools.bench.contender import BOTH
@@ -20,25 +20,24 @@ AUTONOMOUS = (
     ("model with aux loss", "aoe, aux loss, full gradient", "topk, aux loss", 0.97),
     ("model balanced by bias", "aoe, by bias, selected gradient", "topk, by bias", 0.99),
 )
-
-
-#: By the name of a curve: (a size, the smaller one to compare with, figure, at most)
+#: By the name of a curve: (letter of its sizes, one of them, the one to compare with, figure, at
+#: most)
 GROWTH = {
-    "sequence": (8192, 1024, TOKEN_SAVED, 1.05),
-    "experts": (128, 8, TOKEN_TIME, 1.3),
+    "sequence": ("S", 8192, 1024, TOKEN_SAVED, 1.05),
+    "experts": ("n", 128, 8, TOKEN_TIME, 1.3),
 }
 
 
-def model_goals(dtype: str, sizes: Iterable[str] = (GOALS,)) -> list[Goal]:
+def model_goals(dtype: str, sizes: Collection[str] = (GOALS,)) -> list[Goal]:
     """The goals for forward and backward passes in `dtype`, for the sizes named in `--sizes`."""
     goals: list[Goal] = _goals_of_sizes(dtype) if GOALS in sizes else []
     return goals + [_goal_of_curve(name, dtype) for name in GROWTH if name in sizes]
 
 
 def _goal_of_curve(name: str, dtype: str) -> GrowthGoal:
-    large, small, figure, bound = GROWTH[name]
-    by_place = {size.S if name == "sequence" else size.n: size for size in SIZES[name]}
-    after, before = by_place[large], by_place[small]
+    letter, large, small, figure, bound = GROWTH[name]
+    by_letter = {getattr(size, letter): size for size in SIZES[name]}
+    after, before = by_letter[large], by_letter[small]
     return GrowthGoal(
         op="model",
         timed=BOTH,
@@ -46,6 +45,7 @@ def _goal_of_curve(name: str, dtype: str) -> GrowthGoal:
         dtype=dtype,
         figure=figure,
         bound=bound,
+        other=TOPK,
         contender=TOPK,
         before=str(before),
         tokens=after.tokens,
