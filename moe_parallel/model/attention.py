@@ -160,14 +160,14 @@ class TorchAttention(MegatronModule):
         """Each token of a share to those of its document before it: [S, B, H * C]."""
         pieces = list(_pieces(share, lengths, len(k_SBGC)))
         # One call a piece. `split`, unlike slices, has a backward pass without additions.
-        q_THC, k_TGC, v_TGC = map(by_sequence, (q_SBHC, k_SBGC, v_SBGC))
+        q_THC, k_TGC, v_TGC = map(sequences_first, (q_SBHC, k_SBGC, v_SBGC))
         documents = list(zip(k_TGC.split(lengths), v_TGC.split(lengths), strict=True))
         parts = []
         queries = q_THC.split([queries for _, queries, _ in pieces])
         for (document, _, keys), q_QHC in zip(pieces, queries, strict=True):
             kv = (_first(x.transpose(0, 1)[None], keys) for x in documents[document])
             parts.append(self._attend(q_QHC.transpose(0, 1)[None], *kv)[0].transpose(0, 1))
-        return by_position(torch.cat(parts).flatten(1), q_SBHC.shape[1])
+        return positions_first(torch.cat(parts).flatten(1), q_SBHC.shape[1])
 
     def _attend(
         self, q_BHQC: torch.Tensor, k_BGKC: torch.Tensor, v_BGKC: torch.Tensor
@@ -202,12 +202,12 @@ class TorchAttention(MegatronModule):
         )
 
 
-def by_sequence(x_SBHC: torch.Tensor) -> torch.Tensor:
+def sequences_first(x_SBHC: torch.Tensor) -> torch.Tensor:
     """The tokens of one sequence after another: [T, H, C]."""
     return x_SBHC.transpose(0, 1).flatten(0, 1)
 
 
-def by_position(y_TD: torch.Tensor, sequences: int) -> torch.Tensor:
+def positions_first(y_TD: torch.Tensor, sequences: int) -> torch.Tensor:
     """The inverse for the outputs of all heads: [S, B, D], dense."""
     return y_TD.unflatten(0, (sequences, -1)).transpose(0, 1).contiguous()
 

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 from moe_parallel.copies import copied_to
 from moe_parallel.errors import InputError
 from moe_parallel.layers.past import Past
-from moe_parallel.model.attention import TorchAttention, by_position, by_sequence
+from moe_parallel.model.attention import TorchAttention, positions_first, sequences_first
 from moe_parallel.ops import select_backend
 from moe_parallel.ops.causal_attention import serves
 from moe_parallel.optional import import_optional
@@ -123,7 +123,7 @@ class TransformerEngineAttention(TorchAttention):
         begins_N = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)  # and the last end
         begins_N = copied_to(q_SBHC.device, begins_N)
         y_TD = engine(
-            *map(by_sequence, (q_SBHC, k_SBGC, v_SBGC)),
+            *map(sequences_first, (q_SBHC, k_SBGC, v_SBGC)),
             qkv_format="thd",
             attn_mask_type="padding_causal",
             cu_seqlens_q=begins_N,
@@ -131,7 +131,7 @@ class TransformerEngineAttention(TorchAttention):
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
         )
-        return by_position(y_TD, q_SBHC.shape[1])
+        return positions_first(y_TD, q_SBHC.shape[1])
 
 
 def _check_gpu(backend: str, whose: str) -> None:

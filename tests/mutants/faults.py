@@ -318,7 +318,7 @@ FAULTS = [
     Fault(
         "Transformer Engine gets tokens by position, and documents by sequence",
         "moe_parallel/model/attention_backends.py",
-        "*map(by_sequence, (q_SBHC, k_SBGC, v_SBGC)),",
+        "*map(sequences_first, (q_SBHC, k_SBGC, v_SBGC)),",
         "*(x.flatten(0, 1) for x in (q_SBHC, k_SBGC, v_SBGC)),",
         ("tests/model/test_transformer_engine_attention.py",),
     ),
