@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moe_parallel.config.cuda_graph import check_cuda_graph
 from moe_parallel.config.option import option
 from moe_parallel.config.recompute import check_recompute, recomputed_modules
 from moe_parallel.config.section import Section
@@ -49,6 +50,16 @@ class TrainingConfig(Section):
         "let the backward passes of experts and linear layers add weight gradients directly to the "
         "fp32 sum over micro-batches, instead of rounding them and adding them afterward",
     )
+    cuda_graph_impl: str = option(
+        "none",
+        "full_iteration: on a GPU, record the forward and backward passes of a step once as a CUDA "
+        "graph and replay it in each step, so that the host no longer launches kernel after "
+        "kernel; none: launch them",
+        choices=("none", "full_iteration"),
+    )
+    cuda_graph_warmup_steps: int = option(
+        3, "number of steps of a process before --cuda-graph-impl records one", least=1
+    )
     attention_backend: str = option(
         "auto",
         "kernel of attention; auto: our own on a CPU with AVX-512 (Intel's in bf16: with AMX) "
@@ -87,6 +98,10 @@ class TrainingConfig(Section):
         "shared_experts; none: core_attn",
     )
 
+    @property
+    def uses_cuda_graph(self) -> bool:
+        return self.cuda_graph_impl != "none"
+
     def tokens_of_loss_chunk(self, device_type: str) -> int:
         """--loss-chunk-size on a device of the type `cuda` or `cpu`."""
         if self.loss_chunk_size is not None:
@@ -103,6 +118,8 @@ class TrainingConfig(Section):
         if self.gradient_accumulation_fusion:
             _check_fusion(config)
         check_recompute(config)
+        if self.uses_cuda_graph:
+            check_cuda_graph(config)
         if self.skip_train:
             _check_evaluation(config)
         if self.deterministic_mode and self.attention_backend == "fused":

@@ -32,6 +32,7 @@ class Phase(enum.Enum):
     DISPATCH = "dispatch"
     PIPELINE = "pipeline"
     BACKWARD = "backward"
+    REPLAY = "replay"  # of the graph of both passes
     REDUCE = "reduce"
     OPTIMIZER = "optimizer step"
     LOG = "log"
@@ -147,6 +148,15 @@ class Progress:
         finally:
             self._stack = before
             self._changed()
+
+    @contextlib.contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Inside this context, phases are not timed: their kernels are only recorded."""
+        marks, self._marks = self._marks, None
+        try:
+            yield
+        finally:
+            self._marks = marks
 
     def during(self, phase: Phase) -> _During:
         """Inside this context, this rank is in `phase`."""

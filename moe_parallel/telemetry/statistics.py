@@ -118,6 +118,15 @@ class RoutingTotals:
         else:
             self._from_host[layer_number - 1, column] += number
 
+    def numbers(self) -> dict[tuple[int, int], float]:
+        """The numbers so far that the host knows and the device does not, by layer and column."""
+        return dict(self._from_host)
+
+    def add_numbers(self, numbers: Mapping[tuple[int, int], float]) -> None:
+        """Adds what `numbers` returned more after than before a pass that runs again."""
+        for (row, column), number in numbers.items():
+            self._from_host[row, column] += number
+
     @classmethod
     def zeros(cls, num_layers: int, num_experts: int, device: torch.device) -> RoutingTotals:
         columns = 3 * num_experts + 2 * len(loss_names()) - cls.TOKENS

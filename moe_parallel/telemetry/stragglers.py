@@ -19,7 +19,9 @@ from typing import Any
 from moe_parallel.telemetry.progress import EXCHANGES, Phase
 
 #: The phases of a step that are a rank's own work.
-OWN = (Phase.STEP, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+OWN = (
+    Phase.STEP, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.REPLAY, Phase.OPTIMIZER,
+)  # fmt: skip
 #: A rank is named if even its fastest step takes this many times the own time of its peers.
 CLEAR = 1.2
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -33,6 +34,7 @@ from moe_parallel.telemetry.statistics import RoutingStatistics
 from moe_parallel.training.data_parallel import DataParallel
 from moe_parallel.training.optimizer_parts import fuse_adam
 from moe_parallel.training.router_trace import RunTrace, run_trace
+from moe_parallel.training.step_graph import Passes, StepGraph, use_stream_of_graphs
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class Engine:
         )
         padded = config.padded_vocab_size(vocab_size)
         self._trace = run_trace(config, groups)
+        if config.training.uses_cuda_graph:
+            use_stream_of_graphs(self.device)
         with self.device:
             chunks = build_model(
                 config,
@@ -113,6 +117,24 @@ class Engine:
         self.num_micro_batches = config.training.global_batch_size // (
             config.training.micro_batch_size * dp
         )
+        self._passes: Passes = partial(
+            run_micro_batches,
+            self.chunks,
+            training=config.training,
+            num_micro_batches=self.num_micro_batches,
+            loss_of=language_model_loss,
+            forward_only=False,
+            cp=groups.cp,
+        )
+        if config.training.uses_cuda_graph:
+            self._passes = StepGraph(
+                self._passes,
+                self.num_micro_batches,
+                config.training.cuda_graph_warmup_steps,
+                self.statistics.training,
+                self.progress,
+                self.device,
+            )
 
     def step(self, batches: Iterator[Batch]) -> StepResult:
         """One optimizer step on the next micro-batches of this rank. Collective.
@@ -129,15 +151,7 @@ class Engine:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        reported = run_micro_batches(
-            self.chunks,
-            batches,
-            self.config.training,
-            self.num_micro_batches,
-            language_model_loss,
-            forward_only=False,
-            cp=self.groups.cp,
-        )
+        reported = self._passes(batches)
         with self.progress.during(Phase.REDUCE):
             loss, tokens = self.global_loss([report["sums"] for report in reported])
         if self._before_update is not None:

@@ -1,0 +1,75 @@
+"""The rules of --cuda-graph-impl: what would have to be computed by the host in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from moe_parallel.config.message import flag, shown
+from moe_parallel.errors import InputError
+
+if TYPE_CHECKING:
+    from moe_parallel.config.config import Config
+
+_MODEL_PARALLEL = (
+    "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size",
+)  # fmt: skip
+
+
+def check_cuda_graph(config: Config) -> None:
+    """Raise InputError for an option with which a step cannot be recorded as a CUDA graph."""
+    for set_to, reason in _obstacles(config):
+        raise InputError(
+            f"--cuda-graph-impl {config.training.cuda_graph_impl} is not for {set_to}: {reason}; "
+            "leave one of them out"
+        )
+
+
+def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
+    """The options in the way, as flags with their values, and why."""
+    training, selection = config.training, config.selection
+    for name in _MODEL_PARALLEL:
+        if (getattr(config.parallel, name) or 1) > 1:
+            yield _told(config.parallel, name), "each GPU must hold a complete model"
+    for name in ("overlap_grad_reduce", "overlap_param_gather"):
+        if getattr(config.parallel, name):
+            yield _told(config.parallel, name), "the host starts these exchanges in each step"
+    if training.recompute_granularity is not None:
+        yield (
+            _told(training, "recompute_granularity"),
+            "Megatron-Core reads the state of random numbers in each step",
+        )
+    if training.attention_backend in ("local", "transformer_engine"):
+        yield _told(training, "attention_backend"), "its host code runs in each step"
+    if training.reset_attention_mask:
+        yield _told(training, "reset_attention_mask"), "the host reads where documents begin"
+    if config.fp8.fp8_format is not None:
+        yield _told(config.fp8, "fp8_format"), "Transformer Engine takes numbers of rows from it"
+    if any(config.moe_layers):
+        yield from _obstacles_of_experts(config, selection)
+
+
+def _obstacles_of_experts(config: Config, selection: Any) -> Iterator[tuple[str, str]]:
+    varies = "the number of rows of the experts varies, and the host reads it"
+    if selection.choices_per_token is None:
+        yield f"--expert-selection {selection.system}", varies
+    if selection.free_experts:
+        yield "free experts", varies
+    moe = config.moe
+    if moe.moe_expert_capacity_factor is not None and not moe.moe_pad_expert_input_to_capacity:
+        yield (
+            f"{_told(moe, 'moe_expert_capacity_factor')} without "
+            "--moe-pad-expert-input-to-capacity",
+            varies,
+        )
+    for name in ("moe_router_trace", "moe_router_replay", "moe_erc_loss_coeff"):
+        if getattr(selection, name, None):
+            yield _told(selection, name), "the host has a part in it in each step"
+    if selection.forced_routing is not None:
+        yield "forced routing", "the host chooses the experts"
+
+
+def _told(section: Any, name: str) -> str:
+    value = getattr(section, name)
+    return f"{flag(name)} {value if isinstance(value, str) else shown(value)}"

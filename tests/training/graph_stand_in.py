@@ -1,0 +1,97 @@
+"""A stand-in for torch's CUDA graphs on a CPU: it records operators and runs them again.
+
+As on a GPU, a recording has no effect: what its operators wrote to memory that existed before is
+put back. A replay runs the operators on the same memory, whatever Python has done in between.
+Operators whose result depends on the host, such as random numbers, are repeated with new ones.
+"""
+
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+
+class Recorded:
+    """In place of torch.cuda.CUDAGraph."""
+
+    def __init__(self):
+        self.operators = []
+
+    def replay(self):
+        with torch.no_grad():
+            for func, args, kwargs, out in self.operators:
+                found = func(*args, **kwargs)
+                for old, new in zip(tree_leaves(out), tree_leaves(found), strict=True):
+                    if isinstance(old, torch.Tensor) and not _shares_memory(old, new):
+                        old.copy_(new)
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self, graph):
+        super().__init__()
+        self.graph = graph
+        self.made = set()  # memory of the record's own
+        self.before = {}  # what other memory had before the record wrote to it
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for x in _written(func, args, kwargs):
+            self._keep(x)
+        out = func(*args, **kwargs)
+        given = {_memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and _memory(x) not in given:
+                self.made.add(_memory(x))
+        if not func.name().startswith("c10d::"):  # of one rank, they change nothing
+            held = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs, out))
+            self.graph.operators.append((func, *held))
+        return out
+
+    def _keep(self, x):
+        if _memory(x) not in self.made and _memory(x) not in self.before:
+            self.before[_memory(x)] = x.untyped_storage(), x.untyped_storage().clone()
+
+    def undo(self):
+        for storage, before in self.before.values():
+            storage.copy_(before)
+
+
+@contextmanager
+def record(graph, **_):
+    """In place of torch.cuda.graph."""
+    with _Recording(graph) as recording:
+        yield
+    recording.undo()
+
+
+@contextmanager
+def stand_in():
+    """Inside, a step graph records and replays on a CPU."""
+    with ExitStack() as patches:
+        for name, instead in (
+            ("torch.cuda.CUDAGraph", Recorded),
+            ("torch.cuda.graph", record),
+            ("torch.cuda.current_stream", lambda: None),
+            ("moe_parallel.training.engine.use_stream_of_graphs", lambda *_: None),
+        ):
+            patches.enter_context(mock.patch(name, instead))
+        yield
+
+
+def _memory(x):
+    return x.untyped_storage()._cdata
+
+
+def _shares_memory(x, y):
+    return _memory(x) == _memory(y)
+
+
+def _written(func, args, kwargs):
+    """The tensors to which an operator writes."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = args[number] if number < len(args) else kwargs.get(argument.name)
+        yield from (x for x in tree_leaves(given) if isinstance(x, torch.Tensor))
