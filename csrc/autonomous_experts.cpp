@@ -114,16 +114,18 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
     if (!is_fused) {
       const auto x_rows = map.gather(x_memory, tokens, block);
       auto p_products = block.product(p);
-      auto g_products = keep_g ? block.product(g) : block.product(g_memory);
       grouped_gemm_out(p_products, x_rows, block.experts(w_p), groups);
-      if (c_TKR) {
-        c_rows = map.gather_choices(c_memory, c_2d, block);
-      } else {
+      if (!c_TKR) {
         c_rows = block.product(c_NR);
         grouped_gemm_out(c_rows, x_rows, block.experts(*w_down), groups);
       }
-      grouped_gemm_out(g_products, c_rows, block.experts(w_up), groups);
-      swiglu_out(h, g_products.narrow(0, 0, block.num_rows), p_rows, row_probs);
+      if (keep_g ||
+          !fused_swiglu_of_gate(h, c_on_load, block.experts(w_up), groups, p_rows, row_probs)) {
+        if (c_TKR) c_rows = map.gather_choices(c_memory, c_2d, block);
+        auto g_products = keep_g ? block.product(g) : block.product(g_memory);
+        grouped_gemm_out(g_products, c_rows, block.experts(w_up), groups);
+        swiglu_out(h, g_products.narrow(0, 0, block.num_rows), p_rows, row_probs);
+      }
     }
     grouped_gemm_out(y_rows, block.product(h_memory), block.experts(w_out), groups);
   }
@@ -185,15 +187,24 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
     } else {
       c_rows = block.rows(c_NR);
     }
-    auto g_products = has_g ? block.rows(g) : block.product(g_memory);
-    if (!has_g) grouped_gemm_out(g_products, c_rows, block.experts(w_up), groups);
-    const auto g_rows = g_products.narrow(0, 0, block.num_rows);
-
     auto h = block.part(h_memory), dg = block.part(dg_memory), dp = block.part(dp_memory);
     const auto dy_rows = map.gather(row_memory, gradients, block);
     const SwigluGradients to{.dgate = dg, .dup = dp, .dprobs = block.rows(dprobs_of_rows), .h = h};
-    swiglu_backward_of_product(to, dy_rows, transposed(w_out), groups, g_rows, block.rows(p_2d),
-                               block.rows(probs_of_rows), dh_memory);
+    const auto p_rows = block.rows(p_2d), row_probs = block.rows(probs_of_rows);
+    if (has_g) {
+      swiglu_backward_of_product(to, dy_rows, transposed(w_out), groups, block.rows(g), p_rows,
+                                 row_probs, dh_memory);
+    } else {
+      auto dh_rows = dh_memory.rows(block.product_rows);
+      grouped_gemm_out(dh_rows, dy_rows, transposed(w_out), groups);
+      if (!fused_swiglu_backward_of_gate(to, dh_rows, rows_of(c_rows), block.experts(w_up), groups,
+                                         p_rows, row_probs)) {
+        auto g_products = block.product(g_memory);
+        grouped_gemm_out(g_products, c_rows, block.experts(w_up), groups);
+        swiglu_backward_out(to, dh_rows.narrow(0, 0, block.num_rows),
+                            g_products.narrow(0, 0, block.num_rows), p_rows, row_probs);
+      }
+    }
     dw_out.take(block, block.product(h_memory), dy_rows);
 
     auto dc_rows = c_TKR ? block.product(dc_NR) : block.product(dc_memory),

@@ -50,7 +50,7 @@ std::optional<FusedProduct> product_of(Operands operands, int64_t rows) {
 #ifdef MOE_PARALLEL_CUDA
 bool may_fuse(const FusedProduct& product, const Epilogue& epilogue) {
   const auto can = [&](const auto& rows) { return can_fuse(product, rows); };
-  return std::visit(can, epilogue) && (fusing == Fusing::kAlways || is_faster_fused(epilogue));
+  return std::visit(can, epilogue) && (fusing == Fusing::kAlways || is_faster_fused(product, epilogue));
 }
 #endif
 

@@ -92,7 +92,27 @@ struct DifferentiateRows {
   int64_t dstride;
 };
 
-using Epilogue = std::variant<StoreRows, ActivateRows, SquareRows, DifferentiateRows>;
+// The product is the gate, which stays in registers: h = silu(gate) * up * prob. As above, the gate
+// is first rounded.
+struct ActivateGateRows {
+  const float* probs;  // [rows]; null for 1
+  const void* up;      // [rows, columns]
+  void* h;             // the same
+};
+
+// The product is the gate, which stays in registers. The results are those of DifferentiateRows.
+struct DifferentiateGateRows {
+  const float* probs;  // [rows]; null for 1
+  const void* dh;      // [rows, columns]
+  const void* up;      // the same
+  void* dgate;         // the same
+  void* dup;           // the same
+  void* h;             // the same
+  float* dprobs;       // [rows, columns / 32, rounded up]
+};
+
+using Epilogue = std::variant<StoreRows, ActivateRows, SquareRows, DifferentiateRows,
+                              ActivateGateRows, DifferentiateGateRows>;
 
 // Returns false and does nothing: on the CPU, BLAS computes the products, and nothing can be fused
 // with them.
@@ -101,20 +121,26 @@ bool run_on_cpu(const FusedProduct& product, const Epilogue& epilogue);
 // Whether the current GPU and the layout allow the fused product: sm_80 or later, 16-bit types, and
 // rows and addresses that are multiples of 16 bytes. The matrices must be all row-major for
 // ActivateRows and SquareRows, all column-major for DifferentiateRows, and all of either layout for
-// StoreRows.
+// StoreRows. With a gate there is one row-major matrix, and only one accumulator.
 bool can_fuse(const FusedProduct& product, const StoreRows& epilogue);
 bool can_fuse(const FusedProduct& product, const ActivateRows& epilogue);
 bool can_fuse(const FusedProduct& product, const SquareRows& epilogue);
 bool can_fuse(const FusedProduct& product, const DifferentiateRows& epilogue);
+bool can_fuse(const FusedProduct& product, const ActivateGateRows& epilogue);
+bool can_fuse(const FusedProduct& product, const DifferentiateGateRows& epilogue);
 
 // Whether these kernels were measured to be faster on the current GPU than CUTLASS's kernels and
 // the separate steps around them.
-bool is_faster_fused(const Epilogue& epilogue);
+bool is_faster_fused(const FusedProduct& product, const Epilogue& epilogue);
 
 void run_on_cuda(const FusedProduct& product, const StoreRows& epilogue, cudaStream_t stream);
 void run_on_cuda(const FusedProduct& product, const ActivateRows& epilogue, cudaStream_t stream);
 void run_on_cuda(const FusedProduct& product, const SquareRows& epilogue, cudaStream_t stream);
 void run_on_cuda(const FusedProduct& product, const DifferentiateRows& epilogue,
+                 cudaStream_t stream);
+void run_on_cuda(const FusedProduct& product, const ActivateGateRows& epilogue,
+                 cudaStream_t stream);
+void run_on_cuda(const FusedProduct& product, const DifferentiateGateRows& epilogue,
                  cudaStream_t stream);
 #endif
 

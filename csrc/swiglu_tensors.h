@@ -105,6 +105,39 @@ inline bool fused_swiglu_backward(const SwigluGradients& to, const at::Tensor& d
   return true;
 }
 
+// h = silu(c w) * up * probs in one kernel, without the gate c w in memory. Returns false, and does
+// nothing, if no kernel supports that.
+inline bool fused_swiglu_of_gate(at::Tensor& h, const GatheredRows& c, const at::Tensor& w,
+                                 const at::Tensor& counts, const at::Tensor& up,
+                                 const at::Tensor& probs) {
+  if (!up.is_contiguous()) return false;
+  const ActivateGateRows epilogue{.probs = static_cast<const float*>(probs.const_data_ptr()),
+                                  .up = up.const_data_ptr(),
+                                  .h = h.mutable_data_ptr()};
+  return fused_gemm({{c, w, {}}}, counts, h.size(0), epilogue);
+}
+
+// The gradients for the gate c w, in the same way.
+inline bool fused_swiglu_backward_of_gate(const SwigluGradients& to, const at::Tensor& dh,
+                                          const GatheredRows& c, const at::Tensor& w,
+                                          const at::Tensor& counts, const at::Tensor& up,
+                                          const at::Tensor& probs) {
+  if (!up.is_contiguous() || !to.dgate.is_contiguous() || !to.dup.is_contiguous()) return false;
+  const int64_t chunks = (up.size(1) + kColumnsOfSum - 1) / kColumnsOfSum;
+  const auto sums = at::empty({up.size(0), chunks}, dh.options().dtype(at::kFloat));
+  const DifferentiateGateRows epilogue{.probs = static_cast<const float*>(probs.const_data_ptr()),
+                                       .dh = dh.const_data_ptr(),
+                                       .up = up.const_data_ptr(),
+                                       .dgate = to.dgate.mutable_data_ptr(),
+                                       .dup = to.dup.mutable_data_ptr(),
+                                       .h = to.h.mutable_data_ptr(),
+                                       .dprobs = sums.mutable_data_ptr<float>()};
+  if (!fused_gemm({{c, w, {}}}, counts, up.size(0), epilogue)) return false;
+  auto dprobs = to.dprobs;
+  at::sum_out(dprobs, sums, 1);
+  return true;
+}
+
 // Computes the gradients for dh = dy w, where dy may have rows after those of gate. The memory `dh`
 // is used if no single kernel computes them.
 inline void swiglu_backward_of_product(const SwigluGradients& to, const at::Tensor& dy,

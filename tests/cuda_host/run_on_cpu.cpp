@@ -71,6 +71,14 @@ bool differentiate_rows(const moe_parallel::FusedProduct* product,
                         const moe_parallel::DifferentiateRows* task) {
   return moe_parallel::run_fused(product, task);
 }
+bool activate_gate_rows(const moe_parallel::FusedProduct* product,
+                        const moe_parallel::ActivateGateRows* task) {
+  return moe_parallel::run_fused(product, task);
+}
+bool differentiate_gate_rows(const moe_parallel::FusedProduct* product,
+                             const moe_parallel::DifferentiateGateRows* task) {
+  return moe_parallel::run_fused(product, task);
+}
 int64_t tasks_run() { return moe_parallel::tasks_run; }
 int64_t products_fused() { return moe_parallel::products_fused; }
 void count_choices(const moe_parallel::CountChoices* task) { run_on_cpu(*task); }

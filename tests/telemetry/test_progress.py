@@ -76,6 +76,21 @@ def test_the_times_of_a_step():
     assert progress.take() == ([], 0)
 
 
+def test_phases_that_are_only_recorded_are_not_timed():
+    progress = Progress(Steps())
+    progress.begin_step(1)  # 1
+    with progress.untimed(), progress.during(Phase.FORWARD):
+        assert progress.place.phase is Phase.FORWARD
+    with progress.during(Phase.REPLAY):  # from 2
+        pass
+    progress.end_step()  # 4
+    ((times,), _) = progress.take()
+    assert {phase: spent for phase, spent in times.items() if spent} == {
+        Phase.STEP: 2,
+        Phase.REPLAY: 1,
+    }
+
+
 def test_what_is_not_in_a_step_is_not_timed():
     clock = Steps()
     progress = Progress(clock)

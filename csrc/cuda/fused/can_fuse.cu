@@ -73,15 +73,28 @@ bool takes(const FusedProduct& product, Layout layout) {
   return taken;
 }
 
+bool takes_gate(const FusedProduct& product) {
+  const ProductPart& part = product.parts[0];
+  return product.num_parts == 1 && part.first.data && !part.second.data &&
+         product.columns_per_matrix == product.columns && takes(product, Layout::kByRows);
+}
+
 }  // namespace moe_parallel::fused
 
 namespace moe_parallel {
 
-// Measured on Hopper: the norms of norm_topk took 0.75 and 0.89 of the time on an H200. With every
-// kernel fused, the routed layer took 0.94 and 1.06 of the time on an H100 (n=64, n=8), and AoE's
-// 1.05 to 1.14 (docs/performance/log.md).
-bool is_faster_fused(const Epilogue& epilogue) {
-  return std::holds_alternative<SquareRows>(epilogue) && fused::runs_hopper();
+// Measured on Hopper: the norms of norm_topk took 0.75 and 0.89 of the time on an H200. On an H100
+// SwiGLU of a gate took 0.64 of the time of both steps at depth 64 and 0.8 at 128, its gradients
+// 0.83 and 0.9; at 256 and 512 they were slower. With every kernel fused, the routed layer took
+// 0.94 and 1.06 of the time on an H100 (n=64, n=8), and AoE's 1.05 to 1.14
+// (docs/performance/log.md).
+bool is_faster_fused(const FusedProduct& product, const Epilogue& epilogue) {
+  constexpr int64_t kMostDepthOfGate = 128;
+  const bool has_gate = std::holds_alternative<ActivateGateRows>(epilogue) ||
+                        std::holds_alternative<DifferentiateGateRows>(epilogue);
+  const bool is_faster = std::holds_alternative<SquareRows>(epilogue) ||
+                         (has_gate && product.parts[0].depth <= kMostDepthOfGate);
+  return is_faster && fused::runs_hopper();
 }
 
 }  // namespace moe_parallel

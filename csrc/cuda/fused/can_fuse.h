@@ -13,6 +13,9 @@ enum class Layout { kByRows, kByColumns, kAny };
 // addresses that are multiples of 16 bytes, and all matrices in one layout.
 bool takes(const FusedProduct& product, Layout layout);
 
+// Whether gated.cuh's kernel supports the product: as above, with one row-major matrix per group.
+bool takes_gate(const FusedProduct& product);
+
 // Whether an epilogue can read and write 16 bytes at a time. A null address, of a tensor that is
 // not needed, counts as aligned.
 bool takes_rows(std::initializer_list<const void*> addresses,

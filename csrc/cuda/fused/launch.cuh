@@ -3,6 +3,7 @@
 
 #include "../vector.cuh"
 #include "ampere.cuh"
+#include "gated.cuh"
 #include "hopper.cuh"
 
 namespace moe_parallel::fused {
@@ -38,18 +39,15 @@ Mainloop<Epilogue> mainloop_for(const FusedProduct& product) {
   return {multiply_on_ampere<Scalar, kByColumns, Epilogue>, kThreads, AmpereTile::kSharedBytes};
 }
 
-template <bool kSideBySide>
+template <int kRows, bool kSideBySide>
 int64_t most_tiles(const FusedProduct& product) {
-  const int64_t down =
-      (product.rows + kTileRows - 1) / kTileRows + (product.offsets ? product.groups : 0);
+  const int64_t down = (product.rows + kRows - 1) / kRows + (product.offsets ? product.groups : 0);
   return down * tiles_across<kSideBySide>(product);
 }
 
-template <class Scalar, bool kByColumns, class Epilogue>
-void launch(const FusedProduct& product, const Epilogue& epilogue, cudaStream_t stream) {
-  const auto mainloop = mainloop_for<Scalar, kByColumns, Epilogue>(product);
-  const int64_t blocks = std::min<int64_t>(most_tiles<Epilogue::kSideBySide>(product),
-                                           attribute(cudaDevAttrMultiProcessorCount));
+template <class Epilogue>
+void launch(const Mainloop<Epilogue>& mainloop, int64_t blocks, const FusedProduct& product,
+            const Epilogue& epilogue, cudaStream_t stream) {
   if (blocks == 0) return;
   const cudaError_t refused = cudaFuncSetAttribute(
       mainloop.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, mainloop.shared_bytes);
@@ -62,14 +60,35 @@ void launch(const FusedProduct& product, const Epilogue& epilogue, cudaStream_t 
   cudaLaunchKernelEx(&config, mainloop.kernel, product, epilogue);
 }
 
+// The number of persistent blocks, of which a multiprocessor has `per_processor` at a time.
+inline int64_t persistent_blocks(int64_t tiles, int per_processor) {
+  return std::min<int64_t>(tiles, per_processor * attribute(cudaDevAttrMultiProcessorCount));
+}
+
 // Launches the product with Epilogue<Scalar> for the product's type.
 template <template <class> class Epilogue, bool kByColumns, class Task>
 void run(const FusedProduct& product, const Task& task, cudaStream_t stream) {
-  if (product.type == ScalarType::kBFloat16) {
-    launch<__nv_bfloat16, kByColumns>(product, Epilogue<__nv_bfloat16>{task}, stream);
-  } else {
-    launch<__half, kByColumns>(product, Epilogue<__half>{task}, stream);
-  }
+  const auto start = [&](auto scalar) {
+    using Scalar = decltype(scalar);
+    const int64_t tiles = most_tiles<kTileRows, Epilogue<Scalar>::kSideBySide>(product);
+    launch(mainloop_for<Scalar, kByColumns, Epilogue<Scalar>>(product), persistent_blocks(tiles, 1),
+           product, Epilogue<Scalar>{task}, stream);
+  };
+  product.type == ScalarType::kBFloat16 ? start(__nv_bfloat16{}) : start(__half{});
+}
+
+// The same for a product whose sums are a gate.
+template <template <class> class Epilogue, class Task>
+void run_gated(const FusedProduct& product, const Task& task, cudaStream_t stream) {
+  const auto start = [&](auto scalar) {
+    using Scalar = decltype(scalar);
+    const Mainloop<Epilogue<Scalar>> mainloop{multiply_gated<Scalar, Epilogue<Scalar>>, kThreads,
+                                              GatedTile::kSharedBytes};
+    const int64_t tiles = most_tiles<GatedTile::kRows, false>(product);
+    launch(mainloop, persistent_blocks(tiles, GatedTile::kBlocks), product, Epilogue<Scalar>{task},
+           stream);
+  };
+  product.type == ScalarType::kBFloat16 ? start(__nv_bfloat16{}) : start(__half{});
 }
 
 }  // namespace moe_parallel::fused

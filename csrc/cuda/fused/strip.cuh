@@ -44,6 +44,12 @@ __device__ inline void transpose_quad(Pairs& x) {
   }
 }
 
+// The pairs of the 16 bytes that each lane of a row has read.
+__device__ inline void pairs_of(const uint4& x, Pairs& pairs) {
+  pairs[0] = x.x, pairs[1] = x.y, pairs[2] = x.z, pairs[3] = x.w;
+  transpose_quad(pairs);
+}
+
 template <class Sum>
 __device__ inline Sum sum_over_quad(Sum x) {
   x += __shfl_xor_sync(kAllLanes, x, 1);
@@ -101,10 +107,11 @@ class Rows {
   }
 
   // Reads zeros beyond the matrix.
-  __device__ void read(const Chunk& chunk, Pairs& pairs) const {
-    const uint4 x = has(chunk) ? *at(chunk) : make_uint4(0, 0, 0, 0);
-    pairs[0] = x.x, pairs[1] = x.y, pairs[2] = x.z, pairs[3] = x.w;
-    transpose_quad(pairs);
+  __device__ void read(const Chunk& chunk, Pairs& pairs) const { pairs_of(fetch(chunk), pairs); }
+
+  // The same without the exchange, which pairs_of() makes later.
+  __device__ uint4 fetch(const Chunk& chunk) const {
+    return has(chunk) ? *at(chunk) : make_uint4(0, 0, 0, 0);
   }
 
  private:
