@@ -102,30 +102,21 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
     const auto groups = block.product_counts, row_probs = block.rows(probs_of_rows);
     auto h = block.part(h_memory), p_rows = block.rows(p), y_rows = block.product(y);
     auto c_rows = c_TKR ? at::Tensor() : block.rows(c_NR);
-    auto g_rows = keep_g ? block.rows(g) : at::Tensor();
-
-    const auto on_load = map.gathered(tokens, block);
     const auto c_on_load = c_TKR ? map.gathered_choices(c_2d, block) : rows_of(c_rows);
-    const bool is_fused =
-        (c_TKR || fused_gemm({{on_load, block.experts(*w_down), block.experts(*w_down)}}, groups,
-                             block.num_rows, rows_to(c_rows))) &&
-        fused_gemm({{c_on_load, block.experts(w_up), {}}, {on_load, {}, block.experts(w_p)}},
-                   groups, block.num_rows, activate_rows(h, g_rows, p_rows, row_probs));
-    if (!is_fused) {
-      const auto x_rows = map.gather(x_memory, tokens, block);
-      auto p_products = block.product(p);
-      grouped_gemm_out(p_products, x_rows, block.experts(w_p), groups);
-      if (!c_TKR) {
-        c_rows = block.product(c_NR);
-        grouped_gemm_out(c_rows, x_rows, block.experts(*w_down), groups);
-      }
-      if (keep_g ||
-          !fused_swiglu_of_gate(h, c_on_load, block.experts(w_up), groups, p_rows, row_probs)) {
-        if (c_TKR) c_rows = map.gather_choices(c_memory, c_2d, block);
-        auto g_products = keep_g ? block.product(g) : block.product(g_memory);
-        grouped_gemm_out(g_products, c_rows, block.experts(w_up), groups);
-        swiglu_out(h, g_products.narrow(0, 0, block.num_rows), p_rows, row_probs);
-      }
+
+    const auto x_rows = map.gather(x_memory, tokens, block);
+    auto p_products = block.product(p);
+    grouped_gemm_out(p_products, x_rows, block.experts(w_p), groups);
+    if (!c_TKR) {
+      c_rows = block.product(c_NR);
+      grouped_gemm_out(c_rows, x_rows, block.experts(*w_down), groups);
+    }
+    if (keep_g ||
+        !fused_swiglu_of_gate(h, c_on_load, block.experts(w_up), groups, p_rows, row_probs)) {
+      if (c_TKR) c_rows = map.gather_choices(c_memory, c_2d, block);
+      auto g_products = keep_g ? block.product(g) : block.product(g_memory);
+      grouped_gemm_out(g_products, c_rows, block.experts(w_up), groups);
+      swiglu_out(h, g_products.narrow(0, 0, block.num_rows), p_rows, row_probs);
     }
     grouped_gemm_out(y_rows, block.product(h_memory), block.experts(w_out), groups);
   }

@@ -25,12 +25,8 @@ std::optional<GroupedMatrix> matrices_of(const at::Tensor& w) {
                        .is_cut = false};
 }
 
-const at::Tensor& any_of(const FusedOperands& operands) {
-  return operands.first.defined() ? operands.first : operands.second;
-}
-
 std::optional<FusedProduct> product_of(Operands operands, int64_t rows) {
-  const auto& w = any_of(*operands.begin());
+  const auto& w = operands.begin()->first;
   FusedProduct product{.type = scalar_type_of("w", w),
                        .parts = {},
                        .num_parts = 0,
@@ -42,7 +38,7 @@ std::optional<FusedProduct> product_of(Operands operands, int64_t rows) {
   for (const auto& part : operands) {
     const auto first = matrices_of(part.first), second = matrices_of(part.second);
     if (!first || !second) return std::nullopt;
-    product.parts[product.num_parts++] = {part.a, *first, *second, any_of(part).size(1)};
+    product.parts[product.num_parts++] = {part.a, *first, *second, part.first.size(1)};
   }
   return product;
 }
@@ -50,7 +46,7 @@ std::optional<FusedProduct> product_of(Operands operands, int64_t rows) {
 #ifdef MOE_PARALLEL_CUDA
 bool may_fuse(const FusedProduct& product, const Epilogue& epilogue) {
   const auto can = [&](const auto& rows) { return can_fuse(product, rows); };
-  return std::visit(can, epilogue) && (fusing == Fusing::kAlways || is_faster_fused(product, epilogue));
+  return std::visit(can, epilogue) && (fusing == Fusing::kAlways || is_faster_fused(epilogue));
 }
 #endif
 
@@ -100,7 +96,7 @@ __attribute__((weak)) bool run_on_cpu(const FusedProduct&, const Epilogue&) { re
 bool fused_gemm(Operands operands, const at::Tensor& counts, int64_t rows,
                 const Epilogue& epilogue) {
   const auto product = product_of(operands, rows);
-  return product && run(*product, any_of(*operands.begin()), counts, epilogue);
+  return product && run(*product, operands.begin()->first, counts, epilogue);
 }
 
 bool fused_products(const at::Tensor& x, const at::Tensor& w, const Epilogue& epilogue) {

@@ -11,7 +11,7 @@
 namespace moe_parallel {
 
 // Rows, and the matrices by which they are multiplied: one per group, [groups, depth, columns], or
-// a transposed view of that. An undefined matrix adds nothing.
+// a transposed view of that. `second` is undefined for a product with one accumulator.
 struct FusedOperands {
   GatheredRows a;
   at::Tensor first, second;

@@ -4,7 +4,8 @@
 //
 // A product has two accumulators, `first` and `second`, and each thread holds corresponding columns
 // of both. The accumulators belong either to two matrices, such as the gate and the up projection
-// of SwiGLU, or to two adjacent ranges of columns of one matrix.
+// of SwiGLU, or to two adjacent ranges of columns of one matrix. A product whose sums are a gate
+// has `first` alone.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +30,7 @@ struct GatheredRows {
   int64_t stride;
 };
 
-// The rows of each group times its matrix, [depth, columns], are added to `first`, to `second` or
-// to both. A matrix without data adds nothing.
+// The rows of each group times its matrices, [depth, columns], are added to `first` and `second`.
 struct ProductPart {
   GatheredRows a;
   GroupedMatrix first, second;
@@ -66,7 +66,7 @@ struct StoreRows {
 struct ActivateRows {
   const float* probs;  // [rows]; null for 1
   void* h;             // [rows, columns]
-  void* gate;          // [rows, columns], rows `stride` elements apart; null: not kept
+  void* gate;          // [rows, columns], rows `stride` elements apart
   void* up;            // the same
   int64_t stride;
 };
@@ -131,7 +131,7 @@ bool can_fuse(const FusedProduct& product, const DifferentiateGateRows& epilogue
 
 // Whether these kernels were measured to be faster on the current GPU than CUTLASS's kernels and
 // the separate steps around them.
-bool is_faster_fused(const FusedProduct& product, const Epilogue& epilogue);
+bool is_faster_fused(const Epilogue& epilogue);
 
 void run_on_cuda(const FusedProduct& product, const StoreRows& epilogue, cudaStream_t stream);
 void run_on_cuda(const FusedProduct& product, const ActivateRows& epilogue, cudaStream_t stream);

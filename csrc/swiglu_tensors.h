@@ -35,13 +35,13 @@ inline void swiglu_out(at::Tensor& h, const at::Tensor& gate, const at::Tensor& 
                       .up_stride = up.stride(0)});
 }
 
-// The same as an epilogue, which stores up and, if it is defined, gate. The probs have the type of
+// The same as an epilogue, which stores gate and up. The probs have the type of
 // sums, which is float for the types that can be fused.
 inline ActivateRows activate_rows(at::Tensor& h, const at::Tensor& gate, const at::Tensor& up,
                                   const at::Tensor& probs) {
   return {.probs = static_cast<const float*>(probs.const_data_ptr()),
           .h = h.mutable_data_ptr(),
-          .gate = gate.defined() ? gate.mutable_data_ptr() : nullptr,
+          .gate = gate.mutable_data_ptr(),
           .up = up.mutable_data_ptr(),
           .stride = up.stride(0)};
 }

@@ -272,11 +272,10 @@ def silu(x: Tensor) -> Tensor:
     return x * x.sigmoid()
 
 
-@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("depth, columns", [(72, 136)])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_activate(kernels, dtype, counts, depth, columns, keep):
+def test_activate(kernels, dtype, counts, depth, columns):
     """The routed layer's first stage: gate and up are the halves of one matrix."""
     rows = gathered(counts, depth, dtype)
     w = draw(len(counts), depth, 2 * columns, dtype=dtype, seed=1).div_(depth**0.5)
@@ -285,39 +284,10 @@ def test_activate(kernels, dtype, counts, depth, columns, keep):
     gate_up = nan(sum(counts), 2 * columns, dtype=dtype)
     gate, up = gate_up.chunk(2, dim=1)
     p = draw(sum(counts), dtype=torch.float32, seed=4)
-    kept = (gate.data_ptr(), up.data_ptr()) if keep else (None, None)
-    task = ActivateRows(p.data_ptr(), h.data_ptr(), *kept, 2 * columns)
-    run(kernels.activate_rows, case.task(), task)
-    exact = exact_product(rows, w, counts)
-    if keep:
-        assert_close(gate_up, exact)
-        of_kept = silu(gate.double()) * up.double() * p.double()[:, None]
-        assert_close(h, of_kept)
-    else:
-        assert gate_up.isnan().all()
-        assert_close(h, silu(exact[:, :columns]) * exact[:, columns:] * p.double()[:, None], 4)
-
-
-@pytest.mark.parametrize("hand_on", [False, True])
-@pytest.mark.parametrize("columns", [40, 136, 296])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_activate_of_two_products(kernels, dtype, columns, hand_on):
-    """The autonomous layer's first stage: C W_up in one accumulator, x W_p in the other."""
-    counts, rank, depth = [3, 0, 140, 1], 40, 104
-    x = gathered(counts, depth, dtype)
-    c = Rows(draw(sum(counts), rank, dtype=dtype, seed=5))
-    if hand_on:
-        c = Rows(draw(len(x.x) * 2, rank, dtype=dtype, seed=5), x.slots, 1)
-    w_up = draw(4, rank, columns, dtype=dtype, seed=1).div_(rank**0.5)
-    w_p = draw(4, depth, columns, dtype=dtype, seed=2).div_(depth**0.5)
-    parts = [(c, matrices(w_up), NOTHING), (x, NOTHING, matrices(w_p))]
-    case = Case(dtype, counts, parts, columns)
-    h, g, p = (nan(sum(counts), columns, dtype=dtype) for _ in range(3))
-    task = ActivateRows(None, h.data_ptr(), g.data_ptr(), p.data_ptr(), columns)
-    run(kernels.activate_rows, case.task(), task)
-    assert_close(g, exact_product(c, w_up, counts))
-    assert_close(p, exact_product(x, w_p, counts))
-    assert_close(h, silu(g.double()) * p.double())
+    addresses = [t.data_ptr() for t in (p, h, gate, up)]
+    run(kernels.activate_rows, case.task(), ActivateRows(*addresses, 2 * columns))
+    assert_close(gate_up, exact_product(rows, w, counts))
+    assert_close(h, silu(gate.double()) * up.double() * p.double()[:, None])
 
 
 @pytest.mark.parametrize("keep", [False, True])

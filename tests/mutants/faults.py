@@ -417,4 +417,11 @@ FAULTS = [
         "counter[bin]",
         ("tests/cuda_host",),
     ),
+    Fault(
+        "CUDA: the product of a gate does not wait for its last copies",
+        "csrc/cuda/fused/gated.cuh",
+        "ptx::wait_for_copies<GatedTile::kStages - 2>();",
+        "ptx::wait_for_copies<GatedTile::kStages - 1>();",
+        ("tests/cuda_host/test_fused_products.py",),
+    ),
 ]

@@ -105,26 +105,20 @@ def test_a_cpu_is_refused(tmp_path):
     assert run_distributed(1, _says_on_a_cpu, tmp_path) == [True]
 
 
-@pytest.fixture(scope="module")
-def on_gpu():
-    """What `graph_on_gpu` prints of all systems, in fp32 and, for two of them, in bf16."""
-    models = {name: systems.options(name) for name in SYSTEMS if _is_possible(name)}
-    models |= {f"{name}, bf16": models[name] | BF16 for name in ("aoe", "lory")}
+@pytest.mark.gpu
+def test_graphs_on_a_gpu_train_the_same():
+    """Up to the order in which it adds. Each model makes NCCL's groups anew, so there are few."""
+    models = {name: systems.options(name) for name in (*QUICK, "aoe, by bias")}
+    models |= {"aoe, bf16": models["aoe"] | BF16}
     program = [sys.executable, "-m", "tests.training.graph_on_gpu", json.dumps(models)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.gpu
-def test_graphs_on_a_gpu_train_the_same(on_gpu):
-    """Up to the order in which it adds."""
-    for name, ways in on_gpu.items():
+    for name, ways in json.loads(done.stdout.splitlines()[-1]).items():
         launched, replayed = ways["launched"], ways["replayed"]
         tolerance = 1e-2 if name.endswith("bf16") else 1e-4
         for mine, its in zip(replayed["steps"], launched["steps"], strict=True):
             assert mine == pytest.approx(its, rel=tolerance), name
         for mine, its in zip(replayed["routing"], launched["routing"], strict=True):
-            counts = its.pop("tokens_per_expert")
-            assert mine.pop("tokens_per_expert") == pytest.approx(counts, abs=sum(counts) / 50)
-            assert mine == pytest.approx(its, rel=0.05), name
+            counts = its["tokens_per_expert"]
+            assert mine["tokens_per_expert"] == pytest.approx(counts, abs=sum(counts) / 50), name
+            assert mine["experts_per_token"] == its["experts_per_token"], name

@@ -30,8 +30,8 @@ struct Activate {
         products[i] = pack<Scalar>(activate<Scalar>(p, g.x, u.x), activate<Scalar>(p, g.y, u.y));
       }
       h.write(chunk, products);
-      if (kept_gate.is_wanted()) kept_gate.write(chunk, gates);
-      if (kept_up.is_wanted()) kept_up.write(chunk, ups);
+      kept_gate.write(chunk, gates);
+      kept_up.write(chunk, ups);
     });
   }
 };

@@ -121,7 +121,6 @@ class AmpereLoader {
 
   __device__ void load_b(const ProductPart& part, const GroupedMatrix& matrix, int half,
                          ptx::SharedAddress panel) const {
-    if (!matrix.data) return;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if constexpr (kByColumns) {
@@ -183,9 +182,7 @@ __device__ inline void multiply_fragments(const uint32_t (&a)[AmpereTile::kStrip
   }
 }
 
-// The accumulators that a stage adds to are template parameters, so that nothing keeps the compiler
-// from loading the next fragments between products.
-template <class Scalar, bool kByColumns, bool kFirst, bool kSecond>
+template <class Scalar, bool kByColumns>
 __device__ inline void multiply_stage(ptx::SharedAddress stage, int first_row, int first_column,
                                       AmpereSums& first, AmpereSums& second) {
   const ptx::SharedAddress panel = stage + AmpereTile::kPanelBytes;
@@ -198,12 +195,10 @@ __device__ inline void multiply_stage(ptx::SharedAddress stage, int first_row, i
       ptx::load_matrices(stage + in_narrow_rows(row, 2 * step + lane_index() / 16), a[strip]);
     }
     uint32_t b[2][AmpereTile::kGroups / 2][4];
-    if constexpr (kFirst) load_b_fragments<kByColumns>(panel, step, first_column, b[0]);
-    if constexpr (kSecond) {
-      load_b_fragments<kByColumns>(panel + AmpereTile::kPanelBytes, step, first_column, b[1]);
-    }
-    if constexpr (kFirst) multiply_fragments<Scalar>(a, b[0], first);
-    if constexpr (kSecond) multiply_fragments<Scalar>(a, b[1], second);
+    load_b_fragments<kByColumns>(panel, step, first_column, b[0]);
+    load_b_fragments<kByColumns>(panel + AmpereTile::kPanelBytes, step, first_column, b[1]);
+    multiply_fragments<Scalar>(a, b[0], first);
+    multiply_fragments<Scalar>(a, b[1], second);
   }
 }
 
@@ -229,16 +224,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         __syncthreads();  // this stage's copies have arrived, and the previous stage was read
         loader.load();    // into the previous stage
         const ptx::SharedAddress stage = memory + slot * AmpereTile::kStageBytes;
-        if (part.first.data && part.second.data) {
-          multiply_stage<Scalar, kByColumns, true, true>(stage, first_row, first_column, first,
-                                                         second);
-        } else if (part.first.data) {
-          multiply_stage<Scalar, kByColumns, true, false>(stage, first_row, first_column, first,
-                                                          second);
-        } else {
-          multiply_stage<Scalar, kByColumns, false, true>(stage, first_row, first_column, first,
-                                                          second);
-        }
+        multiply_stage<Scalar, kByColumns>(stage, first_row, first_column, first, second);
         slot = (slot + 1) % AmpereTile::kStages;
       }
     }

@@ -31,9 +31,9 @@ bool has_device() {
 }
 
 bool takes_matrix(const GroupedMatrix& matrix, Layout layout) {
-  if (!matrix.data) return true;
   const bool fits = layout == Layout::kAny || matrix.by_columns == (layout == Layout::kByColumns);
-  return fits && !matrix.is_cut && takes_rows({matrix.data}, {matrix.stride, matrix.group_stride});
+  return fits && matrix.data && !matrix.is_cut &&
+         takes_rows({matrix.data}, {matrix.stride, matrix.group_stride});
 }
 
 }  // namespace
@@ -43,12 +43,9 @@ bool takes_rows(std::initializer_list<const void*> addresses,
   return are_aligned(addresses, strides, sizeof(__half));
 }
 
-bool lies_by_columns(const FusedProduct& product) {
-  const ProductPart& part = product.parts[0];
-  return (part.first.data ? part.first : part.second).by_columns;
-}
+bool lies_by_columns(const FusedProduct& product) { return product.parts[0].first.by_columns; }
 
-bool takes(const FusedProduct& product, Layout layout) {
+bool takes(const FusedProduct& product, Layout layout, Accumulators accumulators) {
   if (product.type != ScalarType::kBFloat16 && product.type != ScalarType::kFloat16) return false;
   if (product.rows == 0 || product.columns == 0 || !has_device()) return false;
   if (layout == Layout::kAny) {
@@ -68,33 +65,29 @@ bool takes(const FusedProduct& product, Layout layout) {
     // there must be one.
     taken = taken && part.a.source_rows > 0 && 0 < part.depth && part.depth < kMost &&
             takes_rows({part.a.data}, {part.a.stride, part.depth}) &&
-            takes_matrix(part.first, layout) && takes_matrix(part.second, layout);
+            takes_matrix(part.first, layout) &&
+            (accumulators == Accumulators::kFirst ? !part.second.data
+                                                  : takes_matrix(part.second, layout));
   }
   return taken;
 }
 
 bool takes_gate(const FusedProduct& product) {
-  const ProductPart& part = product.parts[0];
-  return product.num_parts == 1 && part.first.data && !part.second.data &&
-         product.columns_per_matrix == product.columns && takes(product, Layout::kByRows);
+  return product.num_parts == 1 && product.columns_per_matrix == product.columns &&
+         takes(product, Layout::kByRows, Accumulators::kFirst);
 }
 
 }  // namespace moe_parallel::fused
 
 namespace moe_parallel {
 
-// Measured on Hopper: the norms of norm_topk took 0.75 and 0.89 of the time on an H200. On an H100
-// SwiGLU of a gate took 0.64 of the time of both steps at depth 64 and 0.8 at 128, its gradients
-// 0.83 and 0.9; at 256 and 512 they were slower. With every kernel fused, the routed layer took
-// 0.94 and 1.06 of the time on an H100 (n=64, n=8), and AoE's 1.05 to 1.14
+// Measured on Hopper: the norms of norm_topk took 0.75 and 0.89 of the time on an H200. With every
+// kernel fused, the routed layer took 0.94 and 1.06 of the time on an H100 (n=64, n=8). SwiGLU of a
+// gate was measured there as a program of its own: 0.64 of the time of both steps at depth 64, and
+// its gradients 0.83; slower from 256 on. It is off until its tests have run on a GPU
 // (docs/performance/log.md).
-bool is_faster_fused(const FusedProduct& product, const Epilogue& epilogue) {
-  constexpr int64_t kMostDepthOfGate = 128;
-  const bool has_gate = std::holds_alternative<ActivateGateRows>(epilogue) ||
-                        std::holds_alternative<DifferentiateGateRows>(epilogue);
-  const bool is_faster = std::holds_alternative<SquareRows>(epilogue) ||
-                         (has_gate && product.parts[0].depth <= kMostDepthOfGate);
-  return is_faster && fused::runs_hopper();
+bool is_faster_fused(const Epilogue& epilogue) {
+  return std::holds_alternative<SquareRows>(epilogue) && fused::runs_hopper();
 }
 
 }  // namespace moe_parallel

@@ -9,9 +9,13 @@ namespace moe_parallel::fused {
 
 enum class Layout { kByRows, kByColumns, kAny };
 
+enum class Accumulators { kFirst, kBoth };
+
 // Whether the kernels support the product: 16-bit elements, a GPU with sm_80 or later, rows and
-// addresses that are multiples of 16 bytes, and all matrices in one layout.
-bool takes(const FusedProduct& product, Layout layout);
+// addresses that are multiples of 16 bytes, all matrices in one layout, and every part for these
+// accumulators.
+bool takes(const FusedProduct& product, Layout layout,
+           Accumulators accumulators = Accumulators::kBoth);
 
 // Whether gated.cuh's kernel supports the product: as above, with one row-major matrix per group.
 bool takes_gate(const FusedProduct& product);

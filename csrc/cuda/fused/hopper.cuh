@@ -24,55 +24,26 @@ constexpr int kAtLaunch = 168, kOfProducer = 72, kOfConsumer = 216;
 static_assert(kOfProducer * kProducers + kOfConsumer * (kBlock - kProducers) <= kAtLaunch * kBlock);
 static_assert(kAtLaunch * kBlock <= 65536);
 
-// The accumulators that the parts of a product add to. A kernel is compiled for one of these
-// values. If the kernel selected the accumulators of each part at run time, ptxas would not find
-// the registers to keep products in flight.
-enum class Parts {
-  kForBoth,     // every part adds to both accumulators
-  kForOneEach,  // the first part adds to `first`, the second to `second`
-};
-
-template <Parts kParts>
-bool fits(const FusedProduct& product) {
-  bool does = kParts == Parts::kForBoth || product.num_parts == 2;
-  for (int i = 0; i < product.num_parts; ++i) {
-    const auto& part = product.parts[i];
-    const bool both = kParts == Parts::kForBoth;
-    does = does && (part.first.data != nullptr) == (both || i == 0) &&
-           (part.second.data != nullptr) == (both || i == 1);
-  }
-  return does;
-}
-
-// If each part adds to one accumulator, the parts run one after the other, and each uses the
-// registers of both accumulators for 256 columns. The sums of `first` are kept until those of
-// `second` are computed. They are rounded to the product's type, so they take half as many
-// registers.
-template <Parts kParts, class Epilogue>
-constexpr bool kIsWide = Epilogue::kSideBySide || kParts == Parts::kForOneEach;
-
-// Whether the second half of a wide tile has columns.
-template <bool kWide>
+// Whether `second` has columns: of a matrix of its own, or after those of `first`.
+template <bool kSideBySide>
 __device__ inline bool has_second(const FusedProduct& product, const Tile& tile) {
-  return !kWide || column_of<kWide>(tile, 1) < product.columns;
+  return !kSideBySide || column_of<kSideBySide>(tile, 1) < product.columns;
 }
 
 __device__ inline int stages_of(const ProductPart& part) {
   return (static_cast<int>(part.depth) + kDepth - 1) / kDepth;
 }
 
-template <class Scalar, bool kByColumns, Parts kParts, bool kWide>
-__device__ inline void load_part(const FusedProduct& product, int index, const Tile& tile,
-                                 Ring& ring) {
-  const auto& part = product.parts[index];
+template <class Scalar, bool kByColumns, bool kSideBySide>
+__device__ inline void load_part(const FusedProduct& product, const ProductPart& part,
+                                 const Tile& tile, Ring& ring) {
   const RowLoads<Scalar> rows(part, tile);
-  const auto columns_of = [&](int half) {
-    const bool is_first = kParts == Parts::kForBoth ? half == 0 : index == 0;
-    return ColumnLoads<Scalar, kByColumns>(product, part, is_first ? part.first : part.second,
-                                           tile.group, column_of<kWide>(tile, half));
+  const auto columns_of = [&](const GroupedMatrix& matrix, int half) {
+    return ColumnLoads<Scalar, kByColumns>(product, part, matrix, tile.group,
+                                           column_of<kSideBySide>(tile, half));
   };
-  const auto firsts = columns_of(0), seconds = columns_of(1);
-  const bool loads_second = has_second<kWide>(product, tile);
+  const auto firsts = columns_of(part.first, 0), seconds = columns_of(part.second, 1);
+  const bool loads_second = has_second<kSideBySide>(product, tile);
   for (int i = 0; i < stages_of(part); ++i, ring.advance()) {
     const int stage = ring.stage();
     // Waits for the parity of the previous phase. At the start there is no such phase, and the wait
@@ -121,107 +92,58 @@ __device__ inline void multiply_part(int depths, Ring& ring, Accumulators& sums)
   release(last);
 }
 
-template <class Scalar, bool kByColumns, Parts kParts, bool kWide>
+template <class Scalar, bool kByColumns, bool kSideBySide>
 __device__ inline void produce(const FusedProduct& product) {
   Ring ring;
-  TileWalk<kTileRows> walk(product, tiles_across<kWide>(product));
+  TileWalk<kTileRows> walk(product, tiles_across<kSideBySide>(product));
   for (; !walk.is_over(); walk.advance()) {
     const Tile tile = walk.tile();
     for (int i = 0; i < product.num_parts; ++i) {
-      load_part<Scalar, kByColumns, kParts, kWide>(product, i, tile, ring);
+      load_part<Scalar, kByColumns, kSideBySide>(product, product.parts[i], tile, ring);
     }
   }
   ptx::wait_for_all_copies();  // a thread must not end with copies in flight
 }
 
-// Multiplies the parts from `begin` to `end`, into both halves of `sums` if is_whole, and otherwise
-// into the first half.
+// Multiplies all parts, into both halves of `sums` if is_whole, and otherwise into the first half.
 template <class Scalar, bool kByColumns>
-__device__ inline void multiply_parts(const FusedProduct& product, int begin, int end,
-                                      bool is_whole, Ring& ring, ptx::Sums (&sums)[2]) {
+__device__ inline void multiply_parts(const FusedProduct& product, bool is_whole, Ring& ring,
+                                      ptx::Sums (&sums)[2]) {
   const auto multiply = [&](int part, auto& to) {
     multiply_part<Scalar, kByColumns>(stages_of(product.parts[part]), ring, to);
   };
   if (is_whole) {
-    for (int i = begin; i < end; ++i) multiply(i, sums);
+    for (int i = 0; i < product.num_parts; ++i) multiply(i, sums);
   } else {
-    for (int i = begin; i < end; ++i) multiply(i, sums[0]);
-  }
-}
-
-// Sums that are kept for later, as pairs of 16-bit elements. The epilogue rounds them in the same
-// way.
-using Pairs256 = uint32_t[2][16][2];
-
-template <class Scalar>
-__device__ inline void put_aside(ptx::Sums (&sums)[2], Pairs256& pairs) {
-#pragma unroll
-  for (int i = 0; i < 2 * 16 * 2; ++i) {
-    float* pair = sums[i / 32][i / 2 % 16] + i % 2 * 2;
-    pairs[i / 32][i / 2 % 16][i % 2] = pack<Scalar>(pair[0], pair[1]);
-    pair[0] = pair[1] = 0;
-  }
-}
-
-// Applies the epilogue to the sums of `first`, which were put aside, and to those of `second`. It
-// does so 32 columns at a time, so that no more than 32 columns of `first` are in registers twice.
-template <class Scalar, class Epilogue>
-__device__ inline void finish(const Pairs256& firsts, const ptx::Sums (&seconds)[2], Strip strip,
-                              const Epilogue& epilogue) {
-  constexpr int kGroups = 4;
-  strip.second_column = strip.first_column;
-#pragma unroll
-  for (int group = 0; group < 2 * 16; group += kGroups) {
-    float first[kGroups][4], second[kGroups][4];
-#pragma unroll
-    for (int i = 0; i < kGroups * 4; ++i) {
-      const int half = group / 16, from = group % 16 + i / 4;
-      const float2 pair = unpack<Scalar>(firsts[half][from][i % 4 / 2]);
-      first[i / 4][i % 4] = i % 2 == 0 ? pair.x : pair.y;
-      second[i / 4][i % 4] = seconds[half][from][i % 4];
-    }
-    apply(epilogue, strip, first, second);
-    strip.first_column += kGroups * 8;
-    strip.second_column += kGroups * 8;
+    for (int i = 0; i < product.num_parts; ++i) multiply(i, sums[0]);
   }
 }
 
 // The strip of 16 rows of a consumer's warp.
-template <bool kWide>
+template <bool kSideBySide>
 __device__ inline Strip strip_of(const FusedProduct& product, const Tile& tile) {
   const unsigned warp = (threadIdx.x - kProducers) / kWarp, lane = threadIdx.x % kWarp;
   return {.row = tile.first_row + (warp * 16 + lane / 4),
           .end_row = tile.end_row,
-          .first_column = column_of<kWide>(tile, 0),
-          .second_column = column_of<kWide>(tile, 1),
+          .first_column = column_of<kSideBySide>(tile, 0),
+          .second_column = column_of<kSideBySide>(tile, 1),
           .columns = product.columns};
 }
 
-template <class Scalar, bool kByColumns, Parts kParts, class Epilogue>
+template <class Scalar, bool kByColumns, class Epilogue>
 __device__ inline void consume(const FusedProduct& product, const Epilogue& epilogue) {
-  constexpr bool kWide = kIsWide<kParts, Epilogue>;
+  constexpr bool kSideBySide = Epilogue::kSideBySide;
   Ring ring;
-  TileWalk<kTileRows> walk(product, tiles_across<kWide>(product));
+  TileWalk<kTileRows> walk(product, tiles_across<kSideBySide>(product));
   for (; !walk.is_over(); walk.advance()) {
-    const bool is_whole = has_second<kWide>(product, walk.tile());
-    const auto multiply = [&](int begin, int end, ptx::Sums(&sums)[2]) {
-      multiply_parts<Scalar, kByColumns>(product, begin, end, is_whole, ring, sums);
-    };
+    const bool is_whole = has_second<kSideBySide>(product, walk.tile());
     ptx::Sums sums[2] = {};
-    if constexpr (kParts == Parts::kForBoth) {
-      multiply(0, product.num_parts, sums);
-      apply(epilogue, strip_of<kWide>(product, walk.tile()), sums[0], sums[1]);
-    } else {
-      multiply(0, 1, sums);
-      Pairs256 firsts;
-      put_aside<Scalar>(sums, firsts);
-      multiply(1, 2, sums);
-      finish<Scalar>(firsts, sums, strip_of<kWide>(product, walk.tile()), epilogue);
-    }
+    multiply_parts<Scalar, kByColumns>(product, is_whole, ring, sums);
+    apply(epilogue, strip_of<kSideBySide>(product, walk.tile()), sums[0], sums[1]);
   }
 }
 
-template <class Scalar, bool kByColumns, Parts kParts, class Epilogue>
+template <class Scalar, bool kByColumns, class Epilogue>
 __global__ void __launch_bounds__(kBlock, 1)
     multiply_on_hopper(const __grid_constant__ FusedProduct product, Epilogue epilogue) {
 // Without wgmma the kernel is empty, and launch.cuh does not launch it.
@@ -235,10 +157,10 @@ __global__ void __launch_bounds__(kBlock, 1)
   __syncthreads();
   if (threadIdx.x < kProducers) {
     ptx::give_registers_back<kOfProducer>();
-    produce<Scalar, kByColumns, kParts, kIsWide<kParts, Epilogue>>(product);
+    produce<Scalar, kByColumns, Epilogue::kSideBySide>(product);
   } else {
     ptx::take_registers<kOfConsumer>();
-    consume<Scalar, kByColumns, kParts>(product, epilogue);
+    consume<Scalar, kByColumns>(product, epilogue);
   }
 #endif
 }

@@ -22,19 +22,10 @@ struct Mainloop {
 };
 
 template <class Scalar, bool kByColumns, class Epilogue>
-Mainloop<Epilogue> mainloop_for(const FusedProduct& product) {
-  using hopper::Parts;
+Mainloop<Epilogue> mainloop() {
   if (runs_hopper()) {
-    if (hopper::fits<Parts::kForBoth>(product)) {
-      return {hopper::multiply_on_hopper<Scalar, kByColumns, Parts::kForBoth, Epilogue>,
-              hopper::kBlock, hopper::kSharedBytes};
-    }
-    if constexpr (!Epilogue::kSideBySide) {
-      if (hopper::fits<Parts::kForOneEach>(product)) {
-        return {hopper::multiply_on_hopper<Scalar, kByColumns, Parts::kForOneEach, Epilogue>,
-                hopper::kBlock, hopper::kSharedBytes};
-      }
-    }
+    return {hopper::multiply_on_hopper<Scalar, kByColumns, Epilogue>, hopper::kBlock,
+            hopper::kSharedBytes};
   }
   return {multiply_on_ampere<Scalar, kByColumns, Epilogue>, kThreads, AmpereTile::kSharedBytes};
 }
@@ -46,18 +37,18 @@ int64_t most_tiles(const FusedProduct& product) {
 }
 
 template <class Epilogue>
-void launch(const Mainloop<Epilogue>& mainloop, int64_t blocks, const FusedProduct& product,
+void launch(const Mainloop<Epilogue>& by, int64_t blocks, const FusedProduct& product,
             const Epilogue& epilogue, cudaStream_t stream) {
   if (blocks == 0) return;
-  const cudaError_t refused = cudaFuncSetAttribute(
-      mainloop.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, mainloop.shared_bytes);
+  const cudaError_t refused =
+      cudaFuncSetAttribute(by.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, by.shared_bytes);
   if (refused != cudaSuccess) return;  // the caller checks the last error
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(mainloop.threads));
-  config.dynamicSmemBytes = static_cast<std::size_t>(mainloop.shared_bytes);
+  config.blockDim = dim3(static_cast<unsigned>(by.threads));
+  config.dynamicSmemBytes = static_cast<std::size_t>(by.shared_bytes);
   config.stream = stream;
-  cudaLaunchKernelEx(&config, mainloop.kernel, product, epilogue);
+  cudaLaunchKernelEx(&config, by.kernel, product, epilogue);
 }
 
 // The number of persistent blocks, of which a multiprocessor has `per_processor` at a time.
@@ -71,8 +62,8 @@ void run(const FusedProduct& product, const Task& task, cudaStream_t stream) {
   const auto start = [&](auto scalar) {
     using Scalar = decltype(scalar);
     const int64_t tiles = most_tiles<kTileRows, Epilogue<Scalar>::kSideBySide>(product);
-    launch(mainloop_for<Scalar, kByColumns, Epilogue<Scalar>>(product), persistent_blocks(tiles, 1),
-           product, Epilogue<Scalar>{task}, stream);
+    launch(mainloop<Scalar, kByColumns, Epilogue<Scalar>>(), persistent_blocks(tiles, 1), product,
+           Epilogue<Scalar>{task}, stream);
   };
   product.type == ScalarType::kBFloat16 ? start(__nv_bfloat16{}) : start(__half{});
 }
@@ -82,10 +73,10 @@ template <template <class> class Epilogue, class Task>
 void run_gated(const FusedProduct& product, const Task& task, cudaStream_t stream) {
   const auto start = [&](auto scalar) {
     using Scalar = decltype(scalar);
-    const Mainloop<Epilogue<Scalar>> mainloop{multiply_gated<Scalar, Epilogue<Scalar>>, kThreads,
-                                              GatedTile::kSharedBytes};
+    const Mainloop<Epilogue<Scalar>> gated{multiply_gated<Scalar, Epilogue<Scalar>>, kThreads,
+                                           GatedTile::kSharedBytes};
     const int64_t tiles = most_tiles<GatedTile::kRows, false>(product);
-    launch(mainloop, persistent_blocks(tiles, GatedTile::kBlocks), product, Epilogue<Scalar>{task},
+    launch(gated, persistent_blocks(tiles, GatedTile::kBlocks), product, Epilogue<Scalar>{task},
            stream);
   };
   product.type == ScalarType::kBFloat16 ? start(__nv_bfloat16{}) : start(__half{});
