@@ -13,6 +13,7 @@ from moe_parallel.plan.cluster import Cluster
 from moe_parallel.plan.layout import Layout, layout_of
 from moe_parallel.plan.memory import Memory, memory_of_stage
 from moe_parallel.plan.shape import no_formula, plannable, shape_of
+from moe_parallel.plan.software import WHOLE_LAYER, Software
 from moe_parallel.plan.step_time import StepTime, step_time
 
 #: Of a GPU's memory, for CUDA, NCCL's buffers and fragmentation; an assumption.
@@ -74,7 +75,10 @@ def plan_layout(
             f"{free / 2**30:.1f} that a GPU has after its reserve"
         )
         return Refused(layout, "more memory than a GPU has", reason)
-    return Plan(layout, memories[stage], stage, step_time(shape, layout, cluster))
+    # Without a graph of the step, the host launches the kernels of each layer.
+    graphs = (WHOLE_LAYER,) if config.training.uses_cuda_graph else ()
+    time = step_time(shape, layout, cluster, Software(graphs=graphs))
+    return Plan(layout, memories[stage], stage, time)
 
 
 def search(
@@ -111,12 +115,14 @@ def layouts(config: Config, cluster: Cluster) -> Iterator[Config]:
 
     tp x cp stays in a node, and a rank has LEAST_SHARE tokens of a sequence or all. Recomputation
     is none, full, and that of the configuration. Sequence parallelism is on with tp. The optimizer
-    state is divided, and gradients and weights overlap. Sizes that do not divide each other are
-    left in, so that the reason is told, but no size exceeds the number of ranks.
+    state is divided, and gradients and weights overlap, unless a step is a CUDA graph. Sizes that
+    do not divide each other are left in, so that the reason is told, but no size exceeds the number
+    of ranks.
     """
     layers, n = config.model.num_layers, config.moe.num_experts
     own = config.training
     granularities = dict.fromkeys((None, "full", own.recompute_granularity))
+    overlaps = not own.uses_cuda_graph  # which would refuse them
     sizes = product(
         _tp_and_cp(config, cluster),
         [pp for pp in _divisors(layers) if pp <= cluster.ranks],
@@ -139,8 +145,8 @@ def layouts(config: Config, cluster: Cluster) -> Iterator[Config]:
                 expert_model_parallel_size=ep,
                 expert_tensor_parallel_size=(1 if whole_experts else tp) if n else None,
                 use_distributed_optimizer=True,
-                overlap_grad_reduce=True,
-                overlap_param_gather=True,
+                overlap_grad_reduce=overlaps,
+                overlap_param_gather=overlaps,
             )
             modules = own.recompute_modules if recompute == "selective" else None
             training = replace(

@@ -117,24 +117,7 @@ class Engine:
         self.num_micro_batches = config.training.global_batch_size // (
             config.training.micro_batch_size * dp
         )
-        self._passes: Passes = partial(
-            run_micro_batches,
-            self.chunks,
-            training=config.training,
-            num_micro_batches=self.num_micro_batches,
-            loss_of=language_model_loss,
-            forward_only=False,
-            cp=groups.cp,
-        )
-        if config.training.uses_cuda_graph:
-            self._passes = StepGraph(
-                self._passes,
-                self.num_micro_batches,
-                config.training.cuda_graph_warmup_steps,
-                self.statistics.training,
-                self.progress,
-                self.device,
-            )
+        self._passes = self._passes_of_step()
 
     def step(self, batches: Iterator[Batch]) -> StepResult:
         """One optimizer step on the next micro-batches of this rank. Collective.
@@ -171,6 +154,28 @@ class Engine:
         learning_rate = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(increment=1)
         return StepResult(loss, float(grad_norm or 0.0), learning_rate, tokens)
+
+    def _passes_of_step(self) -> Passes:
+        config = self.config.training
+        passes: Passes = partial(
+            run_micro_batches,
+            self.chunks,
+            training=config,
+            num_micro_batches=self.num_micro_batches,
+            loss_of=language_model_loss,
+            forward_only=False,
+            cp=self.groups.cp,
+        )
+        if not config.uses_cuda_graph:
+            return passes
+        return StepGraph(
+            passes,
+            self.num_micro_batches,
+            config.cuda_graph_warmup_steps,
+            self.statistics.training,
+            self.progress,
+            self.device,
+        )
 
     def _traced(self, trace: RunTrace, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The micro-batches of the step, all read; the trace sees them before the layers do."""

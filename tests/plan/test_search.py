@@ -173,3 +173,18 @@ def test_experts_that_choose_among_tokens_of_several_ranks_are_refused() -> None
         make_config(options | {"expert_model_parallel_size": 4}), VOCABULARY, CLUSTER, reserve=0
     )
     assert isinstance(plan, Plan | Refused) and "formula" not in getattr(plan, "kind", "")
+
+
+def test_a_step_as_a_graph_does_not_wait_for_the_host() -> None:
+    """Narrow layers, for which the host is the limit."""
+    narrow = OPTIONS | {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512}
+    graph = narrow | {"cuda_graph_impl": "full_iteration"}
+    launched, replayed = (
+        plan_layout(make_config(each), VOCABULARY, CLUSTER) for each in (narrow, graph)
+    )
+    assert isinstance(launched, Plan) and isinstance(replayed, Plan)
+    assert launched.time.parts["host"] > 0 and "host" not in replayed.time.parts
+    assert replayed.memory.total == launched.memory.total
+    plans, refused = search(make_config(graph), VOCABULARY, CLUSTER)
+    assert plans and all(plan.layout.dp == plan.layout.ranks for plan in plans)
+    assert any("is not for --expert-model-parallel-size" in each.reason for each in refused)

@@ -1,0 +1,107 @@
+"""Realistic faults of the kernels in C++ and CUDA."""
+
+from tests.mutants.fault import Fault
+
+OF_CPU = "csrc/cpu/kernels"
+OF_OPS = ("tests/ops",)
+
+FAULTS_OF_KERNELS = [
+    Fault(
+        "C++: norms without their root",
+        f"{OF_CPU}/norm_topk.h",
+        "std::sqrt(sum_of_lanes<Sum>(squares))",
+        "sum_of_lanes<Sum>(squares)",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: ties go to the higher expert",
+        f"{OF_CPU}/norm_topk.h",
+        "own > order(chosen[place - 1])",
+        "own >= order(chosen[place - 1])",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: the bias is not ranked by",
+        f"{OF_CPU}/norm_topk.h",
+        "bias ? norms[e] + bias[e] : norms[e]",
+        "norms[e]",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: the gradient of a norm lacks its factor",
+        f"{OF_CPU}/norm_topk.h",
+        "factor * lanes.load(c + i)",
+        "lanes.load(c + i)",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: the first row is taken for an empty slot",
+        f"{OF_CPU}/permute.h",
+        "if (row < 0) continue;",
+        "if (row <= 0) continue;",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: the derivative of SiLU lacks a term",
+        f"{OF_CPU}/swiglu.h",
+        "sigmoid * (Sum{1} + g * (Sum{1} - sigmoid))",
+        "sigmoid * (Sum{1} + g * sigmoid)",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: a merge's product leaves out the last expert",
+        f"{OF_CPU}/expert_merge.h",
+        "for (; row < a.count; ++row) multiply_rows",
+        "for (; row + 1 < a.count; ++row) multiply_rows",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: a padded expert begins where the rows of the one before end",
+        "csrc/cpu/routing_map.cpp",
+        "first_row_of_expert += task.counts[expert]",
+        "first_row_of_expert += chosen",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: an expert without rows keeps what lay in its gradient",
+        "csrc/grouped_gemm.cpp",
+        "        if (!product.accumulate) out.zero_();\n",
+        "",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: the gradient of W_down is rounded after each tile of tokens",
+        "csrc/norm_topk_gradient.cpp",
+        "w.options().dtype(sum_type_of(w))",
+        "w.options()",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: the rows that round a product up keep what lay there",
+        "csrc/expert_rows.h",
+        "product_rows - num_rows).zero_();",
+        "product_rows - num_rows);",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: AVX2 stores halves of bf16 vectors in another order",
+        f"{OF_CPU}/vectors.h",
+        "_mm256_permute4x64_epi64(packed, 0b1000)",
+        "_mm256_permute4x64_epi64(packed, 0b0010)",
+        OF_OPS,
+    ),
+    Fault(
+        "CUDA: equal choices of a warp take one place",
+        "csrc/cuda/routing_map.cu",
+        "counter[bin] + __popc(before)",
+        "counter[bin]",
+        ("tests/cuda_host",),
+    ),
+    Fault(
+        "CUDA: the product of a gate does not wait for its last copies",
+        "csrc/cuda/fused/gated.cuh",
+        "ptx::wait_for_copies<GatedTile::kStages - 2>();",
+        "ptx::wait_for_copies<GatedTile::kStages - 1>();",
+        ("tests/cuda_host/test_gates.py",),
+    ),
+]
