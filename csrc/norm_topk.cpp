@@ -18,7 +18,7 @@
 namespace moe_parallel {
 namespace {
 
-constexpr int64_t kCpuTileBytes = int64_t{16} << 20;   // of C
+constexpr int64_t kCpuTileBytes = int64_t{16} << 20;  // of C
 constexpr int64_t kCudaTileBytes = int64_t{128} << 20;
 
 // The words of `keep` in moe_parallel/ops/types.py.

@@ -50,12 +50,12 @@ class TrainingConfig(Section):
         "let the backward passes of experts and linear layers add weight gradients directly to the "
         "fp32 sum over micro-batches, instead of rounding them and adding them afterward",
     )
-    cuda_graph_impl: str = option(
-        "none",
+    cuda_graph_impl: str | None = option(
+        None,
         "full_iteration: on a GPU, record the forward and backward passes of a step once as a CUDA "
         "graph and replay it in each step, so that the host no longer launches kernel after "
         "kernel; none: launch them",
-        choices=("none", "full_iteration"),
+        choices=("full_iteration",),
     )
     cuda_graph_warmup_steps: int = option(
         3, "number of steps of a process before --cuda-graph-impl records one", least=1
@@ -100,7 +100,7 @@ class TrainingConfig(Section):
 
     @property
     def uses_cuda_graph(self) -> bool:
-        return self.cuda_graph_impl != "none"
+        return self.cuda_graph_impl is not None
 
     def tokens_of_loss_chunk(self, device_type: str) -> int:
         """--loss-chunk-size on a device of the type `cuda` or `cpu`."""
