@@ -19,9 +19,17 @@ _MODEL_PARALLEL = (
 
 def check_cuda_graph(config: Config) -> None:
     """Raise InputError for an option with which a step cannot be recorded as a CUDA graph."""
+    training = config.training
+    if not training.uses_cuda_graph:
+        if training.cuda_graph_warmup_steps != type(training).cuda_graph_warmup_steps:
+            raise InputError(
+                f"{_told(training, 'cuda_graph_warmup_steps')}, but no step is recorded: set "
+                "--cuda-graph-impl, or leave it out"
+            )
+        return
     for set_to, reason in _obstacles(config):
         raise InputError(
-            f"--cuda-graph-impl {config.training.cuda_graph_impl} is not for {set_to}: {reason}; "
+            f"--cuda-graph-impl {training.cuda_graph_impl} is not for {set_to}: {reason}; "
             "leave one of them out"
         )
 

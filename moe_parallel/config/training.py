@@ -118,8 +118,7 @@ class TrainingConfig(Section):
         if self.gradient_accumulation_fusion:
             _check_fusion(config)
         check_recompute(config)
-        if self.uses_cuda_graph:
-            check_cuda_graph(config)
+        check_cuda_graph(config)
         if self.skip_train:
             _check_evaluation(config)
         if self.deterministic_mode and self.attention_backend == "fused":
