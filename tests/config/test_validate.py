@@ -314,7 +314,7 @@ make_vocab_size_divisible_by num_experts moe_ffn_hidden_size moe_router_topk
 tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
 context_parallel_size
 expert_model_parallel_size expert_tensor_parallel_size micro_batch_size global_batch_size seq_length
-train_iters exit_interval lr_decay_iters lr_wsd_decay_iters vocab_size save_interval keep_last
+train_iters cuda_graph_warmup_steps exit_interval lr_decay_iters lr_wsd_decay_iters vocab_size save_interval keep_last
 moe_dispatch_parts log_interval eval_interval log_digest ddp_bucket_size profile_step_start
 """.split()
 ABOVE_0 = """
@@ -333,7 +333,12 @@ BROKEN += [
         {**FUSED, "bf16": True, "fp8_format": "hybrid"},
         1,
         "--gradient-accumulation-fusion .* --fp8-format hybrid .* Engine: remove one of them",
-    )
+    ),
+    (
+        {"cuda_graph_warmup_steps": 5},
+        1,
+        "--cuda-graph-warmup-steps 5, but no step is recorded: set --cuda-graph-impl",
+    ),
 ]
 BROKEN += [({name: -1}, 1, f"{flag(name)} is -1.*: it must be at least 0") for name in AT_LEAST_0]
 BROKEN += [({name: 0}, 1, f"{flag(name)} is 0: it must be at least 1") for name in AT_LEAST_1]
