@@ -314,7 +314,8 @@ make_vocab_size_divisible_by num_experts moe_ffn_hidden_size moe_router_topk
 tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
 context_parallel_size
 expert_model_parallel_size expert_tensor_parallel_size micro_batch_size global_batch_size seq_length
-train_iters cuda_graph_warmup_steps exit_interval lr_decay_iters lr_wsd_decay_iters vocab_size save_interval keep_last
+train_iters exit_interval lr_decay_iters lr_wsd_decay_iters vocab_size save_interval keep_last
+cuda_graph_warmup_steps
 moe_dispatch_parts log_interval eval_interval log_digest ddp_bucket_size profile_step_start
 """.split()
 ABOVE_0 = """
