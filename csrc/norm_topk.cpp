@@ -19,7 +19,6 @@ namespace moe_parallel {
 namespace {
 
 constexpr int64_t kCpuTileBytes = int64_t{16} << 20;  // of C
-constexpr int64_t kCudaTileBytes = int64_t{128} << 20;
 
 // The words of `keep` in moe_parallel/ops/types.py.
 enum class Keep { kNothing, kChosen, kAll };
@@ -111,7 +110,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_topk(
     }
   }
   at::Tensor w_cat;
-  Tiles tiles(x, num_experts * rank, x.is_cuda() ? kCudaTileBytes : kCpuTileBytes);
+  Tiles tiles(x, num_experts * rank, kCpuTileBytes);
   tiles.for_each([&](int64_t first, int64_t tokens) {
     const auto x_tile = x.narrow(0, first, tokens);
     auto c_tile = keep_all ? c_TER.narrow(0, first, tokens).flatten(1) : tiles.columns(tokens);

@@ -9,11 +9,8 @@
 namespace moe_parallel {
 namespace {
 
-// Of dC: more than in the forward pass, because each tile also reads and writes dW. On a GPU, a
-// product of the few tokens of a smaller tile would leave multiprocessors without work: dX has only
-// D columns.
+// Of dC: more than in the forward pass, because each tile also reads and writes dW.
 constexpr int64_t kCpuGradientTileBytes = int64_t{32} << 20;
-constexpr int64_t kCudaGradientTileBytes = int64_t{128} << 20;
 
 // Checks the C of some experts of each token, or its gradient.
 void check_product_of(const char* name, const at::Tensor& c, const at::Tensor& x, int64_t experts,
@@ -59,7 +56,7 @@ std::tuple<at::Tensor, at::Tensor> norm_topk_backward(const at::Tensor& dnorms,
   // The tiles are added in the type of sums, so that the result is rounded to bf16 only once.
   auto dw_cat = at::empty(w_cat.sizes(), w.options().dtype(sum_type_of(w)));
   if (x.size(0) == 0) dw_cat.zero_();
-  Tiles tiles(x, w_cat.size(1), x.is_cuda() ? kCudaGradientTileBytes : kCpuGradientTileBytes);
+  Tiles tiles(x, w_cat.size(1), kCpuGradientTileBytes);
   tiles.for_each([&](int64_t first, int64_t tokens) {
     const auto x_tile = x.narrow(0, first, tokens);
     auto dc = tiles.columns(tokens);

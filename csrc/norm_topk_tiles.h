@@ -12,6 +12,10 @@ namespace moe_parallel {
 
 constexpr int64_t kTileMinTokens = 64;  // smaller products are no faster
 
+// Of C on a GPU, where each tile reads all of W, and in the backward pass also reads and writes dW.
+// A product of the few tokens of a smaller tile would leave multiprocessors without work.
+constexpr int64_t kCudaTileBytes = int64_t{128} << 20;
+
 inline void check_product(const at::Tensor& x, const at::Tensor& w) {
   check_dim("x", x, 2);
   check_dim("w", w, 3);
@@ -29,9 +33,11 @@ inline at::Tensor concatenate(const at::Tensor& w) {
 // The tiles of tokens, and memory for the columns that are computed from one tile.
 class Tiles {
  public:
-  // `bytes`: the most that the columns of a tile may take.
-  Tiles(const at::Tensor& x, int64_t columns, int64_t bytes)
-      : tokens_(x.size(0)), tile_(tokens_of_tile(x, columns, bytes)), memory_(x, tile_, columns) {}
+  // `cpu_bytes`: the most that the columns of a tile may take on a CPU.
+  Tiles(const at::Tensor& x, int64_t columns, int64_t cpu_bytes)
+      : tokens_(x.size(0)),
+        tile_(tokens_of_tile(x, columns, x.is_cuda() ? kCudaTileBytes : cpu_bytes)),
+        memory_(x, tile_, columns) {}
 
   // Calls body(first, tokens) for every tile.
   template <class Body>

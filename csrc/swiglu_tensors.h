@@ -35,8 +35,8 @@ inline void swiglu_out(at::Tensor& h, const at::Tensor& gate, const at::Tensor& 
                       .up_stride = up.stride(0)});
 }
 
-// The same as an epilogue, which stores gate and up. The probs have the type of
-// sums, which is float for the types that can be fused.
+// The same as an epilogue, which stores gate and up. The probs have the type of sums, which is
+// float for the types that can be fused.
 inline ActivateRows activate_rows(at::Tensor& h, const at::Tensor& gate, const at::Tensor& up,
                                   const at::Tensor& probs) {
   return {.probs = static_cast<const float*>(probs.const_data_ptr()),

@@ -14,8 +14,8 @@ __device__ inline bool has_row(const Task& task, int64_t row) {
 }
 
 // One warp per token. Each lane sums complete columns in the order of the choices. Whether there
-// are probs is a template parameter: as a branch between the loads it takes 20 registers, and with
-// them a third of the warps that the speed of memory needs.
+// are probs is a template parameter: a branch between the loads would take 20 more registers, and
+// then too few warps fit to keep the memory busy.
 template <class Scalar, int kSize, bool kHasProbs>
 __global__ void __launch_bounds__(kThreads, kBlocksOfSums) sum_rows(Unpermute task) {
   using Sum = sum_t<Scalar>;

@@ -1,4 +1,4 @@
-"""The rules of --cuda-graph-impl: what would have to be computed by the host in each step."""
+"""The rules of --cuda-graph-impl: what a graph of a step cannot record."""
 
 from __future__ import annotations
 
@@ -16,16 +16,26 @@ _MODEL_PARALLEL = (
     "expert_model_parallel_size", "expert_tensor_parallel_size",
 )  # fmt: skip
 
+#: Options of systems with which the host takes part in each step.
+_OF_THE_HOST = {
+    "moe_router_trace": "the choices of each step are written to a file",
+    "moe_router_replay": "the choices of each step are read from a file",
+    "moe_erc_loss_coeff": "a generator of random numbers is seeded in each step",
+    "moe_input_jitter_eps": "the state of random numbers is set in each step",
+}
+
 
 def check_cuda_graph(config: Config) -> None:
     """Raise InputError for an option with which a step cannot be recorded as a CUDA graph."""
     training = config.training
-    if not training.uses_cuda_graph:
+    if training.cuda_graph_impl is None:
         if training.cuda_graph_warmup_steps != type(training).cuda_graph_warmup_steps:
             raise InputError(
                 f"{_told(training, 'cuda_graph_warmup_steps')}, but no step is recorded: set "
                 "--cuda-graph-impl, or leave it out"
             )
+        return
+    if training.skip_train:  # which records nothing
         return
     for set_to, reason in _obstacles(config):
         raise InputError(
@@ -49,11 +59,17 @@ def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
             "Megatron-Core reads the state of random numbers in each step",
         )
     if training.attention_backend in ("local", "transformer_engine"):
-        yield _told(training, "attention_backend"), "its host code runs in each step"
+        yield (
+            _told(training, "attention_backend"),
+            "it takes numbers from the host, or sets the state of random numbers, in each step",
+        )
     if training.reset_attention_mask:
         yield _told(training, "reset_attention_mask"), "the host reads where documents begin"
     if config.fp8.fp8_format is not None:
-        yield _told(config.fp8, "fp8_format"), "Transformer Engine takes numbers of rows from it"
+        yield (
+            _told(config.fp8, "fp8_format"),
+            "Transformer Engine takes the numbers of rows from the host",
+        )
     if any(config.moe_layers):
         yield from _obstacles_of_experts(config, selection)
 
@@ -71,9 +87,11 @@ def _obstacles_of_experts(config: Config, selection: Any) -> Iterator[tuple[str,
             "--moe-pad-expert-input-to-capacity",
             varies,
         )
-    for name in ("moe_router_trace", "moe_router_replay", "moe_erc_loss_coeff"):
+    if moe.moe_backend == "reference" and not selection.merges:
+        yield _told(moe, "moe_backend"), "the host reads the number of rows of each expert"
+    for name, reason in _OF_THE_HOST.items():
         if getattr(selection, name, None):
-            yield _told(selection, name), "the host has a part in it in each step"
+            yield _told(selection, name), reason
     if selection.forced_routing is not None:
         yield "forced routing", "the host chooses the experts"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moe_parallel.config.cuda_graph import check_cuda_graph
@@ -100,7 +100,13 @@ class TrainingConfig(Section):
 
     @property
     def uses_cuda_graph(self) -> bool:
-        return self.cuda_graph_impl is not None
+        return self.cuda_graph_impl is not None and not self.skip_train
+
+    @property
+    def without_graph(self) -> TrainingConfig:
+        """The same, but every kernel is launched, on any device and in any layout."""
+        steps = type(self).cuda_graph_warmup_steps
+        return replace(self, cuda_graph_impl=None, cuda_graph_warmup_steps=steps)
 
     def tokens_of_loss_chunk(self, device_type: str) -> int:
         """--loss-chunk-size on a device of the type `cuda` or `cpu`."""

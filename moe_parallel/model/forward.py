@@ -89,7 +89,8 @@ def share_of(batch: Batch, cp: dist.ProcessGroup | None) -> dict[str, torch.Tens
     length = batch["tokens"].shape[1]
     share = zigzag(length, cp.size(), cp.rank()) if cp is not None else [range(length)]
     mine = {name: take(x_BS, share, axis=1).contiguous() for name, x_BS in batch.items()}
-    return mine | {"positions": positions(share), "counted": batch["loss_mask"].sum()}
+    of_share = positions(share, batch["tokens"].device)
+    return mine | {"positions": of_share, "counted": batch["loss_mask"].sum()}
 
 
 def language_model_loss(losses_BS: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, Reported]:

@@ -115,14 +115,14 @@ def layouts(config: Config, cluster: Cluster) -> Iterator[Config]:
 
     tp x cp stays in a node, and a rank has LEAST_SHARE tokens of a sequence or all. Recomputation
     is none, full, and that of the configuration. Sequence parallelism is on with tp. The optimizer
-    state is divided, and gradients and weights overlap, unless a step is a CUDA graph. Sizes that
-    do not divide each other are left in, so that the reason is told, but no size exceeds the number
-    of ranks.
+    state is divided, and gradients and weights overlap. Sizes that do not divide each other are
+    left in, so that the reason is told, but no size exceeds the number of ranks. If a step is a
+    CUDA graph, the model is not divided, and nothing is recomputed or overlaps.
     """
     layers, n = config.model.num_layers, config.moe.num_experts
     own = config.training
     granularities = dict.fromkeys((None, "full", own.recompute_granularity))
-    overlaps = not own.uses_cuda_graph  # which would refuse them
+    whole = own.uses_cuda_graph  # each GPU then holds the model, and nothing overlaps
     sizes = product(
         _tp_and_cp(config, cluster),
         [pp for pp in _divisors(layers) if pp <= cluster.ranks],
@@ -133,6 +133,8 @@ def layouts(config: Config, cluster: Cluster) -> Iterator[Config]:
     )
     for (tp, cp), pp, ep, whole_experts, micro_batch, recompute in sizes:
         if whole_experts and tp == 1:
+            continue
+        if whole and (tp * cp * pp * ep > 1 or recompute is not None):
             continue
         for each in _chunk_sizes(layers, pp):
             parallel = replace(
@@ -145,8 +147,8 @@ def layouts(config: Config, cluster: Cluster) -> Iterator[Config]:
                 expert_model_parallel_size=ep,
                 expert_tensor_parallel_size=(1 if whole_experts else tp) if n else None,
                 use_distributed_optimizer=True,
-                overlap_grad_reduce=overlaps,
-                overlap_param_gather=overlaps,
+                overlap_grad_reduce=not whole,
+                overlap_param_gather=not whole,
             )
             modules = own.recompute_modules if recompute == "selective" else None
             training = replace(

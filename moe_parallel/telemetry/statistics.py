@@ -123,7 +123,7 @@ class RoutingTotals:
         return dict(self._from_host)
 
     def add_numbers(self, numbers: Mapping[tuple[int, int], float]) -> None:
-        """Adds what `numbers` returned more after than before a pass that runs again."""
+        """Adds those of a pass that is replayed: the difference of `numbers` by its recording."""
         for (row, column), number in numbers.items():
             self._from_host[row, column] += number
 

@@ -77,13 +77,13 @@ class Engine:
         self.progress = progress or Progress()
         self.groups = groups
         self.device = device()
+        if config.training.uses_cuda_graph:
+            use_stream_of_graphs(self.device)
         self.statistics = RoutingStatistics(
             config.model.num_layers, config.moe.num_experts or 1, self.device
         )
         padded = config.padded_vocab_size(vocab_size)
         self._trace = run_trace(config, groups)
-        if config.training.uses_cuda_graph:
-            use_stream_of_graphs(self.device)
         with self.device:
             chunks = build_model(
                 config,
@@ -168,8 +168,11 @@ class Engine:
         )
         if not config.uses_cuda_graph:
             return passes
+        # Messages between ranks stay outside the graph.
+        get_model_config(self.chunks[0]).finalize_model_grads_func = None
         return StepGraph(
             passes,
+            partial(finalize_model_grads, self.chunks),
             self.num_micro_batches,
             config.cuda_graph_warmup_steps,
             self.statistics.training,

@@ -61,11 +61,11 @@ def standalone_config(
 
 
 def on_one_process(config: Config, load: str | None = None) -> Config:
-    """The same configuration without the settings of layout, precision and saving."""
+    """The same configuration without the settings of layout, precision, graphs and saving."""
     return replace(
         config,
         parallel=ParallelConfig(),
-        training=replace(config.training, bf16=False),
+        training=replace(config.training.without_graph, bf16=False),
         fp8=Fp8Config(),
         checkpoint=CheckpointConfig(load=load),
     )
@@ -93,7 +93,7 @@ def evaluation_config(flags: Sequence[str], load: str, world_size: int) -> Confi
     layout |= {"sequence_parallel": False, "num_layers_per_virtual_pipeline_stage": None}
     backend = config.training.attention_backend
     training = replace(
-        config.training,
+        config.training.without_graph,
         micro_batch_size=1,
         global_batch_size=world_size,
         recompute_granularity=None,

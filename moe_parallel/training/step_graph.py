@@ -12,26 +12,28 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 import torch
+import torch.distributed as dist
 
 from moe_parallel.errors import InputError
 from moe_parallel.model.forward import Batch, Reported
 from moe_parallel.telemetry.progress import Phase, Progress
 from moe_parallel.telemetry.statistics import RoutingTotals
 
-#: The passes of a step on its micro-batches, and the values that each of these reports.
+#: Runs all micro-batches of a step; returns what each reports.
 Passes = Callable[[Iterator[Batch]], list[Reported]]
 
 
 class StepGraph:
-    """Runs the passes as they are for some steps, then records them, then replays the record.
+    """Launches the passes for some steps, then records them, then replays the record.
 
-    All of it has to run on one stream that is not the default one, and so has what made the model's
-    gradient buffers (`use_stream_of_graphs`).
+    The gradient buffers must be made, and all calls run, on one stream that is not the default one
+    (`use_stream_of_graphs`).
     """
 
     def __init__(
         self,
         passes: Passes,
+        finish: Callable[[], object],
         num_micro_batches: int,
         warmup_steps: int,
         totals: RoutingTotals,
@@ -40,34 +42,32 @@ class StepGraph:
     ) -> None:
         """
         Args:
-            passes: always of the same kernels, on the same memory, for which the host never waits.
+            passes: launches the same kernels on the same memory in each call, and never waits for
+                the device.
+            finish: called after the passes of each step, and not recorded.
             warmup_steps: steps before the graph is recorded, in which libraries initialize.
             totals, progress: what the host counts for each step.
         """
-        self._passes = passes
+        self._passes, self._finish = passes, finish
         self._num_micro_batches = num_micro_batches
-        self._left = warmup_steps
+        self._warmup_left = warmup_steps
         self._totals, self._progress = totals, progress
         self._device = device
         self._inputs: list[dict[str, torch.Tensor]] = []  # the memory from which the graph reads
         self._graph: torch.cuda.CUDAGraph | None = None
         self._reported: list[Reported] = []  # the memory to which it writes
-        self._numbers: dict[tuple[int, int], float] = {}
-        self._rows = 0
+        self._host_numbers: dict[tuple[int, int], float] = {}  # of one step
+        self._host_rows = 0
 
     def __call__(self, batches: Iterator[Batch]) -> list[Reported]:
-        """The same as `passes`. The next call overwrites the values."""
+        """The same as `passes` and `finish`. The next call overwrites the values."""
         self._read(batches)
-        if self._left:
-            self._left -= 1
-            return self._passes(iter(self._inputs))
-        if self._graph is None:
-            self._graph = self._recorded()
+        if self._warmup_left:
+            self._warmup_left -= 1
+            self._reported = self._passes(iter(self._inputs))
         else:
-            self._totals.add_numbers(self._numbers)
-            self._progress.rows += self._rows
-        with self._progress.during(Phase.REPLAY):
-            self._graph.replay()
+            self._replay()
+        self._finish()
         return self._reported
 
     def _read(self, batches: Iterator[Batch]) -> None:
@@ -83,6 +83,15 @@ class StepGraph:
                 pinned = x.pin_memory() if to[name].is_cuda and not x.is_cuda else x
                 to[name].copy_(pinned, non_blocking=True)
 
+    def _replay(self) -> None:
+        if self._graph is None:
+            self._graph = self._recorded()
+        else:
+            self._totals.add_numbers(self._host_numbers)
+            self._progress.rows += self._host_rows
+        with self._progress.during(Phase.REPLAY):
+            self._graph.replay()
+
     def _recorded(self) -> torch.cuda.CUDAGraph:
         numbers, rows = self._totals.numbers(), self._progress.rows
         graph = torch.cuda.CUDAGraph()
@@ -95,21 +104,33 @@ class StepGraph:
             ):
                 self._reported = self._passes(iter(self._inputs))
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
-            raise InputError(
-                f"--cuda-graph-impl full_iteration: the step cannot be a CUDA graph ({reason}): "
-                "leave the flag out"
-            ) from error
-        self._numbers = {
+            raise _explained(error) from error
+        self._host_numbers = {
             place: number - numbers.get(place, 0.0)
             for place, number in self._totals.numbers().items()
         }
-        self._rows = self._progress.rows - rows
+        self._host_rows = self._progress.rows - rows
         return graph
 
 
+def _explained(error: BaseException) -> BaseException:
+    """The error for the user, if recording failed with `error`.
+
+    The end of a recording that has failed raises an error of its own, which says little.
+    """
+    first = error
+    while first.__context__ is not None:
+        first = first.__context__
+    if isinstance(first, torch.OutOfMemoryError | dist.DistError):
+        return first
+    reason = str(first).strip().splitlines()[0]
+    return InputError(
+        f"--cuda-graph-impl full_iteration: the step cannot be recorded ({reason}): leave it out"
+    )
+
+
 def use_stream_of_graphs(device: torch.device) -> None:
-    """Let this thread use a stream that graphs can record; the default one cannot be recorded.
+    """Let this thread use a stream other than the default one, which graphs cannot record.
 
     Raises InputError on a CPU.
     """
@@ -117,4 +138,5 @@ def use_stream_of_graphs(device: torch.device) -> None:
         raise InputError(
             "--cuda-graph-impl full_iteration needs a GPU, and torch sees none: leave it out"
         )
-    torch.cuda.set_stream(torch.cuda.Stream(device))
+    if torch.cuda.current_stream() == torch.cuda.default_stream():
+        torch.cuda.set_stream(torch.cuda.Stream(device))

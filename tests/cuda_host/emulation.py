@@ -58,7 +58,8 @@ def load(library: Path | str, *, in_front: bool = False) -> ctypes.CDLL:
     """`in_front`: an extension that is loaded afterward calls these kernels instead of its own."""
     scope = os.RTLD_GLOBAL if in_front else os.RTLD_LOCAL
     loaded = ctypes.CDLL(str(library), mode=scope | os.RTLD_NOW)
-    for count in (loaded.tasks_run, loaded.products_fused, loaded.bank_conflicts):
+    counts = loaded.tasks_run, loaded.products_fused, loaded.gates_fused, loaded.bank_conflicts
+    for count in counts:
         count.restype = ctypes.c_int64
     return loaded
 
@@ -71,6 +72,7 @@ def main(library: str, *arguments: str) -> int:
     status = pytest.main(list(arguments))
     print(f"tasks on the kernels of csrc/cuda: {kernels.tasks_run()}")
     print(f"products with their epilogues: {kernels.products_fused()}")
+    print(f"gates that their kernel multiplied: {kernels.gates_fused()}")
     return int(status)
 
 

@@ -14,7 +14,7 @@
 namespace moe_parallel {
 namespace {
 
-int64_t tasks_run = 0, products_fused = 0;
+int64_t tasks_run = 0, products_fused = 0, gates_fused = 0;
 
 template <class Task>
 void run(const Task& task) {
@@ -26,6 +26,8 @@ template <class Rows>
 bool run_fused(const FusedProduct* product, const Rows* epilogue) {
   if (!can_fuse(*product, *epilogue)) return false;
   ++products_fused;
+  gates_fused +=
+      std::is_same_v<Rows, ActivateGateRows> || std::is_same_v<Rows, DifferentiateGateRows>;
   run_on_cuda(*product, *epilogue, nullptr);
   return true;
 }
@@ -81,6 +83,7 @@ bool differentiate_gate_rows(const moe_parallel::FusedProduct* product,
 }
 int64_t tasks_run() { return moe_parallel::tasks_run; }
 int64_t products_fused() { return moe_parallel::products_fused; }
+int64_t gates_fused() { return moe_parallel::gates_fused; }
 void count_choices(const moe_parallel::CountChoices* task) { run_on_cpu(*task); }
 void find_rows(const moe_parallel::FindRows* task) { run_on_cpu(*task); }
 void place_choices(const moe_parallel::PlaceChoices* task) { run_on_cpu(*task); }

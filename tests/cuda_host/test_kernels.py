@@ -41,6 +41,8 @@ def test_layers_and_selection_pass_on_products_with_epilogues(library):
     said = run(library, "tests/ops/test_fused_products.py", "-k", "dropped or padded or norms")
     products = re.search(r"epilogues: (\d+)$", said, re.MULTILINE)
     assert products and int(products[1]) > 100
+    gates = re.search(r"multiplied: (\d+)$", said, re.MULTILINE)
+    assert gates and int(gates[1]) > 20
 
 
 def run(library: Path, *arguments: str) -> str:

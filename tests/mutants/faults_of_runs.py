@@ -254,7 +254,7 @@ FAULTS_OF_RUNS = [
     Fault(
         "a replayed step does not count what the host knows",
         "moe_parallel/training/step_graph.py",
-        "            self._totals.add_numbers(self._numbers)\n",
+        "            self._totals.add_numbers(self._host_numbers)\n",
         "",
         ("tests/training/test_step_graph.py",),
     ),
@@ -263,6 +263,13 @@ FAULTS_OF_RUNS = [
         "moe_parallel/training/step_graph.py",
         "if not self._inputs:",
         "if True:",
+        ("tests/training/test_step_graph.py",),
+    ),
+    Fault(
+        "no step is ever recorded",
+        "moe_parallel/training/step_graph.py",
+        "        if self._warmup_left:\n",
+        "        if True:\n",
         ("tests/training/test_step_graph.py",),
     ),
 ]

@@ -27,7 +27,7 @@ GRAPH = {"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 2}
 
 def trained(options):
     """The loss and gradient norm of each step, and the routing of all."""
-    run = TinyRun(Layout(), Path(), options=options | {"moe_backend": "native"})
+    run = TinyRun(Layout(), Path(), options={"moe_backend": "native"} | options)
     measured = run.steps(STEPS)
     routing = run.engine.statistics.training.summaries()
     run.close()

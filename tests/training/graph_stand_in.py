@@ -1,8 +1,8 @@
 """A stand-in for torch's CUDA graphs on a CPU: it records operators and runs them again.
 
 As on a GPU, a recording has no effect: what its operators wrote to memory that existed before is
-put back. A replay runs the operators on the same memory, whatever Python has done in between.
-Operators whose result depends on the host, such as random numbers, are repeated with new ones.
+put back, and what would wait for a GPU is an error. A replay runs the operators on the same memory,
+whatever Python has done in between. Random numbers are new in each replay.
 """
 
 from contextlib import ExitStack, contextmanager
@@ -12,14 +12,24 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+#: What returns a number to Python, or reads or sets the state of random numbers.
+FORBIDDEN = {
+    torch.Tensor: ("item", "tolist", "cpu", "__bool__", "__float__", "__int__", "__index__"),
+    torch: ("get_rng_state", "set_rng_state"),
+    torch.cuda: ("get_rng_state", "set_rng_state"),
+}
+
 
 class Recorded:
     """In place of torch.cuda.CUDAGraph."""
+
+    replays = 0  # of all graphs
 
     def __init__(self):
         self.operators = []
 
     def replay(self):
+        Recorded.replays += 1
         with torch.no_grad():
             for func, args, kwargs, out in self.operators:
                 found = func(*args, **kwargs)
@@ -61,9 +71,20 @@ class _Recording(TorchDispatchMode):
 @contextmanager
 def record(graph, **_):
     """In place of torch.cuda.graph."""
-    with _Recording(graph) as recording:
+    with ExitStack() as patches:
+        for owner, names in FORBIDDEN.items():
+            for name in names:
+                patches.enter_context(mock.patch.object(owner, name, _refusal(name)))
+        recording = patches.enter_context(_Recording(graph))
         yield
     recording.undo()
+
+
+def _refusal(name):
+    def refused(*_, **__):
+        raise RuntimeError(f"{name}() is not possible during a recording")
+
+    return refused
 
 
 @contextmanager

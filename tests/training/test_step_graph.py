@@ -4,18 +4,21 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from moe_parallel.config import make_config, validate
 from moe_parallel.errors import InputError
+from moe_parallel.model.forward import language_model_loss, run_micro_batches
+from moe_parallel.training.standalone import evaluation_config, on_one_process
 from tests import systems
 from tests.distributed import run_distributed
 from tests.systems import SYSTEMS
 from tests.tiers import rest_in_full
-from tests.training.graph_stand_in import stand_in
-from tests.training.tiny_run import TINY, Layout, TinyRun
+from tests.training.graph_stand_in import Recorded, stand_in
+from tests.training.tiny_run import AOE, TINY, Layout, TinyRun
 
 ROOT = Path(__file__).resolve().parents[2]
 GRAPH = {"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": 2}
@@ -25,40 +28,78 @@ STEPS = 6
 
 
 def _trained(options, path):
-    """The loss and gradient norm of each step, the routing of all, the weights at the end."""
-    run = TinyRun(Layout(), path, options=options | NATIVE)
-    measured = run.steps(STEPS)
-    routing = run.engine.statistics.training.summaries()
-    rows = run.engine.progress.take()[1]
+    """The loss, the gradient norm and the routing of each step, and the weights at the end.
+
+    Between steps the statistics are cleared, as by a log line, and one evaluation runs.
+    """
+    run = TinyRun(Layout(), path, options=NATIVE | options)
+    engine, steps = run.engine, []
+    for number in range(STEPS):
+        measured = run.steps(1)
+        rows = engine.progress.take()[1]
+        steps.append((measured, engine.statistics.training.summaries(), rows))
+        engine.statistics.training.clear()
+        if number == STEPS - 2:
+            _evaluate(run)
     weights = {name: weight.detach().clone() for name, weight in run.parameters()}
     run.close()
-    return measured, routing, rows, weights
+    return steps, weights
+
+
+def _evaluate(run):
+    engine = run.engine
+    for chunk in engine.chunks:
+        chunk.eval()
+    with engine.statistics.evaluating(), torch.no_grad():
+        run_micro_batches(
+            engine.chunks,
+            run.batches(),
+            engine.config.training,
+            1,
+            language_model_loss,
+            forward_only=True,
+        )
 
 
 def _trained_both_ways(options, path):
     launched = _trained(options, path)
     with stand_in():
         replayed = _trained(options | GRAPH, path)
-    return launched, replayed
+        return launched, replayed, Recorded.replays
 
 
-def _is_possible(name):
+def _is_possible(options):
     try:
-        validate(make_config(TINY | systems.options(name) | GRAPH), 1)
+        validate(make_config(TINY | NATIVE | options | GRAPH), 1)
     except InputError:
         return False
     return True
 
 
-QUICK = ("aoe", "topk, one expert", "lory")
+DENSE = {"num_experts": None, "moe_layer_freq": "1"}
+TRAINED = {name: systems.options(name) for name in SYSTEMS}
+TRAINED |= {
+    "dense": DENSE,
+    "plain topk, bf16, fused sums": BF16 | {"gradient_accumulation_fusion": True},
+    "plain topk, sharded optimizer": {"use_distributed_optimizer": True},
+    "topk, padded capacity": {
+        "moe_expert_capacity_factor": 1.0,
+        "moe_pad_expert_input_to_capacity": True,
+    },
+    "aoe, bf16, within a budget": AOE | BF16 | {"moe_activation_budget": 0.01},
+}
+TRAINED = {name: options for name, options in TRAINED.items() if _is_possible(options)}
+QUICK = ("aoe", "topk, one expert", "lory", "plain topk, bf16, fused sums")
 
 
-@pytest.mark.parametrize("name", rest_in_full(list(filter(_is_possible, SYSTEMS)), *QUICK))
+@pytest.mark.parametrize("name", rest_in_full(list(TRAINED), *QUICK))
 def test_a_replayed_step_is_the_same(tmp_path, name):
-    options = systems.options(name)
-    ((launched, replayed),) = run_distributed(1, _trained_both_ways, options, tmp_path)
-    assert replayed[:3] == launched[:3]
-    assert all(torch.equal(replayed[3][name], weight) for name, weight in launched[3].items())
+    ((launched, replayed, replays),) = run_distributed(
+        1, _trained_both_ways, TRAINED[name], tmp_path
+    )
+    assert replays == STEPS - GRAPH["cuda_graph_warmup_steps"]
+    assert replayed[0] == launched[0]
+    assert all(torch.equal(replayed[1][name], weight) for name, weight in launched[1].items())
 
 
 REFUSED = {
@@ -75,7 +116,10 @@ REFUSED = {
     "free experts": {"moe_zero_experts": 1},
     "moe_expert_capacity_factor": {"moe_expert_capacity_factor": 1.0},
     "moe_router_trace": {"moe_router_trace": "trace.npz"},
+    "moe_router_replay": {"moe_router_replay": "trace.npz"},
     "moe_erc_loss_coeff": {"moe_erc_loss_coeff": 0.1},
+    "moe_input_jitter_eps": {"moe_input_jitter_eps": 0.01},
+    "moe_backend": {"moe_backend": "reference"},
     "forced routing": {"moe_router_force_load_balancing": True},
 }
 
@@ -83,16 +127,67 @@ REFUSED = {
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_what_the_host_does_in_each_step_is_refused(name):
     told = name if " " in name else "--" + name.replace("_", "-")
-    config = make_config(TINY | REFUSED[name] | GRAPH)
+    config = make_config(TINY | NATIVE | REFUSED[name] | GRAPH)
     with pytest.raises(InputError, match=f"^--cuda-graph-impl full_iteration is not for {told}"):
         validate(config, 2)
 
 
-def test_a_padded_capacity_and_a_dense_model_are_not_refused():
-    padded = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
-    validate(make_config(TINY | padded | GRAPH), 1)
-    dense = {name: value for name, value in TINY.items() if not name.startswith(("num_e", "moe"))}
-    validate(make_config(dense | GRAPH), 1)
+def test_what_is_not_refused():
+    assert len(TRAINED) == 19
+    assert {"dense", "topk, padded capacity", "smear", "hash", "uoe"} <= TRAINED.keys()
+
+
+def _failures_of_recordings(path):
+    """During the recording Python asks for a number, or memory ends."""
+    found = []
+    for error in (None, torch.OutOfMemoryError("no memory")):
+        run = TinyRun(Layout(), path, options=NATIVE | GRAPH)
+        run.steps(2)
+        graph = run.engine._passes
+
+        def passes(batches, passes=graph._passes, error=error):
+            reported = passes(batches)
+            if error is not None:
+                raise error
+            return float(reported[0]["sums"].sum())
+
+        graph._passes = passes
+        try:
+            run.steps(1)
+        except Exception as raised:
+            found.append((type(raised).__name__, str(raised)))
+        run.close()
+    return found
+
+
+def _failures_in_the_stand_in(path):
+    with stand_in():
+        return _failures_of_recordings(path)
+
+
+def test_a_recording_that_fails_says_why(tmp_path):
+    ((of_number, of_memory),) = run_distributed(1, _failures_in_the_stand_in, tmp_path)
+    assert of_number[0] == "InputError" and "recorded (__float__() is not" in of_number[1]
+    assert of_memory == ("OutOfMemoryError", "no memory")
+
+
+def test_its_checkpoint_is_evaluated_on_any_device_in_any_layout(tmp_path):
+    file = tmp_path / "config.yaml"
+    options = TINY | NATIVE | GRAPH
+    file.write_text(json.dumps({name.replace("_", "-"): x for name, x in options.items()}))
+    with (
+        mock.patch("moe_parallel.training.standalone.find_checkpoint"),
+        mock.patch("moe_parallel.training.standalone.checked_file", lambda *_: file),
+    ):
+        evaluated = evaluation_config(["--tensor-model-parallel-size", "2"], "folder", 2)
+    alone = on_one_process(make_config(options))
+    validate(alone, 1)
+    skipping = {"skip_train": True, "load": "folder", "tensor_model_parallel_size": 2}
+    skipped = make_config(options | skipping)
+    validate(skipped, 2)
+    for config in (evaluated, alone, skipped):
+        assert not config.training.uses_cuda_graph
+    assert make_config(options).training.uses_cuda_graph
 
 
 def _says_on_a_cpu(path):
@@ -108,8 +203,8 @@ def test_a_cpu_is_refused(tmp_path):
 @pytest.mark.gpu
 def test_graphs_on_a_gpu_train_the_same():
     """Up to the order in which it adds. Each model makes NCCL's groups anew, so there are few."""
-    models = {name: systems.options(name) for name in (*QUICK, "aoe, by bias")}
-    models |= {"aoe, bf16": models["aoe"] | BF16}
+    names = ("aoe", "aoe, by bias", "topk, one expert", "lory")
+    models = {name: TRAINED[name] for name in names} | {"aoe, bf16": AOE | BF16}
     program = [sys.executable, "-m", "tests.training.graph_on_gpu", json.dumps(models)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -194,7 +194,7 @@ def _logits(run):
     (model,) = unwrap_model(run.engine.chunks)
     model.eval()
     with torch.no_grad():
-        logits = [model(b["tokens"], b["position_ids"], None) for b in run._batches()]
+        logits = [model(b["tokens"], b["position_ids"], None) for b in run.batches()]
     model.train()
     return torch.cat(logits).double().numpy()
 

@@ -119,12 +119,12 @@ class TinyRun:
         """Train; returns the loss and the gradient norm of each step."""
         measured = []
         for _ in range(number):
-            result = self.engine.step(self._batches())
+            result = self.engine.step(self.batches())
             measured.append((result.lm_loss, result.grad_norm))
             self.iteration += 1
         return measured
 
-    def _batches(self) -> Iterator[dict[str, torch.Tensor]]:
+    def batches(self) -> Iterator[dict[str, torch.Tensor]]:
         """This rank's micro-batches of the next step: sample n is the same in every layout."""
         length = self.engine.config.training.seq_length
         first = self.iteration * BATCH

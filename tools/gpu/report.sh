@@ -149,7 +149,8 @@ operators() {
 models() {
     # As CUDA graphs, because the host would bound AoE and its twin alike.
     step training 240 "$python" tools/bench/training.py --sizes goals --turns 1 --iterations 6 \
-        --cuda-graph-impl full_iteration --json "$folder/training.json"
+        --cuda-graph-impl full_iteration --cuda-graph-warmup-steps 1 \
+        --json "$folder/training.json"
     # Ours, Megatron-Core's and Hugging Face's, forward and backward.
     step whole-models 110 "$python" tools/bench/models.py --device cuda --sizes gpu --turns 5 \
         --json "$folder/models.json"

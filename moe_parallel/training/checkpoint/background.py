@@ -75,7 +75,9 @@ class Background:
         assert self._pending is None, f"iteration {self.pending} is still pending"
         self._memory.check_memory(snapshot.shards)
         started = replace(snapshot, shards=with_own_buffers(snapshot.shards))
-        copied = self._thread.submit(self._copy, started, writer)
+        # The stream in whose order the weights change, which is not always the default one.
+        stream = torch.cuda.current_stream() if device().type == "cuda" else None
+        copied = self._thread.submit(self._copy, started, writer, stream)
         written = self._thread.submit(lambda: writer.write(copied.result(), self._group))
         self._pending = _Pending(snapshot.iteration, copied, written)
 
@@ -101,9 +103,12 @@ class Background:
         finally:
             self._pending = None
 
-    def _copy(self, snapshot: Snapshot, writer: Writer) -> Snapshot:
-        writer.check_finite(snapshot, self._group)
-        return replace(snapshot, shards=self._memory.copy(snapshot.shards))
+    def _copy(
+        self, snapshot: Snapshot, writer: Writer, stream: torch.cuda.Stream | None
+    ) -> Snapshot:
+        with torch.cuda.stream(stream):
+            writer.check_finite(snapshot, self._group)
+            return replace(snapshot, shards=self._memory.copy(snapshot.shards))
 
 
 @dataclass(frozen=True)
