@@ -14,6 +14,7 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
+from moe_parallel.copies import copied_to
 from moe_parallel.errors import InputError
 from moe_parallel.model.forward import Batch, Reported
 from moe_parallel.telemetry.progress import Phase, Progress
@@ -80,8 +81,7 @@ class StepGraph:
             ]
         for batch, to in zip(of_step, self._inputs, strict=True):
             for name, x in batch.items():
-                pinned = x.pin_memory() if to[name].is_cuda and not x.is_cuda else x
-                to[name].copy_(pinned, non_blocking=True)
+                to[name].copy_(copied_to(self._device, x))
 
     def _replay(self) -> None:
         if self._graph is None:
@@ -123,7 +123,7 @@ def _explained(error: BaseException) -> BaseException:
         first = first.__context__
     if isinstance(first, torch.OutOfMemoryError | dist.DistError):
         return first
-    reason = str(first).strip().splitlines()[0]
+    reason = (str(first).strip() or repr(first)).splitlines()[0]
     return InputError(
         f"--cuda-graph-impl full_iteration: the step cannot be recorded ({reason}): leave it out"
     )

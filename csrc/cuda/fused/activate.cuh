@@ -2,8 +2,7 @@
 #pragma once
 
 #include "../../fused_product.h"
-#include "../swiglu.cuh"
-#include "strip.cuh"
+#include "swiglu_pairs.cuh"
 
 namespace moe_parallel::fused {
 
@@ -19,16 +18,10 @@ struct Activate {
     const Rows<Scalar> kept_gate(task.gate, task.stride, strip.columns);
     const Rows<Scalar> kept_up(task.up, task.stride, strip.columns);
     for_each_chunk<kGroups>(strip, strip.first_column, [&](const Chunk& chunk) {
-      const float p = task.probs && chunk.is_there ? task.probs[chunk.row] : 1.0f;
       Pairs gates, ups, products;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int group = chunk.group + i, j = 2 * chunk.half;
-        gates[i] = pack<Scalar>(first[group][j], first[group][j + 1]);
-        ups[i] = pack<Scalar>(second[group][j], second[group][j + 1]);
-        const float2 g = unpack<Scalar>(gates[i]), u = unpack<Scalar>(ups[i]);
-        products[i] = pack<Scalar>(activate<Scalar>(p, g.x, u.x), activate<Scalar>(p, g.y, u.y));
-      }
+      round_chunk<Scalar>(first, chunk, gates);
+      round_chunk<Scalar>(second, chunk, ups);
+      activate_pairs<Scalar>(prob_of(task.probs, chunk), gates, ups, products);
       h.write(chunk, products);
       kept_gate.write(chunk, gates);
       kept_up.write(chunk, ups);

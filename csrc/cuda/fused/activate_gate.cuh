@@ -2,8 +2,7 @@
 #pragma once
 
 #include "../../fused_product.h"
-#include "../swiglu.cuh"
-#include "strip.cuh"
+#include "swiglu_pairs.cuh"
 
 namespace moe_parallel::fused {
 
@@ -19,15 +18,10 @@ struct ActivateGate {
   template <int kGroups>
   __device__ void operator()(const Chunk& chunk, int64_t columns, const float (&gate)[kGroups][4],
                              const uint4 (&inputs)[kInputs]) const {
-    const float p = task.probs && chunk.is_there ? task.probs[chunk.row] : 1.0f;
-    Pairs ups, products;
+    Pairs gates, ups, products;
+    round_chunk<Scalar>(gate, chunk, gates);
     pairs_of(inputs[0], ups);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float* pair = gate[chunk.group + i] + 2 * chunk.half;
-      const float2 g = unpack<Scalar>(pack<Scalar>(pair[0], pair[1])), u = unpack<Scalar>(ups[i]);
-      products[i] = pack<Scalar>(activate<Scalar>(p, g.x, u.x), activate<Scalar>(p, g.y, u.y));
-    }
+    activate_pairs<Scalar>(prob_of(task.probs, chunk), gates, ups, products);
     Rows<Scalar>(task.h, columns, columns).write(chunk, products);
   }
 };

@@ -3,8 +3,7 @@
 #pragma once
 
 #include "../../fused_product.h"
-#include "../swiglu.cuh"
-#include "strip.cuh"
+#include "swiglu_pairs.cuh"
 
 namespace moe_parallel::fused {
 
@@ -23,31 +22,15 @@ struct DifferentiateGate {
   __device__ void operator()(const Chunk& chunk, int64_t columns, const float (&gate)[kGroups][4],
                              const uint4 (&inputs)[kInputs]) const {
     const auto rows = [&](void* data) { return Rows<Scalar>(data, columns, columns); };
-    const float p = task.probs && chunk.is_there ? task.probs[chunk.row] : 1.0f;
-    Pairs dhs, ups, dgates, dups, products;
+    Pairs dhs, gates, ups;
     pairs_of(inputs[0], dhs);
+    round_chunk<Scalar>(gate, chunk, gates);
     pairs_of(inputs[1], ups);
-    float dp = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float* pair = gate[chunk.group + i] + 2 * chunk.half;
-      const float2 g = unpack<Scalar>(pack<Scalar>(pair[0], pair[1]));
-      const float2 d = unpack<Scalar>(dhs[i]), u = unpack<Scalar>(ups[i]);
-      const auto x = differentiate<Scalar>(p, d.x, g.x, u.x);
-      const auto y = differentiate<Scalar>(p, d.y, g.y, u.y);
-      dp += x.dp + y.dp;
-      dgates[i] = pack<Scalar>(x.dgate, y.dgate);
-      dups[i] = pack<Scalar>(x.dup, y.dup);
-      products[i] = pack<Scalar>(x.h, y.h);
-    }
-    rows(task.dgate).write(chunk, dgates);
-    rows(task.dup).write(chunk, dups);
-    rows(task.h).write(chunk, products);
-    dp = sum_over_quad(dp);
-    if (quad_lane() == 0 && chunk.is_there && chunk.column < columns) {
-      const int64_t chunks = (columns + kChunk - 1) / kChunk;
-      task.dprobs[chunk.row * chunks + chunk.column / kChunk] = dp;
-    }
+    const auto to = differentiate_pairs<Scalar>(prob_of(task.probs, chunk), dhs, gates, ups);
+    rows(task.dgate).write(chunk, to.dgates);
+    rows(task.dup).write(chunk, to.dups);
+    rows(task.h).write(chunk, to.h);
+    write_prob_gradient(task.dprobs, chunk, columns, to.dp);
   }
 };
 
