@@ -62,6 +62,7 @@ SHARED = {
         "bounded_experts",
         "capability",
         "expert_rows",
+        "fp32_linear",
         "fused",
         "main_gradients",
         "native",

@@ -16,6 +16,7 @@ from torch import nn
 from moe_parallel.experts.dense import DenseMLP
 from moe_parallel.experts.linear import linear_by
 from moe_parallel.ops import Ops
+from moe_parallel.ops.fp32_linear import fp32_dot
 from moe_parallel.parallel import Groups, OneProcess
 
 
@@ -76,8 +77,7 @@ class SharedExpert(MegatronModule):
         y_SBD, _ = self.dense(hidden_SBD)
         if self.w_gate_1D is None:
             return y_SBD
-        # Not a product: on AMD processors MKL's bits for one column depend on the address of x.
-        logits_SB1 = (hidden_SBD.float() * self.w_gate_1D.float()).sum(2, keepdim=True)
+        logits_SB1 = fp32_dot(hidden_SBD, self.w_gate_1D)
         return y_SBD * torch.sigmoid(logits_SB1).to(y_SBD.dtype)
 
     def begin(self, hidden_SBD: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 
 from moe_parallel.config import FreeExperts, Selection
 from moe_parallel.layers.expert_layer import ExpertLayer
+from moe_parallel.ops.fp32_linear import fp32_linear
 from moe_parallel.selection.choices import Choices
 
 
@@ -57,7 +58,7 @@ class LayerFreeExperts:
             self._layer.replicated(getattr(self._layer, name))
             for name in ("w_constant_CAD", "v_CD")
         )
-        logits_TCA = torch.einsum("td,cad->tca", x_TD.float(), w_CAD.float())
+        logits_TCA = fp32_linear(x_TD, w_CAD.flatten(0, 1)).unflatten(1, w_CAD.shape[:2])
         probs_TC = probs_TZ[:, self._constants]
         of_x_TC, of_v_TC = (probs_TC[:, :, None] * logits_TCA.softmax(-1)).unbind(-1)
         share_T = share_T + of_x_TC.sum(1)

@@ -9,7 +9,6 @@ from itertools import chain
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -23,6 +22,7 @@ from moe_parallel.layers import routing_losses
 from moe_parallel.layers.dispatched import DispatchedLayer
 from moe_parallel.layers.expert_layer import LayerContext
 from moe_parallel.layers.system import System
+from moe_parallel.ops.fp32_linear import fp32_linear
 from moe_parallel.ops.reference import accumulation_dtype
 from moe_parallel.parallel import OneProcess
 from moe_parallel.selection.choices import Choices
@@ -81,9 +81,9 @@ class RoutedLayer(DispatchedLayer):
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The router's logits: fp32 [T, E], those of free experts last."""
         # In fp32, because bf16 would round close logits to ties and change the selection.
-        logits = x_TD.float()
+        logits = x_TD
         for name in self._router:
-            logits = F.linear(logits, self.replicated(getattr(self, name).float()))
+            logits = fp32_linear(logits, self.replicated(getattr(self, name).float()))
         return logits
 
     def _jittered(self, x_TD: torch.Tensor) -> torch.Tensor:

@@ -126,8 +126,6 @@ def _shared(
     """What the shared expert keeps in addition to what its layer keeps anyway."""
     d, a, width = shape.hidden, shape.value, shared.width // layout.tp
     assert shape.experts is not None
-    if shape.experts.scoring is None and shape.experts.free is None and shape.bf16 and not alone:
-        yield Kept("shared_fc1.x", SHARED, t.between * d * a, of_norm=True)
     if recompute.SHARED in layout.recompute_modules:
         return
     yield Kept("shared gate_up", SHARED, t.all * 2 * width * a)
@@ -138,8 +136,6 @@ def _shared(
     yield Kept("gate of the shared expert", SHARED, t.between * 4)
     if shape.bf16:
         yield Kept("gate of the shared expert, bf16", SHARED, t.between * 2)
-        yield Kept("shared x, fp32", SHARED, t.between * d * 4)
-        yield Kept("w_shared_gate, fp32", SHARED, d * 4)
 
 
 def _dispatched(shape: Shape, layout: Layout, t: TokenCounts) -> list[Kept]:

@@ -14,7 +14,7 @@ from moe_parallel.plan.experts import Free, PlannedExperts
 from moe_parallel.plan.layout import Layout
 from moe_parallel.plan.shape import Shape
 from moe_parallel.plan.tokens import Kept, TokenCounts, tokens_of
-from moe_parallel.plan.weights import EXPERTS, SCORING
+from moe_parallel.plan.weights import SCORING
 
 DISPATCH = "dispatch"
 
@@ -30,7 +30,7 @@ def kept_by_routing(shape: Shape, layout: Layout) -> list[Kept]:
     elif isinstance(experts.scoring, Neurons):
         kept += _neurons(shape, t, experts, experts.scoring)
     else:
-        kept += _router(shape, t, experts, alone)
+        kept += _router(shape, t, experts)
     kept += _selection(t, experts, layout, alone)
     if experts.free is not None:
         kept += _free(shape, t, experts.free)
@@ -39,10 +39,8 @@ def kept_by_routing(shape: Shape, layout: Layout) -> list[Kept]:
     return kept
 
 
-def _router(shape: Shape, t: TokenCounts, experts: PlannedExperts, alone: bool) -> Iterator[Kept]:
-    d, of_norm = shape.hidden, not shape.bf16
-    x = (t.routed if shape.bf16 else t.between) * d * 4
-    yield Kept("router.x, fp32", SCORING, x, of_norm=of_norm)
+def _router(shape: Shape, t: TokenCounts, experts: PlannedExperts) -> Iterator[Kept]:
+    yield Kept("router.x", SCORING, t.between * shape.hidden * shape.value, of_norm=True)
     if experts.router_hidden is not None:
         yield Kept("hidden of the router", SCORING, t.routed * experts.router_hidden * 4)
     if not shape.bf16:  # in fp32 these are the weight itself and router.x
@@ -50,8 +48,6 @@ def _router(shape: Shape, t: TokenCounts, experts: PlannedExperts, alone: bool) 
     for weight in experts.replicated:
         if weight.in_fp32:
             yield Kept(f"{weight.name}, fp32", SCORING, weight.size * 4)
-    if alone or experts.free is not None:
-        yield Kept("experts.x", EXPERTS, t.between * d * 2, of_norm=True)
 
 
 def _norms(
@@ -116,12 +112,9 @@ def _free(shape: Shape, t: TokenCounts, free: Free) -> Iterator[Kept]:
     yield Kept("shares of x", SCORING, t.routed * 4)
     if not free.constants:
         return
-    d, a, numbers = shape.hidden, shape.value, t.routed * free.constants
+    a, numbers = shape.value, t.routed * free.constants
     yield Kept("probs of the free experts", SCORING, t.routed * (1 + free.number) * 4)
     yield Kept("softmax of the constant experts", SCORING, 2 * numbers * 4)
-    if shape.bf16:
-        yield Kept("constant experts' x, fp32", SCORING, t.routed * d * 4)
-        yield Kept("w_constant, fp32", SCORING, 2 * free.constants * d * 4)
     # In fp32 the weights of x are the other half of the tensor.
     yield Kept("weights of the constants", SCORING, numbers * (a if shape.bf16 else 2 * a))
 

@@ -5,6 +5,13 @@ from tests.mutants.fault import Fault
 PAST, HUGGINGFACE = "moe_parallel/layers/past.py", "moe_parallel/huggingface"
 
 FAULTS_OF_MODELS = [
+    Fault(
+        "the gradient of a norm over all heads sees its own rank's heads alone",
+        "moe_parallel/model/heads_norm.py",
+        "sum_over((g_SBN * z_SBN).sum(2, keepdim=True), ctx.norm.tp)",
+        "(g_SBN * z_SBN).sum(2, keepdim=True)",
+        ("tests/model/test_heads_norm.py", "tests/model/test_layouts.py"),
+    ),
     # Generation with kept keys and values.
     Fault(
         "the first rows of the cache stay when a text is complete",

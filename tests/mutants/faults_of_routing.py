@@ -30,6 +30,13 @@ FAULTS_OF_ROUTING = [
         ("tests/selection/test_threshold.py", *OF_LAYERS),
     ),
     Fault(
+        "the router keeps its tokens in fp32",
+        "moe_parallel/ops/fp32_linear.py",
+        "ctx.save_for_backward(x, weight)\n        return F.linear(",
+        "ctx.save_for_backward(x.float(), weight)\n        return F.linear(",
+        ("tests/ops/test_fp32_linear.py", "tests/plan/test_activations.py"),
+    ),
+    Fault(
         "all free experts are taken for zero experts",
         f"{SELECTION}/topk.py",
         "(experts_TK < first + self.num_zero)",

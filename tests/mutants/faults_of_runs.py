@@ -34,6 +34,20 @@ FAULTS_OF_RUNS = [
         ("tests/training/checkpoint",),
     ),
     Fault(
+        "the host waits for the device after each exchange of a pipeline",
+        "moe_parallel/model/transformer_config.py",
+        "batch_p2p_sync=False",
+        "batch_p2p_sync=True",
+        ("tests/training/test_waiting.py",),
+    ),
+    Fault(
+        "torch's Adam reads the weights ten times",
+        f"{TRAINING}/engine.py",
+        "    fuse_adam(optimizer)\n",
+        "",
+        ("tests/training/test_fuse_adam.py",),
+    ),
+    Fault(
         "random states are not restored",
         f"{TRAINING}/checkpoint/checkpointer.py",
         'agree(lambda: set_random_state(loaded["random"]))',

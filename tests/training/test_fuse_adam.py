@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from moe_parallel.training.optimizer_parts import fuse_adam
+from moe_parallel.training.optimizer_parts import fuse_adam, optimizer_parts
+from tests.distributed import run_distributed
+from tests.tiers import rest_in_full
+from tests.training.tiny_run import AOE, Layout, TinyRun
 
 
 def optimizer_of(*weights: Parameter, kind: type = torch.optim.AdamW) -> SimpleNamespace:
@@ -52,3 +55,26 @@ def test_other_optimizers_keep_their_kernel() -> None:
     fuse_adam(part)
     part.optimizer.step()
     assert not part.optimizer.param_groups[0].get("fused")
+
+
+RUNS = {
+    "one": (Layout(), {}),
+    "bf16, ep2": (Layout(2, ep=2), AOE | {"bf16": True}),
+    "ep2, distributed": (Layout(2, ep=2, distributed=True), AOE),
+}
+
+
+def _are_fused(layout, options, path):
+    """After a step: of each group of weights of each part, whether one pass updates it."""
+    run = TinyRun(layout, path, options=options)
+    run.steps(1)
+    parts = optimizer_parts(run.engine.optimizer)
+    return [[group["fused"] for group in part.optimizer.param_groups] for part in parts]
+
+
+@pytest.mark.parametrize("name", rest_in_full(RUNS, "ep2, distributed"))
+def test_a_training_step_updates_all_weights_in_one_pass(tmp_path, name) -> None:
+    layout, options = RUNS[name]
+    for parts in run_distributed(layout.world, _are_fused, layout, options, tmp_path):
+        assert len(parts) == layout.ep
+        assert all(groups and all(groups) for groups in parts)

@@ -5,6 +5,8 @@ C++ operators call inside is not counted.
 """
 
 import collections
+import re
+from pathlib import Path
 
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -103,6 +105,16 @@ def test_messages_are_five_per_layer_and_micro_batch(tmp_path, system):
         assert messages["alltoall_base_"] == 5 * MOE_LAYERS * BATCH // 2, messages
 
 
+@pytest.mark.full
+def test_messages_do_not_grow_with_ranks_or_micro_batches(tmp_path):
+    """Of four ranks each has one micro-batch of a step, of two ranks two."""
+    found = {}
+    for ep in (2, 4):
+        of_ranks = run_distributed(ep, _of_steps, {ep: (Layout(ep, ep=ep), {})}, tmp_path)
+        found[ep] = [each[ep][1]["alltoall_base_"] / (BATCH // ep) for each in of_ranks]
+    assert {number for numbers in found.values() for number in numbers} == {5 * MOE_LAYERS}
+
+
 @pytest.mark.parametrize("parts", rest_in_full([2, 4], 4))
 def test_in_parts_all_but_the_numbers_of_rows_travel_part_by_part(tmp_path, parts):
     options = GROWN["experts"] | {"moe_dispatch_parts": parts}
@@ -111,3 +123,38 @@ def test_in_parts_all_but_the_numbers_of_rows_travel_part_by_part(tmp_path, part
         assert found["tokens"] == found["as it is"]
         _, messages = found["tokens"]
         assert messages["alltoall_base_"] == (1 + 4 * parts) * MOE_LAYERS * BATCH // 2, messages
+
+
+PERFORMANCE = Path(__file__).resolve().parents[2] / "docs" / "performance" / "README.md"
+
+
+def _documented(row, system):
+    """The operators of a layer and a micro-batch, from a row of the table of docs/performance."""
+    table = re.search(r"^\| \| topk .*?\n\n", PERFORMANCE.read_text(), re.M | re.S)
+    of_systems, _, *rows = table[0].splitlines()
+    (numbers,) = [line for line in rows if line.startswith(f"| {row} |")]
+    cells = dict(zip(of_systems.split("|")[2:], numbers.split("|")[2:], strict=True))
+    return int(cells[f" {system} "])
+
+
+OF_LAYERS = [(1, system) for system in ("topk", "aoe", "top_p", "expert_choice", "lory")]
+OF_LAYERS += [(2, system) for system in ("topk", "aoe", "top_p", "expert_choice")]
+ROWS = {1: "attention, norms and MoE layer on one rank", 2: "the same with ep 2"}
+
+
+@pytest.mark.parametrize("of_layer", rest_in_full(OF_LAYERS, (1, "aoe")), ids=str)
+def test_a_layer_has_the_documented_number_of_operators(tmp_path, of_layer):
+    ep, system = of_layer
+    segments = {"lory_segment_length": LENGTH // 2} if system == "lory" else {}
+    options = {"expert_selection": system} | segments
+    cases = {
+        layers: (
+            Layout(ep, ep=ep),
+            options | {"num_layers": layers, "moe_layer_freq": f"[0]+[1]*{layers - 1}"},
+        )
+        for layers in (2, 4, 6)
+    }
+    for found in run_distributed(ep, _of_steps, cases, tmp_path):
+        (few, _), (more, _), (many, _) = found.values()
+        assert many - more == more - few
+        assert round((many - more) / 2 / (BATCH // ep)) == _documented(ROWS[ep], system)
