@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from moe_parallel.platform.gradient_norm import multi_tensor_l2_norm
+from moe_parallel.platform.clipping import exact_l2_norm
 from moe_parallel.platform.megatron_version import SUPPORTED, check_megatron_version
 from moe_parallel.selection.shares import positions, zigzag
 
@@ -214,7 +214,7 @@ ADAPTATIONS: tuple[Adaptation, ...] = (
     ),
     Replace(
         "megatron.core.optimizer.clip_grads.l2_norm_impl",
-        multi_tensor_l2_norm,
+        exact_l2_norm,
         "the norm used where Apex and Transformer Engine are absent is a CUDA tensor and inexact",
     ),
     Literals(
@@ -256,6 +256,9 @@ def adapt_megatron_to_cpu() -> None:
 def _apply(version: str) -> None:
     for entry in adaptations_for(version):
         entry.apply()
+    from moe_parallel.platform.gradient_loops import replace_gradient_loops  # imports Megatron-Core
+
+    replace_gradient_loops()
 
 
 def describe(version: str) -> list[str]:

@@ -27,7 +27,7 @@ from moe_parallel.parallel import Groups, initialize_groups
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
 from moe_parallel.platform.determinism import be_deterministic
 from moe_parallel.platform.device import choose_backend, device, take_gpu
-from moe_parallel.platform.gpu_host import adapt_megatron_to_gpu
+from moe_parallel.platform.gradient_loops import replace_gradient_loops
 from moe_parallel.platform.megatron_version import check_megatron_version
 from moe_parallel.telemetry.progress import Phase, Progress, clock_of
 from moe_parallel.telemetry.sinks import Telemetry, open_telemetry
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str], stop: StopRequest | None = None) -> NoReturn:
             be_deterministic(config)
         if torch.cuda.is_available():
             take_gpu(int(os.environ.get("LOCAL_RANK", 0)))
-            adapt_megatron_to_gpu()
+            replace_gradient_loops()
         else:
             adapt_megatron_to_cpu()
         channel.watch()

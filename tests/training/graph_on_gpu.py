@@ -18,7 +18,7 @@ suppress_warnings()  # before Megatron-Core is imported
 import torch  # noqa: E402
 from torch import distributed as dist  # noqa: E402
 
-from moe_parallel.platform.gpu_host import adapt_megatron_to_gpu  # noqa: E402
+from moe_parallel.platform.gradient_loops import replace_gradient_loops  # noqa: E402
 from tests.training.tiny_run import Layout, TinyRun  # noqa: E402
 
 STEPS = 6
@@ -35,7 +35,7 @@ def trained(options):
 
 
 def main(models):
-    adapt_megatron_to_gpu()
+    replace_gradient_loops()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     dist.init_process_group("nccl", store=store, rank=0, world_size=1)

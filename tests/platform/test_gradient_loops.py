@@ -7,7 +7,8 @@ import torch
 from megatron.core import utils
 from megatron.core.optimizer import clip_grads, optimizer
 
-from moe_parallel.platform.gpu_host import adapt_megatron_to_gpu, l2_norm_of_list, scale_list
+from moe_parallel.platform.clipping import l2_norm_of_list, scale_list
+from moe_parallel.platform.gradient_loops import replace_gradient_loops
 
 UNUSED = (2**16, torch.zeros(1, dtype=torch.int))
 
@@ -59,7 +60,7 @@ def test_only_the_loops_are_replaced():
     clip_grads.multi_tensor_scale_impl = utils.local_multi_tensor_scale
     optimizer.multi_tensor_scale_impl = of_a_package = object()
     for _ in range(2):
-        adapt_megatron_to_gpu()
+        replace_gradient_loops()
         assert clip_grads.l2_norm_impl is l2_norm_of_list
         assert clip_grads.multi_tensor_scale_impl is scale_list
         assert optimizer.multi_tensor_scale_impl is of_a_package
