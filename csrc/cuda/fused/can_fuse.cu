@@ -83,8 +83,8 @@ namespace moe_parallel {
 
 // Measured on Hopper: the norms of norm_topk took 0.75 and 0.89 of the time on an H200. With every
 // kernel fused, the routed layer took 0.94 and 1.06 of the time on an H100 (n=64, n=8). SwiGLU of a
-// gate was measured there as a program of its own: at depth 64 it took 0.64 of the time of both
-// steps, and its gradients 0.83; at depth 256 1.04 to 1.12, and 0.96. It is off until its tests
+// gate was measured there as a program of its own: at depth 64 it took 0.65 of the time of both
+// steps, and its gradients 0.83; at depth 256 1.00 to 1.07, and 0.96. It is off until its tests
 // have run on a GPU (docs/performance/log.md).
 bool is_faster_fused(const Epilogue& epilogue) {
   return std::holds_alternative<SquareRows>(epilogue) && fused::runs_hopper();
