@@ -150,10 +150,12 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
   auto dprobs_of_rows = at::empty_like(probs_of_rows);
   auto dx = map.new_rows(x, x.size(1));
   auto dc_NR = c_TKR ? map.new_rows(x, w.rank()) : x.new_empty({0, w.rank()});
+  TransposedRows memory;
   std::optional<WeightGradient> dw_down;
-  if (w_down) dw_down.emplace("w_down", *w_down, counts);
-  WeightGradient dw_up("main_up", w_up, counts, main_up), dw_p("main_p", w_p, counts, main_p);
-  WeightGradient dw_out("main_out", w_out, counts, main_out);
+  if (w_down) dw_down.emplace("w_down", *w_down, counts, memory);
+  WeightGradient dw_up("main_up", w_up, counts, memory, main_up);
+  WeightGradient dw_p("main_p", w_p, counts, memory, main_p);
+  WeightGradient dw_out("main_out", w_out, counts, memory, main_out);
 
   const auto& blocks = map.blocks();
   const auto columns = [&](int64_t count) { return map.scratch(x, blocks, count); };

@@ -15,10 +15,12 @@ namespace moe_parallel {
 // gradient.
 class WeightGradient {
  public:
-  // `main`: the main gradient, if there is one. It has the weight's type or a wider one.
+  // `memory`: for a transposed copy; all gradients of a layer share it. `main`: the main gradient,
+  // if there is one. It has the weight's type or a wider one.
   WeightGradient(const char* name, const at::Tensor& w, const at::Tensor& counts,
-                 const std::optional<at::Tensor>& main = std::nullopt)
-      : own_(main ? w.new_empty({0}) : w.new_empty(w.sizes())),
+                 TransposedRows& memory, const std::optional<at::Tensor>& main = std::nullopt)
+      : memory_(memory),
+        own_(main ? w.new_empty({0}) : w.new_empty(w.sizes())),
         sum_(main.value_or(own_)),
         adds_(main.has_value()) {
     if (adds_) {
@@ -62,8 +64,8 @@ class WeightGradient {
     }
   }
 
+  TransposedRows& memory_;
   at::Tensor own_, sum_;
-  TransposedRows memory_;
   bool adds_;
 };
 

@@ -114,7 +114,8 @@ std::tuple<at::Tensor, at::Tensor> norm_topk_chosen_backward(
     return dc_TKR ? map.gather_choices(dc_memory, with_dense_rows(dc_TKR->flatten(0, 1)), block)
                   : at::Tensor();
   };
-  WeightGradient dw("w", w, counts);
+  TransposedRows memory;
+  WeightGradient dw("w", w, counts, memory);
   auto dx = x.new_empty({map.size(), x.size(1)});
   // A kernel that added dc_TKR at once would leave a rounding out, and runs of earlier versions
   // would not continue bit for bit.

@@ -75,8 +75,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
   const auto probs_of_rows = map.probs_by_row(probs);
   auto dprobs_of_rows = at::empty_like(probs_of_rows);
   auto dx = map.new_rows(x, x.size(1));
-  WeightGradient dw_gate_up("main_gate_up", w_gate_up, counts, main_gate_up);
-  WeightGradient dw_out("main_out", w_out, counts, main_out);
+  TransposedRows memory;
+  WeightGradient dw_gate_up("main_gate_up", w_gate_up, counts, memory, main_gate_up);
+  WeightGradient dw_out("main_out", w_out, counts, memory, main_out);
 
   const auto& blocks = map.blocks();
   const auto columns = [&](int64_t count) { return map.scratch(x, blocks, count); };

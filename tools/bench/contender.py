@@ -79,7 +79,8 @@ class BenchContender:
     canonical: converts gradients (by leaf) to the layout of our own operator.
     answer: contenders with the same answer must agree; another model as a yardstick has its own.
     unordered: the outputs of choices whose order may differ, because it is that of near-ties.
-    step: a step of the optimizer of a whole model, on gradients that exist.
+    step: a step of the optimizer of a whole model.
+    before_step: makes the gradients of a step.
     """
 
     name: str
@@ -91,6 +92,7 @@ class BenchContender:
     answer: str = ""
     unordered: frozenset[str] = frozenset()
     step: Callable[[], object] = lambda: None
+    before_step: Callable[[], None] = lambda: None
 
     def backward(self, outputs: Sequence[Tensor]) -> Values:
         differentiated = outputs[: len(self.upstream)]

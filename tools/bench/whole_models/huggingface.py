@@ -33,9 +33,6 @@ def hugging_face_model(terms: ModelTerms, implementation: str) -> BenchContender
         return found
 
     def step() -> None:
-        for weight in model.parameters():
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.step()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +38,7 @@ class ModelTerms:
 def contender_of(
     name: str, model: nn.Module, loss: Callable[[], Tensor], step: Callable[[], object]
 ) -> BenchContender:
-    """`loss` runs the forward pass; `step` is a step of the optimizer on gradients that exist.
+    """`loss` runs the forward pass; `step` is a step of the optimizer, which clips its gradients.
 
     Each model is its own answer: initial weights differ, so losses do.
     """
@@ -52,7 +52,16 @@ def contender_of(
         upstream=(torch.ones((), device=device),),
         answer=name,
         step=step,
+        before_step=lambda: _make_gradients(weights.values()),
     )
+
+
+def _make_gradients(weights: Iterable[Tensor]) -> None:
+    """Of so large a norm that each step clips it, where Megatron-Core or torch looks for them."""
+    for weight in weights:
+        if weight.grad is None and not hasattr(weight, "main_grad"):
+            weight.grad = torch.empty_like(weight)
+        getattr(weight, "main_grad", weight.grad).fill_(0.1)
 
 
 def number_of_weights(contender: BenchContender) -> int:
