@@ -56,7 +56,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         overlap_p2p_comm=config.virtual_stages is not None,
         batch_p2p_comm=config.virtual_stages is None,
         # The stream waits for an exchange. By default the host waits for the device too, because
-        # of a race in torch, which torch 1.13 has no more (pytorch/pytorch#82450).
+        # of a race that torch fixed in 1.13 (pytorch/pytorch#82450).
         batch_p2p_sync=False,
         pipeline_dtype=dtype,
         params_dtype=dtype,

@@ -1,7 +1,7 @@
 """Linear layers that compute in fp32 and keep their input in its own dtype.
 
 `x.float()` before an ordinary layer would be kept for the backward pass: 4 bytes for each number
-of x, beside the 2 of x in bf16, which others keep anyway.
+of x, instead of the 2 of x in bf16, which other parts of a layer mostly keep anyway.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class _Fp32Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         dx = (dy @ weight.float()).to(x.dtype)
-        dweight = dy.flatten(0, -2).t() @ x.flatten(0, -2).float()
+        rows, dy_rows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        dweight = dy_rows.t() @ rows.float()
         return dx, dweight.to(weight.dtype)
 
 

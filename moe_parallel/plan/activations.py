@@ -54,7 +54,7 @@ def _layer_of_experts(shape: Shape, layout: Layout) -> list[Kept]:
     t, alone = tokens_of(shape, layout), layout.etp * layout.ep == 1
     kept = kept_by_routing(shape, layout)
     if shape.experts.shared is not None:
-        kept += _shared(shape, layout, t, shape.experts.shared, alone)
+        kept += _shared(shape, layout, t, shape.experts.shared)
     if not alone:
         kept += _dispatched(shape, layout, t)
     return kept + _experts(shape, layout, t, shape.experts, alone)
@@ -121,11 +121,10 @@ def _attention(shape: Shape, layout: Layout) -> list[Kept]:
 
 
 def _shared(
-    shape: Shape, layout: Layout, t: TokenCounts, shared: SharedExpertSize, alone: bool
+    shape: Shape, layout: Layout, t: TokenCounts, shared: SharedExpertSize
 ) -> Iterator[Kept]:
     """What the shared expert keeps in addition to what its layer keeps anyway."""
     d, a, width = shape.hidden, shape.value, shared.width // layout.tp
-    assert shape.experts is not None
     if recompute.SHARED in layout.recompute_modules:
         return
     yield Kept("shared gate_up", SHARED, t.all * 2 * width * a)

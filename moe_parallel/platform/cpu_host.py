@@ -3,7 +3,8 @@
 Megatron-Core is written for GPUs: it asks `torch.cuda` for the current device, keeps its random
 states there, and spells `device="cuda"` and `"torch.cuda.FloatTensor"` as literals. Its arithmetic
 and its process groups run unchanged on a CPU over gloo. `ADAPTATIONS` lists the changes, and
-`adapt_megatron_to_cpu` applies that list and nothing else.
+`adapt_megatron_to_cpu` applies that list. It also replaces loops that are slow on every host
+(`gradient_loops`).
 
 Each entry is as narrow as Megatron-Core allows:
 
@@ -31,7 +32,7 @@ from typing import Any
 
 import torch
 
-from moe_parallel.platform.clipping import exact_l2_norm
+from moe_parallel.platform.clipping import l2_norm_by_rows
 from moe_parallel.platform.megatron_version import SUPPORTED, check_megatron_version
 from moe_parallel.selection.shares import positions, zigzag
 
@@ -214,7 +215,7 @@ ADAPTATIONS: tuple[Adaptation, ...] = (
     ),
     Replace(
         "megatron.core.optimizer.clip_grads.l2_norm_impl",
-        exact_l2_norm,
+        l2_norm_by_rows,
         "the norm used where Apex and Transformer Engine are absent is a CUDA tensor and inexact",
     ),
     Literals(

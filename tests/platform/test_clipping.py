@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 
-from moe_parallel.platform.clipping import exact_l2_norm
+from moe_parallel.platform.clipping import l2_norm_by_rows
 from tests.distributed import run_distributed
 
 CHUNK = 2**16  # elements; the size that Megatron-Core passes on a CPU
@@ -14,7 +14,7 @@ EMBEDDING = (32_000, 768)
 
 
 def norm(*tensors: torch.Tensor, chunk: int = CHUNK) -> float:
-    found, _ = exact_l2_norm(chunk, torch.zeros(1), [list(tensors)], False)
+    found, _ = l2_norm_by_rows(chunk, torch.zeros(1), [list(tensors)], False)
     assert found.shape == (1,)
     assert found.dtype == torch.float32
     return found.item()
@@ -25,6 +25,8 @@ def test_by_hand():
     assert norm(torch.arange(1.0, 7.0), chunk=4) == pytest.approx(math.sqrt(91), rel=1e-7)
     assert norm(torch.ones(3, 2)[:, 0]) == pytest.approx(math.sqrt(3), rel=1e-7)  # not contiguous
     assert norm(torch.tensor([3.0, 4.0], dtype=torch.bfloat16)) == 5.0
+    assert norm(torch.full((1024,), 0.5, dtype=torch.bfloat16)) == 16.0
+    assert norm(torch.full((900,), 1.25, dtype=torch.bfloat16)) == 37.5
     assert norm(torch.empty(0), torch.tensor(2.0)) == 2.0
     assert norm() == 0.0
 
@@ -32,12 +34,19 @@ def test_by_hand():
 def test_what_is_not_finite_is_seen():
     assert math.isnan(norm(torch.ones(3), torch.tensor([1.0, math.nan])))
     assert math.isinf(norm(torch.ones(3), torch.tensor([-math.inf])))
+    for value, is_seen in ((math.nan, math.isnan), (math.inf, math.isinf)):
+        whole = torch.ones(1000)
+        whole[700] = value
+        assert is_seen(norm(whole, chunk=300))
 
 
 def test_neither_small_nor_large_squares_are_lost():
     """In fp32 the square of 1e-30 is 0, and the square of 1e30 is infinite."""
     assert norm(torch.full((4,), 1e-30)) == pytest.approx(2e-30, rel=1e-6)
     assert norm(torch.full((4,), 1e30)) == pytest.approx(2e30, rel=1e-6)
+    for size in (1e-30, 1e30):  # of whole rows, and with more chunks than one
+        found = norm(torch.full((1000,), size), torch.full((600,), size), chunk=300)
+        assert found == pytest.approx(40 * size, rel=1e-6)
 
 
 def _norm_and_clipping():
@@ -58,12 +67,14 @@ def test_the_gradient_of_an_embedding():
     assert clipped == pytest.approx(1, abs=1e-6)
 
 
-@pytest.mark.parametrize("value", ["normal", "equal"])
+@pytest.mark.parametrize("value", ["normal", 0.1, 0.3, 1 / 3, 0.9298])
 def test_parts_have_the_norm_of_the_whole(value):
     """Equal elements are the worst case for few accumulators: all round in the same direction."""
-    whole = torch.full((1_600_000,), 0.1)
+    whole = torch.empty(1_600_000)
     if value == "normal":
         whole.normal_(generator=torch.Generator().manual_seed(0))
+    else:
+        whole.fill_(value)
     exact = float(whole.double().square().sum().sqrt())
-    assert norm(whole) == pytest.approx(exact, rel=1e-7)
-    assert norm(*whole.split(123_457)) == pytest.approx(exact, rel=1e-7)
+    assert norm(whole) == pytest.approx(exact, rel=4e-7)
+    assert norm(*whole.split(123_457)) == pytest.approx(exact, rel=4e-7)

@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 REPORT = ROOT / "tools" / "gpu" / "report.sh"
 STAND_IN = ROOT / "tests" / "tools" / "gpu_stand_in.py"
 BARE = ROOT / "tests" / "tools" / "gpu_host"  # hides packages
-OFFLINE = ["unshare", "--map-root-user", "--net"]
+# Without a network but with a loopback device, over which the ranks of a run connect.
+OFFLINE = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$0" "$@"']
 CALLS = ["tests", "operators", "models", "systems"]
 LONGEST_CALL = 540  # seconds
 

@@ -76,5 +76,5 @@ def _are_fused(layout, options, path):
 def test_a_training_step_updates_all_weights_in_one_pass(tmp_path, name) -> None:
     layout, options = RUNS[name]
     for parts in run_distributed(layout.world, _are_fused, layout, options, tmp_path):
-        assert len(parts) == layout.ep
+        assert len(parts) == (2 if layout.ep > 1 else 1)  # dense weights, and divided experts
         assert all(groups and all(groups) for groups in parts)

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import systems
@@ -131,7 +132,7 @@ PERFORMANCE = Path(__file__).resolve().parents[2] / "docs" / "performance" / "RE
 
 def _documented(system):
     """From the table of docs/performance: the operators of a layer and a micro-batch, on one rank
-    and with ep 2; and how many a dense layer has less."""
+    and with ep 2; and how many fewer a dense layer has."""
     table = re.search(r"^\| \| topk .*?\n\n", PERFORMANCE.read_text(), re.M | re.S)
     of_systems, _, *rows = (line.split("|")[2:-1] for line in table[0].strip().splitlines())
     numbers = [row[of_systems.index(f" {system} ")].strip() for row in rows]
@@ -148,6 +149,7 @@ def _operators_of_a_layer(layout, options, path):
     for found in run_distributed(layout.world, _of_steps, cases, path):
         counts = [operators for operators, _ in found.values()]
         added |= {many - few for few, many in pairwise(counts)}
+    assert len(added) == 1, added
     (of_two,) = added
     return round(of_two / 2 / (BATCH // layout.world))
 
@@ -156,6 +158,7 @@ EXPERTS = ["[0]+[1]", "[0]+[1]*3", "[0]+[1]*5"]
 DENSE = ["[0]+[1]", "[0]*3+[1]", "[0]*5+[1]"]
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the table is of torch 2.13")
 @pytest.mark.parametrize(
     "system", rest_in_full(["topk", "aoe", "top_p", "expert_choice", "lory"], "lory")
 )

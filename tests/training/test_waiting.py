@@ -2,7 +2,7 @@
 
 On a GPU these wait: the methods of a tensor that return a number to Python, operators whose result
 has a size that depends on values, copies to a device that are not queued, and
-`torch.cuda.synchronize`. Streams and events of the CPU host have no method that waits.
+`torch.cuda.synchronize` and that of an event.
 """
 
 import collections
@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_parallel.ops.bounded_experts import tokens_of_parts
+from moe_parallel.platform.cpu_host import HostEvent
 from moe_parallel.training.loop import Loop
 from tests import systems
 from tests.distributed import run_distributed
@@ -31,8 +32,8 @@ RETURNS_A_NUMBER = (
 SIZED_BY_VALUES = (
     "nonzero", "masked_select", "bincount", "_unique2", "unique_dim", "unique_consecutive", "equal",
 )  # fmt: skip
-#: They read tensors of the host: the state of its random numbers.
-OF_THE_HOST = ("random.fork",)
+#: They read tensors of the host: the state of random numbers, and the norm of a CPU's gradients.
+OF_THE_HOST = ("random.fork", "clipping.l2_norm_by_rows")
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 NATIVE = {"moe_backend": "native"}
 MOE_LAYERS = 3
@@ -121,7 +122,8 @@ class Waits(TorchDispatchMode):
             self._patch(torch.Tensor, name, lambda *arguments, **named: True)
         self._patch(torch.Tensor, "to", _is_copy_to_a_device)
         self._patch(torch, "tensor", _is_made_on_a_device)
-        self._patch(torch.cuda, "synchronize", lambda *arguments: True)
+        for owner in (torch.cuda, HostEvent):
+            self._patch(owner, "synchronize", lambda *_, **__: True)
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -167,8 +169,9 @@ def _is_made_on_a_device(*_, device=None, **__):
 
 def _is_sized_by_values(name, func, args, kwargs):
     if name in INDEXING:
-        # A number, which is on the host, fills the places of a mask without a list of them.
-        is_filled = name != "index" and args[2].numel() == 1
+        # A number, which is on the host, fills the places of a mask without a list of them. (A
+        # tensor [] of the device would wait; it is not told apart.)
+        is_filled = name != "index" and args[2].dim() == 0
         is_mask = any(index is not None and index.dtype == torch.bool for index in args[1])
         return is_mask and not is_filled
     if name == "repeat_interleave":

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ class BenchContender:
     answer: contenders with the same answer must agree; another model as a yardstick has its own.
     unordered: the outputs of choices whose order may differ, because it is that of near-ties.
     step: a step of the optimizer of a whole model.
-    before_step: makes the gradients of a step.
+    before_step: makes the gradients of a step; it returns no arguments for it.
     """
 
     name: str
@@ -92,7 +92,7 @@ class BenchContender:
     answer: str = ""
     unordered: frozenset[str] = frozenset()
     step: Callable[[], object] = lambda: None
-    before_step: Callable[[], None] = lambda: None
+    before_step: Callable[[], Sequence[Any]] = tuple
 
     def backward(self, outputs: Sequence[Tensor]) -> Values:
         differentiated = outputs[: len(self.upstream)]

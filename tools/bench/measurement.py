@@ -151,5 +151,5 @@ def _timer(contender: BenchContender, timed: str, clock: WorkClock) -> WorkTimer
     if timed == BACKWARD:
         return clock.timer(contender.backward, lambda: (contender.forward(),))
     if timed == STEP:
-        return clock.timer(contender.step, lambda: contender.before_step() or ())
+        return clock.timer(contender.step, contender.before_step)
     return clock.timer(contender.run)

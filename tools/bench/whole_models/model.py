@@ -56,12 +56,14 @@ def contender_of(
     )
 
 
-def _make_gradients(weights: Iterable[Tensor]) -> None:
-    """Of so large a norm that each step clips it, where Megatron-Core or torch looks for them."""
+def _make_gradients(weights: Iterable[Tensor]) -> tuple[()]:
+    """Fills gradients, where Megatron-Core or torch looks for them, with a value whose norm every
+    step clips."""
     for weight in weights:
         if weight.grad is None and not hasattr(weight, "main_grad"):
             weight.grad = torch.empty_like(weight)
         getattr(weight, "main_grad", weight.grad).fill_(0.1)
+    return ()
 
 
 def number_of_weights(contender: BenchContender) -> int:
