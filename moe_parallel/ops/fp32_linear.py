@@ -14,13 +14,13 @@ from torch import Tensor
 
 
 def fp32_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`x weight^T` in fp32. x: [..., D]; weight: [F, D]; returns [..., F], fp32."""
+    """`x weight^T` in fp32. x: [..., T, D]; weight: [F, D]; returns [..., T, F], fp32."""
     y: Tensor = _Fp32Linear.apply(x, weight)
     return y
 
 
 def fp32_dot(x: Tensor, weight: Tensor) -> Tensor:
-    """`fp32_linear` for one column, as a sum: x [..., D], weight [1, D]; returns [..., 1], fp32.
+    """`fp32_linear` for one column, as a sum: x [..., T, D], weight [1, D]; returns [..., T, 1].
 
     On AMD processors MKL's bits of a product with one column depend on the address of x.
     """
@@ -38,8 +38,7 @@ class _Fp32Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         dx = (dy @ weight.float()).to(x.dtype)
-        rows, dy_rows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        dweight = dy_rows.t() @ rows.float()
+        dweight = dy.flatten(0, -2).t() @ x.flatten(0, -2).float()
         return dx, dweight.to(weight.dtype)
 
 
