@@ -76,5 +76,5 @@ def test_parts_have_the_norm_of_the_whole(value):
     else:
         whole.fill_(value)
     exact = float(whole.double().square().sum().sqrt())
-    assert norm(whole) == pytest.approx(exact, rel=4e-7)
-    assert norm(*whole.split(123_457)) == pytest.approx(exact, rel=4e-7)
+    assert norm(whole) == pytest.approx(exact, rel=6e-7)
+    assert norm(*whole.split(123_457)) == pytest.approx(exact, rel=6e-7)
