@@ -67,8 +67,11 @@ def test_the_gradient_of_an_embedding():
     assert clipped == pytest.approx(1, abs=1e-6)
 
 
-@pytest.mark.parametrize("value", ["normal", 0.1, 0.3, 1 / 3, 0.9298])
-def test_parts_have_the_norm_of_the_whole(value):
+@pytest.mark.parametrize(
+    ("value", "within"),
+    [("normal", 1e-7), (0.1, 1e-7), (0.3, 6e-7), (1 / 3, 6e-7), (0.9298, 6e-7)],
+)
+def test_parts_have_the_norm_of_the_whole(value, within):
     """Equal elements are the worst case for few accumulators: all round in the same direction."""
     whole = torch.empty(1_600_000)
     if value == "normal":
@@ -76,5 +79,5 @@ def test_parts_have_the_norm_of_the_whole(value):
     else:
         whole.fill_(value)
     exact = float(whole.double().square().sum().sqrt())
-    assert norm(whole) == pytest.approx(exact, rel=6e-7)
-    assert norm(*whole.split(123_457)) == pytest.approx(exact, rel=6e-7)
+    assert norm(whole) == pytest.approx(exact, rel=within)
+    assert norm(*whole.split(123_457)) == pytest.approx(exact, rel=within)
