@@ -187,11 +187,11 @@ class ExpertRows {
   }
 
   void add_blocks(const at::Tensor& x, const at::Tensor& counts) {
-    const int64_t experts = counts.size(0), most = most_rows_of_block(x, experts);
+    const int64_t experts = counts.size(0);
     const bool rounds = is_compiled_for_its_sizes(x);
     int64_t first = 0;
     for (int64_t e = 0; e < experts; ++e) {
-      const int64_t rows = counts.const_data_ptr<int64_t>()[e], parts = (rows + most - 1) / most;
+      const int64_t rows = counts.const_data_ptr<int64_t>()[e], parts = parts_of(rows, x, experts);
       for (int64_t part = 0; part < parts; ++part) {
         const int64_t own = rows / parts + (part < rows % parts);
         const int64_t of_products = rounds ? rounded_rows(own) : own;
@@ -204,12 +204,14 @@ class ExpertRows {
   }
 
   // Scratch memory is as large as the largest block, so an expert with more than twice its share of
-  // the rows is computed in parts. In 16 bits, the sum of the parts' weight gradients would be
-  // rounded once more.
-  int64_t most_rows_of_block(const at::Tensor& x, int64_t experts) const {
-    constexpr int64_t kLeast = 512;  // fewer rows would slow the products down
-    if (x.element_size() < 4) return std::max<int64_t>(size(), 1);
-    return std::max(kLeast, 2 * size() / std::max<int64_t>(experts, 1));
+  // the rows is computed in parts. In 16 bits they are few, because each one rounds the sum of the
+  // weight gradients once more, unless main gradients take it.
+  int64_t parts_of(int64_t rows, const at::Tensor& x, int64_t experts) const {
+    constexpr int64_t kLeastRows = 512;  // fewer would slow the products down
+    constexpr int64_t kMostParts = 4;    // in 16 bits
+    const int64_t most_rows = std::max(kLeastRows, 2 * size() / std::max<int64_t>(experts, 1));
+    const int64_t parts = (rows + most_rows - 1) / most_rows;
+    return x.element_size() < 4 ? std::min(parts, kMostParts) : parts;
   }
 
   at::Tensor slots_, rows_;

@@ -84,6 +84,13 @@ FAULTS_OF_KERNELS = [
         OF_OPS,
     ),
     Fault(
+        "C++: in 16 bits any number of parts of an expert round the sum of weight gradients",
+        "csrc/expert_rows.h",
+        "return x.element_size() < 4 ? std::min(parts, kMostParts) : parts;",
+        "return parts;",
+        OF_OPS,
+    ),
+    Fault(
         "C++: AVX2 stores halves of bf16 vectors in another order",
         f"{OF_CPU}/vectors.h",
         "_mm256_permute4x64_epi64(packed, 0b1000)",

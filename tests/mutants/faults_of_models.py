@@ -7,9 +7,9 @@ PAST, HUGGINGFACE = "moe_parallel/layers/past.py", "moe_parallel/huggingface"
 FAULTS_OF_MODELS = [
     Fault(
         "the gradient of a norm over all heads sees its own rank's heads alone",
-        "moe_parallel/model/heads_norm.py",
-        "sum_over((g_SBN * z_SBN).sum(2, keepdim=True), ctx.norm.tp)",
-        "(g_SBN * z_SBN).sum(2, keepdim=True)",
+        "moe_parallel/ops/rms_norm.py",
+        "ctx.total(torch.linalg.vecdot(g, z)[..., None])",
+        "torch.linalg.vecdot(g, z)[..., None]",
         ("tests/model/test_heads_norm.py", "tests/model/test_layouts.py"),
     ),
     # Generation with kept keys and values.
