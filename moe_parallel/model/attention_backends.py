@@ -26,8 +26,12 @@ from moe_parallel.platform.device import device
 from moe_parallel.selection.shares import Share
 
 
+#: In fp32 torch's kernel is as fast for a document of this length, and faster for shorter ones.
+SHORTEST_IN_FP32 = 64
+
+
 class AutoAttention(TorchAttention):
-    """The native operator where it serves whole sequences faster than torch's kernels."""
+    """The native operator where it is faster than torch's kernels, for sequences and documents."""
 
     def forward(
         self,
@@ -42,6 +46,16 @@ class AutoAttention(TorchAttention):
             y_SBHC = select_backend("native").attention(q_SBHC, k_SBGC, v_SBGC, self.scale)
             return y_SBHC.flatten(2)
         return super().forward(q_SBHC, k_SBGC, v_SBGC, attends_to)
+
+    def _kernel(
+        self, q_BHQC: torch.Tensor, k_BGKC: torch.Tensor, v_BGKC: torch.Tensor, **mask: Any
+    ) -> torch.Tensor:
+        positions = [x.permute(2, 0, 1, 3) for x in (q_BHQC, k_BGKC, v_BGKC)]
+        is_short = q_BHQC.dtype == torch.float32 and q_BHQC.shape[2] < SHORTEST_IN_FP32
+        if "attn_mask" in mask or is_short or not serves(*positions):
+            return super()._kernel(q_BHQC, k_BGKC, v_BGKC, **mask)
+        y_QBHC = select_backend("native").attention(*positions, self.scale)
+        return y_QBHC.permute(1, 2, 0, 3)
 
 
 class FlashAttention(TorchAttention):

@@ -2,6 +2,7 @@
 
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -12,9 +13,11 @@ from torch.nn.attention import sdpa_kernel
 from moe_parallel.config import Config, make_config
 from moe_parallel.config.option import options
 from moe_parallel.config.training import TrainingConfig
+from moe_parallel.model import attention_backends
 from moe_parallel.model.attention import TorchAttention, _strip
 from moe_parallel.model.attention_backends import CORE_ATTENTIONS
 from moe_parallel.model.forward import run_micro_batches
+from moe_parallel.ops import select_backend
 from moe_parallel.parallel import destroy_groups
 from moe_parallel.selection.shares import take, zigzag
 from tests.distributed import run_distributed
@@ -163,6 +166,38 @@ def test_bf16_with_and_without_instructions_for_it(
     assert y.dtype == torch.bfloat16
     exact = by_definition(*(x.double().numpy() for x in given), DOCUMENTS)
     numpy.testing.assert_allclose(y.double(), exact, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "by_native", "tolerance"),
+    [(torch.float32, [64, 130], 1e-5), (torch.bfloat16, [64, 63, 6, 130, 3], 0.03)],
+    ids=["fp32", "bf16"],
+)
+def test_documents_take_the_native_operator_where_it_is_faster(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, by_native: list[int], tolerance: float
+) -> None:
+    lengths = torch.tensor([64, 63, 6, 130, 3])
+    found: list[int] = []
+
+    class Counting:
+        def attention(self, q: torch.Tensor, *others: Any) -> torch.Tensor:
+            found.append(len(q))
+            return select_backend("native").attention(q, *others)
+
+    monkeypatch.setattr("moe_parallel.platform.device.multiplies_bf16", lambda x: True)
+    monkeypatch.setattr(attention_backends, "serves", lambda *x: True)
+    monkeypatch.setattr(attention_backends, "select_backend", lambda name: Counting())
+    inputs, dy = _inputs(2, 133)
+    results = {}
+    for backend, as_type in (("auto", dtype), ("unfused", torch.float64)):
+        leaves = [x.to(as_type).requires_grad_() for x in inputs]
+        y = attention(backend, 2)(*leaves, lengths)
+        results[backend] = (y, *torch.autograd.grad(y, leaves, dy.to(as_type)))
+    assert found == by_native
+    for actual, expected in zip(*results.values(), strict=True):
+        assert actual.dtype == dtype
+        bound = tolerance * expected.abs().max().item()
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("lengths", [None, torch.tensor([100, 157])], ids=["one", "several"])

@@ -316,6 +316,13 @@ FAULTS = [
         OF_SHARES,
     ),
     Fault(
+        "documents always take torch's kernel",
+        "moe_parallel/model/attention_backends.py",
+        'if "attn_mask" in mask or is_short or',
+        'if "is_causal" in mask or is_short or',
+        ("tests/model/test_attention.py",),
+    ),
+    Fault(
         "Transformer Engine gets tokens by position, and documents by sequence",
         "moe_parallel/model/attention_backends.py",
         "*map(sequences_first, (q_SBHC, k_SBGC, v_SBGC)),",

@@ -28,9 +28,11 @@ from tools.bench.sizes import BenchSize
 UNFUSED = "ours, op by op"
 TWIN = "our routed layer"
 # Variants of AoE: the gradient (full or selected), and for the full one, whether C of the experts
-# that were not chosen is kept for the backward pass or recomputed there.
+# that were not chosen is kept for the backward pass or recomputed there. Unless its name says so,
+# G = C W_up is recomputed, as is the default.
 FULL_KEPT, FULL_RECOMPUTED = "ours, full, kept", "ours, full, recomputed"
-SELECTED = "ours, selected"
+FULL_KEPT_WITH_G = "ours, full, kept with G"
+SELECTED, SELECTED_WITH_G = "ours, selected", "ours, selected, G kept"
 AUTONOMOUS = (FULL_KEPT, FULL_RECOMPUTED, SELECTED)
 # Numbers. With the 226 million of the size `erc`, the record of memory filled a host of 24 GiB.
 MOST_WEIGHTS_OF_COMPOSITION = 100_000_000
@@ -93,8 +95,12 @@ def aoe_layer(size: BenchSize, draw: Draw, ours: Ops) -> Bench:
             unordered=frozenset({"output 1"}),
         )  # fmt: skip
 
-    def autonomous(name: str, *, selected: bool = False, kept: bool = False) -> BenchContender:
-        return contender(name, lambda: _autonomous(x_TD, weights, size.K, ours, selected, kept))
+    def autonomous(
+        name: str, *, selected: bool = False, kept: bool = False, keeps_g: bool = False
+    ) -> BenchContender:
+        return contender(
+            name, lambda: _autonomous(x_TD, weights, size.K, ours, selected, kept, keeps_g)
+        )
 
     products = Products((
         (size.T, size.d, size.n * size.l),
@@ -108,8 +114,10 @@ def aoe_layer(size: BenchSize, draw: Draw, ours: Ops) -> Bench:
         draw.dtype,
         [
             autonomous(FULL_KEPT, kept=True),
+            autonomous(FULL_KEPT_WITH_G, kept=True, keeps_g=True),
             autonomous(FULL_RECOMPUTED),
             autonomous(SELECTED, selected=True),
+            autonomous(SELECTED_WITH_G, selected=True, keeps_g=True),
             _twin(size, draw, ours, x_TD, weights["w_down"], dy_TD),
         ],
         [_composition(size, contender, x_TD, weights)],
@@ -130,7 +138,13 @@ def _composition(
 
 
 def _autonomous(
-    x_TD: Tensor, weights: dict[str, Tensor], k: int, ours: Ops, selected: bool, kept: bool
+    x_TD: Tensor,
+    weights: dict[str, Tensor],
+    k: int,
+    ours: Ops,
+    selected: bool,
+    kept: bool,
+    keeps_g: bool,
 ) -> tuple[Tensor, Tensor]:
     """y_TD and experts_TK."""
     w_down = weights["w_down"]
@@ -152,6 +166,7 @@ def _autonomous(
         *weights.values(),
         c_TKR=scores.c_TKR,
         norms_TK=norms_TK if selected else None,
+        recompute_gate=not keeps_g,
     )
     return y_TD, scores.experts_TK
 

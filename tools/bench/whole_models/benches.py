@@ -50,14 +50,18 @@ def curve(terms: ModelTerms) -> Bench:
     return _bench("model", terms, ours, peers)
 
 
+_GATE = ("--aoe-recompute-gate", "false")
+
+
 def aoe_with_losses(terms: ModelTerms) -> Bench:
     """AoE and topk of as many parameters, both with the auxiliary loss."""
     loss = ("--moe-aux-loss-coeff", "0.01")
-    kept = aoe(terms.size, *loss, "--aoe-recompute-scores", "false")
-    ours = [
-        our_model("topk, aux loss", topk(terms.size, *loss), terms),
-        our_model("aoe, aux loss, full gradient", aoe(terms.size, *loss), terms),
-        our_model("aoe, aux loss, full gradient, scores kept", kept, terms),
+    scores = ("--aoe-recompute-scores", "false")
+    variants = {"": (), ", scores kept": scores, ", scores and gate kept": (*scores, *_GATE)}
+    ours = [our_model("topk, aux loss", topk(terms.size, *loss), terms)]
+    ours += [
+        our_model(f"aoe, aux loss, full gradient{kept}", aoe(terms.size, *loss, *flags), terms)
+        for kept, flags in variants.items()
     ]
     return _bench("model with aux loss", terms, ours, [])
 
@@ -68,6 +72,7 @@ def aoe_by_bias(terms: ModelTerms) -> Bench:
     ours = [
         our_model("topk, by bias", topk(terms.size, *BY_BIAS), terms),
         our_model("aoe, by bias, selected gradient", selected, terms),
+        our_model("aoe, by bias, selected gradient, gate kept", [*selected, *_GATE], terms),
     ]
     return _bench("model balanced by bias", terms, ours, [])
 
