@@ -25,7 +25,6 @@ from moe_parallel.optional import import_optional
 from moe_parallel.platform.device import device
 from moe_parallel.selection.shares import Share
 
-
 #: In fp32 torch's kernel is as fast for a document of this length, and faster for shorter ones.
 SHORTEST_IN_FP32 = 64
 
@@ -50,11 +49,11 @@ class AutoAttention(TorchAttention):
     def _kernel(
         self, q_BHQC: torch.Tensor, k_BGKC: torch.Tensor, v_BGKC: torch.Tensor, **mask: Any
     ) -> torch.Tensor:
-        positions = [x.permute(2, 0, 1, 3) for x in (q_BHQC, k_BGKC, v_BGKC)]
+        q_QBHC, k_KBGC, v_KBGC = (x.permute(2, 0, 1, 3) for x in (q_BHQC, k_BGKC, v_BGKC))
         is_short = q_BHQC.dtype == torch.float32 and q_BHQC.shape[2] < SHORTEST_IN_FP32
-        if "attn_mask" in mask or is_short or not serves(*positions):
+        if "attn_mask" in mask or is_short or not serves(q_QBHC, k_KBGC, v_KBGC):
             return super()._kernel(q_BHQC, k_BGKC, v_BGKC, **mask)
-        y_QBHC = select_backend("native").attention(*positions, self.scale)
+        y_QBHC = select_backend("native").attention(q_QBHC, k_KBGC, v_KBGC, self.scale)
         return y_QBHC.permute(1, 2, 0, 3)
 
 
