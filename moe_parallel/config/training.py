@@ -63,8 +63,8 @@ class TrainingConfig(Section):
     attention_backend: str = option(
         "auto",
         "kernel of attention; auto: our own on a CPU with AVX-512 (Intel's in bf16: with AMX) "
-        "or AMD's with AVX2, where a token attends to all before it and "
-        "--context-parallel-size is 1, and otherwise the kernel that torch selects, without S x S "
+        "or AMD's with AVX2, where a sequence or document is not divided by "
+        "--context-parallel-size, and otherwise the kernel that torch selects, without S x S "
         "scores where it can; flash, fused (cuDNN), unfused: that kernel of torch, or an "
         "error; transformer_engine: its DotProductAttention, on a GPU in bf16; local: "
         "Megatron-Core's, which keeps S x S scores per head",

@@ -40,6 +40,7 @@ class AutoAttention(TorchAttention):
         attends_to: torch.Tensor | Past | None,
         **_: Any,
     ) -> torch.Tensor:
+        # Whole sequences need neither the views that documents do nor bf16 as fp32.
         has_whole_sequences = self.cp is None or self.cp.size() == 1
         if attends_to is None and has_whole_sequences and serves(q_SBHC, k_SBGC, v_SBGC):
             y_SBHC = select_backend("native").attention(q_SBHC, k_SBGC, v_SBGC, self.scale)

@@ -73,6 +73,7 @@ ROUTINGS = [
     Routing("a_thousand_rows_of_one", 2, np.zeros((1100, 1), dtype=np.int64)),
     Routing("half_to_one", 8, np.stack([np.zeros(700), 1 + np.arange(700) % 3], 1).astype(int)),
 ]
+BY_NAME = {routing.name: routing for routing in ROUTINGS}
 
 
 def random_tensor(*shape: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:

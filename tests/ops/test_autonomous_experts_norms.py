@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_parallel.ops import Ops
 from moe_parallel.ops.bounded_experts import within_budget
 from tests.ops.cases import (
+    BY_NAME,
     DTYPES,
     ROUTINGS,
     Routing,
@@ -28,7 +29,7 @@ D, W, R = 6, 5, 3
 # Every choice has a row, and there is no padding.
 WHOLE = [r for r in ROUTINGS if r.pad_rows_per_expert is None and (r.experts >= 0).all()]
 MANY = next(routing for routing in WHOLE if routing.name == "half_to_one")
-DROPPED = next(routing for routing in ROUTINGS if routing.name == "dropped_choices")
+DROPPED = BY_NAME["dropped_choices"]
 
 
 def setting(routing: Routing, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:

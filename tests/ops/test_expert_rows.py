@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_parallel.ops import Ops
 from tests.ops.cases import (
+    BY_NAME,
     DTYPES,
     LAYOUTS,
     ROUTINGS,
@@ -174,7 +175,7 @@ def test_expanded_gradient(ops, device, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["many_tokens", "half_to_one"])
 def test_bf16_is_as_exact_as_torchs(reference, native, device, name, kind):
-    setting = Setting(next(r for r in ROUTINGS if r.name == name), torch.bfloat16, device)
+    setting = Setting(BY_NAME[name], torch.bfloat16, device)
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in setting.inputs(kind)]
     exact_y = setting.compute(reference, kind, *exact_inputs)
     exact = [exact_y, *gradients(exact_y, setting.dy.double(), *exact_inputs)]
@@ -218,9 +219,10 @@ def _rows_of_products(setting: Setting, ops: Ops, kind: str) -> set[int]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_by_onednn_have_few_sizes(native, library, kind):
     """It compiles a product for its sizes, in up to milliseconds."""
-    many = next(routing for routing in ROUTINGS if routing.name == "many_tokens")
     found = {
-        dtype: _rows_of_products(Setting(many, dtype, "cpu", (48, 80, 144)), native, kind)
+        dtype: _rows_of_products(
+            Setting(BY_NAME["many_tokens"], dtype, "cpu", (48, 80, 144)), native, kind
+        )
         for dtype in (torch.float32, torch.bfloat16)
     }
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -231,7 +233,6 @@ def test_products_by_onednn_have_few_sizes(native, library, kind):
         assert found[torch.bfloat16] and not any(rows % multiple for rows in found[torch.bfloat16])
 
 
-HALF_TO_ONE = next(routing for routing in ROUTINGS if routing.name == "half_to_one")
 ALL_TO_ONE = Routing("many_rows_to_one", 16, np.zeros((3000, 1), dtype=np.int64))
 
 
@@ -239,8 +240,8 @@ ALL_TO_ONE = Routing("many_rows_to_one", 16, np.zeros((3000, 1), dtype=np.int64)
 @pytest.mark.parametrize(
     ("routing", "dtype", "rows"),
     [
-        (HALF_TO_ONE, torch.float32, 350),
-        (HALF_TO_ONE, torch.bfloat16, 350),
+        (BY_NAME["half_to_one"], torch.float32, 350),
+        (BY_NAME["half_to_one"], torch.bfloat16, 350),
         (ALL_TO_ONE, torch.float32, 500),
         (ALL_TO_ONE, torch.bfloat16, 750),  # at most four parts, which round their sum
     ],
@@ -272,7 +273,7 @@ def test_traces_as_one_graph(native, device, kind):
 
 def test_what_is_saved(native):
     """x, the input of SwiGLU, the row map; for AoE P and C instead, and G on request."""
-    setting = Setting(next(r for r in ROUTINGS if r.name == "many_tokens"), torch.float32, "cpu")
+    setting = Setting(BY_NAME["many_tokens"], torch.float32, "cpu")
     rows = setting.routing.experts.size
     sizes = {}
     for kind in KINDS:

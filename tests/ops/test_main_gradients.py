@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from moe_parallel.ops import Ops
-from tests.ops.cases import ROUTINGS, assert_close, error, float64, random_tensor
+from tests.ops.cases import BY_NAME, ROUTINGS, assert_close, error, float64, random_tensor
 from tests.ops.test_expert_rows import KINDS, Setting
 
 pytestmark = pytest.mark.covering
@@ -77,7 +77,7 @@ def test_equals_the_sum_of_gradients(ops, device, routing, kind, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_expert_without_rows_keeps_its_sum(ops, device, kind):
-    setting = Setting(next(r for r in ROUTINGS if r.name == "empty_experts"), torch.float32, device)
+    setting = Setting(BY_NAME["empty_experts"], torch.float32, device)
     main = starts(setting, kind, torch.float32)
     before = [total.clone() for total in main]
     added(ops, setting, kind, main)
@@ -91,7 +91,7 @@ def test_an_expert_without_rows_keeps_its_sum(ops, device, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_bf16_is_closer_than_gradients_that_were_rounded(native, reference, device, kind):
     """With fp32 sums; the gain depends on what else was rounded before these products."""
-    setting = Setting(next(r for r in ROUTINGS if r.name == "many_tokens"), torch.bfloat16, device)
+    setting = Setting(BY_NAME["many_tokens"], torch.bfloat16, device)
     rounded = [torch.zeros(w.shape, device=device) for w in weights(setting, kind)]
     for gradients in unfused(native, setting, kind):
         for total, gradient in zip(rounded, gradients[-len(rounded) :], strict=True):

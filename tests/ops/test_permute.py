@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from tests.ops.cases import (
+    BY_NAME,
     DTYPES,
     LAYOUTS,
     ROUTINGS,
@@ -65,7 +66,7 @@ def test_gradcheck(ops, device, routing):
 
 
 def test_bf16_gradient_is_as_exact_as_torchs(reference, native, device):
-    routing = next(r for r in ROUTINGS if r.name == "many_experts")
+    routing = BY_NAME["many_experts"]
     row_map, x, dy = setting(reference, routing, 33, torch.bfloat16, device)
     exact = oracle.permute_gradient(float64(dy), row_map.slots_N.tolist(), 8, len(x))
     dx = {ops.name: gradients(ops.permute(x, row_map), dy, x)[0] for ops in (reference, native)}

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from tests.ops.cases import (
+    BY_NAME,
     DTYPES,
     LAYOUTS,
     ROUTINGS,
@@ -128,7 +129,7 @@ def test_gradcheck(ops, device, routing):
 
 
 def test_bf16_is_as_exact_as_torchs(reference, native, device):
-    routing = next(r for r in ROUTINGS if r.name == "many_experts")
+    routing = BY_NAME["many_experts"]
     row_map, y, probs, dout = setting(reference, routing, 33, torch.bfloat16, device)
     slots = row_map.slots_N.tolist()
     exact = [
