@@ -15,6 +15,7 @@
 #include "expert_rows.h"
 #include "main_gradients.h"
 #include "norm_topk_gradient.h"
+#include "packed_product.h"
 #include "swiglu_tensors.h"
 
 namespace moe_parallel {
@@ -65,6 +66,9 @@ void add_products(at::Tensor& out, const at::Tensor& x, const at::Tensor& v, con
                   const at::Tensor& w, const at::Tensor& groups) {
   const FusedOperands first{rows_of(x), v, v}, second{rows_of(y), w, w};
   if (fused_gemm({first, second}, groups, out.size(0), rows_to(out))) return;
+  const bool of_one_expert = groups.size(0) == 1;
+  if (of_one_expert && packed_product_out(out, {{x, v[0]}, {y, w[0]}}, /*accumulate=*/false))
+    return;
   grouped_gemm_out(out, x, v, groups);
   grouped_gemm_out(out, y, w, groups, /*accumulate=*/true);
 }

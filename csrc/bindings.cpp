@@ -41,14 +41,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "Which tiles compute grouped products in bf16 on Hopper, for this process: the fastest "
         "(default), 128 x 128, 128 x 256 for at least 256 columns, or 128 x 64 for at most 256 "
         "columns or rows. Returns what held before.");
-  pybind11::enum_<moe_parallel::Fp32Products>(m, "Fp32Products")
-      .value("BLAS", moe_parallel::Fp32Products::kBlas)
-      .value("WHERE_FASTER", moe_parallel::Fp32Products::kWhereFaster)
-      .value("ONEDNN", moe_parallel::Fp32Products::kOneDnn);
-  m.def("set_fp32_products", &moe_parallel::set_fp32_products,
-        "Which library computes large products in fp32 on the CPU, for this process: that of "
-        "torch.mm, the faster one for this processor (default), or oneDNN. Returns what held "
-        "before.");
+  pybind11::enum_<moe_parallel::CpuProducts>(m, "CpuProducts")
+      .value("BLAS", moe_parallel::CpuProducts::kBlas)
+      .value("WHERE_FASTER", moe_parallel::CpuProducts::kWhereFaster)
+      .value("ONEDNN", moe_parallel::CpuProducts::kOneDnn)
+      .value("PACKED", moe_parallel::CpuProducts::kPacked);
+  m.def(
+      "set_cpu_products", &moe_parallel::set_cpu_products,
+      "What computes large products on the CPU, for this process: torch.mm, what is faster on this "
+      "processor (default), oneDNN those with results in fp32, or its kernel for blocks, with "
+      "packed factors, those of experts too. Returns what held before.");
   m.def(
       "has_fast_attention",
       [](bool in_bf16) {

@@ -52,8 +52,4 @@ void pack_right(const PackedRows& x, void* to);
 void pack_left_transposed(const PackedRows& x, void* to, int64_t to_stride);
 void pack_right_transposed(const PackedRows& x, void* to, int64_t to_stride);
 
-// Two rows side by side, number by number, for every two rows: bf16 [rows, columns].
-void pack_pairs(const uint16_t* rows, int64_t stride, int64_t count, int64_t padded, int64_t width,
-                uint32_t* to);
-
 }  // namespace moe_parallel

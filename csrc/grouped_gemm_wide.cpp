@@ -11,6 +11,7 @@
 
 #include "cpu/processor.h"
 #include "onednn_product.h"
+#include "packed_product.h"
 
 extern "C" {
 // oneMKL's cblas_gemm_bf16bf16f32 with 32-bit sizes: c = alpha a b + beta c.
@@ -71,6 +72,8 @@ void product_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool
   } else if (is_slow_in_bf16(a)) {
     const auto left = a.to(at::kFloat), right = b.to(at::kFloat);
     out.copy_(accumulate ? at::addmm(out.to(at::kFloat), left, right) : at::mm(left, right));
+  } else if (packed_product_out(out, {{a, b}}, accumulate)) {
+    return;
   } else if (onednn_product_out(out, a, b, accumulate)) {
     return;
   } else if (accumulate) {

@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "block_product.h"
 #include "cpu/processor.h"
+#include "packing.h"
 #include "transposed_rows.h"
 
 namespace at::native {
@@ -25,12 +25,13 @@ namespace {
 // Multiplications of a product. A call of oneDNN takes 8 us longer than one of MKL.
 constexpr int64_t kLeast = int64_t{1} << 20;
 
-std::atomic<Fp32Products> chosen{Fp32Products::kWhereFaster};
+std::atomic<CpuProducts> chosen{CpuProducts::kWhereFaster};
 
 // Whether oneDNN is chosen for products in which it is, or is not, the faster library.
 bool is_chosen(bool is_faster) {
   const auto products = chosen.load();
-  return products == Fp32Products::kOneDnn || (products == Fp32Products::kWhereFaster && is_faster);
+  return products == CpuProducts::kOneDnn || products == CpuProducts::kPacked ||
+         (products == CpuProducts::kWhereFaster && is_faster);
 }
 
 bool has_blocks() { return has_avx512() && at::globalContext().userEnabledMkldnn(); }
@@ -59,7 +60,12 @@ void add_block(const at::Tensor& out, const at::Tensor& x, const at::Tensor& y,
     std::vector<uint32_t> pairs(depth / 2 * std::min(kBlockN, n_size));
     for (int64_t n = begin * kBlockN; n < std::min(n_size, end * kBlockN); n += kBlockN) {
       const int64_t columns = std::min(kBlockN, n_size - n);
-      pack_pairs(right + n, y.stride(0), rows, depth, columns, pairs.data());
+      pair_rows({.rows = right + n,
+                 .stride = y.stride(0),
+                 .count = rows,
+                 .padded = depth,
+                 .width = columns,
+                 .to = pairs.data()});
       const auto* packed = reinterpret_cast<const at::BFloat16*>(pairs.data());
       for (int64_t m = 0; m < m_size; m += kBlockM) {
         brgemm(std::min(kBlockM, m_size - m), columns, depth, x_t.stride(0), columns, out.stride(0),
@@ -74,7 +80,7 @@ void add_block(const at::Tensor& out, const at::Tensor& x, const at::Tensor& y,
 
 }  // namespace
 
-Fp32Products set_fp32_products(Fp32Products products) { return chosen.exchange(products); }
+CpuProducts set_cpu_products(CpuProducts products) { return chosen.exchange(products); }
 
 bool is_fp32_by_onednn(const at::Tensor& a) {
   // Without AVX-512, torch refuses the product in any type.
@@ -94,6 +100,14 @@ bool multiplies_blocks_by_onednn(ScalarType type) {
     default:
       return false;
   }
+}
+
+bool packs_large_products(ScalarType type) {
+  const auto products = chosen.load();
+  const bool is_faster = is_zen4() || (type == ScalarType::kBFloat16 && has_amx());
+  const bool packs =
+      products == CpuProducts::kPacked || (products == CpuProducts::kWhereFaster && is_faster);
+  return packs && multiplies_blocks_by_onednn(type);
 }
 
 bool onednn_product_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,

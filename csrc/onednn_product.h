@@ -13,11 +13,12 @@
 
 namespace moe_parallel {
 
-enum class Fp32Products { kBlas, kWhereFaster, kOneDnn };
+enum class CpuProducts { kBlas, kWhereFaster, kOneDnn, kPacked };
 
-// Which library computes products with results in fp32 on the CPU, for this process. Returns what
-// held before.
-Fp32Products set_fp32_products(Fp32Products products);
+// What computes large products on the CPU, for this process: ATen, what is faster on this
+// processor, oneDNN those with results in fp32, or oneDNN's kernel for blocks those that
+// packed_product.h takes and oneDNN the others. Returns what held before.
+CpuProducts set_cpu_products(CpuProducts products);
 
 // Whether oneDNN computes large products of this factor in fp32.
 bool is_fp32_by_onednn(const at::Tensor& a);
@@ -25,6 +26,10 @@ bool is_fp32_by_onednn(const at::Tensor& a);
 // Whether oneDNN's kernel multiplies blocks that stay in the caches, with factors of this type,
 // which is fp32 or bf16.
 bool multiplies_blocks_by_onednn(ScalarType type);
+
+// Whether large products with factors of this type are computed from such blocks, with results of
+// the same type (packed_product.h).
+bool packs_large_products(ScalarType type);
 
 // out = a b, or out += a b if `accumulate`. Returns false, and computes nothing, if the product is
 // ATen's: `a` is not such a factor, the product is small, or `out` has no dense rows.

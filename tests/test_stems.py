@@ -39,6 +39,8 @@ SHARED = {
         "launch",
         "main_gradients",
         "onednn",  # products in fp32 by another library
+        "packed_product",  # from blocks
+        "packing",  # for the blocks
         "scalar_type",
         "scratch_rows",
         "transposed_rows",
@@ -49,11 +51,12 @@ SHARED = {
         "cache_lines",
         "capability",
         "large_output",
+        "packing",
         "parts",
         "portable",
         "processor",
     },
-    CSRC / "cpu" / "kernels": {"table", "vectors"},
+    CSRC / "cpu" / "kernels": {"packing", "table", "vectors"},
     CSRC / "cuda": {"cutlass", "fused", "launch", "reduce", "rows", "scalar", "vector"},
     NATIVE: {"main_gradients"},
     TESTS: {

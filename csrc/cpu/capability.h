@@ -6,6 +6,7 @@
 
 #include "../expert_merge.h"
 #include "../norm_topk.h"
+#include "../packing.h"
 #include "../permute.h"
 #include "../rms_norm.h"
 #include "../rotary.h"
@@ -36,6 +37,9 @@ struct Kernels {
   Kernel<RmsNorm> rms_norm;
   Kernel<RmsNormBackward> rms_norm_backward;
   Kernel<Rotary> rotary;
+  void (*transpose_words)(const TransposeWords& task);
+  void (*pair_rows)(const PairRows& task);
+  void (*round_rows)(const RoundRows& task);
   Kernel<SoftmaxSums> softmax_sums;
   Kernel<SoftmaxGradient> softmax_gradient;
   Kernel<AttentionWeights> attention_weights;

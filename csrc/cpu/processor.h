@@ -40,6 +40,17 @@ inline bool is_amd() {
   return is;
 }
 
+// Zen 4, the one generation of this family that has AVX-512.
+inline bool is_zen4() {
+  static const bool is = [] {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    if (!is_amd() || __get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0) return false;
+    const unsigned family = (eax >> 8 & 0xf) + (eax >> 20 & 0xff);
+    return family == 0x19 && has_avx512();
+  }();
+  return is;
+}
+
 #else
 
 inline bool has_avx2() { return false; }
@@ -47,6 +58,7 @@ inline bool has_avx512() { return false; }
 inline bool has_amx() { return false; }
 inline bool is_intel() { return false; }
 inline bool is_amd() { return false; }
+inline bool is_zen4() { return false; }
 
 #endif
 

@@ -31,13 +31,13 @@ def ops(request: pytest.FixtureRequest) -> Ops:
     return request.getfixturevalue(request.param)
 
 
-@pytest.fixture(params=["BLAS", "ONEDNN", "WHERE_FASTER"])
+@pytest.fixture(params=["BLAS", "ONEDNN", "PACKED", "WHERE_FASTER"])
 def library(request: pytest.FixtureRequest, native: Ops):
-    """What computes products in fp32 on the CPU."""
+    """What computes large products on the CPU."""
     module = extension.load()
-    before = module.set_fp32_products(getattr(module.Fp32Products, request.param))
+    before = module.set_cpu_products(getattr(module.CpuProducts, request.param))
     yield request.param
-    module.set_fp32_products(before)
+    module.set_cpu_products(before)
 
 
 @pytest.fixture

@@ -176,6 +176,10 @@ def test_expanded_gradient(ops, device, kind):
 @pytest.mark.parametrize("name", ["many_tokens", "half_to_one"])
 def test_bf16_is_as_exact_as_torchs(reference, native, device, name, kind):
     setting = Setting(BY_NAME[name], torch.bfloat16, device)
+    assert_as_exact_as_torchs(setting, reference, native, kind)
+
+
+def assert_as_exact_as_torchs(setting: Setting, reference: Ops, native: Ops, kind: str) -> None:
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in setting.inputs(kind)]
     exact_y = setting.compute(reference, kind, *exact_inputs)
     exact = [exact_y, *gradients(exact_y, setting.dy.double(), *exact_inputs)]
@@ -231,6 +235,19 @@ def test_products_by_onednn_have_few_sizes(native, library, kind):
     assert any(rows % multiple for rows in found[torch.float32]) != by_onednn
     if has_avx512:
         assert found[torch.bfloat16] and not any(rows % multiple for rows in found[torch.bfloat16])
+
+
+#: Experts with 450, 200, 50 and no rows, for widths of which packed products are made.
+OF_ALL_SIZES = Routing("rows_of_all_sizes", 4, np.repeat([0, 1, 2], [450, 200, 50])[:, None])
+
+
+@pytest.mark.parametrize("library", ["ONEDNN", "PACKED"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_packed_products(reference, native, library, kind, dtype):
+    assert_as_exact_as_torchs(
+        Setting(OF_ALL_SIZES, dtype, "cpu", (416, 448, 32)), reference, native, kind
+    )
 
 
 ALL_TO_ONE = Routing("many_rows_to_one", 16, np.zeros((3000, 1), dtype=np.int64))

@@ -20,9 +20,9 @@ def wanted(a, b):
     return np.einsum("...ni,...io->...no", float64(a), float64(b))
 
 
-def between_columns(rows, columns, value, device):
+def between_columns(rows, columns, value, device, dtype=torch.float32):
     """A matrix whose outer columns are 7, and a view of the others, which have the value."""
-    memory = torch.full((rows, columns + 9), value, device=device)
+    memory = torch.full((rows, columns + 9), value, device=device, dtype=dtype)
     memory[:, :4] = memory[:, -5:] = 7
     return memory, memory[:, 4:-5]
 
@@ -97,6 +97,73 @@ def test_threads_share_a_wide_product(library, native, two_threads):
     out = torch.zeros(512, 1100)
     native.product(a.t().contiguous().t(), b, out, accumulate=True)
     assert_close(out, wanted(a, b), torch.float32)
+
+
+#: Blocks of 64 (bf16: 128) rows, 384 (768) numbers of a sum and 128 columns, and ends that fill
+#: none. With AMX, packed products in bf16 are those of at most 256 rows.
+PACKED = {torch.float32: (400, 900, 300), torch.bfloat16: (250, 832, 300)}
+packs = torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+@pytest.mark.covering(3)
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", PACKED, ids=str)
+def test_a_large_product_is_rounded_once(library, native, dtype, layout, accumulate):
+    rows, _, columns = sizes = PACKED[dtype]
+    a, b = factors(sizes, dtype, "cpu")
+    memory, out = between_columns(rows, columns, 0.5 if accumulate else torch.nan, "cpu", dtype)
+    native.product(a, LAYOUTS[layout](b), out, accumulate=accumulate)
+    exact = wanted(a, b) + 0.5 * accumulate
+    of_sums = 2e-6 * np.abs(exact).max()
+    rounding = torch.finfo(dtype).eps / 2
+    assert (np.abs(float64(out) - exact) <= rounding * np.abs(exact) + of_sums).all()
+    assert outside_is_kept(memory)
+
+
+@pytest.mark.skipif(not packs, reason="oneDNN's kernel for blocks needs AVX-512")
+@pytest.mark.parametrize("library", ["ONEDNN", "PACKED"], indirect=True)
+@pytest.mark.parametrize(
+    ("change", "is_packed"),
+    [
+        ({}, True),
+        ({"rows": 60}, False),
+        ({"rows": 1040}, False),
+        ({"inner": 352}, False),
+        ({"inner": 801}, False),  # of pairs
+        ({"dtype": torch.float16}, False),
+        ({"layout": "transposed"}, False),
+        ({"layout": "gaps"}, False),
+    ],
+    ids=str,
+)
+def test_which_products_are_packed(library, native, change, is_packed):
+    """The others are ATen's, as without packing."""
+    rows, inner, columns = PACKED[torch.bfloat16]
+    given = {"rows": rows, "inner": inner, "dtype": torch.bfloat16, "layout": "contiguous"} | change
+    a, b = factors((given["rows"], given["inner"], columns), given["dtype"], "cpu")
+    with torch.profiler.profile() as profiled:
+        native.product(LAYOUTS[given["layout"]](a), b)
+    by_aten = any(event.name == "aten::mm" for event in profiled.events())
+    assert by_aten != (is_packed and library == "PACKED")
+
+
+@pytest.mark.parametrize("dtype", PACKED, ids=str)
+def test_threads_share_a_large_product(library, native, two_threads, dtype):
+    a, b = factors(PACKED[dtype], dtype, "cpu")
+    by_two = native.product(a, b)
+    torch.set_num_threads(1)
+    assert torch.equal(native.product(a, b), by_two)
+
+
+@pytest.mark.parametrize("dtype", PACKED, ids=str)
+def test_what_is_not_finite_stays_in_its_row(library, native, dtype):
+    a, b = factors(PACKED[dtype], dtype, "cpu")
+    a[7, 5] = torch.inf
+    y = native.product(a, b)
+    assert not bool(y[7].isfinite().any())
+    y[7] = 0
+    assert bool(y.isfinite().all())
 
 
 def test_layers_are_the_same_with_each_library(library, native, reference, device):

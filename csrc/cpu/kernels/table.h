@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "expert_merge.h"
 #include "norm_topk.h"
+#include "packing.h"
 #include "permute.h"
 #include "rms_norm.h"
 #include "rotary.h"
@@ -26,6 +27,9 @@ extern const Kernels kKernels = {
     .rms_norm = rms_norm,
     .rms_norm_backward = rms_norm_backward,
     .rotary = rotary,
+    .transpose_words = transpose_words,
+    .pair_rows = pair_rows,
+    .round_rows = round_rows,
     .softmax_sums = softmax_sums,
     .softmax_gradient = softmax_gradient,
     .attention_weights = attention_weights,
