@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "block_product.h"
 #include "cpu/processor.h"
 #include "packing.h"
 #include "transposed_rows.h"
@@ -103,6 +104,7 @@ bool multiplies_blocks_by_onednn(ScalarType type) {
 }
 
 bool packs_large_products(ScalarType type) {
+  if (!has_block_products(type)) return false;  // of a torch that does not export them
   const auto products = chosen.load();
   const bool is_faster = is_zen4() || (type == ScalarType::kBFloat16 && has_amx());
   const bool packs =
