@@ -46,11 +46,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .value("WHERE_FASTER", moe_parallel::CpuProducts::kWhereFaster)
       .value("ONEDNN", moe_parallel::CpuProducts::kOneDnn)
       .value("PACKED", moe_parallel::CpuProducts::kPacked);
-  m.def(
-      "set_cpu_products", &moe_parallel::set_cpu_products,
-      "What computes large products on the CPU, for this process: torch.mm, what is faster on this "
-      "processor (default), oneDNN those with results in fp32, or its kernel for blocks, with "
-      "packed factors, those of experts too. Returns what held before.");
+  m.def("set_cpu_products", &moe_parallel::set_cpu_products,
+        "What computes large products on the CPU, for this process. BLAS: torch.mm. WHERE_FASTER "
+        "(default): what was measured to be faster on this processor. ONEDNN: oneDNN, for results "
+        "in fp32. PACKED: oneDNN's kernel for blocks, for products of the sizes of experts', and "
+        "the rest as ONEDNN. Returns what held before.");
   m.def(
       "has_fast_attention",
       [](bool in_bf16) {

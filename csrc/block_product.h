@@ -21,7 +21,7 @@ bool has_block_products(ScalarType type);
 // rows of b that lie side by side count as one row of b_stride pairs.
 struct BlockProduct {
   ScalarType type;  // of a and b; c has the type of sums
-  int64_t m, n, k;  // k is even
+  int64_t m, n, k;  // k is even in bf16
   const void* a;
   int64_t a_stride;
   const void* b;  // packed
@@ -36,13 +36,13 @@ void multiply_blocks(const BlockProduct& product);
 // To be called on a thread after its last product.
 void end_block_products();
 
-// Rows of a tensor. Packing adds rows of zeros up to `padded`, which is even.
+// Rows of a tensor. Packing adds rows of zeros up to `padded`, which is even in bf16.
 struct PackedRows {
   ScalarType type;
   const void* rows;
   int64_t stride;
   int64_t count, padded;
-  int64_t width;  // even
+  int64_t width;  // even in bf16, for pack_right_transposed()
 };
 
 // The four factors of rows x: x as left factor, [padded, width], and as right factor; x^T as left

@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "block_product.h"
 #include "cpu/processor.h"
 #include "packing.h"
 #include "transposed_rows.h"
@@ -97,19 +96,22 @@ bool multiplies_blocks_by_onednn(ScalarType type) {
     case ScalarType::kFloat32:
       return has_blocks() && is_chosen(true);
     case ScalarType::kBFloat16:  // not measured on Intel's processors without AMX
-      return has_blocks() && is_chosen(!is_intel() || has_amx());
+      return has_blocks() && has_avx512_bf16() && is_chosen(!is_intel() || has_amx());
     default:
       return false;
   }
 }
 
 bool packs_large_products(ScalarType type) {
-  if (!has_block_products(type)) return false;  // of a torch that does not export them
+#ifdef CPUBLAS_BRGEMM_F32F32F32
   const auto products = chosen.load();
   const bool is_faster = is_zen4() || (type == ScalarType::kBFloat16 && has_amx());
   const bool packs =
       products == CpuProducts::kPacked || (products == CpuProducts::kWhereFaster && is_faster);
   return packs && multiplies_blocks_by_onednn(type);
+#else
+  return false;  // this torch does not export the kernel
+#endif
 }
 
 bool onednn_product_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,

@@ -13,11 +13,14 @@
 
 namespace moe_parallel {
 
-enum class CpuProducts { kBlas, kWhereFaster, kOneDnn, kPacked };
+enum class CpuProducts {
+  kBlas,         // ATen
+  kWhereFaster,  // what was measured to be faster on this processor
+  kOneDnn,       // oneDNN, for results in fp32
+  kPacked,       // packed_product.h for those that it takes, and the rest as kOneDnn
+};
 
-// What computes large products on the CPU, for this process: ATen, what is faster on this
-// processor, oneDNN those with results in fp32, or oneDNN's kernel for blocks those that
-// packed_product.h takes and oneDNN the others. Returns what held before.
+// What computes large products on the CPU, for this process. Returns what held before.
 CpuProducts set_cpu_products(CpuProducts products);
 
 // Whether oneDNN computes large products of this factor in fp32.

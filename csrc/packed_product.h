@@ -15,11 +15,13 @@ struct Term {
 };
 
 // out = the sum of the terms, or out += it. In bf16 the sum is computed in fp32 and rounded once.
-// Returns false, and computes nothing, if the product is another library's: blocks are not faster
-// here, the product is small, or `a` or `out` has no dense rows, or b neither rows nor columns.
+// Returns false, and computes nothing, where another library computes the product: its sizes do not
+// pay, K is odd in bf16, `a` or `out` has no dense rows, or `b` neither dense rows nor dense
+// columns.
 bool packed_product_out(const at::Tensor& out, std::initializer_list<Term> terms, bool accumulate);
 
-// Whether products with x^T as their left factor are computed here, if its rows are dense.
+// Whether products with x^T as their left factor, and enough columns, are computed here if its rows
+// are dense.
 bool packs_outer_products_of(const at::Tensor& x);
 
 }  // namespace moe_parallel

@@ -1,5 +1,5 @@
-// How rows are brought into the order that kernels for blocks want (block_product.h). All on one
-// thread.
+// Rows in the order that kernels for blocks want (block_product.h), and their sums rounded. All on
+// one thread.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ struct PairRows {
   uint32_t* to;  // [padded / 2, width]; of a pair, the first row's number is in the lower half
 };
 
-// out[n] = sums[n] rounded to bf16, or out[n] + sums[n].
+// out = sums or, if `adds`, out + sums, rounded to bf16 once.
 struct RoundRows {
   const float* sums;  // [rows, width]
   void* out;          // bf16 [rows, width], rows `out_stride` elements apart

@@ -93,21 +93,24 @@ at::Tensor TransposedRows::of(const at::Tensor& x) {
   if (!memory_) memory_.emplace(x, 0, 1);
   const auto transposed = memory_->rows(columns * stride);
   const auto dense = x.stride(1) == 1 ? x : x.contiguous();
+  void* to = transposed.mutable_data_ptr();
   const auto transpose = [&](int64_t first, int64_t last) {
     if (is_bf16) {
       const auto* from = static_cast<const uint16_t*>(dense.const_data_ptr());
-      transpose_columns({from, rows, columns, dense.stride(0)},
-                        static_cast<uint16_t*>(transposed.mutable_data_ptr()), stride, first, last);
+      transpose_columns({from, rows, columns, dense.stride(0)}, static_cast<uint16_t*>(to), stride,
+                        first, last);
     } else {
       const auto* from = dense.const_data_ptr<float>() + first;
       pack_left_transposed({ScalarType::kFloat32, from, dense.stride(0), rows, rows, last - first},
-                           transposed.mutable_data_ptr<float>() + first * stride, stride);
+                           static_cast<float*>(to) + first * stride, stride);
     }
   };
   const int64_t blocks = (columns + kBlock - 1) / kBlock;
   at::parallel_for(0, blocks, std::max<int64_t>(1, 32768 / (kBlock * std::max<int64_t>(rows, 1))),
                    [&](int64_t begin, int64_t end) {
-                     transpose(begin * kBlock, std::min(columns, end * kBlock));
+                     for (int64_t block = begin; block < end; ++block) {
+                       transpose(block * kBlock, std::min(columns, (block + 1) * kBlock));
+                     }
                    });
   return transposed.as_strided({columns, rows}, {stride, 1});
 #else

@@ -21,6 +21,12 @@ inline bool has_avx512() {
   return has;
 }
 
+// With instructions for bf16, which oneDNN's kernel for blocks needs.
+inline bool has_avx512_bf16() {
+  static const bool has = has_avx512() && __builtin_cpu_supports("avx512bf16");
+  return has;
+}
+
 // Products of bf16 in tiles of registers: Intel's Xeons since Sapphire Rapids.
 inline bool has_amx() {
   static const bool has = [] {
@@ -40,7 +46,7 @@ inline bool is_amd() {
   return is;
 }
 
-// Zen 4, the one generation of this family that has AVX-512.
+// Family 19h is Zen 3 and Zen 4. Only Zen 4 has AVX-512.
 inline bool is_zen4() {
   static const bool is = [] {
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
@@ -55,6 +61,7 @@ inline bool is_zen4() {
 
 inline bool has_avx2() { return false; }
 inline bool has_avx512() { return false; }
+inline bool has_avx512_bf16() { return false; }
 inline bool has_amx() { return false; }
 inline bool is_intel() { return false; }
 inline bool is_amd() { return false; }

@@ -541,6 +541,64 @@ void check_norms(ScalarType type) {
   }
 }
 
+void check_transpose() {
+  const int64_t rows = 37, padded = 40, columns = 21, apart = 45;
+  std::vector<uint32_t> from(rows * columns), to(columns * apart, 7);
+  for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<uint32_t>(i + 100000);
+  kernels().transpose_words({.from = from.data(),
+                             .stride = columns * 4,
+                             .rows = rows,
+                             .padded = padded,
+                             .columns = columns,
+                             .to = to.data(),
+                             .to_stride = apart * 4});
+  for (int64_t c = 0; c < columns; ++c) {
+    for (int64_t r = 0; r < apart; ++r) {
+      const uint32_t expected = r < rows ? from[r * columns + c] : r < padded ? 0 : 7;
+      expect("transpose", ScalarType::kFloat32, to[c * apart + r], expected);
+    }
+  }
+}
+
+void check_pairs() {
+  const int64_t count = 5, padded = 8, width = 37;
+  std::vector<uint16_t> rows(padded * width, 0);
+  for (int64_t i = 0; i < count * width; ++i) rows[i] = static_cast<uint16_t>(i + 60000);
+  std::vector<uint32_t> pairs(padded / 2 * width, 7);
+  kernels().pair_rows({.rows = rows.data(),
+                       .stride = width,
+                       .count = count,
+                       .padded = padded,
+                       .width = width,
+                       .to = pairs.data()});
+  for (int64_t row = 0; row < padded; ++row) {
+    for (int64_t n = 0; n < width; ++n) {
+      const uint32_t half = pairs[row / 2 * width + n] >> (row % 2 * 16) & 0xffff;
+      expect("pairs", ScalarType::kBFloat16, half, rows[row * width + n]);
+    }
+  }
+}
+
+void check_rounded_rows() {
+  const int64_t rows = 3;
+  const Matrix sums = quarters(ScalarType::kFloat32, rows, kWidth, 0);
+  Matrix out(ScalarType::kBFloat16, rows, kWidth + gap(false));
+  for (const bool adds : {false, true}) {
+    kernels().round_rows({.sums = reinterpret_cast<const float*>(sums.data()),
+                          .out = out.data(),
+                          .rows = rows,
+                          .width = kWidth,
+                          .out_stride = out.width,
+                          .adds = adds});
+    for (int64_t n = 0; n < rows; ++n) {
+      for (int64_t i = 0; i < kWidth; ++i) {
+        expect("rounded rows", out.type, out.at(n, i), sums.at(n, i) * (adds ? 2 : 1));
+      }
+    }
+    expect_gaps("rounded rows", out, rows, kWidth);
+  }
+}
+
 void check_topk() {
   const float norms[] = {1, 3, NAN, 3, -2, 3, -INFINITY, 0};
   int64_t experts[8];
@@ -575,6 +633,9 @@ int main() {
     check_norms(type);
   }
   check_topk();
+  check_transpose();
+  check_pairs();
+  check_rounded_rows();
   std::printf("%s kernels: %d failures\n", cpu_capability().name, failures);
   return failures > 0;
 }

@@ -114,8 +114,8 @@ FAULTS_OF_KERNELS = [
     Fault(
         "C++: a square of words is transposed with two quarters exchanged",
         f"{OF_CPU}/packing.h",
-        "_mm512_maskz_shuffle_i32x4(kAll, top_odd, end_odd, kEven)",
-        "_mm512_maskz_shuffle_i32x4(kAll, top_odd, end_odd, kOdd)",
+        "_mm512_maskz_shuffle_i32x4(kFullMask, top_odd, end_odd, kEven)",
+        "_mm512_maskz_shuffle_i32x4(kFullMask, top_odd, end_odd, kOdd)",
         OF_OPS,
     ),
     Fault(

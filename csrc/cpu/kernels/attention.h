@@ -128,10 +128,10 @@ inline void attention_dots(const AttentionDots& task, int64_t begin, int64_t end
 }
 
 // The words of two rows of 16-bit numbers: the first row's in the lower half.
-inline void pair_rows(const uint16_t* first, const uint16_t* second, uint32_t* words,
-                      int64_t columns) {
+inline void pair_two_rows(const uint16_t* first, const uint16_t* second, uint32_t* words,
+                          int64_t columns) {
   for (int64_t i = 0; i < columns; i += kLanes<uint32_t>) {
-    write(words + i, wide(first + i) | wide(second + i) << 16);
+    write(words + i, pairs_of(first + i, second + i));
   }
 }
 
@@ -171,8 +171,8 @@ inline void attention_score_gradient(const AttentionScoreGradient& task, int64_t
       score_gradient_of<Scalar>(task, 2 * pair + 1);
       if constexpr (sizeof(Scalar) == 2) {
         const auto* first = static_cast<const uint16_t*>(task.dscores) + 2 * pair * task.stride;
-        pair_rows(first, first + task.stride,
-                  static_cast<uint32_t*>(task.dscore_pairs) + pair * task.stride, task.queries);
+        pair_two_rows(first, first + task.stride,
+                      static_cast<uint32_t*>(task.dscore_pairs) + pair * task.stride, task.queries);
       }
     }
   });

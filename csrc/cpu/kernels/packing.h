@@ -9,16 +9,16 @@
 
 namespace moe_parallel::MOE_PARALLEL_CAPABILITY {
 
-// Rows of a matrix lie in other pages, which the hardware does not foresee.
-constexpr int64_t kRowsAhead = 16;  // that pair_rows() prefetches
-constexpr int64_t kLinesAhead = 4;  // of each row that transpose_words() prefetches
+// Rows of a large matrix lie in different pages, and the hardware does not prefetch across pages.
+constexpr int64_t kRowsAhead = 16;  // prefetched by pair_rows()
+constexpr int64_t kLinesAhead = 4;  // of each row, prefetched by transpose_words()
 
 #if MOE_PARALLEL_VECTOR_BYTES == 64
 
 constexpr int64_t kSquare = 16;  // rows and columns that are transposed in registers
 
-// A mask, because GCC warns of undefined values in the intrinsics without one (vectors.h).
-constexpr uint16_t kAll = 0xffff;
+// GCC warns of undefined values in the intrinsics without a mask, as in vectors.h.
+constexpr uint16_t kFullMask = 0xffff;
 
 inline void transpose_square(const char* from, int64_t stride, char* to, int64_t to_stride) {
   __m512i a[16], b[16];
@@ -27,8 +27,8 @@ inline void transpose_square(const char* from, int64_t stride, char* to, int64_t
     a[r] = read<__m512i>(from + r * stride);
   }
   for (int64_t r = 0; r < 16; r += 2) {
-    b[r] = _mm512_maskz_unpacklo_epi32(kAll, a[r], a[r + 1]);
-    b[r + 1] = _mm512_maskz_unpackhi_epi32(kAll, a[r], a[r + 1]);
+    b[r] = _mm512_maskz_unpacklo_epi32(kFullMask, a[r], a[r + 1]);
+    b[r + 1] = _mm512_maskz_unpackhi_epi32(kFullMask, a[r], a[r + 1]);
   }
   // a[r + c] for r = 0, 4, 8, 12 and c = 0..3: in quarter q, column 4 q + c of the rows r..r + 3.
   for (int64_t r = 0; r < 16; r += 4) {
@@ -39,35 +39,16 @@ inline void transpose_square(const char* from, int64_t stride, char* to, int64_t
   }
   constexpr int kEven = 0b10001000, kOdd = 0b11011101;  // quarters of both factors
   for (int64_t c = 0; c < 4; ++c) {
-    const __m512i top_even = _mm512_maskz_shuffle_i32x4(kAll, a[c], a[4 + c], kEven);
-    const __m512i top_odd = _mm512_maskz_shuffle_i32x4(kAll, a[c], a[4 + c], kOdd);
-    const __m512i end_even = _mm512_maskz_shuffle_i32x4(kAll, a[8 + c], a[12 + c], kEven);
-    const __m512i end_odd = _mm512_maskz_shuffle_i32x4(kAll, a[8 + c], a[12 + c], kOdd);
-    write(to + c * to_stride, _mm512_maskz_shuffle_i32x4(kAll, top_even, end_even, kEven));
-    write(to + (4 + c) * to_stride, _mm512_maskz_shuffle_i32x4(kAll, top_odd, end_odd, kEven));
-    write(to + (8 + c) * to_stride, _mm512_maskz_shuffle_i32x4(kAll, top_even, end_even, kOdd));
-    write(to + (12 + c) * to_stride, _mm512_maskz_shuffle_i32x4(kAll, top_odd, end_odd, kOdd));
+    const __m512i top_even = _mm512_maskz_shuffle_i32x4(kFullMask, a[c], a[4 + c], kEven);
+    const __m512i top_odd = _mm512_maskz_shuffle_i32x4(kFullMask, a[c], a[4 + c], kOdd);
+    const __m512i end_even = _mm512_maskz_shuffle_i32x4(kFullMask, a[8 + c], a[12 + c], kEven);
+    const __m512i end_odd = _mm512_maskz_shuffle_i32x4(kFullMask, a[8 + c], a[12 + c], kOdd);
+    write(to + c * to_stride, _mm512_maskz_shuffle_i32x4(kFullMask, top_even, end_even, kEven));
+    write(to + (4 + c) * to_stride, _mm512_maskz_shuffle_i32x4(kFullMask, top_odd, end_odd, kEven));
+    write(to + (8 + c) * to_stride,
+          _mm512_maskz_shuffle_i32x4(kFullMask, top_even, end_even, kOdd));
+    write(to + (12 + c) * to_stride, _mm512_maskz_shuffle_i32x4(kFullMask, top_odd, end_odd, kOdd));
   }
-}
-
-constexpr int64_t kPairs = 32;  // columns that are paired in registers
-
-struct PairOrder {
-  uint16_t of_first[kPairs] = {}, of_last[kPairs] = {};  // 16 columns of two rows
-
-  constexpr PairOrder() {
-    for (uint16_t i = 0; i < kPairs; ++i) {
-      of_first[i] = static_cast<uint16_t>(i / 2 + i % 2 * 32);
-      of_last[i] = static_cast<uint16_t>(of_first[i] + 16);
-    }
-  }
-};
-
-inline void pair_columns(const uint16_t* even, const uint16_t* odd, uint32_t* to) {
-  constexpr PairOrder kOrder;
-  const auto low = read<__m512i>(even), high = read<__m512i>(odd);
-  write(to, _mm512_permutex2var_epi16(low, read<__m512i>(kOrder.of_first), high));
-  write(to + 16, _mm512_permutex2var_epi16(low, read<__m512i>(kOrder.of_last), high));
 }
 
 #elif defined(__SSE2__)
@@ -85,29 +66,17 @@ inline void transpose_square(const char* from, int64_t stride, char* to, int64_t
   write(to + 3 * to_stride, _mm_unpackhi_epi64(ab_end, cd_end));
 }
 
-constexpr int64_t kPairs = 8;
-
-inline void pair_columns(const uint16_t* even, const uint16_t* odd, uint32_t* to) {
-  const auto low = read<__m128i>(even), high = read<__m128i>(odd);
-  write(to, _mm_unpacklo_epi16(low, high));
-  write(to + 4, _mm_unpackhi_epi16(low, high));
-}
-
 #else
 
-constexpr int64_t kSquare = 1, kPairs = 1;
+constexpr int64_t kSquare = 1;
 
 inline void transpose_square(const char* from, int64_t, char* to, int64_t) {
   write(to, read<uint32_t>(from));
 }
 
-inline void pair_columns(const uint16_t* even, const uint16_t* odd, uint32_t* to) {
-  *to = *even | uint32_t{*odd} << 16;
-}
-
 #endif
 
-// A band of 16 rows uses up the cache lines of `to` that it touches.
+// 16 words are one cache line of `to`, so a band of 16 rows writes whole lines.
 inline void transpose_words(const TransposeWords& task) {
   constexpr int64_t kBand = 16, kBytes = 4;
   const auto* from = static_cast<const char*>(task.from);
@@ -137,10 +106,10 @@ inline void pair_rows(const PairRows& task) {
   for (int64_t row = 0; row < task.padded; row += 2, to += task.width) {
     const uint16_t *even = task.rows + row * task.stride, *odd = even + task.stride;
     int64_t n = 0;
-    for (; row + 1 < task.count && n + kPairs <= task.width; n += kPairs) {
+    for (; row + 1 < task.count && n + kLanes<uint32_t> <= task.width; n += kLanes<uint32_t>) {
       __builtin_prefetch(even + kRowsAhead * task.stride + n);
       __builtin_prefetch(odd + kRowsAhead * task.stride + n);
-      pair_columns(even + n, odd + n, to + n);
+      write(to + n, pairs_of(even + n, odd + n));
     }
     for (; n < task.width; ++n) {
       const uint32_t low = row < task.count ? even[n] : 0;

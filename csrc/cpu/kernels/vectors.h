@@ -116,6 +116,11 @@ inline Words wide(const void* half_words) {
   return __builtin_convertvector(read<HalfWords>(half_words), Words);
 }
 
+// The words of two rows of 16-bit numbers: the first row's in the lower halves.
+inline Words pairs_of(const uint16_t* first, const uint16_t* second) {
+  return wide(first) | wide(second) << 16;
+}
+
 // The words must be below 2^16.
 inline HalfWords narrow(Words words) {
 #if MOE_PARALLEL_VECTOR_BYTES == 32
