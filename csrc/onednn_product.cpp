@@ -105,9 +105,8 @@ bool multiplies_blocks_by_onednn(ScalarType type) {
 bool packs_large_products(ScalarType type) {
 #ifdef CPUBLAS_BRGEMM_F32F32F32
   const auto products = chosen.load();
-  const bool is_faster = is_zen4() || (type == ScalarType::kBFloat16 && has_amx());
   const bool packs =
-      products == CpuProducts::kPacked || (products == CpuProducts::kWhereFaster && is_faster);
+      products == CpuProducts::kPacked || (products == CpuProducts::kWhereFaster && is_zen4());
   return packs && multiplies_blocks_by_onednn(type);
 #else
   return false;  // this torch does not export the kernel

@@ -118,13 +118,14 @@ bool packing_pays(ScalarType type, int64_t rows, int64_t columns, int64_t depth)
     return least <= value && value <= most;
   };
   if (depth < kLeastDepth || rows * columns * depth < kLeastMultiplications) return false;
-  if (type == ScalarType::kFloat32) return is_in(rows, 384, kMostRows);
-  return has_amx() ? is_in(rows, 64, 256) && depth <= 1024 : is_in(rows, 64, kMostRows);
+  return is_in(rows, type == ScalarType::kFloat32 ? 384 : 64, kMostRows);
 }
 
 bool fits_blocks(const PackedSum& sum) {
-  // A pair of bf16 numbers, and with AMX a tile, must not end in the next row.
-  const int64_t unit = !sum.rounds() ? 1 : has_amx() ? kBlockUnit : 2;
+  // A pair of bf16 numbers must not end in the next row. With AMX only whole tiles were tried.
+  const bool has_tiles = sum.rounds() && has_amx();
+  const int64_t unit = has_tiles ? kBlockUnit : sum.rounds() ? 2 : 1;
+  if (has_tiles && (sum.rows % unit != 0 || sum.columns % unit != 0)) return false;
   for (const auto& [a, b] : sum.terms) {
     const bool has_rows = a.stride(1) == 1 && a.stride(0) >= a.size(1);
     if (!has_rows || a.size(1) % unit != 0) return false;
