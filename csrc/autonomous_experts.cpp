@@ -15,7 +15,6 @@
 #include "expert_rows.h"
 #include "main_gradients.h"
 #include "norm_topk_gradient.h"
-#include "packed_product.h"
 #include "swiglu_tensors.h"
 
 namespace moe_parallel {
@@ -66,9 +65,6 @@ void add_products(at::Tensor& out, const at::Tensor& x, const at::Tensor& v, con
                   const at::Tensor& w, const at::Tensor& groups) {
   const FusedOperands first{rows_of(x), v, v}, second{rows_of(y), w, w};
   if (fused_gemm({first, second}, groups, out.size(0), rows_to(out))) return;
-  const bool of_one_expert = groups.size(0) == 1;
-  if (of_one_expert && packed_product_out(out, {{x, v[0]}, {y, w[0]}}, /*accumulate=*/false))
-    return;
   grouped_gemm_out(out, x, v, groups);
   grouped_gemm_out(out, y, w, groups, /*accumulate=*/true);
 }
@@ -105,22 +101,23 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
   for (const auto& block : blocks) {
     const auto groups = block.product_counts, row_probs = block.rows(probs_of_rows);
     auto h = block.part(h_memory), p_rows = block.rows(p), y_rows = block.product(y);
-    auto c_rows = c_TKR ? at::Tensor() : block.rows(c_NR);
-    const auto c_on_load = c_TKR ? map.gathered_choices(c_2d, block) : rows_of(c_rows);
-
     const auto x_rows = map.gather(x_memory, tokens, block);
-    auto p_products = block.product(p);
-    grouped_gemm_out(p_products, x_rows, block.experts(w_p), groups);
-    if (!c_TKR) {
-      c_rows = block.product(c_NR);
-      grouped_gemm_out(c_rows, x_rows, block.experts(*w_down), groups);
-    }
-    if (keep_g ||
-        !fused_swiglu_of_gate(h, c_on_load, block.experts(w_up), groups, p_rows, row_probs)) {
-      if (c_TKR) c_rows = map.gather_choices(c_memory, c_2d, block);
-      auto g_products = keep_g ? block.product(g) : block.product(g_memory);
-      grouped_gemm_out(g_products, c_rows, block.experts(w_up), groups);
-      swiglu_out(h, g_products.narrow(0, 0, block.num_rows), p_rows, row_probs);
+    auto c_rows = c_TKR ? at::Tensor() : block.product(c_NR);
+    if (!c_TKR) grouped_gemm_out(c_rows, x_rows, block.experts(*w_down), groups);
+    const auto c_on_load = c_TKR ? map.gathered_choices(c_2d, block) : rows_of(c_rows);
+    const FusedOperands of_gate{c_on_load, block.experts(w_up), {}},
+        of_up{rows_of(x_rows), {}, block.experts(w_p)};
+
+    const auto g_rows = keep_g ? block.rows(g) : at::Tensor();
+    if (!fused_swiglu_of_products(h, of_gate, of_up, groups, g_rows, p_rows, row_probs)) {
+      auto p_products = block.product(p);
+      grouped_gemm_out(p_products, x_rows, block.experts(w_p), groups);
+      if (keep_g || !fused_swiglu_of_gate(h, of_gate, groups, p_rows, row_probs)) {
+        if (c_TKR) c_rows = map.gather_choices(c_memory, c_2d, block);
+        auto g_products = keep_g ? block.product(g) : block.product(g_memory);
+        grouped_gemm_out(g_products, c_rows, block.experts(w_up), groups);
+        swiglu_out(h, g_products.narrow(0, 0, block.num_rows), p_rows, row_probs);
+      }
     }
     grouped_gemm_out(y_rows, block.product(h_memory), block.experts(w_out), groups);
   }
@@ -188,14 +185,16 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
     const auto dy_rows = map.gather(row_memory, gradients, block);
     const SwigluGradients to{.dgate = dg, .dup = dp, .dprobs = block.rows(dprobs_of_rows), .h = h};
     const auto p_rows = block.rows(p_2d), row_probs = block.rows(probs_of_rows);
+    const FusedOperands of_gate{rows_of(c_rows), block.experts(w_up), {}},
+        of_dh{rows_of(dy_rows), {}, transposed(w_out)};
     if (has_g) {
       swiglu_backward_of_product(to, dy_rows, transposed(w_out), groups, block.rows(g), p_rows,
                                  row_probs, dh_memory);
-    } else {
+    } else if (!fused_swiglu_backward_of_gate(to, {of_gate, of_dh}, {}, groups, p_rows,
+                                              row_probs)) {
       auto dh_rows = dh_memory.rows(block.product_rows);
       grouped_gemm_out(dh_rows, dy_rows, transposed(w_out), groups);
-      if (!fused_swiglu_backward_of_gate(to, dh_rows, rows_of(c_rows), block.experts(w_up), groups,
-                                         p_rows, row_probs)) {
+      if (!fused_swiglu_backward_of_gate(to, {of_gate}, dh_rows, groups, p_rows, row_probs)) {
         auto g_products = block.product(g_memory);
         grouped_gemm_out(g_products, c_rows, block.experts(w_up), groups);
         swiglu_backward_out(to, dh_rows.narrow(0, 0, block.num_rows),

@@ -7,6 +7,7 @@
 #include <variant>
 
 #include "launch.h"
+#include "packed_product.h"
 
 namespace moe_parallel {
 namespace {
@@ -26,7 +27,7 @@ std::optional<GroupedMatrix> matrices_of(const at::Tensor& w) {
 }
 
 std::optional<FusedProduct> product_of(Operands operands, int64_t rows) {
-  const auto& w = operands.begin()->first;
+  const auto& w = operands.begin()->first;  // no product begins without it
   FusedProduct product{.type = scalar_type_of("w", w),
                        .parts = {},
                        .num_parts = 0,
@@ -38,7 +39,8 @@ std::optional<FusedProduct> product_of(Operands operands, int64_t rows) {
   for (const auto& part : operands) {
     const auto first = matrices_of(part.first), second = matrices_of(part.second);
     if (!first || !second) return std::nullopt;
-    product.parts[product.num_parts++] = {part.a, *first, *second, part.first.size(1)};
+    const int64_t depth = (part.first.defined() ? part.first : part.second).size(1);
+    product.parts[product.num_parts++] = {part.a, *first, *second, depth};
   }
   return product;
 }
@@ -91,7 +93,9 @@ GatheredRows rows_of(const at::Tensor& x) {
 }
 
 // Weak, so that no compiler inlines it: tests/cuda_host replaces it with the kernels of csrc/cuda.
-__attribute__((weak)) bool run_on_cpu(const FusedProduct&, const Epilogue&) { return false; }
+__attribute__((weak)) bool run_on_cpu(const FusedProduct& product, const Epilogue& epilogue) {
+  return packed_product(product, epilogue);
+}
 
 bool fused_gemm(Operands operands, const at::Tensor& counts, int64_t rows,
                 const Epilogue& epilogue) {

@@ -1,5 +1,5 @@
-// Grouped products that run in one kernel with the steps before and after them. Such kernels exist
-// only for CUDA. If there is none for a product, the callers run step by step.
+// Grouped products that run in one kernel with the steps before and after them. If there is none
+// for a product, the callers run step by step.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +11,8 @@
 namespace moe_parallel {
 
 // Rows, and the matrices by which they are multiplied: one per group, [groups, depth, columns], or
-// a transposed view of that. `second` is undefined for a product with one accumulator.
+// a transposed view of that. `second` is undefined for a product with one accumulator. Where each
+// accumulator has operands of its own, as on the CPU, the other one is undefined.
 struct FusedOperands {
   GatheredRows a;
   at::Tensor first, second;

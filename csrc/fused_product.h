@@ -1,6 +1,6 @@
-// Grouped products on CUDA's tensor cores, in one kernel with the steps before and after them. The
+// Grouped products in one kernel with the steps before and after them. On CUDA's tensor cores the
 // kernel gathers the rows while it loads them, and the epilogue works on sums that are still in
-// registers.
+// registers. On the CPU it works on the sums of 128 columns, which are still in the caches.
 //
 // A product has two accumulators, `first` and `second`, and each thread holds corresponding columns
 // of both. The accumulators belong either to two matrices, such as the gate and the up projection
@@ -31,6 +31,7 @@ struct GatheredRows {
 };
 
 // The rows of each group times its matrices, [depth, columns], are added to `first` and `second`.
+// On the CPU a part may have one of them.
 struct ProductPart {
   GatheredRows a;
   GroupedMatrix first, second;
@@ -40,7 +41,7 @@ struct ProductPart {
 constexpr int kMostParts = 2;
 
 struct FusedProduct {
-  ScalarType type;  // kBFloat16 or kFloat16
+  ScalarType type;  // on CUDA, kBFloat16 or kFloat16
   ProductPart parts[kMostParts];
   int num_parts;
   const int64_t* offsets;  // [groups + 1], on the device; null: one group of all rows
@@ -66,7 +67,7 @@ struct StoreRows {
 struct ActivateRows {
   const float* probs;  // [rows]; null for 1
   void* h;             // [rows, columns]
-  void* gate;          // [rows, columns], rows `stride` elements apart
+  void* gate;          // [rows, columns], rows `stride` elements apart; null on the CPU: not kept
   void* up;            // the same
   int64_t stride;
 };
@@ -103,7 +104,7 @@ struct ActivateGateRows {
 // The product is the gate, which stays in registers. The results are those of DifferentiateRows.
 struct DifferentiateGateRows {
   const float* probs;  // [rows]; null for 1
-  const void* dh;      // [rows, columns]
+  const void* dh;      // [rows, columns]; null on the CPU: the second accumulator
   const void* up;      // the same
   void* dgate;         // the same
   void* dup;           // the same
@@ -114,8 +115,8 @@ struct DifferentiateGateRows {
 using Epilogue = std::variant<StoreRows, ActivateRows, SquareRows, DifferentiateRows,
                               ActivateGateRows, DifferentiateGateRows>;
 
-// Returns false and does nothing: on the CPU, BLAS computes the products, and nothing can be fused
-// with them.
+// On the CPU, packed products take some of the epilogues (packed_product.h). For the rest this
+// returns false and does nothing: a library computes the products, and nothing is fused with them.
 bool run_on_cpu(const FusedProduct& product, const Epilogue& epilogue);
 #ifdef MOE_PARALLEL_CUDA
 // Whether the current GPU and the layout allow the fused product: sm_80 or later, 16-bit types, and

@@ -3,19 +3,24 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <cstring>
+#include <vector>
 
 #include "block_product.h"
 #include "cpu/cache_lines.h"
+#include "cpu/capability.h"
 #include "cpu/parts.h"
 #include "cpu/processor.h"
+#include "fused_gemm.h"
 #include "launch.h"
 #include "onednn_product.h"
-#include "packing.h"
+#include "permute.h"
 
 namespace moe_parallel {
 namespace {
 
-constexpr int64_t kPanel = 128;  // columns
+constexpr int64_t kPanel = 128;   // columns
+constexpr int64_t kRowsUnit = 8;  // a kernel is compiled for each number of rows
 
 // How many parts of a size cover a number.
 int64_t parts_in(int64_t number, int64_t size) { return (number + size - 1) / size; }
@@ -29,85 +34,153 @@ BlockSizes block_sizes(ScalarType type) {
   return type == ScalarType::kBFloat16 ? BlockSizes{128, 768} : BlockSizes{64, 384};
 }
 
-struct PackedSum {
-  ScalarType type;
-  std::initializer_list<Term> terms;
-  void* out;
-  int64_t rows, columns, stride;
-  bool accumulate;
-
-  bool rounds() const { return type == ScalarType::kBFloat16; }
-  int64_t depth() const {
-    int64_t depth = 0;
-    for (const auto& term : terms) depth += term.a.size(1);
-    return depth;
-  }
-};
-
-// A part of out: a panel of columns, for a band of rows.
+// A part of the result: a panel of columns, for a band of rows.
 struct Part {
   int64_t first_row, rows, first_column, columns;
+};
+
+// Where the sums of a part are computed.
+struct Sums {
+  float* data;
+  int64_t stride;
+  bool adds;
+};
+
+// Rows k..k + depth of b, and the part's columns.
+void pack_block(ScalarType type, const GroupedMatrix& b, int64_t k, int64_t depth, const Part& part,
+                void* to) {
+  const int64_t row = b.by_columns ? 1 : b.stride, column = b.by_columns ? b.stride : 1;
+  const auto* corner =
+      static_cast<const char*>(b.data) + (k * row + part.first_column * column) * bytes_of(type);
+  const int64_t width = part.columns;
+  if (b.by_columns) {
+    pack_right_transposed({type, corner, b.stride, width, width, depth}, to, width);
+  } else {
+    pack_right({type, corner, b.stride, depth, depth, width}, to);
+  }
+}
+
+// The sums of one accumulator.
+void sum_products(const FusedProduct& product, GroupedMatrix ProductPart::* matrix,
+                  const Part& part, Sums sums, void* packed) {
+  const auto sizes = block_sizes(product.type);
+  const int64_t bytes = bytes_of(product.type);
+  for (int i = 0; i < product.num_parts; ++i) {
+    const auto& a = product.parts[i].a;
+    const auto& b = product.parts[i].*matrix;
+    const auto* rows = static_cast<const char*>(a.data);
+    const int64_t depth = product.parts[i].depth;
+    for (int64_t k = 0; b.data != nullptr && k < depth; k += sizes.k) {
+      const int64_t block_depth = std::min(sizes.k, depth - k);
+      pack_block(product.type, b, k, block_depth, part, packed);
+      for (int64_t m = 0; m < part.rows; m += sizes.m) {
+        multiply_blocks({.type = product.type,
+                         .m = std::min(sizes.m, part.rows - m),
+                         .n = part.columns,
+                         .k = block_depth,
+                         .a = rows + ((part.first_row + m) * a.stride + k) * bytes,
+                         .a_stride = a.stride,
+                         .b = packed,
+                         .b_stride = part.columns,
+                         .c = sums.data + m * sums.stride,
+                         .c_stride = sums.stride,
+                         .accumulate = sums.adds});
+      }
+      sums.adds = true;
+    }
+  }
+}
+
+// A product, and what becomes of its sums.
+template <class Rows>
+struct Plan {
+  FusedProduct product;
+  int64_t rows;  // of the products, which may be more than the result's
+  Rows epilogue;
+  Kernel<EpiloguePart<Rows>> finish;
+  bool has_second;
+  Sums results;  // of fp32 that is only stored: the sums are the result. Null otherwise
 };
 
 // The memory of a thread.
 struct PartScratch {
   CacheLines packed;  // a block of the right factor
-  CacheLines sums;    // of a part that is rounded
+  CacheLines first, second;
 
-  PartScratch(const PackedSum& sum, int64_t rows)
-      : packed(block_sizes(sum.type).k * kPanel * bytes_of(sum.type)),
-        sums(sum.rounds() ? rows * kPanel * bytes_of(ScalarType::kFloat32) : 0) {}
+  template <class Rows>
+  PartScratch(const Plan<Rows>& plan, int64_t rows)
+      : packed(block_sizes(plan.product.type).k * kPanel * bytes_of(plan.product.type)),
+        first(plan.results.data ? 0 : rows * kPanel * bytes_of(ScalarType::kFloat32)),
+        second(plan.has_second ? rows * kPanel * bytes_of(ScalarType::kFloat32) : 0) {}
 };
 
-// Rows k..k + depth of b, and the part's columns.
-void pack_block(ScalarType type, const at::Tensor& b, int64_t k, int64_t depth, const Part& part,
-                void* to) {
-  const auto* corner = static_cast<const char*>(b.const_data_ptr()) +
-                       (k * b.stride(0) + part.first_column * b.stride(1)) * bytes_of(type);
-  const int64_t width = part.columns;
-  if (b.stride(1) == 1) {
-    pack_right({type, corner, b.stride(0), depth, depth, width}, to);
-  } else {
-    pack_right_transposed({type, corner, b.stride(1), width, width, depth}, to, width);
+template <class Rows>
+void compute_part(const Plan<Rows>& plan, const Part& part, const PartScratch& scratch) {
+  const auto& product = plan.product;
+  if (plan.results.data) {
+    auto sums = plan.results;
+    sums.data += part.first_row * sums.stride + part.first_column;
+    return sum_products(product, &ProductPart::first, part, sums, scratch.packed);
   }
+  auto *first = reinterpret_cast<float*>(scratch.first.at(0)),
+       *second = reinterpret_cast<float*>(scratch.second.at(0));
+  sum_products(product, &ProductPart::first, part, {first, part.columns, false}, scratch.packed);
+  if (plan.has_second) {
+    sum_products(product, &ProductPart::second, part, {second, part.columns, false},
+                 scratch.packed);
+  }
+  const EpiloguePart<Rows> sums{.type = product.type,
+                                .epilogue = plan.epilogue,
+                                .columns = product.columns,
+                                .first_row = part.first_row,
+                                .first_column = part.first_column,
+                                .width = part.columns,
+                                .first = first,
+                                .second = second};
+  plan.finish(sums, 0, std::min(part.rows, product.rows - part.first_row));
 }
 
-void compute_part(const PackedSum& sum, const Part& part, const PartScratch& scratch) {
-  const auto sizes = block_sizes(sum.type);
-  const int64_t bytes = bytes_of(sum.type);
-  char* out =
-      static_cast<char*>(sum.out) + (part.first_row * sum.stride + part.first_column) * bytes;
-  auto* sums = reinterpret_cast<float*>(sum.rounds() ? scratch.sums.at(0) : out);
-  const int64_t stride = sum.rounds() ? part.columns : sum.stride;
-  bool adds = sum.accumulate && !sum.rounds();
-  for (const auto& [a, b] : sum.terms) {
-    const auto* rows = static_cast<const char*>(a.const_data_ptr());
-    for (int64_t k = 0; k < a.size(1); k += sizes.k) {
-      const int64_t depth = std::min(sizes.k, a.size(1) - k);
-      pack_block(sum.type, b, k, depth, part, scratch.packed);
-      for (int64_t m = 0; m < part.rows; m += sizes.m) {
-        multiply_blocks({.type = sum.type,
-                         .m = std::min(sizes.m, part.rows - m),
-                         .n = part.columns,
-                         .k = depth,
-                         .a = rows + ((part.first_row + m) * a.stride(0) + k) * bytes,
-                         .a_stride = a.stride(0),
-                         .b = scratch.packed,
-                         .b_stride = part.columns,
-                         .c = sums + m * stride,
-                         .c_stride = stride,
-                         .accumulate = adds});
-      }
-      adds = true;
+template <class Rows>
+void compute(const Plan<Rows>& plan) {
+  // Where panels are too few for all threads, each is packed for several bands of rows.
+  const int64_t block = block_sizes(plan.product.type).m, blocks = parts_in(plan.rows, block);
+  const int64_t columns = plan.product.columns, panels = parts_in(columns, kPanel);
+  const int64_t bands = std::min(blocks, parts_in(at::get_num_threads(), panels));
+  const int64_t band = parts_in(blocks, bands) * block;
+  at::parallel_for(0, panels * parts_in(plan.rows, band), 1, [&](int64_t begin, int64_t end) {
+    const PartScratch scratch(plan, std::min(band, plan.rows));
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = i / panels * band, column = i % panels * kPanel;
+      compute_part(
+          plan, {row, std::min(band, plan.rows - row), column, std::min(kPanel, columns - column)},
+          scratch);
     }
+    end_block_products();
+  });
+}
+
+// The rows of the factors that have slots, in memory of its own; zeros follow them.
+std::vector<CacheLines> gather(FusedProduct& product, int64_t rows) {
+  std::vector<CacheLines> memory;
+  for (int i = 0; i < product.num_parts; ++i) {
+    auto& part = product.parts[i];
+    if (part.a.slots == nullptr) continue;
+    const int64_t row_bytes = part.depth * bytes_of(product.type);
+    memory.emplace_back(rows * row_bytes);
+    const auto& gathered = memory.back();
+    run_on_cpu(Permute{.x = part.a.data,
+                       .slots = part.a.slots,
+                       .y = gathered,
+                       .tokens = part.a.source_rows,
+                       .choices = part.a.choices,
+                       .rows = product.rows,
+                       .row_bytes = row_bytes,
+                       .x_stride = part.a.stride * bytes_of(product.type),
+                       .y_stride = row_bytes});
+    std::memset(gathered.at(product.rows * row_bytes), 0, (rows - product.rows) * row_bytes);
+    part.a = {gathered, nullptr, 1, rows, part.depth};
   }
-  if (!sum.rounds()) return;
-  round_rows({.sums = sums,
-              .out = out,
-              .rows = part.rows,
-              .width = part.columns,
-              .out_stride = sum.stride,
-              .adds = sum.accumulate});
+  return memory;
 }
 
 // Whether packing pays for a result [rows, columns] of sums of `depth` numbers. The limits fit
@@ -121,63 +194,108 @@ bool packing_pays(ScalarType type, int64_t rows, int64_t columns, int64_t depth)
   return is_in(rows, type == ScalarType::kFloat32 ? 384 : 64, kMostRows);
 }
 
-bool fits_blocks(const PackedSum& sum) {
+bool can_pack(const FusedProduct& product) {
+  const bool is_one_matrix = product.columns_per_matrix == product.columns;
+  if (product.groups != 1 || !is_one_matrix || !packs_large_products(product.type)) return false;
   // A pair of bf16 numbers must not end in the next row. With AMX only whole tiles were tried.
-  const bool has_tiles = sum.rounds() && has_amx();
-  const int64_t unit = has_tiles ? kBlockUnit : sum.rounds() ? 2 : 1;
-  if (has_tiles && (sum.rows % unit != 0 || sum.columns % unit != 0)) return false;
-  for (const auto& [a, b] : sum.terms) {
-    const bool has_rows = a.stride(1) == 1 && a.stride(0) >= a.size(1);
-    if (!has_rows || a.size(1) % unit != 0) return false;
-    if (b.stride(0) != 1 && b.stride(1) != 1) return false;
+  const bool rounds = product.type == ScalarType::kBFloat16, has_tiles = rounds && has_amx();
+  const int64_t unit = has_tiles ? kBlockUnit : rounds ? 2 : 1;
+  if (has_tiles && (product.rows % unit != 0 || product.columns % unit != 0)) return false;
+  int64_t of_first = 0, of_second = 0;
+  for (int i = 0; i < product.num_parts; ++i) {
+    const auto& part = product.parts[i];
+    if (part.a.stride < part.depth || part.depth % unit != 0) return false;
+    if (part.first.data) of_first += part.depth;
+    if (part.second.data) of_second += part.depth;
   }
-  return sum.stride >= sum.columns;
+  return packing_pays(product.type, product.rows, product.columns, std::max(of_first, of_second));
 }
 
-bool takes_packed_products(const at::Tensor& a) {
-  const auto type = a.scalar_type();
-  return a.is_cpu() && (type == at::kFloat || type == at::kBFloat16) &&
-         packs_large_products(scalar_type_of("a", a));
+// The rows of products: up to a multiple of kRowsUnit, if all factors have so many rows.
+int64_t rows_of_products(const FusedProduct& product) {
+  const int64_t rows = parts_in(product.rows, kRowsUnit) * kRowsUnit;
+  for (int i = 0; i < product.num_parts; ++i) {
+    const auto& a = product.parts[i].a;
+    if (a.slots == nullptr && a.source_rows < rows) return product.rows;
+  }
+  return rows;
 }
+
+template <class Rows>
+bool multiply_packed(FusedProduct product, const Rows& epilogue, Kernel<EpiloguePart<Rows>> finish,
+                     bool has_second) {
+  if (!can_pack(product)) return false;
+  const int64_t rows = rows_of_products(product);
+  const auto memory = gather(product, rows);
+  compute<Rows>({product, rows, epilogue, finish, has_second, {}});
+  return true;
+}
+
+bool multiply_packed(const FusedProduct& product, const StoreRows& epilogue) {
+  if (product.type != ScalarType::kFloat32) {
+    return multiply_packed(product, epilogue, kernels().store_rows, false);
+  }
+  if (!can_pack(product)) return false;
+  auto dense = product;
+  const auto memory = gather(dense, product.rows);
+  const Sums results{static_cast<float*>(epilogue.d), epilogue.stride, epilogue.accumulate};
+  compute<StoreRows>({dense, product.rows, epilogue, nullptr, false, results});
+  return true;
+}
+
+// SwiGLU within the product pays while the sums of a panel stay in the L2 cache.
+bool has_few_rows(const FusedProduct& product) { return product.rows <= 768; }
+
+bool multiply_packed(const FusedProduct& product, const ActivateRows& epilogue) {
+  return has_few_rows(product) && multiply_packed(product, epilogue, kernels().activate_rows, true);
+}
+bool multiply_packed(const FusedProduct& product, const DifferentiateRows& epilogue) {
+  return has_few_rows(product) &&
+         multiply_packed(product, epilogue, kernels().differentiate_rows, false);
+}
+bool multiply_packed(const FusedProduct& product, const DifferentiateGateRows& epilogue) {
+  const bool has_dh = epilogue.dh == nullptr;
+  return has_dh && has_few_rows(product) &&
+         multiply_packed(product, epilogue, kernels().differentiate_gate_rows, true);
+}
+bool multiply_packed(const FusedProduct&, const ActivateGateRows&) { return false; }
+bool multiply_packed(const FusedProduct&, const SquareRows&) { return false; }
 
 }  // namespace
 
+bool packed_product(const FusedProduct& product, const Epilogue& epilogue) {
+  return std::visit([&](const auto& rows) { return multiply_packed(product, rows); }, epilogue);
+}
+
 bool packs_outer_products_of(const at::Tensor& x) {
-  return takes_packed_products(x) &&
+  const auto type = x.scalar_type();
+  return x.is_cpu() && (type == at::kFloat || type == at::kBFloat16) &&
+         packs_large_products(scalar_type_of("x", x)) &&
          packing_pays(scalar_type_of("x", x), x.size(1), kPanel, x.size(0));
 }
 
-bool packed_product_out(const at::Tensor& out, std::initializer_list<Term> terms, bool accumulate) {
-  const auto& a = terms.begin()->a;
-  if (!takes_packed_products(a) || out.scalar_type() != a.scalar_type() || out.stride(1) != 1) {
+bool packed_product_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                        bool accumulate) {
+  const bool is_type = a.scalar_type() == at::kFloat || a.scalar_type() == at::kBFloat16;
+  const bool by_rows = b.stride(1) == 1, by_columns = b.stride(0) == 1;
+  if (!a.is_cpu() || !is_type || out.scalar_type() != a.scalar_type() || a.stride(1) != 1 ||
+      out.stride(1) != 1 || out.stride(0) < out.size(1) || !(by_rows || by_columns)) {
     return false;
   }
-  const auto type = scalar_type_of("a", a);
-  const int64_t rows = out.size(0), columns = out.size(1);
-  const PackedSum sum{.type = type,
-                      .terms = terms,
-                      .out = out.mutable_data_ptr(),
-                      .rows = rows,
-                      .columns = columns,
-                      .stride = out.stride(0),
-                      .accumulate = accumulate};
-  if (!fits_blocks(sum) || !packing_pays(type, rows, columns, sum.depth())) return false;
-
-  // Where panels are too few for all threads, each is packed for several bands of rows.
-  const int64_t panels = parts_in(columns, kPanel), blocks = parts_in(rows, block_sizes(type).m);
-  const int64_t bands = std::min(blocks, parts_in(at::get_num_threads(), panels));
-  const int64_t band = parts_in(blocks, bands) * block_sizes(type).m;
-  at::parallel_for(0, panels * parts_in(rows, band), 1, [&](int64_t begin, int64_t end) {
-    const PartScratch scratch(sum, std::min(band, rows));
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t row = i / panels * band, column = i % panels * kPanel;
-      compute_part(sum,
-                   {row, std::min(band, rows - row), column, std::min(kPanel, columns - column)},
-                   scratch);
-    }
-    end_block_products();
-  });
-  return true;
+  const GroupedMatrix right{.data = b.const_data_ptr(),
+                            .stride = b.stride(by_rows ? 0 : 1),
+                            .group_stride = 0,
+                            .by_columns = !by_rows,
+                            .is_cut = false};
+  FusedProduct product{.type = scalar_type_of("a", a),
+                       .parts = {{rows_of(a), right, {}, a.size(1)}},
+                       .num_parts = 1,
+                       .offsets = nullptr,
+                       .groups = 1,
+                       .rows = out.size(0),
+                       .columns = out.size(1),
+                       .columns_per_matrix = out.size(1)};
+  return packed_product(product, StoreRows{out.mutable_data_ptr(), out.stride(0), accumulate});
 }
 
 }  // namespace moe_parallel

@@ -4,21 +4,19 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <initializer_list>
+#include "fused_product.h"
 
 namespace moe_parallel {
 
-// One product of a sum: a b, [M, K] x [K, N]. Each may have another K.
-struct Term {
-  at::Tensor a;
-  at::Tensor b;
-};
+// A product with its epilogue, which takes the sums of a panel from the caches. In bf16 sums are
+// computed in fp32 and rounded once. The product has one group. Returns false, and computes
+// nothing, where its sizes do not pay, K is odd in bf16, or no code is here for the epilogue.
+bool packed_product(const FusedProduct& product, const Epilogue& epilogue);
 
-// out = the sum of the terms, or out += it. In bf16 the sum is computed in fp32 and rounded once.
-// Returns false, and computes nothing, where another library computes the product: its sizes do not
-// pay, K is odd in bf16, `a` or `out` has no dense rows, or `b` neither dense rows nor dense
-// columns.
-bool packed_product_out(const at::Tensor& out, std::initializer_list<Term> terms, bool accumulate);
+// out = a b, or out += a b. Returns false as above, and where `a` or `out` has no dense rows, or
+// `b` neither dense rows nor dense columns.
+bool packed_product_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                        bool accumulate);
 
 // Whether products with x^T as their left factor, and enough columns, are computed here if its rows
 // are dense.

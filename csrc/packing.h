@@ -1,5 +1,4 @@
-// Rows in the order that kernels for blocks want (block_product.h), and their sums rounded. All on
-// one thread.
+// Rows in the order that kernels for blocks want (block_product.h), all on one thread.
 #pragma once
 
 #include <cstdint>
@@ -27,18 +26,7 @@ struct PairRows {
   uint32_t* to;  // [padded / 2, width]; of a pair, the first row's number is in the lower half
 };
 
-// out = sums or, if `adds`, out + sums, rounded to bf16 once.
-struct RoundRows {
-  const float* sums;  // [rows, width]
-  void* out;          // bf16 [rows, width], rows `out_stride` elements apart
-  int64_t rows;
-  int64_t width;
-  int64_t out_stride;
-  bool adds;
-};
-
 void transpose_words(const TransposeWords& task);
 void pair_rows(const PairRows& task);
-void round_rows(const RoundRows& task);
 
 }  // namespace moe_parallel

@@ -105,34 +105,50 @@ inline bool fused_swiglu_backward(const SwigluGradients& to, const at::Tensor& d
   return true;
 }
 
-// h = silu(c w) * up * probs in one kernel, without the gate c w in memory. Returns false, and does
-// nothing, if no kernel supports that.
-inline bool fused_swiglu_of_gate(at::Tensor& h, const GatheredRows& c, const at::Tensor& w,
+// h = silu(gate) * up * probs in one kernel, without the gate in memory: it is the product of
+// `of_gate`. Returns false, and does nothing, if no kernel supports that.
+inline bool fused_swiglu_of_gate(at::Tensor& h, const FusedOperands& of_gate,
                                  const at::Tensor& counts, const at::Tensor& up,
                                  const at::Tensor& probs) {
   if (!up.is_contiguous()) return false;
   const ActivateGateRows epilogue{.probs = static_cast<const float*>(probs.const_data_ptr()),
                                   .up = up.const_data_ptr(),
                                   .h = h.mutable_data_ptr()};
-  return fused_gemm({{c, w, {}}}, counts, h.size(0), epilogue);
+  return fused_gemm({of_gate}, counts, h.size(0), epilogue);
 }
 
-// The gradients for the gate c w, in the same way.
-inline bool fused_swiglu_backward_of_gate(const SwigluGradients& to, const at::Tensor& dh,
-                                          const GatheredRows& c, const at::Tensor& w,
-                                          const at::Tensor& counts, const at::Tensor& up,
-                                          const at::Tensor& probs) {
+// The same, where up is a product too. It is stored, and so is the gate, if the tensor is defined.
+inline bool fused_swiglu_of_products(at::Tensor& h, const FusedOperands& of_gate,
+                                     const FusedOperands& of_up, const at::Tensor& counts,
+                                     const at::Tensor& gate, const at::Tensor& up,
+                                     const at::Tensor& probs) {
+  const ActivateRows epilogue{
+      .probs = static_cast<const float*>(probs.const_data_ptr()),
+      .h = h.mutable_data_ptr(),
+      .gate = gate.defined() ? gate.mutable_data_ptr() : nullptr,
+      .up = up.mutable_data_ptr(),
+      .stride = up.stride(0),
+  };
+  TORCH_INTERNAL_ASSERT(!gate.defined() || gate.stride(0) == epilogue.stride);
+  return fused_gemm({of_gate, of_up}, counts, h.size(0), epilogue);
+}
+
+// The gradients for a gate that is the product of the first operands. `dh` is a tensor or, if it is
+// undefined, the product of the second ones.
+inline bool fused_swiglu_backward_of_gate(const SwigluGradients& to, Operands operands,
+                                          const at::Tensor& dh, const at::Tensor& counts,
+                                          const at::Tensor& up, const at::Tensor& probs) {
   if (!up.is_contiguous() || !to.dgate.is_contiguous() || !to.dup.is_contiguous()) return false;
   const int64_t chunks = (up.size(1) + kColumnsOfSum - 1) / kColumnsOfSum;
-  const auto sums = at::empty({up.size(0), chunks}, dh.options().dtype(at::kFloat));
+  const auto sums = at::empty({up.size(0), chunks}, up.options().dtype(at::kFloat));
   const DifferentiateGateRows epilogue{.probs = static_cast<const float*>(probs.const_data_ptr()),
-                                       .dh = dh.const_data_ptr(),
+                                       .dh = dh.defined() ? dh.const_data_ptr() : nullptr,
                                        .up = up.const_data_ptr(),
                                        .dgate = to.dgate.mutable_data_ptr(),
                                        .dup = to.dup.mutable_data_ptr(),
                                        .h = to.h.mutable_data_ptr(),
                                        .dprobs = sums.mutable_data_ptr<float>()};
-  if (!fused_gemm({{c, w, {}}}, counts, up.size(0), epilogue)) return false;
+  if (!fused_gemm(operands, counts, up.size(0), epilogue)) return false;
   auto dprobs = to.dprobs;
   at::sum_out(dprobs, sums, 1);
   return true;

@@ -50,13 +50,14 @@ SHARED = {
         "avx512",
         "cache_lines",
         "capability",
+        "epilogues",  # of packed products
         "large_output",
         "packing",
         "parts",
         "portable",
         "processor",
     },
-    CSRC / "cpu" / "kernels": {"packing", "table", "vectors"},
+    CSRC / "cpu" / "kernels": {"epilogues", "packing", "table", "vectors"},
     CSRC / "cuda": {"cutlass", "fused", "launch", "reduce", "rows", "scalar", "vector"},
     NATIVE: {"main_gradients"},
     TESTS: {

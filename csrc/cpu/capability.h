@@ -14,6 +14,7 @@
 #include "../swiglu.h"
 #include "../unpermute.h"
 #include "attention_blocks.h"
+#include "epilogues.h"
 
 namespace moe_parallel {
 
@@ -39,7 +40,10 @@ struct Kernels {
   Kernel<Rotary> rotary;
   void (*transpose_words)(const TransposeWords& task);
   void (*pair_rows)(const PairRows& task);
-  void (*round_rows)(const RoundRows& task);
+  Kernel<EpiloguePart<StoreRows>> store_rows;
+  Kernel<EpiloguePart<ActivateRows>> activate_rows;
+  Kernel<EpiloguePart<DifferentiateRows>> differentiate_rows;
+  Kernel<EpiloguePart<DifferentiateGateRows>> differentiate_gate_rows;
   Kernel<SoftmaxSums> softmax_sums;
   Kernel<SoftmaxGradient> softmax_gradient;
   Kernel<AttentionWeights> attention_weights;

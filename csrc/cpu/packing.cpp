@@ -6,6 +6,5 @@ namespace moe_parallel {
 
 void transpose_words(const TransposeWords& task) { kernels().transpose_words(task); }
 void pair_rows(const PairRows& task) { kernels().pair_rows(task); }
-void round_rows(const RoundRows& task) { kernels().round_rows(task); }
 
 }  // namespace moe_parallel

@@ -579,24 +579,164 @@ void check_pairs() {
   }
 }
 
-void check_rounded_rows() {
-  const int64_t rows = 3;
-  const Matrix sums = quarters(ScalarType::kFloat32, rows, kWidth, 0);
-  Matrix out(ScalarType::kBFloat16, rows, kWidth + gap(false));
+// A part of a result: it ends with its rows and columns, but does not begin with them.
+constexpr int64_t kPartRow = 1, kPartColumn = 384;
+constexpr int64_t kPartRows = kTokens - kPartRow, kPartWidth = kWidth - kPartColumn;
+constexpr double kOutside = 7;
+
+// Sums that bf16 rounds to `rounded`, in the part's memory.
+Matrix sums_near(const Matrix& rounded) {
+  Matrix sums(ScalarType::kFloat32, kPartRows, kPartWidth);
+  for (int64_t n = 0; n < kPartRows; ++n) {
+    for (int64_t i = 0; i < kPartWidth; ++i) {
+      const double value = rounded.at(kPartRow + n, kPartColumn + i);
+      sums.set(n, i, value * (rounded.type == ScalarType::kFloat32 ? 1 : 1 + 0x1p-12));
+    }
+  }
+  return sums;
+}
+
+template <class Rows>
+EpiloguePart<Rows> part_of(const Matrix& first, const Matrix* second, ScalarType type,
+                           const Rows& epilogue) {
+  return {.type = type,
+          .epilogue = epilogue,
+          .columns = kWidth,
+          .first_row = kPartRow,
+          .first_column = kPartColumn,
+          .width = kPartWidth,
+          .first = reinterpret_cast<const float*>(first.data()),
+          .second = second ? reinterpret_cast<const float*>(second->data()) : nullptr};
+}
+
+Matrix outside(ScalarType type, int64_t width) {
+  Matrix matrix(type, kTokens, width);
+  for (int64_t i = 0; i < kTokens * width; ++i) matrix.set(i / width, i % width, kOutside);
+  return matrix;
+}
+
+// Calls wanted(n, i) for the part's elements; the others are kept.
+template <class Wanted>
+void expect_part(const char* what, const Matrix& out, double rounding, const Wanted& wanted) {
+  for (int64_t n = 0; n < kTokens; ++n) {
+    for (int64_t i = 0; i < out.width; ++i) {
+      const bool is_in = n >= kPartRow && i >= kPartColumn && i < kWidth;
+      expect(what, out.type, out.at(n, i), is_in ? wanted(n, i) : kOutside, is_in ? rounding : 0);
+    }
+  }
+}
+
+void check_stored_part(ScalarType type) {
+  const Matrix values = quarters(type, kTokens, kWidth, 1), sums = sums_near(values);
+  Matrix out = outside(type, kWidth + 5);
   for (const bool adds : {false, true}) {
-    kernels().round_rows({.sums = reinterpret_cast<const float*>(sums.data()),
-                          .out = out.data(),
-                          .rows = rows,
-                          .width = kWidth,
-                          .out_stride = out.width,
-                          .adds = adds});
-    for (int64_t n = 0; n < rows; ++n) {
-      for (int64_t i = 0; i < kWidth; ++i) {
-        expect("rounded rows", out.type, out.at(n, i), sums.at(n, i) * (adds ? 2 : 1));
+    kernels().store_rows(part_of(sums, nullptr, type, StoreRows{out.data(), out.width, adds}), 0,
+                         kPartRows);
+    expect_part("stored part", out, 0,
+                [&](int64_t n, int64_t i) { return values.at(n, i) * (adds ? 2 : 1); });
+  }
+}
+
+void check_activated_part(ScalarType type) {
+  const Matrix gate = quarters(type, kTokens, kWidth, 4), up = quarters(type, kTokens, kWidth, 5);
+  const Matrix probs = quarters(ScalarType::kFloat32, 1, kTokens, 3);
+  const Matrix of_gate = sums_near(gate), of_up = sums_near(up);
+  for (const bool keeps_gate : {false, true}) {
+    Matrix kept = outside(type, kWidth + 5), stored = kept, h = outside(type, kWidth);
+    kernels().activate_rows(
+        part_of(of_gate, &of_up, type,
+                ActivateRows{.probs = reinterpret_cast<const float*>(probs.data()),
+                             .h = h.data(),
+                             .gate = keeps_gate ? kept.data() : nullptr,
+                             .up = stored.data(),
+                             .stride = stored.width}),
+        0, kPartRows);
+    expect_part("kept gate", kept, 0,
+                [&](int64_t n, int64_t i) { return keeps_gate ? gate.at(n, i) : kOutside; });
+    expect_part("up", stored, 0, [&](int64_t n, int64_t i) { return up.at(n, i); });
+    expect_part("h of a part", h, rounding_of(type), [&](int64_t n, int64_t i) {
+      const double g = gate.at(n, i);
+      return probs.at(0, n) * g / (1 + std::exp(-g)) * up.at(n, i);
+    });
+  }
+}
+
+struct PartGradients {
+  Matrix dgate, dup, h, dprobs;
+  PartGradients(ScalarType type, int64_t stride)
+      : dgate(outside(type, stride)),
+        dup(dgate),
+        h(outside(type, kWidth)),
+        dprobs(outside(ScalarType::kFloat32, (kWidth + kColumnsOfSum - 1) / kColumnsOfSum)) {}
+
+  void check(const Matrix& dh, const Matrix& gate, const Matrix& up, const Matrix& probs) const {
+    const double rounding = rounding_of(dh.type);
+    const auto sigmoid = [&](int64_t n, int64_t i) { return 1 / (1 + std::exp(-gate.at(n, i))); };
+    const auto silu = [&](int64_t n, int64_t i) { return gate.at(n, i) * sigmoid(n, i); };
+    expect_part("dgate of a part", dgate, rounding, [&](int64_t n, int64_t i) {
+      const double s = sigmoid(n, i);
+      return probs.at(0, n) * dh.at(n, i) * up.at(n, i) * s * (1 + gate.at(n, i) * (1 - s));
+    });
+    expect_part("dup of a part", dup, rounding,
+                [&](int64_t n, int64_t i) { return probs.at(0, n) * dh.at(n, i) * silu(n, i); });
+    expect_part("h of a part's gradient", h, rounding,
+                [&](int64_t n, int64_t i) { return probs.at(0, n) * silu(n, i) * up.at(n, i); });
+    constexpr int64_t kFirstChunk = kPartColumn / kColumnsOfSum;
+    for (int64_t n = 0; n < kTokens; ++n) {
+      double found = 0, wanted = 0, size = 0;
+      for (int64_t i = 0; i < dprobs.width; ++i) {
+        if (n < kPartRow || i < kFirstChunk) {
+          expect("dprobs of other parts", dprobs.type, dprobs.at(n, i), kOutside);
+        } else {
+          found += dprobs.at(n, i);
+        }
+      }
+      for (int64_t i = kPartColumn; i < kWidth; ++i) {
+        wanted += dh.at(n, i) * silu(n, i) * up.at(n, i);
+        size += std::abs(dh.at(n, i) * silu(n, i) * up.at(n, i));
+      }
+      if (n >= kPartRow) {
+        expect("dprobs of a part", dprobs.type, found + size, wanted + size, 1e-6);
       }
     }
-    expect_gaps("rounded rows", out, rows, kWidth);
   }
+};
+
+// With the gate in memory, and with the gate as sums.
+void check_differentiated_part(ScalarType type) {
+  const Matrix dh = quarters(type, kTokens, kWidth, 6);
+  const Matrix probs = quarters(ScalarType::kFloat32, 1, kTokens, 2), of_dh = sums_near(dh);
+  const auto* p = reinterpret_cast<const float*>(probs.data());
+  const Matrix gate = quarters(type, kTokens, kWidth + 3, 4),
+               up = quarters(type, kTokens, kWidth + 3, 5);
+  PartGradients found(type, kWidth + 5);
+  kernels().differentiate_rows(
+      part_of(of_dh, nullptr, type,
+              DifferentiateRows{.probs = p,
+                                .gate = gate.data(),
+                                .up = up.data(),
+                                .dgate = found.dgate.data(),
+                                .dup = found.dup.data(),
+                                .h = found.h.data(),
+                                .dprobs = reinterpret_cast<float*>(found.dprobs.data()),
+                                .stride = gate.width,
+                                .dstride = found.dgate.width}),
+      0, kPartRows);
+  found.check(dh, gate, up, probs);
+
+  const Matrix dense_up = quarters(type, kTokens, kWidth, 8), of_gate = sums_near(gate);
+  PartGradients again(type, kWidth);
+  kernels().differentiate_gate_rows(
+      part_of(of_gate, &of_dh, type,
+              DifferentiateGateRows{.probs = p,
+                                    .dh = nullptr,
+                                    .up = dense_up.data(),
+                                    .dgate = again.dgate.data(),
+                                    .dup = again.dup.data(),
+                                    .h = again.h.data(),
+                                    .dprobs = reinterpret_cast<float*>(again.dprobs.data())}),
+      0, kPartRows);
+  again.check(dh, gate, dense_up, probs);
 }
 
 void check_topk() {
@@ -635,7 +775,11 @@ int main() {
   check_topk();
   check_transpose();
   check_pairs();
-  check_rounded_rows();
+  for (const auto type : {ScalarType::kFloat32, ScalarType::kBFloat16}) {
+    check_stored_part(type);
+    check_activated_part(type);
+    check_differentiated_part(type);
+  }
   std::printf("%s kernels: %d failures\n", cpu_capability().name, failures);
   return failures > 0;
 }

@@ -44,8 +44,8 @@ FAULTS_OF_KERNELS = [
     Fault(
         "C++: the derivative of SiLU lacks a term",
         f"{OF_CPU}/swiglu.h",
-        "sigmoid * (Sum{1} + g * (Sum{1} - sigmoid))",
-        "sigmoid * (Sum{1} + g * sigmoid)",
+        "sigmoid * (Sum{1} + gate * (Sum{1} - sigmoid))",
+        "sigmoid * (Sum{1} + gate * sigmoid)",
         OF_OPS,
     ),
     Fault(
@@ -99,16 +99,37 @@ FAULTS_OF_KERNELS = [
     ),
     Fault(
         "C++: a packed product that is rounded replaces what it is to be added to",
-        "csrc/packed_product.cpp",
-        ".adds = sum.accumulate",
-        ".adds = false",
+        f"{OF_CPU}/epilogues.h",
+        "part.epilogue.accumulate ? lanes.load(d + i) + sum : sum",
+        "sum",
         OF_OPS,
     ),
     Fault(
         "C++: the joint gradient of x leaves out the part of W_down",
         "csrc/autonomous_experts.cpp",
-        "{{x, v[0]}, {y, w[0]}}",
-        "{{x, v[0]}}",
+        "fused_gemm({first, second}, groups",
+        "fused_gemm({first}, groups",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: SwiGLU takes the gate before it is rounded to bf16",
+        f"{OF_CPU}/epilogues.h",
+        "const auto g = rounded<Scalar>(lanes.load(gates + i), lanes);",
+        "const auto g = lanes.load(gates + i);",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: a panel of columns sets one of the sums of the probs' gradients that are its own",
+        f"{OF_CPU}/epilogues.h",
+        "i * kColumnsOfSum < part.width",
+        "i < 1",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: the second band of rows of a panel is stored over the first",
+        "csrc/packed_product.cpp",
+        ".first_row = part.first_row,",
+        ".first_row = 0,",
         OF_OPS,
     ),
     Fault(

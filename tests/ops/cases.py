@@ -1,9 +1,12 @@
 """Routings of unusual shapes, and the tensors on which the operators' tests run."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -16,6 +19,10 @@ ROUNDING = {
     torch.bfloat16: 2e-2,
     torch.float16: 2.5e-3,
 }
+PROCESSOR = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+packs = pytest.mark.skipif(
+    "avx512_bf16" not in PROCESSOR, reason="oneDNN's kernel for blocks needs AVX-512 with bf16"
+)
 
 
 @dataclass(frozen=True)

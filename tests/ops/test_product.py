@@ -1,11 +1,8 @@
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from tests.ops.cases import DTYPES, LAYOUTS, assert_close, float64, random_tensor
+from tests.ops.cases import DTYPES, LAYOUTS, assert_close, float64, packs, random_tensor
 
 pytestmark = pytest.mark.covering
 
@@ -105,10 +102,6 @@ def test_threads_share_a_wide_product(library, native, two_threads):
 #: Blocks of 64 (bf16: 128) rows, 384 (768) numbers of a sum and 128 columns, and ends that fill
 #: none. With AMX, packed products in bf16 have whole tiles of 32.
 PACKED = {torch.float32: (400, 900, 300), torch.bfloat16: (224, 832, 288)}
-PROCESSOR = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
-packs = pytest.mark.skipif(
-    "avx512_bf16" not in PROCESSOR, reason="oneDNN's kernel for blocks needs AVX-512 with bf16"
-)
 only_packed = pytest.mark.parametrize("library", ["PACKED"], indirect=True)
 
 

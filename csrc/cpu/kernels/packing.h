@@ -119,15 +119,4 @@ inline void pair_rows(const PairRows& task) {
   }
 }
 
-inline void round_rows(const RoundRows& task) {
-  for (int64_t row = 0; row < task.rows; ++row) {
-    const float* sums = task.sums + row * task.width;
-    auto* out = static_cast<BFloat16*>(task.out) + row * task.out_stride;
-    for_columns<float>(task.width, [&](int64_t i, auto lanes) {
-      const Vector<float> sum = lanes.load(sums + i);
-      lanes.store(out + i, task.adds ? lanes.load(out + i) + sum : sum);
-    });
-  }
-}
-
 }  // namespace moe_parallel::MOE_PARALLEL_CAPABILITY

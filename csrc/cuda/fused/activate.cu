@@ -5,7 +5,7 @@
 namespace moe_parallel {
 
 bool can_fuse(const FusedProduct& product, const ActivateRows& epilogue) {
-  return fused::takes(product, fused::Layout::kByRows) &&
+  return epilogue.gate && fused::takes(product, fused::Layout::kByRows) &&
          fused::takes_rows({epilogue.h, epilogue.gate, epilogue.up}, {epilogue.stride});
 }
 

@@ -5,7 +5,7 @@
 namespace moe_parallel {
 
 bool can_fuse(const FusedProduct& product, const DifferentiateGateRows& epilogue) {
-  return fused::takes_gate(product) &&
+  return epilogue.dh && fused::takes_gate(product) &&
          fused::takes_rows({epilogue.dh, epilogue.up, epilogue.dgate, epilogue.dup, epilogue.h},
                            {});
 }
