@@ -109,7 +109,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
         of_up{rows_of(x_rows), {}, block.experts(w_p)};
 
     const auto g_rows = keep_g ? block.rows(g) : at::Tensor();
-    if (!fused_swiglu_of_products(h, of_gate, of_up, groups, g_rows, p_rows, row_probs)) {
+    const auto epilogue = activate_rows(h, g_rows, p_rows, row_probs);
+    if (!fused_gemm({of_gate, of_up}, groups, block.num_rows, epilogue)) {
       auto p_products = block.product(p);
       grouped_gemm_out(p_products, x_rows, block.experts(w_p), groups);
       if (keep_g || !fused_swiglu_of_gate(h, of_gate, groups, p_rows, row_probs)) {
@@ -142,11 +143,14 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
   check_same_type("dy", dy, "x", x);
   check_together(x, {dy, p, c_NR, g});
   check_sizes("p", p, {map.size(), w.width()});
+  check_same_type("p", p, "x", x);
+  check_same_type("c_NR", c_NR, "x", x);
   const bool has_g = g.numel() > 0;
   if (has_g) check_sizes("g", g, p.sizes());
   if (!c_TKR) check_sizes("c_NR", c_NR, {map.size(), w.rank()});
   const auto tokens = with_dense_rows(x), gradients = dy.contiguous(), p_2d = p.contiguous();
   const auto c_2d = c_TKR ? with_dense_rows(c_TKR->flatten(0, 1)) : at::Tensor();
+  const auto own_c = with_dense_rows(c_NR);
   const auto probs_of_rows = map.probs_by_row(probs);
   auto dprobs_of_rows = at::empty_like(probs_of_rows);
   auto dx = map.new_rows(x, x.size(1));
@@ -176,10 +180,10 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
     if (c_TKR) {
       c_rows = map.gather_choices(c_memory, c_2d, block);
     } else if (block.product_rows > block.num_rows) {
-      block.part(c_memory).copy_(block.rows(c_NR));
+      block.part(c_memory).copy_(block.rows(own_c));
       c_rows = block.product(c_memory);
     } else {
-      c_rows = block.rows(c_NR);
+      c_rows = block.rows(own_c);
     }
     auto h = block.part(h_memory), dg = block.part(dg_memory), dp = block.part(dp_memory);
     const auto dy_rows = map.gather(row_memory, gradients, block);

@@ -28,10 +28,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .value("NEVER", moe_parallel::Fusing::kNever)
       .value("WHERE_FASTER", moe_parallel::Fusing::kWhereFaster)
       .value("ALWAYS", moe_parallel::Fusing::kAlways);
-  m.def("set_fusing", &moe_parallel::set_fusing,
-        "Whether products on CUDA run in one kernel with the steps around them, for this process: "
-        "never, where that is faster (default), or wherever a kernel takes them. Returns what held "
-        "before.");
+  m.def(
+      "set_fusing", &moe_parallel::set_fusing,
+      "Whether products run in one kernel with the steps around them, for this process: never, "
+      "where that is faster (default), or wherever a kernel of CUDA takes them. Returns what held "
+      "before.");
   pybind11::enum_<moe_parallel::Tiling>(m, "Tiling")
       .value("WHERE_FASTER", moe_parallel::Tiling::kWhereFaster)
       .value("SQUARE", moe_parallel::Tiling::kSquare)

@@ -119,7 +119,7 @@ class ExpertRows {
     return gather_slots(memory, choices, block, 1);
   }
 
-  // The same rows for a kernel that gathers them while it loads them. x must have dense rows.
+  // The same rows for a fused product, which gathers them itself. x must have dense rows.
   GatheredRows gathered(const at::Tensor& x, const RowBlock& block) const {
     return on_load(x, block, rows_.size(1));
   }

@@ -27,7 +27,7 @@ std::optional<GroupedMatrix> matrices_of(const at::Tensor& w) {
 }
 
 std::optional<FusedProduct> product_of(Operands operands, int64_t rows) {
-  const auto& w = operands.begin()->first;  // no product begins without it
+  const auto& w = operands.begin()->first;  // the first operands always have it
   FusedProduct product{.type = scalar_type_of("w", w),
                        .parts = {},
                        .num_parts = 0,

@@ -11,8 +11,9 @@
 namespace moe_parallel {
 
 // Rows, and the matrices by which they are multiplied: one per group, [groups, depth, columns], or
-// a transposed view of that. `second` is undefined for a product with one accumulator. Where each
-// accumulator has operands of its own, as on the CPU, the other one is undefined.
+// a transposed view of that. `second` is undefined for a product with one accumulator. An
+// accumulator may have operands of its own, in which the other matrix is undefined. Only the CPU
+// takes that.
 struct FusedOperands {
   GatheredRows a;
   at::Tensor first, second;
@@ -34,8 +35,8 @@ bool fused_products(const at::Tensor& x, const at::Tensor& w, const Epilogue& ep
 
 enum class Fusing { kNever, kWhereFaster, kAlways };
 
-// Sets the mode for the process and returns the previous one. kAlways uses every kernel that
-// supports a product, even if it is not known to be faster.
+// Sets the mode for the process and returns the previous one. kAlways uses every kernel of CUDA
+// that supports a product, even if it is not known to be faster.
 Fusing set_fusing(Fusing fusing);
 
 }  // namespace moe_parallel

@@ -21,7 +21,7 @@
 namespace moe_parallel {
 
 // Row n is data[slots[n] / choices], or zeros if slots[n] is out of range. Without slots, row n is
-// data[n].
+// data[n]. The CPU raises an error if a slot lies beyond the source's rows.
 struct GatheredRows {
   const void* data;      // [source_rows, depth], rows `stride` elements apart
   const int64_t* slots;  // [rows]; null: row n is data[n]
@@ -79,7 +79,7 @@ struct SquareRows {
   void* c;         // [rows, columns], the product itself; null: not kept
 };
 
-// The product is dh, which stays in registers. The results are the gradients of SwiGLU's inputs,
+// The product is dh, which is not stored. The results are the gradients of SwiGLU's inputs,
 // and h, which is recomputed. The columns of `second` follow those of `first`.
 struct DifferentiateRows {
   const float* probs;  // [rows]; null for 1
@@ -93,7 +93,7 @@ struct DifferentiateRows {
   int64_t dstride;
 };
 
-// The product is the gate, which stays in registers: h = silu(gate) * up * prob. As above, the gate
+// The product is the gate, which is not stored: h = silu(gate) * up * prob. As above, the gate
 // is first rounded.
 struct ActivateGateRows {
   const float* probs;  // [rows]; null for 1
@@ -101,7 +101,7 @@ struct ActivateGateRows {
   void* h;             // the same
 };
 
-// The product is the gate, which stays in registers. The results are those of DifferentiateRows.
+// The product is the gate, which is not stored. The results are those of DifferentiateRows.
 struct DifferentiateGateRows {
   const float* probs;  // [rows]; null for 1
   const void* dh;      // [rows, columns]; null on the CPU: the second accumulator

@@ -20,7 +20,7 @@ namespace moe_parallel {
 namespace {
 
 constexpr int64_t kPanel = 128;   // columns
-constexpr int64_t kRowsUnit = 8;  // a kernel is compiled for each number of rows
+constexpr int64_t kRowsUnit = 8;  // oneDNN compiles a kernel for each number of rows
 
 // How many parts of a size cover a number.
 int64_t parts_in(int64_t number, int64_t size) { return (number + size - 1) / size; }
@@ -136,7 +136,7 @@ void compute_part(const Plan<Rows>& plan, const Part& part, const PartScratch& s
                                 .first_column = part.first_column,
                                 .width = part.columns,
                                 .first = first,
-                                .second = second};
+                                .second = plan.has_second ? second : nullptr};
   plan.finish(sums, 0, std::min(part.rows, product.rows - part.first_row));
 }
 
@@ -194,7 +194,7 @@ bool packing_pays(ScalarType type, int64_t rows, int64_t columns, int64_t depth)
   return is_in(rows, type == ScalarType::kFloat32 ? 384 : 64, kMostRows);
 }
 
-bool can_pack(const FusedProduct& product) {
+bool can_pack(const FusedProduct& product, bool has_second) {
   const bool is_one_matrix = product.columns_per_matrix == product.columns;
   if (product.groups != 1 || !is_one_matrix || !packs_large_products(product.type)) return false;
   // A pair of bf16 numbers must not end in the next row. With AMX only whole tiles were tried.
@@ -206,8 +206,10 @@ bool can_pack(const FusedProduct& product) {
     const auto& part = product.parts[i];
     if (part.a.stride < part.depth || part.depth % unit != 0) return false;
     if (part.first.data) of_first += part.depth;
-    if (part.second.data) of_second += part.depth;
+    if (has_second && part.second.data) of_second += part.depth;
   }
+  // An accumulator of no product would not be written.
+  if (of_first == 0 || (has_second && of_second == 0)) return false;
   return packing_pays(product.type, product.rows, product.columns, std::max(of_first, of_second));
 }
 
@@ -223,24 +225,20 @@ int64_t rows_of_products(const FusedProduct& product) {
 
 template <class Rows>
 bool multiply_packed(FusedProduct product, const Rows& epilogue, Kernel<EpiloguePart<Rows>> finish,
-                     bool has_second) {
-  if (!can_pack(product)) return false;
-  const int64_t rows = rows_of_products(product);
+                     bool has_second, const Sums& results = {}) {
+  if (!can_pack(product, has_second)) return false;
+  const int64_t rows = results.data ? product.rows : rows_of_products(product);
   const auto memory = gather(product, rows);
-  compute<Rows>({product, rows, epilogue, finish, has_second, {}});
+  compute<Rows>({product, rows, epilogue, finish, has_second, results});
   return true;
 }
 
 bool multiply_packed(const FusedProduct& product, const StoreRows& epilogue) {
-  if (product.type != ScalarType::kFloat32) {
-    return multiply_packed(product, epilogue, kernels().store_rows, false);
+  Sums results{};
+  if (product.type == ScalarType::kFloat32) {
+    results = {static_cast<float*>(epilogue.d), epilogue.stride, epilogue.accumulate};
   }
-  if (!can_pack(product)) return false;
-  auto dense = product;
-  const auto memory = gather(dense, product.rows);
-  const Sums results{static_cast<float*>(epilogue.d), epilogue.stride, epilogue.accumulate};
-  compute<StoreRows>({dense, product.rows, epilogue, nullptr, false, results});
-  return true;
+  return multiply_packed(product, epilogue, kernels().store_rows, false, results);
 }
 
 // SwiGLU within the product pays while the sums of a panel stay in the L2 cache.

@@ -9,8 +9,10 @@
 namespace moe_parallel {
 
 // A product with its epilogue, which takes the sums of a panel from the caches. In bf16 sums are
-// computed in fp32 and rounded once. The product has one group. Returns false, and computes
-// nothing, where its sizes do not pay, K is odd in bf16, or no code is here for the epilogue.
+// computed in fp32 and rounded once. Returns false, and computes nothing, where its sizes do not
+// pay, this processor or setting packs nothing, K is odd in bf16 (with AMX, where a size is no
+// multiple of 32), rows of a factor overlap, the product has several groups, or no code is here for
+// the epilogue.
 bool packed_product(const FusedProduct& product, const Epilogue& epilogue);
 
 // out = a b, or out += a b. Returns false as above, and where `a` or `out` has no dense rows, or

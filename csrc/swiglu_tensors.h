@@ -35,13 +35,14 @@ inline void swiglu_out(at::Tensor& h, const at::Tensor& gate, const at::Tensor& 
                       .up_stride = up.stride(0)});
 }
 
-// The same as an epilogue, which stores gate and up. The probs have the type of sums, which is
-// float for the types that can be fused.
+// The same as an epilogue, which stores gate and up; on the CPU the gate may be undefined. The
+// probs have the type of sums, which is float for the types that can be fused.
 inline ActivateRows activate_rows(at::Tensor& h, const at::Tensor& gate, const at::Tensor& up,
                                   const at::Tensor& probs) {
+  TORCH_INTERNAL_ASSERT(!gate.defined() || gate.stride(0) == up.stride(0));
   return {.probs = static_cast<const float*>(probs.const_data_ptr()),
           .h = h.mutable_data_ptr(),
-          .gate = gate.mutable_data_ptr(),
+          .gate = gate.defined() ? gate.mutable_data_ptr() : nullptr,
           .up = up.mutable_data_ptr(),
           .stride = up.stride(0)};
 }
@@ -117,24 +118,8 @@ inline bool fused_swiglu_of_gate(at::Tensor& h, const FusedOperands& of_gate,
   return fused_gemm({of_gate}, counts, h.size(0), epilogue);
 }
 
-// The same, where up is a product too. It is stored, and so is the gate, if the tensor is defined.
-inline bool fused_swiglu_of_products(at::Tensor& h, const FusedOperands& of_gate,
-                                     const FusedOperands& of_up, const at::Tensor& counts,
-                                     const at::Tensor& gate, const at::Tensor& up,
-                                     const at::Tensor& probs) {
-  const ActivateRows epilogue{
-      .probs = static_cast<const float*>(probs.const_data_ptr()),
-      .h = h.mutable_data_ptr(),
-      .gate = gate.defined() ? gate.mutable_data_ptr() : nullptr,
-      .up = up.mutable_data_ptr(),
-      .stride = up.stride(0),
-  };
-  TORCH_INTERNAL_ASSERT(!gate.defined() || gate.stride(0) == epilogue.stride);
-  return fused_gemm({of_gate, of_up}, counts, h.size(0), epilogue);
-}
-
-// The gradients for a gate that is the product of the first operands. `dh` is a tensor or, if it is
-// undefined, the product of the second ones.
+// The gradients for a gate that is the product of the first operands. If `dh` is undefined, it is
+// the product of the second ones. Returns false, and does nothing, if no kernel supports that.
 inline bool fused_swiglu_backward_of_gate(const SwigluGradients& to, Operands operands,
                                           const at::Tensor& dh, const at::Tensor& counts,
                                           const at::Tensor& up, const at::Tensor& probs) {

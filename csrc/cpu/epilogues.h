@@ -1,5 +1,5 @@
 // Epilogues of fused products (fused_product.h) on the CPU. They take sums that are still in the
-// caches, and compute what the steps after the product would: the sums are rounded first.
+// caches, and compute the steps after the product. The sums are rounded first.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace moe_parallel {
 // A part of the result, and its sums.
 template <class Rows>
 struct EpiloguePart {
-  ScalarType type;  // of all tensors but the probs
+  ScalarType type;  // of all tensors but the probs and sums
   Rows epilogue;
   int64_t columns;                  // of the result
   int64_t first_row, first_column;  // of the part

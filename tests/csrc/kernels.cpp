@@ -626,12 +626,18 @@ void expect_part(const char* what, const Matrix& out, double rounding, const Wan
   }
 }
 
+template <class Rows>
+void in_two_steps(Kernel<EpiloguePart<Rows>> kernel, const EpiloguePart<Rows>& part) {
+  kernel(part, 0, 1);
+  kernel(part, 1, kPartRows);
+}
+
 void check_stored_part(ScalarType type) {
   const Matrix values = quarters(type, kTokens, kWidth, 1), sums = sums_near(values);
   Matrix out = outside(type, kWidth + 5);
   for (const bool adds : {false, true}) {
-    kernels().store_rows(part_of(sums, nullptr, type, StoreRows{out.data(), out.width, adds}), 0,
-                         kPartRows);
+    in_two_steps(kernels().store_rows,
+                 part_of(sums, nullptr, type, StoreRows{out.data(), out.width, adds}));
     expect_part("stored part", out, 0,
                 [&](int64_t n, int64_t i) { return values.at(n, i) * (adds ? 2 : 1); });
   }
@@ -640,23 +646,23 @@ void check_stored_part(ScalarType type) {
 void check_activated_part(ScalarType type) {
   const Matrix gate = quarters(type, kTokens, kWidth, 4), up = quarters(type, kTokens, kWidth, 5);
   const Matrix probs = quarters(ScalarType::kFloat32, 1, kTokens, 3);
+  const auto* p = reinterpret_cast<const float*>(probs.data());
   const Matrix of_gate = sums_near(gate), of_up = sums_near(up);
   for (const bool keeps_gate : {false, true}) {
     Matrix kept = outside(type, kWidth + 5), stored = kept, h = outside(type, kWidth);
-    kernels().activate_rows(
-        part_of(of_gate, &of_up, type,
-                ActivateRows{.probs = reinterpret_cast<const float*>(probs.data()),
-                             .h = h.data(),
-                             .gate = keeps_gate ? kept.data() : nullptr,
-                             .up = stored.data(),
-                             .stride = stored.width}),
-        0, kPartRows);
+    in_two_steps(kernels().activate_rows,
+                 part_of(of_gate, &of_up, type,
+                         ActivateRows{.probs = keeps_gate ? p : nullptr,
+                                      .h = h.data(),
+                                      .gate = keeps_gate ? kept.data() : nullptr,
+                                      .up = stored.data(),
+                                      .stride = stored.width}));
     expect_part("kept gate", kept, 0,
                 [&](int64_t n, int64_t i) { return keeps_gate ? gate.at(n, i) : kOutside; });
     expect_part("up", stored, 0, [&](int64_t n, int64_t i) { return up.at(n, i); });
     expect_part("h of a part", h, rounding_of(type), [&](int64_t n, int64_t i) {
       const double g = gate.at(n, i);
-      return probs.at(0, n) * g / (1 + std::exp(-g)) * up.at(n, i);
+      return (keeps_gate ? probs.at(0, n) : 1) * g / (1 + std::exp(-g)) * up.at(n, i);
     });
   }
 }
@@ -710,23 +716,23 @@ void check_differentiated_part(ScalarType type) {
   const Matrix gate = quarters(type, kTokens, kWidth + 3, 4),
                up = quarters(type, kTokens, kWidth + 3, 5);
   PartGradients found(type, kWidth + 5);
-  kernels().differentiate_rows(
-      part_of(of_dh, nullptr, type,
-              DifferentiateRows{.probs = p,
-                                .gate = gate.data(),
-                                .up = up.data(),
-                                .dgate = found.dgate.data(),
-                                .dup = found.dup.data(),
-                                .h = found.h.data(),
-                                .dprobs = reinterpret_cast<float*>(found.dprobs.data()),
-                                .stride = gate.width,
-                                .dstride = found.dgate.width}),
-      0, kPartRows);
+  in_two_steps(kernels().differentiate_rows,
+               part_of(of_dh, nullptr, type,
+                       DifferentiateRows{.probs = p,
+                                         .gate = gate.data(),
+                                         .up = up.data(),
+                                         .dgate = found.dgate.data(),
+                                         .dup = found.dup.data(),
+                                         .h = found.h.data(),
+                                         .dprobs = reinterpret_cast<float*>(found.dprobs.data()),
+                                         .stride = gate.width,
+                                         .dstride = found.dgate.width}));
   found.check(dh, gate, up, probs);
 
   const Matrix dense_up = quarters(type, kTokens, kWidth, 8), of_gate = sums_near(gate);
   PartGradients again(type, kWidth);
-  kernels().differentiate_gate_rows(
+  in_two_steps(
+      kernels().differentiate_gate_rows,
       part_of(of_gate, &of_dh, type,
               DifferentiateGateRows{.probs = p,
                                     .dh = nullptr,
@@ -734,8 +740,7 @@ void check_differentiated_part(ScalarType type) {
                                     .dgate = again.dgate.data(),
                                     .dup = again.dup.data(),
                                     .h = again.h.data(),
-                                    .dprobs = reinterpret_cast<float*>(again.dprobs.data())}),
-      0, kPartRows);
+                                    .dprobs = reinterpret_cast<float*>(again.dprobs.data())}));
   again.check(dh, gate, dense_up, probs);
 }
 

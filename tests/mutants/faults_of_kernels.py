@@ -119,10 +119,24 @@ FAULTS_OF_KERNELS = [
         OF_OPS,
     ),
     Fault(
-        "C++: a panel of columns sets one of the sums of the probs' gradients that are its own",
+        "C++: a panel of columns leaves most of its sums for the probs' gradients unset",
         f"{OF_CPU}/epilogues.h",
         "i * kColumnsOfSum < part.width",
         "i < 1",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: the gradient of SwiGLU is never within its product",
+        "csrc/packed_product.cpp",
+        "multiply_packed(product, epilogue, kernels().differentiate_rows, false);",
+        "false;",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: packed products gather rows as if each token had one choice",
+        "csrc/packed_product.cpp",
+        ".choices = part.a.choices,",
+        ".choices = 1,",
         OF_OPS,
     ),
     Fault(

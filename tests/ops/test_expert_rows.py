@@ -1,6 +1,5 @@
 """routed_experts and autonomous_experts: values by the oracle's loops, gradients by differences."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_parallel.ops import Ops, extension
+from moe_parallel.ops import Ops
 from tests.ops.cases import (
     BY_NAME,
     DTYPES,
@@ -21,7 +20,6 @@ from tests.ops.cases import (
     assert_no_worse_than_twice,
     float64,
     gradients,
-    packs,
     random_tensor,
 )
 from tests.oracles import layers
@@ -101,6 +99,11 @@ class Setting:
             recompute_gate=kind == "autonomous",
             main_gradients=main_gradients,
         )
+
+    def passes(self, ops: Ops, kind: str) -> list[Tensor]:
+        """The output, and the gradient of every input."""
+        y = self.compute(ops, kind)
+        return [y, *gradients(y, self.dy, *self.inputs(kind))]
 
     def exact(self, kind: str) -> np.ndarray:
         F = self.sizes[1]
@@ -187,8 +190,7 @@ def assert_as_exact_as_torchs(setting: Setting, reference: Ops, native: Ops, kin
     exact = [exact_y, *gradients(exact_y, setting.dy.double(), *exact_inputs)]
     results = []
     for ops in (native, reference):
-        y = setting.compute(ops, kind)
-        results.append([y, *gradients(y, setting.dy, *setting.inputs(kind))])
+        results.append(setting.passes(ops, kind))
     for of_native, of_reference, wanted in zip(*results, exact, strict=True):
         assert_no_worse_than_twice(of_native, of_reference, float64(wanted))
 
@@ -199,12 +201,10 @@ def assert_as_exact_as_torchs(setting: Setting, reference: Ops, native: Ops, kin
 def test_memory_is_read_only_after_it_was_written(native, device, routing, kind, dtype):
     """torch can fill new memory with NaN. Products take rows that no token has."""
     setting = Setting(routing, dtype, device)
-    y = setting.compute(native, kind)
-    before = [y, *gradients(y, setting.dy, *setting.inputs(kind))]
+    before = setting.passes(native, kind)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        y = setting.compute(native, kind)
-        after = [y, *gradients(y, setting.dy, *setting.inputs(kind))]
+        after = setting.passes(native, kind)
     finally:
         torch.use_deterministic_algorithms(False)
     for one, other in zip(before, after, strict=True):
@@ -250,69 +250,6 @@ def test_layers_of_packed_products(reference, native, library, kind, dtype):
     assert_as_exact_as_torchs(
         Setting(OF_ALL_SIZES, dtype, "cpu", (416, 448, 32)), reference, native, kind
     )
-
-
-@pytest.fixture
-def step_by_step(native):
-    """A function that computes with nothing fused: every step reads what the one before stored."""
-    module = extension.load()
-
-    def compute(function: Callable[[], Any]) -> Any:
-        before = module.set_fusing(module.Fusing.NEVER)
-        try:
-            return function()
-        finally:
-            module.set_fusing(before)
-
-    return compute
-
-
-@pytest.mark.parametrize("library", ["PACKED"], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_swiglu_within_packed_products_changes_no_bit(native, library, kind, dtype, step_by_step):
-    """But of the probs' gradients, which are sums in another order, and of AoE's joint dx."""
-    setting = Setting(OF_ALL_SIZES, dtype, "cpu", (416, 448, 32))
-
-    def compute() -> list[Tensor]:
-        y = setting.compute(native, kind)
-        return [y, *gradients(y, setting.dy, *setting.inputs(kind))]
-
-    y, dx, dprobs, *others = compute()
-    wanted_y, wanted_dx, wanted_dprobs, *wanted_others = step_by_step(compute)
-    for found, wanted in zip((y, *others), (wanted_y, *wanted_others), strict=True):
-        assert torch.equal(found, wanted)
-    assert_close(dprobs, float64(wanted_dprobs), torch.float32)
-    assert_close(dx, float64(wanted_dx), dtype)
-    assert torch.equal(dx, wanted_dx) or kind.startswith("autonomous")
-
-
-@pytest.mark.parametrize("library", ["PACKED"], indirect=True)
-@pytest.mark.parametrize("kind", KINDS)
-def test_threads_share_the_rows_of_a_panel_and_its_swiglu(native, library, two_threads, kind):
-    setting = Setting(OF_ALL_SIZES, torch.bfloat16, "cpu", (416, 96, 32))
-    found = []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        y = setting.compute(native, kind)
-        found.append([y, *gradients(y, setting.dy, *setting.inputs(kind))])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-@packs
-@pytest.mark.parametrize("library", ["PACKED"], indirect=True)
-def test_packed_products_keep_no_gate(native, library, step_by_step):
-    """AoE's C W_up stays in the caches. Step by step, that of an expert is in memory."""
-    rows, width = 448, 416  # whole tiles, which products have with AMX
-    routing = Routing("to_one", 2, np.zeros((rows, 1), dtype=np.int64))
-    setting = Setting(routing, torch.bfloat16, "cpu", (448, width, 32))
-
-    def allocated() -> int:
-        with torch.no_grad(), torch.profiler.profile(profile_memory=True) as profiled:
-            setting.compute(native, "autonomous")
-        return sum(max(0, event.self_cpu_memory_usage) for event in profiled.events())
-
-    assert step_by_step(allocated) - allocated() == rows * width * setting.x.itemsize
 
 
 ALL_TO_ONE = Routing("many_rows_to_one", 16, np.zeros((3000, 1), dtype=np.int64))

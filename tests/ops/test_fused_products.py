@@ -1,5 +1,6 @@
 """Layers and selection with fused products (gather on load, epilogues), on a GPU, in sizes that the
-kernels support. A CPU has such products only in tests/cuda_host (test_kernels.py)."""
+kernels support; tests/cuda_host runs them too (test_kernels.py). The CPU's own fused products are
+in test_fused_on_cpu.py."""
 
 from collections.abc import Iterator
 

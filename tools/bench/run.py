@@ -123,8 +123,8 @@ def _add_flags(tool: Tool) -> None:
         help="some of float32, bfloat16, float16 (default: the first two; GPU: "
         "bfloat16)")  # fmt: skip
     add("--fusing", choices=FUSING, default=FUSING[1],
-        help="fuse products with the steps around them in our layers and norm_topk, on a GPU "
-        "(default: %(default)s)")  # fmt: skip
+        help="fuse products with the steps around them in our layers and norm_topk; always: on a "
+        "GPU, wherever a kernel takes them (default: %(default)s)")  # fmt: skip
     add("--tiling", choices=TILING, default=TILING[0],
         help="tiles of grouped products in bf16 on an H100 or H200: 128 x 128 (square), 128 x 256 "
         "(wide) or 128 x 64 (narrow) where they fit (default: %(default)s)")  # fmt: skip
