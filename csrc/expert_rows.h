@@ -11,11 +11,11 @@
 #include <optional>
 #include <vector>
 
-#include "cpu/processor.h"
 #include "fused_gemm.h"
 #include "grouped_gemm.h"
 #include "grouped_gemm_wide.h"
 #include "launch.h"
+#include "onednn_product.h"
 #include "permute_tensors.h"
 #include "scratch_rows.h"
 
@@ -51,14 +51,6 @@ struct RowBlock {
     return rows;
   }
 };
-
-// The number of rows of a product: a multiple of 8 up to 512, and then one of 32 numbers for each
-// doubling. With AMX, a multiple of 16, which are the rows of a tile, up to 1,024.
-inline int64_t rounded_rows(int64_t rows) {
-  int64_t step = has_amx() ? 16 : 8;
-  while (rows > 64 * step) step *= 2;
-  return (rows + step - 1) / step * step;
-}
 
 // The row map of a layer. The constructor checks it once.
 class ExpertRows {

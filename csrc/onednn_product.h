@@ -9,6 +9,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "cpu/processor.h"
 #include "scalar_type.h"
 
 namespace moe_parallel {
@@ -33,6 +34,15 @@ bool multiplies_blocks_by_onednn(ScalarType type);
 // Whether large products with factors of this type are computed from such blocks, with results of
 // the same type (packed_product.h).
 bool packs_large_products(ScalarType type);
+
+// The number of rows of a product that oneDNN compiles for its sizes: a multiple of 8 up to 512,
+// and then one of 32 numbers for each doubling. With AMX, a multiple of 16, which are the rows of a
+// tile, up to 1,024.
+inline int64_t rounded_rows(int64_t rows) {
+  int64_t step = has_amx() ? 16 : 8;
+  while (rows > 64 * step) step *= 2;
+  return (rows + step - 1) / step * step;
+}
 
 // out = a b, or out += a b if `accumulate`. Returns false, and computes nothing, if the product is
 // ATen's: `a` is not such a factor, the product is small, or `out` has no dense rows.

@@ -19,8 +19,7 @@
 namespace moe_parallel {
 namespace {
 
-constexpr int64_t kPanel = 128;   // columns
-constexpr int64_t kRowsUnit = 8;  // oneDNN compiles a kernel for each number of rows
+constexpr int64_t kPanel = 128;  // columns
 
 // How many parts of a size cover a number.
 int64_t parts_in(int64_t number, int64_t size) { return (number + size - 1) / size; }
@@ -213,9 +212,9 @@ bool can_pack(const FusedProduct& product, bool has_second) {
   return packing_pays(product.type, product.rows, product.columns, std::max(of_first, of_second));
 }
 
-// The rows of products: up to a multiple of kRowsUnit, if all factors have so many rows.
+// The rows of products: rounded up, if all factors have so many rows.
 int64_t rows_of_products(const FusedProduct& product) {
-  const int64_t rows = parts_in(product.rows, kRowsUnit) * kRowsUnit;
+  const int64_t rows = rounded_rows(product.rows);
   for (int i = 0; i < product.num_parts; ++i) {
     const auto& a = product.parts[i].a;
     if (a.slots == nullptr && a.source_rows < rows) return product.rows;
@@ -259,6 +258,12 @@ bool multiply_packed(const FusedProduct& product, const DifferentiateGateRows& e
 bool multiply_packed(const FusedProduct&, const ActivateGateRows&) { return false; }
 bool multiply_packed(const FusedProduct&, const SquareRows&) { return false; }
 
+bool takes_packed_products(const at::Tensor& a) {
+  const auto type = a.scalar_type();
+  return a.is_cpu() && (type == at::kFloat || type == at::kBFloat16) &&
+         packs_large_products(scalar_type_of("a", a));
+}
+
 }  // namespace
 
 bool packed_product(const FusedProduct& product, const Epilogue& epilogue) {
@@ -266,17 +271,14 @@ bool packed_product(const FusedProduct& product, const Epilogue& epilogue) {
 }
 
 bool packs_outer_products_of(const at::Tensor& x) {
-  const auto type = x.scalar_type();
-  return x.is_cpu() && (type == at::kFloat || type == at::kBFloat16) &&
-         packs_large_products(scalar_type_of("x", x)) &&
+  return takes_packed_products(x) &&
          packing_pays(scalar_type_of("x", x), x.size(1), kPanel, x.size(0));
 }
 
 bool packed_product_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
                         bool accumulate) {
-  const bool is_type = a.scalar_type() == at::kFloat || a.scalar_type() == at::kBFloat16;
   const bool by_rows = b.stride(1) == 1, by_columns = b.stride(0) == 1;
-  if (!a.is_cpu() || !is_type || out.scalar_type() != a.scalar_type() || a.stride(1) != 1 ||
+  if (!takes_packed_products(a) || out.scalar_type() != a.scalar_type() || a.stride(1) != 1 ||
       out.stride(1) != 1 || out.stride(0) < out.size(1) || !(by_rows || by_columns)) {
     return false;
   }
@@ -285,14 +287,14 @@ bool packed_product_out(const at::Tensor& out, const at::Tensor& a, const at::Te
                             .group_stride = 0,
                             .by_columns = !by_rows,
                             .is_cut = false};
-  FusedProduct product{.type = scalar_type_of("a", a),
-                       .parts = {{rows_of(a), right, {}, a.size(1)}},
-                       .num_parts = 1,
-                       .offsets = nullptr,
-                       .groups = 1,
-                       .rows = out.size(0),
-                       .columns = out.size(1),
-                       .columns_per_matrix = out.size(1)};
+  const FusedProduct product{.type = scalar_type_of("a", a),
+                             .parts = {{rows_of(a), right, {}, a.size(1)}},
+                             .num_parts = 1,
+                             .offsets = nullptr,
+                             .groups = 1,
+                             .rows = out.size(0),
+                             .columns = out.size(1),
+                             .columns_per_matrix = out.size(1)};
   return packed_product(product, StoreRows{out.mutable_data_ptr(), out.stride(0), accumulate});
 }
 

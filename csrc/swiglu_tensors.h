@@ -82,14 +82,20 @@ inline void swiglu_backward_out(const SwigluGradients& to, const at::Tensor& dh,
                               .dup_stride = to.dup.stride(0)});
 }
 
+// Memory for the sums of columns that an epilogue writes. Their sums are the gradients of the
+// probs.
+inline at::Tensor new_sums_of_columns(const at::Tensor& up) {
+  const int64_t chunks = (up.size(1) + kColumnsOfSum - 1) / kColumnsOfSum;
+  return at::empty({up.size(0), chunks}, up.options().dtype(at::kFloat));
+}
+
 // Computes the gradients for dh = dy w in one kernel. Returns false, and does nothing, if no kernel
 // supports that.
 inline bool fused_swiglu_backward(const SwigluGradients& to, const at::Tensor& dy,
                                   const at::Tensor& w, const at::Tensor& counts,
                                   const at::Tensor& gate, const at::Tensor& up,
                                   const at::Tensor& probs) {
-  const int64_t chunks = (gate.size(1) + kColumnsOfSum - 1) / kColumnsOfSum;
-  const auto sums = at::empty({gate.size(0), chunks}, dy.options().dtype(at::kFloat));
+  const auto sums = new_sums_of_columns(up);
   const DifferentiateRows epilogue{.probs = static_cast<const float*>(probs.const_data_ptr()),
                                    .gate = gate.const_data_ptr(),
                                    .up = up.const_data_ptr(),
@@ -124,8 +130,7 @@ inline bool fused_swiglu_backward_of_gate(const SwigluGradients& to, Operands op
                                           const at::Tensor& dh, const at::Tensor& counts,
                                           const at::Tensor& up, const at::Tensor& probs) {
   if (!up.is_contiguous() || !to.dgate.is_contiguous() || !to.dup.is_contiguous()) return false;
-  const int64_t chunks = (up.size(1) + kColumnsOfSum - 1) / kColumnsOfSum;
-  const auto sums = at::empty({up.size(0), chunks}, up.options().dtype(at::kFloat));
+  const auto sums = new_sums_of_columns(up);
   const DifferentiateGateRows epilogue{.probs = static_cast<const float*>(probs.const_data_ptr()),
                                        .dh = dh.defined() ? dh.const_data_ptr() : nullptr,
                                        .up = up.const_data_ptr(),

@@ -1,7 +1,6 @@
 """routed_experts and autonomous_experts: values by the oracle's loops, gradients by differences."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from tests.ops.cases import (
     BY_NAME,
     DTYPES,
     LAYOUTS,
+    PROCESSOR,
     ROUTINGS,
     Routing,
     assert_close,
@@ -233,7 +233,7 @@ def test_products_by_onednn_have_few_sizes(native, library, kind):
     }
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     by_onednn = library == "ONEDNN" and has_avx512
-    multiple = 16 if "amx_bf16" in Path("/proc/cpuinfo").read_text() else 8
+    multiple = 16 if "amx_bf16" in PROCESSOR else 8
     assert any(rows % multiple for rows in found[torch.float32]) != by_onednn
     if has_avx512:
         assert found[torch.bfloat16] and not any(rows % multiple for rows in found[torch.bfloat16])

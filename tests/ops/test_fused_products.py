@@ -52,13 +52,9 @@ def test_layers_are_as_exact_as_step_by_step(
     exact_y = setting.compute(reference, kind, *exact_inputs)
     exact = [exact_y, *gradients(exact_y, setting.dy.double(), *exact_inputs)]
 
-    def compute() -> list[torch.Tensor]:
-        y = setting.compute(native, kind)
-        return [y, *gradients(y, setting.dy, *setting.inputs(kind))]
-
-    fused = compute()
+    fused = setting.passes(native, kind)
     step_by_step()
-    for found, steps, wanted in zip(fused, compute(), exact, strict=True):
+    for found, steps, wanted in zip(fused, setting.passes(native, kind), exact, strict=True):
         assert found.dtype == steps.dtype
         assert_no_worse_than_twice(found, steps, float64(wanted))
 
