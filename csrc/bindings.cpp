@@ -52,13 +52,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "(default): what was measured to be faster on this processor. ONEDNN: oneDNN, for results "
         "in fp32. PACKED: oneDNN's kernel for blocks, for products of the sizes of experts', and "
         "the rest as ONEDNN. Returns what held before.");
+  const auto type_of = [](bool in_bf16) {
+    return in_bf16 ? moe_parallel::ScalarType::kBFloat16 : moe_parallel::ScalarType::kFloat32;
+  };
+  m.def(
+      "packs_products",
+      [type_of](bool in_bf16) { return moe_parallel::packs_large_products(type_of(in_bf16)); },
+      pybind11::arg("in_bf16"),
+      "Whether products in fp32, or in bf16, are now those of PACKED on this processor, if their "
+      "sizes are those of experts'.");
   m.def(
       "has_fast_attention",
-      [](bool in_bf16) {
-        using moe_parallel::ScalarType;
-        return moe_parallel::has_fast_attention(in_bf16 ? ScalarType::kBFloat16
-                                                        : ScalarType::kFloat32);
-      },
+      [type_of](bool in_bf16) { return moe_parallel::has_fast_attention(type_of(in_bf16)); },
       pybind11::arg("in_bf16"),
       "Whether attention in fp32, or in bf16, was measured to be faster than torch's on processors "
       "of this kind.");

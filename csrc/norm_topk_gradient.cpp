@@ -79,7 +79,8 @@ std::tuple<at::Tensor, at::Tensor> norm_topk_backward(const at::Tensor& dnorms,
     product_out(dw_cat, x_tile.t(), dc, /*accumulate=*/first > 0);
   });
   const auto dw = dw_cat.view({w.size(1), num_experts, rank}).permute({1, 0, 2});
-  return {dx, dw.to(w.scalar_type()).contiguous()};
+  const auto dense = w.options().memory_format(at::MemoryFormat::Contiguous);
+  return {dx, dw.to(dense).contiguous()};  // the latter copies what has this type already
 }
 
 std::tuple<at::Tensor, at::Tensor> norm_topk_chosen_backward(

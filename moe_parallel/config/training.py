@@ -47,8 +47,9 @@ class TrainingConfig(Section):
     )
     gradient_accumulation_fusion: bool = option(
         False,
-        "let the backward passes of experts and linear layers add weight gradients directly to the "
-        "fp32 sum over micro-batches, instead of rounding them and adding them afterward",
+        "let the backward passes of experts, linear layers and the head add weight gradients "
+        "directly to the fp32 sum over micro-batches, instead of rounding them and adding them "
+        "afterward",
     )
     cuda_graph_impl: str | None = option(
         None,

@@ -24,6 +24,7 @@ def linear_cross_entropy(
     chunk_size: int,
     ops: Ops,
     vocab_size: int | None = None,
+    main_gradient_VD: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """-log softmax(h W^T)[label] for each token, fp32 [T]; the vocabulary is divided over `group`.
 
@@ -42,13 +43,15 @@ def linear_cross_entropy(
         chunk_size: tokens whose logits exist at a time, >= 1.
         ops: the operators.
         vocab_size: entries from this number on have probability 0; None: there are none.
+        main_gradient_VD: fp32; the backward pass adds the gradient of W to it and returns none.
 
     Raises RuntimeError in the backward pass, on a CPU, if the gradient of the losses is not
-    proportional to the weights. (On a GPU the check would wait for the device.)
+    proportional to the weights. (On a GPU the check would wait for the device.) Also if the
+    gradient of W is wanted a second time: the first pass scales it where it is.
     """
     h_TD, w_VD = fast_factors(h_TD, w_VD)
     losses_T: torch.Tensor = _LinearCrossEntropy.apply(
-        h_TD, w_VD, labels_T, weights_T, group, chunk_size, ops, vocab_size
+        h_TD, w_VD, labels_T, weights_T, group, chunk_size, ops, vocab_size, main_gradient_VD
     )
     return losses_T
 
@@ -65,6 +68,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_size: int,
         ops: Ops,
         vocab_size: int | None,
+        main_gradient_VD: torch.Tensor | None,
     ) -> torch.Tensor:
         first = group.rank() * w_VD.shape[0]  # of this rank's vocabulary entries
         losses_T = h_TD.new_empty(len(h_TD), dtype=torch.float32)
@@ -90,7 +94,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ops.product(dlogits_RV.t(), weighted_RD, dw_VD, accumulate=True)
         if learns:
             ctx.save_for_backward(dh_TD, dw_VD, weights_T)
-            ctx.dtype = w_VD.dtype
+            ctx.dtype, ctx.main_gradient_VD = w_VD.dtype, main_gradient_VD
         return losses_T
 
     @staticmethod
@@ -103,7 +107,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ):
             raise RuntimeError("the gradient of the losses is not proportional to their weights")
         dh_TD = dh_TD * dlosses_T[:, None].to(dh_TD.dtype)
-        return dh_TD, (dw_VD * factor).to(ctx.dtype), *[None] * 6
+        if ctx.main_gradient_VD is None:
+            dweight_VD = dw_VD.mul_(factor).to(ctx.dtype)
+        else:
+            dweight_VD = None
+            ctx.main_gradient_VD.addcmul_(dw_VD, factor)
+        return dh_TD, dweight_VD, *[None] * 7
 
 
 def _losses(

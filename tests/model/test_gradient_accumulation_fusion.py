@@ -82,15 +82,20 @@ def added() -> dict[tuple[str, bool], dict[str, bool]]:
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_weights_of_experts_and_linear_layers_are_those_that_are_added(
+def test_weights_of_experts_linear_layers_and_the_head_are_those_that_are_added(
     added: dict[tuple[str, bool], dict[str, bool]], system: str, fused: bool
 ) -> None:
     of_weight = added[system, fused]
+    is_untied = "output_layer.weight" in of_weight
+    assert is_untied == model(system).get("untie_embeddings_and_output_weights", False)
+    head = "output_layer.weight" if is_untied else "embedding.word_embeddings.weight"
     adds = {
-        name: ".experts." in name or (".linear_" in name and name.endswith(".weight"))
+        name: name == head
+        or ".experts." in name
+        or (".linear_" in name and name.endswith(".weight"))
         for name in of_weight
     }
     shared = [".dense.linear_fc1"] * (system in SHARED)
-    for part in (".experts.", ".mlp.linear_fc2", ".linear_qkv", *shared):
+    for part in (head, ".experts.", ".mlp.linear_fc2", ".linear_qkv", *shared):
         assert any(part in name for name in adds), part
     assert of_weight == {name: fused and adds[name] for name in of_weight}

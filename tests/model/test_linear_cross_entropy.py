@@ -128,6 +128,56 @@ def test_other_gradients_than_announced_are_refused() -> None:
         losses_T.mean().backward()
 
 
+def gradient_of_w(dtype: torch.dtype, main_VD: torch.Tensor | None = None) -> torch.Tensor | None:
+    h_TD, w_VD, labels_T, weights_T = inputs(dtype)
+    w_VD.requires_grad_()
+    losses_T = linear_cross_entropy(
+        h_TD, w_VD, labels_T, weights_T, Alone(), 3, OPS, main_gradient_VD=main_VD
+    )
+    (FACTOR * (losses_T * weights_T).sum()).backward()
+    return w_VD.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_w_is_added_to_a_main_gradient_without_rounding(dtype) -> None:
+    rounded_VD = gradient_of_w(dtype)
+    main_VD = torch.zeros(V, D)
+    assert gradient_of_w(dtype, main_VD) is None
+    once_VD = main_VD.clone()
+    assert torch.equal(once_VD.to(dtype), rounded_VD)
+    assert torch.equal(once_VD, rounded_VD.float()) == (dtype == torch.float32)
+    gradient_of_w(dtype, main_VD)
+    assert torch.allclose(main_VD, 2 * once_VD)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_main", [False, True])
+def test_the_backward_pass_allocates_no_second_sum_of_the_gradient_of_w(dtype, has_main) -> None:
+    width, vocabulary = 64, 512
+    h_TD = torch.randn(3, width, dtype=dtype)
+    w_VD = torch.randn(vocabulary, width, dtype=dtype, requires_grad=True)
+    main_VD = torch.zeros(vocabulary, width) if has_main else None
+    losses_T = linear_cross_entropy(
+        h_TD, w_VD, torch.arange(3), torch.ones(3), Alone(), 3, OPS, main_gradient_VD=main_VD
+    )
+    loss = losses_T.sum()
+    with torch.profiler.profile(profile_memory=True) as profiled:
+        loss.backward()
+    allocated = sum(max(0, event.self_cpu_memory_usage) for event in profiled.events())
+    of_w = 0 if has_main or dtype == torch.float32 else w_VD.nbytes
+    assert of_w <= allocated < of_w + vocabulary * width  # bytes; the rest is of tokens
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    h_TD, w_VD, labels_T, weights_T = inputs(torch.float32)
+    w_VD.requires_grad_()
+    losses_T = linear_cross_entropy(h_TD, w_VD, labels_T, weights_T, Alone(), 3, OPS)
+    loss = (losses_T * weights_T).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 class Largest(TorchDispatchMode):
     """Records the number of elements of the largest tensor that an operation returns."""
 
