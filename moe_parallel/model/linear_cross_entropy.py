@@ -76,10 +76,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         learns = any(ctx.needs_input_grad[:2])
         if learns:
             dh_TD = torch.empty_like(h_TD)
-            dw_VD = torch.zeros_like(w_VD, dtype=torch.float32)
+            dw_VD = torch.empty_like(w_VD, dtype=torch.float32)
+            if len(h_TD) == 0:
+                dw_VD.zero_()
+        memory_RV = h_TD.new_empty(min(chunk_size, len(h_TD)), len(w_VD))  # of each chunk's logits
         for start in range(0, len(h_TD), chunk_size):
             rows = slice(start, start + chunk_size)
-            logits_RV = ops.product(h_TD[rows], w_VD.t())
+            h_RD = h_TD[rows]
+            logits_RV = ops.product(h_RD, w_VD.t(), memory_RV[: len(h_RD)])
             # Not -inf: a rank may have none but such entries, and -inf minus -inf is no number.
             if known < len(w_VD):
                 logits_RV[:, known:] = torch.finfo(logits_RV.dtype).min
@@ -90,8 +94,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ops.softmax_gradient(logits_RV, label_R, most_R, sums_R)
             dlogits_RV = logits_RV
             ops.product(dlogits_RV, w_VD, dh_TD[rows])
-            weighted_RD = h_TD[rows] * weights_T[rows, None].to(h_TD.dtype)
-            ops.product(dlogits_RV.t(), weighted_RD, dw_VD, accumulate=True)
+            weighted_RD = h_RD * weights_T[rows, None].to(h_RD.dtype)
+            ops.product(dlogits_RV.t(), weighted_RD, dw_VD, accumulate=start > 0)
         if learns:
             ctx.save_for_backward(dh_TD, dw_VD, weights_T)
             ctx.dtype, ctx.main_gradient_VD = w_VD.dtype, main_gradient_VD

@@ -27,6 +27,7 @@ from moe_parallel.parallel import Groups, initialize_groups
 from moe_parallel.platform.cpu_host import adapt_megatron_to_cpu
 from moe_parallel.platform.determinism import be_deterministic
 from moe_parallel.platform.device import choose_backend, device, take_gpu
+from moe_parallel.platform.freed_memory import keep_freed_memory_unless_set
 from moe_parallel.platform.gradient_loops import replace_gradient_loops
 from moe_parallel.platform.megatron_version import check_megatron_version
 from moe_parallel.telemetry.progress import Phase, Progress, clock_of
@@ -68,6 +69,7 @@ def main(arguments: Sequence[str], stop: StopRequest | None = None) -> NoReturn:
             replace_gradient_loops()
         else:
             adapt_megatron_to_cpu()
+            keep_freed_memory_unless_set()
         channel.watch()
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
         flag = "--distributed-timeout-minutes"

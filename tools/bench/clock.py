@@ -6,7 +6,6 @@ On a shared machine, wall time says little, but the CPU time of one thread measu
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -82,18 +81,3 @@ def _cache_to_empty() -> int:
     except (OSError, ValueError):
         size = 32 * MIB
     return min(2 * size, LARGEST_SCRATCH)
-
-
-def keep_freed_memory() -> bool:
-    """Let glibc keep freed memory for the next allocation, as torch does on a GPU.
-
-    Otherwise every tensor beyond 32 MiB is new memory. The page faults of its first use can take
-    longer than a permute, and would count for the contender that allocates. Returns False if the C
-    library has no such setting.
-    """
-    trim_threshold, map_at_most = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of glibc's malloc.h
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    return bool(mallopt(map_at_most, 0)) and bool(mallopt(trim_threshold, -1))  # -1: never trim

@@ -32,12 +32,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from moe_parallel.errors import InputError
+from moe_parallel.platform.freed_memory import keep_freed_memory
 from moe_parallel.platform.suppress_warnings import suppress_warnings
 from moe_parallel.tool import Tool, check_positive, load_torch
 from tools.bench import benchmark
 from tools.bench.about import about
 from tools.bench.benchmark import chosen, words
-from tools.bench.clock import keep_freed_memory, work_clock_of
+from tools.bench.clock import work_clock_of
 from tools.bench.contender import STEP, Bench, BenchContender
 from tools.bench.goal import format_verdicts, judge
 from tools.bench.measurement import Patience, measure

@@ -28,11 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from moe_parallel.errors import InputError
 from moe_parallel.ops import extension, select_backend
+from moe_parallel.platform.freed_memory import keep_freed_memory
 from moe_parallel.tool import Tool
 from tools.bench import benchmark
 from tools.bench.about import about
 from tools.bench.benchmark import chosen, words
-from tools.bench.clock import keep_freed_memory, work_clock_of
+from tools.bench.clock import work_clock_of
 from tools.bench.goal import format_verdicts, judge
 from tools.bench.goals import goals_of
 from tools.bench.inputs import Draw
