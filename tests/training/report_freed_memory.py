@@ -1,16 +1,13 @@
 """pretrain_gpt_moe.py that does not train, but says whether this process keeps freed memory."""
 
 import sys
+from unittest import mock
 
 import psutil
 import torch
 
 from moe_parallel.launch.program import main
 from moe_parallel.platform.import_megatron import import_megatron
-
-import_megatron()
-
-from moe_parallel.training import pretrain
 
 MIB = 1 << 20
 
@@ -28,5 +25,6 @@ def report(*_: object, **__: object) -> int:
 
 
 if __name__ == "__main__":
-    pretrain.pretrain = report
-    main(__file__, sys.argv[1:])
+    import_megatron()
+    with mock.patch("moe_parallel.training.pretrain.pretrain", report):
+        main(__file__, sys.argv[1:])
