@@ -12,6 +12,20 @@ FAULTS_OF_MODELS = [
         "torch.linalg.vecdot(g, z)[..., None]",
         ("tests/model/test_heads_norm.py", "tests/model/test_layouts.py"),
     ),
+    Fault(
+        "the gradient of the head replaces those of the micro-batches before",
+        "moe_parallel/model/linear_cross_entropy.py",
+        "ctx.main_gradient_VD.addcmul_(dw_VD, factor)",
+        "ctx.main_gradient_VD.copy_(dw_VD * factor)",
+        ("tests/model/test_linear_cross_entropy.py",),
+    ),
+    Fault(
+        "the hook is not told that the gradient of the head has been added",
+        "moe_parallel/model/language_model.py",
+        "return gradient_in_main_grad(weight), weight.main_grad",
+        "return weight, weight.main_grad",
+        ("tests/model/test_gradient_accumulation_fusion.py",),
+    ),
     # Generation with kept keys and values.
     Fault(
         "the first rows of the cache stay when a text is complete",

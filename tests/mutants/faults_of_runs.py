@@ -27,6 +27,13 @@ FAULTS_OF_RUNS = [
         ("tests/training/checkpoint",),
     ),
     Fault(
+        "a run on a CPU returns the memory that its tensors free",
+        f"{TRAINING}/pretrain.py",
+        "            keep_freed_memory_unless_set()\n",
+        "",
+        ("tests/training/test_freed_memory.py",),
+    ),
+    Fault(
         "both of Adam's moments are saved as the first",
         f"{TRAINING}/checkpoint/optimizer.py",
         '_moment(piece, name), f"',
