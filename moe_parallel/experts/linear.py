@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from moe_parallel.experts.main_gradients import AddsToMainGradients, gradient_in_main_grad
+from moe_parallel.experts.main_gradients import AddsToMainGradients
 from moe_parallel.ops import Ops, select_backend
 from moe_parallel.parallel import all_gather_single, reduce_scatter_single
 
@@ -41,10 +41,7 @@ class OwnLinear(AddsToMainGradients):
         allreduce_dgrad: the gradient of the input is summed over `tp_group`.
         sequence_parallel: the input is this rank's share of the first dimension of [S, B, I].
         """
-        main = None
-        if self.adds_to_main_gradients and weight.requires_grad:
-            main = weight.main_grad  # type: ignore[attr-defined]
-            weight = gradient_in_main_grad(weight)
+        weight, main = self.with_main_gradient(weight)
         group = tp_group if sequence_parallel or allreduce_dgrad else None
         y: Tensor = _Linear.apply(input, weight, main, self.ops, group, sequence_parallel)
         return y if bias is None else y + bias

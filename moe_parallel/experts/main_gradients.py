@@ -22,6 +22,15 @@ class AddsToMainGradients:
         """From now on, backward passes add to each weight's `main_grad`, made by Megatron-Core."""
         self.adds_to_main_gradients = True
 
+    def with_main_gradient(self, weight: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`weight` as an operator takes it, and the main gradient to which the operator adds.
+
+        None: it adds to none, and returns the gradient.
+        """
+        if not (self.adds_to_main_gradients and weight.requires_grad):
+            return weight, None
+        return gradient_in_main_grad(weight), weight.main_grad
+
 
 def gradient_in_main_grad(weight: torch.Tensor) -> torch.Tensor:
     """`weight`, for an operator that adds its gradient to `weight.main_grad` and returns none."""

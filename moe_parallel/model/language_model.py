@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
-from moe_parallel.experts.main_gradients import AddsToMainGradients, gradient_in_main_grad
+from moe_parallel.experts.main_gradients import AddsToMainGradients
 from moe_parallel.model.linear_cross_entropy import linear_cross_entropy
 from moe_parallel.model.token_ids import CONTEXT
 from moe_parallel.ops import Ops
@@ -77,7 +77,10 @@ class LanguageModel(AddsToMainGradients, GPTModel):
             h_SBD = gather_from_sequence_parallel_region(hidden_states, group=tp)
         else:
             h_SBD = copy_to_tensor_model_parallel_region(hidden_states, group=tp)
-        weight, main_gradient = self._head_weight()
+        weight = self.output_layer.weight
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        weight, main_gradient = self.with_main_gradient(weight)
         mask_BS = torch.ones_like(labels) if loss_mask is None else loss_mask
         losses_T = linear_cross_entropy(
             h_SBD.flatten(0, 1),
@@ -91,12 +94,3 @@ class LanguageModel(AddsToMainGradients, GPTModel):
             main_gradient,
         )
         return losses_T.view(h_SBD.shape[:2]).t().contiguous()
-
-    def _head_weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The head's weight, and its main gradient if the loss adds to it."""
-        weight = self.output_layer.weight
-        if self.share_embeddings_and_output_weights:
-            weight = self.shared_embedding_or_output_weight()
-        if not (self.adds_to_main_gradients and weight.requires_grad):
-            return weight, None
-        return gradient_in_main_grad(weight), weight.main_grad

@@ -76,9 +76,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         learns = any(ctx.needs_input_grad[:2])
         if learns:
             dh_TD = torch.empty_like(h_TD)
-            dw_VD = torch.empty_like(w_VD, dtype=torch.float32)
-            if len(h_TD) == 0:
-                dw_VD.zero_()
+            dw_VD = torch.zeros_like(w_VD, dtype=torch.float32)
         memory_RV = h_TD.new_empty(min(chunk_size, len(h_TD)), len(w_VD))  # of each chunk's logits
         for start in range(0, len(h_TD), chunk_size):
             rows = slice(start, start + chunk_size)
@@ -95,7 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dlogits_RV = logits_RV
             ops.product(dlogits_RV, w_VD, dh_TD[rows])
             weighted_RD = h_RD * weights_T[rows, None].to(h_RD.dtype)
-            ops.product(dlogits_RV.t(), weighted_RD, dw_VD, accumulate=start > 0)
+            ops.product(dlogits_RV.t(), weighted_RD, dw_VD, accumulate=True)
         if learns:
             ctx.save_for_backward(dh_TD, dw_VD, weights_T)
             ctx.dtype, ctx.main_gradient_VD = w_VD.dtype, main_gradient_VD

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-from collections.abc import Mapping
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of glibc's malloc.h
 _OWN_SETTINGS = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
@@ -22,9 +21,8 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_MMAP_MAX, 0)) and bool(mallopt(_TRIM_THRESHOLD, -1))  # -1: never trim
 
 
-def keep_freed_memory_unless_set(environment: Mapping[str, str] = os.environ) -> bool:
+def keep_freed_memory_unless_set() -> None:
     """The same, unless the environment says what glibc does with freed memory."""
-    tunables = environment.get("GLIBC_TUNABLES", "")
-    if "glibc.malloc." in tunables or any(name in environment for name in _OWN_SETTINGS):
-        return False
-    return keep_freed_memory()
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if "glibc.malloc." not in tunables and not any(name in os.environ for name in _OWN_SETTINGS):
+        keep_freed_memory()
