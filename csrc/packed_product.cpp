@@ -190,7 +190,7 @@ bool packing_pays(ScalarType type, int64_t rows, int64_t columns, int64_t depth)
     return least <= value && value <= most;
   };
   if (depth < kLeastDepth || rows * columns * depth < kLeastMultiplications) return false;
-  return is_in(rows, type == ScalarType::kFloat32 ? 384 : 64, kMostRows);
+  return is_in(rows, type == ScalarType::kFloat32 ? 384 : 2, kMostRows);
 }
 
 bool can_pack(const FusedProduct& product, bool has_second) {

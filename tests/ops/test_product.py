@@ -128,7 +128,8 @@ def test_a_large_product_is_rounded_once(library, native, dtype, columns, layout
     ("change", "is_packed"),
     [
         ({}, True),
-        ({"rows": 60}, False),
+        ({"rows": 32}, True),
+        ({"rows": 1}, False),
         ({"rows": 1040}, False),
         ({"inner": 352}, False),
         ({"inner": 801}, False),  # of pairs
