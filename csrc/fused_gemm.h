@@ -7,6 +7,7 @@
 #include <initializer_list>
 
 #include "fused_product.h"
+#include "packed_weights.h"
 
 namespace moe_parallel {
 
@@ -16,7 +17,7 @@ namespace moe_parallel {
 // takes that.
 struct FusedOperands {
   GatheredRows a;
-  at::Tensor first, second;
+  GroupedWeights first, second;
 };
 
 // The rows of a tensor with dense rows, in their order.

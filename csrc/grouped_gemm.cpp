@@ -42,15 +42,16 @@ void check_groups(const char* name, const at::Tensor& x, const at::Tensor& count
                     counts.sum().item<int64_t>(), ", but ", name, " has ", x.size(0), " rows");
 }
 
-void grouped_gemm_out(at::Tensor& out, const at::Tensor& x, const at::Tensor& w,
+void grouped_gemm_out(at::Tensor& out, const at::Tensor& x, const GroupedWeights& w,
                       const at::Tensor& counts, bool accumulate) {
 #ifdef MOE_PARALLEL_CUDA
-  if (x.is_cuda() && grouped_gemm_on_cuda(out, x, w, counts, accumulate)) return;
+  if (x.is_cuda() && grouped_gemm_on_cuda(out, x, w.matrices, counts, accumulate)) return;
 #endif
   for_each_group(counts, [&](int64_t e, int64_t first, int64_t rows) {
     if (rows == 0) return;
     auto out_group = out.narrow(0, first, rows);
-    product_out(out_group, x.narrow(0, first, rows), w.select(0, e), accumulate);
+    product_out(out_group, x.narrow(0, first, rows), w.matrices.select(0, e), accumulate,
+                w.is_packed() ? w.blocks.select(0, e) : w.blocks);
   });
 }
 

@@ -5,15 +5,16 @@
 
 #include <initializer_list>
 
+#include "packed_weights.h"
 #include "transposed_rows.h"
 
 namespace moe_parallel {
 
 void check_groups(const char* name, const at::Tensor& x, const at::Tensor& counts);
 
-// out[rows of e] (+)= x[rows of e] w[e]. w, [E, I, O], may be a transposed view, and out may have
-// gaps between its rows. counts is on the device of x.
-void grouped_gemm_out(at::Tensor& out, const at::Tensor& x, const at::Tensor& w,
+// out[rows of e] (+)= x[rows of e] w[e]. out may have gaps between its rows. counts is on the
+// device of x.
+void grouped_gemm_out(at::Tensor& out, const at::Tensor& x, const GroupedWeights& w,
                       const at::Tensor& counts, bool accumulate = false);
 
 // out[e] (+)= x[rows of e]^T y[rows of e]. For an empty group, out[e] keeps its value if

@@ -28,6 +28,8 @@ struct GroupedMatrix {
   int64_t group_stride;  // of matrices that are not cut
   bool by_columns;       // column-major: the columns are dense, not the rows
   bool is_cut;
+  const void* blocks =
+      nullptr;  // of one matrix, on the CPU: pack_right_factor() (packed_product.h)
 };
 
 constexpr int64_t kRagged = -1;

@@ -14,12 +14,11 @@
 #include "fused_gemm.h"
 #include "launch.h"
 #include "onednn_product.h"
+#include "packed_weights.h"
 #include "permute.h"
 
 namespace moe_parallel {
 namespace {
-
-constexpr int64_t kPanel = 128;  // columns
 
 // How many parts of a size cover a number.
 int64_t parts_in(int64_t number, int64_t size) { return (number + size - 1) / size; }
@@ -59,6 +58,11 @@ void pack_block(ScalarType type, const GroupedMatrix& b, int64_t k, int64_t dept
   }
 }
 
+// Where the block of rows k.. is among all blocks of a right factor, in numbers.
+int64_t offset_of_block(const Part& part, int64_t k, int64_t depth) {
+  return part.first_column * depth + k * part.columns;
+}
+
 // The sums of one accumulator.
 void sum_products(const FusedProduct& product, GroupedMatrix ProductPart::* matrix,
                   const Part& part, Sums sums, void* packed) {
@@ -71,7 +75,12 @@ void sum_products(const FusedProduct& product, GroupedMatrix ProductPart::* matr
     const int64_t depth = product.parts[i].depth;
     for (int64_t k = 0; b.data != nullptr && k < depth; k += sizes.k) {
       const int64_t block_depth = std::min(sizes.k, depth - k);
-      pack_block(product.type, b, k, block_depth, part, packed);
+      const void* block = packed;
+      if (b.blocks != nullptr) {
+        block = static_cast<const char*>(b.blocks) + offset_of_block(part, k, depth) * bytes;
+      } else {
+        pack_block(product.type, b, k, block_depth, part, packed);
+      }
       for (int64_t m = 0; m < part.rows; m += sizes.m) {
         multiply_blocks({.type = product.type,
                          .m = std::min(sizes.m, part.rows - m),
@@ -79,7 +88,7 @@ void sum_products(const FusedProduct& product, GroupedMatrix ProductPart::* matr
                          .k = block_depth,
                          .a = rows + ((part.first_row + m) * a.stride + k) * bytes,
                          .a_stride = a.stride,
-                         .b = packed,
+                         .b = block,
                          .b_stride = part.columns,
                          .c = sums.data + m * sums.stride,
                          .c_stride = sums.stride,
@@ -182,10 +191,12 @@ std::vector<CacheLines> gather(FusedProduct& product, int64_t rows) {
   return memory;
 }
 
+constexpr int64_t kLeastDepth = 384;
+
 // Whether packing pays for a result [rows, columns] of sums of `depth` numbers. The limits fit
 // experts' products: docs/performance/log.md#packed-products-2026-11-28.
 bool packing_pays(ScalarType type, int64_t rows, int64_t columns, int64_t depth) {
-  constexpr int64_t kLeastMultiplications = int64_t{1} << 20, kLeastDepth = 384, kMostRows = 1024;
+  constexpr int64_t kLeastMultiplications = int64_t{1} << 20, kMostRows = 1024;
   const auto is_in = [](int64_t value, int64_t least, int64_t most) {
     return least <= value && value <= most;
   };
@@ -193,17 +204,25 @@ bool packing_pays(ScalarType type, int64_t rows, int64_t columns, int64_t depth)
   return is_in(rows, type == ScalarType::kFloat32 ? 384 : 2, kMostRows);
 }
 
+// What sizes of products are multiples of. With AMX only whole tiles were tried. A pair of bf16
+// numbers must not end in the next row.
+struct Units {
+  int64_t of_result, of_sums;
+};
+Units units(ScalarType type) {
+  if (type != ScalarType::kBFloat16) return {1, 1};
+  return has_amx() ? Units{kBlockUnit, kBlockUnit} : Units{1, 2};
+}
+
 bool can_pack(const FusedProduct& product, bool has_second) {
   const bool is_one_matrix = product.columns_per_matrix == product.columns;
   if (product.groups != 1 || !is_one_matrix || !packs_large_products(product.type)) return false;
-  // A pair of bf16 numbers must not end in the next row. With AMX only whole tiles were tried.
-  const bool rounds = product.type == ScalarType::kBFloat16, has_tiles = rounds && has_amx();
-  const int64_t unit = has_tiles ? kBlockUnit : rounds ? 2 : 1;
-  if (has_tiles && (product.rows % unit != 0 || product.columns % unit != 0)) return false;
+  const auto [of_result, of_sums] = units(product.type);
+  if (product.rows % of_result != 0 || product.columns % of_result != 0) return false;
   int64_t of_first = 0, of_second = 0;
   for (int i = 0; i < product.num_parts; ++i) {
     const auto& part = product.parts[i];
-    if (part.a.stride < part.depth || part.depth % unit != 0) return false;
+    if (part.a.stride < part.depth || part.depth % of_sums != 0) return false;
     if (part.first.data) of_first += part.depth;
     if (has_second && part.second.data) of_second += part.depth;
   }
@@ -276,7 +295,7 @@ bool packs_outer_products_of(const at::Tensor& x) {
 }
 
 bool packed_product_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
-                        bool accumulate) {
+                        bool accumulate, const at::Tensor& blocks) {
   const bool by_rows = b.stride(1) == 1, by_columns = b.stride(0) == 1;
   if (!takes_packed_products(a) || out.scalar_type() != a.scalar_type() || a.stride(1) != 1 ||
       out.stride(1) != 1 || out.stride(0) < out.size(1) || !(by_rows || by_columns)) {
@@ -286,7 +305,8 @@ bool packed_product_out(const at::Tensor& out, const at::Tensor& a, const at::Te
                             .stride = b.stride(by_rows ? 0 : 1),
                             .group_stride = 0,
                             .by_columns = !by_rows,
-                            .is_cut = false};
+                            .is_cut = false,
+                            .blocks = blocks.defined() ? blocks.const_data_ptr() : nullptr};
   const FusedProduct product{.type = scalar_type_of("a", a),
                              .parts = {{rows_of(a), right, {}, a.size(1)}},
                              .num_parts = 1,
@@ -296,6 +316,23 @@ bool packed_product_out(const at::Tensor& out, const at::Tensor& a, const at::Te
                              .columns = out.size(1),
                              .columns_per_matrix = out.size(1)};
   return packed_product(product, StoreRows{out.mutable_data_ptr(), out.stride(0), accumulate});
+}
+
+bool keeps_blocks(ScalarType type, int64_t depth, int64_t columns) {
+  const auto [of_result, of_sums] = units(type);
+  return type == ScalarType::kBFloat16 && packs_large_products(type) && depth >= kLeastDepth &&
+         depth % of_sums == 0 && columns % of_result == 0;
+}
+
+void pack_right_factor(const RightFactor& factor, void* to) {
+  const int64_t depth = factor.depth, k_size = block_sizes(factor.type).k;
+  for (int64_t column = 0; column < factor.columns; column += kPanel) {
+    const Part panel{0, 0, column, std::min(kPanel, factor.columns - column)};
+    for (int64_t k = 0; k < depth; k += k_size) {
+      pack_block(factor.type, factor.matrix, k, std::min(k_size, depth - k), panel,
+                 static_cast<char*>(to) + offset_of_block(panel, k, depth) * bytes_of(factor.type));
+    }
+  }
 }
 
 }  // namespace moe_parallel

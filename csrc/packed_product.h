@@ -16,12 +16,26 @@ namespace moe_parallel {
 bool packed_product(const FusedProduct& product, const Epilogue& epilogue);
 
 // out = a b, or out += a b. Returns false as above, and where `a` or `out` has no dense rows, or
-// `b` neither dense rows nor dense columns.
+// `b` neither dense rows nor dense columns. `blocks` are those of `b`, if it was packed.
 bool packed_product_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
-                        bool accumulate);
+                        bool accumulate, const at::Tensor& blocks = {});
 
 // Whether products with x^T as their left factor, and enough columns, are computed here if its rows
 // are dense.
 bool packs_outer_products_of(const at::Tensor& x);
+
+// A right factor to be packed, once for several products.
+struct RightFactor {
+  ScalarType type;
+  GroupedMatrix matrix;
+  int64_t depth, columns;
+};
+
+// Whether products read such blocks in place of the factor. Only in bf16 was this faster than
+// packing in each product.
+bool keeps_blocks(ScalarType type, int64_t depth, int64_t columns);
+
+// Writes depth * columns numbers.
+void pack_right_factor(const RightFactor& factor, void* to);
 
 }  // namespace moe_parallel

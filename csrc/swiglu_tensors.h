@@ -92,7 +92,7 @@ inline at::Tensor new_sums_of_columns(const at::Tensor& up) {
 // Computes the gradients for dh = dy w in one kernel. Returns false, and does nothing, if no kernel
 // supports that.
 inline bool fused_swiglu_backward(const SwigluGradients& to, const at::Tensor& dy,
-                                  const at::Tensor& w, const at::Tensor& counts,
+                                  const GroupedWeights& w, const at::Tensor& counts,
                                   const at::Tensor& gate, const at::Tensor& up,
                                   const at::Tensor& probs) {
   const auto sums = new_sums_of_columns(up);
@@ -147,7 +147,7 @@ inline bool fused_swiglu_backward_of_gate(const SwigluGradients& to, Operands op
 // Computes the gradients for dh = dy w, where dy may have rows after those of gate. The memory `dh`
 // is used if no single kernel computes them.
 inline void swiglu_backward_of_product(const SwigluGradients& to, const at::Tensor& dy,
-                                       const at::Tensor& w, const at::Tensor& counts,
+                                       const GroupedWeights& w, const at::Tensor& counts,
                                        const at::Tensor& gate, const at::Tensor& up,
                                        const at::Tensor& probs, ScratchRows& dh) {
   if (fused_swiglu_backward(to, dy, w, counts, gate, up, probs)) return;

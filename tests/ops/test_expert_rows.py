@@ -1,5 +1,6 @@
 """routed_experts and autonomous_experts: values by the oracle's loops, gradients by differences."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +73,7 @@ class Setting:
         *inputs: Tensor,
         all_chosen: bool = False,
         main_gradients: Any = None,
+        packed: Sequence[Tensor] = (),
     ) -> Tensor:
         experts = torch.from_numpy(self.routing.experts).to(self.device)
         row_map = ops.routing_map(
@@ -79,7 +81,9 @@ class Setting:
         )
         x, probs, *weights = inputs or self.inputs(kind)
         if kind == "routed":
-            return ops.routed_experts(x, probs, row_map, *weights, main_gradients=main_gradients)
+            return ops.routed_experts(
+                x, probs, row_map, *weights, main_gradients=main_gradients, packed=packed
+            )
         if kind == "handed on":
             c, *weights = weights
             return ops.autonomous_experts(
@@ -90,6 +94,7 @@ class Setting:
                 *weights,
                 c_TKR=c,
                 main_gradients=main_gradients,
+                packed=packed,
             )
         return ops.autonomous_experts(
             x,
@@ -98,11 +103,12 @@ class Setting:
             *weights,
             recompute_gate=kind == "autonomous",
             main_gradients=main_gradients,
+            packed=packed,
         )
 
-    def passes(self, ops: Ops, kind: str) -> list[Tensor]:
+    def passes(self, ops: Ops, kind: str, packed: Sequence[Tensor] = ()) -> list[Tensor]:
         """The output, and the gradient of every input."""
-        y = self.compute(ops, kind)
+        y = self.compute(ops, kind, packed=packed)
         return [y, *gradients(y, self.dy, *self.inputs(kind))]
 
     def exact(self, kind: str) -> np.ndarray:

@@ -15,6 +15,7 @@ from moe_parallel.ops.native.expert_merge import expert_merge  # noqa: E402
 from moe_parallel.ops.native.grouped_gemm import grouped_gemm  # noqa: E402
 from moe_parallel.ops.native.norm_topk import norm_topk  # noqa: E402
 from moe_parallel.ops.native.packed_rows import pack_rows  # noqa: E402
+from moe_parallel.ops.native.packed_weights import pack_weights  # noqa: E402
 from moe_parallel.ops.native.permute import permute  # noqa: E402
 from moe_parallel.ops.native.product import product  # noqa: E402
 from moe_parallel.ops.native.rms_norm import rms_norm  # noqa: E402
@@ -32,6 +33,7 @@ __all__ = [
     "grouped_gemm",
     "norm_topk",
     "pack_rows",
+    "pack_weights",
     "permute",
     "product",
     "rms_norm",
