@@ -133,6 +133,20 @@ FAULTS_OF_KERNELS = [
         OF_OPS,
     ),
     Fault(
+        "C++: the second block of a panel is read from where the first one is",
+        "csrc/packed_product.cpp",
+        "part.first_column * depth + k * part.columns;",
+        "part.first_column * depth;",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: W_g and W_p are read together from panels that end in between",
+        "csrc/packed_weights.h",
+        "is_packed() && matrices.size(2) / parts % kPanel == 0;",
+        "is_packed();",
+        OF_OPS,
+    ),
+    Fault(
         "C++: packed products gather rows as if each token had one choice",
         "csrc/packed_product.cpp",
         ".choices = part.a.choices,",
