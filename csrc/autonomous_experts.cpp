@@ -91,6 +91,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
   const ExpertRows map(x, probs, slots, rows, counts);
   const Weights w{w_down, w_up, w_p, w_out};
   w.check(x, c_TKR, norms, rows, counts);
+  check_packed(packed, 6);
   const GroupedWeights up{w_up, packed_at(packed, 0)}, p_weights{w_p, packed_at(packed, 2)},
       out{w_out, packed_at(packed, 4)};
   const auto tokens = with_dense_rows(x);
@@ -145,6 +146,7 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
   const ExpertRows map(x, probs, slots, rows, counts);
   const Weights w{w_down, w_up, w_p, w_out};
   w.check(x, c_TKR, norms, rows, counts);
+  check_packed(packed, 6);
   check_sizes("dy", dy, x.sizes());
   check_same_type("dy", dy, "x", x);
   check_together(x, {dy, p, c_NR, g});
@@ -266,7 +268,7 @@ MOE_PARALLEL_OPERATOR(
     "(Tensor dy, Tensor x, Tensor probs, Tensor slots, Tensor rows, Tensor counts, "
     "Tensor? w_down, Tensor w_up, Tensor w_p, Tensor w_out, Tensor? c_TKR, Tensor? norms, "
     "Tensor p, Tensor c_NR, Tensor g, Tensor(a!)? main_up, Tensor(b!)? main_p, "
-    "Tensor(c!)? main_out, Tensor[] packed) -> (Tensor dx, Tensor dprobs, Tensor dw_down, Tensor "
-    "dw_up, "
+    "Tensor(c!)? main_out, Tensor[] packed) "
+    "-> (Tensor dx, Tensor dprobs, Tensor dw_down, Tensor dw_up, "
     "Tensor dw_p, Tensor dw_out, Tensor dc_TKR)",
     moe_parallel::autonomous_experts_backward)

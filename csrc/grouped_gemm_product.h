@@ -28,8 +28,8 @@ struct GroupedMatrix {
   int64_t group_stride;  // of matrices that are not cut
   bool by_columns;       // column-major: the columns are dense, not the rows
   bool is_cut;
-  const void* blocks =
-      nullptr;  // of one matrix, on the CPU: pack_right_factor() (packed_product.h)
+  // Of one matrix, on the CPU: what pack_right_factor() made of it, or null (packed_product.h).
+  const void* blocks = nullptr;
 };
 
 constexpr int64_t kRagged = -1;

@@ -209,7 +209,7 @@ bool packing_pays(ScalarType type, int64_t rows, int64_t columns, int64_t depth)
 struct Units {
   int64_t of_result, of_sums;
 };
-Units units(ScalarType type) {
+Units units_of(ScalarType type) {
   if (type != ScalarType::kBFloat16) return {1, 1};
   return has_amx() ? Units{kBlockUnit, kBlockUnit} : Units{1, 2};
 }
@@ -217,7 +217,7 @@ Units units(ScalarType type) {
 bool can_pack(const FusedProduct& product, bool has_second) {
   const bool is_one_matrix = product.columns_per_matrix == product.columns;
   if (product.groups != 1 || !is_one_matrix || !packs_large_products(product.type)) return false;
-  const auto [of_result, of_sums] = units(product.type);
+  const auto [of_result, of_sums] = units_of(product.type);
   if (product.rows % of_result != 0 || product.columns % of_result != 0) return false;
   int64_t of_first = 0, of_second = 0;
   for (int i = 0; i < product.num_parts; ++i) {
@@ -319,7 +319,7 @@ bool packed_product_out(const at::Tensor& out, const at::Tensor& a, const at::Te
 }
 
 bool keeps_blocks(ScalarType type, int64_t depth, int64_t columns) {
-  const auto [of_result, of_sums] = units(type);
+  const auto [of_result, of_sums] = units_of(type);
   return type == ScalarType::kBFloat16 && packs_large_products(type) && depth >= kLeastDepth &&
          depth % of_sums == 0 && columns % of_result == 0;
 }

@@ -52,7 +52,12 @@ struct GroupedWeights {
   }
 };
 
-// Entry i of a list of packed weights, which may be empty: nothing is packed.
+// A list of packed weights has `count` entries, or none: nothing is packed.
+inline void check_packed(at::TensorList packed, size_t count) {
+  TORCH_CHECK_VALUE(packed.empty() || packed.size() == count, "packed must have ", count,
+                    " tensors or none, not ", packed.size());
+}
+
 inline at::Tensor packed_at(at::TensorList packed, size_t i) {
   return packed.empty() ? at::Tensor() : packed[i];
 }

@@ -36,6 +36,7 @@ std::tuple<at::Tensor, at::Tensor> routed_experts(
     const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, at::TensorList packed) {
   const ExpertRows map(x, probs, slots, rows, counts);
   check_weights(x, w_gate_up, w_out, counts);
+  check_packed(packed, 4);
   const auto tokens = with_dense_rows(x);
   const auto probs_of_rows = map.probs_by_row(probs);
   const int64_t width = w_out.size(1);
@@ -71,6 +72,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
     at::TensorList packed) {
   const ExpertRows map(x, probs, slots, rows, counts);
   check_weights(x, w_gate_up, w_out, counts);
+  check_packed(packed, 4);
   check_sizes("dy", dy, x.sizes());
   check_same_type("dy", dy, "x", x);
   const int64_t width = w_out.size(1);

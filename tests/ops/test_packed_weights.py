@@ -162,6 +162,14 @@ def test_parts_have_equal_widths(native):
         native.pack_weights(torch.ones(3, 4, 5), 2)
 
 
+@pytest.mark.parametrize(("kind", "count"), [("routed", 4), ("autonomous", 6)])
+def test_a_list_of_another_length_is_refused(native, kind, count):
+    setting = Setting(OF_ALL_SIZES, torch.float32, "cpu", (6, 5, 3))
+    packed = packed_weights(native, setting, kind)[1:]
+    with pytest.raises(ValueError, match=f"packed must have {count} tensors or none, not"):
+        setting.compute(native, kind, packed=packed)
+
+
 @packs
 @only_packed
 def test_copies_of_another_size_are_refused(native, library):
