@@ -92,8 +92,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> autonomous_experts(
   const Weights w{w_down, w_up, w_p, w_out};
   w.check(x, c_TKR, norms, rows, counts);
   check_packed(packed, 6);
-  const GroupedWeights up{w_up, packed_at(packed, 0)}, p_weights{w_p, packed_at(packed, 2)},
-      out{w_out, packed_at(packed, 4)};
+  const auto up = with_blocks(w_up, packed, 0), p_weights = with_blocks(w_p, packed, 2),
+             out = with_blocks(w_out, packed, 4);
   const auto tokens = with_dense_rows(x);
   const auto c_2d = c_TKR ? with_dense_rows(c_TKR->flatten(0, 1)) : at::Tensor();
   const auto probs_of_rows = map.probs_by_row(probs);
@@ -164,8 +164,9 @@ autonomous_experts_backward(const at::Tensor& dy, const at::Tensor& x, const at:
   auto dx = map.new_rows(x, x.size(1));
   auto dc_NR = c_TKR ? map.new_rows(x, w.rank()) : x.new_empty({0, w.rank()});
   const auto transposed = [](const at::Tensor& w) { return w.transpose(1, 2); };
-  const GroupedWeights up{w_up, packed_at(packed, 0)}, up_t{transposed(w_up), packed_at(packed, 1)},
-      p_t{transposed(w_p), packed_at(packed, 3)}, out_t{transposed(w_out), packed_at(packed, 5)};
+  const auto up = with_blocks(w_up, packed, 0), up_t = with_blocks(transposed(w_up), packed, 1),
+             p_t = with_blocks(transposed(w_p), packed, 3),
+             out_t = with_blocks(transposed(w_out), packed, 5);
   const GroupedWeights down_t = w_down ? transposed(*w_down) : at::Tensor();
   TransposedRows memory;
   std::optional<WeightGradient> dw_down;

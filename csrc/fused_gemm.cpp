@@ -14,20 +14,6 @@ namespace {
 
 std::atomic<Fusing> fusing{Fusing::kWhereFaster};
 
-// Returns nullopt if neither the rows nor the columns are dense.
-std::optional<GroupedMatrix> matrices_of(const GroupedWeights& weights) {
-  if (!weights.defined()) return GroupedMatrix{};
-  const auto& w = weights.matrices;
-  const bool by_rows = w.stride(2) == 1, by_columns = !by_rows && w.stride(1) == 1;
-  if (!by_rows && !by_columns) return std::nullopt;
-  return GroupedMatrix{.data = w.const_data_ptr(),
-                       .stride = w.stride(by_columns ? 2 : 1),
-                       .group_stride = w.stride(0),
-                       .by_columns = by_columns,
-                       .is_cut = false,
-                       .blocks = weights.is_packed() ? weights.blocks.const_data_ptr() : nullptr};
-}
-
 std::optional<FusedProduct> product_of(Operands operands, int64_t rows) {
   const auto& w = operands.begin()->first.matrices;  // the first operands always have it
   FusedProduct product{.type = scalar_type_of("w", w),
@@ -85,6 +71,19 @@ bool run(FusedProduct product, const at::Tensor& where, const at::Tensor& counts
 }
 
 }  // namespace
+
+std::optional<GroupedMatrix> matrices_of(const GroupedWeights& weights) {
+  if (!weights.defined()) return GroupedMatrix{};
+  const auto& w = weights.matrices;
+  const bool by_rows = w.stride(2) == 1, by_columns = !by_rows && w.stride(1) == 1;
+  if (!by_rows && !by_columns) return std::nullopt;
+  return GroupedMatrix{.data = w.const_data_ptr(),
+                       .stride = w.stride(by_columns ? 2 : 1),
+                       .group_stride = w.stride(0),
+                       .by_columns = by_columns,
+                       .is_cut = false,
+                       .blocks = weights.is_packed() ? weights.blocks.const_data_ptr() : nullptr};
+}
 
 GatheredRows rows_of(const at::Tensor& x) {
   return {.data = x.const_data_ptr(),

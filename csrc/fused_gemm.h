@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <initializer_list>
+#include <optional>
 
 #include "fused_product.h"
 #include "packed_weights.h"
@@ -19,6 +20,9 @@ struct FusedOperands {
   GatheredRows a;
   GroupedWeights first, second;
 };
+
+// Weights as kernels take them; nullopt if neither the rows nor the columns are dense.
+std::optional<GroupedMatrix> matrices_of(const GroupedWeights& weights);
 
 // The rows of a tensor with dense rows, in their order.
 GatheredRows rows_of(const at::Tensor& x);

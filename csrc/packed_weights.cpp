@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 
+#include "fused_gemm.h"
 #include "launch.h"
 #include "packed_product.h"
 
@@ -21,20 +22,12 @@ at::Tensor pack_weights(const at::Tensor& w, int64_t parts) {
   if (!w.is_cpu() || !keeps_blocks(scalar_type_of("w", w), depth, columns)) {
     return w.new_empty({groups, 0});
   }
-  const bool by_columns = w.stride(2) != 1 && w.stride(1) == 1;
-  const auto dense = by_columns || w.stride(2) == 1 ? w : w.contiguous();
+  const GroupedWeights dense = matrices_of(w) ? w : w.contiguous();
   auto blocks = w.new_empty({groups, depth * all});
   at::parallel_for(0, groups * parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const auto part = dense.select(0, i / parts).narrow(1, i % parts * columns, columns);
-      pack_right_factor({.type = scalar_type_of("w", w),
-                         .matrix = {.data = part.const_data_ptr(),
-                                    .stride = part.stride(by_columns ? 1 : 0),
-                                    .group_stride = 0,
-                                    .by_columns = by_columns,
-                                    .is_cut = false},
-                         .depth = depth,
-                         .columns = columns},
+      const auto part = dense.of_groups(i / parts, 1).part(i % parts, parts);
+      pack_right_factor({scalar_type_of("w", w), *matrices_of(part), depth, columns},
                         static_cast<char*>(blocks.mutable_data_ptr()) +
                             i * depth * columns * bytes_of_element(w));
     }

@@ -18,15 +18,8 @@ struct GroupedWeights {
   at::Tensor blocks;    // [groups, depth * columns] of pack_weights(); undefined: not packed
 
   GroupedWeights() = default;
-  GroupedWeights(at::Tensor w) : matrices(std::move(w)) {}
-  // `packed` is empty where pack_weights() packed nothing.
-  GroupedWeights(at::Tensor w, const at::Tensor& packed) : matrices(std::move(w)) {
-    if (packed.defined() && packed.numel() > 0) blocks = packed;
-    if (!blocks.defined()) return;
-    check_together(matrices, {blocks});
-    check_same_type("packed", blocks, "its weight", matrices);
-    check_sizes("packed", blocks, {matrices.size(0), matrices.size(1) * matrices.size(2)});
-  }
+  GroupedWeights(at::Tensor w, at::Tensor blocks_of_w = {})
+      : matrices(std::move(w)), blocks(std::move(blocks_of_w)) {}
 
   bool defined() const { return matrices.defined(); }
   bool is_packed() const { return blocks.defined(); }
@@ -58,8 +51,13 @@ inline void check_packed(at::TensorList packed, size_t count) {
                     " tensors or none, not ", packed.size());
 }
 
-inline at::Tensor packed_at(at::TensorList packed, size_t i) {
-  return packed.empty() ? at::Tensor() : packed[i];
+// w with entry i of such a list, which is empty where pack_weights() packed nothing.
+inline GroupedWeights with_blocks(const at::Tensor& w, at::TensorList packed, size_t i) {
+  if (packed.empty() || packed[i].numel() == 0) return w;
+  check_together(w, {packed[i]});
+  check_same_type("packed", packed[i], "its weight", w);
+  check_sizes("packed", packed[i], {w.size(0), w.size(1) * w.size(2)});
+  return {w, packed[i]};
 }
 
 }  // namespace moe_parallel

@@ -40,8 +40,7 @@ std::tuple<at::Tensor, at::Tensor> routed_experts(
   const auto tokens = with_dense_rows(x);
   const auto probs_of_rows = map.probs_by_row(probs);
   const int64_t width = w_out.size(1);
-  const GroupedWeights gate_and_up{w_gate_up, packed_at(packed, 0)},
-      out{w_out, packed_at(packed, 2)};
+  const auto gate_and_up = with_blocks(w_gate_up, packed, 0), out = with_blocks(w_out, packed, 2);
   auto gate_up = map.new_rows(x, 2 * width), y = map.new_rows(x, x.size(1));
 
   const auto& blocks = map.blocks();
@@ -83,8 +82,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> routed_experts_backwa
   const auto probs_of_rows = map.probs_by_row(probs);
   auto dprobs_of_rows = at::empty_like(probs_of_rows);
   auto dx = map.new_rows(x, x.size(1));
-  const GroupedWeights gate_up_t{w_gate_up.transpose(1, 2), packed_at(packed, 1)},
-      out_t{w_out.transpose(1, 2), packed_at(packed, 3)};
+  const auto gate_up_t = with_blocks(w_gate_up.transpose(1, 2), packed, 1),
+             out_t = with_blocks(w_out.transpose(1, 2), packed, 3);
   TransposedRows memory;
   WeightGradient dw_gate_up("main_gate_up", w_gate_up, counts, memory, main_gate_up);
   WeightGradient dw_out("main_out", w_out, counts, memory, main_out);

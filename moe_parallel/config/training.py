@@ -55,7 +55,8 @@ class TrainingConfig(Section):
         False,
         "on a CPU in bf16: pack the weights of experts for their products once a step, and not in "
         "every micro-batch, which takes two more copies of these weights; for steps of many small "
-        "micro-batches; on a GPU and with --moe-backend reference it changes nothing",
+        "micro-batches; on a GPU, on processors whose products do not pack, and for merged "
+        "experts it changes nothing",
     )
     cuda_graph_impl: str | None = option(
         None,

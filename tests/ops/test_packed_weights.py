@@ -36,7 +36,7 @@ def blocks(matrix: np.ndarray) -> np.ndarray:
     )
 
 
-def views(inner: int, outer: int) -> dict[str, Callable[[Tensor], Tensor]]:
+def views(outer: int) -> dict[str, Callable[[Tensor], Tensor]]:
     return {
         "contiguous": lambda w: w,
         "transposed": lambda w: w.transpose(1, 2).contiguous().transpose(1, 2),
@@ -47,13 +47,13 @@ def views(inner: int, outer: int) -> dict[str, Callable[[Tensor], Tensor]]:
 
 @packs
 @only_packed
-@pytest.mark.parametrize("layout", views(0, 0))
+@pytest.mark.parametrize("layout", views(0))
 @pytest.mark.parametrize(
     ("inner", "outer", "parts"), [(416, 448, 1), (800, 512, 2), (1568, 320, 2), (384, 96, 3)]
 )
 def test_copies_consist_of_blocks(native, library, inner, outer, parts, layout):
     w = random_tensor(3, inner, outer, dtype=torch.bfloat16, device="cpu", seed=0)
-    of_w, of_transpose = native.pack_weights(views(inner, outer)[layout](w), parts)
+    of_w, of_transpose = native.pack_weights(views(outer)[layout](w), parts)
     exact = float64(w)
     for e, matrix in enumerate(exact):
         side_by_side = [blocks(part) for part in np.split(matrix, parts, axis=1)]
@@ -79,7 +79,7 @@ def test_copies_consist_of_blocks(native, library, inner, outer, parts, layout):
 def test_copies_are_empty_where_products_do_not_read_them(native, library, change, is_packed):
     given = {"inner": 416, "dtype": torch.bfloat16} | change
     w = torch.ones(3, given["inner"], 96, dtype=given["dtype"])
-    (of_w, of_transpose) = native.pack_weights(w)
+    of_w, of_transpose = native.pack_weights(w)
     packed = is_packed and library == "PACKED"
     assert of_w.shape == (3, given["inner"] * 96 if packed else 0)
     assert of_transpose.shape == (3, 0)  # its sums have 96 terms
