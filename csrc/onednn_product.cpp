@@ -34,7 +34,8 @@ bool is_chosen(bool is_faster) {
          (products == CpuProducts::kWhereFaster && is_faster);
 }
 
-bool has_blocks() { return has_avx512() && at::globalContext().userEnabledMkldnn(); }
+bool has_onednn() { return at::globalContext().userEnabledMkldnn(); }
+bool has_blocks() { return has_avx512() && has_onednn(); }
 
 #ifdef CPUBLAS_BRGEMM_BF16BF16F32
 
@@ -93,8 +94,8 @@ bool is_fp32_by_onednn(const at::Tensor& a) {
 
 bool multiplies_blocks_by_onednn(ScalarType type) {
   switch (type) {
-    case ScalarType::kFloat32:
-      return has_blocks() && is_chosen(true);
+    case ScalarType::kFloat32:  // with AVX2 alone at most as fast as MKL
+      return has_avx2() && has_onednn() && is_chosen(has_avx512());
     case ScalarType::kBFloat16:  // not measured on Intel's processors without AMX
       return has_blocks() && has_avx512_bf16() && is_chosen(!is_intel() || has_amx());
     default:

@@ -23,6 +23,14 @@ PROCESSOR = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
 packs = pytest.mark.skipif(
     "avx512_bf16" not in PROCESSOR, reason="oneDNN's kernel for blocks needs AVX-512 with bf16"
 )
+packs_fp32 = pytest.mark.skipif(
+    "avx2" not in PROCESSOR, reason="oneDNN's kernel for blocks needs AVX2"
+)
+of_packed_types = pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, marks=packs_fp32), pytest.param(torch.bfloat16, marks=packs)],
+    ids=str,
+)
 
 
 @dataclass(frozen=True)

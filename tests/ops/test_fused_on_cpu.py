@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_parallel.ops import extension
-from tests.ops.cases import Routing, assert_close, float64, packs
+from tests.ops.cases import Routing, assert_close, float64, of_packed_types
 from tests.ops.test_expert_rows import KINDS, OF_ALL_SIZES, Setting
 
 pytestmark = pytest.mark.covering
@@ -83,9 +83,8 @@ def test_packed_products_gather_rows_with_gaps(native, library, kind):
     assert torch.equal(setting.compute(native, kind), wanted)
 
 
-@packs
 @only_packed
-@of_both_types
+@of_packed_types
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_of_swiglu_is_within_its_product(native, library, kind, dtype, step_by_step):
     """Each such product leaves sums of a few columns, which are added to the probs' gradients."""
@@ -111,9 +110,8 @@ def test_threads_share_the_rows_of_a_panel_and_its_swiglu(native, library, two_t
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-@packs
 @only_packed
-@of_both_types
+@of_packed_types
 @pytest.mark.parametrize(
     ("kind", "columns"), [("routed", 448), ("autonomous", 416), ("handed on", 416 + 32)]
 )

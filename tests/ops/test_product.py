@@ -2,7 +2,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ops.cases import DTYPES, LAYOUTS, assert_close, float64, packs, random_tensor
+from tests.ops.cases import (
+    DTYPES,
+    LAYOUTS,
+    assert_close,
+    float64,
+    of_packed_types,
+    packs,
+    random_tensor,
+)
 
 pytestmark = pytest.mark.covering
 
@@ -150,9 +158,8 @@ def test_which_products_are_packed(library, native, change, is_packed):
     assert by_aten != (is_packed and library == "PACKED")
 
 
-@packs
 @only_packed
-@pytest.mark.parametrize("dtype", PACKED, ids=str)
+@of_packed_types
 def test_threads_share_a_large_product(library, native, two_threads, dtype):
     """Also one panel of columns, whose rows they divide. No bit depends on their number."""
     for columns in (288, 96):
