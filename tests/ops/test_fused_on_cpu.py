@@ -100,9 +100,12 @@ def test_the_gradient_of_swiglu_is_within_its_product(native, library, kind, dty
 
 
 @only_packed
+@of_packed_types
 @pytest.mark.parametrize("kind", KINDS)
-def test_threads_share_the_rows_of_a_panel_and_its_swiglu(native, library, two_threads, kind):
-    setting = Setting(OF_TILES, torch.bfloat16, "cpu", (416, 96, 32))
+def test_threads_share_the_rows_of_a_panel_and_its_swiglu(
+    native, library, two_threads, kind, dtype
+):
+    setting = Setting(OF_TILES, dtype, "cpu", (416, 96, 32))
     found = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
