@@ -94,7 +94,7 @@ bool is_fp32_by_onednn(const at::Tensor& a) {
 
 bool multiplies_blocks_by_onednn(ScalarType type) {
   switch (type) {
-    case ScalarType::kFloat32:  // with AVX2 alone at most as fast as MKL
+    case ScalarType::kFloat32:  // with AVX2 alone layers gained nothing
       return has_avx2() && has_onednn() && is_chosen(has_avx512());
     case ScalarType::kBFloat16:  // not measured on Intel's processors without AMX
       return has_blocks() && has_avx512_bf16() && is_chosen(!is_intel() || has_amx());

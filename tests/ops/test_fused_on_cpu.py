@@ -100,7 +100,7 @@ def test_the_gradient_of_swiglu_is_within_its_product(native, library, kind, dty
 
 
 @only_packed
-@of_packed_types
+@of_both_types
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_share_the_rows_of_a_panel_and_its_swiglu(
     native, library, two_threads, kind, dtype
