@@ -9,6 +9,7 @@
 
 #include "grouped_gemm_wide.h"
 #include "launch.h"
+#include "packed_product.h"
 
 #ifdef MOE_PARALLEL_CUDA
 #include "cuda/grouped_gemm.h"
@@ -71,15 +72,19 @@ void grouped_outer_out(std::initializer_list<OuterProduct> products, const at::T
   for_each_group(counts, [&](int64_t e, int64_t first, int64_t rows) {
     const auto x_group = x.narrow(0, first, rows);
     const auto x_t = copies && rows > 0 ? memory.of(x_group) : x_group.t();
+    std::vector<RightProduct> of_group;
     for (const auto& product : left) {
-      auto out = product.out.select(0, e);
-      if (rows == 0) {
-        if (!product.accumulate) out.zero_();
-        continue;
+      of_group.push_back(
+          {product.out.select(0, e), product.y.narrow(0, first, rows), product.accumulate});
+    }
+    if (rows > 0 && packed_products_out(x_t, of_group)) return;
+    for (auto& product : of_group) {
+      const bool is_wide = product.out.scalar_type() != x.scalar_type();
+      if (rows > 0) {
+        product_out(product.out, is_wide ? x_group.t() : x_t, product.b, product.accumulate);
+      } else if (!product.accumulate) {
+        product.out.zero_();
       }
-      const bool is_wide = out.scalar_type() != x.scalar_type();
-      product_out(out, is_wide ? x_group.t() : x_t, product.y.narrow(0, first, rows),
-                  product.accumulate);
     }
   });
 }

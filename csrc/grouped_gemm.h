@@ -26,7 +26,8 @@ struct OuterProduct {
   bool accumulate;
 };
 
-// Products with the same x: x^T is copied once, if it is copied. `memory` is reused by all groups.
+// Products with the same x: x^T is copied once, if it is copied, and packed products of a group are
+// computed in one. `memory` is reused by all groups.
 void grouped_outer_out(std::initializer_list<OuterProduct> products, const at::Tensor& x,
                        const at::Tensor& counts, TransposedRows& memory);
 

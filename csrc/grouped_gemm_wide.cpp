@@ -73,7 +73,7 @@ void product_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool
   } else if (is_slow_in_bf16(a)) {
     const auto left = a.to(at::kFloat), right = b.to(at::kFloat);
     out.copy_(accumulate ? at::addmm(out.to(at::kFloat), left, right) : at::mm(left, right));
-  } else if (packed_product_out(out, a, b, accumulate, blocks)) {
+  } else if (packed_products_out(a, RightProduct{out, b, accumulate, blocks})) {
     return;
   } else if (onednn_product_out(out, a, b, accumulate)) {
     return;

@@ -32,8 +32,9 @@ BlockSizes block_sizes(ScalarType type) {
   return type == ScalarType::kBFloat16 ? BlockSizes{128, 768} : BlockSizes{64, 384};
 }
 
-// A part of the result: a panel of columns, for a band of rows.
+// A part of the result of one of several plans: a panel of columns, for a band of rows.
 struct Part {
+  size_t plan;
   int64_t first_row, rows, first_column, columns;
 };
 
@@ -103,12 +104,15 @@ void sum_products(const FusedProduct& product, GroupedMatrix ProductPart::* matr
 template <class Rows>
 struct Plan {
   FusedProduct product;
-  int64_t rows;  // of the products, which may be more than the result's
   Rows epilogue;
   Kernel<EpiloguePart<Rows>> finish;
   bool has_second;
   Sums results;  // of fp32 that is only stored: the sums are the result. Null otherwise
 };
+
+// Products with the same left factor, type and epilogue. The panels of one follow those of another.
+template <class Rows>
+using Plans = std::vector<Plan<Rows>>;
 
 // The memory of a thread.
 struct PartScratch {
@@ -148,28 +152,50 @@ void compute_part(const Plan<Rows>& plan, const Part& part, const PartScratch& s
   plan.finish(sums, 0, std::min(part.rows, product.rows - part.first_row));
 }
 
+// The panels of all results. Those with fewer than kPanel columns come last.
 template <class Rows>
-void compute(const Plan<Rows>& plan) {
-  // Where panels are too few for all threads, each is packed for several bands of rows.
-  const int64_t block = block_sizes(plan.product.type).m, blocks = parts_in(plan.rows, block);
-  const int64_t columns = plan.product.columns, panels = parts_in(columns, kPanel);
-  const int64_t bands = std::min(blocks, parts_in(at::get_num_threads(), panels));
-  const int64_t band = parts_in(blocks, bands) * block;
-  at::parallel_for(0, panels * parts_in(plan.rows, band), 1, [&](int64_t begin, int64_t end) {
-    const PartScratch scratch(plan, std::min(band, plan.rows));
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t row = i / panels * band, column = i % panels * kPanel;
-      compute_part(
-          plan, {row, std::min(band, plan.rows - row), column, std::min(kPanel, columns - column)},
-          scratch);
+std::vector<Part> panels_of(const Plans<Rows>& plans, int64_t rows) {
+  std::vector<Part> full, narrow;
+  for (size_t i = 0; i < plans.size(); ++i) {
+    const int64_t columns = plans[i].product.columns;
+    for (int64_t column = 0; column < columns; column += kPanel) {
+      const Part panel{i, 0, rows, column, std::min(kPanel, columns - column)};
+      (panel.columns == kPanel ? full : narrow).push_back(panel);
+    }
+  }
+  full.insert(full.end(), narrow.begin(), narrow.end());
+  return full;
+}
+
+// Each thread computes as many full panels as the others. What is left is divided into bands of
+// rows, for each of which its panels are packed. The products have `rows` rows, perhaps more than
+// the result.
+template <class Rows>
+void compute(const Plans<Rows>& plans, int64_t rows) {
+  const auto panels = panels_of(plans, rows);
+  const int64_t threads = at::get_num_threads(), block = block_sizes(plans[0].product.type).m;
+  const int64_t band = parts_in(parts_in(rows, block), threads) * block;
+  const int64_t full = std::count_if(panels.begin(), panels.end(),
+                                     [](const Part& panel) { return panel.columns == kPanel; });
+  const int64_t whole = full - full % threads, left = panels.size() - whole;
+  const int64_t bands = left * parts_in(rows, band);
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    const PartScratch scratch(plans[0], whole > 0 ? rows : std::min(band, rows));
+    for (int64_t i = whole * begin / threads; i < whole * end / threads; ++i) {
+      compute_part(plans[panels[i].plan], panels[i], scratch);
+    }
+    for (int64_t i = bands * begin / threads; i < bands * end / threads; ++i) {
+      auto part = panels[whole + i % left];
+      part.first_row = i / left * band;
+      part.rows = std::min(band, rows - part.first_row);
+      compute_part(plans[part.plan], part, scratch);
     }
     end_block_products();
   });
 }
 
-// The rows of the factors that have slots, in memory of its own; zeros follow them.
-std::vector<CacheLines> gather(FusedProduct& product, int64_t rows) {
-  std::vector<CacheLines> memory;
+// The rows of the factors that have slots, in `memory` of its own; zeros follow them.
+void gather(FusedProduct& product, int64_t rows, std::vector<CacheLines>& memory) {
   for (int i = 0; i < product.num_parts; ++i) {
     auto& part = product.parts[i];
     if (part.a.slots == nullptr) continue;
@@ -188,7 +214,6 @@ std::vector<CacheLines> gather(FusedProduct& product, int64_t rows) {
     std::memset(gathered.at(product.rows * row_bytes), 0, (rows - product.rows) * row_bytes);
     part.a = {gathered, nullptr, 1, rows, part.depth};
   }
-  return memory;
 }
 
 constexpr int64_t kLeastDepth = 384;
@@ -214,21 +239,35 @@ Units units_of(ScalarType type) {
   return has_amx() ? Units{kBlockUnit, kBlockUnit} : Units{1, 2};
 }
 
-bool can_pack(const FusedProduct& product, bool has_second) {
+// How many numbers a sum of the product has, or 0 where its layout or its sizes do not allow to
+// pack it.
+int64_t packed_depth(const FusedProduct& product, bool has_second) {
   const bool is_one_matrix = product.columns_per_matrix == product.columns;
-  if (product.groups != 1 || !is_one_matrix || !packs_large_products(product.type)) return false;
+  if (product.groups != 1 || !is_one_matrix || !packs_large_products(product.type)) return 0;
   const auto [of_result, of_sums] = units_of(product.type);
-  if (product.rows % of_result != 0 || product.columns % of_result != 0) return false;
+  if (product.rows % of_result != 0 || product.columns % of_result != 0) return 0;
   int64_t of_first = 0, of_second = 0;
   for (int i = 0; i < product.num_parts; ++i) {
     const auto& part = product.parts[i];
-    if (part.a.stride < part.depth || part.depth % of_sums != 0) return false;
+    if (part.a.stride < part.depth || part.depth % of_sums != 0) return 0;
     if (part.first.data) of_first += part.depth;
     if (has_second && part.second.data) of_second += part.depth;
   }
   // An accumulator of no product would not be written.
-  if (of_first == 0 || (has_second && of_second == 0)) return false;
-  return packing_pays(product.type, product.rows, product.columns, std::max(of_first, of_second));
+  if (of_first == 0 || (has_second && of_second == 0)) return 0;
+  return std::max(of_first, of_second);
+}
+
+template <class Rows>
+bool can_pack(const Plans<Rows>& plans) {
+  int64_t columns = 0, depth = 0;
+  for (const auto& plan : plans) {
+    depth = packed_depth(plan.product, plan.has_second);
+    if (depth == 0) return false;
+    columns += plan.product.columns;
+  }
+  const auto& product = plans[0].product;
+  return packing_pays(product.type, product.rows, columns, depth);
 }
 
 // The rows of products: rounded up, if all factors have so many rows.
@@ -242,21 +281,32 @@ int64_t rows_of_products(const FusedProduct& product) {
 }
 
 template <class Rows>
-bool multiply_packed(FusedProduct product, const Rows& epilogue, Kernel<EpiloguePart<Rows>> finish,
-                     bool has_second, const Sums& results = {}) {
-  if (!can_pack(product, has_second)) return false;
-  const int64_t rows = results.data ? product.rows : rows_of_products(product);
-  const auto memory = gather(product, rows);
-  compute<Rows>({product, rows, epilogue, finish, has_second, results});
+bool multiply_packed(Plans<Rows> plans) {
+  if (!can_pack(plans)) return false;
+  const auto& product = plans[0].product;
+  const int64_t rows = plans[0].results.data ? product.rows : rows_of_products(product);
+  std::vector<CacheLines> memory;
+  for (auto& plan : plans) gather(plan.product, rows, memory);
+  compute(plans, rows);
   return true;
 }
 
-bool multiply_packed(const FusedProduct& product, const StoreRows& epilogue) {
+template <class Rows>
+bool multiply_packed(const FusedProduct& product, const Rows& epilogue,
+                     Kernel<EpiloguePart<Rows>> finish, bool has_second) {
+  return multiply_packed(Plans<Rows>{{product, epilogue, finish, has_second, {}}});
+}
+
+Plan<StoreRows> stored(const FusedProduct& product, const StoreRows& to) {
   Sums results{};
   if (product.type == ScalarType::kFloat32) {
-    results = {static_cast<float*>(epilogue.d), epilogue.stride, epilogue.accumulate};
+    results = {static_cast<float*>(to.d), to.stride, to.accumulate};
   }
-  return multiply_packed(product, epilogue, kernels().store_rows, false, results);
+  return {product, to, kernels().store_rows, false, results};
+}
+
+bool multiply_packed(const FusedProduct& product, const StoreRows& epilogue) {
+  return multiply_packed(Plans<StoreRows>{stored(product, epilogue)});
 }
 
 // SwiGLU within the product pays while the sums of a panel stay in the L2 cache.
@@ -294,28 +344,32 @@ bool packs_outer_products_of(const at::Tensor& x) {
          packing_pays(scalar_type_of("x", x), x.size(1), kPanel, x.size(0));
 }
 
-bool packed_product_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
-                        bool accumulate, const at::Tensor& blocks) {
-  const bool by_rows = b.stride(1) == 1, by_columns = b.stride(0) == 1;
-  if (!takes_packed_products(a) || out.scalar_type() != a.scalar_type() || a.stride(1) != 1 ||
-      out.stride(1) != 1 || out.stride(0) < out.size(1) || !(by_rows || by_columns)) {
-    return false;
+bool packed_products_out(const at::Tensor& a, c10::ArrayRef<RightProduct> products) {
+  if (!takes_packed_products(a) || a.stride(1) != 1) return false;
+  Plans<StoreRows> plans;
+  for (const auto& [out, b, accumulate, blocks] : products) {
+    const bool by_rows = b.stride(1) == 1, by_columns = b.stride(0) == 1;
+    if (out.scalar_type() != a.scalar_type() || out.stride(1) != 1 || out.stride(0) < out.size(1) ||
+        !(by_rows || by_columns)) {
+      return false;
+    }
+    const GroupedMatrix right{.data = b.const_data_ptr(),
+                              .stride = b.stride(by_rows ? 0 : 1),
+                              .group_stride = 0,
+                              .by_columns = !by_rows,
+                              .is_cut = false,
+                              .blocks = blocks.defined() ? blocks.const_data_ptr() : nullptr};
+    const FusedProduct product{.type = scalar_type_of("a", a),
+                               .parts = {{rows_of(a), right, {}, a.size(1)}},
+                               .num_parts = 1,
+                               .offsets = nullptr,
+                               .groups = 1,
+                               .rows = out.size(0),
+                               .columns = out.size(1),
+                               .columns_per_matrix = out.size(1)};
+    plans.push_back(stored(product, {out.mutable_data_ptr(), out.stride(0), accumulate}));
   }
-  const GroupedMatrix right{.data = b.const_data_ptr(),
-                            .stride = b.stride(by_rows ? 0 : 1),
-                            .group_stride = 0,
-                            .by_columns = !by_rows,
-                            .is_cut = false,
-                            .blocks = blocks.defined() ? blocks.const_data_ptr() : nullptr};
-  const FusedProduct product{.type = scalar_type_of("a", a),
-                             .parts = {{rows_of(a), right, {}, a.size(1)}},
-                             .num_parts = 1,
-                             .offsets = nullptr,
-                             .groups = 1,
-                             .rows = out.size(0),
-                             .columns = out.size(1),
-                             .columns_per_matrix = out.size(1)};
-  return packed_product(product, StoreRows{out.mutable_data_ptr(), out.stride(0), accumulate});
+  return multiply_packed(std::move(plans));
 }
 
 bool keeps_blocks(ScalarType type, int64_t depth, int64_t columns) {
@@ -327,7 +381,7 @@ bool keeps_blocks(ScalarType type, int64_t depth, int64_t columns) {
 void pack_right_factor(const RightFactor& factor, void* to) {
   const int64_t depth = factor.depth, k_size = block_sizes(factor.type).k;
   for (int64_t column = 0; column < factor.columns; column += kPanel) {
-    const Part panel{0, 0, column, std::min(kPanel, factor.columns - column)};
+    const Part panel{0, 0, 0, column, std::min(kPanel, factor.columns - column)};
     for (int64_t k = 0; k < depth; k += k_size) {
       pack_block(factor.type, factor.matrix, k, std::min(k_size, depth - k), panel,
                  static_cast<char*>(to) + offset_of_block(panel, k, depth) * bytes_of(factor.type));

@@ -15,10 +15,17 @@ namespace moe_parallel {
 // the epilogue.
 bool packed_product(const FusedProduct& product, const Epilogue& epilogue);
 
-// out = a b, or out += a b. Returns false as above, and where `a` or `out` has no dense rows, or
-// `b` neither dense rows nor dense columns. `blocks` are those of `b`, if it was packed.
-bool packed_product_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
-                        bool accumulate, const at::Tensor& blocks = {});
+// out = a b, or out += a b. `blocks` are those of b, if it was packed.
+struct RightProduct {
+  at::Tensor out, b;
+  bool accumulate;
+  at::Tensor blocks = {};
+};
+
+// All products with this left factor in one: threads share the panels of all right factors. Returns
+// false as above, and where a or an `out` has no dense rows or a b neither dense rows nor dense
+// columns.
+bool packed_products_out(const at::Tensor& a, c10::ArrayRef<RightProduct> products);
 
 // Whether products with x^T as their left factor, and enough columns, are computed here if its rows
 // are dense.

@@ -65,7 +65,7 @@ FAULTS_OF_KERNELS = [
     Fault(
         "C++: an expert without rows keeps what lay in its gradient",
         "csrc/grouped_gemm.cpp",
-        "        if (!product.accumulate) out.zero_();\n",
+        "        product.out.zero_();\n",
         "",
         OF_OPS,
     ),
@@ -158,6 +158,27 @@ FAULTS_OF_KERNELS = [
         "csrc/packed_product.cpp",
         ".first_row = part.first_row,",
         ".first_row = 0,",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: the panels of a joint product are all computed from its first right factor",
+        "csrc/packed_product.cpp",
+        "compute_part(plans[part.plan], part, scratch);",
+        "compute_part(plans[0], part, scratch);",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: the gradients of W_p and W_down are two products",
+        "csrc/grouped_gemm.cpp",
+        "    if (rows > 0 && packed_products_out(x_t, of_group)) return;\n",
+        "",
+        OF_OPS,
+    ),
+    Fault(
+        "C++: the last band of a panel that threads share has as many rows as the others",
+        "csrc/packed_product.cpp",
+        "part.rows = std::min(band, rows - part.first_row);",
+        "part.rows = band;",
         OF_OPS,
     ),
     Fault(

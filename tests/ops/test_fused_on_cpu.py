@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_parallel.ops import extension
-from tests.ops.cases import Routing, assert_close, float64, of_packed_types
+from tests.ops.cases import Routing, assert_close, float64, of_packed_types, packs_fp32
 from tests.ops.test_expert_rows import KINDS, OF_ALL_SIZES, Setting
 
 pytestmark = pytest.mark.covering
@@ -132,3 +132,17 @@ def test_what_packed_products_keep_in_the_caches(
         return sum(max(0, event.self_cpu_memory_usage) for event in profiled.events())
 
     assert step_by_step(allocated) - allocated() == rows * columns * setting.x.itemsize
+
+
+@only_packed
+@packs_fp32
+def test_the_gradients_of_w_p_and_w_down_are_one_product(native, library):
+    """So few columns as W_down has here are packed only beside others: alone, ATen has them."""
+    width, inner, rank, rows = 416, 448, 4, 440
+    routing = Routing("to_one", 2, np.zeros((rows, 1), dtype=np.int64))
+    setting = Setting(routing, torch.float32, "cpu", (width, inner, rank))
+    with torch.profiler.profile(record_shapes=True) as profiled:
+        setting.passes(native, "autonomous")
+    by_aten = [event.input_shapes[:2] for event in profiled.events() if event.name == "aten::mm"]
+    assert [[rank, rows], [rows, inner]] in by_aten  # the gradient of W_up
+    assert [[width, rows], [rows, rank]] not in by_aten
