@@ -110,7 +110,7 @@ struct Plan {
   Sums results;  // of fp32 that is only stored: the sums are the result. Null otherwise
 };
 
-// Products with the same left factor, type and epilogue. The panels of one follow those of another.
+// Products with the same left factor, type and epilogue, whose panels threads share.
 template <class Rows>
 using Plans = std::vector<Plan<Rows>>;
 
@@ -152,19 +152,17 @@ void compute_part(const Plan<Rows>& plan, const Part& part, const PartScratch& s
   plan.finish(sums, 0, std::min(part.rows, product.rows - part.first_row));
 }
 
-// The panels of all results. Those with fewer than kPanel columns come last.
+// The panels of all results.
 template <class Rows>
 std::vector<Part> panels_of(const Plans<Rows>& plans, int64_t rows) {
-  std::vector<Part> full, narrow;
+  std::vector<Part> panels;
   for (size_t i = 0; i < plans.size(); ++i) {
     const int64_t columns = plans[i].product.columns;
     for (int64_t column = 0; column < columns; column += kPanel) {
-      const Part panel{i, 0, rows, column, std::min(kPanel, columns - column)};
-      (panel.columns == kPanel ? full : narrow).push_back(panel);
+      panels.push_back({i, 0, rows, column, std::min(kPanel, columns - column)});
     }
   }
-  full.insert(full.end(), narrow.begin(), narrow.end());
-  return full;
+  return panels;
 }
 
 // Each thread computes as many full panels as the others. What is left is divided into bands of
@@ -172,11 +170,12 @@ std::vector<Part> panels_of(const Plans<Rows>& plans, int64_t rows) {
 // the result.
 template <class Rows>
 void compute(const Plans<Rows>& plans, int64_t rows) {
-  const auto panels = panels_of(plans, rows);
+  auto panels = panels_of(plans, rows);
+  const auto is_full = [](const Part& panel) { return panel.columns == kPanel; };
+  const int64_t full =
+      std::stable_partition(panels.begin(), panels.end(), is_full) - panels.begin();
   const int64_t threads = at::get_num_threads(), block = block_sizes(plans[0].product.type).m;
   const int64_t band = parts_in(parts_in(rows, block), threads) * block;
-  const int64_t full = std::count_if(panels.begin(), panels.end(),
-                                     [](const Part& panel) { return panel.columns == kPanel; });
   const int64_t whole = full - full % threads, left = panels.size() - whole;
   const int64_t bands = left * parts_in(rows, band);
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {

@@ -161,7 +161,7 @@ def test_which_products_are_packed(library, native, change, is_packed):
 @only_packed
 @of_packed_types
 def test_threads_share_a_large_product(library, native, two_threads, dtype):
-    """Also panels that would be one thread's alone: they divide its rows. No bit depends on it."""
+    """Also panels that are left over, whose rows they divide. No bit depends on the threads."""
     for columns in (288, 96, 416):
         torch.set_num_threads(2)
         a, b = factors((*PACKED[dtype][:2], columns), dtype, "cpu")
