@@ -9,24 +9,27 @@
   full tier runs the other combinations.
 - `gpu`: the test is collected if torch finds a CUDA GPU, or with `--gpu`.
 - `cluster`: the test is collected with `--cluster` (`make test-cluster`).
+
+`--share 3/8` keeps, of the tests that carry `full` or `cluster`, one in eight: those whose names
+fall into part 3 of 8. The eight parts are everything (tests/tiers.py).
 """
 
 import gc
 import os
 import signal
-import time
 from collections import defaultdict
 from typing import Any
 
 import pytest
 
-from tests.tiers import covering
+from tests.tiers import Share, covering
 
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 WHY = {
     "full": "left to the full tier (make test-full)",
     "gpu": "not collected: torch sees no CUDA GPU",
     "cluster": "not collected: they run on a Slurm cluster of their own (make test-cluster)",
+    "share": "left to the other parts (--share)",
 }
 
 
@@ -42,10 +45,10 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         help="run each system in every parallel layout, not in its share of them",
     )
     parser.addoption(
-        "--no-start-after",
-        type=float,
-        metavar="TIME",
-        help="skip the tests that would begin after this time, in seconds since 1970",
+        "--share",
+        type=Share.parse,
+        metavar="PART/PARTS",
+        help="of the full tier and the cluster's tests, one part of so many",
     )
     parser.addoption("--write-table", metavar="FILE", help="page whose table of faults is renewed")
 
@@ -88,13 +91,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _mark_combinations(items)
     if not (config.getoption("--full") or any("::" in name for name in config.args)):
         leave_out("full")
+    if share := config.getoption("--share"):
+        _keep_share(share, config, items)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    last = item.config.getoption("--no-start-after")
-    if last is not None and time.time() > last:
-        pytest.skip("no time was left for it")
+def _keep_share(share: Share, config: pytest.Config, items: list[pytest.Item]) -> None:
+    shared = [i for i in items if any(i.get_closest_marker(mark) for mark in ("full", "cluster"))]
+    others = [item for item in shared if not share.holds(item.nodeid)]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in set(others)]
+    config.stash[LEFT_OUT]["share"] = len(others)
 
 
 def _has_gpu(items: list[pytest.Item]) -> bool:
@@ -125,8 +131,10 @@ def pytest_testnodedown(node: Any) -> None:
     node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", {})
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     config: Any = session.config
+    if config.getoption("--share") and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK  # a part of few tests may be empty
     if hasattr(config, "workeroutput"):
         config.workeroutput["left_out"] = config.stash.get(LEFT_OUT, {})
 

@@ -177,6 +177,7 @@ def _export(package: Path, folder: Path) -> tuple[float, bool, str]:
     return distance, written[0, len(PROMPT) :].tolist() == tokens, str(refused.value)
 
 
+@pytest.mark.full
 def test_it_is_exported_if_transformers_can_compute_it(package: Path, tmp_path: Path) -> None:
     ((distance, same_text, refused),) = run_distributed(1, _export, package, tmp_path)
     assert distance <= 1e-5 and same_text

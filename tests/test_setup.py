@@ -28,6 +28,7 @@ def assert_stops_with(done: subprocess.CompletedProcess, *words: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_no_compiler():
     assert_stops_with(build(CXX="no-such-compiler"), "'no-such-compiler'", "apt install g++", "CXX")
 

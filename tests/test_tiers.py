@@ -2,12 +2,11 @@
 
 import subprocess
 import sys
-import time
 from itertools import combinations, product
 
 import pytest
 
-from tests.tiers import covering, rest_in_full
+from tests.tiers import Share, covering, rest_in_full
 
 CROSSES = [
     list(product(range(16), range(4), range(4), "ab")),
@@ -61,15 +60,34 @@ def test_what_is_not_named_is_left_to_the_full_tier():
     ]
 
 
-@pytest.mark.parametrize(("after", "ended"), [(-60, "1 skipped"), (60, "1 passed")])
-def test_no_test_begins_when_the_time_is_over(after, ended):
-    name = "tests/test_tiers.py::test_a_full_cross_needs_few_rows"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name]
-    command += ["--no-start-after", str(time.time() + after)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0
-    assert ended in done.stdout.splitlines()[-1]
-    assert ("no time was left for it" in done.stdout) == (after < 0)
+def test_every_name_is_in_one_share_and_the_shares_are_even():
+    names = [f"tests/test_x.py::test_y[{i}]" for i in range(800)]
+    shares = [[name for name in names if Share(part, 8).holds(name)] for part in range(8)]
+    assert sorted(name for share in shares for name in share) == sorted(names)
+    assert all(70 <= len(share) <= 130 for share in shares)
+
+
+@pytest.mark.parametrize("text", ["8/8", "-1/8", "1", "a/b"])
+def test_what_is_no_share_is_refused(text):
+    with pytest.raises(ValueError):
+        Share.parse(text)
+
+
+def test_the_shares_of_a_file_are_its_full_tier():
+    """Every share has the quick tier."""
+    file = "tests/csrc/test_kernels.py"
+    quick = "tests/test_tiers.py::test_rows_of_one_value_are_covered"
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--full", file, quick]
+    found = []
+    for part in range(3):
+        done = subprocess.run([*command, "--share", f"{part}/3"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+        assert quick in done.stdout
+        found += [line for line in done.stdout.splitlines() if line.startswith(f"{file}::")]
+    assert sorted(found) == [
+        f"{file}::test_on_aarch64",
+        f"{file}::test_under_the_address_and_undefined_behavior_sanitizers",
+    ]
 
 
 def test_a_name_that_is_not_there_is_seen():

@@ -1,9 +1,11 @@
-"""Selects the cases of the quick tier (tests/conftest.py): a covering subset or named cases.
+"""Selects the cases of a tier (tests/conftest.py): a covering subset, named cases, or a share.
 
 `selected_values` tells a fixture which cases will run.
 """
 
+import zlib
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -36,6 +38,25 @@ def rest_in_full(values: Iterable[Any], *quick: Any) -> list[Any]:
     return [
         value if value in quick else pytest.param(value, marks=pytest.mark.full) for value in values
     ]
+
+
+@dataclass(frozen=True)
+class Share:
+    """One part of `parts`. A name is in the part that its checksum names, on every machine."""
+
+    part: int
+    parts: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Share":
+        """Of "3/8"; raises ValueError for what is not a part."""
+        part, parts = (int(word) for word in text.split("/"))
+        if not 0 <= part < parts:
+            raise ValueError(f"{text}: parts are 0 to {parts - 1}")
+        return cls(part, parts)
+
+    def holds(self, name: str) -> bool:
+        return zlib.crc32(name.encode()) % self.parts == self.part
 
 
 def selected_values(

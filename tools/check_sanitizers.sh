@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# Runs the operators' tests on an extension with the address and undefined-behavior sanitizers.
+# Runs the operators' quick tests on an extension with the address and undefined-behavior sanitizers.
 # A read or write outside its memory, a signed overflow or a misaligned access ends the tests.
 #
-#     tools/check_sanitizers.sh PYTHON      of an environment with the packages, e.g. .venv/bin/python
+#     tools/check_sanitizers.sh PYTHON [OPTION OF PYTEST]...
+#
+#   PYTHON    of an environment with the packages, e.g. .venv/bin/python
+#   OPTION    e.g. --full for all combinations of their parameters
 #
 # Builds in a copy of the tree, for the CPU, in about three minutes of one core.
 set -euo pipefail
@@ -31,6 +34,6 @@ CFLAGS="$sanitize -fno-sanitize-recover=all -fno-omit-frame-pointer" LDFLAGS=$sa
 # Leak detection is off, because Python frees nothing at its end. Tests that start interpreters or
 # compilers are left out; they test other things.
 PYTHONPATH=$work LD_PRELOAD="${runtimes[*]}" ASAN_OPTIONS=detect_leaks=0 \
-    OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$python" -m pytest -q --full -n 2 \
+    OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$python" -m pytest -q -n 2 \
     -p no:cacheprovider -k "not reference" tests/ops \
-    --deselect tests/ops/test_capability.py --deselect tests/ops/test_backends.py
+    --deselect tests/ops/test_capability.py --deselect tests/ops/test_backends.py "${@:2}"

@@ -42,6 +42,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("mean", [0.0, 3.0])

@@ -106,6 +106,7 @@ def test_losses_are_what_the_model_says_of_each_token(stride: int, options) -> N
         assert (tokens, num_bytes) == (len(document), sum(document))
 
 
+@pytest.mark.full
 def test_two_ranks_share_the_windows() -> None:
     ((alone, _),) = run_distributed(1, _by_model, {}, 5)
     for found, _ in run_distributed(2, _by_model, {"expert_model_parallel_size": 2}, 5):

@@ -123,6 +123,7 @@ def assert_same(found, expected):
         assert log_p == pytest.approx(expected_log_p, rel=1e-5) and greedy == expected_greedy
 
 
+@pytest.mark.full
 def test_mixtral_gives_the_same_answers(on_one_rank):
     assert_same(on_one_rank["topk"], on_one_rank["mixtral"])
     assert any(on_one_rank["topk"]["generate_until"])
@@ -182,6 +183,7 @@ def on_two_ranks(request):
     return _of_layout(selected_values(request, "case", CASES))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case", rest_in_full(CASES, *QUICK), ids=lambda case: f"{case[0]}-{case[1]}"
 )

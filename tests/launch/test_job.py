@@ -91,6 +91,7 @@ def test_a_signal_while_the_ranks_start(tmp_path, number, code):
         assert said == f"stopped by {number} before training began; there was nothing to save\n"
 
 
+@pytest.mark.full
 def test_a_rank_that_leaves_alone_does_not_keep_the_others(tmp_path):
     """The other rank hangs; the launcher kills it and every process that it started."""
     with Launched(tmp_path, "--shutdown-timeout", "1", "hang", "0") as job:
@@ -168,6 +169,7 @@ def test_nor_under_torchrun(tmp_path):
         assert job.output.endswith(WHOLE)
 
 
+@pytest.mark.full
 def test_ranks_without_their_launcher_leave(tmp_path):
     with Program(tmp_path, 2, ["wait", "1"], script=SMALL_JOB) as job:
         job.wait_for("rank waits")

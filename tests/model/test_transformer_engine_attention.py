@@ -39,6 +39,7 @@ def _train_with_the_stand_in(cases: dict[str, tuple[Path, Options]]) -> dict[str
     return found
 
 
+@pytest.mark.full
 def test_a_model_trains_as_with_megatrons_attention(tmp_path: Path) -> None:
     """From a checkpoint that another attention wrote, on ranks that share its heads."""
     options = model("topk") | OWN

@@ -94,6 +94,7 @@ def published() -> tuple[list[PublishedRun], dict[str, NodeCalibration]]:
     return runs, calibrations(runs, Efficiency())
 
 
+@pytest.mark.full
 def test_the_published_runs_calibrate_both_kinds_of_node(published) -> None:
     runs, found = published
     assert set(found["b200x8"].runs) == set(found["h100x8"].runs) == {FP8, CALL_TIME, KERNEL_TIME}

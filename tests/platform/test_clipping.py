@@ -60,6 +60,7 @@ def _norm_and_clipping():
     return found / exact, float(weight.grad.double().square().sum().sqrt())
 
 
+@pytest.mark.full
 def test_the_gradient_of_an_embedding():
     """24.6 million elements; torch's own norm of them on a CPU is off by 1e-3."""
     ((ratio, clipped),) = run_distributed(1, _norm_and_clipping)

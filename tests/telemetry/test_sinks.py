@@ -170,6 +170,7 @@ def test_wandb_that_refuses_to_start(tmp_path, monkeypatch):
         wandb_sink(tmp_path)
 
 
+@pytest.mark.full
 def test_wandb_offline_for_real(tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
     sink = wandb_sink(tmp_path)

@@ -141,6 +141,7 @@ def in_layouts(
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", rest_in_full(LAYOUTS, "dp", "pp"))
 def test_layouts(layout: str, in_layouts: Path, trained: Path, analyzed: list[str]) -> None:
     assert_same(in_layouts / layout, trained / "analysis")

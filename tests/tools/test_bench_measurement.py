@@ -81,18 +81,21 @@ def test_patience(one_turn: float, turns: int) -> None:
     assert Patience(10.0, turns=3).turns_of(one_turn) == 3
 
 
+@pytest.mark.full
 def test_a_contender_that_differs_is_marked_and_timed() -> None:
     _, (row,) = rows_of(double("ours"), double("same"), double("other", 3.0))
     assert [r.differs is None for r in row.results] == [True, True, False]
     assert row.result("other").samples == [1.0]
 
 
+@pytest.mark.full
 def test_what_was_no_replay_is_recorded_with_the_reason() -> None:
     _, (row,) = rows_of(double("ours"), double("same"), Absent("gone", "needs a GPU"))
     reasons = {one.name: one.without_graph for one in (row.ceiling, *row.results)}
     assert reasons == {"copy": "a reason", "ours": "a reason", "same": "a reason", "gone": None}
 
 
+@pytest.mark.full
 def test_another_model_is_no_difference() -> None:
     _, (row,) = rows_of(double("ours"), double("yardstick", 3.0, answer="another model"))
     assert row.result("yardstick").differs is None
@@ -118,6 +121,7 @@ def test_our_own_failure_is_no_absence() -> None:
         rows_of(BenchContender("ours", fail), double("peer"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("timed", [FORWARD, BACKWARD, BOTH])
 def test_the_pass_that_is_timed(timed: str) -> None:
     clock, (row,) = rows_of(double("ours"), timed=timed)

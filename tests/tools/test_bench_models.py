@@ -47,6 +47,7 @@ def _measured(size: ModelSize) -> tuple[dict[str, int], dict[str, int], dict[str
     return {c.name: number_of_weights(c) for c in every}, flops, losses
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", rest_in_full(SIZES, "few experts"))
 def test_models_are_as_large_and_do_the_stated_work(name: str) -> None:
     size = SIZES[name]

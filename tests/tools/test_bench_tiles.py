@@ -30,6 +30,7 @@ def test_the_goals_have_each_kind_and_every_low_rank() -> None:
         assert {64, 128, 256, 512} <= widths
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not extension.is_built(), reason="the C++ extension is not built")
 @pytest.mark.parametrize("kind", rest_in_full(KINDS, "kOuterInFloat"))
 def test_a_product_is_timed_with_each_tile(kind: str) -> None:

@@ -95,6 +95,7 @@ def _by_name(load: Path) -> tuple[dict[str, float], str]:
     return results["results"]["count_choice"], str(raised.value)
 
 
+@pytest.mark.full
 def test_the_model_has_a_name_in_the_harness(counting: Path) -> None:
     ((result, message),) = run_distributed(1, _by_name, counting)
     assert result["acc,none"] == 1

@@ -210,6 +210,7 @@ def tree(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("given", "said", "is_carried"),
     [

@@ -30,6 +30,7 @@ def test_a_model_that_drops_earlier_tokens_for_later_ones_is_not_causal() -> Non
     assert "rounding: " in lines[2]
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_two_ranks_is_probed_on_one(tmp_path: Path, start: RunTool) -> None:
     run = partial(start, "probe_causality.py")
     options = SMALL | AOE | small_data(tmp_path)

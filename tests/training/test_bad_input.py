@@ -291,6 +291,7 @@ def small_disk(tmp_path, place):
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+@pytest.mark.full
 def test_a_disk_that_fills_up_and_one_that_is_read_only(place, tmp_path, small_disk):
     save = small_disk / "run"
     options = SMALL | small_flags(place) | {"save": save, "save_interval": 1}

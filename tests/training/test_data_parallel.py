@@ -12,6 +12,7 @@ from moe_parallel.training.data_parallel import PIECE, add_in_pieces
 from tests import systems
 from tests.distributed import run_distributed
 from tests.model.small_gpt import SIZES, build, micro_batches
+from tests.tiers import rest_in_full
 
 
 @pytest.mark.parametrize("shape", [(), (3, 5), (PIECE,), (2, PIECE + 1)], ids=str)
@@ -49,7 +50,7 @@ def _train_both_ways(options):
     return in_pieces, at_once
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", rest_in_full([1, 2], 2))
 def test_a_run_in_bf16_is_the_run_of_megatrons_hook(world):
     """Two ranks reduce gradients while others are still computed, which the hook begins."""
     options = systems.options("aoe") | BF16

@@ -94,6 +94,7 @@ def _only_rank_1_is_late() -> None:
     Deadline.is_near = is_near  # type: ignore[method-assign]
 
 
+@pytest.mark.full
 def test_all_ranks_leave_after_the_same_step_and_go_on(tmp_path: Path) -> None:
     options = SMALL | small_data(tmp_path) | {"expert_model_parallel_size": 2}
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"

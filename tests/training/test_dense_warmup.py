@@ -138,6 +138,7 @@ def test_across_runs(run, tmp_path):
     assert same_bytes(stored_tensors(tmp_path / last), stored_tensors(folder / "warm" / last))
 
 
+@pytest.mark.full
 def test_of_another_run_the_schedule_is_not_taken(run, tmp_path):
     options, folder = run
     given = {"moe_use_upcycling": True, "load": folder / "dense", "save": tmp_path}
@@ -166,6 +167,7 @@ def test_every_layout_warms_up_alike(tmp_path, data):
         assert losses[name] == pytest.approx(losses["dp2"], rel=1e-5), name
 
 
+@pytest.mark.full
 def test_nothing_left_to_train_is_a_conversion(run, tmp_path):
     options, folder = run
     given = {"moe_use_upcycling": True, "load": folder / "dense", "save": tmp_path}

@@ -73,6 +73,7 @@ def first(
     return options, save
 
 
+@pytest.mark.full
 def test_every_iteration_has_its_own_digest(first: tuple[dict[str, Any], Path]) -> None:
     _, save = first
     found = digests(save)
@@ -89,6 +90,7 @@ def test_run_to_run(first: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     assert records(tmp_path) == records(save)
 
 
+@pytest.mark.full
 def test_after_a_resume(first: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     """Two stops, one of which is between two evaluations."""
     options, save = first

@@ -48,6 +48,7 @@ def finished(tmp_path_factory):
     return options, folder / "run"
 
 
+@pytest.mark.full
 def test_an_evaluation_without_training(finished, tmp_path):
     options, save = finished[0], tmp_path / "run"
     _train(options | {"save": save, "save_interval": 4})
@@ -100,6 +101,7 @@ def test_without_save_a_finished_run_is_evaluated(finished):
     assert files(save) == before
 
 
+@pytest.mark.full
 def test_no_evaluation(tmp_path):
     common = RUN | small_data(tmp_path) | {"eval_interval": 2, "eval_iters": 0}
     none, full = common | {"save": tmp_path / "none"}, common | {"save": tmp_path / "full"}
@@ -153,6 +155,7 @@ def _train_without_a_figure(options, error):
         return pretrain_and_draw([options])[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("error", [FULL, ValueError("a bug\nof two lines")], ids=["full", "bug"])
 def test_a_figure_that_fails(finished, tmp_path, error):
     options, _ = finished

@@ -247,6 +247,7 @@ def _main_without_launcher(rank):
     dist.TCPStore("127.0.0.1", 9, world_size=2, is_master=False, timeout=timedelta(minutes=10))
 
 
+@pytest.mark.full
 def test_a_launcher_that_is_gone_before_there_is_a_store(tmp_path):
     with Ranks(tmp_path, 1, _main_without_launcher, 0) as ranks:
         assert ranks.finish() == [EXIT_INTERRUPTED]
@@ -264,6 +265,7 @@ def _main_of_two_nodes():
     _job(_wait_in_collective)
 
 
+@pytest.mark.full
 def test_a_launcher_that_is_gone_before_its_ranks_have_joined_ends_the_other_nodes(tmp_path):
     with Ranks(tmp_path, 2, _main_of_two_nodes) as ranks:
         assert ranks.finish() == [EXIT_INTERRUPTED, EXIT_INTERRUPTED]

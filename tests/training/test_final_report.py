@@ -54,6 +54,7 @@ def bits_per_byte(train: list[str], held_out: list[str]) -> float:
     return ByteModel([joined(train)], 3).bits(data) / len(data)
 
 
+@pytest.mark.full
 def test_all_training_text_against_each_held_out_text_and_all(
     tmp_path: Path, bpe: FastTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int
     return folder, ended
 
 
+@pytest.mark.full
 def test_the_run_says_that_it_is_a_benchmark(runs: Any) -> None:
     folder, ended = runs
     assert [code for code, _ in ended] == [0] * 4

@@ -17,7 +17,11 @@ SCRIPT = Path(__file__).with_name("report_freed_memory.py")
     ("environment", "told"),
     [
         ({}, "kept"),
-        ({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}, "returned"),
+        pytest.param(
+            {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"},
+            "returned",
+            marks=pytest.mark.full,
+        ),
     ],
     ids=str,
 )

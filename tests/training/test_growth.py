@@ -73,6 +73,7 @@ def _of_system(name):
     return options
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("system", rest_in_full(SYSTEMS, "aoe", "topk, free experts"))
 def test_operators_do_not_grow_with_experts_choices_or_tokens(tmp_path, system):
     grown = GROWN | (CHOICES if system in HAVE_K else {})
@@ -88,6 +89,7 @@ FORCED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", rest_in_full(FORCED, "top_p, forced"))
 def test_neither_do_those_of_a_workload_or_a_capacity(tmp_path, name):
     (found,) = run_distributed(1, _of_steps, _cases(Layout(), FORCED[name], GROWN), tmp_path)
@@ -97,6 +99,7 @@ def test_neither_do_those_of_a_workload_or_a_capacity(tmp_path, name):
 DIVIDED = [name for name in SYSTEMS if not systems.merges(name)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("system", rest_in_full(DIVIDED, "aoe"))
 def test_messages_are_five_per_layer_and_micro_batch(tmp_path, system):
     """Rows that each expert gets; tokens with their probs, outputs, and the gradients of both."""
@@ -118,6 +121,7 @@ def test_messages_do_not_grow_with_ranks_or_micro_batches(tmp_path):
     assert {number for numbers in found.values() for number in numbers} == {5 * MOE_LAYERS}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("parts", rest_in_full([2, 4], 4))
 def test_in_parts_all_but_the_numbers_of_rows_travel_part_by_part(tmp_path, parts):
     options = GROWN["experts"] | {"moe_dispatch_parts": parts}
@@ -165,6 +169,7 @@ def _counts_as_the_table() -> bool:
     return torch.__version__.startswith("2.13.") and serves(like, like, like)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not _counts_as_the_table(), reason="other attention, or not torch 2.13")
 @pytest.mark.parametrize(
     "system", rest_in_full(["topk", "aoe", "top_p", "expert_choice", "lory"], "lory")

@@ -97,6 +97,7 @@ def _end(folder, trouble, at):
         return ranks.finish(150), ranks.output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("at", rest_in_full([0, 1], 1))
 def test_a_rank_that_sleeps_is_named_with_its_stack(tmp_path, at):
     codes, output = _end(tmp_path, _sleep_for_ever, at)

@@ -47,6 +47,7 @@ def _machine(path: Path) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if "machine" in record]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("system", [{}, AOE], ids=["top-k", "AoE"])
 def test_the_rates_of_a_run(tmp_path: Path, system: dict[str, Any]) -> None:
     more = system | {"peak_tflops": PEAK, "machine_sample_seconds": 0.001}

@@ -65,6 +65,7 @@ def _losses(folder, name):
     return _logged(folder / name, "lm_loss")
 
 
+@pytest.mark.full
 def test_saving_and_evaluating_change_nothing(folder):
     plain = _losses(folder, "plain")
     assert len(plain) == ITERATIONS

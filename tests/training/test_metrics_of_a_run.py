@@ -131,6 +131,7 @@ def test_the_reader_takes_it(run, records):
     assert read_metrics(run[1] / "metrics.jsonl") == records
 
 
+@pytest.mark.full
 def test_config_yaml_alone_runs_it_again(run, records, tmp_path):
     """The first half, run alone: the order of the data is that of the complete run."""
     _, save, _ = run

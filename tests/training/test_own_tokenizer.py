@@ -58,6 +58,7 @@ def moved(
     return tmp_path / "run", options, expected
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_its_own_tokenizer(
     moved: tuple[Path, dict[str, Any], list[str]],
 ) -> None:

@@ -53,6 +53,7 @@ def _steps_in(run, first=2):
     return sum(name.startswith("Optimizer.step") for name in names)
 
 
+@pytest.mark.full
 def test_the_chosen_steps_are_recorded(runs):
     assert _steps_in(runs / "profiled") == 2
     text = (runs / "profiled" / "profile" / "iter_0000002_rank0.txt").read_text()
@@ -73,6 +74,7 @@ def test_recording_changes_nothing(runs):
     assert not (runs / "plain" / "profile").exists()
 
 
+@pytest.mark.full
 def test_only_the_chosen_ranks_are_recorded(tmp_path):
     options = SMALL | small_data(tmp_path) | SHORT | STEPS | {"train_iters": 2}
     two = options | {"profile_ranks": [1], "save": tmp_path / "run", "global_batch_size": 4}

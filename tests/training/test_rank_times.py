@@ -116,6 +116,7 @@ def test_it_is_told_in_one_line(slow_host):
     assert line.startswith(f"rank {SLOW} on ") and line.endswith(": its host is slow")
 
 
+@pytest.mark.full
 def test_hot_experts_are_told_apart(hot_experts):
     records, _ = hot_experts
     for record in records:

@@ -57,6 +57,7 @@ def _goes_on_as(straight, save):
     assert same_bytes(stored_tensors(save / "iter_0000020"), weights)
 
 
+@pytest.mark.full
 def test_ten_and_ten_are_twenty(straight, tmp_path):
     options, losses, _ = straight
     first = options | {"save": tmp_path, "exit_interval": 10}

@@ -148,6 +148,7 @@ def filled_here(options: dict[str, Any], writes: int) -> str:
     return message
 
 
+@pytest.mark.full
 def test_a_full_disk_ends_the_run_in_a_line(tmp_path: Path) -> None:
     """All complete steps remain, and the run goes on from its checkpoint when there is room."""
     options = SMALL | small_data(tmp_path) | RUN | {"save_interval": 1}

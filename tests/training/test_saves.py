@@ -197,6 +197,7 @@ def _saved(folder, name):
     return [int(name.removeprefix("iter_")) for name in names]
 
 
+@pytest.mark.full
 def test_a_signal_while_a_checkpoint_is_written(troubled):
     folder, ends = troubled
     code, printed = ends["signal"]

@@ -90,6 +90,7 @@ def _saved(folder, name):
     return [int(name.removeprefix("iter_")) for name in names]
 
 
+@pytest.mark.full
 def test_a_run_leaves_the_folder_of_another_alone(runs):
     folder, ends = runs
     kind, message = ends["beside another"]

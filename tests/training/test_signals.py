@@ -74,6 +74,7 @@ def test_a_batch_system_stops_torchrun(tmp_path):
     assert (save / f"iter_{stopped:07d}").is_dir()
 
 
+@pytest.mark.full
 def test_torchrun_is_gone(tmp_path):
     """SIGUSR1 and SIGKILL end torchrun immediately; its ranks must not continue without it."""
     save = tmp_path / "run"

@@ -89,7 +89,7 @@ TRAINED |= {
     "aoe, bf16, within a budget": AOE | BF16 | {"moe_activation_budget": 0.01},
 }
 TRAINED = {name: options for name, options in TRAINED.items() if _is_possible(options)}
-QUICK = ("aoe", "topk, one expert", "lory", "plain topk, bf16, fused sums")
+QUICK = ("aoe", "plain topk, bf16, fused sums")
 
 
 @pytest.mark.parametrize("name", rest_in_full(list(TRAINED), *QUICK))

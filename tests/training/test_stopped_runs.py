@@ -51,6 +51,7 @@ def assert_same(save: Path, straight: Path) -> None:
     assert charts(save) == charts(straight)
 
 
+@pytest.mark.full
 def test_the_records_of_a_run(straight):
     """Each record occurs once: a line every 3 iterations and at the end, and evaluations."""
     _, save, _ = straight
@@ -131,6 +132,7 @@ def test_kill_when_it_evaluates_and_saves_and_at_the_end(straight, tmp_path):
     run_distributed(1, disturb, options, save, tmp_path, chosen, timeout=600)
 
 
+@pytest.mark.full
 def test_signal_when_it_evaluates_and_at_the_end(straight, tmp_path):
     options, save, names = straight
     first_save = {name: number for number, name in moments_of(names, 4).items()}

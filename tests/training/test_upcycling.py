@@ -165,6 +165,7 @@ def test_experts_hold_the_dense_weights_and_moments_in_every_layout(tmp_path, de
                 numpy.testing.assert_array_equal(weight, factors.setdefault((source, name), weight))
 
 
+@pytest.mark.full
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("system", ["topk", "aoe"])
 @pytest.mark.parametrize("source", ["bf16", "tp2"])

@@ -236,6 +236,7 @@ def _waits_of_a_trace_and_its_replay(options, path):
     return [_waits_of_an_iteration(options | each) for each in (trace, replay)]
 
 
+@pytest.mark.full
 def test_a_trace_adds_waits_and_its_replay_an_exchange(tmp_path):
     options = SMALL | small_data(tmp_path) | LOOP
     path = str(tmp_path / "trace.npz")

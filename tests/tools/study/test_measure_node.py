@@ -61,6 +61,7 @@ def test_a_process_without_a_job_says_how_to_start() -> None:
     assert "start it with srun or torchrun" in result.stderr
 
 
+@pytest.mark.full
 def test_the_report_plans_on_what_a_rank_has_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,7 +73,7 @@ def _save_in_both_ways(path, layout, options):
             _finish(run)
 
 
-@pytest.mark.parametrize("name", rest_in_full(RUNS, *list(RUNS)[:2]))
+@pytest.mark.parametrize("name", rest_in_full(RUNS, *list(RUNS)[:1]))
 def test_what_is_written_is_the_state_at_the_iteration_to_the_bit(tmp_path, name):
     layout, options = RUNS[name]
     run_distributed(layout.world, _save_in_both_ways, tmp_path, layout, options)
@@ -121,7 +121,9 @@ def _load_then_save(path):
     return state.iteration, _finish(run).name
 
 
-@pytest.mark.parametrize("arm", [_die_while_writing, _die_before_publishing])
+@pytest.mark.parametrize(
+    "arm", rest_in_full([_die_while_writing, _die_before_publishing], _die_while_writing)
+)
 def test_kill_9_is_as_if_the_save_had_not_begun(tmp_path, arm):
     with pytest.raises(RankError, match=r"died: exit code -9|failed"):
         run_distributed(2, _kill_beside_training, tmp_path, arm)
@@ -181,6 +183,7 @@ def _error(action):
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_a_full_disk_is_the_same_error_on_every_rank(tmp_path):
     found = run_distributed(2, _save_on_a_full_disk, tmp_path)
     assert found[0] == found[1]
@@ -264,6 +267,7 @@ def _copy_with_memory(path, needed):
     return ends
 
 
+@pytest.mark.full
 def test_the_memory_of_the_copy_is_checked_before_and_kept(tmp_path):
     (needed,) = {sum(run_distributed(2, _bytes_written, tmp_path / "size"))}
     found = run_distributed(2, _copy_with_memory, tmp_path, needed)

@@ -25,6 +25,7 @@ from moe_parallel.training.checkpoint.folder import CheckpointFolder
 from moe_parallel.training.failure import Diverged
 from moe_parallel.training.optimizer_parts import optimizer_parts
 from tests.distributed import RankError, run_distributed
+from tests.tiers import rest_in_full
 from tests.training.tiny_run import AOE, Layout, TinyRun
 
 EP2 = Layout(2, ep=2)
@@ -75,7 +76,13 @@ def _kill_before_the_tracker_is_written():
     checkpoint_folder.write_atomically = die
 
 
-@pytest.mark.parametrize("kill", [_kill_rank_1_while_writing, _kill_before_the_tracker_is_written])
+@pytest.mark.parametrize(
+    "kill",
+    rest_in_full(
+        [_kill_rank_1_while_writing, _kill_before_the_tracker_is_written],
+        _kill_rank_1_while_writing,
+    ),
+)
 def test_kill_9_while_saving_leaves_the_previous_checkpoint(tmp_path, kill):
     with pytest.raises(RankError, match=r"died: exit code -9|failed"):
         run_distributed(2, _save_twice, tmp_path, kill)
@@ -93,6 +100,7 @@ def _limit_file_size_on_rank_1():
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 
 
+@pytest.mark.full
 def test_a_full_disk_is_one_message_on_every_rank(tmp_path):
     messages = run_distributed(2, _save_twice, tmp_path, _limit_file_size_on_rank_1)
     assert messages[0] == messages[1]

@@ -82,6 +82,7 @@ def _without_the_state(path):
     assert run.steps(2) != straight
 
 
+@pytest.mark.full
 def test_the_state_matters(tmp_path):
     run_distributed(1, _without_the_state, tmp_path)
 
@@ -98,6 +99,7 @@ def _saved_in_one_loaded_in_the_other(path, first, second):
     assert all(loss > 0 for loss, _ in run.steps(1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("first", "second"), [(BF16, DELAYED), (DELAYED, BF16), (DELAYED, TENSORWISE)]
 )

@@ -133,6 +133,7 @@ def _load_all(name, sources, directory, options):
 SHARING = (Layout(2, cp=2, ep=2, distributed=True), Layout(4, cp=2, tp=2, etp=2))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", rest_in_full(SHARING, SHARING[0]))
 def test_a_checkpoint_does_not_show_that_sequences_were_divided(saved, layout):
     for source, target in ((layout, Layout()), (Layout(), layout)):
@@ -145,6 +146,7 @@ def test_a_checkpoint_does_not_show_that_sequences_were_divided(saved, layout):
 GATHERING = ("ep2-distributed", "etp2", "tp2-ep2-no-sp", "pp2-ep2", "tp2-ep2-etp2-distributed")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", rest_in_full(GATHERING, "ep2-distributed"))
 @pytest.mark.parametrize("within", rest_in_full([False, True], False))
 def test_w_down_is_the_same_whole_or_gathered(saved, name, within):
@@ -160,7 +162,7 @@ def test_w_down_is_the_same_whole_or_gathered(saved, name, within):
         _assert_equal(assemble([rank[0][1] for rank in loaded]), expected, f"{source} {options}")
 
 
-@pytest.mark.covering(1)
+@pytest.mark.full
 @pytest.mark.parametrize("source", [Layout(), Layout(2, ep=2, distributed=True)])
 @pytest.mark.parametrize("target", [Layout(2, tp=2), Layout(2, distributed=True)])
 def test_bf16_keeps_the_fp32_weights(saved, source, target):
@@ -170,6 +172,7 @@ def test_bf16_keeps_the_fp32_weights(saved, source, target):
     _assert_equal(assemble([rank[0][1] for rank in loaded]), expected, str(source))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("distributed", rest_in_full([False, True], True))
 def test_between_precisions_the_fp32_values_move(saved, distributed):
     layout = Layout(2, ep=2, distributed=distributed)

@@ -69,6 +69,7 @@ def test_a_run_continues_from_the_newest_good_checkpoint(command, tmp_path, dama
             assert same_bytes(stored_tensors(run / name), stored_tensors(whole / name))
 
 
+@pytest.mark.full
 def test_two_damaged_checkpoints_are_passed_over_and_none_is_good(command, tmp_path):
     command, _, stopped = command
     some, none = tmp_path / "some", tmp_path / "none"

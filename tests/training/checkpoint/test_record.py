@@ -57,6 +57,7 @@ def test_a_record_is_read_as_it_was_sealed(tmp_path):
     assert {key: record[key] for key in RECORD} == RECORD
 
 
+@pytest.mark.full
 def test_every_single_bit_flip_is_one_line_or_changes_nothing(tmp_path):
     path = _checkpoint(tmp_path)
     text = (path / "checkpoint.json").read_bytes()

@@ -51,6 +51,7 @@ def continued_here(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[s
     return messages
 
 
+@pytest.mark.full
 def test_the_option_is_named(tmp_path: Path) -> None:
     options = SMALL | small_data(tmp_path) | ONE_STEP
     cases = [
@@ -67,6 +68,7 @@ def test_the_option_is_named(tmp_path: Path) -> None:
         assert "\n" not in message
 
 
+@pytest.mark.full
 def test_a_kind_that_keeps_the_same_numbers_may_change(tmp_path: Path) -> None:
     options = SMALL | small_data(tmp_path) | BIAS | ONE_STEP | {"save": tmp_path / "run"}
     continued = {"moe_router_bias_update": "quantile", "load": tmp_path / "run"}
