@@ -1,4 +1,4 @@
-"""README's "Your own data": its commands, word for word, from a folder of text to a report."""
+"""README: its table names every system, and the commands of "Your own data" work, word for word."""
 
 import os
 import re
@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from moe_parallel.config import SELECTIONS
 from tests.data.small_text import words
 from tests.program import environment
 
 ROOT = Path(__file__).parents[1]
-SECTION = (ROOT / "README.md").read_text().split("## Your own data\n")[1].split("\n## ")[0]
+TEXT = (ROOT / "README.md").read_text()
+SECTION = TEXT.split("## Your own data\n")[1].split("\n## ")[0]
 BLOCK = re.compile(r"((?:^    [^\n]+\n)+)|^```python\n(.+?)^```$", re.MULTILINE | re.DOTALL)
 #: The only word that is another one here: how long the model is trained.
 ITERATIONS = ("--train-iters 600", "--train-iters 2")
@@ -38,6 +40,11 @@ def run_block(shell: str, python: str, folder: Path) -> str:
     )
     assert done.returncode == 0, f"{shell or python}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def test_the_table_names_every_system() -> None:
+    table = TEXT.split("## The systems\n")[1].split("\n## ")[0]
+    assert sorted(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == sorted(SELECTIONS)
 
 
 @pytest.mark.full
