@@ -21,12 +21,11 @@ from tools.bench.goal import (
     judge,
 )
 from tools.bench.goals import goals_of
-from tools.bench.results import BenchResult, read_json
+from tools.bench.results import BenchResult
 from tools.bench.rows import layers
 from tools.bench.sizes import BenchSize
 from tools.bench.whole_models.goals import model_goals
-
-RESULTS = Path(__file__).parents[2] / "docs" / "performance" / "results"
+from tools.bench.whole_models.sizes import SIZES
 
 SHARE_GOAL = Goal("permute", FORWARD, "T=8 d=4", "float32", SHARE, 0.9)
 SPEED_GOAL = replace(SHARE_GOAL, figure=SPEED, bound=2.0, other="loop")
@@ -158,13 +157,6 @@ def test_the_goals_of_models() -> None:
     }
 
 
-def test_the_goals_of_models_name_rows_that_were_measured() -> None:
-    """Every goal has a value in the stored run, which has all rows and contenders."""
-    _, rows = read_json(RESULTS / "xeon_models_fp32.json")
-    verdicts = [judge(goal, rows) for goal in model_goals("float32")]
-    assert [verdict.reason for verdict in verdicts if verdict.value is None] == []
-
-
 GROWTH = GrowthGoal(
     op="permute",
     timed=FORWARD,
@@ -209,22 +201,21 @@ def test_growth_needs_both_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("curve", "dtype", "value"),
-    [
-        ("sequence", "float32", 0.72),
-        ("sequence", "bfloat16", 0.60),
-        ("experts", "float32", 1.22),
-        ("experts", "bfloat16", 1.12),
-    ],
+    ("curve", "figure", "bound", "before_tokens", "tokens"),
+    [("sequence", TOKEN_SAVED, 1.05, 1024, 8192), ("experts", TOKEN_TIME, 1.3, 2048, 2048)],
 )
-def test_the_goals_of_curves_have_the_values_of_the_page(
-    curve: str, dtype: str, value: float
+def test_the_goals_of_curves(
+    curve: str, figure: str, bound: float, before_tokens: int, tokens: int
 ) -> None:
-    _, rows = read_json(RESULTS / f"amd_zen4_models_{curve}.json")
-    (goal,) = model_goals(dtype, [curve])
-    verdict = judge(goal, rows)
-    assert verdict.met and verdict.value == pytest.approx(value, abs=0.005)
-    assert {"sequence": 1.05, "experts": 1.3}[curve] == goal.bound
+    (goal,) = model_goals("float32", [curve])
+    assert isinstance(goal, GrowthGoal)
+    assert {goal.before, goal.size} < set(map(str, SIZES[curve]))
+    assert (goal.before_tokens, goal.tokens) == (before_tokens, tokens)
+    assert (goal.figure, goal.bound, goal.other) == (figure, bound, goal.contender)
+    short = row(result(goal.contender, 1, saved_bytes=10), op="model", timed=BOTH, size=goal.before)
+    long = row(result(goal.contender, 9, saved_bytes=60), op="model", timed=BOTH, size=goal.size)
+    grown = 6 if figure == TOKEN_SAVED else 9
+    assert judge(goal, [short, long]).value == pytest.approx(grown * before_tokens / tokens)
 
 
 def test_every_goal_names_a_row_that_is_measured() -> None:

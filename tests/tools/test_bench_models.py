@@ -22,6 +22,7 @@ from tools.bench.results import read_json
 from tools.bench.sizes import SMALL
 from tools.bench.table import format_model_row
 from tools.bench.whole_models.benches import BENCHES
+from tools.bench.whole_models.goals import model_goals
 from tools.bench.whole_models.huggingface import hugging_face_model
 from tools.bench.whole_models.model import ModelTerms, number_of_weights
 from tools.bench.whole_models.sizes import ModelSize
@@ -32,30 +33,36 @@ SIZES = {
 }
 
 
-def _measured(size: ModelSize) -> tuple[dict[str, int], dict[str, int], dict[str, float]]:
-    """On a rank: weights, FLOPs of a forward pass, and the loss, by contender."""
+def _measured(
+    size: ModelSize,
+) -> tuple[dict[str, int], dict[str, int], dict[str, float], set[tuple[str, str]]]:
+    """On a rank: weights, FLOPs of a forward pass, and the loss, by contender; rows' contenders."""
     groups = initialize_groups(ParallelConfig())
     model_parallel_cuda_manual_seed(1)
     terms = ModelTerms(size, torch.float32, groups)
-    every = [c for build in BENCHES[SMALL] for b in [build(terms)] for c in (*b.ours, *b.peers)]
+    benches = [build(terms) for build in BENCHES[SMALL]]
+    of_rows = {(b.op, c.name): c for b in benches for c in (*b.ours, *b.peers)}
+    every = of_rows.values()
     flops, losses = {}, {}
     for contender in every:
         with FlopCounterMode(display=False) as counter:
             (loss,) = contender.forward()
         flops[contender.name] = counter.get_total_flops()
         losses[contender.name] = loss.item()
-    return {c.name: number_of_weights(c) for c in every}, flops, losses
+    return {c.name: number_of_weights(c) for c in every}, flops, losses, set(of_rows)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", rest_in_full(SIZES, "few experts"))
 def test_models_are_as_large_and_do_the_stated_work(name: str) -> None:
     size = SIZES[name]
-    ((weights, flops, losses),) = run_distributed(1, _measured, size)
+    ((weights, flops, losses, of_rows),) = run_distributed(1, _measured, size)
     peer = next(name for name in weights if name.startswith("HF") and name.endswith("eager"))
     twins = ["ours, topk", "ours, lory", "Megatron GPTModel"]
     if name == "few experts":  # Qwen3-MoE has two norms more in a layer
         assert {weights[each] for each in twins} == {weights[peer]}
+        for goal in model_goals("float32"):
+            assert {(goal.op, goal.contender), (goal.op, goal.other)} <= of_rows, goal.title
     for each, number in weights.items():  # AoE's d_wide is an integer
         assert number == pytest.approx(weights["ours, topk"], rel=0.02), each
     # torch does not count its attention on a CPU: two products of half of all pairs of tokens.
