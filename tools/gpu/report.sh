@@ -9,7 +9,7 @@
 #                                             against others; sanitizers
 #     tools/gpu/report.sh systems [FOLDER]    every system of examples/systems against the CPU
 #
-#   FOLDER    default: docs/performance/results/CARD-DATE; packed as FOLDER.tar.gz at the end
+#   FOLDER    default: build/gpu/CARD-DATE; packed as FOLDER.tar.gz at the end
 #   PYTHON    the interpreter with torch; default: .venv-3.12/bin/python if it exists, else python3
 #   MINUTES   the limit of a call, 9 by default; a step gets the remaining time, but at most its own
 #             limit, which grows with MINUTES
@@ -180,7 +180,7 @@ case $call in
 esac
 check_machine
 card=$("$python" -c 'import torch; print(torch.cuda.get_device_name().split()[-1].lower())')
-folder=${2:-docs/performance/results/$card-$(date -u +%Y-%m-%d)}
+folder=${2:-build/gpu/$card-$(date -u +%Y-%m-%d)}
 mkdir -p "$folder" || stop "$folder cannot be made: name another folder"
 work=$(mktemp -d)
 finish() {

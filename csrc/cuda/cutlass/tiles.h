@@ -43,11 +43,11 @@ struct TileRule {
 constexpr int64_t kLeastWide = 256;   // columns, those of a wide tile
 constexpr int64_t kMostNarrow = 256;  // the largest d_low for which narrow tiles are considered
 
-// The first rule that fits holds; without one the tile is square. They are read off the times of
-// tools/bench/tiles.py on an H200 (docs/performance/results/h200-2026-11-26). Time of the square
-// tile divided by that of the chosen one, as the geometric mean (and the least) of the measured
-// products that a rule is for: few columns 1.08 (0.99), a low depth 1.09 (0.97), 64 columns 1.09
-// (1.07), outer products of a low rank 1.27 (1.08), tall ones 1.06 (0.99).
+// The first rule that fits holds; without one the tile is square. They are read off the times on an
+// H200 (docs/performance/log.md). Time of the square tile divided by that of the chosen one, as the
+// geometric mean (and the least) of the measured products that a rule is for: few columns 1.08
+// (0.99), a low depth 1.09 (0.97), 64 columns 1.09 (1.07), outer products of a low rank 1.27
+// (1.08), tall ones 1.06 (0.99).
 inline constexpr SizeRange kAnySize, kLow{0, 128}, kFewColumns{kLeastWide, 768};
 inline constexpr TileRule kFastestTiles[] = {
     {ProductKind::kProduct, kAnySize, kFewColumns, kAnySize, Tile::kWide},
