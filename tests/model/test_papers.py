@@ -58,6 +58,12 @@ EXPECTED: dict[str, tuple[str, str | None, str | None]] = {
     "lory/lory_0.3b.yaml": ("1.83B", "0.374B", "0.374B"),
     "lory/lory_0.3b.yaml --num-experts 16": ("3.49B", "0.374B", "0.374B"),
     "lory/lory_0.3b.yaml --num-experts 32": ("6.81B", "0.375B", "0.375B"),
+    "lory/lory_0.3b.yaml --expert-selection lory_prefix": ("1.827B", "0.374B", "0.374B"),
+    "lory/expert_choice_0.3b.yaml --expert-selection segment_expert_choice": (
+        "1.827B",
+        "0.374B",
+        "0.374B",
+    ),
     "lory/dense_1.5b.yaml": ("1.457B", "1.457B", "1.457B"),
     "lory/lory_1.5b.yaml": ("7.80B", "1.46B", "1.46B"),
     "lory/lory_1.5b.yaml --num-experts 16": ("15.05B", "1.46B", "1.46B"),
