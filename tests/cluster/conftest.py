@@ -31,7 +31,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.fixture
 def table(pytestconfig):
-    """The row that a test of a fault has seen; --write-table puts it into a page."""
+    """What a test of a fault has seen; --write-table puts it into a page."""
     table = FaultTable()
     yield table
     if page := pytestconfig.getoption("--write-table"):

@@ -1,7 +1,7 @@
 """The cases of tests/cluster/test_faults.py, and why other combinations are not among them.
 
-Every fault meets every moment, as a case or with a reason. The page docs/reliability.md has a row
-for each of them; tests/cluster/test_fault_table.py compares.
+Every fault meets every moment, as a case or with a reason. The page docs/reliability.md has a time
+or a dash for each of them; tests/cluster/test_fault_table.py compares.
 """
 
 from __future__ import annotations
@@ -127,39 +127,25 @@ FAULTS = [
 POISONED = {STEP: r"rank.* 1\b", SAVE: "iteration 4", EVALUATION: "validation text"}
 NAN, NAN_WITHIN = "NaN on a rank", 120
 
-#: Combinations that other tests prove, and these tests.
-ELSEWHERE = {
-    ("5% of all packets lost; a slow link", "all"): "tests/cluster/test_disk_and_network.py",
-    ("a full disk", "every save"): "tests/cluster/test_disk_and_network.py; each step of a save: "
-    "tests/training/checkpoint/test_failures.py",
-    ("a save torn at any byte", "in a save"): "without Slurm: tests/training/test_stopped_runs.py, "
-    "tests/training/checkpoint/test_record.py, tests/slow/test_checkpoint_corruption.py",
-    ("a data file disappears", "at start, in a step"): "tests/cluster/test_disk_and_network.py",
-    ("a data file is cut", "in a step"): "without Slurm: tests/platform/test_bus_error.py",
-}
+LOST_NODE = ("the node is lost before the start", START)
+REAL_LIMIT = ("Slurm's own signal before the limit", STEP)
 
 
 def cases() -> list[tuple[Fault, str]]:
     return [(fault, moment) for fault in FAULTS for moment in fault.moments]
 
 
-def bounds() -> dict[tuple[str, str], int]:
-    """(fault, moment) and the seconds within which its run must be complete."""
-    return {(fault.name, moment): fault.within for fault, moment in cases()}
-
-
 def proven() -> set[tuple[str, str]]:
-    """(fault, moment) of each row that a test writes."""
-    rows = {(fault.name, moment) for fault, moment in cases()}
-    return rows | {(NAN, moment) for moment in POISONED} | {LOST_NODE, REAL_LIMIT}
+    """(fault, moment) of each cell that a test writes."""
+    cells = {(fault.name, moment) for fault, moment in cases()}
+    return cells | {(NAN, moment) for moment in POISONED} | {LOST_NODE, REAL_LIMIT}
 
 
 def not_tested() -> dict[tuple[str, str], str]:
     """(fault, moment) of each other combination, and the reason."""
     reasons = {(fault.name, moment): fault.untested for fault in FAULTS for moment in MOMENTS}
     reasons[NAN, START] = "there are no weights yet"
-    return {row: reason for row, reason in reasons.items() if row not in proven()}
-
-
-LOST_NODE = ("the node is lost", "before the start")
-REAL_LIMIT = ("Slurm's own signal before the limit", "in a step")
+    for moment in MOMENTS:
+        reasons[LOST_NODE[0], moment] = "kill_the_node has these moments"
+        reasons[REAL_LIMIT[0], moment] = "reach_the_time_limit has these moments"
+    return {cell: reason for cell, reason in reasons.items() if cell not in proven()}

@@ -4,44 +4,39 @@ from __future__ import annotations
 
 import fcntl
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-LONGEST = 140  # characters of a line in the table
-MOMENTS = ("before the start", "at start", "in a step", "in a save", "in an evaluation")
+from tests.cluster.fault_cases import MOMENTS
+
+LONGEST = 60  # characters of a line in the table
+NO_CASE = "–"
 BEGIN, END = "<!-- faults on a cluster -->\n", "<!-- end -->\n"
-HEAD = (
-    "| fault | moment | printed | started again by | complete after | at most |\n"
-    "|---|---|---|---|---|---|\n"
-)
-NOT_TESTED, NOT_TESTED_END = "<!-- not tested -->\n", "<!-- end of not tested -->\n"
+COLUMNS = ("fault", *MOMENTS, "started again by", "printed")
+HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
 
 
 @dataclass
 class FaultTable:
-    """One row per case: a fault at a moment."""
+    """One row per fault: how long the run took to its end after each moment, and what was seen."""
 
-    rows: dict[tuple[str, str], str] = field(default_factory=dict)
+    rows: dict[str, dict[str, str]] = field(default_factory=dict)  # fault, column, cell
 
-    def add(
-        self, case: tuple[str, str], line: str, again: str, seconds: float, within: int
-    ) -> None:
-        """A row of a case, a fault and a moment.
+    def add(self, case: tuple[str, str], line: str, again: str, seconds: float) -> None:
+        """A cell of a case, a fault and a moment.
 
-        `line`: what the user saw; `seconds`: from the fault to the complete run; `within`: the
-        number of seconds after which the test fails.
+        `line`: what the user saw; `seconds`: from the fault to the complete run.
         """
         line = re.sub(r"\S*/(run)\b", r"runs/my", line).replace("|", "\\|")
+        line = re.sub(r"(20\d\d-[-\dT:]+|\b\d+\.\d+(?= ON))", "...", line)
         if len(line) > LONGEST:
             line = line[:LONGEST].rpartition(" ")[0] + " ..."
-        line = re.sub(r"(20\d\d-[-\dT:]+|\b\d+\.\d+(?= ON))", "...", line)
         fault, moment = case
-        row = f"| {fault} | {moment} | `{line}` | {again} | {seconds:.0f} s | {within} s |"
-        self.rows[case] = f"{row}\n"
+        cells = {moment: f"{seconds:.0f} s", "started again by": again, "printed": f"`{line}`"}
+        self.rows.setdefault(fault, {}).update(cells)
 
     def write(self, page: Path) -> None:
-        """Renew the rows in a page's table. Those of cases that were not run stay.
+        """Renew the cells in a page's table. Those of cases that were not run stay.
 
         Several test processes may write one after the other.
         """
@@ -54,41 +49,28 @@ class FaultTable:
         before, _, rest = text.partition(BEGIN)
         table, _, after = rest.partition(END)
         assert rest and after, f"{page} has no place for the table"
-        old = table.removeprefix(HEAD).splitlines(keepends=True)
-        rows = {case_of(row): row for row in old} | self.rows
-        faults = list(dict.fromkeys(fault for fault, _ in rows))
-        ordered = sorted(rows, key=lambda case: (faults.index(case[0]), MOMENTS.index(case[1])))
-        text = "".join(rows[case] for case in ordered)
-        page.write_text(before + BEGIN + HEAD + text + END + after, encoding="utf-8")
+        rows = _rows(table)
+        for fault, cells in self.rows.items():
+            rows[fault] = dict.fromkeys(MOMENTS, NO_CASE) | rows.get(fault, {}) | cells
+        lines = (
+            " | ".join([fault, *(cells[column] for column in COLUMNS[1:])])
+            for fault, cells in rows.items()
+        )
+        table = HEAD + "".join(f"| {line} |\n" for line in lines)
+        page.write_text(before + BEGIN + table + END + after, encoding="utf-8")
 
 
-def case_of(row: str) -> tuple[str, str]:
-    """The fault and the moment of a row."""
-    _, fault, moment, _ = row.split("|", 3)
-    return fault.strip(), moment.strip()
+def cells_of(page: Path) -> dict[tuple[str, str], str]:
+    """Fault and moment of every cell with a time, or with `NO_CASE`, in a page's table."""
+    table = page.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    rows = _rows(table).items()
+    return {(fault, moment): cells[moment] for fault, cells in rows for moment in MOMENTS}
 
 
-def rows_of(page: Path) -> set[tuple[str, str]]:
-    """The cases in a page's table."""
-    table = _between(page.read_text(encoding="utf-8"), BEGIN, END).removeprefix(HEAD)
-    return {case_of(row) for row in table.splitlines()}
-
-
-def not_tested_rows(reasons: Mapping[tuple[str, str], str]) -> str:
-    """A table of the combinations without a case: (fault, moment) and the reason of each."""
-    moments: dict[tuple[str, str], list[str]] = {}
-    for (fault, moment), reason in reasons.items():
-        moments.setdefault((fault, reason), []).append(moment)
-    return "| fault | moment | why there is no case |\n|---|---|---|\n" + "".join(
-        f"| {fault} | {', '.join(which)} | {reason} |\n"
-        for (fault, reason), which in moments.items()
-    )
-
-
-def not_tested_of(page: Path) -> str:
-    """The page's table of combinations without a case."""
-    return _between(page.read_text(encoding="utf-8"), NOT_TESTED, NOT_TESTED_END)
-
-
-def _between(text: str, begin: str, end: str) -> str:
-    return text.partition(begin)[2].partition(end)[0]
+def _rows(table: str) -> dict[str, dict[str, str]]:
+    rows = {}
+    for line in table.removeprefix(HEAD).splitlines():
+        # A bar in a printed line is escaped, and so is not between two spaces.
+        fault, *cells = line.removeprefix("| ").removesuffix(" |").split(" | ")
+        rows[fault] = dict(zip(COLUMNS[1:], cells, strict=True))
+    return rows

@@ -83,7 +83,7 @@ def test_a_fault(cluster, tmp_path, undisturbed, table, fault, moment):
         assert job.restarts == fault.restarts
     job.check_published()
     job.check_whole(undisturbed)
-    table.add((fault.name, moment), line, started_again_by(job), seconds, fault.within)
+    table.add((fault.name, moment), line, started_again_by(job), seconds)
 
 
 @pytest.mark.full
@@ -101,7 +101,7 @@ def test_a_node_is_lost_before_the_start(cluster, tmp_path, undisturbed, table):
     seconds = time.monotonic() - began
     line = line_with(job, NODE_LOST + "|^iteration 12/12")
     job.check_whole(undisturbed)
-    table.add(LOST_NODE, line, started_again_by(job), seconds, within)
+    table.add(LOST_NODE, line, started_again_by(job), seconds)
 
 
 @pytest.mark.full
@@ -125,7 +125,7 @@ def test_slurm_itself_sends_the_signal_before_the_limit(cluster, tmp_path, undis
     assert job.restarts >= 1
     job.check_published()
     job.check_whole(undisturbed)
-    table.add(REAL_LIMIT, line, started_again_by(job), seconds, within)
+    table.add(REAL_LIMIT, line, started_again_by(job), seconds)
 
 
 @pytest.mark.full
@@ -145,4 +145,4 @@ def test_a_weight_of_one_rank_becomes_nan(cluster, tmp_path, undisturbed, table,
     job.complete(NAN_WITHIN)
     job.check_whole(undisturbed)
     seconds = time.monotonic() - began
-    table.add((NAN, moment), line, "the user", seconds, NAN_WITHIN)
+    table.add((NAN, moment), line, "the user", seconds)
