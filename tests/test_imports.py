@@ -1,4 +1,4 @@
-"""The import order, the few readers of global state, the size of files.
+"""The import order and the few readers of global state.
 
 The tests read only the source (`ast`); they import nothing. A new package or top-level module needs
 a place in LAYERS; otherwise `test_every_module_has_a_layer` fails.
@@ -49,13 +49,6 @@ MAY_MISS_AN_IMPORT = {"optional", "ops.extension", "platform.cpu_host"}
 # tools and tests may, too: they build Megatron-Core's own layers.
 PARALLEL_STATE = {"parallel_state", "mpu", "use_mpu_process_groups"}
 ITS_READER = f"{PACKAGE}.parallel"
-
-FILE_LINES_MAX = 420  # about 400
-FUNCTION_LINES_MAX = 60  # without the docstring
-# A path, or path::function, and the reason for its length.
-ALLOWED_TO_BE_LONG: dict[str, str] = {
-    "tests/csrc/kernels.cpp": "one program that is also compiled by itself: a check per kernel",
-}
 
 
 def _modules() -> dict[str, Path]:
@@ -298,46 +291,3 @@ def _identifiers_of(tree: ast.Module) -> set[str]:
 def test_parallel_state_has_one_reader() -> None:
     found = {module for module in MODULES if _identifiers(module) & PARALLEL_STATE}
     assert found == {ITS_READER}, f"take groups from {ITS_READER}.Groups instead: {sorted(found)}"
-
-
-def _sources() -> Iterator[Path]:
-    for folder in (PACKAGE, "tools", "tests", "csrc"):
-        for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in {".py", ".sh", ".h", ".cpp", ".cuh", ".cu"}:
-                yield path
-    yield from sorted(ROOT.glob("*.py"))
-
-
-@functools.cache
-def _long_pieces() -> dict[str, int]:
-    return dict(_find_long_pieces())
-
-
-def _find_long_pieces() -> Iterator[tuple[str, int]]:
-    """Files and functions over the limit: (path or path::function, lines)."""
-    for path in _sources():
-        name, text = str(path.relative_to(ROOT)), path.read_text()
-        if (lines := text.count("\n")) > FILE_LINES_MAX:
-            yield name, lines
-        if path.suffix != ".py":
-            continue
-        for node in ast.walk(ast.parse(text, name)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                lines = node.end_lineno - node.lineno + 1
-                if ast.get_docstring(node) is not None:
-                    lines -= node.body[0].end_lineno - node.body[0].lineno + 1
-                if lines > FUNCTION_LINES_MAX:
-                    yield f"{name}::{node.name}", lines
-
-
-def test_files_and_functions_are_short() -> None:
-    too_long = {
-        name: lines for name, lines in _long_pieces().items() if name not in ALLOWED_TO_BE_LONG
-    }
-    assert not too_long, f"split, or give the reason in ALLOWED_TO_BE_LONG: {too_long}"
-
-
-def test_allowances_are_used_and_reasoned() -> None:
-    stale = set(ALLOWED_TO_BE_LONG) - set(_long_pieces())
-    assert not stale, f"no longer long, so take them out of ALLOWED_TO_BE_LONG: {sorted(stale)}"
-    assert all(reason.strip() for reason in ALLOWED_TO_BE_LONG.values())
