@@ -21,14 +21,14 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small text file under a temporary name, then give it its name.
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a small file under a temporary name, then give it its name.
 
     An OSError names `path` if it has no other name; the temporary file is gone then.
     """
     temporary = path.with_name(f"{path.name}.writing-{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         flush_to_disk(temporary)
         os.replace(temporary, path)
     except OSError as error:

@@ -22,8 +22,8 @@ from moe_parallel.selection.forced import (
     Workload,
     Zipf,
 )
-from moe_parallel.telemetry import router_trace
 from moe_parallel.telemetry.metrics import read_metrics
+from moe_parallel.telemetry.router_trace import RecordedTrace, read_trace
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,16 @@ def build_forcing(config: Config) -> Forcing | None:
 
 
 def read_loads(file: str) -> Trace:
-    """The loads in a file of --moe-router-trace, in a metrics.jsonl, or in lines of the same form.
+    """The loads in a folder of --moe-router-trace, a metrics.jsonl, or in lines of the same form.
 
     A record of a metrics.jsonl has `iteration`, the last one that it covers, and `layers`, a list
     of objects with `layer` (from 1) and `tokens_per_expert`. Records without layers are skipped. A
     run with --log-interval 1 records every iteration; otherwise a record holds for all iterations
     since the one before. Raises InputError.
     """
-    if router_trace.is_trace(file):
-        recorded = router_trace.read_trace(file, FLAG)
-        return Trace(recorded.records["iteration"].tolist(), CountedLoads(recorded))
+    if Path(file).is_dir():
+        recorded = read_trace(file, FLAG)
+        return Trace(recorded.iterations, CountedLoads(recorded))
     ends: list[int] = []
     loads: list[dict[int, list[float]]] = []
     for record in read_metrics(Path(file)):
@@ -90,17 +90,17 @@ def read_loads(file: str) -> Trace:
 
 
 class CountedLoads:
-    """The loads in the records of --moe-router-trace, counted when they are asked for."""
+    """The loads in the steps of --moe-router-trace, counted when they are asked for."""
 
-    def __init__(self, trace: router_trace.RecordedTrace) -> None:
+    def __init__(self, trace: RecordedTrace) -> None:
         self._trace = trace
 
     def __getitem__(self, number: int, /) -> dict[int, list[float]]:
-        shape, experts_LNSK = self._trace.shape, self._trace.records[number]["experts"]
+        shape, step = self._trace.shape, self._trace.step(self._trace.iterations[number])
         bins = shape.num_experts + 1  # the first is that of empty slots
         return {
             layer: np.bincount(experts_NSK.ravel() + 1, minlength=bins)[1:].tolist()
-            for layer, experts_NSK in zip(shape.layers, experts_LNSK, strict=True)
+            for layer, experts_NSK in zip(shape.layers, step.experts_LNSK, strict=True)
         }
 
 

@@ -29,6 +29,7 @@ from moe_parallel.telemetry.router_trace import (
     TRACE,
     RecordedTrace,
     TraceShape,
+    TraceStep,
     TraceWriter,
     check_shape,
     read_trace,
@@ -51,8 +52,8 @@ def trace_shape(config: Config) -> TraceShape:
 class RunTrace:
     """Records the choices of a run, or replays earlier ones. All ranks call each method together.
 
-    `layers` is what the layers of this rank use. The files are opened at the first step, because a
-    run that only evaluates needs none.
+    `layers` is what the layers of this rank use. The folders are opened at the first step, because
+    a run that only evaluates needs none.
     """
 
     def __init__(self, config: Config, selection: Selection, groups: Groups) -> None:
@@ -85,55 +86,52 @@ class RunTrace:
         self._done = done
         self._text_N = self._text_of(batches)
         if self._recorded is not None and self.layers.replay is not None:
-            records = self._recorded.records
-            number = done + 1 - int(records["iteration"][0])
-            record = records[number : number + 1]
-            agree(lambda: self._check(record))
-            self.layers.replay.begin_step(self._shape.layers, record["experts"][0])
+            recorded = self._recorded
+            step = agree(lambda: self._checked(recorded.step(done + 1)))
+            self.layers.replay.begin_step(self._shape.layers, step.experts_LNSK)
 
     def end_step(self, device: torch.device) -> None:
-        """Called after a step: its record is in the file on return. Raises InputError."""
+        """Called after a step: its choices are on the disk on return. Raises InputError."""
         if self.layers.recorder is None:
             return
-        shape, on_rank = self._shape, dist.get_rank()
-        record = shape.record(self._done + 1) if on_rank == 0 else None
+        shape, experts_LNSK = self._shape, []
         text_N = _greatest(copied_to(device, self._text_N))
-        for number, layer in enumerate(shape.layers):
+        for layer in shape.layers:
             size = (shape.sequences, shape.length, shape.slots)
             experts_NSK = torch.zeros(size, dtype=torch.int32, device=device)
             self.layers.recorder.take(layer, experts_NSK)
             experts_NSK = _greatest(experts_NSK)
-            if record is not None:
-                record["experts"][0, number] = experts_NSK.cpu().numpy() - 1
+            if dist.get_rank() == 0:
+                experts_LNSK.append((experts_NSK - 1).short().cpu().numpy())
         try:
-            on_rank_0(lambda: self._append(record, text_N))
+            on_rank_0(lambda: self._append(text_N, experts_LNSK))
         except StorageError as error:
             raise InputError(
                 f"{TRACE} {self._trace} cannot be written ({error}): make room and continue with "
                 "--load, or leave it out"
             ) from error
 
-    def _append(self, record: np.ndarray[Any, Any] | None, text_N: torch.Tensor) -> None:
-        assert record is not None and self._writer is not None
-        record["text"] = text_N.cpu().numpy()
-        self._writer.append(record)
+    def _append(self, text_N: torch.Tensor, experts_LNSK: list[np.ndarray[Any, Any]]) -> None:
+        assert self._writer is not None
+        step = TraceStep(text_N.cpu().numpy(), np.stack(experts_LNSK))
+        self._writer.append(self._done + 1, step)
 
     def _open(self, done: int) -> None:
         if self._replay is not None:
             self._recorded = read_trace(self._replay, REPLAY)
             check_shape(self._replay, REPLAY, self._recorded.shape, self._shape)
-            self._check_steps(self._recorded.records["iteration"], done)
+            self._check_steps(self._recorded.iterations, done)
         if self._trace is not None and dist.get_rank() == 0:
             self._writer = TraceWriter(
                 Path(self._trace), self._shape, done, goes_on=goes_on_here(self._config)
             )
 
-    def _check_steps(self, iterations: np.ndarray[Any, Any], done: int) -> None:
+    def _check_steps(self, iterations: range, done: int) -> None:
         """Raise InputError unless the replay has all steps that this run trains."""
         last, leaves = self._config.training.train_iters, self._config.training.exit_interval
         if leaves is not None:
             last = min(last, (done // leaves + 1) * leaves)
-        first_there, last_there = int(iterations[0]), int(iterations[-1])
+        first_there, last_there = iterations[0], iterations[-1]
         if first_there > done + 1 or last_there < last:
             raise InputError(
                 f"{REPLAY} {self._replay} has the iterations {first_there} to {last_there}, and "
@@ -152,18 +150,18 @@ class RunTrace:
                 text_N[place] = zlib.crc32(tokens_S.astype("<i8").tobytes())
         return text_N
 
-    def _check(self, record: np.ndarray[Any, Any]) -> None:
+    def _checked(self, step: TraceStep) -> TraceStep:
         """Raise InputError if this rank's sequences of the step have another text or no experts."""
         text_N = self._text_N.numpy()
         ours_N = np.flatnonzero(text_N)
-        others_N = ours_N[record["text"][0, ours_N] != text_N[ours_N]]
+        others_N = ours_N[step.text_N[ours_N] != text_N[ours_N]]
         if len(others_N):
             raise InputError(
                 f"{REPLAY} {self._replay}: sequence {others_N[0] + 1} of iteration "
                 f"{self._done + 1} has another text than in this run: use the --data-path, "
                 "--split, --seed and --train-iters of the run that was recorded"
             )
-        experts_LNSK = record["experts"][0][:, ours_N]
+        experts_LNSK = step.experts_LNSK[:, ours_N]
         least = -1 if self._config.selection.choices_per_token is None else 0
         if experts_LNSK.min() < least or experts_LNSK.max() >= self._shape.num_experts:
             raise InputError(
@@ -171,6 +169,7 @@ class RunTrace:
                 f"that --expert-selection {self._config.selection.system} cannot make: record a "
                 "run of the same system"
             )
+        return step
 
 
 def run_trace(config: Config, groups: Groups) -> RunTrace | None:

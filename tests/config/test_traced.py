@@ -13,10 +13,10 @@ EXPERTS = {"num_experts": 4}
 @pytest.mark.parametrize("system", SELECTIONS)
 def test_systems_without_choices_are_refused(system: str) -> None:
     for name in ("moe_router_trace", "moe_router_replay"):
-        options = EXPERTS | {"expert_selection": system, name: "trace.npz"}
+        options = EXPERTS | {"expert_selection": system, name: "trace"}
         if issubclass(SELECTIONS[system], MergedSelection):
             flag = f"--{name.replace('_', '-')}"
-            words = f"{flag} is trace.npz, but it belongs to --expert-selection topk or "
+            words = f"{flag} is trace, but it belongs to --expert-selection topk or "
             with pytest.raises(InputError, match=words):
                 make_config(options)
         else:
@@ -28,15 +28,15 @@ def test_systems_without_choices_are_refused(system: str) -> None:
     [
         (
             {"moe_router_force_routing": "zipf"},
-            r"--moe-router-replay is r.npz, but experts are forced \(zipf\): remove one of them",
+            r"--moe-router-replay is r, but experts are forced \(zipf\): remove one of them",
         ),
         (
             {"moe_router_force_load_balancing": True},
-            r"--moe-router-replay is r.npz, but experts are forced \(in turn\): remove one",
+            r"--moe-router-replay is r, but experts are forced \(in turn\): remove one",
         ),
         (
-            {"moe_router_trace": "r.npz"},
-            "--moe-router-replay and --moe-router-trace are both r.npz, so that the run would",
+            {"moe_router_trace": "r"},
+            "--moe-router-replay and --moe-router-trace are both r, so that the run would",
         ),
         (
             {"expert_selection": "aoe", "aoe_gradient": "selected", "moe_aux_loss_coeff": 0}
@@ -44,20 +44,16 @@ def test_systems_without_choices_are_refused(system: str) -> None:
             "--aoe-fp8-screening is 1, but --moe-router-replay chooses without norms: remove one",
         ),
         (
-            {"moe_router_trace": "runs/t.npy"},
-            "--moe-router-trace is runs/t.npy, but a trace is an .npz file: name one that ends in",
-        ),
-        (
             {"num_experts": None},
-            "--moe-router-replay is 'r.npz', but the model is dense: set --num-experts, or leave",
+            "--moe-router-replay is 'r', but the model is dense: set --num-experts, or leave",
         ),
     ],
 )
 def test_what_excludes_a_replay(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        validate(make_config(EXPERTS | {"moe_router_replay": "r.npz"} | options), 1)
+        validate(make_config(EXPERTS | {"moe_router_replay": "r"} | options), 1)
 
 
 def test_a_replay_says_so() -> None:
-    (warning,) = make_config(EXPERTS | {"moe_router_replay": "r.npz"}).warnings
-    assert warning.startswith("experts are replayed from r.npz: in training")
+    (warning,) = make_config(EXPERTS | {"moe_router_replay": "r"}).warnings
+    assert warning.startswith("experts are replayed from r: in training")

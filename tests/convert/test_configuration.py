@@ -48,7 +48,7 @@ def test_norms_weigh_as_the_router_did(source, gate):
 
 
 def test_a_routed_model_may_start_again():
-    source = topk(lr=0.1, moe_router_trace="old.npz", moe_router_replay="older.npz")
+    source = topk(lr=0.1, moe_router_trace="old", moe_router_replay="older")
     config = converted_config(source, "topk", "new", ["--train-iters", "7"])
     assert (config.training.train_iters, config.optimizer.lr) == (7, 0.1)
     assert config.selection == topk().selection

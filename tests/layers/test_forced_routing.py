@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,7 +12,7 @@ from moe_parallel.config import make_config
 from moe_parallel.errors import InputError
 from moe_parallel.layers.forced_routing import Forcing, build_forcing, read_loads
 from moe_parallel.selection.forced import Balanced, Hot, Trace, WarmUp, Zipf
-from moe_parallel.telemetry.router_trace import TraceShape, TraceWriter
+from moe_parallel.telemetry.router_trace import TraceShape, TraceStep, TraceWriter
 from tests.layers.cases import top_p, topk
 from tests.layers.single import Case, build, values
 
@@ -57,13 +58,12 @@ def test_a_trace_is_the_metrics_of_a_run(tmp_path: Path) -> None:
 
 def test_a_trace_may_be_that_of_choices(tmp_path: Path) -> None:
     shape = TraceShape(layers=(2, 4), num_experts=3, sequences=1, length=2, slots=2)
-    writer = TraceWriter(tmp_path / "trace.npz", shape, 6, goes_on=False)
-    for iteration, experts in ((7, [[[[[0, 1], [1, -1]]], [[[2, 0], [2, 1]]]]]), (8, -1)):
-        recorded = shape.record(iteration)
-        recorded["experts"] = experts
-        writer.append(recorded)
-    trace = read_loads(str(tmp_path / "trace.npz"))
-    assert trace.ends == [7, 8]
+    writer = TraceWriter(tmp_path / "trace", shape, 6, goes_on=False)
+    chosen = np.array([[[[0, 1], [1, -1]]], [[[2, 0], [2, 1]]]])
+    for iteration, experts_LNSK in ((7, chosen), (8, np.full_like(chosen, -1))):
+        writer.append(iteration, TraceStep(np.zeros(1), experts_LNSK))
+    trace = read_loads(str(tmp_path / "trace"))
+    assert list(trace.ends) == [7, 8]
     assert trace.loads[0] == {2: [1, 2, 0], 4: [1, 1, 2]}
     assert trace.loads[1] == {2: [0, 0, 0], 4: [0, 0, 0]}
     assert trace.weights(4, 6, 3, 2) == [1, 1, 2]

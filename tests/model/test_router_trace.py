@@ -11,6 +11,7 @@ from tests import systems
 from tests.distributed import run_distributed
 from tests.model.small_gpt import Options, Outcome, save_start, train
 from tests.model.test_layouts import ONE, differences, layout, model
+from tests.telemetry.traces import Arrays, change_steps, contents
 from tests.tiers import rest_in_full
 
 CP = {"context_parallel_size": 2}
@@ -44,7 +45,7 @@ def options_of(system: str) -> Options:
 
 
 def record(options: Options, folder: Path) -> Recorded:
-    trace = folder / "one.npz"
+    trace = folder / "one"
     start = save_start(options, folder)
     return Recorded(start, trace, train(options | {"moe_router_trace": str(trace)}, start))
 
@@ -55,7 +56,7 @@ def record_and_replay(names: Sequence[str], folder: Path) -> list[tuple[Recorded
     for number, system in enumerate(names):
         options = options_of(system)
         recorded = record(options, folder / str(number))
-        again = folder / f"{number}-again.npz"
+        again = folder / f"{number}-again"
         flags = {"moe_router_replay": str(recorded.trace), "moe_router_trace": str(again)}
         found.append((recorded, train(options | flags, recorded.start), again))
     return found
@@ -74,7 +75,7 @@ def test_a_replay_gives_the_same_losses_to_the_bit(tmp_path: Path, names: tuple[
     (found,) = run_distributed(1, record_and_replay, names, tmp_path)
     for recorded, replayed, again in found:
         assert_same_to_the_bit(replayed, recorded.outcome)
-        assert again.read_bytes() == recorded.trace.read_bytes()
+        assert contents(again) == contents(recorded.trace)
 
 
 def train_all(cases: list[tuple[Options, Path]]) -> list[Outcome]:
@@ -91,20 +92,20 @@ CASES = {"topk": ("topk", QUICK_LAYOUTS), "topk, the others": ("topk", OTHER_LAY
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
-def test_layouts_write_the_same_file_and_replay_it(tmp_path: Path, case: str) -> None:
+def test_layouts_write_the_same_trace_and_replay_it(tmp_path: Path, case: str) -> None:
     system, layouts = CASES[case]
     options = options_of(system)
     (recorded,) = run_distributed(1, record, options, tmp_path)
     cases = []
     for name in layouts:
         spread = LAYOUTS[name]
-        trace = {"moe_router_trace": str(tmp_path / f"{name}.npz")}
+        trace = {"moe_router_trace": str(tmp_path / name)}
         replay = {"moe_router_replay": str(recorded.trace)}
         cases.append((options | spread | trace, recorded.start))
         cases.append((options | spread | replay, recorded.start))
     ranks = run_distributed(2, train_all, cases)
     for number, name in enumerate(layouts):
-        assert (tmp_path / f"{name}.npz").read_bytes() == recorded.trace.read_bytes(), name
+        assert contents(tmp_path / name) == contents(recorded.trace), name
         traced, replayed = ([rank[2 * number + which] for rank in ranks] for which in (0, 1))
         assert differences({name: replayed}, [recorded.outcome]) == {}
         for ours, theirs in zip(replayed, traced, strict=True):
@@ -114,11 +115,13 @@ def test_layouts_write_the_same_file_and_replay_it(tmp_path: Path, case: str) ->
 def replay_others(options: Options, folder: Path) -> tuple[Outcome, Outcome]:
     """A run and a replay in which each choice is the next expert."""
     recorded = record(options, folder)
-    arrays = dict(np.load(recorded.trace))
-    experts = arrays["steps"]["experts"]
-    experts[:] = np.where(experts < 0, -1, (experts + 1) % 4)
-    np.savez(folder / "next.npz", **arrays)  # type: ignore[arg-type]
-    replayed = train(options | {"moe_router_replay": str(folder / "next.npz")}, recorded.start)
+
+    def change(arrays: Arrays) -> None:
+        experts = arrays["experts"]
+        experts[:] = np.where(experts < 0, -1, (experts + 1) % 4)
+
+    change_steps(recorded.trace, folder / "next", change)
+    replayed = train(options | {"moe_router_replay": str(folder / "next")}, recorded.start)
     return recorded.outcome, replayed
 
 
@@ -128,11 +131,9 @@ def test_the_recorded_choices_are_computed_and_learn(tmp_path: Path) -> None:
     def loads(outcome: Outcome) -> list[Any]:
         return [layer["tokens_per_expert"] for layer in outcome.layers]
 
-    steps = np.load(tmp_path / "next.npz")["steps"]
-    counted = [
-        np.bincount(experts.ravel() + 1, minlength=5)[1:].tolist()
-        for experts in steps["experts"].swapaxes(0, 1)
-    ]
+    files = sorted((tmp_path / "next").iterdir())
+    steps = np.stack([np.load(file)["experts"] for file in files], axis=1)
+    counted = [np.bincount(experts.ravel() + 1, minlength=5)[1:].tolist() for experts in steps]
     assert loads(replayed) == counted != loads(own)
     assert replayed.losses != own.losses
     routers = [np.abs(a - b).max() for (name, *_, a), (*_, b) in zip(own.pieces, replayed.pieces,

@@ -1,156 +1,162 @@
-"""The file of a trace: what NumPy reads, what a killed process leaves, and what is refused."""
+"""The folder of a trace: what NumPy reads, what a killed process leaves, and what is refused."""
 
+import errno
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from moe_parallel.data import atomic_files
 from moe_parallel.errors import InputError
 from moe_parallel.telemetry.router_trace import (
     REPLAY,
     TraceShape,
+    TraceStep,
     TraceWriter,
     check_shape,
-    is_trace,
     read_trace,
 )
+from tests.telemetry.traces import contents
 
 SHAPE = TraceShape(layers=(2, 4), num_experts=3, sequences=2, length=5, slots=2)
+EXPERTS_LNSK = np.arange(40).reshape(2, 2, 5, 2) % 4 - 1
 
 
-def record(iteration: int) -> np.ndarray[Any, Any]:
-    made = SHAPE.record(iteration)
-    made["text"] = [iteration, 4294967295]
-    made["experts"] = np.arange(40).reshape(1, 2, 2, 5, 2) % 4 - 1
-    return made
+def step(iteration: int) -> TraceStep:
+    return TraceStep(np.array([iteration, 4294967295]), EXPERTS_LNSK)
 
 
-def write(path: Path, *iterations: int, done: int = 0) -> Path:
-    writer = TraceWriter(path, SHAPE, done, goes_on=done > 0)
+def write(folder: Path, *iterations: int, done: int = 0) -> Path:
+    writer = TraceWriter(folder, SHAPE, done, goes_on=done > 0)
     for iteration in iterations:
-        writer.append(record(iteration))
-    return path
+        writer.append(iteration, step(iteration))
+    return folder
 
 
-def iterations(path: Path) -> list[int]:
-    """As NumPy reads them, and as a replay does."""
-    found: list[int] = np.load(path)["steps"]["iteration"].tolist()
-    if found:
-        assert read_trace(path, REPLAY).records["iteration"].tolist() == found
+def iterations(folder: Path) -> list[int]:
+    found = list(read_trace(folder, REPLAY).iterations)
+    assert set(contents(folder)) == {f"{iteration}.npz" for iteration in found}
     return found
 
 
 def test_numpy_reads_it(tmp_path: Path) -> None:
-    trace = np.load(write(tmp_path / "sub" / "trace.npz", 1, 2))
-    assert trace.files == ["version", "num_experts", "layers", "steps"]
-    assert trace["version"] == 1 and trace["num_experts"] == 3
-    assert trace["layers"].tolist() == [2, 4]
-    steps = trace["steps"]
-    assert steps["iteration"].tolist() == [1, 2]
-    assert steps["text"][1].tolist() == [2, 4294967295]
-    assert steps["experts"].shape == (2, 2, 2, 5, 2)
-    # The 12th token of a record: slots 22 and 23, modulo 4, minus 1.
-    assert steps["experts"][0, 1, 0, 1].tolist() == [1, 2]
+    folder = write(tmp_path / "sub" / "trace", *range(1, 12))
+    assert iterations(folder) == list(range(1, 12))
+    arrays = np.load(folder / "2.npz")
+    assert arrays.files == ["version", "num_experts", "layers", "text", "experts"]
+    assert arrays["version"] == 2 and arrays["num_experts"] == 3
+    assert arrays["layers"].tolist() == [2, 4]
+    assert arrays["text"].tolist() == [2, 4294967295]
+    assert arrays["experts"].shape == (2, 2, 5, 2)
+    # The 12th token of a step: slots 22 and 23, modulo 4, minus 1.
+    assert arrays["experts"][1, 0, 1].tolist() == [1, 2]
 
 
-def of_numpy(path: Path, **changes: Any) -> Path:
-    """The records 5 and 6, written by another program with the means of NumPy."""
-    records = np.concatenate([record(5), record(6)])
-    np.savez(path, **(SHAPE.fixed | {"steps": records} | changes))
-    return path
+def of_numpy(file: Path, **changes: Any) -> Path:
+    """A step that another program has written with the means of NumPy; its folder."""
+    fixed = {"version": 2, "num_experts": 3, "layers": [2, 4]}
+    arrays = {"text": np.array([5, 6], np.uint32), "experts": EXPERTS_LNSK.astype(np.int16)}
+    file.parent.mkdir(exist_ok=True)
+    np.savez_compressed(file, **(fixed | arrays | changes))
+    return file.parent
 
 
 def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
-    path = write(tmp_path / "trace.npz", 5, 6, done=4)
-    assert is_trace(path) and not is_trace(__file__) and not is_trace(tmp_path / "none")
-    for file in (path, of_numpy(tmp_path / "other.npz")):
-        trace = read_trace(file, REPLAY)
+    other = of_numpy(tmp_path / "other" / "5.npz", text=np.array([5, 4294967295], np.uint32))
+    for folder in (write(tmp_path / "trace", 5, 6, done=4), other):
+        trace = read_trace(folder, REPLAY)
         assert trace.shape == SHAPE
-        assert isinstance(trace.records, np.memmap)
-        for number, iteration in enumerate((5, 6)):
-            for name in ("iteration", "text", "experts"):
-                read = trace.records[number : number + 1][name]
-                assert np.array_equal(read, record(iteration)[name])
-
-
-def of_before(path: Path) -> Path:
-    """The records 5 and 6 in the form of earlier versions."""
-    kind = [("iteration", "<i8"), ("num_experts", "<i4"), ("layers", "<i2", (2,))]
-    records = np.zeros(2, [*kind, ("text", "<u4", (2,)), ("experts", "<i2", (2, 2, 5, 2))])
-    records["num_experts"], records["layers"] = 3, [2, 4]
-    for number in range(2):
-        for name in ("iteration", "text", "experts"):
-            records[name][number] = record(5 + number)[name][0]
-    with path.open("wb") as file:
-        np.save(file, records)
-    return path
-
-
-def test_the_form_of_earlier_versions_is_read(tmp_path: Path) -> None:
-    path = of_before(tmp_path / "trace.npy")
-    assert is_trace(path)
-    trace = read_trace(path, REPLAY)
-    assert trace.shape == SHAPE
-    assert trace.records["iteration"].tolist() == [5, 6]
-    assert np.array_equal(trace.records["experts"][1], record(6)["experts"][0])
+        read = trace.step(5)
+        assert np.array_equal(read.text_N, step(5).text_N)
+        assert np.array_equal(read.experts_LNSK, EXPERTS_LNSK)
 
 
 @pytest.mark.parametrize("done", [1, 2, 3])
 def test_a_continued_run_repeats_what_it_trains_again(tmp_path: Path, done: int) -> None:
-    path = write(tmp_path / "trace.npz", 1, 2, 3)
-    write(path, *range(done + 1, 5), done=done)
-    assert path.read_bytes() == write(tmp_path / "undisturbed.npz", 1, 2, 3, 4).read_bytes()
+    folder = write(tmp_path / "trace", 1, 2, 3)
+    assert iterations(write(folder, done=done)) == list(range(1, done + 1))
+    write(folder, *range(done + 1, 5), done=done)
+    assert contents(folder) == contents(write(tmp_path / "undisturbed", 1, 2, 3, 4))
 
 
 def test_a_trace_may_begin_after_the_checkpoint(tmp_path: Path) -> None:
     """The run was recorded from iteration 3 on, and continues after iteration 1."""
-    path = write(tmp_path / "trace.npz", 3, 4, done=2)
-    assert iterations(write(path, 2, done=1)) == [2]
-    assert iterations(tmp_path / "trace.previous.npz") == [3, 4]
+    folder = write(tmp_path / "trace", 3, 4, done=2)
+    assert iterations(write(folder, 2, done=1)) == [2]
+    assert iterations(tmp_path / "trace.previous") == [3, 4]
 
 
-def test_a_run_that_starts_anew_keeps_the_file_of_the_one_before(tmp_path: Path) -> None:
+def test_a_run_that_starts_anew_keeps_the_trace_of_the_one_before(tmp_path: Path) -> None:
     """It may have been killed before its first checkpoint."""
-    path = write(tmp_path / "trace.npz", 1, 2)
-    assert iterations(write(path, 1)) == [1]
-    assert iterations(tmp_path / "trace.previous.npz") == [1, 2]
+    for last in (2, 3):
+        write(tmp_path / "trace", *range(1, last))
+    assert iterations(write(tmp_path / "trace", 1)) == [1]
+    assert iterations(tmp_path / "trace.previous") == [1, 2]
 
 
-def test_a_process_that_is_killed_at_once_leaves_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "trace.npz"
-    path.touch()
-    assert iterations(write(path, 5, done=4)) == [5]
-    write(path, done=4)  # cuts it
-    assert iterations(write(path, 5, done=4)) == [5]
+KILLED = """
+import os, sys
+from pathlib import Path
+from moe_parallel.data import atomic_files
+from tests.telemetry.test_router_trace import step, write
+
+writer = write(Path(sys.argv[1]), 1, 2)
+atomic_files.flush_to_disk = lambda _: os.kill(os.getpid(), 9)
+write(writer, 3, done=2)
+"""
 
 
-def message(path: Path, shape: TraceShape, done: int, *, goes_on: bool = True) -> str:
+def test_a_process_that_is_killed_leaves_all_complete_steps(tmp_path: Path) -> None:
+    folder = tmp_path / "trace"
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(folder)], check=False)
+    assert ended.returncode == -9
+    assert list(read_trace(folder, REPLAY).iterations) == [1, 2]
+    assert len(contents(folder)) == 3
+    assert contents(write(folder, 3, done=2)) == contents(write(tmp_path / "whole", 1, 2, 3))
+
+
+def test_a_full_disk_leaves_all_complete_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = write(tmp_path / "trace", 1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic_files, "flush_to_disk", fail)
+        with pytest.raises(OSError, match="No space left"):
+            write(folder, 3, done=2)
+    assert iterations(folder) == [1, 2]
+    assert iterations(write(folder, 3, done=2)) == [1, 2, 3]  # there is room again
+
+
+def message(folder: Path, shape: TraceShape, done: int, *, goes_on: bool = True) -> str:
     with pytest.raises(InputError) as caught:
-        TraceWriter(path, shape, done, goes_on=goes_on)
+        TraceWriter(folder, shape, done, goes_on=goes_on)
     assert "\n" not in str(caught.value)
-    return str(caught.value).replace(str(path), "FILE")
+    return str(caught.value).replace(str(folder), "FOLDER")
 
 
-def test_another_runs_file_is_not_touched(tmp_path: Path) -> None:
-    path = write(tmp_path / "trace.npz", 1, 2)
-    before = path.read_bytes()
-    assert message(path, SHAPE, 2, goes_on=False) == (
-        "--moe-router-trace FILE exists, and a run that continues from another folder would "
-        "overwrite it: name another file"
+def test_another_runs_trace_is_not_touched(tmp_path: Path) -> None:
+    folder = write(tmp_path / "trace", 1, 2)
+    before = contents(folder)
+    assert message(folder, SHAPE, 2, goes_on=False) == (
+        "--moe-router-trace FOLDER exists, and a run that continues from another folder would "
+        "overwrite it: name another folder"
     )
-    assert message(path, SHAPE, 4) == (
-        "--moe-router-trace FILE ends at iteration 2, and the run continues after 4: name another "
-        "file"
+    assert message(folder, SHAPE, 4) == (
+        "--moe-router-trace FOLDER ends at iteration 2, and the run continues after 4: name "
+        "another folder"
     )
     other = TraceShape((2, 4), 3, 2, 5, slots=1)
-    assert "2 slots for the experts of a token (--moe-router-topk), and" in message(path, other, 2)
-    assert path.read_bytes() == before
-    for file in (of_numpy(path), of_before(path)):
-        assert message(file, SHAPE, 6) == (
-            "--moe-router-trace FILE was not written by this version of the program, so a run "
-            "cannot append to it: name another file"
-        )
+    assert "2 slots for the experts of a token (--moe-router-topk), and" in message(
+        folder, other, 2
+    )
+    assert contents(folder) == before
 
 
 @pytest.mark.parametrize(
@@ -165,105 +171,116 @@ def test_another_runs_file_is_not_touched(tmp_path: Path) -> None:
 )
 def test_a_run_of_other_sizes_is_refused(other: TraceShape, words: str) -> None:
     with pytest.raises(InputError) as caught:
-        check_shape("FILE", REPLAY, SHAPE, other)
-    assert str(caught.value).startswith(f"{REPLAY} FILE is of a run with {words}")
+        check_shape("FOLDER", REPLAY, SHAPE, other)
+    assert str(caught.value).startswith(f"{REPLAY} FOLDER is of a run with {words}")
+
+
+REMEDY = "name the folder that a run with --moe-router-trace has written"
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        read_trace(folder, REPLAY)
+    assert "\n" not in str(caught.value)
+    return str(caught.value).replace(str(folder), "FOLDER")
+
+
+def not_a_step(reason: str) -> str:
+    return f"--moe-router-replay FOLDER/5.npz is not a step of a trace: {reason}; {REMEDY}"
+
+
+def npy() -> bytes:
+    content = np.lib.format.magic(1, 0) + b"\x76\x00"
+    header = b"{'descr': '<i8', 'fortran_order': False, 'shape': (1,), }"
+    return content + header.ljust(117) + b"\n" + bytes(8)
 
 
 CONTENTS = {
-    "nothing": (b"", "it is cut, or not an .npz file"),
-    "text": (b"iteration 1\n", "it is cut, or not an .npz file"),
-    "a header that is cut": (b"\x93NUMPY\x01\x00", "it is cut, or has another array"),
-    "an archive that is cut": (b"PK\3\4\0\0", "it is cut, or not an .npz file"),
-    "an object": (b"\x80\x04\x8c\x01a.", "it is cut, or not an .npz file"),
+    "nothing": b"",
+    "text": b"iteration 1\n",
+    "a header that is cut": b"\x93NUMPY\x01\x00",
+    "an array": npy(),
+    "an archive that is cut": b"PK\3\4\0\0",
+    "an object": b"\x80\x04\x8c\x01a.",
 }
-
-
-def refusal(path: Path) -> str:
-    with pytest.raises(InputError) as caught:
-        read_trace(path, REPLAY)
-    assert "\n" not in str(caught.value)
-    return str(caught.value).replace(str(path), "FILE")
-
-
-def not_a_trace(reason: str) -> str:
-    return (
-        f"--moe-router-replay FILE is not a trace of selections: {reason}; name the file that a "
-        "run with --moe-router-trace has written"
-    )
 
 
 @pytest.mark.parametrize("name", CONTENTS)
 def test_another_file_is_refused(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "trace.npz"
-    content, reason = CONTENTS[name]
-    path.write_bytes(content)
-    assert refusal(path) == not_a_trace(reason)
+    (tmp_path / "5.npz").write_bytes(CONTENTS[name])
+    assert refusal(tmp_path) == not_a_step("it is cut, or not an .npz file")
 
 
-def renamed(old: str, new: str) -> Any:
-    names = [new if name == old else name for name in record(5).dtype.names or ()]
-    return np.concatenate([record(5), record(6)]).view(
-        np.dtype([(name, SHAPE.dtype[number]) for number, name in enumerate(names)])
-    )
-
-
+WRONG_SIZES = "an array has wrong dimensions"
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "another version": ({"version": 2}, "its version is 2, and this program reads version 1"),
-    "layers as a number": ({"layers": 3}, "it has no version, num_experts and layers"),
+    "another version": ({"version": 1}, "its version is 1, and this program reads version 2"),
+    "layers as a number": ({"layers": 3}, WRONG_SIZES),
     "layers as objects": (
         {"layers": np.array([{}], dtype=object)},
-        "it has no version, num_experts and layers",
+        "it is cut, or not an .npz file",
     ),
-    "more layers": ({"layers": [1, 2, 3]}, "its field experts has wrong dimensions"),
-    "an array of numbers": ({"steps": np.arange(3)}, "its array steps has no field experts"),
-    "records in rows": (
-        {"steps": record(1).reshape(1, 1)},
-        "its array steps has wrong dimensions, or contains objects",
+    "more layers": ({"layers": [1, 2, 3]}, WRONG_SIZES),
+    "several numbers of experts": ({"num_experts": [3, 4]}, WRONG_SIZES),
+    "more text": ({"text": np.zeros(3, np.uint32)}, WRONG_SIZES),
+    "experts of a token": ({"experts": np.zeros(2, np.int16)}, WRONG_SIZES),
+    "other numbers": (
+        {"experts": EXPERTS_LNSK},
+        "its experts are not of type int16, or its text not uint32",
     ),
-    "a field of another name": (
-        {"steps": renamed("text", "words")},
-        "its field text is missing or of another type",
-    ),
-    "a gap": (
-        {"steps": np.concatenate([record(5), record(7)])},
-        "its iterations are not successive",
-    ),
-    "no first step": ({"steps": record(0)}, "its iterations are not successive"),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_arrays_are_refused(tmp_path: Path, name: str) -> None:
     changes, reason = OTHERS[name]
-    assert refusal(of_numpy(tmp_path / "other.npz", **changes)) == not_a_trace(reason)
+    assert refusal(of_numpy(tmp_path / "5.npz", **changes)) == not_a_step(reason)
 
 
 def test_files_of_other_programs_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "other.npz"
-    np.savez(path, weights=np.arange(3))
-    assert refusal(path) == not_a_trace("it has no array steps")
-    np.savez_compressed(path, steps=record(5), **SHAPE.fixed)  # type: ignore[arg-type]
-    assert refusal(path) == not_a_trace("it is compressed; numpy.savez does not compress")
-    np.savez(path, steps=record(5))
-    assert refusal(path) == not_a_trace("it has no version, num_experts and layers")
-    for array in (np.arange(3), record(1)):
-        with path.open("wb") as file:
-            np.save(file, array)
-        assert refusal(path) == not_a_trace("it has another array")
-    assert refusal(tmp_path / "none.npz") == (
-        "--moe-router-replay FILE: No such file or directory: name the file that a run with "
-        "--moe-router-trace has written"
+    np.savez(tmp_path / "5.npz", weights=np.arange(3))
+    assert refusal(tmp_path) == not_a_step(
+        "it has not the arrays version, num_experts, layers, text, experts"
     )
 
 
-def test_a_file_without_a_step_is_refused(tmp_path: Path) -> None:
-    assert refusal(write(tmp_path / "trace.npz")).startswith(f"{REPLAY} FILE has no step yet: name")
+def test_a_folder_that_is_no_trace_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.npz").touch()
+    assert refusal(tmp_path) == f"--moe-router-replay FOLDER has no step: {REMEDY}"
+    missing = f"--moe-router-replay FOLDER: No such file or directory: {REMEDY}"
+    assert refusal(tmp_path / "none") == missing
+    assert refusal(tmp_path / "notes.npz") == missing.replace("No such file or", "Not a")
+    folder = write(tmp_path / "trace", *range(5, 12), done=4)
+    (folder / "6.npz").rename(folder / "06.npz")
+    assert refusal(folder) == f"--moe-router-replay FOLDER lacks the step of iteration 6: {REMEDY}"
 
 
-def test_a_cut_file_is_refused(tmp_path: Path) -> None:
-    """Wherever it is cut: within the directory, a record, or an array before the records."""
-    path = write(tmp_path / "trace.npz", 1, 2)
-    whole = path.read_bytes()
+def test_a_step_of_another_run_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "trace", 5, 6, done=4)
+    of_numpy(folder / "6.npz", num_experts=4)
+    with pytest.raises(InputError, match=r"6.npz is of a run with --num-experts 4, and this run"):
+        read_trace(folder, REPLAY).step(6)
+
+
+def test_a_cut_step_is_refused(tmp_path: Path) -> None:
+    """Wherever it is cut: within the directory, or an array."""
+    file = write(tmp_path, 5, done=4) / "5.npz"
+    whole = file.read_bytes()
     for length in (len(whole) - 1, len(whole) - 400, len(whole) // 2, 100):
-        path.write_bytes(whole[:length])
-        assert refusal(path) == not_a_trace("it is cut, or not an .npz file")
+        file.write_bytes(whole[:length])
+        assert refusal(tmp_path) == not_a_step("it is cut, or not an .npz file")
+
+
+def test_a_damaged_step_is_refused(tmp_path: Path) -> None:
+    """Wherever a bit is wrong, it is read right or refused in a line."""
+    file = write(tmp_path, 5, done=4) / "5.npz"
+    whole = file.read_bytes()
+    for place in range(0, len(whole), 5):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        file.write_bytes(damaged)
+        try:
+            read = read_trace(tmp_path, REPLAY).step(5)
+        except InputError as error:
+            assert "\n" not in str(error)
+        else:
+            assert np.array_equal(read.experts_LNSK, EXPERTS_LNSK)

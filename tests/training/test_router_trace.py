@@ -5,18 +5,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from moe_parallel.config import parse_command_line
 from moe_parallel.errors import InputError
 from moe_parallel.layers.forced_routing import read_loads
 from moe_parallel.parallel import groups_of_one
-from moe_parallel.telemetry import growing_npz
+from moe_parallel.telemetry import router_trace
 from moe_parallel.telemetry.metrics import read_metrics, untimed
 from moe_parallel.training.router_trace import run_trace
 from tests.distributed import run_distributed
 from tests.program import SMALL, flags, pretrain_here, small_data
+from tests.telemetry.traces import Arrays, change_steps, contents
 
 RUN = {"train_iters": 4, "eval_interval": 2}
 
@@ -26,15 +26,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """The folder of the runs and their ends: whole, stopped and continued, replayed, forced."""
     folder = tmp_path_factory.mktemp("traced")
     options = SMALL | small_data(folder) | RUN
-    trace = {"moe_router_trace": folder / "whole.npz"}
-    cut = {"moe_router_trace": folder / "cut.npz", "save": folder / "cut"}
+    trace = {"moe_router_trace": folder / "whole" / "trace"}
+    cut = {"moe_router_trace": folder / "cut" / "trace", "save": folder / "cut"}
     given = [
         options | trace | {"save": folder / "whole"},
         options | cut | {"exit_interval": 2},
         options | cut | {"load": folder / "cut"},
-        options | {"moe_router_replay": folder / "whole.npz", "save": folder / "replayed"},
+        options | {"moe_router_replay": folder / "whole" / "trace"} | {"save": folder / "replayed"},
         options
-        | {"moe_router_force_routing": f"trace:{folder / 'whole.npz'}", "save": folder / "forced"},
+        | {"moe_router_force_routing": f"trace:{trace['moe_router_trace']}"}
+        | {"save": folder / "forced"},
     ]
     (ended,) = run_distributed(1, pretrain_here, given)
     return folder, ended
@@ -47,12 +48,12 @@ def records(folder: Path) -> list[dict[str, Any]]:
 def test_the_runs_end_well(runs: Any) -> None:
     folder, ended = runs
     assert [code for code, _ in ended] == [0] * 5
-    assert f"warning: experts are replayed from {folder / 'whole.npz'}: in tra" in ended[3][1]
+    assert f"warning: experts are replayed from {folder / 'whole' / 'trace'}: in tra" in ended[3][1]
 
 
-def test_a_continued_run_goes_on_with_the_file(runs: Any) -> None:
+def test_a_continued_run_goes_on_with_the_trace(runs: Any) -> None:
     folder, _ = runs
-    assert (folder / "cut.npz").read_bytes() == (folder / "whole.npz").read_bytes()
+    assert contents(folder / "cut" / "trace") == contents(folder / "whole" / "trace")
 
 
 def test_the_replay_is_the_same_run(runs: Any) -> None:
@@ -62,15 +63,15 @@ def test_the_replay_is_the_same_run(runs: Any) -> None:
 
 def test_the_trace_has_the_loads_of_the_log(runs: Any) -> None:
     folder, _ = runs
-    trace = read_loads(str(folder / "whole.npz"))
-    assert trace.ends == [1, 2, 3, 4]
+    trace = read_loads(str(folder / "whole" / "trace"))
+    assert list(trace.ends) == [1, 2, 3, 4]
     logged = [record["layers"] for record in records(folder / "whole") if "layers" in record]
     for number, layers in enumerate(logged):
         loads = {layer["layer"]: layer["tokens_per_expert"] for layer in layers}
         assert trace.loads[number] == loads
 
 
-def test_a_benchmark_takes_the_same_file(runs: Any) -> None:
+def test_a_benchmark_takes_the_same_trace(runs: Any) -> None:
     folder, _ = runs
     sequences = SMALL["global_batch_size"]
     for ours, theirs in zip(records(folder / "forced"), records(folder / "whole"), strict=True):
@@ -94,22 +95,23 @@ def test_the_size_of_the_outputs_at_the_start_is_in_the_log(runs: Any) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another seed": (
         {"seed": 4},
-        "FILE: sequence 1 of iteration 1 has another text than in this run: use the --data-path, "
+        "FOLDER: sequence 1 of iteration 1 has another text than in this run: use the --data-path, "
         "--split, --seed and --train-iters of the run that was recorded",
     ),
     "more steps": (
         {"train_iters": 6},
-        "FILE has the iterations 1 to 4, and this run trains 1 to 6: record those too, or end "
+        "FOLDER has the iterations 1 to 4, and this run trains 1 to 6: record those too, or end "
         "earlier with --exit-interval",
     ),
     "more experts": (
         {"num_experts": 8},
-        "FILE is of a run with --num-experts 4, and this run has 8: use the same, or another file",
+        "FOLDER is of a run with --num-experts 4, and this run has 8: use the same, or another "
+        "trace",
     ),
     "another batch": (
         {"global_batch_size": 4},
-        "FILE is of a run with --global-batch-size 8, and this run has 4: use the same, or another "
-        "file",
+        "FOLDER is of a run with --global-batch-size 8, and this run has 4: use the same, or "
+        "another trace",
     ),
 }
 
@@ -125,25 +127,28 @@ def refused_here(cases: list[dict[str, Any]]) -> list[str]:
 
 def test_what_is_refused_is_said_in_a_line(runs: Any, tmp_path: Path) -> None:
     folder, _ = runs
-    options = SMALL | small_data(tmp_path) | RUN | {"moe_router_replay": folder / "whole.npz"}
+    options = SMALL | small_data(tmp_path) | RUN | {"moe_router_replay": folder / "whole" / "trace"}
     for number, (changes, words) in enumerate(REFUSED.values()):
         case = options | {"save": tmp_path / str(number)} | changes
         ((message,),) = run_distributed(1, refused_here, [case])
-        assert message.replace(str(folder / "whole.npz"), "FILE") == f"--moe-router-replay {words}"
+        assert (
+            message.replace(str(folder / "whole" / "trace"), "FOLDER")
+            == f"--moe-router-replay {words}"
+        )
 
 
-def filled_here(options: dict[str, Any], writes: int) -> str:
-    """The message of a run whose disk is full after a number of writes to the trace."""
-    left, write = [writes], growing_npz._write
+def filled_here(options: dict[str, Any], steps: int) -> str:
+    """The message of a run whose disk is full after a number of steps of the trace."""
+    left, write = [steps], router_trace.write_atomically
 
     def write_while_there_is_room(*given: Any) -> None:
         left[0] -= 1
-        if left[0] == 0:
+        if left[0] < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(*given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(growing_npz, "_write", write_while_there_is_room)
+        patch.setattr(router_trace, "write_atomically", write_while_there_is_room)
         (message,) = refused_here([options])
     return message
 
@@ -152,43 +157,45 @@ def filled_here(options: dict[str, Any], writes: int) -> str:
 def test_a_full_disk_ends_the_run_in_a_line(tmp_path: Path) -> None:
     """All complete steps remain, and the run goes on from its checkpoint when there is room."""
     options = SMALL | small_data(tmp_path) | RUN | {"save_interval": 1}
-    traced = options | {"moe_router_trace": tmp_path / "cut.npz", "save": tmp_path / "cut"}
-    # The file, two steps of four writes each, and the second write of the third step.
-    (message,) = run_distributed(1, filled_here, traced, 1 + 2 * 4 + 2)
-    words = (
-        "cut.npz cannot be written (No space left on device): make room and continue with --load"
-    )
+    trace = tmp_path / "cut" / "trace"
+    traced = options | {"moe_router_trace": trace, "save": tmp_path / "cut"}
+    (message,) = run_distributed(1, filled_here, traced, 2)
+    words = "trace cannot be written (No space left on device): make room and continue with --load"
     assert words in message and "\n" not in message
-    assert np.load(tmp_path / "cut.npz")["steps"]["iteration"].tolist() == [1, 2]
+    assert sorted(contents(trace)) == ["1.npz", "2.npz"]
     given = [
         traced | {"load": tmp_path / "cut"},
-        options | {"moe_router_trace": tmp_path / "whole.npz", "save": tmp_path / "whole"},
+        options | {"moe_router_trace": tmp_path / "trace", "save": tmp_path / "whole"},
     ]
     (ended,) = run_distributed(1, pretrain_here, given)
     assert [code for code, _ in ended] == [0, 0]
-    assert (tmp_path / "cut.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
+    assert contents(trace) == contents(tmp_path / "trace")
 
 
 def test_every_rank_refuses_a_text_that_one_of_them_reads(runs: Any, tmp_path: Path) -> None:
     folder, _ = runs
-    arrays = dict(np.load(folder / "whole.npz"))
-    arrays["steps"]["text"][0, 6] += 1  # of the second rank
-    np.savez(tmp_path / "other.npz", **arrays)  # type: ignore[arg-type]
-    case = SMALL | small_data(folder) | RUN | {"moe_router_replay": tmp_path / "other.npz"}
+
+    def change(arrays: Arrays) -> None:
+        arrays["text"][6] += 1  # of the second rank
+
+    change_steps(folder / "whole" / "trace", tmp_path / "other", change)
+    case = SMALL | small_data(folder) | RUN | {"moe_router_replay": tmp_path / "other"}
     for (message,) in run_distributed(2, refused_here, [case]):
-        assert "other.npz: sequence 7 of iteration 1 has another text" in message
+        assert "other: sequence 7 of iteration 1 has another text" in message
 
 
 def test_choices_that_the_system_cannot_make_are_refused(runs: Any, tmp_path: Path) -> None:
     """A token without an expert in top-K, which damages memory where it is believed."""
     folder, _ = runs
-    arrays = dict(np.load(folder / "whole.npz"))
-    arrays["steps"]["experts"][0, 1, 3, 2, 1] = -1
-    np.savez(tmp_path / "other.npz", **arrays)  # type: ignore[arg-type]
-    case = SMALL | small_data(folder) | RUN | {"moe_router_replay": tmp_path / "other.npz"}
+
+    def change(arrays: Arrays) -> None:
+        arrays["experts"][1, 3, 2, 1] = -1
+
+    change_steps(folder / "whole" / "trace", tmp_path / "other", change)
+    case = SMALL | small_data(folder) | RUN | {"moe_router_replay": tmp_path / "other"}
     ((message,),) = run_distributed(1, refused_here, [case])
     assert message.endswith(
-        "other.npz: tokens of iteration 1 have choices that --expert-selection topk cannot make: "
+        "other: tokens of iteration 1 have choices that --expert-selection topk cannot make: "
         "record a run of the same system"
     )
 
@@ -196,10 +203,10 @@ def test_choices_that_the_system_cannot_make_are_refused(runs: Any, tmp_path: Pa
 @pytest.mark.parametrize("done", [0, 1, 3])
 def test_a_replay_needs_the_steps_until_the_run_leaves(done: int) -> None:
     """With --exit-interval 4 that is after iterations 4 and 8, wherever the run continues."""
-    options = {"train_iters": 10, "exit_interval": 4, "moe_router_replay": "trace.npz"}
+    options = {"train_iters": 10, "exit_interval": 4, "moe_router_replay": "trace"}
     trace = run_trace(parse_command_line(flags(SMALL | options)), groups_of_one())
     assert trace is not None
-    trace._check_steps(np.arange(1, 5), done)
-    trace._check_steps(np.arange(1, 9), done + 4)
+    trace._check_steps(range(1, 5), done)
+    trace._check_steps(range(1, 9), done + 4)
     with pytest.raises(InputError, match=rf"1 to 7, and this run trains {done + 5} to 8"):
-        trace._check_steps(np.arange(1, 8), done + 4)
+        trace._check_steps(range(1, 8), done + 4)

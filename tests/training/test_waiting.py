@@ -239,7 +239,7 @@ def _waits_of_a_trace_and_its_replay(options, path):
 @pytest.mark.full
 def test_a_trace_adds_waits_and_its_replay_an_exchange(tmp_path):
     options = SMALL | small_data(tmp_path) | LOOP
-    path = str(tmp_path / "trace.npz")
+    path = str(tmp_path / "trace")
     (found,) = run_distributed(1, _waits_of_a_trace_and_its_replay, options, path)
     layers = SMALL["num_layers"]
     of_trace = {"cpu in router_trace.end_step": layers, "cpu in router_trace._append": 1}

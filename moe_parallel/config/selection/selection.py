@@ -263,12 +263,12 @@ class Selection(Section):
 
     @property
     def trace_file(self) -> str | None:
-        """The file to which training writes the choices. None: they are not recorded."""
+        """The folder to which training writes the choices. None: they are not recorded."""
         return None
 
     @property
     def replay_file(self) -> str | None:
-        """The file whose choices training takes. None: the rule chooses."""
+        """The folder whose choices training takes. None: the rule chooses."""
         return None
 
     @property

@@ -19,12 +19,12 @@ class TracedSelection(Selection):
 
     moe_router_trace: str | None = option(
         None,
-        "file (.npz) to which training writes which experts each token takes, in every layer and "
-        "step; none: off",
+        "folder to which training writes which experts each token takes, in every layer and step; "
+        "none: off",
     )
     moe_router_replay: str | None = option(
         None,
-        "in training, tokens take the experts that this file of --moe-router-trace names; "
+        "in training, tokens take the experts that this folder of --moe-router-trace names; "
         "probabilities come from the current scores. none: off",
     )
 
@@ -39,11 +39,6 @@ class TracedSelection(Selection):
     def check(self, config: Config, world_size: int) -> None:
         super().check(config, world_size)
         trace, replay = self.moe_router_trace, self.moe_router_replay
-        if trace is not None and not trace.endswith(".npz"):
-            raise InputError(
-                f"--moe-router-trace is {trace}, but a trace is an .npz file: name one that ends "
-                "in .npz"
-            )
         if replay is None:
             return
         if self.forced_routing is not None:
@@ -54,5 +49,5 @@ class TracedSelection(Selection):
         if replay == trace:
             raise InputError(
                 f"--moe-router-replay and --moe-router-trace are both {replay}, so that the run "
-                "would overwrite what it replays: name another file for the trace"
+                "would overwrite what it replays: name another folder for the trace"
             )
