@@ -28,7 +28,6 @@ PROGRAMS = {
             "inspect_data",
             "order_by_similarity",
             "plan",
-            "plot_run",
             "prepare_data_cache",
             "preprocess_data",
             "probe_autonomy",

@@ -48,10 +48,8 @@ STYLE: Any = {
 }
 
 
-def plot_run(
-    run_directory: Path | str, output: Path | str | None = None, model_line: str = ""
-) -> Path:
-    """Draw `run_directory`/metrics.jsonl into `output` (default: run.png next to it).
+def plot_run(run_directory: Path | str, model_line: str = "") -> Path:
+    """Draw `run_directory`/metrics.jsonl into run.png next to it.
 
     `model_line` is printed under the title. Raises InputError if there is nothing to draw, or if
     the figure cannot be written.
@@ -63,13 +61,13 @@ def plot_run(
     records = read_metrics(metrics)
     if not records:
         raise InputError(f"{metrics} is empty: let the run reach its first logged iteration")
-    path = directory / FIGURE_NAME if output is None else Path(output)
+    path = directory / FIGURE_NAME
     figure = draw_run(records, directory.resolve().name, model_line)
     try:
         figure.savefig(path, dpi=150, format="png")
     except OSError as error:
         raise InputError(
-            f"{path}: cannot write the picture ({error.strerror}): name another file"
+            f"{path}: cannot write the picture ({error.strerror}): make room for it"
         ) from error
     return path
 

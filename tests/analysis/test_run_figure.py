@@ -14,7 +14,6 @@ from moe_parallel.analysis.run_figure import draw_run, plot_run
 from moe_parallel.analysis.run_history import RunHistory
 from moe_parallel.errors import InputError
 from tests.analysis.synthetic import synthetic_run
-from tools.plot_run import main
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = pytest.mark.full
@@ -170,28 +169,21 @@ def test_plot_run_writes_a_png_beside_the_metrics(tmp_path):
 
 def test_plot_run_that_cannot_write(tmp_path):
     folder = run_folder(tmp_path / "run", synthetic_run(logged=2))
-    with pytest.raises(InputError, match="cannot write the picture .*name another file"):
-        plot_run(folder, tmp_path / "no" / "such" / "folder.png")
-
-
-def test_the_tool_draws(tmp_path, capsys):
-    folder = run_folder(tmp_path / "run", synthetic_run(logged=3))
-    assert main([str(folder), "--output", str(tmp_path / "picture.png")]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'picture.png'}\n"
-    assert (tmp_path / "picture.png").stat().st_size > 20_000
-    assert not (folder / "run.png").exists()
+    (folder / "run.png").mkdir()
+    with pytest.raises(InputError, match="cannot write the picture .*make room"):
+        plot_run(folder)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [(None, "has no metrics.jsonl"), ("", "is empty"), ("nonsense\n", "line 1 is not JSON")],
 )
-def test_the_tool_says_what_is_wrong_in_one_line(tmp_path, capsys, content, message):
+def test_what_is_wrong_is_said_in_one_line(tmp_path, content, message):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
-    assert main([str(tmp_path)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("plot_run.py: ") and message in line
+    with pytest.raises(InputError, match=message) as caught:
+        plot_run(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_nothing_of_training_is_imported():

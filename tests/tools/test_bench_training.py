@@ -8,7 +8,7 @@ import pytest
 from moe_parallel.errors import InputError
 from tests.tools.running import run_tool_forked
 from tools.bench import training
-from tools.bench.twins import TwinContender, TwinRun, contenders, ratios, table
+from tools.bench.training import TwinContender, TwinRun, contenders, ratios, table
 
 MIB = 2**20
 

@@ -34,7 +34,6 @@ EXPECTED = {
     "operators": {
         "bench": "torch sees no CUDA GPU here",
         "bench-fused": "torch sees no CUDA GPU here",
-        "tiles": "torch sees no CUDA GPU here",
         "fused-against-unfused": "bench.json",
     },
     "models": {

@@ -45,9 +45,7 @@ from tools.bench.sizes import ERC, GOALS, SMALL, sizes_of
 from tools.bench.table import format_row
 
 SECONDS_OF_A_ROW = {SMALL: 1.0, GOALS: 15.0, ERC: 15.0}
-PEERS = (
-    "transformers", "transformer-engine", "grouped-gemm", "megablocks", "scattermoe", "sonic-moe",
-)  # fmt: skip
+PEERS = ("transformers", "transformer-engine")
 FUSING = ["never", "where-faster", "always"]
 TILING = ["where-faster", "square", "wide", "narrow"]
 DTYPES = {"cpu": ["float32", "bfloat16"], "cuda": ["bfloat16", "float16", "float32"]}

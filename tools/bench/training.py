@@ -15,11 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -36,13 +38,14 @@ from moe_parallel.telemetry.metrics import METRICS_FILE, MetricsLine, read_metri
 from moe_parallel.tool import Tool, check_positive, last_line  # noqa: E402
 from tools.bench.about import ROOT, about  # noqa: E402
 from tools.bench.sizes import GOALS, SMALL  # noqa: E402
-from tools.bench.twins import LEFT_OUT, TwinContender, TwinRun, contenders, table  # noqa: E402
 
 PAPERS = ROOT / "examples" / "papers" / "aoe"
 VOCABULARY = 32000  # the paper's
 TOKENS = 2_000_000
 WIDTH = 4392  # of AoE's experts; Eq. 5 gives 4393, which tensor cores cannot read
 POLL_SECONDS = 0.2
+LEFT_OUT = 2  # iterations at the beginning of a run
+BY_BIAS = {"moe-aux-loss-coeff": "0", "moe-router-enable-expert-bias": "true"}
 
 ONE_DEVICE = {
     "expert-model-parallel-size": "1",
@@ -63,6 +66,57 @@ SMALL_MODEL = {
     "ffn-hidden-size": "256",
     "seq-length": "64",
 }
+
+
+@dataclass(frozen=True)
+class TwinContender:
+    """A configuration of the paper with its own flags. The others are compared with the twin;
+    `least_speed` and `most_memory` are the goals, as multiples of the twin's values."""
+
+    name: str
+    file: str
+    flags: dict[str, str] = field(default_factory=dict)
+    twin: str | None = None
+    least_speed: float = 0.0
+    most_memory: float = 0.0
+
+    def verdict(self, speed: float, memory: float) -> str:
+        met = speed >= self.least_speed and memory <= self.most_memory
+        goal = f"goal >= {self.least_speed:.2f}x, <= {self.most_memory:.2f}x"
+        return f"{'met' if met else 'missed'} ({goal})"
+
+
+def contenders(rank: int, width: int | None = None) -> list[TwinContender]:
+    """The contenders. `rank`: d_low of AoE; `width`: d_wide; None: as it follows by Eq. 5."""
+    low_rank = {"aoe-low-rank-size": str(rank)}
+    if width is not None:
+        low_rank["aoe-wide-size"] = str(width)
+    moe, moe_by_bias = "MoE, aux loss", "MoE, by bias"
+    return [
+        TwinContender(moe, "moe_732m.yaml"),
+        TwinContender("AoE, aux loss, full gradient", "aoe_732m.yaml", low_rank, moe, 0.98, 1.0),
+        TwinContender(moe_by_bias, "moe_732m.yaml", BY_BIAS),
+        TwinContender(
+            "AoE, by bias, selected gradient", "aoe_732m.yaml",
+            low_rank | BY_BIAS | {"aoe-gradient": "selected"}, moe_by_bias, 0.99, 1.0,
+        ),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TwinRun:
+    """The measurements of a run: tokens per second of each counted iteration, and peak memory."""
+
+    tokens_per_second: list[float]
+    peak_memory_bytes: int
+
+    @classmethod
+    def of(cls, records: list[MetricsLine]) -> TwinRun:
+        counted = records[LEFT_OUT:]
+        return cls(
+            [record["tokens_per_second"] for record in counted],
+            max(record["peak_memory_bytes"] for record in counted),
+        )
 
 
 def main(options: argparse.Namespace, flags: list[str]) -> int:
@@ -137,6 +191,37 @@ def training_records(folder: Path) -> list[MetricsLine]:
     if not path.exists():
         return []
     return [record for record in read_metrics(path) if "tokens_per_second" in record]
+
+
+def table(field_of: list[TwinContender], runs: dict[str, list[TwinRun]], judged: bool) -> list[str]:
+    """The table. Each ratio is the median over turns of the ratio of two runs in a turn."""
+    head = f"  {'':<34}{'tokens/s':>10}  {'speed':>8}  {'peak MiB':>10}  {'memory':>8}"
+    lines = ["", head]
+    for contender in field_of:
+        ours = runs[contender.name]
+        speed = statistics.median(v for run in ours for v in run.tokens_per_second)
+        peak = max(run.peak_memory_bytes for run in ours)
+        line = f"  {contender.name:<34}{speed:>10,.0f}"
+        if contender.twin is None:
+            lines.append(f"{line}  {'':>8}  {peak / 2**20:>10,.1f}")
+            continue
+        faster, larger = ratios(ours, runs[contender.twin])
+        line += f"  {faster:>7.3f}x  {peak / 2**20:>10,.1f}  {larger:>7.3f}x"
+        lines.append(f"{line}  {contender.verdict(faster, larger)}" if judged else line)
+    return lines
+
+
+def ratios(ours: list[TwinRun], twins: list[TwinRun]) -> tuple[float, float]:
+    """The speed and the memory of our runs, as multiples of the twin's."""
+    speeds = [
+        statistics.median(run.tokens_per_second) / statistics.median(twin.tokens_per_second)
+        for run, twin in zip(ours, twins, strict=True)
+    ]
+    memories = [
+        run.peak_memory_bytes / twin.peak_memory_bytes
+        for run, twin in zip(ours, twins, strict=True)
+    ]
+    return statistics.median(speeds), statistics.median(memories)
 
 
 if __name__ == "__main__":

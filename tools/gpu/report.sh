@@ -3,8 +3,7 @@
 # each:
 #
 #     tools/gpu/report.sh tests [FOLDER]      the tests marked gpu, and two models that train
-#     tools/gpu/report.sh operators [FOLDER]  their benchmark, with and without our fused products;
-#                                             tiles of grouped products beside each other
+#     tools/gpu/report.sh operators [FOLDER]  their benchmark, with and without our fused products
 #     tools/gpu/report.sh models [FOLDER]     AoE of 732M parameters against its twin; whole models
 #                                             against others; sanitizers
 #     tools/gpu/report.sh systems [FOLDER]    every system of examples/systems against the CPU
@@ -140,8 +139,6 @@ operators() {
     # The same with fused kernels, to measure the gain of gathering on load and of epilogues.
     step bench-fused 120 "$python" tools/bench/run.py --device cuda --sizes goals --fusing always \
         --ops norm_topk,routed_layer,aoe_layer --json "$folder/bench-fused.json"
-    # The tiles of grouped products side by side, for the rules in csrc/cuda/cutlass/tiles.h.
-    step tiles 80 "$python" tools/bench/tiles.py --json "$folder/tiles.json"
     step fused-against-unfused 10 "$python" tools/bench/compare.py "$folder/bench.json" \
         "$folder/bench-fused.json"
 }

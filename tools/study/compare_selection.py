@@ -7,19 +7,21 @@ Each system is trained with each seed in its own process. A section `study` of t
 pilot runs for the learning rate, the terms of the comparison, and tests with a margin. To continue
 after an interruption, start the same command again. Finished runs are not repeated, and further
 systems and seeds may be added. Exit codes: 0 done, 1 a run failed, 2 a wrong flag, file or value,
-75 interrupted or --minutes are over, 76 a run was lost and can continue. study_archive.py carries
-finished runs to another machine. docs/study.md explains the result.
+75 interrupted or --minutes are over, 76 a run was lost and can continue. docs/study.md explains the
+result.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from cell_runner import CellRunner, CellStop
-from folder_lock import alone
 from schedule import STAGES, Part, Schedule
 from study_plan import check_totals, count_active, plan
 from train_cells import TimeLimit, train
@@ -48,7 +50,7 @@ def compare(options: argparse.Namespace) -> int:
     manifest, seeds = plan(options, folder)
     stages = _stages(options, bool(manifest.design.lr_grid))
     check_totals(manifest, options.allow_unequal)
-    with alone(folder, options.part):
+    with _alone(folder, options.part):
         write_atomically(folder.path / STUDY_MANIFEST, manifest.to_json())
         runner = CellRunner(options.nproc, options.threads, options.jobs)
         schedule = Schedule(folder, manifest, seeds, stages, options.part)
@@ -91,6 +93,28 @@ def _stages(options: argparse.Namespace, has_grid: bool) -> tuple[str, ...]:
     if options.stage not in (None, "seeds") and not has_grid:
         raise InputError(f"--stage {options.stage} needs lr-grid in the section study of --config")
     return STAGES if options.stage is None else (options.stage,)
+
+
+@contextmanager
+def _alone(folder: StudyFolder, part: Part | None) -> Iterator[None]:
+    """Lock the folder, or a part, so that a second command cannot train the same runs.
+
+    Raises InputError if another command has it.
+    """
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        with (folder.path / ".lock").open("a") as whole:
+            fcntl.flock(whole, (fcntl.LOCK_EX if part is None else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            name = ".lock" if part is None else f".lock-{part.first}-of-{part.number}"
+            with (folder.path / name).open("a") as lock:
+                if part is not None:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield
+    except BlockingIOError:
+        raise InputError(
+            f"--output {folder.path} is in use by another command: wait for it, or name another "
+            "folder"
+        ) from None
 
 
 def _add_flags(tool: Tool) -> None:

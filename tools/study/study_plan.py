@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import platform
+import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from parameter_count import UNUSED_FOLDER, count_parameters
+from cell_runner import ROOT
 
 from moe_parallel.analysis.study.contenders import (
     DENSE,
@@ -25,7 +28,12 @@ from moe_parallel.analysis.study.notes import MOST_TOTALS_DIFFER, total_differen
 from moe_parallel.analysis.study.results import MEASURED, StudyResults
 from moe_parallel.analysis.study.table import parameter_table
 from moe_parallel.config import make_config, read_yaml, validate
+from moe_parallel.config.message import flag
 from moe_parallel.errors import InputError
+from moe_parallel.tool import last_line
+
+UNUSED_FOLDER = {"save": "unused"}  # checkpoint options need a folder; nothing is written to it
+COUNT = ROOT / "tools" / "count_parameters.py"
 
 
 def plan(options: Namespace, folder: StudyFolder) -> tuple[StudyManifest, dict[str, list[int]]]:
@@ -141,3 +149,28 @@ def check_trainable(contender: Contender, processes: int) -> None:
     if data.vocab_size is None:
         raise InputError("--config has no vocab-size: give the size of the tokenizer, by which "
                          "parameters are counted")  # fmt: skip
+
+
+def count_parameters(
+    contender: Contender, experts_per_token: float | None = None
+) -> dict[str, Any]:
+    """The parameters of the contender's model: total, active and active_compute. The last two are
+    None if training decides how many experts compute a token and `experts_per_token` is None.
+
+    The count runs in its own process. This process stays small, because the memory that a run
+    inherits at its start counts as part of its peak memory.
+    """
+    command = [sys.executable, str(COUNT)]
+    if experts_per_token is not None:
+        command += ["--experts-per-token", str(experts_per_token)]
+    for name, value in (contender.options | UNUSED_FOLDER).items():
+        parts = value if isinstance(value, list) else [value]
+        command += [flag(name), *("none" if part is None else str(part) for part in parts)]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        reason = last_line(done.stderr, "no reason given")
+        raise InputError(f"contender {contender.name}: {reason.removeprefix(f'{COUNT.name}: ')}")
+    return json.loads(done.stdout)

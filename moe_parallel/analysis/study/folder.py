@@ -105,28 +105,6 @@ class StudyManifest:
             python=earlier.python or self.python,
         )
 
-    def merged_with(self, other: StudyManifest) -> StudyManifest:
-        """The study that contains the runs of both, which were trained in different folders.
-
-        Raises InputError if `other` has another design, or pilot runs that decided otherwise.
-        """
-        difference = other._difference_from(self) or other._difference_of_options(self)
-        if difference is not None:
-            what, ours, its = difference
-            raise InputError(
-                f"the other study has {what} {shown(its)}, and this one {shown(ours)}: keep them "
-                "in folders of their own"
-            )
-        return dataclasses.replace(
-            self,
-            contenders={**self.contenders, **other.contenders},
-            seeds=_united(self.seeds, other.seeds),
-            parameters={**other.parameters, **self.parameters},
-            fitted={**other.fitted, **self.fitted},
-            tuned={**other.tuned, **self.tuned},
-            python=self.python or other.python,
-        )
-
     def _difference_from(self, earlier: StudyManifest) -> Change | None:
         """The first value in which a run would be another one: (name, its, ours)."""
         for name in ("processes", "threads"):
@@ -139,17 +117,6 @@ class StudyManifest:
         both = [name for name in earlier.contenders if name in self.contenders]
         pairs = (_difference(earlier.contenders[name], self.contenders[name]) for name in both)
         return next(filter(None, pairs), None)
-
-    def _difference_of_options(self, earlier: StudyManifest) -> Change | None:
-        """The reference, or the first options that were fitted or tuned, if they differ."""
-        if earlier.reference.name != self.reference.name:
-            return "the reference", earlier.reference.name, self.reference.name
-        for kind in ("fitted", "tuned"):
-            its, ours = getattr(earlier, kind), getattr(self, kind)
-            for name in its:
-                if name in ours and its[name] != ours[name]:
-                    return f"{name} {kind} to", its[name], ours[name]
-        return None
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from moe_parallel.analysis.study.contenders import SharedFile, choose_contenders, parse_overrides
-from moe_parallel.analysis.study.design import StudyDesign
 from moe_parallel.analysis.study.folder import StudyFolder, StudyManifest
 from moe_parallel.errors import InputError
 from tests.analysis.study_folder import SHARED, make_study
@@ -124,34 +123,6 @@ def test_the_text_of_another_python_is_another_study(tmp_path: Path):
     with pytest.raises(InputError, match="of the sources of Python '3.11.7', and now it is '3.12"):
         replace(now, python="3.12.1").joined_to(earlier, file)
     assert now.joined_to(earlier, file).python == "3.11.7"
-
-
-def test_the_runs_of_two_folders_are_one_study(tmp_path: Path):
-    one, _ = asked(["topk", "aoe"], seeds=(1, 2))
-    other, _ = asked(["topk", "dense"], seeds=(3,))
-    tuned = {"topk": {"lr": 0.01}}
-    merged = replace(one, tuned=tuned).merged_with(replace(other, fitted={"dense": {"lr": 1}}))
-    assert merged.seeds == {"topk": [1, 2, 3], "aoe": [1, 2], "dense": [3]}
-    assert list(merged.contenders) == ["topk", "aoe", "dense"]
-    assert (merged.tuned, merged.fitted) == (tuned, {"dense": {"lr": 1}})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"tuned": {"topk": {"lr": 0.02}}},
-            "has topk tuned to {'lr': 0.02}, and this one {'lr': 0.01}",
-        ),
-        ({"threads": 4}, "has threads 4, and this one 2"),
-        ({"design": StudyDesign(margin=0.5)}, "has margin 0.5, and this one None"),
-    ],
-)
-def test_the_runs_of_two_designs_are_not_one_study(changes, message):
-    one, _ = asked(["topk"])
-    other, _ = asked(["topk"])
-    with pytest.raises(InputError, match=message):
-        replace(one, tuned={"topk": {"lr": 0.01}}).merged_with(replace(other, **changes))
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path):

@@ -23,7 +23,7 @@ from tools.bench.contender import (
 from tools.bench.cpu_products import with_other_products
 from tools.bench.inputs import Draw, leaf
 from tools.bench.layer import RoutedLayerWork
-from tools.bench.peers import gpu_packages, huggingface, megatron, torch_ops
+from tools.bench.peers import huggingface, megatron, torch_ops
 from tools.bench.sizes import BenchSize
 
 UNFUSED = "ours, op by op"
@@ -56,7 +56,6 @@ def routed_layer(size: BenchSize, draw: Draw, ours: Ops) -> Bench:
             *torch_ops.routed_layer_peers(layer),
             *huggingface.routed_layer_peers(layer),
             *megatron.routed_layer_peers(layer),
-            *gpu_packages.routed_layer_peers(layer),
         ],
         (Measure(BOTH, products.with_gradients()),),
     )

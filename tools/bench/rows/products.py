@@ -20,7 +20,7 @@ from tools.bench.contender import (
     Products,
 )
 from tools.bench.inputs import Draw, leaf
-from tools.bench.peers import gpu_packages, torch_ops, transformer_engine
+from tools.bench.peers import torch_ops, transformer_engine
 from tools.bench.sizes import BenchSize
 
 
@@ -55,7 +55,6 @@ def grouped_gemm(size: BenchSize, draw: Draw, ours: Ops) -> Bench:
             ),
             grouped_mm(),
             *transformer_engine.grouped_gemm_peers(x_NI, w_EIO, row_map, dy_NO),
-            *gpu_packages.grouped_gemm_peers(x_NI, w_EIO, row_map, dy_NO),
         ],
         (
             Measure(FORWARD, Products(((rows, inner, columns),))),
