@@ -138,7 +138,7 @@ def _diff(own: argparse.Namespace) -> int:
 
 
 def _prune(own: argparse.Namespace) -> None:
-    from moe_parallel.training.checkpoint.pruning import prune
+    from moe_parallel.training.checkpoint.inventory import prune
 
     for path in prune(own.run, own.keep_last):
         print(f"deleted {path.name}")

@@ -16,8 +16,7 @@ from megatron.core.utils import unwrap_model
 from moe_parallel.config import Config, LoggingConfig, validate
 from moe_parallel.convert.calibration import draw_calibration
 from moe_parallel.convert.gate import GateOptions
-from moe_parallel.convert.to_aoe import ConvertedLayer, convert_layers
-from moe_parallel.convert.weights import copy_weights
+from moe_parallel.convert.to_aoe import ConvertedLayer, convert_layers, copy_weights
 from moe_parallel.data.datasets import Datasets
 from moe_parallel.errors import InputError
 from moe_parallel.evaluation.text_loss import measure_text_loss

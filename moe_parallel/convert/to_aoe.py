@@ -8,7 +8,7 @@ Shape suffixes: T tokens, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from moe_parallel.convert.calibration import Batches, Calibration, inputs_of
 from moe_parallel.convert.factors import Factors
 from moe_parallel.convert.gate import GateOptions, convert_gate
 from moe_parallel.convert.routing_overlap import RoutingOverlap, routing_overlap
-from moe_parallel.convert.weights import copy_weights
+from moe_parallel.errors import InputError
 from moe_parallel.experts.swiglu import SwiGLUExperts
 from moe_parallel.layers import AutonomousLayer, RoutedLayer
 from moe_parallel.selection.choices import Choices
@@ -94,3 +94,30 @@ def _convert_layer(
 def _choices(layer: RoutedLayer | AutonomousLayer, x_TD: torch.Tensor, batches: Batches) -> Choices:
     sequences = sum(len(batch["tokens"]) for batch in batches)
     return layer.choose(x_TD, Tokens(sequences))
+
+
+@torch.no_grad()
+def copy_weights(source: Any, target: Any, elsewhere: Collection[str] = ()) -> None:
+    """Copy every parameter of `source` to the one of the same name in `target` (complete models).
+
+    `elsewhere`: beginnings of names, in either model, that are converted in another way. Raises
+    InputError for any other weight that only one model has, or whose shapes differ.
+    """
+    theirs, ours = (
+        {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if not name.startswith(tuple(elsewhere))
+        }
+        for model in (source, target)
+    )
+    for name in theirs.keys() | ours.keys():
+        if name not in theirs or name not in ours:
+            where = "the new model" if name not in theirs else "the checkpoint"
+            raise InputError(f"--to: only {where} has the weight {name}: leave out what adds it")
+        if theirs[name].shape != ours[name].shape:
+            raise InputError(
+                f"--to: {name} is {list(theirs[name].shape)} in the checkpoint and "
+                f"{list(ours[name].shape)} in the new model: leave the sizes as they are"
+            )
+        ours[name].copy_(theirs[name])

@@ -31,10 +31,9 @@ from moe_parallel.layers.forced_routing import build_forcing
 from moe_parallel.layers.hash_table import build_hash_table
 from moe_parallel.layers.router_trace import RouterTrace
 from moe_parallel.model.attention_backends import CORE_ATTENTIONS
-from moe_parallel.model.fp8_gpt import Fp8GPTModel
 from moe_parallel.model.heads_norm import over
 from moe_parallel.model.initialization import initialize_weights
-from moe_parallel.model.language_model import LanguageModel
+from moe_parallel.model.language_model import Fp8GPTModel, LanguageModel
 from moe_parallel.model.self_attention import RotarySelfAttention
 from moe_parallel.model.token_ids import TransformerLayerWithIds
 from moe_parallel.model.transformer_config import transformer_config

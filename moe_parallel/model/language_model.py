@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
+from moe_parallel.experts.fp8_engine import Fp8Engine
 from moe_parallel.experts.main_gradients import AddsToMainGradients
 from moe_parallel.model.linear_cross_entropy import linear_cross_entropy
 from moe_parallel.model.token_ids import CONTEXT
@@ -94,3 +95,20 @@ class LanguageModel(AddsToMainGradients, GPTModel):
             main_gradient,
         )
         return losses_T.view(h_SBD.shape[:2]).t().contiguous()
+
+
+class Fp8GPTModel(LanguageModel):
+    """A model chunk whose forward pass is one FP8 region, if its experts' scales need it.
+
+    Its other layers are not Transformer Engine's, so the FP8 region does not affect them.
+    """
+
+    def __init__(self, fp8: Fp8Engine, **arguments: Any) -> None:
+        """`arguments`: of LanguageModel."""
+        super().__init__(**arguments)
+        self.fp8 = fp8
+
+    def forward(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        with self.fp8.model_region():
+            output: torch.Tensor = super().forward(*arguments, **named)
+        return output

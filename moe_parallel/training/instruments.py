@@ -13,9 +13,21 @@ from moe_parallel.config import Config
 from moe_parallel.errors import InputError
 from moe_parallel.model.flops import token_flops
 from moe_parallel.platform.device import device
-from moe_parallel.platform.peak import peak_tflops
 from moe_parallel.telemetry.gauges import Gauge, GpuGauge, HostGauge
 from moe_parallel.telemetry.monitor import Monitor, over_ranks
+
+#: Dense bf16 TFLOP/s of NVIDIA's data sheets, by the beginning of the name; the longest counts.
+BF16_TFLOPS = {
+    "NVIDIA A100": 312.0,
+    "NVIDIA A800": 312.0,
+    "NVIDIA H100": 989.0,
+    "NVIDIA H100 NVL": 835.0,
+    "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H200": 989.0,
+    "NVIDIA H200 NVL": 835.0,
+    "NVIDIA GH200": 989.0,
+    "NVIDIA B200": 2250.0,
+}
 
 
 class Instruments:
@@ -84,3 +96,12 @@ def computed_choices(layers: Sequence[Mapping[str, Any]]) -> float:
         for layer in layers
     ]
     return float(sum(kept) / len(kept))
+
+
+def peak_tflops(bf16: bool) -> float | None:
+    """The most TFLOP/s of this process's device; None if not known, as on a CPU or in fp32."""
+    if not (bf16 and torch.cuda.is_available()):
+        return None
+    name = torch.cuda.get_device_name()
+    known = [each for each in BF16_TFLOPS if name.startswith(each)]
+    return BF16_TFLOPS[max(known, key=len)] if known else None

@@ -10,8 +10,11 @@ import torch.distributed as dist
 
 from moe_parallel.collective_errors import agree, exchange, on_rank_0, one_line
 from moe_parallel.config import Config
-from moe_parallel.config.dense_twin import dense_twin
+from moe_parallel.config.fp8 import Fp8Config
+from moe_parallel.config.moe import MoEConfig
 from moe_parallel.config.option import options
+from moe_parallel.config.selection import TopKSelection
+from moe_parallel.config.upcycling import dense_width
 from moe_parallel.data.atomic_files import write_atomically
 from moe_parallel.data.tokenizer import Tokenizer
 from moe_parallel.errors import InputError
@@ -108,6 +111,21 @@ def dense_checkpoints(config: Config, vocab_size: int, checkpoints: Checkpointer
     """The checkpoints of the run's dense warm-up, in the folder of `checkpoints`."""
     shared = {key: value for key, value in checkpoints.fingerprint.items() if key == TOKENIZER}
     return checkpoints.of_model(_fingerprint(dense_twin(config), vocab_size) | shared)
+
+
+def dense_twin(config: Config) -> Config:
+    """The dense model from which that of `config` can start: a dense layer, as wide as one expert,
+    for each MoE layer.
+
+    All other options are the same, except that options only for experts have their defaults.
+    """
+    return replace(
+        config,
+        model=replace(config.model, ffn_hidden_size=dense_width(config)),
+        moe=MoEConfig(moe_backend=config.moe.moe_backend),
+        selection=TopKSelection(),
+        fp8=Fp8Config(),
+    )
 
 
 def expected_dense(config: Config, vocab_size: int) -> Expected:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from moe_parallel.collective_errors import agree
 from moe_parallel.config import Config
-from moe_parallel.config.dense_twin import dense_twin
 from moe_parallel.config.upcycling import dense_warmup_iters
 from moe_parallel.errors import InputError
 from moe_parallel.model.upcycling import change_by_upcycling
@@ -23,7 +22,7 @@ from moe_parallel.training.checkpoint.checkpointer import Checkpointer, Training
 from moe_parallel.training.checkpoint.folder import find_checkpoint
 from moe_parallel.training.checkpoint.record import read_record
 from moe_parallel.training.engine import Engine
-from moe_parallel.training.run_folder import dense_checkpoints, expected_dense
+from moe_parallel.training.run_folder import dense_checkpoints, dense_twin, expected_dense
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +15,13 @@ from moe_parallel.config.message import flag
 from moe_parallel.data.datasets import Datasets, build_datasets
 from moe_parallel.data.default_corpus import DefaultCorpus, prepare_default_corpus
 from moe_parallel.data.sources import Source, blend_sources, corpus_sources
-from moe_parallel.data.token_counts import token_counts
 from moe_parallel.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 from moe_parallel.errors import InputError
 from moe_parallel.training.own_tokenizer import OwnTokenizer, own_tokenizer
 
 DEFAULT_VOCAB_SIZE = 4096
+#: Samples are left out evenly if there are more tokens than this, because frequencies need no more.
+MOST_COUNTED = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,20 @@ def open_tokenizer(config: Config) -> Tokenizer:
     """Only the tokenizer; with --load the checkpoint's, without any data. Raises InputError."""
     own = own_tokenizer(config.checkpoint.load, config.data)
     return open_text(config).tokenizer if own is None else own.tokenizer
+
+
+def token_counts(samples: Any, vocab_size: int, limit: int = MOST_COUNTED) -> list[int]:
+    """The number of times that each id occurs in at most about `limit` tokens of the samples.
+
+    Args:
+        samples: a sequence of dicts of tensors, all of one length; `tokens` has the ids.
+        vocab_size: the number of ids.
+    """
+    counts_V = np.zeros(vocab_size, dtype=np.int64)
+    tokens = len(samples) * len(samples[0]["tokens"])
+    for number in range(0, len(samples), math.ceil(tokens / limit)):
+        counts_V += np.bincount(samples[number]["tokens"].numpy(), minlength=vocab_size)
+    return counts_V.tolist()
 
 
 def _named(data: DataConfig) -> Tokenizer:

@@ -3,8 +3,8 @@
 import pytest
 
 from moe_parallel.config import make_config, validate
-from moe_parallel.config.dense_twin import dense_twin
 from moe_parallel.errors import InputError
+from moe_parallel.training.run_folder import dense_twin
 
 EXPERTS = {"num_experts": 4, "hidden_size": 64, "ffn_hidden_size": 128, "bf16": True}
 FP8 = {**EXPERTS, "fp8_format": "hybrid"}

@@ -3,9 +3,9 @@
 import pytest
 
 from moe_parallel.config import make_config, validate
-from moe_parallel.config.dense_twin import dense_twin
 from moe_parallel.config.upcycling import dense_warmup_iters
 from moe_parallel.errors import InputError
+from moe_parallel.training.run_folder import dense_twin
 
 EXPERTS = {"num_experts": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_layers": 2}
 AOE = {"expert_selection": "aoe", "aoe_low_rank_size": 8}

@@ -11,10 +11,12 @@ import torch
 
 from moe_parallel.config import make_config
 from moe_parallel.model.flops import token_flops
-from moe_parallel.platform import peak
-from moe_parallel.platform.peak import peak_tflops
 from moe_parallel.training import instruments as instruments_module
-from moe_parallel.training.instruments import Instruments, computed_choices
+from moe_parallel.training.instruments import (
+    Instruments,
+    computed_choices,
+    peak_tflops,
+)
 from tests.data.small_text import small_bpe
 from tests.distributed import run_distributed
 from tests.program import AOE, SMALL, pretrain_here, small_data
@@ -96,6 +98,6 @@ def test_joules_of_a_token() -> None:
 def test_peaks(name: str, tflops: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak_tflops(bf16=True) is None or torch.cuda.is_available()
     gpu = SimpleNamespace(is_available=lambda: True, get_device_name=lambda: name)
-    monkeypatch.setattr(peak, "torch", SimpleNamespace(cuda=gpu))
+    monkeypatch.setattr(instruments_module, "torch", SimpleNamespace(cuda=gpu))
     assert peak_tflops(bf16=True) == tflops
     assert peak_tflops(bf16=False) is None

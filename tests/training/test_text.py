@@ -1,13 +1,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe_parallel.config import parse_command_line
 from moe_parallel.data.default_corpus import DefaultCorpus
 from moe_parallel.data.tokenizer import train_byte_bpe
 from moe_parallel.errors import InputError
 from moe_parallel.training.own_tokenizer import OwnTokenizer
-from moe_parallel.training.text import open_text
+from moe_parallel.training.text import open_text, token_counts
 from tests.data.small_text import small_bpe, words, write_texts
 
 
@@ -63,3 +64,14 @@ def test_positions_restart_where_a_flag_asks_for_documents(
     for sides in (datasets.train_domains, datasets.valid):
         (dataset,) = sides.values()
         assert (dataset[0]["position_ids"].max() < 63) == (flag is not None)
+
+
+SAMPLES = [{"tokens": torch.tensor(ids)} for ids in ([0, 1, 1], [1, 3, 0], [2, 2, 2], [1, 0, 3])]
+
+
+def test_all_samples_are_counted():
+    assert token_counts(SAMPLES, vocab_size=5) == [3, 4, 3, 2, 0]
+
+
+def test_beyond_the_limit_samples_are_left_out_evenly():
+    assert token_counts(SAMPLES, vocab_size=5, limit=6) == [1, 2, 3, 0, 0]

@@ -1,4 +1,4 @@
-"""What the checkpoints of a run contain, for a user who looks at them."""
+"""What the checkpoints of a run contain, for a user who looks at them, or deletes old ones."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from moe_parallel.training.checkpoint.files import check_content
 from moe_parallel.training.checkpoint.folder import RECORD, CheckpointFolder
 from moe_parallel.training.checkpoint.record import is_whole, read_record
 from moe_parallel.training.checkpoint.tensors import stored_tensors
+from moe_parallel.training.run_lock import run_lock
 
 
 def run_checkpoints(run: Path) -> CheckpointFolder:
@@ -70,6 +71,26 @@ def checkpoint_facts(checkpoint: Path, *, digest: bool) -> Iterator[tuple[str, A
         found = checkpoint_digest(checkpoint)
         yield "digest, weights", found.weights
         yield "digest, optimizer", found.optimizer
+
+
+def prune(run: Path, keep_last: int) -> list[Path]:
+    """Delete all checkpoints but the latest `keep_last`; returns those deleted.
+
+    Raises InputError if a run writes to the folder, if the folder cannot be locked, or if the
+    latest checkpoint is damaged.
+    """
+    folder = run_checkpoints(run)
+    with run_lock(run) as warnings:
+        if warnings:  # a run may be writing there, and nothing would tell
+            raise InputError(f"{run}: its file system has no locks: delete folders by hand")
+        before, latest = folder.paths(), folder.latest()
+        if latest not in before or latest.is_symlink() or not is_whole(latest):
+            raise InputError(
+                f"{run}: the latest checkpoint is damaged, so nothing is deleted; "
+                "`verify` says what is whole"
+            )
+        folder.delete_oldest(folder.iterations()[before.index(latest)], keep_last)
+        return sorted(set(before) - set(folder.paths()))
 
 
 def size_text(amount: int) -> str:

@@ -5,10 +5,9 @@ import json
 
 import pytest
 
-from moe_parallel.analysis.scaling.figure import scaling_figure
 from moe_parallel.analysis.scaling.folder import FAILED, FINISHED, NEW, QUEUED, CellFolder
 from moe_parallel.analysis.scaling.grid import cells
-from moe_parallel.analysis.scaling.report import write_scaling_report
+from moe_parallel.analysis.scaling.report import scaling_figure, write_scaling_report
 from moe_parallel.analysis.scaling.rows import axis_of, rows_of
 from moe_parallel.errors import InputError
 from moe_parallel.plan.cluster import Cluster, Node

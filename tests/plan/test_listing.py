@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from moe_parallel.config import make_config
-from moe_parallel.plan.beside import in_layout
 from moe_parallel.plan.cluster import parse_cluster
 from moe_parallel.plan.layout import layout_of
+from moe_parallel.plan.listing import in_layout
 from moe_parallel.plan.search import layouts
 
 SIZES = {"num_experts": 4, "global_batch_size": 64, "seq_length": 64}
