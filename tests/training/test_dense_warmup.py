@@ -1,17 +1,16 @@
 """Dense layers first, experts later: in one run, stopped at any moment, and in several runs."""
 
 import json
-import os
-import signal
+from functools import partial
 
 import pytest
 import torch
 
 from moe_parallel.errors import InputError
-from moe_parallel.training.engine import Engine
 from tests.distributed import RankError, run_distributed
 from tests.program import AOE, SMALL, pretrain_here, same_bytes, small_data, stored_tensors
 from tests.tiers import rest_in_full
+from tests.training.stopped_runs import kill_in_step
 
 ITERATIONS, WARM_UP = 10, 4
 EXPERTS = SMALL | {"train_iters": ITERATIONS, "expert_model_parallel_size": 2}
@@ -99,24 +98,12 @@ def test_two_iterations_at_a_time(run, tmp_path):
     assert [path.name for path in tmp_path.glob("iter_*")] == [f"iter_{ITERATIONS:07d}"]
 
 
-def _kill_in_the_sixth_step():
-    step, done = Engine.step, []
-
-    def step_or_die(engine, batches):
-        done.append(None)
-        if len(done) == 6:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return step(engine, batches)
-
-    Engine.step = step_or_die
-
-
 @pytest.mark.full
 def test_kill_9_before_the_experts_are_saved(run, tmp_path):
     options, folder = run
     options = options | IN_ONE_RUN | {"save": tmp_path}
     with pytest.raises(RankError):
-        _train([options], _kill_in_the_sixth_step)
+        _train([options], partial(kill_in_step, 6))
     assert [path.name for path in tmp_path.glob("iter_*")] == [f"iter_{WARM_UP:07d}"]
     _train([options | {"load": tmp_path}])
     _assert_same(tmp_path, folder / "warm")

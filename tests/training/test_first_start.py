@@ -3,13 +3,14 @@
 import json
 import os
 import signal
+from functools import partial
 
 import pytest
 
 from moe_parallel.training.checkpoint import folder as checkpoint_folder
-from moe_parallel.training.engine import Engine
 from tests.distributed import RankError, run_distributed
 from tests.program import SMALL, pretrain_here, small_data
+from tests.training.stopped_runs import kill_in_step
 
 
 @pytest.fixture(scope="module")
@@ -35,18 +36,6 @@ def _start(command, before=None):
     return output
 
 
-def _kill_in_the_second_step():
-    step, done = Engine.step, []
-
-    def step_or_die(engine, batches):
-        done.append(None)
-        if len(done) == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return step(engine, batches)
-
-    Engine.step = step_or_die
-
-
 def _kill_before_the_first_tracker_is_written():
     write = checkpoint_folder.write_atomically
 
@@ -62,7 +51,7 @@ def test_one_command_begins_and_goes_on(command):
     save = command["save"]
     begins = f"no checkpoint in {save} yet: the run begins there\n"
     with pytest.raises(RankError):  # in a folder that does not exist yet
-        _start(command, _kill_in_the_second_step)
+        _start(command, partial(kill_in_step, 2))
     assert (save / "config.yaml").is_file() and _iterations(save) == [1]
     with pytest.raises(RankError):
         _start(command, _kill_before_the_first_tracker_is_written)

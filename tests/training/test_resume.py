@@ -3,15 +3,16 @@
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from moe_parallel.training.checkpoint import tensors as checkpoint_tensors
-from moe_parallel.training.engine import Engine
 from tests.distributed import RankError, run_distributed
 from tests.program import AOE, SMALL, pretrain_here, same_bytes, small_data, stored_tensors
 from tests.tiers import rest_in_full
+from tests.training.stopped_runs import kill_in_step
 
 LONG = SMALL | {"train_iters": 20, "expert_model_parallel_size": 2}
 SYSTEMS = {
@@ -92,24 +93,12 @@ def test_kill_9_in_the_middle_of_a_save(straight, tmp_path):
     assert not list(tmp_path.glob(".iter_*"))
 
 
-def _kill_in_the_eighth_step():
-    step, done = Engine.step, []
-
-    def step_or_die(engine, batches):
-        done.append(None)
-        if len(done) == 8:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return step(engine, batches)
-
-    Engine.step = step_or_die
-
-
 @pytest.mark.full
 def test_kill_9_between_saves(straight, tmp_path):
     options, losses, _ = straight
     options = options | {"save": tmp_path, "save_interval": 5}
     with pytest.raises(RankError):
-        run_distributed(2, pretrain_here, [options], _kill_in_the_eighth_step)
+        run_distributed(2, pretrain_here, [options], partial(kill_in_step, 8))
     assert _losses(tmp_path) == losses[:7]  # two of them after the last checkpoint
     with (tmp_path / "metrics.jsonl").open("a") as torn:
         torn.write('{"iteration": 8, "lm_')
