@@ -21,7 +21,6 @@ PROGRAMS = {
             "convert",
             "count_parameters",
             "evaluate",
-            "experts_per_vocab_item",
             "export_hf",
             "generate",
             "import_hf",
