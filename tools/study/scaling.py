@@ -10,11 +10,14 @@ docs/scaling_study.md has an example and explains the columns of the report.
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
 
-from scaling_jobs import queue, run_here, submit
+from cell_runner import ROOT, SCRIPT
 
 from moe_parallel.analysis.scaling.folder import FAILED, FINISHED, QUEUED, CellFolder
 from moe_parallel.analysis.scaling.grid import cells, parse_vary
@@ -23,7 +26,9 @@ from moe_parallel.analysis.scaling.rows import rows_of
 from moe_parallel.config import read_yaml
 from moe_parallel.errors import InputError
 from moe_parallel.plan.cluster import NODES, one_node
-from moe_parallel.tool import Tool, check_positive
+from moe_parallel.tool import Tool, check_positive, last_line
+
+JOB = ROOT / "examples" / "slurm" / "pretrain_srun.sbatch"
 
 
 def main(arguments: list[str]) -> int:
@@ -84,7 +89,7 @@ def _run(own: Namespace) -> int:
     grid = list(cells(options, own.nodes, varied, ranks_per_node=own.ranks_per_node, weak=own.weak))
     study, code = own.study.absolute(), 0
     reasons = [cell.why_not() for cell in grid]  # a wrong flag ends the study before its first job
-    queued = set() if own.local else queue()
+    queued = set() if own.local else _queue()
     for cell, reason in zip(grid, reasons, strict=True):
         if reason is not None:
             print(f"{cell.name}: not feasible: {reason}")
@@ -98,13 +103,58 @@ def _run(own: Namespace) -> int:
         if state == FAILED:
             print(f"{cell.name}: failed before: {folder.last_line}")
         if not own.local:
-            print(f"{cell.name}: job {submit(folder, own.ranks_per_node, own.sbatch)}")
-        elif failed := run_here(folder):
+            print(f"{cell.name}: job {_submit(folder, own.ranks_per_node, own.sbatch)}")
+        elif failed := _run_here(folder):
             print(f"{cell.name}: exit code {failed}: {folder.last_line}")
             code = 1
         else:
             print(f"{cell.name}: {FINISHED}")
     return code
+
+
+def _queue() -> set[str]:
+    """The numbers of the user's jobs that run or wait."""
+    return set(_slurm(["squeue", "--noheader", "--me", "--format=%A"]).split())
+
+
+def _submit(folder: CellFolder, ranks_per_node: int, flags: str) -> str:
+    """The number of the new job of a cell. `flags`: further flags of sbatch."""
+    words = ["sbatch", "--parsable", "--nodes", str(folder.cell.nodes)]
+    words += ["--job-name", "scaling", "--output", str(folder.output)]
+    words += [*shlex.split(flags), str(JOB), str(folder.run)]
+    said = _slurm([*words, "--config", str(folder.config_file)], ranks_per_node)
+    job = said.strip().split(";")[0]
+    folder.job_file.write_text(job)
+    return job
+
+
+def _slurm(words: list[str], ranks_per_node: int | None = None) -> str:
+    environment = dict(os.environ)
+    if ranks_per_node is not None:
+        environment["RANKS_PER_NODE"] = str(ranks_per_node)
+    try:
+        done = subprocess.run(
+            words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        raise InputError(
+            f"{words[0]} was not found: run this on a login node, or give --local"
+        ) from None
+    if done.returncode != 0:
+        raise InputError(f"{words[0]}: {last_line(done.stderr, 'no reason given')}")
+    return done.stdout
+
+
+def _run_here(folder: CellFolder) -> int:
+    """Trains a cell on this machine; returns the exit code."""
+    command = [sys.executable, str(SCRIPT), "--nproc-per-node", str(folder.cell.ranks)]
+    command += ["--config", str(folder.config_file)]
+    command += ["--save", str(folder.run), "--load", str(folder.run)]
+    folder.job_file.write_text("local")
+    with folder.output.open("wb") as output:
+        return subprocess.run(
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False
+        ).returncode
 
 
 def _report(own: Namespace) -> None:

@@ -14,12 +14,12 @@ from tests.distributed import run_distributed
 from tests.program import free_port
 from tests.tools.running import ROOT, run_tool
 
-SPEED = ROOT / "tools" / "study" / "node_speed.py"
+TOOL = ROOT / "tools" / "study" / "measure_node.py"
 
 
 def describe(ranks_per_node: int, seconds: float) -> dict[str, Any]:
     """The description by a clock on which every measured piece of work takes `seconds`."""
-    tool = runpy.run_path(str(SPEED))
+    tool = runpy.run_path(str(TOOL))
     readings = count()
     clock = SimpleNamespace(perf_counter=lambda: next(readings) * seconds)
     tool["describe"].__globals__["time"] = clock
